@@ -104,6 +104,22 @@ def test_same_bits_from_run_to_run_and_chunks_agree(dtype, device):
             torch.testing.assert_close(a, b, rtol=4 * ulp, atol=4 * ulp * largest)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_similarities_far_apart(dtype, device):
+    """Exponentials relative to one similarity of a tile would lose those of a whole column."""
+    q, d = pair(130, 300, 40, device, dtype)
+    with torch.no_grad():
+        q[7], d[:9] = 0.0, -q[8]
+        q[7, 0] = d[5, 0] = 1.0
+        q[:, 1] = d[:, 1] = 0.0
+    options = {"temperature": 0.004, "symmetric": True}
+    want = step(plain, q.double(), d.double(), temperature=0.004)
+    eager = step(plain, q, d, temperature=0.004)
+    for got, of_eager, exact in zip(step(tigon.contrastive_loss, q, d, **options), eager, want, strict=True):
+        error, bound = (got - exact).norm(), (of_eager - exact).norm()
+        assert error <= 2 * bound + 4 * torch.finfo(dtype).eps * exact.norm()
+
+
 def test_gradient_of_the_temperature(device):
     q, d = pair(device=device)
     temperature = torch.tensor(0.3, device=device, requires_grad=True)

@@ -1,7 +1,9 @@
 // CUDA backend of contrastive. A warp takes a slab of columns, eight adjacent ones a lane, of a block of rows, eight at a time.
 //
-// statistics: reads the scores once, two exponentials a pair with columns, one without; 4 bytes a row and slab and a column and block.
-// gradient: reads and writes the scores once, as many exponentials.
+// statistics: reads the scores once, two exponentials a pair with columns, mostly nine for eight pairs, one without; 8 bytes a row and
+// slab and a column and block.
+// gradient: reads and writes the scores once, two exponentials a pair with columns, one without.
+#include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/reduce.cuh"
@@ -60,12 +62,51 @@ __device__ __forceinline__ void scores_of(const ContrastiveChunk& a, const Vec<T
   }
 }
 
+// Adds more * exp(at) to sum * exp(top), which becomes the larger of both exponents.
+template <class T>
+__device__ __forceinline__ void add_exponentials(float& top, float& sum, float at, float more) {
+  const float larger = fmaxf(top, at), factor = exp_neg<T>(fminf(top, at) - contrastive_reference(larger));
+  sum = top < at ? fma(sum, factor, more) : fma(more, factor, sum);
+  top = larger;
+}
+
+// The usual batch of 16-bit scores: all of them count and are so near to each other that exponentials relative to the largest serve
+// rows and columns. False, with nothing done, where they are not.
+template <class T, bool kColumns>
+__device__ __forceinline__ bool add_near(const Vec<T, kVec> (&x)[kBatch], float scale, float (&sum)[kBatch],
+                                         float& top, float (&col_top)[kVec], float (&col_sum)[kVec]) {
+  // exp(-kNear) is above the smallest normal number.
+  constexpr float kNear = 80.0f;
+  auto words = [&](int i) { return reinterpret_cast<const uint4&>(x[i]); };
+  uint32_t most = max_words<T>(words(0)), least = min_words<T>(words(0));
+#pragma unroll
+  for (int i = 1; i < kBatch; ++i)
+    most = max_words<T>(most, max_words<T>(words(i))), least = min_words<T>(least, min_words<T>(words(i)));
+  const float largest = extreme_of_lanes<Max, 32>(max_of_word<T>(most)),
+              smallest = extreme_of_lanes<Min, 32>(-max_of_word<T>(least ^ 0x80008000u));
+  if (!((largest - smallest) * scale <= kNear)) return false;
+  top = largest * scale;
+  const float to_log2 = scale * kLog2e, reference = largest * to_log2;
+  float of_col[kVec] = {};
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i)
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float e = exp2_approx(fma(x[i][j], to_log2, -reference));
+      sum[i] += e, of_col[j] += e;
+    }
+#pragma unroll
+  for (int j = 0; kColumns && j < kVec; ++j) add_exponentials<T>(col_top[j], col_sum[j], top, of_col[j]);
+  return true;
+}
+
 template <class T, bool kColumns, bool kMasked>
 __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_constant__ ContrastiveChunk a) {
   const Tile tile(a);
   if (tile.slab * kContrastiveSlab >= a.cols) return;
   const int lane = int(threadIdx.x) % 32, own = reduced_value<kBatch>(lane);
   const float scale = *a.scale;
+  const bool is_whole = (tile.slab + 1) * kContrastiveSlab <= a.cols;
   const T* scores = static_cast<const T*>(a.scores) + tile.col;
   float col_top[kVec], col_sum[kVec];
 #pragma unroll
@@ -76,38 +117,37 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
     for (int i = 0; i < kBatch; ++i)
       x[i] =
           load_predicated<T, kVec>(row + i < tile.last && tile.col < a.cols, scores + (row + i) * a.stride);
-    float z[kBatch][kVec], sum[kBatch], top = 0.0f;
+    float sum[kBatch] = {}, own_top = 0.0f;
+    if (!(sizeof(T) == 2 && !kMasked && is_whole && row + kBatch <= tile.last &&
+          add_near<T, kColumns>(x, scale, sum, own_top, col_top, col_sum))) {
+      float z[kBatch][kVec];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      scores_of<T, kMasked>(a, x[i], scale, row + i, tile.col, row + i < tile.last, z[i]);
-      float row_top = z[i][0];
+      for (int i = 0; i < kBatch; ++i) {
+        scores_of<T, kMasked>(a, x[i], scale, row + i, tile.col, row + i < tile.last, z[i]);
+        float row_top = z[i][0];
 #pragma unroll
-      for (int j = 1; j < kVec; ++j) row_top = fmaxf(row_top, z[i][j]);
-      row_top = extreme_of_lanes<Max, 32>(row_top);
-      top = i == own ? row_top : top;
-      const float reference = contrastive_reference(row_top);
-      sum[i] = 0.0f;
+        for (int j = 1; j < kVec; ++j) row_top = fmaxf(row_top, z[i][j]);
+        row_top = extreme_of_lanes<Max, 32>(row_top);
+        own_top = i == own ? row_top : own_top;
+        const float reference = contrastive_reference(row_top);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) sum[i] += exp_neg<T>(z[i][j] - reference);
+        for (int j = 0; j < kVec; ++j) sum[i] += exp_neg<T>(z[i][j] - reference);
+      }
+#pragma unroll
+      for (int j = 0; kColumns && j < kVec; ++j) {
+        float top = z[0][j], more = 0.0f;
+#pragma unroll
+        for (int i = 1; i < kBatch; ++i) top = fmaxf(top, z[i][j]);
+        const float reference = contrastive_reference(top);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) more += exp_neg<T>(z[i][j] - reference);
+        add_exponentials<T>(col_top[j], col_sum[j], top, more);
+      }
     }
     const float row_sum = reduce_values<Sum, kBatch>(sum);
     if (lane < kBatch && row + own < tile.last && a.row_parts != nullptr) {
       float* part = a.row_parts + 2 * tile.slab * a.rows + row + own;
-      part[0] = top, part[a.rows] = row_sum;
-    }
-    if constexpr (kColumns) {
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        float most = col_top[j];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) most = fmaxf(most, z[i][j]);
-        const float reference = contrastive_reference(most);
-        float part = 0.0f;  // of these rows first: one close to 1 keeps what it adds
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) part += exp_neg<T>(z[i][j] - reference);
-        col_sum[j] = col_sum[j] * exp_neg<T>(col_top[j] - reference) + part;
-        col_top[j] = most;
-      }
+      part[0] = own_top, part[a.rows] = row_sum;
     }
   }
   if constexpr (kColumns) {
@@ -118,6 +158,23 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
   }
 }
 
+// What a row or column adds to the gradient of one of its scores: weight * exp(z - lse).
+template <class T>
+struct Share {
+  ContrastiveLse lse;
+  float in_log2, weight;
+  __device__ Share(double lse, float weight)
+      : lse(lse),
+        in_log2(this->lse.high == -INFINITY ? 0.0f : float(lse * 1.4426950408889634)),
+        weight(weight) {}
+  __device__ __forceinline__ float operator()(float z) const {
+    if constexpr (std::is_same_v<T, float>)
+      return contrastive_share(z, exp(z - lse.high - lse.low), weight);
+    else
+      return weight * exp2_approx(fma(z, kLog2e, -in_log2));
+  }
+};
+
 template <class T, bool kColumns, bool kMasked>
 __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constant__ ContrastiveChunk a) {
   constexpr int kRows = 4;
@@ -127,13 +184,12 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
   const float scale = *a.scale;
   float slope = 0.0f;
   T* scores = static_cast<T*>(a.scores) + tile.col;
-  float high[kVec], low[kVec], dcol[kVec];
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) {
+  auto of_column = [&](int j) {
     const bool is_col = kColumns && tile.col + j < a.cols;
-    const ContrastiveLse lse(is_col ? a.col_lse[tile.col + j] : 0.0);
-    high[j] = lse.high, low[j] = lse.low, dcol[j] = is_col ? a.dcol[tile.col + j] : 0.0f;
-  }
+    return Share<T>(is_col ? a.col_lse[tile.col + j] : 0.0, is_col ? a.dcol[tile.col + j] : 0.0f);
+  };
+  const Share<T> columns[kVec] = {of_column(0), of_column(1), of_column(2), of_column(3),
+                                  of_column(4), of_column(5), of_column(6), of_column(7)};
   for (int64_t row = tile.first; row < tile.last; row += kRows) {
     Vec<T, kVec> x[kRows];
 #pragma unroll
@@ -143,14 +199,13 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
     for (int i = 0; i < kRows; ++i) {
       const int64_t r = row + i;
       if (r >= tile.last) break;
-      const ContrastiveLse lse(a.row_lse != nullptr ? a.row_lse[r] : 0.0);
-      const float drow = a.drow != nullptr ? a.drow[r] : 0.0f;
+      const Share<T> of_row(a.row_lse != nullptr ? a.row_lse[r] : 0.0, a.drow != nullptr ? a.drow[r] : 0.0f);
       float z[kVec], g[kVec];
       scores_of<T, kMasked>(a, x[i], scale, r, tile.col, true, z);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        g[j] = contrastive_share(z[j], exp_neg<T>(z[j] - lse.high - lse.low), drow);
-        if constexpr (kColumns) g[j] += contrastive_share(z[j], exp_neg<T>(z[j] - high[j] - low[j]), dcol[j]);
+        g[j] = of_row(z[j]);
+        if constexpr (kColumns) g[j] += columns[j](z[j]);
       }
       for (int64_t k = 0; k < (a.dpicked != nullptr ? a.picks : 0); ++k) {
         const int64_t at = a.labels[r * a.label_stride + k] - tile.col;

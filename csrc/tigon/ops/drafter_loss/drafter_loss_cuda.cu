@@ -85,6 +85,7 @@ __global__ __launch_bounds__(kTeacherThreads,
   const int64_t r = blockIdx.x;
   const int begin = int(threadIdx.x) * N, cols = int(a.logits.cols);
   const int* map = begin_of<const int>(a.draft_id);
+  const bool map_is_aligned = reinterpret_cast<uintptr_t>(map) % 16 == 0;
   const T* logits = row_of<const T>(a.logits, r);
   const int classes = map != nullptr ? int(a.columns.cols) : cols;
   T* columns = kStaged ? reinterpret_cast<T*>(staged) : row_of<T>(a.columns, r);
@@ -100,11 +101,15 @@ __global__ __launch_bounds__(kTeacherThreads,
     for (int c = begin; c < cols; c += kStep) {
       const Vec<T, N> v = vec_of<T, N>(logits, c, cols);
       const bool full = c + N <= cols;
+      Vec<int, N> ids;
+      if (full && map_is_aligned)
+        ids = load<int, N>(map + c);
+      else
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const int id = full || c + j < cols ? __ldg(map + c + j) : -1;
-        if (id >= 0) columns[id] = v.v[j];
-      }
+        for (int j = 0; j < N; ++j) ids.v[j] = full || c + j < cols ? __ldg(map + c + j) : -1;
+#pragma unroll
+      for (int j = 0; j < N; ++j)
+        if (ids.v[j] >= 0) columns[ids.v[j]] = v.v[j];
       unpack(v, x);
       all.add(x, c);
     }
