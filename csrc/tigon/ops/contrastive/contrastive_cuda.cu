@@ -162,16 +162,14 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
 template <class T>
 struct Share {
   ContrastiveLse lse;
-  float in_log2, weight;
+  float low, weight;  // low: in powers of two
   __device__ Share(double lse, float weight)
-      : lse(lse),
-        in_log2(this->lse.high == -INFINITY ? 0.0f : float(lse * 1.4426950408889634)),
-        weight(weight) {}
+      : lse(lse == -double(INFINITY) ? 0.0 : lse), low(this->lse.low * kLog2e), weight(weight) {}
   __device__ __forceinline__ float operator()(float z) const {
     if constexpr (std::is_same_v<T, float>)
       return contrastive_share(z, exp(z - lse.high - lse.low), weight);
     else
-      return weight * exp2_approx(fma(z, kLog2e, -in_log2));
+      return weight * exp2_approx(fma(z - lse.high, kLog2e, -low));  // 1 where z is all that counts
   }
 };
 
