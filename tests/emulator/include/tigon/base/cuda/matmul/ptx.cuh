@@ -66,8 +66,9 @@ void stmatrix_x4(uint32_t to, const uint32_t (&w)[4]) {
     for (int k = 0; k < 2; ++k) {
       const int row = lane / 4, column = lane % 4 * 2 + k;
       const uint16_t value = uint16_t(w[i] >> 16 * k);
-      memcpy(emulator::at_shared(uint32_t(all[8 * i + (kTrans ? column : row)])) + 2 * (kTrans ? row : column),
-             &value, 2);
+      memcpy(
+          emulator::at_shared(uint32_t(all[8 * i + (kTrans ? column : row)])) + 2 * (kTrans ? row : column),
+          &value, 2);
     }
   emulator::exchange(~0u, 0);
 }
