@@ -21,6 +21,7 @@ __device__ __forceinline__ uint32_t pack(const float* x) {
 template <class T, Groups kGroups = Groups::none>
 struct StoreEpilogue {
   static constexpr int kRows = 64, kColumns = 64, kBuffers = 2;
+  static constexpr View kView = view_of_d(kGroups);
   struct Params {
     CUtensorMap d;
   };
@@ -52,7 +53,7 @@ struct StoreEpilogue {
       bar_sync(1 + consumer, kWarpgroup);
       if (thread == 0) {
         cp_async_bulk_tensor_store(&p.d, buffer, tile.n + c * kColumns,
-                                   outer_coordinates<view_of_d(kGroups)>(tile, tile.m + consumer * kRows));
+                                   outer_coordinates<kView>(tile, tile.m + consumer * kRows));
         cp_async_bulk_commit_group();
       }
     }
