@@ -231,6 +231,18 @@ def test_where_grouped_mm_has_a_kernel():
         assert torch.equal(whole[tuple(map(slice, t.shape))], t) and whole.sum() == t.sum()
 
 
+def test_where_the_own_product_fits(monkeypatch):
+    def fits(rows, stack, dtype=torch.bfloat16):
+        return ops.own_fits(*(torch.empty(shape, dtype=dtype, device="meta") for shape in (rows, stack)))
+
+    monkeypatch.setattr(ops, "_has_own", lambda _: True)
+    assert fits((5, 16), (4, 24, 16)) and fits((5, 16), (4, 24, 16), torch.float16)
+    assert not fits((5, 16), (4, 24, 16), torch.float32)
+    assert not fits((5, 12), (4, 24, 12)) and not fits((5, 16), (4, 20, 16))
+    monkeypatch.setattr(ops, "_has_own", lambda _: False)
+    assert not fits((5, 16), (4, 24, 16))
+
+
 def test_second_derivatives_are_refused():
     leaves = layer()
     y = tigon.experts(*(leaves[n] for n in ("x", "gate_up", "down")), chosen(), leaves["weights"])
