@@ -24,7 +24,7 @@ bool run(Context& ctx, const SymmetricProduct& p) {
                 .beta = p.beta,
                 .gamma = p.gamma,
                 .size = int(p.n)},
-               p.count, true);
+               {.count = p.count, .lower = true});
   return true;
 }
 
