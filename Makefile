@@ -61,6 +61,7 @@ emulate:
 	  -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	.venv/bin/ninja -C build/emulator
 	build/emulator/matmul
+	build/emulator/launch
 	TIGON_LIBRARY=$(CURDIR)/build/emulator/libtigon_torch.so OMP_NUM_THREADS=1 \
 	  .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/ops/test_cases.py $(ARGS)
 

@@ -7,7 +7,6 @@ checkpointing repeats is not counted, nor are linear attention's own operations.
 from __future__ import annotations
 
 import math
-import statistics
 
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0}  # dense bf16 of the SXM cards, as NVIDIA states it
 SLIDING = {"gemma3-4b": 6, "gpt-oss-20b": 2}  # layers of which one sees everything
@@ -23,33 +22,40 @@ def product_tflops() -> float:
     return 2 * 8192**3 / timing.cuda_ms(lambda _: a @ b) / 1e9
 
 
-def step_flops(record: dict, config: dict) -> float:
-    """The operations of one step of a record of bench/e2e.py."""
+def llama_parameters(config: dict, layers: int) -> int:
+    """Weights of a Llama's products and embeddings."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    attention = 2 * (heads + config["num_key_value_heads"]) * (hidden // heads)
+    return hidden * (2 * config["vocab_size"] + layers * (attention + 3 * config["intermediate_size"]))
+
+
+def token_flops(record: dict, config: dict) -> float:
+    """Operations of a step for each token, of a record of bench/e2e.py or bench/parallel_e2e.py."""
     model, seq = record["model"], record["seq"]
     layers = min(record["layers"] or math.inf, config["num_hidden_layers"])
-    weights = record["parameters"]
-    if record["contrastive"] or not config.get("tie_word_embeddings", model.startswith("gemma")):
+    weights = record.get("parameters") or llama_parameters(config, layers)
+    if record.get("contrastive") or not config.get("tie_word_embeddings", model.startswith("gemma")):
         weights -= config["vocab_size"] * config["hidden_size"]  # rows that are looked up
     if "num_experts_per_tok" in config:
         experts = config.get("num_experts") or config["num_local_experts"]
         inner = config.get("moe_intermediate_size", config["intermediate_size"])
         idle = experts - config["num_experts_per_tok"]
         weights -= layers * idle * 3 * inner * config["hidden_size"]
-    if record["packed"]:
+    if record.get("packed"):
         seq = min(seq, 2 * record["packed"])  # lengths are geometric: a token sees the mean of them
     window = min(config.get("sliding_window") or seq, seq)
     local = layers - layers // SLIDING[model] if model in SLIDING else 0
     seen = (layers // LINEAR.get(model, 1) - local) * seq / 2 + local * window * (1 - window / seq / 2)
     heads = config["num_attention_heads"]
     columns = heads * config.get("head_dim", config["hidden_size"] // heads)
-    return record["batch"] * record["seq"] * (6 * weights + 12 * columns * seen)
+    return 6 * weights + 12 * columns * seen
 
 
 def text(record: dict, config: dict) -> str:
     """Percent of the stated peak, in brackets of the product measured in the same process; empty on a CPU."""
     peak = next((peak for card, peak in PEAK_TFLOPS.items() if card in record.get("gpu", "")), None)
-    if peak is None or "parameters" not in record:
+    if peak is None:
         return ""
-    reached = step_flops(record, config) / statistics.mean(record["step_ms"]) / 1e9
+    reached = token_flops(record, config) * record["tokens_per_s"] / record.get("gpus", 1) / 1e12
     product = record.get("product_tflops")
     return f", MFU {reached / peak:.0%}" + (f" ({reached / product:.0%})" if product else "")

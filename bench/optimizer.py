@@ -3,10 +3,12 @@
     python bench/optimizer.py
     OMP_NUM_THREADS=2 python bench/optimizer.py --device cpu
     OMP_NUM_THREADS=1 python bench/optimizer.py --device cpu --host
+    python bench/optimizer.py --muon
 
 On a GPU: LLaMA 3 8B's parameters, as many of its layers as fit the memory with the widest state; on the CPU
 25 million parameters. Then 2,000 tensors of 4 to 100,000 elements and 2,000 of 4, whose time on the CPU is
-the host's; --host measures these alone. Every configuration is timed in turn with PyTorch's fused and
+the host's; --host measures these alone. --muon times Muon's step on the matrices of LLaMA 3 8B's first layers
+beside torch.optim.Muon's, and prints that only. Every configuration is timed in turn with PyTorch's fused and
 foreach AdamW where they have it, and with a copy of the bytes that it must move (14 an element in bfloat16
 with bfloat16 moments). Prints a table and writes JSON lines: milliseconds, the share of the copy's rate,
 microseconds of the host (native: of the native call alone), and the largest difference from PyTorch's fused
@@ -205,6 +207,23 @@ def agreement(device: torch.device) -> dict:
     return record
 
 
+def muon(device: torch.device, layers: int, smoke: bool) -> None:
+    """Muon's step beside PyTorch's on hidden matrices, and the distance of an update from float64's, as a
+    part of its norm: the largest of all shapes."""
+    model = llama(64, 160, 16, layers, 1) if smoke else llama(4096, 14336, 1024, layers, 1)
+    shapes = [shape for shape in model[1:-2] if len(shape) == 2]
+    for name, optimizer in (("tigon", tigon.optim.Muon), ("torch", torch.optim.Muon)):
+        taken = milliseconds(optimizer(parameters(shapes, BF16, device)).step, device)
+        release(device)
+        errors = []
+        for (g,) in (parameters([shape], F32, device) for shape in set(shapes)):
+            p, exact = (torch.nn.Parameter(torch.zeros_like(g, dtype=t)) for t in (F32, torch.float64))
+            p.grad, exact.grad = g.detach(), g.detach().double()
+            optimizer([p]).step(), tigon.optim.Muon([exact]).step()
+            errors.append(float((p.data - exact.data).norm() / exact.data.norm()))
+        print(f"{layers} layers, {len(shapes)} matrices: {name} {taken:.2f} ms, error {max(errors):.1e}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(
@@ -215,9 +234,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--out", type=Path, help="JSON lines (bench/results/<device>/optimizer.jsonl)")
     parser.add_argument("--host", action="store_true", help="lists of many tensors alone")
+    parser.add_argument("--muon", type=int, metavar="LAYERS", nargs="?", const=4, help="Muon only")
     parser.add_argument("--smoke", action="store_true", help="a few small tensors, in a second")
     args = parser.parse_args(arguments)
     device = torch.device(args.device)
+    if args.muon:
+        muon(device, args.muon, args.smoke)
+        return 0
     common = {"gpu": device_name(device), "torch": torch.__version__, "commit": commit()}
     folder = re.sub(r"[^a-z0-9]+", "-", common["gpu"].lower()).strip("-")
     path = args.out or ROOT / "bench" / "results" / folder / "optimizer.jsonl"

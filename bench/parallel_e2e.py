@@ -221,7 +221,8 @@ def table(records: list[dict]) -> str:
                 cells.append("-" if r is None else r["error"][:60].replace("|", "/"))
                 continue
             peak = "" if r["peak_gb"] is None else f", {r['peak_gb']:.1f} GB"
-            cells.append(f"{r['tokens_per_s']:,.0f} tokens/s{peak}")
+            used = e2e.mfu.text(r, e2e.MODELS[r["model"]] | r["changes"])
+            cells.append(f"{r['tokens_per_s']:,.0f} tokens/s{peak}{used}")
         peer = of.get("stock")
         if ours is None or peer is None or "error" in ours or "error" in peer:
             cells.append("-")

@@ -106,37 +106,18 @@ def finished(record: dict) -> bool:
     return "error" not in record or bool(record.get("out_of_memory"))
 
 
-def run_all(
-    script: str,
-    key: Key,
-    cases: Iterable[dict],
-    out: Path,
-    timeout: float,
-    minutes: float = 0.0,
-    finished: Callable[[dict], bool] = finished,
-    records: Callable[[dict], list[dict]] = lambda result: [result],
-) -> list[dict]:
-    """Every case that the file does not hold, until the minutes (if any) are over; records of ended ones.
-
-    They are appended when their case ends, the last case in time; `records` makes them of a case's result.
-    """
+def run_all(script: str, key: Key, cases: Iterable[dict], out: Path, timeout: float) -> None:
+    """Every case that the file does not hold; records are appended when their case ends."""
     from tqdm import tqdm
 
-    start, found = time.perf_counter(), []
     out.parent.mkdir(parents=True, exist_ok=True)
     done = {key(r) for r in read(out, key) if finished(r)}
     waiting = [case for case in cases if key(case) not in done]
     for number, case in enumerate(tqdm(waiting, unit="case", disable=None)):
-        left = 60 * minutes - (time.perf_counter() - start) if minutes else timeout
-        if left <= 0:
-            print(f"out of time: {len(waiting) - number} cases not started")
-            break
-        following = waiting[number + 1 : number + 1 + AHEAD]
-        found += (ended := records(measure(script, key, case, min(left, timeout), following)))
+        record = measure(script, key, case, timeout, waiting[number + 1 : number + 1 + AHEAD])
         with out.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in ended)
+            file.write(json.dumps(record) + "\n")
     close()
-    return found
 
 
 def error_text(record: dict) -> str:

@@ -7,15 +7,14 @@
 All providers of a case run in one process on the same data, beside the limit of the same run: a
 large copy for memory-bound ops, the bare products for the loss head. The cases are those of
 tests/cases tagged `bench` (GPU), `bench_cpu` or `smoke`. Prints tables and writes JSON lines.
-With --budget every case has a process of its own; its records are appended to --out when it ends, the
-run ends in time, and the same command goes on where it ended. docs/benchmarks.md explains the method.
+Every record is written at once. With --budget no case starts later, and cases that --out holds whole are
+left out, so the same command goes on where a run ended. docs/benchmarks.md explains the method.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
+import gc
 import json
 import math
 import os
@@ -24,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from operator import itemgetter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,8 +31,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
 
-import processes
+import plot
 import timing
+from files import op_key
 from providers import Runner, Unavailable, difference, find
 
 from cases import modules
@@ -60,8 +60,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=0, help="CPU threads (torch's choice)")
     add("--out", type=Path, help="JSON lines (bench/results/<device>/<commit>.jsonl)")
     add("--no-host", action="store_true", help="leave out the host's time")
-    add("--budget", type=float, default=0.0, metavar="MINUTES", help="end after this (see above)")
-    add("--case-timeout", type=float, default=150.0, metavar="SECONDS")
+    add("--seconds", type=float, default=timing.BUDGET, help="of one measurement of 20 repeats and more")
+    add("--budget", type=float, default=0.0, metavar="MINUTES", help="start no case after this (see above)")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not cuda:
         raise SystemExit(f"--device cuda: torch {torch.__version__} sees no CUDA device")
@@ -99,13 +99,14 @@ def device_name(device: torch.device) -> str:
 
 
 class Bench:
-    """One run: its settings, its limits, its records and the file it writes, unless another process does."""
+    """One run: its settings, its limits, its records and the file it writes."""
 
-    def __init__(self, args: argparse.Namespace, write: bool = True):
+    def __init__(self, args: argparse.Namespace):
         self.args = args
         self.device = torch.device(args.device)
         if args.threads:
             torch.set_num_threads(args.threads)
+        timing.BUDGET = args.seconds
         self.common = {
             "gpu": device_name(self.device),
             "torch": torch.__version__,
@@ -113,21 +114,23 @@ class Bench:
         }
         folder = re.sub(r"[^a-z0-9]+", "-", self.common["gpu"].lower()).strip("-")
         results = ROOT / "bench" / "results"
-        self.path = (args.out or results / folder / f"{self.common['commit']}.jsonl") if write else None
-        self.records: list[dict] = []
-        if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = args.out or results / folder / f"{self.common['commit']}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.end, self.left, self.done = math.inf, 0, set()
+        if args.budget:
+            self.end = time.perf_counter() + 60 * args.budget
+            self.done = {op_key(r) for r in plot.read(self.path)} if self.path.exists() else set()
+        else:
             self.path.write_text("")
+        gc.freeze()  # modules are not searched for garbage after each case
         self.copy = timing.copy_gbps(self.device)
         print(f"{self.common['gpu']}, torch {torch.__version__}, commit {self.common['commit']}; "
               f"copy {self.copy:.0f} GB/s")  # fmt: skip
 
     def write(self, record: dict) -> None:
         """One line, at once: a crash later loses nothing."""
-        self.records.append(record)
-        if self.path:
-            with self.path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
     def names(self, module) -> list[str]:
         """Providers asked for that can exist for this op."""
@@ -138,9 +141,21 @@ class Bench:
         names += [name for name in extra if name in module.PEERS]
         return [n for n in names if n in ("eager", "compile", "tigon") or n in module.PEERS]
 
-    def cases(self, module) -> list[Case]:
-        """Cases asked for, by tags or names."""
-        return wanted_cases(module, self.args)
+    def cases(self, module, dtype: str) -> Iterator[Case]:
+        """Cases asked for, by tags or names, that are not measured, until the time is over."""
+        wanted = set(self.args.cases.split(","))
+        if "bench" in wanted and self.args.device == "cpu":
+            wanted = wanted - {"bench"} | {"bench_cpu"}
+        pairs = [(kind, name) for kind in self.passes(module) for name in self.names(module)]
+        for case in module.CASES:
+            key = (module.NAME, case.name, dtype)
+            done = (self.done & {(*key, kind, name), (*key, "all", name)} for kind, name in pairs)
+            if not (case.name in wanted or case.tags & wanted) or all(done):
+                continue
+            if time.perf_counter() < self.end:
+                yield case
+            else:
+                self.left += 1
 
     def passes(self, module) -> list[str]:
         """Passes asked for; a loss has no backward of its own."""
@@ -198,6 +213,8 @@ class Bench:
         reason = (reason.splitlines() or [""])[0][:200]
         print(f"  {record['case']} {record['dtype']} {record['provider']}: {reason}", flush=True)
         self.write({"pass": "all"} | record | {"error": reason})
+        if isinstance(error, torch.AcceleratorError):
+            raise error  # the device is lost to this process
 
     def times(self, runners: dict[str, Runner], method: str, base: dict) -> dict[str, list[float]]:
         """Milliseconds of every repeat of one pass, by provider."""
@@ -230,38 +247,38 @@ class Bench:
     def op(self, module) -> list[dict]:
         """All records of one op."""
         records = []
-        for dtype_name in self.args.dtypes:
-            dtype, names = DTYPES[dtype_name], self.names(module)
-            host = {} if self.args.no_host else self.host(module, names, dtype)
-            for case in self.cases(module):
-                base = {"op": module.NAME, "case": case.name, "dtype": dtype_name} | self.common
-                inputs = module.make(case, self.device, dtype, 0)
-                base["upstream"] = upstream_of(inputs)
-                limits = self.limits(module, case, inputs, dtype)
-                runners = self.open(module, case, inputs, names, base)
-                for kind, limit in limits.items():
-                    loss = kind == "fwd" and getattr(module, "LOSS", False)
-                    method = "inference" if loss else METHODS[kind]
-                    times = self.times(runners, method, base | {"pass": kind})
-                    for name, all_ms in times.items():
-                        peak = timing.peak_mb(getattr(runners[name], method), self.device)
-                        record = base | {"pass": kind, "provider": name}
-                        record |= figures(all_ms, limit) | {"peak_mb": peak}
-                        record["host_us"] = host.get((name, kind))
-                        self.write(record)
-                        records.append(record)
+        for name in self.args.dtypes:
+            providers = self.names(module)
+            host = {} if self.args.no_host else self.host(module, providers, DTYPES[name])
+            for case in self.cases(module, name):
+                records += self.case(module, case, name, providers, host)
+                gc.collect()
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+        return records
+
+    def case(self, module, case: Case, dtype: str, providers: list[str], host: dict) -> list[dict]:
+        """All records of one case."""
+        records = []
+        base = {"op": module.NAME, "case": case.name, "dtype": dtype} | self.common
+        inputs = module.make(case, self.device, DTYPES[dtype], 0)
+        base["upstream"] = upstream_of(inputs)
+        limits = self.limits(module, case, inputs, DTYPES[dtype])
+        runners = self.open(module, case, inputs, providers, base)
+        for kind, limit in limits.items():
+            loss = kind == "fwd" and getattr(module, "LOSS", False)
+            method = "inference" if loss else METHODS[kind]
+            for name, all_ms in self.times(runners, method, base | {"pass": kind}).items():
+                peak = timing.peak_mb(getattr(runners[name], method), self.device)
+                record = base | {"pass": kind, "provider": name}
+                record |= figures(all_ms, limit) | {"peak_mb": peak}
+                record["host_us"] = host.get((name, kind))
+                self.write(record)
+                records.append(record)
         return records
 
 
 METHODS = {"fwd": "forward", "bwd": "backward", "step": "step"}
-
-
-def wanted_cases(module, args: argparse.Namespace) -> list[Case]:
-    """Cases asked for, by tags or names."""
-    wanted = set(args.cases.split(","))
-    if "bench" in wanted and args.device == "cpu":
-        wanted = wanted - {"bench"} | {"bench_cpu"}
-    return [case for case in module.CASES if case.name in wanted or case.tags & wanted]
 
 
 def upstream_of(inputs) -> float | str:
@@ -319,71 +336,17 @@ def keep_freed_memory() -> None:
     os.execv(sys.executable, sys.orig_argv)
 
 
-SLOW_IMPORTS = {
-    "liger": "liger_kernel.ops",
-    "trl": "trl.trainer.utils",
-    "compile": "torch._inductor.compile_fx",
-}
-
-
-def prepare(case: dict) -> None:
-    """Import what takes long; the case itself records what is not there."""
-    for name, module in SLOW_IMPORTS.items():
-        if name in case["words"][-1].split(","):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(module)
-
-
-def run_case(case: dict) -> dict:
-    """The records of one case."""
-    bench = Bench(parse(case["words"]), write=False)
-    bench.op(modules()[case["op"]])
-    return {"records": bench.records}
-
-
-def records_of(result: dict) -> list[dict]:
-    """The records of a case whose process has ended, or why it has none."""
-    failed = {name: result[name] for name in ("op", "case", "dtype")} | {"pass": "all", "provider": "process"}
-    return result.get("records") or [failed | {"error": result.get("error", "nothing was measured")}]
-
-
-def isolated(args: argparse.Namespace) -> list[dict]:
-    """Every case that --out does not hold, each in its process, until the time is over."""
-    shared = ["--device", args.device, "--dtypes", ",".join(args.dtypes), "--passes", ",".join(args.passes),
-              "--threads", str(args.threads), "--no-host", "--providers", args.providers]  # fmt: skip
-    cases = [
-        {"op": op, "case": case.name, "dtype": args.dtypes[0],
-         "words": ["--ops", op, "--cases", case.name, *shared]}
-        for op in args.ops
-        for case in wanted_cases(modules()[op], args)
-    ]  # fmt: skip
-    return processes.run_all(
-        __file__, itemgetter("op", "case"), cases, args.out, args.case_timeout, args.budget,
-        lambda record: record["provider"] != "process", records_of,
-    )  # fmt: skip
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure, show, write."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["--worker"]:
-        processes.serve(*words[1:3], prepare, run_case)
-        return 0
     args = parse(arguments)
-    if args.budget:
-        measured = isolated(args)
-        for op in dict.fromkeys(record["op"] for record in measured):
-            show([record for record in measured if record["op"] == op and "ms" in record])
-        return 0
     if args.device == "cpu" and arguments is None:
         keep_freed_memory()
     start = time.perf_counter()
     bench = Bench(args)
     for name in args.ops:
         show(bench.op(modules()[name]))
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
-    print(f"\n{bench.path} ({time.perf_counter() - start:.0f} s)")
+    left = f", out of time: {bench.left} cases not started" if bench.left else ""
+    print(f"\n{bench.path} ({time.perf_counter() - start:.0f} s{left})")
     return 0
 
 

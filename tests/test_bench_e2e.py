@@ -106,19 +106,20 @@ def test_model_flops(words):
     """Products and causal attention counted by hand; experts that rest, and lookups, are left out."""
     case = e2e.cases(e2e.parse([*words, "--models", "llama3-8b", "--providers", "tigon"]))[0]
     config = e2e.MODELS["llama3-8b"] | case["changes"]
-    record, flops = case | e2e.run_case(case), e2e.mfu.step_flops
+    record, flops = case | e2e.run_case(case), e2e.mfu.token_flops
     projections, mlp, norms = 2 * 32 * (4 + 2) * 8, 3 * 32 * 48, 3 * 32
     weights, attention = projections + mlp + norms + 32 * 97, 12 * 4 * 8 * 16 / 2
-    assert flops(record, config) == 2 * 16 * (6 * weights + attention)
+    assert flops(record, config) == 6 * weights + attention
+    assert e2e.mfu.llama_parameters(config, 1) == weights - norms + 32 * 97
     assert e2e.mfu.text(record, config) == "", "no card"
-    record |= {"gpu": "NVIDIA H200", "step_ms": [1e-3], "product_tflops": 494.5}
-    share = flops(record, config) / 989e12 / 1e-6
+    record |= {"gpu": "NVIDIA H200", "tokens_per_s": 3.2e7, "product_tflops": 494.5}
+    share = flops(record, config) * 3.2e7 / 989e12
     assert e2e.mfu.text(record, config) == f", MFU {share:.0%} ({2 * share:.0%})"
-    assert flops(record | {"seq": 32}, config) > 2 * flops(record, config)
+    assert flops(record | {"seq": 32}, config) > flops(record, config)
     sparse = e2e.MODELS["qwen3-30b-a3b"] | {"num_experts": 8, "num_experts_per_tok": 2}
     moe = record | {"model": "qwen3-30b-a3b", "layers": 2, "parameters": 10**9}
     idle = 2 * 6 * 3 * sparse["moe_intermediate_size"] * sparse["hidden_size"]
-    assert flops(moe, sparse | {"num_experts_per_tok": 8}) - flops(moe, sparse) == 2 * 16 * 6 * idle
+    assert flops(moe, sparse | {"num_experts_per_tok": 8}) - flops(moe, sparse) == 6 * idle
 
 
 def test_options_of_apply(words):

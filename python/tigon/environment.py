@@ -109,7 +109,7 @@ def _devices(cuda_build=""):
         sm = f"sm_{major}{minor}" + (f", kernels as on sm_{lowered}" if lowered else "")
         # csrc/tigon/base/cuda/matmul: wgmma is of sm_90a only
         own = major == 9 and "90a" in cuda_build and int(lowered or 90) >= 90
-        products = ", losses without gradients in the epilogue of the product" if own else ""
+        products = ", losses without gradients and Muon by products of our own" if own else ""
         yield f"cuda:{index} {torch.cuda.get_device_name(index)}, {sm}, {memory:.0f} GiB{products}"
 
 

@@ -252,7 +252,9 @@ def _liger(accumulate):
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
         kwargs = inputs.kwargs
-        if any(kwargs[name] is not None for name in ("denominator", "token_weight")) or inputs.grad_kwargs:
+        frozen = 0 not in inputs.grads and "w" in kwargs["heads"]  # it has no gradient of a weight then
+        altered = any(kwargs[name] is not None for name in ("denominator", "token_weight"))
+        if frozen or altered or inputs.grad_kwargs:
             return None
 
         def fn(hidden, labels, *tensors, heads, coefficients, shifts, position_ids, **options):

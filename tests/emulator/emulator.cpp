@@ -314,7 +314,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* launch, const void* en
       cluster = int(config.attrs[i].val.clusterDim.x);
   if (config.blockDim.x == 0 || config.blockDim.x > emulator::kMaxThreads ||
       config.gridDim.x % unsigned(cluster) || config.dynamicSmemBytes > emulator::kMaxDynamicShared)
-    return cudaErrorInvalidValue;
+    return emulator::last_error = cudaErrorInvalidValue;
   emulator::run({.blocks = config.gridDim.x, .threads = int(config.blockDim.x), .cluster = cluster},
                 emulator::kernels.at(entry)(entry, params));
   return cudaSuccess;

@@ -1,8 +1,8 @@
-// The matrix products of base/cuda/matmul in the emulator: every layout, with tails, exact.
+// The matrix products of base/cuda/matmul in the emulator: every layout, with tails, exact; symmetric ones in batches.
 #include <cstdlib>
 #include <vector>
 
-#include "tigon/base/cuda/matmul/epilogue_store.cuh"
+#include "tigon/base/cuda/matmul/epilogue_symmetric.cuh"
 #include "tigon/base/cuda/matmul/launch.cuh"
 #include "tigon/base/make_context.h"
 
@@ -54,7 +54,52 @@ bool are_exact(int64_t m, int64_t n, int64_t k) {
          is_exact<Major::MN, Major::K>(m, n, k) && is_exact<Major::MN, Major::MN>(m, n, k);
 }
 
+// 2 X X^T - C + 3 I of three matrices, or 2 X^T X.
+template <Major kMajor>
+bool is_symmetric(int64_t n, int64_t k, bool add) {
+  using T = __half;
+  constexpr int64_t kCount = 3;
+  constexpr bool trans = kMajor == Major::MN;
+  const int64_t rows = trans ? k : n, cols = trans ? n : k;
+  Values x(kCount * rows, cols, 0), c(kCount * n, n, 0), d(kCount * n, n, 0);
+  for (Values* v : {&x, &c})
+    for (int64_t r = 0; r < v->rows; ++r)
+      for (int64_t j = 0; j < v->cols; ++j) v->at(r, j) = narrow_f16(float(rand() % 5 - 2));
+  for (int64_t r = 0; r < c.rows; ++r)
+    for (int64_t j = 0; j < r % n; ++j) c.at(r, j) = c.at(r / n * n + j, r % n);
+  const Gemm g = {.m = n, .n = n, .k = k, .a = x.data, .lda = cols, .b = x.data, .ldb = cols};
+  using Product = matmul::Matmul<T, kMajor, kMajor, matmul::SymmetricEpilogue<T>>;
+  Product::run(
+      "matmul", *make_cuda_context(), g,
+      {.d = matmul::make_tensor_map("matmul", d.data, matmul::kTensorMapType<T>, n, n, n, 64, kCount),
+       .c = add ? reinterpret_cast<const T*>(c.data) : nullptr,
+       .alpha = 2,
+       .beta = -1,
+       .gamma = 3,
+       .size = int(n)},
+      kCount, true);
+  for (int64_t r = 0; r < d.rows; ++r)
+    for (int64_t j = 0; j < n; ++j) {
+      const int64_t b = r / n;
+      float sum = (add ? -widen_f16(c.at(r, j)) : 0) + (j == r % n ? 3 : 0);
+      for (int64_t i = 0; i < k; ++i)
+        sum += 2 * widen_f16(trans ? x.at(b * k + i, r % n) : x.at(r, i)) *
+               widen_f16(trans ? x.at(b * k + i, j) : x.at(b * n + j, i));
+      if (d.at(r, j) == narrow_f16(sum)) continue;
+      printf("matmul: symmetric %ld x %ld, X %d: (%ld, %ld) is %g, not %g\n", long(n), long(k), int(kMajor),
+             long(r), long(j), widen_f16(d.at(r, j)), sum);
+      return false;
+    }
+  return d.memory.back() == 0xffff;
+}
+bool are_symmetric(int64_t n, int64_t k) {
+  return is_symmetric<Major::K>(n, k, true) && is_symmetric<Major::MN>(n, k, false);
+}
+
 }  // namespace
 
 // One tile; tails of each size; more tiles and steps than stages.
-int main() { return are_exact(256, 256, 64) && are_exact(328, 520, 200) && are_exact(8, 776, 392) ? 0 : 1; }
+int main() {
+  const bool products = are_exact(256, 256, 64) && are_exact(328, 520, 200) && are_exact(8, 776, 392);
+  return products && are_symmetric(8, 72) && are_symmetric(328, 200) && are_symmetric(776, 64) ? 0 : 1;
+}

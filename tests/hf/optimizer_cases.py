@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from two_processes import case, full, mesh, rank, refused
 
 import tigon
-from tigon.optim import AdamW, step_in_backward
+from tigon.optim import AdamW, Muon, muon_groups, step_in_backward
 
 
 def same(a, b):
@@ -126,3 +126,54 @@ def in_backward_refuses_plain_parameters():
     net = model()
     step_in_backward(AdamW(net.parameters()))
     refused(lambda: net(torch.ones(1, 8)).sum().backward(), "must be DTensors (FSDP2)")
+
+
+def matrices(seed):
+    """Hidden matrices that do not divide evenly, more than one of a shape, and experts."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((5, 24), (40, 16), (5, 24), (1, 16), (5, 24), (40, 16), (4, 6, 10))
+    return [torch.randn(shape, generator=draw).bfloat16() for shape in shapes]
+
+
+@case(rows=(0,), columns=(1,))
+def muon_of_shards(dim):
+    """Matrices that come together at their homes, and experts that stay: as one process computes them."""
+    kinds = [[Shard(dim)]] * 5 + [[Replicate()], [Shard(2 * dim)]]
+    plain = [nn.Parameter(p) for p in matrices(0)]
+    sharded = [
+        nn.Parameter(distribute_tensor(p, mesh(), kind)) for p, kind in zip(matrices(0), kinds, strict=True)
+    ]
+    a, b = Muon(plain, lr=0.02), Muon(sharded, lr=0.02)
+    for i in range(3):
+        for p, q, g, kind in zip(plain, sharded, matrices(i + 1), kinds, strict=True):
+            p.grad, q.grad = g, distribute_tensor(g.clone(), mesh(), kind)
+        a.step(), b.step()
+    for p, q in zip(plain, sharded, strict=True):
+        same(p, full(q.detach()))
+        same(a.state[p]["momentum_buffer"], full(b.state[q]["momentum_buffer"]))
+
+
+@case
+def muon_of_meshes():
+    """Sharded by two dimensions: each process orthogonalises whole matrices."""
+    two = torch.distributed.init_device_mesh(mesh().device_type, (1, 2), mesh_dim_names=("data", "tensor"))
+    plain, (g,) = nn.Parameter(matrices(0)[1]), matrices(1)[1:2]
+    placements = [Shard(0), Shard(1)]
+    cut = nn.Parameter(distribute_tensor(plain.detach().clone(), two, placements))
+    plain.grad, cut.grad = g, distribute_tensor(g.clone(), two, placements)
+    Muon([plain], lr=0.02).step(), Muon([cut], lr=0.02).step()
+    same(plain, full(cut.detach()))
+
+
+@case
+def muon_fsdp2():
+    """FSDP2 with AdamW for the rest, saved and loaded by the distributed checkpoint in mid-run."""
+    whole, cut = sharded(), sharded()
+    a, b = (Muon(muon_groups(net, lr=1e-2), lr=0.02) for net in (whole, cut))
+    trained(whole, a, 4), trained(cut, b, 2)
+    saved = copy.deepcopy(get_optimizer_state_dict(cut, b))
+    b = Muon(muon_groups(cut))
+    set_optimizer_state_dict(cut, b, saved)
+    trained(cut, b, 2, first=2)
+    for p, q in zip(whole.parameters(), cut.parameters(), strict=True):
+        same(full(p.detach()), full(q.detach()))

@@ -368,11 +368,12 @@ def test_wrong_options_are_refused():
 # --- patching --------------------------------------------------------------------------------
 
 
-def test_instance_patch_follows_the_switches(facade):
+def test_instance_patch_follows_the_switches(facade, caplog):
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     model = make()
     _apply_liger_kernel_to_instance(model, rope=False, swiglu=None, unknown_key=True)
+    assert caplog.messages == ["[compat.liger] no switch is called unknown_key: ignored"]
     report = tigon.apply(model, mlp=False, rope=False)
     assert report.count("norm") == 5 and report.count("loss") == 1
     assert report.count("mlp") == report.count("rope") == 0

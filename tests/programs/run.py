@@ -34,6 +34,7 @@ NOT_RUN = (  # what no file of this folder runs, and why
     ("verl", "PPO, GRPO", "Ray, a server of rollouts (vLLM, SGLang) and GPUs. The actor's steps are run above"),
     ("OpenRLHF", "`train_sft`, `train_dpo`, PPO", "flash-attn and DeepSpeed's CUDA optimizers; PPO needs Ray and vLLM"),
     ("TRL", "`vllm_mode` of GRPO and RLOO", "vLLM, which needs a GPU"),
+    ("accelerate", "its DeepSpeed plugin", "a GPU: on a CPU it takes DDP in its place. DeepSpeed's own entry is run above"),
     ("NeMo", "everything", "Transformer Engine and Apex, which build on CUDA only"),
     ("torchtune", "everything", "nothing: its losses take their own head, and Tigon refuses it in words"),
     ("DeepSpeed", "ZeRO++'s qwZ and qgZ, offload to NVMe", "their quantising kernels and aio are built with CUDA"),

@@ -1,6 +1,7 @@
-"""Optimizers at the speed of a copy."""
+"""Optimizers: AdamW at the speed of a copy, Muon with half of the products."""
 
 from tigon.optim.adamw import AdamW
 from tigon.optim.in_backward import StepInBackward, step_in_backward
+from tigon.optim.muon import Muon, muon_groups
 
-__all__ = ["AdamW", "StepInBackward", "step_in_backward"]
+__all__ = ["AdamW", "Muon", "StepInBackward", "muon_groups", "step_in_backward"]

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "emulator.h"
 
@@ -101,8 +102,12 @@ struct cudaLaunchConfig_t {
 };
 
 const char* cudaGetErrorString(cudaError_t status);
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+namespace emulator {
+inline int device = 0;
+inline cudaError_t last_error = cudaSuccess;
+}  // namespace emulator
+inline cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
+inline cudaError_t cudaGetDevice(int* device) { return *device = emulator::device, cudaSuccess; }
 inline cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 template <class K>

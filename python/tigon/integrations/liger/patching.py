@@ -212,6 +212,8 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = {
 
 def _chosen(model_type: str, options: dict):
     """The function of a model type and the options it knows, or None."""
+    if unknown := sorted(options.keys() - {*_DEFAULTS, *_OWN}):
+        log.warning("[compat.liger] no switch is called %s: ignored", " or ".join(unknown))
     if not model_type:
         log.info("[compat.liger] the model has no model_type: nothing is applied")
         return None

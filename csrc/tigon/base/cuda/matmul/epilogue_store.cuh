@@ -5,6 +5,18 @@
 
 namespace tigon::cuda::matmul {
 
+// Two values rounded to T, the first in the lower half.
+template <class T>
+__device__ __forceinline__ uint32_t pack(const float* x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(x[0], x[1]);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
 // A warpgroup stores its 64 rows by itself, 64 columns at a time. The stores run on behind the next tile's products.
 template <class T>
 struct StoreEpilogue {
@@ -16,9 +28,9 @@ struct StoreEpilogue {
     alignas(1024) uint8_t d[kConsumers][kBuffers][kRows * kColumns * 2];
   };
 
-  // The first row and column of the warpgroup.
-  const int m, n;
-  __device__ StoreEpilogue(const Params&, int m, int n) : m(m), n(n) {}
+  // The first row and column of the warpgroup in a matrix.
+  const int m, n, matrix;
+  __device__ StoreEpilogue(const Params&, int m, int n, int matrix) : m(m), n(n), matrix(matrix) {}
 
   __device__ __forceinline__ void run(const Params& p, Tensors& smem, int consumer,
                                       const float (&acc)[kAccumulators]) const {
@@ -34,13 +46,13 @@ struct StoreEpilogue {
       for (int j = 0; j < kColumns / 8; j += 2) {
         uint32_t w[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) w[i] = pack(&acc[c * (kColumns / 2) + j * 4 + i * 2]);
+        for (int i = 0; i < 4; ++i) w[i] = pack<T>(&acc[c * (kColumns / 2) + j * 4 + i * 2]);
         stmatrix_x4(buffer + uint32_t(row * 128 + (((j + right) ^ row % 8) * 16)), w);
       }
       fence_proxy_async();
       bar_sync(1 + consumer, kWarpgroup);
       if (thread == 0) {
-        cp_async_bulk_tensor_store(&p.d, buffer, n + c * kColumns, m);
+        cp_async_bulk_tensor_store(&p.d, buffer, n + c * kColumns, m, matrix);
         cp_async_bulk_commit_group();
       }
     }
@@ -48,17 +60,6 @@ struct StoreEpilogue {
 
   // Before the CTA's shared memory goes.
   __device__ static __forceinline__ void finish() { cp_async_bulk_wait_group_read<0>(); }
-
- private:
-  __device__ static __forceinline__ uint32_t pack(const float* x) {
-    if constexpr (std::is_same_v<T, __half>) {
-      const __half2 pair = __floats2half2_rn(x[0], x[1]);
-      return reinterpret_cast<const uint32_t&>(pair);
-    } else {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
-      return reinterpret_cast<const uint32_t&>(pair);
-    }
-  }
 };
 
 }  // namespace tigon::cuda::matmul

@@ -54,13 +54,14 @@ __global__ void __launch_bounds__(kBound, 1)
     setmaxnreg_dec<40>();
     if (threadIdx.x == 0)
       while (scheduler.next(p.scheduler, tile))
-        Mainloop::load(p.mainloop, smem.mainloop, smem.barriers, state, rank, row(), tile.n * kTileN);
+        Mainloop::load(p.mainloop, smem.mainloop, smem.barriers, state, rank, row(), tile.n * kTileN,
+                       tile.matrix);
   } else {
     setmaxnreg_inc<232>();
     float acc[kAccumulators];
     while (scheduler.next(p.scheduler, tile)) {
       const int m = row() + (warpgroup - 1) * 64, n = tile.n * kTileN;
-      Epilogue epilogue(p.epilogue, m, n);
+      Epilogue epilogue(p.epilogue, m, n, tile.matrix);
       Mainloop::mma(p.mainloop, smem.mainloop, smem.barriers, state, warpgroup - 1, acc);
       epilogue.run(p.epilogue, smem.epilogue, warpgroup - 1, acc);
     }

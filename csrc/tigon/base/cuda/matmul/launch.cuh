@@ -19,7 +19,8 @@ inline bool is_tma_matrix(const void* data, int64_t stride) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
 }
 
-// Products g.a and g.b [op(A) op(B)] with the layouts of `kMajorA` and `kMajorB`; what becomes of them is the epilogue's.
+// Products g.a and g.b [op(A) op(B)] with the layouts of `kMajorA` and `kMajorB`; what becomes of them is the epilogue's. Of
+// `count` adjacent matrices each; `lower`: only of the tiles that are not above the diagonal.
 template <class T, Major kMajorA, Major kMajorB, class Epilogue>
 struct Matmul {
   using Loop = Mainloop<T, kMajorA, kMajorB>;
@@ -39,21 +40,24 @@ struct Matmul {
     return known >= kThreads;
   }
 
-  static void run(const char* op, Context& ctx, const Gemm& g, const typename Epilogue::Params& epilogue) {
+  static void run(const char* op, Context& ctx, const Gemm& g, const typename Epilogue::Params& epilogue,
+                  int64_t count = 1, bool lower = false) {
     static OccupancyCache occupancy;
     KernelParams<Loop, Epilogue> p;
     auto map = [&](const void* data, Major major, int64_t mn, int64_t stride, int box) {
       return make_tensor_map(op, data, kTensorMapType<T>, major == Major::K ? g.k : mn,
-                             major == Major::K ? mn : g.k, stride, box);
+                             major == Major::K ? mn : g.k, stride, box, count);
     };
     p.mainloop.a = map(g.a, kMajorA, g.m, g.lda, Loop::kBoxA);
     p.mainloop.b = map(g.b, kMajorB, g.n, g.ldb, Loop::kBoxB);
     p.mainloop.k_blocks = int(ceil_div(g.k, int64_t(kTileK)));
     p.epilogue = epilogue;
     p.scheduler = {.tiles_m = int(ceil_div(g.m, int64_t(kTileM * kCluster))),
-                   .tiles_n = int(ceil_div(g.n, int64_t(kTileN)))};
+                   .tiles_n = int(ceil_div(g.n, int64_t(kTileN))),
+                   .matrices = int(count),
+                   .lower = lower};
     const int clusters = std::min(occupancy.max_active(op, kernel, kCluster, kThreads, kShared),
-                                  p.scheduler.tiles_m * p.scheduler.tiles_n);
+                                  p.scheduler.tiles() * p.scheduler.matrices);
     TIGON_CHECK(op, clusters > 0, "a cluster of ", kCluster, " CTAs must fit on the device, found none");
     launch(op, ctx, kernel,
            {.blocks = clusters * kCluster,

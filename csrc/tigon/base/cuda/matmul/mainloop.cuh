@@ -47,18 +47,18 @@ struct Mainloop {
     }
   };
 
-  // One thread: the operands of the tile whose first row and column are m and n.
+  // One thread: the operands of the tile of a matrix whose first row and column are m and n.
   __device__ static __forceinline__ void load(const Params& p, Tensors& smem, Barriers& barriers,
-                                              PipelineState& state, unsigned rank, int m, int n) {
+                                              PipelineState& state, unsigned rank, int m, int n, int matrix) {
     const int part = int(rank) * kLoadB;
 #pragma unroll 1
     for (int k = 0; k < p.k_blocks; ++k, state.advance()) {
       const int s = state.stage;
       mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
       mbarrier_arrive_expect_tx(&barriers.full[s], kBytesA + kBytesB);
-      load_boxes<kMajorA, kTileM, kBoxA, false>(p.a, smem.a[s], &barriers.full[s], m, k);
+      load_boxes<kMajorA, kTileM, kBoxA, false>(p.a, smem.a[s], &barriers.full[s], m, k, matrix);
       load_boxes<kMajorB, kLoadB, kBoxB, true>(p.b, smem.b[s] + part * kTileK * 2, &barriers.full[s],
-                                               n + part, k);
+                                               n + part, k, matrix);
     }
   }
 
@@ -90,12 +90,12 @@ struct Mainloop {
  private:
   template <Major kMajor, int kRows, int kBox, bool kMulticast>
   __device__ static __forceinline__ void load_boxes(const CUtensorMap& map, uint8_t* to, uint64_t* barrier,
-                                                    int row, int k) {
+                                                    int row, int k, int matrix) {
 #pragma unroll
     for (int i = 0; i < kRows; i += kBox)
       cp_async_bulk_tensor_load<kMulticast>(
           cast_smem_ptr_to_uint(to + i * kTileK * 2), &map, kMajor == Major::K ? k * kTileK : row + i,
-          kMajor == Major::K ? row + i : k * kTileK, barrier, (1 << kCluster) - 1);
+          kMajor == Major::K ? row + i : k * kTileK, matrix, barrier, (1 << kCluster) - 1);
   }
 
   // Both CTAs write to the stage: both learn that a warp has read it.

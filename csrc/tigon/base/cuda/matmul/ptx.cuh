@@ -16,30 +16,32 @@ namespace tigon::cuda::matmul {
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// The box at (inner, outer), zeros outside of the tensor, to the same place in every CTA of `mask`, where it completes on the
+// The box at (inner, outer) of a matrix, zeros outside of it, to the same place in every CTA of `mask`, where it completes on the
 // same barrier.
 template <bool kMulticast>
 __device__ __forceinline__ void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int inner,
-                                                          int outer, uint64_t* barrier, uint16_t mask) {
+                                                          int outer, int matrix, uint64_t* barrier,
+                                                          uint16_t mask) {
   if constexpr (kMulticast)
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-        "l"(map), "r"(inner), "r"(outer), "r"(cast_smem_ptr_to_uint(barrier)), "h"(mask)
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(map), "r"(inner), "r"(outer), "r"(matrix), "r"(cast_smem_ptr_to_uint(barrier)), "h"(mask)
         : "memory");
   else
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-        "l"(map), "r"(inner), "r"(outer), "r"(cast_smem_ptr_to_uint(barrier))
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "l"(map), "r"(inner), "r"(outer), "r"(matrix), "r"(cast_smem_ptr_to_uint(barrier))
         : "memory");
 }
-// The part of the box at (inner, outer) that is inside of the tensor.
+// The part of the box at (inner, outer) that is inside of the matrix.
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, int inner,
-                                                           int outer) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-               "r"(from), "r"(inner), "r"(outer)
-               : "memory");
+                                                           int outer, int matrix) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(from), "r"(inner), "r"(outer), "r"(matrix)
+      : "memory");
 }
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -66,11 +68,17 @@ __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit values: lane 8 i + r gives the address of row r of matrix i.
+// Four 8 x 8 matrices of 16-bit values: lane 8 i + r gives the address of row r of matrix i, or of its transpose.
+template <bool kTrans = false>
 __device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&w)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w[0]),
-               "r"(w[1]), "r"(w[2]), "r"(w[3])
-               : "memory");
+  if constexpr (kTrans)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w[0]),
+                 "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
 }
 
 // --- wgmma ---------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@
 
 namespace tigon::cuda::matmul {
 
-// A matrix of 16-bit elements, `outer` rows of `inner` contiguous ones, `stride` elements apart, copied in boxes of 64 inner
-// (128 bytes, swizzled) by `box` outer ones. The first element and the stride are aligned to 16 bytes.
+// `count` adjacent matrices of 16-bit elements, each `outer` rows of `inner` contiguous ones, `stride` elements apart, copied in
+// boxes of 64 inner (128 bytes, swizzled) by `box` outer ones. The first element and the stride are aligned to 16 bytes.
 inline CUtensorMap make_tensor_map(const char* op, const void* data, CUtensorMapDataType type, int64_t inner,
-                                   int64_t outer, int64_t stride, int box) {
+                                   int64_t outer, int64_t stride, int box, int64_t count = 1) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* fn = nullptr;
@@ -26,9 +26,10 @@ inline CUtensorMap make_tensor_map(const char* op, const void* data, CUtensorMap
   TIGON_CHECK(op, encode != nullptr,
               "the CUDA driver must have cuTensorMapEncodeTiled (CUDA 12.0), found none");
   CUtensorMap map;
-  const cuuint64_t sizes[2] = {cuuint64_t(inner), cuuint64_t(outer)}, strides[1] = {cuuint64_t(stride) * 2};
-  const cuuint32_t boxes[2] = {64, cuuint32_t(box)}, steps[2] = {1, 1};
-  const CUresult status = encode(&map, type, 2, const_cast<void*>(data), sizes, strides, boxes, steps,
+  const cuuint64_t sizes[3] = {cuuint64_t(inner), cuuint64_t(outer), cuuint64_t(count)};
+  const cuuint64_t strides[2] = {cuuint64_t(stride) * 2, cuuint64_t(outer * stride) * 2};
+  const cuuint32_t boxes[3] = {64, cuuint32_t(box), 1}, steps[3] = {1, 1, 1};
+  const CUresult status = encode(&map, type, 3, const_cast<void*>(data), sizes, strides, boxes, steps,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TIGON_CHECK(op, status == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with CUresult ", int(status));

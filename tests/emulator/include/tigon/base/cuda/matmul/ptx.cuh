@@ -16,21 +16,22 @@ inline char* swizzled(char* p) {
   return emulator::dynamic_shared + (at ^ (at >> 7 & 7) << 4);
 }
 template <class Fn>
-void each_of_box(const CUtensorMap& map, int inner, int outer, Fn fn) {
+void each_of_box(const CUtensorMap& map, int inner, int outer, int matrix, Fn fn) {
+  uint16_t* const data = map.data + matrix * map.stride[1];
   for (int i = 0; i < map.box[1]; ++i)
     for (int j = 0; j < map.box[0]; ++j) {
       const bool inside = inner + j < map.size[0] && outer + i < map.size[1];
-      fn((i * map.box[0] + j) * 2, inside ? &map.data[(outer + i) * map.stride + inner + j] : nullptr);
+      fn((i * map.box[0] + j) * 2, inside ? &data[(outer + i) * map.stride[0] + inner + j] : nullptr);
     }
 }
 template <bool kMulticast>
-void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int inner, int outer, uint64_t* barrier,
-                               uint16_t mask) {
+void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int inner, int outer, int matrix,
+                               uint64_t* barrier, uint16_t mask) {
   char* const place = emulator::at_shared(to);
   if ((place - emulator::dynamic_shared) % 1024) fprintf(stderr, "emulator: a box is not aligned\n"), abort();
   for (unsigned rank = 0; rank < cluster_size(); ++rank)
     if (kMulticast ? mask >> rank & 1 : rank == cluster_rank()) {
-      each_of_box(*map, inner, outer, [&](int at, const uint16_t* from) {
+      each_of_box(*map, inner, outer, matrix, [&](int at, const uint16_t* from) {
         const uint16_t value = from ? *from : 0;
         memcpy(emulator::of_rank(swizzled(place + at), rank), &value, 2);
       });
@@ -38,9 +39,10 @@ void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int inner, i
                                 -map->box[0] * map->box[1] * 2);
     }
 }
-inline void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, int inner, int outer) {
+inline void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, int inner, int outer,
+                                       int matrix) {
   emulator::cta.thread->bulk.add([=] {
-    each_of_box(*map, inner, outer, [&](int at, uint16_t* to) {
+    each_of_box(*map, inner, outer, matrix, [&](int at, uint16_t* to) {
       if (to) memcpy(to, swizzled(emulator::at_shared(from) + at), 2);
     });
   });
@@ -56,11 +58,17 @@ inline void mbarrier_arrive_cluster(uint64_t* barrier, unsigned rank) {
 }
 inline void bar_sync(int id, int threads) { emulator::named_barrier(id, threads); }
 
-inline void stmatrix_x4(uint32_t to, const uint32_t (&w)[4]) {
+template <bool kTrans = false>
+void stmatrix_x4(uint32_t to, const uint32_t (&w)[4]) {
   const int lane = emulated_lane();
   const uint64_t* all = emulator::exchange(~0u, to);
   for (int i = 0; i < 4; ++i)
-    memcpy(emulator::at_shared(uint32_t(all[8 * i + lane / 4])) + lane % 4 * 4, &w[i], 4);
+    for (int k = 0; k < 2; ++k) {
+      const int row = lane / 4, column = lane % 4 * 2 + k;
+      const uint16_t value = uint16_t(w[i] >> 16 * k);
+      memcpy(emulator::at_shared(uint32_t(all[8 * i + (kTrans ? column : row)])) + 2 * (kTrans ? row : column),
+             &value, 2);
+    }
   emulator::exchange(~0u, 0);
 }
 

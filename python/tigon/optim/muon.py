@@ -1,0 +1,279 @@
+"""``tigon.optim.Muon``: momentum, orthogonalised by half of the products."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tigon.error import check, refuse
+from tigon.ops.arguments import check_choice, check_integers, check_numbers
+from tigon.ops.grad_norm import is_dtensor, local
+from tigon.ops.orthogonalize import orthogonalize_
+from tigon.optim.adamw import AdamW
+
+_OP = "Muon"
+# Elements of the matrices that are orthogonalised together.
+_BATCH = 3 * 2**27
+# Modules whose weights are a model's head.
+_HEADS = ("lm_head", "head", "output", "score", "classifier")
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon: ``torch.optim.Muon`` with about half of its arithmetic, and AdamW for what is no hidden matrix.
+
+    The momentum of every matrix is orthogonalised by a polynomial of its singular values. Here the polynomial
+    is one of the Gram matrix of the shorter side, whose products are symmetric, in fp16 with scales on CUDA
+    and in float32 on the CPU. Matrices of equal shape are one batch. ``state_dict`` and PyTorch's are loaded
+    by each other. Nothing waits for the device.
+
+    Args:
+        params: matrices [rows, columns], or experts [number, rows, columns], each a matrix of its own; or
+            groups of them. A group with ``use_muon=False`` is :class:`AdamW`'s, with its options, and holds
+            anything: :func:`muon_groups` makes both. DTensors that are sharded by one dimension are
+            orthogonalised whole, each on one process; experts sharded by number where they are.
+        lr: number or tensor of one element.
+        weight_decay: decoupled.
+        momentum: in [0, 1).
+        nesterov: look ahead by one step.
+        ns_coefficients: a, b, c of X <- a X + b (X X^T) X + c (X X^T)^2 X.
+        eps: least norm that an update is divided by.
+        ns_steps: iterations.
+        adjust_lr_fn: ``original`` (or None): lr * sqrt(max(1, rows / columns)); ``match_rms_adamw``:
+            0.2 * lr * sqrt(max(rows, columns)), which takes AdamW's lr and weight decay.
+
+    Raises:
+        tigon.Error: options or parameters that do not fit; sparse gradients. Nothing was modified.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025,
+    "Muon is scalable for LLM training", arXiv:2502.16982.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        self._adamw: AdamW | None = None
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in PyTorch; what cannot be updated is refused."""
+        if not param_group.get("use_muon", True):
+            if self._adamw is None:
+                self._adamw = AdamW([param_group])
+            else:
+                self._adamw.add_param_group(param_group)
+            super().add_param_group(param_group)
+            return
+        group = {**self.defaults, **param_group}
+        _check_options(group)
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.dim() not in (2, 3) or not p.is_floating_point():
+                self.param_groups.pop()
+                refuse(_OP, "params must be real matrices, or experts of three dimensions, got {} of {}: "
+                       "groups with use_muon=False take others (tigon.optim.muon_groups)",
+                       p.dtype, tuple(p.shape))  # fmt: skip
+
+    def __getstate__(self):
+        return super().__getstate__() | {"_adamw": self._adamw}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update. `closure` reevaluates the model and returns the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [(group, group.get("use_muon", True)) for group in self.param_groups]
+        work = [item for group, use_muon in groups if use_muon for item in _batches(group)]
+        if rest := [group for group, use_muon in groups if not use_muon]:
+            self._adamw.param_groups, self._adamw.state = rest, self.state
+            self._adamw.step()
+        for group, params, whole in work:
+            self._update(group, params, whole)
+        return loss
+
+    def _update(self, group: dict, params: list, whole: _Whole) -> None:
+        """One update of parameters of equal shape, dtype and placement."""
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+        grads = [local(p.grad) for p in params]
+        momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        if group["nesterov"]:
+            updates = grads[0].new_empty(len(grads), *grads[0].shape)
+            for grad, momentum, update in zip(grads, momenta, updates, strict=True):
+                torch.lerp(grad, momentum, group["momentum"], out=update)
+        else:
+            updates = torch.stack(momenta)
+        updates = whole.orthogonalize(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rows, cols = params[0].shape[-2:]
+        matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+        ratio = 0.2 * math.sqrt(max(rows, cols)) if matches_adamw else math.sqrt(max(1.0, rows / cols))
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor):
+            lr = float(lr) if lr.device.type == "cpu" else lr.reshape(())
+        for p, update in zip(map(local, params), updates, strict=True):
+            # Not _foreach_mul_, which rounds the factor to bfloat16 on the CPU.
+            p.mul_(1 - lr * group["weight_decay"])
+            if isinstance(lr, torch.Tensor):
+                p.sub_(update * (ratio * lr))
+            else:
+                p.add_(update, alpha=-ratio * lr)
+        torch.autograd.graph.increment_version(params)
+
+
+def muon_groups(model: nn.Module, **adamw) -> list[dict[str, Any]]:
+    """The parameters of `model` that train, in groups for :class:`Muon`: hidden matrices and the rest.
+
+    Hidden matrices are parameters of two dimensions, and experts of three. The rest is AdamW's: vectors,
+    biases, weights of embeddings and convolutions, and of the head: ``model.get_output_embeddings()`` and
+    modules called lm_head, head, output, score or classifier.
+
+    Args:
+        model: any module.
+        **adamw: options of the rest, such as ``lr``: those of :class:`AdamW`'s groups.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    apart = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+    others = {
+        p
+        for name, module in model.named_modules()
+        if module is head or isinstance(module, apart) or name.rpartition(".")[2] in _HEADS
+        for p in module.parameters()
+    }
+    hidden, rest = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            is_hidden = p.dim() in (2, 3) and p not in others and not name.endswith("bias")
+            (hidden if is_hidden else rest).append(p)
+    groups = [{"params": hidden, "use_muon": True}, {"params": rest, "use_muon": False, **adamw}]
+    return [group for group in groups if group["params"]]
+
+
+def _check_options(group: dict) -> None:
+    lr, coefficients, steps = group["lr"], group["ns_coefficients"], group["ns_steps"]
+    one = not isinstance(lr, torch.Tensor) or lr.numel() == 1
+    check(_OP, one, "lr must be a number or a tensor of one element, got {}", lr)
+    three = isinstance(coefficients, (tuple, list)) and len(coefficients) == 3
+    check(_OP, three, "ns_coefficients must be three numbers, got {}", coefficients)
+    check_numbers(
+        _OP, lr=lr, weight_decay=group["weight_decay"], momentum=group["momentum"], eps=group["eps"]
+    )
+    check_numbers(_OP, **{f"ns_coefficients[{i}]": value for i, value in enumerate(coefficients)})
+    check_integers(_OP, ns_steps=steps)
+    on_device = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
+    check(_OP, on_device or float(lr) >= 0, "lr must be >= 0, got {}", lr)
+    for name in ("weight_decay", "momentum", "eps"):
+        check(_OP, group[name] >= 0, name + " must be >= 0, got {}", group[name])
+    check(_OP, 1 <= steps < 100, "ns_steps must be in [1, 100), got {}", steps)
+    choice = group["adjust_lr_fn"]
+    if choice is not None:
+        check_choice(_OP, "adjust_lr_fn", choice, ("original", "match_rms_adamw"))
+
+
+def _batches(group: dict) -> Iterator[tuple[dict, list, _Whole]]:
+    """A group's parameters with gradients, those of equal shape, dtype and placement together."""
+    alike: dict[tuple, list] = {}
+    for p in group["params"]:
+        if p.grad is None or not p.numel():
+            continue
+        check(_OP, p.grad.layout == torch.strided, "gradients must be dense, got {}", p.grad.layout)
+        placed = (p.device_mesh, p.placements) if is_dtensor(p) else None
+        like = placed is None or (is_dtensor(p.grad) and p.grad.placements == p.placements)
+        check(_OP, like, "the gradient of a DTensor must be one with the same placements, got {}",
+              getattr(p.grad, "placements", type(p.grad).__name__))  # fmt: skip
+        alike.setdefault((p.shape, p.dtype, p.grad.dtype, p.device, placed), []).append(p)
+    homes = itertools.count()
+    for params in alike.values():
+        whole = _Whole(params[0], homes)
+        size = -(-len(params) // -(-len(params) // whole.most))
+        for i in range(0, len(params), size):
+            yield group, params[i : i + size], whole
+
+
+class _Whole:
+    """How the matrices of parameters of one kind come together where they are sharded, and part again.
+
+    Each matrix has a home among the processes that share it: one exchange brings the parts of many matrices
+    to their homes, another the results back.
+    """
+
+    def __init__(self, p: torch.Tensor, homes: Iterator[int]) -> None:
+        self.shape, self.homes, self.group = p.shape, homes, None
+        self.most = max(1, _BATCH // p.numel())
+        self.placed = None
+        sharded = [i for i, at in enumerate(p.placements) if not at.is_replicate()] if is_dtensor(p) else []
+        by = [p.placements[i] for i in sharded]
+        if not by or (p.dim() == 3 and all(type(at).__name__ == "Shard" and at.dim == 0 for at in by)):
+            return  # whole matrices
+        if len(by) > 1 or type(by[0]).__name__ != "Shard":  # as FSDP2 of tensor parallel parameters
+            self.placed = p.device_mesh, p.placements, p.stride()
+            return
+        self.group, self.dim = p.device_mesh.get_group(sharded[0]), by[0].dim % p.dim()
+        self.rank, processes = p.device_mesh.get_local_rank(sharded[0]), p.device_mesh.size(sharded[0])
+        size = p.shape[self.dim]
+        part = -(-size // processes)
+        self.sizes = [max(0, min(part, size - i * part)) for i in range(processes)]
+        self.most *= processes
+
+    def orthogonalize(self, updates: torch.Tensor, *options) -> Iterable[torch.Tensor]:
+        """The orthogonalised matrices, stacked, or this process' parts of them."""
+        if self.group is not None:
+            return self._at_home(updates, options)
+        if self.placed is not None:
+            return [self._everywhere(update, options) for update in updates]
+        return orthogonalize_(updates, *options)
+
+    def _everywhere(self, update: torch.Tensor, options) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh, placements, stride = self.placed
+        parts = DTensor.from_local(update, mesh, placements, run_check=False, shape=self.shape, stride=stride)
+        whole = orthogonalize_(parts.full_tensor(), *options)
+        copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return copies.redistribute(placements=placements).to_local()
+
+    def _at_home(self, updates: torch.Tensor, options) -> list[torch.Tensor]:
+        homes = [next(self.homes) % len(self.sizes) for _ in updates]
+        order = sorted(range(len(updates)), key=homes.__getitem__)  # as they are sent, home by home
+        counts = [homes.count(i) for i in range(len(self.sizes))]
+        mine = counts[self.rank]
+        parts = self._exchange(updates[order].split(counts), [
+            (mine, *self.shape[: self.dim], size, *self.shape[self.dim + 1 :]) for size in self.sizes
+        ])  # fmt: skip
+        x = orthogonalize_(torch.cat(parts, dim=self.dim + 1), *options)
+        back = self._exchange(x.split(self.sizes, self.dim + 1), [(n, *updates[0].shape) for n in counts])
+        results = dict(zip(order, itertools.chain.from_iterable(back), strict=True))
+        return [results[i] for i in range(len(updates))]
+
+    def _exchange(self, parts, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Sends the i-th part to the i-th process, and returns what each sent here, of these shapes."""
+        sent = torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
+        bytes_of = parts[0].element_size()
+        counts = [bytes_of * math.prod(shape) for shape in shapes]
+        received = sent.new_empty(sum(counts))
+        torch.distributed.all_to_all_single(
+            received, sent, counts, [bytes_of * part.numel() for part in parts], group=self.group
+        )
+        dtype = parts[0].dtype
+        return [r.view(dtype).view(shape) for r, shape in zip(received.split(counts), shapes, strict=True)]
