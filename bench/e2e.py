@@ -289,7 +289,7 @@ def patch(model, provider: str, **options) -> str:
     if provider == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-        _apply_liger_kernel_to_instance(model=model)
+        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=hasattr(model, "lm_head"))
     return ""
 
 
@@ -315,8 +315,12 @@ def loss_of(model, case: dict, data: dict):
     with torch.autocast(case["device"].partition(":")[0], torch.bfloat16, enabled=case["autocast"]):
         if not case["contrastive"]:
             return model(**data).loss
-        queries, documents = F.normalize(model(**data).last_hidden_state[:, -1], dim=-1).chunk(2)
-        scores = (queries @ documents.t()).float() / 0.05
+        queries, documents = model(**data).last_hidden_state[:, -1].chunk(2)
+        if case["provider"] == "tigon":
+            import tigon
+
+            return tigon.contrastive_loss(queries, documents, temperature=0.05)
+        scores = (F.normalize(queries, dim=-1) @ F.normalize(documents, dim=-1).t()).float() / 0.05
         return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
 

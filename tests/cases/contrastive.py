@@ -205,4 +205,19 @@ def _two_calls(case, inputs):
     return fn
 
 
-PEERS = {"two_calls": _two_calls}
+def _inf_cl(case, inputs):
+    """Inf-CL 1.2: the products in TF32 inside of its kernels, each direction by itself."""
+    from inf_cl import cal_flash_loss
+
+    if not inputs.args[0].is_cuda or "bench" not in case.tags:
+        return None
+
+    def fn(q, d, labels, *, temperature, symmetric, **_):
+        pair = F.normalize(q, dim=-1), F.normalize(d, dim=-1)
+        ways = (pair, pair[::-1])[: 1 + symmetric]
+        return sum(cal_flash_loss(*way, scale=1 / temperature).mean() for way in ways) / len(ways)
+
+    return fn
+
+
+PEERS = {"two_calls": _two_calls, "inf_cl": _inf_cl}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from two_processes import case, device_type, rank, refused
@@ -64,3 +66,36 @@ def contrastive_group_refuses():
     )
     options = {"symmetric": rank() == 0, "group": dist.group.WORLD}
     refused(lambda: tigon.contrastive_loss(q[:4], d, **options), "the options must be the same")
+
+
+@case(
+    needs="sentence_transformers>=6",
+    one_sided=("MultipleNegativesRankingLoss", 3, {}),
+    both=("CachedMultipleNegativesSymmetricRankingLoss", 3, {"mini_batch_size": 5}),
+    all_directions=(
+        "MultipleNegativesRankingLoss", 3,
+        {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), "scale": 5.0},
+    ),
+    gist=("GISTEmbedLoss", 3, {"margin": 0.1}),
+    cached_gist=("CachedGISTEmbedLoss", 4, {"margin_strategy": "relative", "margin": 0.2}),
+)  # fmt: skip
+def sentence_transformers_gathers(name, count, options):
+    """Embeddings gathered from both processes: stock's loss and gradients."""
+    import test_sentence_transformers as single
+
+    leaves = [x.detach()[7 * rank() :][:7].requires_grad_() for x in single.columns(count, n=14)]
+    run = single.cached_step if name.startswith("Cached") else single.step
+    if "GIST" in name:
+        guide = [x.detach()[7 * rank() :][:7] for x in single.columns(count + 10, n=14, size=17)[:count]]
+        loss = single.guided(name, gather_across_devices=True, **options)
+        run = functools.partial(single.guided_step, guide=guide)
+    else:
+        loss = getattr(single.losses, name)(single.MODEL, gather_across_devices=True, **options)
+    assert not single.integration._why_not(loss)
+    want = run(loss, leaves)
+    single.integration.install()
+    got = run(loss, leaves)
+    single.integration.uninstall()
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+    for a, b in zip(got[1], want[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

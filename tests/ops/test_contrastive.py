@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -125,6 +127,69 @@ def test_gradient_of_the_temperature(device):
     exact = temperature.detach().double().requires_grad_()
     plain(q.detach().double(), d.detach().double(), temperature=exact).backward()
     torch.testing.assert_close(temperature.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_of_the_temperatures_gradient(dtype, symmetric, device):
+    """It is a sum of differences: over many draws no worse than eager's, which sums them before rounding."""
+    errors = []
+    for seed in range(12):
+        q, d = pair(300, 300, 256, device, dtype, seed)
+
+        def slope(loss, q, d):
+            q, d = (x.detach().requires_grad_() for x in (q, d))
+            temperature = torch.tensor(0.05, device=device, requires_grad=True)
+            loss(q, d, temperature=temperature).backward()
+            return temperature.grad.double()
+
+        def formula(q, d, temperature):
+            q, d = F.normalize(q, dim=-1), F.normalize(d, dim=-1)
+            z = (q @ d.T).to(torch.promote_types(q.dtype, torch.float32)) / temperature
+            of = torch.arange(len(q), device=device)
+            loss = F.cross_entropy(z, of)
+            return (loss + F.cross_entropy(z.T, of)) / 2 if symmetric else loss
+
+        exact = slope(formula, q.double(), d.double())
+        ours = functools.partial(tigon.contrastive_loss, symmetric=symmetric)
+        errors.append([(slope(loss, q, d) - exact) / exact for loss in (ours, formula)])
+    ours, eager = torch.tensor(errors).pow(2).mean(0).sqrt()
+    assert ours <= 2 * eager
+
+
+@pytest.mark.parametrize("margin", [None, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_document_that_equals_the_positive_counts(dtype, margin, device):
+    q, d = pair(40, 40, 96, device, dtype)
+    g = [x.detach().float() for x in pair(40, 40, 70, device, seed=5)]
+    options = {"margin": margin} if margin is not None else {"guide": g}
+
+    def twice(x):
+        return torch.cat([x, x])
+
+    if "guide" in options:
+        options["guide"] = g[0], twice(g[1])
+    got = tigon.contrastive_loss(q, twice(d), reduction="none", temperature=1e5, **options)
+    # Nothing counts but what is as similar or less: at this temperature the loss tells how many.
+    t = plain_similarities(*(g if margin is None else (q.float(), d.float())))
+    count = 2 * (t <= t.diagonal()[:, None] + 1e-6).sum(1)
+    assert (got.exp().round() - count).abs().sum() <= (0 if margin is None else 6)  # q . d is rounded
+
+
+def plain_similarities(q, d):
+    return F.normalize(q.detach(), dim=-1) @ F.normalize(d.detach(), dim=-1).T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_guide_has_its_own_dtype(dtype, device):
+    q, d = pair(64, 90, 40, device, torch.bfloat16)
+    guide = [x.detach().to(dtype) for x in pair(64, 90, 96, device, seed=5)]
+    got = tigon.contrastive_loss(q, d, guide=guide, margin=0.1, reduction="none")
+    doubles = [x.detach().double() for x in (q, d)]
+    want = tigon.contrastive_loss(*doubles, guide=[x.double() for x in guide], margin=0.1, reduction="none")
+    error = (got.double() - want).abs()
+    # A pair within rounding of the limit may count here and not there.
+    assert error.median() < 0.05 and (error > 0.3).sum() <= (0 if dtype.itemsize > 2 else 6)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -249,9 +249,10 @@ def test_bad_parameters(device):
     p, q = parameters([(4, 4), (4, 5)], torch.float32, device)
     before = p.detach().clone()
     p.grad, q.grad = torch.ones_like(p), torch.ones_like(q).to_sparse()
-    with pytest.raises(tigon.Error, match="gradients must be dense"):
-        Muon([p, q]).step()
-    assert same_bits(p.detach(), before)
+    for groups in ([p, q], [{"params": [p]}, {"params": [q], "use_muon": False}]):
+        with pytest.raises(tigon.Error, match="gradients must be dense"):
+            Muon(groups).step()
+        assert same_bits(p.detach(), before)
 
 
 @pytest.mark.gpu

@@ -1,31 +1,36 @@
 """Losses of sentence-transformers by :func:`tigon.contrastive_loss`.
 
 After :func:`install` these compute their loss without the matrix of similarities:
-MultipleNegativesRankingLoss, MultipleNegativesSymmetricRankingLoss, and the cached forms of both, whose
-embeddings are computed twice in mini batches as before. Loss and gradients are stock's within rounding.
+MultipleNegativesRankingLoss, MultipleNegativesSymmetricRankingLoss and GISTEmbedLoss, and the cached forms of
+the three, whose embeddings are computed twice in mini batches as before. Directions among queries and among
+documents, one softmax over several directions and embeddings gathered from several processes are included.
+Loss and gradients are stock's within rounding.
 
-Stock's code stays for other similarities than cosine and dot product, for directions among queries or among
-documents, for one softmax over several directions, for hardness weighting, and where embeddings are gathered
-from several processes. The logger ``tigon`` says so once for each reason. GISTEmbedLoss is untouched.
+Stock's code stays for other similarities than cosine and dot product, and for hardness weighting. The logger
+``tigon`` says so once for each reason.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import logging
 
 import torch
 
 import tigon
 from tigon.error import check, refuse
+from tigon.ops.contrastive import guides, limits, normalized, statistics
+from tigon.ops.loss_head.operands import autocast
 
 LOSSES = "sentence_transformers.sentence_transformer.losses"
 METHODS = {  # class -> method, its parameters
     "MultipleNegativesRankingLoss": ("compute_loss_from_embeddings", ["self", "embeddings", "labels"]),
     "CachedMultipleNegativesRankingLoss": ("calculate_loss", ["self", "reps", "labels", "with_backward"]),
+    "GISTEmbedLoss": ("forward", ["self", "sentence_features", "labels"]),
+    "CachedGISTEmbedLoss": ("calculate_loss", ["self", "reps", "reps_guided", "with_backward"]),
 }
-ONE_SIDED, SYMMETRIC = {"query_to_doc"}, {"query_to_doc", "doc_to_query"}
 log = logging.getLogger("tigon")
 _said: set[str] = set()
 
@@ -34,18 +39,13 @@ def _why_not(loss) -> str:
     """Why a loss stays stock's; empty: it does not."""
     from sentence_transformers import util
 
-    directions = set(loss.directions)
+    if hasattr(loss, "guide"):
+        cosine = type(loss.similarity_fct) is torch.nn.CosineSimilarity
+        return "" if cosine else "similarity_fct is not CosineSimilarity"
     if loss.similarity_fct not in (util.cos_sim, util.dot_score):
         return "similarity_fct is neither cos_sim nor dot_score"
-    if directions not in (ONE_SIDED, SYMMETRIC):
-        return f"directions={loss.directions}"
-    if directions == SYMMETRIC and loss.partition_mode == "joint":
-        return 'partition_mode="joint" of two directions'
     if loss.hardness_mode is not None and loss.hardness_strength > 0:
         return f"hardness_mode={loss.hardness_mode!r}"
-    gathers = loss.gather_across_devices and torch.distributed.is_initialized()
-    if gathers and torch.distributed.get_world_size() > 1:
-        return "gather_across_devices of several processes"
     return ""
 
 
@@ -58,34 +58,151 @@ def _taken(loss) -> bool:
     return not reason
 
 
-def _loss(loss, queries, documents, **options):
-    """Of whole embeddings; the first of the documents are the positives."""
+class _Batch:
+    """The rows of all processes where a loss gathers them, with gradients, and which are this one's."""
+
+    def __init__(self, loss, rows, device):
+        from sentence_transformers import util
+
+        first = util.get_rank() * rows if loss.gather_across_devices else 0
+        self.own = slice(first, first + rows)
+        self.labels = torch.arange(first, first + rows, device=device)[:, None]
+        self.whole = util.all_gather_with_grad if loss.gather_across_devices else (lambda x: x)
+        self.is_part = loss.gather_across_devices and util.get_world_size() > 1
+
+
+def _joint(blocks, scale, labels):
+    """The mean loss of queries, each with one softmax over all blocks; the first holds the positives."""
+    total = picked = None
+    for rows, columns, options in blocks:
+        lse, _, found = statistics(
+            rows, torch.cat(columns), scale, labels if picked is None else None, **options
+        )
+        total, picked = (lse, found) if picked is None else (torch.logaddexp(total, lse), picked)
+    loss = (total - picked[:, 0]).mean()
+    return loss.to(torch.promote_types(blocks[0][0].dtype, torch.float32))
+
+
+def _scale(like, factor):
+    return torch.full((1,), factor, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+
+
+def _ranking_loss(loss, queries, documents):
+    """Of whole embeddings, float32 as stock makes them; the first of the documents are the positives."""
     from sentence_transformers import util
 
-    return tigon.contrastive_loss(
-        queries, torch.cat(documents), temperature=1.0 / loss.scale, symmetric=len(loss.directions) > 1,
-        normalize=loss.similarity_fct is util.cos_sim, **options,
+    queries, *documents = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (queries, *documents))
+    cosine, directions = loss.similarity_fct is util.cos_sim, set(loss.directions)
+    options = {"temperature": 1.0 / loss.scale, "normalize": cosine}
+    batch = _Batch(loss, len(queries), queries.device)
+    if loss.partition_mode != "joint" and len(directions) > 1:
+        group = torch.distributed.group.WORLD if batch.is_part else None
+        losses = tigon.contrastive_loss(
+            queries, torch.cat(documents), symmetric=True, group=group, reduction="none", **options
+        )
+        return losses.mean()
+    if len(directions) == 1:
+        documents = torch.cat([batch.whole(x) for x in documents])
+        return tigon.contrastive_loss(queries, documents, batch.labels if batch.is_part else None, **options)
+    own = [normalized(x) if cosine else x for x in map(autocast, (queries, *documents))]
+    every, *documents = map(batch.whole, own)
+    index = torch.arange(len(every), device=every.device)  # of queries: pairs of equal ones are left out
+    none = torch.full_like(index, -1)
+    among = {
+        "query_to_doc": (documents, none), "query_to_query": ([every], index),
+        "doc_to_query": ([every], none), "doc_to_doc": (documents, index),
+    }  # fmt: skip
+    blocks = []
+    for rows, side in zip(own, ("query", "doc"), strict=False):
+        found = [among[name] for name in among if name in directions and name.startswith(side + "_to")]
+        if found:
+            columns = [x for parts, _ in found for x in parts]
+            ids = torch.cat([of for parts, of in found for _ in parts])
+            blocks.append((rows, columns, {"ids": (index[batch.own], ids)}))
+    return _joint(blocks, _scale(every, loss.scale / (every.shape[1] if cosine else 1)), batch.labels)
+
+
+def _guided_loss(loss, embeddings, guided):
+    """Of whole embeddings and the guide's."""
+    batch = _Batch(loss, len(embeddings[0]), embeddings[0].device)
+
+    def blocks(anchor, *documents):
+        positive, *negatives = map(batch.whole, documents)
+        anchors = [anchor] if loss.contrast_anchors else []
+        yield anchor, [positive, *anchors, *negatives]
+        if loss.contrast_positives:
+            yield positive[batch.own], [positive]
+
+    own = list(blocks(*map(normalized, embeddings)))
+    theirs = list(blocks(*guides(embeddings[0], *guided)))
+    limit = limits(
+        theirs[0][0], torch.cat(theirs[0][1]), batch.labels, length=guided[0].shape[1], margin=loss.margin,
+        relative=loss.margin_strategy == "relative",
     )  # fmt: skip
+    guided = [{"guide": (rows, torch.cat(columns)), "limit": limit} for rows, columns in theirs]
+    size = embeddings[0].shape[1]
+    return _joint(
+        [(*block, options) for block, options in zip(own, guided, strict=True)],
+        _scale(own[0][0], 1.0 / (loss.temperature * size)), batch.labels,
+    )  # fmt: skip
+
+
+def _backward_where(wanted, loss):
+    if wanted:
+        loss.backward()
+    return loss.detach() if wanted else loss
 
 
 def _compute_loss_from_embeddings(self, embeddings, labels):
     if len(embeddings) < 2 or not _taken(self):
         return _compute_loss_from_embeddings.original(self, embeddings, labels)
-    return _loss(self, embeddings[0], embeddings[1:])
+    return _ranking_loss(self, embeddings[0], embeddings[1:])
 
 
-def _calculate_loss(self, reps, labels=None, *, with_backward=False):
+def _calculate_ranking_loss(self, reps, labels=None, *, with_backward=False):
     if not _taken(self):
-        return _calculate_loss.original(self, reps, labels, with_backward=with_backward)
+        return _calculate_ranking_loss.original(self, reps, labels, with_backward=with_backward)
     queries, *documents = map(torch.cat, reps)
-    loss = _loss(self, queries, documents, chunk_rows=self.mini_batch_size)
-    if with_backward:
-        loss.backward()
-        loss = loss.detach()
-    return loss
+    return _backward_where(with_backward, _ranking_loss(self, queries, documents))
 
 
-_OURS = dict(zip(METHODS, (_compute_loss_from_embeddings, _calculate_loss), strict=True))
+def _texts(loss, features):
+    """What a model's tokens say, as its guide tokenizes it."""
+    from sentence_transformers.util import batch_to_device
+
+    tokens = features["input_ids"]
+    if "cu_seq_lens_q" in features:  # one packed row
+        ends = features["cu_seq_lens_q"].tolist()
+        tokens = [tokens[0, begin:end].tolist() for begin, end in itertools.pairwise(ends)]
+    texts = loss.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return batch_to_device(loss.guide.preprocess(texts), loss.guide.device)
+
+
+def _forward(self, sentence_features, labels):
+    from sentence_transformers.base.losses.merged_forward import embed_columns
+
+    features = list(sentence_features)
+    if len(features) not in (2, 3) or not _taken(self):
+        return _forward.original(self, features, labels)
+    theirs = [dict(x) for x in features]  # models write into what they are given
+    embeddings = embed_columns(self.model, features)
+    with torch.no_grad():
+        theirs = [_texts(self, x) for x in features] if self.must_retokenize else theirs
+        guided = embed_columns(self.guide, theirs)
+    return _guided_loss(self, embeddings, guided)
+
+
+def _calculate_guided_loss(self, reps, reps_guided, *, with_backward=False):
+    if len(reps) != len(reps_guided) or not _taken(self):
+        return _calculate_guided_loss.original(self, reps, reps_guided, with_backward=with_backward)
+    both = ([torch.cat(x) for x in columns] for columns in (reps, reps_guided))
+    return _backward_where(with_backward, _guided_loss(self, *both))
+
+
+_REPLACEMENTS = (
+    _compute_loss_from_embeddings, _calculate_ranking_loss, _forward, _calculate_guided_loss
+)  # fmt: skip
+_OURS = dict(zip(METHODS, _REPLACEMENTS, strict=True))
 
 
 def _classes() -> dict[str, type]:

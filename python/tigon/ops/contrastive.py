@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,7 @@ from tigon.ops.arguments import (
 )
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.operands import autocast
-from tigon.ops.rms_norm import column_dot, rms_norm
+from tigon.ops.rms_norm import rms_norm
 
 OP = "contrastive_loss"
 IGNORED = -100
@@ -56,7 +57,9 @@ def _fake(q, d, scale, labels, *options):
 
 
 def _fake_bwd(q, d, *options):
-    return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip((q, d), options[-2:], strict=True))
+    need_q, need_d, need_scale = options[-3:]
+    dq, dd = (x.new_empty(x.shape if need else (0,)) for x, need in ((q, need_q), (d, need_d)))
+    return dq, dd, q.new_empty(int(need_scale), dtype=torch.float32)
 
 
 _bwd = raw("contrastive_bwd", _fake_bwd)
@@ -77,19 +80,18 @@ def _backward(ctx, *upstream):
     dq = dd = dscale = None
     if given:
         *inputs, row_lse, col_lse = ctx.saved_tensors
-        q, _, scale = inputs[:3]
+        q, scale = inputs[0], inputs[2]
         unit = None
         if q.dtype == torch.float16:  # small shares of a mean, large ones of a scaled loss leave its range
             most = [g.abs().amax() for g in given if g.numel()]
             unit = torch.stack(most).amax().clamp_min(1e-30) if most else torch.ones((), device=q.device)
             upstream = [None if g is None else g / unit for g in upstream]
         drow, dcol, dpicked = upstream
-        dq, dd = _bwd(
+        dq, dd, dscale = _bwd(
             *inputs, ctx.chunk_rows, None if drow is None else row_lse, drow,
-            None if dcol is None else col_lse, dcol, dpicked, need_q or need_scale, need_d,
+            None if dcol is None else col_lse, dcol, dpicked, need_q, need_d, need_scale,
         )  # fmt: skip
-        if need_scale:
-            dscale = column_dot(dq, q).sum().reshape(scale.shape) / scale
+        dscale = dscale / scale if need_scale else None  # it was of log(scale)
         if unit is not None:
             dq, dd, dscale = (None if g is None else g * unit.to(g.dtype) for g in (dq, dd, dscale))
     results = (dq if need_q else None, dd if need_d else None, dscale)
@@ -132,22 +134,30 @@ def normalized(x):
     return rms_norm(x, eps=1e-24 / x.shape[-1], rounding="none")
 
 
-def _similarity_of_positives(q, d, labels, scale):
-    """The largest of each row's positives, float32; +inf without any."""
-    inside = (labels >= 0) & (labels < d.shape[0])
-    of = torch.stack([
-        (q * d[torch.where(ok, label, 0)]).sum(-1, dtype=scale.dtype)
-        for label, ok in zip(labels.unbind(1), inside.unbind(1), strict=True)
-    ], 1)  # fmt: skip
-    return torch.where(inside.any(1), torch.where(inside, of, -torch.inf).amax(1), torch.inf) * scale
+def guides(q, *embeddings):
+    """Normalized, in one dtype: theirs, or float32."""
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in embeddings))
+    dtype = torch.float32 if dtype == torch.float64 != q.dtype else dtype
+    return tuple(normalized(x.detach().to(dtype)) for x in embeddings)
 
 
 @torch.no_grad()
-def _limit(q, d, length, labels, how):
-    """What ``q @ d.T`` of rows of squared `length` may be, so that a pair counts."""
-    unit = torch.full((), 1.0 / length, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    positive, margin = _similarity_of_positives(q, d, labels, unit), how["margin"]
-    return (positive - (positive.abs() * margin if how["relative"] else margin)) * length
+def limits(q, d, labels, *, length, margin, relative=False, rounded=False):
+    """What ``q @ d.T`` of rows of squared `length`, `rounded` or not, may be so that a pair counts.
+
+    A document that equals the most similar positive counts at margin 0, in whichever order products sum.
+    No pair is above that of a row without positives.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    inside = (labels >= 0) & (labels < d.shape[0])
+    of = torch.stack([
+        (q.to(wide) * d[torch.where(ok, label, 0)]).sum(-1)
+        for label, ok in zip(labels.unbind(1), inside.unbind(1), strict=True)
+    ], 1)  # fmt: skip
+    positive = torch.where(inside.any(1), torch.where(inside, of, -torch.inf).amax(1), torch.inf)
+    positive = positive.to(q.dtype if rounded else wide).to(wide)
+    tie = 32 * torch.finfo(wide).eps * positive.abs()
+    return positive + tie - (positive.abs() * margin if relative else margin * length)
 
 
 def contrastive_loss(
@@ -189,11 +199,11 @@ def contrastive_loss(
         ids: ``(q_ids [n], d_ids [m])`` integers: pairs of equal ids that are no positives are left out, as
             duplicates of a positive.
         margin: pairs whose similarity is above that of the query's (most similar) positive less the margin
-            are taken for false negatives and left out; they get no gradient. In cosines, or dot products
-            where `normalize` is off.
+            are taken for false negatives and left out; they get no gradient. One that equals it counts at 0.
+            In cosines, or dot products where `normalize` is off.
         relative_margin: the margin is a fraction of the positive's similarity.
-        guide: ``(q [n, G], d [m, G])``, embeddings of another model whose similarities `margin` (``None``: 0)
-            is applied to (GISTEmbed).
+        guide: ``(q [n, G], d [m, G])``, embeddings of another model, in their own dtype, whose similarities
+            `margin` (``None``: 0) is applied to (GISTEmbed).
         sizes: Matryoshka: the loss is the sum over these of that of the first columns, each normalized anew.
         size_weights: a factor for each of them; ``None``: 1.
         reduction: ``"mean"`` over queries that have positives, ``"sum"`` or ``"none"`` (``[n]``).
@@ -253,7 +263,7 @@ def contrastive_loss(
         ids = tuple(x.to(torch.int64) for x in ids)
     if guide is not None:
         _check_pair("guide", guide, q, n, m, check_float)
-        guide = tuple(normalized(x.detach().to(q.dtype)) for x in guide)
+        guide = guides(q, *guide)
         margin = 0.0 if margin is None else margin
     if margin is not None:
         check_numbers(OP, margin=margin)
@@ -274,12 +284,12 @@ def contrastive_loss(
         check(OP, 1 <= s <= size, "sizes must be in [1, {}], got {}", size, s)
     options = (positives.shape[1], symmetric, normalize, ids is None, margin, guide is None, reduction)
     whole = _Own() if group is None else _Whole(q, group, options)
-    how = {"ids": ids, "margin": margin, "relative": relative_margin, "guide": guide}
-    how["diagonal"] = labels is None
+    bound = {"margin": margin, "relative": relative_margin}
+    how = {"ids": ids, "bound": bound, "guide": guide, "diagonal": labels is None}
     if ids is not None:
         how["ids"] = whole.rows(ids[0]), ids[1]
     if guide is not None:  # its similarities bound what counts, whatever the size
-        how["limit"] = whole.rows(_limit(*guide, guide[0].shape[1], positives, how))
+        how["limit"] = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
         how["guide"] = whole.rows(guide[0]), guide[1]
     losses = [
         _loss(q[:, :s], d[:, :s], positives, temperature, symmetric, normalize, weight, how, reduction, whole,
@@ -315,7 +325,7 @@ def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reductio
     wide = torch.promote_types(q.dtype, torch.float32)
     if normalize:
         q, d = normalized(q), normalized(d)
-    ids, margin, guide = how["ids"], how["margin"], how["guide"]
+    ids, margin, guide = how["ids"], how["bound"]["margin"], how["guide"]
     plain = not symmetric and labels.shape[1] == 1 and ids is None and margin is None and type(whole) is _Own
     if plain and not isinstance(temperature, torch.Tensor) and n:
         # Labels that are no document's count as none, as below.
@@ -331,7 +341,7 @@ def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reductio
         scale = torch.full((1,), 1.0 / (temperature * columns), dtype=wide, device=q.device)
     limit = how.get("limit")
     if margin is not None and guide is None:
-        limit = whole.rows(_limit(q, d, columns, labels, how))
+        limit = whole.rows(limits(q, d, labels, length=columns, rounded=True, **how["bound"]))
     row_lse, col_lse, picked = statistics(
         whole.rows(q), d, scale, whole.labels(labels), ids=ids, limit=limit, guide=guide,
         columns=symmetric, chunk_rows=chunk_rows or 0,

@@ -104,11 +104,11 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         groups = [(group, group.get("use_muon", True)) for group in self.param_groups]
         work = [item for group, use_muon in groups if use_muon for item in _batches(group)]
-        for group, params, whole in work:
-            self._update(group, params, whole)
         if rest := [group for group, use_muon in groups if not use_muon]:
             self._adamw.param_groups, self._adamw.state = rest, self.state
             self._adamw.step()
+        for group, params, whole in work:
+            self._update(group, params, whole)
         return loss
 
     def _update(self, group: dict, params: list, whole: _Whole) -> None:

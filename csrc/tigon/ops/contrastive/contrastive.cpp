@@ -4,6 +4,7 @@
 
 #include "tigon/base/op.h"
 #include "tigon/base/product.h"
+#include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/ops/linear_head/linear_head.h"
 
 namespace tigon {
@@ -18,7 +19,7 @@ void for_chunks(Context& ctx, const ContrastiveScores& a, const LinearHead& head
   const LinearHeadRows rows = {.count = n};
   const LinearHeadWorkspace workspace = linear_head_workspace(ctx, head, rows, {.chunk = most});
   Matrix guide;
-  if (a.guide_q.data) guide = linear_head_matrix(ctx, most, m, linear_head_logit_stride(m), a.q.dtype);
+  if (a.guide_q.data) guide = linear_head_matrix(ctx, most, m, linear_head_logit_stride(m), DType::f32);
   for (int64_t first = 0; first < n; first += most) {
     const int64_t count = std::min(most, n - first);
     LinearHeadChunk chunk = linear_head_chunk(head, rows, workspace, first, count);
@@ -32,7 +33,7 @@ void for_chunks(Context& ctx, const ContrastiveScores& a, const LinearHead& head
     const Vector q_ids = linear_head_part(a.q_ids, first, count),
                  limit = linear_head_part(a.limit, first, count);
     ContrastiveChunk part = {.scores = chunk.logits.data,
-                             .guide = guide.data,
+                             .guide = static_cast<const float*>(guide.data),
                              .rows = count,
                              .cols = m,
                              .stride = chunk.logits.stride,
@@ -81,20 +82,28 @@ void run(Context& ctx, const ContrastiveBwd& a) {
   LinearHead head = {.op = kOp, .hidden = a.q, .weight = a.d, .dhidden = a.dq, .dweight = a.dd};
   TIGON_CHECK(kOp, bool(a.row_lse) == bool(a.drow) && bool(a.col_lse) == bool(a.dcol),
               "gradients of statistics must be given with them");
-  const bool sums = linear_head_limit(ctx, head, a.q.rows, a.chunk_rows) < a.q.rows;
+  const int64_t n = a.q.rows, most = std::max<int64_t>(linear_head_limit(ctx, head, n, a.chunk_rows), 1);
+  const bool sums = most < n;
   if (a.dd.data && sums && a.dd.dtype != DType::f32)
     head.dweight = linear_head_matrix(ctx, a.d.rows, a.d.cols, a.d.cols, DType::f32);
-  linear_head_clear(ctx, head, {.count = a.q.rows});
+  linear_head_clear(ctx, head, {.count = n});
+  const int64_t tiles = contrastive_blocks(most) * contrastive_slabs(a.d.rows);  // of a chunk
+  Vector slopes;
+  if (a.dlog_scale)
+    slopes = linear_head_vector(
+        ctx, n / most * tiles + contrastive_blocks(n % most) * contrastive_slabs(a.d.rows));
   for_chunks(ctx, a, head, [&](LinearHeadChunk& chunk, ContrastiveChunk& part) {
     auto from = [&](const Vector& v) { return linear_head_part(v, chunk.begin, chunk.count); };
     part.row_lse = from(a.row_lse).as<double>(), part.drow = from(a.drow).as<float>();
     part.col_lse = a.col_lse.as<double>(), part.dcol = a.dcol.as<float>();
     if (a.dpicked) part.dpicked = a.dpicked.as<float>() + chunk.begin * part.picks;
+    if (a.dlog_scale) part.slope_parts = slopes.as<float>() + chunk.begin / most * tiles;
     on_device(
         kOp, ctx, [&] { cpu::contrastive_gradient(ctx, a.q.dtype, part); },
         TIGON_ON_CUDA(cuda::contrastive_gradient(ctx, a.q.dtype, part)));
     linear_head_gradients(ctx, head, chunk, {.first = chunk.begin == 0});
   });
+  if (a.dlog_scale) cross_entropy_total(ctx, {.loss = slopes, .total = a.dlog_scale});
   if (head.dweight.data == a.dd.data) return;
   const Vector one = linear_head_vector(ctx, 1);
   TIGON_RUN(kOp, ctx, linear_head_ones, one);

@@ -5,13 +5,13 @@
 //             t = guide_q . guide_d^T (Solatorio 2024, "GISTEmbed", arXiv:2402.16829, eq. 3), without a guide q . d^T
 //             row_lse_i = log sum over j of exp z_ij,  col_lse_j = log sum over i of exp z_ij,  picked_ik = z at labels_ik
 // Gradients   g_ij = scale (drow_i exp(z_ij - row_lse_i) + dcol_j exp(z_ij - col_lse_j) + sum over k of dpicked_ik [labels_ik == j]),
-//             0 of a pair left out;  dq = g . d,  dd = g^T . q;  that of scale is sum over i of dq_i . q_i / scale
+//             0 of a pair left out;  dq = g . d,  dd = g^T . q;  dlog_scale = sum over i, j of g_ij z_ij / scale
 // Shapes      q, dq [n, H]; d, dd [m, H]; guide_q [n, G]; guide_d [m, G]; labels [n, K], none where outside [0, m); picked [n * K];
 //             q_ids, limit, row_lse, drow [n]; d_ids, col_lse, dcol [m]; scale [1]; rows at any stride
-// Dtypes      q, d, dq, dd f32 | bf16 | f16, the guides' that of q; labels, ids i64; row_lse, col_lse f64, so that a small loss is no
-//             difference of rounded numbers; the rest f32; products accumulate in f32
-// Rounding    q . d^T and t to q's dtype, g once to it, dq once; dd once, summed over chunks in f32. A row or column of which all
-//             pairs are left out has -inf; NaN propagates to its row and column
+// Dtypes      q, d, dq, dd f32 | bf16 | f16, the guides one of their own; labels, ids i64; row_lse, col_lse f64, so that a small loss
+//             is no difference of rounded numbers; the rest f32; products accumulate in f32
+// Rounding    q . d^T to q's dtype, a guide's t not at all; g once to q's dtype (for dlog_scale not), dq once; dd once,
+//             summed over chunks in f32. A row or column of which all pairs are left out has -inf; NaN propagates to its row and column
 // Saved       all inputs, row_lse, col_lse
 // Aliasing    none
 // Determinism bitwise, run to run: chunks in order, sums in fixed trees over blocks that follow from shapes
@@ -46,10 +46,11 @@ struct ContrastiveScores {
       f.require(!*ids || ids->dtype == DType::i64, "ids must be int64, got ", name_of(ids->dtype));
     f.require(bool(q_ids) == bool(d_ids) || q.rows == 0, "q_ids and d_ids must be given together, got one");
     f.parameter("limit", limit, q.rows, DType::f32);
-    f.optional("guide_q", guide_q, q.rows, guide_q.cols, q.dtype);
-    f.optional("guide_d", guide_d, d.rows, guide_q.cols, q.dtype);
+    f.optional("guide_q", guide_q, q.rows, guide_q.cols, guide_q.dtype);
+    f.optional("guide_d", guide_d, d.rows, guide_q.cols, guide_q.dtype);
     f.require((guide_q.cols > 0) == (guide_d.cols > 0),
               "guide_q and guide_d must be given together, got one");
+    f.require(!guide_q.cols || guide_q.dtype != DType::i64, "guides must be floats, got int64");
     f.option("chunk_rows", chunk_rows);
   }
 };
@@ -70,6 +71,7 @@ struct ContrastiveBwd : ContrastiveScores {
   Vector col_lse, dcol;  // empty: dcol is 0
   Vector dpicked;        // empty: 0
   Matrix dq, dd;         // no data: not wanted
+  Vector dlog_scale;     // f32 [1]; empty: not wanted
 
   void fields(Fields& f) {
     inputs(f);
@@ -80,6 +82,7 @@ struct ContrastiveBwd : ContrastiveScores {
     f.parameter("dpicked", dpicked, q.rows * labels.cols, DType::f32);
     f.gradient("dq", dq, q);
     f.gradient("dd", dd, d);
+    f.gradient("dlog_scale", dlog_scale, 1, DType::f32);
   }
 };
 
@@ -94,7 +97,7 @@ constexpr int64_t contrastive_slabs(int64_t cols) { return (cols + kContrastiveS
 struct ContrastiveChunk {
   void*
       scores;  // q . d^T, then g: rows begin at 16-byte boundaries and have memory for whole slabs of 64 columns
-  const void* guide;
+  const float* guide;
   int64_t rows, cols, stride;  // stride: of scores and guide
   const float* scale;
   const int64_t* labels;
@@ -107,6 +110,7 @@ struct ContrastiveChunk {
   // Gradient
   const double *row_lse, *col_lse;
   const float *drow, *dcol, *dpicked;
+  float* slope_parts;  // [blocks * slabs], their sums of g_ij z_ij / scale; null: not wanted
 
   bool masked() const { return q_ids != nullptr || limit != nullptr; }
 };

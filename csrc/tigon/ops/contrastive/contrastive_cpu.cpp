@@ -12,8 +12,8 @@ namespace {
 struct ContrastiveTable {
   void (*statistics[3])(const void* scores, int64_t stride, int64_t rows, int64_t cols, float scale,
                         float* row_part, int64_t row_stride, float* col_part, int64_t col_stride);
-  void (*gradient[3])(void* row, int64_t cols, float scale, double row_lse, float drow, const float* col_lse,
-                      const float* dcol);
+  float (*gradient[3])(void* row, int64_t cols, float scale, double row_lse, float drow, const float* col_lse,
+                       const float* dcol);
 };
 
 }  // namespace
@@ -43,9 +43,10 @@ void for_labels(const ContrastiveChunk& a, int64_t row, const Fn& fn) {
 template <class T>
 void mask_row(const ContrastiveChunk& a, int64_t row) {
   T* scores = static_cast<T*>(a.scores) + row * a.stride;
-  const T* t = a.guide ? static_cast<const T*>(a.guide) + row * a.stride : scores;
+  const float* guide = a.guide ? a.guide + row * a.stride : nullptr;
   for (int64_t j = 0; j < a.cols; ++j)
-    if (contrastive_left_out(a, row, j, to_float(t[j]))) scores[j] = from_float<T>(-INFINITY);
+    if (contrastive_left_out(a, row, j, guide ? guide[j] : to_float(scores[j])))
+      scores[j] = from_float<T>(-INFINITY);
 }
 
 }  // namespace
@@ -95,6 +96,7 @@ void contrastive_merge(Context& ctx, const ContrastiveMerge& a) {
 void contrastive_gradient(Context& ctx, DType dtype, const ContrastiveChunk& a) {
   const auto run = TIGON_SELECT(contrastive_table).gradient[int(dtype)];
   float* col_lse = a.dcol ? ctx.scratch_of<float>(2 * a.cols) : nullptr;
+  float* slopes = a.slope_parts ? ctx.scratch_of<float>(a.rows) : nullptr;
   for (int64_t j = 0; col_lse && j < a.cols; ++j) {
     const ContrastiveLse lse(a.col_lse[j]);
     col_lse[j] = lse.high, col_lse[a.cols + j] = lse.low;
@@ -106,21 +108,36 @@ void contrastive_gradient(Context& ctx, DType dtype, const ContrastiveChunk& a) 
       T* scores = static_cast<T*>(a.scores) + r * a.stride;
       const double row_lse = a.row_lse ? a.row_lse[r] : 0.0;
       const float drow = a.drow ? a.drow[r] : 0.0f;
-      // A label's gradient is a difference, formed before it is rounded.
+      // A label's gradient is a difference, formed in double before it is rounded.
       thread_local std::vector<float> label_z;
       label_z.assign(size_t(a.picks), 0.0f);
+      const bool differences = a.dpicked != nullptr;
       for_labels(a, r, [&](int64_t k, int64_t j) { label_z[size_t(k - r * a.picks)] = z_of<T>(a, r, j); });
-      run(scores, a.cols, *a.scale, row_lse, drow, col_lse, a.dcol);
-      if (a.dpicked == nullptr) return;
+      for_labels(a, r,
+                 [&](int64_t, int64_t j) { scores[j] = differences ? from_float<T>(-INFINITY) : scores[j]; });
+      float slope = run(scores, a.cols, *a.scale, row_lse, drow, col_lse, a.dcol);
       for_labels(a, r, [&](int64_t k, int64_t j) {
+        if (!differences) return;
         const float z = label_z[size_t(k - r * a.picks)];
         double g = drow * std::exp(z - row_lse);
+        bool again = false;  // the column is an earlier label's too
         if (a.dcol) g += a.dcol[j] * std::exp(z - a.col_lse[j]);
-        for_labels(a, r, [&](int64_t other, int64_t i) { g += i == j ? a.dpicked[other] : 0.0f; });
+        for_labels(a, r, [&](int64_t other, int64_t i) {
+          if (i == j) g += a.dpicked[other], again = again || other < k;
+        });
+        if (!again) slope += float(g * z);
         scores[j] = from_float<T>(float(*a.scale * g));
       });
+      if (slopes) slopes[r] = slope;
     });
   });
+  const int64_t slabs = contrastive_slabs(a.cols);
+  for (int64_t block = 0; slopes && block < contrastive_blocks(a.rows); ++block) {
+    float* part = a.slope_parts + block * slabs;
+    std::fill_n(part, slabs, 0.0f);
+    for (int64_t r = block * kContrastiveBlock; r < std::min(a.rows, (block + 1) * kContrastiveBlock); ++r)
+      *part += slopes[r];
+  }
 }
 
 }  // namespace tigon::cpu

@@ -53,11 +53,12 @@ __device__ __forceinline__ void scores_of(const ContrastiveChunk& a, const Vec<T
   for (int j = 0; j < kVec; ++j) z[j] = is_row && col + j < a.cols ? x[j] * scale : -INFINITY;
   if constexpr (kMasked) {
     if (!is_row || col >= a.cols) return;
-    Vec<T, kVec> t = x;
-    if (a.guide != nullptr) t = load_stream<T, kVec>(static_cast<const T*>(a.guide) + row * a.stride + col);
+    Vec<float, kVec> t;
+    if (a.guide != nullptr) t = load_stream<float, kVec>(a.guide + row * a.stride + col);
 #pragma unroll
     for (int j = 0; j < kVec; ++j)
-      if (col + j < a.cols && contrastive_left_out(a, row, col + j, t[j])) z[j] = -INFINITY;
+      if (col + j < a.cols && contrastive_left_out(a, row, col + j, a.guide != nullptr ? t[j] : x[j]))
+        z[j] = -INFINITY;
   }
 }
 
@@ -161,16 +162,14 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
 template <class T>
 struct Share {
   ContrastiveLse lse;
-  float in_log2, weight;
+  float low, weight;  // low: in powers of two
   __device__ Share(double lse, float weight)
-      : lse(lse),
-        in_log2(this->lse.high == -INFINITY ? 0.0f : float(lse * 1.4426950408889634)),
-        weight(weight) {}
+      : lse(lse == -double(INFINITY) ? 0.0 : lse), low(this->lse.low * kLog2e), weight(weight) {}
   __device__ __forceinline__ float operator()(float z) const {
     if constexpr (std::is_same_v<T, float>)
       return contrastive_share(z, exp(z - lse.high - lse.low), weight);
     else
-      return weight * exp2_approx(fma(z, kLog2e, -in_log2));
+      return weight * exp2_approx(fma(z - lse.high, kLog2e, -low));  // 1 where z is all that counts
   }
 };
 
@@ -178,8 +177,10 @@ template <class T, bool kColumns, bool kMasked>
 __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constant__ ContrastiveChunk a) {
   constexpr int kRows = 4;
   const Tile tile(a);
-  if (tile.col >= a.cols) return;
+  if (tile.slab * kContrastiveSlab >= a.cols) return;
+  const bool is_column = tile.col < a.cols;
   const float scale = *a.scale;
+  float slope = 0.0f;
   T* scores = static_cast<T*>(a.scores) + tile.col;
   auto of_column = [&](int j) {
     const bool is_col = kColumns && tile.col + j < a.cols;
@@ -191,7 +192,7 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
     Vec<T, kVec> x[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      x[i] = load_predicated<T, kVec>(row + i < tile.last, scores + (row + i) * a.stride);
+      x[i] = load_predicated<T, kVec>(row + i < tile.last && is_column, scores + (row + i) * a.stride);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t r = row + i;
@@ -212,13 +213,20 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
         for (int j = 0; j < kVec; ++j)
           if (at == j && tile.col + j < a.cols) g[j] += dpicked;
       }
+      if (a.slope_parts != nullptr) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) slope += contrastive_slope(z[j], g[j]);
+      }
 #pragma unroll
       for (int j = 0; j < kVec; ++j) g[j] *= scale;
       Vec<T, kVec> y;
       y.set(g);
-      store_v4(scores + r * a.stride, y);
+      if (is_column) store_v4(scores + r * a.stride, y);
     }
   }
+  if (a.slope_parts == nullptr) return;
+  slope = reduce_lanes<Sum, 32>(slope);
+  if (threadIdx.x % 32 == 0) a.slope_parts[tile.block * contrastive_slabs(a.cols) + tile.slab] = slope;
 }
 
 // picked, one thread a label.
