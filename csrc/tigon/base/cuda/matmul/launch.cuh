@@ -1,6 +1,7 @@
 // The host's side: tensor maps, and a launch of as many clusters as are resident.
 #pragma once
 
+#include <array>
 #include <atomic>
 
 #include "tigon/base/context.h"
@@ -19,11 +20,12 @@ inline bool is_tma_matrix(const void* data, int64_t stride) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
 }
 
-// Products g.a and g.b [op(A) op(B)] with the layouts of `kMajorA` and `kMajorB`; what becomes of them is the epilogue's. Of
-// `count` adjacent matrices each; `lower`: only of the tiles that are not above the diagonal.
-template <class T, Major kMajorA, Major kMajorB, class Epilogue>
+// The sum of the products g.a and g.b [op(A) op(B)] of `kSources` problems of one M and N, with the layouts of `kMajorA` and
+// `kMajorB`; what becomes of it is the epilogue's. Of `count` adjacent matrices each; `lower`: only of the tiles that are not above
+// the diagonal.
+template <class T, Major kMajorA, Major kMajorB, class Epilogue, int kSources = 1>
 struct Matmul {
-  using Loop = Mainloop<T, kMajorA, kMajorB>;
+  using Loop = Mainloop<T, kMajorA, kMajorB, kSources>;
   static constexpr auto kernel = &matmul_kernel<Loop, Epilogue>;
   static constexpr size_t kShared = sizeof(SharedStorage<Loop, Epilogue>);
 
@@ -40,20 +42,23 @@ struct Matmul {
     return known >= kThreads;
   }
 
-  static void run(const char* op, Context& ctx, const Gemm& g, const typename Epilogue::Params& epilogue,
-                  int64_t count = 1, bool lower = false) {
+  static void run(const char* op, Context& ctx, const std::array<Gemm, kSources>& sources,
+                  const typename Epilogue::Params& epilogue, int64_t count = 1, bool lower = false) {
     static OccupancyCache occupancy;
     KernelParams<Loop, Epilogue> p;
-    auto map = [&](const void* data, Major major, int64_t mn, int64_t stride, int box) {
-      return make_tensor_map(op, data, kTensorMapType<T>, major == Major::K ? g.k : mn,
-                             major == Major::K ? mn : g.k, stride, box, count);
+    auto map = [&](const void* data, Major major, int64_t mn, int64_t k, int64_t stride, int box) {
+      return make_tensor_map(op, data, kTensorMapType<T>, major == Major::K ? k : mn,
+                             major == Major::K ? mn : k, stride, box, count);
     };
-    p.mainloop.a = map(g.a, kMajorA, g.m, g.lda, Loop::kBoxA);
-    p.mainloop.b = map(g.b, kMajorB, g.n, g.ldb, Loop::kBoxB);
-    p.mainloop.k_blocks = int(ceil_div(g.k, int64_t(kTileK)));
+    for (int i = 0; i < kSources; ++i) {
+      const Gemm& g = sources[i];
+      p.mainloop.a[i] = map(g.a, kMajorA, g.m, g.k, g.lda, Loop::kBoxA);
+      p.mainloop.b[i] = map(g.b, kMajorB, g.n, g.k, g.ldb, Loop::kBoxB);
+      p.mainloop.k_blocks[i] = int(ceil_div(g.k, int64_t(kTileK)));
+    }
     p.epilogue = epilogue;
-    p.scheduler = {.tiles_m = int(ceil_div(g.m, int64_t(kTileM * kCluster))),
-                   .tiles_n = int(ceil_div(g.n, int64_t(kTileN))),
+    p.scheduler = {.tiles_m = int(ceil_div(sources[0].m, int64_t(kTileM * kCluster))),
+                   .tiles_n = int(ceil_div(sources[0].n, int64_t(kTileN))),
                    .matrices = int(count),
                    .lower = lower};
     const int clusters = std::min(occupancy.max_active(op, kernel, kCluster, kThreads, kShared),

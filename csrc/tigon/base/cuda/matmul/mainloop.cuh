@@ -16,7 +16,8 @@ constexpr int kWarpgroup = 128, kConsumers = 2;
 constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kCluster = 2, kStages = 4;
 constexpr int kAccumulators = kTileN / 2;  // of a thread
 
-template <class T, Major kMajorA, Major kMajorB>
+// `kSources` pairs of A and B follow each other along K: the sum of their products has one accumulator and one store.
+template <class T, Major kMajorA, Major kMajorB, int kSources = 1>
 struct Mainloop {
   // Columns of B that a CTA loads, and rows and columns of a box of TMA.
   static constexpr int kLoadB = kTileN / kCluster;
@@ -24,8 +25,8 @@ struct Mainloop {
   static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
 
   struct Params {
-    CUtensorMap a, b;
-    int k_blocks;
+    CUtensorMap a[kSources], b[kSources];
+    int k_blocks[kSources];
   };
   struct Tensors {
     alignas(1024) uint8_t a[kStages][kBytesA];
@@ -51,15 +52,17 @@ struct Mainloop {
   __device__ static __forceinline__ void load(const Params& p, Tensors& smem, Barriers& barriers,
                                               PipelineState& state, unsigned rank, int m, int n, int matrix) {
     const int part = int(rank) * kLoadB;
+#pragma unroll
+    for (int source = 0; source < kSources; ++source)
 #pragma unroll 1
-    for (int k = 0; k < p.k_blocks; ++k, state.advance()) {
-      const int s = state.stage;
-      mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
-      mbarrier_arrive_expect_tx(&barriers.full[s], kBytesA + kBytesB);
-      load_boxes<kMajorA, kTileM, kBoxA, false>(p.a, smem.a[s], &barriers.full[s], m, k, matrix);
-      load_boxes<kMajorB, kLoadB, kBoxB, true>(p.b, smem.b[s] + part * kTileK * 2, &barriers.full[s],
-                                               n + part, k, matrix);
-    }
+      for (int k = 0; k < p.k_blocks[source]; ++k, state.advance()) {
+        const int s = state.stage;
+        mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
+        mbarrier_arrive_expect_tx(&barriers.full[s], kBytesA + kBytesB);
+        load_boxes<kMajorA, kTileM, kBoxA, false>(p.a[source], smem.a[s], &barriers.full[s], m, k, matrix);
+        load_boxes<kMajorB, kLoadB, kBoxB, true>(p.b[source], smem.b[s] + part * kTileK * 2,
+                                                 &barriers.full[s], n + part, k, matrix);
+      }
   }
 
   // A consumer warpgroup: rows 64 * consumer and on of the tile. The barriers are those of its next stage.
@@ -69,8 +72,10 @@ struct Mainloop {
     const uint64_t a = descriptor<kMajorA>(smem.a[0]) + (64 * kTileK * 2 * consumer >> 4),
                    b = descriptor<kMajorB>(smem.b[0]);
     PipelineState released = state;
+    int k_blocks = 0;
+    for (int of_source : p.k_blocks) k_blocks += of_source;
 #pragma unroll 1
-    for (int k = 0; k < p.k_blocks; ++k, state.advance()) {
+    for (int k = 0; k < k_blocks; ++k, state.advance()) {
       mbarrier_wait_parity<false>(&barriers.full[state.stage], state.phase);
       const uint64_t stage_a = a + uint32_t(state.stage * kBytesA >> 4),
                      stage_b = b + uint32_t(state.stage * kBytesB >> 4);
