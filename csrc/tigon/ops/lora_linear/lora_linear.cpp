@@ -42,6 +42,9 @@ void add_products(Context& ctx, std::vector<Product>& products, bool add) {
   bool done = products.empty();
   if (!add && !done)
     on_device("lora_linear", ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_products(ctx, products)));
+  // PyTorch's bf16 products on the CPU are slower onto a result, the more the longer their K: the base's goes first there.
+  if (ctx.device() == Device::cpu && !done && products[0].c.dtype == DType::bf16)
+    std::reverse(products.begin(), products.end());
   for (Product& p : products) {
     if (done) break;
     p.beta = float(add), add = true;
@@ -62,17 +65,28 @@ struct Packed {
   std::vector<int64_t> first;  // column of each in t
 
   Packed(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, bool need_a, bool need_b) {
-    std::vector<LoraCopy> copies;
-    int64_t columns = 0;
     auto as_is = [&](const Matrix& m, int64_t rank) {
       return m.dtype == x.dtype && lora_columns(rank) == rank;
     };
     const bool one = adapters.size() == 1 && as_is(adapters[0].a, adapters[0].a.rows);
-    if (need_a) a = one ? adapters[0].a : scratch(ctx, x.dtype, columns_of_all(adapters), x.cols);
+    int64_t columns = columns_of_all(adapters), elements = need_a && !one ? columns * x.cols : 0;
+    for (const LoraAdapter& l : adapters)
+      if (need_b && !as_is(l.b, l.a.rows)) elements += l.b.rows * lora_columns(l.a.rows);
+    char* memory =
+        elements > 0 ? static_cast<char*>(ctx.scratch(size_of(x.dtype) * size_t(elements))) : nullptr;
+    auto take = [&](int64_t rows, int64_t cols) {
+      char* data = memory;
+      memory +=
+          int64_t(size_of(x.dtype)) * rows * cols;  // each has whole 16 bytes: columns are multiples of 8
+      return Matrix{.data = data, .dtype = x.dtype, .rows = rows, .cols = cols, .stride = cols};
+    };
+    std::vector<LoraCopy> copies;
+    if (need_a) a = one ? adapters[0].a : take(columns, x.cols);
+    columns = 0;
     for (const LoraAdapter& l : adapters) {
       const int64_t rank = l.a.rows, wide = lora_columns(rank);
       if (need_a && !one) copies.push_back({l.a, rows_from(a, columns, wide)});
-      if (need_b) b.push_back(as_is(l.b, rank) ? l.b : scratch(ctx, x.dtype, l.b.rows, wide));
+      if (need_b) b.push_back(as_is(l.b, rank) ? l.b : take(l.b.rows, wide));
       if (need_b && b.back().data != l.b.data) copies.push_back({l.b, b.back()});
       first.push_back(columns);
       columns += wide;
@@ -161,7 +175,7 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
                          .trans_b = true,
                          .alpha = a.adapters[i].scale});
         });
-  // The base product last: what it adds to was written once, and is read where the product is anyway.
+  // The base's product last: what it adds to was written once, and is read where the product is anyway.
   for (size_t g = 0; g < a.bases.size(); ++g) {
     const LoraBase& l = a.bases[g];
     if (l.y.data == nullptr) continue;

@@ -7,9 +7,9 @@
 // Shapes      x, dx [M, K]; W [N, K]; bias [N]; y, dy [M, N]; A [r, K]; B [N, r]; rows at any stride. t [M, R], R the sum of
 //             lora_columns(r): each adapter's columns begin at a multiple of 8 and end in zeros; dA [R, K] in the same places
 // Dtypes      x f32 | bf16 | f16; W, bias, y, t, dy, dx the same; all A and B one of the three; dA, dB theirs where that is x's, else f32
-// Rounding    A and B to x's dtype; t and dt once; y and dx: what comes before the last product (bias, dropped, each adapter), then
-//             once after the last one; large ones of up to four products on sm_90a (no bias, no dropout) once. An adapter of zeros
-//             gives the bits of the base product and its gradient
+// Rounding    A and B to x's dtype; t and dt once; y and dx once after each product that adds to them, the base's last (bf16 on the
+//             CPU: first); large ones on sm_90a, y without bias and dx without dropout, once after all. An adapter of zeros gives
+//             the bits of the base product and its gradient
 // Saved       x, t, seed, and the parameters
 // Aliasing    none
 // Determinism bitwise: products in a fixed order, no float atomics

@@ -21,7 +21,6 @@ inline bool is_tma_matrix(const void* data, int64_t stride) {
 }
 
 // The sum of the products g.a and g.b [op(A) op(B)] of `kSources` problems of one M and N, with the layouts of `kMajorA` and
-// The sum of the products g.a and g.b [op(A) op(B)] of `kSources` problems of one M and N, with the layouts of `kMajorA` and
 // `kMajorB`; what becomes of it is the epilogue's. A source without K, which may not be the first, adds nothing. Of `count` adjacent
 // matrices each; `lower`: only of the tiles that are not above the diagonal.
 template <class T, Major kMajorA, Major kMajorB, class Epilogue, int kSources = 1>
@@ -52,10 +51,11 @@ struct Matmul {
                              major == Major::K ? mn : k, stride, box, count);
     };
     for (int i = 0; i < kSources; ++i) {
-      const Gemm& g = sources[i].k > 0 ? sources[i] : sources[0];
-      p.mainloop.a[i] = map(g.a, kMajorA, g.m, g.k, g.lda, Loop::kBoxA);
-      p.mainloop.b[i] = map(g.b, kMajorB, g.n, g.k, g.ldb, Loop::kBoxB);
-      p.mainloop.k_blocks[i] = int(ceil_div(sources[i].k, int64_t(kTileK)));
+      const Gemm& g = sources[i];
+      p.mainloop.k_blocks[i] = int(ceil_div(g.k, int64_t(kTileK)));
+      const bool any = g.k > 0;
+      p.mainloop.a[i] = any ? map(g.a, kMajorA, g.m, g.k, g.lda, Loop::kBoxA) : p.mainloop.a[0];
+      p.mainloop.b[i] = any ? map(g.b, kMajorB, g.n, g.k, g.ldb, Loop::kBoxB) : p.mainloop.b[0];
     }
     p.epilogue = epilogue;
     p.scheduler = {.tiles_m = int(ceil_div(sources[0].m, int64_t(kTileM * kCluster))),
