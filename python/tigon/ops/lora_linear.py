@@ -432,8 +432,8 @@ def lora_linear(
 ) -> torch.Tensor:
     """A linear map with a low-rank adapter: ``x @ weight.T + scale * d(x) @ a.T @ b.T + bias``.
 
-    Large maps without a bias are one product with their adapter on sm_90; elsewhere one of the two is added to
-    what the other wrote. A gradient of x is formed in the same way. Kept for the backward: x and
+    Large maps without a bias are one product with their adapter on sm_90; elsewhere one of the two is added
+    to what the other wrote. A gradient of x is formed in the same way. Kept for the backward: x and
     ``scale * d(x) @ a.T``.
 
     Args:

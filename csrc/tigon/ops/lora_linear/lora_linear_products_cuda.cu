@@ -30,7 +30,7 @@ bool run(Context& ctx, std::span<const Product> products) {
 
 bool lora_products(Context& ctx, std::span<const Product> products) {
   auto fits = [](const Matrix& m) {
-    return matmul::is_tma_matrix(m.data, m.stride) && m.rows <= INT32_MAX && m.cols <= INT32_MAX;
+    return matmul::is_tma_matrix(m.data, m.stride) && m.rows <= INT32_MAX / 2 && m.cols <= INT32_MAX / 2;
   };
   const Matrix& c = products[0].c;
   const bool all = std::all_of(products.begin(), products.end(),

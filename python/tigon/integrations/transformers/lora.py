@@ -106,7 +106,7 @@ class Siblings:
         self.forget()
         states = {name: state} | self._others(name, x, state)
         of_all = list(states.values())
-        if len(of_all) != len(self.states) or not all(map(operator.is_, of_all, self.states)):
+        if not _same(of_all, self.states):
             adapters = [a._replace(base=i) for i, one in enumerate(of_all) for a in one.adapters]
             self.states, self.prepared = of_all, prepare([one.base for one in of_all], adapters)
         y, *ys = _adapted(x, state.dtype, self.prepared)
@@ -229,16 +229,19 @@ def _is_eager() -> bool:
 
 def _state(module, spec: LoraSpec, x) -> State | None:
     """What this call multiplies with; None: PEFT computes it."""
-    if torch.compiler.is_compiling():
+    if not _is_eager():
         return _find_state(module, x)
     seen = _look(module, x)
     if seen is None or seen != spec.seen:
         state = _find_state(module, x)
-        own = state is not None and state.magnitude is None and len(state.sources) == len(state.call[1])
-        if not own or any(map(operator.is_not, state.sources, state.call[1])):
+        if state is None or state.magnitude is not None or not _same(state.sources, state.call[1]):
             return state  # of tensors that are made for each call
         spec.seen, spec.state = seen, state
     return spec.state
+
+
+def _same(some, others) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _look(module, x) -> list | None:
