@@ -178,55 +178,6 @@ def test_states(device):
         same(got, wanted, ulps=1024)
 
 
-def changes_of(layer):
-    """What may change between two calls of a layer."""
-    down, up, drop = (part["default"] for part in (layer.lora_A, layer.lora_B, layer.lora_dropout))
-    base = layer.base_layer
-    yield "scaling", lambda: layer.scaling.update(default=0.25)
-    yield "weight", lambda: setattr(base, "weight", nn.Parameter(base.weight.detach() * 2))
-    yield "in place", lambda: base.weight.data.mul_(2)
-    yield "bias", lambda: setattr(base, "bias", nn.Parameter(base.weight.detach()[:, 0].clone()))
-    yield "a", lambda: setattr(down, "weight", nn.Parameter(down.weight.detach() * 3))
-    yield "b", lambda: setattr(up, "weight", nn.Parameter(up.weight.detach() * 3))
-    yield "down", lambda: layer.lora_A.update({"default": copy.deepcopy(down).requires_grad_(False)})
-    yield "wider adapters", lambda: [part.double() for part in (down, up)]
-    yield "wider", layer.double
-    yield "dropout", lambda: layer.lora_dropout.update({"default": nn.Dropout(1.0)})
-    yield "hook", lambda: up.register_forward_hook(lambda *args: args[-1] * 5)
-    yield "of the base", lambda: base.register_forward_hook(lambda *args: args[-1] * 5)
-    yield (
-        "forward",
-        lambda: setattr(base, "forward", lambda x: x[:, :1] * base.weight[:, 0]),
-    )
-    yield "disabled", lambda: layer.enable_adapters(False)
-    yield "merged", lambda: layer.merge()
-    yield "training", lambda: (setattr(drop, "p", 1.0), layer.train())
-
-
-def test_a_changed_layer_computes_what_it_is_now(device):
-    """A state is kept from call to call while all that it was made of is the same."""
-    for i in range(len(list(changes_of(adapted_layer(device))))):
-        layer, stock = adapted_layer(device), adapted_layer(device)
-        slot_spec = slot.LoraSpec()
-        x = torch.randn(3, 32, device=device)
-        close(slot.lora_forward(layer, slot_spec, x), stock(x))
-        for one in (layer, stock):
-            name, change = list(changes_of(one))[i]
-            change()
-        x = x.to(layer.base_layer.weight.dtype)
-        assert slot_spec.state is not None
-        close(slot.lora_forward(layer, slot_spec, x), stock(x), ulps=512)
-        again = copy.deepcopy(slot_spec)
-        assert again.seen is None and again.state is None, name
-
-
-def adapted_layer(device):
-    torch.manual_seed(3)
-    base = nn.Sequential(nn.Linear(32, 24, bias=False, device=device))
-    made = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
-    return peft.get_peft_model(base, made).base_model.model[0]
-
-
 def test_nan_in_an_adapter_that_is_not_active(device):
     model = adapted_model(device)
     model.add_adapter("other", config())
