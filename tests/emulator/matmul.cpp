@@ -1,4 +1,5 @@
-// The matrix products of base/cuda/matmul in the emulator: every layout, with tails, exact; symmetric ones in batches; groups of rows.
+// The matrix products of base/cuda/matmul in the emulator: every layout, with tails and a second source, exact; symmetric ones in
+// batches; groups of rows.
 #include <cstdlib>
 #include <vector>
 
@@ -25,34 +26,48 @@ struct Values {
   uint16_t& at(int64_t r, int64_t c) { return data[r * stride + c]; }
 };
 
-template <Major kMajorA, Major kMajorB>
-bool is_exact(int64_t m, int64_t n, int64_t k) {
+// `k` has the K of each source.
+template <Major kMajorA, Major kMajorB, class... Ks>
+bool is_exact(int64_t m, int64_t n, Ks... k) {
   using T = __nv_bfloat16;
   constexpr bool trans_a = kMajorA == Major::MN, trans_b = kMajorB == Major::K;
-  Values a(trans_a ? k : m, trans_a ? m : k, 8), b(trans_b ? n : k, trans_b ? k : n, 16), d(m, n, 8);
-  for (Values* x : {&a, &b})
-    for (int64_t r = 0; r < x->rows; ++r)
-      for (int64_t c = 0; c < x->cols; ++c) x->at(r, c) = narrow_bf16(float(rand() % 5 - 2));
-  const Gemm g = {.m = m, .n = n, .k = k, .a = a.data, .lda = a.stride, .b = b.data, .ldb = b.stride};
-  matmul::Matmul<T, kMajorA, kMajorB, matmul::StoreEpilogue<T>>::run(
-      "matmul", *make_cuda_context(), g,
+  std::array<Gemm, sizeof...(k)> sources;
+  std::vector<Values> kept;
+  kept.reserve(2 * sizeof...(k));
+  std::vector<float> sums(size_t(m * n), 0.0f);
+  for (int source = 0; const int64_t depth : {int64_t(k)...}) {
+    Values& a = kept.emplace_back(trans_a ? depth : m, trans_a ? m : depth, 8);
+    Values& b = kept.emplace_back(trans_b ? n : depth, trans_b ? depth : n, 16);
+    for (Values* x : {&a, &b})
+      for (int64_t r = 0; r < x->rows; ++r)
+        for (int64_t c = 0; c < x->cols; ++c) x->at(r, c) = narrow_bf16(float(rand() % 5 - 2));
+    for (int64_t r = 0; r < m; ++r)
+      for (int64_t c = 0; c < n; ++c)
+        for (int64_t i = 0; i < depth; ++i)
+          sums[size_t(r * n + c)] +=
+              widen_bf16(trans_a ? a.at(i, r) : a.at(r, i)) * widen_bf16(trans_b ? b.at(c, i) : b.at(i, c));
+    sources[source++] = {
+        .m = m, .n = n, .k = depth, .a = a.data, .lda = a.stride, .b = b.data, .ldb = b.stride};
+  }
+  Values d(m, n, 8);
+  matmul::Matmul<T, kMajorA, kMajorB, matmul::StoreEpilogue<T>, Groups::none, sizeof...(k)>::run(
+      "matmul", *make_cuda_context(), sources,
       {matmul::make_tensor_map("matmul", d.data, matmul::kTensorMapType<T>, n, m, d.stride, 64)});
   for (int64_t r = 0; r < m; ++r)
     for (int64_t c = 0; c < d.stride; ++c) {
-      float sum = 0;
-      for (int64_t i = 0; c < n && i < k; ++i)
-        sum += widen_bf16(trans_a ? a.at(i, r) : a.at(r, i)) * widen_bf16(trans_b ? b.at(c, i) : b.at(i, c));
+      const float sum = c < n ? sums[size_t(r * n + c)] : 0.0f;
       if (d.at(r, c) == (c < n ? narrow_bf16(sum) : 0xffff)) continue;
-      printf("matmul: %ld x %ld x %ld, A %d B %d: (%ld, %ld) is %g, not %g\n", long(m), long(n), long(k),
-             int(kMajorA), int(kMajorB), long(r), long(c), widen_bf16(d.at(r, c)), sum);
+      printf("matmul: %ld x %ld, %zu sources, A %d B %d: (%ld, %ld) is %g, not %g\n", long(m), long(n),
+             sizeof...(k), int(kMajorA), int(kMajorB), long(r), long(c), widen_bf16(d.at(r, c)), sum);
       return false;
     }
   return true;
 }
 
-bool are_exact(int64_t m, int64_t n, int64_t k) {
-  return is_exact<Major::K, Major::K>(m, n, k) && is_exact<Major::K, Major::MN>(m, n, k) &&
-         is_exact<Major::MN, Major::K>(m, n, k) && is_exact<Major::MN, Major::MN>(m, n, k);
+template <class... Ks>
+bool are_exact(int64_t m, int64_t n, Ks... k) {
+  return is_exact<Major::K, Major::K>(m, n, k...) && is_exact<Major::K, Major::MN>(m, n, k...) &&
+         is_exact<Major::MN, Major::K>(m, n, k...) && is_exact<Major::MN, Major::MN>(m, n, k...);
 }
 
 // 2 X X^T - C + 3 I of three matrices, or 2 X^T X.
@@ -71,7 +86,7 @@ bool is_symmetric(int64_t n, int64_t k, bool add) {
   const Gemm g = {.m = n, .n = n, .k = k, .a = x.data, .lda = cols, .b = x.data, .ldb = cols};
   using Product = matmul::Matmul<T, kMajor, kMajor, matmul::SymmetricEpilogue<T>>;
   Product::run(
-      "matmul", *make_cuda_context(), g,
+      "matmul", *make_cuda_context(), {g},
       {.d = matmul::make_tensor_map("matmul", d.data, matmul::kTensorMapType<T>, n, n, n, 64, kCount),
        .c = add ? reinterpret_cast<const T*>(c.data) : nullptr,
        .alpha = 2,
@@ -120,13 +135,13 @@ bool groups_are_exact(std::initializer_list<int> sizes, int64_t n, int64_t k) {
       fill(b, e * b.rows / groups, (e + 1) * b.rows / groups);
   matmul::Matmul<T, depth ? Major::MN : Major::K, kMajorB, matmul::StoreEpilogue<T, kGroups>, kGroups>::run(
       "matmul", *make_cuda_context(),
-      {.m = depth ? k : all,
-       .n = n,
-       .k = depth ? all : k,
-       .a = a.data,
-       .lda = a.stride,
-       .b = b.data,
-       .ldb = b.stride},
+      {Gemm{.m = depth ? k : all,
+            .n = n,
+            .k = depth ? all : k,
+            .a = a.data,
+            .lda = a.stride,
+            .b = b.data,
+            .ldb = b.stride}},
       {matmul::make_map<T, matmul::view_of_d(kGroups)>("matmul", d.data, n, depth ? k : all, d.stride, 64,
                                                        groups)},
       {.count = groups, .offsets = offsets.data()});
@@ -154,10 +169,11 @@ bool groups_are_exact(std::initializer_list<int> sizes, int64_t n, int64_t k) {
 
 }  // namespace
 
-// One tile; tails of each size; more tiles and steps than stages. Empty groups, the first and the last too, groups of one row, of
-// whole tiles and of an odd number of them; one group of all rows; none.
+// One tile; tails of each size; more tiles and steps than stages; second sources of less and more than a step. Empty groups, the first
+// and the last too, groups of one row, of whole tiles and of an odd number of them; one group of all rows; none.
 int main() {
-  const bool products = are_exact(256, 256, 64) && are_exact(328, 520, 200) && are_exact(8, 776, 392);
+  const bool products = are_exact(256, 256, 64) && are_exact(328, 520, 200) && are_exact(8, 776, 392) &&
+                        are_exact(328, 520, 200, 8) && are_exact(264, 264, 128, 72);
   const bool groups = groups_are_exact({0, 1, 300, 128, 0, 0, 257, 64, 0}, 520, 200) &&
                       groups_are_exact({413}, 264, 136) && groups_are_exact({0, 0}, 264, 72);
   return products && groups && are_symmetric(8, 72) && are_symmetric(328, 200) && are_symmetric(776, 64) ? 0

@@ -21,13 +21,14 @@ void run(Context& ctx, const GroupedGemm& g) {
   const CUtensorMap d = matmul::make_map<T, matmul::view_of_d(kGroups)>(
       kOp, g.c.data, g.c.cols, depth ? g.a.cols : g.c.rows, g.c.stride, 64, g.groups);
   Product<T, kMajorA, kMajorB, kGroups>::run(kOp, ctx,
-                                             {.m = depth ? g.a.cols : g.a.rows,
-                                              .n = g.c.cols,
-                                              .k = depth ? g.a.rows : g.a.cols,
-                                              .a = g.a.data,
-                                              .lda = g.a.stride,
-                                              .b = g.b.data,
-                                              .ldb = g.b.stride},
+                                             {Gemm{.m = depth ? g.a.cols : g.a.rows,
+                                                   .n = g.c.cols,
+                                                   .k = depth ? g.a.rows : g.a.cols,
+                                                   .a = g.a.data,
+                                                   .lda = g.a.stride,
+                                                   .b = g.b.data,
+
+                                                   .ldb = g.b.stride}},
                                              {d}, {.count = g.groups, .offsets = g.offsets});
 }
 

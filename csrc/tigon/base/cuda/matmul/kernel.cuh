@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kBound, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroup, 0);
   const unsigned rank = cluster_rank();
   if (threadIdx.x == 0) {
-    prefetch_tensormap(&p.mainloop.a);
-    prefetch_tensormap(&p.mainloop.b);
+    for (const CUtensorMap& map : p.mainloop.a) prefetch_tensormap(&map);
+    for (const CUtensorMap& map : p.mainloop.b) prefetch_tensormap(&map);
     smem.barriers.init();
   }
   cluster_arrive();

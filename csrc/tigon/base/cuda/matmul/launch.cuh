@@ -1,6 +1,7 @@
 // The host's side: tensor maps, and a launch of as many clusters as are resident.
 #pragma once
 
+#include <array>
 #include <atomic>
 
 #include "tigon/base/context.h"
@@ -35,10 +36,12 @@ struct Options {
   const int32_t* offsets = nullptr;
 };
 
-// Products g.a and g.b [op(A) op(B)] with the layouts of `kMajorA` and `kMajorB`; what becomes of them is the epilogue's.
-template <class T, Major kMajorA, Major kMajorB, class Epilogue, Groups kGroups = Groups::none>
+// The sum of the products g.a and g.b [op(A) op(B)] of `kSources` problems of one M and N, with the layouts of `kMajorA` and
+// `kMajorB`; what becomes of it is the epilogue's. A source without K, which may not be the first, adds nothing.
+template <class T, Major kMajorA, Major kMajorB, class Epilogue, Groups kGroups = Groups::none,
+          int kSources = 1>
 struct Matmul {
-  using Loop = Mainloop<T, kMajorA, kMajorB, kGroups>;
+  using Loop = Mainloop<T, kMajorA, kMajorB, kGroups, kSources>;
   using Scheduler = TileScheduler<kGroups>;
   static constexpr auto kernel = &matmul_kernel<Loop, Epilogue, Scheduler>;
   static constexpr size_t kShared = sizeof(SharedStorage<Loop, Epilogue>);
@@ -56,16 +59,21 @@ struct Matmul {
     return known >= kThreads;
   }
 
-  static void run(const char* op, Context& ctx, const Gemm& g, const typename Epilogue::Params& epilogue,
-                  const Options& options = {}) {
+  static void run(const char* op, Context& ctx, const std::array<Gemm, kSources>& sources,
+                  const typename Epilogue::Params& epilogue, const Options& options = {}) {
     static OccupancyCache occupancy;
     KernelParams<Loop, Epilogue, Scheduler> p;
-    p.mainloop.a = map<kMajorA, Loop::kViewA>(op, g.a, g.m, g.k, g.lda, Loop::kBoxA, options.count);
-    p.mainloop.b = map<kMajorB, Loop::kViewB>(op, g.b, g.n, g.k, g.ldb, Loop::kBoxB, options.count);
+    for (int i = 0; i < kSources; ++i) {
+      const Gemm& g = sources[i].k > 0 ? sources[i] : sources[0];
+      p.mainloop.k_blocks[i] = int(ceil_div(sources[i].k, int64_t(kTileK)));
+      p.scheduler.k_blocks += p.mainloop.k_blocks[i];
+      p.mainloop.a[i] = map<kMajorA, Loop::kViewA>(op, g.a, g.m, g.k, g.lda, Loop::kBoxA, options.count);
+      p.mainloop.b[i] = map<kMajorB, Loop::kViewB>(op, g.b, g.n, g.k, g.ldb, Loop::kBoxB, options.count);
+    }
+    const Gemm& g = sources[0];
     p.epilogue = epilogue;
     p.scheduler.m = int(g.m);
     p.scheduler.tiles_n = int(ceil_div(g.n, int64_t(kTileN)));
-    p.scheduler.k_blocks = int(ceil_div(g.k, int64_t(kTileK)));
     p.scheduler.matrices = int(options.count);
     p.scheduler.lower = options.lower;
     p.scheduler.offsets = options.offsets;

@@ -33,7 +33,8 @@ __device__ __forceinline__ auto outer_coordinates(const Tile& tile, int row) {
 }
 
 // CTAs of a cluster that compute tiles below each other share columns of B: each loads half of them and multicasts it.
-template <class T, Major kMajorA, Major kMajorB, Groups kGroups>
+// `kSources` pairs of A and B follow each other along K: the sum of their products has one accumulator and one store.
+template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources>
 struct Mainloop {
   static constexpr View kViewA = view_of_a(kGroups), kViewB = view_of_b(kGroups);
   // Columns of half a tile of B, and rows and columns of a box of TMA.
@@ -42,7 +43,8 @@ struct Mainloop {
   static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
 
   struct Params {
-    CUtensorMap a, b;
+    CUtensorMap a[kSources], b[kSources];
+    int k_blocks[kSources];
   };
   struct Tensors {
     alignas(1024) uint8_t a[kStages][kBytesA];
@@ -67,22 +69,24 @@ struct Mainloop {
   // One thread: the operands of the tile.
   __device__ static __forceinline__ void load(const Params& p, Tensors& smem, Barriers& barriers,
                                               PipelineState& state, int rank, const Tile& tile) {
+#pragma unroll
+    for (int source = 0; source < kSources; ++source)
 #pragma unroll 1
-    for (int k = 0; k < tile.k_blocks; ++k, state.advance()) {
-      const int s = state.stage;
-      uint64_t* full = &barriers.full[s];
-      mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
-      mbarrier_arrive_expect_tx(full, kBytesA + kBytesB);
-      load_boxes<kMajorA, kViewA, kTileM, kBoxA, false>(p.a, smem.a[s], full, tile, tile.m, k);
-      auto load_half_b = [&]<bool kMulticast>(int half) {
-        load_boxes<kMajorB, kViewB, kLoadB, kBoxB, kMulticast>(p.b, smem.b[s] + half * kLoadB * kTileK * 2,
-                                                               full, tile, tile.n + half * kLoadB, k);
-      };
-      if (tile.shares_b)
-        load_half_b.template operator()<true>(rank);
-      else
-        load_half_b.template operator()<false>(0), load_half_b.template operator()<false>(1);
-    }
+      for (int k = 0; k < (kSources == 1 ? tile.k_blocks : p.k_blocks[source]); ++k, state.advance()) {
+        const int s = state.stage;
+        uint64_t* full = &barriers.full[s];
+        mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
+        mbarrier_arrive_expect_tx(full, kBytesA + kBytesB);
+        load_boxes<kMajorA, kViewA, kTileM, kBoxA, false>(p.a[source], smem.a[s], full, tile, tile.m, k);
+        auto load_half_b = [&]<bool kMulticast>(int half) {
+          load_boxes<kMajorB, kViewB, kLoadB, kBoxB, kMulticast>(
+              p.b[source], smem.b[s] + half * kLoadB * kTileK * 2, full, tile, tile.n + half * kLoadB, k);
+        };
+        if (tile.shares_b)
+          load_half_b.template operator()<true>(rank);
+        else
+          load_half_b.template operator()<false>(0), load_half_b.template operator()<false>(1);
+      }
   }
 
   // A consumer warpgroup: rows 64 * consumer and on of the tile. The barriers are those of its next stage.
