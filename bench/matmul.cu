@@ -27,7 +27,7 @@ namespace {
 template <class T, Major kA, Major kB>
 void run_layout(Context& ctx, const Gemm& g) {
   const CUtensorMap d = matmul::make_tensor_map("gate", g.c, matmul::kTensorMapType<T>, g.n, g.m, g.ldc, 64);
-  matmul::Matmul<T, kA, kB, matmul::StoreEpilogue<T>>::run("gate", ctx, g, {d});
+  matmul::Matmul<T, kA, kB, matmul::StoreEpilogue<T>>::run("gate", ctx, {g}, {d});
 }
 template <class T>
 void run(Context& ctx, const Gemm& g) {

@@ -127,9 +127,9 @@ def adapters_section(run, _: list) -> Section:
                 f"{ms(r['ms'])} ({r['ms'] / floor['ms']:.2f})" if r and floor else ms(r["ms"]) if r else "-"
             )
 
-        stock, unsloth = row.get("peft"), row.get("unsloth")
-        cells = [name, ms(floor["ms"]) if floor else "-", over(ours), over(stock), over(unsloth), "-"]
-        if peers := [r for r in (stock, unsloth, row.get("peft_compile")) if r]:
+        peers = stock, *_ = [row.get(name) for name in ("peft", "peft_compile", "unsloth")]
+        cells = [name, ms(floor["ms"]) if floor else "-", over(ours), *map(over, peers), "-"]
+        if peers := [r for r in peers if r]:
             peer = min(peers, key=lambda r: r["ms"])
             speed = peer["ms"] / ours["ms"]
             cells[-1] = speed_text(speed)
@@ -142,6 +142,7 @@ def adapters_section(run, _: list) -> Section:
         "frozen",
         "tigon",
         "PEFT",
+        "PEFT, compiled",
         "Unsloth's functions",
         "speed",
         "GB frozen",
@@ -152,7 +153,7 @@ def adapters_section(run, _: list) -> Section:
         "Milliseconds of forward and backward, in brackets over those of the frozen base: its two products,\n"
         "or the model with `tigon.apply` and gradients of activations. The largest come first. Speed is\n"
         "that of Tigon to the fastest of the others. Unsloth's functions run in a model whose other parts\n"
-        "are Tigon's.\n\n"
+        "are Tigon's. A case of DoRA has DoRA in all but the frozen base.\n\n"
     ) + markdown(head, [cells for _, cells in sorted(lines.values(), reverse=True)])
     return section
 

@@ -112,7 +112,7 @@ def _devices():
         lowered = os.environ.get("TIGON_CUDA_CAPABILITY")
         sm = f"sm_{major}{minor}" + (f", kernels as on sm_{lowered}" if lowered else "")
         own = _library_function("tigon_own_products", ctypes.c_bool)(10 * major + minor)
-        products = ", losses without gradients, experts and Muon by products of our own" if own else ""
+        products = ", losses without gradients, experts, LoRA and Muon by products of our own" if own else ""
         yield f"cuda:{index} {torch.cuda.get_device_name(index)}, {sm}, {memory:.0f} GiB{products}"
 
 

@@ -38,6 +38,8 @@ CASES = [
     test_case("one_row", lead=(1,), K=130, N=(70,)),
     test_case("one_column", K=1, N=(1,), r=1),
     test_case("empty", lead=(0,), N=(24, 8)),
+    test_case("tiles", small=True, lead=(256,), K=256, N=(256,), r=12),
+    test_case("tiles_three", lead=(256,), K=256, N=(256, 256, 256)),
     test_case("rank3", lead=(2, 9), bias=True),
     test_case("rows", lead=(2, 9), layout="rows", grad_layout="rows", weight_layout="rows"),
     test_case("columns", layout="columns", grad_layout="columns", weight_layout="transposed"),

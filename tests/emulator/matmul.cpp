@@ -1,4 +1,5 @@
-// The matrix products of base/cuda/matmul in the emulator: every layout, with tails, exact; symmetric ones in batches.
+// The matrix products of base/cuda/matmul in the emulator: every layout, with tails and a second source, exact; symmetric ones in
+// batches; groups of rows.
 #include <cstdlib>
 #include <vector>
 
@@ -8,6 +9,7 @@
 
 using namespace tigon;
 using namespace tigon::cuda;
+using matmul::Groups;
 using matmul::Major;
 
 namespace {
@@ -24,34 +26,48 @@ struct Values {
   uint16_t& at(int64_t r, int64_t c) { return data[r * stride + c]; }
 };
 
-template <Major kMajorA, Major kMajorB>
-bool is_exact(int64_t m, int64_t n, int64_t k) {
+// `k` has the K of each source.
+template <Major kMajorA, Major kMajorB, class... Ks>
+bool is_exact(int64_t m, int64_t n, Ks... k) {
   using T = __nv_bfloat16;
   constexpr bool trans_a = kMajorA == Major::MN, trans_b = kMajorB == Major::K;
-  Values a(trans_a ? k : m, trans_a ? m : k, 8), b(trans_b ? n : k, trans_b ? k : n, 16), d(m, n, 8);
-  for (Values* x : {&a, &b})
-    for (int64_t r = 0; r < x->rows; ++r)
-      for (int64_t c = 0; c < x->cols; ++c) x->at(r, c) = narrow_bf16(float(rand() % 5 - 2));
-  const Gemm g = {.m = m, .n = n, .k = k, .a = a.data, .lda = a.stride, .b = b.data, .ldb = b.stride};
-  matmul::Matmul<T, kMajorA, kMajorB, matmul::StoreEpilogue<T>>::run(
-      "matmul", *make_cuda_context(), g,
+  std::array<Gemm, sizeof...(k)> sources;
+  std::vector<Values> kept;
+  kept.reserve(2 * sizeof...(k));
+  std::vector<float> sums(size_t(m * n), 0.0f);
+  for (int source = 0; const int64_t depth : {int64_t(k)...}) {
+    Values& a = kept.emplace_back(trans_a ? depth : m, trans_a ? m : depth, 8);
+    Values& b = kept.emplace_back(trans_b ? n : depth, trans_b ? depth : n, 16);
+    for (Values* x : {&a, &b})
+      for (int64_t r = 0; r < x->rows; ++r)
+        for (int64_t c = 0; c < x->cols; ++c) x->at(r, c) = narrow_bf16(float(rand() % 5 - 2));
+    for (int64_t r = 0; r < m; ++r)
+      for (int64_t c = 0; c < n; ++c)
+        for (int64_t i = 0; i < depth; ++i)
+          sums[size_t(r * n + c)] +=
+              widen_bf16(trans_a ? a.at(i, r) : a.at(r, i)) * widen_bf16(trans_b ? b.at(c, i) : b.at(i, c));
+    sources[source++] = {
+        .m = m, .n = n, .k = depth, .a = a.data, .lda = a.stride, .b = b.data, .ldb = b.stride};
+  }
+  Values d(m, n, 8);
+  matmul::Matmul<T, kMajorA, kMajorB, matmul::StoreEpilogue<T>, Groups::none, sizeof...(k)>::run(
+      "matmul", *make_cuda_context(), sources,
       {matmul::make_tensor_map("matmul", d.data, matmul::kTensorMapType<T>, n, m, d.stride, 64)});
   for (int64_t r = 0; r < m; ++r)
     for (int64_t c = 0; c < d.stride; ++c) {
-      float sum = 0;
-      for (int64_t i = 0; c < n && i < k; ++i)
-        sum += widen_bf16(trans_a ? a.at(i, r) : a.at(r, i)) * widen_bf16(trans_b ? b.at(c, i) : b.at(i, c));
+      const float sum = c < n ? sums[size_t(r * n + c)] : 0.0f;
       if (d.at(r, c) == (c < n ? narrow_bf16(sum) : 0xffff)) continue;
-      printf("matmul: %ld x %ld x %ld, A %d B %d: (%ld, %ld) is %g, not %g\n", long(m), long(n), long(k),
-             int(kMajorA), int(kMajorB), long(r), long(c), widen_bf16(d.at(r, c)), sum);
+      printf("matmul: %ld x %ld, %zu sources, A %d B %d: (%ld, %ld) is %g, not %g\n", long(m), long(n),
+             sizeof...(k), int(kMajorA), int(kMajorB), long(r), long(c), widen_bf16(d.at(r, c)), sum);
       return false;
     }
   return true;
 }
 
-bool are_exact(int64_t m, int64_t n, int64_t k) {
-  return is_exact<Major::K, Major::K>(m, n, k) && is_exact<Major::K, Major::MN>(m, n, k) &&
-         is_exact<Major::MN, Major::K>(m, n, k) && is_exact<Major::MN, Major::MN>(m, n, k);
+template <class... Ks>
+bool are_exact(int64_t m, int64_t n, Ks... k) {
+  return is_exact<Major::K, Major::K>(m, n, k...) && is_exact<Major::K, Major::MN>(m, n, k...) &&
+         is_exact<Major::MN, Major::K>(m, n, k...) && is_exact<Major::MN, Major::MN>(m, n, k...);
 }
 
 // 2 X X^T - C + 3 I of three matrices, or 2 X^T X.
@@ -70,14 +86,14 @@ bool is_symmetric(int64_t n, int64_t k, bool add) {
   const Gemm g = {.m = n, .n = n, .k = k, .a = x.data, .lda = cols, .b = x.data, .ldb = cols};
   using Product = matmul::Matmul<T, kMajor, kMajor, matmul::SymmetricEpilogue<T>>;
   Product::run(
-      "matmul", *make_cuda_context(), g,
+      "matmul", *make_cuda_context(), {g},
       {.d = matmul::make_tensor_map("matmul", d.data, matmul::kTensorMapType<T>, n, n, n, 64, kCount),
        .c = add ? reinterpret_cast<const T*>(c.data) : nullptr,
        .alpha = 2,
        .beta = -1,
        .gamma = 3,
        .size = int(n)},
-      kCount, true);
+      {.count = kCount, .lower = true});
   for (int64_t r = 0; r < d.rows; ++r)
     for (int64_t j = 0; j < n; ++j) {
       const int64_t b = r / n;
@@ -96,10 +112,70 @@ bool are_symmetric(int64_t n, int64_t k) {
   return is_symmetric<Major::K>(n, k, true) && is_symmetric<Major::MN>(n, k, false);
 }
 
+// Products of groups of so many rows, with rows of no group behind them. What nobody may read is NaN, what nobody may write
+// stays so.
+template <Major kMajorB, Groups kGroups>
+bool groups_are_exact(std::initializer_list<int> sizes, int64_t n, int64_t k) {
+  using T = __nv_bfloat16;
+  constexpr bool depth = kGroups == Groups::depth, trans_b = kMajorB == Major::K;
+  std::vector<int32_t> offsets{0};
+  for (int size : sizes) offsets.push_back(offsets.back() + size);
+  const int64_t groups = int64_t(sizes.size()), here = offsets.back(), all = here + 70;
+  Values a(all, k, 8), b(depth ? all : groups * (trans_b ? n : k), trans_b ? k : n, depth ? 16 : 0),
+      d(depth ? groups * k : all, n, depth ? 0 : 8);
+  auto fill = [](Values& x, int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      for (int64_t c = 0; c < x.cols; ++c) x.at(r, c) = narrow_bf16(float(rand() % 5 - 2));
+  };
+  fill(a, 0, here);
+  for (int64_t e = 0; e < groups; ++e)
+    if (depth)
+      fill(b, offsets[e], offsets[e + 1]);
+    else if (offsets[e] < offsets[e + 1])
+      fill(b, e * b.rows / groups, (e + 1) * b.rows / groups);
+  matmul::Matmul<T, depth ? Major::MN : Major::K, kMajorB, matmul::StoreEpilogue<T, kGroups>, kGroups>::run(
+      "matmul", *make_cuda_context(),
+      {Gemm{.m = depth ? k : all,
+            .n = n,
+            .k = depth ? all : k,
+            .a = a.data,
+            .lda = a.stride,
+            .b = b.data,
+            .ldb = b.stride}},
+      {matmul::make_map<T, matmul::view_of_d(kGroups)>("matmul", d.data, n, depth ? k : all, d.stride, 64,
+                                                       groups)},
+      {.count = groups, .offsets = offsets.data()});
+  for (int64_t r = 0, e = 0; r < d.rows; ++r) {
+    while (e < groups && r >= (depth ? (e + 1) * k : offsets[e + 1])) ++e;
+    for (int64_t c = 0; c < d.stride; ++c) {
+      float sum = 0;
+      for (int64_t i = 0; !depth && e < groups && c < n && i < k; ++i)
+        sum += widen_bf16(a.at(r, i)) * widen_bf16(trans_b ? b.at(e * n + c, i) : b.at(e * k + i, c));
+      for (int64_t i = offsets[e]; depth && c < n && i < offsets[e + 1]; ++i)
+        sum += widen_bf16(a.at(i, r % k)) * widen_bf16(b.at(i, c));
+      if (d.at(r, c) == (e < groups && c < n ? narrow_bf16(sum) : 0xffff)) continue;
+      printf("matmul: %ld groups, %ld columns, %ld, B %d: (%ld, %ld) is %g, not %g\n", long(groups), long(n),
+             long(k), int(kMajorB), long(r), long(c), widen_bf16(d.at(r, c)), sum);
+      return false;
+    }
+  }
+  return true;
+}
+bool groups_are_exact(std::initializer_list<int> sizes, int64_t n, int64_t k) {
+  return groups_are_exact<Major::K, Groups::rows>(sizes, n, k) &&
+         groups_are_exact<Major::MN, Groups::rows>(sizes, n, k) &&
+         groups_are_exact<Major::MN, Groups::depth>(sizes, n, k);
+}
+
 }  // namespace
 
-// One tile; tails of each size; more tiles and steps than stages.
+// One tile; tails of each size; more tiles and steps than stages; second sources of less and more than a step. Empty groups, the first
+// and the last too, groups of one row, of whole tiles and of an odd number of them; one group of all rows; none.
 int main() {
-  const bool products = are_exact(256, 256, 64) && are_exact(328, 520, 200) && are_exact(8, 776, 392);
-  return products && are_symmetric(8, 72) && are_symmetric(328, 200) && are_symmetric(776, 64) ? 0 : 1;
+  const bool products = are_exact(256, 256, 64) && are_exact(328, 520, 200) && are_exact(8, 776, 392) &&
+                        are_exact(328, 520, 200, 8) && are_exact(264, 264, 128, 72);
+  const bool groups = groups_are_exact({0, 1, 300, 128, 0, 0, 257, 64, 0}, 520, 200) &&
+                      groups_are_exact({413}, 264, 136) && groups_are_exact({0, 0}, 264, 72);
+  return products && groups && are_symmetric(8, 72) && are_symmetric(328, 200) && are_symmetric(776, 64) ? 0
+                                                                                                         : 1;
 }

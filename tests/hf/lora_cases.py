@@ -32,13 +32,13 @@ def native(layers):
     """Every LoRA layer inside runs natively in the forwards, so many layers altogether."""
     ran = []
 
-    def counting(x, bases, *rest):
-        ran.append(len(bases))
-        return original(x, bases, *rest)
+    def counting(x, shape, *rest):
+        ran.append(shape.count)
+        return original(x, shape, *rest)
 
-    original = slot.adapted
+    original = slot.apply
     # Norms of any size are formed again in the backward, by when their weights are freed.
-    with mock.patch.object(slot, "adapted", counting), mock.patch.object(slot, "_LARGE", 0):
+    with mock.patch.object(slot, "apply", counting), mock.patch.object(slot, "_LARGE", 0):
         yield
     assert sum(ran) == layers, ran
 

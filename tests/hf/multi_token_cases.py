@@ -39,3 +39,37 @@ def medusa(wrap):
         wrapped = fully_shard(model, mesh=mesh())
     wrapped(ids[rank()]).backward()
     check_gradients(wrapped, {name: p.grad for name, p in stock.named_parameters()}, ulps=64)
+
+
+class Drafter(nn.Module):
+    """A draft of fewer classes that runs two steps ahead; its teacher is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.trunk, self.head = nn.Embedding(V, H), nn.Linear(H, V // 2, bias=False)
+        self.step = nn.Linear(H, H)
+        self.register_buffer("teacher", torch.randn(V, H))
+        self.register_buffer("ids", torch.randperm(V)[: V // 2])
+
+    def forward(self, ids, states, count):
+        first = self.trunk(ids)
+        hidden = [first, self.step(first)]
+        return tigon.drafter_loss(
+            hidden, self.head.weight, (states, self.teacher), self.ids, mask=ids % 3 > 0, loss="lk",
+            shifts=(0, 1), mask_outside=False, outside="renormalize", denominator=count,
+        )  # fmt: skip
+
+
+@case(ddp=("ddp",), fsdp=("fsdp",))
+def drafter(wrap):
+    """Divided by the positions of all processes: the gradients of one process with both batches."""
+    stock, model = Drafter(), Drafter()
+    generator = torch.Generator(stock.head.weight.device).manual_seed(0)
+    ids = torch.randint(0, V, (2, 2, T), generator=generator)
+    states = torch.randn(2, 2, T, H, generator=generator)
+    count = float((ids % 3 > 0).sum())
+    stock(ids.flatten(0, 1), states.flatten(0, 1), count).backward()
+    wrapped = nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else fully_shard(model, mesh=mesh())
+    wrapped(ids[rank()], states[rank()], count / 2).backward()  # gradients are averaged over two
+    check_gradients(wrapped, {name: p.grad for name, p in stock.named_parameters()}, ulps=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import pickle
@@ -404,3 +405,39 @@ def test_trl_of_another_shape_is_refused(monkeypatch):
     monkeypatch.delattr(utils, trl.NAME)
     with pytest.raises(tigon.Error, match="fused head"):
         trl.install()
+
+
+@pytest.fixture
+def _switches(monkeypatch):
+    """What transformers' enable_full_determinism sets is as it was afterwards."""
+    for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "ASCEND_LAUNCH_BLOCKING",
+                 "HCCL_DETERMINISTIC", "FLASH_ATTENTION_DETERMINISTIC"):  # fmt: skip
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    for name in ("deterministic", "benchmark"):
+        monkeypatch.setattr(torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "SFT", "GRPO"])
+def test_full_determinism(kind, facade, tmp_path, tokenizer, _switches):
+    """The switch of TrainingArguments is the mode: runs repeat, and a row has its bits in any batch."""
+    from tigon._deterministic import is_deterministic
+
+    options = {"full_determinism": True, "use_liger_kernel": True}
+    if kind == "Trainer":
+        train = functools.partial(run, tmp_path, **options)
+    else:
+        train = functools.partial(trl_losses, kind, tmp_path, tokenizer, **options)
+    assert not is_deterministic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL says that use_liger_kernel is going to leave it
+        (first, losses), (second, again) = train(), train()
+    assert is_deterministic() and losses and losses == again
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    weight = first.model.lm_head.weight.detach()
+    hidden, target = torch.randn(9, weight.shape[1]), torch.arange(9)
+    whole = tigon.linear_log_prob(hidden, weight, target)
+    assert torch.equal(whole[4:5], tigon.linear_log_prob(hidden[4:5], weight, target[4:5]))

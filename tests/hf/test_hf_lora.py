@@ -62,13 +62,13 @@ VARIANTS = {
 def calls(monkeypatch):
     """Counts the native calls of the slot."""
     counted = []
-    original = slot.adapted
+    original = slot.apply
 
-    def counting(x, bases, adapters, *rest):
-        counted.append((len(bases), len(adapters)))
-        return original(x, bases, adapters, *rest)
+    def counting(x, shape, *rest):
+        counted.append((shape.count, len(shape.how[0])))
+        return original(x, shape, *rest)
 
-    monkeypatch.setattr(slot, "adapted", counting)
+    monkeypatch.setattr(slot, "apply", counting)
     return counted
 
 
@@ -381,20 +381,20 @@ def test_gated_products_and_large_norms_are_not_kept(device, monkeypatch):
     found = {}
     for large in (1 << 40, 0):
         monkeypatch.setattr(slot, "_LARGE", large)
-        kept, made = [], slot.adapted
+        kept, made = [], slot.apply
 
         def watched(x, *rest, made=made, kept=kept):
             kept.append(weakref.ref(x))
             return made(x, *rest)
 
-        monkeypatch.setattr(slot, "adapted", watched)
+        monkeypatch.setattr(slot, "apply", watched)
         loss = model(**inputs).loss
         alive = [one() is not None for one in kept]
         assert alive == [bool(large), True, bool(large), False] * 2  # q, k, v; o; gate, up; down
         loss.backward()
         found[large] = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
         model.zero_grad()
-        monkeypatch.setattr(slot, "adapted", made)
+        monkeypatch.setattr(slot, "apply", made)
     first, second = found.values()
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -209,7 +209,8 @@ def test_every_way_to_multiply(monkeypatch, transposed, odd):
     native = step(leaves, ids, run)
     for ways in (("grouped_product", "grouped_over_rows"), ("each_product", "each_over_rows")):
         with monkeypatch.context() as patch:
-            for name, way in zip(("product", "product_over_rows"), ways, strict=True):
+            patch.setattr(ops, "own_fits", lambda *_: False)
+            for name, way in zip(("grouped_product", "grouped_over_rows"), ways, strict=True):
                 patch.setattr(ops, name, getattr(ops, way))
             got = step(leaves, ids, run)
         for name, value in got.items():
@@ -228,6 +229,18 @@ def test_where_grouped_mm_has_a_kernel():
             whole.data_ptr() % 16 == 0 and whole.is_contiguous() and all(n % 8 == 0 for n in whole.shape[1:])
         )
         assert torch.equal(whole[tuple(map(slice, t.shape))], t) and whole.sum() == t.sum()
+
+
+def test_where_the_own_product_fits(monkeypatch):
+    def fits(rows, stack, dtype=torch.bfloat16):
+        return ops.own_fits(*(torch.empty(shape, dtype=dtype, device="meta") for shape in (rows, stack)))
+
+    monkeypatch.setattr(ops, "_has_own", lambda _: True)
+    assert fits((5, 16), (4, 24, 16)) and fits((5, 16), (4, 24, 16), torch.float16)
+    assert not fits((5, 16), (4, 24, 16), torch.float32)
+    assert not fits((5, 12), (4, 24, 12)) and not fits((5, 16), (4, 20, 16))
+    monkeypatch.setattr(ops, "_has_own", lambda _: False)
+    assert not fits((5, 16), (4, 24, 16))
 
 
 def test_second_derivatives_are_refused():

@@ -189,6 +189,7 @@ def test_groups_of_a_model():
     groups = muon_groups(net, lr=3e-3)
     names = {p: name for name, p in net.named_parameters()}
     assert [names[p] for p in groups[0]["params"]] == ["experts", "up.weight"]
+    assert [group["use_muon"] for group in muon_groups(tigon.nn.Embedding(5, 4))] == [False]
     optimizer = Muon(groups, lr=0.02)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"]) == (0.02, 3e-3)
     hidden, rest = (group["params"] for group in muon_groups(other))

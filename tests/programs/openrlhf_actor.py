@@ -7,7 +7,7 @@ from program import batches, case, saved_model, stand_in
 
 PROGRAM, DISTRIBUTION = "OpenRLHF", "openrlhf"
 PACKAGES = (
-    "transformers==5.15.0 accelerate datasets peft optree torchmetrics einops loralib jsonlines pylatexenc ninja hjson "
+    "transformers[kernels]==5.15.0 accelerate datasets peft optree torchmetrics einops loralib jsonlines pylatexenc ninja hjson "
     "py-cpuinfo msgpack"
 )
 ALONE = "openrlhf==0.11.2 optimum deepspeed==0.19.6"

@@ -9,7 +9,7 @@ from program import STEPS, case, logged, pairs, saved_model
 
 PROGRAM, DISTRIBUTION = "ms-swift", "ms-swift"
 PACKAGES = (
-    "transformers==5.19.0 trl==0.29.1 peft==0.20.0 datasets==4.8.4 accelerate addict aiohttp binpacking dacite einops "
+    "transformers[kernels]==5.19.0 trl==0.29.1 peft==0.20.0 datasets==4.8.4 accelerate addict aiohttp binpacking dacite einops "
     "fastapi uvicorn importlib-metadata json-repair modelscope nltk openai pandas rouge scipy sentencepiece simplejson "
     "sortedcontainers tensorboard tiktoken zstandard matplotlib attrdict"
 )

@@ -10,7 +10,7 @@ from program import STEPS, case, on_gpu, pairs, saved_model
 
 PROGRAM, DISTRIBUTION = "verl", "verl"
 PACKAGES = (
-    "transformers==5.10.2 tensordict==0.10.0 accelerate datasets peft hydra-core codetiming dill pandas pyarrow torchdata "
+    "transformers[kernels]==5.10.2 tensordict==0.10.0 accelerate datasets peft hydra-core codetiming dill pandas pyarrow torchdata "
     "ray pylatexenc tensorboard uvicorn fastapi aiohttp trl==0.24.0"
 )
 ALONE = "verl==0.9.1"

@@ -2,13 +2,13 @@
 
 #include <cstring>
 
-#include "tigon/base/check.h"
 #include "tigon/base/elementwise.h"
+#include "tigon/base/require.h"
 
 namespace tigon {
+namespace cpu {
+
 void grouped_gemm(Context& ctx, const GroupedGemm& g) {
-  TIGON_CHECK("grouped_gemm", ctx.device() == Device::cpu, "there is no grouped product on ",
-              name_of(ctx.device()));
   for (int64_t i = 0; i < g.groups; ++i) {
     int64_t first = g.offsets[i], rows = g.offsets[i + 1] - first, group_rows = g.b.rows / g.groups;
     Matrix a = rows_from(g.a, first, rows);
@@ -32,6 +32,16 @@ void grouped_gemm(Context& ctx, const GroupedGemm& g) {
               .ab_dtype = a.dtype,
               .c_dtype = c.dtype});
   }
+}
+
+}  // namespace cpu
+
+void grouped_gemm(Context& ctx, const GroupedGemm& g) { TIGON_RUN("grouped_gemm", ctx, grouped_gemm, g); }
+
+bool has_grouped_gemm(Context& ctx) {
+  bool has = false;
+  on_device("grouped_gemm", ctx, [] {}, TIGON_ON_CUDA(has = cuda::has_grouped_gemm()));
+  return has;
 }
 
 }  // namespace tigon

@@ -14,25 +14,26 @@ struct Product {
   bool padded_a = false;
   bool over_rows = false;
 };
-inline void multiply(Context& ctx, const Product& p) {
-  ctx.gemm({.m = p.c.rows,
-            .n = p.c.cols,
-            .k = p.trans_a ? p.a.rows : p.a.cols,
-            .a = p.a.data,
-            .lda = p.a.stride,
-            .trans_a = p.trans_a,
-            .b = p.b.data,
-            .ldb = p.b.stride,
-            .trans_b = p.trans_b,
-            .c = p.c.data,
-            .ldc = p.c.stride,
-            .ab_dtype = p.a.dtype,
-            .c_dtype = p.c.dtype,
-            .alpha = p.alpha,
-            .beta = p.beta,
-            .unrounded = p.unrounded,
-            .padded_a = p.padded_a,
-            .over_rows = p.over_rows});
+inline Gemm gemm_of(const Product& p) {
+  return {.m = p.c.rows,
+          .n = p.c.cols,
+          .k = p.trans_a ? p.a.rows : p.a.cols,
+          .a = p.a.data,
+          .lda = p.a.stride,
+          .trans_a = p.trans_a,
+          .b = p.b.data,
+          .ldb = p.b.stride,
+          .trans_b = p.trans_b,
+          .c = p.c.data,
+          .ldc = p.c.stride,
+          .ab_dtype = p.a.dtype,
+          .c_dtype = p.c.dtype,
+          .alpha = p.alpha,
+          .beta = p.beta,
+          .unrounded = p.unrounded,
+          .padded_a = p.padded_a,
+          .over_rows = p.over_rows};
 }
+inline void multiply(Context& ctx, const Product& p) { ctx.gemm(gemm_of(p)); }
 
 }  // namespace tigon

@@ -274,15 +274,25 @@ def contrastive_loss(
         fits = given is None or (isinstance(given, Sequence) and not isinstance(given, str))
         check(OP, fits, name + " must be a tuple of numbers (or None), got {}", kind_of(given))
     sizes = [size] if sizes is None else list(sizes)
-    size_weights = [1.0] * len(sizes) if size_weights is None else list(size_weights)
-    fits = len(sizes) == len(size_weights) > 0
-    words = "size_weights must have one number for each of {} sizes, got {}"
-    check(OP, fits, words, len(sizes), len(size_weights))
-    for s, w in zip(sizes, size_weights, strict=True):
+    check(OP, len(sizes) > 0, "sizes must not be empty")
+    for s in sizes:
         check_integers(OP, sizes=s)
-        check_numbers(OP, size_weights=w)
         check(OP, 1 <= s <= size, "sizes must be in [1, {}], got {}", size, s)
-    options = (positives.shape[1], symmetric, normalize, ids is None, margin, guide is None, reduction)
+    if size_weights is not None:
+        words = "size_weights must have one number for each of {} sizes, got {}"
+        check(OP, len(size_weights) == len(sizes), words, len(sizes), len(size_weights))
+        for w in size_weights:
+            check_numbers(OP, size_weights=w)
+    options = (
+        positives.shape[1],
+        labels is None,
+        symmetric,
+        normalize,
+        ids is None,
+        margin,
+        guide is None,
+        reduction,
+    )
     whole = _Own() if group is None else _Whole(q, group, options)
     bound = {"margin": margin, "relative": relative_margin}
     how = {"ids": ids, "bound": bound, "guide": guide, "diagonal": labels is None}
@@ -292,10 +302,12 @@ def contrastive_loss(
         how["limit"] = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
         how["guide"] = whole.rows(guide[0]), guide[1]
     losses = [
-        _loss(q[:, :s], d[:, :s], positives, temperature, symmetric, normalize, weight, how, reduction, whole,
-              chunk_rows) * w
-        for s, w in zip(sizes, size_weights, strict=True)
+        _loss(*((q, d) if s == size else (q[:, :s], d[:, :s])), positives, temperature, symmetric, normalize,
+              weight, how, reduction, whole, chunk_rows)
+        for s in sizes
     ]  # fmt: skip
+    if size_weights is not None:
+        losses = [loss * w for loss, w in zip(losses, size_weights, strict=True)]
     return sum(losses[1:], losses[0])
 
 
@@ -328,9 +340,9 @@ def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reductio
     ids, margin, guide = how["ids"], how["bound"]["margin"], how["guide"]
     plain = not symmetric and labels.shape[1] == 1 and ids is None and margin is None and type(whole) is _Own
     if plain and not isinstance(temperature, torch.Tensor) and n:
-        # Labels that are no document's count as none, as below.
         target = labels[:, 0]
-        target = torch.where((target >= 0) & (target < d.shape[0]), target, IGNORED)
+        if not how["diagonal"]:  # labels that are no document's count as none, as below
+            target = torch.where((target >= 0) & (target < d.shape[0]), target, IGNORED)
         return linear_cross_entropy(
             q, d, target, logit_scale=1.0 / columns, temperature=float(temperature), token_weight=weight,
             reduction=reduction, chunk_rows=chunk_rows,
@@ -346,30 +358,31 @@ def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reductio
         whole.rows(q), d, scale, whole.labels(labels), ids=ids, limit=limit, guide=guide,
         columns=symmetric, chunk_rows=chunk_rows or 0,
     )  # fmt: skip
-    picked = whole.own(picked)
-    pairs = whole.own(whole.log_sum(row_lse))[:, None] - picked
-    if symmetric:
-        column = col_lse[:n, None] if how["diagonal"] else col_lse[labels.clamp(0, d.shape[0] - 1)]
-        pairs = (pairs + (column - picked)) / 2
+    own, picked = whole.own(whole.log_sum(row_lse)), whole.own(picked)
     if how["diagonal"]:
-        losses, count = pairs[:, 0], torch.full((), float(n), dtype=wide, device=q.device)
+        if symmetric:
+            own = (own + (col_lse[:n] if n < d.shape[0] else col_lse)) / 2
+        losses, count = own - picked.view(-1), n * whole.size
     else:
-        counts = (labels >= 0) & (labels < d.shape[0])
+        counts, own = (labels >= 0) & (labels < d.shape[0]), own[:, None]
+        if symmetric:
+            own = (own + col_lse[labels.clamp(0, d.shape[0] - 1)]) / 2
         positives = counts.sum(1)
-        count = (positives > 0).sum().to(wide)
-        losses = torch.where(counts, pairs, 0.0).sum(1) / positives.clamp_min(1)
+        losses = torch.where(counts, own - picked, 0.0).sum(1) / positives.clamp_min(1)
+        count = whole.sum((positives > 0).sum().to(wide))
     if weight is not None:
         losses = losses * weight.detach().to(wide)
     if reduction == "none":
         return losses.to(wide)
     total = whole.sum(losses.sum())
-    return (total / whole.sum(count) if reduction == "mean" else total).to(wide)
+    return (total / count if reduction == "mean" else total).to(wide)
 
 
 class _Own:
     """The batch of one process."""
 
-    rows = labels = log_sum = own = sum = staticmethod(lambda x: x)
+    size, rows = 1, staticmethod(lambda x: x)
+    labels = log_sum = own = sum = rows
 
 
 class _Whole:
@@ -380,11 +393,11 @@ class _Whole:
 
         gather, count = Gather(OP, group, q, options), q.shape[0]
         self.rows, self.log_sum, self.sum = gather.rows, gather.log_sum, gather.sum
-        self.count, self.mine = count * gather.size, slice(gather.rank * count, (gather.rank + 1) * count)
+        self.size, self.mine = gather.size, slice(gather.rank * count, (gather.rank + 1) * count)
 
     def labels(self, labels):
         """Those of this process's queries; others have no positives among these documents."""
-        whole = labels.new_full((self.count, labels.shape[1]), IGNORED)
+        whole = labels.new_full((self.size * len(labels), labels.shape[1]), IGNORED)
         whole[self.mine] = labels
         return whole
 

@@ -1,7 +1,7 @@
 """Experts of a mixture. Contract of the pieces: ``csrc/tigon/ops/experts/experts.h``.
 
-The operators of a whole layer are defined here: routing, gather, gate and combine are native; the products
-between them are ``torch.nn.functional.grouped_mm`` on CUDA and one product per expert elsewhere.
+The operators of a whole layer are defined here: routing, gather, gate and combine are native, and so are the
+products between them on the CPU and on sm_90. Elsewhere on CUDA those are PyTorch's.
 """
 
 from __future__ import annotations
@@ -91,7 +91,23 @@ _gate_bwd, _gate_bwd_in_place = native("experts_gate_bwd"), native("experts_gate
 _combine, _sum = native("experts_combine"), native("experts_sum")
 _zero_rest = native("experts_zero_rest")
 _logits, _products = native("linear_product_logits"), native("linear_product_gradients")
-_product_cpu, _over_rows_cpu = native("experts_product"), native("experts_product_over_rows")
+_product, _over_rows = native("experts_product"), native("experts_product_over_rows")
+_has_products = native("experts_has_products")
+
+
+@functools.cache
+def _has_own(device) -> bool:
+    return _has_products(torch.empty(0, device=device))
+
+
+def own_fits(rows, other) -> bool:
+    """Whether the native products take these: on CUDA 16-bit rows of whole 16-byte vectors, on sm_90."""
+    if rows.is_cpu:
+        return True
+    return rows.dtype != torch.float32 and _has_own(rows.device) and all(
+        t.data_ptr() % 16 == 0 and t.is_contiguous() and all(n % 8 == 0 for n in t.shape[1:])
+        for t in (rows, other)
+    )  # fmt: skip
 
 
 def grouped_fits(offsets, rows) -> bool:
@@ -145,8 +161,8 @@ def each_over_rows(a, b, offsets):
 
 def product(rows, stack, offsets, transposed):
     """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``."""
-    if rows.is_cpu:
-        return _product_cpu(rows, stack, offsets, transposed)
+    if own_fits(rows, stack):
+        return _product(rows, stack, offsets, transposed)
     return (grouped_product if grouped_fits(offsets, rows) else each_product)(
         rows, stack, offsets, transposed
     )
@@ -154,8 +170,8 @@ def product(rows, stack, offsets, transposed):
 
 def product_over_rows(a, b, offsets):
     """``a_e^T b_e`` of the rows of every expert e; zeros where it has none."""
-    if a.is_cpu:
-        return _over_rows_cpu(a, b, offsets)
+    if own_fits(a, b):
+        return _over_rows(a, b, offsets)
     return (grouped_over_rows if grouped_fits(offsets, a) else each_over_rows)(a, b, offsets)
 
 
@@ -412,8 +428,9 @@ def experts(
         needs no gradient costs no product; an expert without tokens gets exact zeros. The gradient of down is
         a product with the unit's result times its weight, which in float16 must stay below 65504.
 
-        Products are ``torch.nn.functional.grouped_mm`` for bfloat16 on CUDA (no synchronisation, CUDA
-        graphs), otherwise one per expert, for which CUDA synchronises.
+        Products on CUDA are Tigon's own for 16 bits on sm_90 where H and I are multiples of 8, else
+        ``torch.nn.functional.grouped_mm`` for bfloat16 (neither synchronises; CUDA graphs), otherwise one per
+        expert, for which CUDA synchronises.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a negative id, which on

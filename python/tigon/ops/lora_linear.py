@@ -293,31 +293,38 @@ class _Function(torch.autograd.Function):
 _apply = _op.direct_apply(_Function)
 
 
-def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None, again=None):
-    """The maps' results, a tuple. Arguments have been checked.
+def prepare(bases: Sequence[Base], adapters: Sequence[Adapter]) -> tuple[_Shape, tuple]:
+    """The arguments of many calls."""
+    biased = [i for i, base in enumerate(bases) if base.bias is not None]
+    linears, a, b, scales, dropouts = map(list, zip(*adapters, strict=True)) if adapters else ([],) * 5
+    tensors = (*(base.weight for base in bases), *(bases[i].bias for i in biased), *a, *b)
+    return _Shape(len(bases), biased, (linears, scales, dropouts)), tensors
+
+
+def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None):
+    """`apply` of what is prepared for this call."""
+    return apply(x, *prepare(bases, adapters), seed)
+
+
+def apply(x, shape: _Shape, tensors: tuple, seed=None, again=None) -> tuple[torch.Tensor, ...]:
+    """The maps' results. Arguments have been checked, and `prepare` has put them in order.
 
     Args:
         seed: a tensor where an adapter drops.
         again: makes x once more; a backward in eager mode calls it, and x is not kept.
     """
-    weights = [base.weight for base in bases]
-    biased = [i for i, base in enumerate(bases) if base.bias is not None]
-    biases = [bases[i].bias for i in biased]
-    linears, a, b, scales, dropouts = map(list, zip(*adapters, strict=True)) if adapters else ([],) * 5
     if forward_ad._current_level >= 0:  # operators do not look into lists
-        _op.refuse_tangents(_OP, (x, *weights, *biases, *a, *b))
+        _op.refuse_tangents(_OP, (x, *tensors))
     if _op._is_compiling():
-        ys = _registered(x, weights, biases, a, b, biased, linears, scales, dropouts, seed, None, False)[:-1]
-    else:
-        shape = _Shape(len(bases), biased, (linears, scales, dropouts), again=again)
-        tensors = (*weights, *biases, *a, *b)
-        if _op._is_transformed():
-            ys = _transformed(shape, x, seed, *tensors)[:-1]
-        elif _op._is_grad_enabled():
-            ys = _apply(shape, x, seed, *tensors)
-        else:
-            ys = _forward(shape, x, seed, *tensors)[:-1]
-    return tuple(ys)
+        lists = map(list, shape.lists(tensors)[:4])
+        return tuple(_registered(x, *lists, shape.biased, *shape.how, seed, None, False)[:-1])
+    if _op._is_transformed():
+        return _transformed(shape, x, seed, *tensors)[:-1]
+    if not _op._is_grad_enabled():
+        return _forward(shape, x, seed, *tensors)[:-1]
+    if again is not None:
+        shape = dataclasses.replace(shape, again=again)
+    return _apply(shape, x, seed, *tensors)
 
 
 def draw_seed(x: torch.Tensor) -> torch.Tensor:
@@ -425,8 +432,9 @@ def lora_linear(
 ) -> torch.Tensor:
     """A linear map with a low-rank adapter: ``x @ weight.T + scale * d(x) @ a.T @ b.T + bias``.
 
-    The adapter's part is written first and the map's product added to it, so that y is rounded once after
-    both; a gradient of x is formed in the same way. Kept for the backward: x and ``d(x) @ a.T``.
+    Large maps without a bias are one product with their adapter on sm_90; elsewhere one of the two is added
+    to what the other wrote. A gradient of x is formed in the same way. Kept for the backward: x and
+    ``scale * d(x) @ a.T``.
 
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference.

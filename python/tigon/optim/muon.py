@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tigon.error import check, refuse
+from tigon.nn.embedding import Embedding
 from tigon.ops.arguments import check_choice, check_integers, check_numbers
 from tigon.ops.grad_norm import is_dtensor, local
 from tigon.ops.orthogonalize import orthogonalize_
@@ -154,7 +155,7 @@ def muon_groups(model: nn.Module, **adamw) -> list[dict[str, Any]]:
         **adamw: options of the rest, such as ``lr``: those of :class:`AdamW`'s groups.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    apart = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+    apart = (nn.Embedding, nn.EmbeddingBag, Embedding, nn.modules.conv._ConvNd)
     others = {
         p
         for name, module in model.named_modules()

@@ -14,20 +14,22 @@ enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 
 struct alignas(64) CUtensorMap {
   uint16_t* data;
-  int64_t size[3], stride[2];  // in elements
+  int64_t size[4], stride[3];  // in elements; of three dimensions the last size is 1
   int box[2];
 };
 inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
                                        const cuuint64_t* sizes, const cuuint64_t* strides,
                                        const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
                                        CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  if (rank != 3 || uintptr_t(data) % 16 || (strides[0] | strides[1]) % 16 || box[0] != 64 || box[1] > 256 ||
-      box[2] != 1)
-    return CUDA_ERROR_INVALID_VALUE;
-  *map = {static_cast<uint16_t*>(data),
-          {int64_t(sizes[0]), int64_t(sizes[1]), int64_t(sizes[2])},
-          {int64_t(strides[0] / 2), int64_t(strides[1] / 2)},
-          {int(box[0]), int(box[1])}};
+  bool fits = (rank == 3 || rank == 4) && uintptr_t(data) % 16 == 0 && box[0] == 64 && box[1] <= 256;
+  *map = {.data = static_cast<uint16_t*>(data), .size = {1, 1, 1, 1}, .box = {int(box[0]), int(box[1])}};
+  for (cuuint32_t i = 0; i < rank; ++i)
+    map->size[i] = int64_t(sizes[i]), fits = fits && (i < 2 || box[i] == 1);
+  for (cuuint32_t i = 0; i + 1 < rank; ++i) {
+    map->stride[i] = int64_t(strides[i] / 2);
+    fits = fits && strides[i] % 16 == 0 && strides[i] < cuuint64_t(1) << 40;
+  }
+  if (!fits) return CUDA_ERROR_INVALID_VALUE;
   return CUDA_SUCCESS;
 }
 

@@ -17,14 +17,15 @@ bool run(Context& ctx, const SymmetricProduct& p) {
   for (const void* x : {p.a, p.b, static_cast<const void*>(p.d)})
     if (!matmul::is_tma_matrix(x, stride) || !matmul::is_tma_matrix(x, p.n)) return false;
   const auto d = matmul::make_tensor_map(kOp, p.d, matmul::kTensorMapType<T>, p.n, p.n, p.n, 64, p.count);
-  Product::run(kOp, ctx, {.m = p.n, .n = p.n, .k = p.k, .a = p.a, .lda = stride, .b = p.b, .ldb = stride},
+  Product::run(kOp, ctx,
+               {Gemm{.m = p.n, .n = p.n, .k = p.k, .a = p.a, .lda = stride, .b = p.b, .ldb = stride}},
                {.d = d,
                 .c = static_cast<const T*>(p.c),
                 .alpha = p.alpha,
                 .beta = p.beta,
                 .gamma = p.gamma,
                 .size = int(p.n)},
-               p.count, true);
+               {.count = p.count, .lower = true});
   return true;
 }
 

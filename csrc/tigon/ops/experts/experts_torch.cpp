@@ -186,6 +186,8 @@ Tensor product_over_rows(Tensor a, Tensor b, Tensor offsets) {
   return c;
 }
 
+bool has_products(Tensor like) { return has_grouped_gemm(*make_context(like)); }
+
 }  // namespace
 
 // The pieces of a layer; Python runs them around the products (python/tigon/ops/experts.py). Rows from offsets[-1] on of what
@@ -213,6 +215,7 @@ TIGON_TORCH_SCHEMAS(m) {
   define(m, "experts_sum(Tensor rows, Tensor? weights, Tensor? order, Tensor offsets) -> Tensor");
   define(m, "experts_product(Tensor rows, Tensor stack, Tensor offsets, bool transposed) -> Tensor");
   define(m, "experts_product_over_rows(Tensor a, Tensor b, Tensor offsets) -> Tensor");
+  define(m, "experts_has_products(Tensor like) -> bool");
 }
 TIGON_TORCH_KERNELS(m) {
   m.impl("experts_route", TORCH_BOX(&route));
@@ -225,6 +228,7 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("experts_sum", TORCH_BOX(&sum));
   m.impl("experts_product", TORCH_BOX(&product));
   m.impl("experts_product_over_rows", TORCH_BOX(&product_over_rows));
+  m.impl("experts_has_products", TORCH_BOX(&has_products));
 }
 
 }  // namespace tigon::torch_shim::experts_torch

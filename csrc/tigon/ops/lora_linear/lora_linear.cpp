@@ -37,6 +37,21 @@ void fill(Context& ctx, const Vector& bias, const Matrix& y) {
       TIGON_ON_CUDA(cuda::lora_bias(ctx, bias, y)));
 }
 
+// c += the sum of the products, or = it: as one product where the device has such a kernel, otherwise one after the other.
+void add_products(Context& ctx, std::vector<Product>& products, bool add) {
+  bool done = products.empty();
+  if (!add && !done)
+    on_device("lora_linear", ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_products(ctx, products)));
+  // PyTorch's bf16 products on the CPU are slower onto a result, the more the longer their K: the base's goes first there.
+  if (ctx.device() == Device::cpu && !done && products[0].c.dtype == DType::bf16)
+    std::reverse(products.begin(), products.end());
+  for (Product& p : products) {
+    if (done) break;
+    p.beta = float(add), add = true;
+    multiply(ctx, p);
+  }
+}
+
 int64_t columns_of_all(std::span<const LoraAdapter> adapters) {
   int64_t columns = 0;
   for (const LoraAdapter& l : adapters) columns += lora_columns(l.a.rows);
@@ -50,17 +65,28 @@ struct Packed {
   std::vector<int64_t> first;  // column of each in t
 
   Packed(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, bool need_a, bool need_b) {
-    std::vector<LoraCopy> copies;
-    int64_t columns = 0;
     auto as_is = [&](const Matrix& m, int64_t rank) {
       return m.dtype == x.dtype && lora_columns(rank) == rank;
     };
     const bool one = adapters.size() == 1 && as_is(adapters[0].a, adapters[0].a.rows);
-    if (need_a) a = one ? adapters[0].a : scratch(ctx, x.dtype, columns_of_all(adapters), x.cols);
+    int64_t columns = columns_of_all(adapters), elements = need_a && !one ? columns * x.cols : 0;
+    for (const LoraAdapter& l : adapters)
+      if (need_b && !as_is(l.b, l.a.rows)) elements += l.b.rows * lora_columns(l.a.rows);
+    char* memory =
+        elements > 0 ? static_cast<char*>(ctx.scratch(size_of(x.dtype) * size_t(elements))) : nullptr;
+    auto take = [&](int64_t rows, int64_t cols) {
+      char* data = memory;
+      memory +=
+          int64_t(size_of(x.dtype)) * rows * cols;  // each has whole 16 bytes: columns are multiples of 8
+      return Matrix{.data = data, .dtype = x.dtype, .rows = rows, .cols = cols, .stride = cols};
+    };
+    std::vector<LoraCopy> copies;
+    if (need_a) a = one ? adapters[0].a : take(columns, x.cols);
+    columns = 0;
     for (const LoraAdapter& l : adapters) {
       const int64_t rank = l.a.rows, wide = lora_columns(rank);
       if (need_a && !one) copies.push_back({l.a, rows_from(a, columns, wide)});
-      if (need_b) b.push_back(as_is(l.b, rank) ? l.b : scratch(ctx, x.dtype, l.b.rows, wide));
+      if (need_b) b.push_back(as_is(l.b, rank) ? l.b : take(l.b.rows, wide));
       if (need_b && b.back().data != l.b.data) copies.push_back({l.b, b.back()});
       first.push_back(columns);
       columns += wide;
@@ -70,7 +96,7 @@ struct Packed {
 };
 
 // fn(first adapter, its first column of t, columns, x or d(x)): adapters with dropout one by one, the others as many at once as
-// lie side by side. Those that `skip` are passed over.
+// lie side by side and have one scale. Those that `skip` are passed over.
 template <class Skip, class Fn>
 void each_run(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, const Vector& seed,
               bool drops, const Packed& packed, const Skip& skip, const Fn& fn) {
@@ -96,7 +122,9 @@ void each_run(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapte
       }
       fn(begin, first, columns, dropped);
     } else {
-      while (i < adapters.size() && adapters[i].dropout == 0.0 && !skip(adapters[i])) take();
+      while (i < adapters.size() && adapters[i].dropout == 0.0 &&
+             adapters[i].scale == adapters[begin].scale && !skip(adapters[i]))
+        take();
       fn(begin, first, columns, x);
     }
   }
@@ -140,31 +168,29 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
   if (!a.has_t)
     each_run(
         ctx, a.x, a.adapters, a.seed, true, packed, [](const LoraAdapter&) { return false; },
-        [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
+        [&](size_t i, int64_t first, int64_t columns, const Matrix& x) {
           multiply(ctx, {.a = x,
                          .b = rows_from(packed.a, first, columns),
                          .c = columns_of(a.t, first, columns),
-                         .trans_b = true});
+                         .trans_b = true,
+                         .alpha = a.adapters[i].scale});
         });
-  // The base product last, onto what is there: the adapters' part is written once and read where the product is anyway.
+  // The base's product last: what it adds to was written once, and is read where the product is anyway.
   for (size_t g = 0; g < a.bases.size(); ++g) {
     const LoraBase& l = a.bases[g];
     if (l.y.data == nullptr) continue;
-    bool add = bool(l.bias);
-    if (add) fill(ctx, l.bias, l.y);
+    if (l.bias) fill(ctx, l.bias, l.y);
+    std::vector<Product> products;
+    auto add = [&](const Matrix& from, const Matrix& weight) {
+      products.push_back({.a = from, .b = weight, .c = l.y, .trans_b = true});
+    };
     for (size_t i = 0; i < a.adapters.size(); ++i) {
-      const LoraAdapter& adapter = a.adapters[i];
-      if (adapter.base != int64_t(g)) continue;
-      const int64_t rank = adapter.a.rows;  // not the zeros after it: a product with infinity is NaN
-      multiply(ctx, {.a = columns_of(a.t, packed.first[i], rank),
-                     .b = columns_of(packed.b[i], 0, rank),
-                     .c = l.y,
-                     .trans_b = true,
-                     .alpha = adapter.scale,
-                     .beta = float(add)});
-      add = true;
+      const int64_t rank = a.adapters[i].a.rows;  // not the zeros after it: a product with infinity is NaN
+      if (a.adapters[i].base == int64_t(g))
+        add(columns_of(a.t, packed.first[i], rank), columns_of(packed.b[i], 0, rank));
     }
-    multiply(ctx, {.a = a.x, .b = l.weight, .c = l.y, .trans_b = true, .beta = float(add)});
+    add(a.x, l.weight);
+    add_products(ctx, products, bool(l.bias));
   }
 }
 
@@ -210,11 +236,7 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
       multiply(ctx, {.a = dy, .b = b, .c = columns_of(dt, packed.first[i], b.cols), .alpha = l.scale});
     }
     if (l.db.data != nullptr)
-      multiply(ctx, {.a = dy,
-                     .b = columns_of(a.t, packed.first[i], l.a.rows),
-                     .c = l.db,
-                     .trans_a = true,
-                     .alpha = l.scale});
+      multiply(ctx, {.a = dy, .b = columns_of(a.t, packed.first[i], l.a.rows), .c = l.db, .trans_a = true});
   }
   if (a.da.data != nullptr)
     each_run(ctx, a.x, a.adapters, a.seed, true, packed, absent,
@@ -227,26 +249,24 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
   if (a.dx.data == nullptr) return;
   bool add = false;
   Matrix undropped{};
+  std::vector<Product> products;
   each_run(ctx, a.x, a.adapters, a.seed, false, packed, absent,
            [&](size_t i, int64_t first, int64_t columns, const Matrix&) {
+             Product product{
+                 .a = columns_of(dt, first, columns), .b = rows_from(packed.a, first, columns), .c = a.dx};
              const double p = a.adapters[i].dropout;
-             if (p > 0.0 && add && undropped.data == nullptr)
-               undropped = scratch(ctx, a.x.dtype, a.x.rows, a.x.cols);
-             const Matrix& to = p > 0.0 && add ? undropped : a.dx;
-             multiply(ctx, {.a = columns_of(dt, first, columns),
-                            .b = rows_from(packed.a, first, columns),
-                            .c = to,
-                            .beta = float(p == 0.0 && add)});
-             if (p > 0.0)
-               drop(ctx, {.from = to, .to = a.dx, .p = p, .stream = uint32_t(i), .seed = a.seed, .add = add});
+             if (p == 0.0) return products.push_back(product);
+             if (add && undropped.data == nullptr) undropped = scratch(ctx, a.x.dtype, a.x.rows, a.x.cols);
+             if (add) product.c = undropped;
+             multiply(ctx, product);
+             drop(ctx,
+                  {.from = product.c, .to = a.dx, .p = p, .stream = uint32_t(i), .seed = a.seed, .add = add});
              add = true;
            });
-  for (const LoraBase& l : a.bases) {
-    if (l.y.data == nullptr) continue;
-    multiply(ctx, {.a = l.y, .b = l.weight, .c = a.dx, .beta = float(add)});
-    add = true;
-  }
-  if (!add) copy(ctx, std::vector<LoraCopy>{{{.dtype = a.dx.dtype}, a.dx}});
+  for (const LoraBase& l : a.bases)
+    if (l.y.data != nullptr) products.push_back({.a = l.y, .b = l.weight, .c = a.dx});
+  if (products.empty()) copy(ctx, std::vector<LoraCopy>{{{.dtype = a.dx.dtype}, a.dx}});
+  add_products(ctx, products, add);
 }
 
 }  // namespace tigon

@@ -1,14 +1,15 @@
 // LoRA (Hu et al. 2021, arXiv:2106.09685, eq. 3): frozen linear maps of one x, each with any number of low-rank adapters.
 //
-// Formula     y = x W^T + bias + sum over the adapters of this W of s t B^T,  t = d(x) A^T
+// Formula     y = x W^T + bias + sum over the adapters of this W of t B^T,  t = s d(x) A^T
 //             d: dropout, element (row, column) of the i-th adapter kept where a word of Philox is not below p * 2^32, then times
 //             1 / (1 - p); d(x) = x for p = 0. The mask follows from seed, i, row and column alone
-// Gradients   dt = s dy B;  dx = sum over W of dy W + sum over adapters of d'(dt A);  dA = dt^T d(x);  dB = s dy^T t
+// Gradients   dt = s dy B;  dx = sum over W of dy W + sum over adapters of d'(dt A);  dA = dt^T d(x);  dB = dy^T t
 // Shapes      x, dx [M, K]; W [N, K]; bias [N]; y, dy [M, N]; A [r, K]; B [N, r]; rows at any stride. t [M, R], R the sum of
 //             lora_columns(r): each adapter's columns begin at a multiple of 8 and end in zeros; dA [R, K] in the same places
 // Dtypes      x f32 | bf16 | f16; W, bias, y, t, dy, dx the same; all A and B one of the three; dA, dB theirs where that is x's, else f32
-// Rounding    A and B to x's dtype; t and dt once; y and dx: what comes before the last product (bias, each adapter), then once
-//             after the last one. An adapter of zeros gives the bits of the base product and its gradient
+// Rounding    A and B to x's dtype; t and dt once; y and dx once after each product that adds to them, the base's last (bf16 on the
+//             CPU: first); large ones on sm_90a, y without bias and dx without dropout, once after all. An adapter of zeros gives
+//             the bits of the base product and its gradient
 // Saved       x, t, seed, and the parameters
 // Aliasing    none
 // Determinism bitwise: products in a fixed order, no float atomics
@@ -18,7 +19,7 @@
 
 #include <span>
 
-#include "tigon/base/context.h"
+#include "tigon/base/product.h"
 
 namespace tigon {
 
@@ -86,6 +87,8 @@ namespace cuda {
 void lora_copy(Context& ctx, std::span<const LoraCopy> list);
 void lora_dropout(Context& ctx, const LoraDropout& a);
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
+// The sum of products of one c and one trans_b as one product; false where there is no kernel for it, or where it is slower.
+bool lora_products(Context& ctx, std::span<const Product> products);
 }  // namespace cuda
 
 }  // namespace tigon

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import nn
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.dora import blocks, row_lengths
 from tigon.integrations.transformers.forward import (
+    HOOKED,
     autocast_dtype,
     blocked,
     bound,
@@ -29,7 +31,7 @@ from tigon.integrations.transformers.forward import (
 )
 from tigon.integrations.transformers.head_operands import is_linear
 from tigon.ops import glu, rms_norm
-from tigon.ops.lora_linear import Adapter, Base, adapted, draw_seed
+from tigon.ops.lora_linear import Adapter, Base, apply, draw_seed, prepare
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYERS = ("Linear", "Linear4bit", "Linear8bitLt", "TorchaoLoraLinear")
@@ -62,7 +64,8 @@ class State(NamedTuple):
     base: Base
     adapters: list[Adapter]
     magnitude: torch.Tensor | None  # DoRA's lengths of rows
-    sources: list[torch.Tensor | None]  # the layer's own tensors that these were made of
+    sources: list[torch.Tensor]  # the layer's own tensors that these were made of
+    call: tuple  # base and adapters as the op takes them
 
     def drops(self) -> bool:
         return any(adapter.dropout for adapter in self.adapters)
@@ -73,7 +76,7 @@ class State(NamedTuple):
 
     def key(self) -> tuple:
         """What makes two states of a layer equal."""
-        versions = [None if t is None else (id(t), t._version) for t in self.sources]
+        versions = [(id(t), t._version) for t in self.sources]
         return self.dtype, versions, [adapter.scale for adapter in self.adapters]
 
 
@@ -85,6 +88,7 @@ class Siblings:
 
     def __init__(self, parent: nn.Module, names: tuple[str, ...]):
         self.parent, self.names = parent, names
+        self.states, self.prepared = [], ()  # of the last call
         self.forget()
 
     def forget(self) -> None:
@@ -101,11 +105,11 @@ class Siblings:
             return y
         self.forget()
         states = {name: state} | self._others(name, x, state)
-        bases = [other.base for other in states.values()]
-        adapters = [
-            adapter._replace(base=i) for i, other in enumerate(states.values()) for adapter in other.adapters
-        ]
-        y, *ys = _adapted(x, state.dtype, bases, adapters)
+        of_all = list(states.values())
+        if not _same(of_all, self.states):
+            adapters = [a._replace(base=i) for i, one in enumerate(of_all) for a in one.adapters]
+            self.states, self.prepared = of_all, prepare([one.base for one in of_all], adapters)
+        y, *ys = _adapted(x, state.dtype, self.prepared)
         self.x, self.version = weakref.ref(x), x._version
         others = list(states.items())[1:]
         self.results = {of: (other.key(), z) for (of, other), z in zip(others, ys, strict=True)}
@@ -118,7 +122,7 @@ class Siblings:
             forward = None if other == name or layer is None else bound(layer)
             if forward is None or forward.spec.siblings is not self:
                 continue
-            there = _state(layer, x)
+            there = _state(layer, forward.spec, x)
             if there is None or not there.shareable() or there.dtype != state.dtype:
                 continue
             if there.adapters[0].a.dtype == state.adapters[0].a.dtype:
@@ -128,10 +132,15 @@ class Siblings:
 
 @dataclass(eq=False)
 class LoraSpec:
-    """A layer's name among its siblings, if it has some."""
+    """A layer's name among its siblings, if it has some; what its last call saw, and the state of it."""
 
     name: str = ""
     siblings: Siblings | None = None
+    seen: list | None = None
+    state: State | None = None
+
+    def __reduce__(self):
+        return LoraSpec, (self.name, self.siblings)
 
 
 def find_siblings(parent: nn.Module, names: list[str]) -> Siblings | None:
@@ -171,7 +180,7 @@ def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
 
 def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
     """Forward of a LoRA layer."""
-    state = None if args or kwargs else _state(module, x)
+    state = None if args or kwargs else _state(module, spec, x)
     if state is None:
         return stock(module, x, *args, **kwargs)
     if spec.siblings is not None and state.shareable() and _sharing(x):
@@ -180,15 +189,15 @@ def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
         y = _dora(x, state)
     else:
         seed = draw_seed(x) if state.drops() else None
-        (y,) = _adapted(x, state.dtype, [state.base], state.adapters, seed)
+        (y,) = _adapted(x, state.dtype, state.call, seed)
     # A 4-bit base computes in a dtype of its own.
     return y if y.dtype == x.dtype or torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
 
 
-def _adapted(x, dtype, bases, adapters, seed=None):
+def _adapted(x, dtype, call, seed=None):
     if x.dtype == dtype:
-        return adapted(x, bases, adapters, seed, _repeater(x))
-    return adapted(x.to(dtype), bases, adapters, seed)
+        return apply(x, *call, seed, _repeater(x))
+    return apply(x.to(dtype), *call, seed)
 
 
 # What keeping an x of this size costs is more than a small launch.
@@ -218,11 +227,58 @@ def _is_eager() -> bool:
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
-def _state(module, x) -> State | None:
-    """What this call multiplies with; None: PEFT computes it.
+def _state(module, spec: LoraSpec, x) -> State | None:
+    """What this call multiplies with; None: PEFT computes it."""
+    if not _is_eager():
+        return _find_state(module, x)
+    seen = _look(module, x)
+    if seen is None or seen != spec.seen:
+        state = _find_state(module, x)
+        if state is None or state.magnitude is not None or not _same(state.sources, state.call[1]):
+            return state  # of tensors that are made for each call
+        spec.seen, spec.state = seen, state
+    return spec.state
 
-    Asked for every call: children and parameters are looked up where modules keep them, not by attribute.
+
+def _same(some, others) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _look(module, x) -> list | None:
+    """What `_find_state` looks at: it finds the same for an equal list. None where it looks at more.
+
+    The state holds the tensors, so that nothing else gets their identity.
     """
+    parts = module._modules
+    base = parts["base_layer"]
+    own, instance = base._parameters, base.__dict__
+    weight, bias = own.get("weight"), own.get("bias")
+    if weight is None or module._disable_adapters or module.merged_adapters:
+        return None
+    device = x.device
+    seen = [
+        type(x), x.dtype, device, x.shape[-1], autocast_dtype(device.type),
+        base, id(weight), weight.dtype, weight.device, id(bias), bias is None or bias.dtype,
+        instance.get("forward"), instance.get(HOOKED), has_hooks(base),
+    ]  # fmt: skip
+    downs = parts["lora_A"]._modules
+    for name in module.active_adapters:
+        down = downs.get(name)
+        if down is None:
+            continue
+        up, dropout = parts["lora_B"]._modules[name], parts["lora_dropout"]._modules[name]
+        a, b = down._parameters.get("weight"), up._parameters.get("weight")
+        if a is None or b is None or up._parameters.get("bias") is not None or name in module.lora_variant:
+            return None
+        seen += (
+            name, down, up, dropout, dropout.training, dropout.__dict__.get("p"), module.scaling[name],
+            id(a), a.dtype, id(b), b.dtype, has_hooks(down), has_hooks(up), has_hooks(dropout),
+        )  # fmt: skip
+    return seen
+
+
+def _find_state(module, x) -> State | None:
+    """Children and parameters are looked up where modules keep them, not by attribute."""
     parts = module._modules
     base = parts["base_layer"]
     if module._disable_adapters or module.merged_adapters or has_hooks(base) or foreign(base):
@@ -281,7 +337,9 @@ def _state(module, x) -> State | None:
         return None  # several of which one is DoRA's add up in another way
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
-    return State(dtype, Base(weight, bias), adapters, magnitude, sources)
+    base = Base(weight, bias)
+    sources = [t for t in sources if t is not None]
+    return State(dtype, base, adapters, magnitude, sources, prepare([base], adapters))
 
 
 def _own(module, name):
@@ -308,7 +366,7 @@ def _magnitude(module, name, device) -> torch.Tensor | None:
 
 def _dora(x, state: State) -> torch.Tensor:
     """DoRA gives the rows of ``W + scale * B A`` the lengths of `magnitude`; their own are constants."""
-    dtype, (weight, bias), (adapter,), magnitude, _ = state
+    dtype, (weight, bias), (adapter,), magnitude, *_ = state
     plain = isinstance(weight, torch.Tensor)
     made = [weight if plain else weight()]
     lengths = row_lengths(made[0], *adapter[1:4])
@@ -328,10 +386,10 @@ def _dora(x, state: State) -> torch.Tensor:
     if _is_eager() and wide and not trained and x.numel() >= x.shape[-1] ** 2:  # few weights: scale these
         of_rows = (_nonzero(magnitude.detach()) / lengths)[:, None]
         adapter = adapter._replace(b=(adapter.b * of_rows).to(adapter.b.dtype))
-        (y,) = _adapted(x, dtype, [Base(scaled)], [adapter])
+        (y,) = _adapted(x, dtype, prepare([Base(scaled)], [adapter]))
         y = _Magnitude.apply(y, magnitude)
     else:
-        (y,) = _adapted(x, dtype, [Base(weight if plain else dense)], [adapter])
+        (y,) = _adapted(x, dtype, prepare([Base(weight if plain else dense)], [adapter]))
         y = (y * (magnitude / lengths)).to(dtype)
     return y if bias is None else y + bias
 

@@ -25,8 +25,8 @@ struct StatisticsEpilogue {
 
   // This lane's rows, 8 apart, with the columns 8 j + 2 q + i of the tile, and where in it their labels are.
   int row, n, label[2];
-  __device__ StatisticsEpilogue(const Params& p, int m, int n, int) : n(n) {
-    row = m + int(threadIdx.x) % kWarpgroup / 32 * 16 + int(threadIdx.x) % 32 / 4;
+  __device__ StatisticsEpilogue(const Params& p, const Tile& tile, int consumer) : n(tile.n) {
+    row = tile.m + consumer * 64 + int(threadIdx.x) % kWarpgroup / 32 * 16 + int(threadIdx.x) % 32 / 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int64_t at = row + 8 * h < p.rows ? p.target[row + 8 * h] - n : -1;

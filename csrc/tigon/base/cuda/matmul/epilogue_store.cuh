@@ -18,9 +18,10 @@ __device__ __forceinline__ uint32_t pack(const float* x) {
 }
 
 // A warpgroup stores its 64 rows by itself, 64 columns at a time. The stores run on behind the next tile's products.
-template <class T>
+template <class T, Groups kGroups = Groups::none>
 struct StoreEpilogue {
   static constexpr int kRows = 64, kColumns = 64, kBuffers = 2;
+  static constexpr View kView = view_of_d(kGroups);
   struct Params {
     CUtensorMap d;
   };
@@ -28,9 +29,8 @@ struct StoreEpilogue {
     alignas(1024) uint8_t d[kConsumers][kBuffers][kRows * kColumns * 2];
   };
 
-  // The first row and column of the warpgroup in a matrix.
-  const int m, n, matrix;
-  __device__ StoreEpilogue(const Params&, int m, int n, int matrix) : m(m), n(n), matrix(matrix) {}
+  const Tile& tile;
+  __device__ StoreEpilogue(const Params&, const Tile& tile, int) : tile(tile) {}
 
   __device__ __forceinline__ void run(const Params& p, Tensors& smem, int consumer,
                                       const float (&acc)[kAccumulators]) const {
@@ -52,7 +52,8 @@ struct StoreEpilogue {
       fence_proxy_async();
       bar_sync(1 + consumer, kWarpgroup);
       if (thread == 0) {
-        cp_async_bulk_tensor_store(&p.d, buffer, n + c * kColumns, m, matrix);
+        cp_async_bulk_tensor_store(&p.d, buffer, tile.n + c * kColumns,
+                                   outer_coordinates<kView>(tile, tile.m + consumer * kRows));
         cp_async_bulk_commit_group();
       }
     }

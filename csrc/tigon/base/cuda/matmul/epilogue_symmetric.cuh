@@ -22,7 +22,8 @@ struct SymmetricEpilogue {
   };
 
   const int m, n, matrix;
-  __device__ SymmetricEpilogue(const Params&, int m, int n, int matrix) : m(m), n(n), matrix(matrix) {}
+  __device__ SymmetricEpilogue(const Params&, const Tile& tile, int consumer)
+      : m(tile.m + consumer * kSquare), n(tile.n), matrix(tile.matrix) {}
 
   __device__ __forceinline__ void run(const Params& p, Tensors& smem, int consumer,
                                       float (&acc)[kAccumulators]) const {
@@ -52,8 +53,8 @@ struct SymmetricEpilogue {
       fence_proxy_async();
       bar_sync(1 + consumer, kWarpgroup);
       if (thread == 0) {
-        cp_async_bulk_tensor_store(&p.d, plain, column, m, matrix);
-        if (column < m) cp_async_bulk_tensor_store(&p.d, mirrored, m, column, matrix);
+        cp_async_bulk_tensor_store(&p.d, plain, column, int2{m, matrix});
+        if (column < m) cp_async_bulk_tensor_store(&p.d, mirrored, m, int2{column, matrix});
         cp_async_bulk_commit_group();
       }
     }

@@ -2,15 +2,14 @@
 #pragma once
 
 #include "tigon/base/cuda/matmul/mainloop.cuh"
-#include "tigon/base/cuda/matmul/tile_scheduler.cuh"
 
 namespace tigon::cuda::matmul {
 
-template <class Mainloop, class Epilogue>
+template <class Mainloop, class Epilogue, class Scheduler>
 struct KernelParams {
   typename Mainloop::Params mainloop;
   typename Epilogue::Params epilogue;
-  TileScheduler::Params scheduler;
+  typename Scheduler::Params scheduler;
 };
 template <class Mainloop, class Epilogue>
 struct SharedStorage {
@@ -28,17 +27,17 @@ constexpr int kBound = 32;
 constexpr int kBound = kThreads;
 #endif
 
-template <class Mainloop, class Epilogue>
+template <class Mainloop, class Epilogue, class Scheduler>
 __global__ void __launch_bounds__(kBound, 1)
-    matmul_kernel(const __grid_constant__ KernelParams<Mainloop, Epilogue> p) {
+    matmul_kernel(const __grid_constant__ KernelParams<Mainloop, Epilogue, Scheduler> p) {
 #ifndef TIGON_NO_WGMMA
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   auto& smem = *reinterpret_cast<SharedStorage<Mainloop, Epilogue>*>(dynamic_smem);
   const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroup, 0);
   const unsigned rank = cluster_rank();
   if (threadIdx.x == 0) {
-    prefetch_tensormap(&p.mainloop.a);
-    prefetch_tensormap(&p.mainloop.b);
+    for (const CUtensorMap& map : p.mainloop.a) prefetch_tensormap(&map);
+    for (const CUtensorMap& map : p.mainloop.b) prefetch_tensormap(&map);
     smem.barriers.init();
   }
   cluster_arrive();
@@ -47,22 +46,19 @@ __global__ void __launch_bounds__(kBound, 1)
   griddepcontrol_launch_dependents();
 
   typename Mainloop::PipelineState state;
-  TileScheduler scheduler(int(blockIdx.x) / kCluster, int(gridDim.x) / kCluster);
-  TileScheduler::Tile tile{};
-  auto row = [&] { return (tile.m * kCluster + int(rank)) * kTileM; };
+  Scheduler scheduler(int(blockIdx.x) / kCluster, int(gridDim.x) / kCluster, rank);
+  Tile tile;
   if (warpgroup == 0) {
     setmaxnreg_dec<40>();
     if (threadIdx.x == 0)
       while (scheduler.next(p.scheduler, tile))
-        Mainloop::load(p.mainloop, smem.mainloop, smem.barriers, state, rank, row(), tile.n * kTileN,
-                       tile.matrix);
+        Mainloop::load(p.mainloop, smem.mainloop, smem.barriers, state, int(rank), tile);
   } else {
     setmaxnreg_inc<232>();
     float acc[kAccumulators];
     while (scheduler.next(p.scheduler, tile)) {
-      const int m = row() + (warpgroup - 1) * 64, n = tile.n * kTileN;
-      Epilogue epilogue(p.epilogue, m, n, tile.matrix);
-      Mainloop::mma(p.mainloop, smem.mainloop, smem.barriers, state, warpgroup - 1, acc);
+      Epilogue epilogue(p.epilogue, tile, warpgroup - 1);
+      Mainloop::mma(tile.k_blocks, smem.mainloop, smem.barriers, state, warpgroup - 1, acc);
       epilogue.run(p.epilogue, smem.epilogue, warpgroup - 1, acc);
     }
     Epilogue::finish();

@@ -1,6 +1,7 @@
 // The host's side: tensor maps, and a launch of as many clusters as are resident.
 #pragma once
 
+#include <array>
 #include <atomic>
 
 #include "tigon/base/context.h"
@@ -19,12 +20,30 @@ inline bool is_tma_matrix(const void* data, int64_t stride) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
 }
 
-// Products g.a and g.b [op(A) op(B)] with the layouts of `kMajorA` and `kMajorB`; what becomes of them is the epilogue's. Of
-// `count` adjacent matrices each; `lower`: only of the tiles that are not above the diagonal.
-template <class T, Major kMajorA, Major kMajorB, class Epilogue>
+template <class T, View kView>
+CUtensorMap make_map(const char* op, const void* data, int64_t inner, int64_t outer, int64_t stride, int box,
+                     int64_t count) {
+  if constexpr (kView == View::ragged)
+    return make_ragged_tensor_map(op, data, kTensorMapType<T>, inner, stride, box);
+  else
+    return make_tensor_map(op, data, kTensorMapType<T>, inner, outer, stride, box, count);
+}
+
+struct Options {
+  int64_t count = 1;   // of adjacent matrices, or of groups
+  bool lower = false;  // only tiles that are not above the diagonal
+  // [count + 1]: where the groups' rows begin, of M (rows) or K (depth).
+  const int32_t* offsets = nullptr;
+};
+
+// The sum of the products g.a and g.b [op(A) op(B)] of `kSources` problems of one M and N, with the layouts of `kMajorA` and
+// `kMajorB`; what becomes of it is the epilogue's. A source without K, which may not be the first, adds nothing.
+template <class T, Major kMajorA, Major kMajorB, class Epilogue, Groups kGroups = Groups::none,
+          int kSources = 1>
 struct Matmul {
-  using Loop = Mainloop<T, kMajorA, kMajorB>;
-  static constexpr auto kernel = &matmul_kernel<Loop, Epilogue>;
+  using Loop = Mainloop<T, kMajorA, kMajorB, kGroups, kSources>;
+  using Scheduler = TileScheduler<kGroups>;
+  static constexpr auto kernel = &matmul_kernel<Loop, Epilogue, Scheduler>;
   static constexpr size_t kShared = sizeof(SharedStorage<Loop, Epilogue>);
 
   // Whether this device runs it: a kernel compiled for anything but sm_90a is empty, and says so by its bound.
@@ -40,24 +59,28 @@ struct Matmul {
     return known >= kThreads;
   }
 
-  static void run(const char* op, Context& ctx, const Gemm& g, const typename Epilogue::Params& epilogue,
-                  int64_t count = 1, bool lower = false) {
+  static void run(const char* op, Context& ctx, const std::array<Gemm, kSources>& sources,
+                  const typename Epilogue::Params& epilogue, const Options& options = {}) {
     static OccupancyCache occupancy;
-    KernelParams<Loop, Epilogue> p;
-    auto map = [&](const void* data, Major major, int64_t mn, int64_t stride, int box) {
-      return make_tensor_map(op, data, kTensorMapType<T>, major == Major::K ? g.k : mn,
-                             major == Major::K ? mn : g.k, stride, box, count);
-    };
-    p.mainloop.a = map(g.a, kMajorA, g.m, g.lda, Loop::kBoxA);
-    p.mainloop.b = map(g.b, kMajorB, g.n, g.ldb, Loop::kBoxB);
-    p.mainloop.k_blocks = int(ceil_div(g.k, int64_t(kTileK)));
+    KernelParams<Loop, Epilogue, Scheduler> p;
+    for (int i = 0; i < kSources; ++i) {
+      const Gemm& g = sources[i].k > 0 ? sources[i] : sources[0];
+      p.mainloop.k_blocks[i] = int(ceil_div(sources[i].k, int64_t(kTileK)));
+      p.scheduler.k_blocks += p.mainloop.k_blocks[i];
+      p.mainloop.a[i] = map<kMajorA, Loop::kViewA>(op, g.a, g.m, g.k, g.lda, Loop::kBoxA, options.count);
+      p.mainloop.b[i] = map<kMajorB, Loop::kViewB>(op, g.b, g.n, g.k, g.ldb, Loop::kBoxB, options.count);
+    }
+    const Gemm& g = sources[0];
     p.epilogue = epilogue;
-    p.scheduler = {.tiles_m = int(ceil_div(g.m, int64_t(kTileM * kCluster))),
-                   .tiles_n = int(ceil_div(g.n, int64_t(kTileN))),
-                   .matrices = int(count),
-                   .lower = lower};
-    const int clusters = std::min(occupancy.max_active(op, kernel, kCluster, kThreads, kShared),
-                                  p.scheduler.tiles() * p.scheduler.matrices);
+    p.scheduler.m = int(g.m);
+    p.scheduler.tiles_n = int(ceil_div(g.n, int64_t(kTileN)));
+    p.scheduler.matrices = int(options.count);
+    p.scheduler.lower = options.lower;
+    p.scheduler.offsets = options.offsets;
+    // No fewer than there are pairs.
+    const int64_t tiles = ceil_div(g.m, int64_t(kTileM)) * p.scheduler.tiles_n * options.count;
+    const int clusters =
+        int(std::min<int64_t>(occupancy.max_active(op, kernel, kCluster, kThreads, kShared), tiles));
     TIGON_CHECK(op, clusters > 0, "a cluster of ", kCluster, " CTAs must fit on the device, found none");
     launch(op, ctx, kernel,
            {.blocks = clusters * kCluster,
@@ -66,6 +89,14 @@ struct Matmul {
             .pdl = true,
             .cluster = kCluster},
            p);
+  }
+
+ private:
+  template <Major kMajor, View kView>
+  static CUtensorMap map(const char* op, const void* data, int64_t mn, int64_t k, int64_t stride, int box,
+                         int64_t count) {
+    const int64_t inner = kMajor == Major::K ? k : mn, outer = kMajor == Major::K ? mn : k;
+    return make_map<T, kView>(op, data, inner, outer, stride, box, kView == View::stack ? count : 1);
   }
 };
 

@@ -3,29 +3,48 @@
 #pragma once
 
 #include "tigon/base/cuda/matmul/ptx.cuh"
+#include "tigon/base/cuda/matmul/tensor_map.h"
+#include "tigon/base/cuda/matmul/tile_scheduler.cuh"
 
 namespace tigon::cuda::matmul {
 
 // The contiguous dimension of an operand: K, or M of A and N of B.
 enum class Major { K, MN };
 
-constexpr int kWarpgroup = 128, kConsumers = 2;
-
-// A tile of the result is kTileM x kTileN and summed in steps of kTileK, which are the 128 bytes of a swizzled row. The CTAs of
-// a cluster compute tiles below each other: each loads its part of the columns of B that they share and multicasts it.
-constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kCluster = 2, kStages = 4;
+constexpr int kWarpgroup = 128, kConsumers = 2, kStages = 4;
 constexpr int kAccumulators = kTileN / 2;  // of a thread
 
-template <class T, Major kMajorA, Major kMajorB>
+// What a tensor map has: one matrix, one for each product or group, or the rows of all groups one after the other, of which a
+// box takes the tile's group's only.
+enum class View { matrix, stack, ragged };
+constexpr View view_of_a(Groups g) {
+  return g == Groups::none ? View::stack : g == Groups::rows ? View::matrix : View::ragged;
+}
+constexpr View view_of_b(Groups g) { return g == Groups::depth ? View::ragged : View::stack; }
+constexpr View view_of_d(Groups g) { return g == Groups::rows ? View::ragged : View::stack; }
+
+// Of a box whose first row is `row`.
+template <View kView>
+__device__ __forceinline__ auto outer_coordinates(const Tile& tile, int row) {
+  if constexpr (kView == View::ragged)
+    return int3{kRagged - (tile.end - row), kRagged, tile.end};
+  else
+    return int2{row, kView == View::stack ? tile.matrix : 0};
+}
+
+// CTAs of a cluster that compute tiles below each other share columns of B: each loads half of them and multicasts it.
+// `kSources` pairs of A and B follow each other along K: the sum of their products has one accumulator and one store.
+template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources>
 struct Mainloop {
-  // Columns of B that a CTA loads, and rows and columns of a box of TMA.
+  static constexpr View kViewA = view_of_a(kGroups), kViewB = view_of_b(kGroups);
+  // Columns of half a tile of B, and rows and columns of a box of TMA.
   static constexpr int kLoadB = kTileN / kCluster;
   static constexpr int kBoxA = kMajorA == Major::K ? kTileM : 64, kBoxB = kMajorB == Major::K ? kLoadB : 64;
   static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
 
   struct Params {
-    CUtensorMap a, b;
-    int k_blocks;
+    CUtensorMap a[kSources], b[kSources];
+    int k_blocks[kSources];
   };
   struct Tensors {
     alignas(1024) uint8_t a[kStages][kBytesA];
@@ -47,30 +66,38 @@ struct Mainloop {
     }
   };
 
-  // One thread: the operands of the tile of a matrix whose first row and column are m and n.
+  // One thread: the operands of the tile.
   __device__ static __forceinline__ void load(const Params& p, Tensors& smem, Barriers& barriers,
-                                              PipelineState& state, unsigned rank, int m, int n, int matrix) {
-    const int part = int(rank) * kLoadB;
+                                              PipelineState& state, int rank, const Tile& tile) {
+#pragma unroll
+    for (int source = 0; source < kSources; ++source)
 #pragma unroll 1
-    for (int k = 0; k < p.k_blocks; ++k, state.advance()) {
-      const int s = state.stage;
-      mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
-      mbarrier_arrive_expect_tx(&barriers.full[s], kBytesA + kBytesB);
-      load_boxes<kMajorA, kTileM, kBoxA, false>(p.a, smem.a[s], &barriers.full[s], m, k, matrix);
-      load_boxes<kMajorB, kLoadB, kBoxB, true>(p.b, smem.b[s] + part * kTileK * 2, &barriers.full[s],
-                                               n + part, k, matrix);
-    }
+      for (int k = 0; k < (kSources == 1 ? tile.k_blocks : p.k_blocks[source]); ++k, state.advance()) {
+        const int s = state.stage;
+        uint64_t* full = &barriers.full[s];
+        mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
+        mbarrier_arrive_expect_tx(full, kBytesA + kBytesB);
+        load_boxes<kMajorA, kViewA, kTileM, kBoxA, false>(p.a[source], smem.a[s], full, tile, tile.m, k);
+        auto load_half_b = [&]<bool kMulticast>(int half) {
+          load_boxes<kMajorB, kViewB, kLoadB, kBoxB, kMulticast>(
+              p.b[source], smem.b[s] + half * kLoadB * kTileK * 2, full, tile, tile.n + half * kLoadB, k);
+        };
+        if (tile.shares_b)
+          load_half_b.template operator()<true>(rank);
+        else
+          load_half_b.template operator()<false>(0), load_half_b.template operator()<false>(1);
+      }
   }
 
   // A consumer warpgroup: rows 64 * consumer and on of the tile. The barriers are those of its next stage.
-  __device__ static __forceinline__ void mma(const Params& p, Tensors& smem, Barriers& barriers,
+  __device__ static __forceinline__ void mma(int k_blocks, Tensors& smem, Barriers& barriers,
                                              PipelineState& state, int consumer,
                                              float (&acc)[kAccumulators]) {
     const uint64_t a = descriptor<kMajorA>(smem.a[0]) + (64 * kTileK * 2 * consumer >> 4),
                    b = descriptor<kMajorB>(smem.b[0]);
     PipelineState released = state;
 #pragma unroll 1
-    for (int k = 0; k < p.k_blocks; ++k, state.advance()) {
+    for (int k = 0; k < k_blocks; ++k, state.advance()) {
       mbarrier_wait_parity<false>(&barriers.full[state.stage], state.phase);
       const uint64_t stage_a = a + uint32_t(state.stage * kBytesA >> 4),
                      stage_b = b + uint32_t(state.stage * kBytesB >> 4);
@@ -88,14 +115,15 @@ struct Mainloop {
   }
 
  private:
-  template <Major kMajor, int kRows, int kBox, bool kMulticast>
+  template <Major kMajor, View kView, int kRows, int kBox, bool kMulticast>
   __device__ static __forceinline__ void load_boxes(const CUtensorMap& map, uint8_t* to, uint64_t* barrier,
-                                                    int row, int k, int matrix) {
+                                                    const Tile& tile, int mn, int k) {
+    const int depth = k * kTileK + (kView == View::ragged ? tile.begin : 0);
 #pragma unroll
     for (int i = 0; i < kRows; i += kBox)
       cp_async_bulk_tensor_load<kMulticast>(
-          cast_smem_ptr_to_uint(to + i * kTileK * 2), &map, kMajor == Major::K ? k * kTileK : row + i,
-          kMajor == Major::K ? row + i : k * kTileK, matrix, barrier, (1 << kCluster) - 1);
+          cast_smem_ptr_to_uint(to + i * kTileK * 2), &map, kMajor == Major::K ? depth : mn + i,
+          outer_coordinates<kView>(tile, kMajor == Major::K ? mn + i : depth), barrier, (1 << kCluster) - 1);
   }
 
   // Both CTAs write to the stage: both learn that a warp has read it.

@@ -16,31 +16,53 @@ namespace tigon::cuda::matmul {
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// The box at (inner, outer) of a matrix, zeros outside of it, to the same place in every CTA of `mask`, where it completes on the
-// same barrier.
+// The box at (x, y), where y has the coordinates of two dimensions or three, zeros outside of the tensor, to the same place in
+// every CTA of `mask`, where it completes on the same barrier.
 template <bool kMulticast>
-__device__ __forceinline__ void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int inner,
-                                                          int outer, int matrix, uint64_t* barrier,
-                                                          uint16_t mask) {
+__device__ __forceinline__ void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int x, int2 y,
+                                                          uint64_t* barrier, uint16_t mask) {
   if constexpr (kMulticast)
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-        "l"(map), "r"(inner), "r"(outer), "r"(matrix), "r"(cast_smem_ptr_to_uint(barrier)), "h"(mask)
+        "l"(map), "r"(x), "r"(y.x), "r"(y.y), "r"(cast_smem_ptr_to_uint(barrier)), "h"(mask)
         : "memory");
   else
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-        "l"(map), "r"(inner), "r"(outer), "r"(matrix), "r"(cast_smem_ptr_to_uint(barrier))
+        "l"(map), "r"(x), "r"(y.x), "r"(y.y), "r"(cast_smem_ptr_to_uint(barrier))
         : "memory");
 }
-// The part of the box at (inner, outer) that is inside of the matrix.
-__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, int inner,
-                                                           int outer, int matrix) {
+template <bool kMulticast>
+__device__ __forceinline__ void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int x, int3 y,
+                                                          uint64_t* barrier, uint16_t mask) {
+  if constexpr (kMulticast)
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+        "l"(map), "r"(x), "r"(y.x), "r"(y.y), "r"(y.z), "r"(cast_smem_ptr_to_uint(barrier)), "h"(mask)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+        "l"(map), "r"(x), "r"(y.x), "r"(y.y), "r"(y.z), "r"(cast_smem_ptr_to_uint(barrier))
+        : "memory");
+}
+// The part of the box at (x, y) that is inside of the tensor.
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, int x,
+                                                           int2 y) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-      "r"(from), "r"(inner), "r"(outer), "r"(matrix)
+      "r"(from), "r"(x), "r"(y.x), "r"(y.y)
+      : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, int x,
+                                                           int3 y) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(from), "r"(x), "r"(y.x), "r"(y.y), "r"(y.z)
       : "memory");
 }
 __device__ __forceinline__ void cp_async_bulk_commit_group() {

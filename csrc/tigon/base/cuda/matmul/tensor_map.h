@@ -8,10 +8,11 @@
 
 namespace tigon::cuda::matmul {
 
-// `count` adjacent matrices of 16-bit elements, each `outer` rows of `inner` contiguous ones, `stride` elements apart, copied in
-// boxes of 64 inner (128 bytes, swizzled) by `box` outer ones. The first element and the stride are aligned to 16 bytes.
-inline CUtensorMap make_tensor_map(const char* op, const void* data, CUtensorMapDataType type, int64_t inner,
-                                   int64_t outer, int64_t stride, int box, int64_t count = 1) {
+// 16-bit elements in `kRank` dimensions, copied in boxes of 64 (128 bytes, swizzled) in the first by `box` in the second.
+template <int kRank>
+CUtensorMap encode_tensor_map(const char* op, const void* data, CUtensorMapDataType type,
+                              const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
+                              int box) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* fn = nullptr;
@@ -26,14 +27,31 @@ inline CUtensorMap make_tensor_map(const char* op, const void* data, CUtensorMap
   TIGON_CHECK(op, encode != nullptr,
               "the CUDA driver must have cuTensorMapEncodeTiled (CUDA 12.0), found none");
   CUtensorMap map;
-  const cuuint64_t sizes[3] = {cuuint64_t(inner), cuuint64_t(outer), cuuint64_t(count)};
-  const cuuint64_t strides[2] = {cuuint64_t(stride) * 2, cuuint64_t(outer * stride) * 2};
-  const cuuint32_t boxes[3] = {64, cuuint32_t(box), 1}, steps[3] = {1, 1, 1};
-  const CUresult status = encode(&map, type, 3, const_cast<void*>(data), sizes, strides, boxes, steps,
+  const cuuint32_t boxes[4] = {64, cuuint32_t(box), 1, 1}, steps[4] = {1, 1, 1, 1};
+  const CUresult status = encode(&map, type, kRank, const_cast<void*>(data), sizes, strides, boxes, steps,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TIGON_CHECK(op, status == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with CUresult ", int(status));
   return map;
+}
+
+// `count` adjacent matrices, each `outer` rows of `inner` contiguous elements, `stride` elements apart. The first element and the
+// stride are aligned to 16 bytes.
+inline CUtensorMap make_tensor_map(const char* op, const void* data, CUtensorMapDataType type, int64_t inner,
+                                   int64_t outer, int64_t stride, int box, int64_t count = 1) {
+  const auto row = cuuint64_t(stride) * 2;
+  return encode_tensor_map<3>(op, data, type, {cuuint64_t(inner), cuuint64_t(outer), cuuint64_t(count)},
+                              {row, row * cuuint64_t(outer)}, box);
+}
+
+// One matrix whose boxes end at any row: at (x, kRagged - n, kRagged, end) are its rows from end - n on, and none from `end` on,
+// which are outside of the second dimension. kRagged steps of the third take back as many of the second, modulo 2^64.
+constexpr int kRagged = 1 << 30;
+inline CUtensorMap make_ragged_tensor_map(const char* op, const void* data, CUtensorMapDataType type,
+                                          int64_t inner, int64_t stride, int box) {
+  const auto row = cuuint64_t(stride) * 2;
+  return encode_tensor_map<4>(op, data, type, {cuuint64_t(inner), kRagged, kRagged + 1, kRagged},
+                              {row, (cuuint64_t(1) << 34) - row, row}, box);
 }
 
 }  // namespace tigon::cuda::matmul

@@ -1,40 +1,77 @@
 // Which tiles of the result a cluster of the persistent kernel computes, and in what order.
 #pragma once
 
+#include <cstdint>
+
 namespace tigon::cuda::matmul {
 
-// Clusters take tiles in turn, one matrix after the other. The order goes across `kGroup` columns of tiles, then to the next row
-// of the group, so that the tiles in flight at a time cover a rectangle, whose panels of A and B stay in L2.
+// A tile of the result is kTileM x kTileN and summed in steps of kTileK, which are the 128 bytes of a swizzled row.
+constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kCluster = 2;
+
+// What a launch computes: products of adjacent matrices, or one for each group of rows, which lie one after the other.
+//   rows    a group's rows of A times its matrix of B
+//   depth   a group's rows of A, transposed, times its rows of B: the groups are along K
+enum class Groups { none, rows, depth };
+
+// The tile of a CTA.
+struct Tile {
+  int m, n;        // its first row and column in A, B and the result
+  int matrix;      // or group
+  int begin, end;  // the group's rows
+  int k_blocks;
+  bool shares_b;  // with the other CTA, whose tile lies below or above; else that lies to the right or left
+};
+
+// Clusters take tiles in turn, two by two, one matrix after the other. The order goes across `kAcross` columns of tiles, then to
+// the next rows, so that the tiles in flight at a time cover a rectangle, whose panels of A and B stay in L2. A pair is a square,
+// one tile below the other; of an odd number of rows of tiles the last has pairs side by side.
+template <Groups kGroups>
 struct TileScheduler {
-  static constexpr int kGroup = 16;
-  // A tile here is that of a whole cluster, which is a square.
+  static constexpr int kAcross = 16;
   struct Params {
-    int tiles_m = 0, tiles_n = 0, matrices = 1;
-    bool lower = false;  // no tiles above the diagonal; tiles_m is tiles_n
-    __host__ __device__ int tiles() const { return lower ? tiles_m * (tiles_m + 1) / 2 : tiles_m * tiles_n; }
-  };
-  struct Tile {
-    int m, n, matrix;
+    int m = 0, tiles_n = 0;  // rows (not of `rows`) and columns of tiles of a matrix
+    int k_blocks = 0;        // not of depth
+    int matrices = 1;
+    bool lower = false;                // no squares above the diagonal; a matrix has as many rows as columns
+    const int32_t* offsets = nullptr;  // [matrices + 1]: where the groups' rows begin
   };
 
-  int at;
-  const int step;
-  __device__ TileScheduler(int cluster, int clusters) : at(cluster), step(clusters) {}
+  int at, first = 0, matrix = 0;  // the next pair, the first one of the matrix
+  const int step, rank;
+  __device__ TileScheduler(int cluster, int clusters, unsigned rank)
+      : at(cluster), step(clusters), rank(int(rank)) {}
 
   __device__ __forceinline__ bool next(const Params& p, Tile& tile) {
-    const int tiles = p.tiles();
-    tile.matrix = at / tiles;
-    if (tile.matrix >= p.matrices) return false;
-    const int i = at % tiles;
-    at += step;
-    if (p.lower) {  // the last row and the first are as long as the next pair
-      const int pair = i / (p.tiles_m + 1), rest = i % (p.tiles_m + 1), last = p.tiles_m - 1 - pair;
-      tile.m = rest <= last ? last : pair, tile.n = rest <= last ? rest : rest - last - 1;
-      return true;
+    int rows = p.m, pairs, squares_m, begin = 0, end = 0;
+    for (;; first += pairs, ++matrix) {
+      if (matrix == p.matrices) return false;
+      if constexpr (kGroups != Groups::none) begin = p.offsets[matrix], end = p.offsets[matrix + 1];
+      if constexpr (kGroups == Groups::rows) rows = end - begin;
+      const int tiles_m = (rows + kTileM - 1) / kTileM;
+      squares_m = tiles_m / 2;
+      pairs = p.lower ? p.tiles_n * (p.tiles_n + 1) / 2
+                      : squares_m * p.tiles_n + tiles_m % 2 * ((p.tiles_n + 1) / 2);
+      if (at < first + pairs) break;
     }
-    const int first = i / (kGroup * p.tiles_m) * kGroup, rest = i - first * p.tiles_m;
-    const int columns = min(kGroup, p.tiles_n - first);
-    tile.m = rest / columns, tile.n = first + rest % columns;
+    const int i = at - first;
+    at += step;
+    tile.shares_b = p.lower || i < squares_m * p.tiles_n;
+    int m, n;
+    if (p.lower) {  // the last row and the first are as long as the next pair of rows
+      const int pair = i / (p.tiles_n + 1), rest = i % (p.tiles_n + 1), last = p.tiles_n - 1 - pair;
+      m = rest <= last ? last : pair, n = rest <= last ? rest : rest - last - 1;
+    } else if (tile.shares_b) {
+      const int left = i / (kAcross * squares_m) * kAcross, rest = i - left * squares_m;
+      const int across = min(kAcross, p.tiles_n - left);
+      m = rest / across, n = left + rest % across;
+    } else {
+      m = squares_m, n = (i - squares_m * p.tiles_n) * 2 + rank;
+    }
+    tile.m = (m * 2 + (tile.shares_b ? rank : 0)) * kTileM + (kGroups == Groups::rows ? begin : 0);
+    tile.n = n * kTileN;
+    tile.matrix = matrix, tile.begin = begin, tile.end = end;
+    // An empty group has a step of zeros.
+    tile.k_blocks = kGroups == Groups::depth ? max(1, (end - begin + kTileK - 1) / kTileK) : p.k_blocks;
     return true;
   }
 };

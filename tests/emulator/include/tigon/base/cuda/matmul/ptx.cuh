@@ -16,22 +16,30 @@ inline char* swizzled(char* p) {
   return emulator::dynamic_shared + (at ^ (at >> 7 & 7) << 4);
 }
 template <class Fn>
-void each_of_box(const CUtensorMap& map, int inner, int outer, int matrix, Fn fn) {
-  uint16_t* const data = map.data + matrix * map.stride[1];
+void each_of_box(const CUtensorMap& map, int x, int3 y, Fn fn) {
+  if (x < 0 || y.x < 0 || y.y < 0 || y.z < 0)
+    fprintf(stderr, "emulator: a box begins before its tensor\n"), abort();
+  // Addresses are modulo 2^64.
+  const uint64_t begin = y.y * uint64_t(map.stride[1]) + y.z * uint64_t(map.stride[2]);
   for (int i = 0; i < map.box[1]; ++i)
     for (int j = 0; j < map.box[0]; ++j) {
-      const bool inside = inner + j < map.size[0] && outer + i < map.size[1];
-      fn((i * map.box[0] + j) * 2, inside ? &data[(outer + i) * map.stride[0] + inner + j] : nullptr);
+      const bool inside =
+          x + j < map.size[0] && y.x + i < map.size[1] && y.y < map.size[2] && y.z < map.size[3];
+      const uint64_t at = begin + (y.x + i) * uint64_t(map.stride[0]) + uint64_t(x + j);
+      fn((i * map.box[0] + j) * 2,
+         inside ? reinterpret_cast<uint16_t*>(uint64_t(map.data) + 2 * at) : nullptr);
     }
 }
-template <bool kMulticast>
-void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int inner, int outer, int matrix,
-                               uint64_t* barrier, uint16_t mask) {
+inline int3 widen(int2 y) { return {y.x, y.y, 0}; }
+inline int3 widen(int3 y) { return y; }
+template <bool kMulticast, class Coordinates>
+void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int x, Coordinates y, uint64_t* barrier,
+                               uint16_t mask) {
   char* const place = emulator::at_shared(to);
   if ((place - emulator::dynamic_shared) % 1024) fprintf(stderr, "emulator: a box is not aligned\n"), abort();
   for (unsigned rank = 0; rank < cluster_size(); ++rank)
     if (kMulticast ? mask >> rank & 1 : rank == cluster_rank()) {
-      each_of_box(*map, inner, outer, matrix, [&](int at, const uint16_t* from) {
+      each_of_box(*map, x, widen(y), [&](int at, const uint16_t* from) {
         const uint16_t value = from ? *from : 0;
         memcpy(emulator::of_rank(swizzled(place + at), rank), &value, 2);
       });
@@ -39,10 +47,10 @@ void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int inner, i
                                 -map->box[0] * map->box[1] * 2);
     }
 }
-inline void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, int inner, int outer,
-                                       int matrix) {
+template <class Coordinates>
+void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, int x, Coordinates y) {
   emulator::cta.thread->bulk.add([=] {
-    each_of_box(*map, inner, outer, matrix, [&](int at, uint16_t* to) {
+    each_of_box(*map, x, widen(y), [&](int at, uint16_t* to) {
       if (to) memcpy(to, swizzled(emulator::at_shared(from) + at), 2);
     });
   });
@@ -66,8 +74,9 @@ void stmatrix_x4(uint32_t to, const uint32_t (&w)[4]) {
     for (int k = 0; k < 2; ++k) {
       const int row = lane / 4, column = lane % 4 * 2 + k;
       const uint16_t value = uint16_t(w[i] >> 16 * k);
-      memcpy(emulator::at_shared(uint32_t(all[8 * i + (kTrans ? column : row)])) + 2 * (kTrans ? row : column),
-             &value, 2);
+      memcpy(
+          emulator::at_shared(uint32_t(all[8 * i + (kTrans ? column : row)])) + 2 * (kTrans ? row : column),
+          &value, 2);
     }
   emulator::exchange(~0u, 0);
 }

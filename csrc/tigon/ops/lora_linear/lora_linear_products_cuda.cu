@@ -1,0 +1,54 @@
+// Base and adapters as one product on sm_90a: they follow each other along K.
+#include <algorithm>
+#include <cmath>
+
+#include "tigon/base/cuda/matmul/epilogue_store.cuh"
+#include "tigon/base/cuda/matmul/launch.cuh"
+#include "tigon/base/dispatch.h"
+#include "tigon/ops/lora_linear/lora_linear.h"
+
+namespace tigon::cuda {
+namespace {
+
+constexpr const char* kOp = "lora_linear";
+constexpr size_t kMost = 4;  // q, k and v, and the adapters of all
+
+template <class T, matmul::Major kMajorB>
+bool run(Context& ctx, std::span<const Product> products) {
+  using Kernel =
+      matmul::Matmul<T, matmul::Major::K, kMajorB, matmul::StoreEpilogue<T>, matmul::Groups::none, kMost>;
+  if (!Kernel::is_available(kOp)) return false;
+  std::array<Gemm, kMost> sources{};
+  std::transform(products.begin(), products.end(), sources.begin(), gemm_of);
+  const Matrix& c = products[0].c;
+  Kernel::run(
+      kOp, ctx, sources,
+      {matmul::make_tensor_map(kOp, c.data, matmul::kTensorMapType<T>, c.cols, c.rows, c.stride, 64)});
+  return true;
+}
+
+}  // namespace
+
+bool lora_products(Context& ctx, std::span<const Product> products) {
+  auto fits = [](const Matrix& m) {
+    return matmul::is_tma_matrix(m.data, m.stride) && m.rows <= INT32_MAX / 2 && m.cols <= INT32_MAX / 2;
+  };
+  const Matrix& c = products[0].c;
+  const bool all = std::all_of(products.begin(), products.end(),
+                               [&](const Product& p) { return fits(p.a) && fits(p.b) && fits(p.c); });
+  if (ctx.deterministic || c.dtype == DType::f32 || !all || products.size() < 2 || products.size() > kMost)
+    return false;
+  // The least part of the last wave's tiles that makes it faster than cuBLASLt's, which has smaller ones.
+  constexpr double kFilled = 0.9;
+  const double tiles = double(c.rows) * double(c.cols) / (matmul::kTileM * matmul::kCluster * matmul::kTileN),
+               at_once = std::max(1, device_facts().sms / matmul::kCluster);
+  if (tiles < kFilled * at_once * std::ceil(tiles / at_once)) return false;
+  using matmul::Major;
+  const bool k_major = products[0].trans_b;
+  if (c.dtype == DType::bf16)
+    return k_major ? run<__nv_bfloat16, Major::K>(ctx, products)
+                   : run<__nv_bfloat16, Major::MN>(ctx, products);
+  return k_major ? run<__half, Major::K>(ctx, products) : run<__half, Major::MN>(ctx, products);
+}
+
+}  // namespace tigon::cuda

@@ -1,0 +1,112 @@
+// Statistics of similarities in the core: gradients against finite differences, chunks, refusals before anything is written.
+#include "table.h"
+#include "tigon/ops/contrastive/contrastive.h"
+
+namespace tigon::test {
+namespace {
+
+constexpr int64_t kQueries = 5, kDocuments = 7, kSize = 6, kPicks = 2;
+
+struct Run {
+  Table q{DType::f32, kQueries, kSize}, d{DType::f32, kDocuments, kSize},
+      scale = Table::column(DType::f32, 1);
+  Table guide_q{DType::bf16, kQueries, 4}, guide_d{DType::bf16, kDocuments, 4};
+  Table labels{DType::i64, kQueries, kPicks}, limit = Table::column(DType::f32, kQueries);
+  Table row_lse = Table::column(DType::f64, kQueries), col_lse = Table::column(DType::f64, kDocuments),
+        picked = Table::column(DType::f32, kQueries* kPicks);
+  Table drow = Table::column(DType::f32, kQueries), dcol = Table::column(DType::f32, kDocuments),
+        dpicked = Table::column(DType::f32, kQueries* kPicks);
+  Table dq{DType::f32, kQueries, kSize}, dd{DType::f32, kDocuments, kSize},
+      dlog_scale = Table::column(DType::f32, 1);
+
+  Run() {
+    q.normal(1), d.normal(2), guide_q.normal(3), guide_d.normal(4), drow.normal(5), dcol.normal(6),
+        dpicked.normal(7);
+    scale.fill([](int64_t, int64_t) { return 0.4; });
+    limit.fill([](int64_t, int64_t) { return 1.5; });
+    labels.fill([](int64_t r, int64_t k) { return k == 0 ? r : r == 3 ? r : -100; });  // one twice
+  }
+  ContrastiveScores scores(int64_t chunk) {
+    return {.q = q.matrix(),
+            .d = d.matrix(),
+            .scale = scale.vector(),
+            .labels = labels.matrix(),
+            .limit = limit.vector(),
+            .guide_q = guide_q.matrix(),
+            .guide_d = guide_d.matrix(),
+            .chunk_rows = chunk};
+  }
+  // The sum of the statistics times their gradients.
+  double loss(Context& ctx, int64_t chunk) {
+    contrastive_fwd(ctx, {scores(chunk), row_lse.vector(), col_lse.vector(), picked.vector()});
+    double total = 0;
+    for (int64_t i = 0; i < kQueries; ++i) total += row_lse(i) * drow(i);
+    for (int64_t j = 0; j < kDocuments; ++j) total += col_lse(j) * dcol(j);
+    for (int64_t k = 0; k < kQueries * kPicks; ++k) total += picked(k) * dpicked(k);
+    return total;
+  }
+  void backward(Context& ctx, int64_t chunk) {
+    contrastive_bwd(ctx, {scores(chunk), row_lse.vector(), drow.vector(), col_lse.vector(), dcol.vector(),
+                          dpicked.vector(), dq.matrix(), dd.matrix(), dlog_scale.vector()});
+  }
+};
+
+TEST_CASE("gradients are slopes of the statistics") {
+  auto ctx = make_cpu_context(2);
+  for (int64_t chunk : {0, 2}) {
+    INFO("chunk of " << chunk);
+    Run run;
+    auto loss = [&] { return run.loss(*ctx, chunk); };
+    loss();
+    run.backward(*ctx, chunk);
+    check_slopes("dq", run.q, run.dq, loss);
+    check_slopes("dd", run.d, run.dd, loss);
+    Table dscale = run.dlog_scale;
+    dscale.set(0, 0, run.dlog_scale(0) / run.scale(0));
+    check_slopes("dscale", run.scale, dscale, loss);
+  }
+}
+
+TEST_CASE("a pair above the limit is in neither sum") {
+  auto ctx = make_cpu_context(1);
+  Run run;
+  run.loss(*ctx, 0);
+  for (int64_t i = 0; i < kQueries; ++i) {
+    double total = 0;
+    for (int64_t j = 0; j < kDocuments; ++j) {
+      double z = 0, t = 0;
+      for (int64_t k = 0; k < kSize; ++k) z += run.q(i, k) * run.d(j, k);
+      for (int64_t k = 0; k < 4; ++k) t += run.guide_q(i, k) * run.guide_d(j, k);
+      if (t <= run.limit(i) || j == i) total += std::exp(run.scale(0) * z);
+    }
+    CHECK(run.row_lse(i) == doctest::Approx(std::log(total)).epsilon(1e-5));
+  }
+}
+
+TEST_CASE("the same bits on every instruction set, with any number of threads") {
+  check_same_everywhere([](Context& ctx) {
+    Run run;
+    run.loss(ctx, 2);
+    run.backward(ctx, 2);
+    return std::vector<Table>{run.row_lse, run.col_lse, run.picked, run.dq, run.dd, run.dlog_scale};
+  });
+}
+
+TEST_CASE("refusals come before anything is written") {
+  auto ctx = make_cpu_context(1);
+  auto refused = [&](const char* message, auto&& change) {
+    Run run;
+    const Table before = run.row_lse;
+    ContrastiveFwd a{run.scores(0), run.row_lse.vector(), run.col_lse.vector(), run.picked.vector()};
+    change(a);
+    CHECK_THROWS_WITH_AS(contrastive_fwd(*ctx, a), doctest::Contains(message), Error);
+    CHECK(run.row_lse == before);
+  };
+  refused("guides must be floats", [](ContrastiveFwd& a) { a.guide_q.dtype = a.guide_d.dtype = DType::i64; });
+  refused("guide_q and guide_d must be given together", [](ContrastiveFwd& a) { a.guide_d = {}; });
+  refused("at least one row", [](ContrastiveFwd& a) { a.d.rows = 0; });
+  refused("limit", [](ContrastiveFwd& a) { a.limit.size = 4; });
+}
+
+}  // namespace
+}  // namespace tigon::test
