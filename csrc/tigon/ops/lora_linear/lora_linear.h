@@ -19,9 +19,11 @@
 
 #include <span>
 
-#include "tigon/base/product.h"
+#include "tigon/base/context.h"
 
 namespace tigon {
+
+struct Product;  // base/product.h
 
 // The columns of t that an adapter of rank r has.
 constexpr int64_t lora_columns(int64_t r) { return (r + 7) / 8 * 8; }
