@@ -5,6 +5,7 @@
 #include "tigon/base/cuda/matmul/epilogue_store.cuh"
 #include "tigon/base/cuda/matmul/launch.cuh"
 #include "tigon/base/dispatch.h"
+#include "tigon/base/product.h"
 #include "tigon/ops/lora_linear/lora_linear.h"
 
 namespace tigon::cuda {
