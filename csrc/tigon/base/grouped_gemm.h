@@ -20,13 +20,12 @@ struct GroupedGemm {
 };
 
 // On the CPU one product of the context per group, on CUDA one launch where has_grouped_gemm() and the rows are of 16 bits and
-// whole 16-byte vectors: tigon::Error otherwise.
+// whole 16-byte vectors, at most 2^30: tigon::Error otherwise.
 void grouped_gemm(Context& ctx, const GroupedGemm& g);
 // Whether the context's device has such a kernel: sm_90a.
 bool has_grouped_gemm(Context& ctx);
 
 namespace cuda {
-bool fits(const GroupedGemm& g);
 void grouped_gemm(Context& ctx, const GroupedGemm& g);
 bool has_grouped_gemm();
 }  // namespace cuda

@@ -24,7 +24,7 @@ def activation(
         saves_result: the backward takes the result in place of x (``csrc/tigon/base/distribution.h``).
         elementwise: every element by itself; else every row.
     """
-    bwd = raw(f"{name}_bwd", (lambda dy, y: _fake(y)) if saves_result else lambda dy, x: _fake(x))
+    bwd = raw(f"{name}_bwd", lambda dy, saved: _fake(saved))
 
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*([output] if saves_result else inputs))

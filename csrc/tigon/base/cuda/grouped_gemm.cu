@@ -27,7 +27,6 @@ void run(Context& ctx, const GroupedGemm& g) {
                                                    .a = g.a.data,
                                                    .lda = g.a.stride,
                                                    .b = g.b.data,
-
                                                    .ldb = g.b.stride}},
                                              {d}, {.count = g.groups, .offsets = g.offsets});
 }
@@ -39,21 +38,23 @@ void run(Context& ctx, const GroupedGemm& g) {
             : run<T, Major::K, Major::MN, Groups::rows>(ctx, g);
 }
 
-}  // namespace
-
-bool has_grouped_gemm() {
-  return Product<__nv_bfloat16, Major::K, Major::K, Groups::rows>::is_available(kOp);
-}
-
 bool fits(const GroupedGemm& g) {
   for (const Matrix* m : {&g.a, &g.b, &g.c})
     if (!matmul::is_tma_matrix(m->data, m->stride) || m->cols % 8 != 0) return false;
   return g.a.dtype != DType::f32;
 }
 
+}  // namespace
+
+bool has_grouped_gemm() {
+  return Product<__nv_bfloat16, Major::K, Major::K, Groups::rows>::is_available(kOp);
+}
+
 void grouped_gemm(Context& ctx, const GroupedGemm& g) {
   TIGON_CHECK(kOp, has_grouped_gemm(), "there is a product of groups for sm_90a only");
   TIGON_CHECK(kOp, fits(g), "rows must be of 16 bits and whole vectors of 16 bytes");
+  TIGON_CHECK(kOp, g.a.rows <= matmul::kRagged, "there must be at most ", matmul::kRagged, " rows, got ",
+              g.a.rows);
   if (g.c.cols == 0 || (g.a.rows == 0 && !g.over_rows)) return;
   g.a.dtype == DType::f16 ? run<__half>(ctx, g) : run<__nv_bfloat16>(ctx, g);
 }
