@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ SAME = {
     "target": "target",
 }
 _COUNTS = ("rows", "size")  # the others are checksums and bits, which say nothing to a reader
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], int, int]  # the last four members of Shards
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,9 @@ def _counts(columns: tuple[int, ...], device) -> torch.Tensor:
     return torch.tensor(columns, dtype=torch.float32, device=device)
 
 
-_agreed: dict[tuple, Shards] = {}
+# Of each group that lives: what its processes have agreed on. They make the same calls, so all forget at the same one.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Facts, Layout]] = weakref.WeakKeyDictionary()
+_AGREED_CALLS = 4096
 
 
 def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, object]]):
@@ -117,10 +123,10 @@ def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, ob
         facts, result = describe()
     except Exception as error:  # whatever it is, nobody waits for this process
         refusal = error
-    key = (id(group), group.group_name, size, rank, facts)
+    agreed = _agreed.setdefault(group, {})
     lasting = device.type == "cuda" and (facts.vocab >= 0 or size == 1)
-    if lasting and refusal is None and key in _agreed:
-        return _agreed[key], result
+    if lasting and refusal is None and facts in agreed:
+        return Shards(group, rank, *agreed[facts]), result
     said = _exchange(group, size, device, facts)
     if refusal is not None:
         raise refusal
@@ -131,10 +137,12 @@ def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, ob
             given = f"{mine} here and {theirs}" if name in _COUNTS else "another"
             check(op, mine == theirs, "{} must be the same in all processes, got {} in process {}", words,
                   given, other)  # fmt: skip
-    shards = _shards(op, group, rank, said)
+    layout = _layout(op, said)
     if lasting:
-        _agreed[key] = shards
-    return shards, result
+        if len(agreed) == _AGREED_CALLS:
+            agreed.clear()
+        agreed[facts] = layout
+    return Shards(group, rank, *layout), result
 
 
 def _exchange(group, size, device, facts: Facts) -> list[Facts]:
@@ -147,7 +155,7 @@ def _exchange(group, size, device, facts: Facts) -> list[Facts]:
     return [Facts(*row) for row in all_.view(size, len(facts)).tolist()]
 
 
-def _shards(op, group, rank, said: list[Facts]) -> Shards:
+def _layout(op, said: list[Facts]) -> Layout:
     """The layout that all processes find alike, checked to hold every class once."""
     columns, vocabs = [s.columns for s in said], {s.vocab for s in said}
     check(op, len(vocabs) == 1, "vocab must be the same in all processes, got {}", sorted(vocabs))
@@ -165,7 +173,7 @@ def _shards(op, group, rank, said: list[Facts]) -> Shards:
         check(op, first == end, "shards must hold every class once, got first_class {} after {}", first, end)
         end = first + real
     check(op, end == vocab and vocab > 0, "shards must hold all {} classes (vocab), got {}", vocab, end)
-    return Shards(group, rank, tuple(firsts), tuple(reals), max(columns), vocab)
+    return tuple(firsts), tuple(reals), max(columns), vocab
 
 
 def _sum_in_order(parts: torch.Tensor, to: torch.Tensor) -> None:
