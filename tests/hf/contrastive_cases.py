@@ -20,7 +20,9 @@ def contrastive_group(options):
     """The loss and every gradient are those of one process with both batches."""
     n, m, size = 19, 31, 24
     generator = torch.Generator().manual_seed(3)
-    q, d = (torch.randn(2, rows, size, generator=generator).to(device_type()) for rows in (n, m))
+    q, d = (
+        torch.randn(2, rows, size, generator=generator, device="cpu").to(device_type()) for rows in (n, m)
+    )
     d[:, :n] += q
     own = slice(rank(), rank() + 1)
     options = dict(options)

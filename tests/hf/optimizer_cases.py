@@ -21,10 +21,17 @@ def same(a, b):
     assert torch.equal(a, b)
 
 
+def on_device(tensor, dtype):
+    return tensor.to(torch.get_default_device(), dtype)
+
+
 def drawn(seed, dtype=torch.bfloat16):
     """Parameters and gradients that are the same on every rank; sizes that do not divide evenly."""
     draw = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=draw).to(dtype) for shape in ((5, 24), (1, 16), (64, 8), (13,))]
+    return [
+        on_device(torch.randn(s, generator=draw, device="cpu"), dtype)
+        for s in ((5, 24), (1, 16), (64, 8), (13,))
+    ]
 
 
 @case(**{rounding: (rounding,) for rounding in ("nearest", "stochastic", "split", "master")})
@@ -132,7 +139,7 @@ def matrices(seed):
     """Hidden matrices that do not divide evenly, more than one of a shape, and experts."""
     draw = torch.Generator().manual_seed(seed)
     shapes = ((5, 24), (40, 16), (5, 24), (1, 16), (5, 24), (40, 16), (4, 6, 10))
-    return [torch.randn(shape, generator=draw).bfloat16() for shape in shapes]
+    return [on_device(torch.randn(s, generator=draw, device="cpu"), torch.bfloat16) for s in shapes]
 
 
 @case(rows=(0,), columns=(1,))

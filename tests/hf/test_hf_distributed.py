@@ -19,7 +19,10 @@ from two_processes import CASES, NEEDS
 
 RANKS = 2
 SECONDS = 600  # of all cases, on a machine that does other work too; a case that hangs ends them
-ON_GPUS = ("ddp", "fsdp2", "parallel_", "dtensor_", "losses_of_sharded")  # the others build on the CPU
+ON_GPUS = (  # the others build on the CPU
+    *("ddp", "fsdp2", "parallel_", "dtensor_", "losses_of_sharded"),
+    *("adamw_", "clip_grad_norm_", "muon_", "contrastive_"),
+)
 
 
 @pytest.fixture(scope="module")
