@@ -241,7 +241,10 @@ def _liger(case, inputs):
 
     p = params(case, DEFAULTS)
     if p["op"] == "post":
-        if any(value is None for value in inputs.args) or inputs.args[3].shape[-1] != inputs.args[3].shape[-2]:
+        if (
+            any(value is None for value in inputs.args)
+            or inputs.args[3].shape[-1] != inputs.args[3].shape[-2]
+        ):
             return None
         return lambda x, f, post, res, *, transposed, **_: LigerMHCPostResFunction.apply(
             x, f, post, res.mT if transposed else res
