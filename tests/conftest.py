@@ -74,7 +74,7 @@ def _seed():
 
 
 def allocations(call) -> list[int]:
-    """Bytes that a call takes from (and, negative, gives back to) PyTorch's CPU allocator, in the order of time."""
+    """Bytes that a call takes from PyTorch's CPU allocator, negative where it gives them back, in order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         call()
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -14,10 +14,10 @@ import types
 
 import pytest
 import torch
-from conftest import allocations
 from tiny import batch, close, make, step
 from torch import nn
 
+from conftest import allocations
 from tigon.integrations.transformers import LazyLogits, apply, undo
 
 
