@@ -87,9 +87,12 @@ def test_gpt(options, norms):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_deterministic_mode(tied):
+def test_deterministic_mode(tied, monkeypatch):
     """What Megatron's --deterministic-mode sets: the head is fused, steps repeat, rows are independent."""
-    torch.use_deterministic_algorithms(True)
+    for name, value in (("NCCL_ALGO", "Ring"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
+                        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")):  # fmt: skip
+        monkeypatch.setenv(name, value)  # and as it was afterwards
+    tiny.deterministic_mode()
     try:
         model = gpt(tied=tied, deterministic_mode=True)  # its rules refuse cross_entropy_loss_fusion
         want = step(model)
