@@ -115,6 +115,16 @@ def test_deterministic_mode(tied, monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+def test_batch_invariant_mode():
+    """Megatron's other switch replaces products: the output layer keeps its own, and the report says so."""
+    model = gpt()
+    want = step(model)
+    model.config.batch_invariant_mode = True  # its construction asks for FlashAttention
+    report = tm.apply(model)
+    same(step(model), want)
+    assert report.count("loss") == 0 and "batch_invariant_mode asks for Megatron's own product" in str(report)
+
+
 @newer
 def test_mtp_acceptance_count_without_logits():
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper

@@ -15,7 +15,13 @@ CASES = []
 @case(CASES, "GPTModel", "`tigon.megatron.apply(model)`", {})
 @case(CASES, "GPTModel, tensor parallel", "the same", {}, processes=2)
 @case(CASES, "GPTModel, `--deterministic-mode`", "the same", {"deterministic_mode": True})
-@case(CASES, "GPTModel, `--deterministic-mode`, tensor parallel", "the same", {"deterministic_mode": True}, processes=2)
+@case(
+    CASES,
+    "GPTModel, `--deterministic-mode`, tensor parallel",
+    "the same",
+    {"deterministic_mode": True},
+    processes=2,
+)
 def train(with_tigon, folder, changes):
     import megatron_tiny
 
