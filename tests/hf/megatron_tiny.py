@@ -41,7 +41,7 @@ def megatron(tensor_parallel=1):
 
 
 def deterministic_mode(**options):
-    """What --deterministic-mode does: by Megatron's own file, without its package, which imports much more."""
+    """What --deterministic-mode does: by Megatron's own file, whose package imports much more."""
     import megatron.core
 
     path = Path(megatron.core.__file__).parents[1] / "training/determinism.py"
