@@ -180,12 +180,22 @@ def read(path: Path) -> list[dict]:
     return processes.read(path, key)
 
 
+def work(record: dict, config: dict) -> dict:
+    """The operations that the heads add; a frozen model runs forward alone and has no head of its own."""
+    block, head = config["hidden_size"] ** 2, config["vocab_size"] * config["hidden_size"]
+    if record["stage"] == 2:
+        return {"others": 6 * record["heads"] * (block + head)}
+    return {"passes": (1, 1), "head": 0.0, "others": record["heads"] * (4 * block + 6 * head)}
+
+
 def _cell(record: dict | None) -> str:
     if record is None:
         return "-"
     if "error" in record:
         return processes.error_text(record)
-    return f"{record['tokens_per_s']:,.0f} tokens/s, {record['peak_gb']:.1f} GB"
+    config = e2e.MODELS[record["model"]] | record["changes"]
+    used = e2e.mfu.text(record, config, **work(record, config))
+    return f"{record['tokens_per_s']:,.0f} tokens/s, {record['peak_gb']:.1f} GB{used}"
 
 
 def table(records: list[dict]) -> str:

@@ -68,12 +68,6 @@ LIMIT = (
 MEMORY = "`MiB`: peak memory of one call above what was allocated before."
 
 
-MFU = (
-    "MFU: [the model's operations](../benchmarks.md#whole-models) over "
-    f"{e2e.mfu.PEAK_TFLOPS['H200']:.0f} TFLOP/s, which NVIDIA states of dense bf16;\nin brackets over what a "
-    "product of 8192 x 8192 x 8192 reached in the same process, where it was measured."
-)
-
 # --- tables -----------------------------------------------------------------------------------
 
 
@@ -146,7 +140,7 @@ def failures(records: list[dict]) -> str:
 
 def e2e_section(run: Run, _: list[Run]) -> Section:
     """Tokens a second and peak memory of whole models."""
-    text = e2e.table(run.records) + ("" if run.cpu else f"\n\n{MFU}")
+    text = e2e.table(run.records) + ("" if run.cpu else f"\n\n{e2e.mfu.NOTE}")
     section = Section(run, f"Training step: {run.path.stem}", text)
     settings: dict[tuple, dict[str, dict]] = {}
     for r in (r for r in run.records if "error" not in r):

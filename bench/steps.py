@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import adapters
 import medusa
+import mfu
 import parallel_e2e
 import trl_trainers
 from tables import Comparison, Section, by_tokens, markdown, mib, ms, speed_text
@@ -99,7 +100,7 @@ def parallel_e2e_section(run, _: list) -> Section:
 
 def medusa_section(run, _: list) -> Section:
     """Tokens a second and peak memory of training Medusa's heads."""
-    section = Section(run, f"Medusa's heads: {run.path.stem}", medusa.table(run.records))
+    section = Section(run, f"Medusa's heads: {run.path.stem}", f"{medusa.table(run.records)}\n\n{mfu.NOTE}")
     settings: dict[str, dict[str, dict]] = {}
     for r in (r for r in run.records if "error" not in r):
         settings.setdefault(medusa.key(r | {"provider": None}), {})[r["provider"]] = r
@@ -160,7 +161,9 @@ def adapters_section(run, _: list) -> Section:
 
 def trl_section(run, _: list) -> Section:
     """Milliseconds and peak memory of steps of TRL's trainers."""
-    section = Section(run, f"Steps of TRL's trainers: {run.path.stem}", trl_trainers.table(run.records))
+    section = Section(
+        run, f"Steps of TRL's trainers: {run.path.stem}", f"{trl_trainers.table(run.records)}\n\n{mfu.NOTE}"
+    )
     for (what, rows), row in trl_trainers.settings([r for r in run.records if "error" not in r]).items():
         section.comparisons += by_tokens(lambda _, what=what, rows=rows: f"TRL, {what}, {rows}", row)
     return section

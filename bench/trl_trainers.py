@@ -46,6 +46,9 @@ TRAINERS = {
     "distillation_jsd": ("Distillation", "trl", {"beta": 0.5}, 2.0),
     "gkd": ("GKD", "trl.experimental.gkd", {"lmbda": 0.0, "beta": 0.5}, 2.0),
 }
+# Passes over a model's products and over its attention (bench/mfu.py): three of a policy, two of products
+# frozen under LoRA, one of a reference or a teacher; KTO runs both forward over rows of its KL term too.
+PASSES = {"sft": (3, 3), "sft_lora": (2, 3), "dpo_lora": (3, 4), "kto": (6, 6), "grpo": (3, 3)}
 WARMUP = 2
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unknown>"}  # ids 0, 1, 2
 KEY = ("trainer", "model", "layers", "changes", "batch", "seq", "prompt", "checkpointing", "dtype", "device",
@@ -361,7 +364,10 @@ def _cell(record: dict | None) -> str:
         return "-"
     if "error" in record:
         return processes.error_text(record)
-    return f"{statistics.median(record['step_ms']):.1f} ms, {record['peak_gb']:.2f} GB"
+    config, trainer = e2e.MODELS[record["model"]] | record["changes"], record["trainer"]
+    answers = 1.0 if trainer.startswith("sft") else 1 - record["prompt"] / record["seq"]
+    used = e2e.mfu.text(record, config, passes=PASSES.get(trainer, (4, 4)), head=answers)
+    return f"{statistics.median(record['step_ms']):.1f} ms, {record['peak_gb']:.2f} GB{used}"
 
 
 def _ratio(row: dict[str, dict], other: str, bar: float | None = None) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from torch.profiler import ProfilerActivity, profile
 
 TESTS = Path(__file__).resolve().parent
 # Commands that the tests start import the package from where the tests do (pyproject.toml, pythonpath).
@@ -70,6 +71,14 @@ def device(request) -> str:
 def _seed():
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")  # trainers of other tests may have lowered it
+
+
+def allocations(call) -> list[int]:
+    """Bytes that a call takes from PyTorch's CPU allocator, negative where it gives them back, in order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        call()
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
 
 
 @contextlib.contextmanager

@@ -110,7 +110,9 @@ def test_model_flops(words):
     projections, mlp, norms = 2 * 32 * (4 + 2) * 8, 3 * 32 * 48, 3 * 32
     weights, attention = projections + mlp + norms + 32 * 97, 12 * 4 * 8 * 16 / 2
     assert flops(record, config) == 6 * weights + attention
-    assert e2e.mfu.llama_parameters(config, 1) == weights - norms + 32 * 97
+    assert e2e.mfu.llama_weights(config, 1) == weights - norms
+    two_passes = flops(record, config, passes=(2, 3), head=0.5, others=7)
+    assert two_passes == 4 * (weights - 0.5 * 32 * 97) + attention + 7
     assert e2e.mfu.text(record, config) == "", "no card"
     record |= {"gpu": "NVIDIA H200", "tokens_per_s": 3.2e7, "product_tflops": 494.5}
     share = flops(record, config) * 3.2e7 / 989e12

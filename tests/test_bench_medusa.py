@@ -34,6 +34,14 @@ def test_providers_agree(words, stage):
     assert len(tigon["losses"]) == bench.WARMUP + 2 and tigon["tokens_per_s"] > 0
 
 
+def test_flops(words):
+    """Counted by hand: a frozen model has one pass and no head, a block on it no gradient of its input."""
+    config = bench.e2e.MODELS["llama3-8b"] | {"vocab_size": 97, "hidden_size": 32}
+    record = {"heads": 2, "stage": 1}
+    assert bench.work(record, config) == {"passes": (1, 1), "head": 0.0, "others": 2 * (4 * 32 + 6 * 97) * 32}
+    assert bench.work(record | {"stage": 2}, config) == {"others": 2 * 6 * (32 + 97) * 32}
+
+
 @pytest.mark.slow
 def test_a_run(words, capsys):
     command = [*words, "--stages", "1", "--providers", "liger,tigon"]

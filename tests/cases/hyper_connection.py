@@ -235,4 +235,31 @@ def flops_fwd(case: Case) -> int:
 
 flops_bwd = flops_fwd
 
-PEERS = {}
+
+def _liger(case, inputs):
+    from liger_kernel.ops.mhc import LigerMHCCoeffsFunction, LigerMHCPostResFunction, LigerMHCPreFunction
+
+    p = params(case, DEFAULTS)
+    if p["op"] == "post":
+        if (
+            any(value is None for value in inputs.args)
+            or inputs.args[3].shape[-1] != inputs.args[3].shape[-2]
+        ):
+            return None
+        return lambda x, f, post, res, *, transposed, **_: LigerMHCPostResFunction.apply(
+            x, f, post, res.mT if transposed else res
+        ).to(x.dtype)  # it has fp32 results
+
+    if p["parts"] != 3 or p["post_eps"] or not p["collapse"]:
+        return None
+
+    def pre(x, weight, base, scale, *, iterations, pre_eps, **_):
+        found = LigerMHCCoeffsFunction.apply(
+            x, weight.t(), base, *scale, True, iterations, 1e-6, pre_eps, 1e-6, 2.0
+        )
+        return LigerMHCPreFunction.apply(x, found[0]).to(x.dtype), *found
+
+    return pre
+
+
+PEERS = {"liger": _liger}

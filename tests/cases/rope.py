@@ -491,12 +491,24 @@ def flops_bwd(case: Case) -> int:
 
 
 def _liger(case, inputs):
-    from liger_kernel.ops.rope import LigerRopeFunction
+    from liger_kernel.ops import llama4_rope, qwen2vl_mrope, rope
 
-    if inputs.kwargs != {"unsqueeze_dim": 1} or inputs.args[1] is None:
-        return None
     # Without a gradient to make this peer turns q and k in place; each call takes them as they are.
-    return lambda q, k, cos, sin, **_: LigerRopeFunction.apply(q, k, cos, sin)
+    q, k, cos, _ = inputs.args
+    options = {name: value for name, value in inputs.kwargs.items() if value}
+    sections = options.pop("mrope_section", None)
+    if k is None or q.dim() != 4:
+        return None
+    if cos.is_complex():
+        if options.pop("keep_dtype", False) and options == {"unsqueeze_dim": 2, "interleaved": True}:
+            return lambda q, k, freqs, *_, **__: llama4_rope.LigerLlama4RopeFunction.apply(q, k, freqs)
+        return None
+    if options != {"unsqueeze_dim": 1}:
+        return None
+    if sections is None:
+        return lambda q, k, cos, sin, **_: rope.LigerRopeFunction.apply(q, k, cos, sin)
+    of = qwen2vl_mrope.LigerQwen2VLMRopeFunction if cos.shape[1] == q.shape[0] else None
+    return of and (lambda q, k, cos, sin, **_: of.apply(q, k, cos, sin, sections))
 
 
 def _quack(case, inputs):

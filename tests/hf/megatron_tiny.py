@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import runpy
 import warnings
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +38,18 @@ def megatron(tensor_parallel=1):
             yield
         finally:
             parallel_state.destroy_model_parallel()
+
+
+def deterministic_mode(**options):
+    """What --deterministic-mode does: by Megatron's own file, whose package imports much more."""
+    import megatron.core
+
+    path = Path(megatron.core.__file__).parents[1] / "training/determinism.py"
+    if not path.exists():  # 0.16 comes without it
+        torch.use_deterministic_algorithms(True)
+        return
+    args = Namespace(**{"cross_entropy_loss_fusion": False, "tp_comm_overlap": False, **options})
+    runpy.run_path(path)["apply_determinism_to_args"](args)
 
 
 def places_of_liger():

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import io
+import itertools
 import pickle
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from tiny import batch, close, make, step
 from torch import nn
 
+from conftest import allocations
 from tigon.integrations.transformers import LazyLogits, apply, undo
 
 
@@ -39,6 +41,43 @@ class Keeper(Wrapper):
     def __init__(self, model):
         super().__init__(model)
         self.forward = model.forward
+
+
+ADAPTERS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "head_saved": {"modules_to_save": ["lm_head"]},
+    "head_adapted": {"target_modules": ["q_proj", "lm_head"]},
+    "tokens": {"trainable_token_indices": {"embed_tokens": [3, 5]}},
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", ADAPTERS)
+def test_a_step_under_peft_takes_less_than_its_logits(what, when):
+    """With the PEFT that is installed, be it one that calls the model (0.21) or its forward (0.18, 0.20)."""
+    peft = pytest.importorskip("peft")
+    options = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    config = peft.LoraConfig(**options | ADAPTERS[what])
+    vocabulary, inputs = 4000, batch(rows=60, tokens=60)  # some chunks of the CPU
+
+    def peak(patched):
+        model = make(vocab_size=vocabulary, num_hidden_layers=1)
+        report = apply(model) if patched and when == "before" else None
+        torch.manual_seed(3)
+        model = peft.get_peft_model(model, config).train()
+        if patched:
+            report = apply(model)
+        results.append(step(model, inputs))
+        assert report is None or report.head_calls.fused == report.head_calls.lazy == 1
+        taken = itertools.accumulate(allocations(lambda: step(model, inputs)))
+        return max(taken)
+
+    results = []
+    logits = 4 * vocabulary * inputs["input_ids"].numel()
+    stock, ours = peak(False), peak(True)
+    assert stock > 2 * logits and ours < logits, (stock / logits, ours / logits)
+    close(results[1], results[0], ulps=512)
 
 
 def copied(model):

@@ -87,9 +87,12 @@ def test_gpt(options, norms):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_deterministic_mode(tied):
+def test_deterministic_mode(tied, monkeypatch):
     """What Megatron's --deterministic-mode sets: the head is fused, steps repeat, rows are independent."""
-    torch.use_deterministic_algorithms(True)
+    for name, value in (("NCCL_ALGO", "Ring"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
+                        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")):  # fmt: skip
+        monkeypatch.setenv(name, value)  # and as it was afterwards
+    tiny.deterministic_mode()
     try:
         model = gpt(tied=tied, deterministic_mode=True)  # its rules refuse cross_entropy_loss_fusion
         want = step(model)
@@ -110,6 +113,16 @@ def test_deterministic_mode(tied):
         assert torch.equal(losses(slice(0, 2))[1:], losses(slice(1, 2)))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_batch_invariant_mode():
+    """Megatron's other switch replaces products: the output layer keeps its own, and the report says so."""
+    model = gpt()
+    want = step(model)
+    model.config.batch_invariant_mode = True  # its construction asks for FlashAttention
+    report = tm.apply(model)
+    same(step(model), want)
+    assert report.count("loss") == 0 and "batch_invariant_mode asks for Megatron's own product" in str(report)
 
 
 @newer

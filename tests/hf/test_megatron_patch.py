@@ -42,6 +42,20 @@ with tiny.megatron():
     tm.fused_vocab_parallel_cross_entropy = lambda *args: calls.append(1) or own(*args)
     same(step(gpt(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="tigon")), wanted)
     assert calls
+    fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
+    with pytest.raises(AssertionError, match="cross_entropy_loss_fusion=False"):
+        tiny.deterministic_mode(**fused)
+    fused["cross_entropy_fusion_impl"] = "tigon"
+    tiny.deterministic_mode(**fused)
+    for more in ({}, {"use_tigon": True}):
+        model = gpt(deterministic_mode=True, **fused, **more)
+        first, second = step(model), step(model)
+        same(first, wanted)
+        assert torch.equal(first[0], second[0])
+        assert all(torch.equal(second[1][name], gradient) for name, gradient in first[1].items())
+    logits, labels = torch.randn(16, 2, tiny.VOCAB), torch.randint(0, tiny.VOCAB, (2, 16))
+    whole, alone = (model.compute_language_model_loss(labels[i:], logits[:, i:].contiguous()) for i in (0, 1))
+    assert torch.equal(whole[1:], alone) and torch.are_deterministic_algorithms_enabled()
 print("ran")
 """
 
@@ -58,7 +72,7 @@ def _installed() -> str | None:
 )
 def test_the_patched_package(tmp_path):
     spec = importlib.util.find_spec("megatron.core")
-    shutil.copytree(Path(spec.origin).parent, tmp_path / "megatron/core")
+    shutil.copytree(Path(spec.origin).parents[1], tmp_path / "megatron")
     subprocess.run(["patch", "-p1", "--fuzz=0", "-i", PATCH], cwd=tmp_path, check=True)
     tests = (str(ROOT / path) for path in ("python", "tests", "tests/hf"))
     env = {

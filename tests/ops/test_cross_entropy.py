@@ -43,22 +43,25 @@ def _three(logits, target, upstream, options):
     return got, eager, _all(oracle_loss, logits.detach().double(), target, double, **wide)
 
 
-def _hold(logits, target, upstream=None, floor=0.0, redraw=False, **options):
+def _hold(logits, target, upstream=None, floor=0.0, redraw=None, **options):
     """The rule of checks.py for the loss and its gradient; errors up to `floor` need no comparison.
 
     p - 1 of a confident target has a few digits in float32, more or less by luck of the rounding.
-    redraw: logits are those of `_inputs`, and others like them may be judged with them.
+    redraw: the scale of `_inputs`; others like the logits, with other upstream gradients, may be judged with
+    them. The gradient is rounded when it is stored and again when it is scaled, plain PyTorch's once, which
+    is exact for some factors: where one class has it all (p - 1 of every target), that is one draw.
     """
     three = _three(logits, target, upstream, options)
     for i, (name, a, b, c) in enumerate(zip(("loss", "gradient"), *three, strict=True)):
 
         def another_draw(seed, i=i):
             torch.manual_seed(seed)
-            other = (2.0 * torch.randn_like(logits, dtype=torch.float32)).to(logits.dtype)
-            return [values[i] for values in _three(other, target, upstream, options)]
+            other = (redraw * torch.randn_like(logits, dtype=torch.float32)).to(logits.dtype)
+            scales = None if upstream is None else torch.randn_like(upstream)
+            return [values[i] for values in _three(other, target, scales, options)]
 
         if not (a.double() - c).abs().le(floor).all():  # NaN goes on
-            check_close(name, a, b, c, another_draw if redraw else None)
+            check_close(name, a, b, c, None if redraw is None else another_draw)
     return three[0]
 
 
@@ -90,7 +93,7 @@ def test_random_combinations_of_options(data, device):
     # One ulp of what the target's probability of about 1 is multiplied by; and half an ulp of a capped
     # logit, which is a rounded result, moves a probability by a quarter of itself at most.
     ulps = 1 + (options["softcap"] or 0.0) / 8
-    _hold(logits, target, upstream, 1.2e-7 * ulps * upstream.abs().max().item(), **options)
+    _hold(logits, target, upstream, 1.2e-7 * ulps * upstream.abs().max().item(), scale, **options)
 
 
 @pytest.mark.parametrize("v", [1, 5, 17, 2**17 + 1])
@@ -482,7 +485,7 @@ def test_every_row_length(v, dtype):
         {"label_smoothing": 0.1, "softcap": 9.0},
         {"weight": weight, "z_loss": 1e-3, "label_smoothing": 0.1},
     ):
-        got = _hold(logits, target, redraw=True, **options)
+        got = _hold(logits, target, redraw=2.0, **options)
         again = _all(tigon.cross_entropy, logits, target, **options)
         assert all(same_bits(a, b) for a, b in zip(got, again, strict=True))
         with torch.no_grad():

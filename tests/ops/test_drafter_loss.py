@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import tigon
+from conftest import allocations
 
 B, T, H, HT, V, VT = 2, 9, 16, 24, 40, 96
 LOSSES = ("ce", "kl", "hard", "tv", "lk")
@@ -28,6 +32,50 @@ def gradients(loss, hidden, weight):
 def close(got, want):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+def long_inputs(steps, rows=3000, h=8, v=700, vt=1100):
+    """More rows than a chunk has, and the draft's ids."""
+    hidden = torch.randn(rows, steps, h).requires_grad_()
+    weight = torch.randn(v, h).requires_grad_()
+    return hidden, weight, (torch.randn(rows, h), torch.randn(vt, h)), torch.randperm(vt)[:v]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("loss", ["kl", "lk"])
+def test_no_logits_of_all_rows(loss, steps, reduction):
+    """No block of memory holds the logits of all rows, of either side; everything together takes less too."""
+    hidden, weight, teacher, ids = long_inputs(steps)
+    options = {"loss": loss, "reduction": reduction, "outputs": OUTPUTS}
+
+    def call(**more):
+        out = tigon.drafter_loss(hidden, weight, teacher, ids, **options, **more)
+        torch.autograd.grad(out.loss.sum(), (hidden, weight))
+
+    call()
+    logits = 4 * len(hidden) * len(weight)
+    assert max(allocations(call)) < logits
+    assert max(itertools.accumulate(allocations(lambda: call(chunk_rows=256)))) < logits / 2
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("chunk_rows", [None, 500])
+def test_one_product_of_the_teacher(steps, reduction, chunk_rows):
+    """Whatever the steps, and forward and backward together: each row of the teacher is multiplied once."""
+    hidden, weight, teacher, ids = long_inputs(steps)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
+        loss = tigon.drafter_loss(
+            hidden, weight, teacher, ids, loss="lk", reduction=reduction, chunk_rows=chunk_rows
+        )
+        torch.autograd.grad(loss, (hidden, weight))
+    shapes = [event.input_shapes for event in prof.events() if event.name == "aten::mm"]
+    of_teacher = [a[0] for a, b, *_ in shapes if b[1] == len(teacher[1])]
+    of_draft = [a[0] for a, b, *_ in shapes if b[1] == len(weight) and a[1] == hidden.shape[-1]]
+    assert sum(of_teacher) == len(hidden) and sum(of_draft) == steps * len(hidden)
+    assert not any(len(teacher[1]) in a for a, *_ in shapes), "no gradient of the teacher"
+    assert len(of_teacher) > 1
 
 
 @pytest.mark.parametrize("loss", LOSSES)

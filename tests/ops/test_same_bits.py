@@ -309,9 +309,10 @@ def test_the_switch():
         with tigon.deterministic(False):
             assert not is_on()
         assert is_on()
-    torch.use_deterministic_algorithms(True)
     try:
-        assert is_on()
+        for warn_only in (False, True):
+            torch.use_deterministic_algorithms(True, warn_only=warn_only)
+            assert is_on()
         with tigon.deterministic(False):
             assert not is_on()
     finally:

@@ -44,6 +44,14 @@ FUSED = {"model.use_fused_kernels": True, "model.fused_kernel_options.impl_backe
     True,
     processes=2,
 )
+@case(
+    CASES,
+    "SFT, FSDP2, fused and tied head, deterministic",
+    "the same, `engine.full_determinism=True`",
+    {**FUSED, "engine.full_determinism": True},
+    "llama_bias_tied",
+    processes=2,
+)
 def train(with_tigon, folder, settings, family, actor=False):
     if with_tigon:
         import tigon.compat.liger
@@ -85,6 +93,10 @@ def train(with_tigon, folder, settings, family, actor=False):
     if actor:
         steps_of_actor()
     sft_trainer.main()
+    if with_tigon:
+        from tigon._deterministic import is_deterministic
+
+        assert is_deterministic() == ("engine.full_determinism" in settings)
     if rank:
         return []
     steps = [json.loads(line)["data"] for line in (place / "log.jsonl").read_text().splitlines()]

@@ -15,7 +15,7 @@
 //             bias, class_weight [V]; scale [1] or [rows], read on the device
 // Dtypes      logits f32 | bf16 | f16; dlogits the same, or bf16 | f16 for f32 logits; bias f32 or logits' dtype; target,
 //             predicted i64; the rest f32; accumulation f32
-// Rounding    dlogits once, on store; everything before it in fp32
+// Rounding    dlogits once, on store, and of a scalar loss once more where its upstream gradient is not 1; all else in fp32
 // Saved       for scalar losses dlogits, formed in the forward pass; for per-row losses logits, target, class_weight
 // Shard       With `classes` the logits are classes [first_class, first_class + V) of so many, and the rest of the row is somewhere
 //             else. target, class_weight and eps / V are those of all classes; lse, entropy, predicted and the sums of the row
