@@ -64,9 +64,9 @@ def calls(monkeypatch):
     counted = []
     original = slot.apply
 
-    def counting(x, shape, *rest):
-        counted.append((shape.count, len(shape.how[0])))
-        return original(x, shape, *rest)
+    def counting(x, layout, *rest):
+        counted.append((layout.count, layout.adapters))
+        return original(x, layout, *rest)
 
     monkeypatch.setattr(slot, "apply", counting)
     return counted

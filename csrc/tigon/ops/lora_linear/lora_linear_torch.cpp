@@ -39,18 +39,26 @@ struct Group {
     return m;
   }
 
-  Group(const Tensor& x, Tensors& weights, Tensors& a, Tensors& b, const std::vector<int64_t>& linears,
+  // `tensors`: weights, biases, A of each adapter, B of each. `linears`: the linear of each adapter, then of each bias.
+  Group(const Tensor& x, Tensors& tensors, const std::vector<int64_t>& linears,
         const std::vector<double>& scales, const std::vector<double>& dropouts, OptionalTensor& seed_) {
-    TIGON_CHECK(kOp,
-                b.size() == a.size() && linears.size() == a.size() && scales.size() == a.size() &&
-                    dropouts.size() == a.size(),
-                "a, b, scales and dropouts must be as many, got ", a.size(), ", ", b.size(), ", ",
-                scales.size(), ", ", dropouts.size());
-    for (Tensor& w : weights) bases.push_back({.weight = matrix_of("weight", w, x)});
-    for (size_t i = 0; i < a.size(); ++i) {
+    const size_t count = scales.size(), options = linears.size() + count;
+    TIGON_CHECK(kOp, dropouts.size() == count && linears.size() >= count && tensors.size() >= options,
+                "tensors, linears, scales and dropouts must fit, got ", tensors.size(), ", ", linears.size(),
+                ", ", count, " and ", dropouts.size());
+    const size_t maps = tensors.size() - options, first_a = tensors.size() - 2 * count;
+    for (size_t i = 0; i < maps; ++i) bases.push_back({.weight = matrix_of("weight", tensors[i], x)});
+    for (size_t i = maps; i < first_a; ++i) {
+      const int64_t base = linears[i - maps + count];
+      TIGON_CHECK(kOp, base >= 0 && size_t(base) < maps, "a bias's linear must be in [0, ", maps, "), got ",
+                  base);
+      check_same_device(kOp, "bias", tensors[i], x);
+      bases[size_t(base)].bias = vector_of(kOp, "bias", tensors[i]);
+    }
+    for (size_t i = 0; i < count; ++i) {
       adapters.push_back({.base = linears[i],
-                          .a = matrix_of("a", a[i], x),
-                          .b = matrix_of("b", b[i], x),
+                          .a = matrix_of("a", tensors[first_a + i], x),
+                          .b = matrix_of("b", tensors[first_a + count + i], x),
                           .scale = float(scales[i]),
                           .dropout = dropouts[i]});
       columns += lora_columns(adapters.back().a.rows);
@@ -61,25 +69,16 @@ struct Group {
   }
 };
 
-Tensors forward(Tensor x, Tensors weights, Tensors biases, Tensors a, Tensors b, std::vector<int64_t> biased,
-                std::vector<int64_t> linears, std::vector<double> scales, std::vector<double> dropouts,
-                OptionalTensor seed, OptionalTensor t, bool only_t) {
-  Group group(x, weights, a, b, linears, scales, dropouts, seed);
-  TIGON_CHECK(kOp, biases.size() == biased.size(), "biases must be as many as biased, ", biased.size(),
-              ", got ", biases.size());
-  for (size_t i = 0; i < biases.size(); ++i) {
-    TIGON_CHECK(kOp, biased[i] >= 0 && size_t(biased[i]) < weights.size(), "biased must be in [0, ",
-                weights.size(), "), got ", biased[i]);
-    check_same_device(kOp, "bias", biases[i], x);
-    group.bases[size_t(biased[i])].bias = vector_of(kOp, "bias", biases[i]);
-  }
+Tensors forward(Tensor x, Tensors tensors, std::vector<int64_t> linears, std::vector<double> scales,
+                std::vector<double> dropouts, OptionalTensor seed, OptionalTensor t, bool only_t) {
+  Group group(x, tensors, linears, scales, dropouts, seed);
   const Matrix rows = matrix_of("x", x, x);
   Tensors results;
-  for (size_t g = 0; g < weights.size() && !only_t; ++g) {
-    LoraBase& base = group.bases[g];
-    results.push_back(make_rows(x, base.weight.rows, rows.dtype));
-    base.y = rows_of(kOp, "y", results.back());
-  }
+  if (!only_t)
+    for (LoraBase& base : group.bases) {
+      results.push_back(make_rows(x, base.weight.rows, rows.dtype));
+      base.y = rows_of(kOp, "y", results.back());
+    }
   results.push_back(t ? nothing(x, rows.dtype) : make(x, {rows.rows, group.columns}, rows.dtype));
   auto ctx = make_context(x);
   lora_linear_fwd(*ctx, {.x = rows,
@@ -91,16 +90,16 @@ Tensors forward(Tensor x, Tensors weights, Tensors biases, Tensors a, Tensors b,
   return results;
 }
 
-Tensors backward(Optionals dy, Tensor x, Tensors weights, Tensors a, Tensors b, Tensor t,
-                 std::vector<int64_t> linears, std::vector<double> scales, std::vector<double> dropouts,
-                 OptionalTensor seed, bool need_x, bool need_a, bool need_b) {
-  Group group(x, weights, a, b, linears, scales, dropouts, seed);
-  TIGON_CHECK(kOp, dy.size() == weights.size(), "dy must be as many as weights, ", weights.size(), ", got ",
-              dy.size());
+Tensors backward(Optionals dy, Tensor x, Tensors tensors, Tensor t, std::vector<int64_t> linears,
+                 std::vector<double> scales, std::vector<double> dropouts, OptionalTensor seed, bool need_x,
+                 bool need_a, bool need_b) {
+  Group group(x, tensors, linears, scales, dropouts, seed);
+  TIGON_CHECK(kOp, dy.size() == group.bases.size(), "dy must be as many as weights, ", group.bases.size(),
+              ", got ", dy.size());
   const Matrix rows = matrix_of("x", x, x);
   for (size_t g = 0; g < dy.size(); ++g)
     if (dy[g]) group.bases[g].y = matrix_of("dy", *dy[g], x);
-  const DType dtype = !a.empty() && group.adapters[0].a.dtype == rows.dtype ? rows.dtype : DType::f32;
+  const DType dtype = !scales.empty() && group.adapters[0].a.dtype == rows.dtype ? rows.dtype : DType::f32;
   Tensors results = {need_x ? make_like(x, rows.dtype) : nothing(x, rows.dtype),
                      need_a ? make(x, {group.columns, rows.cols}, dtype) : nothing(x, dtype)};
   for (LoraAdapter& l : group.adapters) {
@@ -121,12 +120,11 @@ Tensors backward(Optionals dy, Tensor x, Tensors weights, Tensors a, Tensors b, 
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string how = "int[] linears, float[] scales, float[] dropouts, Tensor? seed";
+  const std::string options = "int[] linears, float[] scales, float[] dropouts, Tensor? seed, ";
   define_forward(m, "lora_linear",
-                 "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] a, Tensor[] b, int[] biased, " +
-                     how + ", Tensor? t, bool only_t) -> Tensor[]");
-  define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] weights, Tensor[] a, Tensor[] b, Tensor t, " +
-                how + ", bool need_x, bool need_a, bool need_b) -> Tensor[]");
+                 "(Tensor x, Tensor[] tensors, " + options + "Tensor? t, bool only_t) -> Tensor[]");
+  define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] tensors, Tensor t, " + options +
+                "bool need_x, bool need_a, bool need_b) -> Tensor[]");
 }
 TIGON_TORCH_KERNELS(m) {
   implement_forward(m, "lora_linear", TORCH_BOX(&forward));

@@ -66,18 +66,18 @@ class State(NamedTuple):
     magnitude: torch.Tensor | None  # DoRA's lengths of rows
     sources: list[torch.Tensor]  # the layer's own tensors that these were made of
     call: tuple  # base and adapters as the op takes them
+    drops: bool
+    shareable: bool  # with others. Seeds are drawn call by call: a checkpoint repeats them
 
-    def drops(self) -> bool:
-        return any(adapter.dropout for adapter in self.adapters)
+    def versions(self) -> list[int]:
+        return [t._version for t in self.sources]
 
-    def shareable(self) -> bool:
-        """Whether it may be computed with others. Seeds are drawn call by call: a checkpoint repeats them."""
-        return self.magnitude is None and isinstance(self.base.weight, torch.Tensor) and not self.drops()
-
-    def key(self) -> tuple:
-        """What makes two states of a layer equal."""
-        versions = [(id(t), t._version) for t in self.sources]
-        return self.dtype, versions, [adapter.scale for adapter in self.adapters]
+    def equals(self, other: State) -> bool:
+        """Whether they multiply with the same tensors."""
+        return other is self or (
+            self.dtype == other.dtype and _same(self.sources, other.sources)
+            and [a.scale for a in self.adapters] == [a.scale for a in other.adapters]
+        )  # fmt: skip
 
 
 class Siblings:
@@ -88,7 +88,7 @@ class Siblings:
 
     def __init__(self, parent: nn.Module, names: tuple[str, ...]):
         self.parent, self.names = parent, names
-        self.states, self.prepared = [], ()  # of the last call
+        self.specs, self.states, self.prepared = [], [], ()  # of the last call
         self.forget()
 
     def forget(self) -> None:
@@ -97,37 +97,37 @@ class Siblings:
     def __reduce__(self):
         return Siblings, (self.parent, self.names)
 
-    def call(self, name: str, x: torch.Tensor, state: State) -> torch.Tensor:
-        """What the layer `name` makes of x."""
-        same = self.x is not None and self.x() is x and self.version == x._version
-        key, y = self.results.pop(name, (None, None)) if same else (None, None)
-        if key is not None and key == state.key():
-            return y
+    def call(self, spec: LoraSpec, x: torch.Tensor, state: State) -> torch.Tensor:
+        """What the layer of `spec` makes of x."""
+        if self.x is not None and self.x() is x and self.version == x._version:
+            computed = self.results.pop(spec.name, None)
+            if computed is not None and computed[1] == state.versions() and state.equals(computed[0]):
+                return computed[2]
         self.forget()
-        states = {name: state} | self._others(name, x, state)
-        of_all = list(states.values())
-        if not _same(of_all, self.states):
-            adapters = [a._replace(base=i) for i, one in enumerate(of_all) for a in one.adapters]
-            self.states, self.prepared = of_all, prepare([one.base for one in of_all], adapters)
+        # What the others have kept may be out of date by now: each looks when it is called.
+        if not (self.specs and self.specs[0] is spec and _same([s.state for s in self.specs], self.states)):
+            self._gather(spec, x, state)
         y, *ys = _adapted(x, state.dtype, self.prepared)
         self.x, self.version = weakref.ref(x), x._version
-        others = list(states.items())[1:]
-        self.results = {of: (other.key(), z) for (of, other), z in zip(others, ys, strict=True)}
+        for of, other, z in zip(self.specs[1:], self.states[1:], ys, strict=True):
+            self.results[of.name] = other, other.versions(), z
         return y
 
-    def _others(self, name, x, state) -> dict[str, State]:
-        found = {}
-        for other in self.names:
-            layer = self.parent._modules.get(other)
-            forward = None if other == name or layer is None else bound(layer)
+    def _gather(self, spec, x, state) -> None:
+        self.specs, self.states = [spec], [state]
+        for name in self.names:
+            layer = self.parent._modules.get(name)
+            forward = None if name == spec.name or layer is None else bound(layer)
             if forward is None or forward.spec.siblings is not self:
                 continue
             there = _state(layer, forward.spec, x)
-            if there is None or not there.shareable() or there.dtype != state.dtype:
+            if there is None or not there.shareable or there.dtype != state.dtype:
                 continue
             if there.adapters[0].a.dtype == state.adapters[0].a.dtype:
-                found[other] = there
-        return found
+                self.specs.append(forward.spec)
+                self.states.append(there)
+        adapters = [a._replace(base=i) for i, one in enumerate(self.states) for a in one.adapters]
+        self.prepared = prepare([one.base for one in self.states], adapters)
 
 
 @dataclass(eq=False)
@@ -183,12 +183,12 @@ def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
     state = None if args or kwargs else _state(module, spec, x)
     if state is None:
         return stock(module, x, *args, **kwargs)
-    if spec.siblings is not None and state.shareable() and _sharing(x):
-        return spec.siblings.call(spec.name, x, state)
+    if spec.siblings is not None and state.shareable and _sharing(x):
+        return spec.siblings.call(spec, x, state)
     if state.magnitude is not None:
         y = _dora(x, state)
     else:
-        seed = draw_seed(x) if state.drops() else None
+        seed = draw_seed(x) if state.drops else None
         (y,) = _adapted(x, state.dtype, state.call, seed)
     # A 4-bit base computes in a dtype of its own.
     return y if y.dtype == x.dtype or torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
@@ -209,7 +209,7 @@ def _repeater(x) -> Callable[[], torch.Tensor] | None:
 
     Both keep what they are made of. Checkpoints and hooks see to what is kept in their own way.
     """
-    if not _sharing(x) or x.grad_fn is None or torch._C._current_graph_task_id() != -1:
+    if not _sharing(x) or torch._C._current_graph_task_id() != -1:
         return None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
@@ -233,6 +233,7 @@ def _state(module, spec: LoraSpec, x) -> State | None:
         return _find_state(module, x)
     seen = _look(module, x)
     if seen is None or seen != spec.seen:
+        spec.seen, spec.state = None, None
         state = _find_state(module, x)
         if state is None or state.magnitude is not None or not _same(state.sources, state.call[1]):
             return state  # of tensors that are made for each call
@@ -331,15 +332,17 @@ def _find_state(module, x) -> State | None:
                 return None  # dropout is of the base product too
         if of_b is not None:
             bias = of_b * scale if bias is None else bias + of_b * scale
-        sources += a, b, of_b
+        sources.append(of_b)
         adapters.append(Adapter(0, a, b, float(scale), float(p)))
     if not adapters or kind not in _DTYPES or (magnitude is not None and len(adapters) > 1):
         return None  # several of which one is DoRA's add up in another way
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
     base = Base(weight, bias)
-    sources = [t for t in sources if t is not None]
-    return State(dtype, base, adapters, magnitude, sources, prepare([base], adapters))
+    sources = [t for t in (*sources, *(l.a for l in adapters), *(l.b for l in adapters)) if t is not None]
+    drops = any(adapter.dropout for adapter in adapters)
+    shareable = magnitude is None and isinstance(weight, torch.Tensor) and not drops
+    return State(dtype, base, adapters, magnitude, sources, prepare([base], adapters), drops, shareable)
 
 
 def _own(module, name):
