@@ -472,6 +472,29 @@ def test_dora_of_magnitude_zero(dtype, device):
     torch.testing.assert_close(grads[1], grads[0], rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=0.1)
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_dora_of_a_weight_that_is_made(rows, device):
+    """As of a quantised base: made once a direction, one alive at a time, with the bits of a plain weight."""
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(32, 24, bias=False, device=device)),
+                                config(target_modules=["0"], use_dora=True))  # fmt: skip
+    layer, alive = model.base_model.model[0], []
+
+    def make():
+        assert all(one() is None for one in alive)
+        weight = layer.base_layer.weight.detach().clone()
+        alive.append(weakref.ref(weight))
+        return weight
+
+    x, found = torch.randn(rows, 32, device=device, requires_grad=True), []
+    state = slot._find_state(layer, x)
+    for weight in (state.base.weight, make):
+        y = slot._dora(x, state._replace(base=slot.Base(weight)))
+        leaves = (x, *(p for p in layer.parameters() if p.requires_grad))
+        found.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
+    assert len(alive) == 2
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_a_base_that_is_trained_too(options, device):
     """Its gradient is PEFT's."""

@@ -308,6 +308,32 @@ def apply(x, layout: Layout, tensors: tuple, seed=None, again=None) -> tuple[tor
     return _apply(layout, again, x, seed, *tensors)
 
 
+_factors = _op.raw(
+    "dora_factors",
+    lambda weight, *_: tuple(weight.new_empty(weight.shape[0], dtype=torch.float32) for _ in range(2)),
+    _OP,
+)
+_scale_rows = _op.raw("scale_rows", lambda *_: None, _OP)
+
+
+def dora_factors(weight, a, b, magnitude, scale, scaled=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``magnitude / |weight + scale * b @ a|`` by row and the inverse of magnitude, float32.
+
+    Args:
+        scaled: becomes ``factors * weight``; it may be weight.
+    """
+    with torch.no_grad():
+        return _factors(weight, a, b, magnitude, scale, scaled)
+
+
+def scale_rows(x, factors, y=None) -> torch.Tensor:
+    """y = ``factors * x`` by row; y may be x."""
+    with torch.no_grad():
+        y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
+        _scale_rows(x, factors, y)
+        return y
+
+
 def draw_seed(x: torch.Tensor) -> torch.Tensor:
     """A seed beside x, from PyTorch's generator."""
     return torch.randint(2**62, (1,), device=x.device)

@@ -269,4 +269,38 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
   add_products(ctx, products, add);
 }
 
+void dora_factors(Context& ctx, const DoraFactors& a) {
+  const char* op = "dora_factors";
+  const int64_t rows = a.weight.rows, cols = a.weight.cols, rank = a.a.rows;
+  require_float(op, "weight", a.weight.dtype);
+  require_float(op, "a", a.a.dtype);
+  require_matrix(op, "a", a.a, rank, cols, a.a.dtype);
+  require_matrix(op, "b", a.b, rows, rank, a.a.dtype);
+  require_float(op, "magnitude", a.magnitude.dtype);
+  require_vector(op, "magnitude", a.magnitude, rows, a.magnitude.dtype);
+  require_result(op, "y", a.y, a.weight);
+  if (rows == 0 || cols == 0) return;
+  Matrix packed = a.a;
+  if (packed.dtype != a.weight.dtype) {
+    packed = scratch(ctx, a.weight.dtype, lora_columns(rank), cols);
+    copy(ctx, std::vector<LoraCopy>{{a.a, packed}});
+  }
+  const DoraProducts products = {.cross = scratch(ctx, DType::f32, rows, packed.rows),
+                                 .gram = scratch(ctx, DType::f32, packed.rows, packed.rows)};
+  multiply(ctx, {.a = a.weight, .b = packed, .c = products.cross, .trans_b = true});
+  multiply(ctx, {.a = packed, .b = packed, .c = products.gram, .trans_b = true, .unrounded = true});
+  on_device(
+      op, ctx, [&] { cpu::dora_factors(ctx, a, products); },
+      TIGON_ON_CUDA(cuda::dora_factors(ctx, a, products)));
+}
+
+void scale_rows(Context& ctx, const ScaleRows& a) {
+  const char* op = "scale_rows";
+  require_float(op, "x", a.x.dtype);
+  require_vector(op, "factors", a.factors, a.x.rows, DType::f32);
+  require_matrix(op, "y", a.y, a.x.rows, a.x.cols, a.x.dtype);
+  if (a.x.rows == 0 || a.x.cols == 0) return;
+  TIGON_RUN(op, ctx, scale_rows, a);
+}
+
 }  // namespace tigon

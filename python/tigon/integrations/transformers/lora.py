@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tigon.integrations.transformers.canonical import NoSource, source_tree
-from tigon.integrations.transformers.dora import blocks, row_lengths
+from tigon.integrations.transformers.dora import row_lengths
 from tigon.integrations.transformers.forward import (
     HOOKED,
     autocast_dtype,
@@ -31,7 +31,7 @@ from tigon.integrations.transformers.forward import (
 )
 from tigon.integrations.transformers.head_operands import is_linear
 from tigon.ops import glu, rms_norm
-from tigon.ops.lora_linear import Adapter, Base, apply, draw_seed, prepare
+from tigon.ops.lora_linear import Adapter, Base, apply, dora_factors, draw_seed, prepare, scale_rows
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYERS = ("Linear", "Linear4bit", "Linear8bitLt", "TorchaoLoraLinear")
@@ -370,56 +370,76 @@ def _magnitude(module, name, device) -> torch.Tensor | None:
 def _dora(x, state: State) -> torch.Tensor:
     """DoRA gives the rows of ``W + scale * B A`` the lengths of `magnitude`; their own are constants."""
     dtype, (weight, bias), (adapter,), magnitude, *_ = state
-    plain = isinstance(weight, torch.Tensor)
-    made = [weight if plain else weight()]
-    lengths = row_lengths(made[0], *adapter[1:4])
-
-    def dense():  # the first time what the lengths were made of
-        return made.pop() if made else weight()
-
-    def scaled():
-        source = weight if plain else dense()
-        result = torch.empty_like(source) if plain else source
-        for rows, factors, to in zip(*map(blocks, (source, of_rows, result)), strict=True):
-            torch.mul(rows, factors, out=to)
-        return result
-
-    trained = plain and weight.requires_grad
-    wide = torch.float16 not in (dtype, adapter.b.dtype)  # holds _TINY
-    if _is_eager() and wide and not trained and x.numel() >= x.shape[-1] ** 2:  # few weights: scale these
-        of_rows = (_nonzero(magnitude.detach()) / lengths)[:, None]
-        adapter = adapter._replace(b=(adapter.b * of_rows).to(adapter.b.dtype))
-        (y,) = _adapted(x, dtype, prepare([Base(scaled)], [adapter]))
-        y = _Magnitude.apply(y, magnitude)
+    trained = isinstance(weight, torch.Tensor) and weight.requires_grad
+    wide = torch.float16 not in (dtype, adapter.b.dtype)  # what stands for a magnitude of 0 would be 0
+    if _is_eager() and wide and not trained and x.numel() * _FEW_ROWS >= x.shape[-1] ** 2:
+        y = _dora_of_scaled_rows(x, dtype, weight, adapter, magnitude)
     else:
-        (y,) = _adapted(x, dtype, prepare([Base(weight if plain else dense)], [adapter]))
+        dense = weight if isinstance(weight, torch.Tensor) else weight()
+        lengths = row_lengths(dense, *adapter[1:4])
+        base = Base(dense if dense is weight else _first(dense, weight))
+        del dense
+        (y,) = _adapted(x, dtype, prepare([base], [adapter]))
         y = (y * (magnitude / lengths)).to(dtype)
     return y if bias is None else y + bias
 
 
-_TINY = 2.0**-60
+_FEW_ROWS = 16  # times as many: to scale a result then costs more than to scale the weight's rows
 
 
-def _nonzero(magnitude):
-    """A tiny number in place of 0: columns then tell the gradient of their magnitude."""
-    return torch.where(magnitude == 0, _TINY, magnitude)
+def _first(result, make) -> Callable[[], torch.Tensor]:
+    """What returns `result` once, and then what it makes."""
+    kept = [result]
+    return lambda: kept.pop() if kept else make()
+
+
+def _dora_of_scaled_rows(x, dtype, weight, adapter: Adapter, magnitude) -> torch.Tensor:
+    """The result of a weight and an adapter with scaled rows. A weight that is made is written over."""
+    plain = isinstance(weight, torch.Tensor)
+    source = weight if plain else weight()
+    scaled = torch.empty_like(source) if plain else source
+    factors, inverses = dora_factors(source, adapter.a, adapter.b, magnitude, adapter.scale, scaled)
+
+    def make():
+        source = weight if plain else weight()
+        return scale_rows(source, factors, None if plain else source)
+
+    base = Base(_first(scaled, make))
+    del source, scaled
+    adapter = adapter._replace(b=_ScaledRows.apply(adapter.b, factors))
+    (y,) = _adapted(x, dtype, prepare([base], [adapter]))
+    return _Magnitude.apply(y, magnitude, inverses)
+
+
+class _ScaledRows(torch.autograd.Function):
+    """Rows times factors that are constants."""
+
+    @staticmethod
+    def forward(ctx, x, factors):
+        ctx.save_for_backward(factors)
+        return scale_rows(x, factors)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return scale_rows(dy, *ctx.saved_tensors), None
 
 
 class _Magnitude(torch.autograd.Function):
     """y as it is; the gradient of magnitudes that its columns are in proportion to."""
 
     @staticmethod
-    def forward(ctx, y, magnitude):
+    def forward(ctx, y, magnitude, inverses):
         ctx.mark_dirty(y)
-        ctx.save_for_backward(y, magnitude)
+        ctx.save_for_backward(y, inverses)
+        ctx.dtype = magnitude.dtype
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        y, magnitude = ctx.saved_tensors
+        y, inverses = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
-            return dy, None
-        return dy, (rms_norm.column_dot(dy, y) / _nonzero(magnitude)).to(magnitude.dtype)
+            return dy, None, None
+        return dy, (rms_norm.column_dot(dy, y) * inverses).to(ctx.dtype), None
 
 
 def _is_bitsandbytes(base: nn.Module) -> bool:
