@@ -35,7 +35,7 @@ class Adapter(NamedTuple):
     dropout: float = 0.0
 
 
-def _words(counter: list[torch.Tensor], seed: torch.Tensor) -> list[torch.Tensor]:
+def _philox(counter: list[torch.Tensor], seed: torch.Tensor) -> list[torch.Tensor]:
     """Philox4x32-10 on words held in int64."""
     low = 0xFFFFFFFF
     key0, key1 = seed & low, (seed >> 32) & low
@@ -59,7 +59,7 @@ def dropout_factors(shape: tuple[int, int], p: float, seed: torch.Tensor, stream
     block = torch.arange((columns + 3) // 4, device=seed.device)[None]
     row, block = torch.broadcast_tensors(row, block)
     counter = [block, row & 0xFFFFFFFF, row >> 32, torch.full_like(row, stream)]
-    words = torch.stack(_words(counter, seed.reshape(())), -1).reshape(rows, -1)[:, :columns]
+    words = torch.stack(_philox(counter, seed.reshape(())), -1).reshape(rows, -1)[:, :columns]
     return (words >= int(p * 2**32)).double() / (1 - p)
 
 
@@ -101,14 +101,14 @@ class Layout:
         return (*made, *tensors[self.count :])
 
 
-def _adapters_of(tensors, scales) -> tuple:
+def _split_adapters(tensors, scales) -> tuple:
     """All A and all B."""
     each = len(scales)
     return tensors[len(tensors) - 2 * each : len(tensors) - each], tensors[len(tensors) - each :]
 
 
 def _fake(x, tensors, linears, scales, dropouts, seed, t, only_t):
-    a, _ = _adapters_of(tensors, scales)
+    a, _ = _split_adapters(tensors, scales)
     weights = tensors[: len(tensors) - len(linears) - len(scales)]
     rows, columns = x.shape[:-1].numel(), sum(_columns(m.shape[0]) for m in a)
     ys = [] if only_t else [x.new_empty(*x.shape[:-1], w.shape[0]) for w in weights]
@@ -116,7 +116,7 @@ def _fake(x, tensors, linears, scales, dropouts, seed, t, only_t):
 
 
 def _fake_bwd(dy, x, tensors, t, linears, scales, dropouts, seed, need_x, need_a, need_b):
-    a, b = _adapters_of(tensors, scales)
+    a, b = _split_adapters(tensors, scales)
     dtype = x.dtype if a and a[0].dtype == x.dtype else torch.float32
     empty = x.new_empty(0)
     return [
@@ -134,10 +134,10 @@ _eager = _op.caller(_OP, native(f"{_OP}_fwd"))
 _eager_bwd = _op.caller(_OP, native(f"{_OP}_bwd"))
 
 
-def _save(ctx, layout, x, seed, t, tensors, again=None, save=None):
-    """`again` makes x once more: it is then not kept."""
-    ctx.layout, ctx.again = layout, again
-    (save or ctx.save_for_backward)(x if again is None else None, seed, t, *tensors)
+def _save(ctx, layout, x, seed, t, tensors, recompute=None, save=None):
+    """`recompute` makes x once more: it is then not kept."""
+    ctx.layout, ctx.recompute = layout, recompute
+    (save or ctx.save_for_backward)(x if recompute is None else None, seed, t, *tensors)
     ctx.set_materialize_grads(False)
 
 
@@ -151,7 +151,7 @@ def _gradients(ctx, dys, need_x, needs):
     if all(dy is None for dy in dys):
         return None, gradients
     if x is None:
-        x = ctx.again()
+        x = ctx.recompute()
     linears, each = layout.options[0], layout.adapters
     first_b = len(tensors) - each
     first_a = first_b - each
@@ -160,7 +160,7 @@ def _gradients(ctx, dys, need_x, needs):
     if _op._is_compiling():
         dx, da, *db = _bwd(dys, x, dense, t, *layout.options, seed, *wanted)
     elif _op._is_transformed():
-        dx, da, *db = _bwd_of_tensors(layout, *wanted, x, seed, t, *dys, *dense)
+        dx, da, *db = _bwd_transformed(layout, *wanted, x, seed, t, *dys, *dense)
     else:
         dx, da, *db = _eager_bwd(dys, x, dense, t, *layout.options, seed, *wanted)
     if True in needs[:first_a]:
@@ -185,7 +185,7 @@ def _backward_products(layout, need_x, need_a, need_b, x, seed, t, *tensors):
     return tuple(_eager_bwd(dys, x, tensors, t, *layout.options, seed, need_x, need_a, need_b))
 
 
-_bwd_of_tensors = _op.transformable(
+_bwd_transformed = _op.transformable(
     _OP, f"{_OP}_bwd", _backward_products, lambda *_: None, lambda ctx, *_: _op.refuse_second(_OP)
 )
 
@@ -218,7 +218,7 @@ def _products(x, tensors, options, seed, t=None, only_t=False):
     return tuple(_eager(x, tensors, *options, seed, t, only_t))
 
 
-def _forward(layout, again, x, seed, *tensors):
+def _forward(layout, recompute, x, seed, *tensors):
     return _products(x, layout.dense(tensors), layout.options, seed)
 
 
@@ -239,7 +239,7 @@ def _backward_function(ctx, *dys):
 _transformed = _op.transformable(_OP, _OP, _forward, _setup_function, _backward_function)
 
 
-class _Kept(torch.autograd.Function):
+class _Saved(torch.autograd.Function):
     """Keeps tensors at once: those of a function that runs are kept when it ends."""
 
     @staticmethod
@@ -253,16 +253,16 @@ _ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, layout, again, x, seed, *tensors):
+    def forward(ctx, layout, recompute, x, seed, *tensors):
         dense = layout.dense(tensors)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             *ys, t = _products(x, dense, layout.options, seed)
-            _save(ctx, layout, x, seed, t, tensors, again)
+            _save(ctx, layout, x, seed, t, tensors, recompute)
             return tuple(ys)
 
         def save(*kept):
             with torch.enable_grad():
-                ctx.kept = _Kept.apply(_ANCHOR, *kept)  # the result, which holds the node
+                ctx.kept = _Saved.apply(_ANCHOR, *kept)  # the result, which holds the node
 
         # A checkpoint runs a layer again until all that was kept is there: the last products are then spared.
         (t,) = _products(x, dense, layout.options, seed, only_t=True)
@@ -290,12 +290,12 @@ def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None):
     return apply(x, *prepare(bases, adapters), seed)
 
 
-def apply(x, layout: Layout, tensors: tuple, seed=None, again=None) -> tuple[torch.Tensor, ...]:
+def apply(x, layout: Layout, tensors: tuple, seed=None, recompute=None) -> tuple[torch.Tensor, ...]:
     """The maps' results. Arguments have been checked, and `prepare` has put them in order.
 
     Args:
         seed: a tensor where an adapter drops.
-        again: makes x once more; a backward in eager mode calls it, and x is not kept.
+        recompute: makes x once more; a backward in eager mode calls it, and x is not kept.
     """
     if forward_ad._current_level >= 0:  # operators do not look into lists
         _op.refuse_tangents(_OP, (x, *tensors))
@@ -305,7 +305,7 @@ def apply(x, layout: Layout, tensors: tuple, seed=None, again=None) -> tuple[tor
         return _transformed(layout, None, x, seed, *tensors)[:-1]
     if not _op._is_grad_enabled():
         return _forward(layout, None, x, seed, *tensors)[:-1]
-    return _apply(layout, again, x, seed, *tensors)
+    return _apply(layout, recompute, x, seed, *tensors)
 
 
 _factors = _op.raw(

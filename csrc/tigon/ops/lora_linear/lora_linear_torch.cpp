@@ -33,7 +33,7 @@ Tensor make_rows(const Tensor& x, int64_t columns, DType dtype) {
 }
 
 // The lists of the schema as the core takes them.
-struct Group {
+struct Operands {
   std::vector<LoraBase> bases;
   std::vector<LoraAdapter> adapters;
   int64_t columns = 0;
@@ -47,8 +47,8 @@ struct Group {
   }
 
   // `tensors`: weights, biases, A of each adapter, B of each. `linears`: the linear of each adapter, then of each bias.
-  Group(const Tensor& x, Tensors& tensors, const std::vector<int64_t>& linears,
-        const std::vector<double>& scales, const std::vector<double>& dropouts, OptionalTensor& seed_) {
+  Operands(const Tensor& x, Tensors& tensors, const std::vector<int64_t>& linears,
+           const std::vector<double>& scales, const std::vector<double>& dropouts, OptionalTensor& seed_) {
     const size_t count = scales.size(), options = linears.size() + count;
     TIGON_CHECK(kOp, dropouts.size() == count && linears.size() >= count && tensors.size() >= options,
                 "tensors, linears, scales and dropouts must fit, got ", tensors.size(), ", ", linears.size(),
@@ -78,21 +78,21 @@ struct Group {
 
 Tensors forward(Tensor x, Tensors tensors, std::vector<int64_t> linears, std::vector<double> scales,
                 std::vector<double> dropouts, OptionalTensor seed, OptionalTensor t, bool only_t) {
-  Group group(x, tensors, linears, scales, dropouts, seed);
+  Operands operands(x, tensors, linears, scales, dropouts, seed);
   const Matrix rows = matrix_of("x", x, x);
   Tensors results;
   if (!only_t)
-    for (LoraBase& base : group.bases) {
+    for (LoraBase& base : operands.bases) {
       results.push_back(make_rows(x, base.weight.rows, rows.dtype));
       base.y = rows_of(kOp, "y", results.back());
     }
-  results.push_back(t ? nothing(x, rows.dtype) : make(x, {rows.rows, group.columns}, rows.dtype));
+  results.push_back(t ? nothing(x, rows.dtype) : make(x, {rows.rows, operands.columns}, rows.dtype));
   auto ctx = make_context(x);
   lora_linear_fwd(*ctx, {.x = rows,
-                         .bases = group.bases,
-                         .adapters = group.adapters,
-                         .seed = group.seed,
-                         .t = group.t_of(t ? *t : results.back(), x, rows),
+                         .bases = operands.bases,
+                         .adapters = operands.adapters,
+                         .seed = operands.seed,
+                         .t = operands.t_of(t ? *t : results.back(), x, rows),
                          .has_t = t.has_value()});
   return results;
 }
@@ -100,25 +100,25 @@ Tensors forward(Tensor x, Tensors tensors, std::vector<int64_t> linears, std::ve
 Tensors backward(Optionals dy, Tensor x, Tensors tensors, Tensor t, std::vector<int64_t> linears,
                  std::vector<double> scales, std::vector<double> dropouts, OptionalTensor seed, bool need_x,
                  bool need_a, bool need_b) {
-  Group group(x, tensors, linears, scales, dropouts, seed);
-  TIGON_CHECK(kOp, dy.size() == group.bases.size(), "dy must be as many as weights, ", group.bases.size(),
-              ", got ", dy.size());
+  Operands operands(x, tensors, linears, scales, dropouts, seed);
+  TIGON_CHECK(kOp, dy.size() == operands.bases.size(), "dy must be as many as weights, ",
+              operands.bases.size(), ", got ", dy.size());
   const Matrix rows = matrix_of("x", x, x);
   for (size_t g = 0; g < dy.size(); ++g)
-    if (dy[g]) group.bases[g].y = matrix_of("dy", *dy[g], x);
-  const DType dtype = !scales.empty() && group.adapters[0].a.dtype == rows.dtype ? rows.dtype : DType::f32;
+    if (dy[g]) operands.bases[g].y = matrix_of("dy", *dy[g], x);
+  const DType dtype = !scales.empty() && operands.adapters[0].a.dtype == rows.dtype ? rows.dtype : DType::f32;
   Tensors results = {need_x ? make_like(x, rows.dtype) : nothing(x, rows.dtype),
-                     need_a ? make(x, {group.columns, rows.cols}, dtype) : nothing(x, dtype)};
-  for (LoraAdapter& l : group.adapters) {
+                     need_a ? make(x, {operands.columns, rows.cols}, dtype) : nothing(x, dtype)};
+  for (LoraAdapter& l : operands.adapters) {
     results.push_back(need_b ? make(x, {l.b.rows, l.b.cols}, dtype) : nothing(x, dtype));
     if (need_b) l.db = rows_of(kOp, "db", results.back());
   }
   auto ctx = make_context(x);
   lora_linear_bwd(*ctx, {.x = rows,
-                         .bases = group.bases,
-                         .adapters = group.adapters,
-                         .seed = group.seed,
-                         .t = group.t_of(t, x, rows),
+                         .bases = operands.bases,
+                         .adapters = operands.adapters,
+                         .seed = operands.seed,
+                         .t = operands.t_of(t, x, rows),
                          .dx = need_x ? rows_of(kOp, "dx", results[0]) : Matrix{},
                          .da = need_a ? rows_of(kOp, "da", results[1]) : Matrix{}});
   return results;

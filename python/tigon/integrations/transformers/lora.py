@@ -196,7 +196,7 @@ def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
 
 def _adapted(x, dtype, call, seed=None):
     if x.dtype == dtype:
-        return apply(x, *call, seed, _repeater(x))
+        return apply(x, *call, seed, _recompute(x))
     return apply(x.to(dtype), *call, seed)
 
 
@@ -204,7 +204,7 @@ def _adapted(x, dtype, call, seed=None):
 _LARGE = 1 << 25
 
 
-def _repeater(x) -> Callable[[], torch.Tensor] | None:
+def _recompute(x) -> Callable[[], torch.Tensor] | None:
     """What makes x once more for the backward, which need not keep it then: a gated product, a large norm.
 
     Both keep what they are made of. Checkpoints and hooks see to what is kept in their own way.
@@ -235,7 +235,7 @@ def _state(module, spec: LoraSpec, x) -> State | None:
     if seen is None or seen != spec.seen:
         spec.seen, spec.state = None, None
         state = _find_state(module, x)
-        if state is None or state.magnitude is not None or not _same(state.sources, state.call[1]):
+        if state is None or not _same(state.sources, state.call[1]):
             return state  # of tensors that are made for each call
         spec.seen, spec.state = seen, state
     return spec.state
@@ -269,11 +269,15 @@ def _look(module, x) -> list | None:
             continue
         up, dropout = parts["lora_B"]._modules[name], parts["lora_dropout"]._modules[name]
         a, b = down._parameters.get("weight"), up._parameters.get("weight")
-        if a is None or b is None or up._parameters.get("bias") is not None or name in module.lora_variant:
+        variant = module.lora_variant.get(name)
+        magnitude = None if variant is None else _magnitude(module, name, device)
+        if a is None or b is None or up._parameters.get("bias") is not None:
+            return None
+        if variant is not None and magnitude is None:
             return None
         seen += (
             name, down, up, dropout, dropout.training, dropout.__dict__.get("p"), module.scaling[name],
-            id(a), a.dtype, id(b), b.dtype, has_hooks(down), has_hooks(up), has_hooks(dropout),
+            id(a), a.dtype, id(b), b.dtype, has_hooks(down), has_hooks(up), has_hooks(dropout), id(magnitude),
         )  # fmt: skip
     return seen
 
@@ -317,7 +321,7 @@ def _find_state(module, x) -> State | None:
         up, dropout, scale = ups[name], dropouts[name], module.scaling[name]
         if not (is_linear(down) and is_linear(up)) or has_hooks(down) or has_hooks(up) or has_hooks(dropout):
             return None
-        a, b, of_b = _own(down, "weight"), _own(up, "weight"), _own(up, "bias")
+        a, b, bias_b = _own(down, "weight"), _own(up, "weight"), _own(up, "bias")
         kind = kind or a.dtype
         if not (_usable(a, device) and _usable(b, device)) or not a.dtype == b.dtype == kind:
             return None
@@ -328,11 +332,11 @@ def _find_state(module, x) -> State | None:
             return None
         if name in module.lora_variant:
             magnitude = _magnitude(module, name, device)
-            if magnitude is None or p > 0 or of_b is not None:
+            if magnitude is None or p > 0 or bias_b is not None:
                 return None  # dropout is of the base product too
-        if of_b is not None:
-            bias = of_b * scale if bias is None else bias + of_b * scale
-        sources.append(of_b)
+        if bias_b is not None:
+            bias = bias_b * scale if bias is None else bias + bias_b * scale
+        sources.append(bias_b)
         adapters.append(Adapter(0, a, b, float(scale), float(p)))
     if not adapters or kind not in _DTYPES or (magnitude is not None and len(adapters) > 1):
         return None  # several of which one is DoRA's add up in another way
@@ -373,7 +377,7 @@ def _dora(x, state: State) -> torch.Tensor:
     trained = isinstance(weight, torch.Tensor) and weight.requires_grad
     wide = torch.float16 not in (dtype, adapter.b.dtype)  # what stands for a magnitude of 0 would be 0
     if _is_eager() and wide and not trained and x.numel() * _FEW_ROWS >= x.shape[-1] ** 2:
-        y = _dora_of_scaled_rows(x, dtype, weight, adapter, magnitude)
+        y = _dora_scaled_rows(x, dtype, weight, adapter, magnitude)
     else:
         dense = weight if isinstance(weight, torch.Tensor) else weight()
         lengths = row_lengths(dense, *adapter[1:4])
@@ -393,7 +397,7 @@ def _first(result, make) -> Callable[[], torch.Tensor]:
     return lambda: kept.pop() if kept else make()
 
 
-def _dora_of_scaled_rows(x, dtype, weight, adapter: Adapter, magnitude) -> torch.Tensor:
+def _dora_scaled_rows(x, dtype, weight, adapter: Adapter, magnitude) -> torch.Tensor:
     """The result of a weight and an adapter with scaled rows. A weight that is made is written over."""
     plain = isinstance(weight, torch.Tensor)
     source = weight if plain else weight()
