@@ -8,10 +8,10 @@ import weakref
 import pytest
 import torch
 from test_hf_lora import adapted_model, config, same
-from tiny import batch, step
+from tiny import batch, close, step
 from torch import nn
 
-from tigon.integrations.transformers import apply
+from tigon.integrations.transformers import apply, undo
 from tigon.integrations.transformers import lora as slot
 
 peft = pytest.importorskip("peft")
@@ -57,9 +57,32 @@ def test_dora_of_a_weight_that_is_made(rows, device):
 
     x, found = torch.randn(rows, 32, device=device, requires_grad=True), []
     state = slot._find_state(layer, x)
-    for weight in (state.base.weight, make):
-        y = slot._dora(x, state._replace(base=slot.Base(weight)))
+    made = state._replace(base=slot.Base(make))
+    for one in (state, made._replace(call=slot._prepare(made))):
+        y = slot._dora(x, one) if rows == 1 else one.finish(*slot._adapted(x, one.dtype, one.call))
         leaves = (x, *(p for p in layer.parameters() if p.requires_grad))
         found.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
     assert len(alive) == 2
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_siblings_share_a_call(bias, device, monkeypatch):
+    """As LoRA's; a changed magnitude is seen."""
+    model, counted, original = adapted_model(device, use_dora=True, bias=bias), [], slot.apply
+    monkeypatch.setattr(
+        slot, "apply", lambda x, layout, *rest: counted.append(layout.count) or original(x, layout, *rest)
+    )
+    stock = copy.deepcopy(model)
+    apply(model)
+    inputs = batch(device, rows=4, tokens=12)
+    same(step(model, inputs), step(stock, inputs))
+    assert counted == [3, 1, 2, 1] * 2
+    attention = model.base_model.model.model.layers[0].self_attn
+    x = torch.randn(40, 32, device=device)
+    attention.q_proj(x)
+    with torch.no_grad():
+        attention.k_proj.lora_magnitude_vector["default"].weight.mul_(2)
+    got = attention.k_proj(x)
+    undo(model)
+    close(got, attention.k_proj(x), ulps=64)

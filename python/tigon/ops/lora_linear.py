@@ -14,6 +14,7 @@ from tigon import _op
 from tigon._load import native
 from tigon.error import check, refuse
 from tigon.ops.arguments import check_float, check_numbers, kind_of
+from tigon.ops.rms_norm import column_dot
 
 _OP = "lora_linear"
 
@@ -88,6 +89,7 @@ class Layout:
     count: int  # of weights
     options: tuple  # the operator's: the linear of each adapter, then of each bias; scales; dropouts
     makers: Sequence[Callable | None] = ()  # what makes a weight for one direction
+    dora: bool = False  # an adapter and no bias for each weight; the magnitudes are the last tensors
 
     @property
     def adapters(self) -> int:
@@ -168,16 +170,25 @@ def _gradients(ctx, dys, need_x, needs):
             if needs[i] and dys[at] is not None:
                 dy = dys[at].flatten(0, -2)
                 gradients[i] = dy.t() @ x.flatten(0, -2) if i < layout.count else dy.sum(0)
-    das = [da] * each
-    if each > 1 and wanted[1]:
-        das = da.split([_columns(a.shape[0]) for a in tensors[first_a:first_b]])
-    for i, gradient in enumerate((*das, *db), first_a):
-        if needs[i] and dys[linears[(i - first_a) % each]] is not None:
-            like = tensors[i]
-            if gradient.shape[0] > like.shape[0]:  # the zeros after an adapter's columns of t
-                gradient = gradient[: like.shape[0]]
-            gradients[i] = gradient if gradient.dtype == like.dtype else gradient.to(like.dtype)
+    gradients[first_a:] = _of_adapters(layout, tensors[first_a:], needs[first_a:], dys, da, db)
     return dx if need_x else None, gradients
+
+
+def _of_adapters(layout, adapters, needs, dys, da, db) -> list:
+    """Gradients of all A and all B: da has the rows of all A, with zeros up to multiples of 8."""
+    linears, each = layout.options[0], layout.adapters
+    das = [da] * each
+    if each > 1 and True in needs[:each]:
+        das = da.split([_columns(a.shape[0]) for a in adapters[:each]])
+    gradients = []
+    for i, (gradient, like, need) in enumerate(zip((*das, *db), adapters, needs, strict=True)):
+        if not need or dys[linears[i % each]] is None:
+            gradients.append(None)
+            continue
+        if gradient.shape[0] > like.shape[0]:
+            gradient = gradient[: like.shape[0]]
+        gradients.append(gradient if gradient.dtype == like.dtype else gradient.to(like.dtype))
+    return gradients
 
 
 def _backward_products(layout, need_x, need_a, need_b, x, seed, t, *tensors):
@@ -228,9 +239,13 @@ def _setup_function(ctx, inputs, output):
     _save(ctx, layout, x, seed, output[-1], tensors)
 
 
-def _backward_function(ctx, *dys):
+def _refuse_batches():
     if _op.is_batched() and not _op._is_transformed():
         refuse(_OP, "gradients must come one by one (or by torch.func.vmap), got is_grads_batched=True")
+
+
+def _backward_function(ctx, *dys):
+    _refuse_batches()
     needs = ctx.needs_input_grad
     dx, gradients = _gradients(ctx, dys, needs[2], needs[4:])
     return None, None, dx, None, *gradients
@@ -275,14 +290,15 @@ class _Function(torch.autograd.Function):
 _apply = _op.direct_apply(_Function)
 
 
-def prepare(bases: Sequence[Base], adapters: Sequence[Adapter]) -> tuple[Layout, tuple]:
-    """The layout and tensors of many calls."""
+def prepare(bases: Sequence[Base], adapters: Sequence[Adapter], magnitudes=()) -> tuple[Layout, tuple]:
+    """The layout and tensors of many calls; with magnitudes they are DoRA's, in eager mode."""
     biased = [i for i, base in enumerate(bases) if base.bias is not None]
     linears, a, b, scales, dropouts = map(list, zip(*adapters, strict=True)) if adapters else ([],) * 5
     makers = [None if isinstance(base.weight, torch.Tensor) else base.weight for base in bases]
     weights = [base.weight if make is None else None for base, make in zip(bases, makers, strict=True)]
-    layout = Layout(len(bases), (linears + biased, scales, dropouts), makers if any(makers) else ())
-    return layout, (*weights, *(bases[i].bias for i in biased), *a, *b)
+    options = linears + biased, scales, dropouts
+    layout = Layout(len(bases), options, makers if any(makers) else (), bool(magnitudes))
+    return layout, (*weights, *(bases[i].bias for i in biased), *a, *b, *magnitudes)
 
 
 def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None):
@@ -303,6 +319,8 @@ def apply(x, layout: Layout, tensors: tuple, seed=None, recompute=None) -> tuple
         return tuple(_registered(x, list(tensors), *layout.options, seed, None, False)[:-1])
     if _op._is_transformed():
         return _transformed(layout, None, x, seed, *tensors)[:-1]
+    if layout.dora:
+        return _apply_dora(layout, recompute, x, *tensors)
     if not _op._is_grad_enabled():
         return _forward(layout, None, x, seed, *tensors)[:-1]
     return _apply(layout, recompute, x, seed, *tensors)
@@ -332,6 +350,54 @@ def scale_rows(x, factors, y=None) -> torch.Tensor:
         y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
         _scale_rows(x, factors, y)
         return y
+
+
+class _DoraFunction(torch.autograd.Function):
+    """Products of weights and B with scaled rows. What scales them is a constant to autograd."""
+
+    @staticmethod
+    def forward(ctx, layout, recompute, x, *tensors):
+        n = layout.count
+        dense, scaled, factors = layout.dense(tensors[:-n]), [], []
+        for weight, a, b, magnitude, scale in zip(
+            dense[:n], dense[n : 2 * n], dense[2 * n :], tensors[-n:], layout.options[1], strict=True
+        ):
+            scaled.append(weight if layout.makers else torch.empty_like(weight))
+            factors.append(dora_factors(weight, a, b, magnitude, scale, scaled[-1]))
+        b = [scale_rows(b, f) for b, (f, _) in zip(dense[2 * n :], factors, strict=True)]
+        *ys, t = _products(x, (*scaled, *dense[n : 2 * n], *b), layout.options, None)
+        ctx.layout, ctx.recompute = layout, recompute
+        ctx.save_for_backward(x if recompute is None else None, t, *tensors, *b, *ys, *sum(factors, ()))
+        ctx.set_materialize_grads(False)
+        return tuple(ys)
+
+    @staticmethod
+    @_op.once(_OP)
+    def backward(ctx, *dys):
+        _refuse_batches()
+        layout, n, needs = ctx.layout, ctx.layout.count, ctx.needs_input_grad
+        x, t, *saved = ctx.saved_tensors
+        weights, a, b, magnitudes, scaled_b, ys = (saved[i : i + n] for i in range(0, 6 * n, n))
+        factors, inverses = saved[6 * n :: 2], saved[6 * n + 1 :: 2]
+        if all(dy is None for dy in dys):
+            return (None,) * len(needs)
+        if x is None:
+            x = ctx.recompute()
+        weights = [scale_rows(w, f, w if layout.makers else None)
+                   for w, f in zip(layout.dense(weights), factors, strict=True)]  # fmt: skip
+        wanted = needs[2], True in needs[3 + n : 3 + 2 * n], True in needs[3 + 2 * n : 3 + 3 * n]
+        dx, da, *db = _eager_bwd(dys, x, (*weights, *a, *scaled_b), t, *layout.options, None, *wanted)
+        if wanted[2]:
+            db = [scale_rows(g, f, g) for g, f in zip(db, factors, strict=True)]
+        dmagnitudes = [
+            (column_dot(dy, y) * inverse).to(m.dtype) if need and dy is not None else None
+            for dy, y, inverse, m, need in zip(dys, ys, inverses, magnitudes, needs[-n:], strict=True)
+        ]
+        of_adapters = _of_adapters(layout, (*a, *b), needs[3 + n : -n], dys, da, db)
+        return None, None, dx if needs[2] else None, *[None] * n, *of_adapters, *dmagnitudes
+
+
+_apply_dora = _op.direct_apply(_DoraFunction)
 
 
 def draw_seed(x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from tigon.integrations.transformers.forward import (
 )
 from tigon.integrations.transformers.head_operands import is_linear
 from tigon.ops import glu, rms_norm
-from tigon.ops.lora_linear import Adapter, Base, apply, dora_factors, draw_seed, prepare, scale_rows
+from tigon.ops.lora_linear import Adapter, Base, apply, draw_seed, prepare
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYERS = ("Linear", "Linear4bit", "Linear8bitLt", "TorchaoLoraLinear")
@@ -67,7 +67,12 @@ class State(NamedTuple):
     sources: list[torch.Tensor]  # the layer's own tensors that these were made of
     call: tuple  # base and adapters as the op takes them
     drops: bool
+    scales_weight: bool  # DoRA may scale the rows of the weight
     shareable: bool  # with others. Seeds are drawn call by call: a checkpoint repeats them
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """DoRA scales what is without the bias."""
+        return y if self.magnitude is None or self.base.bias is None else y + self.base.bias
 
     def versions(self) -> list[int]:
         return [t._version for t in self.sources]
@@ -110,8 +115,8 @@ class Siblings:
         y, *ys = _adapted(x, state.dtype, self.prepared)
         self.x, self.version = weakref.ref(x), x._version
         for of, other, z in zip(self.specs[1:], self.states[1:], ys, strict=True):
-            self.results[of.name] = other, other.versions(), z
-        return y
+            self.results[of.name] = other, other.versions(), other.finish(z)
+        return state.finish(y)
 
     def _gather(self, spec, x, state) -> None:
         self.specs, self.states = [spec], [state]
@@ -123,11 +128,20 @@ class Siblings:
             there = _state(layer, forward.spec, x)
             if there is None or not there.shareable or there.dtype != state.dtype:
                 continue
-            if there.adapters[0].a.dtype == state.adapters[0].a.dtype:
+            kinds = [(one.magnitude is None, one.adapters[0].a.dtype) for one in (state, there)]
+            if kinds[0] == kinds[1]:
                 self.specs.append(forward.spec)
                 self.states.append(there)
-        adapters = [a._replace(base=i) for i, one in enumerate(self.states) for a in one.adapters]
-        self.prepared = prepare([one.base for one in self.states], adapters)
+        self.prepared = _prepare(*self.states)
+
+
+def _prepare(*states: State) -> tuple:
+    """Of one call for all."""
+    bases, adapters = [one.base for one in states], [one.adapters for one in states]
+    adapters = [a._replace(base=i) for i, of_one in enumerate(adapters) for a in of_one]
+    if states[0].magnitude is None:
+        return prepare(bases, adapters)
+    return prepare([Base(base.weight) for base in bases], adapters, [one.magnitude for one in states])
 
 
 @dataclass(eq=False)
@@ -183,13 +197,13 @@ def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
     state = None if args or kwargs else _state(module, spec, x)
     if state is None:
         return stock(module, x, *args, **kwargs)
-    if spec.siblings is not None and state.shareable and _sharing(x):
-        return spec.siblings.call(spec, x, state)
-    if state.magnitude is not None:
+    if state.magnitude is not None and not _scales_weight(x, state):
         y = _dora(x, state)
+    elif spec.siblings is not None and state.shareable and _sharing(x):
+        return spec.siblings.call(spec, x, state)
     else:
         seed = draw_seed(x) if state.drops else None
-        (y,) = _adapted(x, state.dtype, state.call, seed)
+        y = state.finish(*_adapted(x, state.dtype, state.call, seed))
     # A 4-bit base computes in a dtype of its own.
     return y if y.dtype == x.dtype or torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
 
@@ -235,7 +249,10 @@ def _state(module, spec: LoraSpec, x) -> State | None:
     if seen is None or seen != spec.seen:
         spec.seen, spec.state = None, None
         state = _find_state(module, x)
-        if state is None or not _same(state.sources, state.call[1]):
+        if state is None or not set(map(id, (*state.call[1], state.base.bias))) <= {
+            *map(id, state.sources),
+            id(None),
+        }:
             return state  # of tensors that are made for each call
         spec.seen, spec.state = seen, state
     return spec.state
@@ -342,11 +359,16 @@ def _find_state(module, x) -> State | None:
         return None  # several of which one is DoRA's add up in another way
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
-    base = Base(weight, bias)
-    sources = [t for t in (*sources, *(l.a for l in adapters), *(l.b for l in adapters)) if t is not None]
-    drops = any(adapter.dropout for adapter in adapters)
-    shareable = magnitude is None and isinstance(weight, torch.Tensor) and not drops
-    return State(dtype, base, adapters, magnitude, sources, prepare([base], adapters), drops, shareable)
+    sources += *(l.a for l in adapters), *(l.b for l in adapters), magnitude
+    drops, plain = any(adapter.dropout for adapter in adapters), isinstance(weight, torch.Tensor)
+    # float16 does not hold what stands for a magnitude of 0.
+    scales = (
+        magnitude is not None and torch.float16 not in (dtype, kind) and not (plain and weight.requires_grad)
+    )
+    shareable = plain and not drops and (magnitude is None or scales)
+    sources = [t for t in sources if t is not None]
+    state = State(dtype, Base(weight, bias), adapters, magnitude, sources, (), drops, scales, shareable)
+    return state._replace(call=_prepare(state))
 
 
 def _own(module, name):
@@ -371,79 +393,20 @@ def _magnitude(module, name, device) -> torch.Tensor | None:
     return magnitude if _usable(magnitude, device) else None
 
 
+def _scales_weight(x, state: State) -> bool:
+    """Whether DoRA scales rows of the weight: of few rows of x it scales the result."""
+    return _is_eager() and state.scales_weight and 16 * x.numel() >= x.shape[-1] ** 2
+
+
 def _dora(x, state: State) -> torch.Tensor:
-    """DoRA gives the rows of ``W + scale * B A`` the lengths of `magnitude`; their own are constants."""
+    """DoRA gives the rows of ``W + scale * B A`` the lengths of `magnitude`: here those of the result."""
     dtype, (weight, bias), (adapter,), magnitude, *_ = state
-    trained = isinstance(weight, torch.Tensor) and weight.requires_grad
-    wide = torch.float16 not in (dtype, adapter.b.dtype)  # what stands for a magnitude of 0 would be 0
-    if _is_eager() and wide and not trained and x.numel() * _FEW_ROWS >= x.shape[-1] ** 2:
-        y = _dora_scaled_rows(x, dtype, weight, adapter, magnitude)
-    else:
-        dense = weight if isinstance(weight, torch.Tensor) else weight()
-        lengths = row_lengths(dense, *adapter[1:4])
-        base = Base(dense if dense is weight else _first(dense, weight))
-        del dense
-        (y,) = _adapted(x, dtype, prepare([base], [adapter]))
-        y = (y * (magnitude / lengths)).to(dtype)
-    return y if bias is None else y + bias
-
-
-_FEW_ROWS = 16  # times as many: to scale a result then costs more than to scale the weight's rows
-
-
-def _first(result, make) -> Callable[[], torch.Tensor]:
-    """What returns `result` once, and then what it makes."""
-    kept = [result]
-    return lambda: kept.pop() if kept else make()
-
-
-def _dora_scaled_rows(x, dtype, weight, adapter: Adapter, magnitude) -> torch.Tensor:
-    """The result of a weight and an adapter with scaled rows. A weight that is made is written over."""
-    plain = isinstance(weight, torch.Tensor)
-    source = weight if plain else weight()
-    scaled = torch.empty_like(source) if plain else source
-    factors, inverses = dora_factors(source, adapter.a, adapter.b, magnitude, adapter.scale, scaled)
-
-    def make():
-        source = weight if plain else weight()
-        return scale_rows(source, factors, None if plain else source)
-
-    base = Base(_first(scaled, make))
-    del source, scaled
-    adapter = adapter._replace(b=_ScaledRows.apply(adapter.b, factors))
+    made = [weight if isinstance(weight, torch.Tensor) else weight()]
+    lengths = row_lengths(made[0], *adapter[1:4])
+    base = Base(weight if made[0] is weight else lambda: made.pop() if made else weight())
     (y,) = _adapted(x, dtype, prepare([base], [adapter]))
-    return _Magnitude.apply(y, magnitude, inverses)
-
-
-class _ScaledRows(torch.autograd.Function):
-    """Rows times factors that are constants."""
-
-    @staticmethod
-    def forward(ctx, x, factors):
-        ctx.save_for_backward(factors)
-        return scale_rows(x, factors)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return scale_rows(dy, *ctx.saved_tensors), None
-
-
-class _Magnitude(torch.autograd.Function):
-    """y as it is; the gradient of magnitudes that its columns are in proportion to."""
-
-    @staticmethod
-    def forward(ctx, y, magnitude, inverses):
-        ctx.mark_dirty(y)
-        ctx.save_for_backward(y, inverses)
-        ctx.dtype = magnitude.dtype
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        y, inverses = ctx.saved_tensors
-        if not ctx.needs_input_grad[1]:
-            return dy, None, None
-        return dy, (rms_norm.column_dot(dy, y) * inverses).to(ctx.dtype), None
+    y = (y * (magnitude / lengths)).to(dtype)
+    return y if bias is None else y + bias
 
 
 def _is_bitsandbytes(base: nn.Module) -> bool:
