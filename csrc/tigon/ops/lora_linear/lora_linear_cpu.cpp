@@ -14,6 +14,11 @@ namespace {
 
 constexpr const char* kOp = "lora_linear";
 
+template <class T>
+void scale_row(float factor, const T* x, T* y, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) y[i] = from_float<T>(factor * to_float(x[i]));
+}
+
 }  // namespace
 
 void lora_copy(Context& ctx, std::span<const LoraCopy> list) {
@@ -86,21 +91,18 @@ void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& produc
           }
           const DoraFactor f = dora_factor(to_float(a.magnitude.as<M>()[r]), square);
           a.factors.as<float>()[r] = f.factor, a.inverses.as<float>()[r] = f.inverse;
+          if (a.y.data != nullptr) scale_row(f.factor, w, a.y.row<W>(r), cols);
         });
       });
     });
   });
-  if (a.y.data != nullptr) cpu::scale_rows(ctx, {.x = a.weight, .factors = a.factors, .y = a.y});
 }
 
 void scale_rows(Context& ctx, const ScaleRows& a) {
   dispatch_float("scale_rows", "x", a.x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     for_each_block(ctx, a.x.rows, a.x.cols, false, [&](int64_t r, int64_t c, int64_t n) {
-      const float factor = a.factors.as<float>()[r];
-      const T* x = a.x.row<T>(r) + c;
-      T* y = a.y.row<T>(r) + c;
-      for (int64_t i = 0; i < n; ++i) y[i] = from_float<T>(factor * to_float(x[i]));
+      scale_row(a.factors.as<float>()[r], a.x.row<T>(r) + c, a.y.row<T>(r) + c, n);
     });
   });
 }

@@ -125,11 +125,12 @@ __global__ void __launch_bounds__(kThreads)
   double square[1] = {sum};
   const float* cross = static_cast<const float*>(products.cross.data) + row * products.cross.stride;
   auto b = [&](int64_t i) { return value_of(a.b.data, a.b.dtype, row * a.b.stride + i); };
-  for (int64_t i = threadIdx.x; i < rank; i += kThreads) {
+  const int lane = threadIdx.x % 32;
+  for (int64_t i = threadIdx.x / 32; i < rank; i += kThreads / 32) {
     const float* gram = static_cast<const float*>(products.gram.data) + i * products.gram.stride;
-    float own = 0.0f;
-    for (int64_t k = 0; k < rank; ++k) own += gram[k] * b(k);
-    square[0] += a.scale * b(i) * (2.0f * cross[i] + a.scale * own);
+    float own = lane == 0 ? 2.0f * cross[i] : 0.0f;
+    for (int64_t k = lane; k < rank; k += 32) own += a.scale * gram[k] * b(k);
+    square[0] += a.scale * b(i) * own;
   }
   sum_block<kThreads>(square, slots);
   const DoraFactor f = dora_factor(value_of(a.magnitude.data, a.magnitude.dtype, row), square[0]);
