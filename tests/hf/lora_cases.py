@@ -32,9 +32,9 @@ def native(layers):
     """Every LoRA layer inside runs natively in the forwards, so many layers altogether."""
     ran = []
 
-    def counting(x, shape, *rest):
-        ran.append(shape.count)
-        return original(x, shape, *rest)
+    def counting(x, layout, *rest):
+        ran.append(layout.count)
+        return original(x, layout, *rest)
 
     original = slot.apply
     # Norms of any size are formed again in the backward, by when their weights are freed.

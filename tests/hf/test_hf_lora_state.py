@@ -39,10 +39,10 @@ def changes_of(layer):
     yield "training", lambda: (setattr(drop, "p", 1.0), layer.train())
 
 
-def adapted_layer(device):
+def adapted_layer(device, **options):
     torch.manual_seed(3)
     base = nn.Sequential(nn.Linear(32, 24, bias=False, device=device))
-    made = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    made = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False, **options)
     return peft.get_peft_model(base, made).base_model.model[0]
 
 
@@ -59,3 +59,25 @@ def test_a_changed_layer_computes_what_it_is_now(device):
         close(slot.lora_forward(layer, spec, x), stock(x), ulps=512)
         again = copy.deepcopy(spec)
         assert again.seen is None and again.state is None, name
+
+
+def test_a_changed_magnitude(device):
+    layer, spec = adapted_layer(device, use_dora=True), slot.LoraSpec()
+    x = torch.randn(3, 32, device=device)
+    for _ in range(2):
+        close(slot.lora_forward(layer, spec, x), layer(x), ulps=64)
+        assert spec.state is not None
+        vector = layer.lora_magnitude_vector["default"]
+        vector.weight = nn.Parameter(vector.weight.detach() * 2)
+
+
+def test_two_adapters_keep_their_state(device):
+    layer, spec = adapted_layer(device), slot.LoraSpec()
+    layer.update_layer("other", r=3, lora_alpha=1, config=peft.LoraConfig(r=3, init_lora_weights=False))
+    layer.set_adapter(["default", "other"])
+    x = torch.randn(3, 32, device=device)
+    close(slot.lora_forward(layer, spec, x), layer(x), ulps=64)
+    assert len(spec.state.adapters) == 2
+    layer.set_adapter("other")
+    close(slot.lora_forward(layer, spec, x), layer(x), ulps=64)
+    assert len(spec.state.adapters) == 1

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from tigon.ops.lora_linear import Adapter, Base, adapted, dropout_factors
+from tigon.ops.lora_linear import Adapter, Base, adapted, dora_factors, dropout_factors, scale_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,10 +66,10 @@ def test_the_mask_follows_from_seed_row_and_column(device):
 
 def test_philox_gives_the_words_of_its_authors():
     """The known answers of Random123: all zeros, all ones."""
-    from tigon.ops.lora_linear import _words
+    from tigon.ops.lora_linear import _philox
 
     def words(counter, seed):
-        found = _words([torch.tensor(c) for c in counter], torch.tensor(seed))
+        found = _philox([torch.tensor(c) for c in counter], torch.tensor(seed))
         return [f"{int(w):08x}" for w in found]
 
     assert words([0] * 4, 0) == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
@@ -175,6 +175,52 @@ def test_second_derivatives_are_refused(device):
     loss = tigon.lora_linear(**given).square().sum()
     with pytest.raises(tigon.Error, match="second derivatives"):
         torch.autograd.grad(loss, given["x"], create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("adapters", DTYPES)
+@pytest.mark.parametrize(("n", "k", "r"), [(24, 64, 4), (7, 37, 11), (3, 700, 64), (1, 1, 1)])
+def test_factors_of_dora(n, k, r, adapters, dtype, device):
+    """Squares of lengths are float64's but for roundings of their terms: on the CPU bfloat16 rounds W A^T."""
+    weight = torch.randn(n, k, device=device).to(dtype)
+    a, b = torch.randn(r, k, device=device).to(adapters), torch.randn(n, r, device=device).to(adapters)
+    magnitude = torch.rand(n, device=device) + 0.5
+    scaled = torch.empty_like(weight)
+    factors, inverses = dora_factors(weight, a, b, magnitude, 0.3, scaled)
+    added = 0.3 * b.double() @ a.to(dtype).double()
+    wanted, terms = (weight.double() + added).norm(dim=1), weight.double().norm(dim=1) + added.norm(dim=1)
+    rounding = 2.0**-9 if device == "cpu" and dtype == torch.bfloat16 else 2e-6
+    error = (magnitude / factors.double()).square() - wanted.square()
+    assert (error.abs() <= rounding * terms.square()).all()
+    magnitude[0] = 0
+    factors, inverses = dora_factors(weight, a, b, magnitude, 0.3, scaled)
+    assert factors[0] > 0
+    torch.testing.assert_close(inverses, 1 / magnitude.clamp(min=2.0**-60))
+    assert torch.equal(scaled, (factors[:, None] * weight.float()).to(dtype))
+    again = weight.clone()
+    assert scale_rows(again, factors, again) is again
+    assert torch.equal(again, scaled) and torch.equal(
+        scale_rows(weight.t(), scaled.new_ones(k).float()), weight.t()
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": torch.zeros(4, 31)}, r"a must be \[4, 32\], got \[4, 31\]"),
+        ({"b": torch.zeros(24, 5)}, r"b must be \[24, 4\], got \[24, 5\]"),
+        ({"b": torch.zeros(24, 4, dtype=torch.bfloat16)}, "b must be float32, got bfloat16"),
+        ({"magnitude": torch.zeros(23)}, r"magnitude must be \[24\], got \[23\]"),
+        ({"scaled": torch.zeros(24, 33)}, r"y must be \[24, 32\], got \[24, 33\]"),
+        ({"scaled": torch.zeros(32, 24).t()}, "y must have dense rows"),
+    ],
+)
+def test_bad_calls_of_dora(change, message, device):
+    given = {"weight": torch.zeros(24, 32), "a": torch.zeros(4, 32), "b": torch.zeros(24, 4),
+             "magnitude": torch.zeros(24), "scale": 1.0, "scaled": None} | change  # fmt: skip
+    given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    with pytest.raises(tigon.Error, match=message):
+        dora_factors(**given)
 
 
 BAD = {

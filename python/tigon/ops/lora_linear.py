@@ -14,6 +14,7 @@ from tigon import _op
 from tigon._load import native
 from tigon.error import check, refuse
 from tigon.ops.arguments import check_float, check_numbers, kind_of
+from tigon.ops.rms_norm import column_dot
 
 _OP = "lora_linear"
 
@@ -35,7 +36,7 @@ class Adapter(NamedTuple):
     dropout: float = 0.0
 
 
-def _words(counter: list[torch.Tensor], seed: torch.Tensor) -> list[torch.Tensor]:
+def _philox(counter: list[torch.Tensor], seed: torch.Tensor) -> list[torch.Tensor]:
     """Philox4x32-10 on words held in int64."""
     low = 0xFFFFFFFF
     key0, key1 = seed & low, (seed >> 32) & low
@@ -59,7 +60,7 @@ def dropout_factors(shape: tuple[int, int], p: float, seed: torch.Tensor, stream
     block = torch.arange((columns + 3) // 4, device=seed.device)[None]
     row, block = torch.broadcast_tensors(row, block)
     counter = [block, row & 0xFFFFFFFF, row >> 32, torch.full_like(row, stream)]
-    words = torch.stack(_words(counter, seed.reshape(())), -1).reshape(rows, -1)[:, :columns]
+    words = torch.stack(_philox(counter, seed.reshape(())), -1).reshape(rows, -1)[:, :columns]
     return (words >= int(p * 2**32)).double() / (1 - p)
 
 
@@ -77,17 +78,47 @@ def reference(x, bases, adapters, seed=None):
 
 
 def _columns(rank: int) -> int:
-    """Of t: an adapter's begin at multiples of 8."""
+    """Columns of t that an adapter has: they begin at multiples of 8."""
     return (rank + 7) // 8 * 8
 
 
-def _fake(x, weights, biases, a, b, biased, linears, scales, dropouts, seed, t, only_t):
+@dataclasses.dataclass(slots=True, eq=False)  # no tuple: vmap would look for tensors in it
+class Layout:
+    """What a call's tensors are, in this order: weights, biases, A of each adapter, B of each."""
+
+    count: int  # of weights
+    options: tuple  # the operator's: the linear of each adapter, then of each bias; scales; dropouts
+    makers: Sequence[Callable | None] = ()  # what makes a weight for one direction
+    dora: bool = False  # an adapter and no bias for each weight; the magnitudes are the last tensors
+
+    @property
+    def adapters(self) -> int:
+        return len(self.options[1])
+
+    def dense(self, tensors):
+        """The tensors, with the weights that are made."""
+        if not self.makers:
+            return tensors
+        made = [t if make is None else make() for make, t in zip(self.makers, tensors, strict=False)]
+        return (*made, *tensors[self.count :])
+
+
+def _split_adapters(tensors, scales) -> tuple:
+    """All A and all B."""
+    each = len(scales)
+    return tensors[len(tensors) - 2 * each : len(tensors) - each], tensors[len(tensors) - each :]
+
+
+def _fake(x, tensors, linears, scales, dropouts, seed, t, only_t):
+    a, _ = _split_adapters(tensors, scales)
+    weights = tensors[: len(tensors) - len(linears) - len(scales)]
     rows, columns = x.shape[:-1].numel(), sum(_columns(m.shape[0]) for m in a)
     ys = [] if only_t else [x.new_empty(*x.shape[:-1], w.shape[0]) for w in weights]
     return [*ys, x.new_empty(rows, columns) if t is None else x.new_empty(0)]
 
 
-def _fake_bwd(dy, x, weights, a, b, t, linears, scales, dropouts, seed, need_x, need_a, need_b):
+def _fake_bwd(dy, x, tensors, t, linears, scales, dropouts, seed, need_x, need_a, need_b):
+    a, b = _split_adapters(tensors, scales)
     dtype = x.dtype if a and a[0].dtype == x.dtype else torch.float32
     empty = x.new_empty(0)
     return [
@@ -101,109 +132,71 @@ _registered = native(_OP)
 _op.register_fake(_OP, _OP, _fake)
 _fwd = _op.raw(f"{_OP}_fwd", _fake)
 _bwd = _op.raw(f"{_OP}_bwd", _fake_bwd)
+_eager = _op.caller(_OP, native(f"{_OP}_fwd"))
+_eager_bwd = _op.caller(_OP, native(f"{_OP}_bwd"))
 
 
-class _Lists(NamedTuple):
-    """A call's lists, and its options: which map each adapter belongs to, scales, dropouts."""
-
-    weights: Sequence
-    biases: Sequence  # of the maps `biased`: autograd takes no lists with gaps
-    a: Sequence
-    b: Sequence
-    biased: Sequence
-    how: tuple
-
-
-def _dense(weights) -> list[torch.Tensor]:
-    return [w if isinstance(w, torch.Tensor) else w() for w in weights]
-
-
-def _keep(ctx, *tensors):
-    with torch.enable_grad():
-        ctx.kept = _Kept.apply(_ANCHOR, *tensors)  # the result, which holds the node
-
-
-def _save(ctx, x, seed, lists: _Lists, t, keep=None, again=None):
-    """`again` makes x once more: it is then not kept."""
-    ctx.biased, ctx.how, ctx.again = lists.biased, lists.how, again
-    ctx.sources = [None if isinstance(w, torch.Tensor) else w for w in lists.weights]
-    kept = [w if isinstance(w, torch.Tensor) else None for w in lists.weights]
-    tensors = (x if again is None else None, seed, t, *kept, *lists.a, *lists.b)
-    if keep is None:
-        ctx.save_for_backward(*tensors)
-    else:
-        keep(ctx, *tensors)
+def _save(ctx, layout, x, seed, t, tensors, recompute=None, save=None):
+    """`recompute` makes x once more: it is then not kept."""
+    ctx.layout, ctx.recompute = layout, recompute
+    (save or ctx.save_for_backward)(x if recompute is None else None, seed, t, *tensors)
     ctx.set_materialize_grads(False)
 
 
-def _as(parameter, gradient):
-    return gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
-
-
-def _gradients(ctx, dys, need_x, needs: _Lists):
-    """Of x, weights, biases, a and b, ``None`` where none is needed."""
-    kept = getattr(ctx, "kept", None)
-    x, seed, t, *rest = (ctx if kept is None else kept.grad_fn).saved_tensors
-    if not _op.graph_is_kept():
+def _gradients(ctx, dys, need_x, needs):
+    """Of x and of the tensors, ``None`` where none is needed."""
+    layout, kept = ctx.layout, getattr(ctx, "kept", None)
+    x, seed, t, *tensors = (ctx if kept is None else kept.grad_fn).saved_tensors
+    if kept is not None and not _op.graph_is_kept():
         ctx.kept = None
-    count, each = len(needs.weights), len(needs.a)
-    weights, a, b = rest[:count], rest[count : count + each], rest[count + each :]
-    dys = list(dys[:count])
+    dys, gradients = list(dys[: layout.count]), [None] * len(tensors)
     if all(dy is None for dy in dys):
-        return None, [None] * count, [None] * len(needs.biases), [None] * each, [None] * each
+        return None, gradients
     if x is None:
-        x = ctx.again()
-    dense = [w if make is None else make() for w, make in zip(weights, ctx.sources, strict=True)]
-    need_a, need_b = True in needs.a, True in needs.b
-    wanted = need_x, need_a, need_b
+        x = ctx.recompute()
+    linears, each = layout.options[0], layout.adapters
+    first_b = len(tensors) - each
+    first_a = first_b - each
+    wanted = need_x, True in needs[first_a:first_b], True in needs[first_b:]
+    dense = layout.dense(tensors)
     if _op._is_compiling():
-        dx, da, *db = _bwd(dys, x, dense, a, b, t, *ctx.how, seed, *wanted)
+        dx, da, *db = _bwd(dys, x, dense, t, *layout.options, seed, *wanted)
     elif _op._is_transformed():
-        dx, da, *db = _bwd_of_tensors(_Shape(count, (), ctx.how, wanted), x, seed, t, *dys, *dense, *a, *b)
+        dx, da, *db = _bwd_transformed(layout, *wanted, x, seed, t, *dys, *dense)
     else:
-        dx, da, *db = _eager_bwd(dys, x, dense, a, b, t, *ctx.how, seed, *wanted)
-    dweights, dbiases, das, dbs = [None] * count, [None] * len(needs.biases), [None] * each, [None] * each
-    if True in needs.weights:
-        for i, (dy, need) in enumerate(zip(dys, needs.weights, strict=True)):
-            if need and dy is not None:
-                dweights[i] = dy.flatten(0, -2).t() @ x.flatten(0, -2)
-    for i, (at, need) in enumerate(zip(ctx.biased, needs.biases, strict=True)):
-        if need and dys[at] is not None:
-            dbiases[i] = dys[at].flatten(0, -2).sum(0)
-    first = 0
-    for i, at in enumerate(ctx.how[0]):
-        last = first + a[i].shape[0]
-        if dys[at] is not None:
-            if needs.a[i]:
-                das[i] = _as(a[i], da if last - first == da.shape[0] else da[first:last])
-            if needs.b[i]:
-                dbs[i] = _as(b[i], db[i])
-        first += _columns(last - first)
-    return dx if need_x else None, dweights, dbiases, das, dbs
+        dx, da, *db = _eager_bwd(dys, x, dense, t, *layout.options, seed, *wanted)
+    if True in needs[:first_a]:
+        for i, at in enumerate((*range(layout.count), *linears[each:])):
+            if needs[i] and dys[at] is not None:
+                dy = dys[at].flatten(0, -2)
+                gradients[i] = dy.t() @ x.flatten(0, -2) if i < layout.count else dy.sum(0)
+    gradients[first_a:] = _of_adapters(layout, tensors[first_a:], needs[first_a:], dys, da, db)
+    return dx if need_x else None, gradients
 
 
-@dataclasses.dataclass(slots=True, eq=False)  # no tuple: vmap would look for tensors in it
-class _Shape:
-    count: int  # maps
-    biased: Sequence  # places of the biases
-    how: tuple
-    wanted: tuple = ()  # of a backward: whether gradients of x, a and b are
-    again: Callable[[], torch.Tensor] | None = None  # makes x once more
-
-    def lists(self, tensors) -> _Lists:
-        n, each = self.count, len(self.how[0])
-        m = n + len(self.biased)
-        lists = tensors[:n], tensors[n:m], tensors[m : m + each], tensors[m + each :]
-        return _Lists(*lists, self.biased, self.how)
-
-
-def _backward_products(shape, x, seed, t, *tensors):
-    dys, (weights, _, a, b, *_) = tensors[: shape.count], shape.lists(tensors[shape.count :])
-    return tuple(_eager_bwd(dys, x, weights, a, b, t, *shape.how, seed, *shape.wanted))
+def _of_adapters(layout, adapters, needs, dys, da, db) -> list:
+    """Gradients of all A and all B: da has the rows of all A, with zeros up to multiples of 8."""
+    linears, each = layout.options[0], layout.adapters
+    das = [da] * each
+    if each > 1 and True in needs[:each]:
+        das = da.split([_columns(a.shape[0]) for a in adapters[:each]])
+    gradients = []
+    for i, (gradient, like, need) in enumerate(zip((*das, *db), adapters, needs, strict=True)):
+        if not need or dys[linears[i % each]] is None:
+            gradients.append(None)
+            continue
+        if gradient.shape[0] > like.shape[0]:
+            gradient = gradient[: like.shape[0]]
+        gradients.append(gradient if gradient.dtype == like.dtype else gradient.to(like.dtype))
+    return gradients
 
 
-_eager_bwd = _op.caller(_OP, native(f"{_OP}_bwd"))
-_bwd_of_tensors = _op.transformable(
+def _backward_products(layout, need_x, need_a, need_b, x, seed, t, *tensors):
+    dys, tensors = tensors[: layout.count], tensors[layout.count :]
+    return tuple(_eager_bwd(dys, x, tensors, t, *layout.options, seed, need_x, need_a, need_b))
+
+
+_bwd_transformed = _op.transformable(
     _OP, f"{_OP}_bwd", _backward_products, lambda *_: None, lambda ctx, *_: _op.refuse_second(_OP)
 )
 
@@ -212,16 +205,16 @@ _bwd_of_tensors = _op.transformable(
 
 
 def _setup_operator(ctx, inputs, output):
-    x, *lists, biased, linears, scales, dropouts, seed, _, _ = inputs
+    x, tensors, *options, seed, _, _ = inputs
     ctx.mark_non_differentiable(output[-1])
-    _save(ctx, x, seed, _Lists(*lists, biased, (linears, scales, dropouts)), output[-1])
+    layout = Layout(len(tensors) - len(options[0]) - len(options[1]), tuple(options))
+    _save(ctx, layout, x, seed, output[-1], tensors)
 
 
 def _backward_operator(ctx, dys):
-    need_x, *needs = ctx.needs_input_grad[:5]
     # PyTorch takes an empty list of numbers for one of tensors.
-    of_options = (None if option else [] for option in (ctx.biased, *ctx.how))
-    return *_gradients(ctx, dys, need_x, _Lists(*needs, (), ())), *of_options, None, None, None
+    options = (None if option else [] for option in ctx.layout.options)
+    return *_gradients(ctx, dys, *ctx.needs_input_grad[:2]), *options, None, None, None
 
 
 torch.library.register_autograd(
@@ -232,35 +225,36 @@ torch.library.register_autograd(
 # --- as a function of single tensors: eager, and under the transforms of torch.func -----------
 
 
-def _forward(shape, x, seed, *tensors):
-    lists = shape.lists(tensors)
-    return _products(lists, _dense(lists.weights), x, seed)
+def _products(x, tensors, options, seed, t=None, only_t=False):
+    return tuple(_eager(x, tensors, *options, seed, t, only_t))
 
 
-def _products(lists, weights, x, seed, t=None, only_t=False):
-    return tuple(_eager(x, weights, *lists[1:5], *lists.how, seed, t, only_t))
+def _forward(layout, recompute, x, seed, *tensors):
+    return _products(x, layout.dense(tensors), layout.options, seed)
 
 
 def _setup_function(ctx, inputs, output):
-    shape, x, seed, *tensors = inputs
-    ctx.shape = shape
+    layout, _, x, seed, *tensors = inputs
     ctx.mark_non_differentiable(output[-1])
-    _save(ctx, x, seed, shape.lists(tensors), output[-1])
+    _save(ctx, layout, x, seed, output[-1], tensors)
+
+
+def _refuse_batches():
+    if _op.is_batched() and not _op._is_transformed():
+        refuse(_OP, "gradients must come one by one (or by torch.func.vmap), got is_grads_batched=True")
 
 
 def _backward_function(ctx, *dys):
-    if _op.is_batched() and not _op._is_transformed():
-        refuse(_OP, "gradients must come one by one (or by torch.func.vmap), got is_grads_batched=True")
-    needs = ctx.shape.lists(ctx.needs_input_grad[3:])
-    dx, *lists = _gradients(ctx, dys, ctx.needs_input_grad[1], needs)
-    return None, dx, None, *(gradient for one in lists for gradient in one)
+    _refuse_batches()
+    needs = ctx.needs_input_grad
+    dx, gradients = _gradients(ctx, dys, needs[2], needs[4:])
+    return None, None, dx, None, *gradients
 
 
-_eager = _op.caller(_OP, native(f"{_OP}_fwd"))
 _transformed = _op.transformable(_OP, _OP, _forward, _setup_function, _backward_function)
 
 
-class _Kept(torch.autograd.Function):
+class _Saved(torch.autograd.Function):
     """Keeps tensors at once: those of a function that runs are kept when it ends."""
 
     @staticmethod
@@ -274,18 +268,21 @@ _ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shape, x, seed, *tensors):
-        ctx.shape, ctx.kept = shape, None
-        lists = shape.lists(tensors)
-        weights = _dense(lists.weights)
+    def forward(ctx, layout, recompute, x, seed, *tensors):
+        dense = layout.dense(tensors)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            *ys, t = _products(lists, weights, x, seed)
-            _save(ctx, x, seed, lists, t, again=shape.again)
+            *ys, t = _products(x, dense, layout.options, seed)
+            _save(ctx, layout, x, seed, t, tensors, recompute)
             return tuple(ys)
+
+        def save(*kept):
+            with torch.enable_grad():
+                ctx.kept = _Saved.apply(_ANCHOR, *kept)  # the result, which holds the node
+
         # A checkpoint runs a layer again until all that was kept is there: the last products are then spared.
-        (t,) = _products(lists, weights, x, seed, only_t=True)
-        _save(ctx, x, seed, lists, t, _keep)
-        return _products(lists, weights, x, seed, t)[:-1]
+        (t,) = _products(x, dense, layout.options, seed, only_t=True)
+        _save(ctx, layout, x, seed, t, tensors, save=save)
+        return _products(x, dense, layout.options, seed, t)[:-1]
 
     backward = staticmethod(_op.once(_OP)(_backward_function))
 
@@ -293,12 +290,15 @@ class _Function(torch.autograd.Function):
 _apply = _op.direct_apply(_Function)
 
 
-def prepare(bases: Sequence[Base], adapters: Sequence[Adapter]) -> tuple[_Shape, tuple]:
-    """The arguments of many calls."""
+def prepare(bases: Sequence[Base], adapters: Sequence[Adapter], magnitudes=()) -> tuple[Layout, tuple]:
+    """The layout and tensors of many calls; with magnitudes they are DoRA's, in eager mode."""
     biased = [i for i, base in enumerate(bases) if base.bias is not None]
     linears, a, b, scales, dropouts = map(list, zip(*adapters, strict=True)) if adapters else ([],) * 5
-    tensors = (*(base.weight for base in bases), *(bases[i].bias for i in biased), *a, *b)
-    return _Shape(len(bases), biased, (linears, scales, dropouts)), tensors
+    makers = [None if isinstance(base.weight, torch.Tensor) else base.weight for base in bases]
+    weights = [base.weight if make is None else None for base, make in zip(bases, makers, strict=True)]
+    options = linears + biased, scales, dropouts
+    layout = Layout(len(bases), options, makers if any(makers) else (), bool(magnitudes))
+    return layout, (*weights, *(bases[i].bias for i in biased), *a, *b, *magnitudes)
 
 
 def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None):
@@ -306,25 +306,98 @@ def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None):
     return apply(x, *prepare(bases, adapters), seed)
 
 
-def apply(x, shape: _Shape, tensors: tuple, seed=None, again=None) -> tuple[torch.Tensor, ...]:
+def apply(x, layout: Layout, tensors: tuple, seed=None, recompute=None) -> tuple[torch.Tensor, ...]:
     """The maps' results. Arguments have been checked, and `prepare` has put them in order.
 
     Args:
         seed: a tensor where an adapter drops.
-        again: makes x once more; a backward in eager mode calls it, and x is not kept.
+        recompute: makes x once more; a backward in eager mode calls it, and x is not kept.
     """
     if forward_ad._current_level >= 0:  # operators do not look into lists
         _op.refuse_tangents(_OP, (x, *tensors))
     if _op._is_compiling():
-        lists = map(list, shape.lists(tensors)[:4])
-        return tuple(_registered(x, *lists, shape.biased, *shape.how, seed, None, False)[:-1])
+        return tuple(_registered(x, list(tensors), *layout.options, seed, None, False)[:-1])
     if _op._is_transformed():
-        return _transformed(shape, x, seed, *tensors)[:-1]
+        return _transformed(layout, None, x, seed, *tensors)[:-1]
+    if layout.dora:
+        return _apply_dora(layout, recompute, x, *tensors)
     if not _op._is_grad_enabled():
-        return _forward(shape, x, seed, *tensors)[:-1]
-    if again is not None:
-        shape = dataclasses.replace(shape, again=again)
-    return _apply(shape, x, seed, *tensors)
+        return _forward(layout, None, x, seed, *tensors)[:-1]
+    return _apply(layout, recompute, x, seed, *tensors)
+
+
+_factors = _op.raw(
+    "dora_factors",
+    lambda weight, *_: tuple(weight.new_empty(weight.shape[0], dtype=torch.float32) for _ in range(2)),
+    _OP,
+)
+_scale_rows = _op.raw("scale_rows", lambda *_: None, _OP)
+
+
+def dora_factors(weight, a, b, magnitude, scale, scaled=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``magnitude / |weight + scale * b @ a|`` by row and the inverse of magnitude, float32.
+
+    Args:
+        scaled: becomes ``factors * weight``; it may be weight.
+    """
+    with torch.no_grad():
+        return _factors(weight, a, b, magnitude, scale, scaled)
+
+
+def scale_rows(x, factors, y=None) -> torch.Tensor:
+    """y = ``factors * x`` by row; y may be x."""
+    with torch.no_grad():
+        y = torch.empty_like(x, memory_format=torch.contiguous_format) if y is None else y
+        _scale_rows(x, factors, y)
+        return y
+
+
+class _DoraFunction(torch.autograd.Function):
+    """Products of weights and B with scaled rows. What scales them is a constant to autograd."""
+
+    @staticmethod
+    def forward(ctx, layout, recompute, x, *tensors):
+        n = layout.count
+        dense, scaled, factors = layout.dense(tensors[:-n]), [], []
+        for weight, a, b, magnitude, scale in zip(
+            dense[:n], dense[n : 2 * n], dense[2 * n :], tensors[-n:], layout.options[1], strict=True
+        ):
+            scaled.append(weight if layout.makers else torch.empty_like(weight))
+            factors.append(dora_factors(weight, a, b, magnitude, scale, scaled[-1]))
+        b = [scale_rows(b, f) for b, (f, _) in zip(dense[2 * n :], factors, strict=True)]
+        *ys, t = _products(x, (*scaled, *dense[n : 2 * n], *b), layout.options, None)
+        ctx.layout, ctx.recompute = layout, recompute
+        ctx.save_for_backward(x if recompute is None else None, t, *tensors, *b, *ys, *sum(factors, ()))
+        ctx.set_materialize_grads(False)
+        return tuple(ys)
+
+    @staticmethod
+    @_op.once(_OP)
+    def backward(ctx, *dys):
+        _refuse_batches()
+        layout, n, needs = ctx.layout, ctx.layout.count, ctx.needs_input_grad
+        x, t, *saved = ctx.saved_tensors
+        weights, a, b, magnitudes, scaled_b, ys = (saved[i : i + n] for i in range(0, 6 * n, n))
+        factors, inverses = saved[6 * n :: 2], saved[6 * n + 1 :: 2]
+        if all(dy is None for dy in dys):
+            return (None,) * len(needs)
+        if x is None:
+            x = ctx.recompute()
+        weights = [scale_rows(w, f, w if layout.makers else None)
+                   for w, f in zip(layout.dense(weights), factors, strict=True)]  # fmt: skip
+        wanted = needs[2], True in needs[3 + n : 3 + 2 * n], True in needs[3 + 2 * n : 3 + 3 * n]
+        dx, da, *db = _eager_bwd(dys, x, (*weights, *a, *scaled_b), t, *layout.options, None, *wanted)
+        if wanted[2]:
+            db = [scale_rows(g, f, g) for g, f in zip(db, factors, strict=True)]
+        dmagnitudes = [
+            (column_dot(dy, y) * inverse).to(m.dtype) if need and dy is not None else None
+            for dy, y, inverse, m, need in zip(dys, ys, inverses, magnitudes, needs[-n:], strict=True)
+        ]
+        of_adapters = _of_adapters(layout, (*a, *b), needs[3 + n : -n], dys, da, db)
+        return None, None, dx if needs[2] else None, *[None] * n, *of_adapters, *dmagnitudes
+
+
+_apply_dora = _op.direct_apply(_DoraFunction)
 
 
 def draw_seed(x: torch.Tensor) -> torch.Tensor:

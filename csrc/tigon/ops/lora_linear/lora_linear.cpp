@@ -52,7 +52,7 @@ void add_products(Context& ctx, std::vector<Product>& products, bool add) {
   }
 }
 
-int64_t columns_of_all(std::span<const LoraAdapter> adapters) {
+int64_t total_columns(std::span<const LoraAdapter> adapters) {
   int64_t columns = 0;
   for (const LoraAdapter& l : adapters) columns += lora_columns(l.a.rows);
   return columns;
@@ -69,7 +69,7 @@ struct Packed {
       return m.dtype == x.dtype && lora_columns(rank) == rank;
     };
     const bool one = adapters.size() == 1 && as_is(adapters[0].a, adapters[0].a.rows);
-    int64_t columns = columns_of_all(adapters), elements = need_a && !one ? columns * x.cols : 0;
+    int64_t columns = total_columns(adapters), elements = need_a && !one ? columns * x.cols : 0;
     for (const LoraAdapter& l : adapters)
       if (need_b && !as_is(l.b, l.a.rows)) elements += l.b.rows * lora_columns(l.a.rows);
     char* memory =
@@ -98,8 +98,8 @@ struct Packed {
 // fn(first adapter, its first column of t, columns, x or d(x)): adapters with dropout one by one, the others as many at once as
 // lie side by side and have one scale. Those that `skip` are passed over.
 template <class Skip, class Fn>
-void each_run(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, const Vector& seed,
-              bool drops, const Packed& packed, const Skip& skip, const Fn& fn) {
+void for_each_run(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, const Vector& seed,
+                  bool drops, const Packed& packed, const Skip& skip, const Fn& fn) {
   Matrix dropped{};
   for (size_t i = 0; i < adapters.size();) {
     const size_t begin = i;
@@ -152,7 +152,7 @@ void require_call(const char* op, const Matrix& x, std::span<const LoraBase> bas
     drops = drops || l.dropout > 0.0;
   }
   if (drops) require_vector(op, "seed", seed, 1, DType::i64);
-  require_matrix(op, "t", t, x.rows, columns_of_all(adapters), x.dtype);
+  require_matrix(op, "t", t, x.rows, total_columns(adapters), x.dtype);
 }
 
 }  // namespace
@@ -166,7 +166,7 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
   const bool need_b = std::any_of(a.bases.begin(), a.bases.end(), [](const LoraBase& l) { return l.y.data; });
   const Packed packed(ctx, a.x, a.adapters, !a.has_t, need_b);
   if (!a.has_t)
-    each_run(
+    for_each_run(
         ctx, a.x, a.adapters, a.seed, true, packed, [](const LoraAdapter&) { return false; },
         [&](size_t i, int64_t first, int64_t columns, const Matrix& x) {
           multiply(ctx, {.a = x,
@@ -239,34 +239,68 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
       multiply(ctx, {.a = dy, .b = columns_of(a.t, packed.first[i], l.a.rows), .c = l.db, .trans_a = true});
   }
   if (a.da.data != nullptr)
-    each_run(ctx, a.x, a.adapters, a.seed, true, packed, absent,
-             [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
-               multiply(ctx, {.a = columns_of(dt, first, columns),
-                              .b = x,
-                              .c = rows_from(a.da, first, columns),
-                              .trans_a = true});
-             });
+    for_each_run(ctx, a.x, a.adapters, a.seed, true, packed, absent,
+                 [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
+                   multiply(ctx, {.a = columns_of(dt, first, columns),
+                                  .b = x,
+                                  .c = rows_from(a.da, first, columns),
+                                  .trans_a = true});
+                 });
   if (a.dx.data == nullptr) return;
   bool add = false;
   Matrix undropped{};
   std::vector<Product> products;
-  each_run(ctx, a.x, a.adapters, a.seed, false, packed, absent,
-           [&](size_t i, int64_t first, int64_t columns, const Matrix&) {
-             Product product{
-                 .a = columns_of(dt, first, columns), .b = rows_from(packed.a, first, columns), .c = a.dx};
-             const double p = a.adapters[i].dropout;
-             if (p == 0.0) return products.push_back(product);
-             if (add && undropped.data == nullptr) undropped = scratch(ctx, a.x.dtype, a.x.rows, a.x.cols);
-             if (add) product.c = undropped;
-             multiply(ctx, product);
-             drop(ctx,
-                  {.from = product.c, .to = a.dx, .p = p, .stream = uint32_t(i), .seed = a.seed, .add = add});
-             add = true;
-           });
+  for_each_run(
+      ctx, a.x, a.adapters, a.seed, false, packed, absent,
+      [&](size_t i, int64_t first, int64_t columns, const Matrix&) {
+        Product product{
+            .a = columns_of(dt, first, columns), .b = rows_from(packed.a, first, columns), .c = a.dx};
+        const double p = a.adapters[i].dropout;
+        if (p == 0.0) return products.push_back(product);
+        if (add && undropped.data == nullptr) undropped = scratch(ctx, a.x.dtype, a.x.rows, a.x.cols);
+        if (add) product.c = undropped;
+        multiply(ctx, product);
+        drop(ctx, {.from = product.c, .to = a.dx, .p = p, .stream = uint32_t(i), .seed = a.seed, .add = add});
+        add = true;
+      });
   for (const LoraBase& l : a.bases)
     if (l.y.data != nullptr) products.push_back({.a = l.y, .b = l.weight, .c = a.dx});
   if (products.empty()) copy(ctx, std::vector<LoraCopy>{{{.dtype = a.dx.dtype}, a.dx}});
   add_products(ctx, products, add);
+}
+
+void dora_factors(Context& ctx, const DoraFactors& a) {
+  const char* op = "dora_factors";
+  const int64_t rows = a.weight.rows, cols = a.weight.cols, rank = a.a.rows;
+  require_float(op, "weight", a.weight.dtype);
+  require_float(op, "a", a.a.dtype);
+  require_matrix(op, "a", a.a, rank, cols, a.a.dtype);
+  require_matrix(op, "b", a.b, rows, rank, a.a.dtype);
+  require_float(op, "magnitude", a.magnitude.dtype);
+  require_vector(op, "magnitude", a.magnitude, rows, a.magnitude.dtype);
+  require_result(op, "y", a.y, a.weight);
+  if (rows == 0 || cols == 0) return;
+  Matrix packed = a.a;
+  if (packed.dtype != a.weight.dtype) {
+    packed = scratch(ctx, a.weight.dtype, lora_columns(rank), cols);
+    copy(ctx, std::vector<LoraCopy>{{a.a, packed}});
+  }
+  const DoraProducts products = {.cross = scratch(ctx, DType::f32, rows, packed.rows),
+                                 .gram = scratch(ctx, DType::f32, packed.rows, packed.rows)};
+  multiply(ctx, {.a = a.weight, .b = packed, .c = products.cross, .trans_b = true});
+  multiply(ctx, {.a = packed, .b = packed, .c = products.gram, .trans_b = true, .unrounded = true});
+  on_device(
+      op, ctx, [&] { cpu::dora_factors(ctx, a, products); },
+      TIGON_ON_CUDA(cuda::dora_factors(ctx, a, products)));
+}
+
+void scale_rows(Context& ctx, const ScaleRows& a) {
+  const char* op = "scale_rows";
+  require_float(op, "x", a.x.dtype);
+  require_vector(op, "factors", a.factors, a.x.rows, DType::f32);
+  require_matrix(op, "y", a.y, a.x.rows, a.x.cols, a.x.dtype);
+  if (a.x.rows == 0 || a.x.cols == 0) return;
+  TIGON_RUN(op, ctx, scale_rows, a);
 }
 
 }  // namespace tigon

@@ -66,7 +66,35 @@ struct LoraLinearBwd {
 TIGON_API void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a);
 TIGON_API void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a);
 
+// DoRA (Liu et al. 2024, arXiv:2402.09353, eq. 5): the rows of W + s B A get the lengths m, their own taken as constants.
+//
+// Formula     factors = m / |W + s B A| by row, |W + s B A|^2 = |W|^2 + 2 s (W A^T) . B + s^2 (B A A^T) . B
+// Rounding    A to W's dtype, W A^T to it on the CPU alone
+// Aliasing    y may be W
+struct DoraFactors {
+  Matrix weight;     // f32 | bf16 | f16
+  Matrix a, b;       // of one dtype
+  Vector magnitude;  // m
+  float scale = 1.0f;
+  Matrix y;         // factors W, in W's dtype; empty: not wanted
+  Vector factors;   // f32
+  Vector inverses;  // 1 / m, f32; a zero of m counts as 2^-60
+};
+// y = factors x by row. y may be x.
+struct ScaleRows {
+  Matrix x;
+  Vector factors;
+  Matrix y;
+};
+
+TIGON_API void dora_factors(Context& ctx, const DoraFactors& a);
+TIGON_API void scale_rows(Context& ctx, const ScaleRows& a);
+
 // What the products are made of.
+struct DoraProducts {
+  Matrix cross;  // W A^T, f32
+  Matrix gram;   // A A^T, f32
+};
 struct LoraCopy {  // to = from in to's dtype, zeros beyond it
   Matrix from;
   Matrix to;
@@ -82,11 +110,15 @@ struct LoraDropout {  // to = mask * from / (1 - p), or += that
 
 namespace cpu {
 void lora_copy(Context& ctx, std::span<const LoraCopy> list);
+void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products);
+void scale_rows(Context& ctx, const ScaleRows& a);
 void lora_dropout(Context& ctx, const LoraDropout& a);
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);  // each row of y = bias
 }  // namespace cpu
 namespace cuda {
 void lora_copy(Context& ctx, std::span<const LoraCopy> list);
+void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products);
+void scale_rows(Context& ctx, const ScaleRows& a);
 void lora_dropout(Context& ctx, const LoraDropout& a);
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
 // The sum of products of one c and one trans_b as one product; false where there is no kernel for it, or where it is slower.

@@ -1,5 +1,6 @@
 // CPU backend: the parts around the products, which are few bytes beside theirs.
 #include <algorithm>
+#include <cmath>
 
 #include "tigon/base/dispatch.h"
 #include "tigon/base/elementwise.h"
@@ -12,6 +13,11 @@ namespace {
 #include "tigon/ops/lora_linear/lora_linear_math.inc"
 
 constexpr const char* kOp = "lora_linear";
+
+template <class T>
+void scale_row(float factor, const T* x, T* y, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) y[i] = from_float<T>(factor * to_float(x[i]));
+}
 
 }  // namespace
 
@@ -55,6 +61,49 @@ void lora_bias(Context& ctx, const Vector& bias, const Matrix& y) {
   const size_t bytes = size_of(y.dtype);
   for_each_block(ctx, y.rows, y.cols, false, [&](int64_t r, int64_t c, int64_t n) {
     std::copy_n(element_at(bias, c), size_t(n) * bytes, element_at(y, r, c));
+  });
+}
+
+void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products) {
+  dispatch_float("dora_factors", "weight", a.weight.dtype, [&](auto weight) {
+    using W = typename decltype(weight)::type;
+    dispatch_float("dora_factors", "b", a.b.dtype, [&](auto adapter) {
+      using B = typename decltype(adapter)::type;
+      dispatch_float("dora_factors", "magnitude", a.magnitude.dtype, [&](auto magnitude) {
+        using M = typename decltype(magnitude)::type;
+        parallel(ctx, a.weight.rows, [&](int64_t r) {
+          constexpr int kLanes = 16;
+          float lanes[kLanes] = {};
+          const W* w = a.weight.row<W>(r);
+          const int64_t cols = a.weight.cols, whole = cols / kLanes * kLanes;
+          for (int64_t c = 0; c < whole; c += kLanes)
+            for (int i = 0; i < kLanes; ++i) lanes[i] += to_float(w[c + i]) * to_float(w[c + i]);
+          double square = 0.0;
+          for (int64_t c = whole; c < cols; ++c) square += double(to_float(w[c])) * to_float(w[c]);
+          for (float lane : lanes) square += lane;
+          const B* b = a.b.row<B>(r);
+          const float* cross = products.cross.row<float>(r);
+          for (int64_t i = 0; i < a.b.cols; ++i) {
+            const float* gram = products.gram.row<float>(i);
+            double own = 0.0;
+            for (int64_t k = 0; k < a.b.cols; ++k) own += double(gram[k]) * to_float(b[k]);
+            square += a.scale * to_float(b[i]) * (2.0 * cross[i] + a.scale * own);
+          }
+          const DoraFactor f = dora_factor(to_float(a.magnitude.as<M>()[r]), square);
+          a.factors.as<float>()[r] = f.factor, a.inverses.as<float>()[r] = f.inverse;
+          if (a.y.data != nullptr) scale_row(f.factor, w, a.y.row<W>(r), cols);
+        });
+      });
+    });
+  });
+}
+
+void scale_rows(Context& ctx, const ScaleRows& a) {
+  dispatch_float("scale_rows", "x", a.x.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    for_each_block(ctx, a.x.rows, a.x.cols, false, [&](int64_t r, int64_t c, int64_t n) {
+      scale_row(a.factors.as<float>()[r], a.x.row<T>(r) + c, a.y.row<T>(r) + c, n);
+    });
   });
 }
 

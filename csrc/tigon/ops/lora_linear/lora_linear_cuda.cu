@@ -1,6 +1,7 @@
 // CUDA backend: the parts around the products.
 #include <algorithm>
 
+#include "tigon/base/cuda/block_sum.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
@@ -94,6 +95,82 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t r = first; r < rows && r < first + kBiasRows; ++r) y[r * stride + c] = b;
 }
 
+// --- DoRA -------------------------------------------------------------------------------------
+
+// y = factor x, of the vectors of a row that are `lane`, lane + lanes, ...
+template <class T, int N>
+__device__ __forceinline__ void scale_row(const T* x, T* y, int64_t cols, float factor, int lane, int lanes) {
+  for (int64_t c = int64_t(lane) * N; c < cols; c += int64_t(lanes) * N) {
+    const Vec<T, N> in = load<T, N>(x + c);
+    Vec<T, N> out;
+#pragma unroll
+    for (int k = 0; k < N; ++k) out.set(k, factor * in[k]);
+    store<T, N>(y + c, out);
+  }
+}
+
+// A CTA to a row.
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads)
+    dora_kernel(const __grid_constant__ DoraFactors a, const __grid_constant__ DoraProducts products) {
+  __shared__ double slots[kThreads / 32];
+  const int64_t row = blockIdx.x, rank = a.b.cols, cols = a.weight.cols;
+  const T* w = static_cast<const T*>(a.weight.data) + row * a.weight.stride;
+  float sum = 0.0f;
+  for (int64_t c = int64_t(threadIdx.x) * N; c < cols; c += kThreads * N) {
+    const Vec<T, N> in = load<T, N>(w + c);
+#pragma unroll
+    for (int k = 0; k < N; ++k) sum += in[k] * in[k];
+  }
+  double square[1] = {sum};
+  const float* cross = static_cast<const float*>(products.cross.data) + row * products.cross.stride;
+  auto b = [&](int64_t i) { return value_of(a.b.data, a.b.dtype, row * a.b.stride + i); };
+  const int lane = threadIdx.x % 32;
+  for (int64_t i = threadIdx.x / 32; i < rank; i += kThreads / 32) {
+    const float* gram = static_cast<const float*>(products.gram.data) + i * products.gram.stride;
+    float own = lane == 0 ? 2.0f * cross[i] : 0.0f;
+    for (int64_t k = lane; k < rank; k += 32) own += a.scale * gram[k] * b(k);
+    square[0] += a.scale * b(i) * own;
+  }
+  sum_block<kThreads>(square, slots);
+  const DoraFactor f = dora_factor(value_of(a.magnitude.data, a.magnitude.dtype, row), square[0]);
+  if (threadIdx.x == 0) {
+    static_cast<float*>(a.factors.data)[row] = f.factor;
+    static_cast<float*>(a.inverses.data)[row] = f.inverse;
+  }
+  if (a.y.data != nullptr)
+    scale_row<T, N>(w, static_cast<T*>(a.y.data) + row * a.y.stride, cols, f.factor, int(threadIdx.x),
+                    kThreads);
+}
+
+// `lanes` threads to a row, a power of two.
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads)
+    scale_kernel(const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t rows, int64_t cols,
+                 const float* factors, int lanes) {
+  const int64_t row = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / lanes;
+  if (row < rows)
+    scale_row<T, N>(x + row * x_stride, y + row * y_stride, cols, factors[row], int(threadIdx.x) % lanes,
+                    lanes);
+}
+
+// fn(type, vector length) for rows of whole 16-byte vectors, or of any.
+template <class Fn>
+void dispatch_rows(const char* op, const Matrix& x, const Matrix& y, const Fn& fn) {
+  dispatch_float(op, "x", x.dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    constexpr int kVector = 16 / sizeof(T);
+    auto whole = [](const Matrix& m) {
+      return reinterpret_cast<uintptr_t>(m.data) % 16 == 0 && m.stride % kVector == 0 &&
+             m.cols % kVector == 0;
+    };
+    if (whole(x) && (y.data == nullptr || whole(y)))
+      fn(T{}, std::integral_constant<int, kVector>{});
+    else
+      fn(T{}, std::integral_constant<int, 1>{});
+  });
+}
+
 }  // namespace
 
 void lora_copy(Context& ctx, std::span<const LoraCopy> list) {
@@ -135,6 +212,25 @@ void lora_bias(Context& ctx, const Vector& bias, const Matrix& y) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     launch(kOp, ctx, bias_kernel<T>, {.blocks = across * ceil_div(y.rows, kBiasRows), .threads = kThreads},
            bias.as<const T>(), y.row<T>(0), y.stride, y.rows, y.cols, int(across));
+  });
+}
+
+void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products) {
+  dispatch_rows("dora_factors", a.weight, a.y, [&](auto type, auto vector) {
+    launch("dora_factors", ctx, dora_kernel<decltype(type), decltype(vector)::value>,
+           {.blocks = a.weight.rows, .threads = kThreads}, a, products);
+  });
+}
+
+void scale_rows(Context& ctx, const ScaleRows& a) {
+  dispatch_rows("scale_rows", a.x, a.y, [&](auto type, auto vector) {
+    using T = decltype(type);
+    constexpr int kVector = decltype(vector)::value;
+    int lanes = 1;
+    while (lanes < kThreads && int64_t(lanes) * kVector < a.x.cols) lanes *= 2;
+    launch("scale_rows", ctx, scale_kernel<T, kVector>,
+           {.blocks = ceil_div(a.x.rows * lanes, kThreads), .threads = kThreads}, a.x.row<const T>(0),
+           a.x.stride, a.y.row<T>(0), a.y.stride, a.x.rows, a.x.cols, a.factors.as<const float>(), lanes);
   });
 }
 

@@ -17,6 +17,13 @@ Matrix matrix_of(const char* name, Tensor& t, const Tensor& like) {
   t = to_contiguous(kOp, name, t);
   return rows_of(kOp, name, t);
 }
+// Of a tensor that is written to.
+Matrix result_of(Tensor& y, const Tensor& like) {
+  const AtenTensorHandle given = y.get();
+  const Matrix m = matrix_of("y", y, like);
+  TIGON_CHECK(kOp, y.get() == given, "y must have dense rows");
+  return m;
+}
 // A result of x's leading dimensions.
 Tensor make_rows(const Tensor& x, int64_t columns, DType dtype) {
   auto sizes = x.sizes();
@@ -26,7 +33,7 @@ Tensor make_rows(const Tensor& x, int64_t columns, DType dtype) {
 }
 
 // The lists of the schema as the core takes them.
-struct Group {
+struct Operands {
   std::vector<LoraBase> bases;
   std::vector<LoraAdapter> adapters;
   int64_t columns = 0;
@@ -39,18 +46,26 @@ struct Group {
     return m;
   }
 
-  Group(const Tensor& x, Tensors& weights, Tensors& a, Tensors& b, const std::vector<int64_t>& linears,
-        const std::vector<double>& scales, const std::vector<double>& dropouts, OptionalTensor& seed_) {
-    TIGON_CHECK(kOp,
-                b.size() == a.size() && linears.size() == a.size() && scales.size() == a.size() &&
-                    dropouts.size() == a.size(),
-                "a, b, scales and dropouts must be as many, got ", a.size(), ", ", b.size(), ", ",
-                scales.size(), ", ", dropouts.size());
-    for (Tensor& w : weights) bases.push_back({.weight = matrix_of("weight", w, x)});
-    for (size_t i = 0; i < a.size(); ++i) {
+  // `tensors`: weights, biases, A of each adapter, B of each. `linears`: the linear of each adapter, then of each bias.
+  Operands(const Tensor& x, Tensors& tensors, const std::vector<int64_t>& linears,
+           const std::vector<double>& scales, const std::vector<double>& dropouts, OptionalTensor& seed_) {
+    const size_t count = scales.size(), options = linears.size() + count;
+    TIGON_CHECK(kOp, dropouts.size() == count && linears.size() >= count && tensors.size() >= options,
+                "tensors, linears, scales and dropouts must fit, got ", tensors.size(), ", ", linears.size(),
+                ", ", count, " and ", dropouts.size());
+    const size_t maps = tensors.size() - options, first_a = tensors.size() - 2 * count;
+    for (size_t i = 0; i < maps; ++i) bases.push_back({.weight = matrix_of("weight", tensors[i], x)});
+    for (size_t i = maps; i < first_a; ++i) {
+      const int64_t base = linears[i - maps + count];
+      TIGON_CHECK(kOp, base >= 0 && size_t(base) < maps, "a bias's linear must be in [0, ", maps, "), got ",
+                  base);
+      check_same_device(kOp, "bias", tensors[i], x);
+      bases[size_t(base)].bias = vector_of(kOp, "bias", tensors[i]);
+    }
+    for (size_t i = 0; i < count; ++i) {
       adapters.push_back({.base = linears[i],
-                          .a = matrix_of("a", a[i], x),
-                          .b = matrix_of("b", b[i], x),
+                          .a = matrix_of("a", tensors[first_a + i], x),
+                          .b = matrix_of("b", tensors[first_a + count + i], x),
                           .scale = float(scales[i]),
                           .dropout = dropouts[i]});
       columns += lora_columns(adapters.back().a.rows);
@@ -61,76 +76,96 @@ struct Group {
   }
 };
 
-Tensors forward(Tensor x, Tensors weights, Tensors biases, Tensors a, Tensors b, std::vector<int64_t> biased,
-                std::vector<int64_t> linears, std::vector<double> scales, std::vector<double> dropouts,
-                OptionalTensor seed, OptionalTensor t, bool only_t) {
-  Group group(x, weights, a, b, linears, scales, dropouts, seed);
-  TIGON_CHECK(kOp, biases.size() == biased.size(), "biases must be as many as biased, ", biased.size(),
-              ", got ", biases.size());
-  for (size_t i = 0; i < biases.size(); ++i) {
-    TIGON_CHECK(kOp, biased[i] >= 0 && size_t(biased[i]) < weights.size(), "biased must be in [0, ",
-                weights.size(), "), got ", biased[i]);
-    check_same_device(kOp, "bias", biases[i], x);
-    group.bases[size_t(biased[i])].bias = vector_of(kOp, "bias", biases[i]);
-  }
+Tensors forward(Tensor x, Tensors tensors, std::vector<int64_t> linears, std::vector<double> scales,
+                std::vector<double> dropouts, OptionalTensor seed, OptionalTensor t, bool only_t) {
+  Operands operands(x, tensors, linears, scales, dropouts, seed);
   const Matrix rows = matrix_of("x", x, x);
   Tensors results;
-  for (size_t g = 0; g < weights.size() && !only_t; ++g) {
-    LoraBase& base = group.bases[g];
-    results.push_back(make_rows(x, base.weight.rows, rows.dtype));
-    base.y = rows_of(kOp, "y", results.back());
-  }
-  results.push_back(t ? nothing(x, rows.dtype) : make(x, {rows.rows, group.columns}, rows.dtype));
+  if (!only_t)
+    for (LoraBase& base : operands.bases) {
+      results.push_back(make_rows(x, base.weight.rows, rows.dtype));
+      base.y = rows_of(kOp, "y", results.back());
+    }
+  results.push_back(t ? nothing(x, rows.dtype) : make(x, {rows.rows, operands.columns}, rows.dtype));
   auto ctx = make_context(x);
   lora_linear_fwd(*ctx, {.x = rows,
-                         .bases = group.bases,
-                         .adapters = group.adapters,
-                         .seed = group.seed,
-                         .t = group.t_of(t ? *t : results.back(), x, rows),
+                         .bases = operands.bases,
+                         .adapters = operands.adapters,
+                         .seed = operands.seed,
+                         .t = operands.t_of(t ? *t : results.back(), x, rows),
                          .has_t = t.has_value()});
   return results;
 }
 
-Tensors backward(Optionals dy, Tensor x, Tensors weights, Tensors a, Tensors b, Tensor t,
-                 std::vector<int64_t> linears, std::vector<double> scales, std::vector<double> dropouts,
-                 OptionalTensor seed, bool need_x, bool need_a, bool need_b) {
-  Group group(x, weights, a, b, linears, scales, dropouts, seed);
-  TIGON_CHECK(kOp, dy.size() == weights.size(), "dy must be as many as weights, ", weights.size(), ", got ",
-              dy.size());
+Tensors backward(Optionals dy, Tensor x, Tensors tensors, Tensor t, std::vector<int64_t> linears,
+                 std::vector<double> scales, std::vector<double> dropouts, OptionalTensor seed, bool need_x,
+                 bool need_a, bool need_b) {
+  Operands operands(x, tensors, linears, scales, dropouts, seed);
+  TIGON_CHECK(kOp, dy.size() == operands.bases.size(), "dy must be as many as weights, ",
+              operands.bases.size(), ", got ", dy.size());
   const Matrix rows = matrix_of("x", x, x);
   for (size_t g = 0; g < dy.size(); ++g)
-    if (dy[g]) group.bases[g].y = matrix_of("dy", *dy[g], x);
-  const DType dtype = !a.empty() && group.adapters[0].a.dtype == rows.dtype ? rows.dtype : DType::f32;
+    if (dy[g]) operands.bases[g].y = matrix_of("dy", *dy[g], x);
+  const DType dtype = !scales.empty() && operands.adapters[0].a.dtype == rows.dtype ? rows.dtype : DType::f32;
   Tensors results = {need_x ? make_like(x, rows.dtype) : nothing(x, rows.dtype),
-                     need_a ? make(x, {group.columns, rows.cols}, dtype) : nothing(x, dtype)};
-  for (LoraAdapter& l : group.adapters) {
+                     need_a ? make(x, {operands.columns, rows.cols}, dtype) : nothing(x, dtype)};
+  for (LoraAdapter& l : operands.adapters) {
     results.push_back(need_b ? make(x, {l.b.rows, l.b.cols}, dtype) : nothing(x, dtype));
     if (need_b) l.db = rows_of(kOp, "db", results.back());
   }
   auto ctx = make_context(x);
   lora_linear_bwd(*ctx, {.x = rows,
-                         .bases = group.bases,
-                         .adapters = group.adapters,
-                         .seed = group.seed,
-                         .t = group.t_of(t, x, rows),
+                         .bases = operands.bases,
+                         .adapters = operands.adapters,
+                         .seed = operands.seed,
+                         .t = operands.t_of(t, x, rows),
                          .dx = need_x ? rows_of(kOp, "dx", results[0]) : Matrix{},
                          .da = need_a ? rows_of(kOp, "da", results[1]) : Matrix{}});
   return results;
 }
 
+std::tuple<Tensor, Tensor> factors(Tensor weight, Tensor a, Tensor b, Tensor magnitude, double scale,
+                                   OptionalTensor y) {
+  const Matrix w = matrix_of("weight", weight, weight);
+  check_same_device(kOp, "magnitude", magnitude, weight);
+  Tensor factors = make(weight, {w.rows}, DType::f32), inverses = make(weight, {w.rows}, DType::f32);
+  auto ctx = make_context(weight);
+  dora_factors(*ctx, {.weight = w,
+                      .a = matrix_of("a", a, weight),
+                      .b = matrix_of("b", b, weight),
+                      .magnitude = vector_of(kOp, "magnitude", magnitude),
+                      .scale = float(scale),
+                      .y = y ? result_of(*y, weight) : Matrix{},
+                      .factors = vector_of(kOp, "factors", factors),
+                      .inverses = vector_of(kOp, "inverses", inverses)});
+  return {factors, inverses};
+}
+
+void scale(Tensor x, Tensor factors, Tensor y) {
+  check_same_device(kOp, "factors", factors, x);
+  auto ctx = make_context(x);
+  scale_rows(
+      *ctx, {.x = matrix_of("x", x, x), .factors = vector_of(kOp, "factors", factors), .y = result_of(y, x)});
+}
+
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string how = "int[] linears, float[] scales, float[] dropouts, Tensor? seed";
+  const std::string options = "int[] linears, float[] scales, float[] dropouts, Tensor? seed, ";
   define_forward(m, "lora_linear",
-                 "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] a, Tensor[] b, int[] biased, " +
-                     how + ", Tensor? t, bool only_t) -> Tensor[]");
-  define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] weights, Tensor[] a, Tensor[] b, Tensor t, " +
-                how + ", bool need_x, bool need_a, bool need_b) -> Tensor[]");
+                 "(Tensor x, Tensor[] tensors, " + options + "Tensor? t, bool only_t) -> Tensor[]");
+  define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] tensors, Tensor t, " + options +
+                "bool need_x, bool need_a, bool need_b) -> Tensor[]");
+  define(m,
+         "dora_factors(Tensor weight, Tensor a, Tensor b, Tensor magnitude, float scale, Tensor(a!)? y) -> "
+         "(Tensor factors, Tensor inverses)");
+  define(m, "scale_rows(Tensor x, Tensor factors, Tensor(a!) y) -> ()");
 }
 TIGON_TORCH_KERNELS(m) {
   implement_forward(m, "lora_linear", TORCH_BOX(&forward));
   m.impl("lora_linear_bwd", TORCH_BOX(&backward));
+  m.impl("dora_factors", TORCH_BOX(&factors));
+  m.impl("scale_rows", TORCH_BOX(&scale));
 }
 
 }  // namespace tigon::torch_shim::lora_linear_torch

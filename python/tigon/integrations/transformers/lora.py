@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tigon.integrations.transformers.canonical import NoSource, source_tree
-from tigon.integrations.transformers.dora import blocks, row_lengths
+from tigon.integrations.transformers.dora import row_lengths
 from tigon.integrations.transformers.forward import (
     HOOKED,
     autocast_dtype,
@@ -66,18 +66,23 @@ class State(NamedTuple):
     magnitude: torch.Tensor | None  # DoRA's lengths of rows
     sources: list[torch.Tensor]  # the layer's own tensors that these were made of
     call: tuple  # base and adapters as the op takes them
+    drops: bool
+    scales_weight: bool  # DoRA may scale the rows of the weight
+    shareable: bool  # with others. Seeds are drawn call by call: a checkpoint repeats them
 
-    def drops(self) -> bool:
-        return any(adapter.dropout for adapter in self.adapters)
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """DoRA scales what is without the bias."""
+        return y if self.magnitude is None or self.base.bias is None else y + self.base.bias
 
-    def shareable(self) -> bool:
-        """Whether it may be computed with others. Seeds are drawn call by call: a checkpoint repeats them."""
-        return self.magnitude is None and isinstance(self.base.weight, torch.Tensor) and not self.drops()
+    def versions(self) -> list[int]:
+        return [t._version for t in self.sources]
 
-    def key(self) -> tuple:
-        """What makes two states of a layer equal."""
-        versions = [(id(t), t._version) for t in self.sources]
-        return self.dtype, versions, [adapter.scale for adapter in self.adapters]
+    def equals(self, other: State) -> bool:
+        """Whether they multiply with the same tensors."""
+        return other is self or (
+            self.dtype == other.dtype and _same(self.sources, other.sources)
+            and [a.scale for a in self.adapters] == [a.scale for a in other.adapters]
+        )  # fmt: skip
 
 
 class Siblings:
@@ -88,7 +93,7 @@ class Siblings:
 
     def __init__(self, parent: nn.Module, names: tuple[str, ...]):
         self.parent, self.names = parent, names
-        self.states, self.prepared = [], ()  # of the last call
+        self.specs, self.states, self.prepared = [], [], ()  # of the last call
         self.forget()
 
     def forget(self) -> None:
@@ -97,37 +102,46 @@ class Siblings:
     def __reduce__(self):
         return Siblings, (self.parent, self.names)
 
-    def call(self, name: str, x: torch.Tensor, state: State) -> torch.Tensor:
-        """What the layer `name` makes of x."""
-        same = self.x is not None and self.x() is x and self.version == x._version
-        key, y = self.results.pop(name, (None, None)) if same else (None, None)
-        if key is not None and key == state.key():
-            return y
+    def call(self, spec: LoraSpec, x: torch.Tensor, state: State) -> torch.Tensor:
+        """What the layer of `spec` makes of x."""
+        if self.x is not None and self.x() is x and self.version == x._version:
+            computed = self.results.pop(spec.name, None)
+            if computed is not None and computed[1] == state.versions() and state.equals(computed[0]):
+                return computed[2]
         self.forget()
-        states = {name: state} | self._others(name, x, state)
-        of_all = list(states.values())
-        if not _same(of_all, self.states):
-            adapters = [a._replace(base=i) for i, one in enumerate(of_all) for a in one.adapters]
-            self.states, self.prepared = of_all, prepare([one.base for one in of_all], adapters)
+        # What the others have kept may be out of date by now: each looks when it is called.
+        if not (self.specs and self.specs[0] is spec and _same([s.state for s in self.specs], self.states)):
+            self._gather(spec, x, state)
         y, *ys = _adapted(x, state.dtype, self.prepared)
         self.x, self.version = weakref.ref(x), x._version
-        others = list(states.items())[1:]
-        self.results = {of: (other.key(), z) for (of, other), z in zip(others, ys, strict=True)}
-        return y
+        for of, other, z in zip(self.specs[1:], self.states[1:], ys, strict=True):
+            self.results[of.name] = other, other.versions(), other.finish(z)
+        return state.finish(y)
 
-    def _others(self, name, x, state) -> dict[str, State]:
-        found = {}
-        for other in self.names:
-            layer = self.parent._modules.get(other)
-            forward = None if other == name or layer is None else bound(layer)
+    def _gather(self, spec, x, state) -> None:
+        self.specs, self.states = [spec], [state]
+        for name in self.names:
+            layer = self.parent._modules.get(name)
+            forward = None if name == spec.name or layer is None else bound(layer)
             if forward is None or forward.spec.siblings is not self:
                 continue
             there = _state(layer, forward.spec, x)
-            if there is None or not there.shareable() or there.dtype != state.dtype:
+            if there is None or not there.shareable or there.dtype != state.dtype:
                 continue
-            if there.adapters[0].a.dtype == state.adapters[0].a.dtype:
-                found[other] = there
-        return found
+            kinds = [(one.magnitude is None, one.adapters[0].a.dtype) for one in (state, there)]
+            if kinds[0] == kinds[1]:
+                self.specs.append(forward.spec)
+                self.states.append(there)
+        self.prepared = _prepare(*self.states)
+
+
+def _prepare(*states: State) -> tuple:
+    """Of one call for all."""
+    bases, adapters = [one.base for one in states], [one.adapters for one in states]
+    adapters = [a._replace(base=i) for i, of_one in enumerate(adapters) for a in of_one]
+    if states[0].magnitude is None:
+        return prepare(bases, adapters)
+    return prepare([Base(base.weight) for base in bases], adapters, [one.magnitude for one in states])
 
 
 @dataclass(eq=False)
@@ -183,20 +197,20 @@ def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
     state = None if args or kwargs else _state(module, spec, x)
     if state is None:
         return stock(module, x, *args, **kwargs)
-    if spec.siblings is not None and state.shareable() and _sharing(x):
-        return spec.siblings.call(spec.name, x, state)
-    if state.magnitude is not None:
+    if state.magnitude is not None and not _scales_weight(x, state):
         y = _dora(x, state)
+    elif spec.siblings is not None and state.shareable and _sharing(x):
+        return spec.siblings.call(spec, x, state)
     else:
-        seed = draw_seed(x) if state.drops() else None
-        (y,) = _adapted(x, state.dtype, state.call, seed)
+        seed = draw_seed(x) if state.drops else None
+        y = state.finish(*_adapted(x, state.dtype, state.call, seed))
     # A 4-bit base computes in a dtype of its own.
     return y if y.dtype == x.dtype or torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
 
 
 def _adapted(x, dtype, call, seed=None):
     if x.dtype == dtype:
-        return apply(x, *call, seed, _repeater(x))
+        return apply(x, *call, seed, _recompute(x))
     return apply(x.to(dtype), *call, seed)
 
 
@@ -204,12 +218,12 @@ def _adapted(x, dtype, call, seed=None):
 _LARGE = 1 << 25
 
 
-def _repeater(x) -> Callable[[], torch.Tensor] | None:
+def _recompute(x) -> Callable[[], torch.Tensor] | None:
     """What makes x once more for the backward, which need not keep it then: a gated product, a large norm.
 
     Both keep what they are made of. Checkpoints and hooks see to what is kept in their own way.
     """
-    if not _sharing(x) or x.grad_fn is None or torch._C._current_graph_task_id() != -1:
+    if not _sharing(x) or torch._C._current_graph_task_id() != -1:
         return None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
@@ -233,8 +247,12 @@ def _state(module, spec: LoraSpec, x) -> State | None:
         return _find_state(module, x)
     seen = _look(module, x)
     if seen is None or seen != spec.seen:
+        spec.seen, spec.state = None, None
         state = _find_state(module, x)
-        if state is None or state.magnitude is not None or not _same(state.sources, state.call[1]):
+        if state is None or not set(map(id, (*state.call[1], state.base.bias))) <= {
+            *map(id, state.sources),
+            id(None),
+        }:
             return state  # of tensors that are made for each call
         spec.seen, spec.state = seen, state
     return spec.state
@@ -268,11 +286,15 @@ def _look(module, x) -> list | None:
             continue
         up, dropout = parts["lora_B"]._modules[name], parts["lora_dropout"]._modules[name]
         a, b = down._parameters.get("weight"), up._parameters.get("weight")
-        if a is None or b is None or up._parameters.get("bias") is not None or name in module.lora_variant:
+        variant = module.lora_variant.get(name)
+        magnitude = None if variant is None else _magnitude(module, name, device)
+        if a is None or b is None or up._parameters.get("bias") is not None:
+            return None
+        if variant is not None and magnitude is None:
             return None
         seen += (
             name, down, up, dropout, dropout.training, dropout.__dict__.get("p"), module.scaling[name],
-            id(a), a.dtype, id(b), b.dtype, has_hooks(down), has_hooks(up), has_hooks(dropout),
+            id(a), a.dtype, id(b), b.dtype, has_hooks(down), has_hooks(up), has_hooks(dropout), id(magnitude),
         )  # fmt: skip
     return seen
 
@@ -316,7 +338,7 @@ def _find_state(module, x) -> State | None:
         up, dropout, scale = ups[name], dropouts[name], module.scaling[name]
         if not (is_linear(down) and is_linear(up)) or has_hooks(down) or has_hooks(up) or has_hooks(dropout):
             return None
-        a, b, of_b = _own(down, "weight"), _own(up, "weight"), _own(up, "bias")
+        a, b, bias_b = _own(down, "weight"), _own(up, "weight"), _own(up, "bias")
         kind = kind or a.dtype
         if not (_usable(a, device) and _usable(b, device)) or not a.dtype == b.dtype == kind:
             return None
@@ -327,19 +349,26 @@ def _find_state(module, x) -> State | None:
             return None
         if name in module.lora_variant:
             magnitude = _magnitude(module, name, device)
-            if magnitude is None or p > 0 or of_b is not None:
+            if magnitude is None or p > 0 or bias_b is not None:
                 return None  # dropout is of the base product too
-        if of_b is not None:
-            bias = of_b * scale if bias is None else bias + of_b * scale
-        sources += a, b, of_b
+        if bias_b is not None:
+            bias = bias_b * scale if bias is None else bias + bias_b * scale
+        sources.append(bias_b)
         adapters.append(Adapter(0, a, b, float(scale), float(p)))
     if not adapters or kind not in _DTYPES or (magnitude is not None and len(adapters) > 1):
         return None  # several of which one is DoRA's add up in another way
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
-    base = Base(weight, bias)
+    sources += *(l.a for l in adapters), *(l.b for l in adapters), magnitude
+    drops, plain = any(adapter.dropout for adapter in adapters), isinstance(weight, torch.Tensor)
+    # float16 does not hold what stands for a magnitude of 0.
+    scales = (
+        magnitude is not None and torch.float16 not in (dtype, kind) and not (plain and weight.requires_grad)
+    )
+    shareable = plain and not drops and (magnitude is None or scales)
     sources = [t for t in sources if t is not None]
-    return State(dtype, base, adapters, magnitude, sources, prepare([base], adapters))
+    state = State(dtype, Base(weight, bias), adapters, magnitude, sources, (), drops, scales, shareable)
+    return state._replace(call=_prepare(state))
 
 
 def _own(module, name):
@@ -364,59 +393,20 @@ def _magnitude(module, name, device) -> torch.Tensor | None:
     return magnitude if _usable(magnitude, device) else None
 
 
+def _scales_weight(x, state: State) -> bool:
+    """Whether DoRA scales rows of the weight: of few rows of x it scales the result."""
+    return _is_eager() and state.scales_weight and 16 * x.numel() >= x.shape[-1] ** 2
+
+
 def _dora(x, state: State) -> torch.Tensor:
-    """DoRA gives the rows of ``W + scale * B A`` the lengths of `magnitude`; their own are constants."""
+    """DoRA gives the rows of ``W + scale * B A`` the lengths of `magnitude`: here those of the result."""
     dtype, (weight, bias), (adapter,), magnitude, *_ = state
-    plain = isinstance(weight, torch.Tensor)
-    made = [weight if plain else weight()]
+    made = [weight if isinstance(weight, torch.Tensor) else weight()]
     lengths = row_lengths(made[0], *adapter[1:4])
-
-    def dense():  # the first time what the lengths were made of
-        return made.pop() if made else weight()
-
-    def scaled():
-        source = weight if plain else dense()
-        result = torch.empty_like(source) if plain else source
-        for rows, factors, to in zip(*map(blocks, (source, of_rows, result)), strict=True):
-            torch.mul(rows, factors, out=to)
-        return result
-
-    trained = plain and weight.requires_grad
-    wide = torch.float16 not in (dtype, adapter.b.dtype)  # holds _TINY
-    if _is_eager() and wide and not trained and x.numel() >= x.shape[-1] ** 2:  # few weights: scale these
-        of_rows = (_nonzero(magnitude.detach()) / lengths)[:, None]
-        adapter = adapter._replace(b=(adapter.b * of_rows).to(adapter.b.dtype))
-        (y,) = _adapted(x, dtype, prepare([Base(scaled)], [adapter]))
-        y = _Magnitude.apply(y, magnitude)
-    else:
-        (y,) = _adapted(x, dtype, prepare([Base(weight if plain else dense)], [adapter]))
-        y = (y * (magnitude / lengths)).to(dtype)
+    base = Base(weight if made[0] is weight else lambda: made.pop() if made else weight())
+    (y,) = _adapted(x, dtype, prepare([base], [adapter]))
+    y = (y * (magnitude / lengths)).to(dtype)
     return y if bias is None else y + bias
-
-
-_TINY = 2.0**-60
-
-
-def _nonzero(magnitude):
-    """A tiny number in place of 0: columns then tell the gradient of their magnitude."""
-    return torch.where(magnitude == 0, _TINY, magnitude)
-
-
-class _Magnitude(torch.autograd.Function):
-    """y as it is; the gradient of magnitudes that its columns are in proportion to."""
-
-    @staticmethod
-    def forward(ctx, y, magnitude):
-        ctx.mark_dirty(y)
-        ctx.save_for_backward(y, magnitude)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        y, magnitude = ctx.saved_tensors
-        if not ctx.needs_input_grad[1]:
-            return dy, None
-        return dy, (rms_norm.column_dot(dy, y) / _nonzero(magnitude)).to(magnitude.dtype)
 
 
 def _is_bitsandbytes(base: nn.Module) -> bool:
