@@ -36,6 +36,7 @@ def orthogonalize_(
     steps: int,
     eps: float,
     dtype: torch.dtype | None = None,
+    norm: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Matrices with singular vectors of `x`'s and singular values near 1.
 
@@ -50,6 +51,7 @@ def orthogonalize_(
         steps: iterations, at least 1.
         eps: least norm.
         dtype: of the products; ``None``: float64 for float64, float16 on CUDA, else float32.
+        norm: of each matrix, where it is known.
 
     Returns:
         A tensor of x's sizes and that dtype. Zeros and NaN stay in their matrix.
@@ -62,7 +64,9 @@ def orthogonalize_(
     dtype = dtype or (torch.float16 if x.is_cuda and wide == torch.float32 else wide)
     # Elements of X are about 1 in size and diagonals of R too: fp16 has neither small nor large ones.
     x_scale, r_scale = min(float(n * k) ** 0.5, 2.0**14), min(float(n), 2.0**13)
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
+    if norm is None:
+        norm = torch.linalg.vector_norm(x, dim=(1, 2), dtype=wide)
+    norm = norm.view(-1, 1, 1).to(wide)
     out = x.view(dtype) if dtype.itemsize == x.dtype.itemsize else torch.empty_like(x, dtype=dtype)
     x = torch.mul(x, x_scale / norm.clamp_(min=eps), out=out)
     left = steps

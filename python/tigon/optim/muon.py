@@ -14,6 +14,7 @@ from tigon.error import check, refuse
 from tigon.nn.embedding import Embedding
 from tigon.ops.arguments import check_choice, check_integers, check_numbers
 from tigon.ops.grad_norm import is_dtensor, local
+from tigon.ops.muon import momentum_, update_
 from tigon.ops.orthogonalize import orthogonalize_
 from tigon.optim.adamw import AdamW
 
@@ -117,29 +118,18 @@ class Muon(torch.optim.Optimizer):
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-        grads = [local(p.grad) for p in params]
         momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
-        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        if group["nesterov"]:
-            updates = grads[0].new_empty(len(grads), *grads[0].shape)
-            for grad, momentum, update in zip(grads, momenta, updates, strict=True):
-                torch.lerp(grad, momentum, group["momentum"], out=update)
-        else:
-            updates = torch.stack(momenta)
-        updates = whole.orthogonalize(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        updates, norm = momentum_(
+            momenta, [local(p.grad) for p in params], group["momentum"], group["nesterov"]
+        )
+        updates = whole.orthogonalize(updates, norm, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rows, cols = params[0].shape[-2:]
         matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
         ratio = 0.2 * math.sqrt(max(rows, cols)) if matches_adamw else math.sqrt(max(1.0, rows / cols))
         lr = group["lr"]
         if isinstance(lr, torch.Tensor):
             lr = float(lr) if lr.device.type == "cpu" else lr.reshape(())
-        for p, update in zip(map(local, params), updates, strict=True):
-            # Not _foreach_mul_, which rounds the factor to bfloat16 on the CPU.
-            p.mul_(1 - lr * group["weight_decay"])
-            if isinstance(lr, torch.Tensor):
-                p.sub_(update * (ratio * lr))
-            else:
-                p.add_(update, alpha=-ratio * lr)
+        update_([local(p) for p in params], list(updates), lr, ratio, group["weight_decay"])
         torch.autograd.graph.increment_version(params)
 
 
@@ -237,13 +227,13 @@ class _Whole:
         self.sizes = [max(0, min(part, size - i * part)) for i in range(processes)]
         self.most *= processes
 
-    def orthogonalize(self, updates: torch.Tensor, *options) -> Iterable[torch.Tensor]:
-        """The orthogonalised matrices, stacked, or this process' parts of them."""
+    def orthogonalize(self, updates: torch.Tensor, norm, *options) -> Iterable[torch.Tensor]:
+        """The orthogonalised matrices, stacked, or this process' parts of them; `norm`: as they are here."""
         if self.group is not None:
             return self._at_home(updates, options)
         if self.placed is not None:
             return [self._everywhere(update, options) for update in updates]
-        return orthogonalize_(updates, *options)
+        return orthogonalize_(updates, *options, norm=norm)
 
     def _everywhere(self, update: torch.Tensor, options) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, Replicate
