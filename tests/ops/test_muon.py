@@ -8,11 +8,14 @@ import math
 
 import pytest
 import torch
-from checks import same_bits
+from checks import check_close, same_bits
+from native import bits_under
 from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import tigon
+from cases.muon import LISTS, make
+from tigon.ops.muon import momentum_, update_
 from tigon.ops.orthogonalize import _native, orthogonalize_
 from tigon.optim import Muon, muon_groups
 
@@ -105,6 +108,118 @@ def test_orthogonality(shape, dtype, values, device):
     assert error[0] <= 0.5 * theirs[0]
     # Most of it is the iterations' own; PyTorch's is less where rounding errors fill what is singular.
     assert error[1] <= 1.005 * max(theirs[1], (want @ want.T - eye).norm().item())
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def passes(case, dtype, other, nesterov, device="cpu", lr=0.03):
+    """Momenta, directions and their norms, and parameters, after both passes; what they were made of."""
+    p, m, g = ([t.to(device) for t in make(*case, d, i)] for i, d in enumerate((dtype, other, dtype)))
+    given = [[t.clone() for t in tensors] for tensors in (p, m, g)]
+    updates, norms = momentum_(m, g, 0.95, nesterov)
+    lr = torch.tensor(lr, dtype=torch.float32, device=device) if other == torch.float16 else lr
+    update_(p, list(updates.to(other)), lr, 1.5, 0.1)
+    return m, list(updates), norms, p, given
+
+
+@pytest.mark.parametrize("case", LISTS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("other", FLOATS, ids=str)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_passes(case, dtype, other, nesterov, device):
+    """Each result beside the formula in float32, rounded once, and in float64; norms are right to 1e-6."""
+    m, updates, norms, p, given = passes(case, dtype, other, nesterov, device)
+    squares = []
+    for i, (old, momentum, g) in enumerate(zip(*given, strict=True)):
+        expected = []
+        for wide in (torch.float32, torch.float64):
+            x = torch.lerp(momentum.to(wide), g.to(wide), 1 - 0.95)
+            u = torch.lerp(g.to(wide), x, 0.95) if nesterov else x
+            given_u = updates[i].to(other).to(wide)  # what the second pass reads
+            expected.append((x, u, old.to(wide) - 0.03 * (0.1 * old.to(wide) + 1.5 * given_u)))
+        for a, b, c in zip((m[i], updates[i], p[i]), *expected, strict=True):
+            check_close(str(case), a, b.to(a.dtype), c)
+        squares.append(expected[1][1].reshape(-1, *case[0][-2:]).square().sum((1, 2)))
+    torch.testing.assert_close(norms, torch.cat(squares).sqrt(), rtol=1e-6, atol=0)
+
+
+def test_passes_keep_to_their_matrices(device):
+    """NaN and infinity stay where they are, the norms of other matrices finite; nothing beside is written."""
+    memory = torch.ones(3, 2 * 33 * 65 + 2, device=device)
+    m = [row[1:-1].view(2, 33, 65) for row in memory]
+    g = [torch.ones(2, 33, 65, device=device) for _ in m]
+    g[1][0, 3, 4], g[2][1, 0, 0] = math.nan, math.inf
+    updates, norms = momentum_(m, g, 0.9, True)
+    assert norms.isfinite().tolist() == [True, True, False, True, True, False]
+    assert (~updates.isfinite()).sum() == 2 and (~memory.isfinite()).sum() == 2
+    update_(m, list(updates), 0.5, 1.0, 0.0)
+    assert (memory[:, [0, -1]] == 1).all() and (~memory.isfinite()).sum() == 2
+
+
+def test_passes_of_gaps_and_float64_are_pytorchs(device):
+    """Transposed parameters and float64 ones: the same results without the native call."""
+    for dtype, view in ((torch.float64, lambda t: t), (torch.float32, lambda t: t.mT.contiguous().mT)):
+        p, m, g = ([view(t.to(device)) for t in make((24, 40), 2, 0, dtype, i)] for i in range(3))
+        expected = passes(((24, 40), 2, 0), torch.float32, torch.float32, True, device)
+        updates, norms = momentum_(m, g, 0.95, True)
+        update_(p, list(updates), 0.03, 1.5, 0.1)
+        assert norms is None
+        for a, b in zip((*m, *updates, *p), (*expected[0], *expected[1], *expected[3]), strict=True):
+            torch.testing.assert_close(a.float(), b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda m, g: m.pop(), "grads must have 1 tensors as momenta, got 2"),
+    (lambda m, g: m.__setitem__(1, torch.ones(4, 4)), "momenta must be"),
+    (lambda m, g: g.__setitem__(1, torch.ones(5, 4)), "grads must be"),
+    (lambda m, g: (m.clear(), g.clear()), "at least one tensor|no tensor arguments"),
+    (lambda m, g: (m.__setitem__(slice(None), [torch.ones(4)] * 2), g.__setitem__(slice(None), m)), "matrices"),
+])  # fmt: skip
+def test_passes_refuse(change, words):
+    """Before anything is written."""
+    m, g = ([torch.full((4, 5), x) for _ in "12"] for x in (1.0, 2.0))
+    kept = m[0]
+    change(m, g)
+    with pytest.raises((RuntimeError, NotImplementedError), match=words):
+        torch.ops.tigon.muon_momentum_(m, g, 0.9, True)
+    assert (kept == 1).all()
+    for other in (torch.ones(4, 4), torch.ones(5, 4).mT, torch.ones(4, 5, dtype=torch.float64)):
+        with pytest.raises(RuntimeError, match="updates must be"):
+            torch.ops.tigon.muon_update_([kept], [other], 0.1, None, 1.0, 0.0)
+    assert (kept == 1).all()
+
+
+_SCRIPT = """
+import sys
+sys.path[:0] = {paths!r}
+from test_muon import FLOATS, LISTS, passes
+for case in LISTS:
+    for dtype in FLOATS:
+        m, updates, norms, p, _ = passes(case, dtype, torch.float32, True)
+        emit(*m, *updates, norms, *p)
+"""
+
+
+def test_instruction_sets_and_threads():
+    """The same bits under every one of them."""
+    from pathlib import Path
+
+    here = Path(__file__).resolve().parent
+    assert len(bits_under(_SCRIPT.format(paths=[str(here), str(here.parent)]))) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LISTS, ids=str)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_cpu_and_gpu_agree(case, nesterov):
+    """The same bits on both, but for the order of the norms' sums."""
+    for dtype in FLOATS:
+        for other in FLOATS:
+            a, b = (passes(case, dtype, other, nesterov, device) for device in ("cpu", "cuda"))
+            for x, y in zip((*a[0], *a[1], *a[3]), (*b[0], *b[1], *b[3]), strict=True):
+                assert same_bits(x, y.cpu())
+            torch.testing.assert_close(a[2], b[2].cpu(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (16, 72), (72, 16), (33, 50), (50, 33), (1, 8)], ids=str)

@@ -8,13 +8,16 @@ namespace {
 
 constexpr const char* kOp = "muon";
 
-// Contiguous tensors where `like` lives.
+// Contiguous tensors of the sizes of `like`, where it lives.
 std::vector<Vector> vectors_of(const char* name, const TensorList& list, const Tensor& like) {
   std::vector<Vector> vectors(list.size());
+  const Shape sizes(like.get());
   for (size_t i = 0; i < list.size(); ++i) {
     const Tensor t = list.tensor(i);
     check_same_device(kOp, name, t, like);
-    TIGON_CHECK(kOp, Shape(t.get()).is_contiguous(), name, " must be contiguous");
+    const Shape shape(t.get());
+    TIGON_CHECK(kOp, shape.has_sizes_of(sizes) && shape.is_contiguous(), name,
+                " must be contiguous and of one shape, got one of ", t.numel(), " elements that is not");
     vectors[i] = {.data = data_of(kOp, name, t), .dtype = dtype_of(kOp, name, t), .size = t.numel()};
   }
   return vectors;
