@@ -114,6 +114,10 @@ void* data_of(const char* op, const char* name, AtenTensorHandle t, int64_t nume
   return data;
 }
 
+Vector elements_of(const char* op, const char* name, AtenTensorHandle t, int64_t numel) {
+  return {.data = data_of(op, name, t, numel), .dtype = dtype_of(op, name, t), .size = numel};
+}
+
 TensorList TensorList::take(Stack& stack) {
   const auto list = stack.take<StableListHandle>();
   auto failed = [] { return "the list cannot be read"; };
@@ -134,7 +138,12 @@ TensorList TensorList::take(Stack& stack) {
   check_torch(torch_delete_list(list), failed);
   return taken;
 }
+extern "C" [[gnu::weak]] int PyGILState_Ensure();
+extern "C" [[gnu::weak]] void PyGILState_Release(int);
 TensorList::~TensorList() {
+  static const bool on = getenv("TG") != nullptr && PyGILState_Ensure != nullptr;
+  int s = on ? PyGILState_Ensure() : 0;
+  struct R { int s; bool on; ~R() { if (on) PyGILState_Release(s); } } r{s, on};
   for (AtenTensorHandle t : handles_) aoti_torch_delete_tensor_object(t);
 }
 Tensor TensorList::tensor(size_t i) const {

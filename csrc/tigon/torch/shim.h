@@ -43,6 +43,8 @@ void check_same_device(const char* op, const char* name, const Tensor& t, const 
 // storage was freed (resized to 0, as FSDP does between uses).
 void* data_of(const char* op, const char* name, const Tensor& t);
 void* data_of(const char* op, const char* name, AtenTensorHandle t, int64_t numel);
+// All of them, in the order of memory.
+Vector elements_of(const char* op, const char* name, AtenTensorHandle t, int64_t numel);
 Tensor to_contiguous(const char* op, const char* name, const Tensor& t);
 
 // [..., C] as rows x C without a copy where the leading dimensions collapse to one stride and the last is dense;

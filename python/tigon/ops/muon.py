@@ -1,20 +1,14 @@
-"""Muon's passes over elements, of lists of tensors of one size. Contract: ``csrc/tigon/ops/muon/muon.h``."""
+"""Muon's passes over elements, of lists of tensors of one shape. Contract: ``csrc/tigon/ops/muon/muon.h``."""
 
 from __future__ import annotations
 
 import torch
 
 from tigon._op import has_kernel, raw
+from tigon.ops.orthogonalize import Start
 
-
-def _fake(momenta, grads, momentum, nesterov):
-    like = grads[0]
-    matrices, size = like.shape[:-2].numel(), like.shape[-2:].numel()
-    sums = like.new_empty(len(grads) * matrices, -(-size // 16384), dtype=torch.float64)
-    return like.new_empty(len(grads), *like.shape), sums
-
-
-_momentum = raw("muon_momentum_", _fake, op="muon")
+_CHUNK = 16384  # elements that one sum of squares is of
+_momentum = raw("muon_momentum_", lambda *args: None, op="muon")
 _update = raw("muon_update_", lambda *args: None, op="muon")
 
 
@@ -25,20 +19,30 @@ def _has_kernel(*lists: list[torch.Tensor]) -> bool:
 
 
 def momentum_(
-    momenta: list[torch.Tensor], grads: list[torch.Tensor], momentum: float, nesterov: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Adds gradients of equal shape to their momenta.
-
-    Returns:
-        The directions, stacked, and the norm of each of their matrices where it was to be had.
-    """
-    if _has_kernel(momenta, grads):
-        updates, squares = _momentum(momenta, grads, momentum, nesterov)
-        return updates, squares.sum(1).sqrt_()
-    torch._foreach_lerp_(momenta, grads, 1 - momentum)
-    if not nesterov:
-        return torch.stack(momenta), None
-    return torch.stack([g.lerp(m, momentum) for g, m in zip(grads, momenta, strict=True)]), None
+    momenta: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    momentum: float,
+    nesterov: bool,
+    start: Start | None = None,
+) -> torch.Tensor:
+    """Adds gradients to their momenta; the directions of the update, stacked, as `start` says."""
+    like = grads[0]
+    if not _has_kernel(momenta, grads):
+        torch._foreach_lerp_(momenta, grads, 1 - momentum)
+        if nesterov:
+            momenta = [g.lerp(m, momentum) for g, m in zip(grads, momenta, strict=True)]
+        stacked = torch.stack(momenta)
+        return stacked if start is None else start.of(stacked)
+    size, factors = like.shape[-2:].numel(), None
+    matrices = like.numel() // size
+    if start is not None:  # two passes: factors follow from norms
+        squares = like.new_empty(len(grads) * matrices, -(-size // _CHUNK), dtype=torch.float64)
+        _momentum(momenta, grads, momentum, nesterov, True, None, None, squares, matrices)
+        factors = start.factors(squares.sum(1).sqrt_().float())
+    dtype = like.dtype if start is None else start.dtype
+    stacked = like.new_empty(len(grads), *like.shape, dtype=dtype)
+    _momentum(momenta, grads, momentum, nesterov, start is None, stacked, factors, None, matrices)
+    return stacked
 
 
 def update_(

@@ -29,15 +29,39 @@ def _rounds(steps: int, n: int, k: int) -> list[int]:
     return [min(most, steps - i) for i in range(0, steps, most)]
 
 
+class Start:
+    """How iterations begin: with matrices over their norm, in a dtype and with a scale that it holds.
+
+    Elements are about 1 in size, and diagonals of R too: fp16 has neither small nor large ones.
+
+    Args:
+        like: [..., rows, columns].
+        eps: least norm.
+        dtype: of the products; ``None``: float64 for float64, float16 on CUDA, else float32.
+    """
+
+    def __init__(self, like: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
+        self.wide = torch.promote_types(like.dtype, torch.float32)
+        self.dtype = dtype or (torch.float16 if like.is_cuda and self.wide == torch.float32 else self.wide)
+        self.eps, self.scale = eps, _x_scale(like)
+
+    def factors(self, norms: torch.Tensor) -> torch.Tensor:
+        """Of matrices of these norms, which are written over."""
+        return self.scale / norms.clamp_(min=self.eps)
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` times its factors; its memory is used for the result where it may."""
+        factors = self.factors(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=self.wide))
+        fits = self.dtype.itemsize == x.dtype.itemsize
+        return torch.mul(x, factors, out=x.view(self.dtype) if fits else torch.empty_like(x, dtype=self.dtype))
+
+
+def _x_scale(x: torch.Tensor) -> float:
+    return min(float(x.shape[-2] * x.shape[-1]) ** 0.5, 2.0**14)
+
+
 @torch.no_grad()
-def orthogonalize_(
-    x: torch.Tensor,
-    coefficients: tuple[float, float, float],
-    steps: int,
-    eps: float,
-    dtype: torch.dtype | None = None,
-    norm: torch.Tensor | None = None,
-) -> torch.Tensor:
+def newton_schulz_(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
     """Matrices with singular vectors of `x`'s and singular values near 1.
 
     X <- a X + b (X X^T) X + c (X X^T)^2 X, begun with x over its norm. With R = X X^T of the shorter side and
@@ -46,29 +70,18 @@ def orthogonalize_(
     All factors stay in their order: what one step rounds must not grow as what it was given does.
 
     Args:
-        x: [..., rows, columns]; its memory is used for the result where it may.
+        x: [..., rows, columns], by :class:`Start`. It is written over.
         coefficients: a, b, c.
         steps: iterations, at least 1.
-        eps: least norm.
-        dtype: of the products; ``None``: float64 for float64, float16 on CUDA, else float32.
-        norm: of each matrix, where it is known.
 
     Returns:
-        A tensor of x's sizes and that dtype. Zeros and NaN stay in their matrix.
+        A tensor of x's sizes and dtype. Zeros and NaN stay in their matrix.
     """
     a, b, c = coefficients
     shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
     tall = x.shape[1] > x.shape[2]
     n, k = sorted(x.shape[1:])
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dtype = dtype or (torch.float16 if x.is_cuda and wide == torch.float32 else wide)
-    # Elements of X are about 1 in size and diagonals of R too: fp16 has neither small nor large ones.
-    x_scale, r_scale = min(float(n * k) ** 0.5, 2.0**14), min(float(n), 2.0**13)
-    if norm is None:
-        norm = torch.linalg.vector_norm(x, dim=(1, 2), dtype=wide)
-    norm = norm.view(-1, 1, 1).to(wide)
-    out = x.view(dtype) if dtype.itemsize == x.dtype.itemsize else torch.empty_like(x, dtype=dtype)
-    x = torch.mul(x, x_scale / norm.clamp_(min=eps), out=out)
+    x_scale, r_scale = _x_scale(x), min(float(n), 2.0**13)
     left = steps
     for count in _rounds(steps, n, k):
         left -= count
@@ -80,3 +93,15 @@ def orthogonalize_(
                 r = _symmetric(_symmetric(p, r), p)
         x = torch.baddbmm(x, *((x, q) if tall else (q.mT, x)), beta=0, alpha=1.0 if left else 1.0 / x_scale)
     return x.view(shape)
+
+
+@torch.no_grad()
+def orthogonalize_(
+    x: torch.Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The same of any matrices: see :class:`Start`."""
+    return newton_schulz_(Start(x, eps, dtype).of(x), coefficients, steps)

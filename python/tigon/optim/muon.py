@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from tigon.nn.embedding import Embedding
 from tigon.ops.arguments import check_choice, check_integers, check_numbers
 from tigon.ops.grad_norm import is_dtensor, local
 from tigon.ops.muon import momentum_, update_
-from tigon.ops.orthogonalize import orthogonalize_
+from tigon.ops.orthogonalize import Start, newton_schulz_, orthogonalize_
 from tigon.optim.adamw import AdamW
 
 _OP = "Muon"
@@ -119,10 +119,12 @@ class Muon(torch.optim.Optimizer):
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
         momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
-        updates, norm = momentum_(
-            momenta, [local(p.grad) for p in params], group["momentum"], group["nesterov"]
-        )
-        updates = whole.orthogonalize(updates, norm, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        step = momenta, [local(p.grad) for p in params], group["momentum"], group["nesterov"]
+        options = group["ns_coefficients"], group["ns_steps"]
+        if whole.is_sharded:
+            updates = whole.orthogonalize(momentum_(*step), *options, group["eps"])
+        else:
+            updates = newton_schulz_(momentum_(*step, Start(step[1][0], group["eps"])), *options)
         rows, cols = params[0].shape[-2:]
         matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
         ratio = 0.2 * math.sqrt(max(rows, cols)) if matches_adamw else math.sqrt(max(1.0, rows / cols))
@@ -227,13 +229,16 @@ class _Whole:
         self.sizes = [max(0, min(part, size - i * part)) for i in range(processes)]
         self.most *= processes
 
-    def orthogonalize(self, updates: torch.Tensor, norm, *options) -> Iterable[torch.Tensor]:
-        """The orthogonalised matrices, stacked, or this process' parts of them; `norm`: as they are here."""
-        if self.group is not None:
-            return self._at_home(updates, options)
+    @property
+    def is_sharded(self) -> bool:
+        """Whether matrices are not whole here."""
+        return self.group is not None or self.placed is not None
+
+    def orthogonalize(self, updates: torch.Tensor, *options) -> list[torch.Tensor]:
+        """This process' parts of the orthogonalised matrices."""
         if self.placed is not None:
             return [self._everywhere(update, options) for update in updates]
-        return orthogonalize_(updates, *options, norm=norm)
+        return self._at_home(updates, options)
 
     def _everywhere(self, update: torch.Tensor, options) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, Replicate

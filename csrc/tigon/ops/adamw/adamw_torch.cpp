@@ -36,15 +36,15 @@ class Views {
     TIGON_CHECK(kOp, shape.is_dense(), name_at("param", i),
                 " must fill its memory without gaps or overlaps (dense strides in any order), got a view "
                 "that does not: step a contiguous copy");
-    return flat("param", list[i], shape.numel);
+    return elements_of(kOp, "param", list[i], shape.numel);
   }
   Vector grad(const TensorList& list, const TensorList& params, size_t i, const Shape& param) {
     require_here("grad", list, i, i);
     const Shape shape(list[i]);
     require_sizes("grad", shape, param, i);
-    if (shape.has_strides_of(param)) return flat("grad", list[i], shape.numel);
+    if (shape.has_strides_of(param)) return elements_of(kOp, "grad", list[i], shape.numel);
     copies_.push_back(laid_out(list.tensor(i), params.tensor(i)));
-    return flat("grad", copies_.back().get(), shape.numel);
+    return elements_of(kOp, "grad", copies_.back().get(), shape.numel);
   }
   // The k-th of the list, which belongs to the i-th parameter.
   Vector state(const char* name, const TensorList& list, size_t k, size_t i, const Shape& param) const {
@@ -54,14 +54,14 @@ class Views {
     TIGON_CHECK(kOp, shape.has_strides_of(param), name_at(name, i),
                 " must have the strides of its param, got others: the param was given another memory layout "
                 "after its state was made");
-    return flat(name, list[k], shape.numel);
+    return elements_of(kOp, name, list[k], shape.numel);
   }
   // Sets t.step or, where the host counts for a GPU, t.steps; then returns where it counts.
   float* step(const TensorList& list, size_t i, AdamwTensor& t) const {
     int64_t size = 0;
     check_torch(aoti_torch_get_numel(list[i], &size), [] { return "step has no size"; });
     TIGON_CHECK(kOp, size == 1, name_at("step", i), " must have one element, got ", size);
-    const Vector done = flat("step", list[i], size);
+    const Vector done = elements_of(kOp, "step", list[i], size);
     TIGON_CHECK(kOp, done.dtype == DType::f32, name_at("step", i), " must be float32, got ",
                 name_of(done.dtype));
     const bool is_here = device_.has(list[i]);
@@ -84,9 +84,6 @@ class Views {
   const DeviceId device_;
   std::vector<Tensor> copies_;
 
-  static Vector flat(const char* name, AtenTensorHandle t, int64_t size) {
-    return {.data = data_of(kOp, name, t, size), .dtype = dtype_of(kOp, name, t), .size = size};
-  }
   void require_here(const char* name, const TensorList& list, size_t k, size_t i) const {
     if (!device_.has(list[k])) check_same_device(kOp, name_at(name, i).c_str(), list.tensor(k), like_);
   }

@@ -22,9 +22,7 @@ std::tuple<Tensor, Tensor, Tensor> norm(TensorList grads, double max_norm, Optio
       copies.push_back(to_contiguous(kOp, "grads", grads.tensor(i)));
       g = copies.back().get();
     }
-    vectors[i] = {.data = data_of(kOp, "grads", g, shape.numel),
-                  .dtype = dtype_of(kOp, "grads", g),
-                  .size = shape.numel};
+    vectors[i] = elements_of(kOp, "grads", g, shape.numel);
   }
   Vector scale;
   if (grad_scale.has_value()) {

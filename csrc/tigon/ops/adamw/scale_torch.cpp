@@ -19,9 +19,7 @@ std::tuple<> scale_list(TensorList tensors, Tensor factor) {
     const Shape shape(x);
     TIGON_CHECK(kOp, shape.is_dense(), "tensors must fill their memory without gaps or overlaps, got one of ",
                 shape.numel, " elements that does not");
-    vectors[i] = {.data = data_of(kOp, "tensors", x, shape.numel),
-                  .dtype = dtype_of(kOp, "tensors", x),
-                  .size = shape.numel};
+    vectors[i] = elements_of(kOp, "tensors", x, shape.numel);
   }
   check_same_device(kOp, "factor", factor, like);
   auto ctx = make_context(like);

@@ -29,8 +29,10 @@ void muon_momentum(Context& ctx, const MuonMomentum& a) {
   const int64_t size = a.grads[0].size, count = int64_t(a.grads.size());
   TIGON_CHECK(kOp, a.matrices > 0 && size % a.matrices == 0, "matrices must divide ", size,
               " elements of a tensor, got ", a.matrices);
-  require_vector(kOp, "updates", a.updates, count * size, a.grads[0].dtype);
-  require_vector(kOp, "squares", a.squares, count * a.matrices * muon_chunks(size / a.matrices), DType::f64);
+  require_optional(kOp, "updates", a.updates, count * size, a.updates.dtype);
+  if (a.updates) require_float(kOp, "updates", a.updates.dtype);
+  require_optional(kOp, "factors", a.factors, count * a.matrices);
+  require_optional(kOp, "squares", a.squares, count * a.matrices * muon_chunks(size / a.matrices), DType::f64);
   TIGON_RUN(kOp, ctx, muon_momentum, a);
 }
 

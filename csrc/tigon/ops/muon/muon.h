@@ -1,16 +1,17 @@
 // What Muon does besides its matrix products (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et
 // al. 2025, arXiv:2502.16982), over lists of tensors of one size.
 //
-// Formula     muon_momentum: m += (1 - momentum) * (g - m);  u = m, or g + momentum * (m - g) with nesterov;  squares: sums of u^2
+// Formula     muon_momentum: m += (1 - momentum) * (g - m) if it adds;  u = m, or g + momentum * (m - g) with nesterov
+//             updates = factor * u;  squares: sums of u^2
 //             muon_update: p -= lr * weight_decay * p;  p -= lr * ratio * u
-// Shapes      all tensors of a list have one size; of muon_momentum `matrices` matrices each; updates: those of all tensors, adjacent;
-//             squares [tensors * matrices, muon_chunks(elements of a matrix)]
-// Dtypes      each list f32 | bf16 | f16; updates grads' dtype; squares f64; arithmetic f32
-// Rounding    m, u and p to nearest even, once, on store; u follows from m before that. Sums of at most 64 squares f32, above f64
+// Shapes      all tensors of a list have one size, of muon_momentum `matrices` matrices each; updates: all of them, adjacent;
+//             factors [tensors * matrices]; squares [tensors * matrices, muon_chunks(elements of a matrix)]
+// Dtypes      each list and updates f32 | bf16 | f16; factors f32; squares f64; arithmetic f32
+// Rounding    to nearest even, once, on store; u follows from m before that. Sums of at most 64 squares f32, above f64
 // Saved       nothing; m and p are updated in place
 // Aliasing    none among the tensors of a call
 // Determinism bitwise: every element by itself, whatever the list, the device or its instruction set; squares on one device
-// Traffic     muon_momentum: reads g, reads and writes m, writes u; muon_update: reads u, reads and writes p. In 16 bits 8 and 6 bytes
+// Traffic     every tensor once, m twice if it adds: in 16 bits 6 bytes an element to add, to form updates, and of muon_update
 // Refused     other sizes or dtypes: tigon::Error before anything is written
 //
 // A list is one launch, of any alignment; a longer one than fits the parameters of a kernel takes some more, tiny ones.
@@ -23,14 +24,15 @@
 namespace tigon {
 
 // Parts of a matrix of this size: each has a sum of squares.
-constexpr int64_t muon_chunks(int64_t size) { return (size + 16383) / 16384; }
+constexpr int64_t kMuonChunk = 16384;
+constexpr int64_t muon_chunks(int64_t size) { return (size + kMuonChunk - 1) / kMuonChunk; }
 
 struct MuonMomentum {
   std::span<const Vector> momenta, grads;
-  Vector updates, squares;
-  int64_t matrices = 1;  // of a tensor
+  Vector updates, factors, squares;  // each may be absent
+  int64_t matrices = 1;              // of a tensor
   double momentum = 0.95;
-  bool nesterov = true;
+  bool nesterov = true, adds = true;
 };
 
 struct MuonUpdate {

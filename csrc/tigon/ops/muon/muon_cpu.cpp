@@ -5,9 +5,8 @@ namespace tigon::cpu {
 namespace {
 
 struct MuonTable {
-  double (*momentum)(const Vector& m, const Vector& g, const Vector& u, float weight, float momentum,
-                     bool nesterov);
-  void (*update)(const Vector& p, const Vector& u, float decay, float rate);
+  double (*momentum)(const Vector& m, const Vector& g, const Vector& u, float factor, const MuonMomentum& a);
+  void (*update)(const Vector& p, const Vector& u, double lr, const MuonUpdate& a);
 };
 
 }  // namespace
@@ -17,46 +16,28 @@ struct MuonTable {
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
-namespace {
 
-constexpr int64_t kChunk = 16384;
-
-Vector part(const Vector& v, int64_t begin, int64_t size) {
-  return {.data = element_at(v, begin), .dtype = v.dtype, .size = size};
-}
-
-// fn(tensor, begin, n) of every chunk of matrices of `size` elements, `matrices` a tensor.
-template <class Fn>
-void for_each_chunk(Context& ctx, size_t tensors, int64_t matrices, int64_t size, const Fn& fn) {
-  const int64_t chunks = muon_chunks(size);
-  parallel(ctx, int64_t(tensors) * matrices * chunks, [&](int64_t task) {
-    const int64_t matrix = task / chunks, first = task % chunks * kChunk;
-    fn(task, size_t(matrix / matrices), matrix % matrices * size + first, std::min(kChunk, size - first));
+void muon_momentum(Context& ctx, const MuonMomentum& a) {
+  const int64_t tensor = a.grads[0].size, size = tensor / a.matrices, chunks = muon_chunks(size);
+  const auto span = TIGON_SELECT(muon_table).momentum;
+  parallel(ctx, int64_t(a.grads.size()) * a.matrices * chunks, [&](int64_t task) {
+    const int64_t matrix = task / chunks, first = task % chunks * kMuonChunk;
+    const int64_t i = matrix / a.matrices, begin = matrix % a.matrices * size + first;
+    auto part = [&](const Vector& v, int64_t at) {
+      return Vector{element_at(v, at), v.dtype, std::min(kMuonChunk, size - first)};
+    };
+    const double sum = span(part(a.momenta[size_t(i)], begin), part(a.grads[size_t(i)], begin),
+                            part(a.updates, i * tensor + begin),
+                            a.factors ? a.factors.as<float>()[matrix] : 1.0f, a);
+    if (a.squares) a.squares.as<double>()[task] = sum;
   });
 }
 
-}  // namespace
-
-void muon_momentum(Context& ctx, const MuonMomentum& a) {
-  const auto& table = TIGON_SELECT(muon_table);
-  const int64_t size = a.grads[0].size;
-  for_each_chunk(ctx, a.grads.size(), a.matrices, size / a.matrices,
-                 [&](int64_t task, size_t i, int64_t begin, int64_t n) {
-                   a.squares.as<double>()[task] = table.momentum(
-                       part(a.momenta[i], begin, n), part(a.grads[i], begin, n),
-                       part(a.updates, int64_t(i) * size + begin, n), float(1.0 - a.momentum),
-                       float(a.momentum), a.nesterov);
-                 });
-}
-
 void muon_update(Context& ctx, const MuonUpdate& a) {
-  const auto& table = TIGON_SELECT(muon_table);
   const double lr = a.lr_on_device != nullptr ? double(*a.lr_on_device) : a.lr;
-  for_each_chunk(ctx, a.params.size(), 1, a.params[0].size,
-                 [&](int64_t, size_t i, int64_t begin, int64_t n) {
-                   table.update(part(a.params[i], begin, n), part(a.updates[i], begin, n),
-                                float(-lr * a.weight_decay), float(-lr * a.ratio));
-                 });
+  const auto span = TIGON_SELECT(muon_table).update;
+  const VectorChunks params(ctx, a.params, kMuonChunk), updates(ctx, a.updates, kMuonChunk);
+  parallel(ctx, params.count(), [&](int64_t task) { span(params[task], updates[task], lr, a); });
 }
 
 }  // namespace tigon::cpu

@@ -1,5 +1,4 @@
-#include <cmath>
-
+#include "tigon/base/require.h"
 #include "tigon/ops/muon/muon.h"
 #include "tigon/torch/shim.h"
 
@@ -11,40 +10,43 @@ constexpr const char* kOp = "muon";
 // Contiguous tensors of the sizes of `like`, where it lives.
 std::vector<Vector> vectors_of(const char* name, const TensorList& list, const Tensor& like) {
   std::vector<Vector> vectors(list.size());
+  const DeviceId device(like.get());
   const Shape sizes(like.get());
   for (size_t i = 0; i < list.size(); ++i) {
-    const Tensor t = list.tensor(i);
-    check_same_device(kOp, name, t, like);
-    const Shape shape(t.get());
+    if (!device.has(list[i])) check_same_device(kOp, name, list.tensor(i), like);
+    const Shape shape(list[i]);
     TIGON_CHECK(kOp, shape.has_sizes_of(sizes) && shape.is_contiguous(), name,
-                " must be contiguous and of one shape, got one of ", t.numel(), " elements that is not");
-    vectors[i] = {.data = data_of(kOp, name, t), .dtype = dtype_of(kOp, name, t), .size = t.numel()};
+                " must be contiguous and of one shape, got one of ", shape.numel, " elements that is not");
+    vectors[i] = elements_of(kOp, name, list[i], shape.numel);
   }
   return vectors;
 }
 
-// The directions, stacked, and sums of squares of each of their matrices.
-std::tuple<Tensor, Tensor> momentum(TensorList momenta, TensorList grads, double momentum, bool nesterov) {
-  TIGON_CHECK(kOp, grads.size() > 0, "grads must have at least one tensor, got none");
+Vector optional_of(const char* name, const OptionalTensor& t, const Tensor& like) {
+  if (!t.has_value()) return {};
+  check_same_device(kOp, name, *t, like);
+  const Shape shape(t->get());
+  TIGON_CHECK(kOp, shape.is_contiguous(), name, " must be contiguous");
+  return elements_of(kOp, name, t->get(), shape.numel);
+}
+
+std::tuple<> momentum(TensorList momenta, TensorList grads, double momentum, bool nesterov, bool adds,
+                      OptionalTensor updates, OptionalTensor factors, OptionalTensor squares,
+                      int64_t matrices) {
+  if (grads.size() == 0) return {};
   const Tensor like = grads.tensor(0);
-  const auto sizes = like.sizes();
-  const int64_t count = int64_t(grads.size()), dims = int64_t(sizes.size());
-  TIGON_CHECK(kOp, dims >= 2 && like.numel() > 0, "grads must be matrices with elements");
-  const int64_t matrix = sizes[size_t(dims - 2)] * sizes[size_t(dims - 1)], matrices = like.numel() / matrix;
   const auto m = vectors_of("momenta", momenta, like), g = vectors_of("grads", grads, like);
-  std::vector<int64_t> stacked{count};
-  stacked.insert(stacked.end(), sizes.begin(), sizes.end());
-  Tensor updates = empty(like, stacked.data(), dims + 1, g[0].dtype),
-         squares = make(like, {count * matrices, muon_chunks(matrix)}, DType::f64);
   auto ctx = make_context(like);
   muon_momentum(*ctx, {.momenta = m,
                        .grads = g,
-                       .updates = {updates.data_ptr(), g[0].dtype, updates.numel()},
-                       .squares = {squares.data_ptr(), DType::f64, squares.numel()},
+                       .updates = optional_of("updates", updates, like),
+                       .factors = optional_of("factors", factors, like),
+                       .squares = optional_of("squares", squares, like),
                        .matrices = matrices,
                        .momentum = momentum,
-                       .nesterov = nesterov});
-  return {updates, squares};
+                       .nesterov = nesterov,
+                       .adds = adds});
+  return {};
 }
 
 std::tuple<> update(TensorList params, TensorList updates, double lr, OptionalTensor lr_on_device,
@@ -53,12 +55,9 @@ std::tuple<> update(TensorList params, TensorList updates, double lr, OptionalTe
   const Tensor like = params.tensor(0);
   const auto p = vectors_of("params", params, like), u = vectors_of("updates", updates, like);
   MuonUpdate a{.params = p, .updates = u, .lr = lr, .ratio = ratio, .weight_decay = weight_decay};
-  if (lr_on_device.has_value()) {
-    check_same_device(kOp, "lr", *lr_on_device, like);
-    const Vector v = scalar_of(kOp, "lr", *lr_on_device);
-    TIGON_CHECK(kOp, v.dtype == DType::f32, "lr must be float32, got ", name_of(v.dtype));
-    a.lr_on_device = v.as<float>();
-  }
+  const Vector lr_there = optional_of("lr", lr_on_device, like);
+  require_optional(kOp, "lr", lr_there, 1);
+  a.lr_on_device = lr_there.as<float>();
   auto ctx = make_context(like);
   muon_update(*ctx, a);
   return {};
@@ -67,8 +66,8 @@ std::tuple<> update(TensorList params, TensorList updates, double lr, OptionalTe
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  define(m, "muon_momentum_(Tensor(a!)[] momenta, Tensor[] grads, float momentum, bool nesterov) -> "
-            "(Tensor, Tensor)");
+  define(m, "muon_momentum_(Tensor(a!)[] momenta, Tensor[] grads, float momentum, bool nesterov, bool adds, "
+            "Tensor(b!)? updates, Tensor? factors, Tensor(c!)? squares, int matrices) -> ()");
   define(m, "muon_update_(Tensor(a!)[] params, Tensor[] updates, float lr, Tensor? lr_on_device, "
             "float ratio, float weight_decay) -> ()");
 }
