@@ -11,6 +11,9 @@
 
 // PyTorch >= 2.13 tells why a call of its C interface failed; null where it does not.
 extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
+// Python's, where one is running.
+extern "C" [[gnu::weak]] int PyGILState_Ensure();
+extern "C" [[gnu::weak]] void PyGILState_Release(int);
 
 namespace tigon::torch_shim {
 
@@ -138,13 +141,12 @@ TensorList TensorList::take(Stack& stack) {
   check_torch(torch_delete_list(list), failed);
   return taken;
 }
-extern "C" [[gnu::weak]] int PyGILState_Ensure();
-extern "C" [[gnu::weak]] void PyGILState_Release(int);
 TensorList::~TensorList() {
-  static const bool on = getenv("TG") != nullptr && PyGILState_Ensure != nullptr;
-  int s = on ? PyGILState_Ensure() : 0;
-  struct R { int s; bool on; ~R() { if (on) PyGILState_Release(s); } } r{s, on};
+  if (handles_.empty()) return;
+  // PyTorch takes the GIL, which a call has given up, for every tensor that nobody but Python holds then. Here it is taken once.
+  const int state = PyGILState_Ensure != nullptr ? PyGILState_Ensure() : 0;
   for (AtenTensorHandle t : handles_) aoti_torch_delete_tensor_object(t);
+  if (PyGILState_Release != nullptr) PyGILState_Release(state);
 }
 Tensor TensorList::tensor(size_t i) const {
   AtenTensorHandle copy = nullptr;

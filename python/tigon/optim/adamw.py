@@ -64,6 +64,8 @@ class AdamW(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # Whether the tensors of the last step made one list, of plain tensors with a kernel. A hint: see _update.
     _alike = False
+    # The steps of all parameters of a list, and the views of it that are in their states.
+    _steps: tuple[torch.Tensor | None, list[torch.Tensor]] = None, []
 
     def __init__(
         self,
@@ -265,6 +267,8 @@ class AdamW(torch.optim.Optimizer):
                 self._update_plainly(group, p, state, clip, scale)
         kinds = {type(t) for _, params, grads in groups for t in itertools.chain(params, grads)}
         self._alike = len(lists) == 1 and not others and kinds <= _PLAIN
+        if self._alike:
+            self._join_steps(groups)
 
     def _call(self, device: torch.device, tensors: TensorList, clip, scale, found_inf) -> None:
         adamw_(
@@ -301,7 +305,20 @@ class AdamW(torch.optim.Optimizer):
             if self.rounding == "stochastic":
                 made.first += [self._places[p] for p in params]
             made.add_group(group, len(params), device)
+        together, views = self._steps
+        if len(views) == len(made.steps) and all(map(operator.is_, made.steps, views)):
+            made.steps = [together]
         return made
+
+    def _join_steps(self, groups) -> None:
+        """Makes the steps of all parameters views of one tensor, which one list then need not hold."""
+        states = [self.state[p] for _, params, _ in groups for p in params]
+        steps = [state["step"] for state in states]
+        if len(steps) > 1 and all(step.is_cpu for step in steps):
+            together = torch.stack(steps)
+            self._steps = together, list(together.unbind())
+            for state, step in zip(states, self._steps[1], strict=True):
+                state["step"] = step
 
     def _sorted(self, groups, found_inf) -> tuple[dict, list]:
         """A list for each device, and what has no kernel; states are made and completed."""

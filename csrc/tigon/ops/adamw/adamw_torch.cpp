@@ -56,23 +56,19 @@ class Views {
                 "after its state was made");
     return elements_of(kOp, name, list[k], shape.numel);
   }
-  // Sets t.step or, where the host counts for a GPU, t.steps; then returns where it counts.
-  float* step(const TensorList& list, size_t i, AdamwTensor& t) const {
-    int64_t size = 0;
-    check_torch(aoti_torch_get_numel(list[i], &size), [] { return "step has no size"; });
-    TIGON_CHECK(kOp, size == 1, name_at("step", i), " must have one element, got ", size);
-    const Vector done = elements_of(kOp, "step", list[i], size);
+  // Of the i-th parameter, or of all `size`.
+  Vector step(const TensorList& list, size_t i, size_t size) const {
+    const Shape shape(list[i]);
+    TIGON_CHECK(kOp, shape.numel == int64_t(size) && shape.is_contiguous(), name_at("step", i), " must have ",
+                size, " elements without gaps, got ", shape.numel);
+    const Vector done = elements_of(kOp, "step", list[i], shape.numel);
     TIGON_CHECK(kOp, done.dtype == DType::f32, name_at("step", i), " must be float32, got ",
                 name_of(done.dtype));
-    const bool is_here = device_.has(list[i]);
-    if (is_here || !DeviceId(list[i]).is_cpu()) {
-      if (!is_here) require_here("step", list, i, i);
-      t.step = done;
-      return nullptr;
-    }
-    t.steps = int64_t(*done.as<float>());
-    return done.as<float>();
+    if (!DeviceId(list[i]).is_cpu()) require_here("step", list, i, i);
+    return done;
   }
+  // Whether the host counts steps that are there, for a GPU.
+  bool counts_for_device(const TensorList& steps, size_t i) const { return !device_.has(steps[i]); }
   Vector scalar(const char* name, const OptionalTensor& t) const {
     if (!t.has_value()) return {};
     check_same_device(kOp, name, *t, like_);
@@ -129,8 +125,9 @@ std::tuple<> step(TensorList params, TensorList grads, TensorList exp_avgs, Tens
                   int64_t rounding, int64_t seed, OptionalTensor clip, OptionalTensor grad_scale,
                   OptionalTensor found_inf) {
   const size_t n = params.size();
-  for (size_t size :
-       {grads.size(), exp_avgs.size(), exp_avg_sqs.size(), steps.size(), first.empty() ? n : first.size()})
+  const bool joined = steps.size() == 1;  // one tensor of all
+  for (size_t size : {grads.size(), exp_avgs.size(), exp_avg_sqs.size(), joined ? n : steps.size(),
+                      first.empty() ? n : first.size()})
     TIGON_CHECK(kOp, size == n, "lists must have ", n, " tensors each, got one of ", size);
   TIGON_CHECK(kOp, hyperparameters.size() == kHyperparameters * group_sizes.size(),
               "hyperparameters must be ", kHyperparameters, " a group, got ", hyperparameters.size());
@@ -142,6 +139,7 @@ std::tuple<> step(TensorList params, TensorList grads, TensorList exp_avgs, Tens
   std::vector<AdamwGroup> groups;
   std::vector<AdamwTensor> tensors(n);
   std::vector<float*> counted;  // steps that the core was given as numbers
+  Vector done;
   size_t i = 0, used_lrs = 0, used_most = 0, used_extras = 0;
   for (size_t g = 0; g < group_sizes.size(); ++g) {
     auto [group, amsgrad] = group_of(&hyperparameters[kHyperparameters * g], lrs, used_lrs, views);
@@ -162,7 +160,12 @@ std::tuple<> step(TensorList params, TensorList grads, TensorList exp_avgs, Tens
         t.low = views.state("param_low", extras, next_of("extras", extras, used_extras), i, shape);
       if (is_half(t.param.dtype) && mode == AdamwRounding::master)
         t.master = views.state("master_param", extras, next_of("extras", extras, used_extras), i, shape);
-      if (float* done = views.step(steps, i, t)) counted.push_back(done);
+      if (i == 0 || !joined) done = views.step(steps, i, joined ? n : 1);
+      float* at = done.as<float>() + (joined ? i : 0);
+      if (views.counts_for_device(steps, joined ? 0 : i))
+        t.steps = int64_t(*at), counted.push_back(at);
+      else
+        t.step = {at, DType::f32, 1};
       t.first = first.empty() ? 0 : first[i];
       t.group = int64_t(g);
     }
@@ -176,7 +179,7 @@ std::tuple<> step(TensorList params, TensorList grads, TensorList exp_avgs, Tens
                .clip = views.scalar("clip", clip),
                .grad_scale = views.scalar("grad_scale", grad_scale),
                .found_inf = views.scalar("found_inf", found_inf)});
-  for (float* done : counted) *done += 1.0f;
+  for (float* at : counted) *at += 1.0f;
   return {};
 }
 
