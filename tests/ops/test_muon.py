@@ -132,21 +132,21 @@ def passes(case, dtype, other, nesterov, device="cpu", started=True):
 @pytest.mark.parametrize("started", [True, False])
 def test_passes(case, dtype, other, nesterov, started, device):
     """Each result beside the formula in float32, rounded once, and in float64."""
-    m, updates, p, given = passes(case, dtype, other, nesterov, device, started)
-    assert updates[0].dtype == (other if started else dtype)
-    for i, (old, momentum, g) in enumerate(zip(*given, strict=True)):
-        expected = []
-        for wide in (torch.float32, torch.float64):
-            x = torch.lerp(momentum.to(wide), g.to(wide), 1 - 0.95)
-            # What the second pass reads is rounded.
-            kept = x.to(other).to(wide) if started else x
-            u = torch.lerp(g.to(wide), kept, 0.95) if nesterov else kept
-            if started:
-                u *= math.prod(case[0][-2:]) ** 0.5 / u.norm(dim=(-2, -1), keepdim=True)
-            given_u = updates[i].to(other).to(wide)
-            expected.append((x, u, old.to(wide) - 0.03 * (0.1 * old.to(wide) + 1.5 * given_u)))
-        for a, b, c in zip((m[i], updates[i], p[i]), *expected, strict=True):
-            check_close(str(case), a, b.to(a.dtype), c)
+    *results, given = passes(case, dtype, other, nesterov, device, started)
+    results = [torch.stack(list(tensors)) for tensors in results]
+    p, m, g = map(torch.stack, given)
+    assert results[1].dtype == (other if started else dtype)
+    expected = []
+    for wide in (torch.float32, torch.float64):
+        x = torch.lerp(m.to(wide), g.to(wide), 1 - 0.95)
+        kept = x.to(other).to(wide) if started else x  # what the second pass reads
+        u = torch.lerp(g.to(wide), kept, 0.95) if nesterov else kept
+        if started:
+            u *= math.prod(case[0][-2:]) ** 0.5 / u.norm(dim=(-2, -1), keepdim=True)
+        old, step = p.to(wide), results[1].to(other).to(wide)
+        expected.append((x, u, old - 0.03 * (0.1 * old + 1.5 * step)))
+    for a, b, c in zip(results, *expected, strict=True):
+        check_close(str(case), a, b.to(a.dtype), c)
 
 
 def test_passes_keep_to_their_matrices(device):

@@ -103,6 +103,11 @@ def replace_state(params, optimizer):
         optimizer.state[params[2]][name] = optimizer.state[params[2]][name] * 3
 
 
+def write_steps(params, optimizer):
+    optimizer.state[params[2]]["step"].fill_(7)
+    optimizer.state[params[3]]["step"].data = torch.tensor(9.0)
+
+
 def swap_states(params, optimizer):
     state = optimizer.state
     state[params[0]], state[params[1]] = state.pop(params[1]), state.pop(params[0])
@@ -163,8 +168,8 @@ def restride_parameter(params, optimizer):
 
 
 CHANGES = [
-    swap_data, skip_some, transpose_gradient, widen_gradient, replace_state, forget_state, load_state,
-    add_group, tensor_lr, remove_parameter, restride_parameter,
+    swap_data, skip_some, transpose_gradient, widen_gradient, replace_state, write_steps, forget_state,
+    load_state, add_group, tensor_lr, remove_parameter, restride_parameter,
 ]  # fmt: skip
 
 

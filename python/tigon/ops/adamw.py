@@ -19,8 +19,8 @@ class TensorList:
 
     ``max_exp_avg_sqs`` has one tensor for each parameter of a group with amsgrad, ``extras`` one for each
     16-bit parameter where the rounding is split (int16) or master (float32); ``steps`` are float32 scalars on
-    the parameters' device or the CPU, or one tensor of all; ``first`` is where a parameter's stream of random bits begins, for all
-    or, where the rounding draws none, for no parameter.
+    the parameters' device or the CPU, or one tensor of all of them; ``first`` is where a parameter's stream
+    of random bits begins, for all or, where the rounding draws none, for no parameter.
     """
 
     params: list = dataclasses.field(default_factory=list)

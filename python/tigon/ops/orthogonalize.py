@@ -53,7 +53,9 @@ class Start:
         """`x` times its factors; its memory is used for the result where it may."""
         factors = self.factors(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=self.wide))
         fits = self.dtype.itemsize == x.dtype.itemsize
-        return torch.mul(x, factors, out=x.view(self.dtype) if fits else torch.empty_like(x, dtype=self.dtype))
+        return torch.mul(
+            x, factors, out=x.view(self.dtype) if fits else torch.empty_like(x, dtype=self.dtype)
+        )
 
 
 def _x_scale(x: torch.Tensor) -> float:

@@ -64,8 +64,8 @@ class AdamW(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # Whether the tensors of the last step made one list, of plain tensors with a kernel. A hint: see _update.
     _alike = False
-    # The steps of all parameters of a list, and the views of it that are in their states.
-    _steps: tuple[torch.Tensor | None, list[torch.Tensor]] = None, []
+    # The steps of the parameters of a list in one tensor, and where each of them lies.
+    _steps: tuple[torch.Tensor | None, list[int]] = None, []
 
     def __init__(
         self,
@@ -305,20 +305,20 @@ class AdamW(torch.optim.Optimizer):
             if self.rounding == "stochastic":
                 made.first += [self._places[p] for p in params]
             made.add_group(group, len(params), device)
-        together, views = self._steps
-        if len(views) == len(made.steps) and all(map(operator.is_, made.steps, views)):
+        together, places = self._steps
+        if len(places) == len(made.steps) and list(map(torch.Tensor.data_ptr, made.steps)) == places:
             made.steps = [together]
         return made
 
     def _join_steps(self, groups) -> None:
-        """Makes the steps of all parameters views of one tensor, which one list then need not hold."""
+        """Makes the steps of all parameters views of one tensor, which a call then takes for all of them."""
         states = [self.state[p] for _, params, _ in groups for p in params]
-        steps = [state["step"] for state in states]
-        if len(steps) > 1 and all(step.is_cpu for step in steps):
-            together = torch.stack(steps)
-            self._steps = together, list(together.unbind())
-            for state, step in zip(states, self._steps[1], strict=True):
-                state["step"] = step
+        if len(states) == 1 or not all(state["step"].is_cpu for state in states):
+            return
+        together = torch.stack([state["step"] for state in states])
+        for state, step in zip(states, together.unbind(), strict=True):
+            state["step"] = step
+        self._steps = together, [state["step"].data_ptr() for state in states]
 
     def _sorted(self, groups, found_inf) -> tuple[dict, list]:
         """A list for each device, and what has no kernel; states are made and completed."""

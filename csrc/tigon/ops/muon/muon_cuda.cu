@@ -36,9 +36,8 @@ __device__ __forceinline__ double walk(const Entry& e, bool updates, float facto
 }
 
 template <class F, size_t Bytes>
-__global__ void __launch_bounds__(kThreads)
-    muon_kernel(const unsigned char* table, const Pass pass, F f,
-                const __grid_constant__ TableBlock<Bytes> block) {
+__global__ void __launch_bounds__(kThreads) muon_kernel(const unsigned char* table, const Pass pass, F f,
+                                                        const __grid_constant__ TableBlock<Bytes> block) {
   constexpr int N = 8;
   const Part part(pass, blockIdx.x);
   const Entry e = reinterpret_cast<const Entry*>(table != nullptr ? table : block.bytes)[part.tensor];

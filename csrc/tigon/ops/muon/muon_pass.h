@@ -31,8 +31,8 @@ struct Part {
 };
 
 inline Pass pass_of(const MuonMomentum& a) {
-  return {int64_t(a.grads.size()), a.grads[0].size, a.matrices, a.adds, a.factors.as<float>(),
-          a.squares.as<double>()};
+  return {int64_t(a.grads.size()), a.grads[0].size,       a.matrices, a.adds,
+          a.factors.as<float>(),   a.squares.as<double>()};
 }
 inline Pass pass_of(const MuonUpdate& a) {
   return {int64_t(a.params.size()), a.params[0].size, 1, true, nullptr, nullptr};

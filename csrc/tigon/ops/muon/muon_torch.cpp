@@ -66,10 +66,12 @@ std::tuple<> update(TensorList params, TensorList updates, double lr, OptionalTe
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  define(m, "muon_momentum_(Tensor(a!)[] momenta, Tensor[] grads, float momentum, bool nesterov, bool adds, "
-            "Tensor(b!)? updates, Tensor? factors, Tensor(c!)? squares, int matrices) -> ()");
-  define(m, "muon_update_(Tensor(a!)[] params, Tensor[] updates, float lr, Tensor? lr_on_device, "
-            "float ratio, float weight_decay) -> ()");
+  define(m,
+         "muon_momentum_(Tensor(a!)[] momenta, Tensor[] grads, float momentum, bool nesterov, bool adds, "
+         "Tensor(b!)? updates, Tensor? factors, Tensor(c!)? squares, int matrices) -> ()");
+  define(m,
+         "muon_update_(Tensor(a!)[] params, Tensor[] updates, float lr, Tensor? lr_on_device, "
+         "float ratio, float weight_decay) -> ()");
 }
 TIGON_TORCH_KERNELS(m) {
   m.impl("muon_momentum_", &boxed<&momentum>);
