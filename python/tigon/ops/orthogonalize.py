@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tigon._op import raw
+from tigon.ops.muon import Start, x_scale
 
 # (out, a, b, c, trans, alpha, beta, gamma) -> bool: alpha a b^T (trans: a^T b) + beta c + gamma I, symmetric.
 _native = raw("symmetric_product_", lambda *args: False, op="symmetric_product")
@@ -29,39 +30,6 @@ def _rounds(steps: int, n: int, k: int) -> list[int]:
     return [min(most, steps - i) for i in range(0, steps, most)]
 
 
-class Start:
-    """How iterations begin: with matrices over their norm, in a dtype and with a scale that it holds.
-
-    Elements are about 1 in size, and diagonals of R too: fp16 has neither small nor large ones.
-
-    Args:
-        like: [..., rows, columns].
-        eps: least norm.
-        dtype: of the products; ``None``: float64 for float64, float16 on CUDA, else float32.
-    """
-
-    def __init__(self, like: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
-        self.wide = torch.promote_types(like.dtype, torch.float32)
-        self.dtype = dtype or (torch.float16 if like.is_cuda and self.wide == torch.float32 else self.wide)
-        self.eps, self.scale = eps, _x_scale(like)
-
-    def factors(self, norms: torch.Tensor) -> torch.Tensor:
-        """Of matrices of these norms, which are written over."""
-        return self.scale / norms.clamp_(min=self.eps)
-
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` times its factors; its memory is used for the result where it may."""
-        factors = self.factors(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=self.wide))
-        fits = self.dtype.itemsize == x.dtype.itemsize
-        return torch.mul(
-            x, factors, out=x.view(self.dtype) if fits else torch.empty_like(x, dtype=self.dtype)
-        )
-
-
-def _x_scale(x: torch.Tensor) -> float:
-    return min(float(x.shape[-2] * x.shape[-1]) ** 0.5, 2.0**14)
-
-
 @torch.no_grad()
 def newton_schulz_(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
     """Matrices with singular vectors of `x`'s and singular values near 1.
@@ -83,17 +51,17 @@ def newton_schulz_(x: torch.Tensor, coefficients: tuple[float, float, float], st
     shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
     tall = x.shape[1] > x.shape[2]
     n, k = sorted(x.shape[1:])
-    x_scale, r_scale = _x_scale(x), min(float(n), 2.0**13)
+    scale, r_scale = x_scale(x), min(float(n), 2.0**13)
     left = steps
     for count in _rounds(steps, n, k):
         left -= count
-        r, q = _symmetric(x, x, trans=tall, alpha=r_scale / x_scale**2), None  # q: the transpose of Q
+        r, q = _symmetric(x, x, trans=tall, alpha=r_scale / scale**2), None  # q: the transpose of Q
         for i in range(count):
             p = _symmetric(r, r, r, alpha=c / r_scale**2, beta=b / r_scale, gamma=a)
             q = p if q is None else _symmetric(q, p)
             if i + 1 < count:
                 r = _symmetric(_symmetric(p, r), p)
-        x = torch.baddbmm(x, *((x, q) if tall else (q.mT, x)), beta=0, alpha=1.0 if left else 1.0 / x_scale)
+        x = torch.baddbmm(x, *((x, q) if tall else (q.mT, x)), beta=0, alpha=1.0 if left else 1.0 / scale)
     return x.view(shape)
 
 

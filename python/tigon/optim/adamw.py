@@ -117,13 +117,10 @@ class AdamW(torch.optim.Optimizer):
         """As in PyTorch; what cannot be updated is refused."""
         group = {**self.defaults, **param_group}
         lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
-        one = not isinstance(lr, torch.Tensor) or lr.numel() == 1
-        check(_OP, one, "lr must be a number or a tensor of one element, got {}", lr)
+        check_lr(_OP, lr)
         two = isinstance(betas, (tuple, list)) and len(betas) == 2
         check(_OP, two, "betas must be two numbers, got {}", betas)
-        check_numbers(_OP, lr=lr, **{"betas[0]": betas[0], "betas[1]": betas[1]}, eps=eps, weight_decay=decay)
-        on_device = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
-        check(_OP, on_device or float(lr) >= 0, "lr must be >= 0, got {}", lr)
+        check_numbers(_OP, **{"betas[0]": betas[0], "betas[1]": betas[1]}, eps=eps, weight_decay=decay)
         check(_OP, all(0 <= float(b) < 1 for b in betas), "betas must be in [0, 1), got {}", betas)
         check(_OP, eps >= 0, "eps must be >= 0, got {}", eps)
         check(_OP, decay >= 0, "weight_decay must be >= 0, got {}", decay)
@@ -458,6 +455,14 @@ class AdamW(torch.optim.Optimizer):
             elif value.dtype == kept and _EXTRAS.get(self.rounding, ("",))[0] == name:
                 state[name] = _laid_out(p, value, kept)
         return state
+
+
+def check_lr(op: str, lr: float | torch.Tensor) -> None:
+    """A number or a tensor of one element, not negative where the host knows it."""
+    is_tensor = isinstance(lr, torch.Tensor)
+    check(op, not is_tensor or lr.numel() == 1, "lr must be a number or a tensor of one element, got {}", lr)
+    check_numbers(op, lr=lr)
+    check(op, (is_tensor and not lr.is_cpu) or float(lr) >= 0, "lr must be >= 0, got {}", lr)
 
 
 def _gradients_of(groups) -> list[torch.Tensor]:

@@ -14,9 +14,9 @@ from tigon.error import check, refuse
 from tigon.nn.embedding import Embedding
 from tigon.ops.arguments import check_choice, check_integers, check_numbers
 from tigon.ops.grad_norm import is_dtensor, local
-from tigon.ops.muon import momentum_, update_
-from tigon.ops.orthogonalize import Start, newton_schulz_, orthogonalize_
-from tigon.optim.adamw import AdamW
+from tigon.ops.muon import Start, momentum_, update_
+from tigon.ops.orthogonalize import newton_schulz_, orthogonalize_
+from tigon.optim.adamw import AdamW, check_lr
 
 _OP = "Muon"
 # Elements of the matrices that are orthogonalised together.
@@ -164,18 +164,13 @@ def muon_groups(model: nn.Module, **adamw) -> list[dict[str, Any]]:
 
 
 def _check_options(group: dict) -> None:
-    lr, coefficients, steps = group["lr"], group["ns_coefficients"], group["ns_steps"]
-    one = not isinstance(lr, torch.Tensor) or lr.numel() == 1
-    check(_OP, one, "lr must be a number or a tensor of one element, got {}", lr)
+    coefficients, steps = group["ns_coefficients"], group["ns_steps"]
+    check_lr(_OP, group["lr"])
     three = isinstance(coefficients, (tuple, list)) and len(coefficients) == 3
     check(_OP, three, "ns_coefficients must be three numbers, got {}", coefficients)
-    check_numbers(
-        _OP, lr=lr, weight_decay=group["weight_decay"], momentum=group["momentum"], eps=group["eps"]
-    )
+    check_numbers(_OP, weight_decay=group["weight_decay"], momentum=group["momentum"], eps=group["eps"])
     check_numbers(_OP, **{f"ns_coefficients[{i}]": value for i, value in enumerate(coefficients)})
     check_integers(_OP, ns_steps=steps)
-    on_device = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
-    check(_OP, on_device or float(lr) >= 0, "lr must be >= 0, got {}", lr)
     for name in ("weight_decay", "momentum", "eps"):
         check(_OP, group[name] >= 0, name + " must be >= 0, got {}", group[name])
     check(_OP, 1 <= steps < 100, "ns_steps must be in [1, 100), got {}", steps)

@@ -46,6 +46,12 @@ struct Values {
     if (dtype == DType::bf16) return write(static_cast<__nv_bfloat16*>(data));
     write(static_cast<__half*>(data));
   }
+  // As a store and a load leave it.
+  template <int N>
+  __device__ __forceinline__ void round(float (&x)[N]) const {
+    if (dtype == DType::bf16) round_all<__nv_bfloat16, N>(x);
+    if (dtype == DType::f16) round_all<__half, N>(x);
+  }
 };
 
 }  // namespace tigon::cuda

@@ -1,5 +1,6 @@
 // CUDA backend of the gradient norm: a CTA sums the squares of one chunk of one gradient, one CTA the chunks. And of scale: a CTA
 // scales one chunk of one tensor of the list.
+#include "tigon/base/cuda/block_sum.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/tensor_list.cuh"
 #include "tigon/base/cuda/vec.cuh"
@@ -13,24 +14,6 @@ using namespace adamw_detail;
 
 constexpr const char *kOp = "grad_norm", *kScale = "scale";
 constexpr int kThreads = 256, kFinishThreads = 1024, kVecsInFlight = 4;
-
-__device__ __forceinline__ double sum_warp(double x) {
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
-// The sum over the CTA, in thread 0.
-template <int Threads>
-__device__ __forceinline__ double sum_block(double x) {
-  __shared__ double warps[Threads / 32];
-  x = sum_warp(x);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-  __syncthreads();
-  double sum = 0.0;
-  if (threadIdx.x == 0)
-    for (int w = 0; w < Threads / 32; ++w) sum += warps[w];
-  return sum;
-}
 
 // Squares of n elements from p, which may begin anywhere: edge elements, one a thread, and vectors.
 template <class T>
@@ -67,25 +50,27 @@ __global__ void __launch_bounds__(kThreads, 6)
   const auto* entries = reinterpret_cast<const VectorEntry*>(table != nullptr ? table : block.bytes);
   const Vector g = vector_chunk(entries, count, kNormChunk);
   const int n = int(g.size);
-  double sum;
+  double sum[1];
   switch (g.dtype) {
-    case DType::bf16: sum = squares(static_cast<const __nv_bfloat16*>(g.data), n); break;
-    case DType::f16: sum = squares(static_cast<const __half*>(g.data), n); break;
-    default: sum = squares(static_cast<const float*>(g.data), n);
+    case DType::bf16: sum[0] = squares(static_cast<const __nv_bfloat16*>(g.data), n); break;
+    case DType::f16: sum[0] = squares(static_cast<const __half*>(g.data), n); break;
+    default: sum[0] = squares(static_cast<const float*>(g.data), n);
   }
-  sum = sum_block<kThreads>(sum);
-  if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+  __shared__ double slots[kThreads / 32];
+  sum_block<kThreads>(sum, slots);
+  if (threadIdx.x == 0) partials[blockIdx.x] = sum[0];
 }
 
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const double* partials, int count, const float* grad_scale, float max_norm, double* total,
                   float* norm, float* factor) {
   griddepcontrol_wait();
-  double sum = 0.0;
+  double sum[1] = {0.0};
 #pragma unroll 8
-  for (int i = threadIdx.x; i < count; i += kFinishThreads) sum += partials[i];
-  sum = sum_block<kFinishThreads>(sum);
-  if (threadIdx.x == 0) finish_norm(sum, grad_scale, max_norm, total, norm, factor);
+  for (int i = threadIdx.x; i < count; i += kFinishThreads) sum[0] += partials[i];
+  __shared__ double slots[kFinishThreads / 32];
+  sum_block<kFinishThreads>(sum, slots);
+  if (threadIdx.x == 0) finish_norm(sum[0], grad_scale, max_norm, total, norm, factor);
 }
 
 constexpr int64_t kScaleChunk = 16384;

@@ -7,10 +7,12 @@
 // Shapes      all tensors of a list have one size, of muon_momentum `matrices` matrices each; updates: all of them, adjacent;
 //             factors [tensors * matrices]; squares [tensors * matrices, muon_chunks(elements of a matrix)]
 // Dtypes      each list and updates f32 | bf16 | f16; factors f32; squares f64; arithmetic f32
-// Rounding    to nearest even, once, on store; u follows from m before that. Sums of at most 64 squares f32, above f64
+// Rounding    to nearest even: m and p on store; u, which follows from that m, to grads' dtype; updates on store. Sums of at most
+//             64 squares f32, above f64
 // Saved       nothing; m and p are updated in place
-// Aliasing    none among the tensors of a call
-// Determinism bitwise: every element by itself, whatever the list, the device or its instruction set; squares on one device
+// Aliasing    a list may be momenta and grads, and updates too if its elements have that size; else none
+// Determinism bitwise: every element by itself, whatever the list, the device or its instruction set; squares on one device,
+//             of a matrix wherever it stands
 // Traffic     every tensor once, m twice if it adds: in 16 bits 6 bytes an element to add, to form updates, and of muon_update
 // Refused     other sizes or dtypes: tigon::Error before anything is written
 //

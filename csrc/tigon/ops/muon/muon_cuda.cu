@@ -14,7 +14,7 @@ using namespace muon_detail;
 constexpr const char* kOp = "muon";
 constexpr int kThreads = 256;
 
-// Elements [begin, end) in vectors of N; the thread's sum of squares of f.
+// Elements [begin, end) in vectors of N; the thread's sum of squares of directions.
 template <int N, class F>
 __device__ __forceinline__ double walk(const Entry& e, bool updates, float factor, const F& f, int64_t begin,
                                        int64_t end) {
@@ -22,15 +22,19 @@ __device__ __forceinline__ double walk(const Entry& e, bool updates, float facto
   float squares = 0.0f;
 #pragma unroll 1
   for (int64_t i = begin + int64_t(threadIdx.x) * N; i < end; i += kThreads * N) {
-    float x[N], y[N], w[N];
+    float x[N], y[N], u[N];
     xs.load(i, x), ys.load(i, y);
+    if (updates) {
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const float u = f(x[k], y[k]);
-      squares = fma(u, u, squares), w[k] = mul(u, factor);
+      for (int k = 0; k < N; ++k) x[k] = f.next(x[k], y[k]);
+      xs.store(i, x), xs.round(x);
     }
-    if (updates) xs.store(i, x);
-    if (ws.data != nullptr) ws.store(i, w);
+#pragma unroll
+    for (int k = 0; k < N; ++k) u[k] = f.direction(x[k], y[k]);
+    ys.round(u);
+#pragma unroll
+    for (int k = 0; k < N; ++k) squares = fma(u[k], u[k], squares), u[k] = mul(u[k], factor);
+    if (ws.data != nullptr) ws.store(i, u);
   }
   return double(squares);
 }

@@ -7,7 +7,7 @@
 
 namespace tigon::muon_detail {
 
-// w = factor * f(x, y), which may update x. Streams without data are not wanted.
+// x = f.next(x, y), w = factor * f.direction(x, y). Streams without data are not wanted.
 struct Entry {
   Vector x, y, w;
 };
@@ -15,7 +15,7 @@ struct Pass {
   int64_t tensors, size, matrices;  // size, matrices: of a tensor
   bool updates;                     // x
   const float* factors;
-  double* squares;  // of f
+  double* squares;  // of directions
 
   constexpr int64_t chunks() const { return muon_chunks(size / matrices); }
   constexpr int64_t parts() const { return tensors * matrices * chunks(); }
