@@ -45,9 +45,11 @@ __global__ void __launch_bounds__(kThreads) muon_kernel(const unsigned char* tab
   constexpr int N = 8;
   const Part part(pass, blockIdx.x);
   const Entry e = reinterpret_cast<const Entry*>(table != nullptr ? table : block.bytes)[part.tensor];
-  bool aligned = true;
-  for (const Vector& v : {e.x, e.y, e.w})
-    aligned &= (reinterpret_cast<uintptr_t>(v.data) + part.begin * size_of(v.dtype)) % 16 == 0;
+  auto is_aligned = [&](const Vector& v) {
+    return v.data == nullptr ||
+           (reinterpret_cast<uintptr_t>(v.data) + part.begin * size_of(v.dtype)) % 16 == 0;
+  };
+  const bool aligned = is_aligned(e.x) && is_aligned(e.y) && is_aligned(e.w);
   const float factor = pass.factors != nullptr ? pass.factors[part.matrix] : 1.0f;
   const int64_t end = part.begin + part.size, middle = aligned ? end - part.size % N : part.begin;
   f.bind();

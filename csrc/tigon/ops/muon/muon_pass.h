@@ -1,8 +1,6 @@
 // The walk over a list that both passes are, for host and device.
 #pragma once
 
-#include <algorithm>
-
 #include "tigon/ops/muon/muon.h"
 
 namespace tigon::muon_detail {
@@ -22,12 +20,13 @@ struct Pass {
 };
 // What a task, or CTA, does: elements [begin, begin + size) of a tensor.
 struct Part {
-  int64_t matrix, tensor, begin, size;
+  int64_t matrix, tensor, begin, size = 0;
   constexpr Part(const Pass& p, int64_t i)
-      : matrix(i / p.chunks()),
-        tensor(matrix / p.matrices),
-        begin(matrix % p.matrices * (p.size / p.matrices) + i % p.chunks() * kMuonChunk),
-        size(std::min(kMuonChunk, p.size / p.matrices - i % p.chunks() * kMuonChunk)) {}
+      : matrix(i / p.chunks()), tensor(matrix / p.matrices), begin(i % p.chunks() * kMuonChunk) {
+    const int64_t matrix_size = p.size / p.matrices, left = matrix_size - begin;
+    size = left < kMuonChunk ? left : kMuonChunk;
+    begin += matrix % p.matrices * matrix_size;
+  }
 };
 
 inline Pass pass_of(const MuonMomentum& a) {
