@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tigon._op import Op, has_kernel, raw
+from tigon._op import Op, has_kernel, is_batched, raw
+from tigon.environment import own_products
 from tigon.error import check
 from tigon.ops.arguments import (
     check_booleans,
@@ -99,6 +100,59 @@ def _backward(ctx, *upstream):
 
 
 _op = Op("contrastive", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+_MOST_SCALE = 60.0  # kContrastiveMostScale
+
+
+def _fake_cosine(q, d, scale, share, symmetric, weight, chunk_rows, *wanted):
+    sizes = ((1,), (q.shape[0],), q.shape, (d.numel(),))
+    dtypes = (torch.float32, torch.float32, q.dtype, torch.float32)
+    return tuple(
+        q.new_empty(size if want else (0,), dtype=dtype)
+        for size, dtype, want in zip(sizes, dtypes, wanted, strict=True)
+    )
+
+
+def _fake_cosine_bwd(q, d, *options):
+    return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip((q, d), options[-2:], strict=True))
+
+
+_cosine_bwd = raw("contrastive_cosine_bwd", _fake_cosine_bwd)
+
+
+def _setup_cosine(ctx, inputs, output):
+    q, d, *ctx.options = inputs[:5]
+    ctx.save_for_backward(q, d, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_cosine(ctx, dloss, *_):
+    dq = dd = None
+    if dloss is not None:
+        q, d, factor, gd, gq = ctx.saved_tensors
+        need_q, need_d = ctx.needs_input_grad[:2]
+        dq, dd = _cosine_bwd(
+            q, d, *ctx.options, factor, dloss, gd if need_q else None, gq if need_d else None, need_q, need_d
+        )  # fmt: skip
+        dq, dd = dq if need_q else None, dd if need_d else None
+    return dq, dd, *(None,) * 9
+
+
+_cosine = Op("contrastive_cosine", fake=_fake_cosine, setup_context=_setup_cosine, backward=_backward_cosine)
+
+
+def _has_cosine(q, d, temperature):
+    """Whether one operator each way has the whole loss of cosines: on sm_90, in bfloat16."""
+    return (
+        q.dtype == torch.bfloat16
+        and not isinstance(temperature, torch.Tensor)
+        and temperature * _MOST_SCALE >= 1.0
+        and q.shape[1] % 8 == 0
+        and (torch.compiler.is_compiling() or not is_batched())
+        and own_products(q.device)
+    )
+
 
 
 def statistics(
@@ -335,11 +389,20 @@ def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reductio
     """The loss of embeddings of one size."""
     n, columns = q.shape[0], q.shape[1] if normalize else 1  # a normalized row's length, squared
     wide = torch.promote_types(q.dtype, torch.float32)
+    ids, margin, guide = how["ids"], how["bound"]["margin"], how["guide"]
+    plain = ids is None and margin is None and type(whole) is _Own and n > 0
+    if plain and normalize and how["diagonal"] and reduction != "none" and _has_cosine(q, d, temperature):
+        train = torch.is_grad_enabled()
+        need_q, need_d = train and q.requires_grad, train and d.requires_grad
+        share = 1.0 / n if reduction == "mean" else 1.0
+        weight = None if weight is None else weight.detach().float()
+        loss, *_ = _cosine(
+            q, d, 1.0 / temperature, share, symmetric, weight, chunk_rows or 0, True, True, need_q, need_d
+        )  # fmt: skip
+        return loss.view(())
     if normalize:
         q, d = normalized(q), normalized(d)
-    ids, margin, guide = how["ids"], how["bound"]["margin"], how["guide"]
-    plain = not symmetric and labels.shape[1] == 1 and ids is None and margin is None and type(whole) is _Own
-    if plain and not isinstance(temperature, torch.Tensor) and n:
+    if plain and not symmetric and labels.shape[1] == 1 and not isinstance(temperature, torch.Tensor):
         target = labels[:, 0]
         if not how["diagonal"]:  # labels that are no document's count as none, as below
             target = torch.where((target >= 0) & (target < d.shape[0]), target, IGNORED)
