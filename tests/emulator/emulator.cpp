@@ -142,14 +142,14 @@ bool sync_threads_or(bool vote) {
   return cta.voted != 0;
 }
 void sync_threads() { sync_threads_or(false); }
-void named_barrier(int id, int threads, bool waits) {
+void named_barrier(int id, int threads) {
   auto& barrier = cta.named[id];
   const int generation = barrier.generation;
   ++cta.progress;
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
     ++barrier.generation;
-  } else if (waits) {
+  } else {
     while (barrier.generation == generation) yield();
   }
 }

@@ -35,7 +35,6 @@ template <Leaves kLeaves>
 struct Epilogue {
   using Params = EpilogueParams;
   using Store = matmul::StoreEpilogue<T>;
-  static constexpr int kLag = 2;
   union Tensors {
     Store::Tensors store;
     float columns[matmul::kConsumers][4][kTileN];

@@ -5,13 +5,6 @@
 
 namespace tigon::cuda::matmul {
 
-// Steps by which the second consumer is behind the first: those that a long epilogue asks for.
-template <class Epilogue>
-constexpr int kLag = 0;
-template <class Epilogue>
-  requires requires { Epilogue::kLag; }
-constexpr int kLag<Epilogue> = Epilogue::kLag;
-
 template <class Mainloop, class Epilogue, class Scheduler>
 struct KernelParams {
   typename Mainloop::Params mainloop;
@@ -65,8 +58,7 @@ __global__ void __launch_bounds__(kBound, 1)
     float acc[kAccumulators];
     while (scheduler.next(p.scheduler, tile)) {
       Epilogue epilogue(p.epilogue, tile, warpgroup - 1);
-      Mainloop::template mma<kLag<Epilogue>>(tile.k_blocks, smem.mainloop, smem.barriers, state, warpgroup - 1,
-                                             acc);
+      Mainloop::mma(tile.k_blocks, smem.mainloop, smem.barriers, state, warpgroup - 1, acc);
       epilogue.run(p.epilogue, smem.epilogue, warpgroup - 1, acc);
     }
     Epilogue::finish();

@@ -13,7 +13,6 @@ enum class Major { K, MN };
 
 constexpr int kWarpgroup = 128, kConsumers = 2, kStages = 4;
 constexpr int kAccumulators = kTileN / 2;  // of a thread
-constexpr int kLagBarrier = 1 + kConsumers;  // those below are the epilogues'
 
 // What a tensor map has: one matrix, one for each product or group, or the rows of all groups one after the other, of which a
 // box takes the tile's group's only.
@@ -90,18 +89,13 @@ struct Mainloop {
       }
   }
 
-  // A consumer warpgroup: rows 64 * consumer and on of the tile. The barriers are those of its next stage. The second is `kLag`
-  // steps behind the first, so that the epilogue of each runs beside products of the other.
-  template <int kLag = 0>
+  // A consumer warpgroup: rows 64 * consumer and on of the tile. The barriers are those of its next stage.
   __device__ static __forceinline__ void mma(int k_blocks, Tensors& smem, Barriers& barriers,
                                              PipelineState& state, int consumer,
                                              float (&acc)[kAccumulators]) {
     const uint64_t a = descriptor<kMajorA>(smem.a[0]) + (64 * kTileK * 2 * consumer >> 4),
                    b = descriptor<kMajorB>(smem.b[0]);
     PipelineState released = state;
-    // In fewer steps the first might arrive twice before the second waits.
-    const bool lags = kLag > 0 && k_blocks > kStages;
-    if (lags && consumer > 0) bar_sync(kLagBarrier, kConsumers * kWarpgroup);
 #pragma unroll 1
     for (int k = 0; k < k_blocks; ++k, state.advance()) {
       mbarrier_wait_parity<false>(&barriers.full[state.stage], state.phase);
@@ -113,7 +107,6 @@ struct Mainloop {
         wgmma_m64n256k16<T, kMajorA == Major::MN, kMajorB == Major::MN>(
             acc, stage_a + i * kStepK<kMajorA>, stage_b + i * kStepK<kMajorB>, k + i != 0);
       wgmma_commit_group();
-      if (lags && consumer == 0 && k + 1 == kLag) bar_arrive(kLagBarrier, kConsumers * kWarpgroup);
       wgmma_wait_group<1>();
       if (k > 0) release(barriers, released);
     }

@@ -89,10 +89,6 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, unsig
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Arrives without waiting: others of the `threads` call bar_sync.
-__device__ __forceinline__ void bar_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // Four 8 x 8 matrices of 16-bit values: lane 8 i + r gives the address of row r of matrix i, or of its transpose.
 template <bool kTrans = false>

@@ -64,8 +64,7 @@ void cp_async_bulk_wait_group_read() {
 inline void mbarrier_arrive_cluster(uint64_t* barrier, unsigned rank) {
   emulator::mbarrier_update(reinterpret_cast<uint64_t*>(emulator::of_rank(barrier, rank)), 1, 0);
 }
-inline void bar_sync(int id, int threads) { emulator::named_barrier(id, threads, true); }
-inline void bar_arrive(int id, int threads) { emulator::named_barrier(id, threads, false); }
+inline void bar_sync(int id, int threads) { emulator::named_barrier(id, threads); }
 
 template <bool kTrans = false>
 void stmatrix_x4(uint32_t to, const uint32_t (&w)[4]) {
