@@ -57,6 +57,7 @@ CASES = [
     _both("only_queries", grads=(0,)),
     _both("only_documents", grads=(1,)),
     _both("nan", fill="nan", ids=5),
+    _both("nan_row", fill="nan"),
     *(
         bench_case(f"{name}_{n}x{h}", queries=n, documents=n, H=h, symmetric=symmetric, temperature=0.05)
         for name, symmetric in (("one_sided", False), ("symmetric", True))

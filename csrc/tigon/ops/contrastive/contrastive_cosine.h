@@ -3,12 +3,13 @@
 //
 // Formula     z_ij = scale * cos(q_i, d_j), document i is query i's;  loss = share * sum over i of w_i l_i,
 //             l_i = log(sum over j of exp(z_ij - z_ii)), symmetric: the mean of that and log(sum over j of exp(z_ji - z_ii))
-// Gradients   dq, dd of loss * dloss. The forward leaves G d^ and G^T q^ of unit rows q^, d^, where with r_i, c_i the sums
-//             of row and column i: G_ij = e^z_ij w_i / r_i of one side, but for the factor w_i / r_i of rows of G d^;
-//             G_ij = e^z_ij (w_i / r_i + w_j / c_j) / 2 of both; G_ii less w_i.  The backward: x = |x| x^, times scale * share
+// Gradients   dq, dd of loss * dloss. The forward leaves G d^ and G^T q^, where with r_i, c_i the sums of row and column i:
+//             d^ unit rows, q^ those times scale / log 2, so that q^ . d^T is z in powers of two;
+//             G_ij = e^z_ij w_i / r_i of one side, but for the factor w_i / r_i of rows of G d^;
+//             G_ij = e^z_ij (w_i / r_i + w_j / c_j) / 2 of both; G_ii less w_i.  The backward: through x / |x|
 // Shapes      q, dq [n, H]; d, dd [m, H], m >= n > 0, H a multiple of 8; weight, factor [n]; loss, dloss [1]
 // Dtypes      q, d bf16; products into f32; weight and what else there is f32
-// Rounding    unit rows once, e^z and G once, q^ times its factor once, G d^ once; sums of f32
+// Rounding    q^ and d^ once, e^z and G once, q^ times its factor once, G d^ once; sums of f32
 // Saved       q, d, G d^ in bf16, G^T q^ in f32, factor
 // Aliasing    none
 // Determinism bitwise, run to run: sums in fixed trees over tiles that follow from shapes

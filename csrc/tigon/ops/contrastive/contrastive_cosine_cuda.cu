@@ -16,7 +16,8 @@ using matmul::kTileM, matmul::kTileN, matmul::Tile;
 using T = __nv_bfloat16;
 
 constexpr const char* kOp = "contrastive_cosine";
-constexpr int kThreads = 256, kWarps = kThreads / 32, kVec = 8, kRows = 64;  // kRows: that share a sum by column
+constexpr int kThreads = 256, kWarps = kThreads / 32, kVec = 8,
+              kRows = 64;  // kRows: that share a sum by column
 
 // What a product leaves: e^z and its sums, the sums alone, or G of both directions.
 enum class Leaves { exponentials, sums, gradient };
@@ -24,11 +25,11 @@ enum class Leaves { exponentials, sums, gradient };
 // Of a chunk of queries, of which the first has document `first`.
 struct EpilogueParams {
   matmul::StoreEpilogue<T>::Params store;
-  float *row_parts, *col_parts;  // sums without pairs (i, i): [tiles of columns, rows]; [rows / 64, cols], null: not wanted
-  float* label;                  // [rows]: z_ii in powers of two
+  float *row_parts,
+      *col_parts;  // sums without pairs (i, i): [tiles of columns, rows]; [rows / 64, cols], null: not wanted
+  float* label;    // [rows]: z_ii in powers of two
   const float *row_factor, *col_factor, *label_gradient;  // [rows]; by column, zeros after the last; [rows]
   int rows, cols, first;
-  float to_log2;
 };
 
 template <Leaves kLeaves>
@@ -63,10 +64,10 @@ struct Epilogue {
     if (kLeaves != Leaves::gradient && has_labels) {
 #pragma unroll
       for (int k = 0; k < kLanes; ++k)
-        if (is_label(k)) p.label[row_of(k)] = acc[k] * p.to_log2, acc[k] = -INFINITY;
+        if (is_label(k)) p.label[row_of(k)] = acc[k], acc[k] = -INFINITY;
     }
 #pragma unroll
-    for (float& x : acc) x = ex2_approx_ftz(x * p.to_log2);
+    for (float& x : acc) x = ex2_approx_ftz(x);
     if constexpr (kLeaves == Leaves::gradient) {
       const float of_row[2] = {row < p.rows ? p.row_factor[row] : 0.0f,
                                row + 8 < p.rows ? p.row_factor[row + 8] : 0.0f};
@@ -148,7 +149,9 @@ struct Rows {
         n(a.q.rows),
         m(a.d.rows),
         cols(a.q.cols) {}
-  __device__ const T* operator[](int64_t r) const { return r < n ? q + r * q_stride : d + (r - n) * d_stride; }
+  __device__ const T* operator[](int64_t r) const {
+    return r < n ? q + r * q_stride : d + (r - n) * d_stride;
+  }
   LaunchConfig grid() const { return {.blocks = ceil_div(n + m, int64_t(kWarps)), .threads = kThreads}; }
 };
 __device__ __forceinline__ int64_t row_of_warp() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
@@ -167,7 +170,9 @@ __device__ __forceinline__ void each_vector(const T* row, int64_t cols, Fn fn) {
 // 1 / |x| of a sum of squares.
 __device__ __forceinline__ float inverse_length(float squares) { return 1.0f / sqrt(squares + 1e-24f); }
 
-__global__ __launch_bounds__(kThreads) void unit_rows_kernel(const __grid_constant__ Rows rows, T* out) {
+// Unit rows, and those of q times `length`, so that products are z in powers of two.
+__global__ __launch_bounds__(kThreads) void unit_rows_kernel(const __grid_constant__ Rows rows, float length,
+                                                             T* out) {
   const int64_t row = row_of_warp();
   if (row >= rows.n + rows.m) return;
   float squares = 0.0f;
@@ -175,11 +180,11 @@ __global__ __launch_bounds__(kThreads) void unit_rows_kernel(const __grid_consta
 #pragma unroll
     for (int j = 0; j < kVec; ++j) squares = fma(x[j], x[j], squares);
   });
-  const float inverse = inverse_length(reduce_lanes<Sum, 32>(squares));
+  const float factor = inverse_length(reduce_lanes<Sum, 32>(squares)) * (row < rows.n ? length : 1.0f);
   each_vector(rows[row], rows.cols, [&](int64_t c, const Vec<T, kVec>& x) {
     float y[kVec];
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) y[j] = x[j] * inverse;
+    for (int j = 0; j < kVec; ++j) y[j] = x[j] * factor;
     Vec<T, kVec> unit;
     unit.set(y);
     store_v4(out + row * rows.cols + c, unit);
@@ -191,7 +196,7 @@ struct BackwardParams {
   Rows rows;
   const T* gd;
   const float *gq, *factor, *dloss;
-  float scale;
+  float scale, share;
   T *dq, *dd;
 };
 __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constant__ BackwardParams p) {
@@ -220,8 +225,8 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
   });
   const float inverse = inverse_length(reduce_lanes<Sum, 32>(squares));
   const float along = reduce_lanes<Sum, 32>(dot) * inverse * inverse;
-  const float factor =
-      *p.dloss * p.scale * inverse * (row < rows.n && p.factor != nullptr ? p.factor[row] : 1.0f);
+  const float of_row = row >= rows.n ? 1.0f / (p.scale * kLog2e) : p.factor != nullptr ? p.factor[row] : 1.0f;
+  const float factor = *p.dloss * p.share * p.scale * inverse * of_row;
   each_pair([&](int64_t c, const Vec<T, kVec>& x, const Vec<float, kVec>& g) {
     float y[kVec];
 #pragma unroll
@@ -254,7 +259,8 @@ __device__ __forceinline__ float loss_of(float others, float z) {
 }
 
 struct SumsParams {
-  const float *row_parts, *col_parts, *weight;
+  float *row_parts, *col_parts;
+  const float* weight;
   int64_t tiles, blocks;  // parts of a row and of a column
   int64_t n, m, cols, first, rows;
   float *label, *loss, *factor, *row_sum, *col_sum;  // of all queries and documents
@@ -346,26 +352,22 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
   const Matrix unit = {
       .data = ctx.scratch_of<T>((n + m) * h), .dtype = DType::bf16, .rows = n + m, .cols = h, .stride = h};
   const Matrix unit_d = rows_from(unit, n, m);
-  launch(kOp, ctx, unit_rows_kernel, Rows(a).grid(), Rows(a), unit.row<T>(0));
+  launch(kOp, ctx, unit_rows_kernel, Rows(a).grid(), Rows(a), a.scale * kLog2e, unit.row<T>(0));
   Matrix g = {.dtype = DType::bf16, .rows = most, .cols = m, .stride = stride};
   if (gradient) g.data = ctx.scratch_of<T>(most * stride);
-  SumsParams s = {.row_parts = ctx.scratch_of<float>(ceil_div(m, int64_t(kTileN)) * most),
-                  .col_parts = a.symmetric
-                                   ? ctx.scratch_of<float>(ceil_div(most, int64_t(kRows)) * m)
-                                   : nullptr,
-                  .weight = a.weight.as<float>(),
+  SumsParams s = {.weight = a.weight.as<float>(),
                   .tiles = ceil_div(m, int64_t(kTileN)),
                   .n = n,
                   .m = m,
                   .cols = h,
-                  .label = ctx.scratch_of<float>(n),
-                  .loss = ctx.scratch_of<float>(n),
-                  .factor = a.factor ? a.factor.as<float>() : ctx.scratch_of<float>(n),
-                  .row_sum = a.symmetric ? ctx.scratch_of<float>(n) : nullptr,
-                  .col_sum = a.symmetric ? ctx.scratch_of<float>(columns) : nullptr,
                   .g = a.symmetric ? nullptr : g.row<T>(0),
                   .unit = !a.symmetric && a.gq ? unit.row<T>(0) : nullptr,
                   .stride = stride};
+  const int64_t row_parts = s.tiles * most, col_parts = a.symmetric ? ceil_div(most, int64_t(kRows)) * m : 0;
+  s.col_sum = ctx.scratch_of<float>(columns + 4 * n + row_parts + col_parts);
+  s.label = s.col_sum + columns, s.loss = s.label + n, s.row_sum = s.loss + n;
+  s.factor = a.factor ? a.factor.as<float>() : s.row_sum + n;
+  s.row_parts = s.row_sum + 2 * n, s.col_parts = a.symmetric ? s.row_parts + row_parts : nullptr;
   // fn(the rows of q^, their G) for each chunk, for which `s` is made ready.
   auto for_chunks = [&](auto fn) {
     for (s.first = 0; s.first < n; s.first += most) {
@@ -374,21 +376,20 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
     }
   };
   auto scores = [&]<Leaves kLeaves>(const Matrix& rows, const Matrix& to) {
-    EpilogueParams p = {.row_parts = const_cast<float*>(s.row_parts),
-                        .col_parts = const_cast<float*>(s.col_parts),
+    EpilogueParams p = {.row_parts = s.row_parts,
+                        .col_parts = s.col_parts,
                         .label = s.label + s.first,
                         .row_factor = s.row_sum + s.first,
                         .col_factor = s.col_sum,
                         .label_gradient = s.label + s.first,
                         .rows = int(s.rows),
                         .cols = int(m),
-                        .first = int(s.first),
-                        .to_log2 = a.scale * kLog2e};
+                        .first = int(s.first)};
     if (kLeaves != Leaves::sums)
       p.store.d = matmul::make_tensor_map(kOp, to.data, matmul::kTensorMapType<T>, m, s.rows, stride, kRows);
     Product<kLeaves>::run(
-        kOp, ctx,
-        {Gemm{.m = s.rows, .n = m, .k = h, .a = rows.data, .lda = h, .b = unit_d.data, .ldb = h}}, p);
+        kOp, ctx, {Gemm{.m = s.rows, .n = m, .k = h, .a = rows.data, .lda = h, .b = unit_d.data, .ldb = h}},
+        p);
   };
   auto gradients = [&](const Matrix& rows, const Matrix& of) {
     if (a.gd.data) multiply(ctx, {.a = of, .b = unit_d, .c = rows_from(a.gd, s.first, s.rows)});
@@ -425,7 +426,8 @@ void contrastive_cosine_bwd(Context& ctx, const ContrastiveCosineBwd& a) {
                             .gq = a.gq.as<float>(),
                             .factor = a.symmetric ? nullptr : a.factor.as<float>(),
                             .dloss = a.dloss.as<float>(),
-                            .scale = a.scale * a.share,
+                            .scale = a.scale,
+                            .share = a.share,
                             .dq = static_cast<T*>(a.dq.data),
                             .dd = static_cast<T*>(a.dd.data)};
   launch(kOp, ctx, backward_kernel, p.rows.grid(), p);
