@@ -13,7 +13,8 @@
 // Saved       q, d, G d^ in bf16, G^T q^ in f32, factor
 // Aliasing    none
 // Determinism bitwise, run to run: sums in fixed trees over tiles that follow from shapes
-// Traffic     one side: 3 products, G written once and read twice; both: 4, the first writes 1/64 of a matrix. Rows are read and
+// Traffic     one side: 3 products, G written once and read twice; both: 4, the first writes 1/64 of a matrix, but for the last chunk,
+//             for which a pass over e^z stands in place of the second product. Rows are read and
 //             written once before the products, and once after
 // Refused     another device or dtype, scale above kContrastiveMostScale, sizes that do not fit: tigon::Error before anything is written
 #pragma once

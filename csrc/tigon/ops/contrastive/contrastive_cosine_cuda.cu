@@ -38,7 +38,7 @@ struct Epilogue {
   using Store = matmul::StoreEpilogue<T>;
   union Tensors {
     Store::Tensors store;
-    float columns[matmul::kConsumers][4][kTileN];
+    float columns[matmul::kConsumers][4][kTileN];  // for a moment each
   };
 
   const Tile& tile;
@@ -92,11 +92,10 @@ struct Epilogue {
         if (q == 0 && row + 8 * h < p.rows) p.row_parts[int64_t(tile.n / kTileN) * p.rows + row + 8 * h] = s;
       }
     }
-    if constexpr (kLeaves == Leaves::sums) {
-      if (p.col_parts != nullptr) sum_columns(p, smem.columns[consumer], consumer, acc);
-    } else {
+    if (kLeaves != Leaves::gradient && p.col_parts != nullptr)
+      sum_columns(p, smem.columns[consumer], consumer, acc);
+    if constexpr (kLeaves != Leaves::sums)
       Store(p.store, tile, consumer).run(p.store, smem.store, consumer, acc);
-    }
   }
 
   // Of 2 kCount sums a lane keeps half, of its own rows and of those of the lane kStep away.
@@ -118,7 +117,9 @@ struct Epilogue {
     for (int c = 0; c < kTileN / 4; ++c) sum[c] = acc[c / 2 * 4 + c % 2] + acc[c / 2 * 4 + c % 2 + 2];
     halve<16, kTileN / 8>(sum, lane), halve<8, kTileN / 16>(sum, lane), halve<4, kTileN / 32>(sum, lane);
     const int first = lane / 16 * (kTileN / 8) + lane / 8 % 2 * (kTileN / 16) + lane / 4 % 2 * (kTileN / 32);
-    matmul::bar_sync(1 + consumer, matmul::kWarpgroup);  // the sums of the tile before have been read
+    // The tile before has been stored, and its sums read.
+    if (thread == 0) matmul::cp_async_bulk_wait_group_read<0>();
+    matmul::bar_sync(1 + consumer, matmul::kWarpgroup);
 #pragma unroll
     for (int c = 0; c < kTileN / 32; ++c) {
       const int at = first + c;
@@ -321,6 +322,27 @@ __global__ __launch_bounds__(kThreads) void both_kernel(const __grid_constant__ 
   p.row_sum[i] = row_factor, p.col_sum[i] = col_factor;
 }
 
+// G of both directions in place of e^z.
+constexpr int kGradientRows = 16;
+__global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constant__ SumsParams p) {
+  const int64_t groups = (p.m + kThreads * kVec - 1) / (kThreads * kVec);
+  const int64_t col = (blockIdx.x % groups * kThreads + threadIdx.x) * kVec,
+                row = blockIdx.x / groups * kGradientRows;
+  if (col >= p.m) return;
+  const Vec<float, kVec> of_col = load<float, kVec>(p.col_sum + col);
+#pragma unroll 4
+  for (int64_t r = row; r < min(p.rows, row + kGradientRows); ++r) {
+    auto* at = reinterpret_cast<Vec<T, kVec>*>(p.g + r * p.stride + col);
+    const Vec<T, kVec> x = *at;
+    const float of_row = p.row_sum[p.first + r];
+    float y[kVec];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j)
+      y[j] = p.first + r == col + j ? p.label[p.first + r] : x[j] * (of_row + of_col[j]);
+    at->set(y);
+  }
+}
+
 constexpr int kTotalThreads = 1024;
 __global__ __launch_bounds__(kTotalThreads) void total_kernel(const float* loss, int64_t n, float share,
                                                               float* total) {
@@ -360,7 +382,7 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
                   .n = n,
                   .m = m,
                   .cols = h,
-                  .g = a.symmetric ? nullptr : g.row<T>(0),
+                  .g = g.row<T>(0),
                   .unit = !a.symmetric && a.gq ? unit.row<T>(0) : nullptr,
                   .stride = stride};
   const int64_t row_parts = s.tiles * most, col_parts = a.symmetric ? ceil_div(most, int64_t(kRows)) * m : 0;
@@ -368,11 +390,13 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
   s.label = s.col_sum + columns, s.loss = s.label + n, s.row_sum = s.loss + n;
   s.factor = a.factor ? a.factor.as<float>() : s.row_sum + n;
   s.row_parts = s.row_sum + 2 * n, s.col_parts = a.symmetric ? s.row_parts + row_parts : nullptr;
-  // fn(the rows of q^, their G) for each chunk, for which `s` is made ready.
-  auto for_chunks = [&](auto fn) {
-    for (s.first = 0; s.first < n; s.first += most) {
+  // fn(the rows of q^, their G, whether they are the first) for each chunk in one order or the other, for which `s` is made ready.
+  const int64_t chunks = ceil_div(n, most);
+  auto for_chunks = [&](bool back, auto fn) {
+    for (int64_t i = 0; i < chunks; ++i) {
+      s.first = (back ? chunks - 1 - i : i) * most;
       s.rows = std::min(most, n - s.first), s.blocks = ceil_div(s.rows, int64_t(kRows));
-      fn(rows_from(unit, s.first, s.rows), rows_from(g, 0, s.rows));
+      fn(rows_from(unit, s.first, s.rows), rows_from(g, 0, s.rows), i == 0);
     }
   };
   auto scores = [&]<Leaves kLeaves>(const Matrix& rows, const Matrix& to) {
@@ -391,30 +415,36 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
         kOp, ctx, {Gemm{.m = s.rows, .n = m, .k = h, .a = rows.data, .lda = h, .b = unit_d.data, .ldb = h}},
         p);
   };
-  auto gradients = [&](const Matrix& rows, const Matrix& of) {
+  auto gradients = [&](const Matrix& rows, const Matrix& of, bool first) {
     if (a.gd.data) multiply(ctx, {.a = of, .b = unit_d, .c = rows_from(a.gd, s.first, s.rows)});
-    if (a.gq)
-      multiply(ctx, {.a = of, .b = rows, .c = gq, .trans_a = true, .beta = s.first > 0 ? 1.0f : 0.0f});
+    if (a.gq) multiply(ctx, {.a = of, .b = rows, .c = gq, .trans_a = true, .beta = first ? 0.0f : 1.0f});
   };
-  for_chunks([&](const Matrix& rows, const Matrix& to) {
-    if (a.symmetric || !gradient)
-      scores.template operator()<Leaves::sums>(rows, to);
-    else
+  auto run = [&](auto kernel, int64_t blocks) {
+    launch(kOp, ctx, kernel, {.blocks = blocks, .threads = kThreads}, s);
+  };
+  for_chunks(false, [&](const Matrix& rows, const Matrix& to, bool first) {
+    const bool last = s.first + s.rows == n;
+    if (gradient && (!a.symmetric || last))
       scores.template operator()<Leaves::exponentials>(rows, to);
-    const LaunchConfig of_rows = {.blocks = ceil_div(s.rows, int64_t(32)), .threads = kThreads};
-    if (a.symmetric)
-      return launch(kOp, ctx, sums_kernel,
-                    {.blocks = of_rows.blocks + ceil_div(m, int64_t(32)), .threads = kThreads}, s);
-    launch(kOp, ctx, rows_kernel, of_rows, s);
-    gradients(rows, to);
+    else
+      scores.template operator()<Leaves::sums>(rows, to);
+    const int64_t blocks = ceil_div(s.rows, int64_t(32));
+    if (a.symmetric) return run(sums_kernel, blocks + ceil_div(m, int64_t(32)));
+    run(rows_kernel, blocks);
+    gradients(rows, to, first);
   });
   if (a.symmetric) {
-    launch(kOp, ctx, both_kernel, {.blocks = columns / kThreads, .threads = kThreads}, s);
-    if (gradient)
-      for_chunks([&](const Matrix& rows, const Matrix& to) {
+    run(both_kernel, columns / kThreads);
+    // The exponentials of the last chunk are there.
+    for_chunks(true, [&](const Matrix& rows, const Matrix& to, bool first) {
+      if (!gradient) return;
+      if (first)
+        run(gradient_kernel,
+            ceil_div(m, int64_t(kThreads * kVec)) * ceil_div(s.rows, int64_t(kGradientRows)));
+      else
         scores.template operator()<Leaves::gradient>(rows, to);
-        gradients(rows, to);
-      });
+      gradients(rows, to, first);
+    });
   }
   launch(kOp, ctx, total_kernel, {.threads = kTotalThreads}, static_cast<const float*>(s.loss), n, a.share,
          a.loss.as<float>());
