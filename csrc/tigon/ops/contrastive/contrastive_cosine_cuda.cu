@@ -36,10 +36,7 @@ template <Leaves kLeaves>
 struct Epilogue {
   using Params = EpilogueParams;
   using Store = matmul::StoreEpilogue<T>;
-  union Tensors {
-    Store::Tensors store;
-    float columns[matmul::kConsumers][4][kTileN];  // for a moment each
-  };
+  using Tensors = Store::Tensors;  // a warpgroup's part has its sums by column before what it stores
 
   const Tile& tile;
   __device__ Epilogue(const Params&, const Tile& tile, int) : tile(tile) {}
@@ -93,9 +90,8 @@ struct Epilogue {
       }
     }
     if (kLeaves != Leaves::gradient && p.col_parts != nullptr)
-      sum_columns(p, smem.columns[consumer], consumer, acc);
-    if constexpr (kLeaves != Leaves::sums)
-      Store(p.store, tile, consumer).run(p.store, smem.store, consumer, acc);
+      sum_columns(p, reinterpret_cast<float (*)[kTileN]>(smem.d[consumer]), consumer, acc);
+    if constexpr (kLeaves != Leaves::sums) Store(p.store, tile, consumer).run(p.store, smem, consumer, acc);
   }
 
   // Of 2 kCount sums a lane keeps half, of its own rows and of those of the lane kStep away.
@@ -109,7 +105,7 @@ struct Epilogue {
     }
   }
   // Lanes of one q have the same columns.
-  __device__ __forceinline__ void sum_columns(const Params& p, float (&slots)[4][kTileN], int consumer,
+  __device__ __forceinline__ void sum_columns(const Params& p, float (*slots)[kTileN], int consumer,
                                               const float (&acc)[matmul::kAccumulators]) const {
     const int warp = int(threadIdx.x) / 32 % 4, lane = int(threadIdx.x) % 32, thread = warp * 32 + lane;
     float sum[kTileN / 4];
