@@ -90,10 +90,13 @@ def library_text(function: str) -> str:
     return _library_function(function, ctypes.c_char_p)().decode()
 
 
-@torch.compiler.assume_constant_result
 def own_products(device: torch.device) -> bool:
     """Whether matrix products of our own run there (on a CPU in tests/emulator)."""
     return _own_products(device)
+
+
+# What torch.compiler.assume_constant_result does, which imports the compiler.
+own_products._dynamo_marked_constant = True
 
 
 @functools.cache
@@ -126,7 +129,7 @@ def _devices():
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
         lowered = os.environ.get("TIGON_CUDA_CAPABILITY")
         sm = f"sm_{major}{minor}" + (f", kernels as on sm_{lowered}" if lowered else "")
-        own = own_products(torch.device("cuda", index))
+        own = _own_products.__wrapped__(torch.device("cuda", index))
         products = ", losses without gradients, experts, LoRA and Muon by products of our own" if own else ""
         yield f"cuda:{index} {torch.cuda.get_device_name(index)}, {sm}, {memory:.0f} GiB{products}"
 
