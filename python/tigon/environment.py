@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import os
 import platform
@@ -89,6 +90,23 @@ def library_text(function: str) -> str:
     return _library_function(function, ctypes.c_char_p)().decode()
 
 
+def own_products(device: torch.device) -> bool:
+    """Whether matrix products of our own run there (on a CPU in tests/emulator)."""
+    return _own_products(device)
+
+
+# What torch.compiler.assume_constant_result does, which imports the compiler.
+own_products._dynamo_marked_constant = True
+
+
+@functools.cache
+def _own_products(device):
+    if device.type != "cuda":
+        return device.type == "cpu" and library_text("tigon_cuda_build") == "emulated"
+    major, minor = torch.cuda.get_device_capability(device)
+    return _library_function("tigon_own_products", ctypes.c_bool)(10 * major + minor)
+
+
 def _library_function(name, result):
     entry = getattr(ctypes.CDLL(str(library_path())), name)
     entry.restype = result
@@ -111,7 +129,7 @@ def _devices():
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
         lowered = os.environ.get("TIGON_CUDA_CAPABILITY")
         sm = f"sm_{major}{minor}" + (f", kernels as on sm_{lowered}" if lowered else "")
-        own = _library_function("tigon_own_products", ctypes.c_bool)(10 * major + minor)
+        own = _own_products.__wrapped__(torch.device("cuda", index))
         products = ", losses without gradients, experts, LoRA and Muon by products of our own" if own else ""
         yield f"cuda:{index} {torch.cuda.get_device_name(index)}, {sm}, {memory:.0f} GiB{products}"
 

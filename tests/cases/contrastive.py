@@ -57,6 +57,7 @@ CASES = [
     _both("only_queries", grads=(0,)),
     _both("only_documents", grads=(1,)),
     _both("nan", fill="nan", ids=5),
+    _both("nan_row", fill="nan"),
     *(
         bench_case(f"{name}_{n}x{h}", queries=n, documents=n, H=h, symmetric=symmetric, temperature=0.05)
         for name, symmetric in (("one_sided", False), ("symmetric", True))
@@ -182,10 +183,10 @@ def flops_bwd(case: Case) -> int:
 
 def gemms(inputs: Inputs, step: bool) -> list:
     """The bare products: similarities, a step's gradients, and for both directions the similarities again."""
-    q, d = (x.detach() for x in inputs.args[:2])
+    q, d = (F.normalize(x.detach(), dim=-1) for x in inputs.args[:2])
     products = [lambda: q @ d.t()]
-    if step:
-        grad = torch.softmax(q @ d.t(), dim=-1) / len(q)
+    if step:  # of the loss's own numbers: a product of zeros takes less power, and less time
+        grad = torch.softmax(q @ d.t() / float(inputs.kwargs["temperature"]), dim=-1) / len(q)
         products *= 1 + inputs.kwargs["symmetric"]
         products += [lambda: grad @ d, lambda: grad.t() @ q]
     return products

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "tigon/base/cuda/matmul/epilogue_statistics.cuh"
 #include "tigon/base/cuda/matmul/epilogue_symmetric.cuh"
 #include "tigon/base/cuda/matmul/launch.cuh"
 #include "tigon/base/make_context.h"
@@ -167,6 +168,28 @@ bool groups_are_exact(std::initializer_list<int> sizes, int64_t n, int64_t k) {
          groups_are_exact<Major::MN, Groups::depth>(sizes, n, k);
 }
 
+// Statistics of rows are written for tiles of columns that exist: of an odd number the last pair has one more.
+bool statistics_are_inside(int64_t rows, int64_t cols) {
+  using T = __nv_bfloat16;
+  constexpr int64_t kDepth = 64;
+  Values a(rows, kDepth, 0), b(cols, kDepth, 0);
+  const int64_t tiles = (cols + matmul::kTileN - 1) / matmul::kTileN;
+  std::vector<float2> parts(size_t((tiles + 1) * rows), make_float2(7, 7));
+  std::vector<int64_t> target(size_t(rows), 0);
+  std::vector<float> target_logit(target.size());
+  matmul::Matmul<T, Major::K, Major::K, matmul::StatisticsEpilogue<T>>::run(
+      "matmul", *make_cuda_context(),
+      {Gemm{.m = rows, .n = cols, .k = kDepth, .a = a.data, .lda = a.stride, .b = b.data, .ldb = b.stride}},
+      {parts.data(), target.data(), target_logit.data(), int(rows), int(cols), 1.0f});
+  for (int64_t i = 0; i < (tiles + 1) * rows; ++i)
+    if ((parts[size_t(i)].x == 7) != (i >= tiles * rows)) {
+      printf("matmul: statistics of %ld x %ld end at %ld, not at %ld\n", long(rows), long(cols), long(i),
+             long(tiles * rows));
+      return false;
+    }
+  return true;
+}
+
 }  // namespace
 
 // One tile; tails of each size; more tiles and steps than stages; second sources of less and more than a step. Empty groups, the first
@@ -176,6 +199,8 @@ int main() {
                         are_exact(328, 520, 200, 8) && are_exact(264, 264, 128, 72);
   const bool groups = groups_are_exact({0, 1, 300, 128, 0, 0, 257, 64, 0}, 520, 200) &&
                       groups_are_exact({413}, 264, 136) && groups_are_exact({0, 0}, 264, 72);
-  return products && groups && are_symmetric(8, 72) && are_symmetric(328, 200) && are_symmetric(776, 64) ? 0
-                                                                                                         : 1;
+  return products && groups && statistics_are_inside(100, 520) && are_symmetric(8, 72) &&
+                 are_symmetric(328, 200) && are_symmetric(776, 64)
+             ? 0
+             : 1;
 }

@@ -233,6 +233,55 @@ def test_a_weighted_mean_is_over_queries_that_have_positives(device):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("temperature, chunk_rows", [(0.05, None), (0.05, 128), (0.05, 131), (0.017, None)])
+def test_a_temperature_of_python_and_a_tensor(symmetric, temperature, chunk_rows, device):
+    """On a GPU of our own products one operator has the loss of the first, in bfloat16."""
+    q, d = (x.detach()[:, 3:] for x in pair(300, 512, 75, device, torch.bfloat16))
+    weight = torch.rand(len(q), device=device)
+
+    def formula(q, d):
+        q, d = F.normalize(q, dim=-1), F.normalize(d, dim=-1)
+        z = (q @ d.T).to(torch.promote_types(q.dtype, torch.float32)) / temperature
+        of = torch.arange(len(q), device=device)
+        loss = F.cross_entropy(z, of, reduction="none")
+        if symmetric:
+            loss = (loss + F.cross_entropy(z[:, : len(q)].T, of, reduction="none")) / 2
+        return (loss * weight).sum()
+
+    def of_copies(loss, dtype=torch.bfloat16, **options):
+        return step(loss, *(x.to(dtype).requires_grad_() for x in (q, d)), **options)
+
+    want, eager = of_copies(formula, torch.float64), of_copies(formula)
+    options = {"symmetric": symmetric, "weight": weight, "reduction": "sum", "chunk_rows": chunk_rows}
+    for given in (temperature, torch.tensor(temperature, device=device)):
+        got = of_copies(tigon.contrastive_loss, temperature=given, **options)
+        with torch.no_grad():
+            alone = tigon.contrastive_loss(q, d, temperature=given, **options)
+        torch.testing.assert_close(alone, got[0])
+        for ours, of_eager, exact in zip(got, eager, want, strict=True):
+            error, bound = (ours - exact).norm(), (of_eager - exact).norm()
+            assert error <= 2 * bound + torch.finfo(torch.bfloat16).eps * exact.norm()
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_one_side_is_frozen(frozen, device):
+    pairs = pair(64, 80, 40, device, torch.bfloat16)
+    whole = step(tigon.contrastive_loss, *pairs)[1 + (1 - frozen)]
+    pairs[frozen].requires_grad_(False)
+    tigon.contrastive_loss(*pairs).backward()
+    assert pairs[frozen].grad is None and torch.equal(pairs[1 - frozen].grad, whole)
+
+
+def test_the_graph_may_be_used_twice(device):
+    q, d = pair(64, 80, 40, device, torch.bfloat16)
+    loss = tigon.contrastive_loss(q, d, symmetric=True)
+    first = torch.autograd.grad(loss, (q, d), retain_graph=True)
+    again = torch.autograd.grad(loss, (q, d), grad_outputs=torch.tensor(2.0, device=device))
+    for a, b in zip(again, first, strict=True):
+        assert torch.equal(a, 2 * b)
+
+
 def test_all_masked(device):
     q, d = pair(device=device)
     labels = torch.full((len(q),), -100, device=device)

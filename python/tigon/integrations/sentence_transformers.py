@@ -96,11 +96,9 @@ def _ranking_loss(loss, queries, documents):
     options = {"temperature": 1.0 / loss.scale, "normalize": cosine}
     batch = _Batch(loss, len(queries), queries.device)
     if loss.partition_mode != "joint" and len(directions) > 1:
-        group = torch.distributed.group.WORLD if batch.is_part else None
-        losses = tigon.contrastive_loss(
-            queries, torch.cat(documents), symmetric=True, group=group, reduction="none", **options
-        )
-        return losses.mean()
+        if batch.is_part:
+            options |= {"group": torch.distributed.group.WORLD, "reduction": "none"}
+        return tigon.contrastive_loss(queries, torch.cat(documents), symmetric=True, **options).mean()
     if len(directions) == 1:
         documents = torch.cat([batch.whole(x) for x in documents])
         return tigon.contrastive_loss(queries, documents, batch.labels if batch.is_part else None, **options)

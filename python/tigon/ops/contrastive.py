@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tigon._op import Op, has_kernel, raw
+from tigon._op import Op, has_kernel, is_batched, raw
+from tigon.environment import own_products
 from tigon.error import check
 from tigon.ops.arguments import (
     check_booleans,
@@ -85,6 +86,7 @@ def _backward(ctx, *upstream):
         if q.dtype == torch.float16:  # small shares of a mean, large ones of a scaled loss leave its range
             most = [g.abs().amax() for g in given if g.numel()]
             unit = torch.stack(most).amax().clamp_min(1e-30) if most else torch.ones((), device=q.device)
+            unit = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent)  # exact in float16
             upstream = [None if g is None else g / unit for g in upstream]
         drow, dcol, dpicked = upstream
         dq, dd, dscale = _bwd(
@@ -99,6 +101,71 @@ def _backward(ctx, *upstream):
 
 
 _op = Op("contrastive", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+_MOST_SCALE = 60.0  # kContrastiveMostScale
+
+
+def _fake_cosine(q, d, scale, share, symmetric, weight, chunk_rows, *wanted):
+    sizes = ((1,), (q.shape[0],), q.shape, (d.numel(),))
+    dtypes = (torch.float32, torch.float32, q.dtype, torch.float32)
+    return tuple(
+        q.new_empty(size if want else (0,), dtype=dtype)
+        for size, dtype, want in zip(sizes, dtypes, wanted, strict=True)
+    )
+
+
+def _fake_cosine_bwd(q, d, *options):
+    return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip((q, d), options[-2:], strict=True))
+
+
+_cosine_bwd = raw("contrastive_cosine_bwd", _fake_cosine_bwd)
+
+
+def _setup_cosine(ctx, inputs, output):
+    q, d, *ctx.options = inputs[:5]
+    ctx.save_for_backward(q, d, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_cosine(ctx, dloss, *_):
+    dq = dd = None
+    if dloss is not None:
+        q, d, factor, gd, gq = ctx.saved_tensors
+        need_q, need_d = ctx.needs_input_grad[:2]
+        dq, dd = _cosine_bwd(
+            q, d, *ctx.options, factor, dloss, gd if need_q else None, gq if need_d else None, need_q, need_d
+        )  # fmt: skip
+        dq, dd = dq if need_q else None, dd if need_d else None
+    return dq, dd, *(None,) * 9
+
+
+_cosine = Op("contrastive_cosine", fake=_fake_cosine, setup_context=_setup_cosine, backward=_backward_cosine)
+
+
+def _has_cosine(q, temperature, sizes):
+    """Whether one operator each way has the whole loss of cosines: on sm_90, in bfloat16."""
+    return (
+        q.dtype == torch.bfloat16
+        and not isinstance(temperature, torch.Tensor)
+        and temperature * _MOST_SCALE >= 1.0
+        and all(size % 8 == 0 for size in sizes)
+        and q.shape[0] > 0
+        and (torch.compiler.is_compiling() or not is_batched())
+        and own_products(q.device)
+    )
+
+
+def _cosine_loss(q, d, options):
+    """The loss of cosines, document i of query i."""
+    temperature, symmetric, weight, reduction, chunk_rows = options
+    train = torch.is_grad_enabled()
+    loss, *_ = _cosine(
+        q, d, 1.0 / temperature, 1.0 / len(q) if reduction == "mean" else 1.0, symmetric,
+        None if weight is None else weight.detach().float(), chunk_rows or 0,
+        True, True, train and q.requires_grad, train and d.requires_grad,
+    )  # fmt: skip
+    return loss.view(())
 
 
 def statistics(
@@ -219,6 +286,9 @@ def contrastive_loss(
         float32, differentiable in q, d and temperature. Forward one matrix product, backward three; of one
         direction with one positive, without ids, margin, guide and group, three in all. Every query without
         positives: NaN for ``"mean"``, as in PyTorch. Bitwise deterministic where PyTorch's products are.
+        On sm_90 the loss of bfloat16 cosines whose temperature is a number of at least 1 / 60, H a multiple
+        of 8 and document i query i's, with none of these options and a scalar result, is one operator each
+        way: similarities are not rounded there, and nothing passes over them but the products.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit.
@@ -247,13 +317,12 @@ def contrastive_loss(
     n, m, size = q.shape[0], d.shape[0], q.shape[1]
     if labels is None:
         check(OP, m >= n, "d must have at least q's {} rows without labels, got {}", n, m)
-        positives = torch.arange(n, device=q.device)[:, None]
     else:
         check_indices(OP, "labels", labels)
         _check_beside(q, labels=labels)
         fits = labels.dim() in (1, 2) and labels.shape[0] == n and labels.numel() >= n
         check(OP, fits, "labels must be [{}] or [{}, K], got {}", n, n, labels.shape)
-        positives = labels.to(torch.int64).reshape(n, -1 if n else 1)
+        labels = labels.to(torch.int64).reshape(n, -1 if n else 1)
     if weight is not None:
         check_float(OP, "weight", weight)
         _check_beside(q, weight=weight)
@@ -283,29 +352,34 @@ def contrastive_loss(
         check(OP, len(size_weights) == len(sizes), words, len(sizes), len(size_weights))
         for w in size_weights:
             check_numbers(OP, size_weights=w)
-    options = (
-        positives.shape[1],
-        labels is None,
-        symmetric,
-        normalize,
-        ids is None,
-        margin,
-        guide is None,
-        reduction,
-    )
-    whole = _Own() if group is None else _Whole(q, group, options)
-    bound = {"margin": margin, "relative": relative_margin}
-    how = {"ids": ids, "bound": bound, "guide": guide, "diagonal": labels is None}
-    if ids is not None:
-        how["ids"] = whole.rows(ids[0]), ids[1]
-    if guide is not None:  # its similarities bound what counts, whatever the size
-        how["limit"] = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
-        how["guide"] = whole.rows(guide[0]), guide[1]
-    losses = [
-        _loss(*((q, d) if s == size else (q[:, :s], d[:, :s])), positives, temperature, symmetric, normalize,
-              weight, how, reduction, whole, chunk_rows)
-        for s in sizes
-    ]  # fmt: skip
+    plain = normalize and reduction != "none" and all(x is None for x in (labels, ids, margin, guide, group))
+    if plain and _has_cosine(q, temperature, sizes):
+        options = temperature, symmetric, weight, reduction, chunk_rows
+        of_size = functools.partial(_cosine_loss, options=options)
+    else:
+        diagonal = labels is None
+        positives = torch.arange(n, device=q.device)[:, None] if diagonal else labels
+        options = (
+            positives.shape[1],
+            diagonal,
+            symmetric,
+            normalize,
+            ids is None,
+            margin,
+            guide is None,
+            reduction,
+        )
+        whole = _Own() if group is None else _Whole(q, group, options)
+        bound = {"margin": margin, "relative": relative_margin}
+        how = {"ids": ids, "bound": bound, "guide": guide, "diagonal": diagonal}
+        if ids is not None:
+            how["ids"] = whole.rows(ids[0]), ids[1]
+        if guide is not None:  # its similarities bound what counts, whatever the size
+            how["limit"] = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
+            how["guide"] = whole.rows(guide[0]), guide[1]
+        options = positives, temperature, symmetric, normalize, weight, how, reduction, whole, chunk_rows
+        of_size = functools.partial(_loss, options=options)
+    losses = [of_size(*((q, d) if s == size else (q[:, :s], d[:, :s]))) for s in sizes]
     if size_weights is not None:
         losses = [loss * w for loss, w in zip(losses, size_weights, strict=True)]
     return sum(losses[1:], losses[0])
@@ -331,13 +405,14 @@ def _check_pair(name, pair, q, n, m, check_kind):
     check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, a, b)
 
 
-def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reduction, whole, chunk_rows):
+def _loss(q, d, options):
     """The loss of embeddings of one size."""
+    labels, temperature, symmetric, normalize, weight, how, reduction, whole, chunk_rows = options
     n, columns = q.shape[0], q.shape[1] if normalize else 1  # a normalized row's length, squared
     wide = torch.promote_types(q.dtype, torch.float32)
+    ids, margin, guide = how["ids"], how["bound"]["margin"], how["guide"]
     if normalize:
         q, d = normalized(q), normalized(d)
-    ids, margin, guide = how["ids"], how["bound"]["margin"], how["guide"]
     plain = not symmetric and labels.shape[1] == 1 and ids is None and margin is None and type(whole) is _Own
     if plain and not isinstance(temperature, torch.Tensor) and n:
         target = labels[:, 0]

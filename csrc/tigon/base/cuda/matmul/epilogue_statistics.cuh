@@ -67,7 +67,7 @@ struct StatisticsEpilogue {
       float s = (sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]);
       s += __shfl_xor_sync(0xffffffffu, s, 1);
       s += __shfl_xor_sync(0xffffffffu, s, 2);
-      if (q == 0 && row + 8 * h < p.rows)
+      if (q == 0 && row + 8 * h < p.rows && n < p.cols)  // a pair's second tile may be beyond
         p.parts[int64_t(n / kTileN) * p.rows + row + 8 * h] = make_float2(top[h] * p.scale, s);
     }
     if (__any_sync(0xffffffffu, label[0] >= 0 || label[1] >= 0)) {

@@ -1,0 +1,84 @@
+// InfoNCE of cosines at a fixed temperature, the common case of a contrastive loss, in as few products as there are: sm_90a only.
+// z is bounded, so exponentials need no maxima: e^z leaves the first product's epilogue and is what the gradients' products read.
+//
+// Formula     z_ij = scale * cos(q_i, d_j), document i is query i's;  loss = share * sum over i of w_i l_i,
+//             l_i = log(sum over j of exp(z_ij - z_ii)), symmetric: the mean of that and log(sum over j of exp(z_ji - z_ii))
+// Gradients   dq, dd of loss * dloss. The forward leaves G d^ and G^T q^, where with r_i, c_i the sums of row and column i:
+//             d^ unit rows, q^ those times scale / log 2, so that q^ . d^T is z in powers of two;
+//             G_ij = e^z_ij w_i / r_i of one side, but for the factor w_i / r_i of rows of G d^;
+//             G_ij = e^z_ij (w_i / r_i + w_j / c_j) / 2 of both; G_ii less w_i.  The backward: through x / |x|
+// Shapes      q, dq [n, H]; d, dd [m, H], m >= n > 0, H a multiple of 8; weight, factor [n]; loss, dloss [1]
+// Dtypes      q, d bf16; products into f32; weight and what else there is f32
+// Rounding    q^ and d^ once, e^z and G once, q^ times its factor once, G d^ once; sums of f32
+// Saved       q, d, G d^ in bf16, G^T q^ in f32, factor
+// Aliasing    none
+// Determinism bitwise, run to run: sums in fixed trees over tiles that follow from shapes
+// Traffic     one side: 3 products, G written once and read twice; both: 4, the first writes 1/64 of a matrix, but for the last chunk,
+//             for which a pass over e^z stands in place of the second product. Rows are read and
+//             written once before the products, and once after
+// Refused     another device or dtype, scale above kContrastiveMostScale, sizes that do not fit: tigon::Error before anything is written
+#pragma once
+
+#include "tigon/base/fields.h"
+
+namespace tigon {
+
+// e^scale, times as many as there are rows, and its inverse are normal numbers of bf16.
+constexpr float kContrastiveMostScale = 60.0f;
+
+struct ContrastiveCosine {
+  Matrix q, d;
+  float scale = 1.0f, share = 1.0f;
+  bool symmetric = false;
+
+  void inputs(Fields& f) {
+    f.rows("q", q);
+    f.input("d", d, d.rows, q.cols, q.dtype);
+    f.option("scale", scale);
+    f.option("share", share);
+    f.option("symmetric", symmetric);
+    f.require(q.dtype == DType::bf16, "q must be bfloat16, got ", name_of(q.dtype));
+    f.require(d.rows >= q.rows, "d must have at least q's ", q.rows, " rows, got ", d.rows);
+    f.require(scale > 0.0f && scale <= kContrastiveMostScale, "scale must be in (0, ", kContrastiveMostScale,
+              "], got ", scale);
+    f.require(q.cols % 8 == 0, "q must have a multiple of 8 columns, got ", q.cols);
+  }
+};
+
+struct ContrastiveCosineFwd : ContrastiveCosine {
+  Vector weight;           // empty: 1
+  int64_t chunk_rows = 0;  // 0: as many as 1 GiB of G has
+  Vector loss, factor;
+  Matrix gd;  // G d^; no data: not wanted
+  Vector gq;  // G^T q^ [m * H]; empty: not wanted
+
+  void fields(Fields& f) {
+    inputs(f);
+    f.parameter("weight", weight, q.rows, DType::f32);
+    f.option("chunk_rows", chunk_rows);
+    f.gradient("loss", loss, 1, DType::f32);
+    f.gradient("factor", factor, q.rows, DType::f32);
+    f.gradient("gd", gd, q);
+    f.gradient("gq", gq, d.rows * d.cols, DType::f32);
+  }
+};
+
+struct ContrastiveCosineBwd : ContrastiveCosine {
+  Vector factor, dloss, gq;
+  Matrix gd;
+  Matrix dq, dd;  // no data: not wanted
+
+  void fields(Fields& f) {
+    inputs(f);
+    f.parameter("factor", factor, q.rows, DType::f32);
+    f.coefficients("dloss", dloss, 1, DType::f32);
+    f.optional("gd", gd, q);
+    f.parameter("gq", gq, d.rows * d.cols, DType::f32);
+    f.gradient("dq", dq, q);
+    f.gradient("dd", dd, d);
+  }
+};
+
+TIGON_API_OP(contrastive_cosine, ContrastiveCosine)
+
+}  // namespace tigon
