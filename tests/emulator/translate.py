@@ -16,7 +16,15 @@ text = re.sub(r"__shared__ (alignas\([^)]*\))", r"\1 __shared__", text)
 if source.name == "context_cpu.cpp" and source.parent.name == "torch":
     text = text.replace("return Device::cpu;", "return Device::cuda;")  # CPU tensors take the kernels
 if source.name == "grouped_gemm.cpp":  # of what the kernels do not take, PyTorch's product on a GPU
-    text = text.replace("TIGON_RUN(", "if (!cuda::fits(g)) return cpu::grouped_gemm(ctx, g);\n  TIGON_RUN(")
+    text = text.replace(
+        "{ TIGON_RUN(",
+        """{
+  bool fits = g.a.dtype != DType::f32;
+  for (const Matrix* m : {&g.a, &g.b, &g.c})
+    fits = fits && reinterpret_cast<uintptr_t>(m->data) % 16 == 0 && m->stride % 8 == 0 && m->cols % 8 == 0;
+  if (!fits) return cpu::grouped_gemm(ctx, g);
+  TIGON_RUN(""",
+    )
 if source.name == "launch.cuh":
     text = text.replace("return reinterpret_cast<const void*>(kernel);", "return emulator::entry_of(kernel);")
 if not target.exists() or target.read_text() != text:
