@@ -191,7 +191,7 @@ def _forward(
         rows, place, offsets = x.contiguous(), order.clone(), F.pad(ids.to(torch.int32), (1, 0))
     else:
         order, place, offsets = _route(ids, gate_up.shape[0])
-        rows = _gather(x, order, offsets)
+        rows = _gather(x, place)
     z = product(rows, gate_up, offsets, transposed)
     del rows
     act = _gate(z, gate_up_bias, offsets, kind, columns, alpha, limit)
@@ -221,7 +221,7 @@ def _backward_of(
         )
     dx = dgate_up = ddown = dgate_up_bias = ddown_bias = None
     slots, places = (None, None) if is_sorted else (order, place)
-    g = dy.contiguous() if is_sorted else _gather(dy, order, offsets)
+    g = dy.contiguous() if is_sorted else _gather(dy, place)
     need_dz = need_x or need_gate_up or need_gate_up_bias
     # The activation alone needs no gradient; the kernel then multiplies with what is there.
     dact = (
@@ -247,7 +247,7 @@ def _backward_of(
         ddown_bias = _sum(g, weights, slots, offsets)
     del g
     if need_gate_up:
-        rows = x.contiguous() if is_sorted else _gather(x, order, offsets)
+        rows = x.contiguous() if is_sorted else _gather(x, place)
         pair = (rows, dz) if transposed else (dz, rows)
         dgate_up = product_over_rows(*pair, offsets)
         del rows

@@ -70,12 +70,11 @@ void experts_route(Context& ctx, const ExpertsRoute& a) {
 
 void experts_gather(Context& ctx, const ExpertsGather& a) {
   const char* op = "experts_gather";
-  experts_of(op, ctx, a.offsets);
   require_float(op, "x", a.x.dtype);
   require_slots(op, "rows", a.rows);
   choices(op, "rows", a.rows.rows, a.x.rows);
   require_matrix(op, "rows", a.rows, a.rows.rows, a.x.cols, a.x.dtype);
-  require_vector(op, "order", a.order, a.rows.rows, DType::i32);
+  require_vector(op, "place", a.place, a.rows.rows, DType::i32);
   if (a.rows.rows == 0 || a.rows.cols == 0) return;
   TIGON_RUN(op, ctx, experts_gather, a);
 }

@@ -4,7 +4,7 @@
 //
 // Formula     route    stable sort of the slots by expert id: order[place[s]] = s. An id outside [0, E) is "not here": its slots
 //                      come last in order, and place[s] = -1
-//             gather   rows_p = x_t, t = order[p] / K
+//             gather   rows_place[s] = x_t, s = t * K + j, over the slots that are here
 //             gate     z = gate_up_p + bias_e in f32; act_p = gated unit of its columns (base/gated_unit.inc): halves [gate | up],
 //                      interleaved (gate, up, gate, up, ...), or single: the activation alone, up = 1
 //             combine  y_t = sum over j of w_s * (rows_place[s] + bias_e), s = t * K + j, over the slots that are here
@@ -23,7 +23,7 @@
 // Aliasing    combine without place may write into rows; dgate_up may be gate_up; otherwise none
 // Determinism bitwise: stable order, the K slots of a token in their order, the rows of an expert in theirs, in parts that follow
 //             from shapes and offsets alone
-// Traffic     route: two reads of ids, 2 S + E integers written; gather R reads + R writes of H; gate 3 I, backward 6 I;
+// Traffic     route: two reads of ids, 2 S + E integers written; gather T reads + R writes of H; gate 3 I, backward 6 I;
 //             combine R reads + T writes of H; sum R reads. Rows from R on are neither read nor written, by anything
 // Refused     sizes or dtypes that do not fit, 2^31 slots, more than 1024 experts on CUDA: tigon::Error before anything is
 //             written. A negative id: tigon::Error on the CPU; on CUDA it is not here
@@ -50,8 +50,7 @@ struct ExpertsRoute {
 
 struct ExpertsGather {
   Matrix x;
-  Vector order;
-  Vector offsets;
+  Vector place;
   Matrix rows;
 };
 

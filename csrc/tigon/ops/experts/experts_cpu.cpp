@@ -114,8 +114,10 @@ void experts_route(Context&, const ExpertsRoute& a) {
 void experts_gather(Context& ctx, const ExpertsGather& a) {
   int64_t choices = a.rows.rows / a.x.rows;
   size_t bytes = size_t(a.x.cols) * size_of(a.x.dtype);
-  for_each_row(ctx, rows_here(a.offsets), a.x.cols, [&](int64_t p) {
-    std::memcpy(element_at(a.rows, p, 0), element_at(a.x, a.order.as<int32_t>()[p] / choices, 0), bytes);
+  for_each_row(ctx, a.x.rows, a.x.cols, [&](int64_t t) {
+    for (int64_t s = t * choices; s < (t + 1) * choices; ++s)
+      if (int32_t p = a.place.as<int32_t>()[s]; p >= 0)
+        std::memcpy(element_at(a.rows, p, 0), element_at(a.x, t, 0), bytes);
   });
 }
 

@@ -1,6 +1,6 @@
 // CUDA backend of what lies around the products of a layer of experts.
 //
-// Bytes (b = element size, R rows here): gather 2b per element of R x H; gate 3b per element of R x I, its backward 6b; combine b per
+// Bytes (b = element size, R rows here): gather b per element of R x H and of T x H; gate 3b per element of R x I, its backward 6b; combine b per
 // element of R x H and b per element of T x H; sum b per element. Route reads the ids twice.
 //
 // Route, two launches
@@ -172,40 +172,43 @@ __global__ __launch_bounds__(kRouteThreads) void place_kernel(const Route p) {
 
 constexpr int kThreads = 256;
 
+// A thread reads its vector of a token once, however many rows take it.
 template <class T, int N>
-__global__ __launch_bounds__(kThreads) void gather_kernel(Rows<const T> x, const int32_t* order,
-                                                          Offsets offsets, Rows<T> rows, int row_vecs,
-                                                          int choices) {
-  int64_t row;
+__global__ __launch_bounds__(kThreads) void gather_kernel(Rows<const T> x, const int32_t* place, Rows<T> rows,
+                                                          int64_t tokens, int row_vecs, int choices) {
+  int64_t token;
   int vec;
-  split(int64_t(blockIdx.x) * kThreads + threadIdx.x, row_vecs, row, vec);
-  if (row >= offsets.here()) return;
-  store<T, N>(rows[row] + vec * N, load<T, N>(x[order[row] / choices] + vec * N));
+  split(int64_t(blockIdx.x) * kThreads + threadIdx.x, row_vecs, token, vec);
+  if (token >= tokens) return;
+  const Vec<T, N> v = load_stream<T, N>(x[token] + vec * N);
+  for (int j = 0; j < choices; ++j)
+    if (const int row = place[token * choices + j]; row >= 0) store<T, N>(rows[row] + vec * N, v);
 }
 
 // ---------------------------------------------------------------- gate
 
-// Gate and up of N points of a row.
+// N points of a row as they are loaded.
 template <class T, int N>
-__device__ __forceinline__ void load_points(const T* row, GateColumns columns, int i, int n, float (&gate)[N],
-                                            float (&up)[N]) {
-  if (columns == GateColumns::interleaved) {
-    const Vec<T, N> a = load_stream<T, N>(row + 2 * i), b = load_stream<T, N>(row + 2 * i + N);
+struct Points {
+  Vec<T, N> a, b;  // b: not of single columns
+};
+template <class T, int N>
+__device__ __forceinline__ Points<T, N> load_points(const T* row, GateColumns columns, int i, int n) {
+  Points<T, N> x;
+  const bool interleaved = columns == GateColumns::interleaved;
+  x.a = load_stream<T, N>(row + (interleaved ? 2 * i : i));
+  x.b = columns == GateColumns::single ? x.a : load_stream<T, N>(row + (interleaved ? 2 * i + N : n + i));
+  return x;
+}
+template <class T, int N>
+__device__ __forceinline__ void unpack(const Points<T, N>& x, GateColumns columns, float (&gate)[N],
+                                       float (&up)[N]) {
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const int g = 2 * k, u = 2 * k + 1;
-      gate[k] = g < N ? a[g % N] : b[g % N];
-      up[k] = u < N ? a[u % N] : b[u % N];
-    }
-    return;
-  }
-  const Vec<T, N> a = load_stream<T, N>(row + i);
-#pragma unroll
-  for (int k = 0; k < N; ++k) gate[k] = a[k], up[k] = 1.0f;
-  if (columns == GateColumns::halves) {
-    const Vec<T, N> b = load_stream<T, N>(row + n + i);
-#pragma unroll
-    for (int k = 0; k < N; ++k) up[k] = b[k];
+  for (int k = 0; k < N; ++k) {
+    const int g = 2 * k, u = 2 * k + 1;
+    const bool interleaved = columns == GateColumns::interleaved;
+    gate[k] = !interleaved ? x.a[k] : g < N ? x.a[g % N] : x.b[g % N];
+    up[k] = columns == GateColumns::single ? 1.0f : !interleaved ? x.b[k] : u < N ? x.a[u % N] : x.b[u % N];
   }
 }
 
@@ -229,12 +232,11 @@ __device__ __forceinline__ void store_points(T* row, GateColumns columns, int i,
 }
 
 template <class T, int N>
-__device__ __forceinline__ void load_biased(const T* row, const T* bias, GateColumns columns, int i, int n,
-                                            float (&gate)[N], float (&up)[N]) {
-  load_points<T, N>(row, columns, i, n, gate, up);
+__device__ __forceinline__ void add_bias(const T* bias, GateColumns columns, int i, int n, float (&gate)[N],
+                                         float (&up)[N]) {
   if (bias == nullptr) return;
   float g[N], u[N];
-  load_points<T, N>(bias, columns, i, n, g, u);
+  unpack(load_points<T, N>(bias, columns, i, n), columns, g, u);
 #pragma unroll
   for (int k = 0; k < N; ++k) {
     gate[k] += g[k];
@@ -250,6 +252,9 @@ __device__ __forceinline__ void with_kind_of(const GluOptions& options, Fn&& fn)
   else
     with_kind(options.kind, fn);
 }
+// Sigmoids of what is stored in 16 bits are approximate.
+template <GluKind K, class T>
+using UnitValue = std::conditional_t<K == GluKind::swiglu || is_clamped(K), ApproxFor<T>, float>;
 template <GluKind K, int N>
 constexpr GluKind kKernelKind = N > 1 ? K : GluKind::swiglu;
 
@@ -263,10 +268,11 @@ __global__ __launch_bounds__(kThreads) void gate_kernel(Rows<const T> gate_up, R
   if (row >= offsets.here()) return;
   const T* of_expert = bias.data == nullptr ? nullptr : bias[offsets.expert_of(int(row))];
   float g[N], u[N];
-  load_biased<T, N>(gate_up[row], of_expert, gate.columns, vec * N, n, g, u);
+  unpack(load_points<T, N>(gate_up[row], gate.columns, vec * N, n), gate.columns, g, u);
+  add_bias<T, N>(of_expert, gate.columns, vec * N, n, g, u);
   with_kind_of<K, N>(gate.unit, [&]<GluKind kKind>() {
 #pragma unroll
-    for (int k = 0; k < N; ++k) g[k] = glu_y<kKind>(g[k], u[k], gate.unit);
+    for (int k = 0; k < N; ++k) g[k] = glu_y<kKind, UnitValue<kKind, T>>(g[k], u[k], gate.unit);
   });
   Vec<T, N> out;
   out.set(g);
@@ -280,19 +286,21 @@ struct GateBwd {
   Values weights, dweights;
   const int32_t* order;
   Offsets offsets;
-  int n, hidden;
+  int rows, n, hidden;
   ExpertsGate gate;
 };
 
-// A CTA per row: its sum over the columns is the gradient of the routing weight.
+// A warp per row: its sum over the columns is the gradient of the routing weight. A lane loads some vectors before it uses the first.
 constexpr int kRowThreads = 128;
 
 template <GluKind K, class T, int N>
 __global__ __launch_bounds__(kRowThreads) void gate_bwd_kernel(const __grid_constant__ GateBwd<T> p) {
-  __shared__ alignas(16) float slots[32];
-  const int row = int(blockIdx.x), slot = p.order == nullptr ? row : p.order[row];
+  constexpr int kVecs = N > 1 ? 3 : 1, kStep = 32 * N;
+  const int row = int(blockIdx.x) * (kRowThreads / 32) + int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  if (row >= p.rows) return;
+  const int slot = p.order == nullptr ? row : p.order[row];
   if (row >= p.offsets.here()) {
-    if (threadIdx.x == 0 && p.dweights.data != nullptr) p.dweights.set(slot, 0.0f);
+    if (lane == 0 && p.dweights.data != nullptr) p.dweights.set(slot, 0.0f);
     return;
   }
   const bool biased = p.bias.data != nullptr || p.down_bias.data != nullptr;
@@ -300,35 +308,51 @@ __global__ __launch_bounds__(kRowThreads) void gate_bwd_kernel(const __grid_cons
   const T* bias = p.bias.data == nullptr ? nullptr : p.bias[expert];
   const float weight = p.weights[slot];
   float sum = 0.0f;
-  for (int i = int(threadIdx.x) * N; i < p.n; i += kRowThreads * N) {
-    const Vec<T, N> d = load_stream<T, N>(p.dact[row] + i);
-    float g[N], u[N], weighted[N];
-    load_biased<T, N>(p.gate_up[row], bias, p.gate.columns, i, p.n, g, u);
-    with_kind_of<K, N>(p.gate.unit, [&]<GluKind kKind>() {
+  for (int first = lane * N; first < p.n; first += kVecs * kStep) {
+    Vec<T, N> d[kVecs];
+    Points<T, N> z[kVecs];
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        float dg, du, dw;
-        experts_point<kKind>(d[k], weight, g[k], u[k], p.gate.unit, weighted[k], dg, du, dw);
-        g[k] = dg, u[k] = du, sum += dw;
-      }
-    });
-    if (p.act.data != nullptr) {
-      Vec<T, N> out;
-      out.set(weighted);
-      store<T, N>(p.act[row] + i, out);
+    for (int v = 0; v < kVecs; ++v) {
+      const int i = first + v * kStep;
+      if (i >= p.n) break;
+      d[v] = load_stream<T, N>(p.dact[row] + i);
+      z[v] = load_points<T, N>(p.gate_up[row], p.gate.columns, i, p.n);
     }
-    if (p.dgate_up.data != nullptr) store_points<T, N>(p.dgate_up[row], p.gate.columns, i, p.n, g, u);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int i = first + v * kStep;
+      if (i >= p.n) break;
+      float g[N], u[N], weighted[N];
+      unpack(z[v], p.gate.columns, g, u);
+      add_bias<T, N>(bias, p.gate.columns, i, p.n, g, u);
+      with_kind_of<K, N>(p.gate.unit, [&]<GluKind kKind>() {
+        using V = UnitValue<kKind, T>;
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+          V act = 0.0f, dg = act, du = act, dw = act;
+          experts_point<kKind, V>(d[v][k], weight, g[k], u[k], p.gate.unit, act, dg, du, dw);
+          weighted[k] = act, g[k] = dg, u[k] = du, sum += dw;
+        }
+      });
+      if (p.act.data != nullptr) {
+        Vec<T, N> out;
+        out.set(weighted);
+        store<T, N>(p.act[row] + i, out);
+      }
+      if (p.dgate_up.data != nullptr) store_points<T, N>(p.dgate_up[row], p.gate.columns, i, p.n, g, u);
+    }
   }
   if (p.dweights.data == nullptr) return;
   if (p.down_bias.data != nullptr) {
-    for (int i = int(threadIdx.x) * N; i < p.hidden; i += kRowThreads * N) {
+#pragma unroll 4
+    for (int i = lane * N; i < p.hidden; i += kStep) {
       const Vec<T, N> g = load_stream<T, N>(p.g[row] + i), b = load<T, N>(p.down_bias[expert] + i);
 #pragma unroll
       for (int k = 0; k < N; ++k) sum = fma(g[k], b[k], sum);
     }
   }
-  sum = reduce_row<Sum, kRowThreads>(sum, slots);
-  if (threadIdx.x == 0) p.dweights.set(slot, sum);
+  sum = reduce_lanes<Sum, 32>(sum);
+  if (lane == 0) p.dweights.set(slot, sum);
 }
 
 template <GluKind K>
@@ -348,7 +372,7 @@ void gate_bwd(Context& ctx, const ExpertsGateBwd& a) {
   const Matrix g = summed ? a.g : Matrix{}, down_bias = summed ? a.down_bias : Matrix{};
   by_type(a.dact, {&a.gate_up, &a.bias, &a.dgate_up, &a.act, &g, &down_bias}, [&]<class T, int N>() {
     launch(kOp, ctx, gate_bwd_kernel<kKernelKind<K, N>, T, N>,
-           {.blocks = a.dact.rows, .threads = kRowThreads},
+           {.blocks = ceil_div(a.dact.rows, kRowThreads / 32), .threads = kRowThreads},
            GateBwd<T>{.dact = rows_of<const T>(a.dact),
                       .gate_up = rows_of<const T>(a.gate_up),
                       .bias = rows_of<const T>(a.bias),
@@ -360,6 +384,7 @@ void gate_bwd(Context& ctx, const ExpertsGateBwd& a) {
                       .dweights = values_of(a.dweights),
                       .order = a.order.as<int32_t>(),
                       .offsets = offsets_of(a.offsets),
+                      .rows = int(a.dact.rows),
                       .n = int(a.dact.cols),
                       .hidden = int(g.cols),
                       .gate = a.gate});
@@ -470,9 +495,8 @@ void experts_gather(Context& ctx, const ExpertsGather& a) {
   by_type(a.rows, {&a.x}, [&]<class T, int N>() {
     const int row_vecs = int(a.rows.cols / N);
     launch(kOp, ctx, gather_kernel<T, N>,
-           {.blocks = ceil_div(a.rows.rows * row_vecs, kThreads), .threads = kThreads}, rows_of<const T>(a.x),
-           a.order.as<int32_t>(), offsets_of(a.offsets), rows_of<T>(a.rows), row_vecs,
-           int(a.rows.rows / a.x.rows));
+           {.blocks = ceil_div(a.x.rows * row_vecs, kThreads), .threads = kThreads}, rows_of<const T>(a.x),
+           a.place.as<int32_t>(), rows_of<T>(a.rows), a.x.rows, row_vecs, int(a.rows.rows / a.x.rows));
   });
 }
 

@@ -43,7 +43,7 @@ void experts_fwd(Context& ctx, const ExpertsFwd& a) {
   Matrix rows = scratch_rows(ctx, n.slots, a.x.cols, a.x.dtype);
   Matrix act = scratch_rows(ctx, n.slots, n.inner, a.x.dtype);
   const int32_t* offsets = a.offsets.as<int32_t>();
-  experts_gather(ctx, {.x = a.x, .order = a.order, .offsets = a.offsets, .rows = rows});
+  experts_gather(ctx, {.x = a.x, .place = a.place, .rows = rows});
   grouped_gemm(ctx, {.offsets = offsets,
                      .groups = n.experts,
                      .a = rows,
@@ -90,7 +90,7 @@ void experts_bwd(Context& ctx, const ExpertsBwd& a) {
   Matrix dact = scratch_rows(ctx, n.slots, n.inner, a.x.dtype);
   Matrix act = scratch_rows(ctx, a.ddown.data == nullptr ? 0 : n.slots, n.inner, a.x.dtype);
   Matrix dz = scratch_rows(ctx, before ? n.slots : 0, a.gate_up_rows.cols, a.x.dtype);
-  experts_gather(ctx, {.x = a.dy, .order = a.order, .offsets = a.offsets, .rows = g});
+  experts_gather(ctx, {.x = a.dy, .place = a.place, .rows = g});
   product(g, w.down, dact, w.transposed);
   experts_gate_bwd(ctx, {.dact = dact,
                          .gate_up = a.gate_up_rows,
@@ -112,7 +112,7 @@ void experts_bwd(Context& ctx, const ExpertsBwd& a) {
     experts_sum(ctx, {.rows = dz, .offsets = a.offsets, .sums = a.dgate_up_bias});
   // g has been read: its memory takes the gathered rows of x, then the gradients of the rows.
   if (a.dgate_up.data != nullptr) {
-    experts_gather(ctx, {.x = a.x, .order = a.order, .offsets = a.offsets, .rows = g});
+    experts_gather(ctx, {.x = a.x, .place = a.place, .rows = g});
     weight_gradient(g, dz, a.dgate_up);
   }
   if (a.dx.data != nullptr) {

@@ -42,14 +42,13 @@ std::tuple<Tensor, Tensor, Tensor> route(Tensor ids, int64_t experts) {
   return {order, place, offsets};
 }
 
-Tensor gather(Tensor x, Tensor order, Tensor offsets) {
-  check_same_device(kOp, "order", order, x);
+Tensor gather(Tensor x, Tensor place) {
+  check_same_device(kOp, "place", place, x);
   Matrix from = torch_shim::rows_of(kOp, "x", x);
-  Tensor rows = make(x, {order.numel(), from.cols}, from.dtype);
+  Tensor rows = make(x, {place.numel(), from.cols}, from.dtype);
   auto ctx = make_context(x);
   experts_gather(*ctx, {.x = from,
-                        .order = vector_of(kOp, "order", order),
-                        .offsets = vector_of(kOp, "offsets", offsets),
+                        .place = vector_of(kOp, "place", place),
                         .rows = torch_shim::rows_of(kOp, "rows", rows)});
   return rows;
 }
@@ -195,7 +194,7 @@ bool has_products(Tensor like) { return has_grouped_gemm(*make_context(like)); }
 TIGON_TORCH_SCHEMAS(m) {
   const std::string gate = "int kind, int columns, float alpha, float limit";
   define(m, "experts_route(Tensor ids, int experts) -> (Tensor order, Tensor place, Tensor offsets)");
-  define(m, "experts_gather(Tensor x, Tensor order, Tensor offsets) -> Tensor");
+  define(m, "experts_gather(Tensor x, Tensor place) -> Tensor");
   define(m, "experts_gate(Tensor gate_up, Tensor? bias, Tensor offsets, " + gate + ") -> Tensor");
   define(
       m,
