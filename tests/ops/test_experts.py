@@ -243,6 +243,32 @@ def test_where_the_own_product_fits(monkeypatch):
     assert not fits((5, 16), (4, 24, 16))
 
 
+@pytest.mark.parametrize("columns", range(3), ids=["halves", "interleaved", "single"])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_gated_product_is_its_pieces(dtype, device, columns, gathered):
+    """Sorted rows or gathered ones, kept or not."""
+    leaves = {n: t.detach() for n, t in layer(dtype, device).items()}
+    order, place, offsets = ops._route(chosen(device), E)
+    x, stack, bias = leaves["x"], leaves["gate_up"], leaves["gate_up_bias"]
+    rows = ops._gather(x, place)
+    z = ops.product(rows, stack, offsets, False)
+    act = ops._gate(z, bias, offsets, 0, columns, 1.0, 1.0)
+    for keep in (False, True):
+        way = (x, order, place) if gathered else (rows, None, None)
+        kept, got = ops.gated_product(*way, stack, bias, offsets, 0, columns, False, 1.0, 1.0, keep)
+        torch.testing.assert_close(got, act)
+        assert torch.equal(kept, z) or (not keep and kept.numel() == 0)
+
+
+def test_evaluation_has_the_bits_of_training(dtype, device):
+    leaves, ids = layer(dtype, device), chosen(device)
+    wanted = step(leaves, ids)["y"]
+    rest = {n: t.detach() for n, t in leaves.items()}
+    with torch.no_grad():
+        y = tigon.experts(*(rest.pop(n) for n in ("x", "gate_up", "down")), ids, rest.pop("weights"), **rest)
+    assert torch.equal(y, wanted)
+
+
 def test_second_derivatives_are_refused():
     leaves = layer()
     y = tigon.experts(*(leaves[n] for n in ("x", "gate_up", "down")), chosen(), leaves["weights"])

@@ -44,4 +44,16 @@ bool has_grouped_gemm(Context& ctx) {
   return has;
 }
 
+bool has_grouped_gate(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
+  bool has = false;
+  on_device("grouped_gemm", ctx, [] {}, TIGON_ON_CUDA(has = cuda::has_grouped_gate(g, gate)));
+  return has;
+}
+
+void grouped_gated_gemm(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
+  TIGON_CHECK("grouped_gemm", has_grouped_gate(ctx, g, gate),
+              "there must be a gated product for these, found none");
+  on_device("grouped_gemm", ctx, [] {}, TIGON_ON_CUDA(cuda::grouped_gated_gemm(ctx, g, gate)));
+}
+
 }  // namespace tigon

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "tigon/base/context.h"
+#include "tigon/base/gated_unit.h"
 
 namespace tigon {
 
@@ -25,7 +26,23 @@ void grouped_gemm(Context& ctx, const GroupedGemm& g);
 // Whether the context's device has such a kernel: sm_90a.
 bool has_grouped_gemm(Context& ctx);
 
+// An expert's first product: act = the gated unit of c's columns, gate before up, rounded. c is written where it has data; without, its
+// sizes count.
+struct GroupedGate {
+  GluOptions unit;
+  Matrix act;    // [rows, columns of c / 2]
+  Vector order;  // i32, where row r is a's row order[r] / (rows / a.rows); empty: row r
+};
+void grouped_gated_gemm(Context& ctx, const GroupedGemm& g, const GroupedGate& gate);
+// Whether it takes these: rows on sm_90a as above, a unit whose function is a sigmoid, halves of whole 16-byte vectors; with order
+// trans_b and at most 1024 columns of act, past which rows are gathered too often.
+bool has_grouped_gate(Context& ctx, const GroupedGemm& g, const GroupedGate& gate);
+
 namespace cuda {
+// Whether the rows are of 16 bits and whole 16-byte vectors.
+bool fits(const GroupedGemm& g);
+void grouped_gated_gemm(Context& ctx, const GroupedGemm& g, const GroupedGate& gate);
+bool has_grouped_gate(const GroupedGemm& g, const GroupedGate& gate);
 void grouped_gemm(Context& ctx, const GroupedGemm& g);
 bool has_grouped_gemm();
 }  // namespace cuda

@@ -92,7 +92,7 @@ _combine, _sum = native("experts_combine"), native("experts_sum")
 _zero_rest = native("experts_zero_rest")
 _logits, _products = native("linear_product_logits"), native("linear_product_gradients")
 _product, _over_rows = native("experts_product"), native("experts_product_over_rows")
-_has_products = native("experts_has_products")
+_gated_product, _has_products = native("experts_gated_product"), native("experts_has_products")
 
 
 @functools.cache
@@ -168,6 +168,17 @@ def product(rows, stack, offsets, transposed):
     )
 
 
+def gated_product(x, order, place, stack, bias, offsets, kind, columns, transposed, alpha, limit, keep):
+    """Rows of x, in `order` or as they are, by gate_up, empty unless kept; and the gated unit."""
+    if own_fits(x, stack):
+        return _gated_product(
+            x, order, place, stack, bias, offsets, kind, columns, transposed, alpha, limit, keep
+        )
+    rows = x.contiguous() if order is None else _gather(x, place)
+    z = product(rows, stack, offsets, transposed)
+    return z, _gate(z, bias, offsets, kind, columns, alpha, limit)
+
+
 def product_over_rows(a, b, offsets):
     """``a_e^T b_e`` of the rows of every expert e; zeros where it has none."""
     if own_fits(a, b):
@@ -177,9 +188,9 @@ def product_over_rows(a, b, offsets):
 
 def _forward(
     x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, kind, columns, transposed, alpha,
-    limit,
+    limit, keep=True,
 ):  # fmt: skip
-    """y, and what the backward needs: rows of gate_up, order, place, offsets."""
+    """y, and what the backward needs: rows of gate_up (not without `keep`), order, place, offsets."""
     ints = {"dtype": torch.int32, "device": x.device}
     order = place = torch.empty(0, **ints)
     slots = x.shape[0] if is_sorted else ids.numel()
@@ -188,13 +199,14 @@ def _forward(
         offsets = torch.zeros(gate_up.shape[0] + 1, **ints)
         return torch.zeros_like(x), z, order, order.clone(), offsets
     if is_sorted:
-        rows, place, offsets = x.contiguous(), order.clone(), F.pad(ids.to(torch.int32), (1, 0))
+        place, offsets = order.clone(), F.pad(ids.to(torch.int32), (1, 0))
     else:
         order, place, offsets = _route(ids, gate_up.shape[0])
-        rows = _gather(x, place)
-    z = product(rows, gate_up, offsets, transposed)
-    del rows
-    act = _gate(z, gate_up_bias, offsets, kind, columns, alpha, limit)
+    slots = None if is_sorted else order
+    z, act = gated_product(
+        x, slots, place, gate_up, gate_up_bias, offsets, kind, columns, transposed, alpha,
+        limit, keep,
+    )  # fmt: skip
     y = product(act, down, offsets, transposed)
     if is_sorted and weights is None and down_bias is None:
         _zero_rest(y, offsets)
@@ -283,7 +295,7 @@ def _define(name: str, signature: str, function) -> None:
 
 for _name in ("experts", "experts_fwd"):
     _define(_name, f"({_OPERANDS}) -> (Tensor y, {_SAVED})", _forward)
-_define("experts_infer", f"({_OPERANDS}) -> Tensor", lambda *inputs: _forward(*inputs)[0])
+_define("experts_infer", f"({_OPERANDS}) -> Tensor", lambda *inputs: _forward(*inputs, keep=False)[0])
 for _suffix, _written in (("", ""), ("_in_place", "(a!)")):
     _define(
         f"experts_bwd{_suffix}",

@@ -1,7 +1,7 @@
 // Products of groups of rows on sm_90a, by the kernels of matmul/.
 #include "tigon/base/grouped_gemm.h"
 
-#include "tigon/base/cuda/matmul/epilogue_store.cuh"
+#include "tigon/base/cuda/matmul/epilogue_gate.cuh"
 #include "tigon/base/cuda/matmul/launch.cuh"
 
 namespace tigon::cuda {
@@ -38,13 +38,56 @@ void run(Context& ctx, const GroupedGemm& g) {
             : run<T, Major::K, Major::MN, Groups::rows>(ctx, g);
 }
 
+template <class T, Major kMajorB, bool kGather>
+void run_gated(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
+  const int64_t inner = gate.act.cols;
+  auto map = [&](const Matrix& m, int64_t first) {
+    return matmul::make_ragged_tensor_map(kOp, m.row<T>(0) + first, matmul::kTensorMapType<T>, inner,
+                                          m.stride, 64);
+  };
+  // A map needs memory even where nothing is stored by it.
+  const bool keeps = g.c.data != nullptr;
+  const Matrix& kept = keeps ? g.c : gate.act;
+  matmul::Matmul<T, Major::K, kMajorB, matmul::GateEpilogue<T>, Groups::rows, 1, kGather>::run(
+      kOp, ctx,
+      {Gemm{.m = gate.act.rows,
+            .n = 2 * inner,
+            .k = g.a.cols,
+            .a = g.a.data,
+            .lda = g.a.stride,
+            .b = g.b.data,
+            .ldb = g.b.stride}},
+      {.act = map(gate.act, 0),
+       .gate = map(kept, 0),
+       .up = map(kept, keeps ? inner : 0),
+       .keeps = keeps,
+       .unit = gate.unit},
+      {.count = g.groups,
+       .offsets = g.offsets,
+       .halves = inner,
+       .order = gate.order.as<int32_t>(),
+       .choices = g.a.rows > 0 ? gate.act.rows / g.a.rows : 1});
+}
+
+template <class T>
+void run_gated(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
+  gate.order  ? run_gated<T, Major::K, true>(ctx, g, gate)
+  : g.trans_b ? run_gated<T, Major::K, false>(ctx, g, gate)
+              : run_gated<T, Major::MN, false>(ctx, g, gate);
+}
+
+void check_rows(const Matrix& m) {
+  TIGON_CHECK(kOp, m.rows <= matmul::kRagged, "there must be at most ", matmul::kRagged, " rows, got ",
+              m.rows);
+}
+
+}  // namespace
+
 bool fits(const GroupedGemm& g) {
   for (const Matrix* m : {&g.a, &g.b, &g.c})
     if (!matmul::is_tma_matrix(m->data, m->stride) || m->cols % 8 != 0) return false;
   return g.a.dtype != DType::f32;
 }
-
-}  // namespace
 
 bool has_grouped_gemm() {
   return Product<__nv_bfloat16, Major::K, Major::K, Groups::rows>::is_available(kOp);
@@ -53,10 +96,21 @@ bool has_grouped_gemm() {
 void grouped_gemm(Context& ctx, const GroupedGemm& g) {
   TIGON_CHECK(kOp, has_grouped_gemm(), "there is a product of groups for sm_90a only");
   TIGON_CHECK(kOp, fits(g), "rows must be of 16 bits and whole vectors of 16 bytes");
-  TIGON_CHECK(kOp, g.a.rows <= matmul::kRagged, "there must be at most ", matmul::kRagged, " rows, got ",
-              g.a.rows);
+  check_rows(g.a);
   if (g.c.cols == 0 || (g.a.rows == 0 && !g.over_rows)) return;
   g.a.dtype == DType::f16 ? run<__half>(ctx, g) : run<__nv_bfloat16>(ctx, g);
+}
+
+bool has_grouped_gate(const GroupedGemm& g, const GroupedGate& gate) {
+  const Matrix& act = gate.act;
+  return has_grouped_gemm() && fits(g) && matmul::is_tma_matrix(act.data, act.stride) && act.cols % 8 == 0 &&
+         matmul::has_gate_epilogue(gate.unit.kind) && (!gate.order || (g.trans_b && act.cols <= 1024));
+}
+
+void grouped_gated_gemm(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
+  check_rows(gate.act);
+  if (gate.act.rows == 0 || gate.act.cols == 0) return;
+  g.a.dtype == DType::f16 ? run_gated<__half>(ctx, g, gate) : run_gated<__nv_bfloat16>(ctx, g, gate);
 }
 
 }  // namespace tigon::cuda

@@ -47,9 +47,9 @@ Tensor gather(Tensor x, Tensor place) {
   Matrix from = torch_shim::rows_of(kOp, "x", x);
   Tensor rows = make(x, {place.numel(), from.cols}, from.dtype);
   auto ctx = make_context(x);
-  experts_gather(*ctx, {.x = from,
-                        .place = vector_of(kOp, "place", place),
-                        .rows = torch_shim::rows_of(kOp, "rows", rows)});
+  experts_gather(
+      *ctx,
+      {.x = from, .place = vector_of(kOp, "place", place), .rows = torch_shim::rows_of(kOp, "rows", rows)});
   return rows;
 }
 
@@ -155,11 +155,15 @@ Tensor sum(Tensor rows, OptionalTensor weights, OptionalTensor order, Tensor off
   return sums;
 }
 
+void check_stack(const Tensor& stack, int64_t cols, bool transposed) {
+  TIGON_CHECK(kOp, stack.dim() == 3 && stack.size(transposed ? 1 : 2) == cols, "stack must fit ", cols,
+              " columns");
+}
+
 Tensor product(Tensor rows, Tensor stack, Tensor offsets, bool transposed) {
   Matrix a = torch_shim::rows_of(kOp, "rows", rows), b = stack_of("stack", stack);
   int64_t cols = transposed ? stack.size(2) : stack.size(1);
-  TIGON_CHECK(kOp, stack.size(transposed ? 1 : 2) == a.cols, "stack must fit ", a.cols, " columns, got ",
-              stack.size(transposed ? 1 : 2));
+  check_stack(stack, a.cols, transposed);
   Tensor c = make(rows, {a.rows, cols}, a.dtype);
   auto ctx = make_context(rows);
   grouped_gemm(*ctx, {.offsets = vector_of(kOp, "offsets", offsets).as<int32_t>(),
@@ -169,6 +173,48 @@ Tensor product(Tensor rows, Tensor stack, Tensor offsets, bool transposed) {
                       .c = torch_shim::rows_of(kOp, "c", c),
                       .trans_b = !transposed});
   return c;
+}
+
+// gate_up, empty unless it is kept, and act of the rows of x in `order`, which has `place` beside it, else of its rows as they are.
+std::tuple<Tensor, Tensor> gated_product(Tensor x, OptionalTensor order, OptionalTensor place, Tensor stack,
+                                         OptionalTensor bias, Tensor offsets, int64_t kind, int64_t columns,
+                                         bool transposed, double alpha, double limit, bool keep) {
+  ExpertsGate how = gate_of(kind, columns, alpha, limit);
+  Matrix a = torch_shim::rows_of(kOp, "x", x);
+  Vector ends = vector_of(kOp, "offsets", offsets), slots = vector_of(kOp, "order", order);
+  int64_t rows = order ? slots.size : a.rows, cols = stack.size(transposed ? 2 : 1);
+  check_stack(stack, a.cols, transposed);
+  Tensor act = make(x, {rows, how.columns == GateColumns::single ? cols : cols / 2}, a.dtype);
+  GroupedGemm product = {.offsets = ends.as<int32_t>(),
+                         .groups = stack.size(0),
+                         .a = a,
+                         .b = stack_of("stack", stack),
+                         .c = {.dtype = a.dtype, .rows = rows, .cols = cols, .stride = cols},
+                         .trans_b = !transposed};
+  GroupedGate gate = {.unit = how.unit, .act = torch_shim::rows_of(kOp, "act", act), .order = slots};
+  auto ctx = make_context(x);
+  auto fuses = [&] {
+    return how.columns == GateColumns::halves && !bias && has_grouped_gate(*ctx, product, gate);
+  };
+  Tensor gathered = x;
+  if (order && !fuses()) {
+    gathered = gather(x, *place);
+    product.a = torch_shim::rows_of(kOp, "rows", gathered);
+    gate.order = {};
+  }
+  Tensor z = keep || !fuses() ? make(x, {rows, cols}, a.dtype) : nothing(x, a.dtype);
+  if (z.numel() > 0) product.c = torch_shim::rows_of(kOp, "gate_up", z);
+  if (fuses()) {
+    grouped_gated_gemm(*ctx, product, gate);
+  } else {
+    grouped_gemm(*ctx, product);
+    experts_gate_fwd(*ctx, {.gate_up = product.c,
+                            .bias = rows_of("gate_up_bias", bias),
+                            .offsets = ends,
+                            .act = gate.act,
+                            .gate = how});
+  }
+  return {z, act};
 }
 
 Tensor product_over_rows(Tensor a, Tensor b, Tensor offsets) {
@@ -213,6 +259,10 @@ TIGON_TORCH_SCHEMAS(m) {
   define(m, "experts_zero_rest(Tensor(a!) rows, Tensor offsets) -> ()");
   define(m, "experts_sum(Tensor rows, Tensor? weights, Tensor? order, Tensor offsets) -> Tensor");
   define(m, "experts_product(Tensor rows, Tensor stack, Tensor offsets, bool transposed) -> Tensor");
+  define(m,
+         "experts_gated_product(Tensor x, Tensor? order, Tensor? place, Tensor stack, Tensor? bias, Tensor "
+         "offsets, int kind, int columns, bool "
+         "transposed, float alpha, float limit, bool keep) -> (Tensor gate_up, Tensor act)");
   define(m, "experts_product_over_rows(Tensor a, Tensor b, Tensor offsets) -> Tensor");
   define(m, "experts_has_products(Tensor like) -> bool");
 }
@@ -226,6 +276,7 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("experts_zero_rest", TORCH_BOX(&zero_rest));
   m.impl("experts_sum", TORCH_BOX(&sum));
   m.impl("experts_product", TORCH_BOX(&product));
+  m.impl("experts_gated_product", TORCH_BOX(&gated_product));
   m.impl("experts_product_over_rows", TORCH_BOX(&product_over_rows));
   m.impl("experts_has_products", TORCH_BOX(&has_products));
 }

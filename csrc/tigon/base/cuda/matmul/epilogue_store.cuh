@@ -17,6 +17,29 @@ __device__ __forceinline__ uint32_t pack(const float* x) {
   }
 }
 
+// 64 columns from x on of a warpgroup's 64 rows, of which the lane has w[2 j + h], the columns 8 j + 2 q and the next one of row
+// 8 h + t of its warp: through `buffer`, which the store before the last one has left.
+template <View kView>
+__device__ __forceinline__ void store_block(const CUtensorMap& map, uint8_t* smem, int consumer, int x,
+                                            const Tile& tile, const uint32_t (&w)[16]) {
+  const int thread = int(threadIdx.x) % kWarpgroup, warp = thread / 32, lane = thread % 32;
+  // The row that this lane gives to stmatrix, in swizzled rows of 128 bytes: two matrices below each other, two to the right.
+  const int row = 16 * warp + lane % 16, right = lane / 16;
+  const uint32_t buffer = cast_smem_ptr_to_uint(smem);
+  if (thread == 0) cp_async_bulk_wait_group_read<1>();
+  bar_sync(1 + consumer, kWarpgroup);
+#pragma unroll
+  for (int j = 0; j < 8; j += 2)
+    stmatrix_x4(buffer + uint32_t(row * 128 + (((j + right) ^ row % 8) * 16)),
+                reinterpret_cast<const uint32_t (&)[4]>(w[2 * j]));
+  fence_proxy_async();
+  bar_sync(1 + consumer, kWarpgroup);
+  if (thread == 0) {
+    cp_async_bulk_tensor_store(&map, buffer, x, outer_coordinates<kView>(tile, tile.m + consumer * 64));
+    cp_async_bulk_commit_group();
+  }
+}
+
 // A warpgroup stores its 64 rows by itself, 64 columns at a time. The stores run on behind the next tile's products.
 template <class T, Groups kGroups = Groups::none>
 struct StoreEpilogue {
@@ -34,28 +57,12 @@ struct StoreEpilogue {
 
   __device__ __forceinline__ void run(const Params& p, Tensors& smem, int consumer,
                                       const float (&acc)[kAccumulators]) const {
-    const int thread = int(threadIdx.x) % kWarpgroup, warp = thread / 32, lane = thread % 32;
-    // The row that this lane gives to stmatrix, in swizzled rows of 128 bytes: two matrices below each other, two to the right.
-    const int row = 16 * warp + lane % 16, right = lane / 16;
 #pragma unroll
     for (int c = 0; c < kTileN / kColumns; ++c) {
-      const uint32_t buffer = cast_smem_ptr_to_uint(smem.d[consumer][c % kBuffers]);
-      if (thread == 0) cp_async_bulk_wait_group_read<kBuffers - 1>();
-      bar_sync(1 + consumer, kWarpgroup);
+      uint32_t w[kColumns / 4];
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; j += 2) {
-        uint32_t w[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) w[i] = pack<T>(&acc[c * (kColumns / 2) + j * 4 + i * 2]);
-        stmatrix_x4(buffer + uint32_t(row * 128 + (((j + right) ^ row % 8) * 16)), w);
-      }
-      fence_proxy_async();
-      bar_sync(1 + consumer, kWarpgroup);
-      if (thread == 0) {
-        cp_async_bulk_tensor_store(&p.d, buffer, tile.n + c * kColumns,
-                                   outer_coordinates<kView>(tile, tile.m + consumer * kRows));
-        cp_async_bulk_commit_group();
-      }
+      for (int i = 0; i < kColumns / 4; ++i) w[i] = pack<T>(&acc[c * (kColumns / 2) + i * 2]);
+      store_block<kView>(p.d, smem.d[consumer][c % kBuffers], consumer, tile.n + c * kColumns, tile, w);
     }
   }
 

@@ -50,9 +50,12 @@ __global__ void __launch_bounds__(kBound, 1)
   Tile tile;
   if (warpgroup == 0) {
     setmaxnreg_dec<40>();
-    if (threadIdx.x == 0)
+    if (threadIdx.x < Mainloop::kLoaders)
       while (scheduler.next(p.scheduler, tile))
-        Mainloop::load(p.mainloop, smem.mainloop, smem.barriers, state, int(rank), tile);
+        if constexpr (Mainloop::kLoaders == 1)
+          Mainloop::load(p.mainloop, smem.mainloop, smem.barriers, state, int(rank), tile);
+        else
+          Mainloop::gather(p.mainloop, smem.mainloop, smem.barriers, state, int(rank), tile);
   } else {
     setmaxnreg_inc<232>();
     float acc[kAccumulators];

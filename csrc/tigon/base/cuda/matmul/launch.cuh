@@ -34,14 +34,18 @@ struct Options {
   bool lower = false;  // only tiles that are not above the diagonal
   // [count + 1]: where the groups' rows begin, of M (rows) or K (depth).
   const int32_t* offsets = nullptr;
+  int64_t halves = 0;  // B's columns are two halves of so many, and tiles have half of their columns of each
+  // Of kGather: row r of A is row order[r] / choices of g.a.
+  const int32_t* order = nullptr;
+  int64_t choices = 1;
 };
 
 // The sum of the products g.a and g.b [op(A) op(B)] of `kSources` problems of one M and N, with the layouts of `kMajorA` and
 // `kMajorB`; what becomes of it is the epilogue's. A source without K, which may not be the first, adds nothing.
 template <class T, Major kMajorA, Major kMajorB, class Epilogue, Groups kGroups = Groups::none,
-          int kSources = 1>
+          int kSources = 1, bool kGather = false>
 struct Matmul {
-  using Loop = Mainloop<T, kMajorA, kMajorB, kGroups, kSources>;
+  using Loop = Mainloop<T, kMajorA, kMajorB, kGroups, kSources, kGather>;
   using Scheduler = TileScheduler<kGroups>;
   static constexpr auto kernel = &matmul_kernel<Loop, Epilogue, Scheduler>;
   static constexpr size_t kShared = sizeof(SharedStorage<Loop, Epilogue>);
@@ -71,6 +75,12 @@ struct Matmul {
       p.mainloop.b[i] = map<kMajorB, Loop::kViewB>(op, g.b, g.n, g.k, g.ldb, Loop::kBoxB, options.count);
     }
     const Gemm& g = sources[0];
+    p.mainloop.halves = int(options.halves);
+    p.mainloop.rows = static_cast<const uint4*>(g.a);
+    p.mainloop.order = options.order;
+    p.mainloop.choices = int(options.choices);
+    p.mainloop.k_vecs = int(g.k / 8);
+    p.mainloop.row_vecs = uint32_t(g.lda / 8);
     p.epilogue = epilogue;
     p.scheduler.m = int(g.m);
     p.scheduler.tiles_n = int(ceil_div(g.n, int64_t(kTileN)));

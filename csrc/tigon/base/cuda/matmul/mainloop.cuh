@@ -34,8 +34,11 @@ __device__ __forceinline__ auto outer_coordinates(const Tile& tile, int row) {
 
 // CTAs of a cluster that compute tiles below each other share columns of B: each loads half of them and multicasts it.
 // `kSources` pairs of A and B follow each other along K: the sum of their products has one accumulator and one store.
-template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources>
+// `kGather`: groups' rows of A are gathered as they are loaded.
+template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources, bool kGather>
 struct Mainloop {
+  static_assert(!kGather || (kMajorA == Major::K && kGroups == Groups::rows && kSources == 1));
+  static constexpr int kLoaders = kGather ? kWarpgroup : 1;  // threads
   static constexpr View kViewA = view_of_a(kGroups), kViewB = view_of_b(kGroups);
   // Columns of half a tile of B, and rows and columns of a box of TMA.
   static constexpr int kLoadB = kTileN / kCluster;
@@ -45,6 +48,12 @@ struct Mainloop {
   struct Params {
     CUtensorMap a[kSources], b[kSources];
     int k_blocks[kSources];
+    int halves = 0;  // B's columns in two halves, a tile has 128 of each: where the second begins
+    // Of kGather: row r of A is row order[r] / choices of `rows`, which begin 16 row_vecs bytes apart and have k_vecs vectors of 16.
+    const uint4* rows;
+    const int32_t* order;
+    int choices, k_vecs;
+    uint32_t row_vecs;
   };
   struct Tensors {
     alignas(1024) uint8_t a[kStages][kBytesA];
@@ -55,7 +64,8 @@ struct Mainloop {
     // One thread calls it before the cluster synchronises.
     __device__ void init() {
       for (int i = 0; i < kStages; ++i)
-        mbarrier_init(&full[i]), mbarrier_init(&empty[i], kConsumers * (kWarpgroup / 32) * kCluster);
+        mbarrier_init(&full[i], kGather ? 1 + kWarpgroup : 1),
+            mbarrier_init(&empty[i], kConsumers * (kWarpgroup / 32) * kCluster);
     }
   };
   // A stage, and the parity with which its full barrier completes next.
@@ -78,15 +88,37 @@ struct Mainloop {
         mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
         mbarrier_arrive_expect_tx(full, kBytesA + kBytesB);
         load_boxes<kMajorA, kViewA, kTileM, kBoxA, false>(p.a[source], smem.a[s], full, tile, tile.m, k);
-        auto load_half_b = [&]<bool kMulticast>(int half) {
-          load_boxes<kMajorB, kViewB, kLoadB, kBoxB, kMulticast>(
-              p.b[source], smem.b[s] + half * kLoadB * kTileK * 2, full, tile, tile.n + half * kLoadB, k);
-        };
-        if (tile.shares_b)
-          load_half_b.template operator()<true>(rank);
-        else
-          load_half_b.template operator()<false>(0), load_half_b.template operator()<false>(1);
+        load_b(p, smem, full, rank, tile, source, k, s);
       }
+  }
+
+  // The producer warpgroup: the same where A's rows, of groups of rows, are those of a shorter matrix: eight threads copy a row.
+  __device__ static __forceinline__ void gather(const Params& p, Tensors& smem, Barriers& barriers,
+                                                PipelineState& state, int rank, const Tile& tile) {
+    constexpr int kRows = kTileM / (kWarpgroup / 8);
+    const int first = int(threadIdx.x) / 8, part = int(threadIdx.x) % 8;
+    // Rows past the group's last one are nobody's.
+    uint32_t from[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      from[i] = uint32_t(p.order[min(tile.m + first + 16 * i, tile.end - 1)] / p.choices) * p.row_vecs + part;
+#pragma unroll 1
+    for (int k = 0; k < tile.k_blocks; ++k, state.advance()) {
+      const int s = state.stage;
+      uint64_t* full = &barriers.full[s];
+      mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
+      if (threadIdx.x == 0) {
+        mbarrier_arrive_expect_tx(full, kBytesB);
+        load_b(p, smem, full, rank, tile, 0, k, s);
+      }
+      const uint32_t to = cast_smem_ptr_to_uint(smem.a[s]) + first * 128 + (part ^ first % 8) * 16;
+      // The last step of K ends before its stage does.
+      const bool inside = k * (kTileK / 8) + part < p.k_vecs;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        cp_async(to + i * 16 * 128, p.rows + (inside ? from[i] + k * (kTileK / 8) : 0), inside ? 16 : 0);
+      cp_async_mbarrier_arrive_noinc(full);
+    }
   }
 
   // A consumer warpgroup: rows 64 * consumer and on of the tile. The barriers are those of its next stage.
@@ -99,6 +131,7 @@ struct Mainloop {
 #pragma unroll 1
     for (int k = 0; k < k_blocks; ++k, state.advance()) {
       mbarrier_wait_parity<false>(&barriers.full[state.stage], state.phase);
+      if constexpr (kGather) fence_proxy_async();  // cp.async wrote A
       const uint64_t stage_a = a + uint32_t(state.stage * kBytesA >> 4),
                      stage_b = b + uint32_t(state.stage * kBytesB >> 4);
       wgmma_fence();
@@ -115,6 +148,19 @@ struct Mainloop {
   }
 
  private:
+  // Columns of B for stage s, half of them where the other CTA brings the others.
+  __device__ static __forceinline__ void load_b(const Params& p, Tensors& smem, uint64_t* full, int rank,
+                                                const Tile& tile, int source, int k, int s) {
+    auto load_half = [&]<bool kMulticast>(int half) {
+      load_boxes<kMajorB, kViewB, kLoadB, kBoxB, kMulticast>(
+          p.b[source], smem.b[s] + half * kLoadB * kTileK * 2, full, tile,
+          p.halves > 0 ? tile.n / 2 + half * p.halves : tile.n + half * kLoadB, k);
+    };
+    if (tile.shares_b)
+      load_half.template operator()<true>(rank);
+    else
+      load_half.template operator()<false>(0), load_half.template operator()<false>(1);
+  }
   template <Major kMajor, View kView, int kRows, int kBox, bool kMulticast>
   __device__ static __forceinline__ void load_boxes(const CUtensorMap& map, uint8_t* to, uint64_t* barrier,
                                                     const Tile& tile, int mn, int k) {

@@ -85,6 +85,11 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, unsig
       "r"(rank)
       : "memory");
 }
+// An arrival once the thread's copies by cp.async are there. It is one of those that the barrier was initialised with.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(cast_smem_ptr_to_uint(barrier))
+               : "memory");
+}
 // Barrier `id` (1 to 15) of `threads` threads of the CTA.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -64,6 +64,11 @@ void cp_async_bulk_wait_group_read() {
 inline void mbarrier_arrive_cluster(uint64_t* barrier, unsigned rank) {
   emulator::mbarrier_update(reinterpret_cast<uint64_t*>(emulator::of_rank(barrier, rank)), 1, 0);
 }
+inline void cp_async_mbarrier_arrive_noinc(uint64_t* barrier) {
+  emulator::commit_copies();
+  emulator::wait_copies(0);
+  emulator::mbarrier_update(barrier, 1, 0);
+}
 inline void bar_sync(int id, int threads) { emulator::named_barrier(id, threads); }
 
 template <bool kTrans = false>
