@@ -261,6 +261,75 @@ bool gates_are_right(std::initializer_list<int> sizes, int64_t inner, int64_t k)
          gates_are_right<Major::K, true>(sizes, inner, k, false);
 }
 
+// The gated unit of such products, of rows as they are or gathered: its columns are exact where they are kept, and it is as near as its
+// dtype to that of them.
+template <Major kMajorB, bool kGather>
+bool gates_are_right(std::initializer_list<int> sizes, int64_t inner, int64_t k, bool keeps) {
+  using T = __nv_bfloat16;
+  constexpr bool trans_b = kMajorB == Major::K;
+  std::vector<int32_t> offsets{0};
+  for (int size : sizes) offsets.push_back(offsets.back() + size);
+  const int64_t groups = int64_t(sizes.size()), here = offsets.back(), all = here + 70, n = 2 * inner;
+  constexpr int kChoices = 3;
+  Values a(kGather ? (all + kChoices - 1) / kChoices : all, k, 8),
+      b(groups * (trans_b ? n : k), trans_b ? k : n, 0), z(all, n, 8), act(all, inner, 8);
+  for (Values* x : {&a, &b})
+    for (int64_t r = 0; r < (x == &b || kGather ? x->rows : here); ++r)
+      for (int64_t c = 0; c < x->cols; ++c)
+        x->at(r, c) = narrow_bf16(float(rand() % 5 - 2) * (x == &b ? 0.25f : 1));
+  std::vector<int32_t> order;
+  for (int64_t r = 0; r < here; ++r)
+    order.push_back(kGather ? int32_t(rand() % (a.rows * kChoices)) : int32_t(r));
+  auto map = [&](Values& x, int64_t first) {
+    return matmul::make_ragged_tensor_map("matmul", x.data + first, matmul::kTensorMapType<T>, inner,
+                                          x.stride, 64);
+  };
+  const GluOptions unit = {.kind = GluKind::swiglu_oai, .limit = 1.5f};
+  matmul::Matmul<T, Major::K, kMajorB, matmul::GateEpilogue<T>, Groups::rows, 1, kGather>::run(
+      "matmul", *make_cuda_context(),
+      {Gemm{.m = all, .n = n, .k = k, .a = a.data, .lda = a.stride, .b = b.data, .ldb = b.stride}},
+      {.act = map(act, 0), .gate = map(z, 0), .up = map(z, inner), .keeps = keeps, .unit = unit},
+      {.count = groups,
+       .offsets = offsets.data(),
+       .halves = inner,
+       .order = order.data(),
+       .choices = kChoices});
+  auto column = [&](int64_t r, int64_t e, int64_t c) {
+    const int64_t row = kGather ? order[size_t(r)] / kChoices : r;
+    float sum = 0;
+    for (int64_t i = 0; i < k; ++i)
+      sum += widen_bf16(a.at(row, i)) * widen_bf16(trans_b ? b.at(e * n + c, i) : b.at(e * k + i, c));
+    return widen_bf16(narrow_bf16(sum));
+  };
+  for (int64_t r = 0, e = 0; r < all; ++r) {
+    while (e < groups && r >= offsets[e + 1]) ++e;
+    for (int64_t c = 0; c < z.stride; ++c)
+      if (z.at(r, c) != (e < groups && c < n && keeps ? narrow_bf16(column(r, e, c)) : 0xffff)) {
+        printf("matmul: kept column (%ld, %ld) is %g\n", long(r), long(c), widen_bf16(z.at(r, c)));
+        return false;
+      }
+    for (int64_t c = 0; c < act.stride; ++c) {
+      bool right = act.at(r, c) == 0xffff;
+      if (e < groups && c < inner) {
+        const double gate = std::min(1.5f, column(r, e, c)),
+                     up = std::clamp(column(r, e, inner + c), -1.5f, 1.5f),
+                     value = gate / (1 + ::exp(-1.702 * gate)) * (up + 1);
+        right = ::fabs(widen_bf16(act.at(r, c)) - value) <= 0x1.01p-8 * ::fabs(value);
+      }
+      if (right) continue;
+      printf("matmul: gated unit (%ld, %ld) is %g\n", long(r), long(c), widen_bf16(act.at(r, c)));
+      return false;
+    }
+  }
+  return true;
+}
+bool gates_are_right(std::initializer_list<int> sizes, int64_t inner, int64_t k) {
+  return gates_are_right<Major::MN, false>(sizes, inner, k, true) &&
+         gates_are_right<Major::K, false>(sizes, inner, k, false) &&
+         gates_are_right<Major::K, true>(sizes, inner, k, true) &&
+         gates_are_right<Major::K, true>(sizes, inner, k, false);
+}
+
 }  // namespace
 
 // One tile; tails of each size; more tiles and steps than stages; second sources of less and more than a step. Empty groups, the first
