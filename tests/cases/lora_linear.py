@@ -45,6 +45,7 @@ CASES = [
     test_case("columns", layout="columns", grad_layout="columns", weight_layout="transposed"),
     test_case("misaligned", K=64, layout="offset1", grad_layout="offset1", weight_layout="offset1"),
     test_case("grad_expanded", grad_layout="expanded"),
+    test_case("dropout_empty", lead=(2, 0), dropout=0.2),
     test_case("dropout", small=True, dropout=0.4, bias=True),
     test_case("dropout_three", N=(24, 9, 16), r=5, dropout=0.25, K=50),
     test_case("dropout_rows", lead=(2, 9), layout="rows", dropout=0.1),

@@ -391,6 +391,26 @@ def test_match_with_other_options(device):
             tigon.linear_log_prob(hidden, weight, target, **options)
 
 
+@pytest.mark.parametrize("mode", [False, True])
+def test_match_compiled(mode, device):
+    """One graph, which reads the switch when it runs."""
+    torch._dynamo.reset()
+    hidden, weight, target = head_of("odd_hidden", torch.bfloat16, device)
+
+    def run(hidden, weight):
+        return tigon.linear_log_prob(hidden, weight, target, match="vllm", temperature=0.7, chunk_rows=9)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    with tigon.deterministic(not mode):
+        compiled(hidden, weight)
+    with tigon.deterministic(mode):
+        want, got = run(hidden, weight), compiled(hidden, weight)
+        assert same_bits(got.detach(), want.detach())
+        grads = (torch.autograd.grad(x.sum(), [hidden, weight]) for x in (want, got))
+        assert all(map(same_bits, *grads))
+        assert same_bits(compiled(hidden.detach(), weight.detach()), want.detach())
+
+
 # Processes.
 
 SHARDED = """

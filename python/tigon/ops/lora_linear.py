@@ -60,7 +60,7 @@ def dropout_factors(shape: tuple[int, int], p: float, seed: torch.Tensor, stream
     block = torch.arange((columns + 3) // 4, device=seed.device)[None]
     row, block = torch.broadcast_tensors(row, block)
     counter = [block, row & 0xFFFFFFFF, row >> 32, torch.full_like(row, stream)]
-    words = torch.stack(_philox(counter, seed.reshape(())), -1).reshape(rows, -1)[:, :columns]
+    words = torch.stack(_philox(counter, seed.reshape(())), -1).flatten(1)[:, :columns]
     return (words >= int(p * 2**32)).double() / (1 - p)
 
 

@@ -62,24 +62,54 @@ def vllm_log_softmax(logits, temperature=1.0):
     return z.log_softmax(-1)
 
 
+def _of_labels(
+    hidden, weight, labels, bias, softcap, logit_scale, temperature, ignore_index, chunk_rows, wide
+):
+    """Log-probabilities of ``[rows, K]`` labels, 0 of ignored ones."""
+    counts = labels != ignore_index
+    places = torch.where(counts, labels, 0)
+    size = chunk_rows or max(4, _CHUNK_LOGITS // weight.shape[0] // 4 * 4)
+    found = [
+        vllm_log_softmax(vllm_logits(part, weight, bias, softcap, logit_scale, wide), temperature).gather(
+            -1, at
+        )
+        for part, at in zip(hidden.split(size), places.split(size), strict=True)
+    ]
+    found = torch.cat(found) if found else hidden.new_empty(labels.shape, dtype=torch.float32)
+    return torch.where(counts, found, 0.0)
+
+
+# For compilers, which must not ask for the switch when they trace.
+_library = torch.library.Library("tigon", "FRAGMENT")
+_library.define(
+    "vllm_log_prob(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, float? softcap, "
+    "float logit_scale, float temperature, int ignore_index, SymInt chunk_rows, bool wide) -> Tensor"
+)
+for _key in ("CPU", "CUDA"):
+    _library.impl("vllm_log_prob", _of_labels, _key)
+torch.library.register_fake(
+    "tigon::vllm_log_prob",
+    lambda hidden, weight, labels, *_: labels.new_empty(labels.shape, dtype=torch.float32),
+)
+
+
 def vllm_log_prob(hidden, weight, target, head: Head, wide):
     """The log-probabilities of labels in place, ``[...]`` or ``[..., K]``; 0 of ignored ones."""
     with torch.no_grad():
         rows = hidden.reshape(-1, hidden.shape[-1])
         labels = target.to(hidden.device).long().reshape(rows.shape[0], -1)
-        counts = labels != head.ignore_index
-        places = torch.where(counts, labels, 0)
         weight = weight.to(hidden.dtype)
         bias = None if head.bias is None else head.bias.to(hidden.dtype)
-        size = head.chunk_rows or max(4, _CHUNK_LOGITS // weight.shape[0] // 4 * 4)
-        found = [
-            vllm_log_softmax(
-                vllm_logits(part, weight, bias, head.softcap, head.logit_scale, wide), head.temperature
-            ).gather(-1, at)
-            for part, at in zip(rows.split(size), places.split(size), strict=True)
-        ]
-        found = torch.cat(found) if found else rows.new_empty(labels.shape, dtype=torch.float32)
-        return torch.where(counts, found, 0.0).view(target.shape)
+        call = torch.ops.tigon.vllm_log_prob if torch.compiler.is_compiling() else _of_labels
+        options = (
+            head.softcap,
+            head.logit_scale,
+            head.temperature,
+            head.ignore_index,
+            head.chunk_rows or 0,
+            wide,
+        )
+        return call(rows, weight, labels, bias, *options).view(target.shape)
 
 
 class WithValue(torch.autograd.Function):
