@@ -257,8 +257,8 @@ class Op:
         fake: shapes, dtypes and strides of the results for fake tensors.
         setup_context: ``(ctx, inputs, output)``, saves what ``backward`` needs.
         backward: ``(ctx, *grad_outputs)``, one gradient (or ``None``) per input.
-        results: how many outputs callers see, ``None``: all. Those after them are for the backward alone, and
-            ``tigon::<name>_infer`` does without them.
+        results: how many outputs callers see, ``None``: all. Those after them are for the backward alone;
+            ``tigon::<name>_infer``, where it is there, does without them.
         transformed: another ``(setup_context, backward)`` for the transforms of ``torch.func``.
         layout: which arguments are rows, and which are vectors by column: DTensors then stay local.
     """
@@ -282,9 +282,11 @@ class Op:
         for suffix in ("", "_fwd"):
             register_fake(name, name + suffix, fake)
         self.forward = self.infer = forward = caller(name, native(f"{name}_fwd"))
-        if results is not None:
+        if results is not None and hasattr(torch.ops.tigon, f"{name}_infer"):
             register_fake(name, f"{name}_infer", lambda *args: visible(fake(*args)))
             self.infer = caller(name, native(f"{name}_infer"))
+        elif results is not None:
+            self.infer = lambda *args: visible(forward(*args))
 
         def setup_traced(ctx, inputs, output):
             if results is not None:  # the last call counts: setup_context may mark these and others

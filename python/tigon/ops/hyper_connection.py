@@ -64,8 +64,8 @@ def _fake(x, weight, base, scale, streams, *options):
     f32 = {"dtype": torch.float32}
     lead, tokens = x.shape[:-1], x[..., 0].numel()
     y = x.new_empty((*lead, x.shape[-1] // n) if options[-1] else (0,))
-    post = x.new_empty((*lead, n) if parts > 1 else (0,), **f32)
-    res = x.new_empty((*lead, n * n) if parts > 2 else (0,), **f32)
+    post = x.new_empty((*lead, n if parts > 1 else 0), **f32)
+    res = x.new_empty((*lead, n * n if parts > 2 else 0), **f32)
     saved = x.new_empty((tokens, weight.shape[0]), **f32), x.new_empty(tokens, **f32)
     return y, x.new_empty((*lead, n), **f32), post, res, *saved
 
