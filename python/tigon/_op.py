@@ -15,6 +15,7 @@ First derivatives in reverse mode are there. Second ones and forward mode are re
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import sys
 from collections.abc import Callable
@@ -256,8 +257,8 @@ class Op:
         fake: shapes, dtypes and strides of the results for fake tensors.
         setup_context: ``(ctx, inputs, output)``, saves what ``backward`` needs.
         backward: ``(ctx, *grad_outputs)``, one gradient (or ``None``) per input.
-        results: how many outputs callers see, ``None``: all. Those after them are for the backward alone, and
-            ``tigon::<name>_infer`` does without them.
+        results: how many outputs callers see, ``None``: all. Those after them are for the backward alone;
+            ``tigon::<name>_infer``, where it is there, does without them.
         transformed: another ``(setup_context, backward)`` for the transforms of ``torch.func``.
         layout: which arguments are rows, and which are vectors by column: DTensors then stay local.
     """
@@ -281,9 +282,11 @@ class Op:
         for suffix in ("", "_fwd"):
             register_fake(name, name + suffix, fake)
         self.forward = self.infer = forward = caller(name, native(f"{name}_fwd"))
-        if results is not None:
+        if results is not None and hasattr(torch.ops.tigon, f"{name}_infer"):
             register_fake(name, f"{name}_infer", lambda *args: visible(fake(*args)))
             self.infer = caller(name, native(f"{name}_infer"))
+        elif results is not None:
+            self.infer = lambda *args: visible(forward(*args))
 
         def setup_traced(ctx, inputs, output):
             if results is not None:  # the last call counts: setup_context may mark these and others
@@ -324,6 +327,85 @@ class Op:
                 if isinstance(a, torch.Tensor) and a.requires_grad:
                     return self.apply(*args)
         return self.infer(*args)
+
+
+def paired(
+    name: str,
+    fake: Callable[..., Any],
+    *,
+    results: int | None = None,
+    layout: Layout | None = None,
+    fake_bwd: Callable[..., Any] | None = None,
+) -> Op:
+    """``tigon::<name>`` and ``tigon::<name>_bwd`` as one operator.
+
+    What the second takes is named in its schema: after the gradients of the results that callers see come
+    arguments and results of the first, tensors before numbers, then ``need_d<argument>`` for each gradient
+    that it returns (without any: that of the first argument).
+
+    Args:
+        fake, results, layout: as :class:`Op`.
+        fake_bwd: where a gradient belongs to an argument that the second does not take. ``None``: a gradient
+            is like its argument, and empty where it is not needed.
+    """
+    forward, backward = native(name)._schema, native(f"{name}_bwd")._schema
+    inputs = [a.name for a in forward.arguments]
+    places = {key: i for i, key in enumerate([*inputs, *(r.name for r in forward.returns)])}
+    upstreams = len(forward.returns) if results is None else results
+    taken = [a for a in backward.arguments if not a.name.startswith("need_")][upstreams:]
+    # A lone result has no name.
+    saved = _picker([places.get(a.name, len(inputs)) for a in taken if _is_tensor(a)])
+    numbers = [i for i, a in enumerate(forward.arguments) if not _is_tensor(a)]
+    options_of = _picker(numbers)
+    options = _picker([numbers.index(places[a.name]) for a in taken if not _is_tensor(a)])
+    needed = [a.name.removeprefix("need_d") for a in backward.arguments if a.name.startswith("need_")]
+    of = [inputs.index(key) for key in needed]
+    needs, several = _picker(of), len(forward.returns) > 1
+
+    def like(*args):
+        tensors = {a.name: t for a, t in zip(taken, args[upstreams:], strict=False)}
+        first = args[upstreams]
+        if not needed:
+            return first.new_empty(first.shape)
+        return tuple(
+            tensors[key].new_empty(tensors[key].shape) if need else first.new_empty(0)
+            for key, need in zip(needed, args[-len(needed) :], strict=True)
+        )
+
+    bwd = raw(f"{name}_bwd", fake_bwd or like)
+
+    def setup_context(ctx, args, output):
+        ctx.save_for_backward(*saved((*args, *output) if several else (*args, output)))
+        ctx.options = options_of(args)
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx, *upstream):
+        found, upstream = [None] * len(inputs), upstream[:upstreams]
+        if upstream[0] is None and all(g is None for g in upstream):
+            return tuple(found)
+        if not needed:
+            return bwd(*upstream, *ctx.saved_tensors), *found[1:]
+        need = needs(ctx.needs_input_grad)
+        made = bwd(*upstream, *ctx.saved_tensors, *options(ctx.options), *need)
+        for i, g, wanted in zip(of, made, need, strict=True):
+            if wanted:
+                found[i] = g
+        return tuple(found)
+
+    op = Op(name, fake=fake, setup_context=setup_context, backward=gradients, results=results, layout=layout)
+    op.bwd = bwd
+    return op
+
+
+def _picker(places: list[int]) -> Callable[[tuple], tuple]:
+    """What takes the values at these places."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return (lambda values: (values[places[0]],)) if places else lambda values: ()
+
+
+def _is_tensor(argument) -> bool:
+    return "Tensor" in str(argument.type)
 
 
 def _first(results: int | None) -> Callable[[Any], Any]:

@@ -28,4 +28,4 @@ import torch  # noqa: E402
 if torch.distributed.is_available():
     # Its functions take the default process group of the moment as a default argument. Imported later, as torch._dynamo
     # does, it holds that group: `destroy_process_group` leaves gloo's threads running, and they may abort the process at exit.
-    import torch.distributed.nn.functional  # noqa: F401
+    import torch.distributed.nn.functional

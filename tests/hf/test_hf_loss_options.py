@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,9 +92,16 @@ def test_a_loss_of_its_own_takes_no_options():
         model(**inputs, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("patch", [apply, patching._apply_liger_kernel_to_instance])
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2"])
+_PATCHES = [apply, patching._apply_liger_kernel_to_instance]
+
+
+@pytest.mark.parametrize(
+    "family, patch, compiled",
+    [
+        *itertools.product(("llama", "mixtral", "gemma2"), _PATCHES, (False,)),
+        *(("llama", _PATCHES[1], True), ("mixtral", apply, True), ("gemma2", apply, True)),
+    ],
+)
 def test_counts_of_the_loss(family, patch, compiled):
     """TRL's keywords with use_liger_kernel, whoever patched the model; traced whole by torch.compile."""
     model, inputs = make(family), batch()

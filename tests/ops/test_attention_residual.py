@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 from checks import check_needs, same_bits
-from native import bits_under
 
 import tigon
 
@@ -136,19 +135,3 @@ def test_rows_do_not_depend_on_their_number(columns, device):
 
     for part, whole in zip(both(7), both(300), strict=True):
         assert same_bits(part, whole[:7])
-
-
-SCRIPT = """
-import torch, tigon
-torch.manual_seed(0)
-for dtype in (torch.float32, torch.bfloat16):
-    for shape in ((3, 70, 333), (2, 1100, 40), (5, 3, 4099)):
-        v = torch.randn(shape).to(dtype).requires_grad_()
-        q, w = (torch.randn(shape[-1]).to(dtype).mul_(0.2).requires_grad_() for _ in range(2))
-        y = tigon.attention_residual(v, q, w)
-        emit(y, *torch.autograd.grad(y, (v, q, w), torch.randn_like(y)))
-"""
-
-
-def test_same_bits_on_every_instruction_set_and_thread_count():
-    assert len(bits_under(SCRIPT)) == 1

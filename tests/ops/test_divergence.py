@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from checks import check_close, same_bits
-from native import bits_under
 
 import tigon
 from tigon.ops.divergence import reference
@@ -244,20 +243,3 @@ def test_opcheck(device):
         torch.library.opcheck(torch.ops.tigon.divergence.default, (*sample, reduction != 0))
     bare = (torch.randn(4, device=device), student.detach(), teacher, labels, *options)
     torch.library.opcheck(torch.ops.tigon.divergence_bwd.default, bare)
-
-
-SCRIPT = """
-import torch, tigon
-torch.manual_seed(0)
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    for shape in ((70, 333), (2, 9001), (3, 16), (1, 7)):
-        s, t = ((4 * torch.randn(shape)).to(dtype) for _ in range(2))
-        s.requires_grad_()
-        for fn in (tigon.kl_div, lambda s, t: tigon.kl_div(s, t, reverse=True), tigon.jsd, tigon.tvd):
-            loss = fn(s, t)
-            emit(loss, *torch.autograd.grad(loss, s))
-"""
-
-
-def test_same_bits_on_every_instruction_set_and_thread_count():
-    assert len(bits_under(SCRIPT)) == 1

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 from checks import check_needs, same_bits
-from native import bits_under
 
 import tigon
 
@@ -154,20 +153,3 @@ def test_a_sample_does_not_depend_on_its_batch(columns, device):
             assert same_bits(part, whole[:2]), name
         else:
             torch.testing.assert_close(part, whole[:2], atol=1e-4, rtol=1e-5)
-
-
-SCRIPT = """
-import torch, tigon
-torch.manual_seed(0)
-for dtype in (torch.float32, torch.bfloat16):
-    for shape, groups in (((70, 333), 2), ((66, 40), 33), ((128, 16), 128), ((6, 4099), 1)):
-        x, dy = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(2))
-        s, b = (torch.randn(groups, shape[-1]).to(dtype).requires_grad_() for _ in range(2))
-        w = torch.randn(shape[-1]).to(dtype).requires_grad_()
-        y = tigon.modulated_rms_norm(x, w, s, b)
-        emit(y, *torch.autograd.grad(y, (x, w, s, b), dy.detach()))
-"""
-
-
-def test_same_bits_on_every_instruction_set_and_thread_count():
-    assert len(bits_under(SCRIPT)) == 1

@@ -8,7 +8,6 @@ import itertools
 import pytest
 import torch
 from checks import same_bits
-from native import bits_under
 
 import tigon
 
@@ -321,32 +320,3 @@ def test_poly_norm_adds_many_rows(device):
     tigon.poly_norm(x.double(), *exact).backward(dy.double())
     for got, want in zip(leaves, exact, strict=True):
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-5, atol=1e-3)
-
-
-SCRIPT = """
-import torch, tigon
-torch.manual_seed(0)
-for dtype in (torch.float32, torch.bfloat16):
-    for shape in ((70, 333), (3, 4099), (3, 16)):
-        x, z, dy = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
-        w, b = (torch.randn(shape[-1]).to(dtype).requires_grad_() for _ in range(2))
-        a, p = (torch.full((n,), 0.5).to(dtype).requires_grad_() for n in (1, 3))
-        for fn, args in (
-            (tigon.layer_norm, (x, w, b)),
-            (tigon.add_rms_norm, (x, z, w)),
-            (tigon.gated_rms_norm, (x, z, w)),
-            (lambda *t: tigon.gated_rms_norm(*t, norm_before_gate=False), (x, z, w)),
-            (tigon.softmax, (x,)),
-            (tigon.sparsemax, (x,)),
-            (tigon.poly_norm, (x, p, a)),
-            (lambda x, w, b: tigon.group_norm(x[..., None], 1, w, b)[..., 0], (x, w, b)),
-            (tigon.dyt, (x, a, w, b)),
-        ):
-            y = fn(*args)
-            y = y[0] if isinstance(y, tuple) else y
-            emit(y, *torch.autograd.grad(y, args, dy.detach()))
-"""
-
-
-def test_same_bits_on_every_instruction_set_and_thread_count():
-    assert len(bits_under(SCRIPT)) == 1

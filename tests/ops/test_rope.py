@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 from checks import same_bits
-from native import bits_under
 
 import tigon
 from cases.case import lay_out
@@ -457,25 +456,3 @@ def test_empty(shape, device):
     q, k, cos, sin = _inputs(*shape, device=device)
     got = _gradients(q, k, cos, sin)
     assert [x.shape for x in got] == [q.shape, k.shape] * 2
-
-
-SCRIPT = """
-import torch, tigon
-torch.manual_seed(0)
-pairs = [(t, t) for t in (torch.float32, torch.bfloat16, torch.float16)] + [(torch.bfloat16, torch.float32)]
-forms = [{}, {"interleaved": True}, {"interleaved": True, "deinterleave": True}, {"tail": True}]
-for dtype, table in pairs:
-    for B, T, H, D, R in ((2, 70, 5, 64, 64), (1, 300, 3, 40, 22), (3, 2, 1, 2, 2), (1, 33, 2, 128, 32)):
-        for form in forms:
-            q, k = (torch.randn(B, T, n, D).to(dtype).transpose(1, 2).requires_grad_() for n in (H, 2))
-            cos, sin = (torch.randn(1, T, R).to(table) for _ in range(2))
-            y = tigon.rope(q, k, cos, sin, **form)
-            emit(*y, *torch.autograd.grad(y, (q, k), [torch.randn_like(x) for x in y]))
-        u, v = (torch.randn(D).to(dtype).requires_grad_() for _ in range(2))
-        y = tigon.qk_norm_rope(q, k, u, v, cos, sin)
-        emit(*y, *torch.autograd.grad(y, (q, k, u, v), [torch.randn_like(x) for x in y]))
-"""
-
-
-def test_same_bits_on_every_instruction_set_and_thread_count():  # of qk_norm_rope too
-    assert len(bits_under(SCRIPT)) == 1

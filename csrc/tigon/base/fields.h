@@ -72,6 +72,12 @@ class Fields {
   void optional(const char* name, Matrix& m, const Matrix& x) {
     field({name, Role::optional, &m, nullptr, sizes_of(x, x.dtype)});
   }
+  void optional(const char* name, Vector& v, int64_t size, DType dtype) {
+    field({name, Role::optional, nullptr, &v, {.cols = size, .dtype = dtype}});
+  }
+  void input(const char* name, Vector& v, int64_t size, DType dtype) {
+    field({name, Role::input, nullptr, &v, {.cols = size, .dtype = dtype}});
+  }
   // Of `rows` rows, in x's dtype or float32.
   void input_rows(const char* name, Matrix& m, int64_t rows, const Matrix& x) {
     field({name, Role::input, &m, nullptr, {.rows = rows, .cols = x.cols, .dtype = x.dtype, .or_f32 = true}});
@@ -87,8 +93,8 @@ class Fields {
   void coefficients(const char* name, Vector& v, int64_t size, DType dtype, const Vector* like = nullptr) {
     field({name, Role::input, nullptr, &v, {.cols = size, .dtype = dtype, .or_f32 = true, .like = like}});
   }
-  void scalar(const char* name, Vector& v, DType dtype) {
-    field({name, Role::input, nullptr, &v, {.cols = 1, .dtype = dtype, .or_f32 = true, .scalar = true}});
+  void scalar(const char* name, Vector& v, DType dtype, Role role = Role::input) {
+    field({name, role, nullptr, &v, {.cols = 1, .dtype = dtype, .or_f32 = true, .scalar = true}});
   }
   // One or several vectors of `size` numbers in float32: rows of one tensor.
   virtual void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size,
@@ -117,10 +123,20 @@ class Fields {
     field({name, Role::result, &m, nullptr, sizes_of(x, dtype)});
   }
   void result(const char* name, Matrix& m, const Matrix& x) { result(name, m, x, x.dtype); }
+  void result(const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype) {
+    field({name, Role::result, &m, nullptr, {.rows = rows, .cols = cols, .dtype = dtype}});
+  }
+  void result(const char* name, Vector& v, int64_t size, DType dtype) {
+    field({name, Role::result, nullptr, &v, {.cols = size, .dtype = dtype}});
+  }
   // [rows, cols]: of the sizes of x's tensor but for its last dimension, and its first where that is one of several matrices.
+  void result(const char* name, Matrix& m, const Matrix& x, int64_t rows, int64_t cols, DType dtype,
+              Role role = Role::result) {
+    Expected e = {.rows = rows, .cols = cols, .dtype = dtype, .of = &x, .other_cols = true};
+    field({name, role, &m, nullptr, e});
+  }
   void result(const char* name, Matrix& m, const Matrix& x, int64_t rows, int64_t cols) {
-    Expected e = {.rows = rows, .cols = cols, .dtype = x.dtype, .of = &x, .other_cols = true};
-    field({name, Role::result, &m, nullptr, e});
+    result(name, m, x, rows, cols, x.dtype);
   }
   // As `result`; <op>_in_place writes it over `input`.
   virtual void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input) = 0;

@@ -20,6 +20,8 @@ struct GluOptions {
   float down_multiplier = 1.0f;  // swiglu
   float alpha = 1.702f;          // swiglu_oai
   float limit = 7.0f;            // of the clamped kinds, > 0
+
+  static constexpr const char* kNames[] = {"kind", "gate_multiplier", "down_multiplier", "alpha", "limit"};
 };
 
 // The kinds that clamp their inputs.

@@ -20,16 +20,17 @@ void FieldChecks::field(const Field& f) {
 void FieldChecks::vector(const Field& f) {
   const Vector& v = *f.vector;
   const Expected& e = f.expected;
-  TIGON_CHECK(op_, !e.scalar || v || f.role == Role::gradient, f.name,
+  TIGON_CHECK(op_, !e.scalar || v || f.role != Role::input, f.name,
               " must be a tensor of one element, got none");
-  if (!v && f.role != Role::input) return;
+  const bool result = f.role == Role::result || f.role == Role::gradient;
+  if (!v && f.role != Role::input && f.role != Role::result) return;
   TIGON_CHECK(op_, v.size == e.cols, f.name, " must be [", e.cols, "], got [", v.size, "]");
   if (e.or_f32)
     require_or_f32(op_, f.name, v.dtype, e.dtype);
   else
     require_dtype(op_, f.name, v.dtype, e.dtype);
   if (e.like != nullptr && *e.like) require_dtype(op_, f.name, v.dtype, e.like->dtype);
-  if (f.role == Role::gradient) work_ = work_ || v.size > 0;
+  if (result) work_ = work_ || v.size > 0;
 }
 
 void FieldChecks::statistics(const char*, std::initializer_list<Statistic> list, int64_t size, Role role) {

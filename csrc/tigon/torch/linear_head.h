@@ -24,29 +24,16 @@ enum Need : int64_t {
 struct Operands {
   Tensor hidden, weight, target;
   OptionalTensor bias, class_weight, token_weight, lora_a, lora_b;
-
-  static constexpr const char* kSchema =
-      "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weight,"
-      " Tensor? lora_a, Tensor? lora_b, ";
-  static Operands take(Stack& s) {
-    return {s.take<Tensor>(),         s.take<Tensor>(),         s.take<Tensor>(),
-            s.take<OptionalTensor>(), s.take<OptionalTensor>(), s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(), s.take<OptionalTensor>()};
-  }
+  static constexpr const char* kNames[] = {"hidden",       "weight",       "target", "bias",
+                                           "class_weight", "token_weight", "lora_a", "lora_b"};
 };
 struct Formula {
   int64_t ignore_index = -100;
   double label_smoothing = 0.0, softcap = 0.0, logit_scale = 1.0, temperature = 1.0, z_loss = 0.0,
          lora_scale = 1.0;
   bool wide_logits = false;
-
-  static constexpr const char* kSchema =
-      "int ignore_index, float label_smoothing, float softcap, float logit_scale, float temperature,"
-      " float z_loss, float lora_scale, bool wide_logits, ";
-  static Formula take(Stack& s) {
-    return {s.take<int64_t>(), s.take<double>(), s.take<double>(), s.take<double>(),
-            s.take<double>(),  s.take<double>(), s.take<double>(), s.take<bool>()};
-  }
+  static constexpr const char* kNames[] = {"ignore_index", "label_smoothing", "softcap",    "logit_scale",
+                                           "temperature",  "z_loss",          "lora_scale", "wide_logits"};
   LogitFormula logits() const {
     return {.softcap = float(softcap), .logit_scale = float(logit_scale), .temperature = float(temperature)};
   }
@@ -54,15 +41,12 @@ struct Formula {
 struct Memory {
   int64_t chunk_rows = 0, valid_rows = -1, needs = 0;
   int64_t keep_rows = 0;  // as in LinearHeadSizes
-
-  static constexpr const char* kSchema = "int chunk_rows, int valid_rows, int needs, int keep_rows";
-  static Memory take(Stack& s) {
-    return {s.take<int64_t>(), s.take<int64_t>(), s.take<int64_t>(), s.take<int64_t>()};
-  }
+  static constexpr const char* kNames[] = {"chunk_rows", "valid_rows", "needs", "keep_rows"};
   int64_t worked(int64_t rows) const { return valid_rows >= 0 ? valid_rows : rows; }
 };
-inline std::string head_schema(const std::string& before) {
-  return before + Operands::kSchema + Formula::kSchema + Memory::kSchema;
+template <class... More>
+std::string head_schema() {
+  return schema<Operands, Formula, Memory, More...>();
 }
 
 inline void check_operands(const char* op, const Operands& t) {
@@ -74,9 +58,6 @@ inline void check_operands(const char* op, const Operands& t) {
                          {"lora A", &t.lora_a},
                          {"lora B", &t.lora_b}})
     if (*x) check_same_device(op, name, **x, t.hidden);
-}
-inline Matrix rows_of(const char* op, const char* name, OptionalTensor& t) {
-  return t ? rows_of(op, name, *t) : Matrix{};
 }
 // Operands as views of the core; of the labels those of one a row.
 inline LinearHead head_of(const char* op, Operands& t, const Formula& f) {
@@ -142,11 +123,7 @@ struct Reduced {
   OptionalTensor denominator;
   std::optional<double> host_denominator;
   int64_t reduction;
-
-  static constexpr const char* kSchema = ", Tensor? denominator, float? host_denominator, int reduction";
-  static Reduced take(Stack& s) {
-    return {s.take<OptionalTensor>(), s.take<std::optional<double>>(), s.take<int64_t>()};
-  }
+  static constexpr const char* kNames[] = {"denominator", "host_denominator", "reduction"};
 };
 
 // The losses of the rows, and of a scalar loss the total and its scale (empty tensors otherwise).
@@ -173,8 +150,7 @@ struct LossTensors {
 
  private:
   static Tensor number(const Tensor& hidden, const Reduced& by) {
-    bool scalar = Reduction(by.reduction) != Reduction::none;
-    return scalar ? make(hidden, {}, DType::f32) : nothing(hidden, DType::f32);
+    return make_if(Reduction(by.reduction) != Reduction::none, hidden, {}, DType::f32);
   }
 };
 

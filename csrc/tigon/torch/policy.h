@@ -15,7 +15,7 @@ struct PolicyOptions {
   static constexpr const char* kSchema =
       "int kind, int level, int normalise, float low, float high, float delta, float tau_positive,"
       " float tau_negative, float k_positive, float lambda_positive, float k_negative, float lambda_negative,"
-      " int estimator, float kl, bool kl_corrected, float entropy_factor, ";
+      " int estimator, float kl, bool kl_corrected, float entropy_factor";
   static PolicyOptions take(Stack& s) {
     PolicyOptions n;
     PolicyFormula& p = n.formula;
@@ -33,14 +33,8 @@ struct PolicyOptions {
 struct PolicyDivisors {
   OptionalTensor denominator, entropy_denominator;
   std::optional<double> host_denominator, host_entropy_denominator;
-
-  static constexpr const char* kSchema =
-      "Tensor? denominator, Tensor? entropy_denominator, float? host_denominator,"
-      " float? host_entropy_denominator, ";
-  static PolicyDivisors take(Stack& s) {
-    return {s.take<OptionalTensor>(), s.take<OptionalTensor>(), s.take<std::optional<double>>(),
-            s.take<std::optional<double>>()};
-  }
+  static constexpr const char* kNames[] = {"denominator", "entropy_denominator", "host_denominator",
+                                           "host_entropy_denominator"};
 
   PolicyTotals totals(const char* op, PolicyNormalise normalise, const Tensor& like, Vector scale,
                       Vector loss) const {

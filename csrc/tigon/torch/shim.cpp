@@ -234,6 +234,16 @@ Vector vector_of(const char* op, const char* name, OptionalTensor& t) {
   return t.has_value() ? vector_of(op, name, *t) : Vector{};
 }
 
+Matrix rows_of(const char* op, const char* name, OptionalTensor& t) {
+  return t ? rows_of(op, name, *t) : Matrix{};
+}
+
+Vector flat(const char* op, const char* name, Tensor& t) {
+  if (!t.is_contiguous()) t = to_contiguous(op, name, t);
+  return {.data = data_of(op, name, t), .dtype = dtype_of(op, name, t), .size = t.numel()};
+}
+Vector flat(const char* op, const char* name, OptionalTensor& t) { return t ? flat(op, name, *t) : Vector{}; }
+
 Vector row_of(const char* op, const char* name, Tensor& t, int64_t row) {
   Matrix rows = rows_of(op, name, t);
   TIGON_CHECK(op, rows.rows > row || rows.cols == 0, name, " must have more than ", row, " rows, got ",

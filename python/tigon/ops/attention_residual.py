@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tigon._op import Op, has_kernel, raw
+from tigon._op import has_kernel, paired
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_numbers, kind_of
 from tigon.ops.columns import check_sizes, columns_for
@@ -27,29 +27,7 @@ def _fake(values, query, norm_weight, eps):
     return values.new_empty(values.shape[1:])
 
 
-def _fake_bwd(dy, values, query, norm_weight, eps, *need):
-    given = zip((values, query, norm_weight), need, strict=True)
-    return tuple(t.new_empty(t.shape if wanted else (0,)) for t, wanted in given)
-
-
-_bwd = raw("attention_residual_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    values, query, norm_weight, ctx.eps = inputs
-    ctx.save_for_backward(values, query, norm_weight)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy):
-    if dy is None:
-        return (None,) * 4
-    need = ctx.needs_input_grad[:3]
-    gradients = _bwd(dy, *ctx.saved_tensors, ctx.eps, *need)
-    return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None
-
-
-_op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward)
+_op = paired(_OP, _fake)
 
 
 def attention_residual(

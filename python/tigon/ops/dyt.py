@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tigon._dtensor import Layout
-from tigon._op import Op, has_kernel, raw
+from tigon._op import has_kernel, paired
 from tigon.error import check
 from tigon.ops.arguments import check_float
 from tigon.ops.columns import check_sizes, check_types, columns_for
@@ -29,25 +29,7 @@ def _fake_bwd(dy, x, alpha, weight, need_dx, need_dalpha, need_dweight, need_dbi
     return dx, dalpha, *(alpha.new_empty(x.shape[-1] if n else 0) for n in (need_dweight, need_dbias))
 
 
-_bwd = raw("dyt_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy):
-    need = ctx.needs_input_grad
-    if dy is None:
-        return None, None, None, None
-    gradients = _bwd(dy, *ctx.saved_tensors, *need)
-    return tuple(g if wanted else None for g, wanted in zip(gradients, need, strict=True))
-
-
-_op = Op(
-    "dyt", fake=_fake, setup_context=_setup_context, backward=_backward, layout=Layout(rows=1, columns=3)
-)
+_op = paired("dyt", _fake, layout=Layout(rows=1, columns=3), fake_bwd=_fake_bwd)
 
 
 def dyt(

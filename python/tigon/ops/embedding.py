@@ -21,7 +21,7 @@ def reference(ids, weight, *, padding_idx=None, scale=1.0):
 
 
 def _fake(ids, weight, padding_idx, scale):
-    return weight.new_empty((*ids.shape, weight.shape[1]))
+    return weight.new_empty((ids.shape[0], weight.shape[1]))
 
 
 def _fake_bwd(dy, ids, vocabulary, padding_idx, scale):
@@ -92,4 +92,5 @@ def embedding(
     if not has_kernel(_OP, weight, beside=(ids,)) or weight.shape[1] == 0:
         check_range(_OP, "ids", ids, rows)
         return reference(ids, weight, padding_idx=padding_idx, scale=scale)
-    return _op(ids, weight, -1 if padding_idx is None else padding_idx, scale)
+    y = _op(ids.reshape(-1), weight, -1 if padding_idx is None else padding_idx, scale)
+    return y if ids.dim() == 1 else y.view(*ids.shape, weight.shape[1])

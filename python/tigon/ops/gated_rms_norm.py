@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon._dtensor import Layout
-from tigon._op import Op, has_kernel, raw
+from tigon._op import has_kernel, paired
 from tigon.error import check
 from tigon.ops import rms_norm as norm
 from tigon.ops.arguments import check_choice, check_float, check_integers
@@ -54,36 +54,7 @@ def _fake(x, gate, weight, eps, group, norm_first, act, offset, rounding):
     return y, x.new_empty(x.numel() // (group or x.shape[-1]), dtype=torch.float32)
 
 
-def _fake_bwd(dy, x, gate, weight, rstd, group, norm_first, act, offset, rounding, *need):
-    dx, dgate = (x.new_empty(x.shape if wanted else (0,)) for wanted in need[:2])
-    return dx, dgate, weight.new_empty(weight.shape) if need[2] else x.new_empty(0)
-
-
-_bwd = raw("gated_rms_norm_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    x, gate, weight, _, *ctx.options = inputs
-    ctx.save_for_backward(x, gate, weight, output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, _=None):
-    if dy is None:
-        return (None,) * 9
-    need = ctx.needs_input_grad[:3]
-    gradients = _bwd(dy, *ctx.saved_tensors, *ctx.options, *need)
-    return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), *(None,) * 6
-
-
-_op = Op(
-    "gated_rms_norm",
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-    results=1,
-    layout=Layout(rows=2, columns=1),
-)
+_op = paired("gated_rms_norm", _fake, results=1, layout=Layout(rows=2, columns=1))
 
 
 def gated_rms_norm(

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tigon._op import Op, has_kernel, raw
+from tigon._op import has_kernel, paired
 from tigon.error import check
 from tigon.ops.arguments import check_integers
 from tigon.ops.columns import check_sizes, check_types, columns_for
@@ -29,30 +29,7 @@ def _fake(x, weight, bias, channels, groups, eps):
     return x.new_empty(x.shape), x.new_empty((2, x.shape[0] * groups), dtype=torch.float32)
 
 
-def _fake_bwd(dy, x, weight, bias, statistics, channels, groups, need_dx, need_dweight, need_dbias):
-    dx = x.new_empty(x.shape if need_dx else (0,))
-    dweight = weight.new_empty(weight.shape) if need_dweight else x.new_empty(0)
-    return dx, dweight, bias.new_empty(bias.shape) if need_dbias else x.new_empty(0)
-
-
-_bwd = raw("group_norm_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    x, weight, bias, *ctx.sizes, _ = inputs
-    ctx.save_for_backward(x, weight, bias, output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, _=None):
-    if dy is None:
-        return (None,) * 6
-    need = ctx.needs_input_grad[:3]
-    gradients = _bwd(dy, *ctx.saved_tensors, *ctx.sizes, *need)
-    return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None, None, None
-
-
-_op = Op("group_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
+_op = paired("group_norm", _fake, results=1)
 
 
 def check_groups(op, name, groups, channels) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tigon._op import Op, has_kernel, raw
+from tigon._op import Op, has_kernel, paired, raw
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_integers, check_numbers
 
@@ -64,8 +64,8 @@ def _fake(x, weight, base, scale, streams, *options):
     f32 = {"dtype": torch.float32}
     lead, tokens = x.shape[:-1], x[..., 0].numel()
     y = x.new_empty((*lead, x.shape[-1] // n) if options[-1] else (0,))
-    post = x.new_empty((*lead, n) if parts > 1 else (0,), **f32)
-    res = x.new_empty((*lead, n * n) if parts > 2 else (0,), **f32)
+    post = x.new_empty((*lead, n if parts > 1 else 0), **f32)
+    res = x.new_empty((*lead, n * n if parts > 2 else 0), **f32)
     saved = x.new_empty((tokens, weight.shape[0]), **f32), x.new_empty(tokens, **f32)
     return y, x.new_empty((*lead, n), **f32), post, res, *saved
 
@@ -100,30 +100,7 @@ def _fake_mix(x, f, mix, post, streams, outs, transposed):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // streams * outs))
 
 
-def _fake_mix_bwd(dy, x, f, mix, post, streams, outs, transposed, *need):
-    return tuple(
-        a.new_empty(a.shape) if n else x.new_empty(0) for a, n in zip((x, f, mix, post), need, strict=True)
-    )
-
-
-_mix_bwd = raw("hyper_connection_mix_bwd", _fake_mix_bwd)
-
-
-def _setup_mix(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
-    ctx.options = inputs[4:]
-    ctx.set_materialize_grads(False)
-
-
-def _backward_mix(ctx, dy):
-    if dy is None:
-        return (None,) * 7
-    need = ctx.needs_input_grad[:4]
-    gradients = _mix_bwd(dy, *ctx.saved_tensors, *ctx.options, *need)
-    return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None, None, None
-
-
-_mix = Op("hyper_connection_mix", fake=_fake_mix, setup_context=_setup_mix, backward=_backward_mix)
+_mix = paired("hyper_connection_mix", _fake_mix)
 
 
 def _check_streams(op: str, x) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon._dtensor import Layout
-from tigon._op import Op, has_kernel, raw
+from tigon._op import has_kernel, paired
 from tigon.ops.columns import check_sizes, check_types, columns_for
 
 
@@ -21,37 +21,7 @@ def _fake(x, weight, bias, eps):
     return x.new_empty(x.shape), x.new_empty((2, x.numel() // x.shape[-1]), dtype=torch.float32)
 
 
-def _fake_bwd(dy, x, weight, bias, statistics, need_dx, need_dweight, need_dbias):
-    dx = x.new_empty(x.shape if need_dx else (0,))
-    dweight = weight.new_empty(weight.shape) if need_dweight else x.new_empty(0)
-    return dx, dweight, bias.new_empty(bias.shape) if need_dbias else x.new_empty(0)
-
-
-_bwd = raw("layer_norm_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    x, weight, bias, _ = inputs
-    ctx.save_for_backward(x, weight, bias, output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, _=None):
-    if dy is None:
-        return None, None, None, None
-    need = ctx.needs_input_grad[:3]
-    gradients = _bwd(dy, *ctx.saved_tensors, *need)
-    return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None
-
-
-_op = Op(
-    "layer_norm",
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-    results=1,
-    layout=Layout(rows=1, columns=2),
-)
+_op = paired("layer_norm", _fake, results=1, layout=Layout(rows=1, columns=2))
 
 
 def layer_norm(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tigon._op import Op, has_kernel, raw
+from tigon._op import has_kernel, paired
 from tigon.error import check, refuse
 from tigon.ops import rms_norm as norm
 from tigon.ops.arguments import check_float
@@ -47,28 +47,7 @@ def _fake_bwd(dy, x, weight, scale, rstd, offset, rounding, need_dx, need_dweigh
     )
 
 
-_bwd = raw("modulated_rms_norm_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    x, weight, scale, shift, _, ctx.offset, ctx.rounding = inputs
-    ctx.shift_shape = None if shift is None else shift.shape
-    ctx.save_for_backward(x, weight, scale, output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, _=None):
-    if dy is None:
-        return (None,) * 7
-    need = ctx.needs_input_grad[:4]
-    gradients = _bwd(dy, *ctx.saved_tensors, ctx.offset, ctx.rounding, *need)
-    dx, dweight, dscale, dshift = (g if wanted else None for g, wanted in zip(gradients, need, strict=True))
-    if dshift is not None:
-        dshift = dshift.reshape(ctx.shift_shape)
-    return dx, dweight, dscale, dshift, None, None, None
-
-
-_op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
+_op = paired(_OP, _fake, results=1, fake_bwd=_fake_bwd)
 
 
 def _check_modulation(name, modulation, x):
@@ -139,4 +118,5 @@ def modulated_rms_norm(
         check_sizes(_OP, x, eps, weight=weight)
         return reference(x, weight, scale, shift, eps, offset=offset, rounding=rounding)
     weight, scale, shift = columns_for(x, weight, scale, shift)
+    shift = None if shift is None else shift.reshape(scale.shape)
     return _op(x, weight, scale, shift, eps, offset, norm.ROUNDINGS[rounding])

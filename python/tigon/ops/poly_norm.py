@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tigon._dtensor import Layout
-from tigon._op import Op, has_kernel, raw
+from tigon._op import has_kernel, paired
 from tigon.error import refuse
 from tigon.ops.arguments import check_float
 from tigon.ops.columns import check_sizes, check_types, columns_for
@@ -32,30 +32,7 @@ def _fake_bwd(dy, x, weight, rstd, need_dx, need_dweight, need_dbias):
     return dx, weight.new_empty(3 if need_dweight else 0), weight.new_empty(1 if need_dbias else 0)
 
 
-_bwd = raw("poly_norm_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:2], output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, _=None):
-    if dy is None:
-        return None, None, None, None
-    need = ctx.needs_input_grad[:3]
-    gradients = _bwd(dy, *ctx.saved_tensors, *need)
-    return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None
-
-
-_op = Op(
-    "poly_norm",
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-    results=1,
-    layout=Layout(rows=1, columns=2),
-)
+_op = paired("poly_norm", _fake, results=1, layout=Layout(rows=1, columns=2), fake_bwd=_fake_bwd)
 
 
 def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tigon._dtensor import Layout
-from tigon._op import Op, has_kernel, raw
+from tigon._op import has_kernel, paired
 from tigon.ops.arguments import check_choice, check_numbers
 from tigon.ops.columns import check_sizes, check_types, columns_for
 
@@ -51,44 +51,14 @@ def _fake(x, weight, eps, offset, rounding):
     return y, x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
 
 
-def _fake_bwd(dy, x, weight, rstd, offset, rounding, need_dx, need_dweight):
-    dx = x.new_empty(x.shape if need_dx else (0,))
-    return dx, weight.new_empty(weight.shape) if need_dweight else x.new_empty(0)
-
-
-_bwd = raw("rms_norm_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    x, weight, ctx.eps, ctx.offset, ctx.rounding = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, _=None):
-    if dy is None:
-        return None, None, None, None, None
-    x, weight, rstd = ctx.saved_tensors
-    need_dx, need_dweight = ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[1]
-    dx, dweight = _bwd(dy, x, weight, rstd, ctx.offset, ctx.rounding, need_dx, need_dweight)
-    return dx if need_dx else None, dweight if need_dweight else None, None, None, None
-
-
-_op = Op(
-    "rms_norm",
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-    results=1,
-    layout=Layout(rows=1, columns=1),
-)
+_op = paired("rms_norm", _fake, results=1, layout=Layout(rows=1, columns=1))
 
 
 def column_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Sums of ``a * b`` over all but the last dimension, float32: the weight's gradient where rstd is one."""
     columns = a.new_ones(a.shape[-1], dtype=torch.float32)
     rows = a.new_ones(a.numel() // a.shape[-1], dtype=torch.float32)
-    return _bwd(a, b, columns, rows, 0.0, ROUNDINGS["gemma"], False, True)[1]
+    return _op.bwd(a, b, columns, rows, 0.0, ROUNDINGS["gemma"], False, True)[1]
 
 
 def repeater(result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -97,8 +67,8 @@ def repeater(result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     if type(node) is not _op.node:
         return None
     weight = node.saved_tensors[1]  # may be freed by then, as FSDP does
-    options = None if weight is None else weight.detach().clone(), node.eps, node.offset, node.rounding
-    return lambda: _op.infer(node.saved_tensors[0], *options)
+    weight = None if weight is None else weight.detach().clone()
+    return lambda: _op.infer(node.saved_tensors[0], weight, *node.options)
 
 
 def rms_norm(

@@ -22,6 +22,8 @@ OP = "route"
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("max", "sum_of_two")
 MAX_EXPERTS = 1024
+# In the order of tigon::DType.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
 TINY = 1e-20  # added to sums of sigmoids
 
 
@@ -90,12 +92,12 @@ def _losses(z, q, ids, token_weights):
 
 
 def _fake(logits, bias, token_weights, top_k, *options):
-    f32_weights, i64_ids, losses = options[-3:]
+    weights_dtype, ids_dtype, losses = options[6:9]
     tokens, experts = logits.shape
-    weights = logits.new_empty(tokens, top_k, dtype=torch.float32 if f32_weights else logits.dtype)
-    ids = logits.new_empty(tokens, top_k, dtype=torch.int64 if i64_ids else torch.int32)
-    shapes = ((), (), (experts + 1,)) if losses else ((0,),) * 3
-    return weights, ids, *(logits.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    weights = logits.new_empty(tokens, top_k, dtype=DTYPES[weights_dtype])
+    ids = logits.new_empty(tokens, top_k, dtype=DTYPES[ids_dtype])
+    sizes = (1, 1, experts + 1) if losses else (0,) * 3
+    return weights, ids, *(logits.new_empty(size, dtype=torch.float32) for size in sizes)
 
 
 def _fake_bwd(dweights, daux, dz, logits, *_):
@@ -107,8 +109,8 @@ _bwd = raw("route_bwd", _fake_bwd)
 
 def _setup_context(ctx, inputs, output):
     _, ids, aux, z, balance = output
-    ctx.save_for_backward(inputs[0], ids, inputs[2], balance)
     ctx.options, ctx.losses = inputs[4:10], inputs[12]
+    ctx.save_for_backward(inputs[0], ids, inputs[2], balance if ctx.losses else None)
     ctx.mark_non_differentiable(ids, balance, *(() if ctx.losses else (aux, z)))
     ctx.set_materialize_grads(False)
 
@@ -117,8 +119,8 @@ def _backward(ctx, dweights, dids, daux, dz, *_):
     if not ctx.losses:
         daux = dz = None
     if dweights is None and daux is None and dz is None:
-        return (None,) * 13
-    return _bwd(dweights, daux, dz, *ctx.saved_tensors, *ctx.options), *(None,) * 12
+        return (None,) * 15
+    return _bwd(dweights, daux, dz, *ctx.saved_tensors, *ctx.options), *(None,) * 14
 
 
 _op = Op(OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=4)
@@ -252,9 +254,9 @@ def route(
     bias = None if correction_bias is None else correction_bias.detach().float()
     v = None if token_weights is None else token_weights.detach().reshape(-1).float()
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
-    options = (score == "sigmoid", bool(normalize), num_groups, top_groups, group_score == "sum_of_two")
-    wide = dtype == torch.float32, ids_dtype == torch.int64
-    weights, ids, aux, z = _op(rows, bias, v, top_k, *options, float(scale), *wide, bool(losses))
+    options = SCORES.index(score), bool(normalize), num_groups, top_groups, GROUP_SCORES.index(group_score)
+    dtypes = DTYPES.index(dtype or logits.dtype), DTYPES.index(ids_dtype)
+    weights, ids, aux, z = _op(rows, bias, v, top_k, *options, float(scale), *dtypes, *(bool(losses),) * 3)
     if logits.dim() != 2:
         weights, ids = weights.reshape(*lead, top_k), ids.reshape(*lead, top_k)
-    return (weights, ids, aux, z) if losses else (weights, ids)
+    return (weights, ids, aux.view(()), z.view(())) if losses else (weights, ids)

@@ -15,19 +15,11 @@ struct Shard {
   int64_t ignore_index, first_class, classes;
   double label_smoothing, softcap, logit_scale, temperature, z_loss;
 
-  static constexpr const char* kSchema =
-      "Tensor logits, Tensor target, Tensor? bias, Tensor? class_weight, int ignore_index, int first_class,"
-      " int classes, float label_smoothing, float softcap, float logit_scale, float temperature,"
-      " float z_loss, ";
-  static Shard take(Stack& s) {
-    return {s.take<Tensor>(),  s.take<Tensor>(),  s.take<OptionalTensor>(), s.take<OptionalTensor>(),
-            s.take<int64_t>(), s.take<int64_t>(), s.take<int64_t>(),        s.take<double>(),
-            s.take<double>(),  s.take<double>(),  s.take<double>(),         s.take<double>()};
-  }
+  static constexpr const char* kNames[] = {"logits",       "target",      "bias",        "class_weight",
+                                           "ignore_index", "first_class", "classes",     "label_smoothing",
+                                           "softcap",      "logit_scale", "temperature", "z_loss"};
   CrossEntropyRows rows() {
-    check_same_device(kOp, "target", target, logits);
-    if (bias) check_same_device(kOp, "bias", *bias, logits);
-    if (class_weight) check_same_device(kOp, "class_weight", *class_weight, logits);
+    check_devices(kOp, *this, logits);
     return {.logits = rows_of(kOp, "logits", logits),
             .target = vector_of(kOp, "target", target),
             .bias = vector_of(kOp, "bias", bias),
@@ -58,8 +50,7 @@ std::tuple<Tensor> statistics(Shard shard, Tensor parts, int64_t kinds) {
   a.log_prob = row_of(kOp, "parts", parts, 2);
   if (k.entropy) a.entropy = row_of(kOp, "parts", parts, k.entropy_at());
   if (k.smoothing) a.smoothing = row_of(kOp, "parts", parts, k.smoothing_at());
-  Tensor predicted =
-      k.predicted ? make(shard.logits, {a.logits.rows}, DType::i64) : nothing(shard.logits, DType::i64);
+  Tensor predicted = make_if(k.predicted, shard.logits, {a.logits.rows}, DType::i64);
   if (k.predicted) a.predicted = vector_of(kOp, "predicted", predicted);
   auto ctx = make_context(shard.logits);
   cross_entropy_rows(*ctx, a);
@@ -103,7 +94,7 @@ std::tuple<Tensor, Tensor> combine(Tensor parts, Tensor target, OptionalTensor c
                            .z_loss = float(z_loss)};
   const int64_t rows = a.target.size;
   Tensor numbers = make(parts, {6, rows}, DType::f32);
-  Tensor predicted = k.predicted ? make(parts, {rows}, DType::i64) : nothing(parts, DType::i64);
+  Tensor predicted = make_if(k.predicted, parts, {rows}, DType::i64);
   a.loss = row_of(kOp, "numbers", numbers, 0);
   a.z_term = row_of(kOp, "numbers", numbers, 1);
   a.log_prob = row_of(kOp, "numbers", numbers, 2);
@@ -120,7 +111,7 @@ std::tuple<Tensor, Tensor> combine(Tensor parts, Tensor target, OptionalTensor c
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string shard = Shard::kSchema;
+  const std::string shard = schema<Shard>() + ", ";
   define(m, "cross_entropy_shard_statistics(" + shard + "Tensor(a!) parts, int kinds) -> Tensor");
   define(m, "cross_entropy_shard_gradient(" + shard +
                 "Tensor(a!) dlogits, Tensor? scale, Tensor? entropy_scale, Tensor log_share,"

@@ -8,26 +8,31 @@ namespace {
 constexpr const char* kOp = "divergence";
 enum Reduction : int64_t { none = 0, sum = 1, batchmean = 2, mean = 3 };
 
-// Options in the order of the schemas.
+// Tensors are replaced by copies where a view does not fit, so they must outlive the call.
+struct Inputs {
+  Tensor teacher;
+  OptionalTensor labels;
+  static constexpr const char* kNames[] = {"teacher", "labels"};
+};
 struct Options {
-  int64_t kind;
-  double beta, temperature;
+  DivergenceKind kind;
+  double beta;
+  float temperature;
   bool log_probs;
   int64_t ignore_index;
+  static constexpr const char* kNames[] = {"kind", "beta", "temperature", "log_probs", "ignore_index"};
 };
 
-// Tensors are replaced by copies where a view does not fit, so they must outlive the call.
-DivergenceRows arguments(Tensor& student, Tensor& teacher, OptionalTensor& labels, const Options& o) {
-  check_same_device(kOp, "teacher", teacher, student);
-  if (labels) check_same_device(kOp, "labels", *labels, student);
-  DivergenceBeta beta = divergence_beta(DivergenceKind(o.kind), o.beta);
+DivergenceRows arguments(Tensor& student, Inputs& in, const Options& o) {
+  check_devices(kOp, in, student);
+  DivergenceBeta beta = divergence_beta(o.kind, o.beta);
   return {.student = rows_of(kOp, "student", student),
-          .teacher = rows_of(kOp, "teacher", teacher),
-          .labels = vector_of(kOp, "labels", labels),
-          .kind = DivergenceKind(o.kind),
+          .teacher = rows_of(kOp, "teacher", in.teacher),
+          .labels = vector_of(kOp, "labels", in.labels),
+          .kind = o.kind,
           .ignore_index = o.ignore_index,
           .beta = beta.beta,
-          .temperature = float(o.temperature),
+          .temperature = o.temperature,
           .factor = float(beta.factor),
           .log_probs = o.log_probs};
 }
@@ -54,20 +59,18 @@ Tensor run(DivergenceRows a, const Tensor& student, int64_t reduction) {
   return total;
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor student, Tensor teacher, OptionalTensor labels, int64_t reduction,
-                                   int64_t kind, double beta, double temperature, bool log_probs,
-                                   int64_t ignore_index, bool need_dstudent) {
-  DivergenceRows a = arguments(student, teacher, labels, {kind, beta, temperature, log_probs, ignore_index});
+std::tuple<Tensor, Tensor> forward(Tensor student, Inputs in, int64_t reduction, Options options,
+                                   bool need_dstudent) {
+  DivergenceRows a = arguments(student, in, options);
   Tensor dstudent = need_dstudent ? make_like(student, a.student.dtype) : nothing(student, a.student.dtype);
   if (need_dstudent) a.dstudent = rows_of(kOp, "dstudent", dstudent);
   return {run(a, student, reduction), dstudent};
 }
 
 // The gradient takes the place of the student.
-Tensor forward_inplace(Tensor student, Tensor teacher, OptionalTensor labels, int64_t reduction, int64_t kind,
-                       double beta, double temperature, bool log_probs, int64_t ignore_index) {
+Tensor forward_inplace(Tensor student, Inputs in, int64_t reduction, Options options) {
   const void* memory = student.data_ptr();
-  DivergenceRows a = arguments(student, teacher, labels, {kind, beta, temperature, log_probs, ignore_index});
+  DivergenceRows a = arguments(student, in, options);
   TIGON_CHECK(kOp, student.data_ptr() == memory,
               "student must have a dense last dimension and evenly spaced rows with inplace=True, got other "
               "strides");
@@ -76,10 +79,9 @@ Tensor forward_inplace(Tensor student, Tensor teacher, OptionalTensor labels, in
 }
 
 // The gradient of unreduced losses, from the inputs.
-Tensor backward(Tensor dloss, Tensor student, Tensor teacher, OptionalTensor labels, int64_t kind,
-                double beta, double temperature, bool log_probs, int64_t ignore_index) {
+Tensor backward(Tensor dloss, Tensor student, Inputs in, Options options) {
   check_same_device(kOp, "dloss", dloss, student);
-  DivergenceRows a = arguments(student, teacher, labels, {kind, beta, temperature, log_probs, ignore_index});
+  DivergenceRows a = arguments(student, in, options);
   Tensor dstudent = make_like(student, a.student.dtype), rows = make(student, {a.student.rows}, DType::f32);
   a.dstudent = rows_of(kOp, "dstudent", dstudent);
   a.loss = vector_of(kOp, "loss", rows);
@@ -92,18 +94,16 @@ Tensor backward(Tensor dloss, Tensor student, Tensor teacher, OptionalTensor lab
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string options = "int kind, float beta, float temperature, bool log_probs, int ignore_index";
-  const std::string inputs = "Tensor teacher, Tensor? labels, ";
+  const std::string inputs = schema<Inputs>() + ", int reduction, " + schema<Options>();
   define_forward(m, "divergence",
-                 "(Tensor student, " + inputs + "int reduction, " + options +
-                     ", bool need_dstudent) -> (Tensor loss, Tensor dstudent)");
-  define(m, "divergence_inplace(Tensor(a!) student, " + inputs + "int reduction, " + options + ") -> Tensor");
-  define(m, "divergence_bwd(Tensor dloss, Tensor student, " + inputs + options + ") -> Tensor");
+                 "(Tensor student, " + inputs + ", bool need_dstudent) -> (Tensor loss, Tensor dstudent)");
+  define(m, "divergence_inplace(Tensor(a!) student, " + inputs + ") -> Tensor");
+  define(m, "divergence_bwd(Tensor dloss, Tensor student, " + schema<Inputs, Options>() + ") -> Tensor");
 }
 TIGON_TORCH_KERNELS(m) {
-  implement_forward(m, "divergence", TORCH_BOX(&forward));
-  m.impl("divergence_inplace", TORCH_BOX(&forward_inplace));
-  m.impl("divergence_bwd", TORCH_BOX(&backward));
+  implement_forward(m, "divergence", boxed<&forward>);
+  m.impl("divergence_inplace", boxed<&forward_inplace>);
+  m.impl("divergence_bwd", boxed<&backward>);
 }
 
 }  // namespace tigon::torch_shim::divergence_torch

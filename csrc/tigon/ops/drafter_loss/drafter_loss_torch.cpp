@@ -10,26 +10,16 @@ constexpr const char* kOp = "drafter_loss";
 struct Teacher {
   Tensor hidden, weight, target;
   OptionalTensor draft_id;
-  int64_t kind;
-  double eta;
+  DrafterKind kind;
+  float eta;
   bool overlap_outside, soft_outside, mask_outside;
-
-  static constexpr const char* kSchema =
-      ", Tensor teacher_hidden, Tensor teacher_weight, Tensor teacher_target, Tensor? draft_id, int kind,"
-      " float eta, bool overlap_outside, bool soft_outside, bool mask_outside";
-  static Teacher take(Stack& s) {
-    return {s.take<Tensor>(),         s.take<Tensor>(),  s.take<Tensor>(),
-            s.take<OptionalTensor>(), s.take<int64_t>(), s.take<double>(),
-            s.take<bool>(),           s.take<bool>(),    s.take<bool>()};
-  }
+  static constexpr const char* kNames[] = {"teacher_hidden",  "teacher_weight", "teacher_target",
+                                           "draft_id",        "kind",           "eta",
+                                           "overlap_outside", "soft_outside",   "mask_outside"};
 };
 
 DrafterLoss arguments(Operands& t, const Formula& f, const Memory& m, Teacher& from) {
-  for (auto [name, x] : {std::pair{"teacher_hidden", &from.hidden},
-                         {"teacher_weight", &from.weight},
-                         {"teacher_target", &from.target}})
-    check_same_device(kOp, name, *x, t.hidden);
-  if (from.draft_id) check_same_device(kOp, "draft_id", *from.draft_id, t.hidden);
+  check_devices(kOp, from, t.hidden);
   return {.head = head_of(kOp, t, f),
           .labels = labels_of(kOp, t, f, m),
           .teacher_hidden = rows_of(kOp, "teacher_hidden", from.hidden),
@@ -37,8 +27,8 @@ DrafterLoss arguments(Operands& t, const Formula& f, const Memory& m, Teacher& f
           .teacher_target = vector_of(kOp, "teacher_target", from.target),
           .draft_id = vector_of(kOp, "draft_id", from.draft_id),
           .token_weight = vector_of(kOp, "token_weight", t.token_weight),
-          .kind = DrafterKind(from.kind),
-          .eta = float(from.eta),
+          .kind = from.kind,
+          .eta = from.eta,
           .overlap_outside = from.overlap_outside,
           .soft_outside = from.soft_outside,
           .mask_outside = from.mask_outside};
@@ -76,10 +66,10 @@ FiveGradients rows_backward(Tensor upstream, Operands operands, Formula formula,
 
 TIGON_TORCH_SCHEMAS(m) {
   define_forward(m, "drafter_loss",
-                 head_schema("(") + Teacher::kSchema + Reduced::kSchema +
-                     ") -> (Tensor loss, Tensor scale, " + kFiveGradients + ", Tensor rows)");
-  define(m, head_schema("drafter_loss_rows_bwd(Tensor upstream, ") + Teacher::kSchema + ") -> (" +
-                kFiveGradients + ")");
+                 "(" + head_schema<Teacher, Reduced>() + ") -> (Tensor loss, Tensor scale, " +
+                     kFiveGradients + ", Tensor rows)");
+  define(m, "drafter_loss_rows_bwd(Tensor upstream, " + head_schema<Teacher>() + ") -> (" + kFiveGradients +
+                ")");
 }
 TIGON_TORCH_KERNELS(m) {
   implement_forward(m, "drafter_loss", boxed<&forward>);

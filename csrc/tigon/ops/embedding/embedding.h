@@ -18,11 +18,29 @@
 
 namespace tigon {
 
+inline void require_embedding(const Fields& f, const Vector& ids, const char* table, int64_t rows) {
+  constexpr int64_t kMost = (int64_t(1) << 31) - 1;
+  f.require(ids.dtype == DType::i64 || ids.dtype == DType::i32, "ids must be int64 or int32, got ",
+            name_of(ids.dtype));
+  f.require(ids.size < kMost, "ids must have fewer than 2^31 elements, got ", ids.size);
+  f.require(rows < kMost, table, " must have fewer than 2^31 rows, got ", rows);
+}
+
 struct EmbeddingFwd {
   Vector ids;
   Matrix weight;
   Matrix y;
+  int64_t padding_idx = -1;  // of the gradient alone
   float scale = 1.0f;
+
+  void fields(Fields& f) {
+    f.input("ids", ids, ids.size, ids.dtype);
+    f.rows("weight", weight, 0);
+    require_embedding(f, ids, "weight", weight.rows);
+    f.option("padding_idx", padding_idx);
+    f.option("scale", scale);
+    f.result("y", y, ids.size, weight.cols, weight.dtype);
+  }
 };
 
 struct EmbeddingBwd {
@@ -31,6 +49,20 @@ struct EmbeddingBwd {
   Matrix dweight;
   int64_t padding_idx = -1;  // none
   float scale = 1.0f;
+
+  void fields(Fields& f) {
+    f.rows("dy", dy, 0);
+    f.input("ids", ids, ids.size, ids.dtype);
+    f.option("vocabulary", dweight.rows);
+    require_embedding(f, ids, "dweight", dweight.rows);
+    f.require(dy.rows == ids.size, "dy must be [", ids.size, ", ", dy.cols, "], got [", dy.rows, ", ",
+              dy.cols, "]");
+    f.option("padding_idx", padding_idx);
+    f.option("scale", scale);
+    f.require(dweight.rows <= 1 || dweight.stride == dweight.cols, "dweight must be dense (stride ",
+              dweight.cols, "), got stride ", dweight.stride);
+    f.result("dweight", dweight, dweight.rows, dy.cols, dy.dtype);
+  }
 };
 
 TIGON_API_OP(embedding, Embedding)

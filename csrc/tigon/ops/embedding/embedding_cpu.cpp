@@ -3,6 +3,7 @@
 
 #include "tigon/base/check.h"
 #include "tigon/base/elementwise.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/embedding/embedding.h"
 
 namespace tigon::cpu {
@@ -90,3 +91,9 @@ void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+
+TIGON_OP(embedding, Embedding)
+
+}  // namespace tigon

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "tigon/base/op.h"
+#include "tigon/base/require.h"
 
 namespace tigon {
 namespace {
@@ -16,44 +16,6 @@ int64_t chunk_rows(const Matrix& x) {
 
 Matrix dense(float* data, int64_t rows, int64_t cols) {
   return {.data = data, .dtype = DType::f32, .rows = rows, .cols = cols, .stride = cols};
-}
-
-void require_streams(const char* op, const char* name, int64_t streams) {
-  TIGON_CHECK(op, streams >= 1 && streams <= kMaxStreams, name, " must be in [1, ", kMaxStreams, "], got ",
-              streams);
-}
-
-// x: [tokens, streams * columns]; the columns of a stream.
-int64_t require_x(const char* op, const Matrix& x, int64_t streams) {
-  require_streams(op, "streams", streams);
-  require_float(op, "x", x.dtype);
-  TIGON_CHECK(op, x.cols >= streams && x.cols % streams == 0, "x must have columns in ", streams,
-              " streams, got ", x.cols);
-  return x.cols / streams;
-}
-
-void require_given(const char* op, const char* name, const Matrix& m, int64_t rows, int64_t cols,
-                   DType dtype) {
-  if (m.data != nullptr) require_matrix(op, name, m, rows, cols, dtype);
-}
-
-// The checks that both directions make; how many parts the weight has: pre, post, res.
-int parts_of(const char* op, const Matrix& x, const Matrix& weight, const Vector& base, const Vector& scale,
-             const Matrix& product, const Vector& rstd, const HyperConnection& options) {
-  require_x(op, x, options.streams);
-  const int64_t n = options.streams, m = weight.rows;
-  TIGON_CHECK(op, m == n || m == 2 * n || m == 2 * n + n * n, "weight must have ", n, ", ", 2 * n, " or ",
-              2 * n + n * n, " rows, got ", m);
-  require_matrix(op, "weight", weight, m, x.cols, DType::f32);
-  const int parts = m == n ? 1 : m == 2 * n ? 2 : 3;
-  require_vector(op, "base", base, m, DType::f32);
-  require_vector(op, "scale", scale, parts, DType::f32);
-  require_matrix(op, "product", product, x.rows, m, DType::f32);
-  require_vector(op, "rstd", rstd, x.rows, DType::f32);
-  TIGON_CHECK(op, options.norm_eps >= 0.0f, "norm_eps must be >= 0, got ", options.norm_eps);
-  TIGON_CHECK(op, options.sinkhorn_eps >= 0.0f, "sinkhorn_eps must be >= 0, got ", options.sinkhorn_eps);
-  TIGON_CHECK(op, options.iterations >= 1, "iterations must be >= 1, got ", options.iterations);
-  return parts;
 }
 
 // fn(first, rows, x of these rows in fp32) for every chunk of tokens.
@@ -80,16 +42,9 @@ void mix_bwd(const char* op, Context& ctx, const HyperConnectionMixBwd& a) {
   TIGON_RUN(op, ctx, hyper_connection_mix_bwd, a);
 }
 
-}  // namespace
-
-void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a) {
+void run(Context& ctx, const HyperConnectionFwd& a) {
   const char* op = "hyper_connection";
-  const int parts = parts_of(op, a.x, a.weight, a.base, a.scale, a.product, a.rstd, a.options);
   const int64_t n = a.options.streams, tokens = a.x.rows, m = a.weight.rows;
-  require_given(op, "y", a.y, tokens, a.x.cols / n, a.x.dtype);
-  require_matrix(op, "pre", a.pre, tokens, n, DType::f32);
-  if (parts > 1) require_matrix(op, "post", a.post, tokens, n, DType::f32);
-  if (parts > 2) require_matrix(op, "res", a.res, tokens, n * n, DType::f32);
   if (tokens == 0) return;
   bool done = false;
   on_device(op, ctx, [] {}, TIGON_ON_CUDA(done = cuda::products(ctx, a)));
@@ -111,19 +66,9 @@ void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a) {
   if (a.y.data != nullptr) mix_fwd(op, ctx, {.x = a.x, .mix = a.pre, .y = a.y, .streams = n, .outs = 1});
 }
 
-void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) {
+void run(Context& ctx, const HyperConnectionBwd& a) {
   const char* op = "hyper_connection_bwd";
-  const int parts = parts_of(op, a.x, a.weight, a.base, a.scale, a.product, a.rstd, a.options);
   const int64_t n = a.options.streams, tokens = a.x.rows, m = a.weight.rows, cols = a.x.cols;
-  require_given(op, "dy", a.dy, tokens, cols / n, a.x.dtype);
-  require_given(op, "dpre", a.dpre, tokens, n, DType::f32);
-  if (parts > 1) require_given(op, "dpost", a.dpost, tokens, n, DType::f32);
-  if (parts > 2) require_given(op, "dres", a.dres, tokens, n * n, DType::f32);
-  require_result(op, "dx", a.dx, a.x);
-  require_result(op, "dweight", a.dweight, a.weight);
-  require_optional(op, "dbase", a.dbase, m);
-  require_optional(op, "dscale", a.dscale, parts);
-
   float* dots = nullptr;
   if (a.dy.data != nullptr && tokens > 0) {
     dots = ctx.scratch_of<float>(tokens * n);
@@ -190,6 +135,15 @@ void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) {
   }
 }
 
-TIGON_OP(hyper_connection_mix, HyperConnectionMix)
+}  // namespace
+
+namespace cpu {
+void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a) { run(ctx, a); }
+void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) { run(ctx, a); }
+}  // namespace cpu
+namespace cuda {
+void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a) { run(ctx, a); }
+void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) { run(ctx, a); }
+}  // namespace cuda
 
 }  // namespace tigon

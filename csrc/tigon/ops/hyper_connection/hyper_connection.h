@@ -38,7 +38,45 @@ struct HyperConnection {
   float post_scale = 2.0f, post_eps = 0.0f;
   int64_t iterations = 20;
   float sinkhorn_eps = 1e-6f;
+
+  void fields(Fields& f) {
+    f.option("streams", streams);
+    f.option("norm_eps", norm_eps);
+    f.option("pre_eps", pre_eps);
+    f.option("post_scale", post_scale);
+    f.option("post_eps", post_eps);
+    f.option("iterations", iterations);
+    f.option("sinkhorn_eps", sinkhorn_eps);
+    f.require(norm_eps >= 0.0f, "norm_eps must be >= 0, got ", norm_eps);
+    f.require(sinkhorn_eps >= 0.0f, "sinkhorn_eps must be >= 0, got ", sinkhorn_eps);
+    f.require(iterations >= 1, "iterations must be >= 1, got ", iterations);
+  }
 };
+
+inline void require_streams(const Fields& f, const char* name, int64_t streams) {
+  f.require(streams >= 1 && streams <= kMaxStreams, name, " must be in [1, ", kMaxStreams, "], got ",
+            streams);
+}
+inline void require_columns(const Fields& f, const Matrix& x, int64_t streams) {
+  require_streams(f, "streams", streams);
+  f.require(streams >= 1 && x.cols >= streams && x.cols % streams == 0, "x must have columns in ", streams,
+            " streams, got ", x.cols);
+}
+
+// What both directions take, and how many parts the weight has: pre, post, res.
+template <class Call>
+int hyper_connection_inputs(Fields& f, Call& a) {
+  f.rows("x", a.x, 0);
+  f.input("weight", a.weight, a.weight.rows, a.x.cols, DType::f32);
+  const int64_t n = a.options.streams, m = a.weight.rows, all = 2 * n + n * n;
+  require_columns(f, a.x, n);
+  f.require(m == n || m == 2 * n || m == all, "weight must have ", n, ", ", 2 * n, " or ", all, " rows, got ",
+            m);
+  const int parts = m == all ? 3 : m == 2 * n ? 2 : 1;
+  f.input("base", a.base, m, DType::f32);
+  f.input("scale", a.scale, parts, DType::f32);
+  return parts;
+}
 
 struct HyperConnectionFwd {
   Matrix x;
@@ -49,6 +87,21 @@ struct HyperConnectionFwd {
   Matrix product;         // [tokens, M], saved
   Vector rstd;            // [tokens], saved
   HyperConnection options;
+
+  void fields(Fields& f) {
+    const int parts = hyper_connection_inputs(f, *this);
+    options.fields(f);
+    const int64_t n = options.streams;
+    auto part = [&](const char* name, Matrix& m, bool there, int64_t cols) {
+      f.result(name, m, x, there ? x.rows : 0, there ? cols : 0, DType::f32);
+    };
+    f.result("y", y, x, x.rows, n > 0 ? x.cols / n : 0, x.dtype, Role::gradient);
+    part("pre", pre, true, n);
+    part("post", post, parts > 1, n);
+    part("res", res, parts > 2, n * n);
+    f.result("product", product, x.rows, weight.rows, DType::f32);
+    f.result("rstd", rstd, x.rows, DType::f32);
+  }
 };
 
 struct HyperConnectionBwd {
@@ -61,18 +114,28 @@ struct HyperConnectionBwd {
   Matrix dx, dweight;    // no data: not wanted
   Vector dbase, dscale;  // empty: not wanted
   HyperConnection options;
+
+  void fields(Fields& f) {
+    const int64_t n = options.streams;
+    f.optional("dy", dy, x.rows, n > 0 ? x.cols / n : 0, x.dtype);
+    f.optional("dpre", dpre, x.rows, n, DType::f32);
+    f.optional("dpost", dpost, x.rows, n, DType::f32);
+    f.optional("dres", dres, x.rows, n * n, DType::f32);
+    const int parts = hyper_connection_inputs(f, *this);
+    f.input("product", product, x.rows, weight.rows, DType::f32);
+    f.input("rstd", rstd, x.rows, DType::f32);
+    options.fields(f);
+    f.gradient("dx", dx, x);
+    f.gradient("dweight", dweight, weight);
+    f.gradient("dbase", dbase, weight.rows, DType::f32);
+    f.gradient("dscale", dscale, parts, DType::f32);
+  }
 };
 
 template <class Mix>
 void require_mix(const Fields& fields, const Mix& a) {
-  auto require_streams = [&](const char* name, int64_t streams) {
-    fields.require(streams >= 1 && streams <= kMaxStreams, name, " must be in [1, ", kMaxStreams, "], got ",
-                   streams);
-  };
-  require_streams("streams", a.streams);
-  fields.require(a.streams >= 1 && a.x.cols >= a.streams && a.x.cols % a.streams == 0,
-                 "x must have columns in ", a.streams, " streams, got ", a.x.cols);
-  require_streams("outs", a.outs);
+  require_columns(fields, a.x, a.streams);
+  require_streams(fields, "outs", a.outs);
   fields.require(a.mix.data != nullptr || a.outs == a.streams, "outs must be ", a.streams,
                  " without a mix, got ", a.outs);
   fields.require((a.f.data == nullptr) == (a.post.data == nullptr), "f and post must be given together");
@@ -132,8 +195,7 @@ struct HyperConnectionMixBwd {
   }
 };
 
-TIGON_API void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a);
-TIGON_API void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a);
+TIGON_API_OP(hyper_connection, HyperConnection)
 TIGON_API_OP(hyper_connection_mix, HyperConnectionMix)
 
 // The parts of both operators that a backend has.

@@ -2,6 +2,7 @@
 
 #include "tigon/base/column_sum.h"
 #include "tigon/base/elementwise.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/hyper_connection/hyper_connection.h"
 
 namespace tigon::cpu {
@@ -194,3 +195,10 @@ void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+
+TIGON_OP(hyper_connection, HyperConnection)
+TIGON_OP(hyper_connection_mix, HyperConnectionMix)
+
+}  // namespace tigon

@@ -6,14 +6,9 @@ namespace tigon::torch_shim {
 
 constexpr const char* kOp = kLossHead;
 
-Vector flat(const char* op, const char* name, const Tensor& t) {
-  return {.data = data_of(op, name, t), .dtype = dtype_of(op, name, t), .size = t.numel()};
-}
-
 LinearCrossEntropy arguments(Operands& t, const Formula& f, const Memory& m) {
   LinearCrossEntropy a = {.head = head_of(kOp, t, f), .formula = f.logits()};
   if (t.target.dim() == 2) {
-    t.target = to_contiguous(kOp, "target", t.target);
     a.several = {.labels = flat(kOp, "target", t.target), .count = t.target.size(1)};
     a.labels = {.ignore_index = f.ignore_index, .valid_rows = m.valid_rows, .chunk_rows = m.chunk_rows};
   } else {
@@ -110,12 +105,7 @@ ForwardResult forward(Operands operands, Formula formula, Memory memory, Reduced
 struct Upstream {
   Tensor losses;
   OptionalTensor entropies, unit, kept;
-
-  static constexpr const char* kSchema =
-      "Tensor upstream, Tensor? entropy_upstream, Tensor? unit, Tensor? kept, ";
-  static Upstream take(Stack& s) {
-    return {s.take<Tensor>(), s.take<OptionalTensor>(), s.take<OptionalTensor>(), s.take<OptionalTensor>()};
-  }
+  static constexpr const char* kNames[] = {"upstream", "entropy_upstream", "unit", "kept"};
 };
 
 // `finished`: unit becomes dhidden in its own memory, and no other is returned.
@@ -131,12 +121,10 @@ FiveGradients rows_gradient(Upstream from, OptionalTensor main_grad, Operands op
     head.weight = {
         .dtype = head.hidden.dtype, .rows = vocab, .cols = head.hidden.cols, .stride = head.hidden.cols};
   a.reduction.kind = Reduction::none;
-  if (a.several.labels) {
-    from.losses = to_contiguous(kOp, "upstream gradient", from.losses);
+  if (a.several.labels)
     a.several.upstream = flat(kOp, "upstream gradient", from.losses);
-  } else {
+  else
     a.upstream = vector_of(kOp, "upstream gradient", from.losses);
-  }
   a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", from.entropies);
   a.kept = {.unit = rows_of(kOp, "unit", from.unit), .dlogits = rows_of(kOp, "kept", from.kept)};
   a.kept.dlogits.cols = vocab;
@@ -206,7 +194,7 @@ Tensor columns(Tensor x, int64_t columns) {
 TIGON_TORCH_SCHEMAS(m) {
   const std::string five = std::string("(") + kFiveGradients + ")";
   define_forward(m, "linear_cross_entropy",
-                 head_schema("(") + Reduced::kSchema + ", int outputs) -> (Tensor loss, Tensor scale, " +
+                 "(" + head_schema<Reduced>() + ", int outputs) -> (Tensor loss, Tensor scale, " +
                      kFiveGradients + ", Tensor rows, Tensor predicted, Tensor kept)");
   const std::string dtypes = "ScalarType weight_dtype, ScalarType bias_dtype) -> ";
   define(m, std::string("linear_cross_entropy_bwd(Tensor dloss, Tensor scale, ") + kFiveGradients + ", " +
@@ -216,10 +204,11 @@ TIGON_TORCH_SCHEMAS(m) {
          " Tensor(c!) dbias, Tensor(d!) dlora_a, Tensor(e!) dlora_b, " +
              dtypes + "(Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!), Tensor(e!))");
   const std::string name = "linear_cross_entropy_rows_bwd";
-  define(m, head_schema(name + "(" + Upstream::kSchema) + ") -> " + five);
-  define(m, head_schema(name + "_(Tensor upstream, Tensor? entropy_upstream, Tensor(b!)? unit, Tensor? kept,"
-                               " Tensor(a!)? main_grad, ") +
-                ", bool finish) -> " + five);
+  define(m, name + "(" + schema<Upstream, Operands, Formula, Memory>() + ") -> " + five);
+  define(m, name +
+                "_(Tensor upstream, Tensor? entropy_upstream, Tensor(b!)? unit, Tensor? kept,"
+                " Tensor(a!)? main_grad, " +
+                head_schema() + ", bool finish) -> " + five);
   define_forward(m, "linear_cross_entropy_columns", "(Tensor x, int columns) -> Tensor");
 }
 TIGON_TORCH_KERNELS(m) {

@@ -8,8 +8,6 @@ namespace tigon::torch_shim {
 
 constexpr const char* kLossHead = "linear_cross_entropy";
 
-// The elements of a contiguous tensor.
-Vector flat(const char* op, const char* name, const Tensor& t);
 // Operands on one device, as views of the core.
 LinearCrossEntropy arguments(Operands& t, const Formula& f, const Memory& m = {});
 

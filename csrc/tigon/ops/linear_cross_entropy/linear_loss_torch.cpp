@@ -13,7 +13,7 @@ Statistics make_statistics(LinearCrossEntropy& a, const Tensor& hidden, bool ent
   int64_t rows = a.head.hidden.rows;
   Statistics r{.log_prob = a.several.labels ? make(hidden, {rows, a.several.count}, DType::f32)
                                             : make(hidden, {rows}, DType::f32),
-               .entropy = entropy ? make(hidden, {rows}, DType::f32) : nothing(hidden, DType::f32)};
+               .entropy = make_if(entropy, hidden, {rows}, DType::f32)};
   (a.several.labels ? a.several.log_prob : a.results.log_prob) = flat(kOp, "log_prob", r.log_prob);
   if (entropy) a.results.entropy = vector_of(kOp, "entropy", r.entropy);
   return r;
@@ -80,16 +80,16 @@ std::tuple<Tensor, Tensor, Tensor> compact(Tensor target, int64_t ignore_index, 
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string head = std::string(Operands::kSchema) + Formula::kSchema;
-  const std::string inputs = head_schema("(") + ", bool entropy) -> ";
+  const std::string head = schema<Operands, Formula>();
+  const std::string inputs = "(" + head_schema() + ", bool entropy) -> ";
   define_forward(m, "linear_log_prob",
                  inputs + "(Tensor log_prob, Tensor entropy, Tensor unit, Tensor kept)");
   define(m, "linear_log_prob_infer" + inputs + "(Tensor log_prob, Tensor entropy)");
-  define(m, "linear_loss_logits(Tensor(a!) logits, " + head + "bool entropy) -> (Tensor, Tensor)");
+  define(m, "linear_loss_logits(Tensor(a!) logits, " + head + ", bool entropy) -> (Tensor, Tensor)");
   define(m,
          "linear_loss_gradient(Tensor(a!) logits, Tensor(b!)? dhidden, Tensor(c!)? dweight,"
          " Tensor(d!)? dbias, Tensor upstream, Tensor? entropy_upstream, " +
-             head + "bool first) -> ()");
+             head + ", bool first) -> ()");
   define(m, "linear_loss_rows(Tensor target, int ignore_index, int count) -> (Tensor, Tensor, Tensor)");
 }
 TIGON_TORCH_KERNELS(m) {

@@ -7,65 +7,41 @@ namespace {
 
 constexpr const char* kOp = "linear_preference";
 
+struct Reference {
+  OptionalTensor hidden, weight, bias;
+  static constexpr const char* kNames[] = {"ref_hidden", "ref_weight", "ref_bias"};
+};
 struct Inputs {
-  OptionalTensor ref_hidden, ref_weight, ref_bias, target, nll_target, ref, desirable, kl, denominator;
+  OptionalTensor target, nll_target, ref, desirable, kl, denominator;
   std::optional<double> host_denominator;
-
-  static constexpr const char* kSchema =
-      "Tensor? ref_hidden, Tensor? ref_weight, Tensor? ref_bias, Tensor? target, Tensor? nll_target,"
-      " Tensor? ref, Tensor? desirable, Tensor? kl, Tensor? denominator, float? host_denominator, ";
-  static Inputs take(Stack& s) {
-    return {s.take<OptionalTensor>(),       s.take<OptionalTensor>(), s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(),       s.take<OptionalTensor>(), s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(),       s.take<OptionalTensor>(), s.take<OptionalTensor>(),
-            s.take<std::optional<double>>()};
-  }
+  static constexpr const char* kNames[] = {"target",      "nll_target",      "ref", "desirable", "kl",
+                                           "denominator", "host_denominator"};
 };
 
-struct PreferenceNumbers {
-  PreferenceFormula formula;
-
-  static constexpr const char* kSchema =
-      "int kind, bool average, float beta, float label_smoothing, float gamma, float tau, float nll,"
-      " float desirable_weight, float undesirable_weight";
-  static PreferenceNumbers take(Stack& s) {
-    return {{PreferenceKind(s.take<int64_t>()), s.take<bool>(), s.take<double>(), s.take<double>(),
-             s.take<double>(), s.take<double>(), s.take<double>(), s.take<double>(), s.take<double>()}};
-  }
-};
-
-TokenLossResults forward(Operands t, Formula f, Memory memory, int64_t answers, Inputs in,
-                         PreferenceNumbers numbers) {
+TokenLossResults forward(Operands t, Formula f, Memory memory, int64_t answers, Reference reference,
+                         Inputs in, PreferenceFormula numbers) {
   const Tensor& hidden = t.hidden;
-  for (auto [name, x] : {std::pair{"ref", &in.ref_hidden},
-                         {"ref", &in.ref_weight},
-                         {"ref", &in.ref_bias},
-                         {"target", &in.target},
-                         {"nll_target", &in.nll_target},
-                         {"ref", &in.ref},
-                         {"desirable", &in.desirable},
-                         {"kl", &in.kl},
-                         {"denominator", &in.denominator}})
-    if (*x) check_same_device(kOp, name, **x, hidden);
-  bool lone = numbers.formula.kind == PreferenceKind::kto;
+  for (const OptionalTensor* x : {&reference.hidden, &reference.weight, &reference.bias})
+    if (*x) check_same_device(kOp, "ref", **x, hidden);
+  check_devices(kOp, in, hidden);
+  bool lone = numbers.kind == PreferenceKind::kto;
   int64_t pairs = lone ? answers : answers / 2;
   LinearPreference a = {
       .head = head_of(kOp, t, f), .labels = labels_of(kOp, t, f, memory), .formula = f.logits()};
   auto f32 = [&](std::initializer_list<int64_t> sizes) { return make(hidden, sizes, DType::f32); };
   auto if_pairs = [&](std::initializer_list<int64_t> sizes) {
-    return lone ? nothing(hidden, DType::f32) : f32(sizes);
+    return make_if(!lone, hidden, sizes, DType::f32);
   };
   Tensor total = f32({}), sums = f32({answers}), rewards = f32({answers}), nll = if_pairs({}),
          margin = if_pairs({pairs}), scale = f32({});
   HeadGradients g = make_gradients(a.head, hidden, memory);
-  if (in.ref_hidden) {
+  if (reference.hidden)
     a.ref = {.op = kOp,
-             .hidden = rows_of(kOp, "ref", *in.ref_hidden),
-             .weight = rows_of(kOp, "ref", *in.ref_weight)};
-    a.ref.bias = vector_of(kOp, "ref", in.ref_bias);
-  }
+             .hidden = rows_of(kOp, "ref", reference.hidden),
+             .weight = rows_of(kOp, "ref", reference.weight),
+             .bias = vector_of(kOp, "ref", reference.bias)};
   Preference& loss = a.loss;
-  loss.formula = numbers.formula, loss.pairs = pairs, loss.tokens = tokens_of(a.head, answers);
+  loss.formula = numbers, loss.pairs = pairs, loss.tokens = tokens_of(a.head, answers);
   loss.ignore_index = f.ignore_index;
   loss.target = in.target ? vector_of(kOp, "target", in.target) : a.labels.target;
   loss.nll_target = vector_of(kOp, "nll_target", in.nll_target);
@@ -89,7 +65,7 @@ TokenLossResults forward(Operands t, Formula f, Memory memory, int64_t answers, 
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  define_token_loss(m, kOp, std::string(Inputs::kSchema) + PreferenceNumbers::kSchema,
+  define_token_loss(m, kOp, schema<Reference, Inputs, PreferenceFormula>(),
                     ", Tensor sums, Tensor rewards, Tensor nll, Tensor margin");
 }
 TIGON_TORCH_KERNELS(m) { implement_forward(m, kOp, boxed<&forward>); }

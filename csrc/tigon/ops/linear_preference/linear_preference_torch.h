@@ -12,7 +12,7 @@ using TokenLossResults =
 inline void define_token_loss(Library& m, const std::string& op, const std::string& inputs,
                               const std::string& results) {
   define_forward(m, op,
-                 head_schema("(") + ", int answers, " + inputs + ") -> (Tensor loss, Tensor scale, " +
+                 "(" + head_schema() + ", int answers, " + inputs + ") -> (Tensor loss, Tensor scale, " +
                      kFiveGradients + results + ")");
 }
 inline int64_t tokens_of(const LinearHead& head, int64_t answers) {

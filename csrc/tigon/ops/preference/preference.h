@@ -70,6 +70,16 @@ struct PreferenceFormula {
   double tau = 0.05;
   double nll = 0.0;                                         // factor of the nll term; 0: none
   double desirable_weight = 1.0, undesirable_weight = 1.0;  // kto
+
+  static constexpr const char* kNames[] = {"kind",
+                                           "average",
+                                           "beta",
+                                           "label_smoothing",
+                                           "gamma",
+                                           "tau",
+                                           "nll",
+                                           "desirable_weight",
+                                           "undesirable_weight"};
 };
 
 struct Preference {

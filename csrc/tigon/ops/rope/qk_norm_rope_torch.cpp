@@ -7,23 +7,29 @@ namespace {
 
 constexpr const char* kOp = "qk_norm_rope";
 
-QkNorm norm_of(OptionalTensor& q_weight, OptionalTensor& k_weight, const Tensor& q, double eps, double offset,
-               int64_t rounding) {
-  if (q_weight) check_same_device(kOp, "q_weight", *q_weight, q);
-  if (k_weight) check_same_device(kOp, "k_weight", *k_weight, q);
-  return {.q_weight = vector_of(kOp, "q_weight", q_weight),
-          .k_weight = vector_of(kOp, "k_weight", k_weight),
-          .eps = float(eps),
-          .offset = float(offset),
-          .rounding = Rounding(rounding)};
+struct Weights {
+  OptionalTensor q, k;
+  static constexpr const char* kNames[] = {"q_weight", "k_weight"};
+};
+struct NormOptions {
+  float eps, offset;
+  Rounding rounding;
+  static constexpr const char* kNames[] = {"eps", "offset", "rounding"};
+};
+
+QkNorm norm_of(Weights& weights, const NormOptions& o, const Tensor& q) {
+  check_devices(kOp, weights, q);
+  return {.q_weight = vector_of(kOp, "q_weight", weights.q),
+          .k_weight = vector_of(kOp, "k_weight", weights.k),
+          .eps = o.eps,
+          .offset = o.offset,
+          .rounding = o.rounding};
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor q_weight,
-                                   OptionalTensor k_weight, RopeTables tables, double eps, double offset,
-                                   int64_t rounding, RopeOptions options) {
+std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, Weights weights, RopeTables tables,
+                                   NormOptions norm, RopeOptions options) {
   if (k) check_same_device(kOp, "k", *k, q);
-  QkNormRopeFwd a{.rope = rope_of(kOp, tables, options, q),
-                  .norm = norm_of(q_weight, k_weight, q, eps, offset, rounding)};
+  QkNormRopeFwd a{.rope = rope_of(kOp, tables, options, q), .norm = norm_of(weights, norm, q)};
   auto one = [&](const char* name, Tensor& x, RopeHeads& in, RopeHeads& out) {
     bool swapped = heads_swapped(x);
     in = heads_of(kOp, name, x, options.head_dim);
@@ -41,12 +47,9 @@ std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor q_
 
 // A dy that is absent leaves its tensor out.
 std::tuple<Tensor, Tensor, Tensor> backward(OptionalTensor dq_out, OptionalTensor dk_out, Tensor q,
-                                            OptionalTensor k, OptionalTensor q_weight,
-                                            OptionalTensor k_weight, RopeTables tables, double eps,
-                                            double offset, int64_t rounding, RopeOptions options,
-                                            bool need_dweight) {
-  QkNormRopeBwd a{.rope = rope_of(kOp, tables, options, q),
-                  .norm = norm_of(q_weight, k_weight, q, eps, offset, rounding)};
+                                            OptionalTensor k, Weights weights, RopeTables tables,
+                                            NormOptions norm, RopeOptions options, bool need_dweight) {
+  QkNormRopeBwd a{.rope = rope_of(kOp, tables, options, q), .norm = norm_of(weights, norm, q)};
   DType dtype = dtype_of(kOp, "q", q);
   auto one = [&](const char* name, OptionalTensor& dy, Tensor& x, RopeHeads& upstream, RopeHeads& in,
                  RopeHeads& out) {
@@ -72,9 +75,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(OptionalTensor dq_out, OptionalTenso
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string inputs = std::string("Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, ") +
-                             RopeTables::kSchema + "float eps, float offset, int rounding, " +
-                             RopeOptions::kSchema;
+  const std::string inputs =
+      "Tensor q, Tensor? k, " + schema<Weights, RopeTables, NormOptions, RopeOptions>();
   define_forward(m, "qk_norm_rope", "(" + inputs + ") -> (Tensor, Tensor)");
   define(m, "qk_norm_rope_bwd(Tensor? dq_out, Tensor? dk_out, " + inputs +
                 ", bool need_dweight) -> (Tensor dq, Tensor dk, Tensor dweight)");

@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor> backward(OptionalTensor dq_out, OptionalTensor dk_out
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string tables = std::string(RopeTables::kSchema) + RopeOptions::kSchema;
+  const std::string tables = schema<RopeTables, RopeOptions>();
   define_forward(m, "rope", "(Tensor q, Tensor? k, " + tables + ") -> (Tensor, Tensor)");
   define(m, "rope_in_place(Tensor(a!) q, Tensor(b!)? k, " + tables + ") -> ()");
   define(m, "rope_bwd(Tensor? dq_out, Tensor? dk_out, " + tables +

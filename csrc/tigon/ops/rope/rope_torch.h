@@ -9,11 +9,7 @@ namespace tigon::torch_shim {
 struct RopeTables {
   Tensor cos;
   OptionalTensor sin, positions;
-
-  static constexpr const char* kSchema = "Tensor cos, Tensor? sin, Tensor? positions, ";
-  static RopeTables take(Stack& s) {
-    return {s.take<Tensor>(), s.take<OptionalTensor>(), s.take<OptionalTensor>()};
-  }
+  static constexpr const char* kNames[] = {"cos", "sin", "positions"};
 };
 struct RopeOptions {
   int64_t head_dim;  // the dimension of q and k that holds the heads
@@ -21,14 +17,9 @@ struct RopeOptions {
   bool shared, tail, keep_dtype;
   int64_t time, height, width;
   bool mixed;
+  static constexpr const char* kNames[] = {"head_dim", "pairs",  "shared", "tail", "keep_dtype",
+                                           "time",     "height", "width",  "mixed"};
 
-  static constexpr const char* kSchema =
-      "int head_dim, int pairs, bool shared, bool tail, bool keep_dtype, int time, int height, int width,"
-      " bool mixed";
-  static RopeOptions take(Stack& s) {
-    return {s.take<int64_t>(), s.take<int64_t>(), s.take<bool>(),    s.take<bool>(), s.take<bool>(),
-            s.take<int64_t>(), s.take<int64_t>(), s.take<int64_t>(), s.take<bool>()};
-  }
   RopeForm form() const {
     return {.in = pairs == 0 ? RopePairs::halves : RopePairs::neighbours,
             .out = pairs == 1 ? RopePairs::neighbours : RopePairs::halves,

@@ -21,6 +21,8 @@
 // Refused     sizes, dtypes or options that do not fit, more than 1024 experts: tigon::Error before anything is written
 #pragma once
 
+#include <cmath>
+
 #include "tigon/base/fields.h"
 
 namespace tigon {
@@ -41,7 +43,37 @@ struct RouteOptions {
 
   bool sigmoid() const { return score == RouteScore::sigmoid; }
   bool two() const { return num_groups > 1 && group_score == RouteGroupScore::sum_of_two; }
+  void fields(Fields& f) {
+    f.option("score", score);
+    f.option("normalize", normalize);
+    f.option("num_groups", num_groups);
+    f.option("top_groups", top_groups);
+    f.option("group_score", group_score);
+    f.option("scale", scale);
+  }
 };
+
+// The rules of both directions.
+inline void require_route(const Fields& f, const Matrix& logits, const Matrix& ids, const RouteOptions& o) {
+  const int64_t experts = logits.cols, k = ids.cols, groups = o.num_groups;
+  f.require(experts >= 1 && experts <= kRouteExperts, "logits must have 1 to ", kRouteExperts,
+            " columns, got ", experts);
+  f.require(k >= 1 && k <= experts, "top_k must be in [1, ", experts, "], got ", k);
+  f.require(groups >= 1 && experts % groups == 0, "num_groups must divide ", experts, ", got ", groups);
+  f.require(o.top_groups >= 1 && o.top_groups <= groups, "top_groups must be in [1, ", groups, "], got ",
+            o.top_groups);
+  const int64_t size = groups >= 1 ? experts / groups : 0, there = size * o.top_groups;
+  f.require(k <= there, "top_k must be at most ", there, ", the experts of top_groups groups, got ", k);
+  f.require(!o.two() || size >= 2, "group_score must be max for groups of one expert, got sum_of_two");
+  f.require(std::isfinite(o.scale), "scale must be finite, got ", o.scale);
+  f.require(ids.dtype == DType::i64 || ids.dtype == DType::i32, "ids must be int64 or int32, got ",
+            name_of(ids.dtype));
+  f.require(ids.rows == logits.rows, "ids must have ", logits.rows, " rows, got ", ids.rows);
+}
+inline void require_route_weights(const Fields& f, const char* name, DType given, DType logits) {
+  f.require(given == logits || given == DType::f32, name, " must be ", name_of(logits), " or float32, got ",
+            name_of(given));
+}
 
 struct RouteFwd {
   Matrix logits;
@@ -53,6 +85,26 @@ struct RouteFwd {
   Vector z;
   Vector balance;
   RouteOptions options;
+
+  void fields(Fields& f) {
+    f.rows("logits", logits);
+    f.optional("bias", bias, logits.cols, DType::f32);
+    f.optional("token_weights", token_weights, logits.rows, DType::f32);
+    f.option("top_k", ids.cols);
+    options.fields(f);
+    f.option("weights_dtype", weights.dtype);
+    f.option("ids_dtype", ids.dtype);
+    require_route(f, logits, ids, options);
+    require_route_weights(f, "weights", weights.dtype, logits.dtype);
+    f.result("weights", weights, logits.rows, ids.cols, weights.dtype);
+    f.result("ids", ids, logits.rows, ids.cols, ids.dtype);
+    f.gradient("aux", aux, 1, DType::f32);
+    f.gradient("z", z, 1, DType::f32);
+    f.gradient("balance", balance, logits.cols + 1, DType::f32);
+    f.require(bool(z) == bool(aux), "z must be [1], got [", z.size, "]");
+    f.require(bool(balance) == bool(aux), "balance must be [", logits.cols + 1, "], got [", balance.size,
+              "]");
+  }
 };
 
 struct RouteBwd {
@@ -65,6 +117,21 @@ struct RouteBwd {
   Vector balance;  // with daux or dz
   Matrix dlogits;
   RouteOptions options;
+
+  void fields(Fields& f) {
+    f.optional("dweights", dweights, logits.rows, ids.cols, dweights.dtype);
+    f.scalar("daux", daux, DType::f32, Role::optional);
+    f.scalar("dz", dz, DType::f32, Role::optional);
+    f.rows("logits", logits);
+    f.input("ids", ids, ids.rows, ids.cols, ids.dtype);
+    f.optional("token_weights", token_weights, logits.rows, DType::f32);
+    f.optional("balance", balance, logits.cols + 1, DType::f32);
+    options.fields(f);
+    require_route(f, logits, ids, options);
+    if (dweights.data != nullptr) require_route_weights(f, "dweights", dweights.dtype, logits.dtype);
+    f.require((!daux && !dz) || balance, "balance must be [", logits.cols + 1, "], got [", balance.size, "]");
+    f.result("dlogits", dlogits, logits);
+  }
 };
 
 TIGON_API_OP(route, Route)

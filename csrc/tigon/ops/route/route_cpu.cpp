@@ -4,6 +4,7 @@
 
 #include "tigon/base/dispatch.h"
 #include "tigon/base/elementwise.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/route/route.h"
 
 namespace tigon::cpu {
@@ -199,3 +200,9 @@ void route_bwd(Context& ctx, const RouteBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+
+TIGON_OP(route, Route)
+
+}  // namespace tigon
