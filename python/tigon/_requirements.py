@@ -26,6 +26,6 @@ look()
 import torch  # noqa: E402
 
 if torch.distributed.is_available():
-    # Its functions take the default process group of the moment as a default argument. Imported later, as torch._dynamo
-    # does, it holds that group: `destroy_process_group` leaves gloo's threads running, and they may abort the process at exit.
+    # Its functions have the default process group of that moment as a default argument. Imported later, as by
+    # torch._dynamo, they hold it: destroy_process_group leaves gloo's threads, which may abort the exit.
     import torch.distributed.nn.functional

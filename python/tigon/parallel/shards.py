@@ -98,7 +98,7 @@ def _counts(columns: tuple[int, ...], device) -> torch.Tensor:
     return torch.tensor(columns, dtype=torch.float32, device=device)
 
 
-# Of each group that lives: what its processes have agreed on. They make the same calls, so all forget at the same one.
+# Of each group that lives: what its processes agreed on. They make the same calls and forget at the same one.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Facts, Layout]] = weakref.WeakKeyDictionary()
 _AGREED_CALLS = 4096
 
