@@ -36,19 +36,21 @@ struct StatisticsEpilogue {
 
   __device__ __forceinline__ void run(const Params& p, Tensors&, int, float (&acc)[kAccumulators]) const {
     const int q = int(threadIdx.x) % 4;
+    // Copies: with a write to the accumulators themselves ptxas serialises the wgmma that form them.
+    float logit[kAccumulators];
 #pragma unroll
-    for (float& x : acc) x = round_to<T>(x);
+    for (int k = 0; k < kAccumulators; ++k) logit[k] = round_to<T>(acc[k]);
     if (n + kTileN > p.cols) {
 #pragma unroll
       for (int k = 0; k < kAccumulators; ++k)
-        if (n + k / 4 * 8 + 2 * q + k % 2 >= p.cols) acc[k] = -INFINITY;
+        if (n + k / 4 * 8 + 2 * q + k % 2 >= p.cols) logit[k] = -INFINITY;
     }
     // Four chains of a row each.
     float most[2][4], sum[2][4] = {};
 #pragma unroll
     for (int k = 0; k < kAccumulators; ++k) {
       float& x = most[k / 2 % 2][k / 4 % 2 * 2 + k % 2];
-      x = k < 8 ? acc[k] : fmaxf(x, acc[k]);
+      x = k < 8 ? logit[k] : fmaxf(x, logit[k]);
     }
     const float to_log2 = p.scale * 1.44269504f;
     float top[2], zero[2];  // `zero` is what is 1 as an exponential
@@ -61,7 +63,7 @@ struct StatisticsEpilogue {
     }
 #pragma unroll
     for (int k = 0; k < kAccumulators; ++k)
-      sum[k / 2 % 2][k / 4 % 2 * 2 + k % 2] += ex2_approx_ftz((acc[k] - zero[k / 2 % 2]) * to_log2);
+      sum[k / 2 % 2][k / 4 % 2 * 2 + k % 2] += ex2_approx_ftz((logit[k] - zero[k / 2 % 2]) * to_log2);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float s = (sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]);
@@ -74,7 +76,7 @@ struct StatisticsEpilogue {
 #pragma unroll
       for (int k = 0; k < kAccumulators; ++k)
         if (label[k / 2 % 2] == k / 4 * 8 + 2 * q + k % 2)
-          p.target_logit[row + k / 2 % 2 * 8] = acc[k] * p.scale;
+          p.target_logit[row + k / 2 % 2 * 8] = logit[k] * p.scale;
     }
   }
 
