@@ -44,7 +44,8 @@ bool has_grouped_gemm(Context& ctx) {
   return has;
 }
 
-bool has_grouped_gate(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
+bool has_grouped_gate(Context& ctx, [[maybe_unused]] const GroupedGemm& g,
+                      [[maybe_unused]] const GroupedGate& gate) {
   bool has = false;
   on_device("grouped_gemm", ctx, [] {}, TIGON_ON_CUDA(has = cuda::has_grouped_gate(g, gate)));
   return has;
