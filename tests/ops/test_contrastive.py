@@ -238,6 +238,8 @@ def test_a_weighted_mean_is_over_queries_that_have_positives(device):
 def test_a_temperature_of_python_and_a_tensor(symmetric, temperature, chunk_rows, device):
     """On a GPU of our own products one operator has the loss of the first, in bfloat16."""
     q, d = (x.detach()[:, 3:] for x in pair(300, 512, 75, device, torch.bfloat16))
+    if temperature < 0.05:
+        d[: len(q)] -= 0.75 * q  # many pairs count: a loss of one has the luck of one rounding of z
     weight = torch.rand(len(q), device=device)
 
     def formula(q, d):
