@@ -245,11 +245,12 @@ config = transformers.LlamaConfig(vocab_size=48000, hidden_size=32, intermediate
 model = get_peft_model(transformers.LlamaForCausalLM(config), LoraConfig(target_modules=["q_proj"])).train()
 if sys.argv[1] == "tigon":
     tigon.apply(model)
-ids = torch.randint(0, 48000, (2, 1024))
+ids = torch.randint(0, 48000, (4, 1024))
 
 def peak():  # of this program: ru_maxrss begins with that of the process that started it
     return int(re.search(r"VmHWM:\\s*([0-9]+)", open("/proc/self/status").read())[1])
 
+model(input_ids=ids[:, :9], labels=ids[:, :9]).loss.backward()  # imports what a step imports
 before = peak()
 model(input_ids=ids, labels=ids).loss.backward()
 print((peak() - before) // 1024)
@@ -257,14 +258,14 @@ print((peak() - before) // 1024)
 
 
 def test_peft_forms_no_logits():
-    """2048 rows of 48000 classes are 375 MiB in float32; stock has several of them."""
+    """4096 rows of 48000 classes are 750 MiB in float32: Tigon has a chunk of them, stock several times all."""
     pytest.importorskip("peft")
 
     def peak(what):
         run = subprocess.run([sys.executable, "-c", PEAK, what], check=True, capture_output=True, text=True)
         return int(run.stdout.split()[-1])
 
-    assert peak("tigon") < 375 < peak("stock")
+    assert peak("tigon") < 600 < peak("stock")
 
 
 # --- what is said --------------------------------------------------------------------------------
