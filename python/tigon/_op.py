@@ -234,6 +234,16 @@ def register_fake(op: str, name: str, fake: Callable[..., Any]) -> None:
     torch.library.register_fake(f"tigon::{name}", checked)
 
 
+_library = torch.library.Library("tigon", "FRAGMENT")
+
+
+def define(name: str, signature: str, function: Callable[..., Any]) -> None:
+    """``tigon::<name>``, on CPU and CUDA a function of Python, which no tracer looks into."""
+    _library.define(name + signature)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, function, key)
+
+
 class _AutogradLibrary(torch.library.Library):
     """Takes autograd's kernels and has them refuse dual tensors, as compiled graphs hand them on."""
 

@@ -235,11 +235,11 @@ def test_where_the_own_product_fits(monkeypatch):
     def fits(rows, stack, dtype=torch.bfloat16):
         return ops.own_fits(*(torch.empty(shape, dtype=dtype, device="meta") for shape in (rows, stack)))
 
-    monkeypatch.setattr(ops, "_has_own", lambda _: True)
+    monkeypatch.setattr(ops, "own_products", lambda _: True)
     assert fits((5, 16), (4, 24, 16)) and fits((5, 16), (4, 24, 16), torch.float16)
     assert not fits((5, 16), (4, 24, 16), torch.float32)
     assert not fits((5, 12), (4, 24, 12)) and not fits((5, 16), (4, 20, 16))
-    monkeypatch.setattr(ops, "_has_own", lambda _: False)
+    monkeypatch.setattr(ops, "own_products", lambda _: False)
     assert not fits((5, 16), (4, 24, 16))
 
 

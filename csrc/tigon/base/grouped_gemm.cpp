@@ -38,12 +38,6 @@ void grouped_gemm(Context& ctx, const GroupedGemm& g) {
 
 void grouped_gemm(Context& ctx, const GroupedGemm& g) { TIGON_RUN("grouped_gemm", ctx, grouped_gemm, g); }
 
-bool has_grouped_gemm(Context& ctx) {
-  bool has = false;
-  on_device("grouped_gemm", ctx, [] {}, TIGON_ON_CUDA(has = cuda::has_grouped_gemm()));
-  return has;
-}
-
 bool has_grouped_gate(Context& ctx, [[maybe_unused]] const GroupedGemm& g,
                       [[maybe_unused]] const GroupedGate& gate) {
   bool has = false;

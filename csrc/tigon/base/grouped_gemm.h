@@ -20,11 +20,9 @@ struct GroupedGemm {
   bool over_rows = false;
 };
 
-// On the CPU one product of the context per group, on CUDA one launch where has_grouped_gemm() and the rows are of 16 bits and
-// whole 16-byte vectors, at most 2^30: tigon::Error otherwise.
+// On the CPU one product of the context per group, on CUDA one launch on sm_90a, where rows are of 16 bits and whole 16-byte
+// vectors, at most 2^30: tigon::Error otherwise.
 void grouped_gemm(Context& ctx, const GroupedGemm& g);
-// Whether the context's device has such a kernel: sm_90a.
-bool has_grouped_gemm(Context& ctx);
 
 // An expert's first product: act = the gated unit of c's columns, gate before up, rounded. c is written where it has data; without, its
 // sizes count.

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from tigon._deterministic import is_deterministic
 from tigon._load import native
-from tigon._op import Op, has_kernel, may_overwrite_saved, raw
+from tigon._op import Op, define, has_kernel, may_overwrite_saved, raw
+from tigon.environment import own_products
 from tigon.error import check, refuse
 from tigon.ops.arguments import (
     check_choice,
@@ -92,19 +93,14 @@ _combine, _sum = native("experts_combine"), native("experts_sum")
 _zero_rest = native("experts_zero_rest")
 _logits, _products = native("linear_product_logits"), native("linear_product_gradients")
 _product, _over_rows = native("experts_product"), native("experts_product_over_rows")
-_gated_product, _has_products = native("experts_gated_product"), native("experts_has_products")
-
-
-@functools.cache
-def _has_own(device) -> bool:
-    return _has_products(torch.empty(0, device=device))
+_gated_product = native("experts_gated_product")
 
 
 def own_fits(rows, other) -> bool:
     """Whether the native products take these: on CUDA 16-bit rows of whole 16-byte vectors, on sm_90."""
     if rows.is_cpu:
         return True
-    return rows.dtype != torch.float32 and _has_own(rows.device) and all(
+    return rows.dtype != torch.float32 and own_products(rows.device) and all(
         t.data_ptr() % 16 == 0 and t.is_contiguous() and all(n % 8 == 0 for n in t.shape[1:])
         for t in (rows, other)
     )  # fmt: skip
@@ -284,20 +280,12 @@ _OPERANDS = (
     "Tensor? down_bias, bool is_sorted, int kind, int columns, bool transposed, float alpha, float limit"
 )
 _SAVED = "Tensor gate_up_rows, Tensor order, Tensor place, Tensor offsets"
-_library = torch.library.Library("tigon", "FRAGMENT")
-
-
-def _define(name: str, signature: str, function) -> None:
-    _library.define(name + signature)
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, function, key)
-
 
 for _name in ("experts", "experts_fwd"):
-    _define(_name, f"({_OPERANDS}) -> (Tensor y, {_SAVED})", _forward)
-_define("experts_infer", f"({_OPERANDS}) -> Tensor", lambda *inputs: _forward(*inputs, keep=False)[0])
+    define(_name, f"({_OPERANDS}) -> (Tensor y, {_SAVED})", _forward)
+define("experts_infer", f"({_OPERANDS}) -> Tensor", lambda *inputs: _forward(*inputs, keep=False)[0])
 for _suffix, _written in (("", ""), ("_in_place", "(a!)")):
-    _define(
+    define(
         f"experts_bwd{_suffix}",
         "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor? weights, Tensor? gate_up_bias, "
         f"Tensor? down_bias, Tensor{_written} gate_up_rows, Tensor order, Tensor place, Tensor offsets, "

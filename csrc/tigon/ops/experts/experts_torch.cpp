@@ -231,8 +231,6 @@ Tensor product_over_rows(Tensor a, Tensor b, Tensor offsets) {
   return c;
 }
 
-bool has_products(Tensor like) { return has_grouped_gemm(*make_context(like)); }
-
 }  // namespace
 
 // The pieces of a layer; Python runs them around the products (python/tigon/ops/experts.py). Rows from offsets[-1] on of what
@@ -264,7 +262,6 @@ TIGON_TORCH_SCHEMAS(m) {
          "offsets, int kind, int columns, bool "
          "transposed, float alpha, float limit, bool keep) -> (Tensor gate_up, Tensor act)");
   define(m, "experts_product_over_rows(Tensor a, Tensor b, Tensor offsets) -> Tensor");
-  define(m, "experts_has_products(Tensor like) -> bool");
 }
 TIGON_TORCH_KERNELS(m) {
   m.impl("experts_route", TORCH_BOX(&route));
@@ -278,7 +275,6 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("experts_product", TORCH_BOX(&product));
   m.impl("experts_gated_product", TORCH_BOX(&gated_product));
   m.impl("experts_product_over_rows", TORCH_BOX(&product_over_rows));
-  m.impl("experts_has_products", TORCH_BOX(&has_products));
 }
 
 }  // namespace tigon::torch_shim::experts_torch

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon._deterministic import is_deterministic
-from tigon._op import native
+from tigon._op import define, native
 from tigon.error import check
 from tigon.ops.loss_head.operands import Head
 from tigon.ops.loss_head.plan import padded
@@ -80,13 +80,12 @@ def _of_labels(
 
 
 # For compilers, which must not ask for the switch when they trace.
-_library = torch.library.Library("tigon", "FRAGMENT")
-_library.define(
-    "vllm_log_prob(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, float? softcap, "
-    "float logit_scale, float temperature, int ignore_index, SymInt chunk_rows, bool wide) -> Tensor"
+define(
+    "vllm_log_prob",
+    "(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, float? softcap, float logit_scale, "
+    "float temperature, int ignore_index, SymInt chunk_rows, bool wide) -> Tensor",
+    _of_labels,
 )
-for _key in ("CPU", "CUDA"):
-    _library.impl("vllm_log_prob", _of_labels, _key)
 torch.library.register_fake(
     "tigon::vllm_log_prob",
     lambda hidden, weight, labels, *_: labels.new_empty(labels.shape, dtype=torch.float32),
