@@ -89,7 +89,7 @@ def lora_tensor_parallel():
     """transformers gives the base a forward of its own; PEFT computes, and the report says why."""
     from transformers.distributed import DistributedConfig
 
-    model = load(saved(FOLDER[0], "llama"), DistributedConfig(tp_size=2, tp_plan="auto"))
+    model = load(saved(FOLDER[0], "llama", vocab_size=98), DistributedConfig(tp_size=2, tp_plan="auto"))
     model = adapt(model, target_modules=["q_proj", "v_proj"])
     loss, want = step(model, data(0))
     report = apply(model, loss=False)

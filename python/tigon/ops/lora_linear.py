@@ -297,7 +297,7 @@ def prepare(bases: Sequence[Base], adapters: Sequence[Adapter], magnitudes=()) -
     makers = [None if isinstance(base.weight, torch.Tensor) else base.weight for base in bases]
     weights = [base.weight if make is None else None for base, make in zip(bases, makers, strict=True)]
     options = linears + biased, scales, dropouts
-    layout = Layout(len(bases), options, makers if any(makers) else (), bool(magnitudes))
+    layout = Layout(len(bases), options, makers if any(makers) else (), len(magnitudes) > 0)
     return layout, (*weights, *(bases[i].bias for i in biased), *a, *b, *magnitudes)
 
 
