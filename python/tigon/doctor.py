@@ -425,6 +425,8 @@ def _examine(probe: Probe, device: str, dtype: torch.dtype) -> Finding:
 
 
 def _placed(x, device, dtype):
+    if isinstance(x, tuple):
+        return tuple(_placed(one, device, dtype) for one in x)
     if not torch.is_tensor(x):
         return x
     return x.to(device, dtype) if x.is_floating_point() else x.to(device)
