@@ -84,6 +84,7 @@ lint: .venv/.stamp-dev
 	.venv/bin/ruff check $(PYTHON_FILES)
 	.venv/bin/python tools/check_tree.py
 	.venv/bin/python tools/check_docs.py
+	.venv/bin/python bench/results.py --check
 	.venv/bin/codespell
 	@.venv/bin/clang-format --dry-run -Werror $(CPP_FILES)
 	.venv/bin/ruff format --check $(PYTHON_FILES)

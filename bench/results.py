@@ -3,6 +3,7 @@
     python bench/results.py                                  docs/results/*.md and docs/img/*.png
     python bench/results.py out/mine.jsonl                   the tables of these files, printed
     python bench/results.py --no-pictures                    the pages alone
+    python bench/results.py --check                          whether pages and table are those of the files
 
 Every file below bench/results is recognised by its records: those of bench/run.py, host.py, e2e.py, floor.py,
 convergence.py, adapters.py, optimizer.py, parallel.py, parallel_e2e.py, medusa.py, trl_trainers.py or
@@ -386,6 +387,15 @@ def write(everything: list[Run], pictures: bool) -> None:
     print(f"README's table and {len(texts)} pages in {PAGES.relative_to(ROOT)}")
 
 
+def outdated(everything: list[Run]) -> list[str]:
+    """Pages that are not what the files give, README among them."""
+    texts = pages(everything)
+    committed = {path.name: path.read_text() for path in PAGES.glob("*.md")}
+    found = sorted(n for n in texts.keys() | committed.keys() if texts.get(n) != committed.get(n))
+    text = readme.PAGE.read_text()
+    return found + [readme.PAGE.name] * (text != readme.page(text))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write the pages, or print the tables of the files named."""
     parser = argparse.ArgumentParser(
@@ -393,7 +403,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs="*", type=Path, help="print the tables of these files, write nothing")
     parser.add_argument("--no-pictures", action="store_true")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page is out of date")
     args = parser.parse_args(arguments)
+    if args.check:
+        found = outdated(runs(DATA))
+        print(
+            f"results: make results writes {', '.join(found)} anew"
+            if found
+            else "results: the pages are in order"
+        )
+        return bool(found)
     if not args.files:
         write(runs(DATA), not args.no_pictures)
         return 0
