@@ -174,6 +174,8 @@ CASES = [
     bench_case("8192x32000", N=8192, V=32000),
     bench_case("8192x128256", N=8192, V=128256),
     bench_case("8192x128256_scaled", N=8192, V=128256, **SCALED),
+    bench_case("8192x128256_denominator", N=8192, V=128256, denominator="tensor"),
+    bench_case("8192x128256_none", N=8192, V=128256, reduction="none"),
     bench_case("8192x152064", N=8192, V=152064),
     bench_case("4096x262144", N=4096, V=262144),
     bench_case("4096x256000_softcap", N=4096, V=256000, softcap=30.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import resource
@@ -364,6 +365,27 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(size, vocabulary):
             got = tigon.linear_log_prob(hidden[-rows:], weight, target[-rows:])
             differing[rows] = int((got != want[-rows:]).sum())
     assert not any(differing.values()), differing
+
+
+def test_a_refused_launch_is_no_error_of_the_next():
+    """The default stream is refused beside a capture: `tigon.Error`, and nothing for PyTorch to find."""
+    handle = ctypes.c_void_p()
+    torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle))  # PyTorch's own ignore the default one
+    x = torch.randn(64, 256, device="cuda")
+    want, counter, other = tigon.softmax(x), torch.zeros(1, device="cuda"), torch.cuda.Stream()
+    tigon.softmax(x)  # the memory of a result is cached now
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
+        graph.capture_begin()
+        with torch.cuda.stream(torch.cuda.default_stream()), pytest.raises(tigon.Error, match="failed"):
+            tigon.softmax(x)
+        with torch.cuda.stream(other):
+            counter += 1
+        with pytest.raises(RuntimeError, match="capture"):
+            graph.capture_end()
+    assert counter.item() == 1
+    assert same_bits(tigon.softmax(x), want)
 
 
 def test_products_of_many_row_counts_keep_no_memory():
