@@ -1,9 +1,10 @@
 """The table of recognised rotary functions, written as models write them (see `modules.py`).
 
-Their options: `call` names the signature (`../rope.py` has one replacement for each), `rope` holds the
-options of `tigon.rope`, `tables` says which columns of cos and sin are read: all of them; the
-`left` half, each for a pair; or all, each for a pair (`pair`). `probe`: how many columns a function
-without source is tried with, where its numbers may be compared. `back`: turned by minus the angle.
+What several share stands in helpers: a canonical expression sees through them. Their options: `call` names
+the signature (`../rope.py` has one replacement for each), `rope` holds the options of `tigon.rope`, `tables`
+says which columns of cos and sin are read: all of them; the `left` half, each for a pair; or all, each for a
+pair (`pair`). `probe`: how many columns a function without source is tried with, where its numbers may be
+compared. `back`: turned by minus the angle.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ def rotate_half(x):
     return torch.cat((-x2, x1), dim=-1)
 
 
+def rotate_half_back(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((x2, -x1), dim=-1)
+
+
 def rotate_pairs(x):
     x1 = x[..., 0::2]
     x2 = x[..., 1::2]
@@ -31,103 +38,98 @@ def rotate_pairs_view(x):
     return torch.stack((-x2, x1), dim=-1).flatten(start_dim=-2)
 
 
+def _unsqueezed(cos, sin, dim):
+    return cos.unsqueeze(dim), sin.unsqueeze(dim)
+
+
+def _both(turn, rotate, q, k, cos, sin):
+    return turn(rotate, q, cos, sin), turn(rotate, k, cos, sin)
+
+
+def _both_to(q_dtype, k_dtype, turn, rotate, q, k, cos, sin):
+    return turn(rotate, q, cos, sin).to(q_dtype), turn(rotate, k, cos, sin).to(k_dtype)
+
+
+def _turned(rotate, x, cos, sin):
+    return (x * cos) + (rotate(x) * sin)
+
+
+def _turned_in_float(rotate, x, cos, sin):
+    return (x.float() * cos) + (rotate(x.float()) * sin)
+
+
+def _products_in_float(rotate, x, cos, sin):
+    return (x.float() * cos) + (rotate(x).float() * sin)
+
+
+def _part_turned(rotate, x, cos, sin, columns):
+    turned, kept = x[..., :columns], x[..., columns:]
+    return torch.cat([(turned * cos) + (rotate(turned) * sin), kept], dim=-1)
+
+
+def _first_columns(rotate, x, cos, sin):
+    return _part_turned(rotate, x, cos, sin, cos.shape[-1])
+
+
 # --- halves ----------------------------------------------------------------------------------
 
 
-def rotate_half_back(x):
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((x2, -x1), dim=-1)
+def full(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
+    return _both(_turned, rotate_half, q, k, cos, sin)
 
 
 def full_back(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return (q * cos) + (rotate_half_back(q) * sin), (k * cos) + (rotate_half_back(k) * sin)
-
-
-def full(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return (q * cos) + (rotate_half(q) * sin), (k * cos) + (rotate_half(k) * sin)
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
+    return _both(_turned, rotate_half_back, q, k, cos, sin)
 
 
 def cast_back(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed.to(q.dtype), k_embed.to(k.dtype)
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
+    return _both_to(q.dtype, k.dtype, _turned, rotate_half, q, k, cos, sin)
 
 
 def in_float(q, k, cos, sin, unsqueeze_dim=1):
-    dtype = q.dtype
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q.float() * cos) + (rotate_half(q.float()) * sin)
-    k_embed = (k.float() * cos) + (rotate_half(k.float()) * sin)
-    return q_embed.to(dtype), k_embed.to(dtype)
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
+    return _both_to(q.dtype, q.dtype, _turned_in_float, rotate_half, q, k, cos, sin)
 
 
 def all_in_float(q, k, cos, sin, unsqueeze_dim=1):
-    dtype = q.dtype
-    q, k = q.float(), k.float()
     cos, sin = cos.unsqueeze(unsqueeze_dim).float(), sin.unsqueeze(unsqueeze_dim).float()
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed.to(dtype), k_embed.to(dtype)
+    return _both_to(q.dtype, q.dtype, _turned_in_float, rotate_half, q, k, cos, sin)
 
 
 def vision(q, k, cos, sin):
-    q_dtype, k_dtype = q.dtype, k.dtype
-    q, k = q.float(), k.float()
     cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed.to(q_dtype), k_embed.to(k_dtype)
+    return _both_to(q.dtype, k.dtype, _turned_in_float, rotate_half, q, k, cos, sin)
 
 
 def vision_partial(q, k, cos, sin):
     columns = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    q_rot, q_pass = q[..., :columns], q[..., columns:]
-    k_rot, k_pass = k[..., :columns], k[..., columns:]
-    q_rot = q_rot * cos + rotate_half(q_rot) * sin
-    k_rot = k_rot * cos + rotate_half(k_rot) * sin
-    return torch.cat([q_rot, q_pass], dim=-1), torch.cat([k_rot, k_pass], dim=-1)
+    return _part_turned(rotate_half, q, cos, sin, columns), _part_turned(rotate_half, k, cos, sin, columns)
 
 
 def partial(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    columns = cos.shape[-1]
-    q_rot, q_pass = q[..., :columns], q[..., columns:]
-    k_rot, k_pass = k[..., :columns], k[..., columns:]
-    q_embed = torch.cat([(q_rot * cos) + (rotate_half(q_rot) * sin), q_pass], dim=-1)
-    k_embed = torch.cat([(k_rot * cos) + (rotate_half(k_rot) * sin), k_pass], dim=-1)
-    return q_embed, k_embed
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
+    return _both(_first_columns, rotate_half, q, k, cos, sin)
 
 
 def partial_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    columns = cos.shape[-1]
-    q_rot, q_pass = q[..., :columns], q[..., columns:]
-    k_rot, k_pass = k[..., :columns], k[..., columns:]
-    q_embed = torch.cat([(q_rot * cos) + (rotate_half(q_rot) * sin), q_pass], dim=-1)
-    k_embed = torch.cat([(k_rot * cos) + (rotate_half(k_rot) * sin), k_pass], dim=-1)
-    return q_embed, k_embed
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
+    return _both(_first_columns, rotate_half, q, k, cos, sin)
 
 
 def partial_optional(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    columns = cos.shape[-1]
-    q_rot, q_pass = q[..., :columns], q[..., columns:]
-    q_embed = torch.cat([(q_rot * cos) + (rotate_half(q_rot) * sin), q_pass], dim=-1)
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
+    q_embed = _first_columns(rotate_half, q, cos, sin)
     if k is not None:
-        k_rot, k_pass = k[..., :columns], k[..., columns:]
-        k_embed = torch.cat([(k_rot * cos) + (rotate_half(k_rot) * sin), k_pass], dim=-1)
-        return q_embed, k_embed
+        return q_embed, _first_columns(rotate_half, k, cos, sin)
     return q_embed
 
 
 def one_tensor(x, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return (x * cos) + (rotate_half(x) * sin)
+    return _turned(rotate_half, x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
 
 
 def _narrow(x, cos, sin):
@@ -136,7 +138,7 @@ def _narrow(x, cos, sin):
 
 
 def narrow(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
     return _narrow(q, cos, sin), _narrow(k, cos, sin)
 
 
@@ -144,44 +146,28 @@ def narrow(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def pairs(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return (q * cos) + (rotate_pairs(q) * sin), (k * cos) + (rotate_pairs(k) * sin)
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
+    return _both(_turned, rotate_pairs, q, k, cos, sin)
 
 
 def pairs_in_float(q, k, cos, sin, unsqueeze_dim=1):
-    dtype = q.dtype
-    q, k = q.float(), k.float()
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_pairs(q) * sin)
-    k_embed = (k * cos) + (rotate_pairs(k) * sin)
-    return q_embed.to(dtype=dtype), k_embed.to(dtype=dtype)
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
+    return _both_to(q.dtype, q.dtype, _turned_in_float, rotate_pairs, q, k, cos, sin)
 
 
 def pairs_products_in_float(q, k, cos, sin, unsqueeze_dim=1):
-    dtype = q.dtype
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q.float() * cos) + (rotate_pairs(q).float() * sin)
-    k_embed = (k.float() * cos) + (rotate_pairs(k).float() * sin)
-    return q_embed.to(dtype), k_embed.to(dtype)
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
+    return _both_to(q.dtype, q.dtype, _products_in_float, rotate_pairs, q, k, cos, sin)
 
 
 def pairs_vision(q, k, cos, sin):
-    q_dtype, k_dtype = q.dtype, k.dtype
-    q, k = q.float(), k.float()
     cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
-    q_embed = (q * cos) + (rotate_pairs_view(q) * sin)
-    k_embed = (k * cos) + (rotate_pairs_view(k) * sin)
-    return q_embed.to(q_dtype), k_embed.to(k_dtype)
+    return _both_to(q.dtype, k.dtype, _turned_in_float, rotate_pairs_view, q, k, cos, sin)
 
 
 def pairs_partial(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    columns = cos.shape[-1]
-    q_rot, q_pass = q[..., :columns], q[..., columns:]
-    k_rot, k_pass = k[..., :columns], k[..., columns:]
-    q_embed = torch.cat([(q_rot * cos) + (rotate_pairs(q_rot) * sin), q_pass], dim=-1)
-    k_embed = torch.cat([(k_rot * cos) + (rotate_pairs(k_rot) * sin), k_pass], dim=-1)
-    return q_embed, k_embed
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
+    return _both(_first_columns, rotate_pairs, q, k, cos, sin)
 
 
 def _doubled(table, unsqueeze_dim):
@@ -190,26 +176,17 @@ def _doubled(table, unsqueeze_dim):
 
 
 def left_pairs(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = _doubled(cos, unsqueeze_dim), _doubled(sin, unsqueeze_dim)
-    return (q * cos) + (rotate_pairs(q) * sin), (k * cos) + (rotate_pairs(k) * sin)
+    return _both(_turned, rotate_pairs, q, k, _doubled(cos, unsqueeze_dim), _doubled(sin, unsqueeze_dim))
 
 
 def left_pairs_products_in_float(q, k, cos, sin, unsqueeze_dim=1):
-    dtype = q.dtype
     cos, sin = _doubled(cos, unsqueeze_dim), _doubled(sin, unsqueeze_dim)
-    q_embed = (q.float() * cos) + (rotate_pairs(q).float() * sin)
-    k_embed = (k.float() * cos) + (rotate_pairs(k).float() * sin)
-    return q_embed.to(dtype), k_embed.to(dtype)
+    return _both_to(q.dtype, q.dtype, _products_in_float, rotate_pairs, q, k, cos, sin)
 
 
 def left_pairs_partial(q, k, cos, sin, unsqueeze_dim=1):
     cos, sin = _doubled(cos, unsqueeze_dim), _doubled(sin, unsqueeze_dim)
-    columns = cos.shape[-1]
-    q_rot, q_pass = q[..., :columns], q[..., columns:]
-    k_rot, k_pass = k[..., :columns], k[..., columns:]
-    q_embed = torch.cat([(q_rot * cos) + (rotate_pairs(q_rot) * sin), q_pass], dim=-1)
-    k_embed = torch.cat([(k_rot * cos) + (rotate_pairs(k_rot) * sin), k_pass], dim=-1)
-    return q_embed, k_embed
+    return _both(_first_columns, rotate_pairs, q, k, cos, sin)
 
 
 def _narrow_pairs(x, cos, sin):
@@ -218,7 +195,7 @@ def _narrow_pairs(x, cos, sin):
 
 
 def narrow_pairs(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos, sin = _unsqueezed(cos, sin, unsqueeze_dim)
     return _narrow_pairs(q, cos, sin), _narrow_pairs(k, cos, sin)
 
 
@@ -227,8 +204,7 @@ def narrow_pairs_tail(x, cos, sin, unsqueeze_dim=1):
     sin = sin.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim)
     columns = cos.shape[-1]
     kept, turned = x[..., :-columns], x[..., -columns:]
-    y = ((turned.float() * cos) + (rotate_pairs(turned).float() * sin)).to(x.dtype)
-    return torch.cat([kept, y], dim=-1)
+    return torch.cat([kept, _products_in_float(rotate_pairs, turned, cos, sin).to(x.dtype)], dim=-1)
 
 
 def _rotate_every_two(x):
@@ -240,53 +216,54 @@ def _rotate_every_two(x):
 def sin_first(tensor, sin, cos):
     sin = torch.repeat_interleave(sin[:, :, None, :], 2, 3)
     cos = torch.repeat_interleave(cos[:, :, None, :], 2, 3)
-    return (tensor * cos) + (_rotate_every_two(tensor) * sin)
+    return _turned(_rotate_every_two, tensor, cos, sin)
 
 
 # --- neighbours in, halves out ---------------------------------------------------------------
 
 
+def _left(table, unsqueeze_dim):
+    return table[..., : table.shape[-1] // 2].unsqueeze(unsqueeze_dim)
+
+
+def _pairs_to_halves(x, cos, sin):
+    x1, x2 = x[..., 0::2], x[..., 1::2]
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+
+
 def deinterleaved(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    cos = cos[..., : cos.shape[-1] // 2].unsqueeze(unsqueeze_dim)
-    sin = sin[..., : sin.shape[-1] // 2].unsqueeze(unsqueeze_dim)
-    q1, q2 = q[..., 0::2], q[..., 1::2]
-    k1, k2 = k[..., 0::2], k[..., 1::2]
-    q_embed = torch.cat([q1 * cos - q2 * sin, q2 * cos + q1 * sin], dim=-1)
-    k_embed = torch.cat([k1 * cos - k2 * sin, k2 * cos + k1 * sin], dim=-1)
-    return q_embed, k_embed
+    cos, sin = _left(cos, unsqueeze_dim), _left(sin, unsqueeze_dim)
+    return _pairs_to_halves(q, cos, sin), _pairs_to_halves(k, cos, sin)
 
 
 def deinterleaved_optional(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos[..., : cos.shape[-1] // 2].unsqueeze(unsqueeze_dim)
-    sin = sin[..., : sin.shape[-1] // 2].unsqueeze(unsqueeze_dim)
-    q1, q2 = q[..., 0::2], q[..., 1::2]
-    q_embed = torch.cat([q1 * cos - q2 * sin, q2 * cos + q1 * sin], dim=-1)
+    cos, sin = _left(cos, unsqueeze_dim), _left(sin, unsqueeze_dim)
+    q_embed, k_embed = _pairs_to_halves(q, cos, sin), None
     if k is not None:
-        k1, k2 = k[..., 0::2], k[..., 1::2]
-        k_embed = torch.cat([k1 * cos - k2 * sin, k2 * cos + k1 * sin], dim=-1)
-    else:
-        k_embed = None
+        k_embed = _pairs_to_halves(k, cos, sin)
     return q_embed, k_embed
 
 
 # --- complex numbers -------------------------------------------------------------------------
 
 
+def _complex(x):
+    return torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+
+
+def _real(x):
+    return torch.view_as_real(x).flatten(3)
+
+
 def complex_inside(xq, xk, freqs_cis):
-    q = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))
-    k = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))
-    q_out = torch.view_as_real(q * freqs_cis[:, :, None, :]).flatten(3)
-    k_out = torch.view_as_real(k * freqs_cis[:, :, None, :]).flatten(3)
-    return q_out.type_as(xq), k_out.type_as(xk)
+    q, k = _real(_complex(xq) * freqs_cis[:, :, None, :]), _real(_complex(xk) * freqs_cis[:, :, None, :])
+    return q.type_as(xq), k.type_as(xk)
 
 
 def complex_outside(xq, xk, freqs_cis):
-    q = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))
-    k = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))
+    q, k = _complex(xq), _complex(xk)
     freqs_cis = freqs_cis.unsqueeze(1).to(q.device)
-    q_out = torch.view_as_real(q * freqs_cis).flatten(3).type_as(xq)
-    k_out = torch.view_as_real(k * freqs_cis).flatten(3).type_as(xk)
-    return q_out, k_out
+    return _real(q * freqs_cis).type_as(xq), _real(k * freqs_cis).type_as(xk)
 
 
 def _row(name, reference, call="q k", tables="all", probe=None, back=False, **rope):
