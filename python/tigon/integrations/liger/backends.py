@@ -1,4 +1,4 @@
-"""``liger_kernel.backends``: names choose among implementations of an op; of each op there is Tigon's.
+"""``liger_kernel.backends`` and ``functional``: names choose among implementations of an op; there is Tigon's.
 
 It answers to ``nvidia-triton``, the name callers know of the one that runs everywhere. Liger's other names
 choose nothing. Callers may register implementations of their own and choose those.
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tigon.integrations.liger import distillation, divergences, modules
+from tigon.integrations.liger.signatures import by_position
 
 logger = logging.getLogger("tigon")
 
@@ -95,22 +96,6 @@ def _bounds(f32, f16=(5e-3, 5e-2), bf16=(2e-2, 1e-1)) -> dict:
 
 _USUAL = _bounds((1e-5, 1e-4))
 _TOLERANCES = {"layer_norm": _bounds((5e-4, 1e-3)), "jsd": _bounds((1e-5, 1e-5), (5e-3, 5e-3), (2e-2, 2e-2))}
-_FUNCTIONS = {
-    "rms_norm": modules.LigerRMSNormFunction.apply,
-    "layer_norm": modules.LigerLayerNormFunction.apply,
-    "fused_add_rms_norm": modules.LigerFusedAddRMSNormFunction.apply,
-    "softmax": modules.LigerSoftmaxFunction.apply,
-    "swiglu": modules.LigerSiLUMulFunction.apply,
-    "geglu": modules.LigerGELUMulFunction.apply,
-    "rope": modules.LigerRopeFunction.apply,
-    "cross_entropy": modules.LigerCrossEntropyFunction.apply,
-    "fused_linear_cross_entropy": modules.LigerFusedLinearCrossEntropyFunction.apply,
-    "fused_linear_jsd": distillation.LigerFusedLinearJSDFunction.apply,
-    "jsd": divergences.LigerJSDFunction.apply,
-    "kl_div": divergences.LigerKLDivLossFunction.apply,
-    "jsd_loss_and_grad": divergences.jsd_loss_and_grad,
-    "kl_loss_and_grad": divergences.kl_loss_and_grad,
-}
 _REGISTRY: dict[tuple[str, str], OpImpl] = {}
 _chosen: str | None = None
 
@@ -211,7 +196,44 @@ def dispatch(op_name: str, *args, impl: str | None = None, backend: str | None =
 
 register_op, resolve_backend = register_impl, resolve_impl
 set_backend, get_backend, available_backends = set_impl, get_impl, available_impls
-for _name, _function in _FUNCTIONS.items():
-    register_impl(_name, impl_name=OURS, preference_rank=50, tolerances=_TOLERANCES.get(_name, _USUAL))(
-        _function
-    )
+# Functions of ``liger_kernel.functional``, and what the registry runs for each. Defaults are others than in
+# ``liger_kernel.transformers.functional``, as there. ``impl``, ``mode`` and ``backend`` choose nothing.
+_FUNCTIONS = {
+    "rms_norm(x, weight, eps=1e-6, *, offset=0, casting_mode='llama', in_place=False, row_mode=None": (
+        modules.LigerRMSNormFunction
+    ),
+    "layer_norm(x, weight, bias=None, eps=1e-6, *": modules.LigerLayerNormFunction,
+    "softmax(x, *": modules.LigerSoftmaxFunction,
+    "swiglu(a, b, gate_multiplier=1.0, down_multiplier=1.0, *": modules.LigerSiLUMulFunction,
+    "geglu(a, b, *": modules.LigerGELUMulFunction,
+    "rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, *": modules.LigerRopeFunction,
+    "fused_add_rms_norm(X, R, W, eps=1e-6, offset=0, casting_mode='llama', in_place=False, *": (
+        modules.LigerFusedAddRMSNormFunction
+    ),
+    "fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, "
+    "jsd_beta=0.5, ignore_index=-100, temperature=1.0, *": distillation.LigerFusedLinearJSDFunction,
+    "jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, *": divergences.LigerJSDFunction,
+    "kl_div(y_pred, y_true, reduction='batchmean', log_target=False, eps=1e-10, *": (
+        divergences.LigerKLDivLossFunction
+    ),
+    "cross_entropy(input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, "
+    "reduction='mean', softcap=None, return_z_loss=False, return_token_accuracy=False, "
+    "return_predicted_tokens=False, *": modules.LigerCrossEntropyFunction,
+    "fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None, ignore_index=-100, "
+    "lse_square_scale=0.0, label_smoothing=0.0, reduction='mean', softcap=None, return_z_loss=False, "
+    "accum_dtype=None, use_token_scaling=False, return_token_accuracy=False, return_predicted_tokens=False, "
+    "*": modules.LigerFusedLinearCrossEntropyFunction,
+}
+
+
+def _register(name: str, function: Callable) -> None:
+    options = {"preference_rank": 50, "tolerances": _TOLERANCES.get(name, _USUAL)}
+    register_impl(name, impl_name=OURS, **options)(function)
+
+
+for _signature, _class in _FUNCTIONS.items():
+    _name = _signature.partition("(")[0]
+    globals()[_name] = by_position(f"{_signature}, impl=None, mode=None, backend=None)", _class.apply)
+    _register(_name, _class.apply)
+_register("jsd_loss_and_grad", divergences.jsd_loss_and_grad)
+_register("kl_loss_and_grad", divergences.kl_loss_and_grad)

@@ -76,7 +76,7 @@ class _Distillation(Loss):
 class LigerFusedLinearJSD(
     _Distillation,
     target=liger_fused_linear_jsd,
-    options="jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None",
+    options="jsd_beta, ignore_index, temperature, accum_dtype",
     operands="student_input, student_weight, teacher_input, teacher_weight, shift_labels=None",
 ):
     """:func:`liger_fused_linear_jsd` with its options fixed."""
@@ -85,7 +85,7 @@ class LigerFusedLinearJSD(
 class LigerFusedLinearKLDivLoss(
     _Distillation,
     target=liger_fused_linear_kl_div,
-    options="reduction='batchmean', ignore_index=-100, temperature=1.0, eps=1e-10, accum_dtype=None",
+    options="reduction, ignore_index, temperature, eps, accum_dtype",
     operands="student_input, student_weight, target, shift_labels=None",
 ):
     """:func:`liger_fused_linear_kl_div` with its options fixed."""

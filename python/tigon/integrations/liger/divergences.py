@@ -86,23 +86,18 @@ def ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
 class LigerJSD(
     Loss,
     target=lambda log_q, log_p, shift_labels, **options: liger_jsd(log_q, log_p, shift_labels, **options),
-    options="beta: float = 0.5, ignore_index: int = -100",
+    options="beta=0.5, ignore_index=-100",
     operands="log_q, log_p, shift_labels=None",
 ):
     """Jensen-Shannon divergence: ``beta`` 0 is ``KL(teacher || student)``, 1 the other way round."""
 
 
-class LigerTVDLoss(
-    Loss,
-    target=tvd,
-    options="reduction: str = 'batchmean', ignore_index: int = -100",
-    operands="p, q, shift_labels=None",
-):
+class LigerTVDLoss(Loss, target=tvd, options="reduction, ignore_index", operands="p, q, shift_labels=None"):
     """Total variation distance of probabilities; the gradient is that of ``p``."""
 
 
 class LigerFusedCETVDLoss(
-    Loss, target=ce_tvd, options="ignore_index: int = -100", operands="student_logits, teacher_logits, target"
+    Loss, target=ce_tvd, options="ignore_index", operands="student_logits, teacher_logits, target"
 ):
     """Cross-entropy and total variation distance, both unreduced."""
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import tigon
 from tigon.integrations.liger import functional as F
 from tigon.integrations.liger.names import check
-from tigon.integrations.liger.signatures import Loss, function_class
+from tigon.integrations.liger.signatures import Loss, by_position, function_class
 from tigon.integrations.transformers.modules import FusedGatedMLP, GatedMLP, activation_of
 from tigon.ops.experts import _route
 
@@ -49,27 +49,26 @@ class LigerRMSNorm(nn.Module):
         return f"{size}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}"
 
 
-class LigerRMSNormForGemma(LigerRMSNorm):
-    """Gemma: ``1 + weight``, weight of zeros."""
-
-    def __init__(self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros",
-                 in_place=True, row_mode=None):  # fmt: skip
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
-
-
-class LigerRMSNormForGemma2(LigerRMSNorm):
-    """Gemma 2."""
-
-    def __init__(self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros",
-                 in_place=False, row_mode=None):  # fmt: skip
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
-
-
-class LigerRMSNormForGemma3(LigerRMSNorm):
-    """Gemma 3, whose constructor says ``dim``."""
-
-    def __init__(self, dim, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False):
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
+_GEMMA = "offset=1.0, casting_mode='gemma', init_fn='zeros'"
+# LigerRMSNorm with other parameters of the constructor, by the last part of its name.
+_NORMS = {
+    "Gemma": f"hidden_size, eps=1e-6, {_GEMMA}, in_place=True, row_mode=None",
+    "Gemma2": f"hidden_size, eps=1e-6, {_GEMMA}, in_place=False, row_mode=None",
+    "Gemma3": f"dim, eps=1e-6, {_GEMMA}, in_place=False",
+    "Olmo2": "hidden_size, eps=1e-6, offset=0.0, casting_mode='llama', init_fn='ones', in_place=False, "
+    "row_mode=None",
+}
+_NORMS |= {
+    "Glm4": _NORMS["Olmo2"],
+    "Qwen3Next": _NORMS["Gemma2"],
+    "MuseGlimmerTextCentered": _NORMS["Gemma2"],
+}
+for _name, _parameters in _NORMS.items():
+    _members = {
+        "__doc__": f"RMSNorm as {_name} has it.",
+        "__init__": by_position(f"__init__(self, {_parameters})", LigerRMSNorm.__init__),
+    }
+    globals()[f"LigerRMSNormFor{_name}"] = type(f"LigerRMSNormFor{_name}", (LigerRMSNorm,), _members)
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
@@ -82,22 +81,6 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
         self.with_scale = with_scale
 
 
-class LigerRMSNormForOlmo2(LigerRMSNorm):
-    """OLMo 2."""
-
-    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones",
-                 in_place=False, row_mode=None):  # fmt: skip
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
-
-
-class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
-    """GLM-4."""
-
-
-class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
-    """Qwen3-Next."""
-
-
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
     """Muse Glimmer."""
 
@@ -105,10 +88,6 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
                  with_scale=True):  # fmt: skip
         check(dim is not None or not with_scale, "dim must be given with a scale, got None")
         super().__init__(dim or 0, eps, offset, casting_mode, init_fn, in_place, with_scale)
-
-
-class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
-    """Muse Glimmer's text norms."""
 
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):
@@ -337,9 +316,7 @@ def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
     return torch.cat([*parts], -2)
 
 
-class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
-    """The gated MLP of Llama, tokens in shards."""
-
+class _Tiled(nn.Module):
     def __init__(self, config, num_shards=None):
         super().__init__(config)
         self.num_shards = num_shards
@@ -349,14 +326,12 @@ class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
         return apply_tiled_mlp(GatedMLP.forward, self, x, self.num_shards)
 
 
-class LigerTiledGEGLUMLP(LigerGEGLUMLP):
+class LigerTiledSwiGLUMLP(_Tiled, LigerSwiGLUMLP):
+    """The gated MLP of Llama, tokens in shards."""
+
+
+class LigerTiledGEGLUMLP(_Tiled, LigerGEGLUMLP):
     """The gated MLP of Gemma, tokens in shards."""
-
-    def __init__(self, config, num_shards=None):
-        super().__init__(config)
-        self.num_shards = num_shards
-
-    forward = LigerTiledSwiGLUMLP.forward
 
 
 class LigerExperts(nn.Module):
@@ -439,10 +414,8 @@ class _CrossEntropy(Loss):
 class LigerCrossEntropyLoss(
     _CrossEntropy,
     target=F.liger_cross_entropy,
-    options="weight=None, ignore_index: int = -100, lse_square_scale: float = 0.0, "
-    "label_smoothing: float = 0.0, reduction: str = 'mean', softcap: float | None = None, "
-    "return_z_loss: bool = False, return_token_accuracy: bool = False, "
-    "return_predicted_tokens: bool = False",
+    options="weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, "
+    "return_token_accuracy, return_predicted_tokens",
     operands="_input, target",
 ):
     """Cross-entropy of logits; the class weight is an attribute, not a buffer, as there."""
@@ -451,10 +424,8 @@ class LigerCrossEntropyLoss(
 class LigerFusedLinearCrossEntropyLoss(
     _CrossEntropy,
     target=F.liger_fused_linear_cross_entropy,
-    options="ce_weight=None, ignore_index: int = -100, lse_square_scale: float = 0.0, "
-    "label_smoothing: float = 0.0, reduction: str = 'mean', softcap: float | None = None, "
-    "return_z_loss: bool = False, accum_dtype=None, use_token_scaling: bool = False, "
-    "return_token_accuracy: bool = False, return_predicted_tokens: bool = False",
+    options="ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, "
+    "accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens",
     operands="lin_weight, _input, target, bias=None",
 ):
     """The loss head; called with the weight first."""

@@ -12,9 +12,9 @@ from tigon import error
 VERSION = "0.8.5"  # of the interface
 PACKAGE = "liger_kernel"
 _BEHIND = (
-    "backends", "bases", "chunked_loss", "cosine", "divergences", "distillation", "functional", "modules",
+    "bases", "chunked_loss", "cosine", "divergences", "distillation", "functional", "modules",
     "hyper_connections", "outputs", "patching", "policies", "preferences", "sharded", "megatron", "utils",
-    "dispatched",
+    "backends",
 )  # fmt: skip
 _APART = {"chunked_loss"}  # packages whose names mean something else outside of them
 

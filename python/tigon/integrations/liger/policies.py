@@ -175,11 +175,9 @@ LigerFusedLinearGRPOFunction = function_class("LigerFusedLinearGRPOFunction", li
 class LigerFusedLinearGRPOLoss(
     Loss,
     target=liger_fused_linear_grpo,
-    options="beta=0.04, compiled=True, use_ref_model=True, chunk_size=1, epsilon_low=0.2, epsilon_high=0.2, "
-    "loss_type='dapo', max_completion_length=None, importance_sampling_level='token', "
-    "sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, temperature=1.0, delta=None, "
-    "use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, "
-    "vespo_lambda_neg=2.0",
+    options="beta, compiled, use_ref_model, chunk_size, epsilon_low, epsilon_high, loss_type, "
+    "max_completion_length, importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, temperature, "
+    "delta, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg",
     operands="_input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None, "
     "ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, "
     "vllm_is_ratio=None, num_items_in_batch=None",

@@ -175,9 +175,8 @@ LigerFusedLinearKTOFunction = function_class("LigerFusedLinearKTOFunction", lige
 class LigerFusedLinearDPOLoss(
     Loss,
     target=liger_fused_linear_dpo,
-    options="ignore_index=-100, beta=0.1, alpha=1.0, compute_nll_loss=False, compiled=True, "
-    "use_ref_model=True, average_log_prob=False, chunk_size=1, loss_type='sigmoid', label_smoothing=0.0, "
-    "discopop_tau=0.05",
+    options="ignore_index, beta, alpha, compute_nll_loss, compiled, use_ref_model, average_log_prob, "
+    "chunk_size, loss_type, label_smoothing, discopop_tau",
     operands="lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None",
 ):
     """Direct preference optimisation and its relatives, on chosen answers followed by rejected ones."""
@@ -190,8 +189,8 @@ class LigerFusedLinearDPOLoss(
 class LigerFusedLinearCPOLoss(
     Loss,
     target=liger_fused_linear_cpo,
-    options="ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, "
-    "compiled=True, average_log_prob=False, chunk_size=1",
+    options="ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, average_log_prob, "
+    "chunk_size",
     operands="lin_weight, _input, target, bias=None",
 ):
     """Contrastive preference optimisation."""
@@ -200,8 +199,7 @@ class LigerFusedLinearCPOLoss(
 class LigerFusedLinearSimPOLoss(
     Loss,
     target=liger_fused_linear_simpo,
-    options="ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, "
-    "compiled=True, gamma=0.5, chunk_size=1",
+    options="ignore_index, beta, alpha, label_smoothing, compute_nll_loss=True, compiled, gamma, chunk_size",
     operands="lin_weight, _input, target, bias=None",
 ):
     """Simple preference optimisation."""
@@ -210,7 +208,7 @@ class LigerFusedLinearSimPOLoss(
 class LigerFusedLinearORPOLoss(
     Loss,
     target=liger_fused_linear_orpo,
-    options="ignore_index=-100, beta=0.1, compute_nll_loss=True, compiled=True, chunk_size=1",
+    options="ignore_index, beta, compute_nll_loss, compiled, chunk_size",
     operands="lin_weight, _input, target, bias=None, nll_target=None",
 ):
     """Odds ratio preference optimisation."""
@@ -219,8 +217,7 @@ class LigerFusedLinearORPOLoss(
 class LigerFusedLinearKTOLoss(
     Loss,
     target=liger_fused_linear_kto,
-    options="ignore_index=-100, beta=0.1, compiled=True, use_ref_model=False, average_log_prob=False, "
-    "chunk_size=1",
+    options="ignore_index, beta, compiled, use_ref_model=False, average_log_prob, chunk_size",
     operands="_input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, "
     "ref_weight=None, ref_bias=None, kl=None",
 ):

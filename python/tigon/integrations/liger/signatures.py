@@ -66,17 +66,28 @@ def function_class(name: str, function: Callable, parameters: str | None = None)
     return type(name, (), {"apply": staticmethod(apply), "__doc__": doc})
 
 
+def _with_defaults(options: str, target: Callable) -> str:
+    """The parameters of a constructor: those without a default have that of ``target``."""
+    known, whole = inspect.signature(target).parameters, []
+    for option in options.split(", ") if options else ():
+        default = "" if "=" in option else f"={known[option].default!r}"
+        whole.append(option + default)
+    return ", ".join(whole)
+
+
 class Loss(nn.Module):
     """A loss whose options are its attributes.
 
-    A subclass names ``target``, the function of the loss, the parameters of its constructor (``options``) and
-    of its ``forward`` (``operands``). ``forward`` calls ``target`` with both, by name.
+    A subclass names ``target``, the function of the loss, the parameters of its constructor (``options``,
+    with the defaults of ``target`` unless it gives others) and of its ``forward`` (``operands``). ``forward``
+    calls ``target`` with both, by name.
     """
 
     def __init_subclass__(cls, target: Callable | None = None, options: str = "", operands: str = ""):
         super().__init_subclass__()
         if target is None:
             return
+        options = _with_defaults(options, target)
         cls._options = (*_parameters(f"options({options})"),)
         given = _arguments([*_parameters(f"operands({operands})")], target)
         call = f"return _target({given}{_arguments(cls._options, target, 'self.')})"
