@@ -1,7 +1,8 @@
-"""``liger_kernel.backends`` and ``functional``: names choose among implementations of an op; there is Tigon's.
+"""``liger_kernel.backends`` and ``liger_kernel.functional``: names choose among implementations of an op.
 
-It answers to ``nvidia-triton``, the name callers know of the one that runs everywhere. Liger's other names
-choose nothing. Callers may register implementations of their own and choose those.
+Of each op there is Tigon's. It answers to ``nvidia-triton``, the name callers know of the one that runs
+everywhere. Liger's other names choose nothing. Callers may register implementations of their own and choose
+those.
 """
 
 from __future__ import annotations
