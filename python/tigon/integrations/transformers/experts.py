@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tigon.integrations.transformers.canonical import Unrecognised, canonical_forward, canonical_method
 from tigon.integrations.transformers.forward import (
     Part,
     autocast_dtype,
@@ -24,12 +23,17 @@ from tigon.integrations.transformers.forward import (
     blocked,
     bound,
     foreign,
-    has_hooks,
     plain,
     stock,
 )
-from tigon.integrations.transformers.mlp import FUSED, clamped_product, known_activation, product
-from tigon.integrations.transformers.patterns.modules import BATCHED_EXPERTS, EXPERT_GATES, match
+from tigon.integrations.transformers.mlp import (
+    FUSED,
+    clamped_product,
+    fused_activation,
+    known_activation,
+    product,
+)
+from tigon.integrations.transformers.patterns.modules import BATCHED_EXPERTS, EXPERT_GATES, Match, recognise
 from tigon.ops.experts import KINDS, experts
 from tigon.ops.glu import swiglu, swiglu_oai
 from tigon.ops.relu_squared import relu_squared
@@ -89,10 +93,10 @@ def registered_forward(module: nn.Module, hidden_states, top_k_index, top_k_weig
     run = getattr(module, LAYER, None)
     if run is None and not torch.compiler.is_compiling():  # chosen by name, without tigon.apply
         verdict = _plan_layer(module)
-        function, spec = (
-            (layer_forward, verdict[3]) if isinstance(verdict, tuple) else (stock_layer, "grouped_mm")
-        )
-        bind(function, module, spec, LAYER)
+        if isinstance(verdict, tuple):
+            bind(layer_forward, module, verdict[3], LAYER)
+        else:
+            bind(stock_layer, module, "grouped_mm", LAYER)
         run = getattr(module, LAYER)
     if run is None:
         return stock_layer(module, "grouped_mm", hidden_states, top_k_index, top_k_weights)
@@ -188,27 +192,17 @@ def plan_experts(module: nn.Module) -> tuple | str | None:
         len(stacked) > 1 and _activates(module)
     ):
         return None
-    try:
-        found = match(canonical_forward(type(module)), BATCHED_EXPERTS)
-        why = "no form of experts in the table"
-    except Unrecognised as error:
-        found, why = None, str(error)
-    if found is None:
-        return f"unrecognised forward: {why}"
+    found = recognise(module, BATCHED_EXPERTS)
+    if not isinstance(found, Match):
+        return f"unrecognised forward: {found or 'no form of experts in the table'}"
     roles = dict(found.roles)
     act = roles.pop("act")
-    activation, reason = _activation(module, act)
+    activation, reason = fused_activation(module, act)
     reason = blocked(module) or reason
     if reason is not None:
         return reason
-    label = f"{FUSED[activation][0]} ({found.structure.name})"
-    return (
-        batched_forward,
-        module,
-        "forward",
-        BatchedSpec(activation, **roles, part=Part.of(module, act)),
-        label,
-    )
+    spec = BatchedSpec(activation, **roles, part=Part.of(module, act))
+    return batched_forward, module, "forward", spec, f"{FUSED[activation][0]} ({found.structure.name})"
 
 
 def uses_registry(module: nn.Module) -> bool:
@@ -229,12 +223,10 @@ def _plan_layer(module) -> tuple | None:
         return None  # expert parallelism calls the class's own forward inside
     if GATE in module.__dict__ or getattr(module, "has_post_expert_norm", False):
         return None
-    if (
-        implementation(module) == "eager"
-        and "float" in inspect.unwrap(type(module).forward).__code__.co_names
-    ):
+    before = implementation(module)
+    if before == "eager" and "float" in inspect.unwrap(type(module).forward).__code__.co_names:
         return None  # its loop multiplies in float32
-    before = "grouped_mm" if implementation(module) == IMPLEMENTATION else implementation(module)
+    before = "grouped_mm" if before == IMPLEMENTATION else before
     common = {"transposed": module.is_transposed, "bias": module.has_bias, "before": before}
     if not module.has_gate:
         known = known_activation(module.act_fn)
@@ -245,11 +237,8 @@ def _plan_layer(module) -> tuple | None:
             return None
         spec = LayerSpec(known, "up_proj", False, False, **common, part=part)
         return layer_forward, module, LAYER, spec, "tigon.experts (no gate)"
-    try:
-        found = match(canonical_method(type(module), GATE), EXPERT_GATES)
-    except Unrecognised:
-        return None
-    if found is None:
+    found = recognise(module, EXPERT_GATES, GATE)
+    if not isinstance(found, Match):
         return None
     fields = {**found.structure.options, **found.roles}
     if "alpha" in fields:
@@ -300,10 +289,9 @@ def _plan_gate(module):
         return "its gate is bound to the instance by another patch"
     if not getattr(module, "has_gate", True):
         return _plan_ungated(module)
-    try:
-        found = match(canonical_method(type(module), GATE), EXPERT_GATES)
-    except Unrecognised as error:
-        return f"unrecognised gate: {error}"
+    found = recognise(module, EXPERT_GATES, GATE)
+    if isinstance(found, str):
+        return f"unrecognised gate: {found}"
     if found is None:
         return "a gate that no op of tigon computes"
     reason = _inline_loop(module)
@@ -312,7 +300,7 @@ def _plan_gate(module):
     fields = {**found.structure.options, **found.roles}
     if "act" in fields:
         fields["part"] = Part.of(module, fields["act"])
-        fields["activation"], reason = _activation(module, fields.pop("act"))
+        fields["activation"], reason = fused_activation(module, fields.pop("act"))
         if reason is not None:
             return reason
     op = "tigon.swiglu_oai" if "alpha" in fields else FUSED[fields["activation"]][0]
@@ -329,15 +317,6 @@ def _plan_ungated(module):
     if reason is not None:
         return reason
     return squared_forward, activation, "forward", None, "tigon.relu_squared (experts)"
-
-
-def _activation(module, name) -> tuple[str | None, str | None]:
-    known = known_activation(getattr(module, name))
-    if isinstance(getattr(module, name), nn.Module) and has_hooks(getattr(module, name)):
-        return None, f"hooks on {name} would not run"
-    if known in FUSED:
-        return known, None
-    return None, f"activation {type(getattr(module, name)).__name__} has no fused product"
 
 
 def _calls_gate(module) -> bool:

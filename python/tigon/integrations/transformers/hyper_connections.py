@@ -51,16 +51,12 @@ def hyper_forward(module: nn.Module, spec: HyperSpec, x: torch.Tensor):
     if not plain(x, *parameters) or x.dtype == torch.float64 or has_hooks(module.input_norm):
         return stock(module, x)
     eps = getattr(module, spec.eps)
-    y, _, post, res = hyper_connection_pre(
-        x,
-        *parameters,
-        norm_eps=module.input_norm.eps,
-        pre_eps=eps,
-        post_scale=getattr(module, spec.magnitude) if spec.magnitude else 2.0,
-        post_eps=eps if spec.magnitude else 0.0,
-        iterations=getattr(module, spec.iterations) if spec.iterations else 1,
-        sinkhorn_eps=eps,
-    )
+    options = {"norm_eps": module.input_norm.eps, "pre_eps": eps, "sinkhorn_eps": eps, "iterations": 1}
+    if spec.magnitude:
+        options |= {"post_scale": getattr(module, spec.magnitude), "post_eps": eps}
+    if spec.iterations:
+        options["iterations"] = getattr(module, spec.iterations)
+    y, _, post, res = hyper_connection_pre(x, *parameters, **options)
     results = tuple({"y": y, "post": post, "res": res}[name] for name in spec.results.split())
     return results if len(results) > 1 else y
 

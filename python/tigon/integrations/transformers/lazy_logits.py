@@ -120,17 +120,18 @@ class LazyLogits:
     def _with(self, hidden=None, link=None, dtype=None, limit=None, detach=False, view=False, sliced=False):
         self._check_views()
         twin = object.__new__(type(self))
-        twin._head = self._head
+        twin._head, twin._calls, twin._autocast, twin._seen = (
+            self._head,
+            self._calls,
+            self._autocast,
+            self._seen,
+        )
         twin._hidden = self._hidden if hidden is None else hidden
-        twin._columns = self._columns if limit is None else limit
         twin._dtype = self._dtype if dtype is None else dtype
-        twin._calls = self._calls
-        twin._autocast = self._autocast
         twin._chain = self._chain if link is None else (*self._chain, link)
-        twin._limit = self._limit if limit is None else limit
+        twin._columns, twin._limit = (self._columns, self._limit) if limit is None else (limit, limit)
         twin._detached = self._detached or detach
         twin._real = twin._predicted = None
-        twin._seen = self._seen
         twin._writes = self._writes if view else [0]
         twin._written = twin._writes[0]
         twin._sliced = view and (self._sliced or sliced)
@@ -163,19 +164,15 @@ class LazyLogits:
         return self.materialise().to(*args, **kwargs)
 
     def float(self):
-        """As Tensor.float."""
         return self.to(torch.float32)
 
     def half(self):
-        """As Tensor.half."""
         return self.to(torch.float16)
 
     def bfloat16(self):
-        """As Tensor.bfloat16."""
         return self.to(torch.bfloat16)
 
     def double(self):
-        """As Tensor.double."""
         return self.to(torch.float64)
 
     def type_as(self, other):
@@ -208,15 +205,11 @@ class LazyLogits:
         value = self.materialise()
         return value * other if name == "mul" else value / other
 
-    def __mul__(self, other):
-        return self._scaled("mul", other)
-
-    def __rmul__(self, other):
-        return self._scaled("mul", other)
-
     def mul(self, other):
         """As Tensor.mul; by a number it stays lazy."""
         return self._scaled("mul", other)
+
+    __mul__ = __rmul__ = mul
 
     def __truediv__(self, other):
         return self._scaled("div", other)
@@ -363,21 +356,12 @@ class LazyLogits:
             self._check_fresh()
             self._calls.fused += 1
         request = LossRequest(
-            target,
-            dtype=self._autocast,
-            columns=self._limit,
-            class_weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            denominator=denominator,
-            shift=shift,
-            logit_scale=scale,
-            softcap=softcap,
-            z_loss=z_loss,
-            **({"token_scaling": True} if token_scaling else {}),
+            target, dtype=self._autocast, columns=self._limit, class_weight=weight, ignore_index=ignore_index,
+            reduction=reduction, label_smoothing=label_smoothing, denominator=denominator, shift=shift,
+            logit_scale=scale, softcap=softcap, z_loss=z_loss,
             outputs=("loss", "predicted") if predict else None,
-        )
+            **({"token_scaling": True} if token_scaling else {}),
+        )  # fmt: skip
         result = self._call_head(request)
         if not predict:
             return result
@@ -580,13 +564,8 @@ def _functional_cross_entropy(input, target, weight=None, size_average=None, ign
     """torch.nn.functional.cross_entropy on lazy logits."""
     usual = isinstance(input, LazyLogits) and size_average is None and reduce is None
     if usual and input.ndim == 2 and not target.is_floating_point():
-        loss = input.cross_entropy(
-            target,
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
+        options = {"reduction": reduction, "label_smoothing": label_smoothing}
+        loss = input.cross_entropy(target, weight=weight, ignore_index=ignore_index, **options)
         if loss is not None:
             return loss
     return F.cross_entropy(

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_forward, source_tree
+from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import Part, blocked, has_hooks, plain, stock
-from tigon.integrations.transformers.patterns.modules import ACTIVATIONS, MLPS, match
+from tigon.integrations.transformers.patterns.modules import ACTIVATIONS, MLPS, Match, recognise
 from tigon.integrations.transformers.probe import on_cpu
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.ops.glu import geglu, reglu, swiglu
@@ -70,11 +70,10 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
     for name in spec.before:
         x = getattr(module, name)(x)
     down = None if spec.down is None else getattr(module, spec.down)
-    names = (
-        (spec.up, spec.gate or spec.gate_up) if spec.up_called_first else (spec.gate or spec.gate_up, spec.up)
-    )
+    first, second = spec.gate or spec.gate_up, spec.up
+    names = (second, first) if spec.up_called_first else (first, second)
     called = {name: getattr(module, name)(x) for name in names if name is not None}
-    gate, up = called.get(spec.gate or spec.gate_up), called.get(spec.up)
+    gate, up = called.get(first), called.get(second)
     if gate is None:
         return down(relu_squared(up) if plain(up) else ACTIVATIONS["relu_squared"](up))
     if spec.up_first:
@@ -139,19 +138,16 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     """(spec, what it is), or why an MLP is left, or None where there is none."""
     if next(module.children(), None) is None:
         return None
-    try:
-        found = match(canonical_forward(type(module)), MLPS)
-        why = "not act(gate) * up between two products"
-    except Unrecognised as error:
-        found, why = None, str(error)
-    if found is None:
+    found = recognise(module, MLPS)
+    if not isinstance(found, Match):
+        why = found or "not act(gate) * up between two products"
         return f"unrecognised forward: {why}" if _looks_gated(module) else None
     roles = dict(found.roles)
     ungated = not {"gate", "gate_up"} & roles.keys()
     if ungated and known_activation(getattr(module, roles["act"])) != "relu_squared":
         return None  # one pass already, and any three modules in a row have this form
     act = roles.pop("act", None)
-    activation, reason = _activation(module, act)
+    activation, reason = ("silu", None) if act is None else fused_activation(module, act)
     reason = blocked(module) or reason or _multipliers(module, roles)
     if reason is not None:
         return reason
@@ -173,10 +169,8 @@ def _called_before(forward, one: str | None, other: str | None) -> bool:
     return one in ends and other in ends and ends[one] < ends[other]
 
 
-def _activation(module: nn.Module, name: str | None) -> tuple[str | None, str | None]:
-    """The activation, or why it cannot be fused."""
-    if name is None:  # written inline as silu
-        return "silu", None
+def fused_activation(module: nn.Module, name: str) -> tuple[str | None, str | None]:
+    """The activation that a module has there, or why it cannot be fused."""
     activation = getattr(module, name)
     if isinstance(activation, nn.Module) and has_hooks(activation):
         return None, f"hooks on {name} would not run"
@@ -193,9 +187,8 @@ def known_activation(activation) -> str | None:
     Spellings of one function agree to some units in the last place there (a constant of ten digits:
     to 1e-11), different functions do not; fp32 cannot tell 1e-9.
     """
-    if isinstance(activation, nn.Module) and (
-        blocked(activation) or [*activation.parameters(), *activation.buffers()]
-    ):
+    module = isinstance(activation, nn.Module)
+    if module and (blocked(activation) or [*activation.parameters(), *activation.buffers()]):
         return None
     with on_cpu():
         odd = torch.tensor([-200.0, -0.0, 200.0, float("nan")], dtype=torch.float64)
@@ -203,7 +196,7 @@ def known_activation(activation) -> str | None:
     try:
         with on_cpu(), torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout draws
             # Not by a call of the module: hooks see no probes.
-            got = (activation.forward if isinstance(activation, nn.Module) else activation)(x.clone())
+            got = (activation.forward if module else activation)(x.clone())
     except Exception:  # no function of any tensor: pooling, reshaping
         return None
     if not torch.is_tensor(got) or got.shape != x.shape or got.dtype != x.dtype:
@@ -257,8 +250,7 @@ def _multiplies(forward, activations: frozenset) -> bool:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    products = (
-        node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
-    )
+    operations = (node for node in ast.walk(tree) if isinstance(node, ast.BinOp))
+    products = (node for node in operations if isinstance(node.op, ast.Mult))
     factors = (side for node in products for side in (node.left, node.right))
     return any(activated(side) or (isinstance(side, ast.Name) and side.id in held) for side in factors)

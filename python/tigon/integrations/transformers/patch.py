@@ -53,13 +53,8 @@ class State:
         return _restore(report, dict(self.rotary), dict(self.losses), self.ledger, dict(self.experts))
 
     def __reduce__(self):
-        return _restore, (
-            self.report,
-            dict(self.rotary),
-            dict(self.losses),
-            self.ledger,
-            dict(self.experts),
-        )
+        held = dict(self.rotary), dict(self.losses), self.ledger, dict(self.experts)
+        return _restore, (self.report, *held)
 
 
 def _restore(report, rotary, losses, ledger, experts):
@@ -170,6 +165,31 @@ class _Plan:
                 owner.__dict__["_loss_function"] = causal_lm_loss
 
 
+def _modules(slot, *rows):
+    """What looks for the modules of a slot: (plan, the function that a module is given) for each kind."""
+
+    def look(plan: _Plan) -> None:
+        for plan_module, function in rows:
+            plan.modules(slot, plan_module, function)
+
+    return look
+
+
+# In this order: a module that one has taken is not looked at by those behind it.
+_SLOTS = {
+    "norm": _modules("norm", (plan_norm, norm_forward)),
+    "mlp": _modules("mlp", (plan_mlp, mlp_forward)),
+    "experts": _Plan.experts,
+    "router": _modules("router", (plan_router, router_forward)),
+    "qkv": _modules("qkv", (plan_slices, rewritten_forward)),
+    "qk_norm": _modules("qk_norm", (plan_qk_norm, rewritten_forward)),
+    "hyper": _modules("hyper", (plan_hyper, hyper_forward), (plan_streams, rewritten_forward)),
+    "lora": _Plan.lora,
+    "rope": _Plan.rope,
+    "loss": _Plan.loss,
+}
+
+
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
           experts: bool = True, router: bool = True, qkv: bool = True, qk_norm: bool = False,
           hyper: bool = True, lora: bool = True, lazy_logits: bool = False,
@@ -203,42 +223,14 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
     plan = _Plan(root)
-    if norm:
-        plan.modules("norm", plan_norm, norm_forward)
-    if mlp:
-        plan.modules("mlp", plan_mlp, mlp_forward)
-    if experts:
-        plan.experts()
-    if router:
-        plan.modules("router", plan_router, router_forward)
-    if qkv:
-        plan.modules("qkv", plan_slices, rewritten_forward)
-    qk_norm = qk_norm and norm and rope
-    if qk_norm:
-        plan.modules("qk_norm", plan_qk_norm, rewritten_forward)
-    if hyper:
-        plan.modules("hyper", plan_hyper, hyper_forward)
-        plan.modules("hyper", plan_streams, rewritten_forward)
-    if lora:
-        plan.lora()
-    if rope:
-        plan.rope()
-    if loss:
-        plan.loss()
+    asked = {"norm": norm, "mlp": mlp, "experts": experts, "router": router, "qkv": qkv,
+             "qk_norm": qk_norm and norm and rope, "hyper": hyper, "lora": lora, "rope": rope,
+             "loss": loss}  # fmt: skip
+    for slot, look in _SLOTS.items():
+        if asked[slot]:
+            look(plan)
     _check(plan, report, strict)
-    slots = {
-        "norm": norm,
-        "mlp": mlp,
-        "experts": experts,
-        "router": router,
-        "qkv": qkv,
-        "qk_norm": qk_norm,
-        "hyper": hyper,
-        "lora": lora,
-        "rope": rope,
-        "loss": loss,
-    }
-    kept = [entry for entry in report.entries if not slots[entry.slot]]
+    kept = [entry for entry in report.entries if not asked[entry.slot]]
     for entry in plan.entries:
         if entry.slot == "loss" and not entry.replaced:
             report.head_calls.say(f"{entry.path} stays stock: {entry.reason}")

@@ -90,22 +90,18 @@ def _q_k_positions(original, rotate):
     return rotary
 
 
-def _vision(original, rotate):
-    def rotary(q, k, cos, sin):
-        if _usual(q, k, cos, sin, dims=(3, 4)):
-            return rotate(q, k, cos, sin, unsqueeze_dim=-2)
-        return original(q, k, cos, sin)
+def _without_dim(dims, unsqueeze_dim):
+    """The replacement of a function whose tables always get their new dimension at one place."""
 
-    return rotary
+    def make(original, rotate):
+        def rotary(q, k, cos, sin):
+            if _usual(q, k, cos, sin, dims):
+                return rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+            return original(q, k, cos, sin)
 
+        return rotary
 
-def _vision_packed(original, rotate):
-    def rotary(q, k, cos, sin):
-        if _usual(q, k, cos, sin, dims=(3,)):
-            return rotate(q, k, cos, sin, unsqueeze_dim=1)
-        return original(q, k, cos, sin)
-
-    return rotary
+    return make
 
 
 def _q_maybe_k(original, rotate):
@@ -159,8 +155,8 @@ _REPLACEMENTS = {
     "q k positions": _q_k_positions,
     "q maybe k": _q_maybe_k,
     "q or both": _q_or_both,
-    "vision": _vision,
-    "vision packed": _vision_packed,
+    "vision": _without_dim((3, 4), -2),
+    "vision packed": _without_dim((3,), 1),
     "x": _one_tensor,
     "x sin cos": _sin_first,
     "complex": _complex,

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.integrations.transformers.canonical import Unrecognised, canonical_forward
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, plain, stock
-from tigon.integrations.transformers.patterns.modules import match
+from tigon.integrations.transformers.patterns.modules import Match, recognise
 from tigon.integrations.transformers.patterns.routers import ROUTERS
 from tigon.ops.route import MAX_EXPERTS, route
 
@@ -39,9 +38,7 @@ class RouterSpec:
     score: str = "softmax"
     group_score: str = "max"
     normalized: bool = True  # where no attribute says
-    product: str = (
-        "storage"  # dtype of hidden in the product: its own, that of the weight, or float32 for both
-    )
+    product: str = "storage"  # dtype of hidden in it: its own, that of the weight, or float32 for both
     wide_logits: bool = False  # logits in float32 after the product
     out: str = "float32"  # dtype of the weights: float32, or that of logits or hidden
     autocast: bool = True  # whether under autocast the class computes the same
@@ -99,21 +96,13 @@ def plan_router(module: nn.Module) -> tuple | str | None:
     code = getattr(type(module).forward, "__code__", None)
     if code is None or "topk" not in code.co_names:
         return None
-    try:
-        found = match(canonical_forward(type(module)), ROUTERS)
-    except Unrecognised:
-        return None
-    if found is None:
+    found = recognise(module, ROUTERS)
+    if not isinstance(found, Match):
         return None
     spec = RouterSpec(**found.structure.options, **found.roles)
-    if (
-        getattr(module, spec.top_k) is None
-    ):  # a configuration that has not said it, with which no forward runs
+    if getattr(module, spec.top_k) is None:  # a configuration without it, with which no forward runs
         return None
-    reason = blocked(module) or _refused(module, spec)
-    if reason is not None:
-        return reason
-    return spec, f"tigon.route ({found.structure.name})"
+    return blocked(module) or _refused(module, spec) or (spec, f"tigon.route ({found.structure.name})")
 
 
 def _refused(module, spec) -> str | None:

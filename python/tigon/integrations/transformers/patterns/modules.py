@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from tigon.integrations.transformers.canonical import Canonical, canonical_function
+from tigon.integrations.transformers.canonical import (
+    Canonical,
+    Unrecognised,
+    canonical_forward,
+    canonical_function,
+    canonical_method,
+)
 
 
 @dataclass(frozen=True)
@@ -46,12 +52,18 @@ def match(found: Canonical, table: tuple[Structure, ...]) -> Match | None:
     return None
 
 
+def recognise(module, table: tuple[Structure, ...], method: str = "forward") -> Match | str | None:
+    """The row of `table` that a method of a module's class is; why it has no expression, or None."""
+    try:
+        return match(canonical_method(type(module), method), table)
+    except Unrecognised as error:
+        return str(error)
+
+
 @functools.cache
 def _expression(reference, forward) -> Canonical:
     if not forward:
         return canonical_function(reference)
-    from tigon.integrations.transformers.canonical import canonical_forward
-
     return canonical_forward(type("Reference", (), {"forward": reference}))
 
 
