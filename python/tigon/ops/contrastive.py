@@ -359,17 +359,8 @@ def contrastive_loss(
     else:
         diagonal = labels is None
         positives = torch.arange(n, device=q.device)[:, None] if diagonal else labels
-        options = (
-            positives.shape[1],
-            diagonal,
-            symmetric,
-            normalize,
-            ids is None,
-            margin,
-            guide is None,
-            reduction,
-        )
-        whole = _Own() if group is None else _Whole(q, group, options)
+        alike = (diagonal, symmetric, normalize, ids is None, margin, guide is None, reduction)
+        whole = _Own() if group is None else _Whole(q, group, (positives.shape[1], *alike))
         bound = {"margin": margin, "relative": relative_margin}
         how = {"ids": ids, "bound": bound, "guide": guide, "diagonal": diagonal}
         if ids is not None:

@@ -176,25 +176,13 @@ def cross_entropy(
     need_grad = torch.is_grad_enabled() and logits.requires_grad
     if weight is not None:
         check_float(_OP, "weight", weight)
-        check(
-            _OP,
-            weight.shape == logits.shape[-1:],
-            "weight must be {}, got {}",
-            logits.shape[-1:],
-            weight.shape,
-        )
-        check(
-            _OP,
-            not (weight.requires_grad and torch.is_grad_enabled()),
-            "weight must not require grad (the loss is not differentiable in it), got a tensor that does",
-        )
+        classes, constant = logits.shape[-1:], not (weight.requires_grad and torch.is_grad_enabled())
+        check(_OP, weight.shape == classes, "weight must be {}, got {}", classes, weight.shape)
+        words = "weight must not require grad (the loss is not differentiable in it), got a tensor that does"
+        check(_OP, constant, words)
         weight = weight.to(torch.float32 if logits.dtype != torch.float64 else torch.float64)
-    if inplace and need_grad:
-        check(
-            _OP,
-            not logits.is_leaf,
-            "logits must not be a leaf that requires grad with inplace=True, got a leaf",
-        )
+    words = "logits must not be a leaf that requires grad with inplace=True, got a leaf"
+    check(_OP, not (inplace and need_grad and logits.is_leaf), words)
     options = (ignore_index, label_smoothing, softcap or 0.0, z_loss)
     if not has_kernel(_OP, logits, beside=(target, weight)):
         check_range(_OP, "target", target, logits.shape[-1], ignore_index)
@@ -205,9 +193,6 @@ def cross_entropy(
     denominator, host_denominator = split_denominator(denominator, logits.device)
     if denominator is not None or host_denominator is not None:
         reduction = "sum"
-    inputs = (
-        logits, target.reshape(-1).long(), weight, denominator, host_denominator, _REDUCTIONS[reduction],
-        *options,
-    )  # fmt: skip
-    loss = _loss(*inputs, inplace=inplace)
+    labels, divisors = target.reshape(-1).long(), (denominator, host_denominator)
+    loss = _loss(logits, labels, weight, *divisors, _REDUCTIONS[reduction], *options, inplace=inplace)
     return loss.view(target.shape) if reduction == "none" else loss

@@ -137,19 +137,8 @@ def kl_div(
     Source: Kullback & Leibler 1951, "On Information and Sufficiency"; distillation: Hinton et al. 2015.
     """
     kind = "reverse_kl" if reverse else "forward_kl"
-    return _divergence(
-        "kl_div",
-        kind,
-        student,
-        teacher,
-        labels,
-        0.5,
-        temperature,
-        log_probs,
-        ignore_index,
-        reduction,
-        inplace,
-    )
+    options = temperature, log_probs, ignore_index, reduction, inplace
+    return _divergence("kl_div", kind, student, teacher, labels, 0.5, *options)
 
 
 def jsd(
@@ -181,9 +170,8 @@ def jsd(
     check_numbers("jsd", beta=beta)
     check("jsd", 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
     kind = "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
-    return _divergence(
-        "jsd", kind, student, teacher, labels, beta, temperature, log_probs, ignore_index, reduction, inplace
-    )
+    options = temperature, log_probs, ignore_index, reduction, inplace
+    return _divergence("jsd", kind, student, teacher, labels, beta, *options)
 
 
 def tvd(
@@ -201,6 +189,5 @@ def tvd(
 
     Args, returns, raises: as :func:`kl_div`.
     """
-    return _divergence(
-        "tvd", "tvd", student, teacher, labels, 0.5, temperature, log_probs, ignore_index, reduction, inplace
-    )
+    options = temperature, log_probs, ignore_index, reduction, inplace
+    return _divergence("tvd", "tvd", student, teacher, labels, 0.5, *options)

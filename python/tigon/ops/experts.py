@@ -159,9 +159,8 @@ def product(rows, stack, offsets, transposed):
     """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``."""
     if own_fits(rows, stack):
         return _product(rows, stack, offsets, transposed)
-    return (grouped_product if grouped_fits(offsets, rows) else each_product)(
-        rows, stack, offsets, transposed
-    )
+    run = grouped_product if grouped_fits(offsets, rows) else each_product
+    return run(rows, stack, offsets, transposed)
 
 
 def gated_product(x, order, place, stack, bias, offsets, kind, columns, transposed, alpha, limit, keep):
@@ -232,11 +231,9 @@ def _backward_of(
     g = dy.contiguous() if is_sorted else _gather(dy, place)
     need_dz = need_x or need_gate_up or need_gate_up_bias
     # The activation alone needs no gradient; the kernel then multiplies with what is there.
-    dact = (
-        product(g, down, offsets, not transposed)
-        if need_dz or need_weights
-        else z[:, : down.shape[1 if transposed else 2]]
-    )
+    dact = z[:, : down.shape[1 if transposed else 2]]
+    if need_dz or need_weights:
+        dact = product(g, down, offsets, not transposed)
     of_gate = (
         dact, z, gate_up_bias, weights, slots, offsets, g, down_bias, kind, columns, alpha, limit,
     )  # fmt: skip

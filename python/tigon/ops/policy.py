@@ -55,10 +55,10 @@ def formula(
     op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
 ) -> Formula:
     """The checked options."""
-    for name, given, allowed in (("kind", kind, KINDS), ("level", level, LEVELS), ("normalise", normalise,
-    NORMALISE),
-                                 ("kl_estimator", kl_estimator, ESTIMATORS)):  # fmt: skip
-        check_choice(op, name, given, allowed)
+    check_choice(op, "kind", kind, KINDS)
+    check_choice(op, "level", level, LEVELS)
+    check_choice(op, "normalise", normalise, NORMALISE)
+    check_choice(op, "kl_estimator", kl_estimator, ESTIMATORS)
     low, high = _numbers(op, "clip", clip, 2)
     check(op, low >= 0 and high >= 0, "clip must be two numbers >= 0, got {}", clip)
     check_positive(op, "delta", delta, or_none=True)
@@ -69,9 +69,9 @@ def formula(
     check_numbers(op, kl=kl, entropy=entropy)
     if not isinstance(kl_corrected, bool):
         refuse(op, "kl_corrected must be True or False, got {}", kind_of(kl_corrected))
-    return Formula(KINDS[kind], LEVELS[level], NORMALISE[normalise], low, high, float(delta or 0.0),
-    positive, negative,
-                   *gamma, ESTIMATORS[kl_estimator], float(kl), kl_corrected, float(entropy))  # fmt: skip
+    codes = KINDS[kind], LEVELS[level], NORMALISE[normalise]
+    bounds = low, high, float(delta or 0.0), positive, negative, *gamma
+    return Formula(*codes, *bounds, ESTIMATORS[kl_estimator], float(kl), kl_corrected, float(entropy))
 
 
 def _numbers(op, name, values, count):
@@ -83,6 +83,8 @@ def _numbers(op, name, values, count):
 
 def check_tokens(op, shape, device, advantage, old, ref, importance, kl) -> None:
     """The operands beside the log-probabilities, which are [B, T]."""
+    tensor = isinstance(advantage, torch.Tensor)
+    check(op, tensor, "advantage must be a float tensor, got {}", kind_of(advantage))
     for name, t, either in (("advantage", advantage, True), ("old", old, False), ("ref", ref, False),
                             ("importance", importance, True)):  # fmt: skip
         if t is None:
@@ -138,9 +140,8 @@ def token_losses(log_prob, advantage, counts, old, ref, importance, f: Formula):
     log_weight = log_ratio.detach().clamp(-20, 20).sum(-1, keepdim=True)
     if importance is not None:
         least = math.log(1e-8)
-        log_weight = log_weight + torch.where(counts, importance.log().clamp(least, 20), 0.0).sum(
-            -1, keepdim=True
-        )
+        logs = torch.where(counts, importance.log().clamp(least, 20), 0.0)
+        log_weight = log_weight + logs.sum(-1, keepdim=True)
     log_weight = log_weight.clamp(math.log(1e-8), 20)
     if f.level != LEVELS["token"]:
         log_ratio = log_ratio.sum(-1, keepdim=True)
@@ -159,12 +160,11 @@ def token_losses(log_prob, advantage, counts, old, ref, importance, f: Formula):
     return tuple(None if t is None else torch.where(counts, t, 0.0) for t in results)
 
 
-def reference(
-    log_prob, advantage, mask, old, ref, importance, entropy, denominator, entropy_denominator, f: Formula
-):
+def reference(log_prob, mask, constants, entropy, denominator, entropy_denominator, f: Formula):
     """The same formulas in plain PyTorch operations (any float dtype, any device)."""
     counts = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask != 0
-    loss, _, estimate, clipped = token_losses(log_prob, advantage, counts, old, ref, importance, f)
+    advantage, *others = constants
+    loss, _, estimate, clipped = token_losses(log_prob, advantage, counts, *others, f)
     length = counts.sum(-1, keepdim=True).clamp(min=1)
     by_answer = f.normalise == NORMALISE["sequence"]
     own = {NORMALISE["token"]: counts.sum().clamp(min=1)}.get(f.normalise, max(counts.shape[0], 1))
@@ -216,23 +216,24 @@ def _backward(ctx, dloss, *_):
 _op = Op("policy", fake=_fake, setup_context=_setup_context, backward=_backward, results=3)
 
 
-def run(log_prob, advantage, mask, old, ref, importance, entropies, denominator, entropy_denominator, f):
+def constant_tokens(*tensors):
+    """Advantages, old and reference log-probabilities and factors, which get no gradient."""
+    return tuple(None if t is None else t.detach() for t in tensors)
+
+
+def run(log_prob, mask, constants, entropies, denominator, entropy_denominator, f):
     """Kernel or reference, on checked arguments."""
     if not has_kernel("policy_loss", log_prob):
-        return reference(
-            log_prob, advantage, mask, old, ref, importance, entropies, denominator, entropy_denominator, f
-        )
-    floats = (
-        None if t is None else t.float()
-        for t in (old, ref, importance, entropies if f.entropy != 0 else None)
-    )
+        return reference(log_prob, mask, constants, entropies, denominator, entropy_denominator, f)
+    advantage, *others = constants
+    floats = (None if t is None else t.float() for t in (*others, entropies if f.entropy != 0 else None))
     target = None if mask is None else native_mask(mask)
     by, number = split_denominator(denominator, log_prob.device)
     entropy_by, entropy_number = split_denominator(entropy_denominator, log_prob.device)
     loss, estimate, clipped = _op(
         log_prob.float(), advantage.float(), target, *floats, by, entropy_by, number, entropy_number, *f, 0
     )
-    return PolicyResult(loss, None if ref is None else estimate, clipped)
+    return PolicyResult(loss, None if constants[2] is None else estimate, clipped)
 
 
 def policy_loss(
@@ -333,12 +334,6 @@ def policy_loss(
     shape, device = log_prob.shape, log_prob.device
     check_mask(op, "mask", mask, shape, device)
     f = formula(op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise)
-    check(
-        op,
-        isinstance(advantage, torch.Tensor),
-        "advantage must be a float tensor, got {}",
-        kind_of(advantage),
-    )
     check_tokens(op, shape, device, advantage, old, ref, importance, kl)
     if entropies is not None:
         check_float(op, "entropies", entropies)
@@ -347,9 +342,5 @@ def policy_loss(
     check(op, entropy == 0 or entropies is not None, "entropies must be given with entropy, got None")
     check_denominator(op, denominator)
     check_denominator(op, entropy_denominator, "entropy_denominator")
-    advantage, old, ref, importance = (
-        None if t is None else t.detach() for t in (advantage, old, ref, importance)
-    )
-    return run(
-        log_prob, advantage, mask, old, ref, importance, entropies, denominator, entropy_denominator, f
-    )
+    constants = constant_tokens(advantage, old, ref, importance)
+    return run(log_prob, mask, constants, entropies, denominator, entropy_denominator, f)

@@ -83,13 +83,9 @@ class PreferenceResult(NamedTuple):
     """What the losses of pairs return; all but the loss is detached."""
 
     loss: torch.Tensor  # float32 scalar
-    log_prob: (
-        torch.Tensor
-    )  # [2P]: of each answer, the sum over its tokens, by length where the loss has it so
+    log_prob: torch.Tensor  # [2P]: sum over the tokens of each answer, by length where the loss has it so
     rewards: torch.Tensor  # [2P]: beta times the difference to the reference
-    nll: (
-        torch.Tensor
-    )  # scalar: mean of -log_prob over the nll tokens of the chosen answers, without its factor
+    nll: torch.Tensor  # scalar: mean of -log_prob over the chosen answers' nll tokens, without its factor
     margin: torch.Tensor  # [P]: reward of the chosen answer less that of the rejected one
 
 
@@ -133,13 +129,8 @@ def single_formula(op, kind, beta, average, kl, weights) -> Formula:
     check(op, two, "weights must be (of desirable, of undesirable answers), got {}", weights)
     check_numbers(op, **{"weights[0]": weights[0], "weights[1]": weights[1]})
     if isinstance(kl, torch.Tensor):
-        check(
-            op,
-            kl.numel() == 1 and kl.is_floating_point(),
-            "kl must be one float, got {} {}",
-            kl.dtype,
-            kl.shape,
-        )
+        one = kl.numel() == 1 and kl.is_floating_point()
+        check(op, one, "kl must be one float, got {} {}", kl.dtype, kl.shape)
         check_layout(op, "kl", kl)
     else:
         check_numbers(op, kl=kl)
@@ -169,12 +160,8 @@ def check_desirable(op, desirable, answers, device) -> None:
 
 def check_pairs(op, name, answers) -> None:
     """Chosen answers, then as many rejected ones."""
-    check(
-        op,
-        answers % 2 == 0,
-        name + " must have an even number of rows (chosen, then rejected), got {}",
-        answers,
-    )
+    words = name + " must have an even number of rows (chosen, then rejected), got {}"
+    check(op, answers % 2 == 0, words, answers)
 
 
 def _check_tokens(op, log_prob, mask) -> None:
@@ -275,17 +262,15 @@ def _mean(losses, denominator):
 # The operator.
 
 
+def empty_results(like, answers, pairs):
+    """Log-probabilities and rewards of answers, nll and margins of pairs."""
+    shapes = ((answers,), (answers,), () if pairs else (0,), (answers // 2 if pairs else 0,))
+    return tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
 def _fake(log_prob, target, nll_target, ref, desirable, *_):
-    answers, f32 = log_prob.shape[0], {"dtype": torch.float32}
-    pairs = desirable is None
-    return (
-        log_prob.new_empty((), **f32),
-        log_prob.new_empty(answers, **f32),
-        log_prob.new_empty(answers, **f32),
-        log_prob.new_empty(() if pairs else (0,), **f32),
-        log_prob.new_empty(answers // 2 if pairs else 0, **f32),
-        log_prob.new_empty(log_prob.shape, **f32),
-    )
+    loss, dlog_prob = (log_prob.new_empty(shape, dtype=torch.float32) for shape in ((), log_prob.shape))
+    return loss, *empty_results(log_prob, log_prob.shape[0], desirable is None), dlog_prob
 
 
 def _setup_context(ctx, inputs, output):
@@ -449,9 +434,8 @@ def kto_loss(
     formula = single_formula(op, kind, beta, average, kl, weights)
     check_desirable(op, desirable, log_prob.shape[0], log_prob.device)
     check_ref(op, ref, log_prob.shape[0], log_prob.device)
-    return run(op, log_prob, mask, None, constant(ref, log_prob), desirable, kl_tensor(kl, log_prob),
-    denominator,
-                formula)  # fmt: skip
+    ref, kl = constant(ref, log_prob), kl_tensor(kl, log_prob)
+    return run(op, log_prob, mask, None, ref, desirable, kl, denominator, formula)
 
 
 def constant(t, like):
@@ -461,10 +445,7 @@ def constant(t, like):
 
 def kl_tensor(kl, like):
     """The reference point as a tensor beside `like`, ``None`` where it is 0."""
+    wide = torch.promote_types(like.dtype, torch.float32)
     if isinstance(kl, torch.Tensor):
-        return kl.detach().to(like.device, torch.promote_types(like.dtype, torch.float32)).reshape(())
-    return (
-        None
-        if kl == 0
-        else torch.full((), kl, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    )
+        return kl.detach().to(like.device, wide).reshape(())
+    return None if kl == 0 else torch.full((), kl, dtype=wide, device=like.device)

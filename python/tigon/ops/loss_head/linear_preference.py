@@ -28,7 +28,6 @@ from tigon.ops.loss_head.operands import (
     prepare,
     whole_vectors,
 )
-from tigon.ops.loss_head.reference import plain_logits
 from tigon.ops.preference import KTOResult, PreferenceResult
 
 
@@ -44,20 +43,12 @@ def _has_kernel(op, hidden, head: Head) -> bool:
 
 def _log_probs(op, hidden, weight, labels, head: Head, entropy=False):
     """Log-probabilities [answers, T] (and entropies) with a graph: in float64 of the logits, else chunked."""
-    if hidden.dtype != torch.float64:
-        check(op, head.lora is None, "lora must be None under the transforms of torch.func, got {}", "one")
-    if hidden.dtype != torch.float64 or head.lora is None:
-        options = head._replace(valid_rows=None, chunk_rows=None).options()
-        kernel = hidden.dtype != torch.float64
-        log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
-        return log_prob(hidden, weight, labels, entropy=entropy, **options)
-    z = plain_logits(hidden, weight, head.bias, head.softcap, head.logit_scale, head.temperature, head.lora)
-    log_p = torch.log_softmax(z, -1)
-    counts = labels != head.ignore_index
-    picked = log_p.gather(-1, torch.where(counts, labels, 0).long().unsqueeze(-1)).squeeze(-1)
-    picked = torch.where(counts, picked, 0.0)
-    entropies = torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0.0)
-    return (picked, entropies) if entropy else picked
+    kernel = hidden.dtype != torch.float64
+    fits = not kernel or head.lora is None
+    check(op, fits, "lora must be None under the transforms of torch.func, got {}", "one")
+    options = head._replace(valid_rows=None, chunk_rows=None).options()
+    log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
+    return log_prob(hidden, weight, labels, entropy=entropy, **options)
 
 
 def _check_ref_head(op, ref, hidden, weight) -> None:
@@ -102,12 +93,8 @@ def _run(loss: HeadLoss, op, hidden, weight, labels, head: Head, more):
 def _fake_preference(*arguments):
     call = Call.of(arguments)
     answers, _, _, _, _, _, _, desirable, *_ = call.more
-    pairs, f32 = desirable is None, {"dtype": torch.float32}
-    hidden = call.operands.hidden
-    return (
-        *empty_loss(call, True), hidden.new_empty(answers, **f32), hidden.new_empty(answers, **f32),
-        hidden.new_empty(() if pairs else (0,), **f32), hidden.new_empty(answers // 2 if pairs else 0, **f32),
-    )  # fmt: skip
+    results = _preference.empty_results(call.operands.hidden, answers, desirable is None)
+    return *empty_loss(call, True), *results
 
 
 def _fake_policy(*arguments):
@@ -400,25 +387,22 @@ def linear_policy(
     f = _policy.formula(
         op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
     )
-    tensor = isinstance(advantage, torch.Tensor)
-    check(op, tensor, "advantage must be a float tensor, got {}", kind_of(advantage))
     _policy.check_tokens(op, target.shape, hidden.device, advantage, old, ref, importance, kl)
     check_denominator(op, denominator)
     check_denominator(op, entropy_denominator, "entropy_denominator")
-    advantage, old, ref, importance = (
-        None if t is None else t.detach() for t in (advantage, old, ref, importance)
-    )
+    constants = _policy.constant_tokens(advantage, old, ref, importance)
     hidden, weight = autocast(hidden), plain_weight(op, weight)
     if not _has_kernel(op, hidden, head) or torch._C._are_functorch_transforms_active():
         if hidden.dtype == torch.float64:
             check_plain(op, weight.shape[0], target, head)
         labels = shifted(target, ignore_index, shift).long()
         log_prob, entropies = _log_probs(op, hidden, weight, labels, head, entropy=True)
-        options = (log_prob, advantage, labels != ignore_index, old, ref, importance, entropies, denominator,
-                   entropy_denominator, f)  # fmt: skip
-        loss, estimate, clipped = _policy.run(*options)
+        mask = labels != ignore_index
+        loss, estimate, clipped = _policy.run(
+            log_prob, mask, constants, entropies, denominator, entropy_denominator, f
+        )
         return LinearPolicyResult(loss, log_prob.detach(), entropies.detach(), estimate, clipped)
-    floats = [None if t is None else t.float() for t in (advantage, old, ref, importance)]
+    floats = [None if t is None else t.float() for t in constants]
     by, number = split_denominator(denominator, hidden.device)
     entropy_by, entropy_number = split_denominator(entropy_denominator, hidden.device)
     more = (*floats, by, entropy_by, number, entropy_number, *f, True)
