@@ -40,11 +40,8 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("nn.Experts", "activation", activation, KINDS)
-        self.num_experts, self.hidden_size, self.intermediate_size = (
-            num_experts,
-            hidden_size,
-            intermediate_size,
-        )
+        self.num_experts = num_experts
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.activation, self.gated, self.interleaved = activation, gated, interleaved
         self.transposed, self.alpha, self.limit = transposed, alpha, limit
         wide = 2 * intermediate_size if gated else intermediate_size

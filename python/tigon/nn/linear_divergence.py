@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
 
+_PER_CALL = ("bias", "lora", "token_weight", "denominator", "valid_rows", "position_ids")
+
 
 class _LinearDivergenceLoss(nn.Module):
     """A divergence of two heads with its options fixed; the heads' weights stay with their models."""
 
-    function = staticmethod(linear_kl_div)
+    function: Callable[..., torch.Tensor]
 
-    def __init__(
-        self,
-        own: dict,
-        *,
-        soft: float = 1.0,
-        hard: float = 0.0,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        teacher_softcap: float | None = None,
-        teacher_logit_scale: float = 1.0,
-        reduction: str = "batchmean",
-        ignore_index: int = -100,
-        shift: int | bool = False,
-        chunk_rows: int | None = None,
-        outputs: tuple[str, ...] = ("loss",),
-    ) -> None:
+    def __init__(self, **options) -> None:
         super().__init__()
-        self.options = {
-            "soft": soft,
-            "hard": hard,
-            "temperature": temperature,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "teacher_softcap": teacher_softcap,
-            "teacher_logit_scale": teacher_logit_scale,
-            "reduction": reduction,
-            "ignore_index": ignore_index,
-            "shift": shift,
-            "chunk_rows": chunk_rows,
-            "outputs": outputs,
-            **own,
-        }
+        known = inspect.signature(self.function).parameters.values()
+        fixed = {p.name: p.default for p in known if p.kind is p.KEYWORD_ONLY and p.name not in _PER_CALL}
+        unknown = [name for name in options if name not in fixed]
+        if unknown:
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
+        self.options = fixed | options
 
     def forward(
         self,
@@ -70,14 +50,13 @@ class _LinearDivergenceLoss(nn.Module):
 class LinearKLDivLoss(_LinearDivergenceLoss):
     """:func:`tigon.linear_kl_div` with its options fixed; the heads' weights stay with their models.
 
-    Args: as :func:`tigon.linear_kl_div`.
+    Args: the keyword arguments of :func:`tigon.linear_kl_div` but for those of a call.
 
     Shape: hidden ``[..., H]``, weight ``[V, H]``, teacher ``([..., H_t], [V_t, H_t])`` or ``[..., V_t]``,
     labels ``[...]`` or ``None`` -> scalar, or ``[...]`` with ``reduction="none"``.
     """
 
-    def __init__(self, *, reverse: bool = False, **options) -> None:
-        super().__init__({"reverse": reverse}, **options)
+    function = staticmethod(linear_kl_div)
 
 
 class LinearJSDLoss(_LinearDivergenceLoss):
@@ -85,14 +64,8 @@ class LinearJSDLoss(_LinearDivergenceLoss):
 
     function = staticmethod(linear_jsd)
 
-    def __init__(self, *, beta: float = 0.5, **options) -> None:
-        super().__init__({"beta": beta}, **options)
-
 
 class LinearTVDLoss(_LinearDivergenceLoss):
     """:func:`tigon.linear_tvd` with its options fixed: as :class:`LinearKLDivLoss`."""
 
     function = staticmethod(linear_tvd)
-
-    def __init__(self, **options) -> None:
-        super().__init__({}, **options)

@@ -12,7 +12,8 @@ from tigon.error import check
 from tigon.ops.arguments import check_choice, check_float, check_integers, check_numbers, check_positive
 from tigon.ops.cross_entropy import check_denominator, check_target
 from tigon.ops.loss_gradient import scaled
-from tigon.parallel.rows import NUMBERS, Formula, Rows, make_rows, scale_of, total
+from tigon.ops.loss_head.operands import Formula
+from tigon.parallel.rows import NUMBERS, Rows, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, Shards, Work, agree, code, target_code
 
 OP = "parallel.cross_entropy"

@@ -18,10 +18,13 @@ from tigon.ops.loss_head.operands import (
     LORA_A,
     LORA_B,
     WEIGHT,
+    Formula,
     Head,
     autocast,
     check_head,
     check_lora,
+    check_outputs,
+    check_token_weight,
     main_grad_of,
     whole_vectors,
     wide_logits,
@@ -38,7 +41,7 @@ from tigon.parallel.cross_entropy import (
     take_class_weight,
 )
 from tigon.parallel.plan import Sizes, choose
-from tigon.parallel.rows import NUMBERS, Formula, make_rows, scale_of, total
+from tigon.parallel.rows import NUMBERS, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, agree, code, target_code
 from tigon.parallel.stream import Call, Function, Parameters
 
@@ -46,8 +49,8 @@ LOSS, LOG_PROB = "parallel.linear_cross_entropy", "parallel.linear_log_prob"
 OUTPUTS = ("loss", "z_loss", "log_prob", "lse", "entropy", "predicted", "correct")
 
 
-class _Head(NamedTuple):
-    """Operands of a head as they were given, and where it is."""
+class _Sharded(NamedTuple):
+    """A sharded head as it was given, and where it is."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -56,15 +59,9 @@ class _Head(NamedTuple):
     vocab: int | None
     first_class: int | None
     sequence_parallel: bool
-    bias: torch.Tensor | None
-    shift: int | bool
-    chunk_rows: int | None
     keep_mb: float | None
-    logit_dtype: torch.dtype | None
     partial_hidden_grad: bool
-    valid_rows: int | None
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None
-    max_workspace_mb: float | None = None
+    head: Head
 
 
 class _Operands(NamedTuple):
@@ -79,40 +76,33 @@ class _Operands(NamedTuple):
     main_grad: torch.Tensor | None
 
 
-def _describe(op, head: _Head, formula: Formula, options: tuple) -> tuple[Facts, _Operands]:
+def _describe(op, call: _Sharded, formula: Formula, options: tuple) -> tuple[Facts, _Operands]:
     """Checks; what the processes compare, and the operands."""
-    hidden, weight, bias = head.hidden, head.weight, head.bias
-    target = labels_of(head.target, formula.ignore_index)
+    hidden, weight, head = call.hidden, call.weight, call.head
+    bias, lora = head.bias, head.lora
+    target = labels_of(call.target, formula.ignore_index)
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
     check_indices(op, "target", target)
     check(op, hidden.dim() >= 1 and weight.dim() == 2, "weight must be [columns, H], got {}", weight.shape)
     labels = target
-    if head.sequence_parallel:
-        size = torch.distributed.get_world_size(head.group)
-        check(
-            op,
-            hidden.dim() >= 2,
-            "hidden must be [share, ..., H] with sequence_parallel, got {}",
-            hidden.shape,
-        )
-        wanted = (size * hidden.shape[0], *hidden.shape[1:-1])
-        check(
-            op, target.shape == wanted, "target must be {} (of all processes), got {}", wanted, target.shape
-        )
+    if call.sequence_parallel:
+        words = "hidden must be [share, ..., H] with sequence_parallel, got {}"
+        check(op, hidden.dim() >= 2, words, hidden.shape)
+        wanted = (torch.distributed.get_world_size(call.group) * hidden.shape[0], *hidden.shape[1:-1])
+        fits = target.shape == wanted
+        check(op, fits, "target must be {} (of all processes), got {}", wanted, target.shape)
         labels = target[: hidden.shape[0]]
     columns = weight.shape[0]
-    if columns == 0:  # a process without classes
-        weight, bias = weight.new_empty(1, weight.shape[1]), None
-    cap = formula.softcap if formula.softcap else None
-    check_head(op, hidden, weight, labels, Head(
-        bias, cap, formula.logit_scale, formula.temperature, ignore_index=formula.ignore_index,
-        shift=head.shift, chunk_rows=head.chunk_rows, max_workspace_mb=head.max_workspace_mb,
-    ))  # fmt: skip
-    weight, bias, lora = head.weight, head.bias, head.lora
+    if columns:
+        check_head(op, hidden, weight, labels, head._replace(lora=None))
+    else:  # a process without classes
+        check_head(
+            op, hidden, weight.new_empty(1, weight.shape[1]), labels, head._replace(bias=None, lora=None)
+        )
     check_lora(op, lora, hidden, weight)
-    check_layout(op, head.vocab, head.first_class)
-    check_keep(op, head.keep_mb)
+    check_layout(op, call.vocab, call.first_class)
+    check_keep(op, call.keep_mb)
     hidden = autocast(hidden)
     check(op, has_kernel(op, hidden), "hidden must be float32, bfloat16 or float16, got {}", hidden.dtype)
     wide = wide_logits(op, head.logit_dtype, hidden)
@@ -128,42 +118,42 @@ def _describe(op, head: _Head, formula: Formula, options: tuple) -> tuple[Facts,
     if torch.is_grad_enabled():
         wanted = zip((HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B), (hidden, *parameters), strict=True)
         needs = sum(bit for bit, t in wanted if t is not None and t.requires_grad)
-    both = head.sequence_parallel and head.partial_hidden_grad
+    both = call.sequence_parallel and call.partial_hidden_grad
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
     lora_facts = None if lora is None else (lora_a.shape[0], float(lora_scale))
-    alike = (formula, options, head.sequence_parallel, head.partial_hidden_grad, head.shift, head.chunk_rows,
-             head.keep_mb, wide, known, head.max_workspace_mb, lora_facts, main_grad is not None)  # fmt: skip
+    alike = (formula, options, call.sequence_parallel, call.partial_hidden_grad, head.shift, head.chunk_rows,
+             call.keep_mb, wide, known, head.max_workspace_mb, lora_facts, main_grad is not None)  # fmt: skip
     facts = Facts(
         rows=target.numel(), size=hidden.shape[-1], dtype=code(hidden.dtype), needs=needs,
         options=code((*alike, bias is None, is_deterministic())),
         target=target_code(target, hidden.device), columns=columns,
-        first_class=-1 if head.first_class is None else head.first_class,
-        vocab=-1 if head.vocab is None else head.vocab,
+        first_class=-1 if call.first_class is None else call.first_class,
+        vocab=-1 if call.vocab is None else call.vocab,
     )  # fmt: skip
     return facts, _Operands(hidden, parameters, float(lora_scale), needs, wide, known, main_grad)
 
 
 def _run(
-    op, head: _Head, formula: Formula, options, *, class_weight=None, token_weight=None,
+    op, sharded: _Sharded, formula: Formula, options, *, class_weight=None, token_weight=None,
     reduction="none", denominator=None, result="loss", entropy=False, statistics=(), check_more=None,
 ):  # fmt: skip
     """The call: ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat."""
+    hidden, weight, target, group, *_, head = sharded
 
     def describe():
         low = head.lora if isinstance(head.lora, Sequence) else ()
-        check_eager(op, hidden=head.hidden, weight=head.weight, target=head.target, bias=head.bias,
+        check_eager(op, hidden=hidden, weight=weight, target=target, bias=head.bias,
                     **{f"lora {name}": t for name, t in zip("AB", low, strict=False)})  # fmt: skip
         if check_more is not None:
             check_more()
-        return _describe(op, head, formula, options)
+        return _describe(op, sharded, formula, options)
 
-    device = head.hidden.device if isinstance(head.hidden, torch.Tensor) else torch.device("cpu")
-    shards, operands = agree(op, head.group, device, describe)
+    device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
+    shards, operands = agree(op, group, device, describe)
     hidden, parameters, lora_scale, needs, wide, known, main_grad = operands
     class_weight = take_class_weight(op, shards, class_weight, device)
-    labels = head.target.to(device, torch.int64, non_blocking=True)
-    labels = shifted(labels, formula.ignore_index, head.shift)
-    labels = labels.reshape(-1)
+    labels = target.to(device, torch.int64, non_blocking=True)
+    labels = shifted(labels, formula.ignore_index, head.shift).reshape(-1)
     rows = make_rows(
         shards, formula, None, class_weight, device,
         entropy=entropy or "entropy" in statistics, predicted="predicted" in statistics,
@@ -171,7 +161,7 @@ def _run(
     if denominator is not None:
         reduction = "sum"
     scale = None if reduction == "none" else scale_of(rows, labels, reduction, denominator)
-    shares = shards.size if head.sequence_parallel else 1
+    shares = shards.size if sharded.sequence_parallel else 1
     size = hidden.shape[-1]
     hidden = hidden.reshape(labels.shape[0] // shares, size)
     # The rows of a share are gathered as they are.
@@ -183,7 +173,7 @@ def _run(
         wide and hidden.dtype != torch.float32, shares, 4 * rows.per_row() * (1 + shards.size),
         listed.index is not None,
     )  # fmt: skip
-    chunk, keep = choose(op, sizes, head.chunk_rows, head.max_workspace_mb, head.keep_mb, entropy)
+    chunk, keep = choose(op, sizes, head.chunk_rows, head.max_workspace_mb, sharded.keep_mb, entropy)
     target = listed.labels.view(shares, hidden.shape[0])
     if token_weight is not None:
         token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
@@ -192,7 +182,7 @@ def _run(
     formed = None if main_grad is not None else scale
     call = Call(
         rows, target, token_weight, formed, NUMBERS.index(result), entropy, needs, max(chunk // shares, 1),
-        keep, wide, head.partial_hidden_grad, lora_scale, main_grad,
+        keep, wide, sharded.partial_hidden_grad, lora_scale, main_grad,
     )  # fmt: skip
     loss, entropies, numbers, predicted = Function.apply(call, hidden, *parameters)
     if scale is not None and main_grad is not None:
@@ -290,24 +280,19 @@ def linear_cross_entropy(
         check_loss(LOSS, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
         if class_weight is not None:
             check_float(LOSS, "class_weight", class_weight)
-        if token_weight is not None:
-            check_float(LOSS, "token_weight", token_weight)
-            fits = token_weight.shape == target.shape
-            check(LOSS, fits, "token_weight must be {}, got {}", target.shape, token_weight.shape)
+        check_token_weight(LOSS, token_weight, target)
         if outputs is not None:
-            fits = (
-                isinstance(outputs, tuple) and outputs[:1] == ("loss",) and len(set(outputs)) == len(outputs)
-            )
-            fits = fits and set(outputs) <= set(OUTPUTS)
-            check(LOSS, fits, "outputs must be 'loss' and then some of {}, got {!r}", OUTPUTS[1:], outputs)
+            check_outputs(LOSS, outputs, OUTPUTS)
 
     statistics = set(outputs or ())
     if "correct" in statistics:
         statistics.add("predicted")
+    head = Head(bias, softcap or None, logit_scale, temperature, lora, ignore_index, shift, None, valid_rows,
+                chunk_rows, max_workspace_mb, logit_dtype)  # fmt: skip
     loss, _, numbers, predicted, labels = _run(
         LOSS,
-        _Head(hidden, weight, target, group, vocab, first_class, sequence_parallel, bias, shift, chunk_rows,
-              keep_mb, logit_dtype, partial_hidden_grad, valid_rows, lora, max_workspace_mb),
+        _Sharded(hidden, weight, target, group, vocab, first_class, sequence_parallel, keep_mb,
+                 partial_hidden_grad, head),
         Formula(ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss),
         (reduction, number_of(denominator), outputs, shape_of(class_weight), token_weight is None),
         class_weight=class_weight, token_weight=token_weight, reduction=reduction, denominator=denominator,
@@ -354,10 +339,12 @@ def linear_log_prob(
         float32, target's shape, or a pair of them; the same bits in all processes. 0 on ignored rows, with
         zero gradients.
     """
+    head = Head(bias, softcap or None, logit_scale, temperature, lora, ignore_index, shift, None, valid_rows,
+                chunk_rows, None, logit_dtype)  # fmt: skip
     loss, entropies, *_ = _run(
         LOG_PROB,
-        _Head(hidden, weight, target, group, vocab, first_class, sequence_parallel, bias, shift, chunk_rows,
-              keep_mb, logit_dtype, partial_hidden_grad, valid_rows, lora),
+        _Sharded(hidden, weight, target, group, vocab, first_class, sequence_parallel, keep_mb,
+                 partial_hidden_grad, head),
         Formula(ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature),
         (entropy,),
         result="log_prob", entropy=entropy,

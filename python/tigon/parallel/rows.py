@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tigon._op import raw
+from tigon.ops.loss_head.operands import Formula
 from tigon.parallel.shards import Shards, Work
 
 ENTROPY, SMOOTHING, PREDICTED = 1, 2, 4  # bits of `kinds`, as in cross_entropy_shards_torch.cpp
@@ -28,17 +29,6 @@ def _fake_combine(parts, target, *options):
 _statistics = raw("cross_entropy_shard_statistics", _fake_statistics, "cross_entropy")
 _gradient = raw("cross_entropy_shard_gradient", lambda *_: None, "cross_entropy")
 _combine = raw("cross_entropy_combine", _fake_combine, "cross_entropy")
-
-
-class Formula(NamedTuple):
-    """The numbers of a call."""
-
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    softcap: float = 0.0  # 0: none
-    logit_scale: float = 1.0
-    temperature: float = 1.0
-    z_loss: float = 0.0
 
 
 class Rows(NamedTuple):
