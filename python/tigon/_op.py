@@ -84,9 +84,7 @@ def only_graph_holds(saved: tuple) -> bool:
     if _storage_holders is None or _references(saved) > _ONE_HOLDER or any(map(_is_wrapped, saved)):
         return False
     # The graph and the Python object hold a tensor; the tensor and the Python object below its storage.
-    return all(
-        t._use_count() <= 2 and _storage_holders(t.untyped_storage()._cdata) <= 2 for t in saved
-    )  # fmt: skip
+    return all(t._use_count() <= 2 and _storage_holders(t.untyped_storage()._cdata) <= 2 for t in saved)
 
 
 def refuse_second(op: str) -> NoReturn:
@@ -105,9 +103,8 @@ def _refuse_forward_mode(op: str) -> NoReturn:
 
 def refuse_tangents(op: str, args: tuple) -> None:
     """Dual tensors reach no kernel: their tangents would be lost."""
-    with forward_ad._set_fwd_grad_enabled(
-        True
-    ):  # a Function's forward, which does not see them, calls this too
+    # A Function's forward, which does not see them, calls this too.
+    with forward_ad._set_fwd_grad_enabled(True):
         for a in args:
             if isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None:
                 _refuse_forward_mode(op)
@@ -314,14 +311,8 @@ class Op:
             setup_context(ctx, inputs, output)
             return visible(output)
 
-        self.function = type(
-            f"Tigon_{name}",
-            (torch.autograd.Function,),
-            {
-                "forward": staticmethod(function_forward),
-                "backward": staticmethod(eager_backward),
-            },
-        )
+        members = {"forward": staticmethod(function_forward), "backward": staticmethod(eager_backward)}
+        self.function = type(f"Tigon_{name}", (torch.autograd.Function,), members)
         self.apply = direct_apply(self.function)
         self.node = self.function._backward_cls  # type of its results' grad_fn
 

@@ -384,13 +384,8 @@ def examine(devices=None, dtypes=(torch.float32, torch.bfloat16)) -> list[Findin
     if devices is None:
         devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     known = ops()
-    return [
-        _examine(probe, device, dtype)
-        for probe in probes()
-        if probe.op in known
-        for device in devices
-        for dtype in dtypes
-    ]
+    present = [probe for probe in probes() if probe.op in known]
+    return [_examine(probe, device, dtype) for probe in present for device in devices for dtype in dtypes]
 
 
 def unprobed() -> list[str]:
@@ -453,13 +448,9 @@ def _run(function, probe, drawn) -> list[torch.Tensor]:
 def table(findings: list[Finding]) -> str:
     """The findings as text, problems last."""
     head = f"{'op':<22} {'device':<7} {'dtype':<9} {'error':>9} {'allowed':>9}  status"
-    lines = [head] + [
-        f"{f.op:<22} {f.device:<7} {f.dtype:<9} {f.error:>9.1e} {f.allowed:>9.1e}  {f.status}"
-        for f in findings
-    ]
-    return "\n".join(
-        lines + [f"{f.op} on {f.device} in {f.dtype}: {f.problem}" for f in findings if f.problem]
-    )
+    row = "{0.op:<22} {0.device:<7} {0.dtype:<9} {0.error:>9.1e} {0.allowed:>9.1e}  {0.status}"
+    problems = [f"{f.op} on {f.device} in {f.dtype}: {f.problem}" for f in findings if f.problem]
+    return "\n".join([head, *map(row.format, findings), *problems])
 
 
 def main() -> int:

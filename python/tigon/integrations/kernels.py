@@ -85,14 +85,8 @@ def install() -> None:
     from transformers.utils import import_utils
 
     low, high = (getattr(import_utils, f"KERNELS_{end}_VERSION", "?") for end in ("MIN", "MAX"))
-    check(
-        "compat.kernels",
-        import_utils.is_kernels_available(),
-        "kernels must be installed, >= {} and < {} for this transformers, got {}",
-        low,
-        high,
-        _installed(),
-    )
+    words = "kernels must be installed, >= {} and < {} for this transformers, got {}"
+    check("compat.kernels", import_utils.is_kernels_available(), words, low, high, _installed())
     from kernels import register_kernel_mapping
     from transformers.integrations import hub_kernels
 

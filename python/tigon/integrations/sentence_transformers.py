@@ -221,15 +221,8 @@ def install() -> None:
     for name, (method, wanted) in METHODS.items():
         present = getattr(classes[name], method, None)
         names = [] if present is None else list(inspect.signature(present).parameters)
-        check(
-            "sentence_transformers",
-            names == wanted,
-            "{}.{} must take {} (6.2), got {}",
-            name,
-            method,
-            wanted,
-            names,
-        )
+        words = "{}.{} must take {} (6.2), got {}"
+        check("sentence_transformers", names == wanted, words, name, method, wanted, names)
     for name, (method, _) in METHODS.items():
         present = getattr(classes[name], method)
         if present is not _OURS[name]:

@@ -211,14 +211,8 @@ def _check_signature(name, parameters, needed):
     found = [f.original if isinstance(f, HEADS[name]) else f for f in found if f is not None]
     for function in found or ([None] if needed else []):
         names = list(inspect.signature(function.forward).parameters)[1:] if function is not None else None
-        check(
-            "compat.trl",
-            names == parameters,
-            "trl must be one whose fused head takes {} (1.15, 1.16), got trl {} with {}",
-            parameters,
-            _version(),
-            names,
-        )
+        words = "trl must be one whose fused head takes {} (1.15, 1.16), got trl {} with {}"
+        check("compat.trl", names == parameters, words, parameters, _version(), names)
 
 
 def _modules(name):

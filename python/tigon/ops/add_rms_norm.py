@@ -59,13 +59,9 @@ def _backward(ctx, dy, dh, _=None):
     return first, second, dweight, None, None, None
 
 
+_layout = Layout(rows=2, columns=1)
 _op = Op(
-    "add_rms_norm",
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-    results=2,
-    layout=Layout(rows=2, columns=1),
+    "add_rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=2, layout=_layout
 )
 
 

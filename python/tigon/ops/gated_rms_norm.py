@@ -111,16 +111,9 @@ def gated_rms_norm(
         divides = x.shape[-1] % (group_size or 1) == 0
         check(op, divides, "group_size must divide {}, got {}", x.shape[-1], group_size)
         return reference(
-            x,
-            gate,
-            weight,
-            eps,
-            norm_before_gate=norm_before_gate,
-            group_size=group_size,
-            activation=activation,
-            offset=offset,
-            rounding=rounding,
-        )
+            x, gate, weight, eps, norm_before_gate=norm_before_gate, group_size=group_size,
+            activation=activation, offset=offset, rounding=rounding,
+        )  # fmt: skip
     (weight,) = columns_for(x, weight)
     options = (group_size or 0, norm_before_gate, _ACTIVATIONS[activation], offset, norm.ROUNDINGS[rounding])
     return _op(x, gate, weight, eps, *options)

@@ -77,13 +77,8 @@ def _backward(ctx, dy):
     return dgate, dup, None, None, None, None, None
 
 
-_op = Op(
-    "glu",
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-    layout=Layout(rows=2, elementwise=True),
-)
+_layout = Layout(rows=2, elementwise=True)
+_op = Op("glu", fake=_fake, setup_context=_setup_context, backward=_backward, layout=_layout)
 
 
 def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_ALPHA, limit=_LIMIT):

@@ -176,28 +176,14 @@ def hyper_connection_pre(
     check(PRE, norm_eps >= 0, "norm_eps must be >= 0, got {}", norm_eps)
     check(PRE, sinkhorn_eps >= 0, "sinkhorn_eps must be >= 0, got {}", sinkhorn_eps)
     check(PRE, iterations >= 1, "iterations must be >= 1, got {}", iterations)
+    options = {"norm_eps": norm_eps, "pre_eps": pre_eps, "post_scale": post_scale, "post_eps": post_eps,
+               "iterations": iterations, "sinkhorn_eps": sinkhorn_eps, "collapse": collapse}  # fmt: skip
     if not has_kernel(PRE, x) or torch.float64 in (weight.dtype, base.dtype, scale.dtype):
-        return reference_pre(
-            x,
-            weight,
-            base,
-            scale,
-            norm_eps=norm_eps,
-            pre_eps=pre_eps,
-            post_scale=post_scale,
-            post_eps=post_eps,
-            iterations=iterations,
-            sinkhorn_eps=sinkhorn_eps,
-            collapse=collapse,
-        )
-    how = (n, norm_eps, pre_eps, post_scale, post_eps, iterations, sinkhorn_eps, collapse)
-    y, pre, post, res = _op(x.flatten(-2), weight.float(), base.float(), scale.float(), *how)
-    return (
-        y if collapse else None,
-        pre,
-        post if parts > 1 else None,
-        res.unflatten(-1, (n, n)) if parts > 2 else None,
-    )
+        return reference_pre(x, weight, base, scale, **options)
+    parameters = weight.float(), base.float(), scale.float()
+    y, pre, post, res = _op(x.flatten(-2), *parameters, n, *options.values())
+    res = res.unflatten(-1, (n, n)) if parts > 2 else None
+    return y if collapse else None, pre, post if parts > 1 else None, res
 
 
 def hyper_connection_post(
@@ -237,17 +223,10 @@ def hyper_connection_post(
             check(op, a.device == x.device, name + " must be on {}, got {}", x.device, a.device)
     if res is not None:
         shape = res.mT.shape if transposed and res.dim() > 1 else res.shape
-        fits = (
-            res.dim() == x.dim() and shape[:-2] == lead and shape[-1] == n and 1 <= shape[-2] <= MAX_STREAMS
-        )
+        fits = res.dim() == x.dim() and shape[:-2] == lead and shape[-1] == n
         wanted = "[..., {}, outs]" if transposed else "[..., outs, {}]"
-        check(
-            op,
-            fits,
-            f"res must be {wanted} with outs from 1 to 8 and the tokens of x, got {{}}",
-            n,
-            res.shape,
-        )
+        words = f"res must be {wanted} with outs from 1 to 8 and the tokens of x, got {{}}"
+        check(op, fits and 1 <= shape[-2] <= MAX_STREAMS, words, n, res.shape)
         outs = shape[-2]
     together = (f is None) == (post is None)
     check(op, together, "f and post must be given together, got {} alone", "post" if f is None else "f")

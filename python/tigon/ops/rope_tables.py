@@ -40,13 +40,8 @@ class Form(NamedTuple):
         if rotary_dim is not None:
             check_integers(op, rotary_dim=rotary_dim)
             fits = rotary_dim == 2 * columns or (rotary_dim == columns and not complex_table)
-            check(
-                op,
-                fits,
-                "rotary_dim must be the columns of cos or twice as many, {}, got {}",
-                columns,
-                rotary_dim,
-            )
+            words = "rotary_dim must be the columns of cos or twice as many, {}, got {}"
+            check(op, fits, words, columns, rotary_dim)
             shared = shared or rotary_dim != columns
         sections = (0, 0, 0)
         if mrope_section is not None:

@@ -80,11 +80,8 @@ def step_in_backward(optimizer: AdamW) -> StepInBackward:
     """
     check(_OP, isinstance(optimizer, AdamW), "optimizer must be a tigon.optim.AdamW, got {}",
           type(optimizer).__name__)  # fmt: skip
-    check(
-        _OP,
-        not optimizer.updates_in_backward,
-        "optimizer must not step in the backward already: undo() first",
-    )
+    again = optimizer.updates_in_backward
+    check(_OP, not again, "optimizer must not step in the backward already: undo() first")
     _refuse_what_needs_all(optimizer)
     params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for p in params:

@@ -58,11 +58,8 @@ def _lora(op: str, lora: tuple, place: _Place) -> tuple:
         replicated = place.placements(Replicate())
         _check_placed(op, "lora A", a, place, replicated)
         a = a.to_local(grad_placements=replicated)  # summed over the group already
-    check(
-        op,
-        isinstance(b, DTensor) or place.dim is None,
-        "lora B must be a DTensor placed as weight, got another tensor",
-    )
+    fits = isinstance(b, DTensor) or place.dim is None
+    check(op, fits, "lora B must be a DTensor placed as weight, got another tensor")
     if isinstance(b, DTensor):
         _check_placed(op, "lora B", b, place, place.like.placements)
         b = b.to_local(grad_placements=b.placements)
@@ -90,11 +87,10 @@ def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None
             fits = key != "bias" or t is None or place.dim is None
             check(op, fits, "bias must be a DTensor placed as weight, got a plain tensor")
             continue
-        if key == name or key == "bias":
-            placements = (
-                t.placements if key == name else _check_placed(op, key, t, place, place.like.placements)
-            )
-            given[key] = t.to_local(grad_placements=placements)
+        if key in (name, "bias"):
+            if key == "bias":
+                _check_placed(op, key, t, place, place.like.placements)
+            given[key] = t.to_local(grad_placements=place.like.placements)
         elif key == "hidden" and place.dim is not None:
             shares = place.placements(Shard(0))
             if _check_placed(op, key, t, place, replicated, shares) == shares:

@@ -8,6 +8,8 @@ exist for ``chunk_size`` rows at a time.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -22,9 +24,10 @@ class _Base(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in operands]
             loss, results = loss_of(*leaves)
-            wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-            found = iter(torch.autograd.grad(loss, wanted) if wanted else ())
-        ctx.save_for_backward(*(next(found) if leaf in _Members(wanted) else None for leaf in leaves))
+            wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
+            trained = list(itertools.compress(leaves, wanted))
+            found = iter(torch.autograd.grad(loss, trained) if trained else ())
+        ctx.save_for_backward(*(next(found) if want else None for want in wanted))
         return loss.detach(), tuple(result.detach() for result in results)
 
     @staticmethod
@@ -32,13 +35,6 @@ class _Base(torch.autograd.Function):
         while isinstance(grad_output, (tuple, list)):
             grad_output, *_ = grad_output
         return [None if gradient is None else gradient * grad_output for gradient in ctx.saved_tensors]
-
-
-class _Members(list):
-    """A list that knows its members by identity."""
-
-    def __contains__(self, member):
-        return any(member is other for other in self)
 
 
 def _own(cls, name):
@@ -173,15 +169,10 @@ class LigerFusedLinearPPOBase(_Base):
         def loss_of(hidden, weight, bias):
             log_prob = cls.chunk_forward(hidden, weight, selected_token_ids, bias, temperature)
             return cls.ppo_loss_fn(
-                per_token_logps=log_prob,
-                attention_mask=attention_mask,
-                advantages=advantages,
-                full_attention_mask=attention_mask,
-                ref_per_token_logps=ref_per_token_logps,
-                old_per_token_logps=old_per_token_logps,
-                vllm_is_ratio=vllm_is_ratio,
-                **loss_kwargs,
-            )
+                per_token_logps=log_prob, attention_mask=attention_mask, advantages=advantages,
+                full_attention_mask=attention_mask, ref_per_token_logps=ref_per_token_logps,
+                old_per_token_logps=old_per_token_logps, vllm_is_ratio=vllm_is_ratio, **loss_kwargs,
+            )  # fmt: skip
 
         return _Base._differentiate(ctx, (_input, weight, bias), loss_of)
 

@@ -108,15 +108,10 @@ def _slots(options: dict) -> tuple[dict, bool]:
     both = {"cross_entropy", "fused_linear_cross_entropy"} <= on
     check(not both, "cross_entropy and fused_linear_cross_entropy must not both be True, got both")
     mlp = bool(on & {"swiglu", "geglu", "relu_squared"})
-    wanted = {
-        "norm": bool(on & {"rms_norm", "layer_norm"}),
-        "mlp": mlp,
-        "experts": mlp,
-        "router": mlp,
-        "rope": "rope" in on,
-        "loss": "fused_linear_cross_entropy" in on,
-        **{name: name in on for name in _OWN if name in options},
-    }
+    wanted = dict.fromkeys(("mlp", "experts", "router"), mlp)
+    wanted |= {"norm": bool(on & {"rms_norm", "layer_norm"}), "rope": "rope" in on}
+    wanted |= {"loss": "fused_linear_cross_entropy" in on}
+    wanted |= {name: name in on for name in _OWN if name in options}
     return split_options(wanted)[0], "cross_entropy" in on
 
 

@@ -254,11 +254,7 @@ def _reduce_grpo_loss(
     per_token_loss, completion_mask, loss_type, max_completion_length, num_items_in_batch=None
 ):
     """The reduction of each type, of losses of tokens."""
-    mask = (
-        torch.ones_like(per_token_loss)
-        if completion_mask is None
-        else completion_mask.to(per_token_loss.dtype)
-    )
+    mask = torch.ones_like(per_token_loss) if completion_mask is None else completion_mask.to(per_token_loss)
     total = (per_token_loss * mask).sum()
     if loss_type in ("grpo", "sapo"):
         return ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()

@@ -44,11 +44,8 @@ from tigon.ops.loss_head.reference import result_type
 
 _OP = "drafter_loss"
 _KINDS = {"ce": 0, "kl": 1, "hard": 2, "tv": 3, "lk": 4}
-_OUTSIDE = {
-    "renormalize": (False, False),
-    "mixed": (True, False),
-    "count": (True, True),
-}  # overlap, ce and kl
+# Whether p is of all classes: for the overlap, and for ce and kl.
+_OUTSIDE = {"renormalize": (False, False), "mixed": (True, False), "count": (True, True)}
 _IGNORED = -100
 
 
@@ -288,10 +285,8 @@ def drafter_loss(
         d = d._replace(draft_ids=draft_ids)
     factor = reaches = None
     if any(shifts) or token_weight is not None or any(w != 1.0 for w in step_weights):
-        wide, own = (
-            torch.promote_types(stacked.dtype, torch.float32),
-            reduction == "mean" and denominator is None,
-        )
+        wide = torch.promote_types(stacked.dtype, torch.float32)
+        own = reduction == "mean" and denominator is None
         position, counts = torch.arange(lead[-1], device=device), base.ne(_IGNORED)
         position = (position if position_ids is None else torch.minimum(position, position_ids)).expand(lead)
         factors, reached = [], [position >= k for k in shifts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -143,19 +143,25 @@ def _losses(fn, statistics, tensors, counts, groups=None):
     return values if counts is None else torch.where(counts, values, 0.0)
 
 
-def _check_closed(values, leaves):
-    """A tensor that fn reaches on its own would silently get no gradient."""
-    allowed, seen, stack = {id(leaf) for leaf in leaves}, set(), [values.grad_fn]
-    while stack:
-        node = stack.pop()
+def graph_leaves(result) -> Iterator[torch.Tensor]:
+    """The leaves that a tensor's gradient reaches."""
+    seen, nodes = set(), [result.grad_fn]
+    while nodes:
+        node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        closed = leaf is None or id(leaf) in allowed
-        words = "fn must take tensors that need a gradient as arguments of {}, got one from elsewhere"
-        check(_OP, closed, words, _OP)
-        stack.extend(parent for parent, _ in node.next_functions)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes.extend(parent for parent, _ in node.next_functions)
+
+
+def _check_closed(values, leaves):
+    """A tensor that fn reaches on its own would silently get no gradient."""
+    allowed = {id(leaf) for leaf in leaves}
+    closed = all(id(leaf) in allowed for leaf in graph_leaves(values))
+    words = "fn must take tensors that need a gradient as arguments of {}, got one from elsewhere"
+    check(_OP, closed, words, _OP)
 
 
 class _Stream:
@@ -190,12 +196,10 @@ class _Stream:
         longest = max((span.end - span.begin for span in self.spans), default=1)
         dtype = torch.float32 if call.formula.wide_logits else hidden.dtype
         self.space = hidden.new_empty(longest, padded(vocab), dtype=dtype)[:, :vocab]
-        make = torch.zeros if self.index is not None or self.count == 0 else torch.empty
         f32 = {"dtype": torch.float32, "device": hidden.device}
         written = torch.empty if self.count else torch.zeros
-        self.dhidden = (
-            make(self.hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs & HIDDEN else None
-        )
+        make = written if self.index is None else torch.zeros
+        self.dhidden = make(self.hidden.shape, **f32 | {"dtype": hidden.dtype}) if needs & HIDDEN else None
         self.dweight = written(weight.shape, **f32) if needs & WEIGHT else None
         self.dbias = written(vocab, **f32) if needs & BIAS else None
         self.dtensors = [

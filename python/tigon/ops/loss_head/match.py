@@ -62,19 +62,17 @@ def vllm_log_softmax(logits, temperature=1.0):
     return z.log_softmax(-1)
 
 
-def _of_labels(
+def _label_log_prob(
     hidden, weight, labels, bias, softcap, logit_scale, temperature, ignore_index, chunk_rows, wide
 ):
     """Log-probabilities of ``[rows, K]`` labels, 0 of ignored ones."""
     counts = labels != ignore_index
     places = torch.where(counts, labels, 0)
     size = chunk_rows or max(4, _CHUNK_LOGITS // weight.shape[0] // 4 * 4)
-    found = [
-        vllm_log_softmax(vllm_logits(part, weight, bias, softcap, logit_scale, wide), temperature).gather(
-            -1, at
-        )
-        for part, at in zip(hidden.split(size), places.split(size), strict=True)
-    ]
+    found = []
+    for part, place in zip(hidden.split(size), places.split(size), strict=True):
+        logits = vllm_logits(part, weight, bias, softcap, logit_scale, wide)
+        found.append(vllm_log_softmax(logits, temperature).gather(-1, place))
     found = torch.cat(found) if found else hidden.new_empty(labels.shape, dtype=torch.float32)
     return torch.where(counts, found, 0.0)
 
@@ -84,7 +82,7 @@ define(
     "vllm_log_prob",
     "(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, float? softcap, float logit_scale, "
     "float temperature, int ignore_index, SymInt chunk_rows, bool wide) -> Tensor",
-    _of_labels,
+    _label_log_prob,
 )
 torch.library.register_fake(
     "tigon::vllm_log_prob",
@@ -99,16 +97,9 @@ def vllm_log_prob(hidden, weight, target, head: Head, wide):
         labels = target.to(hidden.device).long().reshape(rows.shape[0], -1)
         weight = weight.to(hidden.dtype)
         bias = None if head.bias is None else head.bias.to(hidden.dtype)
-        call = torch.ops.tigon.vllm_log_prob if torch.compiler.is_compiling() else _of_labels
-        options = (
-            head.softcap,
-            head.logit_scale,
-            head.temperature,
-            head.ignore_index,
-            head.chunk_rows or 0,
-            wide,
-        )
-        return call(rows, weight, labels, bias, *options).view(target.shape)
+        call = torch.ops.tigon.vllm_log_prob if torch.compiler.is_compiling() else _label_log_prob
+        numbers = head.softcap, head.logit_scale, head.temperature, head.ignore_index
+        return call(rows, weight, labels, bias, *numbers, head.chunk_rows or 0, wide).view(target.shape)
 
 
 class WithValue(torch.autograd.Function):

@@ -21,6 +21,7 @@ from tigon.ops.arguments import check_choice, check_float, check_indices, is_tra
 from tigon.ops.loss_head.autograd import finish, finish_in_place
 from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.linear_loss import graph_leaves
 from tigon.ops.loss_head.operands import check_lora
 
 _OP = "multi_token_loss"
@@ -154,17 +155,10 @@ def _composed(hidden, heads, labels):
 
 def _refuse_others(i, h, known):
     """Tensors in a head's graph that would lose their gradient."""
-    seen, nodes = set(), [h.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        check(_OP, leaf is None or id(leaf) in known,
+    for leaf in graph_leaves(h):
+        check(_OP, id(leaf) in known,
               "heads[{}] must use no tensor that needs a gradient but its input and its module's parameters, "
-              "got one of {}", i, getattr(leaf, "shape", None))  # fmt: skip
-        nodes.extend(next_node for next_node, _ in node.next_functions)
+              "got one of {}", i, leaf.shape)  # fmt: skip
 
 
 def _on_leaves(head, leaves):

@@ -38,19 +38,15 @@ def reference(
     del ignored  # what only concerns speed and memory
     target = shifted(target, ignore_index, shift, position_ids)
     z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora, logit_dtype)
-    options = {
-        "weight": class_weight,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-    }
+    options = {"weight": class_weight, "ignore_index": ignore_index}
+    options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
     if token_weight is None:
         loss = _cross_entropy.reference(z, target, **options, reduction=reduction, denominator=denominator)
     else:
         loss = _weighted(z, target, token_weight, reduction, denominator, options)
-    return (
-        loss if outputs is None else _plain_outputs(loss, z.detach(), target, token_weight, outputs, options)
-    )
+    if outputs is None:
+        return loss
+    return _plain_outputs(loss, z.detach(), target, token_weight, outputs, options)
 
 
 def plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora=None, logit_dtype=None):
@@ -112,10 +108,8 @@ def result_type(outputs, name="LinearCrossEntropy"):
     if made is None:
         made = namedtuple(name, outputs)
         if not torch.compiler.is_compiling():
-            made.__reduce__ = lambda self: (
-                _restored,
-                (name, outputs, tuple(self)),
-            )  # no module has the class
+            # No module has the class.
+            made.__reduce__ = lambda self: (_restored, (name, outputs, tuple(self)))
             result_types[name, outputs] = made
     return made
 
