@@ -24,50 +24,19 @@ from transformers.activations import ACT2FN
 MAX_INLINING = 4
 
 # Functions and tensor methods that have one spelling in the canonical form.
-FUNCTIONS = {
-    torch.rsqrt: "rsqrt",
-    torch.sqrt: "sqrt",
-    torch.pow: "pow",
-    torch.square: "square",
-    torch.mean: "mean",
-    torch.tanh: "tanh",
-    torch.sigmoid: "sigmoid",
-    torch.cat: "cat",
-    torch.chunk: "chunk",
-    torch.bmm: "bmm",
-    F.silu: "silu",
-    F.gelu: "gelu",
-    F.relu: "relu",
-    F.dropout: "dropout",
-    F.group_norm: "group_norm",
-    F.layer_norm: "layer_norm",
-    F.rms_norm: "rms_norm",
-    isinstance: "isinstance",
-}
+_TORCH = """
+    rsqrt sqrt pow square mean tanh sigmoid cat chunk bmm stack repeat_interleave view_as_complex view_as_real
+    topk softmax gather zeros_like
+"""
+_FUNCTIONAL = "silu gelu relu dropout group_norm layer_norm rms_norm linear sigmoid softmax"
+FUNCTIONS = {getattr(torch, name): name for name in _TORCH.split()}
+FUNCTIONS |= {getattr(F, name): name for name in _FUNCTIONAL.split()}
+FUNCTIONS |= {isinstance: "isinstance", float: "number"}
 METHODS = {
     "rsqrt", "sqrt", "pow", "square", "mean", "tanh", "sigmoid", "chunk", "unsqueeze", "float",
-    "to", "type", "type_as", "contiguous", "size", "view", "permute", "clamp",
+    "to", "type", "type_as", "contiguous", "size", "view", "permute", "clamp", "flatten", "reshape",
+    "repeat_interleave", "unbind", "topk", "softmax", "gather", "sum", "max", "masked_fill", "expand", "bool",
 }  # fmt: skip
-# Of rotary functions.
-FUNCTIONS |= {
-    torch.stack: "stack",
-    torch.repeat_interleave: "repeat_interleave",
-    torch.view_as_complex: "view_as_complex",
-    torch.view_as_real: "view_as_real",
-}
-METHODS |= {"flatten", "reshape", "repeat_interleave", "unbind", "view"}
-# Of routers.
-FUNCTIONS |= {
-    torch.topk: "topk",
-    torch.softmax: "softmax",
-    torch.gather: "gather",
-    torch.zeros_like: "zeros_like",
-    F.linear: "linear",
-    F.sigmoid: "sigmoid",
-    F.softmax: "softmax",
-    float: "number",
-}
-METHODS |= {"topk", "softmax", "gather", "sum", "max", "masked_fill", "expand", "bool"}
 # Names under which the arguments of these functions may be given.
 KEYWORDS = {"dim": 1, "keepdim": 2, "dtype": 1, "exponent": 1, "chunks": 1, "other": 1}
 # Functions whose arguments after the first may be left out, in order.

@@ -81,7 +81,7 @@ def reference(hidden, weight, teacher, counts, d: Drafter):
         return t.unsqueeze(lead) if hidden.dim() > lead + 1 else t
 
     with torch.no_grad():
-        z = F.linear(teacher[0].to(wide), teacher[1].to(wide))
+        z = F.linear(*(t.to(hidden.dtype) for t in teacher)).to(wide)
         ids = torch.arange(z.shape[-1], device=z.device) if d.draft_ids is None else d.draft_ids
         inside = z[..., ids.clamp(min=0)].masked_fill(ids < 0, -torch.inf)
         log_p, log_all = torch.log_softmax(inside, -1), torch.logsumexp(z, -1, keepdim=True)
@@ -89,7 +89,8 @@ def reference(hidden, weight, teacher, counts, d: Drafter):
         label = of_steps(inside.argmax(-1)).expand(hidden.shape[:-1])
         if d.mask_outside:
             counts = counts & of_steps(inside.amax(-1) == z.amax(-1))
-    log_q, p = torch.log_softmax(F.linear(hidden.to(wide), weight.to(wide)), -1), soft.exp()
+    logits = F.linear(hidden, weight.to(hidden.dtype)).to(wide)
+    log_q, p = torch.log_softmax(logits, -1), soft.exp()
     overlap = torch.minimum(of_overlap.exp(), log_q.exp()).sum(-1)
     cross = -torch.where(p > 0, p * log_q, 0.0).sum(-1)
     kl = cross + torch.where(p > 0, p * soft, 0.0).sum(-1)

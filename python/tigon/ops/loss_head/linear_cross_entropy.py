@@ -180,7 +180,7 @@ def linear_cross_entropy(
         return reference(
             hidden, plain_weight(_OP, weight), target, class_weight=class_weight, token_weight=token_weight,
             label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction, denominator=denominator,
-            shift=shift, position_ids=position_ids, outputs=outputs, **head.options(),
+            outputs=outputs, **head._asdict(),
         )  # fmt: skip
     main_grad = main_grad_of(_OP, weight)
     denominator, host_denominator = _cross_entropy.split_denominator(denominator, hidden.device)

@@ -99,69 +99,39 @@ def _fake(*arguments):
 _loss = teacher_head_loss(_OP, _fake, tensors=3, numbers=6)
 
 
-def reference(
-    hidden,
-    weight,
-    teacher,
-    labels=None,
-    *,
-    kind="forward_kl",
-    beta=0.5,
-    soft=1.0,
-    hard=0.0,
-    temperature=1.0,
-    softcap=None,
-    logit_scale=1.0,
-    teacher_softcap=None,
-    teacher_logit_scale=1.0,
-    bias=None,
-    lora=None,
-    token_weight=None,
-    reduction="batchmean",
-    denominator=None,
-    ignore_index=-100,
-    shift=False,
-    position_ids=None,
-    outputs=("loss",),
-    **ignored,
-):
-    """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
-    del ignored  # what only concerns speed and memory
-    if labels is None:
-        labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-        ignore_index = -100
-    labels = shifted(labels, ignore_index, shift, position_ids)
-    given = isinstance(teacher, torch.Tensor)
+def reference(hidden, weight, teacher, labels, head: Head, d: Divergence):
+    """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device).
+
+    Args:
+        teacher: hidden states (or logits), weight and bias; None where one is not there.
+    """
+    ignore_index, temperature = head.ignore_index, head.temperature
+    labels = shifted(labels, ignore_index, head.shift, head.position_ids)
+    states, teacher_weight, teacher_bias = teacher
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    classes = min(weight.shape[0], teacher.shape[-1] if given else teacher[1].shape[0])
-
-    def z_of(logits, offset, scale, cap):
-        z = (logits[..., :classes] if offset is None else logits[..., :classes] + offset[:classes]) * scale
-        return cap * torch.tanh(z / cap) if cap is not None else z
-
     with torch.no_grad():
-        t_bias = None if given or len(teacher) < 3 else teacher[2].to(wide)
-        logits = teacher.to(wide) if given else F.linear(teacher[0].to(wide), teacher[1].to(wide))
-        t = z_of(logits, t_bias, teacher_logit_scale, teacher_softcap) / temperature
-    hidden, weight = hidden.to(wide), weight.to(wide)
-    lora = None if lora is None else (lora[0].to(wide), lora[1].to(wide), lora[2])
-    s = z_of(
-        plain_logits(hidden, weight, None, None, 1.0, 1.0, lora),
-        None if bias is None else bias.to(wide), logit_scale, softcap,
-    )  # fmt: skip
-    options = {"kind": kind, "beta": beta, "reduction": "none", "ignore_index": ignore_index}
+        logits = states.to(wide)
+        logits = logits if teacher_weight is None else F.linear(logits, teacher_weight.to(wide))
+    classes = min(weight.shape[0], logits.shape[-1])
+
+    def capped(logits, bias, scale, cap):
+        z = logits[..., :classes] if bias is None else logits[..., :classes] + bias[:classes].to(wide)
+        return z * scale if cap is None else cap * torch.tanh(z * scale / cap)
+
+    t = capped(logits, teacher_bias, d.teacher_logit_scale, d.teacher_softcap) / temperature
+    logits = plain_logits(hidden.to(wide), weight.to(wide), Head(lora=head.lora))
+    s = capped(logits, head.bias, head.logit_scale, head.softcap)
+    options = {"kind": d.kind, "beta": d.beta, "reduction": "none", "ignore_index": ignore_index}
     soft_rows = _divergence.reference(s / temperature, t, labels, **options)
     counts, hard_rows = labels != ignore_index, None
     results = {"soft": soft_rows.detach()}
-    if hard != 0.0 or "hard" in outputs:
+    if d.hard != 0.0 or "hard" in d.outputs:
         hard_rows = _cross_entropy.reference(s, labels, ignore_index=ignore_index, reduction="none")
         results["hard"] = hard_rows.detach()
-    if "entropy" in outputs:
+    if "entropy" in d.outputs:
         log_p = torch.log_softmax(s.detach() / temperature, -1)
         entropy = -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(-1)
         results["entropy"] = torch.where(counts, entropy, 0.0)
-    d = Divergence(teacher, kind, beta, soft, hard, token_weight=token_weight, reduction=reduction,
-                   denominator=denominator, outputs=outputs)  # fmt: skip
     return d.results(d.reduce(soft_rows, hard_rows, counts, classes), results)
 
 
@@ -198,7 +168,7 @@ def _run(op, hidden, weight, labels, head: Head, d: Divergence):
     """Check, choose between kernel and reference, run."""
     check_float(op, "hidden", hidden)
     check_integers(op, ignore_index=head.ignore_index)
-    has_labels, shift = labels is not None, head.shift
+    has_labels = labels is not None
     outputs = check_outputs(op, d.outputs, OUTPUTS)
     if outputs is not d.outputs:
         d = d._replace(outputs=outputs)
@@ -207,7 +177,7 @@ def _run(op, hidden, weight, labels, head: Head, d: Divergence):
     check(op, d.hard >= 0, "hard must be >= 0, got {}", d.hard)
     wanted = d.hard != 0.0 or "hard" in d.outputs
     check(op, has_labels or not wanted, "labels must be given for the hard loss, got None")
-    check(op, has_labels or not shift, "labels must be given with shift=True, got None")
+    check(op, has_labels or not head.shift, "labels must be given with shift=True, got None")
     if not has_labels:
         labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
         head = head._replace(ignore_index=-100)
@@ -224,16 +194,14 @@ def _run(op, hidden, weight, labels, head: Head, d: Divergence):
             op, plain_side, "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
         )
         return d.results(*top_k.top_k_loss(op, autocast(hidden), weight, labels, head, d))
-    teacher = states, teacher_weight, teacher_bias = _check_teacher(op, d.teacher, hidden)
+    states, teacher_weight, teacher_bias = _check_teacher(op, d.teacher, hidden)
     hidden, states = autocast(hidden), states if teacher_weight is None else autocast(states)
     weight = plain_weight(op, weight)
     classes = min(weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0])
     beside = (states, teacher_weight, labels, head.bias, d.token_weight, *(head.lora or ())[:2])
     if not has_kernel(op, hidden, beside=beside):
         check_plain(op, classes, labels, head)
-        given = states if teacher_weight is None else (states, *teacher[1 : len(d.teacher)])
-        options = head.options() | d._asdict() | {"shift": shift, "position_ids": head.position_ids}
-        return reference(hidden, weight, labels=labels, **options | {"teacher": given})
+        return reference(hidden, weight, (states, teacher_weight, teacher_bias), labels, head, d)
     lead, states = labels.shape, _kernel_dtype(states)
     if teacher_weight is not None:
         states, teacher_weight, _ = whole_vectors(states, teacher_weight.to(states.dtype))

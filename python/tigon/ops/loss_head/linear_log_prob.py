@@ -41,15 +41,12 @@ from tigon.ops.loss_head.reference import plain_logits
 _OP = "linear_log_prob"
 
 
-def reference(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0,
-              ignore_index=-100, entropy=False, lora=None, logit_dtype=None,
-              **ignored):  # fmt: skip
+def reference(hidden, weight, target, *, entropy=False, **options):
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
-    del ignored
-    z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora, logit_dtype)
-    log_p = torch.log_softmax(z, -1)
+    head = Head.of(options)
+    log_p = torch.log_softmax(plain_logits(hidden, weight, head), -1)
     labels = target if several(hidden, target) else target.unsqueeze(-1)
-    counts = labels != ignore_index
+    counts = labels != head.ignore_index
     picked = torch.where(counts, log_p.gather(-1, torch.where(counts, labels, 0).long()), 0.0)
     picked = picked.view(target.shape)
     if not entropy:

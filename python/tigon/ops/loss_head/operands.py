@@ -118,6 +118,11 @@ class Head(NamedTuple):
     max_workspace_mb: float | None = None
     logit_dtype: torch.dtype | None = None
 
+    @classmethod
+    def of(cls, options: dict) -> Head:
+        """Those of a head among the options of a loss."""
+        return cls(**{name: value for name, value in options.items() if name in cls._fields})
+
     def options(self) -> dict:
         """Those of a call of :func:`tigon.linear_log_prob` or its reference on labels in place."""
         names = ("bias", "softcap", "logit_scale", "temperature", "lora", "ignore_index", "valid_rows",

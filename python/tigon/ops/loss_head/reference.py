@@ -9,36 +9,22 @@ import torch.nn.functional as F
 
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.loss_head.labels import shifted
+from tigon.ops.loss_head.operands import Head
 
 
 def reference(
-    hidden,
-    weight,
-    target,
-    *,
-    bias=None,
-    ignore_index=-100,
-    class_weight=None,
-    label_smoothing=0.0,
-    softcap=None,
-    logit_scale=1.0,
-    temperature=1.0,
-    z_loss=0.0,
-    token_weight=None,
-    reduction="mean",
-    denominator=None,
-    shift=False,
-    position_ids=None,
-    outputs=None,
-    lora=None,
-    logit_dtype=None,
-    **ignored,
-):
-    """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
-    del ignored  # what only concerns speed and memory
-    target = shifted(target, ignore_index, shift, position_ids)
-    z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora, logit_dtype)
-    options = {"weight": class_weight, "ignore_index": ignore_index}
+    hidden, weight, target, *, class_weight=None, label_smoothing=0.0, z_loss=0.0, token_weight=None,
+    reduction="mean", denominator=None, outputs=None, **options,
+):  # fmt: skip
+    """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device).
+
+    Args:
+        options: of the head; those that only concern speed and memory are not looked at.
+    """
+    head = Head.of(options)
+    target = shifted(target, head.ignore_index, head.shift, head.position_ids)
+    z = plain_logits(hidden, weight, head)
+    options = {"weight": class_weight, "ignore_index": head.ignore_index}
     options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
     if token_weight is None:
         loss = _cross_entropy.reference(z, target, **options, reduction=reduction, denominator=denominator)
@@ -49,11 +35,11 @@ def reference(
     return _plain_outputs(loss, z.detach(), target, token_weight, outputs, options)
 
 
-def plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora=None, logit_dtype=None):
-    """``z`` in plain PyTorch, float32 or wider."""
-    weight = weight.to(hidden.dtype)
-    if logit_dtype is not None:  # of operands in hidden's dtype
-        dtype = torch.promote_types(hidden.dtype, logit_dtype)
+def plain_logits(hidden, weight, head):
+    """``z`` of a head in plain PyTorch, float32 or wider."""
+    weight, lora = weight.to(hidden.dtype), head.lora
+    if head.logit_dtype is not None:  # of operands in hidden's dtype
+        dtype = torch.promote_types(hidden.dtype, head.logit_dtype)
         lora = lora and (*(t.to(hidden.dtype) for t in lora[:2]), lora[2])
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     logits = F.linear(hidden, weight)
@@ -61,10 +47,10 @@ def plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora=N
         a, b = (t.to(hidden.dtype) for t in lora[:2])
         logits = logits + lora[2] * F.linear(F.linear(hidden, a), b)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    z = (z if bias is None else z + bias) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    return z / temperature
+    z = (z if head.bias is None else z + head.bias) * head.logit_scale
+    if head.softcap is not None:
+        z = head.softcap * torch.tanh(z / head.softcap)
+    return z / head.temperature
 
 
 def _weighted(z, target, token_weight, reduction, denominator, options):
