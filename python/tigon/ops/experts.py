@@ -210,7 +210,7 @@ def _forward(
     return y, z, order, place, offsets
 
 
-def _backward_of(
+def _layer_backward(
     dy, x, gate_up, down, weights, gate_up_bias, down_bias, z, order, place, offsets, is_sorted, kind,
     columns, transposed, alpha, limit, need_x, need_gate_up, need_down, need_weights, need_gate_up_bias,
     need_down_bias, in_place=False,
@@ -234,15 +234,15 @@ def _backward_of(
     dact = z[:, : down.shape[1 if transposed else 2]]
     if need_dz or need_weights:
         dact = product(g, down, offsets, not transposed)
-    of_gate = (
+    gate_inputs = (
         dact, z, gate_up_bias, weights, slots, offsets, g, down_bias, kind, columns, alpha, limit,
     )  # fmt: skip
     if in_place and need_dz:
         dz = z
-        act, dweights = _gate_bwd_in_place(*of_gate, need_down, need_weights)
+        act, dweights = _gate_bwd_in_place(*gate_inputs, need_down, need_weights)
     else:
-        dz, act, dweights = _gate_bwd(*of_gate, need_dz, need_down, need_weights)
-    del of_gate
+        dz, act, dweights = _gate_bwd(*gate_inputs, need_dz, need_down, need_weights)
+    del gate_inputs
     del dact
     if need_down:
         pair = (act, g) if transposed else (g, act)
@@ -290,7 +290,7 @@ for _suffix, _written in (("", ""), ("_in_place", "(a!)")):
         "bool need_gate_up, bool need_down, bool need_weights, bool need_gate_up_bias, bool need_down_bias) "
         "-> (Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights, Tensor dgate_up_bias, "
         "Tensor ddown_bias)",
-        functools.partial(_backward_of, in_place=bool(_written)),
+        functools.partial(_layer_backward, in_place=bool(_written)),
     )
 
 
@@ -331,8 +331,8 @@ def _backward(ctx, dy, *_):
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 5, 6)]
     saved = ctx.saved_tensors
     found = (_bwd_in_place if may_overwrite_saved(saved) else _bwd)(dy, *saved, *ctx.options, *needs)
-    dx, dgate_up, ddown, *of_rest = (g if need else None for g, need in zip(found, needs, strict=True))
-    return dx, dgate_up, ddown, None, *of_rest, *(None,) * 6
+    dx, dgate_up, ddown, *others = (g if need else None for g, need in zip(found, needs, strict=True))
+    return dx, dgate_up, ddown, None, *others, *(None,) * 6
 
 
 _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=1)

@@ -170,11 +170,11 @@ def _gradients(ctx, dys, need_x, needs):
             if needs[i] and dys[at] is not None:
                 dy = dys[at].flatten(0, -2)
                 gradients[i] = dy.t() @ x.flatten(0, -2) if i < layout.count else dy.sum(0)
-    gradients[first_a:] = _of_adapters(layout, tensors[first_a:], needs[first_a:], dys, da, db)
+    gradients[first_a:] = _adapter_gradients(layout, tensors[first_a:], needs[first_a:], dys, da, db)
     return dx if need_x else None, gradients
 
 
-def _of_adapters(layout, adapters, needs, dys, da, db) -> list:
+def _adapter_gradients(layout, adapters, needs, dys, da, db) -> list:
     """Gradients of all A and all B: da has the rows of all A, with zeros up to multiples of 8."""
     linears, each = layout.options[0], layout.adapters
     das = [da] * each
@@ -393,8 +393,8 @@ class _DoraFunction(torch.autograd.Function):
             (column_dot(dy, y) * inverse).to(m.dtype) if need and dy is not None else None
             for dy, y, inverse, m, need in zip(dys, ys, inverses, magnitudes, needs[-n:], strict=True)
         ]
-        of_adapters = _of_adapters(layout, (*a, *b), needs[3 + n : -n], dys, da, db)
-        return None, None, dx if needs[2] else None, *[None] * n, *of_adapters, *dmagnitudes
+        adapter_gradients = _adapter_gradients(layout, (*a, *b), needs[3 + n : -n], dys, da, db)
+        return None, None, dx if needs[2] else None, *[None] * n, *adapter_gradients, *dmagnitudes
 
 
 _apply_dora = _op.direct_apply(_DoraFunction)

@@ -196,7 +196,7 @@ def log1mexp(x):
     return torch.where(x > -0.6931, (-torch.expm1(x)).log(), far)
 
 
-def _of_x(kind, x, eps, tau):
+def _margin_loss(kind, x, eps, tau):
     wins, loses = -F.logsigmoid(x), -F.logsigmoid(-x)
     if kind == _HINGE:
         return torch.relu(1 - x)
@@ -211,7 +211,7 @@ def _of_x(kind, x, eps, tau):
     return (1 - eps) * wins + eps * loses
 
 
-def _of_pair(f: Formula, c, r):
+def _pair_loss(f: Formula, c, r):
     """The loss of each pair, by the scores of its answers."""
     beta, kind = f.beta, f.kind
     if kind == _IPO:
@@ -228,7 +228,7 @@ def _of_pair(f: Formula, c, r):
         return (beta * c).sigmoid() + (-beta * (c - r)).sigmoid()
     if kind == _ORPO:
         return -beta * F.logsigmoid(c - r - (log1mexp(c) - log1mexp(r)))
-    return _of_x(kind, beta * (c - r) - f.gamma, f.label_smoothing, f.tau)
+    return _margin_loss(kind, beta * (c - r) - f.gamma, f.label_smoothing, f.tau)
 
 
 def reference(log_prob, mask, nll_mask, ref, desirable, kl, denominator, f: Formula):
@@ -246,7 +246,7 @@ def reference(log_prob, mask, nll_mask, ref, desirable, kl, denominator, f: Form
         losses = weight * (-sign * f.beta * (scores - (0.0 if kl is None else kl.detach()))).sigmoid()
         return KTOResult(_mean(losses, denominator), sums.detach(), rewards)
     pairs = scores.shape[0] // 2
-    loss = _mean(_of_pair(f, scores[:pairs], scores[pairs:]), denominator)
+    loss = _mean(_pair_loss(f, scores[:pairs], scores[pairs:]), denominator)
     nll_mask = mask[:pairs] if nll_mask is None else nll_mask != 0
     nll = -torch.where(nll_mask, log_prob[:pairs], 0.0).sum() / nll_mask.sum().clamp(min=1)
     if f.nll != 0:

@@ -238,12 +238,7 @@ def linear_cross_entropy(
             none. Its gradient stays here: with ``tigon_main_grad = True`` it is added to ``main_grad``
             (float32, this process's classes, contiguous) in the backward, in all processes or in none.
         target: ``[...]`` class indices of the whole vocabulary, of all processes' rows, the same in all.
-        group: the processes that share the vocabulary.
-        vocab: classes of all processes together; ``None``: all columns, which the processes ask each other in
-            every call (on CUDA the host waits for it: give it in training). Columns past it are padding: they
-            take no part, whatever they hold, and their gradient is 0. A group shards a vocabulary in one way.
-        first_class: the class of this process's first column; ``None``: processes hold classes in the order
-            of their ranks.
+        group, vocab, first_class: as in :func:`tigon.parallel.cross_entropy`.
         bias: ``[columns]``, of this process's classes.
         class_weight: ``[vocab]``, of all classes, the same in all processes.
         chunk_rows: rows per chunk, those of all processes together with ``sequence_parallel``.
@@ -269,9 +264,8 @@ def linear_cross_entropy(
         must use the loss alike: gradients are those of one loss. Not traced by ``torch.compile``.
 
     Raises:
-        tigon.Error: in every process, when one refuses its arguments or the processes make different calls
-            (on CUDA this is looked at in the first call of each kind, which synchronises). A label outside
-            ``[0, vocab)`` makes its row's loss and the gradients NaN in all of them.
+        tigon.Error: as :func:`tigon.parallel.cross_entropy`. A label outside ``[0, vocab)`` makes its row's
+            loss and the gradients NaN in all processes.
     """
     if outputs is not None and isinstance(outputs, Sequence) and not isinstance(outputs, str):
         outputs = tuple(outputs)

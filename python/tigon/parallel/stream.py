@@ -334,7 +334,7 @@ class Function(torch.autograd.Function):
         elif dloss is None and dentropy is None:
             return (None,) * (1 + len(_BITS))
         else:
-            found = _of_rows(ctx, dloss, dentropy)
+            found = _row_gradients(ctx, dloss, dentropy)
         needs = call.needs if call.main_grad is None else call.needs & ~WEIGHT
         dhidden, *others = (g if needs & bit else None for bit, g in zip(_BITS, found, strict=True))
         typed = (None if g is None else g.to(of) for g, of in zip(others, ctx.dtypes, strict=True))
@@ -348,7 +348,7 @@ def _finished(ctx, dloss):
     return run(dloss, scale, *formed, *ctx.dtypes[:2])
 
 
-def _of_rows(ctx, dloss, dentropy):
+def _row_gradients(ctx, dloss, dentropy):
     call = ctx.call
     hidden, *parameters, log_share, entropy, kept = ctx.saved_tensors
     upstream = torch.zeros_like(log_share) if dloss is None else dloss

@@ -72,7 +72,7 @@ def _parts(i, head):
     return () if module is None else (module,), weight, bias
 
 
-def _of_each(name, values, k, default):
+def _one_each(name, values, k, default):
     """One value for each head."""
     if values is None:
         return default
@@ -357,12 +357,12 @@ def multi_token_loss(
     )
     check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     k = len(heads)
-    coefficients = _of_each("coefficients", coefficients, k, [1.0] * k)
-    shifts = _of_each("shifts", shifts, k, range(1, k + 1))
-    lora = _of_each("lora", lora, k, [None] * k)
-    valid_rows = _of_each("valid_rows", valid_rows, k, [None] * k)
+    coefficients = _one_each("coefficients", coefficients, k, [1.0] * k)
+    shifts = _one_each("shifts", shifts, k, range(1, k + 1))
+    lora = _one_each("lora", lora, k, [None] * k)
+    valid_rows = _one_each("valid_rows", valid_rows, k, [None] * k)
     several = isinstance(denominator, (tuple, list))
-    denominators = _of_each("denominator", denominator, k, None) if several else [denominator] * k
+    denominators = _one_each("denominator", denominator, k, None) if several else [denominator] * k
     shared = {
         "position_ids": position_ids, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
         "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature, "z_loss": z_loss,
