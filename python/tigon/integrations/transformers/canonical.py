@@ -37,7 +37,17 @@ METHODS = {
     "to", "type", "type_as", "contiguous", "size", "view", "permute", "clamp", "flatten", "reshape",
     "repeat_interleave", "unbind", "topk", "softmax", "gather", "sum", "max", "masked_fill", "expand", "bool",
 }  # fmt: skip
-# Names under which the arguments of these functions may be given.
+# Names under which the arguments of these functions may be given, and of all others.
+PLACES = {
+    "chunk": {"chunks": 1, "dim": 2},
+    "repeat_interleave": {"repeats": 1, "dim": 2},
+    "flatten": {"start_dim": 1},
+    "topk": {"k": 1, "dim": 2},
+    "softmax": {"dim": 1, "dtype": 2},
+    "gather": {"dim": 1, "index": 2},
+    "silu": {},
+    "relu": {},
+}
 KEYWORDS = {"dim": 1, "keepdim": 2, "dtype": 1, "exponent": 1, "chunks": 1, "other": 1}
 # Functions whose arguments after the first may be left out, in order.
 DEFAULTS = {
@@ -346,28 +356,15 @@ def _known(function) -> str | None:
 
 def _positional(name, arguments, keywords):
     """Arguments with the keywords this file knows in their places."""
-    if name in ("chunk", "repeat_interleave"):
-        places = {"chunks": 1, "repeats": 1, "dim": 2}
-    elif name == "flatten":
-        places = {"start_dim": 1}
-    elif name == "topk":  # in which order is its caller's matter
-        places = {"k": 1, "dim": 2}
+    places = PLACES.get(name, KEYWORDS)
+    if name == "topk":  # in which order is its caller's matter
         keywords = {word: value for word, value in keywords.items() if word != "sorted"}
-    elif name == "softmax":
-        places = {"dim": 1, "dtype": 2}
-    elif name == "gather":
-        places = {"dim": 1, "index": 2}
-    elif name in ("silu", "relu"):
-        places = {}
-        if keywords.get("inplace") in (_const(False), None):
-            keywords = {}
+    elif name in ("silu", "relu") and keywords.get("inplace") in (_const(False), None):
+        keywords = {}
     elif name in DEFAULTS:
-        places = DEFAULTS[name]
-        for word, default in list(places.items())[len(arguments) - 1 :]:
-            keywords = {word: _const(default), **keywords}
-        places = {word: place for place, word in enumerate(places, 1)}
-    else:
-        places = KEYWORDS
+        missing = list(DEFAULTS[name].items())[len(arguments) - 1 :]
+        keywords = {word: _const(default) for word, default in missing} | keywords
+        places = {word: place for place, word in enumerate(DEFAULTS[name], 1)}
     for word in sorted(keywords, key=lambda word: places.get(word, 99)):
         if places.get(word) != len(arguments):
             raise Unrecognised(f"keyword `{word}` of `{name}`")
