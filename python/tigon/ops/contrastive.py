@@ -362,23 +362,13 @@ def contrastive_loss(
         alike = (diagonal, symmetric, normalize, ids is None, margin, guide is None, reduction)
         whole = _Own() if group is None else _Whole(q, group, (positives.shape[1], *alike))
         bound = {"margin": margin, "relative": relative_margin}
-        selection = {"ids": ids, "bound": bound, "guide": guide, "diagonal": diagonal}
+        choice = {"ids": ids, "bound": bound, "guide": guide, "diagonal": diagonal}
         if ids is not None:
-            selection["ids"] = whole.rows(ids[0]), ids[1]
+            choice["ids"] = whole.rows(ids[0]), ids[1]
         if guide is not None:  # its similarities bound what counts, whatever the size
-            selection["limit"] = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
-            selection["guide"] = whole.rows(guide[0]), guide[1]
-        options = (
-            positives,
-            temperature,
-            symmetric,
-            normalize,
-            weight,
-            selection,
-            reduction,
-            whole,
-            chunk_rows,
-        )
+            choice["limit"] = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
+            choice["guide"] = whole.rows(guide[0]), guide[1]
+        options = positives, temperature, symmetric, normalize, weight, choice, reduction, whole, chunk_rows
         of_size = functools.partial(_loss, options=options)
     losses = [of_size(*((q, d) if s == size else (q[:, :s], d[:, :s]))) for s in sizes]
     if size_weights is not None:
@@ -408,16 +398,16 @@ def _check_pair(name, pair, q, n, m, check_kind):
 
 def _loss(q, d, options):
     """The loss of embeddings of one size."""
-    labels, temperature, symmetric, normalize, weight, selection, reduction, whole, chunk_rows = options
+    labels, temperature, symmetric, normalize, weight, choice, reduction, whole, chunk_rows = options
     n, columns = q.shape[0], q.shape[1] if normalize else 1  # a normalized row's length, squared
     wide = torch.promote_types(q.dtype, torch.float32)
-    ids, margin, guide = selection["ids"], selection["bound"]["margin"], selection["guide"]
+    ids, margin, guide = choice["ids"], choice["bound"]["margin"], choice["guide"]
     if normalize:
         q, d = normalized(q), normalized(d)
     plain = not symmetric and labels.shape[1] == 1 and ids is None and margin is None and type(whole) is _Own
     if plain and not isinstance(temperature, torch.Tensor) and n:
         target = labels[:, 0]
-        if not selection["diagonal"]:  # labels that are no document's count as none, as below
+        if not choice["diagonal"]:  # labels that are no document's count as none, as below
             target = torch.where((target >= 0) & (target < d.shape[0]), target, IGNORED)
         return linear_cross_entropy(
             q, d, target, logit_scale=1.0 / columns, temperature=float(temperature), token_weight=weight,
@@ -427,15 +417,15 @@ def _loss(q, d, options):
         scale = 1.0 / (temperature.to(q.device, wide).reshape(1) * columns)
     else:
         scale = torch.full((1,), 1.0 / (temperature * columns), dtype=wide, device=q.device)
-    limit = selection.get("limit")
+    limit = choice.get("limit")
     if margin is not None and guide is None:
-        limit = whole.rows(limits(q, d, labels, length=columns, rounded=True, **selection["bound"]))
+        limit = whole.rows(limits(q, d, labels, length=columns, rounded=True, **choice["bound"]))
     row_lse, col_lse, picked = statistics(
         whole.rows(q), d, scale, whole.labels(labels), ids=ids, limit=limit, guide=guide,
         columns=symmetric, chunk_rows=chunk_rows or 0,
     )  # fmt: skip
     own, picked = whole.own(whole.log_sum(row_lse)), whole.own(picked)
-    if selection["diagonal"]:
+    if choice["diagonal"]:
         if symmetric:
             own = (own + (col_lse[:n] if n < d.shape[0] else col_lse)) / 2
         losses, count = own - picked.view(-1), n * whole.size

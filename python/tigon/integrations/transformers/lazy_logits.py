@@ -120,12 +120,8 @@ class LazyLogits:
     def _with(self, hidden=None, link=None, dtype=None, limit=None, detach=False, view=False, sliced=False):
         self._check_views()
         twin = object.__new__(type(self))
-        twin._head, twin._calls, twin._autocast, twin._seen = (
-            self._head,
-            self._calls,
-            self._autocast,
-            self._seen,
-        )
+        twin._head, twin._calls = self._head, self._calls
+        twin._autocast, twin._seen = self._autocast, self._seen
         twin._hidden = self._hidden if hidden is None else hidden
         twin._dtype = self._dtype if dtype is None else dtype
         twin._chain = self._chain if link is None else (*self._chain, link)
