@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -298,6 +300,64 @@ def test_threads(threads, deterministic):
     finally:
         torch.set_num_threads(before)
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+def steps(device):
+    """Name -> a step from the same start, which calls its argument on the way."""
+
+    def drawn(*shape):
+        return torch.randn(*shape).to(device, torch.bfloat16)
+
+    def gradients(fn, pause, *leaves):
+        leaves = [t.clone().requires_grad_() for t in leaves]
+        out = fn(*leaves)
+        pause()
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    q, d, temperature = drawn(160, 64), drawn(200, 64), torch.tensor(0.05, device=device)
+    x, gate_up, down, weights = drawn(ROWS, 64), drawn(6, 80, 64) / 8, drawn(6, 64, 40) / 8, drawn(ROWS, 3)
+    ids = torch.rand(ROWS, 6).topk(3).indices.to(device)
+    matrices = [drawn(64, 96), drawn(64, 96), drawn(3, 40, 72)]
+
+    def contrastive(q, d, temperature):
+        options = {"symmetric": True, "margin": 0.1, "chunk_rows": 48}
+        return tigon.contrastive_loss(q, d, temperature=temperature, **options)
+
+    def experts(x, gate_up, down, weights):
+        return tigon.experts(x, gate_up, down, ids, weights.float())
+
+    def muon(pause):
+        parameters = [torch.nn.Parameter(m.clone()) for m in matrices]
+        optimizer = tigon.optim.Muon(parameters, lr=1e-2)
+        for _ in range(2):
+            for p, m in zip(parameters, matrices, strict=True):
+                p.grad = m.flip(-1)
+            pause()
+            optimizer.step()
+        return parameters
+
+    return {
+        "contrastive": lambda pause: gradients(contrastive, pause, q, d, temperature),
+        "experts": lambda pause: gradients(experts, pause, x, gate_up, down, weights),
+        "muon": muon,
+    }
+
+
+@pytest.mark.parametrize("name", ["contrastive", "experts", "muon"])
+def test_delays(name, device):
+    """The same step without the mode: the host slow or fast, ahead of the device or behind it."""
+    step, draw = steps(device)[name], random.Random(0)
+
+    def pause():
+        if device == "cuda" and draw.random() < 0.5:
+            torch.cuda._sleep(draw.randrange(4_000_000))
+        if device == "cuda" and draw.random() < 0.25:
+            torch.cuda.synchronize()
+        time.sleep(draw.choice([0.0, 1e-4, 2e-3]))
+
+    first = step(lambda: None)
+    for _ in range(20):
+        assert all(map(same_bits, step(pause), first))
 
 
 def test_the_switch():

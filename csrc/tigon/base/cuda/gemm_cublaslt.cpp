@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <map>
 #include <mutex>
 #include <set>
@@ -211,9 +210,9 @@ Plan::Plan(const Problem& q, lt::Handle handle, const Plan* other) : Plan() {
 }
 
 // The kernel of a weight's products with so many rows. It adds along K in one order whatever the number of rows: all are of the
-// algorithm that the heuristic has for many rows, and the tile is that for few of 1024 to 8192.
+// algorithm that the heuristic has for many rows, and the tile is that for so many of 1024 to 8192.
 std::shared_ptr<const Plan> weight_plan(DeviceProducts& products, const Problem& q) {
-  constexpr int64_t kFewest = 1024, kMost = 8192, kVector = 8;
+  constexpr int64_t kFewest = 1024, kMost = 8192, kRows = 128, kVector = 8;
   Problem of = q;
   of.choice = Choice::unsplit;
   of.g.lda = (of.g.k + kVector - 1) / kVector * kVector,
@@ -222,23 +221,19 @@ std::shared_ptr<const Plan> weight_plan(DeviceProducts& products, const Problem&
     of.g.m = rows;
     return products.plans.get(of.key(), [&] { return std::make_shared<const Plan>(of, products.handle); });
   };
-  std::shared_ptr<const Plan> many = at(kMost), plan = many;
-  for (int64_t rows = kFewest; rows < kMost; rows *= 2) {
-    if (rows < q.g.m) continue;
-    plan = at(rows);
-    if (attribute(plan->algo, lt::kAlgoId) == attribute(many->algo, lt::kAlgoId)) break;
-    plan = many;
-  }
+  std::shared_ptr<const Plan> many = at(kMost),
+                              plan = at(std::clamp((q.g.m + kRows - 1) / kRows * kRows, kFewest, kMost));
+  if (attribute(plan->algo, lt::kAlgoId) != attribute(many->algo, lt::kAlgoId)) plan = many;
   auto is = [&](int which) { return attribute(plan->algo, which); };
   TIGON_CHECK(
       "gemm", is(lt::kAlgoSplitK) <= 1 && is(lt::kAlgoReduction) == 0,
       "deterministic products must have a kernel that does not split its sums, and cuBLASLt has none for ",
       q.g.n, " x ", q.g.k, " in ", name_of(q.g.ab_dtype));
   std::ostringstream line;
-  line << "[" << std::bit_ceil(uint64_t(std::clamp(q.g.m, kFewest, kMost))) << ", " << q.g.k << "] x ["
-       << q.g.k << ", " << q.g.n << "]" << (q.g.trans_b ? "^T " : " ") << name_of(q.g.ab_dtype) << " to "
-       << name_of(q.g.c_dtype) << ": algorithm " << is(lt::kAlgoId) << ", tile " << is(lt::kAlgoTile)
-       << ", stages " << is(lt::kAlgoStages) << ", cluster " << is(lt::kAlgoCluster);
+  line << "[*, " << q.g.k << "] x [" << q.g.k << ", " << q.g.n << "]" << (q.g.trans_b ? "^T " : " ")
+       << name_of(q.g.ab_dtype) << " to " << name_of(q.g.c_dtype) << ": algorithm " << is(lt::kAlgoId)
+       << ", tile " << is(lt::kAlgoTile) << ", stages " << is(lt::kAlgoStages) << ", cluster "
+       << is(lt::kAlgoCluster);
   std::lock_guard lock(described().mutex);
   described().lines.insert(line.str());
   return plan;
