@@ -142,7 +142,7 @@ bool sync_threads_or(bool vote) {
   return cta.voted != 0;
 }
 void sync_threads() { sync_threads_or(false); }
-void named_barrier(int id, int threads) {
+void named_barrier(int id, int threads, bool waits) {
   auto& barrier = cta.named[id];
   const int generation = barrier.generation;
   ++cta.progress;
@@ -150,7 +150,7 @@ void named_barrier(int id, int threads) {
     barrier.arrived = 0;
     ++barrier.generation;
   } else {
-    while (barrier.generation == generation) yield();
+    while (waits && barrier.generation == generation) yield();
   }
 }
 

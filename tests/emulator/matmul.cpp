@@ -263,14 +263,14 @@ bool gates_are_right(std::initializer_list<int> sizes, int64_t inner, int64_t k)
 
 }  // namespace
 
-// One tile; tails of each size; more tiles and steps than stages; second sources of less and more than a step. Empty groups, the first
-// and the last too, groups of one row, of whole tiles and of an odd number of them; one group of all rows; none.
+// One tile; tails of each size; more tiles and steps than stages, and steps than two leads; second sources of less and more than a step.
+// Empty groups, the first and the last too, groups of one row, of whole tiles and of an odd number of them; one group of all rows; none.
 int main() {
   const bool products = are_exact(256, 256, 64) && are_exact(328, 520, 200) && are_exact(8, 776, 392) &&
                         are_exact(328, 520, 200, 8) && are_exact(264, 264, 128, 72);
   const bool groups = groups_are_exact({0, 1, 300, 128, 0, 0, 257, 64, 0}, 520, 200) &&
-                      groups_are_exact({413}, 264, 136) && groups_are_exact({0, 0}, 264, 72);
-  const bool gates = gates_are_right({0, 1, 300, 128, 0, 72}, 264, 136) && gates_are_right({140}, 8, 64);
+                      groups_are_exact({413}, 264, 456) && groups_are_exact({0, 0}, 264, 72);
+  const bool gates = gates_are_right({0, 1, 300, 128, 0, 72}, 264, 136) && gates_are_right({140}, 8, 456);
   return products && groups && gates && statistics_are_inside(100, 520) && are_symmetric(8, 72) &&
                  are_symmetric(328, 200) && are_symmetric(776, 64)
              ? 0

@@ -79,7 +79,7 @@ extern thread_local char dynamic_shared[];
 void yield();
 void sync_threads();
 bool sync_threads_or(bool vote);
-void named_barrier(int id, int threads);
+void named_barrier(int id, int threads, bool waits = true);
 // The values of all lanes of the mask; a lane's own is `value`.
 const uint64_t* exchange(uint32_t mask, uint64_t value);
 void cluster_arrive();

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "tigon/base/cuda/matmul/mainloop.cuh"
+#include "tigon/base/cuda/matmul/epilogue_store.cuh"
 #include "tigon/base/cuda/vec.cuh"
 
 namespace tigon::cuda::matmul {
@@ -23,64 +23,101 @@ struct StatisticsEpilogue {
   using Params = StatisticsParams;
   struct Tensors {};
 
-  // This lane's rows, 8 apart, with the columns 8 j + 2 q + i of the tile, and where in it their labels are.
-  int row, n, label[2];
-  __device__ StatisticsEpilogue(const Params& p, const Tile& tile, int consumer) : n(tile.n) {
-    row = tile.m + consumer * 64 + int(threadIdx.x) % kWarpgroup / 32 * 16 + int(threadIdx.x) % 32 / 4;
+  // This lane's rows, 8 apart, with the columns 8 j + 2 q + i of the tile.
+  const Tile& tile;
+  const int row, q = int(threadIdx.x) % 4;
+  __device__ StatisticsEpilogue(const Params&, const Tile& tile, int consumer)
+      : tile(tile),
+        row(tile.m + consumer * 64 + int(threadIdx.x) % kWarpgroup / 32 * 16 + int(threadIdx.x) % 32 / 4) {}
+
+  // The accumulators are not written, and no copy of all of them is made: ptxas keeps their registers for the next tile's products.
+  __device__ __forceinline__ void run(const Params& p, Tensors&, int,
+                                      const float (&acc)[kAccumulators]) const {
+    // Where in the tile the rows' labels are.
+    int label[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t at = row + 8 * h < p.rows ? p.target[row + 8 * h] - n : -1;
-      label[h] = at >= 0 && at < min(kTileN, p.cols - n) ? int(at) : -1;
+      const int64_t at = row + 8 * h < p.rows ? p.target[row + 8 * h] - tile.n : -1;
+      label[h] = at >= 0 && at < min(kTileN, p.cols - tile.n) ? int(at) : -1;
     }
+    if (tile.n + kTileN > p.cols)
+      reduce<true>(p, acc);
+    else
+      reduce<false>(p, acc);
+    if (!__any_sync(0xffffffffu, label[0] >= 0 || label[1] >= 0)) return;
+#pragma unroll
+    for (int k = 0; k < kAccumulators; ++k)
+      if (label[k / 2 % 2] == k / 4 * 8 + 2 * q + k % 2)
+        p.target_logit[row + k / 2 % 2 * 8] = round_to<T>(acc[k]) * p.scale;
   }
 
-  __device__ __forceinline__ void run(const Params& p, Tensors&, int, float (&acc)[kAccumulators]) const {
-    const int q = int(threadIdx.x) % 4;
-    // Copies: with a write to the accumulators themselves ptxas serialises the wgmma that form them.
-    float logit[kAccumulators];
+  __device__ static __forceinline__ void finish() {}
+
+ private:
+  template <bool kTail>  // columns of the tile are beyond the last one
+  __device__ __forceinline__ void reduce(const Params& p, const float (&acc)[kAccumulators]) const {
+    constexpr bool kRounded = !std::is_same_v<T, float>;
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    auto exact = [&](int k) {
+      return kTail && tile.n + k / 4 * 8 + 2 * q + k % 2 >= p.cols ? -INFINITY : acc[k];
+    };
+    uint32_t pairs[kAccumulators / 2];
+    if constexpr (kRounded)
 #pragma unroll
-    for (int k = 0; k < kAccumulators; ++k) logit[k] = round_to<T>(acc[k]);
-    if (n + kTileN > p.cols) {
-#pragma unroll
-      for (int k = 0; k < kAccumulators; ++k)
-        if (n + k / 4 * 8 + 2 * q + k % 2 >= p.cols) logit[k] = -INFINITY;
-    }
-    // Four chains of a row each.
-    float most[2][4], sum[2][4] = {};
-#pragma unroll
-    for (int k = 0; k < kAccumulators; ++k) {
-      float& x = most[k / 2 % 2][k / 4 % 2 * 2 + k % 2];
-      x = k < 8 ? logit[k] : fmaxf(x, logit[k]);
-    }
+      for (int i = 0; i < kAccumulators / 2; ++i) {
+        const float two[2] = {exact(2 * i), exact(2 * i + 1)};
+        pairs[i] = pack<T>(two);
+      }
+    auto logit = [&](int k) -> float {
+      if constexpr (kRounded)
+        return reinterpret_cast<const Vec<T, 2>&>(pairs[k / 2])[k % 2];
+      else
+        return exact(k);
+    };
     const float to_log2 = p.scale * 1.44269504f;
     float top[2], zero[2];  // `zero` is what is 1 as an exponential
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float x = fmaxf(fmaxf(most[h][0], most[h][1]), fmaxf(most[h][2], most[h][3]));
+      // Four chains each of maxima and sums.
+      float most[4];
+      if constexpr (kRounded) {
+        Pair two[4];
+#pragma unroll
+        for (int j = 0; j < kAccumulators / 4; ++j) {
+          const Pair& x = reinterpret_cast<const Pair&>(pairs[2 * j + h]);
+          two[j % 4] = j < 4 ? x : __hmax2(two[j % 4], x);
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const auto& x = reinterpret_cast<const Vec<T, 2>&>(two[c]);
+          most[c] = fmaxf(x[0], x[1]);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kAccumulators / 2; ++j) {
+          const float x = logit(j / 2 * 4 + 2 * h + j % 2);
+          most[j % 4] = j < 4 ? x : fmaxf(most[j % 4], x);
+        }
+      }
+      float x = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
       x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
       top[h] = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
       zero[h] = top[h] == -INFINITY ? 0.0f : top[h];
     }
+    float sum[2][4] = {};
 #pragma unroll
     for (int k = 0; k < kAccumulators; ++k)
-      sum[k / 2 % 2][k / 4 % 2 * 2 + k % 2] += ex2_approx_ftz((logit[k] - zero[k / 2 % 2]) * to_log2);
+      sum[k / 2 % 2][k / 4 % 2 * 2 + k % 2] += ex2_approx_ftz((logit(k) - zero[k / 2 % 2]) * to_log2);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float s = (sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]);
       s += __shfl_xor_sync(0xffffffffu, s, 1);
       s += __shfl_xor_sync(0xffffffffu, s, 2);
-      if (q == 0 && row + 8 * h < p.rows && n < p.cols)  // a pair's second tile may be beyond
-        p.parts[int64_t(n / kTileN) * p.rows + row + 8 * h] = make_float2(top[h] * p.scale, s);
-    }
-    if (__any_sync(0xffffffffu, label[0] >= 0 || label[1] >= 0)) {
-#pragma unroll
-      for (int k = 0; k < kAccumulators; ++k)
-        if (label[k / 2 % 2] == k / 4 * 8 + 2 * q + k % 2)
-          p.target_logit[row + k / 2 % 2 * 8] = logit[k] * p.scale;
+      // A pair's second tile may be beyond.
+      if (q == 0 && row + 8 * h < p.rows && tile.n < p.cols)
+        p.parts[int64_t(tile.n / kTileN) * p.rows + row + 8 * h] = make_float2(top[h] * p.scale, s);
     }
   }
-
-  __device__ static __forceinline__ void finish() {}
 };
 
 // The statistics of whole rows from those of tiles, in an order that depends on the row alone: row_max, log_sum = log of the

@@ -12,6 +12,10 @@ namespace tigon::cuda::matmul {
 enum class Major { K, MN };
 
 constexpr int kWarpgroup = 128, kConsumers = 2, kStages = 4;
+// Steps of K by which the first consumer ends a tile, and begins the next one, before the second: what one leaves of the tensor cores
+// in its epilogue the other takes. A stage of these steps is held until both have read it, so there are fewer than kStages.
+constexpr int kLead = 3, kTurnBarrier = 3;
+static_assert(kLead < kStages);
 constexpr int kAccumulators = kTileN / 2;  // of a thread
 
 // What a tensor map has: one matrix, one for each product or group, or the rows of all groups one after the other, of which a
@@ -125,11 +129,16 @@ struct Mainloop {
   __device__ static __forceinline__ void mma(int k_blocks, Tensors& smem, Barriers& barriers,
                                              PipelineState& state, int consumer,
                                              float (&acc)[kAccumulators]) {
+    // Where this consumer waits for the other one, and where the other one goes on; nowhere in a short tile.
+    const bool first = consumer == 0, takes_turns = k_blocks > 2 * kLead;
+    const int stop = takes_turns ? first ? kLead : k_blocks - kLead : -1,
+              go = takes_turns ? first ? k_blocks - 1 : kLead - 1 : -1;
     const uint64_t a = descriptor<kMajorA>(smem.a[0]) + (64 * kTileK * 2 * consumer >> 4),
                    b = descriptor<kMajorB>(smem.b[0]);
     PipelineState released = state;
 #pragma unroll 1
     for (int k = 0; k < k_blocks; ++k, state.advance()) {
+      if (k == stop) bar_sync(kTurnBarrier + consumer, kConsumers * kWarpgroup);
       mbarrier_wait_parity<false>(&barriers.full[state.stage], state.phase);
       if constexpr (kGather) fence_proxy_async();  // cp.async wrote A
       const uint64_t stage_a = a + uint32_t(state.stage * kBytesA >> 4),
@@ -140,6 +149,7 @@ struct Mainloop {
         wgmma_m64n256k16<T, kMajorA == Major::MN, kMajorB == Major::MN>(
             acc, stage_a + i * kStepK<kMajorA>, stage_b + i * kStepK<kMajorB>, k + i != 0);
       wgmma_commit_group();
+      if (k == go) bar_arrive(kTurnBarrier + 1 - consumer, kConsumers * kWarpgroup);
       wgmma_wait_group<1>();
       if (k > 0) release(barriers, released);
     }

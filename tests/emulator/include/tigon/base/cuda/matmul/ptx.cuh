@@ -69,6 +69,7 @@ inline void cp_async_mbarrier_arrive_noinc(uint64_t* barrier) {
   emulator::wait_copies(0);
   emulator::mbarrier_update(barrier, 1, 0);
 }
+inline void bar_arrive(int id, int threads) { emulator::named_barrier(id, threads, false); }
 inline void bar_sync(int id, int threads) { emulator::named_barrier(id, threads); }
 
 template <bool kTrans = false>
