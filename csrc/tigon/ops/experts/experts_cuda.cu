@@ -258,25 +258,38 @@ using UnitValue = std::conditional_t<K == GluKind::swiglu || is_clamped(K), Appr
 template <GluKind K, int N>
 constexpr GluKind kKernelKind = N > 1 ? K : GluKind::swiglu;
 
+// A warp per row: a lane loads some vectors before it uses the first.
+constexpr int kRowThreads = 128;
+
 template <GluKind K, class T, int N>
-__global__ __launch_bounds__(kThreads) void gate_kernel(Rows<const T> gate_up, Rows<const T> bias,
-                                                        Offsets offsets, Rows<T> act, int n,
-                                                        const ExpertsGate gate) {
-  int64_t row;
-  int vec;
-  split(int64_t(blockIdx.x) * kThreads + threadIdx.x, n / N, row, vec);
+__global__ __launch_bounds__(kRowThreads) void gate_kernel(Rows<const T> gate_up, Rows<const T> bias,
+                                                           Offsets offsets, Rows<T> act, int n,
+                                                           const ExpertsGate gate) {
+  constexpr int kVecs = N > 1 ? 2 : 1, kStep = 32 * N;
+  const int row = int(blockIdx.x) * (kRowThreads / 32) + int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   if (row >= offsets.here()) return;
-  const T* of_expert = bias.data == nullptr ? nullptr : bias[offsets.expert_of(int(row))];
-  float g[N], u[N];
-  unpack(load_points<T, N>(gate_up[row], gate.columns, vec * N, n), gate.columns, g, u);
-  add_bias<T, N>(of_expert, gate.columns, vec * N, n, g, u);
-  with_kind_of<K, N>(gate.unit, [&]<GluKind kKind>() {
+  const T* of_expert = bias.data == nullptr ? nullptr : bias[offsets.expert_of(row)];
+  for (int first = lane * N; first < n; first += kVecs * kStep) {
+    Points<T, N> z[kVecs];
 #pragma unroll
-    for (int k = 0; k < N; ++k) g[k] = glu_y<kKind, UnitValue<kKind, T>>(g[k], u[k], gate.unit);
-  });
-  Vec<T, N> out;
-  out.set(g);
-  store<T, N>(act[row] + vec * N, out);
+    for (int v = 0; v < kVecs; ++v)
+      if (const int i = first + v * kStep; i < n) z[v] = load_points<T, N>(gate_up[row], gate.columns, i, n);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int i = first + v * kStep;
+      if (i >= n) break;
+      float g[N], u[N];
+      unpack(z[v], gate.columns, g, u);
+      add_bias<T, N>(of_expert, gate.columns, i, n, g, u);
+      with_kind_of<K, N>(gate.unit, [&]<GluKind kKind>() {
+#pragma unroll
+        for (int k = 0; k < N; ++k) g[k] = glu_y<kKind, UnitValue<kKind, T>>(g[k], u[k], gate.unit);
+      });
+      Vec<T, N> out;
+      out.set(g);
+      store<T, N>(act[row] + i, out);
+    }
+  }
 }
 
 template <class T>
@@ -290,9 +303,7 @@ struct GateBwd {
   ExpertsGate gate;
 };
 
-// A warp per row: its sum over the columns is the gradient of the routing weight. A lane loads some vectors before it uses the first.
-constexpr int kRowThreads = 128;
-
+// The same: the row's sum over its columns is the gradient of the routing weight.
 template <GluKind K, class T, int N>
 __global__ __launch_bounds__(kRowThreads) void gate_bwd_kernel(const __grid_constant__ GateBwd<T> p) {
   constexpr int kVecs = N > 1 ? 3 : 1, kStep = 32 * N;
@@ -360,7 +371,7 @@ void gate_fwd(Context& ctx, const ExpertsGateFwd& a) {
   by_type(a.act, {&a.gate_up, &a.bias}, [&]<class T, int N>() {
     const int n = int(a.act.cols);
     launch(kOp, ctx, gate_kernel<kKernelKind<K, N>, T, N>,
-           {.blocks = ceil_div(a.act.rows * (n / N), kThreads), .threads = kThreads},
+           {.blocks = ceil_div(a.act.rows, kRowThreads / 32), .threads = kRowThreads},
            rows_of<const T>(a.gate_up), rows_of<const T>(a.bias), offsets_of(a.offsets), rows_of<T>(a.act), n,
            a.gate);
   });
@@ -444,28 +455,38 @@ __global__ __launch_bounds__(kThreads) void combine_kernel(const __grid_constant
 
 // ---------------------------------------------------------------- sum
 
-// A CTA sums 32 columns of an expert: groups of threads take every kGroups-th row, then the groups' sums are added in order.
-constexpr int kSumColumns = 32, kSumGroups = kThreads / kSumColumns;
+// A lane sums N columns of an expert: groups of warps take every kSumGroups-th row, then the groups' sums are added in order.
+constexpr int kSumGroups = kThreads / 32;
 
-template <class T>
+template <class T, int N>
 __global__ __launch_bounds__(kThreads) void sum_kernel(Rows<const T> rows, Values weights,
                                                        const int32_t* order, Offsets offsets, Rows<T> sums,
                                                        int cols, int slices) {
-  __shared__ float parts[kSumGroups][kSumColumns];
-  const int expert = int(blockIdx.x) / slices, group = int(threadIdx.x) / kSumColumns,
-            lane = int(threadIdx.x) % kSumColumns, column = int(blockIdx.x) % slices * kSumColumns + lane;
-  float sum = 0.0f;
+  __shared__ float parts[kSumGroups][32][N];
+  const int expert = int(blockIdx.x) / slices, group = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32,
+            column = (int(blockIdx.x) % slices * 32 + lane) * N;
+  float sum[N] = {};
   if (column < cols) {
     const int end = offsets.first[expert + 1];
 #pragma unroll 4
-    for (int row = offsets.first[expert] + group; row < end; row += kSumGroups)
-      sum = fma(weights[order == nullptr ? row : order[row]], widen(rows[row][column]), sum);
+    for (int row = offsets.first[expert] + group; row < end; row += kSumGroups) {
+      const float weight = weights[order == nullptr ? row : order[row]];
+      const Vec<T, N> x = load_stream<T, N>(rows[row] + column);
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum[k] = fma(weight, x[k], sum[k]);
+    }
   }
-  parts[group][lane] = sum;
+#pragma unroll
+  for (int k = 0; k < N; ++k) parts[group][lane][k] = sum[k];
   __syncthreads();
   if (group > 0 || column >= cols) return;
-  for (int g = 1; g < kSumGroups; ++g) sum += parts[g][lane];
-  sums[expert][column] = narrow<T>(sum);
+  Vec<T, N> out;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    for (int g = 1; g < kSumGroups; ++g) sum[k] += parts[g][lane][k];
+    out.set(k, sum[k]);
+  }
+  store<T, N>(sums[expert] + column, out);
 }
 
 }  // namespace
@@ -527,10 +548,10 @@ void experts_combine(Context& ctx, const ExpertsCombine& a) {
 }
 
 void experts_sum(Context& ctx, const ExpertsSum& a) {
-  dispatch_float(kOp, "rows", a.rows.dtype, [&](auto type) {
-    using T = typename DeviceType<typename decltype(type)::type>::type;
-    const int slices = int(ceil_div(a.rows.cols, kSumColumns));
-    launch(kOp, ctx, sum_kernel<T>, {.blocks = (a.offsets.size - 1) * slices, .threads = kThreads},
+  by_type(a.rows, {&a.sums}, [&]<class T, int kWide>() {
+    constexpr int N = kWide > 1 ? 2 : 1;
+    const int slices = int(ceil_div(a.rows.cols, int64_t(32 * N)));
+    launch(kOp, ctx, sum_kernel<T, N>, {.blocks = (a.offsets.size - 1) * slices, .threads = kThreads},
            rows_of<const T>(a.rows), values_of(a.weights), a.order.as<int32_t>(), offsets_of(a.offsets),
            rows_of<T>(a.sums), int(a.rows.cols), slices);
   });
