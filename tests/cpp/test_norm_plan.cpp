@@ -25,9 +25,8 @@ namespace {
 using namespace tigon::cuda;
 
 std::string to_string(const NormPlan& plan) {
-  static constexpr const char* kKernels[] = {"registers", "persistent", "shared_params", "cluster", "looped"};
-  static constexpr const char* kAlignments[] = {"vectorized", "same_offset", "any"};
-  std::string text = std::string(kKernels[int(plan.kernel)]) + " " + kAlignments[int(plan.alignment)];
+  static constexpr const char* kKernels[] = {"registers", "lookahead", "shared_params", "cluster", "looped"};
+  std::string text = kKernels[int(plan.kernel)];
   if (plan.config < 0) return text;
   const RowConfig& c = plan.rows;
   auto field = [&](const char* name, int64_t value, int64_t usual) {
@@ -74,22 +73,16 @@ std::vector<Traits> all_traits() {
   };
 }
 
-// Contiguous rows in memory that begins `offset` elements after an aligned address, the inputs `shift`
-// elements further.
-NormProblem problem_of(const Traits& t, int64_t rows, int64_t cols, int groups, int64_t offset,
-                       int64_t shift) {
-  auto operand = [&](int bytes, int64_t elements) {
-    return NormOperand{reinterpret_cast<const void*>(uintptr_t(1 << 20) + uintptr_t(elements * bytes)),
-                       cols * groups, bytes};
+// Contiguous rows in memory that begins `offset` elements after an aligned address.
+NormProblem problem_of(const Traits& t, int64_t rows, int64_t cols, int64_t offset) {
+  auto operand = [&](int bytes) {
+    return NormOperand{reinterpret_cast<const void*>(uintptr_t(1 << 20) + uintptr_t(offset * bytes)), cols,
+                       bytes};
   };
-  std::vector<NormOperand> inputs, outputs, params;
-  const int y_bytes = t.traits.y_bytes, x_bytes = t.traits.x_bytes;
-  for (int k = 0; k < t.traits.inputs; ++k) inputs.push_back(operand(x_bytes, offset + shift));
-  if (!t.forward) inputs.push_back(operand(y_bytes, offset + shift));
-  for (int k = 0; k < t.traits.outputs; ++k)
-    outputs.push_back(operand(t.forward && k + 1 == t.traits.outputs ? y_bytes : x_bytes, offset));
-  params.push_back({reinterpret_cast<const void*>(uintptr_t(1 << 20)), 0, t.traits.weight_bytes});
-  return norm_problem(rows, cols, groups, x_bytes, inputs, outputs, params);
+  const NormOperand operands[] = {operand(t.traits.x_bytes), operand(t.traits.y_bytes)},
+                    params[] = {
+                        {reinterpret_cast<const void*>(uintptr_t(1 << 20)), 0, t.traits.weight_bytes}};
+  return norm_problem(rows, cols, 1, t.traits.x_bytes, operands, params);
 }
 
 NormPlan plan_of(const Traits& t, const NormProblem& problem, const DeviceLimits& device = kDevice) {
@@ -100,19 +93,17 @@ constexpr int64_t kCols[] = {1, 7, 128, 2048, 4096, 4097, 12289, 16384, 32768, 6
 
 std::string all_plans() {
   std::ostringstream out;
-  out << "# op, direction, types of x and weight, columns, where contiguous rows begin (mixed: inputs "
-         "elsewhere than outputs): plan\n";
+  out << "# op, direction, types of x and weight, columns, where contiguous rows begin: plan\n";
   auto add = [&](const char* types, const std::vector<Traits>& list) {
     for (const Traits& t : list)
       for (int64_t cols : kCols) {
-        auto line = [&](const char* where, int64_t offset, int64_t shift) {
+        auto line = [&](const char* where, int64_t offset) {
           out << t.op << (t.forward ? " fwd " : " bwd ") << types << " " << cols << " " << where << ": "
-              << to_string(plan_of(t, problem_of(t, 4096, cols, 1, offset, shift))) << "\n";
+              << to_string(plan_of(t, problem_of(t, 4096, cols, offset))) << "\n";
         };
-        line("aligned", 0, 0);
+        line("aligned", 0);
         // Rows of an odd length begin anywhere in any case.
-        if (cols % 8 == 0) line("unaligned", 1, 0);
-        if (cols == 4096 || cols == 12289 || cols == 65536) line("mixed", 1, 1);
+        if (cols % 8 == 0) line("unaligned", 1);
       }
   };
   add("bf16 bf16", all_traits<bf16, bf16, bf16>());
@@ -141,11 +132,11 @@ TEST_CASE("a plan holds its rows, in the shared memory that there is") {
   for (const Traits& t : all_traits<f16, f16, f16>())
     for (int64_t cols = 1; cols < 400000; cols = cols * 5 / 4 + 1)
       for (int64_t offset : {0, 1}) {
-        const NormPlan plan = plan_of(t, problem_of(t, 64, cols, 1, offset, 0));
+        const NormPlan plan = plan_of(t, problem_of(t, 64, cols, offset));
         const int64_t vecs = cols / t.traits.vec_size();
         INFO(t.op << " " << cols << ": " << to_string(plan));
         CHECK(plan.shared <= kDevice.shared_per_block);
-        if (plan.kernel == NormKernel::registers || plan.kernel == NormKernel::persistent) {
+        if (plan.kernel == NormKernel::registers || plan.kernel == NormKernel::lookahead) {
           const int64_t threads = plan.rows.threads_per_row ? plan.rows.threads_per_row : plan.threads;
           CHECK(threads * plan.rows.vecs_per_thread >= vecs);
           CHECK(plan.threads <= plan.rows.max_threads);
@@ -160,11 +151,10 @@ TEST_CASE("the plan of a row does not depend on the number of rows and SMs") {
   for (const Traits& t : all_traits<bf16, bf16, bf16>())
     for (int64_t cols : kCols)
       for (int64_t offset : {0, 1}) {
-        const NormPlan few = plan_of(t, problem_of(t, 2, cols, 1, offset, 0)),
-                       many = plan_of(t, problem_of(t, 100000, cols, 1, offset, 0), {1, 232448, true});
+        const NormPlan few = plan_of(t, problem_of(t, 2, cols, offset)),
+                       many = plan_of(t, problem_of(t, 100000, cols, offset), {1, 232448, true});
         INFO(t.op << " " << cols << ": " << to_string(few) << " | " << to_string(many));
         CHECK(few.kernel == many.kernel);
-        CHECK(few.alignment == many.alignment);
         CHECK(few.rows.vecs_per_thread * few.rows.lane_split <= 8);
         if (few.rows.lane_split == many.rows.lane_split)
           CHECK(few.config == many.config);
@@ -193,29 +183,26 @@ TEST_CASE("rows that share parameters of their own take the threads and vectors 
     }
 }
 
-TEST_CASE("alignment and period") {
+TEST_CASE("vectorized rows") {
   const Traits t = all_traits<bf16, bf16, bf16>()[0];
-  CHECK(problem_of(t, 4, 64, 1, 0, 0).alignment == RowAlignment::vectorized);
-  CHECK(problem_of(t, 4, 64, 1, 8, 0).alignment == RowAlignment::vectorized);
-  CHECK(problem_of(t, 4, 64, 1, 3, 0).alignment == RowAlignment::same_offset);
-  CHECK(problem_of(t, 4, 65, 1, 0, 0).alignment == RowAlignment::same_offset);
-  CHECK(problem_of(t, 4, 64, 1, 3, 1).alignment == RowAlignment::any);
-  CHECK(problem_of(t, 4, 64, 1, 3, 0).period == 1);
-  CHECK(problem_of(t, 4, 65, 1, 0, 0).period == 8);
-  CHECK(problem_of(t, 4, 66, 1, 0, 0).period == 4);
-  // Outputs of different offsets, an absent input.
+  CHECK(problem_of(t, 4, 64, 0).vectorized);
+  CHECK(problem_of(t, 4, 64, 8).vectorized);
+  CHECK_FALSE(problem_of(t, 4, 64, 3).vectorized);
+  CHECK_FALSE(problem_of(t, 4, 65, 0).vectorized);
+  // One row elsewhere than the others, an absent one, a misaligned parameter.
   const uintptr_t base = 1 << 20;
   auto at = [&](int64_t element) {
     return NormOperand{reinterpret_cast<const void*>(base + uintptr_t(2 * element)), 64, 2};
   };
-  const NormOperand outputs[] = {at(0), at(1)}, inputs[] = {at(0), {nullptr, 3, 2}};
-  CHECK(norm_problem(4, 64, 1, 2, inputs, outputs, {}).alignment == RowAlignment::any);
-  CHECK(norm_problem(4, 64, 1, 2, inputs, std::span(outputs, 1), {}).alignment == RowAlignment::vectorized);
+  const NormOperand rows[] = {at(0), {nullptr, 3, 2}, at(1)}, params[] = {at(1)};
+  CHECK_FALSE(norm_problem(4, 64, 1, 2, rows, {}).vectorized);
+  CHECK(norm_problem(4, 64, 1, 2, std::span(rows, 2), {}).vectorized);
+  CHECK_FALSE(norm_problem(4, 64, 1, 2, std::span(rows, 2), params).vectorized);
 }
 
 TEST_CASE("devices without clusters loop over long rows") {
   for (const Traits& t : all_traits<bf16, bf16, bf16>())
-    CHECK(plan_of(t, problem_of(t, 64, 100000, 1, 1, 0), {108, 166912, false}).kernel == NormKernel::looped);
+    CHECK(plan_of(t, problem_of(t, 64, 100000, 0), {108, 166912, false}).kernel == NormKernel::looped);
 }
 
 }  // namespace

@@ -9,15 +9,14 @@
 
 #include <algorithm>
 
+#include "tigon/base/cuda/norm_backward_lookahead.cuh"
 #include "tigon/base/cuda/norm_backward_looped.cuh"
-#include "tigon/base/cuda/norm_backward_persistent.cuh"
 #include "tigon/base/cuda/norm_forward.cuh"
 
 namespace tigon::cuda {
 namespace norm_detail {
 
-// Vectorized rows. The passes are those of backward_persistent_kernel; one kernel for both made
-// vectorized rows slower.
+// The passes are those of backward_lookahead_kernel; one kernel for both made rows slower.
 template <class B, class W, class Y, int N, class Config>
 __global__
 __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value)) void backward_kernel(
@@ -37,7 +36,7 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
   const int64_t step = int64_t(gridDim.x / unsigned(p.groups)) * kConfig.rows_per_block;
   const int64_t first =
       coord.first + (kConfig.rows_per_block == 1 ? 0 : threadIdx.x / kConfig.threads_per_row);
-  const Rows rows(p, coord.group, 0);
+  const Rows rows(p, coord.group);
   auto vec_of = [&](int i) { return RowTile<kConfig, 1>::thread() + row_threads<kConfig>() * i; };
   auto column = [&](int i) { return vec_of(i) * N; };
   const ColumnWeights<B, W, N, kConfig> weights(shared, p.weight ? p.f.offset : 0.0f);
@@ -57,7 +56,7 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
     next = rows.statistics(first, p.rows);
   }
   // After the first copies, which do not wait for them.
-  load_weights<N, kConfig, RowAlignment::vectorized>(p, weights, coord.group, rows.begin, column, cols, 0);
+  load_weights<N, kConfig>(p, weights, coord.group, rows.begin, column);
 #pragma unroll 1
   for (int64_t base = coord.first, row = first; base < p.rows; base += step, row += step, ++parity) {
     if constexpr (!kPipelined) {
@@ -98,14 +97,14 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
     read_stage = read_stage + 1 == kConfig.stages ? 0 : read_stage + 1;
   }
   if constexpr (kPipelined) cp_async_wait_group<0>();
-  reduce_column_sums<kConfig, false>(p, coord, sums, column, 0, cols, BackwardEdge<B, Y>{}, shared);
+  reduce_column_sums<kConfig>(p, coord, sums, column, shared);
 }
 
 // An upper bound on the CTAs: every CTA writes a row of partial sums, so with few rows one CTA per
 // SM is enough, as many as have equal work.
-inline int64_t enough_blocks(int64_t rows, int groups, int64_t period) {
+inline int64_t enough_blocks(int64_t rows, int groups) {
   const int64_t rounds = ceil_div(rows * groups, device_facts().sms);
-  return rounds > 8 ? INT64_MAX : ceil_div(ceil_div(rows, rounds), period) * period;
+  return rounds > 8 ? INT64_MAX : ceil_div(rows, rounds);
 }
 
 // Rows of any length, in two launches. Returns the number of partial rows.
@@ -132,62 +131,48 @@ int64_t norm_backward_rows(const char* op, Context& ctx, NormBackward<B, W, Y>& 
   using namespace norm_detail;
   constexpr NormTraits kTraits = backward_traits<B, W, Y>();
   constexpr int kVecSize = kTraits.vec_size();
-  constexpr RowAlignment kVectorized = RowAlignment::vectorized, kSame = RowAlignment::same_offset;
-  // The first output gives vectors their offset, or the first input where it is not wanted.
-  NormOperand inputs[B::kIn + 1] = {{p.dy, p.dy_stride, kTraits.y_bytes}}, outputs[B::kOut + 1];
-  for (int k = 0; k < B::kIn; ++k) inputs[k + 1] = {p.in[k], p.in_stride[k], kTraits.x_bytes};
-  for (int k = 0; k < B::kOut; ++k) outputs[k + 1] = {p.out[k], p.out_stride[k], kTraits.x_bytes};
-  outputs[0] = p.out[0] ? outputs[1] : inputs[1];
+  NormOperand rows[B::kIn + B::kOut + 1] = {{p.dy, p.dy_stride, kTraits.y_bytes}};
+  for (int k = 0; k < B::kIn; ++k) rows[1 + k] = {p.in[k], p.in_stride[k], kTraits.x_bytes};
+  for (int k = 0; k < B::kOut; ++k) rows[1 + B::kIn + k] = {p.out[k], p.out_stride[k], kTraits.x_bytes};
   const NormOperand params[] = {{p.weight, 0, kTraits.weight_bytes}};
-  const NormProblem problem =
-      norm_problem(p.rows, p.cols, p.groups, kTraits.x_bytes, inputs, outputs, params);
-  const NormPlan plan = plan_backward(kTraits, problem, device_limits());
+  const NormPlan plan = plan_backward(
+      kTraits, norm_problem(p.rows, p.cols, p.groups, kTraits.x_bytes, rows, params), device_limits());
 
-  // The kernel of the plan; a schedule without workers: looped.
+  // The kernel of the plan and its CTAs or clusters, of each of which there is a partial row; none: looped.
   const void* entry = nullptr;
-  OccupancyCache* occupancy = nullptr;
+  int64_t parts = 0;
   LaunchConfig grid{.threads = plan.threads, .shared = size_t(plan.shared)};
-  const auto select_ctas = [&]<RowAlignment kAlignment, RowConfigs kConfigs>() {
-    with_config<kConfigs>(plan.config, [&]<RowConfig kConfig>() {
-      static OccupancyCache cache;
-      occupancy = &cache;
-      if constexpr (kAlignment == kVectorized && kConfig.lookahead == 0)
-        entry = entry_of(backward_kernel<B, W, Y, kVecSize, ConfigType<kConfig>>);
-      else
-        entry =
-            entry_of(backward_persistent_kernel<B, W, Y, kVecSize, ConfigType<kConfig>, kAlignment, false>);
-    });
-  };
   if (plan.kernel == NormKernel::cluster) {
-    if constexpr (kTraits.clusters && !kTraits.by_row) {
+    if constexpr (kTraits.clusters) {
       constexpr RowConfig kConfig = backward_cluster_configs(kTraits).at[0];
       const auto shared = [&](int threads) {
-        return size_t(backward_shared(kTraits, kSame, kConfig, threads, p.cols));
+        return size_t(backward_shared(kTraits, kConfig, threads, p.cols));
       };
-      entry = entry_of(backward_persistent_kernel<B, W, Y, kVecSize, ConfigType<kConfig>, kSame, true>);
+      entry = entry_of(backward_lookahead_kernel<B, W, Y, kVecSize, ConfigType<kConfig>, true>);
       static OccupancyCache cache;
       // The more arithmetic a thread has, the more it needs other CTAs on the SM.
       const ClusterShape c = max_occupancy_cluster(op, cache, entry, kConfig, p.cols / kVecSize,
                                                    B::kSubtractMean ? 96 : 192, shared);
       if (c.blocks > 0) {
-        p.row_schedule = make_row_schedule(p.rows, c.clusters, problem.period);
+        parts = std::min(p.rows, c.clusters);
         grid.threads = c.threads, grid.shared = shared(c.threads), grid.cluster = c.blocks;
       }
     }
   } else if (plan.kernel != NormKernel::looped) {
-    if (plan.alignment == kVectorized) {
-      select_ctas.template operator()<kVectorized, backward_register_configs(kTraits)>();
-    } else if constexpr (kTraits.same_offset && !kTraits.by_row) {
-      select_ctas.template operator()<kSame, backward_persistent_configs(kTraits)>();
-    }
-    const int64_t most = wants_sums && plan.rows.rows_per_block == 1
-                             ? enough_blocks(p.rows, p.groups, problem.period)
-                             : INT64_MAX;
-    p.row_schedule = persistent_schedule(op, *occupancy, entry, plan.rows, grid.threads, grid.shared, p.rows,
-                                         p.groups, problem.period, most);
+    OccupancyCache* occupancy = nullptr;
+    with_config<backward_register_configs(kTraits)>(plan.config, [&]<RowConfig kConfig>() {
+      static OccupancyCache cache;
+      occupancy = &cache;
+      if constexpr (kConfig.lookahead == 0)
+        entry = entry_of(backward_kernel<B, W, Y, kVecSize, ConfigType<kConfig>>);
+      else
+        entry = entry_of(backward_lookahead_kernel<B, W, Y, kVecSize, ConfigType<kConfig>, false>);
+    });
+    const int64_t most =
+        wants_sums && plan.rows.rows_per_block == 1 ? enough_blocks(p.rows, p.groups) : INT64_MAX;
+    parts = persistent_workers(op, *occupancy, entry, plan.rows, grid.threads, grid.shared, p.rows, p.groups,
+                               most);
   }
-  // Partial rows; 0 where nothing was launched.
-  int64_t parts = p.row_schedule.workers;
   if (parts > 0) {
     grid.blocks = parts * p.groups * grid.cluster;
     if (wants_sums) p.partials = ctx.scratch_of<float>(parts * B::kSums * p.cols * p.groups);

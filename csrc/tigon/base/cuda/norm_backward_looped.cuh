@@ -61,7 +61,8 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
         float x[B::kIn], w = offset + weight[j];
         element(in, j, x);
         float v = p.f.value(x), h = (B::kSubtractMean ? v - mean : v) * rstd;
-        fn(j, x, dy[j], h, w, p.f.upstream(dy[j], x) * w);
+        // Rounded once: where a row is its own mean, the gradient is 0.
+        fn(j, x, dy[j], h, w, __fmul_rn(p.f.upstream(dy[j], x), w));
       }
       done(c);
     }

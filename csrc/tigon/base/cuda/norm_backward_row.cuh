@@ -23,8 +23,6 @@ struct NormBackward {
   const float *rstd, *mean;
   int64_t rows, cols;
   int groups = 1;
-  // Of the rows of a group.
-  RowSchedule row_schedule;
   // [parts, kSums, groups * cols]; null: not wanted.
   float* partials = nullptr;
   // For hide_from_compiler().
@@ -78,23 +76,23 @@ struct Statistics {
   float rstd = 0.0f, mean = 0.0f;
 };
 
-// The operations of both passes over a row, which the kernels have in common.
+// The operations of both passes over a vectorized row, which the kernels have in common.
 template <class B, class W, class Y, int N>
 struct BackwardRow {
   using X = typename B::Element;
   using Inputs = Vec<X, N>[B::kIn];
-  static constexpr int kMeans = B::kSubtractMean ? 2 : 1, kPair = N % 2 == 0 ? 2 : 1;
+  static constexpr int kMeans = B::kSubtractMean ? 2 : 1, kPair = 2;
   // A branch on whether h is rounded doubles the code of the first pass: rare rows select each element.
   static constexpr bool kSelectsRounding = kRareTypes<X, W> && !kRowGroups<B>;
   const NormBackward<B, W, Y>& p;
   int group;
-  // The first column of the group that vectors hold, of all columns.
+  // The first column of the group, of all columns.
   int64_t begin;
   float inv_cols;
 
-  __device__ __forceinline__ BackwardRow(const NormBackward<B, W, Y>& p, int group, int head)
-      : p(p), group(group), begin(int64_t(group) * int(p.cols) + head), inv_cols(1.0f / float(int(p.cols))) {}
-  // The first vector of a row. Groups of rows are vectorized.
+  __device__ __forceinline__ BackwardRow(const NormBackward<B, W, Y>& p, int group)
+      : p(p), group(group), begin(int64_t(group) * int(p.cols)), inv_cols(1.0f / float(int(p.cols))) {}
+  // The first vector of a row.
   template <class T>
   __device__ __forceinline__ T* vectors(T* data, int64_t stride, int64_t row) const {
     if constexpr (kRowGroups<B>)
@@ -266,6 +264,28 @@ struct ColumnWeights {
   }
 };
 
+// Loads the weights of a thread's columns, which begin at column begin + column(i) of all columns; or forms them, where the
+// formula does (norm_math.inc).
+template <int N, RowConfig kConfig, class B, class W, class Y, class Column>
+__device__ __forceinline__ void load_weights(const NormBackward<B, W, Y>& p,
+                                             const ColumnWeights<B, W, N, kConfig>& weights, int group,
+                                             int64_t begin, Column&& column) {
+  const int cols = int(p.cols);
+#pragma unroll
+  for (int i = 0; i < kConfig.vecs_per_thread; ++i) {
+    if constexpr (kMakesWeights<B>) {
+      float w[N] = {};
+      if (column(i) < cols) p.f.weights(group, column(i), w);
+      Vec<W, N> vec;
+      vec.set(w);
+      weights.slots.set(i, vec);
+    } else {
+      weights.slots.set(i, p.weight && column(i) < cols ? cuda::load<W, N>(p.weight + begin + column(i))
+                                                        : fill_vec<W, N>(1.0f));
+    }
+  }
+}
+
 // The stages of the inputs and dy of the rows of a thread's range.
 template <class B, class W, class Y, int N, RowConfig kConfig>
 struct BackwardPipeline {
@@ -309,70 +329,11 @@ struct BackwardPipeline {
            words + B::kIn * In::words(threads), kConfig.rows_per_block * row_words(threads)) {}
 };
 
-// The edge element of a thread: one column before or after the full vectors, its inputs and column
-// sums; or none.
-template <class B>
-struct EdgeInputs {
-  float in[B::kIn] = {}, dy = 0.0f;
-};
-template <class B, class Y>
-struct BackwardEdge {
-  // Column of the group.
-  int column = 0;
-  bool valid = false;
-  float weight = 0.0f, sums[B::kSums] = {};
-  EdgeInputs<B> row;
-  // Of the next row, loaded one iteration ahead.
-  typename B::Element next[B::kIn] = {};
-  Y next_dy = {};
-
-  // Takes a column of the group (`cols`: none), and loads its inputs of `row`. `head`: columns before the first vector.
-  template <class Row>
-  __device__ __forceinline__ void start(const Row& rows, int of, int cols, float offset, int head,
-                                        int64_t row, int64_t end) {
-    column = of, valid = of < cols;
-    weight = valid && rows.p.weight ? offset + widen(rows.p.weight[rows.begin - head + of]) : 1.0f;
-    load(rows, head, row, end);
-  }
-  template <class Row>
-  __device__ __forceinline__ void load(const Row& rows, int head, int64_t row, int64_t end) {
-    if (!valid) return;
-#pragma unroll
-    for (int k = 0; k < B::kIn; ++k)
-      if (row < end && rows.has(k)) next[k] = rows.in(k, row)[column - head];
-    if (row < end) next_dy = rows.dy(row)[column - head];
-  }
-  __device__ __forceinline__ void take_next() {
-#pragma unroll
-    for (int k = 0; k < B::kIn; ++k) row.in[k] = widen(next[k]);
-    row.dy = widen(next_dy);
-  }
-  // The two passes.
-  template <class Row, int K>
-  __device__ __forceinline__ void add(const Row& rows, const Statistics& of, float (&means)[K]) {
-    float h = rows.normalized(of, row.in), d = rows.p.f.upstream(row.dy, row.in);
-    rows.add_means(h, d, weight, means);
-    if (rows.p.f.round_h) h = round_to<typename B::Element>(h);
-    sums[0] = fma(d, h, sums[0]);
-    if constexpr (B::kSums > 1) sums[1] += d;
-  }
-  template <class Row, int K>
-  __device__ __forceinline__ void write(const Row& rows, const Statistics& of, int head, int64_t at,
-                                        const EdgeInputs<B>& inputs, const float (&means)[K]) const {
-    float out[B::kOut];
-    rows.results(of, inputs.in, inputs.dy, weight, means, out);
-#pragma unroll
-    for (int k = 0; k < B::kOut; ++k)
-      if (rows.p.out[k]) rows.out(k, at)[column - head] = narrow<typename B::Element>(out[k]);
-  }
-};
-
 // Adds the column sums of the CTA's threads and writes them to the partials, if there are any.
-template <RowConfig kConfig, bool HasEdges, class B, class W, class Y, int N, class Column, class EdgeElement>
+template <RowConfig kConfig, class B, class W, class Y, int N, class Column>
 __device__ __forceinline__ void reduce_column_sums(const NormBackward<B, W, Y>& p, const BlockCoord& coord,
                                                    float (&sums)[B::kSums][kConfig.vecs_per_thread][N],
-                                                   Column&& column, int head, int whole,
-                                                   const EdgeElement& edge, unsigned char* memory) {
+                                                   Column&& column, unsigned char* memory) {
   if (p.partials == nullptr) return;
   const int cols = int(p.cols);
   const int64_t out_pitch = int64_t(p.groups) * cols;
@@ -382,40 +343,10 @@ __device__ __forceinline__ void reduce_column_sums(const NormBackward<B, W, Y>& 
   constexpr int kParts = backward_parts(kConfig);
   auto store_sums = [&](float* to, int k) {
 #pragma unroll
-    for (int i = 0; i < kConfig.vecs_per_thread; ++i) {
-      if (column(i) >= whole) continue;
-      if constexpr (HasEdges) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) to[head + column(i) + j] = sums[k][i][j];
-      } else {
-        store(to + column(i), *reinterpret_cast<Vec<float, N>*>(sums[k][i]));
-      }
-    }
-    if (HasEdges && edge.valid) to[edge.column] = edge.sums[k];
+    for (int i = 0; i < kConfig.vecs_per_thread; ++i)
+      if (column(i) < cols) store(to + column(i), *reinterpret_cast<Vec<float, N>*>(sums[k][i]));
   };
-  if constexpr (kConfig.rows_per_block == 1 && HasEdges) {
-    // Vectors are not aligned in `out`: they are ordered in shared memory first, so that a warp
-    // stores consecutive elements.
-    const int block = blockDim.x * N;
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < B::kSums; ++k)
-#pragma unroll
-      for (int i = 0; i < kConfig.vecs_per_thread; ++i)
-        store(shared + (k * kConfig.vecs_per_thread + i) * block + threadIdx.x * N,
-              *reinterpret_cast<Vec<float, N>*>(sums[k][i]));
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < B::kSums; ++k) {
-#pragma unroll 1
-      for (int i = 0; i < kConfig.vecs_per_thread; ++i) {
-        const int first = column(i) - int(threadIdx.x) * N, end = min(block, whole - first);
-        for (int c = threadIdx.x; c < end; c += blockDim.x)
-          out[k * out_pitch + head + first + c] = shared[(k * kConfig.vecs_per_thread + i) * block + c];
-      }
-      if (edge.valid) out[k * out_pitch + edge.column] = edge.sums[k];
-    }
-  } else if constexpr (kConfig.rows_per_block == 1) {
+  if constexpr (kConfig.rows_per_block == 1) {
 #pragma unroll
     for (int k = 0; k < B::kSums; ++k) store_sums(out + k * out_pitch, k);
   } else {

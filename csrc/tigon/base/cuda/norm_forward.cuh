@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "tigon/base/cuda/norm_forward_persistent.cuh"
 #include "tigon/base/cuda/norm_forward_shared.cuh"
 #include "tigon/base/cuda/norm_plan.h"
 #include "tigon/base/dispatch.h"
@@ -42,7 +41,7 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
   row.statistics(
       in, [](int i) { return Tile::column(i); },
       [&](auto& sums) { reduce_row<Sum, kConfig.threads_per_row, kConfig.lane_split>(sums, slots[phase++]); },
-      NoEdgeElement{}, center, mean, rstd);
+      center, mean, rstd);
   if (!row.live) return;
   if (Tile::thread() == 0) row.save_statistics(mean, rstd);
 #pragma unroll
@@ -134,24 +133,23 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   using namespace norm_detail;
   constexpr NormTraits kTraits = forward_traits<F, W, Y>();
   p.inv_cols = 1.0f / float(p.cols);
-  NormOperand inputs[F::kIn], params[F::kParams];
-  for (int k = 0; k < F::kIn; ++k) inputs[k] = {p.in[k], p.in_stride[k], kTraits.x_bytes};
+  NormOperand rows[F::kIn + 2], params[F::kParams];
+  for (int k = 0; k < F::kIn; ++k) rows[k] = {p.in[k], p.in_stride[k], kTraits.x_bytes};
+  rows[F::kIn] = {p.residual_out, p.residual_out_stride, kTraits.x_bytes};
+  rows[F::kIn + 1] = {p.y, p.y_stride, kTraits.y_bytes};
   // Parameters of channels are read one by one; whole vectors of a row have one.
   for (int k = 0; k < F::kParams; ++k) {
     params[k] = kPerChannel<F> ? NormOperand{nullptr, p.cols_per_param, kTraits.weight_bytes}
                                : NormOperand{p.param[k], 0, kTraits.weight_bytes};
     if constexpr (kRowParams<F>) params[k].stride = p.f.param_stride[k];
   }
-  const NormOperand residual{p.residual_out, p.residual_out_stride, kTraits.x_bytes},
-      y{p.y, p.y_stride, kTraits.y_bytes}, outputs[] = {F::kWritesResidual ? residual : y, y};
-  NormProblem problem = norm_problem(p.rows, p.cols, p.groups, kTraits.x_bytes, inputs, outputs, params);
+  NormProblem problem = norm_problem(p.rows, p.cols, p.groups, kTraits.x_bytes, rows, params);
   if constexpr (kRowParams<F>)
     problem.rows_per_param = p.f.rows_per_param, p.row_groups = int(p.rows / p.f.rows_per_param);
   const NormPlan plan = plan_forward(kTraits, problem, device_limits());
 
   // The kernel of the plan; null: looped.
   const void* entry = nullptr;
-  OccupancyCache* occupancy = nullptr;
   LaunchConfig grid{.blocks = ceil_div(p.rows, plan.rows.rows_per_block) * p.groups,
                     .threads = plan.threads,
                     .shared = size_t(plan.shared),
@@ -166,35 +164,22 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
       else if constexpr (F::kSubtractMean && !kTraits.rare)
         with_config<kForwardSplitConfigs>(plan.config, registers);
       break;
-    case NormKernel::persistent:
-      if constexpr (kTraits.same_offset && !kTraits.by_row) {
-        with_config<kForwardPersistentConfigs>(plan.config, [&]<RowConfig kConfig>() {
-          static OccupancyCache cache;
-          occupancy = &cache;
-          entry = entry_of(forward_persistent_kernel<F, W, Y, ConfigType<kConfig>>);
-        });
-        p.row_schedule = persistent_schedule(op, *occupancy, entry, plan.rows, grid.threads, grid.shared,
-                                             p.rows, p.groups, problem.period);
-        grid.blocks = int64_t(p.row_schedule.workers) * p.groups;
-        // A CTA needs more than the device has.
-        if (grid.blocks == 0) entry = nullptr;
-      }
-      break;
     case NormKernel::shared_params:
       if constexpr (kRowParams<F>) {
+        OccupancyCache* occupancy = nullptr;
         with_config<forward_shared_configs(kTraits)>(plan.config, [&]<RowConfig kConfig>() {
           static OccupancyCache cache;
           occupancy = &cache;
           entry = entry_of(forward_shared_params_kernel<F, W, Y, kTraits.vec_size(), ConfigType<kConfig>>);
         });
-        p.row_schedule = persistent_schedule(op, *occupancy, entry, plan.rows, grid.threads, grid.shared,
-                                             p.f.rows_per_param, p.row_groups, problem.period);
-        grid.blocks = int64_t(p.row_schedule.workers) * p.row_groups;
+        grid.blocks = persistent_workers(op, *occupancy, entry, plan.rows, grid.threads, grid.shared,
+                                         p.f.rows_per_param, p.row_groups) *
+                      p.row_groups;
+        // A CTA needs more than the device has.
         if (grid.blocks == 0) entry = nullptr;
       }
       break;
-    case NormKernel::cluster:
-    case NormKernel::looped: break;
+    default: break;
   }
   if (entry == nullptr) {
     entry = entry_of(forward_looped_kernel<F, W, Y>);

@@ -26,9 +26,10 @@ __global__ __launch_bounds__(
   griddepcontrol_launch_dependents();
   const BlockCoord coord(p.row_groups, kConfig.rows_per_block);
   const int row_in_block = kConfig.rows_per_block == 1 ? 0 : threadIdx.x / kConfig.threads_per_row;
-  const RowRange range = row_range_of(p.row_schedule, p.f.rows_per_param, coord.first + row_in_block);
-  VecRow row(p, BlockCoord(1, 1, 0), coord.group * p.f.rows_per_param + range.first);
-  int left = range.count();
+  const int64_t step = int64_t(gridDim.x / unsigned(p.row_groups)) * kConfig.rows_per_block;
+  const int64_t rows = p.f.rows_per_param - (coord.first + row_in_block);
+  VecRow row(p, BlockCoord(1, 1, 0), (coord.group + 1) * p.f.rows_per_param - rows);
+  int left = rows > 0 ? int((rows + step - 1) / step) : 0;
   row.live = left > 0;
   Vec<X, N> in[kVecsPerThread][F::kIn];
 #pragma unroll
@@ -58,10 +59,10 @@ __global__ __launch_bounds__(
     int phase = 0;
     row.statistics(
         in, [](int i) { return Tile::column(i); },
-        [&](auto& sums) { reduce_row<Sum, kConfig.threads_per_row>(sums, slots[parity][phase++]); },
-        NoEdgeElement{}, center, mean, rstd);
+        [&](auto& sums) { reduce_row<Sum, kConfig.threads_per_row>(sums, slots[parity][phase++]); }, center,
+        mean, rstd);
     const VecRow current = row;
-    row.advance(range.step, left > 1);
+    row.advance(step, left > 1);
     if (Tile::thread() == 0) current.save_statistics(mean, rstd);
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {

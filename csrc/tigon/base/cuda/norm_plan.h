@@ -5,7 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <numeric>
 #include <span>
 #include <type_traits>
 
@@ -34,10 +33,9 @@ struct NormTraits {
   // Rows read and written; parameters, or sums by column.
   int inputs, outputs, columns;
   bool subtracts_mean, writes_residual;
-  // Whether there are kernels for unaligned rows of one offset, and in the backward clusters for longer ones. They need equal types,
-  // and not fp16 except where rows are long as a rule (kPerChannel). Gated rows are groups of channels, hardly ever unaligned.
-  bool same_offset, clusters = false;
-  // kRowParams or kRowGroups: the kernels that keep parameters or column sums of rows of any offset do not take them.
+  // Whether the backward has clusters for rows that no CTA holds.
+  bool clusters = false;
+  // kRowParams or kRowGroups.
   bool by_row;
   // kRareTypes; where by_row, whose kernels share configurations, fp16 alone, and forward: fewer configurations.
   bool rare;
@@ -51,8 +49,6 @@ struct NormTraits {
 template <class F, class W, class Y>
 constexpr NormTraits forward_traits() {
   using X = typename F::Element;
-  constexpr bool kSame = std::is_same_v<W, X> && std::is_same_v<Y, X>,
-                 kGated = F::kIn == 2 && !F::kWritesResidual;
   int folded = 0;
   if constexpr (kRowParams<F>) folded = F::kFolded;
   return {.inputs = F::kIn,
@@ -60,7 +56,6 @@ constexpr NormTraits forward_traits() {
           .columns = F::kParams,
           .subtracts_mean = F::kSubtractMean,
           .writes_residual = F::kWritesResidual,
-          .same_offset = kSame && !kGated && (!kIsHalf<X> || kPerChannel<F>),
           .by_row = kRowParams<F>,
           .rare = kRowParams<F> ? kIsHalf<X> : kRareTypes<X, W>,
           .x_bytes = int(sizeof(X)),
@@ -77,8 +72,7 @@ constexpr NormTraits backward_traits() {
           .columns = B::kSums,
           .subtracts_mean = B::kSubtractMean,
           .writes_residual = false,
-          .same_offset = kSame && !kIsHalf<X>,
-          .clusters = kSame && !kIsHalf<X> && B::kOut == 1,
+          .clusters = kSame && !kIsHalf<X> && B::kOut == 1 && !kRowGroups<B>,
           .by_row = kRowGroups<B>,
           .rare = kRareTypes<X, W> && !kRowGroups<B>,
           .x_bytes = int(sizeof(X)),
@@ -91,16 +85,12 @@ struct NormOperand {
   const void* data;
   int64_t stride;
   int bytes;
-
-  // The offset of row 0 from an aligned address, in elements; of a row, modulo what 16 bytes of x hold.
-  int64_t element() const { return int64_t(reinterpret_cast<uintptr_t>(data) / uintptr_t(bytes)); }
 };
 struct NormProblem {
   int64_t rows, cols;
   int groups = 1;
-  RowAlignment alignment = RowAlignment::vectorized;
-  // Rows after which the offsets within 16 bytes repeat.
-  int64_t period = 1;
+  // All rows and parameters consist of aligned vectors.
+  bool vectorized = true;
   // kRowParams: the rows that share their parameters.
   int64_t rows_per_param = 1;
 };
@@ -113,50 +103,35 @@ struct DeviceLimits {
 
 // The problem of these operands; `x_bytes`: size of the elements in which vectors are counted.
 inline NormProblem norm_problem(int64_t rows, int64_t cols, int groups, int x_bytes,
-                                std::span<const NormOperand> inputs, std::span<const NormOperand> outputs,
-                                std::span<const NormOperand> params) {
-  NormProblem problem{.rows = rows, .cols = cols, .groups = groups};
+                                std::span<const NormOperand> operands, std::span<const NormOperand> params) {
   const int64_t vec_size = 16 / x_bytes;
-  const NormOperand* reference = nullptr;
-  bool vectorized = cols % vec_size == 0, outputs_match = true, inputs_match = true;
-  auto add = [&](const NormOperand& o, bool& matches) {
-    if (o.data == nullptr) return;
-    if (reference == nullptr) reference = &o;
-    const int64_t of_word = 16 / o.bytes;
-    vectorized = vectorized && reinterpret_cast<uintptr_t>(o.data) % 16 == 0 && o.stride % of_word == 0 &&
-                 o.stride % vec_size == 0;
-    matches = matches && (o.element() - reference->element()) % vec_size == 0 &&
-              (rows == 1 || (o.stride - reference->stride) % vec_size == 0);
-    problem.period = std::max(problem.period, 16 / std::gcd(int64_t(16), o.stride * o.bytes));
-  };
-  for (const NormOperand& o : outputs) add(o, outputs_match);
-  for (const NormOperand& o : inputs) add(o, inputs_match);
-  for (const NormOperand& o : params)
-    vectorized = vectorized && reinterpret_cast<uintptr_t>(o.data) % 16 == 0 && o.stride % vec_size == 0;
-  problem.alignment = vectorized                      ? RowAlignment::vectorized
-                      : outputs_match && inputs_match ? RowAlignment::same_offset
-                                                      : RowAlignment::any;
-  return problem;
+  const auto aligned = [](const NormOperand& o) { return reinterpret_cast<uintptr_t>(o.data) % 16 == 0; };
+  bool vectorized = cols % vec_size == 0;
+  for (const NormOperand& o : operands)
+    vectorized = vectorized && (o.data == nullptr ||
+                                (aligned(o) && o.stride % (16 / o.bytes) == 0 && o.stride % vec_size == 0));
+  for (const NormOperand& o : params) vectorized = vectorized && aligned(o) && o.stride % vec_size == 0;
+  return {.rows = rows, .cols = cols, .groups = groups, .vectorized = vectorized};
 }
 
+// Rows are vectorized but in looped.
 enum class NormKernel {
-  // Forward: a CTA per group of vectorized rows, which stay in registers. Backward: persistent CTAs.
+  // Forward: a CTA per group of rows, which stay in registers. Backward: persistent CTAs.
   registers,
-  // Persistent CTAs, for rows of one offset. Backward: also for vectorized rows with lookahead.
-  persistent,
-  // Forward: persistent CTAs of vectorized rows that share parameters of their own.
+  // Backward: the same with lookahead.
+  lookahead,
+  // Forward: persistent CTAs of rows that share parameters of their own.
   shared_params,
-  // Backward: persistent clusters, for rows of one offset that are too long for a CTA.
+  // Backward: persistent clusters, for rows that are too long for a CTA.
   cluster,
   // A CTA per row that reads it once per pass, from L2 after the first: everything else.
   looped,
 };
 
-// kernel: with the rows of alignment `alignment` in configuration `config` of its table. threads, shared: of a CTA; of a
-// cluster's CTAs the launcher decides, by how many are resident.
+// kernel: in configuration `config` of its table. threads, shared: of a CTA; of a cluster's CTAs the launcher decides, by how
+// many are resident.
 struct NormPlan {
   NormKernel kernel = NormKernel::looped;
-  RowAlignment alignment = RowAlignment::any;
   int config = -1;
   RowConfig rows = {};
   int threads = 0;
@@ -202,10 +177,6 @@ constexpr int kFewWarps = 16;
 constexpr RowConfigs kForwardSplitConfigs{
     RowConfig{.vecs_per_thread = 2, .max_threads = 1024, .lane_split = 2}};
 
-// Forward, unaligned rows of one offset.
-constexpr RowConfigs kForwardPersistentConfigs{
-    several_rows({.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = 5}),
-    RowConfig{.vecs_per_thread = 4, .max_threads = 384, .min_blocks_per_sm = 2}};
 // Forward, vectorized rows of groups that share parameters: CTAs of one group keep them in shared memory. Threads and vectors are
 // those of forward_register_configs, so that rows have the same bits. In shorter groups the copies cost more than they save.
 constexpr int64_t kManyRowsPerParam = 8;
@@ -218,7 +189,7 @@ constexpr RowConfigs forward_shared_configs(const NormTraits& t) {
 }
 
 // Backward, vectorized rows. Without a pipeline several CTAs per SM overlap their loads; stages need no registers for loads in
-// flight. Both keep weights in shared memory. Lookahead, which needs the persistent kernel, hides the latency of the reduction,
+// flight. Both keep weights in shared memory. Lookahead, which takes another kernel, hides the latency of the reduction,
 // where a thread has much arithmetic. The configurations are tuned on H200 for bf16.
 constexpr RowConfigs backward_register_configs(const NormTraits& t) {
   const auto cta = [](int stages, int vecs, int threads, int min_blocks = 1, int lookahead = 0) {
@@ -255,17 +226,6 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
                     cta(3, 2, 256, 2), cta(4, 4, 160), cta(3, 1, 1024), cta(2, 4, 512).up_to(1152), ahead,
                     cta(2, 4, 512));
 }
-// Backward, unaligned rows of one offset.
-constexpr RowConfigs backward_persistent_configs(const NormTraits& t) {
-  const RowConfig long_rows{.vecs_per_thread = 4, .max_threads = 512, .stages = t.inputs == 1 ? 3 : 2};
-  if (t.outputs == 2) return RowConfigs(long_rows);
-  return RowConfigs(several_rows({.threads_per_row = 32,
-                                  .vecs_per_thread = 4,
-                                  .rows_per_block = 4,
-                                  .min_blocks_per_sm = 3,
-                                  .stages = 2}),
-                    long_rows);
-}
 // Backward, clusters. Lookahead hides the latency of the reduction, which is large in clusters.
 constexpr RowConfigs backward_cluster_configs(const NormTraits& t) {
   const bool one = t.inputs == 1;
@@ -278,26 +238,23 @@ constexpr RowConfigs backward_cluster_configs(const NormTraits& t) {
 // Of a reduction, at most.
 constexpr int64_t kReduceBytes = 4 * ((32 + kMaxCluster) * 8 + 8);
 
-// Forward: parameters of persistent CTAs.
+// Forward: folded parameters of persistent CTAs.
 constexpr int64_t forward_shared(const NormTraits& t, const RowConfig& c, int threads) {
-  return int64_t(threads) * c.vecs_per_thread * t.columns * t.vec_size() * t.weight_bytes;
+  return int64_t(threads) * c.vecs_per_thread * t.folded * t.vec_size() * int64_t(sizeof(float));
 }
 // Rows of column sums in shared memory that a CTA of the backward adds up.
 constexpr int backward_parts(const RowConfig& c) {
   return c.threads_per_row > 0 && c.threads_per_row < 32 ? c.max_threads / 32 : c.rows_per_block;
 }
 // Backward: weights and stages; then, in the same memory, column sums.
-constexpr int64_t backward_shared(const NormTraits& t, RowAlignment alignment, const RowConfig& c,
-                                  int threads, int64_t cols) {
+constexpr int64_t backward_shared(const NormTraits& t, const RowConfig& c, int threads, int64_t cols) {
   const int64_t vec_size = t.vec_size(), held = int64_t(threads) * c.vecs_per_thread;
   // Words of 16 bytes of one row and one stage, for elements of x's size.
   const int64_t words = int64_t(threads / c.rows_per_block) * c.vecs_per_thread;
   const int64_t row_words = words * (t.inputs + vec_size * t.y_bytes / 16);
   const int64_t rows =
       held * vec_size * t.weight_bytes + int64_t(c.stages) * c.rows_per_block * row_words * 16;
-  const int64_t sums = c.rows_per_block > 1                    ? cols * backward_parts(c)
-                       : alignment == RowAlignment::vectorized ? 0
-                                                               : held * vec_size;
+  const int64_t sums = c.rows_per_block > 1 ? cols * backward_parts(c) : 0;
   return std::max(rows, int64_t(sizeof(float)) * sums * t.columns);
 }
 
@@ -305,9 +262,8 @@ constexpr int64_t backward_shared(const NormTraits& t, RowAlignment alignment, c
 
 // The first configuration that holds the row and fits in shared memory. shared(config, threads).
 template <class Shared>
-constexpr bool select_plan(NormPlan& plan, NormKernel kernel, RowAlignment alignment,
-                           const RowConfigs& configs, int64_t vecs, const DeviceLimits& limits,
-                           Shared&& shared) {
+constexpr bool select_plan(NormPlan& plan, NormKernel kernel, const RowConfigs& configs, int64_t vecs,
+                           const DeviceLimits& limits, Shared&& shared) {
   for (int i = 0; i < configs.size; ++i) {
     const RowConfig& c = configs.at[i];
     const bool cluster = kernel == NormKernel::cluster;
@@ -315,7 +271,7 @@ constexpr bool select_plan(NormPlan& plan, NormKernel kernel, RowAlignment align
     const int threads = cluster ? 0 : c.block_threads(vecs);
     const int64_t bytes = cluster ? 0 : shared(c, threads);
     if (bytes + kReduceBytes > limits.shared_per_block) continue;
-    plan = {kernel, alignment, i, c.without_limit(), threads, bytes};
+    plan = {kernel, i, c.without_limit(), threads, bytes};
     return true;
   }
   return false;
@@ -325,54 +281,28 @@ constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const
   NormPlan plan;
   const int64_t vecs = std::max<int64_t>(1, p.cols / t.vec_size());
   const auto none = [](const RowConfig&, int) { return int64_t(0); };
-  const auto shared = [&](const RowConfig& c, int threads) { return forward_shared(t, c, threads); };
-  if (p.alignment == RowAlignment::vectorized &&
-      select_plan(plan, NormKernel::registers, RowAlignment::vectorized, forward_register_configs(t), vecs,
-                  limits, none)) {
-    if (t.subtracts_mean && !t.rare && plan.rows.threads_per_row == 0 && plan.rows.vecs_per_thread == 4 &&
-        p.rows * p.groups * plan.threads / 32 <= int64_t(kFewWarps) * limits.sms)
-      select_plan(plan, NormKernel::registers, RowAlignment::vectorized, kForwardSplitConfigs, vecs, limits,
-                  none);
-    if (t.by_row && p.rows_per_param >= kManyRowsPerParam && plan.rows.vecs_per_thread == 4 &&
-        plan.rows.threads_per_row % 32 == 0) {
-      NormTraits folded = t;
-      folded.columns = t.folded, folded.weight_bytes = int(sizeof(float));
-      select_plan(plan, NormKernel::shared_params, RowAlignment::vectorized, forward_shared_configs(t), vecs,
-                  limits,
-                  [&](const RowConfig& c, int threads) { return forward_shared(folded, c, threads); });
-    }
+  if (!p.vectorized ||
+      !select_plan(plan, NormKernel::registers, forward_register_configs(t), vecs, limits, none))
     return plan;
-  }
-  if (t.by_row) return plan;
-  if (p.alignment <= RowAlignment::same_offset && t.same_offset)
-    select_plan(plan, NormKernel::persistent, RowAlignment::same_offset, kForwardPersistentConfigs, vecs,
-                limits, shared);
+  if (t.subtracts_mean && !t.rare && plan.rows.threads_per_row == 0 && plan.rows.vecs_per_thread == 4 &&
+      p.rows * p.groups * plan.threads / 32 <= int64_t(kFewWarps) * limits.sms)
+    select_plan(plan, NormKernel::registers, kForwardSplitConfigs, vecs, limits, none);
+  if (t.by_row && p.rows_per_param >= kManyRowsPerParam && plan.rows.vecs_per_thread == 4 &&
+      plan.rows.threads_per_row % 32 == 0)
+    select_plan(plan, NormKernel::shared_params, forward_shared_configs(t), vecs, limits,
+                [&](const RowConfig& c, int threads) { return forward_shared(t, c, threads); });
   return plan;
 }
 
 constexpr NormPlan plan_backward(const NormTraits& t, const NormProblem& p, const DeviceLimits& limits) {
   NormPlan plan;
   const int64_t vecs = std::max<int64_t>(1, p.cols / t.vec_size());
-  const auto shared_of = [&](RowAlignment alignment) {
-    return [&t, &p, alignment](const RowConfig& c, int threads) {
-      return backward_shared(t, alignment, c, threads, p.cols);
-    };
-  };
-  if (p.alignment == RowAlignment::vectorized &&
-      select_plan(plan, NormKernel::registers, RowAlignment::vectorized, backward_register_configs(t), vecs,
-                  limits, shared_of(RowAlignment::vectorized))) {
-    if (plan.rows.lookahead > 0) plan.kernel = NormKernel::persistent;
-    return plan;
-  }
-  if (t.by_row) return plan;
-  if (p.alignment <= RowAlignment::same_offset && t.same_offset) {
-    const RowAlignment same = RowAlignment::same_offset;
-    if (select_plan(plan, NormKernel::persistent, same, backward_persistent_configs(t), vecs, limits,
-                    shared_of(same)))
-      return plan;
-    if (t.clusters && p.groups == 1 && limits.clusters)
-      select_plan(plan, NormKernel::cluster, same, backward_cluster_configs(t), vecs, limits,
-                  shared_of(same));
+  const auto shared = [&](const RowConfig& c, int threads) { return backward_shared(t, c, threads, p.cols); };
+  if (!p.vectorized) return plan;
+  if (select_plan(plan, NormKernel::registers, backward_register_configs(t), vecs, limits, shared)) {
+    if (plan.rows.lookahead > 0) plan.kernel = NormKernel::lookahead;
+  } else if (t.clusters && p.groups == 1 && limits.clusters) {
+    select_plan(plan, NormKernel::cluster, backward_cluster_configs(t), vecs, limits, shared);
   }
   return plan;
 }

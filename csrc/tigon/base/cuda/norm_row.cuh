@@ -37,8 +37,6 @@ struct NormForward {
   float *rstd, *mean;
   int64_t rows, cols;
   int groups = 1;
-  // Of the rows of a group.
-  RowSchedule row_schedule;
   float eps;
   // Groups of adjacent rows that share their parameters, if kRowParams: set by norm_forward.
   int row_groups = 1;
@@ -132,19 +130,15 @@ struct ForwardRow {
   Y* y;
   RowView<kAlignment, N, Column> view;
 
-  // Columns [skip, skip + cols) of the row.
-  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const BlockCoord& coord, int64_t row,
-                                        int skip, Column cols)
+  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const BlockCoord& coord, int64_t row)
       : p(p),
         row(row),
-        col_offset(int64_t(coord.group) * p.cols + skip),
+        col_offset(int64_t(coord.group) * p.cols),
         stat_index(row * p.groups + coord.group),
         live(row < p.rows),
         y(p.y + row * p.y_stride + col_offset),
-        view(written(), cols) {}
-  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const BlockCoord& coord, int64_t row)
-      : ForwardRow(p, coord, row, 0, Column(p.cols)) {}
-  // Moves on to the row that is `step` rows further and has the same offset, if there is one.
+        view(written(), Column(p.cols)) {}
+  // Moves on to the row that is `step` rows further, if there is one.
   __device__ __forceinline__ void advance(int64_t step, bool is_live) {
     row += step;
     stat_index += step * p.groups;
@@ -315,28 +309,25 @@ struct ForwardRow {
     for (int k = 0; k < F::kIn; ++k) vecs[k] = hide_from_compiler(vecs[k], p.opaque_zero);
   }
   // Statistics of a row that its threads hold in registers; the residual is written.
-  // all_reduce(sums) combines the threads of the row, `edge` is the element that this thread holds
-  // beside its vectors. center[i] is what is subtracted from vector i: the mean, or 0 where the
-  // vector is padding. Its origin is hidden, or the compiler would compute the differences a
-  // second time in write().
-  template <int VecsPerThread, class ColumnOf, class Merge, class EdgeElement>
+  // all_reduce(sums) combines the threads of the row. center[i] is what is subtracted from vector i:
+  // the mean, or 0 where the vector is padding. Its origin is hidden, or the compiler would compute
+  // the differences a second time in write().
+  template <int VecsPerThread, class ColumnOf, class Merge>
   __device__ __forceinline__ void statistics(Inputs (&in)[VecsPerThread], ColumnOf&& column,
-                                             Merge&& all_reduce, EdgeElement&& edge,
-                                             float (&center)[VecsPerThread], float& mean, float& rstd) const {
+                                             Merge&& all_reduce, float (&center)[VecsPerThread], float& mean,
+                                             float& rstd) const {
 #pragma unroll
     for (int i = 0; i < VecsPerThread; ++i) write_residual(column(i), in[i]);
-    edge.write_residual();
-    float sums[kStatistics] = {};
+    float sums[kStatistics];
     mean = 0.0f;
     if constexpr (F::kSubtractMean) {
       float of[VecsPerThread];
 #pragma unroll
       for (int i = 0; i < VecsPerThread; ++i) of[i] = sum_of(in[i]);
-      float total[1] = {edge.sum() + reduce_registers<Sum>(of)};
+      float total[1] = {reduce_registers<Sum>(of)};
       all_reduce(total);
       mean = mean_of(total[0]);
     }
-    edge.add_to_statistics(mean, sums);
     float of[kStatistics][VecsPerThread];
 #pragma unroll
     for (int i = 0; i < VecsPerThread; ++i) {
@@ -352,7 +343,7 @@ struct ForwardRow {
       for (int k = 0; k < kStatistics; ++k) of[k][i] = of_vec[k];
     }
 #pragma unroll
-    for (int k = 0; k < kStatistics; ++k) sums[k] += reduce_registers<Sum>(of[k]);
+    for (int k = 0; k < kStatistics; ++k) sums[k] = reduce_registers<Sum>(of[k]);
     all_reduce(sums);
     rstd = finish_statistics(sums, mean);
     if constexpr (F::kSubtractMean && kCorrectsMean) {
@@ -364,38 +355,6 @@ struct ForwardRow {
     if (p.rstd == nullptr) return;
     p.rstd[stat_index] = rstd;
     if constexpr (F::kSubtractMean) p.mean[stat_index] = mean;
-  }
-};
-
-// A thread without an edge element.
-struct NoEdgeElement {
-  __device__ void write_residual() const {}
-  __device__ float sum() const { return 0.0f; }
-  template <int K>
-  __device__ void add_to_statistics(float, float (&)[K]) const {}
-};
-// An element before or after the full vectors of a row, or none.
-template <class F, class W, class Y>
-struct EdgeElement {
-  using AlignedRow = ForwardRow<F, W, Y, 1, RowAlignment::vectorized, int>;
-  // Column of the row; the row's length if there is none.
-  int column;
-  typename AlignedRow::Inputs in, next;
-  typename AlignedRow::Params param;
-  const AlignedRow* row = nullptr;
-
-  __device__ __forceinline__ bool valid() const { return column < row->view.cols; }
-  __device__ __forceinline__ void take_next() {
-#pragma unroll
-    for (int k = 0; k < F::kIn; ++k) in[k] = next[k];
-  }
-  __device__ __forceinline__ void write_residual() {
-    if (valid()) row->write_residual(column, in);
-  }
-  __device__ __forceinline__ float sum() const { return row->sum_of(in); }
-  template <int K>
-  __device__ __forceinline__ void add_to_statistics(float mean, float (&sums)[K]) const {
-    row->add_to_statistics(column, in, valid() ? mean : 0.0f, sums);
   }
 };
 
