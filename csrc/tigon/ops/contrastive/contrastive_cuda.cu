@@ -55,10 +55,19 @@ __device__ __forceinline__ void scores_of(const ContrastiveChunk& a, const Vec<T
     if (!is_row || col >= a.cols) return;
     Vec<float, kVec> t;
     if (a.guide != nullptr) t = load_stream<float, kVec>(a.guide + row * a.stride + col);
+    unsigned out = 0;
 #pragma unroll
     for (int j = 0; j < kVec; ++j)
-      if (col + j < a.cols && contrastive_left_out(a, row, col + j, a.guide != nullptr ? t[j] : x[j]))
-        z[j] = -INFINITY;
+      if (col + j < a.cols && contrastive_resembles(a, row, col + j, a.guide != nullptr ? t[j] : x[j]))
+        out |= 1u << j;
+    // As contrastive_left_out: labels count.
+#pragma unroll 1
+    for (int64_t k = 0; out != 0 && k < a.picks; ++k)
+      if (const int64_t at = a.labels[row * a.label_stride + k] - col; at >= 0 && at < kVec)
+        out &= ~(1u << at);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j)
+      if (out >> j & 1) z[j] = -INFINITY;
   }
 }
 
@@ -100,12 +109,14 @@ __device__ __forceinline__ bool add_near(const Vec<T, kVec> (&x)[kBatch], float 
   return true;
 }
 
+// kMasked: with columns or without.
 template <class T, bool kColumns, bool kMasked>
 __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_constant__ ContrastiveChunk a) {
   const Tile tile(a);
   if (tile.slab * kContrastiveSlab >= a.cols) return;
   const int lane = int(threadIdx.x) % 32, own = reduced_value<kBatch>(lane);
   const float scale = *a.scale;
+  const bool columns = kMasked ? a.col_parts != nullptr : kColumns;
   const bool is_whole = (tile.slab + 1) * kContrastiveSlab <= a.cols;
   const T* scores = static_cast<const T*>(a.scores) + tile.col;
   float col_top[kVec], col_sum[kVec];
@@ -134,7 +145,7 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
         for (int j = 0; j < kVec; ++j) sum[i] += exp_neg<T>(z[i][j] - reference);
       }
 #pragma unroll
-      for (int j = 0; kColumns && j < kVec; ++j) {
+      for (int j = 0; columns && j < kVec; ++j) {
         float top = z[0][j], more = 0.0f;
 #pragma unroll
         for (int i = 1; i < kBatch; ++i) top = fmaxf(top, z[i][j]);
@@ -150,7 +161,7 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
       part[0] = own_top, part[a.rows] = row_sum;
     }
   }
-  if constexpr (kColumns) {
+  if (columns) {
     float* parts = a.col_parts + 2 * tile.block * a.cols + tile.col;
 #pragma unroll
     for (int j = 0; j < kVec; ++j)
@@ -180,10 +191,11 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
   if (tile.slab * kContrastiveSlab >= a.cols) return;
   const bool is_column = tile.col < a.cols;
   const float scale = *a.scale;
+  const bool with_columns = kMasked ? a.dcol != nullptr : kColumns;
   float slope = 0.0f;
   T* scores = static_cast<T*>(a.scores) + tile.col;
   auto of_column = [&](int j) {
-    const bool is_col = kColumns && tile.col + j < a.cols;
+    const bool is_col = with_columns && tile.col + j < a.cols;
     return Share<T>(is_col ? a.col_lse[tile.col + j] : 0.0, is_col ? a.dcol[tile.col + j] : 0.0f);
   };
   const Share<T> columns[kVec] = {of_column(0), of_column(1), of_column(2), of_column(3),
@@ -203,7 +215,7 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         g[j] = of_row(z[j]);
-        if constexpr (kColumns) g[j] += columns[j](z[j]);
+        if (with_columns) g[j] += columns[j](z[j]);
       }
       for (int64_t k = 0; k < (a.dpicked != nullptr ? a.picks : 0); ++k) {
         const int64_t at = a.labels[r * a.label_stride + k] - tile.col;
@@ -276,11 +288,10 @@ void contrastive_statistics(Context& ctx, DType dtype, const ContrastiveChunk& a
   dispatch_float(kOp, "q", dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     if (a.picked != nullptr) launch(kOp, ctx, picked_kernel<T>, threads_for(a.rows * a.picks), a);
-    dispatch_bool(a.col_parts != nullptr, [&](auto columns) {
-      dispatch_bool(a.masked(), [&](auto masked) {
-        launch(kOp, ctx, statistics_kernel<T, columns, masked>, tiles_of(a), a);
-      });
-    });
+    const auto kernel = a.masked()               ? &statistics_kernel<T, true, true>
+                        : a.col_parts != nullptr ? &statistics_kernel<T, true, false>
+                                                 : &statistics_kernel<T, false, false>;
+    launch(kOp, ctx, kernel, tiles_of(a), a);
   });
 }
 
@@ -291,11 +302,10 @@ void contrastive_merge(Context& ctx, const ContrastiveMerge& a) {
 void contrastive_gradient(Context& ctx, DType dtype, const ContrastiveChunk& a) {
   dispatch_float(kOp, "q", dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    dispatch_bool(a.dcol != nullptr, [&](auto columns) {
-      dispatch_bool(a.masked(), [&](auto masked) {
-        launch(kOp, ctx, gradient_kernel<T, columns, masked>, tiles_of(a), a);
-      });
-    });
+    const auto kernel = a.masked()          ? &gradient_kernel<T, true, true>
+                        : a.dcol != nullptr ? &gradient_kernel<T, true, false>
+                                            : &gradient_kernel<T, false, false>;
+    launch(kOp, ctx, kernel, tiles_of(a), a);
   });
 }
 
