@@ -23,22 +23,20 @@ namespace {
 constexpr const char* kOp = "cross_entropy";
 // A thread for eight vectors of the row, at most these.
 constexpr int kMostThreads = 512, kBlocksPerSm = 2;
-template <bool General>
-constexpr int kVecsPerThread = General ? 2 : 4;
+constexpr int kVecsPerThread = 2;
 
 template <class T>
 using Params = CrossEntropyParams<T>;
 
 // Statistics of a part of a row: maximum; sum of e^(z - m) without the label's column, which is
 // added at the end so that p - 1 and log p are accurate where the label has nearly all probability;
-// with General also sums of w (reference - z), w, and e^(z - m) (z - m) without the label's column.
-template <bool General>
+// sums of w (reference - z), w, and e^(z - m) (z - m) without the label's column.
 struct Sums {
   float m, s, smoothing_sum, weight, entropy_sum;
   __device__ static Sums identity() { return {-INFINITY, 0.0f, 0.0f, 0.0f, 0.0f}; }
   __device__ __forceinline__ void rescale(float top) {  // top > m
     const float d = m - top, f = exp2_approx(d * kLog2e);
-    if constexpr (General) entropy_sum = f * fma(fmaxf(d, -1e30f), s, entropy_sum);
+    entropy_sum = f * fma(fmaxf(d, -1e30f), s, entropy_sum);
     s *= f, m = top;
   }
   template <int Width>
@@ -47,31 +45,25 @@ struct Sums {
 #pragma unroll
     for (int step = 16; step > 0; step >>= 1) {
       auto other = [&](float x) { return __shfl_xor_sync(~0u, x, step); };
-      Sums b{other(m), other(s), 0.0f, 0.0f, 0.0f};
-      if constexpr (General)
-        b.smoothing_sum = other(smoothing_sum), b.weight = other(weight), b.entropy_sum = other(entropy_sum);
+      Sums b{other(m), other(s), other(smoothing_sum), other(weight), other(entropy_sum)};
       const float top = fmaxf(m, b.m);
       if (m != top) rescale(top);
       if (b.m != top) b.rescale(top);
-      s += b.s;
-      if constexpr (General)
-        smoothing_sum += b.smoothing_sum, weight += b.weight, entropy_sum += b.entropy_sum;
+      s += b.s, smoothing_sum += b.smoothing_sum, weight += b.weight, entropy_sum += b.entropy_sum;
     }
   }
 };
 
-template <bool General, class T>
+template <class T>
 __device__ __forceinline__ void z_of_vec(const Params<T>& p, const AlignedRow<const T>& row, int k,
                                          const uint4& words, float (&z)[AlignedRow<T>::N],
                                          float* slopes = nullptr) {
   constexpr int N = AlignedRow<T>::N;
   unpack<T>(words, z);
-  if constexpr (General) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      int c = row.column(k) + j;
-      z[j] = row.has(c) ? z_of(p, z[j], c, slopes ? slopes + j : nullptr) : -INFINITY;
-    }
+  for (int j = 0; j < N; ++j) {
+    int c = row.column(k) + j;
+    z[j] = row.has(c) ? z_of(p, z[j], c, slopes ? slopes + j : nullptr) : -INFINITY;
   }
 }
 
@@ -80,13 +72,12 @@ __device__ __forceinline__ float weight_at(const float* class_weight, int c) {
 }
 
 // First pass over a vector. `target`: the label's column, or -1; `reference`: of smoothing_sum.
-template <bool General, class T>
+template <class T>
 __device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<const T>& row, int k,
-                                           const uint4& words, int target, float reference,
-                                           Sums<General>& a) {
+                                           const uint4& words, int target, float reference, Sums& a) {
   constexpr int N = AlignedRow<T>::N;
   float z[N], e[N];
-  z_of_vec<General>(p, row, k, words, z);
+  z_of_vec(p, row, k, words, z);
   float top = z[0];
 #pragma unroll
   for (int j = 1; j < N; ++j) top = fmaxf(top, z[j]);
@@ -99,19 +90,17 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<
     for (int j = 0; j < N; ++j)
       if (at == j) e[j] = 0.0f;
   }
-  if constexpr (General) {
-    if (p.entropy != nullptr || p.entropy_scale != nullptr)
+  if (p.entropy != nullptr || p.entropy_scale != nullptr)
 #pragma unroll
-      for (int j = 0; j < N; ++j) a.entropy_sum = fma(e[j], fmaxf(z[j] - m, -1e30f), a.entropy_sum);
-    if (p.label_smoothing > 0.0f) {
+    for (int j = 0; j < N; ++j) a.entropy_sum = fma(e[j], fmaxf(z[j] - m, -1e30f), a.entropy_sum);
+  if (p.label_smoothing > 0.0f) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        int c = row.column(k) + j;
-        if (!row.has(c)) continue;
-        float w = weight_at(p.class_weight, c);
-        a.smoothing_sum = fma(w, reference - z[j], a.smoothing_sum);
-        a.weight += w;
-      }
+    for (int j = 0; j < N; ++j) {
+      int c = row.column(k) + j;
+      if (!row.has(c)) continue;
+      float w = weight_at(p.class_weight, c);
+      a.smoothing_sum = fma(w, reference - z[j], a.smoothing_sum);
+      a.weight += w;
     }
   }
 #pragma unroll
@@ -133,7 +122,7 @@ struct RowGradient {
 };
 
 // Second pass over a vector: stores its gradient, by elements where the offsets differ.
-template <bool General, class T, class D>
+template <class T, class D>
 __device__ __forceinline__ void write_gradient(const Params<T>& p, const AlignedRow<const T>& row,
                                                const AlignedRow<D>& out, int k, const uint4& words,
                                                const RowGradient& g) {
@@ -141,30 +130,21 @@ __device__ __forceinline__ void write_gradient(const Params<T>& p, const Aligned
   float z[N], slopes[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) slopes[j] = 1.0f;
-  z_of_vec<General>(p, row, k, words, z, slopes);
+  z_of_vec(p, row, k, words, z, slopes);
   int first = row.column(k), at = g.target - first;
   Vec<D, N> r;
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    float e = exp2_approx((z[j] - g.m) * kLog2e), v, target_push = 0.0f;
-    if constexpr (General) {
-      float smoothing_push = g.smoothing_push;
-      if (smoothing_push != 0.0f && p.class_weight != nullptr)
-        smoothing_push *= row.has(first + j) ? __ldg(p.class_weight + first + j) : 0.0f;
-      v = cross_entropy_dz(e, g.share, smoothing_push);
-      target_push = smoothing_push;
-    } else {
-      v = e * (g.share * g.factor);
-    }
-    if (at == j)
-      // p - 1 is minus the share of the other columns; it is rounded to storage once.
-      v = fma(-g.others, g.target_share, cross_entropy_dz(e, g.rest_share, target_push)) *
-          (g.factor * slopes[j]);
-    else if constexpr (General)
-      v *= g.factor * slopes[j];
-    if constexpr (General)  // below -200 e is 0: classes at -inf add nothing
-      if (p.entropy_scale != nullptr)
-        v += slopes[j] * e * fma(g.entropy_slope, fmaxf(z[j] - g.m, -200.0f), g.entropy_bias);
+    float e = exp2_approx((z[j] - g.m) * kLog2e), push = g.smoothing_push;
+    if (push != 0.0f && p.class_weight != nullptr)
+      push *= row.has(first + j) ? __ldg(p.class_weight + first + j) : 0.0f;
+    float v = cross_entropy_dz(e, g.share, push);
+    // p - 1 is minus the share of the other columns; it is rounded to storage once.
+    if (at == j) v = fma(-g.others, g.target_share, cross_entropy_dz(e, g.rest_share, push));
+    v *= g.factor * slopes[j];
+    // Below -200 e is 0: classes at -inf add nothing.
+    if (p.entropy_scale != nullptr)
+      v += slopes[j] * e * fma(g.entropy_slope, fmaxf(z[j] - g.m, -200.0f), g.entropy_bias);
     r.set(j, v);
   }
   D* to = out.base + int64_t(out.lead) + first;
@@ -205,7 +185,7 @@ __device__ __forceinline__ unsigned key_of_vec(const Params<T>& p, const Aligned
                                                const uint4& words, float m, unsigned key) {
   constexpr int N = AlignedRow<T>::N;
   float z[N];
-  z_of_vec<true>(p, row, k, words, z);
+  z_of_vec(p, row, k, words, z);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     unsigned c = unsigned(row.column(k) + j);
@@ -223,7 +203,7 @@ struct Label {
   float z, weight, reference;
   __device__ __forceinline__ bool is_elsewhere() const { return column < 0 && !ignored && !bad; }
 };
-template <bool General, class T>
+template <class T>
 __device__ __forceinline__ Label label_of(const Params<T>& p, int64_t row, const T* x) {
   Label l;
   int64_t y = p.target[row];
@@ -233,32 +213,28 @@ __device__ __forceinline__ Label label_of(const Params<T>& p, int64_t row, const
   l.column = l.ignored || l.bad || y < 0 || y >= p.cols ? -1 : int(y);
   l.z = l.weight = l.reference = 0.0f;
   if (l.column >= 0) {
-    l.z = widen(x[l.column]);
-    if constexpr (General) l.z = z_of(p, l.z, l.column);
+    l.z = z_of(p, widen(x[l.column]), l.column);
     l.weight = weight_at(p.class_weight, l.column);
   } else if (l.is_elsewhere()) {
     l.weight = p.class_weight != nullptr ? p.class_weight[y] : 1.0f;
   }
-  if constexpr (General) {
-    if (p.label_smoothing > 0.0f) l.reference = z_of(p, widen(x[0]), 0);
-    if (!isfinite(l.reference)) l.reference = 0.0f;
-  }
+  if (p.label_smoothing > 0.0f) l.reference = z_of(p, widen(x[0]), 0);
+  if (!isfinite(l.reference)) l.reference = 0.0f;
   return l;
 }
 
 // Writes the results of a row (one thread) and returns what the gradient needs.
-template <bool General, class T>
-__device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, const Label& l,
-                                              const Sums<General>& a, bool writes) {
+template <class T>
+__device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, const Label& l, const Sums& a,
+                                              bool writes) {
   bool has = l.column >= 0, is_max = has && l.z == a.m && isfinite(l.z);
   float own = has ? exp2_approx((l.z - a.m) * kLog2e) : 0.0f, s = a.s + own;
   float log_s = is_max ? log1pf(a.s) : logf(s), lse = a.m + log_s;
-  float entropy_sum = General && has ? fma(own, fmaxf(l.z - a.m, -1e30f), a.entropy_sum) : a.entropy_sum;
-  float keep = General ? 1.0f - p.label_smoothing : 1.0f;
-  float share = General ? p.label_smoothing / float(p.classes) : 0.0f;
+  float entropy_sum = has ? fma(own, fmaxf(l.z - a.m, -1e30f), a.entropy_sum) : a.entropy_sum;
+  float keep = 1.0f - p.label_smoothing, share = p.label_smoothing / float(p.classes);
   if (writes) {
     float loss = keep * l.weight * ((a.m - l.z) + log_s);
-    if (General && p.label_smoothing > 0.0f)
+    if (p.label_smoothing > 0.0f)
       loss += share * (a.weight * ((a.m - l.reference) + log_s) + a.smoothing_sum);
     if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
     if (p.loss) p.loss[row] = l.ignored || l.is_elsewhere() ? 0.0f : l.bad ? NAN : loss;
@@ -266,16 +242,16 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
     if (p.log_prob)
       p.log_prob[row] = l.ignored ? 0.0f : l.bad ? NAN : l.is_elsewhere() ? -INFINITY : (l.z - a.m) - log_s;
     if (p.lse) p.lse[row] = lse;
-    if (General && p.entropy) p.entropy[row] = log_s - entropy_sum / s;
+    if (p.entropy) p.entropy[row] = log_s - entropy_sum / s;
     if (p.row_max) p.row_max[row] = a.m;
     if (p.log_sum) p.log_sum[row] = a.m == -INFINITY && a.s == 0.0f ? -INFINITY : log_s;
-    if (General && p.smoothing) p.smoothing[row] = a.weight * ((a.m - l.reference) + log_s) + a.smoothing_sum;
+    if (p.smoothing) p.smoothing[row] = a.weight * ((a.m - l.reference) + log_s) + a.smoothing_sum;
   }
   const float log_share = p.log_share != nullptr ? p.log_share[row] : 0.0f;
   float all_weights = p.class_weight == nullptr ? float(p.classes)
                       : p.weight_sum != nullptr ? *p.weight_sum
                                                 : a.weight;
-  float rest = General ? share * all_weights : 0.0f;
+  float rest = share * all_weights;
   if (p.z_loss != 0.0f) rest += 2.0f * p.z_loss * (lse - log_share);
   float pull = keep * l.weight + rest;
   float scale = p.scale != nullptr ? p.scale[row * p.scale_step] : 1.0f;
@@ -283,7 +259,7 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
   g.m = a.m, g.share = pull / s, g.smoothing_push = share, g.factor = l.bad ? NAN : scale * p.gain;
   g.others = a.s, g.target_share = keep * l.weight / s, g.rest_share = rest / s, g.target = l.column;
   g.entropy_slope = g.entropy_bias = 0.0f;
-  if (General && p.entropy_scale != nullptr) {
+  if (p.entropy_scale != nullptr) {
     g.entropy_slope = -p.entropy_scale[row] * p.gain / s;
     g.entropy_bias = -g.entropy_slope * (entropy_sum / s);
   }
@@ -291,7 +267,7 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
     const float part = expf(log_share);
     g.share *= part, g.rest_share *= part;
     g.others = a.s * part - s * expm1f(log_share);  // s (1 - p) of the label
-    if (General && p.entropy_scale != nullptr) {
+    if (p.entropy_scale != nullptr) {
       g.entropy_slope *= part;
       g.entropy_bias = g.entropy_slope * (p.all_entropy[row] - log_s + log_share);
     }
@@ -304,11 +280,11 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
 }
 
 // A CTA per row. The second pass runs backwards: the row's last tile is still in registers, those before it in L2.
-template <bool General, class T, class D>
+template <class T, class D>
 __global__ __launch_bounds__(kMostThreads,
                              kBlocksPerSm) void looped_kernel(const __grid_constant__ Params<T> p) {
-  constexpr int kVecs = kVecsPerThread<General>;
-  __shared__ ReduceStorage<Sums<General>> storage;
+  constexpr int kVecs = kVecsPerThread;
+  __shared__ ReduceStorage<Sums> storage;
   __shared__ ReduceStorage<Key> keys;
   const int threads = int(blockDim.x), step = kVecs * threads;
   int phase = 0;
@@ -323,29 +299,27 @@ __global__ __launch_bounds__(kMostThreads,
     };
     uint4 loaded[kVecs];
     load_tile(0, loaded);
-    Label label = label_of<General>(p, r, x);
-    bool wanted = !label.ignored || p.lse || (General && (p.entropy || p.predicted));
-    Sums<General> a = Sums<General>::identity();
+    Label label = label_of(p, r, x);
+    bool wanted = !label.ignored || p.lse || p.entropy || p.predicted;
+    Sums a = Sums::identity();
     // The label's z is part of the maximum, so it has been read before any thread may overwrite it.
     if (label.column >= 0) a.m = fmaxf(a.m, label.z);
     for (int base = 0; wanted && base < row.vecs; base += step) {
       if (base > 0) load_tile(base, loaded);
 #pragma unroll
       for (int h = 0; h < kVecs; ++h)
-        accumulate<General>(p, row, base + h * threads + int(threadIdx.x), loaded[h], label.column,
-                            label.reference, a);
+        accumulate(p, row, base + h * threads + int(threadIdx.x), loaded[h], label.column, label.reference,
+                   a);
     }
     a = all_reduce_row<0, false>(a, storage, phase);
-    if constexpr (General) {
-      if (p.predicted != nullptr) {
-        unsigned key = ~0u;
-        for (int k = threadIdx.x; k < row.vecs; k += threads)
-          key = key_of_vec(p, row, k, load_vec(row, k), a.m, key);
-        key = all_reduce_row<0, false>(Key{key}, keys, phase).value;
-        if (writes) p.predicted[r] = key == ~0u ? 0 : int64_t(key & 0x7fffffffu);
-      }
+    if (p.predicted != nullptr) {
+      unsigned key = ~0u;
+      for (int k = threadIdx.x; k < row.vecs; k += threads)
+        key = key_of_vec(p, row, k, load_vec(row, k), a.m, key);
+      key = all_reduce_row<0, false>(Key{key}, keys, phase).value;
+      if (writes) p.predicted[r] = key == ~0u ? 0 : int64_t(key & 0x7fffffffu);
     }
-    RowGradient gradient = finish<General>(p, r, label, a, writes);
+    RowGradient gradient = finish(p, r, label, a, writes);
     if (p.dlogits != nullptr) {
       if (label.ignored) {
         clear(out);
@@ -354,7 +328,7 @@ __global__ __launch_bounds__(kMostThreads,
           if (base + step < row.vecs) load_tile(base, loaded);
 #pragma unroll
           for (int h = 0; h < kVecs; ++h)
-            write_gradient<General>(p, row, out, base + h * threads + int(threadIdx.x), loaded[h], gradient);
+            write_gradient(p, row, out, base + h * threads + int(threadIdx.x), loaded[h], gradient);
         }
       }
     }
@@ -374,8 +348,6 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                        : SoftcapConstants{};
   const bool plain = !a.bias && a.label_smoothing == 0.0f && (!a.predicted || a.only_label) && inner > 0.0f &&
                      (a.softcap == 0.0f || softcap_is_in_range(cap));
-  const bool general =
-      !plain || inner != 1.0f || a.softcap != 0.0f || a.entropy || a.entropy_scale || a.predicted;
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     Params<T> p = {.logits = a.logits.row<T>(0),
@@ -416,13 +388,10 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .cap = cap};
     auto run = [&]<class D>(D*) {
       if (plain && cross_entropy_plain<T, D>(ctx, p)) return;
-      dispatch_bool(general, [&](auto g) {
-        constexpr bool kGeneral = decltype(g)::value;
-        constexpr int kWarpColumns = AlignedRow<T>::N * 8 * 32;
-        const int threads = int(std::min<int64_t>(ceil_div(p.cols, kWarpColumns) * 32, kMostThreads));
-        launch(kOp, ctx, looped_kernel<kGeneral, T, D>,
-               {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = threads}, p);
-      });
+      constexpr int kWarpColumns = AlignedRow<T>::N * 8 * 32;
+      const int threads = int(std::min<int64_t>(ceil_div(p.cols, kWarpColumns) * 32, kMostThreads));
+      launch(kOp, ctx, looped_kernel<T, D>,
+             {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = threads}, p);
     };
     DType out = a.dlogits.data != nullptr ? a.dlogits.dtype : a.logits.dtype;
     if constexpr (sizeof(T) == 4) {
