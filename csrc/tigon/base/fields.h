@@ -4,6 +4,7 @@
 #pragma once
 
 #include <initializer_list>
+#include <optional>
 #include <type_traits>
 
 #include "tigon/base/check.h"
@@ -34,8 +35,12 @@ struct Expected {
   const Vector* like = nullptr;  // of its dtype, where it is there
   bool scalar = false;           // a tensor of one element and of any number of dimensions
   int64_t* leading = nullptr;    // takes the tensor's first dimension, which its results do not have
+  int64_t stack = 0;             // of a result: [stack, rows / stack, cols]; 0: two dimensions
   const void* of = nullptr;      // the member whose tensor has a result's sizes; null: [rows, cols]
   bool other_cols = false;       // of those sizes but for the last
+  bool wanted = true;            // a result that is; else it is absent
+  bool flat = false;             // all elements of a tensor of any shape
+  bool updated = false;          // an input that is written
 };
 
 struct Field {
@@ -48,15 +53,27 @@ struct Field {
 
 class Fields {
  public:
-  explicit Fields(const char* checked_op = nullptr) : checked_op_(checked_op) {}
+  explicit Fields(const char* checked_op = nullptr, bool on_cuda = false)
+      : checked_op_(checked_op), on_cuda_(on_cuda) {}
   virtual ~Fields() = default;
 
   void rows(const char* name, Matrix& x, int64_t least_cols = 1) {
     field({name, Role::rows, &x, nullptr, {.cols = least_cols}});
   }
+  // Written in place.
+  void updated_rows(const char* name, Matrix& x) {
+    field({name, Role::rows, &x, nullptr, {.updated = true}});
+  }
   // Several matrices of equal sizes in one tensor, along its first dimension.
   void stacked_rows(const char* name, Matrix& x, int64_t& count) {
     field({name, Role::rows, &x, nullptr, {.cols = 1, .leading = &count}});
+  }
+  void stacked(const char* name, Matrix& m, int64_t& count, DType dtype) {
+    field({name,
+           Role::input,
+           &m,
+           nullptr,
+           {.rows = m.rows, .cols = m.cols, .dtype = dtype, .leading = &count}});
   }
   // Of the sizes of x.
   void input(const char* name, Matrix& m, const Matrix& x, DType dtype) {
@@ -105,15 +122,19 @@ class Fields {
   void saved(const char* name, std::initializer_list<Statistic> list, int64_t size) {
     statistics(name, list, size, Role::saved);
   }
-  // A number, flag or choice.
+  // A number, flag or choice; an enum that has no such value is -1.
   template <class T>
   void option(const char* name, T& value) {
-    if constexpr (std::is_same_v<T, bool>)
+    if constexpr (std::is_same_v<T, bool>) {
       value = flag(name, value);
-    else if constexpr (std::is_floating_point_v<T>)
+    } else if constexpr (std::is_floating_point_v<T>) {
       value = T(number(name, double(value)));
-    else
-      value = T(integer(name, int64_t(value)));
+    } else if constexpr (std::is_same_v<T, std::optional<double>>) {
+      value = optional_number(name, value);
+    } else {
+      const int64_t given = integer(name, int64_t(value));
+      value = int64_t(T(given)) == given ? T(given) : T(-1);
+    }
   }
   void eps(float& value) {
     option("eps", value);
@@ -138,8 +159,18 @@ class Fields {
   void result(const char* name, Matrix& m, const Matrix& x, int64_t rows, int64_t cols) {
     result(name, m, x, rows, cols, x.dtype);
   }
-  // As `result`; <op>_in_place writes it over `input`.
-  virtual void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input) = 0;
+  void result_if(bool wanted, const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype) {
+    Expected e = {.rows = rows, .cols = cols, .dtype = dtype, .wanted = wanted};
+    field({name, Role::result, &m, nullptr, e});
+  }
+  // [count, rows, cols], the matrices one after the other.
+  void stacked_result(const char* name, Matrix& m, int64_t count, int64_t rows, int64_t cols, DType dtype) {
+    Expected e = {.rows = count * rows, .cols = cols, .dtype = dtype, .stack = count};
+    field({name, Role::result, &m, nullptr, e});
+  }
+  // As `result`, or a gradient; <op>_in_place writes it over `input`.
+  virtual void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input,
+                           Role role = Role::result) = 0;
   void gradient(const char* name, Matrix& m, const Matrix& x) {
     field({name, Role::gradient, &m, nullptr, sizes_of(x, x.dtype)});
   }
@@ -154,6 +185,7 @@ class Fields {
   void gradient(const char* name, Vector& v, int64_t size, DType dtype, const Vector* sizes_of = nullptr) {
     field({name, Role::gradient, nullptr, &v, {.cols = size, .dtype = dtype, .of = sizes_of}});
   }
+  bool on_cuda() const { return on_cuda_; }
   // A rule of this op's own.
   template <class... Parts>
   void require(bool holds, const Parts&... parts) const {
@@ -165,6 +197,7 @@ class Fields {
   virtual void field(const Field& f) = 0;
   virtual bool flag(const char*, bool value) { return value; }
   virtual double number(const char*, double value) { return value; }
+  virtual std::optional<double> optional_number(const char*, std::optional<double> value) { return value; }
   virtual int64_t integer(const char*, int64_t value) { return value; }
 
  private:
@@ -172,6 +205,7 @@ class Fields {
     return {.rows = x.rows, .cols = x.cols, .dtype = dtype, .of = &x};
   }
   const char* checked_op_;  // null: nothing is checked
+  const bool on_cuda_;      // where it is checked
 };
 
 }  // namespace tigon

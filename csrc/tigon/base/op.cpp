@@ -7,6 +7,7 @@ void FieldChecks::field(const Field& f) {
   const Matrix& m = *f.matrix;
   const Expected& e = f.expected;
   const bool given = m.data != nullptr;
+  if (!e.wanted && !given) return;
   if (f.role == Role::result || (f.role == Role::gradient && given)) work_ = work_ || m.rows * m.cols > 0;
   if (f.role == Role::rows) {
     require_float(op_, f.name, m.dtype);
@@ -40,8 +41,8 @@ void FieldChecks::statistics(const char*, std::initializer_list<Statistic> list,
   for (const Statistic& s : list) require_vector(op_, s.name, s.vector, size, DType::f32);
 }
 
-void FieldChecks::result_over(const char* name, Matrix& m, const char*, const Matrix& input) {
-  field({name, Role::result, &m, nullptr, {.rows = input.rows, .cols = input.cols, .dtype = input.dtype}});
+void FieldChecks::result_over(const char* name, Matrix& m, const char*, const Matrix& input, Role role) {
+  field({name, role, &m, nullptr, {.rows = input.rows, .cols = input.cols, .dtype = input.dtype}});
 }
 
 std::vector<Operator>& operators() {

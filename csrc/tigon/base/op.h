@@ -13,9 +13,10 @@ namespace tigon {
 // The standard checks, field by field.
 class FieldChecks final : public Fields {
  public:
-  explicit FieldChecks(const char* op) : Fields(op), op_(op) {}
+  FieldChecks(const char* op, const Context& ctx) : Fields(op, ctx.device() == Device::cuda), op_(op) {}
   void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size, Role role) override;
-  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input) override;
+  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input,
+                   Role role) override;
   // Whether any result that is wanted has elements.
   bool work() const { return work_; }
 
@@ -46,28 +47,37 @@ class ArgsOf final : public AnyArgs {
   Args args_;
 };
 
+enum class Direction : int8_t { forward, backward, none };  // none: an operator of that name alone
+
 // An op as PyTorch sees it. The table is complete before PyTorch's own registrations run.
 struct Operator {
   const char* op;  // without _fwd or _bwd
-  bool backward;
+  Direction direction;
   AnyArgs* (*make)(void* memory);
 };
 std::vector<Operator>& operators();
 
 template <class Args, void (*entry)(Context&, const Args&)>
 struct AddOperator {
-  AddOperator(const char* op, bool backward) {
+  AddOperator(const char* op, Direction direction) {
     using Any = ArgsOf<Args, entry>;
     static_assert(sizeof(Any) <= kArgsBytes);
-    operators().push_back({op, backward, [](void* memory) -> AnyArgs* { return new (memory) Any; }});
+    operators().push_back({op, direction, [](void* memory) -> AnyArgs* { return new (memory) Any; }});
   }
 };
 
+template <class Args>
+Args checked(const char* op, const Context& ctx, const Args& args) {
+  Args a = args;
+  FieldChecks checks(op, ctx);
+  a.fields(checks);
+  return a;
+}
 // Checks `args`, and runs the backend of the context's device where there is something to do.
 template <class Args, class OnCpu, class OnCuda>
 void run_op(const char* op, Context& ctx, const Args& args, const OnCpu& on_cpu, const OnCuda& on_cuda) {
   Args a = args;
-  FieldChecks checks(op);
+  FieldChecks checks(op, ctx);
   a.fields(checks);
   if (!checks.work()) return;
   AlignedRows rows(ctx);
@@ -84,11 +94,15 @@ void run_op(const char* op, Context& ctx, const Args& args, const OnCpu& on_cpu,
 #define TIGON_CUDA_ENTRY(entry) [](auto&&...) {}
 #endif
 
+// PyTorch's operator of an entry that is there.
+#define TIGON_OPERATOR(entry, Args, op, direction)                                       \
+  [[gnu::init_priority(200)]] static const AddOperator<Args, entry> entry##_operator(op, \
+                                                                                     Direction::direction);
 // Defines the entry tigon::<entry> with its checks, and its operator of PyTorch.
-#define TIGON_DEFINE_ENTRY(entry, Args, op, name, backward)                                              \
+#define TIGON_DEFINE_ENTRY(entry, Args, op, name, direction)                                             \
   void entry(Context& ctx, const Args& a) { run_op(name, ctx, a, cpu::entry, TIGON_CUDA_ENTRY(entry)); } \
-  [[gnu::init_priority(200)]] static const AddOperator<Args, entry> entry##_operator(op, backward);
+  TIGON_OPERATOR(entry, Args, op, direction)
 // The whole op: TIGON_OP(rms_norm, RmsNorm), in namespace tigon.
-#define TIGON_OP(op, Args)                                 \
-  TIGON_DEFINE_ENTRY(op##_fwd, Args##Fwd, #op, #op, false) \
-  TIGON_DEFINE_ENTRY(op##_bwd, Args##Bwd, #op, #op "_bwd", true)
+#define TIGON_OP(op, Args)                                   \
+  TIGON_DEFINE_ENTRY(op##_fwd, Args##Fwd, #op, #op, forward) \
+  TIGON_DEFINE_ENTRY(op##_bwd, Args##Bwd, #op, #op "_bwd", backward)

@@ -9,7 +9,7 @@
 namespace tigon::torch_shim {
 namespace {
 
-enum class Variant : int8_t { forward, infer, in_place, backward };
+enum class Variant : int8_t { whole, infer, in_place };
 
 // The schema of a variant.
 class Schema final : public Fields {
@@ -27,11 +27,14 @@ class Schema final : public Fields {
     else if (variant_ != Variant::infer)
       result(name);
   }
-  void result_over(const char* name, Matrix&, const char* input_name, const Matrix&) override {
+  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix&, Role role) override {
     has_in_place = true;
-    if (variant_ != Variant::in_place) return result(name);
-    const std::string input = std::string("Tensor ") + input_name;
-    inputs_.replace(inputs_.find(input), input.size(), std::string("Tensor(a!) ") + input_name);
+    if (variant_ != Variant::in_place) return field({name, role, &m, nullptr, {}});
+    for (const char* type : {"", "?"}) {
+      const std::string end = std::string(type) + " " + input_name;
+      if (const size_t at = inputs_.find("Tensor" + end); at != std::string::npos)
+        inputs_.insert(at + 6, alias());
+    }
   }
 
  protected:
@@ -40,24 +43,29 @@ class Schema final : public Fields {
     if (f.role == Role::gradient || f.role == Role::result)
       result(f.name);
     else
-      add(inputs_, f.role == Role::optional ? "Tensor? " : "Tensor ", f.name);
+      add(inputs_, "Tensor" + (f.expected.updated ? alias() : "") + (f.role == Role::optional ? "? " : " "),
+          f.name);
   }
   bool flag(const char* name, bool value) override { return add(inputs_, "bool ", name), value; }
   double number(const char* name, double value) override { return add(inputs_, "float ", name), value; }
+  std::optional<double> optional_number(const char* name, std::optional<double> value) override {
+    return add(inputs_, "float? ", name), value;
+  }
   int64_t integer(const char* name, int64_t value) override { return add(inputs_, "int ", name), value; }
 
  private:
-  static void add(std::string& list, const char* type, const char* name) {
+  static void add(std::string& list, const std::string& type, const char* name) {
     if (!list.empty()) list += ", ";
-    list += std::string(type) + name;
+    list += type + name;
   }
+  std::string alias() { return std::string("(") + char('a' + aliases_++) + "!)"; }
   void result(const char* name) { add(results_, "Tensor ", name), ++count_; }
   const Variant variant_;
   std::string inputs_, results_;
-  int count_ = 0;
+  int count_ = 0, aliases_ = 0;
 };
 
-constexpr size_t kMostTensors = 16;  // that a call takes, and that it returns
+constexpr size_t kMostTensors = 20;  // that a call takes, and that it returns
 
 // A tensor of the call and the member whose view it is.
 struct Held {
@@ -70,15 +78,17 @@ struct Held {
 // Takes the arguments off PyTorch's stack: all are owned before anything can throw.
 class Arguments final : public Fields {
  public:
-  explicit Arguments(StableIValue* stack) : stack_(stack) {}
+  Arguments(Variant variant, StableIValue* stack) : variant_(variant), stack_(stack) {}
   std::array<Held, kMostTensors> tensors;
   uint32_t needs = 0;  // a bit for each gradient
-  size_t rows = 0;     // of tensors: the first of all
+  size_t rows = 0;     // of tensors: that of Role::rows, or the first
 
   void statistics(const char*, std::initializer_list<Statistic> list, int64_t, Role role) override {
     if (role == Role::saved) tensors.at(count_++) = {&list.begin()->vector, stack_.take<Tensor>()};
   }
-  void result_over(const char*, Matrix&, const char*, const Matrix&) override {}
+  void result_over(const char* name, Matrix& m, const char*, const Matrix&, Role role) override {
+    if (variant_ != Variant::in_place) field({name, role, &m, nullptr, {}});
+  }
 
  protected:
   void field(const Field& f) override {
@@ -98,9 +108,13 @@ class Arguments final : public Fields {
   }
   bool flag(const char*, bool) override { return stack_.take<bool>(); }
   double number(const char*, double) override { return stack_.take<double>(); }
+  std::optional<double> optional_number(const char*, std::optional<double>) override {
+    return stack_.take<std::optional<double>>();
+  }
   int64_t integer(const char*, int64_t) override { return stack_.take<int64_t>(); }
 
  private:
+  const Variant variant_;
   Stack stack_;
   size_t count_ = 0;
   int gradients_ = 0;
@@ -133,15 +147,12 @@ class Views final : public Fields {
       for (const Statistic& s : list) s.vector = {.data = data, .size = size}, data += size;
     }
   }
-  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input) override {
-    if (variant_ != Variant::in_place)
-      return field({name,
-                    Role::result,
-                    &m,
-                    nullptr,
-                    {.rows = input.rows, .cols = input.cols, .dtype = input.dtype, .of = &input}});
-    TIGON_CHECK(op_, !held(&input)->copied, input_name,
-                " must have dense rows to be written in place, got a layout that needs a copy");
+  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input,
+                   Role role) override {
+    const Expected e = {.rows = input.rows, .cols = input.cols, .dtype = input.dtype, .of = &input};
+    if (variant_ != Variant::in_place) return field({name, role, &m, nullptr, e});
+    const Held* from = held(&input);
+    check_in_place(input_name, from != nullptr && from->copied);
     m = input;
   }
 
@@ -161,11 +172,18 @@ class Views final : public Fields {
     if (f.matrix != nullptr)
       *f.matrix = rows_of(op_, f.name, t);
     else
-      *f.vector = f.expected.scalar ? scalar_of(op_, f.name, t) : vector_of(op_, f.name, t);
+      *f.vector = f.expected.scalar ? scalar_of(op_, f.name, t)
+                  : f.expected.flat ? flat(op_, f.name, t)
+                                    : vector_of(op_, f.name, t);
     held.copied = t.get() != given;
+    if (f.expected.updated) check_in_place(f.name, held.copied);
   }
 
  private:
+  void check_in_place(const char* name, bool copied) const {
+    TIGON_CHECK(op_, !copied, name,
+                " must have dense rows to be written in place, got a layout that needs a copy");
+  }
   Tensor& add(Tensor t) { return results_.at(count_++).emplace(std::move(t)); }
   const Held* held(const void* member) const {
     for (size_t i = 0; i < next_; ++i)
@@ -183,18 +201,22 @@ class Views final : public Fields {
   void make_result(const Field& f, bool wanted) {
     const Expected& e = f.expected;
     const Held* like = held(e.of);
-    if (!wanted || (e.of != nullptr && like == nullptr)) {  // of an input that is absent: none
+    if (!wanted || !e.wanted || (e.of != nullptr && like == nullptr)) {  // of an input that is absent: none
       const bool of_parameter = f.vector != nullptr && e.of != nullptr && !e.scalar;
       add(nothing(like_, of_parameter ? dtype_of(op_, "x", like_) : e.dtype));
     } else if (f.matrix != nullptr) {
-      Tensor& t = add(like != nullptr ? make_matrix(*like, e) : make(like_, {e.rows, e.cols}, e.dtype));
+      Tensor& t = add(like != nullptr ? make_matrix(*like, e)
+                      : e.stack > 0   ? make(like_, {e.stack, e.rows / e.stack, e.cols}, e.dtype)
+                                      : make(like_, {e.rows, e.cols}, e.dtype));
       *f.matrix = {.data = data_of(op_, f.name, t),
                    .dtype = e.dtype,
                    .rows = e.rows,
                    .cols = e.cols,
                    .stride = e.cols};
     } else {
-      Tensor& t = add(e.scalar ? make_like(*like->tensor, e.dtype) : make(like_, {e.cols}, e.dtype));
+      Tensor& t = add(!e.scalar         ? make(like_, {e.cols}, e.dtype)
+                      : like != nullptr ? make_like(*like->tensor, e.dtype)
+                                        : make(like_, {}, e.dtype));
       *f.vector = {.data = data_of(op_, f.name, t), .dtype = e.dtype, .size = e.cols};
     }
   }
@@ -212,7 +234,7 @@ class Views final : public Fields {
 void call(const Operator& op, Variant variant, StableIValue* stack) {
   alignas(std::max_align_t) std::byte memory[kArgsBytes];
   AnyArgs& args = *op.make(memory);
-  Arguments arguments(stack);
+  Arguments arguments(variant, stack);
   args.fields(arguments);
   Views views(op.op, variant, arguments);
   args.fields(views);
@@ -240,20 +262,17 @@ const std::vector<Place>& places() {
         found.push_back({op, variant, suffix, schema.text()});
         return std::pair(schema.has_statistics, schema.has_in_place);
       };
-      if (op.backward) {
-        add(Variant::backward, "_bwd");
-        continue;
-      }
-      add(Variant::forward, "");
-      auto [has_statistics, has_in_place] = add(Variant::forward, "_fwd");
-      if (has_statistics) add(Variant::infer, "_infer");
-      if (has_in_place) add(Variant::in_place, "_in_place");
+      const bool forward = op.direction == Direction::forward, backward = op.direction == Direction::backward;
+      auto [has_statistics, has_in_place] = add(Variant::whole, backward ? "_bwd" : "");
+      if (forward) add(Variant::whole, "_fwd");
+      if (has_statistics && forward) add(Variant::infer, "_infer");
+      if (has_in_place) add(Variant::in_place, backward ? "_bwd_in_place" : "_in_place");
     }
     return found;
   }();
   return all;
 }
-constexpr size_t kMostPlaces = 160;
+constexpr size_t kMostPlaces = 200;
 template <size_t i>
 void call_place(StableIValue* stack, uint64_t, uint64_t) {
   const Place& place = places()[i];

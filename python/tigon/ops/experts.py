@@ -196,7 +196,7 @@ def _forward(
     if is_sorted:
         place, offsets = order.clone(), F.pad(ids.to(torch.int32), (1, 0))
     else:
-        order, place, offsets = _route(ids, gate_up.shape[0])
+        order, place, offsets = _route(ids.contiguous(), gate_up.shape[0])
     slots = None if is_sorted else order
     z, act = gated_product(
         x, slots, place, gate_up, gate_up_bias, offsets, kind, columns, transposed, alpha,

@@ -39,19 +39,89 @@ enum class GateColumns : int8_t { halves, interleaved, single };
 struct ExpertsGate {
   GluOptions unit;
   GateColumns columns = GateColumns::halves;
+
+  // Columns of gate_up to one of act.
+  int64_t width() const { return columns == GateColumns::single ? 1 : 2; }
+  void fields(Fields& f) {
+    f.option("kind", unit.kind);
+    f.option("columns", columns);
+    options(f);
+  }
+  void options(Fields& f) {
+    const int kind = int(unit.kind);
+    f.option("alpha", unit.alpha);
+    f.option("limit", unit.limit);
+    f.require(kind >= 0 && kind < kGluKinds, "kind must be one of 0 to ", kGluKinds - 1, ", got ", kind);
+    f.require(int(columns) >= 0 && int(columns) <= 2, "columns must be one of 0 to 2, got ", int(columns));
+    f.require(!is_clamped(unit.kind) || unit.limit > 0.0f, "limit must be > 0, got ", unit.limit);
+    f.require(!is_clamped(unit.kind) || columns != GateColumns::single,
+              "a clamped unit must have gate and up, got one");
+  }
+};
+
+// The arguments that several pieces have.
+struct ExpertsFields {
+  static constexpr int64_t kMostSlots = (int64_t(1) << 31) - 1, kMostExperts = 1024;  // the latter on CUDA
+  static void offsets(Fields& f, Vector& v) {
+    f.input("offsets", v, v.size, DType::i32);
+    f.require(v.size >= 2, "offsets must have one element more than there are experts, got ", v.size);
+    f.require(!f.on_cuda() || v.size <= kMostExperts + 1, "there must be at most ", kMostExperts,
+              " experts on CUDA, got ", v.size - 1);
+  }
+  static void rows(Fields& f, const char* name, Matrix& m) {
+    f.rows(name, m, 0);
+    f.require(m.rows < kMostSlots, name, " must have fewer than 2^31 rows, got ", m.rows);
+  }
+  static void weights(Fields& f, Vector& v, int64_t slots) {
+    f.optional("weights", v, slots, v.dtype);
+    f.require(!v || is_kernel_float(v.dtype), "weights must be float32, bfloat16 or float16, got ",
+              name_of(v.dtype));
+  }
+  // Rows of several tokens each.
+  static void choices(Fields& f, int64_t slots, int64_t tokens) {
+    f.require(tokens == 0 ? slots == 0 : slots % tokens == 0,
+              "rows must have a multiple of the tokens' number of rows (", tokens, "), got ", slots);
+  }
 };
 
 struct ExpertsRoute {
-  Matrix ids;
+  Matrix ids;  // dense
+  int64_t experts = 0;
   Vector order;
   Vector place;
   Vector offsets;
+
+  void fields(Fields& f) {
+    f.input("ids", ids, ids.rows, ids.cols, ids.dtype);
+    const int64_t slots = ids.rows * ids.cols;
+    f.option("experts", experts);
+    f.require(experts >= 1 && experts < INT32_MAX, "there must be at least one expert, got ", experts);
+    f.require(!f.on_cuda() || experts <= ExpertsFields::kMostExperts, "there must be at most ",
+              ExpertsFields::kMostExperts, " experts on CUDA, got ", experts);
+    f.require(ids.dtype == DType::i64 || ids.dtype == DType::i32, "ids must be int64 or int32, got ",
+              name_of(ids.dtype));
+    f.require(slots < ExpertsFields::kMostSlots, "ids must have fewer than 2^31 elements, got ", slots);
+    f.require(ids.rows <= 1 || ids.stride == ids.cols, "ids must be dense (stride ", ids.cols,
+              "), got stride ", ids.stride);
+    f.result("order", order, slots, DType::i32);
+    f.result("place", place, slots, DType::i32);
+    f.result("offsets", offsets, experts + 1, DType::i32);
+  }
 };
 
 struct ExpertsGather {
   Matrix x;
   Vector place;
   Matrix rows;
+
+  void fields(Fields& f) {
+    f.rows("x", x, 0);
+    f.input("place", place, place.size, DType::i32);
+    f.require(place.size < ExpertsFields::kMostSlots, "rows must have fewer than 2^31 rows, got ",
+              place.size);
+    ExpertsFields::choices(f, place.size, x.rows);
+    f.result("rows", rows, place.size, x.cols, x.dtype);
+  }
 };
 
 struct ExpertsGateFwd {
@@ -60,6 +130,17 @@ struct ExpertsGateFwd {
   Vector offsets;
   Matrix act;
   ExpertsGate gate;
+
+  void fields(Fields& f) {
+    ExpertsFields::rows(f, "gate_up", gate_up);
+    f.optional("bias", bias, offsets.size - 1, gate_up.cols, gate_up.dtype);
+    ExpertsFields::offsets(f, offsets);
+    gate.fields(f);
+    const int64_t cols = gate_up.cols / gate.width();
+    f.require(cols * gate.width() == gate_up.cols, "gate_up must be [", gate_up.rows, ", ",
+              cols * gate.width(), "], got [", gate_up.rows, ", ", gate_up.cols, "]");
+    f.result("act", act, gate_up.rows, cols, gate_up.dtype);
+  }
 };
 
 struct ExpertsGateBwd {
@@ -75,6 +156,23 @@ struct ExpertsGateBwd {
   Matrix act;        // empty: not wanted
   Vector dweights;   // empty: not wanted
   ExpertsGate gate;
+
+  void fields(Fields& f) {
+    const int64_t slots = dact.rows;
+    ExpertsFields::rows(f, "dact", dact);
+    f.input("gate_up", gate_up, slots, gate.width() * dact.cols, dact.dtype);
+    f.optional("bias", bias, offsets.size - 1, gate_up.cols, dact.dtype);
+    ExpertsFields::weights(f, weights, slots);
+    f.optional("order", order, slots, DType::i32);
+    ExpertsFields::offsets(f, offsets);
+    f.optional("g", g, slots, g.cols, dact.dtype);
+    f.optional("down_bias", down_bias, offsets.size - 1, g.cols, g.dtype);
+    gate.fields(f);
+    f.result_over("dgate_up", dgate_up, "gate_up", gate_up, Role::gradient);
+    f.gradient("act", act, dact);
+    f.gradient("dweights", dweights, "weights", weights);
+    f.require(!dweights || down_bias.data == nullptr || g.data != nullptr, "g must be given with down_bias");
+  }
 };
 
 struct ExpertsCombine {
@@ -84,6 +182,31 @@ struct ExpertsCombine {
   Vector weights;  // empty: 1
   Matrix bias;     // empty: none
   Matrix y;
+
+  void fields(Fields& f) {
+    const int64_t slots = rows.rows;
+    ExpertsFields::rows(f, "rows", rows);
+    f.optional("place", place, slots, DType::i32);
+    ExpertsFields::offsets(f, offsets);
+    ExpertsFields::weights(f, weights, slots);
+    f.optional("bias", bias, offsets.size - 1, rows.cols, rows.dtype);
+    f.option("tokens", y.rows);
+    ExpertsFields::choices(f, slots, y.rows);
+    f.require(place || slots == y.rows, "y must be [", slots, ", ", rows.cols, "] without place, got ",
+              y.rows, " rows");
+    f.result("y", y, y.rows, rows.cols, rows.dtype);
+  }
+};
+
+// Zeros in the rows that are not here.
+struct ExpertsZeroRest {
+  Matrix rows;
+  Vector offsets;
+
+  void fields(Fields& f) {
+    f.updated_rows("rows", rows);
+    ExpertsFields::offsets(f, offsets);
+  }
 };
 
 struct ExpertsSum {
@@ -92,6 +215,87 @@ struct ExpertsSum {
   Vector order;    // empty: row p is slot p
   Vector offsets;
   Matrix sums;
+
+  void fields(Fields& f) {
+    ExpertsFields::rows(f, "rows", rows);
+    ExpertsFields::weights(f, weights, rows.rows);
+    f.optional("order", order, rows.rows, DType::i32);
+    ExpertsFields::offsets(f, offsets);
+    f.result("sums", sums, offsets.size - 1, rows.cols, rows.dtype);
+  }
+};
+
+// Rows of expert e times its matrix of the stack: [in, out] if `transposed`, else [out, in].
+struct ExpertsProduct {
+  Matrix rows;
+  Matrix stack;
+  int64_t experts = 0;
+  Vector offsets;
+  bool transposed = false;
+  Matrix c;
+
+  static int64_t columns(const Matrix& stack, int64_t experts, bool transposed) {
+    return transposed ? stack.cols : experts > 0 ? stack.rows / experts : 0;
+  }
+  static void require_fit(const Fields& f, const Matrix& stack, int64_t experts, bool transposed,
+                          int64_t cols) {
+    f.require(columns(stack, experts, !transposed) == cols, "stack must fit ", cols, " columns");
+  }
+  void fields(Fields& f) {
+    f.rows("rows", rows, 0);
+    f.stacked("stack", stack, experts, rows.dtype);
+    f.input("offsets", offsets, experts + 1, DType::i32);
+    f.option("transposed", transposed);
+    require_fit(f, stack, experts, transposed, rows.cols);
+    f.result("c", c, rows.rows, columns(stack, experts, transposed), rows.dtype);
+  }
+};
+
+// The same of the rows of x in `order`, which has `place` beside it, else of its rows as they are; and the gated unit.
+struct ExpertsGatedProduct {
+  Matrix x;
+  Vector order, place;  // empty: rows as they are
+  Matrix stack;
+  int64_t experts = 0;
+  Matrix bias;  // empty: none
+  Vector offsets;
+  ExpertsGate gate;
+  bool transposed = false, keep = false;
+  Matrix gate_up;  // empty unless `keep`
+  Matrix act;
+
+  void fields(Fields& f) {
+    f.rows("x", x, 0);
+    f.optional("order", order, order.size, DType::i32);
+    f.optional("place", place, order.size, DType::i32);
+    f.stacked("stack", stack, experts, x.dtype);
+    f.optional("bias", bias, experts, bias.cols, x.dtype);
+    f.input("offsets", offsets, experts + 1, DType::i32);
+    f.option("kind", gate.unit.kind);
+    f.option("columns", gate.columns);
+    f.option("transposed", transposed);
+    gate.options(f);
+    f.option("keep", keep);
+    ExpertsProduct::require_fit(f, stack, experts, transposed, x.cols);
+    const int64_t rows = order ? order.size : x.rows,
+                  cols = ExpertsProduct::columns(stack, experts, transposed);
+    f.result_if(keep, "gate_up", gate_up, rows, cols, x.dtype);
+    f.result("act", act, rows, cols / gate.width(), x.dtype);
+  }
+};
+
+// a_e^T b_e of the rows of every expert e; zeros where it has none.
+struct ExpertsProductOverRows {
+  Matrix a, b;
+  Vector offsets;
+  Matrix c;  // [experts * columns of a, columns of b]
+
+  void fields(Fields& f) {
+    f.rows("a", a, 0);
+    f.input("b", b, a.rows, b.cols, a.dtype);
+    f.input("offsets", offsets, offsets.size, DType::i32);
+    f.stacked_result("c", c, offsets.size - 1, a.cols, b.cols, a.dtype);
+  }
 };
 
 TIGON_API_ENTRY(experts_route, ExpertsRoute)

@@ -39,7 +39,8 @@ void experts_fwd(Context& ctx, const ExpertsFwd& a) {
   Sizes n = sizes_of("experts", a.x, a.offsets, a.order, a.gate_up_rows, w);
   require_matrix("experts", "y", a.y, a.x.rows, a.x.cols, a.x.dtype);
   TIGON_CHECK("experts", a.ids.rows == a.x.rows, "ids must have ", a.x.rows, " rows, got ", a.ids.rows);
-  experts_route(ctx, {.ids = a.ids, .order = a.order, .place = a.place, .offsets = a.offsets});
+  experts_route(
+      ctx, {.ids = a.ids, .experts = n.experts, .order = a.order, .place = a.place, .offsets = a.offsets});
   Matrix rows = scratch_rows(ctx, n.slots, a.x.cols, a.x.dtype);
   Matrix act = scratch_rows(ctx, n.slots, n.inner, a.x.dtype);
   const int32_t* offsets = a.offsets.as<int32_t>();
