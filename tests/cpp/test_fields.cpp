@@ -33,7 +33,8 @@ class Visitor : public Fields {
   void statistics(const char*, std::initializer_list<Statistic> list, int64_t size, Role role) override {
     for (const Statistic& s : list) visit_({s.name, role, nullptr, &s.vector, {.cols = size}});
   }
-  void result_over(const char* name, Matrix& m, const char*, const Matrix& x, Role role) override {
+  void result_over(const char* name, Matrix& m, const char*, const Matrix& x, Role role,
+                   const char*) override {
     visit_({name, role, &m, nullptr, {.rows = x.rows, .cols = x.cols, .dtype = x.dtype}});
   }
 

@@ -17,7 +17,9 @@ class AlignedRows final : public Fields {
   void finish();  // what was written goes where it belongs
 
   void statistics(const char*, std::initializer_list<Statistic>, int64_t, Role) override {}
-  void result_over(const char*, Matrix& m, const char*, const Matrix&, Role) override { write(m); }
+  void result_over(const char*, Matrix& m, const char*, const Matrix&, Role, const char*) override {
+    write(m);
+  }
 
  protected:
   void field(const Field& f) override {

@@ -34,13 +34,14 @@ struct Expected {
   bool or_f32 = false;           // or float32
   const Vector* like = nullptr;  // of its dtype, where it is there
   bool scalar = false;           // a tensor of one element and of any number of dimensions
-  int64_t* leading = nullptr;    // takes the tensor's first dimension, which its results do not have
-  int64_t stack = 0;             // of a result: [stack, rows / stack, cols]; 0: two dimensions
-  const void* of = nullptr;      // the member whose tensor has a result's sizes; null: [rows, cols]
-  bool other_cols = false;       // of those sizes but for the last
-  bool wanted = true;            // a result that is; else it is absent
-  bool flat = false;             // all elements of a tensor of any shape
-  bool updated = false;          // an input that is written
+  int64_t* leading =
+      nullptr;        // takes the tensor's first dimension, which its results do not have; of a vector `flat`
+  int64_t stack = 0;  // of a result: [stack, rows / stack, cols]; 0: two dimensions
+  const void* of = nullptr;  // the member whose tensor has a result's sizes; null: [rows, cols]
+  bool other_cols = false;   // of those sizes but for the last
+  bool wanted = true;        // a result that is; else it is absent
+  bool flat = false;         // all elements of a tensor of any shape
+  bool updated = false;      // an input that is written
 };
 
 struct Field {
@@ -113,6 +114,20 @@ class Fields {
   void scalar(const char* name, Vector& v, DType dtype, Role role = Role::input) {
     field({name, role, nullptr, &v, {.cols = 1, .dtype = dtype, .or_f32 = true, .scalar = true}});
   }
+  // Of any size and dtype: the entry says what they must be.
+  void any(const char* name, Matrix& m, Role role = Role::optional) {
+    field({name, role, &m, nullptr, {.rows = m.rows, .cols = m.cols, .dtype = m.dtype}});
+  }
+  void any(const char* name, Vector& v, Role role = Role::optional) {
+    field({name, role, nullptr, &v, {.cols = v.size, .dtype = v.dtype}});
+  }
+  void updated(const char* name, Matrix& m, Role role = Role::optional) {
+    field({name, role, &m, nullptr, {.rows = m.rows, .cols = m.cols, .dtype = m.dtype, .updated = true}});
+  }
+  // All elements of a tensor of any shape. `rows`: of one of two dimensions, else minus their number.
+  void flat(const char* name, Vector& v, Role role = Role::optional, int64_t* rows = nullptr) {
+    field({name, role, nullptr, &v, {.cols = v.size, .dtype = v.dtype, .leading = rows, .flat = true}});
+  }
   // One or several vectors of `size` numbers in float32: rows of one tensor.
   virtual void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size,
                           Role role) = 0;
@@ -128,7 +143,7 @@ class Fields {
     if constexpr (std::is_same_v<T, bool>) {
       value = flag(name, value);
     } else if constexpr (std::is_floating_point_v<T>) {
-      value = T(number(name, double(value)));
+      value = T(float_number(name, double(value)));
     } else if constexpr (std::is_same_v<T, std::optional<double>>) {
       value = optional_number(name, value);
     } else {
@@ -159,6 +174,23 @@ class Fields {
   void result(const char* name, Matrix& m, const Matrix& x, int64_t rows, int64_t cols) {
     result(name, m, x, rows, cols, x.dtype);
   }
+  void result_if(bool wanted, const char* name, Vector& v, int64_t size, DType dtype = DType::f32) {
+    field({name, Role::result, nullptr, &v, {.cols = size, .dtype = dtype, .wanted = wanted}});
+  }
+  // A tensor without dimensions.
+  void number_if(bool wanted, const char* name, Vector& v) {
+    field({name, Role::result, nullptr, &v, {.cols = 1, .scalar = true, .wanted = wanted}});
+  }
+  void number(const char* name, Vector& v) { number_if(true, name, v); }
+  // Of the sizes of a tensor.
+  void result_if(bool wanted, const char* name, Vector& v, const Vector& of, Role role = Role::result) {
+    field({name, role, nullptr, &v, {.cols = of.size, .scalar = true, .of = &of, .wanted = wanted}});
+  }
+  void result_if(bool wanted, const char* name, Matrix& m, const Matrix& x) {
+    Expected e = sizes_of(x, x.dtype);
+    e.wanted = wanted;
+    field({name, Role::result, &m, nullptr, e});
+  }
   void result_if(bool wanted, const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype) {
     Expected e = {.rows = rows, .cols = cols, .dtype = dtype, .wanted = wanted};
     field({name, Role::result, &m, nullptr, e});
@@ -169,8 +201,10 @@ class Fields {
     field({name, Role::result, &m, nullptr, e});
   }
   // As `result`, or a gradient; <op>_in_place writes it over `input`.
+  static constexpr const char* kDenseRows =
+      " must have dense rows to be written in place, got a layout that needs a copy";
   virtual void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input,
-                           Role role = Role::result) = 0;
+                           Role role = Role::result, const char* refusal = kDenseRows) = 0;
   void gradient(const char* name, Matrix& m, const Matrix& x) {
     field({name, Role::gradient, &m, nullptr, sizes_of(x, x.dtype)});
   }
@@ -196,7 +230,7 @@ class Fields {
  protected:
   virtual void field(const Field& f) = 0;
   virtual bool flag(const char*, bool value) { return value; }
-  virtual double number(const char*, double value) { return value; }
+  virtual double float_number(const char*, double value) { return value; }
   virtual std::optional<double> optional_number(const char*, std::optional<double> value) { return value; }
   virtual int64_t integer(const char*, int64_t value) { return value; }
 

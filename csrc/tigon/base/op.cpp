@@ -41,7 +41,8 @@ void FieldChecks::statistics(const char*, std::initializer_list<Statistic> list,
   for (const Statistic& s : list) require_vector(op_, s.name, s.vector, size, DType::f32);
 }
 
-void FieldChecks::result_over(const char* name, Matrix& m, const char*, const Matrix& input, Role role) {
+void FieldChecks::result_over(const char* name, Matrix& m, const char*, const Matrix& input, Role role,
+                              const char*) {
   field({name, role, &m, nullptr, {.rows = input.rows, .cols = input.cols, .dtype = input.dtype}});
 }
 

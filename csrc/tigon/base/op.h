@@ -15,8 +15,8 @@ class FieldChecks final : public Fields {
  public:
   FieldChecks(const char* op, const Context& ctx) : Fields(op, ctx.device() == Device::cuda), op_(op) {}
   void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size, Role role) override;
-  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input,
-                   Role role) override;
+  void result_over(const char* name, Matrix& m, const char*, const Matrix& input, Role role,
+                   const char*) override;
   // Whether any result that is wanted has elements.
   bool work() const { return work_; }
 
@@ -36,7 +36,7 @@ class AnyArgs {
   virtual void fields(Fields& f) = 0;
   virtual void run(Context& ctx) const = 0;
 };
-inline constexpr size_t kArgsBytes = 768;  // at most
+inline constexpr size_t kArgsBytes = 2048;  // at most
 template <class Args, void (*entry)(Context&, const Args&)>
 class ArgsOf final : public AnyArgs {
  public:

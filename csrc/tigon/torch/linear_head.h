@@ -138,9 +138,7 @@ struct LossTensors {
         total(number(hidden, by)),
         scale(number(hidden, by)),
         scalar(Reduction(by.reduction) != Reduction::none),
-        reduction{.kind = Reduction(by.reduction),
-                  .host_denominator = by.host_denominator.value_or(0.0),
-                  .has_host_denominator = by.host_denominator.has_value()} {
+        reduction{.kind = Reduction(by.reduction), .host_denominator = by.host_denominator} {
     if (scalar)
       reduction.total = scalar_of(op, "total", total), reduction.scale = scalar_of(op, "scale", scale);
     if (!by.denominator) return;

@@ -27,7 +27,8 @@ class Schema final : public Fields {
     else if (variant_ != Variant::infer)
       result(name);
   }
-  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix&, Role role) override {
+  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix&, Role role,
+                   const char*) override {
     has_in_place = true;
     if (variant_ != Variant::in_place) return field({name, role, &m, nullptr, {}});
     for (const char* type : {"", "?"}) {
@@ -40,14 +41,17 @@ class Schema final : public Fields {
  protected:
   void field(const Field& f) override {
     if (f.role == Role::gradient) add(inputs_, "bool need_", f.name);  // after all inputs
+    has_statistics = has_statistics || f.role == Role::statistics;
     if (f.role == Role::gradient || f.role == Role::result)
       result(f.name);
-    else
+    else if (f.role != Role::statistics)
       add(inputs_, "Tensor" + (f.expected.updated ? alias() : "") + (f.role == Role::optional ? "? " : " "),
           f.name);
+    else if (variant_ != Variant::infer)
+      result(f.name);
   }
   bool flag(const char* name, bool value) override { return add(inputs_, "bool ", name), value; }
-  double number(const char* name, double value) override { return add(inputs_, "float ", name), value; }
+  double float_number(const char* name, double value) override { return add(inputs_, "float ", name), value; }
   std::optional<double> optional_number(const char* name, std::optional<double> value) override {
     return add(inputs_, "float? ", name), value;
   }
@@ -86,14 +90,14 @@ class Arguments final : public Fields {
   void statistics(const char*, std::initializer_list<Statistic> list, int64_t, Role role) override {
     if (role == Role::saved) tensors.at(count_++) = {&list.begin()->vector, stack_.take<Tensor>()};
   }
-  void result_over(const char* name, Matrix& m, const char*, const Matrix&, Role role) override {
+  void result_over(const char* name, Matrix& m, const char*, const Matrix&, Role role, const char*) override {
     if (variant_ != Variant::in_place) field({name, role, &m, nullptr, {}});
   }
 
  protected:
   void field(const Field& f) override {
     const void* member = f.matrix != nullptr ? static_cast<void*>(f.matrix) : f.vector;
-    if (f.role == Role::result) return;
+    if (f.role == Role::result || f.role == Role::statistics) return;
     if (f.role == Role::gradient) {
       needs |= uint32_t(stack_.take<bool>()) << gradients_++;
     } else {
@@ -107,7 +111,7 @@ class Arguments final : public Fields {
     }
   }
   bool flag(const char*, bool) override { return stack_.take<bool>(); }
-  double number(const char*, double) override { return stack_.take<double>(); }
+  double float_number(const char*, double) override { return stack_.take<double>(); }
   std::optional<double> optional_number(const char*, std::optional<double>) override {
     return stack_.take<std::optional<double>>();
   }
@@ -124,7 +128,8 @@ class Arguments final : public Fields {
 class Views final : public Fields {
  public:
   Views(const char* op, Variant variant, Arguments& arguments)
-      : op_(op),
+      : Fields(nullptr, arguments.tensors[arguments.rows].tensor->is_cuda()),
+        op_(op),
         variant_(variant),
         tensors_(arguments.tensors),
         needs_(arguments.needs),
@@ -147,25 +152,28 @@ class Views final : public Fields {
       for (const Statistic& s : list) s.vector = {.data = data, .size = size}, data += size;
     }
   }
-  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input,
-                   Role role) override {
+  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input, Role role,
+                   const char* refusal) override {
     const Expected e = {.rows = input.rows, .cols = input.cols, .dtype = input.dtype, .of = &input};
     if (variant_ != Variant::in_place) return field({name, role, &m, nullptr, e});
     const Held* from = held(&input);
-    check_in_place(input_name, from != nullptr && from->copied);
+    check_in_place(input_name, from != nullptr && from->copied, refusal);
     m = input;
   }
 
  protected:
   void field(const Field& f) override {
-    if (f.role == Role::result) return make_result(f, true);
+    if (f.role == Role::statistics && variant_ == Variant::infer) return;
+    if (f.role == Role::result || f.role == Role::statistics) return make_result(f, true);
     if (f.role == Role::gradient) return make_result(f, (needs_ >> gradients_++) & 1);
     Held& held = tensors_[next_++];
     if (!held.tensor) return;
     Tensor& t = *held.tensor;
     const AtenTensorHandle given = t.get();
     if (given != like_.get()) check_same_device(op_, f.name, t, like_);
-    if (f.expected.leading != nullptr) {
+    if (f.expected.leading != nullptr && f.vector != nullptr)
+      *f.expected.leading = t.dim() == 2 ? t.size(0) : -t.dim();
+    else if (f.expected.leading != nullptr) {
       TIGON_CHECK(op_, t.dim() >= 2, f.name, " must have at least two dimensions, got ", t.dim());
       *f.expected.leading = t.size(0), held.stacked = true;
     }
@@ -173,16 +181,15 @@ class Views final : public Fields {
       *f.matrix = rows_of(op_, f.name, t);
     else
       *f.vector = f.expected.scalar ? scalar_of(op_, f.name, t)
-                  : f.expected.flat ? flat(op_, f.name, t)
+                  : f.expected.flat ? torch_shim::flat(op_, f.name, t)
                                     : vector_of(op_, f.name, t);
     held.copied = t.get() != given;
-    if (f.expected.updated) check_in_place(f.name, held.copied);
+    if (f.expected.updated) check_in_place(f.name, held.copied, kDenseRows);
   }
 
  private:
-  void check_in_place(const char* name, bool copied) const {
-    TIGON_CHECK(op_, !copied, name,
-                " must have dense rows to be written in place, got a layout that needs a copy");
+  void check_in_place(const char* name, bool copied, const char* refusal) const {
+    TIGON_CHECK(op_, !copied, name, refusal);
   }
   Tensor& add(Tensor t) { return results_.at(count_++).emplace(std::move(t)); }
   const Held* held(const void* member) const {

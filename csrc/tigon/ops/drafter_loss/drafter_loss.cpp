@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "tigon/base/require.h"
+#include "tigon/ops/linear_head/linear_head_fields.h"
 
 namespace tigon {
 namespace {
@@ -135,5 +136,53 @@ void drafter_loss(Context& ctx, const DrafterLoss& a) {
   }
   linear_head_total(ctx, a.reduction, a.loss);
 }
+
+namespace {
+
+// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with each row's upstream
+// gradient folded in.
+template <bool rows_backward>
+struct DrafterLossCall {
+  DrafterLoss call;
+  LinearHeadFields head;
+
+  void fields(Fields& f) {
+    DrafterLoss& a = call;
+    if (rows_backward) f.any("upstream", a.upstream, Role::input), a.reduction.kind = Reduction::none;
+    head.operands(f, a.head, a.labels, head_formula);
+    f.any("teacher_hidden", a.teacher_hidden, Role::input);
+    f.any("teacher_weight", a.teacher_weight, Role::input);
+    f.any("teacher_target", a.teacher_target, Role::input), f.any("draft_id", a.draft_id);
+    f.option("kind", a.kind), f.option("eta", a.eta), f.option("overlap_outside", a.overlap_outside);
+    f.option("soft_outside", a.soft_outside), f.option("mask_outside", a.mask_outside);
+    if (rows_backward) return head.gradients(f, a.head, a.labels);
+    head.reduction(f, a.reduction);
+    if (a.reduction.kind == Reduction::none) head.needs = 0;
+    head.losses(f, a.reduction, a.loss, a.head);
+    head.gradients(f, a.head, a.labels);
+    head.outputs = 3, head.numbers(f, 3, a.head);
+  }
+  static void run(Context& ctx, const DrafterLossCall& given) {
+    DrafterLoss a = given.call;
+    LinearHeadFields head = given.head;
+    a.token_weight = head.token_weight;
+    a.loss = head.losses(ctx, a.reduction, a.loss, a.head);
+    for (Vector* v : {&a.overlap, &a.counted})
+      *v = rows_backward ? linear_head_vector(ctx, a.head.hidden.rows) : head.take(v == &a.overlap ? 1 : 2);
+    drafter_loss(ctx, a);
+  }
+
+ private:
+  LogitFormula head_formula;  // not looked at
+};
+using Forward = DrafterLossCall<false>;
+using RowsBackward = DrafterLossCall<true>;
+constexpr auto forward = Forward::run;
+constexpr auto rows_backward = RowsBackward::run;
+
+TIGON_OPERATOR(forward, Forward, "drafter_loss", forward)
+TIGON_OPERATOR(rows_backward, RowsBackward, "drafter_loss_rows", backward)
+
+}  // namespace
 
 }  // namespace tigon

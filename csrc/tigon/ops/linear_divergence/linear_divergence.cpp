@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "tigon/base/require.h"
+#include "tigon/ops/linear_head/linear_head_fields.h"
 
 namespace tigon {
 namespace {
@@ -234,4 +235,64 @@ void linear_divergence(Context& ctx, const LinearDivergence& call) {
   linear_head_total(ctx, a.reduction, a.loss);
 }
 
+namespace {
+
+// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with each row's upstream
+// gradient folded in.
+template <bool rows_backward>
+struct LinearDivergenceCall {
+  enum Output : int64_t { soft = 1, hard = 2, entropy = 4, all = 7 };
+  LinearDivergence call;
+  LinearHeadFields head;
+  Matrix teacher;
+  double beta = 0.5;
+
+  void fields(Fields& f) {
+    LinearDivergence& a = call;
+    if (rows_backward) f.any("upstream", a.upstream, Role::input), a.reduction.kind = Reduction::none;
+    head.operands(f, a.head, a.labels, a.formula);
+    f.any("teacher", teacher, Role::input), f.any("teacher_weight", a.teacher_weight);
+    f.any("teacher_bias", a.teacher_bias);
+    f.option("kind", a.kind), f.option("beta", beta);
+    f.option("soft_weight", a.soft_weight), f.option("hard_weight", a.hard_weight);
+    f.option("teacher_softcap", a.teacher_formula.softcap);
+    f.option("teacher_logit_scale", a.teacher_formula.logit_scale);
+    if (rows_backward) return head.gradients(f, a.head, a.labels);
+    head.reduction(f, a.reduction);
+    f.option("outputs", head.outputs);
+    if (a.reduction.kind == Reduction::none) head.needs = 0;
+    head.losses(f, a.reduction, a.loss, a.head);
+    head.gradients(f, a.head, a.labels);
+    head.numbers(f, all, a.head);
+  }
+  static void run(Context& ctx, const LinearDivergenceCall& given) {
+    LinearDivergence a = given.call;
+    LinearHeadFields head = given.head;
+    a.head.op = kOp;
+    (a.teacher_weight.data ? a.teacher_hidden : a.teacher_logits) = given.teacher;
+    a.token_weight = head.token_weight;
+    const DivergenceBeta beta = divergence_beta(a.kind, given.beta);
+    a.beta = beta.beta, a.factor = float(beta.factor);
+    a.loss = head.losses(ctx, a.reduction, a.loss, a.head);
+    a.soft = head.take(soft), a.hard = head.take(hard), a.entropy = head.take(entropy);
+    linear_divergence(ctx, a);
+  }
+};
+using Forward = LinearDivergenceCall<false>;
+using RowsBackward = LinearDivergenceCall<true>;
+constexpr auto forward = Forward::run;
+constexpr auto rows_backward = RowsBackward::run;
+
+TIGON_OPERATOR(forward, Forward, "linear_divergence", forward)
+TIGON_OPERATOR(rows_backward, RowsBackward, "linear_divergence_rows", backward)
+
+}  // namespace
+
 }  // namespace tigon
+
+// For Python, through ctypes.
+extern "C" TIGON_API void tigon_linear_divergence_memory(const tigon::LinearHeadSizes* sizes,
+                                                         int64_t teacher_hidden,
+                                                         tigon::LinearHeadPlan* plan) {
+  *plan = tigon::linear_divergence_memory(*sizes, teacher_hidden);
+}

@@ -117,8 +117,8 @@ void linear_head_scale(Context& ctx, const LossReduction& r, const LinearHeadLab
                             .ignore_index = labels.ignore_index,
                             .mean = r.kind == Reduction::mean,
                             .denominator = r.denominator,
-                            .host_denominator = r.host_denominator,
-                            .has_host_denominator = r.has_host_denominator,
+                            .host_denominator = r.host_denominator.value_or(0.0),
+                            .has_host_denominator = r.host_denominator.has_value(),
                             .scale = r.scale});
 }
 

@@ -35,6 +35,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <vector>
 
 #include "tigon/base/context.h"
@@ -97,8 +98,7 @@ void linear_head_check(const char* op, const LogitFormula& f);
 struct LossReduction {
   Reduction kind = Reduction::mean;
   Vector denominator;  // [1] on the device; empty: none
-  double host_denominator = 0.0;
-  bool has_host_denominator = false;
+  std::optional<double> host_denominator;
   Vector total, scale;  // out: f32 [1], mean and sum
 };
 void linear_head_check(const char* op, const LossReduction& r);

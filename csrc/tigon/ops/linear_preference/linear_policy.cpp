@@ -1,6 +1,7 @@
 #include "tigon/ops/linear_preference/linear_policy.h"
 
 #include "tigon/base/require.h"
+#include "tigon/ops/linear_head/linear_head_fields.h"
 #include "tigon/ops/linear_preference/token_loss.h"
 
 namespace tigon {
@@ -43,5 +44,41 @@ void linear_policy(Context& ctx, const LinearPolicy& a) {
   linear_head_results(ctx, results);
   policy_end(ctx, loss, a.totals);
 }
+
+namespace {
+
+// PyTorch's operator.
+struct LinearPolicyCall {
+  LinearPolicy call;
+  LinearHeadFields head;
+  bool wants_entropy = false;
+
+  void fields(Fields& f) {
+    Policy& a = call.loss;
+    head.operands(f, call.head, call.labels, call.formula);
+    f.option("answers", a.answers);
+    f.flat("advantage", a.advantage, Role::input), f.flat("old", a.old), f.flat("ref", a.ref);
+    f.flat("importance", a.importance);
+    call.totals.fields(f, a.formula);
+    f.option("wants_entropy", wants_entropy);
+    const int64_t rows = call.head.hidden.rows;
+    f.number("loss", call.totals.loss), f.number("scale", call.totals.scale);
+    head.gradients(f, call.head, call.labels);
+    f.result("log_prob", call.log_prob, rows, DType::f32);
+    f.result_if(wants_entropy, "entropy", call.entropy, rows);
+    f.result_if(bool(a.ref), "kl", a.kl, rows), f.result("clipped", a.clipped, rows, DType::f32);
+  }
+};
+
+void run(Context& ctx, const LinearPolicyCall& given) {
+  LinearPolicy a = given.call;
+  a.head.op = "linear_policy";
+  a.loss.tokens = a.loss.answers > 0 ? a.head.hidden.rows / a.loss.answers : 0;
+  linear_policy(ctx, a);
+}
+
+TIGON_OPERATOR(run, LinearPolicyCall, "linear_policy", forward)
+
+}  // namespace
 
 }  // namespace tigon

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "tigon/base/require.h"
+#include "tigon/ops/linear_head/linear_head_fields.h"
 #include "tigon/ops/linear_preference/token_loss.h"
 
 namespace tigon {
@@ -60,4 +61,54 @@ void linear_preference(Context& ctx, const LinearPreference& a) {
   preference_end(ctx, loss, a.totals);
 }
 
+namespace {
+
+// PyTorch's operator.
+struct LinearPreferenceCall {
+  LinearPreference call;
+  LinearHeadFields head;
+  int64_t answers = 0;
+
+  void fields(Fields& f) {
+    Preference& a = call.loss;
+    PreferenceTotals& totals = call.totals;
+    head.operands(f, call.head, call.labels, call.formula);
+    f.option("answers", answers);
+    f.any("ref_hidden", call.ref.hidden), f.any("ref_weight", call.ref.weight);
+    f.any("ref_bias", call.ref.bias);
+    f.any("target", a.target), f.any("nll_target", a.nll_target), f.any("ref", a.ref);
+    f.any("desirable", a.desirable);
+    f.scalar("kl", a.kl, DType::f32, Role::optional);
+    f.scalar("denominator", totals.denominator, DType::f32, Role::optional);
+    f.option("host_denominator", totals.host_denominator);
+    a.formula.fields(f);
+    const bool lone = a.formula.kind == PreferenceKind::kto;
+    a.pairs = lone ? answers : answers / 2;
+    f.number("loss", totals.loss), f.number("scale", totals.scale);
+    head.gradients(f, call.head, call.labels);
+    f.result("sums", a.sums, answers, DType::f32), f.result("rewards", a.rewards, answers, DType::f32);
+    f.number_if(!lone, "nll", totals.nll);
+    f.result_if(!lone, "margin", a.margin, a.pairs);
+  }
+};
+
+void run(Context& ctx, const LinearPreferenceCall& given) {
+  LinearPreference a = given.call;
+  a.head.op = a.ref.op = "linear_preference";
+  a.loss.tokens = given.answers > 0 ? a.head.hidden.rows / given.answers : 0;
+  a.loss.ignore_index = a.labels.ignore_index;
+  if (!a.loss.target) a.loss.target = a.labels.target;
+  linear_preference(ctx, a);
+}
+
+TIGON_OPERATOR(run, LinearPreferenceCall, "linear_preference", forward)
+
+}  // namespace
+
 }  // namespace tigon
+
+// For Python, through ctypes.
+extern "C" TIGON_API void tigon_linear_preference_memory(const tigon::LinearHeadSizes* sizes, int64_t answers,
+                                                         int64_t tokens, tigon::LinearHeadPlan* plan) {
+  *plan = tigon::linear_preference_memory(*sizes, answers, tokens);
+}

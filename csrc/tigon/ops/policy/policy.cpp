@@ -1,6 +1,6 @@
 #include "tigon/ops/policy/policy.h"
 
-#include "tigon/base/require.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 
 namespace tigon {
@@ -71,7 +71,7 @@ namespace {
 void make_scale(Context& ctx, const Policy& a, const PolicyTotals::Divisor& by, bool tokens,
                 const Vector& out) {
   bool count = tokens && a.target && !by.given();
-  double number = by.has_number ? by.number : double(tokens ? a.answers * a.tokens : a.answers);
+  double number = by.number.value_or(double(tokens ? a.answers * a.tokens : a.answers));
   cross_entropy_scale(ctx, {.target = a.target,
                             .ignore_index = a.ignore_index,
                             .mean = count,
@@ -86,7 +86,7 @@ void policy_begin(Context& ctx, Policy& a, const PolicyTotals& totals) {
   auto vector = [&](int64_t size) {
     return Vector{.data = ctx.scratch_of<float>(size), .dtype = DType::f32, .size = size};
   };
-  make_scale(ctx, a, totals.denominator, totals.count_tokens, totals.scale);
+  make_scale(ctx, a, totals.denominator, totals.normalise == PolicyNormalise::token, totals.scale);
   a.scale = totals.scale;
   if (a.formula.entropy_factor != 0.0 && totals.entropy_denominator.given()) {
     a.entropy_scale = vector(1);
@@ -98,5 +98,42 @@ void policy_begin(Context& ctx, Policy& a, const PolicyTotals& totals) {
 void policy_end(Context& ctx, const Policy& a, const PolicyTotals& totals) {
   cross_entropy_total(ctx, {.loss = a.loss, .total = totals.loss});
 }
+
+namespace {
+
+// PyTorch's operator: the loss of all answers.
+struct PolicyLoss {
+  Policy loss;
+  PolicyTotals totals;
+
+  void fields(Fields& f) {
+    Policy& a = loss;
+    f.flat("log_prob", a.log_prob, Role::input, &a.answers);
+    f.flat("advantage", a.advantage, Role::input), f.flat("target", a.target), f.flat("old", a.old);
+    f.flat("ref", a.ref), f.flat("importance", a.importance), f.flat("entropy", a.entropy);
+    totals.fields(f, a.formula);
+    f.option("ignore_index", a.ignore_index);
+    f.number("loss", totals.loss);
+    f.result_if(bool(a.ref), "kl", a.kl, a.log_prob);
+    f.result_if(true, "clipped", a.clipped, a.log_prob);
+    f.result_if(true, "dlog_prob", a.dlog_prob, a.log_prob, Role::statistics);
+    f.result_if(bool(a.entropy), "dentropy", a.dentropy, a.log_prob, Role::statistics);
+  }
+};
+
+void policy_loss(Context& ctx, const PolicyLoss& call) {
+  Policy a = call.loss;
+  PolicyTotals totals = call.totals;
+  TIGON_CHECK(kOp, a.answers >= 0, "log_prob must be [answers, tokens], got ", -a.answers, " dimensions");
+  a.count = a.answers, a.tokens = a.answers > 0 ? a.log_prob.size / a.answers : 0;
+  totals.scale = {.data = ctx.scratch_of<float>(1), .size = 1};
+  policy_begin(ctx, a, totals);
+  policy(ctx, a);
+  policy_end(ctx, a, totals);
+}
+
+TIGON_OPERATOR(policy_loss, PolicyLoss, "policy", forward)
+
+}  // namespace
 
 }  // namespace tigon

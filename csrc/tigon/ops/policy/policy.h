@@ -38,6 +38,7 @@ namespace tigon {
 enum class PolicyKind : int8_t { clip, cispo, sapo, vespo };
 enum class PolicyLevel : int8_t { token, sequence, sum };
 enum class PolicyKl : int8_t { k1, k2, k3 };
+enum class PolicyNormalise : int8_t { token, sequence, length };
 
 struct PolicyFormula {
   PolicyKind kind = PolicyKind::clip;
@@ -51,6 +52,14 @@ struct PolicyFormula {
   bool kl_corrected = false;
   double entropy_factor = 0.0;
 
+  void fields(Fields& f) {
+    f.option("low", low), f.option("high", high), f.option("delta", delta);
+    f.option("tau_positive", tau_positive), f.option("tau_negative", tau_negative);
+    f.option("k_positive", k_positive), f.option("lambda_positive", lambda_positive);
+    f.option("k_negative", k_negative), f.option("lambda_negative", lambda_negative);
+    f.option("estimator", estimator), f.option("kl", kl), f.option("kl_corrected", kl_corrected);
+    f.option("entropy_factor", entropy_factor);
+  }
   // Gradients of a token depend on the other tokens of its answer.
   bool coupled() const { return level != PolicyLevel::token || kind == PolicyKind::vespo; }
 };
@@ -87,16 +96,26 @@ TIGON_API void policy_check(const Policy& a);
 // `end` sums it.
 struct PolicyTotals {
   struct Divisor {
-    Vector device;        // [1], f32 | f64 | i64 | i32; empty: the number
-    double number = 0.0;  // where has_number
-    bool has_number = false;
-    bool given() const { return device || has_number; }
+    Vector device;  // [1], f32 | f64 | i64 | i32; empty: the number
+    std::optional<double> number;
+    bool given() const { return device || number; }
   };
-  Divisor denominator;  // not given: the tokens that count, or the answers
-  bool count_tokens = true;
+  Divisor denominator;  // not given: by `normalise` the tokens that count, or the answers
+  PolicyNormalise normalise = PolicyNormalise::token;
   Divisor entropy_denominator;  // not given: entropies have the weights of the tokens
   Vector scale;                 // out: f32 [1]
   Vector loss;                  // out: f32 [1]
+
+  // As PyTorch's operators take them; `formula` is a loss's.
+  void fields(Fields& f, PolicyFormula& formula) {
+    f.scalar("denominator", denominator.device, DType::f32, Role::optional);
+    f.scalar("entropy_denominator", entropy_denominator.device, DType::f32, Role::optional);
+    f.option("host_denominator", denominator.number);
+    f.option("host_entropy_denominator", entropy_denominator.number);
+    f.option("kind", formula.kind), f.option("level", formula.level), f.option("normalise", normalise);
+    formula.by_answer = normalise == PolicyNormalise::sequence;
+    formula.fields(f);
+  }
 };
 TIGON_API void policy_begin(Context& ctx, Policy& a, const PolicyTotals& totals);
 TIGON_API void policy_end(Context& ctx, const Policy& a, const PolicyTotals& totals);

@@ -1,6 +1,8 @@
 #include "tigon/ops/preference/preference.h"
 
-#include "tigon/base/require.h"
+#include <algorithm>
+
+#include "tigon/base/op.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 
 namespace tigon {
@@ -74,9 +76,8 @@ void preference_begin(Context& ctx, Preference& a, const PreferenceTotals& total
   auto vector = [&](int64_t size) {
     return Vector{.data = ctx.scratch_of<float>(size), .dtype = DType::f32, .size = size};
   };
-  double number = totals.has_host_denominator ? totals.host_denominator : double(a.pairs);
   cross_entropy_scale(ctx, {.denominator = totals.denominator,
-                            .host_denominator = number,
+                            .host_denominator = totals.host_denominator.value_or(double(a.pairs)),
                             .has_host_denominator = true,
                             .scale = totals.scale});
   a.scale = totals.scale;
@@ -98,5 +99,52 @@ void preference_end(Context& ctx, const Preference& a, const PreferenceTotals& t
   cross_entropy_total(ctx, {.loss = a.loss, .total = totals.loss});
   if (a.nll) cross_entropy_total(ctx, {.loss = a.nll, .total = totals.nll});
 }
+
+namespace {
+
+// PyTorch's operator: the loss of all groups.
+struct PreferenceLoss {
+  Preference loss;
+  PreferenceTotals totals;
+  int64_t answers = 0;
+
+  void fields(Fields& f) {
+    Preference& a = loss;
+    f.flat("log_prob", a.log_prob, Role::input, &answers);
+    f.any("target", a.target), f.any("nll_target", a.nll_target), f.any("ref", a.ref);
+    f.any("desirable", a.desirable);
+    f.scalar("kl", a.kl, DType::f32, Role::optional);
+    f.scalar("denominator", totals.denominator, DType::f32, Role::optional);
+    f.option("host_denominator", totals.host_denominator);
+    a.formula.fields(f);
+    f.option("ignore_index", a.ignore_index);
+    const bool lone = a.formula.kind == PreferenceKind::kto;
+    const int64_t rows = std::max<int64_t>(answers, 0);
+    a.pairs = a.count = lone ? rows : rows / 2;
+    f.number("loss", totals.loss);
+    f.result("sums", a.sums, rows, DType::f32), f.result("rewards", a.rewards, rows, DType::f32);
+    f.number_if(!lone, "nll", totals.nll);
+    f.result_if(!lone, "margin", a.margin, a.pairs);
+    f.result_if(true, "dlog_prob", a.dlog_prob, a.log_prob, Role::statistics);
+  }
+};
+
+void preference_loss(Context& ctx, const PreferenceLoss& call) {
+  Preference a = call.loss;
+  PreferenceTotals totals = call.totals;
+  const int64_t answers = call.answers;
+  TIGON_CHECK(kOp, answers >= 0, "log_prob must be [answers, tokens], got ", -answers, " dimensions");
+  TIGON_CHECK(kOp, a.formula.kind == PreferenceKind::kto || answers % 2 == 0,
+              "log_prob must have chosen and rejected answers, got ", answers);
+  a.tokens = answers > 0 ? a.log_prob.size / answers : 0;
+  totals.scale = {.data = ctx.scratch_of<float>(1), .size = 1};
+  preference_begin(ctx, a, totals);
+  preference(ctx, a);
+  preference_end(ctx, a, totals);
+}
+
+TIGON_OPERATOR(preference_loss, PreferenceLoss, "preference", forward)
+
+}  // namespace
 
 }  // namespace tigon

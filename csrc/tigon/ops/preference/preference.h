@@ -71,15 +71,12 @@ struct PreferenceFormula {
   double nll = 0.0;                                         // factor of the nll term; 0: none
   double desirable_weight = 1.0, undesirable_weight = 1.0;  // kto
 
-  static constexpr const char* kNames[] = {"kind",
-                                           "average",
-                                           "beta",
-                                           "label_smoothing",
-                                           "gamma",
-                                           "tau",
-                                           "nll",
-                                           "desirable_weight",
-                                           "undesirable_weight"};
+  void fields(Fields& f) {
+    f.option("kind", kind), f.option("average", average), f.option("beta", beta);
+    f.option("label_smoothing", label_smoothing), f.option("gamma", gamma), f.option("tau", tau);
+    f.option("nll", nll), f.option("desirable_weight", desirable_weight);
+    f.option("undesirable_weight", undesirable_weight);
+  }
 };
 
 struct Preference {
@@ -116,11 +113,10 @@ TIGON_API void preference_check(const Preference& a);
 // What losses are divided by, and the totals. Around calls for all groups: `begin` makes scale, nll_scale and the vectors of losses
 // (nll for pairs), `end` sums them.
 struct PreferenceTotals {
-  Vector denominator;  // [1] on the device, f32 | f64 | i64 | i32; empty: the number
-  double host_denominator = 0.0;
-  bool has_host_denominator = false;  // false: pairs
-  Vector scale;                       // out: f32 [1]
-  Vector loss, nll;                   // out: f32 [1]; nll not for kto
+  Vector denominator;                      // [1] on the device, f32 | f64 | i64 | i32; empty: the number
+  std::optional<double> host_denominator;  // none: pairs
+  Vector scale;                            // out: f32 [1]
+  Vector loss, nll;                        // out: f32 [1]; nll not for kto
 };
 TIGON_API void preference_begin(Context& ctx, Preference& a, const PreferenceTotals& totals);
 TIGON_API void preference_end(Context& ctx, const Preference& a, const PreferenceTotals& totals);
