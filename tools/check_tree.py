@@ -19,7 +19,8 @@ HEADINGS = (
     "Formula", "Shapes", "Dtypes", "Rounding", "Saved", "Aliasing", "Determinism", "Traffic", "Refused",
 )  # fmt: skip
 SIBLINGS = ("{op}.h", "{op}_math.inc", "{op}_cpu.cpp", "{op}_cuda.cu")
-# Where the op has no TIGON_OP, which makes them of its list of fields: entries and adaptor by hand.
+# Where the op has no TIGON_OP, which makes them of its list of fields: entries by hand, and without a
+# TIGON_OPERATOR an adaptor too.
 BY_HAND = ("{op}.cpp", "{op}_torch.cpp")
 # What ops share without being one: no adaptor, no Python, no cases. An op whose contract includes such a
 # header drives it, and has kernels only where it needs some of its own.
@@ -65,6 +66,7 @@ def allowed(root: Path, path: Path, include: str) -> bool:
         return role == "torch"
     own = path.parts[1] == "ops" and target.parts[:3] == path.parts[:3]
     public = target.name == f"{target.parts[2]}.h" or exports(root / "csrc" / target)
+    public = public or (target.parts[2] in ENGINES and target.suffix == ".h")
     shared = (
         own and target.suffix == ".h" and role_of(target) in ("header", role)
     )  # a second op of the folder
@@ -101,7 +103,9 @@ def check_op(root: Path, op: str) -> list[str]:
     drives = ENGINES & {Path(name).parent.name for name in INCLUDE.findall(contract)} - {op}
     cpu = root / f"csrc/tigon/ops/{op}/{op}_cpu.cpp"
     listed = not cpu.exists() or f"TIGON_OP({op}," in cpu.read_text(encoding="utf-8")
-    siblings = SIBLINGS if listed else (*SIBLINGS, *BY_HAND)
+    entries = root / f"csrc/tigon/ops/{op}/{op}.cpp"
+    declared = entries.exists() and "TIGON_OPERATOR(" in entries.read_text(encoding="utf-8")
+    siblings = SIBLINGS if listed else (*SIBLINGS, *BY_HAND[: 1 if declared else 2])
     files = [f"csrc/tigon/ops/{op}/{name}" for name in siblings if not (drives and name in KERNELS)]
     wanted = [name for name in files if "_torch" not in name] if op in ENGINES else [*files, *ELSEWHERE]
     errors = [
