@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from ranks import run_ranks
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 sys.path.append(str(BENCH))
@@ -21,14 +21,9 @@ def test_models_on_two_processes(tmp_path):
     """Every layout that is installed: the losses of stock and Tigon are one, each case is a record."""
     pytest.importorskip("transformers")
     layouts = ["fsdp2", "megatron_sp"] if find_spec("megatron") else ["fsdp2"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               BENCH / "parallel_e2e.py", "--layouts", ",".join(layouts), "--providers", "stock,tigon",
-               "--layers", "1", "--seq", "32", "--steps", "1", "--set", SMALL,
-               "--out", tmp_path / "out.jsonl"]  # fmt: skip
-    python_path = os.pathsep.join([str(BENCH.parent / "python"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    words = ["--layouts", ",".join(layouts), "--providers", "stock,tigon", "--layers", 1, "--seq", 32,
+             "--steps", 1, "--set", SMALL, "--out", tmp_path / "out.jsonl"]  # fmt: skip
+    said, _ = run_ranks(BENCH / "parallel_e2e.py", words, tmp_path)
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(r["layout"], r["provider"]) for r in records] == [
         (layout, provider) for layout in layouts for provider in ("stock", "tigon")
@@ -36,7 +31,7 @@ def test_models_on_two_processes(tmp_path):
     for stock, tigon in zip(records[::2], records[1::2], strict=True):
         assert "error" not in tigon and tigon["losses"] == pytest.approx(stock["losses"], rel=2e-5)
         assert tigon["tokens_per_s"] > 0 and tigon["gpus"] == 2 and any("loss" in r for r in tigon["report"])
-    assert f"| fsdp2, llama3-8b, 1 layers, {SMALL.replace(',', ', ')} | 2 | 2 x 32 |" in ran.stdout
+    assert f"| fsdp2, llama3-8b, 1 layers, {SMALL.replace(',', ', ')} | 2 | 2 x 32 |" in said
 
 
 def test_uncovered():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +27,8 @@ import sft_data
 import sft_trainer
 import sft_trl
 from tiny import close, make
+
+from ranks import run_ranks
 
 spec = importlib.util.spec_from_file_location(
     "examples_medusa", EXAMPLES / "medusa.py"
@@ -118,17 +118,12 @@ def test_continue_training(options):
     ],
 )
 @pytest.mark.xdist_group("two processes")
-def test_two_processes(example, words, package, options):
-    """Both curves by torchrun over gloo: Tigon's is stock's."""
+def test_two_processes(example, words, package, options, tmp_path):
+    """Both curves over gloo: Tigon's is stock's."""
     pytest.importorskip(package)
     sizes = TINY.replace("key_value_heads=1", "key_value_heads=2") + ",ffn_hidden_size=96"
     sizes = sizes if example == "megatron_gpt" else sizes.rpartition(",")[0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               EXAMPLES / f"{example}.py", *options, "--model-config", sizes, *words]  # fmt: skip
-    python_path = os.pathsep.join([str(EXAMPLES.parent / "python"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    run_ranks(EXAMPLES / f"{example}.py", [*options, "--model-config", sizes, *words], tmp_path)
     (path,) = Path(options[options.index("--out") + 1]).glob(f"{example}*/losses.json")
     got = json.loads(path.read_text())
     assert len(got["losses"]) == 4 and got["losses"][-1] < got["losses"][0]

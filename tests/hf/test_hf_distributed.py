@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +15,9 @@ import torch
 from packaging.version import Version
 from two_processes import CASES, NEEDS
 
+from ranks import SECONDS, run_ranks
+
 RANKS = 2
-SECONDS = 600  # of all cases, on a machine that does other work too; a case that hangs ends them
 ON_GPUS = (  # the others build on the CPU
     *("ddp", "fsdp2", "parallel_", "dtensor_", "losses_of_sharded"),
     *("adamw_", "clip_grad_norm_", "muon_", "contrastive_"),
@@ -28,52 +27,30 @@ ON_GPUS = (  # the others build on the CPU
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """What went wrong in each case, by rank; a case that is not there was not reached."""
+    folder = tmp_path_factory.mktemp("ranks")
     names = [name for name in CASES if not missing(name)]
-    return run(tmp_path_factory.mktemp("ranks"), names, {"CUDA_VISIBLE_DEVICES": ""})
+    said = run_ranks(Path(distributed_cases.__file__), [folder, *names], folder, check=False)
+    return outcomes_of(folder, said)
 
 
 @pytest.fixture(scope="module")
 def outcomes_on_gpus(tmp_path_factory):
     """The same over NCCL."""
+    folder = tmp_path_factory.mktemp("gpus")
     names = [name for name in CASES if name.startswith(ON_GPUS)]
-    return run(tmp_path_factory.mktemp("gpus"), names, {})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
+               distributed_cases.__file__, str(folder), *names]  # fmt: skip
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return outcomes_of(folder, [ran.stdout, ran.stderr])
 
 
-def run(folder, names, variables):
-    """Start the processes, and read what each has written."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= variables
-    command = [sys.executable, distributed_cases.__file__, str(folder), *names]
-    logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-        with open(log, "w") as file:
-            ranks.append(
-                subprocess.Popen(
-                    command, env=environment | place, stdout=file, stderr=file, cwd=Path(__file__).parent
-                )
-            )
-    try:
-        for process in ranks:
-            process.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    said = {}
-    for rank, log in enumerate(logs):
-        path = folder / f"rank{rank}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        for name, error in map(json.loads, lines):
-            said.setdefault(name, []).append(error)
-        said[rank] = log.read_text()[-3000:]
-    return said
+def outcomes_of(folder, said):
+    """What each process has written, and its last words under its rank."""
+    found = {rank: text[-3000:] for rank, text in enumerate(said)}
+    for path in folder.glob("rank*.jsonl"):
+        for name, error in map(json.loads, path.read_text().splitlines()):
+            found.setdefault(name, []).append(error)
+    return found
 
 
 def missing(name):

@@ -151,12 +151,8 @@ def main(folder, names):
         device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
         torch.set_default_device(device)
-    # By a file: a port that was free may be taken by the time that it is opened.
-    store = dist.FileStore(str(FOLDER[0] / "store"), int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group(
-        backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(seconds=120),  # one process may be late on a busy machine
-    )  # fmt: skip
+    # One process may be late on a busy machine.
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120))
     with open(FOLDER[0] / f"rank{rank()}.jsonl", "w", buffering=1) as outcomes:
         for name in names or CASES:
             dist.barrier()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +13,7 @@ from checks import same_bits
 from heads import head_inputs
 
 import tigon
+from ranks import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = 67
@@ -474,9 +471,10 @@ def test_match_compiled(mode, device):
 # Processes.
 
 SHARDED = """
-    import pathlib, sys, torch, torch.distributed as dist, tigon
-    rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    import pathlib, torch, torch.distributed as dist, tigon
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     tigon.deterministic()
     for dtype in (torch.float32, torch.bfloat16):
@@ -502,18 +500,10 @@ SHARDED = """
 """
 
 
+@pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("size", [2, 4])
 def test_shards(size, tmp_path):
     """Equal for a given number of shards; gloo adds in an order that depends on an element's place."""
     script = tmp_path / "sharded.py"
     script.write_text(textwrap.dedent(SHARDED))
-    path = str(Path(tigon.__file__).parent.parent)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(script)]
-    ranks = [
-        subprocess.Popen([*command, str(r), str(size), str(tmp_path / "store")], env=environment,
-                         stderr=subprocess.PIPE, text=True) for r in range(size)
-    ]  # fmt: skip
-    for process in ranks:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors[-2000:]
+    run_ranks(script, [], tmp_path, size)
