@@ -168,7 +168,7 @@ def _tensors(inputs: Inputs) -> list[torch.Tensor]:
 
 
 @functools.cache
-def _runs_kernels(device: str) -> bool:
+def runs_kernels(device: str) -> bool:
     """Whether tensors of the device take the CUDA kernels: on a GPU, and on a CPU in tests/emulator."""
     return device != "cpu" or library_text("tigon_cuda_build") == "emulated"
 
@@ -213,7 +213,7 @@ def check_case(
         for name, value in plain.tensors.items():
             if same_bits(value, got.tensors[name]):
                 continue
-            assert _runs_kernels(device) and value.is_floating_point(), f"{name}: differs without gradients"
+            assert runs_kernels(device) and value.is_floating_point(), f"{name}: differs without gradients"
             # Calls without gradients have kernels of their own, which may sum in another order.
             tolerance = 4 * torch.finfo(value.dtype).eps
             if not torch.allclose(value, got.tensors[name], tolerance, equal_nan=True):
