@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import gc
 import importlib
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -41,22 +43,39 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="tests marked slow too")
 
 
+@pytest.hookimpl(trylast=True)  # after -k
 def pytest_collection_modifyitems(config, items):
-    """Skip what needs hardware that is not there or time that was not given, and say which."""
+    """Skip what needs hardware that is not there or time that was not given, and say which.
+
+    Of the cases of one test one is skipped for all, and says how many they are.
+    """
     skips = {}
     if not torch.cuda.is_available():
         skips["gpu"] = "needs an NVIDIA GPU: torch sees no CUDA device"
     # A test that is asked for by its name is run.
     if not config.getoption("--all") and not any("::" in arg for arg in config.args):
         skips["slow"] = "slow: runs with --all"
+    cases, kept = collections.Counter(), []
     for item in items:
-        for mark, reason in skips.items():
-            if item.get_closest_marker(mark):
-                item.add_marker(pytest.mark.skip(reason=reason))
+        reasons = [reason for mark, reason in skips.items() if item.get_closest_marker(mark)]
+        key = item.nodeid.partition("[")[0]
+        cases[key] += bool(reasons)
+        if not reasons or cases[key] == 1:
+            kept.append((item, key, reasons))
+    for item, key, reasons in kept:
+        for reason in reasons:
+            item.add_marker(pytest.mark.skip(reason=reason + f" ({cases[key]} cases)" * (cases[key] > 1)))
+    items[:] = [item for item, *_ in kept]
 
 
 def pytest_collection_finish(session):
-    """Tests and their modules live to the end: no garbage collection need walk them."""
+    """Tests and their modules live to the end: no garbage collection need walk them.
+
+    pytest gives every logger that does not propagate its handlers three times a test; torch has fifty.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch."):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
 

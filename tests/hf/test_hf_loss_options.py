@@ -104,7 +104,7 @@ _PATCHES = [apply, patching._apply_liger_kernel_to_instance]
 )
 def test_counts_of_the_loss(family, patch, compiled):
     """TRL's keywords with use_liger_kernel, whoever patched the model; traced whole by torch.compile."""
-    model, inputs = make(family), batch()
+    model, inputs = make(family, num_hidden_layers=1), batch()
     inputs["labels"][:, :3] = -100
     stock = model(**inputs)
     best, shifted = stock.logits.argmax(-1), F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]

@@ -27,9 +27,9 @@ def test_a_cap_makes_chunks_small(device):
 
 ROWS = {"reduction": "none"}
 MEMORY = [
-    {}, {"max_workspace_mb": None}, {"valid_rows": 3000}, {"main_grad": True}, ROWS,
-    {**ROWS, "keep_mb": 0}, {**ROWS, "keep_mb": 1e4}, {**ROWS, "keep_mb": 12}, {**ROWS, "valid_rows": 3000},
-    {**ROWS, "valid_rows": 3000, "keep_mb": 1e4}, {**ROWS, "train_weight": False},
+    {}, {"max_workspace_mb": None}, {"valid_rows": True}, {"main_grad": True}, ROWS,
+    {**ROWS, "keep_mb": 0}, {**ROWS, "keep_mb": 1e4}, {**ROWS, "keep_mb": 6}, {**ROWS, "valid_rows": True},
+    {**ROWS, "valid_rows": True, "keep_mb": 1e4}, {**ROWS, "train_weight": False},
     {**ROWS, "main_grad": True, "keep_mb": 1e4}, {"labels": 64}, {"labels": 64, "train_weight": False},
 ]  # fmt: skip
 
@@ -63,7 +63,7 @@ def _memory_case(rows, h, v, device, dtype, cap, options):
 @pytest.mark.parametrize("options", MEMORY, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_predicted_memory_on_the_cpu(options, dtype):
-    step, leaves, predicted = _memory_case(4000, 64, 3000, "cpu", dtype, 8, options)
+    step, leaves, predicted = _memory_case(2000, 64, 3000, "cpu", dtype, 4, options)
     step()
     for leaf in leaves:
         leaf.grad = None

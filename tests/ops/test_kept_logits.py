@@ -224,8 +224,7 @@ def test_main_grad(fn, dtype, keep_mb, device):
 
 
 @pytest.mark.parametrize("keep_mb", [None, 5 * ROW], ids=str)
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("frozen, dtype", [(False, torch.bfloat16), (True, torch.float16)])
 @pytest.mark.parametrize("fn", [FN, LOSS])
 def test_compiled_is_eager_bit_for_bit(fn, dtype, frozen, keep_mb, device):
     torch._dynamo.reset()
