@@ -2,6 +2,7 @@
 // them: a change of a table or of the selection shows there. TIGON_WRITE_PLANS=1 writes the file anew.
 #include <cstdlib>
 #include <fstream>
+#include <map>
 #include <sstream>
 
 #include "table.h"
@@ -68,8 +69,7 @@ std::vector<Traits> all_traits() {
       {"group_norm", true, forward_traits<GroupNormRow<double, X>, W, X>()},
       {"modulated_rms_norm", true, forward_traits<ModulatedRmsNormForward<double, X>, W, X>()},
       {"modulated_rms_norm", false, backward_traits<ModulatedRmsNormBackward<double, X>, float, X>()},
-      {"modulated_rms_norm, a scale each", false,
-       backward_traits<ModulatedRmsNormRowsBackward<double, X>, X, X>()},
+      {"modulated_rms_norm_rows", false, backward_traits<ModulatedRmsNormRowsBackward<double, X>, X, X>()},
   };
 }
 
@@ -93,17 +93,22 @@ constexpr int64_t kCols[] = {1, 7, 128, 2048, 4096, 4097, 12289, 16384, 32768, 6
 
 std::string all_plans() {
   std::ostringstream out;
-  out << "# op, direction, types of x and weight, columns, where contiguous rows begin: plan\n";
+  out << "# types of x and weight, direction, columns, where contiguous rows begin: plan: ops that take it\n";
   auto add = [&](const char* types, const std::vector<Traits>& list) {
-    for (const Traits& t : list)
+    auto plans = [&](bool forward, int64_t cols, const char* where, int64_t offset) {
+      std::map<std::string, std::string> ops;  // by plan
+      for (const Traits& t : list)
+        if (t.forward == forward)
+          ops[to_string(plan_of(t, problem_of(t, 4096, cols, offset)))] += std::string(" ") + t.op;
+      for (const auto& [plan, names] : ops)
+        out << types << (forward ? " fwd " : " bwd ") << cols << " " << where << ": " << plan << ":" << names
+            << "\n";
+    };
+    for (bool forward : {true, false})
       for (int64_t cols : kCols) {
-        auto line = [&](const char* where, int64_t offset) {
-          out << t.op << (t.forward ? " fwd " : " bwd ") << types << " " << cols << " " << where << ": "
-              << to_string(plan_of(t, problem_of(t, 4096, cols, offset))) << "\n";
-        };
-        line("aligned", 0);
+        plans(forward, cols, "aligned", 0);
         // Rows of an odd length begin anywhere in any case.
-        if (cols % 8 == 0) line("unaligned", 1);
+        if (cols % 8 == 0) plans(forward, cols, "unaligned", 1);
       }
   };
   add("bf16 bf16", all_traits<bf16, bf16, bf16>());
