@@ -1,4 +1,4 @@
-// The gated linear units in the core: gradients are slopes, refusals, bitwise promises.
+// The gated linear units in the core: refusals, bitwise promises.
 #include "tigon/ops/glu/glu.h"
 
 #include "pointwise.h"
@@ -47,21 +47,6 @@ struct Run {
             .options = options};
   }
 };
-
-TEST_CASE("gradients are slopes") {
-  auto ctx = make_cpu_context(1);
-  for (const GluOptions& o : kOptions) {
-    INFO(int(o.kind));
-    Run run(o, DType::f32, 3, 5);
-    auto loss = [&] {
-      glu_fwd(*ctx, run.forward());
-      return dot(run.y, run.dy);
-    };
-    glu_bwd(*ctx, run.backward());
-    check_slopes("dgate", run.gate, run.dgate, loss, 1e-3);
-    if (run.wide == 1) check_slopes("dup", run.up, run.dup, loss);
-  }
-}
 
 TEST_CASE("the same bits everywhere, in place too") {
   for (const GluOptions& o : kOptions)

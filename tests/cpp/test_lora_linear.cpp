@@ -105,45 +105,5 @@ TEST_CASE("lora_linear: refused before anything is written") {
   CHECK(m.ys[0] == before);
 }
 
-TEST_CASE("dora_factors: the rows of W + s B A get the lengths m") {
-  constexpr int64_t kN = 11, kK = 37, kRank = 5;
-  constexpr double kScale = 0.75;
-  for (DType type : kFloats)
-    for (DType adapters : {DType::f32, type}) {
-      CAPTURE(text(type));
-      Table w(type, kN, kK, 2), y(type, kN, kK, 3), a(adapters, kRank, kK, 1), b(adapters, kN, kRank, 1);
-      Table m = Table::column(DType::f32, kN), factors = m, inverses = m;
-      w.normal(1), a.normal(2, 0.2), b.normal(3, 0.5), m.normal(4, 0.1, 2.0), m.set(0, 3, 0.0);
-      auto ctx = make_cpu_context();
-      DoraFactors call = {.weight = w.matrix(),
-                          .a = a.matrix(),
-                          .b = b.matrix(),
-                          .magnitude = m.vector(),
-                          .scale = float(kScale),
-                          .y = y.matrix(),
-                          .factors = factors.vector(),
-                          .inverses = inverses.vector()};
-      dora_factors(*ctx, call);
-      for (int64_t r = 0; r < kN; ++r) {
-        double square = 0.0;
-        for (int64_t c = 0; c < kK; ++c) {
-          double row = w(r, c);
-          for (int64_t i = 0; i < kRank; ++i) row += kScale * b(r, i) * a(i, c);
-          square += row * row;
-        }
-        const double magnitude = r == 3 ? 0x1p-60 : m(r);
-        CHECK(factors(r) == doctest::Approx(magnitude / std::sqrt(square)).epsilon(8 * unit(type)));
-        CHECK(inverses(r) == doctest::Approx(1.0 / magnitude).epsilon(1e-6));
-      }
-      Table scaled = w;
-      scale_rows(*ctx, {.x = scaled.matrix(), .factors = factors.vector(), .y = scaled.matrix()});
-      for (int64_t r = 0; r < kN; ++r)
-        for (int64_t c = 0; c < kK; ++c) CHECK(y(r, c) == scaled(r, c));
-      call.magnitude.size = kN - 1;
-      CHECK_THROWS_WITH_AS(dora_factors(*ctx, call), "[dora_factors] magnitude must be [11], got [10]",
-                           Error);
-    }
-}
-
 }  // namespace
 }  // namespace tigon::test

@@ -1,4 +1,4 @@
-// Policy losses in the core: slopes of the formulas against finite differences, gradients of a call, parts of
+// Policy losses in the core: slopes of the formulas against finite differences, parts of
 // answers and lists of rows, refusals, bitwise promises.
 #include "table.h"
 #include "tigon/ops/policy/policy.h"
@@ -95,11 +95,6 @@ struct Run {
     a.dlog_prob = dlog_prob.vector(), a.dentropy = dentropy.vector(), a.loss = loss.vector();
     a.kl = kl.vector(), a.clipped = clipped.vector();
   }
-  double total() const {
-    double s = 0.0;
-    for (int64_t i = 0; i < kRows; ++i) s += loss(i);
-    return s;
-  }
   std::vector<Table> results() const { return {dlog_prob, dentropy, loss, kl, clipped}; }
 };
 template <class Fn>
@@ -109,22 +104,6 @@ void each_form(const Fn& fn) {
       INFO("kind " << int(kind) << " level " << int(level));
       fn(kind, level);
     }
-}
-
-TEST_CASE("gradients of a call are slopes of its losses") {
-  auto ctx = make_cpu_context(2);
-  each_form([&](PolicyKind kind, PolicyLevel level) {
-    if (kind == PolicyKind::cispo || kind == PolicyKind::vespo) return;  // their factors are constants
-    Run run(kind, level);
-    policy(*ctx, run.a);
-    const Table gradient = run.dlog_prob, dentropy = run.dentropy;
-    auto loss = [&] {
-      policy(*ctx, run.a);
-      return run.total();
-    };
-    check_slopes("dlog_prob", run.log_prob, gradient, loss, 2e-3);
-    check_slopes("dentropy", run.entropy, dentropy, loss, 2e-3);
-  });
 }
 
 TEST_CASE("parts of answers and lists of rows are the whole call") {

@@ -100,28 +100,8 @@ struct Run {
     else
       a.nll = nll.vector(), a.margin = margin.vector();
   }
-  double total() const {
-    double s = 0.0;
-    for (int64_t p = 0; p < kPairs; ++p) s += loss(p);
-    return s;
-  }
   std::vector<Table> results() const { return {dlog_prob, loss, sums, rewards}; }
 };
-
-TEST_CASE("gradients of a call are slopes of its losses") {
-  auto ctx = make_cpu_context(2);
-  each_kind([&](PreferenceKind kind) {
-    INFO("kind " << int(kind));
-    Run run(kind);
-    preference(*ctx, run.a);
-    const Table gradient = run.dlog_prob;
-    auto loss = [&] {
-      preference(*ctx, run.a);
-      return run.total();
-    };
-    check_slopes("dlog_prob", run.log_prob, gradient, loss);
-  });
-}
 
 TEST_CASE("pairs by range and rows by list are the whole call") {
   auto ctx = make_cpu_context(1);

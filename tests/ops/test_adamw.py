@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from checks import check_close, same_bits
-from native import bits_under
 
 import tigon
 from cases.adamw import LISTS
@@ -96,27 +95,6 @@ def test_order_and_split_of_a_list(rounding, device):
             one.add_group(GROUP, 1, made.params[0].device)
             step(one, rounding=rounding, seed=5)
         assert all(same_bits(a, b) for a, b in zip(expected, results(made), strict=True))
-
-
-_SCRIPT = """
-import sys
-sys.path[:0] = {paths!r}
-from test_adamw import HALF, LISTS, ROUNDINGS, make_list, step
-for rounding in ROUNDINGS:
-    for dtype in (torch.float32, *HALF):
-        if (rounding, dtype) != ("split", torch.float16):
-            for parameters in LISTS[:4]:
-                made = make_list(parameters.make(dtype), rounding, amsgrad=True)
-                emit(*step(made, rounding=rounding, seed=3))
-"""
-
-
-def test_instruction_sets_and_threads():
-    """The same bits under every one of them."""
-    from pathlib import Path
-
-    here = Path(__file__).resolve().parent
-    assert len(bits_under(_SCRIPT.format(paths=[str(here), str(here.parent)]))) == 1
 
 
 @pytest.mark.gpu
