@@ -67,7 +67,7 @@ struct Run {
     a.loss.old = kept.back().vector();
     a.loss.clipped = part(of_rows, 0, kRows);
     a.log_prob = part(of_rows, 1, kRows), a.entropy = part(of_rows, 2, kRows);
-    a.totals = {.count_tokens = false, .scale = scalar(0), .loss = scalar(1)};
+    a.totals = {.normalise = PolicyNormalise::sequence, .scale = scalar(0), .loss = scalar(1)};
     return a;
   }
   double loss() const { return scalars(0, 1); }
