@@ -44,10 +44,10 @@ def test_env_names_a_lowered_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H200")
     properties = lambda index: types.SimpleNamespace(total_memory=2**37)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    assert list(environment._devices()) == ["cuda:0 H200, sm_90, 128 GiB"]
-    with monkeypatch.context() as native:
-        native.setattr(environment, "_library_function", lambda *_: lambda capability: capability == 90)
-        assert "products of our own" in next(environment._devices())
+    for own in (True, False):
+        monkeypatch.setattr(environment, "_library_function", lambda *_, own=own: lambda capability: own)
+        (said,) = environment._devices()
+        assert said.startswith("cuda:0 H200, sm_90, 128 GiB") and ("products of our own" in said) == own
     monkeypatch.setenv("TIGON_CUDA_CAPABILITY", "80")
     assert list(environment._devices()) == ["cuda:0 H200, sm_90, kernels as on sm_80, 128 GiB"]
 
