@@ -21,7 +21,7 @@ void AlignedRows::align(Matrix& m, bool read) {
   const int64_t size = int64_t(size_of(m.dtype)), vector = 16 / size;
   const bool aligned = reinterpret_cast<uintptr_t>(m.data) % 16 == 0 && m.stride % vector == 0;
   if (!ctx_.deterministic || ctx_.device() == Device::cpu || m.data == nullptr || m.rows * m.cols == 0 ||
-      aligned)
+      aligned || !is_kernel_float(m.dtype))  // integers are not added
     return;
   const Matrix given = m;
   m.stride = (m.cols + vector - 1) / vector * vector;
