@@ -121,9 +121,6 @@ class Fields {
   void any(const char* name, Vector& v, Role role = Role::optional) {
     field({name, role, nullptr, &v, {.cols = v.size, .dtype = v.dtype}});
   }
-  void updated(const char* name, Matrix& m, Role role = Role::optional) {
-    field({name, role, &m, nullptr, {.rows = m.rows, .cols = m.cols, .dtype = m.dtype, .updated = true}});
-  }
   // All elements of a tensor of any shape. `rows`: of one of two dimensions, else minus their number.
   void flat(const char* name, Vector& v, Role role = Role::optional, int64_t* rows = nullptr) {
     field({name, role, nullptr, &v, {.cols = v.size, .dtype = v.dtype, .leading = rows, .flat = true}});

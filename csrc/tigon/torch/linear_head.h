@@ -1,23 +1,13 @@
 // What the adaptors of ops on a linear head share: their first arguments, which gradients a call forms, and their tensors.
 #pragma once
 
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/linear_head/linear_head_fields.h"
 #include "tigon/torch/shim.h"
 
 namespace tigon::torch_shim {
 
-// Bits of `needs`, as in python/tigon/ops/loss_head/operands.py.
-// may_round: weight's gradient may come in hidden's dtype where the call does not sum it.
-enum Need : int64_t {
-  need_hidden = 1,
-  need_weight = 2,
-  need_bias = 4,
-  need_lora_a = 8,
-  need_lora_b = 16,
-  may_round = 32,
-  need_unit = 64,       // of per-row losses: their forward may leave dhidden for an upstream gradient of 1
-  into_main_grad = 128  // weight's gradient is added to what its owner keeps
-};
+using Need = LinearHeadFields::Need;
+using enum LinearHeadFields::Need;
 
 // The first arguments of every operator on a head. Tensors are replaced by copies where a view does not fit, so they must
 // outlive the call of the core.
