@@ -1,27 +1,32 @@
 """Modules around the functions of :mod:`tigon`."""
 
-from tigon.nn.add_rms_norm import AddRMSNorm
-from tigon.nn.cross_entropy import CrossEntropyLoss
-from tigon.nn.dyt import DyT
+from tigon.nn.activations import GeGLU, ReGLU, SiLU, Sparsemax, SwiGLU, SwiGLUOAI
 from tigon.nn.embedding import Embedding
-from tigon.nn.experts import Experts
-from tigon.nn.gated_rms_norm import GatedRMSNorm
-from tigon.nn.glu import GeGLU, ReGLU, SwiGLU, SwiGLUOAI
-from tigon.nn.group_norm import GroupNorm
+from tigon.nn.experts import Experts, Router
 from tigon.nn.hyper_connections import HyperConnections
-from tigon.nn.layer_norm import LayerNorm
-from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
-from tigon.nn.linear_divergence import LinearJSDLoss, LinearKLDivLoss, LinearTVDLoss
-from tigon.nn.linear_preference import LinearKTOLoss, LinearPolicyLoss, LinearPreferenceLoss
 from tigon.nn.lora_linear import LoRALinear
+from tigon.nn.losses import (
+    CrossEntropyLoss,
+    LinearCrossEntropyLoss,
+    LinearJSDLoss,
+    LinearKLDivLoss,
+    LinearKTOLoss,
+    LinearPolicyLoss,
+    LinearPreferenceLoss,
+    LinearTVDLoss,
+)
 from tigon.nn.medusa import MedusaHeads
-from tigon.nn.modulated_rms_norm import ModulatedRMSNorm
-from tigon.nn.poly_norm import PolyNorm
-from tigon.nn.rms_norm import RMSNorm
+from tigon.nn.norms import (
+    AddRMSNorm,
+    DyT,
+    GatedRMSNorm,
+    GroupNorm,
+    LayerNorm,
+    ModulatedRMSNorm,
+    PolyNorm,
+    RMSNorm,
+)
 from tigon.nn.rope import QKNormRotaryEmbedding, RotaryEmbedding
-from tigon.nn.router import Router
-from tigon.nn.silu import SiLU
-from tigon.nn.sparsemax import Sparsemax
 
 __all__ = [
     "AddRMSNorm",

@@ -1,4 +1,4 @@
-"""Module forms of :func:`tigon.swiglu` and its relatives; none has parameters."""
+"""Activations as modules; none has parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,25 @@ import torch
 from torch import nn
 
 from tigon.ops import glu
+from tigon.ops.silu import silu
+from tigon.ops.sparsemax import sparsemax
+
+
+class SiLU(nn.Module):
+    """``x * sigmoid(x)``, see :func:`tigon.silu`. Shape: any, and the same."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return silu(x)
+
+
+class Sparsemax(nn.Module):
+    """:func:`tigon.sparsemax` over the last dimension.
+
+    Shape: ``[..., C] -> [..., C]``.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sparsemax(x)
 
 
 class SwiGLU(nn.Module):
