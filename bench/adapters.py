@@ -17,18 +17,18 @@ Each record is a line of JSON in --out. Memory is the peak of torch's allocator,
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import json
 import statistics
 import time
 import types
 from pathlib import Path
 
+import processes
 import timing
 import torch
 import torch.nn.functional as F
+from tables import by_provider
 
 LINEARS = (
     (8192, 4096, 14336, 16),
@@ -45,19 +45,8 @@ STEPS = (  # rows, tokens of each, checkpointing
 CPU_LINEARS = ((512, 4096, 4096, 16), (512, 4096, 14336, 16), (2048, 1024, 2048, 16), (2048, 1024, 2048, 64))
 MODELS = ("frozen", "tigon", "tigon_no_lora", "unsloth", "peft")
 # What makes two records those of one case.
-CASE = (
-    "part",
-    "rows",
-    "tokens",
-    "columns",
-    "outputs",
-    "rank",
-    "dtype",
-    "checkpointing",
-    "dora",
-    "nf4",
-    "threads",
-)
+CASE = ("part", "rows", "tokens", "columns", "outputs", "rank", "dtype", "checkpointing", "dora", "nf4",
+        "threads")  # fmt: skip
 FLOORS = ("base", "frozen")
 
 
@@ -255,9 +244,7 @@ def profile(step, title: str, path: Path) -> None:
 
 def main(words: list[str] | None = None) -> None:
     """Run the parts and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     parser.add_argument("--parts", default="linear,model")
     parser.add_argument("--providers", default="", help="of the model")
     parser.add_argument("--layers", type=int, default=8)
@@ -271,7 +258,6 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--profile", type=Path, help="where to write the kernels of a step")
     parser.add_argument("--out", type=Path, default=Path("out/lora.jsonl"))
     args = parser.parse_args(words)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.threads:
         torch.set_num_threads(args.threads)
     on_cpu = args.device == "cpu"
@@ -281,8 +267,7 @@ def main(words: list[str] | None = None) -> None:
     def record(**values):
         values = {"bench": "lora", "gpu": where, "torch": torch.__version__} | values
         records.append(values)
-        with args.out.open("a") as file:
-            print(json.dumps(values), file=file)
+        processes.append(args.out, values)
 
     with contextlib.suppress(KeyboardInterrupt):
         if "linear" in args.parts:
@@ -293,11 +278,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def cases(records) -> dict[tuple, dict[str, dict]]:
-    """Records by case and provider."""
-    found: dict[tuple, dict[str, dict]] = {}
-    for r in records:
-        found.setdefault(tuple(map(r.get, CASE)), {})[r["provider"]] = r
-    return found
+    return by_provider(records, lambda r: tuple(map(r.get, CASE)))
 
 
 def name_of(r: dict) -> str:

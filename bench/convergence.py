@@ -27,13 +27,14 @@ import contextlib
 import copy
 import importlib.metadata
 import itertools
-import json
 import math
 import os
 import statistics
 import sys
 import time
 from pathlib import Path
+
+import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "python"), str(ROOT / "examples")]  # tigon, unless it is installed; the text
@@ -71,9 +72,7 @@ FIRST = {"float32": 1e-5, "bfloat16": 1e-2}
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     add = parser.add_argument
     add("--families", default=",".join(FAMILIES))
     add("--dtypes", default=",".join(DTYPES))
@@ -87,16 +86,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the weights")
     add("--device", default="cpu")
     add("--out", type=Path, default=Path("out/convergence.jsonl"))
-    add(
-        "--draw", type=Path, metavar="JSONL", help="only draw what this file holds, beside it or to --picture"
-    )
+    add("--draw", type=Path, metavar="JSONL", help="only draw this file, beside it or to --picture")
     add("--picture", type=Path)
     args = parser.parse_args(arguments)
-    args.families, args.dtypes = args.families.split(","), args.dtypes.split(",")
-    for name, known in (("families", FAMILIES), ("dtypes", DTYPES)):
-        unknown = set(getattr(args, name)) - set(known)
-        if unknown:
-            raise SystemExit(f"--{name}: {', '.join(sorted(unknown))} is not of {', '.join(known)}")
+    processes.split(args, families=FAMILIES, dtypes=DTYPES)
     if args.runs < 2:
         raise SystemExit("--runs must be at least 2: a band has two sides")
     return args
@@ -346,10 +339,9 @@ def _seen(run, first):
 
 def read(path: Path) -> list[dict]:
     """Records of a file; of a case that was run twice the last one."""
-    records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    records = {(r["dtype"], r["family"]): r for r in records}
-    order = itertools.product(DTYPES, FAMILIES)
-    return [records[case] for case in order if case in records]
+    order = list(itertools.product(DTYPES, FAMILIES))
+    records = processes.read(path, lambda r: (r["dtype"], r["family"]))
+    return sorted(records, key=lambda r: order.index((r["dtype"], r["family"])))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -363,15 +355,13 @@ def main(arguments: list[str] | None = None) -> int:
     from tqdm import tqdm
 
     start = time.perf_counter()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     data = batches(args)
     records = []
     bar = tqdm(list(itertools.product(args.dtypes, args.families)), unit="case", dynamic_ncols=True)
     for dtype, family in bar:
         bar.set_description(f"{family} {dtype}")
         records.append(from_float32(compare(family, dtype, data, args), records))
-        with args.out.open("a") as file:  # a run that is cut off keeps what it has
-            file.write(json.dumps(records[-1]) + "\n")
+        processes.append(args.out, records[-1])
     print(f"\n{table(records)}; {args.out}, {time.perf_counter() - start:.0f} s")
     if args.picture:
         draw(records, args.picture)

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
+import importlib.metadata
 import json
 import math
 import statistics
@@ -33,6 +35,7 @@ from pathlib import Path
 
 import mfu
 import processes
+from tables import by_provider, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "python"))  # tigon, unless it is installed
@@ -129,9 +132,7 @@ SETTING = ("seq", "layers", "steps", "masked", "padding", "packed", "checkpointi
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     add = parser.add_argument
     add("--suite", choices=tuple(SUITES), default="six")
     add("--models", help=f"of {', '.join(MODELS)} (the suite's)")
@@ -157,13 +158,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--clip", type=float, default=0.0, metavar="NORM", help="clip the gradients' norm (0: do not)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
-    add(
-        "--budget",
-        type=float,
-        default=0.0,
-        metavar="MINUTES",
-        help="end, even within a case, after this",
-    )
+    add("--budget", type=float, default=0.0, metavar="MINUTES", help="end, even within a case, after this")
     add("--case-timeout", type=float, default=600.0, metavar="SECONDS")
     add("--again", action="store_true", help="run cases that --out already holds, too")
     add("--out", type=Path, default=Path("out/e2e.jsonl"))
@@ -172,13 +167,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     models, batches, layers = SUITES[args.suite]
     args.layers = args.layers or layers
     args.seq = args.seq or (None if args.suite == "people" else 512)
-    args.models = args.models.split(",") if args.models else list(models)
+    args.models = args.models or ",".join(models)
     args.batches = [int(b) for b in args.batches.split(",")] if args.batches else list(batches)
-    args.providers = args.providers.split(",")
-    for name, known in (("models", MODELS), ("providers", PROVIDERS)):
-        unknown = set(getattr(args, name)) - set(known)
-        if unknown:
-            raise SystemExit(f"--{name}: {', '.join(sorted(unknown))} is not of {', '.join(known)}")
+    processes.split(args, models=MODELS, providers=PROVIDERS)
     if not 0 <= args.padding <= 0.5:
         raise SystemExit(f"--padding must be from 0 to 0.5, got {args.padding}")
     if args.clip and args.optimizer == "backward":
@@ -361,41 +352,22 @@ def make_step(model, case: dict):
 
 def run_case(case: dict) -> dict:
     """Steps of training; times, losses, memory."""
-    import torch
-
     cuda = case["device"].startswith("cuda")
     model = build(case)
     report = patch(model, case["provider"], **case["apply"])
     experts = experts_of(model)
     model = compiled(model, case["compile"])
     update = make_step(model, case)
-    generator = torch.Generator().manual_seed(1)
     vocabulary = model.config.get_text_config().vocab_size
-    seconds, losses, peak = [], [], 0
-    for step in range(WARMUP + case["steps"]):
-        data = {name: part.to(case["device"]) for name, part in inputs(case, vocabulary, generator).items()}
-        if cuda:
-            if step == WARMUP:
-                torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+
+    def step(data: dict) -> float:
         loss = loss_of(model, case, data)
         loss.backward()
         update()
-        losses.append(loss.item())  # waits for the forward pass
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    if cuda:
-        peak = torch.cuda.max_memory_allocated()
-    times = seconds[WARMUP:]
-    rates = [case["batch"] * case["seq"] / t for t in times]
+        return loss.item()  # waits for the forward pass
+
     return {
-        "tokens_per_s": statistics.mean(rates),
-        "tokens_per_s_std": statistics.stdev(rates) if len(rates) > 1 else 0.0,
-        "step_ms": [1e3 * t for t in times],
-        "peak_gb": peak / 1e9,
-        "losses": losses,
+        **timed(case, lambda generator: inputs(case, vocabulary, generator), step, WARMUP),
         "parameters": sum(p.numel() for p in model.parameters()),
         "report": report.splitlines(),
         **({"product_tflops": mfu.product_tflops()} if cuda else {}),
@@ -404,20 +376,49 @@ def run_case(case: dict) -> dict:
     }
 
 
-def versions(case: dict) -> dict:
-    """What the numbers belong to."""
-    import importlib.metadata
-
+def timed(case: dict, draw, step, warmup: int) -> dict:
+    """Times, losses and memory of steps: `step` takes what `draw` made on the CPU, and returns its loss."""
     import torch
 
-    found = {"torch": torch.__version__}
-    for name in ("transformers", "liger-kernel", "triton"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
     cuda = case["device"].startswith("cuda")
-    return found | {"gpu": torch.cuda.get_device_name() if cuda else "CPU"}
+    generator = torch.Generator().manual_seed(1)
+    seconds, losses = [], []
+    for number in range(warmup + case["steps"]):
+        data = {name: part.to(case["device"]) for name, part in draw(generator).items()}
+        if cuda:
+            if number == warmup:
+                torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        losses.append(step(data))
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    rates = [case["batch"] * case["seq"] / t for t in seconds[warmup:]]
+    return {
+        "tokens_per_s": statistics.mean(rates),
+        "tokens_per_s_std": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        "step_ms": [1e3 * t for t in seconds[warmup:]],
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0,
+        "losses": losses,
+    }
+
+
+def versions(case: dict) -> dict:
+    """What the numbers belong to."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if case["device"].startswith("cuda") else "CPU"
+    return {"torch": torch.__version__, **packages("transformers", "liger-kernel", "triton"), "gpu": gpu}
+
+
+def packages(*names: str) -> dict[str, str | None]:
+    """Their versions; None where one is missing."""
+    found = dict.fromkeys(names)
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def prepare(case: dict) -> None:
@@ -465,17 +466,13 @@ def _note(record: dict, too_large: dict[tuple, int]) -> None:
 def table(records: list[dict]) -> str:
     """Markdown: one row a setting, one column a provider."""
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
-    settings: dict[tuple, dict] = {}
-    for record in sorted(records, key=lambda r: (list(MODELS).index(r["model"]), r["batch"])):
-        row = (setting(record), record["batch"], record["seq"])
-        settings.setdefault(row, {})[record["provider"]] = record
-    lines = ["| model | batch x tokens | " + " | ".join(providers) + " | Tigon to stock | to Liger |",
-             "|---" * (4 + len(providers)) + "|"]  # fmt: skip
-    for (name, batch, seq), row in settings.items():
-        cells = [_cell(row.get(provider)) for provider in providers]
-        ratios = [_ratio(row, "stock"), _ratio(row, "liger")]
-        lines.append(f"| {name} | {batch} x {seq} | " + " | ".join(cells + ratios) + " |")
-    return "\n".join(lines)
+    ordered = sorted(records, key=lambda r: (list(MODELS).index(r["model"]), r["batch"]))
+    settings = by_provider(ordered, lambda r: (setting(r), f"{r['batch']} x {r['seq']}"))
+    rows = [
+        [*names, *(_cell(row.get(name)) for name in providers), _ratio(row, "stock"), _ratio(row, "liger")]
+        for names, row in settings.items()
+    ]
+    return markdown(("model", "batch x tokens", *providers, "Tigon to stock", "to Liger"), rows)
 
 
 def setting(record: dict) -> str:
@@ -529,7 +526,6 @@ def main(arguments: list[str] | None = None) -> int:
     from tqdm import tqdm
 
     start = time.perf_counter()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     known = [] if args.again else read(args.out)
     done = {key(r) for r in known if "error" not in r or r.get("out_of_memory")}
     too_large: dict[tuple, int] = {}  # the smallest batch that was, of everything but batches
@@ -549,8 +545,7 @@ def main(arguments: list[str] | None = None) -> int:
             following = waiting[number + 1 : number + 1 + processes.AHEAD]
             record = measure(case, min(left, args.case_timeout), following)
         _note(record, too_large)
-        with args.out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        processes.append(args.out, record)
         bar.write(f"{case['model']:<12} {case['batch']:>3} {case['provider']:<6} {_cell(record)}")
     processes.close()
     wanted = {key(case) for case in cases(args)}

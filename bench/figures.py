@@ -13,7 +13,7 @@ from pathlib import Path
 import e2e
 import medusa
 import plot
-from tables import markdown
+from tables import by_provider, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGE, IMAGES = ROOT / "bench/results/h200", ROOT / "docs/paper.md", ROOT / "docs/img"
@@ -39,19 +39,21 @@ KERNELS = (
 
 def models() -> dict[str, dict[int, dict[str, dict]]]:
     """Records of e2e_paper.jsonl by model, batch and provider."""
-    found: dict[str, dict[int, dict[str, dict]]] = {}
-    for r in e2e.read(DATA / "e2e_paper.jsonl"):
-        found.setdefault(r["model"], {}).setdefault(r["batch"], {})[r["provider"]] = r
-    return {name: dict(sorted(rows.items())) for name, rows in found.items()}
+    return _sorted(e2e.read(DATA / "e2e_paper.jsonl"), lambda r: r["model"], "batch")
 
 
 def heads() -> dict[str, dict[int, dict[str, dict]]]:
     """Records of medusa.jsonl by stage and heads, length and provider."""
-    found: dict[str, dict[int, dict[str, dict]]] = {}
-    for r in medusa.read(DATA / "medusa.jsonl"):
-        name = f"medusa_stage{r['stage']}_{r['heads']}heads"
-        found.setdefault(name, {}).setdefault(r["seq"], {})[r["provider"]] = r
-    return {name: dict(sorted(rows.items())) for name, rows in found.items()}
+    records = medusa.read(DATA / "medusa.jsonl")
+    return _sorted(records, lambda r: f"medusa_stage{r['stage']}_{r['heads']}heads", "seq")
+
+
+def _sorted(records: list[dict], name: Callable[[dict], str], size: str) -> dict:
+    """Records by name, size and provider, the sizes in order."""
+    found: dict[str, list[dict]] = {}
+    for r in sorted(records, key=lambda r: r[size]):
+        found.setdefault(name(r), []).append(r)
+    return {key: by_provider(of_one, lambda r: r[size]) for key, of_one in found.items()}
 
 
 def kernels() -> list[tuple[str, str, str, dict[int, dict[str, dict]]]]:
@@ -59,11 +61,8 @@ def kernels() -> list[tuple[str, str, str, dict[int, dict[str, dict]]]]:
     records = plot.read(DATA / "paper.jsonl")
     found = []
     for op, begin, title, varies, said in KERNELS:
-        sizes: dict[int, dict[str, dict]] = {}
-        for r in records:
-            if r["op"] == op and r["case"].startswith(begin):
-                size = int(r["case"].removeprefix(begin).partition("x")[0])
-                sizes.setdefault(size, {})[r["provider"]] = r
+        mine = (r for r in records if r["op"] == op and r["case"].startswith(begin))
+        sizes = by_provider(mine, lambda r, begin=begin: int(r["case"].removeprefix(begin).partition("x")[0]))
         found.append((title, varies, said, dict(sorted(sizes.items()))))
     return found
 
@@ -111,14 +110,9 @@ def pictures() -> dict[str, Callable[[Path], None]]:
         "paper_kernels_time.png": partial(draw_kernels, "ms", "ms"),
         "paper_kernels_memory.png": partial(draw_kernels, "peak_mb", "peak MB"),
     }
-    return (
-        drawn
-        | kernel_rows
-        | {
-            f"paper_{name}.png": partial(draw_model, name, rows, xlabel="tokens a row")
-            for name, rows in head_rows.items()
-        }
-    )
+    for name, rows in head_rows.items():
+        kernel_rows[f"paper_{name}.png"] = partial(draw_model, name, rows, xlabel="tokens a row")
+    return drawn | kernel_rows
 
 
 def _against(record: dict | None, stock: dict | None) -> str:

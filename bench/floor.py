@@ -19,15 +19,16 @@ the floor is. The setting is that of e2e; its options are taken too.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections import Counter
 
 import e2e
+import processes
 import timing
 import torch
 import torch.nn.functional as F
+from tables import markdown
 
 PARTS = ("products", "attention", "optimizer", "rest")
 
@@ -124,16 +125,13 @@ def floor(case: dict) -> dict:
 
 def table(records: list[dict], steps: dict[tuple, float]) -> str:
     """Markdown: a row a model."""
-    lines = [
-        f"| model | {' | '.join(PARTS)} | floor ms | Tigon's step ms | floor of step |",
-        "|---" * (len(PARTS) + 4) + "|",
-    ]
+    rows = []
     for r in records:
         cells = [f"{r['parts_ms'][part]:.1f}" for part in PARTS]
         step = steps.get(e2e.key(r))
         cells += [f"{r['floor_ms']:.1f}", *([f"{step:.1f}", f"{r['floor_ms'] / step:.0%}"] if step else "--")]
-        lines.append(f"| {r['model']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([r["model"], *cells])
+    return markdown(("model", *PARTS, "floor ms", "Tigon's step ms", "floor of step"), rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -146,13 +144,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
     measured = e2e.read(args.table) if args.table else []
     steps = {e2e.key(r): statistics.mean(r["step_ms"]) for r in measured if "step_ms" in r}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     records = []
     for case in e2e.cases(args):
         print(f"{case['model']} ...", flush=True)
         records.append({**floor(case), **e2e.versions(case)})
-        with args.out.open("a") as file:
-            file.write(json.dumps(records[-1]) + "\n")
+        processes.append(args.out, records[-1])
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     print(f"\n{table(records, steps)}")

@@ -11,9 +11,7 @@ of several means, in microseconds. Prints a table and writes JSON lines.
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -22,9 +20,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
 
+import processes
 import timing
 from providers import Runner
-from run import DTYPES, ROOT, commit, device_name
+from run import DTYPES, facts, results_file
 
 from cases import modules
 from cases.case import Case, Inputs
@@ -65,9 +64,7 @@ def measure(runner: Runner, device: torch.device) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
@@ -75,9 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="JSON lines (bench/results/<device>/host.jsonl)")
     args = parser.parse_args(arguments)
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
-    common = {"gpu": device_name(device), "torch": torch.__version__, "commit": commit(), "dtype": args.dtype}
-    folder = re.sub(r"[^a-z0-9]+", "-", common["gpu"].lower()).strip("-")
-    path = args.out or ROOT / "bench" / "results" / folder / "host.jsonl"
+    common = facts(device) | {"dtype": args.dtype}
+    path = args.out or results_file(common["gpu"], "host")
     path.parent.mkdir(parents=True, exist_ok=True)
 
     x = torch.randn(ROWS, COLUMNS, device=device, dtype=dtype)

@@ -20,13 +20,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import e2e
 import processes
+from tables import by_provider, markdown
 
 PROVIDERS = ("stock", "liger", "liger_fp32", "tigon", "tigon_small")
 SMALL_MB = 256  # max_workspace_mb of tigon_small
@@ -37,9 +36,7 @@ KEY = ("model", "layers", "heads", "stage", "seq", "batch", "dtype", "device", "
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     add = parser.add_argument
     add("--model", default="llama3-8b", choices=tuple(e2e.MODELS))
     add("--layers", type=int, help="fewer layers than published")
@@ -56,9 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("out/medusa.jsonl"))
     add("--table", type=Path, help="only print the table of this file")
     args = parser.parse_args(arguments)
-    unknown = set(args.providers.split(",")) - set(PROVIDERS)
-    if unknown:
-        raise SystemExit(f"--providers: {', '.join(sorted(unknown))} is not of {', '.join(PROVIDERS)}")
+    processes.split(args, providers=PROVIDERS)
     return args
 
 
@@ -71,7 +66,7 @@ def cases(args: argparse.Namespace) -> list[dict]:
         for stage in map(int, args.stages.split(","))
         for heads in map(int, args.heads.split(","))
         for seq in map(int, args.lengths.split(","))
-        for provider in args.providers.split(",")
+        for provider in args.providers
     ]
 
 
@@ -122,7 +117,7 @@ def run_case(case: dict) -> dict:
 
     import tigon
 
-    cuda, joint = case["device"].startswith("cuda"), case["stage"] == 2
+    joint = case["stage"] == 2
     model = e2e.build({**case, "checkpointing": joint})
     e2e.patch(model, case["provider"].split("_")[0])
     model.requires_grad_(joint)
@@ -132,35 +127,21 @@ def run_case(case: dict) -> dict:
     loss_of = loss_of_provider(case["provider"])
     trained = [p for module in (model, heads) for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-    generator = torch.Generator().manual_seed(1)
-    seconds, losses = [], []
-    for step in range(WARMUP + case["steps"]):
-        shape = case["batch"], case["seq"]
-        ids = torch.randint(0, vocab, shape, generator=generator).to(case["device"])
-        if cuda:
-            if step == WARMUP:
-                torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+
+    def draw(generator) -> dict:
+        return {"ids": torch.randint(0, vocab, (case["batch"], case["seq"]), generator=generator)}
+
+    def step(data: dict) -> float:
+        ids = data["ids"]
         with torch.set_grad_enabled(joint):
             hidden = model.model(input_ids=ids).last_hidden_state
         loss = loss_of(model, heads, hidden, ids, joint)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())  # waits for the device
-        del hidden, loss
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    rates = [case["batch"] * case["seq"] / t for t in seconds[WARMUP:]]
-    return {
-        "tokens_per_s": statistics.mean(rates),
-        "tokens_per_s_std": statistics.stdev(rates) if len(rates) > 1 else 0.0,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0,
-        "losses": losses,
-        **e2e.versions(case),
-    }
+        return loss.item()  # waits for the device
+
+    return {**e2e.timed(case, draw, step, WARMUP), **e2e.versions(case)}
 
 
 def prepare(case: dict) -> None:
@@ -200,36 +181,25 @@ def _cell(record: dict | None) -> str:
 
 def table(records: list[dict]) -> str:
     """Markdown: one row a setting, one column a provider."""
-    rows: dict[tuple, dict] = {}
-    for r in sorted(records, key=lambda r: (r["model"], r["layers"] or 0, r["stage"], r["heads"], r["seq"])):
+
+    def setting(r: dict) -> tuple[str, str]:
         layers = f", {r['layers']} layers" if r["layers"] else ""
         changed = "".join(f", {name}={value}" for name, value in r["changes"].items())
-        setting = f"{r['model']}{layers}{changed}, {r['dtype']}, stage {r['stage']}, {r['heads']} heads"
-        rows.setdefault((setting, f"{r['batch']} x {r['seq']}"), {})[r["provider"]] = r
-    providers = [name for name in PROVIDERS if any(name in row for row in rows.values())]
-    lines = [
-        "| model | batch x tokens | " + " | ".join(providers) + " |",
-        "|---" * (2 + len(providers)) + "|",
+        name = f"{r['model']}{layers}{changed}, {r['dtype']}, stage {r['stage']}, {r['heads']} heads"
+        return name, f"{r['batch']} x {r['seq']}"
+
+    order = sorted(records, key=lambda r: (r["model"], r["layers"] or 0, r["stage"], r["heads"], r["seq"]))
+    providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
+    rows = [
+        [*names, *(_cell(row.get(name)) for name in providers)]
+        for names, row in by_provider(order, setting).items()
     ]
-    for names, row in rows.items():
-        lines.append("| " + " | ".join([*names, *(_cell(row.get(name)) for name in providers)]) + " |")
-    return "\n".join(lines)
+    return markdown(("model", "batch x tokens", *providers), rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Every case that --out does not hold, then the table."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["--worker"]:
-        processes.serve(*words[1:3], prepare, run_case)
-        return 0
-    args = parse(words)
-    if args.table:
-        print(table(read(args.table)))
-        return 0
-    processes.run_all(__file__, key, cases(args), args.out, args.case_timeout)
-    print(table(read(args.out)))
-    return 0
+    return processes.main(__file__, arguments, parse, cases, key, prepare, run_case, table)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

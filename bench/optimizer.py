@@ -17,10 +17,8 @@ result.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -31,8 +29,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
 
+import processes
 import timing
-from run import commit, device_name
+from run import facts, results_file
 
 import tigon
 from cases.adamw import llama, llama_8b, many_small
@@ -224,9 +223,7 @@ def muon(device: torch.device, layers: int, smoke: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     parser.add_argument("--kinds", default=",".join(KINDS))
@@ -239,9 +236,8 @@ def main(arguments: list[str] | None = None) -> int:
     if args.muon:
         muon(device, args.muon, args.smoke)
         return 0
-    common = {"gpu": device_name(device), "torch": torch.__version__, "commit": commit()}
-    folder = re.sub(r"[^a-z0-9]+", "-", common["gpu"].lower()).strip("-")
-    path = args.out or ROOT / "bench" / "results" / folder / "optimizer.jsonl"
+    common = facts(device)
+    path = args.out or results_file(common["gpu"], "optimizer")
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 40 if args.smoke else 2000
     many = {f"small_{count}": many_small(count), f"tiny_{count}": ((4,),) * count}

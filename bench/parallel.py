@@ -11,9 +11,7 @@ Times are medians over calls, of the slowest process; peaks are beyond the input
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -26,8 +24,9 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "python")]  # tigon, unless it is installed
 
+import processes
 import timing
-from run import commit, device_name
+from run import facts
 
 from tigon import parallel
 
@@ -214,9 +213,7 @@ def given_logits(rows: int, columns: int, write) -> None:
 
 def main() -> int:
     """Every case, into one file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     parser.add_argument("--cases", default=",".join(HEADS))
     parser.add_argument("--out", type=Path, default=Path("out/parallel.jsonl"))
     args = parser.parse_args()
@@ -224,14 +221,11 @@ def main() -> int:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
-    common = {"gpu": device_name(device), "gpus": dist.get_world_size(), "torch": torch.__version__,
-              "commit": commit(), "dtype": "bf16", "pass": "step"}  # fmt: skip
+    common = facts(device) | {"gpus": dist.get_world_size(), "dtype": "bf16", "pass": "step"}
 
     def write(record: dict) -> None:
         if dist.get_rank() == 0:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a") as file:
-                file.write(json.dumps(common | {"provider": "tigon"} | record) + "\n")
+            processes.append(args.out, common | {"provider": "tigon"} | record)
             shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}
             print(shown, flush=True)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
 import json
 import os
 import sys
@@ -33,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples"))
 
 import e2e
-from tables import markdown
+import processes
+from tables import by_provider, markdown
 
 LAYOUTS = {  # providers of each
     "fsdp2": ("stock", "tigon", "liger"), "megatron": ("stock", "tigon"), "megatron_sp": ("stock", "tigon"),
@@ -48,9 +48,7 @@ KEY = ("layout", "model", "changes", "layers", "batch", "seq", "gpus", "provider
 
 def parse(words: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     add = parser.add_argument
     add("--layouts", default=",".join(LAYOUTS), help="comma-separated")
     add("--providers", default=",".join(e2e.PROVIDERS))
@@ -173,15 +171,9 @@ def measure(case: dict, device: str) -> dict:
 def versions(device: str) -> dict:
     """What the numbers belong to."""
     import torch
-    from run import commit, device_name
+    from run import facts
 
-    found = {"gpu": device_name(torch.device(device)), "torch": torch.__version__, "commit": commit()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return facts(torch.device(device)) | e2e.packages(*PACKAGES)
 
 
 def key(record: dict) -> str:
@@ -191,16 +183,11 @@ def key(record: dict) -> str:
 
 def read(path: Path) -> list[dict]:
     """Records of a file; of a case that was run twice the last one."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return list({key(r): r for r in map(json.loads, filter(str.strip, lines))}.values())
+    return processes.read(path, key)
 
 
 def settings(records: list[dict]) -> dict[str, dict[str, dict]]:
-    """Records by provider, of each setting."""
-    found: dict[str, dict[str, dict]] = {}
-    for r in records:
-        found.setdefault(key(r | {"provider": None}), {})[r["provider"]] = r
-    return found
+    return by_provider(records, lambda r: key(r | {"provider": None}))
 
 
 def setting(record: dict) -> str:
@@ -254,9 +241,7 @@ def main(words: list[str] | None = None) -> int:
             continue
         record = common | measure(case, device)
         if many_processes.first():
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            processes.append(args.out, record)
     if many_processes.first():
         keys = {key(case) for case in wanted}
         print(f"\n{table([r for r in read(args.out) if key(r) in keys])}\n")

@@ -8,7 +8,6 @@ python bench/plot.py bench/results/cpu/*.jsonl --out docs/img
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import convergence
+import processes
 
 COLOURS = {
     "eager": "#c9ccd1",
@@ -160,9 +160,7 @@ def pictures(path: Path, records: list[dict]) -> dict[str, Callable[[Path], None
 
 def main(arguments: list[str] | None = None) -> int:
     """Read, draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, help="folder of the pictures (beside the results)")
     args = parser.parse_args(arguments)

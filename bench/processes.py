@@ -5,6 +5,7 @@ While a case runs, the processes of the next ones import what they need and wait
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -61,6 +62,27 @@ class Worker:
         self.folder.cleanup()
 
 
+def command_line(doc: str) -> argparse.ArgumentParser:
+    """The parser of a program, which prints its docstring as it stands."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def split(args: argparse.Namespace, **known: Iterable[str]) -> None:
+    """Options with commas become lists of known words; another word ends the program."""
+    for name, words in known.items():
+        given = getattr(args, name).split(",")
+        if unknown := set(given) - set(words):
+            raise SystemExit(f"--{name}: {', '.join(sorted(unknown))} is not of {', '.join(words)}")
+        setattr(args, name, given)
+
+
+def append(path: Path, record: dict) -> None:
+    """One line, at once: a crash later loses nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
 def serve(case_file: str, result_file: str, prepare: Callable, run_case: Callable[[dict], dict]) -> None:
     """The other side: import what takes long, wait for the word, run the case; an error is a record."""
     case = json.loads(Path(case_file).read_text())
@@ -110,14 +132,24 @@ def run_all(script: str, key: Key, cases: Iterable[dict], out: Path, timeout: fl
     """Every case that the file does not hold; records are appended when their case ends."""
     from tqdm import tqdm
 
-    out.parent.mkdir(parents=True, exist_ok=True)
     done = {key(r) for r in read(out, key) if finished(r)}
     waiting = [case for case in cases if key(case) not in done]
     for number, case in enumerate(tqdm(waiting, unit="case", disable=None)):
-        record = measure(script, key, case, timeout, waiting[number + 1 : number + 1 + AHEAD])
-        with out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        append(out, measure(script, key, case, timeout, waiting[number + 1 : number + 1 + AHEAD]))
     close()
+
+
+def main(script: str, words: list[str] | None, parse, cases, key: Key, prepare, run_case, table) -> int:
+    """The cases that --out does not hold, then the table; of --table only that; as a worker one case."""
+    words = sys.argv[1:] if words is None else words
+    if words[:1] == ["--worker"]:
+        serve(*words[1:3], prepare, run_case)
+        return 0
+    args = parse(words)
+    if not args.table:
+        run_all(script, key, cases(args), args.out, args.case_timeout)
+    print(table(read(args.table or args.out, key)))
+    return 0
 
 
 def error_text(record: dict) -> str:

@@ -9,7 +9,7 @@ from statistics import mean
 import e2e
 import plot
 import trl_trainers
-from tables import markdown
+from tables import by_provider, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGE = ROOT / "bench/results/h200", ROOT / "README.md"
@@ -50,10 +50,7 @@ def _op_row(what: str, page: str, file: str, op: str, case: str, which: str) -> 
 
 def six() -> dict[str, dict[str, dict]]:
     """Records of e2e_six.jsonl by model and provider."""
-    found: dict[str, dict[str, dict]] = {}
-    for r in e2e.read(DATA / "e2e_six.jsonl"):
-        found.setdefault(r["model"], {})[r["provider"]] = r
-    return found
+    return by_provider(e2e.read(DATA / "e2e_six.jsonl"), lambda r: r["model"])
 
 
 def table() -> str:

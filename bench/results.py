@@ -15,7 +15,6 @@ deleted.
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import sys
@@ -26,6 +25,7 @@ import convergence
 import e2e
 import floor
 import plot
+import processes
 import readme
 from commands import command_lines, values
 from files import GROUPS, ROOT, Run, runs
@@ -37,7 +37,7 @@ from steps import (
     parallel_section,
     trl_section,
 )
-from tables import Comparison, Section, by_tokens, markdown, mib, ms, speed_text
+from tables import Comparison, Section, by_provider, by_tokens, markdown, mib, ms, speed_text
 
 DATA, PAGES, IMAGES = ROOT / "bench/results", ROOT / "docs/results", ROOT / "docs/img"
 TITLES = {  # in the order of the index
@@ -92,31 +92,29 @@ def op_section(run: Run, op: str) -> Section:
     providers = list(dict.fromkeys(r["provider"] for r in records if "ms" in r))
     providers.sort(key=lambda name: not name.startswith("tigon"))
     several = len({r["dtype"] for r in records}) > 1
-    cases: dict[tuple, dict[str, dict]] = {}
-    for r in (r for r in records if "ms" in r):
+
+    def name_of(r: dict) -> tuple[str, str]:
         name = f"{r['case']} {r['dtype']}" if several else r["case"]
         if r.get("upstream", 1.0) not in (1.0, "normal"):
             name += f", upstream {r['upstream']:g}"
-        cases.setdefault((name, r["pass"]), {})[r["provider"]] = r
+        return name, r["pass"]
+
     section = Section(run, op, "")
     head = ["case", "pass", "limit", *providers, "speed of tigon / fastest peer"]
     rows = []
-    for (case, which), measured in cases.items():
+    for (case, which), measured in by_provider((r for r in records if "ms" in r), name_of).items():
         best = min(r["ms"] for r in measured.values())
         cells = [case, which, ms(next(iter(measured.values()))["limit_ms"])]
         for r in map(measured.get, providers):
             text = f"{ms(r['ms'])} ({100 * r['of_limit']:.0f} %)" if r else "-"
             cells.append(f"**{text}**" if r and r["ms"] <= best else text)
         pair, speed = fastest_peer(measured), "-"
-        if pair:
-            ours, peer = pair
-            speed = peer["ms"] / ours["ms"]
-            figures = f"{ms(ours['ms'])} ms", peer["provider"], f"{ms(peer['ms'])} ms"
-            section.comparisons.append(Comparison(f"{op} {case}, {which}", *figures, speed))
-            speed = speed_text(speed)
         if "tigon" in measured:
             section.of_limit.append(measured["tigon"]["of_limit"])
-            section.alone += pair is None
+            ours, peers = measured["tigon"], {}
+            if pair:
+                ours, peers = pair[0], {pair[1]["provider"]: pair[1]["ms"]}
+            speed = section.compare(f"{op} {case}, {which}", ours["ms"], peers)
         cells.append(speed)
         if not run.cpu:  # resident memory of a process tells too little of one call
             cells += [mib(measured.get("tigon")), mib(pair and pair[1])]
@@ -143,10 +141,8 @@ def e2e_section(run: Run, _: list[Run]) -> Section:
     """Tokens a second and peak memory of whole models."""
     text = e2e.table(run.records) + ("" if run.cpu else f"\n\n{e2e.mfu.NOTE}")
     section = Section(run, f"Training step: {run.path.stem}", text)
-    settings: dict[tuple, dict[str, dict]] = {}
-    for r in (r for r in run.records if "error" not in r):
-        settings.setdefault(e2e.key(r | {"provider": None}), {})[r["provider"]] = r
-    for row in settings.values():
+    measured = (r for r in run.records if "error" not in r)
+    for row in by_provider(measured, lambda r: e2e.key(r | {"provider": None})).values():
         section.comparisons += by_tokens(lambda r: f"{e2e.setting(r)}, {r['batch']} x {r['seq']}", row)
     return section
 
@@ -178,13 +174,8 @@ def train_section(run: Run, _: list[Run]) -> Section:
         )
         for name, r in summary["runs"].items()
     ]
-    head = (
-        "",
-        "tokens/s",
-        "peak memory above the model",
-        "final loss",
-        "largest relative difference of a loss",
-    )
+    last = "largest relative difference of a loss"
+    head = ("", "tokens/s", "peak memory above the model", "final loss", last)
     section = Section(run, f"Training run: {run.path.stem}", f"{summary['title']}.\n\n{markdown(head, rows)}")
     peers = {name: r for name, r in summary["runs"].items() if name in ("stock", "liger")}
     if peers and (ours := summary["runs"].get("tigon")):
@@ -372,15 +363,13 @@ def write(everything: list[Run], pictures: bool) -> None:
     for name, text in texts.items():
         (PAGES / name).write_text(text)
     if pictures:
-        drawn = {
-            name: draw for file_images in images(everything).values() for name, draw in file_images.items()
-        }
+        drawn = dict(readme.PICTURES)
+        for file_images in images(everything).values():
+            drawn |= file_images
         IMAGES.mkdir(parents=True, exist_ok=True)
-        drawn |= readme.PICTURES
-        for stale in {
-            path.name for path in IMAGES.glob("*.png") if not path.name.startswith("paper_")
-        } - drawn.keys():
-            (IMAGES / stale).unlink()
+        for path in IMAGES.glob("*.png"):
+            if not path.name.startswith("paper_") and path.name not in drawn:
+                path.unlink()
         for name, draw in drawn.items():
             draw(IMAGES / name)
     readme.PAGE.write_text(readme.page(readme.PAGE.read_text()))
@@ -398,20 +387,15 @@ def outdated(everything: list[Run]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the pages, or print the tables of the files named."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     parser.add_argument("files", nargs="*", type=Path, help="print the tables of these files, write nothing")
     parser.add_argument("--no-pictures", action="store_true")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page is out of date")
     args = parser.parse_args(arguments)
     if args.check:
         found = outdated(runs(DATA))
-        print(
-            f"results: make results writes {', '.join(found)} anew"
-            if found
-            else "results: the pages are in order"
-        )
+        stale = f"make results writes {', '.join(found)} anew"
+        print(f"results: {stale if found else 'the pages are in order'}")
         return bool(found)
     if not args.files:
         write(runs(DATA), not args.no_pictures)

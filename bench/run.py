@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 import re
@@ -32,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
 
 import plot
+import processes
 import timing
 from files import op_key
 from providers import Runner, Unavailable, difference, find
@@ -46,9 +46,7 @@ LOOSE = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     add = parser.add_argument
     cuda = torch.cuda.is_available()
     add("--ops", default=",".join(modules()))
@@ -65,11 +63,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not cuda:
         raise SystemExit(f"--device cuda: torch {torch.__version__} sees no CUDA device")
-    for name, known in (("ops", modules()), ("dtypes", DTYPES), ("passes", ("fwd", "bwd", "step"))):
-        given = getattr(args, name).split(",")
-        if set(given) - set(known):
-            raise SystemExit(f"--{name} {getattr(args, name)}: of {', '.join(known)}")
-        setattr(args, name, given)
+    processes.split(args, ops=modules(), dtypes=DTYPES, passes=METHODS)
     if args.budget and not args.out:
         raise SystemExit("--budget: --out must name the file that is continued")
     return args
@@ -98,6 +92,18 @@ def device_name(device: torch.device) -> str:
         return f"CPU, {torch.get_num_threads()} threads"
 
 
+def facts(device: torch.device) -> dict[str, str]:
+    """What the numbers of a program belong to."""
+    return {"gpu": device_name(device), "torch": torch.__version__, "commit": commit()}
+
+
+def results_file(gpu: str, name: str) -> Path:
+    """bench/results/<device>/<name>.jsonl."""
+    path = ROOT / "bench" / "results" / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 class Bench:
     """One run: its settings, its limits, its records and the file it writes."""
 
@@ -107,14 +113,8 @@ class Bench:
         if args.threads:
             torch.set_num_threads(args.threads)
         timing.BUDGET = args.seconds
-        self.common = {
-            "gpu": device_name(self.device),
-            "torch": torch.__version__,
-            "commit": commit(),
-        }
-        folder = re.sub(r"[^a-z0-9]+", "-", self.common["gpu"].lower()).strip("-")
-        results = ROOT / "bench" / "results"
-        self.path = args.out or results / folder / f"{self.common['commit']}.jsonl"
+        self.common = facts(self.device)
+        self.path = args.out or results_file(self.common["gpu"], self.common["commit"])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.end, self.left, self.done = math.inf, 0, set()
         if args.budget:
@@ -128,9 +128,7 @@ class Bench:
               f"copy {self.copy:.0f} GB/s")  # fmt: skip
 
     def write(self, record: dict) -> None:
-        """One line, at once: a crash later loses nothing."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        processes.append(self.path, record)
 
     def names(self, module) -> list[str]:
         """Providers asked for that can exist for this op."""

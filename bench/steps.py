@@ -7,7 +7,7 @@ import medusa
 import mfu
 import parallel_e2e
 import trl_trainers
-from tables import Comparison, Section, by_tokens, markdown, mib, ms, speed_text
+from tables import Section, by_provider, by_tokens, markdown, mib, ms
 
 TORCH = ("fused", "foreach")  # PyTorch's AdamW, in records of bench/optimizer.py
 
@@ -21,14 +21,7 @@ def optimizer_section(run, _: list) -> Section:
             agreement = {name: r[name] for name in ("bf16", "fp32") if name in r}
             continue
         peers = {name: r[f"{name}_ms"] for name in TORCH if f"{name}_ms" in r}
-        speed = "-"
-        if peers:
-            peer = min(peers, key=peers.get)
-            ratio = peers[peer] / r["tigon_ms"]
-            figures = f"{ms(r['tigon_ms'])} ms", peer, f"{ms(peers[peer])} ms"
-            section.comparisons.append(Comparison(f"{r['parameters']} {r['kind']}", *figures, ratio))
-            speed = speed_text(ratio)
-        section.alone += not peers
+        speed = section.compare(f"{r['parameters']} {r['kind']}", r["tigon_ms"], peers)
         section.of_limit.append(r["of_copy"])
         cells = [r["parameters"], r["kind"], f"{r['elements']:,} in {r['tensors']}", ms(r["copy_ms"])]
         cells.append(f"{ms(r['tigon_ms'])} ({100 * r['of_copy']:.0f} %)")
@@ -54,11 +47,8 @@ def optimizer_section(run, _: list) -> Section:
 def parallel_section(run, op: str) -> Section:
     """A row for each case and provider of one op over several GPUs."""
     records = [r for r in run.records if r["op"] == op]
-    cases: dict[str, dict[str, dict]] = {}
-    for r in records:
-        cases.setdefault(r["case"], {})[r["provider"]] = r
     section, rows = Section(run, op, ""), []
-    for case, measured in cases.items():
+    for case, measured in by_provider(records, lambda r: r["case"]).items():
         timed = {name: r for name, r in measured.items() if "ms" in r}
         for name, r in measured.items():
             if name not in timed:
@@ -72,11 +62,7 @@ def parallel_section(run, op: str) -> Section:
         if "tigon" in timed:
             ours = timed.pop("tigon")
             section.of_limit.append(ours["limit_ms"] / ours["ms"])
-            if timed:
-                peer = min(timed.values(), key=lambda r: r["ms"])
-                figures = f"{ms(ours['ms'])} ms", peer["provider"], f"{ms(peer['ms'])} ms"
-                section.comparisons.append(Comparison(f"{op} {case}", *figures, peer["ms"] / ours["ms"]))
-            section.alone += not timed
+            section.compare(f"{op} {case}", ours["ms"], {name: r["ms"] for name, r in timed.items()})
     head = ("case", "GPUs", "provider", "ms of a step", "limit", "the share alone", "MiB of each GPU",
             "exposed")  # fmt: skip
     section.text = (
@@ -101,10 +87,8 @@ def parallel_e2e_section(run, _: list) -> Section:
 def medusa_section(run, _: list) -> Section:
     """Tokens a second and peak memory of training Medusa's heads."""
     section = Section(run, f"Medusa's heads: {run.path.stem}", f"{medusa.table(run.records)}\n\n{mfu.NOTE}")
-    settings: dict[str, dict[str, dict]] = {}
-    for r in (r for r in run.records if "error" not in r):
-        settings.setdefault(medusa.key(r | {"provider": None}), {})[r["provider"]] = r
-    for row in settings.values():
+    measured = (r for r in run.records if "error" not in r)
+    for row in by_provider(measured, lambda r: medusa.key(r | {"provider": None})).values():
         section.comparisons += by_tokens(
             lambda r: (
                 f"Medusa, {r['model']}, stage {r['stage']}, {r['heads']} heads, {r['batch']} x {r['seq']}"
@@ -130,26 +114,12 @@ def adapters_section(run, _: list) -> Section:
 
         peers = stock, *_ = [row.get(name) for name in ("peft", "peft_compile", "unsloth")]
         cells = [name, ms(floor["ms"]) if floor else "-", over(ours), *map(over, peers), "-"]
-        if peers := [r for r in peers if r]:
-            peer = min(peers, key=lambda r: r["ms"])
-            speed = peer["ms"] / ours["ms"]
-            cells[-1] = speed_text(speed)
-            figures = f"{ms(ours['ms'])} ms", peer["provider"], f"{ms(peer['ms'])} ms"
-            section.comparisons.append(Comparison(f"LoRA, {name}", *figures, speed))
+        if peers := {r["provider"]: r["ms"] for r in peers if r}:
+            cells[-1] = section.compare(f"LoRA, {name}", ours["ms"], peers)
         cells += [f"{r['gb']:.1f}" if r and "gb" in r else "-" for r in (floor, ours, stock)]
         lines[name] = ours["ms"] / floor["ms"] if floor else 0.0, cells
-    head = (
-        "case",
-        "frozen",
-        "tigon",
-        "PEFT",
-        "PEFT, compiled",
-        "Unsloth's functions",
-        "speed",
-        "GB frozen",
-        "GB tigon",
-        "GB PEFT",
-    )
+    head = ("case", "frozen", "tigon", "PEFT", "PEFT, compiled", "Unsloth's functions", "speed",
+            "GB frozen", "GB tigon", "GB PEFT")  # fmt: skip
     section.text = (
         "Milliseconds of forward and backward, in brackets over those of the frozen base: its two products,\n"
         "or the model with `tigon.apply` and gradients of activations. The largest come first. Speed is\n"

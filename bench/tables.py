@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,24 @@ class Section:
     comparisons: list[Comparison] = field(default_factory=list)
     of_limit: list[float] = field(default_factory=list)
     alone: int = 0  # cases without a peer
+
+    def compare(self, what: str, ours: float, peers: dict[str, float]) -> str:
+        """Milliseconds of Tigon beside those of the fastest peer: noted, and the speed as text."""
+        if not peers:
+            self.alone += 1
+            return "-"
+        peer = min(peers, key=peers.get)
+        speed = peers[peer] / ours
+        self.comparisons.append(Comparison(what, f"{ms(ours)} ms", peer, f"{ms(peers[peer])} ms", speed))
+        return speed_text(speed)
+
+
+def by_provider(records: Iterable[dict], key: Callable[[dict], Hashable]) -> dict[Hashable, dict[str, dict]]:
+    """The records of every case, by provider."""
+    found: dict[Hashable, dict[str, dict]] = {}
+    for r in records:
+        found.setdefault(key(r), {})[r["provider"]] = r
+    return found
 
 
 def by_tokens(what: Callable[[dict], str], row: dict[str, dict]) -> list[Comparison]:

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import e2e
 import processes
+from tables import by_provider, markdown
 
 sys.path.append(str(e2e.ROOT / "examples"))  # trl_heads
 
@@ -57,9 +58,7 @@ KEY = ("trainer", "model", "layers", "changes", "batch", "seq", "prompt", "check
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.command_line(__doc__)
     add = parser.add_argument
     add("--trainers", default=",".join(TRAINERS))
     add("--providers", default=",".join(PROVIDERS))
@@ -77,11 +76,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("out/trl_trainers.jsonl"))
     add("--table", type=Path, help="only print the table of this file")
     args = parser.parse_args(arguments)
-    for name, known in (("trainers", TRAINERS), ("providers", PROVIDERS)):
-        given = getattr(args, name).split(",")
-        if unknown := set(given) - set(known):
-            raise SystemExit(f"--{name}: {', '.join(sorted(unknown))} is not of {', '.join(known)}")
-        setattr(args, name, given)
+    processes.split(args, trainers=TRAINERS, providers=PROVIDERS)
     if args.batch % 2 or not 2 <= args.prompt <= args.seq - 2:
         raise SystemExit(
             f"--batch must be even and --prompt from 2 to --seq - 2, got {args.batch}, {args.prompt}"
@@ -352,11 +347,7 @@ def setting(record: dict) -> str:
 
 
 def settings(records: list[dict]) -> dict[tuple, dict[str, dict]]:
-    """Records by provider of every setting."""
-    rows: dict[tuple, dict[str, dict]] = {}
-    for r in records:
-        rows.setdefault((setting(r), f"{r['batch']} x {r['seq']}"), {})[r["provider"]] = r
-    return rows
+    return by_provider(records, lambda r: (setting(r), f"{r['batch']} x {r['seq']}"))
 
 
 def _cell(record: dict | None) -> str:
@@ -386,30 +377,16 @@ def _ratio(row: dict[str, dict], other: str, bar: float | None = None) -> str:
 def table(records: list[dict]) -> str:
     """Markdown: one row a setting, one column a provider."""
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
-    lines = [
-        "| trainer | rows x tokens | " + " | ".join(providers) + " | Tigon to TRL | to TRL with Liger |",
-        "|---" * (4 + len(providers)) + "|",
-    ]
+    rows = []
     for names, row in settings(records).items():
         bar = TRAINERS[next(iter(row.values()))["trainer"]][3]
         cells = [*map(_cell, map(row.get, providers)), _ratio(row, "trl", bar), _ratio(row, "liger")]
-        lines.append("| " + " | ".join([*names, *cells]) + " |")
-    return "\n".join(lines)
+        rows.append([*names, *cells])
+    return markdown(("trainer", "rows x tokens", *providers, "Tigon to TRL", "to TRL with Liger"), rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Every case that --out does not hold, then the table."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["--worker"]:
-        processes.serve(*words[1:3], prepare, run_case)
-        return 0
-    args = parse(words)
-    if args.table:
-        print(table(read(args.table)))
-        return 0
-    processes.run_all(__file__, key, cases(args), args.out, args.case_timeout)
-    print(table(read(args.out)))
-    return 0
+    return processes.main(__file__, arguments, parse, cases, key, prepare, run_case, table)
 
 
 if __name__ == "__main__":
