@@ -51,7 +51,6 @@ FLOORS = ("base", "frozen")
 
 
 def linear_calls(m, k, n, r, args) -> dict:
-    """Forward and backward by provider."""
     import peft
 
     import tigon
@@ -118,7 +117,6 @@ def bench_linears(args, record) -> None:
 
 
 def make_model(args, provider, cast):
-    """The model of a provider."""
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -184,7 +182,6 @@ def use_unsloth(model) -> None:
 
 
 def bench_models(args, record) -> None:
-    """Steps of every provider."""
     providers = (*MODELS, "peft_compile") if args.compile else MODELS
     for provider in providers:
         if args.providers and provider not in args.providers.split(","):
@@ -232,7 +229,6 @@ def set_checkpointing(model, on: bool) -> None:
 
 
 def profile(step, title: str, path: Path) -> None:
-    """The kernels of a step, by time."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as found:
         step(0)
@@ -243,7 +239,6 @@ def profile(step, title: str, path: Path) -> None:
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the parts and print a table."""
     parser = processes.command_line(__doc__)
     parser.add_argument("--parts", default="linear,model")
     parser.add_argument("--providers", default="", help="of the model")
@@ -282,7 +277,6 @@ def cases(records) -> dict[tuple, dict[str, dict]]:
 
 
 def name_of(r: dict) -> str:
-    """A case in words."""
     if r["part"] == "model":
         words = [f"model, {r['rows']} x {r['tokens']}", "checkpointing" if r["checkpointing"] else ""]
     else:

@@ -71,7 +71,6 @@ FIRST = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = processes.command_line(__doc__)
     add = parser.add_argument
     add("--families", default=",".join(FAMILIES))
@@ -273,7 +272,6 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
 
 
 def table(records: list[dict]) -> str:
-    """One line a family and dtype."""
     head = f"{'family':<12} {'dtype':<9} {'loss':>15}  {'band':>8} {'distance':>8} {'':>7}"
     lines = [f"{head} {'':>7}  from float32: stock, tigon"]
     for r in records:
@@ -345,7 +343,6 @@ def read(path: Path) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Every family in every dtype; the exit code says whether all are inside."""
     args = parse(arguments)
     if args.draw:
         path = args.picture or args.draw.with_suffix(".png")

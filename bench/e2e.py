@@ -131,7 +131,6 @@ SETTING = ("seq", "layers", "steps", "masked", "padding", "packed", "checkpointi
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = processes.command_line(__doc__)
     add = parser.add_argument
     add("--suite", choices=tuple(SUITES), default="six")
@@ -202,7 +201,6 @@ def attention_of(model: str, device: str) -> str:
 
 
 def pairs(text: str, parse_value) -> dict:
-    """K=V,... as a dictionary."""
     named = (pair.partition("=") for pair in filter(None, text.split(",")))
     return {name: parse_value(value) for name, _, value in named}
 
@@ -351,7 +349,6 @@ def make_step(model, case: dict):
 
 
 def run_case(case: dict) -> dict:
-    """Steps of training; times, losses, memory."""
     cuda = case["device"].startswith("cuda")
     model = build(case)
     report = patch(model, case["provider"], **case["apply"])
@@ -437,7 +434,6 @@ def measure(case: dict, timeout: float, following: Iterable[dict] = ()) -> dict:
 
 
 def key(record: dict) -> tuple:
-    """What makes two records the same case."""
     names = ("model", "batch", "provider", *(name for name in SETTING if name != "steps"))
     mappings = (json.dumps(record[name], sort_keys=True) for name in ("changes", "apply"))
     return (*(record[name] for name in names), *mappings)
@@ -464,7 +460,6 @@ def _note(record: dict, too_large: dict[tuple, int]) -> None:
 
 
 def table(records: list[dict]) -> str:
-    """Markdown: one row a setting, one column a provider."""
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
     ordered = sorted(records, key=lambda r: (list(MODELS).index(r["model"]), r["batch"]))
     settings = by_provider(ordered, lambda r: (setting(r), f"{r['batch']} x {r['seq']}"))
@@ -514,7 +509,6 @@ def _ratio(row: dict, other: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Every case, then the table."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--worker"]:
         processes.serve(*words[1:3], prepare, run_case)

@@ -38,12 +38,10 @@ KERNELS = (
 
 
 def models() -> dict[str, dict[int, dict[str, dict]]]:
-    """Records of e2e_paper.jsonl by model, batch and provider."""
     return _sorted(e2e.read(DATA / "e2e_paper.jsonl"), lambda r: r["model"], "batch")
 
 
 def heads() -> dict[str, dict[int, dict[str, dict]]]:
-    """Records of medusa.jsonl by stage and heads, length and provider."""
     records = medusa.read(DATA / "medusa.jsonl")
     return _sorted(records, lambda r: f"medusa_stage{r['stage']}_{r['heads']}heads", "seq")
 
@@ -128,7 +126,6 @@ def _against(record: dict | None, stock: dict | None) -> str:
 
 
 def _kernel_rows() -> list[list[str]]:
-    """The largest size of every kernel."""
     rows = []
     for title, _, said, sizes in kernels():
         size, by = list(sizes.items())[-1]
@@ -150,7 +147,6 @@ def _older_memory() -> str:
 
 
 def page() -> str:
-    """The text of docs/paper.md."""
     blocks = [
         "# The figures of Liger's paper",
         "Written by `make figures` from `bench/results/h200`; do not edit. [Method](benchmarks.md), "
@@ -199,7 +195,6 @@ def page() -> str:
 
 
 def main() -> int:
-    """Write page and pictures."""
     PAGE.write_text(page())
     for name, draw in pictures().items():
         draw(IMAGES / name)

@@ -90,7 +90,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The path below the root."""
         return str(self.path.relative_to(ROOT)) if self.path.is_relative_to(ROOT) else str(self.path)
 
     @property
@@ -142,5 +141,4 @@ def op_key(record: dict) -> tuple:
 
 
 def runs(folder: Path) -> list[Run]:
-    """Every file of results below a folder, by name."""
     return [Run(path) for path in sorted(folder.rglob("*.json*"))]

@@ -34,7 +34,6 @@ PARTS = ("products", "attention", "optimizer", "rest")
 
 
 def milliseconds(call, device: torch.device) -> float:
-    """Time of one call."""
     return timing.cuda_ms(call) if device.type == "cuda" else timing.cpu_ms({"": call})[""]
 
 
@@ -61,7 +60,6 @@ def products_ms(model, tokens: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def attention_ms(config, case: dict, dtype: torch.dtype, device: torch.device) -> float:
-    """Attention of all layers, forward and backward."""
     shape = sizes(config)
     q, k, v, dy = (
         torch.randn(case["batch"], heads, case["seq"], shape["head"], dtype=dtype, device=device)
@@ -124,7 +122,6 @@ def floor(case: dict) -> dict:
 
 
 def table(records: list[dict], steps: dict[tuple, float]) -> str:
-    """Markdown: a row a model."""
     rows = []
     for r in records:
         cells = [f"{r['parts_ms'][part]:.1f}" for part in PARTS]
@@ -135,7 +132,6 @@ def table(records: list[dict], steps: dict[tuple, float]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The floor of every model, then the table."""
     args = e2e.parse(["--out", "out/floor.jsonl", *(sys.argv[1:] if arguments is None else arguments)])
     args.providers = ["tigon"]
     if others := set(args.models) - set(e2e.DENSE):

@@ -55,7 +55,6 @@ class _Nothing(torch.autograd.Function):
 
 
 def measure(runner: Runner, device: torch.device) -> dict[str, float]:
-    """Microseconds by pass."""
     return {
         name: min(timing.host_us(getattr(runner, method), device) for _ in range(ROUNDS))
         for name, method in PASSES.items()
@@ -63,7 +62,6 @@ def measure(runner: Runner, device: torch.device) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, write."""
     parser = processes.command_line(__doc__)
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")

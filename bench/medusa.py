@@ -35,7 +35,6 @@ KEY = ("model", "layers", "heads", "stage", "seq", "batch", "dtype", "device", "
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = processes.command_line(__doc__)
     add = parser.add_argument
     add("--model", default="llama3-8b", choices=tuple(e2e.MODELS))
@@ -112,7 +111,6 @@ def loss_of_provider(provider: str):
 
 
 def run_case(case: dict) -> dict:
-    """Steps of training; times, losses, memory."""
     import torch
 
     import tigon
@@ -152,12 +150,10 @@ def prepare(case: dict) -> None:
 
 
 def key(record: dict) -> str:
-    """What makes two records the same case."""
     return json.dumps([record[name] for name in KEY])
 
 
 def read(path: Path) -> list[dict]:
-    """Records of a file."""
     return processes.read(path, key)
 
 
@@ -180,8 +176,6 @@ def _cell(record: dict | None) -> str:
 
 
 def table(records: list[dict]) -> str:
-    """Markdown: one row a setting, one column a provider."""
-
     def setting(r: dict) -> tuple[str, str]:
         layers = f", {r['layers']} layers" if r["layers"] else ""
         changed = "".join(f", {name}={value}" for name, value in r["changes"].items())

@@ -66,7 +66,6 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def parameters(shapes, dtype: torch.dtype, device: torch.device) -> list[torch.nn.Parameter]:
-    """Parameters with gradients."""
     made = []
     for i, shape in enumerate(shapes):
         draw = torch.Generator(device).manual_seed(i)
@@ -148,7 +147,6 @@ def torch_step(params, clip: bool, **options) -> Callable:
 
 
 def difference(ours, theirs) -> float:
-    """Largest difference of parameters."""
     return max(
         float((a.detach() - b.detach()).abs().max()) for a, b in zip(ours, theirs, strict=True) if a.numel()
     )
@@ -162,7 +160,6 @@ def release(device: torch.device) -> None:
 
 
 def measure(name: str, shapes, device: torch.device) -> dict:
-    """One configuration beside PyTorch's."""
     dtype, options, per_element, _, peers = KINDS[name]
     elements = sum(map(_numel, shapes))
     record = {"kind": name, "elements": elements, "tensors": len(shapes), "bytes": elements * per_element}
@@ -222,7 +219,6 @@ def muon(device: torch.device, layers: int, smoke: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, write."""
     parser = processes.command_line(__doc__)
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
@@ -258,7 +254,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show(r: dict) -> None:
-    """One line."""
     peers = "".join(
         f"  {variant} {r[f'{variant}_ms']:8.2f} ms, host {r[f'{variant}_host_us']:6.0f} us"
         for variant in ("fused", "foreach")

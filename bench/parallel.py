@@ -61,7 +61,6 @@ def time_ms(call) -> float:
 
 
 def peak_mb(call) -> float:
-    """MiB beyond what was there."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -119,7 +118,6 @@ def products(tokens: int, hidden: int, vocab: int) -> float:
 
 
 def head(name: str, alone, write) -> None:
-    """A step of the sharded head."""
     tokens, hidden, vocab, options = HEADS[name]
     ranks, rank = dist.get_world_size(), dist.get_rank()
     limit = products(tokens, hidden, vocab) / ranks
@@ -148,7 +146,6 @@ def head(name: str, alone, write) -> None:
 
 @contextlib.contextmanager
 def megatron(ranks: int):
-    """Megatron's groups, or nothing."""
     try:
         from megatron.core import parallel_state
     except ImportError:
@@ -212,7 +209,6 @@ def given_logits(rows: int, columns: int, write) -> None:
 
 
 def main() -> int:
-    """Every case, into one file."""
     parser = processes.command_line(__doc__)
     parser.add_argument("--cases", default=",".join(HEADS))
     parser.add_argument("--out", type=Path, default=Path("out/parallel.jsonl"))

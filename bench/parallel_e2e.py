@@ -47,7 +47,6 @@ KEY = ("layout", "model", "changes", "layers", "batch", "seq", "gpus", "provider
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = processes.command_line(__doc__)
     add = parser.add_argument
     add("--layouts", default=",".join(LAYOUTS), help="comma-separated")
@@ -132,7 +131,6 @@ def make_megatron(case: dict, device: str):
 
 
 def run_case(case: dict, device: str) -> dict:
-    """Tokens a second, peak memory, losses."""
     import many_processes
     import torch
 
@@ -177,7 +175,6 @@ def versions(device: str) -> dict:
 
 
 def key(record: dict) -> str:
-    """What makes two records the same case."""
     return json.dumps([record.get(name) for name in KEY], sort_keys=True)
 
 
@@ -191,13 +188,11 @@ def settings(records: list[dict]) -> dict[str, dict[str, dict]]:
 
 
 def setting(record: dict) -> str:
-    """A case without its provider, in words."""
     changes = "".join(f", {name}={value}" for name, value in record["changes"].items())
     return f"{record['layout']}, {record['model']}, {record['layers']} layers{changes}"
 
 
 def table(records: list[dict]) -> str:
-    """Markdown: one row a setting, one column a provider."""
     providers = [name for name in e2e.PROVIDERS if any(r["provider"] == name for r in records)]
     rows = []
     for of in settings(records).values():
@@ -224,7 +219,6 @@ def table(records: list[dict]) -> str:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Every case, then the table."""
     args = parse(words)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_HUB_KERNELS": "0"}
     import many_processes

@@ -159,7 +159,6 @@ def pictures(path: Path, records: list[dict]) -> dict[str, Callable[[Path], None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read, draw."""
     parser = processes.command_line(__doc__)
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, help="folder of the pictures (beside the results)")

@@ -124,7 +124,6 @@ def read(path: Path, key: Key) -> list[dict]:
 
 
 def finished(record: dict) -> bool:
-    """Whether a case need not be run again."""
     return "error" not in record or bool(record.get("out_of_memory"))
 
 

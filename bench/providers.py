@@ -70,7 +70,6 @@ class Runner:
         self.graphs: list[tuple] = []
 
     def outputs(self, i: int) -> tuple:
-        """Forward on input set i."""
         i %= self.sets
         value = self.fn(*self.args[i], **self.kwargs[i])
         return value if isinstance(value, tuple) else (value,)
@@ -90,7 +89,6 @@ class Runner:
         return self.outputs(i)
 
     def inference(self, i: int) -> tuple:
-        """A forward without gradients."""
         with torch.no_grad():
             return self.outputs(i)
 
@@ -102,7 +100,6 @@ class Runner:
         return self._gradients(self.graphs[i], i, retain=True)
 
     def step(self, i: int) -> tuple:
-        """Forward and backward."""
         i %= self.sets
         return self._gradients(self.outputs(i), i, retain=False)
 

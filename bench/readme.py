@@ -49,7 +49,6 @@ def _op_row(what: str, page: str, file: str, op: str, case: str, which: str) -> 
 
 
 def six() -> dict[str, dict[str, dict]]:
-    """Records of e2e_six.jsonl by model and provider."""
     return by_provider(e2e.read(DATA / "e2e_six.jsonl"), lambda r: r["model"])
 
 

@@ -138,7 +138,6 @@ def failures(records: list[dict]) -> str:
 
 
 def e2e_section(run: Run, _: list[Run]) -> Section:
-    """Tokens a second and peak memory of whole models."""
     text = e2e.table(run.records) + ("" if run.cpu else f"\n\n{e2e.mfu.NOTE}")
     section = Section(run, f"Training step: {run.path.stem}", text)
     measured = (r for r in run.records if "error" not in r)
@@ -161,7 +160,6 @@ def floor_section(run: Run, everything: list[Run]) -> Section:
 
 
 def train_section(run: Run, _: list[Run]) -> Section:
-    """A training run: speed, memory, loss."""
     summary = run.records[0]
     first = next(iter(summary["runs"].values()))
     rows = [
@@ -194,7 +192,6 @@ def convergence_section(run: Run, _: list[Run]) -> Section:
 
 
 def host_section(run: Run, _: list[Run]) -> Section:
-    """Host microseconds of small calls."""
     empty = next((r["empty"] for r in run.records if "empty" in r), {})
     records = [r for r in run.records if "tigon" in r]
     passes = list(empty or records[0]["tigon"])
@@ -252,7 +249,6 @@ def sections(everything: list[Run]) -> dict[str, list[Section]]:
 
 
 def title(page: str) -> str:
-    """The heading of a page."""
     return TITLES.get(page) or page.replace("_", " ")
 
 

@@ -44,13 +44,11 @@ def train(hidden, weight, target):
 
 
 def infer(hidden, weight, target):
-    """Log-probabilities without gradients."""
     with torch.no_grad():
         return tigon.linear_log_prob(hidden, weight, target)
 
 
 def differing(got, want) -> int:
-    """Rows with other bits."""
     different = [(a != b).reshape(len(a), -1).any(-1) for a, b in zip(got, want, strict=True)]
     return int(torch.stack(different).any(0).sum())
 

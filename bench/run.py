@@ -45,7 +45,6 @@ LOOSE = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = processes.command_line(__doc__)
     add = parser.add_argument
     cuda = torch.cuda.is_available()
@@ -177,11 +176,9 @@ class Bench:
         return limits
 
     def products_ms(self, module, inputs, step: bool) -> float:
-        """Milliseconds of the bare products."""
         return sum(self.time_alone(product) for product in module.gemms(inputs, step))
 
     def time_alone(self, call) -> float:
-        """Milliseconds of a bare call."""
         if self.device.type == "cuda":
             return timing.cuda_ms(lambda _: call())
         return timing.cpu_ms({"": lambda _: call()})[""]
@@ -243,7 +240,6 @@ class Bench:
         return costs
 
     def op(self, module) -> list[dict]:
-        """All records of one op."""
         records = []
         for name in self.args.dtypes:
             providers = self.names(module)
@@ -256,7 +252,6 @@ class Bench:
         return records
 
     def case(self, module, case: Case, dtype: str, providers: list[str], host: dict) -> list[dict]:
-        """All records of one case."""
         records = []
         base = {"op": module.NAME, "case": case.name, "dtype": dtype} | self.common
         inputs = module.make(case, self.device, DTYPES[dtype], 0)
@@ -288,7 +283,6 @@ def upstream_of(inputs) -> float | str:
 
 
 def figures(all_ms: list[float], limit: dict) -> dict:
-    """Times into rates."""
     ms = statistics.median(all_ms)
     return {
         **timing.quantiles(all_ms),
@@ -335,7 +329,6 @@ def keep_freed_memory() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, write."""
     args = parse(arguments)
     if args.device == "cpu" and arguments is None:
         keep_freed_memory()

@@ -75,7 +75,6 @@ def parallel_section(run, op: str) -> Section:
 
 
 def parallel_e2e_section(run, _: list) -> Section:
-    """Tokens a second and peak memory of models on several GPUs."""
     section = Section(run, f"Training step: {run.path.stem}", parallel_e2e.table(run.records))
     for row in parallel_e2e.settings([r for r in run.records if "error" not in r]).values():
         section.comparisons += by_tokens(
@@ -85,7 +84,6 @@ def parallel_e2e_section(run, _: list) -> Section:
 
 
 def medusa_section(run, _: list) -> Section:
-    """Tokens a second and peak memory of training Medusa's heads."""
     section = Section(run, f"Medusa's heads: {run.path.stem}", f"{medusa.table(run.records)}\n\n{mfu.NOTE}")
     measured = (r for r in run.records if "error" not in r)
     for row in by_provider(measured, lambda r: medusa.key(r | {"provider": None})).values():
@@ -130,7 +128,6 @@ def adapters_section(run, _: list) -> Section:
 
 
 def trl_section(run, _: list) -> Section:
-    """Milliseconds and peak memory of steps of TRL's trainers."""
     section = Section(
         run, f"Steps of TRL's trainers: {run.path.stem}", f"{trl_trainers.table(run.records)}\n\n{mfu.NOTE}"
     )

@@ -69,14 +69,12 @@ def by_tokens(what: Callable[[dict], str], row: dict[str, dict]) -> list[Compari
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table."""
     head = list(head)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def ms(value: float) -> str:
-    """Milliseconds."""
     return f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
 
 
@@ -86,5 +84,4 @@ def speed_text(speed: float) -> str:
 
 
 def mib(record: dict | None) -> str:
-    """Peak memory of a record."""
     return "-" if not record or record.get("peak_mb") is None else f"{record['peak_mb']:.0f}"

@@ -20,7 +20,6 @@ Call = Callable[[int], object]  # a call is handed its number, so that it can ro
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -39,7 +38,6 @@ def _repeats(estimate: float) -> int:
 
 
 def cuda_ms(call: Call) -> float:
-    """Median device time of one call."""
     return statistics.median(cuda_times(call))
 
 
@@ -81,7 +79,6 @@ def cuda_times(call: Call) -> list[float]:
 
 
 def cpu_ms(calls: dict[str, Call]) -> dict[str, float]:
-    """Median wall time of each call."""
     return {name: statistics.median(times) for name, times in cpu_times(calls).items()}
 
 

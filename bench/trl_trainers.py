@@ -57,7 +57,6 @@ KEY = ("trainer", "model", "layers", "changes", "batch", "seq", "prompt", "check
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = processes.command_line(__doc__)
     add = parser.add_argument
     add("--trainers", default=",".join(TRAINERS))
@@ -118,7 +117,6 @@ class Tokens:
         return "".join(f" {i}" for i in self.ids(length))
 
     def prompt(self) -> str:
-        """A prompt."""
         return self.text(self.case["prompt"])
 
     def answer(self) -> str:
@@ -281,7 +279,6 @@ def stopwatch(cuda: bool):
 
 
 def run_case(case: dict) -> dict:
-    """Steps of training; times, losses, memory."""
     import torch
 
     cuda = case["device"].startswith("cuda")
@@ -327,12 +324,10 @@ def prepare(case: dict) -> None:
 
 
 def key(record: dict) -> str:
-    """What makes two records the same case."""
     return json.dumps([record[name] for name in KEY])
 
 
 def read(path: Path) -> list[dict]:
-    """Records of a file."""
     return processes.read(path, key)
 
 
@@ -375,7 +370,6 @@ def _ratio(row: dict[str, dict], other: str, bar: float | None = None) -> str:
 
 
 def table(records: list[dict]) -> str:
-    """Markdown: one row a setting, one column a provider."""
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
     rows = []
     for names, row in settings(records).items():

@@ -47,7 +47,6 @@ class Finding:
 
     @property
     def status(self) -> str:
-        """The word in the table."""
         return "FAILED" if self.problem else "ok"
 
 
@@ -215,7 +214,6 @@ def examine(devices=None, dtypes=(torch.float32, torch.bfloat16)) -> list[Findin
 
 
 def unprobed() -> list[str]:
-    """Ops without a probe."""
     return sorted(set(ops()) - {probe.op for probe in probes()})
 
 
@@ -257,7 +255,6 @@ def _placed(x, device, dtype):
 
 
 def _run(function, probe, drawn) -> list[torch.Tensor]:
-    """Results and gradients."""
     arguments = [
         x.detach().requires_grad_(x.is_floating_point() and i not in probe.fixed) if torch.is_tensor(x) else x
         for i, x in enumerate(drawn)
@@ -275,7 +272,6 @@ def _run(function, probe, drawn) -> list[torch.Tensor]:
 
 
 def table(findings: list[Finding]) -> str:
-    """The findings as text, problems last."""
     head = f"{'op':<22} {'device':<7} {'dtype':<9} {'error':>9} {'allowed':>9}  status"
     row = "{0.op:<22} {0.device:<7} {0.dtype:<9} {0.error:>9.1e} {0.allowed:>9.1e}  {0.status}"
     problems = [f"{f.op} on {f.device} in {f.dtype}: {f.problem}" for f in findings if f.problem]

@@ -54,7 +54,6 @@ class Repository:
     layer_name = "TaggedRMSNorm"
 
     def load(self) -> type[nn.Module]:
-        """The layer."""
         return TaggedRMSNorm
 
     def __eq__(self, other) -> bool:

@@ -121,7 +121,6 @@ def _ranking_loss(loss, queries, documents):
 
 
 def _guided_loss(loss, embeddings, guided):
-    """Of whole embeddings and the guide's."""
     batch = _Batch(loss, len(embeddings[0]), embeddings[0].device)
 
     def blocks(anchor, *documents):

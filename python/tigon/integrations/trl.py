@@ -134,7 +134,6 @@ class _SummedRows(torch.autograd.Function):
 
     @staticmethod
     def _run(ctx, parameters, reduction, outputs):
-        """A call with leaves of its own."""
         leaves = [
             t if t is None else t.detach().requires_grad_(needed)
             for t, needed in zip(parameters, ctx.needs_input_grad[2:], strict=True)

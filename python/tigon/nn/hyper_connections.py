@@ -66,5 +66,4 @@ class HyperConnections(nn.Module):
         return hyper_connection_post(x, layer(y), post, res)
 
     def extra_repr(self) -> str:
-        """Sizes and options."""
         return ", ".join((str(tuple(self.weight.shape)), *(f"{k}={v}" for k, v in self.options.items())))

@@ -76,7 +76,6 @@ class LoRALinear(nn.Module):
         nn.init.zeros_(self.lora_b)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply it."""
         dropout = self.dropout if self.training else 0.0
         return lora_linear(x, self.weight, self.lora_a, self.lora_b, self.scale, self.bias, dropout)
 
@@ -86,6 +85,5 @@ class LoRALinear(nn.Module):
         return (self.weight + self.scale * (self.lora_b @ self.lora_a)).to(self.weight.dtype)
 
     def extra_repr(self) -> str:
-        """What is printed of it."""
         n, k = self.weight.shape
         return f"{k}, {n}, rank={self.rank}, scale={self.scale}, dropout={self.dropout}"

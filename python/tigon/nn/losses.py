@@ -26,7 +26,6 @@ class _Loss(nn.Module):
     options: dict
 
     def extra_repr(self) -> str:
-        """The options, for ``print(model)``."""
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 

@@ -31,7 +31,6 @@ def check_layout(op, vocab, first_class) -> None:
 
 
 def check_loss(op, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator) -> None:
-    """The options of every loss here."""
     check_integers(op, ignore_index=ignore_index)
     check_numbers(op, label_smoothing=label_smoothing, z_loss=z_loss)
     check(op, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)

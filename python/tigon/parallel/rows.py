@@ -42,7 +42,6 @@ class Rows(NamedTuple):
     kinds: int = 0
 
     def per_row(self) -> int:
-        """Statistics of a row."""
         return 3 + self.kinds.bit_count()
 
     def _shard(self, logits, target):

@@ -83,7 +83,6 @@ class Stream:
         self.dweight = dtype if narrow else torch.float32
 
     def space(self, rows: int, dtype=None) -> torch.Tensor:
-        """Memory for logits of this shard's classes."""
         real = self.shards.real
         return self.hidden.new_empty(rows, padded(real), dtype=dtype or self.hidden.dtype)[:, :real]
 
@@ -125,7 +124,6 @@ class Stream:
         return logits
 
     def forward(self):
-        """Losses of the rows and the other NUMBERS, predicted classes, kept gradients of the logits."""
         call, rows = self.call, self.rows
         count, most = call.target.numel(), call.chunk * self.shares
         numbers = self.hidden.new_empty(len(NUMBERS), *call.target.shape, dtype=torch.float32)

@@ -129,7 +129,6 @@ def set_impl(name: str | None) -> None:
 
 
 def get_impl() -> str | None:
-    """What :func:`set_impl` chose."""
     return _chosen
 
 

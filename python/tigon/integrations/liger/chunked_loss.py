@@ -42,7 +42,6 @@ class ChunkedDistillation(Loss):
     """What the distillation losses refuse."""
 
     def validate(self):
-        """A temperature of zero."""
         assert self.temperature != 0, "Temperature cannot be 0."
 
 

@@ -91,7 +91,6 @@ class LigerFusedLinearKLDivLoss(
     """:func:`liger_fused_linear_kl_div` with its options fixed."""
 
     def extra_repr(self):
-        """The options, for ``print(model)``."""
         return ", ".join(f"{name}={getattr(self, name)}" for name in self._options)
 
 

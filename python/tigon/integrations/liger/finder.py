@@ -23,11 +23,9 @@ class VirtualDistribution(importlib.metadata.Distribution):
     }
 
     def read_text(self, filename):
-        """One of the two files, or None."""
         return self.FILES.get(filename)
 
     def locate_file(self, path):
-        """Nothing lies on disk."""
         raise FileNotFoundError(path)
 
 
@@ -38,7 +36,6 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         self.top = top
 
     def find_spec(self, fullname, path=None, target=None):
-        """The spec of a module of the interface."""
         below = _below(fullname)
         if below is None or (below == "" and not self.top) or not _known(below):
             return None
@@ -46,13 +43,11 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, origin="tigon.compat.liger", is_package=package)
 
     def find_distributions(self, context=None):
-        """The virtual distribution, where it is looked for."""
         name = getattr(context, "name", None)
         if self.top and (name is None or re.sub(r"[-_.]+", "-", name).lower() == DISTRIBUTION):
             yield VirtualDistribution()
 
     def create_module(self, spec):
-        """An ordinary module."""
         return
 
     def exec_module(self, module):
@@ -80,7 +75,6 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
 
 def _below(fullname: str) -> str | None:
-    """The path below the package, or None for foreign modules."""
     if fullname == PACKAGE:
         return ""
     return fullname[len(PACKAGE) + 1 :] if fullname.startswith(f"{PACKAGE}.") else None

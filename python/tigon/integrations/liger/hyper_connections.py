@@ -81,12 +81,10 @@ class LigerMHC(nn.Module):
             setattr(self, name, nn.Parameter(torch.ones((), device=like.device, dtype=torch.float32)))
 
     def forward(self, x):
-        """``[..., hc, c]`` to the same."""
         if x.shape[-2:] != (self.hc, self.c):
             raise ValueError(f"x must be [..., {self.hc}, {self.c}], got {list(x.shape)}")
         names = "phi b alpha_pre alpha_post alpha_res allow_fp32 tmax rms_eps pre_eps sinkhorn_eps post_mult"
         return liger_mhc_forward(x, self.layer, **{name: getattr(self, name) for name in names.split()})
 
     def extra_repr(self):
-        """Sizes and iterations."""
         return f"hc={self.hc}, c={self.c}, tmax={self.tmax}"

@@ -34,7 +34,6 @@ _INTERNAL = "the op's public function: this one belongs to how Liger's kernels a
 
 
 def instead_of(name: str) -> str:
-    """The advice for one name."""
     return next((advice for part, advice in _INSTEAD if re.search(part, name)), _INTERNAL)
 
 
@@ -57,5 +56,4 @@ def missing(name: str) -> type:
 
 
 def refusal(name: str) -> str:
-    """The sentence for a name without an implementation."""
     return f"[compat.liger] {name} is not there in tigon {tigon.__version__}: {instead_of(name)}"

@@ -44,7 +44,6 @@ class LigerRMSNorm(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The attributes, for ``print(model)``."""
         size = None if self.weight is None else tuple(self.weight.shape)
         return f"{size}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}"
 
@@ -99,7 +98,6 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
 
     def forward(self, hidden_states, residual):
-        """``[..., hidden_size]`` twice."""
         return F.liger_fused_add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
         )
@@ -152,7 +150,6 @@ class LigerLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
 
     def forward(self, hidden_states):
-        """Normalised over the last dimension."""
         return F.liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
     @property
@@ -183,7 +180,6 @@ class LigerDyT(nn.Module):
         self.beta = nn.Parameter(torch.zeros(hidden_size)) if beta else None
 
     def forward(self, x):
-        """Elementwise over the last dimension."""
         return F.liger_dyt(x, self.alpha, self.gamma, self.beta)
 
 
@@ -191,7 +187,6 @@ class LigerSoftmax(nn.Module):
     """Softmax over the last dimension."""
 
     def forward(self, x):
-        """``[..., V]``."""
         return F.liger_softmax(x)
 
 
@@ -207,7 +202,6 @@ class LigerSparsemax(nn.Module):
         return F.liger_sparsemax(x, self.dim)
 
     def extra_repr(self) -> str:
-        """The dimension, for ``print(model)``."""
         return f"dim={self.dim}"
 
 
@@ -221,11 +215,9 @@ class LigerPolyNorm(nn.Module):
         self.variance_epsilon, self.in_place = eps, in_place
 
     def forward(self, hidden_states):
-        """``[..., H]``, each power normalised over the last dimension."""
         return F.liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon, self.in_place)
 
     def extra_repr(self) -> str:
-        """The attributes, for ``print(model)``."""
         size = tuple(self.weight.shape)
         return f"weight_shape={size}, eps={self.variance_epsilon}, in_place={self.in_place}"
 
@@ -234,7 +226,6 @@ class LigerReLUSquared(nn.Module):
     """``relu(x)^2``."""
 
     def forward(self, x):
-        """Elementwise."""
         return tigon.relu_squared(x)
 
 
@@ -271,7 +262,6 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
         self.gate_multiplier, self.down_multiplier = map(float, config.mlp_multipliers)
 
     def forward(self, x):
-        """``[..., hidden_size]``."""
         y = silu_mul(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
         return self.down_proj(y) * self.down_multiplier
 
@@ -322,7 +312,6 @@ class _Tiled(nn.Module):
         self.num_shards = num_shards
 
     def forward(self, x):
-        """``[..., T, hidden_size]``."""
         return apply_tiled_mlp(GatedMLP.forward, self, x, self.num_shards)
 
 
@@ -397,7 +386,6 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
 
     def forward(self, x):
-        """``[..., hidden_size]``."""
         return self.w2(tigon.swiglu(self.w1(x), self.w3(x)))
 
 

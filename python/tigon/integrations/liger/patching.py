@@ -285,7 +285,6 @@ def _type_on_disk(path, kwargs) -> str | None:
 
 
 def _bind_method_to_module(module, method_name: str, new_method) -> None:
-    """Make ``new_method`` a method of this instance."""
     module.__dict__[method_name] = new_method.__get__(module, type(module))
 
 

@@ -63,7 +63,6 @@ def _formula(
     sapo_temperature_neg, vllm_is_ratio, delta, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos,
     vespo_k_neg, vespo_lambda_neg,
 ):  # fmt: skip
-    """Operands and options of tigon.policy_loss."""
     kind, importance = _KINDS.get(loss_type, "clip"), vllm_is_ratio
     if importance is not None:
         importance = importance.detach().float()

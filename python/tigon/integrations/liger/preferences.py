@@ -182,7 +182,6 @@ class LigerFusedLinearDPOLoss(
     """Direct preference optimisation and its relatives, on chosen answers followed by rejected ones."""
 
     def validate(self):
-        """Types that are not there, and label smoothing that does not fit them."""
         _check_dpo(self.loss_type, self.label_smoothing)
 
 

@@ -66,14 +66,12 @@ class LigerVocabParallelCrossEntropy(
     """Per-token losses ``[s, b]`` of logits ``[s, b, V / processes]``, for labels of the whole vocabulary."""
 
     def validate(self):
-        """Other reductions, and what is none of the formulas and modes of label smoothing."""
         check(self.reduction == "none", "reduction must be 'none', got {!r}", self.reduction)
         inside = 0.0 <= self.label_smoothing < 1.0
         check(inside, "label_smoothing must be in [0, 1), got {}", self.label_smoothing)
         validate_formula_and_mode(self.label_smoothing_formula, self.label_smoothing_mode)
 
     def extra_repr(self) -> str:
-        """The options, for ``print(model)``."""
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._options)
 
 

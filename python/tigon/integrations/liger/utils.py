@@ -23,12 +23,10 @@ PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 
 
 def is_peft_available() -> bool:
-    """Whether peft is installed."""
     return PEFT_AVAILABLE
 
 
 def is_transformers_available() -> bool:
-    """Whether transformers is installed."""
     return importlib.util.find_spec("transformers") is not None
 
 
@@ -137,7 +135,6 @@ def amp_custom_bwd(backward):
 
 
 def get_amp_custom_fwd_bwd():
-    """Both decorators."""
     return amp_custom_fwd, amp_custom_bwd
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 
 def class_name(cls: type) -> str:
-    """The full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

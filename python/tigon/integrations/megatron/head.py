@@ -70,7 +70,6 @@ class _GatheredLogits(LazyLogits):
 
     @property
     def shape(self):
-        """Shape of the logits."""
         share, *others = self._hidden.shape[:-1]
         return torch.Size((self._shares * share, *others, self._columns))
 
@@ -82,11 +81,9 @@ class _GatheredLogits(LazyLogits):
     # Rows of the share are not those of the logits.
 
     def view(self, *shape):
-        """As Tensor.view."""
         return self.materialise().view(*shape)
 
     def flatten(self, start_dim=0, end_dim=-1):
-        """As Tensor.flatten."""
         return self.materialise().flatten(start_dim, end_dim)
 
     def __getitem__(self, key):

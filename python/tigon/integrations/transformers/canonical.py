@@ -89,12 +89,10 @@ def canonical_forward(cls: type) -> Canonical:
 
 
 def canonical_method(cls: type, name: str) -> Canonical:
-    """Canonical expression of another method of `cls`."""
     return _canonical(getattr(cls, name), cls)
 
 
 def canonical_function(function) -> Canonical:
-    """Canonical expression of a plain function."""
     return _canonical(function, None)
 
 
@@ -126,7 +124,6 @@ def source_tree(function) -> ast.Module:
 
 
 def function_node(function) -> ast.FunctionDef:
-    """The definition of a plain function."""
     if not isinstance(function, types.FunctionType):
         raise NoSource("no Python source")
     tree = source_tree(function)
@@ -154,7 +151,6 @@ class _Evaluator:
         self.self_name = node.args.args[0].arg if cls is not None and node.args.args else None
 
     def block(self, statements: list, env: dict):
-        """Value returned by a list of statements."""
         for index, statement in enumerate(statements):
             rest = statements[index + 1 :]
             match statement:
@@ -408,7 +404,6 @@ def _cast(value, dtype):
 
 
 def _build(name, arguments):
-    """An operation in its one canonical spelling."""
     match name, arguments:
         case "float", [value]:
             return _cast(value, ("object", torch.float32))

@@ -152,7 +152,6 @@ def _fit(hidden, ids, weights, first, *rest) -> bool:
 
 
 def gate_forward(module: nn.Module, spec: GateSpec, gate_up):
-    """`_apply_gate` of a recognised experts module."""
     if not (plain(gate_up) and _intact(module, spec)):
         return getattr(type(module), GATE)(module, gate_up)
     if spec.activation is not None and spec.limit is not None:
@@ -168,7 +167,6 @@ def gate_forward(module: nn.Module, spec: GateSpec, gate_up):
 
 
 def batched_forward(module: nn.Module, spec: BatchedSpec, hidden):
-    """Forward of experts that see every token."""
     gate_up_weight, down_weight = getattr(module, spec.gate_up), getattr(module, spec.down)
     if not (plain(hidden, gate_up_weight, down_weight) and _intact(module, spec)):
         return stock(module, hidden)
@@ -178,7 +176,6 @@ def batched_forward(module: nn.Module, spec: BatchedSpec, hidden):
 
 
 def squared_forward(module: nn.Module, spec: None, x):
-    """Forward of an activation module that squares ReLU."""
     return relu_squared(x) if plain(x) else stock(module, x)
 
 

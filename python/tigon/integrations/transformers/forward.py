@@ -62,7 +62,6 @@ def bind(function, module: nn.Module, spec, name: str = "forward") -> None:
 
 
 def bound(module: nn.Module, name: str = "forward") -> Forward | None:
-    """The replacement method of this instance, if it carries one."""
     return _ours(module.__dict__.get(_place(module, name)))
 
 
@@ -158,7 +157,6 @@ class Part:
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> Part:
-        """The part that a module has there now."""
         part = getattr(module, name)
         return cls(name, type(part) if isinstance(part, nn.Module) else part)
 
@@ -171,7 +169,6 @@ class Part:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks wait for calls of a module."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks
         or module._backward_hooks or module._backward_pre_hooks

@@ -33,7 +33,6 @@ class HyperSpec:
     magnitude: str | None = None  # of post, which has eps added then
 
     def parameters(self) -> tuple[str, str, str]:
-        """Names of weight, base and scale."""
         return self.weight, self.base, self.scale
 
 
@@ -46,7 +45,6 @@ FORMS = (
 
 
 def hyper_forward(module: nn.Module, spec: HyperSpec, x: torch.Tensor):
-    """Forward of recognised hyper-connections."""
     parameters = [getattr(module, name) for name in spec.parameters()]
     if not plain(x, *parameters) or x.dtype == torch.float64 or has_hooks(module.input_norm):
         return stock(module, x)
@@ -62,7 +60,6 @@ def hyper_forward(module: nn.Module, spec: HyperSpec, x: torch.Tensor):
 
 
 def plan_hyper(module: nn.Module) -> tuple | str | None:
-    """(spec, what it is), or why hyper-connections are left, or None where there are none."""
     spec = next((form for form in FORMS if _has_roles(module, form)), None)
     if spec is None:
         return None

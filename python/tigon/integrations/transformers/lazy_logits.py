@@ -67,49 +67,39 @@ class LazyLogits:
 
     @property
     def shape(self):
-        """Shape of the logits."""
         return torch.Size((*self._hidden.shape[:-1], self._columns))
 
     @property
     def ndim(self):
-        """Number of axes."""
         return self._hidden.ndim
 
     @property
     def dtype(self):
-        """Dtype of the logits."""
         return self._dtype
 
     @property
     def device(self):
-        """Device of the logits."""
         return self._hidden.device
 
     @property
     def is_cuda(self):
-        """Whether they live on a CUDA device."""
         return self._hidden.is_cuda
 
     @property
     def requires_grad(self):
-        """Whether the logits carry a graph."""
         owed = self._hidden.requires_grad or any(p.requires_grad for p in self._head.parameters())
         return owed and not self._detached
 
     def size(self, dim=None):
-        """As Tensor.size."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self):
-        """As Tensor.dim."""
         return self._hidden.ndim
 
     def numel(self):
-        """As Tensor.numel."""
         return math.prod(self.shape)
 
     def is_floating_point(self):
-        """Always."""
         return True
 
     def __len__(self):
@@ -172,7 +162,6 @@ class LazyLogits:
         return self.to(torch.float64)
 
     def type_as(self, other):
-        """As Tensor.type_as."""
         return self.to(other.dtype) if other.device == self.device else self.to(other)
 
     def contiguous(self, *_, **__):
@@ -180,19 +169,15 @@ class LazyLogits:
         return self if self._dense() else self._with()
 
     def _dense(self):
-        """Whether stock's logits would be contiguous."""
         return not self._sliced or (self._limit is None and self._hidden.is_contiguous())
 
     def is_contiguous(self, *_, **__):
-        """Owed logits are contiguous."""
         return True
 
     def detach(self):
-        """As Tensor.detach; stays lazy."""
         return self._with(detach=True, view=True) if self._real is None else self.materialise().detach()
 
     def tanh(self):
-        """As Tensor.tanh; stays lazy."""
         return self._with(link=("tanh",)) if self._real is None else self.materialise().tanh()
 
     def _scaled(self, name, other):
@@ -202,7 +187,6 @@ class LazyLogits:
         return value * other if name == "mul" else value / other
 
     def mul(self, other):
-        """As Tensor.mul; by a number it stays lazy."""
         return self._scaled("mul", other)
 
     __mul__ = __rmul__ = mul
@@ -225,13 +209,11 @@ class LazyLogits:
         return value.mul_(other) if name == "mul" else value.div_(other)
 
     def div(self, other, **kwargs):
-        """As Tensor.div; by a number it stays lazy."""
         if kwargs:
             return self.materialise().div(other, **kwargs)
         return self._scaled("div", other)
 
     def view(self, *shape, size=None):
-        """As Tensor.view; where the last axis stays whole it stays lazy."""
         shape = shape if size is None else (size,)
         sizes = tuple(shape[0]) if shape and isinstance(shape[0], tuple | list) else shape
         if self._real is None and sizes and sizes[-1] == self._columns:
@@ -240,12 +222,10 @@ class LazyLogits:
         return self.materialise().view(*shape)
 
     def reshape(self, *sizes, shape=None):
-        """As Tensor.reshape; where the last axis stays whole it stays lazy."""
         shape = sizes if shape is None else (shape,)
         return self.view(*shape) if self._real is None else self.materialise().reshape(*shape)
 
     def flatten(self, start_dim=0, end_dim=-1):
-        """As Tensor.flatten; over leading axes it stays lazy."""
         if self._real is None and 0 <= start_dim <= end_dim < self.ndim - 1:
             return self._with(self._hidden.flatten(start_dim, end_dim), view=self._dense())
         return self.materialise().flatten(start_dim, end_dim)

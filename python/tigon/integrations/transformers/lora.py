@@ -39,7 +39,6 @@ _PARTS = ("base_layer", "lora_A", "lora_B", "active_adapters", "scaling")
 
 
 def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
-    """(spec, what it is), why a LoRA layer is left, or None where there is none."""
     if not type(module).__module__.startswith("peft.") or not all(hasattr(module, p) for p in _PARTS):
         return None
     name = type(module).__name__
@@ -78,7 +77,6 @@ class State(NamedTuple):
         return [t._version for t in self.sources]
 
     def equals(self, other: State) -> bool:
-        """Whether they multiply with the same tensors."""
         return other is self or (
             self.dtype == other.dtype and _same(self.sources, other.sources)
             and [a.scale for a in self.adapters] == [a.scale for a in other.adapters]
@@ -103,7 +101,6 @@ class Siblings:
         return Siblings, (self.parent, self.names)
 
     def call(self, spec: LoraSpec, x: torch.Tensor, state: State) -> torch.Tensor:
-        """What the layer of `spec` makes of x."""
         if self.x is not None and self.x() is x and self.version == x._version:
             computed = self.results.pop(spec.name, None)
             if computed is not None and computed[1] == state.versions() and state.equals(computed[0]):
@@ -193,7 +190,6 @@ def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
 
 
 def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
-    """Forward of a LoRA layer."""
     state = None if args or kwargs else _state(module, spec, x)
     if state is None:
         return stock(module, x, *args, **kwargs)

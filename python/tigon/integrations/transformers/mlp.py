@@ -135,7 +135,6 @@ def product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0):
 
 
 def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
-    """(spec, what it is), or why an MLP is left, or None where there is none."""
     if next(module.children(), None) is None:
         return None
     found = recognise(module, MLPS)

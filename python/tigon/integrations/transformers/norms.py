@@ -46,7 +46,6 @@ class NormSpec:
 
 
 def norm_forward(module: nn.Module, spec: NormSpec, *args):
-    """Forward of a recognised norm."""
     return _FORWARDS[spec.op](module, spec, *args)
 
 
@@ -117,7 +116,6 @@ def _wide(x, spec):
 
 
 def plan_norm(module: nn.Module) -> tuple | str | None:
-    """(spec, what it is), or why a norm is left, or None where there is no norm."""
     if next(module.children(), None) is not None:
         return None
     found = recognise(module)

@@ -94,7 +94,6 @@ def _simple(spec) -> bool:
 
 
 def plan_qk_norm(module: nn.Module) -> tuple[Rewritten, str] | str | None:
-    """(spec, what it is), why an attention is left, or None where there is nothing to fuse."""
     found = rewrite(type(module).forward)
     if found is None:
         return None

@@ -32,7 +32,6 @@ BOUND = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.Add, ast.Mult, as
 
 
 def plan_slices(module: nn.Module) -> tuple[Rewritten, str] | str | None:
-    """(spec, what it is), why slices stay, or None where a forward has none of them."""
     found = rewrite(type(module).forward)
     if found is None or not isinstance(getattr(module, found[0], None), nn.Module):
         return None
@@ -101,7 +100,6 @@ def _size(upper: ast.expr, lower: ast.expr | None) -> ast.expr | None:
 
 
 def _split(parts: list[ast.Assign]) -> ast.stmt:
-    """One statement for all of them."""
     whole = parts[0].value.value.id
     bounds = [part.value.slice.elts[1] for part in parts]
     sizes = [ast.unparse(_size(b.upper, b.lower)) for b in bounds[:-1]]

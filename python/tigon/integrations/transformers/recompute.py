@@ -31,7 +31,6 @@ class Ledger:
         return Ledger, (self.taken,)
 
     def open(self) -> None:
-        """A forward pass begins."""
         if not torch.compiler.is_compiling():
             self.owed = self.taken
 

@@ -89,7 +89,6 @@ class Report:
 
     @property
     def replaced(self) -> list[Entry]:
-        """Entries that Tigon runs now."""
         return [entry for entry in self.entries if entry.replaced]
 
     @property

@@ -122,7 +122,6 @@ def producer(before: list[ast.stmt], name: str) -> str | None:
 
 
 def attribute_of_self(node: ast.expr) -> str | None:
-    """The name of an attribute of self."""
     match node:
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
             return name

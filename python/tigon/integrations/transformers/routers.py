@@ -92,7 +92,6 @@ def _groups(module, spec) -> tuple[int, int]:
 
 
 def plan_router(module: nn.Module) -> tuple | str | None:
-    """(spec, what it is), or why a router is left, or None."""
     code = getattr(type(module).forward, "__code__", None)
     if code is None or "topk" not in code.co_names:
         return None

@@ -66,7 +66,6 @@ def refuse_main_grad(owner: nn.Module, head: nn.Module) -> None:
 
 
 def _state(module):
-    """FSDP2's state of a module, or None."""
     ask = getattr(module, "_get_fsdp_state", None)
     return None if ask is None else ask()
 

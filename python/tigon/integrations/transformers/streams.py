@@ -57,7 +57,6 @@ _FORMS = {
 
 
 def plan_streams(module: nn.Module) -> tuple[Rewritten, str] | str | None:
-    """(spec, what it is), why a layer is left, or None where there are no streams."""
     found = rewrite(type(module).forward)
     if found is None:
         return None
