@@ -57,7 +57,7 @@ def fault(layout: Layout, names: list[str], args: tuple) -> str | None:
     return None
 
 
-def of_dtensors(layout: Layout | None, args: tuple) -> bool:
+def takes_dtensors(layout: Layout | None, args: tuple) -> bool:
     """Whether the tensors of a call are all DTensors, and the op has a rule for them."""
     if layout is None or not is_dtensor(args[0]):
         return False

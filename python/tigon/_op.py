@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
-from tigon._dtensor import Layout, call_local, is_dtensor, of_dtensors
+from tigon._dtensor import Layout, call_local, is_dtensor, takes_dtensors
 from tigon._load import native
 from tigon.error import Error, refuse
 
@@ -140,7 +140,7 @@ def transformable(op: str, name: str, forward, setup_context, backward) -> Calla
         ]
         if isinstance(results[0], torch.Tensor):
             return torch.stack(results), 0
-        return tuple(torch.stack(of_one) for of_one in zip(*results, strict=True)), (0,) * len(results[0])
+        return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0,) * len(results[0])
 
     members = {
         "forward": forward,
@@ -317,7 +317,7 @@ class Op:
         self.node = self.function._backward_cls  # type of its results' grad_fn
 
     def __call__(self, *args):
-        if type(args[0]) not in _PLAIN and of_dtensors(self.layout, args):
+        if type(args[0]) not in _PLAIN and takes_dtensors(self.layout, args):
             return call_local(self.name, self, self.layout, self.names, args)
         if _is_compiling():
             return self.visible(self.registered(*args))
@@ -360,8 +360,8 @@ def paired(
     options_of = _picker(numbers)
     options = _picker([numbers.index(places[a.name]) for a in taken if not _is_tensor(a)])
     needed = [a.name.removeprefix("need_d") for a in backward.arguments if a.name.startswith("need_")]
-    of = [inputs.index(key) for key in needed]
-    needs, several = _picker(of), len(forward.returns) > 1
+    positions = [inputs.index(key) for key in needed]
+    needs, several = _picker(positions), len(forward.returns) > 1
 
     def like(*args):
         tensors = {a.name: t for a, t in zip(taken, args[upstreams:], strict=False)}
@@ -388,7 +388,7 @@ def paired(
             return bwd(*upstream, *ctx.saved_tensors), *found[1:]
         need = needs(ctx.needs_input_grad)
         made = bwd(*upstream, *ctx.saved_tensors, *options(ctx.options), *need)
-        for i, g, wanted in zip(of, made, need, strict=True):
+        for i, g, wanted in zip(positions, made, need, strict=True):
             if wanted:
                 found[i] = g
         return tuple(found)

@@ -115,7 +115,7 @@ def _ranking_loss(loss, queries, documents):
         found = [among[name] for name in among if name in directions and name.startswith(side + "_to")]
         if found:
             columns = [x for parts, _ in found for x in parts]
-            ids = torch.cat([of for parts, of in found for _ in parts])
+            ids = torch.cat([own_ids for parts, own_ids in found for _ in parts])
             blocks.append((rows, columns, {"ids": (index[batch.own], ids)}))
     return _joint(blocks, _scale(every, loss.scale / (every.shape[1] if cosine else 1)), batch.labels)
 

@@ -37,7 +37,7 @@ PLACES = {
 }
 
 
-def _whole(*weights):
+def _gathered(*weights):
     """The heads as whole tensors; None where one is a DTensor, or a partition of ZeRO-3's.
 
     ZeRO-3 frees what it gathered when the forward ends, by giving the parameter other data. A view keeps the
@@ -62,7 +62,7 @@ class LogProbHead:
               outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")):  # fmt: skip
         """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None for what was not asked for."""
         ours = "log_sum_sq_probs" not in outputs and not (softcap and "mean_logits" in outputs)
-        heads = _whole(weight, bias) if ours else None
+        heads = _gathered(weight, bias) if ours else None
         if heads is None:
             return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
@@ -93,7 +93,7 @@ class DivergenceHead:
     def apply(self, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0,
               logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None):  # fmt: skip
         """(divergence, entropy of the student) of rows; the gradient of the divergence is the student's."""
-        heads = _whole(weight, bias, teacher_weight, teacher_bias)
+        heads = _gathered(weight, bias, teacher_weight, teacher_bias)
         if heads is None:
             return self.original.apply(
                 hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature,

@@ -113,7 +113,7 @@ class Muon(torch.optim.Optimizer):
             self._update(group, params, whole)
         return loss
 
-    def _update(self, group: dict, params: list, whole: _Whole) -> None:
+    def _update(self, group: dict, params: list, whole: _Gathering) -> None:
         """One update of parameters of equal shape, dtype and placement."""
         for p in params:
             if "momentum_buffer" not in self.state[p]:
@@ -179,7 +179,7 @@ def _check_options(group: dict) -> None:
         check_choice(_OP, "adjust_lr_fn", choice, ("original", "match_rms_adamw"))
 
 
-def _batches(group: dict) -> Iterator[tuple[dict, list, _Whole]]:
+def _batches(group: dict) -> Iterator[tuple[dict, list, _Gathering]]:
     """A group's parameters with gradients, those of equal shape, dtype and placement together."""
     alike: dict[tuple, list] = {}
     for p in group["params"]:
@@ -193,13 +193,13 @@ def _batches(group: dict) -> Iterator[tuple[dict, list, _Whole]]:
         alike.setdefault((p.shape, p.dtype, p.grad.dtype, p.device, placed), []).append(p)
     homes = itertools.count()
     for params in alike.values():
-        whole = _Whole(params[0], homes)
+        whole = _Gathering(params[0], homes)
         size = -(-len(params) // -(-len(params) // whole.most))
         for i in range(0, len(params), size):
             yield group, params[i : i + size], whole
 
 
-class _Whole:
+class _Gathering:
     """How the matrices of parameters of one kind come together where they are sharded, and part again.
 
     Each matrix has a home among the processes that share it: one exchange brings the parts of many matrices
@@ -232,10 +232,10 @@ class _Whole:
     def orthogonalize(self, updates: torch.Tensor, *options) -> list[torch.Tensor]:
         """This process' parts of the orthogonalised matrices."""
         if self.placed is not None:
-            return [self._everywhere(update, options) for update in updates]
-        return self._at_home(updates, options)
+            return [self._replicated(update, options) for update in updates]
+        return self._exchanged(updates, options)
 
-    def _everywhere(self, update: torch.Tensor, options) -> torch.Tensor:
+    def _replicated(self, update: torch.Tensor, options) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, Replicate
 
         mesh, placements, stride = self.placed
@@ -244,7 +244,7 @@ class _Whole:
         copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return copies.redistribute(placements=placements).to_local()
 
-    def _at_home(self, updates: torch.Tensor, options) -> list[torch.Tensor]:
+    def _exchanged(self, updates: torch.Tensor, options) -> list[torch.Tensor]:
         homes = [next(self.homes) % len(self.sizes) for _ in updates]
         order = sorted(range(len(updates)), key=homes.__getitem__)  # as they are sent, home by home
         counts = [homes.count(i) for i in range(len(self.sizes))]

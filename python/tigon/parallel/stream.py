@@ -86,7 +86,7 @@ class Stream:
         real = self.shards.real
         return self.hidden.new_empty(rows, padded(real), dtype=dtype or self.hidden.dtype)[:, :real]
 
-    def of(self, values: torch.Tensor | None, place: Chunk | Part) -> torch.Tensor | None:
+    def select(self, values: torch.Tensor | None, place: Chunk | Part) -> torch.Tensor | None:
         """Values of the rows of a chunk or a part, of all shares."""
         if values is None:
             return None
@@ -105,12 +105,12 @@ class Stream:
             return
         waits, memory = [], {}
         for i, (chunk, part) in enumerate(parts):
-            for ahead, of in parts[len(waits) : i + 2]:
+            for ahead, later in parts[len(waits) : i + 2]:
                 if ahead.begin not in memory:
                     rows = self.shares * (ahead.end - ahead.begin)
                     memory[ahead.begin] = self.hidden.new_empty(rows, self.hidden.shape[1])
-                to = memory[ahead.begin][of.at]
-                waits.append(self.work.start_gather(self.hidden[of.begin : of.end], to))
+                to = memory[ahead.begin][later.at]
+                waits.append(self.work.start_gather(self.hidden[later.begin : later.end], to))
             waits[i]()
             waits[i] = None
             yield chunk, part, memory[chunk.begin]
@@ -137,7 +137,7 @@ class Stream:
 
         def losses(part, target, gathered):
             """What the statistics of all shards say of a part; each row's logarithm for its gradient."""
-            found, classes = rows.combined(gathered(), target, self.of(call.token_weight, part))
+            found, classes = rows.combined(gathered(), target, self.select(call.token_weight, part))
             numbers[:, :, part.begin : part.end] = found.view(len(NUMBERS), self.shares, -1)
             if classes.numel():
                 predicted[:, part.begin : part.end] = classes.view(self.shares, -1)
@@ -145,7 +145,7 @@ class Stream:
 
         owed = []  # parts whose statistics are on their way
         for chunk, part, hidden in self.walk():
-            target = self.of(call.target, part)
+            target = self.select(call.target, part)
             here = None if kept is None else kept[chunk.at]
             whole = here if space is None else space
             logits = self.logits(hidden[part.at], whole[part.at])
@@ -157,24 +157,24 @@ class Stream:
             if not part.last:
                 continue
             to = here if here is not None else whole if narrow is None else narrow
-            for of, target, gathered in owed:
-                log_share = losses(of, target, gathered)
-                factor = None if gradients is None else self.factor(of)
-                self.differentiate(whole[of.at], to[of.at], target, log_share, factor)
+            for owed_part, target, gathered in owed:
+                log_share = losses(owed_part, target, gathered)
+                factor = None if gradients is None else self.factor(owed_part)
+                self.differentiate(whole[owed_part.at], to[owed_part.at], target, log_share, factor)
                 if gradients is not None:
-                    gradients.hidden(of, hidden[of.at], to[of.at])
+                    gradients.hidden(owed_part, hidden[owed_part.at], to[owed_part.at])
             owed.clear()
             if gradients is not None:
                 gradients.others(chunk, hidden, to[: hidden.shape[0]])
-        for of in owed:
-            losses(*of)
+        for entry in owed:
+            losses(*entry)
         self.work.wait()
         return numbers.flatten(1), predicted.flatten(), kept, gradients
 
     def factor(self, part: Part) -> torch.Tensor | None:
         """Of the rows of a scalar loss's gradient; in float16 without scale, which would leave the range."""
         early = None if self.hidden.dtype == torch.float16 else self.call.scale
-        token_weight = self.of(self.call.token_weight, part)
+        token_weight = self.select(self.call.token_weight, part)
         if token_weight is None:
             return early
         return token_weight if early is None else token_weight * early
@@ -200,20 +200,20 @@ class Stream:
         for chunk, part, hidden in self.walk(kept is None or call.needs & ~HIDDEN != 0):
             own = None if hidden is None else hidden[part.at]
             to = space if narrow is None else narrow
-            factor = self.of(upstream, part) if late else None
+            factor = self.select(upstream, part) if late else None
             if kept is not None:
                 to = kept[chunk.at]
             else:
                 logits = self.logits(own, space[part.at])
                 self.differentiate(
-                    logits, to[part.at], self.of(call.target, part), self.of(log_share, part),
-                    None if late else self.of(upstream, part), self.of(entropy_upstream, part),
-                    self.of(entropy, part),
+                    logits, to[part.at], self.select(call.target, part), self.select(log_share, part),
+                    None if late else self.select(upstream, part), self.select(entropy_upstream, part),
+                    self.select(entropy, part),
                 )  # fmt: skip
             gradients.hidden(part, own, to[part.at], factor)
             if part.last:
                 rows = self.shares * (chunk.end - chunk.begin)
-                gradients.others(chunk, hidden, to[:rows], self.of(upstream, chunk) if late else None)
+                gradients.others(chunk, hidden, to[:rows], self.select(upstream, chunk) if late else None)
         self.work.wait()
         return gradients
 
@@ -335,7 +335,7 @@ class Function(torch.autograd.Function):
             found = _row_gradients(ctx, dloss, dentropy)
         needs = call.needs if call.main_grad is None else call.needs & ~WEIGHT
         dhidden, *others = (g if needs & bit else None for bit, g in zip(_BITS, found, strict=True))
-        typed = (None if g is None else g.to(of) for g, of in zip(others, ctx.dtypes, strict=True))
+        typed = (None if g is None else g.to(dtype) for g, dtype in zip(others, ctx.dtypes, strict=True))
         return None, dhidden, *typed
 
 

@@ -22,7 +22,7 @@ def attach(model: nn.Module) -> None:
         model.__dict__[_SETTINGS] = loss_settings()
 
 
-def _forward(model, told, *args, **kwargs):
+def _forward(model, head, *args, **kwargs):
     """The patched model's forward, with the settings and the output."""
     labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels")) or len(args) > 1
     check(labels or not kwargs.get("skip_logits"),
@@ -30,5 +30,5 @@ def _forward(model, told, *args, **kwargs):
           sorted(kwargs))  # fmt: skip
     if labels and kwargs.get("skip_logits", model.training):
         kwargs = {**model.__dict__[_SETTINGS], **kwargs}
-    output = forward_of_model(model, told, *args, **kwargs)
+    output = forward_of_model(model, head, *args, **kwargs)
     return with_counts(output) if isinstance(output, ModelOutput) else output

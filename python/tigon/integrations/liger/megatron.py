@@ -151,7 +151,7 @@ def _replace_norm_of_block(original):
 
 
 def _replace_swiglu(original):
-    told = set()
+    logged = set()
 
     class LigerSwiGLUFunction:
         @staticmethod
@@ -159,8 +159,8 @@ def _replace_swiglu(original):
             reason = unsupported(None, fp8_input_store, cpu_offload_input)
             if reason is None and not any(value is not None for value in more):
                 return silu_product(input)
-            if reason is not None and reason not in told:
-                told.add(reason)
+            if reason is not None and reason not in logged:
+                logged.add(reason)
                 log.info("[compat.liger] falling back to Megatron's SwiGLUFunction: %s", reason)
             return original.apply(input, fp8_input_store, cpu_offload_input, *more)
 

@@ -34,9 +34,9 @@ def _vocab_parallel(
     validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
     size = 1 if tp_group is None else dist.get_world_size(tp_group)
     smooth = label_smoothing > 0.0 and size > 1
-    told = "'global' with label smoothing over several processes (else each has another loss)"
+    words = "'global' with label smoothing over several processes (else each has another loss)"
     fits = not smooth or label_smoothing_mode == "global"
-    check(fits, "label_smoothing_mode must be {}, got {!r}", told, label_smoothing_mode)
+    check(fits, "label_smoothing_mode must be {}, got {!r}", words, label_smoothing_mode)
     if label_smoothing_formula == "megatron" and label_smoothing:
         vocab = logits.shape[-1] * size
         label_smoothing = label_smoothing * vocab / (vocab - 1)
@@ -137,7 +137,7 @@ class LigerMegatronSwiGLU(nn.Module):
     def __init__(self, fallback_impl=None, in_place=False):
         super().__init__()
         self.fallback_impl, self.in_place = fallback_impl, in_place
-        self._told = set()
+        self._logged = set()
 
     def forward(self, input, bias=None, fp8_input_store=False, cpu_offload_input=False):
         """``[..., 2 F] -> [..., F]``, of two or three dimensions."""
@@ -146,7 +146,7 @@ class LigerMegatronSwiGLU(nn.Module):
         reason = unsupported(bias, fp8_input_store, cpu_offload_input)
         if reason is None or self.fallback_impl is None:
             return bias_swiglu_impl(input, bias, fp8_input_store, cpu_offload_input)
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             log.info("[compat.liger] LigerMegatronSwiGLU is falling back to fallback_impl: %s", reason)
         return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)

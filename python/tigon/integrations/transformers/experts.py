@@ -16,6 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tigon.integrations.transformers.activations import (
+    FUSED,
+    clamped_product,
+    fused_activation,
+    known_activation,
+    product,
+)
 from tigon.integrations.transformers.forward import (
     Part,
     autocast_dtype,
@@ -25,13 +32,6 @@ from tigon.integrations.transformers.forward import (
     foreign,
     plain,
     stock,
-)
-from tigon.integrations.transformers.mlp import (
-    FUSED,
-    clamped_product,
-    fused_activation,
-    known_activation,
-    product,
 )
 from tigon.integrations.transformers.patterns.modules import BATCHED_EXPERTS, EXPERT_GATES, Match, recognise
 from tigon.ops.experts import KINDS, experts
@@ -51,15 +51,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A whole layer of experts: its activation, how its parameters lie, and what ran it before."""
+    """A whole layer of experts: its activation, and what ran it before."""
 
     activation: str
-    first: str  # attribute of the first matrices
-    gated: bool
-    interleaved: bool
-    transposed: bool
-    bias: bool
     before: str
+    interleaved: bool = False
     alpha: str | None = None
     limit: str | None = None
     part: Part | None = None  # the activation, where it is an attribute
@@ -116,19 +112,19 @@ def stock_layer(module: nn.Module, before: str, *args):
 
 def layer_forward(module: nn.Module, spec: LayerSpec, hidden, ids, weights):
     """Forward of a recognised layer; tensors that have no kernel go the way they went before."""
-    first, down = getattr(module, spec.first), module.down_proj
-    biases = (None, None)
-    if spec.bias:
-        biases = getattr(module, f"{spec.first}_bias"), module.down_proj_bias
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    first, down, biases = getattr(module, name), module.down_proj, (None, None)
+    if module.has_bias:
+        biases = getattr(module, f"{name}_bias"), module.down_proj_bias
     tensors = (hidden, ids, weights, first, down, *(b for b in biases if b is not None))
     if not (plain(*tensors) and _fit(*tensors) and _intact(module, spec)):
         return stock_layer(module, spec.before, hidden, ids, weights)
-    numbers = {"alpha": spec.alpha, "limit": spec.limit}
-    numbers = {name: getattr(module, of) for name, of in numbers.items() if of is not None}
+    attributes = {"alpha": spec.alpha, "limit": spec.limit}
+    numbers = {name: getattr(module, attribute) for name, attribute in attributes.items() if attribute}
     y = experts(
-        hidden.to(first.dtype), first, down, ids, weights, activation=spec.activation, gated=spec.gated,
-        interleaved=spec.interleaved, transposed=spec.transposed, gate_up_bias=biases[0], down_bias=biases[1],
-        **numbers,
+        hidden.to(first.dtype), first, down, ids, weights, activation=spec.activation, gated=module.has_gate,
+        interleaved=spec.interleaved, transposed=module.is_transposed, gate_up_bias=biases[0],
+        down_bias=biases[1], **numbers,
     )  # fmt: skip
     return y.to(hidden.dtype)
 
@@ -198,7 +194,7 @@ def plan_experts(module: nn.Module) -> tuple | str | None:
     reason = blocked(module) or reason
     if reason is not None:
         return reason
-    spec = BatchedSpec(activation, **roles, part=Part.of(module, act))
+    spec = BatchedSpec(activation, **roles, part=Part.named(module, act))
     return batched_forward, module, "forward", spec, f"{FUSED[activation][0]} ({found.structure.name})"
 
 
@@ -223,35 +219,27 @@ def _plan_layer(module) -> tuple | None:
     before = implementation(module)
     if before == "eager" and "float" in inspect.unwrap(type(module).forward).__code__.co_names:
         return None  # its loop multiplies in float32
-    before = "grouped_mm" if before == IMPLEMENTATION else before
-    common = {"transposed": module.is_transposed, "bias": module.has_bias, "before": before}
-    if not module.has_gate:
-        known = known_activation(module.act_fn)
-        if known not in KINDS:
+    fields, name = {"act": "act_fn"}, "no gate"
+    if module.has_gate:
+        found = recognise(module, EXPERT_GATES, GATE)
+        if not isinstance(found, Match):
             return None
-        part = Part.of(module, "act_fn")
-        if not part.is_in(module):
-            return None
-        spec = LayerSpec(known, "up_proj", False, False, **common, part=part)
-        return layer_forward, module, LAYER, spec, "tigon.experts (no gate)"
-    found = recognise(module, EXPERT_GATES, GATE)
-    if not isinstance(found, Match):
-        return None
-    fields = {**found.structure.options, **found.roles}
+        fields, name = {**found.structure.options, **found.roles}, found.structure.name
+    part = Part.named(module, fields["act"]) if "act" in fields else None
     if "alpha" in fields:
-        numbers = {name: fields[name] for name in ("alpha", "limit")}
-        spec = LayerSpec("swiglu_oai", "gate_up_proj", True, "halves" not in fields, **common, **numbers)
-        return layer_forward, module, LAYER, spec, f"tigon.experts ({found.structure.name})"
-    known = known_activation(getattr(module, fields["act"])) if "act" in fields else fields.get("activation")
-    limit = fields.get("limit")
-    if limit is not None:
-        before = "clamp_after" not in fields and 0 < getattr(module, limit) < math.inf
-        known = "swiglu_clamped" if known == "silu" and before else None
-    part = Part.of(module, fields["act"]) if "act" in fields else None
-    if known not in KINDS or not (part is None or part.is_in(module)):
+        activation = "swiglu_oai"
+    else:
+        activation = known_activation(getattr(module, part.name)) if part else fields.get("activation")
+    if "limit" in fields and "alpha" not in fields:
+        clamped = "clamp_after" not in fields and 0 < getattr(module, fields["limit"]) < math.inf
+        activation = "swiglu_clamped" if activation == "silu" and clamped else None
+    if activation not in KINDS or not (part is None or part.is_in(module)):
         return None
-    spec = LayerSpec(known, "gate_up_proj", True, False, **common, limit=limit, part=part)
-    return layer_forward, module, LAYER, spec, f"tigon.experts ({found.structure.name})"
+    spec = LayerSpec(
+        activation, "grouped_mm" if before == IMPLEMENTATION else before,
+        "alpha" in fields and "halves" not in fields, fields.get("alpha"), fields.get("limit"), part,
+    )  # fmt: skip
+    return layer_forward, module, LAYER, spec, f"tigon.experts ({name})"
 
 
 def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
@@ -296,7 +284,7 @@ def _plan_gate(module):
         return reason
     fields = {**found.structure.options, **found.roles}
     if "act" in fields:
-        fields["part"] = Part.of(module, fields["act"])
+        fields["part"] = Part.named(module, fields["act"])
         fields["activation"], reason = fused_activation(module, fields.pop("act"))
         if reason is not None:
             return reason

@@ -156,7 +156,7 @@ class Part:
     kind: object
 
     @classmethod
-    def of(cls, module: nn.Module, name: str) -> Part:
+    def named(cls, module: nn.Module, name: str) -> Part:
         part = getattr(module, name)
         return cls(name, type(part) if isinstance(part, nn.Module) else part)
 

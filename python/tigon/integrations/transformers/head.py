@@ -55,8 +55,8 @@ NOT_PRESENT = (
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a model's forward under way was told of its logits."""
+class LogitsUse:
+    """What a model's forward under way wants of its logits."""
 
     skip: bool | None  # skip_logits, its own or that of the model around it
     labels: bool  # given to it or to the model around it
@@ -73,7 +73,9 @@ class HeadSpec:
     compiled: bool = False  # its model's loss_function is ours, so tracing meets no torch function
     always: bool = False  # logits are owed without labels too
     once: str | None = None  # why its weight is there during the first call only
-    forwards: dict[nn.Module, Asked] = field(default_factory=dict)  # of models around it, the innermost last
+    forwards: dict[nn.Module, LogitsUse] = field(
+        default_factory=dict
+    )  # of models around it, the innermost last
 
     def __deepcopy__(self, memo):
         return self  # PEFT copies heads out of a patched model: they count into the same report
@@ -85,11 +87,11 @@ def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
         check("lazy_logits", present(module), NOT_PRESENT)
         loss = isinstance(request, LossRequest)
         return _loss(module, spec, hidden, request) if loss else stock(module, hidden)
-    asked = next(reversed(spec.forwards.values()), None)
-    skip = None if asked is None else asked.skip
+    use = next(reversed(spec.forwards.values()), None)
+    skip = None if use is None else use.skip
     if not (module.training and torch.is_grad_enabled() if skip is None else skip):
         return stock(module, hidden)
-    reason = _why_computed(module, spec, asked, hidden)
+    reason = _why_computed(module, spec, use, hidden)
     if reason is not None:
         spec.calls.compute(reason)
         return stock(module, hidden)
@@ -99,11 +101,11 @@ def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
     return LazyLogits(module, hidden, module.weight.shape[0], autocast or hidden.dtype, spec.calls, autocast)
 
 
-def _why_computed(module, spec, asked, hidden) -> str | None:
+def _why_computed(module, spec, use, hidden) -> str | None:
     """Why logits are computed at once where they could be owed, or None."""
-    if asked is None:
+    if use is None:
         return "the head was called outside of its model's forward (call the model, with labels)"
-    if not (asked.labels or spec.always):
+    if not (use.labels or spec.always):
         return NO_LABELS
     if vocabulary_sharded(module):
         if not plain(hidden) or torch.compiler.is_compiling():
@@ -144,7 +146,7 @@ def _foreign(hook) -> bool:
 
 
 def _loss(module, spec, hidden, request):
-    counts = next((asked.counts for asked in reversed(spec.forwards.values())), None)
+    counts = next((use.counts for use in reversed(spec.forwards.values())), None)
     if not counts:
         return _linear_loss(module, spec, hidden, request)
     request.options["outputs"] = ("loss", "predicted", "correct")
@@ -181,8 +183,8 @@ def _linear_loss(module, spec, hidden, request):
         if scaling:
             same = ("bias", "lora", "softcap", "logit_scale", "ignore_index", "shift")
             with torch.no_grad():
-                told = linear_log_prob(hidden, weight, target, **{name: options[name] for name in same})
-            options["token_weight"] = told.exp()
+                log_prob = linear_log_prob(hidden, weight, target, **{name: options[name] for name in same})
+            options["token_weight"] = log_prob.exp()
         return linear_cross_entropy(hidden, weight, target, **options)
 
 
@@ -196,7 +198,7 @@ def attach(owner: nn.Module, spec: HeadSpec) -> None:
         bind_model(forward_of_model, owner, (spec, names))
 
 
-def forward_of_model(module: nn.Module, told: tuple[HeadSpec, tuple[str, ...]], *args, **kwargs):
+def forward_of_model(module: nn.Module, head: tuple[HeadSpec, tuple[str, ...]], *args, **kwargs):
     """Forward of a patched model: its head knows whether a loss will take its logits.
 
     It will where labels are given (any argument with "labels" in its name), or where apply was told so. The
@@ -204,18 +206,18 @@ def forward_of_model(module: nn.Module, told: tuple[HeadSpec, tuple[str, ...]], 
     and leaves them out of the output. So are those of `COUNTS`: what a fused loss counts becomes a field of
     the output, which in training has no logits then.
     """
-    spec, names = told
+    spec, names = head
     if module in spec.forwards:  # inside of itself
         return stock(module, *args, **kwargs)
     counts = {field: None for name, field in COUNTS.items() if kwargs.pop(name, None)}
-    asked = before_forward(module, spec, {**dict(zip(names, args, strict=False)), **kwargs}, counts)
+    use = before_forward(module, spec, {**dict(zip(names, args, strict=False)), **kwargs}, counts)
     kwargs.pop("skip_logits", None)
-    spec.forwards[module] = asked
+    spec.forwards[module] = use
     try:
         output = stock(module, *args, **kwargs)
     finally:
         spec.forwards.pop(module, None)
-    if asked.drop and isinstance(output, ModelOutput):
+    if use.drop and isinstance(output, ModelOutput):
         output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
     if isinstance(output, ModelOutput):
         for field, value in counts.items():
@@ -224,7 +226,7 @@ def forward_of_model(module: nn.Module, told: tuple[HeadSpec, tuple[str, ...]], 
     return output
 
 
-def before_forward(module: nn.Module, spec: HeadSpec, given: dict, counts: dict) -> Asked:
+def before_forward(module: nn.Module, spec: HeadSpec, given: dict, counts: dict) -> LogitsUse:
     """What a model's forward asks of its head, by the arguments that it was given.
 
     Labels on the GPU are counted before the layers run: the loss waits for their number at most until the
@@ -244,7 +246,7 @@ def before_forward(module: nn.Module, spec: HeadSpec, given: dict, counts: dict)
     for linear in _patched(head, spec):
         refuse_main_grad(module, linear)
     running = list(spec.forwards.values())  # of the models that this one is inside of
-    around = running[-1] if running else Asked(None, False, False, {})
+    around = running[-1] if running else LogitsUse(None, False, False, {})
     spec.ledger.open()
     if not torch.compiler.is_compiling() and (module.training or skip):
         shifted = given.get("shift_labels")
@@ -252,7 +254,7 @@ def before_forward(module: nn.Module, spec: HeadSpec, given: dict, counts: dict)
         if isinstance(target, torch.Tensor) and target.is_cuda and target.ndim:
             count_labels(target, given.get("ignore_index", -100), shift=shifted is None)
     skip_here = around.skip if skip is None else skip
-    return Asked(skip_here, labels or around.labels, bool(skip), counts or around.counts)
+    return LogitsUse(skip_here, labels or around.labels, bool(skip), counts or around.counts)
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

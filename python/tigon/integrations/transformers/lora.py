@@ -111,8 +111,8 @@ class Siblings:
             self._gather(spec, x, state)
         y, *ys = _adapted(x, state.dtype, self.prepared)
         self.x, self.version = weakref.ref(x), x._version
-        for of, other, z in zip(self.specs[1:], self.states[1:], ys, strict=True):
-            self.results[of.name] = other, other.versions(), other.finish(z)
+        for sibling, other, z in zip(self.specs[1:], self.states[1:], ys, strict=True):
+            self.results[sibling.name] = other, other.versions(), other.finish(z)
         return state.finish(y)
 
     def _gather(self, spec, x, state) -> None:
@@ -135,7 +135,7 @@ class Siblings:
 def _prepare(*states: State) -> tuple:
     """Of one call for all."""
     bases, adapters = [one.base for one in states], [one.adapters for one in states]
-    adapters = [a._replace(base=i) for i, of_one in enumerate(adapters) for a in of_one]
+    adapters = [a._replace(base=i) for i, group in enumerate(adapters) for a in group]
     if states[0].magnitude is None:
         return prepare(bases, adapters)
     return prepare([Base(base.weight) for base in bases], adapters, [one.magnitude for one in states])

@@ -50,7 +50,7 @@ def _clipping(original):
     @functools.wraps(original)
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         parameters = list(parameters)
-        optimizer = _alone(self)
+        optimizer = _only_optimizer(self)
         if optimizer is not None and norm_type == 2:
             self.unscale_gradients()
             if optimizer.has_all_gradients_of(parameters):
@@ -61,7 +61,7 @@ def _clipping(original):
     return clip_grad_norm_
 
 
-def _alone(accelerator) -> AdamW | None:
+def _only_optimizer(accelerator) -> AdamW | None:
     """Its optimizer, where there is one, ours, and gradients are whole on every process."""
     kinds = ("NO", "MULTI_GPU", "MULTI_CPU")
     if accelerator.distributed_type not in kinds or len(accelerator._optimizers) != 1:

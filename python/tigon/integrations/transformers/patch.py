@@ -78,14 +78,19 @@ class _Plan:
         self.losses: list[str] = []  # paths of models whose loss function is transformers' causal one
         self.heads: list = []  # (model, Linears of its head)
 
-    def modules(self, slot, plan, function):
-        taken = {id(module) for _, module, _, name in self.binds if name == "forward"}
-        for path, module in self.model.named_modules():
-            verdict = None if id(module) in taken else plan(module)
-            if isinstance(verdict, tuple):
-                self.binds.append((function, module, verdict[0], "forward"))
-            if verdict is not None:
-                self.add(slot, path, type(module).__name__, verdict)
+    def modules(self, slot, *rows):
+        """Look at all modules by each row's plan, and bind its function to those that it takes.
+
+        A plan returns (spec of the function, what it is), why a module is left, or None: it is none of this.
+        """
+        for plan, function in rows:
+            taken = {id(module) for _, module, _, name in self.binds if name == "forward"}
+            for path, module in self.model.named_modules():
+                verdict = None if id(module) in taken else plan(module)
+                if isinstance(verdict, tuple):
+                    self.binds.append((function, module, verdict[0], "forward"))
+                if verdict is not None:
+                    self.add(slot, path, type(module).__name__, verdict)
 
     def experts(self):
         for path, module in self.model.named_modules():
@@ -101,7 +106,7 @@ class _Plan:
         owners = (m for m in self.model.modules() if isinstance(m, PreTrainedModel))
         heads = {id(owner.get_output_embeddings()) for owner in owners}
         first = len(self.binds)
-        self.modules("lora", lambda m: None if id(m) in heads else plan_lora(m), lora_forward)
+        self.modules("lora", (lambda m: None if id(m) in heads else plan_lora(m), lora_forward))
         specs = {id(module): spec for _, module, spec, _ in self.binds[first:]}
         for parent in self.model.modules():
             names = {name: specs[id(c)] for name, c in parent.named_children() if id(c) in specs}
@@ -165,25 +170,17 @@ class _Plan:
                 owner.__dict__["_loss_function"] = causal_lm_loss
 
 
-def _modules(slot, *rows):
-    """What looks for the modules of a slot: (plan, the function that a module is given) for each kind."""
-
-    def look(plan: _Plan) -> None:
-        for plan_module, function in rows:
-            plan.modules(slot, plan_module, function)
-
-    return look
-
-
 # In this order: a module that one has taken is not looked at by those behind it.
 _SLOTS = {
-    "norm": _modules("norm", (plan_norm, norm_forward)),
-    "mlp": _modules("mlp", (plan_mlp, mlp_forward)),
+    "norm": lambda plan: plan.modules("norm", (plan_norm, norm_forward)),
+    "mlp": lambda plan: plan.modules("mlp", (plan_mlp, mlp_forward)),
     "experts": _Plan.experts,
-    "router": _modules("router", (plan_router, router_forward)),
-    "qkv": _modules("qkv", (plan_slices, rewritten_forward)),
-    "qk_norm": _modules("qk_norm", (plan_qk_norm, rewritten_forward)),
-    "hyper": _modules("hyper", (plan_hyper, hyper_forward), (plan_streams, rewritten_forward)),
+    "router": lambda plan: plan.modules("router", (plan_router, router_forward)),
+    "qkv": lambda plan: plan.modules("qkv", (plan_slices, rewritten_forward)),
+    "qk_norm": lambda plan: plan.modules("qk_norm", (plan_qk_norm, rewritten_forward)),
+    "hyper": lambda plan: plan.modules(
+        "hyper", (plan_hyper, hyper_forward), (plan_streams, rewritten_forward)
+    ),
     "lora": _Plan.lora,
     "rope": _Plan.rope,
     "loss": _Plan.loss,
@@ -267,8 +264,8 @@ def _tell_wrappers(model: nn.Module, root: nn.Module) -> None:
     """PEFT's adaption prompts keep the model's forward for their own: that of now."""
     for wrapper in model.modules():
         kept = wrapper.__dict__.get("forward")
-        of = kept.__self__ if isinstance(kept, types.MethodType) else getattr(kept, "module", None)
-        if of is root is not wrapper and model_forward(root) is not None:
+        owner = kept.__self__ if isinstance(kept, types.MethodType) else getattr(kept, "module", None)
+        if owner is root is not wrapper and model_forward(root) is not None:
             wrapper.__dict__["forward"] = root.forward
 
 

@@ -65,12 +65,12 @@ def _partition(body: list[ast.stmt]) -> list[ast.Assign] | None:
             case ast.Assign(
                 targets=[ast.Name(id=name)],
                 value=ast.Subscript(
-                    value=ast.Name(id=of),
+                    value=ast.Name(id=cut),
                     slice=ast.Tuple(elts=[ast.Constant(value=inner), ast.Slice(lower, upper, None)]),
                 ),
             ) if inner is ...:
-                same = not parts or of == parts[0].value.value.id
-                if not same or not _equal(lower, end) or (name == of and upper is not None):
+                same = not parts or cut == parts[0].value.value.id
+                if not same or not _equal(lower, end) or (name == cut and upper is not None):
                     return None
                 if upper is not None and _size(upper, end) is None:
                     return None

@@ -364,16 +364,6 @@ MLPS = (
     Structure("gate, up, down", glu_merger),
 )
 
-# Activations are told apart by their values (mlp.py): most hide behind functools.partial or a method.
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "relu_squared": lambda x: F.relu(x).square(),
-}
-
-
 # --- experts -----------------------------------------------------------------------------------
 
 
