@@ -33,10 +33,6 @@ from tables import markdown
 PARTS = ("products", "attention", "optimizer", "rest")
 
 
-def milliseconds(call, device: torch.device) -> float:
-    return timing.cuda_ms(call) if device.type == "cuda" else timing.cpu_ms({"": call})[""]
-
-
 def products_ms(model, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
     """All products of linear layers: each shape's three, as often as the model has it."""
     shapes = Counter(
@@ -55,7 +51,7 @@ def products_ms(model, tokens: int, dtype: torch.dtype, device: torch.device) ->
             torch.mm(dy, weight, out=results[1])
             torch.mm(dy.t(), x, out=results[2])
 
-        total += times * milliseconds(call, device)
+        total += times * timing.median_ms(call, device)
     return total
 
 
@@ -71,7 +67,7 @@ def attention_ms(config, case: dict, dtype: torch.dtype, device: torch.device) -
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape["q"] != shape["kv"])
         torch.autograd.grad(y, leaves, dy)
 
-    return config.num_hidden_layers * milliseconds(call, device)
+    return config.num_hidden_layers * timing.median_ms(call, device)
 
 
 def optimizer_bytes(model, clip: float, itemsize: int) -> int:

@@ -78,7 +78,7 @@ def parameters(shapes, dtype: torch.dtype, device: torch.device) -> list[torch.n
 def milliseconds(call: Callable, device: torch.device) -> float:
     """Median device time of one call; wall time on the CPU."""
     if device.type == "cpu":
-        return timing.cpu_ms({"": lambda _: call()})[""]
+        return timing.median_ms(lambda _: call(), device)
     for _ in range(3):
         call()
     times = []

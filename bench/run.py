@@ -179,9 +179,7 @@ class Bench:
         return sum(self.time_alone(product) for product in module.gemms(inputs, step))
 
     def time_alone(self, call) -> float:
-        if self.device.type == "cuda":
-            return timing.cuda_ms(lambda _: call())
-        return timing.cpu_ms({"": lambda _: call()})[""]
+        return timing.median_ms(lambda _: call(), self.device)
 
     def open(self, module, case: Case, inputs, names: list[str], base: dict) -> dict:
         """Runners of the providers that work on this case; the rest is recorded with a reason."""

@@ -41,6 +41,11 @@ def cuda_ms(call: Call) -> float:
     return statistics.median(cuda_times(call))
 
 
+def median_ms(call: Call, device: torch.device) -> float:
+    """Median time of one call: of the device, or of the wall where that is a CPU."""
+    return cuda_ms(call) if device.type == "cuda" else cpu_ms({"": call})[""]
+
+
 def quantiles(times: list[float]) -> dict[str, float]:
     """The median and the [0.2, 0.8] quantiles."""
     low, *_, high = statistics.quantiles(times, n=5, method="inclusive")
@@ -147,5 +152,4 @@ def copy_gbps(device: torch.device) -> float:
     def call(_: int) -> None:
         target.copy_(source)
 
-    ms = cuda_ms(call) if device.type == "cuda" else cpu_ms({"copy": call})["copy"]
-    return 2 * size / ms / 1e6
+    return 2 * size / median_ms(call, device) / 1e6

@@ -319,44 +319,31 @@ class AdamW(torch.optim.Optimizer):
 
     def _sorted(self, groups, found_inf) -> tuple[dict, list]:
         """A list for each device, and what has no kernel; states are made and completed."""
-        lists: dict[torch.device, TensorList] = {}
+        by_device: dict[torch.device, list[tuple[dict, list, list]]] = {}
         others: list[tuple] = []
         for group, params, grads in groups:
-            sizes: dict[torch.device, int] = {}
+            found: dict[torch.device, tuple[list, list]] = {}
             for p, grad in zip(params, grads, strict=True):
                 state = self._state_of(group, p, grad, found_inf)
                 if (p.dtype not in _FLOATS or not (p.is_cuda or p.is_cpu)) and not has_kernel(_OP, p):
                     others.append((group, p, state))
                     continue
-                device = p.device
-                tensors = lists.get(device)
-                if tensors is None:
-                    tensors = lists[device] = TensorList()
-                self._append(tensors, group, p, grad, state)
-                sizes[device] = sizes.get(device, 0) + 1
-            for device, size in sizes.items():
-                lists[device].add_group(group, size, device)
+                if self.rounding == "stochastic":
+                    self._place_of(p)
+                if type(p) is not torch.nn.Parameter and is_dtensor(p):
+                    alike = is_dtensor(grad) and grad.placements == p.placements
+                    placed = getattr(grad, "placements", type(grad).__name__)
+                    words = "the gradient of a DTensor must be one with the same placements, got {}"
+                    check(_OP, alike, words, placed)
+                for tensors, tensor in zip(found.setdefault(p.device, ([], [])), (p, grad), strict=True):
+                    tensors.append(tensor)
+            for device, tensors in found.items():
+                by_device.setdefault(device, []).append((group, *tensors))
+        lists = {device: self._listed(own, device, found_inf) for device, own in by_device.items()}
+        for made in lists.values():
+            for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "extras", "steps"):
+                setattr(made, name, [local(tensor) for tensor in getattr(made, name)])
         return lists, others
-
-    def _append(self, tensors: TensorList, group: dict, p, grad, state: dict) -> None:
-        if self.rounding == "stochastic":
-            tensors.first.append(self._place_of(p))
-        key = _EXTRAS.get(self.rounding, ("",))[0] if p.dtype in _HALF else ""
-        if type(p) is not torch.nn.Parameter and is_dtensor(p):
-            check(_OP, is_dtensor(grad) and grad.placements == p.placements, "the gradient of a DTensor must "
-                  "be one with the same placements, got {}", getattr(grad, "placements", type(grad).__name__)
-                  )  # fmt: skip
-            state = {name: local(value) for name, value in state.items()}
-            p, grad = local(p), local(grad)
-        tensors.params.append(p)
-        tensors.grads.append(grad)
-        tensors.exp_avgs.append(state["exp_avg"])
-        tensors.exp_avg_sqs.append(state["exp_avg_sq"])
-        if group["amsgrad"]:
-            tensors.max_exp_avg_sqs.append(state["max_exp_avg_sq"])
-        if key:
-            tensors.extras.append(state[key])
-        tensors.steps.append(state["step"])
 
     def _place_of(self, p) -> int:
         """Where a parameter's stream of random bits begins: at the elements of those before it."""

@@ -31,7 +31,6 @@ from tigon.ops.loss_head.operands import (
 )
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import result_type
-from tigon.parallel.counting import count, counting
 from tigon.parallel.cross_entropy import (
     check_eager,
     check_layout,
@@ -40,7 +39,7 @@ from tigon.parallel.cross_entropy import (
     shape_of,
     take_class_weight,
 )
-from tigon.parallel.plan import Sizes, choose
+from tigon.parallel.plan import Sizes, choose, count, counting
 from tigon.parallel.rows import NUMBERS, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, agree, code, target_code
 from tigon.parallel.stream import Call, Function, Parameters

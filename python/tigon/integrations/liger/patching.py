@@ -14,12 +14,16 @@ import logging
 import os
 
 from transformers import AutoConfig
+from transformers.utils import ModelOutput
 
 import tigon
 from tigon.error import Error
-from tigon.integrations.liger import forward, functional
+from tigon.integrations.liger import functional
 from tigon.integrations.liger.names import check
+from tigon.integrations.liger.outputs import with_counts
 from tigon.integrations.transformers.causal_loss import COUNTS, loss_of_logits, loss_options, next_labels
+from tigon.integrations.transformers.forward import model_forward
+from tigon.integrations.transformers.head import forward_of_model
 from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
 from tigon.integrations.transformers.patch import unwrapped
 
@@ -134,7 +138,29 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
         for entry in report.replaced:
             if entry.slot == "norm":
                 _take_choices(model.get_submodule(entry.path))
-        forward.attach(model)
+        _attach(model)
+
+
+_SETTINGS = "_tigon_liger_settings"  # on the model: options that its program adds to Liger's loss
+
+
+def _attach(model) -> None:
+    """Give the patched ``model`` the settings and the output; again does nothing."""
+    forward = model_forward(model)
+    if forward is not None:
+        forward.function = _forward
+        model.__dict__[_SETTINGS] = functional.loss_settings()
+
+
+def _forward(model, head, *args, **kwargs):
+    labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels")) or len(args) > 1
+    check(labels or not kwargs.get("skip_logits"),
+          "labels or shift_labels must be given where skip_logits is True, got {}",
+          sorted(kwargs))  # fmt: skip
+    if labels and kwargs.get("skip_logits", model.training):
+        kwargs = {**model.__dict__[_SETTINGS], **kwargs}
+    output = forward_of_model(model, head, *args, **kwargs)
+    return with_counts(output) if isinstance(output, ModelOutput) else output
 
 
 def _take_choices(norm) -> None:

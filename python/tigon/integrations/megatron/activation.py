@@ -33,10 +33,7 @@ def bias_swiglu_impl(input, bias, fp8_input_store=False, cpu_offload_input=False
         ``[..., F]`` in the input's dtype, rounded once.
     """
     if fp8_input_store or cpu_offload_input:
-        from megatron.core.fusions import fused_bias_swiglu
-
-        extra = () if clamp_value is None else (clamp_value,)
-        return fused_bias_swiglu.bias_swiglu_impl(input, bias, fp8_input_store, cpu_offload_input, *extra)
+        return _megatron("bias_swiglu_impl", clamp_value, input, bias, fp8_input_store, cpu_offload_input)
     return _clamped_swiglu(input if bias is None else input + bias, clamp_value)
 
 
@@ -56,16 +53,20 @@ def weighted_bias_swiglu_impl(input, bias, weights, fp8_input_store=False, clamp
     op = "weighted_bias_swiglu"
     check(op, bias is None, "bias must be None (Megatron's function takes none either), got a tensor")
     if fp8_input_store:
-        from megatron.core.fusions import fused_bias_swiglu
-
-        extra = () if clamp_value is None else (clamp_value,)
-        return fused_bias_swiglu.weighted_bias_swiglu_impl(input, bias, weights, True, *extra)
+        return _megatron("weighted_bias_swiglu_impl", clamp_value, input, bias, weights, True)
     return (_clamped_swiglu(input, clamp_value) * weights).to(input.dtype)
 
 
 def bias_geglu_impl(input, bias):
     """Megatron's function of this name: ``gelu(gate) * up`` of ``input + bias``, gelu by tanh."""
     return geglu(input if bias is None else input + bias)
+
+
+def _megatron(name, clamp_value, *args):
+    """Megatron's own function; before 0.19 it takes no clamp."""
+    from megatron.core.fusions import fused_bias_swiglu
+
+    return getattr(fused_bias_swiglu, name)(*args, *(() if clamp_value is None else (clamp_value,)))
 
 
 def _clamped_swiglu(x, limit):

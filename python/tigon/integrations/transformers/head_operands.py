@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tigon.integrations.transformers.dora import row_lengths
 from tigon.integrations.transformers.forward import plain
+
+LORA_PARTS = ("base_layer", "lora_A", "lora_B", "active_adapters", "scaling")
 
 
 class Operands(NamedTuple):
@@ -27,8 +28,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_lora(module: nn.Module) -> bool:
     """Whether it is PEFT's LoRA (or DoRA) around a plain Linear."""
-    parts = ("base_layer", "lora_A", "lora_B", "active_adapters", "scaling")
-    return all(hasattr(module, part) for part in parts) and is_linear(module.base_layer)
+    return all(hasattr(module, part) for part in LORA_PARTS) and is_linear(module.base_layer)
 
 
 def is_tokens(module: nn.Module) -> bool:
@@ -90,3 +90,22 @@ def _dora(base, lora, magnitude):
     weight = base.weight
     factor = (magnitude / row_lengths(weight, a, b, scale)).unsqueeze(-1)
     return Operands((factor * weight).to(weight.dtype), base.bias, (a, factor * b, scale))
+
+
+def blocks(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Some rows at a time: what PyTorch computes on the CPU in another dtype, it copies first."""
+    return weight.split(64) if weight.is_cpu and not torch.compiler.is_compiling() else (weight,)
+
+
+def row_lengths(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Lengths of the rows of ``weight + scale * b @ a``, float32. The sum is not formed.
+
+    Constants to autograd, as DoRA has them.
+    """
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        a, b = a.float(), b.float()
+        lengths = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in blocks(weight)]
+        squares = torch.cat(lengths).square()
+        cross = ((weight @ a.to(weight.dtype).t()).float() * b).sum(1)
+        own = ((b @ (a @ a.t())) * b).sum(1)
+        return (squares + 2 * scale * cross + scale**2 * own).clamp(min=0).sqrt()

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from tigon.integrations.transformers.canonical import NoSource, source_tree
-from tigon.integrations.transformers.dora import row_lengths
 from tigon.integrations.transformers.forward import (
     HOOKED,
     autocast_dtype,
@@ -29,17 +28,16 @@ from tigon.integrations.transformers.forward import (
     has_hooks,
     stock,
 )
-from tigon.integrations.transformers.head_operands import is_linear
+from tigon.integrations.transformers.head_operands import LORA_PARTS, is_linear, row_lengths
 from tigon.ops import glu, rms_norm
 from tigon.ops.lora_linear import Adapter, Base, apply, draw_seed, prepare
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYERS = ("Linear", "Linear4bit", "Linear8bitLt", "TorchaoLoraLinear")
-_PARTS = ("base_layer", "lora_A", "lora_B", "active_adapters", "scaling")
 
 
 def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
-    if not type(module).__module__.startswith("peft.") or not all(hasattr(module, p) for p in _PARTS):
+    if not type(module).__module__.startswith("peft.") or not all(hasattr(module, p) for p in LORA_PARTS):
         return None
     name = type(module).__name__
     if name not in _LAYERS:
