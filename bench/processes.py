@@ -93,10 +93,7 @@ def serve(case_file: str, result_file: str, prepare: Callable, run_case: Callabl
         result = run_case(case)
     except Exception as error:
         kind, text = type(error).__name__, str(error).strip().splitlines() or [""]
-        result = {
-            "error": f"{kind}: {text[0]}",
-            "out_of_memory": kind == "OutOfMemoryError",
-        }
+        result = {"error": f"{kind}: {text[0]}", "out_of_memory": kind == "OutOfMemoryError"}
     Path(result_file).write_text(json.dumps(result))
 
 

@@ -14,13 +14,7 @@ from tigon.error import Error
 from tigon.integrations.transformers.causal_loss import causal_lm_loss
 from tigon.integrations.transformers.experts import plan_experts, switch, switch_back
 from tigon.integrations.transformers.forward import bind, bound, model_forward, unbind
-from tigon.integrations.transformers.head import (
-    HeadSpec,
-    attach,
-    bind_head,
-    output_head,
-    plan_head,
-)
+from tigon.integrations.transformers.head import HeadSpec, attach, bind_head, output_head, plan_head
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper
 from tigon.integrations.transformers.lora import find_siblings, lora_forward, plan_lora
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp

@@ -234,7 +234,7 @@ LAYER_NORMS = (
 DECLARED = {
     "transformers.models.nemotron.modeling_nemotron.NemotronLayerNorm1P": Match(
         LAYER_NORMS[-1], {"shape": "normalized_shape", "weight": "weight", "bias": "bias", "eps": "eps"}
-    ),
+    )
 }
 
 
