@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
 MAX_INLINING = 4
+SOURCE = "_tigon_source"  # of a function that was made of a text
 
 # Functions and tensor methods that have one spelling in the canonical form.
 _TORCH = """
@@ -118,7 +119,7 @@ def _canonical(function, cls) -> Canonical:
 def source_tree(function) -> ast.Module:
     """The syntax of a function's source; `NoSource` where there is none."""
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return ast.parse(getattr(function, SOURCE, None) or textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError) as error:
         raise NoSource("no Python source") from error
 

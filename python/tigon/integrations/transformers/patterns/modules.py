@@ -1,9 +1,10 @@
-"""The table of recognised structures: each is the function itself, written as models write it.
+"""The tables of recognised structures: each row is the function itself, written as models write it.
 
-A module or function is recognised when its canonical expression (`canonical.py`) equals that of a
-reference below, never by its name. The attribute names of the references are roles: the match
-says which attribute of the real module plays each. The references also serve the numeric probe of
-functions that have no source. To add a structure, write its reference and one row.
+A module or function is recognised when its canonical expression (`canonical.py`) equals that of a row, never
+by its name. The attribute names of a row are roles: the match says which attribute of the real module plays
+each. Rows also serve the numeric probe of functions that have no source. To add a structure, write its row:
+a name, its statements, of which the last is what it returns, and what the replacement needs to know. A
+canonical expression sees through functions, so that what several rows share stands in one.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN  # noqa: F401  in the text of rows
 
 from tigon.integrations.transformers.canonical import (
+    SOURCE,
     Canonical,
     Unrecognised,
     canonical_forward,
@@ -32,6 +34,21 @@ class Structure:
     reference: object
     options: dict = field(default_factory=dict)
     forward: bool = True  # a module's forward (first parameter is self) or a plain function
+
+
+def reference(parameters: str, statements: tuple[str, ...], names: dict):
+    """A function of these parameters and statements, of which it returns the last; `names` are its globals."""
+    *body, result = statements
+    lines = (f"def reference({parameters}):", *body, f"return {result}")
+    source, made = "\n    ".join(lines), {}
+    exec(source, names, made)
+    setattr(made["reference"], SOURCE, source)
+    return made["reference"]
+
+
+def form(name: str, *statements: str, parameters: str = "self, x", **options) -> Structure:
+    """A row of a table of methods."""
+    return Structure(name, reference(parameters, statements, globals()), options)
 
 
 @dataclass(frozen=True)
@@ -74,24 +91,8 @@ def _normalised(x, eps):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def norm_llama(self, x):
-    h = _normalised(x.float(), self.eps)
-    return self.weight * h.to(x.dtype)
-
-
-def norm_late(self, x):
-    h = _normalised(x.float(), self.eps)
-    return (self.weight * h).to(x.dtype)
-
-
-def norm_late_fp32(self, x):
-    h = _normalised(x.float(), self.eps)
-    return (self.weight.float() * h).to(x.dtype)
-
-
-def norm_gemma(self, x):
-    h = _normalised(x.float(), self.eps)
-    return (h * (1.0 + self.weight.float())).to(x.dtype)
+def _normalised_mixed(x, eps):
+    return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
 
 
 def _normalised_by_group(x, eps, group_size):
@@ -99,59 +100,6 @@ def _normalised_by_group(x, eps, group_size):
         x = x.reshape(*x.shape[:-1], -1, group_size)
     h = _normalised(x, eps)
     return h.flatten(-2) if group_size is not None else h
-
-
-def norm_gemma_by_group(self, x):
-    h = _normalised_by_group(x.float(), self.eps, self.group_size)
-    return (h * (1.0 + self.weight.float())).to(x.dtype)
-
-
-def norm_weightless(self, x):
-    return _normalised(x.float(), self.eps).to(x.dtype)
-
-
-def norm_late_optional(self, x):
-    h = _normalised(x.float(), self.eps)
-    if self.with_weight:
-        h = h * self.weight.float()
-    return h.to(x.dtype)
-
-
-def norm_t5(self, x):
-    h = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-    if self.weight.dtype in [torch.float16, torch.bfloat16]:
-        h = h.to(self.weight.dtype)
-    return self.weight * h
-
-
-def norm_llama_mixed(self, x):
-    h = (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-    return h * self.weight
-
-
-def norm_shifted(self, x):
-    h = _normalised(x.float(), self.eps)
-    return (h * (1.0 + self.weight).float()).to(x.dtype)
-
-
-def norm_rounded_rstd(self, x):
-    return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
-
-
-def norm_torch(self, x):
-    return F.rms_norm(x, self.shape, self.weight, self.eps)
-
-
-def group_norm_torch(self, x):
-    return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
-
-
-def group_norm_with_rest(self, x, unused=None):
-    return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
-
-
-def layer_norm_torch(self, x):
-    return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
 def layer_norm_channels(self, x):
@@ -162,72 +110,93 @@ def layer_norm_channels(self, x):
     return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
-def layer_norm_late(self, x):
-    h = x.float()
-    mean = h.mean(-1, keepdim=True)
-    variance = (h - mean).pow(2).mean(-1, keepdim=True)
-    h = (h - mean) * torch.rsqrt(variance + self.eps)
-    return (self.weight.float() * h).to(x.dtype)
-
-
-def layer_norm_weightless(self, x):
-    return F.layer_norm(x.float(), self.shape, None, None, eps=1e-5).to(x.dtype)
-
-
-def layer_norm_shifted(self, x):
-    return F.layer_norm(x, self.shape, self.weight + 1.0, self.bias, self.eps)
-
-
-def norm_gated(self, x, gate):
-    h = self.weight * _normalised(x.float(), self.eps).to(x.dtype)
-    return (h * ACT2FN[self.activation](gate.float())).to(x.dtype)
-
-
-def norm_gated_late(self, x, gate=None):
-    h = self.weight.float() * _normalised(x.float(), self.eps)
-    return (h * ACT2FN[self.activation](gate.float())).to(x.dtype)
-
-
-def norm_gate_first(self, x, gate=None):
-    h = x.float()
-    if gate is not None:
-        h = h * F.silu(gate.float())
-    *leading, columns = h.shape
-    groups = columns // self.group_size
-    h = _normalised(h.view(*leading, groups, self.group_size), self.eps)
-    return self.weight * h.view(*leading, groups * self.group_size).to(x.dtype)
-
-
+_H = "h = _normalised(x.float(), self.eps)"
+_GROUP_NORM = "F.group_norm(x, self.groups, self.weight, self.bias, self.eps)"
+_LAYER_NORM = "F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)"
+_LLAMA = {"rounding": "llama", "offset": 0.0}
 _LATE = {"rounding": "gemma", "offset": 0.0}
+_GEMMA = {"rounding": "gemma", "offset": 1.0}
 NORMS = (
-    Structure("llama", norm_llama, {"rounding": "llama", "offset": 0.0}),
-    Structure("llama", norm_llama_mixed, {"rounding": "llama", "offset": 0.0}),
-    Structure("late", norm_late, _LATE),
-    Structure("late", norm_late_fp32, _LATE),
-    Structure("gemma", norm_gemma, {"rounding": "gemma", "offset": 1.0}),
-    Structure("gemma, by group", norm_gemma_by_group, {"rounding": "gemma", "offset": 1.0}),
-    Structure("gemma, 1 + w rounded", norm_shifted, {**_LATE, "shift": 1.0}),
-    Structure("weightless", norm_weightless, _LATE),
-    Structure("weightless", norm_rounded_rstd, _LATE),
-    Structure("late, optional weight", norm_late_optional, _LATE),
-    Structure("t5", norm_t5, {"rounding": "t5", "offset": 0.0}),
-    Structure("torch", norm_torch, {**_LATE, "autocast": True}),
+    form("llama", _H, "self.weight * h.to(x.dtype)", **_LLAMA),
+    form("llama", "_normalised_mixed(x, self.eps).to(x.dtype) * self.weight", **_LLAMA),
+    form("late", _H, "(self.weight * h).to(x.dtype)", **_LATE),
+    form("late", _H, "(self.weight.float() * h).to(x.dtype)", **_LATE),
+    form("gemma", _H, "(h * (1.0 + self.weight.float())).to(x.dtype)", **_GEMMA),
+    form(
+        "gemma, by group",
+        "h = _normalised_by_group(x.float(), self.eps, self.group_size)",
+        "(h * (1.0 + self.weight.float())).to(x.dtype)",
+        **_GEMMA,
+    ),
+    form("gemma, 1 + w rounded", _H, "(h * (1.0 + self.weight).float()).to(x.dtype)", **_LATE, shift=1.0),
+    form("weightless", _H, "h.to(x.dtype)", **_LATE),
+    form(
+        "weightless",
+        "x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)",
+        **_LATE,
+    ),
+    form(
+        "late, optional weight",
+        _H,
+        "if self.with_weight: h = h * self.weight.float()",
+        "h.to(x.dtype)",
+        **_LATE,
+    ),
+    form(
+        "t5",
+        "h = _normalised_mixed(x, self.eps)",
+        "if self.weight.dtype in [torch.float16, torch.bfloat16]: h = h.to(self.weight.dtype)",
+        "self.weight * h",
+        rounding="t5",
+        offset=0.0,
+    ),
+    form("torch", "F.rms_norm(x, self.shape, self.weight, self.eps)", **_LATE, autocast=True),
 )
 GATED_NORMS = (
-    Structure("norm, then gate", norm_gated, {"rounding": "llama"}),
-    Structure("norm, then gate, late", norm_gated_late, {"rounding": "gemma"}),
-    Structure("gate, then norm by group", norm_gate_first, {"rounding": "llama", "norm_first": False}),
+    form(
+        "norm, then gate",
+        "h = self.weight * _normalised(x.float(), self.eps).to(x.dtype)",
+        "(h * ACT2FN[self.activation](gate.float())).to(x.dtype)",
+        parameters="self, x, gate",
+        rounding="llama",
+    ),
+    form(
+        "norm, then gate, late",
+        "h = self.weight.float() * _normalised(x.float(), self.eps)",
+        "(h * ACT2FN[self.activation](gate.float())).to(x.dtype)",
+        parameters="self, x, gate=None",
+        rounding="gemma",
+    ),
+    form(
+        "gate, then norm by group",
+        "h = x.float()",
+        "if gate is not None: h = h * F.silu(gate.float())",
+        "*leading, columns = h.shape",
+        "groups = columns // self.group_size",
+        "h = _normalised(h.view(*leading, groups, self.group_size), self.eps)",
+        "self.weight * h.view(*leading, groups * self.group_size).to(x.dtype)",
+        parameters="self, x, gate=None",
+        rounding="llama",
+        norm_first=False,
+    ),
 )
 GROUP_NORMS = (
-    Structure("torch", group_norm_torch, {"autocast": True}),
-    Structure("torch", group_norm_with_rest, {"autocast": True}),
+    form("torch", _GROUP_NORM, autocast=True),
+    form("torch", _GROUP_NORM, parameters="self, x, unused=None", autocast=True),
 )
 LAYER_NORMS = (
-    Structure("torch", layer_norm_torch, {"autocast": True}),
+    form("torch", _LAYER_NORM, autocast=True),
     Structure("channels first or last", layer_norm_channels, {"autocast": True}),
-    Structure("late", layer_norm_late),
-    Structure("weightless", layer_norm_weightless, {"eps": 1e-5}),
-    Structure("1 + weight", layer_norm_shifted, {"shift": 1.0}),
+    form(
+        "late",
+        "h = x.float()",
+        "mean = h.mean(-1, keepdim=True)",
+        "variance = (h - mean).pow(2).mean(-1, keepdim=True)",
+        "h = (h - mean) * torch.rsqrt(variance + self.eps)",
+        "(self.weight.float() * h).to(x.dtype)",
+    ),
+    form("weightless", "F.layer_norm(x.float(), self.shape, None, None, eps=1e-5).to(x.dtype)", eps=1e-5),
+    form("1 + weight", "F.layer_norm(x, self.shape, self.weight + 1.0, self.bias, self.eps)", shift=1.0),
 )
 # Classes whose source says more than a form does (here: what autocast casts), and the form they are where
 # their numbers are equal to it, with the attributes that play its roles.
@@ -241,85 +210,8 @@ DECLARED = {
 # --- MLPs --------------------------------------------------------------------------------------
 
 
-def glu(self, x):
-    return self.down(self.act(self.gate(x)) * self.up(x))
-
-
-def glu_alone(self, x):
-    return self.act(self.gate(x)) * self.up(x)
-
-
-def glu_inline(self, x):
-    return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-def glu_chunk(self, x):
-    gate, up = self.gate_up(x).chunk(2, dim=-1)
-    return self.down(self.act(gate) * up)
-
-
-def glu_multipliers(self, x):
-    product = self.up(x) * self.act(self.gate(x) * self.gate_multiplier)
-    return self.down(product) * self.down_multiplier
-
-
-def ungated(self, x):
-    return self.down(self.act(self.up(x)))
-
-
-def glu_chunk_up_first(self, x):
-    up, gate = self.gate_up(x).chunk(2, dim=-1)
-    return self.down(self.act(gate) * up)
-
-
-def glu_middle(self, x):
-    return self.down(self.middle(self.act(self.gate(x)) * self.up(x)))
-
-
-def glu_chunk_middle(self, x):
-    gate, up = self.gate_up(x).chunk(2, dim=-1)
-    return self.down(self.middle(self.act(gate) * up))
-
-
-def glu_dropout(self, x):
-    y = self.down(self.act(self.gate(x)) * self.up(x))
-    return F.dropout(y, p=self.dropout, training=self.training)
-
-
-def glu_fp32(self, x):
-    gate, up = self.gate(x), self.up(x)
-    return self.down((self.act(gate.float()) * up.float()).to(gate.dtype))
-
-
-def glu_clamped(self, x):
-    gate, up = self.gate(x).clamp(max=self.limit), self.up(x).clamp(min=-self.limit, max=self.limit)
-    return self.down(self.act(gate) * up)
-
-
-def glu_clamped_after(self, x):
-    gate = self.act(self.gate(x)).clamp(max=self.limit)
-    return self.down(gate * self.up(x).clamp(min=-self.limit, max=self.limit))
-
-
-def glu_merger(self, x):
-    x = self.before2(self.before1(self.before0(x)))
-    return self.down(self.act(self.gate(x)) * self.up(x))
-
-
-def glu_clamped_merger(self, x):
-    x = self.before2(self.before1(self.before0(x)))
-    gate, up = self.gate(x).clamp(max=self.limit), self.up(x).clamp(min=-self.limit, max=self.limit)
-    return self.down(self.act(gate) * up)
-
-
-def glu_projector(self, x):
-    up, gate = self.gate_up(self.before0(x)).chunk(2, dim=-1)
-    return self.down(self.act(gate) * up)
-
-
-def glu_projector_norm(self, x):
-    up, gate = self.gate_up(self.before1(self.before0(x))).chunk(2, dim=-1)
-    return self.down(self.act(gate) * up)
+def _clamped(gate, up, limit):
+    return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
 
 
 def glu_middle_cast(self, x):
@@ -333,101 +225,92 @@ def glu_middle_cast(self, x):
     return self.down(y)
 
 
-def glu_by_layer(self, x, layer=None):
-    x = self.gate_up(x) if layer is None else self.gate_up(x, layer)
-    batch, tokens, _ = x.shape
-    x = x.view(batch, tokens, 2, -1)
-    x = self.act(x[..., 0, :]) * x[..., 1, :]
-    return self.down(x) if layer is None else self.down(x, layer)
-
-
+_PRODUCT = "self.act(self.gate(x)) * self.up(x)"
+_GATE_UP = "gate, up = self.gate_up(x).chunk(2, dim=-1)"
+_UP_GATE = "up, gate = self.gate_up(x).chunk(2, dim=-1)"
+_CLAMPED = "gate, up = _clamped(self.gate(x), self.up(x), self.limit)"
+_BEFORE = "x = self.before2(self.before1(self.before0(x)))"
+_DOWN = "self.down(self.act(gate) * up)"
 _UP_FIRST = {"up_first": True}
 MLPS = (
-    Structure("gate, up, down", glu),
-    Structure("gate, up, down", glu_inline),
-    Structure("gate, up", glu_alone),
-    Structure("gate_up, down", glu_chunk),
-    Structure("gate, up, down, multipliers", glu_multipliers),
-    Structure("up, down", ungated),
-    Structure("gate_up, down, up first", glu_chunk_up_first, _UP_FIRST),
-    Structure("gate_up, down, up first", glu_projector, _UP_FIRST),
-    Structure("gate_up, down, up first", glu_projector_norm, _UP_FIRST),
-    Structure("gate, up, middle, down", glu_middle),
-    Structure("gate_up, middle, down", glu_chunk_middle),
+    form("gate, up, down", f"self.down({_PRODUCT})"),
+    form("gate, up, down", "self.down(F.silu(self.gate(x)) * self.up(x))"),
+    form("gate, up", _PRODUCT),
+    form("gate_up, down", _GATE_UP, _DOWN),
+    form(
+        "gate, up, down, multipliers",
+        "product = self.up(x) * self.act(self.gate(x) * self.gate_multiplier)",
+        "self.down(product) * self.down_multiplier",
+    ),
+    form("up, down", "self.down(self.act(self.up(x)))"),
+    form("gate_up, down, up first", _UP_GATE, _DOWN, **_UP_FIRST),
+    form("gate_up, down, up first", "x = self.before0(x)", _UP_GATE, _DOWN, **_UP_FIRST),
+    form("gate_up, down, up first", "x = self.before1(self.before0(x))", _UP_GATE, _DOWN, **_UP_FIRST),
+    form("gate, up, middle, down", f"self.down(self.middle({_PRODUCT}))"),
+    form("gate_up, middle, down", _GATE_UP, "self.down(self.middle(self.act(gate) * up))"),
     Structure("gate, up, middle, down, cast", glu_middle_cast, {"cast": True}),
-    Structure("gate_up, down, by layer", glu_by_layer),
-    Structure("gate, up, down, dropout", glu_dropout),
-    Structure("gate, up, down, fp32", glu_fp32),
-    Structure("gate, up, down, clamped", glu_clamped),
-    Structure("gate, up, down, clamped", glu_clamped_merger),
-    Structure("gate, up, down, clamped", glu_clamped_after, {"clamp_after": True}),
-    Structure("gate, up, down", glu_merger),
+    form(
+        "gate_up, down, by layer",
+        "x = self.gate_up(x) if layer is None else self.gate_up(x, layer)",
+        "batch, tokens, _ = x.shape",
+        "x = x.view(batch, tokens, 2, -1)",
+        "x = self.act(x[..., 0, :]) * x[..., 1, :]",
+        "self.down(x) if layer is None else self.down(x, layer)",
+        parameters="self, x, layer=None",
+    ),
+    form(
+        "gate, up, down, dropout",
+        f"F.dropout(self.down({_PRODUCT}), p=self.dropout, training=self.training)",
+    ),
+    form(
+        "gate, up, down, fp32",
+        "gate, up = self.gate(x), self.up(x)",
+        "self.down((self.act(gate.float()) * up.float()).to(gate.dtype))",
+    ),
+    form("gate, up, down, clamped", _CLAMPED, _DOWN),
+    form("gate, up, down, clamped", _BEFORE, _CLAMPED, _DOWN),
+    form(
+        "gate, up, down, clamped",
+        "gate = self.act(self.gate(x)).clamp(max=self.limit)",
+        "self.down(gate * self.up(x).clamp(min=-self.limit, max=self.limit))",
+        clamp_after=True,
+    ),
+    form("gate, up, down", _BEFORE, f"self.down({_PRODUCT})"),
 )
+
 
 # --- experts -----------------------------------------------------------------------------------
 
 
-def gate_default(self, gate_up):
-    gate, up = gate_up.chunk(2, dim=-1)
-    return self.act(gate) * up
+def _gate_of_experts(name: str, *statements: str, **options) -> Structure:
+    return form(name, *statements, parameters="self, gate_up", **options)
 
 
-def gate_oai(self, gate_up):
-    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-    gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
-
-
-def gate_clamped(self, gate_up):
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
-    return self.act(gate) * up
-
-
-def gate_clamped_after(self, gate_up):
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate = self.act(gate).clamp(max=self.limit)
-    return gate * up.clamp(min=-self.limit, max=self.limit)
-
-
-def gate_fp32(self, gate_up):
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (self.act(gate.float()) * up.float()).to(gate_up.dtype)
-
-
-def gate_fp32_of_half(self, gate_up):
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (self.act(gate.float()) * up.float()).to(gate.dtype)
-
-
-def gate_clamped_silu(self, gate_up):
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
-    return F.silu(gate) * up
-
-
-def gate_oai_halves(self, gate_up):
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
-
-
+_HALVES = "gate, up = gate_up.chunk(2, dim=-1)"
+_CLAMP = "gate, up = _clamped(gate, up, self.limit)"
+_OAI = "(up + 1) * (gate * torch.sigmoid(gate * self.alpha))"
+_WIDE = "(self.act(gate.float()) * up.float())"
 EXPERT_GATES = (
-    Structure("experts, clamped", gate_clamped),
-    Structure("experts, clamped", gate_clamped_after, {"clamp_after": True}),
-    Structure("experts, clamped", gate_clamped_silu, {"activation": "silu"}),
-    Structure("experts, fp32", gate_fp32),
-    Structure("experts, fp32", gate_fp32_of_half),
-    Structure("experts", gate_default),
-    Structure("experts", gate_oai),
-    Structure("experts, halves", gate_oai_halves, {"halves": True}),
+    _gate_of_experts("experts, clamped", _HALVES, _CLAMP, "self.act(gate) * up"),
+    _gate_of_experts(
+        "experts, clamped",
+        _HALVES,
+        "gate = self.act(gate).clamp(max=self.limit)",
+        "gate * up.clamp(min=-self.limit, max=self.limit)",
+        clamp_after=True,
+    ),
+    _gate_of_experts("experts, clamped", _HALVES, _CLAMP, "F.silu(gate) * up", activation="silu"),
+    _gate_of_experts("experts, fp32", _HALVES, f"{_WIDE}.to(gate_up.dtype)"),
+    _gate_of_experts("experts, fp32", _HALVES, f"{_WIDE}.to(gate.dtype)"),
+    _gate_of_experts("experts", _HALVES, "self.act(gate) * up"),
+    _gate_of_experts("experts", "gate, up = gate_up[..., ::2], gate_up[..., 1::2]", _CLAMP, _OAI),
+    _gate_of_experts("experts, halves", _HALVES, _CLAMP, _OAI, halves=True),
 )
-
-
-def experts_batched(self, x):
-    x = x.view(self.gate_up.shape[0], -1, self.size)
-    gate, up = torch.bmm(x, self.gate_up).chunk(2, dim=-1)
-    return torch.bmm(up * self.act(gate), self.down).view(-1, self.size)
-
-
-BATCHED_EXPERTS = (Structure("batched experts", experts_batched),)
+BATCHED_EXPERTS = (
+    form(
+        "batched experts",
+        "x = x.view(self.gate_up.shape[0], -1, self.size)",
+        "gate, up = torch.bmm(x, self.gate_up).chunk(2, dim=-1)",
+        "torch.bmm(up * self.act(gate), self.down).view(-1, self.size)",
+    ),
+)
