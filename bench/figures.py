@@ -13,6 +13,7 @@ from pathlib import Path
 import e2e
 import medusa
 import plot
+import processes
 from tables import by_provider, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +43,7 @@ def models() -> dict[str, dict[int, dict[str, dict]]]:
 
 
 def heads() -> dict[str, dict[int, dict[str, dict]]]:
-    records = medusa.read(DATA / "medusa.jsonl")
+    records = processes.read(DATA / "medusa.jsonl", medusa.key)
     return _sorted(records, lambda r: f"medusa_stage{r['stage']}_{r['heads']}heads", "seq")
 
 
@@ -188,7 +189,7 @@ def page() -> str:
         "that its example leaves out; liger_fp32 sums weight gradients in float32, as Tigon does, liger\n"
         "in bfloat16; tigon_small bounds the workspace by `max_workspace_mb=256`. The paper\n"
         "has no numbers beside its plots: on eight A100 stock ran out of memory at long sequences.",
-        medusa.table(medusa.read(DATA / "medusa.jsonl")),
+        medusa.table(processes.read(DATA / "medusa.jsonl", medusa.key)),
         *(f"![{name}](img/{name})" for name in pictures() if name.startswith("paper_medusa")),
     ]
     return "\n\n".join(blocks) + "\n"

@@ -14,6 +14,7 @@ import e2e
 import medusa
 import parallel_e2e
 import plot
+import processes
 import trl_trainers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +49,13 @@ GROUPS = {
 }
 
 
+MARKS = {  # the first of these fields in a record says what wrote it
+    "layout": "parallel_e2e", "gpus": "parallel", "copy_ms": "optimizer", "kind": "optimizer",
+    "trainer": "trl_trainers", "stage": "medusa", "part": "adapters", "case": "op", "op": "host",
+    "parts_ms": "floor", "family": "convergence", "model": "e2e",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Run:
     """One file of results."""
@@ -60,32 +68,16 @@ class Run:
         if self.path.suffix == ".json":
             return "train"
         first = plot.read(self.path)[0]
-        marks = {"layout": "parallel_e2e", "gpus": "parallel", "copy_ms": "optimizer", "kind": "optimizer"}
-        marks |= {
-            "trainer": "trl_trainers",
-            "stage": "medusa",
-            "part": "adapters",
-            "case": "op",
-            "op": "host",
-            "parts_ms": "floor",
-            "family": "convergence",
-            "model": "e2e",
-        }
-        return next(kind for mark, kind in marks.items() if mark in first)
+        return next(kind for mark, kind in MARKS.items() if mark in first)
 
     @cached_property
     def records(self) -> list[dict]:
         """Its records; of a case that was run twice the last one."""
         if self.kind == "train":
             return [json.loads(self.path.read_text())]
-        if self.kind == "op":
-            return list({op_key(r): r for r in plot.read(self.path)}.values())
         if self.kind in KEYS:
-            names = KEYS[self.kind]
-            return list({tuple(map(r.get, names)): r for r in plot.read(self.path)}.values())
+            return processes.read(self.path, processes.fields(*KEYS[self.kind]))
         special = {"e2e": e2e.read, "floor": e2e.read, "convergence": convergence.read}
-        special |= {"medusa": medusa.read, "parallel_e2e": parallel_e2e.read}
-        special |= {"trl_trainers": trl_trainers.read}
         return special.get(self.kind, plot.read)(self.path)
 
     @property
@@ -128,7 +120,12 @@ class Run:
         return "; ".join(sorted(found))
 
 
+OP = ("op", "case", "dtype", "pass", "provider")
 KEYS = {
+    "op": OP,
+    "medusa": medusa.KEY,
+    "parallel_e2e": parallel_e2e.KEY,
+    "trl_trainers": trl_trainers.KEY,
     "adapters": (*adapters.CASE, "provider"),
     "optimizer": ("parameters", "kind"),
     "parallel": ("op", "case", "provider", "gpus"),
@@ -137,7 +134,7 @@ KEYS = {
 
 def op_key(record: dict) -> tuple:
     """What makes two records of bench/run.py the same measurement."""
-    return tuple(record[name] for name in ("op", "case", "dtype", "pass", "provider"))
+    return tuple(record[name] for name in OP)
 
 
 def runs(folder: Path) -> list[Run]:

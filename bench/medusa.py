@@ -32,6 +32,7 @@ SMALL_MB = 256  # max_workspace_mb of tigon_small
 WARMUP = 2
 SCALE, DECAY = 0.2, 0.8
 KEY = ("model", "layers", "heads", "stage", "seq", "batch", "dtype", "device", "provider", "changes")
+key = processes.fields(*KEY)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -147,14 +148,6 @@ def prepare(case: dict) -> None:
     e2e.build({**case, "device": "meta", "checkpointing": False})
     loss_of_provider(case["provider"])
     importlib.import_module("tigon")
-
-
-def key(record: dict) -> str:
-    return json.dumps([record[name] for name in KEY])
-
-
-def read(path: Path) -> list[dict]:
-    return processes.read(path, key)
 
 
 def work(record: dict, config: dict) -> dict:

@@ -44,6 +44,7 @@ OF_MEGATRON = {  # its names of what a model's configuration holds
 }  # fmt: skip
 PACKAGES = ("transformers", "megatron-core", "liger-kernel")
 KEY = ("layout", "model", "changes", "layers", "batch", "seq", "gpus", "provider")
+key = processes.fields(*KEY)
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -174,15 +175,6 @@ def versions(device: str) -> dict:
     return facts(torch.device(device)) | e2e.packages(*PACKAGES)
 
 
-def key(record: dict) -> str:
-    return json.dumps([record.get(name) for name in KEY], sort_keys=True)
-
-
-def read(path: Path) -> list[dict]:
-    """Records of a file; of a case that was run twice the last one."""
-    return processes.read(path, key)
-
-
 def settings(records: list[dict]) -> dict[str, dict[str, dict]]:
     return by_provider(records, lambda r: key(r | {"provider": None}))
 
@@ -228,7 +220,7 @@ def main(words: list[str] | None = None) -> int:
     device = many_processes.start()
     common = versions(device)
     wanted = cases(args, dist.get_world_size())
-    done = {key(r) for r in read(args.out) if "error" not in r}
+    done = {key(r) for r in processes.read(args.out, key) if "error" not in r}
     dist.barrier()  # all have read the file before it grows
     for case in wanted:
         if key(case) in done:
@@ -238,7 +230,7 @@ def main(words: list[str] | None = None) -> int:
             processes.append(args.out, record)
     if many_processes.first():
         keys = {key(case) for case in wanted}
-        print(f"\n{table([r for r in read(args.out) if key(r) in keys])}\n")
+        print(f"\n{table([r for r in processes.read(args.out, key) if key(r) in keys])}\n")
     dist.barrier()
     dist.destroy_process_group()
     return 0

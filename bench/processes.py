@@ -114,6 +114,11 @@ def close() -> None:
         ready.popitem()[1].close()
 
 
+def fields(*names: str) -> Key:
+    """The key that these fields of a record are."""
+    return lambda record: json.dumps([record.get(name) for name in names], sort_keys=True)
+
+
 def read(path: Path, key: Key) -> list[dict]:
     """Records of a file; of a case that was run twice the last one."""
     lines = path.read_text().splitlines() if path.exists() else []

@@ -8,6 +8,7 @@ from statistics import mean
 
 import e2e
 import plot
+import processes
 import trl_trainers
 from tables import by_provider, markdown
 
@@ -62,7 +63,11 @@ def table() -> str:
     peers = (f"{name} {step(by[name])}" for name in ("liger", "stock"))
     rows = [_row("Training step of LLaMA 3 8B, 16 x 512", "models", step(by["tigon"]), peers)]
     rows += [_op_row(*what) for what in OPS]
-    dpo = {r["provider"]: r for r in trl_trainers.read(DATA / "trl_trainers.jsonl") if r["trainer"] == "dpo"}
+    dpo = {
+        r["provider"]: r
+        for r in processes.read(DATA / "trl_trainers.jsonl", trl_trainers.key)
+        if r["trainer"] == "dpo"
+    }
     cells = {name: f"{mean(r['step_ms']):.0f} ms, {r['peak_gb']:.1f} GB" for name, r in dpo.items()}
     peers = (f"{label} {cells[name]}" for name, label in (("liger", "TRL with Liger"), ("trl", "TRL")))
     rows.append(_row("Step of TRL's DPO trainer, 8 x 1024", "post_training", cells["tigon"], peers))

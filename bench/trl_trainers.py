@@ -54,6 +54,7 @@ WARMUP = 2
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unknown>"}  # ids 0, 1, 2
 KEY = ("trainer", "model", "layers", "changes", "batch", "seq", "prompt", "checkpointing", "dtype", "device",
        "provider")  # fmt: skip
+key = processes.fields(*KEY)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -321,14 +322,6 @@ def prepare(case: dict) -> None:
 
 
 # --- all cases --------------------------------------------------------------------------------
-
-
-def key(record: dict) -> str:
-    return json.dumps([record[name] for name in KEY])
-
-
-def read(path: Path) -> list[dict]:
-    return processes.read(path, key)
 
 
 def setting(record: dict) -> str:
