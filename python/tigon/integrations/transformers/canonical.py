@@ -84,12 +84,8 @@ class Canonical:
     attributes: tuple[str, ...]
 
 
-def canonical_forward(cls: type) -> Canonical:
-    """Canonical expression of `cls.forward`, helper methods taken from `cls` and its bases."""
-    return _canonical(cls.forward, cls)
-
-
-def canonical_method(cls: type, name: str) -> Canonical:
+def canonical_forward(cls: type, name: str = "forward") -> Canonical:
+    """Canonical expression of a method of `cls`, helper methods taken from `cls` and its bases."""
     return _canonical(getattr(cls, name), cls)
 
 

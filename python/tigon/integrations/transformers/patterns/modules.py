@@ -22,7 +22,6 @@ from tigon.integrations.transformers.canonical import (
     Unrecognised,
     canonical_forward,
     canonical_function,
-    canonical_method,
 )
 
 
@@ -37,7 +36,7 @@ class Structure:
 
 
 def reference(parameters: str, statements: tuple[str, ...], names: dict):
-    """A function of these parameters and statements, of which it returns the last; `names` are its globals."""
+    """A function of these parameters and statements, which returns the last; `names` are its globals."""
     *body, result = statements
     lines = (f"def reference({parameters}):", *body, f"return {result}")
     source, made = "\n    ".join(lines), {}
@@ -72,7 +71,7 @@ def match(found: Canonical, table: tuple[Structure, ...]) -> Match | None:
 def recognise(module, table: tuple[Structure, ...], method: str = "forward") -> Match | str | None:
     """The row of `table` that a method of a module's class is; why it has no expression, or None."""
     try:
-        return match(canonical_method(type(module), method), table)
+        return match(canonical_forward(type(module), method), table)
     except Unrecognised as error:
         return str(error)
 
