@@ -200,6 +200,87 @@ def test_head(name, dtype, form, device, deterministic):
     check(log_prob(weight, **FORMS[form]), [hidden, target])
 
 
+def log_probs(hidden, weight, target, **options):
+    """By name: the log-probabilities of every call that returns them, or has them as its loss."""
+    x, w = (t.detach().requires_grad_() for t in (hidden, weight))
+    lead, of_policy = target.view(-1, 8), {k: o for k, o in options.items() if k != "logit_dtype"}
+    seen = {}
+
+    def own(name, **more):
+        def loss(log_prob, *_):
+            seen.setdefault(name, []).append(log_prob.detach())
+            return -log_prob
+
+        tigon.linear_loss(x, w, target, loss, reduction="sum", chunk_rows=24, **options, **more)
+
+    with torch.no_grad():
+        seen["without gradients"] = tigon.linear_log_prob(x, w, target, **options)
+        seen["entropy without"] = tigon.linear_log_prob(x, w, target, entropy=True, **options)[0]
+    for name, more in {
+        "with gradients": {}, "again": {"keep_mb": 0}, "some": {"keep_mb": 0.02, "chunk_rows": 8},
+        "entropy": {"entropy": True},
+        "entropy again": {"entropy": True, "keep_mb": 0},
+        "entropy, some": {"entropy": True, "keep_mb": 0.02, "chunk_rows": 8},
+    }.items():  # fmt: skip
+        value = tigon.linear_log_prob(x, w, target, **options, **more)
+        seen[name] = value[0] if "entropy" in more else value
+    own("linear_loss"), own("linear_loss, entropy", entropy=True)
+    loss = tigon.linear_cross_entropy
+    seen["cross-entropy"] = -loss(x, w, target, reduction="none", **options)
+    every = ("log_prob", "lse", "entropy", "predicted")
+    for reduction in ("none", "sum"):
+        for more in (("log_prob",), ("log_prob", "entropy"), ("log_prob", "correct"), every):
+            out = loss(x, w, target, reduction=reduction, outputs=("loss", *more), **options)
+            seen[f"cross-entropy, {reduction}, {more}"] = out.log_prob
+    if "logit_dtype" not in options:
+        advantage = torch.ones(len(lead), device=hidden.device)
+        for entropy in (0.0, 0.1):
+            out = tigon.linear_policy(
+                x.view(*lead.shape, -1), w, lead, advantage, entropy=entropy, **of_policy
+            )
+            seen[f"policy, {entropy}"] = out.log_prob
+    return {name: torch.cat(v) if isinstance(v, list) else v.flatten() for name, v in seen.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 30.0, "temperature": 0.7}, {"bias": True}, {"logit_dtype": torch.float32}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "gemma", "odd_hidden", "small", "one"])
+def test_log_probs_of_all_calls(name, dtype, options, device, deterministic):
+    """A row's log-probability does not depend on what else a call returns, or on which call it is."""
+    hidden, weight, target = head_of(name, dtype, device, rows=64, masked=0.0)
+    if "bias" in options:
+        options = {"bias": torch.linspace(-1, 1, len(weight), device=device)}
+    found = log_probs(hidden, weight, target, **options)
+    want = found["with gradients"].detach()
+    assert [k for k, v in found.items() if not same_bits(v.detach(), want)] == []
+
+
+def between_vectors(t):
+    """The same values one element after a 16-byte boundary, and in rows of one element more."""
+    moved = t.new_empty(t.numel() + 1)[1:].view(t.shape)
+    wider = t.new_empty(len(t), t.shape[1] + 1)[:, 1:]
+    return [view.copy_(t) for view in (moved, wider)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "odd_hidden", "small"])
+def test_heads_that_begin_anywhere(name, dtype, device, deterministic):
+    """Hidden and weight in memory that begins between vectors."""
+    hidden, weight, target = head_of(name, dtype, device)
+    hidden, weight = hidden.detach(), weight.detach()
+    for form in ("plain", "chunks", "again", "entropy", "known", "lora"):
+        want = results(log_prob(weight, **FORMS[form]), [hidden, target])
+        for h in (hidden, *between_vectors(hidden)):
+            for w in between_vectors(weight):
+                for at in (slice(0, ROWS), slice(5, 18)):
+                    got = results(log_prob(w, **FORMS[form]), [h[at], target[at]])
+                    assert all(same_bits(g, of_all[at]) for g, of_all in zip(got, want, strict=True)), form
+
+
 @pytest.mark.parametrize(
     "name, dtype, device",
     [

@@ -8,6 +8,20 @@
 #include "tigon/base/fields.h"
 
 namespace tigon {
+namespace cuda {
+
+void copy_rows(Context& ctx, const Matrix& from, const Matrix& to);  // context_cuda.cu
+
+}  // namespace cuda
+
+// Whether every row begins at such a boundary; the least stride with which they do.
+inline bool rows_are_aligned(const Matrix& m) {
+  return reinterpret_cast<uintptr_t>(m.data) % 16 == 0 && m.stride * int64_t(size_of(m.dtype)) % 16 == 0;
+}
+inline int64_t aligned_stride(const Matrix& m) {
+  const int64_t vector = 16 / int64_t(size_of(m.dtype));
+  return (m.cols + vector - 1) / vector * vector;
+}
 
 class AlignedRows final : public Fields {
  public:

@@ -8,7 +8,7 @@
 
 #include <array>
 
-#include "tigon/base/context.h"
+#include "tigon/base/aligned_rows.h"
 
 namespace tigon {
 
@@ -52,7 +52,7 @@ inline GemmPieces gemm_pieces(const Gemm& g, int64_t least_work = int64_t(1) << 
   namespace d = gemm_pieces_detail;
   constexpr int64_t kVector = 8;
   auto begins_aligned = [](const void* p, int64_t stride, DType t) {
-    return reinterpret_cast<uintptr_t>(p) % 16 == 0 && stride * int64_t(size_of(t)) % 16 == 0;
+    return rows_are_aligned({.data = const_cast<void*>(p), .dtype = t, .stride = stride});
   };
   GemmPieces pieces = {.piece = {g}, .count = 1};
   bool aligned = begins_aligned(g.a, g.lda, g.ab_dtype) && begins_aligned(g.b, g.ldb, g.ab_dtype) &&

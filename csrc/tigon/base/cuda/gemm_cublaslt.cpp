@@ -8,6 +8,7 @@
 #include <sstream>
 #include <tuple>
 
+#include "tigon/base/aligned_rows.h"
 #include "tigon/base/check.h"
 #include "tigon/base/cuda/cublaslt_api.h"
 #include "tigon/base/dynlib.h"
@@ -248,22 +249,38 @@ void run_piece(Context& ctx, const Gemm& g, Choice choice, int device, GemmWorks
     if (choice == Choice::batch_invariant) algorithm = weight_plan(products, q);
     return std::make_shared<const Plan>(q, handle, algorithm.get());
   });
-  if (plan->workspace > workspace.size)
-    workspace = {.data = ctx.scratch(plan->workspace), .size = plan->workspace};
+  workspace.kernel.reserve(ctx, plan->workspace);
   check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,
-                         plan->c, &plan->algo, workspace.data, workspace.size, ctx.stream()),
+                         plan->c, &plan->algo, workspace.kernel.data, workspace.kernel.size, ctx.stream()),
         "cublasLtMatmul");
+}
+
+// Rows of an operand at 16-byte boundaries, where they are not: the kernels for others add in another order.
+void align(Context& ctx, Matrix from, const void*& data, int64_t& stride, GemmWorkspace::Buffer& buffer) {
+  from.data = const_cast<void*>(data), from.stride = stride;
+  if (rows_are_aligned(from)) return;
+  Matrix to = from;
+  to.stride = aligned_stride(from);
+  to.data = buffer.reserve(ctx, size_t(to.rows * to.stride) * size_of(to.dtype));
+  copy_rows(ctx, from, to);
+  data = to.data, stride = to.stride;
 }
 
 }  // namespace
 
-void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
+void cublaslt_gemm(Context& ctx, const Gemm& given, int device, GemmWorkspace& workspace) {
+  Gemm g = given;
   if (g.m == 0 || g.n == 0) return;
   // Without a split of K, and with an odd vocabulary cut for few rows as for many, a row of logits has the
   // same bits beside any number of others. Of other products that is asked for.
   const Choice choice = ctx.deterministic && !g.trans_a && !g.over_rows ? Choice::batch_invariant
                         : makes_logits(g)                               ? Choice::unsplit
                                                                         : Choice::any;
+  if (choice == Choice::batch_invariant) {
+    align(ctx, {.dtype = g.ab_dtype, .rows = g.m, .cols = g.k}, g.a, g.lda, workspace.a);
+    align(ctx, {.dtype = g.ab_dtype, .rows = g.trans_b ? g.n : g.k, .cols = g.trans_b ? g.k : g.n}, g.b,
+          g.ldb, workspace.b);
+  }
   GemmPieces pieces = choice == Choice::any ? gemm_pieces(g) : gemm_pieces(g, 0);
   for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], choice, device, workspace);
 }

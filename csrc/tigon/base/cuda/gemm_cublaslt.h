@@ -11,11 +11,17 @@ namespace tigon::cuda {
 // The largest workspace that a kernel may ask for.
 inline constexpr size_t kGemmWorkspace = size_t(32) << 20;
 
-// A context's workspace for its products: empty until a kernel asks for one, then the largest so
-// far.
+// A context's memory for its products: empty until one asks for it, then the largest so far.
 struct GemmWorkspace {
-  void* data = nullptr;
-  size_t size = 0;
+  struct Buffer {
+    void* data = nullptr;
+    size_t size = 0;
+    void* reserve(Context& ctx, size_t bytes) {
+      if (bytes > size) data = ctx.scratch(bytes), size = bytes;
+      return data;
+    }
+  };
+  Buffer kernel, a, b;  // what kernels ask for; aligned copies of operands
 };
 
 // Runs on the current device and the context's stream, without synchronisation.

@@ -32,8 +32,8 @@
 //             synchronisation)
 // Aliasing    dlogits of logits' dtype may be the very memory of logits (in place), no other overlap
 // Determinism bitwise: fixed trees inside a row, rows independent. On CUDA for rows at the same position in their 16 bytes
-//             and the same kind of call: which thread adds what follows from the alignment, and with or without dlogits a
-//             row's lse may differ in its last bits
+//             and the same kind of call: which thread adds what follows from the alignment, and a row's lse may differ in its
+//             last bits with what is wanted besides. In a deterministic context neither matters
 // Traffic     1 read of logits + 1 write of dlogits (1 read without dlogits), a few words a row besides
 // Refused     V < 1, label_smoothing outside [0, 1], softcap < 0, temperature <= 0, sizes or dtypes that do not fit:
 //             tigon::Error before anything is written

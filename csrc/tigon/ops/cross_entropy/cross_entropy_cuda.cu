@@ -346,8 +346,9 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   const SoftcapConstants cap =
       a.softcap > 0.0f ? softcap_constants(inner, a.softcap, 1.4426950408889634 * a.softcap / a.temperature)
                        : SoftcapConstants{};
-  const bool plain = !a.bias && a.label_smoothing == 0.0f && (!a.predicted || a.only_label) && inner > 0.0f &&
-                     (a.softcap == 0.0f || softcap_is_in_range(cap));
+  const bool plain =
+      !a.bias && a.label_smoothing == 0.0f && inner > 0.0f && (a.softcap == 0.0f || softcap_is_in_range(cap));
+  const bool first_argmax = a.predicted && !a.only_label;
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     Params<T> p = {.logits = a.logits.row<T>(0),
@@ -387,11 +388,19 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .z_loss = a.z_loss,
                    .cap = cap};
     auto run = [&]<class D>(D*) {
-      if (plain && cross_entropy_plain<T, D>(ctx, p)) return;
-      constexpr int kWarpColumns = AlignedRow<T>::N * 8 * 32;
-      const int threads = int(std::min<int64_t>(ceil_div(p.cols, kWarpColumns) * 32, kMostThreads));
-      launch(kOp, ctx, looped_kernel<T, D>,
-             {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = threads}, p);
+      auto launch_looped = [&](const Params<T>& p) {
+        constexpr int kWarpColumns = AlignedRow<T>::N * 8 * 32;
+        const int threads = int(std::min<int64_t>(ceil_div(p.cols, kWarpColumns) * 32, kMostThreads));
+        launch(kOp, ctx, looped_kernel<T, D>,
+               {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = threads}, p);
+      };
+      if (plain && first_argmax && ctx.deterministic) {  // the other results are those of a call without it
+        Params<T> argmax = p;
+        argmax.dlogits = nullptr, p.predicted = nullptr;
+        launch_looped(argmax);
+      }
+      const bool fits = plain && (!first_argmax || ctx.deterministic);
+      if (!fits || !cross_entropy_plain<T, D>(ctx, p)) launch_looped(p);
     };
     DType out = a.dlogits.data != nullptr ? a.dlogits.dtype : a.logits.dtype;
     if constexpr (sizeof(T) == 4) {

@@ -74,9 +74,8 @@ __device__ __forceinline__ float z_of(const CrossEntropyParams<T>& p, float x, i
 // Returns false when no variant fits; nothing has been launched then.
 template <class T, class D>
 bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p);
-// Of these, rows with a softcap (kCapped) or whose entropies are wanted beside a gradient or have
-// one of their own. Also false when no variant fits.
-template <class T, class D, bool kCapped>
+// Of these, rows with a softcap. Also false when no variant fits.
+template <class T, class D>
 bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& p);
 
 }  // namespace tigon::cuda

@@ -1,14 +1,13 @@
 // CUDA backend of cross_entropy for rows without options: z is the logit times a positive number;
-// class weights and z-loss apply to whole rows; entropies, which take a sweep of their own where there
-// is a gradient; whether the label is the first argmax.
+// class weights and z-loss apply to whole rows; entropies; whether the label is the first argmax.
 //
 // Bytes per element (b = element size): 2b with the gradient, b without.
 // Instructions per element: about 11 with the gradient, two of them ex2; the memory-bound budget is
 // 28.
 //
 // Variants, the first that fits runs; columns of 16 bits on an H100 or H200, of 32 bits half as many
-//   sweep      Entropies, or no gradient and more than 16384 columns: one pass of online softmax,
-//              eight loads in flight per thread.
+//   sweep      No gradient, and entropies or more than 16384 columns: one pass of online softmax,
+//              eight loads in flight per thread. Deterministic contexts take the others.
 //   registers  A CTA of up to 512 threads holds a row in registers, 8 vectors per thread (up to
 //              32768 columns), or 7 and the others in shared memory (up to 86016, where two CTAs
 //              fit an SM), with all loads in flight together and one barrier per row. It takes one
@@ -41,6 +40,9 @@ constexpr int most_threads(int threads) { return threads ? threads : kThreadsPer
 // Vectors of a thread in registers: a loop over shared memory takes those of the last one.
 constexpr int vecs_in_registers(bool smem) { return smem ? kVecsPerThread - 1 : kVecsPerThread; }
 
+template <class T, bool kEntropy>
+using RowSums = std::conditional_t<kEntropy, EntropySums<T, Linear>, Sums<T>>;
+
 // kSmem: the vectors of a row that its registers have no room for are in shared memory. A thread
 // uses only vectors that it copied itself, so no barrier is needed.
 // kCluster: a row's columns are divided among the CTAs of a cluster. The reduction orders all reads
@@ -48,14 +50,16 @@ constexpr int vecs_in_registers(bool smem) { return smem ? kVecsPerThread - 1 : 
 // logit, and continues when all have contributed. A CTA exits when it has received all
 // contributions, so nothing is written to a CTA that has exited. All CTAs of a cluster find the
 // same label, so all of them reach the cluster's barriers or none does.
-template <class T, class D, int Threads, bool kSmem, bool kCluster>
+// kEntropy: with the sum for an entropy and its gradient; all else has the same bits.
+template <class T, class D, int Threads, bool kSmem, bool kCluster, bool kEntropy>
 __global__ __launch_bounds__(
     most_threads(Threads),
     kThreadsPerSm / most_threads(Threads)) void register_kernel(const __grid_constant__ Params<T> p,
                                                                 int64_t first_row) {
   constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(kSmem);
+  using Statistics = RowSums<T, kEntropy>;
   extern __shared__ uint4 smem_vecs[];
-  __shared__ ReduceStorage<Sums<T>> storage;
+  __shared__ ReduceStorage<Statistics> storage;
   __shared__ TieStorage<kCluster> ties;
   const int tid = int(threadIdx.x), threads = Threads ? Threads : int(blockDim.x);
   const unsigned blocks = kCluster ? cluster_size() : 1, rank = kCluster ? cluster_rank() : 0;
@@ -112,19 +116,24 @@ __global__ __launch_bounds__(
     top = max_words<T>(top, max_words<T>(smem_vec(k)));
   });
   if constexpr (kSmem) m = fmaxf(m, linear.z(max_of_word<T>(top)));
-  float s = exp_of(linear, edge, finite_max(m));
+  const float from = finite_max(m), below = linear.template z_minus<kAny>(edge, from);
+  Statistics a = {m, exp_of_distance<Linear>(below)};
+  float* heat = nullptr;
+  if constexpr (kEntropy) a.heat = a.s * Linear::finite(below), heat = &a.heat;
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k) s += sum_of<T>(q[k], linear, finite_max(m));
-  for_smem_tiles([&](int k) { s += sum_of<T>(smem_vec(k), linear, finite_max(m)); });
+  for (int k = 0; k < kVecs; ++k) a.s += sum_of<T>(q[k], linear, from, heat);
+  for_smem_tiles([&](int k) { a.s += sum_of<T>(smem_vec(k), linear, from, heat); });
   if constexpr (kCluster) {
     // All CTAs have started. The loop above leaves a warp diverged.
     __syncwarp();
     cluster_wait();
   }
-  const Sums<T> a = all_reduce_row<0, kCluster>(Sums<T>{m, s}, storage, 0);
-  const Gradient g = finish(p, r, label, a, {z, z - a.m}, scale, tid == 0 && rank == 0);
+  a = all_reduce_row<0, kCluster>(a, storage, 0);
+  const Sums<T> sums = {a.m, a.s};
+  const Gradient g =
+      finish<kEntropy>(p, r, label, sums, {z, z - a.m}, scale, tid == 0 && rank == 0, heat ? *heat : 0.0f);
   if (p.predicted != nullptr)
-    write_predicted<kCluster>(p, r, label, a, z, ties, tid == 0 && rank == 0, [&] {
+    write_predicted<kCluster>(p, r, label, sums, z, ties, tid == 0 && rank == 0, [&] {
       float top = c < label_column ? edge : -INFINITY;
       auto look = [&](int k, const uint4& words) {
         if (k * threads + tid < own.vecs_before) top = fmaxf(top, max_of_word<T>(max_words<T>(words)));
@@ -137,26 +146,27 @@ __global__ __launch_bounds__(
     });
   if (p.dlogits == nullptr) return;
   if (label == kIgnored) return clear(out, n);
-  const LinearGradient gradient{linear, g.m, g.each};
-  if (c >= 0) out[c] = narrow<D>(gradient(edge));
+  const LogitGradient<Linear, kEntropy> gradient{linear, g.m, g.each + g.lift, g.tilt};
+  auto of = [&](float x) { return gradient.of(x); };
+  if (c >= 0) out[c] = narrow<D>(of(edge));
   D* to = out + peeled.head + N * tid;
   const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
   auto put = [&](int k, const uint4& words) {
-    store_words<T>(to + k * threads * N, gradient_of<T, D>(words, gradient), aligned);
+    store_words<T>(to + k * threads * N, gradient_of<T, D>(words, of), aligned);
   };
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
     if (has(k)) put(k, q[k]);
   for_smem_tiles([&](int k) { put(k, smem_vec(k)); });
   // The thread that has stored the label's neighbours stores the label's column.
-  if (edge_is_label || own.tile >= 0) out[label_column] = narrow<D>(g.of_label());
+  if (edge_is_label || own.tile >= 0) out[label_column] = narrow<D>(g.of_label<kEntropy>(z - a.m));
 }
 
 // Adds a thread's vectors of tiles `first_tile` and following, to the sums from `from`.
 template <class T>
 __device__ __forceinline__ void add_capped(uint4 (&q)[kSweepVecs], const Capped& of, float from,
                                            int first_tile, const ElementCoord& own, int vecs,
-                                           EntropySums<Capped>& a) {
+                                           EntropySums<T, Capped>& a) {
   uint32_t top = max_words<T>(q[0]), bottom = min_words<T>(q[0]);
 #pragma unroll
   for (int k = 1; k < kSweepVecs; ++k)
@@ -184,7 +194,7 @@ template <class T, bool kMore, class Z>
 __global__ __launch_bounds__(kSweepThreads,
                              kSweepBlocks) void sweep_kernel(const __grid_constant__ Params<T> p) {
   static_assert(kMore || !Z::kCapped);
-  using Statistics = std::conditional_t<kMore, EntropySums<Z>, Sums<T>>;
+  using Statistics = std::conditional_t<kMore, EntropySums<T, Z>, Sums<T>>;
   __shared__ ReduceStorage<Statistics> storage;
   TieStorage<false> ties;
   const int tid = int(threadIdx.x);
@@ -289,14 +299,16 @@ void launch_rows(Context& ctx, Kernel kernel, LaunchConfig grid, const Params<T>
 
 // A CTA of `Threads` threads per row; 0: of as many as the row needs. Returns false when the row
 // does not fit or a tenth of the threads would be idle.
-template <class T, class D, int Threads>
+template <class T, class D, int Threads, bool kEntropy>
 bool launch_registers(Context& ctx, const Params<T>& p) {
   static OncePerDevice prepared;
   constexpr int kMost = most_threads(Threads);
-  auto kernel = &register_kernel<T, D, Threads, false, false>;
+  auto kernel = &register_kernel<T, D, Threads, false, false, kEntropy>;
   const int64_t needed = ceil_div(ceil_div(p.cols, AlignedRow<T>::N), kVecsPerThread * 32) * 32;
   if (needed > kMost || 10 * needed < 9 * Threads) return false;
-  prepared.run(kOp, [&] { prefer_l1(kernel, kThreadsPerSm / kMost, int(sizeof(ReduceStorage<Sums<T>>))); });
+  prepared.run(kOp, [&] {
+    prefer_l1(kernel, kThreadsPerSm / kMost, int(sizeof(ReduceStorage<RowSums<T, kEntropy>>)));
+  });
   launch_rows(ctx, kernel, {.threads = Threads ? Threads : int(needed)}, p);
   return true;
 }
@@ -304,20 +316,22 @@ bool launch_registers(Context& ctx, const Params<T>& p) {
 // A CTA, or a cluster of `blocks` CTAs, of `Threads` threads each per row, with vectors in shared
 // memory. Returns false when a part of the row is too short, or an SM does not hold enough CTAs
 // with that much shared memory.
-template <class T, class D, int Threads, bool kCluster>
+template <class T, class D, int Threads, bool kCluster, bool kEntropy>
 bool launch_smem(Context& ctx, Params<T> p, int blocks = 1) {
   static OncePerDevice prepared;
   static OccupancyCache occupancy;
   constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(true), kPerSm = kThreadsPerSm / Threads;
-  auto kernel = &register_kernel<T, D, Threads, true, kCluster>;
+  auto kernel = &register_kernel<T, D, Threads, true, kCluster, kEntropy>;
   // A multiple of 128 bytes: all parts of a row start at the same offset within 16 bytes.
   p.slice = kCluster ? int(ceil_div(ceil_div(p.cols, blocks), 64) * 64) : p.cols;
   // The last part is the shortest; N - 1 columns may precede its first full vector.
   const int64_t shortest = p.cols - int64_t(blocks - 1) * p.slice;
   if (shortest - (N - 1) < int64_t(kVecs) * Threads * N) return false;
   const int64_t tiles = ceil_div(p.slice / N, Threads), shared = (tiles - kVecs) * Threads * 16;
-  if (shared > device_facts().shared_per_block / kPerSm) return false;
-  const int storage = int(shared + sizeof(ReduceStorage<Sums<T>>));
+  // The sums for an entropy take more of it; where bits have to be equal they decide for all.
+  const int64_t reserved = kEntropy || ctx.deterministic ? 2048 : 0;
+  if (shared > device_facts().shared_per_block / kPerSm - reserved) return false;
+  const int storage = int(shared + sizeof(ReduceStorage<RowSums<T, kEntropy>>));
   prepared.run(kOp, [&] { prefer_l1(kernel, kPerSm, storage); }, storage);
   // Clusters may leave some SMs idle.
   const int64_t clusters = occupancy.max_active(kOp, kernel, blocks, Threads, size_t(shared));
@@ -327,56 +341,56 @@ bool launch_smem(Context& ctx, Params<T> p, int blocks = 1) {
 }
 
 // The fewest CTAs whose parts have at most 17 tiles.
-template <class T, class D>
+template <class T, class D, bool kEntropy>
 bool launch_cluster(Context& ctx, const Params<T>& p) {
   constexpr int kThreads = kThreadsPerSm / 2, kMostTiles = 17, kMostBlocks = 8;
   const int64_t blocks = ceil_div(p.cols, kMostTiles * kThreads * AlignedRow<T>::N);
-  return blocks <= kMostBlocks && launch_smem<T, D, kThreads, true>(ctx, p, int(blocks));
+  return blocks <= kMostBlocks && launch_smem<T, D, kThreads, true, kEntropy>(ctx, p, int(blocks));
 }
 
 template <class T, bool kMore, class Z = Linear>
 void launch_sweep(Context& ctx, const Params<T>& p) {
   static OncePerDevice prepared;
   auto kernel = &sweep_kernel<T, kMore, Z>;
-  prepared.run(kOp, [&] { prefer_l1(kernel, kSweepBlocks, int(sizeof(ReduceStorage<EntropySums<Z>>))); });
+  prepared.run(kOp, [&] { prefer_l1(kernel, kSweepBlocks, int(sizeof(ReduceStorage<EntropySums<T, Z>>))); });
   launch(kOp, ctx, kernel, {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = kSweepThreads}, p);
+}
+
+template <class T, class D, bool kEntropy>
+bool launch_row_kernel(Context& ctx, const Params<T>& p) {
+  // Entropies beside gradients and gradients in fp16 are rare: one kernel for any number of threads. It takes all where bits
+  // have to be equal.
+  if constexpr (!kEntropy && !std::is_same_v<D, __half>)
+    if (!ctx.deterministic &&
+        (launch_registers<T, D, 128, false>(ctx, p) || launch_registers<T, D, 256, false>(ctx, p) ||
+         launch_registers<T, D, 512, false>(ctx, p)))
+      return true;
+  return launch_registers<T, D, 0, kEntropy>(ctx, p) || launch_smem<T, D, 512, false, kEntropy>(ctx, p) ||
+         launch_cluster<T, D, kEntropy>(ctx, p) || launch_smem<T, D, 1024, false, kEntropy>(ctx, p);
 }
 
 }  // namespace
 
 template <class T, class D>
-bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& all) {
-  if (all.rows == 0) return true;
-  CrossEntropyParams<T> p = all;
+bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
+  if (p.rows == 0) return true;
   const int64_t vecs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
-  const bool is_short = vecs <= int64_t(kVecsPerThread) * 256;
+  const bool is_short = vecs <= int64_t(kVecsPerThread) * 256,
+             entropy = p.entropy != nullptr || p.entropy_scale != nullptr;
   // A sweep adds in another order than the kernels of gradients do.
-  const bool sweeps = p.dlogits == nullptr && !ctx.deterministic;
-  if (p.softcap != 0.0f) {
-    if (!sweeps || is_short) return cross_entropy_staged<T, D, true>(ctx, p);
+  const bool sweeps =
+      p.dlogits == nullptr && !ctx.deterministic && (!is_short || (entropy && p.softcap == 0.0f));
+  if (!sweeps)
+    return p.softcap != 0.0f ? cross_entropy_staged<T, D>(ctx, p)
+           : entropy         ? launch_row_kernel<T, D, true>(ctx, p)
+                             : launch_row_kernel<T, D, false>(ctx, p);
+  if (p.softcap != 0.0f)
     launch_sweep<T, true, Capped>(ctx, p);
-    return true;
-  }
-  if (!sweeps && (p.entropy != nullptr || p.entropy_scale != nullptr)) {
-    if (cross_entropy_staged<T, D, false>(ctx, p)) return true;
-    if (p.entropy_scale != nullptr) return false;
-  }
-  if (p.entropy != nullptr || (sweeps && !is_short)) {
-    const bool more = p.entropy != nullptr || p.predicted != nullptr;
-    more ? launch_sweep<T, true>(ctx, p) : launch_sweep<T, false>(ctx, p);
-    if (p.dlogits == nullptr) return true;
-    // All results are written: what is left is the gradient.
-    p.loss = p.lse = p.target_logit = p.log_prob = p.entropy = p.row_max = p.log_sum = nullptr;
-    p.predicted = nullptr;
-  }
-  // Gradients in fp16 are rare: one kernel for any number of threads, and for all 32-bit logits where bits have to be equal.
-  if constexpr (!std::is_same_v<D, __half>)
-    if (!(ctx.deterministic && sizeof(T) == 4) &&
-        (launch_registers<T, D, 128>(ctx, p) || launch_registers<T, D, 256>(ctx, p) ||
-         launch_registers<T, D, 512>(ctx, p)))
-      return true;
-  return launch_registers<T, D, 0>(ctx, p) || launch_smem<T, D, 512, false>(ctx, p) ||
-         launch_cluster<T, D>(ctx, p) || launch_smem<T, D, 1024, false>(ctx, p);
+  else if (entropy || p.predicted != nullptr)
+    launch_sweep<T, true>(ctx, p);
+  else
+    launch_sweep<T, false>(ctx, p);
+  return true;
 }
 
 template bool cross_entropy_plain<float, float>(Context&, const CrossEntropyParams<float>&);

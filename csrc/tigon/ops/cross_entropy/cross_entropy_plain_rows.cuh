@@ -207,26 +207,21 @@ __device__ __forceinline__ float sum_of_any(uint4 words, const Z& z, float m, in
 // so that p - 1 and log p are accurate where the label has nearly all probability.
 template <class T>
 using Sums = OnlineSoftmax<T>;
-// And the sum of e^(z - m) (z - m); both in units of Z.
-template <class Z>
+// And the sum of e^(z - m) (z - m); both in units of Z. m and s have the bits of Sums.
+template <class T, class Z>
 struct alignas(16) EntropySums {
   float m, s, heat, unused;
   __device__ static EntropySums identity() { return {-INFINITY, 0.0f, 0.0f, 0.0f}; }
   __device__ __forceinline__ void rescale(float top) {  // top > m
-    const float d = m - top, f = exp_of_distance<Z>(d);
+    const float d = m - top, f = Z::kCapped ? exp_of_distance<Z>(d) : exp_minus_max<T>(m, top);
     heat = f * fma(fmaxf(d, -1e30f), s, heat);
     s *= f, m = top;
   }
   template <int Width>
   __device__ __forceinline__ void all_reduce_lanes() {
-#pragma unroll
-    for (int step = Width / 2; step > 0; step >>= 1) {
-      EntropySums b = {__shfl_xor_sync(~0u, m, step), __shfl_xor_sync(~0u, s, step),
-                       __shfl_xor_sync(~0u, heat, step), 0.0f};
-      if (b.m > m) rescale(b.m);
-      if (m > b.m) b.rescale(m);
-      s += b.s, heat += b.heat;
-    }
+    const float top = extreme_of_lanes<Max, Width>(m);
+    if (m != top) rescale(top);
+    s = reduce_lanes<Sum, Width>(s), heat = reduce_lanes<Sum, Width>(heat);
   }
 };
 
@@ -234,15 +229,25 @@ struct alignas(16) EntropySums {
 // share, with own its e. With entropies' gradients, besides: e * (tilt * (z - m) + lift).
 struct Gradient {
   float m, each, others, weight, z_loss_slope, share, own, tilt, lift;
-  __device__ __forceinline__ float of_label() const {
-    return fma(z_loss_slope, own, -weight * others) * share;
+  // `below`: z - m of the label.
+  template <bool kEntropy>
+  __device__ __forceinline__ float of_label(float below) const {
+    const float of_loss = fma(z_loss_slope, own, -weight * others) * share;
+    return kEntropy ? of_loss + own * fma(tilt, fmaxf(below, -200.0f), lift) : of_loss;
   }
 };
-// The gradient of logits that are z over a scale, e * each.
-struct LinearGradient {
-  Linear z;
-  float m, each;
-  __device__ __forceinline__ float operator()(float x) const { return exp_of(z, x, m) * each; }
+// The gradient of logits: slope * e * (each + tilt * (z - m)), the second term with kEntropy. With a tilt of 0 it changes no bit.
+template <class Z, bool kEntropy>
+struct LogitGradient {
+  Z z;
+  float m, each, tilt;
+  template <int kReach = kAny>
+  __device__ __forceinline__ float of(float x) const {
+    const float d = z.template z_minus<kReach>(x, m), e = exp_of_distance<Z>(d);
+    // Below -1e30 e is 0: classes at -inf add nothing.
+    const float factor = kEntropy ? fma(tilt, Z::finite(d), each) : each;
+    return e * z.template times_slope<kReach>(x, factor);
+  }
 };
 
 // The z of a row's label, and its difference to the maximum.

@@ -1,5 +1,5 @@
-// CUDA backend of cross_entropy for rows with a softcap, and for entropies beside a gradient or with
-// one of their own: a row waits in shared memory until its sums are known. Neither bias nor smoothing.
+// CUDA backend of cross_entropy for rows with a softcap: a row waits in shared memory until its sums are
+// known. Neither bias nor smoothing.
 //
 // Bytes per element (b = element size): 2b with the gradient, b without.
 //
@@ -17,35 +17,18 @@ namespace tigon::cuda {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
+using Z = Capped;
 // Of a CTA; vectors of a thread, until there are that many threads.
 constexpr int kThreads = 512, kVecsPerThread = 8;
 
-// The gradient of logits: slope * e * (each + tilt * (z - m)).
-template <class Z, bool kEntropy>
-struct StagedGradient {
-  Z z;
-  float m, each, tilt;
-  template <int kReach>
-  __device__ __forceinline__ float of(float x) const {
-    const float d = z.template z_minus<kReach>(x, m), e = exp_of_distance<Z>(d);
-    // Below -1e30 e is 0: classes at -inf add nothing.
-    const float factor = kEntropy ? fma(tilt, Z::finite(d), each) : each;
-    return e * z.template times_slope<kReach>(x, factor);
-  }
-};
-
-// The forms of the loops: with the terms of entropies or not; what vectors reach.
+// The forms of the loop over gradients: with the terms of entropies or not; what vectors reach.
 template <bool kEntropy, int kReach>
 struct Form {};
-template <class Z, class Fn>
+template <class Fn>
 __device__ __forceinline__ void with_form(bool entropy, bool close, Fn&& fn) {
-  if constexpr (Z::kCapped) {
-    if (!entropy && close) return fn(Form<false, kClose>{});
-    if (!entropy) return fn(Form<false, kNear>{});
-    fn(Form<true, kNear>{});
-  } else {
-    entropy ? fn(Form<true, kNear>{}) : fn(Form<false, kNear>{});
-  }
+  if (!entropy && close) return fn(Form<false, kClose>{});
+  if (!entropy) return fn(Form<false, kNear>{});
+  fn(Form<true, kNear>{});
 }
 
 template <class T, class D, class Gradient>
@@ -63,7 +46,7 @@ struct Reach {
   uint32_t top, slow;
   bool close;
 };
-template <class T, class Z, class ForVecs>
+template <class T, class ForVecs>
 __device__ __forceinline__ Reach reach_of(const Z& z, ForVecs&& for_vecs, const uint4* vecs, int own_tile) {
   uint32_t top = kMinusInf<T>, slow = 0, bit = 1, others = 0;
   for_vecs(0, [&](int i, bool) {
@@ -80,12 +63,12 @@ __device__ __forceinline__ Reach reach_of(const Z& z, ForVecs&& for_vecs, const 
 
 // As in register_kernel, the reduction orders all reads of a row before all writes to it, and all
 // CTAs of a cluster reach its barriers or none does.
-template <class T, class D, class Z>
+template <class T, class D>
 __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_constant__ Params<T> p,
                                                              int64_t first_row) {
   constexpr int N = AlignedRow<T>::N;
   extern __shared__ uint4 vecs[];
-  __shared__ ReduceStorage<EntropySums<Z>> storage;
+  __shared__ ReduceStorage<EntropySums<T, Z>> storage;
   __shared__ TieStorage<true> ties;
   const int tid = int(threadIdx.x), threads = int(blockDim.x);
   const unsigned blocks = cluster_size(), rank = cluster_rank();
@@ -126,23 +109,24 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
   cp_async_wait_group<0>();
   const auto [top, slow, close] = reach_of<T>(of, for_vecs, vecs, own.tile);
   // The label's logit is part of the maximum, so it has been read before any thread may overwrite it.
-  EntropySums<Z> a = EntropySums<Z>::identity();
+  EntropySums<T, Z> a = EntropySums<T, Z>::identity();
   a.m = of.z(fmaxf(fmaxf(edge, y), max_of_word<T>(top)));
   const float from = Z::reference(a.m);
   if (c >= 0 && !edge_is_label) {
     const float d = of.template z_minus<kAny>(edge, from);
     a.s = exp_of_distance<Z>(d), a.heat = a.s * Z::finite(d);
   }
-  auto sum = [&]<bool kEntropy, int kReach>(Form<kEntropy, kReach>) {
+  // The terms of an entropy are added up whether it is wanted or not: a row's sum has the same bits.
+  auto sum = [&]<int kReach>(std::integral_constant<int, kReach>) {
     for_vecs(slow, [&](int i, bool is_slow) {
-      if (is_slow)
-        a.s += sum_of_any<T>(vecs[i], of, from, i == own_vec ? own.element : -1, a.heat);
-      else
-        a.s += sum_of<T, kReach>(vecs[i], of, from, kEntropy ? &a.heat : nullptr);
+      a.s += is_slow ? sum_of_any<T>(vecs[i], of, from, i == own_vec ? own.element : -1, a.heat)
+                     : sum_of<T, kReach>(vecs[i], of, from, &a.heat);
     });
   };
-  const bool with_entropy = p.entropy != nullptr || p.entropy_scale != nullptr;
-  with_form<Z>(!Z::kCapped || with_entropy, close, sum);
+  if (close)
+    sum(std::integral_constant<int, kClose>{});
+  else
+    sum(std::integral_constant<int, kNear>{});
   // The loop above leaves a warp diverged.
   __syncwarp();
   // All CTAs have started.
@@ -167,8 +151,7 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
   D* to = out + peeled.head;
   const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
   auto write = [&]<bool kEntropy, int kReach>(Form<kEntropy, kReach>) {
-    const float m = Z::kCapped ? a.m : g.m;
-    const StagedGradient<Z, kEntropy> gradient{of, m, g.each + g.lift, g.tilt * Z::kUnit};
+    const LogitGradient<Z, kEntropy> gradient{of, a.m, g.each + g.lift, g.tilt * Z::kUnit};
     if (c >= 0) out[c] = narrow<D>(gradient.template of<kAny>(edge));
     for_vecs(slow, [&](int i, bool is_slow) {
       uint4 words = vecs[i];
@@ -179,26 +162,23 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
       store_words<T>(to + int64_t(i) * N, words, aligned);
     });
   };
-  with_form<Z>(p.entropy_scale != nullptr, close, write);
+  with_form(p.entropy_scale != nullptr, close, write);
   // The thread that has stored the label's neighbours stores the label's column.
-  if (edge_is_label || own.tile >= 0) {
-    const float of_entropy = g.own * fma(g.tilt, fmaxf(of_label.below, -200.0f), g.lift);
-    out[label_column] = narrow<D>(of.template times_slope<kAny>(y, g.of_label() + of_entropy));
-  }
+  if (edge_is_label || own.tile >= 0)
+    out[label_column] = narrow<D>(of.template times_slope<kAny>(y, g.of_label<true>(of_label.below)));
 }
 
 }  // namespace
 
-template <class T, class D, bool kCapped>
+template <class T, class D>
 bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& all) {
-  using Z = std::conditional_t<kCapped, Capped, Linear>;
   static OncePerDevice prepared;
   static OccupancyCache occupancy;
   constexpr int N = AlignedRow<T>::N, kMostVecs = 32 * kThreads;
   // Shared memory per CTA that the system and the kernel's own variables take.
   constexpr int kSystem = 1024,
-                kStatic = int(sizeof(ReduceStorage<EntropySums<Z>>) + sizeof(TieStorage<true>));
-  auto kernel = &staged_kernel<T, D, Z>;
+                kStatic = int(sizeof(ReduceStorage<EntropySums<T, Z>>) + sizeof(TieStorage<true>));
+  auto kernel = &staged_kernel<T, D>;
   const DeviceFacts& facts = device_facts();
   const bool clusters = facts.capability >= 90;
   // Without clusters a row may take all of an SM.
@@ -230,14 +210,11 @@ bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& all) {
   return true;
 }
 
-#define TIGON_STAGED(T, D)                                                                 \
-  template bool cross_entropy_staged<T, D, false>(Context&, const CrossEntropyParams<T>&); \
-  template bool cross_entropy_staged<T, D, true>(Context&, const CrossEntropyParams<T>&);
-TIGON_STAGED(float, float)
-TIGON_STAGED(float, __nv_bfloat16)
-TIGON_STAGED(float, __half)
-TIGON_STAGED(__nv_bfloat16, __nv_bfloat16)
-TIGON_STAGED(__half, __half)
-#undef TIGON_STAGED
+template bool cross_entropy_staged<float, float>(Context&, const CrossEntropyParams<float>&);
+template bool cross_entropy_staged<float, __nv_bfloat16>(Context&, const CrossEntropyParams<float>&);
+template bool cross_entropy_staged<float, __half>(Context&, const CrossEntropyParams<float>&);
+template bool cross_entropy_staged<__nv_bfloat16, __nv_bfloat16>(Context&,
+                                                                 const CrossEntropyParams<__nv_bfloat16>&);
+template bool cross_entropy_staged<__half, __half>(Context&, const CrossEntropyParams<__half>&);
 
 }  // namespace tigon::cuda
