@@ -20,6 +20,7 @@ from tigon.ops.loss_head.linear_log_prob import reference
 
 FN = tigon.linear_log_prob
 LOSS = functools.partial(tigon.linear_cross_entropy, reduction="none")
+BOTH = lambda *args, **options: sum(FN(*args, entropy=True, **options))  # noqa: E731
 LOSS_REFERENCE = functools.partial(loss_reference, reduction="none")
 ROW = 64 * 4 / 2**20  # MiB of the logits of a row in float32, up to 64 classes
 KEEPS = [None, 0, 5 * ROW, 1e6]
@@ -94,13 +95,22 @@ def _products(step, least):
 
 
 @pytest.mark.parametrize(
-    "trained, keep_mb, products",
+    "fn, trained, keep_mb, products",
     [
-        ("", None, 1), ("x", None, 2), ("x", 0, 3), ("xw", None, 3), ("xw", 0, 4), ("w", None, 2),
-        ("w", 0, 3), ("xw", 10 * ROW, 3.75), ("xab", None, 2), ("xb", None, 2), ("xw", 1e6, 3),
+        (fn, *call)
+        for fn in (FN, LOSS)
+        for call in [
+            ("", None, 1), ("x", None, 2), ("x", 0, 3), ("xw", None, 3), ("xw", 0, 4), ("w", None, 2),
+            ("w", 0, 3), ("xw", 10 * ROW, 3.75), ("xab", None, 2), ("xb", None, 2), ("xw", 1e6, 3),
+        ]
+    ] + [
+        (BOTH, *call)
+        for call in [
+            ("", None, 1), ("x", None, 4), ("x", 0, 3), ("xw", None, 3), ("xw", 0, 4), ("w", None, 2),
+            ("xw", 10 * ROW, 3.75), ("xab", None, 2), ("xb", None, 2), ("xw", 1e6, 3),
+        ]
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("fn", [FN, LOSS])
 def test_number_of_products(fn, trained, keep_mb, products):
     """In units of rows * hidden size * vocabulary; the rank of the LoRA is too small to count."""
     rows, size, vocab = 40, 32, 64
@@ -180,6 +190,27 @@ def test_a_late_gradient_of_the_entropies(parts, frozen, keep_mb, device):
             results.append(torch.autograd.grad(total, wrt))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"bias": True}, {"valid_rows": True}], ids=str)
+def test_gradients_from_kept_logits(options, dtype, device):
+    """Bit for bit those of logits that are computed again, in the memory of what was kept or not."""
+    hidden, weight, target = head_inputs(30, dtype=dtype, device=device)
+    if "bias" in options:
+        options = {"bias": torch.linspace(-1, 1, len(weight), device=device, requires_grad=True)}
+    if "valid_rows" in options:
+        options = {"valid_rows": int((target != -100).sum())}
+    leaves = leaves_of([hidden, weight, options])
+
+    def gradients(keep_mb, retain_graph):
+        found = FN(hidden, weight, target, entropy=True, keep_mb=keep_mb, **options)
+        return torch.autograd.grad(found, leaves, [f.detach() for f in found], retain_graph=retain_graph)
+
+    want = gradients(0, False)
+    for keep_mb in (None, 1e6):
+        for retained in (False, True):
+            assert all(map(same_bits, gradients(keep_mb, retained), want))
 
 
 @pytest.mark.parametrize("keep_mb", KEEPS, ids=str)

@@ -37,8 +37,10 @@ void check(const LinearCrossEntropy& a) {
   if (k.dlogits.data)
     require_matrix(kOp, "kept", k.dlogits, k.dlogits.rows, a.head.weight.rows, a.head.hidden.dtype);
   bool any = k.unit.data || k.dlogits.data;
-  TIGON_CHECK(kOp, !any || (a.reduction.kind == Reduction::none && !a.entropy_upstream),
+  TIGON_CHECK(kOp, !any || (a.reduction.kind == Reduction::none && (k.are_logits || !a.entropy_upstream)),
               "unit and kept must be of per-row losses, without gradients of entropies");
+  TIGON_CHECK(kOp, !k.are_logits || (!k.unit.data && !a.head.wide_logits),
+              "kept logits must be rounded ones, without unit");
 }
 
 Vector factors(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows,
@@ -183,22 +185,26 @@ CrossEntropyRows row_pass(const LinearCrossEntropy& a, const Matrix& logits, con
           .z_loss = a.z_loss};
 }
 
-// Logits of a chunk and what the row pass makes of them: the results in `v`, and dlogits where they are wanted.
+// What the row pass makes of logits: the results in `v`, and dlogits where they are wanted.
+void pass_part(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows, const Values& v,
+               const LinearHeadPart& p, bool gradients) {
+  CrossEntropyRows pass = row_pass(a, p.logits, rows.labels, v.results, p.begin, p.count);
+  if (gradients) {
+    pass.dlogits = p.to;
+    pass.scale = linear_head_part(v.factor, p.begin, p.count);
+    pass.entropy_scale = linear_head_part(v.entropy_factor, p.begin, p.count);
+  }
+  if (v.labels.count == 0) return cross_entropy_rows(ctx, pass);
+  CrossEntropyLabels labels = labels_of_part(v, rows, p);
+  cross_entropy_label_scores(ctx, labels);
+  cross_entropy_rows(ctx, pass);
+  if (gradients) cross_entropy_label_gradient(ctx, labels);
+}
+// The same of a chunk, whose logits are made before.
 void pass_rows(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows, const Values& v,
                LinearHeadChunk& c, bool gradients) {
-  linear_head_parts(ctx, a.head, c, [&](const LinearHeadPart& p) {
-    CrossEntropyRows pass = row_pass(a, p.logits, rows.labels, v.results, p.begin, p.count);
-    if (gradients) {
-      pass.dlogits = p.to;
-      pass.scale = linear_head_part(v.factor, p.begin, p.count);
-      pass.entropy_scale = linear_head_part(v.entropy_factor, p.begin, p.count);
-    }
-    if (v.labels.count == 0) return cross_entropy_rows(ctx, pass);
-    CrossEntropyLabels labels = labels_of_part(v, rows, p);
-    cross_entropy_label_scores(ctx, labels);
-    cross_entropy_rows(ctx, pass);
-    if (gradients) cross_entropy_label_gradient(ctx, labels);
-  });
+  linear_head_parts(ctx, a.head, c,
+                    [&](const LinearHeadPart& p) { pass_part(ctx, a, rows, v, p, gradients); });
 }
 
 // Losses, log-probabilities and lse of a call that wants nothing else of the logits, without them; false where that cannot be.
@@ -230,9 +236,9 @@ struct Chunks {
   Chunks(Context& ctx, const LinearCrossEntropy& a, int64_t rows, bool forward)
       : kept(a.kept.dlogits.data ? std::min(a.kept.dlogits.rows, rows) : 0),
         limit(linear_head_limit(ctx, a.head, rows, a.labels.chunk_rows)) {
-    kept_limit = forward                   ? limit
-                 : a.labels.chunk_rows > 0 ? a.labels.chunk_rows
-                                           : std::max<int64_t>(std::min(a.kept.dlogits.rows, rows), 1);
+    kept_limit = forward || a.kept.are_logits ? limit
+                 : a.labels.chunk_rows > 0    ? a.labels.chunk_rows
+                                              : std::max<int64_t>(std::min(a.kept.dlogits.rows, rows), 1);
     most = std::max(std::min(kept, kept_limit), std::min(rows - kept, limit));
     number = (kept + kept_limit - 1) / kept_limit + (rows - kept + limit - 1) / limit;
     linear_head_check_chunks(a.head, number);
@@ -255,7 +261,7 @@ void pass_chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows
     LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
     bool keep = begin < chunks.kept;
     if (keep) c.logits = rows_from(a.kept.dlogits, begin, c.count), c.padded = false;
-    pass_rows(ctx, a, rows, values, c, head.wants_gradients() || keep);
+    pass_rows(ctx, a, rows, values, c, head.wants_gradients() || (keep && !a.kept.are_logits));
     linear_head_gradients(ctx, head, c, {.first = begin == 0});
     begin += c.count;
   }
@@ -305,26 +311,32 @@ void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& 
   linear_head_clear(ctx, head, rows);
   if (!head.wants_gradients()) return;
   Values values = make_values(ctx, a, rows, true);
-  // Which rows are kept depends on their number: those computed again are scaled where kept ones are, after the products.
-  const bool late = ctx.deterministic && !a.entropy_upstream && !a.several.labels;
-  if ((chunks.kept > 0 || late) &&
+  // Which rows are kept depends on their number: those computed again are scaled where kept ones are, after the products, and so
+  // are those whose logits were kept.
+  const bool late = (ctx.deterministic || a.kept.are_logits) && !a.entropy_upstream && !a.several.labels;
+  const int64_t formed = a.kept.are_logits ? 0 : chunks.kept;  // rows whose dlogits are there
+  if ((formed > 0 || late) &&
       values.factor.data == a.upstream.data)  // 0 on ignored rows, whatever is upstream
     values.factor = factors(ctx, a, rows, {}, a.upstream);
   const Vector factor = values.factor;
   if (late) values.factor = {};
-  LinearHeadWorkspace workspace = linear_head_workspace(ctx, head, rows,
-                                                        {.chunk = chunks.most,
-                                                         .logits = chunks.kept < rows.count,
-                                                         .logits_rows = chunks.limit,
-                                                         .factored = chunks.kept > 0 || late});
+  LinearHeadWorkspace workspace =
+      linear_head_workspace(ctx, head, rows,
+                            {.chunk = chunks.most,
+                             .logits = (a.kept.overwrite ? chunks.kept : formed) < rows.count,
+                             .logits_rows = chunks.limit,
+                             .factored = formed > 0 || late});
   for (int64_t begin = 0; begin < rows.count;) {
     LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
     LinearHeadPass pass = {.first = begin == 0};
-    if (begin < chunks.kept)
-      c.logits = rows_from(a.kept.dlogits, begin, c.count), c.padded = false;
-    else
+    const bool kept = begin < chunks.kept;
+    const Matrix there = rows_from(a.kept.dlogits, begin, c.count);
+    if (kept && (begin < formed || a.kept.overwrite)) c.logits = there, c.padded = false;
+    if (!kept)
       pass_rows(ctx, a, rows, values, c, true);
-    if (begin < chunks.kept || late) pass.factor = linear_head_part(factor, begin, c.count);
+    else if (a.kept.are_logits)
+      pass_part(ctx, a, rows, values, {begin, c.count, there, c.logits}, true);
+    if (begin < formed || late) pass.factor = linear_head_part(factor, begin, c.count);
     linear_head_gradients(ctx, head, c, pass);
     begin += c.count;
   }

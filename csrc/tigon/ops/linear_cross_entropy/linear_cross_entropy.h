@@ -66,6 +66,9 @@ struct LinearCrossEntropyResults {
 struct KeptLogits {
   Matrix unit;     // [rows, H] dhidden for an upstream gradient of 1; empty: not formed, or not there
   Matrix dlogits;  // [any number, V] of the first rows worked on; empty: none
+  bool are_logits =
+      false;  // dlogits hold the logits, as gradients of entropies need them; without unit and wide_logits
+  bool overwrite = false;  // and their gradients are formed in the same memory
 };
 
 struct LinearCrossEntropy {
@@ -90,9 +93,9 @@ TIGON_API void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a);
 // The gradients of per-row losses. With factor c = upstream * token_weight of each row:
 //   unit given   dhidden = diag(c) unit, no product; dhidden may be unit's own memory
 //   rows kept    dweight, dbias, dlora from kept dlogits and diag(c) hidden, without logits; they are only read
-//   other rows   logits are computed again, and c is folded into their gradients
-// A call that gave `kept` had the same target, valid_rows and options. With all rows kept, or with a unit and nothing
-// else wanted, the values of weight and bias are not read. An entropy_upstream needs all rows computed again: neither may be
+//   other rows   logits are computed again, or read where they were kept, and c is folded into their gradients
+// A call that gave `kept` had the same target, valid_rows and options. With all dlogits kept, or with a unit and nothing
+// else wanted, the values of weight and bias are not read. An entropy_upstream needs logits: neither unit nor dlogits may be
 // given.
 TIGON_API void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& a);
 

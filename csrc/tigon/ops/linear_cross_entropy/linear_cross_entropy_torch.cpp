@@ -45,6 +45,7 @@ KeptTensors make_kept(LinearCrossEntropy& a, const Tensor& hidden, const Memory&
                                : nothing(hidden, dtype)};
   if (plan.unit) a.kept.unit = rows_of(kOp, "unit", k.unit);
   if (plan.kept > 0) a.kept.dlogits = rows_of(kOp, "kept", k.dlogits), a.kept.dlogits.cols = head.weight.rows;
+  a.kept.are_logits = m.needs & keep_logits;
   return k;
 }
 
@@ -108,7 +109,7 @@ struct Upstream {
   static constexpr const char* kNames[] = {"upstream", "entropy_upstream", "unit", "kept"};
 };
 
-// `finished`: unit becomes dhidden in its own memory, and no other is returned.
+// `finished`: unit becomes dhidden in its own memory, and no other is returned; kept logits become their gradients.
 FiveGradients rows_gradient(Upstream from, OptionalTensor main_grad, Operands operands, Formula formula,
                             Memory memory, bool finished) {
   const Tensor& hidden = operands.hidden;
@@ -128,12 +129,14 @@ FiveGradients rows_gradient(Upstream from, OptionalTensor main_grad, Operands op
   a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", from.entropies);
   a.kept = {.unit = rows_of(kOp, "unit", from.unit), .dlogits = rows_of(kOp, "kept", from.kept)};
   a.kept.dlogits.cols = vocab;
+  a.kept.are_logits = memory.needs & keep_logits, a.kept.overwrite = finished && a.kept.are_logits;
   int64_t returned = memory.needs;
   if (main_grad) returned &= ~need_weight;
   if (finished && from.unit) returned &= ~need_hidden;
   bool some = a.kept.dlogits.data, whole = some && a.kept.dlogits.rows >= memory.worked(head.hidden.rows);
   if (some && !whole) returned &= ~may_round;  // several chunks
-  whole = (whole && memory.chunk_rows == 0) || one_chunk(head, memory, device_of(kOp, hidden));
+  whole = (whole && memory.chunk_rows == 0 && !a.kept.are_logits) ||
+          one_chunk(head, memory, device_of(kOp, hidden));
   HeadGradients g = make_gradients(head, hidden, returned, whole);
   if (finished && from.unit && memory.needs & need_hidden) head.dhidden = a.kept.unit;
   if (main_grad) {
@@ -206,7 +209,7 @@ TIGON_TORCH_SCHEMAS(m) {
   const std::string name = "linear_cross_entropy_rows_bwd";
   define(m, name + "(" + schema<Upstream, Operands, Formula, Memory>() + ") -> " + five);
   define(m, name +
-                "_(Tensor upstream, Tensor? entropy_upstream, Tensor(b!)? unit, Tensor? kept,"
+                "_(Tensor upstream, Tensor? entropy_upstream, Tensor(b!)? unit, Tensor(c!)? kept,"
                 " Tensor(a!)? main_grad, " +
                 head_schema() + ", bool finish) -> " + five);
   define_forward(m, "linear_cross_entropy_columns", "(Tensor x, int columns) -> Tensor");

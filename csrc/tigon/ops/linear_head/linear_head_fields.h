@@ -17,8 +17,9 @@ struct LinearHeadFields {
     need_lora_a = 8,
     need_lora_b = 16,
     may_round = 32,
-    need_unit = 64,       // of per-row losses: their forward may leave dhidden for an upstream gradient of 1
-    into_main_grad = 128  // weight's gradient is added to what its owner keeps
+    need_unit = 64,        // of per-row losses: their forward may leave dhidden for an upstream gradient of 1
+    into_main_grad = 128,  // weight's gradient is added to what its owner keeps
+    keep_logits = 256      // what the forward of per-row losses keeps are logits, not their gradients
   };
   Vector class_weight, token_weight;
   float label_smoothing = 0.0f, z_loss = 0.0f;

@@ -4,8 +4,8 @@ The gradients of a scalar loss exist when the loss does: the backward scales the
 losses of rows are formed in the backward (``rows_gradients``). The gradient of a row's logits is its upstream
 gradient times what the row alone gives, so the forward can keep the second factor of as many rows as there is
 memory for (``kept``), and with it hidden's gradient for an upstream of 1 (``unit``); the backward scales rows
-and forms the other gradients from what is kept. What is not kept, and everything under a gradient of the
-entropies, is computed again.
+and forms the other gradients from what is kept. A forward that returns entropies keeps the logits instead
+(``LOGITS``): their gradients depend on both upstream ones. What is not kept is computed again.
 
 Eager calls go through :class:`_Eager`, which takes nothing but the tensors that can need a gradient (host
 cost); under ``torch.compile`` and the transforms of ``torch.func`` the operator itself is differentiable.
@@ -20,6 +20,7 @@ from tigon._op import Op, direct_apply, graph_is_kept, may_overwrite_saved, raw,
 from tigon.ops.loss_head.operands import (
     BIAS,
     HIDDEN,
+    LOGITS,
     LORA_A,
     LORA_B,
     MAIN_GRAD,
@@ -57,7 +58,7 @@ def _dweight_dtype(call: Call, kept):
     hidden, needs, rows = call.operands.hidden, call.memory.needs, call.rows()
     if not (needs & WEIGHT and needs & MAY_ROUND and hidden.dtype == torch.bfloat16):
         return torch.float32
-    if kept is not None and (kept.shape[0] < rows or not call.memory.chunk_rows):
+    if kept is not None and (kept.shape[0] < rows or not (call.memory.chunk_rows or needs & LOGITS)):
         fits = kept.shape[0] >= rows
     else:
         fits = rows <= _plan(call, 0).whole_rows
@@ -129,12 +130,14 @@ _rows_backward_in_place = raw("linear_cross_entropy_rows_bwd_", _fake_rows_in_pl
 # Losses of rows.
 
 
-def keep(call: Call, keep_mb, main_grad) -> Call:
-    """The call, and what its forward is to keep."""
+def keep(call: Call, keep_mb, main_grad, entropy=False) -> Call:
+    """The call, and what its forward is to keep; `entropy`: a gradient of entropies may be asked for."""
     needs = call.memory.needs
     if keep_mb == 0 or not needs & ~MAY_ROUND or torch._C._are_functorch_transforms_active():
         return call
-    needs |= UNIT * (needs & HIDDEN != 0) | MAIN_GRAD * (main_grad is not None)
+    logits = entropy and not only_hidden(needs) and not call.formula.wide_logits
+    needs |= LOGITS if logits else UNIT * (needs & HIDDEN != 0)
+    needs |= MAIN_GRAD * (main_grad is not None)
     hidden, weight, *_ = call.operands
     most = rows_within(keep_mb, weight.shape[0], hidden.element_size())
     return call.with_memory(needs, most)
@@ -161,22 +164,27 @@ def saved(call: Call, unit, kept, recomputed=False) -> tuple:
 def rows_gradients(tensors, upstream, call: Call, entropy_upstream=None, *, eager=False, main_grad=None):
     """The gradients from what :func:`saved` gave; that of weight is None where it was added to main_grad.
 
-    An eager backward that frees its graph scales the rows of ``unit`` in place.
+    An eager backward that frees its graph scales the rows of ``unit`` in place, and forms the gradients of
+    kept logits in theirs.
     """
     unit, kept, *operands = tensors
     needs = call.memory.needs
-    if entropy_upstream is not None:
+    if entropy_upstream is not None and not needs & LOGITS:
         unit = kept = None
     if needs & HIDDEN == 0:
         unit = None
-    finished = eager and unit is not None and not graph_is_kept()
+    finished = eager and (unit is not None or needs & LOGITS != 0) and not graph_is_kept()
     more = (*operands, *call.formula, *call.memory)
     if main_grad is None and not finished:
         return _rows_backward(upstream, entropy_upstream, unit, kept, *more)
     dhidden, dweight, *others = _rows_backward_in_place(
         upstream, entropy_upstream, unit, kept, main_grad, *more, finished
     )
-    return unit if finished else dhidden, None if main_grad is not None else dweight, *others
+    return (
+        unit if finished and unit is not None else dhidden,
+        None if main_grad is not None else dweight,
+        *others,
+    )
 
 
 def wanted(needs_input_grad) -> int:

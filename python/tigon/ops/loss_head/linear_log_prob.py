@@ -23,6 +23,7 @@ from tigon.ops.loss_head.autograd import (
 from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.match import WithValue, check_match, vllm_log_prob
 from tigon.ops.loss_head.operands import (
+    LOGITS,
     MAY_ROUND,
     Call,
     Head,
@@ -104,7 +105,7 @@ def _backward(ctx, dlog_prob, dentropy, *_):
         upstream = dentropy.new_zeros(target.shape)
     else:
         upstream = -dlog_prob  # the loss is -log_prob
-    needs = wanted(ctx.needs_input_grad)
+    needs = wanted(ctx.needs_input_grad) | ctx.call.memory.needs & LOGITS
     if not torch.compiler.is_compiling():
         needs |= MAY_ROUND
     eager = isinstance(ctx, _op.node)
@@ -145,8 +146,9 @@ def linear_log_prob(
     Matrix products, forward and backward together: 1 without gradients; 2 where only hidden needs one (a
     frozen head): its gradient for an upstream of 1 is formed in the forward, ``N * H`` elements, and its rows
     are scaled in the backward; 3 where the gradients of all logits are kept; 4 where they are computed again;
-    ``4 - f`` where a share f of the rows is kept. A gradient of the entropies needs all logits again,
-    whatever was kept.
+    ``4 - f`` where a share f of the rows is kept. With ``entropy`` the logits are kept, not their gradients,
+    which takes no product more. With a frozen head, and with ``logit_dtype``, a gradient of the entropies
+    computes all logits again: 4 and 5.
 
     Labels ``[..., K]`` give the log-probabilities of K classes for each row (what a loss against the K most
     likely classes of a teacher takes): ``K`` words a row more, no logits kept, so 4 products with gradients
@@ -159,8 +161,6 @@ def linear_log_prob(
             valid_rows, lora, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`,
             ``main_grad`` of weight included.
         entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``, differentiable too.
-            Its gradient computes all rows again, whatever was kept: where a loss uses it, ``keep_mb=0``
-            saves the product and the memory of what is kept.
         keep_mb: (one label a row) how many MiB the gradients of the logits may take between forward and
             backward (rows that are computed, times V rounded up to 64, times the size of hidden's dtype).
             ``None``: those of all rows are kept where one chunk takes all rows
@@ -233,7 +233,7 @@ def linear_log_prob(
             operands=call.operands._replace(target=target.reshape(-1, target.shape[-1])),
             formula=call.formula._replace(ignore_index=ignore_index),
         )
-    call = keep(call, 0 if many else keep_mb, main_grad)
+    call = keep(call, 0 if many else keep_mb, main_grad, entropy)
     result, entropies = _op(*call.flat())
     if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is what backward sees
         result.grad_fn.main_grad = main_grad

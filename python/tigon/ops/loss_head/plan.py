@@ -263,9 +263,9 @@ def linear_log_prob_memory(
     ``gradients`` is what stays from forward to backward: ``rows * H * size`` for hidden's gradient where it
     is formed in the forward, and ``rows * V * size`` (V rounded up to 64) for the gradients of the logits of
     the rows that are kept. The weight's gradient is formed in the backward: ``V * H * size`` of one chunk,
-    ``4 V H`` of several. The rest is as in :func:`tigon.linear_cross_entropy_memory`. A gradient of the
-    entropies takes what ``keep_mb=0`` takes, besides what is kept. With K ``labels`` of a row nothing
-    is kept, and a row has ``4 K`` bytes of results and as many while a pass runs.
+    ``4 V H`` of several. The rest is as in :func:`tigon.linear_cross_entropy_memory`. With entropies logits
+    are kept in the place of their gradients, and hidden's is formed in the backward. With K ``labels`` of a
+    row nothing is kept, and a row has ``4 K`` bytes of results and as many while a pass runs.
 
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_log_prob` would not take.
