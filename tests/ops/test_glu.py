@@ -74,7 +74,7 @@ BAD = {
     ),
     "dy size, raw": (
         lambda g, u: _raw("glu_bwd", g[:2], g, u, *PLAIN, True, True),
-        r"\[swiglu\] dy must be \[4, 8\], got \[2, 8\]",
+        r"\[swiglu_bwd\] dy must be \[4, 8\], got \[2, 8\]",
     ),
     "dy dtype, raw": (
         lambda g, u: _raw("glu_bwd", g.bfloat16(), g, u, *PLAIN, True, True),

@@ -5,6 +5,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <span>
 #include <type_traits>
 
 #include "tigon/base/check.h"
@@ -42,6 +43,12 @@ struct Expected {
   bool wanted = true;        // a result that is; else it is absent
   bool flat = false;         // all elements of a tensor of any shape
   bool updated = false;      // an input that is written
+};
+
+// Of each tensor of a list, whose elements are taken in the order of memory.
+struct Listed {
+  bool updated = false;  // written: memory without gaps; else one that is not contiguous is copied
+  int64_t size = -1;     // elements of each, which all have one dtype and, contiguous, one shape
 };
 
 struct Field {
@@ -112,8 +119,17 @@ class Fields {
     field({name, Role::input, nullptr, &v, {.cols = size, .dtype = dtype, .or_f32 = true, .like = like}});
   }
   void scalar(const char* name, Vector& v, DType dtype, Role role = Role::input) {
-    field({name, role, nullptr, &v, {.cols = 1, .dtype = dtype, .or_f32 = true, .scalar = true}});
+    const bool or_f32 = dtype != DType::f32;
+    field({name, role, nullptr, &v, {.cols = 1, .dtype = dtype, .or_f32 = or_f32, .scalar = true}});
   }
+  // Written; an input, or optional.
+  void updated(const char* name, Matrix& m, const Matrix& x, Role role) {
+    Expected e = sizes_of(x, x.dtype);
+    e.updated = true;
+    field({name, role, &m, nullptr, e});
+  }
+  // Tensors of floats.
+  virtual void list(const char* name, std::span<const Vector>& list, const Listed& each) = 0;
   // Of any size and dtype: the entry says what they must be.
   void any(const char* name, Matrix& m, Role role = Role::optional) {
     field({name, role, &m, nullptr, {.rows = m.rows, .cols = m.cols, .dtype = m.dtype}});
@@ -124,6 +140,10 @@ class Fields {
   // All elements of a tensor of any shape. `rows`: of one of two dimensions, else minus their number.
   void flat(const char* name, Vector& v, Role role = Role::optional, int64_t* rows = nullptr) {
     field({name, role, nullptr, &v, {.cols = v.size, .dtype = v.dtype, .leading = rows, .flat = true}});
+  }
+  void flat(const char* name, Vector& v, int64_t size, DType dtype, bool updated = false) {
+    Expected e = {.cols = size, .dtype = dtype, .flat = true, .updated = updated};
+    field({name, Role::optional, nullptr, &v, e});
   }
   // One or several vectors of `size` numbers in float32: rows of one tensor.
   virtual void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size,
@@ -178,7 +198,9 @@ class Fields {
   void number_if(bool wanted, const char* name, Vector& v) {
     field({name, Role::result, nullptr, &v, {.cols = 1, .scalar = true, .wanted = wanted}});
   }
-  void number(const char* name, Vector& v) { number_if(true, name, v); }
+  void number(const char* name, Vector& v, DType dtype = DType::f32) {
+    field({name, Role::result, nullptr, &v, {.cols = 1, .dtype = dtype, .scalar = true}});
+  }
   // Of the sizes of a tensor.
   void result_if(bool wanted, const char* name, Vector& v, const Vector& of, Role role = Role::result) {
     field({name, role, nullptr, &v, {.cols = of.size, .scalar = true, .of = &of, .wanted = wanted}});
@@ -216,6 +238,8 @@ class Fields {
   void gradient(const char* name, Vector& v, int64_t size, DType dtype, const Vector* sizes_of = nullptr) {
     field({name, Role::gradient, nullptr, &v, {.cols = size, .dtype = dtype, .of = sizes_of}});
   }
+  // The name in messages of a call that has one of its own.
+  virtual void rename(const char* op) { (void)op; }
   bool on_cuda() const { return on_cuda_; }
   // A rule of this op's own.
   template <class... Parts>

@@ -14,14 +14,14 @@ constexpr const char* name_of(GluKind kind) {
   return kNames[int(kind)];
 }
 
+constexpr bool is_kind(GluKind kind) { return int(kind) >= 0 && int(kind) < kGluKinds; }
+
 struct GluOptions {
   GluKind kind = GluKind::swiglu;
   float gate_multiplier = 1.0f;  // swiglu
   float down_multiplier = 1.0f;  // swiglu
   float alpha = 1.702f;          // swiglu_oai
   float limit = 7.0f;            // of the clamped kinds, > 0
-
-  static constexpr const char* kNames[] = {"kind", "gate_multiplier", "down_multiplier", "alpha", "limit"};
 };
 
 // The kinds that clamp their inputs.

@@ -8,7 +8,8 @@ void FieldChecks::field(const Field& f) {
   const Expected& e = f.expected;
   const bool given = m.data != nullptr;
   if (!e.wanted && !given) return;
-  if (f.role == Role::result || (f.role == Role::gradient && given)) work_ = work_ || m.rows * m.cols > 0;
+  if (f.role == Role::result || ((f.role == Role::gradient || e.updated) && given))
+    work_ = work_ || m.rows * m.cols > 0;
   if (f.role == Role::rows) {
     require_float(op_, f.name, m.dtype);
     TIGON_CHECK(op_, m.cols >= e.cols, f.name, " must have at least one column, got ", m.cols);
@@ -44,6 +45,14 @@ void FieldChecks::statistics(const char*, std::initializer_list<Statistic> list,
 void FieldChecks::result_over(const char* name, Matrix& m, const char*, const Matrix& input, Role role,
                               const char*) {
   field({name, role, &m, nullptr, {.rows = input.rows, .cols = input.cols, .dtype = input.dtype}});
+}
+
+void FieldChecks::list(const char* name, std::span<const Vector>& list, const Listed& each) {
+  for (const Vector& v : list) {
+    require_float(op_, name, v.dtype);
+    if (each.size >= 0) require_vector(op_, name, v, each.size, list[0].dtype);
+    work_ = work_ || (each.updated && v.size > 0);
+  }
 }
 
 std::vector<Operator>& operators() {

@@ -17,6 +17,7 @@ class FieldChecks final : public Fields {
   void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size, Role role) override;
   void result_over(const char* name, Matrix& m, const char*, const Matrix& input, Role role,
                    const char*) override;
+  void list(const char* name, std::span<const Vector>& list, const Listed& each) override;
   // Whether any result that is wanted has elements.
   bool work() const { return work_; }
 

@@ -37,6 +37,9 @@ class Schema final : public Fields {
         inputs_.insert(at + 6, alias());
     }
   }
+  void list(const char* name, std::span<const Vector>&, const Listed& each) override {
+    add(inputs_, "Tensor" + (each.updated ? alias() : "") + "[] ", name);
+  }
 
  protected:
   void field(const Field& f) override {
@@ -79,29 +82,46 @@ struct Held {
   bool stacked = false;  // several matrices, each along the first dimension
 };
 
+struct HeldList {
+  const char* name;
+  TensorList tensors;
+  std::vector<Vector> vectors;
+  std::vector<Tensor> copies;
+};
+
 // Takes the arguments off PyTorch's stack: all are owned before anything can throw.
 class Arguments final : public Fields {
  public:
   Arguments(Variant variant, StableIValue* stack) : variant_(variant), stack_(stack) {}
   std::array<Held, kMostTensors> tensors;
   uint32_t needs = 0;  // a bit for each gradient
-  size_t rows = 0;     // of tensors: that of Role::rows, or the first
+  std::vector<HeldList> lists;
+  bool has_results = false;
 
+  // The tensor of Role::rows, or the first; absent where lists are empty.
+  OptionalTensor like() const {
+    if (lists.empty()) return tensors[rows_].tensor;
+    return lists[0].tensors.size() > 0 ? OptionalTensor(lists[0].tensors.tensor(0)) : std::nullopt;
+  }
   void statistics(const char*, std::initializer_list<Statistic> list, int64_t, Role role) override {
     if (role == Role::saved) tensors.at(count_++) = {&list.begin()->vector, stack_.take<Tensor>()};
   }
   void result_over(const char* name, Matrix& m, const char*, const Matrix&, Role role, const char*) override {
     if (variant_ != Variant::in_place) field({name, role, &m, nullptr, {}});
   }
+  void list(const char* name, std::span<const Vector>&, const Listed&) override {
+    lists.push_back({name, stack_.take<TensorList>(), {}, {}});
+  }
 
  protected:
   void field(const Field& f) override {
+    has_results = has_results || f.role == Role::result;
     const void* member = f.matrix != nullptr ? static_cast<void*>(f.matrix) : f.vector;
     if (f.role == Role::result || f.role == Role::statistics) return;
     if (f.role == Role::gradient) {
       needs |= uint32_t(stack_.take<bool>()) << gradients_++;
     } else {
-      if (f.role == Role::rows) rows = count_;
+      if (f.role == Role::rows) rows_ = count_;
       Held& held = tensors.at(count_++);
       held.member = member;
       if (f.role == Role::optional)
@@ -120,20 +140,21 @@ class Arguments final : public Fields {
  private:
   const Variant variant_;
   Stack stack_;
-  size_t count_ = 0;
+  size_t count_ = 0, rows_ = 0;
   int gradients_ = 0;
 };
 
 // Makes views of the tensors, and results.
 class Views final : public Fields {
  public:
-  Views(const char* op, Variant variant, Arguments& arguments)
-      : Fields(nullptr, arguments.tensors[arguments.rows].tensor->is_cuda()),
+  Views(const char* op, Variant variant, Arguments& arguments, const Tensor& like)
+      : Fields(nullptr, like.is_cuda()),
         op_(op),
         variant_(variant),
         tensors_(arguments.tensors),
+        lists_(arguments.lists),
         needs_(arguments.needs),
-        like_(*arguments.tensors[arguments.rows].tensor) {}
+        like_(like) {}
 
   void put_results(StableIValue* stack) {
     for (size_t i = 0; i < count_; ++i) stack[i] = torch::stable::detail::from(*results_[i]);
@@ -160,6 +181,29 @@ class Views final : public Fields {
     check_in_place(input_name, from != nullptr && from->copied, refusal);
     m = input;
   }
+  void list(const char* name, std::span<const Vector>& list, const Listed& each) override {
+    HeldList& held = lists_[next_list_++];
+    held.vectors.resize(held.tensors.size());
+    const DeviceId device(like_.get());
+    const Shape first(like_.get());
+    for (size_t i = 0; i < held.vectors.size(); ++i) {
+      AtenTensorHandle t = held.tensors[i];
+      if (!device.has(t)) check_same_device(op_, name, held.tensors.tensor(i), like_);
+      const Shape shape(t);
+      TIGON_CHECK(op_, each.size < 0 || (shape.has_sizes_of(first) && shape.is_contiguous()), name,
+                  " must be contiguous and of one shape, got one of ", shape.numel, " elements that is not");
+      TIGON_CHECK(op_, !each.updated || shape.is_dense(), name,
+                  " must fill their memory without gaps or overlaps, got one of ", shape.numel,
+                  " elements that does not");
+      if (!each.updated && !shape.is_contiguous()) {
+        held.copies.push_back(to_contiguous(op_, name, held.tensors.tensor(i)));
+        t = held.copies.back().get();
+      }
+      held.vectors[i] = elements_of(op_, name, t, shape.numel);
+    }
+    list = held.vectors;
+  }
+  void rename(const char* op) override { op_ = op; }
 
  protected:
   void field(const Field& f) override {
@@ -231,21 +275,28 @@ class Views final : public Fields {
   const char* op_;
   const Variant variant_;
   std::array<Held, kMostTensors>& tensors_;
+  std::vector<HeldList>& lists_;
   std::array<OptionalTensor, kMostTensors> results_;
   const uint32_t needs_;
   const Tensor& like_;  // the tensor of Role::rows
-  size_t next_ = 0, count_ = 0;
+  size_t next_ = 0, next_list_ = 0, count_ = 0;
   int gradients_ = 0;
 };
 
-void call(const Operator& op, Variant variant, StableIValue* stack) {
+void call(const Operator& op, const char* name, Variant variant, StableIValue* stack) {
   alignas(std::max_align_t) std::byte memory[kArgsBytes];
   AnyArgs& args = *op.make(memory);
   Arguments arguments(variant, stack);
   args.fields(arguments);
-  Views views(op.op, variant, arguments);
+  const OptionalTensor like = arguments.like();
+  if (!like) {
+    TIGON_CHECK(name, !arguments.has_results, arguments.lists[0].name,
+                " must have at least one tensor, got none");
+    return;
+  }
+  Views views(name, variant, arguments, *like);
   args.fields(views);
-  auto ctx = make_context(*arguments.tensors[arguments.rows].tensor);
+  auto ctx = make_context(*like);
   args.run(*ctx);
   views.put_results(stack);
 }
@@ -256,6 +307,7 @@ struct Place {
   Variant variant;
   const char* suffix;
   std::string schema;
+  std::string name;  // in messages
 };
 const std::vector<Place>& places() {
   static const std::vector<Place> all = [] {
@@ -266,7 +318,9 @@ const std::vector<Place>& places() {
       auto add = [&](Variant variant, const char* suffix) {
         Schema schema(variant);
         args.fields(schema);
-        found.push_back({op, variant, suffix, schema.text()});
+        std::string name = op.op;
+        if (name.back() == '_') name.pop_back();  // of an operator that works in place
+        found.push_back({op, variant, suffix, schema.text(), name});
         return std::pair(schema.has_statistics, schema.has_in_place);
       };
       const bool forward = op.direction == Direction::forward, backward = op.direction == Direction::backward;
@@ -283,7 +337,7 @@ constexpr size_t kMostPlaces = 200;
 template <size_t i>
 void call_place(StableIValue* stack, uint64_t, uint64_t) {
   const Place& place = places()[i];
-  call(place.op, place.variant, stack);
+  call(place.op, place.name.c_str(), place.variant, stack);
 }
 constexpr auto kKernels = []<size_t... i>(std::index_sequence<i...>) {
   return std::array<Kernel, kMostPlaces>{&call_place<i>...};

@@ -24,6 +24,16 @@ struct GradNorm {
   Vector total;           // f64 [1]: of the scaled gradients
   Vector norm;            // f32 [1]
   Vector factor;          // f32 [1]: NaN where the norm is
+
+  void fields(Fields& f) {
+    f.list("grads", grads, {});
+    f.option("max_norm", max_norm);
+    f.scalar("grad_scale", grad_scale, DType::f32, Role::optional);
+    f.require(max_norm >= 0.0f, "max_norm must be >= 0, got ", max_norm);
+    f.number("total", total, DType::f64);
+    f.number("norm", norm);
+    f.number("factor", factor);
+  }
 };
 
 TIGON_API_ENTRY(grad_norm, GradNorm)

@@ -1,4 +1,5 @@
 #include "tigon/base/elementwise.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/adamw/grad_norm_finish.h"
 
 namespace tigon::cpu {
@@ -31,3 +32,7 @@ void grad_norm(Context& ctx, const GradNorm& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_DEFINE_ENTRY(grad_norm, GradNorm, "grad_norm", "grad_norm", none)
+}

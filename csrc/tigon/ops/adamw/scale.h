@@ -23,6 +23,11 @@ namespace tigon {
 struct Scale {
   std::span<const Vector> tensors;
   Vector factor;  // f32 [1], where the context's device is
+
+  void fields(Fields& f) {
+    f.list("tensors", tensors, {.updated = true});
+    f.scalar("factor", factor, DType::f32);
+  }
 };
 
 TIGON_API_ENTRY(scale, Scale)

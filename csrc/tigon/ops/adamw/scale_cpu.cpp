@@ -1,6 +1,7 @@
 #include "tigon/ops/adamw/scale.h"
 
 #include "tigon/base/elementwise.h"
+#include "tigon/base/op.h"
 
 namespace tigon::cpu {
 namespace {
@@ -30,3 +31,7 @@ void scale(Context& ctx, const Scale& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_DEFINE_ENTRY(scale, Scale, "scale_", "scale", none)
+}

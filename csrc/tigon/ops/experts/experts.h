@@ -48,10 +48,9 @@ struct ExpertsGate {
     options(f);
   }
   void options(Fields& f) {
-    const int kind = int(unit.kind);
     f.option("alpha", unit.alpha);
     f.option("limit", unit.limit);
-    f.require(kind >= 0 && kind < kGluKinds, "kind must be one of 0 to ", kGluKinds - 1, ", got ", kind);
+    f.require(is_kind(unit.kind), "kind must be one of 0 to ", kGluKinds - 1, ", got ", int(unit.kind));
     f.require(int(columns) >= 0 && int(columns) <= 2, "columns must be one of 0 to 2, got ", int(columns));
     f.require(!is_clamped(unit.kind) || unit.limit > 0.0f, "limit must be > 0, got ", unit.limit);
     f.require(!is_clamped(unit.kind) || columns != GateColumns::single,

@@ -2,54 +2,68 @@
 
 #include <string>
 
-#include "tigon/base/require.h"
+#include "tigon/base/op.h"
 
 namespace tigon {
 namespace {
 
 // The op's name in messages.
-std::string checked_name(const GluOptions& o, const char* direction) {
-  TIGON_CHECK("glu", int(o.kind) >= 0 && int(o.kind) < kGluKinds, "kind must be one of 0 to ", kGluKinds - 1,
-              ", got ", int(o.kind));
-  std::string op = std::string(name_of(o.kind)) + direction;
-  if (is_clamped(o.kind)) TIGON_CHECK(op.c_str(), o.limit > 0.0f, "limit must be > 0, got ", o.limit);
-  return op;
+std::string name_of(const GluOptions& o, const char* direction) {
+  TIGON_CHECK("glu", is_kind(o.kind), "kind must be one of 0 to ", kGluKinds - 1, ", got ", int(o.kind));
+  return std::string(name_of(o.kind)) + direction;
 }
 
-// As require_pointwise, for an interleaved matrix of twice as many columns as `narrow` has.
-bool require_interleaved(const char* op, NamedMatrix wide, NamedMatrix narrow) {
-  const Matrix &w = wide.matrix, &n = narrow.matrix;
-  require_float(op, wide.name, w.dtype);
-  TIGON_CHECK(op, w.cols % 2 == 0, wide.name, " must have an even number of columns, got ", w.cols);
-  require_matrix(op, narrow.name, n, w.rows, w.cols / 2, w.dtype);
-  return n.rows != 0 && n.cols != 0;
+// Replaces a matrix of both by its halves.
+void split(Matrix& gate, Matrix& up) {
+  gate.cols /= 2;
+  up = gate;
+  if (gate.data) up.data = static_cast<char*>(gate.data) + gate.cols * int64_t(size_of(gate.dtype));
+}
+// A backend's entry, which takes halves.
+template <class Entry>
+auto with_halves(const Entry& entry) {
+  return [entry](Context& ctx, auto a) {
+    if (a.up.data == nullptr && a.options.kind != GluKind::swiglu_oai) {
+      split(a.gate, a.up);
+      if constexpr (std::is_same_v<decltype(a), GluBwd>) split(a.dgate, a.dup);
+    }
+    entry(ctx, a);
+  };
 }
 
 }  // namespace
 
-void glu_fwd(Context& ctx, const GluFwd& a) {
-  std::string name = checked_name(a.options, "");
-  const char* op = name.c_str();
-  bool work = a.options.kind == GluKind::swiglu_oai
-                  ? require_interleaved(op, {"gate_up", a.gate}, {"y", a.y})
-                  : require_pointwise(op, {"gate", a.gate}, {{"up", a.up}, {"y", a.y}});
-  if (work) TIGON_RUN(op, ctx, glu_fwd, a);
+int64_t glu_inputs(Fields& f, Matrix& gate, Matrix& up, GluOptions& o) {
+  const bool interleaved = o.kind == GluKind::swiglu_oai;
+  const char* name = interleaved ? "gate_up" : "gate";  // in messages
+  if (is_kind(o.kind)) f.rename(name_of(o.kind));
+  f.rows(name, gate, 0);
+  f.optional("up", up, gate);
+  f.option("kind", o.kind);
+  f.option("gate_multiplier", o.gate_multiplier);
+  f.option("down_multiplier", o.down_multiplier);
+  f.option("alpha", o.alpha);
+  f.option("limit", o.limit);
+  f.require(!is_clamped(o.kind) || o.limit > 0.0f, "limit must be > 0, got ", o.limit);
+  if (up.data) {
+    f.require(!interleaved, "up must be None (interleaved with gate), got a tensor");
+    return gate.cols;
+  }
+  f.require(gate.cols % 2 == 0, name, " must have an even number of columns",
+            interleaved ? ", got " : " without up, got ", gate.cols);
+  up.dtype = gate.dtype;  // of its gradient, which is absent too
+  return gate.cols / 2;
 }
 
-void glu_bwd(Context& ctx, const GluBwd& a) {
-  std::string name = checked_name(a.options, "_bwd");
-  const char* op = name.c_str();
-  bool work;
-  if (a.options.kind == GluKind::swiglu_oai) {
-    work = require_interleaved(op, {"gate_up", a.gate}, {"dy", a.dy});
-    if (a.dgate.data != nullptr)
-      require_matrix(op, "dgate_up", a.dgate, a.gate.rows, a.gate.cols, a.gate.dtype);
-  } else {
-    work = require_pointwise(op, {"gate", a.gate},
-                             {{"up", a.up}, {"dy", a.dy}, {"dgate", a.dgate, true}, {"dup", a.dup, true}});
-  }
-  bool wanted = a.dgate.data != nullptr || a.dup.data != nullptr;
-  if (work && wanted) TIGON_RUN(op, ctx, glu_bwd, a);
+void glu_fwd(Context& ctx, const GluFwd& a) {
+  run_op(name_of(a.options, "").c_str(), ctx, a, with_halves(&cpu::glu_fwd),
+         with_halves(TIGON_CUDA_ENTRY(glu_fwd)));
 }
+void glu_bwd(Context& ctx, const GluBwd& a) {
+  run_op(name_of(a.options, "_bwd").c_str(), ctx, a, with_halves(&cpu::glu_bwd),
+         with_halves(TIGON_CUDA_ENTRY(glu_bwd)));
+}
+TIGON_OPERATOR(glu_fwd, GluFwd, "glu", forward)
+TIGON_OPERATOR(glu_bwd, GluBwd, "glu", backward)
 
 }  // namespace tigon

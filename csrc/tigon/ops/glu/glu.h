@@ -18,9 +18,8 @@
 //             swiglu_oai  dgate = dy * (u + 1) * s * (1 + alpha * g * (1 - s)) where gate <= limit, else 0;
 //                         dup = dy * g * s where -limit <= up <= limit, else 0 (as clamp has it: 0 for NaN too)
 //             swiglu_clamped  the same with u in the place of u + 1 and alpha = 1
-// Shapes      all [rows, cols], any row stride (gate and up may be the halves of one [rows, 2 * cols] tensor). swiglu_oai:
-//             gate and up interleaved by columns in one [rows, 2 * cols] matrix `gate` (even, odd), `up` absent; its
-//             gradient the same in `dgate`
+// Shapes      all [rows, cols], any row stride. Without `up`, `gate` [rows, 2 * cols] and `dgate` hold both: gate in the left half,
+//             up in the right one; of swiglu_oai, which takes no other form, in even and odd columns
 // Dtypes      f32 | bf16 | f16, one for all; arithmetic f32
 // Rounding    once, on store. Hugging Face rounds the activation to 16 bits before the product; this is more accurate.
 // Saved       gate, up
@@ -36,11 +35,19 @@
 
 namespace tigon {
 
+// The fields of both directions. Returns the columns of y.
+int64_t glu_inputs(Fields& f, Matrix& gate, Matrix& up, GluOptions& o);
+
 struct GluFwd {
   Matrix gate;
   Matrix up;
   Matrix y;
   GluOptions options;
+
+  void fields(Fields& f) {
+    const int64_t cols = glu_inputs(f, gate, up, options);
+    f.result("y", y, gate, gate.rows, cols);
+  }
 };
 
 struct GluBwd {
@@ -50,6 +57,14 @@ struct GluBwd {
   Matrix dgate;  // empty: not wanted
   Matrix dup;    // empty: not wanted
   GluOptions options;
+
+  void fields(Fields& f) {
+    f.input("dy", dy, gate.rows, up.data ? gate.cols : gate.cols / 2, gate.dtype);
+    glu_inputs(f, gate, up, options);
+    f.result_over(options.kind == GluKind::swiglu_oai ? "dgate_up" : "dgate", dgate, "gate", gate,
+                  Role::gradient);
+    f.result_over("dup", dup, "up", up, Role::gradient);
+  }
 };
 
 TIGON_API_OP(glu, Glu)

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <vector>
 
+#include "tigon/base/op.h"
 #include "tigon/base/product.h"
-#include "tigon/base/require.h"
 
 namespace tigon {
 namespace {
+
+constexpr const char* kOp = "lora_linear";
 
 Matrix columns_of(Matrix m, int64_t first, int64_t count) {
   m.data = static_cast<char*>(m.data) + first * int64_t(size_of(m.dtype)), m.cols = count;
@@ -23,25 +25,17 @@ Matrix scratch(Context& ctx, DType dtype, int64_t rows, int64_t cols) {
 }
 
 void copy(Context& ctx, std::span<const LoraCopy> list) {
-  if (list.empty()) return;
-  on_device(
-      "lora_linear", ctx, [&] { cpu::lora_copy(ctx, list); }, TIGON_ON_CUDA(cuda::lora_copy(ctx, list)));
+  if (!list.empty()) TIGON_RUN(kOp, ctx, lora_copy, list);
 }
-void drop(Context& ctx, const LoraDropout& a) {
-  on_device(
-      "lora_linear", ctx, [&] { cpu::lora_dropout(ctx, a); }, TIGON_ON_CUDA(cuda::lora_dropout(ctx, a)));
-}
+void drop(Context& ctx, const LoraDropout& a) { TIGON_RUN(kOp, ctx, lora_dropout, a); }
 void fill(Context& ctx, const Vector& bias, const Matrix& y) {
-  on_device(
-      "lora_linear", ctx, [&] { cpu::lora_bias(ctx, bias, y); },
-      TIGON_ON_CUDA(cuda::lora_bias(ctx, bias, y)));
+  on_device(kOp, ctx, [&] { cpu::lora_bias(ctx, bias, y); }, TIGON_ON_CUDA(cuda::lora_bias(ctx, bias, y)));
 }
 
 // c += the sum of the products, or = it: as one product where the device has such a kernel, otherwise one after the other.
 void add_products(Context& ctx, std::vector<Product>& products, bool add) {
   bool done = products.empty();
-  if (!add && !done)
-    on_device("lora_linear", ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_products(ctx, products)));
+  if (!add && !done) on_device(kOp, ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_products(ctx, products)));
   // PyTorch's bf16 products on the CPU are slower onto a result, the more the longer their K: the base's goes first there.
   if (ctx.device() == Device::cpu && !done && products[0].c.dtype == DType::bf16)
     std::reverse(products.begin(), products.end());
@@ -269,38 +263,26 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
   add_products(ctx, products, add);
 }
 
-void dora_factors(Context& ctx, const DoraFactors& a) {
-  const char* op = "dora_factors";
-  const int64_t rows = a.weight.rows, cols = a.weight.cols, rank = a.a.rows;
-  require_float(op, "weight", a.weight.dtype);
-  require_float(op, "a", a.a.dtype);
-  require_matrix(op, "a", a.a, rank, cols, a.a.dtype);
-  require_matrix(op, "b", a.b, rows, rank, a.a.dtype);
-  require_float(op, "magnitude", a.magnitude.dtype);
-  require_vector(op, "magnitude", a.magnitude, rows, a.magnitude.dtype);
-  require_result(op, "y", a.y, a.weight);
-  if (rows == 0 || cols == 0) return;
-  Matrix packed = a.a;
-  if (packed.dtype != a.weight.dtype) {
-    packed = scratch(ctx, a.weight.dtype, lora_columns(rank), cols);
-    copy(ctx, std::vector<LoraCopy>{{a.a, packed}});
-  }
-  const DoraProducts products = {.cross = scratch(ctx, DType::f32, rows, packed.rows),
-                                 .gram = scratch(ctx, DType::f32, packed.rows, packed.rows)};
-  multiply(ctx, {.a = a.weight, .b = packed, .c = products.cross, .trans_b = true});
-  multiply(ctx, {.a = packed, .b = packed, .c = products.gram, .trans_b = true, .unrounded = true});
-  on_device(
-      op, ctx, [&] { cpu::dora_factors(ctx, a, products); },
-      TIGON_ON_CUDA(cuda::dora_factors(ctx, a, products)));
+void dora_factors(Context& ctx, const DoraFactors& call) {
+  auto run = [](Context& ctx, const DoraFactors& a) {
+    const int64_t rows = a.weight.rows, cols = a.weight.cols;
+    if (cols == 0) return;
+    Matrix packed = a.a;
+    if (packed.dtype != a.weight.dtype) {
+      packed = scratch(ctx, a.weight.dtype, lora_columns(a.a.rows), cols);
+      copy(ctx, std::vector<LoraCopy>{{a.a, packed}});
+    }
+    const DoraProducts products = {.cross = scratch(ctx, DType::f32, rows, packed.rows),
+                                   .gram = scratch(ctx, DType::f32, packed.rows, packed.rows)};
+    multiply(ctx, {.a = a.weight, .b = packed, .c = products.cross, .trans_b = true});
+    multiply(ctx, {.a = packed, .b = packed, .c = products.gram, .trans_b = true, .unrounded = true});
+    on_device(
+        kOp, ctx, [&] { cpu::dora_factors(ctx, a, products); },
+        TIGON_ON_CUDA(cuda::dora_factors(ctx, a, products)));
+  };
+  run_op("dora_factors", ctx, call, run, run);
 }
-
-void scale_rows(Context& ctx, const ScaleRows& a) {
-  const char* op = "scale_rows";
-  require_float(op, "x", a.x.dtype);
-  require_vector(op, "factors", a.factors, a.x.rows, DType::f32);
-  require_matrix(op, "y", a.y, a.x.rows, a.x.cols, a.x.dtype);
-  if (a.x.rows == 0 || a.x.cols == 0) return;
-  TIGON_RUN(op, ctx, scale_rows, a);
-}
+TIGON_OPERATOR(dora_factors, DoraFactors, "dora_factors", none)
+TIGON_DEFINE_ENTRY(scale_rows, ScaleRows, "scale_rows", "scale_rows", none)
 
 }  // namespace tigon

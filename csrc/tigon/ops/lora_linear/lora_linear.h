@@ -19,7 +19,7 @@
 
 #include <span>
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -79,16 +79,38 @@ struct DoraFactors {
   Matrix y;         // factors W, in W's dtype; empty: not wanted
   Vector factors;   // f32
   Vector inverses;  // 1 / m, f32; a zero of m counts as 2^-60
+
+  void fields(Fields& f) {
+    auto is_float = [&](const char* name, DType t) {
+      f.require(is_kernel_float(t), name, " must be float32, bfloat16 or float16, got ", name_of(t));
+    };
+    f.rows("weight", weight, 0);
+    is_float("a", a.dtype);
+    f.input("a", a, a.rows, weight.cols, a.dtype);
+    f.input("b", b, weight.rows, a.rows, a.dtype);
+    is_float("magnitude", magnitude.dtype);
+    f.input("magnitude", magnitude, weight.rows, magnitude.dtype);
+    f.option("scale", scale);
+    f.updated("y", y, weight, Role::optional);
+    f.result("factors", factors, weight.rows, DType::f32);
+    f.result("inverses", inverses, weight.rows, DType::f32);
+  }
 };
 // y = factors x by row. y may be x.
 struct ScaleRows {
   Matrix x;
   Vector factors;
   Matrix y;
+
+  void fields(Fields& f) {
+    f.rows("x", x, 0);
+    f.input("factors", factors, x.rows, DType::f32);
+    f.updated("y", y, x, Role::input);
+  }
 };
 
 TIGON_API void dora_factors(Context& ctx, const DoraFactors& a);
-TIGON_API void scale_rows(Context& ctx, const ScaleRows& a);
+TIGON_API_ENTRY(scale_rows, ScaleRows)
 
 // What the products are made of.
 struct DoraProducts {
@@ -111,14 +133,12 @@ struct LoraDropout {  // to = mask * from / (1 - p), or += that
 namespace cpu {
 void lora_copy(Context& ctx, std::span<const LoraCopy> list);
 void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products);
-void scale_rows(Context& ctx, const ScaleRows& a);
 void lora_dropout(Context& ctx, const LoraDropout& a);
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);  // each row of y = bias
 }  // namespace cpu
 namespace cuda {
 void lora_copy(Context& ctx, std::span<const LoraCopy> list);
 void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products);
-void scale_rows(Context& ctx, const ScaleRows& a);
 void lora_dropout(Context& ctx, const LoraDropout& a);
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
 // The sum of products of one c and one trans_b as one product; false where there is no kernel for it, or where it is slower.

@@ -17,13 +17,6 @@ Matrix matrix_of(const char* name, Tensor& t, const Tensor& like) {
   t = to_contiguous(kOp, name, t);
   return rows_of(kOp, name, t);
 }
-// Of a tensor that is written to.
-Matrix result_of(Tensor& y, const Tensor& like) {
-  const AtenTensorHandle given = y.get();
-  const Matrix m = matrix_of("y", y, like);
-  TIGON_CHECK(kOp, y.get() == given, "y must have dense rows");
-  return m;
-}
 // A result of x's leading dimensions.
 Tensor make_rows(const Tensor& x, int64_t columns, DType dtype) {
   auto sizes = x.sizes();
@@ -124,30 +117,6 @@ Tensors backward(Optionals dy, Tensor x, Tensors tensors, Tensor t, std::vector<
   return results;
 }
 
-std::tuple<Tensor, Tensor> factors(Tensor weight, Tensor a, Tensor b, Tensor magnitude, double scale,
-                                   OptionalTensor y) {
-  const Matrix w = matrix_of("weight", weight, weight);
-  check_same_device(kOp, "magnitude", magnitude, weight);
-  Tensor factors = make(weight, {w.rows}, DType::f32), inverses = make(weight, {w.rows}, DType::f32);
-  auto ctx = make_context(weight);
-  dora_factors(*ctx, {.weight = w,
-                      .a = matrix_of("a", a, weight),
-                      .b = matrix_of("b", b, weight),
-                      .magnitude = vector_of(kOp, "magnitude", magnitude),
-                      .scale = float(scale),
-                      .y = y ? result_of(*y, weight) : Matrix{},
-                      .factors = vector_of(kOp, "factors", factors),
-                      .inverses = vector_of(kOp, "inverses", inverses)});
-  return {factors, inverses};
-}
-
-void scale(Tensor x, Tensor factors, Tensor y) {
-  check_same_device(kOp, "factors", factors, x);
-  auto ctx = make_context(x);
-  scale_rows(
-      *ctx, {.x = matrix_of("x", x, x), .factors = vector_of(kOp, "factors", factors), .y = result_of(y, x)});
-}
-
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
@@ -156,16 +125,10 @@ TIGON_TORCH_SCHEMAS(m) {
                  "(Tensor x, Tensor[] tensors, " + options + "Tensor? t, bool only_t) -> Tensor[]");
   define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] tensors, Tensor t, " + options +
                 "bool need_x, bool need_a, bool need_b) -> Tensor[]");
-  define(m,
-         "dora_factors(Tensor weight, Tensor a, Tensor b, Tensor magnitude, float scale, Tensor(a!)? y) -> "
-         "(Tensor factors, Tensor inverses)");
-  define(m, "scale_rows(Tensor x, Tensor factors, Tensor(a!) y) -> ()");
 }
 TIGON_TORCH_KERNELS(m) {
   implement_forward(m, "lora_linear", TORCH_BOX(&forward));
   m.impl("lora_linear_bwd", TORCH_BOX(&backward));
-  m.impl("dora_factors", TORCH_BOX(&factors));
-  m.impl("scale_rows", TORCH_BOX(&scale));
 }
 
 }  // namespace tigon::torch_shim::lora_linear_torch

@@ -29,20 +29,56 @@ namespace tigon {
 constexpr int64_t kMuonChunk = 16384;
 constexpr int64_t muon_chunks(int64_t size) { return (size + kMuonChunk - 1) / kMuonChunk; }
 
+// Two lists of one length, the first of which is updated. Returns the elements of a tensor.
+inline int64_t muon_lists(Fields& f, const char* name, std::span<const Vector>& list, const char* other,
+                          std::span<const Vector>& others) {
+  auto size = [&] { return list.empty() ? 0 : list[0].size; };
+  f.list(name, list, {.updated = true, .size = size()});
+  f.list(other, others, {.size = size()});
+  f.require(list.size() == others.size(), other, " must have ", list.size(), " tensors as ", name, ", got ",
+            others.size());
+  return size();
+}
+
 struct MuonMomentum {
   std::span<const Vector> momenta, grads;
   Vector updates, factors, squares;  // each may be absent
   int64_t matrices = 1;              // of a tensor
   double momentum = 0.95;
   bool nesterov = true, adds = true;
+
+  void fields(Fields& f) {
+    const int64_t size = muon_lists(f, "momenta", momenta, "grads", grads);
+    f.option("momentum", momentum);
+    f.option("nesterov", nesterov);
+    f.option("adds", adds);
+    f.require(momentum >= 0.0, "momentum must be >= 0, got ", momentum);
+    f.flat("updates", updates, int64_t(grads.size()) * size, updates.dtype, true);
+    f.require(!updates || is_kernel_float(updates.dtype),
+              "updates must be float32, bfloat16 or float16, got ", name_of(updates.dtype));
+    const int64_t count = int64_t(grads.size()) * matrices, matrix = matrices > 0 ? size / matrices : 0;
+    f.flat("factors", factors, count, DType::f32);
+    f.flat("squares", squares, count * muon_chunks(matrix), DType::f64, true);
+    f.option("matrices", matrices);
+    f.require(matrices > 0 && size % matrices == 0, "matrices must divide ", size,
+              " elements of a tensor, got ", matrices);
+  }
 };
 
 struct MuonUpdate {
   std::span<const Vector> params, updates;
   double lr = 1e-3;
-  const float* lr_on_device = nullptr;  // instead of lr: one element where the context's device is
+  Vector lr_on_device;  // instead of lr: one element where the context's device is
   double ratio = 1.0;
   double weight_decay = 0.1;
+
+  void fields(Fields& f) {
+    muon_lists(f, "params", params, "updates", updates);
+    f.option("lr", lr);
+    f.scalar("lr_on_device", lr_on_device, DType::f32, Role::optional);
+    f.option("ratio", ratio);
+    f.option("weight_decay", weight_decay);
+  }
 };
 
 TIGON_API_ENTRY(muon_momentum, MuonMomentum)

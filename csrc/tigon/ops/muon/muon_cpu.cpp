@@ -1,4 +1,4 @@
-#include "tigon/base/context.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/muon/muon_pass.h"
 
 namespace tigon::cpu {
@@ -36,3 +36,8 @@ void muon_momentum(Context& ctx, const MuonMomentum& a) { run(ctx, a, TIGON_SELE
 void muon_update(Context& ctx, const MuonUpdate& a) { run(ctx, a, TIGON_SELECT(muon_table).update); }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_DEFINE_ENTRY(muon_momentum, MuonMomentum, "muon_momentum_", "muon", none)
+TIGON_DEFINE_ENTRY(muon_update, MuonUpdate, "muon_update_", "muon", none)
+}  // namespace tigon
