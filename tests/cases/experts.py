@@ -270,8 +270,8 @@ def gemms(inputs: Inputs, step: bool) -> list:
         found += [
             lambda: ops.product(rows, down, offsets, not transposed),
             lambda: ops.product(z, gate_up, offsets, not transposed),
-            lambda: ops.product_over_rows(rows, act, offsets),
-            lambda: ops.product_over_rows(z, rows, offsets),
+            lambda: ops.weight_gradient(rows, act, offsets),
+            lambda: ops.weight_gradient(z, rows, offsets),
         ]
     return found
 

@@ -171,20 +171,20 @@ def test_saved_for_the_backward():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "products", "over_rows"),
+    ("wanted", "products", "gradients"),
     [(("x", "weights"), 2, 0), (("x",), 2, 0), (("weights",), 1, 0), (("gate_up",), 1, 1), (("down",), 0, 1)],
 )
-def test_products_of_the_backward(monkeypatch, wanted, products, over_rows):
+def test_products_of_the_backward(monkeypatch, wanted, products, gradients):
     """What is frozen costs no product."""
     leaves, calls = layer(), []
-    for name in ("product", "product_over_rows"):
+    for name in ("product", "weight_gradient"):
         function = getattr(ops, name)
         monkeypatch.setattr(ops, name, lambda *a, n=name, f=function: (calls.append(n), f(*a))[1])
     leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in leaves.items()}
     y = tigon.experts(*(leaves[n] for n in ("x", "gate_up", "down")), chosen(), leaves["weights"])
     calls.clear()
     torch.autograd.grad(y.sum(), [leaves[n] for n in wanted])
-    assert [calls.count(n) for n in ("product", "product_over_rows")] == [products, over_rows]
+    assert [calls.count(n) for n in ("product", "weight_gradient")] == [products, gradients]
 
 
 @pytest.mark.parametrize("odd", [False, True])
@@ -207,10 +207,10 @@ def test_every_way_to_multiply(monkeypatch, transposed, odd):
 
     exact = step({n: t.double() for n, t in leaves.items()}, ids, run)
     native = step(leaves, ids, run)
-    for ways in (("grouped_product", "grouped_over_rows"), ("each_product", "each_over_rows")):
+    for ways in (("grouped_product", "grouped_weight_gradient"), ("each_product", "each_weight_gradient")):
         with monkeypatch.context() as patch:
             patch.setattr(ops, "own_fits", lambda *_: False)
-            for name, way in zip(("grouped_product", "grouped_over_rows"), ways, strict=True):
+            for name, way in zip(("grouped_product", "grouped_weight_gradient"), ways, strict=True):
                 patch.setattr(ops, name, getattr(ops, way))
             got = step(leaves, ids, run)
         for name, value in got.items():

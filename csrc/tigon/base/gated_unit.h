@@ -24,6 +24,14 @@ struct GluOptions {
   float limit = 7.0f;            // of the clamped kinds, > 0
 };
 
+// Calls fn.operator()<kind>() on the host; with_kind (gated_unit.inc) is that of kernels.
+template <class Fn>
+void dispatch_kind(GluKind kind, Fn&& fn) {
+  [&]<int... K>(std::integer_sequence<int, K...>) {
+    ((int(kind) == K ? fn.template operator()<GluKind(K)>() : void()), ...);
+  }(std::make_integer_sequence<int, kGluKinds>{});
+}
+
 // The kinds that clamp their inputs.
 constexpr bool is_clamped(GluKind kind) {
   return kind == GluKind::swiglu_oai || kind == GluKind::swiglu_clamped;

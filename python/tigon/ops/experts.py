@@ -92,7 +92,7 @@ _gate_bwd, _gate_bwd_in_place = native("experts_gate_bwd"), native("experts_gate
 _combine, _sum = native("experts_combine"), native("experts_sum")
 _zero_rest = native("experts_zero_rest")
 _logits, _products = native("linear_product_logits"), native("linear_product_gradients")
-_product, _over_rows = native("experts_product"), native("experts_product_over_rows")
+_product, _weight_gradient = native("experts_product"), native("experts_weight_gradient")
 _gated_product = native("experts_gated_product")
 
 
@@ -125,8 +125,8 @@ def grouped_product(rows, stack, offsets, transposed):
     return F.grouped_mm(_whole(rows), matrices, offs=offsets[1:])[:, :columns].contiguous()
 
 
-def grouped_over_rows(a, b, offsets):
-    """:func:`product_over_rows` in one launch."""
+def grouped_weight_gradient(a, b, offsets):
+    """:func:`weight_gradient` in one launch."""
     out = F.grouped_mm(_whole(a).t(), _whole(b), offs=offsets[1:])
     return out[:, : a.shape[1], : b.shape[1]].contiguous()
 
@@ -146,8 +146,8 @@ def each_product(rows, stack, offsets, transposed):
     return out
 
 
-def each_over_rows(a, b, offsets):
-    """:func:`product_over_rows` expert by expert; waits for the device."""
+def each_weight_gradient(a, b, offsets):
+    """:func:`weight_gradient` expert by expert; waits for the device."""
     ends = offsets.tolist()
     out = a.new_empty(len(ends) - 1, a.shape[1], b.shape[1])
     for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
@@ -174,11 +174,11 @@ def gated_product(x, order, place, stack, bias, offsets, kind, columns, transpos
     return z, _gate(z, bias, offsets, kind, columns, alpha, limit)
 
 
-def product_over_rows(a, b, offsets):
+def weight_gradient(a, b, offsets):
     """``a_e^T b_e`` of the rows of every expert e; zeros where it has none."""
     if own_fits(a, b):
-        return _over_rows(a, b, offsets)
-    return (grouped_over_rows if grouped_fits(offsets, a) else each_over_rows)(a, b, offsets)
+        return _weight_gradient(a, b, offsets)
+    return (grouped_weight_gradient if grouped_fits(offsets, a) else each_weight_gradient)(a, b, offsets)
 
 
 def _forward(
@@ -246,7 +246,7 @@ def _layer_backward(
     del dact
     if need_down:
         pair = (act, g) if transposed else (g, act)
-        ddown = product_over_rows(*pair, offsets)
+        ddown = weight_gradient(*pair, offsets)
     del act
     if need_down_bias:
         ddown_bias = _sum(g, weights, slots, offsets)
@@ -254,7 +254,7 @@ def _layer_backward(
     if need_gate_up:
         rows = x.contiguous() if is_sorted else _gather(x, place)
         pair = (rows, dz) if transposed else (dz, rows)
-        dgate_up = product_over_rows(*pair, offsets)
+        dgate_up = weight_gradient(*pair, offsets)
         del rows
     if need_gate_up_bias:
         dgate_up_bias = _sum(dz, None, None, offsets)

@@ -58,8 +58,8 @@ void gated_product(Context& ctx, const ExpertsGatedProduct& call) {
       ctx, {.gate_up = product.c, .bias = a.bias, .offsets = a.offsets, .act = a.act, .gate = a.gate});
 }
 
-void product_over_rows(Context& ctx, const ExpertsProductOverRows& call) {
-  const ExpertsProductOverRows a = checked("experts", ctx, call);
+void weight_gradient(Context& ctx, const ExpertsWeightGradient& call) {
+  const ExpertsWeightGradient a = checked("experts", ctx, call);
   grouped_gemm(ctx, {.offsets = a.offsets.as<int32_t>(),
                      .groups = a.offsets.size - 1,
                      .a = a.a,
@@ -71,7 +71,7 @@ void product_over_rows(Context& ctx, const ExpertsProductOverRows& call) {
 TIGON_OPERATOR(zero_rest, ExpertsZeroRest, "experts_zero_rest", none)
 TIGON_OPERATOR(product, ExpertsProduct, "experts_product", none)
 TIGON_OPERATOR(gated_product, ExpertsGatedProduct, "experts_gated_product", none)
-TIGON_OPERATOR(product_over_rows, ExpertsProductOverRows, "experts_product_over_rows", none)
+TIGON_OPERATOR(weight_gradient, ExpertsWeightGradient, "experts_weight_gradient", none)
 
 }  // namespace
 

@@ -284,7 +284,7 @@ struct ExpertsGatedProduct {
 };
 
 // a_e^T b_e of the rows of every expert e; zeros where it has none.
-struct ExpertsProductOverRows {
+struct ExpertsWeightGradient {
   Matrix a, b;
   Vector offsets;
   Matrix c;  // [experts * columns of a, columns of b]

@@ -112,7 +112,8 @@ __global__ __launch_bounds__(kRouteThreads) void place_kernel(const Route p) {
   for (int i = tid; i < kRouteWarps * bins; i += kRouteThreads) shared[i] = 0;
   __syncthreads();
   const int begin = int(blockIdx.x) * p.share, end = min(begin + p.share, p.slots);
-  const int of_warp = p.share / kRouteWarps, from = begin + warp * of_warp, to = min(from + of_warp, end);
+  const int warp_share = p.share / kRouteWarps, from = begin + warp * warp_share,
+            to = min(from + warp_share, end);
   int* const mine = shared + warp * bins;
   for (int s = from + lane; s < to; s += 32) atomicAdd(&mine[p.bin(s)], 1);
   __syncthreads();
@@ -268,7 +269,7 @@ __global__ __launch_bounds__(kRowThreads) void gate_kernel(Rows<const T> gate_up
   constexpr int kVecs = N > 1 ? 2 : 1, kStep = 32 * N;
   const int row = int(blockIdx.x) * (kRowThreads / 32) + int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   if (row >= offsets.here()) return;
-  const T* of_expert = bias.data == nullptr ? nullptr : bias[offsets.expert_of(row)];
+  const T* expert_bias = bias.data == nullptr ? nullptr : bias[offsets.expert_of(row)];
   for (int first = lane * N; first < n; first += kVecs * kStep) {
     Points<T, N> z[kVecs];
 #pragma unroll
@@ -280,7 +281,7 @@ __global__ __launch_bounds__(kRowThreads) void gate_kernel(Rows<const T> gate_up
       if (i >= n) break;
       float g[N], u[N];
       unpack(z[v], gate.columns, g, u);
-      add_bias<T, N>(of_expert, gate.columns, i, n, g, u);
+      add_bias<T, N>(expert_bias, gate.columns, i, n, g, u);
       with_kind_of<K, N>(gate.unit, [&]<GluKind kKind>() {
 #pragma unroll
         for (int k = 0; k < N; ++k) g[k] = glu_y<kKind, UnitValue<kKind, T>>(g[k], u[k], gate.unit);
@@ -402,17 +403,6 @@ void gate_bwd(Context& ctx, const ExpertsGateBwd& a) {
   });
 }
 
-struct Launch {
-  void (*forward)(Context&, const ExpertsGateFwd&);
-  void (*backward)(Context&, const ExpertsGateBwd&);
-};
-template <GluKind K>
-constexpr Launch launch_of = {&gate_fwd<K>, &gate_bwd<K>};
-constexpr Launch kLaunches[kGluKinds] = {launch_of<GluKind::swiglu>,        launch_of<GluKind::geglu>,
-                                         launch_of<GluKind::geglu_tanh>,    launch_of<GluKind::reglu>,
-                                         launch_of<GluKind::swiglu_oai>,    launch_of<GluKind::relu_squared>,
-                                         launch_of<GluKind::swiglu_clamped>};
-
 // ---------------------------------------------------------------- combine
 
 template <class T>
@@ -522,10 +512,10 @@ void experts_gather(Context& ctx, const ExpertsGather& a) {
 }
 
 void experts_gate_fwd(Context& ctx, const ExpertsGateFwd& a) {
-  kLaunches[int(a.gate.unit.kind)].forward(ctx, a);
+  dispatch_kind(a.gate.unit.kind, [&]<GluKind K>() { gate_fwd<K>(ctx, a); });
 }
 void experts_gate_bwd(Context& ctx, const ExpertsGateBwd& a) {
-  kLaunches[int(a.gate.unit.kind)].backward(ctx, a);
+  dispatch_kind(a.gate.unit.kind, [&]<GluKind K>() { gate_bwd<K>(ctx, a); });
 }
 
 void experts_combine(Context& ctx, const ExpertsCombine& a) {

@@ -81,23 +81,13 @@ void backward(Context& ctx, const GluBwd& a) {
   }
 }
 
-struct Launch {
-  void (*forward)(Context&, const GluFwd&);
-  void (*backward)(Context&, const GluBwd&);
-};
-template <GluKind K>
-constexpr Launch launch_of = {&forward<K>, &backward<K>};
-
-// By kind. The variants of each (flat or by rows, 16-byte vectors or single elements) are those of
-// all pointwise ops: tigon/base/cuda/elementwise.cuh.
-constexpr Launch kLaunches[kGluKinds] = {launch_of<GluKind::swiglu>,        launch_of<GluKind::geglu>,
-                                         launch_of<GluKind::geglu_tanh>,    launch_of<GluKind::reglu>,
-                                         launch_of<GluKind::swiglu_oai>,    launch_of<GluKind::relu_squared>,
-                                         launch_of<GluKind::swiglu_clamped>};
-
 }  // namespace
 
-void glu_fwd(Context& ctx, const GluFwd& a) { kLaunches[int(a.options.kind)].forward(ctx, a); }
-void glu_bwd(Context& ctx, const GluBwd& a) { kLaunches[int(a.options.kind)].backward(ctx, a); }
+void glu_fwd(Context& ctx, const GluFwd& a) {
+  dispatch_kind(a.options.kind, [&]<GluKind K>() { forward<K>(ctx, a); });
+}
+void glu_bwd(Context& ctx, const GluBwd& a) {
+  dispatch_kind(a.options.kind, [&]<GluKind K>() { backward<K>(ctx, a); });
+}
 
 }  // namespace tigon::cuda

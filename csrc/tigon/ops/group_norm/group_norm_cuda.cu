@@ -36,7 +36,7 @@ struct alignas(16) Moments {
     n = all;
   }
   // Combines the lanes of a warp, which have summed deviations from `pivot` and their squares.
-  __device__ static __forceinline__ Moments of_warp(float n, float pivot, float sum, float square) {
+  __device__ static __forceinline__ Moments reduce_warp(float n, float pivot, float sum, float square) {
     n = float(__reduce_add_sync(0xffffffffu, unsigned(n)));
     sum = reduce_lanes<Sum, 32>(sum), square = reduce_lanes<Sum, 32>(square);
     const float off = __fdividef(sum, n);
@@ -178,7 +178,7 @@ __global__ __launch_bounds__(kSectionThreads,
       sum += vec_sum, square += vec_square;
     }
     __syncwarp();
-    const Moments step = Moments::of_warp(float(piece.vecs * N), pivot, sum, square);
+    const Moments step = Moments::reduce_warp(float(piece.vecs * N), pivot, sum, square);
     if (steps_done == 0)
       own = step;
     else if (step.n > 0.0f)

@@ -145,10 +145,11 @@ inline Partition make_partition(int64_t channels, int64_t vecs_per_channel, int6
     const int64_t lanes_per_piece = int64_t(1) << l,
                   wanted_vecs = ceil_div(vecs_per_channel,
                                          ceil_div(vecs_per_channel, lanes_per_piece * vecs_per_thread));
-    const int64_t of_piece = ceil_div(wanted_vecs, lanes_per_piece) * lanes_per_piece;
-    const int64_t needed = ceil_div(channels * ceil_div(vecs_per_channel, of_piece), 32 / lanes_per_piece);
+    const int64_t vecs_per_piece = ceil_div(wanted_vecs, lanes_per_piece) * lanes_per_piece;
+    const int64_t needed =
+        ceil_div(channels * ceil_div(vecs_per_channel, vecs_per_piece), 32 / lanes_per_piece);
     if (l < 3 && lanes_per_piece < vecs_per_channel) break;
-    if (needed * 10 < steps * 9) log2_lanes = l, piece_vecs = of_piece, steps = needed;
+    if (needed * 10 < steps * 9) log2_lanes = l, piece_vecs = vecs_per_piece, steps = needed;
   }
   const int64_t lanes_per_piece = int64_t(1) << log2_lanes, pieces = ceil_div(vecs_per_channel, piece_vecs);
   const int64_t steps_per_entry = ceil_div(steps, kMaxEntries);

@@ -262,10 +262,23 @@ __global__ __launch_bounds__(kThreads) void mix_backward_kernel(const __grid_con
   }
 }
 
+// What both directions read, and the sizes.
+template <class X, class Args>
+Mix<X> mix_of(const Args& a) {
+  Mix<X> p = {};
+  p.x = a.x.template row<X>(0), p.x_stride = a.x.stride;
+  p.f = a.f.template row<X>(0), p.f_stride = a.f.stride;
+  p.mix = mix_at(a, a.mix);
+  p.post = a.post.template row<float>(0), p.post_stride = a.post.stride;
+  p.tokens = a.x.rows, p.columns = a.columns();
+  p.streams = int(a.streams), p.outs = int(a.outs);
+  return p;
+}
+
 // fn<X, Most, N>(): the form of a mix whose matrices these are.
 template <class Args, class Fn>
 void by_form(const Args& a, std::initializer_list<const Matrix*> others, const Fn& fn) {
-  const int64_t columns = a.x.cols / a.streams;
+  const int64_t columns = a.columns();
   by_type(a.x, [&]<class X>() {
     constexpr int kVec = 16 / int(sizeof(X));
     bool wide = a.streams <= kFew && a.outs <= kFew && vectors<kVec>(a.x, columns);
@@ -343,35 +356,23 @@ void set_zero(Context& ctx, const Matrix& m) {
 
 void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a) {
   by_form(a, {&a.f, &a.y}, [&]<class X, int Most, int N>() {
-    const int64_t columns = a.x.cols / a.streams;
-    Mix<X> p = {};
-    p.x = a.x.row<X>(0), p.x_stride = a.x.stride;
-    p.f = a.f.row<X>(0), p.f_stride = a.f.stride;
+    Mix<X> p = mix_of<X>(a);
     p.y = a.y.row<X>(0), p.y_stride = a.y.stride;
-    p.mix = mix_at(a, a.mix);
-    p.post = a.post.row<float>(0), p.post_stride = a.post.stride;
-    p.tokens = a.x.rows, p.columns = columns;
-    p.streams = int(a.streams), p.outs = int(a.outs);
     launch(kOp, ctx, mix_kernel<X, Most, N>,
-           {.blocks = ceil_div(p.tokens * (columns / N), kThreads), .threads = kThreads}, p);
+           {.blocks = ceil_div(p.tokens * (p.columns / N), kThreads), .threads = kThreads}, p);
   });
 }
 
 void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a) {
   by_form(a, {&a.dy, &a.f, &a.dx, &a.df, &a.addend}, [&]<class X, int Most, int N>() {
-    Mix<X> p = {};
-    p.x = a.x.row<X>(0), p.x_stride = a.x.stride;
-    p.f = a.f.row<X>(0), p.f_stride = a.f.stride;
+    Mix<X> p = mix_of<X>(a);
     p.dy = a.dy.row<X>(0), p.dy_stride = a.dy.stride;
     p.dx = a.dx.row<X>(0), p.dx_stride = a.dx.stride;
     p.df = a.df.row<X>(0), p.df_stride = a.df.stride;
-    p.mix = mix_at(a, a.mix), p.dmix = mix_at(a, a.dmix);
-    p.post = a.post.row<float>(0), p.post_stride = a.post.stride;
+    p.dmix = mix_at(a, a.dmix);
     p.dpost = a.dpost.row<float>(0), p.dpost_stride = a.dpost.stride;
     p.x_scale = a.x_scale.as<float>();
     p.addend = a.addend.row<float>(0), p.addend_stride = a.addend.stride;
-    p.tokens = a.x.rows, p.columns = a.x.cols / a.streams;
-    p.streams = int(a.streams), p.outs = int(a.outs);
     launch(kOp, ctx, a.outs == 1 ? mix_backward_kernel<X, Most, 1, N> : mix_backward_kernel<X, Most, Most, N>,
            {.blocks = p.tokens, .threads = kThreads}, p);
   });

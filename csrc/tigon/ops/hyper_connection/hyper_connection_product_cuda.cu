@@ -34,8 +34,8 @@ __device__ __forceinline__ void split(float a, float b, uint32_t (&parts)[Parts]
 #pragma unroll
   for (int i = 0; i < Parts; ++i) {
     parts[i] = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x7632);
-    const float of_a = __uint_as_float(parts[i] << 16), of_b = __uint_as_float(parts[i] & 0xffff0000u);
-    a = isinf(of_a) ? 0.0f : a - of_a, b = isinf(of_b) ? 0.0f : b - of_b;
+    const float part_a = __uint_as_float(parts[i] << 16), part_b = __uint_as_float(parts[i] & 0xffff0000u);
+    a = isinf(part_a) ? 0.0f : a - part_a, b = isinf(part_b) ? 0.0f : b - part_b;
   }
 }
 // A part of two elements of x.
@@ -183,12 +183,12 @@ __global__ __launch_bounds__(kThreads, kInputParts<X> == 1
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const WeightStep& step = weight.steps[2 * half + h];
-          const uint4 of_low = step.low[j][lane];
+          const uint4 low_weight = step.low[j][lane];
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) {
             const uint2 b =
                 make_uint2(input_part<X>(word(x[g], 2 * h), i), input_part<X>(word(x[g], 2 * h + 1), i));
-            mma_m16n8k16(low_half[g], of_low, b);
+            mma_m16n8k16(low_half[g], low_weight, b);
             if (j < 2) mma_m16n8k16(high_half[g], step.high[1 - j][lane], b);
           }
         }
@@ -333,14 +333,14 @@ __device__ __forceinline__ void add_weight_gradient(const Octet<X> (&x)[2], cons
     for (int part = 0; part < kParts; ++part) b[part] = block.right[n][part][lane];
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      float of_block[4] = {};
+      float block_sums[4] = {};
       for_parts<kInputParts<X>, kParts>([&](int i, int j) {
-        mma_m16n8k16(of_block,
+        mma_m16n8k16(block_sums,
                      make_uint4(a[0][2 * m][i], a[0][2 * m + 1][i], a[1][2 * m][i], a[1][2 * m + 1][i]),
                      b[j]);
       });
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[m][n][i] += of_block[i];
+      for (int i = 0; i < 4; ++i) sums[m][n][i] += block_sums[i];
     }
   }
 }

@@ -101,7 +101,7 @@ struct Tables {
   // Of one vector that begins at a rotated column. For sin, the backward takes that of the partners
   // where they are another vector.
   template <Pairs P, bool Mixed>
-  __device__ __forceinline__ TableCoord coord_of_vec(int column, bool sine) const {
+  __device__ __forceinline__ TableCoord vec_coord(int column, bool sine) const {
     const bool second = P == Pairs::halves && column >= half;
     const int pair = P == Pairs::halves ? column - (second ? half : 0) : column / 2;
     TableCoord p{pair, 0, 0, Mixed};
@@ -283,8 +283,7 @@ struct Tables {
   template <class T16, Pairs P, bool Mixed, int N>
   __device__ __forceinline__ void read_for_vec(int64_t b, int64_t t, int column, float (&c)[N],
                                                float (&s)[N]) const {
-    const TableCoord at = coord_of_vec<P, Mixed>(column, false),
-                     sine_at = coord_of_vec<P, Mixed>(column, true);
+    const TableCoord at = vec_coord<P, Mixed>(column, false), sine_at = vec_coord<P, Mixed>(column, true);
     if constexpr (!Mixed) {
       read_axis<T16, P, P != Pairs::halves, true, true, N>(int(at.axes), b, t, at, sine_at, c, s);
     } else if (f32) {
