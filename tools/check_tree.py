@@ -102,7 +102,8 @@ def check_op(root: Path, op: str) -> list[str]:
     contract = header.read_text(encoding="utf-8") if header.exists() else ""
     drives = ENGINES & {Path(name).parent.name for name in INCLUDE.findall(contract)} - {op}
     cpu = root / f"csrc/tigon/ops/{op}/{op}_cpu.cpp"
-    listed = not cpu.exists() or f"TIGON_OP({op}," in cpu.read_text(encoding="utf-8")
+    entry = re.compile(rf"TIGON_(OP|DEFINE_ENTRY)\({op}[,_]")
+    listed = not cpu.exists() or entry.search(cpu.read_text(encoding="utf-8")) is not None
     entries = root / f"csrc/tigon/ops/{op}/{op}.cpp"
     declared = entries.exists() and "TIGON_OPERATOR(" in entries.read_text(encoding="utf-8")
     siblings = SIBLINGS if listed else (*SIBLINGS, *BY_HAND[: 1 if declared else 2])
