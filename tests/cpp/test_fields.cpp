@@ -37,6 +37,7 @@ class Visitor : public Fields {
                    const char*) override {
     visit_({name, role, &m, nullptr, {.rows = x.rows, .cols = x.cols, .dtype = x.dtype}});
   }
+  void list(const char*, std::span<const Vector>&, const Listed&) override {}
 
  protected:
   void field(const Field& f) override { visit_(f); }
