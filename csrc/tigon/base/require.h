@@ -1,8 +1,6 @@
 // The checks that every op's entry makes, in the words every op uses; and the one dispatch on device.
 #pragma once
 
-#include <initializer_list>
-
 #include "tigon/base/check.h"
 #include "tigon/base/context.h"
 
@@ -63,21 +61,6 @@ inline void require_parameter(const char* op, const char* name, const Vector& v,
   if (!v) return;
   TIGON_CHECK(op, v.size == x.cols, name, " must be [", x.cols, "], got [", v.size, "]");
   require_or_f32(op, name, v.dtype, x.dtype);
-}
-// A matrix of a pointwise op under its name; one that may be absent and is has no data.
-struct NamedMatrix {
-  const char* name;
-  const Matrix& matrix;
-  bool optional = false;
-};
-// `first` holds floats, all others have its sizes and dtype. False where there is nothing to do.
-inline bool require_pointwise(const char* op, NamedMatrix first, std::initializer_list<NamedMatrix> others) {
-  const Matrix& m = first.matrix;
-  require_float(op, first.name, m.dtype);
-  for (const NamedMatrix& o : others)
-    if (!o.optional || o.matrix.data != nullptr)
-      require_matrix(op, o.name, o.matrix, m.rows, m.cols, m.dtype);
-  return m.rows != 0 && m.cols != 0;
 }
 
 // Runs the backend of the context's device. `on_cuda` is TIGON_ON_CUDA(call): empty in builds without CUDA.
