@@ -233,6 +233,18 @@ def test_a_weighted_mean_is_over_queries_that_have_positives(device):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_deterministic_rows_between_vectors(dtype, device):
+    """Their gradient is a copy whose rows lie apart, and of several chunks it is rounded at the end."""
+    q, d = pair(20, 30, 12, device, dtype)
+    options = {"margin": 0.2, "chunk_rows": 7}
+    want = step(tigon.contrastive_loss, q, d, **options)
+    with tigon.deterministic():
+        got = step(tigon.contrastive_loss, q, d, **options)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * b.abs().max().item())
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("temperature, chunk_rows", [(0.05, None), (0.05, 128), (0.05, 131), (0.017, None)])
 def test_a_temperature_of_python_and_a_tensor(symmetric, temperature, chunk_rows, device):

@@ -107,7 +107,10 @@ void run(Context& ctx, const ContrastiveBwd& a) {
   if (head.dweight.data == a.dd.data) return;
   const Vector one = linear_head_vector(ctx, 1);
   TIGON_RUN(kOp, ctx, linear_head_ones, one);
-  linear_head_finish(ctx, {.in = head.dweight, .dloss = one, .out = a.dd});
+  Matrix dd = a.dd;
+  if (dd.stride != dd.cols) dd = linear_head_matrix(ctx, dd.rows, dd.cols, dd.cols, dd.dtype);
+  linear_head_finish(ctx, {.in = head.dweight, .dloss = one, .out = dd});
+  if (dd.data != a.dd.data) linear_head_columns(ctx, {.from = dd, .to = a.dd});
 }
 
 }  // namespace
