@@ -103,11 +103,12 @@ def _backward(ctx, *upstream):
 _op = Op("contrastive", fake=_fake, setup_context=_setup_context, backward=_backward)
 
 _MOST_SCALE = 60.0  # kContrastiveMostScale
+_ONE_CHUNK = 2**29  # pairs: their gradients are products that are not summed
 
 
-def _fake_cosine(q, d, scale, share, symmetric, weight, chunk_rows, *wanted):
+def _fake_cosine(q, d, scale, share, symmetric, weight, chunk_rows, wide, *wanted):
     sizes = ((1,), (q.shape[0],), q.shape, (d.numel(),))
-    dtypes = (torch.float32, torch.float32, q.dtype, torch.float32)
+    dtypes = (torch.float32, torch.float32, q.dtype, torch.float32 if wide else q.dtype)
     return tuple(
         q.new_empty(size if want else (0,), dtype=dtype)
         for size, dtype, want in zip(sizes, dtypes, wanted, strict=True)
@@ -137,7 +138,7 @@ def _backward_cosine(ctx, dloss, *_):
             q, d, *ctx.options, factor, dloss, gd if need_q else None, gq if need_d else None, need_q, need_d
         )  # fmt: skip
         dq, dd = dq if need_q else None, dd if need_d else None
-    return dq, dd, *(None,) * 9
+    return dq, dd, *(None,) * 10
 
 
 _cosine = Op("contrastive_cosine", fake=_fake_cosine, setup_context=_setup_cosine, backward=_backward_cosine)
@@ -160,9 +161,10 @@ def _cosine_loss(q, d, options):
     """The loss of cosines, document i of query i."""
     temperature, symmetric, weight, reduction, chunk_rows = options
     train = torch.is_grad_enabled()
+    wide = chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
     loss, *_ = _cosine(
         q, d, 1.0 / temperature, 1.0 / len(q) if reduction == "mean" else 1.0, symmetric,
-        None if weight is None else weight.detach().float(), chunk_rows or 0,
+        None if weight is None else weight.detach().float(), chunk_rows or 0, wide,
         True, True, train and q.requires_grad, train and d.requires_grad,
     )  # fmt: skip
     return loss.view(())

@@ -8,15 +8,16 @@
 //             G_ij = e^z_ij w_i / r_i of one side, but for the factor w_i / r_i of rows of G d^;
 //             G_ij = e^z_ij (w_i / r_i + w_j / c_j) / 2 of both; G_ii less w_i.  The backward: through x / |x|
 // Shapes      q, dq [n, H]; d, dd [m, H], m >= n > 0, H a multiple of 8; weight, factor [n]; loss, dloss [1]
-// Dtypes      q, d bf16; products into f32; weight and what else there is f32
-// Rounding    q^ and d^ once, e^z and G once, q^ times its factor once, G d^ once; sums of f32
-// Saved       q, d, G d^ in bf16, G^T q^ in f32, factor
+// Dtypes      q, d bf16; products into f32; G d^ bf16, G^T q^ too unless `wide`; weight and what else there is f32
+// Rounding    q^ and d^ once, e^z and G once, q^ times its factor once, G d^ and G^T q^ once; sums of f32
+// Saved       q, d, G d^, G^T q^, factor
 // Aliasing    none
 // Determinism bitwise, run to run: sums in fixed trees over tiles that follow from shapes
 // Traffic     one side: 3 products, G written once and read twice; both: 4, the first writes 1/64 of a matrix, but for the last chunk,
 //             for which a pass over e^z stands in place of the second product. Rows are read and
 //             written once before the products, and once after
-// Refused     another device or dtype, scale above kContrastiveMostScale, sizes that do not fit: tigon::Error before anything is written
+// Refused     another device or dtype, scale above kContrastiveMostScale, sizes that do not fit, several chunks that are not `wide`:
+//             tigon::Error before anything is written
 #pragma once
 
 #include "tigon/base/fields.h"
@@ -48,6 +49,7 @@ struct ContrastiveCosine {
 struct ContrastiveCosineFwd : ContrastiveCosine {
   Vector weight;           // empty: 1
   int64_t chunk_rows = 0;  // 0: as many as 1 GiB of G has
+  bool wide = true;        // gq in f32: several chunks are summed there
   Vector loss, factor;
   Matrix gd;  // G d^; no data: not wanted
   Vector gq;  // G^T q^ [m * H]; empty: not wanted
@@ -56,10 +58,11 @@ struct ContrastiveCosineFwd : ContrastiveCosine {
     inputs(f);
     f.parameter("weight", weight, q.rows, DType::f32);
     f.option("chunk_rows", chunk_rows);
+    f.option("wide", wide);
     f.gradient("loss", loss, 1, DType::f32);
     f.gradient("factor", factor, q.rows, DType::f32);
     f.gradient("gd", gd, q);
-    f.gradient("gq", gq, d.rows * d.cols, DType::f32);
+    f.gradient("gq", gq, d.rows * d.cols, wide ? DType::f32 : q.dtype);
   }
 };
 
@@ -73,7 +76,7 @@ struct ContrastiveCosineBwd : ContrastiveCosine {
     f.parameter("factor", factor, q.rows, DType::f32);
     f.coefficients("dloss", dloss, 1, DType::f32);
     f.optional("gd", gd, q);
-    f.parameter("gq", gq, d.rows * d.cols, DType::f32);
+    f.parameter("gq", gq, d.rows * d.cols, q.dtype);
     f.gradient("dq", dq, q);
     f.gradient("dd", dd, d);
   }

@@ -149,89 +149,127 @@ struct Rows {
   __device__ const T* operator[](int64_t r) const {
     return r < n ? q + r * q_stride : d + (r - n) * d_stride;
   }
-  LaunchConfig grid() const { return {.blocks = ceil_div(n + m, int64_t(kWarps)), .threads = kThreads}; }
+  bool aligned() const {
+    return (reinterpret_cast<uintptr_t>(q) | reinterpret_cast<uintptr_t>(d)) % 16 == 0 &&
+           (q_stride | d_stride) % kVec == 0;
+  }
+  LaunchConfig grid() const {
+    return {.blocks = ceil_div(n + m, int64_t(kWarps)), .threads = kThreads, .pdl = true};
+  }
 };
 __device__ __forceinline__ int64_t row_of_warp() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
-// fn(column of the first, vector) of a row, by the lanes of a warp.
-template <class Fn>
-__device__ __forceinline__ void each_vector(const T* row, int64_t cols, Fn fn) {
-  const int64_t first = threadIdx.x % 32 * kVec;
-  if (reinterpret_cast<uintptr_t>(row) % 16 == 0) {
-#pragma unroll 4
-    for (int64_t c = first; c < cols; c += 32 * kVec) fn(c, load<T, kVec>(row + c));
-  } else {
-    for (int64_t c = first; c < cols; c += 32 * kVec)
-      fn(c, load_elements<T, kVec>(row + c, [](int) { return true; }));
+constexpr int kHeld = 4,
+              kStep = 32 * kVec;  // vectors of a lane in registers, and columns from one to the next
+// fn(column of the first, vector) of a row, by the lanes of a warp. What `load` gives stays in x, all of it where `held`: then
+// another call with `loaded` reads nothing.
+__device__ __forceinline__ bool held(int64_t cols) { return cols <= kHeld * kStep; }
+template <class V, class Load, class Fn>
+__device__ __forceinline__ void each_vector(V (&x)[kHeld], bool loaded, int64_t cols, Load load, Fn fn) {
+  for (int64_t c = threadIdx.x % 32 * kVec; c < cols; c += kHeld * kStep) {
+    if (!loaded) {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i)
+        if (c + i * kStep < cols) x[i] = load(c + i * kStep);
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i)
+      if (c + i * kStep < cols) fn(c + i * kStep, x[i]);
   }
+}
+template <bool kAligned>
+__device__ __forceinline__ Vec<T, kVec> load_vector(const T* from) {
+  return kAligned ? load<T, kVec>(from) : load_elements<T, kVec>(from, [](int) { return true; });
 }
 // 1 / |x| of a sum of squares.
 __device__ __forceinline__ float inverse_length(float squares) { return 1.0f / sqrt(squares + 1e-24f); }
 
+__device__ __forceinline__ void store_scaled(T* to, const Vec<T, kVec>& x, float factor) {
+  float y[kVec];
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) y[j] = x[j] * factor;
+  Vec<T, kVec> scaled;
+  scaled.set(y);
+  store_v4(to, scaled);
+}
+
 // Unit rows, and those of q times `length`, so that products are z in powers of two.
+template <bool kAligned>
 __global__ __launch_bounds__(kThreads) void unit_rows_kernel(const __grid_constant__ Rows rows, float length,
                                                              T* out) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int64_t row = row_of_warp();
   if (row >= rows.n + rows.m) return;
+  const T* from = rows[row];
+  Vec<T, kVec> held_x[kHeld];
+  auto each = [&](bool loaded, auto fn) {
+    each_vector(held_x, loaded, rows.cols, [&](int64_t c) { return load_vector<kAligned>(from + c); }, fn);
+  };
   float squares = 0.0f;
-  each_vector(rows[row], rows.cols, [&](int64_t, const Vec<T, kVec>& x) {
+  each(false, [&](int64_t, const Vec<T, kVec>& x) {
 #pragma unroll
     for (int j = 0; j < kVec; ++j) squares = fma(x[j], x[j], squares);
   });
   const float factor = inverse_length(reduce_lanes<Sum, 32>(squares)) * (row < rows.n ? length : 1.0f);
-  each_vector(rows[row], rows.cols, [&](int64_t c, const Vec<T, kVec>& x) {
-    float y[kVec];
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) y[j] = x[j] * factor;
-    Vec<T, kVec> unit;
-    unit.set(y);
-    store_v4(out + row * rows.cols + c, unit);
-  });
+  each(held(rows.cols),
+       [&](int64_t c, const Vec<T, kVec>& x) { store_scaled(out + row * rows.cols + c, x, factor); });
 }
 
 // The gradient of x from that of x^.
 struct BackwardParams {
   Rows rows;
   const T* gd;
-  const float *gq, *factor, *dloss;
+  const void* gq;  // float where it is `wide`
+  bool wide;
+  const float *factor, *dloss;
   float scale, share;
   T *dq, *dd;
 };
-__global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constant__ BackwardParams p) {
-  const Rows& rows = p.rows;
-  const int64_t row = row_of_warp(), of_d = row - rows.n;
-  T* out = row < rows.n ? p.dq : p.dd;
-  if (row >= rows.n + rows.m || out == nullptr) return;
-  out += (row < rows.n ? row : of_d) * rows.cols;
-  auto each_pair = [&](auto fn) {
-    each_vector(rows[row], rows.cols, [&](int64_t c, const Vec<T, kVec>& x) {
-      Vec<float, kVec> g;
-      if (row < rows.n) {
-        const Vec<T, kVec> narrow = load<T, kVec>(p.gd + row * rows.cols + c);
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) g.v[j] = narrow[j];
-      } else {
-        g = load<float, kVec>(p.gq + of_d * rows.cols + c);
-      }
-      fn(c, x, g);
-    });
+template <bool kAligned, class G>
+__device__ __forceinline__ void backward_row(const T* from, const G* gradient, int64_t cols, float factor,
+                                             T* out) {
+  struct Pair {
+    Vec<T, kVec> x;
+    Vec<G, kVec> g;
+  } pairs[kHeld];
+  auto each = [&](bool loaded, auto fn) {
+    auto load_pair = [&](int64_t c) {
+      return Pair{load_vector<kAligned>(from + c), load<G, kVec>(gradient + c)};
+    };
+    each_vector(pairs, loaded, cols, load_pair, fn);
   };
   float squares = 0.0f, dot = 0.0f;
-  each_pair([&](int64_t, const Vec<T, kVec>& x, const Vec<float, kVec>& g) {
+  each(false, [&](int64_t, const Pair& p) {
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) squares = fma(x[j], x[j], squares), dot = fma(x[j], g[j], dot);
+    for (int j = 0; j < kVec; ++j) squares = fma(p.x[j], p.x[j], squares), dot = fma(p.x[j], p.g[j], dot);
   });
   const float inverse = inverse_length(reduce_lanes<Sum, 32>(squares));
   const float along = reduce_lanes<Sum, 32>(dot) * inverse * inverse;
-  const float of_row = row >= rows.n ? 1.0f / (p.scale * kLog2e) : p.factor != nullptr ? p.factor[row] : 1.0f;
-  const float factor = *p.dloss * p.share * p.scale * inverse * of_row;
-  each_pair([&](int64_t c, const Vec<T, kVec>& x, const Vec<float, kVec>& g) {
+  factor *= inverse;
+  each(held(cols), [&](int64_t c, const Pair& p) {
     float y[kVec];
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) y[j] = factor * (g[j] - x[j] * along);
+    for (int j = 0; j < kVec; ++j) y[j] = factor * (p.g[j] - p.x[j] * along);
     Vec<T, kVec> dx;
     dx.set(y);
     store_v4(out + c, dx);
   });
+}
+template <bool kAligned>
+__global__ __launch_bounds__(kThreads, 4) void backward_kernel(const __grid_constant__ BackwardParams p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const Rows& rows = p.rows;
+  const int64_t row = row_of_warp(), cols = rows.cols, at = (row < rows.n ? row : row - rows.n) * cols;
+  T* out = row < rows.n ? p.dq : p.dd;
+  if (row >= rows.n + rows.m || out == nullptr) return;
+  const float of_row = row >= rows.n ? 1.0f / (p.scale * kLog2e) : p.factor != nullptr ? p.factor[row] : 1.0f;
+  const float factor = *p.dloss * p.share * p.scale * of_row;
+  if (row >= rows.n && p.wide)
+    backward_row<kAligned>(rows[row], static_cast<const float*>(p.gq) + at, cols, factor, out + at);
+  else
+    backward_row<kAligned>(rows[row], (row < rows.n ? p.gd : static_cast<const T*>(p.gq)) + at, cols, factor,
+                           out + at);
 }
 
 // parts [count, size], summed for column i by the warps of a CTA, whose lanes have adjacent columns.
@@ -266,31 +304,33 @@ struct SumsParams {
 };
 // One direction: a chunk's losses, pairs (i, i) of G, and the factors of rows, times which q^ goes into the product.
 __global__ __launch_bounds__(kThreads) void rows_kernel(const __grid_constant__ SumsParams p) {
-  __shared__ float slots[kWarps][32];
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  const int64_t block = int64_t(blockIdx.x) * 32, row = block + lane, query = p.first + row;
-  const float others = sum_parts(p.row_parts, p.rows, p.tiles, row, slots);
-  if (warp == 0 && row < p.rows) {
-    const float z = p.label[query], weight = p.weight != nullptr ? p.weight[query] : 1.0f;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const int64_t row = row_of_warp(), query = p.first + row;
+  if (row >= p.rows) return;
+  Vec<T, kVec> held_x[kHeld];
+  T* unit = p.unit + query * p.cols;
+  auto each = [&](bool loaded, auto fn) {
+    if (p.unit != nullptr)
+      each_vector(held_x, loaded, p.cols, [&](int64_t c) { return load<T, kVec>(unit + c); }, fn);
+  };
+  if (held(p.cols)) each(false, [](int64_t, const Vec<T, kVec>&) {});
+  float others = 0.0f;
+  for (int64_t t = threadIdx.x % 32; t < p.tiles; t += 32) others += p.row_parts[t * p.rows + row];
+  others = reduce_lanes<Sum, 32>(others);
+  const float z = p.label[query], weight = p.weight != nullptr ? p.weight[query] : 1.0f;
+  const float factor = weight / (others + exp2_approx(z));
+  if (threadIdx.x % 32 == 0) {
     p.loss[query] = weight * loss_of(others, z);
-    p.factor[query] = slots[0][lane] = weight / (others + exp2_approx(z));
+    p.factor[query] = factor;
     if (p.g != nullptr) p.g[row * p.stride + query] = narrow<T>(-others);
   }
-  __syncthreads();
-  if (p.unit == nullptr) return;
-  for (int r = warp; r < 32 && block + r < p.rows; r += kWarps)
-#pragma unroll 4
-    for (int64_t c = lane * kVec; c < p.cols; c += 32 * kVec) {
-      auto* at = reinterpret_cast<Vec<T, kVec>*>(p.unit + (p.first + block + r) * p.cols + c);
-      const Vec<T, kVec> x = *at;
-      float y[kVec];
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) y[j] = x[j] * slots[0][r];
-      at->set(y);
-    }
+  each(held(p.cols), [&](int64_t c, const Vec<T, kVec>& x) { store_scaled(unit + c, x, factor); });
 }
 // Both directions: sums of a chunk's rows, and those of columns over the chunks so far.
 __global__ __launch_bounds__(kThreads) void sums_kernel(const __grid_constant__ SumsParams p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   __shared__ float slots[kWarps][32];
   const int64_t blocks = (p.rows + 31) / 32, block = blockIdx.x, lane = threadIdx.x % 32;
   const bool is_row = block < blocks;
@@ -305,6 +345,8 @@ __global__ __launch_bounds__(kThreads) void sums_kernel(const __grid_constant__ 
 }
 // Then losses, the factors in place of the sums, and pairs (i, i) of G in place of their z.
 __global__ __launch_bounds__(kThreads) void both_kernel(const __grid_constant__ SumsParams p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.n) {
     p.col_sum[i] = 0.0f;  // no query's
@@ -321,6 +363,8 @@ __global__ __launch_bounds__(kThreads) void both_kernel(const __grid_constant__ 
 // G of both directions in place of e^z.
 constexpr int kGradientRows = 16;
 __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constant__ SumsParams p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int64_t groups = (p.m + kThreads * kVec - 1) / (kThreads * kVec);
   const int64_t col = (blockIdx.x % groups * kThreads + threadIdx.x) * kVec,
                 row = blockIdx.x / groups * kGradientRows;
@@ -342,6 +386,8 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
 constexpr int kTotalThreads = 1024;
 __global__ __launch_bounds__(kTotalThreads) void total_kernel(const float* loss, int64_t n, float share,
                                                               float* total) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   __shared__ double slots[kTotalThreads / 32];
   double sum[1] = {};
 #pragma unroll 8
@@ -366,11 +412,15 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
   const int64_t most = rows_of_chunk(a, stride), columns = ceil_div(m, int64_t(kThreads)) * kThreads;
   static_assert(kThreads % kTileN == 0);
   const bool gradient = a.gd.data != nullptr || a.gq;
-  const Matrix gq = {.data = a.gq.data, .rows = m, .cols = h, .stride = h};
+  const Matrix gq = {.data = a.gq.data, .dtype = a.gq.dtype, .rows = m, .cols = h, .stride = h};
+  TIGON_CHECK(kOp, a.wide || most >= n, "chunk_rows must be at least q's ", n,
+              " rows where gq is not wide, got ", most);
   const Matrix unit = {
       .data = ctx.scratch_of<T>((n + m) * h), .dtype = DType::bf16, .rows = n + m, .cols = h, .stride = h};
   const Matrix unit_d = rows_from(unit, n, m);
-  launch(kOp, ctx, unit_rows_kernel, Rows(a).grid(), Rows(a), a.scale * kLog2e, unit.row<T>(0));
+  const Rows rows(a);
+  launch(kOp, ctx, rows.aligned() ? unit_rows_kernel<true> : unit_rows_kernel<false>, rows.grid(), rows,
+         a.scale * kLog2e, unit.row<T>(0));
   Matrix g = {.dtype = DType::bf16, .rows = most, .cols = m, .stride = stride};
   if (gradient) g.data = ctx.scratch_of<T>(most * stride);
   SumsParams s = {.weight = a.weight.as<float>(),
@@ -416,7 +466,11 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
     if (a.gq) multiply(ctx, {.a = of, .b = rows, .c = gq, .trans_a = true, .beta = first ? 0.0f : 1.0f});
   };
   auto run = [&](auto kernel, int64_t blocks) {
-    launch(kOp, ctx, kernel, {.blocks = blocks, .threads = kThreads}, s);
+    launch(kOp, ctx, kernel, {.blocks = blocks, .threads = kThreads, .pdl = true}, s);
+  };
+  auto total = [&] {
+    launch(kOp, ctx, total_kernel, {.threads = kTotalThreads, .pdl = true}, static_cast<const float*>(s.loss),
+           n, a.share, a.loss.as<float>());
   };
   for_chunks(false, [&](const Matrix& rows, const Matrix& to, bool first) {
     const bool last = s.first + s.rows == n;
@@ -424,13 +478,14 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
       scores.template operator()<Leaves::exponentials>(rows, to);
     else
       scores.template operator()<Leaves::sums>(rows, to);
-    const int64_t blocks = ceil_div(s.rows, int64_t(32));
-    if (a.symmetric) return run(sums_kernel, blocks + ceil_div(m, int64_t(32)));
-    run(rows_kernel, blocks);
+    if (a.symmetric) return run(sums_kernel, ceil_div(s.rows, int64_t(32)) + ceil_div(m, int64_t(32)));
+    run(rows_kernel, ceil_div(s.rows, int64_t(kWarps)));
+    if (last) total();
     gradients(rows, to, first);
   });
   if (a.symmetric) {
     run(both_kernel, columns / kThreads);
+    total();
     // The exponentials of the last chunk are there.
     for_chunks(true, [&](const Matrix& rows, const Matrix& to, bool first) {
       if (!gradient) return;
@@ -442,21 +497,20 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
       gradients(rows, to, first);
     });
   }
-  launch(kOp, ctx, total_kernel, {.threads = kTotalThreads}, static_cast<const float*>(s.loss), n, a.share,
-         a.loss.as<float>());
 }
 
 void contrastive_cosine_bwd(Context& ctx, const ContrastiveCosineBwd& a) {
   const BackwardParams p = {.rows = a,
                             .gd = static_cast<const T*>(a.gd.data),
-                            .gq = a.gq.as<float>(),
+                            .gq = a.gq.data,
+                            .wide = a.gq.dtype == DType::f32,
                             .factor = a.symmetric ? nullptr : a.factor.as<float>(),
                             .dloss = a.dloss.as<float>(),
                             .scale = a.scale,
                             .share = a.share,
                             .dq = static_cast<T*>(a.dq.data),
                             .dd = static_cast<T*>(a.dd.data)};
-  launch(kOp, ctx, backward_kernel, p.rows.grid(), p);
+  launch(kOp, ctx, p.rows.aligned() ? backward_kernel<true> : backward_kernel<false>, p.rows.grid(), p);
 }
 
 }  // namespace tigon::cuda
