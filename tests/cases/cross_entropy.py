@@ -299,13 +299,12 @@ def _aten(case, inputs):
 def _liger(case, inputs):
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
-    if inputs.kwargs["denominator"] is not None:
-        return None
-
-    def fn(x, target, *, weight, ignore_index, z_loss, label_smoothing, reduction, softcap, **_):
-        return LigerCrossEntropyFunction.apply(
+    def fn(x, target, *, weight, ignore_index, z_loss, label_smoothing, reduction, softcap, denominator, **_):
+        reduction = reduction if denominator is None else "sum"
+        loss = LigerCrossEntropyFunction.apply(
             x, target, weight, ignore_index, z_loss, label_smoothing, reduction, softcap
         )[0]
+        return loss if denominator is None else loss / denominator
 
     return fn
 

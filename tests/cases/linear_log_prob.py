@@ -247,7 +247,7 @@ def gemms(inputs: Inputs, step: bool) -> list:
 
 def _plain(kwargs) -> bool:
     """No option that this benchmark's peers lack."""
-    return not kwargs["shift"] and kwargs["lora_a"] is None and kwargs["logit_dtype"] is None
+    return not kwargs["shift"] and kwargs["lora_a"] is None
 
 
 def trl_log_prob(
@@ -269,10 +269,18 @@ def _trl(case, inputs):
     import trl.trainer.utils  # noqa: F401
 
     kwargs = inputs.kwargs
-    if not _plain(kwargs) or "masked" in case.params or inputs.args[2].dim() > 1:
+    if not _plain(kwargs) or kwargs["logit_dtype"] is not None or inputs.args[2].dim() > 1:
         return None
     names = ("bias", "softcap", "logit_scale", "temperature", "entropy")
-    return lambda *args, **options: trl_log_prob(*args, **{name: options[name] for name in names})
+
+    def fn(hidden, weight, target, **options):  # it has no ignored label: every row is computed
+        form = {name: options[name] for name in names}
+        if "masked" not in case.params:
+            return trl_log_prob(hidden, weight, target, **form)
+        counts = target != options["ignore_index"]
+        return trl_log_prob(hidden, weight, target.clamp(min=0), **form).masked_fill(~counts, 0.0)
+
+    return fn
 
 
 def _cce(filter_eps):
@@ -281,7 +289,8 @@ def _cce(filter_eps):
 
         kwargs = inputs.kwargs
         changed = kwargs["temperature"] != 1.0 or kwargs["logit_scale"] != 1.0 or kwargs["entropy"]
-        if not _plain(kwargs) or changed or kwargs["bias"] is not None:
+        several = inputs.args[2].dim() > 1
+        if not _plain(kwargs) or changed or several or kwargs["bias"] is not None:
             return None
 
         def fn(hidden, weight, target, *, softcap, **_):
@@ -294,6 +303,6 @@ def _cce(filter_eps):
 
 PEERS = {
     "trl": _trl,
-    "cce": _cce("high"),
+    "cce": _cce("high"),  # logits in fp32 always
     "cce_exact": _cce(None),
 }  # Liger has no differentiable log-probability

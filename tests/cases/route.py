@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
+import torch._functorch.config
 
 from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast
 
@@ -176,24 +178,38 @@ def eager_fn(logits, *, wide, **options):
     return weights.to(_wide(logits.dtype) if wide else logits.dtype), *losses, _float(ids)
 
 
+def _best(c, top_k, num_groups, top_groups, group_score):
+    """The order of c, descending, ties by index, NaN first."""
+    rank = c.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+    if num_groups > 1:
+        groups = c.unflatten(-1, (num_groups, -1)).sort(-1, descending=True).values
+        best = groups[..., 0] if group_score == "max" else groups[..., 0] + groups[..., 1]
+        place = best.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+        closed = (place >= top_groups).repeat_interleave(c.shape[-1] // num_groups, -1)
+        rank = rank + closed * c.shape[-1]
+    return rank.argsort(-1)[..., :top_k]
+
+
+def _topk_best(c, top_k, num_groups, top_groups, group_score):
+    """As transformers chooses."""
+    if num_groups > 1:
+        groups = c.unflatten(-1, (num_groups, -1))
+        best = groups.amax(-1) if group_score == "max" else groups.topk(2, dim=-1).values.sum(-1)
+        chosen = torch.zeros_like(best).scatter_(-1, best.topk(top_groups, dim=-1, sorted=False).indices, 1)
+        c = c.masked_fill(chosen.repeat_interleave(groups.shape[-1], -1) == 0, float("-inf"))
+    return c.topk(top_k, dim=-1).indices
+
+
 def _plain(
     logits, *, top_k, score, normalize, num_groups, top_groups, group_score, scale, ids_dtype, losses,
-    correction_bias=None, token_weights=None,
+    correction_bias=None, token_weights=None, best=_best,
 ):  # fmt: skip
     z = upcast(logits)
     p = z.sigmoid() if score == "sigmoid" else z.softmax(-1)
     biased = correction_bias is not None or (num_groups > 1 and group_score != "max")
     with torch.no_grad():
         c = p + (0.0 if correction_bias is None else correction_bias) if biased else z
-        # The order of c, descending, ties by index, NaN first.
-        rank = c.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
-        if num_groups > 1:
-            groups = c.unflatten(-1, (num_groups, -1)).sort(-1, descending=True).values
-            best = groups[..., 0] if group_score == "max" else groups[..., 0] + groups[..., 1]
-            place = best.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
-            closed = (place >= top_groups).repeat_interleave(c.shape[-1] // num_groups, -1)
-            rank = rank + closed * c.shape[-1]
-        ids = rank.argsort(-1)[..., :top_k]
+        ids = best(c, top_k, num_groups, top_groups, group_score)
     weights = p.gather(-1, ids)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if score == "sigmoid" else 0.0))
@@ -248,4 +264,14 @@ def flops_fwd(case: Case) -> int:
 
 flops_bwd = flops_fwd
 
-PEERS = {}
+
+def _topk(case: Case, inputs: Inputs):
+    """torch.compile of the formula with `torch.topk`, which orders ties as it likes: 16 bits have many."""
+    if inputs.args[0].dtype != torch.float32:
+        return None
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(functools.partial(eager_fn, best=_topk_best), dynamic=False)
+
+
+PEERS = {"topk": _topk}
