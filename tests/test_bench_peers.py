@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -52,4 +53,14 @@ def test_same_as_tigon(peer, module, case):
     assert len(theirs) == len(inputs.grads) + (
         2 if inputs.kwargs.get("entropy") and peer == "trl" and module.NAME == "linear_log_prob" else 1
     )
+    assert difference(theirs, ours) < 1e-5
+
+
+@pytest.mark.parametrize("case", select(modules()["route"].CASES, "bench"), ids=str)
+def test_topk_routes_as_tigon(case):
+    route = modules()["route"]
+    case = dataclasses.replace(case, params=case.params | {"shape": (200, case.params["shape"][1])})
+    inputs = route.make(case, CPU, torch.float32, 0)
+    functions = functools.partial(route.eager_fn, best=route.topk_best), route.tigon_fn
+    theirs, ours = (Runner(f, inputs, CPU).everything() for f in functions)
     assert difference(theirs, ours) < 1e-5

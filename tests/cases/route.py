@@ -190,7 +190,7 @@ def _best(c, top_k, num_groups, top_groups, group_score):
     return rank.argsort(-1)[..., :top_k]
 
 
-def _topk_best(c, top_k, num_groups, top_groups, group_score):
+def topk_best(c, top_k, num_groups, top_groups, group_score):
     """As transformers chooses."""
     if num_groups > 1:
         groups = c.unflatten(-1, (num_groups, -1))
@@ -271,7 +271,7 @@ def _topk(case: Case, inputs: Inputs):
         return None
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False
-    return torch.compile(functools.partial(eager_fn, best=_topk_best), dynamic=False)
+    return torch.compile(functools.partial(eager_fn, best=topk_best), dynamic=False)
 
 
 PEERS = {"topk": _topk}
