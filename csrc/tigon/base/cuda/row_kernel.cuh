@@ -369,7 +369,8 @@ void run_row_op(const char* name, Context& ctx, const Op& op) {
   row_detail::run_row_op<RowAlignment::any>(name, ctx, op, vecs);
 }
 
-// Ops of tigon/base/distribution.h: Forward reads x, Backward y and dy.
+// Ops of tigon/base/distribution.h: Forward reads x, Backward y and dy. No two ops' templates share a name: GCC takes
+// the lambdas of both for one, though their namespaces have no name.
 template <template <class> class Forward>
 void distribution_fwd(const char* op, Context& ctx, const DistributionFwd& a) {
   dispatch_float(op, "x", a.x.dtype, [&](auto type) {

@@ -62,7 +62,7 @@ __device__ __forceinline__ float tau_of(const Candidates& c) {
 }
 
 template <class T>
-struct Forward {
+struct SparsemaxForward {
   using Element = T;
   using Payload = Entries;
   using Scratch = Candidates;
@@ -145,7 +145,7 @@ struct Forward {
 };
 
 template <class T>
-struct Backward {
+struct SparsemaxBackward {
   using Element = T;
   using Payload = SumArray<2>;
   using Scratch = NoScratch;
@@ -176,7 +176,7 @@ struct Backward {
 
 }  // namespace
 
-void sparsemax_fwd(Context& ctx, const DistributionFwd& a) { distribution_fwd<Forward>(kOp, ctx, a); }
-void sparsemax_bwd(Context& ctx, const DistributionBwd& a) { distribution_bwd<Backward>(kOp, ctx, a); }
+void sparsemax_fwd(Context& ctx, const DistributionFwd& a) { distribution_fwd<SparsemaxForward>(kOp, ctx, a); }
+void sparsemax_bwd(Context& ctx, const DistributionBwd& a) { distribution_bwd<SparsemaxBackward>(kOp, ctx, a); }
 
 }  // namespace tigon::cuda
