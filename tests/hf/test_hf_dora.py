@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from test_hf_lora import adapted_model, config, same
-from tiny import batch, close, step
+from tiny import batch, close, same, step
 from torch import nn
 
 from tigon.integrations.transformers import apply, undo

@@ -9,7 +9,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import SHARED, batch, close, make, step
+from tiny import SHARED, batch, close, make, same, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
@@ -52,9 +52,7 @@ def test_gradient_checkpointing(reentrant, device):
     apply(stock)
     stock.gradient_checkpointing_enable({"use_reentrant": reentrant})
     got = step(stock, inputs)
-    close(got[0], wanted[0])
-    for name, grad in wanted[1].items():
-        close(got[1][name], grad, ulps=256)
+    same(got, wanted)
 
 
 def test_save_and_load(tmp_path, device):
@@ -243,10 +241,7 @@ def test_lora(what, when, device):
     wanted = step(build(None), inputs)
     model = build(when)
     got = step(model, inputs)
-    assert got[1].keys() == wanted[1].keys()
-    close(got[0], wanted[0])
-    for name, grad in wanted[1].items():
-        close(got[1][name], grad, ulps=512)
+    same(got, wanted, ulps=512)
     report = reports[0]
     if what == "bias_on_head":
         assert report.head_calls.fused == 0  # more than two products: logits

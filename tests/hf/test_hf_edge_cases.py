@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import batch, close, make, step
+from tiny import apply_as_stock, batch, close, make, same, step
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -15,14 +15,6 @@ import tigon
 from tigon.integrations.transformers import apply, undo
 
 STOCK_ROTARY = modeling_llama.apply_rotary_pos_emb
-
-
-def equal(got, wanted):
-    """Loss and gradients of two steps."""
-    close(got[0], wanted[0])
-    assert got[1].keys() == wanted[1].keys()
-    for name, grad in wanted[1].items():
-        close(got[1][name], grad, ulps=256)
 
 
 class Convolutions(nn.Module):
@@ -53,7 +45,7 @@ def test_one_slot_of_a_mixture_of_experts(slot):
     off = dict.fromkeys(("norm", "mlp", "rope", "loss", "experts", "router"), False)
     report = apply(model, **{**off, slot: True})
     assert {entry.slot for entry in report.entries} == {slot} and report.replaced
-    equal(step(model, inputs), wanted)
+    same(step(model, inputs), wanted)
 
 
 # --- classes of others -----------------------------------------------------------------------
@@ -75,9 +67,7 @@ def test_a_subclass_that_overrides_forward():
     model = make()
     model.__class__ = Temperature
     inputs = batch()
-    wanted = step(model, inputs)
-    report = apply(model)
-    equal(step(model, inputs), wanted)
+    report = apply_as_stock(model, inputs)
     assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
 
 
@@ -94,7 +84,7 @@ def test_a_subclass_of_a_known_mlp():
     wanted = step(model, inputs)
     report = apply(model)
     assert [entry.kind for entry in report.left] == ["SwappedMLP"] * 2
-    equal(step(model, inputs), wanted)
+    same(step(model, inputs), wanted)
 
 
 def test_a_class_patched_by_another_library(monkeypatch):
@@ -116,7 +106,7 @@ def test_a_class_patched_by_another_library(monkeypatch):
         wanted = step(model, inputs)
         report = apply(model)
         assert report.count("norm") == count
-        equal(step(model, inputs), wanted)
+        same(step(model, inputs), wanted)
         undo(model)
 
 
@@ -129,7 +119,7 @@ def test_a_rotary_function_patched_by_another_library(monkeypatch):
     wanted = step(model, inputs)
     report = apply(model)
     assert report.count("rope") == 0 and any(entry.slot == "rope" for entry in report.left)
-    equal(step(model, inputs), wanted)
+    same(step(model, inputs), wanted)
 
 
 def test_patched_between_apply_and_undo():
@@ -150,9 +140,7 @@ def test_patched_between_apply_and_undo():
 def test_frozen_head():
     model, inputs = make(), batch()
     model.lm_head.weight.requires_grad_(False)
-    wanted = step(model, inputs)
-    report = apply(model)
-    equal(step(model, inputs), wanted)
+    report = apply_as_stock(model, inputs)
     assert report.head_calls.fused == 1
 
 
@@ -178,7 +166,7 @@ def test_quantised_head_and_projections():
     report = apply(model)
     assert report.count("mlp") == 2, "the Linears are called, not read"
     assert [entry.reason for entry in report.left] == ["the head is Int8Linear, not nn.Linear"]
-    equal(step(model, inputs), wanted)
+    same(step(model, inputs), wanted)
 
 
 def test_a_model_without_a_head():
@@ -274,13 +262,13 @@ def test_device_map(when):
         report = apply(model)
     assert not report.left, str(report)
     assert report.count("norm") == 5 and report.count("loss") == 1
-    equal(step(model, inputs), wanted)
+    same(step(model, inputs), wanted)
     assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
     undo(model)
     again = step(model, inputs)
-    assert torch.equal(again[0], wanted[0])
+    assert torch.same(again[0], wanted[0])
     hooks.remove_hook_from_module(model, recurse=True)
-    equal(step(model, inputs), wanted)
+    same(step(model, inputs), wanted)
 
 
 def test_offloaded_to_the_cpu_and_meta():
@@ -313,7 +301,7 @@ def test_undo_in_any_order(order):
     for place in order:
         undo(models[place])
         for model, want in zip(models, wanted, strict=True):
-            equal(step(model, inputs), want)
+            same(step(model, inputs), want)
     assert modeling_llama.apply_rotary_pos_emb is STOCK_ROTARY
     for model in models:
         assert not model._forward_pre_hooks
@@ -331,7 +319,7 @@ def test_save_and_load_after_apply(tmp_path, family):
     assert not loaded._forward_pre_hooks
     close(step(loaded, inputs)[0], wanted[0])
     report = apply(loaded)
-    equal(step(loaded, inputs), wanted)
+    same(step(loaded, inputs), wanted)
     assert report.head_calls.fused == 1
 
 
@@ -388,7 +376,7 @@ def test_another_default_device(optimizer):
                 losses.append(step(model, inputs)[0])
                 adam.step()
         runs.append(torch.stack(losses))
-    assert torch.equal(*runs)
+    assert torch.same(*runs)
 
 
 def _inner(model, kind):
@@ -422,9 +410,7 @@ def test_hooks_on_the_activation_see_its_calls(family, implementation, when):
         watch(model)
     got = step(model, batch())
     assert calls and seen == calls
-    close(got[0], want[0])
-    for name, grad in want[1].items():
-        close(got[1][name], grad, ulps=512)
+    same(got, want, ulps=512)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -439,9 +425,7 @@ def test_an_activation_replaced_after_apply(family):
     want = step(wanted, batch())
     for _ in range(2):
         got = step(model, batch())
-        close(got[0], want[0])
-        for name, grad in want[1].items():
-            close(got[1][name], grad, ulps=512)
+        same(got, want, ulps=512)
         report = apply(model)
     kind = "mlp" if family == "llama" else "experts"
     by = {entry.by for entry in report.replaced if entry.slot == kind}

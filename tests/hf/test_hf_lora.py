@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from tiny import batch, close, make, step
+from tiny import batch, close, make, same, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -81,13 +81,6 @@ def adapted_model(device, *, family="llama_bias_tied", seed=5, dtype=torch.float
     model = make(family, device=device, dtype=dtype)
     torch.manual_seed(seed)
     return peft.get_peft_model(model, config(**options), autocast_adapter_dtype=cast).train()
-
-
-def same(got, wanted, ulps=512):
-    close(got[0], wanted[0], ulps=ulps)
-    assert got[1].keys() == wanted[1].keys()
-    for name, gradient in wanted[1].items():
-        close(got[1][name], gradient, ulps=ulps)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import copy
 import torch
 import transformers
 
+from tigon.integrations.transformers import apply
+
 VOCABULARY = 97
 SHARED = {
     "vocab_size": VOCABULARY,
@@ -102,3 +104,19 @@ def assert_step_as_good(got, stock, exact, places, ulp=2.0**-23):
 def close(got, stock, ulps=64.0):
     """Equal within the rounding of fp32 sums in another order."""
     torch.testing.assert_close(got, stock, rtol=ulps * 2.0**-23, atol=ulps * 2.0**-23)
+
+
+def same(got, wanted, ulps=256.0):
+    """Two steps: one loss, the same parameters' gradients."""
+    close(got[0], wanted[0], ulps=min(ulps, 64.0))
+    assert got[1].keys() == wanted[1].keys()
+    for name, gradient in wanted[1].items():
+        close(got[1][name], gradient, ulps=ulps)
+
+
+def apply_as_stock(model, inputs, ulps=256.0, **slots):
+    """The report of `apply`; a step of the model is what it was before."""
+    wanted = step(model, inputs)
+    report = apply(model, **slots)
+    same(step(model, inputs), wanted, ulps)
+    return report

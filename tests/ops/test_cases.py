@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import math
 import zlib
 
@@ -24,30 +26,30 @@ def _pairs(tag: str):
     ]
 
 
-def _dtypes(case, device):
-    """All; of a large case on a CPU that runs CPU kernels one, which its name draws.
-
-    The CPU has one loop for every length, and fp64 runs the eager reference: small tensors say all there is
-    to say of them. Long rows and many are there for the choice among CUDA kernels.
-    """
-    large = math.prod(case.params.get("shape", ())) > 100_000
-    if large and not runs_kernels(device):
-        return [DTYPES[zlib.crc32(case.name.encode()) % 3]]
-    return DTYPES if device == "cpu" and not large else DTYPES[:3]
-
-
 def _runs():
-    return [
-        pytest.param(
-            *pair.values, device, dtype, id=f"{pair.id}-{device}-{str(dtype).removeprefix('torch.')}"
-        )
-        for pair in _pairs("test")
-        for device in DEVICES
-        for dtype in _dtypes(pair.values[1], device)
-    ]
+    """A CPU that runs CPU kernels has one loop for every length and dtype, and fp64 runs the eager reference.
+
+    There every other dtype of a case runs, by turns, and of a large case one, which its name draws. The rest are
+    slow, as are the largest cases: they are there for the choice among CUDA kernels.
+    """
+    turn = collections.Counter()
+    for pair, device in itertools.product(_pairs("test"), DEVICES):
+        module, case = pair.values
+        size, kernels = math.prod(case.params.get("shape", ())), runs_kernels(device)
+        large = size > 100_000
+        dtypes = DTYPES if device == "cpu" and not large else DTYPES[:3]
+        if large and not kernels:
+            dtypes = [DTYPES[zlib.crc32(case.name.encode()) % 3]]
+        turn[module.NAME] += 1
+        for i, dtype in enumerate(dtypes):
+            slow = not kernels and (size > 200_000 if large else (turn[module.NAME] + i) % 2)
+            yield pytest.param(
+                *pair.values, device, dtype, id=f"{pair.id}-{device}-{str(dtype).removeprefix('torch.')}",
+                marks=[pytest.mark.slow] if slow else [],
+            )  # fmt: skip
 
 
-@pytest.mark.parametrize("module, case, device, dtype", _runs())
+@pytest.mark.parametrize("module, case, device, dtype", list(_runs()))
 def test_case(module, case, device, dtype):
     """Error at most twice the plain formulation's; see checks.py for the rest."""
     check_case(module, case, device, dtype)
@@ -72,13 +74,15 @@ def test_oracle_against_finite_differences(module, case):
 
 
 def _traced():
-    """bfloat16, and float32 of one case an op: only fakes ask for dtypes, which opcheck tests."""
-    ops = set()
+    """Three cases an op. Slow: the others, and float32 of one, for only fakes ask for dtypes (opcheck)."""
+    place = collections.Counter()
     for pair in _pairs("small"):
-        first = pair.values[0].NAME not in ops
-        ops.add(pair.values[0].NAME)
-        for dtype in [torch.bfloat16, torch.float32][: 1 + first]:
-            yield pytest.param(*pair.values, dtype, id=f"{pair.id}-{str(dtype).removeprefix('torch.')}")
+        place[pair.values[0].NAME] += 1
+        at = place[pair.values[0].NAME]
+        for dtype in [torch.bfloat16, torch.float32][: 1 + (at == 1)]:
+            slow = [pytest.mark.slow] if at > 3 or dtype == torch.float32 else []
+            name = f"{pair.id}-{str(dtype).removeprefix('torch.')}"
+            yield pytest.param(*pair.values, dtype, id=name, marks=slow)
 
 
 @pytest.mark.parametrize("module, case, dtype", list(_traced()))

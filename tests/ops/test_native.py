@@ -6,6 +6,7 @@ import pytest
 from native import bits_under
 
 import tigon
+from conftest import TESTS
 
 ISA = "import tigon; emit(torch.tensor(list(tigon.env().cpu.split()[0].encode())))"
 
@@ -50,5 +51,24 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 
 
 def test_same_bits_on_every_instruction_set_and_thread_count():
-    """By PyTorch's threads; tests/cpp runs every op so by those of the core."""
     assert len(bits_under(SCRIPT)) == 1
+
+
+EVERY_OP = f"""
+import random, sys
+sys.path[:0] = {[str(TESTS), str(TESTS / "ops")]}
+from cases import modules
+from cases.case import Case
+from checks import run
+from test_random_cases import DRAWERS, _one_tensor
+
+for op, module in modules().items():
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16) * 3):
+        case = Case(f"random {{seed}}", DRAWERS.get(op, _one_tensor)(random.Random(f"{{op}} {{seed}}")))
+        results = run(module.tigon_fn, module.make(case, "cpu", dtype, 0)).tensors
+        emit(*(t for t in results.values() if t is not None))
+"""
+
+
+def test_same_bits_of_every_op_on_every_instruction_set():
+    assert len(bits_under(EVERY_OP, threads=(1,))) == 1
