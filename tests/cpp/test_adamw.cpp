@@ -1,10 +1,7 @@
-// AdamW in the core: its formula is the paper's, random bits against known answers, bitwise promises,
-// refusals; and the norm of gradients.
+// AdamW in the core: its formula is the paper's, random bits against known answers, parts of a list, refusals.
 #include "tigon/ops/adamw/adamw.h"
 
 #include "table.h"
-#include "tigon/ops/adamw/grad_norm.h"
-#include "tigon/ops/adamw/scale.h"
 
 namespace tigon::test {
 namespace oracle {
@@ -115,26 +112,6 @@ TEST_CASE("stochastic rounding: one of two neighbours, with the right share of t
   CHECK(std::isnan(to_float(bf16{uint16_t(oracle::stochastic_bf16(0x7f800001u, 0u))})));
 }
 
-// Bits do not depend on instruction set, threads, order or split of the list.
-TEST_CASE("the same bits everywhere") {
-  for (AdamwRounding r :
-       {AdamwRounding::nearest, AdamwRounding::stochastic, AdamwRounding::split, AdamwRounding::master})
-    for (DType p : kFloats) {
-      if (r == AdamwRounding::split && p == DType::f16) continue;
-      INFO(name_of(r) << " " << text(p));
-      check_same_everywhere([&](Context& ctx) {
-        State a(p, p, p, DType::f32, 16400, r, 1), b(p, DType::f32, p, p, 23, r, 5);
-        a.amsgrad = true;
-        AdamwTensor ta = a.tensor(), tb = b.tensor();
-        tb.first = 16403;
-        for (int k = 0; k < 3; ++k) run(ctx, {ta, tb}, AdamwGroup{.lr = 1e-2}, r);
-        std::vector<Table> all = a.results(), more = b.results();
-        all.insert(all.end(), more.begin(), more.end());
-        return all;
-      });
-    }
-}
-
 TEST_CASE("any order and any split of a list gives the same bits") {
   auto ctx = make_cpu_context(3);
   for (AdamwRounding r : {AdamwRounding::nearest, AdamwRounding::stochastic, AdamwRounding::split}) {
@@ -155,98 +132,6 @@ TEST_CASE("any order and any split of a list gives the same bits") {
     CHECK(whole.avg == parts.avg);
     CHECK(whole.sq == parts.sq);
     CHECK(whole.low == parts.low);
-  }
-}
-
-TEST_CASE("split follows the trajectory of a master") {
-  auto ctx = make_cpu_context(2);
-  State split(DType::bf16, DType::bf16, DType::f32, DType::f32, 5001, AdamwRounding::split, 11),
-      master(DType::bf16, DType::bf16, DType::f32, DType::f32, 5001, AdamwRounding::master, 11),
-      wide(DType::f32, DType::f32, DType::f32, DType::f32, 5001, AdamwRounding::nearest, 11);
-  wide.param.fill([&](int64_t, int64_t c) { return split.param(c); });
-  for (unsigned k = 0; k < 20; ++k) {
-    for (State* s : {&split, &master}) s->grad.normal(50 + k, 0.01);
-    wide.grad.fill([&](int64_t, int64_t c) { return split.grad(c); });
-    for (State* s : {&split, &master, &wide}) run(*ctx, {s->tensor()}, AdamwGroup{.lr = 1e-4}, s->rounding);
-  }
-  CHECK(split.param == master.param);
-  CHECK(master.master == wide.param);
-  auto low = static_cast<const uint16_t*>(split.low.vector().data);
-  auto upper = static_cast<const uint16_t*>(split.param.vector().data);
-  auto whole = static_cast<const uint32_t*>(master.master.vector().data);
-  for (int64_t i = 0; i < 5001; ++i)
-    REQUIRE(oracle::joined(uint32_t(upper[i]), uint32_t(low[i])) == whole[i]);
-}
-
-TEST_CASE("scalars: clip, grad_scale, found_inf, lr") {
-  auto ctx = make_cpu_context(1);
-  State plain(DType::f32, DType::f32, DType::f32, DType::f32, 19, AdamwRounding::nearest, 1), scaled = plain;
-  scaled.grad.fill([&](int64_t, int64_t c) { return plain.grad(c) * 1024.0; });
-  float scale = 2048.0f, clip = 2.0f, found = 1.0f, none = 0.0f, lr = 1e-3f;
-  auto scalar = [](float& x) { return Vector{.data = &x, .dtype = DType::f32, .size = 1}; };
-  AdamwGroup group{}, on_device{.lr = -1.0, .lr_on_device = &lr};
-  std::vector<AdamwTensor> list{scaled.tensor()};
-  std::vector<Table> before = scaled.results();
-  adamw(*ctx, {.tensors = list, .groups = {&group, 1}, .found_inf = scalar(found)});
-  std::vector<Table> after = scaled.results();
-  for (size_t i = 0; i < before.size(); ++i) CHECK(before[i] == after[i]);
-  adamw(*ctx, {.tensors = list,
-               .groups = {&on_device, 1},
-               .clip = scalar(clip),
-               .grad_scale = scalar(scale),
-               .found_inf = scalar(none)});
-  group.lr = double(lr);
-  run(*ctx, {plain.tensor()}, group);
-  CHECK(plain.param == scaled.param);
-  CHECK(scaled.step(0) == 1.0);
-}
-
-TEST_CASE("the norm of gradients") {
-  auto ctx = make_cpu_context(3);
-  std::vector<Table> grads;
-  double exact = 0.0;
-  for (DType t : kFloats)
-    for (int64_t n : {int64_t(0), int64_t(1), int64_t(77), int64_t(65536), int64_t(200001)}) {
-      grads.push_back(Table::column(t, n));
-      grads.back().normal(unsigned(n) + unsigned(t), 0.5);
-      for (int64_t i = 0; i < n; ++i) exact += grads.back()(i) * grads.back()(i);
-    }
-  std::vector<Vector> views;
-  for (Table& g : grads) views.push_back(g.vector());
-  check_same_everywhere([&](Context& any) {
-    Table total = Table::column(DType::f64, 1), norm = Table::column(DType::f32, 1), factor = norm;
-    grad_norm(any, {.grads = views,
-                    .max_norm = 10.0f,
-                    .total = total.vector(),
-                    .norm = norm.vector(),
-                    .factor = factor.vector()});
-    CHECK(total(0) == doctest::Approx(exact).epsilon(1e-7));
-    CHECK(norm(0) == doctest::Approx(std::sqrt(exact)).epsilon(1e-7));
-    CHECK(factor(0) == doctest::Approx(10.0 / (std::sqrt(exact) + 1e-6)).epsilon(1e-6));
-    return std::vector<Table>{total, norm, factor};
-  });
-}
-
-TEST_CASE("a list times a factor") {
-  for (float by : {0.37f, 1.0f, 0.0f}) {
-    Table factor = Table::column(DType::f32, 1);
-    factor.fill([&](int64_t, int64_t) { return double(by); });
-    check_same_everywhere([&](Context& any) {
-      std::vector<Table> made;
-      for (DType t : kFloats)
-        for (int64_t n : {int64_t(0), int64_t(1), int64_t(77), int64_t(16384), int64_t(40001)})
-          made.push_back(Table::column(t, n)), made.back().normal(unsigned(n) + unsigned(t), 0.5);
-      std::vector<Table> before = made;
-      std::vector<Vector> views;
-      for (Table& x : made) views.push_back(x.vector());
-      scale(any, {.tensors = views, .factor = factor.vector()});
-      for (size_t i = 0; i < made.size(); ++i) {
-        Table expected = Table::column(made[i].dtype(), views[i].size);
-        expected.fill([&](int64_t, int64_t k) { return double(float(before[i](k)) * by); });
-        CHECK(made[i] == expected);
-      }
-      return made;
-    });
   }
 }
 

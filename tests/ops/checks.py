@@ -26,10 +26,13 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import types
 
+import pytest
 import torch
 
+import tigon
 from cases.case import Case, Inputs
 from conftest import poisoned
 from tigon.environment import library_text
@@ -57,10 +60,10 @@ def _copy(value, dtype):
     return value.detach() if dtype is None else value.detach().to(dtype)
 
 
-def run(fn, inputs: Inputs, *, grad: bool = True, dtype: torch.dtype | None = None) -> Result:
+def run(fn, inputs: Inputs, *, grad=True, dtype: torch.dtype | None = None, twice=False) -> Result:
     """Call `fn`, and its backward where the case asks for gradients; `dtype` converts the inputs.
 
-    Without `dtype` the function sees the very memory of `inputs`.
+    Without `dtype` the function sees the very memory of `inputs`. `twice`: again, to the bit.
     """
     args = [_copy(value, dtype) for value in inputs.args]
     kwargs = {name: _copy(value, dtype) for name, value in inputs.kwargs.items()}
@@ -75,10 +78,15 @@ def run(fn, inputs: Inputs, *, grad: bool = True, dtype: torch.dtype | None = No
         upstream = inputs.grad_outputs or tuple(torch.ones_like(out) for out in outputs)
         upstream = [_copy(value, dtype) for value in upstream]
         pairs = [pair for pair in zip(outputs, upstream, strict=True) if pair[0].requires_grad]
-        grads = torch.autograd.grad(
-            [out for out, _ in pairs], list(leaves.values()), [g for _, g in pairs],
-            allow_unused=True,
-        )  # fmt: skip
+        roots, upstream = zip(*pairs, strict=True)
+
+        def backward(keep):
+            return torch.autograd.grad(
+                roots, list(leaves.values()), upstream, retain_graph=keep, allow_unused=True
+            )
+
+        grads = backward(twice)
+        assert not twice or all(map(same_bits, grads, backward(False)))
         tensors |= dict(zip(leaves, grads, strict=True))
     return Result(tensors)
 
@@ -220,16 +228,32 @@ def check_case(
                 check_close(f"{name} without gradients", value, eager.tensors[name], exact.tensors[name])
 
 
-def check_needs(op, values: list[torch.Tensor], dy: torch.Tensor) -> None:
-    """Every set of gradients asked for: these, to the bits of all of them, and no others."""
-    leaves = [v.clone().requires_grad_() for v in values]
-    y = op(*leaves)
-    full = torch.autograd.grad(y, leaves, dy)
-    for needs in itertools.product([False, True], repeat=len(values)):
-        leaves = [v.clone().requires_grad_(need) for v, need in zip(values, needs, strict=True)]
-        got = op(*leaves)
-        assert got.requires_grad == any(needs) and same_bits(got.detach(), y.detach())
-        if any(needs):
-            got.backward(dy)
-        for leaf, need, want in zip(leaves, needs, full, strict=True):
-            assert same_bits(leaf.grad, want if need else None)
+def check_needs(fn, inputs: Inputs) -> None:
+    """Every set of gradients asked for, to the bits of all of them; a graph that is kept runs twice."""
+    full = run(fn, inputs, twice=True)
+    leaves = [*inputs.grads, *inputs.grad_kwargs]
+    for needs in itertools.product([False, True], repeat=len(leaves)):
+        if 1 < sum(needs) < len(leaves) - 1 and len(leaves) > 4:
+            continue
+        some = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+        wanted = dataclasses.replace(
+            inputs, grads=tuple(x for x in some if isinstance(x, int)),
+            grad_kwargs=tuple(x for x in some if isinstance(x, str)),
+        )  # fmt: skip
+        for name, got in run(fn, wanted).tensors.items():
+            assert same_bits(got, full.tensors[name]), (name, some)
+
+
+def refusals(table: str) -> list[list[str]]:
+    """Rows of `call -> words of its error`, where `...` is anything; an arrow may begin a line."""
+    rows = table.strip().replace("\n    -> ", " -> ").splitlines()
+    return [row.rsplit(" -> ", 1) for row in rows]
+
+
+def refused(call: str, message: str, **names) -> None:
+    """The call raises tigon.Error of the message, and modifies no tensor it is given."""
+    given = {name: value for name, value in names.items() if torch.is_tensor(value)}
+    kept = {name: value.detach().clone() for name, value in given.items()}
+    with pytest.raises(tigon.Error, match=".*".join(map(re.escape, message.split("...")))):
+        eval(call, {**vars(tigon), "torch": torch, **names})
+    assert all(same_bits(value, kept[name]) for name, value in given.items()), "an input was modified"

@@ -251,3 +251,7 @@ def test_numbers(probe, name):
         with pytest.raises(tigon.Error, match=rf"^\[\w+\] {name} must "):
             call.arguments[name] = value
             function(*call.args, **call.kwargs)
+
+
+def test_error_is_runtime_and_value_error():
+    assert issubclass(tigon.Error, RuntimeError) and issubclass(tigon.Error, ValueError)

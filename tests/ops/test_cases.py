@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 import torch
-from checks import check_case, run, runs_kernels, same_bits
+from checks import check_case, check_needs, run, runs_kernels, same_bits
 
 from cases import modules
 from cases.case import select
@@ -29,8 +29,8 @@ def _pairs(tag: str):
 def _runs():
     """A CPU that runs CPU kernels has one loop for every length and dtype, and fp64 runs the eager reference.
 
-    There every other dtype of a case runs, by turns, and of a large case one, which its name draws. The rest are
-    slow, as are the largest cases: they are there for the choice among CUDA kernels.
+    There every other dtype of a case runs, by turns, and of a large case one, which its name draws. The rest
+    are slow, as are the largest cases: they are there for the choice among CUDA kernels.
     """
     turn = collections.Counter()
     for pair, device in itertools.product(_pairs("test"), DEVICES):
@@ -53,6 +53,15 @@ def _runs():
 def test_case(module, case, device, dtype):
     """Error at most twice the plain formulation's; see checks.py for the rest."""
     check_case(module, case, device, dtype)
+
+
+@pytest.mark.parametrize(
+    "module", [m for m in modules().values() if select(m.CASES, "small")], ids=lambda m: m.NAME
+)
+def test_gradients_on_demand(module, device):
+    """Of the case of an op with most gradients; see check_needs."""
+    inputs = [module.make(case, device, torch.float32, 0) for case in select(module.CASES, "small")]
+    check_needs(module.tigon_fn, max(inputs, key=lambda i: len(i.grads) + len(i.grad_kwargs)))
 
 
 @pytest.mark.parametrize("module, case", _pairs("small"))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from checks import check_close, same_bits
+from checks import check_close, refusals, refused, same_bits
 
 import tigon
 from tigon.ops.divergence import reference
@@ -19,46 +19,27 @@ def _pair(*shape, device="cpu", dtype=torch.float32, scale=2.0):
     return student.requires_grad_(), teacher
 
 
-BAD = {
-    "teacher size": (
-        lambda s, t: tigon.kl_div(s, t[:, :5]),
-        r"\[kl_div\] teacher must be \[4, 8\], got \[4, 5\]",
-    ),
-    "teacher dtype": (
-        lambda s, t: tigon.tvd(s, t.half()),
-        r"\[tvd\] teacher must be torch.float32, got torch.float16",
-    ),
-    "teacher grad": (lambda s, t: tigon.jsd(s, t.requires_grad_()), r"\[jsd\] teacher must not require grad"),
-    "student dtype": (
-        lambda s, t: tigon.jsd(t.long(), t),
-        r"student must be a float tensor, got torch.int64",
-    ),
-    "no column": (lambda s, t: tigon.jsd(s[:, :0], t[:, :0]), r"student must have at least one column"),
-    "no dimension": (lambda s, t: tigon.tvd(t[0, 0], t[0, 0]), r"student must have at least one dimension"),
-    "beta": (lambda s, t: tigon.jsd(s, t, beta=1.5), r"beta must be in \[0, 1\], got 1.5"),
-    "temperature": (
-        lambda s, t: tigon.kl_div(s, t, temperature=0.0),
-        r"temperature must be > 0 and finite, got 0.0",
-    ),
-    "both": (
-        lambda s, t: tigon.kl_div(s, t, temperature=2.0, log_probs=True),
-        r"must be 1 with log_probs, got 2",
-    ),
-    "reduction": (lambda s, t: tigon.kl_div(s, t, reduction="avg"), r"reduction must be one of .*got 'avg'"),
-    "labels size": (lambda s, t: tigon.jsd(s, t, torch.zeros(3).long()), r"labels must be \[4\], got \[3\]"),
-    "labels dtype": (lambda s, t: tigon.jsd(s, t, torch.zeros(4)), r"labels must be an integer tensor"),
-    "leaf": (lambda s, t: tigon.tvd(s, t, inplace=True), r"student must not be a leaf"),
-}
+BAD = """
+kl_div(s, t[:, :5]) -> [kl_div] teacher must be [4, 8], got [4, 5]
+tvd(s, t.half()) -> [tvd] teacher must be torch.float32, got torch.float16
+jsd(s, t.requires_grad_()) -> [jsd] teacher must not require grad
+jsd(t.long(), t) -> student must be a float tensor, got torch.int64
+jsd(s[:, :0], t[:, :0]) -> student must have at least one column
+tvd(t[0, 0], t[0, 0]) -> student must have at least one dimension
+jsd(s, t, beta=1.5) -> beta must be in [0, 1], got 1.5
+kl_div(s, t, temperature=0.0) -> temperature must be > 0 and finite, got 0.0
+kl_div(s, t, temperature=2.0, log_probs=True) -> must be 1 with log_probs, got 2
+kl_div(s, t, reduction='avg') -> reduction must be one of ...got 'avg'
+jsd(s, t, torch.zeros(3).long()) -> labels must be [4], got [3]
+jsd(s, t, torch.zeros(4)) -> labels must be an integer tensor
+tvd(s, t, inplace=True) -> student must not be a leaf
+"""
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_refusals(name):
-    call, message = BAD[name]
+@pytest.mark.parametrize("call, message", refusals(BAD))
+def test_refusals(call, message):
     student, teacher = _pair(4, 8)
-    kept = student.detach().clone(), teacher.clone()
-    with pytest.raises(tigon.Error, match=message):
-        call(student, teacher)
-    assert same_bits(student, kept[0]) and same_bits(teacher, kept[1])
+    refused(call, message, s=student, t=teacher)
 
 
 def test_raw_refusals():
@@ -196,17 +177,6 @@ def test_in_place(name, device):
         saved.sum().backward()
 
 
-def test_upstream_gradient_and_second_backward(device):
-    student, teacher = _pair(6, 40, device=device)
-    (one,) = torch.autograd.grad(tigon.jsd(student, teacher), student)
-    (three,) = torch.autograd.grad(3 * tigon.jsd(student, teacher), student)
-    torch.testing.assert_close(three, 3 * one)
-    rows = tigon.jsd(student, teacher, reduction="none")
-    first, second = (torch.autograd.grad(rows.mean(), student, retain_graph=True)[0] for _ in range(2))
-    assert same_bits(first, second)
-    torch.testing.assert_close(first, one, rtol=1e-5, atol=1e-9)
-
-
 def test_nothing_is_written_without_gradient(device):
     student, teacher = _pair(6, 40, device=device)
     with torch.no_grad():
@@ -224,14 +194,6 @@ def test_underflow_makes_no_nan(name, device):
         loss = OPS[name](student, teacher, log_probs=log_probs)
         (grad,) = torch.autograd.grad(loss, student)
         assert loss.isfinite() and grad.isfinite().all()
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_float64_runs_the_reference(name):
-    student, teacher = _pair(3, 8, dtype=torch.float64)
-    kind = {"kl_div": "forward_kl"}.get(name, name)
-    assert torch.equal(OPS[name](student, teacher), reference(student, teacher, kind=kind))
-    assert torch.autograd.gradcheck(lambda s: OPS[name](s, teacher, temperature=2.0), student)
 
 
 def test_opcheck(device):

@@ -128,21 +128,6 @@ def test_float64_parameters_beside_float32():
     )
 
 
-def test_compiled():
-    """Both functions, fullgraph, forward and backward, the same bits."""
-
-    def layer(x, weight, base, scale):
-        y, _, post, res = tigon.hyper_connection_pre(x, weight, base, scale)
-        return tigon.hyper_connection_post(x, torch.tanh(y), post, res, transposed=True)
-
-    leaves = [a.clone().requires_grad_() for a in (X, WEIGHT, BASE, SCALE)]
-    want = layer(*leaves)
-    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves)
-    assert torch.equal(got, want)
-    for a, b in zip(*(torch.autograd.grad(y.sum(), leaves) for y in (got, want)), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_module():
     """Both functions around a layer; the state is parameters alone."""
     module, layer = tigon.nn.HyperConnections(8, iterations=5), torch.nn.Linear(8, 8)

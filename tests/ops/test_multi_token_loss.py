@@ -184,15 +184,6 @@ def test_coefficient_zero_gives_no_gradient():
     assert out.loss == 0 and not out.loss.requires_grad
 
 
-def test_backward_twice():
-    hidden, heads, labels = draw(torch.bfloat16, heads=2)
-    out = heads(hidden, labels)
-    first = gradients(out.loss * 0.3, hidden, heads, retain_graph=True)
-    assert all(same_bits(a, b) for a, b in zip(first, gradients(out.loss * 0.3, hidden, heads), strict=True))
-    with pytest.raises(tigon.Error, match=r"\[multi_token_loss\] second derivatives are not supported"):
-        gradients(heads(hidden, labels).loss, hidden, heads, create_graph=True)
-
-
 def test_hooks_of_the_callers_tensors(device):
     """Each runs once, in the backward; ``retain_grad`` holds the gradient; autograd's own is the measure."""
     runs = []

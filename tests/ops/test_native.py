@@ -50,10 +50,6 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 """
 
 
-def test_same_bits_on_every_instruction_set_and_thread_count():
-    assert len(bits_under(SCRIPT)) == 1
-
-
 EVERY_OP = f"""
 import random, sys
 sys.path[:0] = {[str(TESTS), str(TESTS / "ops")]}
@@ -68,6 +64,30 @@ for op, module in modules().items():
         results = run(module.tigon_fn, module.make(case, "cpu", dtype, 0)).tensors
         emit(*(t for t in results.values() if t is not None))
 """
+LISTS = f"""
+import sys
+sys.path[:0] = {[str(TESTS), str(TESTS / "ops")]}
+import test_adamw, test_muon
+
+for dtype in test_adamw.HALF[:1] + (torch.float32,):
+    for rounding in test_adamw.ROUNDINGS:
+        for parameters in test_adamw.LISTS:
+            made = test_adamw.make_list(parameters.make(dtype), rounding, amsgrad=True)
+            emit(*test_adamw.step(made, rounding=rounding, seed=5))
+    emit(torch.ops.tigon.grad_norm(made.grads, 1.0, None)[0])
+    torch.ops.tigon.scale_(made.grads, torch.tensor(0.37))
+    emit(*made.grads)
+for case in test_muon.LISTS:
+    for dtype in test_muon.FLOATS:
+        for started in (True, False):
+            m, updates, p, _ = test_muon.passes(case, dtype, torch.float32, True, started=started)
+            emit(*m, *updates, *p)
+"""
+
+
+@pytest.mark.parametrize("script", [SCRIPT, LISTS], ids=["rows", "lists"])
+def test_same_bits_on_every_instruction_set_and_thread_count(script):
+    assert len(bits_under(script)) == 1
 
 
 def test_same_bits_of_every_op_on_every_instruction_set():

@@ -1,18 +1,18 @@
-"""The norms, softmax and dyt beyond the cases: refusals, gradients on demand, in place, determinism."""
+"""The norms, softmax and dyt beyond the cases: refusals, dtypes, in place, modules."""
 
 from __future__ import annotations
 
 import importlib
-import itertools
 
 import pytest
 import torch
-from checks import same_bits
+from checks import refusals, refused, same_bits
 
 import tigon
 
 # op: its arguments on a device (float tensors all), and the operator's arguments after them
 ARGUMENTS = {
+    "rms_norm": (("x", "weight"), (1e-6, 0.0, 0)),
     "layer_norm": (("x", "weight", "bias"), (1e-5,)),
     "add_rms_norm": (("x", "residual", "weight"), (1e-6, 0.0, 0)),
     "gated_rms_norm": (("x", "gate", "weight"), (1e-6, 20, False, 0, 0.0, 0)),
@@ -37,101 +37,54 @@ def _first(result):
     return result[0] if isinstance(result, tuple) else result
 
 
-BAD = {
-    "layer_norm weight": (lambda x, w: tigon.layer_norm(x, w[:5]), r"weight must be \[8\], got \[5\]"),
-    "layer_norm bias": (
-        lambda x, w: tigon.layer_norm(x, None, w[None]),
-        r"bias must have one dimension, got 2",
-    ),
-    "layer_norm eps": (lambda x, w: tigon.layer_norm(x, eps=-1.0), r"eps must be >= 0, got -1"),
-    "layer_norm dtype": (
-        lambda x, w: tigon.layer_norm(x.long()),
-        r"x must be a float tensor, got torch.int64",
-    ),
-    "layer_norm columns": (
-        lambda x, w: tigon.layer_norm(x[:, :0]),
-        r"x must have at least one column, got 0",
-    ),
-    "add residual": (
-        lambda x, w: tigon.add_rms_norm(x, x[:2], w),
-        r"residual must be \[4, 8\], got \[2, 8\]",
-    ),
-    "add dtype": (lambda x, w: tigon.add_rms_norm(x, x.half(), w), r"residual must be torch.float32, got"),
-    "add rounding": (lambda x, w: tigon.add_rms_norm(x, x, w, rounding="b"), r"rounding must be one of"),
-    "add in place": (
-        lambda x, w: tigon.add_rms_norm(x, x.t().contiguous().t(), w, inplace=True),
-        r"residual must have dense rows to be written in place",
-    ),
-    "add in place, expanded": (
-        lambda x, w: tigon.add_rms_norm(x, w.expand(4, 8), inplace=True),
-        r"residual must hold every element once to be written in place, got strides \[0, 1\]",
-    ),
-    "add in place, expanded float64": (
-        lambda x, w: tigon.add_rms_norm(x.double(), w.double().expand(4, 8), inplace=True),
-        r"residual must hold every element once to be written in place",
-    ),
-    "add in place, a part of x": (
-        lambda x, w: tigon.add_rms_norm(x[:3], x[1:], w, inplace=True),
-        r"residual must share no memory with x to be written in place",
-    ),
-    "gated gate": (lambda x, w: tigon.gated_rms_norm(x, x[:, :4], w), r"gate must be \[4, 8\], got \[4, 4\]"),
-    "gated group": (
-        lambda x, w: tigon.gated_rms_norm(x, x, w, group_size=3),
-        r"group_size must divide 8, got 3",
-    ),
-    "gated act": (
-        lambda x, w: tigon.gated_rms_norm(x, x, w, activation="relu"),
-        r"activation must be one of",
-    ),
-    "gated rounding": (
-        lambda x, w: tigon.gated_rms_norm(x, x, w, rounding="none"),
-        r"rounding must be 'llama'",
-    ),
-    "group groups": (lambda x, w: tigon.group_norm(x, 3, w), r"groups must divide 8, got 3"),
-    "group weight": (lambda x, w: tigon.group_norm(x, 4, w[:2]), r"weight must be \[8\], got \[2\]"),
-    "group rank": (lambda x, w: tigon.group_norm(w, 4), r"x must have at least two dimensions, got 1"),
-    "poly weight": (lambda x, w: tigon.poly_norm(x, w, w[:1]), r"weight must be \[3\], got \[8\]"),
-    "poly bias": (lambda x, w: tigon.poly_norm(x, w[:3], w[:2]), r"bias must be \[1\], got \[2\]"),
-    "poly no bias": (lambda x, w: tigon.poly_norm(x, w[:3], None), r"bias must be a float tensor, got None"),
-    "poly eps": (lambda x, w: tigon.poly_norm(x, w[:3], w[:1], -1.0), r"eps must be >= 0, got -1"),
-    "poly columns": (
-        lambda x, w: tigon.poly_norm(x[:, :0], w[:3], w[:1]),
-        r"x must have at least one column, got 0",
-    ),
-    "poly float64": (
-        lambda x, w: tigon.poly_norm(x.double(), w[:2], w[:1]),
-        r"weight must be \[3\], got \[2\]",
-    ),
-    "sparsemax dtype": (lambda x, w: tigon.sparsemax(x.long()), r"x must be a float tensor, got torch.int64"),
-    "softmax dtype": (lambda x, w: tigon.softmax(x.long()), r"x must be a float tensor, got torch.int64"),
-    "dyt alpha": (lambda x, w: tigon.dyt(x, w), r"alpha must have one element, got 8"),
-    "dyt bias": (lambda x, w: tigon.dyt(x, w[:1], w, w[:3]), r"bias must be \[8\], got \[3\]"),
-}
+BAD = """
+rms_norm(x, w[:5]) -> [rms_norm] weight must be [8], got [5]
+rms_norm(x, w[None]) -> weight must have one dimension, got 2
+rms_norm(x, w.long()) -> weight must be a float tensor, got torch
+rms_norm(x.long(), w) -> x must be a float tensor, got torch.int64
+rms_norm(x[0, 0], w) -> x must have at least one dimension, got 0
+rms_norm(x, w, -1e-6) -> eps must be >= 0, got -1e-06
+rms_norm(x, w, rounding='b') -> rounding must be one of ... got 'b'
+rms_norm(x[:, :0], w[:0]) -> x must have at least one column, got 0
+layer_norm(x, w[:5]) -> weight must be [8], got [5]
+layer_norm(x, None, w[None]) -> bias must have one dimension, got 2
+layer_norm(x, eps=-1.0) -> eps must be >= 0, got -1
+layer_norm(x.long()) -> x must be a float tensor, got torch.int64
+layer_norm(x[:, :0]) -> x must have at least one column, got 0
+add_rms_norm(x, x[:2], w) -> residual must be [4, 8], got [2, 8]
+add_rms_norm(x, x.half(), w) -> residual must be torch.float32, got
+add_rms_norm(x, x, w, rounding='b') -> rounding must be one of
+add_rms_norm(x, x.t().contiguous().t(), w, inplace=True)
+    -> residual must have dense rows to be written in place
+add_rms_norm(x, w.expand(4, 8), inplace=True)
+    -> residual must hold every element once to be written in place, got strides [0, 1]
+add_rms_norm(x.double(), w.double().expand(4, 8), inplace=True)
+    -> residual must hold every element once to be written in place
+add_rms_norm(x[:3], x[1:], w, inplace=True) -> residual must share no memory with x to be written in place
+gated_rms_norm(x, x[:, :4], w) -> gate must be [4, 8], got [4, 4]
+gated_rms_norm(x, x, w, group_size=3) -> group_size must divide 8, got 3
+gated_rms_norm(x, x, w, activation='relu') -> activation must be one of
+gated_rms_norm(x, x, w, rounding='none') -> rounding must be 'llama'
+group_norm(x, 3, w) -> groups must divide 8, got 3
+group_norm(x, 4, w[:2]) -> weight must be [8], got [2]
+group_norm(w, 4) -> x must have at least two dimensions, got 1
+poly_norm(x, w, w[:1]) -> weight must be [3], got [8]
+poly_norm(x, w[:3], w[:2]) -> bias must be [1], got [2]
+poly_norm(x, w[:3], None) -> bias must be a float tensor, got None
+poly_norm(x, w[:3], w[:1], -1.0) -> eps must be >= 0, got -1
+poly_norm(x[:, :0], w[:3], w[:1]) -> x must have at least one column, got 0
+poly_norm(x.double(), w[:2], w[:1]) -> weight must be [3], got [2]
+sparsemax(x.long()) -> x must be a float tensor, got torch.int64
+softmax(x.long()) -> x must be a float tensor, got torch.int64
+dyt(x, w) -> alpha must have one element, got 8
+dyt(x, w[:1], w, w[:3]) -> bias must be [8], got [3]
+"""
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_refusals(name, device):
-    call, message = BAD[name]
-    with pytest.raises(tigon.Error, match=message):
-        call(torch.randn(4, 8, device=device), torch.randn(8, device=device))
-
-
-@pytest.mark.parametrize("op", ARGUMENTS)
-def test_only_the_gradients_that_are_asked_for(op, device):
-    """Every combination of arguments that need one, each with the bits of the full forward and backward."""
-    fn, values = getattr(tigon, op), _draw(op, device)
-    dy = torch.randn(6, 40, device=device)
-    leaves = [v.clone().requires_grad_() for v in values]
-    result = _first(fn(*leaves))
-    full = torch.autograd.grad(result, leaves, dy)
-    for needs in itertools.product([False, True], repeat=len(values)):
-        leaves = [v.clone().requires_grad_(need) for v, need in zip(values, needs, strict=True)]
-        y = _first(fn(*leaves))
-        assert y.requires_grad == any(needs) and same_bits(y.detach(), result.detach())
-        if y.requires_grad:
-            y.backward(dy)
-        for leaf, need, want in zip(leaves, needs, full, strict=True):
-            assert same_bits(leaf.grad, want if need else None)
+@pytest.mark.parametrize("call, message", refusals(BAD))
+def test_refusals(call, message, device):
+    x, w = torch.randn(4, 8, device=device), torch.randn(8, device=device)
+    refused(call, message, x=x, w=w)
 
 
 @pytest.mark.parametrize("op", ARGUMENTS)
@@ -247,6 +200,10 @@ def test_add_is_the_norm_of_the_sum(device):
 def test_modules(device):
     x, gate = torch.randn(2, 4, 24, device=device)
     weight, bias = torch.randn(2, 24, device=device)
+    rms = tigon.nn.RMSNorm(24, 1e-5, offset=1.0, rounding="gemma", device=device)
+    assert torch.count_nonzero(rms.weight) == 0 and "gemma" in repr(rms)
+    assert same_bits(rms(x), tigon.rms_norm(x, rms.weight, 1e-5, offset=1.0, rounding="gemma"))
+    assert tigon.nn.RMSNorm(24, elementwise_affine=False).weight is None
     norm = tigon.nn.LayerNorm(24, device=device)
     norm.load_state_dict({"weight": weight, "bias": bias})
     assert same_bits(norm(x), tigon.layer_norm(x, weight, bias)) and "24" in repr(norm)

@@ -15,7 +15,7 @@ from checks import check_case
 from cases import linear_log_prob, linear_loss, modules
 from cases.case import Case
 
-DRAWS = 12
+DRAWS = {"cross_entropy": 48, "linear_cross_entropy": 36, "linear_log_prob": 36}  # of other ops 12
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("contiguous", "offset1", "columns", "rows", "transposed", "expanded")
 
@@ -131,8 +131,10 @@ def _embedding(draw):
 
 
 def _loss(draw):
-    found = {"masked": draw.choice((0.0, 0.0, 0.3)), "label_smoothing": draw.choice((0.0, 0.1))}
-    found |= {"softcap": draw.choice((None, 5.0)), "z_loss": draw.choice((0.0, 1e-3))}
+    found = {"masked": draw.choice((0.0, 0.0, 0.3)), "label_smoothing": draw.choice((0.0, 0.1, 1.0))}
+    found |= {"softcap": draw.choice((None, 5.0, 30.0)), "z_loss": draw.choice((0.0, 1e-3))}
+    found |= {"denominator": draw.choice((None, 7.5, "tensor", "int_tensor"))}
+    found |= {"scale": draw.choice((1.0, 2.0))}
     return found | {"reduction": draw.choice(("mean", "sum", "none")), "class_weight": draw.random() < 0.3}
 
 
@@ -145,6 +147,8 @@ def _head(draw):
     lead = tuple(draw.choice((1, 2, 5, 13)) for _ in range(draw.choice((1, 2))))
     found = {"lead": lead, "H": draw.choice((8, 17, 32, 65)), "V": draw.choice((3, 16, 67, 130))}
     found |= {"bias": draw.random() < 0.3, "chunk_rows": draw.choice((None, 1, 7))}
+    found |= {"temperature": draw.choice((1.0, 0.6, 1.7)), "logit_scale": draw.choice((1.0, 0.3, 2.0))}
+    found |= {"lora": draw.choice((0, 0, 3)), "known": draw.random() < 0.3}
     return _loss(draw) | found | {"layout": draw.choice(("contiguous", "offset1", "rows", "columns"))}
 
 
@@ -378,8 +382,7 @@ DRAWERS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(DRAWS))
-@pytest.mark.parametrize("op", modules())
+@pytest.mark.parametrize("op, seed", [(op, seed) for op in modules() for seed in range(DRAWS.get(op, 12))])
 def test_random_case(op, seed, device):
     draw = random.Random(f"{op} {seed}")
     dtype = DTYPES[seed % len(DTYPES)]
