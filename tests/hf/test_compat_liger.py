@@ -496,19 +496,6 @@ def test_auto_classes(name, how, tmp_path):
     assert type(model) is transformers.LlamaForCausalLM
 
 
-def test_already_patched_by_another_liger():
-    """Instances that carry somebody's forward are left, and the report says so."""
-    model = make()
-    norm = model.model.norm
-    norm.forward = types.MethodType(lambda self, x: x * 2, norm)
-    report = tigon.apply(model)
-    (left,) = [entry for entry in report.left if entry.slot == "norm"]
-    assert left.path == "model.norm" and "bound to the instance" in left.reason
-    assert torch.equal(norm(torch.ones(2)), torch.full((2,), 2.0))
-    tigon.undo(model)
-    assert "forward" in norm.__dict__
-
-
 # --- the distribution ------------------------------------------------------------------------
 
 

@@ -36,25 +36,6 @@ def test_loss_call(call, device):
     assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_float64(family, device):
-    """Trained in float64 from the start or from some step on; stock takes the loss itself in float32."""
-    stock, inputs = make(family, device=device, dtype=torch.float64), batch(device)
-    wanted = step(stock, inputs)
-    later = make(family, device=device)
-    apply(later)
-    step(later, inputs)
-    later.double().load_state_dict(stock.state_dict())
-    report = apply(stock)
-    for model in (stock, later):
-        loss, gradients = step(model, inputs)
-        assert loss.dtype == torch.float64
-        close(loss.float(), wanted[0].float())
-        for name, grad in wanted[1].items():
-            close(gradients[name].float(), grad.float(), ulps=256)
-    assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
-
-
 def test_mask_that_counts_differ_per_sample(device):
     """logits_to_keep as a boolean mask flattens the rows; the labels are shifted by the caller."""
     stock = make(device=device)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
-import random
 import weakref
 
 import pytest
@@ -77,8 +75,17 @@ def config(**options):
     return peft.LoraConfig(**options)
 
 
-def adapted_model(device, *, family="llama_bias_tied", seed=5, dtype=torch.float32, cast=True, **options):
-    model = make(family, device=device, dtype=dtype)
+def adapted_model(
+    device,
+    *,
+    family="llama_bias_tied",
+    seed=5,
+    dtype=torch.float32,
+    cast=True,
+    num_hidden_layers=2,
+    **options,
+):
+    model = make(family, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers)
     torch.manual_seed(seed)
     return peft.get_peft_model(model, config(**options), autocast_adapter_dtype=cast).train()
 
@@ -121,24 +128,6 @@ def test_variants_are_peft_s(what, device, calls):
     torch.manual_seed(2)
     same(step(model, inputs), wanted)
     assert not calls
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_random_combinations(seed, device):
-    draw = random.Random(seed)
-    options = {}
-    for name in draw.sample(sorted(set(OPTIONS) - {"lora_bias", "exclude"}), 3):
-        options |= OPTIONS[name]
-    if options.get("use_dora") or options.get("r") == 1:  # PEFT takes not every beginning with these
-        options.pop("init_lora_weights", None)
-    stock = adapted_model(device, **options)
-    model = copy.deepcopy(stock)
-    apply(model)
-    inputs = batch(device)
-    same(step(model, inputs), step(stock, inputs))
-    for one in (model, stock):
-        one.merge_adapter()
-    close(model(**inputs).loss, stock(**inputs).loss, ulps=512)
 
 
 @pytest.mark.parametrize("what", ["plain", "lora_bias", "dora"])
@@ -268,22 +257,6 @@ def test_dropout_has_peft_s_distribution(device):
     assert (variance / wanted - 1).abs().mean() < 0.1
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_with_dropout(reentrant, device):
-    """The mask of the forward run again is that of the first."""
-    model = adapted_model(device, lora_dropout=0.3)
-    apply(model)
-    inputs = batch(device)
-    torch.manual_seed(1)
-    wanted = step(model, inputs)
-    model.zero_grad()
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    torch.manual_seed(1)
-    got = step(model, inputs)
-    same(got, wanted)
-
-
 def test_hooks_and_other_arguments_go_to_peft(device, calls):
     model = adapted_model(device, target_modules=["q_proj"])
     apply(model)
@@ -327,21 +300,10 @@ def test_what_is_left_has_a_reason(device):
     assert reasons == {"lora.Embedding is not an adapter of a plain or quantised Linear"}
 
 
-def test_save_and_load(tmp_path, device):
-    model = adapted_model(device)
-    inputs = batch(device)
-    apply(model)
-    wanted = model(**inputs).loss
-    model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(make("llama_bias_tied", device=device), tmp_path)
-    close(loaded.train()(**inputs).loss, wanted, ulps=256)
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-
-
 @pytest.mark.parametrize("what", ["plain", "lora_bias", "dora"])
 def test_compile_fullgraph(what, device):
     torch._dynamo.reset()
-    stock = adapted_model(device, **OPTIONS[what])
+    stock = adapted_model(device, **OPTIONS[what], num_hidden_layers=1)
     model = copy.deepcopy(stock)
     inputs = batch(device)
     wanted = step(stock, inputs)
@@ -366,18 +328,6 @@ def test_torch_func(what, device):
     got = torch.func.grad(loss)(trained)
     for name, gradient in got.items():
         close(gradient, wanted[name], ulps=512)
-
-
-def test_same_bits_from_run_to_run(device):
-    model = adapted_model(device, dtype=torch.bfloat16)
-    apply(model)
-    inputs = batch(device)
-    runs = []
-    for _ in range(2):
-        model.zero_grad()
-        runs.append(step(model, inputs))
-    for first, second in itertools.pairwise(runs):
-        same(first, second, ulps=0)
 
 
 # --- what is kept, and its error ------------------------------------------------------------------
@@ -476,29 +426,19 @@ def test_a_base_that_is_trained_too(options, device):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_inside_a_checkpoint(reentrant, device):
-    model = adapted_model(device)
+    """The mask of a forward that is run again is that of the first."""
+    model = adapted_model(device, lora_dropout=0.3)
     apply(model)
     inputs = batch(device)
+    torch.manual_seed(1)
     wanted = step(model, inputs)
     model.zero_grad()
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for layer in model.base_model.model.model.layers:
         layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=reentrant)
+    torch.manual_seed(1)
     same(step(model, inputs), wanted)
-
-
-def test_gradients_accumulate_and_graphs_may_be_kept(device):
-    model = adapted_model(device)
-    apply(model)
-    inputs = batch(device)
-    _, once = step(model, inputs)
-    loss = model(**inputs).loss
-    loss.backward(retain_graph=True)
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            close(parameter.grad, 3 * once[name], ulps=64)
 
 
 def test_adapters_that_share_a_parameter(device):
@@ -529,6 +469,7 @@ def test_merged_and_saved_for_stock_peft(tmp_path, device):
     wanted = model.eval()(**inputs).loss
     stock = make("llama_bias_tied", device=device)
     stock = peft.PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()
+    assert stock.state_dict().keys() == model.state_dict().keys()
     close(stock(**inputs).loss, wanted, ulps=256)
     merged = stock.merge_and_unload()
     close(merged(**inputs).loss, wanted, ulps=512)

@@ -99,7 +99,8 @@ _PATCHES = [apply, patching._apply_liger_kernel_to_instance]
     "family, patch, compiled",
     [
         *itertools.product(("llama", "mixtral", "gemma2"), _PATCHES, (False,)),
-        *(("llama", _PATCHES[1], True), ("mixtral", apply, True), ("gemma2", apply, True)),
+        ("llama", _PATCHES[1], True),
+        ("mixtral", apply, True),
     ],
 )
 def test_counts_of_the_loss(family, patch, compiled):

@@ -97,13 +97,13 @@ def test_slots_decide(device, calls):
 
 
 def test_copies_undo_and_compile(device, calls):
-    model, inputs = make("qwen3", device=device), batch(device)
+    model, inputs = make("qwen3", device=device, num_hidden_layers=1), batch(device)
     wanted = step(model, inputs)
     apply(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         calls.clear()
         close(step(twin, inputs)[0], wanted[0])
-        assert len(calls) == 2
+        assert len(calls) == 1
     got = torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs).loss
     close(got.detach(), wanted[0])
     undo(model)

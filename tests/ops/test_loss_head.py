@@ -10,11 +10,8 @@ import torch
 import torch.nn.functional as F
 from checks import same_bits
 from heads import compare, head_inputs, run
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import tigon
-from conftest import DEVICES
 from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS, reference
 
 LOSS = tigon.linear_cross_entropy
@@ -23,41 +20,6 @@ ALL = {"outputs": OUTPUTS}
 
 def _count(target):
     return int((target != -100).sum())
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_random_combinations_of_features(data):
-    draw = data.draw
-    torch.manual_seed(draw(st.integers(0, 2**31), label="seed"))
-    device = draw(st.sampled_from(DEVICES))
-    # From two classes on: the gradient of one class is z_loss's alone, left over where 1 cancels in float32.
-    rows, h, v = draw(st.integers(1, 40)), draw(st.integers(1, 33)), draw(st.integers(2, 130))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    masked = draw(st.sampled_from([0.0, 0.3, 0.8]))
-    hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, device=device, masked=masked)
-    target[0] = 0
-    options = {
-        "label_smoothing": draw(st.sampled_from([0.0, 0.1])),
-        "softcap": draw(st.sampled_from([None, 5.0])),
-        "logit_scale": draw(st.sampled_from([1.0, 0.3])),
-        "temperature": draw(st.sampled_from([1.0, 0.7, 1.5])),
-        "z_loss": draw(st.sampled_from([0.0, 1e-2])),
-        "reduction": draw(st.sampled_from(["mean", "sum", "none"])),
-        "denominator": draw(st.sampled_from([None, 7.5])),
-        "chunk_rows": draw(st.sampled_from([None, 1, 7])),
-        "valid_rows": draw(st.sampled_from([None, _count(target)])),
-    }
-    if draw(st.booleans(), label="bias"):
-        options["bias"] = torch.randn(v).to(device, dtype).requires_grad_()
-    if draw(st.booleans(), label="class_weight"):
-        options["class_weight"] = torch.rand(v).to(device) + 0.1
-    if draw(st.booleans(), label="token_weight"):
-        options["token_weight"] = torch.rand(rows).to(device) * 2
-    if draw(st.booleans(), label="lora"):
-        a, b = torch.randn(2, h).div(h**0.5).to(device, dtype), torch.randn(v, 2).to(device, dtype)
-        options["lora"] = (a.requires_grad_(), b.requires_grad_(), 0.5)
-    compare(LOSS, reference, (hidden, weight, target), options, noise=16 * torch.finfo(dtype).eps)
 
 
 # Rows that count
@@ -327,30 +289,6 @@ def test_refusals(name, device):
 # LoRA
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("valid", [False, True])
-def test_lora(dtype, reduction, valid, device):
-    # A lone mean is right or wrong by luck: sixteen of them are compared.
-    groups = 16 if reduction == "mean" else 1
-    hidden, weight, target = head_inputs(45 * groups, 24, 61, dtype=dtype, device=device)
-    weight = weight.detach()
-    a = torch.randn(4, 24).div(5).to(device, dtype).requires_grad_()
-    b = torch.randn(61, 4).to(device, dtype).requires_grad_()
-    options = {"lora": (a, b, 0.5), "reduction": reduction, "chunk_rows": 16}
-
-    def grouped(fn, counts):
-        def call(hidden, weight, target, **options):
-            losses = []
-            for h, t in zip(hidden.chunk(groups), target.chunk(groups), strict=True):
-                losses.append(fn(h, weight, t, **options, **({"valid_rows": _count(t)} if counts else {})))
-            return torch.stack(losses) if groups > 1 else losses[0]
-
-        return call
-
-    compare(grouped(LOSS, valid), grouped(reference, False), (hidden, weight, target), options)
-
-
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)))
 def test_lora_with_every_requires_grad_combination(needs, device):
     hidden, weight, target = head_inputs(20, device=device)
@@ -407,34 +345,6 @@ def test_main_grad_must_fit(device):
 
 
 # Kept gradients
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_kept_gradients_of_per_token_losses(data):
-    draw = data.draw
-    torch.manual_seed(draw(st.integers(0, 2**31), label="seed"))
-    device = draw(st.sampled_from(DEVICES))
-    # From two classes on: the gradient of one class is z_loss's alone, left over where 1 cancels in float32.
-    rows, h, v = draw(st.integers(1, 40)), draw(st.integers(1, 33)), draw(st.integers(2, 130))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    masked = draw(st.sampled_from([0.0, 0.3, 1.0]))
-    hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, device=device, masked=masked)
-    options = {
-        "reduction": "none",
-        "label_smoothing": draw(st.sampled_from([0.0, 0.1])),
-        "softcap": draw(st.sampled_from([None, 5.0])),
-        "temperature": draw(st.sampled_from([1.0, 0.7])),
-        "z_loss": draw(st.sampled_from([0.0, 1e-2])),
-        "chunk_rows": draw(st.sampled_from([None, 7])),
-        "valid_rows": draw(st.sampled_from([None, _count(target)])),
-        "keep_mb": 100.0,
-    }
-    if draw(st.booleans(), label="bias"):
-        options["bias"] = torch.randn(v).to(device, dtype).requires_grad_()
-    if draw(st.booleans(), label="token_weight"):
-        options["token_weight"] = torch.where(target == -100, float("nan"), torch.rand(rows).to(device) * 2)
-    compare(LOSS, reference, (hidden, weight, target), options, noise=16 * torch.finfo(dtype).eps)
 
 
 def test_kept_gradients_serve_two_backwards_and_frozen_operands(device):
