@@ -248,6 +248,12 @@ def compared(p, options, layout, sp, call, unsharded, more):
         yield f"d({name})", got, e.to(got.dtype), x  # main_grad is float32
 
 
+def check(options, dtype=torch.float32, *, seed, layout="uneven", sp=False, **more):
+    """parallel.linear_cross_entropy by `compare`."""
+    call = parallel.linear_cross_entropy
+    compare(drawn(dtype, seed), options, layout, sp, call, lambda p: [formula(p, options)], **more)
+
+
 def mine_back(got, layout):
     """A shard's gradient at its place among all classes."""
     first, columns, _ = LAYOUTS[layout][rank()]
@@ -260,30 +266,21 @@ def mine_back(got, layout):
 def parallel_head(name):
     options = OPTIONS[name]
     for dtype, sp, chunk in itertools.product((torch.float32, torch.bfloat16), (False, True), (None, 8)):
-        compare(
-            drawn(dtype, 0), options, "uneven", sp, parallel.linear_cross_entropy,
-            lambda p: [formula(p, options)], chunk_rows=chunk,
-        )  # fmt: skip
+        check(options, dtype, seed=0, sp=sp, chunk_rows=chunk)
 
 
 @case(**{name: (name,) for name in LAYOUTS})
 def parallel_layout(layout):
     for name, sp in (("all", True), ("smoothing", False), ("plain", False)):
         options = OPTIONS[name]
-        compare(
-            drawn(torch.float32, 1), options, layout, sp, parallel.linear_cross_entropy,
-            lambda p, options=options: [formula(p, options)], chunk_rows=10,
-        )  # fmt: skip
+        check(options, seed=1, layout=layout, sp=sp, chunk_rows=10)
 
 
 @case(recomputed=(0.0,), kept=(1.0,))
 def parallel_kept(keep_mb):
     options = {"reduction": "none", "bias": True, "softcap": 5.0}
     for dtype, sp in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-        compare(
-            drawn(dtype, 2), options, "uneven", sp, parallel.linear_cross_entropy,
-            lambda p: [formula(p, options)], chunk_rows=10, keep_mb=keep_mb,
-        )  # fmt: skip
+        check(options, dtype, seed=2, sp=sp, chunk_rows=10, keep_mb=keep_mb)
 
 
 @case
@@ -331,10 +328,7 @@ def parallel_dtypes():
     for name in ("plain", "all", "none"):
         options = OPTIONS[name]
         for sp in (False, True):
-            compare(
-                drawn(torch.float16, 15), options, "uneven", sp, parallel.linear_cross_entropy,
-                lambda p, options=options: [formula(p, options)], chunk_rows=10,
-            )  # fmt: skip
+            check(options, torch.float16, seed=15, sp=sp, chunk_rows=10)
     p = problem(torch.float32, 15)
     whole = [p["hidden"].clone().requires_grad_(), p["weight"].clone().requires_grad_()]
     part = [p["hidden"].clone().requires_grad_(), mine(p["weight"], "uneven").requires_grad_()]

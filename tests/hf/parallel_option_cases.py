@@ -17,6 +17,7 @@ from parallel_cases import (
     S,
     V,
     backward,
+    check,
     compare,
     drawn,
     everywhere,
@@ -41,10 +42,7 @@ def parallel_lora(name):
     """A replicated, B sharded as the weight: A's gradient is that of all classes, on every process."""
     options = OPTIONS[name] | {"lora": True}
     for dtype, sp, chunk in itertools.product((torch.float32, torch.bfloat16), (False, True), (None, 10)):
-        compare(
-            drawn(dtype, 20), options, "uneven", sp, parallel.linear_cross_entropy,
-            lambda p: [formula(p, options)], chunk_rows=chunk,
-        )  # fmt: skip
+        check(options, dtype, seed=20, sp=sp, chunk_rows=chunk)
 
 
 @case(**{name: (name,) for name in LAYOUTS})
@@ -53,10 +51,7 @@ def parallel_lora_layout(layout):
         ("none", True, {"keep_mb": 1.0}), ("smooth rows", False, {"keep_mb": 0.0}), ("plain", False, {}),
     ):  # fmt: skip
         options = OPTIONS[name] | {"lora": True}
-        compare(
-            drawn(torch.float32, 21), options, layout, sp, parallel.linear_cross_entropy,
-            lambda p, options=options: [formula(p, options)], chunk_rows=10, **more,
-        )  # fmt: skip
+        check(options, seed=21, layout=layout, sp=sp, chunk_rows=10, **more)
 
 
 @case
@@ -112,10 +107,7 @@ def parallel_main_grad(name):
     options = OPTIONS[name] | {"main_grad": True}
     ways = ({}, {"chunk_rows": 10}, {"chunk_rows": 10, "keep_mb": 1.0})
     for dtype, sp, more in itertools.product((torch.float32, torch.bfloat16), (False, True), ways):
-        compare(
-            drawn(dtype, 24), options, "padded", sp, parallel.linear_cross_entropy,
-            lambda p: [formula(p, options)], **more,
-        )  # fmt: skip
+        check(options, dtype, seed=24, layout="padded", sp=sp, **more)
 
 
 @case
@@ -163,10 +155,7 @@ def parallel_workspace_cap():
 
         cap = 34.0 if device_type() == "cuda" else 0.07 if layout == "empty" else 0.045
         with mock.patch.object(stream, "divide", watched):
-            compare(
-                drawn(torch.float32, 26), options, layout, sp, parallel.linear_cross_entropy,
-                lambda p, options=options: [formula(p, options)], max_workspace_mb=cap,
-            )  # fmt: skip
+            check(options, seed=26, layout=layout, sp=sp, max_workspace_mb=cap)
         counts = torch.tensor([len(chunks) for chunks in seen], dtype=torch.int32)
         everywhere(counts.float())
         assert device_type() == "cuda" or counts.min() > 1, counts  # there the products' own memory is more
@@ -194,10 +183,7 @@ def parallel_parts():
         with mock.patch.multiple(plan, _LEAST_PART=1, _ALIGNED=1):
             for name in ("plain", "all"):
                 options = OPTIONS[name] | {"lora": True}
-                compare(
-                    drawn(torch.bfloat16, 27), options, "uneven", sp, parallel.linear_cross_entropy,
-                    lambda p, options=options: [formula(p, options)], keep_mb=keep_mb, chunk_rows=20,
-                )  # fmt: skip
+                check(options, torch.bfloat16, seed=27, sp=sp, keep_mb=keep_mb, chunk_rows=20)
 
 
 @case

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from test_hf_lora import adapted_model, config, same
+from test_hf_lora import adapted_model, config
 from tiny import batch, close, same, step
 from torch import nn
 

@@ -75,18 +75,9 @@ def config(**options):
     return peft.LoraConfig(**options)
 
 
-def adapted_model(
-    device,
-    *,
-    family="llama_bias_tied",
-    seed=5,
-    dtype=torch.float32,
-    cast=True,
-    num_hidden_layers=2,
-    **options,
-):
-    model = make(family, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers)
-    torch.manual_seed(seed)
+def adapted_model(device, *, family="llama_bias_tied", dtype=torch.float32, cast=True, layers=2, **options):
+    model = make(family, device=device, dtype=dtype, num_hidden_layers=layers)
+    torch.manual_seed(5)
     return peft.get_peft_model(model, config(**options), autocast_adapter_dtype=cast).train()
 
 
@@ -303,7 +294,7 @@ def test_what_is_left_has_a_reason(device):
 @pytest.mark.parametrize("what", ["plain", "lora_bias", "dora"])
 def test_compile_fullgraph(what, device):
     torch._dynamo.reset()
-    stock = adapted_model(device, **OPTIONS[what], num_hidden_layers=1)
+    stock = adapted_model(device, **OPTIONS[what], layers=1)
     model = copy.deepcopy(stock)
     inputs = batch(device)
     wanted = step(stock, inputs)
