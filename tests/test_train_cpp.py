@@ -29,22 +29,17 @@ def call(*command, code=0) -> str:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    """The program, built against an installation of the C++ library."""
-    folder = tmp_path_factory.mktemp("cpp")
-    cmake, ninja = (Path(sys.executable).parent / name for name in ("cmake", "ninja"))
-    call(cmake, "--install", BUILD, "--component", "cpp", "--prefix", folder / "prefix")
-    call(cmake, "-G", "Ninja", "-S", "examples/cpp", "-B", folder / "build",
-         f"-DCMAKE_PREFIX_PATH={folder / 'prefix'}", f"-DCMAKE_MAKE_PROGRAM={ninja}")  # fmt: skip
-    call(ninja, "-C", folder / "build")
-    return folder / "build" / "train_llama"
+def program():
+    """The program that the C++ test built against an installation of the library; made again where it is old."""
+    call(Path(sys.executable).parent / "ctest", "--test-dir", BUILD, "-R", "cpp.example", "--output-on-failure")
+    return BUILD / "example" / "train_llama"
 
 
 @pytest.fixture
 def start(program, tmp_path):
     """A checkpoint of random weights, and tokens, which the program wrote."""
     text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {k}: {k * k % 97} words\n" for k in range(500)))
+    text.write_text("".join(f"line {k}: {k * k % 97} words\n" for k in range(60)))
     (tmp_path / "binary").write_bytes(b"\0\1")
     call(program, "--data", text, tmp_path / "binary", "--steps", 0, "--out", tmp_path / "start")
     return tmp_path / "start"
@@ -55,8 +50,8 @@ def trained(program, start, out, *arguments):
     return json.loads((out / "train.json").read_text())["losses"]
 
 
-# The second has two blocks of attention's rows, one of them short; the third reads the text more than once.
-@pytest.mark.parametrize("steps, batch, seq, seed", [(8, 3, 40, 0), (3, 2, 300, 7), (2, 6, 1000, 1)])
+# The second has two blocks of attention's rows, one of them short, and reads the text more than once.
+@pytest.mark.parametrize("steps, batch, seq, seed", [(5, 3, 40, 0), (3, 2, 300, 7)])
 def test_curve_is_stocks(program, start, tmp_path, steps, batch, seq, seed):
     """From the same checkpoint, tokens and batches as examples/train.py."""
     options = ["--steps", steps, "--batch", batch, "--seq", seq, "--lr", 2e-3, "--seed", seed]

@@ -3,13 +3,8 @@
 #include "tigon/ops/mish/mish.h"
 #include "tigon/ops/relu_squared/relu_squared.h"
 #include "tigon/ops/silu/silu.h"
-#include "tigon/ops/sparsemax/sparsemax.h"
 
 namespace tigon::test {
-namespace oracle {
-#include "tigon/ops/sparsemax/sparsemax_math.inc"
-}  // namespace oracle
-
 namespace {
 
 struct Point {
@@ -52,16 +47,6 @@ TEST_CASE("relu_squared") {
 TEST_CASE("mish") {
   check_points(mish_fwd, mish_bwd,
                {{200.0, 200.0, 1.0}, {-INFINITY, NAN, NAN}, {INFINITY, INFINITY, NAN}, {NAN, NAN, NAN}});
-}
-
-TEST_CASE("sparsemax: entries of the support stay positive in f16") {
-  Table x(DType::f16, 1, 3), y(DType::f16, 1, 3);
-  x.set(0, 0, 0.0), x.set(0, 1, -1.0 + 0x1p-11), x.set(0, 2, -2.0);
-  auto ctx = make_cpu_context(1);
-  sparsemax_fwd(*ctx, {.x = x.matrix(), .y = y.matrix()});
-  CHECK(y(0, 1) == 0x1p-12);
-  for (int64_t c = 0; c < 3; ++c) CHECK((y(0, c) > 0.0) == (c < 2));
-  CHECK(oracle::sparsemax_y(0x1p-30, 0.0, double(kLeastF16)) == 0x1p-24);
 }
 
 }  // namespace

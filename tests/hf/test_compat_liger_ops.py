@@ -282,6 +282,9 @@ def test_experts():
     assert results[0][-1][3].abs().max() == 0
     batches = (x.view(1, 7, 32), chosen.view(1, 7, 2), weights.view(1, 7, 2))
     assert torch.equal(mine(*batches)[0], mine(x, chosen, weights))
+    call = LM.LigerFusedMoEFunction.apply
+    one = call(x, mine.gate_up_proj, mine.down_proj, chosen.int(), weights)
+    assert torch.equal(one, mine(x, chosen, weights))
     with pytest.raises(tigon.Error, match="hidden_act"):
         LM.LigerExperts(config("mixtral", hidden_act="gelu"))
 

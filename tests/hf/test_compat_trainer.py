@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import VOCABULARY, batch, close, config, make
+from tiny import VOCABULARY, batch, close, make
 
 import tigon
 from tigon.integrations import liger
@@ -219,44 +219,19 @@ def picklable():
     return model
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_other_processes(start, tmp_path):
-    """A patched model computes in a forked child, and in a spawned one that unpickles it."""
+def test_a_spawned_process(tmp_path):
+    """It unpickles a patched model and computes; forked ones: the workers of the data loader above."""
     model = picklable()
     tigon.apply(model)
     wanted = model(**batch()).loss.item()
     torch.save(model, tmp_path / "model.pt")
-    child = multiprocessing.get_context(start).Process(target=_loss_in_child, args=(tmp_path,))
+    child = multiprocessing.get_context("spawn").Process(target=_loss_in_child, args=(tmp_path,))
     child.start()
     child.join(300)
     if child.is_alive():
         child.kill()
     assert child.exitcode == 0
     assert float((tmp_path / "loss.txt").read_text()) == pytest.approx(wanted, rel=1e-6)
-
-
-def test_pickle_keeps_the_patch():
-    model = picklable()
-    tigon.apply(model)
-    again = pickle.loads(pickle.dumps(model))
-    tigon.undo(model)
-    inputs = batch()
-    close(again(**inputs).loss, model(**inputs).loss)
-    assert again._tigon_state.report.count("norm") == 5
-
-
-def test_model_on_the_meta_device():
-    """Recognition reads sources: no storage is touched, and the patch outlives the loading."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config())
-    report = tigon.apply(model)
-    assert report.count("norm") == 5 and report.count("loss") == 1
-    filled = make()
-    model = model.to_empty(device="cpu")
-    model.load_state_dict(filled.state_dict())
-    model.model.rotary_emb.inv_freq.copy_(filled.model.rotary_emb.inv_freq)
-    inputs = batch()
-    close(model.train()(**inputs).loss, filled(**inputs).loss)
 
 
 @pytest.mark.parametrize(

@@ -273,21 +273,6 @@ def test_lora_on_the_head_in_all_its_states(device):
         assert count == fused[name], name
 
 
-def test_lora_adapter_switched_off(device):
-    peft = pytest.importorskip("peft")
-    stock = make(device=device)
-    inputs = batch(device)
-    wanted = stock(**inputs).loss.detach()
-    config = peft.LoraConfig(
-        r=2, init_lora_weights=False, modules_to_save=["lm_head"], target_modules=["q_proj", "gate_proj"]
-    )
-    model = peft.get_peft_model(stock, config).train()
-    apply(model)
-    assert (model(**inputs).loss - wanted).abs() > 1e-6
-    with model.disable_adapter():
-        close(model(**inputs).loss, wanted)
-
-
 # --- Trainer, FSDP ---------------------------------------------------------------------------
 
 

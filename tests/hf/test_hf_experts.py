@@ -265,22 +265,3 @@ def test_saved_configuration_names_no_implementation(tmp_path):
     with torch.no_grad():
         ids = torch.randint(3, 40, (1, 5))
         assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] <= 8
-
-
-def test_liger_experts_take_any_leading_dimensions():
-    from tigon.compat import liger  # noqa: F401
-    from tigon.integrations.liger.modules import LigerExperts, LigerFusedMoEFunction
-
-    module = LigerExperts(Config(None))
-    for p in module.parameters():
-        nn.init.normal_(p, std=0.3)
-    x, ids, weights = routed(torch.float32)
-    y = module(x, ids, weights)
-    one = module(x[None], ids[None], weights[None])
-    assert torch.equal(one[0], y)
-    function = LigerFusedMoEFunction.apply(x, module.gate_up_proj, module.down_proj, ids.int(), weights)
-    assert torch.equal(function, y)
-    assert inspect.signature(module.forward).parameters.keys() == {
-        "hidden_states", "top_k_index", "top_k_weights"
-    }  # fmt: skip
-    assert tigon.nn.Experts is not None

@@ -181,11 +181,3 @@ def test_copies_and_pickles_go_on(watch):
         assert train(other, inputs, watch)[2] == LAYERS
         assert ledger_of(other) is bound(other.model.layers[0].mlp).spec.ledger
     assert expected[0] == step(model, inputs)[0]
-
-
-def test_shapes_of_a_model_on_meta():
-    model = make(device="cpu")
-    tigon.apply(model)
-    inputs = {name: value.to("meta") for name, value in batch("cpu").items()}
-    loss = model.to("meta")(**inputs).loss
-    assert loss.is_meta and loss.shape == ()

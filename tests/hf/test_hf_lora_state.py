@@ -30,10 +30,7 @@ def changes_of(layer):
     yield "dropout", lambda: layer.lora_dropout.update({"default": nn.Dropout(1.0)})
     yield "hook", lambda: up.register_forward_hook(lambda *args: args[-1] * 5)
     yield "of the base", lambda: base.register_forward_hook(lambda *args: args[-1] * 5)
-    yield (
-        "forward",
-        lambda: setattr(base, "forward", lambda x: x[:, :1] * base.weight[:, 0]),
-    )
+    yield ("forward", lambda: setattr(base, "forward", lambda x: x[:, :1] * base.weight[:, 0]))
     yield "disabled", lambda: layer.enable_adapters(False)
     yield "merged", lambda: layer.merge()
     yield "training", lambda: (setattr(drop, "p", 1.0), layer.train())

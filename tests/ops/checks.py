@@ -182,13 +182,7 @@ def runs_kernels(device: str) -> bool:
 
 
 def check_case(
-    module: types.ModuleType,
-    case: Case,
-    device: str,
-    dtype: torch.dtype,
-    *,
-    seed: int = 0,
-    fn=None,
+    module: types.ModuleType, case: Case, device: str, dtype: torch.dtype, *, seed: int = 0, fn=None
 ) -> None:
     """Hold an op (`fn`, by default the module's `tigon_fn`) to the rule on one case."""
     fn = fn or module.tigon_fn

@@ -53,10 +53,7 @@ CALLS = {
     "modulated scale": (lambda: tigon.modulated_rms_norm(X, W, 2.0), "scale must be a float tensor, got f"),
     "query": (lambda: tigon.attention_residual(X, None, W), "query must be a float tensor, got NoneType"),
     "gate": (lambda: tigon.gated_rms_norm(X, 2.0), "gate must be a float tensor, got float"),
-    "group_size": (
-        lambda: tigon.gated_rms_norm(X, X, group_size=4.0),
-        "group_size must be an int, got f",
-    ),
+    "group_size": (lambda: tigon.gated_rms_norm(X, X, group_size=4.0), "group_size must be an int, got f"),
     "activation": (lambda: tigon.gated_rms_norm(X, X, activation=None), "activation must be one of"),
     "groups": (lambda: tigon.group_norm(X, 2.0), "groups must be an int, got float"),
     "groups as torch": (lambda: tigon.group_norm(X, W, 2), "groups must be an int, got torch.float32"),
@@ -70,10 +67,7 @@ CALLS = {
     "limit": (lambda: tigon.swiglu_oai(X, limit=None), "limit must be a number, got NoneType"),
     "ids": (lambda: tigon.embedding([1], HEAD), "ids must be an int64 or int32 tensor, got list"),
     "table": (lambda: tigon.embedding(LABELS, [1.0]), "weight must be a float tensor, got list"),
-    "padding_idx": (
-        lambda: tigon.embedding(LABELS, HEAD, padding_idx=1.5),
-        "padding_idx must be an int",
-    ),
+    "padding_idx": (lambda: tigon.embedding(LABELS, HEAD, padding_idx=1.5), "padding_idx must be an int"),
     "scale": (lambda: tigon.embedding(LABELS, HEAD, scale=None), "scale must be a number, got NoneType"),
     "q": (lambda: tigon.rope([1.0], None, COS, COS), "q must be a float tensor, got list"),
     "k": (lambda: tigon.rope(Q, 1.0, COS, COS), "k must be a float tensor, got float"),
@@ -95,10 +89,7 @@ CALLS = {
     "infinite softcap": (_ce(softcap=INF), r"softcap must be > 0 and finite \(or None\), got inf"),
     "class weights": (_ce(weight=[1.0]), "weight must be a float tensor, got list"),
     "denominator": (_ce(denominator="a"), "denominator must be a number, got str"),
-    "complex denominator": (
-        _ce(denominator=torch.tensor(1j)),
-        "denominator must be real, got torch.c",
-    ),
+    "complex denominator": (_ce(denominator=torch.tensor(1j)), "denominator must be real, got torch.c"),
     "student": (lambda: tigon.kl_div([1.0], X), "student must be a float tensor, got list"),
     "teacher": (lambda: tigon.tvd(X, None), "teacher must be a float tensor, got NoneType"),
     "labels": (lambda: tigon.jsd(X, X, [1]), "labels must be an integer tensor, got list"),
@@ -117,10 +108,7 @@ CALLS = {
     "chunk_rows bool": (_lce(chunk_rows=True), "chunk_rows must be an int, got bool"),
     "large chunk_rows": (_lce(chunk_rows=HUGE), "chunk_rows must have at most 64 bits"),
     "valid_rows bool": (_lce(valid_rows=True), "valid_rows must be an int, got bool"),
-    "infinite workspace": (
-        _lce(max_workspace_mb=INF),
-        r"max_workspace_mb must be finite .*got inf",
-    ),
+    "infinite workspace": (_lce(max_workspace_mb=INF), r"max_workspace_mb must be finite .*got inf"),
     "workspace nan": (_lce(max_workspace_mb=NAN), "max_workspace_mb must be a number, got NaN"),
     "workspace text": (_lce(max_workspace_mb="aaa"), "max_workspace_mb must be a number, got str"),
     "keep_mb": (_lce(keep_mb=-1.0), r"keep_mb must be >= 0 \(or None\), got -1.0"),
@@ -134,10 +122,7 @@ CALLS = {
     "tensors": (lambda: tigon.linear_loss(X, HEAD, LABELS, abs, 1.0), "tensors must be tensors, got float"),
     "counted": (lambda: tigon.count_labels([1]), "target must be an integer tensor, got list"),
     "counted beside": (lambda: tigon.count_labels(LABELS, None), "ignore_index must be an int, got NoneType"),
-    "nn.Embedding": (
-        lambda: tigon.nn.Embedding(5, 3, padding_idx=7),
-        r"padding_idx must be in \[-5, 5\)",
-    ),
+    "nn.Embedding": (lambda: tigon.nn.Embedding(5, 3, padding_idx=7), r"padding_idx must be in \[-5, 5\)"),
     **{
         f"{name} on another device": (call, rf"{name} must be on cpu, got meta")
         for name, call in {

@@ -239,21 +239,6 @@ def test_late_scaling_keeps_small_gradients_in_float16(device):
     assert same_bits(got, (one.float() * factor).half())
 
 
-@pytest.mark.parametrize("keep_mb", KEEPS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fn", [FN, LOSS])
-def test_main_grad(fn, dtype, keep_mb, device):
-    hidden, weight, target = head_inputs(20, dtype=dtype, device=device)
-    (want,) = torch.autograd.grad(fn(hidden, weight, target).sum(), weight)
-    (dhidden,) = torch.autograd.grad(fn(hidden, weight, target).sum(), hidden)
-    weight.main_grad = torch.ones(weight.shape, device=device)
-    weight.tigon_main_grad = True
-    fn(hidden, weight, target, **_keep(keep_mb)).sum().backward()
-    assert weight.grad is None
-    torch.testing.assert_close(weight.main_grad - 1, want.float(), rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(hidden.grad, dhidden, rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("keep_mb", [None, 5 * ROW], ids=str)
 @pytest.mark.parametrize("frozen, dtype", [(False, torch.bfloat16), (True, torch.float16)])
 @pytest.mark.parametrize("fn", [FN, LOSS])

@@ -122,15 +122,6 @@ def test_padding_takes_no_part(shorter, device):
         assert torch.equal(a, b)
 
 
-def test_main_grad(device):
-    hidden, weight, teacher, _ = heads(device=device)
-    (wanted,) = torch.autograd.grad(tigon.linear_jsd(hidden, weight, teacher), weight)
-    weight.main_grad, weight.tigon_main_grad = torch.ones_like(weight), True
-    tigon.linear_jsd(hidden, weight, teacher).backward()
-    assert weight.grad is None
-    torch.testing.assert_close(weight.main_grad, 1 + wanted)
-
-
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
 def test_autocast_and_dtypes(device):
     """The teacher has a dtype of its own; under autocast both sides have autocast's."""

@@ -60,18 +60,6 @@ def test_counts_of_shifted_labels():
             fn(hidden, weight, LABELS, shift=True, valid_rows=3)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_main_grad(reduction):
-    """The gradient is added to main_grad, and weight.grad stays empty."""
-    hidden, weight = _head()
-    rows = tigon.linear_cross_entropy(hidden, weight, LABELS, reduction=reduction)
-    want = torch.autograd.grad(rows.sum(), (hidden, weight))
-    weight.main_grad, weight.tigon_main_grad = torch.ones(11, 8), True
-    tigon.linear_cross_entropy(hidden, weight, LABELS, reduction=reduction).sum().backward()
-    assert weight.grad is None and torch.equal(hidden.grad, want[0])
-    torch.testing.assert_close(weight.main_grad, 1 + want[1].float())
-
-
 def test_denominators_of_any_shape():
     """One element, any number of dimensions: the loss is a scalar, on both routes."""
     for dtype in (torch.float32, torch.float64):
