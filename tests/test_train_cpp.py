@@ -31,7 +31,8 @@ def call(*command, code=0) -> str:
 @pytest.fixture(scope="module")
 def program():
     """The program that the C++ tests build against an installation of the library."""
-    made, sources = BUILD / "example/train_llama", (BUILD / "libtigon.so", ROOT / "examples/cpp/train_llama.cpp")
+    made = BUILD / "example/train_llama"
+    sources = (BUILD / "libtigon.so", ROOT / "examples/cpp/train_llama.cpp")
     if not made.exists() or made.stat().st_mtime < max(path.stat().st_mtime for path in sources):
         call(Path(sys.executable).parent / "ctest", "--test-dir", BUILD, "-R", "cpp.example")
     return made
