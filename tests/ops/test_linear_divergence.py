@@ -122,7 +122,6 @@ def test_padding_takes_no_part(shorter, device):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
 def test_autocast_and_dtypes(device):
     """The teacher has a dtype of its own; under autocast both sides have autocast's."""
     hidden, weight, teacher, _ = heads(device=device)
