@@ -322,7 +322,7 @@ def test_opcheck(reduction, need, device):
     ops = torch.ops.tigon
     OPCHECK(ops.cross_entropy_bwd.default, (torch.randn(6, device=device), x, target, None, *tail))
     if reduction:
-        OPCHECK(ops.cross_entropy_inplace.default, (x.clone(), target, None, None, None, reduction, *tail))
+        OPCHECK(ops.cross_entropy_in_place.default, (x.clone(), target, None, None, None, reduction, *tail))
     OPCHECK(ops.cross_entropy_rescale.default, (x.clone(), torch.tensor(0.5, device=device)))
 
 

@@ -69,8 +69,8 @@ class Fields {
     field({name, Role::rows, &x, nullptr, {.cols = least_cols}});
   }
   // Written in place.
-  void updated_rows(const char* name, Matrix& x) {
-    field({name, Role::rows, &x, nullptr, {.updated = true}});
+  void updated(const char* name, Matrix& x, Role role = Role::input) {
+    field({name, role, &x, nullptr, {.updated = true}});
   }
   // Several matrices of equal sizes in one tensor, along its first dimension.
   void stacked_rows(const char* name, Matrix& x, int64_t& count) {
@@ -201,6 +201,10 @@ class Fields {
   void number(const char* name, Vector& v, DType dtype = DType::f32) {
     field({name, Role::result, nullptr, &v, {.cols = 1, .dtype = dtype, .scalar = true}});
   }
+  // A loss of every row, or of all.
+  void rows_or_number(const char* name, bool by_row, Vector& rows, int64_t size, Vector& total) {
+    by_row ? result(name, rows, size, DType::f32) : number(name, total);
+  }
   // Of the sizes of a tensor.
   void result_if(bool wanted, const char* name, Vector& v, const Vector& of, Role role = Role::result) {
     field({name, role, nullptr, &v, {.cols = of.size, .scalar = true, .of = &of, .wanted = wanted}});
@@ -222,6 +226,8 @@ class Fields {
   // As `result`, or a gradient; <op>_in_place writes it over `input`.
   static constexpr const char* kDenseRows =
       " must have dense rows to be written in place, got a layout that needs a copy";
+  static constexpr const char* kEvenRows =
+      " must have a dense last dimension and evenly spaced rows with inplace=True, got other strides";
   virtual void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input,
                            Role role = Role::result, const char* refusal = kDenseRows) = 0;
   void gradient(const char* name, Matrix& m, const Matrix& x) {

@@ -56,6 +56,15 @@ inline void require_result(const char* op, const char* name, const Matrix& m, co
   if (m.data != nullptr) require_matrix(op, name, m, like.rows, like.cols, like.dtype);
 }
 
+// A result that may be written over `input`, in its dtype.
+inline void require_rows_apart(const char* op, const char* name, const Matrix& m, const char* input,
+                               const Matrix& from) {
+  TIGON_CHECK(op, m.data != from.data || m.stride == from.stride, name, " in place must have ", input,
+              " row stride ", from.stride, ", got ", m.stride);
+  TIGON_CHECK(op, m.rows <= 1 || m.stride >= m.cols, name,
+              " must have rows that do not overlap (stride >= ", m.cols, "), got stride ", m.stride);
+}
+
 // A vector by column of x, where there is one: x's dtype or float32.
 inline void require_parameter(const char* op, const char* name, const Vector& v, const Matrix& x) {
   if (!v) return;

@@ -19,7 +19,7 @@ struct Matrix {
   int64_t stride = 0;
 
   template <class T>
-  T* row(int64_t r) const {
+  constexpr T* row(int64_t r) const {
     return static_cast<T*>(data) + r * stride;
   }
   explicit operator bool() const { return data != nullptr || rows * cols == 0; }
@@ -39,10 +39,10 @@ struct Vector {
   int64_t size = 0;
 
   template <class T>
-  T* as() const {
+  constexpr T* as() const {
     return static_cast<T*>(data);
   }
-  explicit operator bool() const { return data != nullptr; }
+  constexpr explicit operator bool() const { return data != nullptr; }
 };
 
 }  // namespace tigon

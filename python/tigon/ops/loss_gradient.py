@@ -19,7 +19,7 @@ rescale = raw("cross_entropy_rescale", lambda grad, factor: None)
 
 
 class RowLoss:
-    """The operators ``tigon::<name>``, ``<name>_inplace`` and ``<name>_bwd`` as one differentiable loss.
+    """The operators ``tigon::<name>``, ``<name>_in_place`` and ``<name>_bwd`` as one differentiable loss.
 
     Their inputs are three tensors (the first one ``[..., V]``, differentiable), maybe others, the reduction,
     and options, which the backward is told.
@@ -33,7 +33,8 @@ class RowLoss:
         self.name, self.reduction = name, reduction
         self.op = Op(name, fake=self._fake, setup_context=self._setup_context, backward=self._backward_traced,
                      transformed=(self._setup_transformed, self._backward_transformed))  # fmt: skip
-        self.forward_in_place = raw(f"{name}_inplace", lambda x, *_: x.new_empty((), dtype=torch.float32))
+        self.forward_in_place = raw(f"{name}_in_place", lambda x, *_: x.new_empty((), dtype=torch.float32),
+                                    name)  # fmt: skip
         self.backward = raw(f"{name}_bwd", lambda dloss, x, *_: x.new_empty(x.shape))
         self.rescaled = transformable(name, f"{name}_rescaled", lambda dx, dloss, x: _product(dx, dloss),
                                       lambda *_: None, lambda *_: refuse_second(name))  # fmt: skip

@@ -13,7 +13,7 @@ from tigon._op import raw
 from tigon.ops.loss_head.operands import Formula
 from tigon.parallel.shards import Shards, Work
 
-ENTROPY, SMOOTHING, PREDICTED = 1, 2, 4  # bits of `kinds`, as in cross_entropy_shards_torch.cpp
+ENTROPY, SMOOTHING, PREDICTED = 1, 2, 4  # bits of `kinds`, as in cross_entropy_shards.h
 NUMBERS = ("loss", "z_loss", "log_prob", "lse", "entropy", "log_share")
 
 
@@ -47,8 +47,8 @@ class Rows(NamedTuple):
     def _shard(self, logits, target):
         f, s = self.formula, self.shards
         return (
-            logits, target, self.bias, self.class_weight, f.ignore_index, s.first, s.vocab, f.label_smoothing,
-            f.softcap, f.logit_scale, f.temperature, f.z_loss,
+            logits, target, self.bias, self.class_weight, f.ignore_index, f.label_smoothing, f.softcap,
+            f.z_loss, s.first, s.vocab, f.logit_scale, f.temperature,
         )  # fmt: skip
 
     def statistics(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

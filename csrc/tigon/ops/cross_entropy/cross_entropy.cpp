@@ -1,12 +1,17 @@
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 
-#include "tigon/base/aligned_rows.h"
-#include "tigon/base/require.h"
+#include "tigon/base/op.h"
+#include "tigon/ops/cross_entropy/cross_entropy_labels.h"
+#include "tigon/ops/cross_entropy/cross_entropy_shards.h"
 
 namespace tigon {
 namespace {
 
-constexpr const char* kOp = "cross_entropy";
+constexpr const char *kOp = "cross_entropy", *kCombine = "cross_entropy_combine";
+
+void require_f32(const char* name, const Vector& v, int64_t size) {
+  require_vector(kOp, name, v, size, DType::f32);
+}
 
 // The part of a row that the logits are, and what its gradient needs of the rest.
 void check_shard(const CrossEntropyRows& a) {
@@ -19,15 +24,31 @@ void check_shard(const CrossEntropyRows& a) {
               "first_class must leave room for ", a.logits.cols, " of ", a.classes, " classes, got ",
               a.first_class);
   if (a.dlogits.data == nullptr) return;
-  require_vector(kOp, "log_share", a.log_share, rows, DType::f32);
-  if (a.entropy_scale) require_vector(kOp, "all_entropy", a.all_entropy, rows, DType::f32);
-  if (a.class_weight && a.label_smoothing > 0.0f)
-    require_vector(kOp, "weight_sum", a.weight_sum, 1, DType::f32);
+  require_f32("log_share", a.log_share, rows);
+  if (a.entropy_scale) require_f32("all_entropy", a.all_entropy, rows);
+  if (a.class_weight && a.label_smoothing > 0.0f) require_f32("weight_sum", a.weight_sum, 1);
+}
+
+void check_labels(const CrossEntropyLabels& a) {
+  TIGON_CHECK(kOp, a.count >= 1, "labels must have at least one column, got ", a.count);
+  require_dtype(kOp, "labels", a.labels.dtype, DType::i64);
+  require_vector(kOp, "target", a.target, a.labels.size / a.count, DType::i64);
+  require_optional(kOp, "upstream", a.upstream, a.labels.size);
+}
+
+void check_part(const CrossEntropyLabels& a) {
+  int64_t n = a.chosen.size;
+  check_labels(a);
+  require_dtype(kOp, "chosen", a.chosen.dtype, DType::i64);
+  require_optional(kOp, "index", a.index, n, DType::i64);
+  require_f32("scores", a.scores, n * a.count);
+  require_f32("top", a.top, n);
+  TIGON_CHECK(kOp, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
 }
 
 void check_one(const char* name, const Vector& v) {
   TIGON_CHECK(kOp, bool(v), name, " must be given, got none");
-  require_vector(kOp, name, v, 1, DType::f32);
+  require_f32(name, v, 1);
 }
 
 }  // namespace
@@ -44,15 +65,9 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   if (a.dlogits.data != nullptr) {
     bool narrow = a.logits.dtype == DType::f32 && is_kernel_float(a.dlogits.dtype);
     require_matrix(kOp, "dlogits", a.dlogits, rows, cols, narrow ? a.dlogits.dtype : a.logits.dtype);
-    bool in_place = a.dlogits.data == a.logits.data;
-    TIGON_CHECK(kOp, !in_place || a.dlogits.stride == a.logits.stride,
-                "dlogits in place must have logits' row stride ", a.logits.stride, ", got ",
-                a.dlogits.stride);
-    TIGON_CHECK(kOp, !in_place || a.dlogits.dtype == a.logits.dtype, "dlogits in place must be ",
-                name_of(a.logits.dtype), ", got ", name_of(a.dlogits.dtype));
-    TIGON_CHECK(kOp, rows <= 1 || a.dlogits.stride >= cols,
-                "dlogits must have rows that do not overlap (stride >= ", cols, "), got stride ",
-                a.dlogits.stride);
+    require_rows_apart(kOp, "dlogits", a.dlogits, "logits'", a.logits);
+    TIGON_CHECK(kOp, a.dlogits.data != a.logits.data || a.dlogits.dtype == a.logits.dtype,
+                "dlogits in place must be ", name_of(a.logits.dtype), ", got ", name_of(a.dlogits.dtype));
   }
   require_optional(kOp, "loss", a.loss, rows);
   require_optional(kOp, "lse", a.lse, rows);
@@ -101,5 +116,216 @@ void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
   if (a.grad.rows == 0 || a.grad.cols == 0) return;
   TIGON_RUN(kOp, ctx, cross_entropy_rescale, a);
 }
+
+void cross_entropy_label_targets(Context& ctx, const CrossEntropyLabels& a) {
+  check_labels(a);
+  require_optional(kOp, "factor", a.factor, a.target.size);
+  if (a.target.size == 0) return;
+  TIGON_RUN(kOp, ctx, cross_entropy_label_targets, a);
+}
+
+void cross_entropy_label_scores(Context& ctx, const CrossEntropyLabels& a) {
+  check_part(a);
+  require_matrix(kOp, "logits", a.logits, a.chosen.size, a.classes, a.logits.dtype);
+  if (a.chosen.size == 0) return;
+  TIGON_RUN(kOp, ctx, cross_entropy_label_scores, a);
+}
+
+void cross_entropy_label_gradient(Context& ctx, const CrossEntropyLabels& a) {
+  check_part(a);
+  require_matrix(kOp, "dlogits", a.dlogits, a.chosen.size, a.classes, a.dlogits.dtype);
+  require_f32("upstream", a.upstream, a.labels.size);
+  require_f32("log_prob", a.log_prob, a.chosen.size);
+  if (a.entropy_scale) {
+    require_f32("entropy_scale", a.entropy_scale, a.chosen.size);
+    require_f32("entropy", a.entropy, a.chosen.size);
+  }
+  if (a.chosen.size == 0) return;
+  TIGON_RUN(kOp, ctx, cross_entropy_label_gradient, a);
+}
+
+void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
+  check_part(a);
+  require_f32("log_prob", a.log_prob, a.chosen.size);
+  require_f32("out", a.out, a.labels.size);
+  require_optional(kOp, "position", a.position, a.target.size, DType::i64);
+  if (a.target.size == 0) return;
+  TIGON_RUN(kOp, ctx, cross_entropy_label_results, a);
+}
+
+void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
+  const int64_t rows = a.target.size;
+  TIGON_CHECK(kCombine, a.shards >= 1 && a.shard >= 0 && a.shard < a.shards, "shard must be in [0, ",
+              a.shards, "), got ", a.shard);
+  if (rows == 0) return;  // a matrix without columns does not tell its rows
+  require_matrix(kCombine, "parts", a.parts, a.shards * a.kinds.count(), rows, DType::f32);
+  require_vector(kCombine, "target", a.target, rows, DType::i64);
+  require_optional(kCombine, "class weight", a.class_weight, a.classes);
+  require_optional(kCombine, "token weight", a.token_weight, rows);
+  const bool smooth = a.label_smoothing > 0.0f;
+  TIGON_CHECK(kCombine, !smooth || !(a.loss) || a.kinds.smoothing,
+              "parts must hold smoothing for label_smoothing");
+  if (smooth && a.loss) require_vector(kCombine, "shard weight", a.shard_weight, a.shards, DType::f32);
+  TIGON_CHECK(kCombine, !a.entropy || a.kinds.entropy, "parts must hold entropy for entropy");
+  TIGON_CHECK(kCombine, !a.predicted || a.kinds.predicted, "parts must hold predicted for predicted");
+  for (const Vector* v : {&a.loss, &a.z_term, &a.log_prob, &a.lse, &a.entropy, &a.log_share})
+    require_optional(kCombine, "results", *v, rows);
+  if (a.predicted) require_vector(kCombine, "predicted", a.predicted, rows, DType::i64);
+  TIGON_RUN(kCombine, ctx, cross_entropy_combine, a);
+}
+
+void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a) {
+  require_dtype(kCombine, "part", a.part.dtype, DType::f32);
+  if (a.part.rows == 0 || a.part.cols == 0) return;
+  TIGON_RUN(kCombine, ctx, cross_entropy_empty_part, a);
+}
+
+// PyTorch's operators.
+namespace {
+
+void take_rows(Fields& f, CrossEntropyRows& a) {
+  f.rows("logits", a.logits);
+  f.any("target", a.target, Role::input);
+}
+void take_options(Fields& f, CrossEntropyRows& a) {
+  f.option("ignore_index", a.ignore_index), f.option("label_smoothing", a.label_smoothing);
+  f.option("softcap", a.softcap), f.option("z_loss", a.z_loss);
+}
+
+// The loss of every row, or one number, with its gradient in the same pass.
+struct CrossEntropyLoss {
+  enum class Reduction : int8_t { none, mean, sum } reduction = Reduction::none;
+  CrossEntropyRows rows;
+  Vector denominator, total;
+  std::optional<double> host_denominator;
+
+  void fields(Fields& f) {
+    take_rows(f, rows);
+    f.any("weight", rows.class_weight);
+    f.scalar("denominator", denominator, DType::f32, Role::optional);
+    f.option("host_denominator", host_denominator), f.option("reduction", reduction);
+    take_options(f, rows);
+    f.rows_or_number("loss", reduction == Reduction::none, rows.loss, rows.logits.rows, total);
+    f.result_over("dlogits", rows.dlogits, "logits", rows.logits, Role::gradient, Fields::kEvenRows);
+  }
+};
+
+void loss(Context& ctx, const CrossEntropyLoss& call) {
+  CrossEntropyRows a = call.rows;
+  const bool mean = call.reduction == CrossEntropyLoss::Reduction::mean;
+  if (call.reduction == CrossEntropyLoss::Reduction::none) return cross_entropy_rows(ctx, a);
+  a.loss = {.data = ctx.scratch_of<float>(a.logits.rows), .size = a.logits.rows};
+  if (call.denominator || call.host_denominator || mean) {
+    a.scale = {.data = ctx.scratch_of<float>(1), .size = 1};
+    cross_entropy_scale(ctx, {.target = a.target,
+                              .class_weight = a.class_weight,
+                              .ignore_index = a.ignore_index,
+                              .mean = mean,
+                              .denominator = call.denominator,
+                              .host_denominator = call.host_denominator.value_or(0.0),
+                              .has_host_denominator = call.host_denominator.has_value(),
+                              .scale = a.scale});
+  }
+  cross_entropy_rows(ctx, a);
+  cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = call.total});
+}
+
+// The gradient of unreduced losses, from the logits.
+struct CrossEntropyGradient : CrossEntropyRows {
+  void fields(Fields& f) {
+    f.any("dloss", scale, Role::input);
+    take_rows(f, *this);
+    f.any("weight", class_weight);
+    take_options(f, *this);
+    f.result("dlogits", dlogits, logits);
+  }
+};
+void gradient(Context& ctx, const CrossEntropyGradient& a) { cross_entropy_rows(ctx, a); }
+
+struct Rescale : CrossEntropyRescale {
+  void fields(Fields& f) {
+    f.updated("grad", grad, Role::rows);
+    f.scalar("factor", factor, DType::f32);
+  }
+};
+void rescale(Context& ctx, const Rescale& a) { cross_entropy_rescale(ctx, a); }
+
+TIGON_OPERATOR(loss, CrossEntropyLoss, "cross_entropy", forward)
+TIGON_OPERATOR(gradient, CrossEntropyGradient, "cross_entropy", backward)
+TIGON_OPERATOR(rescale, Rescale, "cross_entropy_rescale", none)
+
+// Those that tigon.parallel drives: statistics of a shard, the loss from all shards', the gradient.
+void take_shard(Fields& f, CrossEntropyRows& a) {
+  take_rows(f, a);
+  f.any("bias", a.bias), f.any("class_weight", a.class_weight);
+  take_options(f, a);
+  f.option("first_class", a.first_class), f.option("classes", a.classes);
+  f.option("logit_scale", a.logit_scale), f.option("temperature", a.temperature);
+}
+
+// Rows of parts are written but for the predicted classes, which are the result.
+struct ShardStatistics : CrossEntropyRows {
+  Matrix parts;
+  CrossEntropyKinds kinds;
+
+  void fields(Fields& f) {
+    take_shard(f, *this);
+    f.updated("parts", parts);
+    kinds.fields(f);
+    f.result_if(kinds.predicted, "predicted", predicted, logits.rows, DType::i64);
+  }
+};
+void shard_statistics(Context& ctx, const ShardStatistics& call) {
+  CrossEntropyRows a = call;
+  if (a.logits.rows == 0) return;
+  require_matrix(kOp, "parts", call.parts, call.kinds.predicted_at() + call.kinds.predicted, a.logits.rows,
+                 DType::f32);
+  auto row = [&](int64_t i) { return Vector{.data = call.parts.row<float>(i), .size = a.logits.rows}; };
+  a.row_max = row(0), a.log_sum = row(1), a.log_prob = row(2);
+  if (call.kinds.entropy) a.entropy = row(call.kinds.entropy_at());
+  if (call.kinds.smoothing) a.smoothing = row(call.kinds.smoothing_at());
+  cross_entropy_rows(ctx, a);
+}
+
+struct ShardGradient : CrossEntropyRows {
+  void fields(Fields& f) {
+    take_shard(f, *this);
+    f.updated("dlogits", dlogits);
+    f.any("scale", scale), f.any("entropy_scale", entropy_scale), f.any("log_share", log_share, Role::input);
+    f.any("all_entropy", all_entropy), f.any("weight_sum", weight_sum);
+  }
+};
+void shard_gradient(Context& ctx, const ShardGradient& a) { cross_entropy_rows(ctx, a); }
+
+// `numbers`: a row each for loss, z_term, log_prob, lse, entropy (not written unless its parts are there), log_share.
+struct ShardsCombine : CrossEntropyCombine {
+  Matrix numbers;
+
+  void fields(Fields& f) {
+    f.rows("parts", parts);
+    f.any("target", target, Role::input);
+    f.any("class_weight", class_weight), f.any("shard_weight", shard_weight);
+    f.any("token_weight", token_weight);
+    f.option("shards", shards), f.option("shard", shard);
+    kinds.fields(f);
+    f.option("classes", classes), f.option("ignore_index", ignore_index);
+    f.option("label_smoothing", label_smoothing), f.option("z_loss", z_loss);
+    f.result("numbers", numbers, 6, target.size, DType::f32);
+    f.result_if(kinds.predicted, "predicted", predicted, target.size, DType::i64);
+  }
+};
+void shards_combine(Context& ctx, const ShardsCombine& call) {
+  CrossEntropyCombine a = call;
+  auto row = [&](int64_t i) { return Vector{.data = call.numbers.row<float>(i), .size = a.target.size}; };
+  a.loss = row(0), a.z_term = row(1), a.log_prob = row(2), a.lse = row(3), a.log_share = row(5);
+  if (a.kinds.entropy) a.entropy = row(4);
+  cross_entropy_combine(ctx, a);
+}
+
+TIGON_OPERATOR(shard_statistics, ShardStatistics, "cross_entropy_shard_statistics", none)
+TIGON_OPERATOR(shard_gradient, ShardGradient, "cross_entropy_shard_gradient", none)
+TIGON_OPERATOR(shards_combine, ShardsCombine, "cross_entropy_combine", none)
+
+}  // namespace
 
 }  // namespace tigon

@@ -1,8 +1,13 @@
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
+#include "tigon/base/dispatch.h"
 #include "tigon/base/require.h"
+#include "tigon/base/simd/lanes.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
+#include "tigon/ops/cross_entropy/cross_entropy_labels.h"
+#include "tigon/ops/cross_entropy/cross_entropy_shards.h"
 
 namespace tigon::cpu {
 namespace {
@@ -53,6 +58,9 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy";
 constexpr int64_t kElementsPerTask = 32768;
+
+#include "tigon/ops/cross_entropy/cross_entropy_labels.inc"
+#include "tigon/ops/cross_entropy/cross_entropy_shards.inc"
 
 char* row_at(const Matrix& m, int64_t r) {
   return static_cast<char*>(m.data) + r * m.stride * int64_t(size_of(m.dtype));
@@ -133,15 +141,10 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
       if (bad) in.label = -a.first_class, in.scale = NAN;  // class 0 stands in
       run(call, row_at(a.logits, r), a.dlogits.data ? row_at(a.dlogits, r) : nullptr, in, &out);
       if (bad) out.loss = out.target_logit = out.log_prob = NAN;
-      if (a.loss) a.loss.as<float>()[r] = out.loss;
-      if (a.lse) a.lse.as<float>()[r] = out.lse;
-      if (a.target_logit) a.target_logit.as<float>()[r] = out.target_logit;
-      if (a.log_prob) a.log_prob.as<float>()[r] = out.log_prob;
-      if (a.entropy) a.entropy.as<float>()[r] = out.entropy;
+      put(a.loss, r, out.loss), put(a.lse, r, out.lse), put(a.target_logit, r, out.target_logit);
+      put(a.log_prob, r, out.log_prob), put(a.entropy, r, out.entropy), put(a.row_max, r, out.row_max);
+      put(a.log_sum, r, out.log_sum), put(a.smoothing, r, out.smoothing);
       if (a.predicted) a.predicted.as<int64_t>()[r] = out.predicted;
-      if (a.row_max) a.row_max.as<float>()[r] = out.row_max;
-      if (a.log_sum) a.log_sum.as<float>()[r] = out.log_sum;
-      if (a.smoothing) a.smoothing.as<float>()[r] = out.smoothing;
     }
   });
 }
@@ -179,6 +182,48 @@ void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
     for (int64_t r = task * group, end = std::min(a.grad.rows, r + group); r < end; ++r)
       run(row_at(a.grad, r), factor, a.grad.cols);
   });
+}
+
+void cross_entropy_label_targets(Context&, const CrossEntropyLabels& a) {
+  for (int64_t row = 0; row < a.target.size; ++row) label_target(a, row);
+}
+
+void cross_entropy_label_scores(Context& ctx, const CrossEntropyLabels& a) {
+  dispatch_float(kOp, "logits", a.logits.dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    parallel(ctx, a.chosen.size, [&](int64_t i) { label_scores<T>(a, i, [](T x) { return to_float(x); }); });
+  });
+}
+
+void cross_entropy_label_gradient(Context& ctx, const CrossEntropyLabels& a) {
+  dispatch_float(kOp, "dlogits", a.dlogits.dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    parallel(ctx, a.chosen.size, [&](int64_t i) {
+      for (int64_t k = 0; k < a.count; ++k)
+        if (label_has_gradient(a, i, k))
+          a.dlogits.row<T>(i)[labels_of(a, i)[k]] = from_float<T>(float(label_gradient(a, i, k)));
+    });
+  });
+}
+
+void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
+  parallel(ctx, a.target.size, [&](int64_t row) {
+    for (int64_t k = 0; k < a.count; ++k) label_result(a, row, k);
+  });
+}
+
+void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
+  constexpr int64_t kRowsPerTask = 1024;
+  const int64_t rows = a.target.size;
+  parallel(ctx, (rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
+    for (int64_t r = task * kRowsPerTask, end = std::min(rows, r + kRowsPerTask); r < end; ++r)
+      combine_row(a, r);
+  });
+}
+
+void cross_entropy_empty_part(Context&, const CrossEntropyEmptyPart& a) {
+  for (int64_t r = 0; r < a.part.rows; ++r)
+    std::fill_n(a.part.row<float>(r), a.part.cols, -std::numeric_limits<float>::infinity());
 }
 
 }  // namespace tigon::cpu

@@ -17,7 +17,7 @@
 // Traffic     a few words for each label
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -49,25 +49,12 @@ struct CrossEntropyLabels {
   Vector out;  // f32 [rows * count]
 };
 // target and factor.
-TIGON_API void cross_entropy_label_targets(Context& ctx, const CrossEntropyLabels& a);
+TIGON_API_ENTRY(cross_entropy_label_targets, CrossEntropyLabels)
 // chosen, scores and top, before the row pass.
-TIGON_API void cross_entropy_label_scores(Context& ctx, const CrossEntropyLabels& a);
+TIGON_API_ENTRY(cross_entropy_label_scores, CrossEntropyLabels)
 // dlogits at the labels, after it.
-TIGON_API void cross_entropy_label_gradient(Context& ctx, const CrossEntropyLabels& a);
+TIGON_API_ENTRY(cross_entropy_label_gradient, CrossEntropyLabels)
 // out, from scores, top and log_prob of all rows worked on.
-TIGON_API void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a);
-
-#define TIGON_CROSS_ENTROPY_LABELS                                              \
-  void cross_entropy_label_targets(Context& ctx, const CrossEntropyLabels& a);  \
-  void cross_entropy_label_scores(Context& ctx, const CrossEntropyLabels& a);   \
-  void cross_entropy_label_gradient(Context& ctx, const CrossEntropyLabels& a); \
-  void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a);
-namespace cpu {
-TIGON_CROSS_ENTROPY_LABELS
-}
-namespace cuda {
-TIGON_CROSS_ENTROPY_LABELS
-}
-#undef TIGON_CROSS_ENTROPY_LABELS
+TIGON_API_ENTRY(cross_entropy_label_results, CrossEntropyLabels)
 
 }  // namespace tigon

@@ -32,6 +32,12 @@ struct CrossEntropyKinds {
   constexpr int smoothing_at() const { return 3 + entropy; }
   constexpr int predicted_at() const { return 3 + entropy + smoothing; }
   constexpr int count() const { return 3 + entropy + smoothing + predicted; }
+  // As bits of one number: 1, 2, 4.
+  void fields(Fields& f) {
+    int64_t kinds = entropy + 2 * smoothing + 4 * predicted;
+    f.option("kinds", kinds);
+    entropy = (kinds & 1) != 0, smoothing = (kinds & 2) != 0, predicted = (kinds & 4) != 0;
+  }
 };
 
 struct CrossEntropyCombine {

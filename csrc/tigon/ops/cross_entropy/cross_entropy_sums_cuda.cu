@@ -18,9 +18,7 @@ namespace tigon::cuda {
 namespace {
 
 #include "tigon/ops/cross_entropy/cross_entropy_labels.inc"
-#define TIGON_ROW __device__ __forceinline__
 #include "tigon/ops/cross_entropy/cross_entropy_shards.inc"
-#undef TIGON_ROW
 
 constexpr const char* kOp = "cross_entropy";
 
@@ -32,11 +30,10 @@ struct Losses {
   const float* loss;
   __device__ double operator()(int64_t i) const { return double(loss[i]); }
 };
+// mask: of bytes, no labels, no class weights, which may be null anyway.
 struct Weights {
   const void* target;
-  // Of bytes: no labels, no class weights.
   bool mask;
-  // May be null.
   const float* class_weight;
   int64_t classes, ignore_index;
   __device__ double operator()(int64_t i) const {
@@ -52,10 +49,9 @@ struct Partials {
   const double* sums;
   __device__ double operator()(int64_t i) const { return sums[i]; }
 };
-// What is done with the whole sum.
+// What is done with the whole sum; the factor may be null.
 struct Result {
   bool reciprocal;
-  // May be null.
   const float* factor;
   float* out;
 };
@@ -139,50 +135,50 @@ __global__ __launch_bounds__(kRescaleThreads) void rescale_kernel(T* grad, int64
   }
 }
 
-constexpr int kLabelThreads = 128;
-
-__device__ int64_t thread_of_grid() { return int64_t(blockIdx.x) * kLabelThreads + threadIdx.x; }
-
-__global__ __launch_bounds__(kLabelThreads) void targets_kernel(const __grid_constant__ LabelPointers p) {
-  const int64_t row = thread_of_grid();
-  if (row < p.rows) label_target(p, row);
+// Calls fn(i) for each of n, a thread each.
+constexpr int kThreads = 128;
+template <class Fn>
+__global__ __launch_bounds__(kThreads) void each_kernel(const __grid_constant__ Fn fn, int64_t n) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < n) fn(i);
+}
+template <class Fn>
+void for_each(Context& ctx, int64_t n, const Fn& fn) {
+  launch(kOp, ctx, each_kernel<Fn>, {.blocks = ceil_div(n, kThreads), .threads = kThreads}, fn, n);
 }
 
+struct LabelTargets {
+  CrossEntropyLabels p;
+  __device__ void operator()(int64_t row) const { label_target(p, row); }
+};
 template <class T>
-__global__ __launch_bounds__(kLabelThreads) void scores_kernel(const __grid_constant__ LabelPointers p,
-                                                               const T* logits, int64_t n) {
-  const int64_t i = thread_of_grid();
-  if (i < n) label_scores(p, logits, i, [](T x) { return widen(x); });
-}
-
+struct LabelScores {
+  CrossEntropyLabels p;
+  __device__ void operator()(int64_t i) const {
+    label_scores<T>(p, i, [](T x) { return widen(x); });
+  }
+};
 template <class T>
-__global__ __launch_bounds__(kLabelThreads) void gradient_kernel(const __grid_constant__ LabelPointers p,
-                                                                 T* dlogits, int64_t n) {
-  const int64_t i = thread_of_grid() / p.count, k = thread_of_grid() % p.count;
-  if (i < n && label_has_gradient(p, i, k))
-    dlogits[i * p.dlogits_stride + labels_of(p, i)[k]] = narrow<T>(float(label_gradient(p, i, k)));
-}
-
-__global__ __launch_bounds__(kLabelThreads) void results_kernel(const __grid_constant__ LabelPointers p) {
-  const int64_t row = thread_of_grid() / p.count, k = thread_of_grid() % p.count;
-  if (row < p.rows) label_result(p, row, k);
-}
-
-int64_t blocks_of(int64_t threads) { return ceil_div(threads, int64_t(kLabelThreads)); }
-
-constexpr int kCombineThreads = 128;
-
-__global__ __launch_bounds__(kCombineThreads) void combine_kernel(const __grid_constant__ ShardPointers p,
-                                                                  int64_t rows) {
-  const int64_t r = int64_t(blockIdx.x) * kCombineThreads + threadIdx.x;
-  if (r < rows) combine_row(p, r);
-}
-
-__global__ __launch_bounds__(kCombineThreads) void empty_kernel(float* part, int64_t rows, int64_t cols,
-                                                                int64_t stride) {
-  const int64_t i = int64_t(blockIdx.x) * kCombineThreads + threadIdx.x;
-  if (i < rows * cols) part[i / cols * stride + i % cols] = -INFINITY;
-}
+struct LabelGradients {
+  CrossEntropyLabels p;
+  __device__ void operator()(int64_t at) const {
+    const int64_t i = at / p.count, k = at % p.count;
+    if (label_has_gradient(p, i, k))
+      p.dlogits.row<T>(i)[labels_of(p, i)[k]] = narrow<T>(float(label_gradient(p, i, k)));
+  }
+};
+struct LabelResults {
+  CrossEntropyLabels p;
+  __device__ void operator()(int64_t at) const { label_result(p, at / p.count, at % p.count); }
+};
+struct CombineRows {
+  CrossEntropyCombine p;
+  __device__ void operator()(int64_t row) const { combine_row(p, row); }
+};
+struct EmptyPart {
+  Matrix part;
+  __device__ void operator()(int64_t i) const { part.row<float>(i / part.cols)[i % part.cols] = -INFINITY; }
+};
 
 }  // namespace
 
@@ -217,42 +213,33 @@ void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
 }
 
 void cross_entropy_label_targets(Context& ctx, const CrossEntropyLabels& a) {
-  launch(kOp, ctx, targets_kernel, {.blocks = blocks_of(a.target.size), .threads = kLabelThreads},
-         label_pointers(a));
+  for_each(ctx, a.target.size, LabelTargets{a});
 }
 
 void cross_entropy_label_scores(Context& ctx, const CrossEntropyLabels& a) {
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
-    launch(kOp, ctx, scores_kernel<T>, {.blocks = blocks_of(a.chosen.size), .threads = kLabelThreads},
-           label_pointers(a), static_cast<const T*>(a.logits.row<T>(0)), a.chosen.size);
+    for_each(ctx, a.chosen.size, LabelScores<T>{a});
   });
 }
 
 void cross_entropy_label_gradient(Context& ctx, const CrossEntropyLabels& a) {
   dispatch_float(kOp, "dlogits", a.dlogits.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
-    launch(kOp, ctx, gradient_kernel<T>,
-           {.blocks = blocks_of(a.chosen.size * a.count), .threads = kLabelThreads}, label_pointers(a),
-           a.dlogits.row<T>(0), a.chosen.size);
+    for_each(ctx, a.chosen.size * a.count, LabelGradients<T>{a});
   });
 }
 
 void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
-  launch(kOp, ctx, results_kernel, {.blocks = blocks_of(a.labels.size), .threads = kLabelThreads},
-         label_pointers(a));
+  for_each(ctx, a.labels.size, LabelResults{a});
 }
 
 void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
-  const int64_t rows = a.target.size;
-  launch("cross_entropy_combine", ctx, combine_kernel,
-         {.blocks = ceil_div(rows, kCombineThreads), .threads = kCombineThreads}, shard_pointers(a), rows);
+  for_each(ctx, a.target.size, CombineRows{a});
 }
 
 void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a) {
-  launch("cross_entropy_combine", ctx, empty_kernel,
-         {.blocks = ceil_div(a.part.rows * a.part.cols, kCombineThreads), .threads = kCombineThreads},
-         a.part.row<float>(0), a.part.rows, a.part.cols, a.part.stride);
+  for_each(ctx, a.part.rows * a.part.cols, EmptyPart{a.part});
 }
 
 }  // namespace tigon::cuda

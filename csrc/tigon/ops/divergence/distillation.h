@@ -58,6 +58,7 @@ struct DistillationRows {
   float beta = 0.5f;    // jsd
   float factor = 1.0f;  // of soft and its gradient
   float soft_weight = 1.0f, hard_weight = 0.0f;
+  bool log_probs = false;  // student and teacher hold log q and log p; of the CPU backend
 
   bool has_hard() const { return hard_weight != 0.0f || hard; }
 };

@@ -219,12 +219,7 @@ void distillation_rows(Context& ctx, const DistillationRows& a) {
               .temperature = a.student_side.temperature,
               .gain = a.student_side.gain(),
               .has_hard = a.has_hard()};
-  switch (a.kind) {
-    case DivergenceKind::forward_kl: return launch_kind<DivergenceKind::forward_kl>(ctx, p);
-    case DivergenceKind::reverse_kl: return launch_kind<DivergenceKind::reverse_kl>(ctx, p);
-    case DivergenceKind::jsd: return launch_kind<DivergenceKind::jsd>(ctx, p);
-    case DivergenceKind::tvd: return launch_kind<DivergenceKind::tvd>(ctx, p);
-  }
+  with_kind(a.kind, [&]<DivergenceKind K>() { launch_kind<K>(ctx, p); });
 }
 
 }  // namespace tigon::cuda

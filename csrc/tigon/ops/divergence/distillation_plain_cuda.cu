@@ -216,12 +216,9 @@ bool distillation_plain(Context& ctx, DivergenceKind kind, const DistillationPar
                        p.teacher.softcap > 0.0f || (p.has_hard && p.temperature != 1.0f);
   const bool vectors = p.student.logits.vectors && p.teacher.logits.vectors;
   if (options || !vectors) return false;
-  switch (kind) {
-    case DivergenceKind::forward_kl: return launch_kind<DivergenceKind::forward_kl>(ctx, p);
-    case DivergenceKind::reverse_kl: return launch_kind<DivergenceKind::reverse_kl>(ctx, p);
-    case DivergenceKind::jsd: return launch_kind<DivergenceKind::jsd>(ctx, p);
-    default: return launch_kind<DivergenceKind::tvd>(ctx, p);
-  }
+  bool done = false;
+  with_kind(kind, [&]<DivergenceKind K>() { done = launch_kind<K>(ctx, p); });
+  return done;
 }
 
 }  // namespace tigon::cuda

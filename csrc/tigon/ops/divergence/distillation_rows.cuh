@@ -5,7 +5,6 @@
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/row_reduce.cuh"
 #include "tigon/base/cuda/vec.cuh"
-#include "tigon/ops/divergence/distillation.h"
 #include "tigon/ops/divergence/divergence_terms.cuh"
 
 namespace tigon::cuda {

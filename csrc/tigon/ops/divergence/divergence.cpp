@@ -1,10 +1,10 @@
-#include "tigon/ops/divergence/divergence.h"
+#include "tigon/ops/divergence/distillation.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "tigon/base/aligned_rows.h"
-#include "tigon/base/require.h"
+#include "tigon/base/op.h"
+#include "tigon/ops/cross_entropy/cross_entropy.h"
 
 namespace tigon {
 
@@ -16,38 +16,142 @@ DivergenceBeta divergence_beta(DivergenceKind kind, double beta) {
   return b;
 }
 
-void divergence_rows(Context& ctx, const DivergenceRows& a) {
-  const char* op = "divergence";
+namespace {
+
+// What both contracts say of a pair of rows; their matrices and labels have been looked at when it is called.
+template <class Rows>
+void check_rows(const char* op, const Rows& a, DType teacher, DType dstudent) {
   int64_t rows = a.student.rows, cols = a.student.cols;
-  require_float(op, "student", a.student.dtype);
   TIGON_CHECK(op, cols >= 1, "student must have at least one column, got ", cols);
-  require_matrix(op, "teacher", a.teacher, rows, cols, a.student.dtype);
+  require_matrix(op, "teacher", a.teacher, rows, cols, teacher);
   require_optional(op, "labels", a.labels, rows, DType::i64);
   require_scale(op, a.scale, rows);
-  if (a.dstudent.data != nullptr) {
-    require_matrix(op, "dstudent", a.dstudent, rows, cols, a.student.dtype);
-    TIGON_CHECK(op, a.dstudent.data != a.student.data || a.dstudent.stride == a.student.stride,
-                "dstudent in place must have student's row stride ", a.student.stride, ", got ",
-                a.dstudent.stride);
-    TIGON_CHECK(op, rows <= 1 || a.dstudent.stride >= cols,
-                "dstudent must have rows that do not overlap (stride >= ", cols, "), got stride ",
-                a.dstudent.stride);
-  }
+  if (a.dstudent.data != nullptr) require_matrix(op, "dstudent", a.dstudent, rows, cols, dstudent);
   require_vector(op, "loss", a.loss, rows, DType::f32);
   TIGON_CHECK(op, int(a.kind) >= 0 && int(a.kind) < kDivergenceKinds, "kind must be one of 0 to ",
               kDivergenceKinds - 1, ", got ", int(a.kind));
   TIGON_CHECK(op, a.kind != DivergenceKind::jsd || (a.beta > 0.0f && a.beta < 1.0f),
               "beta must be in (0, 1), got ", a.beta);
+}
+
+void check_side(const char* op, const char* name, const DistillationSide& side, int64_t cols) {
+  if (side.bias) require_vector(op, "bias", side.bias, cols, DType::f32);
+  TIGON_CHECK(op, side.softcap >= 0.0f, name, " softcap must be > 0 or none, got ", side.softcap);
+  TIGON_CHECK(op, side.temperature > 0.0f, name, " temperature must be > 0, got ", side.temperature);
+}
+
+// Calls run(a) with rows that begin where the context wants them.
+template <class Rows, class Run>
+void with_aligned_rows(Context& ctx, Rows a, const Run& run) {
+  if (a.student.rows == 0) return;
+  AlignedRows rows_of(ctx);
+  for (Matrix* m : {&a.student, &a.teacher}) rows_of.read(*m);
+  rows_of.write(a.dstudent);
+  run(a);
+  rows_of.finish();
+}
+
+}  // namespace
+
+void divergence_rows(Context& ctx, const DivergenceRows& a) {
+  const char* op = "divergence";
+  require_float(op, "student", a.student.dtype);
+  check_rows(op, a, a.student.dtype, a.student.dtype);
+  if (a.dstudent.data != nullptr) require_rows_apart(op, "dstudent", a.dstudent, "student's", a.student);
   TIGON_CHECK(op, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
   TIGON_CHECK(op, !a.log_probs || a.temperature == 1.0f, "temperature must be 1 with log-probabilities, got ",
               a.temperature);
-  if (rows == 0) return;
-  DivergenceRows aligned = a;
-  AlignedRows rows_of(ctx);
-  for (Matrix* m : {&aligned.student, &aligned.teacher}) rows_of.read(*m);
-  rows_of.write(aligned.dstudent);
-  TIGON_RUN(op, ctx, divergence_rows, aligned);
-  rows_of.finish();
+  with_aligned_rows(ctx, a,
+                    [&](const DivergenceRows& aligned) { TIGON_RUN(op, ctx, divergence_rows, aligned); });
 }
+
+void distillation_rows(Context& ctx, const DistillationRows& a) {
+  const char* op = "distillation";
+  int64_t rows = a.student.rows;
+  require_dtype(op, "student", a.student.dtype, DType::f32);
+  require_float(op, "teacher", a.teacher.dtype);
+  check_side(op, "student's", a.student_side, a.student.cols);
+  check_side(op, "teacher's", a.teacher_side, a.student.cols);
+  if (a.dstudent.data != nullptr) require_float(op, "dstudent", a.dstudent.dtype);
+  check_rows(op, a, a.teacher.dtype, a.dstudent.dtype);
+  TIGON_CHECK(op, a.labels || !a.has_hard(), "labels must be given for a hard loss, got none");
+  require_optional(op, "soft", a.soft, rows);
+  require_optional(op, "hard", a.hard, rows);
+  require_optional(op, "entropy", a.entropy, rows);
+  with_aligned_rows(ctx, a,
+                    [&](const DistillationRows& aligned) { TIGON_RUN(op, ctx, distillation_rows, aligned); });
+}
+
+// PyTorch's operators.
+namespace {
+
+struct DivergenceOperands {
+  DivergenceRows rows;
+  double beta = 0.5;
+
+  void take_rows(Fields& f) {
+    f.rows("student", rows.student);
+    f.any("teacher", rows.teacher, Role::input), f.any("labels", rows.labels);
+  }
+  void take_options(Fields& f) {
+    f.option("kind", rows.kind), f.option("beta", beta), f.option("temperature", rows.temperature);
+    f.option("log_probs", rows.log_probs), f.option("ignore_index", rows.ignore_index);
+    const DivergenceBeta rounded = divergence_beta(rows.kind, beta);
+    rows.beta = rounded.beta, rows.factor = float(rounded.factor);
+  }
+};
+
+// The loss of every row, or one number, with its gradient in the same pass.
+struct DivergenceLoss : DivergenceOperands {
+  enum class Reduction : int8_t { none, sum, batchmean, mean } reduction = Reduction::none;
+  Vector total;
+
+  void fields(Fields& f) {
+    take_rows(f);
+    f.option("reduction", reduction);
+    take_options(f);
+    f.rows_or_number("loss", reduction == Reduction::none, rows.loss, rows.student.rows, total);
+    f.result_over("dstudent", rows.dstudent, "student", rows.student, Role::gradient, Fields::kEvenRows);
+  }
+};
+
+// Means divide by the rows that count: on the device where labels say.
+void loss(Context& ctx, const DivergenceLoss& call) {
+  using Reduction = DivergenceLoss::Reduction;
+  DivergenceRows a = call.rows;
+  if (call.reduction == Reduction::none) return divergence_rows(ctx, a);
+  a.loss = {.data = ctx.scratch_of<float>(a.student.rows), .size = a.student.rows};
+  if (call.reduction == Reduction::mean) a.factor /= float(a.student.cols);
+  if (call.reduction != Reduction::sum) {
+    a.scale = {.data = ctx.scratch_of<float>(1), .size = 1};
+    cross_entropy_scale(ctx, {.target = a.labels,
+                              .ignore_index = a.ignore_index,
+                              .mean = bool(a.labels),
+                              .host_denominator = a.labels ? 0.0 : double(a.student.rows),
+                              .has_host_denominator = !a.labels,
+                              .scale = a.scale});
+  }
+  divergence_rows(ctx, a);
+  cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = call.total});
+}
+
+// The gradient of unreduced losses, from the inputs.
+struct DivergenceGradient : DivergenceOperands {
+  void fields(Fields& f) {
+    f.any("dloss", rows.scale, Role::input);
+    take_rows(f), take_options(f);
+    f.result("dstudent", rows.dstudent, rows.student);
+  }
+};
+void gradient(Context& ctx, const DivergenceGradient& call) {
+  DivergenceRows a = call.rows;
+  a.loss = {.data = ctx.scratch_of<float>(a.student.rows), .size = a.student.rows};
+  divergence_rows(ctx, a);
+}
+
+TIGON_OPERATOR(loss, DivergenceLoss, "divergence", forward)
+TIGON_OPERATOR(gradient, DivergenceGradient, "divergence", backward)
+
+}  // namespace
 
 }  // namespace tigon

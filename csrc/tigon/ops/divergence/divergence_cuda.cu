@@ -20,28 +20,17 @@
 //              per row, three passes.
 #include <algorithm>
 
-#include "tigon/base/cuda/aligned_row.cuh"
-#include "tigon/base/cuda/launch.cuh"
-#include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/divergence/divergence_kl.cuh"
-#include "tigon/ops/divergence/divergence_launch.cuh"
-#include "tigon/ops/divergence/divergence_reduce.cuh"
 #include "tigon/ops/divergence/divergence_tma.cuh"
 
 namespace tigon::cuda {
 namespace {
 
+// Threads of a CTA, columns of a thread, rows in shared memory, CTAs per SM.
 template <int Threads, int Pairs, int Stages, int MinBlocks>
 struct RegisterShape {
-  // Of a CTA.
-  static constexpr int threads = Threads;
-  // Columns of a thread.
-  static constexpr int pairs = Pairs;
-  // Rows in shared memory.
-  static constexpr int stages = Stages;
-  // CTAs per SM.
-  static constexpr int min_blocks = MinBlocks;
+  static constexpr int threads = Threads, pairs = Pairs, stages = Stages, min_blocks = MinBlocks;
   static constexpr int64_t columns = int64_t(Threads) * Pairs;
   template <class T>
   static constexpr size_t shared = size_t(columns) * Stages * 2 * sizeof(T);
@@ -76,8 +65,8 @@ struct RegisterRow {
       top_s = max_words<T>(top_s, max_words<T>(a)), top_t = max_words<T>(top_t, max_words<T>(b));
     }
     if (p.log_probs) return;
-    own.ref_s = warp_max(max_of_word<T>(top_s));
-    own.ref_t = warp_max(max_of_word<T>(top_t));
+    own.ref_s = extreme_of_lanes<Max, 32>(max_of_word<T>(top_s));
+    own.ref_t = extreme_of_lanes<Max, 32>(max_of_word<T>(top_t));
   }
   // Their sums over the warp, and the terms of a KL.
   __device__ __forceinline__ void add_exponentials() {
@@ -471,12 +460,7 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
                    .aligned = false};
     p.aligned = uintptr_t(a.student.data) % 16 == 0 && (p.rows == 1 || p.student_stride % N == 0);
     const bool same_offset = same_row_offsets<T>(a.student, a.teacher);
-    switch (a.kind) {
-      case DivergenceKind::forward_kl: return launch_rows<DivergenceKind::forward_kl>(ctx, p, same_offset);
-      case DivergenceKind::reverse_kl: return launch_rows<DivergenceKind::reverse_kl>(ctx, p, same_offset);
-      case DivergenceKind::jsd: return launch_rows<DivergenceKind::jsd>(ctx, p, same_offset);
-      case DivergenceKind::tvd: return launch_rows<DivergenceKind::tvd>(ctx, p, same_offset);
-    }
+    with_kind(a.kind, [&]<DivergenceKind K>() { launch_rows<K>(ctx, p, same_offset); });
   });
 }
 

@@ -11,7 +11,6 @@
 #pragma once
 
 #include "tigon/base/cuda/ptx.cuh"
-#include "tigon/ops/divergence/divergence_launch.cuh"
 #include "tigon/ops/divergence/divergence_reduce.cuh"
 
 namespace tigon::cuda {
@@ -29,7 +28,7 @@ struct KlStorage {
 // Combines the sums of the lanes.
 template <DivergenceKind K, class T>
 __device__ __forceinline__ void all_reduce_lanes(Sums& m, float& terms, const Scaling<T>& scaling) {
-  const float top_s = warp_max(m.ref_s), top_t = warp_max(m.ref_t);
+  const float top_s = extreme_of_lanes<Max, 32>(m.ref_s), top_t = extreme_of_lanes<Max, 32>(m.ref_t);
   const float s = scaling.power(m.ref_s - finite_max(top_s)), t = scaling.power(m.ref_t - finite_max(top_t));
   const float weight = K == DivergenceKind::reverse_kl ? s : t;
   const float sum = K == DivergenceKind::reverse_kl ? m.sum_s : -m.sum_t;
@@ -164,7 +163,8 @@ struct KlConsumer {
     }
     own = {0.0f, 0.0f, 0.0f, 0.0f}, terms = 0.0f;
     if (!p.log_probs)
-      own.ref_s = warp_max(max_of_word<T>(top_s)), own.ref_t = warp_max(max_of_word<T>(top_t));
+      own.ref_s = extreme_of_lanes<Max, 32>(max_of_word<T>(top_s)),
+      own.ref_t = extreme_of_lanes<Max, 32>(max_of_word<T>(top_t));
     ref_s = finite_max(own.ref_s), ref_t = finite_max(own.ref_t);
   }
   // kGuardZero: 0 log 0 is 0.

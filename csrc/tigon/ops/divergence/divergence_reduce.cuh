@@ -1,8 +1,11 @@
-// What the CUDA kernels of divergence share: arguments, exponentials of a row, and the reductions
-// over its threads.
+// What the CUDA kernels of divergence share: arguments, exponentials of a row, the reductions over its threads, launches of
+// persistent CTAs and clusters.
 #pragma once
 
+#include <algorithm>
+
 #include "tigon/base/cuda/aligned_row.cuh"
+#include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/cuda/reduce.cuh"
@@ -21,11 +24,9 @@ constexpr bool kKl = K == DivergenceKind::forward_kl || K == DivergenceKind::rev
 template <class T>
 struct Params {
   const T *student, *teacher;
-  // May be null, or equal to student.
+  // These three may be null; dstudent may be student.
   T* dstudent;
-  // May be null.
   const int64_t* labels;
-  // May be null.
   const float* scale;
   float* loss;
   int64_t rows, student_stride, teacher_stride, dstudent_stride, scale_step, ignore_index;
@@ -149,14 +150,6 @@ __device__ __forceinline__ void add_class(float& s, float& t, float part_s, floa
   }
 }
 
-// Order-preserving map of floats to integers.
-__device__ __forceinline__ float warp_max(float x) {
-  int i = __float_as_int(x);
-  i ^= (i >> 31) & 0x7fffffff;
-  i = __reduce_max_sync(kAllLanes, i);
-  i ^= (i >> 31) & 0x7fffffff;
-  return __int_as_float(i);
-}
 // Distant lanes first.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -215,7 +208,7 @@ __device__ __forceinline__ void wait_published(ReduceStorage<T, Messages>& x, in
 // Combines the lanes' sums relative to the largest references.
 template <class T>
 __device__ __forceinline__ void all_reduce_lanes(Sums& m, const Scaling<T>& scaling) {
-  const float top_s = warp_max(m.ref_s), top_t = warp_max(m.ref_t);
+  const float top_s = extreme_of_lanes<Max, 32>(m.ref_s), top_t = extreme_of_lanes<Max, 32>(m.ref_t);
   m.sum_s = warp_sum(m.sum_s * scaling.power(m.ref_s - finite_max(top_s)));
   m.sum_t = warp_sum(m.sum_t * scaling.power(m.ref_t - finite_max(top_t)));
   m.ref_s = top_s, m.ref_t = top_t;
@@ -223,7 +216,7 @@ __device__ __forceinline__ void all_reduce_lanes(Sums& m, const Scaling<T>& scal
 __device__ __forceinline__ void all_reduce_lanes(PlainTotals& t) { t = {warp_sum(t.terms), warp_sum(t.g)}; }
 __device__ __forceinline__ void all_reduce_lanes(CenteredTotals& t) {
   // 0 with a NaN, as is everything else then.
-  const unsigned heaviest = __ballot_sync(kAllLanes, t.weight == warp_max(t.weight));
+  const unsigned heaviest = __ballot_sync(kAllLanes, t.weight == extreme_of_lanes<Max, 32>(t.weight));
   const float center = __shfl_sync(kAllLanes, t.center, __ffs(int(heaviest)) - 1);
   t = {warp_sum(t.terms), warp_sum(fma(t.weight, t.center - center, t.g)), center, warp_sum(t.weight)};
 }
@@ -245,7 +238,8 @@ __device__ __forceinline__ RowPair all_reduce_sums(ReduceStorage<T, Messages>& x
     float terms = 0.0f;
     for (int i = lane; i < messages; i += 32)
       all.ref_s = fmaxf(all.ref_s, sums[i].ref_s), all.ref_t = fmaxf(all.ref_t, sums[i].ref_t);
-    all.ref_s = finite_max(warp_max(all.ref_s)), all.ref_t = finite_max(warp_max(all.ref_t));
+    all.ref_s = finite_max(extreme_of_lanes<Max, 32>(all.ref_s)),
+    all.ref_t = finite_max(extreme_of_lanes<Max, 32>(all.ref_t));
     for (int i = lane; i < messages; i += 32) {
       const Sums m = sums[i];
       const float s = scaling.power(m.ref_s - all.ref_s), t = scaling.power(m.ref_t - all.ref_t);
@@ -307,6 +301,24 @@ template <class T>
 __device__ __forceinline__ void zero_ignored_rows(const Params<T>& p, int warp, int warps) {
   for (ZeroMaskedRows<Params<T>> zeroing(p, warp, warps); zeroing.step();) {
   }
+}
+
+// Columns of a CTA of a cluster: a multiple of 64, so that slices have the row's offset.
+int slice_of(int64_t cols, int cluster) { return int(ceil_div(ceil_div(cols, cluster), 64) * 64); }
+
+// Returns false when no such cluster fits on the device.
+template <class Kernel, class... Arguments>
+bool launch_resident(Context& ctx, OccupancyCache& occupancy, Kernel kernel, int threads, size_t shared,
+                     int cluster, int64_t rows, const Arguments&... arguments) {
+  const int64_t resident = occupancy.max_active(kOp, kernel, cluster, threads, shared);
+  if (resident == 0) return false;
+  launch(kOp, ctx, kernel,
+         {.blocks = std::min(rows, resident) * cluster,
+          .threads = threads,
+          .shared = shared,
+          .cluster = cluster},
+         arguments...);
+  return true;
 }
 
 }  // namespace

@@ -2,10 +2,21 @@
 #pragma once
 
 #include "tigon/base/cuda/math.cuh"
-#include "tigon/ops/divergence/divergence.h"
+#include "tigon/ops/divergence/distillation.h"
 
 namespace tigon::cuda {
 namespace {
+
+// Calls fn.operator()<kind>().
+template <class Fn>
+void with_kind(DivergenceKind kind, const Fn& fn) {
+  switch (kind) {
+    case DivergenceKind::forward_kl: return fn.template operator()<DivergenceKind::forward_kl>();
+    case DivergenceKind::reverse_kl: return fn.template operator()<DivergenceKind::reverse_kl>();
+    case DivergenceKind::jsd: return fn.template operator()<DivergenceKind::jsd>();
+    case DivergenceKind::tvd: return fn.template operator()<DivergenceKind::tvd>();
+  }
+}
 
 // The formulas: `fast` with approximate instructions for 16-bit rows, `precise` with functions
 // exact to an ulp for 32-bit rows.

@@ -10,7 +10,6 @@
 #pragma once
 
 #include "tigon/base/cuda/tma_pipeline.cuh"
-#include "tigon/ops/divergence/divergence_launch.cuh"
 #include "tigon/ops/divergence/divergence_reduce.cuh"
 
 namespace tigon::cuda {
@@ -248,7 +247,8 @@ struct Consumer {
     }
     Sums own = {0.0f, 0.0f, 0.0f, 0.0f};
     if (!p.log_probs)
-      own.ref_s = warp_max(max_of_word<T>(top_s)), own.ref_t = warp_max(max_of_word<T>(top_t));
+      own.ref_s = extreme_of_lanes<Max, 32>(max_of_word<T>(top_s)),
+      own.ref_t = extreme_of_lanes<Max, 32>(max_of_word<T>(top_t));
     const Powers power_s(p.slope, finite_max(own.ref_s)), power_t(p.slope, finite_max(own.ref_t));
 #pragma unroll 1
     for (int h = 0; h < chunks; ++h, head.advance()) {

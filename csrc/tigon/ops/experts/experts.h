@@ -203,7 +203,7 @@ struct ExpertsZeroRest {
   Vector offsets;
 
   void fields(Fields& f) {
-    f.updated_rows("rows", rows);
+    f.updated("rows", rows, Role::rows);
     ExpertsFields::offsets(f, offsets);
   }
 };
