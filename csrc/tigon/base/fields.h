@@ -43,6 +43,7 @@ struct Expected {
   bool wanted = true;        // a result that is; else it is absent
   bool flat = false;         // all elements of a tensor of any shape
   bool updated = false;      // an input that is written
+  bool pitch = false;        // one row keeps the stride of its tensor
 };
 
 // Of each tensor of a list, whose elements are taken in the order of memory.
@@ -137,6 +138,17 @@ class Fields {
   void any(const char* name, Vector& v, Role role = Role::optional) {
     field({name, role, nullptr, &v, {.cols = v.size, .dtype = v.dtype}});
   }
+  // Written in place.
+  void updated(const char* name, Matrix& m) {
+    field({name, Role::optional, &m, nullptr, {.rows = m.rows, .cols = m.cols, .updated = true}});
+  }
+  void updated(const char* name, Vector& v) {
+    field({name, Role::optional, nullptr, &v, {.cols = v.size, .updated = true}});
+  }
+  // Memory of the caller's whose rows lie further apart than they are long: a product's kernel goes by that, of one row too.
+  void pitched(const char* name, Matrix& m, bool updated) {
+    field({name, Role::input, &m, nullptr, {.cols = m.cols, .updated = updated, .pitch = true}});
+  }
   // All elements of a tensor of any shape. `rows`: of one of two dimensions, else minus their number.
   void flat(const char* name, Vector& v, Role role = Role::optional, int64_t* rows = nullptr) {
     field({name, role, nullptr, &v, {.cols = v.size, .dtype = v.dtype, .leading = rows, .flat = true}});
@@ -209,14 +221,15 @@ class Fields {
   void result_if(bool wanted, const char* name, Vector& v, const Vector& of, Role role = Role::result) {
     field({name, role, nullptr, &v, {.cols = of.size, .scalar = true, .of = &of, .wanted = wanted}});
   }
-  void result_if(bool wanted, const char* name, Matrix& m, const Matrix& x) {
+  void result_if(bool wanted, const char* name, Matrix& m, const Matrix& x, Role role = Role::result) {
     Expected e = sizes_of(x, x.dtype);
     e.wanted = wanted;
-    field({name, Role::result, &m, nullptr, e});
+    field({name, role, &m, nullptr, e});
   }
-  void result_if(bool wanted, const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype) {
+  void result_if(bool wanted, const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype,
+                 Role role = Role::result) {
     Expected e = {.rows = rows, .cols = cols, .dtype = dtype, .wanted = wanted};
-    field({name, Role::result, &m, nullptr, e});
+    field({name, role, &m, nullptr, e});
   }
   // [count, rows, cols], the matrices one after the other.
   void stacked_result(const char* name, Matrix& m, int64_t count, int64_t rows, int64_t cols, DType dtype) {

@@ -1,6 +1,7 @@
 // PyTorch's operators of the ops whose arguments have a list of fields (base/fields.h): schemas, and one adaptor for all.
 #include "tigon/base/op.h"
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -221,12 +222,15 @@ class Views final : public Fields {
       TIGON_CHECK(op_, t.dim() >= 2, f.name, " must have at least two dimensions, got ", t.dim());
       *f.expected.leading = t.size(0), held.stacked = true;
     }
-    if (f.matrix != nullptr)
+    if (f.matrix != nullptr) {
       *f.matrix = rows_of(op_, f.name, t);
-    else
+      if (f.expected.pitch && f.matrix->rows == 1 && t.dim() == 2)
+        f.matrix->stride = std::max(f.matrix->cols, t.stride(0));
+    } else {
       *f.vector = f.expected.scalar ? scalar_of(op_, f.name, t)
                   : f.expected.flat ? torch_shim::flat(op_, f.name, t)
                                     : vector_of(op_, f.name, t);
+    }
     held.copied = t.get() != given;
     if (f.expected.updated) check_in_place(f.name, held.copied, kDenseRows);
   }

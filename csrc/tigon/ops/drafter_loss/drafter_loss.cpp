@@ -67,11 +67,12 @@ void drafter_loss(Context& ctx, const DrafterLoss& a) {
   draft.op = kOp;
   check_call(a, draft, teacher);
   int64_t steps = teacher.hidden.rows > 0 ? draft.hidden.rows / teacher.hidden.rows : 1;
-  LinearHeadLabels of_teacher = {.target = a.teacher_target,
-                                 .ignore_index = a.labels.ignore_index,
-                                 .valid_rows = a.labels.valid_rows < 0 ? -1 : a.labels.valid_rows / steps};
+  LinearHeadLabels teacher_labels = {
+      .target = a.teacher_target,
+      .ignore_index = a.labels.ignore_index,
+      .valid_rows = a.labels.valid_rows < 0 ? -1 : a.labels.valid_rows / steps};
   LinearHeadRows rows = linear_head_rows(ctx, draft, a.labels),
-                 teacher_rows = linear_head_rows(ctx, teacher, of_teacher);
+                 teacher_rows = linear_head_rows(ctx, teacher, teacher_labels);
   bool gradients = draft.wants_gradients();
   int64_t count = rows.count / steps;
   int64_t few = linear_head_limit(ctx, teacher, count, 0);
@@ -80,7 +81,7 @@ void drafter_loss(Context& ctx, const DrafterLoss& a) {
   if (!gradients) chunk = std::min(chunk, few);
   few = std::min(few, chunk);
   linear_head_check_chunks(draft, (count + chunk - 1) / chunk);
-  linear_head_scale(ctx, a.reduction, of_teacher, {});
+  linear_head_scale(ctx, a.reduction, teacher_labels, {});
   linear_head_clear(ctx, draft, rows);
   Vector results[3] = {a.loss, a.overlap, a.counted};
   if (rows.listed)

@@ -29,7 +29,10 @@ struct LinearHeadFields {
 
   void operands(Fields& f, LinearHead& h, LinearHeadLabels& labels, LogitFormula& z) {
     f.rows("hidden", h.hidden), f.any("weight", h.weight, Role::input);
-    f.any("target", labels.target, Role::input), f.any("bias", h.bias);
+    f.any("target", labels.target, Role::input), parameters(f, h, labels, z);
+  }
+  void parameters(Fields& f, LinearHead& h, LinearHeadLabels& labels, LogitFormula& z) {
+    f.any("bias", h.bias);
     f.any("class_weight", class_weight), f.any("token_weight", token_weight);
     f.any("lora_a", h.lora_a), f.any("lora_b", h.lora_b);
     f.option("ignore_index", labels.ignore_index), f.option("label_smoothing", label_smoothing);
@@ -49,18 +52,22 @@ struct LinearHeadFields {
     one ? f.number("loss", r.total) : f.result("loss", loss, h.hidden.rows, DType::f32);
     f.number_if(one, "scale", r.scale);
   }
-  void gradients(Fields& f, LinearHead& h, const LinearHeadLabels& labels) {
-    const int64_t worked = labels.valid_rows >= 0 ? labels.valid_rows : h.hidden.rows;
-    const bool whole =
-        worked <= (labels.chunk_rows > 0 ? labels.chunk_rows
-                                         : linear_head_whole_rows({.cuda = f.on_cuda(),
-                                                                   .dtype = int64_t(h.hidden.dtype),
-                                                                   .hidden = h.hidden.cols,
-                                                                   .vocab = h.weight.rows,
-                                                                   .train_weight = 1}));
-    gradients(f, h, whole);
+  static int64_t worked(const LinearHead& h, const LinearHeadLabels& labels) {
+    return labels.valid_rows >= 0 ? labels.valid_rows : h.hidden.rows;
   }
-  // `whole`: one chunk takes all rows.
+  // Whether one chunk takes all rows of a call that forms dweight.
+  static bool whole(const Fields& f, const LinearHead& h, const LinearHeadLabels& labels) {
+    return worked(h, labels) <= (labels.chunk_rows > 0
+                                     ? labels.chunk_rows
+                                     : linear_head_whole_rows({.cuda = f.on_cuda(),
+                                                               .dtype = int64_t(h.hidden.dtype),
+                                                               .hidden = h.hidden.cols,
+                                                               .vocab = h.weight.rows,
+                                                               .train_weight = 1}));
+  }
+  void gradients(Fields& f, LinearHead& h, const LinearHeadLabels& labels) const {
+    gradients(f, h, whole(f, h, labels));
+  }
   void gradients(Fields& f, LinearHead& h, bool whole) const {
     const int64_t v = h.weight.rows, cols = h.hidden.cols, r = h.lora_a.rows;
     const bool rounded = needs & need_weight && needs & may_round && whole;

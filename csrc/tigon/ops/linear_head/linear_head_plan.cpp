@@ -160,3 +160,9 @@ LinearHeadPlan linear_head_memory(const LinearHeadSizes& sizes) {
 }
 
 }  // namespace tigon
+
+// For Python, through ctypes.
+extern "C" TIGON_API void tigon_linear_head_memory(const tigon::LinearHeadSizes* sizes,
+                                                   tigon::LinearHeadPlan* plan) {
+  *plan = tigon::linear_head_memory(*sizes);
+}

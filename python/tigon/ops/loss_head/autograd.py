@@ -120,7 +120,7 @@ def _fake_rows_in_place(upstream, entropy_upstream, unit, kept, main_grad, *argu
     return empty_gradients(call, call.memory.needs & ~given, kept)
 
 
-# The schemas stand in csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy_torch.cpp.
+# Their lists of fields stand in csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy.cpp.
 finish = raw("linear_cross_entropy_bwd", _fake_finish)
 finish_in_place = raw("linear_cross_entropy_bwd_", _fake_finish, OP)
 _rows_backward = raw("linear_cross_entropy_rows_bwd", _fake_rows, OP)

@@ -22,6 +22,7 @@ from tigon.ops.loss_head.operands import (
     WEIGHT,
     Call,
     Head,
+    Memory,
     Operands,
     autocast,
     check_head,
@@ -243,7 +244,7 @@ class _Stream:
     def _arguments(self, hidden, labels):
         """The arguments of a native call on a chunk."""
         _, weight, _, bias, *_ = self.operands
-        return (*Operands(hidden, weight, labels, bias), *self.formula)
+        return (*Operands(hidden, weight, labels, bias), *self.formula, *Memory())
 
     def _chunk(self, span, scale):
         loss, part = self.loss, slice(span.begin, span.end)

@@ -22,9 +22,7 @@ from tigon.ops.arguments import (
 from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
 from tigon.ops.loss_head.plan import check_cap, chunk_that_fits
 
-# Bits of `needs`, as in csrc/tigon/ops/linear_head/linear_head_fields.h: gradients needed, whether weight's
-# may be formed in hidden's dtype, whether the forward of per-row losses may form hidden's for an upstream
-# gradient of 1, whether weight's is added to what its owner keeps, and whether that forward keeps logits.
+# Bits of `needs`, whose meanings csrc/tigon/ops/linear_head/linear_head_fields.h says.
 HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND, UNIT, MAIN_GRAD, LOGITS = (1 << i for i in range(9))
 NEEDS = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "lora_a": LORA_A, "lora_b": LORA_B}
 
