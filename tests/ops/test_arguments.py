@@ -240,3 +240,33 @@ def test_numbers(probe, name):
 
 def test_error_is_runtime_and_value_error():
     assert issubclass(tigon.Error, RuntimeError) and issubclass(tigon.Error, ValueError)
+
+
+LOSSES = {
+    "linear_cross_entropy": "LinearCrossEntropyLoss",
+    "linear_kl_div": "LinearKLDivLoss",
+    "linear_jsd": "LinearJSDLoss",
+    "linear_tvd": "LinearTVDLoss",
+    "linear_preference": "LinearPreferenceLoss",
+    "linear_kto": "LinearKTOLoss",
+    "linear_policy": "LinearPolicyLoss",
+}
+
+
+def test_signatures_name_every_option():
+    """Functions and modules that take ``**options`` show those of the function that they hand them to."""
+    keywords = {name: inspect.signature(getattr(tigon, name)).parameters for name in LOSSES}
+    whole = set(keywords["linear_kl_div"])
+    assert set(keywords["linear_tvd"]) == whole - {"reverse"}
+    assert set(keywords["linear_jsd"]) == whole - {"reverse"} | {"beta"}
+    for name, module in LOSSES.items():
+        module = getattr(tigon.nn, module)
+        own, call = (inspect.signature(f).parameters for f in (module, module.forward))
+        assert set(own) == set(keywords[name]) - set(call) and "options" not in own
+        assert all(own[key].default == keywords[name][key].default for key in own)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'warmth'"):
+            module(warmth=2.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'reverse'"):
+        tigon.linear_tvd(None, None, None, reverse=True)
+    own = inspect.signature(tigon.linear_log_prob_memory).parameters
+    assert own["lora_rank"].default == 0 and not {"reduction", "function", "groups"} & set(own)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from tigon.ops.arguments import options_of
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
@@ -21,12 +22,28 @@ from tigon.ops.preference import KTOResult, PreferenceResult
 
 
 class _Loss(nn.Module):
-    """What prints the options of a loss."""
+    """A loss, or `function` with those of its keyword arguments fixed that ``forward`` does not name."""
 
+    function: Callable
     options: dict
 
+    def __init_subclass__(cls) -> None:
+        if "function" not in vars(cls):
+            return
+
+        @options_of(cls.function, *inspect.signature(cls.forward).parameters)
+        def __init__(self, **options) -> None:
+            nn.Module.__init__(self)
+            self.options = known | options
+            if "class_weight" in known:
+                self.register_buffer("class_weight", self.options.pop("class_weight"))
+
+        parameters = inspect.signature(__init__).parameters.values()
+        known = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        cls.__init__ = __init__
+
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return ", ".join(f"{k}={v!r}" for k, v in self.options.items())
 
 
 class CrossEntropyLoss(_Loss):
@@ -78,37 +95,7 @@ class LinearCrossEntropyLoss(_Loss):
     ``reduction="none"``.
     """
 
-    def __init__(
-        self,
-        *,
-        ignore_index: int = -100,
-        class_weight: torch.Tensor | None = None,
-        label_smoothing: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        temperature: float = 1.0,
-        z_loss: float = 0.0,
-        reduction: str = "mean",
-        shift: int | bool = False,
-        chunk_rows: int | None = None,
-        max_workspace_mb: float | None = None,
-        outputs: tuple[str, ...] | None = None,
-    ) -> None:
-        super().__init__()
-        self.register_buffer("class_weight", class_weight)
-        self.options = {
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "temperature": temperature,
-            "z_loss": z_loss,
-            "reduction": reduction,
-            "shift": shift,
-            "chunk_rows": chunk_rows,
-            "max_workspace_mb": max_workspace_mb,
-            "outputs": outputs,
-        }
+    function = staticmethod(linear_cross_entropy)
 
     def forward(
         self,
@@ -120,30 +107,25 @@ class LinearCrossEntropyLoss(_Loss):
         token_weight: torch.Tensor | None = None,
         valid_rows: int | None = None,
         position_ids: torch.Tensor | None = None,
+        lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
-        per_call = {"denominator": denominator, "token_weight": token_weight, "valid_rows": valid_rows}
-        per_call["position_ids"] = position_ids
         return linear_cross_entropy(
-            hidden, weight, target, bias=bias, class_weight=self.class_weight, **per_call, **self.options
-        )
+            hidden, weight, target, bias=bias, denominator=denominator, token_weight=token_weight,
+            valid_rows=valid_rows, position_ids=position_ids, lora=lora, class_weight=self.class_weight,
+            **self.options,
+        )  # fmt: skip
 
 
-_PER_CALL = ("bias", "lora", "token_weight", "denominator", "valid_rows", "position_ids")
+class LinearKLDivLoss(_Loss):
+    """:func:`tigon.linear_kl_div` with its options fixed; the heads' weights stay with their models.
 
+    Args: the keyword arguments of :func:`tigon.linear_kl_div` but for those of a call.
 
-class _LinearDivergenceLoss(_Loss):
-    """A divergence of two heads with its options fixed; the heads' weights stay with their models."""
+    Shape: hidden ``[..., H]``, weight ``[V, H]``, teacher ``([..., H_t], [V_t, H_t])`` or ``[..., V_t]``,
+    labels ``[...]`` or ``None`` -> scalar, or ``[...]`` with ``reduction="none"``.
+    """
 
-    function: Callable[..., torch.Tensor]
-
-    def __init__(self, **options) -> None:
-        super().__init__()
-        known = inspect.signature(self.function).parameters.values()
-        fixed = {p.name: p.default for p in known if p.kind is p.KEYWORD_ONLY and p.name not in _PER_CALL}
-        unknown = [name for name in options if name not in fixed]
-        if unknown:
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
-        self.options = fixed | options
+    function = staticmethod(linear_kl_div)
 
     def forward(
         self,
@@ -156,48 +138,27 @@ class _LinearDivergenceLoss(_Loss):
         token_weight: torch.Tensor | None = None,
         valid_rows: int | None = None,
         position_ids: torch.Tensor | None = None,
+        lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
-        per_call = {"denominator": denominator, "token_weight": token_weight, "valid_rows": valid_rows}
-        per_call["position_ids"] = position_ids
-        return self.function(hidden, weight, teacher, labels, bias=bias, **per_call, **self.options)
+        return self.function(
+            hidden, weight, teacher, labels, bias=bias, denominator=denominator, token_weight=token_weight,
+            valid_rows=valid_rows, position_ids=position_ids, lora=lora, **self.options,
+        )  # fmt: skip
 
 
-class LinearKLDivLoss(_LinearDivergenceLoss):
-    """:func:`tigon.linear_kl_div` with its options fixed; the heads' weights stay with their models.
-
-    Args: the keyword arguments of :func:`tigon.linear_kl_div` but for those of a call.
-
-    Shape: hidden ``[..., H]``, weight ``[V, H]``, teacher ``([..., H_t], [V_t, H_t])`` or ``[..., V_t]``,
-    labels ``[...]`` or ``None`` -> scalar, or ``[...]`` with ``reduction="none"``.
-    """
-
-    function = staticmethod(linear_kl_div)
-
-
-class LinearJSDLoss(_LinearDivergenceLoss):
+class LinearJSDLoss(LinearKLDivLoss):
     """:func:`tigon.linear_jsd` with its options fixed: as :class:`LinearKLDivLoss`."""
 
     function = staticmethod(linear_jsd)
 
 
-class LinearTVDLoss(_LinearDivergenceLoss):
+class LinearTVDLoss(LinearKLDivLoss):
     """:func:`tigon.linear_tvd` with its options fixed: as :class:`LinearKLDivLoss`."""
 
     function = staticmethod(linear_tvd)
 
 
-class _Fixed(_Loss):
-    """A function with its options fixed; the head's weight stays with the model."""
-
-    function: Callable
-
-    def __init__(self, **options) -> None:
-        super().__init__()
-        inspect.signature(type(self).function).bind_partial(**options)  # a TypeError here, not in a step
-        self.options = options
-
-
-class LinearPreferenceLoss(_Fixed):
+class LinearPreferenceLoss(_Loss):
     """:func:`tigon.linear_preference` with its options fixed.
 
     Args: the keyword arguments of :func:`tigon.linear_preference` but for those of a call.
@@ -215,10 +176,10 @@ class LinearPreferenceLoss(_Fixed):
         ref: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
         **per_call,
     ) -> PreferenceResult:
-        return linear_preference(hidden, weight, target, ref=ref, **{**self.options, **per_call})
+        return linear_preference(hidden, weight, target, ref=ref, **self.options | per_call)
 
 
-class LinearKTOLoss(_Fixed):
+class LinearKTOLoss(_Loss):
     """:func:`tigon.linear_kto` with its options fixed.
 
     Args: the keyword arguments of :func:`tigon.linear_kto` but for those of a call.
@@ -239,10 +200,10 @@ class LinearKTOLoss(_Fixed):
         ref: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
         **per_call,
     ) -> KTOResult:
-        return linear_kto(hidden, weight, target, desirable, kl=kl, ref=ref, **{**self.options, **per_call})
+        return linear_kto(hidden, weight, target, desirable, kl=kl, ref=ref, **self.options | per_call)
 
 
-class LinearPolicyLoss(_Fixed):
+class LinearPolicyLoss(_Loss):
     """:func:`tigon.linear_policy` with its options fixed.
 
     Args: the keyword arguments of :func:`tigon.linear_policy` but for those of a call.
@@ -265,4 +226,4 @@ class LinearPolicyLoss(_Fixed):
         **per_call,
     ) -> LinearPolicyResult:
         tensors = {"old": old, "ref": ref, "importance": importance}
-        return linear_policy(hidden, weight, target, advantage, **tensors, **{**self.options, **per_call})
+        return linear_policy(hidden, weight, target, advantage, **tensors, **self.options | per_call)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -16,6 +18,30 @@ _STRIDED = torch.strided
 def kind_of(value: object) -> object:
     """What an argument is: the dtype of a tensor, the type of anything else."""
     return value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def options_of(function: Callable, *but: str) -> Callable[[Callable], Callable]:
+    """Decorates what takes ``**options``: those of `function` but for these, as its signature says."""
+
+    def decorate(taker):
+        signature = inspect.signature(taker)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        taken = {*but, *(p.name for p in own)}
+        given = inspect.signature(function).parameters.values()
+        own += [p for p in given if p.kind is p.KEYWORD_ONLY and p.name not in taken]
+        known = {p.name for p in own}
+
+        @functools.wraps(taker)
+        def call(*args, **options):
+            for name in options:
+                if name not in known:
+                    raise TypeError(f"{taker.__name__}() got an unexpected keyword argument {name!r}")
+            return taker(*args, **options)
+
+        call.__signature__ = signature.replace(parameters=own)
+        return call
+
+    return decorate
 
 
 def check_float(op: str, name: str, x: object) -> None:

@@ -357,7 +357,7 @@ def contrastive_loss(
     plain = normalize and reduction != "none" and all(x is None for x in (labels, ids, margin, guide, group))
     if plain and _has_cosine(q, temperature, sizes):
         options = temperature, symmetric, weight, reduction, chunk_rows
-        of_size = functools.partial(_cosine_loss, options=options)
+        loss_of_size = functools.partial(_cosine_loss, options=options)
     else:
         diagonal = labels is None
         positives = torch.arange(n, device=q.device)[:, None] if diagonal else labels
@@ -371,8 +371,8 @@ def contrastive_loss(
             choice["limit"] = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
             choice["guide"] = whole.rows(guide[0]), guide[1]
         options = positives, temperature, symmetric, normalize, weight, choice, reduction, whole, chunk_rows
-        of_size = functools.partial(_loss, options=options)
-    losses = [of_size(*((q, d) if s == size else (q[:, :s], d[:, :s]))) for s in sizes]
+        loss_of_size = functools.partial(_loss, options=options)
+    losses = [loss_of_size(*((q, d) if s == size else (q[:, :s], d[:, :s]))) for s in sizes]
     if size_weights is not None:
         losses = [loss * w for loss, w in zip(losses, size_weights, strict=True)]
     return sum(losses[1:], losses[0])

@@ -77,7 +77,7 @@ def reference(hidden, weight, teacher, counts, d: Drafter):
     """Losses, overlaps and counted rows of ``hidden [..., (S,) H]``, in plain PyTorch operations."""
     wide, lead = torch.promote_types(hidden.dtype, torch.float32), teacher[0].dim() - 1
 
-    def of_steps(t):
+    def stepwise(t):
         return t.unsqueeze(lead) if hidden.dim() > lead + 1 else t
 
     with torch.no_grad():
@@ -85,13 +85,13 @@ def reference(hidden, weight, teacher, counts, d: Drafter):
         ids = torch.arange(z.shape[-1], device=z.device) if d.draft_ids is None else d.draft_ids
         inside = z[..., ids.clamp(min=0)].masked_fill(ids < 0, -torch.inf)
         log_p, log_all = torch.log_softmax(inside, -1), torch.logsumexp(z, -1, keepdim=True)
-        of_overlap, soft = (of_steps(inside - log_all if own else log_p) for own in _OUTSIDE[d.outside])
-        label = of_steps(inside.argmax(-1)).expand(hidden.shape[:-1])
+        overlap_log_p, soft = (stepwise(inside - log_all if own else log_p) for own in _OUTSIDE[d.outside])
+        label = stepwise(inside.argmax(-1)).expand(hidden.shape[:-1])
         if d.mask_outside:
-            counts = counts & of_steps(inside.amax(-1) == z.amax(-1))
+            counts = counts & stepwise(inside.amax(-1) == z.amax(-1))
     logits = F.linear(hidden, weight.to(hidden.dtype)).to(wide)
     log_q, p = torch.log_softmax(logits, -1), soft.exp()
-    overlap = torch.minimum(of_overlap.exp(), log_q.exp()).sum(-1)
+    overlap = torch.minimum(overlap_log_p.exp(), log_q.exp()).sum(-1)
     cross = -torch.where(p > 0, p * log_q, 0.0).sum(-1)
     kl = cross + torch.where(p > 0, p * soft, 0.0).sum(-1)
     blend = torch.exp(-d.eta * overlap.detach())

@@ -22,6 +22,7 @@ from tigon.ops.arguments import (
     check_numbers,
     check_positive,
     kind_of,
+    options_of,
 )
 from tigon.ops.loss_head import top_k
 from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
@@ -62,6 +63,11 @@ class Divergence(NamedTuple):
     reduction: str = "batchmean"
     denominator: float | torch.Tensor | None = None
     outputs: tuple[str, ...] = ("loss",)
+
+    @classmethod
+    def of(cls, options: dict, **more) -> Divergence:
+        """Those of a divergence among the options of a loss."""
+        return cls(**more, **{name: value for name, value in options.items() if name in cls._fields})
 
     def results(self, loss, results):
         """What the caller gets of the loss and the results of rows by name."""
@@ -313,6 +319,7 @@ def linear_kl_div(
     return _run("linear_kl_div", hidden, weight, labels, head, loss)
 
 
+@options_of(linear_kl_div, "reverse")
 def linear_jsd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -320,24 +327,7 @@ def linear_jsd(
     labels: torch.Tensor | None = None,
     *,
     beta: float = 0.5,
-    soft: float = 1.0,
-    hard: float = 0.0,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    teacher_logit_scale: float = 1.0,
-    bias: torch.Tensor | None = None,
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    token_weight: torch.Tensor | None = None,
-    reduction: str = "batchmean",
-    denominator: float | torch.Tensor | None = None,
-    ignore_index: int = -100,
-    shift: int | bool = False,
-    position_ids: torch.Tensor | None = None,
-    valid_rows: int | None = None,
-    chunk_rows: int | None = None,
-    outputs: tuple[str, ...] = ("loss",),
+    **options,
 ) -> torch.Tensor | NamedTuple:
     """Generalised Jensen-Shannon divergence of the distributions of two linear heads, without their logits.
 
@@ -352,45 +342,22 @@ def linear_jsd(
     check_numbers("linear_jsd", beta=beta)
     check("linear_jsd", 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
     kind = "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
-    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids, valid_rows,
-                chunk_rows)  # fmt: skip
-    loss = Divergence(teacher, kind, beta, soft, hard, teacher_softcap, teacher_logit_scale, token_weight,
-                      reduction, denominator, outputs)  # fmt: skip
-    return _run("linear_jsd", hidden, weight, labels, head, loss)
+    loss = Divergence.of(options, teacher=teacher, kind=kind, beta=beta)
+    return _run("linear_jsd", hidden, weight, labels, Head.of(options), loss)
 
 
+@options_of(linear_kl_div, "reverse")
 def linear_tvd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     teacher: torch.Tensor | tuple[torch.Tensor, ...],
     labels: torch.Tensor | None = None,
-    *,
-    soft: float = 1.0,
-    hard: float = 0.0,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    teacher_logit_scale: float = 1.0,
-    bias: torch.Tensor | None = None,
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    token_weight: torch.Tensor | None = None,
-    reduction: str = "batchmean",
-    denominator: float | torch.Tensor | None = None,
-    ignore_index: int = -100,
-    shift: int | bool = False,
-    position_ids: torch.Tensor | None = None,
-    valid_rows: int | None = None,
-    chunk_rows: int | None = None,
-    outputs: tuple[str, ...] = ("loss",),
+    **options,
 ) -> torch.Tensor | NamedTuple:
     """Total variation distance ``1/2 sum |T - S|`` of the distributions of two linear heads, without their
     logits. Where ``T = S`` the gradient is 0.
 
     Args, returns, raises: as :func:`tigon.linear_kl_div`.
     """
-    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids, valid_rows,
-                chunk_rows)  # fmt: skip
-    loss = Divergence(teacher, "tvd", 0.5, soft, hard, teacher_softcap, teacher_logit_scale, token_weight,
-                      reduction, denominator, outputs)  # fmt: skip
-    return _run("linear_tvd", hidden, weight, labels, head, loss)
+    loss = Divergence.of(options, teacher=teacher, kind="tvd")
+    return _run("linear_tvd", hidden, weight, labels, Head.of(options), loss)

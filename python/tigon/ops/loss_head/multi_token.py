@@ -102,8 +102,8 @@ def _loss_of(h, labels, head):
     """Loss and accuracy of one head."""
     options = head.options
     out = linear_cross_entropy(h, head.weight, labels, bias=head.bias, outputs=("loss", "correct"), **options)
-    of_rows = shifted(labels, options["ignore_index"], options["shift"], options["position_ids"])
-    return out.loss, out.correct.sum() / of_rows.ne(options["ignore_index"]).sum()
+    targets = shifted(labels, options["ignore_index"], options["shift"], options["position_ids"])
+    return out.loss, out.correct.sum() / targets.ne(options["ignore_index"]).sum()
 
 
 def _sum(heads, losses):
@@ -173,7 +173,7 @@ class _Gradients:
     """The gradients of all heads so far: of a tensor that several use a sum in float32."""
 
     def __init__(self, uses: list[list[int]]) -> None:
-        self.uses = Counter(key for of_head in uses for key in of_head)
+        self.uses = Counter(key for used in uses for key in used)
         self.of: dict[int, torch.Tensor] = {}
         self.memory: set[int] = set()
 
@@ -383,8 +383,8 @@ def multi_token_loss(
                 name, name,
             )  # fmt: skip
         check_lora(_OP, lora[i], weight, weight)
-        of_head = {"shift": shifts[i], "lora": lora[i], "valid_rows": valid_rows[i]}
-        options = {**shared, **of_head, "denominator": denominators[i]}
+        own = {"shift": shifts[i], "lora": lora[i], "valid_rows": valid_rows[i]}
+        options = {**shared, **own, "denominator": denominators[i]}
         made.append(_Head(layers, weight, bias, float(coefficients[i]), options))
     if forward_ad._current_level >= 0 and hidden.dtype != torch.float64:
         refuse_tangents(_OP, (hidden, *(t for head in made for t in (head.weight, head.bias))))

@@ -14,7 +14,7 @@ import torch
 
 from tigon._load import library
 from tigon.error import check
-from tigon.ops.arguments import check_booleans, check_choice, check_integers, check_numbers
+from tigon.ops.arguments import check_booleans, check_choice, check_integers, check_numbers, options_of
 
 _OP = "linear_cross_entropy_memory"
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -144,61 +144,15 @@ def _device_type(device: str | torch.device) -> str:
     return kind
 
 
-class _Options(NamedTuple):
-    """What the functions below have in common."""
-
-    device: str | torch.device = "cuda"
-    weight_dtype: torch.dtype | None = None
-    train_hidden: bool = True
-    train_weight: bool = True
-    train_bias: bool = False
-    main_grad: bool = False
-    lora_rank: int = 0
-    valid_rows: int | None = None
-    reduction: str = "mean"
-    chunk_rows: int | None = None
-    max_workspace_mb: float | None = None
-    keep_mb: float | None = None
-    logit_dtype: torch.dtype | None = None
-
-
-def _check_sizes(rows, hidden_size, vocab, dtype, o):
-    valid_rows, chunk_rows = o.valid_rows, o.chunk_rows
-    sizes = {"rows": (rows, 0), "hidden_size": (hidden_size, 1), "vocab": (vocab, 1)}
-    sizes |= {"lora_rank": (o.lora_rank, 0)}
-    sizes |= {} if valid_rows is None else {"valid_rows": (valid_rows, 0)}
-    sizes |= {} if chunk_rows is None else {"chunk_rows": (chunk_rows, 1)}
+def _check_sizes(**sizes):
+    """Each ``(size, least)``; a size that is None is not given."""
+    sizes = {name: pair for name, pair in sizes.items() if pair[0] is not None}
     check_integers(_OP, **{name: size for name, (size, _) in sizes.items()})
     for name, (size, least) in sizes.items():
         check(_OP, size >= least, "{} must be >= {}, got {}", name, least, size)
-    fits = valid_rows is None or valid_rows <= rows
-    check(_OP, fits, "valid_rows must be in [0, {}] (or None), got {}", rows, valid_rows)
-    for name, given in (("dtype", dtype), ("weight_dtype", o.weight_dtype or dtype)):
-        check(_OP, given in tuple(_CODES), "{} must be one of {}, got {}", name, tuple(_CODES), given)
 
 
-def _memory(rows, hidden_size, vocab, dtype, o: _Options, **native) -> HeadMemory:
-    """`native`: the function of the native side and its `groups`."""
-    _check_sizes(rows, hidden_size, vocab, dtype, o)
-    check_choice(_OP, "reduction", o.reduction, REDUCTIONS)
-    check_booleans(
-        _OP, train_hidden=o.train_hidden, train_weight=o.train_weight, train_bias=o.train_bias,
-        main_grad=o.main_grad,
-    )  # fmt: skip
-    check_cap(_OP, o.max_workspace_mb)
-    check_keep(_OP, o.keep_mb)
-    return plan(
-        _device_type(o.device), dtype, rows, hidden_size, vocab, weight_dtype=o.weight_dtype,
-        max_workspace_mb=o.max_workspace_mb, worked=rows if o.valid_rows is None else o.valid_rows,
-        lora_rank=o.lora_rank, train_hidden=o.train_hidden, train_weight=o.train_weight,
-        train_bias=o.train_bias, main_grad=o.main_grad, chunk_rows=o.chunk_rows or 0,
-        wide=o.logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16),
-        per_row=o.reduction == "none", keep_rows=rows_within(o.keep_mb, vocab, dtype.itemsize),
-        unit=o.keep_mb != 0, **native,
-    ).memory()  # fmt: skip
-
-
-def linear_cross_entropy_memory(
+def _memory(
     rows: int,
     hidden_size: int,
     vocab: int,
@@ -217,6 +171,37 @@ def linear_cross_entropy_memory(
     max_workspace_mb: float | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
+    function: str = "tigon_linear_head_memory",
+    groups: tuple = (),
+) -> HeadMemory:
+    """That of a head, as this function of the native side has it."""
+    trained = {"train_hidden": train_hidden, "train_weight": train_weight, "train_bias": train_bias}
+    _check_sizes(rows=(rows, 0), hidden_size=(hidden_size, 1), vocab=(vocab, 1), lora_rank=(lora_rank, 0),
+                 valid_rows=(valid_rows, 0), chunk_rows=(chunk_rows, 1))  # fmt: skip
+    fits = valid_rows is None or valid_rows <= rows
+    check(_OP, fits, "valid_rows must be in [0, {}] (or None), got {}", rows, valid_rows)
+    for name, given in (("dtype", dtype), ("weight_dtype", weight_dtype or dtype)):
+        check(_OP, given in tuple(_CODES), "{} must be one of {}, got {}", name, tuple(_CODES), given)
+    check_choice(_OP, "reduction", reduction, REDUCTIONS)
+    check_booleans(_OP, **trained, main_grad=main_grad)
+    check_cap(_OP, max_workspace_mb)
+    check_keep(_OP, keep_mb)
+    return plan(
+        _device_type(device), dtype, rows, hidden_size, vocab, weight_dtype=weight_dtype,
+        max_workspace_mb=max_workspace_mb, worked=rows if valid_rows is None else valid_rows,
+        lora_rank=lora_rank, **trained, main_grad=main_grad, chunk_rows=chunk_rows or 0,
+        wide=logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16),
+        per_row=reduction == "none", keep_rows=rows_within(keep_mb, vocab, dtype.itemsize),
+        unit=keep_mb != 0, function=function, groups=groups,
+    ).memory()  # fmt: skip
+
+
+_NATIVE = ("function", "groups")
+
+
+@options_of(_memory, *_NATIVE)
+def linear_cross_entropy_memory(
+    rows: int, hidden_size: int, vocab: int, dtype: torch.dtype = torch.bfloat16, **options
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_cross_entropy` and its backward take besides their inputs.
 
@@ -234,29 +219,19 @@ def linear_cross_entropy_memory(
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_cross_entropy` would not take.
     """
-    options = _Options(device, weight_dtype, train_hidden, train_weight, train_bias, main_grad, lora_rank,
-                       valid_rows, reduction, chunk_rows, max_workspace_mb, keep_mb, logit_dtype)  # fmt: skip
-    return _memory(rows, hidden_size, vocab, dtype, options)
+    return _memory(rows, hidden_size, vocab, dtype, **options)
 
 
+@options_of(_memory, "reduction", "max_workspace_mb", *_NATIVE)
 def linear_log_prob_memory(
     rows: int,
     hidden_size: int,
     vocab: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    device: str | torch.device = "cuda",
-    weight_dtype: torch.dtype | None = None,
-    train_hidden: bool = True,
-    train_weight: bool = True,
-    train_bias: bool = False,
-    main_grad: bool = False,
-    lora_rank: int = 0,
-    valid_rows: int | None = None,
-    chunk_rows: int | None = None,
     keep_mb: float | None = None,
-    logit_dtype: torch.dtype | None = None,
     labels: int = 1,
+    **options,
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_log_prob` and its backward take besides their inputs.
 
@@ -270,12 +245,9 @@ def linear_log_prob_memory(
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_log_prob` would not take.
     """
-    check_integers(_OP, labels=labels)
-    check(_OP, labels >= 1, "labels must be >= 1, got {}", labels)
+    _check_sizes(labels=(labels, 1))
     keep_mb = 0 if labels > 1 else keep_mb
-    options = _Options(device, weight_dtype, train_hidden, train_weight, train_bias, main_grad, lora_rank,
-                       valid_rows, "none", chunk_rows, None, keep_mb, logit_dtype)  # fmt: skip
-    found = _memory(rows, hidden_size, vocab, dtype, options)
+    found = _memory(rows, hidden_size, vocab, dtype, reduction="none", keep_mb=keep_mb, **options)
     if labels == 1 or dtype == torch.float64:
         return found
     more = 4 * rows * labels  # scores; and the results
@@ -284,6 +256,7 @@ def linear_log_prob_memory(
     )
 
 
+@options_of(_memory, *_NATIVE)
 def linear_preference_memory(
     answers: int,
     tokens: int,
@@ -292,9 +265,6 @@ def linear_preference_memory(
     dtype: torch.dtype = torch.bfloat16,
     *,
     group: int = 2,
-    device: str | torch.device = "cuda",
-    train_weight: bool = True,
-    chunk_rows: int | None = None,
     **options,
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_preference` and its backward take besides their inputs.
@@ -308,20 +278,19 @@ def linear_preference_memory(
     Args:
         answers, tokens: leading sizes of target.
         group: answers that share a chunk: 2 for pairs, 1, or 0 for tokens.
-        device, train_weight, chunk_rows, options: as in :func:`linear_cross_entropy_memory`.
+        Others: as in :func:`linear_cross_entropy_memory`.
 
     Raises:
         tigon.Error: a size or an option that is out of range.
     """
-    check_integers(_OP, answers=answers, tokens=tokens, group=group)
-    for name, size in (("answers", answers), ("tokens", tokens)):
-        check(_OP, size >= 0, "{} must be >= 0, got {}", name, size)
+    check_integers(_OP, group=group)
+    _check_sizes(answers=(answers, 0), tokens=(tokens, 0))
     check(_OP, group in (0, 1, 2), "group must be 0, 1 or 2, got {}", group)
-    options = _Options(device=device, train_weight=train_weight, chunk_rows=chunk_rows, **options)
     native = {"function": "tigon_linear_preference_memory", "groups": (group, tokens)}
-    return _memory(answers * tokens, hidden_size, vocab, dtype, options, **native)
+    return _memory(answers * tokens, hidden_size, vocab, dtype, **options, **native)
 
 
+@options_of(_memory, "main_grad", "max_workspace_mb", "keep_mb", "logit_dtype", *_NATIVE)
 def linear_divergence_memory(
     rows: int,
     hidden_size: int,
@@ -329,15 +298,8 @@ def linear_divergence_memory(
     dtype: torch.dtype = torch.bfloat16,
     *,
     teacher_hidden_size: int | None = None,
-    device: str | torch.device = "cuda",
-    weight_dtype: torch.dtype | None = None,
-    train_hidden: bool = True,
-    train_weight: bool = True,
-    train_bias: bool = False,
-    lora_rank: int = 0,
-    valid_rows: int | None = None,
     reduction: str = "batchmean",
-    chunk_rows: int | None = None,
+    **options,
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_kl_div` and its like, with their backward, take besides their inputs.
 
@@ -357,7 +319,5 @@ def linear_divergence_memory(
         check_integers("linear_divergence_memory", teacher_hidden_size=teacher_hidden_size)
         words = "teacher_hidden_size must be >= 1, got {}"
         check("linear_divergence_memory", teacher_hidden_size >= 1, words, teacher_hidden_size)
-    options = _Options(device, weight_dtype, train_hidden, train_weight, train_bias, False, lora_rank,
-                       valid_rows, known[reduction], chunk_rows)  # fmt: skip
     native = {"function": "tigon_linear_divergence_memory", "groups": (teacher_hidden_size or 0,)}
-    return _memory(rows, hidden_size, vocab, dtype, options, **native)
+    return _memory(rows, hidden_size, vocab, dtype, reduction=known[reduction], **options, **native)
