@@ -62,7 +62,7 @@ __device__ __forceinline__ float tau_of(const Candidates& c) {
 }
 
 template <class T>
-struct SparsemaxForward {
+struct SparseForward {
   using Element = T;
   using Payload = Entries;
   using Scratch = Candidates;
@@ -145,7 +145,7 @@ struct SparsemaxForward {
 };
 
 template <class T>
-struct SparsemaxBackward {
+struct SparseBackward {
   using Element = T;
   using Payload = SumArray<2>;
   using Scratch = NoScratch;
@@ -176,7 +176,7 @@ struct SparsemaxBackward {
 
 }  // namespace
 
-void sparsemax_fwd(Context& ctx, const DistributionFwd& a) { distribution_fwd<SparsemaxForward>(kOp, ctx, a); }
-void sparsemax_bwd(Context& ctx, const DistributionBwd& a) { distribution_bwd<SparsemaxBackward>(kOp, ctx, a); }
+void sparsemax_fwd(Context& ctx, const DistributionFwd& a) { distribution_fwd<SparseForward>(kOp, ctx, a); }
+void sparsemax_bwd(Context& ctx, const DistributionBwd& a) { distribution_bwd<SparseBackward>(kOp, ctx, a); }
 
 }  // namespace tigon::cuda
