@@ -70,7 +70,7 @@ class Fields {
     field({name, Role::rows, &x, nullptr, {.cols = least_cols}});
   }
   // Written in place.
-  void updated(const char* name, Matrix& x, Role role = Role::input) {
+  void updated(const char* name, Matrix& x, Role role) {
     field({name, role, &x, nullptr, {.updated = true}});
   }
   // Several matrices of equal sizes in one tensor, along its first dimension.

@@ -270,7 +270,7 @@ struct ShardStatistics : CrossEntropyRows {
 
   void fields(Fields& f) {
     take_shard(f, *this);
-    f.updated("parts", parts);
+    f.updated("parts", parts, Role::input);
     kinds.fields(f);
     f.result_if(kinds.predicted, "predicted", predicted, logits.rows, DType::i64);
   }
@@ -290,7 +290,7 @@ void shard_statistics(Context& ctx, const ShardStatistics& call) {
 struct ShardGradient : CrossEntropyRows {
   void fields(Fields& f) {
     take_shard(f, *this);
-    f.updated("dlogits", dlogits);
+    f.updated("dlogits", dlogits, Role::input);
     f.any("scale", scale), f.any("entropy_scale", entropy_scale), f.any("log_share", log_share, Role::input);
     f.any("all_entropy", all_entropy), f.any("weight_sum", weight_sum);
   }
