@@ -60,7 +60,8 @@ struct MuonMomentum {
     f.flat("factors", factors, count, DType::f32);
     f.flat("squares", squares, count * muon_chunks(matrix), DType::f64, true);
     f.option("matrices", matrices);
-    f.require(matrices > 0 && size % matrices == 0, "matrices must divide ", size,
+    // A process without rows of the matrices has none.
+    f.require(size == 0 || (matrices > 0 && size % matrices == 0), "matrices must divide ", size,
               " elements of a tensor, got ", matrices);
   }
 };
