@@ -69,10 +69,6 @@ class Fields {
   void rows(const char* name, Matrix& x, int64_t least_cols = 1) {
     field({name, Role::rows, &x, nullptr, {.cols = least_cols}});
   }
-  // Written in place.
-  void updated(const char* name, Matrix& x, Role role) {
-    field({name, role, &x, nullptr, {.updated = true}});
-  }
   // Several matrices of equal sizes in one tensor, along its first dimension.
   void stacked_rows(const char* name, Matrix& x, int64_t& count) {
     field({name, Role::rows, &x, nullptr, {.cols = 1, .leading = &count}});
@@ -123,12 +119,6 @@ class Fields {
     const bool or_f32 = dtype != DType::f32;
     field({name, role, nullptr, &v, {.cols = 1, .dtype = dtype, .or_f32 = or_f32, .scalar = true}});
   }
-  // Written; an input, or optional.
-  void updated(const char* name, Matrix& m, const Matrix& x, Role role) {
-    Expected e = sizes_of(x, x.dtype);
-    e.updated = true;
-    field({name, role, &m, nullptr, e});
-  }
   // Tensors of floats.
   virtual void list(const char* name, std::span<const Vector>& list, const Listed& each) = 0;
   // Of any size and dtype: the entry says what they must be.
@@ -138,9 +128,12 @@ class Fields {
   void any(const char* name, Vector& v, Role role = Role::optional) {
     field({name, role, nullptr, &v, {.cols = v.size, .dtype = v.dtype}});
   }
-  // Written in place.
-  void updated(const char* name, Matrix& m) {
-    field({name, Role::optional, &m, nullptr, {.rows = m.rows, .cols = m.cols, .updated = true}});
+  // Written in place: of any size and dtype, or of those of x.
+  void updated(const char* name, Matrix& m, Role role = Role::optional) { updated(name, m, m, role); }
+  void updated(const char* name, Matrix& m, const Matrix& x, Role role) {
+    Expected e = sizes_of(x, x.dtype);
+    e.updated = true;
+    field({name, role, &m, nullptr, e});
   }
   void updated(const char* name, Vector& v) {
     field({name, Role::optional, nullptr, &v, {.cols = v.size, .updated = true}});
