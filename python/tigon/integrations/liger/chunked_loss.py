@@ -8,7 +8,10 @@ student, those that both have are compared (Liger pads the student's logits with
 
 from __future__ import annotations
 
+import torch.nn.functional as F
+
 import tigon
+from tigon.integrations.liger.bases import LigerFusedLinearDistillationBase
 from tigon.integrations.liger.signatures import Loss, function_class
 
 
@@ -38,26 +41,57 @@ def liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher
 LigerFusedLinearJSDFunction = function_class("LigerFusedLinearJSDFunction", liger_fused_linear_jsd)
 
 
-class ChunkedDistillation(Loss):
-    """What the distillation losses refuse."""
+class LigerFusedLinearCosineSimilarityFunction(LigerFusedLinearDistillationBase):
+    """The autograd function; arguments as in :class:`LigerFusedLinearCosineSimilarityLoss`."""
 
+    @staticmethod
+    def distillation_loss_fn(student_logits, teacher_logits, target=None, ignore_index=None, beta=1.0):
+        """The sum over rows that count of ``beta * (1 - cos)``."""
+        loss = 1 - F.cosine_similarity(student_logits.float(), teacher_logits.float(), dim=-1)
+        if target is not None and ignore_index is not None:
+            loss = loss.masked_fill(target == ignore_index, 0.0)
+        return beta * loss.sum()
+
+    @classmethod
+    def forward(
+        cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels,
+        student_bias=None, teacher_bias=None, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5,
+        ignore_index=-100, temperature=1.0, compiled=True, chunk_size=1024, return_soft_hard_loss=False,
+    ):  # fmt: skip
+        return super().forward(
+            cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels,
+            student_bias, teacher_bias, chunk_size, ignore_index, weight_hard_loss, weight_soft_loss, beta,
+            temperature=temperature, return_soft_hard_loss=return_soft_hard_loss,
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx, grad_output, *args):
+        return *LigerFusedLinearDistillationBase.backward(ctx, grad_output, *args), *[None] * 9
+
+
+liger_fused_linear_cosine = LigerFusedLinearCosineSimilarityFunction.apply
+
+
+def _cosine(student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias,
+            teacher_bias, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100,
+            temperature=1.0, compiled=True, chunk_size=1024, return_soft_hard_loss=False):  # fmt: skip
+    return liger_fused_linear_cosine(*locals().values())
+
+
+class _Distillation(Loss):
     def validate(self):
         assert self.temperature != 0, "Temperature cannot be 0."
 
 
-# Options and operands of the distillation losses.
-OPTIONS = (
-    "weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5, "
-    "ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024, "
-    "return_soft_hard_loss: bool = False"
-)
-OPERANDS = (
+_OPERANDS = (
     "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, "
     "teacher_bias=None"
 )
 
 
-class LigerFusedLinearJSDLoss(
-    ChunkedDistillation, target=liger_fused_linear_jsd, options=OPTIONS, operands=OPERANDS
-):
+class LigerFusedLinearJSDLoss(_Distillation, target=liger_fused_linear_jsd, operands=_OPERANDS):
     """:func:`liger_fused_linear_jsd` with its options fixed."""
+
+
+class LigerFusedLinearCosineSimilarityLoss(_Distillation, target=_cosine, operands=_OPERANDS):
+    """:class:`LigerFusedLinearCosineSimilarityFunction` with its options fixed."""

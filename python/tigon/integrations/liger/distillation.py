@@ -76,7 +76,6 @@ class _Distillation(Loss):
 class LigerFusedLinearJSD(
     _Distillation,
     target=liger_fused_linear_jsd,
-    options="jsd_beta, ignore_index, temperature, accum_dtype",
     operands="student_input, student_weight, teacher_input, teacher_weight, shift_labels=None",
 ):
     """:func:`liger_fused_linear_jsd` with its options fixed."""
@@ -85,7 +84,6 @@ class LigerFusedLinearJSD(
 class LigerFusedLinearKLDivLoss(
     _Distillation,
     target=liger_fused_linear_kl_div,
-    options="reduction, ignore_index, temperature, eps, accum_dtype",
     operands="student_input, student_weight, target, shift_labels=None",
 ):
     """:func:`liger_fused_linear_kl_div` with its options fixed."""

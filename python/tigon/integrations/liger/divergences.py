@@ -83,22 +83,19 @@ def ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
     return loss, distance
 
 
-class LigerJSD(
-    Loss,
-    target=lambda log_q, log_p, shift_labels, **options: liger_jsd(log_q, log_p, shift_labels, **options),
-    options="beta=0.5, ignore_index=-100",
-    operands="log_q, log_p, shift_labels=None",
-):
+def _jsd(log_q, log_p, shift_labels, beta=0.5, ignore_index=-100):
+    return liger_jsd(log_q, log_p, shift_labels, beta, ignore_index)
+
+
+class LigerJSD(Loss, target=_jsd, operands="log_q, log_p, shift_labels=None"):
     """Jensen-Shannon divergence: ``beta`` 0 is ``KL(teacher || student)``, 1 the other way round."""
 
 
-class LigerTVDLoss(Loss, target=tvd, options="reduction, ignore_index", operands="p, q, shift_labels=None"):
+class LigerTVDLoss(Loss, target=tvd, operands="p, q, shift_labels=None"):
     """Total variation distance of probabilities; the gradient is that of ``p``."""
 
 
-class LigerFusedCETVDLoss(
-    Loss, target=ce_tvd, options="ignore_index", operands="student_logits, teacher_logits, target"
-):
+class LigerFusedCETVDLoss(Loss, target=ce_tvd, operands="student_logits, teacher_logits, target"):
     """Cross-entropy and total variation distance, both unreduced."""
 
 

@@ -402,9 +402,9 @@ class _CrossEntropy(Loss):
 class LigerCrossEntropyLoss(
     _CrossEntropy,
     target=F.liger_cross_entropy,
-    options="weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, "
-    "return_token_accuracy, return_predicted_tokens",
     operands="_input, target",
+    first="weight, ignore_index, lse_square_scale, label_smoothing",
+    without="size_average, reduce",
 ):
     """Cross-entropy of logits; the class weight is an attribute, not a buffer, as there."""
 
@@ -412,9 +412,8 @@ class LigerCrossEntropyLoss(
 class LigerFusedLinearCrossEntropyLoss(
     _CrossEntropy,
     target=F.liger_fused_linear_cross_entropy,
-    options="ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, "
-    "accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens",
     operands="lin_weight, _input, target, bias=None",
+    without="chunk_mem_const",
 ):
     """The loss head; called with the weight first."""
 

@@ -12,7 +12,7 @@ from tigon import error
 VERSION = "0.8.5"  # of the interface
 PACKAGE = "liger_kernel"
 _BEHIND = (
-    "bases", "chunked_loss", "cosine", "divergences", "distillation", "functional", "modules",
+    "bases", "chunked_loss", "divergences", "distillation", "functional", "modules",
     "hyper_connections", "outputs", "patching", "policies", "preferences", "sharded", "megatron", "utils",
     "backends",
 )  # fmt: skip

@@ -174,13 +174,10 @@ LigerFusedLinearGRPOFunction = function_class("LigerFusedLinearGRPOFunction", li
 class LigerFusedLinearGRPOLoss(
     Loss,
     target=liger_fused_linear_grpo,
-    options="beta, compiled, use_ref_model, chunk_size, epsilon_low, epsilon_high, loss_type, "
-    "max_completion_length, importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, "
-    "temperature, delta, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, "
-    "vespo_lambda_neg",
     operands="_input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None, "
     "ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, "
     "vllm_is_ratio=None, num_items_in_batch=None",
+    first="beta, compiled, use_ref_model, chunk_size",
 ):
     """Group relative policy optimisation and its relatives."""
 

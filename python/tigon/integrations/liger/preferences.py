@@ -172,12 +172,14 @@ LigerFusedLinearORPOFunction = function_class("LigerFusedLinearORPOFunction", li
 LigerFusedLinearKTOFunction = function_class("LigerFusedLinearKTOFunction", liger_fused_linear_kto)
 
 
+_OPERANDS = "lin_weight, _input, target, bias=None"
+
+
 class LigerFusedLinearDPOLoss(
     Loss,
     target=liger_fused_linear_dpo,
-    options="ignore_index, beta, alpha, compute_nll_loss, compiled, use_ref_model, average_log_prob, "
-    "chunk_size, loss_type, label_smoothing, discopop_tau",
-    operands="lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None",
+    operands=f"{_OPERANDS}, ref_input=None, ref_weight=None, ref_bias=None",
+    first="ignore_index, beta, alpha",
 ):
     """Direct preference optimisation and its relatives, on chosen answers followed by rejected ones."""
 
@@ -185,30 +187,21 @@ class LigerFusedLinearDPOLoss(
         _check_dpo(self.loss_type, self.label_smoothing)
 
 
-class LigerFusedLinearCPOLoss(
-    Loss,
-    target=liger_fused_linear_cpo,
-    options="ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, average_log_prob, "
-    "chunk_size",
-    operands="lin_weight, _input, target, bias=None",
-):
+class LigerFusedLinearCPOLoss(Loss, target=liger_fused_linear_cpo, operands=_OPERANDS):
     """Contrastive preference optimisation."""
 
 
 class LigerFusedLinearSimPOLoss(
     Loss,
     target=liger_fused_linear_simpo,
-    options="ignore_index, beta, alpha, label_smoothing, compute_nll_loss=True, compiled, gamma, chunk_size",
-    operands="lin_weight, _input, target, bias=None",
+    operands=_OPERANDS,
+    first="ignore_index, beta, alpha, label_smoothing, compute_nll_loss=True",
 ):
     """Simple preference optimisation."""
 
 
 class LigerFusedLinearORPOLoss(
-    Loss,
-    target=liger_fused_linear_orpo,
-    options="ignore_index, beta, compute_nll_loss, compiled, chunk_size",
-    operands="lin_weight, _input, target, bias=None, nll_target=None",
+    Loss, target=liger_fused_linear_orpo, operands=f"{_OPERANDS}, nll_target=None"
 ):
     """Odds ratio preference optimisation."""
 
@@ -216,8 +209,8 @@ class LigerFusedLinearORPOLoss(
 class LigerFusedLinearKTOLoss(
     Loss,
     target=liger_fused_linear_kto,
-    options="ignore_index, beta, compiled, use_ref_model=False, average_log_prob, chunk_size",
     operands="_input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, "
     "ref_weight=None, ref_bias=None, kl=None",
+    first="ignore_index, beta, compiled, use_ref_model=False",
 ):
     """Kahneman-Tversky optimisation, of single answers with a preference each."""

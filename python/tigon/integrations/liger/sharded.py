@@ -59,9 +59,9 @@ def _three_dimensional(vocab_parallel_logits, target, tp_group, **options):
 class LigerVocabParallelCrossEntropy(
     Loss,
     target=_three_dimensional,
-    options="ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='pytorch', "
-    "label_smoothing_mode='global'",
     operands="vocab_parallel_logits, target, tp_group=None",
+    first="ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='pytorch', "
+    "label_smoothing_mode='global'",
 ):
     """Per-token losses ``[s, b]`` of logits ``[s, b, V / processes]``, for labels of the whole vocabulary."""
 
@@ -78,9 +78,9 @@ class LigerVocabParallelCrossEntropy(
 class LigerMegatronCrossEntropy(
     LigerVocabParallelCrossEntropy,
     target=_three_dimensional,
-    options="ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='megatron', "
-    "label_smoothing_mode='partition'",
     operands="vocab_parallel_logits, target, tp_group=None",
+    first="ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='megatron', "
+    "label_smoothing_mode='partition'",
 ):
     """The same in Megatron's sense of smoothing."""
 

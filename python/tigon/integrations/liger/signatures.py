@@ -1,8 +1,4 @@
-"""Functions and classes made from signatures of ``liger_kernel``.
-
-The text of a signature becomes a real function, as dataclasses make ``__init__``: a wrong call raises
-Python's own error, and compilers see an ordinary function.
-"""
+"""Functions and classes made from signatures of ``liger_kernel``."""
 
 from __future__ import annotations
 
@@ -11,16 +7,11 @@ from collections.abc import Callable
 
 from torch import nn
 
-
-def _made(signature: str, body: str, **names) -> Callable:
-    """``def signature: body``, where ``names`` stand for these objects."""
-    name, scope = signature.partition("(")[0], {}
-    exec(f"def make({', '.join(names)}):\n def {signature}:\n  {body}\n return {name}", scope)
-    return scope["make"](**names)
+from tigon.integrations.source import made
 
 
 def _parameters(signature: str) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(_made(signature, "pass")).parameters)
+    return dict(inspect.signature(made(signature, "pass")).parameters)
 
 
 def by_position(signature: str, target: Callable) -> Callable:
@@ -33,25 +24,26 @@ def by_position(signature: str, target: Callable) -> Callable:
     given = _parameters(signature).values()
     passed = [p.name for p in given if p.kind is p.POSITIONAL_OR_KEYWORD][:room]
     passed += [f"{p.name}={p.name}" for p in given if p.kind is p.KEYWORD_ONLY and p.name in known]
-    return _made(signature, f"return _target({', '.join(passed)})", _target=target)
+    return made(signature, f"return _target({', '.join(passed)})", _target=target)
 
 
-def _arguments(names: list[str], target: Callable, prefix: str = "") -> str:
-    """Those that ``target`` knows, by name: ``lin_weight`` is its ``weight``, ``_input`` its ``input``."""
+def _its(name: str, target: Callable) -> str | None:
+    """What ``target`` calls a parameter: ``lin_weight`` is its ``weight``, ``_input`` its ``input``."""
     known = inspect.signature(target).parameters
-    every = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    passed = []
-    for name in names:
-        its = [n for n in (name, name.lstrip("_"), name.removeprefix("lin_")) if n in known]
-        if its or every:
-            passed.append(f"{(its or [name])[0]}={prefix}{name}, ")
-    return "".join(passed)
+    if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        return name
+    return next((n for n in (name, name.lstrip("_"), name.removeprefix("lin_")) if n in known), None)
+
+
+def _arguments(names, target: Callable, prefix: str = "") -> str:
+    """Those that ``target`` knows, by name."""
+    return "".join(f"{its}={prefix}{name}, " for name in names if (its := _its(name, target)))
 
 
 def by_name(signature: str, target: Callable, **fixed) -> Callable:
     """``name(parameters)``: calls ``target`` with those that it knows by name, and ``fixed``."""
-    call = f"return _target({_arguments([*_parameters(signature)], target)}**_fixed)"
-    return _made(signature, call, _target=target, _fixed=fixed)
+    call = f"return _target({_arguments(_parameters(signature), target)}**_fixed)"
+    return made(signature, call, _target=target, _fixed=fixed)
 
 
 def function_class(name: str, function: Callable, parameters: str | None = None) -> type:
@@ -60,39 +52,43 @@ def function_class(name: str, function: Callable, parameters: str | None = None)
     ``parameters``: those of ``apply``, where there are more than ``function`` takes.
     """
     apply = function if parameters is None else by_position(f"apply({parameters})", function)
-    doc = (
+    words = (
         f"``apply`` of the ``liger_kernel`` interface: :func:`{function.__module__}.{function.__qualname__}`."
     )
-    return type(name, (), {"apply": staticmethod(apply), "__doc__": doc})
+    return type(name, (), {"apply": staticmethod(apply), "__doc__": words})
 
 
-def _with_defaults(options: str, target: Callable) -> str:
-    """The parameters of a constructor: those without a default have that of ``target``."""
-    known, whole = inspect.signature(target).parameters, []
-    for option in options.split(", ") if options else ():
-        default = "" if "=" in option else f"={known[option].default!r}"
-        whole.append(option + default)
-    return ", ".join(whole)
+def _options(first: str, without: str, operands: str, target: Callable) -> str:
+    """The parameters of a constructor, each with a default: ``first``, and what ``target`` takes besides."""
+    known = inspect.signature(target).parameters
+    first = [option for option in first.split(", ") if option]
+    named = {option.partition("=")[0] for option in first} | {*without.split(", ")}
+    named |= {_its(name, target) for name in _parameters(f"forward({operands})")}
+    rest = [name for name, p in known.items() if name not in named and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return ", ".join(
+        option if "=" in option else f"{option}={known[option].default!r}" for option in (*first, *rest)
+    )
 
 
 class Loss(nn.Module):
     """A loss whose options are its attributes.
 
-    A subclass names ``target``, the function of the loss, the parameters of its constructor (``options``,
-    with the defaults of ``target`` unless it gives others) and of its ``forward`` (``operands``). ``forward``
-    calls ``target`` with both, by name.
+    A subclass names ``target``, the function of the loss, and the parameters of its ``forward``
+    (``operands``), which calls ``target`` with them and the options by name. Options are the other parameters
+    of ``target``, but for those of ``without``; ``first``: those that come before, and other defaults.
     """
 
-    def __init_subclass__(cls, target: Callable | None = None, options: str = "", operands: str = ""):
+    def __init_subclass__(cls, target: Callable | None = None, operands: str = "", first: str = "",
+                          without: str = ""):  # fmt: skip
         super().__init_subclass__()
         if target is None:
             return
-        options = _with_defaults(options, target)
+        options = _options(first, without, operands, target)
         cls._options = (*_parameters(f"options({options})"),)
-        given = _arguments([*_parameters(f"operands({operands})")], target)
+        given = _arguments(_parameters(f"operands({operands})"), target)
         call = f"return _target({given}{_arguments(cls._options, target, 'self.')})"
-        cls.__init__ = _made(f"__init__(self, {options})", "_begin(self, locals())", _begin=Loss._begin)
-        cls.forward = _made(f"forward(self, {operands})", call, _target=target)
+        cls.__init__ = made(f"__init__(self, {options})", "_begin(self, locals())", _begin=Loss._begin)
+        cls.forward = made(f"forward(self, {operands})", call, _target=target)
 
     def _begin(self, options: dict) -> None:
         nn.Module.__init__(self)

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from tigon.integrations.source import maker
 from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_function
 from tigon.integrations.transformers.forward import plain
 from tigon.integrations.transformers.patterns.modules import Match, match
-from tigon.integrations.transformers.patterns.rope import ROTARY
+from tigon.integrations.transformers.patterns.rope import ROTARY, SIGNATURES
 from tigon.integrations.transformers.probe import probe_rotary
 from tigon.ops.rope import rope
 
@@ -42,7 +43,8 @@ def make_rotary(original, options: dict):
     tables, fixed = options["tables"], options["rope"]
 
     def with_op(original, op):
-        def rotate(q, k, cos, sin, **dims):
+        def rotate(q, k, cos, sin, unsqueeze_dim=None):
+            dims = {} if unsqueeze_dim is None else {"unsqueeze_dim": unsqueeze_dim}
             if tables == "left":
                 half = cos.shape[-1] // 2
                 cos, sin = cos[..., :half], sin[..., :half]
@@ -52,7 +54,7 @@ def make_rotary(original, options: dict):
                 sin = -sin
             return op(q, k, cos, sin, **dims, **fixed)
 
-        return _REPLACEMENTS[options["call"]](original, rotate)
+        return _MAKERS[options["call"]](_usual, original, rotate)
 
     rotary = with_op(original, rope)
     rotary.with_op = with_op  # the same around another op than rope, and another function for odd calls
@@ -60,107 +62,45 @@ def make_rotary(original, options: dict):
     return rotary
 
 
-def _usual(q, k, cos, sin, dims=(4,)) -> bool:
+def _usual(dims, q, k, cos, sin, unsqueeze_dim=1) -> bool:
     """Whether the tensors are such that `tigon.rope` computes what stock does."""
     tensors = [x for x in (q, k, cos, sin) if x is not None]
-    if not plain(*tensors) or q.ndim not in dims or cos.ndim != q.ndim - 1:
+    if cos is None or not plain(*tensors) or q.ndim not in dims or cos.ndim != q.ndim - 1:
+        return False
+    if cos.dtype != (torch.complex64 if sin is None else sin.dtype) or unsqueeze_dim not in (1, 2, -2):
         return False
     known = k is None or (k.ndim == q.ndim and k.dtype == q.dtype)
-    return known and (sin is None or cos.dtype == sin.dtype) and all(x.device == q.device for x in tensors)
+    return known and all(x.device == q.device for x in tensors)
 
 
-# One replacement for each signature; the names are those of stock.
-
-
-def _q_k(original, rotate):
-    def rotary(q, k, cos, sin, unsqueeze_dim=1):
-        if unsqueeze_dim in (1, 2) and _usual(q, k, cos, sin):
-            return rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return original(q, k, cos, sin, unsqueeze_dim)
-
-    return rotary
-
-
-def _q_k_positions(original, rotate):
-    def rotary(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-        if unsqueeze_dim in (1, 2) and _usual(q, k, cos, sin):
-            return rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return original(q, k, cos, sin, position_ids, unsqueeze_dim)
-
-    return rotary
-
-
-def _without_dim(dims, unsqueeze_dim):
-    """The replacement of a function whose tables always get their new dimension at one place."""
-
-    def make(original, rotate):
-        def rotary(q, k, cos, sin):
-            if _usual(q, k, cos, sin, dims):
-                return rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-            return original(q, k, cos, sin)
-
-        return rotary
-
-    return make
-
-
-def _q_maybe_k(original, rotate):
-    def rotary(q, k, cos, sin, unsqueeze_dim=1):
-        if unsqueeze_dim in (1, 2) and _usual(q, k, cos, sin):
-            turned = rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-            return (turned, None) if k is None else turned
-        return original(q, k, cos, sin, unsqueeze_dim)
-
-    return rotary
-
-
-def _q_or_both(original, rotate):
-    def rotary(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
-        if unsqueeze_dim in (1, 2) and sin is not None and _usual(q, k, cos, sin):
-            return rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return original(q, k, cos, sin, unsqueeze_dim)
-
-    return rotary
-
-
-def _one_tensor(original, rotate):
-    def rotary(x, cos, sin, unsqueeze_dim=1):
-        if unsqueeze_dim in (1, 2) and _usual(x, None, cos, sin):
-            return rotate(x, None, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return original(x, cos, sin, unsqueeze_dim)
-
-    return rotary
-
-
-def _sin_first(original, rotate):
-    def rotary(tensor, sin, cos):
-        if _usual(tensor, None, cos, sin):
-            return rotate(tensor, None, cos, sin, unsqueeze_dim=2)
-        return original(tensor, sin, cos)
-
-    return rotary
-
-
-def _complex(original, rotate):
-    def rotary(xq, xk, freqs_cis):
-        if _usual(xq, xk, freqs_cis, None) and freqs_cis.dtype == torch.complex64:
-            return rotate(xq, xk, freqs_cis, None)
-        return original(xq, xk, freqs_cis)
-
-    return rotary
-
-
-_REPLACEMENTS = {
-    "q k": _q_k,
-    "q k positions": _q_k_positions,
-    "q maybe k": _q_maybe_k,
-    "q or both": _q_or_both,
-    "vision": _without_dim((3, 4), -2),
-    "vision packed": _without_dim((3,), 1),
-    "x": _one_tensor,
-    "x sin cos": _sin_first,
-    "complex": _complex,
+# By signature: q, k, cos and sin as it calls them and the dimension that the tables get; the numbers of
+# dimensions of q; what is returned of the result, where that is not all.
+_CALLS = {
+    "q k": ("q, k, cos, sin, unsqueeze_dim", (4,)),
+    "q k positions": ("q, k, cos, sin, unsqueeze_dim", (4,)),
+    "q maybe k": ("q, k, cos, sin, unsqueeze_dim", (4,), "(turned, None) if k is None else turned"),
+    "q or both": ("q, k, cos, sin, unsqueeze_dim", (4,)),
+    "vision": ("q, k, cos, sin, -2", (3, 4)),
+    "vision packed": ("q, k, cos, sin, 1", (3,)),
+    "x": ("x, None, cos, sin, unsqueeze_dim", (4,)),
+    "x sin cos": ("tensor, None, cos, sin, 2", (4,)),
+    "complex": ("xq, xk, freqs_cis, None", (4,)),
 }
+
+
+def _maker(call: str, given: str, dims: tuple, result: str = "turned"):
+    """What makes a replacement with this signature; the names are those of stock, which gets odd calls."""
+    names = ", ".join(parameter.partition("=")[0] for parameter in SIGNATURES[call].split(", "))
+    return maker(
+        f"rotary({SIGNATURES[call]})",
+        f"if not usual({dims}, {given}): return original({names})",
+        f"turned = rotate({given})",
+        f"return {result}",
+        names=("usual", "original", "rotate"),
+    )
+
+
+_MAKERS = {call: _maker(call, *row) for call, row in _CALLS.items()}
 
 
 def find_rotary(model: nn.Module) -> dict[Key, object]:
