@@ -142,23 +142,10 @@ def plan_mlp(module: nn.Module):
     return blocked(module) or plan_activation(module.config)
 
 
-def install(module: nn.Module, function, configs: dict) -> dict:
-    """Have an MLP call `function` in its activation slot; returns the attributes that were there.
-
-    The slot is the one of ``use_te_activation_func``. The MLP gets a copy of the config with that set, for
-    nobody else reads it; `configs` keeps one copy for each config.
-    """
-    before = {"config": module.config, "activation_func": module.activation_func}
-    module.config = changed(module.config, configs, use_te_activation_func=True)
-    module.activation_func = function
-    return before
-
-
 def changed(config, configs: dict, **values):
-    """A copy of a config with other values, the same one for the same config."""
+    """A copy of a config with other values, the same one for the same config; nobody else reads it."""
     key = (id(config), *values)
     if key not in configs:
         configs[key] = copy.copy(config)
-        for name, value in values.items():
-            setattr(configs[key], name, value)
+        vars(configs[key]).update(values)
     return configs[key]

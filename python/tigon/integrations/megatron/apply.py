@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from tigon.error import check
-from tigon.integrations.megatron import activation, head, norm, rope
+from tigon.integrations.megatron import head
+from tigon.integrations.megatron.activation import changed, plan_mlp
+from tigon.integrations.megatron.norm import plan_norm
+from tigon.integrations.megatron.rope import plan_rope
 from tigon.integrations.transformers.forward import bind, bound, unbind
 from tigon.integrations.transformers.report import Entry, Report
 from tigon.ops.arguments import check_numbers, kind_of
@@ -22,6 +26,29 @@ class State:
     report: Report
     bound: list[nn.Module] = field(default_factory=list)
     before: list[tuple[nn.Module, dict]] = field(default_factory=list)  # attributes that were there
+
+    configs: dict = field(default_factory=dict)  # changed ones
+
+    def bind(self, module, function, spec=None, name="forward") -> None:
+        bind(function, module, spec, name)
+        self.bound.append(module)
+
+    def set(self, module, values, **attributes) -> None:
+        """Give a module these attributes, and a copy of its config with these values."""
+        attributes["config"] = changed(module.config, self.configs, **values)
+        self.before.append((module, {name: getattr(module, name) for name in attributes}))
+        for name, value in attributes.items():
+            setattr(module, name, value)
+
+    def activation(self, module, function) -> None:
+        """In the slot that the value turns on."""
+        self.set(module, {"use_te_activation_func": True}, activation_func=function)
+
+    def head(self, spec, owner, loss) -> None:
+        """Models may share an output layer."""
+        if bound(owner.output_layer) is None:
+            self.bind(owner.output_layer, head.output_forward, spec)
+            self.bind(owner, loss, spec, "compute_language_model_loss")
 
 
 def apply(
@@ -58,18 +85,19 @@ def apply(
     check(op, owners, "model must hold a Megatron language model, got {}", type(model).__name__)
     patched = any(STATE in vars(module) for module in model.modules())
     check(op, not patched, "model must be without Tigon (undo() first), got a patched one")
-    state = State(Report(type(model).__name__))
-    vars(model)[STATE] = state
+    state = vars(model)[STATE] = State(Report(type(model).__name__))
     try:
         if norm:
-            _norms(model, state)
+            _look(state, "norm", model.named_modules(), plan_norm, state.bind)
         if mlp:
-            _mlps(model, state)
+            _look(state, "mlp", model.named_modules(), plan_mlp, state.activation)
         if rope:
-            _rotary(model, owners, state)
-        if loss:
             for path, owner in owners.items():
-                _head(path, owner, state, keep_mb)
+                plan = functools.partial(plan_rope, kind=getattr(owner, "position_embedding_type", None))
+                _look(state, "rope", owner.named_modules(prefix=path), plan, state.set)
+        if loss:
+            spec = head.HeadSpec(state.report.head_calls, keep_mb)
+            _look(state, "loss", owners.items(), head.plan_head, functools.partial(state.head, spec))
     except BaseException:
         undo(model)
         raise
@@ -95,55 +123,15 @@ def _is_language_model(module) -> bool:
     return callable(getattr(module, "compute_language_model_loss", None)) and hasattr(module, "config")
 
 
-def _add(state, slot, path, module, verdict) -> None:
-    left = isinstance(verdict, str)
-    entry = Entry(slot, path, type(module).__name__, None if left else verdict[1], verdict if left else None)
-    state.report.entries.append(entry)
-
-
-def _norms(model, state):
-    for path, module in model.named_modules():
-        verdict = norm.plan_norm(module)
-        if verdict is not None:
-            _add(state, "norm", path, module, verdict)
+def _look(state, slot, modules, plan, replace) -> None:
+    """Report what becomes of these modules, and have those that the plan takes replaced by what it says."""
+    for path, module in modules:
+        verdict = plan(module)
+        if verdict is None:
+            continue
+        place = module
+        if slot == "loss" and getattr(module, "output_layer", None) is not None:
+            path, place = f"{path}.output_layer".lstrip("."), module.output_layer
+        state.report.entries.append(Entry.of(slot, path, type(place).__name__, verdict))
         if isinstance(verdict, tuple) and verdict[0] is not None:
-            bind(verdict[0], module, None)
-            state.bound.append(module)
-
-
-def _mlps(model, state):
-    configs = {}
-    for path, module in model.named_modules():
-        verdict = activation.plan_mlp(module)
-        if verdict is not None:
-            _add(state, "mlp", path, module, verdict)
-        if isinstance(verdict, tuple) and verdict[0] is not None:
-            state.before.append((module, activation.install(module, verdict[0], configs)))
-
-
-def _rotary(model, owners, state):
-    configs = {}
-    for owner_path, owner in owners.items():
-        kind = getattr(owner, "position_embedding_type", None)
-        for path, module in owner.named_modules(prefix=owner_path):
-            verdict = rope.plan_rope(module, kind)
-            if verdict is not None:
-                _add(state, "rope", path, module, verdict)
-            if isinstance(verdict, tuple):
-                state.before.append((module, rope.install(module, verdict[0], configs)))
-
-
-def _head(path, owner, state, keep_mb):
-    if getattr(owner, "output_layer", None) is None:
-        state.report.entries.append(
-            Entry("loss", path, type(owner).__name__, None, "this pipeline stage has no output layer")
-        )
-        return
-    reason = head.plan_head(owner)
-    layer_path = f"{path}.output_layer".lstrip(".")
-    _add(state, "loss", layer_path, owner.output_layer, (None, head.NAME) if reason is None else reason)
-    if reason is None and bound(owner.output_layer) is None:
-        spec = head.HeadSpec(state.report.head_calls, keep_mb)
-        bind(head.output_forward, owner.output_layer, spec)
-        bind(head.language_model_loss, owner, spec, "compute_language_model_loss")
-        state.bound += [owner.output_layer, owner]
+            replace(module, verdict[0])

@@ -17,7 +17,6 @@ from tigon.integrations.transformers.report import HeadCalls
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 
 LAYER = "megatron.core.tensor_parallel.layers.ColumnParallelLinear"
-NAME = "tigon.linear_cross_entropy"
 
 
 @dataclass
@@ -198,9 +197,11 @@ class _AddToMainGrad(torch.autograd.Function):
         return _announced(ctx.weight)
 
 
-def plan_head(model: nn.Module) -> str | None:
-    """Why the head of a language model is left, or None."""
-    layer = model.output_layer
+def plan_head(model: nn.Module) -> str | tuple:
+    """(the model's loss, its name) for the head of a language model, or why it is left."""
+    layer = getattr(model, "output_layer", None)
+    if layer is None:
+        return "this pipeline stage has no output layer"
     if not is_one_of(layer, LAYER):
         return f"the output layer is {type(layer).__name__}, not ColumnParallelLinear"
     size = group_size(layer.tp_group)
@@ -218,4 +219,4 @@ def plan_head(model: nn.Module) -> str | None:
         return "batch_invariant_mode asks for Megatron's own product"
     if "compute_language_model_loss" in vars(model):
         return "its compute_language_model_loss is bound to the instance by another patch"
-    return blocked(layer)
+    return blocked(layer) or (language_model_loss, "tigon.linear_cross_entropy")

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from tigon.error import check
-from tigon.integrations.megatron.activation import changed
 from tigon.integrations.megatron.classes import derives_from
 from tigon.ops.rope import rope
 
@@ -166,10 +165,3 @@ def plan_rope(module: nn.Module, kind: str):
     if not install_rope_fusion():
         return "Transformer Engine's fused form is installed; apply_rope_fusion turns it on"
     return {"apply_rope_fusion": True}, "tigon.rope"
-
-
-def install(module: nn.Module, values: dict, configs: dict) -> dict:
-    """Have an attention rotate by the fused functions; returns the attribute that was there."""
-    before = {"config": module.config}
-    module.config = changed(module.config, configs, **values)
-    return before

@@ -108,10 +108,8 @@ class _Plan:
             for name in siblings.names if siblings else ():
                 names[name].name, names[name].siblings = name, siblings
 
-    def add(self, slot, path, kind, verdict):
-        left = isinstance(verdict, str)
-        by = None if left else verdict[-1]
-        self.entries.append(Entry(slot, path, kind, by, verdict if left else None))
+    def add(self, *found):
+        self.entries.append(Entry.of(*found))
 
     def rope(self):
         for key, function in sorted(find_rotary(self.model).items(), key=lambda item: item[0]):

@@ -25,6 +25,12 @@ class Entry:
     by: str | None = None  # what replaced it
     reason: str | None = None  # why it was left
 
+    @classmethod
+    def of(cls, slot: str, path: str, kind: str, verdict: str | tuple) -> Entry:
+        """Of a plan: why a place is left, or a tuple that ends with what replaces it."""
+        by, reason = (None, verdict) if isinstance(verdict, str) else (verdict[-1], None)
+        return cls(slot, path, kind, by, reason)
+
     @property
     def replaced(self) -> bool:
         return self.by is not None
