@@ -72,11 +72,6 @@ class _GatheredLogits(LazyLogits):
         share, *others = self._hidden.shape[:-1]
         return torch.Size((self._shares * share, *others, self._columns))
 
-    def _with(self, **changes):
-        twin = super()._with(**changes)
-        twin._shares = self._shares
-        return twin
-
     # Rows of the share are not those of the logits.
 
     def view(self, *shape):

@@ -7,7 +7,10 @@ It is a plain Python object and not a tensor subclass, so that torch.compile tra
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
+import operator
 from contextlib import nullcontext
 
 import torch
@@ -33,6 +36,17 @@ class LogitsRequest:
     """Handed to the head to get real logits."""
 
 
+def _while_owed(method):
+    """A method of owed logits; where it returns None, and of logits that are there, the tensor's."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        found = method(self, *args, **kwargs) if self._real is None else None
+        return getattr(self.materialise(), method.__name__)(*args, **kwargs) if found is None else found
+
+    return call
+
+
 class LazyLogits:
     """`head(hidden)` and a chain of cheap operations on it, computed when touched.
 
@@ -48,7 +62,7 @@ class LazyLogits:
         self._head = head
         self._hidden = hidden
         self._columns = columns  # vocabulary entries still wanted
-        self._dtype = dtype
+        self.dtype = dtype
         self._calls = calls
         self._autocast = autocast
         self._chain = ()  # ("mul", s) | ("div", s) | ("tanh",) | ("to", dtype)
@@ -70,31 +84,12 @@ class LazyLogits:
         return torch.Size((*self._hidden.shape[:-1], self._columns))
 
     @property
-    def ndim(self):
-        return self._hidden.ndim
-
-    @property
-    def dtype(self):
-        return self._dtype
-
-    @property
-    def device(self):
-        return self._hidden.device
-
-    @property
-    def is_cuda(self):
-        return self._hidden.is_cuda
-
-    @property
     def requires_grad(self):
         owed = self._hidden.requires_grad or any(p.requires_grad for p in self._head.parameters())
         return owed and not self._detached
 
     def size(self, dim=None):
         return self.shape if dim is None else self.shape[dim]
-
-    def dim(self):
-        return self._hidden.ndim
 
     def numel(self):
         return math.prod(self.shape)
@@ -107,16 +102,13 @@ class LazyLogits:
 
     # --- what stays lazy -------------------------------------------------------------------
 
-    def _with(self, hidden=None, link=None, dtype=None, limit=None, detach=False, view=False, sliced=False):
+    def _with(self, *links, view=False, sliced=False, **changes):
+        """The same after more links of the chain, with changed attributes; a view shares memory."""
         self._check_views()
         twin = object.__new__(type(self))
-        twin._head, twin._calls = self._head, self._calls
-        twin._autocast, twin._seen = self._autocast, self._seen
-        twin._hidden = self._hidden if hidden is None else hidden
-        twin._dtype = self._dtype if dtype is None else dtype
-        twin._chain = self._chain if link is None else (*self._chain, link)
-        twin._columns, twin._limit = (self._columns, self._limit) if limit is None else (limit, limit)
-        twin._detached = self._detached or detach
+        twin.__dict__.update(self.__dict__)
+        twin.__dict__.update(changes)
+        twin._chain = (*self._chain, *links)
         twin._real = twin._predicted = None
         twin._writes = self._writes if view else [0]
         twin._written = twin._writes[0]
@@ -137,29 +129,21 @@ class LazyLogits:
         self._writes[0] += 1
         self._written = self._writes[0]
 
+    @_while_owed
     def to(self, *args, **kwargs):
         """As Tensor.to; a change of dtype, or the device it is on, stays lazy."""
         dtype = kwargs.get("dtype", args[0] if args else None)
-        if self._real is None and len(args) + len(kwargs) == 1 and _is_float(dtype):
-            return self if dtype == self._dtype else self._with(link=("to", dtype), dtype=dtype)
-        if self._real is None and not torch.compiler.is_compiling() and "copy" not in kwargs:
-            device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
-            here = device is None or _same_device(device, self.device)
-            if layout is None and here and (dtype is None or _is_float(dtype)):
-                return self if dtype is None else self.to(dtype)  # accelerate moves all outputs
-        return self.materialise().to(*args, **kwargs)
-
-    def float(self):
-        return self.to(torch.float32)
-
-    def half(self):
-        return self.to(torch.float16)
-
-    def bfloat16(self):
-        return self.to(torch.bfloat16)
-
-    def double(self):
-        return self.to(torch.float64)
+        if len(args) + len(kwargs) == 1 and _is_float(dtype):
+            return self if dtype == self.dtype else self._with(("to", dtype), dtype=dtype)
+        if torch.compiler.is_compiling() or "copy" in kwargs:
+            return None
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        here = device is None or (
+            device.type == self.device.type and device.index in (None, self.device.index)
+        )
+        if layout is not None or not here or not (dtype is None or _is_float(dtype)):
+            return None
+        return self if dtype is None else self.to(dtype)  # accelerate moves all outputs
 
     def type_as(self, other):
         return self.to(other.dtype) if other.device == self.device else self.to(other)
@@ -174,25 +158,35 @@ class LazyLogits:
     def is_contiguous(self, *_, **__):
         return True
 
+    @_while_owed
     def detach(self):
-        return self._with(detach=True, view=True) if self._real is None else self.materialise().detach()
+        return self._with(view=True, _detached=True)
 
+    @_while_owed
     def tanh(self):
-        return self._with(link=("tanh",)) if self._real is None else self.materialise().tanh()
+        return self._with(("tanh",))
 
     def _scaled(self, name, other):
         if self._real is None and _is_scalar(other):
-            return self._with(link=(name, other))
-        value = self.materialise()
-        return value * other if name == "mul" else value / other
+            return self._with((name, other))
+        return _replay(self.materialise(), (name, other))
 
     def mul(self, other):
         return self._scaled("mul", other)
 
     __mul__ = __rmul__ = mul
 
-    def __truediv__(self, other):
-        return self._scaled("div", other)
+    def div(self, other, **kwargs):
+        return self.materialise().div(other, **kwargs) if kwargs else self._scaled("div", other)
+
+    __truediv__ = div
+
+    def _scale_in_place(self, name, other):
+        self._write()
+        if self._real is None and _is_scalar(other):
+            self._chain = (*self._chain, (name, other))
+            return self
+        return getattr(self.materialise(), f"{name}_")(other)
 
     def __imul__(self, other):
         return self._scale_in_place("mul", other)
@@ -200,51 +194,39 @@ class LazyLogits:
     def __itruediv__(self, other):
         return self._scale_in_place("div", other)
 
-    def _scale_in_place(self, name, other):
-        self._write()
-        if self._real is None and _is_scalar(other):
-            self._chain = (*self._chain, (name, other))
-            return self
-        value = self.materialise()
-        return value.mul_(other) if name == "mul" else value.div_(other)
-
-    def div(self, other, **kwargs):
-        if kwargs:
-            return self.materialise().div(other, **kwargs)
-        return self._scaled("div", other)
-
+    @_while_owed
     def view(self, *shape, size=None):
-        shape = shape if size is None else (size,)
-        sizes = tuple(shape[0]) if shape and isinstance(shape[0], tuple | list) else shape
-        if self._real is None and sizes and sizes[-1] == self._columns:
-            hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
-            return self._with(hidden, view=self._dense())
-        return self.materialise().view(*shape)
+        sizes = shape if size is None else (size,)
+        sizes = tuple(sizes[0]) if sizes and isinstance(sizes[0], tuple | list) else sizes
+        if not sizes or sizes[-1] != self._columns:
+            return None
+        hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
+        return self._with(view=self._dense(), _hidden=hidden)
 
+    @_while_owed
     def reshape(self, *sizes, shape=None):
-        shape = sizes if shape is None else (shape,)
-        return self.view(*shape) if self._real is None else self.materialise().reshape(*shape)
+        return self.view(*(sizes if shape is None else (shape,)))
 
+    @_while_owed
     def flatten(self, start_dim=0, end_dim=-1):
-        if self._real is None and 0 <= start_dim <= end_dim < self.ndim - 1:
-            return self._with(self._hidden.flatten(start_dim, end_dim), view=self._dense())
-        return self.materialise().flatten(start_dim, end_dim)
+        if 0 <= start_dim <= end_dim < self.ndim - 1:
+            return self._with(view=self._dense(), _hidden=self._hidden.flatten(start_dim, end_dim))
+        return None
 
+    @_while_owed
     def __getitem__(self, key):
-        if self._real is not None:
-            return self.materialise()[key]
         keys = key if isinstance(key, tuple) else (key,)
         rows, last = _split_index(keys, self.ndim)
         if rows is None:
-            return self.materialise()[key]
+            return None
         basic = not any(isinstance(key, torch.Tensor | list) for key in rows)
         hidden = self._hidden if rows == () else self._hidden[(*rows, slice(None))]
-        picked = self._with(hidden, view=basic, sliced=rows != ())
+        picked = self._with(view=basic, sliced=rows != (), _hidden=hidden)
         if last is None or last == slice(None):
             return picked
         limit = _prefix(last, self._columns)
         if limit is not None:
-            return picked._with(limit=limit, view=True, sliced=True)
+            return picked._with(view=True, sliced=True, _columns=limit, _limit=limit)
         return picked.materialise()[..., last]  # few rows first, then the product
 
     # --- what computes ---------------------------------------------------------------------
@@ -357,6 +339,10 @@ class LazyLogits:
 
     def __getattr__(self, name):
         # Called for names not found; only what tensors have is worth a product.
+        if name in _OF_HIDDEN:
+            return getattr(self._hidden, name)
+        if name in _CASTS:
+            return functools.partial(self.to, _CASTS[name])
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"LazyLogits has no attribute {name!r}")
         if name.endswith("_") and name != "requires_grad_":
@@ -369,8 +355,6 @@ class LazyLogits:
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     def __deepcopy__(self, memo):
-        import copy
-
         return copy.deepcopy(self.materialise(), memo)
 
     def __reduce_ex__(self, protocol):
@@ -388,15 +372,17 @@ class LazyLogits:
         return func(*_real_all(args), **{key: _real(value) for key, value in kwargs.items()})
 
 
-_LAZY_FUNCTIONS = {
-    torch.tanh: "tanh",
-    torch.mul: "mul",
-    torch.div: "div",
-    torch.true_divide: "div",
-    torch.reshape: "reshape",
-    torch.flatten: "flatten",
-    torch.argmax: "argmax",
+_OF_HIDDEN = ("ndim", "dim", "device", "is_cuda")
+_CASTS = {
+    "float": torch.float32,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "double": torch.float64,
 }
+_LAZY_FUNCTIONS = {
+    getattr(torch, name): name for name in ("tanh", "mul", "div", "reshape", "flatten", "argmax")
+}
+_LAZY_FUNCTIONS[torch.true_divide] = "div"
 
 
 def _written_by(func, args, kwargs) -> list:
@@ -422,10 +408,9 @@ _TENSOR_OPERATORS = """
     add radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs
     invert eq ne lt le gt ge and or xor bool float int contains array iter format
 """
-_IN_PLACE_OPERATORS = "iadd isub ifloordiv imod ipow"
-for _name in (_TENSOR_OPERATORS + _IN_PLACE_OPERATORS).split():
-    _method = _forward_to_tensor(f"__{_name}__", _name in _IN_PLACE_OPERATORS.split())
-    setattr(LazyLogits, _method.__name__, _method)
+_IN_PLACE_OPERATORS = ("iadd", "isub", "ifloordiv", "imod", "ipow")
+for _name in (*_TENSOR_OPERATORS.split(), *_IN_PLACE_OPERATORS):
+    setattr(LazyLogits, f"__{_name}__", _forward_to_tensor(f"__{_name}__", _name in _IN_PLACE_OPERATORS))
 LazyLogits.__hash__ = object.__hash__
 
 
@@ -443,10 +428,6 @@ def _real_all(values):
     return type(values)(_real(value) for value in values)
 
 
-def _same_device(wanted, device) -> bool:
-    return wanted.type == device.type and wanted.index in (None, device.index)
-
-
 def _is_float(dtype) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
@@ -458,14 +439,11 @@ def _is_scalar(value) -> bool:
 
 
 def _replay(value, link):
-    match link:
-        case ("mul", scalar):
-            return value * scalar
-        case ("div", scalar):
-            return value / scalar
-        case ("to", dtype):
-            return value.to(dtype)
-    return value.tanh()
+    name, *operands = link
+    return _REPLAYED[name](value, *operands)
+
+
+_REPLAYED = {"mul": operator.mul, "div": operator.truediv, "to": torch.Tensor.to, "tanh": torch.Tensor.tanh}
 
 
 def _fold(chain) -> tuple[float, float | None] | None:
@@ -473,28 +451,24 @@ def _fold(chain) -> tuple[float, float | None] | None:
 
     Casts are dropped: the loss is computed in fp32 from the start.
     """
-    before, after, seen_tanh = [1.0, 1.0], [1.0, 1.0], False  # products and divisors
-    for link in chain:
-        if link[0] == "to":
-            continue
-        if link[0] == "tanh":
-            if seen_tanh:
-                return None
-            seen_tanh = True
-            continue
-        scalar = link[1]
-        if isinstance(scalar, torch.Tensor):
-            if scalar.device.type != "cpu":  # reading it would make the host wait
-                return None
-            scalar = scalar.item()
-        side = after if seen_tanh else before
-        side[0 if link[0] == "mul" else 1] *= scalar
-    if before[1] == 0 or after[1] == 0:
+    sides = [[1.0, 1.0]]  # products and divisors, before the tanh and after
+    for name, *operands in chain:
+        if name == "tanh":
+            sides.append([1.0, 1.0])
+        elif name != "to":
+            (scalar,) = operands
+            if isinstance(scalar, torch.Tensor):
+                if scalar.device.type != "cpu":  # reading it would make the host wait
+                    return None
+                scalar = scalar.item()
+            sides[-1][name == "div"] *= scalar
+    if len(sides) > 2 or any(divisor == 0 for _, divisor in sides):
         return None
-    if not seen_tanh:
-        return before[0] / before[1], None
-    cap = after[0] / after[1]
-    return (before[0] * cap / before[1], cap) if 0 < cap < math.inf else None
+    scale, *caps = (product / divisor for product, divisor in sides)
+    if not caps:
+        return scale, None
+    (cap,) = caps
+    return (sides[0][0] * cap / sides[0][1], cap) if 0 < cap < math.inf else None
 
 
 def _split_index(keys, ndim):
