@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tigon.integrations.transformers.activations import (
     FUSED,
@@ -33,15 +34,16 @@ from tigon.integrations.transformers.forward import (
     plain,
     stock,
 )
-from tigon.integrations.transformers.patterns.modules import BATCHED_EXPERTS, EXPERT_GATES, Match, recognise
+from tigon.integrations.transformers.patterns.modules import (
+    BATCHED_EXPERTS,
+    EXPERT_GATES,
+    Match,
+    Structure,
+    recognise,
+)
 from tigon.ops.experts import KINDS, experts
 from tigon.ops.glu import swiglu, swiglu_oai
 from tigon.ops.relu_squared import relu_squared
-
-try:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-except ImportError:  # a transformers without the registry
-    ALL_EXPERTS_FUNCTIONS = {}
 
 GATE = "_apply_gate"
 LAYER = "_tigon_experts"  # where an instance carries what runs it under this implementation:
@@ -50,20 +52,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """A whole layer of experts: its activation, and what ran it before."""
-
-    activation: str
-    before: str
-    interleaved: bool = False
-    alpha: str | None = None
-    limit: str | None = None
-    part: Part | None = None  # the activation, where it is an attribute
-
-
-@dataclass(frozen=True)
-class GateSpec:
-    """What the gate of an experts module is."""
+class ExpertsSpec:
+    """What is between the products of experts; strings that are not its name are names of attributes."""
 
     activation: str | None = None
     alpha: str | None = None
@@ -71,36 +61,40 @@ class GateSpec:
     clamp_after: bool = False
     halves: bool = False  # gpt-oss' gate, its columns not by turns
     part: Part | None = None  # the activation, where it is an attribute
+    before: str = ""  # what ran a whole layer before
+    gate_up: str = ""  # of experts that multiply all of them in one batch (Llama 4)
+    down: str = ""
+    size: str = ""
+
+    def intact(self, module: nn.Module) -> bool:
+        """Whether the activation is what it was when the spec was made, without hooks."""
+        return self.part is None or self.part.is_in(module)
 
 
-@dataclass(frozen=True)
-class BatchedSpec:
-    """Attribute names of experts that multiply all of them in one batch (Llama 4)."""
-
-    activation: str
-    gate_up: str
-    down: str
-    size: str
-    part: Part
+def _fields(module: nn.Module, found: Match) -> tuple[dict, str | None]:
+    """Those of the spec that a row of the table says, and why its activation has no fused product."""
+    fields, reason = {**found.structure.options, **found.roles}, None
+    if "act" in fields:
+        name = fields.pop("act")
+        fields["part"] = Part.named(module, name)
+        fields["activation"], reason = fused_activation(module, name)
+    return fields, reason
 
 
 def registered_forward(module: nn.Module, hidden_states, top_k_index, top_k_weights):
     """The implementation `tigon` of transformers' registry."""
     run = getattr(module, LAYER, None)
     if run is None and not torch.compiler.is_compiling():  # chosen by name, without tigon.apply
-        verdict = _plan_layer(module)
-        if isinstance(verdict, tuple):
-            bind(layer_forward, module, verdict[3], LAYER)
-        else:
-            bind(stock_layer, module, "grouped_mm", LAYER)
+        planned = _plan_layer(module)
+        function, _, _, spec, _ = planned or (stock_layer, None, None, "grouped_mm", None)
+        bind(function, module, spec, LAYER)
         run = getattr(module, LAYER)
     if run is None:
         return stock_layer(module, "grouped_mm", hidden_states, top_k_index, top_k_weights)
     return run(hidden_states, top_k_index, top_k_weights)
 
 
-if ALL_EXPERTS_FUNCTIONS:
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, registered_forward)
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, registered_forward)
 
 
 def stock_layer(module: nn.Module, before: str, *args):
@@ -110,28 +104,23 @@ def stock_layer(module: nn.Module, before: str, *args):
     return ALL_EXPERTS_FUNCTIONS[before](module, *args)
 
 
-def layer_forward(module: nn.Module, spec: LayerSpec, hidden, ids, weights):
+def layer_forward(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights):
     """Forward of a recognised layer; tensors that have no kernel go the way they went before."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
     first, down, biases = getattr(module, name), module.down_proj, (None, None)
     if module.has_bias:
         biases = getattr(module, f"{name}_bias"), module.down_proj_bias
     tensors = (hidden, ids, weights, first, down, *(b for b in biases if b is not None))
-    if not (plain(*tensors) and _fit(*tensors) and _intact(module, spec)):
+    if not (plain(*tensors) and _fit(*tensors) and spec.intact(module)):
         return stock_layer(module, spec.before, hidden, ids, weights)
-    attributes = {"alpha": spec.alpha, "limit": spec.limit}
-    numbers = {name: getattr(module, attribute) for name, attribute in attributes.items() if attribute}
+    options = {"alpha": spec.alpha, "limit": spec.limit}
+    options = {name: getattr(module, attribute) for name, attribute in options.items() if attribute}
     y = experts(
         hidden.to(first.dtype), first, down, ids, weights, activation=spec.activation, gated=module.has_gate,
-        interleaved=spec.interleaved, transposed=module.is_transposed, gate_up_bias=biases[0],
-        down_bias=biases[1], **numbers,
+        interleaved="alpha" in options and not spec.halves, transposed=module.is_transposed,
+        gate_up_bias=biases[0], down_bias=biases[1], **options,
     )  # fmt: skip
     return y.to(hidden.dtype)
-
-
-def _intact(module, spec) -> bool:
-    """Whether the activation is what it was when the spec was made, without hooks."""
-    return spec.part is None or spec.part.is_in(module)
 
 
 def _fit(hidden, ids, weights, first, *rest) -> bool:
@@ -147,8 +136,8 @@ def _fit(hidden, ids, weights, first, *rest) -> bool:
     )
 
 
-def gate_forward(module: nn.Module, spec: GateSpec, gate_up):
-    if not (plain(gate_up) and _intact(module, spec)):
+def gate_forward(module: nn.Module, spec: ExpertsSpec, gate_up):
+    if not (plain(gate_up) and spec.intact(module)):
         return getattr(type(module), GATE)(module, gate_up)
     if spec.activation is not None and spec.limit is not None:
         return clamped_product(spec.activation, gate_up, None, getattr(module, spec.limit), spec.clamp_after)
@@ -162,9 +151,9 @@ def gate_forward(module: nn.Module, spec: GateSpec, gate_up):
     return swiglu(gate, up, gate_multiplier=alpha, down_multiplier=1 / alpha)
 
 
-def batched_forward(module: nn.Module, spec: BatchedSpec, hidden):
+def batched_forward(module: nn.Module, spec: ExpertsSpec, hidden):
     gate_up_weight, down_weight = getattr(module, spec.gate_up), getattr(module, spec.down)
-    if not (plain(hidden, gate_up_weight, down_weight) and _intact(module, spec)):
+    if not (plain(hidden, gate_up_weight, down_weight) and spec.intact(module)):
         return stock(module, hidden)
     size = getattr(module, spec.size)
     gate_up = torch.bmm(hidden.view(gate_up_weight.shape[0], -1, size), gate_up_weight)
@@ -188,19 +177,17 @@ def plan_experts(module: nn.Module) -> tuple | str | None:
     found = recognise(module, BATCHED_EXPERTS)
     if not isinstance(found, Match):
         return f"unrecognised forward: {found or 'no form of experts in the table'}"
-    roles = dict(found.roles)
-    act = roles.pop("act")
-    activation, reason = fused_activation(module, act)
+    fields, reason = _fields(module, found)
     reason = blocked(module) or reason
     if reason is not None:
         return reason
-    spec = BatchedSpec(activation, **roles, part=Part.named(module, act))
-    return batched_forward, module, "forward", spec, f"{FUSED[activation][0]} ({found.structure.name})"
+    op = f"{FUSED[fields['activation']][0]} ({found.structure.name})"
+    return batched_forward, module, "forward", ExpertsSpec(**fields), op
 
 
 def uses_registry(module: nn.Module) -> bool:
     """Whether transformers' registry decides how these experts run."""
-    return bool(ALL_EXPERTS_FUNCTIONS) and hasattr(module, "is_transposed") and hasattr(module, "config")
+    return hasattr(module, "is_transposed") and hasattr(module, "config")
 
 
 def implementation(module: nn.Module) -> str:
@@ -219,27 +206,21 @@ def _plan_layer(module) -> tuple | None:
     before = implementation(module)
     if before == "eager" and "float" in inspect.unwrap(type(module).forward).__code__.co_names:
         return None  # its loop multiplies in float32
-    fields, name = {"act": "act_fn"}, "no gate"
+    found = Match(Structure("no gate", None), {"act": "act_fn"})
     if module.has_gate:
         found = recognise(module, EXPERT_GATES, GATE)
-        if not isinstance(found, Match):
-            return None
-        fields, name = {**found.structure.options, **found.roles}, found.structure.name
-    part = Part.named(module, fields["act"]) if "act" in fields else None
-    if "alpha" in fields:
-        activation = "swiglu_oai"
-    else:
-        activation = known_activation(getattr(module, part.name)) if part else fields.get("activation")
-    if "limit" in fields and "alpha" not in fields:
-        clamped = "clamp_after" not in fields and 0 < getattr(module, fields["limit"]) < math.inf
-        activation = "swiglu_clamped" if activation == "silu" and clamped else None
-    if activation not in KINDS or not (part is None or part.is_in(module)):
+    if not isinstance(found, Match):
         return None
-    spec = LayerSpec(
-        activation, "grouped_mm" if before == IMPLEMENTATION else before,
-        "alpha" in fields and "halves" not in fields, fields.get("alpha"), fields.get("limit"), part,
-    )  # fmt: skip
-    return layer_forward, module, LAYER, spec, f"tigon.experts ({name})"
+    fields, _ = _fields(module, found)
+    if "alpha" in fields:
+        fields["activation"] = "swiglu_oai"
+    elif "limit" in fields:
+        clamped = "clamp_after" not in fields and 0 < getattr(module, fields["limit"]) < math.inf
+        fields["activation"] = "swiglu_clamped" if fields["activation"] == "silu" and clamped else None
+    if fields["activation"] not in KINDS:
+        return None
+    spec = ExpertsSpec(**fields, before="grouped_mm" if before == IMPLEMENTATION else before)
+    return layer_forward, module, LAYER, spec, f"tigon.experts ({found.structure.name})"
 
 
 def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
@@ -282,15 +263,12 @@ def _plan_gate(module):
     reason = _inline_loop(module)
     if reason is not None:
         return reason
-    fields = {**found.structure.options, **found.roles}
-    if "act" in fields:
-        fields["part"] = Part.named(module, fields["act"])
-        fields["activation"], reason = fused_activation(module, fields.pop("act"))
-        if reason is not None:
-            return reason
+    fields, reason = _fields(module, found)
+    if reason is not None:
+        return reason
     op = "tigon.swiglu_oai" if "alpha" in fields else FUSED[fields["activation"]][0]
     op = "tigon.swiglu" if "halves" in fields else op
-    return gate_forward, module, GATE, GateSpec(**fields), f"{op} ({found.structure.name})"
+    return gate_forward, module, GATE, ExpertsSpec(**fields), f"{op} ({found.structure.name})"
 
 
 def _plan_ungated(module):

@@ -14,20 +14,17 @@ from tigon.integrations.transformers.patterns.modules import Structure, referenc
 
 
 def rotate_half(x):
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
+    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)
 
 
 def rotate_half_back(x):
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
+    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return torch.cat((x2, -x1), dim=-1)
 
 
 def rotate_pairs(x):
-    x1 = x[..., 0::2]
-    x2 = x[..., 1::2]
+    x1, x2 = x[..., 0::2], x[..., 1::2]
     return torch.stack((-x2, x1), dim=-1).flatten(-2)
 
 
@@ -82,8 +79,7 @@ def _narrow_pairs(x, cos, sin):
 
 
 def _rotate_every_two(x):
-    x1 = x[:, :, :, ::2]
-    x2 = x[:, :, :, 1::2]
+    x1, x2 = x[:, :, :, ::2], x[:, :, :, 1::2]
     return torch.stack((-x2, x1), dim=-1).flatten(-2)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tigon.integrations.transformers.patterns.modules import Structure, form
+from tigon.integrations.transformers.patterns.modules import Structure, reference
 
 
 def _masked(scores, group_scores, num_experts, num_groups, top_groups, value):
@@ -39,28 +39,8 @@ def _group_choice(scores, top_k, num_experts, num_groups, top_groups):
     return torch.topk(scores, top_k, dim=-1)[1]
 
 
-def sigmoid_group_choice(self, x):
-    x = x.view(-1, self.hidden)
-    logits = F.linear(x.float(), self.weight.float())
-    scores = logits.sigmoid()
-    biased = scores + self.correction
-    ids = _group_choice(biased, self.top_k, self.num_experts, self.num_groups, self.top_groups)
-    weights = scores.gather(1, ids)
-    if self.normalize:
-        weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
-    return logits, weights, ids
-
-
-def sigmoid_group_choice_scaled(self, x):
-    x = x.view(-1, self.hidden)
-    logits = F.linear(x.float(), self.weight.float())
-    scores = logits.sigmoid()
-    biased = scores + self.correction
-    ids = _group_choice(biased, self.top_k, self.num_experts, self.num_groups, self.top_groups)
-    weights = scores.gather(1, ids)
-    if self.normalize:
-        weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
-    return logits, weights * self.scale, ids
+def _row(name, *statements, parameters="self, x", **options):
+    return Structure(name, reference(parameters, statements, globals()), options)
 
 
 _ROWS = "x = x.reshape(-1, self.hidden)"
@@ -79,30 +59,39 @@ _GIVEN = {"parameters": "self, x, correction"}
 _WIDE = {"product": "float32"}
 _SIGMOID = {"score": "sigmoid", "autocast": False}
 _SIGMOID_GROUPS = {**_SIGMOID, **_WIDE, "group_score": "sum_of_two"}
+_GROUPS = (
+    "x = x.view(-1, self.hidden)",
+    "logits = F.linear(x.float(), self.weight.float())",
+    "scores = logits.sigmoid()",
+    "biased = scores + self.correction",
+    "ids = _group_choice(biased, self.top_k, self.num_experts, self.num_groups, self.top_groups)",
+    _GATHER,
+    "if self.normalize: weights /= weights.sum(dim=-1, keepdim=True) + 1e-20",
+)
 
 
 ROUTERS = (
-    form("softmax, choice", _ROWS, _PRODUCT, _SOFTMAX, _NORMALIZE, _RESULT),
-    form("softmax, choice", _ROWS, _PRODUCT, _SOFTMAX, _NORMALIZE, _ROUNDED, out="logits"),
-    form("softmax, choice", _ROWS, _PRODUCT, _SOFTMAX, f"if self.normalize: {_NORMALIZE}", _ROUNDED,
+    _row("softmax, choice", _ROWS, _PRODUCT, _SOFTMAX, _NORMALIZE, _RESULT),
+    _row("softmax, choice", _ROWS, _PRODUCT, _SOFTMAX, _NORMALIZE, _ROUNDED, out="logits"),
+    _row("softmax, choice", _ROWS, _PRODUCT, _SOFTMAX, f"if self.normalize: {_NORMALIZE}", _ROUNDED,
          out="logits"),
-    form("softmax, choice", _PRODUCT, _SOFTMAX, "logits, weights.to(x.dtype), ids",
+    _row("softmax, choice", _PRODUCT, _SOFTMAX, "logits, weights.to(x.dtype), ids",
          out="hidden", normalized=False),
-    form("choice, softmax", _PRODUCT, _CHOICE, "logits, F.softmax(chosen, dim=-1), ids",
+    _row("choice, softmax", _PRODUCT, _CHOICE, "logits, F.softmax(chosen, dim=-1), ids",
          out="logits", autocast=False),
-    form("choice, softmax", "logits = F.linear(x, self.weight, self.bias)", _CHOICE,
+    _row("choice, softmax", "logits = F.linear(x, self.weight, self.bias)", _CHOICE,
          "logits, F.softmax(chosen, dim=1, dtype=chosen.dtype), ids", out="logits"),
-    form("choice, softmax", "logits = F.linear(x, self.weight).float()", _CHOICE,
+    _row("choice, softmax", "logits = F.linear(x, self.weight).float()", _CHOICE,
          "logits, F.softmax(chosen, dim=-1).type_as(x), ids", out="hidden", wide_logits=True),
     Structure("softmax, groups", softmax_groups, {**_WIDE, "normalized": False}),
-    Structure("sigmoid, groups", sigmoid_group_choice_scaled, _SIGMOID_GROUPS),
-    Structure("sigmoid, groups", sigmoid_group_choice, _SIGMOID_GROUPS),
-    form("sigmoid", _ROWS, "logits = F.linear(x.float(), self.weight.float())",
+    _row("sigmoid, groups", *_GROUPS, "logits, weights * self.scale, ids", **_SIGMOID_GROUPS),
+    _row("sigmoid, groups", *_GROUPS, _RESULT, **_SIGMOID_GROUPS),
+    _row("sigmoid", _ROWS, "logits = F.linear(x.float(), self.weight.float())",
          "scores = torch.sigmoid(logits)", _IDS_GIVEN, _GATHER,
          "weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)",
          "logits, weights * self.scale, ids", **_GIVEN, **_SIGMOID, **_WIDE),
-    form("sigmoid", _ROWS, _ROUNDED_PRODUCT, _SCORES, _IDS, _GATHER, _NORMALIZE, _RESULT,
+    _row("sigmoid", _ROWS, _ROUNDED_PRODUCT, _SCORES, _IDS, _GATHER, _NORMALIZE, _RESULT,
          **_SIGMOID, product="weight"),
-    form("sigmoid", _ROWS, _ROUNDED_PRODUCT, _SCORES, _IDS_GIVEN, _GATHER, _NORMALIZE, _RESULT,
+    _row("sigmoid", _ROWS, _ROUNDED_PRODUCT, _SCORES, _IDS_GIVEN, _GATHER, _NORMALIZE, _RESULT,
          **_GIVEN, **_SIGMOID, product="weight"),
 )  # fmt: skip
