@@ -8,6 +8,7 @@ those.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -163,26 +164,23 @@ def resolve_impl(op_name: str, requested: str | None = None, device=None) -> OpI
         f"LIGER_KERNEL_{word}{part}" for part in (f"_{op_name.upper()}", "") for word in ("IMPL", "BACKEND")
     ]
     name = _full(requested or next(filter(None, map(os.environ.get, variables)), None) or _chosen)
-    found = _registered(op_name)
-    if name is not None:
-        wanted = get_registered(op_name, name) or (get_registered(op_name, OURS) if name in _NAMES else None)
-        names = [value.impl_name for value in found] or "<none>"
-        if wanted is None:
-            raise ImplNotAvailableError(
-                f"No '{name}' implementation registered for op '{op_name}'. Registered: {names}."
+    if name is None:
+        usable = available_impls(op_name, device)
+        if not usable:
+            raise NoImplAvailableError(
+                f"No implementation available for op '{op_name}': it is not there in tigon's interface"
             )
-        reason = wanted.capability.reason_if_unsatisfied(device)
-        if reason is not None:
-            raise ImplNotAvailableError(
-                f"Implementation '{name}' for op '{op_name}' is not available: {reason}."
-            )
-        return wanted
-    usable = available_impls(op_name, device)
-    if not usable:
-        raise NoImplAvailableError(
-            f"No implementation available for op '{op_name}': it is not there in tigon's interface"
+        return _REGISTRY[op_name, usable[0]]
+    wanted = get_registered(op_name, name) or (get_registered(op_name, OURS) if name in _NAMES else None)
+    if wanted is None:
+        names = [value.impl_name for value in _registered(op_name)] or "<none>"
+        raise ImplNotAvailableError(
+            f"No '{name}' implementation registered for op '{op_name}'. Registered: {names}."
         )
-    return _REGISTRY[op_name, usable[0]]
+    reason = wanted.capability.reason_if_unsatisfied(device)
+    if reason is not None:
+        raise ImplNotAvailableError(f"Implementation '{name}' for op '{op_name}' is not available: {reason}.")
+    return wanted
 
 
 def dispatch(op_name: str, *args, impl: str | None = None, backend: str | None = None, **kwargs):
@@ -196,44 +194,42 @@ def dispatch(op_name: str, *args, impl: str | None = None, backend: str | None =
 
 register_op, resolve_backend = register_impl, resolve_impl
 set_backend, get_backend, available_backends = set_impl, get_impl, available_impls
-# Functions of ``liger_kernel.functional``, and what the registry runs for each. Defaults are others than in
-# ``liger_kernel.transformers.functional``, as there. ``impl``, ``mode`` and ``backend`` choose nothing.
+# Functions of ``liger_kernel.functional``: what the registry runs for each, and the last of its parameters
+# that the function has. ``impl``, ``mode`` and ``backend`` choose nothing.
 _FUNCTIONS = {
-    "rms_norm(x, weight, eps=1e-6, *, offset=0, casting_mode='llama', in_place=False, row_mode=None": (
-        modules.LigerRMSNormFunction
-    ),
-    "layer_norm(x, weight, bias=None, eps=1e-6, *": modules.LigerLayerNormFunction,
-    "softmax(x, *": modules.LigerSoftmaxFunction,
-    "swiglu(a, b, gate_multiplier=1.0, down_multiplier=1.0, *": modules.LigerSiLUMulFunction,
-    "geglu(a, b, *": modules.LigerGELUMulFunction,
-    "rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, *": modules.LigerRopeFunction,
-    "fused_add_rms_norm(X, R, W, eps=1e-6, offset=0, casting_mode='llama', in_place=False, *": (
-        modules.LigerFusedAddRMSNormFunction
-    ),
-    "fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, "
-    "jsd_beta=0.5, ignore_index=-100, temperature=1.0, *": distillation.LigerFusedLinearJSDFunction,
-    "jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, *": divergences.LigerJSDFunction,
-    "kl_div(y_pred, y_true, reduction='batchmean', log_target=False, eps=1e-10, *": (
-        divergences.LigerKLDivLossFunction
-    ),
-    "cross_entropy(input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, "
-    "reduction='mean', softcap=None, return_z_loss=False, return_token_accuracy=False, "
-    "return_predicted_tokens=False, *": modules.LigerCrossEntropyFunction,
-    "fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None, ignore_index=-100, "
-    "lse_square_scale=0.0, label_smoothing=0.0, reduction='mean', softcap=None, return_z_loss=False, "
-    "accum_dtype=None, use_token_scaling=False, return_token_accuracy=False, return_predicted_tokens=False, "
-    "*": modules.LigerFusedLinearCrossEntropyFunction,
+    "rms_norm": (modules.LigerRMSNormFunction,),
+    "layer_norm": (modules.LigerLayerNormFunction,),
+    "softmax": (modules.LigerSoftmaxFunction, "x"),
+    "swiglu": (modules.LigerSiLUMulFunction, "down_multiplier"),
+    "geglu": (modules.LigerGELUMulFunction, "b"),
+    "rope": (modules.LigerRopeFunction, "unsqueeze_dim"),
+    "fused_add_rms_norm": (modules.LigerFusedAddRMSNormFunction,),
+    "fused_linear_jsd": (distillation.LigerFusedLinearJSDFunction, "temperature"),
+    "jsd": (divergences.LigerJSDFunction, "ignore_index"),
+    "kl_div": (divergences.LigerKLDivLossFunction, "eps"),
+    "cross_entropy": (modules.LigerCrossEntropyFunction, "return_predicted_tokens"),
+    "fused_linear_cross_entropy": (modules.LigerFusedLinearCrossEntropyFunction, "return_predicted_tokens"),
+}
+# Those whose defaults are others than in ``liger_kernel.transformers.functional``, as there.
+_NORM = "offset=0, casting_mode='llama', in_place=False"
+_PARAMETERS = {
+    "rms_norm": f"x, weight, eps=1e-6, *, {_NORM}, row_mode=None",
+    "layer_norm": "x, weight, bias=None, eps=1e-6, *",
+    "fused_add_rms_norm": f"X, R, W, eps=1e-6, {_NORM}, *",
 }
 
 
-def _register(name: str, function: Callable) -> None:
+def _add(name: str, target: Callable, last: str = "") -> None:
+    """The function of this name, and what it runs in the registry."""
     options = {"preference_rank": 50, "tolerances": _TOLERANCES.get(name, _USUAL)}
-    register_impl(name, impl_name=OURS, **options)(function)
+    register_impl(name, impl_name=OURS, **options)(target)
+    known = inspect.signature(target).parameters
+    until = [*known].index(last) + 1 if last else 0
+    parameters = _PARAMETERS.get(name) or ", ".join([*map(str, [*known.values()][:until]), "*"])
+    globals()[name] = by_position(f"{name}({parameters}, impl=None, mode=None, backend=None)", target)
 
 
-for _signature, _class in _FUNCTIONS.items():
-    _name = _signature.partition("(")[0]
-    globals()[_name] = by_position(f"{_signature}, impl=None, mode=None, backend=None)", _class.apply)
-    _register(_name, _class.apply)
-_register("jsd_loss_and_grad", divergences.jsd_loss_and_grad)
-_register("kl_loss_and_grad", divergences.kl_loss_and_grad)
+for _name, (_class, *_last) in _FUNCTIONS.items():
+    _add(_name, _class.apply, *_last)
+for _function in (divergences.jsd_loss_and_grad, divergences.kl_loss_and_grad):
+    register_impl(_function.__name__, impl_name=OURS, preference_rank=50, tolerances=_USUAL)(_function)
