@@ -1,4 +1,5 @@
-"""Hyper-connections -> tigon.hyper_connection_pre: coefficients and the input of a layer, from streams.
+"""Hyper-connections -> tigon.hyper_connection_pre: coefficients and the input of a layer, from streams;
+the streams after attention or MLP -> tigon.hyper_connection_post.
 
 Their source has a loop, which no canonical expression has. A module that holds the parameters of a form below
 is the form if a copy on the CPU with a few columns, random parameters and large eps computes its numbers.
@@ -6,15 +7,25 @@ is the form if a copy on the CPU with a few columns, random parameters and large
 
 from __future__ import annotations
 
-import copy
+import ast
+import functools
+import re
+import types
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from tigon.integrations.transformers.forward import blocked, has_hooks, plain, stock
-from tigon.integrations.transformers.probe import PROBE_EPS, on_cpu
-from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_pre
+from tigon.integrations.transformers.probe import PROBE_EPS, on_cpu, same_results, twin
+from tigon.integrations.transformers.rewriting import (
+    Rewritten,
+    innermost,
+    recompiled,
+    rewritable,
+    wrapped_again,
+)
+from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_post, hyper_connection_pre
 
 _COLUMNS, _ITERATIONS, _MAGNITUDE = 6, 3, 1.7  # of a probe
 
@@ -86,29 +97,107 @@ def _has_roles(module: nn.Module, spec: HyperSpec) -> bool:
 @on_cpu()
 def _equals(module: nn.Module, spec: HyperSpec) -> bool:
     """Whether a copy of a few columns computes the numbers of the form."""
-    n = module.hc_mult
-    generator = torch.Generator().manual_seed(1)
+    n, generator = module.hc_mult, torch.Generator().manual_seed(1)
     rows = module._parameters[spec.base].shape[0]
     shapes = {spec.weight: (rows, n * _COLUMNS), spec.base: (rows,)}
     shapes[spec.scale] = tuple(module._parameters[spec.scale].shape)
-    norm, twin = copy.copy(module.input_norm), copy.copy(module)
-    norm.__dict__ = {**_unpatched(module.input_norm), "eps": PROBE_EPS}
+    drawn = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
     known = {spec.eps: PROBE_EPS / 2, spec.iterations: _ITERATIONS, spec.magnitude: _MAGNITUDE}
-    twin.__dict__ = {**_unpatched(module), **{name: value for name, value in known.items() if name}}
-    twin.__dict__["_modules"] = {**module._modules, "input_norm": norm}
-    drawn = {name: nn.Parameter(torch.randn(*shape, generator=generator)) for name, shape in shapes.items()}
-    twin.__dict__["_parameters"] = {**module._parameters, **drawn}
+    known = {name: value for name, value in known.items() if name}
+    probed = twin(module, known, drawn, input_norm=twin(module.input_norm, {"eps": PROBE_EPS}, {}))
     x = torch.randn(2, 5, n, _COLUMNS, generator=generator)
-    try:
-        got, wanted = type(module).forward(twin, x), hyper_forward(twin, spec, x)
-    except Exception:  # any failure of foreign code on made-up input: it is not this form
-        return False
-    got, wanted = (value if isinstance(value, tuple) else (value,) for value in (got, wanted))
-    return len(got) == len(wanted) and all(
-        isinstance(a, torch.Tensor) and a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-        for a, b in zip(got, wanted, strict=True)
+    return same_results(
+        (type(module).forward, probed, x), (hyper_forward, probed, spec, x),
+        functools.partial(torch.allclose, rtol=1e-4, atol=1e-5),
+    )  # fmt: skip
+
+
+# After attention or MLP: the forward of a decoder layer is compiled with expressions of its own replaced.
+
+
+def _fits(x, f, post, dtype) -> bool:
+    return (
+        plain(x, f, post)
+        and x.dtype == f.dtype == dtype != torch.float64
+        and x.shape[:-2] == f.shape[:-1]
+        and x.shape[-2] <= MAX_STREAMS
     )
 
 
-def _unpatched(module: nn.Module) -> dict:
-    return {name: value for name, value in vars(module).items() if name != "forward"}
+def mixed(x, f, post, comb, dtype):
+    """DeepSeek-V4, GLM-5: streams mixed by comb, transposed."""
+    if _fits(x, f, post, dtype) and plain(comb):
+        return hyper_connection_post(x, f, post, comb, transposed=True)
+    rest = torch.matmul(comb.to(dtype).transpose(-1, -2), x)
+    return post.to(dtype).unsqueeze(-1) * f.unsqueeze(-2) + rest
+
+
+def kept(x, f, post, dtype):
+    """Hunyuan V4: streams as they are."""
+    if _fits(x, f, post, dtype):
+        return hyper_connection_post(x, f, post)
+    return (post.float().unsqueeze(-1) * f.float().unsqueeze(-2) + x.float()).to(dtype)
+
+
+def _pattern(text: str, function) -> re.Pattern:
+    """Finds the expression whatever its variables, the parameters of the function, are called."""
+
+    def variable(found):
+        seen.append(found[0])
+        return rf"(?P={found[0]})" if found[0] in seen[:-1] else rf"(?P<{found[0]}>\w+)"
+
+    seen, code = [], function.__code__
+    return re.compile(
+        re.sub(rf"\b({'|'.join(code.co_varnames[: code.co_argcount])})\b", variable, re.escape(text))
+    )
+
+
+# What is replaced, in the words of ast.unparse, and by which function.
+_MIXED = "post.to(dtype).unsqueeze(-1) * f.unsqueeze(-2) + torch.matmul(comb.to(dtype).transpose(-1, -2), x)"
+_KEPT = "(post.float().unsqueeze(-1) * f.float().unsqueeze(-2) + x.float()).to(dtype)"
+_STREAMS = {
+    "_tigon_mixed": (_pattern(_MIXED, mixed), mixed),
+    "_tigon_kept": (_pattern(_KEPT, kept), kept),
+}
+
+
+def plan_streams(module: nn.Module) -> tuple[Rewritten, str] | str | None:
+    found = rewrite(type(module).forward)
+    if found is None:
+        return None
+    by = f"tigon.hyper_connection_post ({found[0]} places)"
+    return blocked(module) or (Rewritten(rewrite, type(module)), by)
+
+
+@functools.cache
+def rewrite(forward) -> tuple[int, types.FunctionType] | None:
+    """How many places were replaced, and the new forward; None where there are none."""
+    inner = innermost(forward)
+    names = getattr(getattr(inner, "__code__", None), "co_names", ())
+    node = rewritable(inner) if "unsqueeze" in names else None
+    if node is None:
+        return None
+    replace = _Replace()
+    node = replace.visit(node)
+    if not replace.places:
+        return None
+    own = {name: function for name, (_, function) in _STREAMS.items()}
+    made = wrapped_again(forward, recompiled(inner, node, **own))
+    return None if made is None else (replace.places, made)
+
+
+class _Replace(ast.NodeTransformer):
+    """Expressions of `_STREAMS` become calls."""
+
+    def __init__(self):
+        self.places = 0
+
+    def generic_visit(self, node):
+        node = super().generic_visit(node)
+        text = ast.unparse(node) if isinstance(node, ast.BinOp | ast.Call) else ""
+        for name, (pattern, _) in _STREAMS.items():
+            if found := pattern.fullmatch(text):
+                self.places += 1
+                given = ", ".join(f"{parameter}={value}" for parameter, value in found.groupdict().items())
+                return ast.copy_location(ast.parse(f"{name}({given})", mode="eval").body, node)
+        return node

@@ -15,7 +15,7 @@ from tigon.integrations.transformers.causal_loss import causal_lm_loss
 from tigon.integrations.transformers.experts import plan_experts, switch, switch_back
 from tigon.integrations.transformers.forward import bind, bound, model_forward, unbind
 from tigon.integrations.transformers.head import HeadSpec, attach, bind_head, output_head, plan_head
-from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper
+from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper, plan_streams
 from tigon.integrations.transformers.lora import find_siblings, lora_forward, plan_lora
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
@@ -26,7 +26,6 @@ from tigon.integrations.transformers.report import Entry, Report
 from tigon.integrations.transformers.rewriting import rewritten_forward
 from tigon.integrations.transformers.rope import Key, find_rotary, plan_rotary, rebind, release
 from tigon.integrations.transformers.routers import plan_router, router_forward
-from tigon.integrations.transformers.streams import plan_streams
 
 STATE = "_tigon_state"
 ABSENT = "absent"  # the model had no loss function of its own

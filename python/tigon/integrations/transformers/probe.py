@@ -52,58 +52,61 @@ def probe_norm(module: nn.Module) -> Match | None:
     return None
 
 
+def twin(module: nn.Module, attributes: dict, parameters: dict, **modules: nn.Module) -> nn.Module:
+    """A copy with other numbers, parameters and children, without a forward of the instance."""
+    made = copy.copy(module)
+    made.__dict__ = {name: value for name, value in vars(module).items() if name != "forward"} | attributes
+    new = {name: nn.Parameter(value) for name, value in parameters.items()}
+    made.__dict__ |= {"_parameters": module._parameters | new, "_modules": module._modules | modules}
+    return made
+
+
 @torch.no_grad()
 @on_cpu()
 def equals(module: nn.Module, found: Match) -> bool:
     """Whether a norm's forward is that of a structure in numbers, its attributes in these roles."""
-    roles = found.roles
+    roles, reference = found.roles, found.structure.reference
     parameters = {role: name for role, name in roles.items() if module._parameters.get(name) is not None}
     size = next((module._parameters[name].shape[0] for name in parameters.values()), 24)
     for dtype, weight_dtype in PROBE_DTYPES:
-        twin = copy.copy(module)
-        twin.__dict__ = {**module.__dict__, roles["eps"]: PROBE_EPS}
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(5, size, generator=generator).to(dtype)
         drawn = {role: torch.randn(size, generator=generator).to(weight_dtype) for role in parameters}
         known = {role: getattr(module, name) for role, name in roles.items()}
-        if drawn:
-            new = {name: nn.Parameter(drawn[role]) for role, name in parameters.items()}
-            twin.__dict__["_parameters"] = new
         role = SimpleNamespace(**{**known, "eps": PROBE_EPS, **drawn})
-        if not _equal(type(module).forward, (twin, x), found.structure.reference(role, x)):
+        named = {name: drawn[role] for role, name in parameters.items()}
+        probed = twin(module, {roles["eps"]: PROBE_EPS}, named)
+        if not same_results((type(module).forward, probed, x), (reference, role, x)):
             return False
     return True
 
 
 @torch.no_grad()
+@on_cpu()
 def probe_rotary(function) -> Match | None:
     """The rotary structure that equals this function of (q, k, cos, sin), or None."""
+
+    def is_of(structure, dtype) -> bool:
+        tables = (2, 5, structure.options["probe"])
+        generator = torch.Generator().manual_seed(1)
+        shapes = ((2, 3, 5, 16), (2, 1, 5, 16), tables, tables)
+        given = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+        return same_results((function, *given), (structure.reference, *given))
+
     for structure in ROTARY:
-        if "probe" not in structure.options:
-            continue
-        columns = structure.options["probe"]
-        if all(_rotary_equal(function, structure.reference, columns, dtype) for dtype in
-               (torch.float32, torch.bfloat16)):  # fmt: skip
+        if "probe" in structure.options and all(is_of(structure, d) for d in (torch.float32, torch.bfloat16)):
             return Match(structure, {})
     return None
 
 
-@on_cpu()
-def _rotary_equal(function, reference, columns, dtype) -> bool:
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((2, 3, 5, 16), (2, 1, 5, 16), (2, 5, columns), (2, 5, columns))
-    arguments = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
-    return _equal(function, arguments, reference(*arguments))
-
-
-def _equal(function, arguments, wanted) -> bool:
+def same_results(call: tuple, known: tuple, same=torch.equal) -> bool:
+    """Whether two calls, (function, arguments...), return the same tensors."""
     try:
-        value = function(*arguments)
+        (got, wanted) = (function(*arguments) for function, *arguments in (call, known))
     except Exception:  # any failure of foreign code on made-up input: it is not this structure
         return False
-    values = value if isinstance(value, tuple) else (value,)
-    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    return len(values) == len(wanted) and all(
-        isinstance(a, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-        for a, b in zip(values, wanted, strict=True)
+    got, wanted = (value if isinstance(value, tuple) else (value,) for value in (got, wanted))
+    return len(got) == len(wanted) and all(
+        isinstance(a, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and same(a, b)
+        for a, b in zip(got, wanted, strict=True)
     )
