@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import types
 
 from torch import nn
@@ -28,7 +29,8 @@ from tigon.integrations.transformers.rewriting import (
     statement_at,
 )
 
-BOUND = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.Add, ast.Mult, ast.Load)
+PART = re.compile(r"(\w+) = (\w+)\[\.\.\., (.*?):(.*)\]")
+BOUND = re.compile(r"[\w.+* ]+")  # names, sums, products
 
 
 def plan_slices(module: nn.Module) -> tuple[Rewritten, str] | str | None:
@@ -44,65 +46,32 @@ def rewrite(forward) -> tuple[str, types.FunctionType] | None:
     node = rewritable(forward)
     if node is None:
         return None
-    source = None
-    for first in range(len(node.body)):
-        parts = _partition(node.body[first:])
-        if parts and (attribute := producer(node.body[:first], parts[0].value.value.id)):
-            node.body[first : first + len(parts)] = [_split(parts)]
-            source = attribute
-            break
-    if source is None:
-        return None
-    return source, recompiled(forward, node)
+    for first, statement in enumerate(node.body):
+        names, whole, sizes = _partition(node.body[first:]) or ((), "", ())
+        source = producer(node.body[:first], whole) if names else None
+        if source:
+            text = f"{', '.join(names)} = {whole}.split(({', '.join(sizes)}), -1)"
+            node.body[first : first + len(names)] = [statement_at(text, statement)]
+            return source, recompiled(forward, node)
+    return None
 
 
-def _partition(body: list[ast.stmt]) -> list[ast.Assign] | None:
-    """Statements that cut all of one variable's last axis into parts, from the first on, or None."""
-    parts: list[ast.Assign] = []
-    end = None
+def _partition(body: list[ast.stmt]) -> tuple[list[str], str, list[str]] | None:
+    """(names, variable, sizes) of statements that cut all of its last axis into parts, from the first on."""
+    names, sizes, end, whole = [], [], "", None
     for statement in body:
-        match statement:
-            case ast.Assign(
-                targets=[ast.Name(id=name)],
-                value=ast.Subscript(
-                    value=ast.Name(id=cut),
-                    slice=ast.Tuple(elts=[ast.Constant(value=inner), ast.Slice(lower, upper, None)]),
-                ),
-            ) if inner is ...:
-                same = not parts or cut == parts[0].value.value.id
-                if not same or not _equal(lower, end) or (name == cut and upper is not None):
-                    return None
-                if upper is not None and _size(upper, end) is None:
-                    return None
-                parts.append(statement)
-                if upper is None:
-                    return parts if len(parts) > 1 else None
-                end = upper
-            case _:
-                return None
+        found = PART.fullmatch(ast.unparse(statement))
+        if found is None:
+            return None
+        name, cut, lower, upper = found.groups()
+        whole = whole or cut
+        if cut != whole or lower != end or (name == whole and upper):
+            return None
+        names.append(name)
+        if not upper:
+            return (names, whole, [*sizes, f"{whole}.shape[-1] - ({lower})"]) if sizes else None
+        if not BOUND.fullmatch(upper) or not upper.startswith(f"{lower} + " if lower else ""):
+            return None  # its size is plain to see where it is a sum of the last end and more
+        sizes.append(upper.removeprefix(f"{lower} + "))
+        end = upper
     return None
-
-
-def _equal(one: ast.expr | None, other: ast.expr | None) -> bool:
-    return (one is None) == (other is None) and (one is None or ast.dump(one) == ast.dump(other))
-
-
-def _size(upper: ast.expr, lower: ast.expr | None) -> ast.expr | None:
-    """upper - lower where that is plain to see: a sum or product, to which the next one adds."""
-    if not all(isinstance(part, BOUND) for part in ast.walk(upper)):
-        return None
-    if lower is None:
-        return upper
-    match upper:
-        case ast.BinOp(left=left, op=ast.Add(), right=right) if _equal(left, lower):
-            return right
-    return None
-
-
-def _split(parts: list[ast.Assign]) -> ast.stmt:
-    whole = parts[0].value.value.id
-    bounds = [part.value.slice.elts[1] for part in parts]
-    sizes = [ast.unparse(_size(b.upper, b.lower)) for b in bounds[:-1]]
-    sizes.append(f"{whole}.shape[-1] - ({ast.unparse(bounds[-1].lower)})")
-    names = ", ".join(part.targets[0].id for part in parts)
-    return statement_at(f"{names} = {whole}.split(({', '.join(sizes)}), -1)", parts[0])
