@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tigon.integrations.liger import distillation, divergences, modules
+from tigon.integrations.liger import divergences, modules
 from tigon.integrations.liger.signatures import by_position
 
 logger = logging.getLogger("tigon")
@@ -204,7 +204,7 @@ _FUNCTIONS = {
     "geglu": (modules.LigerGELUMulFunction, "b"),
     "rope": (modules.LigerRopeFunction, "unsqueeze_dim"),
     "fused_add_rms_norm": (modules.LigerFusedAddRMSNormFunction,),
-    "fused_linear_jsd": (distillation.LigerFusedLinearJSDFunction, "temperature"),
+    "fused_linear_jsd": (divergences.LigerFusedLinearJSDFunction, "temperature"),
     "jsd": (divergences.LigerJSDFunction, "ignore_index"),
     "kl_div": (divergences.LigerKLDivLossFunction, "eps"),
     "cross_entropy": (modules.LigerCrossEntropyFunction, "return_predicted_tokens"),

@@ -7,6 +7,7 @@ weight gradients are summed in float32 whatever ``accum_dtype`` says, and nothin
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 import tigon
 from tigon._dtensor import is_dtensor
 from tigon.integrations.liger.names import check, public
-from tigon.integrations.liger.signatures import by_position
+from tigon.integrations.liger.signatures import by_name, by_position
 
 
 @dataclass
@@ -29,7 +30,7 @@ class CrossEntropyOutput:
     predicted_tokens: torch.Tensor | None = None
 
 
-def _packed(loss, z_loss, accuracy, predicted):
+def _output(loss, z_loss, accuracy, predicted):
     if z_loss is None and accuracy is None and predicted is None:
         return loss
     return CrossEntropyOutput(loss, z_loss, accuracy, predicted)
@@ -128,34 +129,32 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
     )
 
 
-def liger_cross_entropy(input, target, weight=None, size_average=None, ignore_index: int = -100, reduce=None,
-                        reduction: str = "mean", label_smoothing: float = 0.0, lse_square_scale: float = 0.0,
-                        softcap: float | None = None, return_z_loss: bool = False,
-                        return_token_accuracy: bool = False,
-                        return_predicted_tokens: bool = False):  # fmt: skip
-    """Cross-entropy of logits, by :func:`tigon.cross_entropy`."""
-    return _packed(*cross_entropy_parts(
-        input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-        return_z_loss, return_token_accuracy, return_predicted_tokens,
-    ))  # fmt: skip
+def _packed(parts):
+    """The same function: the loss alone, or with what else was asked for in one object."""
+
+    @functools.wraps(parts)
+    def call(**arguments):
+        if isinstance(arguments["input"], _Recorder):
+            return arguments["input"].update(arguments)
+        return _output(*parts(**arguments))
+
+    return call
 
 
-def liger_fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None,
-                                     ignore_index: int = -100, lse_square_scale: float = 0.0,
-                                     label_smoothing: float = 0.0, reduction: str = "mean",
-                                     softcap: float | None = None, return_z_loss: bool = False,
-                                     accum_dtype=None, use_token_scaling: bool = False,
-                                     return_token_accuracy: bool = False,
-                                     return_predicted_tokens: bool = False,
-                                     chunk_mem_const: int = 1):  # fmt: skip
-    """The loss head, by :func:`tigon.linear_cross_entropy`."""
-    if isinstance(input, _Recorder):
-        return input.update(locals())
-    return _packed(*linear_cross_entropy_parts(
-        input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
-        softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy,
-        return_predicted_tokens, chunk_mem_const=chunk_mem_const,
-    ))  # fmt: skip
+_WANTED = "return_token_accuracy: bool = False, return_predicted_tokens: bool = False"
+liger_cross_entropy = by_name(
+    "liger_cross_entropy(input, target, weight=None, size_average=None, ignore_index: int = -100, "
+    "reduce=None, reduction: str = 'mean', label_smoothing: float = 0.0, lse_square_scale: float = 0.0, "
+    f"softcap: float | None = None, return_z_loss: bool = False, {_WANTED})",
+    _packed(cross_entropy_parts),
+)
+liger_fused_linear_cross_entropy = by_name(
+    "liger_fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None, "
+    "ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, "
+    "reduction: str = 'mean', softcap: float | None = None, return_z_loss: bool = False, accum_dtype=None, "
+    f"use_token_scaling: bool = False, {_WANTED}, chunk_mem_const: int = 1)",
+    _packed(linear_cross_entropy_parts),
+)
 
 
 # The functions of one op: what runs takes the arguments by position.
@@ -292,7 +291,7 @@ def fixed_fused_linear_cross_entropy(hidden_states, lm_head_weight, target, num_
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         loss = loss / num_items_in_batch
-    return _packed(loss, None, accuracy, predicted)
+    return _output(loss, None, accuracy, predicted)
 
 
 def LigerForCausalLMLoss(hidden_states, lm_head_weight, labels, hidden_size, num_items_in_batch=None,

@@ -82,13 +82,10 @@ def _infer_npu_arch(device_id: int) -> str:
 def infer_device_arch(device_id: int = 0) -> str:
     """The accelerator's architecture, or the device type where it cannot be told."""
     device = public("utils", "infer_device", infer_device)()
-    maker = {"cuda": "amd" if is_hip() else "nvidia", "xpu": "xpu", "npu": "npu"}.get(device)
-    if maker is None:
-        return device
-    name = f"_infer_{maker}_arch"
+    name = f"_infer_{('amd' if is_hip() else 'nvidia') if device == 'cuda' else device}_arch"
     try:
         return public("utils", name, globals()[name])(device_id)
-    except Exception:  # no driver: callers ask before they know that there is one
+    except Exception:  # a CPU, or no driver: callers ask before they know that there is one
         return device
 
 
