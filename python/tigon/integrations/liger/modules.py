@@ -152,14 +152,8 @@ class LigerLayerNorm(nn.Module):
     def forward(self, hidden_states):
         return F.liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
-    @property
-    def backend(self):
-        """``impl`` as it was called before."""
-        return self.impl
-
-    @backend.setter
-    def backend(self, value):
-        self.impl = value
+    # As ``impl`` was called before.
+    backend = property(lambda self: self.impl, lambda self, value: setattr(self, "impl", value))
 
 
 class LigerEmbedding(tigon.nn.Embedding):
@@ -183,23 +177,12 @@ class LigerDyT(nn.Module):
         return F.liger_dyt(x, self.alpha, self.gamma, self.beta)
 
 
-class LigerSoftmax(nn.Module):
+class LigerSoftmax(Loss, target=F.liger_softmax, operands="x"):
     """Softmax over the last dimension."""
 
-    def forward(self, x):
-        return F.liger_softmax(x)
 
-
-class LigerSparsemax(nn.Module):
-    """Sparsemax over one dimension."""
-
-    def __init__(self, dim: int = -1):
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x):
-        """The same shape, sums of 1 along ``dim``."""
-        return F.liger_sparsemax(x, self.dim)
+class LigerSparsemax(Loss, target=lambda x, dim=-1: F.liger_sparsemax(x, dim), operands="x"):
+    """Sparsemax over one dimension: the same shape, sums of 1 along ``dim``."""
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"
@@ -222,11 +205,8 @@ class LigerPolyNorm(nn.Module):
         return f"weight_shape={size}, eps={self.variance_epsilon}, in_place={self.in_place}"
 
 
-class LigerReLUSquared(nn.Module):
+class LigerReLUSquared(Loss, target=F.liger_relu_squared, operands="x"):
     """``relu(x)^2``."""
-
-    def forward(self, x):
-        return tigon.relu_squared(x)
 
 
 class LigerSwiGLUMLP(GatedMLP):

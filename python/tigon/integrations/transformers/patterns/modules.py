@@ -13,8 +13,8 @@ import functools
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
-from transformers.activations import ACT2FN  # noqa: F401  in the text of rows
+import torch.nn.functional as F  # noqa: F401  in the text of rows, as this:
+from transformers.activations import ACT2FN  # noqa: F401
 
 from tigon.integrations.transformers.canonical import (
     SOURCE,
@@ -101,17 +101,11 @@ def _normalised_by_group(x, eps, group_size):
     return h.flatten(-2) if group_size is not None else h
 
 
-def layer_norm_channels(self, x):
-    if self.data_format == "channels_first":
-        x = x.permute(0, 2, 3, 1)
-        x = F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
-        return x.permute(0, 3, 1, 2)
-    return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
-
-
 _H = "h = _normalised(x.float(), self.eps)"
 _GROUP_NORM = "F.group_norm(x, self.groups, self.weight, self.bias, self.eps)"
 _LAYER_NORM = "F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)"
+_LAYER_NORM_OF_ROWS = _LAYER_NORM.replace("x", "x.permute(0, 2, 3, 1)")
+_GATED = "(h * ACT2FN[self.activation](gate.float())).to(x.dtype)"
 _LLAMA = {"rounding": "llama", "offset": 0.0}
 _LATE = {"rounding": "gemma", "offset": 0.0}
 _GEMMA = {"rounding": "gemma", "offset": 1.0}
@@ -121,82 +115,45 @@ NORMS = (
     form("late", _H, "(self.weight * h).to(x.dtype)", **_LATE),
     form("late", _H, "(self.weight.float() * h).to(x.dtype)", **_LATE),
     form("gemma", _H, "(h * (1.0 + self.weight.float())).to(x.dtype)", **_GEMMA),
-    form(
-        "gemma, by group",
-        "h = _normalised_by_group(x.float(), self.eps, self.group_size)",
-        "(h * (1.0 + self.weight.float())).to(x.dtype)",
-        **_GEMMA,
-    ),
+    form("gemma, by group", "h = _normalised_by_group(x.float(), self.eps, self.group_size)",
+         "(h * (1.0 + self.weight.float())).to(x.dtype)", **_GEMMA),
     form("gemma, 1 + w rounded", _H, "(h * (1.0 + self.weight).float()).to(x.dtype)", **_LATE, shift=1.0),
     form("weightless", _H, "h.to(x.dtype)", **_LATE),
-    form(
-        "weightless",
-        "x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)",
-        **_LATE,
-    ),
-    form(
-        "late, optional weight",
-        _H,
-        "if self.with_weight: h = h * self.weight.float()",
-        "h.to(x.dtype)",
-        **_LATE,
-    ),
-    form(
-        "t5",
-        "h = _normalised_mixed(x, self.eps)",
-        "if self.weight.dtype in [torch.float16, torch.bfloat16]: h = h.to(self.weight.dtype)",
-        "self.weight * h",
-        rounding="t5",
-        offset=0.0,
-    ),
+    form("weightless", "x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)",
+         **_LATE),
+    form("late, optional weight", _H, "if self.with_weight: h = h * self.weight.float()", "h.to(x.dtype)",
+         **_LATE),
+    form("t5", "h = _normalised_mixed(x, self.eps)",
+         "if self.weight.dtype in [torch.float16, torch.bfloat16]: h = h.to(self.weight.dtype)",
+         "self.weight * h", rounding="t5", offset=0.0),
     form("torch", "F.rms_norm(x, self.shape, self.weight, self.eps)", **_LATE, autocast=True),
-)
+)  # fmt: skip
 GATED_NORMS = (
-    form(
-        "norm, then gate",
-        "h = self.weight * _normalised(x.float(), self.eps).to(x.dtype)",
-        "(h * ACT2FN[self.activation](gate.float())).to(x.dtype)",
-        parameters="self, x, gate",
-        rounding="llama",
-    ),
-    form(
-        "norm, then gate, late",
-        "h = self.weight.float() * _normalised(x.float(), self.eps)",
-        "(h * ACT2FN[self.activation](gate.float())).to(x.dtype)",
-        parameters="self, x, gate=None",
-        rounding="gemma",
-    ),
-    form(
-        "gate, then norm by group",
-        "h = x.float()",
-        "if gate is not None: h = h * F.silu(gate.float())",
-        "*leading, columns = h.shape",
-        "groups = columns // self.group_size",
-        "h = _normalised(h.view(*leading, groups, self.group_size), self.eps)",
-        "self.weight * h.view(*leading, groups * self.group_size).to(x.dtype)",
-        parameters="self, x, gate=None",
-        rounding="llama",
-        norm_first=False,
-    ),
-)
+    form("norm, then gate", "h = self.weight * _normalised(x.float(), self.eps).to(x.dtype)", _GATED,
+         parameters="self, x, gate", rounding="llama"),
+    form("norm, then gate, late", "h = self.weight.float() * _normalised(x.float(), self.eps)", _GATED,
+         parameters="self, x, gate=None", rounding="gemma"),
+    form("gate, then norm by group", "h = x.float()", "if gate is not None: h = h * F.silu(gate.float())",
+         "*leading, columns = h.shape", "groups = columns // self.group_size",
+         "h = _normalised(h.view(*leading, groups, self.group_size), self.eps)",
+         "self.weight * h.view(*leading, groups * self.group_size).to(x.dtype)",
+         parameters="self, x, gate=None", rounding="llama", norm_first=False),
+)  # fmt: skip
 GROUP_NORMS = (
     form("torch", _GROUP_NORM, autocast=True),
     form("torch", _GROUP_NORM, parameters="self, x, unused=None", autocast=True),
 )
 LAYER_NORMS = (
     form("torch", _LAYER_NORM, autocast=True),
-    Structure("channels first or last", layer_norm_channels, {"autocast": True}),
-    form(
-        "late",
-        "h = x.float()",
-        "mean = h.mean(-1, keepdim=True)",
-        "variance = (h - mean).pow(2).mean(-1, keepdim=True)",
-        "h = (h - mean) * torch.rsqrt(variance + self.eps)",
-        "(self.weight.float() * h).to(x.dtype)",
-    ),
+    form("channels first or last",
+         f"if self.data_format == 'channels_first': return {_LAYER_NORM_OF_ROWS}.permute(0, 3, 1, 2)",
+         _LAYER_NORM, autocast=True),
+    form("late", "h = x.float()", "mean = h.mean(-1, keepdim=True)",
+         "variance = (h - mean).pow(2).mean(-1, keepdim=True)",
+         "h = (h - mean) * torch.rsqrt(variance + self.eps)", "(self.weight.float() * h).to(x.dtype)"),
     form("weightless", "F.layer_norm(x.float(), self.shape, None, None, eps=1e-5).to(x.dtype)", eps=1e-5),
     form("1 + weight", "F.layer_norm(x, self.shape, self.weight + 1.0, self.bias, self.eps)", shift=1.0),
-)
+)  # fmt: skip
 # Classes whose source says more than a form does (here: what autocast casts), and the form they are where
 # their numbers are equal to it, with the attributes that play its roles.
 DECLARED = {
@@ -213,17 +170,6 @@ def _clamped(gate, up, limit):
     return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
 
 
-def glu_middle_cast(self, x):
-    y = self.middle(self.act(self.gate(x)) * self.up(x))
-    if (
-        isinstance(self.down.weight, torch.Tensor)
-        and y.dtype != self.down.weight.dtype
-        and self.down.weight.dtype != torch.int8
-    ):
-        y = y.to(self.down.weight.dtype)
-    return self.down(y)
-
-
 _PRODUCT = "self.act(self.gate(x)) * self.up(x)"
 _GATE_UP = "gate, up = self.gate_up(x).chunk(2, dim=-1)"
 _UP_GATE = "up, gate = self.gate_up(x).chunk(2, dim=-1)"
@@ -231,51 +177,40 @@ _CLAMPED = "gate, up = _clamped(self.gate(x), self.up(x), self.limit)"
 _BEFORE = "x = self.before2(self.before1(self.before0(x)))"
 _DOWN = "self.down(self.act(gate) * up)"
 _UP_FIRST = {"up_first": True}
+_CAST = (
+    "isinstance(self.down.weight, torch.Tensor) and y.dtype != self.down.weight.dtype"
+    " and self.down.weight.dtype != torch.int8"
+)
 MLPS = (
     form("gate, up, down", f"self.down({_PRODUCT})"),
     form("gate, up, down", "self.down(F.silu(self.gate(x)) * self.up(x))"),
     form("gate, up", _PRODUCT),
     form("gate_up, down", _GATE_UP, _DOWN),
-    form(
-        "gate, up, down, multipliers",
-        "product = self.up(x) * self.act(self.gate(x) * self.gate_multiplier)",
-        "self.down(product) * self.down_multiplier",
-    ),
+    form("gate, up, down, multipliers",
+         "product = self.up(x) * self.act(self.gate(x) * self.gate_multiplier)",
+         "self.down(product) * self.down_multiplier"),
     form("up, down", "self.down(self.act(self.up(x)))"),
     form("gate_up, down, up first", _UP_GATE, _DOWN, **_UP_FIRST),
     form("gate_up, down, up first", "x = self.before0(x)", _UP_GATE, _DOWN, **_UP_FIRST),
     form("gate_up, down, up first", "x = self.before1(self.before0(x))", _UP_GATE, _DOWN, **_UP_FIRST),
     form("gate, up, middle, down", f"self.down(self.middle({_PRODUCT}))"),
     form("gate_up, middle, down", _GATE_UP, "self.down(self.middle(self.act(gate) * up))"),
-    Structure("gate, up, middle, down, cast", glu_middle_cast, {"cast": True}),
-    form(
-        "gate_up, down, by layer",
-        "x = self.gate_up(x) if layer is None else self.gate_up(x, layer)",
-        "batch, tokens, _ = x.shape",
-        "x = x.view(batch, tokens, 2, -1)",
-        "x = self.act(x[..., 0, :]) * x[..., 1, :]",
-        "self.down(x) if layer is None else self.down(x, layer)",
-        parameters="self, x, layer=None",
-    ),
-    form(
-        "gate, up, down, dropout",
-        f"F.dropout(self.down({_PRODUCT}), p=self.dropout, training=self.training)",
-    ),
-    form(
-        "gate, up, down, fp32",
-        "gate, up = self.gate(x), self.up(x)",
-        "self.down((self.act(gate.float()) * up.float()).to(gate.dtype))",
-    ),
+    form("gate, up, middle, down, cast", f"y = self.middle({_PRODUCT})",
+         f"if {_CAST}: y = y.to(self.down.weight.dtype)", "self.down(y)", cast=True),
+    form("gate_up, down, by layer", "x = self.gate_up(x) if layer is None else self.gate_up(x, layer)",
+         "batch, tokens, _ = x.shape", "x = x.view(batch, tokens, 2, -1)",
+         "x = self.act(x[..., 0, :]) * x[..., 1, :]",
+         "self.down(x) if layer is None else self.down(x, layer)", parameters="self, x, layer=None"),
+    form("gate, up, down, dropout",
+         f"F.dropout(self.down({_PRODUCT}), p=self.dropout, training=self.training)"),
+    form("gate, up, down, fp32", "gate, up = self.gate(x), self.up(x)",
+         "self.down((self.act(gate.float()) * up.float()).to(gate.dtype))"),
     form("gate, up, down, clamped", _CLAMPED, _DOWN),
     form("gate, up, down, clamped", _BEFORE, _CLAMPED, _DOWN),
-    form(
-        "gate, up, down, clamped",
-        "gate = self.act(self.gate(x)).clamp(max=self.limit)",
-        "self.down(gate * self.up(x).clamp(min=-self.limit, max=self.limit))",
-        clamp_after=True,
-    ),
+    form("gate, up, down, clamped", "gate = self.act(self.gate(x)).clamp(max=self.limit)",
+         "self.down(gate * self.up(x).clamp(min=-self.limit, max=self.limit))", clamp_after=True),
     form("gate, up, down", _BEFORE, f"self.down({_PRODUCT})"),
-)
+)  # fmt: skip
 
 
 # --- experts -----------------------------------------------------------------------------------
@@ -291,25 +226,17 @@ _OAI = "(up + 1) * (gate * torch.sigmoid(gate * self.alpha))"
 _WIDE = "(self.act(gate.float()) * up.float())"
 EXPERT_GATES = (
     _gate_of_experts("experts, clamped", _HALVES, _CLAMP, "self.act(gate) * up"),
-    _gate_of_experts(
-        "experts, clamped",
-        _HALVES,
-        "gate = self.act(gate).clamp(max=self.limit)",
-        "gate * up.clamp(min=-self.limit, max=self.limit)",
-        clamp_after=True,
-    ),
+    _gate_of_experts("experts, clamped", _HALVES, "gate = self.act(gate).clamp(max=self.limit)",
+                     "gate * up.clamp(min=-self.limit, max=self.limit)", clamp_after=True),
     _gate_of_experts("experts, clamped", _HALVES, _CLAMP, "F.silu(gate) * up", activation="silu"),
     _gate_of_experts("experts, fp32", _HALVES, f"{_WIDE}.to(gate_up.dtype)"),
     _gate_of_experts("experts, fp32", _HALVES, f"{_WIDE}.to(gate.dtype)"),
     _gate_of_experts("experts", _HALVES, "self.act(gate) * up"),
     _gate_of_experts("experts", "gate, up = gate_up[..., ::2], gate_up[..., 1::2]", _CLAMP, _OAI),
     _gate_of_experts("experts, halves", _HALVES, _CLAMP, _OAI, halves=True),
-)
+)  # fmt: skip
 BATCHED_EXPERTS = (
-    form(
-        "batched experts",
-        "x = x.view(self.gate_up.shape[0], -1, self.size)",
-        "gate, up = torch.bmm(x, self.gate_up).chunk(2, dim=-1)",
-        "torch.bmm(up * self.act(gate), self.down).view(-1, self.size)",
-    ),
-)
+    form("batched experts", "x = x.view(self.gate_up.shape[0], -1, self.size)",
+         "gate, up = torch.bmm(x, self.gate_up).chunk(2, dim=-1)",
+         "torch.bmm(up * self.act(gate), self.down).view(-1, self.size)"),
+)  # fmt: skip
