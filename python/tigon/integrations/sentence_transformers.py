@@ -25,12 +25,6 @@ from tigon.ops.contrastive import guides, limits, normalized, statistics
 from tigon.ops.loss_head.operands import autocast
 
 LOSSES = "sentence_transformers.sentence_transformer.losses"
-METHODS = {  # class -> method, its parameters
-    "MultipleNegativesRankingLoss": ("compute_loss_from_embeddings", ["self", "embeddings", "labels"]),
-    "CachedMultipleNegativesRankingLoss": ("calculate_loss", ["self", "reps", "labels", "with_backward"]),
-    "GISTEmbedLoss": ("forward", ["self", "sentence_features", "labels"]),
-    "CachedGISTEmbedLoss": ("calculate_loss", ["self", "reps", "reps_guided", "with_backward"]),
-}
 log = logging.getLogger("tigon")
 _said: set[str] = set()
 
@@ -196,18 +190,29 @@ def _calculate_guided_loss(self, reps, reps_guided, *, with_backward=False):
     return _backward_where(with_backward, _guided_loss(self, *both))
 
 
-_REPLACEMENTS = (
-    _compute_loss_from_embeddings, _calculate_ranking_loss, _forward, _calculate_guided_loss
-)  # fmt: skip
-_OURS = dict(zip(METHODS, _REPLACEMENTS, strict=True))
+# Class -> method, its parameters, what stands in its place.
+METHODS = {
+    "MultipleNegativesRankingLoss": (
+        "compute_loss_from_embeddings", "self embeddings labels", _compute_loss_from_embeddings,
+    ),
+    "CachedMultipleNegativesRankingLoss": (
+        "calculate_loss", "self reps labels with_backward", _calculate_ranking_loss,
+    ),
+    "GISTEmbedLoss": ("forward", "self sentence_features labels", _forward),
+    "CachedGISTEmbedLoss": (
+        "calculate_loss", "self reps reps_guided with_backward", _calculate_guided_loss,
+    ),
+}  # fmt: skip
 
 
-def _classes() -> dict[str, type]:
+def _methods() -> list[tuple]:
+    """(class, name, parameters, ours, what is there) of each."""
     try:
         losses = importlib.import_module(LOSSES)
     except ImportError as error:
         refuse("sentence_transformers", "sentence-transformers must be version 6.2, got {}", error)
-    return {name: getattr(losses, name) for name in METHODS}
+    rows = ((getattr(losses, name), *row) for name, row in METHODS.items())
+    return [(*row, getattr(row[0], row[1], None)) for row in rows]
 
 
 def install() -> None:
@@ -216,22 +221,27 @@ def install() -> None:
     Raises:
         tigon.Error: this sentence-transformers computes them in another way than 6.2. Nothing is modified.
     """
-    classes = _classes()
-    for name, (method, wanted) in METHODS.items():
-        present = getattr(classes[name], method, None)
+    methods = _methods()
+    for kind, name, wanted, _, present in methods:
         names = [] if present is None else list(inspect.signature(present).parameters)
         words = "{}.{} must take {} (6.2), got {}"
-        check("sentence_transformers", names == wanted, words, name, method, wanted, names)
-    for name, (method, _) in METHODS.items():
-        present = getattr(classes[name], method)
-        if present is not _OURS[name]:
-            _OURS[name].original = present
-            setattr(classes[name], method, _OURS[name])
+        check(
+            "sentence_transformers",
+            names == wanted.split(),
+            words,
+            kind.__name__,
+            name,
+            wanted.split(),
+            names,
+        )
+    for kind, name, _, ours, present in methods:
+        if present is not ours:
+            ours.original = present
+            setattr(kind, name, ours)
 
 
 def uninstall() -> None:
     """The losses' own methods again."""
-    for name, kind in _classes().items():
-        method = METHODS[name][0]
-        if getattr(kind, method) is _OURS[name]:
-            setattr(kind, method, _OURS[name].original)
+    for kind, name, _, ours, present in _methods():
+        if present is ours:
+            setattr(kind, name, ours.original)

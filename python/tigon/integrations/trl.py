@@ -10,6 +10,7 @@ rotary functions) comes with :class:`tigon.TigonTrainerCallback` or ``use_liger_
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
@@ -51,12 +52,16 @@ def _gathered(*weights):
     return [w.view_as(w) if hasattr(w, "ds_id") else w for w in weights]
 
 
-class LogProbHead:
-    """Stands in for TRL's autograd function: called the same way, falls back to it."""
+class _Head:
+    """Stands in for an autograd function of TRL's: called the same way, falls back to it."""
 
     def __init__(self, original):
         self.original = original
         self.calls = 0  # that Tigon answered
+
+
+class LogProbHead(_Head):
+    """Of one head."""
 
     def apply(self, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0,
               outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")):  # fmt: skip
@@ -83,12 +88,8 @@ class LogProbHead:
         return log_probs, entropy, None, means, top
 
 
-class DivergenceHead:
-    """Stands in for TRL's autograd function of two heads: called the same way, falls back to it."""
-
-    def __init__(self, original):
-        self.original = original
-        self.calls = 0
+class DivergenceHead(_Head):
+    """Of two heads."""
 
     def apply(self, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0,
               logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None):  # fmt: skip
@@ -171,31 +172,32 @@ def _mean_logits(hidden, weight, bias, temperature, softcap, logit_scale):
     return mean * (logit_scale / temperature)
 
 
+HEADS = {NAME: (LogProbHead, PARAMETERS), DIVERGENCE: (DivergenceHead, DIVERGENCE_PARAMETERS)}
+
+
 def install() -> None:
     """Put Tigon behind TRL's fused heads, in this process.
 
     Raises:
         tigon.Error: this TRL has no such function, or calls it in another way. Nothing is modified.
     """
-    _check_signature(NAME, PARAMETERS, needed=True)
-    _check_signature(DIVERGENCE, DIVERGENCE_PARAMETERS, needed=False)
-    for name, kind in HEADS.items():
-        for module in _modules(name):
-            present = getattr(module, name, None)
-            if present is not None and not isinstance(present, kind):
-                setattr(module, name, kind(present))
+    found = [*_present()]
+    for name, (kind, parameters) in HEADS.items():
+        own = [f.original if isinstance(f, kind) else f for _, n, _, f in found if n == name]
+        for function in own or ([None] if name == NAME else []):
+            names = list(inspect.signature(function.forward).parameters)[1:] if function is not None else None
+            words = "trl must be one whose fused head takes {} (1.15, 1.16), got trl {} with {}"
+            check("compat.trl", names == parameters, words, parameters, _version(), names)
+    for module, name, kind, present in found:
+        if not isinstance(present, kind):
+            setattr(module, name, kind(present))
 
 
 def uninstall() -> None:
     """TRL's own functions again."""
-    for name, kind in HEADS.items():
-        for module in _modules(name):
-            present = getattr(module, name, None)
-            if isinstance(present, kind):
-                setattr(module, name, present.original)
-
-
-HEADS = {NAME: LogProbHead, DIVERGENCE: DivergenceHead}
+    for module, name, kind, present in _present():
+        if isinstance(present, kind):
+            setattr(module, name, present.original)
 
 
 def has_run() -> bool:
@@ -204,25 +206,14 @@ def has_run() -> bool:
     return any(getattr(getattr(module, name, None), "calls", 0) > 0 for module, name in loaded)
 
 
-def _check_signature(name, parameters, needed):
-    """The functions found take what the stand-in takes."""
-    found = [getattr(module, name, None) for module in _modules(name)]
-    found = [f.original if isinstance(f, HEADS[name]) else f for f in found if f is not None]
-    for function in found or ([None] if needed else []):
-        names = list(inspect.signature(function.forward).parameters)[1:] if function is not None else None
-        words = "trl must be one whose fused head takes {} (1.15, 1.16), got trl {} with {}"
-        check("compat.trl", names == parameters, words, parameters, _version(), names)
-
-
-def _modules(name):
-    """Those of the places of a function that this release has."""
-    found = []
-    for place in PLACES[name]:
-        try:
-            found.append(importlib.import_module(place))
-        except ModuleNotFoundError:
-            continue
-    return found
+def _present():
+    """(module, name, our kind, function) in the places that this release has."""
+    for name, (kind, _) in HEADS.items():
+        for place in PLACES[name]:
+            with contextlib.suppress(ModuleNotFoundError):
+                module = importlib.import_module(place)
+                if getattr(module, name, None) is not None:
+                    yield module, name, kind, getattr(module, name)
 
 
 def _version() -> str:
