@@ -142,6 +142,11 @@ def plain(*tensors) -> bool:
     return all(type(tensor) in _PLAIN for tensor in tensors)
 
 
+def read(module: nn.Module, *names) -> list:
+    """Attributes of these names; of what is no name, itself."""
+    return [getattr(module, name) if isinstance(name, str) else name for name in names]
+
+
 def autocast_dtype(device: str) -> torch.dtype | None:
     """What autocast computes in on a kind of device; None where it is off, or has no kernel of Tigon's."""
     on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from tigon._dtensor import rows_stay_local
 from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_forward
-from tigon.integrations.transformers.forward import blocked, plain, stock
+from tigon.integrations.transformers.forward import blocked, plain, read, stock
 from tigon.integrations.transformers.patterns.modules import (
     DECLARED,
     GATED_NORMS,
@@ -54,7 +55,7 @@ def _plain(*parts) -> bool:
 
 
 def _rms(module, spec, x):
-    weight = None if spec.weight is None else getattr(module, spec.weight)
+    weight, eps, size = read(module, spec.weight, spec.eps, spec.group_size)
     rounding = spec.rounding
     if rounding == "t5":  # rounds to the weight's dtype when that is a half
         rounding = "llama" if weight.dtype == x.dtype else "none"
@@ -64,20 +65,17 @@ def _rms(module, spec, x):
         return stock(module, x)
     if spec.shift:
         weight = weight + spec.shift
-    size = None if spec.group_size is None else getattr(module, spec.group_size)
     if size is not None:  # a weight for every group: behind the norm, in float32
         groups = x.float().unflatten(-1, (-1, size))
-        h = rms_norm(groups, None, getattr(module, spec.eps), rounding="none").flatten(-2)
+        h = rms_norm(groups, None, eps, rounding="none").flatten(-2)
         return (h * (spec.offset + weight.float())).to(x.dtype)
-    return rms_norm(_wide(x, spec), weight, getattr(module, spec.eps), offset=spec.offset, rounding=rounding)
+    return rms_norm(_wide(x, spec), weight, eps, offset=spec.offset, rounding=rounding)
 
 
 def _layer(module, spec, x):
-    weight = None if spec.weight is None else getattr(module, spec.weight)
-    bias = None if spec.bias is None else getattr(module, spec.bias)
+    weight, bias, eps = read(module, spec.weight, spec.bias, spec.eps)
     if not (_plain(x, weight, bias) or (not spec.channels_first and rows_stay_local(x, weight, bias))):
         return stock(module, x)
-    eps = getattr(module, spec.eps) if isinstance(spec.eps, str) else spec.eps
     if spec.shift:
         if torch.is_autocast_enabled():  # Nemotron casts weights and all
             return stock(module, x)
@@ -89,23 +87,28 @@ def _layer(module, spec, x):
 
 
 def _gated(module, spec, x, gate=None):
-    weight = getattr(module, spec.weight)
+    weight, eps, size = read(module, spec.weight, spec.eps, spec.group_size)
     if gate is None or gate.dtype != x.dtype or not plain(x, gate, weight):
         return stock(module, x, gate)
-    size = None if spec.group_size is None else getattr(module, spec.group_size)
     return gated_rms_norm(
-        x, gate, weight, getattr(module, spec.eps), norm_before_gate=spec.norm_first,
-        group_size=size, activation=spec.activation, rounding=spec.rounding,
+        x, gate, weight, eps, norm_before_gate=spec.norm_first, group_size=size, activation=spec.activation,
+        rounding=spec.rounding,
     )  # fmt: skip
 
 
 def _group(module, spec, x, *unused):
-    weight, bias = getattr(module, spec.weight), getattr(module, spec.bias)
+    groups, weight, bias, eps = read(module, spec.groups, spec.weight, spec.bias, spec.eps)
     if not _plain(x, weight, bias):
         return stock(module, x, *unused)
-    return group_norm(_wide(x, spec), getattr(module, spec.groups), weight, bias, getattr(module, spec.eps))
+    return group_norm(_wide(x, spec), groups, weight, bias, eps)
 
 
+_TABLES = {
+    "rms_norm": NORMS,
+    "layer_norm": LAYER_NORMS,
+    "gated_rms_norm": GATED_NORMS,
+    "group_norm": GROUP_NORMS,
+}
 _FORWARDS = {"rms_norm": _rms, "layer_norm": _layer, "gated_rms_norm": _gated, "group_norm": _group}
 GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
@@ -122,9 +125,7 @@ def plan_norm(module: nn.Module) -> tuple | str | None:
     if isinstance(found, str):  # the name only decides whether it is worth a line in the report
         return found if _called_norm(module) else None
     structure = found.structure
-    op = "layer_norm" if structure in LAYER_NORMS else "rms_norm"
-    op = "gated_rms_norm" if structure in GATED_NORMS else op
-    op = "group_norm" if structure in GROUP_NORMS else op
+    op = next(op for op, rows in _TABLES.items() if structure in rows)
     reason = blocked(module) or _unfit(module, found.roles)
     if reason is not None:
         return reason
@@ -171,5 +172,5 @@ def recognise(module: nn.Module) -> Match | str:
         if declared is not None and equals(module, declared):
             return declared
         return f"unrecognised forward: {error}"
-    found = match(expression, (*NORMS, *LAYER_NORMS, *GATED_NORMS, *GROUP_NORMS))
+    found = match(expression, tuple(itertools.chain(*_TABLES.values())))
     return found or f"unrecognised forward: {expression.text}"

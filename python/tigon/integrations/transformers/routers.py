@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.integrations.transformers.forward import autocast_dtype, blocked, plain, stock
+from tigon.integrations.transformers.forward import autocast_dtype, blocked, plain, read, stock
 from tigon.integrations.transformers.patterns.modules import Match, recognise
 from tigon.integrations.transformers.patterns.routers import ROUTERS
 from tigon.ops.route import MAX_EXPERTS, route
@@ -28,16 +28,15 @@ class RouterSpec:
     top_k: str
     hidden: str | None = None
     bias: str | None = None
-    normalize: str | None = None
+    normalize: str | bool = True
     correction: str | None = None
-    scale: str | None = None
+    scale: str | float = 1.0
     num_experts: str | None = None
     num_groups: str | None = None
     top_groups: str | None = None
     method: str | None = None
     score: str = "softmax"
     group_score: str = "max"
-    normalized: bool = True  # where no attribute says
     product: str = "storage"  # dtype of hidden in it: its own, that of the weight, or float32 for both
     wide_logits: bool = False  # logits in float32 after the product
     out: str = "float32"  # dtype of the weights: float32, or that of logits or hidden
@@ -46,9 +45,9 @@ class RouterSpec:
 
 def router_forward(module: nn.Module, spec: RouterSpec, hidden, *given):
     """Forward of a recognised router; `given` is a correction bias that is an argument."""
-    weight = getattr(module, spec.weight)
-    bias = None if spec.bias is None else getattr(module, spec.bias)
-    correction = getattr(module, spec.correction) if spec.correction else given[0] if given else None
+    weight, bias, correction, scale, top_k = read(
+        module, spec.weight, spec.bias, spec.correction or (*given, None)[0], spec.scale, spec.top_k
+    )
     tensors = [t for t in (hidden, weight, bias, correction) if t is not None]
     if not (plain(*tensors) and _fits(module, spec, hidden, weight)):
         return stock(module, hidden, *given)
@@ -60,12 +59,11 @@ def router_forward(module: nn.Module, spec: RouterSpec, hidden, *given):
     logits = F.linear(x, weight, bias)
     if spec.wide_logits:
         logits = logits.float()
-    groups = _groups(module, spec)
+    num_groups, top_groups = _groups(module, spec)
     weights, ids = route(
-        logits, getattr(module, spec.top_k), score=spec.score, normalize=_normalize(module, spec),
-        correction_bias=correction, num_groups=groups[0], top_groups=groups[1], group_score=spec.group_score,
-        scale=1.0 if spec.scale is None else getattr(module, spec.scale),
-        dtype=None if spec.out == "logits" else torch.float32,
+        logits, top_k, score=spec.score, normalize=bool(*read(module, spec.normalize)),
+        correction_bias=correction, num_groups=num_groups, top_groups=top_groups, scale=scale,
+        group_score=spec.group_score, dtype=None if spec.out == "logits" else torch.float32,
     )  # fmt: skip
     return logits, weights.to(hidden.dtype) if spec.out == "hidden" else weights, ids
 
@@ -80,15 +78,10 @@ def _fits(module, spec, hidden, weight) -> bool:
     )
 
 
-def _normalize(module, spec) -> bool:
-    return spec.normalized if spec.normalize is None else bool(getattr(module, spec.normalize))
-
-
 def _groups(module, spec) -> tuple[int, int]:
     """(groups of experts, how many of them a token may use)."""
-    if spec.num_groups is None or (spec.method is not None and getattr(module, spec.method) == "greedy"):
-        return 1, 1
-    return getattr(module, spec.num_groups), getattr(module, spec.top_groups)
+    method, num_groups, top_groups = read(module, spec.method, spec.num_groups, spec.top_groups)
+    return (1, 1) if num_groups is None or method == "greedy" else (num_groups, top_groups)
 
 
 def plan_router(module: nn.Module) -> tuple | str | None:
@@ -106,13 +99,13 @@ def plan_router(module: nn.Module) -> tuple | str | None:
 
 def _refused(module, spec) -> str | None:
     """What the op does not take of this instance's numbers."""
-    experts, top_k = len(getattr(module, spec.weight)), getattr(module, spec.top_k)
+    weight, top_k, method, number = read(module, spec.weight, spec.top_k, spec.method, spec.num_experts)
+    experts = len(weight)
     if experts > MAX_EXPERTS:
         return f"more than {MAX_EXPERTS} experts"
-    methods = ("greedy", "group_limited_greedy")
-    if spec.method is not None and getattr(module, spec.method) not in methods:
-        return f"an unknown way to choose: {getattr(module, spec.method)!r}"
-    if spec.num_experts is not None and getattr(module, spec.num_experts) != experts:
+    if spec.method is not None and method not in ("greedy", "group_limited_greedy"):
+        return f"an unknown way to choose: {method!r}"
+    if spec.num_experts is not None and number != experts:
         return "its number of experts is not that of its weight"
     groups, chosen = _groups(module, spec)
     integers = all(isinstance(n, int) for n in (groups, chosen, top_k))
