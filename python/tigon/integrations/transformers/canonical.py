@@ -98,9 +98,7 @@ def _canonical(function, cls) -> Canonical:
     if hasattr(function, "__wrapped__"):
         raise Unrecognised("decorated function")
     node = function_node(function)
-    names, defaults = _parameters(node)
-    if cls is not None:
-        names = names[1:]
+    names, defaults = _parameters(node, cls)
     env = {name: ("arg", i) for i, name in enumerate(names)}
     value = _Evaluator(function, cls, node, 0).block(node.body, env)
     attributes: dict[str, str] = {}
@@ -129,12 +127,13 @@ def function_node(function) -> ast.FunctionDef:
     return tree.body[0]
 
 
-def _parameters(node: ast.FunctionDef) -> tuple[list[str], list[str]]:
+def _parameters(node: ast.FunctionDef, cls: type | None) -> tuple[list[str], list[str]]:
+    """Names, of a method's without self, and defaults."""
     arguments = node.args
     if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs:
         raise Unrecognised("a signature with *, ** or /")
     defaults = [ast.unparse(default) for default in arguments.defaults]
-    return [argument.arg for argument in arguments.args], defaults
+    return [argument.arg for argument in arguments.args][cls is not None :], defaults
 
 
 class _Evaluator:
@@ -216,13 +215,11 @@ class _Evaluator:
             case ast.Subscript(value=value, slice=index):
                 return _index(self.expression(value, env), self.index(index, env))
             case ast.IfExp(test=test, body=body, orelse=orelse):
-                parts = (self.expression(part, env) for part in (test, body, orelse))
-                return _cond(*parts)
+                return _cond(*(self.expression(part, env) for part in (test, body, orelse)))
             case ast.BoolOp(op=op, values=values):
                 return (type(op).__name__.lower(), *(self.expression(value, env) for value in values))
             case ast.Compare(left=left, ops=[op], comparators=[right]):
-                sides = self.expression(left, env), self.expression(right, env)
-                return (type(op).__name__.lower(), *sides)
+                return (type(op).__name__.lower(), self.expression(left, env), self.expression(right, env))
             case ast.Call():
                 return self.call(node, env)
         raise Unrecognised(f"expression `{ast.unparse(node)}`")
@@ -234,9 +231,7 @@ class _Evaluator:
             return ("object", self.globals[name])
         if name in ("isinstance", "float"):
             return ("object", getattr(builtins, name))
-        if (
-            name in self.function.__code__.co_varnames
-        ):  # not assigned on this path, which fails if it is taken
+        if name in self.function.__code__.co_varnames:  # this path, where it is not assigned, fails
             return ("unbound",)
         raise Unrecognised(f"name `{name}`")
 
@@ -258,11 +253,9 @@ class _Evaluator:
             case ast.Tuple(elts=elements):
                 return ("tuple", *(self.index(element, env) for element in elements))
             case ast.Slice(lower=lower, upper=upper, step=step):
-                ends = (_const(None) if end is None else self.expression(end, env) for end in (lower, upper))
-                lower, upper = ends
-                lower = _const(None) if lower == _const(0) else lower
-                step = () if step is None else (self.expression(step, env),)
-                return ("slice", lower, upper, *step)
+                ends = [_const(None) if end is None else self.expression(end, env) for end in (lower, upper)]
+                ends[0] = _const(None) if ends[0] == _const(0) else ends[0]
+                return ("slice", *ends, *(() if step is None else (self.expression(step, env),)))
         return self.expression(node, env)
 
     def binary(self, op, left, right):
@@ -331,9 +324,7 @@ class _Evaluator:
         if self.depth >= MAX_INLINING or keywords or hasattr(function, "__wrapped__"):
             raise Unrecognised(f"call of `{getattr(function, '__name__', function)}`")
         node = function_node(function)
-        names, defaults = _parameters(node)
-        if cls is not None:
-            names = names[1:]
+        names, defaults = _parameters(node, cls)
         if defaults or len(names) != len(arguments):
             raise Unrecognised(f"call of `{node.name}`")
         env = dict(zip(names, arguments, strict=True))
@@ -371,9 +362,7 @@ def _const(value):
 
 
 def _part(value, i):
-    if value[0] == "tuple":
-        return value[i + 1]
-    return ("part", value, _const(i))
+    return value[i + 1] if value[0] == "tuple" else ("part", value, _const(i))
 
 
 def _cond(test, then, otherwise):
@@ -383,12 +372,11 @@ def _cond(test, then, otherwise):
 def _index(base, index):
     if base == ("object", ACT2FN):
         return ("activation", index)
-    if index[0] == "const" and isinstance(index[1], float):
-        if base[0] == "shape":
-            return ("size", base[1], index)
-        if base[0] in ("tuple", "chunk", "topk") and index[1] >= 0:
-            return _part(base, int(index[1]))
     match base, index:
+        case ("shape", tensor), ("const", float()):
+            return ("size", tensor, index)
+        case (("tuple" | "chunk" | "topk"), *_), ("const", float(i)) if i >= 0:
+            return _part(base, int(i))
         case ("shape", tensor), ("slice", ("const", None), ("const", float(n))) if n < 0:
             return ("leading", tensor, _const(-n))
     return ("index", base, index)

@@ -56,8 +56,13 @@ class ModelForward(Forward):
         return self.call(*args, **kwargs)
 
 
-def bind(function, module: nn.Module, spec, name: str = "forward") -> None:
-    """Make `function` a method of this instance; its class stays as it is."""
+def bind(function, module: nn.Module, spec, name: str = "forward", above: bool = False) -> None:
+    """Make `function` a method of this instance; its class stays as it is.
+
+    `above`: a forward that transformers' tensor parallelism gave the instance becomes `stock`.
+    """
+    if above and foreign(module):
+        module.__dict__[BELOW] = module.__dict__[_place(module, name)]
     module.__dict__[_place(module, name)] = Forward(function, module, spec).call
 
 
@@ -74,15 +79,9 @@ def _ours(method) -> Forward | None:
     return owner if isinstance(owner, Forward) else None
 
 
-def bind_above(function, module: nn.Module, spec) -> None:
-    """As `bind`; a forward that transformers' tensor parallelism gave the instance becomes `stock`."""
-    _keep_below(module)
-    bind(function, module, spec)
-
-
 def bind_model(function, module: nn.Module, spec) -> None:
-    """As `bind_above`, of a whole model; `model_forward` finds it."""
-    _keep_below(module)
+    """As `bind` above, of a whole model; `model_forward` finds it."""
+    bind(function, module, spec, above=True)
     made = ModelForward(function, module, spec)
     module.__dict__[_place(module, "forward")] = module.__dict__[MODEL] = made
 
@@ -90,11 +89,6 @@ def bind_model(function, module: nn.Module, spec) -> None:
 def model_forward(module: nn.Module) -> ModelForward | None:
     """What `bind_model` bound, also where others have wrapped it since."""
     return module.__dict__.get(MODEL)
-
-
-def _keep_below(module: nn.Module) -> None:
-    if foreign(module):
-        module.__dict__[BELOW] = module.__dict__[_place(module, "forward")]
 
 
 def unbind(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from tigon.error import check
 from tigon.integrations.transformers.causal_loss import COUNTS, causal_lm_loss, loss_options
 from tigon.integrations.transformers.forward import (
     autocast_dtype,
-    bind_above,
+    bind,
     bind_model,
     blocked,
     bound,
@@ -286,7 +286,7 @@ def bind_head(linears: list[nn.Module], spec: HeadSpec) -> None:
         if _adapted(linear):
             unbind(linear.base_layer)  # patched before there was an adapter around it
         if bound(linear) is None:
-            bind_above(head_forward, linear, spec)
+            bind(head_forward, linear, spec, above=True)
 
 
 def _behind(head: nn.Module) -> list[nn.Module]:

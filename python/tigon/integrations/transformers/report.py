@@ -140,16 +140,12 @@ class Report:
 
     def _rows(self):
         """(slot, what is there, what became of it), alike places in one row."""
-        for (slot, kind, by, reason), paths in self._groups().items():
+        groups: dict = {}
+        for entry in sorted(self.entries, key=lambda entry: not entry.replaced):
+            groups.setdefault((entry.slot, entry.kind, entry.by, entry.reason), []).append(entry.path)
+        for (slot, kind, by, reason), paths in groups.items():
             what = f"{len(paths)} x {kind}"
             if len(paths) == 1:  # a function's path ends with its name
                 module, _, name = paths[0].rpartition(".")
                 what = f"{module.rpartition('.')[2]}.{name}" if name == kind else f"{paths[0]} {kind}".strip()
             yield slot, what, f"-> {by}" if by else f"left: {reason}"
-
-    def _groups(self) -> dict:
-        groups: dict = {}
-        for entry in sorted(self.entries, key=lambda entry: not entry.replaced):
-            key = (entry.slot, entry.kind, entry.by, entry.reason)
-            groups.setdefault(key, []).append(entry.path)
-        return groups
