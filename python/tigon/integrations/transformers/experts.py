@@ -45,6 +45,7 @@ from tigon.ops.experts import KINDS, experts
 from tigon.ops.glu import swiglu, swiglu_oai
 from tigon.ops.relu_squared import relu_squared
 
+EAGER = "experts_implementation='eager' computes the gate inline; set_experts_implementation('grouped_mm')"
 GATE = "_apply_gate"
 LAYER = "_tigon_experts"  # where an instance carries what runs it under this implementation:
 IMPLEMENTATION = "tigon"
@@ -254,15 +255,17 @@ def _plan_gate(module):
     if GATE in module.__dict__ and bound(module, GATE) is None:
         return "its gate is bound to the instance by another patch"
     if not getattr(module, "has_gate", True):
-        return _plan_ungated(module)
+        if known_activation(module.act_fn) != "relu_squared":  # whose square is two passes
+            return None
+        by = "tigon.relu_squared (experts)"
+        return blocked(module.act_fn) or (squared_forward, module.act_fn, "forward", None, by)
     found = recognise(module, EXPERT_GATES, GATE)
     if isinstance(found, str):
         return f"unrecognised gate: {found}"
     if found is None:
         return "a gate that no op of tigon computes"
-    reason = _inline_loop(module)
-    if reason is not None:
-        return reason
+    if not _calls_gate(module) and getattr(module.config, "_experts_implementation", None) in ("eager", None):
+        return EAGER
     fields, reason = _fields(module, found)
     if reason is not None:
         return reason
@@ -271,26 +274,6 @@ def _plan_gate(module):
     return gate_forward, module, GATE, ExpertsSpec(**fields), f"{op} ({found.structure.name})"
 
 
-def _plan_ungated(module):
-    """Experts with one product before the activation: the square of ReLU is two passes."""
-    activation = module.act_fn
-    if known_activation(activation) != "relu_squared":
-        return None
-    reason = blocked(activation)
-    if reason is not None:
-        return reason
-    return squared_forward, activation, "forward", None, "tigon.relu_squared (experts)"
-
-
 def _calls_gate(module) -> bool:
     """Whether the forward that the class was written with calls the gate, registry or not."""
     return GATE in inspect.unwrap(type(module).forward).__code__.co_names
-
-
-def _inline_loop(module) -> str | None:
-    """Why the chosen implementation never calls the gate, or None."""
-    if _calls_gate(module):
-        return None
-    if getattr(module.config, "_experts_implementation", None) not in ("eager", None):
-        return None
-    return "experts_implementation='eager' computes the gate inline; set_experts_implementation('grouped_mm')"

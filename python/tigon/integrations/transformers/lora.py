@@ -261,8 +261,7 @@ def _look(module, x) -> list | None:
 
     The state holds the tensors, so that nothing else gets their identity.
     """
-    parts = module._modules
-    base = parts["base_layer"]
+    base = module._modules["base_layer"]
     own, instance = base._parameters, base.__dict__
     weight, bias = own.get("weight"), own.get("bias")
     if weight is None or module._disable_adapters or module.merged_adapters:
@@ -273,12 +272,7 @@ def _look(module, x) -> list | None:
         base, id(weight), weight.dtype, weight.device, id(bias), bias is None or bias.dtype,
         instance.get("forward"), instance.get(HOOKED), has_hooks(base),
     ]  # fmt: skip
-    downs = parts["lora_A"]._modules
-    for name in module.active_adapters:
-        down = downs.get(name)
-        if down is None:
-            continue
-        up, dropout = parts["lora_B"]._modules[name], parts["lora_dropout"]._modules[name]
+    for name, down, up, dropout in _active(module):
         a, b = down._parameters.get("weight"), up._parameters.get("weight")
         variant = module.lora_variant.get(name)
         magnitude = None if variant is None else _magnitude(module, name, device)
@@ -293,10 +287,17 @@ def _look(module, x) -> list | None:
     return seen
 
 
+def _active(module):
+    """(name, A, B, dropout) of the active adapters that the layer has."""
+    downs, ups, dropouts = (module._modules[part]._modules for part in ("lora_A", "lora_B", "lora_dropout"))
+    return [
+        (name, downs[name], ups[name], dropouts[name]) for name in module.active_adapters if name in downs
+    ]
+
+
 def _find_state(module, x) -> State | None:
     """Children and parameters are looked up where modules keep them, not by attribute."""
-    parts = module._modules
-    base = parts["base_layer"]
+    base = module._modules["base_layer"]
     if module._disable_adapters or module.merged_adapters or has_hooks(base) or foreign(base):
         return None
     device, dtype = x.device, x.dtype
@@ -324,12 +325,8 @@ def _find_state(module, x) -> State | None:
     if dtype not in _DTYPES or type(x) not in _PLAIN:
         return None
     adapters, magnitude, kind = [], None, None
-    downs, ups, dropouts = (parts[part]._modules for part in ("lora_A", "lora_B", "lora_dropout"))
-    for name in module.active_adapters:
-        down = downs.get(name)
-        if down is None:
-            continue
-        up, dropout, scale = ups[name], dropouts[name], module.scaling[name]
+    for name, down, up, dropout in _active(module):
+        scale = module.scaling[name]
         if not (is_linear(down) and is_linear(up)) or has_hooks(down) or has_hooks(up) or has_hooks(dropout):
             return None
         a, b, bias_b = _own(down, "weight"), _own(up, "weight"), _own(up, "bias")
