@@ -16,8 +16,7 @@ from transformers.models.moshi.modeling_moshi import MoshiGatingMLP
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
 from tigon.integrations.transformers import apply
-from tigon.integrations.transformers.activations import known_activation
-from tigon.integrations.transformers.mlp import plan_mlp
+from tigon.integrations.transformers.mlp import known_activation, plan_mlp
 from tigon.integrations.transformers.patterns.modules import EXPERT_GATES
 
 NAMES = {

@@ -21,6 +21,7 @@ from tigon.error import Error
 from tigon.integrations.liger import functional
 from tigon.integrations.liger.names import check
 from tigon.integrations.liger.outputs import with_counts
+from tigon.integrations.source import made
 from tigon.integrations.transformers.causal_loss import COUNTS, loss_of_logits, loss_options, next_labels
 from tigon.integrations.transformers.forward import model_forward
 from tigon.integrations.transformers.head import forward_of_model
@@ -70,20 +71,10 @@ _FUNCTIONS: dict[str, tuple[str, dict, tuple[str, ...]]] = {
 _ALIASES = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
 
-def _signature(names: str, defaults: dict) -> inspect.Signature:
-    parameters = []
-    for name in names.split():
-        if name.startswith("**"):
-            parameters.append(inspect.Parameter(name[2:], inspect.Parameter.VAR_KEYWORD))
-            continue
-        default = None if name == "model" else {**_DEFAULTS, **defaults}[name]
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters.append(inspect.Parameter(name, kind, default=default))
-    return inspect.Signature(parameters)
-
-
 def _make(name: str, names: str, defaults: dict, types: tuple[str, ...]):
-    signature = _signature(names, defaults)
+    defaults = {"model": None, **_DEFAULTS, **defaults}
+    parameters = (word if "*" in word else f"{word}={defaults[word]}" for word in names.split())
+    signature = inspect.signature(made(f"apply({', '.join(parameters)})", "..."))
 
     def apply_function(*args, **kwargs):
         own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}

@@ -17,13 +17,6 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tigon.integrations.transformers.activations import (
-    FUSED,
-    clamped_product,
-    fused_activation,
-    known_activation,
-    product,
-)
 from tigon.integrations.transformers.forward import (
     Part,
     autocast_dtype,
@@ -33,6 +26,13 @@ from tigon.integrations.transformers.forward import (
     foreign,
     plain,
     stock,
+)
+from tigon.integrations.transformers.mlp import (
+    FUSED,
+    clamped_product,
+    fused_activation,
+    known_activation,
+    product,
 )
 from tigon.integrations.transformers.patterns.modules import (
     BATCHED_EXPERTS,

@@ -10,31 +10,27 @@ from tigon.error import check
 from tigon.optim import AdamW
 
 _MARK = "_tigon_optimizer"  # of TrainingArguments: options of AdamW
+_MAKES = "get_optimizer_cls_and_kwargs"
 
 
 def use(args, options: dict) -> None:
     """The trainer of these arguments shall make a :class:`tigon.optim.AdamW`."""
+    from accelerate import Accelerator
+    from transformers import Trainer
+
     names = ("adamw_torch", "adamw_torch_fused")
     optim = getattr(args.optim, "value", args.optim)
     check("TigonTrainerCallback", optim in names, "optimizer needs args.optim of {}, got {!r}", names, optim)
     setattr(args, _MARK, options)
-    _install()
-
-
-def _install() -> None:
-    from accelerate import Accelerator
-    from transformers import Trainer
-
-    made = Trainer.get_optimizer_cls_and_kwargs
-    if not hasattr(made, _MARK):
-        Trainer.get_optimizer_cls_and_kwargs = staticmethod(_making(made))
-    clipped = Accelerator.clip_grad_norm_
-    if not hasattr(clipped, _MARK):
-        Accelerator.clip_grad_norm_ = _clipping(clipped)
+    for owner, name, around in ((Trainer, _MAKES, _making), (Accelerator, "clip_grad_norm_", _clipping)):
+        original = getattr(owner, name)
+        if not hasattr(original, _MARK):
+            ours = functools.wraps(original)(around(original))
+            setattr(ours, _MARK, True)
+            setattr(owner, name, staticmethod(ours) if name == _MAKES else ours)
 
 
 def _making(original):
-    @functools.wraps(original)
     def get_optimizer_cls_and_kwargs(args, model=None):
         cls, kwargs = original(args, model)
         options = getattr(args, _MARK, None)
@@ -42,12 +38,10 @@ def _making(original):
             return cls, kwargs
         return AdamW, kwargs | options
 
-    setattr(get_optimizer_cls_and_kwargs, _MARK, True)
     return get_optimizer_cls_and_kwargs
 
 
 def _clipping(original):
-    @functools.wraps(original)
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         parameters = list(parameters)
         optimizer = _only_optimizer(self)
@@ -57,7 +51,6 @@ def _clipping(original):
                 return optimizer.clip_grad_norm_(max_norm)
         return original(self, parameters, max_norm, norm_type)
 
-    setattr(clip_grad_norm_, _MARK, True)
     return clip_grad_norm_
 
 
