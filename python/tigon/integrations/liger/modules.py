@@ -257,21 +257,29 @@ class LigerPhi3SwiGLUMLP(FusedGatedMLP):
         self.config = config
 
 
+def _tanh_gelu(config) -> str:
+    return "gelu_pytorch_tanh"
+
+
 class LigerGEGLUMLP(GatedMLP):
     """The gated MLP of Gemma: tanh-GELU whatever the configuration says, as there."""
 
+    activation_in = staticmethod(_tanh_gelu)
+
     def __init__(self, config):
-        super().__init__(_TanhGelu(config))
+        super().__init__(config)
         self.config = config
 
 
 class LigerGEGLUMLPForGemma4(GatedMLP):
     """The gated MLP of Gemma 4: twice as wide in the layers that take another's keys and values."""
 
+    activation_in = staticmethod(_tanh_gelu)
+
     def __init__(self, config, layer_idx=0):
         first_shared = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
         wide = getattr(config, "use_double_wide_mlp", False) and layer_idx >= first_shared
-        super().__init__(_TanhGelu(config), config.intermediate_size * (2 if wide else 1))
+        super().__init__(config, config.intermediate_size * (2 if wide else 1))
         self.config = config
 
 
@@ -341,18 +349,6 @@ def compute_routing_metadata(topk_indices, E, block_m_token=BLOCK_M_TOKEN):
     before = torch.arange(len(expert), device=expert.device) - (tiles.cumsum(0) - tiles)[expert]
     first = offsets[expert] + before * block_m_token
     return counts, offsets, order // topk_indices.shape[1], order, place, first.int(), expert.int()
-
-
-class _TanhGelu:
-    """A configuration whose activation is tanh-GELU."""
-
-    hidden_activation = "gelu_pytorch_tanh"
-
-    def __init__(self, config):
-        self._config = config
-
-    def __getattr__(self, name):
-        return getattr(self._config, name)
 
 
 class LigerBlockSparseTop2MLP(nn.Module):

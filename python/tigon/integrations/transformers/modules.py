@@ -193,6 +193,8 @@ class GatedMLP(nn.Module):
         intermediate_size: instead of the configuration's.
     """
 
+    activation_in = staticmethod(activation_of)
+
     def __init__(self, config, intermediate_size: int | None = None) -> None:
         super().__init__()
         self.hidden_size = config.hidden_size
@@ -201,7 +203,7 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
-        self.activation = activation_of(config)
+        self.activation = self.activation_in(config)
         gated_product(type(self).__name__, self.activation)  # an unknown one is refused now
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
