@@ -10,6 +10,7 @@ functions share one tag for several formulas and are left to ``tigon.apply``.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -48,19 +49,14 @@ def _recognise(norm: nn.Module) -> None:
     norm.__dict__[SPEC] = planned[0] if isinstance(planned, tuple) else None
 
 
+@dataclass(frozen=True)
 class Repository:
     """What ``kernels`` asks for a layer; this one has it in memory."""
 
-    layer_name = "TaggedRMSNorm"
+    layer_name: str = "TaggedRMSNorm"
 
     def load(self) -> type[nn.Module]:
         return TaggedRMSNorm
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, Repository)
-
-    def __hash__(self) -> int:
-        return hash(Repository)
 
     def __str__(self) -> str:
         return "tigon, layer `TaggedRMSNorm`"

@@ -30,24 +30,34 @@ class _Base(torch.autograd.Function):
         ctx.save_for_backward(*(next(found) if want else None for want in wanted))
         return loss.detach(), tuple(result.detach() for result in results)
 
-    @staticmethod
-    def _gradients(ctx, grad_output):
+
+def _backward(between: int, behind: int = 0):
+    """Of operands input, weight, some others, bias and others; the upstream gradient is the loss's."""
+
+    def backward(ctx, grad_output, *args):
         while isinstance(grad_output, (tuple, list)):
             grad_output, *_ = grad_output
-        return [None if gradient is None else gradient * grad_output for gradient in ctx.saved_tensors]
+        dinput, dweight, dbias = (None if g is None else g * grad_output for g in ctx.saved_tensors)
+        return dinput, dweight, *[None] * between, dbias, *[None] * behind
+
+    return staticmethod(backward)
 
 
-def _own(cls, name):
-    raise NotImplementedError(f"{cls.__name__}.{name} must be implemented")
+def _formula(name: str):
+    def formula(*args, **kwargs):
+        raise NotImplementedError(f"{name} must be implemented")
+
+    return staticmethod(formula)
 
 
 class LigerFusedLinearPreferenceBase(_Base):
-    """Pairs of answers, chosen ones first; the formula is ``preference_loss_fn``."""
+    """Pairs of answers, chosen ones first.
 
-    @staticmethod
-    def preference_loss_fn(*args, **kwargs):
-        """(loss, results...) of the log-probabilities of chosen and rejected answers."""
-        _own(LigerFusedLinearPreferenceBase, "preference_loss_fn")
+    The formula is ``preference_loss_fn``: (loss, results...) of the log-probabilities of chosen and rejected.
+    """
+
+    preference_loss_fn = _formula("LigerFusedLinearPreferenceBase.preference_loss_fn")
+    backward = _backward(1, 4)
 
     @staticmethod
     def forward(
@@ -85,19 +95,15 @@ class LigerFusedLinearPreferenceBase(_Base):
 
         return _Base._differentiate(ctx, (_input, weight, bias), loss_of)
 
-    @staticmethod
-    def backward(ctx, *grad_output):
-        dinput, dweight, dbias = _Base._gradients(ctx, grad_output)
-        return dinput, dweight, None, dbias, None, None, None, None
-
 
 class LigerFusedLinearUnpairedPreferenceBase(_Base):
-    """Single answers with a preference each; the formula is ``preference_loss_fn``."""
+    """Single answers with a preference each.
 
-    @staticmethod
-    def preference_loss_fn(*args, **kwargs):
-        """(loss, results...) of the log-probabilities of the answers."""
-        _own(LigerFusedLinearUnpairedPreferenceBase, "preference_loss_fn")
+    The formula is ``preference_loss_fn``: (loss, results...) of the log-probabilities of the answers.
+    """
+
+    preference_loss_fn = _formula("LigerFusedLinearUnpairedPreferenceBase.preference_loss_fn")
+    backward = _backward(2)
 
     @staticmethod
     def forward(
@@ -126,20 +132,12 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
 
         return _Base._differentiate(ctx, (_input, weight, bias), loss_of)
 
-    @staticmethod
-    def backward(ctx, *grad_output):
-        dinput, dweight, dbias = _Base._gradients(ctx, grad_output)
-        return dinput, dweight, None, None, dbias
-
 
 class LigerFusedLinearPPOBase(_Base):
-    """Sampled answers; the formula is ``ppo_loss_fn``."""
+    """Sampled answers; the formula is ``ppo_loss_fn``: (loss, metrics) of the tokens' log-probabilities."""
 
-    @staticmethod
-    def ppo_loss_fn(*args, **kwargs):
-        """(loss, metrics) of the log-probabilities of the tokens."""
-        _own(LigerFusedLinearPPOBase, "ppo_loss_fn")
-
+    ppo_loss_fn = _formula("LigerFusedLinearPPOBase.ppo_loss_fn")
+    backward = _backward(3, 21)
     _compute_dapo_normalizer = staticmethod(share_of_tokens)
 
     @staticmethod
@@ -176,19 +174,15 @@ class LigerFusedLinearPPOBase(_Base):
 
         return _Base._differentiate(ctx, (_input, weight, bias), loss_of)
 
-    @staticmethod
-    def backward(ctx, grad_output, *grad_metrics):
-        dinput, dweight, dbias = _Base._gradients(ctx, grad_output)
-        return dinput, dweight, None, None, None, dbias, *[None] * 21
-
 
 class LigerFusedLinearDistillationBase(_Base):
-    """A student's logits beside its teacher's; the formula is ``distillation_loss_fn``."""
+    """A student's logits beside its teacher's.
 
-    @staticmethod
-    def distillation_loss_fn(student_logits, teacher_logits, target=None, ignore_index=None):
-        """The sum of the losses of some rows."""
-        _own(LigerFusedLinearDistillationBase, "distillation_loss_fn")
+    The formula is ``distillation_loss_fn``: the sum of the losses of some rows.
+    """
+
+    distillation_loss_fn = _formula("LigerFusedLinearDistillationBase.distillation_loss_fn")
+    backward = _backward(3)
 
     @staticmethod
     def forward(
@@ -231,8 +225,3 @@ class LigerFusedLinearDistillationBase(_Base):
         found = iter([torch.cat(rows), *(s.to(student_weight.dtype) for s in sums)])
         ctx.save_for_backward(*(next(found) if there else None for there in wanted))
         return tuple(totals.unbind()) if return_soft_hard_loss else totals[0].clone()
-
-    @staticmethod
-    def backward(ctx, grad_output, *args):
-        dinput, dweight, dbias = _Base._gradients(ctx, grad_output)
-        return dinput, dweight, None, None, None, dbias
