@@ -6,6 +6,7 @@ It replaces the globals that Liger's replaces, by what its classes are here. The
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from types import ModuleType
@@ -64,9 +65,7 @@ def apply_liger_kernel_to_megatron(
 
 
 def _import(path: str) -> ModuleType:
-    path = f"megatron.core.{path}"
-    __import__(path)
-    return sys.modules[path]
+    return importlib.import_module(f"megatron.core.{path}")
 
 
 def _find(path: str, name: str, switch: str) -> tuple[ModuleType, str]:

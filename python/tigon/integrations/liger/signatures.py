@@ -71,7 +71,7 @@ def _options(first: str, without: str, operands: str, target: Callable) -> str:
 
 
 class Loss(nn.Module):
-    """A loss whose options are its attributes.
+    """A loss, or another module without parameters, whose options are its attributes.
 
     A subclass names ``target``, the function of the loss, and the parameters of its ``forward``
     (``operands``), which calls ``target`` with them and the options by name. Options are the other parameters

@@ -12,7 +12,7 @@ from tigon import parallel
 from tigon.integrations.megatron.classes import is_one_of
 from tigon.integrations.megatron.cross_entropy import group_size, tensor_group
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, plain
-from tigon.integrations.transformers.lazy_logits import LazyLogits, LossRequest
+from tigon.integrations.transformers.lazy_logits import LazyLogits, LossRequest, of_tensor
 from tigon.integrations.transformers.report import HeadCalls
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 
@@ -73,15 +73,7 @@ class _GatheredLogits(LazyLogits):
         return torch.Size((self._shares * share, *others, self._columns))
 
     # Rows of the share are not those of the logits.
-
-    def view(self, *shape):
-        return self.materialise().view(*shape)
-
-    def flatten(self, start_dim=0, end_dim=-1):
-        return self.materialise().flatten(start_dim, end_dim)
-
-    def __getitem__(self, key):
-        return self.materialise()[key]
+    view, flatten, __getitem__ = map(of_tensor, ("view", "flatten", "__getitem__"))
 
 
 def _why_computed(layer, hidden, weight, gather) -> str | None:

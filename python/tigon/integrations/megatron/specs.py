@@ -53,14 +53,9 @@ def gpt_block_spec(config, **options):
     return dataclasses.replace(block, layer_specs=layers, layer_norm=Norm)
 
 
-_FROM_CONFIG = {
-    "num_experts": "num_moe_experts",
-    "moe_grouped_gemm": "moe_grouped_gemm",
-    "qk_layernorm": "qk_layernorm",
-    "multi_latent_attention": "multi_latent_attention",
-    "normalization": "normalization",
-    "qk_l2_norm": "qk_l2_norm",
-}
+_FROM_CONFIG = {"num_experts": "num_moe_experts"} | {name: name for name in (
+    "moe_grouped_gemm", "qk_layernorm", "multi_latent_attention", "normalization", "qk_l2_norm",
+)}  # fmt: skip
 
 
 def _call(builder, config, options):

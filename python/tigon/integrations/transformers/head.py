@@ -304,11 +304,7 @@ def _adapted(module: nn.Module) -> bool:
 def plan_head(head: nn.Module) -> list[nn.Linear] | str:
     """The Linear modules behind an output head, or why it is left."""
     linears = _behind(head)
-    for linear in linears:
-        reason = _unfit(linear)
-        if reason is not None:
-            return reason
-    return linears
+    return next(filter(None, map(_unfit, linears)), linears)
 
 
 def _unfit(head: nn.Module) -> str | None:

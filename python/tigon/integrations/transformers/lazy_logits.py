@@ -394,11 +394,13 @@ def _written_by(func, args, kwargs) -> list:
     return [t for t in flat if isinstance(t, LazyLogits)]
 
 
-def _forward_to_tensor(name, in_place):
-    def method(self, *args):
+def of_tensor(name, in_place=False):
+    """A method that computes the logits and calls theirs."""
+
+    def method(self, *args, **kwargs):
         if in_place:
             self._write()
-        return getattr(self.materialise(), name)(*_real_all(args))
+        return getattr(self.materialise(), name)(*_real_all(args), **kwargs)
 
     method.__name__ = name
     return method
@@ -410,7 +412,7 @@ _TENSOR_OPERATORS = """
 """
 _IN_PLACE_OPERATORS = ("iadd", "isub", "ifloordiv", "imod", "ipow")
 for _name in (*_TENSOR_OPERATORS.split(), *_IN_PLACE_OPERATORS):
-    setattr(LazyLogits, f"__{_name}__", _forward_to_tensor(f"__{_name}__", _name in _IN_PLACE_OPERATORS))
+    setattr(LazyLogits, f"__{_name}__", of_tensor(f"__{_name}__", _name in _IN_PLACE_OPERATORS))
 LazyLogits.__hash__ = object.__hash__
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tigon.integrations.transformers.canonical import NoSource, source_tree
-from tigon.integrations.transformers.forward import Part, blocked, has_hooks, plain, stock
+from tigon.integrations.transformers.forward import Part, blocked, has_hooks, plain, read, stock
 from tigon.integrations.transformers.patterns.modules import MLPS, Match, recognise
 from tigon.integrations.transformers.probe import on_cpu
 from tigon.integrations.transformers.recompute import Ledger
@@ -157,7 +157,10 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
     if spec.up_first:
         up, gate = gate.chunk(2, dim=-1)
     if spec.gate_multiplier is not None:
-        return _with_multipliers(module, spec, gate, up, down)
+        before, after = read(module, spec.gate_multiplier, spec.down_multiplier)
+        if type(down) is nn.Linear and down.bias is None:  # linear: the factor may come before it
+            return spec.ledger.project(down, product(spec.activation, gate, up, before, after))
+        return spec.ledger.project(down, product(spec.activation, gate, up, before)) * after
     if spec.limit is not None:
         inner = clamped_product(spec.activation, gate, up, getattr(module, spec.limit), spec.clamp_after)
     else:
@@ -172,13 +175,6 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
     if spec.dropout is not None:
         y = F.dropout(y, p=getattr(module, spec.dropout), training=module.training)
     return y
-
-
-def _with_multipliers(module, spec, gate, up, down):
-    before, after = getattr(module, spec.gate_multiplier), getattr(module, spec.down_multiplier)
-    if type(down) is nn.Linear and down.bias is None:  # linear: the factor may come before it
-        return spec.ledger.project(down, product(spec.activation, gate, up, before, after))
-    return spec.ledger.project(down, product(spec.activation, gate, up, before)) * after
 
 
 def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
