@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 
 import pytest
@@ -209,7 +210,7 @@ def counted(forward):
 
 def adds_two(forward):
     """A rewrite of `Adds.forward`."""
-    inner = rewriting.innermost(forward)
+    inner = inspect.unwrap(forward)
     node = rewriting.rewritable(inner)
     node.body = [rewriting.statement_at("return x + 2", node.body[-1])]
     made = rewriting.wrapped_again(forward, rewriting.recompiled(inner, node))

@@ -97,10 +97,6 @@ _INSTEAD = (
 _INTERNAL = "the op's public function: this one belongs to how Liger's kernels are made"
 
 
-def instead_of(name: str) -> str:
-    return next((advice for part, advice in _INSTEAD if re.search(part, name)), _INTERNAL)
-
-
 def missing(name: str) -> type:
     """A class by this name that can be imported and subclassed; using it raises :class:`tigon.Error`.
 
@@ -108,8 +104,11 @@ def missing(name: str) -> type:
     so the import must work and the use must say what is the matter.
     """
 
+    instead = next((advice for part, advice in _INSTEAD if re.search(part, name)), _INTERNAL)
+
     def refuse(*args, **kwargs):
-        raise error.Error(refusal(name))
+        words = f"[compat.liger] {name} is not there in tigon {tigon.__version__}: {instead}"
+        raise error.Error(words)
 
     return type(name, (), {
         "__new__": refuse,
@@ -117,7 +116,3 @@ def missing(name: str) -> type:
         "__class_getitem__": refuse,  # kernel[grid]
         "__doc__": f"{name} of the liger_kernel interface: not there in this version of Tigon.",
     })  # fmt: skip
-
-
-def refusal(name: str) -> str:
-    return f"[compat.liger] {name} is not there in tigon {tigon.__version__}: {instead_of(name)}"

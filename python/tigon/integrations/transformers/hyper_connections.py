@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import re
 import types
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from tigon.integrations.transformers.forward import blocked, has_hooks, plain, s
 from tigon.integrations.transformers.probe import PROBE_EPS, on_cpu, same_results, twin
 from tigon.integrations.transformers.rewriting import (
     Rewritten,
-    innermost,
     recompiled,
     rewritable,
     wrapped_again,
@@ -172,7 +172,7 @@ def plan_streams(module: nn.Module) -> tuple[Rewritten, str] | str | None:
 @functools.cache
 def rewrite(forward) -> tuple[int, types.FunctionType] | None:
     """How many places were replaced, and the new forward; None where there are none."""
-    inner = innermost(forward)
+    inner = inspect.unwrap(forward)
     names = getattr(getattr(inner, "__code__", None), "co_names", ())
     node = rewritable(inner) if "unsqueeze" in names else None
     if node is None:

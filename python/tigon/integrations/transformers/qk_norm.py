@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import types
 
 from torch import nn
@@ -17,7 +18,6 @@ from tigon.integrations.transformers.norms import norm_forward, plan_norm
 from tigon.integrations.transformers.rewriting import (
     Rewritten,
     attribute_of_self,
-    innermost,
     recompiled,
     rewritable,
     statement_at,
@@ -103,7 +103,7 @@ def plan_qk_norm(module: nn.Module) -> tuple[Rewritten, str] | str | None:
         if not any(norms):  # a call that this instance does not come to
             continue
         verdicts = [plan_norm(norm) if isinstance(norm, nn.Module) else None for norm in norms]
-        form = rotary_form((innermost(type(module).forward).__module__, name))
+        form = rotary_form((inspect.unwrap(type(module).forward).__module__, name))
         if not all(isinstance(verdict, tuple) and _simple(verdict[0]) for verdict in verdicts):
             return None
         if form is None or form.get("deinterleave"):
@@ -117,7 +117,7 @@ def plan_qk_norm(module: nn.Module) -> tuple[Rewritten, str] | str | None:
 @functools.cache
 def rewrite(forward) -> tuple[tuple, types.FunctionType] | None:
     """((rotary function, attributes of its norms) of each call, the new forward), or None without any."""
-    inner = innermost(forward)
+    inner = inspect.unwrap(forward)
     names = rotary_names(inner) if isinstance(inner, types.FunctionType) else {}
     node = rewritable(inner) if names else None
     if node is None:

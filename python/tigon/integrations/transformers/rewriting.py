@@ -44,13 +44,6 @@ def rewritten_forward(module: nn.Module, spec: Rewritten, *args, **kwargs):
     return spec.rewritten(module, *args, **kwargs)
 
 
-def innermost(forward):
-    """What the wrappers around a forward call."""
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    return forward
-
-
 def wrapped_again(forward, made: types.FunctionType) -> types.FunctionType | None:
     """`made` inside the wrappers of `forward`: layers that may be checkpointed have one of transformers'."""
     if not hasattr(forward, "__wrapped__"):
