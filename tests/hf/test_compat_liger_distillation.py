@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon.integrations import liger
-from tigon.integrations.liger import chunked_loss, distillation
+from tigon.integrations.liger import chunked_loss, divergences
 
 
 @pytest.fixture
@@ -49,12 +49,10 @@ def test_fused_linear_jsd(beta):
     (x, w), (y, u), labels = heads()
     for given in (labels, None):
         kept = torch.ones(37, dtype=torch.bool) if given is None else given != -100
-        module = distillation.LigerFusedLinearJSD(jsd_beta=beta, temperature=2.0)
+        module = divergences.LigerFusedLinearJSD(jsd_beta=beta, temperature=2.0)
         wanted = divergence(x @ w.t() / 2, y @ u.t() / 2, beta)[kept].sum() / kept.sum()
         assert_same(module(x, w, y, u, given), wanted, (x, w))
-    got = distillation.LigerFusedLinearJSDFunction.apply(
-        x, w, y, u, labels, beta, -100, 1.0, None, None, None
-    )
+    got = divergences.LigerFusedLinearJSDFunction.apply(x, w, y, u, labels, beta, -100, 1.0, None, None, None)
     kept = labels != -100
     assert_same(got, divergence(x @ w.t(), y @ u.t(), beta)[kept].sum() / kept.sum(), (x, w))
 
@@ -69,7 +67,7 @@ def test_fused_linear_kl_div(reduction):
     kept = labels != -100
     rows = (q * (q.clamp(min=1e-10).log() - F.log_softmax(x @ w.t() / 1.5, -1))).sum(-1)[kept]
     wanted = rows.sum() / {"batchmean": kept.sum(), "mean": kept.sum() * 50, "sum": 1}[reduction]
-    module = distillation.LigerFusedLinearKLDivLoss(reduction=reduction, temperature=1.5)
+    module = divergences.LigerFusedLinearKLDivLoss(reduction=reduction, temperature=1.5)
     assert_same(module(x, w, q, labels), wanted, (x, w))
 
 
@@ -97,8 +95,8 @@ def test_no_row_counts():
     none = torch.full_like(labels, -100)
     q = torch.softmax(torch.randn(37, 50), -1)
     for loss in (
-        distillation.LigerFusedLinearJSD()(x, w, y, u, none),
-        distillation.LigerFusedLinearKLDivLoss()(x, w, q, none),
+        divergences.LigerFusedLinearJSD()(x, w, y, u, none),
+        divergences.LigerFusedLinearKLDivLoss()(x, w, q, none),
         chunked_loss.LigerFusedLinearJSDLoss()(x, w, y, u, none),
     ):
         assert loss == 0.0
@@ -107,22 +105,22 @@ def test_no_row_counts():
 
 def test_errors_are_those_of_liger():
     (x, w), (y, u), labels = heads()
-    for kind in (distillation.LigerFusedLinearJSD, distillation.LigerFusedLinearKLDivLoss,
+    for kind in (divergences.LigerFusedLinearJSD, divergences.LigerFusedLinearKLDivLoss,
                  chunked_loss.LigerFusedLinearJSDLoss):  # fmt: skip
         with pytest.raises(AssertionError, match=r"emperature cannot be 0\."):
             kind(temperature=0)
     with pytest.raises(ValueError, match="reduction must be one of"):
-        distillation.liger_fused_linear_kl_div(x, w, torch.rand(37, 50), reduction="none")
+        divergences.liger_fused_linear_kl_div(x, w, torch.rand(37, 50), reduction="none")
     with pytest.raises(AssertionError, match="the shape of shift_labels must be"):
-        distillation.liger_fused_linear_jsd(x, w, y, u, labels[:5])
+        divergences.liger_fused_linear_jsd(x, w, y, u, labels[:5])
 
 
 def test_one_name_in_two_packages(facade):
     ops = importlib.import_module("liger_kernel.ops.fused_linear_jsd").LigerFusedLinearJSDFunction
     chunked = importlib.import_module("liger_kernel.chunked_loss.jsd_loss").LigerFusedLinearJSDFunction
-    assert ops is distillation.LigerFusedLinearJSDFunction
+    assert ops is divergences.LigerFusedLinearJSDFunction
     assert chunked is chunked_loss.LigerFusedLinearJSDFunction
     functional = importlib.import_module("liger_kernel.chunked_loss.functional")
     assert functional.liger_fused_linear_jsd is chunked_loss.liger_fused_linear_jsd
     functional = importlib.import_module("liger_kernel.transformers.functional")
-    assert functional.liger_fused_linear_jsd is distillation.liger_fused_linear_jsd
+    assert functional.liger_fused_linear_jsd is divergences.liger_fused_linear_jsd
