@@ -15,7 +15,7 @@ VERSION = "0.8.5"  # of the interface
 PACKAGE = "liger_kernel"
 _BEHIND = (
     "bases", "chunked_loss", "divergences", "functional", "modules",
-    "hyper_connections", "outputs", "patching", "policies", "preferences", "sharded", "megatron", "utils",
+    "hyper_connections", "outputs", "patching", "policies", "preferences", "megatron", "utils",
     "backends",
 )  # fmt: skip
 _APART = {"chunked_loss"}  # packages whose names mean something else outside of them

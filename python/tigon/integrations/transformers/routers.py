@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, plain, read, stock
-from tigon.integrations.transformers.patterns.modules import Match, recognise
-from tigon.integrations.transformers.patterns.routers import ROUTERS
+from tigon.integrations.transformers.patterns.modules import ROUTERS, Match, recognise
 from tigon.ops.route import MAX_EXPERTS, route
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
