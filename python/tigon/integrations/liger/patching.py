@@ -129,18 +129,13 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
         for entry in report.replaced:
             if entry.slot == "norm":
                 _take_choices(model.get_submodule(entry.path))
-        _attach(model)
+        forward = model_forward(model)
+        if forward is not None:
+            forward.function = _forward
+            model.__dict__[_SETTINGS] = functional.loss_settings()
 
 
 _SETTINGS = "_tigon_liger_settings"  # on the model: options that its program adds to Liger's loss
-
-
-def _attach(model) -> None:
-    """Give the patched ``model`` the settings and the output; again does nothing."""
-    forward = model_forward(model)
-    if forward is not None:
-        forward.function = _forward
-        model.__dict__[_SETTINGS] = functional.loss_settings()
 
 
 def _forward(model, head, *args, **kwargs):
@@ -305,15 +300,18 @@ def _bind_method_to_module(module, method_name: str, new_method) -> None:
     module.__dict__[method_name] = new_method.__get__(module, type(module))
 
 
+_NONE = {"norm": False, "mlp": False, "rope": False, "loss": False}
+
+
 def _patch_rms_norm_module(module, *args, **kwargs) -> None:
     """The norm's own formula decides, not the arguments."""
-    _patch(module, {"norm": True, "mlp": False, "rope": False, "loss": False}, False)
+    _patch(module, {**_NONE, "norm": True}, False)
     _take_choices(module)
 
 
 def _patch_swiglu_module(module, liger_module=None) -> None:
     """The gated MLP's own formula decides."""
-    _patch(module, {"norm": False, "mlp": True, "rope": False, "loss": False}, False)
+    _patch(module, {**_NONE, "mlp": True}, False)
 
 
 _patch_geglu_module = _patch_swiglu_module

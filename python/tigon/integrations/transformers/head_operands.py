@@ -34,11 +34,9 @@ def is_lora(module: nn.Module) -> bool:
 def is_tokens(module: nn.Module) -> bool:
     """Whether it is PEFT's layer of trainable rows around a plain Linear without bias (a tied head)."""
     parts = ("base_layer", "trainable_tokens_delta", "get_merged_weights", "active_adapters")
-    return all(hasattr(module, part) for part in parts) and _has_no_bias(module.base_layer)
-
-
-def _has_no_bias(module: nn.Module) -> bool:
-    return is_linear(module) and module.bias is None
+    if not all(hasattr(module, part) for part in parts):
+        return False
+    return is_linear(module.base_layer) and module.base_layer.bias is None
 
 
 def head_operands(module: nn.Module) -> Operands | None:
