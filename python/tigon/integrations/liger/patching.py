@@ -254,46 +254,33 @@ def _apply_liger_kernel_to_instance(model, **kwargs) -> None:
 class AutoLigerKernelForCausalLM(AutoTigonForCausalLM):
     """``AutoModelForCausalLM`` with the patch of the model's type; other types load with what fits."""
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load; keywords that the apply function knows go there."""
-        model_type = _type_on_disk(pretrained_model_name_or_path, kwargs)
-        load = super(AutoTigonForCausalLM, cls).from_pretrained
-        return _loaded(model_type, kwargs, lambda rest: load(pretrained_model_name_or_path, *args, **rest))
-
-    @classmethod
-    def from_config(cls, config, **kwargs):
-        """Build; keywords that the apply function knows go there."""
-        build = super(AutoTigonForCausalLM, cls).from_config
-        return _loaded(getattr(config, "model_type", None), kwargs, lambda rest: build(config, **rest))
-
-
-def _loaded(model_type, kwargs, load):
-    """The type's function is called first, as there, and what it asks for is done to the loaded model."""
-    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    known = (*_OWN, *(_DEFAULTS if function is None else inspect.signature(function).parameters))
-    options = {name: value for name, value in kwargs.items() if name in known}
-    rest = {name: value for name, value in kwargs.items() if name not in known}
-    with _one_model() as patches:
-        _apply_liger_kernel(model_type, **options)
-    loaded = load(rest)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
-    if function is None:
-        _apply_liger_kernel_to_instance(model, **options)
-    for patch in patches:
-        _patch(model, *patch)
-    return loaded
+    @staticmethod
+    def _applied(load, source, kwargs):
+        """The type's function is called first, as there, and what it asks for is done to the loaded model."""
+        model_type = _model_type(source, kwargs)
+        function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+        known = (*_OWN, *(_DEFAULTS if function is None else inspect.signature(function).parameters))
+        options = {name: value for name, value in kwargs.items() if name in known}
+        with _one_model() as patches:
+            _apply_liger_kernel(model_type, **options)
+        loaded = load(**{name: value for name, value in kwargs.items() if name not in known})
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if function is None:
+            _apply_liger_kernel_to_instance(model, **options)
+        for patch in patches:
+            _patch(model, *patch)
+        return loaded
 
 
-def _type_on_disk(path, kwargs) -> str | None:
-    """The model type that the configuration names; None where there is none (a folder of an adapter)."""
-    config = kwargs.get("config")
-    if config is None:
+def _model_type(source, kwargs) -> str | None:
+    """Of a configuration, or as the one on disk names it; None where there is none (an adapter's folder)."""
+    config = kwargs.get("config", source)
+    if not hasattr(config, "model_type"):
         try:
-            config = AutoConfig.from_pretrained(path, **kwargs)
+            config = AutoConfig.from_pretrained(source, **kwargs)
         except (OSError, ValueError):
             return None
-    return getattr(config, "model_type", None)
+    return config.model_type
 
 
 def _bind_method_to_module(module, method_name: str, new_method) -> None:

@@ -67,17 +67,18 @@ class AutoTigonForCausalLM(AutoModelForCausalLM):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """Load, then apply."""
-        options, rest = split_options(kwargs)
-        return cls._applied(super().from_pretrained(pretrained_model_name_or_path, *args, **rest), options)
+        load = functools.partial(super().from_pretrained, pretrained_model_name_or_path, *args)
+        return cls._applied(load, pretrained_model_name_or_path, kwargs)
 
     @classmethod
     def from_config(cls, config, **kwargs):
         """Build with random weights, then apply."""
-        options, rest = split_options(kwargs)
-        return cls._applied(super().from_config(config, **rest), options)
+        return cls._applied(functools.partial(super().from_config, config), config, kwargs)
 
     @staticmethod
-    def _applied(loaded, options):
+    def _applied(load, source, kwargs):
+        options, rest = split_options(kwargs)
+        loaded = load(**rest)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
         model.tigon_report = apply(model, **options)
         return loaded
