@@ -195,23 +195,6 @@ def raw(name: str, fake: Callable[..., Any], op: str | None = None) -> Callable[
     return call
 
 
-def formed_times(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """``gradient formed in the forward * upstream``, as a product that refuses to be differentiated."""
-
-    def product(gradient, upstream):
-        return gradient * upstream
-
-    transformed = transformable(
-        op, f"{op}_product", product, lambda ctx, inputs, output: None, lambda ctx, *_: refuse_second(op)
-    )
-
-    def call(gradient, upstream):
-        apart = _is_transformed() and not _is_compiling()
-        return (transformed if apart else product)(gradient, upstream)
-
-    return call
-
-
 def register_fake(op: str, name: str, fake: Callable[..., Any]) -> None:
     """Shapes for fake tensors and for ``meta``; a mixture of ``meta`` and real tensors is refused."""
     names = [argument.name for argument in native(name)._schema.arguments]
@@ -328,6 +311,35 @@ class Op:
                 if isinstance(a, torch.Tensor) and a.requires_grad:
                     return self.apply(*args)
         return self.infer(*args)
+
+
+def formed(name: str, fake: Callable[..., Any], results: int, places: tuple[int, ...]) -> Op:
+    """``tigon::<name>`` as a scalar loss that forms its gradients in the forward.
+
+    Args:
+        results: how many outputs callers see, the loss first; the others are not differentiable.
+        places: of the inputs whose gradients the outputs after them are, empty for one that is None.
+    """
+    # A product that refuses to be differentiated.
+    times = transformable(
+        name, f"{name}_product", operator.mul, lambda *_: None, lambda *_: refuse_second(name)
+    )
+
+    def setup_context(ctx, inputs, output):
+        ctx.inputs, ctx.places = len(inputs), [i for i in places if inputs[i] is not None]
+        ctx.save_for_backward(*output[results:])
+        ctx.mark_non_differentiable(*output[1:results])
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx, dloss, *_):
+        found = [None] * ctx.inputs
+        if dloss is not None:
+            product = times if _is_transformed() and not _is_compiling() else operator.mul
+            for i, gradient in zip(ctx.places, ctx.saved_tensors, strict=False):
+                found[i] = product(gradient, dloss)
+        return tuple(found)
+
+    return Op(name, fake=fake, setup_context=setup_context, backward=backward, results=results)
 
 
 def paired(

@@ -31,15 +31,13 @@ class _Loss(nn.Module):
         if "function" not in vars(cls):
             return
 
-        @options_of(cls.function, *inspect.signature(cls.forward).parameters)
+        @options_of(cls.function, but=inspect.signature(cls.forward).parameters)
         def __init__(self, **options) -> None:
             nn.Module.__init__(self)
-            self.options = known | options
-            if "class_weight" in known:
-                self.register_buffer("class_weight", self.options.pop("class_weight"))
+            self.options = options
+            if "class_weight" in options:
+                self.register_buffer("class_weight", options.pop("class_weight"))
 
-        parameters = inspect.signature(__init__).parameters.values()
-        known = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         cls.__init__ = __init__
 
     def extra_repr(self) -> str:
@@ -57,27 +55,11 @@ class CrossEntropyLoss(_Loss):
     Shape: logits ``[..., V]``, target ``[...]`` -> scalar, or ``[...]`` with ``reduction="none"``.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor | None = None,
-        *,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        softcap: float | None = None,
-        z_loss: float = 0.0,
-        inplace: bool = False,
-    ) -> None:
+    @options_of(cross_entropy, but=("denominator",))
+    def __init__(self, weight: torch.Tensor | None = None, **options) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
-        self.options = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "softcap": softcap,
-            "z_loss": z_loss,
-            "inplace": inplace,
-        }
+        self.options = options
 
     def forward(
         self, logits: torch.Tensor, target: torch.Tensor, denominator: float | torch.Tensor | None = None

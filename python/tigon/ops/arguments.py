@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from tigon._op import foreign
 from tigon.error import check, refuse
 
 _STRIDED = torch.strided
+_LEAST = -(2**63)
 
 
 def kind_of(value: object) -> object:
@@ -20,25 +21,31 @@ def kind_of(value: object) -> object:
     return value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def options_of(function: Callable, *but: str) -> Callable[[Callable], Callable]:
-    """Decorates what takes ``**options``: those of `function` but for these, as its signature says."""
+def options_of(*functions: Callable, but: Iterable[str] = ()) -> Callable[[Callable], Callable]:
+    """Decorates what takes ``**options``: those of `functions` but for these, as their signatures say, with
+    their defaults; of one name, the first's."""
 
     def decorate(taker):
         signature = inspect.signature(taker)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         taken = {*but, *(p.name for p in own)}
-        given = inspect.signature(function).parameters.values()
-        own += [p for p in given if p.kind is p.KEYWORD_ONLY and p.name not in taken]
-        known = {p.name for p in own}
+        given: dict = {}
+        for function in functions:
+            given = given | {
+                n: p for n, p in inspect.signature(function).parameters.items() if n not in given
+            }
+        inherited = [p for p in given.values() if p.kind is p.KEYWORD_ONLY and p.name not in taken]
+        defaults = {p.name: p.default for p in inherited}
+        known = {p.name for p in own} | defaults.keys()
 
         @functools.wraps(taker)
         def call(*args, **options):
             for name in options:
                 if name not in known:
                     raise TypeError(f"{taker.__name__}() got an unexpected keyword argument {name!r}")
-            return taker(*args, **options)
+            return taker(*args, **defaults | options)
 
-        call.__signature__ = signature.replace(parameters=own)
+        call.__signature__ = signature.replace(parameters=own + inherited)
         return call
 
     return decorate
@@ -73,6 +80,14 @@ def check_dense(op: str, name: str, x: torch.Tensor) -> None:
     """x must be neither sparse nor nested nor a DTensor."""
     if foreign(name, x) is not None:
         _refuse_layout(op, name, x)
+
+
+def check_like(op: str, name: str, x: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """x must have this shape, on this device."""
+    if x.shape != shape:
+        refuse(op, name + " must be {}, got {}", tuple(shape), x.shape)
+    if x.device != device:
+        refuse(op, name + " must be on {}, got {}", device, x.device)
 
 
 def check_stored(op: str, name: str, x: torch.Tensor) -> None:
@@ -115,13 +130,17 @@ def check_positive(op: str, name: str, value: object, *, or_none: bool = False) 
         refuse(op, name + " must be > 0 and finite" + " (or None)" * or_none + ", got {}", value)
 
 
-def check_integers(op: str, **values: object) -> None:
-    """Each must be an integer of 64 bits."""
+def check_integers(op: str, *, least: int = _LEAST, or_none: bool = False, **values: object) -> None:
+    """Each must be an integer of 64 bits, at least `least`."""
     for name, value in values.items():
+        if value is None and or_none:
+            continue
         if type(value) is not int and not _is_integer(value):
             refuse(op, name + " must be an int, got {}", kind_of(value))
-        if not -(2**63) <= value < 2**63:
-            refuse(op, name + " must have at most 64 bits, got {}", value)
+        if not least <= value < 2**63:
+            small = _LEAST <= value < least
+            bound = f" must be >= {least}" + " (or None)" * or_none if small else " must have at most 64 bits"
+            refuse(op, name + bound + ", got {}", value)
 
 
 def _is_integer(value) -> bool:

@@ -10,9 +10,17 @@ from typing import NamedTuple
 
 import torch
 
-from tigon._op import Op, formed_times, has_kernel
-from tigon.error import check, refuse
-from tigon.ops.arguments import check_choice, check_float, check_numbers, check_positive, kind_of
+from tigon._op import formed, has_kernel
+from tigon.error import check
+from tigon.ops.arguments import (
+    check_booleans,
+    check_choice,
+    check_float,
+    check_like,
+    check_numbers,
+    check_positive,
+    kind_of,
+)
 from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
 from tigon.ops.preference import check_mask, native_mask
 
@@ -52,9 +60,9 @@ class PolicyResult(NamedTuple):
 
 
 def formula(
-    op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
+    op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise, **others
 ) -> Formula:
-    """The checked options."""
+    """The checked options among those of a loss."""
     check_choice(op, "kind", kind, KINDS)
     check_choice(op, "level", level, LEVELS)
     check_choice(op, "normalise", normalise, NORMALISE)
@@ -67,8 +75,7 @@ def formula(
     check(op, positive > 0 and negative > 0, "tau must be two numbers > 0, got {}", tau)
     gamma = _numbers(op, "gamma", gamma, 4)
     check_numbers(op, kl=kl, entropy=entropy)
-    if not isinstance(kl_corrected, bool):
-        refuse(op, "kl_corrected must be True or False, got {}", kind_of(kl_corrected))
+    check_booleans(op, kl_corrected=kl_corrected)
     codes = KINDS[kind], LEVELS[level], NORMALISE[normalise]
     bounds = low, high, float(delta or 0.0), positive, negative, *gamma
     return Formula(*codes, *bounds, ESTIMATORS[kl_estimator], float(kl), kl_corrected, float(entropy))
@@ -81,8 +88,9 @@ def _numbers(op, name, values, count):
     return tuple(float(value) for value in values)
 
 
-def check_tokens(op, shape, device, advantage, old, ref, importance, kl) -> None:
-    """The operands beside the log-probabilities, which are [B, T]."""
+def constants(op, shape, device, advantage, old, ref, importance, kl, denominator, entropy_denominator):
+    """Advantages, old and reference log-probabilities and factors beside the log-probabilities [B, T],
+    checked; they get no gradient."""
     tensor = isinstance(advantage, torch.Tensor)
     check(op, tensor, "advantage must be a float tensor, got {}", kind_of(advantage))
     for name, t, either in (("advantage", advantage, True), ("old", old, False), ("ref", ref, False),
@@ -95,6 +103,9 @@ def check_tokens(op, shape, device, advantage, old, ref, importance, kl) -> None
         check(op, fits, name + " must be {}, got {}", wanted, t.shape)
         check(op, t.device == device, name + " must be on {}, got {}", device, t.device)
     check(op, kl == 0 or ref is not None, "ref must be given with kl, got None")
+    check_denominator(op, denominator)
+    check_denominator(op, entropy_denominator, "entropy_denominator")
+    return tuple(None if t is None else t.detach() for t in (advantage, old, ref, importance))
 
 
 # Plain PyTorch.
@@ -191,34 +202,7 @@ def _fake(log_prob, advantage, target, old, ref, importance, entropy, *_):
     return loss, rows(ref is not None), rows(True), rows(True), rows(entropy is not None)
 
 
-def _setup_context(ctx, inputs, output):
-    _, kl, clipped, dlog_prob, dentropy = output
-    *_, entropy = inputs[:7]
-    ctx.save_for_backward(dlog_prob, dentropy)
-    ctx.mark_non_differentiable(kl, clipped)
-    ctx.set_materialize_grads(False)
-    ctx.inputs, ctx.has_entropy = len(inputs), entropy is not None
-
-
-_times = formed_times("policy")
-
-
-def _backward(ctx, dloss, *_):
-    nothing = [None] * ctx.inputs
-    if dloss is None:
-        return tuple(nothing)
-    dlog_prob, dentropy = ctx.saved_tensors
-    nothing[0] = _times(dlog_prob, dloss)
-    nothing[6] = _times(dentropy, dloss) if ctx.has_entropy else None
-    return tuple(nothing)
-
-
-_op = Op("policy", fake=_fake, setup_context=_setup_context, backward=_backward, results=3)
-
-
-def constant_tokens(*tensors):
-    """Advantages, old and reference log-probabilities and factors, which get no gradient."""
-    return tuple(None if t is None else t.detach() for t in tensors)
+_op = formed("policy", _fake, results=3, places=(0, 6))  # log_prob, entropy
 
 
 def run(log_prob, mask, constants, entropies, denominator, entropy_denominator, f):
@@ -334,13 +318,11 @@ def policy_loss(
     shape, device = log_prob.shape, log_prob.device
     check_mask(op, "mask", mask, shape, device)
     f = formula(op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise)
-    check_tokens(op, shape, device, advantage, old, ref, importance, kl)
+    tensors = constants(
+        op, shape, device, advantage, old, ref, importance, kl, denominator, entropy_denominator
+    )
     if entropies is not None:
         check_float(op, "entropies", entropies)
-        check(op, entropies.shape == shape, "entropies must be {}, got {}", shape, entropies.shape)
-        check(op, entropies.device == device, "entropies must be on {}, got {}", device, entropies.device)
+        check_like(op, "entropies", entropies, shape, device)
     check(op, entropy == 0 or entropies is not None, "entropies must be given with entropy, got None")
-    check_denominator(op, denominator)
-    check_denominator(op, entropy_denominator, "entropy_denominator")
-    constants = constant_tokens(advantage, old, ref, importance)
-    return run(log_prob, mask, constants, entropies, denominator, entropy_denominator, f)
+    return run(log_prob, mask, tensors, entropies, denominator, entropy_denominator, f)

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tigon._op import Op, formed_times, has_kernel
+from tigon._op import formed, has_kernel
 from tigon.error import check, refuse
 from tigon.ops.arguments import (
     check_booleans,
     check_choice,
     check_float,
     check_layout,
+    check_like,
     check_numbers,
     check_positive,
     kind_of,
@@ -142,11 +143,9 @@ def single_formula(op, kind, beta, average, kl, weights) -> Formula:
 
 def check_ref(op, ref, answers, device) -> None:
     """The reference's sums, one an answer."""
-    if ref is None:
-        return
-    check_float(op, "ref", ref)
-    check(op, ref.shape == (answers,), "ref must be {}, got {}", [answers], ref.shape)
-    check(op, ref.device == device, "ref must be on {}, got {}", device, ref.device)
+    if ref is not None:
+        check_float(op, "ref", ref)
+        check_like(op, "ref", ref, (answers,), device)
 
 
 def check_desirable(op, desirable, answers, device) -> None:
@@ -154,8 +153,7 @@ def check_desirable(op, desirable, answers, device) -> None:
     fits = isinstance(desirable, torch.Tensor) and desirable.dtype == torch.bool
     check(op, fits, "desirable must be a bool tensor, got {}", kind_of(desirable))
     check_layout(op, "desirable", desirable)
-    check(op, desirable.shape == (answers,), "desirable must be {}, got {}", [answers], desirable.shape)
-    check(op, desirable.device == device, "desirable must be on {}, got {}", device, desirable.device)
+    check_like(op, "desirable", desirable, (answers,), device)
 
 
 def check_pairs(op, name, answers) -> None:
@@ -182,8 +180,7 @@ def check_mask(op, name, mask, shape, device):
     fits = isinstance(mask, torch.Tensor) and not mask.is_floating_point() and not mask.is_complex()
     check(op, fits, name + " must be a bool or integer tensor, got {}", kind_of(mask))
     check_layout(op, name, mask)
-    check(op, mask.shape == shape, name + " must be {}, got {}", shape, mask.shape)
-    check(op, mask.device == device, name + " must be on {}, got {}", device, mask.device)
+    check_like(op, name, mask, shape, device)
 
 
 # Plain PyTorch.
@@ -273,23 +270,7 @@ def _fake(log_prob, target, nll_target, ref, desirable, *_):
     return loss, *empty_results(log_prob, log_prob.shape[0], desirable is None), dlog_prob
 
 
-def _setup_context(ctx, inputs, output):
-    _, *metrics, dlog_prob = output
-    ctx.save_for_backward(dlog_prob)
-    ctx.mark_non_differentiable(*metrics)
-    ctx.set_materialize_grads(False)
-    ctx.inputs = len(inputs)
-
-
-_times = formed_times("preference")
-
-
-def _backward(ctx, dloss, *_):
-    (dlog_prob,) = ctx.saved_tensors
-    return None if dloss is None else _times(dlog_prob, dloss), *(None,) * (ctx.inputs - 1)
-
-
-_op = Op("preference", fake=_fake, setup_context=_setup_context, backward=_backward, results=5)
+_op = formed("preference", _fake, results=5, places=(0,))
 
 
 def run(op, log_prob, mask, nll_mask, ref, desirable, kl, denominator, formula):
@@ -302,12 +283,8 @@ def run(op, log_prob, mask, nll_mask, ref, desirable, kl, denominator, formula):
     device, number = split_denominator(denominator, tokens.device)
     target = None if mask is None else native_mask(mask)
     nll_target = None if nll_mask is None else native_mask(nll_mask)
-    loss, sums, rewards, nll, margin = _op(
-        tokens.float(), target, nll_target, ref, desirable, kl, device, number, *formula, 0
-    )
-    if desirable is not None:
-        return KTOResult(loss, sums, rewards)
-    return PreferenceResult(loss, sums, rewards, nll, margin)
+    results = _op(tokens.float(), target, nll_target, ref, desirable, kl, device, number, *formula, 0)
+    return PreferenceResult(*results) if desirable is None else KTOResult(*results[:3])
 
 
 def preference_loss(
@@ -381,11 +358,11 @@ def preference_loss(
     """
     op = "preference_loss"
     _check_tokens(op, log_prob, mask)
-    answers = log_prob.shape[0]
+    answers, device = log_prob.shape[0], log_prob.device
     check_pairs(op, "log_prob", answers)
     formula = pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref)
-    check_ref(op, ref, answers, log_prob.device)
-    check_mask(op, "nll_mask", nll_mask, (answers // 2, *log_prob.shape[1:]), log_prob.device)
+    check_ref(op, ref, answers, device)
+    check_mask(op, "nll_mask", nll_mask, (answers // 2, *log_prob.shape[1:]), device)
     if nll_mask is not None:
         nll_mask = nll_mask.reshape(answers // 2, math.prod(log_prob.shape[1:]))
     return run(op, log_prob, mask, nll_mask, constant(ref, log_prob), None, None, denominator, formula)

@@ -319,7 +319,7 @@ def linear_kl_div(
     return _run("linear_kl_div", hidden, weight, labels, head, loss)
 
 
-@options_of(linear_kl_div, "reverse")
+@options_of(linear_kl_div, but=("reverse",))
 def linear_jsd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -346,7 +346,7 @@ def linear_jsd(
     return _run("linear_jsd", hidden, weight, labels, Head.of(options), loss)
 
 
-@options_of(linear_kl_div, "reverse")
+@options_of(linear_kl_div, but=("reverse",))
 def linear_tvd(
     hidden: torch.Tensor,
     weight: torch.Tensor,

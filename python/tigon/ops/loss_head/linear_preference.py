@@ -13,7 +13,7 @@ from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import policy as _policy
 from tigon.ops import preference as _preference
-from tigon.ops.arguments import check_float, check_indices, kind_of, readable
+from tigon.ops.arguments import check_float, check_indices, check_like, kind_of, options_of, readable
 from tigon.ops.cross_entropy import check_denominator, split_denominator
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head.autograd import HeadLoss, empty_loss
@@ -31,10 +31,12 @@ from tigon.ops.loss_head.operands import (
 from tigon.ops.preference import KTOResult, PreferenceResult
 
 
-def _check(op, hidden, weight, target, head: Head) -> None:
-    """Hidden states [answers, T, H] and labels [answers, T] under a head."""
+def _checked(op, hidden, weight, target, head: Head):
+    """Labels [answers, T] of hidden states [answers, T, H] under a head."""
+    target = labels_of(target, head.ignore_index)
     check_head(op, hidden, weight, target, head)
     check(op, target.dim() == 2, "target must be [answers, T], got {}", target.shape)
+    return target
 
 
 def _has_kernel(op, hidden, head: Head) -> bool:
@@ -51,8 +53,11 @@ def _log_probs(op, hidden, weight, labels, head: Head, entropy=False):
     return log_prob(hidden, weight, labels, entropy=entropy, **options)
 
 
-def _check_ref_head(op, ref, hidden, weight) -> None:
-    """A second head: (hidden, weight) or (hidden, weight, bias)."""
+def _check_ref(op, ref, hidden, weight) -> None:
+    """Sums of answers, or a second head: (hidden, weight) or (hidden, weight, bias)."""
+    if not isinstance(ref, (tuple, list)):
+        _preference.check_ref(op, ref, hidden.shape[0], hidden.device)
+        return
     tensors = all(isinstance(t, torch.Tensor) for t in ref[:2]) and len(ref) in (2, 3)
     check(op, tensors, "ref must be a float tensor or tensors (hidden, weight[, bias]), got {}", kind_of(ref))
     for t in ref:
@@ -120,20 +125,11 @@ def _merged(op, target, nll_target, ignore_index):
     return torch.cat((torch.where(both, bad, label), rejected))
 
 
-class _Scores(NamedTuple):
-    """What preferences are made of besides log-probabilities."""
-
-    ref: torch.Tensor | tuple | None
-    nll_target: torch.Tensor | None
-    desirable: torch.Tensor | None
-    kl: torch.Tensor | None
-    denominator: float | torch.Tensor | None
-    formula: tuple
-
-
-def _prefer(op, hidden, weight, target, head: Head, scores: _Scores):
+def _prefer(
+    op, hidden, weight, target, head: Head, formula, ref, denominator, *, nll_target=None, desirable=None,
+    kl=None,
+):  # fmt: skip
     """Kernel or reference, on checked arguments."""
-    ref, nll_target, desirable, kl, denominator, formula = scores
     check_denominator(op, denominator)
     hidden, weight = autocast(hidden), plain_weight(op, weight)
     ignore_index, shift, native = head.ignore_index, head.shift, _has_kernel(op, hidden, head)
@@ -166,12 +162,8 @@ def _prefer(op, hidden, weight, target, head: Head, scores: _Scores):
     device, number = split_denominator(denominator, hidden.device)
     flat = [None, None] if labels is None else [t.reshape(-1) for t in (target, nll_target)]
     more = (*reference, *flat, sums, desirable, kl, device, number, *formula)
-    loss, log_prob, rewards, nll, margin = _run(
-        _preference_loss, op, hidden, weight, target if labels is None else labels, head, more
-    )
-    if desirable is not None:
-        return KTOResult(loss, log_prob, rewards)
-    return PreferenceResult(loss, log_prob, rewards, nll, margin)
+    results = _run(_preference_loss, op, hidden, weight, target if labels is None else labels, head, more)
+    return PreferenceResult(*results) if desirable is None else KTOResult(*results[:3])
 
 
 def linear_preference(
@@ -236,26 +228,19 @@ def linear_preference(
     op = "linear_preference"
     head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, None, valid_rows,
                 chunk_rows, max_workspace_mb)  # fmt: skip
-    target = labels_of(target, ignore_index)
-    _check(op, hidden, weight, target, head)
+    target = _checked(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
     formula = _preference.pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref)
-    if isinstance(ref, (tuple, list)):
-        _check_ref_head(op, ref, hidden, weight)
-    else:
-        _preference.check_ref(op, ref, answers, hidden.device)
+    _check_ref(op, ref, hidden, weight)
     if nll_target is not None:
         nll_target = labels_of(nll_target, ignore_index)
         check_indices(op, "nll_target", nll_target)
-        wanted = (answers // 2, target.shape[1])
-        check(op, nll_target.shape == wanted, "nll_target must be {}, got {}", list(wanted), nll_target.shape)
-        same = nll_target.device == target.device
-        check(op, same, "nll_target must be on {}, got {}", target.device, nll_target.device)
-    scores = _Scores(ref, nll_target, None, None, denominator, formula)
-    return _prefer(op, hidden, weight, target, head, scores)
+        check_like(op, "nll_target", nll_target, (answers // 2, target.shape[1]), target.device)
+    return _prefer(op, hidden, weight, target, head, formula, ref, denominator, nll_target=nll_target)
 
 
+@options_of(linear_preference, but=("label_smoothing", "gamma", "tau", "nll", "nll_target"))
 def linear_kto(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -263,22 +248,10 @@ def linear_kto(
     desirable: torch.Tensor,
     *,
     kind: str = "kto",
-    beta: float = 0.1,
     kl: float | torch.Tensor = 0.0,
     weights: tuple[float, float] = (1.0, 1.0),
-    ref: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
     average: bool = False,
-    denominator: float | torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    shift: int | bool = False,
-    valid_rows: int | None = None,
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    chunk_rows: int | None = None,
-    max_workspace_mb: float | None = None,
+    **options,
 ) -> KTOResult:
     """:func:`tigon.kto_loss` of the log-probabilities of labels under a linear head, whose logits never exist
     as a whole.
@@ -296,20 +269,14 @@ def linear_kto(
     Raises:
         tigon.Error: as :func:`linear_preference`.
     """
-    op = "linear_kto"
-    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, None, valid_rows,
-                chunk_rows, max_workspace_mb)  # fmt: skip
-    target = labels_of(target, ignore_index)
-    _check(op, hidden, weight, target, head)
-    formula = _preference.single_formula(op, kind, beta, average, kl, weights)
+    op, head, ref = "linear_kto", Head.of(options), options["ref"]
+    target = _checked(op, hidden, weight, target, head)
+    formula = _preference.single_formula(op, kind, options["beta"], average, kl, weights)
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)
-    if isinstance(ref, (tuple, list)):
-        _check_ref_head(op, ref, hidden, weight)
-    else:
-        _preference.check_ref(op, ref, target.shape[0], hidden.device)
+    _check_ref(op, ref, hidden, weight)
     point = _preference.kl_tensor(kl, hidden)
-    scores = _Scores(ref, None, desirable, point, denominator, formula)
-    return _prefer(op, hidden, weight, target, head, scores)
+    return _prefer(op, hidden, weight, target, head, formula, ref, options["denominator"],
+                   desirable=desirable, kl=point)  # fmt: skip
 
 
 class LinearPolicyResult(NamedTuple):
@@ -322,38 +289,12 @@ class LinearPolicyResult(NamedTuple):
     clipped: torch.Tensor  # [B, T]: -1 and 1 where the ratio is clipped below and above, else 0
 
 
+@options_of(
+    _policy.policy_loss, linear_preference,
+    but=("entropies", "beta", "average", "label_smoothing", "nll", "nll_target"),
+)  # fmt: skip
 def linear_policy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    advantage: torch.Tensor,
-    *,
-    kind: str = "clip",
-    level: str = "token",
-    old: torch.Tensor | None = None,
-    ref: torch.Tensor | None = None,
-    importance: torch.Tensor | None = None,
-    clip: tuple[float, float] = (0.2, 0.2),
-    delta: float | None = None,
-    tau: tuple[float, float] = (1.0, 1.05),
-    gamma: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
-    kl: float = 0.0,
-    kl_estimator: str = "k3",
-    kl_corrected: bool = False,
-    entropy: float = 0.0,
-    entropy_denominator: float | torch.Tensor | None = None,
-    normalise: str = "token",
-    denominator: float | torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    shift: int | bool = False,
-    valid_rows: int | None = None,
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    chunk_rows: int | None = None,
-    max_workspace_mb: float | None = None,
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, advantage: torch.Tensor, **options
 ) -> LinearPolicyResult:
     """:func:`tigon.policy_loss` of the log-probabilities of sampled tokens under a linear head, whose logits
     never exist as a whole; the gradients are formed in the same pass: three matrix products.
@@ -379,18 +320,15 @@ def linear_policy(
     Raises:
         tigon.Error: as the two functions named.
     """
-    op = "linear_policy"
-    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, None, valid_rows,
-                chunk_rows, max_workspace_mb)  # fmt: skip
-    target = labels_of(target, ignore_index)
-    _check(op, hidden, weight, target, head)
-    f = _policy.formula(
-        op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
-    )
-    _policy.check_tokens(op, target.shape, hidden.device, advantage, old, ref, importance, kl)
-    check_denominator(op, denominator)
-    check_denominator(op, entropy_denominator, "entropy_denominator")
-    constants = _policy.constant_tokens(advantage, old, ref, importance)
+    op, head = "linear_policy", Head.of(options)
+    ignore_index, shift = head.ignore_index, head.shift
+    target = _checked(op, hidden, weight, target, head)
+    f = _policy.formula(op, **options)
+    denominator, entropy_denominator = options["denominator"], options["entropy_denominator"]
+    constants = _policy.constants(
+        op, target.shape, hidden.device, advantage, options["old"], options["ref"], options["importance"],
+        options["kl"], denominator, entropy_denominator,
+    )  # fmt: skip
     hidden, weight = autocast(hidden), plain_weight(op, weight)
     if not _has_kernel(op, hidden, head) or torch._C._are_functorch_transforms_active():
         if hidden.dtype == torch.float64:
@@ -408,6 +346,6 @@ def linear_policy(
     more = (*floats, by, entropy_by, number, entropy_number, *f, True)
     loss, *tokens = _run(_policy_loss, op, hidden, weight, target, head, more)
     log_prob, entropies, estimate, clipped = tokens
-    estimate = None if ref is None else estimate.view(target.shape)
+    estimate = None if constants[2] is None else estimate.view(target.shape)
     log_prob, entropies, clipped = (t.view(target.shape) for t in (log_prob, entropies, clipped))
     return LinearPolicyResult(loss, log_prob, entropies, estimate, clipped)

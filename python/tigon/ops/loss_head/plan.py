@@ -199,7 +199,7 @@ def _memory(
 _NATIVE = ("function", "groups")
 
 
-@options_of(_memory, *_NATIVE)
+@options_of(_memory, but=_NATIVE)
 def linear_cross_entropy_memory(
     rows: int, hidden_size: int, vocab: int, dtype: torch.dtype = torch.bfloat16, **options
 ) -> HeadMemory:
@@ -222,7 +222,7 @@ def linear_cross_entropy_memory(
     return _memory(rows, hidden_size, vocab, dtype, **options)
 
 
-@options_of(_memory, "reduction", "max_workspace_mb", *_NATIVE)
+@options_of(_memory, but=("reduction", "max_workspace_mb", *_NATIVE))
 def linear_log_prob_memory(
     rows: int,
     hidden_size: int,
@@ -256,7 +256,7 @@ def linear_log_prob_memory(
     )
 
 
-@options_of(_memory, *_NATIVE)
+@options_of(_memory, but=_NATIVE)
 def linear_preference_memory(
     answers: int,
     tokens: int,
@@ -290,7 +290,7 @@ def linear_preference_memory(
     return _memory(answers * tokens, hidden_size, vocab, dtype, **options, **native)
 
 
-@options_of(_memory, "main_grad", "max_workspace_mb", "keep_mb", "logit_dtype", *_NATIVE)
+@options_of(_memory, but=("main_grad", "max_workspace_mb", "keep_mb", "logit_dtype", *_NATIVE))
 def linear_divergence_memory(
     rows: int,
     hidden_size: int,
