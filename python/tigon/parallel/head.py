@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,8 +11,11 @@ import torch
 from tigon._deterministic import is_deterministic
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices
+from tigon.ops.arguments import check_float, check_indices, options_of
 from tigon.ops.loss_head.labels import labels_of, shifted
+from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS
+from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy as whole_cross_entropy
+from tigon.ops.loss_head.linear_log_prob import linear_log_prob as whole_log_prob
 from tigon.ops.loss_head.operands import (
     BIAS,
     HIDDEN,
@@ -45,22 +49,28 @@ from tigon.parallel.shards import Facts, agree, code, target_code
 from tigon.parallel.stream import Call, Function, Parameters
 
 LOSS, LOG_PROB = "parallel.linear_cross_entropy", "parallel.linear_log_prob"
-OUTPUTS = ("loss", "z_loss", "log_prob", "lse", "entropy", "predicted", "correct")
 
 
-class _Sharded(NamedTuple):
-    """A sharded head as it was given, and where it is."""
+class _Options(NamedTuple):
+    """Those of a call besides the head's."""
 
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    target: torch.Tensor
-    group: object
     vocab: int | None
     first_class: int | None
     sequence_parallel: bool
-    keep_mb: float | None
     partial_hidden_grad: bool
-    head: Head
+    keep_mb: float | None
+    entropy: bool = False
+    class_weight: torch.Tensor | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    token_weight: torch.Tensor | None = None
+    reduction: str = "none"
+    denominator: float | torch.Tensor | None = None
+    outputs: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, **options) -> _Options:
+        return cls(**{name: value for name, value in options.items() if name in cls._fields})
 
 
 class _Operands(NamedTuple):
@@ -75,11 +85,22 @@ class _Operands(NamedTuple):
     main_grad: torch.Tensor | None
 
 
-def _describe(op, call: _Sharded, formula: Formula, options: tuple) -> tuple[Facts, _Operands]:
+def _describe(
+    op, hidden, weight, target, group, head: Head, call: _Options, formula: Formula
+) -> tuple[Facts, _Operands]:
     """Checks; what the processes compare, and the operands."""
-    hidden, weight, head = call.hidden, call.weight, call.head
     bias, lora = head.bias, head.lora
-    target = labels_of(call.target, formula.ignore_index)
+    low = lora if isinstance(lora, Sequence) else ()
+    check_eager(op, hidden=hidden, weight=weight, target=target, bias=bias,
+                **{f"lora {name}": t for name, t in zip("AB", low, strict=False)})  # fmt: skip
+    check_loss(op, head.ignore_index, call.label_smoothing, call.z_loss, head.softcap, call.reduction,
+               call.denominator)  # fmt: skip
+    if call.class_weight is not None:
+        check_float(op, "class_weight", call.class_weight)
+    check_token_weight(op, call.token_weight, target)
+    if call.outputs is not None:
+        check_outputs(op, call.outputs, OUTPUTS)
+    target = labels_of(target, head.ignore_index)
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
     check_indices(op, "target", target)
@@ -88,7 +109,7 @@ def _describe(op, call: _Sharded, formula: Formula, options: tuple) -> tuple[Fac
     if call.sequence_parallel:
         words = "hidden must be [share, ..., H] with sequence_parallel, got {}"
         check(op, hidden.dim() >= 2, words, hidden.shape)
-        wanted = (torch.distributed.get_world_size(call.group) * hidden.shape[0], *hidden.shape[1:-1])
+        wanted = (torch.distributed.get_world_size(group) * hidden.shape[0], *hidden.shape[1:-1])
         fits = target.shape == wanted
         check(op, fits, "target must be {} (of all processes), got {}", wanted, target.shape)
         labels = target[: hidden.shape[0]]
@@ -112,7 +133,7 @@ def _describe(op, call: _Sharded, formula: Formula, options: tuple) -> tuple[Fac
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
     lora_a, lora_b, lora_scale = lora or (None, None, 1.0)
     parameters = Parameters(weight, bias, lora_a, lora_b)
-    known = count(op, target, formula.ignore_index, head.shift, head.valid_rows)
+    known = count(op, target, head.ignore_index, head.shift, head.valid_rows)
     needs = 0
     if torch.is_grad_enabled():
         wanted = zip((HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B), (hidden, *parameters), strict=True)
@@ -120,11 +141,13 @@ def _describe(op, call: _Sharded, formula: Formula, options: tuple) -> tuple[Fac
     both = call.sequence_parallel and call.partial_hidden_grad
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
     lora_facts = None if lora is None else (lora_a.shape[0], float(lora_scale))
-    alike = (formula, options, call.sequence_parallel, call.partial_hidden_grad, head.shift, head.chunk_rows,
-             call.keep_mb, wide, known, head.max_workspace_mb, lora_facts, main_grad is not None)  # fmt: skip
+    alike = (formula, call.reduction, number_of(call.denominator), call.outputs, call.entropy,
+             shape_of(call.class_weight), call.token_weight is None, call.sequence_parallel,
+             call.partial_hidden_grad, head.shift, head.chunk_rows, call.keep_mb, wide, known,
+             head.max_workspace_mb, lora_facts, main_grad is not None)  # fmt: skip
     facts = Facts(
         rows=target.numel(), size=hidden.shape[-1], dtype=code(hidden.dtype), needs=needs,
-        options=code((*alike, bias is None, is_deterministic())),
+        options=code((op, *alike, bias is None, is_deterministic())),
         target=target_code(target, hidden.device), columns=columns,
         first_class=-1 if call.first_class is None else call.first_class,
         vocab=-1 if call.vocab is None else call.vocab,
@@ -132,35 +155,28 @@ def _describe(op, call: _Sharded, formula: Formula, options: tuple) -> tuple[Fac
     return facts, _Operands(hidden, parameters, float(lora_scale), needs, wide, known, main_grad)
 
 
-def _run(
-    op, sharded: _Sharded, formula: Formula, options, *, class_weight=None, token_weight=None,
-    reduction="none", denominator=None, result="loss", entropy=False, statistics=(), check_more=None,
-):  # fmt: skip
+def _run(op, hidden, weight, target, group, head: Head, options: _Options, result="loss"):
     """The call: ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat."""
-    hidden, weight, target, group, *_, head = sharded
-
-    def describe():
-        low = head.lora if isinstance(head.lora, Sequence) else ()
-        check_eager(op, hidden=hidden, weight=weight, target=target, bias=head.bias,
-                    **{f"lora {name}": t for name, t in zip("AB", low, strict=False)})  # fmt: skip
-        if check_more is not None:
-            check_more()
-        return _describe(op, sharded, formula, options)
-
+    formula = Formula(head.ignore_index, options.label_smoothing, head.softcap or 0.0, head.logit_scale,
+                      head.temperature, options.z_loss)  # fmt: skip
+    describe = functools.partial(_describe, op, hidden, weight, target, group, head, options, formula)
     device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
     shards, operands = agree(op, group, device, describe)
     hidden, parameters, lora_scale, needs, wide, known, main_grad = operands
-    class_weight = take_class_weight(op, shards, class_weight, device)
+    class_weight = take_class_weight(op, shards, options.class_weight, device)
+    reduction, denominator, token_weight = options.reduction, options.denominator, options.token_weight
+    statistics, entropy = options.outputs or (), options.entropy
     labels = target.to(device, torch.int64, non_blocking=True)
     labels = shifted(labels, formula.ignore_index, head.shift).reshape(-1)
     rows = make_rows(
         shards, formula, None, class_weight, device,
-        entropy=entropy or "entropy" in statistics, predicted="predicted" in statistics,
+        entropy=entropy or "entropy" in statistics,
+        predicted="predicted" in statistics or "correct" in statistics,
     )  # fmt: skip
     if denominator is not None:
         reduction = "sum"
     scale = None if reduction == "none" else scale_of(rows, labels, reduction, denominator)
-    shares = shards.size if sharded.sequence_parallel else 1
+    shares = shards.size if options.sequence_parallel else 1
     size = hidden.shape[-1]
     hidden = hidden.reshape(labels.shape[0] // shares, size)
     # The rows of a share are gathered as they are.
@@ -172,7 +188,7 @@ def _run(
         wide and hidden.dtype != torch.float32, shares, 4 * rows.per_row() * (1 + shards.size),
         listed.index is not None,
     )  # fmt: skip
-    chunk, keep = choose(op, sizes, head.chunk_rows, head.max_workspace_mb, sharded.keep_mb, entropy)
+    chunk, keep = choose(op, sizes, head.chunk_rows, head.max_workspace_mb, options.keep_mb, entropy)
     target = listed.labels.view(shares, hidden.shape[0])
     if token_weight is not None:
         token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
@@ -181,7 +197,7 @@ def _run(
     formed = None if main_grad is not None else scale
     call = Call(
         rows, target, token_weight, formed, NUMBERS.index(result), entropy, needs, max(chunk // shares, 1),
-        keep, wide, sharded.partial_hidden_grad, lora_scale, main_grad,
+        keep, wide, options.partial_hidden_grad, lora_scale, main_grad,
     )  # fmt: skip
     loss, entropies, numbers, predicted = Function.apply(call, hidden, *parameters)
     if scale is not None and main_grad is not None:
@@ -193,6 +209,7 @@ def _run(
 
 
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
+@options_of(whole_cross_entropy, but=("position_ids",))
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -202,26 +219,8 @@ def linear_cross_entropy(
     vocab: int | None = None,
     first_class: int | None = None,
     sequence_parallel: bool = False,
-    bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    class_weight: torch.Tensor | None = None,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    z_loss: float = 0.0,
-    token_weight: torch.Tensor | None = None,
-    reduction: str = "mean",
-    denominator: float | torch.Tensor | None = None,
-    shift: int | bool = False,
-    outputs: tuple[str, ...] | None = None,
-    chunk_rows: int | None = None,
-    keep_mb: float | None = None,
-    logit_dtype: torch.dtype | None = None,
     partial_hidden_grad: bool = False,
-    valid_rows: int | None = None,
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    max_workspace_mb: float | None = None,
+    **options,
 ) -> torch.Tensor | NamedTuple:
     """:func:`tigon.linear_cross_entropy` with a weight whose rows are sharded over a process group.
 
@@ -266,40 +265,23 @@ def linear_cross_entropy(
         tigon.Error: as :func:`tigon.parallel.cross_entropy`. A label outside ``[0, vocab)`` makes its row's
             loss and the gradients NaN in all processes.
     """
-    if outputs is not None and isinstance(outputs, Sequence) and not isinstance(outputs, str):
-        outputs = tuple(outputs)
-
-    def check_more():
-        check_loss(LOSS, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
-        if class_weight is not None:
-            check_float(LOSS, "class_weight", class_weight)
-        check_token_weight(LOSS, token_weight, target)
-        if outputs is not None:
-            check_outputs(LOSS, outputs, OUTPUTS)
-
-    statistics = set(outputs or ())
-    if "correct" in statistics:
-        statistics.add("predicted")
-    head = Head(bias, softcap or None, logit_scale, temperature, lora, ignore_index, shift, None, valid_rows,
-                chunk_rows, max_workspace_mb, logit_dtype)  # fmt: skip
-    loss, _, numbers, predicted, labels = _run(
-        LOSS,
-        _Sharded(hidden, weight, target, group, vocab, first_class, sequence_parallel, keep_mb,
-                 partial_hidden_grad, head),
-        Formula(ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss),
-        (reduction, number_of(denominator), outputs, shape_of(class_weight), token_weight is None),
-        class_weight=class_weight, token_weight=token_weight, reduction=reduction, denominator=denominator,
-        statistics=statistics, check_more=check_more,
-    )  # fmt: skip
+    outputs = options["outputs"]
+    if isinstance(outputs, Sequence) and not isinstance(outputs, str):
+        outputs = options["outputs"] = tuple(outputs)
+    call = _Options.of(**options, vocab=vocab, first_class=first_class, sequence_parallel=sequence_parallel,
+                       partial_hidden_grad=partial_hidden_grad)  # fmt: skip
+    head = Head.of(options)
+    loss, _, numbers, predicted, labels = _run(LOSS, hidden, weight, target, group, head, call)
     loss = loss if loss.dim() == 0 else loss.view(target.shape)
     if outputs is None:
         return loss
     found = numbers | {"loss": loss, "predicted": predicted}
-    found["correct"] = (predicted == labels) & (labels != ignore_index)
+    found["correct"] = (predicted == labels) & (labels != head.ignore_index)
     return result_type(outputs)(*(found[n] if n == "loss" else found[n].view(target.shape) for n in outputs))
 
 
 @torch._disable_dynamo
+@options_of(whole_log_prob, but=("position_ids", "match"))
 def linear_log_prob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -309,19 +291,8 @@ def linear_log_prob(
     vocab: int | None = None,
     first_class: int | None = None,
     sequence_parallel: bool = False,
-    bias: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    entropy: bool = False,
-    shift: int | bool = False,
-    chunk_rows: int | None = None,
-    keep_mb: float | None = None,
-    logit_dtype: torch.dtype | None = None,
     partial_hidden_grad: bool = False,
-    valid_rows: int | None = None,
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    **options,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`tigon.linear_log_prob` with a weight whose rows are sharded over a process group.
 
@@ -332,15 +303,9 @@ def linear_log_prob(
         float32, target's shape, or a pair of them; the same bits in all processes. 0 on ignored rows, with
         zero gradients.
     """
-    head = Head(bias, softcap or None, logit_scale, temperature, lora, ignore_index, shift, None, valid_rows,
-                chunk_rows, None, logit_dtype)  # fmt: skip
-    loss, entropies, *_ = _run(
-        LOG_PROB,
-        _Sharded(hidden, weight, target, group, vocab, first_class, sequence_parallel, keep_mb,
-                 partial_hidden_grad, head),
-        Formula(ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature),
-        (entropy,),
-        result="log_prob", entropy=entropy,
-    )  # fmt: skip
+    call = _Options.of(**options, vocab=vocab, first_class=first_class, sequence_parallel=sequence_parallel,
+                       partial_hidden_grad=partial_hidden_grad)  # fmt: skip
+    head = Head.of(options | {"softcap": options["softcap"] or None})
+    loss, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, head, call, "log_prob")
     log_prob = loss.view(target.shape)
-    return (log_prob, entropies.view(target.shape)) if entropy else log_prob
+    return (log_prob, entropies.view(target.shape)) if call.entropy else log_prob
