@@ -20,8 +20,10 @@ from tigon.ops.arguments import (
     check_choice,
     check_float,
     check_indices,
+    check_like,
     check_numbers,
     check_positive,
+    options_of,
     readable,
 )
 
@@ -338,16 +340,18 @@ def _backward(ctx, dy, *_):
 _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
 
 
-def _check(op, x, gate_up, down, activation, gated, interleaved, transposed, biases, alpha, limit) -> None:
+def _check(
+    op, x, gate_up, down, *, activation, gated, interleaved, transposed, gate_up_bias, down_bias, alpha, limit
+) -> None:
     """The operands that both functions share."""
     check_choice(op, "activation", activation, KINDS)
     check(op, gated or activation not in _CLAMPED, "gated must be True for {}, got {}", activation, gated)
     check(op, gated or not interleaved, "interleaved must be False without gate, got {}", interleaved)
     check_numbers(op, alpha=alpha)
     check_positive(op, "limit", limit)
-    for name, t in (("x", x), ("gate_up", gate_up), ("down", down)):
-        check_float(op, name, t)
+    check_float(op, "x", x)
     for name, t in (("gate_up", gate_up), ("down", down)):
+        check_float(op, name, t)
         check(op, t.dim() == 3, name + " must have three dimensions, got {}", t.dim())
     hidden, wide = (gate_up.shape[i] for i in ((1, 2) if transposed else (2, 1)))
     experts, parts = gate_up.shape[0], 2 if gated else 1
@@ -356,30 +360,29 @@ def _check(op, x, gate_up, down, activation, gated, interleaved, transposed, bia
     check(op, wide % parts == 0, "gate_up must have an even number of columns per expert, got {}", wide)
     inner = wide // parts
     expected = (experts, inner, hidden) if transposed else (experts, hidden, inner)
-    check(op, down.shape == expected, "down must be {}, got {}", expected, tuple(down.shape))
-    named = {"gate_up": gate_up, "down": down}
-    for name, size in (("gate_up_bias", wide), ("down_bias", hidden)):
-        if biases[name] is None:
-            continue
-        check_float(op, name, biases[name])
-        shape = tuple(biases[name].shape)
-        check(op, shape == (experts, size), name + " must be {}, got {}", (experts, size), shape)
-        named[name] = biases[name]
-    for name, t in named.items():
-        check(op, t.dtype == x.dtype, name + " must be {}, got {}", x.dtype, t.dtype)
-        check(op, t.device == x.device, name + " must be on {}, got {}", x.device, t.device)
+    for name, t, shape in (
+        ("gate_up", gate_up, gate_up.shape), ("down", down, expected),
+        ("gate_up_bias", gate_up_bias, (experts, wide)), ("down_bias", down_bias, (experts, hidden)),
+    ):  # fmt: skip
+        if t is not None:
+            check_float(op, name, t)
+            check_like(op, name, t, shape, x.device)
+            check(op, t.dtype == x.dtype, name + " must be {}, got {}", x.dtype, t.dtype)
 
 
 def _check_weights(op, name, weights, shape, x) -> None:
-    if weights is None:
-        return
-    check_float(op, name, weights)
-    check(op, weights.shape == shape, name + " must be {}, got {}", tuple(shape), tuple(weights.shape))
-    check(op, weights.device == x.device, name + " must be on {}, got {}", x.device, weights.device)
+    if weights is not None:
+        check_float(op, name, weights)
+        check_like(op, name, weights, shape, x.device)
 
 
-def _columns(gated, interleaved):
-    return _SINGLE if not gated else _INTERLEAVED if interleaved else _HALVES
+def _run(
+    x, gate_up, down, ids, weights, is_sorted, *, activation, gated, interleaved, transposed, gate_up_bias,
+    down_bias, alpha, limit,
+):  # fmt: skip
+    columns = _SINGLE if not gated else _INTERLEAVED if interleaved else _HALVES
+    return _op(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, KINDS[activation], columns,
+               transposed, alpha, limit)  # fmt: skip
 
 
 def experts(
@@ -436,8 +439,10 @@ def experts(
     Source: Shazeer et al. 2017, arXiv:1701.06538; gradients without the experts' outputs: Guo et al. 2025,
     arXiv:2512.14080.
     """
-    _check(_OP, x, gate_up, down, activation, gated, interleaved, transposed,
-           {"gate_up_bias": gate_up_bias, "down_bias": down_bias}, alpha, limit)  # fmt: skip
+    options = {"activation": activation, "gated": gated, "interleaved": interleaved, "alpha": alpha,
+               "transposed": transposed, "gate_up_bias": gate_up_bias, "down_bias": down_bias,
+               "limit": limit}  # fmt: skip
+    _check(_OP, x, gate_up, down, **options)
     check_indices(_OP, "ids", ids)
     fits = ids.dim() == x.dim() and ids.shape[:-1] == x.shape[:-1] and x.dim() >= 2
     check(_OP, fits, "ids must be {}, got {}", (*x.shape[:-1], "K"), tuple(ids.shape))
@@ -446,33 +451,20 @@ def experts(
     if not has_kernel(_OP, x, weights):
         negative = ids[ids < 0][:1].tolist() if readable(ids) else []
         check(_OP, not negative, "ids must be >= 0, got {}", *negative)
-        return reference(
-            x, gate_up, down, ids, weights, activation=activation, interleaved=interleaved, gated=gated,
-            transposed=transposed, gate_up_bias=gate_up_bias, down_bias=down_bias, alpha=alpha, limit=limit,
-        )  # fmt: skip
-    y = _op(
-        x.reshape(-1, x.shape[-1]), gate_up, down, ids.reshape(-1, ids.shape[-1]),
-        None if weights is None else weights.reshape(-1), gate_up_bias, down_bias, False, KINDS[activation],
-        _columns(gated, interleaved), transposed, alpha, limit,
-    )  # fmt: skip
+        return reference(x, gate_up, down, ids, weights, **options)
+    y = _run(x.reshape(-1, x.shape[-1]), gate_up, down, ids.reshape(-1, ids.shape[-1]),
+             None if weights is None else weights.reshape(-1), False, **options)  # fmt: skip
     return y.reshape(x.shape)
 
 
+@options_of(experts)
 def grouped_mlp(
     rows: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     offsets: torch.Tensor,
     row_weights: torch.Tensor | None = None,
-    *,
-    activation: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    transposed: bool = False,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    alpha: float = ALPHA,
-    limit: float = LIMIT,
+    **options,
 ) -> torch.Tensor:
     """Experts of rows that are sorted by expert already, as expert parallelism hands them over.
 
@@ -491,23 +483,15 @@ def grouped_mlp(
             which on CUDA are undefined behaviour.
     """
     op = "grouped_mlp"
-    _check(op, rows, gate_up, down, activation, gated, interleaved, transposed,
-           {"gate_up_bias": gate_up_bias, "down_bias": down_bias}, alpha, limit)  # fmt: skip
+    _check(op, rows, gate_up, down, **options)
     check(op, rows.dim() == 2, "rows must have two dimensions, got {}", rows.dim())
     check_indices(op, "offsets", offsets)
-    shape = tuple(offsets.shape)
-    check(op, shape == (gate_up.shape[0],), "offsets must be {}, got {}", (gate_up.shape[0],), shape)
-    check(op, offsets.device == rows.device, "offsets must be on {}, got {}", rows.device, offsets.device)
+    check_like(op, "offsets", offsets, gate_up.shape[:1], rows.device)
     _check_weights(op, "row_weights", row_weights, rows.shape[:1], rows)
     _check_offsets(op, offsets, rows.shape[0])
-    options = {"activation": activation, "interleaved": interleaved, "gated": gated, "transposed": transposed}
-    options |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "alpha": alpha, "limit": limit}
     if not has_kernel(op, rows, row_weights):
         return _reference_of_rows(rows, offsets, gate_up, down, row_weights, **options)
-    return _op(
-        rows, gate_up, down, offsets, row_weights, gate_up_bias, down_bias, True, KINDS[activation],
-        _columns(gated, interleaved), transposed, alpha, limit,
-    )  # fmt: skip
+    return _run(rows, gate_up, down, offsets, row_weights, True, **options)
 
 
 def _check_offsets(op, offsets, rows) -> None:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from tigon._dtensor import is_dtensor
 from tigon._op import graph_is_kept, has_kernel, once, refuse_tangents, transformable
 from tigon.error import check
-from tigon.ops.arguments import check_choice, check_float, check_indices, is_traced, kind_of
+from tigon.ops.arguments import check_choice, check_float, check_indices, is_traced, kind_of, options_of
 from tigon.ops.loss_head.autograd import finish, finish_in_place
 from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
@@ -275,6 +275,7 @@ def _composes(hidden, heads) -> bool:
     return owned or closed or torch.float16 in (hidden.dtype, dtype) or not has_kernel(_OP, hidden)
 
 
+@options_of(linear_cross_entropy, but=("bias", "class_weight", "shift", "outputs", "keep_mb"))
 def multi_token_loss(
     hidden: torch.Tensor,
     heads: Sequence[Any],
@@ -282,21 +283,10 @@ def multi_token_loss(
     *,
     coefficients: Sequence[float] | None = None,
     shifts: Sequence[int] | None = None,
-    position_ids: torch.Tensor | None = None,
     lora: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None] | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    z_loss: float = 0.0,
-    token_weight: torch.Tensor | None = None,
-    reduction: str = "mean",
     denominator: float | torch.Tensor | Sequence[float | torch.Tensor] | None = None,
     valid_rows: Sequence[int | None] | None = None,
-    chunk_rows: int | None = None,
-    max_workspace_mb: float | None = None,
-    logit_dtype: torch.dtype | None = None,
+    **options,
 ) -> MultiTokenLoss:
     """``sum_i coefficient_i * cross_entropy(heads_i(hidden)[t], labels[t + shift_i])``, without logits.
 
@@ -350,12 +340,11 @@ def multi_token_loss(
     listed = isinstance(heads, (Sequence, nn.ModuleList)) and not isinstance(heads, nn.Sequential)
     check(_OP, listed and len(heads) > 0, "heads must be a sequence of at least one head, got {}",
           0 if listed else kind_of(heads))  # fmt: skip
-    labels = labels_of(labels, ignore_index)
+    labels, position_ids = labels_of(labels, options["ignore_index"]), options["position_ids"]
     check_indices(_OP, "labels", labels)
-    check(
-        _OP, labels.shape == hidden.shape[:-1], "labels must be {}, got {}", hidden.shape[:-1], labels.shape
-    )
-    check_choice(_OP, "reduction", reduction, _REDUCTIONS)
+    lead = hidden.shape[:-1]
+    check(_OP, labels.shape == lead, "labels must be {}, got {}", lead, labels.shape)
+    check_choice(_OP, "reduction", options["reduction"], _REDUCTIONS)
     k = len(heads)
     coefficients = _one_each("coefficients", coefficients, k, [1.0] * k)
     shifts = _one_each("shifts", shifts, k, range(1, k + 1))
@@ -363,12 +352,6 @@ def multi_token_loss(
     valid_rows = _one_each("valid_rows", valid_rows, k, [None] * k)
     several = isinstance(denominator, (tuple, list))
     denominators = _one_each("denominator", denominator, k, None) if several else [denominator] * k
-    shared = {
-        "position_ids": position_ids, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
-        "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature, "z_loss": z_loss,
-        "token_weight": token_weight, "reduction": reduction, "chunk_rows": chunk_rows,
-        "max_workspace_mb": max_workspace_mb, "logit_dtype": logit_dtype,
-    }  # fmt: skip
     made = []
     for i, head in enumerate(heads):
         number = isinstance(coefficients[i], (float, int)) and not isinstance(coefficients[i], bool)
@@ -378,14 +361,16 @@ def multi_token_loss(
         check_float(_OP, f"heads[{i}]'s weight", weight)
         check(_OP, weight.dim() == 2, "heads[{}]'s weight must be [V, H], got {}", i, weight.shape)
         for name, t in (("weight", weight), ("bias", bias)):
-            check(
-                _OP, not is_dtensor(t), "{} must be a plain dense tensor, got a DTensor (use {}.to_local())",
-                name, name,
-            )  # fmt: skip
+            words = name + " must be a plain dense tensor, got a DTensor (use {}.to_local())"
+            check(_OP, not is_dtensor(t), words, name)
         check_lora(_OP, lora[i], weight, weight)
-        own = {"shift": shifts[i], "lora": lora[i], "valid_rows": valid_rows[i]}
-        options = {**shared, **own, "denominator": denominators[i]}
-        made.append(_Head(layers, weight, bias, float(coefficients[i]), options))
+        own = {
+            "shift": shifts[i],
+            "lora": lora[i],
+            "valid_rows": valid_rows[i],
+            "denominator": denominators[i],
+        }
+        made.append(_Head(layers, weight, bias, float(coefficients[i]), options | own))
     if forward_ad._current_level >= 0 and hidden.dtype != torch.float64:
         refuse_tangents(_OP, (hidden, *(t for head in made for t in (head.weight, head.bias))))
     run = _composed if _composes(hidden, made) else _in_turn
