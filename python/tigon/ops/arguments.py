@@ -42,7 +42,7 @@ def options_of(*functions: Callable, but: Iterable[str] = ()) -> Callable[[Calla
         def call(*args, **options):
             for name in options:
                 if name not in known:
-                    raise TypeError(f"{taker.__name__}() got an unexpected keyword argument {name!r}")
+                    raise TypeError(f"{taker.__qualname__}() got an unexpected keyword argument {name!r}")
             return taker(*args, **defaults | options)
 
         call.__signature__ = signature.replace(parameters=own + inherited)

@@ -48,19 +48,19 @@ def reference(q, d, scale, labels, q_ids=None, d_ids=None, limit=None, guide_q=N
     return z.logsumexp(1).double(), z.logsumexp(0).double(), picked
 
 
+def _wanted(like, sizes, dtypes, wanted):
+    """Results of these sizes, those that are not wanted without elements."""
+    each = zip(sizes, dtypes, wanted, strict=True)
+    return tuple(like.new_empty(size if want else (0,), dtype=dtype) for size, dtype, want in each)
+
+
 def _fake(q, d, scale, labels, *options):
-    wanted = zip(options[-3:], (q.shape[0], d.shape[0], 0 if labels is None else labels.numel()), strict=True)
-    dtypes = (torch.float64, torch.float64, torch.float32)
-    return tuple(
-        q.new_empty(size if want else 0, dtype=dtype)
-        for dtype, (want, size) in zip(dtypes, wanted, strict=True)
-    )
+    sizes = (q.shape[:1], d.shape[:1], (0 if labels is None else labels.numel(),))
+    return _wanted(q, sizes, (torch.float64, torch.float64, torch.float32), options[-3:])
 
 
 def _fake_bwd(q, d, *options):
-    need_q, need_d, need_scale = options[-3:]
-    dq, dd = (x.new_empty(x.shape if need else (0,)) for x, need in ((q, need_q), (d, need_d)))
-    return dq, dd, q.new_empty(int(need_scale), dtype=torch.float32)
+    return _wanted(q, (q.shape, d.shape, (1,)), (q.dtype, d.dtype, torch.float32), options[-3:])
 
 
 _bwd = raw("contrastive_bwd", _fake_bwd)
@@ -109,14 +109,11 @@ _ONE_CHUNK = 2**29  # pairs: their gradients are products that are not summed
 def _fake_cosine(q, d, scale, share, symmetric, weight, chunk_rows, wide, *wanted):
     sizes = ((1,), (q.shape[0],), q.shape, (d.numel(),))
     dtypes = (torch.float32, torch.float32, q.dtype, torch.float32 if wide else q.dtype)
-    return tuple(
-        q.new_empty(size if want else (0,), dtype=dtype)
-        for size, dtype, want in zip(sizes, dtypes, wanted, strict=True)
-    )
+    return _wanted(q, sizes, dtypes, wanted)
 
 
 def _fake_cosine_bwd(q, d, *options):
-    return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip((q, d), options[-2:], strict=True))
+    return _wanted(q, (q.shape, d.shape), (q.dtype, d.dtype), options[-2:])
 
 
 _cosine_bwd = raw("contrastive_cosine_bwd", _fake_cosine_bwd)
@@ -157,9 +154,8 @@ def _has_cosine(q, temperature, sizes):
     )
 
 
-def _cosine_loss(q, d, options):
+def _cosine_loss(q, d, *, temperature, symmetric, weight, reduction, chunk_rows):
     """The loss of cosines, document i of query i."""
-    temperature, symmetric, weight, reduction, chunk_rows = options
     train = torch.is_grad_enabled()
     wide = chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
     loss, *_ = _cosine(
@@ -338,9 +334,7 @@ def contrastive_loss(
         margin = 0.0 if margin is None else margin
     if margin is not None:
         check_numbers(OP, margin=margin)
-    if chunk_rows is not None:
-        check_integers(OP, chunk_rows=chunk_rows)
-        check(OP, chunk_rows >= 1, "chunk_rows must be >= 1 (or None), got {}", chunk_rows)
+    check_integers(OP, least=1, or_none=True, chunk_rows=chunk_rows)
     for name, given in (("sizes", sizes), ("size_weights", size_weights)):
         fits = given is None or (isinstance(given, Sequence) and not isinstance(given, str))
         check(OP, fits, name + " must be a tuple of numbers (or None), got {}", kind_of(given))
@@ -355,23 +349,26 @@ def contrastive_loss(
         for w in size_weights:
             check_numbers(OP, size_weights=w)
     plain = normalize and reduction != "none" and all(x is None for x in (labels, ids, margin, guide, group))
+    options = {"temperature": temperature, "symmetric": symmetric, "weight": weight, "reduction": reduction,
+               "chunk_rows": chunk_rows}  # fmt: skip
     if plain and _has_cosine(q, temperature, sizes):
-        options = temperature, symmetric, weight, reduction, chunk_rows
-        loss_of_size = functools.partial(_cosine_loss, options=options)
+        loss_of_size = functools.partial(_cosine_loss, **options)
     else:
         diagonal = labels is None
         positives = torch.arange(n, device=q.device)[:, None] if diagonal else labels
         alike = (diagonal, symmetric, normalize, ids is None, margin, guide is None, reduction)
         whole = _Own() if group is None else _Whole(q, group, (positives.shape[1], *alike))
-        bound = {"margin": margin, "relative": relative_margin}
-        choice = {"ids": ids, "bound": bound, "guide": guide, "diagonal": diagonal}
+        bound = None if margin is None else {"margin": margin, "relative": relative_margin}
+        limit = None
         if ids is not None:
-            choice["ids"] = whole.rows(ids[0]), ids[1]
+            ids = whole.rows(ids[0]), ids[1]
         if guide is not None:  # its similarities bound what counts, whatever the size
-            choice["limit"] = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
-            choice["guide"] = whole.rows(guide[0]), guide[1]
-        options = positives, temperature, symmetric, normalize, weight, choice, reduction, whole, chunk_rows
-        loss_of_size = functools.partial(_loss, options=options)
+            limit = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
+            guide = whole.rows(guide[0]), guide[1]
+        loss_of_size = functools.partial(
+            _loss, labels=positives, normalize=normalize, ids=ids, bound=bound, limit=limit, guide=guide,
+            diagonal=diagonal, whole=whole, **options,
+        )  # fmt: skip
     losses = [loss_of_size(*((q, d) if s == size else (q[:, :s], d[:, :s]))) for s in sizes]
     if size_weights is not None:
         losses = [loss * w for loss, w in zip(losses, size_weights, strict=True)]
@@ -398,18 +395,19 @@ def _check_pair(name, pair, q, n, m, check_kind):
     check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, a, b)
 
 
-def _loss(q, d, options):
+def _loss(
+    q, d, *, labels, temperature, symmetric, normalize, weight, ids, bound, limit, guide, diagonal, reduction,
+    whole, chunk_rows,
+):  # fmt: skip
     """The loss of embeddings of one size."""
-    labels, temperature, symmetric, normalize, weight, choice, reduction, whole, chunk_rows = options
     n, columns = q.shape[0], q.shape[1] if normalize else 1  # a normalized row's length, squared
     wide = torch.promote_types(q.dtype, torch.float32)
-    ids, margin, guide = choice["ids"], choice["bound"]["margin"], choice["guide"]
     if normalize:
         q, d = normalized(q), normalized(d)
-    plain = not symmetric and labels.shape[1] == 1 and ids is None and margin is None and type(whole) is _Own
+    plain = not symmetric and labels.shape[1] == 1 and ids is None and bound is None and type(whole) is _Own
     if plain and not isinstance(temperature, torch.Tensor) and n:
         target = labels[:, 0]
-        if not choice["diagonal"]:  # labels that are no document's count as none, as below
+        if not diagonal:  # labels that are no document's count as none, as below
             target = torch.where((target >= 0) & (target < d.shape[0]), target, IGNORED)
         return linear_cross_entropy(
             q, d, target, logit_scale=1.0 / columns, temperature=float(temperature), token_weight=weight,
@@ -419,15 +417,14 @@ def _loss(q, d, options):
         scale = 1.0 / (temperature.to(q.device, wide).reshape(1) * columns)
     else:
         scale = torch.full((1,), 1.0 / (temperature * columns), dtype=wide, device=q.device)
-    limit = choice.get("limit")
-    if margin is not None and guide is None:
-        limit = whole.rows(limits(q, d, labels, length=columns, rounded=True, **choice["bound"]))
+    if bound is not None and guide is None:
+        limit = whole.rows(limits(q, d, labels, length=columns, rounded=True, **bound))
     row_lse, col_lse, picked = statistics(
         whole.rows(q), d, scale, whole.labels(labels), ids=ids, limit=limit, guide=guide,
         columns=symmetric, chunk_rows=chunk_rows or 0,
     )  # fmt: skip
     own, picked = whole.own(whole.log_sum(row_lse)), whole.own(picked)
-    if choice["diagonal"]:
+    if diagonal:
         if symmetric:
             own = (own + (col_lse[:n] if n < d.shape[0] else col_lse)) / 2
         losses, count = own - picked.view(-1), n * whole.size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tigon._op import Op, has_kernel, paired, raw
+from tigon._op import has_kernel, paired
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_integers, check_numbers
 
@@ -70,30 +70,7 @@ def _fake(x, weight, base, scale, streams, *options):
     return y, x.new_empty((*lead, n), **f32), post, res, *saved
 
 
-def _fake_bwd(dy, dpre, dpost, dres, x, weight, base, scale, product, rstd, *options):
-    inputs = (x, weight, base, scale)
-    return tuple(a.new_empty(a.shape if need else (0,)) for a, need in zip(inputs, options[-4:], strict=True))
-
-
-_bwd = raw("hyper_connection_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4], *output[4:])
-    ctx.options = inputs[4:11]
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, dpre, dpost, dres, *_):
-    need, given = ctx.needs_input_grad[:4], (dy, dpre, dpost, dres)
-    if all(g is None for g in given):
-        return (None,) * 12
-    given = tuple(g if g is None or g.numel() else None for g in given)
-    gradients = _bwd(*given, *ctx.saved_tensors, *ctx.options, *need)
-    return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), *(None,) * 8
-
-
-_op = Op("hyper_connection", fake=_fake, setup_context=_setup_context, backward=_backward, results=4)
+_op = paired("hyper_connection", _fake, results=4)
 
 
 def _fake_mix(x, f, mix, post, streams, outs, transposed):
@@ -164,7 +141,6 @@ def hyper_connection_pre(
         check(PRE, a.device == x.device, name + " must be on {}, got {}", x.device, a.device)
     check_numbers(PRE, norm_eps=norm_eps, pre_eps=pre_eps, post_scale=post_scale, post_eps=post_eps)
     check_numbers(PRE, sinkhorn_eps=sinkhorn_eps)
-    check_integers(PRE, iterations=iterations)
     n, columns = x.shape[-2], x.shape[-2] * x.shape[-1]
     sizes = (n, 2 * n, 2 * n + n * n)
     fits = weight.dim() == 2 and weight.shape[0] in sizes and weight.shape[1] == columns
@@ -175,7 +151,7 @@ def hyper_connection_pre(
     check(PRE, scale.shape == (parts,), "scale must be [{}], got {}", parts, scale.shape)
     check(PRE, norm_eps >= 0, "norm_eps must be >= 0, got {}", norm_eps)
     check(PRE, sinkhorn_eps >= 0, "sinkhorn_eps must be >= 0, got {}", sinkhorn_eps)
-    check(PRE, iterations >= 1, "iterations must be >= 1, got {}", iterations)
+    check_integers(PRE, least=1, iterations=iterations)
     options = {"norm_eps": norm_eps, "pre_eps": pre_eps, "post_scale": post_scale, "post_eps": post_eps,
                "iterations": iterations, "sinkhorn_eps": sinkhorn_eps, "collapse": collapse}  # fmt: skip
     if not has_kernel(PRE, x) or torch.float64 in (weight.dtype, base.dtype, scale.dtype):
@@ -197,8 +173,7 @@ def hyper_connection_post(
     """Streams mixed, and a layer's result added to each: ``y_o = sum_i res_oi x_i + post_o f``, rounded once.
 
     Args:
-        x: ``[..., n, C]``, n streams (1 to 8), float32, bfloat16 or float16. float64 runs the eager
-            reference.
+        x: ``[..., n, C]``, as in :func:`hyper_connection_pre`.
         f: ``[..., C]``, x's dtype: the layer's result; ``None``: 0.
         post: ``[..., outs]``, any float dtype; given where f is.
         res: ``[..., outs, n]``, outs from 1 to 8, any float dtype; ``None``: the identity.

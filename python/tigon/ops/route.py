@@ -14,6 +14,7 @@ from tigon.ops.arguments import (
     check_float,
     check_integers,
     check_layout,
+    check_like,
     check_numbers,
     kind_of,
 )
@@ -157,18 +158,13 @@ def _check_tensors(logits, correction_bias, token_weights, losses):
     experts, lead = logits.shape[-1], logits.shape[:-1]
     if correction_bias is not None:
         check_float(OP, "correction_bias", correction_bias)
-        shape = correction_bias.shape
-        check(OP, shape == (experts,), "correction_bias must be [{}], got {}", experts, shape)
+        check_like(OP, "correction_bias", correction_bias, (experts,), logits.device)
     if token_weights is not None:
         check(OP, losses, "token_weights must be None without losses, got {}", kind_of(token_weights))
         real = isinstance(token_weights, torch.Tensor) and not token_weights.is_complex()
         check(OP, real, "token_weights must be a tensor of real numbers, got {}", kind_of(token_weights))
         check_layout(OP, "token_weights", token_weights)
-        shape = token_weights.shape
-        check(OP, shape == lead, "token_weights must be {}, got {}", list(lead), shape)
-    for name, t in (("correction_bias", correction_bias), ("token_weights", token_weights)):
-        if t is not None:
-            check(OP, t.device == logits.device, name + " must be on {}, got {}", logits.device, t.device)
+        check_like(OP, "token_weights", token_weights, lead, logits.device)
 
 
 def route(

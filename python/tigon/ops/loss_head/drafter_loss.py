@@ -21,6 +21,7 @@ from tigon.ops.arguments import (
     check_float,
     check_indices,
     check_integers,
+    check_like,
     check_numbers,
     check_stored,
     kind_of,
@@ -246,8 +247,7 @@ def drafter_loss(
         words = name + " must be one for each of {} steps, got {}"
         check(_OP, len(values) == number, words, number, len(values))
     for k in shifts:
-        check_integers(_OP, shifts=k)
-        check(_OP, k >= 0, "shifts must be >= 0, got {}", k)
+        check_integers(_OP, least=0, shifts=k)
     check_numbers(_OP, eta=eta, **{f"step_weights[{i}]": w for i, w in enumerate(step_weights)})
     check(_OP, eta >= 0, "eta must be >= 0, got {}", eta)
     check_choice(_OP, "loss", loss, _KINDS)
@@ -266,15 +266,13 @@ def drafter_loss(
     if mask is not None:
         boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
         check(_OP, boolean, "mask must be a bool tensor, got {}", kind_of(mask))
-        check(_OP, mask.shape == lead, "mask must be {}, got {}", lead, mask.shape)
-        check(_OP, mask.device == device, "mask must be on {}, got {}", device, mask.device)
+        check_like(_OP, "mask", mask, lead, device)
     base = torch.zeros(lead, dtype=torch.int64, device=device)
     base = base if mask is None else base.masked_fill(~mask, _IGNORED)
     target = base if one else base.unsqueeze(-1).expand(*lead, number).contiguous()
     check_token_weight(_OP, token_weight, base)
     check_shift(_OP, any(shifts), position_ids, base)
-    if valid_rows is not None:
-        check_integers(_OP, valid_rows=valid_rows)
+    check_integers(_OP, or_none=True, valid_rows=valid_rows)
     head = Head(valid_rows=None if valid_rows is None else valid_rows * number, chunk_rows=chunk_rows)
     check_head(_OP, stacked, weight, target, head)
     _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0])

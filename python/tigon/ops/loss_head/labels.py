@@ -29,8 +29,7 @@ def labels_of(target: object, ignore_index: object) -> object:
 def check_shift(op, shift, position_ids, target) -> None:
     """How far labels are away, and where the sequences of a packed row begin."""
     if not isinstance(shift, bool):
-        check_integers(op, shift=shift)
-        check(op, shift >= 0, "shift must be >= 0, got {}", shift)
+        check_integers(op, least=0, shift=shift)
     if shift and target.dim() < 1:
         refuse(op, "target must have a sequence dimension with shift=True, got none")
     if position_ids is None:

@@ -27,6 +27,7 @@ from tigon.ops.arguments import (
 from tigon.ops.loss_head import top_k
 from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
+from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.operands import (
     Call,
     Head,
@@ -233,6 +234,8 @@ def _run(op, hidden, weight, labels, head: Head, d: Divergence):
     return d.results(loss if code else loss.view(lead), results)
 
 
+@options_of(linear_cross_entropy, but=("class_weight", "label_smoothing", "z_loss", "max_workspace_mb",
+                                       "keep_mb", "logit_dtype"))  # fmt: skip
 def linear_kl_div(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -242,22 +245,11 @@ def linear_kl_div(
     reverse: bool = False,
     soft: float = 1.0,
     hard: float = 0.0,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
-    bias: torch.Tensor | None = None,
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    token_weight: torch.Tensor | None = None,
     reduction: str = "batchmean",
-    denominator: float | torch.Tensor | None = None,
-    ignore_index: int = -100,
-    shift: int | bool = False,
-    position_ids: torch.Tensor | None = None,
-    valid_rows: int | None = None,
-    chunk_rows: int | None = None,
     outputs: tuple[str, ...] = ("loss",),
+    **options,
 ) -> torch.Tensor | NamedTuple:
     """``KL(teacher || student)`` of the distributions of two linear heads, without either's logits existing.
 
@@ -268,10 +260,7 @@ def linear_kl_div(
     student's and one of the teacher's in all.
 
     Args:
-        hidden: the student's ``[..., H]`` float32, bfloat16 or float16, any strides. float64 runs the eager
-            reference, which forms the logits.
-        weight: the student's ``[V, H]``; another float dtype than hidden's is converted (its gradient keeps
-            its dtype).
+        hidden, weight: the student's, as in :func:`tigon.linear_cross_entropy`.
         teacher: ``(hidden, weight)`` or ``(hidden, weight, bias)`` of the teacher, ``[..., H_t]``, ``[V_t,
             H_t]``, ``[V_t]``, of a dtype of its own; or its logits ``[..., V_t]``. Never gets a gradient.
             Where ``V_t`` is not ``V`` (padding) the first ``min(V, V_t)`` classes take part: the others are
@@ -287,15 +276,12 @@ def linear_kl_div(
         softcap, teacher_softcap: > 0 or ``None``.
         logit_scale, teacher_logit_scale: factors of the logits before softcap.
         bias: ``[V]`` of the student or ``None``, added in float32.
-        lora: ``(A [r, H], B [V, r], scale)``: ``weight + scale * B @ A`` as the student's head; of its two
-            products ``hidden @ A.T`` is rounded to hidden's dtype, as in a module of its own.
-        token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached), not of a
-            mean's denominator.
+        lora: of the student's head: of its two products ``hidden @ A.T`` is rounded to hidden's dtype, as in
+            a module of its own.
         reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as torch has
             it), ``"sum"``, or ``"none"``: ``[...]`` losses, whose backward computes the logits again.
-        denominator: number or tensor of one element: the loss is ``sum / denominator`` instead.
-        ignore_index, shift, position_ids, valid_rows, chunk_rows: as in :func:`tigon.linear_cross_entropy`;
-            they concern the labels.
+        token_weight, denominator, ignore_index, shift, position_ids, valid_rows, chunk_rows: as in
+            :func:`tigon.linear_cross_entropy`; a mean is not divided by the weights.
         outputs: ``("loss",)`` for only the loss; with any of ``"soft"``, ``"hard"`` (a row's terms, without
             their weights) and ``"entropy"`` (of the student at `temperature`) a named tuple: float32
             ``[...]``, detached, 0 on ignored rows.
@@ -312,11 +298,9 @@ def linear_kl_div(
     Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531).
     """
     kind = "reverse_kl" if reverse else "forward_kl"
-    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids, valid_rows,
-                chunk_rows)  # fmt: skip
-    loss = Divergence(teacher, kind, 0.5, soft, hard, teacher_softcap, teacher_logit_scale, token_weight,
-                      reduction, denominator, outputs)  # fmt: skip
-    return _run("linear_kl_div", hidden, weight, labels, head, loss)
+    loss = Divergence(teacher, kind, 0.5, soft, hard, teacher_softcap, teacher_logit_scale,
+                      options["token_weight"], reduction, options["denominator"], outputs)  # fmt: skip
+    return _run("linear_kl_div", hidden, weight, labels, Head.of(options), loss)
 
 
 @options_of(linear_kl_div, but=("reverse",))

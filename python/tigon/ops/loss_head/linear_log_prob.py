@@ -10,7 +10,7 @@ import torch
 from tigon._dtensor import of_vocabulary
 from tigon._op import Op, has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices
+from tigon.ops.arguments import check_float, check_indices, options_of
 from tigon.ops.loss_head.autograd import (
     by_argument,
     dtypes_of,
@@ -21,6 +21,7 @@ from tigon.ops.loss_head.autograd import (
     wanted,
 )
 from tigon.ops.loss_head.labels import labels_of
+from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.match import WithValue, check_match, vllm_log_prob
 from tigon.ops.loss_head.operands import (
     LOGITS,
@@ -120,25 +121,16 @@ _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, resu
 
 
 @of_vocabulary("linear_log_prob", 1, "weight")
+@options_of(linear_cross_entropy, but=("class_weight", "label_smoothing", "z_loss", "token_weight", "outputs",
+                                       "reduction", "denominator", "max_workspace_mb"))  # fmt: skip
 def linear_log_prob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     *,
-    bias: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
     entropy: bool = False,
-    shift: int | bool = False,
-    position_ids: torch.Tensor | None = None,
-    valid_rows: int | None = None,
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    chunk_rows: int | None = None,
-    keep_mb: float | None = None,
-    logit_dtype: torch.dtype | None = None,
     match: str | None = None,
+    **options,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``log softmax(z)[target]`` per token, ``z`` as in :func:`tigon.linear_cross_entropy`, without the
     logits of more than a chunk of rows ever existing.
@@ -183,6 +175,8 @@ def linear_log_prob(
         tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
         NaN.
     """
+    head, keep_mb = Head.of(options), options["keep_mb"]
+    ignore_index, shift, position_ids = head.ignore_index, head.shift, head.position_ids
     target = labels_of(target, ignore_index)
     many = several(hidden, target)
     if many:
@@ -190,32 +184,27 @@ def linear_log_prob(
         check_indices(_OP, "target", target)
         fits = target.shape[:-1] == hidden.shape[:-1] and target.shape[-1] >= 1
         check(_OP, fits, "target must be {} (and then K >= 1), got {}", hidden.shape[:-1], target.shape)
-    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids, valid_rows,
-                chunk_rows, None, logit_dtype)  # fmt: skip
     check_head(_OP, hidden, weight, target[..., 0] if many else target, head)
     check_keep(_OP, keep_mb)
     check_match(_OP, match, head)
     hidden = autocast(hidden)
-    wide = wide_logits(_OP, logit_dtype, hidden)
+    wide = wide_logits(_OP, head.logit_dtype, hidden)
     if match is not None:
         moved = target.movedim(-1, 0) if many else target
         moved = shifted(moved, ignore_index, shift, position_ids)
         value = vllm_log_prob(hidden, weight, moved.movedim(0, -1) if many else moved, head, wide)
-        if not entropy and not (torch.is_grad_enabled() and _differentiable(hidden, weight, bias)):
+        if not entropy and not (torch.is_grad_enabled() and _differentiable(hidden, weight, head.bias)):
             return value
-        result = linear_log_prob(
-            hidden, weight, target, bias=bias, temperature=temperature, softcap=softcap, entropy=entropy,
-            logit_scale=logit_scale, ignore_index=ignore_index, shift=shift, position_ids=position_ids,
-            valid_rows=valid_rows, chunk_rows=chunk_rows, keep_mb=keep_mb, logit_dtype=logit_dtype,
-        )  # fmt: skip
+        result = linear_log_prob(hidden, weight, target, entropy=entropy, shift=shift, keep_mb=keep_mb,
+                                 position_ids=position_ids, **head.options())  # fmt: skip
         return (WithValue.apply(result[0], value), result[1]) if entropy else WithValue.apply(result, value)
-    kernel = has_kernel(_OP, hidden, beside=(target, bias, *(lora or ())[:2]))
+    kernel = has_kernel(_OP, hidden, beside=(target, head.bias, *(head.lora or ())[:2]))
     if many:
         if shift:
             target = shifted(target.movedim(-1, 0), ignore_index, shift, position_ids).movedim(0, -1)
         head = head._replace(shift=False, position_ids=None)
     if not kernel:
-        check_plain(_OP, weight.shape[0], target, head._replace(valid_rows=None if many else valid_rows))
+        check_plain(_OP, weight.shape[0], target, head._replace(valid_rows=None) if many else head)
         if many:
             rows = head._replace(ignore_index=-1)
             check_plain(_OP, weight.shape[0], _counting_rows(target, ignore_index), rows)

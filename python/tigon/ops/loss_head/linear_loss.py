@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from tigon._op import has_kernel, once, raw, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_choice, is_traced, kind_of
+from tigon.ops.arguments import check_choice, is_traced, kind_of, options_of
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head.autograd import finish
 from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
@@ -349,26 +349,17 @@ def _composed(hidden, weight, target, loss: Loss, tensors, reduction, log_prob, 
 
 
 @torch._disable_dynamo  # torch.compiler.disable, but the compiler is imported by the first call, not here
+@options_of(_log_prob.linear_log_prob, but=("lora", "keep_mb", "match"))
 def linear_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     fn: Callable[..., torch.Tensor],
     *tensors: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    entropy: bool = False,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    shift: int | bool = False,
-    position_ids: torch.Tensor | None = None,
     reduction: str = "mean",
     denominator: float | torch.Tensor | None = None,
-    valid_rows: int | None = None,
-    chunk_rows: int | None = None,
-    logit_dtype: torch.dtype | None = None,
     group: str | None = None,
+    **options,
 ) -> torch.Tensor:
     """A loss of your own on per-token log-probabilities, three matrix products and no logits.
 
@@ -407,14 +398,14 @@ def linear_loss(
         tigon.Error: shapes, dtypes or options do not fit, or fn returns something else than one loss per row
         or group.
     """
-    target = labels_of(target, ignore_index)
-    head = Head(bias, softcap, logit_scale, temperature, None, ignore_index, shift, position_ids, valid_rows,
-                chunk_rows, None, logit_dtype)  # fmt: skip
+    head = Head.of(options)
+    target = labels_of(target, head.ignore_index)
     check_head(_OP, hidden, weight, target, head)
     check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
     _cross_entropy.check_denominator(_OP, denominator)
     check_choice(_OP, "reduction", reduction, REDUCTIONS)
-    groups = None if group is None else Groups(_OP, group, target, ignore_index, shift, position_ids)
+    labels = (target, head.ignore_index, head.shift, head.position_ids)
+    groups = None if group is None else Groups(_OP, group, *labels)
     for t in tensors:
         check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", kind_of(t))
         fits = t.shape[: target.dim()] == target.shape or (groups is not None and t.shape == target.shape[:1])
@@ -425,13 +416,13 @@ def linear_loss(
     else:
         tensors = [t.contiguous() for t in tensors]
     hidden = autocast(hidden)
-    wide_logits(_OP, logit_dtype, hidden)
+    wide_logits(_OP, head.logit_dtype, hidden)
     kernel, grad = has_kernel(_OP, hidden), torch.is_grad_enabled()
     if not kernel:
         check_plain(_OP, weight.shape[0], target, head)
     wrt = tuple(grad and t.requires_grad for t in tensors)
-    loss = Loss(fn, entropy, denominator, wrt, grad, groups)
-    apart = groups is not None and not groups.fit(hidden, weight, chunk_rows)
+    loss = Loss(fn, options["entropy"], denominator, wrt, grad, groups)
+    apart = groups is not None and not groups.fit(hidden, weight, head.chunk_rows)
     if not kernel or apart or is_traced(hidden) or (reduction == "none" and denominator is None):
         log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
         weight = weight if kernel else plain_weight(_OP, weight)
@@ -441,7 +432,7 @@ def linear_loss(
         _OP, not transformed, 'the transforms of torch.func must take reduction="none", got {!r}', reduction
     )
     if forward_ad._current_level >= 0:
-        refuse_tangents(_OP, (hidden, weight, bias, *tensors))
+        refuse_tangents(_OP, (hidden, weight, head.bias, *tensors))
     call, _ = prepare(_OP, hidden, plain_weight(_OP, weight), target, head)
     device, number = _cross_entropy.split_denominator(denominator, hidden.device)
     if device is not None:

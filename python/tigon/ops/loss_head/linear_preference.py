@@ -18,6 +18,7 @@ from tigon.ops.cross_entropy import check_denominator, split_denominator
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head.autograd import HeadLoss, empty_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
+from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.operands import (
     Call,
     Head,
@@ -166,6 +167,8 @@ def _prefer(
     return PreferenceResult(*results) if desirable is None else KTOResult(*results[:3])
 
 
+@options_of(linear_cross_entropy, but=("class_weight", "z_loss", "token_weight", "reduction", "position_ids",
+                                       "outputs", "keep_mb", "logit_dtype"))  # fmt: skip
 def linear_preference(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -180,17 +183,7 @@ def linear_preference(
     tau: float = 0.05,
     nll: float | None = None,
     nll_target: torch.Tensor | None = None,
-    denominator: float | torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    shift: int | bool = False,
-    valid_rows: int | None = None,
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    chunk_rows: int | None = None,
-    max_workspace_mb: float | None = None,
+    **options,
 ) -> PreferenceResult:
     """:func:`tigon.preference_loss` of the log-probabilities of labels under a linear head, whose logits
     never exist as a whole; the gradients are formed in the same pass: three matrix products (two with a
@@ -225,18 +218,17 @@ def linear_preference(
     Raises:
         tigon.Error: as the two functions named, and a ref of other rows or classes.
     """
-    op = "linear_preference"
-    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, None, valid_rows,
-                chunk_rows, max_workspace_mb)  # fmt: skip
+    op, head = "linear_preference", Head.of(options)
     target = _checked(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
     formula = _preference.pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref)
     _check_ref(op, ref, hidden, weight)
     if nll_target is not None:
-        nll_target = labels_of(nll_target, ignore_index)
+        nll_target = labels_of(nll_target, head.ignore_index)
         check_indices(op, "nll_target", nll_target)
         check_like(op, "nll_target", nll_target, (answers // 2, target.shape[1]), target.device)
+    denominator = options["denominator"]
     return _prefer(op, hidden, weight, target, head, formula, ref, denominator, nll_target=nll_target)
 
 

@@ -146,7 +146,7 @@ def check_head(op, hidden, weight, target, head: Head):
     """What every function on a head asks of its operands."""
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
-    bias, chunk_rows = head.bias, head.chunk_rows
+    bias = head.bias
     if bias is not None:
         check_float(op, "bias", bias)
     if hidden.dim() < 1:
@@ -173,9 +173,7 @@ def check_head(op, hidden, weight, target, head: Head):
     check_positive(op, "softcap", head.softcap, or_none=True)
     check_numbers(op, logit_scale=head.logit_scale)
     check_positive(op, "temperature", head.temperature)
-    if chunk_rows is not None:
-        check_integers(op, chunk_rows=chunk_rows)
-        check(op, chunk_rows >= 1, "chunk_rows must be >= 1 (or None), got {}", chunk_rows)
+    check_integers(op, least=1, or_none=True, chunk_rows=head.chunk_rows)
     check_lora(op, head.lora, hidden, weight)
     check_cap(op, head.max_workspace_mb)
 

@@ -144,14 +144,6 @@ def _device_type(device: str | torch.device) -> str:
     return kind
 
 
-def _check_sizes(**sizes):
-    """Each ``(size, least)``; a size that is None is not given."""
-    sizes = {name: pair for name, pair in sizes.items() if pair[0] is not None}
-    check_integers(_OP, **{name: size for name, (size, _) in sizes.items()})
-    for name, (size, least) in sizes.items():
-        check(_OP, size >= least, "{} must be >= {}, got {}", name, least, size)
-
-
 def _memory(
     rows: int,
     hidden_size: int,
@@ -176,8 +168,11 @@ def _memory(
 ) -> HeadMemory:
     """That of a head, as this function of the native side has it."""
     trained = {"train_hidden": train_hidden, "train_weight": train_weight, "train_bias": train_bias}
-    _check_sizes(rows=(rows, 0), hidden_size=(hidden_size, 1), vocab=(vocab, 1), lora_rank=(lora_rank, 0),
-                 valid_rows=(valid_rows, 0), chunk_rows=(chunk_rows, 1))  # fmt: skip
+    check_integers(_OP, least=0, rows=rows, lora_rank=lora_rank)
+    check_integers(_OP, least=1, hidden_size=hidden_size, vocab=vocab)
+    for name, size, least in (("valid_rows", valid_rows, 0), ("chunk_rows", chunk_rows, 1)):
+        if size is not None:
+            check_integers(_OP, least=least, **{name: size})
     fits = valid_rows is None or valid_rows <= rows
     check(_OP, fits, "valid_rows must be in [0, {}] (or None), got {}", rows, valid_rows)
     for name, given in (("dtype", dtype), ("weight_dtype", weight_dtype or dtype)):
@@ -245,7 +240,7 @@ def linear_log_prob_memory(
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_log_prob` would not take.
     """
-    _check_sizes(labels=(labels, 1))
+    check_integers(_OP, least=1, labels=labels)
     keep_mb = 0 if labels > 1 else keep_mb
     found = _memory(rows, hidden_size, vocab, dtype, reduction="none", keep_mb=keep_mb, **options)
     if labels == 1 or dtype == torch.float64:
@@ -284,7 +279,7 @@ def linear_preference_memory(
         tigon.Error: a size or an option that is out of range.
     """
     check_integers(_OP, group=group)
-    _check_sizes(answers=(answers, 0), tokens=(tokens, 0))
+    check_integers(_OP, least=0, answers=answers, tokens=tokens)
     check(_OP, group in (0, 1, 2), "group must be 0, 1 or 2, got {}", group)
     native = {"function": "tigon_linear_preference_memory", "groups": (group, tokens)}
     return _memory(answers * tokens, hidden_size, vocab, dtype, **options, **native)
@@ -316,8 +311,6 @@ def linear_divergence_memory(
     known = {"none": "none", "sum": "sum", "batchmean": "mean", "mean": "mean"}
     check_choice("linear_divergence_memory", "reduction", reduction, known)
     if teacher_hidden_size is not None:
-        check_integers("linear_divergence_memory", teacher_hidden_size=teacher_hidden_size)
-        words = "teacher_hidden_size must be >= 1, got {}"
-        check("linear_divergence_memory", teacher_hidden_size >= 1, words, teacher_hidden_size)
+        check_integers("linear_divergence_memory", least=1, teacher_hidden_size=teacher_hidden_size)
     native = {"function": "tigon_linear_divergence_memory", "groups": (teacher_hidden_size or 0,)}
     return _memory(rows, hidden_size, vocab, dtype, reduction=known[reduction], **options, **native)
