@@ -54,7 +54,7 @@ def _backward(ctx, dy, dh, _=None):
         h, weight, rstd = ctx.saved_tensors
         need_dweight = weight is not None and ctx.needs_input_grad[2]
         results = _bwd(dy, dh, h, weight, rstd, ctx.offset, ctx.rounding, need_dx, need_dweight)
-        dx, dweight = (g if need else None for g, need in zip(results, (need_dx, need_dweight), strict=True))
+        dx, dweight = results[0] if need_dx else None, results[1] if need_dweight else None
     first, second = (dx if need else None for need in ctx.needs_input_grad[:2])
     return first, second, dweight, None, None, None
 
@@ -82,9 +82,8 @@ def _add_in_place(x, residual, *options):
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         y, h = _op(x, residual, *options)
         return y, residual.copy_(h)
-    if torch.is_grad_enabled() and any(
-        torch.is_tensor(a) and a.requires_grad for a in (x, residual, *options)
-    ):
+    inputs = (x, residual, *options)
+    if torch.is_grad_enabled() and any(torch.is_tensor(a) and a.requires_grad for a in inputs):
         return _InPlace.apply(x, residual, *options)
     return _in_place(x, residual, *options)[0], residual
 
@@ -104,10 +103,8 @@ def add_rms_norm(
     ``h = x + residual; y = rms_norm(h, weight, eps)``
 
     Args:
-        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
-            float64 runs the eager reference.
+        x, weight, eps, offset, rounding: as in :func:`tigon.rms_norm`.
         residual: x's shape, dtype and device.
-        weight, eps, offset, rounding: as in :func:`tigon.rms_norm`.
         inplace: the sum takes the residual's place: no memory for it, and ``residual`` is what is returned as
             ``h``. Autograd's rules for in-place operations hold. Needs dense rows, every element of which is
             there once, and x in the same memory or in none of it.

@@ -41,8 +41,7 @@ def dyt(
     """Dynamic Tanh, a layer in the place of a norm: ``tanh(alpha * x) * weight + bias``.
 
     Args:
-        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
-            float64 runs the eager reference.
+        x: ``[..., C]``, as in :func:`tigon.rms_norm`.
         alpha: one element, any number of dimensions.
         weight, bias: ``[C]`` or ``None``. The three are of x's dtype or float32; of different dtypes, or of
             another one, all are taken as float32.

@@ -74,15 +74,11 @@ def gated_rms_norm(
     ``rms_norm(x, weight) * act(gate)``; with ``norm_before_gate=False``: ``rms_norm(x * act(gate), weight)``
 
     Args:
-        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
-            float64 runs the eager reference.
+        x, weight, eps, offset: as in :func:`tigon.rms_norm`.
         gate: x's shape, dtype and device; often a slice of a wider projection, which is not copied.
-        weight: ``[C]`` or ``None``; x's dtype or float32 (any other float dtype is converted).
-        eps: added to the mean square, >= 0.
         norm_before_gate: the order: ``True`` as Qwen3-Next, ``False`` as Mamba2, Zamba2, Bamba, Nemotron-H.
         group_size: columns normalised together, a divisor of C; ``None``: all.
         activation: ``"silu"`` or ``"sigmoid"`` (Kimi Linear).
-        offset: added to the weight; without a weight it has no effect.
         rounding: ``"llama"`` rounds the normalised value to x's dtype before the weight, and its product with
             the weight before the gate; ``"gemma"`` rounds once, at the end.
 

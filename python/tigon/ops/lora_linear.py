@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from tigon import _op
 from tigon._load import native
 from tigon.error import check, refuse
-from tigon.ops.arguments import check_float, check_numbers, kind_of
+from tigon.ops.arguments import check_dense, check_float, check_integers, check_numbers, kind_of
 from tigon.ops.rms_norm import column_dot
 
 _OP = "lora_linear"
@@ -412,21 +412,13 @@ def _seed_of(seed, x) -> torch.Tensor:
         check(_OP, seed.dtype == torch.int64 and seed.numel() == 1, "seed must be one int64, got {}",
               kind_of(seed))  # fmt: skip
         return seed
-    check(_OP, isinstance(seed, int) and not isinstance(seed, bool), "seed must be an int, got {}",
-          kind_of(seed))  # fmt: skip
-    check(_OP, -(2**63) <= seed < 2**63, "seed must have at most 64 bits, got {}", seed)
+    check_integers(_OP, seed=seed)
     return torch.full((1,), seed, dtype=torch.int64, device=x.device)
-
-
-def _check_dense(name, t) -> None:
-    kind = None if type(t) in _op._PLAIN else _op.foreign(name, t)
-    if kind is not None:
-        refuse(_OP, name + " must be a plain dense tensor, got {}", kind)
 
 
 def _checked(x, linears, dropout) -> tuple[list[Base], list[Adapter]]:
     check_float(_OP, "x", x)
-    _check_dense("x", x)
+    check_dense(_OP, "x", x)
     check(_OP, x.dim() >= 1 and x.shape[-1] >= 1, "x must be [..., K], got {}", tuple(x.shape))
     check_numbers(_OP, dropout=dropout)
     check(_OP, 0 <= dropout < 1, "dropout must be in [0, 1), got {}", dropout)
@@ -438,7 +430,7 @@ def _checked(x, linears, dropout) -> tuple[list[Base], list[Adapter]]:
         named = {"weight": weight, "a": a, "b": b} | ({} if bias is None else {"bias": bias})
         for name, t in named.items():
             check_float(_OP, name, t)
-            _check_dense(name, t)
+            check_dense(_OP, name, t)
             dims = 1 if name == "bias" else 2
             check(_OP, t.dim() == dims, name + " must have {} dimension(s), got {}", dims, t.dim())
             check(_OP, t.device == x.device, name + " must be on {}, got {}", x.device, t.device)

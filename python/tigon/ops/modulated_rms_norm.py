@@ -80,15 +80,11 @@ def modulated_rms_norm(
     ``rms_norm(x, weight) * (1 + scale) + shift``
 
     Args:
-        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
-            float64 runs the eager reference.
-        weight: ``[C]`` or ``None``.
+        x, weight, eps, offset: as in :func:`tigon.rms_norm`.
         scale: ``[C]``, ``[1, C]``, ``[B, C]`` or ``[B, 1, C]`` for x ``[B, T, C]``, or a row per row of x: as
             many adjacent rows of x share a row of scale as there are times more of them. Any row stride
             (a chunk of a wider projection is not copied).
         shift: as many rows as scale, or ``None``.
-        eps: added to the mean square, >= 0.
-        offset: added to the weight; without a weight it has no effect.
         rounding: ``"llama"`` rounds the normalised x to its dtype before the weight, and the result;
             ``"gemma"`` and ``"none"`` round only the result.
 

@@ -42,8 +42,7 @@ def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: fl
     ``n(u) = u * rsqrt(mean(u^2) + eps)``
 
     Args:
-        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
-            float64 runs the eager reference.
+        x: ``[..., C]``, as in :func:`tigon.rms_norm`.
         weight: ``[3]``, of x^3, x^2 and x.
         bias: ``[1]``. Both are of x's dtype or float32; of different dtypes, or of another one, both are
             taken as float32.

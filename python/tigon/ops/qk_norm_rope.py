@@ -6,20 +6,22 @@ from collections.abc import Sequence
 
 import torch
 
-from tigon._op import Op, has_kernel, raw
+from tigon._op import Op, raw
 from tigon.error import check
 from tigon.ops import rms_norm as _rms_norm
 from tigon.ops import rope as _rope
-from tigon.ops.arguments import check_float, check_range
+from tigon.ops.arguments import check_float, check_like
 from tigon.ops.columns import check_eps
 from tigon.ops.rope_tables import (
     Form,
+    both_like,
     check_constant,
     check_heads,
     check_tables,
     heads_like,
     heads_swapped,
     kernel_tables,
+    takes_reference,
 )
 
 MAX_HEAD_DIM = 1024  # of the kernels
@@ -46,8 +48,7 @@ def _result_dtype(x, weight, rounding, cos, form):
 
 def _fake(q, k, q_weight, k_weight, cos, sin, positions, eps, offset, rounding, *options):
     dtype = _result_dtype(q, q_weight, rounding, cos, Form(*options))
-    y = heads_like(q, dtype, heads_swapped(q))
-    return y, q.new_empty(0, dtype=dtype) if k is None else heads_like(k, dtype, heads_swapped(k))
+    return both_like(q, k, dtype)
 
 
 def _fake_bwd(dq_out, dk_out, q, k, q_weight, *rest):
@@ -94,9 +95,7 @@ def _check_weights(q, k, q_weight, k_weight):
         if w is None:
             continue
         check_float("qk_norm_rope", name, w)
-        fits = w.dim() == 1 and w.shape[0] == x.shape[-1]
-        check("qk_norm_rope", fits, "{} must be {}, got {}", name, tuple(x.shape[-1:]), tuple(w.shape))
-        check("qk_norm_rope", w.device == q.device, "{} must be on {}, got {}", name, q.device, w.device)
+        check_like("qk_norm_rope", name, w, x.shape[-1:], q.device)
     both = k is None or (q_weight is None) == (k_weight is None)
     check("qk_norm_rope", both, "k_weight must be given exactly when q_weight is")
     same = q_weight is None or k_weight is None or q_weight.dtype == k_weight.dtype
@@ -134,18 +133,9 @@ def qk_norm_rope(
         k: as q with its own number of heads; ``None``: only q, and one result.
         q_weight: ``[D]`` or ``None``; q's dtype or float32 (any other float dtype is converted).
         k_weight: ``[D]`` in q_weight's dtype; there exactly when q_weight is.
-        cos: as in :func:`tigon.rope`. When cos or sin requires a gradient, the eager reference runs.
-        sin: as in :func:`tigon.rope`.
-        eps: added to the mean squares, >= 0.
-        offset: added to the weights; without weights it has no effect.
-        rounding: of the normalised rows, as in :func:`tigon.rms_norm`; the rotation rounds once more.
-        unsqueeze_dim: the dimension of q and k that holds the heads; negative ones count from the end.
-        interleaved: see :func:`tigon.rope`, as for all options that follow.
-        rotary_dim: R, where cos and sin have R/2 columns.
-        tail: the last R columns are rotated.
-        position_ids: rows of the tables.
-        mrope_section: M-RoPE.
-        mrope_interleaved: M-RoPE of Qwen3-VL.
+        eps, offset, rounding: of the norms, as in :func:`tigon.rms_norm`; the rotation rounds once more.
+        cos, sin, unsqueeze_dim, interleaved, rotary_dim, tail, position_ids, mrope_section,
+            mrope_interleaved: as in :func:`tigon.rope`.
         keep_dtype: results in q's dtype where weights or cos are wider.
 
     Returns:
@@ -168,11 +158,8 @@ def qk_norm_rope(
     form = Form.of(op, head_dim, cos, sin, q, **options)
     check_tables(op, q, cos, sin, position_ids, form)
     _check_weights(q, k, q_weight, k_weight)
-    differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
-    known = has_kernel(op, q, k, q_weight, k_weight, cos.real if cos.is_complex() else cos, sin)
-    if not known or q.shape[-1] > MAX_HEAD_DIM or (differentiable and torch.is_grad_enabled()):
-        if position_ids is not None:
-            check_range(op, "position_ids", position_ids, cos.shape[0])
+    fits = q.shape[-1] <= MAX_HEAD_DIM
+    if takes_reference(op, q, k, cos, sin, position_ids, q_weight, k_weight, fits=fits):
         return reference(q, k, q_weight, k_weight, cos, sin, eps, offset=offset, rounding=rounding,
                          unsqueeze_dim=unsqueeze_dim, position_ids=position_ids, **options)  # fmt: skip
     cos, sin = kernel_tables(q, cos, sin)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tigon._op import Op, has_kernel, once, raw
+from tigon._op import Op, once, raw
 from tigon.error import check
-from tigon.ops.arguments import check_range
 from tigon.ops.in_place import check_apart, check_written
 from tigon.ops.rope_tables import (
     Form,
+    both_like,
     check_constant,
     check_heads,
     check_tables,
@@ -20,6 +20,7 @@ from tigon.ops.rope_tables import (
     heads_swapped,
     kernel_tables,
     rotate,
+    takes_reference,
     turns,
 )
 
@@ -45,8 +46,7 @@ def _real_dtype(cos, sin):
 
 def _fake(q, k, cos, sin, positions, *options):
     dtype = q.dtype if Form(*options).keep_dtype else torch.promote_types(q.dtype, cos.dtype)
-    y = heads_like(q, dtype, heads_swapped(q))
-    return y, q.new_empty(0, dtype=dtype) if k is None else heads_like(k, dtype, heads_swapped(k))
+    return both_like(q, k, dtype)
 
 
 def _fake_bwd(dq_out, dk_out, cos, sin, positions, *options):
@@ -210,11 +210,7 @@ def rope(
     if inplace:
         dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, _real_dtype(cos, sin))
         _check_in_place(q, k, form, dtype)
-    differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
-    known = has_kernel("rope", q, k, cos.real if cos.is_complex() else cos, sin)
-    if not known or (differentiable and torch.is_grad_enabled()):
-        if position_ids is not None:
-            check_range("rope", "position_ids", position_ids, cos.shape[0])
+    if takes_reference("rope", q, k, cos, sin, position_ids):
         y = _reference(q, k, cos, sin, position_ids, form)
         return _overwrite(q, k, y) if inplace else y
     cos, sin = kernel_tables(q, cos, sin)

@@ -7,8 +7,16 @@ from typing import NamedTuple
 
 import torch
 
+from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices, check_integers, check_layout, kind_of
+from tigon.ops.arguments import (
+    check_float,
+    check_indices,
+    check_integers,
+    check_layout,
+    check_range,
+    kind_of,
+)
 
 
 class Form(NamedTuple):
@@ -129,6 +137,17 @@ def check_tables(op, q, cos, sin, positions, form) -> None:
     _check_rows(op, "position_ids", positions.shape, axes, batch, tokens, (), "")
 
 
+def takes_reference(op, q, k, cos, sin, positions, *weights, fits: bool = True) -> bool:
+    """Whether the plain formula runs: no kernel has these tensors, or the tables need a gradient."""
+    known = fits and has_kernel(op, q, k, *weights, cos.real if cos.is_complex() else cos, sin)
+    differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
+    if known and not (differentiable and torch.is_grad_enabled()):
+        return False
+    if positions is not None:
+        check_range(op, "position_ids", positions, cos.shape[0])
+    return True
+
+
 def check_constant(op, *needed) -> None:
     """The tables get no gradient from kernels; inside vmap only the backward learns that one is asked for."""
     check(op, not any(needed), "cos and sin must not need a gradient inside vmap, got one that does")
@@ -164,6 +183,12 @@ def heads_like(x, dtype, swapped):
     inner = max(one, 1) * width
     strides = (*(max(two, 1) * inner for _ in lead), width, inner, 1)
     return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
+
+
+def both_like(q, k, dtype):
+    """Results for q and k in their order of heads and tokens."""
+    y = heads_like(q, dtype, heads_swapped(q))
+    return y, q.new_empty(0, dtype=dtype) if k is None else heads_like(k, dtype, heads_swapped(k))
 
 
 def heads_swapped(x) -> bool:

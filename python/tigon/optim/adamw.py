@@ -90,9 +90,8 @@ class AdamW(torch.optim.Optimizer):
         pair = moment_dtype if isinstance(moment_dtype, tuple) else (moment_dtype, moment_dtype)
         check_choice(_OP, "rounding", rounding, ROUNDINGS)
         known = len(pair) == 2 and all(t in (None, torch.float32, torch.bfloat16) for t in pair)
-        check(
-            _OP, known, "moment_dtype must be float32, bfloat16, None or a pair of them, got {}", moment_dtype
-        )
+        words = "moment_dtype must be float32, bfloat16, None or a pair of them, got {}"
+        check(_OP, known, words, moment_dtype)
         if max_grad_norm is not None:
             check_numbers(_OP, max_grad_norm=max_grad_norm)
             check(_OP, max_grad_norm > 0, "max_grad_norm must be > 0 or None, got {}", max_grad_norm)
@@ -151,10 +150,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """One update. `closure` reevaluates the model and returns the loss, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             capturable = all(group["capturable"] for group in self.param_groups)
@@ -331,10 +327,7 @@ class AdamW(torch.optim.Optimizer):
                 if self.rounding == "stochastic":
                     self._place_of(p)
                 if type(p) is not torch.nn.Parameter and is_dtensor(p):
-                    alike = is_dtensor(grad) and grad.placements == p.placements
-                    placed = getattr(grad, "placements", type(grad).__name__)
-                    words = "the gradient of a DTensor must be one with the same placements, got {}"
-                    check(_OP, alike, words, placed)
+                    check_placed(_OP, p, grad)
                 for tensors, tensor in zip(found.setdefault(p.device, ([], [])), (p, grad), strict=True):
                     tensors.append(tensor)
             for device, tensors in found.items():
@@ -450,6 +443,21 @@ def check_lr(op: str, lr: float | torch.Tensor) -> None:
     check(op, not is_tensor or lr.numel() == 1, "lr must be a number or a tensor of one element, got {}", lr)
     check_numbers(op, lr=lr)
     check(op, (is_tensor and not lr.is_cpu) or float(lr) >= 0, "lr must be >= 0, got {}", lr)
+
+
+def check_placed(op: str, p: torch.Tensor, grad: torch.Tensor) -> None:
+    """The gradient of a DTensor must be placed as it is."""
+    check(op, is_dtensor(grad) and grad.placements == p.placements,
+          "the gradient of a DTensor must be one with the same placements, got {}",
+          getattr(grad, "placements", type(grad).__name__))  # fmt: skip
+
+
+def evaluated(closure):
+    """The loss of a step's closure, None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _gradients_of(groups) -> list[torch.Tensor]:

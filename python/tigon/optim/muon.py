@@ -16,7 +16,7 @@ from tigon.ops.arguments import check_choice, check_integers, check_numbers
 from tigon.ops.grad_norm import is_dtensor, local
 from tigon.ops.muon import Start, momentum_, update_
 from tigon.ops.orthogonalize import newton_schulz_, orthogonalize_
-from tigon.optim.adamw import AdamW, check_lr
+from tigon.optim.adamw import AdamW, check_lr, check_placed, evaluated
 
 _OP = "Muon"
 # Elements of the matrices that are orthogonalised together.
@@ -100,10 +100,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """One update. `closure` reevaluates the model and returns the loss, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         groups = [(group, group.get("use_muon", True)) for group in self.param_groups]
         work = [item for group, use_muon in groups if use_muon for item in _batches(group)]
         if rest := [group for group, use_muon in groups if not use_muon]:
@@ -187,9 +184,8 @@ def _batches(group: dict) -> Iterator[tuple[dict, list, _Gathering]]:
             continue
         check(_OP, p.grad.layout == torch.strided, "gradients must be dense, got {}", p.grad.layout)
         placed = (p.device_mesh, p.placements) if is_dtensor(p) else None
-        like = placed is None or (is_dtensor(p.grad) and p.grad.placements == p.placements)
-        check(_OP, like, "the gradient of a DTensor must be one with the same placements, got {}",
-              getattr(p.grad, "placements", type(p.grad).__name__))  # fmt: skip
+        if placed is not None:
+            check_placed(_OP, p, p.grad)
         alike.setdefault((p.shape, p.dtype, p.grad.dtype, p.device, placed), []).append(p)
     homes = itertools.count()
     for params in alike.values():
