@@ -69,7 +69,7 @@ def _qk_norm_rope():
     return q, k, 1 + 0.1 * _rows(16), 1 + 0.1 * _rows(16), cos, sin
 
 
-def _gated():
+def _two():
     return _rows(), _rows()
 
 
@@ -91,10 +91,6 @@ def _sorted_experts():
     return x, gate_up, down, torch.tensor([1, 1, ROWS - 1], dtype=torch.int32), weights[:, 0]
 
 
-def _distributions():
-    return 2 * _rows(ROWS, VOCABULARY), 2 * _rows(ROWS, VOCABULARY)
-
-
 def _two_heads():
     return 3 * _rows(), _rows(VOCABULARY, COLUMNS), 3 * _rows(ROWS, VOCABULARY)
 
@@ -103,14 +99,8 @@ def _drafter():
     return 3 * _rows(), _rows(VOCABULARY, COLUMNS), (3 * _rows(), _rows(VOCABULARY, COLUMNS))
 
 
-def _answers(rows):
-    return -_rows(rows, 17).abs(), torch.rand(rows, 17) < 0.8
-
-
-def _single_answers(second):
-    """What `second` draws stands between log-probabilities and mask."""
-    log_prob, mask = _answers(7)
-    return log_prob, second(), mask
+def _answers(rows, *between):
+    return -_rows(rows, 17).abs(), *between, torch.rand(rows, 17) < 0.8
 
 
 def _answers_of_head(answers, *more):
@@ -133,9 +123,9 @@ PROBES = (
     Probe("dyt", lambda: (_rows(), torch.tensor([0.7]), _rows(COLUMNS), _rows(COLUMNS))),
     Probe("poly_norm", lambda: (_rows(), _rows(3), _rows(1))),
     Probe("embedding", lambda: (torch.randint(0, 9, (ROWS,)), _rows(9, COLUMNS))),
-    Probe("swiglu", _gated),
-    Probe("geglu", _gated, {"approximate": "tanh"}),
-    Probe("reglu", _gated),
+    Probe("swiglu", _two),
+    Probe("geglu", _two, {"approximate": "tanh"}),
+    Probe("reglu", _two),
     Probe("swiglu_oai", lambda: (_rows(),)),
     Probe("lora_linear",
           lambda: (_rows(), _rows(40, COLUMNS) / 10, _rows(4, COLUMNS) / 10, _rows(40, 4), 2.0)),
@@ -148,19 +138,20 @@ PROBES = (
           lambda: (_rows(ROWS, 4, COLUMNS), _rows(), _rows(ROWS, 4), _rows(ROWS, 4, 4))),
     Probe("rope", _rope, fixed=(2, 3)),
     Probe("qk_norm_rope", _qk_norm_rope, fixed=(4, 5)),
-    *(Probe(op, _distributions, fixed=(1,)) for op in ("kl_div", "jsd", "tvd")),
+    *(Probe(op, lambda: (2 * _rows(2, ROWS, VOCABULARY)).unbind(), fixed=(1,))
+      for op in ("kl_div", "jsd", "tvd")),
     Probe("cross_entropy", lambda: (3 * _rows(ROWS, VOCABULARY), _labels())),
     Probe("linear_cross_entropy", _head),
     Probe("linear_log_prob", _head),
     Probe("preference_loss", lambda: _answers(8)),
-    Probe("kto_loss", lambda: _single_answers(_desirable)),
-    Probe("policy_loss", lambda: _single_answers(lambda: _rows(7)), fixed=(1,)),
+    Probe("kto_loss", lambda: _answers(7, _desirable())),
+    Probe("policy_loss", lambda: _answers(7, _rows(7)), fixed=(1,)),
     Probe("linear_preference", lambda: _answers_of_head(8)),
     Probe("linear_kto", lambda: _answers_of_head(7, _desirable())),
     Probe("linear_policy", lambda: _answers_of_head(7, _rows(7)), fixed=(3,)),
     *(Probe(op, _two_heads, fixed=(2,)) for op in ("linear_kl_div", "linear_jsd", "linear_tvd")),
     Probe("drafter_loss", _drafter, fixed=(2,)),
-    Probe("contrastive_loss", _gated, {"symmetric": True, "temperature": 0.5}),
+    Probe("contrastive_loss", _two, {"symmetric": True, "temperature": 0.5}),
 )  # fmt: skip
 HELPERS = {
     "clip_grad_norm_",
