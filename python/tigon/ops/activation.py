@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-
-import torch
 
 from tigon._dtensor import Layout
 from tigon._op import has_kernel, paired
@@ -15,22 +14,26 @@ def _fake(x):
     return x.new_empty(x.shape)
 
 
-def activation(
-    name: str, reference: Callable, *, elementwise: bool = True
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The differentiable call of ``tigon::<name>``; `reference` where there is no kernel.
+def activation(reference: Callable, *, elementwise: bool = True) -> Callable[[Callable], Callable]:
+    """Makes a function without a body the call of its operator, or of `reference` where there is no kernel.
 
     Args:
         elementwise: every element by itself; else every row.
     """
-    op = paired(name, _fake, layout=Layout(rows=1, elementwise=elementwise))
 
-    def call(x):
-        check_float(name, "x", x)
-        if not has_kernel(name, x):
-            return reference(x)
-        if x.dim() == 0:
-            return op(x.reshape(1)).reshape(())
-        return op(x)
+    def decorate(function):
+        name = function.__name__
+        op = paired(name, _fake, layout=Layout(rows=1, elementwise=elementwise))
 
-    return call
+        @functools.wraps(function)
+        def call(x):
+            check_float(name, "x", x)
+            if not has_kernel(name, x):
+                return reference(x)
+            if x.dim() == 0:
+                return op(x.reshape(1)).reshape(())
+            return op(x)
+
+        return call
+
+    return decorate

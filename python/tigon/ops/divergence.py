@@ -6,7 +6,14 @@ import torch
 
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_choice, check_float, check_integers, check_numbers, check_positive
+from tigon.ops.arguments import (
+    check_choice,
+    check_float,
+    check_integers,
+    check_numbers,
+    check_positive,
+    options_of,
+)
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.in_place import check_apart
 from tigon.ops.loss_gradient import RowLoss
@@ -141,17 +148,21 @@ def kl_div(
     return _divergence("kl_div", kind, student, teacher, labels, 0.5, *options)
 
 
+def jsd_kind(op, beta) -> str:
+    """The divergence of the family that a checked beta names."""
+    check_numbers(op, beta=beta)
+    check(op, 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
+    return "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
+
+
+@options_of(kl_div, but=("reverse",))
 def jsd(
     student: torch.Tensor,
     teacher: torch.Tensor,
     labels: torch.Tensor | None = None,
     *,
     beta: float = 0.5,
-    temperature: float = 1.0,
-    log_probs: bool = False,
-    ignore_index: int = -100,
-    reduction: str = "batchmean",
-    inplace: bool = False,
+    **options,
 ) -> torch.Tensor:
     """Generalised Jensen-Shannon divergence ``beta KL(P || M) + (1 - beta) KL(Q || M)``.
 
@@ -167,27 +178,15 @@ def jsd(
     Source: Lin 1991, "Divergence Measures Based on the Shannon Entropy", eq. 4.1; Agarwal et al. 2024,
     "On-Policy Distillation of Language Models".
     """
-    check_numbers("jsd", beta=beta)
-    check("jsd", 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
-    kind = "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
-    options = temperature, log_probs, ignore_index, reduction, inplace
-    return _divergence("jsd", kind, student, teacher, labels, beta, *options)
+    return _divergence("jsd", jsd_kind("jsd", beta), student, teacher, labels, beta, **options)
 
 
+@options_of(kl_div, but=("reverse",))
 def tvd(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    labels: torch.Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    log_probs: bool = False,
-    ignore_index: int = -100,
-    reduction: str = "batchmean",
-    inplace: bool = False,
+    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor | None = None, **options
 ) -> torch.Tensor:
     """Total variation distance of softmaxes, ``1/2 sum |P - Q|``. Where ``P = Q`` the gradient is 0.
 
     Args, returns, raises: as :func:`kl_div`.
     """
-    options = temperature, log_probs, ignore_index, reduction, inplace
-    return _divergence("tvd", "tvd", student, teacher, labels, 0.5, *options)
+    return _divergence("tvd", "tvd", student, teacher, labels, 0.5, **options)

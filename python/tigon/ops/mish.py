@@ -13,12 +13,9 @@ def reference(x):
     return F.mish(x)
 
 
-_call = activation("mish", reference)
-
-
+@activation(reference)
 def mish(x: torch.Tensor) -> torch.Tensor:
     """Activation ``x * tanh(log(1 + exp(x)))``; takes and returns what :func:`tigon.silu` does.
 
     Source: Misra 2019, "Mish: A Self Regularized Non-Monotonic Activation Function", arXiv:1908.08681.
     """
-    return _call(x)

@@ -13,25 +13,10 @@ def reference(x):
     return F.relu(x).square()
 
 
-_call = activation("relu_squared", reference)
-
-
+@activation(reference)
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """Activation ``relu(x)^2``.
-
-    Args:
-        x: ``[..., F]`` float32, bfloat16 or float16. Rows may lie apart in memory; any other layout is copied
-            once. float64 runs the eager reference.
-
-    Returns:
-        ``[..., F]`` in x's dtype, contiguous. Differentiable, ``dx = 2 * relu(x) * dy``; arithmetic in
-        float32, rounded once; bitwise deterministic. x is kept for the backward by reference and never
-        written.
-
-    Raises:
-        tigon.Error: x is no float tensor.
+    """Activation ``relu(x)^2``, ``dx = 2 * relu(x) * dy``; takes and returns what :func:`tigon.silu` does.
 
     Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling",
     arXiv:2109.08668.
     """
-    return _call(x)

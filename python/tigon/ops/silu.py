@@ -13,9 +13,7 @@ def reference(x):
     return F.silu(x)
 
 
-_call = activation("silu", reference)
-
-
+@activation(reference)
 def silu(x: torch.Tensor) -> torch.Tensor:
     """Activation ``x * sigmoid(x)``; for ``silu(gate) * up`` see :func:`tigon.swiglu`.
 
@@ -34,4 +32,3 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     Source: Elfwing et al. 2017, "Sigmoid-Weighted Linear Units for Neural Network Function Approximation in
     Reinforcement Learning", arXiv:1702.03118, equation 5.
     """
-    return _call(x)

@@ -12,9 +12,7 @@ def reference(x):
     return torch.softmax(x, -1, torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
-_call = activation("softmax", reference, elementwise=False)
-
-
+@activation(reference, elementwise=False)
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dimension, ``exp(x) / sum(exp(x))``.
 
@@ -34,4 +32,3 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
     Source: Bridle 1990, "Probabilistic interpretation of feedforward classification network outputs".
     """
-    return _call(x)

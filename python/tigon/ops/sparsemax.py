@@ -23,9 +23,7 @@ def reference(x):
     return (y + 0 * y * y).to(x.dtype)  # a row of NaN has a gradient of NaN
 
 
-_call = activation("sparsemax", reference, elementwise=False)
-
-
+@activation(reference, elementwise=False)
 def sparsemax(x: torch.Tensor) -> torch.Tensor:
     """Sparsemax over the last dimension: the distribution that is nearest to x, ``max(x - tau, 0)``.
 
@@ -46,4 +44,3 @@ def sparsemax(x: torch.Tensor) -> torch.Tensor:
     Source: Martins & Astudillo 2016, "From Softmax to Sparsemax: A Sparse Model of Attention and Multi-Label
     Classification", arXiv:1602.02068.
     """
-    return _call(x)
