@@ -354,6 +354,7 @@ def paired(
     results: int | None = None,
     layout: Layout | None = None,
     fake_bwd: Callable[..., Any] | None = None,
+    in_place: bool = False,
 ) -> Op:
     """``tigon::<name>`` and ``tigon::<name>_bwd`` as one operator.
 
@@ -365,6 +366,7 @@ def paired(
         fake, results, layout: as :class:`Op`.
         fake_bwd: where a gradient belongs to an argument that the second does not take. ``None``: a gradient
             is like its argument, and empty where it is not needed.
+        in_place: ``tigon::<name>_bwd_in_place`` runs where what was saved may be overwritten.
     """
     forward, backward = native(name)._schema, native(f"{name}_bwd")._schema
     inputs = [a.name for a in forward.arguments]
@@ -391,6 +393,7 @@ def paired(
         )
 
     bwd = raw(f"{name}_bwd", fake_bwd or like)
+    overwriting = raw(f"{name}_bwd_in_place", like, name) if in_place else None
 
     def setup_context(ctx, args, output):
         ctx.save_for_backward(*saved((*args, *output) if several else (*args, output)))
@@ -403,8 +406,9 @@ def paired(
             return tuple(found)
         if not needed:
             return bwd(*upstream, *ctx.saved_tensors), *found[1:]
-        need = needs(ctx.needs_input_grad)
-        made = bwd(*upstream, *ctx.saved_tensors, *options(ctx.options), *need)
+        need, tensors = needs(ctx.needs_input_grad), ctx.saved_tensors
+        run = overwriting if in_place and may_overwrite_saved(tensors) else bwd
+        made = run(*upstream, *tensors, *options(ctx.options), *need)
         for i, g, wanted in zip(positions, made, need, strict=True):
             if wanted:
                 found[i] = g

@@ -13,19 +13,10 @@ import torch.nn.functional as F
 
 from tigon._deterministic import is_deterministic
 from tigon._load import native
-from tigon._op import Op, define, has_kernel, may_overwrite_saved, raw
+from tigon._op import define, has_kernel, paired
 from tigon.environment import own_products
 from tigon.error import check, refuse
-from tigon.ops.arguments import (
-    check_choice,
-    check_float,
-    check_indices,
-    check_like,
-    check_numbers,
-    check_positive,
-    options_of,
-    readable,
-)
+from tigon.ops import arguments
 
 _OP = "experts"
 ALPHA, LIMIT = 1.702, 7.0
@@ -274,24 +265,22 @@ def _wide(gate_up, transposed):
     return gate_up.shape[2 if transposed else 1]
 
 
-_OPERANDS = (
-    "Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor? weights, Tensor? gate_up_bias, "
-    "Tensor? down_bias, bool is_sorted, int kind, int columns, bool transposed, float alpha, float limit"
-)
-_SAVED = "Tensor gate_up_rows, Tensor order, Tensor place, Tensor offsets"
+_PARAMETERS = "Tensor? weights, Tensor? gate_up_bias, Tensor? down_bias"
+_OPTIONS = "bool is_sorted, int kind, int columns, bool transposed, float alpha, float limit"
+_INPUTS = f"(Tensor x, Tensor gate_up, Tensor down, Tensor ids, {_PARAMETERS}, {_OPTIONS})"
+_TRAINED = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias")
 
 for _name in ("experts", "experts_fwd"):
-    define(_name, f"({_OPERANDS}) -> (Tensor y, {_SAVED})", _forward)
-define("experts_infer", f"({_OPERANDS}) -> Tensor", lambda *inputs: _forward(*inputs, keep=False)[0])
+    _results = "(Tensor y, Tensor gate_up_rows, Tensor order, Tensor place, Tensor offsets)"
+    define(_name, f"{_INPUTS} -> {_results}", _forward)
+define("experts_infer", f"{_INPUTS} -> Tensor", lambda *inputs: _forward(*inputs, keep=False)[0])
 for _suffix, _written in (("", ""), ("_in_place", "(a!)")):
+    _saved = f"Tensor{_written} gate_up_rows, Tensor order, Tensor place, Tensor offsets"
+    _needs, _gradients = (", ".join(prefix + t for t in _TRAINED) for prefix in ("bool need_d", "Tensor d"))
     define(
         f"experts_bwd{_suffix}",
-        "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor? weights, Tensor? gate_up_bias, "
-        f"Tensor? down_bias, Tensor{_written} gate_up_rows, Tensor order, Tensor place, Tensor offsets, "
-        "bool is_sorted, int kind, int columns, bool transposed, float alpha, float limit, bool need_x, "
-        "bool need_gate_up, bool need_down, bool need_weights, bool need_gate_up_bias, bool need_down_bias) "
-        "-> (Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights, Tensor dgate_up_bias, "
-        "Tensor ddown_bias)",
+        f"(Tensor dy, Tensor x, Tensor gate_up, Tensor down, {_PARAMETERS}, {_saved}, {_OPTIONS}, {_needs}) "
+        f"-> ({_gradients})",
         functools.partial(_layer_backward, in_place=bool(_written)),
     )
 
@@ -309,49 +298,21 @@ def _fake(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, ki
     )
 
 
-def _fake_bwd(dy, x, gate_up, down, weights, gate_up_bias, down_bias, *rest):
-    operands = (x, gate_up, down, weights, gate_up_bias, down_bias)
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) if need else x.new_empty(0)
-        for t, need in zip(operands, rest[-6:], strict=True)
-    )
-
-
-_bwd = raw("experts_bwd", _fake_bwd)
-_bwd_in_place = raw("experts_bwd_in_place", _fake_bwd, _OP)
-
-
-def _setup_context(ctx, inputs, output):
-    x, gate_up, down, _, weights, gate_up_bias, down_bias, *ctx.options = inputs
-    ctx.save_for_backward(x, gate_up, down, weights, gate_up_bias, down_bias, *output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, *_):
-    if dy is None:
-        return (None,) * 13
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 5, 6)]
-    saved = ctx.saved_tensors
-    found = (_bwd_in_place if may_overwrite_saved(saved) else _bwd)(dy, *saved, *ctx.options, *needs)
-    dx, dgate_up, ddown, *others = (g if need else None for g, need in zip(found, needs, strict=True))
-    return dx, dgate_up, ddown, None, *others, *(None,) * 6
-
-
-_op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
+_op = paired(_OP, _fake, results=1, in_place=True)
 
 
 def _check(
     op, x, gate_up, down, *, activation, gated, interleaved, transposed, gate_up_bias, down_bias, alpha, limit
 ) -> None:
     """The operands that both functions share."""
-    check_choice(op, "activation", activation, KINDS)
+    arguments.check_choice(op, "activation", activation, KINDS)
     check(op, gated or activation not in _CLAMPED, "gated must be True for {}, got {}", activation, gated)
     check(op, gated or not interleaved, "interleaved must be False without gate, got {}", interleaved)
-    check_numbers(op, alpha=alpha)
-    check_positive(op, "limit", limit)
-    check_float(op, "x", x)
+    arguments.check_numbers(op, alpha=alpha)
+    arguments.check_positive(op, "limit", limit)
+    arguments.check_float(op, "x", x)
     for name, t in (("gate_up", gate_up), ("down", down)):
-        check_float(op, name, t)
+        arguments.check_float(op, name, t)
         check(op, t.dim() == 3, name + " must have three dimensions, got {}", t.dim())
     hidden, wide = (gate_up.shape[i] for i in ((1, 2) if transposed else (2, 1)))
     experts, parts = gate_up.shape[0], 2 if gated else 1
@@ -365,15 +326,15 @@ def _check(
         ("gate_up_bias", gate_up_bias, (experts, wide)), ("down_bias", down_bias, (experts, hidden)),
     ):  # fmt: skip
         if t is not None:
-            check_float(op, name, t)
-            check_like(op, name, t, shape, x.device)
+            arguments.check_float(op, name, t)
+            arguments.check_like(op, name, t, shape, x.device)
             check(op, t.dtype == x.dtype, name + " must be {}, got {}", x.dtype, t.dtype)
 
 
 def _check_weights(op, name, weights, shape, x) -> None:
     if weights is not None:
-        check_float(op, name, weights)
-        check_like(op, name, weights, shape, x.device)
+        arguments.check_float(op, name, weights)
+        arguments.check_like(op, name, weights, shape, x.device)
 
 
 def _run(
@@ -443,13 +404,13 @@ def experts(
                "transposed": transposed, "gate_up_bias": gate_up_bias, "down_bias": down_bias,
                "limit": limit}  # fmt: skip
     _check(_OP, x, gate_up, down, **options)
-    check_indices(_OP, "ids", ids)
+    arguments.check_indices(_OP, "ids", ids)
     fits = ids.dim() == x.dim() and ids.shape[:-1] == x.shape[:-1] and x.dim() >= 2
     check(_OP, fits, "ids must be {}, got {}", (*x.shape[:-1], "K"), tuple(ids.shape))
     check(_OP, ids.device == x.device, "ids must be on {}, got {}", x.device, ids.device)
     _check_weights(_OP, "weights", weights, ids.shape, x)
     if not has_kernel(_OP, x, weights):
-        negative = ids[ids < 0][:1].tolist() if readable(ids) else []
+        negative = ids[ids < 0][:1].tolist() if arguments.readable(ids) else []
         check(_OP, not negative, "ids must be >= 0, got {}", *negative)
         return reference(x, gate_up, down, ids, weights, **options)
     y = _run(x.reshape(-1, x.shape[-1]), gate_up, down, ids.reshape(-1, ids.shape[-1]),
@@ -457,7 +418,7 @@ def experts(
     return y.reshape(x.shape)
 
 
-@options_of(experts)
+@arguments.options_of(experts)
 def grouped_mlp(
     rows: torch.Tensor,
     gate_up: torch.Tensor,
@@ -485,8 +446,8 @@ def grouped_mlp(
     op = "grouped_mlp"
     _check(op, rows, gate_up, down, **options)
     check(op, rows.dim() == 2, "rows must have two dimensions, got {}", rows.dim())
-    check_indices(op, "offsets", offsets)
-    check_like(op, "offsets", offsets, gate_up.shape[:1], rows.device)
+    arguments.check_indices(op, "offsets", offsets)
+    arguments.check_like(op, "offsets", offsets, gate_up.shape[:1], rows.device)
     _check_weights(op, "row_weights", row_weights, rows.shape[:1], rows)
     _check_offsets(op, offsets, rows.shape[0])
     if not has_kernel(op, rows, row_weights):
@@ -496,7 +457,7 @@ def grouped_mlp(
 
 def _check_offsets(op, offsets, rows) -> None:
     """Of the CPU alone: elsewhere it would wait."""
-    if not readable(offsets):
+    if not arguments.readable(offsets):
         return
     ends = offsets.tolist()
     if any(b < a for a, b in zip([0, *ends], [*ends, rows], strict=True)):
