@@ -9,34 +9,22 @@ from torch.autograd import forward_ad
 
 from tigon._op import foreign, has_kernel, once, refuse_tangents
 from tigon.error import check
-from tigon.ops.arguments import check_choice, check_float, check_integers, check_numbers, check_positive
-from tigon.ops.cross_entropy import check_denominator, check_target
+from tigon.ops.arguments import check_float, check_integers, options_of
+from tigon.ops.cross_entropy import check_loss, check_target
+from tigon.ops.cross_entropy import cross_entropy as whole
 from tigon.ops.loss_gradient import scaled
 from tigon.ops.loss_head.operands import Formula
 from tigon.parallel.rows import NUMBERS, Rows, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, Shards, Work, agree, code, target_code
 
 OP = "parallel.cross_entropy"
-REDUCTIONS = ("none", "mean", "sum")
 
 
 def check_layout(op, vocab, first_class) -> None:
     """What a process says of its classes."""
-    for name, value in (("vocab", vocab), ("first_class", first_class)):
+    for name, value, least in (("vocab", vocab, 1), ("first_class", first_class, 0)):
         if value is not None:
-            check_integers(op, **{name: value})
-            check(
-                op, value >= (name == "vocab"), "{} must be >= {}, got {}", name, int(name == "vocab"), value
-            )
-
-
-def check_loss(op, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator) -> None:
-    check_integers(op, ignore_index=ignore_index)
-    check_numbers(op, label_smoothing=label_smoothing, z_loss=z_loss)
-    check(op, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
-    check_positive(op, "softcap", softcap, or_none=True)
-    check_choice(op, "reduction", reduction, REDUCTIONS)
-    check_denominator(op, denominator)
+            check_integers(op, least=least, **{name: value})
 
 
 def check_eager(op, **tensors) -> None:
@@ -116,6 +104,7 @@ def _gradient(rows: Rows, logits, target, log_share, scale):
 
 
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
+@options_of(whole, but=("inplace",))
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -123,13 +112,7 @@ def cross_entropy(
     *,
     vocab: int | None = None,
     first_class: int | None = None,
-    weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    denominator: float | torch.Tensor | None = None,
+    **options,
 ) -> torch.Tensor:
     """:func:`tigon.cross_entropy` of logits whose last dimension is sharded over a process group.
 
@@ -160,6 +143,7 @@ def cross_entropy(
             (on CUDA this is looked at in the first call of each kind, which synchronises). A label outside
             ``[0, vocab)`` makes its row's loss and gradient NaN in all of them.
     """
+    weight, reduction, denominator = options.pop("weight"), options["reduction"], options["denominator"]
 
     def describe():
         check_eager(OP, logits=logits, target=target, weight=weight)
@@ -168,10 +152,13 @@ def cross_entropy(
         check(OP, has_kernel(OP, logits), "logits must be float32, bfloat16 or float16, got {}", logits.dtype)
         check_target(OP, "target", target, logits.shape[:-1])
         check_layout(OP, vocab, first_class)
-        check_loss(OP, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
+        check_loss(OP, **options)
         if weight is not None:
             check_float(OP, "weight", weight)
-        formula = Formula(ignore_index, label_smoothing, softcap or 0.0, z_loss=z_loss)
+        softcap = options["softcap"] or 0.0
+        formula = Formula(
+            options["ignore_index"], options["label_smoothing"], softcap, z_loss=options["z_loss"]
+        )
         return Facts(
             rows=target.numel(), dtype=code(logits.dtype),
             needs=int(logits.requires_grad and torch.is_grad_enabled()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tigon.parallel.shards import Facts, _all_gather, _reduce_scatter, agree, code
+from tigon.parallel.shards import Facts, _reduce_scatter, agree, code, gathered
 
 
 class Gather:
@@ -41,10 +41,7 @@ class Gather:
         return _Sum.apply(x, self)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Every process's x, one after another in the first dimension."""
-        whole = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        _all_gather(whole, x.contiguous(), group=self.group)
-        return whole
+        return gathered(x, self.size, self.group)
 
 
 class _Rows(torch.autograd.Function):

@@ -11,42 +11,26 @@ import torch
 from tigon._deterministic import is_deterministic
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices, options_of
+from tigon.ops.arguments import check_float, check_indices, options_of, picked
+from tigon.ops.cross_entropy import check_loss
+from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy as whole_cross_entropy
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob as whole_log_prob
-from tigon.ops.loss_head.operands import (
-    BIAS,
-    HIDDEN,
-    LORA_A,
-    LORA_B,
-    WEIGHT,
-    Formula,
-    Head,
-    autocast,
-    check_head,
-    check_lora,
-    check_outputs,
-    check_token_weight,
-    main_grad_of,
-    whole_vectors,
-    wide_logits,
-)
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import result_type
 from tigon.parallel.cross_entropy import (
     check_eager,
     check_layout,
-    check_loss,
     number_of,
     shape_of,
     take_class_weight,
 )
-from tigon.parallel.plan import Sizes, choose, count, counting
+from tigon.parallel.plan import choose, count, counting
 from tigon.parallel.rows import NUMBERS, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, agree, code, target_code
-from tigon.parallel.stream import Call, Function, Parameters
+from tigon.parallel.stream import Call, Function
 
 LOSS, LOG_PROB = "parallel.linear_cross_entropy", "parallel.linear_log_prob"
 
@@ -68,27 +52,11 @@ class _Options(NamedTuple):
     denominator: float | torch.Tensor | None = None
     outputs: tuple[str, ...] | None = None
 
-    @classmethod
-    def of(cls, **options) -> _Options:
-        return cls(**{name: value for name, value in options.items() if name in cls._fields})
-
-
-class _Operands(NamedTuple):
-    """What a call works with."""
-
-    hidden: torch.Tensor
-    parameters: Parameters
-    lora_scale: float
-    needs: int
-    wide: bool
-    known: int  # rows that count, -1: not known
-    main_grad: torch.Tensor | None
-
 
 def _describe(
-    op, hidden, weight, target, group, head: Head, call: _Options, formula: Formula
-) -> tuple[Facts, _Operands]:
-    """Checks; what the processes compare, and the operands."""
+    op, hidden, weight, target, group, head: operands.Head, call: _Options, formula: operands.Formula
+) -> tuple[Facts, tuple]:
+    """Checks; what the processes compare, and what the call works with."""
     bias, lora = head.bias, head.lora
     low = lora if isinstance(lora, Sequence) else ()
     check_eager(op, hidden=hidden, weight=weight, target=target, bias=bias,
@@ -97,9 +65,9 @@ def _describe(
                call.denominator)  # fmt: skip
     if call.class_weight is not None:
         check_float(op, "class_weight", call.class_weight)
-    check_token_weight(op, call.token_weight, target)
+    operands.check_token_weight(op, call.token_weight, target)
     if call.outputs is not None:
-        check_outputs(op, call.outputs, OUTPUTS)
+        operands.check_outputs(op, call.outputs, OUTPUTS)
     target = labels_of(target, head.ignore_index)
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
@@ -115,28 +83,28 @@ def _describe(
         labels = target[: hidden.shape[0]]
     columns = weight.shape[0]
     if columns:
-        check_head(op, hidden, weight, labels, head._replace(lora=None))
+        operands.check_head(op, hidden, weight, labels, head._replace(lora=None))
     else:  # a process without classes
-        check_head(
+        operands.check_head(
             op, hidden, weight.new_empty(1, weight.shape[1]), labels, head._replace(bias=None, lora=None)
         )
-    check_lora(op, lora, hidden, weight)
+    operands.check_lora(op, lora, hidden, weight)
     check_layout(op, call.vocab, call.first_class)
     check_keep(op, call.keep_mb)
-    hidden = autocast(hidden)
+    hidden = operands.autocast(hidden)
     check(op, has_kernel(op, hidden), "hidden must be float32, bfloat16 or float16, got {}", hidden.dtype)
-    wide = wide_logits(op, head.logit_dtype, hidden)
-    main_grad = main_grad_of(op, weight)
+    wide = operands.wide_logits(op, head.logit_dtype, hidden)
+    main_grad = operands.main_grad_of(op, weight)
     if main_grad is not None:  # it has weight's own columns
         check(op, main_grad.is_contiguous(), "weight.main_grad must be contiguous, got other strides")
     else:
-        hidden, weight, lora = whole_vectors(hidden, weight, lora)
+        hidden, weight, lora = operands.whole_vectors(hidden, weight, lora)
     lora_a, lora_b, lora_scale = lora or (None, None, 1.0)
-    parameters = Parameters(weight, bias, lora_a, lora_b)
+    parameters = (weight, bias, lora_a, lora_b)
     known = count(op, target, head.ignore_index, head.shift, head.valid_rows)
     needs = 0
     if torch.is_grad_enabled():
-        wanted = zip((HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B), (hidden, *parameters), strict=True)
+        wanted = zip(operands.NEEDS.values(), (hidden, *parameters), strict=True)
         needs = sum(bit for bit, t in wanted if t is not None and t.requires_grad)
     both = call.sequence_parallel and call.partial_hidden_grad
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
@@ -152,17 +120,17 @@ def _describe(
         first_class=-1 if call.first_class is None else call.first_class,
         vocab=-1 if call.vocab is None else call.vocab,
     )  # fmt: skip
-    return facts, _Operands(hidden, parameters, float(lora_scale), needs, wide, known, main_grad)
+    return facts, (hidden, parameters, float(lora_scale), needs, wide, known, main_grad)
 
 
-def _run(op, hidden, weight, target, group, head: Head, options: _Options, result="loss"):
+def _run(op, hidden, weight, target, group, head: operands.Head, options: _Options, result="loss"):
     """The call: ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat."""
-    formula = Formula(head.ignore_index, options.label_smoothing, head.softcap or 0.0, head.logit_scale,
-                      head.temperature, options.z_loss)  # fmt: skip
+    formula = operands.Formula(head.ignore_index, options.label_smoothing, head.softcap or 0.0,
+                               head.logit_scale, head.temperature, options.z_loss)  # fmt: skip
     describe = functools.partial(_describe, op, hidden, weight, target, group, head, options, formula)
     device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
-    shards, operands = agree(op, group, device, describe)
-    hidden, parameters, lora_scale, needs, wide, known, main_grad = operands
+    shards, given = agree(op, group, device, describe)
+    hidden, parameters, lora_scale, needs, wide, known, main_grad = given
     class_weight = take_class_weight(op, shards, options.class_weight, device)
     reduction, denominator, token_weight = options.reduction, options.denominator, options.token_weight
     statistics, entropy = options.outputs or (), options.entropy
@@ -182,13 +150,12 @@ def _run(op, hidden, weight, target, group, head: Head, options: _Options, resul
     # The rows of a share are gathered as they are.
     listed = counting(labels, formula.ignore_index, known if shares == 1 else -1)
     hidden = listed.take(hidden)
-    sizes = Sizes(
-        device, hidden.dtype, listed.labels.shape[0], size, shards.widest, needs & WEIGHT != 0,
-        main_grad is not None, 0 if head.lora is None else parameters.lora_a.shape[0],
-        wide and hidden.dtype != torch.float32, shares, 4 * rows.per_row() * (1 + shards.size),
-        listed.index is not None,
+    chunk, keep = choose(
+        op, hidden, listed.labels.shape[0], shards.widest, head, options.keep_mb, entropy, shares=shares,
+        statistics=4 * rows.per_row() * (1 + shards.size), listed=listed.index is not None,
+        wide=wide and hidden.dtype != torch.float32, train_weight=needs & operands.WEIGHT != 0,
+        main_grad=main_grad is not None, lora_rank=0 if head.lora is None else parameters[2].shape[0],
     )  # fmt: skip
-    chunk, keep = choose(op, sizes, head.chunk_rows, head.max_workspace_mb, options.keep_mb, entropy)
     target = listed.labels.view(shares, hidden.shape[0])
     if token_weight is not None:
         token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
@@ -268,9 +235,11 @@ def linear_cross_entropy(
     outputs = options["outputs"]
     if isinstance(outputs, Sequence) and not isinstance(outputs, str):
         outputs = options["outputs"] = tuple(outputs)
-    call = _Options.of(**options, vocab=vocab, first_class=first_class, sequence_parallel=sequence_parallel,
-                       partial_hidden_grad=partial_hidden_grad)  # fmt: skip
-    head = Head.of(options)
+    call = picked(
+        _Options, options, vocab=vocab, first_class=first_class, sequence_parallel=sequence_parallel,
+        partial_hidden_grad=partial_hidden_grad,
+    )  # fmt: skip
+    head = operands.Head.of(options)
     loss, _, numbers, predicted, labels = _run(LOSS, hidden, weight, target, group, head, call)
     loss = loss if loss.dim() == 0 else loss.view(target.shape)
     if outputs is None:
@@ -303,9 +272,11 @@ def linear_log_prob(
         float32, target's shape, or a pair of them; the same bits in all processes. 0 on ignored rows, with
         zero gradients.
     """
-    call = _Options.of(**options, vocab=vocab, first_class=first_class, sequence_parallel=sequence_parallel,
-                       partial_hidden_grad=partial_hidden_grad)  # fmt: skip
-    head = Head.of(options | {"softcap": options["softcap"] or None})
+    call = picked(
+        _Options, options, vocab=vocab, first_class=first_class, sequence_parallel=sequence_parallel,
+        partial_hidden_grad=partial_hidden_grad,
+    )  # fmt: skip
+    head = operands.Head.of(options | {"softcap": options["softcap"] or None})
     loss, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, head, call, "log_prob")
     log_prob = loss.view(target.shape)
     return (log_prob, entropies.view(target.shape)) if call.entropy else log_prob

@@ -11,6 +11,7 @@ import torch
 
 from tigon.ops.loss_head.labels import check_count, known_rows, shifted
 from tigon.ops.loss_head.linear_loss import list_rows
+from tigon.ops.loss_head.operands import Head
 from tigon.ops.loss_head.plan import check_fits, padded, plan
 
 _MIB = 1 << 20
@@ -61,49 +62,39 @@ def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool
     return chunks
 
 
-class Sizes(NamedTuple):
-    """What the chunks of a call depend on: alike in all processes."""
-
-    device: torch.device
-    dtype: torch.dtype
-    rows: int  # of all shares, those that are worked on
-    hidden: int
-    widest: int  # columns of the widest shard
-    dweight: bool
-    main_grad: bool  # to which dweight is added
-    lora_rank: int
-    wide: bool
-    shares: int
-    statistics: int  # bytes of a row: this process's and those of all
-    listed: bool  # the rows worked on are copies
-
-
 def choose(
-    op: str,
-    s: Sizes,
-    chunk_rows: int | None,
-    max_workspace_mb: float | None,
-    keep_mb: float | None,
-    entropy: bool,
-):
-    """Rows of a chunk, of all shares, and whether the gradients of all logits are kept for the backward."""
-    widest = max(s.widest, 1)
+    op: str, hidden: torch.Tensor, rows: int, widest: int, head: Head, keep_mb: float | None, entropy: bool,
+    *, shares: int, statistics: int, listed: bool, wide: bool, **sizes,
+):  # fmt: skip
+    """Rows of a chunk, of all shares, and whether the gradients of all logits are kept for the backward.
+
+    Args: alike in all processes.
+        rows: of all shares, those that are worked on.
+        widest: columns of the widest shard.
+        statistics: bytes of a row: this process's and those of all.
+        listed: the rows worked on are copies.
+        sizes: others of :func:`plan`.
+    """
+    size, itemsize, widest, cap = (
+        hidden.shape[-1],
+        hidden.dtype.itemsize,
+        max(widest, 1),
+        head.max_workspace_mb,
+    )
     # With shares: a chunk gathered, the next one, and gradients on their way. Logits of both precisions.
     found = plan(
-        s.device.type, s.dtype, s.rows, s.hidden, widest, lora_rank=s.lora_rank, train_weight=s.dweight,
-        main_grad=s.main_grad, chunk_rows=chunk_rows or 0, max_workspace_mb=max_workspace_mb,
-        copies=3 * (s.shares > 1), row=s.statistics + 4 * padded(widest) * s.wide,
-        fixed=2 * s.rows * s.hidden * s.dtype.itemsize * s.listed,
+        hidden.device.type, hidden.dtype, rows, size, widest, chunk_rows=head.chunk_rows or 0,
+        max_workspace_mb=cap, copies=3 * (shares > 1), row=statistics + 4 * padded(widest) * wide,
+        fixed=2 * rows * size * itemsize * listed, **sizes,
     )  # fmt: skip
-    if max_workspace_mb is not None and s.rows > 0:
-        check_fits(op, found, s.shares, "one row of every share", max_workspace_mb)
-    chunk = found.chunk_rows
-    chunk = max(min(chunk, s.rows), 1)
+    if cap is not None and rows > 0:
+        check_fits(op, found, shares, "one row of every share", cap)
+    chunk = max(min(found.chunk_rows, rows), 1)
     if entropy:  # a gradient of the entropies is no multiple of what would be kept
         return chunk, False
     if keep_mb is None:
-        return chunk, chunk >= s.rows
-    return chunk, s.rows * padded(widest) * s.dtype.itemsize <= keep_mb * _MIB
+        return chunk, chunk >= rows
+    return chunk, rows * padded(widest) * itemsize <= keep_mb * _MIB
 
 
 def count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_rows: int | None) -> int:

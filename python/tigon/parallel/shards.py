@@ -150,9 +150,7 @@ def _exchange(group, size, device, facts: Facts) -> list[Facts]:
     if size == 1:
         return [facts]
     mine = torch.tensor(facts, dtype=torch.int64, device="cpu").to(device)
-    all_ = mine.new_empty(size * len(facts))
-    _all_gather(all_, mine, group=group)
-    return [Facts(*row) for row in all_.view(size, len(facts)).tolist()]
+    return [Facts(*row) for row in gathered(mine[None], size, group).tolist()]
 
 
 def _layout(op, said: list[Facts]) -> Layout:
@@ -176,6 +174,13 @@ def _layout(op, said: list[Facts]) -> Layout:
     return tuple(firsts), tuple(reals), max(columns), vocab
 
 
+def gathered(part: torch.Tensor, size: int, group) -> torch.Tensor:
+    """The part of each of so many processes, one after another in the first dimension; ready on return."""
+    whole = part.new_empty(size * part.shape[0], *part.shape[1:])
+    _all_gather(whole, part.contiguous(), group=group)
+    return whole
+
+
 def _sum_in_order(parts: torch.Tensor, to: torch.Tensor) -> None:
     """The sum of every process's part; in a collective its order depends on an element's place."""
     total = parts[0].float()
@@ -194,12 +199,8 @@ class Work:
         self.pending.append((work, tensors))
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Every process's ``part``, one after another in the first dimension; ready on return."""
-        if self.shards.size == 1:
-            return part
-        whole = part.new_empty(self.shards.size * part.shape[0], *part.shape[1:])
-        _all_gather(whole, part.contiguous(), group=self.shards.group)
-        return whole
+        """:func:`gathered` of the group."""
+        return part if self.shards.size == 1 else gathered(part, self.shards.size, self.shards.group)
 
     def start_gather(self, part: torch.Tensor, whole: torch.Tensor | None = None):
         """A function that waits for :meth:`gather`'s result, in ``whole`` where that is given."""

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 
 from tigon._deterministic import is_deterministic
-from tigon._op import graph_is_kept, once, raw
-from tigon.ops.loss_head.autograd import finish, finish_in_place
-from tigon.ops.loss_head.operands import BIAS, HIDDEN, LORA_A, LORA_B, WEIGHT
+from tigon._op import once, raw
+from tigon.ops.loss_head.autograd import finished
+from tigon.ops.loss_head.operands import BIAS, HIDDEN, LORA_A, LORA_B, NEEDS, WEIGHT
 from tigon.ops.loss_head.plan import padded
 from tigon.parallel.plan import Chunk, Part, divide
 from tigon.parallel.rows import NUMBERS, Rows, total
@@ -51,20 +51,10 @@ class Call(NamedTuple):
     main_grad: torch.Tensor | None  # weight's gradient is added to it; only for losses of rows
 
 
-class Parameters(NamedTuple):
-    """The tensors of a call that can need a gradient besides hidden, as the caller gave them."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    lora_a: torch.Tensor | None
-    lora_b: torch.Tensor | None
-
-
 class Stream:
     """The operands of a pass, of one dtype."""
 
-    def __init__(self, call: Call, hidden, parameters: Parameters) -> None:
-        weight, bias, lora_a, lora_b = parameters
+    def __init__(self, call: Call, hidden, weight, bias, lora_a, lora_b) -> None:
         self.call, self.hidden = call, hidden
         self.shards, self.width = call.rows.shards, weight.shape[0]
         real, dtype = self.shards.real, hidden.dtype
@@ -287,9 +277,6 @@ class Gradients:
         return self.dhidden, self.dweight, self.dbias, self.dlora_a, self.dlora_b
 
 
-_BITS = (HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B)
-
-
 def _float_bias(bias, dtype, wide, real):
     """The bias of the classes in a dtype that the row pass takes."""
     if bias is None:
@@ -303,7 +290,7 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, hidden, *parameters):
-        stream = Stream(call, hidden.detach(), Parameters(*parameters))
+        stream = Stream(call, hidden.detach(), *parameters)
         numbers, predicted, kept, gradients = stream.forward()
         ctx.call = call
         ctx.dtypes = tuple(parameters[0].dtype if p is None else p.dtype for p in parameters)
@@ -328,22 +315,15 @@ class Function(torch.autograd.Function):
     def backward(ctx, dloss, dentropy, *_):
         call = ctx.call
         if call.scale is not None:
-            found = _finished(ctx, dloss)
+            found = finished(dloss, ctx.saved_tensors, *ctx.dtypes[:2])
         elif dloss is None and dentropy is None:
-            return (None,) * (1 + len(_BITS))
+            return (None,) * (1 + len(NEEDS))
         else:
             found = _row_gradients(ctx, dloss, dentropy)
         needs = call.needs if call.main_grad is None else call.needs & ~WEIGHT
-        dhidden, *others = (g if needs & bit else None for bit, g in zip(_BITS, found, strict=True))
+        dhidden, *others = (g if needs & bit else None for bit, g in zip(NEEDS.values(), found, strict=True))
         typed = (None if g is None else g.to(dtype) for g, dtype in zip(others, ctx.dtypes, strict=True))
         return None, dhidden, *typed
-
-
-def _finished(ctx, dloss):
-    """The gradients formed in the forward, times the upstream gradient."""
-    run = finish if graph_is_kept() else finish_in_place
-    scale, *formed = ctx.saved_tensors
-    return run(dloss, scale, *formed, *ctx.dtypes[:2])
 
 
 def _row_gradients(ctx, dloss, dentropy):
@@ -352,7 +332,7 @@ def _row_gradients(ctx, dloss, dentropy):
     upstream = torch.zeros_like(log_share) if dloss is None else dloss
     if NUMBERS[call.result] == "log_prob":
         upstream = -upstream  # the row pass knows the loss, -log_prob
-    stream = Stream(call, hidden, Parameters(*parameters))
+    stream = Stream(call, hidden, *parameters)
     if dentropy is not None:
         dentropy = dentropy.contiguous()
     return stream.backward(log_share, entropy if call.entropy else None, kept, upstream, dentropy).formed()

@@ -8,16 +8,24 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
 
 from tigon._load import library
 from tigon.error import check
-from tigon.ops.arguments import check_booleans, check_choice, check_integers, check_numbers, options_of
+from tigon.ops.arguments import (
+    check_booleans,
+    check_choice,
+    check_integers,
+    check_numbers,
+    options_of,
+    picked,
+)
+from tigon.ops.cross_entropy import REDUCTIONS
 
 _OP = "linear_cross_entropy_memory"
-REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # DType
 _MIB = 1 << 20
 _MOST = 1 << 62
@@ -35,23 +43,10 @@ class HeadMemory(NamedTuple):
     peak: int
 
 
-class HeadPlan(NamedTuple):
-    """``LinearHeadPlan``."""
-
-    chunk_rows: int
-    whole_rows: int
-    kept: int
-    unit: int
-    fits: int
-    row: int
-    fixed: int
-    workspace: int
-    gradients: int
-    results: int
-    peak: int
-
-    def memory(self) -> HeadMemory:
-        return HeadMemory(self.chunk_rows, self.workspace, self.gradients, self.results, self.peak)
+# ``LinearHeadPlan``.
+HeadPlan = namedtuple(
+    "HeadPlan", "chunk_rows whole_rows kept unit fits row fixed workspace gradients results peak"
+)
 
 
 # LinearHeadSizes: names and what they are unless given.
@@ -181,14 +176,15 @@ def _memory(
     check_booleans(_OP, **trained, main_grad=main_grad)
     check_cap(_OP, max_workspace_mb)
     check_keep(_OP, keep_mb)
-    return plan(
+    found = plan(
         _device_type(device), dtype, rows, hidden_size, vocab, weight_dtype=weight_dtype,
         max_workspace_mb=max_workspace_mb, worked=rows if valid_rows is None else valid_rows,
         lora_rank=lora_rank, **trained, main_grad=main_grad, chunk_rows=chunk_rows or 0,
         wide=logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16),
         per_row=reduction == "none", keep_rows=rows_within(keep_mb, vocab, dtype.itemsize),
         unit=keep_mb != 0, function=function, groups=groups,
-    ).memory()  # fmt: skip
+    )  # fmt: skip
+    return picked(HeadMemory, found._asdict())
 
 
 _NATIVE = ("function", "groups")
@@ -264,11 +260,9 @@ def linear_preference_memory(
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_preference` and its backward take besides their inputs.
 
-    Every row counts here.
-
     The same of :func:`tigon.linear_kto` (``group=1``) and :func:`tigon.linear_policy` (``group=1`` where the
     loss of a token depends on its answer, 0 otherwise). As :func:`linear_cross_entropy_memory`, with chunks
-    that hold groups whole, and a copy of a chunk's hidden states times their factors.
+    that hold groups whole, and a copy of a chunk's hidden states times their factors. Every row counts here.
 
     Args:
         answers, tokens: leading sizes of target.
