@@ -153,22 +153,14 @@ PROBES = (
     Probe("drafter_loss", _drafter, fixed=(2,)),
     Probe("contrastive_loss", _two, {"symmetric": True, "temperature": 0.5}),
 )  # fmt: skip
-HELPERS = {
-    "clip_grad_norm_",
-    "count_labels",
-    "linear_cross_entropy_memory",
-    "linear_divergence_memory",
-    "linear_log_prob_memory",
-    "linear_loss",
-    "linear_preference_memory",
-    "lora_linears",
-    "multi_token_loss",
-}  # exported beside the ops
+# Exported beside the ops, and so is what ends in _memory.
+HELPERS = {"clip_grad_norm_", "count_labels", "linear_loss", "lora_linears", "multi_token_loss"}
 
 
 def ops() -> list[str]:
     """The ops that this version exports."""
-    functions = {name: vars(tigon).get(name) for name in tigon.__all__ if name not in HELPERS}
+    names = [name for name in tigon.__all__ if name not in HELPERS and not name.endswith("_memory")]
+    functions = {name: vars(tigon).get(name) for name in names}
     return [n for n, f in functions.items() if (getattr(f, "__module__", "") or "").startswith("tigon.ops.")]
 
 

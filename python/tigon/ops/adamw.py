@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 
@@ -13,7 +12,11 @@ from tigon._op import raw
 ROUNDINGS = ("nearest", "stochastic", "split", "master")
 
 
-@dataclasses.dataclass
+# In the order of the operator's arguments.
+_LISTS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "extras", "steps", "first",
+          "group_sizes", "hyperparameters", "lrs")  # fmt: skip
+
+
 class TensorList:
     """The arguments of one call: tensors of one device, those of a group adjacent.
 
@@ -23,17 +26,8 @@ class TensorList:
     of random bits begins, for all or, where the rounding draws none, for no parameter.
     """
 
-    params: list = dataclasses.field(default_factory=list)
-    grads: list = dataclasses.field(default_factory=list)
-    exp_avgs: list = dataclasses.field(default_factory=list)
-    exp_avg_sqs: list = dataclasses.field(default_factory=list)
-    max_exp_avg_sqs: list = dataclasses.field(default_factory=list)
-    extras: list = dataclasses.field(default_factory=list)
-    steps: list = dataclasses.field(default_factory=list)
-    first: list = dataclasses.field(default_factory=list)
-    group_sizes: list = dataclasses.field(default_factory=list)
-    hyperparameters: list = dataclasses.field(default_factory=list)
-    lrs: list = dataclasses.field(default_factory=list)
+    def __init__(self, **lists: list) -> None:
+        vars(self).update({name: [] for name in _LISTS} | lists)
 
     def add_group(self, group: dict, size: int, device: torch.device) -> None:
         """Hyperparameters of the `size` tensors that were added last."""
@@ -47,9 +41,7 @@ class TensorList:
         self.hyperparameters += [float(lr), *betas, group["eps"], group["weight_decay"], *map(float, flags)]
 
 
-_lists = operator.attrgetter(*(field.name for field in dataclasses.fields(TensorList)))
-
-
+_lists = operator.attrgetter(*_LISTS)
 _adamw = raw("adamw_", lambda *args: None, op="adamw")
 
 

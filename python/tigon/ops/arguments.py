@@ -51,6 +51,11 @@ def options_of(*functions: Callable, but: Iterable[str] = ()) -> Callable[[Calla
     return decorate
 
 
+def picked(of: type, options: dict, /, **more: object):
+    """A named tuple `of` those options that it has."""
+    return of(**{name: value for name, value in options.items() if name in of._fields}, **more)
+
+
 def check_float(op: str, name: str, x: object) -> None:
     """x must be a tensor of floats."""
     if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:

@@ -10,18 +10,7 @@ import torch
 from tigon._op import Op, has_kernel, is_batched, raw
 from tigon.environment import own_products
 from tigon.error import check
-from tigon.ops.arguments import (
-    check_booleans,
-    check_choice,
-    check_dense,
-    check_float,
-    check_indices,
-    check_integers,
-    check_numbers,
-    check_positive,
-    check_stored,
-    kind_of,
-)
+from tigon.ops import arguments
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.operands import autocast
 from tigon.ops.rms_norm import rms_norm
@@ -295,59 +284,59 @@ def contrastive_loss(
     3; Khosla et al. 2020, arXiv:2004.11362, eq. 2 (several positives); Solatorio 2024, arXiv:2402.16829
     (guide); Kusupati et al. 2022, arXiv:2205.13147, eq. 1 (sizes).
     """
-    check_float(OP, "q", q)
-    check_float(OP, "d", d)
+    arguments.check_float(OP, "q", q)
+    arguments.check_float(OP, "d", d)
     _check_beside(q, q=q, d=d)
     check(OP, q.dim() == 2, "q must be [n, H], got {}", q.shape)
     fits = d.dim() == 2 and d.shape[1] == q.shape[1] and d.shape[0] > 0
     check(OP, fits, "d must be [m, {}] with m > 0, got {}", q.shape[1], d.shape)
-    check_booleans(OP, symmetric=symmetric, normalize=normalize, relative_margin=relative_margin)
-    check_choice(OP, "reduction", reduction, ("mean", "sum", "none"))
+    arguments.check_booleans(OP, symmetric=symmetric, normalize=normalize, relative_margin=relative_margin)
+    arguments.check_choice(OP, "reduction", reduction, ("mean", "sum", "none"))
     fits = isinstance(temperature, torch.Tensor) or hasattr(temperature, "__float__")
-    check(OP, fits, "temperature must be a number or a tensor of one, got {}", kind_of(temperature))
-    check_numbers(OP, temperature=temperature)
+    check(OP, fits, "temperature must be a number or a tensor of one, got {}", arguments.kind_of(temperature))
+    arguments.check_numbers(OP, temperature=temperature)
     if isinstance(temperature, torch.Tensor):
         _check_beside(q, temperature=temperature)
     else:
-        check_positive(OP, "temperature", temperature)
+        arguments.check_positive(OP, "temperature", temperature)
     q, d = autocast(q), autocast(d)
     check(OP, d.dtype == q.dtype, "d must be {}, got {}", q.dtype, d.dtype)
     n, m, size = q.shape[0], d.shape[0], q.shape[1]
     if labels is None:
         check(OP, m >= n, "d must have at least q's {} rows without labels, got {}", n, m)
     else:
-        check_indices(OP, "labels", labels)
+        arguments.check_indices(OP, "labels", labels)
         _check_beside(q, labels=labels)
         fits = labels.dim() in (1, 2) and labels.shape[0] == n and labels.numel() >= n
         check(OP, fits, "labels must be [{}] or [{}, K], got {}", n, n, labels.shape)
         labels = labels.to(torch.int64).reshape(n, -1 if n else 1)
     if weight is not None:
-        check_float(OP, "weight", weight)
+        arguments.check_float(OP, "weight", weight)
         _check_beside(q, weight=weight)
         check(OP, weight.shape == (n,), "weight must be [{}], got {}", n, weight.shape)
     if ids is not None:
-        _check_pair("ids", ids, q, n, m, check_indices)
+        _check_pair("ids", ids, q, n, m, arguments.check_indices)
         ids = tuple(x.to(torch.int64) for x in ids)
     if guide is not None:
-        _check_pair("guide", guide, q, n, m, check_float)
+        _check_pair("guide", guide, q, n, m, arguments.check_float)
         guide = guides(q, *guide)
         margin = 0.0 if margin is None else margin
     if margin is not None:
-        check_numbers(OP, margin=margin)
-    check_integers(OP, least=1, or_none=True, chunk_rows=chunk_rows)
+        arguments.check_numbers(OP, margin=margin)
+    arguments.check_integers(OP, least=1, or_none=True, chunk_rows=chunk_rows)
     for name, given in (("sizes", sizes), ("size_weights", size_weights)):
         fits = given is None or (isinstance(given, Sequence) and not isinstance(given, str))
-        check(OP, fits, name + " must be a tuple of numbers (or None), got {}", kind_of(given))
+        check(OP, fits, name + " must be a tuple of numbers (or None), got {}", arguments.kind_of(given))
     sizes = [size] if sizes is None else list(sizes)
     check(OP, len(sizes) > 0, "sizes must not be empty")
     for s in sizes:
-        check_integers(OP, sizes=s)
+        arguments.check_integers(OP, sizes=s)
         check(OP, 1 <= s <= size, "sizes must be in [1, {}], got {}", size, s)
     if size_weights is not None:
         words = "size_weights must have one number for each of {} sizes, got {}"
         check(OP, len(size_weights) == len(sizes), words, len(sizes), len(size_weights))
         for w in size_weights:
-            check_numbers(OP, size_weights=w)
+            arguments.check_numbers(OP, size_weights=w)
     plain = normalize and reduction != "none" and all(x is None for x in (labels, ids, margin, guide, group))
     options = {"temperature": temperature, "symmetric": symmetric, "weight": weight, "reduction": reduction,
                "chunk_rows": chunk_rows}  # fmt: skip
@@ -378,15 +367,15 @@ def contrastive_loss(
 def _check_beside(of, /, **tensors):
     """Each must be a plain tensor that has its storage, on the device of q, which is `of`."""
     for name, x in tensors.items():
-        check_dense(OP, name, x)
+        arguments.check_dense(OP, name, x)
         check(OP, x.device == of.device, name + " must be on {}, got {}", of.device, x.device)
-        check_stored(OP, name, x)
+        arguments.check_stored(OP, name, x)
 
 
 def _check_pair(name, pair, q, n, m, check_kind):
     """Two tensors, one of the queries and one of the documents."""
     fits = isinstance(pair, Sequence) and len(pair) == 2
-    check(OP, fits, "{} must be a pair of tensors, got {}", name, kind_of(pair))
+    check(OP, fits, "{} must be a pair of tensors, got {}", name, arguments.kind_of(pair))
     for part, x in zip("qd", pair, strict=True):
         check_kind(OP, f"{part}_{name}", x)
         _check_beside(q, **{f"{part}_{name}": x})

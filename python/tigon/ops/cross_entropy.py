@@ -8,36 +8,22 @@ import torch.nn.functional as F
 from tigon._dtensor import of_vocabulary
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import (
-    check_choice,
-    check_float,
-    check_integers,
-    check_layout,
-    check_numbers,
-    check_positive,
-    check_range,
-    kind_of,
-)
+from tigon.ops import arguments
 from tigon.ops.loss_gradient import RowLoss
 
 _OP = "cross_entropy"
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def reference(
-    logits,
-    target,
-    *,
-    weight=None,
-    ignore_index=-100,
-    label_smoothing=0.0,
-    softcap=None,
-    z_loss=0.0,
-    reduction="mean",
-    denominator=None,
-    inplace=False,
-):
-    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    logits, target, *, weight=None, ignore_index=-100, label_smoothing=0.0, softcap=None, z_loss=0.0,
+    reduction="mean", denominator=None, inplace=False, token_weight=None,
+):  # fmt: skip
+    """The same formula in plain PyTorch operations (any float dtype, any device).
+
+    Args:
+        token_weight: factor of each row's loss, as :func:`tigon.linear_cross_entropy` has it.
+    """
     del inplace
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
     if softcap is not None:
@@ -50,6 +36,8 @@ def reference(
     valid = y != ignore_index
     if z_loss:
         rows = rows + torch.where(valid, z_loss * torch.logsumexp(z, -1).square(), 0.0)
+    if token_weight is not None:
+        rows = torch.where(valid, rows * token_weight.detach().reshape(-1), 0.0)
     if denominator is not None:
         return divide(rows.sum(), denominator)
     if reduction == "none":
@@ -65,9 +53,9 @@ def check_denominator(op, denominator, name="denominator"):
     if isinstance(denominator, torch.Tensor):
         check(op, denominator.numel() == 1, name + " must have one element, got {}", denominator.numel())
         check(op, not denominator.is_complex(), name + " must be real, got {}", denominator.dtype)
-        check_layout(op, name, denominator)
+        arguments.check_layout(op, name, denominator)
     elif denominator is not None:
-        check_numbers(op, **{name: denominator})
+        arguments.check_numbers(op, **{name: denominator})
 
 
 def divide(total, denominator):
@@ -95,13 +83,23 @@ def split_denominator(denominator, device):
     return denominator, None
 
 
+def check_loss(op, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator):
+    """The options of a cross-entropy."""
+    check_denominator(op, denominator)
+    arguments.check_integers(op, ignore_index=ignore_index)
+    arguments.check_numbers(op, label_smoothing=label_smoothing, z_loss=z_loss)
+    arguments.check_choice(op, "reduction", reduction, REDUCTIONS)
+    check(op, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
+    arguments.check_positive(op, "softcap", softcap, or_none=True)
+
+
 def check_target(op, name, target, shape):
     """Dtype and shape; the labels themselves are read where the kernel runs."""
     integer = isinstance(target, torch.Tensor) and not (
         target.is_floating_point() or target.is_complex() or target.dtype == torch.bool
     )
-    check(op, integer, "{} must be an integer tensor, got {}", name, kind_of(target))
-    check_layout(op, name, target)
+    check(op, integer, "{} must be an integer tensor, got {}", name, arguments.kind_of(target))
+    arguments.check_layout(op, name, target)
     check(op, target.shape == shape, "{} must be {}, got {}", name, shape, target.shape)
 
 
@@ -163,19 +161,14 @@ def cross_entropy(
     Source: label smoothing: Szegedy et al. 2016, "Rethinking the Inception Architecture"; softcap: Gemma Team
     2024, "Gemma 2"; z-loss: Chowdhery et al. 2022, "PaLM", section 5.
     """
-    check_float(_OP, "logits", logits)
+    arguments.check_float(_OP, "logits", logits)
     check(_OP, logits.dim() >= 1, "logits must have at least one dimension, got 0")
     check(_OP, logits.shape[-1] >= 1, "logits must have at least one column, got {}", logits.shape)
     check_target(_OP, "target", target, logits.shape[:-1])
-    check_denominator(_OP, denominator)
-    check_integers(_OP, ignore_index=ignore_index)
-    check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss)
-    check_choice(_OP, "reduction", reduction, _REDUCTIONS)
-    check(_OP, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
-    check_positive(_OP, "softcap", softcap, or_none=True)
+    check_loss(_OP, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
     need_grad = torch.is_grad_enabled() and logits.requires_grad
     if weight is not None:
-        check_float(_OP, "weight", weight)
+        arguments.check_float(_OP, "weight", weight)
         classes, constant = logits.shape[-1:], not (weight.requires_grad and torch.is_grad_enabled())
         check(_OP, weight.shape == classes, "weight must be {}, got {}", classes, weight.shape)
         words = "weight must not require grad (the loss is not differentiable in it), got a tensor that does"
@@ -185,14 +178,12 @@ def cross_entropy(
     check(_OP, not (inplace and need_grad and logits.is_leaf), words)
     options = (ignore_index, label_smoothing, softcap or 0.0, z_loss)
     if not has_kernel(_OP, logits, beside=(target, weight)):
-        check_range(_OP, "target", target, logits.shape[-1], ignore_index)
+        arguments.check_range(_OP, "target", target, logits.shape[-1], ignore_index)
         return reference(
             logits, target, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
             softcap=softcap, z_loss=z_loss, reduction=reduction, denominator=denominator,
         )  # fmt: skip
-    denominator, host_denominator = split_denominator(denominator, logits.device)
-    if denominator is not None or host_denominator is not None:
-        reduction = "sum"
-    labels, divisors = target.reshape(-1).long(), (denominator, host_denominator)
-    loss = _loss(logits, labels, weight, *divisors, _REDUCTIONS[reduction], *options, inplace=inplace)
+    reduction = reduction if denominator is None else "sum"
+    labels, divisors = target.reshape(-1).long(), split_denominator(denominator, logits.device)
+    loss = _loss(logits, labels, weight, *divisors, REDUCTIONS[reduction], *options, inplace=inplace)
     return loss.view(target.shape) if reduction == "none" else loss

@@ -6,14 +6,7 @@ import torch
 
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import (
-    check_choice,
-    check_float,
-    check_integers,
-    check_numbers,
-    check_positive,
-    options_of,
-)
+from tigon.ops import arguments
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.in_place import check_apart
 from tigon.ops.loss_gradient import RowLoss
@@ -23,17 +16,9 @@ _REDUCTIONS = {"none": 0, "sum": 1, "batchmean": 2, "mean": 3}
 
 
 def reference(
-    student,
-    teacher,
-    labels=None,
-    *,
-    kind="forward_kl",
-    beta=0.5,
-    temperature=1.0,
-    log_probs=False,
-    ignore_index=-100,
-    reduction="batchmean",
-):
+    student, teacher, labels=None, *, kind="forward_kl", beta=0.5, temperature=1.0, log_probs=False,
+    ignore_index=-100, reduction="batchmean",
+):  # fmt: skip
     """The same formulas in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(student.dtype, torch.float32)
     lq, lp = student.to(wide), teacher.to(wide)
@@ -67,12 +52,13 @@ def reference(
 _loss = RowLoss("divergence", reduction=3)
 
 
-def _divergence(
-    op, kind, student, teacher, labels, beta, temperature, log_probs, ignore_index, reduction, inplace
-):
+def divergence(
+    op, kind, student, teacher, labels, beta, *, temperature=1.0, log_probs, ignore_index, reduction,
+    inplace=False,
+):  # fmt: skip
     """Check, choose between kernel and reference, run."""
-    check_float(op, "student", student)
-    check_float(op, "teacher", teacher)
+    arguments.check_float(op, "student", student)
+    arguments.check_float(op, "teacher", teacher)
     check(op, student.dim() >= 1, "student must have at least one dimension, got 0")
     check(op, student.shape[-1] >= 1, "student must have at least one column, got {}", student.shape)
     check(op, teacher.shape == student.shape, "teacher must be {}, got {}", student.shape, teacher.shape)
@@ -80,10 +66,10 @@ def _divergence(
     need_grad = torch.is_grad_enabled() and student.requires_grad
     constant = not (teacher.requires_grad and torch.is_grad_enabled())
     check(op, constant, "teacher must not require grad (it gets no gradient), got a tensor that does")
-    check_positive(op, "temperature", temperature)
-    check_integers(op, ignore_index=ignore_index)
+    arguments.check_positive(op, "temperature", temperature)
+    arguments.check_integers(op, ignore_index=ignore_index)
     check(op, not log_probs or temperature == 1, "temperature must be 1 with log_probs, got {}", temperature)
-    check_choice(op, "reduction", reduction, _REDUCTIONS)
+    arguments.check_choice(op, "reduction", reduction, _REDUCTIONS)
     check(op, not (inplace and need_grad and student.is_leaf),
           "student must not be a leaf that requires grad with inplace=True, got a leaf")  # fmt: skip
     if labels is not None:
@@ -127,16 +113,12 @@ def kl_div(
         log_probs: the inputs are log-probabilities, taken as they are; the gradient is the one of them.
         reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as torch has
             it), ``"sum"``, or ``"none"`` for one loss a row.
-        inplace: permission to write the gradient of a scalar loss over the student instead of into fresh
-            memory of its size. Autograd raises if another operation saved it; it must not be a leaf. Without
-            effect when no gradient is needed, with ``"none"`` and under ``torch.compile``.
+        inplace: as in :func:`tigon.cross_entropy`, of the student.
 
     Returns:
-        float32 scalar, or ``[...]`` for ``"none"``. Differentiable in student; accumulation in float32;
-        bitwise deterministic. A class that one side excludes (``-inf``) adds ``0 log 0 = 0``. With every row
-        ignored a mean is NaN, the gradient zero. A scalar loss forms its gradient in the forward pass (two
-        reads and one write in all) and hands it out in backward (a copy with ``retain_graph``); ``"none"``
-        keeps the inputs.
+        float32 scalar, or ``[...]`` for ``"none"``, as :func:`tigon.cross_entropy`; differentiable in
+        student. A class that one side excludes (``-inf``) adds ``0 log 0 = 0``. With every row ignored a mean
+        is NaN, the gradient zero. A scalar loss takes two reads and one write in all.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit.
@@ -144,18 +126,20 @@ def kl_div(
     Source: Kullback & Leibler 1951, "On Information and Sufficiency"; distillation: Hinton et al. 2015.
     """
     kind = "reverse_kl" if reverse else "forward_kl"
-    options = temperature, log_probs, ignore_index, reduction, inplace
-    return _divergence("kl_div", kind, student, teacher, labels, 0.5, *options)
+    return divergence(
+        "kl_div", kind, student, teacher, labels, 0.5, temperature=temperature, log_probs=log_probs,
+        ignore_index=ignore_index, reduction=reduction, inplace=inplace,
+    )  # fmt: skip
 
 
 def jsd_kind(op, beta) -> str:
     """The divergence of the family that a checked beta names."""
-    check_numbers(op, beta=beta)
+    arguments.check_numbers(op, beta=beta)
     check(op, 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
     return "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
 
 
-@options_of(kl_div, but=("reverse",))
+@arguments.options_of(kl_div, but=("reverse",))
 def jsd(
     student: torch.Tensor,
     teacher: torch.Tensor,
@@ -178,10 +162,10 @@ def jsd(
     Source: Lin 1991, "Divergence Measures Based on the Shannon Entropy", eq. 4.1; Agarwal et al. 2024,
     "On-Policy Distillation of Language Models".
     """
-    return _divergence("jsd", jsd_kind("jsd", beta), student, teacher, labels, beta, **options)
+    return divergence("jsd", jsd_kind("jsd", beta), student, teacher, labels, beta, **options)
 
 
-@options_of(kl_div, but=("reverse",))
+@arguments.options_of(kl_div, but=("reverse",))
 def tvd(
     student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor | None = None, **options
 ) -> torch.Tensor:
@@ -189,4 +173,4 @@ def tvd(
 
     Args, returns, raises: as :func:`kl_div`.
     """
-    return _divergence("tvd", "tvd", student, teacher, labels, 0.5, **options)
+    return divergence("tvd", "tvd", student, teacher, labels, 0.5, **options)

@@ -16,17 +16,9 @@ _ACTIVATIONS = {"silu": 0, "sigmoid": 1}
 
 
 def reference(
-    x,
-    gate,
-    weight=None,
-    eps=1e-6,
-    *,
-    norm_before_gate=True,
-    group_size=None,
-    activation="silu",
-    offset=0.0,
+    x, gate, weight=None, eps=1e-6, *, norm_before_gate=True, group_size=None, activation="silu", offset=0.0,
     rounding="llama",
-):
+):  # fmt: skip
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
     double = x.dtype == torch.float64
     wide = x if double else x.float()

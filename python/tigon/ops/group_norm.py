@@ -50,8 +50,7 @@ def group_norm(
 
     Args:
         x: ``[N, C, ...]`` float32, bfloat16 or float16; samples may lie apart in memory, any other layout is
-            copied once. float64 runs the eager reference, whose gradients depend on the
-            number of threads.
+            copied once. float64 runs the eager reference, whose gradients depend on the number of threads.
         groups: a divisor of C.
         weight, bias: ``[C]`` or ``None``; x's dtype or float32 (else, or if they differ, taken as float32).
         eps: added to the variance, >= 0.

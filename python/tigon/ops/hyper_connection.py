@@ -6,26 +6,16 @@ import torch
 
 from tigon._op import has_kernel, paired
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_integers, check_numbers
+from tigon.ops.arguments import check_float, check_integers, check_like, check_numbers
 
 PRE, POST = "hyper_connection_pre", "hyper_connection_post"
 MAX_STREAMS = 8
 
 
 def reference_pre(
-    x,
-    weight,
-    base,
-    scale,
-    *,
-    norm_eps=1e-6,
-    pre_eps=0.0,
-    post_scale=2.0,
-    post_eps=0.0,
-    iterations=20,
-    sinkhorn_eps=1e-6,
-    collapse=True,
-):
+    x, weight, base, scale, *, norm_eps=1e-6, pre_eps=0.0, post_scale=2.0, post_eps=0.0, iterations=20,
+    sinkhorn_eps=1e-6, collapse=True,
+):  # fmt: skip
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     n, flat = x.shape[-2], x.flatten(-2).to(wide)
@@ -138,7 +128,7 @@ def hyper_connection_pre(
     _check_streams(PRE, x)
     for name, a in (("weight", weight), ("base", base), ("scale", scale)):
         check_float(PRE, name, a)
-        check(PRE, a.device == x.device, name + " must be on {}, got {}", x.device, a.device)
+    check(PRE, weight.device == x.device, "weight must be on {}, got {}", x.device, weight.device)
     check_numbers(PRE, norm_eps=norm_eps, pre_eps=pre_eps, post_scale=post_scale, post_eps=post_eps)
     check_numbers(PRE, sinkhorn_eps=sinkhorn_eps)
     n, columns = x.shape[-2], x.shape[-2] * x.shape[-1]
@@ -146,9 +136,9 @@ def hyper_connection_pre(
     fits = weight.dim() == 2 and weight.shape[0] in sizes and weight.shape[1] == columns
     check(PRE, fits, "weight must be [M, {}] with M one of {}, got {}", columns, sizes, weight.shape)
     rows = weight.shape[0]
-    check(PRE, base.shape == (rows,), "base must be [{}], got {}", rows, base.shape)
+    check_like(PRE, "base", base, (rows,), x.device)
     parts = sizes.index(rows) + 1
-    check(PRE, scale.shape == (parts,), "scale must be [{}], got {}", parts, scale.shape)
+    check_like(PRE, "scale", scale, (parts,), x.device)
     check(PRE, norm_eps >= 0, "norm_eps must be >= 0, got {}", norm_eps)
     check(PRE, sinkhorn_eps >= 0, "sinkhorn_eps must be >= 0, got {}", sinkhorn_eps)
     check_integers(PRE, least=1, iterations=iterations)
@@ -195,8 +185,8 @@ def hyper_connection_post(
     for name, a in (("f", f), ("post", post), ("res", res)):
         if a is not None:
             check_float(op, name, a)
-            check(op, a.device == x.device, name + " must be on {}, got {}", x.device, a.device)
     if res is not None:
+        check(op, res.device == x.device, "res must be on {}, got {}", x.device, res.device)
         shape = res.mT.shape if transposed and res.dim() > 1 else res.shape
         fits = res.dim() == x.dim() and shape[:-2] == lead and shape[-1] == n
         wanted = "[..., {}, outs]" if transposed else "[..., outs, {}]"
@@ -206,9 +196,8 @@ def hyper_connection_post(
     together = (f is None) == (post is None)
     check(op, together, "f and post must be given together, got {} alone", "post" if f is None else "f")
     if f is not None:
-        of_f, of_post = (*lead, x.shape[-1]), (*lead, outs)
-        check(op, f.shape == of_f, "f must be {}, got {}", list(of_f), f.shape)
-        check(op, post.shape == of_post, "post must be {}, got {}", list(of_post), post.shape)
+        check_like(op, "f", f, (*lead, x.shape[-1]), x.device)
+        check_like(op, "post", post, (*lead, outs), x.device)
         check(op, f.dtype == x.dtype, "f must be {}, got {}", x.dtype, f.dtype)
     wide = any(a is not None and a.dtype == torch.float64 for a in (post, res))
     if wide or not has_kernel(op, x):

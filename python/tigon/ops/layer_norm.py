@@ -35,9 +35,8 @@ def layer_norm(
     ``(x - mean(x)) * rsqrt(var(x) + eps) * weight + bias``
 
     Args:
-        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
-            float64 runs the eager reference, whose gradients depend on the
-            number of threads.
+        x: ``[..., C]``, as in :func:`tigon.rms_norm`. The reference's gradients depend on the number of
+            threads.
         weight: ``[C]`` or ``None``; x's dtype or float32 (any other float dtype is converted).
         bias: ``[C]`` or ``None``; likewise. Of different dtypes, both are taken as float32.
         eps: added to the variance, >= 0.

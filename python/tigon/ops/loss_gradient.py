@@ -10,22 +10,12 @@ import math
 
 import torch
 
-from tigon._op import (
-    Op,
-    direct_apply,
-    graph_is_kept,
-    is_batched,
-    is_untraced,
-    once,
-    raw,
-    refuse_second,
-    transformable,
-)
+from tigon import _op
 from tigon.error import refuse
 
 NONE = 0  # the reduction that is none, in the schemas
 
-rescale = raw("cross_entropy_rescale", lambda grad, factor: None)
+rescale = _op.raw("cross_entropy_rescale", lambda grad, factor: None)
 
 
 class RowLoss:
@@ -42,12 +32,12 @@ class RowLoss:
     def __init__(self, name: str, reduction: int) -> None:
         self.name, self.reduction = name, reduction
         transformed = (self._setup_transformed, self._backward_transformed)
-        self.op = Op(name, fake=self._fake, setup_context=self._setup_context, backward=self._backward,
+        self.op = _op.Op(name, fake=self._fake, setup_context=self._setup_context, backward=self._backward,
                      results=1, transformed=transformed)  # fmt: skip
-        in_place = raw(f"{name}_in_place", lambda x, *_: x.new_empty((), dtype=torch.float32), name)
-        self.gradient = raw(f"{name}_bwd", lambda dloss, x, *_: x.new_empty(x.shape))
-        self.rescaled = transformable(name, f"{name}_rescaled", lambda dx, dloss, x: _product(dx, dloss),
-                                      lambda *_: None, lambda *_: refuse_second(name))  # fmt: skip
+        in_place = _op.raw(f"{name}_in_place", lambda x, *_: x.new_empty((), dtype=torch.float32), name)
+        self.gradient = _op.raw(f"{name}_bwd", lambda dloss, x, *_: x.new_empty(x.shape))
+        self.rescaled = _op.transformable(name, f"{name}_rescaled", lambda dx, dloss, x: _product(dx, dloss),
+                                      lambda *_: None, lambda *_: _op.refuse_second(name))  # fmt: skip
 
         def forward(ctx, *inputs):
             loss, dx = in_place(*inputs[:-1]), inputs[0].detach()
@@ -55,9 +45,9 @@ class RowLoss:
             self._setup_context(ctx, inputs, (loss, dx))
             return loss
 
-        members = {"forward": staticmethod(forward), "backward": staticmethod(once(name)(self._backward))}
+        members = {"forward": staticmethod(forward), "backward": staticmethod(_op.once(name)(self._backward))}
         function = type(f"Tigon_{name}_in_place", (torch.autograd.Function,), members)
-        self.apply_in_place = direct_apply(function)
+        self.apply_in_place = _op.direct_apply(function)
 
     def __call__(self, *inputs, inplace: bool) -> torch.Tensor:
         """The loss; ``inplace``: a scalar's gradient may take the place of the first input."""
@@ -109,9 +99,9 @@ class RowLoss:
 def scaled(formed: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
     """The gradient formed in the forward times the upstream one: in its own memory, or in a copy of it where
     another backward may follow; for a compiler and for batches an operation that repeats."""
-    if not is_untraced((formed,)) or is_batched():
+    if not _op.is_untraced((formed,)) or _op.is_batched():
         return _product(formed, dloss)
-    if graph_is_kept():
+    if _op.graph_is_kept():
         formed = formed.clone()
     rescale(formed, dloss)
     return formed

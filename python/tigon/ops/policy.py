@@ -12,15 +12,7 @@ import torch
 
 from tigon._op import formed, has_kernel
 from tigon.error import check
-from tigon.ops.arguments import (
-    check_booleans,
-    check_choice,
-    check_float,
-    check_like,
-    check_numbers,
-    check_positive,
-    kind_of,
-)
+from tigon.ops import arguments
 from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
 from tigon.ops.preference import check_mask, native_mask
 
@@ -63,19 +55,19 @@ def formula(
     op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise, **others
 ) -> Formula:
     """The checked options among those of a loss."""
-    check_choice(op, "kind", kind, KINDS)
-    check_choice(op, "level", level, LEVELS)
-    check_choice(op, "normalise", normalise, NORMALISE)
-    check_choice(op, "kl_estimator", kl_estimator, ESTIMATORS)
+    arguments.check_choice(op, "kind", kind, KINDS)
+    arguments.check_choice(op, "level", level, LEVELS)
+    arguments.check_choice(op, "normalise", normalise, NORMALISE)
+    arguments.check_choice(op, "kl_estimator", kl_estimator, ESTIMATORS)
     low, high = _numbers(op, "clip", clip, 2)
     check(op, low >= 0 and high >= 0, "clip must be two numbers >= 0, got {}", clip)
-    check_positive(op, "delta", delta, or_none=True)
+    arguments.check_positive(op, "delta", delta, or_none=True)
     check(op, kind == "clip" or delta is None, "delta must be None with kind {!r}, got {}", kind, delta)
     positive, negative = _numbers(op, "tau", tau, 2)
     check(op, positive > 0 and negative > 0, "tau must be two numbers > 0, got {}", tau)
     gamma = _numbers(op, "gamma", gamma, 4)
-    check_numbers(op, kl=kl, entropy=entropy)
-    check_booleans(op, kl_corrected=kl_corrected)
+    arguments.check_numbers(op, kl=kl, entropy=entropy)
+    arguments.check_booleans(op, kl_corrected=kl_corrected)
     codes = KINDS[kind], LEVELS[level], NORMALISE[normalise]
     bounds = low, high, float(delta or 0.0), positive, negative, *gamma
     return Formula(*codes, *bounds, ESTIMATORS[kl_estimator], float(kl), kl_corrected, float(entropy))
@@ -84,7 +76,7 @@ def formula(
 def _numbers(op, name, values, count):
     several = isinstance(values, (tuple, list)) and len(values) == count
     check(op, several, name + " must be {} numbers, got {}", count, values)
-    check_numbers(op, **{f"{name}[{i}]": value for i, value in enumerate(values)})
+    arguments.check_numbers(op, **{f"{name}[{i}]": value for i, value in enumerate(values)})
     return tuple(float(value) for value in values)
 
 
@@ -92,12 +84,12 @@ def constants(op, shape, device, advantage, old, ref, importance, kl, denominato
     """Advantages, old and reference log-probabilities and factors beside the log-probabilities [B, T],
     checked; they get no gradient."""
     tensor = isinstance(advantage, torch.Tensor)
-    check(op, tensor, "advantage must be a float tensor, got {}", kind_of(advantage))
+    check(op, tensor, "advantage must be a float tensor, got {}", arguments.kind_of(advantage))
     for name, t, either in (("advantage", advantage, True), ("old", old, False), ("ref", ref, False),
                             ("importance", importance, True)):  # fmt: skip
         if t is None:
             continue
-        check_float(op, name, t)
+        arguments.check_float(op, name, t)
         fits = t.shape == shape or (either and t.shape == shape[:1])
         wanted = f"{list(shape)} or {list(shape[:1])}" if either else list(shape)
         check(op, fits, name + " must be {}, got {}", wanted, t.shape)
@@ -313,7 +305,7 @@ def policy_loss(
     Source: see the contract; Schulman et al. 2017 (arXiv:1707.06347), Shao et al. 2024 (arXiv:2402.03300).
     """
     op = "policy_loss"
-    check_float(op, "log_prob", log_prob)
+    arguments.check_float(op, "log_prob", log_prob)
     check(op, log_prob.dim() == 2, "log_prob must be [B, T], got {}", log_prob.shape)
     shape, device = log_prob.shape, log_prob.device
     check_mask(op, "mask", mask, shape, device)
@@ -322,7 +314,7 @@ def policy_loss(
         op, shape, device, advantage, old, ref, importance, kl, denominator, entropy_denominator
     )
     if entropies is not None:
-        check_float(op, "entropies", entropies)
-        check_like(op, "entropies", entropies, shape, device)
+        arguments.check_float(op, "entropies", entropies)
+        arguments.check_like(op, "entropies", entropies, shape, device)
     check(op, entropy == 0 or entropies is not None, "entropies must be given with entropy, got None")
     return run(log_prob, mask, tensors, entropies, denominator, entropy_denominator, f)

@@ -13,16 +13,7 @@ import torch.nn.functional as F
 
 from tigon._op import formed, has_kernel
 from tigon.error import check, refuse
-from tigon.ops.arguments import (
-    check_booleans,
-    check_choice,
-    check_float,
-    check_layout,
-    check_like,
-    check_numbers,
-    check_positive,
-    kind_of,
-)
+from tigon.ops import arguments
 from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
 
 
@@ -100,21 +91,21 @@ class KTOResult(NamedTuple):
 
 def pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref) -> Formula:
     """The checked options of a loss of pairs."""
-    check_choice(op, "kind", kind, PAIR_KINDS)
+    arguments.check_choice(op, "kind", kind, PAIR_KINDS)
     own = PAIR_KINDS[kind]
-    check_positive(op, "beta", beta)
-    check_positive(op, "tau", tau)
-    check_numbers(op, label_smoothing=label_smoothing, gamma=gamma)
+    arguments.check_positive(op, "beta", beta)
+    arguments.check_positive(op, "tau", tau)
+    arguments.check_numbers(op, label_smoothing=label_smoothing, gamma=gamma)
     fits = _RANGES[own.smoothing](label_smoothing)
     wanted = f"in {own.smoothing}" if own.smoothing else "0"
     check(op, fits, "label_smoothing must be {} with kind {!r}, got {}", wanted, kind, label_smoothing)
     check(op, own.gamma or gamma == 0, "gamma must be 0 with kind {!r}, got {}", kind, gamma)
-    check(op, own.ref or ref is None, "ref must be None with kind {!r}, got {}", kind, kind_of(ref))
+    check(op, own.ref or ref is None, "ref must be None with kind {!r}, got {}", kind, arguments.kind_of(ref))
     average = own.average if average is None else average
     if not isinstance(average, bool):
-        refuse(op, "average must be True, False or None, got {}", kind_of(average))
+        refuse(op, "average must be True, False or None, got {}", arguments.kind_of(average))
     nll = own.nll if nll is None else nll
-    check_numbers(op, nll=nll)
+    arguments.check_numbers(op, nll=nll)
     check(op, nll >= 0, "nll must be >= 0 (or None), got {}", nll)
     return Formula(
         own.formula, average, float(beta), float(label_smoothing), float(gamma), float(tau), float(nll)
@@ -123,18 +114,18 @@ def pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref)
 
 def single_formula(op, kind, beta, average, kl, weights) -> Formula:
     """The checked options of a loss of single answers."""
-    check_choice(op, "kind", kind, SINGLE_KINDS)
-    check_positive(op, "beta", beta)
-    check_booleans(op, average=average)
+    arguments.check_choice(op, "kind", kind, SINGLE_KINDS)
+    arguments.check_positive(op, "beta", beta)
+    arguments.check_booleans(op, average=average)
     two = isinstance(weights, (tuple, list)) and len(weights) == 2
     check(op, two, "weights must be (of desirable, of undesirable answers), got {}", weights)
-    check_numbers(op, **{"weights[0]": weights[0], "weights[1]": weights[1]})
+    arguments.check_numbers(op, **{"weights[0]": weights[0], "weights[1]": weights[1]})
     if isinstance(kl, torch.Tensor):
         one = kl.numel() == 1 and kl.is_floating_point()
         check(op, one, "kl must be one float, got {} {}", kl.dtype, kl.shape)
-        check_layout(op, "kl", kl)
+        arguments.check_layout(op, "kl", kl)
     else:
-        check_numbers(op, kl=kl)
+        arguments.check_numbers(op, kl=kl)
     none = not isinstance(kl, torch.Tensor) and kl == 0
     check(op, kind == "kto" or none, "kl must be 0 with kind {!r}, got {}", kind, kl)
     return Formula(_KTO, average, float(beta), desirable_weight=float(weights[0]),
@@ -144,16 +135,16 @@ def single_formula(op, kind, beta, average, kl, weights) -> Formula:
 def check_ref(op, ref, answers, device) -> None:
     """The reference's sums, one an answer."""
     if ref is not None:
-        check_float(op, "ref", ref)
-        check_like(op, "ref", ref, (answers,), device)
+        arguments.check_float(op, "ref", ref)
+        arguments.check_like(op, "ref", ref, (answers,), device)
 
 
 def check_desirable(op, desirable, answers, device) -> None:
     """A bool for each answer."""
     fits = isinstance(desirable, torch.Tensor) and desirable.dtype == torch.bool
-    check(op, fits, "desirable must be a bool tensor, got {}", kind_of(desirable))
-    check_layout(op, "desirable", desirable)
-    check_like(op, "desirable", desirable, (answers,), device)
+    check(op, fits, "desirable must be a bool tensor, got {}", arguments.kind_of(desirable))
+    arguments.check_layout(op, "desirable", desirable)
+    arguments.check_like(op, "desirable", desirable, (answers,), device)
 
 
 def check_pairs(op, name, answers) -> None:
@@ -163,7 +154,7 @@ def check_pairs(op, name, answers) -> None:
 
 
 def _check_tokens(op, log_prob, mask) -> None:
-    check_float(op, "log_prob", log_prob)
+    arguments.check_float(op, "log_prob", log_prob)
     check(op, log_prob.dim() in (1, 2), "log_prob must be [answers] or [answers, T], got {}", log_prob.shape)
     check_mask(op, "mask", mask, log_prob.shape, log_prob.device)
 
@@ -178,9 +169,9 @@ def check_mask(op, name, mask, shape, device):
     if mask is None:
         return
     fits = isinstance(mask, torch.Tensor) and not mask.is_floating_point() and not mask.is_complex()
-    check(op, fits, name + " must be a bool or integer tensor, got {}", kind_of(mask))
-    check_layout(op, name, mask)
-    check_like(op, name, mask, shape, device)
+    check(op, fits, name + " must be a bool or integer tensor, got {}", arguments.kind_of(mask))
+    arguments.check_layout(op, name, mask)
+    arguments.check_like(op, name, mask, shape, device)
 
 
 # Plain PyTorch.

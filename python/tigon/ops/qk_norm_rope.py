@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tigon._op import Op, raw
 from tigon.error import check
 from tigon.ops import rms_norm as _rms_norm
 from tigon.ops import rope as _rope
-from tigon.ops.arguments import check_float, check_like
+from tigon.ops import rope_tables as tables
+from tigon.ops.arguments import check_float, check_like, options_of
 from tigon.ops.columns import check_eps
-from tigon.ops.rope_tables import (
-    Form,
-    both_like,
-    check_constant,
-    check_heads,
-    check_tables,
-    heads_like,
-    heads_swapped,
-    kernel_tables,
-    takes_reference,
-)
 
 MAX_HEAD_DIM = 1024  # of the kernels
 
@@ -47,13 +35,13 @@ def _result_dtype(x, weight, rounding, cos, form):
 
 
 def _fake(q, k, q_weight, k_weight, cos, sin, positions, eps, offset, rounding, *options):
-    dtype = _result_dtype(q, q_weight, rounding, cos, Form(*options))
-    return both_like(q, k, dtype)
+    dtype = _result_dtype(q, q_weight, rounding, cos, tables.Form(*options))
+    return tables.both_like(q, k, dtype)
 
 
 def _fake_bwd(dq_out, dk_out, q, k, q_weight, *rest):
     dq, dk = (
-        q.new_empty(0) if dy is None else heads_like(x, x.dtype, heads_swapped(x))
+        q.new_empty(0) if dy is None else tables.heads_like(x, x.dtype, tables.heads_swapped(x))
         for dy, x in ((dq_out, q), (dk_out, k))
     )
     return dq, dk, q_weight.new_empty(2, *q_weight.shape) if rest[-1] else q.new_empty(0)
@@ -73,7 +61,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dq, dk=None):
     tensors, needs = ctx.saved_tensors, ctx.needs_input_grad
-    check_constant("qk_norm_rope", *needs[4:6])
+    tables.check_constant("qk_norm_rope", *needs[4:6])
     rest = (None,) * (3 + len(ctx.options))
     dq = dq if needs[0] or needs[2] else None
     dk = dk if needs[1] or needs[3] else None
@@ -103,6 +91,7 @@ def _check_weights(q, k, q_weight, k_weight):
         check("qk_norm_rope", False, "k_weight must be {}, got {}", q_weight.dtype, k_weight.dtype)
 
 
+@options_of(_rope.rope, but=("deinterleave", "inplace"))
 def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -115,13 +104,8 @@ def qk_norm_rope(
     offset: float = 0.0,
     rounding: str = "llama",
     unsqueeze_dim: int = 1,
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    tail: bool = False,
     position_ids: torch.Tensor | None = None,
-    mrope_section: Sequence[int] | None = None,
-    mrope_interleaved: bool = False,
-    keep_dtype: bool = False,
+    **options,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over every head of q and of k, then rotary embedding: one pass each way.
 
@@ -151,18 +135,16 @@ def qk_norm_rope(
     op = "qk_norm_rope"
     _rms_norm.check_rounding(op, offset, rounding)
     check_eps(op, eps)
-    head_dim = check_heads(op, q, k, unsqueeze_dim)
+    head_dim = tables.check_heads(op, q, k, unsqueeze_dim)
     check(op, q.shape[-1] >= 1, "q must have at least one column, got 0")
-    options = {"interleaved": interleaved, "rotary_dim": rotary_dim, "tail": tail, "keep_dtype": keep_dtype,
-               "mrope_section": mrope_section, "mrope_interleaved": mrope_interleaved}  # fmt: skip
-    form = Form.of(op, head_dim, cos, sin, q, **options)
-    check_tables(op, q, cos, sin, position_ids, form)
+    form = tables.Form.of(op, head_dim, cos, sin, q, **options)
+    tables.check_tables(op, q, cos, sin, position_ids, form)
     _check_weights(q, k, q_weight, k_weight)
     fits = q.shape[-1] <= MAX_HEAD_DIM
-    if takes_reference(op, q, k, cos, sin, position_ids, q_weight, k_weight, fits=fits):
+    if tables.takes_reference(op, q, k, cos, sin, position_ids, q_weight, k_weight, fits=fits):
         return reference(q, k, q_weight, k_weight, cos, sin, eps, offset=offset, rounding=rounding,
                          unsqueeze_dim=unsqueeze_dim, position_ids=position_ids, **options)  # fmt: skip
-    cos, sin = kernel_tables(q, cos, sin)
+    cos, sin = tables.kernel_tables(q, cos, sin)
     if q_weight is not None and q_weight.dtype not in (q.dtype, torch.float32):
         wide = torch.promote_types(q.dtype, q_weight.dtype)
         q_weight, k_weight = q_weight.to(wide), None if k is None else k_weight.to(wide)

@@ -8,35 +8,22 @@ import torch
 
 from tigon._op import Op, once, raw
 from tigon.error import check
+from tigon.ops import rope_tables as tables
 from tigon.ops.in_place import check_apart, check_written
-from tigon.ops.rope_tables import (
-    Form,
-    both_like,
-    check_constant,
-    check_heads,
-    check_tables,
-    head_dim_of,
-    heads_like,
-    heads_swapped,
-    kernel_tables,
-    rotate,
-    takes_reference,
-    turns,
-)
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # tigon::DType
 
 
 def _reference(q, k, cos, sin, positions, form):
-    c1, c2, s1, s2 = turns(cos, sin, positions, form, q)
+    c1, c2, s1, s2 = tables.turns(cos, sin, positions, form, q)
     dtype = q.dtype if form.keep_dtype else torch.promote_types(q.dtype, _real_dtype(cos, sin))
-    y, z = (None if x is None else rotate(x, c1, c2, s1, s2, form).to(dtype) for x in (q, k))
+    y, z = (None if x is None else tables.rotate(x, c1, c2, s1, s2, form).to(dtype) for x in (q, k))
     return y if k is None else (y, z)
 
 
 def reference(q, k, cos, sin=None, *, unsqueeze_dim=1, position_ids=None, inplace=False, **options):
     """The same formula in plain PyTorch operations (any float dtype, any device), never in place."""
-    form = Form.of("rope", head_dim_of("rope", q, unsqueeze_dim), cos, sin, q, **options)
+    form = tables.Form.of("rope", tables.head_dim_of("rope", q, unsqueeze_dim), cos, sin, q, **options)
     return _reference(q, k, cos, sin, position_ids, form)
 
 
@@ -45,8 +32,8 @@ def _real_dtype(cos, sin):
 
 
 def _fake(q, k, cos, sin, positions, *options):
-    dtype = q.dtype if Form(*options).keep_dtype else torch.promote_types(q.dtype, cos.dtype)
-    return both_like(q, k, dtype)
+    dtype = q.dtype if tables.Form(*options).keep_dtype else torch.promote_types(q.dtype, cos.dtype)
+    return tables.both_like(q, k, dtype)
 
 
 def _fake_bwd(dq_out, dk_out, cos, sin, positions, *options):
@@ -54,7 +41,7 @@ def _fake_bwd(dq_out, dk_out, cos, sin, positions, *options):
     dtype = next(key for key, value in _CODES.items() if value == code)
 
     def one(dy, swapped):
-        return cos.new_empty(0, dtype=dtype) if dy is None else heads_like(dy, dtype, swapped)
+        return cos.new_empty(0, dtype=dtype) if dy is None else tables.heads_like(dy, dtype, swapped)
 
     return one(dq_out, q_swapped), one(dk_out, k_swapped)
 
@@ -67,8 +54,8 @@ def _setup_context(ctx, inputs, output):
     q, k, cos, sin, positions, *options = inputs
     ctx.save_for_backward(cos, sin, positions)
     ctx.options = tuple(options)
-    ctx.code, ctx.q_swapped = _CODES[q.dtype], heads_swapped(q)
-    ctx.k_swapped = k is not None and heads_swapped(k)
+    ctx.code, ctx.q_swapped = _CODES[q.dtype], tables.heads_swapped(q)
+    ctx.k_swapped = k is not None and tables.heads_swapped(k)
     ctx.set_materialize_grads(False)
     fixed = [y for y, needed in zip(output, ctx.needs_input_grad, strict=False) if not needed]
     if fixed:
@@ -76,7 +63,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dq, dk=None):
-    check_constant("rope", *ctx.needs_input_grad[2:4])
+    tables.check_constant("rope", *ctx.needs_input_grad[2:4])
     rest = (None,) * (3 + len(ctx.options))
     dq = dq if ctx.needs_input_grad[0] else None
     dk = dk if ctx.needs_input_grad[1] else None
@@ -97,7 +84,7 @@ class _InPlace(torch.autograd.Function):
         _in_place(x, None, cos, sin, positions, *options)
         ctx.mark_dirty(x)
         ctx.save_for_backward(cos, sin, positions)
-        ctx.options, ctx.swapped = options, heads_swapped(x)
+        ctx.options, ctx.swapped = options, tables.heads_swapped(x)
         return x
 
     @staticmethod
@@ -202,17 +189,17 @@ def rope(
     Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", eq. 34; pairing
     of columns as in Hugging Face's ``apply_rotary_pos_emb``.
     """
-    head_dim = check_heads("rope", q, k, unsqueeze_dim)
-    form = Form.of("rope", head_dim, cos, sin, q, interleaved=interleaved, deinterleave=deinterleave,
+    head_dim = tables.check_heads("rope", q, k, unsqueeze_dim)
+    form = tables.Form.of("rope", head_dim, cos, sin, q, interleaved=interleaved, deinterleave=deinterleave,
                    rotary_dim=rotary_dim, tail=tail, mrope_section=mrope_section,
                    mrope_interleaved=mrope_interleaved, keep_dtype=keep_dtype)  # fmt: skip
-    check_tables("rope", q, cos, sin, position_ids, form)
+    tables.check_tables("rope", q, cos, sin, position_ids, form)
     if inplace:
         dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, _real_dtype(cos, sin))
         _check_in_place(q, k, form, dtype)
-    if takes_reference("rope", q, k, cos, sin, position_ids):
+    if tables.takes_reference("rope", q, k, cos, sin, position_ids):
         y = _reference(q, k, cos, sin, position_ids, form)
         return _overwrite(q, k, y) if inplace else y
-    cos, sin = kernel_tables(q, cos, sin)
+    cos, sin = tables.kernel_tables(q, cos, sin)
     run = _rotate_in_place if inplace else _call
     return run(q, k, cos, sin, position_ids, form)

@@ -9,14 +9,7 @@ import torch
 
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import (
-    check_float,
-    check_indices,
-    check_integers,
-    check_layout,
-    check_range,
-    kind_of,
-)
+from tigon.ops import arguments
 
 
 class Form(NamedTuple):
@@ -36,8 +29,8 @@ class Form(NamedTuple):
     def of(cls, op, head_dim, cos, sin, q, *, interleaved=False, deinterleave=False, rotary_dim=None,
            tail=False, mrope_section=None, mrope_interleaved=False, keep_dtype=False):  # fmt: skip
         """From the options of the public functions."""
-        check(op, isinstance(cos, torch.Tensor), "cos must be a tensor, got {}", kind_of(cos))
-        check_layout(op, "cos", cos)
+        check(op, isinstance(cos, torch.Tensor), "cos must be a tensor, got {}", arguments.kind_of(cos))
+        arguments.check_layout(op, "cos", cos)
         check(
             op, interleaved or not deinterleave, "interleaved must be True with deinterleave=True, got False"
         )
@@ -46,7 +39,7 @@ class Form(NamedTuple):
         columns = cos.shape[-1] if cos.dim() else 0
         shared = complex_table
         if rotary_dim is not None:
-            check_integers(op, rotary_dim=rotary_dim)
+            arguments.check_integers(op, rotary_dim=rotary_dim)
             fits = rotary_dim == 2 * columns or (rotary_dim == columns and not complex_table)
             words = "rotary_dim must be the columns of cos or twice as many, {}, got {}"
             check(op, fits, words, columns, rotary_dim)
@@ -76,7 +69,7 @@ def head_dim_of(op, q, unsqueeze_dim) -> int:
     """The dimension of q that holds the heads."""
     dims = q.dim()
     check(op, dims in (3, 4), "q must have 3 or 4 dimensions, got {}", dims)
-    check_integers(op, unsqueeze_dim=unsqueeze_dim)
+    arguments.check_integers(op, unsqueeze_dim=unsqueeze_dim)
     known = unsqueeze_dim in (dims - 3, dims - 2, -3, -2)
     check(op, known, "unsqueeze_dim must be {} or {}, got {!r}", dims - 3, dims - 2, unsqueeze_dim)
     return unsqueeze_dim % dims
@@ -86,7 +79,7 @@ def check_heads(op, q, k, unsqueeze_dim) -> int:
     """The dimension of the heads, when q and k fit."""
     for name, x in (("q", q), ("k", k)):
         if x is not None or name == "q":
-            check_float(op, name, x)
+            arguments.check_float(op, name, x)
     head_dim = head_dim_of(op, q, unsqueeze_dim)
     if k is not None:
         check(op, k.device == q.device, "k must be on {}, got {}", q.device, k.device)
@@ -115,10 +108,10 @@ def check_tables(op, q, cos, sin, positions, form) -> None:
     if complex_table:
         check(op, sin is None, "sin must be None with complex cos, got a tensor")
     else:
-        check_float(op, "sin", sin)
+        arguments.check_float(op, "sin", sin)
         check(op, sin.shape == cos.shape, "sin must be {}, got {}", cos.shape, sin.shape)
     if positions is not None:
-        check_indices(op, "position_ids", positions)
+        arguments.check_indices(op, "position_ids", positions)
     device = q.device
     for name, x in (("cos", cos), ("sin", sin), ("position_ids", positions)):
         if x is not None and x.device != device:
@@ -144,7 +137,7 @@ def takes_reference(op, q, k, cos, sin, positions, *weights, fits: bool = True) 
     if known and not (differentiable and torch.is_grad_enabled()):
         return False
     if positions is not None:
-        check_range(op, "position_ids", positions, cos.shape[0])
+        arguments.check_range(op, "position_ids", positions, cos.shape[0])
     return True
 
 

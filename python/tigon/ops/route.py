@@ -29,21 +29,10 @@ TINY = 1e-20  # added to sums of sigmoids
 
 
 def reference(
-    logits,
-    top_k,
-    *,
-    score="softmax",
-    normalize=True,
-    correction_bias=None,
-    num_groups=1,
-    top_groups=1,
-    group_score="max",
-    scale=1.0,
-    dtype=torch.float32,
-    ids_dtype=torch.int64,
-    losses=False,
+    logits, top_k, *, score="softmax", normalize=True, correction_bias=None, num_groups=1, top_groups=1,
+    group_score="max", scale=1.0, dtype=torch.float32, ids_dtype=torch.int64, losses=False,
     token_weights=None,
-):
+):  # fmt: skip
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     z = logits.to(wide)

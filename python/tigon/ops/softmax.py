@@ -17,8 +17,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dimension, ``exp(x) / sum(exp(x))``.
 
     Args:
-        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
-            float64 runs the eager reference.
+        x: ``[..., C]``, as in :func:`tigon.rms_norm`.
 
     Returns:
         ``[..., C]`` in x's dtype, contiguous. Differentiable (the result is kept for the backward);

@@ -30,8 +30,7 @@ def sparsemax(x: torch.Tensor) -> torch.Tensor:
     Entries far below the largest are exactly 0, and tau is such that the others sum to 1.
 
     Args:
-        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
-            float64 runs the eager reference.
+        x: ``[..., C]``, as in :func:`tigon.rms_norm`.
 
     Returns:
         ``[..., C]`` in x's dtype, contiguous. Differentiable (only the result is kept for the backward);

@@ -265,7 +265,7 @@ class HeadLoss:
         if dloss is None:
             return (None,) * self.arguments
         if ctx.scalar:
-            gradients = _finished(dloss, ctx.saved_tensors, ctx.dtypes)
+            gradients = finished(dloss, ctx.saved_tensors, *ctx.dtypes[1:3])
         else:
             gradients = self.rows_gradients(ctx.saved_tensors, dloss, ctx.call)
         return by_argument(gradients, ctx.call.memory.needs, ctx.dtypes, self.arguments)
@@ -289,10 +289,15 @@ class HeadLoss:
         return by_argument(gradients, needs, ctx.dtypes, self.arguments)
 
 
-def _finished(dloss, tensors, dtypes):
-    """The gradients of a scalar loss; in their own memory where the backward runs once."""
+def finished(dloss, tensors, *dtypes):
+    """The gradients of a scalar loss; in their own memory where the backward runs once.
+
+    Args:
+        tensors: the reduction's factor, and gradients as the forward has formed them.
+        dtypes: of weight's and bias' gradients.
+    """
     chosen = finish_in_place if may_overwrite_saved(tensors) else finish
-    return chosen(dloss, *tensors, dtypes[1], dtypes[2])
+    return chosen(dloss, *tensors, *dtypes)
 
 
 class _Eager(torch.autograd.Function):
@@ -317,7 +322,7 @@ class _Eager(torch.autograd.Function):
         if torch.is_grad_enabled():
             refuse_second(loss.name)
         if ctx.scalar and ctx.main_grad is None:
-            gradients = _finished(dloss, tensors, ctx.dtypes)
+            gradients = finished(dloss, tensors, *ctx.dtypes[1:3])
         else:
             if ctx.scalar:
                 scale, *tensors = tensors

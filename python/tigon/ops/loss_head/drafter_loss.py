@@ -13,34 +13,11 @@ import torch.nn.functional as F
 
 from tigon._op import has_kernel
 from tigon.error import check
+from tigon.ops import arguments
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import (
-    check_booleans,
-    check_choice,
-    check_dense,
-    check_float,
-    check_indices,
-    check_integers,
-    check_like,
-    check_numbers,
-    check_stored,
-    kind_of,
-    readable,
-)
+from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import check_shift
-from tigon.ops.loss_head.operands import (
-    Call,
-    Head,
-    autocast,
-    check_head,
-    check_outputs,
-    check_token_weight,
-    plain_weight,
-    prepare,
-    whole_vectors,
-)
-from tigon.ops.loss_head.plan import REDUCTIONS
 from tigon.ops.loss_head.reference import result_type
 
 _OP = "drafter_loss"
@@ -64,8 +41,8 @@ class Drafter(NamedTuple):
 # ids, five options, and how the losses of rows become one.
 
 
-def _fake(*arguments):
-    call = Call.of(arguments)
+def _fake(*inputs):
+    call = operands.Call.of(inputs)
     rows = call.operands.target.shape[0]
     numbers = call.operands.hidden.new_empty((2, rows), dtype=torch.float32)
     return *empty_loss(call, call.more[-1] != 0), numbers
@@ -111,12 +88,12 @@ def _check_ids(draft_ids, classes, teacher_classes):
         words = "weight must have the teacher's {} classes where draft_ids is None, got {}"
         check(_OP, classes == teacher_classes, words, teacher_classes, classes)
         return
-    check_indices(_OP, "draft_ids", draft_ids)
+    arguments.check_indices(_OP, "draft_ids", draft_ids)
     check(_OP, draft_ids.shape == (classes,), "draft_ids must be [{}], got {}", classes, draft_ids.shape)
-    check_dense(_OP, "draft_ids", draft_ids)
-    if not readable(draft_ids) or torch._C._are_functorch_transforms_active():
+    arguments.check_dense(_OP, "draft_ids", draft_ids)
+    if not arguments.readable(draft_ids) or torch._C._are_functorch_transforms_active():
         return
-    check_stored(_OP, "draft_ids", draft_ids)
+    arguments.check_stored(_OP, "draft_ids", draft_ids)
     used = draft_ids[draft_ids >= 0].tolist()
     words = "draft_ids must be below the teacher's {} classes, got {}"
     check(_OP, max(used, default=0) < teacher_classes, words, teacher_classes, max(used, default=0))
@@ -196,7 +173,7 @@ def drafter_loss(
         reduction: ``"mean"`` (the sum over steps of the means over the positions of `mask` that a step
             reaches), ``"sum"``, or ``"none"``: ``[..., T]`` losses, ``[..., T, S]`` of several steps, at the
             teacher's positions; its backward computes the logits again.
-        denominator: number or tensor of one element: the loss is ``sum / denominator`` instead.
+        denominator: as in :func:`tigon.linear_cross_entropy`.
         valid_rows: how many positions `mask` has, where the caller knows; on CUDA the others are then free.
         chunk_rows: draft rows whose logits exist at a time; ``None``: chosen.
         outputs: ``("loss",)``, or ``("loss", "acceptance")`` for a named tuple with float32 ``[S]``,
@@ -218,10 +195,10 @@ def drafter_loss(
     """
     two = isinstance(teacher, Sequence) and len(teacher) == 2
     check(_OP, two, "teacher must be (hidden, weight), got {}",
-          len(teacher) if isinstance(teacher, Sequence) else kind_of(teacher))  # fmt: skip
+          len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher))  # fmt: skip
     states, teacher_weight = teacher
-    check_float(_OP, "teacher_hidden", states)
-    check_float(_OP, "teacher_weight", teacher_weight)
+    arguments.check_float(_OP, "teacher_hidden", states)
+    arguments.check_float(_OP, "teacher_weight", teacher_weight)
     fits = states.dim() >= 2 and teacher_weight.dim() == 2 and teacher_weight.shape[1:] == states.shape[-1:]
     check(_OP, fits, "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}", states.shape,
           teacher_weight.shape)  # fmt: skip
@@ -230,10 +207,12 @@ def drafter_loss(
     given = isinstance(hidden, torch.Tensor)
     steps = [hidden] if given else list(hidden) if isinstance(hidden, Sequence) else []
     tensors = len(steps) > 0 and all(isinstance(h, torch.Tensor) for h in steps)
-    check(_OP, tensors, "hidden must be a tensor, or a tensor for each step, got {}", kind_of(hidden))
+    check(
+        _OP, tensors, "hidden must be a tensor, or a tensor for each step, got {}", arguments.kind_of(hidden)
+    )
     for h in steps:
-        check_float(_OP, "hidden", h)
-    check_float(_OP, "weight", weight)
+        arguments.check_float(_OP, "hidden", h)
+    arguments.check_float(_OP, "weight", weight)
     one = given and hidden.dim() == states.dim()
     if given and hidden.dim() == states.dim() + 1:
         steps = [hidden.select(-2, i) for i in range(hidden.shape[-2])]
@@ -247,15 +226,15 @@ def drafter_loss(
         words = name + " must be one for each of {} steps, got {}"
         check(_OP, len(values) == number, words, number, len(values))
     for k in shifts:
-        check_integers(_OP, least=0, shifts=k)
-    check_numbers(_OP, eta=eta, **{f"step_weights[{i}]": w for i, w in enumerate(step_weights)})
+        arguments.check_integers(_OP, least=0, shifts=k)
+    arguments.check_numbers(_OP, eta=eta, **{f"step_weights[{i}]": w for i, w in enumerate(step_weights)})
     check(_OP, eta >= 0, "eta must be >= 0, got {}", eta)
-    check_choice(_OP, "loss", loss, _KINDS)
-    check_choice(_OP, "outside", outside, _OUTSIDE)
-    check_choice(_OP, "reduction", reduction, REDUCTIONS)
-    check_booleans(_OP, mask_outside=mask_outside)
+    arguments.check_choice(_OP, "loss", loss, _KINDS)
+    arguments.check_choice(_OP, "outside", outside, _OUTSIDE)
+    arguments.check_choice(_OP, "reduction", reduction, _cross_entropy.REDUCTIONS)
+    arguments.check_booleans(_OP, mask_outside=mask_outside)
     _cross_entropy.check_denominator(_OP, denominator)
-    outputs = check_outputs(_OP, outputs, ("loss", "acceptance"))
+    outputs = operands.check_outputs(_OP, outputs, ("loss", "acceptance"))
     if one:
         stacked = _at(hidden, shifts[0])
     elif given and not any(shifts):
@@ -265,18 +244,20 @@ def drafter_loss(
     device = stacked.device
     if mask is not None:
         boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
-        check(_OP, boolean, "mask must be a bool tensor, got {}", kind_of(mask))
-        check_like(_OP, "mask", mask, lead, device)
+        check(_OP, boolean, "mask must be a bool tensor, got {}", arguments.kind_of(mask))
+        arguments.check_like(_OP, "mask", mask, lead, device)
     base = torch.zeros(lead, dtype=torch.int64, device=device)
     base = base if mask is None else base.masked_fill(~mask, _IGNORED)
     target = base if one else base.unsqueeze(-1).expand(*lead, number).contiguous()
-    check_token_weight(_OP, token_weight, base)
+    operands.check_token_weight(_OP, token_weight, base)
     check_shift(_OP, any(shifts), position_ids, base)
-    check_integers(_OP, or_none=True, valid_rows=valid_rows)
-    head = Head(valid_rows=None if valid_rows is None else valid_rows * number, chunk_rows=chunk_rows)
-    check_head(_OP, stacked, weight, target, head)
+    arguments.check_integers(_OP, or_none=True, valid_rows=valid_rows)
+    head = operands.Head(
+        valid_rows=None if valid_rows is None else valid_rows * number, chunk_rows=chunk_rows
+    )
+    operands.check_head(_OP, stacked, weight, target, head)
     _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0])
-    weight, d = plain_weight(_OP, weight), Drafter(loss, eta, outside, mask_outside, draft_ids)
+    weight, d = operands.plain_weight(_OP, weight), Drafter(loss, eta, outside, mask_outside, draft_ids)
     if outside == "renormalize" and not mask_outside and draft_ids is not None:  # no other class is asked for
         teacher_weight = teacher_weight[draft_ids.clamp(0, teacher_weight.shape[0] - 1)]
         held = (draft_ids >= 0) & (draft_ids < len(teacher[1]))
@@ -295,7 +276,7 @@ def drafter_loss(
                 f = f * counts.sum() / (counts & here).sum().clamp(min=1)
             factors.append(f if token_weight is None else f * token_weight.detach())
         factor, reaches = (x[0] if one else torch.stack(x, -1) for x in (factors, reached))
-    stacked = autocast(stacked)
+    stacked = operands.autocast(stacked)
     if has_kernel(_OP, stacked, beside=(states, teacher_weight, draft_ids, weight, target, token_weight)):
         losses, overlap, counted = _run(
             stacked, weight, (states, teacher_weight), base, target, head, factor, d, reduction, denominator
@@ -317,14 +298,14 @@ def drafter_loss(
 
 def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduction, denominator):
     """The kernels: the loss, and overlaps and counted rows ``[..., S]``."""
-    states, teacher_weight, _ = whole_vectors(*(t.to(hidden.dtype) for t in teacher))
+    states, teacher_weight, _ = operands.whole_vectors(*(t.to(hidden.dtype) for t in teacher))
     draft_id = None if d.draft_ids is None else _inverse(d.draft_ids, teacher_weight.shape[0])
     divisor, host_divisor = _cross_entropy.split_denominator(denominator, hidden.device)
-    code = REDUCTIONS["sum" if denominator is not None else reduction]
+    code = _cross_entropy.REDUCTIONS["sum" if denominator is not None else reduction]
     masks = d.mask_outside and draft_id is not None
     more = (states, teacher_weight, base.reshape(-1), draft_id, _KINDS[d.loss], float(d.eta),
             *_OUTSIDE[d.outside], masks, divisor, host_divisor, code)  # fmt: skip
-    call, parameters = prepare(_OP, hidden, weight, target, head, token_weight=factor, more=more)
+    call, parameters = operands.prepare(_OP, hidden, weight, target, head, token_weight=factor, more=more)
     losses, numbers = _loss.run(call, parameters, scalar=code != 0)
     overlap, counted = numbers.view(2, *target.shape)
     return losses if code else losses.view(target.shape), overlap, counted

@@ -14,24 +14,12 @@ from tigon._dtensor import of_vocabulary
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_choice, check_float, check_numbers
+from tigon.ops.arguments import check_float
+from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import OP as _OP
 from tigon.ops.loss_head.autograd import HeadLoss, empty_kept, empty_loss, keep, rows_gradients, saved
 from tigon.ops.loss_head.labels import labels_of
-from tigon.ops.loss_head.operands import (
-    Call,
-    Head,
-    autocast,
-    check_head,
-    check_outputs,
-    check_plain,
-    check_token_weight,
-    main_grad_of,
-    plain_weight,
-    prepare,
-    wide_logits,
-)
-from tigon.ops.loss_head.plan import REDUCTIONS, check_keep
+from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import reference, result_type
 
 NUMBERS = {"z_loss": 1, "log_prob": 2, "lse": 4, "entropy": 8}  # bits of `outputs`
@@ -41,7 +29,7 @@ OUTPUTS = ("loss", *NUMBERS, "predicted", "correct")
 
 
 def _fake(*arguments):
-    call = Call.of(arguments)
+    call = operands.Call.of(arguments)
     _, _, reduction, outputs = call.more
     hidden, rows, scalar = call.operands.hidden, call.operands.target.shape[0], reduction != 0
     wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
@@ -111,8 +99,7 @@ def linear_cross_entropy(
         temperature: > 0, divides after softcap.
         z_loss: factor of ``lse^2``, added to each row's loss.
         token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached). A mean is
-            still over the rows
-            that count: ``sum(token_weight * loss) / count``.
+            still over the rows that count: ``sum(token_weight * loss) / count``.
         reduction: ``"mean"`` (over rows that count, weighted by class), ``"sum"`` or ``"none"`` (``[...]``
             losses; what they cost: :func:`tigon.linear_log_prob`).
         denominator: number or tensor of one element: the loss is ``sum / denominator`` instead of
@@ -144,53 +131,47 @@ def linear_cross_entropy(
     Returns:
         float32 scalar, or ``[...]`` for ``"none"``; with ``outputs`` a named tuple. The loss is
         differentiable in hidden, weight, bias, A and B, each only where needed; bitwise deterministic (on the
-        CPU, where PyTorch makes the products, for a number of threads). With
-        every row ignored: NaN for ``"mean"`` as in PyTorch, 0 otherwise; gradients are zero.
+        CPU, where PyTorch makes the products, for a number of threads). With every row ignored: NaN for
+        ``"mean"`` as in PyTorch, 0 otherwise; gradients are zero.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside
-        ``[0, V)``. On CUDA such
-            a label makes that row's loss and gradient NaN (no synchronisation to look).
+            ``[0, V)``. On CUDA such a label makes that row's loss and gradient NaN (no synchronisation).
 
     Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (arXiv:2411.09009) for
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
     target = labels_of(target, ignore_index)
-    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids, valid_rows,
-                chunk_rows, max_workspace_mb, logit_dtype)  # fmt: skip
-    check_head(_OP, hidden, weight, target, head)
+    head = operands.Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids,
+                         valid_rows, chunk_rows, max_workspace_mb, logit_dtype)  # fmt: skip
+    operands.check_head(_OP, hidden, weight, target, head)
     if outputs is not None:
         named = isinstance(outputs, Sequence) and not isinstance(outputs, str)
         check(_OP, named, "outputs must be a tuple of names (or None), got {!r}", outputs)
-        outputs = check_outputs(_OP, outputs, OUTPUTS, " (or None)")
+        outputs = operands.check_outputs(_OP, outputs, OUTPUTS, " (or None)")
     if class_weight is not None:
         check_float(_OP, "class_weight", class_weight)
         fits = class_weight.dim() == 1 and class_weight.shape[0] == weight.shape[0]
         check(_OP, fits, "class_weight must be {}, got {}", weight.shape[:1], class_weight.shape)
-    check_token_weight(_OP, token_weight, target)
-    check_choice(_OP, "reduction", reduction, REDUCTIONS)
-    check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss)
-    check(_OP, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
+    operands.check_token_weight(_OP, token_weight, target)
+    _cross_entropy.check_loss(_OP, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
     check_keep(_OP, keep_mb)
-    _cross_entropy.check_denominator(_OP, denominator)
-    hidden = autocast(hidden)
-    wide_logits(_OP, logit_dtype, hidden)
+    hidden = operands.autocast(hidden)
+    operands.wide_logits(_OP, logit_dtype, hidden)
     if not has_kernel(_OP, hidden, beside=(target, bias, class_weight, token_weight, *(lora or ())[:2])):
-        check_plain(_OP, weight.shape[0], target, head)
+        operands.check_plain(_OP, weight.shape[0], target, head)
         return reference(
-            hidden, plain_weight(_OP, weight), target, class_weight=class_weight, token_weight=token_weight,
-            label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction, denominator=denominator,
-            outputs=outputs, **head._asdict(),
+            hidden, operands.plain_weight(_OP, weight), target, class_weight=class_weight,
+            token_weight=token_weight, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction,
+            denominator=denominator, outputs=outputs, **head._asdict(),
         )  # fmt: skip
-    main_grad = main_grad_of(_OP, weight)
-    denominator, host_denominator = _cross_entropy.split_denominator(denominator, hidden.device)
-    if host_denominator is not None or denominator is not None:
-        reduction = "sum"
-    scalar = reduction != "none"
-    call, parameters = prepare(
+    main_grad = operands.main_grad_of(_OP, weight)
+    reduction = reduction if denominator is None else "sum"
+    divisors, scalar = _cross_entropy.split_denominator(denominator, hidden.device), reduction != "none"
+    call, parameters = operands.prepare(
         _OP, hidden, weight, target, head, class_weight=class_weight, token_weight=token_weight,
         main_grad=main_grad, label_smoothing=label_smoothing, z_loss=z_loss,
-        more=(denominator, host_denominator, REDUCTIONS[reduction], _bits(outputs)),
+        more=(*divisors, _cross_entropy.REDUCTIONS[reduction], _bits(outputs)),
     )  # fmt: skip
     if not scalar:
         call = keep(call, keep_mb, main_grad)

@@ -13,34 +13,13 @@ import torch.nn.functional as F
 
 from tigon._op import has_kernel
 from tigon.error import check
+from tigon.ops import arguments
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import divergence as _divergence
-from tigon.ops.arguments import (
-    check_choice,
-    check_float,
-    check_integers,
-    check_numbers,
-    check_positive,
-    kind_of,
-    options_of,
-)
-from tigon.ops.loss_head import top_k
+from tigon.ops.loss_head import operands, top_k
 from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
-from tigon.ops.loss_head.operands import (
-    Call,
-    Head,
-    autocast,
-    check_head,
-    check_outputs,
-    check_plain,
-    check_token_weight,
-    plain_weight,
-    prepare,
-    whole_vectors,
-)
-from tigon.ops.loss_head.plan import REDUCTIONS
 from tigon.ops.loss_head.reference import plain_logits, result_type
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tvd": 3}
@@ -64,11 +43,6 @@ class Divergence(NamedTuple):
     reduction: str = "batchmean"
     denominator: float | torch.Tensor | None = None
     outputs: tuple[str, ...] = ("loss",)
-
-    @classmethod
-    def of(cls, options: dict, **more) -> Divergence:
-        """Those of a divergence among the options of a loss."""
-        return cls(**more, **{name: value for name, value in options.items() if name in cls._fields})
 
     def results(self, loss, results):
         """What the caller gets of the loss and the results of rows by name."""
@@ -94,8 +68,8 @@ class Divergence(NamedTuple):
 # losses of rows become one.
 
 
-def _fake(*arguments):
-    call = Call.of(arguments)
+def _fake(*inputs):
+    call = operands.Call.of(inputs)
     reduction, outputs = call.more[-2:]
     hidden, rows = call.operands.hidden, call.operands.target.shape[0]
     wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
@@ -106,7 +80,7 @@ def _fake(*arguments):
 _loss = teacher_head_loss(_OP, _fake, tensors=3, numbers=6)
 
 
-def reference(hidden, weight, teacher, labels, head: Head, d: Divergence):
+def reference(hidden, weight, teacher, labels, head: operands.Head, d: Divergence):
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device).
 
     Args:
@@ -126,7 +100,7 @@ def reference(hidden, weight, teacher, labels, head: Head, d: Divergence):
         return z * scale if cap is None else cap * torch.tanh(z * scale / cap)
 
     t = capped(logits, teacher_bias, d.teacher_logit_scale, d.teacher_softcap) / temperature
-    logits = plain_logits(hidden.to(wide), weight.to(wide), Head(lora=head.lora))
+    logits = plain_logits(hidden.to(wide), weight.to(wide), operands.Head(lora=head.lora))
     s = capped(logits, head.bias, head.logit_scale, head.softcap)
     options = {"kind": d.kind, "beta": d.beta, "reduction": "none", "ignore_index": ignore_index}
     soft_rows = _divergence.reference(s / temperature, t, labels, **options)
@@ -146,22 +120,22 @@ def _check_teacher(op, teacher, hidden):
     """Teacher's hidden states, weight and bias, or its logits alone; detached."""
     lead = hidden.shape[:-1]
     if isinstance(teacher, torch.Tensor):
-        check_float(op, "teacher", teacher)
+        arguments.check_float(op, "teacher", teacher)
         fits = teacher.dim() == len(lead) + 1 and teacher.shape[:-1] == lead and teacher.shape[-1] >= 1
         check(op, fits, "teacher must be logits {} and then V, got {}", lead, teacher.shape)
         return teacher.detach(), None, None
     parts = isinstance(teacher, Sequence) and len(teacher) in (2, 3)
-    given = len(teacher) if isinstance(teacher, Sequence) else kind_of(teacher)
+    given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
     check(op, parts, "teacher must be logits, or (hidden, weight) or (hidden, weight, bias), got {}", given)
     states, weight, bias = (*teacher, None)[:3]
-    check_float(op, "teacher_hidden", states)
-    check_float(op, "teacher_weight", weight)
+    arguments.check_float(op, "teacher_hidden", states)
+    arguments.check_float(op, "teacher_weight", weight)
     fits = states.dim() == len(lead) + 1 and states.shape[:-1] == lead and states.shape[-1] >= 1
     check(op, fits, "teacher_hidden must be {} and then H, got {}", lead, states.shape)
     fits = weight.dim() == 2 and weight.shape[1] == states.shape[-1] and weight.shape[0] >= 1
     check(op, fits, "teacher_weight must be [V, {}], got {}", states.shape[-1], weight.shape)
     if bias is not None:
-        check_float(op, "teacher_bias", bias)
+        arguments.check_float(op, "teacher_bias", bias)
         check(op, bias.shape == weight.shape[:1], "teacher_bias must be {}, got {}", weight.shape[:1],
               bias.shape)  # fmt: skip
     return states.detach(), weight.detach(), None if bias is None else bias.detach()
@@ -171,15 +145,15 @@ def _kernel_dtype(x):
     return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
 
 
-def _run(op, hidden, weight, labels, head: Head, d: Divergence):
+def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
     """Check, choose between kernel and reference, run."""
-    check_float(op, "hidden", hidden)
-    check_integers(op, ignore_index=head.ignore_index)
+    arguments.check_float(op, "hidden", hidden)
+    arguments.check_integers(op, ignore_index=head.ignore_index)
     has_labels = labels is not None
-    outputs = check_outputs(op, d.outputs, OUTPUTS)
+    outputs = operands.check_outputs(op, d.outputs, OUTPUTS)
     if outputs is not d.outputs:
         d = d._replace(outputs=outputs)
-    check_numbers(op, soft=d.soft, hard=d.hard, teacher_logit_scale=d.teacher_logit_scale)
+    arguments.check_numbers(op, soft=d.soft, hard=d.hard, teacher_logit_scale=d.teacher_logit_scale)
     check(op, d.soft >= 0, "soft must be >= 0, got {}", d.soft)
     check(op, d.hard >= 0, "hard must be >= 0, got {}", d.hard)
     wanted = d.hard != 0.0 or "hard" in d.outputs
@@ -189,53 +163,56 @@ def _run(op, hidden, weight, labels, head: Head, d: Divergence):
         labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
         head = head._replace(ignore_index=-100)
     labels = labels_of(labels, head.ignore_index)
-    check_head(op, hidden, weight, labels, head)
-    check_positive(op, "teacher_softcap", d.teacher_softcap, or_none=True)
-    check_choice(op, "reduction", d.reduction, _REDUCTIONS)
+    operands.check_head(op, hidden, weight, labels, head)
+    arguments.check_positive(op, "teacher_softcap", d.teacher_softcap, or_none=True)
+    arguments.check_choice(op, "reduction", d.reduction, _REDUCTIONS)
     _cross_entropy.check_denominator(op, d.denominator)
-    check_token_weight(op, d.token_weight, labels)
+    operands.check_token_weight(op, d.token_weight, labels)
     if top_k.is_top_k(d.teacher):
         top_k.check_top_k(op, d.teacher, hidden)
         plain_side = d.teacher_softcap is None and d.teacher_logit_scale == 1.0
         check(
             op, plain_side, "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
         )
-        return d.results(*top_k.top_k_loss(op, autocast(hidden), weight, labels, head, d))
+        return d.results(*top_k.top_k_loss(op, operands.autocast(hidden), weight, labels, head, d))
     states, teacher_weight, teacher_bias = _check_teacher(op, d.teacher, hidden)
-    hidden, states = autocast(hidden), states if teacher_weight is None else autocast(states)
-    weight = plain_weight(op, weight)
+    hidden, states = (
+        operands.autocast(hidden),
+        states if teacher_weight is None else operands.autocast(states),
+    )
+    weight = operands.plain_weight(op, weight)
     classes = min(weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0])
     beside = (states, teacher_weight, labels, head.bias, d.token_weight, *(head.lora or ())[:2])
     if not has_kernel(op, hidden, beside=beside):
-        check_plain(op, classes, labels, head)
+        operands.check_plain(op, classes, labels, head)
         return reference(hidden, weight, (states, teacher_weight, teacher_bias), labels, head, d)
     lead, states = labels.shape, _kernel_dtype(states)
     if teacher_weight is not None:
-        states, teacher_weight, _ = whole_vectors(states, teacher_weight.to(states.dtype))
+        states, teacher_weight, _ = operands.whole_vectors(states, teacher_weight.to(states.dtype))
         teacher_bias = None if teacher_bias is None else teacher_bias.float()
     if head.bias is not None:
         head = head._replace(bias=head.bias.float())
-    denominator, host_denominator = _cross_entropy.split_denominator(d.denominator, hidden.device)
-    reduction, soft, hard = d.reduction, d.soft, d.hard
-    if host_denominator is not None or denominator is not None:
-        reduction = "sum"
+    divisors = _cross_entropy.split_denominator(d.denominator, hidden.device)
+    reduction, soft, hard = "sum" if d.denominator is not None else d.reduction, d.soft, d.hard
     if reduction == "mean":
         soft, hard = soft / classes, hard / classes
-    code = REDUCTIONS[_REDUCTIONS[reduction]]
+    code = _cross_entropy.REDUCTIONS[_REDUCTIONS[reduction]]
     bits = sum(bit for name, bit in NUMBERS.items() if name in d.outputs)
     more = (
         states, teacher_weight, teacher_bias, _KINDS[d.kind], d.beta, soft, hard, d.teacher_softcap or 0.0,
-        d.teacher_logit_scale, denominator, host_denominator, code, bits,
+        d.teacher_logit_scale, *divisors, code, bits,
     )  # fmt: skip
-    call, parameters = prepare(op, hidden, weight, labels, head, token_weight=d.token_weight, more=more)
+    call, parameters = operands.prepare(
+        op, hidden, weight, labels, head, token_weight=d.token_weight, more=more
+    )
     loss, numbers = _loss.run(call, parameters, scalar=code != 0)
     names = [name for name in NUMBERS if name in d.outputs]
     results = {name: numbers[i].view(lead) for i, name in enumerate(names)}
     return d.results(loss if code else loss.view(lead), results)
 
 
-@options_of(linear_cross_entropy, but=("class_weight", "label_smoothing", "z_loss", "max_workspace_mb",
-                                       "keep_mb", "logit_dtype"))  # fmt: skip
+@arguments.options_of(linear_cross_entropy, but=("class_weight", "label_smoothing", "z_loss", "keep_mb",
+                                                 "max_workspace_mb", "logit_dtype"))  # fmt: skip
 def linear_kl_div(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -300,10 +277,10 @@ def linear_kl_div(
     kind = "reverse_kl" if reverse else "forward_kl"
     loss = Divergence(teacher, kind, 0.5, soft, hard, teacher_softcap, teacher_logit_scale,
                       options["token_weight"], reduction, options["denominator"], outputs)  # fmt: skip
-    return _run("linear_kl_div", hidden, weight, labels, Head.of(options), loss)
+    return _run("linear_kl_div", hidden, weight, labels, operands.Head.of(options), loss)
 
 
-@options_of(linear_kl_div, but=("reverse",))
+@arguments.options_of(linear_kl_div, but=("reverse",))
 def linear_jsd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -323,14 +300,12 @@ def linear_jsd(
     Source: Lin 1991, "Divergence Measures Based on the Shannon Entropy", eq. 4.1; Agarwal et al. 2024,
     "On-Policy Distillation of Language Models" (arXiv:2306.13649).
     """
-    check_numbers("linear_jsd", beta=beta)
-    check("linear_jsd", 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
-    kind = "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
-    loss = Divergence.of(options, teacher=teacher, kind=kind, beta=beta)
-    return _run("linear_jsd", hidden, weight, labels, Head.of(options), loss)
+    kind = _divergence.jsd_kind("linear_jsd", beta)
+    loss = arguments.picked(Divergence, options, teacher=teacher, kind=kind, beta=beta)
+    return _run("linear_jsd", hidden, weight, labels, operands.Head.of(options), loss)
 
 
-@options_of(linear_kl_div, but=("reverse",))
+@arguments.options_of(linear_kl_div, but=("reverse",))
 def linear_tvd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -343,5 +318,5 @@ def linear_tvd(
 
     Args, returns, raises: as :func:`tigon.linear_kl_div`.
     """
-    loss = Divergence.of(options, teacher=teacher, kind="tvd")
-    return _run("linear_tvd", hidden, weight, labels, Head.of(options), loss)
+    loss = arguments.picked(Divergence, options, teacher=teacher, kind="tvd")
+    return _run("linear_tvd", hidden, weight, labels, operands.Head.of(options), loss)

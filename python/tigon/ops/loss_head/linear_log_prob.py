@@ -11,32 +11,10 @@ from tigon._dtensor import of_vocabulary
 from tigon._op import Op, has_kernel
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices, options_of
-from tigon.ops.loss_head.autograd import (
-    by_argument,
-    dtypes_of,
-    empty_kept,
-    keep,
-    rows_gradients,
-    saved,
-    wanted,
-)
-from tigon.ops.loss_head.labels import labels_of
+from tigon.ops.loss_head import autograd, operands
+from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.match import WithValue, check_match, vllm_log_prob
-from tigon.ops.loss_head.operands import (
-    LOGITS,
-    MAY_ROUND,
-    Call,
-    Head,
-    autocast,
-    check_head,
-    check_plain,
-    main_grad_of,
-    plain_weight,
-    prepare,
-    shifted,
-    wide_logits,
-)
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import plain_logits
 
@@ -45,7 +23,7 @@ _OP = "linear_log_prob"
 
 def reference(hidden, weight, target, *, entropy=False, **options):
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
-    head = Head.of(options)
+    head = operands.Head.of(options)
     log_p = torch.log_softmax(plain_logits(hidden, weight, head), -1)
     labels = target if several(hidden, target) else target.unsqueeze(-1)
     counts = labels != head.ignore_index
@@ -68,10 +46,6 @@ def _counting_rows(target, ignore_index):
     return (target != ignore_index).any(-1).long() - 1
 
 
-def _differentiable(*tensors):
-    return any(t is not None and t.requires_grad for t in tensors)
-
-
 def statistics_fake(hidden, target, entropy):
     """Shapes of the log-probabilities and entropies."""
     return (
@@ -81,17 +55,18 @@ def statistics_fake(hidden, target, entropy):
 
 
 def _fake(*arguments):
-    call = Call.of(arguments)
-    return *statistics_fake(call.operands.hidden, call.operands.target, *call.more), *empty_kept(call)
+    call = operands.Call.of(arguments)
+    statistics = statistics_fake(call.operands.hidden, call.operands.target, *call.more)
+    return *statistics, *autograd.empty_kept(call)
 
 
 def _setup_context(ctx, inputs, output):
-    call = Call.of(inputs)
-    (entropy,), operands = call.more, call.operands
+    call = operands.Call.of(inputs)
+    (entropy,), of = call.more, call.operands
     _, entropies, unit, kept = output
     ctx.call, ctx.arguments, ctx.main_grad = call.without_tensors(), len(inputs), None
-    ctx.save_for_backward(*saved(call, unit, kept, entropy))
-    ctx.dtypes = dtypes_of(operands.hidden, operands.weight, operands.bias)
+    ctx.save_for_backward(*autograd.saved(call, unit, kept, entropy))
+    ctx.dtypes = autograd.dtypes_of(of.hidden, of.weight, of.bias)
     if not entropy:
         ctx.mark_non_differentiable(entropies, unit, kept)
     ctx.set_materialize_grads(False)
@@ -106,15 +81,15 @@ def _backward(ctx, dlog_prob, dentropy, *_):
         upstream = dentropy.new_zeros(target.shape)
     else:
         upstream = -dlog_prob  # the loss is -log_prob
-    needs = wanted(ctx.needs_input_grad) | ctx.call.memory.needs & LOGITS
+    needs = autograd.wanted(ctx.needs_input_grad) | ctx.call.memory.needs & operands.LOGITS
     if not torch.compiler.is_compiling():
-        needs |= MAY_ROUND
+        needs |= operands.MAY_ROUND
     eager = isinstance(ctx, _op.node)
-    gradients = rows_gradients(
+    gradients = autograd.rows_gradients(
         tensors, upstream, ctx.call.with_memory(needs, 0), dentropy, eager=eager,
         main_grad=ctx.main_grad if eager else None,
     )  # fmt: skip
-    return by_argument(gradients, needs, ctx.dtypes, ctx.arguments)
+    return autograd.by_argument(gradients, needs, ctx.dtypes, ctx.arguments)
 
 
 _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=2)
@@ -175,8 +150,8 @@ def linear_log_prob(
         tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
         NaN.
     """
-    head, keep_mb = Head.of(options), options["keep_mb"]
-    ignore_index, shift, position_ids = head.ignore_index, head.shift, head.position_ids
+    head, keep_mb = operands.Head.of(options), options["keep_mb"]
+    ignore_index = head.ignore_index
     target = labels_of(target, ignore_index)
     many = several(hidden, target)
     if many:
@@ -184,45 +159,46 @@ def linear_log_prob(
         check_indices(_OP, "target", target)
         fits = target.shape[:-1] == hidden.shape[:-1] and target.shape[-1] >= 1
         check(_OP, fits, "target must be {} (and then K >= 1), got {}", hidden.shape[:-1], target.shape)
-    check_head(_OP, hidden, weight, target[..., 0] if many else target, head)
+    operands.check_head(_OP, hidden, weight, target[..., 0] if many else target, head)
     check_keep(_OP, keep_mb)
     check_match(_OP, match, head)
-    hidden = autocast(hidden)
-    wide = wide_logits(_OP, head.logit_dtype, hidden)
+    hidden = operands.autocast(hidden)
+    wide = operands.wide_logits(_OP, head.logit_dtype, hidden)
+    if many:
+        if head.shift:
+            moved = target.movedim(-1, 0)
+            target = shifted(moved, ignore_index, head.shift, head.position_ids).movedim(0, -1)
+        head = head._replace(shift=False, position_ids=None)
+    places = {"shift": head.shift, "position_ids": head.position_ids}
     if match is not None:
-        moved = target.movedim(-1, 0) if many else target
-        moved = shifted(moved, ignore_index, shift, position_ids)
-        value = vllm_log_prob(hidden, weight, moved.movedim(0, -1) if many else moved, head, wide)
-        if not entropy and not (torch.is_grad_enabled() and _differentiable(hidden, weight, head.bias)):
+        value = vllm_log_prob(hidden, weight, shifted(target, ignore_index, **places), head, wide)
+        trained = any(t is not None and t.requires_grad for t in (hidden, weight, head.bias))
+        if not entropy and not (trained and torch.is_grad_enabled()):
             return value
-        result = linear_log_prob(hidden, weight, target, entropy=entropy, shift=shift, keep_mb=keep_mb,
-                                 position_ids=position_ids, **head.options())  # fmt: skip
+        result = linear_log_prob(hidden, weight, target, entropy=entropy, keep_mb=keep_mb, **places,
+                                 **head.options())  # fmt: skip
         return (WithValue.apply(result[0], value), result[1]) if entropy else WithValue.apply(result, value)
     kernel = has_kernel(_OP, hidden, beside=(target, head.bias, *(head.lora or ())[:2]))
-    if many:
-        if shift:
-            target = shifted(target.movedim(-1, 0), ignore_index, shift, position_ids).movedim(0, -1)
-        head = head._replace(shift=False, position_ids=None)
     if not kernel:
-        check_plain(_OP, weight.shape[0], target, head._replace(valid_rows=None) if many else head)
+        operands.check_plain(_OP, weight.shape[0], target, head._replace(valid_rows=None) if many else head)
         if many:
             rows = head._replace(ignore_index=-1)
-            check_plain(_OP, weight.shape[0], _counting_rows(target, ignore_index), rows)
-        target = shifted(target, ignore_index, head.shift, head.position_ids)
-        return reference(hidden, plain_weight(_OP, weight), target, entropy=entropy, **head.options())
-    main_grad = main_grad_of(_OP, weight)
+            operands.check_plain(_OP, weight.shape[0], _counting_rows(target, ignore_index), rows)
+        target, weight = shifted(target, ignore_index, **places), operands.plain_weight(_OP, weight)
+        return reference(hidden, weight, target, entropy=entropy, **head.options())
+    main_grad = operands.main_grad_of(_OP, weight)
     rows = target
     if many:  # the number of rows that count is found where it costs no wait
         target = target.to(hidden.device, non_blocking=True).long()
         rows = target[..., 0] if rows.is_cuda else _counting_rows(rows, ignore_index)
         head = head._replace(ignore_index=-1)
-    call, _ = prepare(_OP, hidden, weight, rows, head, main_grad=main_grad, more=(entropy,))
+    call, _ = operands.prepare(_OP, hidden, weight, rows, head, main_grad=main_grad, more=(entropy,))
     if many:
         call = call._replace(
             operands=call.operands._replace(target=target.reshape(-1, target.shape[-1])),
             formula=call.formula._replace(ignore_index=ignore_index),
         )
-    call = keep(call, 0 if many else keep_mb, main_grad, entropy)
+    call = autograd.keep(call, 0 if many else keep_mb, main_grad, entropy)
     result, entropies = _op(*call.flat())
     if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is what backward sees
         result.grad_fn.main_grad = main_grad

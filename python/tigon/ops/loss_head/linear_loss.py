@@ -13,25 +13,10 @@ from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import check_choice, is_traced, kind_of, options_of
 from tigon.ops.loss_head import linear_log_prob as _log_prob
+from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import finish
 from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
-from tigon.ops.loss_head.operands import (
-    BIAS,
-    HIDDEN,
-    MAY_ROUND,
-    WEIGHT,
-    Call,
-    Head,
-    Memory,
-    Operands,
-    autocast,
-    check_head,
-    check_plain,
-    plain_weight,
-    prepare,
-    wide_logits,
-)
-from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, REDUCTIONS, padded, plan
+from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, padded, plan
 
 _OP = "linear_loss"
 KINDS = ("sequence", "pair")
@@ -168,9 +153,9 @@ def _check_closed(values, leaves):
 class _Stream:
     """One forward pass over the chunks; with gradients where they are wanted."""
 
-    def __init__(self, loss: Loss, call: Call, tensors):
+    def __init__(self, loss: Loss, call: operands.Call, tensors):
         self.loss, self.operands, self.formula, self.tensors = loss, call.operands, call.formula, tensors
-        self.needs = call.memory.needs & ~MAY_ROUND
+        self.needs = call.memory.needs & ~operands.MAY_ROUND
         hidden, weight, target, *_ = call.operands
         self.hidden, self.ignore_index = hidden.reshape(-1, hidden.shape[-1]), call.formula.ignore_index
         rows, (vocab, _) = target.shape[0], weight.shape
@@ -188,7 +173,9 @@ class _Stream:
             self.index = self.place if order is None else order[self.place]
         self.count = self.labels.shape[0]
         needs = self.needs
-        chunk = call.memory.chunk_rows or _default_chunk(hidden, weight, self.count, needs & WEIGHT != 0)
+        chunk = call.memory.chunk_rows or _default_chunk(
+            hidden, weight, self.count, needs & operands.WEIGHT != 0
+        )
         chunk = min(chunk, max(self.count, 1))
         if groups is None:
             self.spans = [Span(b, min(b + chunk, self.count), 0, 0) for b in range(0, self.count, chunk)]
@@ -200,9 +187,11 @@ class _Stream:
         f32 = {"dtype": torch.float32, "device": hidden.device}
         written = torch.empty if self.count else torch.zeros
         make = written if self.index is None else torch.zeros
-        self.dhidden = make(self.hidden.shape, **f32 | {"dtype": hidden.dtype}) if needs & HIDDEN else None
-        self.dweight = written(weight.shape, **f32) if needs & WEIGHT else None
-        self.dbias = written(vocab, **f32) if needs & BIAS else None
+        self.dhidden = (
+            make(self.hidden.shape, **f32 | {"dtype": hidden.dtype}) if needs & operands.HIDDEN else None
+        )
+        self.dweight = written(weight.shape, **f32) if needs & operands.WEIGHT else None
+        self.dbias = written(vocab, **f32) if needs & operands.BIAS else None
         self.dtensors = [
             torch.zeros_like(t) if need else None for t, need in zip(tensors, loss.wrt, strict=True)
         ]
@@ -244,7 +233,7 @@ class _Stream:
     def _arguments(self, hidden, labels):
         """The arguments of a native call on a chunk."""
         _, weight, _, bias, *_ = self.operands
-        return (*Operands(hidden, weight, labels, bias), *self.formula, *Memory())
+        return (*operands.Operands(hidden, weight, labels, bias), *self.formula, *operands.Memory())
 
     def _chunk(self, span, scale):
         loss, part = self.loss, slice(span.begin, span.end)
@@ -319,14 +308,15 @@ class _Function(torch.autograd.Function):
         none = dbias.new_empty(0)
         gradients = finish(dloss, scale, dhidden, dweight, dbias, none, none, *ctx.dtypes)
         dhidden, dweight, dbias = (
-            g if ctx.needs & bit else None for g, bit in zip(gradients, (HIDDEN, WEIGHT, BIAS), strict=False)
+            g if ctx.needs & bit else None
+            for g, bit in zip(gradients, (operands.HIDDEN, operands.WEIGHT, operands.BIAS), strict=False)
         )
         factor = dloss * scale
         dtensors = (None if g is None else torch.where(g == 0, g, g * factor).to(g.dtype) for g in dtensors)
         return None, None, None if dhidden is None else dhidden.view(ctx.shape), dweight, dbias, *dtensors
 
 
-def _composed(hidden, weight, target, loss: Loss, tensors, reduction, log_prob, head: Head):
+def _composed(hidden, weight, target, loss: Loss, tensors, reduction, log_prob, head: operands.Head):
     """Log-probabilities of all rows, then fn: for unreduced losses, whose upstream gradients come later."""
     target = shifted(target, head.ignore_index, head.shift, head.position_ids)
     statistics = log_prob(hidden, weight, target, entropy=loss.entropy, **head.options())
@@ -398,12 +388,12 @@ def linear_loss(
         tigon.Error: shapes, dtypes or options do not fit, or fn returns something else than one loss per row
         or group.
     """
-    head = Head.of(options)
+    head = operands.Head.of(options)
     target = labels_of(target, head.ignore_index)
-    check_head(_OP, hidden, weight, target, head)
+    operands.check_head(_OP, hidden, weight, target, head)
     check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
     _cross_entropy.check_denominator(_OP, denominator)
-    check_choice(_OP, "reduction", reduction, REDUCTIONS)
+    check_choice(_OP, "reduction", reduction, _cross_entropy.REDUCTIONS)
     labels = (target, head.ignore_index, head.shift, head.position_ids)
     groups = None if group is None else Groups(_OP, group, *labels)
     for t in tensors:
@@ -415,17 +405,17 @@ def linear_loss(
         tensors = [t.reshape(target.numel(), *t.shape[target.dim() :]) for t in tensors]
     else:
         tensors = [t.contiguous() for t in tensors]
-    hidden = autocast(hidden)
-    wide_logits(_OP, head.logit_dtype, hidden)
+    hidden = operands.autocast(hidden)
+    operands.wide_logits(_OP, head.logit_dtype, hidden)
     kernel, grad = has_kernel(_OP, hidden), torch.is_grad_enabled()
     if not kernel:
-        check_plain(_OP, weight.shape[0], target, head)
+        operands.check_plain(_OP, weight.shape[0], target, head)
     wrt = tuple(grad and t.requires_grad for t in tensors)
     loss = Loss(fn, options["entropy"], denominator, wrt, grad, groups)
     apart = groups is not None and not groups.fit(hidden, weight, head.chunk_rows)
     if not kernel or apart or is_traced(hidden) or (reduction == "none" and denominator is None):
         log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
-        weight = weight if kernel else plain_weight(_OP, weight)
+        weight = weight if kernel else operands.plain_weight(_OP, weight)
         return _composed(hidden, weight, target, loss, tensors, reduction, log_prob, head)
     transformed = torch._C._are_functorch_transforms_active()
     check(
@@ -433,7 +423,7 @@ def linear_loss(
     )
     if forward_ad._current_level >= 0:
         refuse_tangents(_OP, (hidden, weight, head.bias, *tensors))
-    call, _ = prepare(_OP, hidden, plain_weight(_OP, weight), target, head)
+    call, _ = operands.prepare(_OP, hidden, operands.plain_weight(_OP, weight), target, head)
     device, number = _cross_entropy.split_denominator(denominator, hidden.device)
     if device is not None:
         place = device.device

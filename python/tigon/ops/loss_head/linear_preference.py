@@ -16,35 +16,26 @@ from tigon.ops import preference as _preference
 from tigon.ops.arguments import check_float, check_indices, check_like, kind_of, options_of, readable
 from tigon.ops.cross_entropy import check_denominator, split_denominator
 from tigon.ops.loss_head import linear_log_prob as _log_prob
+from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import HeadLoss, empty_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
-from tigon.ops.loss_head.operands import (
-    Call,
-    Head,
-    autocast,
-    check_head,
-    check_plain,
-    plain_weight,
-    prepare,
-    whole_vectors,
-)
 from tigon.ops.preference import KTOResult, PreferenceResult
 
 
-def _checked(op, hidden, weight, target, head: Head):
+def _checked(op, hidden, weight, target, head: operands.Head):
     """Labels [answers, T] of hidden states [answers, T, H] under a head."""
     target = labels_of(target, head.ignore_index)
-    check_head(op, hidden, weight, target, head)
+    operands.check_head(op, hidden, weight, target, head)
     check(op, target.dim() == 2, "target must be [answers, T], got {}", target.shape)
     return target
 
 
-def _has_kernel(op, hidden, head: Head) -> bool:
+def _has_kernel(op, hidden, head: operands.Head) -> bool:
     return has_kernel(op, hidden, beside=(head.bias, *(head.lora or ())[:2]))
 
 
-def _log_probs(op, hidden, weight, labels, head: Head, entropy=False):
+def _log_probs(op, hidden, weight, labels, head: operands.Head, entropy=False):
     """Log-probabilities [answers, T] (and entropies) with a graph: in float64 of the logits, else chunked."""
     kernel = hidden.dtype != torch.float64
     fits = not kernel or head.lora is None
@@ -64,6 +55,7 @@ def _check_ref(op, ref, hidden, weight) -> None:
     for t in ref:
         if t is not None:
             check_float(op, "ref", t)
+            check(op, t.device == hidden.device, "ref must be on {}, got {}", hidden.device, t.device)
     states, ref_weight, *bias = ref
     lead = hidden.shape[:-1]
     check(op, states.shape[:-1] == lead, "ref must have rows {}, got {}", lead, states.shape)
@@ -72,15 +64,12 @@ def _check_ref(op, ref, hidden, weight) -> None:
     if bias and bias[0] is not None:
         fits = bias[0].shape == wanted[:1]
         check(op, fits, "ref must have a bias {}, got {}", list(wanted[:1]), bias[0].shape)
-    for t in ref:
-        if t is not None:
-            check(op, t.device == hidden.device, "ref must be on {}, got {}", hidden.device, t.device)
 
 
 def _ref_operands(ref, like):
     """The reference's operands as constants in the dtype of `like`."""
     states, weight, *bias = (None if t is None else t.detach() for t in ref)
-    states, weight, _ = whole_vectors(states.to(like.dtype), weight.to(like.dtype))
+    states, weight, _ = operands.whole_vectors(states.to(like.dtype), weight.to(like.dtype))
     bias = bias[0] if bias else None
     if bias is not None and bias.dtype not in (like.dtype, torch.float32):
         bias = bias.float()
@@ -90,21 +79,21 @@ def _ref_operands(ref, like):
 # The operators: results of answers or rows come after the loss, the reduction's factor and the gradients.
 
 
-def _run(loss: HeadLoss, op, hidden, weight, labels, head: Head, more):
-    call, _ = prepare(op, hidden, weight, labels, head, more=(labels.shape[0], *more))
+def _run(loss: HeadLoss, op, hidden, weight, labels, head: operands.Head, more):
+    call, _ = operands.prepare(op, hidden, weight, labels, head, more=(labels.shape[0], *more))
     hidden, weight, _, bias, _, _, lora_a, lora_b = call.operands
     return loss.run(call, (hidden, weight, bias, lora_a, lora_b))
 
 
 def _fake_preference(*arguments):
-    call = Call.of(arguments)
+    call = operands.Call.of(arguments)
     answers, _, _, _, _, _, _, desirable, *_ = call.more
     results = _preference.empty_results(call.operands.hidden, answers, desirable is None)
     return *empty_loss(call, True), *results
 
 
 def _fake_policy(*arguments):
-    call = Call.of(arguments)
+    call = operands.Call.of(arguments)
     hidden, target, ref = call.operands.hidden, call.operands.target, call.more[3]
     rows, kl = (hidden.new_empty(n, dtype=torch.float32) for n in (target.shape, (0,)))
     return *empty_loss(call, True), rows, rows.clone(), kl if ref is None else rows.clone(), rows.clone()
@@ -127,16 +116,16 @@ def _merged(op, target, nll_target, ignore_index):
 
 
 def _prefer(
-    op, hidden, weight, target, head: Head, formula, ref, denominator, *, nll_target=None, desirable=None,
-    kl=None,
+    op, hidden, weight, target, head: operands.Head, formula, ref, denominator, *, nll_target=None,
+    desirable=None, kl=None,
 ):  # fmt: skip
     """Kernel or reference, on checked arguments."""
     check_denominator(op, denominator)
-    hidden, weight = autocast(hidden), plain_weight(op, weight)
+    hidden, weight = operands.autocast(hidden), operands.plain_weight(op, weight)
     ignore_index, shift, native = head.ignore_index, head.shift, _has_kernel(op, hidden, head)
     plain = not native or torch._C._are_functorch_transforms_active()  # log-probabilities with a graph first
     if not native:
-        check_plain(op, weight.shape[0], target, head)
+        operands.check_plain(op, weight.shape[0], target, head)
     labels = None
     if nll_target is not None or plain:
         target = shifted(target, ignore_index, shift).long()
@@ -218,7 +207,7 @@ def linear_preference(
     Raises:
         tigon.Error: as the two functions named, and a ref of other rows or classes.
     """
-    op, head = "linear_preference", Head.of(options)
+    op, head = "linear_preference", operands.Head.of(options)
     target = _checked(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
@@ -261,7 +250,7 @@ def linear_kto(
     Raises:
         tigon.Error: as :func:`linear_preference`.
     """
-    op, head, ref = "linear_kto", Head.of(options), options["ref"]
+    op, head, ref = "linear_kto", operands.Head.of(options), options["ref"]
     target = _checked(op, hidden, weight, target, head)
     formula = _preference.single_formula(op, kind, options["beta"], average, kl, weights)
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)
@@ -312,7 +301,7 @@ def linear_policy(
     Raises:
         tigon.Error: as the two functions named.
     """
-    op, head = "linear_policy", Head.of(options)
+    op, head = "linear_policy", operands.Head.of(options)
     ignore_index, shift = head.ignore_index, head.shift
     target = _checked(op, hidden, weight, target, head)
     f = _policy.formula(op, **options)
@@ -321,10 +310,10 @@ def linear_policy(
         op, target.shape, hidden.device, advantage, options["old"], options["ref"], options["importance"],
         options["kl"], denominator, entropy_denominator,
     )  # fmt: skip
-    hidden, weight = autocast(hidden), plain_weight(op, weight)
+    hidden, weight = operands.autocast(hidden), operands.plain_weight(op, weight)
     if not _has_kernel(op, hidden, head) or torch._C._are_functorch_transforms_active():
         if hidden.dtype == torch.float64:
-            check_plain(op, weight.shape[0], target, head)
+            operands.check_plain(op, weight.shape[0], target, head)
         labels = shifted(target, ignore_index, shift).long()
         log_prob, entropies = _log_probs(op, hidden, weight, labels, head, entropy=True)
         mask = labels != ignore_index

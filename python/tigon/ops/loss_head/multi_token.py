@@ -15,10 +15,10 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from tigon._dtensor import is_dtensor
-from tigon._op import graph_is_kept, has_kernel, once, refuse_tangents, transformable
+from tigon._op import has_kernel, once, refuse_tangents, transformable
 from tigon.error import check
 from tigon.ops.arguments import check_choice, check_float, check_indices, is_traced, kind_of, options_of
-from tigon.ops.loss_head.autograd import finish, finish_in_place
+from tigon.ops.loss_head.autograd import finished
 from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_loss import graph_leaves
@@ -247,9 +247,9 @@ def _finished(dloss, gradient, dtype):
         return None
     if gradient.dim() == 0 or gradient.dtype not in (torch.float32, torch.bfloat16):
         return (gradient * dloss).to(dtype)
-    chosen = finish if graph_is_kept() else finish_in_place
     empty = [gradient.new_empty(0, dtype=torch.float32) for _ in range(4)]
-    return chosen(dloss, torch.ones_like(dloss), empty[0], gradient, *empty[1:], dtype, torch.float32)[1]
+    formed = (torch.ones_like(dloss), empty[0], gradient, *empty[1:])
+    return finished(dloss, formed, dtype, torch.float32)[1]
 
 
 def _in_turn(hidden, heads, labels):

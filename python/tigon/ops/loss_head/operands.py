@@ -8,17 +8,8 @@ from typing import NamedTuple
 import torch
 
 from tigon._op import Op
-from tigon.error import check, refuse
-from tigon.ops.arguments import (
-    check_float,
-    check_indices,
-    check_integers,
-    check_numbers,
-    check_positive,
-    check_range,
-    kind_of,
-    readable,
-)
+from tigon.error import check
+from tigon.ops import arguments
 from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
 from tigon.ops.loss_head.plan import check_cap, chunk_that_fits
 
@@ -74,11 +65,9 @@ class Call(NamedTuple):
     more: tuple = ()  # what the operator takes after them
 
     @classmethod
-    def of(cls, arguments) -> Call:
+    def of(cls, inputs) -> Call:
         """The inverse of :meth:`flat`."""
-        return cls(
-            Operands(*arguments[:8]), Formula(*arguments[8:16]), Memory(*arguments[16:20]), arguments[20:]
-        )
+        return cls(Operands(*inputs[:8]), Formula(*inputs[8:16]), Memory(*inputs[16:20]), inputs[20:])
 
     def flat(self) -> tuple:
         """The arguments, in the order of the schema."""
@@ -119,7 +108,7 @@ class Head(NamedTuple):
     @classmethod
     def of(cls, options: dict) -> Head:
         """Those of a head among the options of a loss."""
-        return cls(**{name: value for name, value in options.items() if name in cls._fields})
+        return arguments.picked(cls, options)
 
     def options(self) -> dict:
         """Those of a call of :func:`tigon.linear_log_prob` or its reference on labels in place."""
@@ -144,36 +133,31 @@ def main_grad_of(op, weight):
 
 def check_head(op, hidden, weight, target, head: Head):
     """What every function on a head asks of its operands."""
-    check_float(op, "hidden", hidden)
-    check_float(op, "weight", weight)
+    arguments.check_float(op, "hidden", hidden)
+    arguments.check_float(op, "weight", weight)
     bias = head.bias
     if bias is not None:
-        check_float(op, "bias", bias)
-    if hidden.dim() < 1:
-        refuse(op, "hidden must have at least one dimension, got 0")
+        arguments.check_float(op, "bias", bias)
+    check(op, hidden.dim() >= 1, "hidden must have at least one dimension, got 0")
     sizes, rows, columns = weight.shape, hidden.shape[:-1], hidden.shape[-1]
-    if len(sizes) != 2:
-        refuse(op, "weight must be [V, H], got {}", sizes)
-    vocab, size = sizes
-    if size != columns:
-        refuse(op, "weight must be [V, {}] to fit hidden {}, got {}", columns, hidden.shape, sizes)
-    if weight.is_meta != hidden.is_meta:
-        refuse(op, "weight must be on {}, got {}", hidden.device, weight.device)
-    if vocab == 0 or size == 0:
-        refuse(op, "weight must not be empty, got {}", sizes)
-    check_indices(op, "target", target)
-    if target.is_meta != hidden.is_meta:
-        refuse(op, "target must be on {}, got {}", hidden.device, target.device)
-    if target.shape != rows:
-        refuse(op, "target must be {}, got {}", rows, target.shape)
-    if bias is not None and bias.shape != sizes[:1]:
-        refuse(op, "bias must be {}, got {}", sizes[:1], bias.shape)
+    check(op, len(sizes) == 2, "weight must be [V, H], got {}", sizes)
+    fits = sizes[1] == columns
+    check(op, fits, "weight must be [V, {}] to fit hidden {}, got {}", columns, hidden.shape, sizes)
+    there = weight.is_meta == hidden.is_meta
+    check(op, there, "weight must be on {}, got {}", hidden.device, weight.device)
+    check(op, sizes[0] != 0 and columns != 0, "weight must not be empty, got {}", sizes)
+    arguments.check_indices(op, "target", target)
+    there = target.is_meta == hidden.is_meta
+    check(op, there, "target must be on {}, got {}", hidden.device, target.device)
+    check(op, target.shape == rows, "target must be {}, got {}", rows, target.shape)
+    fits = bias is None or bias.shape == sizes[:1]
+    check(op, fits, "bias must be {}, got {}", sizes[:1], None if bias is None else bias.shape)
     check_shift(op, head.shift, head.position_ids, target)
-    check_integers(op, ignore_index=head.ignore_index)
-    check_positive(op, "softcap", head.softcap, or_none=True)
-    check_numbers(op, logit_scale=head.logit_scale)
-    check_positive(op, "temperature", head.temperature)
-    check_integers(op, least=1, or_none=True, chunk_rows=head.chunk_rows)
+    arguments.check_integers(op, ignore_index=head.ignore_index)
+    arguments.check_positive(op, "softcap", head.softcap, or_none=True)
+    arguments.check_numbers(op, logit_scale=head.logit_scale)
+    arguments.check_positive(op, "temperature", head.temperature)
+    arguments.check_integers(op, least=1, or_none=True, chunk_rows=head.chunk_rows)
     check_lora(op, head.lora, hidden, weight)
     check_cap(op, head.max_workspace_mb)
 
@@ -190,12 +174,12 @@ def check_lora(op, lora, hidden, weight):
     if lora is None:
         return
     three = isinstance(lora, Sequence) and len(lora) == 3
-    given = len(lora) if isinstance(lora, Sequence) else kind_of(lora)
+    given = len(lora) if isinstance(lora, Sequence) else arguments.kind_of(lora)
     check(op, three, "lora must be (A, B, scale), got {}", given)
     a, b, scale = lora
-    check_float(op, "lora A", a)
-    check_float(op, "lora B", b)
-    check_numbers(op, **{"lora scale": scale})
+    arguments.check_float(op, "lora A", a)
+    arguments.check_float(op, "lora B", b)
+    arguments.check_numbers(op, **{"lora scale": scale})
     fits = a.dim() == b.dim() == 2 and a.shape[1] == hidden.shape[-1]
     fits = fits and b.shape == (weight.shape[0], a.shape[0])
     given = f"{list(a.shape)}, {list(b.shape)}"
@@ -205,7 +189,7 @@ def check_lora(op, lora, hidden, weight):
 
 def check_token_weight(op, token_weight, target) -> None:
     if token_weight is not None:
-        check_float(op, "token_weight", token_weight)
+        arguments.check_float(op, "token_weight", token_weight)
         fits = token_weight.shape == target.shape
         check(op, fits, "token_weight must be {}, got {}", target.shape, token_weight.shape)
 
@@ -328,9 +312,9 @@ def check_plain(op, classes, target, head: Head) -> None:
     """What the native calls check of labels, for the references."""
     ignore_index = head.ignore_index
     target = shifted(target, ignore_index, head.shift, head.position_ids)
-    check_range(op, "target", target, classes, ignore_index)
+    arguments.check_range(op, "target", target, classes, ignore_index)
     valid = known_rows(op, target, ignore_index, False, head.valid_rows, target.device)
-    if valid >= 0 and readable(target):
+    if valid >= 0 and arguments.readable(target):
         check_count(op, target, ignore_index, valid)
 
 

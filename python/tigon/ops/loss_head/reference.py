@@ -26,10 +26,9 @@ def reference(
     z = plain_logits(hidden, weight, head)
     options = {"weight": class_weight, "ignore_index": head.ignore_index}
     options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
-    if token_weight is None:
-        loss = _cross_entropy.reference(z, target, **options, reduction=reduction, denominator=denominator)
-    else:
-        loss = _weighted(z, target, token_weight, reduction, denominator, options)
+    loss = _cross_entropy.reference(
+        z, target, **options, reduction=reduction, denominator=denominator, token_weight=token_weight
+    )
     if outputs is None:
         return loss
     return _plain_outputs(loss, z.detach(), target, token_weight, outputs, options)
@@ -51,22 +50,6 @@ def plain_logits(hidden, weight, head):
     if head.softcap is not None:
         z = head.softcap * torch.tanh(z / head.softcap)
     return z / head.temperature
-
-
-def _weighted(z, target, token_weight, reduction, denominator, options):
-    rows = _cross_entropy.reference(z, target, **options, reduction="none")
-    counts = target != options["ignore_index"]
-    rows = torch.where(counts, rows * token_weight.detach(), 0.0)
-    if denominator is not None:
-        return _cross_entropy.divide(rows.sum(), denominator)
-    if reduction == "none":
-        return rows
-    if reduction == "sum":
-        return rows.sum()
-    weight = options["weight"]
-    if weight is not None:
-        counts = torch.where(counts, weight[torch.where(counts, target, 0)].to(z.dtype), 0.0)
-    return rows.sum() / counts.sum()
 
 
 def _plain_outputs(loss, z, target, token_weight, outputs, options):

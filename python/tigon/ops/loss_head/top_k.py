@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from tigon.error import check
-from tigon.ops import divergence as _divergence
 from tigon.ops.arguments import check_float, check_indices, check_range
+from tigon.ops.divergence import divergence
 from tigon.ops.loss_head.labels import shifted
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 
@@ -52,15 +52,6 @@ def with_tail(log_prob):
     return torch.cat((log_prob, tail), -1)
 
 
-def _rows(kind, beta, student, teacher, labels, ignore_index):
-    options = {"reduction": "none", "ignore_index": ignore_index, "log_probs": True}
-    if kind in ("forward_kl", "reverse_kl"):
-        return _divergence.kl_div(student, teacher, labels, reverse=kind == "reverse_kl", **options)
-    if kind == "jsd":
-        return _divergence.jsd(student, teacher, labels, beta=beta, **options)
-    return _divergence.tvd(student, teacher, labels, **options)
-
-
 def top_k_loss(op, hidden, weight, labels, head, d):
     """The loss and the results of rows, on checked arguments; `head`, `d`: of linear_divergence."""
     ignore_index = head.ignore_index
@@ -81,7 +72,8 @@ def top_k_loss(op, hidden, weight, labels, head, d):
     student, teacher = (
         with_tail(torch.where(candidate, t.to(wide), _NEVER)) for t in (log_prob, teacher_log_prob)
     )
-    soft_rows, hard_rows = _rows(d.kind, d.beta, student, teacher, labels, ignore_index), None
+    soft_rows, hard_rows = divergence(op, d.kind, student, teacher, labels, d.beta, log_probs=True,
+                                      ignore_index=ignore_index, reduction="none"), None  # fmt: skip
     results = {"soft": soft_rows.detach()}
     if d.hard != 0.0 or "hard" in d.outputs:
         hard_rows = -linear_log_prob(hidden, weight, labels, **options | {"temperature": 1.0})
