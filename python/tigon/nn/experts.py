@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.ops.arguments import check_choice
-from tigon.ops.experts import ALPHA, KINDS, LIMIT, experts
+from tigon.ops.arguments import check_choice, options_of
+from tigon.ops.experts import KINDS, experts
 from tigon.ops.route import route
 
 
@@ -24,6 +24,7 @@ class Experts(nn.Module):
     Shape: ``hidden_states [..., H], top_k_index [..., K], top_k_weights [..., K] -> [..., H]``.
     """
 
+    @options_of(experts, but=("gate_up_bias", "down_bias"))
     def __init__(
         self,
         num_experts: int,
@@ -31,27 +32,23 @@ class Experts(nn.Module):
         intermediate_size: int,
         activation: str = "silu",
         *,
-        gated: bool = True,
-        interleaved: bool = False,
-        transposed: bool = False,
         bias: bool = False,
-        alpha: float = ALPHA,
-        limit: float = LIMIT,
         device=None,
         dtype=None,
+        **options,
     ) -> None:
         super().__init__()
         check_choice("nn.Experts", "activation", activation, KINDS)
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.activation, self.gated, self.interleaved = activation, gated, interleaved
-        self.transposed, self.alpha, self.limit = transposed, alpha, limit
-        wide = 2 * intermediate_size if gated else intermediate_size
+        self.activation = activation
+        vars(self).update(options)  # gated, interleaved, transposed, alpha, limit
+        wide = 2 * intermediate_size if self.gated else intermediate_size
         first, second = (wide, hidden_size), (hidden_size, intermediate_size)
-        if transposed:
+        if self.transposed:
             first, second = first[::-1], second[::-1]
         where = {"device": device, "dtype": dtype}
-        self._first = "gate_up_proj" if gated else "up_proj"
+        self._first = "gate_up_proj" if self.gated else "up_proj"
         self.register_parameter(self._first, nn.Parameter(torch.empty(num_experts, *first, **where)))
         self.down_proj = nn.Parameter(torch.empty(num_experts, *second, **where))
         for name, size in ((self._first, wide), ("down_proj", hidden_size)):

@@ -29,11 +29,8 @@ def options_of(*functions: Callable, but: Iterable[str] = ()) -> Callable[[Calla
         signature = inspect.signature(taker)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         taken = {*but, *(p.name for p in own)}
-        given: dict = {}
-        for function in functions:
-            given = given | {
-                n: p for n, p in inspect.signature(function).parameters.items() if n not in given
-            }
+        signatures = [inspect.signature(function).parameters for function in reversed(functions)]
+        given = {name: p for parameters in signatures for name, p in parameters.items()}
         inherited = [p for p in given.values() if p.kind is p.KEYWORD_ONLY and p.name not in taken]
         defaults = {p.name: p.default for p in inherited}
         known = {p.name for p in own} | defaults.keys()

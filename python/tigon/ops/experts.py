@@ -183,7 +183,7 @@ def _forward(
     order = place = torch.empty(0, **ints)
     slots = x.shape[0] if is_sorted else ids.numel()
     if slots == 0:
-        z = x.new_empty(0, _wide(gate_up, transposed))
+        z = x.new_empty(0, gate_up.shape[2 if transposed else 1])
         offsets = torch.zeros(gate_up.shape[0] + 1, **ints)
         return torch.zeros_like(x), z, order, order.clone(), offsets
     if is_sorted:
@@ -261,10 +261,6 @@ def _layer_backward(
     return tuple(x.new_empty(0) if t is None else t for t in found)
 
 
-def _wide(gate_up, transposed):
-    return gate_up.shape[2 if transposed else 1]
-
-
 _PARAMETERS = "Tensor? weights, Tensor? gate_up_bias, Tensor? down_bias"
 _OPTIONS = "bool is_sorted, int kind, int columns, bool transposed, float alpha, float limit"
 _INPUTS = f"(Tensor x, Tensor gate_up, Tensor down, Tensor ids, {_PARAMETERS}, {_OPTIONS})"
@@ -291,7 +287,7 @@ def _fake(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, ki
     sorts = 0 if is_sorted else slots
     return (
         x.new_empty(x.shape),
-        x.new_empty(slots, _wide(gate_up, transposed)),
+        x.new_empty(slots, gate_up.shape[2 if transposed else 1]),
         x.new_empty(sorts, **ints),
         x.new_empty(sorts, **ints),
         x.new_empty(gate_up.shape[0] + 1, **ints),
@@ -449,16 +445,10 @@ def grouped_mlp(
     arguments.check_indices(op, "offsets", offsets)
     arguments.check_like(op, "offsets", offsets, gate_up.shape[:1], rows.device)
     _check_weights(op, "row_weights", row_weights, rows.shape[:1], rows)
-    _check_offsets(op, offsets, rows.shape[0])
+    if arguments.readable(offsets):  # on a device it would wait
+        ends, count = offsets.tolist(), rows.shape[0]
+        if any(b < a for a, b in zip([0, *ends], [*ends, count], strict=True)):
+            refuse(op, "offsets must not decrease and lie in [0, {}], got {}", count, ends)
     if not has_kernel(op, rows, row_weights):
         return _reference_of_rows(rows, offsets, gate_up, down, row_weights, **options)
     return _run(rows, gate_up, down, offsets, row_weights, True, **options)
-
-
-def _check_offsets(op, offsets, rows) -> None:
-    """Of the CPU alone: elsewhere it would wait."""
-    if not arguments.readable(offsets):
-        return
-    ends = offsets.tolist()
-    if any(b < a for a, b in zip([0, *ends], [*ends, rows], strict=True)):
-        refuse(op, "offsets must not decrease and lie in [0, {}], got {}", rows, ends)

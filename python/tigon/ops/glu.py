@@ -51,11 +51,6 @@ _bwd = raw("glu_bwd", _fake_bwd)
 _bwd_in_place = raw("glu_bwd_in_place", lambda *_: None, "glu")
 
 
-def _may_overwrite(saved: tuple) -> bool:
-    """Whether the gradients may take the place of gate and up, which nobody can see then."""
-    return may_overwrite_saved(saved) and only_graph_holds(saved) and all(t.is_contiguous() for t in saved)
-
-
 def _setup_context(ctx, inputs, output):
     gate, up, *ctx.options = inputs
     ctx.save_for_backward(gate, up)
@@ -66,7 +61,9 @@ def _backward(ctx, dy):
     dgate = dup = None
     if dy is not None:
         saved = tuple(t for t in ctx.saved_tensors if t is not None)
-        in_place = all(ctx.needs_input_grad[: len(saved)]) and _may_overwrite(saved)
+        # The gradients take the place of gate and up where nobody can see it.
+        in_place = all(ctx.needs_input_grad[: len(saved)]) and may_overwrite_saved(saved)
+        in_place = in_place and only_graph_holds(saved) and all(t.is_contiguous() for t in saved)
         gate, up = saved if len(saved) == 2 else (*saved, None)
         if in_place:
             _bwd_in_place(dy, gate, up, *ctx.options)

@@ -106,12 +106,8 @@ def hyper_connection_pre(
             row); any float dtype: products are taken in float32.
         base: ``[M]``, any float dtype.
         scale: one number for each part that there is: ``[1]``, ``[2]`` or ``[3]``, any float dtype.
-        norm_eps: added to the mean square, >= 0.
-        pre_eps: added to pre.
-        post_scale: factor of post.
-        post_eps: added to post.
+        norm_eps, pre_eps, post_scale, post_eps, sinkhorn_eps: see above; norm_eps and sinkhorn_eps >= 0.
         iterations: of the Sinkhorn iteration, >= 1.
-        sinkhorn_eps: >= 0.
         collapse: ``False``: only the coefficients, without y.
 
     Returns:

@@ -89,8 +89,8 @@ class KTOResult(NamedTuple):
     rewards: torch.Tensor  # [B]: beta times the difference to the reference
 
 
-def pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref) -> Formula:
-    """The checked options of a loss of pairs."""
+def pair_formula(op, *, kind, beta, average, label_smoothing, gamma, tau, nll, ref, **others) -> Formula:
+    """The checked options of a loss of pairs among those given."""
     arguments.check_choice(op, "kind", kind, PAIR_KINDS)
     own = PAIR_KINDS[kind]
     arguments.check_positive(op, "beta", beta)
@@ -112,8 +112,8 @@ def pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref)
     )
 
 
-def single_formula(op, kind, beta, average, kl, weights) -> Formula:
-    """The checked options of a loss of single answers."""
+def single_formula(op, *, kind, beta, average, kl, weights, **others) -> Formula:
+    """The checked options of a loss of single answers among those given."""
     arguments.check_choice(op, "kind", kind, SINGLE_KINDS)
     arguments.check_positive(op, "beta", beta)
     arguments.check_booleans(op, average=average)
@@ -351,7 +351,8 @@ def preference_loss(
     _check_tokens(op, log_prob, mask)
     answers, device = log_prob.shape[0], log_prob.device
     check_pairs(op, "log_prob", answers)
-    formula = pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref)
+    formula = pair_formula(op, kind=kind, beta=beta, average=average, label_smoothing=label_smoothing,
+                           gamma=gamma, tau=tau, nll=nll, ref=ref)  # fmt: skip
     check_ref(op, ref, answers, device)
     check_mask(op, "nll_mask", nll_mask, (answers // 2, *log_prob.shape[1:]), device)
     if nll_mask is not None:
@@ -399,7 +400,7 @@ def kto_loss(
     """
     op = "kto_loss"
     _check_tokens(op, log_prob, mask)
-    formula = single_formula(op, kind, beta, average, kl, weights)
+    formula = single_formula(op, kind=kind, beta=beta, average=average, kl=kl, weights=weights)
     check_desirable(op, desirable, log_prob.shape[0], log_prob.device)
     check_ref(op, ref, log_prob.shape[0], log_prob.device)
     ref, kl = constant(ref, log_prob), kl_tensor(kl, log_prob)

@@ -116,7 +116,10 @@ def _backward(ctx, dweights, dids, daux, dz, *_):
 _op = Op(OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=4)
 
 
-def _check(logits, top_k, score, num_groups, top_groups, group_score, scale, dtype, ids_dtype):
+def _check(
+    logits, top_k, score, correction_bias, num_groups, top_groups, group_score, scale, dtype, ids_dtype,
+    losses, token_weights,
+):  # fmt: skip
     check_float(OP, "logits", logits)
     check(OP, logits.dim() >= 1, "logits must have at least one dimension, got {}", logits.dim())
     experts = logits.shape[-1]
@@ -141,10 +144,6 @@ def _check(logits, top_k, score, num_groups, top_groups, group_score, scale, dty
     check(OP, dtype in floats, "dtype must be None, torch.float32 or {}, got {}", logits.dtype, dtype)
     integers = (torch.int64, torch.int32)
     check(OP, ids_dtype in integers, "ids_dtype must be torch.int64 or torch.int32, got {}", ids_dtype)
-
-
-def _check_tensors(logits, correction_bias, token_weights, losses):
-    experts, lead = logits.shape[-1], logits.shape[:-1]
     if correction_bias is not None:
         check_float(OP, "correction_bias", correction_bias)
         check_like(OP, "correction_bias", correction_bias, (experts,), logits.device)
@@ -153,7 +152,7 @@ def _check_tensors(logits, correction_bias, token_weights, losses):
         real = isinstance(token_weights, torch.Tensor) and not token_weights.is_complex()
         check(OP, real, "token_weights must be a tensor of real numbers, got {}", kind_of(token_weights))
         check_layout(OP, "token_weights", token_weights)
-        check_like(OP, "token_weights", token_weights, lead, logits.device)
+        check_like(OP, "token_weights", token_weights, logits.shape[:-1], logits.device)
 
 
 def route(
@@ -227,8 +226,8 @@ def route(
     Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, eq. 5; DeepSeek-V2 and V3, arXiv:2405.04434,
     arXiv:2412.19437, eq. 12 to 18.
     """
-    _check(logits, top_k, score, num_groups, top_groups, group_score, scale, dtype, ids_dtype)
-    _check_tensors(logits, correction_bias, token_weights, losses)
+    _check(logits, top_k, score, correction_bias, num_groups, top_groups, group_score, scale, dtype,
+           ids_dtype, losses, token_weights)  # fmt: skip
     if not has_kernel(OP, logits):
         return reference(
             logits, top_k, score=score, normalize=normalize, correction_bias=correction_bias,

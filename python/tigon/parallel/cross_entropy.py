@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch.autograd import forward_ad
 
@@ -63,34 +61,27 @@ def take_class_weight(op, shards: Shards, class_weight, device):
     return class_weight.detach().to(device, torch.float32)
 
 
-class Call(NamedTuple):
-    rows: Rows
-    target: torch.Tensor  # int64 [rows]
-    scale: torch.Tensor | None  # None: a loss for each row
-
-
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, logits):
-        rows, target = call.rows, call.target
+    def forward(ctx, rows: Rows, target, scale, logits):  # without scale a loss for each row
         real = logits[:, : rows.shards.real]
         numbers, _ = rows.losses(rows.statistics(real, target), target, None, Work(rows.shards))
         losses, log_share = numbers[0], numbers[NUMBERS.index("log_share")]
-        ctx.call = call
-        if call.scale is None:
-            ctx.save_for_backward(logits, log_share)
+        ctx.rows, ctx.scalar = rows, scale is not None
+        if not ctx.scalar:
+            ctx.save_for_backward(logits, log_share, target)
             return losses
-        if ctx.needs_input_grad[1]:
-            ctx.save_for_backward(_gradient(rows, logits, target, log_share, call.scale))
-        return total(losses, call.scale)
+        if ctx.needs_input_grad[3]:
+            ctx.save_for_backward(_gradient(rows, logits, target, log_share, scale))
+        return total(losses, scale)
 
     @staticmethod
     @once(OP)
     def backward(ctx, dloss):
-        if ctx.call.scale is None:
-            logits, log_share = ctx.saved_tensors
-            return None, _gradient(ctx.call.rows, logits, ctx.call.target, log_share, dloss.contiguous())
-        return None, scaled(*ctx.saved_tensors, dloss)
+        if ctx.scalar:
+            return None, None, None, scaled(*ctx.saved_tensors, dloss)
+        logits, log_share, target = ctx.saved_tensors
+        return None, None, None, _gradient(ctx.rows, logits, target, log_share, dloss.contiguous())
 
 
 def _gradient(rows: Rows, logits, target, log_share, scale):
@@ -175,5 +166,5 @@ def cross_entropy(
     if denominator is not None:
         reduction = "sum"
     scale = None if reduction == "none" else scale_of(rows, labels, reduction, denominator)
-    loss = _Function.apply(Call(rows, labels, scale), logits.reshape(labels.shape[0], logits.shape[-1]))
+    loss = _Function.apply(rows, labels, scale, logits.reshape(labels.shape[0], logits.shape[-1]))
     return loss.view(target.shape) if reduction == "none" else loss

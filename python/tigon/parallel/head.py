@@ -175,18 +175,20 @@ def _run(op, hidden, weight, target, group, head: operands.Head, options: _Optio
     return listed.give(loss), listed.give(entropies), row_values, listed.give(predicted, -1), labels
 
 
+def _sharding(
+    *, vocab: int | None = None, first_class: int | None = None, sequence_parallel: bool = False,
+    partial_hidden_grad: bool = False,
+):  # fmt: skip
+    """The options that only a sharded head has."""
+
+
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
-@options_of(whole_cross_entropy, but=("position_ids",))
+@options_of(_sharding, whole_cross_entropy, but=("position_ids",))
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     group: torch.distributed.ProcessGroup,
-    *,
-    vocab: int | None = None,
-    first_class: int | None = None,
-    sequence_parallel: bool = False,
-    partial_hidden_grad: bool = False,
     **options,
 ) -> torch.Tensor | NamedTuple:
     """:func:`tigon.linear_cross_entropy` with a weight whose rows are sharded over a process group.
@@ -235,10 +237,7 @@ def linear_cross_entropy(
     outputs = options["outputs"]
     if isinstance(outputs, Sequence) and not isinstance(outputs, str):
         outputs = options["outputs"] = tuple(outputs)
-    call = picked(
-        _Options, options, vocab=vocab, first_class=first_class, sequence_parallel=sequence_parallel,
-        partial_hidden_grad=partial_hidden_grad,
-    )  # fmt: skip
+    call = picked(_Options, options)
     head = operands.Head.of(options)
     loss, _, numbers, predicted, labels = _run(LOSS, hidden, weight, target, group, head, call)
     loss = loss if loss.dim() == 0 else loss.view(target.shape)
@@ -250,17 +249,12 @@ def linear_cross_entropy(
 
 
 @torch._disable_dynamo
-@options_of(whole_log_prob, but=("position_ids", "match"))
+@options_of(_sharding, whole_log_prob, but=("position_ids", "match"))
 def linear_log_prob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     group: torch.distributed.ProcessGroup,
-    *,
-    vocab: int | None = None,
-    first_class: int | None = None,
-    sequence_parallel: bool = False,
-    partial_hidden_grad: bool = False,
     **options,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`tigon.linear_log_prob` with a weight whose rows are sharded over a process group.
@@ -272,10 +266,7 @@ def linear_log_prob(
         float32, target's shape, or a pair of them; the same bits in all processes. 0 on ignored rows, with
         zero gradients.
     """
-    call = picked(
-        _Options, options, vocab=vocab, first_class=first_class, sequence_parallel=sequence_parallel,
-        partial_hidden_grad=partial_hidden_grad,
-    )  # fmt: skip
+    call = picked(_Options, options)
     head = operands.Head.of(options | {"softcap": options["softcap"] or None})
     loss, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, head, call, "log_prob")
     log_prob = loss.view(target.shape)

@@ -17,29 +17,17 @@ import torch
 
 from tigon._load import native
 from tigon._op import Op, direct_apply, graph_is_kept, may_overwrite_saved, raw, refuse_second
-from tigon.ops.loss_head.operands import (
-    BIAS,
-    HIDDEN,
-    LOGITS,
-    LORA_A,
-    LORA_B,
-    MAIN_GRAD,
-    MAY_ROUND,
-    NEEDS,
-    PLACES,
-    UNIT,
-    WEIGHT,
-    Call,
-)
+from tigon.ops.loss_head.operands import HIDDEN, LOGITS, MAIN_GRAD, MAY_ROUND, NEEDS, UNIT, WEIGHT, Call
 from tigon.ops.loss_head.plan import AUTOMATIC, padded, plan, rows_within
 
 OP = "linear_cross_entropy"
+PLACES = {"hidden": 0, "weight": 1, "bias": 3, "lora_a": 6, "lora_b": 7}  # of NEEDS among operands
 RESULTS = 7  # loss, scale and the gradients of NEEDS come first among an operator's outputs
 
 
 def only_hidden(needs):
     """Whether hidden alone needs a gradient."""
-    return needs & (HIDDEN | WEIGHT | BIAS | LORA_A | LORA_B) == HIDDEN
+    return needs & sum(NEEDS.values()) == HIDDEN
 
 
 # Shapes for fake tensors. A symbolic size is compared, and fixed only where a part of the rows is kept.

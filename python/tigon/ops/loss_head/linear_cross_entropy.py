@@ -94,9 +94,7 @@ def linear_cross_entropy(
         class_weight: ``[V]`` or ``None``, weight of each class, as in
             :func:`torch.nn.functional.cross_entropy`.
         label_smoothing: in [0, 1].
-        softcap: > 0 or ``None``.
-        logit_scale: factor of the logits before softcap.
-        temperature: > 0, divides after softcap.
+        softcap, logit_scale, temperature: see above; softcap > 0 or ``None``, temperature > 0.
         z_loss: factor of ``lse^2``, added to each row's loss.
         token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached). A mean is
             still over the rows that count: ``sum(token_weight * loss) / count``.

@@ -141,10 +141,6 @@ def _check_teacher(op, teacher, hidden):
     return states.detach(), weight.detach(), None if bias is None else bias.detach()
 
 
-def _kernel_dtype(x):
-    return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
-
-
 def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
     """Check, choose between kernel and reference, run."""
     arguments.check_float(op, "hidden", hidden)
@@ -186,7 +182,9 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
     if not has_kernel(op, hidden, beside=beside):
         operands.check_plain(op, classes, labels, head)
         return reference(hidden, weight, (states, teacher_weight, teacher_bias), labels, head, d)
-    lead, states = labels.shape, _kernel_dtype(states)
+    lead = labels.shape
+    if states.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        states = states.float()
     if teacher_weight is not None:
         states, teacher_weight, _ = operands.whole_vectors(states, teacher_weight.to(states.dtype))
         teacher_bias = None if teacher_bias is None else teacher_bias.float()

@@ -135,7 +135,6 @@ def linear_log_prob(
             anyway; else none. A number: as many whole chunks as fit. 0: nothing is kept, hidden's gradient
             for a frozen head neither. Where all rows are kept, or the head is frozen, and no entropies were
             asked for, weight is not saved for the backward.
-
         match: ``"vllm"``: the values are those of vLLM's head and sampler bit for bit, given the same
             product: logits, bias, softcap and scale are rounded to hidden's dtype each, the division by
             temperature and ``log_softmax`` are float32. The product is PyTorch's own, or in

@@ -156,21 +156,17 @@ def _prefer(
     return PreferenceResult(*results) if desirable is None else KTOResult(*results[:3])
 
 
-@options_of(linear_cross_entropy, but=("class_weight", "z_loss", "token_weight", "reduction", "position_ids",
-                                       "outputs", "keep_mb", "logit_dtype"))  # fmt: skip
+@options_of(
+    _preference.preference_loss, linear_cross_entropy,
+    but=("nll_mask", "class_weight", "z_loss", "token_weight", "reduction", "position_ids", "outputs",
+         "keep_mb", "logit_dtype"),
+)  # fmt: skip
 def linear_preference(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     *,
-    kind: str = "sigmoid",
-    beta: float = 0.1,
     ref: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
-    average: bool | None = None,
-    label_smoothing: float = 0.0,
-    gamma: float = 0.0,
-    tau: float = 0.05,
-    nll: float | None = None,
     nll_target: torch.Tensor | None = None,
     **options,
 ) -> PreferenceResult:
@@ -211,7 +207,7 @@ def linear_preference(
     target = _checked(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
-    formula = _preference.pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref)
+    formula = _preference.pair_formula(op, ref=ref, **options)
     _check_ref(op, ref, hidden, weight)
     if nll_target is not None:
         nll_target = labels_of(nll_target, head.ignore_index)
@@ -221,17 +217,16 @@ def linear_preference(
     return _prefer(op, hidden, weight, target, head, formula, ref, denominator, nll_target=nll_target)
 
 
-@options_of(linear_preference, but=("label_smoothing", "gamma", "tau", "nll", "nll_target"))
+@options_of(
+    _preference.kto_loss, linear_preference, but=("label_smoothing", "gamma", "tau", "nll", "nll_target")
+)  # fmt: skip
 def linear_kto(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     desirable: torch.Tensor,
     *,
-    kind: str = "kto",
-    kl: float | torch.Tensor = 0.0,
-    weights: tuple[float, float] = (1.0, 1.0),
-    average: bool = False,
+    ref: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
     **options,
 ) -> KTOResult:
     """:func:`tigon.kto_loss` of the log-probabilities of labels under a linear head, whose logits never exist
@@ -250,12 +245,12 @@ def linear_kto(
     Raises:
         tigon.Error: as :func:`linear_preference`.
     """
-    op, head, ref = "linear_kto", operands.Head.of(options), options["ref"]
+    op, head = "linear_kto", operands.Head.of(options)
     target = _checked(op, hidden, weight, target, head)
-    formula = _preference.single_formula(op, kind, options["beta"], average, kl, weights)
+    formula = _preference.single_formula(op, **options)
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)
     _check_ref(op, ref, hidden, weight)
-    point = _preference.kl_tensor(kl, hidden)
+    point = _preference.kl_tensor(options["kl"], hidden)
     return _prefer(op, hidden, weight, target, head, formula, ref, options["denominator"],
                    desirable=desirable, kl=point)  # fmt: skip
 

@@ -18,9 +18,6 @@ HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND, UNIT, MAIN_GRAD, LOGITS = (1 <<
 NEEDS = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "lora_a": LORA_A, "lora_b": LORA_B}
 
 
-PLACES = {"hidden": 0, "weight": 1, "bias": 3, "lora_a": 6, "lora_b": 7}  # among operands
-
-
 class Operands(NamedTuple):
     """The tensors that every native operator on a head takes first, in the order of the schemas."""
 
