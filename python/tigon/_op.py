@@ -53,15 +53,10 @@ def is_batched() -> bool:
     return _is_transformed() or _includes_key(_VMAP_MODE)
 
 
-def is_untraced(saved: tuple) -> bool:
-    """Whether the backward pass that has these tensors is no compiler's."""
-    # PyTorch 2.11 traces a backward without saying so: its tensors are then no plain ones.
-    return not _is_compiling() and all(t is None or type(t) in _PLAIN for t in saved)
-
-
 def may_overwrite_saved(saved: tuple) -> bool:
     """Whether a backward pass may write over the tensors saved for it: it runs once, untraced."""
-    return is_untraced(saved) and not graph_is_kept()
+    # PyTorch 2.11 traces a backward without saying so: its tensors are then no plain ones.
+    return not (_is_compiling() or graph_is_kept()) and all(t is None or type(t) in _PLAIN for t in saved)
 
 
 def _references(tensors: tuple) -> int:

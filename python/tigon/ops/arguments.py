@@ -37,9 +37,9 @@ def options_of(*functions: Callable, but: Iterable[str] = ()) -> Callable[[Calla
 
         @functools.wraps(taker)
         def call(*args, **options):
-            for name in options:
-                if name not in known:
-                    raise TypeError(f"{taker.__qualname__}() got an unexpected keyword argument {name!r}")
+            if not known.issuperset(options):
+                name = next(name for name in options if name not in known)
+                raise TypeError(f"{taker.__qualname__}() got an unexpected keyword argument {name!r}")
             return taker(*args, **defaults | options)
 
         call.__signature__ = signature.replace(parameters=own + inherited)
@@ -50,7 +50,7 @@ def options_of(*functions: Callable, but: Iterable[str] = ()) -> Callable[[Calla
 
 def picked(of: type, options: dict, /, **more: object):
     """A named tuple `of` those options that it has."""
-    return of(**{name: value for name, value in options.items() if name in of._fields}, **more)
+    return of(**{name: options[name] for name in of._fields if name in options}, **more)
 
 
 def check_float(op: str, name: str, x: object) -> None:

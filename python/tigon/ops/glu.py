@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, may_overwrite_saved, only_graph_holds, raw
 from tigon.error import check, refuse
-from tigon.ops.arguments import check_float, check_like, check_numbers, check_positive
+from tigon.ops.arguments import check_float, check_numbers, check_positive
 
 _KINDS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_oai": 4, "swiglu_clamped": 6}
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -91,7 +91,10 @@ def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_AL
         check_float(op, "up", up)
         if up.dtype != gate.dtype:
             refuse(op, "up must be {}, got {}", gate.dtype, up.dtype)
-        check_like(op, "up", up, gate.shape, gate.device)
+        if up.shape != gate.shape:
+            refuse(op, "up must be {}, got {}", gate.shape, up.shape)
+        if up.device != gate.device:
+            refuse(op, "up must be on {}, got {}", gate.device, up.device)
     if not has_kernel(op, gate, up):
         return reference(gate, up, kind, gate_multiplier, down_multiplier, alpha, limit)
     options = _KINDS[kind], gate_multiplier, down_multiplier, alpha, limit

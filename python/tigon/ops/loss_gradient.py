@@ -68,7 +68,6 @@ class RowLoss:
         ctx.scalar, ctx.options = inputs[self.reduction] != NONE, inputs[self.reduction + 1 : -1]
         ctx.inputs = len(inputs)
         ctx.save_for_backward(*((output[1],) if ctx.scalar else inputs[:3]))
-        ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
     def _backward(self, ctx, dloss, _=None):
@@ -84,6 +83,7 @@ class RowLoss:
 
     def _setup_transformed(self, ctx, inputs, output):
         self._setup_context(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[1])
         if ctx.scalar:
             ctx.save_for_backward(output[1], inputs[0])
 
@@ -99,7 +99,7 @@ class RowLoss:
 def scaled(formed: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
     """The gradient formed in the forward times the upstream one: in its own memory, or in a copy of it where
     another backward may follow; for a compiler and for batches an operation that repeats."""
-    if not _op.is_untraced((formed,)) or _op.is_batched():
+    if type(formed) not in _op._PLAIN or _op._is_compiling() or _op.is_batched():  # see may_overwrite_saved
         return _product(formed, dloss)
     if _op.graph_is_kept():
         formed = formed.clone()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tigon._op import Op
-from tigon.error import check
+from tigon.error import check, refuse
 from tigon.ops import arguments
 from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
 from tigon.ops.loss_head.plan import check_cap, chunk_that_fits
@@ -135,20 +135,23 @@ def check_head(op, hidden, weight, target, head: Head):
     bias = head.bias
     if bias is not None:
         arguments.check_float(op, "bias", bias)
-    check(op, hidden.dim() >= 1, "hidden must have at least one dimension, got 0")
+    if hidden.dim() < 1:
+        refuse(op, "hidden must have at least one dimension, got 0")
     sizes, rows, columns = weight.shape, hidden.shape[:-1], hidden.shape[-1]
-    check(op, len(sizes) == 2, "weight must be [V, H], got {}", sizes)
-    fits = sizes[1] == columns
-    check(op, fits, "weight must be [V, {}] to fit hidden {}, got {}", columns, hidden.shape, sizes)
-    there = weight.is_meta == hidden.is_meta
-    check(op, there, "weight must be on {}, got {}", hidden.device, weight.device)
-    check(op, sizes[0] != 0 and columns != 0, "weight must not be empty, got {}", sizes)
+    if len(sizes) != 2:
+        refuse(op, "weight must be [V, H], got {}", sizes)
+    if sizes[1] != columns:
+        refuse(op, "weight must be [V, {}] to fit hidden {}, got {}", columns, hidden.shape, sizes)
+    if sizes[0] == 0 or columns == 0:
+        refuse(op, "weight must not be empty, got {}", sizes)
     arguments.check_indices(op, "target", target)
-    there = target.is_meta == hidden.is_meta
-    check(op, there, "target must be on {}, got {}", hidden.device, target.device)
-    check(op, target.shape == rows, "target must be {}, got {}", rows, target.shape)
-    fits = bias is None or bias.shape == sizes[:1]
-    check(op, fits, "bias must be {}, got {}", sizes[:1], None if bias is None else bias.shape)
+    for name, t in (("weight", weight), ("target", target)):
+        if t.is_meta != hidden.is_meta:
+            refuse(op, name + " must be on {}, got {}", hidden.device, t.device)
+    if target.shape != rows:
+        refuse(op, "target must be {}, got {}", rows, target.shape)
+    if bias is not None and bias.shape != sizes[:1]:
+        refuse(op, "bias must be {}, got {}", sizes[:1], bias.shape)
     check_shift(op, head.shift, head.position_ids, target)
     arguments.check_integers(op, ignore_index=head.ignore_index)
     arguments.check_positive(op, "softcap", head.softcap, or_none=True)
