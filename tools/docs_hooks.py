@@ -146,7 +146,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 class Docstrings(griffe.Extension):
-    """Roles become links where the reference has the name; an op made of its reference has its docstring."""
+    """Roles become links where the reference has the name; options of other functions stand in signatures."""
 
     def __init__(self) -> None:
         self.pages = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
@@ -156,16 +156,43 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_) -> None:
         """Rewrite the docstring of one object."""
-        if obj.is_attribute and obj.docstring is None and "reference" in obj.parent.members:
-            made_of = obj.parent.members["reference"]
-            if str(obj.value).startswith("activation("):
-                obj.docstring = made_of.docstring
         if obj.docstring is not None and obj.is_function and obj.returns:
             # Else a colon in the first line would end a type.
             returned = rf"\1{obj.returns}: "
             obj.docstring.value = re.sub(r"(^Returns:\n\s+)(?=\S)", returned, obj.docstring.value, flags=re.M)
         if obj.docstring is not None:
             obj.docstring.value = re.sub(r":\w+:`~?([\w.]+)`", self.link, obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_) -> None:
+        """What ``@options_of(functions, but=names)`` of ``tigon.ops.arguments`` adds to parameters."""
+        modules = [pkg]
+        for module in modules:
+            members = [m for m in module.members.values() if not m.is_alias]
+            modules += [m for m in members if m.is_module or m.is_class]
+            for function in members:
+                if function.is_function:
+                    self.inherit(function)
+
+    def inherit(self, function: griffe.Function) -> None:
+        """Parameters in the place of ``**options``, once."""
+        calls = [d.value for d in function.decorators if "options_of(" in str(d.value)]
+        last = next((p for p in function.parameters if p.name == "options"), None)
+        if not calls or last is None:
+            return
+        but, sources = "", []
+        for argument in calls[0].arguments:
+            if isinstance(argument, griffe.ExprKeyword):
+                but = str(argument.value).replace("*_NATIVE", "'function', 'groups'")
+            else:
+                sources.append(function.modules_collection[argument.canonical_path])
+        del function.parameters["options"]
+        taken = {*re.findall(r"['\"](\w+)['\"]", but), *(p.name for p in function.parameters)}
+        for source in sources:
+            self.inherit(source)
+            for p in source.parameters:
+                if p.kind is griffe.ParameterKind.keyword_only and p.name not in taken:
+                    taken.add(p.name)
+                    function.parameters.add(p)
 
     def link(self, match: re.Match) -> str:
         """A link, or code where the site has no such name."""
