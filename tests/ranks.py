@@ -1,6 +1,7 @@
 """Runs a script in several processes, as torchrun does on the CPU.
 
 One process has imported what all need and forks for each rank: an import takes longer than most scripts.
+All of them end with the process that runs the tests, also where that one is killed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,22 @@ import torch.distributed as dist
 
 SECONDS = 600  # of a run, on a machine that does other work too
 
+IMPORTS = [
+    *("tigon", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "sentence_transformers"),
+    *("peft", "megatron.core.models.gpt", "transformers.models.llama.modeling_llama"),
+]
+
 _FORKS = """
-import contextlib, importlib, json, os, runpy, signal, sys, traceback
-for name in ("tigon", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "peft",
-             "megatron.core.models.gpt", "transformers.models.llama.modeling_llama", "sentence_transformers"):
+import contextlib, ctypes, importlib, json, os, runpy, signal, sys, traceback
+
+def end_with(parent):
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(1)
+
+end_with(int(sys.argv[1]))
+for name in sys.argv[2:]:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
@@ -40,10 +53,11 @@ def run(words, log):
 
 for line in sys.stdin:
     words, logs, environment, seconds = json.loads(line)
-    ranks = {}
+    ranks, parent = {}, os.getpid()
     for rank, log in enumerate(logs):
         ranks[os.fork()] = rank
         if 0 in ranks:
+            end_with(parent)
             os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
             run(words, log)
     signal.signal(signal.SIGALRM, lambda *_: [os.kill(child, signal.SIGKILL) for child in ranks])
@@ -65,7 +79,7 @@ for line in sys.stdin:
 def _forks() -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
-        [sys.executable, "-c", _FORKS],
+        [sys.executable, "-c", _FORKS, str(os.getpid()), *IMPORTS],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
