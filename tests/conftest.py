@@ -73,9 +73,8 @@ def pytest_collection_finish(session):
 
     pytest gives every logger that does not propagate its handlers three times a test; torch has fifty.
     """
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.startswith("torch."):
-            logger.propagate = True
+    for logger in logging.root.manager.loggerDict.values():
+        logger.propagate = True
     gc.collect()
     gc.freeze()
 
@@ -88,7 +87,9 @@ def device(request) -> str:
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    # torch.manual_seed keeps the stack of the call for each backend that is not there.
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
     torch.set_float32_matmul_precision("highest")  # trainers of other tests may have lowered it
 
 
