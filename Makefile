@@ -52,7 +52,7 @@ kernels-repo:
 test:
 	@tools/bootstrap.sh dev
 	.venv/bin/ctest --test-dir build --output-on-failure -j $(WORKERS)
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 # Without a GPU and without nvcc: tests/emulator.
 emulate:

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 import train
 import train_data
+import train_worker
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.xdist_group("train_cpp")
@@ -55,8 +56,10 @@ def trained(program, start, out, *arguments):
 
 # The second has two blocks of attention's rows, one of them short, and reads the text more than once.
 @pytest.mark.parametrize("steps, batch, seq, seed", [(5, 3, 40, 0), (3, 2, 300, 7)])
-def test_curve_is_stocks(program, start, tmp_path, steps, batch, seq, seed):
-    """From the same checkpoint, tokens and batches as examples/train.py."""
+def test_curve_is_stocks(program, start, tmp_path, monkeypatch, steps, batch, seq, seed):
+    """From the same checkpoint, tokens and batches as examples/train.py, in a process of its own or here."""
+    if seed:
+        monkeypatch.setattr(train, "work", train_worker.train)
     options = ["--steps", steps, "--batch", batch, "--seq", seq, "--lr", 2e-3, "--seed", seed]
     ours = trained(program, start, tmp_path / "out", *options)
     given = ["--tokens", start / "tokens.npy", "--model", start / "checkpoint", "--device", "cpu"]

@@ -111,7 +111,8 @@ def test_callback_under_compile_and_peft(tmp_path):
     def lora():
         torch.manual_seed(5)
         return peft.get_peft_model(
-            make(), peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "up_proj"])
+            make(num_hidden_layers=1),
+            peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "up_proj"]),
         )
 
     _, wanted = run(tmp_path, model=lora())

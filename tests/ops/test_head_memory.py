@@ -63,7 +63,7 @@ def _memory_case(rows, h, v, device, dtype, cap, options):
 @pytest.mark.parametrize("options", MEMORY, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_predicted_memory_on_the_cpu(options, dtype):
-    step, leaves, predicted = _memory_case(2000, 64, 3000, "cpu", dtype, 4, options)
+    step, leaves, predicted = _memory_case(2000, 16, 3000, "cpu", dtype, 4, options)
     step()
     for leaf in leaves:
         leaf.grad = None
