@@ -10,6 +10,7 @@ import zlib
 import pytest
 import torch
 from checks import check_case, check_needs, run, runs_kernels, same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import modules
 from cases.case import select
@@ -91,15 +92,47 @@ def _traced():
         for dtype in [torch.bfloat16, torch.float32][: 1 + (at == 1)]:
             slow = [pytest.mark.slow] if at > 3 or dtype == torch.float32 else []
             name = f"{pair.id}-{str(dtype).removeprefix('torch.')}"
-            yield pytest.param(*pair.values, dtype, id=name, marks=slow)
+            yield pytest.param(*pair.values, dtype, at == 2, id=name, marks=slow)
 
 
-@pytest.mark.parametrize("module, case, dtype", list(_traced()))
-def test_compiled_is_eager(module, case, dtype, device):
-    """torch.compile traces the op whole and gives the same bits."""
+@pytest.mark.parametrize("module, case, dtype, dynamic", list(_traced()))
+def test_compiled_is_eager(module, case, dtype, dynamic, device):
+    """torch.compile traces the op whole and gives the same bits; sizes of an op's second case are symbols."""
     torch._dynamo.reset()
     inputs = module.make(case, device, dtype, 0)
-    compiled = torch.compile(module.tigon_fn, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(module.tigon_fn, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     eager, traced = run(module.tigon_fn, inputs), run(compiled, inputs)
     for name, value in eager.tensors.items():
         assert same_bits(value, traced.tensors[name]), name
+
+
+class _Calls(TorchDispatchMode):
+    """Native operators that run below, and copies of their arguments: one call of each set of their kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "tigon":
+            tensors = {i: x for i, x in enumerate(args) if torch.is_tensor(x)}
+            kinds = [tensors[i].dtype if i in tensors else (type(x), x is True) for i, x in enumerate(args)]
+            copies = [tensors[i].detach().clone() if i in tensors else x for i, x in enumerate(args)]
+            self.found.setdefault((func, str(kinds)), (copies, kwargs))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", modules())
+def test_operators(name, device):
+    """What an operator says of itself is so: what it writes, what shares memory, results of fake tensors."""
+    module, calls = modules()[name], _Calls()
+    with calls:
+        for case in select(module.CASES, "small"):
+            for grad in (False, True):
+                run(module.tigon_fn, module.make(case, device, torch.bfloat16, 0), grad=grad)
+    for (operator, _), (args, kwargs) in calls.found.items():
+        names = [argument.name for argument in operator._schema.arguments]
+        checks = ["test_schema"] * (len(names) == len(set(names)))  # linear_preference has two targets
+        if operator is not torch.ops.tigon.linear_cross_entropy_bwd_.default:  # which no graph holds
+            checks += ["test_faketensor"]
+        torch.library.opcheck(operator, args, kwargs, test_utils=checks)
