@@ -94,11 +94,6 @@ def test_dtypes(given, device):
         assert grad.dtype == leaf.dtype and grad.shape == leaf.shape
 
 
-def test_opcheck(device):
-    values = [v.requires_grad_() for v in _draw(device, torch.bfloat16)]
-    torch.library.opcheck(torch.ops.tigon.attention_residual.default, (*values, 1e-6))
-
-
 @pytest.mark.parametrize("columns", [64, 1000, 4096, 4097])
 def test_rows_do_not_depend_on_their_number(columns, device):
     values, dy = torch.randn(4, 300, columns, device=device), torch.randn(300, columns, device=device)

@@ -308,22 +308,12 @@ def test_reference_agrees(device):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("reduction, need", [(0, False), (1, True), (2, True), (2, False)])
-def test_opcheck(reduction, need, device):
-    logits, target = _inputs(6, 40, device=device)
-    tail = (-100, 0.1, 5.0, 0.01)
-    OPCHECK = torch.library.opcheck
-    for weight in (None, torch.rand(40, device=device)):
-        x = logits if need or reduction == 0 else logits.detach()
-        OPCHECK(OP, (x.view(2, 3, 40), target, weight, None, None, reduction, *tail, need))
-    OPCHECK(OP, (logits.detach(), target, None, torch.tensor(3.0, device=device), None, 2, *tail, False))
-    OPCHECK(OP, (logits.detach(), target, None, None, 2.5, 2, *tail, False))
-    x = logits.detach()
-    ops = torch.ops.tigon
-    OPCHECK(ops.cross_entropy_bwd.default, (torch.randn(6, device=device), x, target, None, *tail))
-    if reduction:
-        OPCHECK(ops.cross_entropy_in_place.default, (x.clone(), target, None, None, None, reduction, *tail))
-    OPCHECK(ops.cross_entropy_rescale.default, (x.clone(), torch.tensor(0.5, device=device)))
+def test_opcheck_in_place(device):
+    logits, target = (x.detach() for x in _inputs(6, 40, device=device))
+    tail = (1, -100, 0.1, 5.0, 0.01)
+    torch.library.opcheck(
+        torch.ops.tigon.cross_entropy_in_place.default, (logits, target, None, None, None, *tail)
+    )
 
 
 def test_compile_with_dynamic_shapes(device):

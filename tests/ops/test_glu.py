@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -140,21 +139,6 @@ def test_flat_sizes_around_tiles(numel, device):
     want, grads = _gradients(a, b)
     pairs = zip((y, dgate, dup), (want, *grads), strict=True)
     assert all(same_bits(got, x.squeeze(1)) for got, x in pairs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype, device):
-    gate, up = _pair(2, 3, 24, device=device, dtype=dtype)
-    both = torch.randn(2, 3, 48, device=device, dtype=dtype, requires_grad=True)
-    samples = [(gate, up), (gate.transpose(0, 1), up.transpose(0, 1)), both.chunk(2, dim=-1), (both, None)]
-    for sample in [(*pair, *PLAIN) for pair in samples] + [(both, None, 4, *PLAIN[1:])]:
-        torch.library.opcheck(torch.ops.tigon.glu.default, sample)
-        bare = tuple(t.detach() if torch.is_tensor(t) else t for t in sample)
-        torch.library.opcheck(torch.ops.tigon.glu_fwd.default, bare)
-    for needs in itertools.product([False, True], repeat=2):
-        for pair in ((gate.detach(), up.detach()), (both.detach(), None)):
-            sample = (torch.randn_like(gate).detach(), *pair, *PLAIN, *needs)
-            torch.library.opcheck(torch.ops.tigon.glu_bwd.default, sample)
 
 
 def test_refused_under_compile_too(device):

@@ -82,17 +82,6 @@ def test_autocast(device):
     assert same_bits(got.detach(), want.detach())
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_opcheck(entropy, device):
-    hidden, weight, target = head_inputs(6, 8, 64, device=device)  # 64: kept gradients are written whole
-    none, formula = (None,) * 5, (-100, 0.0, 3.0, 1.0, 0.7, 0.0, 1.0, False)
-    for hidden_, weight_, needs in ((hidden, weight, 3), (hidden, weight.detach(), 1)):
-        head = (hidden_, weight_, target, *none, *formula)
-        for chunk_rows, keep_rows in ((4, -1), (0, -1), (0, 2), (0, 0)):
-            memory = (chunk_rows, -1, needs | 64 * (keep_rows != 0), keep_rows)
-            torch.library.opcheck(OP, (*head, *memory, entropy))
-
-
 def test_refusals(device):
     hidden, weight, target = head_inputs(device=device)
     with pytest.raises(tigon.Error, match=r"\[linear_log_prob\] temperature must be > 0 and finite, got 0"):

@@ -87,15 +87,6 @@ def test_refusals(call, message, device):
     refused(call, message, x=x, w=w)
 
 
-@pytest.mark.parametrize("op", ARGUMENTS)
-def test_opcheck(op, device):
-    values = [v.requires_grad_() for v in _draw(op, device, torch.bfloat16)]
-    torch.library.opcheck(getattr(torch.ops.tigon, op).default, (*values, *ARGUMENTS[op][1]))
-    if hasattr(torch.ops.tigon, op + "_infer"):
-        bare = [v.detach() for v in values]
-        torch.library.opcheck(getattr(torch.ops.tigon, op + "_infer").default, (*bare, *ARGUMENTS[op][1]))
-
-
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", [op for op in ARGUMENTS if len(ARGUMENTS[op][0]) > 1])
 def test_dtypes_of_parameters(op, parameters, device):

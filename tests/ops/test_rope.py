@@ -233,32 +233,6 @@ def test_mixed_dtypes_promote_as_pytorch_does(dtype, table, sin_table, device):
     )
 
 
-@pytest.mark.parametrize(
-    "unsqueeze_dim, dtype, table",
-    [(1, torch.float32, None), (2, torch.bfloat16, None), (1, torch.bfloat16, torch.float32)],
-)
-def test_opcheck(unsqueeze_dim, dtype, table, device):
-    q, k, cos, sin = _inputs(D=24, R=16, device=device, dtype=dtype, table=table)
-    if unsqueeze_dim == 2:
-        q, k = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
-    dense = [x.detach().contiguous().requires_grad_() for x in (q, k)]
-    samples = [(q, k), dense, (q, dense[1]), (q.detach(), k), (q[..., ::2], k[..., ::2]), (q, None)]
-    form = _form(unsqueeze_dim)
-    for a, b in samples:
-        width = 12 if a.shape[-1] == 12 else 16
-        tables = cos[..., :width], sin[..., :width], None
-        torch.library.opcheck(torch.ops.tigon.rope.default, (a, b, *tables, *form))
-    out = torch.ops.tigon.rope_fwd(q.detach(), k.detach(), cos, sin, None, *form)
-    code = [torch.float32, torch.bfloat16, torch.float16].index(dtype)
-    swaps = itertools.product([False, True], repeat=2)
-    every = itertools.product(((0, 1), (0,), (1,)), swaps)
-    some = zip(((0, 1), (0,), (1,)), swaps, strict=False)
-    for wanted, swapped in every if dtype == torch.float32 else some:
-        dy = [out[i] if i in wanted else None for i in (0, 1)]
-        sample = (*dy, cos, sin, None, *form, code, *swapped)
-        torch.library.opcheck(torch.ops.tigon.rope_bwd.default, sample)
-
-
 def test_compile_with_dynamic_shapes(device):
     torch._dynamo.reset()
     compiled = torch.compile(tigon.rope, fullgraph=True, backend="aot_eager", dynamic=True)
