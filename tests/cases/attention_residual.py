@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case, upcast
 
 NAME = "attention_residual"
 
@@ -117,12 +117,7 @@ def bytes_bwd(case, dtype):
     return _bytes(case, dtype, 2, 1)
 
 
-def flops_fwd(case):
-    return 0
-
-
-def flops_bwd(case):
-    return 0
+flops_fwd = flops_bwd = nothing
 
 
 def _liger(case, inputs):

@@ -239,14 +239,16 @@ SCALED = {"upstream": 0.125}  # of a loss divided by 8 steps of accumulation
 Factory = Callable[[Case, Inputs], Callable | None]
 
 
+def nothing(case: Case) -> int:
+    """The flops of an op that memory bounds."""
+    return 0
+
+
 def memory_bound(forward: int, backward: int) -> tuple[Callable, ...]:
     """`bytes_fwd, bytes_bwd, flops_fwd, flops_bwd` of an op that moves so many tensors each way."""
 
     def moves(tensors: int) -> Callable:
         return lambda case, dtype: tensors * math.prod(case.params["shape"]) * itemsize(dtype)
-
-    def nothing(case: Case) -> int:
-        return 0
 
     return moves(forward), moves(backward), nothing, nothing
 

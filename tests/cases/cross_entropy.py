@@ -12,6 +12,7 @@ from .case import (
     Maker,
     bench_case,
     itemsize,
+    nothing,
     params,
     test_case,
     upcast,
@@ -260,14 +261,7 @@ def bytes_step(case: Case, dtype: torch.dtype) -> int:
     return 2 * _bytes(case, dtype)
 
 
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
+flops_fwd = flops_bwd = nothing
 
 
 def _inplace(case, inputs):

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case
+from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case
 
 NAME = "embedding"
 
@@ -117,14 +117,7 @@ def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
     return sum(_sizes(case, dtype))
 
 
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
+flops_fwd = flops_bwd = nothing
 
 
 def _aten(case, inputs):

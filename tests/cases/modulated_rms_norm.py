@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case, upcast
 
 NAME = "modulated_rms_norm"
 
@@ -181,12 +181,7 @@ def bytes_bwd(case, dtype):
     return _bytes(case, dtype, 3, 1.5)
 
 
-def flops_fwd(case):
-    return 0
-
-
-def flops_bwd(case):
-    return 0
+flops_fwd = flops_bwd = nothing
 
 
 def _liger(case, inputs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import rms_norm, rope
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case
+from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case
 
 NAME = "qk_norm_rope"
 
@@ -121,14 +121,7 @@ def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
     return bytes_fwd(case, dtype) * 3 // 2
 
 
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
+flops_fwd = flops_bwd = nothing
 
 
 PEERS = {}

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from .case import PAPER_HIDDEN, Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
+from .case import (
+    PAPER_HIDDEN,
+    Case,
+    Inputs,
+    Maker,
+    bench_case,
+    itemsize,
+    lay_out,
+    nothing,
+    params,
+    test_case,
+    upcast,
+)
 
 NAME = "rope"
 
@@ -480,14 +492,7 @@ def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
     return bytes_fwd(case, dtype)
 
 
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
+flops_fwd = flops_bwd = nothing
 
 
 def _liger(case, inputs):

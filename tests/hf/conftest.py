@@ -31,3 +31,12 @@ def no_patch_survives():
             finalizer.detach()
         setattr(sys.modules[key[0]], key[1], entry.original)
     rope._rebound.clear()
+
+
+@pytest.fixture
+def facade():
+    """`import liger_kernel` is Tigon's interface during the test."""
+    liger = importlib.import_module("tigon.compat.liger")
+    liger.install(replace=True)
+    yield
+    liger.uninstall()

@@ -30,14 +30,6 @@ from tigon.integrations.transformers import LazyLogits
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def facade():
-    """`import liger_kernel` is Tigon's interface during the test."""
-    liger.install(replace=True)
-    yield
-    liger.uninstall()
-
-
 def write(folder, files):
     """Files below a folder."""
     for name, text in files.items():

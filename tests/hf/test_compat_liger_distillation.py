@@ -8,15 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tigon.integrations import liger
 from tigon.integrations.liger import chunked_loss, divergences
-
-
-@pytest.fixture
-def facade():
-    liger.install(replace=True)
-    yield
-    liger.uninstall()
 
 
 def heads(v=50, vt=None):

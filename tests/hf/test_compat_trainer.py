@@ -13,18 +13,9 @@ import torch
 from tiny import VOCABULARY, batch, close, make
 
 import tigon
-from tigon.integrations import liger
 
 pytest.importorskip("accelerate")
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
-
-
-@pytest.fixture
-def facade():
-    """`import liger_kernel` is Tigon's interface during the test."""
-    liger.install(replace=True)
-    yield
-    liger.uninstall()
 
 
 def rows(count=24, tokens=11):

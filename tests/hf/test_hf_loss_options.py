@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from tiny import VOCABULARY, batch, close, make
 
 import tigon
-from tigon.integrations import liger
 from tigon.integrations.liger import functional, outputs, patching
 from tigon.integrations.transformers import apply
 
@@ -144,13 +143,6 @@ def test_token_scaling_by_the_interface(switch):
     got = model(**inputs, use_token_scaling=True, return_token_accuracy=True)
     close(got.loss, wanted)
     assert hasattr(got, "token_accuracy") == (switch != "cross_entropy")
-
-
-@pytest.fixture
-def facade():
-    liger.install(replace=True)
-    yield
-    liger.uninstall()
 
 
 def test_a_program_wraps_the_loss_head(facade, monkeypatch):

@@ -19,7 +19,7 @@ from conftest import DEVICES
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def _pairs(tag: str):
+def pairs(tag: str):
     return [
         pytest.param(module, case, id=f"{module.NAME}-{case.name}")
         for module in modules().values()
@@ -34,7 +34,7 @@ def _runs():
     are slow, as are the largest cases: they are there for the choice among CUDA kernels.
     """
     turn = collections.Counter()
-    for pair, device in itertools.product(_pairs("test"), DEVICES):
+    for pair, device in itertools.product(pairs("test"), DEVICES):
         module, case = pair.values
         size, kernels = math.prod(case.params.get("shape", ())), runs_kernels(device)
         large = size > 100_000
@@ -65,7 +65,7 @@ def test_gradients_on_demand(module, device):
     check_needs(module.tigon_fn, max(inputs, key=lambda i: len(i.grads) + len(i.grad_kwargs)))
 
 
-@pytest.mark.parametrize("module, case", _pairs("small"))
+@pytest.mark.parametrize("module, case", pairs("small"))
 def test_oracle_against_finite_differences(module, case):
     """The gradients all others are measured by are themselves the slopes of the formula."""
     inputs = module.make(case, "cpu", torch.float64, 0)
@@ -86,7 +86,7 @@ def test_oracle_against_finite_differences(module, case):
 def _traced():
     """Three cases an op. Slow: the others, and float32 of one, for only fakes ask for dtypes (opcheck)."""
     place = collections.Counter()
-    for pair in _pairs("small"):
+    for pair in pairs("small"):
         place[pair.values[0].NAME] += 1
         at = place[pair.values[0].NAME]
         for dtype in [torch.bfloat16, torch.float32][: 1 + (at == 1)]:

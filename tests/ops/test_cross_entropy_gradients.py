@@ -7,24 +7,11 @@ import itertools
 import pytest
 import torch
 from checks import same_bits
+from test_cross_entropy import _all, _inputs
 
 import tigon
 
 NAN = float("nan")
-
-
-def _inputs(rows=12, v=40, *, dtype=torch.float32, device="cpu", masked=0.25):
-    logits = (2 * torch.randn(rows, v, device=device)).to(dtype).requires_grad_()
-    target = torch.randint(0, v, (rows,), device=device)
-    target[torch.rand(rows, device=device) < masked] = -100
-    return logits, target
-
-
-def _all(fn, logits, target, upstream=None, **options):
-    leaf = logits.detach().requires_grad_()
-    loss = fn(leaf, target, **options)
-    (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss) if upstream is None else upstream)
-    return loss.detach(), grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,26 +12,19 @@ import pytest
 import torch
 from checks import check_case, run, same_bits
 from heads import compare, head_inputs
+from test_cases import pairs
 
 import tigon
-from cases import hyper_connection, linear_cross_entropy, modules
+from cases import hyper_connection, linear_cross_entropy
 from cases import linear_log_prob as cases_of_log_prob
-from cases.case import select, test_case
+from cases.case import test_case
 from tigon.ops.loss_gradient import rescale
 from tigon.ops.loss_head import linear_log_prob
 
 pytestmark = pytest.mark.gpu
 
 
-def _pairs(tag: str):
-    return [
-        pytest.param(module, case, id=f"{module.NAME}-{case.name}")
-        for module in modules().values()
-        for case in select(module.CASES, tag)
-    ]
-
-
-@pytest.mark.parametrize("module, case", _pairs("test"))
+@pytest.mark.parametrize("module, case", pairs("test"))
 def test_nothing_waits_for_the_device(module, case):
     """Forward and backward of every case, with torch told to raise on a synchronisation."""
     inputs = module.make(case, "cuda", torch.bfloat16, 0)
@@ -159,7 +152,7 @@ def test_statistics_in_the_epilogue_of_the_product(rows, h, v, dtype):
         assert same_bits(alone, got[part])
 
 
-@pytest.mark.parametrize("module, case", _pairs("small"))
+@pytest.mark.parametrize("module, case", pairs("small"))
 def test_captured_in_a_graph(module, case):
     """Forward and backward in a CUDA graph; a replay on new data gives the bits of a plain run."""
     inputs = module.make(case, "cuda", torch.bfloat16, 0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from heads import head_inputs, run
-from torch.profiler import ProfilerActivity, profile
+from heads import head_inputs, peak_on_the_cpu, run
 
 import tigon
 
@@ -64,21 +63,7 @@ def _memory_case(rows, h, v, device, dtype, cap, options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_predicted_memory_on_the_cpu(options, dtype):
     step, leaves, predicted = _memory_case(2000, 16, 3000, "cpu", dtype, 4, options)
-    step()
-    for leaf in leaves:
-        leaf.grad = None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        step()
-    # What a product of the framework takes and frees inside itself (operands widened where a CPU has no bf16
-    # arithmetic) is left out, as the prediction leaves it out; what a product leaves behind counts.
-    events = prof.profiler.kineto_results.events()
-    products = [e for e in events if e.name() in ("aten::mm", "mkldnn::_linear_pointwise")]
-    assert products
-    now = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        before, now = now, now + event.nbytes()
-        if not any(p.start_ns() <= event.start_ns() <= p.end_ns() for p in products):
-            peak = max(peak, before, now)
+    peak = peak_on_the_cpu(step, leaves)
     # float32: the prediction has room for oneDNN's product in a tensor of its own, which MKL does without.
     least = 0.9 if dtype == torch.bfloat16 else 0.45
     assert least * predicted.peak <= peak <= 1.1 * predicted.peak

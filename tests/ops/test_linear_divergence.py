@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from heads import compare, head_inputs, run
-from torch.profiler import ProfilerActivity, profile
+from heads import compare, head_inputs, peak_on_the_cpu, run
 
 import tigon
 
@@ -215,17 +214,7 @@ def test_predicted_memory_on_the_cpu(options, dtype):
         hidden.grad = weight.grad = None
         tigon.linear_jsd(hidden, weight, teacher, labels, **options).sum().backward()
 
-    step()
-    hidden.grad = weight.grad = None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        step()
-    events = prof.profiler.kineto_results.events()
-    products = [e for e in events if e.name() in ("aten::mm", "mkldnn::_linear_pointwise")]
-    now = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        before, now = now, now + event.nbytes()
-        if not any(p.start_ns() <= event.start_ns() <= p.end_ns() for p in products):
-            peak = max(peak, before, now)
+    peak = peak_on_the_cpu(step, (hidden, weight))
     assert 0.45 * predicted.peak <= peak <= 1.1 * predicted.peak
 
 

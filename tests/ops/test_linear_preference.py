@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import same_bits
-from torch.profiler import ProfilerActivity, profile
+from heads import peak_on_the_cpu
 from torch.utils.checkpoint import checkpoint
 
 import tigon
@@ -235,17 +235,7 @@ def test_predicted_memory_on_the_cpu(chunk_rows, dtype):
         hidden.grad = weight.grad = None
         tigon.linear_preference(hidden, weight, target, chunk_rows=chunk_rows).loss.backward()
 
-    step()
-    hidden.grad = weight.grad = None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        step()
-    events = prof.profiler.kineto_results.events()
-    products = [e for e in events if e.name() in ("aten::mm", "mkldnn::_linear_pointwise")]
-    now = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        before, now = now, now + event.nbytes()
-        if not any(p.start_ns() <= event.start_ns() <= p.end_ns() for p in products):
-            peak = max(peak, before, now)
+    peak = peak_on_the_cpu(step, (hidden, weight))
     least = 0.85 if dtype == torch.bfloat16 else 0.4
     assert least * predicted.peak <= peak <= 1.1 * predicted.peak
 
