@@ -343,14 +343,7 @@ def fsdp2_lora():
     inner = model.get_base_model()
     for part in (*inner.model.layers, [inner.model.norm, inner.lm_head], model):
         fully_shard(part, mesh=mesh(), reshard_after_forward=False)
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        loss = model(**data()).loss
-        loss.backward()
-        close(loss.detach(), losses[rank()], ulps=256)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                close(full(parameter.grad), want[name], ulps=512)
+    two_steps(model, losses, want, ulps=512)
     fused(report, 2)
 
 

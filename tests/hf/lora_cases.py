@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tiny import close, make, step
 from torch.nn.parallel import DistributedDataParallel
 from transformers_cases import load, saved
-from two_processes import FOLDER, accelerated, case, data, full, rank, wanted
+from two_processes import FOLDER, accelerated, case, data, full, rank, two_steps, wanted
 
 from tigon.integrations.transformers import apply
 from tigon.integrations.transformers import lora as slot
@@ -43,13 +43,6 @@ def native(layers):
     assert sum(ran) == layers, ran
 
 
-def check(model, want, ulps=512):
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            name = name.removeprefix("module.")
-            close(full(parameter.grad), want[name], ulps=ulps)
-
-
 OPTIONS = {"plain": ({},), "dora": ({"use_dora": True},), "bias": ({"bias": "all"},)}
 
 
@@ -60,9 +53,7 @@ def lora_ddp(options):
     apply(model)
     wrapped = DistributedDataParallel(model)
     with native(2 * LAYERS):
-        for _ in range(2):
-            close(step(wrapped, data())[0], losses[rank()])
-            check(model, want)
+        two_steps(wrapped, losses, want, ulps=512)
 
 
 @case(needs="peft", **OPTIONS, checkpointing=({}, True), reentrant=({}, True, True))
@@ -76,12 +67,7 @@ def lora_accelerate_fsdp2(options, checkpointing=False, reentrant=False):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model = accelerated(model)
     with native(2 * LAYERS * (1 + checkpointing)):
-        for _ in range(2):
-            model.zero_grad(set_to_none=True)
-            loss = model(**data()).loss
-            loss.backward()
-            close(full(loss.detach()), losses[rank()], ulps=256)
-            check(model, want)
+        two_steps(model, losses, want, ulps=512)
 
 
 @case(needs="peft")
