@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Tests and their modules live to the end: no garbage collection need walk them.
+    """Tests and their modules live to the end: no garbage collection need walk them, and few need run.
 
     pytest gives every logger that does not propagate its handlers three times a test; torch has fifty.
     """
@@ -77,6 +77,7 @@ def pytest_collection_finish(session):
         logger.propagate = True
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.hookimpl(optionalhook=True)
