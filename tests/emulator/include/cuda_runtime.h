@@ -279,6 +279,7 @@ inline int __float2int_rn(float x) {
   return x == x ? int(std::nearbyint(double(std::fmin(std::fmax(x, -2147483648.0f), 2147483520.0f)))) : 0;
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }

@@ -9,48 +9,26 @@
 // A row may start at any element; the partial vectors at its ends are moved element by element.
 #include <algorithm>
 
-#include "tigon/base/cuda/aligned_row.cuh"
-#include "tigon/base/cuda/launch.cuh"
-#include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/row_reduce.cuh"
 #include "tigon/base/dispatch.h"
-#include "tigon/ops/cross_entropy/cross_entropy.h"
-#include "tigon/ops/cross_entropy/cross_entropy_params.cuh"
+#include "tigon/ops/cross_entropy/cross_entropy_rows.cuh"
 
 namespace tigon::cuda {
 namespace {
 
-constexpr const char* kOp = "cross_entropy";
 // A thread for eight vectors of the row, at most these.
 constexpr int kMostThreads = 512, kBlocksPerSm = 2;
 constexpr int kVecsPerThread = 2;
 
+// Statistics of a part of a row: without the label's column; of all columns.
 template <class T>
-using Params = CrossEntropyParams<T>;
-
-// Statistics of a part of a row: maximum; sum of e^(z - m) without the label's column, which is
-// added at the end so that p - 1 and log p are accurate where the label has nearly all probability;
-// sums of w (reference - z), w, and e^(z - m) (z - m) without the label's column.
-struct Sums {
-  float m, s, smoothing_sum, weight, entropy_sum;
-  __device__ static Sums identity() { return {-INFINITY, 0.0f, 0.0f, 0.0f, 0.0f}; }
-  __device__ __forceinline__ void rescale(float top) {  // top > m
-    const float d = m - top, f = exp2_approx(d * kLog2e);
-    entropy_sum = f * fma(fmaxf(d, -1e30f), s, entropy_sum);
-    s *= f, m = top;
-  }
+struct alignas(16) OptionSums {
+  EntropySums<T, Linear> others;
+  float gap, weight;
+  __device__ static OptionSums identity() { return {EntropySums<T, Linear>::identity(), 0.0f, 0.0f}; }
   template <int Width>
   __device__ __forceinline__ void all_reduce_lanes() {
-    static_assert(Width == 32);
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1) {
-      auto other = [&](float x) { return __shfl_xor_sync(~0u, x, step); };
-      Sums b{other(m), other(s), other(smoothing_sum), other(weight), other(entropy_sum)};
-      const float top = fmaxf(m, b.m);
-      if (m != top) rescale(top);
-      if (b.m != top) b.rescale(top);
-      s += b.s, smoothing_sum += b.smoothing_sum, weight += b.weight, entropy_sum += b.entropy_sum;
-    }
+    others.template all_reduce_lanes<Width>();
+    gap = reduce_lanes<Sum, Width>(gap), weight = reduce_lanes<Sum, Width>(weight);
   }
 };
 
@@ -67,106 +45,76 @@ __device__ __forceinline__ void z_of_vec(const Params<T>& p, const AlignedRow<co
   }
 }
 
-__device__ __forceinline__ float weight_at(const float* class_weight, int c) {
-  return class_weight != nullptr ? __ldg(class_weight + c) : 1.0f;
-}
-
-// First pass over a vector. `target`: the label's column, or -1; `reference`: of smoothing_sum.
+// First pass over a vector.
 template <class T>
 __device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<const T>& row, int k,
-                                           const uint4& words, int target, float reference, Sums& a) {
+                                           const uint4& words, int label, float reference, OptionSums<T>& a) {
   constexpr int N = AlignedRow<T>::N;
   float z[N], e[N];
   z_of_vec(p, row, k, words, z);
   float top = z[0];
 #pragma unroll
   for (int j = 1; j < N; ++j) top = fmaxf(top, z[j]);
-  if (top > a.m) a.rescale(top);
-  float m = a.m == -INFINITY ? 0.0f : a.m;  // -inf alone adds nothing; NaN propagates
+  if (top > a.others.m) a.others.rescale(top);
+  const float m = finite_max(a.others.m);
 #pragma unroll
   for (int j = 0; j < N; ++j) e[j] = exp2_approx((z[j] - m) * kLog2e);
-  if (int at = target - row.column(k); unsigned(at) < unsigned(N) && target >= 0) {
+  if (const int at = label - row.column(k); label >= 0 && unsigned(at) < unsigned(N)) {
 #pragma unroll
     for (int j = 0; j < N; ++j)
       if (at == j) e[j] = 0.0f;
   }
   if (p.entropy != nullptr || p.entropy_scale != nullptr)
 #pragma unroll
-    for (int j = 0; j < N; ++j) a.entropy_sum = fma(e[j], fmaxf(z[j] - m, -1e30f), a.entropy_sum);
+    for (int j = 0; j < N; ++j) a.others.heat = fma(e[j], Linear::finite(z[j] - m), a.others.heat);
   if (p.label_smoothing > 0.0f) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      int c = row.column(k) + j;
+      const int c = row.column(k) + j;
       if (!row.has(c)) continue;
-      float w = weight_at(p.class_weight, c);
-      a.smoothing_sum = fma(w, reference - z[j], a.smoothing_sum);
-      a.weight += w;
+      const float w = p.class_weight != nullptr ? __ldg(p.class_weight + c) : 1.0f;
+      a.gap = fma(w, reference - z[j], a.gap), a.weight += w;
     }
   }
 #pragma unroll
   for (int step = N / 2; step > 0; step /= 2)
 #pragma unroll
     for (int j = 0; j < step; ++j) e[j] += e[j + step];
-  a.s += e[0];
+  a.others.s += e[0];
 }
-
-// What the second pass needs: the gradient is
-//   factor * slope * (e * share - smoothing_push * w)                   in other columns,
-//   factor * slope * (e * rest_share - others * target_share - smoothing_push * w)  in the label's,
-//   plus slope * e * (entropy_slope * (z - m) + entropy_bias) for the entropy.
-struct RowGradient {
-  float m, share, smoothing_push, factor;
-  float others, target_share, rest_share;
-  float entropy_slope, entropy_bias;
-  int target;  // column, or -1
-};
 
 // Second pass over a vector: stores its gradient, by elements where the offsets differ.
 template <class T, class D>
-__device__ __forceinline__ void write_gradient(const Params<T>& p, const AlignedRow<const T>& row,
-                                               const AlignedRow<D>& out, int k, const uint4& words,
-                                               const RowGradient& g) {
+__device__ __forceinline__ void write_gradient(const Params<T>& p, const AlignedRow<const T>& row, D* out,
+                                               int k, const uint4& words, int label, const Gradient& g,
+                                               float factor) {
   constexpr int N = AlignedRow<T>::N;
   float z[N], slopes[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) slopes[j] = 1.0f;
   z_of_vec(p, row, k, words, z, slopes);
-  int first = row.column(k), at = g.target - first;
+  const int first = row.column(k);
   Vec<D, N> r;
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    float e = exp2_approx((z[j] - g.m) * kLog2e), push = g.smoothing_push;
+    const float d = z[j] - g.m, e = exp2_approx(d * kLog2e);
+    float push = g.push;
     if (push != 0.0f && p.class_weight != nullptr)
       push *= row.has(first + j) ? __ldg(p.class_weight + first + j) : 0.0f;
-    float v = cross_entropy_dz(e, g.share, push);
-    // p - 1 is minus the share of the other columns; it is rounded to storage once.
-    if (at == j) v = fma(-g.others, g.target_share, cross_entropy_dz(e, g.rest_share, push));
-    v *= g.factor * slopes[j];
+    // Rounded like of_label(): in a row of one class they cancel.
+    if (push != 0.0f) push *= factor;
+    float v = first + j == label ? __fadd_rn(g.of_label<false>(d), -push) : cross_entropy_dz(e, g.each, push);
     // Below -200 e is 0: classes at -inf add nothing.
-    if (p.entropy_scale != nullptr)
-      v += slopes[j] * e * fma(g.entropy_slope, fmaxf(z[j] - g.m, -200.0f), g.entropy_bias);
-    r.set(j, v);
+    if (p.entropy_scale != nullptr) v = fma(e, fma(g.tilt, fmaxf(d, -200.0f), g.lift), v);
+    r.set(j, v * slopes[j]);
   }
-  D* to = out.base + int64_t(out.lead) + first;
+  D* to = out + first;
   if (row.is_full(k) && reinterpret_cast<uintptr_t>(to) % sizeof(r) == 0) {
     store(to, r);
   } else {
 #pragma unroll
     for (int j = 0; j < N; ++j)
       if (row.has(first + j)) to[j] = r.v[j];
-  }
-}
-
-template <class T>
-__device__ __forceinline__ void clear(const AlignedRow<T>& out) {
-  constexpr int N = AlignedRow<T>::N;
-  for (int k = threadIdx.x; k < out.vecs; k += blockDim.x) {
-    if (out.is_full(k)) {
-      *reinterpret_cast<uint4*>(out.base + int64_t(k) * N) = make_uint4(0, 0, 0, 0);
-    } else {
-      for (int j = 0; j < N; ++j)
-        if (out.has(out.column(k) + j)) out.base[int64_t(k) * N + j] = narrow<T>(0.0f);
-    }
   }
 }
 
@@ -196,141 +144,69 @@ __device__ __forceinline__ unsigned key_of_vec(const Params<T>& p, const Aligned
   return key;
 }
 
-// The label of a row, and what follows from it before the logits are read.
-struct Label {
-  bool ignored, bad;
-  int column;  // -1 when ignored, bad or of another shard
-  float z, weight, reference;
-  __device__ __forceinline__ bool is_elsewhere() const { return column < 0 && !ignored && !bad; }
-};
-template <class T>
-__device__ __forceinline__ Label label_of(const Params<T>& p, int64_t row, const T* x) {
-  Label l;
-  int64_t y = p.target[row];
-  l.ignored = y == p.ignore_index;
-  l.bad = !l.ignored && (y < 0 || y >= p.classes);
-  y -= p.first_class;
-  l.column = l.ignored || l.bad || y < 0 || y >= p.cols ? -1 : int(y);
-  l.z = l.weight = l.reference = 0.0f;
-  if (l.column >= 0) {
-    l.z = z_of(p, widen(x[l.column]), l.column);
-    l.weight = weight_at(p.class_weight, l.column);
-  } else if (l.is_elsewhere()) {
-    l.weight = p.class_weight != nullptr ? p.class_weight[y] : 1.0f;
-  }
-  if (p.label_smoothing > 0.0f) l.reference = z_of(p, widen(x[0]), 0);
-  if (!isfinite(l.reference)) l.reference = 0.0f;
-  return l;
-}
-
-// Writes the results of a row (one thread) and returns what the gradient needs.
-template <class T>
-__device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, const Label& l, const Sums& a,
-                                              bool writes) {
-  bool has = l.column >= 0, is_max = has && l.z == a.m && isfinite(l.z);
-  float own = has ? exp2_approx((l.z - a.m) * kLog2e) : 0.0f, s = a.s + own;
-  float log_s = is_max ? log1pf(a.s) : logf(s), lse = a.m + log_s;
-  float entropy_sum = has ? fma(own, fmaxf(l.z - a.m, -1e30f), a.entropy_sum) : a.entropy_sum;
-  float keep = 1.0f - p.label_smoothing, share = p.label_smoothing / float(p.classes);
-  if (writes) {
-    float loss = keep * l.weight * ((a.m - l.z) + log_s);
-    if (p.label_smoothing > 0.0f)
-      loss += share * (a.weight * ((a.m - l.reference) + log_s) + a.smoothing_sum);
-    if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
-    if (p.loss) p.loss[row] = l.ignored || l.is_elsewhere() ? 0.0f : l.bad ? NAN : loss;
-    if (p.target_logit) p.target_logit[row] = l.bad ? NAN : l.z;
-    if (p.log_prob)
-      p.log_prob[row] = l.ignored ? 0.0f : l.bad ? NAN : l.is_elsewhere() ? -INFINITY : (l.z - a.m) - log_s;
-    if (p.lse) p.lse[row] = lse;
-    if (p.entropy) p.entropy[row] = log_s - entropy_sum / s;
-    if (p.row_max) p.row_max[row] = a.m;
-    if (p.log_sum) p.log_sum[row] = a.m == -INFINITY && a.s == 0.0f ? -INFINITY : log_s;
-    if (p.smoothing) p.smoothing[row] = a.weight * ((a.m - l.reference) + log_s) + a.smoothing_sum;
-  }
-  const float log_share = p.log_share != nullptr ? p.log_share[row] : 0.0f;
-  float all_weights = p.class_weight == nullptr ? float(p.classes)
-                      : p.weight_sum != nullptr ? *p.weight_sum
-                                                : a.weight;
-  float rest = share * all_weights;
-  if (p.z_loss != 0.0f) rest += 2.0f * p.z_loss * (lse - log_share);
-  float pull = keep * l.weight + rest;
-  float scale = p.scale != nullptr ? p.scale[row * p.scale_step] : 1.0f;
-  RowGradient g;
-  g.m = a.m, g.share = pull / s, g.smoothing_push = share, g.factor = l.bad ? NAN : scale * p.gain;
-  g.others = a.s, g.target_share = keep * l.weight / s, g.rest_share = rest / s, g.target = l.column;
-  g.entropy_slope = g.entropy_bias = 0.0f;
-  if (p.entropy_scale != nullptr) {
-    g.entropy_slope = -p.entropy_scale[row] * p.gain / s;
-    g.entropy_bias = -g.entropy_slope * (entropy_sum / s);
-  }
-  if (p.log_share != nullptr) {  // p = e / s * part
-    const float part = expf(log_share);
-    g.share *= part, g.rest_share *= part;
-    g.others = a.s * part - s * expm1f(log_share);  // s (1 - p) of the label
-    if (p.entropy_scale != nullptr) {
-      g.entropy_slope *= part;
-      g.entropy_bias = g.entropy_slope * (p.all_entropy[row] - log_s + log_share);
-    }
-    if (log_share == -INFINITY) {  // every class here is at -inf: p = 0
-      g.m = 0.0f, g.share = g.rest_share = g.entropy_slope = g.entropy_bias = 0.0f;
-      g.others = 1.0f, g.target_share = keep * l.weight;
-    }
-  }
-  return g;
-}
-
 // A CTA per row. The second pass runs backwards: the row's last tile is still in registers, those before it in L2.
 template <class T, class D>
 __global__ __launch_bounds__(kMostThreads,
                              kBlocksPerSm) void looped_kernel(const __grid_constant__ Params<T> p) {
   constexpr int kVecs = kVecsPerThread;
-  __shared__ ReduceStorage<Sums> storage;
+  __shared__ ReduceStorage<OptionSums<T>> storage;
   __shared__ ReduceStorage<Key> keys;
   const int threads = int(blockDim.x), step = kVecs * threads;
+  const bool writes = threadIdx.x == 0;
   int phase = 0;
-  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++phase) {
+  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     const T* x = p.logits + r * p.stride;
-    AlignedRow<const T> row(x, p.cols);
-    AlignedRow<D> out(static_cast<D*>(p.dlogits) + r * p.dlogits_stride, p.cols);
-    bool writes = threadIdx.x == 0;
+    D* out = static_cast<D*>(p.dlogits) + r * p.dlogits_stride;
+    const AlignedRow<const T> row(x, p.cols);
     auto load_tile = [&](int base, uint4(&loaded)[kVecs]) {
 #pragma unroll
       for (int h = 0; h < kVecs; ++h) loaded[h] = load_vec(row, base + h * threads + int(threadIdx.x));
     };
     uint4 loaded[kVecs];
     load_tile(0, loaded);
-    Label label = label_of(p, r, x);
-    bool wanted = !label.ignored || p.lse || p.entropy || p.predicted;
-    Sums a = Sums::identity();
+    int label = label_of(p, p.target[r]);
+    if (label == kSkipped && p.predicted != nullptr) label = kIgnored;
+    if (label == kSkipped) {
+      if (p.dlogits != nullptr) clear(out, p.cols);
+      if (writes) finish_skipped(p, r);
+      if (writes && p.smoothing != nullptr) p.smoothing[r] = 0.0f;
+      continue;
+    }
+    const float z = label >= 0 ? z_of(p, widen(x[label]), label) : -INFINITY;
+    float reference = p.label_smoothing > 0.0f ? z_of(p, widen(x[0]), 0) : 0.0f;
+    if (!isfinite(reference)) reference = 0.0f;
+    OptionSums<T> a = OptionSums<T>::identity();
     // The label's z is part of the maximum, so it has been read before any thread may overwrite it.
-    if (label.column >= 0) a.m = fmaxf(a.m, label.z);
-    for (int base = 0; wanted && base < row.vecs; base += step) {
+    a.others.m = fmaxf(a.others.m, z);
+    for (int base = 0; base < row.vecs; base += step) {
       if (base > 0) load_tile(base, loaded);
 #pragma unroll
       for (int h = 0; h < kVecs; ++h)
-        accumulate(p, row, base + h * threads + int(threadIdx.x), loaded[h], label.column, label.reference,
-                   a);
+        accumulate(p, row, base + h * threads + int(threadIdx.x), loaded[h], label, reference, a);
     }
     a = all_reduce_row<0, false>(a, storage, phase);
     if (p.predicted != nullptr) {
       unsigned key = ~0u;
       for (int k = threadIdx.x; k < row.vecs; k += threads)
-        key = key_of_vec(p, row, k, load_vec(row, k), a.m, key);
+        key = key_of_vec(p, row, k, load_vec(row, k), a.others.m, key);
       key = all_reduce_row<0, false>(Key{key}, keys, phase).value;
       if (writes) p.predicted[r] = key == ~0u ? 0 : int64_t(key & 0x7fffffffu);
     }
-    RowGradient gradient = finish(p, r, label, a, writes);
-    if (p.dlogits != nullptr) {
-      if (label.ignored) {
-        clear(out);
-      } else {
-        for (int base = (row.vecs - 1) / step * step; base >= 0; base -= step) {
-          if (base + step < row.vecs) load_tile(base, loaded);
+    ++phase;
+    const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
+    const Gradient g = finish<true, true>(p, r, label, Sums<T>{a.others.m, a.others.s}, {z, z - a.others.m},
+                                          scale, writes, a.others.heat, {reference, a.gap, a.weight});
+    if (p.dlogits == nullptr) continue;
+    if (label == kIgnored) {
+      clear(out, p.cols);
+      continue;
+    }
+    for (int base = (row.vecs - 1) / step * step; base >= 0; base -= step) {
+      if (base + step < row.vecs) load_tile(base, loaded);
 #pragma unroll
-          for (int h = 0; h < kVecs; ++h)
-            write_gradient(p, row, out, base + h * threads + int(threadIdx.x), loaded[h], gradient);
-        }
-      }
+      for (int h = 0; h < kVecs; ++h)
+        write_gradient(p, row, out, base + h * threads + int(threadIdx.x), loaded[h], label, g,
+                       scale * p.gain);
     }
   }
 }

@@ -20,15 +20,12 @@
 // A row may start at any element: the columns before the first full vector and after the last are
 // one element each of the first threads.
 #include <algorithm>
-#include <type_traits>
 
-#include "tigon/base/cuda/launch.cuh"
-#include "tigon/ops/cross_entropy/cross_entropy_plain_rows.cuh"
+#include "tigon/ops/cross_entropy/cross_entropy_rows.cuh"
 
 namespace tigon::cuda {
 namespace {
 
-constexpr const char* kOp = "cross_entropy";
 // Vectors of a thread in registers; threads per SM.
 constexpr int kVecsPerThread = 8, kThreadsPerSm = 1024;
 constexpr int kSweepThreads = 256, kSweepVecs = 8, kSweepBlocks = 4;
@@ -286,15 +283,6 @@ void prefer_l1(Kernel kernel, int blocks, int shared) {
   int percent = int(ceil_div(100 * int64_t(blocks) * (kSystem + shared), device_facts().shared_per_block));
   TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                              std::min(percent, 100)));
-}
-
-template <class T, class Kernel>
-void launch_rows(Context& ctx, Kernel kernel, LaunchConfig grid, const Params<T>& p) {
-  const int64_t most = INT32_MAX / grid.cluster;
-  for (int64_t first = 0; first < p.rows; first += most) {
-    grid.blocks = std::min<int64_t>(p.rows - first, most) * grid.cluster;
-    launch(kOp, ctx, kernel, grid, p, first);
-  }
 }
 
 // A CTA of `Threads` threads per row; 0: of as many as the row needs. Returns false when the row

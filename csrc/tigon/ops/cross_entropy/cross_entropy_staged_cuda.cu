@@ -8,15 +8,12 @@
 // an SM. z is found anew for the sum and for the gradient, by the polynomial where all of a vector's
 // logits are near (softcap.h). Other vectors, and that of the label, take a loop over their elements.
 #include <algorithm>
-#include <type_traits>
 
-#include "tigon/base/cuda/launch.cuh"
-#include "tigon/ops/cross_entropy/cross_entropy_plain_rows.cuh"
+#include "tigon/ops/cross_entropy/cross_entropy_rows.cuh"
 
 namespace tigon::cuda {
 namespace {
 
-constexpr const char* kOp = "cross_entropy";
 using Z = Capped;
 // Of a CTA; vectors of a thread, until there are that many threads.
 constexpr int kThreads = 512, kVecsPerThread = 8;
@@ -199,14 +196,7 @@ bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& all) {
   });
   const size_t bytes = size_t(std::max<int64_t>(vecs, 1)) * 16;
   if (occupancy.max_active(kOp, kernel, blocks, threads, bytes) == 0) return false;
-  const int64_t most_rows = INT32_MAX / blocks;
-  for (int64_t first = 0; first < p.rows; first += most_rows)
-    launch(kOp, ctx, kernel,
-           {.blocks = std::min(p.rows - first, most_rows) * blocks,
-            .threads = threads,
-            .shared = bytes,
-            .cluster = blocks},
-           p, first);
+  launch_rows(ctx, kernel, {.threads = threads, .shared = bytes, .cluster = blocks}, p);
   return true;
 }
 

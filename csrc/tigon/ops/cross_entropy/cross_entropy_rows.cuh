@@ -1,21 +1,82 @@
-// The pieces of the kernels for cross_entropy's rows without bias and smoothing: loads, z, statistics, results of a row, gradient.
+// The rows of cross_entropy on CUDA: arguments of the kernels, and the pieces that all of them use: loads, z, statistics, results of
+// a row, gradient.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "tigon/base/cuda/aligned_row.cuh"
+#include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/cuda/row_reduce.cuh"
-#include "tigon/ops/cross_entropy/cross_entropy_params.cuh"
+#include "tigon/base/cuda/vec.cuh"
+#include "tigon/base/softcap.h"
+#include "tigon/ops/cross_entropy/cross_entropy.h"
 
 namespace tigon::cuda {
+
+template <class T>
+struct CrossEntropyParams {
+  const T* logits;
+  // May be null, or equal to logits. Of a type D of the kernel's own: T, or 16 bits where T is float.
+  void* dlogits;
+  const int64_t* target;
+  // These may be null, from here to the results.
+  const void* bias;
+  const float *class_weight, *scale, *entropy_scale;
+  float *loss, *lse, *target_logit, *log_prob, *entropy;
+  int64_t* predicted;
+  float *row_max, *log_sum, *smoothing;
+  // Of a shard: the logits are columns [first_class, first_class + cols) of `classes`. May be null; class_weight begins at
+  // the first column.
+  const float *log_share, *all_entropy, *weight_sum;
+  int64_t first_class, classes;
+  int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
+  // `slice`: columns of a CTA.
+  int cols, slice;
+  bool bias_is_f32;
+  // z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain * slope.
+  float logit_scale, softcap, top, gain;
+  float label_smoothing, z_loss;
+  // With a softcap, in units of ln 2.
+  SoftcapConstants cap;
+};
+
+// Rows without bias and smoothing, whose z rises with the logit; predicted as with only_label.
+// Returns false when no variant fits; nothing has been launched then.
+template <class T, class D>
+bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p);
+// Of these, rows with a softcap. Also false when no variant fits.
+template <class T, class D>
+bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& p);
+
 namespace {
 
 #include "tigon/base/softcap_polynomial.inc"
+#include "tigon/ops/cross_entropy/cross_entropy_math.inc"
 
+constexpr const char* kOp = "cross_entropy";
 template <class T>
 using Params = CrossEntropyParams<T>;
+
+// A label of another shard: no column of this row.
+template <class T>
+__device__ __forceinline__ bool is_elsewhere(const CrossEntropyParams<T>& p, int64_t y) {
+  return y >= 0 && y < p.classes && (y < p.first_class || y >= p.first_class + p.cols);
+}
+
+// z of the logit in column c, and dz/du if asked.
+template <class T>
+__device__ __forceinline__ float z_of(const CrossEntropyParams<T>& p, float x, int c,
+                                      float* slope = nullptr) {
+  if (p.bias != nullptr)
+    x += p.bias_is_f32 ? static_cast<const float*>(p.bias)[c] : widen(static_cast<const T*>(p.bias)[c]);
+  x *= p.logit_scale;
+  if (p.softcap == 0.0f) return x;
+  if (slope != nullptr) *slope = softcap_slope(x, p.softcap);
+  return softcap_bend(x, p.softcap) * p.top;
+}
 
 // How z follows from a logit: z in units of kUnit, e^z as a power of 2. kReach: what is known of the
 // logit (softcap_polynomial.inc).
@@ -226,9 +287,10 @@ struct alignas(16) EntropySums {
 };
 
 // The gradient of a row: e * each; in the label's column (z_loss_slope * own - weight * others) *
-// share, with own its e. With entropies' gradients, besides: e * (tilt * (z - m) + lift).
+// share, with own its e. With entropies' gradients, besides: e * (tilt * (z - m) + lift); with label smoothing - push * w * scale, and
+// the sum of its weights is part of z_loss_slope.
 struct Gradient {
-  float m, each, others, weight, z_loss_slope, share, own, tilt, lift;
+  float m, each, others, weight, z_loss_slope, share, own, tilt, lift, push = 0.0f;
   // `below`: z - m of the label.
   template <bool kEntropy>
   __device__ __forceinline__ float of_label(float below) const {
@@ -255,28 +317,48 @@ struct LabelZ {
   float z, below;
 };
 
+// Sums over a row of w (reference - z) and of w, for label smoothing.
+struct SmoothingSums {
+  float reference, gap, weight;
+};
+
 // Writes the results of a row (one thread) and returns its gradient. `y`: the label's z, in every
 // thread; `heat`: of the other columns.
-template <bool kEntropy = false, class T>
+template <bool kEntropy = false, bool kSmoothing = false, class T>
 __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums<T> a, LabelZ y,
-                                           float scale, bool writes, float heat = 0.0f) {
+                                           float scale, bool writes, float heat = 0.0f,
+                                           SmoothingSums smoothing = {}) {
   const float own = label >= 0 ? exp2_approx(y.below * kLog2e) : 0.0f, s = label >= 0 ? a.s + own : a.s;
   Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f, own, 0.0f, 0.0f};
   scale *= p.gain;
   if (p.class_weight != nullptr && label >= 0) g.weight = __ldg(p.class_weight + label);
   if (p.class_weight != nullptr && label == kElsewhere)
     g.weight = __ldg(p.class_weight + (p.target[row] - p.first_class));
+  if constexpr (kSmoothing) {
+    g.push = p.label_smoothing / float(p.classes), g.weight *= 1.0f - p.label_smoothing;
+    g.z_loss_slope = g.push * (p.class_weight == nullptr ? float(p.classes)
+                               : p.weight_sum != nullptr ? *p.weight_sum
+                                                         : smoothing.weight);
+  }
   const float log_share = p.log_share != nullptr ? p.log_share[row] : 0.0f;
   if ((kEntropy || (writes && p.entropy)) && label >= 0) heat = fma(own, fmaxf(y.below, -1e30f), heat);
   float log_s = 0.0f;
   if (writes || p.z_loss != 0.0f || kEntropy) {
     log_s = logf(s);
     const float lse = a.m + log_s;
-    if (p.z_loss != 0.0f) g.z_loss_slope = 2.0f * p.z_loss * (lse - log_share);
+    if (p.z_loss != 0.0f) {
+      const float slope = 2.0f * p.z_loss * (lse - log_share);
+      g.z_loss_slope = kSmoothing ? g.z_loss_slope + slope : slope;
+    }
     if (writes) {
       const bool leads = label >= 0 && y.z == a.m && fabsf(y.z) < INFINITY;
       const float neg_log_prob = leads ? log1pf(a.s) : log_s - y.below;  // -log p
       float loss = g.weight * neg_log_prob;
+      if constexpr (kSmoothing) {
+        const float all = smoothing.weight * ((a.m - smoothing.reference) + log_s) + smoothing.gap;
+        if (p.smoothing) p.smoothing[row] = all;
+        if (g.push > 0.0f) loss = fma(g.push, all, loss);
+      }
       if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
       bool ignored = label == kIgnored, bad = label == kOutOfRange, elsewhere = label == kElsewhere;
       if (p.loss) p.loss[row] = ignored || elsewhere ? 0.0f : bad ? NAN : loss;
@@ -424,6 +506,16 @@ __device__ __forceinline__ void clear(T* x, int n) {
     *reinterpret_cast<uint4*>(peeled.vec(k)) = make_uint4(0, 0, 0, 0);
   int c = peeled.edge_column(n);
   if (c >= 0) x[c] = narrow<T>(0.0f);
+}
+
+// Clusters (or CTAs) of a row each, whatever the limit of a grid.
+template <class T, class Kernel>
+void launch_rows(Context& ctx, Kernel kernel, LaunchConfig grid, const Params<T>& p) {
+  const int64_t most = INT32_MAX / grid.cluster;
+  for (int64_t first = 0; first < p.rows; first += most) {
+    grid.blocks = std::min<int64_t>(p.rows - first, most) * grid.cluster;
+    launch(kOp, ctx, kernel, grid, p, first);
+  }
 }
 
 }  // namespace
