@@ -1,4 +1,4 @@
-// Rows of any alignment in 16-byte vectors, for softmax and the losses; the norms use row_view.cuh.
+// Rows of any alignment in 16-byte vectors, for softmax and the losses.
 //   AlignedRow        vectors counted from the 16-byte boundary before the row; those at its ends
 //                     may be partial
 //   AlignedRowLoader  loads a row in the vectors of another one, as full words that are masked

@@ -7,7 +7,7 @@
 
 #include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/cuda/row_shapes.cuh"
-#include "tigon/base/cuda/row_view.cuh"
+#include "tigon/base/cuda/vec.cuh"
 
 namespace tigon::cuda {
 

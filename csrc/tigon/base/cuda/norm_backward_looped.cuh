@@ -8,7 +8,7 @@ namespace tigon::cuda {
 
 namespace norm_detail {
 
-// Loads the inputs of one vector, all at once.
+// Loads the inputs of N elements, all at once.
 template <class B, class W, class Y, int N, class RowView>
 __device__ __forceinline__ void load_rows(const NormBackward<B, W, Y>& p, const RowView& view, int64_t row,
                                           int64_t col_offset, int64_t c,
@@ -18,9 +18,6 @@ __device__ __forceinline__ void load_rows(const NormBackward<B, W, Y>& p, const 
 #pragma unroll
   for (int k = 0; k < B::kIn; ++k) in[k] = view.load(k == 0 || p.in[k], in_row(k), c);
   dy = view.load(true, dy_row, c);
-#pragma unroll
-  for (int k = 0; k < B::kIn; ++k) view.finish(k == 0 || p.in[k], in_row(k), c, in[k]);
-  view.finish(true, dy_row, c, dy);
 }
 
 // Rows that no register shape holds: one kernel for the gradients of rows (two passes), one for the
@@ -38,22 +35,21 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
   const float mean = B::kSubtractMean ? p.mean[statistics_of_group(p, coord.group, coord.first)] : 0.0f;
   const float offset = p.weight ? p.f.offset : 0.0f;
   auto out_row = [&](int k) { return p.out[k] + row * p.out_stride[k] + column; };
-  const RowView<RowAlignment::any, N, int64_t> view(out_row(0), p.cols);
-  // Calls fn(element, inputs, dy, h, weight, g) for each element, then done(column).
+  const RowView<N, kLoopThreads, int64_t> view{p.cols};
+  // Calls fn(element, inputs, dy, h, weight, g) for each element, then done(first column).
   auto for_each_vec = [&](auto&& fn, auto&& done) {
-    for (int64_t c = int64_t(threadIdx.x) * N + view.head; view.has(c); c += int64_t(kLoopThreads) * N) {
+    for (int64_t c = threadIdx.x; view.has(c); c += kLoopThreads * N) {
       Vec<X, N> in[B::kIn];
       Vec<Y, N> dy;
       load_rows(p, view, row, column, c, in, dy);
       Vec<W, N> weight;
       if constexpr (kMakesWeights<B>) {
         float made[N];
-        p.f.weights(coord.group, c, made);
+        p.f.weights(coord.group, c, made, kLoopThreads);
         weight.set(made);
       } else {
         const W* vector = p.weight ? p.weight + param_offset : nullptr;
         weight = view.load_vector(vector, c);
-        view.finish(vector != nullptr, vector, c, weight);
         if (!vector) weight = fill_vec<W, N>(1.0f);
       }
 #pragma unroll
@@ -107,10 +103,8 @@ __global__ __launch_bounds__(kColumnThreads,
                 group = int64_t(blockIdx.x) / tiles % p.groups;
   const int64_t col_offset = group * p.cols, pitch = p.cols * p.groups, column = column_of_group(p, group);
   griddepcontrol_launch_dependents();
-  // Vectors are counted from the first column, whatever the row's offset.
-  const X* boundary = nullptr;
-  const RowView<RowAlignment::any, N, int64_t> view(boundary, p.cols);
-  const int64_t c = (int64_t(blockIdx.x) % tiles * kColumnThreads + threadIdx.x) * N;
+  const RowView<N, kColumnThreads, int64_t> view{p.cols};
+  const int64_t c = int64_t(blockIdx.x) % tiles * (kColumnThreads * N) + threadIdx.x;
   if (!view.has(c)) return;
   const int64_t end = min((part + 1) * chunk, p.rows);
   float sums[B::kSums][N] = {};
@@ -142,7 +136,8 @@ __global__ __launch_bounds__(kColumnThreads,
   for (int k = 0; k < B::kSums; ++k)
 #pragma unroll
     for (int j = 0; j < N; ++j)
-      if (c + j < p.cols) p.partials[(part * B::kSums + k) * pitch + col_offset + c + j] = sums[k][j];
+      if (view.has(c, j))
+        p.partials[(part * B::kSums + k) * pitch + col_offset + c + j * kColumnThreads] = sums[k][j];
 }
 
 }  // namespace norm_detail

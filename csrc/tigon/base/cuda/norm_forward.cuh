@@ -17,7 +17,7 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
     const __grid_constant__ NormForward<F, W, Y> p) {
   constexpr RowConfig kConfig = Config::value;
   using X = typename F::Element;
-  using VecRow = ForwardRow<F, W, Y, N, RowAlignment::vectorized, int>;
+  using VecRow = ForwardRow<F, W, Y, N, 1, int>;
   // Parameters are loaded before the reduction if they fit in registers.
   constexpr int kParamBytes = kConfig.vecs_per_thread * N * int(sizeof(W)) * F::kParams * F::kIn;
   constexpr bool kLoadParamsEarly = kParamBytes <= (kConfig.threads_per_row == 32 ? 128 : 64);
@@ -49,7 +49,7 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
     // CTAs of several rows run without this branch.
     if (kConfig.rows_per_block == 1 && !row.view.has(Tile::column(i))) continue;
     if constexpr (!kLoadParamsEarly) row.load_params(Tile::column(i), w[i]);
-    row.finish_params(Tile::column(i), w[i]);
+    row.finish_params(w[i]);
     if constexpr (kConfig.vecs_per_thread > (F::kSubtractMean ? 4 : 2)) row.hide_inputs(in[i]);
     row.write(Tile::column(i), in[i], w[i], center[i], rstd);
   }
@@ -61,25 +61,21 @@ template <class F, class W, class Y>
 __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
-  constexpr int N = AlignedRow<X>::N;
-  using VecRow = ForwardRow<F, W, Y, N, RowAlignment::any, int64_t>;
+  constexpr int N = 16 / int(sizeof(X));
+  using VecRow = ForwardRow<F, W, Y, N, kLoopThreads, int64_t>;
   __shared__ __align__(16) float slots[2][VecRow::kStatistics * 32];
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const BlockCoord coord(p.groups, 1);
   const VecRow row(p, coord, coord.first);
-  // Calls fn(column, inputs).
+  // Calls fn(first column, inputs).
   auto for_each_vec = [&](bool first, auto&& fn) {
-    for (int64_t c = int64_t(threadIdx.x) * N + row.view.head; row.view.has(c);
-         c += int64_t(kLoopThreads) * N) {
+    for (int64_t c = threadIdx.x; row.view.has(c); c += kLoopThreads * N) {
       Vec<X, N> in[F::kIn] = {};
       if (F::kWritesResidual && !first) {
-        const X* residual_out = row.residual_out();
-        in[0] = row.view.load(true, residual_out, c);
-        row.view.finish(true, residual_out, c, in[0]);
+        in[0] = row.view.load(true, row.residual_out(), c);
       } else {
         row.load(c, in);
-        row.finish(c, in);
         row.write_residual(c, in);
       }
       fn(c, in);
@@ -98,7 +94,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kern
   for_each_vec(false, [&](int64_t c, const Vec<X, N>(&in)[F::kIn]) {
     Vec<W, N> w[F::kParams];
     row.load_params(c, w);
-    row.finish_params(c, w);
+    row.finish_params(w);
     row.write(c, in, w, mean, rstd);
   });
 }

@@ -18,7 +18,7 @@ __global__ __launch_bounds__(
   constexpr RowConfig kConfig = Config::value;
   constexpr int kVecsPerThread = kConfig.vecs_per_thread;
   using X = typename F::Element;
-  using VecRow = ForwardRow<F, W, Y, N, RowAlignment::vectorized, int>;
+  using VecRow = ForwardRow<F, W, Y, N, 1, int>;
   using Tile = RowTile<kConfig, N>;
   __shared__ __align__(16) float slots[2][2][VecRow::kStatistics * 32];
   extern __shared__ __align__(16) unsigned char shared[];
@@ -40,7 +40,7 @@ __global__ __launch_bounds__(
   for (int i = 0; i < kVecsPerThread; ++i) {
     Vec<W, N> params[F::kParams];
     row.load_params(Tile::column(i), params);
-    row.finish_params(Tile::column(i), params);
+    row.finish_params(params);
     Folded folded;
 #pragma unroll
     for (int j = 0; j < N; ++j) {

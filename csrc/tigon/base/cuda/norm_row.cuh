@@ -13,7 +13,6 @@
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/norm_plan.h"
 #include "tigon/base/cuda/row_reduce.cuh"
-#include "tigon/base/cuda/row_view.cuh"
 #include "tigon/base/norm_scalars.h"
 
 namespace tigon::cuda {
@@ -115,8 +114,55 @@ __device__ __forceinline__ float value(const F& f, const Vec<typename F::Element
   return f.value(x);
 }
 
+// N elements of a row of `cols` columns from column c: adjacent ones, an aligned vector, or, for rows of any length and alignment,
+// those kStep columns apart.
+template <int N, int kStep, class Column>
+struct RowView {
+  static constexpr bool kVectorized = kStep == 1;
+  Column cols;
+
+  __device__ __forceinline__ bool has(Column c) const { return c < cols; }
+  // Whether element j is in a row that has(c).
+  __device__ __forceinline__ bool has(Column c, int j) const { return kVectorized || c + j * kStep < cols; }
+  template <class T>
+  __device__ __forceinline__ Vec<T, N> load(bool pred, const T* row, Column c) const {
+    if constexpr (kVectorized) return load_predicated<T, N>(pred && has(c), row + c);
+    Vec<T, N> vec{};
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (pred && has(c, j)) vec.v[j] = row[c + j * kStep];
+    return vec;
+  }
+  // load() of a parameter by column. The result is undefined past a vectorized row.
+  template <class T>
+  __device__ __forceinline__ Vec<T, N> load_vector(const T* vector, Column c) const {
+    if constexpr (kVectorized && sizeof(T) * N % 16 == 0)
+      return load_predicated_uninit<T, N>(vector != nullptr && has(c), vector + c);
+    return load(vector != nullptr, vector, c);
+  }
+  template <class T>
+  __device__ __forceinline__ void store(T* row, Column c, const Vec<T, N>& vec) const {
+    if constexpr (!kVectorized) {
+#pragma unroll
+      for (int j = 0; j < N; ++j)
+        if (has(c, j)) row[c + j * kStep] = vec.v[j];
+    } else if constexpr (sizeof(T) * N % 16 != 0) {
+      cuda::store(row + c, vec);
+    } else {
+      store_v4(row + c, vec);
+    }
+  }
+  template <class T>
+  __device__ __forceinline__ void store_if_valid(T* row, Column c, const Vec<T, N>& vec) const {
+    if constexpr (kVectorized && sizeof(T) * N % 16 == 0)
+      store_predicated(has(c), row + c, vec);
+    else if (has(c))
+      store(row, c, vec);
+  }
+};
+
 // One row, or one group of it, and the operations on its vectors. `c` counts columns of the group.
-template <class F, class W, class Y, int N, RowAlignment kAlignment, class Column>
+template <class F, class W, class Y, int N, int kStep, class Column>
 struct ForwardRow {
   using X = typename F::Element;
   using Inputs = Vec<X, N>[F::kIn];
@@ -128,7 +174,7 @@ struct ForwardRow {
   int64_t row, col_offset, stat_index;
   bool live;
   Y* y;
-  RowView<kAlignment, N, Column> view;
+  RowView<N, kStep, Column> view;
 
   __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const BlockCoord& coord, int64_t row)
       : p(p),
@@ -137,21 +183,13 @@ struct ForwardRow {
         stat_index(row * p.groups + coord.group),
         live(row < p.rows),
         y(p.y + row * p.y_stride + col_offset),
-        view(written(), Column(p.cols)) {}
+        view{Column(p.cols)} {}
   // Moves on to the row that is `step` rows further, if there is one.
   __device__ __forceinline__ void advance(int64_t step, bool is_live) {
     row += step;
     stat_index += step * p.groups;
     y += step * p.y_stride;
     live = is_live;
-  }
-  // The output whose vectors are used. An output may overwrite an input in place, so a vector must
-  // be read only by the thread that writes it.
-  __device__ __forceinline__ auto written() const {
-    if constexpr (F::kWritesResidual)
-      return residual_out();
-    else
-      return y;
   }
   __device__ __forceinline__ X* residual_out() const {
     return p.residual_out + row * p.residual_out_stride + col_offset;
@@ -165,13 +203,10 @@ struct ForwardRow {
       return col_offset;
   }
 
+  // An output may overwrite an input in place: an element is read only by the thread that writes it.
   __device__ __forceinline__ void load(Column c, Inputs& vecs) const {
 #pragma unroll
     for (int k = 0; k < F::kIn; ++k) vecs[k] = view.load(live, in(k), c);
-  }
-  __device__ __forceinline__ void finish(Column c, Inputs& vecs) const {
-#pragma unroll
-    for (int k = 0; k < F::kIn; ++k) view.finish(live, in(k), c, vecs[k]);
   }
   __device__ __forceinline__ void load_params(Column c, Params& vecs) const {
 #pragma unroll
@@ -182,18 +217,16 @@ struct ForwardRow {
       } else if constexpr (!view.kVectorized) {
 #pragma unroll
         for (int j = 0; j < N; ++j)
-          if (param && view.in_row(c + j)) vecs[k].v[j] = param[(col_offset + c + j) / p.cols_per_param];
+          if (param && view.has(c, j)) vecs[k].v[j] = param[(col_offset + c + j * kStep) / p.cols_per_param];
       } else {
         if (param && view.has(c)) vecs[k] = fill_vec<W, N>(widen(param[(col_offset + c) / p.cols_per_param]));
       }
     }
   }
-  __device__ __forceinline__ void finish_params(Column c, Params& vecs) const {
+  __device__ __forceinline__ void finish_params(Params& vecs) const {
     constexpr int kWords = N * int(sizeof(W)) / 4;
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k) {
-      if constexpr (!kPerChannel<F>)
-        if (p.param[k]) view.finish(true, p.param[k] + param_offset(k), c, vecs[k]);
       // By words: a selection between elements would unpack them.
       const Vec<W, N> default_value = fill_vec<W, N>(p.default_value[k]);
 #pragma unroll
@@ -263,23 +296,15 @@ struct ForwardRow {
   __device__ __forceinline__ void statistics_of(Column c, const Inputs& vecs, float mean,
                                                 float (&sums)[K]) const {
     float off = 0.0f, squares = 0.0f;
-    auto add = [&](float mean, auto full) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        float v = value<F, N>(p.f, vecs, j);
-        if constexpr (F::kSubtractMean) {
-          v = full || view.in_row(c + j) ? v - mean : 0.0f;
-          if constexpr (kCorrectsMean) off += v;
-        }
-        squares = fma(v, v, squares);
+    for (int j = 0; j < N; ++j) {
+      float v = value<F, N>(p.f, vecs, j);
+      if constexpr (F::kSubtractMean) {
+        v = view.has(c, j) ? v - mean : 0.0f;
+        if constexpr (kCorrectsMean) off += v;
       }
-    };
-    if (!F::kSubtractMean || kAlignment == RowAlignment::vectorized)
-      add(mean, std::true_type{});
-    else if (live && view.is_full(c))
-      add(mean, std::true_type{});
-    else if (live && view.has(c))
-      add(mean, std::false_type{});
+      squares = fma(v, v, squares);
+    }
     sums[0] = squares;
     if constexpr (F::kSubtractMean && kCorrectsMean) sums[1] = off;
   }

@@ -86,16 +86,6 @@ __device__ __forceinline__ void st_global_predicated(bool pred, void* to, const 
       "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(unsigned(pred))
       : "memory");
 }
-__device__ __forceinline__ void st_global_predicated(bool pred, void* to, uint16_t x) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.b16 [%0], %1;\n}" ::"l"(to), "h"(x),
-               "r"(unsigned(pred))
-               : "memory");
-}
-__device__ __forceinline__ void st_global_predicated(bool pred, void* to, float x) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.f32 [%0], %1;\n}" ::"l"(to), "f"(x),
-               "r"(unsigned(pred))
-               : "memory");
-}
 
 // --- shared memory -------------------------------------------------------------------------------
 

@@ -44,13 +44,12 @@ template <class X, class W>
 struct GroupsBackward : ModulatedRmsNormBackward<float, X> {
   Modulation<W> m;
 
+  // Of N columns, `step` apart.
   template <int N>
-  __device__ __forceinline__ void weights(int64_t group, int64_t c, float (&w)[N]) const {
+  __device__ __forceinline__ void weights(int64_t group, int64_t c, float (&w)[N], int step = 1) const {
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const bool in_row = c + j >= 0 && c + j < m.cols;
-      w[j] = in_row ? modulated_weight(m.shifted_weight(c + j), m.scale_at(group, c + j)) : 0.0f;
-    }
+    for (int j = 0; j < N; ++j, c += step)
+      w[j] = c < m.cols ? modulated_weight(m.shifted_weight(c), m.scale_at(group, c)) : 0.0f;
   }
 };
 // Null data: not wanted.
