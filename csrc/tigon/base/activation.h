@@ -35,19 +35,17 @@ struct ActivationKernels {
   void (*forward)(const void* x, void* y, int64_t n);
   void (*backward)(const void* dy, const void* x, void* dx, int64_t n);
 };
-struct ActivationTable {
-  ActivationKernels at[3];  // [dtype]
-};
+using ActivationTable = ByDtype<ActivationKernels>;
 
 inline void activation_fwd(Context& ctx, const ActivationTable& table, const ActivationFwd& a) {
-  const ActivationKernels& k = table.at[int(a.x.dtype)];
+  const ActivationKernels& k = table[a.x.dtype];
   for_each_block(ctx, a.x.rows, a.x.cols, all_dense({&a.x, &a.y}), [&](int64_t r, int64_t c, int64_t n) {
     k.forward(element_at(a.x, r, c), element_at(a.y, r, c), n);
   });
 }
 
 inline void activation_bwd(Context& ctx, const ActivationTable& table, const ActivationBwd& a) {
-  const ActivationKernels& k = table.at[int(a.x.dtype)];
+  const ActivationKernels& k = table[a.x.dtype];
   bool dense = all_dense({&a.dy, &a.x, &a.dx});
   for_each_block(ctx, a.x.rows, a.x.cols, dense, [&](int64_t r, int64_t c, int64_t n) {
     k.backward(element_at(a.dy, r, c), element_at(a.x, r, c), element_at(a.dx, r, c), n);

@@ -3,8 +3,21 @@
 #include <algorithm>
 
 #include "tigon/base/dispatch.h"
+#include "tigon/base/gemm_cpu.h"
 
 namespace tigon::cpu {
+
+float number_at(const Vector& v, int64_t i) {
+  return dispatch_float("parameter", "element", v.dtype,
+                        [&](auto t) { return to_float(v.as<typename decltype(t)::type>()[i]); });
+}
+
+const float* in_f32(Context& ctx, const Vector& v) {
+  if (!v || v.dtype == DType::f32) return v.as<float>();
+  float* wide = ctx.scratch_of<float>(v.size);
+  widen(v.data, v.dtype, wide, v.size);
+  return wide;
+}
 
 void sum_partials(Context& ctx, const float* rows, int64_t partials, int64_t cols, const Vector& out) {
   constexpr int64_t kBlock = 1024;

@@ -24,6 +24,12 @@ decltype(auto) dispatch_float(const char* op, const char* what, DType t, Fn&& fn
   }
 }
 
+// What make(Type<T>{}) gives for float, bf16 and f16.
+template <class Make>
+constexpr auto by_dtype(Make make) {
+  return ByDtype<decltype(make(Type<float>{}))>{{make(Type<float>{}), make(Type<bf16>{}), make(Type<f16>{})}};
+}
+
 template <class Fn>
 decltype(auto) dispatch_bool(bool b, Fn&& fn) {
   return b ? fn(std::true_type{}) : fn(std::false_type{});

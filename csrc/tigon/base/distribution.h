@@ -26,18 +26,16 @@ struct DistributionKernels {
   void (*forward)(const void* x, void* y, int64_t cols);
   void (*backward)(const void* dy, const void* y, void* dx, int64_t cols);
 };
-struct DistributionTable {
-  DistributionKernels at[3];  // [dtype]
-};
+using DistributionTable = ByDtype<DistributionKernels>;
 
 inline void distribution_fwd(Context& ctx, const DistributionTable& table, const DistributionFwd& a) {
-  const DistributionKernels& k = table.at[int(a.x.dtype)];
+  const DistributionKernels& k = table[a.x.dtype];
   for_each_row(ctx, a.x.rows,
                [&](int64_t r) { k.forward(element_at(a.x, r, 0), element_at(a.y, r, 0), a.x.cols); });
 }
 
 inline void distribution_bwd(Context& ctx, const DistributionTable& table, const DistributionBwd& a) {
-  const DistributionKernels& k = table.at[int(a.y.dtype)];
+  const DistributionKernels& k = table[a.y.dtype];
   for_each_row(ctx, a.y.rows, [&](int64_t r) {
     k.backward(element_at(a.dy, r, 0), element_at(a.y, r, 0), element_at(a.dx, r, 0), a.y.cols);
   });

@@ -9,6 +9,13 @@ namespace tigon {
 
 enum class DType : int8_t { f32, bf16, f16, f64, i32, i64, u8, i16 };
 
+// Of f32, bf16 and f16.
+template <class K>
+struct ByDtype {
+  K at[3];
+  constexpr const K& operator[](DType t) const { return at[int(t)]; }
+};
+
 constexpr size_t size_of(DType t) {
   switch (t) {
     case DType::f64:

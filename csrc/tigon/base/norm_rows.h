@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "tigon/base/column_sum.h"
+#include "tigon/base/dispatch.h"
 #include "tigon/base/norm_scalars.h"
 
 namespace tigon::cpu {
@@ -39,12 +40,14 @@ struct NormForwardRow {
   const void* in[kNormMost];
   const float* param[kNormMost];
   void *kept, *y;
+  bool y_is_f32;  // else x's type
   float *rstd, *mean;
   int64_t cols;
   float eps;
 };
 struct NormBackwardRow {
   const void *dy, *in[kNormMost];
+  bool dy_is_f32;  // as y_is_f32
   const float* weight;
   void* out[kNormMost];
   float *sums[kNormMost], rstd, mean;
@@ -54,17 +57,8 @@ struct NormBackwardRow {
 struct NormKernels {
   void (*forward)(const NormForwardRow&, const void* formula);
   void (*backward)(const NormBackwardRow&, const void* formula);
-  // Of n elements of x's type, exactly.
-  void (*widen)(const void* from, float* to, int64_t n);
-
-  // A parameter in x's type or fp32, as the kernels read it.
-  const float* in_f32(Context& ctx, const Vector& param) const;
 };
-// [x dtype][y is f32]
-struct NormTable {
-  NormKernels at[3][2];
-  const NormKernels& select(DType x, DType y) const { return at[int(x)][y == DType::f32]; }
-};
+using NormTable = ByDtype<NormKernels>;  // of x
 
 void norm_forward(Context& ctx, const NormForward& a, const NormKernels& kernels);
 void norm_backward(Context& ctx, const NormBackward& a, const NormKernels& kernels);

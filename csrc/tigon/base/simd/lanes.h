@@ -20,7 +20,7 @@
 //   mul exp exp2_neg log log2 sigmoid tanh reciprocal normal silu_slope  (lanes_math.inc)
 #pragma once
 
-#include "tigon/base/dtype.h"
+#include "tigon/base/dispatch.h"
 
 namespace tigon::cpu {
 

@@ -19,7 +19,7 @@ void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
                 .y = a.y,
                 .rstd = a.rstd,
                 .eps = a.eps},
-               TIGON_SELECT(add_rms_norm_table).select(a.x.dtype, a.y.dtype));
+               TIGON_SELECT(add_rms_norm_table)[a.x.dtype]);
 }
 
 void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
@@ -32,7 +32,7 @@ void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
                  .rstd = a.rstd,
                  .out = {a.dx},
                  .sums = {a.dweight}},
-                TIGON_SELECT(add_rms_norm_table).select(a.h.dtype, a.dy.dtype));
+                TIGON_SELECT(add_rms_norm_table)[a.h.dtype]);
 }
 
 }  // namespace tigon::cpu

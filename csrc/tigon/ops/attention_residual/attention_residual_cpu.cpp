@@ -34,9 +34,6 @@ struct AttentionKernels {
   void (*forward)(const AttentionRow&);
   void (*backward)(const AttentionRow&);
 };
-struct AttentionTable {
-  AttentionKernels at[3];  // [dtype]
-};
 
 }  // namespace
 }  // namespace tigon::cpu
@@ -53,9 +50,6 @@ using std::sqrt;
 double constant(double, double c) { return c; }
 #include "tigon/ops/attention_residual/attention_residual_math.inc"
 }  // namespace of_doubles
-
-constexpr int64_t kRowsPerTask = 16;
-constexpr int64_t kMaxPartials = 64;  // of column sums: fixed by shape, so results do not depend on threads
 
 using Score = of_doubles::AttentionScore<double>;
 
@@ -92,18 +86,18 @@ float* make_key(Context& ctx, const Vector& query, const Vector& norm_weight) {
   return key;
 }
 
-// Calls fn(task, row, values) with the factors of each row, rows [task * chunk, ...) in order.
+// Calls fn(task, row, values) with the factors of each row, those of a chunk in order.
 template <class Args, class Fn>
-void each_row(Context& ctx, const Args& a, const Matrix& dy, int64_t chunk, const Fn& fn) {
-  const int64_t rows = a.values.rows / a.count, tasks = (rows + chunk - 1) / chunk;
+void each_row(Context& ctx, const Args& a, const Matrix& dy, const RowChunks& chunks, const Fn& fn) {
+  const int64_t rows = chunks.rows, tasks = chunks.count;
   const float* key = make_key(ctx, a.query, a.norm_weight);
   AttentionSums* all_sums = ctx.scratch_of<AttentionSums>(tasks * a.count);
   Score* all_scores = ctx.scratch_of<Score>(tasks * a.count);
   AttentionFactors* all_factors = ctx.scratch_of<AttentionFactors>(tasks * a.count);
-  const AttentionKernels& kernels = TIGON_SELECT(attention_residual_table).at[int(a.values.dtype)];
+  const AttentionKernels& kernels = TIGON_SELECT(attention_residual_table)[a.values.dtype];
   parallel(ctx, tasks, [&](int64_t task) {
     AttentionFactors* factors = all_factors + task * a.count;
-    for (int64_t r = task * chunk, end = std::min(rows, r + chunk); r < end; ++r) {
+    for (int64_t r = chunks.begin(task); r < chunks.end(task); ++r) {
       AttentionRow row{.values = element_at(a.values, r, 0),
                        .dy = element_at(dy, r, 0),
                        .pitch = rows * a.values.stride,
@@ -131,7 +125,7 @@ void scale_sums(const float* u, const Vector& factor, const Vector& out) {
 }  // namespace
 
 void attention_residual_fwd(Context& ctx, const AttentionResidualFwd& a) {
-  each_row(ctx, a, {}, kRowsPerTask,
+  each_row(ctx, a, {}, RowChunks(a.y.rows, 16, INT64_MAX),
            [&](int64_t, int64_t r, AttentionRow& row, const AttentionKernels& kernels) {
              row.y = element_at(a.y, r, 0);
              kernels.forward(row);
@@ -140,11 +134,10 @@ void attention_residual_fwd(Context& ctx, const AttentionResidualFwd& a) {
 
 void attention_residual_bwd(Context& ctx, const AttentionResidualBwd& a) {
   const int64_t rows = a.dy.rows, cols = a.dy.cols;
-  const int64_t chunk = std::max(kRowsPerTask, (rows + kMaxPartials - 1) / kMaxPartials);
-  const int64_t chunks = (rows + chunk - 1) / chunk;
-  float* partials = ctx.scratch_of<float>(chunks * cols);
-  std::fill(partials, partials + chunks * cols, 0.0f);
-  each_row(ctx, a, a.dy, chunk,
+  const RowChunks chunks(rows);
+  float* partials = ctx.scratch_of<float>(chunks.count * cols);
+  std::fill(partials, partials + chunks.count * cols, 0.0f);
+  each_row(ctx, a, a.dy, chunks,
            [&](int64_t task, int64_t r, AttentionRow& row, const AttentionKernels& kernels) {
              row.dvalues = element_at(a.dvalues, r, 0);
              row.dpitch = rows * a.dvalues.stride;
@@ -153,7 +146,7 @@ void attention_residual_bwd(Context& ctx, const AttentionResidualBwd& a) {
            });
   if (!a.dquery && !a.dnorm_weight) return;
   const Vector u{ctx.scratch_of<float>(cols), DType::f32, cols};
-  sum_partials(ctx, partials, chunks, cols, u);
+  sum_partials(ctx, partials, chunks.count, cols, u);
   scale_sums(u.as<float>(), a.norm_weight, a.dquery);
   scale_sums(u.as<float>(), a.query, a.dnorm_weight);
 }

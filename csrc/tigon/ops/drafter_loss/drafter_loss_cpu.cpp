@@ -10,9 +10,6 @@ struct DrafterKernels {
   void (*teacher)(const DrafterTeacher& a, int64_t r);
   void (*row)(const DrafterRows& a, int64_t r);
 };
-struct DrafterTable {
-  DrafterKernels at[3];  // [dtype]
-};
 
 }  // namespace
 }  // namespace tigon::cpu
@@ -23,12 +20,12 @@ struct DrafterTable {
 namespace tigon::cpu {
 
 void drafter_teacher(Context& ctx, const DrafterTeacher& a) {
-  auto run = TIGON_SELECT(drafter_table).at[int(a.logits.dtype)].teacher;
+  auto run = TIGON_SELECT(drafter_table)[a.logits.dtype].teacher;
   for_each_row(ctx, a.logits.rows, [&](int64_t r) { run(a, r); });
 }
 
 void drafter_rows(Context& ctx, const DrafterRows& a) {
-  auto run = TIGON_SELECT(drafter_table).at[int(a.draft.dtype)].row;
+  auto run = TIGON_SELECT(drafter_table)[a.draft.dtype].row;
   for_each_row(ctx, a.draft.rows, [&](int64_t r) { run(a, r); });
 }
 

@@ -14,9 +14,6 @@ struct EmbeddingKernels {
   void (*add)(const void* dy, float* sum, int64_t cols, bool first);
   void (*store)(const float* sum, void* dweight, int64_t cols, float scale);
 };
-struct EmbeddingTable {
-  EmbeddingKernels at[3];  // [dtype]
-};
 
 }  // namespace
 }  // namespace tigon::cpu
@@ -46,7 +43,7 @@ void check_ids(const char* op, const Vector& ids, int64_t vocabulary) {
 
 void embedding_fwd(Context& ctx, const EmbeddingFwd& a) {
   check_ids("embedding", a.ids, a.weight.rows);
-  auto gather = TIGON_SELECT(embedding_table).at[int(a.weight.dtype)].gather;
+  auto gather = TIGON_SELECT(embedding_table)[a.weight.dtype].gather;
   int64_t tokens = a.ids.size, cols = a.weight.cols, group = std::max<int64_t>(1, kElementsPerTask / cols);
   parallel(ctx, (tokens + group - 1) / group, [&](int64_t task) {
     for (int64_t i = task * group, end = std::min(tokens, i + group); i < end; ++i)
@@ -57,7 +54,7 @@ void embedding_fwd(Context& ctx, const EmbeddingFwd& a) {
 // Positions sorted by id (a count, a prefix sum, a scatter); then tasks of some ids and some columns.
 void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
   check_ids("embedding_bwd", a.ids, a.dweight.rows);
-  const EmbeddingKernels& k = TIGON_SELECT(embedding_table).at[int(a.dweight.dtype)];
+  const EmbeddingKernels& k = TIGON_SELECT(embedding_table)[a.dweight.dtype];
   int64_t tokens = a.ids.size, rows = a.dweight.rows, cols = a.dweight.cols;
   int32_t* begin =
       ctx.scratch_of<int32_t>(rows + 2);  // of an id's positions, one place on while they are scattered
@@ -83,7 +80,7 @@ void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
         float* into = i == from ? sum : part;
         for (int64_t j = i, end = std::min(to, i + kPart); j < end; ++j)
           k.add(element_at(a.dy, order[j], col), into, n, j == i);
-        if (into == part) TIGON_SELECT(embedding_table).at[int(DType::f32)].add(part, sum, n, false);
+        if (into == part) TIGON_SELECT(embedding_table)[DType::f32].add(part, sum, n, false);
       }
       k.store(sum, out, n, a.scale);
     }

@@ -32,7 +32,7 @@ struct RowKernels {
 };
 struct ExpertsTable {
   UnitKernels unit[kGluKinds];
-  RowKernels rows[3];  // [dtype]
+  ByDtype<RowKernels> rows;
 };
 
 }  // namespace
@@ -51,7 +51,7 @@ constexpr int64_t kColumns = 1024,
 const UnitKernels& unit_kernels(const ExpertsGate& gate) {
   return TIGON_SELECT(experts_table).unit[int(gate.unit.kind)];
 }
-const RowKernels& row_kernels(DType t) { return TIGON_SELECT(experts_table).rows[int(t)]; }
+const RowKernels& row_kernels(DType t) { return TIGON_SELECT(experts_table).rows[t]; }
 
 int64_t id_at(const Matrix& ids, int64_t s) {
   return ids.dtype == DType::i64 ? ids.row<int64_t>(0)[s] : int64_t(ids.row<int32_t>(0)[s]);

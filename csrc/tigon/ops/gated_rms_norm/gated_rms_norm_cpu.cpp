@@ -18,8 +18,8 @@ struct GatedTables {
 namespace tigon::cpu {
 namespace {
 
-const NormKernels& kernels_for(const GatedRmsNorm& options, DType x, DType y) {
-  return TIGON_SELECT(gated_rms_norm_tables).by_order[options.norm_first].select(x, y);
+const NormKernels& kernels_for(const GatedRmsNorm& options, DType x) {
+  return TIGON_SELECT(gated_rms_norm_tables).by_order[options.norm_first][x];
 }
 
 }  // namespace
@@ -34,7 +34,7 @@ void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a) {
                 .rstd = a.rstd,
                 .eps = a.eps,
                 .sections = a.x.cols / a.options.group},
-               kernels_for(a.options, a.x.dtype, a.y.dtype));
+               kernels_for(a.options, a.x.dtype));
 }
 
 void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
@@ -48,7 +48,7 @@ void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
                  .out = {a.dx, a.dgate},
                  .sums = {a.dweight},
                  .sections = a.x.cols / a.options.group},
-                kernels_for(a.options, a.x.dtype, a.dy.dtype));
+                kernels_for(a.options, a.x.dtype));
 }
 
 }  // namespace tigon::cpu

@@ -9,11 +9,8 @@ struct GluKernels {
   void (*backward)(const void* dy, const void* gate, const void* up, void* dgate, void* dup, int64_t n,
                    const GluOptions& options);
 };
-struct GluKernelsOf {
-  GluKernels at[3];  // [dtype]
-};
 struct GluTable {
-  GluKernelsOf at[kGluKinds];
+  ByDtype<GluKernels> at[kGluKinds];
 };
 
 }  // namespace
@@ -25,9 +22,7 @@ struct GluTable {
 namespace tigon::cpu {
 namespace {
 
-const GluKernels& kernels(const GluOptions& o, DType t) {
-  return TIGON_SELECT(glu_table).at[int(o.kind)].at[int(t)];
-}
+const GluKernels& kernels(const GluOptions& o, DType t) { return TIGON_SELECT(glu_table).at[int(o.kind)][t]; }
 // Columns of `gate` and `dgate` to one of y.
 int64_t width(const GluOptions& o) { return o.kind == GluKind::swiglu_oai ? 2 : 1; }
 

@@ -41,7 +41,7 @@ struct MixKernels {
   void (*backward)(const MixRow&);
 };
 struct HyperConnectionTable {
-  MixKernels at[3];
+  ByDtype<MixKernels> rows;
   void (*coefficients)(const CoefficientTokens&);
   void (*gradients)(const CoefficientTokens&, int64_t last, float columns, float* sums);
 };
@@ -85,7 +85,7 @@ struct Coefficients {
 }  // namespace
 
 void widen(Context& ctx, const HyperConnectionWiden& a) {
-  const MixKernels& k = table().at[int(a.x.dtype)];
+  const MixKernels& k = table().rows[a.x.dtype];
   parallel(ctx, a.x.rows, [&](int64_t r) {
     const float square = k.widen(element_at(a.x, r, 0), a.wide ? a.wide + r * a.x.cols : nullptr, a.x.cols);
     if (a.rstd) a.rstd[r] = 1.0f / std::sqrt(square / float(a.x.cols) + a.eps);
@@ -153,7 +153,7 @@ void set_zero(Context& ctx, const Matrix& m) {
 }
 
 void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a) {
-  const MixKernels& k = table().at[int(a.x.dtype)];
+  const MixKernels& k = table().rows[a.x.dtype];
   parallel(ctx, a.x.rows, [&](int64_t r) {
     Coefficients c(a.streams, a.outs, a.transposed);
     c.take(a.mix, r);
@@ -170,7 +170,7 @@ void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a) {
 }
 
 void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a) {
-  const MixKernels& k = table().at[int(a.x.dtype)];
+  const MixKernels& k = table().rows[a.x.dtype];
   parallel(ctx, a.x.rows, [&](int64_t r) {
     Coefficients c(a.streams, a.outs, a.transposed), d = c;
     if (a.dx.data != nullptr) c.take(a.mix, r);

@@ -19,7 +19,7 @@ void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
                 .rstd = a.rstd,
                 .mean = a.mean,
                 .eps = a.eps},
-               TIGON_SELECT(layer_norm_table).select(a.x.dtype, a.y.dtype));
+               TIGON_SELECT(layer_norm_table)[a.x.dtype]);
 }
 
 void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
@@ -33,7 +33,7 @@ void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
                  .mean = a.mean,
                  .out = {a.dx},
                  .sums = {a.dweight, a.dbias}},
-                TIGON_SELECT(layer_norm_table).select(a.x.dtype, a.dy.dtype));
+                TIGON_SELECT(layer_norm_table)[a.x.dtype]);
 }
 
 }  // namespace tigon::cpu

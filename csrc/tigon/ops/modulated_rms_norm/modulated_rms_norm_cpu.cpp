@@ -3,6 +3,7 @@
 
 #include "tigon/base/dispatch.h"
 #include "tigon/base/elementwise.h"
+#include "tigon/base/gemm_cpu.h"
 #include "tigon/base/norm_rows.h"
 #include "tigon/ops/modulated_rms_norm/modulated_rms_norm.h"
 #include "tigon/ops/modulated_rms_norm/modulated_rms_norm_scalars.h"
@@ -66,7 +67,7 @@ void backward(Context& ctx, const ModulatedRmsNormBwd& a) {
   const GroupGradients<W> of{a};
   const NormScalars scalars{.round_h = a.rounding == Rounding::llama};
   float* scratch = ctx.scratch_of<float>(tasks * parts * 3 * cols);
-  const NormKernels& kernels = TIGON_SELECT(modulated_rms_norm_table).select(a.x.dtype, a.x.dtype);
+  const NormKernels& kernels = TIGON_SELECT(modulated_rms_norm_table)[a.x.dtype];
   float* dweights = a.dweight ? ctx.scratch_of<float>(tasks * cols) : nullptr;
   auto dweight_of = [&](int64_t task) { return dweights ? dweights + task * cols : nullptr; };
   if (dweights) std::fill(dweights, dweights + tasks * cols, 0.0f);
@@ -81,6 +82,7 @@ void backward(Context& ctx, const ModulatedRmsNormBwd& a) {
            r < end; ++r)
         kernels.backward({.dy = element_at(a.dy, r, 0),
                           .in = {element_at(a.x, r, 0)},
+                          .dy_is_f32 = a.dy.dtype == DType::f32,
                           .weight = folded,
                           .out = {element_at(a.dx, r, 0)},
                           .sums = {u, dy},
@@ -106,8 +108,8 @@ void modulated_rms_norm_fwd(Context& ctx, const ModulatedRmsNormFwd& a) {
   const ModulatedScalars scalars{{a.weight ? a.offset : 0.0f, a.rounding == Rounding::llama}};
   const int64_t rows = a.x.rows, rows_per_scale = rows / a.scale.rows;
   const int64_t cols = a.x.cols, tasks = ceil_div(rows, kRowsPerTask);
-  const NormKernels& kernels = TIGON_SELECT(modulated_rms_norm_table).select(a.x.dtype, a.x.dtype);
-  const float* weight = kernels.in_f32(ctx, a.weight);
+  const NormKernels& kernels = TIGON_SELECT(modulated_rms_norm_table)[a.x.dtype];
+  const float* weight = in_f32(ctx, a.weight);
   // scale and shift of the group of a task's rows in fp32, where they have another type.
   float* scratch = a.scale.dtype == DType::f32 ? nullptr : ctx.scratch_of<float>(tasks * 2 * cols);
   parallel(ctx, tasks, [&](int64_t task) {
@@ -117,7 +119,7 @@ void modulated_rms_norm_fwd(Context& ctx, const ModulatedRmsNormFwd& a) {
         auto in_f32 = [&](const Matrix& m, float* wide) -> const float* {
           if (m.data == nullptr) return nullptr;
           if (scratch == nullptr) return m.row<const float>(r / rows_per_scale);
-          kernels.widen(element_at(m, r / rows_per_scale, 0), wide, cols);
+          widen(element_at(m, r / rows_per_scale, 0), m.dtype, wide, cols);
           return wide;
         };
         scale = in_f32(a.scale, scratch + task * 2 * cols);
@@ -127,6 +129,7 @@ void modulated_rms_norm_fwd(Context& ctx, const ModulatedRmsNormFwd& a) {
       kernels.forward({.in = {element_at(a.x, r, 0)},
                        .param = {weight, scale, shift},
                        .y = element_at(a.y, r, 0),
+                       .y_is_f32 = a.y.dtype == DType::f32,
                        .rstd = a.rstd ? a.rstd.as<float>() + r : &unwanted,
                        .cols = cols,
                        .eps = a.eps},

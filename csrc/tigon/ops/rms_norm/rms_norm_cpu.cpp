@@ -13,7 +13,7 @@ void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) {
   NormScalars scalars{a.weight ? a.offset : 0.0f, a.rounding == Rounding::llama};
   norm_forward(
       ctx, {.formula = &scalars, .in = {a.x}, .param = {a.weight}, .y = a.y, .rstd = a.rstd, .eps = a.eps},
-      TIGON_SELECT(rms_norm_table).select(a.x.dtype, a.y.dtype));
+      TIGON_SELECT(rms_norm_table)[a.x.dtype]);
 }
 
 void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
@@ -26,7 +26,7 @@ void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
                  .rstd = a.rstd,
                  .out = {a.dx},
                  .sums = {a.dweight}},
-                TIGON_SELECT(rms_norm_table).select(a.x.dtype, a.dy.dtype));
+                TIGON_SELECT(rms_norm_table)[a.x.dtype]);
 }
 
 }  // namespace tigon::cpu

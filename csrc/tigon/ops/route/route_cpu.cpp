@@ -25,7 +25,7 @@ struct RouteKernels {
   void (*gradient)(const RouteRow& row, const RouteGradient& g, void* dz, int64_t n, bool sigmoids);
 };
 struct RouteTable {
-  RouteKernels at[3];  // [dtype of logits]
+  ByDtype<RouteKernels> rows;  // of the logits
   void (*distribution)(const RouteRow& row, float* q, int64_t n, bool sigmoids);
 };
 
@@ -124,7 +124,7 @@ void finish(const RouteFwd& a, Sums all) {
 
 void route_fwd(Context& ctx, const RouteFwd& a) {
   const RouteTable& table = TIGON_SELECT(route_table);
-  const RouteKernels& kernels = table.at[int(a.logits.dtype)];
+  const RouteKernels& kernels = table.rows[a.logits.dtype];
   const int64_t tokens = a.logits.rows, experts = a.logits.cols, k = a.ids.cols, width = 2 * experts + 2;
   const int64_t share = std::max(kRowsPerTask, (tokens + kMostParts - 1) / kMostParts),
                 parts = (tokens + share - 1) / share;
@@ -166,7 +166,7 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
 
 void route_bwd(Context& ctx, const RouteBwd& a) {
   const RouteTable& table = TIGON_SELECT(route_table);
-  const RouteKernels& kernels = table.at[int(a.logits.dtype)];
+  const RouteKernels& kernels = table.rows[a.logits.dtype];
   const int64_t experts = a.logits.cols, k = a.ids.cols;
   const bool sigmoids = a.options.sigmoid(), given = a.dweights.data != nullptr;
   const bool inside = a.options.normalize || !sigmoids, outside = !a.options.normalize && !sigmoids;
