@@ -28,6 +28,7 @@ struct CrossEntropyCall {
   bool plain;       // z is the logit
   bool shard;       // of a row with more columns elsewhere
   bool entropy, predicted;
+  DType gradient;  // of dlogits
 };
 struct CrossEntropyRowInputs {
   bool counts;    // not ignored
@@ -41,10 +42,11 @@ struct CrossEntropyRowResults {
   float row_max, log_sum, smoothing;
 };
 struct CrossEntropyTable {
-  // dlogits nullptr: not wanted
-  void (*row[3][3])(const CrossEntropyCall& c, const void* logits, void* dlogits,
-                    const CrossEntropyRowInputs& in, CrossEntropyRowResults* out);
-  void (*rescale[3])(void* grad, float factor, int64_t n);
+  // By the dtype of logits. dlogits nullptr: not wanted
+  ByDtype<void (*)(const CrossEntropyCall& c, const void* logits, void* dlogits,
+                   const CrossEntropyRowInputs& in, CrossEntropyRowResults* out)>
+      row;
+  void (*rescale)(void* grad, DType dtype, float factor, int64_t n);
 };
 
 }  // namespace
@@ -121,9 +123,9 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
       .shard = shard,
       .entropy = a.entropy || a.entropy_scale,
       .predicted = bool(a.predicted),
+      .gradient = a.dlogits.dtype,
   };
-  auto run = TIGON_SELECT(cross_entropy_table)
-                 .row[int(a.logits.dtype)][int(a.dlogits.data ? a.dlogits.dtype : a.logits.dtype)];
+  auto run = TIGON_SELECT(cross_entropy_table).row[a.logits.dtype];
   int64_t group = std::max<int64_t>(1, kElementsPerTask / cols);
   parallel(ctx, (rows + group - 1) / group, [&](int64_t task) {
     for (int64_t r = task * group, end = std::min(rows, r + group); r < end; ++r) {
@@ -176,11 +178,11 @@ void cross_entropy_total(Context&, const CrossEntropyTotal& a) {
 void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
   float factor = *a.factor.as<float>();
   if (factor == 1.0f) return;
-  auto run = TIGON_SELECT(cross_entropy_table).rescale[int(a.grad.dtype)];
+  auto run = TIGON_SELECT(cross_entropy_table).rescale;
   int64_t group = std::max<int64_t>(1, kElementsPerTask / a.grad.cols);
   parallel(ctx, (a.grad.rows + group - 1) / group, [&](int64_t task) {
     for (int64_t r = task * group, end = std::min(a.grad.rows, r + group); r < end; ++r)
-      run(row_at(a.grad, r), factor, a.grad.cols);
+      run(row_at(a.grad, r), a.grad.dtype, factor, a.grad.cols);
   });
 }
 

@@ -8,9 +8,7 @@
 namespace tigon::cpu {
 namespace {
 
-struct FinishTable {
-  void (*at[3][3])(const void* in, float factor, void* out, int64_t n);
-};
+using FinishRun = void(const void* in, DType in_dtype, float factor, void* out, DType out_dtype, int64_t n);
 
 }  // namespace
 }  // namespace tigon::cpu
@@ -26,13 +24,13 @@ namespace {
 void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
   constexpr int64_t kBlock = int64_t(1) << 15;
   float factor = *a.dloss.as<float>() * (a.scale ? *a.scale.as<float>() : 1.0f);
-  auto run = TIGON_SELECT(finish_table).at[int(a.in.dtype)][int(a.out.dtype)];
+  FinishRun* run = TIGON_SELECT(finish_run);
   int64_t n = a.in.rows * a.in.cols, in_size = int64_t(size_of(a.in.dtype)),
           out_size = int64_t(size_of(a.out.dtype));
   parallel(ctx, (n + kBlock - 1) / kBlock, [&](int64_t block) {
     int64_t first = block * kBlock;
-    run(static_cast<const char*>(a.in.data) + first * in_size, factor,
-        static_cast<char*>(a.out.data) + first * out_size, std::min(kBlock, n - first));
+    run(static_cast<const char*>(a.in.data) + first * in_size, a.in.dtype, factor,
+        static_cast<char*>(a.out.data) + first * out_size, a.out.dtype, std::min(kBlock, n - first));
   });
 }
 
