@@ -45,4 +45,11 @@ struct Vector {
   constexpr explicit operator bool() const { return data != nullptr; }
 };
 
+// Whether a row counts by its label (i64; not `ignore_index`) or by a mask (u8); without either all do.
+constexpr bool row_counts(const Vector& target, int64_t row, int64_t ignore_index) {
+  if (!target) return true;
+  return (target.dtype == DType::u8 ? int64_t(target.as<uint8_t>()[row]) : target.as<int64_t>()[row]) !=
+         ignore_index;
+}
+
 }  // namespace tigon

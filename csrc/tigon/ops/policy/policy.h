@@ -61,7 +61,7 @@ struct PolicyFormula {
     f.option("entropy_factor", entropy_factor);
   }
   // Gradients of a token depend on the other tokens of its answer.
-  bool coupled() const { return level != PolicyLevel::token || kind == PolicyKind::vespo; }
+  constexpr bool coupled() const { return level != PolicyLevel::token || kind == PolicyKind::vespo; }
 };
 
 struct Policy {

@@ -27,17 +27,17 @@ constexpr int64_t kTokensPerBlock = 4 * kThreads;
 
 // fn(row, place, results) for the tokens [begin, end) that count and have a place; other(row, place, counts) for the rest.
 template <PolicyKind K, class Fn, class Other>
-__device__ __forceinline__ void each_token(const PolicyPointers& p, const PolicyAnswer& a, int64_t answer,
+__device__ __forceinline__ void each_token(const PolicyRows& p, const PolicyAnswer& a, int64_t answer,
                                            int64_t begin, int64_t end, const Fn& fn, const Other& other) {
   for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) {
     const int64_t row = answer * p.tokens + t, place = policy_place(p, row);
     if (!policy_counts(p, row)) {
       other(row, place, false);
-    } else if (place >= 0 && place < p.places) {
+    } else if (place >= 0 && place < p.log_prob.size) {
       const PolicyOperands x = policy_load(p, answer, row, place);
       fn(row, place,
-         policy_token<K, double>(p.numbers, a, p.level == PolicyLevel::token, p.ref != nullptr,
-                                 p.entropy != nullptr,
+         policy_token<K, double>(p.numbers, a, p.formula.level == PolicyLevel::token, bool(p.ref),
+                                 bool(p.entropy),
                                  {x.log_prob, x.advantage, x.importance, x.old, x.ref, x.entropy}));
     } else {
       other(row, place, true);
@@ -46,13 +46,13 @@ __device__ __forceinline__ void each_token(const PolicyPointers& p, const Policy
 }
 
 template <PolicyKind K>
-__global__ __launch_bounds__(kThreads) void policy_kernel(const __grid_constant__ PolicyPointers p,
-                                                          int64_t span, int64_t parts) {
+__global__ __launch_bounds__(kThreads) void policy_kernel(const __grid_constant__ PolicyRows p, int64_t span,
+                                                          int64_t parts) {
   __shared__ double slots[kThreads / 32 * 3];
   const int64_t answer = p.first + blockIdx.x / parts, begin = blockIdx.x % parts * span,
                 end = min(p.tokens, begin + span);
   PolicySums sums = {};
-  if (p.coupled || p.by_answer) {
+  if (p.formula.coupled() || p.formula.by_answer) {
     for (int64_t t = threadIdx.x; t < p.tokens; t += kThreads)
       policy_add(p, answer, answer * p.tokens + t, sums);
     double x[3] = {sums.tokens, sums.log_ratio, sums.log_weight};
@@ -60,7 +60,7 @@ __global__ __launch_bounds__(kThreads) void policy_kernel(const __grid_constant_
     sums = {x[0], x[1], x[2]};
   }
   const PolicyAnswer common = policy_answer(p, sums);
-  const bool by_token = p.level == PolicyLevel::token;
+  const bool by_token = p.formula.level == PolicyLevel::token;
   double of_answer = 0.0;
   if (!by_token) {
     double slope[1] = {0.0};
@@ -85,12 +85,12 @@ __global__ __launch_bounds__(kThreads) void policy_kernel(const __grid_constant_
 }  // namespace
 
 void policy(Context& ctx, const Policy& a) {
-  void (*const kernels[])(PolicyPointers, int64_t, int64_t) = {
+  void (*const kernels[])(PolicyRows, int64_t, int64_t) = {
       policy_kernel<PolicyKind::clip>, policy_kernel<PolicyKind::cispo>, policy_kernel<PolicyKind::sapo>,
       policy_kernel<PolicyKind::vespo>};
   const int64_t span = a.formula.coupled() ? a.tokens : kTokensPerBlock, parts = ceil_div(a.tokens, span);
   launch("policy", ctx, kernels[int(a.formula.kind)], {.blocks = a.count * parts, .threads = kThreads},
-         policy_pointers(a), span, parts);
+         PolicyRows(a), span, parts);
 }
 
 }  // namespace tigon::cuda

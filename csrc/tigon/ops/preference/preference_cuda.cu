@@ -13,11 +13,10 @@ namespace {
 constexpr int kThreads = 512;
 
 template <int kSides>
-__global__ __launch_bounds__(kThreads) void preference_kernel(const __grid_constant__ PreferencePointers p,
-                                                              int64_t first) {
+__global__ __launch_bounds__(kThreads) void preference_kernel(const __grid_constant__ Preference p) {
   __shared__ double slots[kThreads / 32 * 7];
   __shared__ PreferenceSlopes slopes;
-  const int64_t pair = first + blockIdx.x;
+  const int64_t pair = p.first + blockIdx.x;
   PreferenceSums own = {};
 #pragma unroll
   for (int side = 0; side < kSides; ++side)
@@ -26,7 +25,7 @@ __global__ __launch_bounds__(kThreads) void preference_kernel(const __grid_const
                  own.tokens[0],   own.tokens[1],   own.nll};
   sum_block<kThreads>(x, slots);
   if (threadIdx.x == 0) slopes = preference_finish(p, pair, {{x[0], x[1]}, {x[2], x[3]}, {x[4], x[5]}, x[6]});
-  if (p.dlog_prob == nullptr) return;
+  if (!p.dlog_prob) return;
   __syncthreads();
 #pragma unroll
   for (int side = 0; side < kSides; ++side)
@@ -37,8 +36,7 @@ __global__ __launch_bounds__(kThreads) void preference_kernel(const __grid_const
 
 void preference(Context& ctx, const Preference& a) {
   auto kernel = a.formula.kind == PreferenceKind::kto ? preference_kernel<1> : preference_kernel<2>;
-  launch("preference", ctx, kernel, {.blocks = a.count, .threads = kThreads}, preference_pointers(a),
-         a.first);
+  launch("preference", ctx, kernel, {.blocks = a.count, .threads = kThreads}, a);
 }
 
 }  // namespace tigon::cuda
