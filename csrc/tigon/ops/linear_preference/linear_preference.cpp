@@ -76,12 +76,7 @@ struct LinearPreferenceCall {
     f.option("answers", answers);
     f.any("ref_hidden", call.ref.hidden), f.any("ref_weight", call.ref.weight);
     f.any("ref_bias", call.ref.bias);
-    f.any("target", a.target), f.any("nll_target", a.nll_target), f.any("ref", a.ref);
-    f.any("desirable", a.desirable);
-    f.scalar("kl", a.kl, DType::f32, Role::optional);
-    f.scalar("denominator", totals.denominator, DType::f32, Role::optional);
-    f.option("host_denominator", totals.host_denominator);
-    a.formula.fields(f);
+    totals.fields(f, a);
     const bool lone = a.formula.kind == PreferenceKind::kto;
     a.pairs = lone ? answers : answers / 2;
     f.number("loss", totals.loss), f.number("scale", totals.scale);

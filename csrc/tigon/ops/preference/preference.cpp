@@ -111,12 +111,7 @@ struct PreferenceLoss {
   void fields(Fields& f) {
     Preference& a = loss;
     f.flat("log_prob", a.log_prob, Role::input, &answers);
-    f.any("target", a.target), f.any("nll_target", a.nll_target), f.any("ref", a.ref);
-    f.any("desirable", a.desirable);
-    f.scalar("kl", a.kl, DType::f32, Role::optional);
-    f.scalar("denominator", totals.denominator, DType::f32, Role::optional);
-    f.option("host_denominator", totals.host_denominator);
-    a.formula.fields(f);
+    totals.fields(f, a);
     f.option("ignore_index", a.ignore_index);
     const bool lone = a.formula.kind == PreferenceKind::kto;
     const int64_t rows = std::max<int64_t>(answers, 0);

@@ -117,6 +117,16 @@ struct PreferenceTotals {
   std::optional<double> host_denominator;  // none: pairs
   Vector scale;                            // out: f32 [1]
   Vector loss, nll;                        // out: f32 [1]; nll not for kto
+
+  // As PyTorch's operators take them, with what they read of the loss.
+  void fields(Fields& f, Preference& a) {
+    f.any("target", a.target), f.any("nll_target", a.nll_target), f.any("ref", a.ref);
+    f.any("desirable", a.desirable);
+    f.scalar("kl", a.kl, DType::f32, Role::optional);
+    f.scalar("denominator", denominator, DType::f32, Role::optional);
+    f.option("host_denominator", host_denominator);
+    a.formula.fields(f);
+  }
 };
 TIGON_API void preference_begin(Context& ctx, Preference& a, const PreferenceTotals& totals);
 TIGON_API void preference_end(Context& ctx, const Preference& a, const PreferenceTotals& totals);

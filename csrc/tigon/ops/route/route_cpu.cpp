@@ -2,6 +2,7 @@
 #include <bit>
 #include <cmath>
 
+#include "tigon/base/column_sum.h"
 #include "tigon/base/dispatch.h"
 #include "tigon/base/elementwise.h"
 #include "tigon/base/op.h"
@@ -40,8 +41,6 @@ namespace {
 
 uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
 #include "tigon/ops/route/route_choice.inc"
-
-constexpr int64_t kRowsPerTask = 16, kMostParts = 64;
 
 float value_at(const Matrix& m, int64_t row, int64_t i) {
   return dispatch_float("route", "weights", m.dtype,
@@ -126,17 +125,16 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
   const RouteTable& table = TIGON_SELECT(route_table);
   const RouteKernels& kernels = table.rows[a.logits.dtype];
   const int64_t tokens = a.logits.rows, experts = a.logits.cols, k = a.ids.cols, width = 2 * experts + 2;
-  const int64_t share = std::max(kRowsPerTask, (tokens + kMostParts - 1) / kMostParts),
-                parts = (tokens + share - 1) / share;
+  const RowChunks parts(tokens);
   const bool sigmoids = a.options.sigmoid(), losses = bool(a.aux);
-  double* sums = losses ? ctx.scratch_of<double>((parts + 1) * width) : nullptr;
-  parallel(ctx, parts, [&](int64_t part) {
+  double* sums = losses ? ctx.scratch_of<double>((parts.count + 1) * width) : nullptr;
+  parallel(ctx, parts.count, [&](int64_t part) {
     RouteRow row;
     alignas(64) float q[kRouteExperts];
     int order[kRouteExperts];
     const Sums own = {losses ? sums + part * width : nullptr, experts};
     if (losses) std::fill_n(own.at, width, 0.0);
-    for (int64_t t = part * share, end = std::min(tokens, t + share); t < end; ++t) {
+    for (int64_t t = parts.begin(part); t < parts.end(part); ++t) {
       kernels.load(element_at(a.logits, t, 0), row, experts, sigmoids, a.options.normalize);
       choose_experts(row, a.bias.as<float>(), int(experts), int(k), a.options, order);
       double by = sigmoids ? double(kRouteTiny) : 0.0;
@@ -157,9 +155,9 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
     }
   });
   if (!losses) return;
-  const Sums all = {sums + parts * width, experts};
+  const Sums all = {sums + parts.count * width, experts};
   std::fill_n(all.at, width, 0.0);
-  for (int64_t part = 0; part < parts; ++part)
+  for (int64_t part = 0; part < parts.count; ++part)
     for (int64_t i = 0; i < width; ++i) all.at[i] += sums[part * width + i];
   finish(a, all);
 }
