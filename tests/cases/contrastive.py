@@ -44,7 +44,7 @@ CASES = [
     _both("one_query", queries=1, documents=1),
     _both("one_column", H=1, normalize=False),
     _both("chunks", queries=300, documents=517, chunk_rows=130),
-    _both("slabs", queries=140, documents=2311, H=24),
+    _both("panels", queries=140, documents=2311, H=24),
     _both("positives", small=True, positives=3, masked=0.3, weight=True),
     _both("ids", small=True, positives=2, ids=9, learned=True),
     _both("masked_positives", positives=2, masked=1.0, reduction="sum"),

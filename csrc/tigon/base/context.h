@@ -48,7 +48,7 @@ struct Gemm {
   float beta = 0.0f;
   bool unrounded = false;
   bool padded_a = false;  // on the CPU: zeros follow each row of A, up to a multiple of 64 elements
-  bool over_rows =
+  bool reduce_rows =
       false;  // k counts rows of the call, as wherever trans_a does: a sum over them, no row's own result
 };
 

@@ -12,18 +12,18 @@ void grouped_gemm(Context& ctx, const GroupedGemm& g) {
   for (int64_t i = 0; i < g.groups; ++i) {
     int64_t first = g.offsets[i], rows = g.offsets[i + 1] - first, group_rows = g.b.rows / g.groups;
     Matrix a = rows_from(g.a, first, rows);
-    Matrix b = g.over_rows ? rows_from(g.b, first, rows) : rows_from(g.b, i * group_rows, group_rows);
-    Matrix c = g.over_rows ? rows_from(g.c, i * g.a.cols, g.a.cols) : rows_from(g.c, first, rows);
-    if (g.over_rows && rows == 0)
+    Matrix b = g.reduce_rows ? rows_from(g.b, first, rows) : rows_from(g.b, i * group_rows, group_rows);
+    Matrix c = g.reduce_rows ? rows_from(g.c, i * g.a.cols, g.a.cols) : rows_from(g.c, first, rows);
+    if (g.reduce_rows && rows == 0)
       for (int64_t r = 0; r < c.rows; ++r)
         std::memset(cpu::element_at(c, r, 0), 0, size_t(c.cols) * size_of(c.dtype));
     if (rows == 0) continue;
     ctx.gemm({.m = c.rows,
               .n = c.cols,
-              .k = g.over_rows ? rows : a.cols,
+              .k = g.reduce_rows ? rows : a.cols,
               .a = a.data,
               .lda = a.stride,
-              .trans_a = g.over_rows,
+              .trans_a = g.reduce_rows,
               .b = b.data,
               .ldb = b.stride,
               .trans_b = g.trans_b,

@@ -7,9 +7,9 @@
 
 namespace tigon {
 
-//   rows      c[r] = a[r] op(B_g): b holds the groups' matrices one after the other, [groups * k, n], or [groups * n, k] with
-//             trans_b
-//   over_rows C_g = (rows g of a)^T (rows g of b): c is [groups * columns of a, columns of b]; zeros where a group is empty
+//   rows         c[r] = a[r] op(B_g): b holds the groups' matrices one after the other, [groups * k, n], or [groups * n, k] with
+//                trans_b
+//   reduce_rows  C_g = (rows g of a)^T (rows g of b): c is [groups * columns of a, columns of b]; zeros where a group is empty
 struct GroupedGemm {
   const int32_t* offsets = nullptr;
   int64_t groups = 0;
@@ -17,7 +17,7 @@ struct GroupedGemm {
   Matrix b;
   Matrix c;
   bool trans_b = false;
-  bool over_rows = false;
+  bool reduce_rows = false;
 };
 
 // On the CPU one product of the context per group, on CUDA one launch on sm_90a, where rows are of 16 bits and whole 16-byte

@@ -12,7 +12,7 @@ struct Product {
   float alpha = 1.0f, beta = 0.0f;
   bool unrounded = false;
   bool padded_a = false;
-  bool over_rows = false;
+  bool reduce_rows = false;
 };
 inline Gemm gemm_of(const Product& p) {
   return {.m = p.c.rows,
@@ -32,7 +32,7 @@ inline Gemm gemm_of(const Product& p) {
           .beta = p.beta,
           .unrounded = p.unrounded,
           .padded_a = p.padded_a,
-          .over_rows = p.over_rows};
+          .reduce_rows = p.reduce_rows};
 }
 inline void multiply(Context& ctx, const Product& p) { ctx.gemm(gemm_of(p)); }
 

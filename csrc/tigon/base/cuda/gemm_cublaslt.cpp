@@ -273,9 +273,9 @@ void cublaslt_gemm(Context& ctx, const Gemm& given, int device, GemmWorkspace& w
   if (g.m == 0 || g.n == 0) return;
   // Without a split of K, and with an odd vocabulary cut for few rows as for many, a row of logits has the
   // same bits beside any number of others. Of other products that is asked for.
-  const Choice choice = ctx.deterministic && !g.trans_a && !g.over_rows ? Choice::batch_invariant
-                        : makes_logits(g)                               ? Choice::unsplit
-                                                                        : Choice::any;
+  const Choice choice = ctx.deterministic && !g.trans_a && !g.reduce_rows ? Choice::batch_invariant
+                        : makes_logits(g)                                 ? Choice::unsplit
+                                                                          : Choice::any;
   if (choice == Choice::batch_invariant) {
     align(ctx, {.dtype = g.ab_dtype, .rows = g.m, .cols = g.k}, g.a, g.lda, workspace.a);
     align(ctx, {.dtype = g.ab_dtype, .rows = g.trans_b ? g.n : g.k, .cols = g.trans_b ? g.k : g.n}, g.b,

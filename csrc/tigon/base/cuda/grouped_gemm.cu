@@ -33,7 +33,7 @@ void run(Context& ctx, const GroupedGemm& g) {
 
 template <class T>
 void run(Context& ctx, const GroupedGemm& g) {
-  if (g.over_rows) return run<T, Major::MN, Major::MN, Groups::depth>(ctx, g);
+  if (g.reduce_rows) return run<T, Major::MN, Major::MN, Groups::depth>(ctx, g);
   g.trans_b ? run<T, Major::K, Major::K, Groups::rows>(ctx, g)
             : run<T, Major::K, Major::MN, Groups::rows>(ctx, g);
 }
@@ -97,7 +97,7 @@ void grouped_gemm(Context& ctx, const GroupedGemm& g) {
   TIGON_CHECK(kOp, has_grouped_gemm(), "there is a product of groups for sm_90a only");
   TIGON_CHECK(kOp, fits(g), "rows must be of 16 bits and whole vectors of 16 bytes");
   check_rows(g.a);
-  if (g.c.cols == 0 || (g.a.rows == 0 && !g.over_rows)) return;
+  if (g.c.cols == 0 || (g.a.rows == 0 && !g.reduce_rows)) return;
   g.a.dtype == DType::f16 ? run<__half>(ctx, g) : run<__nv_bfloat16>(ctx, g);
 }
 

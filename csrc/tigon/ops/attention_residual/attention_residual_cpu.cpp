@@ -44,20 +44,20 @@ struct AttentionKernels {
 namespace tigon::cpu {
 namespace {
 
-namespace of_doubles {
+namespace double_math {
 using std::fma;
 using std::sqrt;
 double constant(double, double c) { return c; }
 #include "tigon/ops/attention_residual/attention_residual_math.inc"
-}  // namespace of_doubles
+}  // namespace double_math
 
-using Score = of_doubles::AttentionScore<double>;
+using Score = double_math::AttentionScore<double>;
 
 // From the sums of a row to its factors, in double: few operations, whose errors every result has.
 void find_factors(const AttentionRow& a, float eps, Score* scores, AttentionFactors* factors) {
   double top = -INFINITY, total = 0.0, upstream = 0.0;
   for (int64_t n = 0; n < a.count; ++n) {
-    scores[n] = of_doubles::attention_score(a.sums[n].square / double(a.cols), a.sums[n].key, double(eps));
+    scores[n] = double_math::attention_score(a.sums[n].square / double(a.cols), a.sums[n].key, double(eps));
     top = scores[n].score > top ? scores[n].score : top;
   }
   auto weight = [&](int64_t n) { return std::exp(scores[n].score - top); };
@@ -70,7 +70,7 @@ void find_factors(const AttentionRow& a, float eps, Score* scores, AttentionFact
     factors[n].alpha = float(alpha);
     if (!a.dy) continue;
     const auto slope =
-        of_doubles::attention_slope(scores[n], alpha, a.sums[n].dy, upstream / total, 1.0 / double(a.cols));
+        double_math::attention_slope(scores[n], alpha, a.sums[n].dy, upstream / total, 1.0 / double(a.cols));
     factors[n].slope = float(slope.slope), factors[n].pull = float(slope.pull);
   }
 }

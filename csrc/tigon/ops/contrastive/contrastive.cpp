@@ -39,7 +39,7 @@ void for_chunks(Context& ctx, const ContrastiveScores& a, const LinearHead& head
                              .stride = chunk.logits.stride,
                              .scale = a.scale.as<float>(),
                              .labels = a.labels.data ? a.labels.row<int64_t>(first) : nullptr,
-                             .picks = a.labels.cols,
+                             .label_count = a.labels.cols,
                              .label_stride = a.labels.stride,
                              .q_ids = q_ids.as<int64_t>(),
                              .d_ids = a.d_ids.as<int64_t>(),
@@ -54,18 +54,18 @@ void run(Context& ctx, const ContrastiveFwd& a) {
   auto merge = [&](const ContrastiveMerge& merge) { TIGON_RUN(kOp, ctx, contrastive_merge, merge); };
   double* col_lse = a.col_lse.as<double>();
   if (n == 0 && col_lse) return merge({.count = 0, .size = m, .out = col_lse, .fresh = true});
-  const int64_t most = linear_head_limit(ctx, head, n, a.chunk_rows), slabs = contrastive_slabs(m);
-  float* row_parts = a.row_lse ? ctx.scratch_of<float>(2 * slabs * most) : nullptr;
+  const int64_t most = linear_head_limit(ctx, head, n, a.chunk_rows), panels = contrastive_panels(m);
+  float* row_parts = a.row_lse ? ctx.scratch_of<float>(2 * panels * most) : nullptr;
   float* col_parts = col_lse ? ctx.scratch_of<float>(2 * contrastive_blocks(most) * m) : nullptr;
   for_chunks(ctx, a, head, [&](LinearHeadChunk& chunk, ContrastiveChunk& part) {
     part.row_parts = row_parts, part.col_parts = col_parts;
-    if (a.picked) part.picked = a.picked.as<float>() + chunk.begin * part.picks;
+    if (a.picked) part.picked = a.picked.as<float>() + chunk.begin * part.label_count;
     on_device(
         kOp, ctx, [&] { cpu::contrastive_statistics(ctx, a.q.dtype, part); },
         TIGON_ON_CUDA(cuda::contrastive_statistics(ctx, a.q.dtype, part)));
     if (row_parts)
       merge({.parts = row_parts,
-             .count = slabs,
+             .count = panels,
              .size = part.rows,
              .out = a.row_lse.as<double>() + chunk.begin,
              .fresh = true});
@@ -87,16 +87,16 @@ void run(Context& ctx, const ContrastiveBwd& a) {
   if (a.dd.data && sums && a.dd.dtype != DType::f32)
     head.dweight = linear_head_matrix(ctx, a.d.rows, a.d.cols, a.d.cols, DType::f32);
   linear_head_clear(ctx, head, {.count = n});
-  const int64_t tiles = contrastive_blocks(most) * contrastive_slabs(a.d.rows);  // of a chunk
+  const int64_t tiles = contrastive_blocks(most) * contrastive_panels(a.d.rows);  // of a chunk
   Vector slopes;
   if (a.dlog_scale)
     slopes = linear_head_vector(
-        ctx, n / most * tiles + contrastive_blocks(n % most) * contrastive_slabs(a.d.rows));
+        ctx, n / most * tiles + contrastive_blocks(n % most) * contrastive_panels(a.d.rows));
   for_chunks(ctx, a, head, [&](LinearHeadChunk& chunk, ContrastiveChunk& part) {
     auto from = [&](const Vector& v) { return linear_head_part(v, chunk.begin, chunk.count); };
     part.row_lse = from(a.row_lse).as<double>(), part.drow = from(a.drow).as<float>();
     part.col_lse = a.col_lse.as<double>(), part.dcol = a.dcol.as<float>();
-    if (a.dpicked) part.dpicked = a.dpicked.as<float>() + chunk.begin * part.picks;
+    if (a.dpicked) part.dpicked = a.dpicked.as<float>() + chunk.begin * part.label_count;
     if (a.dlog_scale) part.slope_parts = slopes.as<float>() + chunk.begin / most * tiles;
     on_device(
         kOp, ctx, [&] { cpu::contrastive_gradient(ctx, a.q.dtype, part); },

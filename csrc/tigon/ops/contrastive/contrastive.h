@@ -89,28 +89,30 @@ struct ContrastiveBwd : ContrastiveScores {
 TIGON_API_OP(contrastive, Contrastive)
 
 // A chunk's rows, as the kernels read them: plain pointers, so that one form serves both backends.
-constexpr int kContrastiveBlock = 128, kContrastiveSlab = 256;  // rows and columns that share a partial sum
+constexpr int kContrastiveBlock = 128, kContrastivePanel = 256;  // rows and columns that share a partial sum
 constexpr int64_t contrastive_blocks(int64_t rows) {
   return (rows + kContrastiveBlock - 1) / kContrastiveBlock;
 }
-constexpr int64_t contrastive_slabs(int64_t cols) { return (cols + kContrastiveSlab - 1) / kContrastiveSlab; }
+constexpr int64_t contrastive_panels(int64_t cols) {
+  return (cols + kContrastivePanel - 1) / kContrastivePanel;
+}
 struct ContrastiveChunk {
   void*
-      scores;  // q . d^T, then g: rows begin at 16-byte boundaries and have memory for whole slabs of 64 columns
+      scores;  // q . d^T, then g: rows begin at 16-byte boundaries and have memory for whole panels of 64 columns
   const float* guide;
   int64_t rows, cols, stride;  // stride: of scores and guide
   const float* scale;
   const int64_t* labels;
-  int64_t picks, label_stride;
+  int64_t label_count, label_stride;
   const int64_t *q_ids, *d_ids;
   const float* limit;
-  // Statistics: the maximum and the sum of exp(z - maximum) over each slab [slabs, 2, rows], each block [blocks, 2, cols]; null: not
+  // Statistics: the maximum and the sum of exp(z - maximum) over each panel [panels, 2, rows], each block [blocks, 2, cols]; null: not
   // wanted.
   float *row_parts, *col_parts, *picked;
   // Gradient
   const double *row_lse, *col_lse;
   const float *drow, *dcol, *dpicked;
-  float* slope_parts;  // [blocks * slabs], their sums of g_ij z_ij / scale; null: not wanted
+  float* slope_parts;  // [blocks * panels], their sums of g_ij z_ij / scale; null: not wanted
 
   bool masked() const { return q_ids != nullptr || limit != nullptr; }
 };

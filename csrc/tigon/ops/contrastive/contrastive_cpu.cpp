@@ -34,9 +34,9 @@ float z_of(const ContrastiveChunk& a, int64_t row, int64_t j) {
 // fn(k, j) for the labels of a row that are columns.
 template <class Fn>
 void for_labels(const ContrastiveChunk& a, int64_t row, const Fn& fn) {
-  for (int64_t k = 0; k < a.picks; ++k) {
+  for (int64_t k = 0; k < a.label_count; ++k) {
     const int64_t j = a.labels[row * a.label_stride + k];
-    if (j >= 0 && j < a.cols) fn(row * a.picks + k, j);
+    if (j >= 0 && j < a.cols) fn(row * a.label_count + k, j);
   }
 }
 // Scores of pairs that are left out become -inf.
@@ -52,23 +52,23 @@ void mask_row(const ContrastiveChunk& a, int64_t row) {
 }  // namespace
 
 void contrastive_statistics(Context& ctx, DType dtype, const ContrastiveChunk& a) {
-  const int64_t blocks = contrastive_blocks(a.rows), slabs = contrastive_slabs(a.cols);
+  const int64_t blocks = contrastive_blocks(a.rows), panels = contrastive_panels(a.cols);
   const auto run = TIGON_SELECT(contrastive_table).statistics[int(dtype)];
   dispatch_float("contrastive", "q", dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (a.masked()) parallel(ctx, a.rows, [&](int64_t r) { mask_row<T>(a, r); });
     if (a.picked)
       parallel(ctx, a.rows, [&](int64_t r) {
-        std::fill_n(a.picked + r * a.picks, a.picks, 0.0f);
+        std::fill_n(a.picked + r * a.label_count, a.label_count, 0.0f);
         for_labels(a, r, [&](int64_t k, int64_t j) { a.picked[k] = z_of<T>(a, r, j); });
       });
-    parallel(ctx, blocks * slabs, [&](int64_t task) {
-      const int64_t block = task / slabs, slab = task % slabs;
-      const int64_t row = block * kContrastiveBlock, col = slab * kContrastiveSlab;
+    parallel(ctx, blocks * panels, [&](int64_t task) {
+      const int64_t block = task / panels, panel = task % panels;
+      const int64_t row = block * kContrastiveBlock, col = panel * kContrastivePanel;
       run(static_cast<const T*>(a.scores) + row * a.stride + col, a.stride,
           std::min<int64_t>(kContrastiveBlock, a.rows - row),
-          std::min<int64_t>(kContrastiveSlab, a.cols - col), *a.scale,
-          a.row_parts ? a.row_parts + 2 * slab * a.rows + row : nullptr, a.rows,
+          std::min<int64_t>(kContrastivePanel, a.cols - col), *a.scale,
+          a.row_parts ? a.row_parts + 2 * panel * a.rows + row : nullptr, a.rows,
           a.col_parts ? a.col_parts + 2 * block * a.cols + col : nullptr, a.cols);
     });
   });
@@ -110,15 +110,16 @@ void contrastive_gradient(Context& ctx, DType dtype, const ContrastiveChunk& a) 
       const float drow = a.drow ? a.drow[r] : 0.0f;
       // A label's gradient is a difference, formed in double before it is rounded.
       thread_local std::vector<float> label_z;
-      label_z.assign(size_t(a.picks), 0.0f);
+      label_z.assign(size_t(a.label_count), 0.0f);
       const bool differences = a.dpicked != nullptr;
-      for_labels(a, r, [&](int64_t k, int64_t j) { label_z[size_t(k - r * a.picks)] = z_of<T>(a, r, j); });
+      for_labels(a, r,
+                 [&](int64_t k, int64_t j) { label_z[size_t(k - r * a.label_count)] = z_of<T>(a, r, j); });
       for_labels(a, r,
                  [&](int64_t, int64_t j) { scores[j] = differences ? from_float<T>(-INFINITY) : scores[j]; });
       float slope = run(scores, a.cols, *a.scale, row_lse, drow, col_lse, a.dcol);
       for_labels(a, r, [&](int64_t k, int64_t j) {
         if (!differences) return;
-        const float z = label_z[size_t(k - r * a.picks)];
+        const float z = label_z[size_t(k - r * a.label_count)];
         double g = drow * std::exp(z - row_lse);
         bool again = false;  // the column is an earlier label's too
         if (a.dcol) g += a.dcol[j] * std::exp(z - a.col_lse[j]);
@@ -131,10 +132,10 @@ void contrastive_gradient(Context& ctx, DType dtype, const ContrastiveChunk& a) 
       if (slopes) slopes[r] = slope;
     });
   });
-  const int64_t slabs = contrastive_slabs(a.cols);
+  const int64_t panels = contrastive_panels(a.cols);
   for (int64_t block = 0; slopes && block < contrastive_blocks(a.rows); ++block) {
-    float* part = a.slope_parts + block * slabs;
-    std::fill_n(part, slabs, 0.0f);
+    float* part = a.slope_parts + block * panels;
+    std::fill_n(part, panels, 0.0f);
     for (int64_t r = block * kContrastiveBlock; r < std::min(a.rows, (block + 1) * kContrastiveBlock); ++r)
       *part += slopes[r];
   }

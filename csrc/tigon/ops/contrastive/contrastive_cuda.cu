@@ -1,7 +1,7 @@
-// CUDA backend of contrastive. A warp takes a slab of columns, eight adjacent ones a lane, of a block of rows, eight at a time.
+// CUDA backend of contrastive. A warp takes a panel of columns, eight adjacent ones a lane, of a block of rows, eight at a time.
 //
 // statistics: reads the scores once, two exponentials a pair with columns, mostly nine for eight pairs, one without; 8 bytes a row and
-// slab and a column and block.
+// panel and a column and block.
 // gradient: reads and writes the scores once, two exponentials a pair with columns, one without.
 #include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/launch.cuh"
@@ -18,7 +18,7 @@ namespace {
 
 constexpr const char* kOp = "contrastive";
 constexpr int kThreads = 256, kWarps = kThreads / 32, kVec = 8, kBatch = 8;
-static_assert(kContrastiveSlab == 32 * kVec && kContrastiveBlock % kBatch == 0);
+static_assert(kContrastivePanel == 32 * kVec && kContrastiveBlock % kBatch == 0);
 
 // exp of a number that is not above 0: of 16-bit scores by the approximate instruction.
 template <class T>
@@ -31,16 +31,16 @@ __device__ __forceinline__ float exp_neg(float t) {
 
 // CTAs of a block of rows.
 __host__ __device__ constexpr int64_t ctas_of_block(int64_t cols) {
-  return (cols + kWarps * kContrastiveSlab - 1) / (kWarps * kContrastiveSlab);
+  return (cols + kWarps * kContrastivePanel - 1) / (kWarps * kContrastivePanel);
 }
 // Where a warp works.
 struct Tile {
-  int64_t block, slab, col, first, last;
+  int64_t block, panel, col, first, last;
   __device__ explicit Tile(const ContrastiveChunk& a) {
     const unsigned groups = unsigned(ctas_of_block(a.cols));
     block = blockIdx.x / groups;
-    slab = int64_t(blockIdx.x % groups) * kWarps + threadIdx.x / 32;
-    col = slab * kContrastiveSlab + int64_t(threadIdx.x % 32) * kVec;
+    panel = int64_t(blockIdx.x % groups) * kWarps + threadIdx.x / 32;
+    col = panel * kContrastivePanel + int64_t(threadIdx.x % 32) * kVec;
     first = block * kContrastiveBlock, last = min(a.rows, first + kContrastiveBlock);
   }
 };
@@ -62,7 +62,7 @@ __device__ __forceinline__ void scores_of(const ContrastiveChunk& a, const Vec<T
         out |= 1u << j;
     // As contrastive_left_out: labels count.
 #pragma unroll 1
-    for (int64_t k = 0; out != 0 && k < a.picks; ++k)
+    for (int64_t k = 0; out != 0 && k < a.label_count; ++k)
       if (const int64_t at = a.labels[row * a.label_stride + k] - col; at >= 0 && at < kVec)
         out &= ~(1u << at);
 #pragma unroll
@@ -113,11 +113,11 @@ __device__ __forceinline__ bool add_near(const Vec<T, kVec> (&x)[kBatch], float 
 template <class T, bool kColumns, bool kMasked>
 __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_constant__ ContrastiveChunk a) {
   const Tile tile(a);
-  if (tile.slab * kContrastiveSlab >= a.cols) return;
+  if (tile.panel * kContrastivePanel >= a.cols) return;
   const int lane = int(threadIdx.x) % 32, own = reduced_value<kBatch>(lane);
   const float scale = *a.scale;
   const bool columns = kMasked ? a.col_parts != nullptr : kColumns;
-  const bool is_whole = (tile.slab + 1) * kContrastiveSlab <= a.cols;
+  const bool is_whole = (tile.panel + 1) * kContrastivePanel <= a.cols;
   const T* scores = static_cast<const T*>(a.scores) + tile.col;
   float col_top[kVec], col_sum[kVec];
 #pragma unroll
@@ -157,7 +157,7 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
     }
     const float row_sum = reduce_values<Sum, kBatch>(sum);
     if (lane < kBatch && row + own < tile.last && a.row_parts != nullptr) {
-      float* part = a.row_parts + 2 * tile.slab * a.rows + row + own;
+      float* part = a.row_parts + 2 * tile.panel * a.rows + row + own;
       part[0] = own_top, part[a.rows] = row_sum;
     }
   }
@@ -188,7 +188,7 @@ template <class T, bool kColumns, bool kMasked>
 __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constant__ ContrastiveChunk a) {
   constexpr int kRows = 4;
   const Tile tile(a);
-  if (tile.slab * kContrastiveSlab >= a.cols) return;
+  if (tile.panel * kContrastivePanel >= a.cols) return;
   const bool is_column = tile.col < a.cols;
   const float scale = *a.scale;
   const bool with_columns = kMasked ? a.dcol != nullptr : kColumns;
@@ -217,10 +217,10 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
         g[j] = of_row(z[j]);
         if (with_columns) g[j] += columns[j](z[j]);
       }
-      for (int64_t k = 0; k < (a.dpicked != nullptr ? a.picks : 0); ++k) {
+      for (int64_t k = 0; k < (a.dpicked != nullptr ? a.label_count : 0); ++k) {
         const int64_t at = a.labels[r * a.label_stride + k] - tile.col;
         if (at < 0 || at >= kVec) continue;
-        const float dpicked = a.dpicked[r * a.picks + k];
+        const float dpicked = a.dpicked[r * a.label_count + k];
 #pragma unroll
         for (int j = 0; j < kVec; ++j)
           if (at == j && tile.col + j < a.cols) g[j] += dpicked;
@@ -238,15 +238,15 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
   }
   if (a.slope_parts == nullptr) return;
   slope = reduce_lanes<Sum, 32>(slope);
-  if (threadIdx.x % 32 == 0) a.slope_parts[tile.block * contrastive_slabs(a.cols) + tile.slab] = slope;
+  if (threadIdx.x % 32 == 0) a.slope_parts[tile.block * contrastive_panels(a.cols) + tile.panel] = slope;
 }
 
 // picked, one thread a label.
 template <class T>
 __global__ void picked_kernel(const __grid_constant__ ContrastiveChunk a) {
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= a.rows * a.picks) return;
-  const int64_t row = i / a.picks, j = a.labels[row * a.label_stride + i % a.picks];
+  if (i >= a.rows * a.label_count) return;
+  const int64_t row = i / a.label_count, j = a.labels[row * a.label_stride + i % a.label_count];
   const bool is_col = j >= 0 && j < a.cols;
   a.picked[i] = is_col ? widen(static_cast<const T*>(a.scores)[row * a.stride + j]) * *a.scale : 0.0f;
 }
@@ -287,7 +287,7 @@ LaunchConfig tiles_of(const ContrastiveChunk& a) {
 void contrastive_statistics(Context& ctx, DType dtype, const ContrastiveChunk& a) {
   dispatch_float(kOp, "q", dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    if (a.picked != nullptr) launch(kOp, ctx, picked_kernel<T>, threads_for(a.rows * a.picks), a);
+    if (a.picked != nullptr) launch(kOp, ctx, picked_kernel<T>, threads_for(a.rows * a.label_count), a);
     const auto kernel = a.masked()               ? &statistics_kernel<T, true, true>
                         : a.col_parts != nullptr ? &statistics_kernel<T, true, false>
                                                  : &statistics_kernel<T, false, false>;

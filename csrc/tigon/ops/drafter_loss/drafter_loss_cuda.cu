@@ -181,14 +181,14 @@ struct DraftRow {
     SumArray<3> sums = {};
     row.for_each_vec([&](const float (&x)[2][N], int) {
       // One chain of additions through all vectors makes the compiler compute them all first.
-      float of_vec[3] = {};
+      float vec_terms[3] = {};
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const float s = x[0][j], t = x[1][j];
-        drafter_terms(draft(s), teacher(t), part, draft.log2(s), teacher.log2(t), own_logs, of_vec);
+        drafter_terms(draft(s), teacher(t), part, draft.log2(s), teacher.log2(t), own_logs, vec_terms);
       }
 #pragma unroll
-      for (int k = 0; k < 3; ++k) sums.s[k] += of_vec[k];
+      for (int k = 0; k < 3; ++k) sums.s[k] += vec_terms[k];
     });
     sums = row.all_reduce(sums);
     sums.s[1] += 0.0f * log_sum_t;  // NaN where the teacher is
@@ -207,11 +207,12 @@ struct DraftRow {
       row.write([](const float (&)[2][N], int, int) { return 0.0f; });
     } else if (a.kind == DrafterKind::hard) {
       row.write([&](const float (&x)[2][N], int j, int, int c) {
-        return fma(draft(x[0][j]), g.of_more, c == at ? -g.of_label : 0.0f);
+        return fma(draft(x[0][j]), g.slope_above, c == at ? -g.slope_label : 0.0f);
       });
     } else {
       row.write([&](const float (&x)[2][N], int j, int) {
-        return drafter_gradient(draft(x[0][j]), teacher(x[1][j]), part, g.of_more, g.of_less, g.of_p);
+        return drafter_gradient(draft(x[0][j]), teacher(x[1][j]), part, g.slope_above, g.slope_below,
+                                g.slope_p);
       });
     }
   }

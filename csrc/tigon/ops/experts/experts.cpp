@@ -65,7 +65,7 @@ void weight_gradient(Context& ctx, const ExpertsWeightGradient& call) {
                      .a = a.a,
                      .b = a.b,
                      .c = a.c,
-                     .over_rows = true});
+                     .reduce_rows = true});
 }
 
 TIGON_OPERATOR(zero_rest, ExpertsZeroRest, "experts_zero_rest", none)

@@ -84,7 +84,7 @@ void experts_bwd(Context& ctx, const ExpertsBwd& a) {
                        .a = w.transposed ? in : out,
                        .b = w.transposed ? out : in,
                        .c = dweight,
-                       .over_rows = true});
+                       .reduce_rows = true});
   };
   bool before = a.dx.data != nullptr || a.dgate_up.data != nullptr || a.dgate_up_bias.data != nullptr;
   Matrix g = scratch_rows(ctx, n.slots, a.x.cols, a.x.dtype);

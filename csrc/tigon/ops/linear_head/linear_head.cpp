@@ -315,7 +315,7 @@ void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c
                    .b = dlogits,
                    .c = as_row(a.dbias, a.dbias.size),
                    .beta = beta,
-                   .over_rows = true});
+                   .reduce_rows = true});
   }
   if (a.dlora_b.data) {
     if (!c.has_u)

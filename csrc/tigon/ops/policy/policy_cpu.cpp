@@ -11,7 +11,7 @@ namespace {
 
 struct PolicyTable {
   void (*run[4])(const PolicyRows& p, const PolicyAnswer& a, int64_t answer, int64_t begin, int64_t end,
-                 float of_answer, double* slope);
+                 float answer_slope, double* slope);
 };
 
 }  // namespace

@@ -61,21 +61,21 @@ __global__ __launch_bounds__(kThreads) void policy_kernel(const __grid_constant_
   }
   const PolicyAnswer common = policy_answer(p, sums);
   const bool by_token = p.formula.level == PolicyLevel::token;
-  double of_answer = 0.0;
+  double answer_slope = 0.0;
   if (!by_token) {
     double slope[1] = {0.0};
     each_token<K>(
         p, common, answer, begin, end,
-        [&](int64_t, int64_t, const PolicyOut<double>& y) { slope[0] += y.of_ratio; },
+        [&](int64_t, int64_t, const PolicyOut<double>& y) { slope[0] += y.ratio_slope; },
         [](int64_t, int64_t, bool) {});
     sum_block<kThreads>(slope, slots);
-    of_answer = slope[0] * policy_share(p, sums);
+    answer_slope = slope[0] * policy_share(p, sums);
   }
   each_token<K>(
       p, common, answer, begin, end,
       [&](int64_t row, int64_t place, const PolicyOut<double>& y) {
         policy_store(p, common, row, place, float(y.loss), float(y.kl), float(y.clipped),
-                     float(y.direct + (by_token ? y.of_ratio : of_answer)));
+                     float(y.direct + (by_token ? y.ratio_slope : answer_slope)));
       },
       [&](int64_t row, int64_t place, bool counts) {
         counts ? policy_store_absent(p, row, place) : policy_store_ignored(p, row, place);

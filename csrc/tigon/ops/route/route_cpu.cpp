@@ -86,10 +86,10 @@ void choose_experts(const RouteRow& row, const float* bias, int experts, int k, 
   }
   if (options.num_groups > 1) {
     const int groups = int(options.num_groups), size = experts / groups;
-    uint32_t of_group[kRouteExperts];
+    uint32_t group_keys[kRouteExperts];
     bool open[kRouteExperts] = {};
-    for (int g = 0; g < groups; ++g) of_group[g] = route_group_key(c + g * size, size, options.two());
-    choose(of_group, groups, int(options.top_groups), order);
+    for (int g = 0; g < groups; ++g) group_keys[g] = route_group_key(c + g * size, size, options.two());
+    choose(group_keys, groups, int(options.top_groups), order);
     for (int i = 0; i < options.top_groups; ++i) open[order[i]] = true;
     for (int g = 0; g < groups; ++g)
       if (!open[g]) std::fill_n(keys + g * size, size, 0u);

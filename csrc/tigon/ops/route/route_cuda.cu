@@ -148,16 +148,16 @@ __device__ __forceinline__ void close_groups(const Forward& p, const float (&val
   for (int j = 0; j < row_places<N>(); ++j)
     if (j * 32 + lane < p.experts) c[j * 32 + lane] = value[j];
   __syncwarp();
-  uint32_t of_group[N];
+  uint32_t group_keys[N];
 #pragma unroll
   for (int j = 0; j < row_places<N>(); ++j) {
     const int group = j * 32 + lane;
-    of_group[j] = group < p.options.groups ? route_group_key(c + group * size, size, p.options.two) : 0u;
+    group_keys[j] = group < p.options.groups ? route_group_key(c + group * size, size, p.options.two) : 0u;
   }
   __syncwarp();
   for (int group = lane; group < p.options.groups; group += 32) c[group] = 0.0f;
   __syncwarp();
-  choose(of_group, p.options.top_groups, [&](int, int group) {
+  choose(group_keys, p.options.top_groups, [&](int, int group) {
     if (lane == 0) c[group] = 1.0f;
   });
   __syncwarp();
@@ -383,8 +383,8 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
                      .experts = experts,
                      .top_k = int(a.ids.cols),
                      .options = options_of(a.options)};
-  const size_t of_groups = a.options.num_groups > 1 ? size_t(kWarps) * size_t(experts) : 0,
-               shared = sizeof(float) * std::max(of_groups, losses ? size_t(width) : 0);
+  const size_t group_words = a.options.num_groups > 1 ? size_t(kWarps) * size_t(experts) : 0,
+               shared = sizeof(float) * std::max(group_words, losses ? size_t(width) : 0);
   by_width(experts, [&]<int N>() {
     launch(kOp, ctx, losses ? forward_kernel<N, true> : forward_kernel<N, false>,
            {.blocks = blocks, .threads = kThreads, .shared = shared}, p);
