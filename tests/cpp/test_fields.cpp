@@ -31,11 +31,11 @@ class Visitor : public Fields {
  public:
   explicit Visitor(std::function<void(const Field&)> visit) : visit_(std::move(visit)) {}
   void statistics(const char*, std::initializer_list<Statistic> list, int64_t size, Role role) override {
-    for (const Statistic& s : list) visit_({s.name, role, nullptr, &s.vector, {.cols = size}});
+    for (const Statistic& s : list) visit_({s.name, role, s.vector, {.cols = size}});
   }
   void result_over(const char* name, Matrix& m, const char*, const Matrix& x, Role role,
                    const char*) override {
-    visit_({name, role, &m, nullptr, {.rows = x.rows, .cols = x.cols, .dtype = x.dtype}});
+    visit_({name, role, m, {.rows = x.rows, .cols = x.cols, .dtype = x.dtype}});
   }
   void list(const char*, std::span<const Vector>&, const Listed&) override {}
 

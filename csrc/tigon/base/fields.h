@@ -23,6 +23,17 @@ enum class Role : int8_t {
   gradient  // a result that may be absent; PyTorch says by need_<name> whether it is wanted
 };
 
+// A tensor as it lies in memory. One that is absent has no dimensions.
+struct Strided {
+  static constexpr int64_t kMostDims = 6;  // one more than any that is taken
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t dims = 0, sizes[kMostDims] = {}, strides[kMostDims] = {};
+  bool swapped = false;  // as given, the two dimensions before the last lie in memory in the other order
+
+  constexpr explicit operator bool() const { return dims > 0; }
+};
+
 struct Statistic {
   const char* name;
   Vector& vector;
@@ -43,7 +54,8 @@ struct Expected {
   bool wanted = true;        // a result that is; else it is absent
   bool flat = false;         // all elements of a tensor of any shape
   bool updated = false;      // an input that is written
-  bool pitch = false;        // one row keeps the stride of its tensor
+  bool padded = false;       // one row keeps the stride of its tensor
+  bool swapped = false;      // a result whose two dimensions before the last lie in memory in the other order
 };
 
 // Of each tensor of a list, whose elements are taken in the order of memory.
@@ -55,9 +67,18 @@ struct Listed {
 struct Field {
   const char* name;
   Role role;
-  Matrix* matrix;  // or:
-  Vector* vector;
   Expected expected;
+  void* member;
+  Matrix* matrix = nullptr;  // or:
+  Vector* vector = nullptr;
+  Strided* strided = nullptr;  // of rows or one more dimensions, the last cols of them dense
+
+  Field(const char* n, Role r, Matrix& m, const Expected& e)
+      : name(n), role(r), expected(e), member(&m), matrix(&m) {}
+  Field(const char* n, Role r, Vector& v, const Expected& e)
+      : name(n), role(r), expected(e), member(&v), vector(&v) {}
+  Field(const char* n, Role r, Strided& t, const Expected& e)
+      : name(n), role(r), expected(e), member(&t), strided(&t) {}
 };
 
 class Fields {
@@ -67,88 +88,85 @@ class Fields {
   virtual ~Fields() = default;
 
   void rows(const char* name, Matrix& x, int64_t least_cols = 1) {
-    field({name, Role::rows, &x, nullptr, {.cols = least_cols}});
+    field({name, Role::rows, x, {.cols = least_cols}});
   }
   // Several matrices of equal sizes in one tensor, along its first dimension.
   void stacked_rows(const char* name, Matrix& x, int64_t& count) {
-    field({name, Role::rows, &x, nullptr, {.cols = 1, .leading = &count}});
+    field({name, Role::rows, x, {.cols = 1, .leading = &count}});
   }
   void stacked(const char* name, Matrix& m, int64_t& count, DType dtype) {
-    field({name,
-           Role::input,
-           &m,
-           nullptr,
-           {.rows = m.rows, .cols = m.cols, .dtype = dtype, .leading = &count}});
+    field({name, Role::input, m, {.rows = m.rows, .cols = m.cols, .dtype = dtype, .leading = &count}});
   }
   // Of the sizes of x.
   void input(const char* name, Matrix& m, const Matrix& x, DType dtype) {
-    field({name, Role::input, &m, nullptr, sizes_of(x, dtype)});
+    field({name, Role::input, m, sizes_of(x, dtype)});
   }
   void input(const char* name, Matrix& m, const Matrix& x) { input(name, m, x, x.dtype); }
   void input(const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype) {
-    field({name, Role::input, &m, nullptr, {.rows = rows, .cols = cols, .dtype = dtype}});
+    field({name, Role::input, m, {.rows = rows, .cols = cols, .dtype = dtype}});
   }
   void optional(const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype) {
-    field({name, Role::optional, &m, nullptr, {.rows = rows, .cols = cols, .dtype = dtype}});
+    field({name, Role::optional, m, {.rows = rows, .cols = cols, .dtype = dtype}});
   }
   void optional(const char* name, Matrix& m, const Matrix& x) {
-    field({name, Role::optional, &m, nullptr, sizes_of(x, x.dtype)});
+    field({name, Role::optional, m, sizes_of(x, x.dtype)});
   }
   void optional(const char* name, Vector& v, int64_t size, DType dtype) {
-    field({name, Role::optional, nullptr, &v, {.cols = size, .dtype = dtype}});
+    field({name, Role::optional, v, {.cols = size, .dtype = dtype}});
   }
   void input(const char* name, Vector& v, int64_t size, DType dtype) {
-    field({name, Role::input, nullptr, &v, {.cols = size, .dtype = dtype}});
+    field({name, Role::input, v, {.cols = size, .dtype = dtype}});
   }
   // Of `rows` rows, in x's dtype or float32.
   void input_rows(const char* name, Matrix& m, int64_t rows, const Matrix& x) {
-    field({name, Role::input, &m, nullptr, {.rows = rows, .cols = x.cols, .dtype = x.dtype, .or_f32 = true}});
+    field({name, Role::input, m, {.rows = rows, .cols = x.cols, .dtype = x.dtype, .or_f32 = true}});
   }
   // By column of x, in its dtype or float32, in that of `like` where that is there; may be absent.
   void parameter(const char* name, Vector& v, const Matrix& x, const Vector* like = nullptr) {
     parameter(name, v, x.cols, x.dtype, like);
   }
   void parameter(const char* name, Vector& v, int64_t size, DType dtype, const Vector* like = nullptr) {
-    field({name, Role::optional, nullptr, &v, {.cols = size, .dtype = dtype, .or_f32 = true, .like = like}});
+    field({name, Role::optional, v, {.cols = size, .dtype = dtype, .or_f32 = true, .like = like}});
   }
   // A parameter that must be there.
   void coefficients(const char* name, Vector& v, int64_t size, DType dtype, const Vector* like = nullptr) {
-    field({name, Role::input, nullptr, &v, {.cols = size, .dtype = dtype, .or_f32 = true, .like = like}});
+    field({name, Role::input, v, {.cols = size, .dtype = dtype, .or_f32 = true, .like = like}});
   }
   void scalar(const char* name, Vector& v, DType dtype, Role role = Role::input) {
     const bool or_f32 = dtype != DType::f32;
-    field({name, role, nullptr, &v, {.cols = 1, .dtype = dtype, .or_f32 = or_f32, .scalar = true}});
+    field({name, role, v, {.cols = 1, .dtype = dtype, .or_f32 = or_f32, .scalar = true}});
   }
   // Tensors of floats.
   virtual void list(const char* name, std::span<const Vector>& list, const Listed& each) = 0;
   // Of any size and dtype: the entry says what they must be.
-  void any(const char* name, Matrix& m, Role role = Role::optional) {
-    field({name, role, &m, nullptr, {.rows = m.rows, .cols = m.cols, .dtype = m.dtype}});
-  }
-  void any(const char* name, Vector& v, Role role = Role::optional) {
-    field({name, role, nullptr, &v, {.cols = v.size, .dtype = v.dtype}});
-  }
+  void input(const char* name, Matrix& m) { input(name, m, m); }
+  void input(const char* name, Vector& v) { input(name, v, v.size, v.dtype); }
+  void optional(const char* name, Matrix& m) { optional(name, m, m); }
+  void optional(const char* name, Vector& v) { optional(name, v, v.size, v.dtype); }
   // Written in place: of any size and dtype, or of those of x.
   void updated(const char* name, Matrix& m, Role role = Role::optional) { updated(name, m, m, role); }
   void updated(const char* name, Matrix& m, const Matrix& x, Role role) {
     Expected e = sizes_of(x, x.dtype);
     e.updated = true;
-    field({name, role, &m, nullptr, e});
+    field({name, role, m, e});
   }
   void updated(const char* name, Vector& v) {
-    field({name, Role::optional, nullptr, &v, {.cols = v.size, .updated = true}});
+    field({name, Role::optional, v, {.cols = v.size, .updated = true}});
   }
   // Memory of the caller's whose rows lie further apart than they are long: a product's kernel goes by that, of one row too.
-  void pitched(const char* name, Matrix& m, bool updated) {
-    field({name, Role::input, &m, nullptr, {.cols = m.cols, .updated = updated, .pitch = true}});
+  void padded_rows(const char* name, Matrix& m, bool updated) {
+    field({name, Role::input, m, {.cols = m.cols, .updated = updated, .padded = true}});
+  }
+  // Of `least` or one more dimensions; a tensor whose last `dense` ones are not dense is copied.
+  void strided(const char* name, Strided& t, int64_t least, int64_t dense, Role role, bool updated = false) {
+    field({name, role, t, {.rows = least, .cols = dense, .updated = updated}});
   }
   // All elements of a tensor of any shape. `rows`: of one of two dimensions, else minus their number.
   void flat(const char* name, Vector& v, Role role = Role::optional, int64_t* rows = nullptr) {
-    field({name, role, nullptr, &v, {.cols = v.size, .dtype = v.dtype, .leading = rows, .flat = true}});
+    field({name, role, v, {.cols = v.size, .dtype = v.dtype, .leading = rows, .flat = true}});
   }
   void flat(const char* name, Vector& v, int64_t size, DType dtype, bool updated = false) {
-    Expected e = {.cols = size, .dtype = dtype, .flat = true, .updated = updated};
-    field({name, Role::optional, nullptr, &v, e});
+    field({name, Role::optional, v, {.cols = size, .dtype = dtype, .flat = true, .updated = updated}});
   }
   // One or several vectors of `size` numbers in float32: rows of one tensor.
   virtual void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size,
@@ -178,56 +196,56 @@ class Fields {
     require(value >= 0.0f, "eps must be >= 0, got ", value);
   }
   void result(const char* name, Matrix& m, const Matrix& x, DType dtype) {
-    field({name, Role::result, &m, nullptr, sizes_of(x, dtype)});
+    field({name, Role::result, m, sizes_of(x, dtype)});
   }
   void result(const char* name, Matrix& m, const Matrix& x) { result(name, m, x, x.dtype); }
   void result(const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype) {
-    field({name, Role::result, &m, nullptr, {.rows = rows, .cols = cols, .dtype = dtype}});
+    field({name, Role::result, m, {.rows = rows, .cols = cols, .dtype = dtype}});
   }
   void result(const char* name, Vector& v, int64_t size, DType dtype) {
-    field({name, Role::result, nullptr, &v, {.cols = size, .dtype = dtype}});
+    field({name, Role::result, v, {.cols = size, .dtype = dtype}});
   }
   // [rows, cols]: of the sizes of x's tensor but for its last dimension, and its first where that is one of several matrices.
   void result(const char* name, Matrix& m, const Matrix& x, int64_t rows, int64_t cols, DType dtype,
               Role role = Role::result) {
-    Expected e = {.rows = rows, .cols = cols, .dtype = dtype, .of = &x, .other_cols = true};
-    field({name, role, &m, nullptr, e});
+    field({name, role, m, {.rows = rows, .cols = cols, .dtype = dtype, .of = &x, .other_cols = true}});
   }
   void result(const char* name, Matrix& m, const Matrix& x, int64_t rows, int64_t cols) {
     result(name, m, x, rows, cols, x.dtype);
   }
   void result_if(bool wanted, const char* name, Vector& v, int64_t size, DType dtype = DType::f32) {
-    field({name, Role::result, nullptr, &v, {.cols = size, .dtype = dtype, .wanted = wanted}});
+    field({name, Role::result, v, {.cols = size, .dtype = dtype, .wanted = wanted}});
   }
   // A tensor without dimensions.
-  void number_if(bool wanted, const char* name, Vector& v) {
-    field({name, Role::result, nullptr, &v, {.cols = 1, .scalar = true, .wanted = wanted}});
+  void number(const char* name, Vector& v, DType dtype = DType::f32, bool wanted = true) {
+    field({name, Role::result, v, {.cols = 1, .dtype = dtype, .scalar = true, .wanted = wanted}});
   }
-  void number(const char* name, Vector& v, DType dtype = DType::f32) {
-    field({name, Role::result, nullptr, &v, {.cols = 1, .dtype = dtype, .scalar = true}});
-  }
+  void number_if(bool wanted, const char* name, Vector& v) { number(name, v, DType::f32, wanted); }
   // A loss of every row, or of all.
   void rows_or_number(const char* name, bool by_row, Vector& rows, int64_t size, Vector& total) {
     by_row ? result(name, rows, size, DType::f32) : number(name, total);
   }
   // Of the sizes of a tensor.
   void result_if(bool wanted, const char* name, Vector& v, const Vector& of, Role role = Role::result) {
-    field({name, role, nullptr, &v, {.cols = of.size, .scalar = true, .of = &of, .wanted = wanted}});
+    field({name, role, v, {.cols = of.size, .scalar = true, .of = &of, .wanted = wanted}});
   }
   void result_if(bool wanted, const char* name, Matrix& m, const Matrix& x, Role role = Role::result) {
     Expected e = sizes_of(x, x.dtype);
     e.wanted = wanted;
-    field({name, role, &m, nullptr, e});
+    field({name, role, m, e});
   }
   void result_if(bool wanted, const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype,
                  Role role = Role::result) {
-    Expected e = {.rows = rows, .cols = cols, .dtype = dtype, .wanted = wanted};
-    field({name, role, &m, nullptr, e});
+    field({name, role, m, {.rows = rows, .cols = cols, .dtype = dtype, .wanted = wanted}});
+  }
+  // Dense, of the sizes of t.
+  void result_if(bool wanted, const char* name, Strided& result, const Strided& t, DType dtype,
+                 bool swapped) {
+    field({name, Role::result, result, {.dtype = dtype, .of = &t, .wanted = wanted, .swapped = swapped}});
   }
   // [count, rows, cols], the matrices one after the other.
   void stacked_result(const char* name, Matrix& m, int64_t count, int64_t rows, int64_t cols, DType dtype) {
-    Expected e = {.rows = count * rows, .cols = cols, .dtype = dtype, .stack = count};
-    field({name, Role::result, &m, nullptr, e});
+    field({name, Role::result, m, {.rows = count * rows, .cols = cols, .dtype = dtype, .stack = count}});
   }
   // As `result`, or a gradient; <op>_in_place writes it over `input`.
   static constexpr const char* kDenseRows =
@@ -237,7 +255,7 @@ class Fields {
   virtual void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input,
                            Role role = Role::result, const char* refusal = kDenseRows) = 0;
   void gradient(const char* name, Matrix& m, const Matrix& x) {
-    field({name, Role::gradient, &m, nullptr, sizes_of(x, x.dtype)});
+    field({name, Role::gradient, m, sizes_of(x, x.dtype)});
   }
   // Of a parameter.
   void gradient(const char* name, Vector& v, const char* of, const Vector& parameter) {
@@ -245,10 +263,10 @@ class Fields {
     gradient(name, v, parameter.size, parameter.dtype, &parameter);
   }
   void scalar_gradient(const char* name, Vector& v, const Vector& of) {
-    field({name, Role::gradient, nullptr, &v, {.cols = 1, .dtype = of.dtype, .scalar = true, .of = &of}});
+    field({name, Role::gradient, v, {.cols = 1, .dtype = of.dtype, .scalar = true, .of = &of}});
   }
   void gradient(const char* name, Vector& v, int64_t size, DType dtype, const Vector* sizes_of = nullptr) {
-    field({name, Role::gradient, nullptr, &v, {.cols = size, .dtype = dtype, .of = sizes_of}});
+    field({name, Role::gradient, v, {.cols = size, .dtype = dtype, .of = sizes_of}});
   }
   // The name in messages of a call that has one of its own.
   virtual void rename(const char* op) { (void)op; }

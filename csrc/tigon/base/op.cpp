@@ -44,7 +44,7 @@ void FieldChecks::statistics(const char*, std::initializer_list<Statistic> list,
 
 void FieldChecks::result_over(const char* name, Matrix& m, const char*, const Matrix& input, Role role,
                               const char*) {
-  field({name, role, &m, nullptr, {.rows = input.rows, .cols = input.cols, .dtype = input.dtype}});
+  field({name, role, m, {.rows = input.rows, .cols = input.cols, .dtype = input.dtype}});
 }
 
 void FieldChecks::list(const char* name, std::span<const Vector>& list, const Listed& each) {

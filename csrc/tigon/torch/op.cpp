@@ -31,7 +31,7 @@ class Schema final : public Fields {
   void result_over(const char* name, Matrix& m, const char* input_name, const Matrix&, Role role,
                    const char*) override {
     has_in_place = true;
-    if (variant_ != Variant::in_place) return field({name, role, &m, nullptr, {}});
+    if (variant_ != Variant::in_place) return field({name, role, m, {}});
     for (const char* type : {"", "?"}) {
       const std::string end = std::string(type) + " " + input_name;
       if (const size_t at = inputs_.find("Tensor" + end); at != std::string::npos)
@@ -90,6 +90,11 @@ struct HeldList {
   std::vector<Tensor> copies;
 };
 
+void set_layout(Strided& view, const Shape& shape) {
+  view.dims = std::min(shape.dims, Strided::kMostDims);  // more are refused where the view is made
+  std::copy_n(shape.sizes, view.dims, view.sizes), std::copy_n(shape.strides, view.dims, view.strides);
+}
+
 // Takes the arguments off PyTorch's stack: all are owned before anything can throw.
 class Arguments final : public Fields {
  public:
@@ -108,7 +113,7 @@ class Arguments final : public Fields {
     if (role == Role::saved) tensors.at(count_++) = {&list.begin()->vector, stack_.take<Tensor>()};
   }
   void result_over(const char* name, Matrix& m, const char*, const Matrix&, Role role, const char*) override {
-    if (variant_ != Variant::in_place) field({name, role, &m, nullptr, {}});
+    if (variant_ != Variant::in_place) field({name, role, m, {}});
   }
   void list(const char* name, std::span<const Vector>&, const Listed&) override {
     lists.push_back({name, stack_.take<TensorList>(), {}, {}});
@@ -117,18 +122,21 @@ class Arguments final : public Fields {
  protected:
   void field(const Field& f) override {
     has_results = has_results || f.role == Role::result;
-    const void* member = f.matrix != nullptr ? static_cast<void*>(f.matrix) : f.vector;
     if (f.role == Role::result || f.role == Role::statistics) return;
     if (f.role == Role::gradient) {
       needs |= uint32_t(stack_.take<bool>()) << gradients_++;
     } else {
       if (f.role == Role::rows) rows_ = count_;
       Held& held = tensors.at(count_++);
-      held.member = member;
+      held.member = f.member;
       if (f.role == Role::optional)
         held.tensor = stack_.take<OptionalTensor>();
       else
         held.tensor = stack_.take<Tensor>();
+      if (f.strided == nullptr || !held.tensor) return;
+      const Shape shape(held.tensor->get());
+      set_layout(*f.strided, shape);
+      f.strided->swapped = shape.dims >= 3 && shape.strides[shape.dims - 3] < shape.strides[shape.dims - 2];
     }
   }
   bool flag(const char*, bool) override { return stack_.take<bool>(); }
@@ -177,7 +185,7 @@ class Views final : public Fields {
   void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input, Role role,
                    const char* refusal) override {
     const Expected e = {.rows = input.rows, .cols = input.cols, .dtype = input.dtype, .of = &input};
-    if (variant_ != Variant::in_place) return field({name, role, &m, nullptr, e});
+    if (variant_ != Variant::in_place) return field({name, role, m, e});
     const Held* from = held(&input);
     check_in_place(input_name, from != nullptr && from->copied, refusal);
     m = input;
@@ -222,9 +230,11 @@ class Views final : public Fields {
       TIGON_CHECK(op_, t.dim() >= 2, f.name, " must have at least two dimensions, got ", t.dim());
       *f.expected.leading = t.size(0), held.stacked = true;
     }
-    if (f.matrix != nullptr) {
+    if (f.strided != nullptr) {
+      view(f, t);
+    } else if (f.matrix != nullptr) {
       *f.matrix = rows_of(op_, f.name, t);
-      if (f.expected.pitch && f.matrix->rows == 1 && t.dim() == 2)
+      if (f.expected.padded && f.matrix->rows == 1 && t.dim() == 2)
         f.matrix->stride = std::max(f.matrix->cols, t.stride(0));
     } else {
       *f.vector = f.expected.scalar ? scalar_of(op_, f.name, t)
@@ -239,6 +249,19 @@ class Views final : public Fields {
   void check_in_place(const char* name, bool copied, const char* refusal) const {
     TIGON_CHECK(op_, !copied, name, refusal);
   }
+  void view(const Field& f, Tensor& t) const {
+    const int64_t dims = f.strided->dims, least = f.expected.rows;
+    TIGON_CHECK(op_, dims == least || dims == least + 1, f.name, " must have ", least, " or ", least + 1,
+                " dimensions, got ", t.dim());
+    int64_t dense = 1;
+    for (int64_t d = dims - 1; d >= dims - f.expected.cols; dense *= f.strided->sizes[d--])
+      if (f.strided->sizes[d] > 1 && f.strided->strides[d] != dense) {
+        t = to_contiguous(op_, f.name, t);
+        set_layout(*f.strided, Shape(t.get()));
+        break;
+      }
+    f.strided->data = data_of(op_, f.name, t), f.strided->dtype = dtype_of(op_, f.name, t.get());
+  }
   Tensor& add(Tensor t) { return results_.at(count_++).emplace(std::move(t)); }
   const Held* held(const void* member) const {
     for (size_t i = 0; i < next_; ++i)
@@ -249,9 +272,21 @@ class Views final : public Fields {
   static Tensor make_matrix(const Held& like, const Expected& e) {
     const Tensor& t = *like.tensor;
     if (!e.other_cols) return make_like(t, e.dtype);
-    std::vector<int64_t> sizes(t.sizes().begin() + like.stacked, t.sizes().end());
-    sizes.back() = e.cols;
-    return empty(t, sizes.data(), int64_t(sizes.size()), e.dtype);
+    return make_rows(t, e.cols, e.dtype, like.stacked);
+  }
+  void make_strided(const Field& f, const Tensor& like) {
+    const Expected& e = f.expected;
+    Strided& view = *f.strided = *static_cast<const Strided*>(e.of);
+    const int64_t dims = view.dims;
+    int64_t step = 1;
+    for (int64_t d = dims - 1; d >= 0; step *= std::max<int64_t>(view.sizes[d--], 1)) view.strides[d] = step;
+    if (e.swapped) {
+      const int64_t inner = view.strides[dims - 2], size = std::max<int64_t>(view.sizes[dims - 3], 1);
+      view.strides[dims - 3] = inner, view.strides[dims - 2] = inner * size;
+    }
+    Tensor& t = add(e.swapped ? empty_strided(like, view.sizes, view.strides, dims, e.dtype)
+                              : make_like(like, e.dtype));
+    view.data = data_of(op_, f.name, t), view.dtype = e.dtype;
   }
   void make_result(const Field& f, bool wanted) {
     const Expected& e = f.expected;
@@ -259,6 +294,8 @@ class Views final : public Fields {
     if (!wanted || !e.wanted || (e.of != nullptr && like == nullptr)) {  // of an input that is absent: none
       const bool of_parameter = f.vector != nullptr && e.of != nullptr && !e.scalar;
       add(nothing(like_, of_parameter ? dtype_of(op_, "x", like_) : e.dtype));
+    } else if (f.strided != nullptr) {
+      make_strided(f, *like->tensor);
     } else if (f.matrix != nullptr) {
       Tensor& t = add(like != nullptr ? make_matrix(*like, e)
                       : e.stack > 0   ? make(like_, {e.stack, e.rows / e.stack, e.cols}, e.dtype)
@@ -329,6 +366,7 @@ const std::vector<Place>& places() {
       };
       const bool forward = op.direction == Direction::forward, backward = op.direction == Direction::backward;
       auto [has_statistics, has_in_place] = add(Variant::whole, backward ? "_bwd" : "");
+      // Python attaches autograd to <op>; eager calls of <op>_fwd stay free of that layer.
       if (forward) add(Variant::whole, "_fwd");
       if (has_statistics && forward) add(Variant::infer, "_infer");
       if (has_in_place) add(Variant::in_place, backward ? "_bwd_in_place" : "_in_place");

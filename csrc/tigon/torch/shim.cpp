@@ -69,11 +69,6 @@ DType dtype_of(const char* op, const char* name, AtenTensorHandle t) {
   return dtype_of(op, name, torch::stable::detail::to<ScalarType>(torch::stable::detail::from(type)));
 }
 
-Device device_of(const char* op, const Tensor& t) {
-  TIGON_CHECK(op, t.is_cuda() || t.is_cpu(), "tensors must be on cpu or cuda, got another device");
-  return t.is_cuda() ? Device::cuda : Device::cpu;
-}
-
 static int32_t device_type(AtenTensorHandle t) {
   int32_t type = 0;
   check_torch(aoti_torch_get_device_type(t, &type), [] { return "the tensor has no device"; });
@@ -230,19 +225,10 @@ Vector vector_of(const char* op, const char* name, Tensor& t) {
   return {.data = data_of(op, name, t), .dtype = dtype_of(op, name, t), .size = t.size(0)};
 }
 
-Vector vector_of(const char* op, const char* name, OptionalTensor& t) {
-  return t.has_value() ? vector_of(op, name, *t) : Vector{};
-}
-
-Matrix rows_of(const char* op, const char* name, OptionalTensor& t) {
-  return t ? rows_of(op, name, *t) : Matrix{};
-}
-
 Vector flat(const char* op, const char* name, Tensor& t) {
   if (!t.is_contiguous()) t = to_contiguous(op, name, t);
   return {.data = data_of(op, name, t), .dtype = dtype_of(op, name, t), .size = t.numel()};
 }
-Vector flat(const char* op, const char* name, OptionalTensor& t) { return t ? flat(op, name, *t) : Vector{}; }
 
 Vector row_of(const char* op, const char* name, Tensor& t, int64_t row) {
   Matrix rows = rows_of(op, name, t);
@@ -328,6 +314,11 @@ Tensor make_like(const Tensor& like, DType dtype) {
   auto sizes = like.sizes();
   return empty(like, sizes.data(), int64_t(sizes.size()), dtype);
 }
+Tensor make_rows(const Tensor& like, int64_t cols, DType dtype, bool skip_first) {
+  std::vector<int64_t> sizes(like.sizes().begin() + skip_first, like.sizes().end());
+  sizes.back() = cols;
+  return empty(like, sizes.data(), int64_t(sizes.size()), dtype);
+}
 Tensor nothing(const Tensor& like, DType dtype) { return make(like, {0}, dtype); }
 
 std::unique_ptr<Context> make_context(const Tensor& t) {
@@ -337,13 +328,6 @@ std::unique_ptr<Context> make_context(const Tensor& t) {
 }
 
 void define(Library& m, const std::string& schema) { m.def(schema.c_str()); }
-void define_forward(Library& m, const std::string& op, const std::string& signature) {
-  for (const char* suffix : {"", "_fwd"}) define(m, op + suffix + signature);
-}
-void implement_forward(Library& m, const std::string& op, Kernel kernel) {
-  for (const char* suffix : {"", "_fwd"}) m.impl((op + suffix).c_str(), kernel);
-}
-
 }  // namespace tigon::torch_shim
 
 STABLE_TORCH_LIBRARY(tigon, m) { (void)m; }  // the namespace; each op adds its fragment

@@ -51,6 +51,6 @@ TIGON_TORCH_SCHEMAS(m) {
          "symmetric_product_(Tensor(a!) out, Tensor a, Tensor b, Tensor? c, bool trans, float alpha, float "
          "beta, float gamma) -> bool");
 }
-TIGON_TORCH_KERNELS(m) { m.impl("symmetric_product_", &boxed<&product>); }
+TIGON_TORCH_KERNELS(m) { m.impl("symmetric_product_", TORCH_BOX(&product)); }
 
 }  // namespace tigon::torch_shim

@@ -13,7 +13,7 @@ from tigon.ops import arguments
 
 
 class Form(NamedTuple):
-    """The trailing arguments of the operators, in their order (``csrc/tigon/ops/rope/rope_torch.h``)."""
+    """The trailing arguments of the operators, in their order (``csrc/tigon/ops/rope/rope_fields.h``)."""
 
     head_dim: int
     pairs: int = 0  # 0: halves, 1: neighbours, 2: neighbours in, halves out

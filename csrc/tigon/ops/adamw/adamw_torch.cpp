@@ -28,7 +28,7 @@ Tensor laid_out(const Tensor& t, const Tensor& like) {
 // The tensors of a call, those of the i-th parameter under its strides.
 class Views {
  public:
-  explicit Views(Tensor like) : like_(std::move(like)), device_(like_.get()) { (void)device_of(kOp, like_); }
+  explicit Views(Tensor like) : like_(std::move(like)), device_(like_.get()) {}
   const Tensor& like() const { return like_; }
 
   Vector param(const TensorList& list, size_t i, const Shape& shape) const {
@@ -97,33 +97,21 @@ size_t next_of(const char* name, const TensorList& list, size_t& used) {
   return used++;
 }
 
+// Of a group: lr (NaN: the next of lrs), beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad.
 constexpr size_t kHyperparameters = 8;
-struct GroupOptions {
-  AdamwGroup group;
-  bool amsgrad;
-};
-// lr (NaN: the next of lrs), beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad.
-GroupOptions group_of(const double* h, const TensorList& lrs, size_t& used, const Views& views) {
-  AdamwGroup g{.lr = h[0],
-               .beta1 = h[1],
-               .beta2 = h[2],
-               .eps = h[3],
-               .weight_decay = h[4],
-               .decoupled = h[5] != 0.0,
-               .maximize = h[6] != 0.0};
-  if (std::isnan(h[0])) {
-    Vector lr = views.scalar("lr", lrs.tensor(next_of("lrs", lrs, used)));
-    TIGON_CHECK(kOp, lr.dtype == DType::f32, "lr must be float32, got ", name_of(lr.dtype));
-    g.lr_on_device = lr.as<float>();
-  }
-  return {g, h[7] != 0.0};
-}
 
-std::tuple<> step(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
-                  TensorList max_exp_avg_sqs, TensorList extras, TensorList steps, std::vector<int64_t> first,
-                  std::vector<int64_t> group_sizes, std::vector<double> hyperparameters, TensorList lrs,
-                  int64_t rounding, int64_t seed, OptionalTensor clip, OptionalTensor grad_scale,
-                  OptionalTensor found_inf) {
+void step(StableIValue* stack, uint64_t, uint64_t) {
+  Stack arguments(stack);
+  auto list = [&] { return arguments.take<TensorList>(); };
+  TensorList params = list(), grads = list(), exp_avgs = list(), exp_avg_sqs = list(),
+             max_exp_avg_sqs = list(), extras = list(), steps = list();
+  const auto first = arguments.take<std::vector<int64_t>>(),
+             group_sizes = arguments.take<std::vector<int64_t>>();
+  const auto hyperparameters = arguments.take<std::vector<double>>();
+  TensorList lrs = list();
+  const int64_t rounding = arguments.take<int64_t>(), seed = arguments.take<int64_t>();
+  const OptionalTensor clip = arguments.take<OptionalTensor>(), grad_scale = arguments.take<OptionalTensor>(),
+                       found_inf = arguments.take<OptionalTensor>();
   const size_t n = params.size();
   const bool joined = steps.size() == 1;  // one tensor of all
   for (size_t size : {grads.size(), exp_avgs.size(), exp_avg_sqs.size(), joined ? n : steps.size(),
@@ -133,7 +121,7 @@ std::tuple<> step(TensorList params, TensorList grads, TensorList exp_avgs, Tens
               "hyperparameters must be ", kHyperparameters, " a group, got ", hyperparameters.size());
   TIGON_CHECK(kOp, rounding >= 0 && rounding < kAdamwRoundings, "rounding must be one of 0 to ",
               kAdamwRoundings - 1, ", got ", rounding);
-  if (n == 0) return {};
+  if (n == 0) return;
   const auto mode = AdamwRounding(rounding);
   Views views(params.tensor(0));
   std::vector<AdamwGroup> groups;
@@ -142,8 +130,14 @@ std::tuple<> step(TensorList params, TensorList grads, TensorList exp_avgs, Tens
   Vector done;
   size_t i = 0, used_lrs = 0, used_most = 0, used_extras = 0;
   for (size_t g = 0; g < group_sizes.size(); ++g) {
-    auto [group, amsgrad] = group_of(&hyperparameters[kHyperparameters * g], lrs, used_lrs, views);
-    groups.push_back(group);
+    const double* h = &hyperparameters[kHyperparameters * g];
+    const float* lr = nullptr;
+    if (std::isnan(h[0])) {
+      const Vector v = views.scalar("lr", lrs.tensor(next_of("lrs", lrs, used_lrs)));
+      TIGON_CHECK(kOp, v.dtype == DType::f32, "lr must be float32, got ", name_of(v.dtype));
+      lr = v.as<float>();
+    }
+    groups.push_back({h[0], lr, h[1], h[2], h[3], h[4], h[5] != 0.0, h[6] != 0.0});
     TIGON_CHECK(kOp, group_sizes[g] >= 0 && size_t(group_sizes[g]) <= n - i,
                 "group_sizes must sum up to the number of params, ", n);
     for (const size_t end = i + size_t(group_sizes[g]); i < end; ++i) {
@@ -153,7 +147,7 @@ std::tuple<> step(TensorList params, TensorList grads, TensorList exp_avgs, Tens
       t.grad = views.grad(grads, params, i, shape);
       t.exp_avg = views.state("exp_avg", exp_avgs, i, i, shape);
       t.exp_avg_sq = views.state("exp_avg_sq", exp_avg_sqs, i, i, shape);
-      if (amsgrad)
+      if (h[7] != 0.0)
         t.max_exp_avg_sq = views.state("max_exp_avg_sq", max_exp_avg_sqs,
                                        next_of("max_exp_avg_sqs", max_exp_avg_sqs, used_most), i, shape);
       if (is_half(t.param.dtype) && mode == AdamwRounding::split)
@@ -180,13 +174,12 @@ std::tuple<> step(TensorList params, TensorList grads, TensorList exp_avgs, Tens
                .grad_scale = views.scalar("grad_scale", grad_scale),
                .found_inf = views.scalar("found_inf", found_inf)});
   for (float* at : counted) *at += 1.0f;
-  return {};
 }
 
 }  // namespace
 
-// first is empty where nothing is drawn from it. In place: params, moments, extras (what the rounding needs besides) and steps. max_exp_avg_sqs and extras hold tensors only
-// for params that have them, in the order of params; a group's tensors are adjacent.
+// first is empty where nothing is drawn from it. In place: params, moments, extras (what the rounding needs besides) and steps.
+// max_exp_avg_sqs and extras hold tensors only for params that have them, in the order of params; a group's tensors are adjacent.
 TIGON_TORCH_SCHEMAS(m) {
   define(m,
          "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
@@ -194,6 +187,6 @@ TIGON_TORCH_SCHEMAS(m) {
          "int[] group_sizes, float[] hyperparameters, Tensor[] lrs, int rounding, int seed, Tensor? clip, "
          "Tensor? grad_scale, Tensor? found_inf) -> ()");
 }
-TIGON_TORCH_KERNELS(m) { m.impl("adamw_", &boxed<&step>); }
+TIGON_TORCH_KERNELS(m) { m.impl("adamw_", &step); }
 
 }  // namespace tigon::torch_shim::adamw_torch

@@ -185,7 +185,7 @@ namespace {
 
 void take_rows(Fields& f, CrossEntropyRows& a) {
   f.rows("logits", a.logits);
-  f.any("target", a.target, Role::input);
+  f.input("target", a.target);
 }
 void take_options(Fields& f, CrossEntropyRows& a) {
   f.option("ignore_index", a.ignore_index), f.option("label_smoothing", a.label_smoothing);
@@ -201,7 +201,7 @@ struct CrossEntropyLoss {
 
   void fields(Fields& f) {
     take_rows(f, rows);
-    f.any("weight", rows.class_weight);
+    f.optional("weight", rows.class_weight);
     f.scalar("denominator", denominator, DType::f32, Role::optional);
     f.option("host_denominator", host_denominator), f.option("reduction", reduction);
     take_options(f, rows);
@@ -233,9 +233,9 @@ void loss(Context& ctx, const CrossEntropyLoss& call) {
 // The gradient of unreduced losses, from the logits.
 struct CrossEntropyGradient : CrossEntropyRows {
   void fields(Fields& f) {
-    f.any("dloss", scale, Role::input);
+    f.input("dloss", scale);
     take_rows(f, *this);
-    f.any("weight", class_weight);
+    f.optional("weight", class_weight);
     take_options(f, *this);
     f.result("dlogits", dlogits, logits);
   }
@@ -257,7 +257,7 @@ TIGON_OPERATOR(rescale, Rescale, "cross_entropy_rescale", none)
 // Those that tigon.parallel drives: statistics of a shard, the loss from all shards', the gradient.
 void take_shard(Fields& f, CrossEntropyRows& a) {
   take_rows(f, a);
-  f.any("bias", a.bias), f.any("class_weight", a.class_weight);
+  f.optional("bias", a.bias), f.optional("class_weight", a.class_weight);
   take_options(f, a);
   f.option("first_class", a.first_class), f.option("classes", a.classes);
   f.option("logit_scale", a.logit_scale), f.option("temperature", a.temperature);
@@ -291,8 +291,8 @@ struct ShardGradient : CrossEntropyRows {
   void fields(Fields& f) {
     take_shard(f, *this);
     f.updated("dlogits", dlogits, Role::input);
-    f.any("scale", scale), f.any("entropy_scale", entropy_scale), f.any("log_share", log_share, Role::input);
-    f.any("all_entropy", all_entropy), f.any("weight_sum", weight_sum);
+    f.optional("scale", scale), f.optional("entropy_scale", entropy_scale), f.input("log_share", log_share);
+    f.optional("all_entropy", all_entropy), f.optional("weight_sum", weight_sum);
   }
 };
 void shard_gradient(Context& ctx, const ShardGradient& a) { cross_entropy_rows(ctx, a); }
@@ -303,9 +303,9 @@ struct ShardsCombine : CrossEntropyCombine {
 
   void fields(Fields& f) {
     f.rows("parts", parts);
-    f.any("target", target, Role::input);
-    f.any("class_weight", class_weight), f.any("shard_weight", shard_weight);
-    f.any("token_weight", token_weight);
+    f.input("target", target);
+    f.optional("class_weight", class_weight), f.optional("shard_weight", shard_weight);
+    f.optional("token_weight", token_weight);
     f.option("shards", shards), f.option("shard", shard);
     kinds.fields(f);
     f.option("classes", classes), f.option("ignore_index", ignore_index);

@@ -91,7 +91,7 @@ struct DivergenceOperands {
 
   void take_rows(Fields& f) {
     f.rows("student", rows.student);
-    f.any("teacher", rows.teacher, Role::input), f.any("labels", rows.labels);
+    f.input("teacher", rows.teacher), f.optional("labels", rows.labels);
   }
   void take_options(Fields& f) {
     f.option("kind", rows.kind), f.option("beta", beta), f.option("temperature", rows.temperature);
@@ -138,7 +138,7 @@ void loss(Context& ctx, const DivergenceLoss& call) {
 // The gradient of unreduced losses, from the inputs.
 struct DivergenceGradient : DivergenceOperands {
   void fields(Fields& f) {
-    f.any("dloss", rows.scale, Role::input);
+    f.input("dloss", rows.scale);
     take_rows(f), take_options(f);
     f.result("dstudent", rows.dstudent, rows.student);
   }

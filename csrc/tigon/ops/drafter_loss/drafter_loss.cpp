@@ -149,11 +149,11 @@ struct DrafterLossCall {
 
   void fields(Fields& f) {
     DrafterLoss& a = call;
-    if (rows_backward) f.any("upstream", a.upstream, Role::input), a.reduction.kind = Reduction::none;
+    if (rows_backward) f.input("upstream", a.upstream), a.reduction.kind = Reduction::none;
     head.operands(f, a.head, a.labels, head_formula);
-    f.any("teacher_hidden", a.teacher_hidden, Role::input);
-    f.any("teacher_weight", a.teacher_weight, Role::input);
-    f.any("teacher_target", a.teacher_target, Role::input), f.any("draft_id", a.draft_id);
+    f.input("teacher_hidden", a.teacher_hidden);
+    f.input("teacher_weight", a.teacher_weight);
+    f.input("teacher_target", a.teacher_target), f.optional("draft_id", a.draft_id);
     f.option("kind", a.kind), f.option("eta", a.eta), f.option("overlap_outside", a.overlap_outside);
     f.option("soft_outside", a.soft_outside), f.option("mask_outside", a.mask_outside);
     if (rows_backward) return head.gradients(f, a.head, a.labels);

@@ -428,7 +428,7 @@ struct Operands : LinearHeadFields {
     f.result_if(p.kept > 0, "kept", call.kept.dlogits, p.kept, linear_head_logit_stride(h.weight.rows),
                 h.hidden.dtype, role);
   }
-  LinearCrossEntropy taken() const {
+  LinearCrossEntropy arguments() const {
     LinearCrossEntropy a = call;
     a.head.op = kOp;
     a.class_weight = class_weight, a.token_weight = token_weight;
@@ -460,7 +460,7 @@ struct Forward : Operands {
     kept(f, p, Role::result);
   }
   static void run(Context& ctx, const Forward& given) {
-    LinearCrossEntropy a = given.taken();
+    LinearCrossEntropy a = given.arguments();
     LinearHeadFields from = given;
     LinearCrossEntropyResults& r = a.results;
     r.loss = losses(ctx, a.reduction, r.loss, a.head);
@@ -483,9 +483,9 @@ struct RowsBackward : Operands {
   void fields(Fields& f) {
     LinearHead& h = call.head;
     Matrix &unit = call.kept.unit, &dlogits = call.kept.dlogits;
-    f.flat("upstream", upstream, Role::input), f.any("entropy_upstream", call.entropy_upstream);
-    in_place ? f.updated("unit", unit) : f.any("unit", unit);
-    in_place ? f.updated("kept", dlogits) : f.any("kept", dlogits);
+    f.flat("upstream", upstream, Role::input), f.optional("entropy_upstream", call.entropy_upstream);
+    in_place ? f.updated("unit", unit) : f.optional("unit", unit);
+    in_place ? f.updated("kept", dlogits) : f.optional("kept", dlogits);
     if (in_place) f.updated("main_grad", main_grad);
     operands(f);
     if (in_place) f.option("finish", finish);
@@ -500,7 +500,7 @@ struct RowsBackward : Operands {
         f, h, (all && call.labels.chunk_rows == 0 && !(needs & keep_logits)) || whole(f, h, call.labels));
   }
   static void run(Context& ctx, const RowsBackward& given) {
-    LinearCrossEntropy a = given.taken();
+    LinearCrossEntropy a = given.arguments();
     a.reduction.kind = Reduction::none;
     (a.several.labels ? a.several.upstream : a.upstream) = given.upstream;
     if (given.finish && a.kept.unit.data && given.needs & need_hidden) a.head.dhidden = a.kept.unit;
@@ -518,7 +518,7 @@ struct LogProb : Operands {
   bool entropy = false;
 
   void fields(Fields& f) {
-    if (chunk) f.pitched("logits", logits, true);
+    if (chunk) f.padded_rows("logits", logits, true);
     operands(f), f.option("entropy", entropy);
     f.result_if(true, "log_prob", log_prob, call.labels.target);
     f.result_if(entropy, "entropy", call.results.entropy, call.head.hidden.rows);
@@ -528,7 +528,7 @@ struct LogProb : Operands {
     kept(f, p, Role::statistics);
   }
   static void run(Context& ctx, const LogProb& given) {
-    LinearCrossEntropy a = given.taken();
+    LinearCrossEntropy a = given.arguments();
     (a.several.labels ? a.several.log_prob : a.results.log_prob) = given.log_prob;
     if (chunk) return linear_cross_entropy_chunk_logits(ctx, a, given.logits);
     a.reduction.kind = Reduction::none;
@@ -544,9 +544,9 @@ struct ChunkGradient : Operands {
 
   void fields(Fields& f) {
     LinearHead& h = call.head;
-    f.pitched("logits", logits, true);
+    f.padded_rows("logits", logits, true);
     f.updated("dhidden", h.dhidden), f.updated("dweight", h.dweight), f.updated("dbias", h.dbias);
-    f.any("upstream", call.upstream, Role::input), f.any("entropy_upstream", call.entropy_upstream);
+    f.input("upstream", call.upstream), f.optional("entropy_upstream", call.entropy_upstream);
     operands(f), f.option("first", first);
   }
 };
@@ -557,7 +557,7 @@ constexpr auto rows_backward_in_place = RowsBackward<true>::run;
 constexpr auto log_prob = LogProb<false>::run;
 constexpr auto chunk_logits = LogProb<true>::run;
 void chunk_gradient(Context& ctx, const ChunkGradient& given) {
-  linear_cross_entropy_chunk_gradient(ctx, given.taken(), given.logits, given.first);
+  linear_cross_entropy_chunk_gradient(ctx, given.arguments(), given.logits, given.first);
 }
 TIGON_OPERATOR(forward, Forward, kOp, forward)
 TIGON_OPERATOR(rows_backward, RowsBackward<false>, "linear_cross_entropy_rows_bwd", none)

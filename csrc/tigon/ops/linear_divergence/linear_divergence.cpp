@@ -249,10 +249,10 @@ struct LinearDivergenceCall {
 
   void fields(Fields& f) {
     LinearDivergence& a = call;
-    if (rows_backward) f.any("upstream", a.upstream, Role::input), a.reduction.kind = Reduction::none;
+    if (rows_backward) f.input("upstream", a.upstream), a.reduction.kind = Reduction::none;
     head.operands(f, a.head, a.labels, a.formula);
-    f.any("teacher", teacher, Role::input), f.any("teacher_weight", a.teacher_weight);
-    f.any("teacher_bias", a.teacher_bias);
+    f.input("teacher", teacher), f.optional("teacher_weight", a.teacher_weight);
+    f.optional("teacher_bias", a.teacher_bias);
     f.option("kind", a.kind), f.option("beta", beta);
     f.option("soft_weight", a.soft_weight), f.option("hard_weight", a.hard_weight);
     f.option("teacher_softcap", a.teacher_formula.softcap);

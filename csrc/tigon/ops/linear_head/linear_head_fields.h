@@ -28,13 +28,13 @@ struct LinearHeadFields {
   Matrix rows;                       // a row for each that is wanted, in the order of the bits
 
   void operands(Fields& f, LinearHead& h, LinearHeadLabels& labels, LogitFormula& z) {
-    f.rows("hidden", h.hidden), f.any("weight", h.weight, Role::input);
-    f.any("target", labels.target, Role::input), parameters(f, h, labels, z);
+    f.rows("hidden", h.hidden), f.input("weight", h.weight);
+    f.input("target", labels.target), parameters(f, h, labels, z);
   }
   void parameters(Fields& f, LinearHead& h, LinearHeadLabels& labels, LogitFormula& z) {
-    f.any("bias", h.bias);
-    f.any("class_weight", class_weight), f.any("token_weight", token_weight);
-    f.any("lora_a", h.lora_a), f.any("lora_b", h.lora_b);
+    f.optional("bias", h.bias);
+    f.optional("class_weight", class_weight), f.optional("token_weight", token_weight);
+    f.optional("lora_a", h.lora_a), f.optional("lora_b", h.lora_b);
     f.option("ignore_index", labels.ignore_index), f.option("label_smoothing", label_smoothing);
     f.option("softcap", z.softcap), f.option("logit_scale", z.logit_scale);
     f.option("temperature", z.temperature), f.option("z_loss", z_loss);

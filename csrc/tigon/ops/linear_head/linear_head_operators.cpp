@@ -13,13 +13,15 @@ struct Product {
   LinearHeadPass pass;
 
   void fields(Fields& f) {
-    f.pitched(backward ? "dlogits" : "logits", logits, !backward);
-    f.rows("hidden", head.hidden), f.any("weight", head.weight, Role::input);
+    f.padded_rows(backward ? "dlogits" : "logits", logits, !backward);
+    f.rows("hidden", head.hidden), f.input("weight", head.weight);
     if (backward) {
       f.updated("dhidden", head.dhidden), f.updated("dweight", head.dweight), f.updated("dbias", head.dbias);
-      f.any("factor", pass.factor), f.option("first", pass.first), f.option("add_dweight", head.add_dweight);
+      f.optional("factor", pass.factor), f.option("first", pass.first),
+          f.option("add_dweight", head.add_dweight);
     }
-    f.any("lora_a", head.lora_a), f.any("lora_b", head.lora_b), f.option("lora_scale", head.lora_scale);
+    f.optional("lora_a", head.lora_a), f.optional("lora_b", head.lora_b),
+        f.option("lora_scale", head.lora_scale);
     if (backward) f.updated("dlora_a", head.dlora_a), f.updated("dlora_b", head.dlora_b);
   }
   static void run(Context& ctx, const Product& p) {
@@ -62,7 +64,7 @@ struct List {
   int64_t count = 0;
 
   void fields(Fields& f) {
-    f.any("target", call.target, Role::input), f.option("ignore_index", call.ignore_index);
+    f.input("target", call.target), f.option("ignore_index", call.ignore_index);
     f.option("count", count);
     f.result("index", call.index, count, DType::i64), f.result("labels", call.labels, count, DType::i64);
     f.number("fault", call.fault);

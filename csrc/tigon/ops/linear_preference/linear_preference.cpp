@@ -74,8 +74,8 @@ struct LinearPreferenceCall {
     PreferenceTotals& totals = call.totals;
     head.operands(f, call.head, call.labels, call.formula);
     f.option("answers", answers);
-    f.any("ref_hidden", call.ref.hidden), f.any("ref_weight", call.ref.weight);
-    f.any("ref_bias", call.ref.bias);
+    f.optional("ref_hidden", call.ref.hidden), f.optional("ref_weight", call.ref.weight);
+    f.optional("ref_bias", call.ref.bias);
     totals.fields(f, a);
     const bool lone = a.formula.kind == PreferenceKind::kto;
     a.pairs = lone ? answers : answers / 2;

@@ -17,14 +17,6 @@ Matrix matrix_of(const char* name, Tensor& t, const Tensor& like) {
   t = to_contiguous(kOp, name, t);
   return rows_of(kOp, name, t);
 }
-// A result of x's leading dimensions.
-Tensor make_rows(const Tensor& x, int64_t columns, DType dtype) {
-  auto sizes = x.sizes();
-  std::vector<int64_t> shape(sizes.begin(), sizes.end());
-  shape.back() = columns;
-  return empty(x, shape.data(), int64_t(shape.size()), dtype);
-}
-
 // The lists of the schema as the core takes them.
 struct Operands {
   std::vector<LoraBase> bases;
@@ -121,13 +113,13 @@ Tensors backward(Optionals dy, Tensor x, Tensors tensors, Tensor t, std::vector<
 
 TIGON_TORCH_SCHEMAS(m) {
   const std::string options = "int[] linears, float[] scales, float[] dropouts, Tensor? seed, ";
-  define_forward(m, "lora_linear",
-                 "(Tensor x, Tensor[] tensors, " + options + "Tensor? t, bool only_t) -> Tensor[]");
+  for (const char* name : {"lora_linear", "lora_linear_fwd"})
+    define(m, name + ("(Tensor x, Tensor[] tensors, " + options + "Tensor? t, bool only_t) -> Tensor[]"));
   define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] tensors, Tensor t, " + options +
                 "bool need_x, bool need_a, bool need_b) -> Tensor[]");
 }
 TIGON_TORCH_KERNELS(m) {
-  implement_forward(m, "lora_linear", TORCH_BOX(&forward));
+  for (const char* name : {"lora_linear", "lora_linear_fwd"}) m.impl(name, TORCH_BOX(&forward));
   m.impl("lora_linear_bwd", TORCH_BOX(&backward));
 }
 

@@ -2,15 +2,13 @@
 
 #include <tuple>
 
-#include "tigon/base/require.h"
+#include "tigon/ops/rope/rope_fields.h"
 
 namespace tigon {
 namespace {
 
 void check_same(const char* op, const char* name, const RopeHeads& y, const RopeHeads& x, DType dtype) {
-  TIGON_CHECK(op, y.batch == x.batch && y.heads == x.heads && y.tokens == x.tokens && y.cols == x.cols, name,
-              " must be [", x.batch, ", ", x.heads, ", ", x.tokens, ", ", x.cols, "], got [", y.batch, ", ",
-              y.heads, ", ", y.tokens, ", ", y.cols, "]");
+  check_rope_sizes(op, "", name, y, x);
   require_dtype(op, name, y.dtype, dtype);
 }
 
@@ -34,10 +32,7 @@ void check(const char* op, Context& ctx, const Rope& rope, const QkNorm& norm, c
   DType result = y.dtype == x.dtype ? x.dtype : wide;
   for (auto [name, a, b] : {std::tuple{"q", &q, &q_y}, {"k", &k, &k_y}}) {
     if (a->empty()) continue;
-    TIGON_CHECK(op, a->batch == x.batch && a->tokens == x.tokens && a->cols == x.cols, name, " must be [",
-                x.batch, ", H, ", x.tokens, ", ", x.cols, "], got [", a->batch, ", ", a->heads, ", ",
-                a->tokens, ", ", a->cols, "]");
-    require_dtype(op, name, a->dtype, x.dtype);
+    check_rope_heads(op, name, *a, x);
     check_same(op, name, *b, *a, result);
     check_rope_tables(op, rope, *a);
   }
@@ -74,5 +69,60 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
   }
   TIGON_RUN(op, ctx, qk_norm_rope_bwd, a);
 }
+
+namespace {
+
+constexpr const char* kOp = "qk_norm_rope";
+
+struct Inputs : RopeFields {
+  QkNorm norm;
+
+  void inputs(Fields& f) {
+    heads(f), f.optional("q_weight", norm.q_weight), f.optional("k_weight", norm.k_weight), tables(f);
+    f.option("eps", norm.eps), f.option("offset", norm.offset), f.option("rounding", norm.rounding);
+    options(f);
+  }
+};
+
+struct Forward : Inputs {
+  void fields(Fields& f) { inputs(f), results(f, promote(norm.result(q.dtype), cos.dtype)); }
+  static void run(Context& ctx, const Forward& a) {
+    qk_norm_rope_fwd(ctx, {.rope = a.rope(kOp), .norm = a.norm});
+  }
+};
+
+// A dy that is absent leaves its tensor out.
+struct Backward : Inputs {
+  Strided dq_out, dk_out;
+  Matrix dweight;
+  bool need_dweight = false;
+
+  void fields(Fields& f) {
+    f.strided("dq_out", dq_out, 3, 1, Role::optional), f.strided("dk_out", dk_out, 3, 1, Role::optional);
+    inputs(f), f.option("need_dweight", need_dweight);
+    f.result_if(bool(dq_out), "dq", q_out, q, q.dtype, q.swapped);
+    f.result_if(bool(dk_out), "dk", k_out, k, q.dtype, k.swapped);
+    const Vector& w = norm.any_weight();
+    f.result_if(need_dweight, "dweight", dweight, 2, w.size, need_dweight ? w.dtype : q.dtype);
+  }
+  static void run(Context& ctx, const Backward& call) {
+    QkNormRopeBwd a{.rope = call.rope(kOp), .norm = call.norm, .dweight = call.dweight};
+    auto upstream = [&](const Strided& dy, RopeHeads& y, RopeHeads& x, RopeHeads& dx) {
+      if (dy && y.data != nullptr)
+        x = y, y = call.heads(kOp, "dq", dy);
+      else
+        y = dx = {};
+    };
+    upstream(call.dq_out, a.rope.q, a.q, a.rope.q_out), upstream(call.dk_out, a.rope.k, a.k, a.rope.k_out);
+    qk_norm_rope_bwd(ctx, a);
+  }
+};
+
+constexpr auto forward = Forward::run;
+constexpr auto backward = Backward::run;
+TIGON_OPERATOR(forward, Forward, kOp, forward)
+TIGON_OPERATOR(backward, Backward, kOp, backward)
+
+}  // namespace
 
 }  // namespace tigon

@@ -1,17 +1,9 @@
-#include "tigon/ops/rope/rope.h"
-
 #include <utility>
 
-#include "tigon/base/require.h"
+#include "tigon/ops/rope/rope_fields.h"
 
 namespace tigon {
 namespace {
-
-int64_t position_at(const RopeTable& p, int64_t axis, int64_t b, int64_t t) {
-  int64_t i = p.offset(axis, b, t);
-  return p.dtype == DType::i64 ? static_cast<const int64_t*>(p.data)[i]
-                               : static_cast<const int32_t*>(p.data)[i];
-}
 
 void check_dtypes(const char* op, const char* name, DType narrow, DType wide, DType table) {
   require_float(op, name, narrow);
@@ -23,9 +15,7 @@ void check_heads(const char* op, const char* name, const Rope& a, const RopeHead
                  bool backward) {
   if (x.empty() && y.empty()) return;
   check_dtypes(op, name, backward ? y.dtype : x.dtype, backward ? x.dtype : y.dtype, a.cos.dtype);
-  TIGON_CHECK(op, y.batch == x.batch && y.heads == x.heads && y.tokens == x.tokens && y.cols == x.cols,
-              "result of ", name, " must be [", x.batch, ", ", x.heads, ", ", x.tokens, ", ", x.cols,
-              "], got [", y.batch, ", ", y.heads, ", ", y.tokens, ", ", y.cols, "]");
+  check_rope_sizes(op, "result of ", name, y, x);
   check_rope_tables(op, a, x);
   bool same = x.dtype == y.dtype && x.batch_stride == y.batch_stride && x.head_stride == y.head_stride &&
               x.token_stride == y.token_stride && a.form.in == a.form.out;
@@ -34,6 +24,20 @@ void check_heads(const char* op, const char* name, const Rope& a, const RopeHead
 }
 
 }  // namespace
+
+void check_rope_sizes(const char* op, const char* of, const char* name, const RopeHeads& y,
+                      const RopeHeads& x) {
+  TIGON_CHECK(op, y.batch == x.batch && y.heads == x.heads && y.tokens == x.tokens && y.cols == x.cols, of,
+              name, " must be [", x.batch, ", ", x.heads, ", ", x.tokens, ", ", x.cols, "], got [", y.batch,
+              ", ", y.heads, ", ", y.tokens, ", ", y.cols, "]");
+}
+
+void check_rope_heads(const char* op, const char* name, const RopeHeads& k, const RopeHeads& x) {
+  TIGON_CHECK(op, k.batch == x.batch && k.tokens == x.tokens && k.cols == x.cols, name, " must be [", x.batch,
+              ", H, ", x.tokens, ", ", x.cols, "], got [", k.batch, ", ", k.heads, ", ", k.tokens, ", ",
+              k.cols, "]");
+  require_dtype(op, name, k.dtype, x.dtype);
+}
 
 void check_rope_tables(const char* op, const Rope& a, const RopeHeads& x) {
   const RopeTable &cos = a.cos, &sin = a.sin;
@@ -76,7 +80,7 @@ void check_rope_positions(const char* op, const Context& ctx, const Rope& a, con
   for (int64_t axis = 0; axis < axes; ++axis)
     for (int64_t b = 0; b < p.batch; ++b)
       for (int64_t t = 0; t < p.tokens; ++t) {
-        int64_t row = position_at(p, axis, b, t);
+        int64_t row = p.position(axis, b, t);
         TIGON_CHECK(op, 0 <= row && row < a.cos.tokens, "positions must be in [0, ", a.cos.tokens, "), got ",
                     row);
       }
@@ -94,10 +98,7 @@ void run(const char* op, Context& ctx, const Rope& a, bool backward) {
   if (some.k.empty()) {
     some.k = some.k_out = {};
   } else {
-    TIGON_CHECK(op, a.k.batch == a.q.batch && a.k.tokens == a.q.tokens && a.k.cols == a.q.cols, "k must be [",
-                a.q.batch, ", H, ", a.q.tokens, ", ", a.q.cols, "], got [", a.k.batch, ", ", a.k.heads, ", ",
-                a.k.tokens, ", ", a.k.cols, "]");
-    require_dtype(op, "k", a.k.dtype, a.q.dtype);
+    check_rope_heads(op, "k", a.k, a.q);
     require_dtype(op, "result of k", a.k_out.dtype, a.q_out.dtype);
   }
   check_rope_positions(op, ctx, some, some.q);
@@ -108,5 +109,103 @@ void run(const char* op, Context& ctx, const Rope& a, bool backward) {
 
 void rope_fwd(Context& ctx, const Rope& a) { run("rope", ctx, a, false); }
 void rope_bwd(Context& ctx, const Rope& a) { run("rope_bwd", ctx, a, true); }
+
+RopeHeads RopeFields::heads(const char* op, const char* name, const Strided& t) const {
+  if (!t) return {};
+  const int64_t d = t.dims, token_dim = 2 * d - 5 - head_dim;
+  TIGON_CHECK(op, head_dim == d - 3 || head_dim == d - 2, "head_dim must be ", d - 3, " or ", d - 2, ", got ",
+              head_dim);
+  TIGON_CHECK(op, t.sizes[d - 1] <= 1 || t.strides[d - 1] == 1, name,
+              " must have dense rows to be rotated in place, got stride ", t.strides[d - 1]);
+  return {.data = t.data,
+          .dtype = t.dtype,
+          .batch = d == 4 ? t.sizes[0] : 1,
+          .heads = t.sizes[head_dim],
+          .tokens = t.sizes[token_dim],
+          .cols = t.sizes[d - 1],
+          .batch_stride = d == 4 ? t.strides[0] : 0,
+          .head_stride = t.strides[head_dim],
+          .token_stride = t.strides[token_dim]};
+}
+
+Rope RopeFields::rope(const char* op) const {
+  TIGON_CHECK(op, 0 <= pairs && pairs <= 2, "pairs must be 0, 1 or 2, got ", pairs);
+  TIGON_CHECK(op, sin || complex(), "sin must be given where cos is not complex");
+  // `rest` dimensions follow those of tokens.
+  auto table = [](const Strided& t, bool axes, int64_t rest) -> RopeTable {
+    const int64_t d = t.dims - rest;
+    const bool batched = d > 1 + axes;
+    return {.data = t.data,
+            .dtype = t.dtype,
+            .axes = axes ? t.sizes[0] : 1,
+            .batch = batched ? t.sizes[d - 2] : 1,
+            .tokens = t.sizes[d - 1],
+            .cols = rest > 0 ? t.sizes[d] : 1,
+            .axis_stride = axes ? t.strides[0] : 0,
+            .batch_stride = batched ? t.strides[d - 2] : 0,
+            .token_stride = t.strides[d - 1]};
+  };
+  const bool axes = form.sections.given();
+  Rope a{.q = heads(op, "q", q),
+         .k = heads(op, "k", k),
+         .q_out = heads(op, "q", q_out ? q_out : q),
+         .k_out = heads(op, "k", k_out ? k_out : k),
+         .form = form};
+  a.form.in = pairs == 0 ? RopePairs::halves : RopePairs::neighbours;
+  a.form.out = pairs == 1 ? RopePairs::neighbours : RopePairs::halves;
+  if (positions) a.positions = table(positions, axes, 0);
+  a.cos = table(cos, axes && !positions, 1 + complex());
+  if (!complex()) return a.sin = table(sin, axes && !positions, 1), a;
+  a.cos.col_stride = 2, a.sin = a.cos;
+  a.sin.data = static_cast<const char*>(a.cos.data) + size_of(a.cos.dtype);
+  return a;
+}
+
+namespace {
+
+constexpr const char* kOp = "rope";
+
+struct Forward : RopeFields {
+  void fields(Fields& f) {
+    heads(f), tables(f), options(f);
+    results(f, promote(q.dtype, cos.dtype));
+  }
+  static void run(Context& ctx, const Forward& a) { rope_fwd(ctx, a.rope(kOp)); }
+};
+
+struct InPlace : RopeFields {
+  void fields(Fields& f) {
+    f.strided("q", q, 3, 0, Role::rows, true), f.strided("k", k, 3, 0, Role::optional, true);
+    tables(f), options(f);
+  }
+  static void run(Context& ctx, const InPlace& a) { rope_fwd(ctx, a.rope(kOp)); }
+};
+
+// The rotation back of the gradients q and k.
+struct Backward : RopeFields {
+  int64_t dtype = 0;  // of the results
+  bool q_swapped = false, k_swapped = false;
+
+  void fields(Fields& f) {
+    heads(f, Role::optional, "dq_out", "dk_out"), tables(f, Role::rows), options(f);
+    f.option("dtype", dtype), f.option("q_swapped", q_swapped), f.option("k_swapped", k_swapped);
+    f.result_if(true, "dq", q_out, q, DType(dtype), q_swapped);
+    f.result_if(true, "dk", k_out, k, DType(dtype), k_swapped);
+  }
+  static void run(Context& ctx, const Backward& a) {
+    TIGON_CHECK(kOp, a.dtype >= 0 && a.dtype <= int64_t(DType::f16), "dtype must be 0, 1 or 2, got ",
+                a.dtype);
+    rope_bwd(ctx, a.rope(kOp));
+  }
+};
+
+constexpr auto forward = Forward::run;
+constexpr auto in_place = InPlace::run;
+constexpr auto backward = Backward::run;
+TIGON_OPERATOR(forward, Forward, kOp, forward)
+TIGON_OPERATOR(in_place, InPlace, "rope_in_place", none)
+TIGON_OPERATOR(backward, Backward, kOp, backward)
+
+}  // namespace
 
 }  // namespace tigon

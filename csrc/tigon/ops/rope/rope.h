@@ -45,6 +45,11 @@ struct RopeTable {
   int64_t offset(int64_t axis, int64_t b, int64_t t) const {
     return (axes == 1 ? 0 : axis * axis_stride) + (batch == 1 ? 0 : b * batch_stride) + t * token_stride;
   }
+  // Of positions on the CPU.
+  int64_t position(int64_t axis, int64_t b, int64_t t) const {
+    const int64_t i = offset(axis, b, t);
+    return dtype == DType::i64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
 };
 
 enum class RopePairs : int { halves = 0, neighbours = 1 };
@@ -89,8 +94,11 @@ struct Rope {
 TIGON_API void rope_fwd(Context& ctx, const Rope& a);
 TIGON_API void rope_bwd(Context& ctx, const Rope& a);
 
-// The checks that every op with tables shares: tables and form against a tensor of heads; positions (their values on the
-// CPU only).
+// The checks that every op with tables shares: sizes, or those but the number of heads and the dtype, as of x; tables and form
+// against a tensor of heads; positions (their values on the CPU only).
+void check_rope_sizes(const char* op, const char* of, const char* name, const RopeHeads& y,
+                      const RopeHeads& x);
+void check_rope_heads(const char* op, const char* name, const RopeHeads& k, const RopeHeads& x);
 void check_rope_tables(const char* op, const Rope& a, const RopeHeads& x);
 void check_rope_positions(const char* op, const Context& ctx, const Rope& a, const RopeHeads& x);
 

@@ -9,14 +9,6 @@
 namespace tigon::cpu {
 namespace {
 
-int64_t table_row(const Rope& a, int64_t axis, int64_t b, int64_t t) {
-  const RopeTable& p = a.positions;
-  if (p.data == nullptr) return t;
-  int64_t i = p.offset(axis, b, t);
-  return p.dtype == DType::i64 ? static_cast<const int64_t*>(p.data)[i]
-                               : static_cast<const int32_t*>(p.data)[i];
-}
-
 const void* element_at(const RopeTable& x, int64_t offset) {
   return static_cast<const char*>(x.data) + offset * int64_t(size_of(x.dtype));
 }
@@ -34,7 +26,7 @@ void find_turns(const RopeKernels& kernels, const Rope& a, bool backward, int64_
   const void *cos[3], *sin[3];
   for (int64_t axis = 0; axis < 3; ++axis) {
     bool used = axis == 0 || a.form.sections.given();
-    int64_t row = used ? table_row(a, axis, b, t) : 0;
+    int64_t row = a.positions.data != nullptr && used ? a.positions.position(axis, b, t) : t;
     cos[axis] = used ? element_at(a.cos, a.cos.offset(axis, b, row)) : nullptr;
     sin[axis] = used ? element_at(a.sin, a.sin.offset(axis, b, row)) : nullptr;
   }

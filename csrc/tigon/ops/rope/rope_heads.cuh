@@ -33,13 +33,25 @@ struct Unit {
   uint32_t batch, token, group;
 };
 
-// Rows of q or of k, divided into units: a unit has up to heads_per_unit heads (group, group +
-// groups, ...) of one token.
-struct HeadTensors : HeadsFromTo {
-  int groups;
+// Heads of q or of k, read from x and written to y, divided into units: a unit has up to
+// heads_per_unit heads (group, group + groups, ...) of one token.
+struct HeadTensors {
+  const void* x;
+  void* y;
+  int64_t x_batch, x_head, x_token, y_batch, y_head, y_token;
+  int heads, groups;
 
   HeadTensors(const RopeHeads& x, const RopeHeads& y, int heads_per_unit)
-      : HeadsFromTo(x, y), groups(int(x.empty() ? 0 : ceil_div(x.heads, heads_per_unit))) {}
+      : x(x.data),
+        y(y.data),
+        x_batch(x.batch_stride),
+        x_head(x.head_stride),
+        x_token(x.token_stride),
+        y_batch(y.batch_stride),
+        y_head(y.head_stride),
+        y_token(y.token_stride),
+        heads(int(x.heads)),
+        groups(int(x.empty() ? 0 : ceil_div(x.heads, heads_per_unit))) {}
 
   __device__ __forceinline__ HeadRange range(const Unit& unit, bool live) const {
     return {live ? int(unit.group) : heads, groups, heads};
@@ -194,6 +206,21 @@ __device__ __forceinline__ void rotate(float (&v)[2 * N], const float (&c)[2 * N
 }
 
 // --- requirements of vectors ----------------------------------------------------------------
+
+// Whether all rows begin at 16-byte boundaries.
+inline bool stride_aligns(int64_t size, int64_t stride, size_t element) {
+  return size <= 1 || stride * int64_t(element) % 16 == 0;
+}
+inline bool heads_align(const RopeHeads& x) {
+  size_t e = size_of(x.dtype);
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && stride_aligns(x.batch, x.batch_stride, e) &&
+         stride_aligns(x.heads, x.head_stride, e) && stride_aligns(x.tokens, x.token_stride, e);
+}
+inline bool table_aligns(const RopeTable& x) {
+  size_t e = size_of(x.dtype);
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && stride_aligns(x.axes, x.axis_stride, e) &&
+         stride_aligns(x.batch, x.batch_stride, e) && stride_aligns(x.tokens, x.token_stride, e);
+}
 
 // Heads and tables begin at 16-byte boundaries, row by row.
 inline bool all_align(const Rope& a) {

@@ -7,7 +7,6 @@
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/ops/rope/rope.h"
-#include "tigon/ops/rope/rope_views.h"
 
 namespace tigon::cuda::rope_kernels {
 
@@ -35,6 +34,14 @@ struct TableCoord {
 // Of the rotated columns of a row, where there are sections.
 constexpr int kMaxVecs = 64;
 constexpr uint32_t kEachColumn = 0x55555555u;
+
+// Strides of a table; 0 along dimensions of size 1.
+struct TableStrides {
+  int64_t axis, batch, token;
+};
+inline TableStrides strides_of(const RopeTable& x) {
+  return {x.axes == 1 ? 0 : x.axis_stride, x.batch == 1 ? 0 : x.batch_stride, x.token_stride};
+}
 
 // The tables of a call. Template parameters: T16, the 16-bit type of tables that are not fp32; P,
 // the order of pairs; N, the columns of a vector. cos and sin are requested together, so that

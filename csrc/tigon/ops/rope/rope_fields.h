@@ -1,0 +1,45 @@
+// What PyTorch's operators of rope and qk_norm_rope share.
+#pragma once
+
+#include "tigon/base/op.h"
+#include "tigon/ops/rope/rope.h"
+
+namespace tigon {
+
+struct RopeFields {
+  Strided q, k;  // [B, H, T, D], [B, T, H, D], [H, T, D] or [T, H, D]
+  Strided cos, sin,
+      positions;         // [T, ...], [B, T, ...], or with axes [A, T, ...], [A, B, T, ...]; without sin,
+                         // cos holds complex numbers as [..., R/2, 2]
+  Strided q_out, k_out;  // absent: q and k
+  int64_t head_dim = 0;  // the dimension of q and k that holds the heads
+  int64_t pairs = 0;     // 0 halves, 1 neighbours, 2 neighbours in and halves out
+  RopeForm form;
+  bool keep_dtype = false;
+
+  void heads(Fields& f, Role role = Role::rows, const char* q_name = "q", const char* k_name = "k") {
+    f.strided(q_name, q, 3, 1, role), f.strided(k_name, k, 3, 1, Role::optional);
+  }
+  void tables(Fields& f, Role role = Role::input) {
+    const int64_t axes = form.sections.given(), least = axes && !positions ? 3 : 2;
+    f.strided("cos", cos, least + complex(), 1 + complex(), role);
+    f.strided("sin", sin, least, 1, Role::optional);
+    f.strided("positions", positions, 1 + axes, 0, Role::optional);
+  }
+  void options(Fields& f) {
+    f.option("head_dim", head_dim), f.option("pairs", pairs), f.option("shared", form.shared);
+    f.option("tail", form.tail), f.option("keep_dtype", keep_dtype);
+    f.option("time", form.sections.time), f.option("height", form.sections.height);
+    f.option("width", form.sections.width), f.option("mixed", form.sections.mixed);
+  }
+  // `wide`: their dtype unless q's is kept.
+  void results(Fields& f, DType wide) {
+    f.result_if(true, "q_out", q_out, q, keep_dtype ? q.dtype : wide, q.swapped);
+    f.result_if(true, "k_out", k_out, k, keep_dtype ? q.dtype : wide, k.swapped);
+  }
+  bool complex() const { return !sin && form.shared && cos && cos.sizes[cos.dims - 1] == 2; }
+  RopeHeads heads(const char* op, const char* name, const Strided& t) const;
+  Rope rope(const char* op) const;
+};
+
+}  // namespace tigon
