@@ -120,8 +120,8 @@ struct PreferenceTotals {
 
   // As PyTorch's operators take them, with what they read of the loss.
   void fields(Fields& f, Preference& a) {
-    f.any("target", a.target), f.any("nll_target", a.nll_target), f.any("ref", a.ref);
-    f.any("desirable", a.desirable);
+    f.optional("target", a.target), f.optional("nll_target", a.nll_target), f.optional("ref", a.ref);
+    f.optional("desirable", a.desirable);
     f.scalar("kl", a.kl, DType::f32, Role::optional);
     f.scalar("denominator", denominator, DType::f32, Role::optional);
     f.option("host_denominator", host_denominator);
