@@ -141,6 +141,11 @@ def test_flat_sizes_around_tiles(numel, device):
     assert all(same_bits(got, x.squeeze(1)) for got, x in pairs)
 
 
+def test_a_packed_gradient_is_one_tensor_of_fakes_too():
+    dy, both = (torch.empty(2, n, device="meta") for n in (24, 48))
+    assert [g.shape for g in torch.ops.tigon.glu_bwd(dy, both, None, *PLAIN, True, True)] == [(2, 48), (0,)]
+
+
 def test_refused_under_compile_too(device):
     torch._dynamo.reset()
     compiled = torch.compile(tigon.swiglu, backend="aot_eager")

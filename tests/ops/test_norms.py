@@ -99,6 +99,7 @@ def test_dtypes_of_parameters(op, parameters, device):
     y = _first(fn(*leaves))
     reference = importlib.import_module(f"tigon.ops.{op}").reference
     assert y.dtype == _first(reference(*leaves)).dtype
+    assert y.dtype == _first(fn(*(leaf.to("meta") for leaf in leaves))).dtype
     for leaf, grad in zip(leaves, torch.autograd.grad(y, leaves, torch.ones_like(y)), strict=True):
         assert grad.dtype == leaf.dtype
 
