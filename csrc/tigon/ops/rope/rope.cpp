@@ -115,8 +115,6 @@ RopeHeads RopeFields::heads(const char* op, const char* name, const Strided& t) 
   const int64_t d = t.dims, token_dim = 2 * d - 5 - head_dim;
   TIGON_CHECK(op, head_dim == d - 3 || head_dim == d - 2, "head_dim must be ", d - 3, " or ", d - 2, ", got ",
               head_dim);
-  TIGON_CHECK(op, t.sizes[d - 1] <= 1 || t.strides[d - 1] == 1, name,
-              " must have dense rows to be rotated in place, got stride ", t.strides[d - 1]);
   return {.data = t.data,
           .dtype = t.dtype,
           .batch = d == 4 ? t.sizes[0] : 1,
@@ -178,7 +176,14 @@ struct InPlace : RopeFields {
     f.strided("q", q, 3, 0, Role::rows, true), f.strided("k", k, 3, 0, Role::optional, true);
     tables(f), options(f);
   }
-  static void run(Context& ctx, const InPlace& a) { rope_fwd(ctx, a.rope(kOp)); }
+  static void run(Context& ctx, const InPlace& a) {
+    for (auto [name, t] : {std::pair{"q", &a.q}, {"k", &a.k}}) {
+      const int64_t last = t->dims - 1;
+      TIGON_CHECK(kOp, !*t || t->sizes[last] <= 1 || t->strides[last] == 1, name,
+                  " must have dense rows to be rotated in place, got stride ", t->strides[last]);
+    }
+    rope_fwd(ctx, a.rope(kOp));
+  }
 };
 
 // The rotation back of the gradients q and k.
