@@ -109,7 +109,7 @@ struct Backward : Inputs {
     QkNormRopeBwd a{.rope = call.rope(kOp), .norm = call.norm, .dweight = call.dweight};
     auto upstream = [&](const Strided& dy, RopeHeads& y, RopeHeads& x, RopeHeads& dx) {
       if (dy && y.data != nullptr)
-        x = y, y = call.heads(kOp, "dq", dy);
+        x = y, y = call.heads(kOp, dy);
       else
         y = dx = {};
     };

@@ -110,7 +110,7 @@ void run(const char* op, Context& ctx, const Rope& a, bool backward) {
 void rope_fwd(Context& ctx, const Rope& a) { run("rope", ctx, a, false); }
 void rope_bwd(Context& ctx, const Rope& a) { run("rope_bwd", ctx, a, true); }
 
-RopeHeads RopeFields::heads(const char* op, const char* name, const Strided& t) const {
+RopeHeads RopeFields::heads(const char* op, const Strided& t) const {
   if (!t) return {};
   const int64_t d = t.dims, token_dim = 2 * d - 5 - head_dim;
   TIGON_CHECK(op, head_dim == d - 3 || head_dim == d - 2, "head_dim must be ", d - 3, " or ", d - 2, ", got ",
@@ -144,10 +144,10 @@ Rope RopeFields::rope(const char* op) const {
             .token_stride = t.strides[d - 1]};
   };
   const bool axes = form.sections.given();
-  Rope a{.q = heads(op, "q", q),
-         .k = heads(op, "k", k),
-         .q_out = heads(op, "q", q_out ? q_out : q),
-         .k_out = heads(op, "k", k_out ? k_out : k),
+  Rope a{.q = heads(op, q),
+         .k = heads(op, k),
+         .q_out = heads(op, q_out ? q_out : q),
+         .k_out = heads(op, k_out ? k_out : k),
          .form = form};
   a.form.in = pairs == 0 ? RopePairs::halves : RopePairs::neighbours;
   a.form.out = pairs == 1 ? RopePairs::neighbours : RopePairs::halves;

@@ -38,7 +38,7 @@ struct RopeFields {
     f.result_if(true, "k_out", k_out, k, keep_dtype ? q.dtype : wide, k.swapped);
   }
   bool complex() const { return !sin && form.shared && cos && cos.sizes[cos.dims - 1] == 2; }
-  RopeHeads heads(const char* op, const char* name, const Strided& t) const;
+  RopeHeads heads(const char* op, const Strided& t) const;
   Rope rope(const char* op) const;
 };
 
