@@ -47,6 +47,11 @@ def _while_owed(method):
     return call
 
 
+_KEPT = (
+    "_head", "_hidden", "_columns", "dtype", "_calls", "_autocast", "_limit", "_detached", "_seen",
+)  # fmt: skip
+
+
 class LazyLogits:
     """`head(hidden)` and a chain of cheap operations on it, computed when touched.
 
@@ -106,8 +111,8 @@ class LazyLogits:
         """The same after more links of the chain, with changed attributes; a view shares memory."""
         self._check_views()
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin.__dict__.update(changes)
+        for name in _KEPT:  # not by __dict__, which torch.compile of PyTorch 2.11 cannot trace
+            setattr(twin, name, changes[name] if name in changes else getattr(self, name))
         twin._chain = (*self._chain, *links)
         twin._real = twin._predicted = None
         twin._writes = self._writes if view else [0]
@@ -463,7 +468,7 @@ def _fold(chain) -> tuple[float, float | None] | None:
                 if scalar.device.type != "cpu":  # reading it would make the host wait
                     return None
                 scalar = scalar.item()
-            sides[-1][name == "div"] *= scalar
+            sides[-1][1 if name == "div" else 0] *= scalar
     if len(sides) > 2 or any(divisor == 0 for _, divisor in sides):
         return None
     scale, *caps = (product / divisor for product, divisor in sides)
