@@ -30,7 +30,6 @@ namespace {
 
 constexpr int64_t kMostColumns = 1024;
 constexpr int64_t kElementsPerTask = 16384;
-constexpr int64_t kMaxPartials = 64;  // of dweight: fixed by shape, so results do not depend on threads
 
 struct Call {
   const Rope& rope;
@@ -111,12 +110,11 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
   const RopeHeads& dy = a.q.empty() ? a.rope.k : a.rope.q;
   Call call(a.rope, a.norm, x, true);
   int64_t all = call.batch * call.tokens, cols = a.dweight.data ? a.dweight.cols : call.cols;
-  int64_t chunk = std::max<int64_t>(1, (all + kMaxPartials - 1) / kMaxPartials);
-  int64_t chunks = (all + chunk - 1) / chunk;
-  float* partials = a.dweight.data ? ctx.scratch_of<float>(chunks * 2 * cols) : nullptr;
+  const RowChunks chunks(all, 1);
+  float* partials = a.dweight.data ? ctx.scratch_of<float>(chunks.count * 2 * cols) : nullptr;
   auto rotate = rope_kernels().rotate[int(dy.dtype)][int(DType::f32)];
   auto copy = rope_kernels().copy[int(dy.dtype)][int(DType::f32)];
-  parallel(ctx, chunks, [&](int64_t c) {
+  parallel(ctx, chunks.count, [&](int64_t c) {
     alignas(64) float g[kMostColumns];
     const QkNormKernels& kernels = call.kernels(x.dtype);
     float* dw = partials ? partials + c * 2 * cols : nullptr;
@@ -129,13 +127,13 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
                          cols, a.norm.eps, a.norm.offset, call.round_h);
       }
     };
-    call.each_token(c * chunk, std::min(all, (c + 1) * chunk), [&](int64_t b, int64_t t, const Turns& turns) {
+    call.each_token(chunks.begin(c), chunks.end(c), [&](int64_t b, int64_t t, const Turns& turns) {
       part(a.q, a.rope.q, a.rope.q_out, a.norm.q_weight, dw, b, t, turns);
       part(a.k, a.rope.k, a.rope.k_out, a.norm.k_weight, dw ? dw + cols : nullptr, b, t, turns);
     });
   });
   if (partials)
-    sum_partials(ctx, partials, chunks, 2 * cols,
+    sum_partials(ctx, partials, chunks.count, 2 * cols,
                  {.data = a.dweight.data, .dtype = a.dweight.dtype, .size = 2 * cols});
 }
 
