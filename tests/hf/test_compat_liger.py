@@ -98,6 +98,16 @@ def test_every_name_imports_and_says_what_is_missing(facade):
         names.resolve("LigerFusedNeighborhoodAttention")(beta=0.1)
 
 
+def test_a_wrong_call_is_named(facade):
+    for name, label in (
+        ("LigerCrossEntropyLoss", "LigerCrossEntropyLoss.__init__"),
+        ("apply_liger_kernel_to_llama", "apply_liger_kernel_to_llama"),
+    ):
+        call = getattr(importlib.import_module("liger_kernel.transformers"), name)
+        with pytest.raises(TypeError, match=rf"^{label}\(\) got an unexpected keyword argument 'smooth'"):
+            call(smooth=1)
+
+
 def test_unknown_names_are_no_attributes(facade):
     module = importlib.import_module("liger_kernel.transformers")
     assert not hasattr(module, "LigerNothing")

@@ -78,7 +78,10 @@ def _make(name: str, names: str, defaults: dict, types: tuple[str, ...]):
 
     def apply_function(*args, **kwargs):
         own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{apply_function.__name__}() {error}") from None
         bound.apply_defaults()
         options = dict(bound.arguments) | own
         options |= options.pop("kwargs", {})

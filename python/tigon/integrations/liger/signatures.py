@@ -89,6 +89,8 @@ class Loss(nn.Module):
         call = f"return _target({given}{_arguments(cls._options, target, 'self.')})"
         cls.__init__ = made(f"__init__(self, {options})", "_begin(self, locals())", _begin=Loss._begin)
         cls.forward = made(f"forward(self, {operands})", call, _target=target)
+        for method in (cls.__init__, cls.forward):  # what errors of a wrong call name
+            method.__qualname__ = f"{cls.__qualname__}.{method.__name__}"
 
     def _begin(self, options: dict) -> None:
         nn.Module.__init__(self)
