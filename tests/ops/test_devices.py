@@ -133,7 +133,7 @@ def test_freed_storage_is_refused(module, case):
                 t.untyped_storage().resize_(0)
             return t
 
-        with pytest.raises(tigon.Error, match=r"^\[\w+\] [\w ]+ was freed: its storage is empty"):
+        with pytest.raises(tigon.Error, match=r"^\[\w+\] [\w\[\] ]+ was freed: its storage is empty"):
             _call(module, inputs, change)
 
 

@@ -214,6 +214,7 @@ def limits(q, d, labels, *, length, margin, relative=False, rounded=False):
     return positive + tie - (positive.abs() * margin if relative else margin * length)
 
 
+@arguments.called()
 def contrastive_loss(
     q: torch.Tensor,
     d: torch.Tensor,
@@ -292,9 +293,7 @@ def contrastive_loss(
     check(OP, fits, "d must be [m, {}] with m > 0, got {}", q.shape[1], d.shape)
     arguments.check_booleans(OP, symmetric=symmetric, normalize=normalize, relative_margin=relative_margin)
     arguments.check_choice(OP, "reduction", reduction, ("mean", "sum", "none"))
-    fits = isinstance(temperature, torch.Tensor) or hasattr(temperature, "__float__")
-    check(OP, fits, "temperature must be a number or a tensor of one, got {}", arguments.kind_of(temperature))
-    arguments.check_numbers(OP, temperature=temperature)
+    arguments.check_number(OP, "temperature", temperature, learnt=True)
     if isinstance(temperature, torch.Tensor):
         _check_beside(q, temperature=temperature)
     else:
@@ -365,11 +364,10 @@ def contrastive_loss(
 
 
 def _check_beside(of, /, **tensors):
-    """Each must be a plain tensor that has its storage, on the device of q, which is `of`."""
+    """Each must be a plain tensor on the device of q, which is `of`."""
     for name, x in tensors.items():
         arguments.check_dense(OP, name, x)
         check(OP, x.device == of.device, name + " must be on {}, got {}", of.device, x.device)
-        arguments.check_stored(OP, name, x)
 
 
 def _check_pair(name, pair, q, n, m, check_kind):
@@ -405,7 +403,7 @@ def _loss(
     if isinstance(temperature, torch.Tensor):
         scale = 1.0 / (temperature.to(q.device, wide).reshape(1) * columns)
     else:
-        scale = torch.full((1,), 1.0 / (temperature * columns), dtype=wide, device=q.device)
+        scale = torch.full((1,), 1.0 / (temperature * columns), dtype=torch.float64, device=q.device).to(wide)
     if bound is not None and guide is None:
         limit = whole.rows(limits(q, d, labels, length=columns, rounded=True, **bound))
     row_lse, col_lse, picked = statistics(

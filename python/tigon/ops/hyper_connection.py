@@ -6,7 +6,7 @@ import torch
 
 from tigon._op import has_kernel, paired
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_integers, check_like, check_numbers
+from tigon.ops.arguments import called, check_booleans, check_float, check_integers, check_like, check_numbers
 
 PRE, POST = "hyper_connection_pre", "hyper_connection_post"
 MAX_STREAMS = 8
@@ -77,6 +77,7 @@ def _check_streams(op: str, x) -> None:
     check(op, 1 <= n <= MAX_STREAMS, "x must have 1 to 8 streams, got {}", n)
 
 
+@called()
 def hyper_connection_pre(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -138,6 +139,7 @@ def hyper_connection_pre(
     check(PRE, norm_eps >= 0, "norm_eps must be >= 0, got {}", norm_eps)
     check(PRE, sinkhorn_eps >= 0, "sinkhorn_eps must be >= 0, got {}", sinkhorn_eps)
     check_integers(PRE, least=1, iterations=iterations)
+    check_booleans(PRE, collapse=collapse)
     options = {"norm_eps": norm_eps, "pre_eps": pre_eps, "post_scale": post_scale, "post_eps": post_eps,
                "iterations": iterations, "sinkhorn_eps": sinkhorn_eps, "collapse": collapse}  # fmt: skip
     if not has_kernel(PRE, x) or torch.float64 in (weight.dtype, base.dtype, scale.dtype):
@@ -148,6 +150,7 @@ def hyper_connection_pre(
     return y if collapse else None, pre, post if parts > 1 else None, res
 
 
+@called({"mix": "res"})
 def hyper_connection_post(
     x: torch.Tensor,
     f: torch.Tensor | None = None,
@@ -178,6 +181,7 @@ def hyper_connection_post(
     _check_streams(op, x)
     n, lead = x.shape[-2], x.shape[:-2]
     outs = n
+    check_booleans(op, transposed=transposed)
     for name, a in (("f", f), ("post", post), ("res", res)):
         if a is not None:
             check_float(op, name, a)
@@ -199,5 +203,5 @@ def hyper_connection_post(
     if wide or not has_kernel(op, x):
         return reference_post(x, f, post, res, transposed=transposed)
     mix = None if res is None else res.flatten(-2).float()
-    y = _mix(x.flatten(-2), f, mix, None if post is None else post.float(), n, outs, bool(transposed))
+    y = _mix(x.flatten(-2), f, mix, None if post is None else post.float(), n, outs, transposed)
     return y.unflatten(-1, (outs, x.shape[-1]))

@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops.arguments import (
+    check_booleans,
     check_choice,
     check_float,
     check_integers,
     check_layout,
     check_like,
     check_numbers,
+    check_stored,
     kind_of,
 )
 
@@ -117,8 +119,8 @@ _op = Op(OP, fake=_fake, setup_context=_setup_context, backward=_backward, resul
 
 
 def _check(
-    logits, top_k, score, correction_bias, num_groups, top_groups, group_score, scale, dtype, ids_dtype,
-    losses, token_weights,
+    logits, top_k, score, normalize, correction_bias, num_groups, top_groups, group_score, scale, dtype,
+    ids_dtype, losses, token_weights,
 ):  # fmt: skip
     check_float(OP, "logits", logits)
     check(OP, logits.dim() >= 1, "logits must have at least one dimension, got {}", logits.dim())
@@ -129,6 +131,7 @@ def _check(
     check_choice(OP, "group_score", group_score, GROUP_SCORES)
     check_integers(OP, top_k=top_k, num_groups=num_groups, top_groups=top_groups)
     check_numbers(OP, scale=scale)
+    check_booleans(OP, normalize=normalize, losses=losses)
     check(OP, -math.inf < scale < math.inf, "scale must be finite, got {}", scale)
     divides = num_groups >= 1 and experts % num_groups == 0
     check(OP, divides, "num_groups must divide {}, got {}", experts, num_groups)
@@ -141,18 +144,26 @@ def _check(
     fits = group_score == "max" or num_groups == 1 or size >= 2
     check(OP, fits, "group_score must be 'max' for groups of one expert, got {!r}", group_score)
     floats = (None, torch.float32, logits.dtype)
-    check(OP, dtype in floats, "dtype must be None, torch.float32 or {}, got {}", logits.dtype, dtype)
-    integers = (torch.int64, torch.int32)
-    check(OP, ids_dtype in integers, "ids_dtype must be torch.int64 or torch.int32, got {}", ids_dtype)
+    check(
+        OP,
+        any(dtype is d for d in floats),
+        "dtype must be None, torch.float32 or {}, got {}",
+        logits.dtype,
+        dtype,
+    )
+    integers = ids_dtype is torch.int64 or ids_dtype is torch.int32
+    check(OP, integers, "ids_dtype must be torch.int64 or torch.int32, got {}", ids_dtype)
     if correction_bias is not None:
         check_float(OP, "correction_bias", correction_bias)
         check_like(OP, "correction_bias", correction_bias, (experts,), logits.device)
+        check_stored(OP, "correction_bias", correction_bias)
     if token_weights is not None:
         check(OP, losses, "token_weights must be None without losses, got {}", kind_of(token_weights))
         real = isinstance(token_weights, torch.Tensor) and not token_weights.is_complex()
         check(OP, real, "token_weights must be a tensor of real numbers, got {}", kind_of(token_weights))
         check_layout(OP, "token_weights", token_weights)
         check_like(OP, "token_weights", token_weights, logits.shape[:-1], logits.device)
+        check_stored(OP, "token_weights", token_weights)
 
 
 def route(
@@ -226,8 +237,8 @@ def route(
     Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, eq. 5; DeepSeek-V2 and V3, arXiv:2405.04434,
     arXiv:2412.19437, eq. 12 to 18.
     """
-    _check(logits, top_k, score, correction_bias, num_groups, top_groups, group_score, scale, dtype,
-           ids_dtype, losses, token_weights)  # fmt: skip
+    _check(logits, top_k, score, normalize, correction_bias, num_groups, top_groups, group_score, scale,
+           dtype, ids_dtype, losses, token_weights)  # fmt: skip
     if not has_kernel(OP, logits):
         return reference(
             logits, top_k, score=score, normalize=normalize, correction_bias=correction_bias,
@@ -238,9 +249,9 @@ def route(
     bias = None if correction_bias is None else correction_bias.detach().float()
     v = None if token_weights is None else token_weights.detach().reshape(-1).float()
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
-    options = SCORES.index(score), bool(normalize), num_groups, top_groups, GROUP_SCORES.index(group_score)
+    options = SCORES.index(score), normalize, num_groups, top_groups, GROUP_SCORES.index(group_score)
     dtypes = DTYPES.index(dtype or logits.dtype), DTYPES.index(ids_dtype)
-    weights, ids, aux, z = _op(rows, bias, v, top_k, *options, float(scale), *dtypes, *(bool(losses),) * 3)
+    weights, ids, aux, z = _op(rows, bias, v, top_k, *options, float(scale), *dtypes, *(losses,) * 3)
     if logits.dim() != 2:
         weights, ids = weights.reshape(*lead, top_k), ids.reshape(*lead, top_k)
     return (weights, ids, aux.view(()), z.view(())) if losses else (weights, ids)

@@ -83,7 +83,7 @@ def reference(hidden, weight, teacher, counts, d: Drafter):
     return torch.where(counts, rows, 0.0), torch.where(counts, overlap.detach(), 0.0), counts.to(wide)
 
 
-def _check_ids(draft_ids, classes, teacher_classes):
+def _check_ids(draft_ids, classes, teacher_classes, device):
     if draft_ids is None:
         words = "weight must have the teacher's {} classes where draft_ids is None, got {}"
         check(_OP, classes == teacher_classes, words, teacher_classes, classes)
@@ -91,9 +91,9 @@ def _check_ids(draft_ids, classes, teacher_classes):
     arguments.check_indices(_OP, "draft_ids", draft_ids)
     check(_OP, draft_ids.shape == (classes,), "draft_ids must be [{}], got {}", classes, draft_ids.shape)
     arguments.check_dense(_OP, "draft_ids", draft_ids)
+    check(_OP, draft_ids.device == device, "draft_ids must be on {}, got {}", device, draft_ids.device)
     if not arguments.readable(draft_ids) or torch._C._are_functorch_transforms_active():
         return
-    arguments.check_stored(_OP, "draft_ids", draft_ids)
     used = draft_ids[draft_ids >= 0].tolist()
     words = "draft_ids must be below the teacher's {} classes, got {}"
     check(_OP, max(used, default=0) < teacher_classes, words, teacher_classes, max(used, default=0))
@@ -114,6 +114,7 @@ def _at(h, shift):
     return F.pad(h[..., : h.shape[-2] - shift, :], (0, 0, shift, 0)) if shift else h
 
 
+@arguments.called()
 def drafter_loss(
     hidden: torch.Tensor | Sequence[torch.Tensor],
     weight: torch.Tensor,
@@ -219,12 +220,11 @@ def drafter_loss(
     for h in steps:
         fits = h.shape[:-1] == lead and h.shape == steps[0].shape and h.dtype == steps[0].dtype
         check(_OP, fits, "hidden must be {} and then H, the same for every step, got {}", lead, h.shape)
+        same = h.device == steps[0].device
+        check(_OP, same, "hidden must be on {} at every step, got {}", steps[0].device, h.device)
     number = len(steps)
-    shifts = (0,) * number if shifts is None else tuple(shifts)
-    step_weights = (1.0,) * number if step_weights is None else tuple(step_weights)
-    for name, values in (("shifts", shifts), ("step_weights", step_weights)):
-        words = name + " must be one for each of {} steps, got {}"
-        check(_OP, len(values) == number, words, number, len(values))
+    shifts = arguments.one_each(_OP, "shifts", shifts, number, "steps", [0] * number)
+    step_weights = arguments.one_each(_OP, "step_weights", step_weights, number, "steps", [1.0] * number)
     for k in shifts:
         arguments.check_integers(_OP, least=0, shifts=k)
     arguments.check_numbers(_OP, eta=eta, **{f"step_weights[{i}]": w for i, w in enumerate(step_weights)})
@@ -245,18 +245,21 @@ def drafter_loss(
     if mask is not None:
         boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
         check(_OP, boolean, "mask must be a bool tensor, got {}", arguments.kind_of(mask))
+        arguments.check_layout(_OP, "mask", mask)
         arguments.check_like(_OP, "mask", mask, lead, device)
     base = torch.zeros(lead, dtype=torch.int64, device=device)
     base = base if mask is None else base.masked_fill(~mask, _IGNORED)
     target = base if one else base.unsqueeze(-1).expand(*lead, number).contiguous()
     operands.check_token_weight(_OP, token_weight, base)
+    if token_weight is not None:
+        arguments.check_like(_OP, "token_weight", token_weight, lead, device)
     check_shift(_OP, any(shifts), position_ids, base)
     arguments.check_integers(_OP, or_none=True, valid_rows=valid_rows)
     head = operands.Head(
         valid_rows=None if valid_rows is None else valid_rows * number, chunk_rows=chunk_rows
     )
     operands.check_head(_OP, stacked, weight, target, head)
-    _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0])
+    _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0], device)
     weight, d = operands.plain_weight(_OP, weight), Drafter(loss, eta, outside, mask_outside, draft_ids)
     if outside == "renormalize" and not mask_outside and draft_ids is not None:  # no other class is asked for
         teacher_weight = teacher_weight[draft_ids.clamp(0, teacher_weight.shape[0] - 1)]
@@ -268,10 +271,14 @@ def drafter_loss(
         wide = torch.promote_types(stacked.dtype, torch.float32)
         own = reduction == "mean" and denominator is None
         position, counts = torch.arange(lead[-1], device=device), base.ne(_IGNORED)
-        position = (position if position_ids is None else torch.minimum(position, position_ids)).expand(lead)
+        if position_ids is not None:
+            position = torch.minimum(position, position_ids.reshape(position_ids.shape[-len(lead) :]))
+        position = position.expand(lead)
         factors, reached = [], [position >= k for k in shifts]
         for w, k, here in zip(step_weights, shifts, reached, strict=True):
-            f = torch.where(here, torch.full(lead, w, dtype=wide, device=device), 0.0)
+            f = torch.where(
+                here, torch.full(lead, float(w), dtype=torch.float64, device=device).to(wide), 0.0
+            )
             if k and own:  # each step's own mean
                 f = f * counts.sum() / (counts & here).sum().clamp(min=1)
             factors.append(f if token_weight is None else f * token_weight.detach())

@@ -27,6 +27,7 @@ _REDUCTIONS = {"none": "none", "sum": "sum", "batchmean": "mean", "mean": "mean"
 NUMBERS = {"soft": 1, "hard": 2, "entropy": 4}  # bits of `outputs`
 OUTPUTS = ("loss", *NUMBERS)
 _OP = "linear_divergence"
+_WORDS = {"target": "labels"}  # as the functions name what a head's checks and operators do
 
 
 class Divergence(NamedTuple):
@@ -154,6 +155,8 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
     check(op, d.hard >= 0, "hard must be >= 0, got {}", d.hard)
     wanted = d.hard != 0.0 or "hard" in d.outputs
     check(op, has_labels or not wanted, "labels must be given for the hard loss, got None")
+    if not isinstance(head.shift, bool):
+        arguments.check_integers(op, least=0, shift=head.shift)
     check(op, has_labels or not head.shift, "labels must be given with shift=True, got None")
     if not has_labels:
         labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
@@ -210,7 +213,8 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
 
 
 @arguments.options_of(linear_cross_entropy, but=("class_weight", "label_smoothing", "z_loss", "keep_mb",
-                                                 "max_workspace_mb", "logit_dtype"))  # fmt: skip
+                                                 "max_workspace_mb", "logit_dtype"),
+                      words=_WORDS)  # fmt: skip
 def linear_kl_div(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -272,13 +276,14 @@ def linear_kl_div(
 
     Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531).
     """
+    arguments.check_booleans("linear_kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
     loss = Divergence(teacher, kind, 0.5, soft, hard, teacher_softcap, teacher_logit_scale,
                       options["token_weight"], reduction, options["denominator"], outputs)  # fmt: skip
     return _run("linear_kl_div", hidden, weight, labels, operands.Head.of(options), loss)
 
 
-@arguments.options_of(linear_kl_div, but=("reverse",))
+@arguments.options_of(linear_kl_div, but=("reverse",), words=_WORDS)
 def linear_jsd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -303,7 +308,7 @@ def linear_jsd(
     return _run("linear_jsd", hidden, weight, labels, operands.Head.of(options), loss)
 
 
-@arguments.options_of(linear_kl_div, but=("reverse",))
+@arguments.options_of(linear_kl_div, but=("reverse",), words=_WORDS)
 def linear_tvd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
