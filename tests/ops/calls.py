@@ -159,7 +159,8 @@ def _plain() -> Iterator[Call]:
     yield of("lora_linears", x=rows, dropout=0.5, seed=lambda: torch.tensor([3]),
              linears=lambda: [(rows(40, COLUMNS), rows(4, COLUMNS), rows(40, 4), 2.0, rows(40))])  # fmt: skip
     yield of("linear_loss", **head, target=labels, fn=lambda: lambda lp, *w: lp * sum(w),
-             tensors=lambda: (rows(ROWS),), shift=1, bias=_HEAD["bias"], position_ids=_HEAD["position_ids"])  # fmt: skip
+             tensors=lambda: (rows(ROWS),), bias=_HEAD["bias"], position_ids=_HEAD["position_ids"],
+             shift=1)  # fmt: skip
     yield of("multi_token_loss", hidden=rows, labels=labels, heads=lambda: [rows(VOCABULARY, COLUMNS)] * 2,
              lora=lambda: (_lora(), None), token_weight=lambda: torch.rand(ROWS), coefficients=(1.0, 0.5),
              position_ids=lambda: _positions(ROWS), shifts=(1, 2))  # fmt: skip

@@ -15,6 +15,7 @@ from tigon.error import Error, check, refuse, renamed
 _STRIDED = torch.strided
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 _LEAST = -(2**63)
+_MOST_FLOAT = torch.finfo(torch.float32).max
 
 
 def kind_of(value: object) -> object:
@@ -69,24 +70,52 @@ def options_of(
         defaults = {p.name: p.default for p in inherited}
         known = {p.name for p in own} | defaults.keys()
         names = _positional(signature)
+        name = None if taker.__name__ == "__init__" else taker.__name__  # a module's checks name it
 
         @functools.wraps(taker)
         def call(*args, **options):
             if not known.issuperset(options):
-                name = next(name for name in options if name not in known)
-                raise TypeError(f"{taker.__qualname__}() got an unexpected keyword argument {name!r}")
+                other = next(key for key in options if key not in known)
+                raise TypeError(f"{taker.__qualname__}() got an unexpected keyword argument {other!r}")
             try:
-                if stored:
-                    _check_all_stored(taker.__name__, names, args, options)
+                if stored and name:
+                    _check_all_stored(name, names, args, options)
                 return taker(*args, **defaults | options)
             except Error as error:
-                refused = renamed(error, taker.__name__, words)
+                refused = renamed(error, name, words) if name else error
             raise refused
 
         call.__signature__ = signature.replace(parameters=own + inherited)
         return call
 
     return decorate
+
+
+def checked_init(init: Callable) -> Callable:
+    """Decorates the constructor of a module: its integers, numbers and booleans are what their annotations
+    say, its sizes, integers without a default, at least 1."""
+    parameters = inspect.signature(init).parameters
+    names, op = list(parameters), "nn." + init.__qualname__.split(".")[0]
+    kinds = {name: str(p.annotation).partition(" | ") for name, p in parameters.items()}
+
+    @functools.wraps(init)
+    def call(self, *args, **kwargs):
+        for name, value in (*zip(names[1:], args, strict=False), *kwargs.items()):
+            kind, _, other = kinds.get(name, ("", "", ""))
+            if other not in ("", "None") or (value is None and other):
+                continue
+            if kind == "int":
+                least = 1 if parameters[name].default is inspect.Parameter.empty else _LEAST
+                check_integers(op, least=least, **{name: value})
+            elif kind == "float":
+                check_numbers(op, **{name: value})
+                fits = abs(value) <= _MOST_FLOAT or abs(value) == math.inf
+                check(op, fits, name + " must be a number of float32, got {}", value)
+            elif kind == "bool":
+                check_booleans(op, **{name: value})
+        init(self, *args, **kwargs)
+
+    return call
 
 
 def picked(of: type, options: dict, /, **more: object):
@@ -181,7 +210,8 @@ def check_constant(op: str, name: str, x: torch.Tensor) -> None:
 def _is_number(value) -> bool:
     if isinstance(value, torch.Tensor):
         plain = value.layout is _STRIDED and not (value.is_nested or value.is_quantized)
-        return plain and value.numel() == 1 and not value.is_complex() and not is_narrow(value)
+        real = not (value.is_complex() or is_narrow(value) or value.dtype == torch.bool)
+        return real and plain and value.numel() == 1
     if isinstance(value, int):
         return _LEAST <= value < 2**63
     return isinstance(value, (float, torch.SymFloat, torch.SymInt)) or _converts("__float__", value)

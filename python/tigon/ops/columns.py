@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tigon.error import refuse
-from tigon.ops.arguments import check_float, check_numbers, check_stored
+from tigon.ops.arguments import check_float, check_integers, check_numbers, check_stored
 
 
 def check_eps(op: str, eps: float) -> None:
@@ -22,8 +22,9 @@ def normalized_size(op: str, size: int | Sequence[int]) -> int:
     """How many columns a norm is made for; torch's modules take it as a sequence of one too."""
     if isinstance(size, Sequence) and len(size) == 1:
         (size,) = size
-    if not isinstance(size, int):
+    if not isinstance(size, int) or isinstance(size, bool):
         refuse(op, "hidden_size must be an int, or a sequence of one, got {!r}", size)
+    check_integers(op, least=1, hidden_size=size)
     return size
 
 

@@ -425,9 +425,7 @@ def experts(
     return y.reshape(x.shape)
 
 
-@arguments.options_of(
-    experts, words=_WORDS | {"x": "rows", "experts_combine.weights": "row_weights"}
-)
+@arguments.options_of(experts, words=_WORDS | {"x": "rows", "experts_combine.weights": "row_weights"})
 def grouped_mlp(
     rows: torch.Tensor,
     gate_up: torch.Tensor,

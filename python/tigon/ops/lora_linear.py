@@ -18,7 +18,6 @@ from tigon.ops.arguments import (
     check_dense,
     check_float,
     check_integers,
-    check_number,
     check_numbers,
     check_stored,
     kind_of,
@@ -442,7 +441,11 @@ def _seed_of(seed, x) -> torch.Tensor:
 
 
 def _checked(x, linears, dropout, place="") -> tuple[torch.Tensor, list[Base], list[Adapter]]:
-    """x, maps and adapters, in the dtype that autocast asks for. `place`: what messages call a map, ``{}`` its number."""
+    """x, maps and adapters, in the dtype that autocast asks for.
+
+    Args:
+        place: what messages call a map, with ``{}`` for its number.
+    """
     check_float(_OP, "x", x)
     check_dense(_OP, "x", x)
     check(_OP, x.dim() >= 1 and x.shape[-1] >= 1, "x must be [..., K], got {}", tuple(x.shape))
@@ -467,7 +470,7 @@ def _checked(x, linears, dropout, place="") -> tuple[torch.Tensor, list[Base], l
             check(_OP, t.device == x.device, of + name + " must be on {}, got {}", x.device, t.device)
             if name in ("weight", "bias") and not casts:
                 check(_OP, t.dtype == x.dtype, of + name + " must be {}, got {}", x.dtype, t.dtype)
-        check_number(_OP, of + "scale", scale)
+        check_numbers(_OP, **{of + "scale": scale})
         sizes, rank = (weight.shape[0], x.shape[-1]), a.shape[0]
         check(_OP, weight.shape[1] == sizes[1], of + "weight must be [N, {}], got {}", sizes[1],
               tuple(weight.shape))  # fmt: skip
@@ -546,8 +549,8 @@ def lora_linear(
     ``scale * d(x) @ a.T``.
 
     Args:
-        x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference. Under autocast x, weight
-            and bias are taken in its dtype, as by ``F.linear``.
+        x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference. Under autocast x,
+            weight and bias are taken in its dtype, as by ``F.linear``.
         weight: ``[N, K]`` in x's dtype, usually frozen; it gets a gradient where it requires one.
         a, b: ``[r, K]`` and ``[N, r]`` in any one of the three dtypes, rounded to x's for the products.
             Gradients of float32 adapters are float32 sums.

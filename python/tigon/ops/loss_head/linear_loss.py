@@ -11,7 +11,15 @@ from torch.autograd import forward_ad
 from tigon._op import has_kernel, once, raw, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_booleans, check_choice, check_layout, is_narrow, is_traced, kind_of, options_of
+from tigon.ops.arguments import (
+    check_booleans,
+    check_choice,
+    check_layout,
+    is_narrow,
+    is_traced,
+    kind_of,
+    options_of,
+)
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import finish
