@@ -222,6 +222,33 @@ def _first(result):
     return result[0] if isinstance(result, tuple) else result
 
 
+CHANGING = list(
+    {call.function: call for call in CALLS if not call.name.endswith(("of one", "matches"))}.values()
+)
+
+
+@pytest.mark.parametrize("call", CHANGING, ids=[call.name for call in CHANGING])
+def test_numbers_that_change_under_compile(call):
+    """One graph, its numbers symbols: annealed temperatures, coefficients and shares."""
+    if call.name in ("clip_grad_norm_", "linear_loss") or call.name.endswith("_memory"):
+        pytest.skip("not a part of a graph")
+    good = call.draw()
+    options = {name: p.default for name, p in inspect.signature(call.function).parameters.items()} | good
+    numbers = {name: value for name, value in options.items() if type(value) is float}
+    if not numbers:
+        pytest.skip("takes no numbers")
+    given = {name: value for name, value in good.items() if name not in numbers}
+
+    def run(numbers):
+        return _first(call.function(**given, **numbers))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+    for factor in (1.0, 0.75, 0.5):
+        changed = {name: value if value in (0.0, 1.0) else factor * value for name, value in numbers.items()}
+        assert torch.equal(compiled(changed), run(changed)), changed
+
+
 MODULES: dict[str, dict[str, Any]] = {
     "AddRMSNorm": {"hidden_size": 8}, "CrossEntropyLoss": {}, "DyT": {"hidden_size": 8},
     "Embedding": {"num_embeddings": 5, "embedding_dim": 3}, "GatedRMSNorm": {"hidden_size": 8}, "GeGLU": {},
@@ -255,6 +282,25 @@ def test_wrong_values_of_modules(name):
             except Exception as error:
                 found.append(f"{argument} = {what}: {type(error).__name__}: {error}"[:160])
     assert not found, "\n".join(found)
+
+
+# Rows labelled ignore_index do not count there; the class is never asked for.
+PLAIN_LABELS = (tigon.kl_div, tigon.jsd, tigon.tvd, tigon.count_labels)
+
+
+@every_call
+def test_labels_that_cannot_be(call):
+    """Wherever a function takes labels: one that is no class is refused, whatever else it is asked for."""
+    good = call.draw()
+    for name in ("labels", "target"):
+        value = good.get(name)
+        classes = isinstance(value, torch.Tensor) and call.function not in PLAIN_LABELS
+        for wrong_label in (10**6, -5) if classes else ():
+            labels = value.clone()
+            labels.view(-1)[-1] = wrong_label
+            labels = labels.roll(5, -1)  # no shift reaches it
+            with pytest.raises(tigon.Error, match=rf"^\[\w+\] {name} must be in .*got {wrong_label}"):
+                calls.call(call.function, good | {name: labels})
 
 
 def test_every_function_is_called():

@@ -284,8 +284,9 @@ def one_each(op: str, name: str, values: object, count: int, what: str, default:
 
 
 def readable(t: torch.Tensor) -> bool:
-    """Whether the numbers of a tensor can be looked at without waiting: on the CPU, outside tracing."""
-    return not is_traced(t) and t.device.type == "cpu"
+    """Whether the numbers of a tensor can be looked at without waiting: on the CPU, outside tracing and the
+    transforms of ``torch.func``."""
+    return not (is_traced(t) or torch._C._are_functorch_transforms_active()) and t.device.type == "cpu"
 
 
 def is_traced(t: torch.Tensor) -> bool:

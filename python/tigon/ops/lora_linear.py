@@ -227,7 +227,8 @@ _bwd_transformed = _op.transformable(
 def _setup_operator(ctx, inputs, output):
     x, tensors, *options, seed, _, _ = inputs
     layout = Layout(len(tensors) - len(options[0]) - len(options[1]), tuple(options))
-    constant = _constant(layout, *ctx.needs_input_grad[:2], output[:-1])
+    need_x, *needs = ctx.needs_input_grad  # flat here, as the backward's is not
+    constant = _constant(layout, need_x, needs[: len(tensors)], output[:-1])
     ctx.mark_non_differentiable(*constant, output[-1])
     _save(ctx, layout, x, seed, output[-1], tensors)
 

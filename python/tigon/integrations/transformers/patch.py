@@ -26,6 +26,7 @@ from tigon.integrations.transformers.report import Entry, Report
 from tigon.integrations.transformers.rewriting import rewritten_forward
 from tigon.integrations.transformers.rope import Key, find_rotary, plan_rotary, rebind, release
 from tigon.integrations.transformers.routers import plan_router, router_forward
+from tigon.ops.arguments import check_booleans
 
 STATE = "_tigon_state"
 ABSENT = "absent"  # the model had no loss function of its own
@@ -207,6 +208,9 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     """
     if not isinstance(model, nn.Module):
         raise Error(f"[apply] model must be a torch.nn.Module, got {_what(model)}")
+    check_booleans("apply", norm=norm, mlp=mlp, rope=rope, loss=loss, experts=experts, router=router, qkv=qkv,
+                   qk_norm=qk_norm, hyper=hyper, lora=lora, lazy_logits=lazy_logits,
+                   strict=strict)  # fmt: skip
     root = unwrapped(model)
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
@@ -278,6 +282,8 @@ def undo(model: nn.Module) -> None:
     A rotary function is shared by all models of its package: it returns to stock when the last
     patched model of the package is undone or dropped.
     """
+    if not isinstance(model, nn.Module):
+        raise Error(f"[undo] model must be a torch.nn.Module, got {_what(model)}")
     root = unwrapped(model)
     for module in root.modules():
         unbind(module)

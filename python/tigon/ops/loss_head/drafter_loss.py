@@ -92,11 +92,12 @@ def _check_ids(draft_ids, classes, teacher_classes, device):
     check(_OP, draft_ids.shape == (classes,), "draft_ids must be [{}], got {}", classes, draft_ids.shape)
     arguments.check_dense(_OP, "draft_ids", draft_ids)
     check(_OP, draft_ids.device == device, "draft_ids must be on {}, got {}", device, draft_ids.device)
-    if not arguments.readable(draft_ids) or torch._C._are_functorch_transforms_active():
+    if not arguments.readable(draft_ids):
         return
     used = draft_ids[draft_ids >= 0].tolist()
     words = "draft_ids must be below the teacher's {} classes, got {}"
     check(_OP, max(used, default=0) < teacher_classes, words, teacher_classes, max(used, default=0))
+    check(_OP, len(used) > 0, "draft_ids must hold at least one of the teacher's classes, got none")
     check(_OP, len({*used}) == len(used), "draft_ids must be different classes, got one twice")
 
 
@@ -187,8 +188,8 @@ def drafter_loss(
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also draft_ids that are not
-            different classes of the teacher's. On CUDA a class that is none of them is one that the teacher
-            does not have.
+            different classes of the teacher's, or hold none. On CUDA a class that is none of them is one that
+            the teacher does not have.
 
     Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
     Training-Time Test" (arXiv:2503.01840); Samarin et al. 2026, "LK Losses: Direct Acceptance Rate
@@ -261,9 +262,11 @@ def drafter_loss(
     operands.check_head(_OP, stacked, weight, target, head)
     _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0], device)
     weight, d = operands.plain_weight(_OP, weight), Drafter(loss, eta, outside, mask_outside, draft_ids)
-    if outside == "renormalize" and not mask_outside and draft_ids is not None:  # no other class is asked for
+    held = None
+    if not mask_outside and draft_ids is not None:
+        held = (draft_ids >= 0) & (draft_ids < len(teacher_weight))
+    if outside == "renormalize" and held is not None:  # no other class is asked for
         teacher_weight = teacher_weight[draft_ids.clamp(0, teacher_weight.shape[0] - 1)]
-        held = (draft_ids >= 0) & (draft_ids < len(teacher[1]))
         draft_ids = torch.where(held, torch.arange(len(draft_ids), device=device), -1)
         d = d._replace(draft_ids=draft_ids)
     factor = reaches = None
@@ -295,6 +298,8 @@ def drafter_loss(
             losses = _cross_entropy.divide(losses.sum(), denominator)
         elif reduction != "none":
             losses = losses.sum() / (base.ne(_IGNORED).sum() if reduction == "mean" else 1)
+    if held is not None and not arguments.readable(held):  # no class at all has no loss
+        losses = torch.where(held.any(), losses, torch.nan)
     if outputs == ("loss",):
         return losses
     if reaches is not None:

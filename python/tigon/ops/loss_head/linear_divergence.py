@@ -117,13 +117,22 @@ def reference(hidden, weight, teacher, labels, head: operands.Head, d: Divergenc
     return d.results(d.reduce(soft_rows, hard_rows, counts, classes), results)
 
 
-def _check_teacher(op, teacher, hidden):
+def _check_teacher(op, teacher, hidden, classes):
     """Teacher's hidden states, weight and bias, or its logits alone; detached."""
     lead = hidden.shape[:-1]
     if isinstance(teacher, torch.Tensor):
         arguments.check_float(op, "teacher", teacher)
         fits = teacher.dim() == len(lead) + 1 and teacher.shape[:-1] == lead and teacher.shape[-1] >= 1
         check(op, fits, "teacher must be logits {} and then V, got {}", lead, teacher.shape)
+        # Padding is a small part of the classes, and no coincidence gives a teacher hidden's columns.
+        given = teacher.shape[-1]
+        states = given != classes and (
+            max(given, classes) > 2 * min(given, classes) or given == hidden.shape[-1]
+        )
+        words = (
+            "teacher must be logits of about weight's {} classes, or (hidden, weight), got {} columns alone"
+        )
+        check(op, not states, words, classes, given)
         return teacher.detach(), None, None
     parts = isinstance(teacher, Sequence) and len(teacher) in (2, 3)
     given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
@@ -174,7 +183,7 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
             op, plain_side, "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
         )
         return d.results(*top_k.top_k_loss(op, operands.autocast(hidden), weight, labels, head, d))
-    states, teacher_weight, teacher_bias = _check_teacher(op, d.teacher, hidden)
+    states, teacher_weight, teacher_bias = _check_teacher(op, d.teacher, hidden, weight.shape[0])
     hidden, states = (
         operands.autocast(hidden),
         states if teacher_weight is None else operands.autocast(states),

@@ -106,9 +106,15 @@ def vllm_log_prob(hidden, weight, target, head: Head, wide):
 class WithValue(torch.autograd.Function):
     """x's gradient under another value of it."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, value):
+    def forward(x, value):
         return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Nothing is kept."""
 
     @staticmethod
     def backward(ctx, dx):
