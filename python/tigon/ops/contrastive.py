@@ -279,8 +279,8 @@ def contrastive_loss(
         way: similarities are not rounded there, and nothing passes over them but the products.
 
     Raises:
-        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label that is no document
-        of d and not -100. On CUDA such a label makes that query's loss NaN.
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label that is no
+            document and not -100. On CUDA such a label makes that query's loss NaN.
 
     Source: van den Oord et al. 2018, arXiv:1807.03748, eq. 4; Radford et al. 2021, arXiv:2103.00020, figure
     3; Khosla et al. 2020, arXiv:2004.11362, eq. 2 (several positives); Solatorio 2024, arXiv:2402.16829
@@ -396,13 +396,14 @@ def _loss(
     plain = not symmetric and labels.shape[1] == 1 and ids is None and bound is None and type(whole) is _Own
     if plain and not isinstance(temperature, torch.Tensor) and n:
         return linear_cross_entropy(
-            q, d, labels[:, 0], logit_scale=1.0 / columns, temperature=float(temperature), token_weight=weight,
-            reduction=reduction, chunk_rows=chunk_rows,
+            q, d, labels[:, 0], logit_scale=1.0 / columns, temperature=float(temperature),
+            token_weight=weight, reduction=reduction, chunk_rows=chunk_rows,
         )  # fmt: skip
     if isinstance(temperature, torch.Tensor):
         scale = 1.0 / (temperature.to(q.device, wide).reshape(1) * columns)
     else:
-        scale = torch.full((1,), 1.0 / (temperature * columns), dtype=torch.float64, device=q.device).to(wide)
+        scale = torch.full((1,), 1.0 / (temperature * columns), dtype=torch.float64, device=q.device)
+        scale = scale.to(wide)
     if bound is not None and guide is None:
         limit = whole.rows(limits(q, d, labels, length=columns, rounded=True, **bound))
     row_lse, col_lse, picked = statistics(

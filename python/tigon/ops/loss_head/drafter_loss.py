@@ -292,6 +292,7 @@ def drafter_loss(
             stacked, weight, (states, teacher_weight), base, target, head, factor, d, reduction, denominator
         )
     else:
+        operands.check_plain(_OP, 1, target, head)
         rows, overlap, counted = reference(stacked, weight, (states, teacher_weight), target != _IGNORED, d)
         losses = rows if factor is None else rows * factor
         if denominator is not None:
