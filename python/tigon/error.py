@@ -38,8 +38,10 @@ def renamed(error: Error, op: str, words: Mapping[str, str] | None = None) -> Er
         words: the function's name of what an operator calls ``"argument"``, or ``"operator.argument"``.
     """
     operator, _, text = str(error)[1:].partition("] ")
-    if operator == op and not words:
-        return error
+    if operator.rpartition(".")[2] == op:  # "parallel.cross_entropy" is tigon.parallel's
+        op = operator
+        if not words:
+            return error
     if words:
         text = re.sub(r"\w+", lambda m: words.get(f"{operator}.{m[0]}", words.get(m[0], m[0])), text)
     return Error(f"[{op}] {text}")

@@ -18,6 +18,7 @@ import torch
 from checks import same_bits
 
 import tigon
+import tigon.parallel
 
 CALLS = calls.calls()
 every_call = pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
@@ -80,7 +81,7 @@ def is_taken(call: calls.Call, name: str, value: Any) -> bool:
 
 def wrong(call: calls.Call) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Arguments of a call with one of them, or a part of one, replaced."""
-    bare = next(c for c in CALLS if c.function is call.function)
+    bare = next((c for c in CALLS if c.function is call.function), call)
     good = call.draw()
     for name in inspect.signature(call.function).parameters:
         given = good.get(name)
@@ -102,7 +103,7 @@ def outcome(function: Callable, arguments: dict[str, Any], name: str) -> str:
     try:
         calls.call(function, arguments)
     except tigon.Error as error:
-        said = re.match(r"\[(\w+)\] ", str(error))
+        said = re.match(r"\[(?:parallel\.)?(\w+)\] ", str(error))
         if said is None or said[1] != function.__name__:
             return f"names another function: {error}"
         words = str(error)[said.end() :]  # "teacher_hidden" is of teacher, "q_ids" of ids
@@ -131,6 +132,34 @@ def test_wrong_values(call):
     assert not found, "\n".join([f"{len(found)}", *found])
     for (at, t), before in zip(tensors, kept, strict=True):
         assert same_bits(t, before), f"{at} was modified"
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "linear_log_prob"])
+def test_wrong_values_of_sharded_losses(name, group):
+    """Each is an error of all processes: the storage of a freed tensor is looked at where they agree."""
+    call = next(c for c in CALLS if c.name == f"{name} with all")
+    function, good = getattr(tigon.parallel, name), call.draw()
+    good = {key: value for key, value in good.items() if key in inspect.signature(function).parameters}
+    call, found = calls.Call(name, function, lambda: good | {"group": group}), []
+    call()
+    for argument, what, arguments in wrong(call):
+        if problem := outcome(function, arguments, argument):
+            found.append(f"{argument} = {what}: {problem}"[:200])
+    for argument, value in good.items():
+        for place, t in places(value):
+            if isinstance(t, torch.Tensor):
+                with pytest.raises(tigon.Error, match=rf"^\[parallel\.{name}\] .*{argument}.* was freed"):
+                    call(**{argument: put(value, place, freed(t, t.dtype))})
+    assert not found, "\n".join(found)
 
 
 def test_wrong_values_of_a_clipping():
