@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from tigon import _op
 from tigon._load import native
-from tigon.error import check, refuse
+from tigon.error import Error, check, refuse
 from tigon.ops.arguments import (
     called,
     check_dense,
@@ -441,7 +441,7 @@ def _seed_of(seed, x) -> torch.Tensor:
     return torch.full((1,), seed, dtype=torch.int64, device=x.device)
 
 
-def _checked(x, linears, dropout, place="") -> tuple[torch.Tensor, list[Base], list[Adapter]]:
+def _checked(x, linears, dropout, place=None) -> tuple[torch.Tensor, list[Base], list[Adapter]]:
     """x, maps and adapters, in the dtype that autocast asks for.
 
     Args:
@@ -454,48 +454,61 @@ def _checked(x, linears, dropout, place="") -> tuple[torch.Tensor, list[Base], l
     check(_OP, 0 <= dropout < 1, "dropout must be in [0, 1), got {}", dropout)
     listed = isinstance(linears, Sequence) and not isinstance(linears, str)
     check(_OP, listed, "linears must be a sequence of tuples, got {}", kind_of(linears))
-    x, bases, adapters = autocast(x), [], []
     casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    if casts:
+        check_stored(_OP, "x", x)
+        x = autocast(x)
+    bases, adapters = [], []
     for i, linear in enumerate(linears):
         fits = isinstance(linear, tuple | list) and 3 <= len(linear) <= 5
         check(_OP, fits, "linears must be tuples (weight, a, b, scale, bias), got {}", kind_of(linear))
         weight, a, b, scale, bias = (*linear, *(1.0, None)[len(linear) - 3 :])
-        of = place.format(i)
-        for name, t in (("weight", weight), ("a", a), ("b", b), ("bias", bias)):
-            if t is None and name == "bias":
-                continue
-            check_float(_OP, of + name, t)
-            check_dense(_OP, of + name, t)
-            dims = 1 if name == "bias" else 2
-            check(_OP, t.dim() == dims, of + name + " must have {} dimension(s), got {}", dims, t.dim())
-            check(_OP, t.device == x.device, of + name + " must be on {}, got {}", x.device, t.device)
-            if name in ("weight", "bias") and not casts:
-                check(_OP, t.dtype == x.dtype, of + name + " must be {}, got {}", x.dtype, t.dtype)
-        check_numbers(_OP, **{of + "scale": scale})
-        sizes, rank = (weight.shape[0], x.shape[-1]), a.shape[0]
-        check(_OP, weight.shape[1] == sizes[1], of + "weight must be [N, {}], got {}", sizes[1],
-              tuple(weight.shape))  # fmt: skip
-        check(_OP, a.shape[1] == sizes[1], of + "a must be [r, {}], got {}", sizes[1], tuple(a.shape))
-        check(_OP, tuple(b.shape) == (sizes[0], rank), of + "b must be {}, got {}", (sizes[0], rank),
-              tuple(b.shape))  # fmt: skip
-        check(_OP, b.dtype == a.dtype, of + "b must be {}, got {}", a.dtype, b.dtype)
-        if adapters:
-            first = adapters[0].a.dtype
-            check(_OP, a.dtype == first, of + "a must be {}, got {}", first, a.dtype)
-        if bias is not None:
-            check(_OP, bias.shape[0] == sizes[0], of + "bias must be [{}], got {}", sizes[0],
-                  tuple(bias.shape))  # fmt: skip
-        if casts and weight.dtype != x.dtype:
-            check_stored(_OP, of + "weight", weight)
-            weight = weight.to(x.dtype)
-        if casts and bias is not None and bias.dtype != x.dtype:
-            check_stored(_OP, of + "bias", bias)
-            bias = bias.to(x.dtype)
-        bases.append(Base(weight, bias))
-        adapters.append(Adapter(i, a, b, float(scale), float(dropout)))
+        dtype = adapters[0].a.dtype if adapters else None
+        try:
+            base = _checked_base(x, weight, a, b, scale, bias, dtype, casts)
+        except Error as error:
+            refused = error if place is None else Error(str(error).replace("] ", f"] {place.format(i)}", 1))
+        else:
+            bases.append(base)
+            adapters.append(Adapter(i, a, b, float(scale), float(dropout)))
+            continue
+        raise refused
     if not bases:
         refuse(_OP, "linears must hold at least one, got none")
     return x, bases, adapters
+
+
+def _checked_base(x, weight, a, b, scale, bias, dtype, casts) -> Base:
+    """The map of a checked adapter, whose dtype is that of the others."""
+    named = {"weight": weight, "a": a, "b": b} | ({} if bias is None else {"bias": bias})
+    for name, t in named.items():
+        check_float(_OP, name, t)
+        check_dense(_OP, name, t)
+        dims = 1 if name == "bias" else 2
+        check(_OP, t.dim() == dims, name + " must have {} dimension(s), got {}", dims, t.dim())
+        check(_OP, t.device == x.device, name + " must be on {}, got {}", x.device, t.device)
+        if name in ("weight", "bias") and not casts:
+            check(_OP, t.dtype == x.dtype, name + " must be {}, got {}", x.dtype, t.dtype)
+    check_numbers(_OP, scale=scale)
+    sizes, rank = (weight.shape[0], x.shape[-1]), a.shape[0]
+    check(_OP, weight.shape[1] == sizes[1], "weight must be [N, {}], got {}", sizes[1], tuple(weight.shape))
+    check(_OP, a.shape[1] == sizes[1], "a must be [r, {}], got {}", sizes[1], tuple(a.shape))
+    check(_OP, tuple(b.shape) == (sizes[0], rank), "b must be {}, got {}", (sizes[0], rank), tuple(b.shape))
+    check(_OP, b.dtype == a.dtype, "b must be {}, got {}", a.dtype, b.dtype)
+    if dtype is not None:
+        check(_OP, a.dtype == dtype, "a must be {}, got {}", dtype, a.dtype)
+    if bias is not None:
+        check(_OP, bias.shape[0] == sizes[0], "bias must be [{}], got {}", sizes[0], tuple(bias.shape))
+    if casts:
+        weight, bias = _in_dtype("weight", weight, x.dtype), _in_dtype("bias", bias, x.dtype)
+    return Base(weight, bias)
+
+
+def _in_dtype(name, t, dtype):
+    if t is None or t.dtype == dtype:
+        return t
+    check_stored(_OP, name, t)
+    return t.to(dtype)
 
 
 @called()
@@ -527,8 +540,11 @@ def lora_linears(
 
 def _of_checked(x, bases, adapters, dropout, seed):
     seed = _seed_of(seed, x) if dropout > 0 else None
-    narrow = (t for _, a, b, *_ in adapters for t in (a, b))
-    if not _op.has_kernel(_OP, x, *narrow, beside=tuple(t for base in bases for t in base)):
+    if not _op.has_kernel(_OP, x, *(t for _, a, b, *_ in adapters for t in (a, b))):
+        for base in bases:
+            for name, t in base._asdict().items():
+                if t is not None:
+                    check_stored(_OP, name, t)
         return reference(x, bases, adapters, seed)
     return adapted(x, bases, adapters, seed)
 
