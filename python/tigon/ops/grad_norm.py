@@ -5,7 +5,7 @@ Contracts: ``grad_norm.h`` and ``scale.h`` of ``csrc/tigon/ops/adamw``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -44,6 +44,23 @@ def _process_groups(t: torch.Tensor) -> tuple:
                 "grad_norm", "gradients must be sharded or replicated, got a DTensor that is {}", placement
             )
     return tuple(groups)
+
+
+def alike(op: str, parameters: list[torch.Tensor], call: Callable[[], object] = lambda: None):
+    """``call()``, once all processes that share the parameters found that the same ones have gradients.
+
+    A call that raises is an error in all of them. Without DTensors nobody else takes part.
+    """
+    placed = {(p.device_mesh, p.placements): p for p in parameters if is_dtensor(p)}
+    groups = {group: None for p in placed.values() for group in _process_groups(p)}
+    if not groups:
+        return call()
+    from tigon.parallel.shards import agree_on
+
+    def describe():
+        return {"gradients": [i for i, p in enumerate(parameters) if p.grad is not None]}, call()
+
+    return agree_on(op, groups, parameters[0].device, describe)
 
 
 def _total(grads: list[torch.Tensor]) -> torch.Tensor:
@@ -123,7 +140,9 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    check_numbers("clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
+    alike("clip_grad_norm_", parameters, lambda: check_numbers(
+        "clip_grad_norm_", max_norm=max_norm, norm_type=norm_type
+    ))  # fmt: skip
     if float(norm_type) != 2.0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if not grads:

@@ -12,7 +12,7 @@ from tigon._op import has_kernel
 from tigon.error import Error, check, refuse
 from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, reference_
 from tigon.ops.arguments import check_choice, check_integers, check_numbers
-from tigon.ops.grad_norm import global_norm, is_dtensor, local
+from tigon.ops.grad_norm import alike, global_norm, is_dtensor, local
 
 _OP = "AdamW"
 _HALF = (torch.bfloat16, torch.float16)
@@ -357,10 +357,12 @@ class AdamW(torch.optim.Optimizer):
     def _clip(self, groups, max_norm: float, scale=None, before=None) -> torch.Tensor | None:
         """The factor of all gradients, which were multiplied by `scale` and wait for the factor `before`."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():  # so there may be FSDP1
-            for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+            params = [p for group in self.param_groups for p in group["params"]]
+            for p in params:
                 if getattr(p, "_fsdp_flattened", False) or hasattr(p, "_is_flat_param"):
                     refuse(_OP, "max_grad_norm must be None under FSDP1, whose shards do not tell of each "
                            "other: call model.clip_grad_norm_")  # fmt: skip
+            alike(_OP, params)
         grads = _gradients_of(groups)
         if not grads:
             return None

@@ -13,7 +13,7 @@ from torch import nn
 from tigon.error import check, refuse
 from tigon.nn.embedding import Embedding
 from tigon.ops.arguments import check_choice, check_integers, check_numbers
-from tigon.ops.grad_norm import is_dtensor, local
+from tigon.ops.grad_norm import alike, is_dtensor, local
 from tigon.ops.muon import Start, momentum_, update_
 from tigon.ops.orthogonalize import newton_schulz_, orthogonalize_
 from tigon.optim.adamw import AdamW, check_lr, check_placed, evaluated
@@ -102,7 +102,10 @@ class Muon(torch.optim.Optimizer):
         """One update. `closure` reevaluates the model and returns the loss, which is returned."""
         loss = evaluated(closure)
         groups = [(group, group.get("use_muon", True)) for group in self.param_groups]
-        work = [item for group, use_muon in groups if use_muon for item in _batches(group)]
+        shared = [p for group, use_muon in groups if use_muon for p in group["params"]]
+        work = alike(_OP, shared, lambda: [
+            item for group, use_muon in groups if use_muon for item in _batches(group)
+        ])  # fmt: skip
         if rest := [group for group, use_muon in groups if not use_muon]:
             self._adamw.param_groups, self._adamw.state = rest, self.state
             self._adamw.step()
