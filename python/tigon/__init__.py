@@ -107,8 +107,10 @@ __all__ = [
     "poly_norm",
     "preference_loss",
     "qk_norm_rope",
+    "record_routing",
     "reglu",
     "relu_squared",
+    "replay_routing",
     "rms_norm",
     "rope",
     "route",
@@ -128,6 +130,8 @@ def __getattr__(name: str):
         return importlib.import_module("tigon.parallel")
     if name in ("apply", "undo"):
         from tigon.integrations import transformers
+    elif name in ("record_routing", "replay_routing"):
+        from tigon.integrations.transformers import routing as transformers
     elif name in ("AutoTigonForCausalLM", "TigonTrainerCallback"):
         from tigon.integrations.transformers import modules as transformers
     else:
