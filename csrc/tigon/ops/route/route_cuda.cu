@@ -190,14 +190,19 @@ __device__ __forceinline__ void close_groups(const Forward& p, const float (&val
   __syncwarp();
 }
 
-// The places of a token's forced experts; whether they are its choice. bad: some are no experts.
+// Writes the ids of a token's forced experts and finds their places; whether they are its choice. own: the lane's id of the first
+// 32. bad: some are no experts.
 template <int N>
-__device__ __forceinline__ bool take_forced(const Forward& p, int64_t t, int (&place)[N], bool& bad) {
+__device__ __forceinline__ bool take_forced(const Forward& p, int64_t t, int own, int (&place)[N],
+                                            bool& bad) {
   const int lane = int(threadIdx.x) % 32;
   bool taken = true, twice = false;
+#pragma unroll
+  for (int j = 0; j < row_places<N>(); ++j) place[j] = -1;
   for (int first = 0; first < p.top_k && taken; first += 32) {
     const int count = min(32, p.top_k - first);
-    const int own = lane < count ? forced_at(p.forced, t, first + lane) : 0;
+    if (first > 0) own = lane < count ? forced_at(p.forced, t, first + lane) : 0;
+    if (lane < count) p.ids.set(t, first + lane, own);
     if (first == 0) taken = __shfl_sync(kAllLanes, own, 0) >= 0;
     bad = bad || __any_sync(kAllLanes, own < 0 || own >= p.experts);
     for (int k = 0; k < count; ++k) {
@@ -221,17 +226,12 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant
   float counts[kLosses ? N : 1] = {}, qs[kLosses ? N : 1] = {}, all = 0.0f, squares = 0.0f;
   for (int64_t t = int64_t(blockIdx.x) * kWarps + warp; t < p.tokens; t += int64_t(gridDim.x) * kWarps) {
     Row<N> row;
+    const bool given = p.forced.data != nullptr;
+    const int first = given && lane < p.top_k ? forced_at(p.forced, t, lane) : 0;
     row.load(p.logits, t, p.experts, p.options);
     int place[N];
-    bool bad = false, forced = false;
-    if (p.forced.data != nullptr) {
-#pragma unroll
-      for (int j = 0; j < row_places<N>(); ++j) place[j] = -1;
-      forced = take_forced(p, t, place, bad);
-    }
-    if (forced) {
-      for (int k = lane; k < p.top_k; k += 32) p.ids.set(t, k, forced_at(p.forced, t, k));
-    } else {
+    bool bad = false;
+    if (!given || !take_forced(p, t, first, place, bad)) {
       float value[N];
       uint32_t keys[N];
       const bool scored = p.bias != nullptr || p.options.two;
