@@ -19,12 +19,7 @@ from torch import nn
 
 from tigon.integrations.transformers.forward import blocked, has_hooks, plain, stock
 from tigon.integrations.transformers.probe import PROBE_EPS, on_cpu, same_results, twin
-from tigon.integrations.transformers.rewriting import (
-    Rewritten,
-    recompiled,
-    rewritable,
-    wrapped_again,
-)
+from tigon.integrations.transformers.rewriting import Rewritten, rewrite_innermost
 from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_post, hyper_connection_pre
 
 _COLUMNS, _ITERATIONS, _MAGNITUDE = 6, 3, 1.7  # of a probe
@@ -174,16 +169,16 @@ def rewrite(forward) -> tuple[int, types.FunctionType] | None:
     """How many places were replaced, and the new forward; None where there are none."""
     inner = inspect.unwrap(forward)
     names = getattr(getattr(inner, "__code__", None), "co_names", ())
-    node = rewritable(inner) if "unsqueeze" in names else None
-    if node is None:
-        return None
-    replace = _Replace()
-    node = replace.visit(node)
-    if not replace.places:
+    if "unsqueeze" not in names:
         return None
     own = {name: function for name, (_, function) in _STREAMS.items()}
-    made = wrapped_again(forward, recompiled(inner, node, **own))
-    return None if made is None else (replace.places, made)
+    return rewrite_innermost(forward, _replace, **own)
+
+
+def _replace(node: ast.FunctionDef) -> int:
+    replace = _Replace()
+    replace.visit(node)
+    return replace.places
 
 
 class _Replace(ast.NodeTransformer):

@@ -18,10 +18,8 @@ from tigon.integrations.transformers.norms import norm_forward, plan_norm
 from tigon.integrations.transformers.rewriting import (
     Rewritten,
     attribute_of_self,
-    recompiled,
-    rewritable,
+    rewrite_innermost,
     statement_at,
-    wrapped_again,
 )
 from tigon.integrations.transformers.rope import rotary_form, rotary_names
 from tigon.ops.qk_norm_rope import MAX_HEAD_DIM, qk_norm_rope
@@ -119,13 +117,14 @@ def rewrite(forward) -> tuple[tuple, types.FunctionType] | None:
     """((rotary function, attributes of its norms) of each call, the new forward), or None without any."""
     inner = inspect.unwrap(forward)
     names = rotary_names(inner) if isinstance(inner, types.FunctionType) else {}
-    node = rewritable(inner) if names else None
-    if node is None:
+    if not names:
         return None
     rotary = {name for _, name in names}
-    calls = [call for body in _bodies(node) for call in _fuse(body, rotary)]
-    made = wrapped_again(forward, recompiled(inner, node, **{CALL: norm_rope})) if calls else None
-    return None if made is None else (tuple(calls), made)
+
+    def change(node):
+        return tuple(call for body in _bodies(node) for call in _fuse(body, rotary))
+
+    return rewrite_innermost(forward, change, **{CALL: norm_rope})
 
 
 def _bodies(node: ast.AST) -> list[list[ast.stmt]]:

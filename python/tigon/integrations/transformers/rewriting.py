@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import types
 
 import torch
@@ -44,30 +45,60 @@ def rewritten_forward(module: nn.Module, spec: Rewritten, *args, **kwargs):
     return spec.rewritten(module, *args, **kwargs)
 
 
+def rewrite_innermost(forward, change, **names) -> tuple | None:
+    """(what `change` found, the new forward): `change` modifies the source of the innermost function.
+
+    Wrappers stand around the new function as around the old one, so that what they do is done: deprecated
+    keywords get their new names, layers are checkpointed. None where `change` finds nothing, or where it is
+    not plain to see how a wrapper holds its function. `names` are what the change refers to.
+    """
+    inner = inspect.unwrap(forward)
+    node = rewritable(inner)
+    found = None if node is None else change(node)
+    made = wrapped_again(forward, recompiled(inner, node, **names)) if found else None
+    return None if made is None else (found, made)
+
+
 def wrapped_again(forward, made: types.FunctionType) -> types.FunctionType | None:
-    """`made` inside the wrappers of `forward`: layers that may be checkpointed have one of transformers'."""
+    """`made` inside the wrappers of `forward`, decorators among them."""
     if not hasattr(forward, "__wrapped__"):
         return made
-    made = wrapped_again(forward.__wrapped__, made)
+    if not isinstance(forward, types.FunctionType):
+        return None
+    wrapped = forward.__wrapped__
+    made = wrapped_again(wrapped, made)
     cells = forward.__closure__ or ()
-    mine = [cell for cell in cells if cell.cell_contents is forward.__wrapped__]
+    mine = [cell for cell in cells if _holds(cell, wrapped)]
     if made is None or len(mine) != 1:
         return None
     cells = tuple(types.CellType(made) if cell is mine[0] else cell for cell in cells)
     code, names = forward.__code__, forward.__globals__
     wrapper = types.FunctionType(code, names, forward.__name__, forward.__defaults__, cells)
     wrapper.__kwdefaults__ = forward.__kwdefaults__
-    return functools.wraps(made)(wrapper)
+    functools.update_wrapper(wrapper, forward)
+    wrapper.__dict__ = {name: made if value is wrapped else value for name, value in vars(forward).items()}
+    return wrapper
 
 
-def rewritable(forward) -> ast.FunctionDef | None:
-    """The source of a forward whose statements may be replaced."""
+def _holds(cell: types.CellType, function) -> bool:
     try:
-        node = function_node(forward)
+        return cell.cell_contents is function
+    except ValueError:  # empty
+        return False
+
+
+def rewritable(function) -> ast.FunctionDef | None:
+    """The source of a function whose statements may be replaced.
+
+    Without its decorators: what they made of it stands around it, or in its dictionary.
+    """
+    try:
+        node = function_node(function)
     except Unrecognised:
         return None
-    if forward.__closure__ or hasattr(forward, "__wrapped__") or node.decorator_list:
+    if function.__closure__ or hasattr(function, "__wrapped__"):
         return None
+    node.decorator_list = []
     return None if any(map(_private, ast.walk(node))) else node
 
 
@@ -91,6 +122,7 @@ def recompiled(forward, node: ast.FunctionDef, **names) -> types.FunctionType:
     cells = tuple(types.CellType(names[name]) for name in code.co_freevars)
     made = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, cells)
     made.__kwdefaults__, made.__qualname__ = forward.__kwdefaults__, forward.__qualname__
+    vars(made).update(vars(forward))
     return made
 
 
