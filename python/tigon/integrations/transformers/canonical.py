@@ -35,7 +35,7 @@ FUNCTIONS |= {getattr(F, name): name for name in _FUNCTIONAL.split()}
 FUNCTIONS |= {isinstance: "isinstance", float: "number"}
 METHODS = {
     "rsqrt", "sqrt", "pow", "square", "mean", "tanh", "sigmoid", "chunk", "unsqueeze", "float",
-    "to", "type", "type_as", "contiguous", "size", "view", "permute", "clamp", "flatten", "reshape",
+    "to", "type", "type_as", "contiguous", "size", "dim", "view", "permute", "clamp", "flatten", "reshape",
     "repeat_interleave", "unbind", "topk", "softmax", "gather", "sum", "max", "masked_fill", "expand", "bool",
 }  # fmt: skip
 # Names under which the arguments of these functions may be given, and of all others.
@@ -56,6 +56,7 @@ DEFAULTS = {
     "layer_norm": {"normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5},
     "rms_norm": {"normalized_shape": None, "weight": None, "eps": None},
     "clamp": {"min": None, "max": None},
+    "gelu": {"approximate": "none"},
     "dropout": {"p": 0.5, "training": True, "inplace": False},
 }
 OPERATORS = {
@@ -246,6 +247,8 @@ class _Evaluator:
             return _part(base, ("values", "indices").index(attr))
         if attr in ("shape", "device") or (attr == "weight" and base[0] == "attr"):
             return (attr, base)
+        if base[0] == "attr":  # self.config.gelu_approximate
+            return ("member", base, ("const", attr))
         raise Unrecognised(f"attribute `{attr}`")
 
     def index(self, node, env):
@@ -292,9 +295,7 @@ class _Evaluator:
         if not isinstance(node, ast.Starred):
             return self.expression(node, env)
         value = self.expression(node.value, env)
-        if value[0] != "leading":  # the leading sizes of a tensor, handed on
-            raise Unrecognised(f"argument `{ast.unparse(node)}`")
-        return value
+        return value if value[0] == "leading" else ("spread", value)  # leading sizes are handed on
 
     def call_self(self, attr, arguments, keywords):
         method = getattr(self.cls, attr, None)
@@ -404,7 +405,7 @@ def _build(name, arguments):
             return ("rsqrt", value)
         case "mul", [left, right] if left == right:
             return ("square", left)
-        case "add" | "mul", [left, right]:
+        case "add" | "mul", [left, right] if not (_is_sequence(left) or _is_sequence(right)):
             return (name, *sorted((left, right), key=_order))
         case "mean", [value, ("const", -1.0), ("const", True)]:
             return ("mean", value)
@@ -414,9 +415,21 @@ def _build(name, arguments):
             return _const(float(text))
         case "contiguous", [value]:
             return value
-    if name in ("to", "type", "mean", "float"):
+    if name in ("to", "type", "float") or (name == "mean" and len(arguments) == 1):
         raise Unrecognised(f"this use of `{name}`")
     return (name, *arguments)
+
+
+def _is_sequence(value) -> bool:
+    """Sizes, whose sum is no sum: the order of its operands matters."""
+    match value:
+        case (("tuple" | "shape" | "leading"), *_):
+            return True
+        case ("index", base, ("slice", *_)):
+            return _is_sequence(base)
+        case (("add" | "mul"), *parts):
+            return any(map(_is_sequence, parts))
+    return False
 
 
 def _is_dtype(value) -> bool:

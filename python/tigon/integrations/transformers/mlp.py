@@ -31,6 +31,7 @@ ACTIVATIONS = {
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
 }
+GELUS = {"none": "gelu", "tanh": "gelu_tanh"}  # by torch's name of the approximation
 
 
 def _squared_gate(gate, up):
@@ -184,12 +185,20 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     if not isinstance(found, Match):
         why = found or "not act(gate) * up between two products"
         return f"unrecognised forward: {why}" if _looks_gated(module) else None
-    roles = dict(found.roles)
+    roles, options = dict(found.roles), dict(found.structure.options)
+    if "up" in roles and getattr(module, roles["up"]) is None:
+        return None
     ungated = not {"gate", "gate_up"} & roles.keys()
     if ungated and known_activation(getattr(module, roles["act"])) != "relu_squared":
         return None  # one pass already, and any three modules in a row have this form
     act = roles.pop("act", None)
-    activation, reason = ("silu", None) if act is None else fused_activation(module, act)
+    if "config" in roles:
+        options["activation"] = GELUS.get(getattr(module, roles.pop("config")).gelu_approximate)
+    if act is None:
+        activation = options.pop("activation", "silu")
+        reason = None if activation else "its gelu is no approximation that torch knows"
+    else:
+        activation, reason = fused_activation(module, act)
     reason = blocked(module) or reason or _multipliers(module, roles)
     if reason is not None:
         return reason
@@ -199,7 +208,7 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     part = None if act is None else Part.named(module, act)
     up_first = _called_before(type(module).forward, roles.get("up"), roles.get("gate"))
     return MlpSpec(
-        activation, before=before, part=part, up_called_first=up_first, **{**found.structure.options, **roles}
+        activation, before=before, part=part, up_called_first=up_first, **{**options, **roles}
     ), f"{op} ({found.structure.name})"
 
 

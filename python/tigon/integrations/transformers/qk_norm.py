@@ -14,7 +14,7 @@ import types
 from torch import nn
 
 from tigon.integrations.transformers.forward import blocked, bound, has_hooks, plain
-from tigon.integrations.transformers.norms import norm_forward, plan_norm
+from tigon.integrations.transformers.norms import eps_of, norm_forward, plan_norm
 from tigon.integrations.transformers.rewriting import (
     Rewritten,
     attribute_of_self,
@@ -77,7 +77,7 @@ def _options(norms, heads, swapped) -> dict | None:
         weight = None if spec.weight is None else getattr(norm, spec.weight)
         if weight is not None and not (plain(weight) and weight.shape == x.shape[-1:]):
             return None
-        numbers = {"eps": getattr(norm, spec.eps), "offset": spec.offset, "rounding": spec.rounding}
+        numbers = {"eps": eps_of(norm, spec, x), "offset": spec.offset, "rounding": spec.rounding}
         weights.append(weight)
         found.append((numbers, None if weight is None else weight.dtype))
     if any(one != found[0] for one in found):
@@ -88,7 +88,11 @@ def _options(norms, heads, swapped) -> dict | None:
 def _simple(spec) -> bool:
     """Whether a norm is one over whole rows with its weight as it is."""
     rounding = spec.rounding in ("llama", "gemma", "none")
-    return spec.op == "rms_norm" and rounding and not (spec.shift or spec.autocast or spec.group_size)
+    return (
+        spec.op == "rms_norm"
+        and rounding
+        and not (spec.shift or spec.unit or spec.autocast or spec.group_size)
+    )
 
 
 def plan_qk_norm(module: nn.Module) -> tuple[Rewritten, str] | str | None:

@@ -83,6 +83,7 @@ _CALLS = {
     "vision": ("q, k, cos, sin, -2", (3, 4)),
     "vision packed": ("q, k, cos, sin, 1", (3,)),
     "x": ("x, None, cos, sin, unsqueeze_dim", (4,)),
+    "x heads": ("x, None, cos, sin, 1", (4,)),
     "x sin cos": ("tensor, None, cos, sin, 2", (4,)),
     "complex": ("xq, xk, freqs_cis, None", (4,)),
 }
