@@ -228,7 +228,7 @@ def test_a_spawned_process(tmp_path):
 
 @pytest.mark.parametrize(
     "version, told",
-    [("4.57.1", True), ("5.16.4", True), ("5.17.0", False), ("5.23.0", False), ("5.24.0.dev0", True)],
+    [("4.57.1", True), ("5.16.4", True), ("5.17.0", False), ("5.24.0", False), ("5.25.0.dev0", True)],
 )
 def test_transformers_outside_the_tested_range(version, told, monkeypatch):
     monkeypatch.setattr("transformers.__version__", version)

@@ -29,6 +29,8 @@ from tigon.integrations.transformers.routers import plan_router, router_forward
 
 STATE = "_tigon_state"
 ABSENT = "absent"  # the model had no loss function of its own
+NO_QK_NORM = "no attention normalises each head of q and k right before a rotary call"
+NEEDS_NORM_AND_ROPE = "qk_norm needs the slots norm and rope"
 
 
 @dataclass(eq=False)
@@ -191,7 +193,8 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
             `torch.compile` wrappers are looked through. Modified in place.
         norm, mlp, rope, loss, experts, router, qkv, qk_norm, hyper, lora: which slots to look at; router: of
             experts; qk_norm: norms of q and k with the rotary embedding, where norm and rope are looked at
-            too; hyper: hyper-connections; lora: adapters of PEFT.
+            too (a model without any gets an entry that says so); hyper: hyper-connections; lora: adapters of
+            PEFT.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
@@ -212,11 +215,12 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     report = state.report if state else Report(type(root).__name__)
     plan = _Plan(root)
     asked = {"norm": norm, "mlp": mlp, "experts": experts, "router": router, "qkv": qkv,
-             "qk_norm": qk_norm and norm and rope, "hyper": hyper, "lora": lora, "rope": rope,
-             "loss": loss}  # fmt: skip
+             "qk_norm": qk_norm, "hyper": hyper, "lora": lora, "rope": rope, "loss": loss}  # fmt: skip
     for slot, look in _SLOTS.items():
-        if asked[slot]:
+        if asked[slot] and (slot != "qk_norm" or (norm and rope)):
             look(plan)
+    if qk_norm and not any(entry.slot == "qk_norm" for entry in plan.entries):  # off unless asked for
+        plan.add("qk_norm", "", type(root).__name__, NO_QK_NORM if norm and rope else NEEDS_NORM_AND_ROPE)
     _check(plan, report, strict)
     kept = [entry for entry in report.entries if not asked[entry.slot]]
     for entry in plan.entries:
