@@ -36,7 +36,7 @@ FAMILIES = [
 ]  # fmt: skip
 # Rows of the committed page that are made again; the page itself takes minutes.
 ROWS = ("llama", "gemma3", "mixtral", "gpt_oss", "qwen2_vl", "gpt2", "musicgen", "mamba2", "cohere2",
-        "phi3", "qwen3")  # fmt: skip
+        "phi3", "qwen3", "dory")  # fmt: skip
 
 
 def classes(model_type):

@@ -36,7 +36,7 @@ NOT_RUN = (  # what no file of this folder runs, and why
     ("TRL", "`vllm_mode` of GRPO and RLOO", "vLLM, which needs a GPU"),
     ("accelerate", "its DeepSpeed plugin", "a GPU: on a CPU it takes DDP in its place. DeepSpeed's own entry is run above"),
     ("NeMo", "everything", "Transformer Engine and Apex, which build on CUDA only"),
-    ("torchtune", "everything", "nothing: its losses take their own head, and Tigon refuses it in words"),
+    ("torchtune", "everything", "nothing: `tigon.apply` replaces its norms and gated MLPs; its losses take their own head"),
     ("DeepSpeed", "ZeRO++'s qwZ and qgZ, offload to NVMe", "their quantising kernels and aio are built with CUDA"),
 )  # fmt: skip
 TOLERANCE = 2e-4
