@@ -93,7 +93,7 @@ def test_every_name_imports_and_says_what_is_missing(facade):
         with pytest.raises(tigon.Error, match=name):
             placeholder[(1,)]
         type("Sub", (placeholder,), {})  # callers subclass at import
-    assert {"LigerMultiTokenAttention", "rope_forward"} <= set(absent)
+    assert {"LigerMultiTokenAttention", "swiglu_forward"} <= set(absent)
     with pytest.raises(tigon.Error, match="flex_attention"):
         names.resolve("LigerFusedNeighborhoodAttention")(beta=0.1)
 
