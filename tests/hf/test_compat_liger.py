@@ -407,8 +407,17 @@ def test_token_accuracy_and_predictions():
 
 
 def test_both_losses_are_refused():
-    with pytest.raises(tigon.Error, match="must not both be True"):
-        patching._apply_liger_kernel_to_instance(make(), cross_entropy=True)
+    """The message names the one that nobody has asked for: granite has another default than the rest."""
+    for family, asked, default in (
+        ("llama", "cross_entropy", "fused_linear_cross_entropy"),
+        ("granite", "fused_linear_cross_entropy", "cross_entropy"),
+    ):
+        words = rf"must not both be True, got both \({default} by default: pass {default}=False\)$"
+        with pytest.raises(tigon.Error, match=words):
+            patching._apply_liger_kernel_to_instance(make(family), **{asked: True})
+        both = {asked: True, default: True}
+        with pytest.raises(tigon.Error, match="must not both be True, got both$"):
+            patching._apply_liger_kernel_to_instance(make(family), **both)
 
 
 def test_loss_of_logits(device):
