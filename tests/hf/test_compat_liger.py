@@ -479,6 +479,25 @@ def test_class_level_patch(facade, tmp_path):
     assert not hasattr(make(), "_tigon_state")
 
 
+def test_class_level_patch_reaches_models_that_exist(facade):
+    """oumi builds its model, then calls _apply_liger_kernel; what is patched or of another type stays."""
+    from liger_kernel.transformers import _apply_liger_kernel
+
+    model, stock, other, mine = make(), make(), make("qwen2"), make(seed=1)
+    inner = make().model
+    before = tigon.apply(mine, norm=False)
+    inputs, wanted = batch(), step(stock, batch())
+    _apply_liger_kernel("llama")
+    assert model._tigon_state.report.count("norm") == inner._tigon_state.report.count("norm") == 5
+    assert "_tigon_state" not in vars(model.model) and "_tigon_state" not in vars(other)
+    assert mine._tigon_state.report is before and before.count("norm") == 0
+    same(step(model, inputs), wanted)
+    model._tigon_state.report.check()
+    report = model._tigon_state.report
+    _apply_liger_kernel("llama")
+    assert model._tigon_state.report is report
+
+
 def test_class_level_patch_on_the_meta_device(facade):
     names.resolve("apply_liger_kernel_to_llama")()
     with torch.device("meta"):

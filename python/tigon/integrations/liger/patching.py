@@ -97,7 +97,7 @@ def _make(name: str, names: str, defaults: dict, types: tuple[str, ...]):
     apply_function.__name__ = apply_function.__qualname__ = f"apply_liger_kernel_to_{name}"
     apply_function.__signature__ = signature
     apply_function.__doc__ = (
-        f"Tigon into {name} models: into ``model``, or without one into every such model built from now on."
+        f"Tigon into {name} models: into ``model``, or without one into every such model, now and later."
     )
     return apply_function
 
@@ -252,7 +252,7 @@ def _chosen(model_type: str, options: dict):
 
 
 def _apply_liger_kernel(model_type: str, **kwargs) -> None:
-    """Into every model of this type built from now on; types not in the table are left, and it is logged."""
+    """Into every model of this type, now and later; types not in the table are left, and it is logged."""
     chosen = _chosen(model_type, kwargs)
     if chosen is None:
         log.info("[compat.liger] no patch for new models of type %s", model_type)
