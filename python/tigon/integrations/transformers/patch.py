@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tigon.error import Error
+from tigon.integrations import trl
 from tigon.integrations.transformers.causal_loss import causal_lm_loss
 from tigon.integrations.transformers.experts import plan_experts, switch, switch_back
 from tigon.integrations.transformers.forward import bind, bound, model_forward, unbind
@@ -70,6 +71,7 @@ class _Plan:
         self.rotary: dict[Key, str] = {}
         self.losses: list[str] = []  # paths of models whose loss function is transformers' causal one
         self.heads: list = []  # (model, Linears of its head)
+        self.trl: str | None = None  # why TRL's heads stay its own
 
     def modules(self, slot, *rows):
         """Look at all modules by each row's plan, and bind its function to those that it takes.
@@ -118,6 +120,7 @@ class _Plan:
             self.add("rope", ".".join(key), key[1], verdict)
 
     def loss(self):
+        self.trl = trl.take()
         paths = {id(module): path for path, module in self.model.named_modules()}
         verdicts = {}
         for path, owner in self.model.named_modules():
@@ -130,6 +133,8 @@ class _Plan:
                 linears = verdicts[id(head)] = plan_head(head)
                 left = isinstance(linears, str)
                 verdict = linears if left else ("tigon.linear_cross_entropy, lazy logits",)
+                if self.trl is None and trl.fuses(owner):
+                    verdict = ("tigon.linear_log_prob in TRL's head",)
                 self.add("loss", paths[id(head)], type(head).__name__, verdict)
             linears = verdicts.get(id(head))
             if isinstance(linears, list):
@@ -224,6 +229,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
             report.head_calls.say(f"{entry.path} stays stock: {entry.reason}")
     report.entries[:] = kept + plan.entries
     report.notes[:] = _notes(root, report)
+    report.notes.extend(filter(None, [plan.trl]))
     if state is None:
         state = root.__dict__[STATE] = State(report)
     plan.commit(state, lazy_logits)
