@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch import nn
 import tigon
 from tigon._op import graph_is_kept, once
 from tigon.error import Error, check
+from tigon.integrations.transformers.forward import BELOW
 from tigon.ops.loss_head.operands import Trained, autocast
 
 NAME = "_ChunkedLogProbFunction"
@@ -56,9 +58,9 @@ def _gathered(*weights):
 class _Head:
     """Stands in for an autograd function of TRL's: called the same way, falls back to it."""
 
-    def __init__(self, original, always: bool = False):
+    def __init__(self, original, patched: Callable[[object], bool] | None = None):
         self.original = original
-        self.always = always  # in models that Tigon is not in too
+        self.patched = patched  # whether a model is one whose calls are Tigon's; None: those of all are
         self.calls = 0  # that Tigon answered
 
     def gathered(self, *weights):
@@ -66,7 +68,7 @@ class _Head:
         if torch.compiler.is_compiling():  # there are no frames to look at
             _note_traced()
             return _gathered(*weights)
-        ours = self.always or _patched(sys._getframe(1))
+        ours = self.patched is None or any(map(self.patched, _models(sys._getframe(1))))
         heads = _gathered(*weights) if ours else None
         self.calls += heads is not None
         return heads
@@ -77,16 +79,12 @@ def _note_traced() -> None:
     Trained.calls += 1
 
 
-def _patched(frame) -> bool:
-    """Whether the model or the trainer whose method calls TRL's head has Tigon in it, the loss too."""
-    from tigon.integrations.transformers.patch import STATE, unwrapped
-
+def _models(frame) -> tuple:
+    """The object whose method calls TRL's head, a model or a trainer, and what it has for its model."""
     while frame is not None and isinstance(frame.f_locals.get("self"), _Head | None):
         frame = frame.f_back
     owner = None if frame is None else frame.f_locals["self"]
-    models = [unwrapped(m) for m in (owner, getattr(owner, "model", None)) if isinstance(m, nn.Module)]
-    states = [vars(model)[STATE] for model in models if STATE in vars(model)]
-    return any(state.report.count("loss") for state in states)
+    return owner, getattr(owner, "model", None)
 
 
 class LogProbHead(_Head):
@@ -208,31 +206,31 @@ def install() -> None:
     Raises:
         tigon.Error: this TRL has no such function, or calls it in another way. Nothing is modified.
     """
-    _stand_in([*_present()], always=True)
+    _stand_in([*_present()], None)
 
 
-def take() -> str | None:
-    """The same for models that Tigon is in, where TRL is imported; why not, if it is another TRL."""
+def take(patched: Callable[[object], bool]) -> str | None:
+    """The same for models that are ``patched``, where TRL is imported; why not, if it is another TRL."""
     found = [*_present(loaded=True)]
     try:
-        _stand_in(found if any(name == NAME for _, name, *_ in found) else [], always=False)
+        _stand_in(found if any(name == NAME for _, name, *_ in found) else [], patched)
     except Error as error:
         return str(error)
     return None
 
 
-def _stand_in(found, always: bool) -> None:
+def _stand_in(found, patched) -> None:
     for name, (kind, parameters) in HEADS.items():
         own = [f.original if isinstance(f, kind) else f for _, n, _, f in found if n == name]
-        for function in own or ([None] if name == NAME and always else []):
+        for function in own or ([None] if name == NAME and patched is None else []):
             names = list(inspect.signature(function.forward).parameters)[1:] if function is not None else None
             words = "trl must be one whose fused head takes {} (1.15, 1.16), got trl {} with {}"
             check("compat.trl", names == parameters, words, parameters, _version(), names)
     for module, name, kind, present in found:
         if not isinstance(present, kind):
-            setattr(module, name, kind(present, always))
-        elif always:
-            present.always = True
+            setattr(module, name, kind(present, patched))
+        elif patched is None:
+            present.patched = None
 
 
 def uninstall() -> None:
@@ -244,8 +242,6 @@ def uninstall() -> None:
 
 def fuses(model: nn.Module) -> bool:
     """Whether a forward of TRL's has the losses of this model: its head is not called for them."""
-    from tigon.integrations.transformers.forward import BELOW
-
     for forward in (vars(model).get("forward"), vars(model).get(BELOW)):
         while forward is not None:  # accelerate wraps it
             forward = getattr(forward, "__func__", forward)

@@ -120,7 +120,7 @@ class _Plan:
             self.add("rope", ".".join(key), key[1], verdict)
 
     def loss(self):
-        self.trl = trl.take()
+        self.trl = trl.take(_has_loss)
         paths = {id(module): path for path, module in self.model.named_modules()}
         verdicts = {}
         for path, owner in self.model.named_modules():
@@ -235,6 +235,12 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     plan.commit(state, lazy_logits)
     _tell_wrappers(model, root)
     return report
+
+
+def _has_loss(model) -> bool:
+    """Whether Tigon has the loss of a model, which may be wrapped."""
+    state = getattr(unwrapped(model), "__dict__", {}).get(STATE)
+    return state is not None and state.report.count("loss") > 0
 
 
 def _notes(root: nn.Module, report: Report) -> list[str]:
