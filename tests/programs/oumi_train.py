@@ -38,7 +38,11 @@ def train(with_tigon, folder, settings):
     ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     masked = {"assistant_only": True, "response_template": "assistant:", "instruction_template": "user:"}
-    dataset = {"dataset_name": "text_sft_jsonl", "dataset_path": str(folder / "rows.jsonl"), "dataset_kwargs": masked}
+    dataset = {
+        "dataset_name": "text_sft_jsonl",
+        "dataset_path": str(folder / "rows.jsonl"),
+        "dataset_kwargs": masked,
+    }
     run = {
         "model": {
             "model_name": saved_model(folder), "model_max_length": 64, "torch_dtype_str": "float32",

@@ -30,7 +30,9 @@ class Block(nn.Module):
 
     def forward(self, ids, labels):
         x = self.embed(ids)
-        angles = torch.outer(torch.arange(len(ids)).float(), 100.0 ** -torch.linspace(0, 1, HIDDEN // HEADS // 2))
+        angles = torch.outer(
+            torch.arange(len(ids)).float(), 100.0 ** -torch.linspace(0, 1, HIDDEN // HEADS // 2)
+        )
         cos, sin = (f(torch.cat((angles, angles), -1)) for f in (torch.cos, torch.sin))
         x = x + self.attention.apply(x, self.first, cos, sin)
         x = x + self.mlp(self, x)
@@ -69,7 +71,12 @@ def compound(variant):
     return Attention
 
 
-@case(CASES, "async Ulysses' wrappers, Liger's kernels", "`tigon.compat.liger.install()`, `liger_kernel`", "standard")
+@case(
+    CASES,
+    "async Ulysses' wrappers, Liger's kernels",
+    "`tigon.compat.liger.install()`, `liger_kernel`",
+    "standard",
+)
 @case(CASES, "the same, Qwen3.5's norm", "the same", "qwen3_5")
 def train(with_tigon, folder, variant):
     if with_tigon:
@@ -85,7 +92,8 @@ def train(with_tigon, folder, variant):
     singleton.set_ops_config(chosen)
     if with_tigon:  # what resolve() gives on a GPU
         norm, mlp = (
-            KERNEL_REGISTRY._specs[key][name].factory() for key in (("rms_norm", variant), ("swiglu_mlp", "standard"))
+            KERNEL_REGISTRY._specs[key][name].factory()
+            for key in (("rms_norm", variant), ("swiglu_mlp", "standard"))
         )
     else:
         offset = float(variant == "qwen3_5")
