@@ -463,9 +463,21 @@ def test_trl_of_another_shape_is_refused(monkeypatch):
 
     from tigon.integrations import trl
 
-    monkeypatch.delattr(utils, trl.NAME)
-    with pytest.raises(tigon.Error, match="fused head"):
-        trl.install()
+    model = make()
+    utils.add_fused_lm_head(model)
+    with monkeypatch.context() as patched:
+        patched.delattr(utils, trl.NAME)
+        with pytest.raises(tigon.Error, match="fused head"):
+            trl.install()
+        patched.setattr(
+            utils, trl.NAME, type("Other", (), {"forward": lambda ctx, hidden: hidden}), raising=False
+        )
+        report = tigon.apply(model)
+        (entry,) = (entry for entry in report.entries if entry.slot == "loss")
+        assert "must be one whose fused head takes" in entry.reason and not report.head_calls.said
+        assert not isinstance(getattr(utils, trl.NAME), trl.LogProbHead)
+    assert tigon.apply(model).count("loss") == 1
+    trl.uninstall()
 
 
 @pytest.fixture

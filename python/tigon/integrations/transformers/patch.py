@@ -133,8 +133,8 @@ class _Plan:
                 linears = verdicts[id(head)] = plan_head(head)
                 left = isinstance(linears, str)
                 verdict = linears if left else ("tigon.linear_cross_entropy, lazy logits",)
-                if self.trl is None and trl.fuses(owner):
-                    verdict = ("tigon.linear_log_prob in TRL's head",)
+                if trl.fuses(owner):
+                    verdict = self.trl or ("tigon.linear_log_prob in TRL's head",)
                 self.add("loss", paths[id(head)], type(head).__name__, verdict)
             linears = verdicts.get(id(head))
             if isinstance(linears, list):
@@ -225,11 +225,10 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     _check(plan, report, strict)
     kept = [entry for entry in report.entries if not asked[entry.slot]]
     for entry in plan.entries:
-        if entry.slot == "loss" and not entry.replaced:
+        if entry.slot == "loss" and not entry.replaced and entry.reason != plan.trl:
             report.head_calls.say(f"{entry.path} stays stock: {entry.reason}")
     report.entries[:] = kept + plan.entries
     report.notes[:] = _notes(root, report)
-    report.notes.extend(filter(None, [plan.trl]))
     if state is None:
         state = root.__dict__[STATE] = State(report)
     plan.commit(state, lazy_logits)
