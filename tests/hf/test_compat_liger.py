@@ -93,7 +93,7 @@ def test_every_name_imports_and_says_what_is_missing(facade):
         with pytest.raises(tigon.Error, match=name):
             placeholder[(1,)]
         type("Sub", (placeholder,), {})  # callers subclass at import
-    assert {"LigerMultiTokenAttention", "rope_forward"} <= set(absent)
+    assert {"LigerMultiTokenAttention", "swiglu_forward"} <= set(absent)
     with pytest.raises(tigon.Error, match="flex_attention"):
         names.resolve("LigerFusedNeighborhoodAttention")(beta=0.1)
 
@@ -407,8 +407,17 @@ def test_token_accuracy_and_predictions():
 
 
 def test_both_losses_are_refused():
-    with pytest.raises(tigon.Error, match="must not both be True"):
-        patching._apply_liger_kernel_to_instance(make(), cross_entropy=True)
+    """The message names the one that nobody has asked for: granite has another default than the rest."""
+    for family, asked, default in (
+        ("llama", "cross_entropy", "fused_linear_cross_entropy"),
+        ("granite", "fused_linear_cross_entropy", "cross_entropy"),
+    ):
+        words = rf"must not both be True, got both \({default} by default: pass {default}=False\)$"
+        with pytest.raises(tigon.Error, match=words):
+            patching._apply_liger_kernel_to_instance(make(family), **{asked: True})
+        both = {asked: True, default: True}
+        with pytest.raises(tigon.Error, match="must not both be True, got both$"):
+            patching._apply_liger_kernel_to_instance(make(family), **both)
 
 
 def test_loss_of_logits(device):
@@ -468,6 +477,25 @@ def test_class_level_patch(facade, tmp_path):
     liger.uninstall()
     assert transformers.LlamaForCausalLM.__init__ is before
     assert not hasattr(make(), "_tigon_state")
+
+
+def test_class_level_patch_reaches_models_that_exist(facade):
+    """oumi builds its model, then calls _apply_liger_kernel; what is patched or of another type stays."""
+    from liger_kernel.transformers import _apply_liger_kernel
+
+    model, stock, other, mine = make(), make(), make("qwen2"), make(seed=1)
+    inner = make().model
+    before = tigon.apply(mine, norm=False)
+    inputs, wanted = batch(), step(stock, batch())
+    _apply_liger_kernel("llama")
+    assert model._tigon_state.report.count("norm") == inner._tigon_state.report.count("norm") == 5
+    assert "_tigon_state" not in vars(model.model) and "_tigon_state" not in vars(other)
+    assert mine._tigon_state.report is before and before.count("norm") == 0
+    same(step(model, inputs), wanted)
+    model._tigon_state.report.check()
+    report = model._tigon_state.report
+    _apply_liger_kernel("llama")
+    assert model._tigon_state.report is report
 
 
 def test_class_level_patch_on_the_meta_device(facade):

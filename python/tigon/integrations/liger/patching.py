@@ -82,11 +82,13 @@ def _make(name: str, names: str, defaults: dict, types: tuple[str, ...]):
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{apply_function.__name__}() {error}") from None
+        given = bound.arguments | bound.arguments.get("kwargs", {}) | own
         bound.apply_defaults()
-        options = dict(bound.arguments) | own
-        options |= options.pop("kwargs", {})
-        model = options.pop("model", None)
-        slots, logits_loss = _slots(options)
+        model = bound.arguments.pop("model", None)
+        options = bound.arguments | given
+        if "kwargs" in options:  # the function of a model made of others
+            options = _of_parts(model) | options.pop("kwargs") | options
+        slots, logits_loss = _slots(options, given)
         if model is not None:
             _patch(model, slots, logits_loss)
         else:
@@ -95,16 +97,30 @@ def _make(name: str, names: str, defaults: dict, types: tuple[str, ...]):
     apply_function.__name__ = apply_function.__qualname__ = f"apply_liger_kernel_to_{name}"
     apply_function.__signature__ = signature
     apply_function.__doc__ = (
-        f"Tigon into {name} models: into ``model``, or without one into every such model built from now on."
+        f"Tigon into {name} models: into ``model``, or without one into every such model, now and later."
     )
     return apply_function
 
 
-def _slots(options: dict) -> tuple[dict, bool]:
+def _of_parts(model) -> dict[str, bool]:
+    """What the functions of a model's text and vision models do by default: theirs run with it, there."""
+    parts = [getattr(getattr(model, "config", None), f"{name}_config", None) for name in ("text", "vision")]
+    types = [part.model_type for part in parts if part is not None]
+    if types and types[0] not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return dict(_DEFAULTS)
+    known = [MODEL_TYPE_TO_APPLY_LIGER_FN[name] for name in types if name in MODEL_TYPE_TO_APPLY_LIGER_FN]
+    defaults = (
+        parameter for function in known for parameter in inspect.signature(function).parameters.values()
+    )
+    return {parameter.name: True for parameter in defaults if parameter.default is True}
+
+
+def _slots(options: dict, given: dict) -> tuple[dict, bool]:
     """(keywords of tigon.apply, whether the loss of existing logits is asked for)."""
     on = {name for name, value in options.items() if value}
-    both = {"cross_entropy", "fused_linear_cross_entropy"} <= on
-    check(not both, "cross_entropy and fused_linear_cross_entropy must not both be True, got both")
+    losses = ("cross_entropy", "fused_linear_cross_entropy")
+    default = "".join(f" ({name} by default: pass {name}=False)" for name in losses if name not in given)
+    check(not on.issuperset(losses), "{} and {} must not both be True, got both{}", *losses, default)
     mlp = bool(on & {"swiglu", "geglu", "relu_squared"})
     wanted = dict.fromkeys(("mlp", "experts", "router"), mlp)
     wanted |= {"norm": bool(on & {"rms_norm", "layer_norm"}), "rope": "rope" in on}
@@ -230,12 +246,13 @@ def _chosen(model_type: str, options: dict):
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if function is None:
         return None
-    known = (*inspect.signature(function).parameters, *_OWN)
+    parameters = inspect.signature(function).parameters
+    known = (*(_DEFAULTS if "kwargs" in parameters else parameters), *_OWN)
     return function, {name: value for name, value in options.items() if name in known}
 
 
 def _apply_liger_kernel(model_type: str, **kwargs) -> None:
-    """Into every model of this type built from now on; types not in the table are left, and it is logged."""
+    """Into every model of this type, now and later; types not in the table are left, and it is logged."""
     chosen = _chosen(model_type, kwargs)
     if chosen is None:
         log.info("[compat.liger] no patch for new models of type %s", model_type)
@@ -249,7 +266,7 @@ def _apply_liger_kernel_to_instance(model, **kwargs) -> None:
     chosen = _chosen(model_type, kwargs)
     if chosen is None:
         known = {name: value for name, value in kwargs.items() if name in (*_DEFAULTS, *_OWN)}
-        _patch(model, *_slots({**_DEFAULTS, **known}))
+        _patch(model, *_slots({**_DEFAULTS, **known}, known))
         return
     chosen[0](model=model, **chosen[1])
 

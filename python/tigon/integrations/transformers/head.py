@@ -39,6 +39,7 @@ from tigon.integrations.transformers.sharding import (
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
+from tigon.ops.loss_head.operands import Trained
 
 # Hooks of these packages gather weights or move tensors; they do not look at the logits.
 INFRASTRUCTURE = ("torch.distributed", "deepspeed", "accelerate")
@@ -175,6 +176,8 @@ def _linear_loss(module, spec, hidden, request):
     scaling = options.pop("token_scaling", False)
     check("apply", not (scaling and sharded), "use_token_scaling must not be given where the head is sharded "
           "over a vocabulary, got True")  # fmt: skip
+    eager = not torch.compiler.is_compiling()
+    others = Trained.calls if eager else 0
     with off:  # the casts are made; autocast must not add its own
         if sharded:
             args = hidden, weight, target
@@ -185,7 +188,10 @@ def _linear_loss(module, spec, hidden, request):
             with torch.no_grad():
                 log_prob = linear_log_prob(hidden, weight, target, **{name: options[name] for name in same})
             options["token_weight"] = log_prob.exp()
-        return linear_cross_entropy(hidden, weight, target, **options)
+        loss = linear_cross_entropy(hidden, weight, target, **options)
+    if eager:
+        Trained.calls = others  # the report counts this one as its own
+    return loss
 
 
 def attach(owner: nn.Module, spec: HeadSpec) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tigon.error import Error
+from tigon.integrations import trl
 from tigon.integrations.transformers.causal_loss import causal_lm_loss
 from tigon.integrations.transformers.experts import plan_experts, switch, switch_back
 from tigon.integrations.transformers.forward import bind, bound, model_forward, unbind
@@ -72,6 +73,7 @@ class _Plan:
         self.rotary: dict[Key, str] = {}
         self.losses: list[str] = []  # paths of models whose loss function is transformers' causal one
         self.heads: list = []  # (model, Linears of its head)
+        self.trl: str | None = None  # why TRL's heads stay its own
 
     def modules(self, slot, *rows):
         """Look at all modules by each row's plan, and bind its function to those that it takes.
@@ -120,6 +122,7 @@ class _Plan:
             self.add("rope", ".".join(key), key[1], verdict)
 
     def loss(self):
+        self.trl = trl.take(_has_loss)
         paths = {id(module): path for path, module in self.model.named_modules()}
         verdicts = {}
         for path, owner in self.model.named_modules():
@@ -132,6 +135,8 @@ class _Plan:
                 linears = verdicts[id(head)] = plan_head(head)
                 left = isinstance(linears, str)
                 verdict = linears if left else ("tigon.linear_cross_entropy, lazy logits",)
+                if trl.fuses(owner):
+                    verdict = self.trl or ("tigon.linear_log_prob in TRL's head",)
                 self.add("loss", paths[id(head)], type(head).__name__, verdict)
             linears = verdicts.get(id(head))
             if isinstance(linears, list):
@@ -224,7 +229,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     _check(plan, report, strict)
     kept = [entry for entry in report.entries if not asked[entry.slot]]
     for entry in plan.entries:
-        if entry.slot == "loss" and not entry.replaced:
+        if entry.slot == "loss" and not entry.replaced and entry.reason != plan.trl:
             report.head_calls.say(f"{entry.path} stays stock: {entry.reason}")
     report.entries[:] = kept + plan.entries
     report.notes[:] = _notes(root, report)
@@ -233,6 +238,12 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     plan.commit(state, lazy_logits)
     _tell_wrappers(model, root)
     return report
+
+
+def _has_loss(model) -> bool:
+    """Whether Tigon has the loss of a model, which may be wrapped."""
+    state = getattr(unwrapped(model), "__dict__", {}).get(STATE)
+    return state is not None and state.report.count("loss") > 0
 
 
 def _notes(root: nn.Module, report: Report) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tigon.error import Error
+from tigon.ops.loss_head.operands import Trained
 
 log = logging.getLogger("tigon")
 _traced: set[str] = set()  # reasons given while tracing
@@ -47,6 +48,7 @@ class HeadCalls:
     reason: str | None = None  # why, the last of them
     traced: bool = False  # torch.compile has traced a fused loss; its calls are not counted
     said: set[str] = field(default_factory=set, repr=False)  # warnings given
+    others: int = field(default_factory=lambda: Trained.calls, repr=False)  # of Trained, when applied
 
     def compute(self, reason: str) -> None:
         """A training forward computes its logits at once: counted, and said once for each reason."""
@@ -109,10 +111,12 @@ class Report:
     def check(self) -> None:
         """Raise `tigon.Error` if the head was patched and training steps have not used it.
 
-        Call it after the first training step: a patch that patched nothing must not stay silent.
+        Call it after the first training step: a patch that patched nothing must not stay silent. A program
+        whose own loss calls one of Tigon's with the head's weight, as TRL's and verl's do, has used it.
         """
         calls = self.head_calls
-        if self.count("loss") and not calls.fused and not calls.traced:
+        by_others = Trained.calls > calls.others and not calls.computed
+        if self.count("loss") and not (calls.fused or calls.traced or by_others):
             why = f"; logits computed at once: {calls.reason}" if calls.computed else ""
             if not (calls.computed or calls.lazy):
                 why = "; the head was not called in training with gradients: model.train() first"

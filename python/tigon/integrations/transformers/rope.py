@@ -44,7 +44,7 @@ def make_rotary(original, options: dict):
 
     def with_op(original, op):
         def rotate(q, k, cos, sin, unsqueeze_dim=None):
-            dims = {} if unsqueeze_dim is None else {"unsqueeze_dim": unsqueeze_dim}
+            dims = {} if unsqueeze_dim is None else {"unsqueeze_dim": unsqueeze_dim or 1}
             if tables == "left":
                 half = cos.shape[-1] // 2
                 cos, sin = cos[..., :half], sin[..., :half]
@@ -65,9 +65,12 @@ def make_rotary(original, options: dict):
 def _usual(dims, q, k, cos, sin, unsqueeze_dim=1) -> bool:
     """Whether the tensors are such that `tigon.rope` computes what stock does."""
     tensors = [x for x in (q, k, cos, sin) if x is not None]
-    if cos is None or not plain(*tensors) or q.ndim not in dims or cos.ndim != q.ndim - 1:
+    if cos is None or not plain(*tensors) or q.ndim not in dims:
         return False
-    if cos.dtype != (torch.complex64 if sin is None else sin.dtype) or unsqueeze_dim not in (1, 2, -2):
+    shared = unsqueeze_dim == 0 and q.ndim == 4 and cos.ndim == 2  # Pixtral: one table for all
+    if not shared and (cos.ndim != q.ndim - 1 or unsqueeze_dim not in (1, 2, -2)):
+        return False
+    if cos.dtype != (torch.complex64 if sin is None else sin.dtype):
         return False
     known = k is None or (k.ndim == q.ndim and k.dtype == q.dtype)
     return known and all(x.device == q.device for x in tensors)
