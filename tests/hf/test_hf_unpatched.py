@@ -15,13 +15,13 @@ from tigon.integrations.transformers import apply, undo
 
 
 def build(name):
-    """A tiny model in float64, where derivatives of all orders are compared."""
+    """A tiny model without dropout."""
     if name in FAMILIES:
-        return make(name, dtype=torch.float64)
+        return make(name)
     torch.manual_seed(0)
     shared = {key: value for key, value in SHARED.items() if not (name == "GPTJ" and key.startswith("num_"))}
     config = getattr(transformers, f"{name}Config")(**{**shared, **MODELS[name][1]})
-    model = getattr(transformers, f"{name}ForCausalLM")(config).double().train()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -49,7 +49,7 @@ def same_objects(before: dict, after: dict) -> list:
 
 
 def derivatives(model, inputs) -> list[torch.Tensor]:
-    """Loss, gradients, a second derivative, a directional one, and those of torch.func, of float64."""
+    """Loss, gradients, a second derivative, a directional one, and those of torch.func."""
     weights = dict(model.named_parameters())
     keys = list(weights)
     direction = {
@@ -102,7 +102,7 @@ def test_a_compiled_model_beside_a_patched_one_is_stock(name):
         model.forward = torch.compile(type(model).forward, backend=backend).__get__(model)
         return step(model, inputs)
 
-    patched = type(model)(model.config).double().train()
+    patched = type(model)(model.config).train()
     wanted = compiled_step()
     before = model.forward
     apply(patched)
@@ -116,7 +116,7 @@ def test_a_compiled_model_beside_a_patched_one_is_stock(name):
 @pytest.mark.parametrize("name", [*FAMILIES, *MODELS])
 def test_a_model_beside_a_patched_one_is_stock(name):
     model, inputs = build(name), batch()
-    patched = type(model)(model.config).double().train()
+    patched = type(model)(model.config).train()
     patched.load_state_dict(model.state_dict())
     wanted, seen = derivatives(model, inputs), hooked(model, inputs)
     shared, own = shared_state(model), {path: dict(vars(m)) for path, m in model.named_modules()}
