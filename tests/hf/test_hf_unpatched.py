@@ -10,6 +10,7 @@ import transformers
 from test_hf_rotary import MODELS
 from tiny import FAMILIES, SHARED, batch, make, step
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon.integrations.transformers import apply, undo
 
@@ -84,6 +85,18 @@ def hooked(model, inputs) -> list[tuple]:
     return seen
 
 
+class Operators(TorchDispatchMode):
+    """The names of all operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 def equal(got, wanted) -> bool:
     return len(got) == len(wanted) and all(map(torch.equal, got, wanted))
 
@@ -127,5 +140,8 @@ def test_a_model_beside_a_patched_one_is_stock(name):
     assert own == {path: dict(vars(m)) for path, m in model.named_modules()}
     got = derivatives(model, inputs)
     assert equal(got, wanted) and hooked(model, inputs) == seen
+    with Operators() as operators:
+        step(model, inputs)
+    assert operators.names and not [name for name in operators.names if "tigon" in name]
     undo(patched)
     assert equal(derivatives(model, inputs), wanted)
