@@ -13,6 +13,7 @@ from tiny import VOCABULARY, assert_step_as_good, batch, close, double, make, sa
 
 import tigon
 from tigon.integrations.transformers import HeadCalls, LazyLogits, apply
+from tigon.integrations.transformers.lazy_logits import LogitsRequest
 
 
 def tensor(x):
@@ -175,6 +176,34 @@ def test_rows_that_are_added(device, name, bias):
         assert got.dtype == want.dtype or got.ndim == 0
         close(got.double(), want.double(), ulps=256)
     assert report.head_calls.fused == (name in ROWS)
+
+
+def test_a_number_that_changes_later(device):
+    """A temperature in a tensor: that of the time when it was used."""
+    model, hidden = make(device=device), torch.randn(1, 3, 32, device=device)
+    apply(model)
+    for scale in (operator.mul, operator.truediv, operator.imul, operator.itruediv):
+        wanted = model.lm_head.forward(hidden, LogitsRequest())
+        temperature = torch.full((), 2.0, device=device)
+        got = scale(owed(model, hidden), temperature)
+        assert isinstance(got, LazyLogits)
+        temperature.zero_()
+        close(got.materialise(), wanted / 2 if "div" in scale.__name__ else wanted * 2)
+
+
+def test_results_into_a_tensor(device):
+    model, hidden = make(device=device), torch.randn(1, 3, 32, device=device)
+    apply(model)
+    with torch.no_grad():
+        for function, rest in (
+            (torch.mul, (2.0,)),
+            (torch.add, (2.0,)),
+            (torch.tanh, ()),
+            (torch.div, (2.0,)),
+        ):
+            lazy, out = owed(model, hidden), torch.empty(1, 3, VOCABULARY, device=device)
+            assert function(lazy, *rest, out=out) is out
+            close(out, function(lazy.materialise(), *rest))
 
 
 def test_a_row_that_changes_is_noticed(device):

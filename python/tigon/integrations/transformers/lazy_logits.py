@@ -178,7 +178,7 @@ class LazyLogits:
 
     def _scaled(self, name, other):
         if self._owed and _is_scalar(other):
-            return self._with((name, other))
+            return self._with((name, _as_it_is(other)))
         return _replay(self._value(), (name, _real(other)))
 
     def mul(self, other):
@@ -214,7 +214,7 @@ class LazyLogits:
     def _scale_in_place(self, name, other):
         whole = self._owed and not self._sliced and not self._detached and torch.is_grad_enabled()
         if whole and _is_scalar(other):
-            self._owner._chain = (*self._owner._chain, (name, other))
+            self._owner._chain = (*self._owner._chain, (name, _as_it_is(other)))
             return self
         return getattr(self.materialise(), f"{name}_")(_real(other))
 
@@ -420,7 +420,7 @@ class LazyLogits:
         kwargs = kwargs or {}
         if func is F.cross_entropy:
             return _functional_cross_entropy(*args, **kwargs)
-        if args and isinstance(args[0], cls) and func in _LAZY_FUNCTIONS:
+        if args and isinstance(args[0], cls) and func in _LAZY_FUNCTIONS and "out" not in kwargs:
             return getattr(args[0], _LAZY_FUNCTIONS[func])(*args[1:], **kwargs)
         if func in _COMMUTING and len(args) == 2 and isinstance(args[1], cls) and not kwargs:
             return getattr(args[1], func.__name__)(args[0])
@@ -505,6 +505,11 @@ def _is_scalar(value) -> bool:
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and value.is_floating_point() and not value.requires_grad
     return isinstance(value, int | float | np.number) and not isinstance(value, bool | np.complexfloating)
+
+
+def _as_it_is(scalar):
+    """A number that does not change in place later."""
+    return scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
 
 
 def _replay(value, link):
@@ -596,5 +601,12 @@ def _functional_cross_entropy(input, target, weight=None, size_average=None, ign
         if loss is not None:
             return loss
     return F.cross_entropy(
-        _real(input), _real(target), weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        _real(input, True),
+        _real(target, True),
+        weight,
+        size_average,
+        ignore_index,
+        reduce,
+        reduction,
+        label_smoothing,
     )
