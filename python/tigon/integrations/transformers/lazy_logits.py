@@ -10,15 +10,23 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import operator
 from contextlib import contextmanager, nullcontext
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from tigon.error import Error
 from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.lazy_operations import (
+    FRESH,
+    as_it_is,
+    fold,
+    is_float,
+    is_scalar,
+    prefix,
+    replay,
+    split_index,
+)
 from tigon.integrations.transformers.report import reader
 from tigon.integrations.transformers.sharding import in_a_group, present
 
@@ -143,7 +151,7 @@ class LazyLogits:
     def to(self, *args, **kwargs):
         """As Tensor.to; a change of dtype, or the device it is on, stays lazy."""
         dtype = kwargs.get("dtype", args[0] if args else None)
-        if len(args) + len(kwargs) == 1 and _is_float(dtype):
+        if len(args) + len(kwargs) == 1 and is_float(dtype):
             return self if dtype == self.dtype else self._with(("to", dtype), dtype=dtype)
         if torch.compiler.is_compiling() or "copy" in kwargs:
             return None
@@ -151,7 +159,7 @@ class LazyLogits:
         here = device is None or (
             device.type == self.device.type and device.index in (None, self.device.index)
         )
-        if layout is not None or not here or not (dtype is None or _is_float(dtype)):
+        if layout is not None or not here or not (dtype is None or is_float(dtype)):
             return None
         return self if dtype is None else self.to(dtype)  # accelerate moves all outputs
 
@@ -177,9 +185,9 @@ class LazyLogits:
         return self._with(("tanh",))
 
     def _scaled(self, name, other):
-        if self._owed and _is_scalar(other):
-            return self._with((name, _as_it_is(other)))
-        return _replay(self._value(), (name, _real(other)))
+        if self._owed and is_scalar(other):
+            return self._with((name, as_it_is(other)))
+        return replay(self._value(), (name, _real(other)))
 
     def mul(self, other):
         return self._scaled("mul", other)
@@ -213,8 +221,8 @@ class LazyLogits:
 
     def _scale_in_place(self, name, other):
         whole = self._owed and not self._sliced and not self._detached and torch.is_grad_enabled()
-        if whole and _is_scalar(other):
-            self._owner._chain = (*self._owner._chain, (name, _as_it_is(other)))
+        if whole and is_scalar(other):
+            self._owner._chain = (*self._owner._chain, (name, as_it_is(other)))
             return self
         return getattr(self.materialise(), f"{name}_")(_real(other))
 
@@ -247,7 +255,7 @@ class LazyLogits:
     @_while_owed
     def __getitem__(self, key):
         keys = key if isinstance(key, tuple) else (key,)
-        rows, last = _split_index(keys, self.ndim)
+        rows, last = split_index(keys, self.ndim)
         if rows is None:
             return None
         basic = not any(isinstance(key, torch.Tensor | list) for key in rows)
@@ -257,7 +265,7 @@ class LazyLogits:
         picked = self._with(view=view, sliced=rows != (), _hidden=hidden)
         if last is None or last == slice(None):
             return picked
-        limit = _prefix(last, self._columns)
+        limit = prefix(last, self._columns)
         if limit is not None:
             first = ("__getitem__", ((..., slice(limit)),))
             return picked._with(view=first, sliced=True, _columns=limit, _limit=limit)
@@ -309,7 +317,7 @@ class LazyLogits:
         if self._limit is not None:
             value = value[..., : self._limit]
         for link in self._owner._chain:
-            value = _replay(value, link)
+            value = replay(value, link)
         return value.contiguous()
 
     def _call_head(self, request):
@@ -361,7 +369,7 @@ class LazyLogits:
 
         With `predict` the same pass finds what a later argmax over the vocabulary is answered with.
         """
-        folded = _fold(self._owner._chain) if self._owed else None
+        folded = fold(self._owner._chain) if self._owed else None
         if folded is None:
             return None
         scale, softcap, added = folded
@@ -402,7 +410,7 @@ class LazyLogits:
             return functools.partial(self.to, _CASTS[name])
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"LazyLogits has no attribute {name!r}")
-        return getattr(self._value() if name in _FRESH else self.materialise(), name)
+        return getattr(self._value() if name in FRESH else self.materialise(), name)
 
     def __repr__(self):
         if not self._owed:
@@ -424,7 +432,7 @@ class LazyLogits:
             return getattr(args[0], _LAZY_FUNCTIONS[func])(*args[1:], **kwargs)
         if func in _COMMUTING and len(args) == 2 and isinstance(args[1], cls) and not kwargs:
             return getattr(args[1], func.__name__)(args[0])
-        fresh = func.__name__ in _FRESH and not {"out", "inplace"} & kwargs.keys()
+        fresh = func.__name__ in FRESH and not {"out", "inplace"} & kwargs.keys()
         kwargs = {key: _real(value, fresh) for key, value in kwargs.items()}
         return func(*_real_all(args, fresh), **kwargs)
 
@@ -441,17 +449,6 @@ _LAZY_FUNCTIONS = {
 }
 _LAZY_FUNCTIONS[torch.true_divide] = "div"
 _COMMUTING = (torch.mul, torch.add, torch.Tensor.mul, torch.Tensor.add)  # of a tensor and lazy logits
-
-
-# Functions and methods whose results share no memory with what they are given.
-_NAMES = """
-    argmax argmin amax amin max min aminmax maximum minimum topk sort argsort kthvalue median softmax softmin
-    log_softmax logsumexp sigmoid logsigmoid exp log log1p expm1 tanh sum nansum mean std var norm prod cumsum
-    any all isnan isinf isfinite nan_to_num add sub mul div true_divide pow neg abs square sqrt clamp where
-    eq ne lt le gt ge isclose allclose equal gather index_select take_along_dim masked_select masked_fill
-    scatter cat stack matmul mm bmm cross_entropy nll_loss kl_div mse_loss clone item tolist
-"""
-_FRESH = frozenset(_NAMES.split())
 
 
 def of_tensor(name, fresh=False):
@@ -495,100 +492,6 @@ def _real(value, fresh=False):
 
 def _real_all(values, fresh=False):
     return type(values)(_real(value, fresh) for value in values)
-
-
-def _is_float(dtype) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
-
-
-def _is_scalar(value) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0 and value.is_floating_point() and not value.requires_grad
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool | np.complexfloating)
-
-
-def _as_it_is(scalar):
-    """A number that does not change in place later."""
-    return scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
-
-
-def _replay(value, link):
-    name, *operands = link
-    return _REPLAYED[name](value, *operands)
-
-
-_REPLAYED = {
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "to": torch.Tensor.to,
-    "tanh": torch.Tensor.tanh,
-    "add": lambda value, row: value + row[: value.shape[-1]],
-}
-
-
-def _fold(links) -> tuple[float, float | None, torch.Tensor | None] | None:
-    """(logit_scale, softcap, row) of a chain cap * tanh(scale * (z + row) / cap), or None if it is another.
-
-    Casts are dropped: the loss is computed in fp32 from the start.
-    """
-    sides, added = [[1.0, 1.0]], None  # products and divisors, before the tanh and after
-    for name, *operands in links:
-        if name == "tanh":
-            sides.append([1.0, 1.0])
-        elif name == "add":
-            added = operands[0] if added is None else added + operands[0]
-        elif name != "to":
-            (scalar,) = operands
-            if isinstance(scalar, torch.Tensor):
-                if scalar.device.type != "cpu":  # reading it would make the host wait
-                    return None
-                scalar = scalar.item()
-            sides[-1][1 if name == "div" else 0] *= float(scalar)
-    if len(sides) > 2 or any(divisor == 0 for _, divisor in sides):
-        return None
-    scale, *caps = (product / divisor for product, divisor in sides)
-    if not caps:
-        return scale, None, added
-    (cap,) = caps
-    return (sides[0][0] * cap / sides[0][1], cap, added) if 0 < cap < math.inf else None
-
-
-def _split_index(keys, ndim):
-    """Index split at the vocabulary axis: (row part, last part); (None, None) where it mixes."""
-    used = sum(_axes(key) for key in keys)
-    dots = [i for i, key in enumerate(keys) if key is Ellipsis]
-    if len(dots) > 1 or used > ndim or any(_axes(key) < 0 for key in keys):
-        return None, None
-    fill = (slice(None),) * (ndim - used)
-    at = dots[0] if dots else len(keys)
-    keys = (*keys[:at], *fill, *keys[at + 1 :])
-    last, rows = keys[-1], keys[:-1]
-    if last is None or _axes(last) != 1:
-        return None, None
-    if not isinstance(last, slice) and not all(isinstance(key, slice | int) for key in rows):
-        return None, None  # indices on both sides broadcast together
-    if all(isinstance(key, slice) and key == slice(None) for key in rows):
-        rows = ()
-    return rows, last
-
-
-def _axes(key) -> int:
-    """Axes that one part of an index takes; -1 where this file does not know."""
-    if key is None or key is Ellipsis:
-        return 0
-    if isinstance(key, bool):
-        return -1
-    if isinstance(key, torch.Tensor):
-        return key.ndim if key.dtype == torch.bool else 1
-    return 1 if isinstance(key, slice | int | list) else -1
-
-
-def _prefix(last, columns) -> int | None:
-    """n of a slice [:n] of the vocabulary, or None."""
-    if not isinstance(last, slice) or last.step not in (None, 1) or last.start not in (None, 0):
-        return None
-    stop = columns if last.stop is None else last.stop
-    return min(stop, columns) if isinstance(stop, int) and stop > 0 else None
 
 
 def _functional_cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100,

@@ -24,7 +24,7 @@ from tigon.integrations.transformers.qkv_split import plan_slices
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import Entry, Report
 from tigon.integrations.transformers.rewriting import Rewritten, rewritten_forward
-from tigon.integrations.transformers.rope import plan_rotary, rewrite, rotary_callers
+from tigon.integrations.transformers.rope import plan_rotary, rewrite, rotary_callers, rotary_forward
 from tigon.integrations.transformers.routers import plan_router, router_forward
 
 STATE = "_tigon_state"
@@ -142,7 +142,7 @@ class _Plan:
     def commit(self, state: State, lazy_logits: bool):
         for function, module, spec, name in self.binds:
             held = bound(module, name)
-            if held is not None and not _only_turned(held):
+            if held is not None and held.function is not rotary_forward:
                 continue
             if isinstance(spec, MlpSpec):
                 spec = replace(spec, ledger=state.ledger)
@@ -151,7 +151,7 @@ class _Plan:
         for module, name, names in self.turns:
             held = bound(module, name)
             if held is None:
-                bind(rewritten_forward, module, Rewritten(rewrite, type(module), names, name=name), name)
+                bind(rotary_forward, module, Rewritten(rewrite, type(module), names, name=name), name)
             elif isinstance(held.spec, Rewritten):
                 held.spec.add(rewrite, names)
         for owner, linears in self.heads:
@@ -167,11 +167,6 @@ class _Plan:
                 owner = self.model.get_submodule(path)
                 state.losses.setdefault(path, owner.__dict__.get("_loss_function", ABSENT))
                 owner.__dict__["_loss_function"] = causal_lm_loss
-
-
-def _only_turned(held) -> bool:
-    """Whether nothing but rotary functions is replaced in a method."""
-    return isinstance(held.spec, Rewritten) and [*held.spec.steps] == [rewrite]
 
 
 # In this order: a module that one has taken is not looked at by those behind it.

@@ -7,13 +7,14 @@ import copy
 import functools
 import inspect
 import types
+import weakref
 
 import torch
 from torch import nn
 
 from tigon.integrations.transformers.canonical import Unrecognised, function_node
 
-SOURCE = "_tigon_source"  # where a function made here keeps the source it was made of
+_sources = weakref.WeakKeyDictionary()  # of the functions made here, what they were made of
 
 
 class Rewritten:
@@ -125,8 +126,7 @@ def rewritable(function) -> ast.FunctionDef | None:
 
 def rewritten_source(function) -> tuple[types.FunctionType, ast.FunctionDef | None, dict]:
     """(the function first written, the source as it is now, what it closes over besides)."""
-    held = getattr(function, SOURCE, None)
-    first, node, names = held or (function, rewritable(function), {})
+    first, node, names = _sources.get(function) or (function, rewritable(function), {})
     return first, copy.deepcopy(node), names
 
 
@@ -151,7 +151,7 @@ def recompiled(forward, node: ast.FunctionDef, **names) -> types.FunctionType:
     made = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, cells)
     made.__kwdefaults__, made.__qualname__ = forward.__kwdefaults__, forward.__qualname__
     vars(made).update(vars(forward))
-    vars(made)[SOURCE] = forward, node, names
+    _sources[made] = forward, node, names
     return made
 
 

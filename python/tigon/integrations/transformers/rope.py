@@ -23,7 +23,7 @@ from tigon.integrations.transformers.forward import plain
 from tigon.integrations.transformers.patterns.modules import Match, match
 from tigon.integrations.transformers.patterns.rope import ROTARY, SIGNATURES
 from tigon.integrations.transformers.probe import probe_rotary
-from tigon.integrations.transformers.rewriting import rewrite_innermost
+from tigon.integrations.transformers.rewriting import Rewritten, rewrite_innermost, rewritten_forward
 from tigon.ops.rope import rope
 
 Key = tuple[str, str]  # module name, name of the global
@@ -161,6 +161,11 @@ def _recognise(function) -> Match | str:
     except Unrecognised as error:
         return f"unrecognised rotary function: {error}"
     return match(expression, ROTARY) or "a rotary form tigon.rope does not have"
+
+
+def rotary_forward(module: nn.Module, spec: Rewritten, *args, **kwargs):
+    """A method of a class in which nothing but rotary functions is replaced."""
+    return rewritten_forward(module, spec, *args, **kwargs)
 
 
 def rewrite(method, names: tuple[str, ...]) -> tuple[tuple[str, ...], types.FunctionType] | None:
