@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tiny import batch, close, config, make, same, step
+from tiny import VOCABULARY, batch, close, config, make, same, step
 from transformers import AutoModelForCausalLM
 
 import tigon
@@ -418,6 +418,41 @@ def test_both_losses_are_refused():
         both = {asked: True, default: True}
         with pytest.raises(tigon.Error, match="must not both be True, got both$"):
             patching._apply_liger_kernel_to_instance(make(family), **both)
+
+
+def test_cross_entropy_and_a_loss_of_the_program(caplog):
+    """InstructLab's: nn.CrossEntropyLoss of logits. The message says what helps, and it does."""
+    model, inputs = make(), batch()
+    labels = inputs.pop("labels")
+
+    def run():
+        model.zero_grad()
+        logits = model(**inputs).logits
+        loss = torch.nn.CrossEntropyLoss()(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1))
+        loss.backward()
+        return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    wanted = run()
+    patching.apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=False, model=model)
+    for _ in range(2):
+        same(run(), wanted)
+    (said,) = [r.getMessage() for r in caplog.records if "given labels" in r.getMessage()]
+    assert "tigon.apply(model, lazy_logits=True)" in said
+    pickle.loads(pickle.dumps(model))
+    report = tigon.apply(model, lazy_logits=True)
+    same(run(), wanted)
+    loss = model(**inputs, labels=labels).loss
+    assert report.head_calls.fused == 2 and report.head_calls.materialised == 0
+    close(loss, wanted[0])
+
+
+def test_cross_entropy_of_the_model_is_said_nothing_about(caplog):
+    model = make()
+    patching.apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=False, model=model)
+    model.eval()(batch()["input_ids"])
+    step(model.train(), batch())
+    model(batch()["input_ids"])
+    assert not caplog.text and not model._forward_pre_hooks
 
 
 def test_loss_of_logits(device):

@@ -145,6 +145,25 @@ def test_losses_without_labels_in_the_model(tmp_path, caplog):
     assert "label_smoothing_factor" in caplog.text and callback.report.head_calls.lazy == 0
 
 
+def test_the_advice_for_label_smoothing_helps(tmp_path, caplog):
+    """A compute_loss_func in the place of label_smoothing_factor: the same losses, fused."""
+
+    def loss(output, labels, num_items_in_batch=None):
+        rows = output["logits"][:, :-1].reshape(-1, VOCABULARY)
+        options = {"label_smoothing": 0.1, "reduction": "sum"}
+        loss = torch.nn.functional.cross_entropy(rows, labels[:, 1:].reshape(-1), **options)
+        return loss / num_items_in_batch
+
+    _, wanted = run(tmp_path, label_smoothing_factor=0.1, eval_strategy="no")
+    callback = tigon.TigonTrainerCallback(lazy_logits=True)
+    with caplog.at_level(logging.WARNING, "tigon"):
+        _, got = run(
+            tmp_path, callbacks=[callback], trainer_options={"compute_loss_func": loss}, eval_strategy="no"
+        )
+    assert got == pytest.approx(wanted, rel=1e-4)
+    assert callback.report.head_calls.fused == 6 and not caplog.text
+
+
 def test_compute_loss_func_with_lazy_logits(tmp_path, caplog):
     def loss(output, labels, num_items_in_batch=None):
         rows = output["logits"][:, :-1].float().reshape(-1, VOCABULARY)

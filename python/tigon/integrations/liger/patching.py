@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 
+import torch
 from transformers import AutoConfig
 from transformers.utils import ModelOutput
 
@@ -22,9 +23,16 @@ from tigon.integrations.liger import functional
 from tigon.integrations.liger.names import check
 from tigon.integrations.liger.outputs import with_counts
 from tigon.integrations.source import made
-from tigon.integrations.transformers.causal_loss import COUNTS, loss_of_logits, loss_options, next_labels
+from tigon.integrations.transformers.causal_loss import (
+    COUNTS,
+    causal_lm_loss,
+    loss_of_logits,
+    loss_options,
+    next_labels,
+)
 from tigon.integrations.transformers.forward import model_forward
 from tigon.integrations.transformers.head import forward_of_model
+from tigon.integrations.transformers.lazy_logits import LazyLogits
 from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
 from tigon.integrations.transformers.patch import unwrapped
 
@@ -204,8 +212,26 @@ def _use_logits_loss(model) -> None:
 
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
         model.loss_function = logits_causal_lm_loss
+        look = _OtherLosses()
+        look.handle = model.register_forward_pre_hook(look, with_kwargs=True)
     else:
         log.warning("[compat.liger] %s has a loss of its own: cross_entropy leaves it", type(model).__name__)
+
+
+class _OtherLosses:
+    """Looks at the first training forward: a program that gives no labels has a loss of its own."""
+
+    def __call__(self, model, args, kwargs):
+        if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return
+        self.handle.remove()
+        labels = any("labels" in name and value is not None for name, value in kwargs.items())
+        if not (labels or len(args) > 1):
+            log.warning(
+                "[compat.liger] cross_entropy is the loss of a model that is given labels: "
+                "a loss of yours on output.logits stays PyTorch's (tigon.apply(model, lazy_logits=True) "
+                "keeps nn.CrossEntropyLoss and F.cross_entropy of them fused, without logits)"
+            )
 
 
 def logits_causal_lm_loss(
@@ -215,6 +241,10 @@ def logits_causal_lm_loss(
 
     Accuracy and predictions are not counted here, as in Liger: the output has no place for them.
     """
+    if isinstance(logits, LazyLogits):
+        return causal_lm_loss(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
     options = loss_options({name: v for name, v in kwargs.items() if name not in COUNTS})
     if shift_labels is None:
         shift_labels = next_labels(labels, ignore_index)

@@ -65,6 +65,7 @@ def output_forward(layer, spec, input_, weight=None, runtime_gather_output=None)
 class _GatheredLogits(LazyLogits):
     """Logits of the rows of all processes, owed from this process's share of the hidden states."""
 
+    _kept = (*LazyLogits._kept, "_shares")
     _shares = 1
 
     @property

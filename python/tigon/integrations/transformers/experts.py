@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,8 @@ def _fields(module: nn.Module, found: Match) -> tuple[dict, str | None]:
 def registered_forward(module: nn.Module, hidden_states, top_k_index, top_k_weights):
     """The implementation `tigon` of transformers' registry."""
     run = getattr(module, LAYER, None)
+    if run is None and id(module.config) in _switched:  # by another model, of this configuration too
+        return stock_layer(module, _switched[id(module.config)], hidden_states, top_k_index, top_k_weights)
     if run is None and not torch.compiler.is_compiling():  # chosen by name, without tigon.apply
         planned = _plan_layer(module)
         function, _, _, spec, _ = planned or (stock_layer, None, None, "grouped_mm", None)
@@ -224,6 +227,9 @@ def _plan_layer(module) -> tuple | None:
     return layer_forward, module, LAYER, spec, f"tigon.experts ({found.structure.name})"
 
 
+_switched: dict[int, str] = {}  # id of a configuration -> what ran the experts before `switch`
+
+
 def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
     """Have the registry ask for `tigon` where a layer of `model` runs by it; `previous` by path."""
     modules = [(path, m) for path, m in model.named_modules() if uses_registry(m)]
@@ -232,6 +238,9 @@ def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
         if bound(module, LAYER) is not None and before != IMPLEMENTATION:
             previous[path] = before
             module.config._experts_implementation_internal = IMPLEMENTATION
+            if id(module.config) not in _switched:
+                weakref.finalize(module.config, _switched.pop, id(module.config), None).atexit = False
+            _switched[id(module.config)] = before or "grouped_mm"
             for _, other in modules:  # of one configuration, not recognised
                 if other.config is module.config and bound(other, LAYER) is None:
                     bind(stock_layer, other, before or "grouped_mm", LAYER)
@@ -243,6 +252,7 @@ def switch_back(model: nn.Module, previous: dict[str, str | None]) -> None:
         config = model.get_submodule(path).config
         if config._experts_implementation_internal == IMPLEMENTATION:
             config._experts_implementation_internal = before
+            _switched.pop(id(config), None)
 
 
 def _activates(module) -> bool:

@@ -29,7 +29,7 @@ from tigon.integrations.transformers.forward import (
 from tigon.integrations.transformers.head_operands import head_operands, is_linear, is_lora, is_tokens
 from tigon.integrations.transformers.lazy_logits import LazyLogits, LogitsRequest, LossRequest
 from tigon.integrations.transformers.recompute import Ledger
-from tigon.integrations.transformers.report import HeadCalls
+from tigon.integrations.transformers.report import HeadCalls, caller
 from tigon.integrations.transformers.sharding import (
     gathered_once,
     present,
@@ -45,10 +45,19 @@ from tigon.ops.loss_head.operands import Trained
 INFRASTRUCTURE = ("torch.distributed", "deepspeed", "accelerate")
 
 
-NO_LABELS = (
-    "the model was called without labels (as Trainer does with label_smoothing_factor or compute_loss_func); "
-    "apply(lazy_logits=True) owes them to a loss of yours"
-)
+# What helps a caller that gives no labels, by the beginning of its module's name.
+NO_LABELS = "the model was called without labels; "
+WITHOUT_LABELS = {
+    "transformers.trainer": "a compute_loss_func with F.cross_entropy or nn.CrossEntropyLoss of "
+    "output.logits keeps the head fused with TigonTrainerCallback(lazy_logits=True), label_smoothing= too; "
+    "label_smoothing_factor reads the logits of the whole vocabulary",
+    "trl": "this trainer reads the logits of the whole vocabulary, and no option of apply changes that "
+    "(examples/trl_heads.py has subclasses of TRL's GKD, GOLD, ORPO and CPO trainers that read none; "
+    "tigon.compat.trl.install() serves its SFT, DPO, KTO, GRPO, RLOO and distillation trainers)",
+    "": "give it labels, or, if your loss is F.cross_entropy or nn.CrossEntropyLoss of output.logits, "
+    "apply(lazy_logits=True); log_softmax, softmax and logsumexp of them read the whole vocabulary "
+    "(tigon.linear_log_prob takes hidden states and the head's weight)",
+}
 NOT_PRESENT = (
     "the head's weight must be whole when its logits are read, got it sharded or freed "
     "(read output.logits before backward())"
@@ -73,6 +82,7 @@ class HeadSpec:
     ledger: Ledger
     compiled: bool = False  # its model's loss_function is ours, so tracing meets no torch function
     always: bool = False  # logits are owed without labels too
+    without_labels: str | None = None  # what helps the first caller that gave none
     once: str | None = None  # why its weight is there during the first call only
     forwards: dict[nn.Module, LogitsUse] = field(
         default_factory=dict
@@ -99,7 +109,8 @@ def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
     autocast = autocast_dtype(hidden.device.type)
     if not torch.compiler.is_compiling():
         spec.calls.lazy += 1
-    return LazyLogits(module, hidden, module.weight.shape[0], autocast or hidden.dtype, spec.calls, autocast)
+    columns, dtype, rows = module.weight.shape[0], autocast or hidden.dtype, not vocabulary_sharded(module)
+    return LazyLogits(module, hidden, columns, dtype, spec.calls, autocast, rows)
 
 
 def _why_computed(module, spec, use, hidden) -> str | None:
@@ -107,7 +118,12 @@ def _why_computed(module, spec, use, hidden) -> str | None:
     if use is None:
         return "the head was called outside of its model's forward (call the model, with labels)"
     if not (use.labels or spec.always):
-        return NO_LABELS
+        if spec.without_labels is None and not torch.compiler.is_compiling():
+            name = caller()
+            spec.without_labels = next(
+                text for start, text in WITHOUT_LABELS.items() if name.startswith(start)
+            )
+        return NO_LABELS + (spec.without_labels or WITHOUT_LABELS[""])
     if vocabulary_sharded(module):
         if not plain(hidden) or torch.compiler.is_compiling():
             return "the hidden states are sharded, or torch.compile traces the tensor-parallel head"
@@ -167,6 +183,10 @@ def _linear_loss(module, spec, hidden, request):
         lora = None if lora is None else (lora[0], lora[1][:columns], lora[2])
     if dtype is not None:
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if request.added is not None:  # to the rounded product, in stock: it is not rounded itself
+        added = request.added[: weight.shape[0]]
+        added = added.to(torch.promote_types(added.dtype, torch.float32))
+        bias = added if bias is None else bias + added
     target = request.target  # on the CPU: counted there, then moved
     target = target if target.device.type == "cpu" else target.to(hidden.device)
     spec.ledger.note(hidden, weight.to_local() if sharded else weight)

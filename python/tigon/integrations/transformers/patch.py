@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import types
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +14,7 @@ from tigon.error import Error
 from tigon.integrations import trl
 from tigon.integrations.transformers.causal_loss import causal_lm_loss
 from tigon.integrations.transformers.experts import plan_experts, switch, switch_back
-from tigon.integrations.transformers.forward import bind, bound, model_forward, unbind
+from tigon.integrations.transformers.forward import bind, blocked, bound, model_forward, unbind
 from tigon.integrations.transformers.head import HeadSpec, attach, bind_head, output_head, plan_head
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper, plan_streams
 from tigon.integrations.transformers.lora import find_siblings, lora_forward, plan_lora
@@ -24,8 +24,8 @@ from tigon.integrations.transformers.qk_norm import plan_qk_norm
 from tigon.integrations.transformers.qkv_split import plan_slices
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import Entry, Report
-from tigon.integrations.transformers.rewriting import rewritten_forward
-from tigon.integrations.transformers.rope import Key, find_rotary, plan_rotary, rebind, release
+from tigon.integrations.transformers.rewriting import Rewritten, rewritten_forward
+from tigon.integrations.transformers.rope import plan_rotary, rewrite, rotary_callers, rotary_forward
 from tigon.integrations.transformers.routers import plan_router, router_forward
 
 STATE = "_tigon_state"
@@ -39,28 +39,13 @@ class State:
     """What undo needs, kept in the model's own dictionary so that copies carry it."""
 
     report: Report
-    rotary: dict[Key, str] = field(default_factory=dict)
     losses: dict[str, object] = field(default_factory=dict)  # module path -> what was there
     ledger: Ledger = field(default_factory=Ledger)
     experts: dict[str, str | None] = field(default_factory=dict)  # path -> implementation before
 
     def __deepcopy__(self, memo):
         report = replace(self.report, entries=[*self.report.entries], notes=[*self.report.notes])
-        return _restore(report, dict(self.rotary), dict(self.losses), self.ledger, dict(self.experts))
-
-    def __reduce__(self):
-        held = dict(self.rotary), dict(self.losses), self.ledger, dict(self.experts)
-        return _restore, (self.report, *held)
-
-
-def _restore(report, rotary, losses, ledger, experts):
-    """A copied or unpickled model owns its own share of the rotary functions."""
-    state = State(report, rotary, losses, ledger, experts)
-    for key, label in rotary.items():
-        __import__(key[0])
-        if plan_rotary(key, vars(sys.modules[key[0]]).get(key[1])) == (label,):
-            rebind(key, state, label)
-    return state
+        return State(report, dict(self.losses), self.ledger, dict(self.experts))
 
 
 class _Plan:
@@ -70,7 +55,7 @@ class _Plan:
         self.model = model
         self.entries: list[Entry] = []
         self.binds: list = []
-        self.rotary: dict[Key, str] = {}
+        self.turns: list = []  # (module, its method, names of the rotary functions to be fused in it)
         self.losses: list[str] = []  # paths of models whose loss function is transformers' causal one
         self.heads: list = []  # (model, Linears of its head)
         self.trl: str | None = None  # why TRL's heads stay its own
@@ -115,11 +100,28 @@ class _Plan:
         self.entries.append(Entry.of(*found))
 
     def rope(self):
-        for key, function in sorted(find_rotary(self.model).items(), key=lambda item: item[0]):
-            verdict = plan_rotary(key, function)
-            if isinstance(verdict, tuple):
-                self.rotary[key] = verdict[0]
-            self.add("rope", ".".join(key), key[1], verdict)
+        verdicts, turned, left = {}, set(), []
+        callers = {kind: rotary_callers(kind) for kind in {type(m) for m in self.model.modules()}}
+        for path, module in self.model.named_modules():
+            for method, functions in callers[type(module)].items():
+                verdicts |= {key: plan_rotary(key, f) for key, f in functions.items() if key not in verdicts}
+                keys = [key for key in functions if isinstance(verdicts[key], tuple)]
+                if not keys:
+                    continue
+                names = tuple(name for _, name in keys)
+                reason = blocked(module) if method == "forward" else None
+                if reason is None and rewrite(inspect.getattr_static(type(module), method), names) is None:
+                    reason = f"its {method} is not a function with source, which names {', '.join(names)}"
+                if reason is not None:
+                    left.append((path, type(module).__name__, reason))
+                    continue
+                self.turns.append((module, method, names))
+                turned.update(keys)
+        for key, verdict in sorted(verdicts.items()):
+            if key in turned or isinstance(verdict, str):
+                self.add("rope", ".".join(key), key[1], verdict)
+        for where in left:
+            self.add("rope", *where)
 
     def loss(self):
         self.trl = trl.take(_has_loss)
@@ -144,15 +146,19 @@ class _Plan:
 
     def commit(self, state: State, lazy_logits: bool):
         for function, module, spec, name in self.binds:
-            if bound(module, name) is not None:
+            held = bound(module, name)
+            if held is not None and held.function is not rotary_forward:
                 continue
             if isinstance(spec, MlpSpec):
                 spec = replace(spec, ledger=state.ledger)
             bind(function, module, spec, name)
         switch(self.model, state.experts)
-        for key, label in self.rotary.items():
-            rebind(key, state, label)
-            state.rotary[key] = label
+        for module, name, names in self.turns:
+            held = bound(module, name)
+            if held is None:
+                bind(rotary_forward, module, Rewritten(rewrite, type(module), names, name=name), name)
+            elif isinstance(held.spec, Rewritten):
+                held.spec.add(rewrite, names)
         for owner, linears in self.heads:
             known = [forward.spec[0] for forward in (model_forward(owner),) if forward is not None]
             known += [forward.spec for forward in map(bound, linears) if forward is not None]
@@ -288,11 +294,7 @@ def _check(plan: _Plan, report: Report, strict: bool) -> None:
 
 
 def undo(model: nn.Module) -> None:
-    """Restore everything that `apply` changed in this model; harmless where nothing was applied.
-
-    A rotary function is shared by all models of its package: it returns to stock when the last
-    patched model of the package is undone or dropped.
-    """
+    """Restore everything that `apply` changed in this model; harmless where nothing was applied."""
     root = unwrapped(model)
     for module in root.modules():
         unbind(module)
@@ -308,8 +310,6 @@ def undo(model: nn.Module) -> None:
             del owner.__dict__["_loss_function"]
         else:
             owner.__dict__["_loss_function"] = previous
-    for key in state.rotary:
-        release(key, state)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

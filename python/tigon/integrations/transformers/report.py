@@ -86,6 +86,31 @@ def reader() -> str:
     return f"{frame.f_globals.get('__name__')}, line {frame.f_lineno},"
 
 
+# Packages between a training loop and the head of a model.
+_BETWEEN = (
+    "tigon.",
+    "torch.",
+    "accelerate.",
+    "peft.",
+    "deepspeed.",
+    "transformers.",
+    "contextlib",
+    "functools",
+)
+
+
+def caller() -> str:
+    """The module of the training loop that has called the model."""
+    frame = sys._getframe(1)
+    name = ""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("transformers.trainer") or not name.startswith(_BETWEEN):
+            break
+        frame = frame.f_back
+    return name
+
+
 @dataclass
 class Report:
     """Result of `tigon.apply`."""
