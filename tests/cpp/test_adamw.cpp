@@ -48,8 +48,12 @@ struct State {
 };
 
 void run(Context& ctx, std::vector<AdamwTensor> tensors, const AdamwGroup& group,
-         AdamwRounding rounding = AdamwRounding::nearest, uint64_t seed = 7) {
-  adamw(ctx, {.tensors = tensors, .groups = {&group, 1}, .rounding = rounding, .seed = seed});
+         AdamwRounding rounding = AdamwRounding::nearest, AdamwRounding moments = AdamwRounding::nearest) {
+  adamw(ctx, {.tensors = tensors,
+              .groups = {&group, 1},
+              .rounding = rounding,
+              .moment_rounding = moments,
+              .seed = 7});
 }
 
 TEST_CASE("the shared formula in double is the paper's") {
@@ -112,12 +116,35 @@ TEST_CASE("stochastic rounding: one of two neighbours, with the right share of t
   CHECK(std::isnan(to_float(bf16{uint16_t(oracle::stochastic_bf16(0x7f800001u, 0u))})));
 }
 
+// Of two uniform numbers that say nothing of each other, the share below bounds a and b is a b.
+TEST_CASE("the random bits of an element's moments and of itself are even in pairs and as three") {
+  for (uint32_t a : {3u << 12, 1u << 15, 51111u})
+    for (uint32_t b : {2222u, 1u << 14, 60001u})
+      for (uint32_t c : {1u << 13, 37777u}) {
+        double avg_sq = 0, param_avg = 0, param_sq = 0, all = 0;
+        for (uint32_t r = 0; r < 65536; ++r) {
+          const bool p = r < a, m = oracle::random_of_avg(r) < b, v = oracle::random_of_sq(r) < c;
+          param_avg += p && m, param_sq += p && v, avg_sq += m && v, all += p && m && v;
+        }
+        const double x = a / 65536.0, y = b / 65536.0, z = c / 65536.0;
+        CHECK(std::abs(param_avg / 65536 - x * y) < 2e-4);
+        CHECK(std::abs(param_sq / 65536 - x * z) < 2e-4);
+        CHECK(std::abs(avg_sq / 65536 - y * z) < 2e-4);
+        CHECK(std::abs(all / 65536 - x * y * z) < 5e-4);
+      }
+}
+
 TEST_CASE("any order and any split of a list gives the same bits") {
   auto ctx = make_cpu_context(3);
-  for (AdamwRounding r : {AdamwRounding::nearest, AdamwRounding::stochastic, AdamwRounding::split}) {
+  const AdamwRounding nearest = AdamwRounding::nearest, stochastic = AdamwRounding::stochastic;
+  for (auto [r, moments] : {std::pair{nearest, nearest},
+                            {stochastic, nearest},
+                            {nearest, stochastic},
+                            {stochastic, stochastic},
+                            {AdamwRounding::split, stochastic}}) {
     const int64_t n = 40003, cut = 17001;
     State whole(DType::bf16, DType::bf16, DType::bf16, DType::bf16, n, r, 9), parts = whole;
-    run(*ctx, {whole.tensor()}, AdamwGroup{}, r);
+    run(*ctx, {whole.tensor()}, AdamwGroup{}, r, moments);
     AdamwTensor first = parts.tensor(), second = first;
     for (Vector AdamwTensor::* v : {&AdamwTensor::param, &AdamwTensor::grad, &AdamwTensor::exp_avg,
                                     &AdamwTensor::exp_avg_sq, &AdamwTensor::low}) {
@@ -127,7 +154,7 @@ TEST_CASE("any order and any split of a list gives the same bits") {
     }
     second.first = cut;
     first.step = second.step = {};
-    run(*ctx, {second, first}, AdamwGroup{}, r);
+    run(*ctx, {second, first}, AdamwGroup{}, r, moments);
     CHECK(whole.param == parts.param);
     CHECK(whole.avg == parts.avg);
     CHECK(whole.sq == parts.sq);
@@ -164,6 +191,8 @@ TEST_CASE("refusals, before anything is written") {
   refused([](auto&, auto& g, auto&) { g.lr = -1.0; }, "lr must be >= 0, got -1");
   refused([](auto&, auto& g, auto&) { g.eps = NAN; }, "eps must be >= 0, got nan");
   refused([](auto& t, auto&, auto&) { t.step = {}, t.steps = -1; }, "steps must be in");
+  refused([](auto&, auto&, auto& c) { c.moment_rounding = AdamwRounding::master; },
+          "moment_rounding must be 0 or 1, nearest or stochastic, got 3");
   refused([](auto&, auto&, auto& c) { c.clip = {.data = &c, .dtype = DType::f64, .size = 1}; },
           "clip must be");
 }

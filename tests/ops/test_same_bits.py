@@ -494,7 +494,7 @@ def test_blocks_of_the_switch():
     assert not is_on()
     for order in itertools.permutations(range(3)):
         blocks = [tigon.deterministic(on) for on in (True, False, True)]
-        modes = {i: on for i, on in enumerate((True, False, True))}
+        modes = dict(enumerate((True, False, True)))
         for block in reversed(blocks):
             with block:  # undoes the switch of its construction
                 pass
