@@ -113,7 +113,8 @@ TEST_CASE("stochastic rounding: one of two neighbours, with the right share of t
     CHECK(to_float(bf16{uint16_t(oracle::stochastic_bf16(std::bit_cast<uint32_t>(x), 0xffffu))}) == x);
     CHECK(to_float(f16{uint16_t(oracle::stochastic_f16(std::bit_cast<uint32_t>(x), 0xffffu))}) == x);
   }
-  CHECK(std::isnan(to_float(bf16{uint16_t(oracle::stochastic_bf16(0x7f800001u, 0u))})));
+  for (uint32_t nan : {0x7fffffffu, 0xffc00000u, 0x7fc00001u})
+    CHECK(std::isnan(to_float(bf16{uint16_t(oracle::stochastic_bf16(nan, 0xffffu))})));
 }
 
 // Of two uniform numbers that say nothing of each other, the share below bounds a and b is a b.

@@ -158,7 +158,8 @@ def test_moments_against_float64(dtype, options, device):
 
 @pytest.mark.parametrize("options", [
     {}, {"rounding": "stochastic", "seed": 3}, {"rounding": "split"}, {"rounding": "master"},
-    {"moment_rounding": "nearest"}, {"moment_dtype": torch.float32}, {"moment_dtype": (torch.bfloat16, torch.float32)}, {"amsgrad": True},
+    {"moment_rounding": "nearest"}, {"moment_dtype": torch.float32},
+    {"moment_dtype": (torch.bfloat16, torch.float32)}, {"amsgrad": True},
 ], ids=str)  # fmt: skip
 def test_saved_in_mid_run(options, device):
     """A run that is saved and goes on in another optimizer keeps its bits; run twice, they are the same."""

@@ -127,7 +127,8 @@ template <int N>
 struct RandomBits {
   uint32_t w0 = 0, w1 = 0, w2 = 0, w3 = 0;
   int offset = 0;
-  __device__ __forceinline__ void draw(int64_t at, uint32_t step, uint64_t seed) {
+  __device__ __forceinline__ RandomBits(bool draws, int64_t at, uint32_t step, uint64_t seed) {
+    if (!draws) return;
     offset = int(at % 8);
     const Random r = random_block(uint64_t(at) / 8, step, seed);
     w0 = r.word[0], w1 = r.word[1], w2 = r.word[2], w3 = r.word[3];
@@ -201,11 +202,6 @@ struct Unit {
   __device__ __forceinline__ void update(const Entry& e, const Constants& c, float factor, const Scalars& s,
                                          int64_t i) const {
     float p[N], m[N], v[N];
-    RandomBits<N> random;
-    if (rounds(e, AdamwRounding::stochastic) || draws<M>(s, e.avg_type) || draws<W>(s, e.sq_type))
-      random.draw(e.first + i, c.step, s.seed);
-    const auto of_avg = [&](int k) { return random_of_avg(random.get(k)); };
-    const auto of_sq = [&](int k) { return random_of_sq(random.get(k)); };
     const bool masters = rounds(e, AdamwRounding::master), splits = rounds(e, AdamwRounding::split);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -220,15 +216,20 @@ struct Unit {
         u[k] = most.get(k, e.sq_type);
         adamw_update(mul(grad.get(k, e.grad_type), factor), c, p[k], m[k], v[k], &u[k]);
       }
-      store_moment<W>(s, e.most, e.sq_type, i, u, of_sq);
+      // Drawn here alone: held beyond the next line, u and the bits would not fit the registers.
+      const RandomBits<N> random(draws<W>(s, e.sq_type), e.first + i, c.step, s.seed);
+      store_moment<W>(s, e.most, e.sq_type, i, u, [&](int k) { return random_of_sq(random.get(k)); });
     } else {
 #pragma unroll
       for (int k = 0; k < N; ++k)
         adamw_update(mul(grad.get(k, e.grad_type), factor), c, p[k], m[k], v[k],
                      static_cast<float*>(nullptr));
     }
-    store_moment<M>(s, e.exp_avg, e.avg_type, i, m, of_avg);
-    store_moment<W>(s, e.exp_avg_sq, e.sq_type, i, v, of_sq);
+    const bool any =
+        rounds(e, AdamwRounding::stochastic) || draws<M>(s, e.avg_type) || draws<W>(s, e.sq_type);
+    const RandomBits<N> random(any, e.first + i, c.step, s.seed);
+    store_moment<M>(s, e.exp_avg, e.avg_type, i, m, [&](int k) { return random_of_avg(random.get(k)); });
+    store_moment<W>(s, e.exp_avg_sq, e.sq_type, i, v, [&](int k) { return random_of_sq(random.get(k)); });
     if (rounds(e, AdamwRounding::stochastic))
       store_stochastic<P, N>(e.param, e.param_type, i, p, [&](int k) { return random.get(k); });
     else
