@@ -311,6 +311,11 @@ def test_clip_grad_norm_of_other_kinds(device):
     assert clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 1.0) == 0
     expected = torch.stack([p.grad.abs().max() for p in params if p.numel()]).max()
     assert clip_grad_norm_([p for p in params if p.numel()], 1e9, math.inf) == expected
+    named = [p for p in params if p.numel()]
+    assert clip_grad_norm_(named, 1e9, "inf") == expected
+    assert clip_grad_norm_(named, 1e9, "2.0") == clip_grad_norm_(named, 1e9)
+    with pytest.raises(tigon.Error, match="norm_type must be a number, got str"):
+        clip_grad_norm_(named, 1.0, "largest")
     table = torch.nn.Embedding(4, 3, sparse=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(tigon.Error, match="must be dense and real"):
