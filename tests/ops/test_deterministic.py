@@ -1,4 +1,4 @@
-"""The switch of tigon.deterministic: calls, blocks, decorators, threads. What it promises: test_same_bits.py."""
+"""The switch of tigon.deterministic: calls, blocks, decorators, threads. Its promises: test_same_bits.py."""
 
 from __future__ import annotations
 
