@@ -117,22 +117,25 @@ TEST_CASE("stochastic rounding: one of two neighbours, with the right share of t
     CHECK(std::isnan(to_float(bf16{uint16_t(oracle::stochastic_bf16(nan, 0xffffu))})));
 }
 
-// Of two uniform numbers that say nothing of each other, the share below bounds a and b is a b.
-TEST_CASE("the random bits of an element's moments and of itself are even in pairs and as three") {
-  for (uint32_t a : {3u << 12, 1u << 15, 51111u})
-    for (uint32_t b : {2222u, 1u << 14, 60001u})
-      for (uint32_t c : {1u << 13, 37777u}) {
-        double avg_sq = 0, param_avg = 0, param_sq = 0, all = 0;
-        for (uint32_t r = 0; r < 65536; ++r) {
-          const bool p = r < a, m = oracle::random_of_avg(r) < b, v = oracle::random_of_sq(r) < c;
-          param_avg += p && m, param_sq += p && v, avg_sq += m && v, all += p && m && v;
-        }
-        const double x = a / 65536.0, y = b / 65536.0, z = c / 65536.0;
-        CHECK(std::abs(param_avg / 65536 - x * y) < 2e-4);
-        CHECK(std::abs(param_sq / 65536 - x * z) < 2e-4);
-        CHECK(std::abs(avg_sq / 65536 - y * z) < 2e-4);
-        CHECK(std::abs(all / 65536 - x * y * z) < 5e-4);
-      }
+// Of three uniform numbers that say nothing of each other, the share below bounds a, b and c is a b c.
+TEST_CASE("the random bits of an element and its moments are even in pairs and as three") {
+  const int n = 65536;
+  for (int odd : {0, 1})
+    for (uint32_t neighbour : {0u, 12345u, 0xffffu})
+      for (int a : {3 << 12, 51111, n})
+        for (int b : {2222, 60001, n})
+          for (int c : {1 << 13, 37777, n}) {
+            int below = 0;
+            for (uint32_t x = 0; x < n; ++x) {
+              const oracle::Random r{{odd ? x << 16 | neighbour : neighbour << 16 | x, 0u, 0u, 0u}};
+              auto is_below = [&](uint32_t factor, int bound) {
+                return int(oracle::random_of(r, odd, factor)) < bound;
+              };
+              below += is_below(oracle::kParamFactor, a) && is_below(oracle::kAvgFactor, b) &&
+                       is_below(oracle::kSqFactor, c);
+            }
+            CHECK(std::abs(double(below) / n - double(a) / n * b / n * c / n) < 5e-4);
+          }
 }
 
 TEST_CASE("any order and any split of a list gives the same bits") {

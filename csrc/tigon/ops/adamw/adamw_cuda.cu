@@ -1,8 +1,8 @@
 // CUDA backend of AdamW: a CTA updates one chunk of one tensor of the list.
 //
 // Traffic per element in bf16: 14 bytes. At the speed of memory an H200 has about 90 instructions for them; an
-// update takes about 45 (square root and division correctly rounded), 12 more with random bits, and 6 for each moment that
-// is rounded by them.
+// update takes about 45 (square root and division correctly rounded), 6 more for random bits and 4 for each stream that is
+// rounded by them.
 #include <algorithm>
 #include <type_traits>
 
@@ -21,11 +21,12 @@ using namespace adamw_detail;
 constexpr const char* kOp = "adamw";
 constexpr int kThreads = 256, kMinBlocks = 4;
 
-// How a tensor is read. The first three are compiled for the dtypes that models have.
+// How a tensor is read. The first four are compiled for the dtypes that models have.
 enum class Path : uint8_t {
   bf16,       // all streams bf16
   bf16_wide,  // param and grad bf16, moments f32
   f32,        // all streams f32
+  f32_half,   // param and grad f32, moments bf16
   aligned,    // any dtypes, in vectors of four elements
   unaligned,  // element by element
 };
@@ -127,36 +128,57 @@ template <int N>
 struct RandomBits {
   uint32_t w0 = 0, w1 = 0, w2 = 0, w3 = 0;
   int offset = 0;
-  __device__ __forceinline__ RandomBits(bool draws, int64_t at, uint32_t step, uint64_t seed) {
+  __device__ __forceinline__ RandomBits(bool draws, int64_t at, uint32_t step, const PhiloxKeys& keys) {
     if (!draws) return;
     offset = int(at % 8);
-    const Random r = random_block(uint64_t(at) / 8, step, seed);
+    const Random r = random_block(uint64_t(at) / 8, step, keys);
     w0 = r.word[0], w1 = r.word[1], w2 = r.word[2], w3 = r.word[3];
   }
-  __device__ __forceinline__ uint32_t get(int k) const {
+  __device__ __forceinline__ uint32_t get(int k, uint32_t factor) const {
     const int i = N == 8 ? k : offset + k;
     const uint32_t low = i & 2 ? w1 : w0, high = i & 2 ? w3 : w2;
-    return (i & 4 ? high : low) >> (16 * (i & 1)) & 0xffffu;
+    return (i & 4 ? high : low) * factor >> (16 * (i & 1)) & 0xffffu;
   }
 };
 
-// x in 16 bits, by a function of the index that gives 16 random ones for each element.
-template <class T, int N, class F>
-__device__ __forceinline__ void store_stochastic(void* p, DType t, int64_t i, const float (&x)[N], F random) {
-  const bool is_bf16 = std::is_same_v<T, __nv_bfloat16> || t == DType::bf16;
-  uint16_t bits[N];
+// x in 16 bits, by the random ones of its elements. Whether there is a NaN is asked once for all, by a sum of zeros: its lower
+// bits go, which a carry would run through to the sign.
+template <class T, int N>
+__device__ __forceinline__ void store_stochastic(void* p, DType t, int64_t i, const float (&x)[N],
+                                                 const RandomBits<N>& random, uint32_t factor) {
+  if (!std::is_same_v<T, __nv_bfloat16> && t != DType::bf16) {
+    uint16_t bits[N];
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
-    const uint32_t b = __float_as_uint(x[k]);
-    bits[k] = uint16_t(is_bf16 ? stochastic_bf16(b, random(k)) : stochastic_f16(b, random(k)));
+    for (int k = 0; k < N; ++k)
+      bits[k] = uint16_t(stochastic_f16(__float_as_uint(x[k]), random.get(k, factor)));
+    return store_bits<N>(p, i, bits);
   }
-  store_bits<N>(p, i, bits);
+  float zero = 0.0f;
+  uint32_t b[N];
+#pragma unroll
+  for (int k = 0; k < N; ++k) zero = fma(x[k], 0.0f, zero), b[k] = __float_as_uint(x[k]);
+  if (zero != 0.0f) {
+#pragma unroll
+    for (int k = 0; k < N; ++k)
+      if (x[k] != x[k]) b[k] = 0x7fff0000u;
+  }
+#pragma unroll
+  for (int k = 0; k < N; ++k) b[k] += random.get(k, factor);
+  if constexpr (N == 1) {
+    store_bits<1>(p, i, {uint16_t(b[0] >> 16)});
+  } else {
+    Vec<uint32_t, N / 2> y;
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) y.v[k] = __byte_perm(b[2 * k], b[2 * k + 1], 0x7632);
+    auto* to = const_cast<uint16_t*>(global<uint16_t>(p)) + i;
+    store_values<uint32_t, N / 2>(reinterpret_cast<uint32_t*>(to), y);
+  }
 }
 
 // What all units of a launch share.
 struct Scalars {
   const float *clip, *grad_scale, *found_inf;  // null: absent
-  uint64_t seed;
+  PhiloxKeys keys;
   bool draws_moments;  // rounds moments of 16 bits at random
 };
 
@@ -179,11 +201,12 @@ struct Unit {
     if constexpr (std::is_same_v<T, float>) return false;
     return s.draws_moments && (!std::is_same_v<T, Any> || t != DType::f32);
   }
-  template <class T, class F>
+  template <class T>
   __device__ __forceinline__ static void store_moment(const Scalars& s, void* p, DType t, int64_t i,
-                                                      const float (&x)[N], F random) {
+                                                      const float (&x)[N], const RandomBits<N>& random,
+                                                      uint32_t factor) {
     if (draws<T>(s, t))
-      store_stochastic<T, N>(p, t, i, x, random);
+      store_stochastic<T, N>(p, t, i, x, random, factor);
     else
       store_as<T, N>(p, t, i, x);
   }
@@ -216,24 +239,23 @@ struct Unit {
         u[k] = most.get(k, e.sq_type);
         adamw_update(mul(grad.get(k, e.grad_type), factor), c, p[k], m[k], v[k], &u[k]);
       }
-      // Drawn here alone: held beyond the next line, u and the bits would not fit the registers.
-      const RandomBits<N> random(draws<W>(s, e.sq_type), e.first + i, c.step, s.seed);
-      store_moment<W>(s, e.most, e.sq_type, i, u, [&](int k) { return random_of_sq(random.get(k)); });
+      // Drawn for u alone: u would not fit the registers beside p, m, v and the bits.
+      const RandomBits<N> random(draws<W>(s, e.sq_type), e.first + i, c.step, s.keys);
+      store_moment<W>(s, e.most, e.sq_type, i, u, random, kSqFactor);
     } else {
 #pragma unroll
       for (int k = 0; k < N; ++k)
         adamw_update(mul(grad.get(k, e.grad_type), factor), c, p[k], m[k], v[k],
                      static_cast<float*>(nullptr));
     }
-    const bool any =
-        rounds(e, AdamwRounding::stochastic) || draws<M>(s, e.avg_type) || draws<W>(s, e.sq_type);
-    const RandomBits<N> random(any, e.first + i, c.step, s.seed);
-    store_moment<M>(s, e.exp_avg, e.avg_type, i, m, [&](int k) { return random_of_avg(random.get(k)); });
-    store_moment<W>(s, e.exp_avg_sq, e.sq_type, i, v, [&](int k) { return random_of_sq(random.get(k)); });
-    if (rounds(e, AdamwRounding::stochastic))
-      store_stochastic<P, N>(e.param, e.param_type, i, p, [&](int k) { return random.get(k); });
-    else
-      store_param(e, i, p);
+    // Parameters first: their values need not be kept while random bits are made.
+    const bool draws_param = rounds(e, AdamwRounding::stochastic);
+    if (!draws_param) store_param(e, i, p);
+    const RandomBits<N> random(draws_param || draws<M>(s, e.avg_type) || draws<W>(s, e.sq_type), e.first + i,
+                               c.step, s.keys);
+    if (draws_param) store_stochastic<P, N>(e.param, e.param_type, i, p, random, kParamFactor);
+    store_moment<M>(s, e.exp_avg, e.avg_type, i, m, random, kAvgFactor);
+    store_moment<W>(s, e.exp_avg_sq, e.sq_type, i, v, random, kSqFactor);
   }
 
   // To the nearest, with what the rounding keeps besides.
@@ -313,6 +335,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     case Path::bf16: return update_chunk<8, 1, B, B, B, B, R>(e, c, factor, s, begin, n);
     case Path::bf16_wide: return update_chunk<4, 1, B, B, float, float, R>(e, c, factor, s, begin, n);
     case Path::f32: return update_chunk<4, 1, float, float, float, float, R>(e, c, factor, s, begin, n);
+    case Path::f32_half: return update_chunk<8, 1, float, float, B, B, R>(e, c, factor, s, begin, n);
     case Path::aligned: return update_chunk<4, 1, Any, Any, Any, Any, R>(e, c, factor, s, begin, n);
     case Path::unaligned: return update_chunk<1, 2, Any, Any, Any, Any, R>(e, c, factor, s, begin, n);
   }
@@ -388,7 +411,9 @@ Path path_of(const Entry& e, const Adamw& a) {
   auto are = [&](DType p, DType moments) {
     return e.param_type == p && e.grad_type == p && e.avg_type == moments && e.sq_type == moments;
   };
-  if (are(DType::bf16, DType::bf16) && is_aligned(e, 8, a)) return Path::bf16;
+  const bool by_eight = is_aligned(e, 8, a);
+  if (by_eight && are(DType::bf16, DType::bf16)) return Path::bf16;
+  if (by_eight && are(DType::f32, DType::bf16)) return Path::f32_half;
   if (!is_aligned(e, 4, a)) return Path::unaligned;
   if (are(DType::bf16, DType::f32)) return Path::bf16_wide;
   return are(DType::f32, DType::f32) ? Path::f32 : Path::aligned;
@@ -446,7 +471,7 @@ void run(Context& ctx, const Adamw& a) {
   const Scalars scalars{.clip = a.clip.as<float>(),
                         .grad_scale = a.grad_scale.as<float>(),
                         .found_inf = a.found_inf.as<float>(),
-                        .seed = a.seed,
+                        .keys = philox_keys(a.seed),
                         .draws_moments = a.moment_rounding == AdamwRounding::stochastic};
   table.finish([&](const unsigned char* at, const auto& block) {
     launch(kOp, ctx, adamw_kernel<R, sizeof(block)>, {.blocks = chunks, .threads = kThreads}, at, computed,
