@@ -31,7 +31,7 @@ from tigon.integrations.transformers.causal_loss import (
     next_labels,
 )
 from tigon.integrations.transformers.forward import model_forward
-from tigon.integrations.transformers.head import forward_of_model
+from tigon.integrations.transformers.head import forward_of_model, watched_forward
 from tigon.integrations.transformers.lazy_logits import LazyLogits
 from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
 from tigon.integrations.transformers.patch import unwrapped
@@ -148,7 +148,8 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
         _use_logits_loss(model)
     if any(slots.values()):
         try:
-            report = tigon.apply(model, **slots)
+            # What is on is looked for; the report need not say that a model has no experts.
+            report = tigon.apply(model, **{slot: on for slot, on in slots.items() if not on or slot in _OWN})
         except Error as error:
             log.warning("%s: it stays as it is", error)
             return
@@ -157,7 +158,7 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
             if entry.slot == "norm":
                 _take_choices(model.get_submodule(entry.path))
         forward = model_forward(model)
-        if forward is not None:
+        if forward is not None and forward.function is not watched_forward:
             forward.function = _forward
             model.__dict__[_SETTINGS] = functional.loss_settings()
 

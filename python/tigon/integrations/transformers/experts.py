@@ -24,6 +24,7 @@ from tigon.integrations.transformers.forward import (
     bind,
     blocked,
     bound,
+    follows,
     foreign,
     plain,
     stock,
@@ -91,7 +92,7 @@ def registered_forward(module: nn.Module, hidden_states, top_k_index, top_k_weig
     if run is None and not torch.compiler.is_compiling():  # chosen by name, without tigon.apply
         planned = _plan_layer(module)
         function, _, _, spec, _ = planned or (stock_layer, None, None, "grouped_mm", None)
-        bind(function, module, spec, LAYER)
+        bind(function, module, spec, LAYER, of=GATE)
         run = getattr(module, LAYER)
     if run is None:
         return stock_layer(module, "grouped_mm", hidden_states, top_k_index, top_k_weights)
@@ -101,13 +102,23 @@ def registered_forward(module: nn.Module, hidden_states, top_k_index, top_k_weig
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, registered_forward)
 
 
+@follows
 def stock_layer(module: nn.Module, before: str, *args):
     """A layer as another implementation runs it."""
     if before == "eager":
-        return inspect.unwrap(type(module).forward)(module, *args)
+        loop = next((_loops[kind] for kind in type(module).__mro__ if kind in _loops), None)
+        return (loop or _note_loop(type(module)))(module, *args)
     return ALL_EXPERTS_FUNCTIONS[before](module, *args)
 
 
+_loops: dict[type, object] = {}  # class -> its loop over experts, before anybody gave it another forward
+
+
+def _note_loop(kind: type):
+    return _loops.setdefault(kind, inspect.unwrap(kind.forward))
+
+
+@follows
 def layer_forward(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights):
     """Forward of a recognised layer; tensors that have no kernel go the way they went before."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
@@ -115,7 +126,8 @@ def layer_forward(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights):
     if module.has_bias:
         biases = getattr(module, f"{name}_bias"), module.down_proj_bias
     tensors = (hidden, ids, weights, first, down, *(b for b in biases if b is not None))
-    if not (plain(*tensors) and _fit(*tensors) and spec.intact(module)):
+    gate_is_own = GATE not in module.__dict__ and bound(module, LAYER).replaces_own()
+    if not (plain(*tensors) and _fit(*tensors) and spec.intact(module) and gate_is_own):
         return stock_layer(module, spec.before, hidden, ids, weights)
     options = {"alpha": spec.alpha, "limit": spec.limit}
     options = {name: getattr(module, attribute) for name, attribute in options.items() if attribute}
@@ -208,7 +220,7 @@ def _plan_layer(module) -> tuple | None:
     if GATE in module.__dict__ or getattr(module, "has_post_expert_norm", False):
         return None
     before = implementation(module)
-    if before == "eager" and "float" in inspect.unwrap(type(module).forward).__code__.co_names:
+    if before == "eager" and "float" in _note_loop(type(module)).__code__.co_names:
         return None  # its loop multiplies in float32
     found = Match(Structure("no gate", None), {"act": "act_fn"})
     if module.has_gate:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from tigon.error import Error
-from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.forward import bound, plain
+from tigon.integrations.transformers.head_operands import adapter_state
 from tigon.integrations.transformers.lazy_operations import (
     FRESH,
     as_it_is,
@@ -71,7 +72,7 @@ class LazyLogits:
 
     _kept = (
         "_head", "_hidden", "_columns", "dtype", "_calls", "_autocast", "_limit", "_detached", "_sources",
-        "_seen", "_rows",
+        "_seen", "_rows", "_adapter",
     )  # fmt: skip
 
     def __init__(self, head, hidden, columns, dtype, calls, autocast=None, rows=False):
@@ -93,9 +94,11 @@ class LazyLogits:
         self._sliced = False  # where rows or columns of the owner were left out
         self._sources = ()  # what is multiplied and added, and versions, to notice changes in between
         self._seen = ()  # parameters and their versions, to notice an optimizer step
+        self._adapter = ()  # what PEFT's layer multiplied with
         if not torch.compiler.is_compiling():
             self._sources = _versions(hidden)
             self._seen = [(name, p, p._version) for name, p in head.named_parameters()]
+            self._adapter = adapter_state(head)
 
     # --- what is known ---------------------------------------------------------------------
 
@@ -321,16 +324,23 @@ class LazyLogits:
         return value.contiguous()
 
     def _call_head(self, request):
-        """The head's forward; by a call of the module, whose hooks gather the weight, where it is away.
+        """What the patched head answers; by a call, whose hooks gather its weight, where it is away.
 
         Where it is here no hook may run: FSDP2 would open the head's group once more, and free the weights of
         the other modules in it before their backward.
         """
+        own = bound(self._head)
+        answers = getattr(self._head, "answer", None) if own is None else own.spec.answer
+        if answers is None:
+            raise Error(
+                "[lazy_logits] logits must be read before the head gets another forward, got one put there "
+                "since the forward pass (or tigon.undo)"
+            )
         held = self._replaced()
         if held is not None:
             return torch.func.functional_call(self._head, held, (self._hidden, request))
         if present(self._head):
-            return self._head.forward(self._hidden, request)
+            return answers(self._head, self._hidden, request)
         if in_a_group(self._head):
             raise Error(
                 "[lazy_logits] logits must be read before backward() frees the head's weight, which FSDP2 "
@@ -358,6 +368,11 @@ class LazyLogits:
             raise Error(
                 "[lazy_logits] logits must be read before the hidden states change in place, got some that "
                 "changed since the forward pass (read output.logits before, or change a copy)"
+            )
+        if self._adapter != adapter_state(self._head):
+            raise Error(
+                "[lazy_logits] logits must be read before the head's adapter changes, got another "
+                "one active, merged or scaled since (read output.logits inside disable_adapter())"
             )
 
     def cross_entropy(self, target, *, weight=None, ignore_index=-100, reduction="mean",

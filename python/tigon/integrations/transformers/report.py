@@ -152,7 +152,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"  {slot:<7} {what} {verdict}" for slot, what, verdict in self._rows()]
-        notes = [f"  note    {note}" for note in self.notes]
+        notes = [f"  note    {note}" for note in self._remarks()]
         return "\n".join([f"tigon.apply({self.model})", *lines, *notes])
 
     __repr__ = __str__
@@ -163,9 +163,15 @@ class Report:
             "<tr>"
             + "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in row)
             + "</tr>"
-            for row in (*self._rows(), *(("note", note, "") for note in self.notes))
+            for row in (*self._rows(), *(("note", note, "") for note in self._remarks()))
         )
         return f"<table><caption>tigon.apply({html.escape(self.model)})</caption>{rows}</table>"
+
+    def _remarks(self) -> list[str]:
+        """What to know before the first step, and what has become of the head since."""
+        calls = self.head_calls
+        lost = calls.computed and not (calls.fused or calls.traced)
+        return [*self.notes, *([f"the loss head computes all logits: {calls.reason}"] if lost else [])]
 
     def _rows(self):
         """(slot, what is there, what became of it), alike places in one row."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tigon.integrations.transformers.canonical import Unrecognised, function_node
+from tigon.integrations.transformers.forward import follows
 
 _sources = weakref.WeakKeyDictionary()  # of the functions made here, what they were made of
 
@@ -54,6 +55,7 @@ def _again(cls: type, name: str, steps: dict) -> Rewritten:
     return made
 
 
+@follows
 def rewritten_forward(module: nn.Module, spec: Rewritten, *args, **kwargs):
     """The class's method, rewritten.
 

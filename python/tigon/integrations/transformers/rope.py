@@ -19,7 +19,7 @@ from torch import nn
 
 from tigon.integrations.source import maker
 from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_function
-from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.forward import follows, plain
 from tigon.integrations.transformers.patterns.modules import Match, match
 from tigon.integrations.transformers.patterns.rope import ROTARY, SIGNATURES
 from tigon.integrations.transformers.probe import probe_rotary
@@ -166,6 +166,7 @@ def _recognise(function) -> Match | str:
     return match(expression, ROTARY) or "a rotary form tigon.rope does not have"
 
 
+@follows
 def rotary_forward(module: nn.Module, spec: Rewritten, *args, **kwargs):
     """A method of a class in which nothing but rotary functions is replaced."""
     return rewritten_forward(module, spec, *args, **kwargs)
