@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import types
@@ -55,6 +56,13 @@ def test_notes():
     old = notes({}, "CUDA 13", ("cuda:0 Tesla V100, sm_70, 32 GiB", "cuda:1 A100, sm_80, 80 GiB"))
     assert old == ["cuda:0 Tesla V100 is older than sm_80: leave its models stock"]
     assert "4.57.0 is outside" in notes({"transformers": "4.57.0"}, "", ())[0]
+
+
+def test_the_tested_range_ends_at_the_pin():
+    """What `pip install` brings beside a new Tigon must not be told that nobody looked."""
+    pins = re.findall(r"^transformers==(\S+);", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    newest = max(tuple(int(part) for part in pin.split(".")[:2]) for pin in pins)
+    assert newest == environment.TESTED_TRANSFORMERS[1]
 
 
 @pytest.mark.parametrize("version", [None, "2.9.1+cpu", "2.10.0"])

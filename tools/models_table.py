@@ -95,9 +95,10 @@ def structure(model) -> dict:
     """{slot: {"by": {what replaced it: places}, "left": {reason: places}}}."""
     import tigon
     from tigon.integrations.transformers import apply, undo
+    from tigon.integrations.transformers.patch import NO_QK_NORM
 
     try:
-        entries = apply(model, qk_norm=True).entries
+        entries = [e for e in apply(model, qk_norm=True).entries if e.reason != NO_QK_NORM]
     except tigon.Error as error:
         return {"loss": {"by": {}, "left": {brief(error): 1}}}
     slots: dict = {}

@@ -103,6 +103,9 @@ def _shrink(options: dict, ids) -> dict:
             small[key] = value
     if {"expand", "num_heads", "head_dim"} <= small.keys():  # Mamba 2: expand * width = heads * head_dim
         small["head_dim"] = 2 * HEAD_DIM
+    if "n_recurrent_layers" in small:  # Dory writes two entries for each layer, of attention and of MLP
+        small["layer_types"] = ["sliding_attention", "mlp", "full_attention", "mlp"]
+        small |= {"num_hidden_layers": 4, "n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 0}
     return small
 
 

@@ -107,8 +107,10 @@ __all__ = [
     "poly_norm",
     "preference_loss",
     "qk_norm_rope",
+    "record_routing",
     "reglu",
     "relu_squared",
+    "replay_routing",
     "rms_norm",
     "rope",
     "route",
@@ -123,11 +125,13 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """What needs transformers or torch.distributed, imported when first used: the ops need neither."""
-    if name == "parallel":
-        return importlib.import_module("tigon.parallel")
+    """What needs another library, imported when first used: the ops need none of them."""
+    if name in ("compat", "doctor", "integrations", "megatron", "parallel", "transformers"):
+        return importlib.import_module(f"tigon.{name}")
     if name in ("apply", "undo"):
         from tigon.integrations import transformers
+    elif name in ("record_routing", "replay_routing"):
+        from tigon.integrations.transformers import routing as transformers
     elif name in ("AutoTigonForCausalLM", "TigonTrainerCallback"):
         from tigon.integrations.transformers import modules as transformers
     else:

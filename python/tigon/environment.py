@@ -20,7 +20,7 @@ from tigon._load import library_path
 PACKAGES = ("transformers", "tokenizers", "accelerate", "peft", "trl", "kernels", "liger-kernel", "triton")
 OLDEST_GPU = 80
 # Import and test with these; outside the range everything still runs, and a warning says that nobody looked.
-TESTED_TRANSFORMERS = ((5, 17), (5, 23))
+TESTED_TRANSFORMERS = ((5, 17), (5, 24))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import math
 
 import torch
 import torch._functorch.config
+import torch.nn.functional as F
 
 from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case, upcast
 
@@ -25,6 +26,7 @@ DEFAULTS = {
     "wide_ids": True,
     "losses": False,
     "token_weights": None,  # "mask", "numbers", "none"
+    "forced": None,  # a dtype: some tokens' experts are given
     "spread": 2.0,
     "fill": None,
     "layout": "contiguous",
@@ -92,6 +94,18 @@ CASES = [
     test_case("columns", shape=(9, 30), top_k=4, layout="columns", grad_layout="columns"),
     test_case("misaligned", shape=(9, 64), top_k=4, layout="offset1", grad_layout="offset1"),
     test_case("grad_expanded", shape=(9, 64), top_k=4, grad_layout="expanded"),
+    test_case("forced", small=True, shape=(41, 24), top_k=4, forced="int64"),
+    test_case("forced_int32", small=True, shape=(41, 24), top_k=4, forced="int32", normalize=False),
+    test_case("forced_one", shape=(41, 24), top_k=1, forced="int16", score="sigmoid", normalize=False),
+    test_case("forced_all", shape=(17, 40), top_k=40, forced="uint8"),
+    test_case("forced_most", shape=(17, 1000), top_k=70, forced="uint16", losses=True),
+    test_case("forced_v3", shape=(41, 64), top_k=8, forced="uint8", groups=(8, 4), losses=True, **_V3),
+    test_case("forced_v2", shape=(3, 17, 64), top_k=6, forced="int64", groups=(8, 3), **_V2),
+    test_case("forced_losses", shape=(50, 24), top_k=4, forced="int8", losses=True, token_weights="mask"),
+    test_case("forced_far", shape=(50, 24), top_k=2, forced="int64", spread=300.0, fill="clamped"),
+    test_case("forced_rows", shape=(9, 30), top_k=4, forced="int32", layout="rows", grad_layout="rows"),
+    test_case("forced_empty", shape=(0, 16), forced="int64"),
+    bench_case("8192x128_k8_forced", shape=(8192, 128), top_k=8, wide=False, forced="int32"),
     bench_case("8192x128_k8", shape=(8192, 128), top_k=8, wide=False),
     bench_case("32768x128_k8", shape=(32768, 128), top_k=8, wide=False),
     bench_case("32768x128_k8_losses", shape=(32768, 128), top_k=8, wide=False, losses=True),
@@ -120,6 +134,8 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     if p["losses"]:
         upstream += [draw.randn(dtype=_wide(dtype)), draw.randn(dtype=_wide(dtype))]
         kwargs["token_weights"] = _token_weights(p["token_weights"], draw, lead, dtype)
+    if p["forced"] is not None:
+        kwargs["ids"] = _forced(draw, lead, experts, p["top_k"], getattr(torch, p["forced"]))
     upstream.append(torch.ones(*lead, p["top_k"], device=device))  # of ids
     _fill(logits, p["fill"], kwargs)
     return Inputs(args=(logits,), kwargs=kwargs, grads=(0,), grad_outputs=tuple(upstream))
@@ -138,6 +154,17 @@ def _token_weights(kind, draw, lead, dtype):
     return torch.zeros_like(mask) if kind == "none" else mask
 
 
+def _forced(draw, lead, experts, top_k, dtype):
+    """Any experts in any order; every fifth token begins with -1, every seventh names one twice."""
+    ids = draw.randn(*lead, experts, dtype=torch.float32).argsort(-1)[..., :top_k].contiguous()
+    rows = ids.view(-1, top_k)
+    if dtype not in (torch.uint8, torch.uint16):
+        rows[::5, 0] = -1
+    if top_k > 1:
+        rows[3::7, 1] = rows[3::7, 0]
+    return ids.to(dtype)
+
+
 def _fill(logits, fill, kwargs):
     if fill == "ties":
         logits.copy_(logits.round())
@@ -145,6 +172,10 @@ def _fill(logits, fill, kwargs):
         logits.fill_(1.5)
     elif fill == "zeros":  # 0 and -0 are equal
         logits.copy_(torch.where(logits > 0, 0.0, -0.0))
+    elif (
+        fill == "clamped"
+    ):  # what float32 holds of exponentials of differences is exceeded, in float64 it is not
+        logits.clamp_(-300, 300)
     elif fill == "masked_nan":
         kwargs["token_weights"][1] = False
         logits[1] = math.nan
@@ -202,16 +233,23 @@ def topk_best(c, top_k, num_groups, top_groups, group_score):
 
 def _plain(
     logits, *, top_k, score, normalize, num_groups, top_groups, group_score, scale, ids_dtype, losses,
-    correction_bias=None, token_weights=None, best=_best,
+    correction_bias=None, token_weights=None, best=_best, ids=None,
 ):  # fmt: skip
-    z = upcast(logits)
+    forced, z = ids, upcast(logits)
     p = z.sigmoid() if score == "sigmoid" else z.softmax(-1)
     biased = correction_bias is not None or (num_groups > 1 and group_score != "max")
     with torch.no_grad():
         c = p + (0.0 if correction_bias is None else correction_bias) if biased else z
         ids = best(c, top_k, num_groups, top_groups, group_score)
+        if forced is not None:
+            forced = forced.to(torch.int64)
+            named = F.one_hot(forced.clamp(0), z.shape[-1]).sum(-2)
+            keeps = (forced[..., :1] < 0) | (named > 1).any(-1, keepdim=True)
+            ids = torch.where(keeps, ids, forced)
     weights = p.gather(-1, ids)
-    if normalize:
+    if normalize and score == "softmax" and forced is not None:
+        weights = torch.softmax(z.gather(-1, ids), -1)
+    elif normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if score == "sigmoid" else 0.0))
     weights = weights * scale
     if not losses:

@@ -61,13 +61,34 @@ def contrastive_group(options):
 
 @case
 def contrastive_group_refuses():
-    """Batches of other sizes and other options: every process says so, none waits."""
+    """Batches of other sizes, other options, a refusal of one process: every process says so, none waits."""
+    first, world = rank() == 0, dist.group.WORLD
     q, d = (torch.randn(rows + rank(), 8) for rows in (4, 9))
-    refused(
-        lambda: tigon.contrastive_loss(q, d, group=dist.group.WORLD), "the number of rows must be the same"
-    )
-    options = {"symmetric": rank() == 0, "group": dist.group.WORLD}
-    refused(lambda: tigon.contrastive_loss(q[:4], d, **options), "the options must be the same")
+    refused(lambda: tigon.contrastive_loss(q, d, group=world), "the number of rows must be the same")
+    q, other = q[:4], f"in process {1 - rank()}"
+    differ = {
+        "symmetric": (True, False), "temperature": (0.05, torch.tensor(0.06)), "margin": (0.1, None),
+        "relative_margin": (True, False), "sizes": ((4, 8), (8, 4)), "size_weights": ((2.0,), None),
+        "normalize": (True, False), "reduction": ("sum", "mean"),
+        "labels": (torch.arange(4), None), "ids": ((torch.arange(4), torch.arange(len(d))), None),
+    }  # fmt: skip
+    for name, values in differ.items():
+        given = {"margin": 0.2} if name == "relative_margin" else {}
+        given[name] = values[rank()]
+        if name == "temperature" and device_type() != "cpu":  # nobody reads it on the host
+            given[name] = float(given[name])
+        refused(lambda given=given: tigon.contrastive_loss(q, d, group=world, **given),
+                "the options must be the same", name, other)  # fmt: skip
+    bad = {"temperature": -1.0, "sizes": (9,), "labels": torch.arange(3), "margin": "x", "reduction": "no"}
+    for name, value in bad.items():
+        given = {name: value} if first else {}
+        refused(lambda given=given: tigon.contrastive_loss(q, d, group=world, **given),
+                name if first else "process 0 of the group has refused")  # fmt: skip
+    refused(lambda: tigon.contrastive_loss(q if first else None, d, group=world), *(["refused"] * first))
+    for frozen in range(2):
+        leaves = [x.clone().requires_grad_(i != frozen or first) for i, x in enumerate((q, d))]
+        refused(lambda leaves=leaves: tigon.contrastive_loss(*leaves, group=world), "require grad must be")
+    assert tigon.contrastive_loss(q, d, group=world).isfinite()
 
 
 @case(

@@ -184,3 +184,26 @@ def muon_fsdp2():
     trained(cut, b, 2, first=2)
     for p, q in zip(whole.parameters(), cut.parameters(), strict=True):
         same(full(p.detach()), full(q.detach()))
+
+
+@case
+def gradients_of_one_process():
+    """Frozen on one process, or refused there: an error on both before anything moves, and none waits."""
+    steps = {
+        "clip_grad_norm_": lambda params: tigon.clip_grad_norm_(params, 0.5),
+        "Muon": lambda params: Muon(params).step(),
+        "AdamW": lambda params: tigon.optim.AdamW(params, max_grad_norm=0.5).step(),
+    }
+    for name, step in steps.items():
+        for missing in (slice(1), slice(None)):  # one gradient; all of them
+            params = [nn.Parameter(distribute_tensor(p.float(), mesh(), [Shard(0)])) for p in matrices(0)]
+            for p, g in zip(params, matrices(1), strict=True):
+                p.grad = distribute_tensor(g.float(), mesh(), [Shard(0)])
+            for p in params[missing] if rank() else ():
+                p.grad = None
+            before = [p.detach().to_local().clone() for p in params]
+            refused(lambda step=step, params=params: step(params), name, "the same in all", "gradients=")
+            assert all(torch.equal(p.detach().to_local(), b) for p, b in zip(params, before, strict=True))
+    p = nn.Parameter(distribute_tensor(matrices(0)[1].float(), mesh(), [Shard(0)]))
+    p.grad = distribute_tensor(matrices(1)[1].float(), mesh(), [Shard(0)])
+    refused(lambda: tigon.clip_grad_norm_([p], "x" if rank() else 1.0), "max_norm" if rank() else "refused")

@@ -236,8 +236,30 @@ def parallel_refusals():
         lambda: call(label_smoothing=2.0 if first else 0.0), *(["label_smoothing"] if first else ["refused"])
     )
     refused(lambda: call(temperature="x" if first else 1.0))
-    process = f"got another in process {int(first)}"
+    process = f"got temperature={1.0 if first else 2.0} here and another in process {int(first)}"
     refused(lambda: call(temperature=1.0 if first else 2.0), "options must be the same", process)
+    differ = {
+        "label_smoothing": (0.1, 0.2), "softcap": (30.0, None), "logit_scale": (1.0, 2.0),
+        "z_loss": (0.0, 1e-4), "ignore_index": (-100, 0), "outputs": (("loss", "predicted"), None),
+        "shift": (0, 1), "chunk_rows": (5, 6), "logit_dtype": (torch.float32, None),
+        "partial_hidden_grad": (True, False),
+    }  # fmt: skip
+    narrow = {"hidden": p["hidden"].bfloat16(), "weight": weight.bfloat16()}
+    for name, values in differ.items():
+        of = narrow if name == "logit_dtype" else {"hidden": p["hidden"], "weight": weight}
+        both = functools.partial(parallel.linear_cross_entropy, **of, target=p["target"], group=group())
+        refused(lambda both=both, name=name, values=values: both(**{name: values[rank()]}),
+                "options must be the same", f"{name}=")  # fmt: skip
+    if device_type() == "cpu":  # elsewhere nobody reads values on the host
+        scale = torch.ones(V) if first else torch.full((V,), 2.0)
+        refused(lambda: call(class_weight=scale), "options must be the same", "class_weight=")
+        refused(lambda: call(token_weight=torch.full(p["target"].shape, 1.0 + rank())), "token_weight=")
+        moved = p["lora_a"] + rank()
+        refused(lambda: call(lora=(moved, mine(p["lora_b"], "uneven"), 1.0)), "lora=")
+    refused(
+        lambda: parallel.linear_log_prob(p["hidden"], weight, p["target"], group()) if first else
+        call(reduction="none"), "must be the same"
+    )  # fmt: skip
     refused(lambda: call(reduction="sum" if first else "none"), "options must be the same")
     refused(lambda: call(denominator=torch.tensor(3.0) if first else None), "options must be the same")
     three = torch.tensor(3.0) if first else 3.0

@@ -119,6 +119,25 @@ class Calls(OtherWords):
         return super().forward(x) * 2
 
 
+class OfAll(Base):
+    def forward(self, x):
+        h = x.float()
+        return self.scale * (h * torch.rsqrt(h.pow(2).mean() + self.epsilon)).to(x.dtype)
+
+
+class NotKept(Base):
+    def forward(self, x):
+        h = x.float()
+        return self.scale * (h * torch.rsqrt(h.pow(2).mean(-1) + self.epsilon)).to(x.dtype)
+
+
+class OfAnAttribute(Base):
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.scale.data * h.to(x.dtype)
+
+
 class Decorated(Base):
     @torch.no_grad()
     def forward(self, x):
@@ -133,7 +152,7 @@ class OtherHelper(OtherWords):
 
 
 NEAR_MISSES = [EpsOutside, OtherAxis, NoUpcast, Cubed, Twice, Centred, RoundedTo16, Sometimes,
-               Calls, Decorated, OtherHelper]  # fmt: skip
+               Calls, OfAll, NotKept, OfAnAttribute, Decorated, OtherHelper]  # fmt: skip
 
 
 @pytest.mark.parametrize("cls", NEAR_MISSES, ids=lambda cls: cls.__name__)
@@ -172,6 +191,27 @@ def good(query, key, c, s, unsqueeze_dim=1):
     a = query * c + rotate_half(query) * s
     b = rotate_half(key) * s + key * c
     return a, b
+
+
+def sizes_before(x, cos, sin):
+    missing = x.dim() - cos.dim()
+    sizes = cos.shape[0:1] + (1,) * missing + cos.shape[1:]
+    if missing > 0:
+        cos, sin = cos.view(*sizes), sin.view(*sizes)
+    return (x * cos + rotate_half(x) * sin).to(x.dtype)
+
+
+def sizes_behind(x, cos, sin):
+    missing = x.dim() - cos.dim()
+    sizes = cos.shape[0:1] + cos.shape[1:] + (1,) * missing
+    if missing > 0:
+        cos, sin = cos.view(*sizes), sin.view(*sizes)
+    return (x * cos + rotate_half(x) * sin).to(x.dtype)
+
+
+def test_sizes_are_put_together_in_their_order():
+    assert match(canonical_function(sizes_before), ROTARY).structure.options["call"] == "x heads"
+    assert match(canonical_function(sizes_behind), ROTARY) is None
 
 
 def test_rotary_recognition():
@@ -256,5 +296,4 @@ def test_rotary_without_source_is_probed(monkeypatch):
 def test_torch_rms_norm_is_known():
     spec, _ = plan_norm(nn.RMSNorm(8, eps=1e-5))
     assert (spec.rounding, spec.offset) == ("gemma", 0.0)  # once, to x's dtype
-    assert "eps" in plan_norm(nn.RMSNorm(8))
     assert "axes" in plan_norm(nn.RMSNorm((2, 8), eps=1e-5))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from tiny import SHARED, assert_as_good, batch, close, double, make, step
 from torch import nn
@@ -120,6 +121,51 @@ OPS = {"silu": "tigon.swiglu", "gelu_new": "tigon.geglu", "gelu": "tigon.geglu",
 def test_gated_mlps(name, kind, dtype):
     torch.manual_seed(1)
     _hold(kind(ACT2FN[name], dtype=dtype), OPS[name])
+
+
+class Inline(Gated):
+    """torch's gelu, its approximation in a configuration (litgpt)."""
+
+    def forward(self, hidden):
+        other = self.other(hidden)
+        return self.back(F.gelu(self.wide(hidden), approximate=self.act.gelu_approximate) * other)
+
+
+class Exact(Gated):
+    def forward(self, hidden):
+        return self.back(F.gelu(self.wide(hidden)) * self.other(hidden))
+
+
+class Tanh(Gated):
+    def forward(self, hidden):
+        return self.back(F.gelu(self.wide(hidden), approximate="tanh") * self.other(hidden))
+
+
+class Optional(Gated):
+    """With one projection less it is not gated (torchtune)."""
+
+    def forward(self, hidden):
+        inner = self.act(self.wide(hidden))
+        if self.other is not None:
+            inner = inner * self.other(hidden)
+        return self.back(inner)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_mlps_as_other_libraries_write_them(dtype):
+    torch.manual_seed(1)
+    config = SimpleNamespace(gelu_approximate="tanh")
+    for module in (Inline(config, dtype=dtype), Exact(None, dtype=dtype), Tanh(None, dtype=dtype)):
+        _hold(module, "tigon.geglu")
+    assert plan_mlp(Inline(config))[0].activation == plan_mlp(Tanh(None))[0].activation == "gelu_tanh"
+    config.gelu_approximate = "none"
+    assert plan_mlp(Inline(config))[0].activation == plan_mlp(Exact(None))[0].activation == "gelu"
+    config.gelu_approximate = "other"
+    assert "gelu" in plan_mlp(Inline(config))
+    _hold(Optional(nn.SiLU(), dtype=dtype), "tigon.swiglu")
+    one = Optional(nn.SiLU())
+    one.other = None
+    assert plan_mlp(one) is None
 
 
 def test_packed_gradient_is_written_once():

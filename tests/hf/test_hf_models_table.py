@@ -35,7 +35,8 @@ FAMILIES = [
     "qwen3_vl_moe", "smollm3", "smolvlm",
 ]  # fmt: skip
 # Rows of the committed page that are made again; the page itself takes minutes.
-ROWS = ("llama", "gemma3", "mixtral", "gpt_oss", "qwen2_vl", "gpt2", "musicgen", "mamba2", "cohere2")
+ROWS = ("llama", "gemma3", "mixtral", "gpt_oss", "qwen2_vl", "gpt2", "musicgen", "mamba2", "cohere2",
+        "phi3", "qwen3", "dory")  # fmt: skip
 
 
 def classes(model_type):
@@ -54,6 +55,9 @@ def build(model_type, dtype=torch.float32):
     return model.to(dtype).train()
 
 
+# Whose stock forward fails.
+BROKEN = {("llama4", "5.24.0"): "the output of its text model has no image_outputs"}
+
 # Its loss is the outer model's, its head the inner model's, which is given no labels.
 FAMILIES += ["nemotron_h_omni"]
 
@@ -61,6 +65,8 @@ FAMILIES += ["nemotron_h_omni"]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_the_family(family):
     """fp32: loss and all gradients together equal stock's within the rounding of another order."""
+    if (family, transformers.__version__) in BROKEN:
+        pytest.skip(f"stock does not run: {BROKEN[family, transformers.__version__]}")
     model = build(family)
     assert table.compare(model) == table.EQUAL
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -19,13 +20,15 @@ FORMS = {f"{i} {row.name}": row for i, row in enumerate((*NORMS, *LAYER_NORMS, *
 
 
 class Model(nn.Module):
-    def __init__(self, row, channels_first=False):
+    def __init__(self, row, odd=False):
+        """`odd`: where a form leaves a choice to an attribute, the other one."""
         super().__init__()
         self.norm = type("SomeNorm", (nn.Module,), {"forward": row.reference})()
         self.norm.eps, self.norm.shape, self.norm.group_size = 1e-5, (SIZE,), SIZE // 3
         self.norm.groups = 4
         self.norm.with_weight, self.norm.activation = True, "silu"
-        self.norm.data_format = "channels_first" if channels_first else "channels_last"
+        self.norm.axis, self.norm.unit_offset = -1, odd
+        self.norm.data_format = "channels_first" if odd else "channels_last"
         self.norm.weight = nn.Parameter(1 + 0.3 * torch.randn(SIZE))
         self.norm.bias = nn.Parameter(0.3 * torch.randn(SIZE))
 
@@ -47,10 +50,11 @@ def run(model, inputs, upstream):
 def test_form(form, dtypes):
     row = FORMS[form]
     dtype, weight_dtype = dtypes
-    for channels_first in (False, True) if "channels" in row.name else (False,):
+    for odd in (False, True) if "channels" in row.name or "offset" in row.name else (False,):
         torch.manual_seed(0)
-        model = Model(row, channels_first).to(weight_dtype)
-        shape = (2, SIZE, 3, 5) if channels_first or row in GROUP_NORMS else (2, 7, SIZE)
+        model = Model(row, odd).to(weight_dtype)
+        by_channel = row in GROUP_NORMS or (odd and "channels" in row.name)
+        shape = (2, SIZE, 3, 5) if by_channel else (2, 7, SIZE)
         count = 2 if row in GATED_NORMS else 1
         inputs = [torch.randn(shape).to(dtype) for _ in range(count)]
         upstream = torch.randn(shape)
@@ -58,7 +62,7 @@ def test_form(form, dtypes):
             wanted = run(model, inputs, upstream)
         except RuntimeError:
             pytest.skip("stock refuses these dtypes")
-        exact_model = Model(row, channels_first).double()
+        exact_model = Model(row, odd).double()
         exact_model.load_state_dict(model.state_dict())
         exact = run(exact_model, [tensor.double() for tensor in inputs], upstream.double())
         report = apply(model)
@@ -80,7 +84,53 @@ def test_a_norm_by_group_without_groups():
     torch.testing.assert_close(model(x), wanted, rtol=2**-8, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_eps_that_torch_adds_by_itself(dtype, device):
+    """That of the dtype it computes in; rows so small that it decides."""
+    x = (torch.randn(5, 32) * torch.logspace(-5, 0, 5)[:, None]).to(device, dtype)
+    stock = nn.RMSNorm(32, device=device, dtype=dtype)
+    nn.init.normal_(stock.weight)
+    model = nn.Sequential(copy.deepcopy(stock))
+    assert apply(model, strict=True).count("norm") == 1
+    exact = nn.RMSNorm(32, torch.finfo(torch.promote_types(dtype, torch.float32)).eps, dtype=torch.float64)
+    exact.load_state_dict(stock.state_dict())
+    assert_as_good(model(x), stock(x), exact.to(device)(x.double()), torch.finfo(dtype).eps / 2)
+
+
+class UnweightedNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-5
+
+    def forward(self, x):
+        return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
+
+
+class FrozenBatchNorm(nn.Module):
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_what_is_called_a_norm_and_is_none_has_no_entry():
+    """Norms of weights, statistics of batches, a row's factor."""
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3))
+    linears = [nn.Linear(4, 4) for _ in range(2)]
+    nn.utils.parametrizations.spectral_norm(linears[0])
+    nn.utils.parametrizations.orthogonal(linears[1])
+    model = nn.Sequential(
+        nn.LayerNorm(4), conv, *linears, UnweightedNorm(), FrozenBatchNorm(), nn.BatchNorm1d(4)
+    )
+    assert any("Norm" in type(module).__name__ for module in conv.modules())
+    report = apply(model, strict=True)
+    assert [entry.path for entry in report.entries] == ["0"]
+
+
 def test_what_is_left_says_why():
+    other = Model(next(row for row in NORMS if "offset" in row.name)).norm
+    other.axis = 1
+    assert "axis 1" in plan_norm(other)
+    other.axis, other.eps = -1, None
+    assert "not a number" in plan_norm(other)
     row = FORMS["0 llama"]
     odd = Model(row).norm
     odd.weight = nn.Parameter(torch.ones(4, SIZE))

@@ -15,6 +15,7 @@ from tiny import assert_step_as_good, batch, close, double, make, same, step
 from tiny_config import tiny_config
 from torch import nn
 
+import tigon
 from tigon.integrations.transformers import apply as tigon_apply
 from tigon.integrations.transformers import qk_norm, undo
 
@@ -68,8 +69,14 @@ def test_a_step_of_the_family(family, calls):
 
 @pytest.mark.parametrize("family", ["olmo2", "hunyuan_v1_dense", "cohere", "llama", "deepseek_v3"])
 def test_others_stay(family):
-    """Norms over all heads, behind the rotation, of another kind, or none."""
-    assert apply(tiny(family)).count("qk_norm") == 0
+    """Norms over all heads, behind the rotation, of another kind, or none: who asked for them is told."""
+    model = tiny(family)
+    (entry,) = [entry for entry in apply(model).entries if entry.slot == "qk_norm"]
+    assert not entry.replaced and "no attention normalises" in entry.reason
+    undo(model)
+    with pytest.raises(tigon.Error, match="strict.*no attention normalises"):
+        apply(model, strict=True)
+    assert not [e for e in tigon_apply(model).entries if e.slot == "qk_norm"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,7 +98,10 @@ def test_as_good_as_stock_and_the_bits_of_norm_and_rope(dtype, device, calls):
 def test_slots_decide(device, calls):
     for off in ("norm", "rope", "qk_norm"):
         model = make("qwen3", device=device)
-        assert apply(model, **{off: False}).count("qk_norm") == 0
+        report = apply(model, **{off: False})
+        assert report.count("qk_norm") == 0
+        left = [entry.reason for entry in report.left]
+        assert left == ([] if off == "qk_norm" else ["qk_norm needs the slots norm and rope"])
         step(model, batch(device))
     assert not calls
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import pickle
 
 import pytest
 import torch
 from tiny import batch, make, step
 from torch import nn
+from transformers.utils.deprecation import deprecate_kwarg
 
 from tigon.integrations.transformers import apply, rewriting, undo
 from tigon.integrations.transformers.qkv_split import plan_slices, rewrite
@@ -201,20 +201,104 @@ def counted(forward):
     """A wrapper as transformers puts one around layers that may be checkpointed."""
 
     @functools.wraps(forward)
-    def wrapper(self, *args):
+    def wrapper(self, *args, **kwargs):
         self.calls = getattr(self, "calls", 0) + 1
-        return forward(self, *args)
+        return forward(self, *args, **kwargs)
 
     return wrapper
 
 
 def adds_two(forward):
     """A rewrite of `Adds.forward`."""
-    inner = inspect.unwrap(forward)
-    node = rewriting.rewritable(inner)
-    node.body = [rewriting.statement_at("return x + 2", node.body[-1])]
-    made = rewriting.wrapped_again(forward, rewriting.recompiled(inner, node))
-    return None if made is None else ({}, made)
+
+    def change(node):
+        node.body = [rewriting.statement_at("return x + 2", node.body[-1])]
+        return "a change"
+
+    return rewriting.rewrite_innermost(forward, change)
+
+
+def marked(forward):
+    forward.mark = 7
+    return forward
+
+
+class Held:
+    """A wrapper that is an object."""
+
+    def __init__(self, forward):
+        functools.update_wrapper(self, forward)
+
+    def __get__(self, module, cls):
+        return self if module is None else functools.partial(self.__wrapped__, module)
+
+
+def held_by_default(forward):
+    @functools.wraps(forward)
+    def wrapper(self, x, forward=forward):
+        return forward(self, x)
+
+    return wrapper
+
+
+def held_twice(forward):
+    again = forward
+
+    @functools.wraps(forward)
+    def wrapper(self, x):
+        return forward(self, x) if x > 5 else again(self, x)
+
+    return wrapper
+
+
+def unknown(forward):
+    return lambda self, x: forward(self, x)
+
+
+RENAMED = deprecate_kwarg("y", "99.0.0", new_name="x")
+DECORATORS = {
+    "renames a keyword": (RENAMED,),
+    "counts": (counted,),
+    "without gradients": (torch.no_grad(),),
+    "not compiled": (torch.compiler.disable,),
+    "the function itself": (marked,),
+    "many": (RENAMED, counted, marked, torch.no_grad(), counted),
+    "an object": (Held, None),
+    "held by a default": (held_by_default, None),
+    "held twice": (held_twice, None),
+    "not a wrapper by name": (unknown, None),
+}
+
+
+@pytest.mark.parametrize("decorators", DECORATORS.values(), ids=DECORATORS)
+def test_what_decorators_do_is_done(decorators):
+    """A rewritten forward differs from stock's by what was rewritten, or stays as it is."""
+    *decorators, last = decorators
+    decorators += [last] if last else []
+
+    class Decorated(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    for decorator in reversed(decorators):
+        Decorated.forward = decorator(Decorated.forward)
+    found = adds_two(Decorated.forward)
+    if last is None:
+        assert found is None
+        return
+    one, two, x = Decorated(), Decorated(), torch.ones(3, requires_grad=True)
+    wanted, got = one(x), found[1](two, x)
+    assert torch.equal(got, wanted + 1) and got.requires_grad == wanted.requires_grad
+    assert getattr(two, "calls", 0) == getattr(one, "calls", 0) == decorators.count(counted)
+    function, other = found[1], Decorated.forward
+    while other is not None:  # all the way in, every wrapper says of itself what it said
+        inside, within = (getattr(f, "__wrapped__", None) for f in (function, other))
+        assert function.__qualname__ == other.__qualname__
+        assert vars(function) == {n: inside if v is within else v for n, v in vars(other).items()}
+        function, other = inside, within
+    if RENAMED in decorators:
+        with pytest.warns(FutureWarning, match="`y` is deprecated"):
+            assert torch.equal(found[1](two, y=x), wanted + 1)
 
 
 def test_rewritten_forwards_follow_their_class():

@@ -175,3 +175,61 @@ def test_compiled_with_dynamic_rows_and_scale():
         logits = torch.randn(rows, 12)
         for a, b in zip(compiled(logits, 2, scale=scale), tigon.route(logits, 2, scale=scale), strict=True):
             assert same_bits(a, b)
+
+
+FORCED_CALLS = """
+route(x, 2, ids=1) -> ids must be a tensor of integers, got int
+route(x, 2, ids=x[:, :2]) -> ids must be a tensor of integers, got torch.
+route(x, 2, ids=ids > 0) -> ids must be a tensor of integers, got torch.bool
+route(x, 3, ids=ids) -> ids must be [5, 3], got [5, 2]
+route(x, 2, ids=ids[1:]) -> ids must be [5, 2], got [4, 2]
+route(x, 2, ids=ids.to('meta')) -> ids must be on cpu, got meta
+route(x, 2, ids=ids + 11) -> ids must be in [0, 12), or begin with a negative one, got
+route(x, 2, ids=torch.stack([ids[:, 0], -ids[:, 1]], 1)) -> ids must be in [0, 12)
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("call, message", refusals(FORCED_CALLS))
+def test_forced_refused(call, message, dtype):
+    ids = torch.tensor([[0, 1]] * 5)
+    refused(call, "[route] " + message, x=X.to(dtype), ids=ids)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_own_choice_replayed(score, device):
+    """The bits of weights, ids and gradients of the choice that was replayed, in any integer dtype."""
+    options = {"score": score, "num_groups": 4, "top_groups": 2, "losses": True}
+    logits = torch.randn(300, 64, device=device).requires_grad_()
+    want = tigon.route(logits, 6, **options)
+    upstream = torch.randn_like(want[0])
+    (grad,) = torch.autograd.grad((want[0] * upstream).sum() + want[2] + want[3], logits)
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16):
+        got = tigon.route(logits, 6, ids=want[1].to(dtype), **options)
+        (again,) = torch.autograd.grad((got[0] * upstream).sum() + got[2] + got[3], logits)
+        assert all(map(same_bits, (*want, grad), (*got, again)))
+
+
+def test_forced_rows_that_choose(device):
+    """-1 first, an expert twice, rows of zeros: the choice of a call without ids."""
+    logits = torch.randn(4, 12, device=device)
+    ids = torch.tensor([[-1, 5, 7], [3, 4, 3], [0, 0, 0], [11, 0, 4]], device=device)
+    weights, chosen = tigon.route(logits, 3, ids=ids)
+    own = tigon.route(logits, 3)
+    assert same_bits(weights[:3], own[0][:3]) and torch.equal(chosen[:3], own[1][:3])
+    assert chosen[3].tolist() == [11, 0, 4]
+    torch.testing.assert_close(weights[3], logits[3, ids[3]].softmax(0))
+
+
+@pytest.mark.gpu
+def test_forced_ids_that_are_no_experts_gpu():
+    """Their tokens' weights are NaN, the ids are those of the own choice, and no other token changes."""
+    logits = torch.randn(40, 12, device="cuda")
+    ids = torch.randn(40, 12, device="cuda").argsort(1)[:, :3]
+    bad = ids.clone()
+    bad[5, 1], bad[6, 2], bad[7, 0], bad[8, 1] = 12, -1, 2**33 + 1, 2**31 - 1
+    weights, chosen = tigon.route(logits, 3, ids=bad)
+    want, own = tigon.route(logits, 3, ids=ids), tigon.route(logits, 3)[1]
+    assert weights[5:9].isnan().all() and torch.equal(chosen[5:9], own[5:9])
+    keep = [i for i in range(40) if not 5 <= i < 9]
+    assert same_bits(weights[keep], want[0][keep]) and torch.equal(chosen[keep], want[1][keep])

@@ -14,6 +14,7 @@ from tigon.ops import arguments
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.operands import autocast
 from tigon.ops.rms_norm import rms_norm
+from tigon.parallel.shards import tells_refusals
 
 OP = "contrastive_loss"
 IGNORED = -100
@@ -214,6 +215,7 @@ def limits(q, d, labels, *, length, margin, relative=False, rounded=False):
     return positive + tie - (positive.abs() * margin if relative else margin * length)
 
 
+@tells_refusals
 @arguments.called({"target": "labels"})
 def contrastive_loss(
     q: torch.Tensor,
@@ -346,8 +348,12 @@ def contrastive_loss(
     else:
         diagonal = labels is None
         positives = torch.arange(n, device=q.device)[:, None] if diagonal else labels
-        alike = (diagonal, symmetric, normalize, ids is None, margin, guide is None, reduction)
-        whole = _Own() if group is None else _Whole(q, group, (positives.shape[1], *alike))
+        whole = _Own() if group is None else _Whole(
+            q, group, (q, d, temperature), positives=positives.shape[1], labels=not diagonal,
+            temperature=temperature, symmetric=symmetric, normalize=normalize, ids=ids is not None,
+            margin=margin, relative_margin=relative_margin, guide=guide is not None, sizes=sizes,
+            size_weights=size_weights and [float(w) for w in size_weights], reduction=reduction,
+        )  # fmt: skip
         bound = None if margin is None else {"margin": margin, "relative": relative_margin}
         limit = None
         if ids is not None:
@@ -441,10 +447,10 @@ class _Own:
 class _Whole:
     """The batches of a group's processes as one: queries of all, documents of this."""
 
-    def __init__(self, q, group, options):
+    def __init__(self, q, group, trained, **options):
         from tigon.parallel.gather import Gather
 
-        gather, count = Gather(OP, group, q, options), q.shape[0]
+        gather, count = Gather(OP, group, q, trained, options), q.shape[0]
         self.rows, self.log_sum, self.sum = gather.rows, gather.log_sum, gather.sum
         self.size, self.mine = gather.size, slice(gather.rank * count, (gather.rank + 1) * count)
 

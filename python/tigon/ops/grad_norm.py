@@ -5,7 +5,8 @@ Contracts: ``grad_norm.h`` and ``scale.h`` of ``csrc/tigon/ops/adamw``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -44,6 +45,23 @@ def _process_groups(t: torch.Tensor) -> tuple:
                 "grad_norm", "gradients must be sharded or replicated, got a DTensor that is {}", placement
             )
     return tuple(groups)
+
+
+def alike(op: str, parameters: list[torch.Tensor], call: Callable[[], object] = lambda: None):
+    """``call()``, once all processes that share the parameters found that the same ones have gradients.
+
+    A call that raises is an error in all of them. Without DTensors nobody else takes part.
+    """
+    placed = {(p.device_mesh, p.placements): p for p in parameters if is_dtensor(p)}
+    groups = {group: None for p in placed.values() for group in _process_groups(p)}
+    if not groups:
+        return call()
+    from tigon.parallel.shards import agree_on
+
+    def describe():
+        return {"gradients": [i for i, p in enumerate(parameters) if p.grad is not None]}, call()
+
+    return agree_on(op, groups, parameters[0].device, describe)
 
 
 def _total(grads: list[torch.Tensor]) -> torch.Tensor:
@@ -94,7 +112,7 @@ def global_norm(
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
@@ -104,7 +122,7 @@ def clip_grad_norm_(
         parameters: one or several; those without a gradient are passed over. DTensors (FSDP2, tensor
             parallel) and several devices may be mixed; with DTensors every process calls this.
         max_norm: of all gradients as one vector.
-        norm_type: other than 2 is left to PyTorch.
+        norm_type: a number or its name, as "inf". Other than 2 is left to PyTorch.
         error_if_nonfinite: raise where the norm is infinite or NaN. This waits for the device.
         foreach: only for PyTorch's function.
 
@@ -128,7 +146,12 @@ def clip_grad_norm_(
             refuse("clip_grad_norm_", "parameters must be tensors, got {}", kind_of(p))
     check_booleans("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
     grads = [p.grad for p in parameters if p.grad is not None]
-    check_numbers("clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
+    if isinstance(norm_type, str):
+        with contextlib.suppress(ValueError):  # refused in the next line
+            norm_type = float(norm_type)
+    alike("clip_grad_norm_", parameters, lambda: check_numbers(
+        "clip_grad_norm_", max_norm=max_norm, norm_type=norm_type
+    ))  # fmt: skip
     if float(norm_type) != 2.0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if not grads:

@@ -28,12 +28,13 @@ MAX_EXPERTS = 1024
 # In the order of tigon::DType.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
 TINY = 1e-20  # added to sums of sigmoids
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16)  # of forced ids
 
 
 def reference(
     logits, top_k, *, score="softmax", normalize=True, correction_bias=None, num_groups=1, top_groups=1,
     group_score="max", scale=1.0, dtype=torch.float32, ids_dtype=torch.int64, losses=False,
-    token_weights=None,
+    token_weights=None, forced=None,
 ):  # fmt: skip
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -45,6 +46,9 @@ def reference(
         p if two or correction_bias is not None else z, correction_bias, num_groups, top_groups, two
     )
     ids = ids[..., :top_k]
+    if forced is not None:
+        kept = _keeps_own(forced)
+        ids = torch.where(kept[..., None], ids, forced)
     weights = p.gather(-1, ids)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + (TINY if sigmoids else 0.0))
@@ -53,6 +57,12 @@ def reference(
         return results
     q = p / (p.sum(-1, keepdim=True) + TINY) if sigmoids else p
     return *results, *_losses(z, q, ids, token_weights)
+
+
+def _keeps_own(forced):
+    """Which tokens keep their own choice: a negative id comes first, or an expert is named twice."""
+    order = forced.sort(-1).values
+    return (forced[..., 0] < 0) | (order[..., 1:] == order[..., :-1]).any(-1)
 
 
 @torch.no_grad()
@@ -83,7 +93,7 @@ def _losses(z, q, ids, token_weights):
     return experts * (fraction * mean).sum(), (v * lse.square()).sum() * inverse
 
 
-def _fake(logits, bias, token_weights, top_k, *options):
+def _fake(logits, bias, token_weights, top_k, forced, *options):
     weights_dtype, ids_dtype, losses = options[6:9]
     tokens, experts = logits.shape
     weights = logits.new_empty(tokens, top_k, dtype=DTYPES[weights_dtype])
@@ -101,7 +111,7 @@ _bwd = raw("route_bwd", _fake_bwd)
 
 def _setup_context(ctx, inputs, output):
     _, ids, aux, z, balance = output
-    ctx.options, ctx.losses = inputs[4:10], inputs[12]
+    ctx.options, ctx.losses = inputs[5:11], inputs[13]
     ctx.save_for_backward(inputs[0], ids, inputs[2], balance if ctx.losses else None)
     ctx.mark_non_differentiable(ids, balance, *(() if ctx.losses else (aux, z)))
     ctx.set_materialize_grads(False)
@@ -111,8 +121,8 @@ def _backward(ctx, dweights, dids, daux, dz, *_):
     if not ctx.losses:
         daux = dz = None
     if dweights is None and daux is None and dz is None:
-        return (None,) * 15
-    return _bwd(dweights, daux, dz, *ctx.saved_tensors, *ctx.options), *(None,) * 14
+        return (None,) * 16
+    return _bwd(dweights, daux, dz, *ctx.saved_tensors, *ctx.options), *(None,) * 15
 
 
 _op = Op(OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=4)
@@ -120,7 +130,7 @@ _op = Op(OP, fake=_fake, setup_context=_setup_context, backward=_backward, resul
 
 def _check(
     logits, top_k, score, normalize, correction_bias, num_groups, top_groups, group_score, scale, dtype,
-    ids_dtype, losses, token_weights,
+    ids_dtype, losses, token_weights, forced,
 ):  # fmt: skip
     check_float(OP, "logits", logits)
     check(OP, logits.dim() >= 1, "logits must have at least one dimension, got {}", logits.dim())
@@ -164,6 +174,12 @@ def _check(
         check_layout(OP, "token_weights", token_weights)
         check_like(OP, "token_weights", token_weights, logits.shape[:-1], logits.device)
         check_stored(OP, "token_weights", token_weights)
+    if forced is not None:
+        whole = isinstance(forced, torch.Tensor) and forced.dtype in _INTEGERS
+        check(OP, whole, "ids must be a tensor of integers, got {}", kind_of(forced))
+        check_layout(OP, "ids", forced)
+        check_like(OP, "ids", forced, (*logits.shape[:-1], top_k), logits.device)
+        check_stored(OP, "ids", forced)
 
 
 def route(
@@ -181,6 +197,7 @@ def route(
     ids_dtype: torch.dtype = torch.int64,
     losses: bool = False,
     token_weights: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The experts that each token goes to, their weights, and the losses that balance the experts.
 
@@ -217,6 +234,11 @@ def route(
         losses: return ``aux`` and ``z`` too.
         token_weights: ``[...]``, numbers or bool, constant: how much each token counts in the losses, such
             as an attention mask; a token of weight 0 adds nothing to them. ``None``: 1.
+        ids: ``[..., K]`` integers of any kind (int32 and int64 are read as they are, others copied once):
+            the experts that each token goes to, in this order, as another engine or an earlier pass chose
+            them (routing replay). Weights come from these logits and have their gradient; the bias and the
+            groups do not act. A token whose first id is negative, or that names an expert twice, as rows of
+            zeros do, keeps its own choice. `losses` count the given experts.
 
     Returns:
         ``(weights [..., K], ids [..., K])``, best expert first, contiguous; ids of one token differ. With
@@ -228,30 +250,42 @@ def route(
 
         Equal experts: the smaller id first (``torch.topk`` promises no order). Without correction_bias and
         ``"sum_of_two"`` logits themselves are compared, so that rounding of p makes no ties. NaN counts as
-        the largest; a row that holds a NaN has NaN weights with softmax.
+        the largest; a row that holds a NaN has NaN weights with softmax. A row of `ids` that are no experts
+        has NaN weights on CUDA.
 
     Raises:
-        tigon.Error: shape, dtype, device or an option does not fit.
+        tigon.Error: shape, dtype, device or an option does not fit; on the CPU, `ids` that are no experts.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021 (Switch), arXiv:2101.03961, eq. 4 to 6;
     Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, eq. 5; DeepSeek-V2 and V3, arXiv:2405.04434,
-    arXiv:2412.19437, eq. 12 to 18.
+    arXiv:2412.19437, eq. 12 to 18; Ma et al. 2025 (routing replay), arXiv:2510.11370.
     """
     _check(logits, top_k, score, normalize, correction_bias, num_groups, top_groups, group_score, scale,
-           dtype, ids_dtype, losses, token_weights)  # fmt: skip
+           dtype, ids_dtype, losses, token_weights, ids)  # fmt: skip
+    forced = ids
+    if forced is not None and forced.is_cpu and logits.dtype == torch.float64:  # the operator looks itself
+        wide = forced.to(torch.int64)
+        bad = ((wide < 0) | (wide >= logits.shape[-1])).any(-1) & (wide[..., 0] >= 0)
+        words = "ids must be in [0, {}), or begin with a negative one, got {}"
+        check(OP, not bad.any(), words, logits.shape[-1], wide[bad][:1].tolist())
+    if forced is not None and forced.dtype not in (torch.int32, torch.int64):
+        forced = forced.to(torch.int32)
     if not has_kernel(OP, logits):
         return reference(
             logits, top_k, score=score, normalize=normalize, correction_bias=correction_bias,
             num_groups=num_groups, top_groups=top_groups, group_score=group_score, scale=scale, dtype=dtype,
             ids_dtype=ids_dtype, losses=losses, token_weights=token_weights,
+            forced=None if forced is None else forced.to(torch.int64),
         )  # fmt: skip
     lead = logits.shape[:-1]
     bias = None if correction_bias is None else correction_bias.detach().float()
     v = None if token_weights is None else token_weights.detach().reshape(-1).float()
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+    forced = None if forced is None else forced.reshape(-1, top_k)
     options = SCORES.index(score), normalize, num_groups, top_groups, GROUP_SCORES.index(group_score)
     dtypes = DTYPES.index(dtype or logits.dtype), DTYPES.index(ids_dtype)
-    weights, ids, aux, z = _op(rows, bias, v, top_k, *options, float(scale), *dtypes, *(losses,) * 3)
+    options = *options, float(scale), *dtypes, *(losses,) * 3
+    weights, ids, aux, z = _op(rows, bias, v, top_k, forced, *options)
     if logits.dim() != 2:
         weights, ids = weights.reshape(*lead, top_k), ids.reshape(*lead, top_k)
     return (weights, ids, aux.view(()), z.view(())) if losses else (weights, ids)

@@ -13,7 +13,7 @@ from tigon.ops.cross_entropy import cross_entropy as whole
 from tigon.ops.loss_gradient import scaled
 from tigon.ops.loss_head.operands import Formula
 from tigon.parallel.rows import NUMBERS, Rows, make_rows, scale_of, total
-from tigon.parallel.shards import Facts, Shards, Work, agree, code, target_code
+from tigon.parallel.shards import Facts, Shards, Work, agree, code, named, target_code, values_of
 
 OP = "parallel.cross_entropy"
 
@@ -46,11 +46,6 @@ def number_of(denominator) -> object:
         return denominator
     known = denominator.is_cpu and denominator.numel() == 1 and not denominator.is_complex()
     return float(denominator) if known else "on a device"
-
-
-def shape_of(tensor) -> tuple[int, ...] | None:
-    """The sizes of an option that may be absent: processes must agree on them."""
-    return None if tensor is None else tuple(getattr(tensor, "shape", ()))
 
 
 def take_class_weight(op, shards: Shards, class_weight, device):
@@ -152,9 +147,10 @@ def cross_entropy(
         return Facts(
             rows=target.numel(), dtype=code(logits.dtype),
             needs=int(logits.requires_grad and torch.is_grad_enabled()),
-            options=code((formula, reduction, number_of(denominator), shape_of(weight))),
-            target=target_code(target, logits.device), refused=0, columns=logits.shape[-1],
+            target=target_code(target, logits.device), columns=logits.shape[-1],
             first_class=-1 if first_class is None else first_class, vocab=-1 if vocab is None else vocab,
+            options=named(op=OP, **formula._asdict(), reduction=reduction, denominator=number_of(denominator),
+                          weight=values_of(weight, logits.device)),
         ), formula  # fmt: skip
 
     device = logits.device if isinstance(logits, torch.Tensor) else torch.device("cpu")

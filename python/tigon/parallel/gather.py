@@ -5,21 +5,28 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tigon.parallel.shards import Facts, _reduce_scatter, agree, code, gathered
+from tigon._deterministic import is_deterministic
+from tigon.parallel.cross_entropy import number_of
+from tigon.parallel.shards import Facts, _reduce_scatter, agree, code, gathered, named, trains
 
 
 class Gather:
     """The collectives of a group whose processes have equally many rows x and the same options.
 
+    Either all or none of them train each of the tensors `trained`.
+
     Each process's backward gives its own part of the gradients.
     """
 
     @torch._disable_dynamo
-    def __init__(self, op: str, group: object, x: torch.Tensor, options: object) -> None:
+    def __init__(self, op: str, group: object, x: torch.Tensor, trained: tuple, options: dict) -> None:
         def describe():
             world = dist.get_world_size(group)
-            facts = Facts(rows=x.shape[0], size=x.shape[1], dtype=code(x.dtype), options=code(options),
-                          columns=1, vocab=world)  # fmt: skip
+            given = {name: number_of(value) for name, value in options.items()}
+            facts = Facts(
+                rows=x.shape[0], size=x.shape[1], dtype=code(x.dtype), needs=trains(*trained), columns=1,
+                vocab=world, options=named(op=op, **given, deterministic=is_deterministic()),
+            )  # fmt: skip
             return facts, None
 
         shards, _ = agree(op, group, x.device, describe)

@@ -24,12 +24,11 @@ from tigon.parallel.cross_entropy import (
     check_eager,
     check_layout,
     number_of,
-    shape_of,
     take_class_weight,
 )
 from tigon.parallel.plan import choose, count, counting
 from tigon.parallel.rows import NUMBERS, make_rows, scale_of, total
-from tigon.parallel.shards import Facts, agree, code, target_code
+from tigon.parallel.shards import Facts, agree, code, named, target_code, values_of
 from tigon.parallel.stream import Call, Function
 
 LOSS, LOG_PROB = "parallel.linear_cross_entropy", "parallel.linear_log_prob"
@@ -112,17 +111,20 @@ def _describe(
         needs = sum(bit for bit, t in wanted if t is not None and t.requires_grad)
     both = call.sequence_parallel and call.partial_hidden_grad
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
-    lora_facts = None if lora is None else (lora_a.shape[0], float(lora_scale))
-    alike = (formula, call.reduction, number_of(call.denominator), call.outputs, call.entropy,
-             shape_of(call.class_weight), call.token_weight is None, call.sequence_parallel,
-             call.partial_hidden_grad, head.shift, head.chunk_rows, call.keep_mb, wide, known,
-             head.max_workspace_mb, lora_facts, main_grad is not None)  # fmt: skip
+    options = named(
+        op=op, **formula._asdict(), reduction=call.reduction, denominator=number_of(call.denominator),
+        outputs=call.outputs, entropy=call.entropy, class_weight=values_of(call.class_weight, hidden.device),
+        token_weight=values_of(call.token_weight, hidden.device), sequence_parallel=call.sequence_parallel,
+        partial_hidden_grad=call.partial_hidden_grad, shift=head.shift, chunk_rows=head.chunk_rows,
+        keep_mb=call.keep_mb, logit_dtype=wide, valid_rows=known, max_workspace_mb=head.max_workspace_mb,
+        lora=None if lora is None else (*values_of(lora_a, hidden.device), float(lora_scale)),
+        main_grad=main_grad is not None, bias=bias is not None, deterministic=is_deterministic(),
+    )  # fmt: skip
     facts = Facts(
         rows=target.numel(), size=hidden.shape[-1], dtype=code(hidden.dtype), needs=needs,
-        options=code((op, *alike, bias is None, is_deterministic())),
         target=target_code(target, hidden.device), columns=columns,
         first_class=-1 if call.first_class is None else call.first_class,
-        vocab=-1 if call.vocab is None else call.vocab,
+        vocab=-1 if call.vocab is None else call.vocab, options=options,
     )  # fmt: skip
     return facts, (hidden, parameters, float(lora_scale), needs, wide, known, main_grad)
 

@@ -22,18 +22,23 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, 
 
 
 class Facts(NamedTuple):
-    """What a process says of its call; every value but the last four must be that of all others."""
+    """What a process says of its call; every value but the last five must be that of all others."""
 
     rows: int = 0
     size: int = 0  # of a hidden state
     dtype: int = 0
     needs: int = 0  # which gradients
-    options: int = 0
     target: int = 0
     refused: int = 0
     columns: int = 0
     first_class: int = -1
     vocab: int = -1
+    options: tuple[tuple[str, str], ...] = ()  # of :func:`named`
+
+    def flat(self) -> list[int]:
+        """The numbers that are exchanged, equally many of every call."""
+        codes = [code([name for name, _ in self.options]), *(code(value) for _, value in self.options)]
+        return [*self[:-1], *codes, *[0] * (_MOST_OPTIONS + 1 - len(codes))]
 
 
 SAME = {
@@ -41,9 +46,9 @@ SAME = {
     "size": "the hidden size",
     "dtype": "the dtype",
     "needs": "which tensors require grad",
-    "options": "the options",
     "target": "target",
 }
+_MOST_OPTIONS = 48  # of one call
 _COUNTS = ("rows", "size")  # the others are checksums and bits, which say nothing to a reader
 
 
@@ -86,10 +91,29 @@ def code(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
+def named(**options) -> tuple[tuple[str, str], ...]:
+    """The options of a call as processes compare them: values that print alike in every process."""
+    return tuple((name, repr(value)) for name, value in options.items())
+
+
 def target_code(target: torch.Tensor, device) -> int:
     """A number for the labels of a call on the CPU; on a device calls are compared without them."""
     on_cpu = device.type == target.device.type == "cpu"
     return zlib.crc32(target.contiguous().numpy().tobytes()) if on_cpu else 0
+
+
+def trains(*tensors) -> int:
+    """A bit for each of the tensors that gets a gradient."""
+    if not torch.is_grad_enabled():
+        return 0
+    return sum(1 << i for i, t in enumerate(tensors) if isinstance(t, torch.Tensor) and t.requires_grad)
+
+
+def values_of(tensor: torch.Tensor | None, device) -> tuple | None:
+    """What processes compare of a tensor that is the same in all: its sizes, and on the CPU its values."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    return tuple(tensor.shape), target_code(tensor.detach().to(torch.float32), device)
 
 
 @functools.cache
@@ -98,9 +122,21 @@ def _counts(columns: tuple[int, ...], device) -> torch.Tensor:
     return torch.tensor(columns, dtype=torch.float32, device=device)
 
 
-# Of each group that lives: what its processes agreed on. They make the same calls and forget at the same one.
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Facts, Layout]] = weakref.WeakKeyDictionary()
+class _Agreed:
+    """What the processes of a group agreed on. They make the same calls and forget at the same one."""
+
+    def __init__(self) -> None:
+        self.layouts: dict[Facts, Layout] = {}
+        self.calls = 0
+
+
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, _Agreed] = weakref.WeakKeyDictionary()
 _AGREED_CALLS = 4096
+
+
+def _said(group) -> int:
+    """How often this process has told the group of a call."""
+    return _agreed.setdefault(group, _Agreed()).calls
 
 
 def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, object]]):
@@ -123,34 +159,94 @@ def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, ob
         facts, result = describe()
     except Exception as error:  # whatever it is, nobody waits for this process
         refusal = error
-    agreed = _agreed.setdefault(group, {})
+    agreed = _agreed.setdefault(group, _Agreed())
+    agreed.calls += 1
     lasting = device.type == "cuda" and (facts.vocab >= 0 or size == 1)
-    if lasting and refusal is None and facts in agreed:
-        return Shards(group, rank, *agreed[facts]), result
-    said = _exchange(group, size, device, facts)
+    if lasting and refusal is None and facts in agreed.layouts:
+        return Shards(group, rank, *agreed.layouts[facts]), result
+    said = _exchange(group, device, facts)
     if refusal is not None:
         raise refusal
-    for other, other_facts in enumerate(said):
+    for other, (other_facts, _) in enumerate(said):
         check(op, not other_facts.refused, "process {} of the group has refused its arguments", other)
+    for other, (other_facts, codes) in enumerate(said):
         for name, words in SAME.items():
             mine, theirs = getattr(facts, name), getattr(other_facts, name)
             given = f"{mine} here and {theirs}" if name in _COUNTS else "another"
-            check(op, mine == theirs, "{} must be the same in all processes, got {} in process {}", words,
-                  given, other)  # fmt: skip
-    layout = _layout(op, said)
+            _check_same(op, words, given, other, mine == theirs)
+        names, *own = facts.flat()[len(facts) - 1 :]
+        _check_same(op, "the call", "another", other, names == codes[0])
+        for (name, value), mine, theirs in zip(facts.options, own, codes[1:], strict=False):
+            given = f"{name}={value} here and another"
+            _check_same(op, "the options", given, other, mine == theirs)
+    layout = _layout(op, [other_facts for other_facts, _ in said])
     if lasting:
-        if len(agreed) == _AGREED_CALLS:
-            agreed.clear()
-        agreed[facts] = layout
+        if len(agreed.layouts) == _AGREED_CALLS:
+            agreed.layouts.clear()
+        agreed.layouts[facts] = layout
     return Shards(group, rank, *layout), result
 
 
-def _exchange(group, size, device, facts: Facts) -> list[Facts]:
-    """The facts of every process."""
-    if size == 1:
-        return [facts]
-    mine = torch.tensor(facts, dtype=torch.int64, device="cpu").to(device)
-    return [Facts(*row) for row in gathered(mine[None], size, group).tolist()]
+def _check_same(op, words, given, other, same: bool) -> None:
+    check(op, same, "{} must be the same in all processes, got {} in process {}", words, given, other)
+
+
+def _exchange(group, device, facts: Facts) -> list[tuple[Facts, list[int]]]:
+    """The facts of every process, and the codes of its options."""
+    said, size = [facts.flat()], dist.get_world_size(group)
+    if size > 1:
+        mine = torch.tensor(said, dtype=torch.int64, device="cpu").to(device)
+        said = gathered(mine, size, group).tolist()
+    numbers = len(Facts._fields) - 1
+    return [(Facts(*row[:numbers]), row[numbers:]) for row in said]
+
+
+def tells_refusals(function):
+    """Decorates a function of tensors and the keyword ``group`` that calls :func:`agree`.
+
+    What it refuses before that is told to the other processes, so that none of them waits.
+    """
+
+    @functools.wraps(function)
+    def call(*args, group=None, **options):
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            return function(*args, group=group, **options)
+        said = _said(group)
+        try:
+            return function(*args, group=group, **options)
+        except Exception:
+            if _said(group) == said:
+                _exchange(group, device_of(group, *args, *options.values()), Facts(refused=1))
+            raise
+
+    return call
+
+
+def agree_on(op: str, groups, device, describe: Callable[[], tuple[dict, object]]):
+    """What else describe returned, once the processes of each of the groups found its options alike.
+
+    As in :func:`agree` a refusal is an error in all of them, and on CUDA the first call of each kind is
+    compared.
+    """
+    try:
+        options, result = describe()
+    except Exception:
+        for group in groups:
+            _exchange(group, device, Facts(refused=1))
+        raise
+    for group in groups:
+        facts = Facts(columns=1, vocab=dist.get_world_size(group), options=named(op=op, **options))
+        agree(op, group, device, lambda facts=facts: (facts, None))
+    return result
+
+
+def device_of(group, *values) -> torch.device:
+    """Where the processes of a group exchange: on the device of the first tensor, or on CUDA if they can."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value.device
+    cuda = any(device.type == "cuda" for device in group._device_types)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def _layout(op, said: list[Facts]) -> Layout:

@@ -6,19 +6,23 @@
 //             top_groups groups whose score is largest: the largest c of the group, or the sum of its two largest. Equal c and equal
 //             scores: the smaller index first; NaN counts as the largest. weights_k = scale * p / S at C's k-th, S = sum of p over C
 //             (+ 1e-20 for sigmoid) with normalize, else 1. Softmax with normalize is the softmax of the chosen logits alone.
+//             A row of `forced` (routing replay: Ma et al. 2025, arXiv:2510.11370) is C instead, in its order: bias and groups do not
+//             act on it. Where it begins with a negative id, or names an expert twice, the token keeps its own choice.
 //             q = p, for sigmoid p / (sum of p + 1e-20); v = token_weights; W = sum of v; lse = log sum exp z
 //             aux = E * sum over e of (sum over t of v [e in C_t] / W) * (sum over t of v q_e / W);  z = sum over t of v lse^2 / W
 //             Tokens of weight 0 add nothing, whatever they hold; where W is 0 both losses are 0
 // Gradients   dlogits of weights, aux and z; the choice is constant, and so is the bias
-// Shapes      logits, dlogits [T, E]; weights, dweights, ids [T, K]; bias [E]; token_weights [T]; aux, z, daux, dz [1];
+// Shapes      logits, dlogits [T, E]; weights, dweights, ids, forced [T, K]; bias [E]; token_weights [T]; aux, z, daux, dz [1];
 //             balance [E + 1]; rows at any stride, ids' dense or apart
-// Dtypes      logits, dlogits f32 | bf16 | f16; weights, dweights the same or f32; ids i64 | i32; the rest f32; arithmetic f32
-// Rounding    once, on store. A row that holds a NaN or +inf has NaN weights for softmax, and so has one of nothing but -inf
+// Dtypes      logits, dlogits f32 | bf16 | f16; weights, dweights the same or f32; ids, forced i64 | i32; the rest f32; arithmetic f32
+// Rounding    once, on store. A row that holds a NaN or +inf has NaN weights for softmax, and so has one of nothing but -inf, and for
+//             any score one whose forced ids are no experts (CUDA): it keeps the ids of its own choice
 // Saved       logits, ids, balance: E * (sum of v [e in C]) / W^2 for every expert, then 1 / W
 // Aliasing    dlogits may be logits (same address and stride); no other overlap
 // Determinism bitwise: fixed trees inside a row, sums over tokens in parts that follow from shapes alone
-// Traffic     forward T E reads, 2 T K writes; backward T (E + 2 K) reads, T E writes; losses: 2 E + 2 numbers a part of the tokens
-// Refused     sizes, dtypes or options that do not fit, more than 1024 experts: tigon::Error before anything is written
+// Traffic     forward T E reads, 2 T K writes; backward T (E + 2 K) reads, T E writes; forced: T K reads; losses: 2 E + 2 numbers a part of the tokens
+// Refused     sizes, dtypes or options that do not fit, more than 1024 experts; on the CPU forced ids that are no experts: tigon::Error
+//             before anything is written
 #pragma once
 
 #include <cmath>
@@ -79,6 +83,7 @@ struct RouteFwd {
   Matrix logits;
   Vector bias;           // empty: 0
   Vector token_weights;  // empty: 1
+  Matrix forced;         // empty: every token chooses
   Matrix weights;
   Matrix ids;
   Vector aux;  // empty, as z and balance are then: not wanted
@@ -91,11 +96,17 @@ struct RouteFwd {
     f.optional("bias", bias, logits.cols, DType::f32);
     f.optional("token_weights", token_weights, logits.rows, DType::f32);
     f.option("top_k", ids.cols);
+    f.optional("forced", forced, logits.rows, forced.cols, forced.dtype);
     options.fields(f);
     f.option("weights_dtype", weights.dtype);
     f.option("ids_dtype", ids.dtype);
     require_route(f, logits, ids, options);
     require_route_weights(f, "weights", weights.dtype, logits.dtype);
+    if (forced.cols > 0) {
+      f.require(forced.cols == ids.cols, "forced must have ", ids.cols, " columns, got ", forced.cols);
+      f.require(forced.dtype == DType::i64 || forced.dtype == DType::i32,
+                "forced must be int64 or int32, got ", name_of(forced.dtype));
+    }
     f.result("weights", weights, logits.rows, ids.cols, weights.dtype);
     f.result("ids", ids, logits.rows, ids.cols, ids.dtype);
     f.gradient("aux", aux, 1, DType::f32);

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <utility>
 
 #include "tigon/base/column_sum.h"
 #include "tigon/base/dispatch.h"
@@ -97,6 +98,36 @@ void choose_experts(const RouteRow& row, const float* bias, int experts, int k, 
   choose(keys, experts, k, order);
 }
 
+// A token's forced experts; whether they are its choice.
+bool take_forced(const Matrix& forced, int64_t t, int64_t k, int* order) {
+  bool seen[kRouteExperts] = {};
+  if (id_at(forced, t, 0) < 0) return false;
+  for (int64_t i = 0; i < k; ++i) {
+    const int64_t id = id_at(forced, t, i);
+    if (std::exchange(seen[id], true)) return false;
+    order[i] = int(id);
+  }
+  return true;
+}
+void check_forced(const Matrix& forced, int64_t experts) {
+  for (int64_t t = 0; t < forced.rows && forced.cols > 0; ++t)
+    for (int64_t i = 0; i < forced.cols && id_at(forced, t, 0) >= 0; ++i) {
+      const int64_t id = id_at(forced, t, i);
+      TIGON_CHECK("route", id >= 0 && id < experts, "ids must be in [0, ", experts,
+                  "), or begin with a negative one, got ", id, " in row ", t);
+    }
+}
+
+// Forms r anew where the chosen logits are too far below the others (route_math.inc). chosen(i): the id of the i-th.
+template <class Fn>
+void rescore(RouteRow& row, const RouteOptions& options, int64_t k, const Fn& chosen) {
+  if (options.sigmoid() || !options.normalize) return;
+  float best = -INFINITY;
+  for (int64_t i = 0; i < k; ++i) best = std::max(best, row.z[chosen(i)]);
+  if (!scalar::route_is_far(best, row.top) || best == -INFINITY || !(row.sum > 0.0f)) return;
+  for (int64_t i = 0; i < k; ++i) row.r[chosen(i)] = std::exp(row.z[chosen(i)] - best);
+}
+
 // Sums over tokens, per part of them: [counts of experts | sums of q | W | sum of lse^2]
 struct Sums {
   double* at;
@@ -127,6 +158,7 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
   const int64_t tokens = a.logits.rows, experts = a.logits.cols, k = a.ids.cols, width = 2 * experts + 2;
   const RowChunks parts(tokens);
   const bool sigmoids = a.options.sigmoid(), losses = bool(a.aux);
+  check_forced(a.forced, experts);
   double* sums = losses ? ctx.scratch_of<double>((parts.count + 1) * width) : nullptr;
   parallel(ctx, parts.count, [&](int64_t part) {
     RouteRow row;
@@ -136,14 +168,15 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
     if (losses) std::fill_n(own.at, width, 0.0);
     for (int64_t t = parts.begin(part); t < parts.end(part); ++t) {
       kernels.load(element_at(a.logits, t, 0), row, experts, sigmoids, a.options.normalize);
-      choose_experts(row, a.bias.as<float>(), int(experts), int(k), a.options, order);
+      if (a.forced.cols == 0 || !take_forced(a.forced, t, k, order))
+        choose_experts(row, a.bias.as<float>(), int(experts), int(k), a.options, order);
+      rescore(row, a.options, k, [&](int64_t i) { return order[i]; });
       double by = sigmoids ? double(kRouteTiny) : 0.0;
       for (int64_t i = 0; i < k; ++i) by += double(row.r[order[i]]);
+      const float divisor = a.options.normalize ? float(by) : 1.0f;
       for (int64_t i = 0; i < k; ++i) {
         set_id(a.ids, t, i, order[i]);
-        set_value(
-            a.weights, t, i,
-            scalar::route_weight(row.r[order[i]], a.options.normalize ? float(by) : 1.0f, a.options.scale));
+        set_value(a.weights, t, i, scalar::route_weight(row.r[order[i]], divisor, a.options.scale));
       }
       const float v = token_weight(a.token_weights, t);
       if (!losses || v == 0.0f) continue;
@@ -173,6 +206,7 @@ void route_bwd(Context& ctx, const RouteBwd& a) {
     RouteRow row;
     alignas(64) float h[kRouteExperts], q[kRouteExperts];
     kernels.load(element_at(a.logits, t, 0), row, experts, sigmoids, a.options.normalize);
+    if (given) rescore(row, a.options, k, [&](int64_t i) { return id_at(a.ids, t, i); });
     double by = sigmoids ? double(kRouteTiny) : 0.0, dot = 0.0;
     for (int64_t i = 0; i < k && given; ++i) {
       const double r = double(row.r[id_at(a.ids, t, i)]);

@@ -57,6 +57,14 @@ struct Ids {
 };
 Ids ids_of(const Matrix& m) { return {m.data, m.stride, m.dtype == DType::i64}; }
 
+// An id as the forced ones are read: -1 for any that is negative, kRouteExperts for any that is too large.
+__device__ __forceinline__ int forced_at(const Ids& ids, int64_t row, int k) {
+  const int64_t i = row * ids.stride + k;
+  const int64_t id =
+      ids.wide ? static_cast<const int64_t*>(ids.data)[i] : int64_t(static_cast<const int32_t*>(ids.data)[i]);
+  return id < 0 ? -1 : int(id < kRouteExperts ? id : kRouteExperts);
+}
+
 struct Options {
   bool sigmoids, normalize, two;
   int groups, top_groups;
@@ -103,6 +111,19 @@ struct Row {
           j * 32 + lane < experts ? route_score(z[j], e[j], sum, options.sigmoids, options.normalize) : 0.0f;
     scores = options.sigmoids ? sum_row(r) : sum;
   }
+  // Forms r anew where the chosen logits are too far below the others (route_math.inc). chosen(j): whether j is one of them.
+  template <class Fn>
+  __device__ __forceinline__ void rescore(const Options& options, const Fn& chosen) {
+    if (options.sigmoids || !options.normalize) return;
+    float most[N];
+#pragma unroll
+    for (int j = 0; j < row_places<N>(); ++j) most[j] = chosen(j) ? z[j] : -INFINITY;
+    const float best = reduce_lanes<Max, 32>(reduce_registers<Max>(most));
+    if (!route_is_far(best, top) || best == -INFINITY || !(sum > 0.0f)) return;
+#pragma unroll
+    for (int j = 0; j < row_places<N>(); ++j)
+      if (chosen(j)) r[j] = exp(z[j] - best);
+  }
   // Of the distribution that aux balances.
   __device__ __forceinline__ float q(int j, bool sigmoids) const {
     return sigmoids ? r[j] / (scores + kRouteTiny) : e[j] / sum;
@@ -131,7 +152,7 @@ __device__ __forceinline__ void choose(uint32_t (&keys)[N], int count, const Fn&
 
 struct Forward {
   Rows logits, weights;
-  Ids ids;
+  Ids ids, forced;
   const float *bias, *token_weights;
   float* parts;  // of the sums, [CTA][2 experts + 2]; null: none
   int64_t tokens;
@@ -169,6 +190,35 @@ __device__ __forceinline__ void close_groups(const Forward& p, const float (&val
   __syncwarp();
 }
 
+// Writes the ids of a token's forced experts and finds their places; whether they are its choice. own: the lane's id of the first
+// 32. bad: some are no experts.
+template <int N>
+__device__ __forceinline__ bool take_forced(const Forward& p, int64_t t, int own, int (&place)[N],
+                                            bool& bad) {
+  const int lane = int(threadIdx.x) % 32;
+  bool taken = true, twice = false;
+#pragma unroll
+  for (int j = 0; j < row_places<N>(); ++j) place[j] = -1;
+  for (int first = 0; first < p.top_k && taken; first += 32) {
+    const int count = min(32, p.top_k - first);
+    if (first > 0) own = lane < count ? forced_at(p.forced, t, first + lane) : 0;
+    if (lane < count) p.ids.set(t, first + lane, own);
+    if (first == 0) taken = __shfl_sync(kAllLanes, own, 0) >= 0;
+    bad = bad || __any_sync(kAllLanes, own < 0 || own >= p.experts);
+    for (int k = 0; k < count; ++k) {
+      const int id = __shfl_sync(kAllLanes, own, k);
+#pragma unroll
+      for (int j = 0; j < row_places<N>(); ++j)
+        if (id == j * 32 + lane) {
+          twice = twice || place[j] >= 0;
+          place[j] = first + k;
+        }
+    }
+  }
+  bad = bad && taken;
+  return taken && !bad && !__any_sync(kAllLanes, twice);
+}
+
 template <int N, bool kLosses>
 __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant__ Forward p) {
   extern __shared__ float shared[];
@@ -176,32 +226,38 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant
   float counts[kLosses ? N : 1] = {}, qs[kLosses ? N : 1] = {}, all = 0.0f, squares = 0.0f;
   for (int64_t t = int64_t(blockIdx.x) * kWarps + warp; t < p.tokens; t += int64_t(gridDim.x) * kWarps) {
     Row<N> row;
+    const bool given = p.forced.data != nullptr;
+    const int first = given && lane < p.top_k ? forced_at(p.forced, t, lane) : 0;
     row.load(p.logits, t, p.experts, p.options);
-    float value[N];
-    uint32_t keys[N];
     int place[N];
-    const bool scored = p.bias != nullptr || p.options.two;
+    bool bad = false;
+    if (!given || !take_forced(p, t, first, place, bad)) {
+      float value[N];
+      uint32_t keys[N];
+      const bool scored = p.bias != nullptr || p.options.two;
 #pragma unroll
-    for (int j = 0; j < row_places<N>(); ++j) {
-      const int expert = j * 32 + lane;
-      const bool here = expert < p.experts;
-      value[j] = row.z[j];
-      if (scored) {
-        value[j] = p.options.sigmoids ? row.r[j] : row.e[j] / row.sum;
-        if (p.bias != nullptr && here) value[j] += p.bias[expert];
+      for (int j = 0; j < row_places<N>(); ++j) {
+        const int expert = j * 32 + lane;
+        const bool here = expert < p.experts;
+        value[j] = row.z[j];
+        if (scored) {
+          value[j] = p.options.sigmoids ? row.r[j] : row.e[j] / row.sum;
+          if (p.bias != nullptr && here) value[j] += p.bias[expert];
+        }
+        keys[j] = here ? route_key(value[j]) : 0u;
+        place[j] = -1;
       }
-      keys[j] = here ? route_key(value[j]) : 0u;
-      place[j] = -1;
-    }
-    if (p.options.groups > 1) close_groups(p, value, keys, shared + warp * p.experts);
-    int mine = 0;
-    choose(keys, p.top_k, [&](int k, int id) {
+      if (p.options.groups > 1) close_groups(p, value, keys, shared + warp * p.experts);
+      int mine = 0;
+      choose(keys, p.top_k, [&](int k, int id) {
 #pragma unroll
-      for (int j = 0; j < row_places<N>(); ++j)
-        if (id == j * 32 + lane) place[j] = k;
-      if (k % 32 == lane) mine = id;
-      if ((k % 32 == 31 || k == p.top_k - 1) && lane <= k % 32) p.ids.set(t, k / 32 * 32 + lane, mine);
-    });
+        for (int j = 0; j < row_places<N>(); ++j)
+          if (id == j * 32 + lane) place[j] = k;
+        if (k % 32 == lane) mine = id;
+        if ((k % 32 == 31 || k == p.top_k - 1) && lane <= k % 32) p.ids.set(t, k / 32 * 32 + lane, mine);
+      });
+    }
+    row.rescore(p.options, [&](int j) { return place[j] >= 0; });
     float by = 1.0f;
     if (p.options.normalize) {
       float chosen[N];
@@ -209,6 +265,7 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant
       for (int j = 0; j < row_places<N>(); ++j) chosen[j] = place[j] >= 0 ? row.r[j] : 0.0f;
       by = sum_row(chosen) + (p.options.sigmoids ? kRouteTiny : 0.0f);
     }
+    if (bad) by = NAN;
 #pragma unroll
     for (int j = 0; j < row_places<N>(); ++j)
       if (place[j] >= 0) p.weights.set(t, place[j], route_weight(row.r[j], by, p.options.scale));
@@ -305,6 +362,7 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
     __syncwarp();
     for (int k = lane; k < p.top_k; k += 32) place[p.ids.at(t, k)] = k;
     __syncwarp();
+    row.rescore(p.options, [&](int j) { return j * 32 + lane < p.experts && place[j * 32 + lane] >= 0; });
     // Of normalized weights only differences of g count: against that of the best expert, which may have all of the weight.
     // Those of sigmoids sum to 1 - kRouteTiny / by, so that the shift itself has a share.
     const float shift = p.options.normalize ? p.dweights.at(t, 0) : 0.0f;
@@ -376,6 +434,7 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
   const Forward p = {.logits = rows_of(a.logits),
                      .weights = rows_of(a.weights),
                      .ids = ids_of(a.ids),
+                     .forced = a.forced.cols > 0 ? ids_of(a.forced) : Ids{},
                      .bias = a.bias.as<float>(),
                      .token_weights = a.token_weights.as<float>(),
                      .parts = parts,

@@ -35,7 +35,7 @@ FUNCTIONS |= {getattr(F, name): name for name in _FUNCTIONAL.split()}
 FUNCTIONS |= {isinstance: "isinstance", float: "number"}
 METHODS = {
     "rsqrt", "sqrt", "pow", "square", "mean", "tanh", "sigmoid", "chunk", "unsqueeze", "float",
-    "to", "type", "type_as", "contiguous", "size", "view", "permute", "clamp", "flatten", "reshape",
+    "to", "type", "type_as", "contiguous", "size", "dim", "view", "permute", "clamp", "flatten", "reshape",
     "repeat_interleave", "unbind", "topk", "softmax", "gather", "sum", "max", "masked_fill", "expand", "bool",
 }  # fmt: skip
 # Names under which the arguments of these functions may be given, and of all others.
@@ -56,6 +56,7 @@ DEFAULTS = {
     "layer_norm": {"normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5},
     "rms_norm": {"normalized_shape": None, "weight": None, "eps": None},
     "clamp": {"min": None, "max": None},
+    "gelu": {"approximate": "none"},
     "dropout": {"p": 0.5, "training": True, "inplace": False},
 }
 OPERATORS = {
@@ -93,21 +94,34 @@ def canonical_function(function) -> Canonical:
     return _canonical(function, None)
 
 
-@functools.lru_cache(maxsize=4096)
 def _canonical(function, cls) -> Canonical:
+    found, reads = _evaluated(function, cls)
+    if all(_now(place, name) is value for place, name, value in reads):
+        return found
+    return _evaluated.__wrapped__(function, cls)[0]  # a name means something else by now
+
+
+def _now(place, name):
+    return place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _evaluated(function, cls) -> tuple[Canonical, list]:
+    """The expression, and what was read for it beside the source: (where, name, value)."""
     if hasattr(function, "__wrapped__"):
         raise Unrecognised("decorated function")
     node = function_node(function)
     names, defaults = _parameters(node, cls)
     env = {name: ("arg", i) for i, name in enumerate(names)}
-    value = _Evaluator(function, cls, node, 0).block(node.body, env)
+    reads = []
+    value = _Evaluator(function, cls, node, 0, reads).block(node.body, env)
     attributes: dict[str, str] = {}
 
     def rename(match):
         return attributes.setdefault(match[1], f"@{len(attributes) + 1}")
 
     text = re.sub(r"@<(\w+)>", rename, f"{len(names)}{defaults} {_render(value)}")
-    return Canonical(text, tuple(attributes))
+    return Canonical(text, tuple(attributes)), reads
 
 
 def source_tree(function) -> ast.Module:
@@ -139,8 +153,9 @@ def _parameters(node: ast.FunctionDef, cls: type | None) -> tuple[list[str], lis
 class _Evaluator:
     """Evaluate the body of one function symbolically; expressions are nested tuples."""
 
-    def __init__(self, function, cls, node, depth):
+    def __init__(self, function, cls, node, depth, reads):
         self.function = function
+        self.reads = reads
         self.globals = function.__globals__
         self.cls = cls
         self.depth = depth
@@ -228,7 +243,7 @@ class _Evaluator:
         if name in env:
             return env[name]
         if name in self.globals:
-            return ("object", self.globals[name])
+            return ("object", self.read(self.globals, name))
         if name in ("isinstance", "float"):
             return ("object", getattr(builtins, name))
         if name in self.function.__code__.co_varnames:  # this path, where it is not assigned, fails
@@ -239,13 +254,15 @@ class _Evaluator:
         if base[0] == "object":  # torch.float32, nn.functional.silu
             if not isinstance(base[1], types.ModuleType) or not hasattr(base[1], attr):
                 raise Unrecognised(f"attribute `{attr}`")
-            return ("object", getattr(base[1], attr))
+            return ("object", self.read(base[1], attr))
         if attr == "dtype":
             return base[2] if base[0] == "cast" else ("dtype", base)
         if attr in ("values", "indices") and base[0] in ("topk", "max"):
             return _part(base, ("values", "indices").index(attr))
         if attr in ("shape", "device") or (attr == "weight" and base[0] == "attr"):
             return (attr, base)
+        if base[0] == "attr":  # self.config.gelu_approximate
+            return ("member", base, ("const", attr))
         raise Unrecognised(f"attribute `{attr}`")
 
     def index(self, node, env):
@@ -292,12 +309,10 @@ class _Evaluator:
         if not isinstance(node, ast.Starred):
             return self.expression(node, env)
         value = self.expression(node.value, env)
-        if value[0] != "leading":  # the leading sizes of a tensor, handed on
-            raise Unrecognised(f"argument `{ast.unparse(node)}`")
-        return value
+        return value if value[0] == "leading" else ("spread", value)  # leading sizes are handed on
 
     def call_self(self, attr, arguments, keywords):
-        method = getattr(self.cls, attr, None)
+        method = self.read(self.cls, attr)
         if method is None:  # a child module
             if keywords:
                 raise Unrecognised(f"keywords in a call of `{attr}`")
@@ -315,10 +330,15 @@ class _Evaluator:
         name = self.function.__name__
         owner = next((i for i, base in enumerate(mro) if vars(base).get(name) is self.function), None)
         after = () if owner is None else mro[owner + 1 :]
-        method = next((vars(base)[attr] for base in after if attr in vars(base)), None)
-        if method is None:
+        base = next((base for base in after if attr in vars(base)), None)
+        if base is None:
             raise Unrecognised(f"super().{attr}")
-        return method
+        return self.read(base, attr)
+
+    def read(self, place, name):
+        """What a name means now, to be compared when the expression is asked for again."""
+        self.reads.append((place, name, _now(place, name)))
+        return self.reads[-1][2]
 
     def inline(self, function, cls, arguments, keywords):
         if self.depth >= MAX_INLINING or keywords or hasattr(function, "__wrapped__"):
@@ -328,7 +348,7 @@ class _Evaluator:
         if defaults or len(names) != len(arguments):
             raise Unrecognised(f"call of `{node.name}`")
         env = dict(zip(names, arguments, strict=True))
-        return _Evaluator(function, cls, node, self.depth + 1).block(node.body, env)
+        return _Evaluator(function, cls, node, self.depth + 1, self.reads).block(node.body, env)
 
 
 def _known(function) -> str | None:
@@ -404,7 +424,7 @@ def _build(name, arguments):
             return ("rsqrt", value)
         case "mul", [left, right] if left == right:
             return ("square", left)
-        case "add" | "mul", [left, right]:
+        case "add" | "mul", [left, right] if not (_is_sequence(left) or _is_sequence(right)):
             return (name, *sorted((left, right), key=_order))
         case "mean", [value, ("const", -1.0), ("const", True)]:
             return ("mean", value)
@@ -414,9 +434,21 @@ def _build(name, arguments):
             return _const(float(text))
         case "contiguous", [value]:
             return value
-    if name in ("to", "type", "mean", "float"):
+    if name in ("to", "type", "float") or (name == "mean" and len(arguments) == 1):
         raise Unrecognised(f"this use of `{name}`")
     return (name, *arguments)
+
+
+def _is_sequence(value) -> bool:
+    """Sizes, whose sum is no sum: the order of its operands matters."""
+    match value:
+        case (("tuple" | "shape" | "leading"), *_):
+            return True
+        case ("index", base, ("slice", *_)):
+            return _is_sequence(base)
+        case (("add" | "mul"), *parts):
+            return any(map(_is_sequence, parts))
+    return False
 
 
 def _is_dtype(value) -> bool:

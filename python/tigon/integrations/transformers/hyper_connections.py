@@ -17,14 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tigon.integrations.transformers.forward import blocked, has_hooks, plain, stock
+from tigon.integrations.transformers.forward import blocked, intact, plain, stock, written
 from tigon.integrations.transformers.probe import PROBE_EPS, on_cpu, same_results, twin
-from tigon.integrations.transformers.rewriting import (
-    Rewritten,
-    recompiled,
-    rewritable,
-    wrapped_again,
-)
+from tigon.integrations.transformers.rewriting import Rewritten, rewrite_innermost
 from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_post, hyper_connection_pre
 
 _COLUMNS, _ITERATIONS, _MAGNITUDE = 6, 3, 1.7  # of a probe
@@ -57,7 +52,7 @@ FORMS = (
 
 def hyper_forward(module: nn.Module, spec: HyperSpec, x: torch.Tensor):
     parameters = [getattr(module, name) for name in spec.parameters()]
-    if not plain(x, *parameters) or x.dtype == torch.float64 or has_hooks(module.input_norm):
+    if not plain(x, *parameters) or x.dtype == torch.float64 or not _norm_is_intact(module):
         return stock(module, x)
     eps = getattr(module, spec.eps)
     options = {"norm_eps": module.input_norm.eps, "pre_eps": eps, "sinkhorn_eps": eps, "iterations": 1}
@@ -70,15 +65,17 @@ def hyper_forward(module: nn.Module, spec: HyperSpec, x: torch.Tensor):
     return results if len(results) > 1 else y
 
 
+def _norm_is_intact(module: nn.Module) -> bool:
+    return intact(module.input_norm, written(type(module.input_norm)))
+
+
 def plan_hyper(module: nn.Module) -> tuple | str | None:
     spec = next((form for form in FORMS if _has_roles(module, form)), None)
     if spec is None:
         return None
     if not 1 <= module.hc_mult <= MAX_STREAMS:
         return f"has {module.hc_mult} streams, at most {MAX_STREAMS} are there"
-    reason = blocked(module) or (
-        "hooks on input_norm would not run" if has_hooks(module.input_norm) else None
-    )
+    reason = blocked(module) or (None if _norm_is_intact(module) else "a call of input_norm does more")
     if reason is None and not _equals(module, spec):
         reason = "unrecognised forward: other numbers than those of a known form"
     return reason or (spec, f"tigon.hyper_connection_pre ({spec.name})")
@@ -174,16 +171,16 @@ def rewrite(forward) -> tuple[int, types.FunctionType] | None:
     """How many places were replaced, and the new forward; None where there are none."""
     inner = inspect.unwrap(forward)
     names = getattr(getattr(inner, "__code__", None), "co_names", ())
-    node = rewritable(inner) if "unsqueeze" in names else None
-    if node is None:
-        return None
-    replace = _Replace()
-    node = replace.visit(node)
-    if not replace.places:
+    if "unsqueeze" not in names:
         return None
     own = {name: function for name, (_, function) in _STREAMS.items()}
-    made = wrapped_again(forward, recompiled(inner, node, **own))
-    return None if made is None else (replace.places, made)
+    return rewrite_innermost(forward, _replace, **own)
+
+
+def _replace(node: ast.FunctionDef) -> int:
+    replace = _Replace()
+    replace.visit(node)
+    return replace.places
 
 
 class _Replace(ast.NodeTransformer):

@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from tigon.integrations.transformers.canonical import NoSource, source_tree
-from tigon.integrations.transformers.forward import Part, blocked, has_hooks, plain, read, stock
+from tigon.integrations.transformers.forward import (
+    LINEAR,
+    Part,
+    blocked,
+    has_hooks,
+    intact,
+    plain,
+    read,
+    stock,
+)
 from tigon.integrations.transformers.patterns.modules import MLPS, Match, recognise
 from tigon.integrations.transformers.probe import on_cpu
 from tigon.integrations.transformers.recompute import Ledger
@@ -31,6 +40,7 @@ ACTIVATIONS = {
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
 }
+GELUS = {"none": "gelu", "tanh": "gelu_tanh"}  # by torch's name of the approximation
 
 
 def _squared_gate(gate, up):
@@ -97,7 +107,8 @@ def known_activation(activation) -> str | None:
     to 1e-11), different functions do not; fp32 cannot tell 1e-9.
     """
     module = isinstance(activation, nn.Module)
-    if module and (blocked(activation) or [*activation.parameters(), *activation.buffers()]):
+    if module and (blocked(activation) or [*activation.parameters(), *activation.buffers(),
+                                           *activation.children()]):  # fmt: skip
         return None
     with on_cpu():
         odd = torch.tensor([-200.0, -0.0, 200.0, float("nan")], dtype=torch.float64)
@@ -158,7 +169,7 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
         up, gate = gate.chunk(2, dim=-1)
     if spec.gate_multiplier is not None:
         before, after = read(module, spec.gate_multiplier, spec.down_multiplier)
-        if type(down) is nn.Linear and down.bias is None:  # linear: the factor may come before it
+        if intact(down, LINEAR) and down.bias is None:  # linear: the factor may come before it
             return spec.ledger.project(down, product(spec.activation, gate, up, before, after))
         return spec.ledger.project(down, product(spec.activation, gate, up, before)) * after
     if spec.limit is not None:
@@ -184,12 +195,20 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     if not isinstance(found, Match):
         why = found or "not act(gate) * up between two products"
         return f"unrecognised forward: {why}" if _looks_gated(module) else None
-    roles = dict(found.roles)
+    roles, options = dict(found.roles), dict(found.structure.options)
+    if "up" in roles and getattr(module, roles["up"]) is None:
+        return None
     ungated = not {"gate", "gate_up"} & roles.keys()
     if ungated and known_activation(getattr(module, roles["act"])) != "relu_squared":
         return None  # one pass already, and any three modules in a row have this form
     act = roles.pop("act", None)
-    activation, reason = ("silu", None) if act is None else fused_activation(module, act)
+    if "config" in roles:
+        options["activation"] = GELUS.get(getattr(module, roles.pop("config")).gelu_approximate)
+    if act is None:
+        activation = options.pop("activation", "silu")
+        reason = None if activation else "its gelu is no approximation that torch knows"
+    else:
+        activation, reason = fused_activation(module, act)
     reason = blocked(module) or reason or _multipliers(module, roles)
     if reason is not None:
         return reason
@@ -199,7 +218,7 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     part = None if act is None else Part.named(module, act)
     up_first = _called_before(type(module).forward, roles.get("up"), roles.get("gate"))
     return MlpSpec(
-        activation, before=before, part=part, up_called_first=up_first, **{**found.structure.options, **roles}
+        activation, before=before, part=part, up_called_first=up_first, **{**options, **roles}
     ), f"{op} ({found.structure.name})"
 
 

@@ -13,11 +13,13 @@ from tigon.integrations.transformers.canonical import NoSource, Unrecognised, ca
 from tigon.integrations.transformers.forward import blocked, plain, read, stock
 from tigon.integrations.transformers.patterns.modules import (
     DECLARED,
+    FACTORS,
     GATED_NORMS,
     GROUP_NORMS,
     LAYER_NORMS,
     NORMS,
     Match,
+    Structure,
     match,
 )
 from tigon.integrations.transformers.probe import equals, probe_norm
@@ -34,20 +36,31 @@ class NormSpec:
     op: str = "rms_norm"
     weight: str | None = None
     bias: str | None = None
-    eps: str | float = 0.0  # the attribute, or the number where the source says one
+    eps: str | float = 0.0  # the attribute (see `eps_of`), or the number where the source says one
     rounding: str = "llama"
     offset: float = 0.0
-    shift: float = 0.0  # added to the weight in its own dtype
+    shift: str | float = 0.0  # added to the weight in its own dtype; an attribute says whether one is
+    unit: bool = False  # rows of length one, not of mean square one
     autocast: bool = False  # a torch function that CUDA's autocast runs in fp32
     channels_first: bool = False
     activation: str = "silu"  # of a gate
     group_size: str | None = None  # attribute; its value may be None
     norm_first: bool = True
     groups: str | None = None
+    decided: tuple = ()  # names and values of attributes by which the rest was chosen
 
 
 def norm_forward(module: nn.Module, spec: NormSpec, *args):
+    for name, value in spec.decided:
+        if getattr(module, name) != value:
+            return stock(module, *args)
     return _FORWARDS[spec.op](module, spec, *args)
+
+
+def eps_of(module: nn.Module, spec: NormSpec, x: torch.Tensor) -> float:
+    """The module's eps; where it leaves that to torch, the one of the dtype that rms_norm computes in."""
+    (eps,) = read(module, spec.eps)
+    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
 
 
 def _plain(*parts) -> bool:
@@ -55,16 +68,21 @@ def _plain(*parts) -> bool:
 
 
 def _rms(module, spec, x):
-    weight, eps, size = read(module, spec.weight, spec.eps, spec.group_size)
-    rounding = spec.rounding
+    weight, size, shift = read(module, spec.weight, spec.group_size, spec.shift)
+    eps, rounding = eps_of(module, spec, x), spec.rounding
     if rounding == "t5":  # rounds to the weight's dtype when that is a half
         rounding = "llama" if weight.dtype == x.dtype else "none"
         if rounding == "none" and weight.dtype != torch.float32:
             return stock(module, x)
-    if not (_plain(x, weight) or (spec.group_size is None and rows_stay_local(x, weight))):
+    local = spec.group_size is None and not spec.unit and rows_stay_local(x, weight)
+    if not (_plain(x, weight) or local):
         return stock(module, x)
-    if spec.shift:
-        weight = weight + spec.shift
+    if shift:
+        weight = weight + float(shift)
+    if spec.unit:  # a sum of squares is the mean times the columns
+        columns = x.shape[-1]
+        weight = x.new_full((columns,), columns**-0.5, dtype=torch.promote_types(x.dtype, torch.float32))
+        eps = eps / columns
     if size is not None:  # a weight for every group: behind the norm, in float32
         groups = x.float().unflatten(-1, (-1, size))
         h = rms_norm(groups, None, eps, rounding="none").flatten(-2)
@@ -108,8 +126,10 @@ _TABLES = {
     "layer_norm": LAYER_NORMS,
     "gated_rms_norm": GATED_NORMS,
     "group_norm": GROUP_NORMS,
+    None: FACTORS,
 }
 _FORWARDS = {"rms_norm": _rms, "layer_norm": _layer, "gated_rms_norm": _gated, "group_norm": _group}
+_DECIDING = ("with_weight", "data_format", "activation")
 GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
@@ -126,24 +146,35 @@ def plan_norm(module: nn.Module) -> tuple | str | None:
         return found if _called_norm(module) else None
     structure = found.structure
     op = next(op for op, rows in _TABLES.items() if structure in rows)
-    reason = blocked(module) or _unfit(module, found.roles)
+    if op is None:
+        return None
+    reason = blocked(module) or _unfit(module, structure, found.roles)
     if reason is not None:
         return reason
     roles, options = dict(found.roles), dict(structure.options)
-    roles.pop("shape", None)
+    deciding = [roles[role] for role in _DECIDING if role in roles]
+    options["decided"] = tuple((name, getattr(module, name)) for name in deciding)
+    for checked in ("shape", "axis"):
+        roles.pop(checked, None)
     if getattr(module, roles.pop("with_weight", ""), True) is False:
         roles["weight"] = None
     if "data_format" in roles:
         options["channels_first"] = getattr(module, roles.pop("data_format")) == "channels_first"
+    if "unit_offset" in roles:
+        options["shift"] = roles.pop("unit_offset")
     if "activation" in roles:
         options["activation"] = GATES[getattr(module, roles.pop("activation"))]
     return NormSpec(op, **{**options, **roles}), f"tigon.{op} ({structure.name})"
 
 
-def _unfit(module: nn.Module, roles: dict) -> str | None:
+def _unfit(module: nn.Module, structure: Structure, roles: dict) -> str | None:
     """Why a recognised norm is not one the ops compute, or None."""
-    if "eps" in roles and not isinstance(getattr(module, roles["eps"], None), float):
-        return f"{roles['eps']} is {getattr(module, roles['eps'], None)!r}, not a number"
+    eps = getattr(module, roles.get("eps", ""), None)
+    torchs = eps is None and structure in NORMS and "shape" in roles  # torch's rms_norm knows one itself
+    if "eps" in roles and not (torchs or isinstance(eps, float)):
+        return f"{roles['eps']} is {eps!r}, not a number: set it to a float"
+    if "axis" in roles and getattr(module, roles["axis"]) != -1:
+        return f"normalises over axis {getattr(module, roles['axis'])}, not over the last one (-1)"
     if "shape" in roles and len(getattr(module, roles["shape"])) != 1:
         return f"normalises over {len(getattr(module, roles['shape']))} axes"
     if "activation" in roles and getattr(module, roles["activation"]) not in GATES:
@@ -155,10 +186,12 @@ def _unfit(module: nn.Module, roles: dict) -> str | None:
 
 
 def _called_norm(module: nn.Module) -> bool:
-    """Whether a name of its class says norm; batch statistics are another thing."""
+    """Whether a name of its class says norm; those of batches, and of weights, are other things."""
     if isinstance(module, nn.modules.batchnorm._NormBase):
         return False
-    return any("norm" in base.__name__.lower() for base in type(module).__mro__)
+    names = [base.__name__.lower() for base in type(module).__mro__]
+    other = type(module).__module__.startswith("torch.nn.utils.") or any("batchnorm" in n for n in names)
+    return not other and any("norm" in name for name in names)
 
 
 def recognise(module: nn.Module) -> Match | str:

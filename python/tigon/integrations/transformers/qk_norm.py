@@ -14,14 +14,12 @@ import types
 from torch import nn
 
 from tigon.integrations.transformers.forward import blocked, bound, has_hooks, plain
-from tigon.integrations.transformers.norms import norm_forward, plan_norm
+from tigon.integrations.transformers.norms import eps_of, norm_forward, plan_norm
 from tigon.integrations.transformers.rewriting import (
     Rewritten,
     attribute_of_self,
-    recompiled,
-    rewritable,
+    rewrite_innermost,
     statement_at,
-    wrapped_again,
 )
 from tigon.integrations.transformers.rope import rotary_form, rotary_names
 from tigon.ops.qk_norm_rope import MAX_HEAD_DIM, qk_norm_rope
@@ -73,13 +71,15 @@ def _options(norms, heads, swapped) -> dict | None:
         method = None if norm is None else bound(norm)
         if method is None or method.function is not norm_forward or "_hf_hook" in vars(norm):
             return None
+        if not method.replaces_own():
+            return None
         spec = method.spec
         if has_hooks(norm) or not _simple(spec) or x.ndim - swap < 3 or x.shape[-1] > MAX_HEAD_DIM:
             return None
         weight = None if spec.weight is None else getattr(norm, spec.weight)
         if weight is not None and not (plain(weight) and weight.shape == x.shape[-1:]):
             return None
-        numbers = {"eps": getattr(norm, spec.eps), "offset": spec.offset, "rounding": spec.rounding}
+        numbers = {"eps": eps_of(norm, spec, x), "offset": spec.offset, "rounding": spec.rounding}
         weights.append(weight)
         found.append((numbers, None if weight is None else weight.dtype))
     if any(one != found[0] for one in found):
@@ -90,7 +90,11 @@ def _options(norms, heads, swapped) -> dict | None:
 def _simple(spec) -> bool:
     """Whether a norm is one over whole rows with its weight as it is."""
     rounding = spec.rounding in ("llama", "gemma", "none")
-    return spec.op == "rms_norm" and rounding and not (spec.shift or spec.autocast or spec.group_size)
+    return (
+        spec.op == "rms_norm"
+        and rounding
+        and not (spec.shift or spec.unit or spec.autocast or spec.group_size)
+    )
 
 
 def plan_qk_norm(module: nn.Module) -> tuple[Rewritten, str] | str | None:
@@ -119,13 +123,14 @@ def rewrite(forward) -> tuple[tuple, types.FunctionType] | None:
     """((rotary function, attributes of its norms) of each call, the new forward), or None without any."""
     inner = inspect.unwrap(forward)
     names = rotary_names(inner) if isinstance(inner, types.FunctionType) else {}
-    node = rewritable(inner) if names else None
-    if node is None:
+    if not names:
         return None
     rotary = {name for _, name in names}
-    calls = [call for body in _bodies(node) for call in _fuse(body, rotary)]
-    made = wrapped_again(forward, recompiled(inner, node, **{CALL: norm_rope})) if calls else None
-    return None if made is None else (tuple(calls), made)
+
+    def change(node):
+        return tuple(call for body in _bodies(node) for call in _fuse(body, rotary))
+
+    return rewrite_innermost(forward, change, **{CALL: norm_rope})
 
 
 def _bodies(node: ast.AST) -> list[list[ast.stmt]]:

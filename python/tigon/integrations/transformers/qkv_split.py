@@ -23,8 +23,7 @@ from tigon.integrations.transformers.forward import blocked
 from tigon.integrations.transformers.rewriting import (
     Rewritten,
     producer,
-    recompiled,
-    rewritable,
+    rewrite_innermost,
     statement_at,
 )
 
@@ -42,16 +41,17 @@ def plan_slices(module: nn.Module) -> tuple[Rewritten, str] | str | None:
 @functools.cache
 def rewrite(forward) -> tuple[str, types.FunctionType] | None:
     """The attribute whose result is cut up, and the forward that splits it; None where there is none."""
-    node = rewritable(forward)
-    if node is None:
-        return None
+    return rewrite_innermost(forward, _split)
+
+
+def _split(node: ast.FunctionDef) -> str | None:
     for first, statement in enumerate(node.body):
         names, whole, sizes = _partition(node.body[first:]) or ((), "", ())
         source = producer(node.body[:first], whole) if names else None
         if source:
             text = f"{', '.join(names)} = {whole}.split(({', '.join(sizes)}), -1)"
             node.body[first : first + len(names)] = [statement_at(text, statement)]
-            return source, recompiled(forward, node)
+            return source
     return None
 
 

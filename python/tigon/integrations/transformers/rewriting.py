@@ -3,72 +3,133 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
+import inspect
 import types
+import weakref
 
 import torch
 from torch import nn
 
 from tigon.integrations.transformers.canonical import Unrecognised, function_node
+from tigon.integrations.transformers.forward import follows
+
+_sources = weakref.WeakKeyDictionary()  # of the functions made here, what they were made of
 
 
 class Rewritten:
-    """The forward of a class as ``rewrite(forward, *options)`` makes it; copies and pickles make it again.
+    """A method of a class as ``rewrite(method, *options)`` makes it, by one step after another.
 
-    `rewrite` returns what it found, and the new forward; None where it found nothing.
+    `rewrite` returns what it found, and the new method; None where it found nothing. Copies and pickles take
+    the steps again.
     """
 
-    def __init__(self, rewrite, cls: type, *options):
-        self.rewrite, self.options = rewrite, options
+    def __init__(self, rewrite, cls: type, *options, name: str = "forward"):
+        self.steps = {rewrite: options}
+        self.name = name
         self.follow(cls)
+
+    def add(self, rewrite, *options) -> None:
+        """Take one more step, or the same with other options, behind the others."""
+        self.steps.pop(rewrite, None)
+        self.steps[rewrite] = options
+        self.follow(self.cls)
 
     def follow(self, cls: type) -> None:
         """Belong to this class from now on."""
-        _, self.rewritten = self.rewrite(cls.forward, *self.options) or (None, cls.forward)
-        self.cls = cls
+        self.cls, self.stock = cls, getattr(cls, self.name)
+        self.rewritten = self.stock
+        for rewrite, options in self.steps.items():
+            _, self.rewritten = rewrite(self.rewritten, *options) or (None, self.rewritten)
 
     def __reduce__(self):
-        return Rewritten, (self.rewrite, self.cls, *self.options)
+        return _again, (self.cls, self.name, self.steps)
 
 
+def _again(cls: type, name: str, steps: dict) -> Rewritten:
+    (first, options), *others = steps.items()
+    made = Rewritten(first, cls, *options, name=name)
+    for rewrite, options in others:
+        made.add(rewrite, *options)
+    return made
+
+
+@follows
 def rewritten_forward(module: nn.Module, spec: Rewritten, *args, **kwargs):
-    """The class's forward, rewritten.
+    """The class's method, rewritten.
 
     FSDP2 gives a module a class of its own, in whose forward transformers wraps the former one again: only
-    the outermost wrapper checkpoints.
+    the outermost wrapper checkpoints. Others give the class another forward.
     """
-    if type(module) is not spec.cls:
+    now = getattr(type(module), spec.name)
+    if now is not spec.stock:
         if torch.compiler.is_compiling():  # no source is read while tracing
-            return type(module).forward(module, *args, **kwargs)
+            return now(module, *args, **kwargs)
         spec.follow(type(module))
     return spec.rewritten(module, *args, **kwargs)
 
 
+def rewrite_innermost(forward, change, **names) -> tuple | None:
+    """(what `change` found, the new forward): `change` modifies the source of the innermost function.
+
+    Wrappers stand around the new function as around the old one, so that what they do is done: deprecated
+    keywords get their new names, layers are checkpointed. None where `change` finds nothing, or where it is
+    not plain to see how a wrapper holds its function. `names` are what the change refers to.
+    """
+    inner, node, held = rewritten_source(inspect.unwrap(forward))
+    found = None if node is None else change(node)
+    made = wrapped_again(forward, recompiled(inner, node, **held, **names)) if found else None
+    return None if made is None else (found, made)
+
+
 def wrapped_again(forward, made: types.FunctionType) -> types.FunctionType | None:
-    """`made` inside the wrappers of `forward`: layers that may be checkpointed have one of transformers'."""
+    """`made` inside the wrappers of `forward`, decorators among them."""
     if not hasattr(forward, "__wrapped__"):
         return made
-    made = wrapped_again(forward.__wrapped__, made)
+    if not isinstance(forward, types.FunctionType):
+        return None
+    wrapped = forward.__wrapped__
+    made = wrapped_again(wrapped, made)
     cells = forward.__closure__ or ()
-    mine = [cell for cell in cells if cell.cell_contents is forward.__wrapped__]
+    mine = [cell for cell in cells if _holds(cell, wrapped)]
     if made is None or len(mine) != 1:
         return None
     cells = tuple(types.CellType(made) if cell is mine[0] else cell for cell in cells)
     code, names = forward.__code__, forward.__globals__
     wrapper = types.FunctionType(code, names, forward.__name__, forward.__defaults__, cells)
     wrapper.__kwdefaults__ = forward.__kwdefaults__
-    return functools.wraps(made)(wrapper)
+    functools.update_wrapper(wrapper, forward)
+    wrapper.__dict__ = {name: made if value is wrapped else value for name, value in vars(forward).items()}
+    return wrapper
 
 
-def rewritable(forward) -> ast.FunctionDef | None:
-    """The source of a forward whose statements may be replaced."""
+def _holds(cell: types.CellType, function) -> bool:
     try:
-        node = function_node(forward)
+        return cell.cell_contents is function
+    except ValueError:  # empty
+        return False
+
+
+def rewritable(function) -> ast.FunctionDef | None:
+    """The source of a function whose statements may be replaced.
+
+    Without its decorators: what they made of it stands around it, or in its dictionary.
+    """
+    try:
+        node = function_node(function)
     except Unrecognised:
         return None
-    if forward.__closure__ or hasattr(forward, "__wrapped__") or node.decorator_list:
+    if function.__closure__ or hasattr(function, "__wrapped__"):
         return None
+    node.decorator_list = []
     return None if any(map(_private, ast.walk(node))) else node
+
+
+def rewritten_source(function) -> tuple[types.FunctionType, ast.FunctionDef | None, dict]:
+    """(the function first written, the source as it is now, what it closes over besides)."""
+    first, node, names = _sources.get(function) or (function, rewritable(function), {})
+    return first, copy.deepcopy(node), names
 
 
 def _private(node: ast.AST) -> bool:
@@ -83,7 +144,7 @@ def recompiled(forward, node: ast.FunctionDef, **names) -> types.FunctionType:
     The namespace is no copy: torch.compile looks globals up in the module that their dictionary names.
     """
     tree = ast.parse(f"def outer({', '.join(names)}): ...")
-    tree.body[0].body = [node]
+    tree.body[0].body = [copy.deepcopy(node)]
     ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
     code = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec", dont_inherit=True)
     for name in ("outer", node.name):
@@ -91,6 +152,8 @@ def recompiled(forward, node: ast.FunctionDef, **names) -> types.FunctionType:
     cells = tuple(types.CellType(names[name]) for name in code.co_freevars)
     made = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, cells)
     made.__kwdefaults__, made.__qualname__ = forward.__kwdefaults__, forward.__qualname__
+    vars(made).update(vars(forward))
+    _sources[made] = forward, node, names
     return made
 
 

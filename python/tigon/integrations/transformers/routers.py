@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tigon.error import check, refuse
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, plain, read, stock
 from tigon.integrations.transformers.patterns.modules import ROUTERS, Match, recognise
+from tigon.ops.arguments import kind_of
 from tigon.ops.route import MAX_EXPERTS, route
 
+ROUTED = "_tigon_routed"  # where a router keeps its part of a context of ``routing.py``
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,13 +45,48 @@ class RouterSpec:
     autocast: bool = True  # whether under autocast the class computes the same
 
 
+class Routed:
+    """What one router does in the context: the rows that it replays, or where it records."""
+
+    def __init__(self, context, layer: int) -> None:
+        self.context, self.layer, self.open, self.used = context, layer, True, False
+
+    def __reduce__(self):
+        return type(None), ()  # a copy of the model is outside of the context
+
+
+def routed(module: nn.Module) -> Routed | None:
+    """The part that a call of this router has in a context, or None.
+
+    Raises:
+        tigon.Error: a layer is computed again in the backward, and what it replayed in the forward has ended.
+    """
+    part = module.__dict__.get(ROUTED)
+    if part is None or part.open:
+        return part
+    again = torch._C._current_graph_task_id() != -1
+    if not again:  # a forward of its own: the context is forgotten
+        del module.__dict__[ROUTED]
+        return None
+    words = (
+        "the context must stay open until the backward has ended: a layer whose experts were replayed is "
+        "computed again, got a context that has ended"
+    )
+    check(part.context.op, not part.used, words)
+    return None
+
+
 def router_forward(module: nn.Module, spec: RouterSpec, hidden, *given):
     """Forward of a recognised router; `given` is a correction bias that is an argument."""
     weight, bias, correction, scale, top_k = read(
         module, spec.weight, spec.bias, spec.correction or (*given, None)[0], spec.scale, spec.top_k
     )
     tensors = [t for t in (hidden, weight, bias, correction) if t is not None]
+    part = routed(module)
     if not (plain(*tensors) and _fits(module, spec, hidden, weight)):
+        if part is not None:
+            refuse(part.context.op, "router must run tigon.route, got {} of {} and a weight of {}",
+                   kind_of(hidden), hidden.dtype, weight.dtype)  # fmt: skip
         return stock(module, hidden, *given)
     x = hidden if spec.hidden is None else hidden.reshape(-1, getattr(module, spec.hidden))
     if spec.product == "float32":
@@ -63,7 +101,10 @@ def router_forward(module: nn.Module, spec: RouterSpec, hidden, *given):
         logits, top_k, score=spec.score, normalize=bool(*read(module, spec.normalize)),
         correction_bias=correction, num_groups=num_groups, top_groups=top_groups, scale=scale,
         group_score=spec.group_score, dtype=None if spec.out == "logits" else torch.float32,
+        ids=None if part is None else part.context.given(part, logits, top_k),
     )  # fmt: skip
+    if part is not None:
+        part.context.chosen(part, ids)
     return logits, weights.to(hidden.dtype) if spec.out == "hidden" else weights, ids
 
 

@@ -102,6 +102,7 @@ def _normalised_by_group(x, eps, group_size):
 
 
 _H = "h = _normalised(x.float(), self.eps)"
+_UNIT_OFFSET = "(1 + self.weight) if self.unit_offset else self.weight"
 _GROUP_NORM = "F.group_norm(x, self.groups, self.weight, self.bias, self.eps)"
 _LAYER_NORM = "F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)"
 _LAYER_NORM_OF_ROWS = _LAYER_NORM.replace("x", "x.permute(0, 2, 3, 1)")
@@ -127,7 +128,15 @@ NORMS = (
          "if self.weight.dtype in [torch.float16, torch.bfloat16]: h = h.to(self.weight.dtype)",
          "self.weight * h", rounding="t5", offset=0.0),
     form("torch", "F.rms_norm(x, self.shape, self.weight, self.eps)", **_LATE, autocast=True),
+    form("torch, fp32", "F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)", **_LATE),
+    form("late, optional offset", "h = x.float()",
+         "h = h * torch.rsqrt(torch.mean(h * h, dim=self.axis, keepdim=True) + self.eps)",
+         f"weight = {_UNIT_OFFSET}", "(h * weight.float()).to(x.dtype)", **_LATE),
+    form("unit length", "h = x.float()",
+         "(h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + self.eps)).to(x.dtype)", **_LATE, unit=True),
 )  # fmt: skip
+# One number for each row: no norm, but a factor in hyper-connections, which their slot takes as a whole.
+FACTORS = (form("rsqrt", "torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)"),)
 GATED_NORMS = (
     form("norm, then gate", "h = self.weight * _normalised(x.float(), self.eps).to(x.dtype)", _GATED,
          parameters="self, x, gate", rounding="llama"),
@@ -184,6 +193,13 @@ _CAST = (
 MLPS = (
     form("gate, up, down", f"self.down({_PRODUCT})"),
     form("gate, up, down", "self.down(F.silu(self.gate(x)) * self.up(x))"),
+    form("gate, up, down", "self.down(F.gelu(self.gate(x)) * self.up(x))", activation="gelu"),
+    form("gate, up, down", "self.down(F.gelu(self.gate(x), approximate='tanh') * self.up(x))",
+         activation="gelu_tanh"),
+    form("gate, up, down",
+         "self.down(F.gelu(self.gate(x), approximate=self.config.gelu_approximate) * self.up(x))"),
+    form("gate, optional up, down", "h = self.act(self.gate(x))",
+         "if self.up is not None: h = h * self.up(x)", "self.down(h)"),
     form("gate, up", _PRODUCT),
     form("gate_up, down", _GATE_UP, _DOWN),
     form("gate, up, down, multipliers",

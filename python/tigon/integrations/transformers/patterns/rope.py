@@ -108,6 +108,7 @@ SIGNATURES = {
     "vision": "q, k, cos, sin",
     "vision packed": "q, k, cos, sin",
     "x": "x, cos, sin, unsqueeze_dim=1",
+    "x heads": "x, cos, sin",
     "x sin cos": "tensor, sin, cos",
     "complex": "xq, xk, freqs_cis",
 }
@@ -149,6 +150,10 @@ ROTARY = (
          "_part_turned(rotate_half, q, cos, sin, columns), _part_turned(rotate_half, k, cos, sin, columns)",
          call="vision packed"),
     _row("half, one tensor", _AT, "_turned(rotate_half, x, cos, sin)", call="x"),
+    _row("half, one tensor, cast back", "missing = x.dim() - cos.dim()",
+         "sizes = cos.shape[0:1] + (1,) * missing + cos.shape[1:]",
+         "if missing > 0: cos, sin = cos.view(*sizes), sin.view(*sizes)",
+         "_turned(rotate_half, x, cos, sin).to(x.dtype)", call="x heads", **KEPT),
     _row("half, narrow tables", _AT, "_narrow(q, cos, sin), _narrow(k, cos, sin)", tables="pair"),
     _row("interleaved", _AT, "_both(_turned, rotate_pairs, q, k, cos, sin)", **PAIRS),
     _row("interleaved, fp32", _AT, _IN_FLOAT.replace("half", "pairs"), **PAIRS, **KEPT),
