@@ -28,7 +28,8 @@ ON_GPUS = (  # the others build on the CPU
 def outcomes(tmp_path_factory, request):
     """What went wrong in each chosen case, by rank; a case that is not there was not reached."""
     folder = tmp_path_factory.mktemp("ranks")
-    chosen = {getattr(item, "callspec", None) and item.callspec.params.get("name") for item in request.session.items}
+    items = [item for item in request.session.items if hasattr(item, "callspec")]
+    chosen = {item.callspec.params.get("name") for item in items}
     names = [name for name in CASES if name in chosen and not missing(name)]
     said = run_ranks(Path(distributed_cases.__file__), [folder, *names], folder, check=False)
     return outcomes_of(folder, said)

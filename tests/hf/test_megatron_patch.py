@@ -46,7 +46,8 @@ with tiny.megatron():
     same(step(gpt(lambda conf: spec)), wanted)
     with pytest.raises(ValueError, match="use_tigon and use_kitchen"):
         get_gpt_layer_local_spec(use_tigon=True, use_kitchen=True)
-    block = lambda conf: get_gpt_decoder_block_spec(conf, use_transformer_engine=False, normalization="RMSNorm")
+    local = {"use_transformer_engine": False, "normalization": "RMSNorm"}
+    block = lambda conf: get_gpt_decoder_block_spec(conf, **local)
     model = gpt(block, use_tigon=True, mtp=1)
     same(step(model), step(gpt(mtp=1)))
     norms = [m for m in model.modules() if "Norm" in type(m).__name__]

@@ -19,11 +19,13 @@ MOE = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_token_dispatcher_type": "allgather",
     "moe_router_load_balancing_type": "none",
 }  # fmt: skip
-case(CASES, "GPTModel, experts", "the same", MOE)(
-    mcore.train
-)  # the router of 0.16 asks for Transformer Engine
+for name, changes in (  # the router of 0.16 asks for Transformer Engine
+    ("GPTModel, experts", MOE),
+    ("HybridModel of local layers and experts", {"pattern": "*-*E", **MOE}),
+):
+    case(CASES, name, "the same", changes)(mcore.train)
 
-TESTS = ("test_megatron.py", "test_megatron_patch.py", "test_compat_liger_megatron.py", "test_hf_distributed.py")
+TESTS = ("test_megatron", "test_megatron_patch", "test_compat_liger_megatron", "test_hf_distributed")
 
 
 @case(CASES, "GPTModel of compat/megatron/tigon.patch", "`TransformerConfig(use_tigon=True)`")
@@ -32,8 +34,8 @@ def patched(with_tigon, folder):
     import test_megatron_patch
 
     if with_tigon:
-        tests = [ROOT / "tests/hf" / name for name in TESTS]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "megatron", "-p", "no:cacheprovider", *tests]
+        tests = [ROOT / f"tests/hf/{name}.py" for name in TESTS]
+        command = [sys.executable, "-m", "pytest", "-qxk", "megatron", "-p", "no:cacheprovider", *tests]
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT / "python")}, cwd=ROOT, check=True)
     test_megatron_patch.patch(folder)
     sys.path.insert(0, str(folder))

@@ -46,9 +46,12 @@ __all__ = [
 ]
 
 
+_SPECS = ("TigonSpecProvider", "gpt_block_spec", "gpt_layer_spec", "hybrid_stack_spec", "with_norms")
+
+
 def __getattr__(name: str):
     """The specs need Megatron at import; the rest looks at what it is given."""
-    if name not in ("TigonSpecProvider", "gpt_block_spec", "gpt_layer_spec", "hybrid_stack_spec", "with_norms"):
+    if name not in _SPECS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     core("models.gpt.gpt_layer_specs", name)
     from tigon.integrations.megatron import specs

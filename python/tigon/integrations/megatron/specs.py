@@ -142,8 +142,8 @@ def _stack():
 def _check_kitchen(name, config, options):
     """Kitchen's layers come from a provider of its own, which these specs would leave out."""
     for field in ("use_kitchen", "use_kitchen_attention"):
-        asked = options.get(field) or getattr(config, field, False)
-        check(f"megatron.{name}", not asked, "{} must be False (Tigon's norms go into local specs), got True", field)
+        off = not (options.get(field) or getattr(config, field, False))
+        check(f"megatron.{name}", off, "{} must be False (Kitchen has specs of its own), got True", field)
 
 
 _FROM_CONFIG = {"num_experts": "num_moe_experts"} | {name: name for name in (
