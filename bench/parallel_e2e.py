@@ -260,19 +260,21 @@ def setting(record: dict) -> str:
     return f"{record['layout']}, {record['model']}, {record['layers']} layers{changes}"
 
 
+def _cell(r: dict | None) -> str:
+    if r is None or "error" in r:
+        return "-" if r is None else r["error"][:60].replace("|", "/")
+    peak = "" if r["peak_gb"] is None else f", {r['peak_gb']:.1f} GB"
+    used = e2e.mfu.text(r, e2e.MODELS[r["model"]] | r["changes"])
+    return f"{r['tokens_per_s']:,.0f} tokens/s{peak}{used}"
+
+
 def table(records: list[dict]) -> str:
     providers = [name for name in e2e.PROVIDERS if any(r["provider"] == name for r in records)]
     rows = []
     for row in settings(records).values():
         first, ours = next(iter(row.values())), row.get("tigon")
         cells = [setting(first), str(first["gpus"]), f"{first['batch']} x {first['seq']}"]
-        for r in map(row.get, providers):
-            if r is None or "error" in r:
-                cells.append("-" if r is None else r["error"][:60].replace("|", "/"))
-                continue
-            peak = "" if r["peak_gb"] is None else f", {r['peak_gb']:.1f} GB"
-            used = e2e.mfu.text(r, e2e.MODELS[r["model"]] | r["changes"])
-            cells.append(f"{r['tokens_per_s']:,.0f} tokens/s{peak}{used}")
+        cells += [row.shown(name, _cell) for name in providers]
         peer = row.get("stock")
         if ours is None or peer is None or "error" in ours or "error" in peer:
             cells.append("-")
