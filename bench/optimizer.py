@@ -40,6 +40,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 # Name: parameters' dtype, options, bytes an element moved and held, and whether PyTorch has the same.
 KINDS: dict[str, tuple[torch.dtype, dict, int, int, bool]] = {
     "bf16": (BF16, {}, 14, 8, True),
+    "bf16_nearest_moments": (BF16, {"moment_rounding": "nearest"}, 14, 8, False),
     "bf16_wide_moments": (BF16, {"moment_dtype": F32}, 22, 12, False),
     "split": (BF16, {"rounding": "split"}, 18, 10, False),
     "fp32": (F32, {}, 28, 16, True),
@@ -111,7 +112,8 @@ def native_us(optimizer, device: torch.device) -> float:
 
     tensors = optimizer._listed(optimizer._with_gradients(), device, None)
     with torch.no_grad():
-        return host_us(lambda: adamw_(tensors, rounding=optimizer.rounding), device)
+        roundings = {"rounding": optimizer.rounding, "moment_rounding": optimizer.moment_rounding}
+        return host_us(lambda: adamw_(tensors, **roundings), device)
 
 
 def clip_alone(params, device: torch.device) -> dict[str, float]:
@@ -193,7 +195,7 @@ def agreement(device: torch.device) -> dict:
     shapes, record = llama(256, 512, 64, 2, 999), {"kind": "agreement"}
     for name, dtype in (("bf16", BF16), ("fp32", F32)):
         ours, theirs = (parameters(shapes, dtype, device) for _ in range(2))
-        a = tigon.optim.AdamW(ours, lr=1e-3)
+        a = tigon.optim.AdamW(ours, lr=1e-3, moment_rounding="nearest")
         b = torch.optim.AdamW(theirs, lr=1e-3, fused=True)
         for _ in range(5):
             a.step(), b.step()

@@ -125,9 +125,9 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """What needs transformers or torch.distributed, imported when first used: the ops need neither."""
-    if name == "parallel":
-        return importlib.import_module("tigon.parallel")
+    """What needs another library, imported when first used: the ops need none of them."""
+    if name in ("compat", "doctor", "integrations", "megatron", "parallel", "transformers"):
+        return importlib.import_module(f"tigon.{name}")
     if name in ("apply", "undo"):
         from tigon.integrations import transformers
     elif name in ("record_routing", "replay_routing"):

@@ -3,37 +3,97 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import inspect
+import threading
+from collections.abc import Callable
 
 from tigon._load import library
-from tigon.error import check
+from tigon.error import check, refuse
 
 _set = library.tigon_set_deterministic
 _set.argtypes = [ctypes.c_int]
 _AS_TORCH = -1
+_OP = "deterministic"
+
+
+class _Level:
+    """What holds outside of all blocks, or in one, and which call said so last."""
+
+    def __init__(self, mode: int, by: deterministic | None = None) -> None:
+        self.mode, self.by = mode, by
+
+
+# The process' own level and those of open blocks, in the order of their beginnings: the last one holds.
+_levels = [_Level(_AS_TORCH)]
+_lock = threading.Lock()
 
 
 class deterministic:
     """Make a row's results the same bits whatever stands beside it, from here on or in a ``with`` block.
 
     ``tigon.deterministic()`` is the switch of the whole process, all threads and CUDA graphs captured from
-    then on included; as a context it puts back at the end of the block what was there before. A backward
+    then on included; as a context it puts back at the end of the block what was there before. One object may
+    be entered any number of times, also inside itself, and blocks may end in any order: the one that began
+    last among those still open holds. As a decorator of a function it is a block around each call. A backward
     outside the block runs as it would without it. Without any call Tigon is deterministic where
     ``torch.use_deterministic_algorithms(True)`` is on.
 
     Args:
         mode: True, False whatever PyTorch's switch says, or None: as PyTorch's switch.
+
+    Raises:
+        tigon.Error: another mode; a class, a generator or a coroutine function to decorate, whose body runs
+            when the call has returned.
     """
 
     def __init__(self, mode: bool | None = True) -> None:
         given = mode is None or isinstance(mode, bool)
-        check("deterministic", given, "mode must be True, False or None, got {!r}", mode)
-        self._before = _set(_AS_TORCH if mode is None else int(mode))
+        check(_OP, given, "mode must be True, False or None, got {!r}", mode)
+        self._mode = _AS_TORCH if mode is None else int(mode)
+        self._blocks: list[_Level] = []
+        with _lock:
+            # The level that this call switches, and what it was: a block or a decorator undoes that.
+            self._level, self._before = _levels[-1], vars(_levels[-1]).copy()
+            self._level.mode, self._level.by = self._mode, self
+            _set(self._mode)
+
+    def _unswitch(self) -> None:
+        if self._level.by is self:
+            vars(self._level).update(self._before)
 
     def __enter__(self) -> deterministic:
+        with _lock:
+            self._unswitch()
+            self._blocks.append(_Level(self._mode))
+            _levels.append(self._blocks[-1])
+            _set(self._mode)
         return self
 
     def __exit__(self, *_) -> None:
-        _set(self._before)
+        with _lock:
+            _levels.remove(self._blocks.pop())
+            _set(_levels[-1].mode)
+
+    def __call__(self, function: Callable) -> Callable:
+        late = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if isinstance(function, type) or not callable(function) or any(kind(function) for kind in late):
+            self._put_back()
+            refuse(_OP, "only functions that have run when they return can be decorated, got {!r}: put a "
+                   "with block inside", function)  # fmt: skip
+        self._put_back()
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            with self:
+                return function(*args, **kwargs)
+
+        return call
+
+    def _put_back(self) -> None:
+        with _lock:
+            self._unswitch()
+            _set(_levels[-1].mode)
 
 
 def is_deterministic() -> bool:

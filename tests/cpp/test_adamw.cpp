@@ -48,8 +48,12 @@ struct State {
 };
 
 void run(Context& ctx, std::vector<AdamwTensor> tensors, const AdamwGroup& group,
-         AdamwRounding rounding = AdamwRounding::nearest, uint64_t seed = 7) {
-  adamw(ctx, {.tensors = tensors, .groups = {&group, 1}, .rounding = rounding, .seed = seed});
+         AdamwRounding rounding = AdamwRounding::nearest, AdamwRounding moments = AdamwRounding::nearest) {
+  adamw(ctx, {.tensors = tensors,
+              .groups = {&group, 1},
+              .rounding = rounding,
+              .moment_rounding = moments,
+              .seed = 7});
 }
 
 TEST_CASE("the shared formula in double is the paper's") {
@@ -109,15 +113,42 @@ TEST_CASE("stochastic rounding: one of two neighbours, with the right share of t
     CHECK(to_float(bf16{uint16_t(oracle::stochastic_bf16(std::bit_cast<uint32_t>(x), 0xffffu))}) == x);
     CHECK(to_float(f16{uint16_t(oracle::stochastic_f16(std::bit_cast<uint32_t>(x), 0xffffu))}) == x);
   }
-  CHECK(std::isnan(to_float(bf16{uint16_t(oracle::stochastic_bf16(0x7f800001u, 0u))})));
+  for (uint32_t nan : {0x7fffffffu, 0xffc00000u, 0x7fc00001u})
+    CHECK(std::isnan(to_float(bf16{uint16_t(oracle::stochastic_bf16(nan, 0xffffu))})));
+}
+
+// Of three uniform numbers that say nothing of each other, the share below bounds a, b and c is a b c.
+TEST_CASE("the random bits of an element and its moments are even in pairs and as three") {
+  const int n = 65536;
+  for (int odd : {0, 1})
+    for (uint32_t neighbour : {0u, 12345u, 0xffffu})
+      for (int a : {3 << 12, 51111, n})
+        for (int b : {2222, 60001, n})
+          for (int c : {1 << 13, 37777, n}) {
+            int below = 0;
+            for (uint32_t x = 0; x < n; ++x) {
+              const oracle::Random r{{odd ? x << 16 | neighbour : neighbour << 16 | x, 0u, 0u, 0u}};
+              auto is_below = [&](uint32_t factor, int bound) {
+                return int(oracle::random_of(r, odd, factor)) < bound;
+              };
+              below += is_below(oracle::kParamFactor, a) && is_below(oracle::kAvgFactor, b) &&
+                       is_below(oracle::kSqFactor, c);
+            }
+            CHECK(std::abs(double(below) / n - double(a) / n * b / n * c / n) < 5e-4);
+          }
 }
 
 TEST_CASE("any order and any split of a list gives the same bits") {
   auto ctx = make_cpu_context(3);
-  for (AdamwRounding r : {AdamwRounding::nearest, AdamwRounding::stochastic, AdamwRounding::split}) {
+  const AdamwRounding nearest = AdamwRounding::nearest, stochastic = AdamwRounding::stochastic;
+  for (auto [r, moments] : {std::pair{nearest, nearest},
+                            {stochastic, nearest},
+                            {nearest, stochastic},
+                            {stochastic, stochastic},
+                            {AdamwRounding::split, stochastic}}) {
     const int64_t n = 40003, cut = 17001;
     State whole(DType::bf16, DType::bf16, DType::bf16, DType::bf16, n, r, 9), parts = whole;
-    run(*ctx, {whole.tensor()}, AdamwGroup{}, r);
+    run(*ctx, {whole.tensor()}, AdamwGroup{}, r, moments);
     AdamwTensor first = parts.tensor(), second = first;
     for (Vector AdamwTensor::* v : {&AdamwTensor::param, &AdamwTensor::grad, &AdamwTensor::exp_avg,
                                     &AdamwTensor::exp_avg_sq, &AdamwTensor::low}) {
@@ -127,7 +158,7 @@ TEST_CASE("any order and any split of a list gives the same bits") {
     }
     second.first = cut;
     first.step = second.step = {};
-    run(*ctx, {second, first}, AdamwGroup{}, r);
+    run(*ctx, {second, first}, AdamwGroup{}, r, moments);
     CHECK(whole.param == parts.param);
     CHECK(whole.avg == parts.avg);
     CHECK(whole.sq == parts.sq);
@@ -164,6 +195,8 @@ TEST_CASE("refusals, before anything is written") {
   refused([](auto&, auto& g, auto&) { g.lr = -1.0; }, "lr must be >= 0, got -1");
   refused([](auto&, auto& g, auto&) { g.eps = NAN; }, "eps must be >= 0, got nan");
   refused([](auto& t, auto&, auto&) { t.step = {}, t.steps = -1; }, "steps must be in");
+  refused([](auto&, auto&, auto& c) { c.moment_rounding = AdamwRounding::master; },
+          "moment_rounding must be 0 or 1, nearest or stochastic, got 3");
   refused([](auto&, auto&, auto& c) { c.clip = {.data = &c, .dtype = DType::f64, .size = 1}; },
           "clip must be");
 }

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tiny import batch, close, config, make, same, step
+from tiny import VOCABULARY, batch, close, config, make, same, step
 from transformers import AutoModelForCausalLM
 
 import tigon
@@ -25,7 +25,6 @@ from tigon.integrations import liger
 from tigon.integrations.liger import functional as LF
 from tigon.integrations.liger import modules as LM
 from tigon.integrations.liger import names, patching
-from tigon.integrations.transformers import LazyLogits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,7 +92,7 @@ def test_every_name_imports_and_says_what_is_missing(facade):
         with pytest.raises(tigon.Error, match=name):
             placeholder[(1,)]
         type("Sub", (placeholder,), {})  # callers subclass at import
-    assert {"LigerMultiTokenAttention", "rope_forward"} <= set(absent)
+    assert {"LigerMultiTokenAttention", "swiglu_forward"} <= set(absent)
     with pytest.raises(tigon.Error, match="flex_attention"):
         names.resolve("LigerFusedNeighborhoodAttention")(beta=0.1)
 
@@ -407,8 +406,52 @@ def test_token_accuracy_and_predictions():
 
 
 def test_both_losses_are_refused():
-    with pytest.raises(tigon.Error, match="must not both be True"):
-        patching._apply_liger_kernel_to_instance(make(), cross_entropy=True)
+    """The message names the one that nobody has asked for: granite has another default than the rest."""
+    for family, asked, default in (
+        ("llama", "cross_entropy", "fused_linear_cross_entropy"),
+        ("granite", "fused_linear_cross_entropy", "cross_entropy"),
+    ):
+        words = rf"must not both be True, got both \({default} by default: pass {default}=False\)$"
+        with pytest.raises(tigon.Error, match=words):
+            patching._apply_liger_kernel_to_instance(make(family), **{asked: True})
+        both = {asked: True, default: True}
+        with pytest.raises(tigon.Error, match="must not both be True, got both$"):
+            patching._apply_liger_kernel_to_instance(make(family), **both)
+
+
+def test_cross_entropy_and_a_loss_of_the_program(caplog):
+    """InstructLab's: nn.CrossEntropyLoss of logits. The message says what helps, and it does."""
+    model, inputs = make(), batch()
+    labels = inputs.pop("labels")
+
+    def run():
+        model.zero_grad()
+        logits = model(**inputs).logits
+        loss = torch.nn.CrossEntropyLoss()(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1))
+        loss.backward()
+        return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    wanted = run()
+    patching.apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=False, model=model)
+    for _ in range(2):
+        same(run(), wanted)
+    (said,) = [r.getMessage() for r in caplog.records if "given labels" in r.getMessage()]
+    assert "tigon.apply(model, lazy_logits=True)" in said
+    pickle.loads(pickle.dumps(model))
+    report = tigon.apply(model, lazy_logits=True)
+    same(run(), wanted)
+    loss = model(**inputs, labels=labels).loss
+    assert report.head_calls.fused == 2 and report.head_calls.materialised == 0
+    close(loss, wanted[0])
+
+
+def test_cross_entropy_of_the_model_is_said_nothing_about(caplog):
+    model = make()
+    patching.apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=False, model=model)
+    model.eval()(batch()["input_ids"])
+    step(model.train(), batch())
+    model(batch()["input_ids"])
+    assert not caplog.text and not model._forward_pre_hooks
 
 
 def test_loss_of_logits(device):
@@ -440,46 +483,6 @@ def test_unknown_model_type_gets_what_fits(caplog):
         caplog.clear()
         patching._apply_liger_kernel_to_instance(nothing)
         assert "stays as it is" in caplog.text
-
-
-def test_class_level_patch(facade, tmp_path):
-    """apply_liger_kernel_to_llama() before loading, as LLaMA-Factory and Axolotl do it."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    inputs = batch()
-    stock = make()
-    wanted = step(stock, inputs)
-    stock.save_pretrained(tmp_path)
-    before = transformers.LlamaForCausalLM.__init__
-    assert MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] is apply_liger_kernel_to_llama
-    apply_liger_kernel_to_llama(rope=None)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").train()
-    built = transformers.LlamaForCausalLM(config())
-    other = make("qwen2")
-    for model in (loaded, built):
-        report = model._tigon_state.report
-        assert (report.count("norm"), report.count("mlp"), report.count("rope")) == (5, 2, 0)
-        assert isinstance(model(**inputs).logits, LazyLogits)
-        assert not hasattr(model.model, "_tigon_state"), "applied to the inner model too"
-    assert not hasattr(other, "_tigon_state")
-    got = step(loaded, inputs)
-    same(got, wanted)
-    liger.uninstall()
-    assert transformers.LlamaForCausalLM.__init__ is before
-    assert not hasattr(make(), "_tigon_state")
-
-
-def test_class_level_patch_on_the_meta_device(facade):
-    names.resolve("apply_liger_kernel_to_llama")()
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config())
-    assert model._tigon_state.report.count("norm") == 5
-    model = model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    model.model.rotary_emb.inv_freq.copy_(make().model.rotary_emb.inv_freq)
-    assert model.train()(**batch()).loss.isfinite()
 
 
 @pytest.mark.parametrize("how", ["from_config", "from_pretrained"])

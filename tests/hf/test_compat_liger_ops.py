@@ -524,7 +524,7 @@ def test_small_functions():
 
 @pytest.mark.parametrize(
     "name, advice",
-    [("gemm_swiglu", "GatedMLP"), ("rms_norm_backward", "autograd function"),
+    [("gemm_swiglu", "GatedMLP"), ("liger_dyt_bwd", r"tigon\.dyt"),
      ("LigerMultiTokenAttention", "plain PyTorch"), ("LigerExpertParallelFusedMoe", "grouped_mlp"),
      ("LigerFusedNeighborhoodAttention", "flex_attention"), ("unpack_weights", "matmul"),
      ("lce_forward", r"tigon\.apply"), ("MAX_FUSED_SIZE", "public function")],

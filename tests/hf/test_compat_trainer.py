@@ -145,6 +145,25 @@ def test_losses_without_labels_in_the_model(tmp_path, caplog):
     assert "label_smoothing_factor" in caplog.text and callback.report.head_calls.lazy == 0
 
 
+def test_the_advice_for_label_smoothing_helps(tmp_path, caplog):
+    """A compute_loss_func in the place of label_smoothing_factor: the same losses, fused."""
+
+    def loss(output, labels, num_items_in_batch=None):
+        rows = output["logits"][:, :-1].reshape(-1, VOCABULARY)
+        options = {"label_smoothing": 0.1, "reduction": "sum"}
+        loss = torch.nn.functional.cross_entropy(rows, labels[:, 1:].reshape(-1), **options)
+        return loss / num_items_in_batch
+
+    _, wanted = run(tmp_path, label_smoothing_factor=0.1, eval_strategy="no")
+    callback = tigon.TigonTrainerCallback(lazy_logits=True)
+    with caplog.at_level(logging.WARNING, "tigon"):
+        _, got = run(
+            tmp_path, callbacks=[callback], trainer_options={"compute_loss_func": loss}, eval_strategy="no"
+        )
+    assert got == pytest.approx(wanted, rel=1e-4)
+    assert callback.report.head_calls.fused == 6 and not caplog.text
+
+
 def test_compute_loss_func_with_lazy_logits(tmp_path, caplog):
     def loss(output, labels, num_items_in_batch=None):
         rows = output["logits"][:, :-1].float().reshape(-1, VOCABULARY)
@@ -336,6 +355,100 @@ def test_trl(kind, facade, tmp_path, tokenizer):
     assert calls and getattr(utils, trl.NAME) is head.original
 
 
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO"])
+def test_trl_in_one_line(kind, tmp_path, tokenizer, caplog):
+    """The callback alone: the head of this model is Tigon's, warnings and report.check() agree."""
+    pytest.importorskip("trl")
+    from tigon.integrations import trl
+
+    changes = {"cast_lm_head_to_fp32": True} if kind == "GRPO" else {}  # the head has a forward of TRL's
+    wanted = trl_losses(kind, tmp_path, tokenizer, **changes)[1]
+    callback = tigon.TigonTrainerCallback(strict=True)
+    try:
+        with caplog.at_level(logging.WARNING, "tigon"):
+            trainer, got = trl_losses(kind, tmp_path, tokenizer, callbacks=[callback], **changes)
+        (head,) = (function for _, name, _, function in trl._present() if name == trl.NAME)
+        assert got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
+        assert [r.getMessage() for r in caplog.records if r.name == "tigon"] == []
+        (entry,) = (entry for entry in callback.report.entries if entry.slot == "loss")
+        assert entry.by == "tigon.linear_log_prob in TRL's head"
+        callback.report.check()
+        calls = head.calls
+        assert calls >= 2
+        trl_losses(kind, tmp_path, tokenizer, **changes)
+        left = tigon.TigonTrainerCallback(loss=False)
+        trl_losses(kind, tmp_path, tokenizer, callbacks=[left], **changes)
+        assert head.calls == calls, "in models that Tigon is not in, or whose loss it leaves"
+        assert trainer.model._tigon_state.report is callback.report
+    finally:
+        trl.uninstall()
+
+
+def test_trl_after_apply(tmp_path, tokenizer):
+    """A model that was patched before its trainer was made; the distillation trainer's call too."""
+    pytest.importorskip("trl")
+    from trl import SFTConfig, SFTTrainer
+    from trl.trainer import utils
+
+    from tigon.integrations import trl
+
+    datasets = pytest.importorskip("datasets")
+    model = make()
+    report = tigon.apply(model)
+    head = getattr(utils, trl.NAME)
+    try:
+        with pytest.raises(tigon.Error, match="not called in training"):
+            report.check()
+        SFTTrainer(
+            model=model, processing_class=tokenizer,
+            args=SFTConfig(
+                str(tmp_path), max_steps=1, report_to=[], use_cpu=True, bf16=False, save_strategy="no"
+            ),
+            train_dataset=datasets.Dataset.from_dict({"text": [words(i, 9) for i in range(8)]}),
+        ).train()  # fmt: skip
+        assert head.calls == 1
+        report.check()
+
+        class Trained:  # as DistillationTrainer calls a function that calls the head
+            def __init__(self, model):
+                self.model = model
+
+            def step(self):
+                def loss():
+                    return head.gathered(model.lm_head.weight) is not None
+
+                return loss()
+
+        assert Trained(model).step() and not Trained(make(seed=1)).step()
+        tigon.undo(model)
+        assert not Trained(model).step()
+    finally:
+        trl.uninstall()
+
+
+def test_check_knows_losses_that_call_tigon_themselves():
+    """A loss of the program's own that takes the head's weight is what the patch is for; logits are not."""
+    model, inputs = make(), batch()
+    report = tigon.apply(model)
+    hidden = model.model(inputs["input_ids"]).last_hidden_state
+    options = {"shift": True}
+    with torch.no_grad():
+        tigon.linear_cross_entropy(hidden, model.lm_head.weight, inputs["labels"], **options)
+    with pytest.raises(tigon.Error, match="not called in training"):
+        report.check()
+    tigon.linear_log_prob(hidden, model.lm_head.weight, inputs["labels"], **options).sum().backward()
+    report.check()
+    other = make()
+    fused = tigon.apply(other)
+    model(**inputs).loss.backward()  # counted by its own report
+    with pytest.raises(tigon.Error, match="not called in training"):
+        fused.check()
+    other(inputs["input_ids"])
+    tigon.linear_log_prob(hidden.detach(), model.lm_head.weight, inputs["labels"], **options)
+    with pytest.raises(tigon.Error, match="logits computed at once"):
+        fused.check()
+
+
 @pytest.mark.parametrize(
     "outputs",
     [("is_top1", "entropy", "mean_logits"), ("entropy",), ("mean_logits",), (), ("log_sum_sq_probs",)],
@@ -369,9 +482,21 @@ def test_trl_of_another_shape_is_refused(monkeypatch):
 
     from tigon.integrations import trl
 
-    monkeypatch.delattr(utils, trl.NAME)
-    with pytest.raises(tigon.Error, match="fused head"):
-        trl.install()
+    model = make()
+    utils.add_fused_lm_head(model)
+    with monkeypatch.context() as patched:
+        patched.delattr(utils, trl.NAME)
+        with pytest.raises(tigon.Error, match="fused head"):
+            trl.install()
+        patched.setattr(
+            utils, trl.NAME, type("Other", (), {"forward": lambda ctx, hidden: hidden}), raising=False
+        )
+        report = tigon.apply(model)
+        (entry,) = (entry for entry in report.entries if entry.slot == "loss")
+        assert "must be one whose fused head takes" in entry.reason and not report.head_calls.said
+        assert not isinstance(getattr(utils, trl.NAME), trl.LogProbHead)
+    assert tigon.apply(model).count("loss") == 1
+    trl.uninstall()
 
 
 @pytest.fixture

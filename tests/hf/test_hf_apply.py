@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
+import functools
 import importlib
 import io
 import pickle
@@ -29,22 +29,17 @@ def dictionaries(model):
     return {path: dict(module.__dict__) for path, module in model.named_modules()}
 
 
-def rotary_is_stock():
-    return modeling_llama.apply_rotary_pos_emb is STOCK_ROTARY
-
-
 def test_undo_restores_exactly():
     model = make()
     before = dictionaries(model)
     apply(model)
-    assert dictionaries(model) != before and not rotary_is_stock()
+    assert dictionaries(model) != before
     undo(model)
     after = dictionaries(model)
     assert after.keys() == before.keys()
     for path, dictionary in before.items():
         assert after[path].keys() == dictionary.keys()
         assert all(after[path][key] is value for key, value in dictionary.items())
-    assert rotary_is_stock()
     undo(model)  # harmless
 
 
@@ -75,14 +70,12 @@ def test_apply_twice_is_harmless():
     assert sorted(report.entries, key=str) == sorted(entries, key=str)
     assert dictionaries(model) == before
     undo(model)
-    assert rotary_is_stock()
 
 
 def test_apply_again_adds_what_was_left_out():
     model = make()
     report = apply(model, norm=False, rope=False, loss=False)
     assert (report.count("norm"), report.count("mlp"), report.count("loss")) == (0, 2, 0)
-    assert rotary_is_stock()
     apply(model)
     assert (report.count("norm"), report.count("mlp"), report.count("loss")) == (5, 2, 1)
 
@@ -154,53 +147,56 @@ def test_a_second_apply_reports_what_is_there():
     assert report.count("loss") == 1 and report.count("norm") == 2
 
 
-def test_rotary_rebound_by_somebody_else_is_replaced_by_a_second_apply():
-    model, other = make(), copy.deepcopy(STOCK_ROTARY)
+@pytest.fixture
+def other_rotary(monkeypatch):
+    """Puts another function in the place of the rotary one."""
+    return functools.partial(monkeypatch.setattr, modeling_llama, "apply_rotary_pos_emb")
+
+
+def test_rotary_replaced_by_somebody_else_is_called(other_rotary):
+    """Before and after apply, in a model that was patched before; back again it is fused again."""
+    model, inputs = make(), batch()
+    apply(model)
+    wanted = step(model, inputs)
+    other_rotary(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))
+    same(step(model, inputs), step(make(), inputs))
+    with pytest.raises(AssertionError):
+        same(step(model, inputs), wanted)
+    report = apply(make())
+    assert report.count("rope") == 0 and [entry for entry in report.left if entry.slot == "rope"]
+    other_rotary(STOCK_ROTARY)
+    same(step(model, inputs), wanted, ulps=0)
+
+
+def test_known_rotary_of_somebody_else_is_fused_by_a_second_apply(other_rotary):
+    model, stock = make(), copy.deepcopy(STOCK_ROTARY)
     report = apply(model)
-    ours = modeling_llama.apply_rotary_pos_emb
-    again = types.FunctionType(other.__code__, other.__globals__, "again", other.__defaults__)
-    modeling_llama.apply_rotary_pos_emb = again
-    try:
-        apply(model)
-        assert report.count("rope") == 1 and modeling_llama.apply_rotary_pos_emb not in (ours, again)
-        undo(model)
-        assert modeling_llama.apply_rotary_pos_emb is again
-    finally:
-        modeling_llama.apply_rotary_pos_emb = STOCK_ROTARY
+    again = types.FunctionType(stock.__code__, stock.__globals__, "again", stock.__defaults__)
+    other_rotary(again)
+    attention = bound(model.model.layers[0].self_attn).spec
+    before = attention.rewritten
+    assert apply(model) is report and report.count("rope") == 1
+    assert attention.rewritten is not before and again in [
+        cell.cell_contents for cell in attention.rewritten.__closure__
+    ]
+    undo(model)
+    assert modeling_llama.apply_rotary_pos_emb is again
 
 
-def test_rotary_is_shared_by_the_models_of_a_package():
-    first, second = make(), make(seed=1)
-    apply(first)
-    shared = modeling_llama.apply_rotary_pos_emb
-    report = apply(second)
-    assert report.count("rope") == 1 and modeling_llama.apply_rotary_pos_emb is shared
-    undo(first)
-    assert modeling_llama.apply_rotary_pos_emb is shared
-    undo(first)
-    assert modeling_llama.apply_rotary_pos_emb is shared
-    undo(second)
-    assert rotary_is_stock()
-
-
-def test_rotary_returns_when_the_model_is_dropped():
-    model = make()
+def test_attention_of_another_class_body_after_apply(monkeypatch):
+    """The forward that the class has now runs, its rotary function fused where its source is plain."""
+    model, inputs = make(), batch()
     apply(model)
-    assert not rotary_is_stock()
-    del model
-    gc.collect()
-    assert rotary_is_stock()
-
-
-def test_rotary_rebound_by_somebody_else_is_left_alone():
-    model = make()
-    apply(model)
-    modeling_llama.apply_rotary_pos_emb = other = lambda *_: None
-    try:
-        undo(model)
-        assert modeling_llama.apply_rotary_pos_emb is other
-    finally:
-        modeling_llama.apply_rotary_pos_emb = STOCK_ROTARY
+    wanted = step(model, inputs)
+    stock = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaAttention, "forward", lambda self, *args, **kwargs: stock(self, *args, **kwargs)
+    )
+    same(step(model, inputs), wanted)
+    monkeypatch.setattr(
+        modeling_llama.LlamaAttention, "forward", lambda self, hidden_states, **_: (0 * hidden_states, None)
+    )
+    same(step(model, inputs), step(make(), inputs))
 
 
 def test_nothing_recognised_raises():
@@ -323,10 +319,9 @@ def test_copies_are_patched_and_independent(method):
     assert torch.equal(got[0], wanted[0])
     assert all(torch.equal(got[1][name], grad) for name, grad in wanted[1].items())
     undo(model)
-    assert not rotary_is_stock(), "the copy owns a share"
     assert "forward" in twin.lm_head.__dict__
     undo(twin)
-    assert rotary_is_stock() and "forward" not in twin.lm_head.__dict__
+    assert "forward" not in twin.lm_head.__dict__
 
 
 def test_report_can_be_pickled():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -56,6 +57,83 @@ def test_a_changed_layer_computes_what_it_is_now(device):
         close(slot.lora_forward(layer, spec, x), stock(x), ulps=512)
         again = copy.deepcopy(spec)
         assert again.seen is None and again.state is None, name
+
+
+def parts_of(layer):
+    parts = {"base": layer.base_layer, "down": layer.lora_A["default"], "up": layer.lora_B["default"]}
+    parts["dropout"] = layer.lora_dropout["default"]
+    if layer.lora_variant:
+        parts["magnitude"] = layer.lora_magnitude_vector["default"]
+    return parts
+
+
+def kept_facts_of(layer):
+    """What else the cached state is decided by."""
+    for name, part in parts_of(layer).items():
+        other = type("Other", (type(part),), {"forward": lambda self, *args, **kwargs: args[0]})
+        yield f"forward of {name}", lambda part=part: setattr(part, "forward", lambda x: x)
+        yield f"class of {name}", lambda part=part, other=other: setattr(part, "__class__", other)
+        for sort in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"):
+            add = getattr(part, f"register_{sort}")
+            yield f"{sort} of {name}", lambda add=add: add(lambda *given: None)
+        for weight in part.parameters():
+            turn = functools.partial(weight.requires_grad_, not weight.requires_grad)
+            yield f"ZeRO-3 has {name}", lambda weight=weight: setattr(weight, "ds_id", 3)
+            yield f"{name} is elsewhere", lambda part=part: part.to("meta")
+            yield f"{name} is wider", lambda weight=weight: setattr(weight, "data", weight.data.double())
+            yield f"{name} trains or not", turn
+    base, scaling = layer.base_layer, layer.scaling
+    yield "shorter rows", lambda: setattr(base.weight, "data", base.weight.data[:, :24])
+    yield "a bias", lambda: setattr(base, "bias", nn.Parameter(torch.zeros(24)))
+    yield "scale", lambda: scaling.update(default=7.0)
+    yield "a tensor scales", lambda: scaling.update(default=torch.tensor(scaling["default"]))
+    yield "biased up", lambda: setattr(layer.lora_B["default"], "bias", nn.Parameter(torch.ones(24)))
+    yield "biased down", lambda: setattr(layer.lora_A["default"], "bias", nn.Parameter(torch.ones(4)))
+    yield "no active adapter", lambda: setattr(layer, "_active_adapter", [])
+    yield "another variant", lambda: layer.lora_variant.update(default=object())
+    yield "disabled", lambda: layer.enable_adapters(False)
+    yield "merged", layer.merge
+
+
+def facts_of(state):
+    if state is None:
+        return None
+    bias = None if state.base.bias is None else state.base.bias.shape
+    tensors = id(state.base.weight), bias, id(state.magnitude)
+    adapters = [(id(one.a), id(one.b), one.scale, one.dropout) for one in state.adapters]
+    return state.dtype, tensors, adapters, state.drops, state.scales_weight, state.shareable
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_dropout": 0.1}])
+def test_the_state_is_found_anew_when_one_of_its_facts_changes(options):
+    names = [name for name, _ in kept_facts_of(adapted_layer("cpu", **options))]
+    assert len(names) > 40
+    for i, name in enumerate(names):
+        layer, spec, x = adapted_layer("cpu", **options), slot.LoraSpec(), torch.randn(3, 32)
+        before = facts_of(slot._state(layer, spec, x))
+        assert spec.state is not None, name
+        assert slot._state(layer, spec, x) is spec.state
+        [*kept_facts_of(layer)][i][1]()
+        found = facts_of(slot._find_state(layer, x))
+        assert facts_of(slot._state(layer, spec, x)) == found, name
+        assert found != before or "trains" in name or name == "magnitude is wider", name
+    for other in (x.double(), x[:, :24], x.to("meta"), nn.Parameter(x)):
+        layer, spec = adapted_layer("cpu", **options), slot.LoraSpec()
+        slot._state(layer, spec, x)
+        assert facts_of(slot._state(layer, spec, other)) == facts_of(slot._find_state(layer, other))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert slot._state(layer, spec, x).dtype == torch.bfloat16
+
+
+def test_a_base_that_is_trained_after_the_first_step():
+    layer, stock = (adapted_layer("cpu", use_dora=True) for _ in range(2))
+    spec, x = slot.LoraSpec(), torch.randn(64, 32)
+    slot.lora_forward(layer, spec, x).sum().backward()
+    for one in (layer, stock):
+        one.base_layer.weight.requires_grad_(True)
+    slot.lora_forward(layer, spec, x).sum().backward()
+    stock(x).sum().backward()
+    close(layer.base_layer.weight.grad, stock.base_layer.weight.grad, ulps=512)
 
 
 def test_a_changed_magnitude(device):

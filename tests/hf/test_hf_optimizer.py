@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
+from peft.optimizers import create_loraplus_optimizer
 from tiny import VOCABULARY, make
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import tigon
-from tigon.optim import AdamW
+from tigon.optim import AdamW, lora_plus_groups
 
 
 class Watch(TrainerCallback):
@@ -75,3 +77,38 @@ def test_another_optimizer_is_refused(tmp_path):
     """What arguments ask for is not replaced by something else."""
     with pytest.raises(tigon.Error, match="optimizer needs args.optim of"):
         train(tmp_path, [tigon.TigonTrainerCallback(optimizer=True)], args={"optim": "adafactor"})
+
+
+class Mixed(torch.nn.Module):
+    """Layers of the kinds that LoRA+ tells apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = torch.nn.Embedding(11, 8), torch.nn.LayerNorm(8)
+        self.up, self.rms, self.down = torch.nn.Linear(8, 12), torch.nn.RMSNorm(12), torch.nn.Linear(12, 8)
+        self.conv, self.scale = torch.nn.Conv1d(8, 8, 3), torch.nn.Parameter(torch.ones(8))
+        self.head = torch.nn.Linear(8, 11)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"modules_to_save": ["head", "norm", "rms"]}, {"bias": "all"},
+    {"bias": "lora_only", "use_dora": True},
+    {"lora_bias": True, "target_modules": ["up", "down"]}, {"target_modules": ["up", "down", "conv"]},
+    {"target_modules": ["up"], "trainable_token_indices": {"embed": [1, 2]}},
+], ids=lambda o: "-".join(o) or "plain")  # fmt: skip
+def test_lora_plus_groups_are_pefts(options):
+    """The parameters, learning rates and decays of each group of PEFT's create_loraplus_optimizer."""
+    defaults = {"target_modules": ["embed", "up", "down"], "r": 2}
+    model = peft.get_peft_model(Mixed(), peft.LoraConfig(**defaults | options))
+    model.base_model.model.scale.requires_grad_(True)
+    theirs = create_loraplus_optimizer(
+        model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16, loraplus_weight_decay=0.1,
+        loraplus_lr_embedding=1e-5,
+    )  # fmt: skip
+    ours = lora_plus_groups(model, lr=1e-3, ratio=16, embedding_lr=1e-5, weight_decay=0.1)
+    wanted = [group for group in theirs.param_groups if group["params"]]
+    assert len(ours) == len(wanted)
+    for mine, group in zip(ours, wanted, strict=True):
+        assert list(map(id, mine["params"])) == list(map(id, group["params"]))
+        assert (mine["lr"], mine["weight_decay"]) == (group["lr"], group["weight_decay"])
+    assert [len(group["params"]) for group in AdamW(ours).param_groups] == [len(g["params"]) for g in wanted]

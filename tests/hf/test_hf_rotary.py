@@ -107,6 +107,20 @@ def test_odd_calls_go_to_stock(structure):
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize(
+    "structure", [s for s in ROTARY if s.options["call"] == "q k"], ids=lambda s: s.reference.__name__
+)
+def test_one_table_for_all_rows(structure):
+    """Tables [T, R] with unsqueeze_dim=0, as Pixtral has them, are Tigon's."""
+    q, k, cos, sin = _arguments(structure, torch.float32, "cpu")
+    replacement = make_rotary(lambda *given: pytest.fail("went to stock"), structure.options)
+    for got, stock in zip(
+        replacement(q, k, cos[0], sin[0], unsqueeze_dim=0),
+        structure.reference(q, k, cos[0], sin[0], unsqueeze_dim=0), strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(got, stock)
+
+
 def test_a_call_without_k():
     """Where a function allows it: k comes back as None, or not at all."""
     for call in ("q maybe k", "q or both"):

@@ -79,12 +79,14 @@ def test_against_the_reference(parameters, dtype, amsgrad, device):
         check_close(parameters.name, a.detach(), b.detach(), c)
 
 
+@pytest.mark.parametrize("moment_rounding", ROUNDINGS[:2])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_order_and_split_of_a_list(rounding, device):
+def test_order_and_split_of_a_list(rounding, moment_rounding, device):
     """A list forwards, backwards and tensor by tensor: the same bits."""
     parameters = LISTS[0]
+    options = {"rounding": rounding, "moment_rounding": moment_rounding, "seed": 5}
     whole = make_list(parameters.make(torch.bfloat16, device), rounding)
-    expected = step(whole, rounding=rounding, seed=5)
+    expected = step(whole, **options)
     for order in (range(len(whole.params)), reversed(range(len(whole.params)))):
         made = make_list(parameters.make(torch.bfloat16, device), rounding)
         for i in order:
@@ -93,7 +95,7 @@ def test_order_and_split_of_a_list(rounding, device):
                 values = getattr(made, name)
                 getattr(one, name).extend(values[i : i + 1])
             one.add_group(GROUP, 1, made.params[0].device)
-            step(one, rounding=rounding, seed=5)
+            step(one, **options)
         assert all(same_bits(a, b) for a, b in zip(expected, results(made), strict=True))
 
 
@@ -101,16 +103,17 @@ def test_order_and_split_of_a_list(rounding, device):
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("on_device", [False, True])
-def test_cpu_and_gpu_agree(rounding, dtype, on_device):
+@pytest.mark.parametrize("moment_rounding", ROUNDINGS[:2])
+def test_cpu_and_gpu_agree(rounding, dtype, on_device, moment_rounding):
     """The same bits on both."""
     if (rounding, dtype) == ("split", torch.float16):
         pytest.skip("refused")
     for parameters in LISTS:
-        for moments in (None, torch.float32):
+        for moments in (None, torch.float32, torch.bfloat16):
             options = {"rounding": rounding, "moments": moments, "amsgrad": parameters.name == "odd"}
-            a = step(make_list(parameters.make(dtype), **options), rounding=rounding, seed=9)
-            b = step(make_list(parameters.make(dtype, "cuda"), on_device=on_device, **options),
-                     rounding=rounding, seed=9)  # fmt: skip
+            how = {"rounding": rounding, "moment_rounding": moment_rounding, "seed": 9}
+            a = step(make_list(parameters.make(dtype), **options), **how)
+            b = step(make_list(parameters.make(dtype, "cuda"), on_device=on_device, **options), **how)
             for x, y in zip(a, b, strict=True):
                 assert same_bits(x, y.cpu()), parameters.name
 
@@ -136,6 +139,73 @@ def test_stochastic_rounding_is_unbiased(device):
     # Neighbours and steps are independent of each other.
     up = (p == high).double() - share
     assert abs((up[1:] * up[:-1]).mean().item()) <= 4 * share * (1 - share) / math.sqrt(n)
+
+
+def philox(block: int, step: int, seed: int) -> list[int]:
+    """Four words of Philox4x32-10 of Salmon et al. 2011."""
+    x, key = [block & 0xFFFFFFFF, block >> 32, step, 0], [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
+        x = [b >> 32 ^ x[1] ^ key[0], b & 0xFFFFFFFF, a >> 32 ^ x[3] ^ key[1], a & 0xFFFFFFFF]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return x
+
+
+def random_bits(at: int, step: int, seed: int, factor: int) -> int:
+    """Those of an element: a half of a word times a factor."""
+    word = philox(at // 8, step, seed)[at % 8 // 2] * factor & 0xFFFFFFFF
+    return word >> 16 * (at % 2) & 0xFFFF
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "split"])
+@pytest.mark.parametrize("moments", [None, (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bits_of_stochastic_moments(dtype, moments, rounding, device):
+    """exp_avg and exp_avg_sq are those in float32, rounded by the bits of adamw.h, whatever the rounding of
+    parameters, which are as with moments in float32; first is a multiple of eight, and none."""
+    first, seed, done = [8 * 2**32, 3, 77, 80], 2**40 + 5, 6
+    shapes = (40, 19, 3, 1)
+    pair = moments or (torch.bfloat16, torch.bfloat16)
+    made, wide = (
+        make_list([torch.full((n,), 1.5, dtype=dtype, device=device) for n in shapes], rounding)
+        for _ in range(2)
+    )
+    for name, kind in zip(("exp_avgs", "exp_avg_sqs"), pair, strict=True):
+        values = [t.bfloat16() for t in getattr(made, name)]
+        setattr(made, name, [t.to(kind) for t in values])
+        setattr(wide, name, [t.float() for t in values])
+    for lists in (made, wide):
+        lists.first = first
+        for t in lists.steps:
+            t.fill_(done)
+    for lists in (made, wide):
+        step(lists, rounding=rounding, moment_rounding="stochastic", seed=seed)
+    names = (("exp_avgs", 23941, pair[0]), ("exp_avg_sqs", 23941**2, pair[1]))
+    for i, n in enumerate(shapes):
+        assert same_bits(made.params[i], wide.params[i])
+        for name, factor, kind in names:
+            exact, got = getattr(wide, name)[i], getattr(made, name)[i]
+            if kind == torch.float32:
+                assert same_bits(got, exact)
+                continue
+            draws = [random_bits(first[i] + k, done + 1, seed, factor) for k in range(n)]
+            bits = exact.cpu().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+            want = bits + torch.tensor(draws) >> 16
+            assert torch.equal(got.cpu().view(torch.int16).to(torch.int64) & 0xFFFF, want)
+
+
+def test_stochastic_moments_that_are_not_finite(device):
+    """Infinity and NaN stay, in both kinds of 16 bits and in a maximum."""
+    for dtype in HALF:
+        made = make_list([torch.ones(64, dtype=dtype, device=device)], amsgrad=True)
+        for i, value in enumerate((math.inf, -math.inf, math.nan)):
+            made.grads[0][i] = value
+        step(made, moment_rounding="stochastic")
+        avg, sq, most = made.exp_avgs[0], made.exp_avg_sqs[0], made.max_exp_avg_sqs[0]
+        assert avg[:2].tolist() == [math.inf, -math.inf] and sq[:2].tolist() == [math.inf] * 2
+        assert most[:2].tolist() == [math.inf] * 2 and avg[2].isnan() and sq[2].isnan()
+        assert all(t[3:].isfinite().all() for t in (avg, sq, most))
 
 
 def test_another_seed_or_step_gives_other_bits(device):
@@ -178,6 +248,13 @@ def test_refused_before_anything_is_written(bad, words, device):
     with pytest.raises(tigon.Error, match=words.replace("[", r"\[")):
         step(made, rounding="split")
     assert all(same_bits(a, b) for a, b in zip(before, all_results, strict=True))
+
+
+def test_moments_have_two_roundings(device):
+    """The others keep something that moments have not."""
+    made = make_list(LISTS[1].make(torch.bfloat16, device))
+    with pytest.raises(tigon.Error, match="moment_rounding must be 0 or 1, nearest or stochastic, got 2"):
+        step(made, moment_rounding="split")
 
 
 def test_split_refuses_float16(device):
@@ -240,6 +317,11 @@ def test_clip_grad_norm_of_other_kinds(device):
     assert clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 1.0) == 0
     expected = torch.stack([p.grad.abs().max() for p in params if p.numel()]).max()
     assert clip_grad_norm_([p for p in params if p.numel()], 1e9, math.inf) == expected
+    named = [p for p in params if p.numel()]
+    assert clip_grad_norm_(named, 1e9, "inf") == expected
+    assert clip_grad_norm_(named, 1e9, "2.0") == clip_grad_norm_(named, 1e9)
+    with pytest.raises(tigon.Error, match="norm_type must be a number, got str"):
+        clip_grad_norm_(named, 1.0, "largest")
     table = torch.nn.Embedding(4, 3, sparse=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(tigon.Error, match="must be dense and real"):
@@ -379,4 +461,4 @@ def test_fake_tensors():
         total, norm, factor = torch.ops.tigon.grad_norm(grads, 1.0, None)
         assert (total.dtype, norm.dtype, factor.shape) == (torch.float64, torch.float32, ())
         assert torch.ops.tigon.scale_(grads, factor) is None
-        assert torch.ops.tigon.adamw_(*([[]] * 11), 0, 0, None, None, None) is None
+        assert torch.ops.tigon.adamw_(*([[]] * 11), 0, 0, 0, None, None, None) is None

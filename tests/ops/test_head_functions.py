@@ -19,7 +19,9 @@ FUNCTIONS = {
     "linear_loss": lambda h, w, y, **o: tigon.linear_loss(h, w, y, torch.neg, reduction="none", **o),
     "several": lambda h, w, y, **o: tigon.linear_log_prob(h, w, torch.stack((y, y), -1), **o).sum(-1),
     "reduced": lambda h, w, y, **o: tigon.linear_loss(h, w, y, torch.neg, reduction="sum", **o),
-    "linear_kl_div": lambda h, w, y, **o: tigon.linear_kl_div(h, w, (h @ w.T).detach() + 1, y, hard=0.5, **o),
+    "linear_kl_div": lambda h, w, y, **o: tigon.linear_kl_div(
+        h, w, (h @ w.to(h.dtype).T).detach() + 1, y, hard=0.5, **o
+    ),
     "multi_token": lambda h, w, y, **o: tigon.multi_token_loss(h, [w, w], y, **o).loss,
     "linear_policy": lambda h, w, y, **o: tigon.linear_policy(h, w, y, h[..., 0], **o).loss,
     "linear_preference": lambda h, w, y, **o: tigon.linear_preference(
@@ -43,6 +45,23 @@ def test_labels_of_other_integers(name, dtype, ignored, device):
     ]
     for a, b, c in zip(*results, strict=True):
         assert same_bits(a, b) and same_bits(a, c)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_wider_parameters(name, dtype, device):
+    """A weight and a bias in float64 beside narrower hidden states: the gradients of float32, in float64."""
+    hidden, weight, target = head_inputs((2, 6), 8, 16, dtype=dtype, device=device)
+    takes_bias = name != "multi_token"
+    found = []
+    for wide in (torch.float32, torch.float64):
+        leaves = [x.detach().to(of).requires_grad_() for x, of in ((hidden, dtype), (weight, wide))]
+        bias = torch.linspace(-1, 1, 16, device=device, dtype=wide).requires_grad_()
+        FUNCTIONS[name](*leaves, target, **({"bias": bias} if takes_bias else {})).sum().backward()
+        found.append([x.grad for x in (*leaves, bias)[: 2 + takes_bias]])
+        assert [x.dtype for x in found[-1]] == [dtype, wide, wide][: 2 + takes_bias]
+    for narrow, wide in zip(*found, strict=True):
+        torch.testing.assert_close(narrow, wide.to(narrow.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -152,6 +152,7 @@ def test_what_count_labels_remembers(monkeypatch):
     assert labels.counted(target, -100, False) == 12 == labels.counted(target.view(-1), -100, False)
     assert labels.counted(target, -100, True) == labels.counted(target, 0, False) == -1
     assert labels.counted(target[:1], -100, False) == labels.counted(target.clone(), -100, False) == -1
+    assert labels.counted(target.t(), -100, False) == -1  # of other sequences
     target[0, 0] = 3
     assert labels.counted(target, -100, False) == -1  # modified
     kept = len(labels._counts)

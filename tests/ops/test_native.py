@@ -65,15 +65,15 @@ for op, module in modules().items():
         emit(*(t for t in results.values() if t is not None))
 """
 LISTS = f"""
-import sys
+import itertools, sys
 sys.path[:0] = {[str(TESTS), str(TESTS / "ops")]}
 import test_adamw, test_muon
 
 for dtype in test_adamw.HALF[:1] + (torch.float32,):
-    for rounding in test_adamw.ROUNDINGS:
+    for rounding, moments in itertools.product(test_adamw.ROUNDINGS, test_adamw.ROUNDINGS[:2]):
         for parameters in test_adamw.LISTS:
             made = test_adamw.make_list(parameters.make(dtype), rounding, amsgrad=True)
-            emit(*test_adamw.step(made, rounding=rounding, seed=5))
+            emit(*test_adamw.step(made, rounding=rounding, moment_rounding=moments, seed=5))
     emit(torch.ops.tigon.grad_norm(made.grads, 1.0, None)[0])
     torch.ops.tigon.scale_(made.grads, torch.tensor(0.37))
     emit(*made.grads)

@@ -118,9 +118,48 @@ def test_split_and_master_follow_float32(device):
         assert same_bits(joined.view(torch.float32), r.detach())
 
 
+class Moments:
+    """What the moments of gradients are in float64."""
+
+    def __init__(self, n: int, betas: tuple[float, float]) -> None:
+        self.m, self.v, self.betas = *(torch.zeros(n, dtype=torch.float64) for _ in "12"), betas
+
+    def add(self, g: torch.Tensor) -> None:
+        """A step's gradient."""
+        g = g.cpu().double()
+        self.m.lerp_(g, 1 - self.betas[0])
+        self.v.lerp_(g * g, 1 - self.betas[1])
+
+
+@pytest.mark.parametrize("dtype, options", [
+    (torch.bfloat16, {}), (torch.bfloat16, {"rounding": "stochastic", "seed": 3}),
+    (torch.bfloat16, {"rounding": "split"}), (torch.bfloat16, {"rounding": "master"}),
+    (torch.bfloat16, {"betas": (0.99, 0.9995)}), (torch.float32, {"moment_dtype": torch.bfloat16}),
+    (torch.float16, {}), (torch.float16, {"moment_dtype": torch.bfloat16}),
+], ids=str)  # fmt: skip
+def test_moments_against_float64(dtype, options, device):
+    """Moments of 16 bits are right in the mean while gradients are alike and after they fell: v within 2 %
+    of float64's, m within 1 %, the update m / sqrt(v) within 5 %. To nearest v is 1.2 and then 5.3 of it."""
+    n, steps = 4096, 2000
+    p = nn.Parameter(torch.zeros(n, dtype=dtype, device=device))
+    optimizer = AdamW([p], lr=1e-5, **options)
+    exact, draw = Moments(n, options.get("betas", (0.9, 0.999))), torch.Generator().manual_seed(0)
+    for i in range(2 * steps):
+        p.grad = (torch.randn(n, generator=draw) * (1.0 if i < steps else 0.3)).to(device, dtype)
+        exact.add(p.grad)
+        optimizer.step()
+        if i in (steps - 1, 2 * steps - 1):
+            m, v = (optimizer.state[p][name].cpu().double() for name in ("exp_avg", "exp_avg_sq"))
+            assert abs(v.sum() / exact.v.sum() - 1) <= 0.02
+            assert abs((m * exact.m).sum() / exact.m.square().sum() - 1) <= 0.01
+            u, want = m / v.sqrt(), exact.m / exact.v.sqrt()
+            assert (u - want).norm() <= 0.05 * want.norm()
+
+
 @pytest.mark.parametrize("options", [
     {}, {"rounding": "stochastic", "seed": 3}, {"rounding": "split"}, {"rounding": "master"},
-    {"moment_dtype": torch.float32}, {"moment_dtype": (torch.bfloat16, torch.float32)}, {"amsgrad": True},
+    {"moment_rounding": "nearest"}, {"moment_dtype": torch.float32},
+    {"moment_dtype": (torch.bfloat16, torch.float32)}, {"amsgrad": True},
 ], ids=str)  # fmt: skip
 def test_saved_in_mid_run(options, device):
     """A run that is saved and goes on in another optimizer keeps its bits; run twice, they are the same."""
@@ -295,7 +334,9 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"rounding": "stochastic", "seed": 1}, {"rounding": "split"}], ids=str
+    "options",
+    [{}, {"rounding": "stochastic", "seed": 1}, {"rounding": "split"}, {"moment_rounding": "nearest"}],
+    ids=str,
 )
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_step_in_backward(options, checkpoint, device):
@@ -357,6 +398,11 @@ def test_step_in_backward_refuses(device):
     ({"eps": -1.0}, "eps must be"),
     ({"weight_decay": -0.1}, "weight_decay must be"), ({"rounding": "up"}, "rounding must be one of"),
     ({"moment_dtype": torch.float16}, "moment_dtype must be"),
+    ({"moment_rounding": "split"}, r"moment_rounding must be one of \['nearest', 'stochastic'\], got"),
+    ({"amsgrad": 1}, "amsgrad must be True or False, got int"),
+    ({"fused": "yes"}, "fused must be True, False or None, got str"),
+    ({"lr": torch.tensor(0.1, requires_grad=True)}, "lr must not require a gradient"),
+    ({"eps": torch.tensor(0.1, requires_grad=True)}, "eps must not require a gradient"),
     ({"max_grad_norm": 0.0}, "max_grad_norm must be"),
     ({"differentiable": True}, "differentiable must be False"), ({"seed": -1}, "seed must be"),
     ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one element"),

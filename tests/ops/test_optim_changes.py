@@ -19,7 +19,7 @@ from tigon.optim import AdamW
 
 OPTIONS = [
     {}, {"rounding": "stochastic", "seed": 7}, {"rounding": "split", "moment_dtype": torch.float32},
-    {"rounding": "master", "amsgrad": True}, {"max_grad_norm": 0.5},
+    {"rounding": "master", "amsgrad": True}, {"max_grad_norm": 0.5, "moment_rounding": "nearest"},
 ]  # fmt: skip
 
 
@@ -178,8 +178,6 @@ CHANGES = [
 def test_changes_between_steps(change, options, device):
     """After a change, with new gradients after it, and once more: what a new optimizer does."""
     params, optimizer = started(options, device)
-    if change is remove_parameter and options.get("rounding") == "stochastic":
-        pytest.skip("the place of an element among all parameters is another then")
     draw_gradients((params,), 2)
     change(params, optimizer)
     step_like_a_new_one(optimizer, options)
@@ -194,13 +192,15 @@ def test_changes_between_steps(change, options, device):
 )
 def test_other_changes(change, device):
     """Another order, a parameter without a kernel, states that changed places."""
-    params, optimizer = started({}, device)
+    # Parameters that change places change their sizes, and where the streams of random bits begin.
+    options = {"moment_rounding": "nearest"} if change is swap_states else {}
+    params, optimizer = started(options, device)
     draw_gradients((params,), 2)
     change(params, optimizer)
     for i in (3, 4):
-        step_like_a_new_one(optimizer, {})
+        step_like_a_new_one(optimizer, options)
         draw_gradients((params,), i)
-    step_like_a_new_one(optimizer, {})
+    step_like_a_new_one(optimizer, options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

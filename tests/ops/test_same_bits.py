@@ -448,28 +448,6 @@ def test_delays(name, device):
         assert all(map(same_bits, step(pause), first))
 
 
-def test_the_switch():
-    """Contexts nest, PyTorch's switch counts unless something was said, and bad modes are refused."""
-    is_on = tigon._deterministic.is_deterministic
-    assert not is_on()
-    with tigon.deterministic():
-        assert is_on() and tigon.env().deterministic == "on"
-        with tigon.deterministic(False):
-            assert not is_on()
-        assert is_on()
-    try:
-        for warn_only in (False, True):
-            torch.use_deterministic_algorithms(True, warn_only=warn_only)
-            assert is_on()
-        with tigon.deterministic(False):
-            assert not is_on()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert not is_on()
-    with pytest.raises(tigon.Error, match=r"\[deterministic\] mode must be True, False or None, got 'yes'"):
-        tigon.deterministic("yes")
-
-
 # vLLM's rounding.
 
 

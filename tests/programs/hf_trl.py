@@ -9,12 +9,12 @@ PACKAGES, ALONE = "trl==1.16.0 datasets==5.2.0 accelerate==1.15.0 peft==0.21.2",
 CASES = []
 
 
-@case(CASES, "SFT", "callback and `tigon.compat.trl.install()`", "SFT")
+@case(CASES, "SFT", "`callbacks=[tigon.TigonTrainerCallback()]`", "SFT")
 @case(CASES, "SFT, LoRA", "the same", "SFT", True)
 @case(CASES, "DPO", "the same", "DPO")
 @case(CASES, "KTO", "the same", "KTO")
 @case(CASES, "GRPO", "the same", "GRPO")
-@case(CASES, "reward", "`callbacks=[tigon.TigonTrainerCallback()]`", "Reward", head=False)
+@case(CASES, "reward", "the same", "Reward", head=False)
 def train(with_tigon, folder, kind, lora=False):
     import datasets
     import trl
@@ -22,10 +22,7 @@ def train(with_tigon, folder, kind, lora=False):
     callbacks = []
     if with_tigon:
         import tigon
-        import tigon.compat.trl
 
-        if kind != "Reward":
-            tigon.compat.trl.install()
         callbacks = [tigon.TigonTrainerCallback()]
     data, options, extra = (
         pairs(),

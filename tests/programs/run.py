@@ -35,7 +35,10 @@ NOT_RUN = (  # what no file of this folder runs, and why
     ("OpenRLHF", "`train_sft`, `train_dpo`, PPO", "flash-attn and DeepSpeed's CUDA optimizers; PPO needs Ray and vLLM"),
     ("TRL", "`vllm_mode` of GRPO and RLOO", "vLLM, which needs a GPU"),
     ("accelerate", "its DeepSpeed plugin", "a GPU: on a CPU it takes DDP in its place. DeepSpeed's own entry is run above"),
-    ("NeMo", "everything", "Transformer Engine and Apex, which build on CUDA only"),
+    ("NeMo", "everything but AutoModel", "Transformer Engine and Apex, which build on CUDA only"),
+    ("NeMo AutoModel", "its Auto classes and recipes", "a GPU: they ask CUDA for its device. Their patch of a model is run above"),
+    ("InstructLab", "its training loop", "a GPU, and FSDP or DeepSpeed. Its models and their loss are run above"),
+    ("VeOmni", "its models and trainers", "a GPU: its register refuses Liger's kernels elsewhere. The kernels are run above"),
     ("torchtune", "everything", "nothing: `tigon.apply` replaces its norms and gated MLPs; its losses take their own head"),
     ("DeepSpeed", "ZeRO++'s qwZ and qgZ, offload to NVMe", "their quantising kernels and aio are built with CUDA"),
 )  # fmt: skip
@@ -175,6 +178,8 @@ def run_program(name: str, only_cases: str | None) -> list[dict]:
                 entry["difference"], entry["error"] = compare(one, other, case.head)
                 entry["calls"] = sum(other["calls"].values())
                 entry["ops"] = len(other["calls"])
+                if re.search("LoRA|DoRA", case.name):
+                    entry["lora"] = sum(n for op, n in other["calls"].items() if "::lora_linear" in op)
                 entry["memory_mb"] = [one["memory_mb"], other["memory_mb"]]
                 versions = json.loads((folder / "tigon/versions.json").read_text())
                 entry["version"] = versions.pop("own")
@@ -186,6 +191,7 @@ def run_program(name: str, only_cases: str | None) -> list[dict]:
             entry.get("not_run")
             or entry["error"]
             or "difference {difference:.1e}, {calls} calls".format_map(entry)
+            + (f", {entry['lora']} of lora_linear" if "lora" in entry else "")
         )
         state = "not here" if entry.get("not_run") else "FAILED" if entry["error"] else "ok"
         print(f"  {case.name:<34} {state:<8} {time.monotonic() - start:4.0f} s  {said}", flush=True)
@@ -216,8 +222,8 @@ def table(entries: list[dict]) -> str:
         "# Other programs, run", "",
         "Written by `make programs`, which runs each program's own entry point on a tiny random model, stock and with Tigon, with",
         "the same seeds. The difference is the largest relative one of all losses and gradient norms of the run. Native calls are",
-        "the calls of Tigon's operators that PyTorch's profiler counted in all processes of the run. The programs are in",
-        "`tests/programs`, each in an environment of its own on top of `.venv`.", "",
+        "the calls of Tigon's operators that PyTorch's profiler counted in all processes of the run; of adapters, those of",
+        "`lora_linear` and its backward. The programs are in `tests/programs`, each in an environment of its own on top of `.venv`.", "",
         "| program | what ran | switch | difference | native calls | beside | date |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -229,6 +235,7 @@ def table(entries: list[dict]) -> str:
             outcome = "**failed** | " + str(e.get("calls", ""))
         else:
             outcome = f"{e['difference']:.1e} | {e['calls']} of {e['ops']} operators"
+            outcome += f", {e['lora']} of `lora_linear`" if "lora" in e else ""
         beside = ", ".join(f"{name} {v}" for name, v in e.get("beside", {}).items())
         beside += "".join(
             f", {e['memory_mb'][1]} MB for {e['memory_mb'][0]}"

@@ -1,11 +1,11 @@
 """TRL's fused heads by Tigon.
 
 TRL's SFT, DPO, KTO, GRPO and RLOO trainers (1.15 and 1.16) take the per-token log-probabilities from one
-function of their own, its distillation trainer the divergence of two heads from another. After
-:func:`install` the first is :func:`tigon.linear_cross_entropy` or :func:`tigon.linear_log_prob`, the second
+function of their own, its distillation trainer the divergence of two heads from another. In models that
+:func:`tigon.apply` or :class:`tigon.TigonTrainerCallback` has patched, and after :func:`install` in all, the
+first is :func:`tigon.linear_cross_entropy` or :func:`tigon.linear_log_prob`, the second
 :func:`tigon.linear_jsd`; what those do not give (the collision entropy, mean logits under a softcap,
-DTensors, heads that ZeRO-3 has not gathered) stays TRL's, call by call. The rest of a model (norms, MLPs,
-rotary functions) comes with :class:`tigon.TigonTrainerCallback` or ``use_liger_kernel``.
+DTensors, heads that ZeRO-3 has not gathered) stays TRL's, call by call.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import contextlib
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 
 import torch
+from torch import nn
 
 import tigon
 from tigon._op import graph_is_kept, once
-from tigon.error import check
-from tigon.ops.loss_head.operands import autocast
+from tigon.error import Error, check
+from tigon.integrations.transformers.forward import BELOW
+from tigon.ops.loss_head.operands import Trained, autocast
 
 NAME = "_ChunkedLogProbFunction"
 PARAMETERS = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
@@ -55,9 +58,33 @@ def _gathered(*weights):
 class _Head:
     """Stands in for an autograd function of TRL's: called the same way, falls back to it."""
 
-    def __init__(self, original):
+    def __init__(self, original, patched: Callable[[object], bool] | None = None):
         self.original = original
+        self.patched = patched  # whether a model is one whose calls are Tigon's; None: those of all are
         self.calls = 0  # that Tigon answered
+
+    def gathered(self, *weights):
+        """The heads where this call is Tigon's, else None; asked by `apply`, which TRL calls."""
+        if torch.compiler.is_compiling():  # there are no frames to look at
+            _note_traced()
+            return _gathered(*weights)
+        ours = self.patched is None or any(map(self.patched, _models(sys._getframe(1))))
+        heads = _gathered(*weights) if ours else None
+        self.calls += heads is not None
+        return heads
+
+
+@torch.compiler.assume_constant_result
+def _note_traced() -> None:
+    Trained.calls += 1
+
+
+def _models(frame) -> tuple:
+    """The object whose method calls TRL's head, a model or a trainer, and what it has for its model."""
+    while frame is not None and isinstance(frame.f_locals.get("self"), _Head | None):
+        frame = frame.f_back
+    owner = None if frame is None else frame.f_locals["self"]
+    return owner, getattr(owner, "model", None)
 
 
 class LogProbHead(_Head):
@@ -67,12 +94,11 @@ class LogProbHead(_Head):
               outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")):  # fmt: skip
         """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None for what was not asked for."""
         ours = "log_sum_sq_probs" not in outputs and not (softcap and "mean_logits" in outputs)
-        heads = _gathered(weight, bias) if ours else None
+        heads = self.gathered(weight, bias) if ours else None
         if heads is None:
             return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )
-        self.calls += 1
         weight, bias = heads
         head = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
         entropy = top = None
@@ -94,13 +120,12 @@ class DivergenceHead(_Head):
     def apply(self, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0,
               logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None):  # fmt: skip
         """(divergence, entropy of the student) of rows; the gradient of the divergence is the student's."""
-        heads = _gathered(weight, bias, teacher_weight, teacher_bias)
+        heads = self.gathered(weight, bias, teacher_weight, teacher_bias)
         if heads is None:
             return self.original.apply(
                 hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature,
                 logit_scale, softcap, teacher_logit_scale, teacher_softcap,
             )  # fmt: skip
-        self.calls += 1
         weight, bias, teacher_weight, teacher_bias = heads
         hidden, teacher_hidden = autocast(hidden), autocast(teacher_hidden)
         teacher = (teacher_hidden, teacher_weight, *(() if teacher_bias is None else (teacher_bias,)))
@@ -176,21 +201,36 @@ HEADS = {NAME: (LogProbHead, PARAMETERS), DIVERGENCE: (DivergenceHead, DIVERGENC
 
 
 def install() -> None:
-    """Put Tigon behind TRL's fused heads, in this process.
+    """Put Tigon behind TRL's fused heads, in this process, whatever the model.
 
     Raises:
         tigon.Error: this TRL has no such function, or calls it in another way. Nothing is modified.
     """
-    found = [*_present()]
+    _stand_in([*_present()], None)
+
+
+def take(patched: Callable[[object], bool]) -> str | None:
+    """The same for models that are ``patched``, where TRL is imported; why not, if it is another TRL."""
+    found = [*_present(loaded=True)]
+    try:
+        _stand_in(found if any(name == NAME for _, name, *_ in found) else [], patched)
+    except Error as error:
+        return str(error)
+    return None
+
+
+def _stand_in(found, patched) -> None:
     for name, (kind, parameters) in HEADS.items():
         own = [f.original if isinstance(f, kind) else f for _, n, _, f in found if n == name]
-        for function in own or ([None] if name == NAME else []):
+        for function in own or ([None] if name == NAME and patched is None else []):
             names = list(inspect.signature(function.forward).parameters)[1:] if function is not None else None
             words = "trl must be one whose fused head takes {} (1.15, 1.16), got trl {} with {}"
             check("compat.trl", names == parameters, words, parameters, _version(), names)
     for module, name, kind, present in found:
         if not isinstance(present, kind):
-            setattr(module, name, kind(present))
+            setattr(module, name, kind(present, patched))
+        elif patched is None:
+            present.patched = None
 
 
 def uninstall() -> None:
@@ -200,18 +240,23 @@ def uninstall() -> None:
             setattr(module, name, present.original)
 
 
-def has_run() -> bool:
-    """Whether a loss of TRL's has gone through Tigon in this process."""
-    loaded = ((sys.modules.get(place), name) for name in HEADS for place in PLACES[name])
-    return any(getattr(getattr(module, name, None), "calls", 0) > 0 for module, name in loaded)
+def fuses(model: nn.Module) -> bool:
+    """Whether a forward of TRL's has the losses of this model: its head is not called for them."""
+    for forward in (vars(model).get("forward"), vars(model).get(BELOW)):
+        while forward is not None:  # accelerate wraps it
+            forward = getattr(forward, "__func__", forward)
+            if getattr(forward, "__globals__", {}).get("__name__") == PLACES[NAME][0]:
+                return True
+            forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
-def _present():
-    """(module, name, our kind, function) in the places that this release has."""
+def _present(loaded: bool = False):
+    """(module, name, our kind, function) in the places that this release has, or that are imported."""
     for name, (kind, _) in HEADS.items():
         for place in PLACES[name]:
             with contextlib.suppress(ModuleNotFoundError):
-                module = importlib.import_module(place)
+                module = sys.modules.get(place) if loaded else importlib.import_module(place)
                 if getattr(module, name, None) is not None:
                     yield module, name, kind, getattr(module, name)
 

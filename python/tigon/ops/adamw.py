@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 
@@ -23,7 +24,7 @@ class TensorList:
     ``max_exp_avg_sqs`` has one tensor for each parameter of a group with amsgrad, ``extras`` one for each
     16-bit parameter where the rounding is split (int16) or master (float32); ``steps`` are float32 scalars on
     the parameters' device or the CPU, or one tensor of all of them; ``first`` is where a parameter's stream
-    of random bits begins, for all or, where the rounding draws none, for no parameter.
+    of random bits begins, for all or, where no rounding draws any, for no parameter.
     """
 
     def __init__(self, **lists: list) -> None:
@@ -49,6 +50,7 @@ def adamw_(
     tensors: TensorList,
     *,
     rounding: str = "nearest",
+    moment_rounding: str = "nearest",
     seed: int = 0,
     clip: torch.Tensor | None = None,
     grad_scale: torch.Tensor | None = None,
@@ -59,6 +61,7 @@ def adamw_(
     Args:
         tensors: the list.
         rounding: of 16-bit parameters: ``nearest``, ``stochastic``, ``split`` or ``master``.
+        moment_rounding: of 16-bit moments: ``nearest`` or ``stochastic``.
         seed: of the random bits of ``stochastic``.
         clip, grad_scale: float32 scalars on the parameters' device: factor and divisor of every gradient.
         found_inf: float32 scalar there; nothing is written where it is not 0.
@@ -66,8 +69,20 @@ def adamw_(
     Raises:
         tigon.Error: tensors that do not fit each other; nothing was modified.
     """
-    _adamw(*_lists(tensors), ROUNDINGS.index(rounding), seed, clip, grad_scale, found_inf)
+    _call(tensors, rounding, moment_rounding, seed, clip, grad_scale, found_inf)
     torch.autograd.graph.increment_version(tensors.params)
+
+
+def _call(tensors: TensorList, rounding: str, moment_rounding: str, *rest) -> None:
+    _adamw(*_lists(tensors), ROUNDINGS.index(rounding), ROUNDINGS.index(moment_rounding), *rest)
+
+
+def check_list(tensors: TensorList, rounding: str) -> None:
+    """Refuses what :func:`adamw_` refuses, and modifies nothing: a step that is not done."""
+    rehearsed = copy.copy(tensors)
+    rehearsed.steps = [step.clone() for step in tensors.steps]
+    not_done = torch.ones((), device=tensors.params[0].device)
+    _call(rehearsed, rounding, "nearest", 0, None, None, not_done)
 
 
 def reference_(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, clip=None, grad_scale=None):

@@ -5,6 +5,7 @@ Contracts: ``grad_norm.h`` and ``scale.h`` of ``csrc/tigon/ops/adamw``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 
 import torch
@@ -111,7 +112,7 @@ def global_norm(
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
@@ -121,7 +122,7 @@ def clip_grad_norm_(
         parameters: one or several; those without a gradient are passed over. DTensors (FSDP2, tensor
             parallel) and several devices may be mixed; with DTensors every process calls this.
         max_norm: of all gradients as one vector.
-        norm_type: other than 2 is left to PyTorch.
+        norm_type: a number or its name, as "inf". Other than 2 is left to PyTorch.
         error_if_nonfinite: raise where the norm is infinite or NaN. This waits for the device.
         foreach: only for PyTorch's function.
 
@@ -140,6 +141,9 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
+    if isinstance(norm_type, str):
+        with contextlib.suppress(ValueError):  # refused in the next line
+            norm_type = float(norm_type)
     alike("clip_grad_norm_", parameters, lambda: check_numbers(
         "clip_grad_norm_", max_norm=max_norm, norm_type=norm_type
     ))  # fmt: skip

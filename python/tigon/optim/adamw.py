@@ -10,9 +10,10 @@ import torch
 
 from tigon._op import has_kernel
 from tigon.error import Error, check, refuse
-from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, reference_
+from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, check_list, reference_
 from tigon.ops.arguments import check_choice, check_integers, check_numbers
 from tigon.ops.grad_norm import alike, global_norm, is_dtensor, local
+from tigon.optim.groups import check_adamw, check_keys
 
 _OP = "AdamW"
 _HALF = (torch.bfloat16, torch.float16)
@@ -30,7 +31,10 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups of them, float32, bfloat16, float16 or (plain PyTorch) float64. Strided,
-            dense in any order of dimensions; DTensors (FSDP2, tensor parallel) by their local parts.
+            dense in any order of dimensions; DTensors (FSDP2, tensor parallel) by their local parts. A group
+            may have options of its own, from `lr` to `maximize`, `capturable` and `decoupled_weight_decay`;
+            the others are refused in a group, as are options of other optimizers and misspelled ones. What
+            is no option's name is a note of yours.
         lr: number or tensor of one element.
         betas: of the two moments, in [0, 1).
         eps: added to the denominator.
@@ -43,9 +47,12 @@ class AdamW(torch.optim.Optimizer):
             ``state["master_param"]``. The last two follow the same trajectory.
         moment_dtype: of exp_avg and exp_avg_sq, one or a pair; float32, bfloat16, or ``None``: the
             parameter's.
+        moment_rounding: of 16-bit moments. ``stochastic``: up or down at random, right in the mean.
+            ``nearest``: as PyTorch; exp_avg_sq in bfloat16 is then 1.2 times too large, and stands still when
+            gradients fall.
         max_grad_norm: clip the norm of all gradients to it, in the same reads. The norm before is
             ``optimizer.grad_norm``, a float32 scalar on the device.
-        seed: of ``stochastic``; the bits follow from it, the step and the place of an element among all
+        seed: of both ``stochastic``; the bits follow from it, the step and the place of an element among all
             parameters, whatever the device.
         capturable: keep steps on the device, so that a CUDA graph can be captured.
         decoupled_weight_decay: see `weight_decay`.
@@ -54,8 +61,9 @@ class AdamW(torch.optim.Optimizer):
             change nothing.
 
     Raises:
-        tigon.Error: options or parameters that do not fit; sparse or complex gradients; a parameter that was
-            resized, moved or given another layout after its state was made. Nothing was modified.
+        tigon.Error: options or parameters that do not fit, also of a loaded state; sparse or complex
+            gradients; a parameter that was resized, moved or given another layout after its state was made.
+            Nothing was modified.
 
     Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", arXiv:1711.05101, algorithm 2.
     """
@@ -79,6 +87,7 @@ class AdamW(torch.optim.Optimizer):
         maximize: bool = False,
         rounding: str = "nearest",
         moment_dtype: torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None = None,
+        moment_rounding: str = "stochastic",
         max_grad_norm: float | None = None,
         seed: int = 0,
         capturable: bool = False,
@@ -92,50 +101,51 @@ class AdamW(torch.optim.Optimizer):
         known = len(pair) == 2 and all(t in (None, torch.float32, torch.bfloat16) for t in pair)
         words = "moment_dtype must be float32, bfloat16, None or a pair of them, got {}"
         check(_OP, known, words, moment_dtype)
+        check_choice(_OP, "moment_rounding", moment_rounding, ROUNDINGS[:2])
         if max_grad_norm is not None:
             check_numbers(_OP, max_grad_norm=max_grad_norm)
             check(_OP, max_grad_norm > 0, "max_grad_norm must be > 0 or None, got {}", max_grad_norm)
         check_integers(_OP, seed=seed)
         check(_OP, seed >= 0, "seed must be in [0, 2^63), got {}", seed)
-        check(_OP, not differentiable, "differentiable must be False: no derivatives run through an update")
-        self.rounding, self.moment_dtype, self.seed = rounding, pair, seed
+        self.rounding, self.moment_rounding = rounding, moment_rounding
+        self.moment_dtype, self.seed = pair, seed
         self._step_supports_amp_scaling = fused is not False
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
-        self.updates_in_backward = False  # step_in_backward is at work
+        self.updates_in_backward = None  # the handle of step_in_backward
         self._places: dict[torch.Tensor, int] = {}
         self._factor: torch.Tensor | None = None  # of clip_grad_norm_, for the next step
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
-            "maximize": maximize, "foreach": foreach, "capturable": capturable, "differentiable": False,
-            "fused": fused, "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize, "foreach": foreach, "capturable": capturable,
+            "differentiable": differentiable, "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
         }  # fmt: skip
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in PyTorch; what cannot be updated is refused."""
-        group = {**self.defaults, **param_group}
-        lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
-        check_lr(_OP, lr)
-        two = isinstance(betas, (tuple, list)) and len(betas) == 2
-        check(_OP, two, "betas must be two numbers, got {}", betas)
-        check_numbers(_OP, **{"betas[0]": betas[0], "betas[1]": betas[1]}, eps=eps, weight_decay=decay)
-        check(_OP, all(0 <= float(b) < 1 for b in betas), "betas must be in [0, 1), got {}", betas)
-        check(_OP, eps >= 0, "eps must be >= 0, got {}", eps)
-        check(_OP, decay >= 0, "weight_decay must be >= 0, got {}", decay)
+        self._check_group(param_group)
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"] = list(dict.fromkeys(self.param_groups[-1]["params"]))
         for p in params:
-            if not p.is_floating_point():
+            if p.dtype not in (*_FLOATS, torch.float64):
                 self.param_groups.pop()
-                refuse(_OP, "params must be real floats, got {}", p.dtype)
+                refuse(_OP, "params must be real floats, got {} (not float32, bfloat16, float16 or float64)",
+                       p.dtype)  # fmt: skip
+        if self.updates_in_backward is not None:
+            self.updates_in_backward.cover(len(self.param_groups) - 1)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_keys(_OP, group, self.defaults)
+        check_adamw(_OP, {**self.defaults, **group})
 
     def __getstate__(self):
-        own = ("rounding", "moment_dtype", "seed", "max_grad_norm", "grad_norm", "_places",
+        own = ("rounding", "moment_rounding", "moment_dtype", "seed", "max_grad_norm", "grad_norm", "_places",
                "_step_supports_amp_scaling")  # fmt: skip
         # A copy has no gradients that wait, and no hooks.
         return super().__getstate__() | {name: getattr(self, name) for name in own} | {
-            "_factor": None, "updates_in_backward": False,
+            "_factor": None, "updates_in_backward": None,
         }  # fmt: skip
 
     def __setstate__(self, state):
@@ -152,12 +162,10 @@ class AdamW(torch.optim.Optimizer):
         """One update. `closure` reevaluates the model and returns the loss, which is returned."""
         loss = evaluated(closure)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            capturable = all(group["capturable"] for group in self.param_groups)
-            check(_OP, capturable, "capturable must be True where a CUDA graph captures the step, got False")
-        if self.updates_in_backward and scale is not None:
+        if self.updates_in_backward is not None and scale is not None:
             refuse(_OP, "a GradScaler must not be used with step_in_backward: its verdict on the gradients "
                    "comes when they have been used")  # fmt: skip
+        self._look_at_places()
         groups = self._with_gradients()
         clip = self._pending(groups, modified=False)
         if self.max_grad_norm is not None:
@@ -182,7 +190,7 @@ class AdamW(torch.optim.Optimizer):
         """
         check_numbers(_OP, max_norm=max_norm)
         check(_OP, max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
-        if self.updates_in_backward:
+        if self.updates_in_backward is not None:
             refuse(_OP, "clip_grad_norm_ must not be called with step_in_backward: gradients are gone")
         groups = self._with_gradients()
         factor = self._factor = self._clip(groups, max_norm, before=self._pending(groups, modified=True))
@@ -245,6 +253,9 @@ class AdamW(torch.optim.Optimizer):
         """
         if not groups:
             return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            capturable = all(group["capturable"] for group, _, _ in groups)
+            check(_OP, capturable, "capturable must be True where a CUDA graph captures the step, got False")
         if self._alike:
             try:
                 device = groups[0][1][0].device
@@ -253,6 +264,9 @@ class AdamW(torch.optim.Optimizer):
             except (KeyError, Error, NotImplementedError):  # no state yet; not alike; not dense
                 self._alike = False
         lists, others = self._sorted(groups, found_inf)
+        if len(lists) + len(others) > 1:  # each refuses before it is modified, and so all do
+            for tensors in lists.values():
+                check_list(tensors, self.rounding)
         for device, tensors in lists.items():
             self._call(device, tensors, clip, scale, found_inf)
         if others and not (found_inf is not None and found_inf.item()):
@@ -265,16 +279,20 @@ class AdamW(torch.optim.Optimizer):
 
     def _call(self, device: torch.device, tensors: TensorList, clip, scale, found_inf) -> None:
         adamw_(
-            tensors, rounding=self.rounding, seed=self.seed, clip=_on(device, clip),
-            grad_scale=_on(device, scale), found_inf=_on(device, found_inf),
+            tensors, rounding=self.rounding, moment_rounding=self.moment_rounding, seed=self.seed,
+            clip=_on(device, clip), grad_scale=_on(device, scale), found_inf=_on(device, found_inf),
         )  # fmt: skip
 
     def _listed(self, groups, device: torch.device, found_inf) -> TensorList:
         """All tensors in one list. Raises KeyError where a state is not complete."""
         made, extra = TensorList(), _EXTRAS.get(self.rounding, ("",))[0]
         # States are mostly in the order of parameters; to look one up takes a call of Tensor.__hash__.
-        whole = sum(len(params) for _, params, _ in groups) == len(self.state)
+        count = sum(len(params) for _, params, _ in groups)
+        whole = count == len(self.state)
         owners, every = (list(self.state), list(self.state.values())) if whole else ([], [])
+        draws = "stochastic" in (self.rounding, self.moment_rounding)
+        placed = draws and count == len(self._places)
+        order, places = (list(self._places), list(self._places.values())) if placed else ([], [])
         for group, params, grads in groups:
             at, end = len(made.params), len(made.params) + len(params)
             if whole and all(map(operator.is_, owners[at:end], params)):
@@ -295,7 +313,9 @@ class AdamW(torch.optim.Optimizer):
                 made.extras += [
                     state[extra] for p, state in zip(params, states, strict=True) if p.dtype in _HALF
                 ]
-            if self.rounding == "stochastic":
+            if placed and all(map(operator.is_, order[at:end], params)):
+                made.first += places[at:end]
+            elif draws:
                 made.first += [self._places[p] for p in params]
             made.add_group(group, len(params), device)
         together, places = self._steps
@@ -322,10 +342,11 @@ class AdamW(torch.optim.Optimizer):
             for p, grad in zip(params, grads, strict=True):
                 state = self._state_of(group, p, grad, found_inf)
                 if (p.dtype not in _FLOATS or not (p.is_cuda or p.is_cpu)) and not has_kernel(_OP, p):
+                    self._check_plain(p, state)
                     others.append((group, p, state))
                     continue
-                if self.rounding == "stochastic":
-                    self._place_of(p)
+                if p not in self._places:
+                    self._find_places()
                 if type(p) is not torch.nn.Parameter and is_dtensor(p):
                     check_placed(_OP, p, grad)
                 for tensors, tensor in zip(found.setdefault(p.device, ([], [])), (p, grad), strict=True):
@@ -338,15 +359,29 @@ class AdamW(torch.optim.Optimizer):
                 setattr(made, name, [local(tensor) for tensor in getattr(made, name)])
         return lists, others
 
-    def _place_of(self, p) -> int:
-        """Where a parameter's stream of random bits begins: at the elements of those before it."""
-        if p not in self._places:
+    def _find_places(self) -> None:
+        """Where each parameter's stream of random bits begins: at the elements of those before it."""
+        self._places.clear()
+        place = 0
+        for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+            self._places[p] = place + (_offset_of(p) if is_dtensor(p) else 0)
+            place += (p.numel() + 7) // 8 * 8
+
+    def _look_at_places(self) -> None:
+        """Forgets the places where groups have other parameters, or in another order."""
+        params = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        if len(params) != len(self._places) or not all(map(operator.is_, self._places, params)):
             self._places.clear()
-            place = 0
-            for q in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
-                self._places[q] = place + (_offset_of(q) if is_dtensor(q) else 0)
-                place += (q.numel() + 7) // 8 * 8
-        return self._places[p]
+
+    def _check_plain(self, p, state) -> None:
+        """What :meth:`_update_plainly` would stumble on."""
+        for name, value in state.items():
+            if name != "step" and value.shape != p.shape:
+                refuse(_OP, name + " must have the sizes of its param, {}, got {}", p.shape, value.shape)
+        if p.dtype in _HALF and self.rounding != "nearest":
+            refuse(
+                _OP, "rounding must be nearest on {}, which has no kernel, got {!r}", p.device, self.rounding
+            )
 
     def _update_plainly(self, group, p, state, clip, scale) -> None:
         parts = [local(state[n]) if n in state else None for n in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
@@ -407,7 +442,13 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict) -> None:
         """As in PyTorch; moments keep their dtype here, and what a rounding keeps besides is restored."""
         seen = {}
-        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: seen.update(loaded))
+
+        def look(_, loaded):
+            for group in loaded["param_groups"]:
+                self._check_group(group)
+            seen.update(loaded)
+
+        handle = self.register_load_state_dict_pre_hook(look)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -437,14 +478,6 @@ class AdamW(torch.optim.Optimizer):
             elif value.dtype == kept and _EXTRAS.get(self.rounding, ("",))[0] == name:
                 state[name] = _laid_out(p, value, kept)
         return state
-
-
-def check_lr(op: str, lr: float | torch.Tensor) -> None:
-    """A number or a tensor of one element, not negative where the host knows it."""
-    is_tensor = isinstance(lr, torch.Tensor)
-    check(op, not is_tensor or lr.numel() == 1, "lr must be a number or a tensor of one element, got {}", lr)
-    check_numbers(op, lr=lr)
-    check(op, (is_tensor and not lr.is_cpu) or float(lr) >= 0, "lr must be >= 0, got {}", lr)
 
 
 def check_placed(op: str, p: torch.Tensor, grad: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
 
 import torch
 
@@ -20,18 +19,22 @@ class StepInBackward:
 
     def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = optimizer
-        self._paused = False
+        self._accumulating = 0  # contexts that are open
         self._handles = []
         self._group_of = {}  # by number: load_state_dict makes new groups
-        for i, group in enumerate(optimizer.param_groups):
-            for p in group["params"]:
-                self._group_of[p] = i
-                if p.requires_grad:
-                    self._handles.append(p.register_post_accumulate_grad_hook(self._update))
-        optimizer.updates_in_backward = True
+        for i in range(len(optimizer.param_groups)):
+            self.cover(i)
+        optimizer.updates_in_backward = self
+
+    def cover(self, number: int) -> None:
+        """Update the parameters of one of the optimizer's groups in the backward too."""
+        for p in self.optimizer.param_groups[number]["params"]:
+            self._group_of[p] = number
+            if p.requires_grad:
+                self._handles.append(p.register_post_accumulate_grad_hook(self._update))
 
     def _update(self, p: torch.Tensor) -> None:
-        if self._paused or p.grad is None:
+        if self._accumulating or p.grad is None:
             return
         optimizer = self.optimizer
         _refuse_what_needs_all(optimizer)
@@ -42,21 +45,32 @@ class StepInBackward:
         optimizer.update_one(optimizer.param_groups[self._group_of[p]], p)
         p.grad = None
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Backward passes inside only add to the gradients; the next one outside updates with the sum."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+    def accumulate(self) -> Accumulation:
+        """Backward passes inside only add to the gradients; the next one outside updates with the sum.
+
+        A context that may be entered again, inside itself and by others, and a decorator.
+        """
+        return Accumulation(self)
 
     def undo(self) -> None:
         """Updates happen in ``optimizer.step()`` again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.optimizer.updates_in_backward = False
+        self.optimizer.updates_in_backward = None
+
+
+class Accumulation(contextlib.ContextDecorator):
+    """What :meth:`StepInBackward.accumulate` returns."""
+
+    def __init__(self, handle: StepInBackward) -> None:
+        self._handle = handle
+
+    def __enter__(self) -> None:
+        self._handle._accumulating += 1
+
+    def __exit__(self, *_) -> None:
+        self._handle._accumulating -= 1
 
 
 def step_in_backward(optimizer: AdamW) -> StepInBackward:
@@ -67,7 +81,7 @@ def step_in_backward(optimizer: AdamW) -> StepInBackward:
     rate schedulers, and finds nothing to do; a new learning rate counts from the next backward on.
 
     Args:
-        optimizer: a :class:`tigon.optim.AdamW`. Groups added later are not covered.
+        optimizer: a :class:`tigon.optim.AdamW`. Groups that are added later are updated so too.
 
     Returns:
         A handle: ``accumulate()``, a context for all but the last backward of gradient accumulation, in which
@@ -80,7 +94,7 @@ def step_in_backward(optimizer: AdamW) -> StepInBackward:
     """
     check(_OP, isinstance(optimizer, AdamW), "optimizer must be a tigon.optim.AdamW, got {}",
           type(optimizer).__name__)  # fmt: skip
-    again = optimizer.updates_in_backward
+    again = optimizer.updates_in_backward is not None
     check(_OP, not again, "optimizer must not step in the backward already: undo() first")
     _refuse_what_needs_all(optimizer)
     params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -12,13 +13,16 @@ from torch import nn
 
 from tigon.error import check, refuse
 from tigon.nn.embedding import Embedding
-from tigon.ops.arguments import check_choice, check_integers, check_numbers
+from tigon.ops.arguments import check_booleans, check_choice, check_integers, check_stored
 from tigon.ops.grad_norm import alike, is_dtensor, local
 from tigon.ops.muon import Start, momentum_, update_
 from tigon.ops.orthogonalize import newton_schulz_, orthogonalize_
-from tigon.optim.adamw import AdamW, check_lr, check_placed, evaluated
+from tigon.optim.adamw import AdamW, check_placed, evaluated
+from tigon.optim.groups import ADAMW, ADAMW_WHOLE, check_adamw, check_constants, check_keys, check_lr
 
 _OP = "Muon"
+_MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Elements of the matrices that are orthogonalised together.
 _BATCH = 3 * 2**27
 # Modules whose weights are a model's head.
@@ -35,9 +39,10 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: matrices [rows, columns], or experts [number, rows, columns], each a matrix of its own; or
-            groups of them. A group with ``use_muon=False`` is :class:`AdamW`'s, with its options, and holds
-            anything: :func:`muon_groups` makes both. DTensors that are sharded by one dimension are
-            orthogonalised whole, each on one process; experts sharded by number where they are.
+            groups of them. A group with ``use_muon=False`` is :class:`AdamW`'s, with the options of its
+            groups, and holds anything: :func:`muon_groups` makes both. Options of others are refused.
+            DTensors that are sharded by one dimension are orthogonalised whole, each on one process; experts
+            sharded by number where they are.
         lr: number or tensor of one element.
         weight_decay: decoupled.
         momentum: in [0, 1).
@@ -49,7 +54,8 @@ class Muon(torch.optim.Optimizer):
             0.2 * lr * sqrt(max(rows, columns)), which takes AdamW's lr and weight decay.
 
     Raises:
-        tigon.Error: options or parameters that do not fit; sparse gradients. Nothing was modified.
+        tigon.Error: options or parameters that do not fit, also of a loaded state; sparse gradients. Nothing
+            was modified.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025,
     "Muon is scalable for LLM training", arXiv:2502.16982.
@@ -77,18 +83,22 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in PyTorch; what cannot be updated is refused."""
+        check_booleans(_OP, use_muon=param_group.get("use_muon", True))
         if not param_group.get("use_muon", True):
-            if self._adamw is None:
-                self._adamw = AdamW([param_group])
-            else:
-                self._adamw.add_param_group(param_group)
+            # An AdamW sees it first: what it refuses is in no group.
+            group = {name: value for name, value in param_group.items() if name != "use_muon"}
+            made = AdamW([group])
+            param_group.update(group)
             super().add_param_group(param_group)
+            for name in set(_MUON) - {*ADAMW}:
+                del param_group[name]
+            self._adamw = self._adamw or made
             return
-        group = {**self.defaults, **param_group}
-        _check_options(group)
+        check_keys(_OP, param_group, (*_MUON, "use_muon"))
+        _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
-            if p.dim() not in (2, 3) or not p.is_floating_point():
+            if p.dim() not in (2, 3) or p.dtype not in _FLOATS:
                 self.param_groups.pop()
                 refuse(_OP, "params must be real matrices, or experts of three dimensions, got {} of {}: "
                        "groups with use_muon=False take others (tigon.optim.muon_groups)",
@@ -97,21 +107,38 @@ class Muon(torch.optim.Optimizer):
     def __getstate__(self):
         return super().__getstate__() | {"_adamw": self._adamw}
 
+    def load_state_dict(self, state_dict) -> None:
+        """As in PyTorch; options that are none are refused."""
+        handle = self.register_load_state_dict_pre_hook(_check_loaded)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
     @torch.no_grad()
     def step(self, closure=None):
         """One update. `closure` reevaluates the model and returns the loss, which is returned."""
         loss = evaluated(closure)
         groups = [(group, group.get("use_muon", True)) for group in self.param_groups]
         shared = [p for group, use_muon in groups if use_muon for p in group["params"]]
-        work = alike(_OP, shared, lambda: [
-            item for group, use_muon in groups if use_muon for item in _batches(group)
-        ])  # fmt: skip
+        work = alike(_OP, shared, functools.partial(self._work, groups))
         if rest := [group for group, use_muon in groups if not use_muon]:
             self._adamw.param_groups, self._adamw.state = rest, self.state
-            self._adamw.step()
+            self._adamw.step()  # modifies nothing where it refuses
         for group, params, whole in work:
             self._update(group, params, whole)
         return loss
+
+    def _work(self, groups: list) -> list:
+        """What the step updates, after everything that it reads was checked."""
+        for group, use_muon in groups:
+            if use_muon:
+                _check_options(group)
+        work = [item for group, use_muon in groups if use_muon for item in _batches(group)]
+        for _, params, _ in work:
+            for p in params:
+                _check_state(p, self.state[p].get("momentum_buffer"))
+        return work
 
     def _update(self, group: dict, params: list, whole: _Gathering) -> None:
         """One update of parameters of equal shape, dtype and placement."""
@@ -145,7 +172,14 @@ def muon_groups(model: nn.Module, **adamw) -> list[dict[str, Any]]:
     Args:
         model: any module.
         **adamw: options of the rest, such as ``lr``: those of :class:`AdamW`'s groups.
+
+    Raises:
+        tigon.Error: another option.
     """
+    for name in adamw:
+        check("muon_groups", name not in ADAMW_WHOLE, "options must be those of AdamW's groups, got {!r}, "
+              "which is one of tigon.optim.AdamW as a whole", name)  # fmt: skip
+        check_choice("muon_groups", "every option", name, ADAMW)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     apart = (nn.Embedding, nn.EmbeddingBag, Embedding, nn.modules.conv._ConvNd)
     others = {
@@ -168,15 +202,45 @@ def _check_options(group: dict) -> None:
     check_lr(_OP, group["lr"])
     three = isinstance(coefficients, (tuple, list)) and len(coefficients) == 3
     check(_OP, three, "ns_coefficients must be three numbers, got {}", coefficients)
-    check_numbers(_OP, weight_decay=group["weight_decay"], momentum=group["momentum"], eps=group["eps"])
-    check_numbers(_OP, **{f"ns_coefficients[{i}]": value for i, value in enumerate(coefficients)})
+    check_constants(_OP, weight_decay=group["weight_decay"], momentum=group["momentum"], eps=group["eps"])
+    check_constants(_OP, **{f"ns_coefficients[{i}]": value for i, value in enumerate(coefficients)})
+    check_booleans(_OP, nesterov=group["nesterov"])
     check_integers(_OP, ns_steps=steps)
-    for name in ("weight_decay", "momentum", "eps"):
+    for name in ("weight_decay", "eps"):
         check(_OP, group[name] >= 0, name + " must be >= 0, got {}", group[name])
+    check(_OP, 0 <= group["momentum"] < 1, "momentum must be in [0, 1), got {}", group["momentum"])
     check(_OP, 1 <= steps < 100, "ns_steps must be in [1, 100), got {}", steps)
     choice = group["adjust_lr_fn"]
     if choice is not None:
         check_choice(_OP, "adjust_lr_fn", choice, ("original", "match_rms_adamw"))
+
+
+def _check_loaded(_, loaded: dict) -> None:
+    """The groups of a state to load. AdamW's may have Muon's options, which earlier versions put there."""
+    for group in loaded["param_groups"]:
+        own = group.get("use_muon", True)
+        check_keys(_OP, group, (*_MUON, *(() if own else ADAMW), "use_muon"))
+        if own and {*_MUON} <= group.keys():
+            _check_options(group)
+        if not own and {*ADAMW} <= group.keys():
+            check_adamw(_OP, group)
+
+
+def _check_state(p: torch.Tensor, momentum: torch.Tensor | None) -> None:
+    """A gradient and a momentum that are there must be those of their parameter."""
+    for name, t in (("gradients", p.grad), ("momentum_buffer", momentum)):
+        if t is None:
+            continue
+        if t.shape != p.shape:
+            refuse(_OP, name + " must have the sizes of their params, {}, got {}", tuple(p.shape), t.shape)
+        if t.device != p.device:
+            refuse(_OP, name + " must be on {} as their params, got {}", p.device, t.device)
+        if t.dtype not in _FLOATS:
+            refuse(_OP, name + " must be float32, bfloat16, float16 or float64, got {}", t.dtype)
+        if is_dtensor(t) != is_dtensor(p):
+            refuse(_OP, name + " must be DTensors where their params are, and there alone")
+        check_stored(_OP, name, local(t))
+    check_stored(_OP, "params", local(p))
 
 
 def _batches(group: dict) -> Iterator[tuple[dict, list, _Gathering]]:

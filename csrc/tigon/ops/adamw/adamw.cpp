@@ -66,6 +66,9 @@ void require_tensor(const AdamwTensor& t, const Adamw& a) {
 void adamw(Context& ctx, const Adamw& a) {
   TIGON_CHECK(kOp, int(a.rounding) >= 0 && int(a.rounding) < kAdamwRoundings, "rounding must be one of 0 to ",
               kAdamwRoundings - 1, ", got ", int(a.rounding));
+  TIGON_CHECK(kOp,
+              a.moment_rounding == AdamwRounding::nearest || a.moment_rounding == AdamwRounding::stochastic,
+              "moment_rounding must be 0 or 1, nearest or stochastic, got ", int(a.moment_rounding));
   TIGON_CHECK(kOp, int64_t(a.tensors.size()) < kMostTensors, "tensors must be fewer than 2^30, got ",
               a.tensors.size());
   for (const AdamwGroup& g : a.groups) require_group(g);

@@ -8,10 +8,13 @@
 // Shapes      of a tensor all streams have its size; they are read in the order of memory
 // Dtypes      param f32 | bf16 | f16; grad param's or f32; each moment f32, bf16 or param's, max_exp_avg_sq as exp_avg_sq;
 //             arithmetic f32, what depends on t alone f64
-// Rounding    m, v and u to nearest even, on store; p by its values before that. p of 16 bits by AdamwRounding:
+// Rounding    p by the values of m, v and u before these are rounded, on store: those of 16 bits to nearest even or, with
+//             moment_rounding, stochastic, u by v's bits. To nearest, v of bf16 stalls: (1 - beta2) (g^2 - v) is below half of
+//             its gap where g^2 is not far above v. p of 16 bits by AdamwRounding:
 //             nearest     to nearest even, as PyTorch does
 //             stochastic  up with the probability of what is cut off, by 16 bits of Philox4x32-10 (Salmon et al. 2011, SC '11)
-//                         keyed by (seed, t, first + index): the same bits on every device, in any list, in any split
+//                         keyed by (seed, t, first + index): the same bits on every device, in any list, in any split.
+//                         Moments take multiples of these bits (adamw_bits.inc)
 //             split       p is the upper half of an fp32 master, rounded to nearest, ties away from 0; `low` holds its low 16 bits.
 //                         bf16 alone
 //             master      `master` holds it; p is rounded from it, bf16 as in split
@@ -69,6 +72,7 @@ struct Adamw {
   std::span<const AdamwTensor> tensors;
   std::span<const AdamwGroup> groups;
   AdamwRounding rounding = AdamwRounding::nearest;
+  AdamwRounding moment_rounding = AdamwRounding::nearest;  // or stochastic
   uint64_t seed = 0;
   // Scalars [1] f32 where the context's device is, or absent.
   Vector clip;        // factor of every gradient

@@ -9,7 +9,7 @@ using namespace adamw_detail;
 
 struct AdamwTable {
   // [rounding]
-  void (*at[kAdamwRoundings])(const AdamwTensor& t, const Constants& c, float factor, uint64_t seed,
+  void (*at[kAdamwRoundings])(const Adamw& a, const AdamwTensor& t, const Constants& c, float factor,
                               int64_t begin, int64_t end);
 };
 
@@ -50,7 +50,7 @@ void adamw(Context& ctx, const Adamw& a) {
     const int64_t i = std::upper_bound(ends, ends + n, task) - ends;
     const AdamwTensor& t = a.tensors[size_t(i)];
     const int64_t begin = (task - (i > 0 ? ends[i - 1] : 0)) * kChunk;
-    span(t, constants[i], factor_of(constants[i].sign, clip, grad_scale), a.seed, begin,
+    span(a, t, constants[i], factor_of(constants[i].sign, clip, grad_scale), begin,
          std::min(begin + kChunk, t.param.size));
   });
 }

@@ -1,7 +1,8 @@
 // CUDA backend of AdamW: a CTA updates one chunk of one tensor of the list.
 //
 // Traffic per element in bf16: 14 bytes. At the speed of memory an H200 has about 90 instructions for them; an
-// update takes about 45 (square root and division correctly rounded), 12 more with random bits.
+// update takes about 45 (square root and division correctly rounded), 6 more for random bits and 4 for each stream that is
+// rounded by them.
 #include <algorithm>
 #include <type_traits>
 
@@ -20,11 +21,12 @@ using namespace adamw_detail;
 constexpr const char* kOp = "adamw";
 constexpr int kThreads = 256, kMinBlocks = 4;
 
-// How a tensor is read. The first three are compiled for the dtypes that models have.
+// How a tensor is read. The first four are compiled for the dtypes that models have.
 enum class Path : uint8_t {
   bf16,       // all streams bf16
   bf16_wide,  // param and grad bf16, moments f32
   f32,        // all streams f32
+  f32_half,   // param and grad f32, moments bf16
   aligned,    // any dtypes, in vectors of four elements
   unaligned,  // element by element
 };
@@ -124,17 +126,60 @@ __device__ __forceinline__ void store_bits(void* p, int64_t i, const uint16_t (&
 // Random bits of elements [at, at + N) of the stream, N = 8, 4 or 1, at a multiple of N.
 template <int N>
 struct RandomBits {
-  uint32_t w0, w1, w2, w3;
-  int offset;
-  __device__ __forceinline__ RandomBits(int64_t at, uint32_t step, uint64_t seed) : offset(int(at % 8)) {
-    const Random r = random_block(uint64_t(at) / 8, step, seed);
+  uint32_t w0 = 0, w1 = 0, w2 = 0, w3 = 0;
+  int offset = 0;
+  __device__ __forceinline__ RandomBits(bool draws, int64_t at, uint32_t step, const PhiloxKeys& keys) {
+    if (!draws) return;
+    offset = int(at % 8);
+    const Random r = random_block(uint64_t(at) / 8, step, keys);
     w0 = r.word[0], w1 = r.word[1], w2 = r.word[2], w3 = r.word[3];
   }
-  __device__ __forceinline__ uint32_t get(int k) const {
+  __device__ __forceinline__ uint32_t get(int k, uint32_t factor) const {
     const int i = N == 8 ? k : offset + k;
     const uint32_t low = i & 2 ? w1 : w0, high = i & 2 ? w3 : w2;
-    return (i & 4 ? high : low) >> (16 * (i & 1)) & 0xffffu;
+    return (i & 4 ? high : low) * factor >> (16 * (i & 1)) & 0xffffu;
   }
+};
+
+// x in 16 bits, by the random ones of its elements. Whether there is a NaN is asked once for all, by a sum of zeros: its lower
+// bits go, which a carry would run through to the sign.
+template <class T, int N>
+__device__ __forceinline__ void store_stochastic(void* p, DType t, int64_t i, const float (&x)[N],
+                                                 const RandomBits<N>& random, uint32_t factor) {
+  if (!std::is_same_v<T, __nv_bfloat16> && t != DType::bf16) {
+    uint16_t bits[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k)
+      bits[k] = uint16_t(stochastic_f16(__float_as_uint(x[k]), random.get(k, factor)));
+    return store_bits<N>(p, i, bits);
+  }
+  float zero = 0.0f;
+  uint32_t b[N];
+#pragma unroll
+  for (int k = 0; k < N; ++k) zero = fma(x[k], 0.0f, zero), b[k] = __float_as_uint(x[k]);
+  if (zero != 0.0f) {
+#pragma unroll
+    for (int k = 0; k < N; ++k)
+      if (x[k] != x[k]) b[k] = 0x7fff0000u;
+  }
+#pragma unroll
+  for (int k = 0; k < N; ++k) b[k] += random.get(k, factor);
+  if constexpr (N == 1) {
+    store_bits<1>(p, i, {uint16_t(b[0] >> 16)});
+  } else {
+    Vec<uint32_t, N / 2> y;
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) y.v[k] = __byte_perm(b[2 * k], b[2 * k + 1], 0x7632);
+    auto* to = const_cast<uint16_t*>(global<uint16_t>(p)) + i;
+    store_values<uint32_t, N / 2>(reinterpret_cast<uint32_t*>(to), y);
+  }
+}
+
+// What all units of a launch share.
+struct Scalars {
+  const float *clip, *grad_scale, *found_inf;  // null: absent
+  PhiloxKeys keys;
+  bool draws_moments;  // rounds moments of 16 bits at random
 };
 
 template <int N, class P, class G, class M, class W, AdamwRounding R>
@@ -151,6 +196,20 @@ struct Unit {
     if constexpr (std::is_same_v<P, float>) return false;
     return R == r && (!std::is_same_v<P, Any> || e.param_type != DType::f32);
   }
+  template <class T>
+  __device__ __forceinline__ static bool draws(const Scalars& s, DType t) {
+    if constexpr (std::is_same_v<T, float>) return false;
+    return s.draws_moments && (!std::is_same_v<T, Any> || t != DType::f32);
+  }
+  template <class T>
+  __device__ __forceinline__ static void store_moment(const Scalars& s, void* p, DType t, int64_t i,
+                                                      const float (&x)[N], const RandomBits<N>& random,
+                                                      uint32_t factor) {
+    if (draws<T>(s, t))
+      store_stochastic<T, N>(p, t, i, x, random, factor);
+    else
+      store_as<T, N>(p, t, i, x);
+  }
 
   __device__ __forceinline__ void load(const Entry& e, int64_t i) {
     const bool masters = rounds(e, AdamwRounding::master);
@@ -163,7 +222,7 @@ struct Unit {
     if (e.most != nullptr) most.load(e.most, e.sq_type, i);
   }
 
-  __device__ __forceinline__ void update(const Entry& e, const Constants& c, float factor, uint64_t seed,
+  __device__ __forceinline__ void update(const Entry& e, const Constants& c, float factor, const Scalars& s,
                                          int64_t i) const {
     float p[N], m[N], v[N];
     const bool masters = rounds(e, AdamwRounding::master), splits = rounds(e, AdamwRounding::split);
@@ -180,35 +239,31 @@ struct Unit {
         u[k] = most.get(k, e.sq_type);
         adamw_update(mul(grad.get(k, e.grad_type), factor), c, p[k], m[k], v[k], &u[k]);
       }
-      store_as<W, N>(e.most, e.sq_type, i, u);
+      // Drawn for u alone: u would not fit the registers beside p, m, v and the bits.
+      const RandomBits<N> random(draws<W>(s, e.sq_type), e.first + i, c.step, s.keys);
+      store_moment<W>(s, e.most, e.sq_type, i, u, random, kSqFactor);
     } else {
 #pragma unroll
       for (int k = 0; k < N; ++k)
         adamw_update(mul(grad.get(k, e.grad_type), factor), c, p[k], m[k], v[k],
                      static_cast<float*>(nullptr));
     }
-    store_as<M, N>(e.exp_avg, e.avg_type, i, m);
-    store_as<W, N>(e.exp_avg_sq, e.sq_type, i, v);
-    store_param(e, c, seed, i, p);
+    // Parameters first: their values need not be kept while random bits are made.
+    const bool draws_param = rounds(e, AdamwRounding::stochastic);
+    if (!draws_param) store_param(e, i, p);
+    const RandomBits<N> random(draws_param || draws<M>(s, e.avg_type) || draws<W>(s, e.sq_type), e.first + i,
+                               c.step, s.keys);
+    if (draws_param) store_stochastic<P, N>(e.param, e.param_type, i, p, random, kParamFactor);
+    store_moment<M>(s, e.exp_avg, e.avg_type, i, m, random, kAvgFactor);
+    store_moment<W>(s, e.exp_avg_sq, e.sq_type, i, v, random, kSqFactor);
   }
 
-  __device__ __forceinline__ static void store_param(const Entry& e, const Constants& c, uint64_t seed,
-                                                     int64_t i, const float (&p)[N]) {
-    uint16_t bits[N];
-    if (rounds(e, AdamwRounding::stochastic)) {
-      const RandomBits<N> random(e.first + i, c.step, seed);
-      const bool is_bf16 = std::is_same_v<P, __nv_bfloat16> || e.param_type == DType::bf16;
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const uint32_t x = __float_as_uint(p[k]);
-        bits[k] = uint16_t(is_bf16 ? stochastic_bf16(x, random.get(k)) : stochastic_f16(x, random.get(k)));
-      }
-      return store_bits<N>(e.param, i, bits);
-    }
+  // To the nearest, with what the rounding keeps besides.
+  __device__ __forceinline__ static void store_param(const Entry& e, int64_t i, const float (&p)[N]) {
     const bool masters = rounds(e, AdamwRounding::master);
     if (masters) store_as<float, N>(e.extra, DType::f32, i, p);
     if (rounds(e, AdamwRounding::split) || (masters && e.param_type == DType::bf16)) {
-      uint16_t lows[N];
+      uint16_t bits[N], lows[N];
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         const uint32_t x = splittable(__float_as_uint(p[k]));
@@ -223,8 +278,8 @@ struct Unit {
 
 // Elements [begin, begin + count) of a tensor, U units of N elements of a thread in flight.
 template <int N, int U, class P, class G, class M, class W, AdamwRounding R>
-__device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c, float factor, uint64_t seed,
-                                             int64_t begin, int count) {
+__device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c, float factor,
+                                             const Scalars& s, int64_t begin, int count) {
   using Units = Unit<N, P, G, M, W, R>;
   const int units = count / N;
 #pragma unroll 1
@@ -235,24 +290,19 @@ __device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c,
       if (u + h * kThreads < units) x[h].load(e, begin + (u + h * kThreads) * N);
 #pragma unroll
     for (int h = 0; h < U; ++h)
-      if (u + h * kThreads < units) x[h].update(e, c, factor, seed, begin + (u + h * kThreads) * N);
+      if (u + h * kThreads < units) x[h].update(e, c, factor, s, begin + (u + h * kThreads) * N);
   }
   if constexpr (N > 1) {
     const int at = units * N + int(threadIdx.x);
     if (at < count) {
       Unit<1, P, G, M, W, R> one;
       one.load(e, begin + at);
-      one.update(e, c, factor, seed, begin + at);
+      one.update(e, c, factor, s, begin + at);
     }
   }
 }
 
 // --- kernels ----------------------------------------------------------------------------------
-
-struct Scalars {
-  const float *clip, *grad_scale, *found_inf;  // null: absent
-  uint64_t seed;
-};
 
 // The table: constants, unless they were computed on the device, and entries.
 template <AdamwRounding R, size_t Bytes>
@@ -282,11 +332,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int64_t begin = int64_t(chunk - e.first_chunk) * kChunk;
   const int n = int(min(kChunk, e.size - begin));
   switch (e.path) {
-    case Path::bf16: return update_chunk<8, 1, B, B, B, B, R>(e, c, factor, s.seed, begin, n);
-    case Path::bf16_wide: return update_chunk<4, 1, B, B, float, float, R>(e, c, factor, s.seed, begin, n);
-    case Path::f32: return update_chunk<4, 1, float, float, float, float, R>(e, c, factor, s.seed, begin, n);
-    case Path::aligned: return update_chunk<4, 1, Any, Any, Any, Any, R>(e, c, factor, s.seed, begin, n);
-    case Path::unaligned: return update_chunk<1, 2, Any, Any, Any, Any, R>(e, c, factor, s.seed, begin, n);
+    case Path::bf16: return update_chunk<8, 1, B, B, B, B, R>(e, c, factor, s, begin, n);
+    case Path::bf16_wide: return update_chunk<4, 1, B, B, float, float, R>(e, c, factor, s, begin, n);
+    case Path::f32: return update_chunk<4, 1, float, float, float, float, R>(e, c, factor, s, begin, n);
+    case Path::f32_half: return update_chunk<8, 1, float, float, B, B, R>(e, c, factor, s, begin, n);
+    case Path::aligned: return update_chunk<4, 1, Any, Any, Any, Any, R>(e, c, factor, s, begin, n);
+    case Path::unaligned: return update_chunk<1, 2, Any, Any, Any, Any, R>(e, c, factor, s, begin, n);
   }
 }
 
@@ -339,28 +390,36 @@ TableConstants* prepare(Context& ctx, const Adamw& a) {
   return constants;
 }
 
+// Whether a tensor takes random bits.
+bool draws(const Entry& e, const Adamw& a) {
+  return (a.rounding == AdamwRounding::stochastic && is_half(e.param_type)) ||
+         (a.moment_rounding == AdamwRounding::stochastic && (is_half(e.avg_type) || is_half(e.sq_type)));
+}
+
 // Whether vectors of n elements, a power of two, begin at aligned addresses.
-bool is_aligned(const Entry& e, size_t n, AdamwRounding rounding) {
+bool is_aligned(const Entry& e, size_t n, const Adamw& a) {
   auto begins = [n](const void* p, DType t) {
     return (reinterpret_cast<uintptr_t>(p) & (n * size_of(t) - 1)) == 0;
   };
-  const DType extra = rounding == AdamwRounding::split ? DType::i16 : DType::f32;
+  const DType extra = a.rounding == AdamwRounding::split ? DType::i16 : DType::f32;
   return begins(e.param, e.param_type) && begins(e.grad, e.grad_type) && begins(e.exp_avg, e.avg_type) &&
          begins(e.exp_avg_sq, e.sq_type) && begins(e.most, e.sq_type) && begins(e.extra, extra) &&
-         (rounding != AdamwRounding::stochastic || e.first % int64_t(n) == 0);
+         (!draws(e, a) || e.first % int64_t(n) == 0);
 }
 
-Path path_of(const Entry& e, AdamwRounding rounding) {
+Path path_of(const Entry& e, const Adamw& a) {
   auto are = [&](DType p, DType moments) {
     return e.param_type == p && e.grad_type == p && e.avg_type == moments && e.sq_type == moments;
   };
-  if (are(DType::bf16, DType::bf16) && is_aligned(e, 8, rounding)) return Path::bf16;
-  if (!is_aligned(e, 4, rounding)) return Path::unaligned;
+  const bool by_eight = is_aligned(e, 8, a);
+  if (by_eight && are(DType::bf16, DType::bf16)) return Path::bf16;
+  if (by_eight && are(DType::f32, DType::bf16)) return Path::f32_half;
+  if (!is_aligned(e, 4, a)) return Path::unaligned;
   if (are(DType::bf16, DType::f32)) return Path::bf16_wide;
   return are(DType::f32, DType::f32) ? Path::f32 : Path::aligned;
 }
 
-Entry entry_of(const AdamwTensor& t, AdamwRounding rounding) {
+Entry entry_of(const AdamwTensor& t, const Adamw& a) {
   Entry e{.param = t.param.data,
           .grad = t.grad.data,
           .exp_avg = t.exp_avg.data,
@@ -376,7 +435,7 @@ Entry entry_of(const AdamwTensor& t, AdamwRounding rounding) {
           .avg_type = t.exp_avg.dtype,
           .sq_type = t.exp_avg_sq.dtype,
           .path = Path::unaligned};
-  e.path = path_of(e, rounding);
+  e.path = path_of(e, a);
   return e;
 }
 
@@ -402,14 +461,18 @@ void run(Context& ctx, const Adamw& a) {
       }
   int64_t chunks = 0, used = -1;
   for (size_t i = 0; i < n; ++i) {
-    Entry e = entry_of(a.tensors[i], R);
+    Entry e = entry_of(a.tensors[i], a);
     used += computed != nullptr || !shares_constants(a, i);
     e.first_chunk = int32_t(chunks), e.constants = uint32_t(used);
     chunks += ceil_div(e.size, kChunk);
     TIGON_CHECK(kOp, chunks <= INT32_MAX, "tensors must have fewer than 2^45 elements in all");
     table.append(e);
   }
-  const Scalars scalars{a.clip.as<float>(), a.grad_scale.as<float>(), a.found_inf.as<float>(), a.seed};
+  const Scalars scalars{.clip = a.clip.as<float>(),
+                        .grad_scale = a.grad_scale.as<float>(),
+                        .found_inf = a.found_inf.as<float>(),
+                        .keys = philox_keys(a.seed),
+                        .draws_moments = a.moment_rounding == AdamwRounding::stochastic};
   table.finish([&](const unsigned char* at, const auto& block) {
     launch(kOp, ctx, adamw_kernel<R, sizeof(block)>, {.blocks = chunks, .threads = kThreads}, at, computed,
            int(constants), int(n), scalars, block);

@@ -109,7 +109,8 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
              group_sizes = arguments.take<std::vector<int64_t>>();
   const auto hyperparameters = arguments.take<std::vector<double>>();
   TensorList lrs = list();
-  const int64_t rounding = arguments.take<int64_t>(), seed = arguments.take<int64_t>();
+  const auto rounding = arguments.take<int64_t>(), moment_rounding = arguments.take<int64_t>(),
+             seed = arguments.take<int64_t>();
   const OptionalTensor clip = arguments.take<OptionalTensor>(), grad_scale = arguments.take<OptionalTensor>(),
                        found_inf = arguments.take<OptionalTensor>();
   const size_t n = params.size();
@@ -119,8 +120,9 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
     TIGON_CHECK(kOp, size == n, "lists must have ", n, " tensors each, got one of ", size);
   TIGON_CHECK(kOp, hyperparameters.size() == kHyperparameters * group_sizes.size(),
               "hyperparameters must be ", kHyperparameters, " a group, got ", hyperparameters.size());
-  TIGON_CHECK(kOp, rounding >= 0 && rounding < kAdamwRoundings, "rounding must be one of 0 to ",
-              kAdamwRoundings - 1, ", got ", rounding);
+  for (int64_t given : {rounding, moment_rounding})
+    TIGON_CHECK(kOp, given >= 0 && given < kAdamwRoundings, "roundings must be one of 0 to ",
+                kAdamwRoundings - 1, ", got ", given);
   if (n == 0) return;
   const auto mode = AdamwRounding(rounding);
   Views views(params.tensor(0));
@@ -169,6 +171,7 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
   adamw(*ctx, {.tensors = tensors,
                .groups = groups,
                .rounding = mode,
+               .moment_rounding = AdamwRounding(moment_rounding),
                .seed = uint64_t(seed),
                .clip = views.scalar("clip", clip),
                .grad_scale = views.scalar("grad_scale", grad_scale),
@@ -184,8 +187,9 @@ TIGON_TORCH_SCHEMAS(m) {
   define(m,
          "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
          "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] extras, Tensor(f!)[] steps, int[] first, "
-         "int[] group_sizes, float[] hyperparameters, Tensor[] lrs, int rounding, int seed, Tensor? clip, "
-         "Tensor? grad_scale, Tensor? found_inf) -> ()");
+         "int[] group_sizes, float[] hyperparameters, Tensor[] lrs, int rounding, int moment_rounding, int "
+         "seed, "
+         "Tensor? clip, Tensor? grad_scale, Tensor? found_inf) -> ()");
 }
 TIGON_TORCH_KERNELS(m) { m.impl("adamw_", &step); }
 

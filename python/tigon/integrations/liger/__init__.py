@@ -153,10 +153,11 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         module.__all__ = [name for name in names if not name.startswith("_")]
 
         def __getattr__(name):
+            path = f"{below}.{name}".lstrip(".")
+            if _known(path) and not (below and name in names):  # imported with its package, there
+                return importlib.import_module(f"{module.__name__}.{name}")
             if name not in names:
                 raise AttributeError(f"[compat.liger] {module.__name__} {VERSION} has no {name}")
-            if below == "" and name in table():
-                return importlib.import_module(f"{module.__name__}.{name}")
             value = resolve(name, below)
             setattr(module, name, value)
             return value

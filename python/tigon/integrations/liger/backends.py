@@ -99,6 +99,8 @@ def _bounds(f32, f16=(5e-3, 5e-2), bf16=(2e-2, 1e-1)) -> dict:
 _USUAL = _bounds((1e-5, 1e-4))
 _TOLERANCES = {"layer_norm": _bounds((5e-4, 1e-3)), "jsd": _bounds((1e-5, 1e-5), (5e-3, 5e-3), (2e-2, 2e-2))}
 _REGISTRY: dict[tuple[str, str], OpImpl] = {}
+IMPL_REGISTRY: dict = {}  # of liger_kernel.ops.backends: kernels for other hardware, which nobody has here
+LIGER_KERNEL_IMPL_ENV = "LIGER_KERNEL_IMPL"
 _chosen: str | None = None
 
 

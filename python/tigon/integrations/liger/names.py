@@ -16,7 +16,7 @@ PACKAGE = "liger_kernel"
 _BEHIND = (
     "bases", "chunked_loss", "divergences", "functional", "modules",
     "hyper_connections", "outputs", "patching", "policies", "preferences", "megatron", "utils",
-    "backends",
+    "backends", "passes",
 )  # fmt: skip
 _APART = {"chunked_loss"}  # packages whose names mean something else outside of them
 
@@ -91,10 +91,18 @@ _INSTEAD = (
     ("IMPL_REGISTRY|ImplInfo|select_impl|declare_op_locations|emit_fallback",
      "liger_kernel.backends.register_impl"),
     ("num_sms|npu_core", "torch.cuda.get_device_properties"),
-    ("_(forward|backward|fwd$|bwd$)",
-     "the function of the op itself: these are the halves of one autograd function there"),
 )  # fmt: skip
+# Words of names of kernels and passes there -> the function here, where it has another name.
+_OTHERWISE = {"attn_res": "attention_residual", "kldiv": "kl_div", "tv_distance": "tvd",
+              "ce_tvd": "linear_tvd", "mrope": "rope"}  # fmt: skip
 _INTERNAL = "the op's public function: this one belongs to how Liger's kernels are made"
+
+
+def _of_op(name: str) -> str:
+    """The function of the op that a kernel or a pass by this name belongs to."""
+    words = {**{op: op for op in tigon.__all__}, **_OTHERWISE}
+    named = [word for word in words if re.search(rf"(^|_){word}(_|$)", name)]
+    return f"tigon.{words[max(named, key=len)]}" if named else _INTERNAL
 
 
 def missing(name: str) -> type:
@@ -104,7 +112,7 @@ def missing(name: str) -> type:
     so the import must work and the use must say what is the matter.
     """
 
-    instead = next((advice for part, advice in _INSTEAD if re.search(part, name)), _INTERNAL)
+    instead = next((advice for part, advice in _INSTEAD if re.search(part, name)), _of_op(name))
 
     def refuse(*args, **kwargs):
         words = f"[compat.liger] {name} is not there in tigon {tigon.__version__}: {instead}"

@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 
+import torch
 from transformers import AutoConfig
 from transformers.utils import ModelOutput
 
@@ -22,9 +23,16 @@ from tigon.integrations.liger import functional
 from tigon.integrations.liger.names import check
 from tigon.integrations.liger.outputs import with_counts
 from tigon.integrations.source import made
-from tigon.integrations.transformers.causal_loss import COUNTS, loss_of_logits, loss_options, next_labels
+from tigon.integrations.transformers.causal_loss import (
+    COUNTS,
+    causal_lm_loss,
+    loss_of_logits,
+    loss_options,
+    next_labels,
+)
 from tigon.integrations.transformers.forward import model_forward
-from tigon.integrations.transformers.head import forward_of_model
+from tigon.integrations.transformers.head import forward_of_model, watched_forward
+from tigon.integrations.transformers.lazy_logits import LazyLogits
 from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
 from tigon.integrations.transformers.patch import unwrapped
 
@@ -82,11 +90,13 @@ def _make(name: str, names: str, defaults: dict, types: tuple[str, ...]):
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{apply_function.__name__}() {error}") from None
+        given = bound.arguments | bound.arguments.get("kwargs", {}) | own
         bound.apply_defaults()
-        options = dict(bound.arguments) | own
-        options |= options.pop("kwargs", {})
-        model = options.pop("model", None)
-        slots, logits_loss = _slots(options)
+        model = bound.arguments.pop("model", None)
+        options = bound.arguments | given
+        if "kwargs" in options:  # the function of a model made of others
+            options = _of_parts(model) | options.pop("kwargs") | options
+        slots, logits_loss = _slots(options, given)
         if model is not None:
             _patch(model, slots, logits_loss)
         else:
@@ -95,16 +105,30 @@ def _make(name: str, names: str, defaults: dict, types: tuple[str, ...]):
     apply_function.__name__ = apply_function.__qualname__ = f"apply_liger_kernel_to_{name}"
     apply_function.__signature__ = signature
     apply_function.__doc__ = (
-        f"Tigon into {name} models: into ``model``, or without one into every such model built from now on."
+        f"Tigon into {name} models: into ``model``, or without one into every such model, now and later."
     )
     return apply_function
 
 
-def _slots(options: dict) -> tuple[dict, bool]:
+def _of_parts(model) -> dict[str, bool]:
+    """What the functions of a model's text and vision models do by default: theirs run with it, there."""
+    parts = [getattr(getattr(model, "config", None), f"{name}_config", None) for name in ("text", "vision")]
+    types = [part.model_type for part in parts if part is not None]
+    if types and types[0] not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return dict(_DEFAULTS)
+    known = [MODEL_TYPE_TO_APPLY_LIGER_FN[name] for name in types if name in MODEL_TYPE_TO_APPLY_LIGER_FN]
+    defaults = (
+        parameter for function in known for parameter in inspect.signature(function).parameters.values()
+    )
+    return {parameter.name: True for parameter in defaults if parameter.default is True}
+
+
+def _slots(options: dict, given: dict) -> tuple[dict, bool]:
     """(keywords of tigon.apply, whether the loss of existing logits is asked for)."""
     on = {name for name, value in options.items() if value}
-    both = {"cross_entropy", "fused_linear_cross_entropy"} <= on
-    check(not both, "cross_entropy and fused_linear_cross_entropy must not both be True, got both")
+    losses = ("cross_entropy", "fused_linear_cross_entropy")
+    default = "".join(f" ({name} by default: pass {name}=False)" for name in losses if name not in given)
+    check(not on.issuperset(losses), "{} and {} must not both be True, got both{}", *losses, default)
     mlp = bool(on & {"swiglu", "geglu", "relu_squared"})
     wanted = dict.fromkeys(("mlp", "experts", "router"), mlp)
     wanted |= {"norm": bool(on & {"rms_norm", "layer_norm"}), "rope": "rope" in on}
@@ -124,7 +148,8 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
         _use_logits_loss(model)
     if any(slots.values()):
         try:
-            report = tigon.apply(model, **slots)
+            # What is on is looked for; the report need not say that a model has no experts.
+            report = tigon.apply(model, **{slot: on for slot, on in slots.items() if not on or slot in _OWN})
         except Error as error:
             log.warning("%s: it stays as it is", error)
             return
@@ -133,7 +158,7 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
             if entry.slot == "norm":
                 _take_choices(model.get_submodule(entry.path))
         forward = model_forward(model)
-        if forward is not None:
+        if forward is not None and forward.function is not watched_forward:
             forward.function = _forward
             model.__dict__[_SETTINGS] = functional.loss_settings()
 
@@ -188,8 +213,26 @@ def _use_logits_loss(model) -> None:
 
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
         model.loss_function = logits_causal_lm_loss
+        look = _OtherLosses()
+        look.handle = model.register_forward_pre_hook(look, with_kwargs=True)
     else:
         log.warning("[compat.liger] %s has a loss of its own: cross_entropy leaves it", type(model).__name__)
+
+
+class _OtherLosses:
+    """Looks at the first training forward: a program that gives no labels has a loss of its own."""
+
+    def __call__(self, model, args, kwargs):
+        if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return
+        self.handle.remove()
+        labels = any("labels" in name and value is not None for name, value in kwargs.items())
+        if not (labels or len(args) > 1):
+            log.warning(
+                "[compat.liger] cross_entropy is the loss of a model that is given labels: "
+                "a loss of yours on output.logits stays PyTorch's (tigon.apply(model, lazy_logits=True) "
+                "keeps nn.CrossEntropyLoss and F.cross_entropy of them fused, without logits)"
+            )
 
 
 def logits_causal_lm_loss(
@@ -199,6 +242,10 @@ def logits_causal_lm_loss(
 
     Accuracy and predictions are not counted here, as in Liger: the output has no place for them.
     """
+    if isinstance(logits, LazyLogits):
+        return causal_lm_loss(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
     options = loss_options({name: v for name, v in kwargs.items() if name not in COUNTS})
     if shift_labels is None:
         shift_labels = next_labels(labels, ignore_index)
@@ -230,12 +277,13 @@ def _chosen(model_type: str, options: dict):
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if function is None:
         return None
-    known = (*inspect.signature(function).parameters, *_OWN)
+    parameters = inspect.signature(function).parameters
+    known = (*(_DEFAULTS if "kwargs" in parameters else parameters), *_OWN)
     return function, {name: value for name, value in options.items() if name in known}
 
 
 def _apply_liger_kernel(model_type: str, **kwargs) -> None:
-    """Into every model of this type built from now on; types not in the table are left, and it is logged."""
+    """Into every model of this type, now and later; types not in the table are left, and it is logged."""
     chosen = _chosen(model_type, kwargs)
     if chosen is None:
         log.info("[compat.liger] no patch for new models of type %s", model_type)
@@ -249,7 +297,7 @@ def _apply_liger_kernel_to_instance(model, **kwargs) -> None:
     chosen = _chosen(model_type, kwargs)
     if chosen is None:
         known = {name: value for name, value in kwargs.items() if name in (*_DEFAULTS, *_OWN)}
-        _patch(model, *_slots({**_DEFAULTS, **known}))
+        _patch(model, *_slots({**_DEFAULTS, **known}, known))
         return
     chosen[0](model=model, **chosen[1])
 

@@ -150,11 +150,17 @@ def calculate_settings(n: int) -> tuple[int, int]:
     return block, warps
 
 
-def torch_to_triton_dtype() -> dict:
-    """torch dtype -> Triton dtype; needs triton."""
-    import triton.language as tl
+class _TritonTypes(dict):
+    """torch dtype -> Triton's, for kernels of their own that callers bring; needs triton when it is read."""
 
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    def __missing__(self, dtype):
+        import triton.language as tl
+
+        self.update({torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16})
+        return dict.__getitem__(self, dtype)
+
+
+torch_to_triton_dtype = _TritonTypes()
 
 
 def transformers_version_dispatch(required_version, before_fn, after_fn, before_args=(), after_args=(),

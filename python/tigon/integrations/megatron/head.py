@@ -36,6 +36,11 @@ class OwedHead(nn.Module):
         self.rest = (layer, gather, spec, torch.is_grad_enabled())
 
     def forward(self, hidden, request):
+        return self.answer(self, hidden, request)
+
+    def answer(self, module, hidden, request):
+        """Its own answer, as `HeadSpec` of transformers' heads gives one."""
+        del module
         layer, gather, spec, grad = self.rest
         with torch.set_grad_enabled(grad):
             if isinstance(request, LossRequest):
@@ -65,6 +70,7 @@ def output_forward(layer, spec, input_, weight=None, runtime_gather_output=None)
 class _GatheredLogits(LazyLogits):
     """Logits of the rows of all processes, owed from this process's share of the hidden states."""
 
+    _kept = (*LazyLogits._kept, "_shares")
     _shares = 1
 
     @property

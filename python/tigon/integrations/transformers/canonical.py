@@ -94,21 +94,34 @@ def canonical_function(function) -> Canonical:
     return _canonical(function, None)
 
 
-@functools.lru_cache(maxsize=4096)
 def _canonical(function, cls) -> Canonical:
+    found, reads = _evaluated(function, cls)
+    if all(_now(place, name) is value for place, name, value in reads):
+        return found
+    return _evaluated.__wrapped__(function, cls)[0]  # a name means something else by now
+
+
+def _now(place, name):
+    return place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _evaluated(function, cls) -> tuple[Canonical, list]:
+    """The expression, and what was read for it beside the source: (where, name, value)."""
     if hasattr(function, "__wrapped__"):
         raise Unrecognised("decorated function")
     node = function_node(function)
     names, defaults = _parameters(node, cls)
     env = {name: ("arg", i) for i, name in enumerate(names)}
-    value = _Evaluator(function, cls, node, 0).block(node.body, env)
+    reads = []
+    value = _Evaluator(function, cls, node, 0, reads).block(node.body, env)
     attributes: dict[str, str] = {}
 
     def rename(match):
         return attributes.setdefault(match[1], f"@{len(attributes) + 1}")
 
     text = re.sub(r"@<(\w+)>", rename, f"{len(names)}{defaults} {_render(value)}")
-    return Canonical(text, tuple(attributes))
+    return Canonical(text, tuple(attributes)), reads
 
 
 def source_tree(function) -> ast.Module:
@@ -140,8 +153,9 @@ def _parameters(node: ast.FunctionDef, cls: type | None) -> tuple[list[str], lis
 class _Evaluator:
     """Evaluate the body of one function symbolically; expressions are nested tuples."""
 
-    def __init__(self, function, cls, node, depth):
+    def __init__(self, function, cls, node, depth, reads):
         self.function = function
+        self.reads = reads
         self.globals = function.__globals__
         self.cls = cls
         self.depth = depth
@@ -229,7 +243,7 @@ class _Evaluator:
         if name in env:
             return env[name]
         if name in self.globals:
-            return ("object", self.globals[name])
+            return ("object", self.read(self.globals, name))
         if name in ("isinstance", "float"):
             return ("object", getattr(builtins, name))
         if name in self.function.__code__.co_varnames:  # this path, where it is not assigned, fails
@@ -240,7 +254,7 @@ class _Evaluator:
         if base[0] == "object":  # torch.float32, nn.functional.silu
             if not isinstance(base[1], types.ModuleType) or not hasattr(base[1], attr):
                 raise Unrecognised(f"attribute `{attr}`")
-            return ("object", getattr(base[1], attr))
+            return ("object", self.read(base[1], attr))
         if attr == "dtype":
             return base[2] if base[0] == "cast" else ("dtype", base)
         if attr in ("values", "indices") and base[0] in ("topk", "max"):
@@ -298,7 +312,7 @@ class _Evaluator:
         return value if value[0] == "leading" else ("spread", value)  # leading sizes are handed on
 
     def call_self(self, attr, arguments, keywords):
-        method = getattr(self.cls, attr, None)
+        method = self.read(self.cls, attr)
         if method is None:  # a child module
             if keywords:
                 raise Unrecognised(f"keywords in a call of `{attr}`")
@@ -316,10 +330,15 @@ class _Evaluator:
         name = self.function.__name__
         owner = next((i for i, base in enumerate(mro) if vars(base).get(name) is self.function), None)
         after = () if owner is None else mro[owner + 1 :]
-        method = next((vars(base)[attr] for base in after if attr in vars(base)), None)
-        if method is None:
+        base = next((base for base in after if attr in vars(base)), None)
+        if base is None:
             raise Unrecognised(f"super().{attr}")
-        return method
+        return self.read(base, attr)
+
+    def read(self, place, name):
+        """What a name means now, to be compared when the expression is asked for again."""
+        self.reads.append((place, name, _now(place, name)))
+        return self.reads[-1][2]
 
     def inline(self, function, cls, arguments, keywords):
         if self.depth >= MAX_INLINING or keywords or hasattr(function, "__wrapped__"):
@@ -329,7 +348,7 @@ class _Evaluator:
         if defaults or len(names) != len(arguments):
             raise Unrecognised(f"call of `{node.name}`")
         env = dict(zip(names, arguments, strict=True))
-        return _Evaluator(function, cls, node, self.depth + 1).block(node.body, env)
+        return _Evaluator(function, cls, node, self.depth + 1, self.reads).block(node.body, env)
 
 
 def _known(function) -> str | None:

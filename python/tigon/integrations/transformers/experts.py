@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from tigon.integrations.transformers.forward import (
     bind,
     blocked,
     bound,
+    follows,
     foreign,
     plain,
     stock,
@@ -85,10 +87,12 @@ def _fields(module: nn.Module, found: Match) -> tuple[dict, str | None]:
 def registered_forward(module: nn.Module, hidden_states, top_k_index, top_k_weights):
     """The implementation `tigon` of transformers' registry."""
     run = getattr(module, LAYER, None)
+    if run is None and id(module.config) in _switched:  # by another model, of this configuration too
+        return stock_layer(module, _switched[id(module.config)], hidden_states, top_k_index, top_k_weights)
     if run is None and not torch.compiler.is_compiling():  # chosen by name, without tigon.apply
         planned = _plan_layer(module)
         function, _, _, spec, _ = planned or (stock_layer, None, None, "grouped_mm", None)
-        bind(function, module, spec, LAYER)
+        bind(function, module, spec, LAYER, of=GATE)
         run = getattr(module, LAYER)
     if run is None:
         return stock_layer(module, "grouped_mm", hidden_states, top_k_index, top_k_weights)
@@ -98,13 +102,23 @@ def registered_forward(module: nn.Module, hidden_states, top_k_index, top_k_weig
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, registered_forward)
 
 
+@follows
 def stock_layer(module: nn.Module, before: str, *args):
     """A layer as another implementation runs it."""
     if before == "eager":
-        return inspect.unwrap(type(module).forward)(module, *args)
+        loop = next((_loops[kind] for kind in type(module).__mro__ if kind in _loops), None)
+        return (loop or _note_loop(type(module)))(module, *args)
     return ALL_EXPERTS_FUNCTIONS[before](module, *args)
 
 
+_loops: dict[type, object] = {}  # class -> its loop over experts, before anybody gave it another forward
+
+
+def _note_loop(kind: type):
+    return _loops.setdefault(kind, inspect.unwrap(kind.forward))
+
+
+@follows
 def layer_forward(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights):
     """Forward of a recognised layer; tensors that have no kernel go the way they went before."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
@@ -112,7 +126,8 @@ def layer_forward(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights):
     if module.has_bias:
         biases = getattr(module, f"{name}_bias"), module.down_proj_bias
     tensors = (hidden, ids, weights, first, down, *(b for b in biases if b is not None))
-    if not (plain(*tensors) and _fit(*tensors) and spec.intact(module)):
+    gate_is_own = GATE not in module.__dict__ and bound(module, LAYER).replaces_own()
+    if not (plain(*tensors) and _fit(*tensors) and spec.intact(module) and gate_is_own):
         return stock_layer(module, spec.before, hidden, ids, weights)
     options = {"alpha": spec.alpha, "limit": spec.limit}
     options = {name: getattr(module, attribute) for name, attribute in options.items() if attribute}
@@ -205,7 +220,7 @@ def _plan_layer(module) -> tuple | None:
     if GATE in module.__dict__ or getattr(module, "has_post_expert_norm", False):
         return None
     before = implementation(module)
-    if before == "eager" and "float" in inspect.unwrap(type(module).forward).__code__.co_names:
+    if before == "eager" and "float" in _note_loop(type(module)).__code__.co_names:
         return None  # its loop multiplies in float32
     found = Match(Structure("no gate", None), {"act": "act_fn"})
     if module.has_gate:
@@ -224,6 +239,9 @@ def _plan_layer(module) -> tuple | None:
     return layer_forward, module, LAYER, spec, f"tigon.experts ({found.structure.name})"
 
 
+_switched: dict[int, str] = {}  # id of a configuration -> what ran the experts before `switch`
+
+
 def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
     """Have the registry ask for `tigon` where a layer of `model` runs by it; `previous` by path."""
     modules = [(path, m) for path, m in model.named_modules() if uses_registry(m)]
@@ -232,6 +250,9 @@ def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
         if bound(module, LAYER) is not None and before != IMPLEMENTATION:
             previous[path] = before
             module.config._experts_implementation_internal = IMPLEMENTATION
+            if id(module.config) not in _switched:
+                weakref.finalize(module.config, _switched.pop, id(module.config), None).atexit = False
+            _switched[id(module.config)] = before or "grouped_mm"
             for _, other in modules:  # of one configuration, not recognised
                 if other.config is module.config and bound(other, LAYER) is None:
                     bind(stock_layer, other, before or "grouped_mm", LAYER)
@@ -243,6 +264,7 @@ def switch_back(model: nn.Module, previous: dict[str, str | None]) -> None:
         config = model.get_submodule(path).config
         if config._experts_implementation_internal == IMPLEMENTATION:
             config._experts_implementation_internal = before
+            _switched.pop(id(config), None)
 
 
 def _activates(module) -> bool:

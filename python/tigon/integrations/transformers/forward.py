@@ -18,19 +18,70 @@ class Forward:
     so that layers compiled one by one share what is compiled.
     """
 
-    def __init__(self, function, module: nn.Module, spec):
+    kind = None  # the class whose method was replaced; that and those it calls are kept too
+
+    def __init__(self, function, module: nn.Module, spec, name: str = "forward"):
         self.function = function
         self.module = module
         self.spec = spec
+        self.name = name  # of the class's method
 
     def call(self, *args, **kwargs):
-        return self.function(self.module, self.spec, *args, **kwargs)
+        if self.replaces_own():
+            return self.function(self.module, self.spec, *args, **kwargs)
+        return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+
+    def replaces_own(self) -> bool:
+        """Whether the class has the method, and the methods of its own that this calls, that it had."""
+        kind = type(self.module)
+        if kind is not self.kind:
+            if self.kind is not None and not _same_methods(kind, self.kind):
+                return False
+            if self.kind is None:
+                self.method = getattr(kind, self.name, None)
+                self.helpers = _helpers(kind, self.method)
+            self.kind = kind
+        return getattr(kind, self.name, None) is self.method and (not self.helpers or self._helped())
+
+    def _helped(self) -> bool:
+        """Whether the methods that the replaced one calls are those of the class."""
+        if torch.compiler.is_compiling():
+            return True
+        own = self.module.__dict__
+        return all(name not in own and getattr(self.kind, name) is f for name, f in self.helpers)
+
+    def __getstate__(self):
+        """Copies look at their class anew."""
+        seen = ("kind", "method", "helpers")
+        return {name: value for name, value in vars(self).items() if name not in seen}
 
     def __repr__(self):
         return f"<tigon method of {type(self.module).__name__}>"
 
 
-class ModelForward(Forward):
+class Following(Forward):
+    """One whose function looks at the module's class itself."""
+
+    def call(self, *args, **kwargs):
+        return self.function(self.module, self.spec, *args, **kwargs)
+
+
+def _helpers(kind: type, method) -> tuple:
+    """Names and functions of the methods of a class that one of them names."""
+    names = getattr(getattr(inspect.unwrap(method), "__code__", None), "co_names", ()) if method else ()
+    found = ((name, getattr(kind, name, None)) for name in names if name not in vars(nn.Module))
+    return tuple((name, f) for name, f in found if isinstance(f, types.FunctionType))
+
+
+def _same_methods(kind: type, known: type) -> bool:
+    """Whether a class made of another one (by FSDP2, for a parametrisation) has its methods."""
+    bases = known.__mro__[: known.__mro__.index(nn.Module)] if issubclass(kind, known) else ()
+    methods = {name for base in bases for name, value in vars(base).items()
+               if isinstance(value, types.FunctionType) and not name.startswith("__")}  # fmt: skip
+    return bool(bases) and all(getattr(kind, name) is getattr(known, name) for name in methods)
+
+
+class ModelForward(Following):
     """The same of a whole model. Others inspect its forward, wrap it, keep it and bind it anew.
 
     So this object itself stands in `module.forward`, with the signature of what it replaces, and is kept in
@@ -56,14 +107,24 @@ class ModelForward(Forward):
         return self.call(*args, **kwargs)
 
 
-def bind(function, module: nn.Module, spec, name: str = "forward", above: bool = False) -> None:
+def follows(function):
+    """Mark a replacement that looks at the class of its module itself."""
+    function.follows = True
+    return function
+
+
+def bind(function, module: nn.Module, spec, name: str = "forward", above: bool = False, of=None) -> None:
     """Make `function` a method of this instance; its class stays as it is.
 
-    `above`: a forward that transformers' tensor parallelism gave the instance becomes `stock`.
+    `above`: a forward that transformers' tensor parallelism gave the instance becomes `stock`. `of`: the
+    method of the class that it stands for, where that has another name.
     """
     if above and foreign(module):
         module.__dict__[BELOW] = module.__dict__[_place(module, name)]
-    module.__dict__[_place(module, name)] = Forward(function, module, spec).call
+    kind = Following if getattr(function, "follows", False) else Forward
+    made = kind(function, module, spec, of or name)
+    module.__dict__[_place(module, name)] = made.call
+    made.replaces_own()
 
 
 def bound(module: nn.Module, name: str = "forward") -> Forward | None:
@@ -110,6 +171,8 @@ def _released(module, spec, *args, **kwargs):
     return stock(module, *args, **kwargs)
 
 
+STATE = "_tigon_state"  # where a patched model keeps what undo needs
+ARRIVALS = "_tigon_arrivals"  # and what sees adapters that come later
 MODEL = "_tigon_forward"  # where a model keeps its `ModelForward`
 BELOW = "_tigon_below"  # where a module keeps the forward that was the instance's own
 
@@ -147,30 +210,80 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if on else None
 
 
+LINEAR = nn.Linear.forward
+_written: dict[type, object] = {}  # class -> its forward; None where it is not that of its source
+
+
+def intact(part: nn.Module, forward) -> bool:
+    """Whether a call of this part is one of this forward of its class, and nothing else.
+
+    Every fused path asks it of every part whose call it leaves out.
+    """
+    return type(part).forward is forward and not has_hooks(part) and not foreign(part)
+
+
+def written(kind: type):
+    """The forward that a class was written with; None where it has another one when it is first seen."""
+    if kind not in _written:
+        owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+        forward, name = kind.forward, f"{owner.__qualname__}.forward"
+        attributes = ("__module__", "__qualname__", "__wrapped__")
+        places = [getattr(forward, attribute, None) for attribute in attributes]
+        _written[kind] = forward if places == [owner.__module__, name, None] else None
+    return _written[kind]
+
+
+def is_as_written(part: nn.Module) -> bool:
+    """Whether neither the instance nor the class has another forward than the class was written with."""
+    return type(part).forward is written(type(part)) and not foreign(part)
+
+
+for _kind in (nn.Linear, nn.Dropout, nn.Identity):
+    written(_kind)
+
+
 @dataclass(frozen=True)
 class Part:
     """A child or function whose call is fused away: its attribute's name, and its class or the function."""
 
     name: str
     kind: object
+    forward: object = None  # of the class
+    numbers: tuple = ()  # names and values of a child's own attributes
 
     @classmethod
     def named(cls, module: nn.Module, name: str) -> Part:
         part = getattr(module, name)
-        return cls(name, type(part) if isinstance(part, nn.Module) else part)
+        if not isinstance(part, nn.Module):
+            return cls(name, part)
+        own = ((key, value) for key, value in vars(part).items() if key not in ("training", "forward"))
+        numbers = tuple((key, value) for key, value in own if not key.startswith("_"))
+        return cls(name, type(part), type(part).forward, numbers)
 
     def is_in(self, module: nn.Module) -> bool:
         """Whether it is what it was, and nobody watches its calls."""
         part = getattr(module, self.name)
         if not isinstance(part, nn.Module):
             return part is self.kind
-        return type(part) is self.kind and not has_hooks(part)
+        if type(part) is not self.kind or not intact(part, self.forward):
+            return False
+        if torch.compiler.is_compiling():  # where bound methods and partial functions have no identity
+            return True
+        return all(_alike(part.__dict__.get(key), value) for key, value in self.numbers)
+
+
+def _alike(some, other) -> bool:
+    """Whether an attribute is what it was; numbers are other objects after pickling."""
+    if some is other or type(some) is not type(other):
+        return some is other
+    return isinstance(other, int | float | str) and some == other
 
 
 def has_hooks(module: nn.Module) -> bool:
+    own = module.__dict__
     return bool(
-        module._forward_hooks or module._forward_pre_hooks
-        or module._backward_hooks or module._backward_pre_hooks
+        own["_forward_hooks"] or own["_forward_pre_hooks"]
+        or own["_backward_hooks"] or own["_backward_pre_hooks"]
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -15,21 +16,24 @@ from tigon._dtensor import sharded_loss
 from tigon.error import check
 from tigon.integrations.transformers.causal_loss import COUNTS, causal_lm_loss, loss_options
 from tigon.integrations.transformers.forward import (
+    ARRIVALS,
     autocast_dtype,
     bind,
     bind_model,
     blocked,
     bound,
+    follows,
     model_forward,
     plain,
     stock,
     tensor_parallel,
     unbind,
+    written,
 )
 from tigon.integrations.transformers.head_operands import head_operands, is_linear, is_lora, is_tokens
 from tigon.integrations.transformers.lazy_logits import LazyLogits, LogitsRequest, LossRequest
 from tigon.integrations.transformers.recompute import Ledger
-from tigon.integrations.transformers.report import HeadCalls
+from tigon.integrations.transformers.report import HeadCalls, caller
 from tigon.integrations.transformers.sharding import (
     gathered_once,
     present,
@@ -39,15 +43,25 @@ from tigon.integrations.transformers.sharding import (
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
+from tigon.ops.loss_head.operands import Trained
 
 # Hooks of these packages gather weights or move tensors; they do not look at the logits.
 INFRASTRUCTURE = ("torch.distributed", "deepspeed", "accelerate")
 
 
-NO_LABELS = (
-    "the model was called without labels (as Trainer does with label_smoothing_factor or compute_loss_func); "
-    "apply(lazy_logits=True) owes them to a loss of yours"
-)
+# What helps a caller that gives no labels, by the beginning of its module's name.
+NO_LABELS = "the model was called without labels; "
+WITHOUT_LABELS = {
+    "transformers.trainer": "a compute_loss_func with F.cross_entropy or nn.CrossEntropyLoss of "
+    "output.logits keeps the head fused with TigonTrainerCallback(lazy_logits=True), label_smoothing= too; "
+    "label_smoothing_factor reads the logits of the whole vocabulary",
+    "trl": "this trainer reads the logits of the whole vocabulary, and no option of apply changes that "
+    "(examples/trl_heads.py has subclasses of TRL's GKD, GOLD, ORPO and CPO trainers that read none; "
+    "tigon.compat.trl.install() serves its SFT, DPO, KTO, GRPO, RLOO and distillation trainers)",
+    "": "give it labels, or, if your loss is F.cross_entropy or nn.CrossEntropyLoss of output.logits, "
+    "apply(lazy_logits=True); log_softmax, softmax and logsumexp of them read the whole vocabulary "
+    "(tigon.linear_log_prob takes hidden states and the head's weight)",
+}
 NOT_PRESENT = (
     "the head's weight must be whole when its logits are read, got it sharded or freed "
     "(read output.logits before backward())"
@@ -72,25 +86,33 @@ class HeadSpec:
     ledger: Ledger
     compiled: bool = False  # its model's loss_function is ours, so tracing meets no torch function
     always: bool = False  # logits are owed without labels too
+    without_labels: str | None = None  # what helps the first caller that gave none
     once: str | None = None  # why its weight is there during the first call only
     forwards: dict[nn.Module, LogitsUse] = field(
         default_factory=dict
     )  # of models around it, the innermost last
 
+    def answer(self, module: nn.Module, hidden, request: LossRequest | LogitsRequest):
+        """The loss or the logits that were owed, whatever stands in ``module.forward`` by now."""
+        check("lazy_logits", present(module), NOT_PRESENT)
+        loss = isinstance(request, LossRequest)
+        return _loss(module, self, hidden, request) if loss else stock(module, hidden)
+
     def __deepcopy__(self, memo):
         return self  # PEFT copies heads out of a patched model: they count into the same report
 
 
+@follows
 def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
-    """Forward of a patched head: lazy logits while training, logits or a loss on request."""
+    """Forward of a patched head: lazy logits while training; by hooks that gather its weight, an answer."""
     if isinstance(request, LossRequest | LogitsRequest):
-        check("lazy_logits", present(module), NOT_PRESENT)
-        loss = isinstance(request, LossRequest)
-        return _loss(module, spec, hidden, request) if loss else stock(module, hidden)
+        return spec.answer(module, hidden, request)
     use = next(reversed(spec.forwards.values()), None)
     skip = None if use is None else use.skip
     if not (module.training and torch.is_grad_enabled() if skip is None else skip):
         return stock(module, hidden)
+    if bound(module) is None and not torch.compiler.is_compiling():
+        return stock(module, hidden)  # wrapped: the model's forward has said so
     reason = _why_computed(module, spec, use, hidden)
     if reason is not None:
         spec.calls.compute(reason)
@@ -98,7 +120,8 @@ def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
     autocast = autocast_dtype(hidden.device.type)
     if not torch.compiler.is_compiling():
         spec.calls.lazy += 1
-    return LazyLogits(module, hidden, module.weight.shape[0], autocast or hidden.dtype, spec.calls, autocast)
+    columns, dtype, rows = module.weight.shape[0], autocast or hidden.dtype, not vocabulary_sharded(module)
+    return LazyLogits(module, hidden, columns, dtype, spec.calls, autocast, rows)
 
 
 def _why_computed(module, spec, use, hidden) -> str | None:
@@ -106,7 +129,15 @@ def _why_computed(module, spec, use, hidden) -> str | None:
     if use is None:
         return "the head was called outside of its model's forward (call the model, with labels)"
     if not (use.labels or spec.always):
-        return NO_LABELS
+        if spec.without_labels is None and not torch.compiler.is_compiling():
+            name = caller()
+            spec.without_labels = next(
+                text for start, text in WITHOUT_LABELS.items() if name.startswith(start)
+            )
+        return NO_LABELS + (spec.without_labels or WITHOUT_LABELS[""])
+    own = bound(module)
+    if own is None or not own.replaces_own():
+        return "the head, or its class, has another forward than apply saw, which may change the logits"
     if vocabulary_sharded(module):
         if not plain(hidden) or torch.compiler.is_compiling():
             return "the hidden states are sharded, or torch.compile traces the tensor-parallel head"
@@ -116,8 +147,11 @@ def _why_computed(module, spec, use, hidden) -> str | None:
         )
     if spec.once is not None:
         return spec.once
-    if _adapted(module) and head_operands(module) is None:
-        return "the adapter of the head does more than two products (lora_dropout=0, or leave the head out)"
+    if not is_linear(module) and head_operands(module) is None:
+        return (
+            "the adapter of the head does more than two products (lora_dropout=0, or leave the head out), or "
+            "hooks or another forward watch a part of it"
+        )
     if torch.compiler.is_compiling():
         if not spec.compiled:
             return "torch.compile traces a loss that is not transformers' causal one (compile the layers)"
@@ -158,7 +192,10 @@ def _loss(module, spec, hidden, request):
 
 
 def _linear_loss(module, spec, hidden, request):
-    weight, bias, lora = head_operands(module)
+    operands = head_operands(module)
+    check("lazy_logits", operands is not None, "the loss must be computed before the parts of the head get "
+          "hooks or another forward, got some since the forward pass")  # fmt: skip
+    weight, bias, lora = operands
     columns, dtype = request.columns, request.dtype
     sharded = not plain(weight)
     if columns is not None and not sharded:
@@ -166,6 +203,10 @@ def _linear_loss(module, spec, hidden, request):
         lora = None if lora is None else (lora[0], lora[1][:columns], lora[2])
     if dtype is not None:
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if request.added is not None:  # to the rounded product, in stock: it is not rounded itself
+        added = request.added[: weight.shape[0]]
+        added = added.to(torch.promote_types(added.dtype, torch.float32))
+        bias = added if bias is None else bias + added
     target = request.target  # on the CPU: counted there, then moved
     target = target if target.device.type == "cpu" else target.to(hidden.device)
     spec.ledger.note(hidden, weight.to_local() if sharded else weight)
@@ -175,6 +216,8 @@ def _linear_loss(module, spec, hidden, request):
     scaling = options.pop("token_scaling", False)
     check("apply", not (scaling and sharded), "use_token_scaling must not be given where the head is sharded "
           "over a vocabulary, got True")  # fmt: skip
+    eager = not torch.compiler.is_compiling()
+    others = Trained.calls if eager else 0
     with off:  # the casts are made; autocast must not add its own
         if sharded:
             args = hidden, weight, target
@@ -185,7 +228,10 @@ def _linear_loss(module, spec, hidden, request):
             with torch.no_grad():
                 log_prob = linear_log_prob(hidden, weight, target, **{name: options[name] for name in same})
             options["token_weight"] = log_prob.exp()
-        return linear_cross_entropy(hidden, weight, target, **options)
+        loss = linear_cross_entropy(hidden, weight, target, **options)
+    if eager:
+        Trained.calls = others  # the report counts this one as its own
+    return loss
 
 
 def attach(owner: nn.Module, spec: HeadSpec) -> None:
@@ -193,9 +239,38 @@ def attach(owner: nn.Module, spec: HeadSpec) -> None:
 
     By its forward and not by hooks: PEFT before 0.21 calls `model.forward`.
     """
-    if model_forward(owner) is None:
+    present = model_forward(owner)
+    if present is None or present.function is watched_forward:
         names = tuple(inspect.signature(type(owner).forward).parameters)[1:]
         bind_model(forward_of_model, owner, (spec, names))
+
+
+def watched_forward(module: nn.Module, spec: None, *args, **kwargs):
+    """Forward of a model without a patched head."""
+    look_for_adapters(module)
+    return stock(module, *args, **kwargs)
+
+
+def look_for_adapters(model: nn.Module) -> None:
+    """Let a patched model see the adapters that it has been given since."""
+    arrivals = model.__dict__.get(ARRIVALS)
+    if arrivals is None:
+        return
+    if torch.compiler.is_compiling():
+        _look_while_tracing(arrivals.number)
+    else:
+        arrivals.look(model)
+
+
+@torch.compiler.assume_constant_result
+def _look_while_tracing(number: int) -> None:
+    """Before the layers are traced."""
+    watched = WATCHED.get(number)
+    if watched is not None:
+        watched.__dict__[ARRIVALS].look(watched)
+
+
+WATCHED: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
 def forward_of_model(module: nn.Module, head: tuple[HeadSpec, tuple[str, ...]], *args, **kwargs):
@@ -209,6 +284,7 @@ def forward_of_model(module: nn.Module, head: tuple[HeadSpec, tuple[str, ...]], 
     spec, names = head
     if module in spec.forwards:  # inside of itself
         return stock(module, *args, **kwargs)
+    look_for_adapters(module)
     counts = {field: None for name, field in COUNTS.items() if kwargs.pop(name, None)}
     use = before_forward(module, spec, {**dict(zip(names, args, strict=False)), **kwargs}, counts)
     kwargs.pop("skip_logits", None)
@@ -243,7 +319,12 @@ def before_forward(module: nn.Module, spec: HeadSpec, given: dict, counts: dict)
           "loss, got {} for {}", sorted(given), type(module).__name__)  # fmt: skip
     head = output_head(module)
     spec.once = gathered_once(head)
-    for linear in _patched(head, spec):
+    patched = _patched(head, spec)
+    if isinstance(patched, str):
+        if (labels or spec.always) and module.training and torch.is_grad_enabled():
+            spec.calls.compute(patched)
+        patched = []
+    for linear in patched:
         refuse_main_grad(module, linear)
     running = list(spec.forwards.values())  # of the models that this one is inside of
     around = running[-1] if running else LogitsUse(None, False, False, {})
@@ -267,15 +348,19 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return heads[0] if len(heads) == 1 else head
 
 
-def _patched(head: nn.Module, spec: HeadSpec) -> list[nn.Module]:
-    """The patched Linears of an output head; one put there since (by resizing) is patched now."""
+def _patched(head: nn.Module, spec: HeadSpec) -> list[nn.Module] | str:
+    """The patched Linears of an output head; one put there since (by resizing) is patched now.
+
+    Or why what is there now cannot be (another class, quantised, another forward).
+    """
     linears = [] if head is None else _behind(head)
     patched = [linear for linear in linears if bound(linear) is not None]
     if torch.compiler.is_compiling() or len(patched) == len(linears):
         return patched
     linears = plan_head(head)
     if isinstance(linears, str):
-        return patched
+        inside = any(bound(module) is not None for module in head.modules())  # of a wrapper, as FSDP1's
+        return patched if inside else linears
     bind_head(linears, spec)
     return linears
 
@@ -285,7 +370,8 @@ def bind_head(linears: list[nn.Module], spec: HeadSpec) -> None:
     for linear in linears:
         if _adapted(linear):
             unbind(linear.base_layer)  # patched before there was an adapter around it
-        if bound(linear) is None:
+        own = bound(linear)
+        if own is None or not own.replaces_own():
             bind(head_forward, linear, spec, above=True)
 
 
@@ -312,6 +398,8 @@ def _unfit(head: nn.Module) -> str | None:
         return f"{type(head).__name__} adds an adapter to the head; its logits must be computed"
     if not is_linear(head) and not _adapted(head):
         return f"the head is {type(head).__name__}, not nn.Linear"
+    if _adapted(head) and type(head).forward is not written(type(head)):
+        return f"{type(head).__name__} has another forward than it was written with"
     shape = tuple(getattr(head.weight, "ds_shape", head.weight.shape))  # ZeRO-3 keeps it there
     if not head.weight.is_floating_point() or len(shape) != 2:
         return f"the head's weight is {head.weight.dtype} of {shape}: quantised or flattened"

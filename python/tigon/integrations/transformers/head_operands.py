@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.forward import LINEAR, intact, plain, written
 
 LORA_PARTS = ("base_layer", "lora_A", "lora_B", "active_adapters", "scaling")
 
@@ -22,8 +22,7 @@ class Operands(NamedTuple):
 
 def is_linear(module: nn.Module) -> bool:
     """Whether its class computes what nn.Linear does."""
-    kind = type(module)
-    return kind is nn.Linear or (issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward)
+    return isinstance(module, nn.Linear) and type(module).forward is LINEAR
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -44,7 +43,9 @@ def head_operands(module: nn.Module) -> Operands | None:
     if is_tokens(module):
         return _tokens(module)
     if not is_lora(module):
-        return Operands(module.weight, module.bias)
+        return Operands(module.weight, module.bias) if is_linear(module) else None
+    if not intact(module.base_layer, LINEAR):
+        return None
     base = Operands(module.base_layer.weight, module.base_layer.bias)
     if module.disable_adapters:
         return None if module.merged else base  # PEFT unmerges on the way
@@ -57,16 +58,25 @@ def head_operands(module: nn.Module) -> Operands | None:
     variant = module.lora_variant.get(adapters[0]) if hasattr(module, "lora_variant") else None
     if variant is None:
         return base._replace(lora=lora)
-    if type(variant).__name__ != "DoraLinearVariant":
-        return None
-    return _dora(base, lora, module.lora_magnitude_vector[adapters[0]].weight)
+    magnitude = dora_magnitude(module, adapters[0])
+    return None if magnitude is None else _dora(base, lora, magnitude)
+
+
+def adapter_state(module: nn.Module) -> tuple:
+    """What of a PEFT layer says which adapters it computes with now; nothing of other modules."""
+    if not (is_lora(module) or is_tokens(module)):
+        return ()
+    scaling = tuple(getattr(module, "scaling", {}).items())
+    return module.disable_adapters, tuple(module.merged_adapters), tuple(module.active_adapters), scaling
 
 
 def _tokens(module):
     """The weight with its trainable rows, which PEFT copies at every call."""
-    if module.disable_adapters:
-        return None if module.merged else Operands(module.base_layer.weight)
-    active = [] if module.merged else module.active_adapters
+    if module.disable_adapters and module.merged:
+        return None
+    active = [] if module.merged or module.disable_adapters else module.active_adapters
+    if not active:  # the base is called
+        return Operands(module.base_layer.weight) if intact(module.base_layer, LINEAR) else None
     return Operands(module.get_merged_weights(active)) if len(active) < 2 else None
 
 
@@ -75,11 +85,25 @@ def _adapter(module, name):
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     if not (is_linear(a) and is_linear(b)) or a.bias is not None or b.bias is not None:
         return None
-    if module.training and getattr(dropout, "p", 0.0) != 0.0:
-        return None  # the dropped input goes into the adapter alone
-    if any(part._forward_hooks or part._forward_pre_hooks for part in (module.base_layer, a, b)):
+    if dropout_of(dropout) != 0.0:  # the dropped input goes into the adapter alone
         return None
-    return a.weight, b.weight, module.scaling[name]
+    return (a.weight, b.weight, module.scaling[name]) if intact(a, LINEAR) and intact(b, LINEAR) else None
+
+
+def dropout_of(part: nn.Module) -> float | None:
+    """The probability by which an adapter's dropout drops now; None where it is another part, or watched."""
+    kind = type(part)
+    if kind not in (nn.Dropout, nn.Identity) or not intact(part, written(kind)):
+        return None
+    return part.p if kind is nn.Dropout and part.training else 0.0
+
+
+def dora_magnitude(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The lengths that DoRA gives to rows, where that is what the adapter does."""
+    if type(module.lora_variant[name]).__name__ != "DoraLinearVariant":
+        return None
+    part = module.lora_magnitude_vector[name]
+    return part.weight if intact(part, written(type(part))) else None
 
 
 def _dora(base, lora, magnitude):

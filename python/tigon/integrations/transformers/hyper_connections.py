@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tigon.integrations.transformers.forward import blocked, has_hooks, plain, stock
+from tigon.integrations.transformers.forward import blocked, intact, plain, stock, written
 from tigon.integrations.transformers.probe import PROBE_EPS, on_cpu, same_results, twin
 from tigon.integrations.transformers.rewriting import Rewritten, rewrite_innermost
 from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_post, hyper_connection_pre
@@ -52,7 +52,7 @@ FORMS = (
 
 def hyper_forward(module: nn.Module, spec: HyperSpec, x: torch.Tensor):
     parameters = [getattr(module, name) for name in spec.parameters()]
-    if not plain(x, *parameters) or x.dtype == torch.float64 or has_hooks(module.input_norm):
+    if not plain(x, *parameters) or x.dtype == torch.float64 or not _norm_is_intact(module):
         return stock(module, x)
     eps = getattr(module, spec.eps)
     options = {"norm_eps": module.input_norm.eps, "pre_eps": eps, "sinkhorn_eps": eps, "iterations": 1}
@@ -65,15 +65,17 @@ def hyper_forward(module: nn.Module, spec: HyperSpec, x: torch.Tensor):
     return results if len(results) > 1 else y
 
 
+def _norm_is_intact(module: nn.Module) -> bool:
+    return intact(module.input_norm, written(type(module.input_norm)))
+
+
 def plan_hyper(module: nn.Module) -> tuple | str | None:
     spec = next((form for form in FORMS if _has_roles(module, form)), None)
     if spec is None:
         return None
     if not 1 <= module.hc_mult <= MAX_STREAMS:
         return f"has {module.hc_mult} streams, at most {MAX_STREAMS} are there"
-    reason = blocked(module) or (
-        "hooks on input_norm would not run" if has_hooks(module.input_norm) else None
-    )
+    reason = blocked(module) or (None if _norm_is_intact(module) else "a call of input_norm does more")
     if reason is None and not _equals(module, spec):
         reason = "unrecognised forward: other numbers than those of a known form"
     return reason or (spec, f"tigon.hyper_connection_pre ({spec.name})")

@@ -10,14 +10,24 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import operator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
 
 from tigon.error import Error
-from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.forward import bound, plain
+from tigon.integrations.transformers.head_operands import adapter_state
+from tigon.integrations.transformers.lazy_operations import (
+    FRESH,
+    as_it_is,
+    fold,
+    is_float,
+    is_scalar,
+    prefix,
+    replay,
+    split_index,
+)
 from tigon.integrations.transformers.report import reader
 from tigon.integrations.transformers.sharding import in_a_group, present
 
@@ -25,10 +35,11 @@ from tigon.integrations.transformers.sharding import in_a_group, present
 class LossRequest:
     """Handed to the head by a loss: its forward then returns the loss, not logits."""
 
-    def __init__(self, target, dtype=None, columns=None, **options):
+    def __init__(self, target, dtype=None, columns=None, added=None, **options):
         self.target = target
         self.dtype = dtype  # autocast dtype at the time the logits were owed
         self.columns = columns  # leading rows of the weight that take part
+        self.added = added  # to the head's bias
         self.options = options
 
 
@@ -41,46 +52,53 @@ def _while_owed(method):
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
-        found = method(self, *args, **kwargs) if self._real is None else None
+        found = method(self, *args, **kwargs) if self._owed else None
         return getattr(self.materialise(), method.__name__)(*args, **kwargs) if found is None else found
 
     return call
-
-
-_KEPT = (
-    "_head", "_hidden", "_columns", "dtype", "_calls", "_autocast", "_limit", "_detached", "_seen",
-)  # fmt: skip
 
 
 class LazyLogits:
     """`head(hidden)` and a chain of cheap operations on it, computed when touched.
 
     Known without computing: shape, size, dim, ndim, numel, device, dtype, requires_grad. Stay
-    lazy: float/to(dtype), * and / by a number, tanh, contiguous, view and reshape that keep the
+    lazy: float/to(dtype), * and / by a number, + a row, tanh, contiguous, view and reshape that keep the
     last axis, row indexing, and [..., :n]. Everything else computes the logits, once.
 
-    Each is computed on its own: a view of logits that are then changed in place through another
-    one refuses to be read.
+    What shares memory in stock has one owner here. Some rows are multiplied by themselves for results that
+    share no memory with them; whatever else reads a view gets a view of all that its owner computes. So a
+    change in place is seen wherever stock sees it.
     """
 
-    def __init__(self, head, hidden, columns, dtype, calls, autocast=None):
+    _kept = (
+        "_head", "_hidden", "_columns", "dtype", "_calls", "_autocast", "_limit", "_detached", "_sources",
+        "_seen", "_rows", "_adapter",
+    )  # fmt: skip
+
+    def __init__(self, head, hidden, columns, dtype, calls, autocast=None, rows=False):
         self._head = head
-        self._hidden = hidden
+        self._hidden = hidden.contiguous()  # a part of it lies as the same part of the logits
         self._columns = columns  # vocabulary entries still wanted
         self.dtype = dtype
         self._calls = calls
         self._autocast = autocast
-        self._chain = ()  # ("mul", s) | ("div", s) | ("tanh",) | ("to", dtype)
+        self._rows = rows  # whether the head's loss takes rows that are added
+        self._base = None  # what it is a view of
+        self._views = ()  # (method, arguments) that make the view of it
+        self._chain = ()  # ("mul", s) | ("div", s) | ("tanh",) | ("to", dtype) | ("add", row), of the owner
         self._limit = None  # columns when fewer than the head has
-        self._detached = False
+        self._detached = not torch.is_grad_enabled()
         self._real = None
-        self._predicted = None  # first argmax of every row, where a loss was asked for it
-        self._writes = [0]  # changes in place, shared as tensors share memory
-        self._written = 0  # those that it has
-        self._sliced = False  # where rows or columns were left out
-        self._seen = ()  # parameters and their versions, to notice an optimizer step in between
+        self._part = None  # (length of the chain, these rows multiplied by themselves)
+        self._predicted = None  # (that, first argmax of every row), where a loss was asked for it
+        self._sliced = False  # where rows or columns of the owner were left out
+        self._sources = ()  # what is multiplied and added, and versions, to notice changes in between
+        self._seen = ()  # parameters and their versions, to notice an optimizer step
+        self._adapter = ()  # what PEFT's layer multiplied with
         if not torch.compiler.is_compiling():
+            self._sources = _versions(hidden)
             self._seen = [(name, p, p._version) for name, p in head.named_parameters()]
+            self._adapter = adapter_state(head)
 
     # --- what is known ---------------------------------------------------------------------
 
@@ -90,8 +108,10 @@ class LazyLogits:
 
     @property
     def requires_grad(self):
-        owed = self._hidden.requires_grad or any(p.requires_grad for p in self._head.parameters())
-        return owed and not self._detached
+        if self._detached:
+            return False
+        rows = [link[1] for link in self._owner._chain if link[0] == "add"]
+        return any(t.requires_grad for t in (self._hidden, *self._head.parameters(), *rows))
 
     def size(self, dim=None):
         return self.shape if dim is None else self.shape[dim]
@@ -107,38 +127,34 @@ class LazyLogits:
 
     # --- what stays lazy -------------------------------------------------------------------
 
-    def _with(self, *links, view=False, sliced=False, **changes):
-        """The same after more links of the chain, with changed attributes; a view shares memory."""
-        self._check_views()
+    @property
+    def _owner(self):
+        return self if self._base is None else self._base
+
+    @property
+    def _owed(self):
+        return self._owner._real is None
+
+    def _with(self, *links, view=None, sliced=False, **changes):
+        """The same after more links of the chain, or a view by a method, with changed attributes."""
         twin = object.__new__(type(self))
-        for name in _KEPT:  # not by __dict__, which torch.compile of PyTorch 2.11 cannot trace
+        for name in self._kept:  # not by __dict__, which torch.compile of PyTorch 2.11 cannot trace
             setattr(twin, name, changes[name] if name in changes else getattr(self, name))
-        twin._chain = (*self._chain, *links)
-        twin._real = twin._predicted = None
-        twin._writes = self._writes if view else [0]
-        twin._written = twin._writes[0]
-        twin._sliced = view and (self._sliced or sliced)
+        twin._real = twin._part = twin._predicted = twin._base = None
+        twin._views, twin._chain, twin._sliced = (), (*self._owner._chain, *links), False
+        if view is not None:
+            twin._base, twin._chain = self._owner, ()
+            twin._views, twin._sliced = (*self._views, view), self._sliced or sliced
+        if not torch.is_grad_enabled() and not twin._detached:
+            twin._detached = True
+            twin._views += (("detach", ()),) if view is not None else ()
         return twin
-
-    def _check_views(self):
-        if self._writes[0] != self._written:
-            raise Error(
-                "[lazy_logits] logits must be read before a view of them changes in place, got one "
-                "changed since (change logits before views are taken, or a copy: logits.clone())"
-            )
-
-    def _write(self):
-        """These change in place: what else shares their memory does not learn the new values."""
-        self._check_views()
-        self._predicted = None
-        self._writes[0] += 1
-        self._written = self._writes[0]
 
     @_while_owed
     def to(self, *args, **kwargs):
         """As Tensor.to; a change of dtype, or the device it is on, stays lazy."""
         dtype = kwargs.get("dtype", args[0] if args else None)
-        if len(args) + len(kwargs) == 1 and _is_float(dtype):
+        if len(args) + len(kwargs) == 1 and is_float(dtype):
             return self if dtype == self.dtype else self._with(("to", dtype), dtype=dtype)
         if torch.compiler.is_compiling() or "copy" in kwargs:
             return None
@@ -146,7 +162,7 @@ class LazyLogits:
         here = device is None or (
             device.type == self.device.type and device.index in (None, self.device.index)
         )
-        if layout is not None or not here or not (dtype is None or _is_float(dtype)):
+        if layout is not None or not here or not (dtype is None or is_float(dtype)):
             return None
         return self if dtype is None else self.to(dtype)  # accelerate moves all outputs
 
@@ -165,16 +181,16 @@ class LazyLogits:
 
     @_while_owed
     def detach(self):
-        return self._with(view=True, _detached=True)
+        return self._with(view=("detach", ()), _detached=True)
 
     @_while_owed
     def tanh(self):
         return self._with(("tanh",))
 
     def _scaled(self, name, other):
-        if self._real is None and _is_scalar(other):
-            return self._with((name, other))
-        return _replay(self.materialise(), (name, other))
+        if self._owed and is_scalar(other):
+            return self._with((name, as_it_is(other)))
+        return replay(self._value(), (name, _real(other)))
 
     def mul(self, other):
         return self._scaled("mul", other)
@@ -182,16 +198,36 @@ class LazyLogits:
     __mul__ = __rmul__ = mul
 
     def div(self, other, **kwargs):
-        return self.materialise().div(other, **kwargs) if kwargs else self._scaled("div", other)
+        return self._value().div(other, **kwargs) if kwargs else self._scaled("div", other)
 
     __truediv__ = div
 
+    def add(self, other, **kwargs):
+        """As Tensor.add; a row that is added to all of them stays lazy: the head's bias takes it."""
+        if not kwargs and self._owed and self._is_row(other):
+            sources = self._sources if torch.compiler.is_compiling() else (*self._sources, *_versions(other))
+            dtype = torch.promote_types(self.dtype, other.dtype)
+            return self._with(("add", other.flatten()), dtype=dtype, _sources=sources)
+        return self._value().add(_real(other), **kwargs)
+
+    __add__ = __radd__ = add
+
+    def _is_row(self, other) -> bool:
+        known = isinstance(other, torch.Tensor) and plain(other) and other.is_floating_point()
+        return (
+            known and self._rows
+            and 1 <= other.ndim <= self.ndim
+            and other.numel() == other.shape[-1] == self._columns
+            and other.device == self.device
+            and all(name in ("to", "add") for name, *_ in self._owner._chain)
+        )  # fmt: skip
+
     def _scale_in_place(self, name, other):
-        self._write()
-        if self._real is None and _is_scalar(other):
-            self._chain = (*self._chain, (name, other))
+        whole = self._owed and not self._sliced and not self._detached and torch.is_grad_enabled()
+        if whole and is_scalar(other):
+            self._owner._chain = (*self._owner._chain, (name, as_it_is(other)))
             return self
-        return getattr(self.materialise(), f"{name}_")(other)
+        return getattr(self.materialise(), f"{name}_")(_real(other))
 
     def __imul__(self, other):
         return self._scale_in_place("mul", other)
@@ -206,7 +242,7 @@ class LazyLogits:
         if not sizes or sizes[-1] != self._columns:
             return None
         hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
-        return self._with(view=self._dense(), _hidden=hidden)
+        return self._with(view=("view", sizes) if self._dense() else None, _hidden=hidden)
 
     @_while_owed
     def reshape(self, *sizes, shape=None):
@@ -215,44 +251,67 @@ class LazyLogits:
     @_while_owed
     def flatten(self, start_dim=0, end_dim=-1):
         if 0 <= start_dim <= end_dim < self.ndim - 1:
-            return self._with(view=self._dense(), _hidden=self._hidden.flatten(start_dim, end_dim))
+            view = ("flatten", (start_dim, end_dim)) if self._dense() else None
+            return self._with(view=view, _hidden=self._hidden.flatten(start_dim, end_dim))
         return None
 
     @_while_owed
     def __getitem__(self, key):
         keys = key if isinstance(key, tuple) else (key,)
-        rows, last = _split_index(keys, self.ndim)
+        rows, last = split_index(keys, self.ndim)
         if rows is None:
             return None
         basic = not any(isinstance(key, torch.Tensor | list) for key in rows)
-        hidden = self._hidden if rows == () else self._hidden[(*rows, slice(None))]
-        picked = self._with(view=basic, sliced=rows != (), _hidden=hidden)
+        taken = (*rows, slice(None)) if rows else ...
+        hidden = self._hidden[taken]
+        view = ("__getitem__", (taken,)) if basic else None
+        picked = self._with(view=view, sliced=rows != (), _hidden=hidden)
         if last is None or last == slice(None):
             return picked
-        limit = _prefix(last, self._columns)
+        limit = prefix(last, self._columns)
         if limit is not None:
-            return picked._with(view=True, sliced=True, _columns=limit, _limit=limit)
-        return picked.materialise()[..., last]  # few rows first, then the product
+            first = ("__getitem__", ((..., slice(limit)),))
+            return picked._with(view=first, sliced=True, _columns=limit, _limit=limit)
+        if basic and isinstance(last, slice | int):
+            return None  # a view
+        return picked._value()[..., last]  # few rows first, then the product
 
     # --- what computes ---------------------------------------------------------------------
 
     def materialise(self) -> torch.Tensor:
-        """The logits as a tensor; computed once and kept."""
-        self._check_views()
-        if self._real is not None:
-            return self._real
+        """The logits as a tensor; computed once and kept. A view shares the memory of all of them."""
+        if self._real is None:
+            self._real = self._product() if self._base is None else self._shown()
+        return self._real
+
+    def _value(self) -> torch.Tensor:
+        """The same for what shares no memory with it: of some rows, these alone."""
+        if not self._sliced or not self._owed:
+            return self.materialise()
+        done = len(self._owner._chain)
+        if self._part is None or self._part[0] != done:
+            self._part = (done, self._product())
+        return self._part[1]
+
+    def _shown(self) -> torch.Tensor:
+        value = self._base.materialise()
+        with self._graph():
+            for method, args in self._views:
+                value = getattr(value, method)(*args)
+        return value
+
+    def _graph(self):
+        """Stock logits carry the graph of the forward pass wherever they are read later."""
+        return nullcontext() if torch.is_grad_enabled() else _graph_anywhere()
+
+    def _product(self) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self._check_fresh()
             if not self._calls.materialised:
                 self._calls.say(f"{reader()} reads output.logits, one product of the head a step")
             self._calls.materialised += 1
-        if torch.is_grad_enabled():
-            value = self._compute()
-        else:  # stock logits carry the graph of the forward pass wherever they are read later
-            with torch.inference_mode(False), torch.enable_grad():
-                value = self._compute()
-        self._real = value.detach() if self._detached else value
-        return self._real
+        with torch.no_grad() if self._detached else self._graph():
+            return self._compute()
 
     def _compute(self):
         kind, cast = self.device.type, self._autocast
@@ -260,21 +319,28 @@ class LazyLogits:
             value = self._call_head(LogitsRequest())
         if self._limit is not None:
             value = value[..., : self._limit]
-        for link in self._chain:
-            value = _replay(value, link)
-        return value
+        for link in self._owner._chain:
+            value = replay(value, link)
+        return value.contiguous()
 
     def _call_head(self, request):
-        """The head's forward; by a call of the module, whose hooks gather the weight, where it is away.
+        """What the patched head answers; by a call, whose hooks gather its weight, where it is away.
 
         Where it is here no hook may run: FSDP2 would open the head's group once more, and free the weights of
         the other modules in it before their backward.
         """
+        own = bound(self._head)
+        answers = getattr(self._head, "answer", None) if own is None else own.spec.answer
+        if answers is None:
+            raise Error(
+                "[lazy_logits] logits must be read before the head gets another forward, got one put there "
+                "since the forward pass (or tigon.undo)"
+            )
         held = self._replaced()
         if held is not None:
             return torch.func.functional_call(self._head, held, (self._hidden, request))
         if present(self._head):
-            return self._head.forward(self._hidden, request)
+            return answers(self._head, self._hidden, request)
         if in_a_group(self._head):
             raise Error(
                 "[lazy_logits] logits must be read before backward() frees the head's weight, which FSDP2 "
@@ -298,6 +364,16 @@ class LazyLogits:
                 "[lazy_logits] logits must be read before the head's weight changes, got a weight "
                 "changed since the forward pass (read output.logits before optimizer.step())"
             )
+        if any(tensor._version != version for tensor, version in self._sources):
+            raise Error(
+                "[lazy_logits] logits must be read before the hidden states change in place, got some that "
+                "changed since the forward pass (read output.logits before, or change a copy)"
+            )
+        if self._adapter != adapter_state(self._head):
+            raise Error(
+                "[lazy_logits] logits must be read before the head's adapter changes, got another "
+                "one active, merged or scaled since (read output.logits inside disable_adapter())"
+            )
 
     def cross_entropy(self, target, *, weight=None, ignore_index=-100, reduction="mean",
                       label_smoothing=0.0, denominator=None, shift=False, predict=False, z_loss=0.0,
@@ -308,39 +384,38 @@ class LazyLogits:
 
         With `predict` the same pass finds what a later argmax over the vocabulary is answered with.
         """
-        self._check_views()
-        folded = None if self._real is not None or self._detached else _fold(self._chain)
+        folded = fold(self._owner._chain) if self._owed else None
         if folded is None:
             return None
-        scale, softcap = folded
+        scale, softcap, added = folded
         if torch.compiler.is_compiling():
             self._calls.traced = True
         else:
             self._check_fresh()
             self._calls.fused += 1
         request = LossRequest(
-            target, dtype=self._autocast, columns=self._limit, class_weight=weight, ignore_index=ignore_index,
-            reduction=reduction, label_smoothing=label_smoothing, denominator=denominator, shift=shift,
-            logit_scale=scale, softcap=softcap, z_loss=z_loss,
+            target, dtype=self._autocast, columns=self._limit, added=added, class_weight=weight,
+            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            denominator=denominator, shift=shift, logit_scale=scale, softcap=softcap, z_loss=z_loss,
             outputs=("loss", "predicted") if predict else None,
             **({"token_scaling": True} if token_scaling else {}),
         )  # fmt: skip
-        result = self._call_head(request)
+        with torch.no_grad() if self._detached else nullcontext():
+            result = self._call_head(request)
         if not predict:
             return result
-        self._predicted = result.predicted
+        self._predicted = len(self._owner._chain), result.predicted
         return result.loss
 
     def argmax(self, dim=None, keepdim=False):
         """As Tensor.argmax; over the vocabulary it is known where a loss was asked for it."""
-        self._check_views()
-        if self._predicted is not None and dim in (-1, self.ndim - 1) and not keepdim:
-            return self._predicted
-        return self.materialise().argmax(dim, keepdim)
+        known = self._predicted is not None and self._owed and self._predicted[0] == len(self._owner._chain)
+        if known and dim in (-1, self.ndim - 1) and not keepdim:
+            return self._predicted[1]
+        return self._value().argmax(dim, keepdim)
 
     def __setitem__(self, key, value):
-        self._write()
-        self.materialise()[key] = _real(value)
+        self.materialise()[_real(key)] = _real(value)
 
     def __getattr__(self, name):
         # Called for names not found; only what tensors have is worth a product.
@@ -350,31 +425,31 @@ class LazyLogits:
             return functools.partial(self.to, _CASTS[name])
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"LazyLogits has no attribute {name!r}")
-        if name.endswith("_") and name != "requires_grad_":
-            self._write()
-        return getattr(self.materialise(), name)
+        return getattr(self._value() if name in FRESH else self.materialise(), name)
 
     def __repr__(self):
-        if self._real is not None:
-            return repr(self._real)
+        if not self._owed:
+            return repr(self.materialise())
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     def __deepcopy__(self, memo):
         return copy.deepcopy(self.materialise(), memo)
 
     def __reduce_ex__(self, protocol):
-        return _identity, (self.materialise().detach(),)
+        return self.materialise().detach().__reduce_ex__(protocol)  # what torch.load takes by itself
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.cross_entropy:
             return _functional_cross_entropy(*args, **kwargs)
-        if args and isinstance(args[0], cls) and func in _LAZY_FUNCTIONS:
+        if args and isinstance(args[0], cls) and func in _LAZY_FUNCTIONS and "out" not in kwargs:
             return getattr(args[0], _LAZY_FUNCTIONS[func])(*args[1:], **kwargs)
-        for written in _written_by(func, args, kwargs):
-            written._write()
-        return func(*_real_all(args), **{key: _real(value) for key, value in kwargs.items()})
+        if func in _COMMUTING and len(args) == 2 and isinstance(args[1], cls) and not kwargs:
+            return getattr(args[1], func.__name__)(args[0])
+        fresh = func.__name__ in FRESH and not {"out", "inplace"} & kwargs.keys()
+        kwargs = {key: _real(value, fresh) for key, value in kwargs.items()}
+        return func(*_real_all(args, fresh), **kwargs)
 
 
 _OF_HIDDEN = ("ndim", "dim", "device", "is_cuda")
@@ -385,135 +460,53 @@ _CASTS = {
     "double": torch.float64,
 }
 _LAZY_FUNCTIONS = {
-    getattr(torch, name): name for name in ("tanh", "mul", "div", "reshape", "flatten", "argmax")
+    getattr(torch, name): name for name in ("tanh", "mul", "div", "add", "reshape", "flatten", "argmax")
 }
 _LAZY_FUNCTIONS[torch.true_divide] = "div"
+_COMMUTING = (torch.mul, torch.add, torch.Tensor.mul, torch.Tensor.add)  # of a tensor and lazy logits
 
 
-def _written_by(func, args, kwargs) -> list:
-    """The lazy logits that a function changes in place."""
-    into = [kwargs.get("out")]
-    if args and (func.__name__.endswith("_") or kwargs.get("inplace")):
-        into.append(args[0])
-    flat = [t for values in into for t in (values if isinstance(values, tuple | list) else (values,))]
-    return [t for t in flat if isinstance(t, LazyLogits)]
-
-
-def of_tensor(name, in_place=False):
-    """A method that computes the logits and calls theirs."""
+def of_tensor(name, fresh=False):
+    """A method that computes the logits and calls theirs; fresh: its result shares no memory with them."""
 
     def method(self, *args, **kwargs):
-        if in_place:
-            self._write()
-        return getattr(self.materialise(), name)(*_real_all(args), **kwargs)
+        value = self._value() if fresh else self.materialise()
+        return getattr(value, name)(*_real_all(args, fresh), **kwargs)
 
     method.__name__ = name
     return method
 
 
-_TENSOR_OPERATORS = """
-    add radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs
-    invert eq ne lt le gt ge and or xor bool float int contains array iter format
+_FRESH_OPERATORS = """
+    sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg abs
+    invert eq ne lt le gt ge and or xor bool float int contains format
 """
-_IN_PLACE_OPERATORS = ("iadd", "isub", "ifloordiv", "imod", "ipow")
-for _name in (*_TENSOR_OPERATORS.split(), *_IN_PLACE_OPERATORS):
-    setattr(LazyLogits, f"__{_name}__", of_tensor(f"__{_name}__", _name in _IN_PLACE_OPERATORS))
+_OTHER_OPERATORS = "pos array iter iadd isub ifloordiv imod ipow"
+for _names, _fresh in ((_FRESH_OPERATORS, True), (_OTHER_OPERATORS, False)):
+    for _name in _names.split():
+        setattr(LazyLogits, f"__{_name}__", of_tensor(f"__{_name}__", _fresh))
 LazyLogits.__hash__ = object.__hash__
+LazyLogits.__array_priority__ = torch.Tensor.__array_priority__  # NumPy's numbers leave arithmetic to it
 
 
-def _identity(value):
-    return value
+def _versions(tensor) -> tuple:
+    return () if tensor.is_inference() else ((tensor, tensor._version),)
 
 
-def _real(value):
+@contextmanager
+def _graph_anywhere():
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _real(value, fresh=False):
     if isinstance(value, LazyLogits):
-        return value.materialise()
-    return _real_all(value) if type(value) in (tuple, list) else value
+        return value._value() if fresh else value.materialise()
+    return _real_all(value, fresh) if type(value) in (tuple, list) else value
 
 
-def _real_all(values):
-    return type(values)(_real(value) for value in values)
-
-
-def _is_float(dtype) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
-
-
-def _is_scalar(value) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0 and value.is_floating_point() and not value.requires_grad
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _replay(value, link):
-    name, *operands = link
-    return _REPLAYED[name](value, *operands)
-
-
-_REPLAYED = {"mul": operator.mul, "div": operator.truediv, "to": torch.Tensor.to, "tanh": torch.Tensor.tanh}
-
-
-def _fold(chain) -> tuple[float, float | None] | None:
-    """(logit_scale, softcap) of a chain cap * tanh(scale * z / cap), or None if it is another.
-
-    Casts are dropped: the loss is computed in fp32 from the start.
-    """
-    sides = [[1.0, 1.0]]  # products and divisors, before the tanh and after
-    for name, *operands in chain:
-        if name == "tanh":
-            sides.append([1.0, 1.0])
-        elif name != "to":
-            (scalar,) = operands
-            if isinstance(scalar, torch.Tensor):
-                if scalar.device.type != "cpu":  # reading it would make the host wait
-                    return None
-                scalar = scalar.item()
-            sides[-1][1 if name == "div" else 0] *= scalar
-    if len(sides) > 2 or any(divisor == 0 for _, divisor in sides):
-        return None
-    scale, *caps = (product / divisor for product, divisor in sides)
-    if not caps:
-        return scale, None
-    (cap,) = caps
-    return (sides[0][0] * cap / sides[0][1], cap) if 0 < cap < math.inf else None
-
-
-def _split_index(keys, ndim):
-    """Index split at the vocabulary axis: (row part, last part); (None, None) where it mixes."""
-    used = sum(_axes(key) for key in keys)
-    dots = [i for i, key in enumerate(keys) if key is Ellipsis]
-    if len(dots) > 1 or used > ndim or any(_axes(key) < 0 for key in keys):
-        return None, None
-    fill = (slice(None),) * (ndim - used)
-    at = dots[0] if dots else len(keys)
-    keys = (*keys[:at], *fill, *keys[at + 1 :])
-    last, rows = keys[-1], keys[:-1]
-    if last is None or _axes(last) != 1:
-        return None, None
-    if not isinstance(last, slice) and not all(isinstance(key, slice | int) for key in rows):
-        return None, None  # indices on both sides broadcast together
-    if all(isinstance(key, slice) and key == slice(None) for key in rows):
-        rows = ()
-    return rows, last
-
-
-def _axes(key) -> int:
-    """Axes that one part of an index takes; -1 where this file does not know."""
-    if key is None or key is Ellipsis:
-        return 0
-    if isinstance(key, bool):
-        return -1
-    if isinstance(key, torch.Tensor):
-        return key.ndim if key.dtype == torch.bool else 1
-    return 1 if isinstance(key, slice | int | list) else -1
-
-
-def _prefix(last, columns) -> int | None:
-    """n of a slice [:n] of the vocabulary, or None."""
-    if not isinstance(last, slice) or last.step not in (None, 1) or last.start not in (None, 0):
-        return None
-    stop = columns if last.stop is None else last.stop
-    return min(stop, columns) if isinstance(stop, int) and stop > 0 else None
+def _real_all(values, fresh=False):
+    return type(values)(_real(value, fresh) for value in values)
 
 
 def _functional_cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100,
@@ -526,5 +519,12 @@ def _functional_cross_entropy(input, target, weight=None, size_average=None, ign
         if loss is not None:
             return loss
     return F.cross_entropy(
-        _real(input), _real(target), weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        _real(input, True),
+        _real(target, True),
+        weight,
+        size_average,
+        ignore_index,
+        reduce,
+        reduction,
+        label_smoothing,
     )

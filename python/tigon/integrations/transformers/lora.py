@@ -21,18 +21,29 @@ from torch import nn
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
     HOOKED,
+    LINEAR,
     autocast_dtype,
     blocked,
     bound,
     foreign,
     has_hooks,
+    intact,
+    is_as_written,
     stock,
+    written,
 )
-from tigon.integrations.transformers.head_operands import LORA_PARTS, is_linear, row_lengths
+from tigon.integrations.transformers.head_operands import (
+    LORA_PARTS,
+    dora_magnitude,
+    dropout_of,
+    is_linear,
+    row_lengths,
+)
 from tigon.ops import glu, rms_norm
 from tigon.ops.lora_linear import Adapter, Base, apply, draw_seed, prepare
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PARTS = ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector")
 _LAYERS = ("Linear", "Linear4bit", "Linear8bitLt", "TorchaoLoraLinear")
 
 
@@ -47,6 +58,9 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
         return f"the base is {type(base).__name__}, not nn.Linear"
     if foreign(base):
         return "the base's forward is bound to the instance (tensor parallel, kernels or another patch)"
+    parts = [part for name in _PARTS for part in getattr(module, name).values()]
+    if not all(map(is_as_written, (module, base, *parts))):
+        return "a part of the adapter has another forward than the one it was written with"
     variants = {type(v).__name__ for v in getattr(module, "lora_variant", {}).values()}
     others = variants - {"DoraLinearVariant"}
     if others:
@@ -167,7 +181,8 @@ def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
         tree = source_tree(forward)
     except NoSource:
         return ()
-    body = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)).body
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    body = getattr(next(functions, None), "body", [])  # none of a lambda
     best: list[str] = []
     called: dict[str, list[str]] = {}
     for statement in body:
@@ -257,34 +272,58 @@ def _same(some, others) -> bool:
 
 
 def _look(module, x) -> list | None:
-    """What `_find_state` looks at: it finds the same for an equal list. None where it looks at more.
+    """All that `_find_state` decides by: it finds the same for an equal list. None where it looks at more.
 
     The state holds the tensors, so that nothing else gets their identity.
     """
     base = module._modules["base_layer"]
-    own, instance = base._parameters, base.__dict__
+    own = base._parameters
     weight, bias = own.get("weight"), own.get("bias")
     if weight is None or module._disable_adapters or module.merged_adapters:
         return None
     device = x.device
     seen = [
         type(x), x.dtype, device, x.shape[-1], autocast_dtype(device.type),
-        base, id(weight), weight.dtype, weight.device, id(bias), bias is None or bias.dtype,
-        instance.get("forward"), instance.get(HOOKED), has_hooks(base),
+        *_look_at_part(base), weight.shape, weight.requires_grad, *_look_at_tensor(weight),
+        id(bias), bias is None or bias.dtype,
     ]  # fmt: skip
+    if type(weight) not in _PLAIN:
+        seen += _look_at_quantised(base, weight)
     for name, down, up, dropout in _active(module):
         a, b = down._parameters.get("weight"), up._parameters.get("weight")
-        variant = module.lora_variant.get(name)
-        magnitude = None if variant is None else _magnitude(module, name, device)
-        if a is None or b is None or up._parameters.get("bias") is not None:
+        biased = down._parameters.get("bias") is not None or up._parameters.get("bias") is not None
+        if a is None or b is None or biased:
             return None
-        if variant is not None and magnitude is None:
-            return None
+        scale, variant = module.scaling[name], module.lora_variant.get(name)
         seen += (
-            name, down, up, dropout, dropout.training, dropout.__dict__.get("p"), module.scaling[name],
-            id(a), a.dtype, id(b), b.dtype, has_hooks(down), has_hooks(up), has_hooks(dropout), id(magnitude),
+            name, variant, type(scale), scale, dropout.training, dropout.__dict__.get("p"),
+            *_look_at_part(down), *_look_at_part(up), *_look_at_part(dropout),
+            *_look_at_tensor(a), *_look_at_tensor(b),
         )  # fmt: skip
+        if variant is not None:
+            magnitude = dora_magnitude(module, name)
+            if magnitude is None:
+                return None
+            seen += _look_at_tensor(magnitude)
     return seen
+
+
+def _look_at_part(part: nn.Module) -> tuple:
+    """What makes a part another one, or its calls more than products."""
+    own, kind = part.__dict__, type(part)
+    return part, kind, kind.forward, own.get("forward"), own.get(HOOKED), has_hooks(part)
+
+
+def _look_at_tensor(t: torch.Tensor) -> tuple:
+    return id(t), t.dtype, t.device, hasattr(t, "ds_id")
+
+
+def _look_at_quantised(base: nn.Module, weight) -> tuple:
+    """What `_dequantiser` and the dtype of a 4-bit base are found by."""
+    state = getattr(base, "state", None)
+    states = (id(state), getattr(state, "SCB", None) is None)
+    of_weight = (getattr(weight, name, None) is None for name in ("quant_state", "SCB"))
+    return *states, *of_weight, getattr(base, "compute_dtype", None)
 
 
 def _active(module):
@@ -296,16 +335,22 @@ def _active(module):
 
 
 def _find_state(module, x) -> State | None:
-    """Children and parameters are looked up where modules keep them, not by attribute."""
+    """Children and parameters are looked up where modules keep them, not by attribute.
+
+    What it reads stands in `_look` too.
+    """
     base = module._modules["base_layer"]
-    if module._disable_adapters or module.merged_adapters or has_hooks(base) or foreign(base):
+    linear = is_linear(base)
+    if module._disable_adapters or module.merged_adapters:
+        return None
+    if not intact(base, LINEAR if linear else written(type(base))):
         return None
     device, dtype = x.device, x.dtype
     autocast = autocast_dtype(device.type)
     if autocast is not None:
         dtype = autocast
     weight, bias = _own(base, "weight"), _own(base, "bias")
-    if type(weight) in _PLAIN and is_linear(base):
+    if type(weight) in _PLAIN and linear:
         if not _usable(weight, device) or x.shape[-1] != weight.shape[1]:
             return None
         sources = [weight, bias]
@@ -327,20 +372,20 @@ def _find_state(module, x) -> State | None:
     adapters, magnitude, kind = [], None, None
     for name, down, up, dropout in _active(module):
         scale = module.scaling[name]
-        if not (is_linear(down) and is_linear(up)) or has_hooks(down) or has_hooks(up) or has_hooks(dropout):
+        if not (is_linear(down) and is_linear(up) and intact(down, LINEAR) and intact(up, LINEAR)):
             return None
         a, b, bias_b = _own(down, "weight"), _own(up, "weight"), _own(up, "bias")
+        if _own(down, "bias") is not None:
+            return None
         kind = kind or a.dtype
         if not (_usable(a, device) and _usable(b, device)) or not a.dtype == b.dtype == kind:
             return None
-        if type(dropout) not in (nn.Dropout, nn.Identity) or type(scale) not in (int, float):
-            return None
-        p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
-        if p >= 1:
+        p = dropout_of(dropout)
+        if p is None or p >= 1 or type(scale) not in (int, float):
             return None
         if name in module.lora_variant:
-            magnitude = _magnitude(module, name, device)
-            if magnitude is None or p > 0 or bias_b is not None:
+            magnitude = dora_magnitude(module, name)
+            if magnitude is None or not _usable(magnitude, device) or p > 0 or bias_b is not None:
                 return None  # dropout is of the base product too
         if bias_b is not None:
             bias = bias_b * scale if bias is None else bias + bias_b * scale
@@ -374,14 +419,6 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 def _usable(weight, device) -> bool:
     """Whether it is a whole tensor here; ZeRO-3 gathers its own in hooks of the parts."""
     return type(weight) in _PLAIN and weight.device == device and not hasattr(weight, "ds_id")
-
-
-def _magnitude(module, name, device) -> torch.Tensor | None:
-    """The lengths that DoRA gives to rows, where that is what the adapter does."""
-    if type(module.lora_variant[name]).__name__ != "DoraLinearVariant":
-        return None
-    magnitude = module.lora_magnitude_vector[name].weight
-    return magnitude if _usable(magnitude, device) else None
 
 
 def _scales_weight(x, state: State) -> bool:

@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from tigon.integrations.transformers.canonical import NoSource, source_tree
-from tigon.integrations.transformers.forward import Part, blocked, has_hooks, plain, read, stock
+from tigon.integrations.transformers.forward import (
+    LINEAR,
+    Part,
+    blocked,
+    has_hooks,
+    intact,
+    plain,
+    read,
+    stock,
+)
 from tigon.integrations.transformers.patterns.modules import MLPS, Match, recognise
 from tigon.integrations.transformers.probe import on_cpu
 from tigon.integrations.transformers.recompute import Ledger
@@ -98,7 +107,8 @@ def known_activation(activation) -> str | None:
     to 1e-11), different functions do not; fp32 cannot tell 1e-9.
     """
     module = isinstance(activation, nn.Module)
-    if module and (blocked(activation) or [*activation.parameters(), *activation.buffers()]):
+    if module and (blocked(activation) or [*activation.parameters(), *activation.buffers(),
+                                           *activation.children()]):  # fmt: skip
         return None
     with on_cpu():
         odd = torch.tensor([-200.0, -0.0, 200.0, float("nan")], dtype=torch.float64)
@@ -159,7 +169,7 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
         up, gate = gate.chunk(2, dim=-1)
     if spec.gate_multiplier is not None:
         before, after = read(module, spec.gate_multiplier, spec.down_multiplier)
-        if type(down) is nn.Linear and down.bias is None:  # linear: the factor may come before it
+        if intact(down, LINEAR) and down.bias is None:  # linear: the factor may come before it
             return spec.ledger.project(down, product(spec.activation, gate, up, before, after))
         return spec.ledger.project(down, product(spec.activation, gate, up, before)) * after
     if spec.limit is not None:

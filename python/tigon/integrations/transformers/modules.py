@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import sys
 
 import torch
 from torch import nn
@@ -126,9 +125,6 @@ class TigonTrainerCallback(TrainerCallback):
         if self._looked or self.report is None:
             return
         self._looked = True
-        trl = sys.modules.get("tigon.integrations.trl")
-        if trl is not None and trl.has_run():  # TRL's own head calls Tigon, without the model's
-            return
         if self.report.head_calls.said:  # the head has given the reason
             return
         try:

@@ -47,9 +47,13 @@ class NormSpec:
     group_size: str | None = None  # attribute; its value may be None
     norm_first: bool = True
     groups: str | None = None
+    decided: tuple = ()  # names and values of attributes by which the rest was chosen
 
 
 def norm_forward(module: nn.Module, spec: NormSpec, *args):
+    for name, value in spec.decided:
+        if getattr(module, name) != value:
+            return stock(module, *args)
     return _FORWARDS[spec.op](module, spec, *args)
 
 
@@ -125,6 +129,7 @@ _TABLES = {
     None: FACTORS,
 }
 _FORWARDS = {"rms_norm": _rms, "layer_norm": _layer, "gated_rms_norm": _gated, "group_norm": _group}
+_DECIDING = ("with_weight", "data_format", "activation")
 GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
@@ -147,6 +152,8 @@ def plan_norm(module: nn.Module) -> tuple | str | None:
     if reason is not None:
         return reason
     roles, options = dict(found.roles), dict(structure.options)
+    deciding = [roles[role] for role in _DECIDING if role in roles]
+    options["decided"] = tuple((name, getattr(module, name)) for name in deciding)
     for checked in ("shape", "axis"):
         roles.pop(checked, None)
     if getattr(module, roles.pop("with_weight", ""), True) is False:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
+import itertools
+import logging
+import operator
 import types
 from dataclasses import dataclass, field, replace
 
@@ -11,10 +14,29 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tigon.error import Error
+from tigon.integrations import trl
 from tigon.integrations.transformers.causal_loss import causal_lm_loss
-from tigon.integrations.transformers.experts import plan_experts, switch, switch_back
-from tigon.integrations.transformers.forward import bind, bound, model_forward, unbind
-from tigon.integrations.transformers.head import HeadSpec, attach, bind_head, output_head, plan_head
+from tigon.integrations.transformers.experts import GATE, LAYER, plan_experts, switch, switch_back
+from tigon.integrations.transformers.forward import (
+    ARRIVALS,
+    STATE,
+    bind,
+    bind_model,
+    blocked,
+    bound,
+    model_forward,
+    plain,
+    unbind,
+)
+from tigon.integrations.transformers.head import (
+    WATCHED,
+    HeadSpec,
+    attach,
+    bind_head,
+    output_head,
+    plan_head,
+    watched_forward,
+)
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper, plan_streams
 from tigon.integrations.transformers.lora import find_siblings, lora_forward, plan_lora
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
@@ -23,11 +45,11 @@ from tigon.integrations.transformers.qk_norm import plan_qk_norm
 from tigon.integrations.transformers.qkv_split import plan_slices
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import Entry, Report
-from tigon.integrations.transformers.rewriting import rewritten_forward
-from tigon.integrations.transformers.rope import Key, find_rotary, plan_rotary, rebind, release
+from tigon.integrations.transformers.rewriting import Rewritten, rewritten_forward
+from tigon.integrations.transformers.rope import plan_rotary, rewrite, rotary_callers, rotary_forward
 from tigon.integrations.transformers.routers import plan_router, router_forward
 
-STATE = "_tigon_state"
+log = logging.getLogger("tigon")
 ABSENT = "absent"  # the model had no loss function of its own
 NO_QK_NORM = "no attention normalises each head of q and k right before a rotary call"
 NEEDS_NORM_AND_ROPE = "qk_norm needs the slots norm and rope"
@@ -38,28 +60,51 @@ class State:
     """What undo needs, kept in the model's own dictionary so that copies carry it."""
 
     report: Report
-    rotary: dict[Key, str] = field(default_factory=dict)
     losses: dict[str, object] = field(default_factory=dict)  # module path -> what was there
     ledger: Ledger = field(default_factory=Ledger)
     experts: dict[str, str | None] = field(default_factory=dict)  # path -> implementation before
 
     def __deepcopy__(self, memo):
         report = replace(self.report, entries=[*self.report.entries], notes=[*self.report.notes])
-        return _restore(report, dict(self.rotary), dict(self.losses), self.ledger, dict(self.experts))
+        return State(report, dict(self.losses), self.ledger, dict(self.experts))
+
+
+class Arrivals:
+    """Sees adapters of PEFT that come, or leave, after `apply`: the slot `lora` is then looked at again."""
+
+    numbers = itertools.count()
+
+    def __init__(self):
+        self.number = next(self.numbers)  # of the model, while it is traced
+        self.owners, self.known = None, []
+
+    def __deepcopy__(self, memo):
+        return Arrivals()
 
     def __reduce__(self):
-        held = dict(self.rotary), dict(self.losses), self.ledger, dict(self.experts)
-        return _restore, (self.report, *held)
+        return Arrivals, ()
 
+    def changed(self, root: nn.Module) -> bool:
+        """Whether there are others than last time: PEFT keeps their configurations in the model."""
+        if self.owners is None:
+            self.owners = [vars(model) for model in root.modules() if isinstance(model, PreTrainedModel)]
+            WATCHED[self.number] = root
+        configs = [config for own in self.owners for config in (own.get("peft_config") or {}).values()]
+        same = len(configs) == len(self.known) and all(map(operator.is_, configs, self.known))
+        self.known = configs
+        return not same
 
-def _restore(report, rotary, losses, ledger, experts):
-    """A copied or unpickled model owns its own share of the rotary functions."""
-    state = State(report, rotary, losses, ledger, experts)
-    for key, label in rotary.items():
-        __import__(key[0])
-        if plan_rotary(key, vars(sys.modules[key[0]]).get(key[1])) == (label,):
-            rebind(key, state, label)
-    return state
+    def look(self, root: nn.Module) -> None:
+        """Replace what has come."""
+        if not self.changed(root):
+            return
+        state, plan = root.__dict__[STATE], _Plan(root)
+        plan.lora()
+        plan.replace()
+        report = state.report
+        report.entries[:] = [entry for entry in report.entries if entry.slot != "lora"] + plan.entries
+        layers = report.count("lora")
+        log.info("[apply] the model's adapters have changed: %d layers call tigon.lora_linear", layers)
 
 
 class _Plan:
@@ -69,9 +114,11 @@ class _Plan:
         self.model = model
         self.entries: list[Entry] = []
         self.binds: list = []
-        self.rotary: dict[Key, str] = {}
+        self.freed: list = []  # modules that were replaced and are left now
+        self.turns: list = []  # (module, its method, names of the rotary functions to be fused in it)
         self.losses: list[str] = []  # paths of models whose loss function is transformers' causal one
         self.heads: list = []  # (model, Linears of its head)
+        self.trl: str | None = None  # why TRL's heads stay its own
 
     def modules(self, slot, *rows):
         """Look at all modules by each row's plan, and bind its function to those that it takes.
@@ -84,6 +131,8 @@ class _Plan:
                 verdict = None if id(module) in taken else plan(module)
                 if isinstance(verdict, tuple):
                     self.binds.append((function, module, verdict[0], "forward"))
+                elif _is_left(module, function, verdict):
+                    self.freed.append(module)
                 if verdict is not None:
                     self.add(slot, path, type(module).__name__, verdict)
 
@@ -113,13 +162,31 @@ class _Plan:
         self.entries.append(Entry.of(*found))
 
     def rope(self):
-        for key, function in sorted(find_rotary(self.model).items(), key=lambda item: item[0]):
-            verdict = plan_rotary(key, function)
-            if isinstance(verdict, tuple):
-                self.rotary[key] = verdict[0]
-            self.add("rope", ".".join(key), key[1], verdict)
+        verdicts, turned, left = {}, set(), []
+        callers = {kind: rotary_callers(kind) for kind in {type(m) for m in self.model.modules()}}
+        for path, module in self.model.named_modules():
+            for method, functions in callers[type(module)].items():
+                verdicts |= {key: plan_rotary(key, f) for key, f in functions.items() if key not in verdicts}
+                keys = [key for key in functions if isinstance(verdicts[key], tuple)]
+                if not keys:
+                    continue
+                names = tuple(name for _, name in keys)
+                reason = blocked(module) if method == "forward" else None
+                if reason is None and rewrite(inspect.getattr_static(type(module), method), names) is None:
+                    reason = f"its {method} is not a function with source, which names {', '.join(names)}"
+                if reason is not None:
+                    left.append((path, type(module).__name__, reason))
+                    continue
+                self.turns.append((module, method, names))
+                turned.update(keys)
+        for key, verdict in sorted(verdicts.items()):
+            if key in turned or isinstance(verdict, str):
+                self.add("rope", ".".join(key), key[1], verdict)
+        for where in left:
+            self.add("rope", *where)
 
     def loss(self):
+        self.trl = trl.take(_has_loss)
         paths = {id(module): path for path, module in self.model.named_modules()}
         verdicts = {}
         for path, owner in self.model.named_modules():
@@ -132,24 +199,37 @@ class _Plan:
                 linears = verdicts[id(head)] = plan_head(head)
                 left = isinstance(linears, str)
                 verdict = linears if left else ("tigon.linear_cross_entropy, lazy logits",)
+                if trl.fuses(owner):
+                    verdict = self.trl or ("tigon.linear_log_prob in TRL's head",)
                 self.add("loss", paths[id(head)], type(head).__name__, verdict)
             linears = verdicts.get(id(head))
             if isinstance(linears, list):
                 self.heads.append((owner, linears))
 
-    def commit(self, state: State, lazy_logits: bool):
+    def replace(self, ledger: Ledger | None = None):
+        """Bind what was planned to modules; to those that have it already, nothing."""
+        for module in self.freed:
+            unbind(module)
         for function, module, spec, name in self.binds:
-            if bound(module, name) is not None:
+            there = bound(module, name)
+            same = there is not None and (there.function, there.spec) == (function, spec)
+            if same and there.replaces_own():
                 continue
             if isinstance(spec, MlpSpec):
-                spec = replace(spec, ledger=state.ledger)
-            bind(function, module, spec, name)
+                spec = replace(spec, ledger=ledger)
+            bind(function, module, spec, name, of=GATE if name == LAYER else None)
+
+    def commit(self, state: State, lazy_logits: bool):
+        self.replace(state.ledger)
         switch(self.model, state.experts)
-        for key, label in self.rotary.items():
-            rebind(key, state, label)
-            state.rotary[key] = label
+        for module, name, names in self.turns:
+            held = bound(module, name)
+            if held is None:
+                bind(rotary_forward, module, Rewritten(rewrite, type(module), names, name=name), name)
+            elif isinstance(held.spec, Rewritten):
+                held.spec.add(rewrite, names)
         for owner, linears in self.heads:
-            known = [forward.spec[0] for forward in (model_forward(owner),) if forward is not None]
+            known = [forward.spec[0] for forward in (model_forward(owner),) if forward and forward.spec]
             known += [forward.spec for forward in map(bound, linears) if forward is not None]
             spec = known[0] if known else HeadSpec(state.report.head_calls, state.ledger)
             spec.compiled |= owner.loss_function in (ForCausalLMLoss, causal_lm_loss)
@@ -161,6 +241,15 @@ class _Plan:
                 owner = self.model.get_submodule(path)
                 state.losses.setdefault(path, owner.__dict__.get("_loss_function", ABSENT))
                 owner.__dict__["_loss_function"] = causal_lm_loss
+
+
+def _is_left(module: nn.Module, function, verdict: str | None) -> bool:
+    """Whether a module that `function` replaced is left now; what is sharded or freed tells nothing."""
+    there = bound(module)
+    if there is None or there.function is not function:
+        return False
+    whole = all(plain(p) and p.numel() for p in module.parameters())
+    return not there.replaces_own() or (isinstance(verdict, str) and whole)
 
 
 # In this order: a module that one has taken is not looked at by those behind it.
@@ -180,10 +269,10 @@ _SLOTS = {
 }
 
 
-def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-          experts: bool = True, router: bool = True, qkv: bool = True, qk_norm: bool = False,
-          hyper: bool = True, lora: bool = True, lazy_logits: bool = False,
-          strict: bool = False) -> Report:  # fmt: skip
+def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None, rope: bool | None = None,
+          loss: bool | None = None, experts: bool | None = None, router: bool | None = None,
+          qkv: bool | None = None, qk_norm: bool = False, hyper: bool | None = None,
+          lora: bool | None = None, lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
@@ -193,8 +282,8 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
             `torch.compile` wrappers are looked through. Modified in place.
         norm, mlp, rope, loss, experts, router, qkv, qk_norm, hyper, lora: which slots to look at; router: of
             experts; qk_norm: norms of q and k with the rotary embedding, where norm and rope are looked at
-            too (a model without any gets an entry that says so); hyper: hyper-connections; lora: adapters of
-            PEFT.
+            too; hyper: hyper-connections; lora: adapters of PEFT, those that come later too. None: where
+            the model has such parts. True: the report says it where nothing of the slot was found.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
@@ -214,25 +303,45 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
     plan = _Plan(root)
-    asked = {"norm": norm, "mlp": mlp, "experts": experts, "router": router, "qkv": qkv,
-             "qk_norm": qk_norm, "hyper": hyper, "lora": lora, "rope": rope, "loss": loss}  # fmt: skip
+    given = {"norm": norm, "mlp": mlp, "experts": experts, "router": router, "qkv": qkv, "qk_norm": qk_norm,
+             "hyper": hyper, "lora": lora, "rope": rope, "loss": loss}  # fmt: skip
+    asked = {slot: value is None or bool(value) for slot, value in given.items()}
+    asked["qk_norm"] &= asked["norm"] and asked["rope"]
     for slot, look in _SLOTS.items():
-        if asked[slot] and (slot != "qk_norm" or (norm and rope)):
+        if asked[slot]:
             look(plan)
-    if qk_norm and not any(entry.slot == "qk_norm" for entry in plan.entries):  # off unless asked for
-        plan.add("qk_norm", "", type(root).__name__, NO_QK_NORM if norm and rope else NEEDS_NORM_AND_ROPE)
+        if given[slot] and not any(entry.slot == slot for entry in plan.entries):
+            why = NO_QK_NORM if slot == "qk_norm" else "nothing of this kind was found"
+            plan.add(slot, "", type(root).__name__, why if asked[slot] else NEEDS_NORM_AND_ROPE)
     _check(plan, report, strict)
-    kept = [entry for entry in report.entries if not asked[entry.slot]]
+    kept = [entry for entry in report.entries if not (asked[entry.slot] or given[entry.slot])]
     for entry in plan.entries:
-        if entry.slot == "loss" and not entry.replaced:
+        if entry.slot == "loss" and not entry.replaced and entry.reason != plan.trl:
             report.head_calls.say(f"{entry.path} stays stock: {entry.reason}")
     report.entries[:] = kept + plan.entries
     report.notes[:] = _notes(root, report)
     if state is None:
         state = root.__dict__[STATE] = State(report)
     plan.commit(state, lazy_logits)
+    if asked["lora"]:
+        _watch(root)
     _tell_wrappers(model, root)
     return report
+
+
+def _has_loss(model) -> bool:
+    """Whether Tigon has the loss of a model, which may be wrapped."""
+    state = getattr(unwrapped(model), "__dict__", {}).get(STATE)
+    return state is not None and state.report.count("loss") > 0
+
+
+def _watch(root: nn.Module) -> None:
+    """Have the model look for adapters when it is called: they come after a patch as often as before."""
+    arrivals = root.__dict__.setdefault(ARRIVALS, Arrivals())
+    arrivals.owners = None  # models may be others since
+    arrivals.changed(root)
+    if arrivals.owners and model_forward(root) is None and type(root).forward is not nn.Module.forward:
+        bind_model(watched_forward, root, None)
 
 
 def _notes(root: nn.Module, report: Report) -> list[str]:
@@ -277,14 +386,11 @@ def _check(plan: _Plan, report: Report, strict: bool) -> None:
 
 
 def undo(model: nn.Module) -> None:
-    """Restore everything that `apply` changed in this model; harmless where nothing was applied.
-
-    A rotary function is shared by all models of its package: it returns to stock when the last
-    patched model of the package is undone or dropped.
-    """
+    """Restore everything that `apply` changed in this model; harmless where nothing was applied."""
     root = unwrapped(model)
     for module in root.modules():
         unbind(module)
+    root.__dict__.pop(ARRIVALS, None)
     state = root.__dict__.pop(STATE, None)
     if state is None:
         return
@@ -297,8 +403,6 @@ def undo(model: nn.Module) -> None:
             del owner.__dict__["_loss_function"]
         else:
             owner.__dict__["_loss_function"] = previous
-    for key in state.rotary:
-        release(key, state)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -71,6 +71,8 @@ def _options(norms, heads, swapped) -> dict | None:
         method = None if norm is None else bound(norm)
         if method is None or method.function is not norm_forward or "_hf_hook" in vars(norm):
             return None
+        if not method.replaces_own():
+            return None
         spec = method.spec
         if has_hooks(norm) or not _simple(spec) or x.ndim - swap < 3 or x.shape[-1] > MAX_HEAD_DIM:
             return None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tigon.error import Error
+from tigon.ops.loss_head.operands import Trained
 
 log = logging.getLogger("tigon")
 _traced: set[str] = set()  # reasons given while tracing
@@ -47,6 +48,7 @@ class HeadCalls:
     reason: str | None = None  # why, the last of them
     traced: bool = False  # torch.compile has traced a fused loss; its calls are not counted
     said: set[str] = field(default_factory=set, repr=False)  # warnings given
+    others: int = field(default_factory=lambda: Trained.calls, repr=False)  # of Trained, when applied
 
     def compute(self, reason: str) -> None:
         """A training forward computes its logits at once: counted, and said once for each reason."""
@@ -84,6 +86,31 @@ def reader() -> str:
     return f"{frame.f_globals.get('__name__')}, line {frame.f_lineno},"
 
 
+# Packages between a training loop and the head of a model.
+_BETWEEN = (
+    "tigon.",
+    "torch.",
+    "accelerate.",
+    "peft.",
+    "deepspeed.",
+    "transformers.",
+    "contextlib",
+    "functools",
+)
+
+
+def caller() -> str:
+    """The module of the training loop that has called the model."""
+    frame = sys._getframe(1)
+    name = ""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("transformers.trainer") or not name.startswith(_BETWEEN):
+            break
+        frame = frame.f_back
+    return name
+
+
 @dataclass
 class Report:
     """Result of `tigon.apply`."""
@@ -109,10 +136,12 @@ class Report:
     def check(self) -> None:
         """Raise `tigon.Error` if the head was patched and training steps have not used it.
 
-        Call it after the first training step: a patch that patched nothing must not stay silent.
+        Call it after the first training step: a patch that patched nothing must not stay silent. A program
+        whose own loss calls one of Tigon's with the head's weight, as TRL's and verl's do, has used it.
         """
         calls = self.head_calls
-        if self.count("loss") and not calls.fused and not calls.traced:
+        by_others = Trained.calls > calls.others and not calls.computed
+        if self.count("loss") and not (calls.fused or calls.traced or by_others):
             why = f"; logits computed at once: {calls.reason}" if calls.computed else ""
             if not (calls.computed or calls.lazy):
                 why = "; the head was not called in training with gradients: model.train() first"
@@ -123,7 +152,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"  {slot:<7} {what} {verdict}" for slot, what, verdict in self._rows()]
-        notes = [f"  note    {note}" for note in self.notes]
+        notes = [f"  note    {note}" for note in self._remarks()]
         return "\n".join([f"tigon.apply({self.model})", *lines, *notes])
 
     __repr__ = __str__
@@ -134,9 +163,15 @@ class Report:
             "<tr>"
             + "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in row)
             + "</tr>"
-            for row in (*self._rows(), *(("note", note, "") for note in self.notes))
+            for row in (*self._rows(), *(("note", note, "") for note in self._remarks()))
         )
         return f"<table><caption>tigon.apply({html.escape(self.model)})</caption>{rows}</table>"
+
+    def _remarks(self) -> list[str]:
+        """What to know before the first step, and what has become of the head since."""
+        calls = self.head_calls
+        lost = calls.computed and not (calls.fused or calls.traced)
+        return [*self.notes, *([f"the loss head computes all logits: {calls.reason}"] if lost else [])]
 
     def _rows(self):
         """(slot, what is there, what became of it), alike places in one row."""

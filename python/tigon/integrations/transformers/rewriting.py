@@ -3,44 +3,69 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import inspect
 import types
+import weakref
 
 import torch
 from torch import nn
 
 from tigon.integrations.transformers.canonical import Unrecognised, function_node
+from tigon.integrations.transformers.forward import follows
+
+_sources = weakref.WeakKeyDictionary()  # of the functions made here, what they were made of
 
 
 class Rewritten:
-    """The forward of a class as ``rewrite(forward, *options)`` makes it; copies and pickles make it again.
+    """A method of a class as ``rewrite(method, *options)`` makes it, by one step after another.
 
-    `rewrite` returns what it found, and the new forward; None where it found nothing.
+    `rewrite` returns what it found, and the new method; None where it found nothing. Copies and pickles take
+    the steps again.
     """
 
-    def __init__(self, rewrite, cls: type, *options):
-        self.rewrite, self.options = rewrite, options
+    def __init__(self, rewrite, cls: type, *options, name: str = "forward"):
+        self.steps = {rewrite: options}
+        self.name = name
         self.follow(cls)
+
+    def add(self, rewrite, *options) -> None:
+        """Take one more step, or the same with other options, behind the others."""
+        self.steps.pop(rewrite, None)
+        self.steps[rewrite] = options
+        self.follow(self.cls)
 
     def follow(self, cls: type) -> None:
         """Belong to this class from now on."""
-        _, self.rewritten = self.rewrite(cls.forward, *self.options) or (None, cls.forward)
-        self.cls = cls
+        self.cls, self.stock = cls, getattr(cls, self.name)
+        self.rewritten = self.stock
+        for rewrite, options in self.steps.items():
+            _, self.rewritten = rewrite(self.rewritten, *options) or (None, self.rewritten)
 
     def __reduce__(self):
-        return Rewritten, (self.rewrite, self.cls, *self.options)
+        return _again, (self.cls, self.name, self.steps)
 
 
+def _again(cls: type, name: str, steps: dict) -> Rewritten:
+    (first, options), *others = steps.items()
+    made = Rewritten(first, cls, *options, name=name)
+    for rewrite, options in others:
+        made.add(rewrite, *options)
+    return made
+
+
+@follows
 def rewritten_forward(module: nn.Module, spec: Rewritten, *args, **kwargs):
-    """The class's forward, rewritten.
+    """The class's method, rewritten.
 
     FSDP2 gives a module a class of its own, in whose forward transformers wraps the former one again: only
-    the outermost wrapper checkpoints.
+    the outermost wrapper checkpoints. Others give the class another forward.
     """
-    if type(module) is not spec.cls:
+    now = getattr(type(module), spec.name)
+    if now is not spec.stock:
         if torch.compiler.is_compiling():  # no source is read while tracing
-            return type(module).forward(module, *args, **kwargs)
+            return now(module, *args, **kwargs)
         spec.follow(type(module))
     return spec.rewritten(module, *args, **kwargs)
 
@@ -52,10 +77,9 @@ def rewrite_innermost(forward, change, **names) -> tuple | None:
     keywords get their new names, layers are checkpointed. None where `change` finds nothing, or where it is
     not plain to see how a wrapper holds its function. `names` are what the change refers to.
     """
-    inner = inspect.unwrap(forward)
-    node = rewritable(inner)
+    inner, node, held = rewritten_source(inspect.unwrap(forward))
     found = None if node is None else change(node)
-    made = wrapped_again(forward, recompiled(inner, node, **names)) if found else None
+    made = wrapped_again(forward, recompiled(inner, node, **held, **names)) if found else None
     return None if made is None else (found, made)
 
 
@@ -102,6 +126,12 @@ def rewritable(function) -> ast.FunctionDef | None:
     return None if any(map(_private, ast.walk(node))) else node
 
 
+def rewritten_source(function) -> tuple[types.FunctionType, ast.FunctionDef | None, dict]:
+    """(the function first written, the source as it is now, what it closes over besides)."""
+    first, node, names = _sources.get(function) or (function, rewritable(function), {})
+    return first, copy.deepcopy(node), names
+
+
 def _private(node: ast.AST) -> bool:
     """A name that the compiler mangles inside its class."""
     name = getattr(node, "attr", getattr(node, "id", ""))
@@ -114,7 +144,7 @@ def recompiled(forward, node: ast.FunctionDef, **names) -> types.FunctionType:
     The namespace is no copy: torch.compile looks globals up in the module that their dictionary names.
     """
     tree = ast.parse(f"def outer({', '.join(names)}): ...")
-    tree.body[0].body = [node]
+    tree.body[0].body = [copy.deepcopy(node)]
     ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
     code = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec", dont_inherit=True)
     for name in ("outer", node.name):
@@ -123,6 +153,7 @@ def recompiled(forward, node: ast.FunctionDef, **names) -> types.FunctionType:
     made = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, cells)
     made.__kwdefaults__, made.__qualname__ = forward.__kwdefaults__, forward.__qualname__
     vars(made).update(vars(forward))
+    _sources[made] = forward, node, names
     return made
 
 

@@ -1,41 +1,32 @@
 """Rotary functions -> tigon.rope.
 
-A rotary function is a global of the modelling module, called by name from the attention forwards,
-so it is replaced by rebinding that global, once for all models of the package in this process.
-Every patched model owns a share; the stock function returns with the last owner.
+A rotary function is a global of the modelling module, called by name from the attention forwards. The global
+stays: other models call it. The forward of each attention of this model is compiled from its own source with
+`fused if rotary is stock else rotary` in the place of the name, so that a function which somebody else puts
+there is called.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import sys
 import types
-import weakref
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from tigon.integrations.source import maker
 from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_function
-from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.forward import follows, plain
 from tigon.integrations.transformers.patterns.modules import Match, match
 from tigon.integrations.transformers.patterns.rope import ROTARY, SIGNATURES
 from tigon.integrations.transformers.probe import probe_rotary
+from tigon.integrations.transformers.rewriting import Rewritten, rewrite_innermost, rewritten_forward
 from tigon.ops.rope import rope
 
 Key = tuple[str, str]  # module name, name of the global
-
-
-@dataclass
-class _Rebound:
-    original: object
-    replacement: object
-    label: str
-    owners: dict = field(default_factory=dict)  # id of the owner -> its finalizer
-
-
-_rebound: dict[Key, _Rebound] = {}
 
 
 def make_rotary(original, options: dict):
@@ -44,7 +35,7 @@ def make_rotary(original, options: dict):
 
     def with_op(original, op):
         def rotate(q, k, cos, sin, unsqueeze_dim=None):
-            dims = {} if unsqueeze_dim is None else {"unsqueeze_dim": unsqueeze_dim}
+            dims = {} if unsqueeze_dim is None else {"unsqueeze_dim": unsqueeze_dim or 1}
             if tables == "left":
                 half = cos.shape[-1] // 2
                 cos, sin = cos[..., :half], sin[..., :half]
@@ -65,9 +56,12 @@ def make_rotary(original, options: dict):
 def _usual(dims, q, k, cos, sin, unsqueeze_dim=1) -> bool:
     """Whether the tensors are such that `tigon.rope` computes what stock does."""
     tensors = [x for x in (q, k, cos, sin) if x is not None]
-    if cos is None or not plain(*tensors) or q.ndim not in dims or cos.ndim != q.ndim - 1:
+    if cos is None or not plain(*tensors) or q.ndim not in dims:
         return False
-    if cos.dtype != (torch.complex64 if sin is None else sin.dtype) or unsqueeze_dim not in (1, 2, -2):
+    shared = unsqueeze_dim == 0 and q.ndim == 4 and cos.ndim == 2  # Pixtral: one table for all
+    if not shared and (cos.ndim != q.ndim - 1 or unsqueeze_dim not in (1, 2, -2)):
+        return False
+    if cos.dtype != (torch.complex64 if sin is None else sin.dtype):
         return False
     known = k is None or (k.ndim == q.ndim and k.dtype == q.dtype)
     return known and all(x.device == q.device for x in tensors)
@@ -104,18 +98,16 @@ def _maker(call: str, given: str, dims: tuple, result: str = "turned"):
 _MAKERS = {call: _maker(call, *row) for call, row in _CALLS.items()}
 
 
-def find_rotary(model: nn.Module) -> dict[Key, object]:
-    """Globals that look like rotary functions and are named in a method of the model's modules."""
+def rotary_callers(cls: type) -> dict[str, dict[Key, object]]:
+    """Methods of a class that name globals which look like rotary functions, and these."""
+    bases = [base for base in cls.__mro__ if not base.__module__.startswith("torch.")]
     found = {}
-    for cls in {type(module) for module in model.modules()}:
-        for base in cls.__mro__:
-            if base.__module__.startswith("torch."):
-                continue
-            for method in vars(base).values():
-                method = inspect.unwrap(method) if callable(method) else method
-                if isinstance(method, types.FunctionType):
-                    found.update(rotary_names(method))
-    return found
+    for name in dict.fromkeys(name for base in bases for name in vars(base)):
+        method = inspect.getattr_static(cls, name)
+        method = inspect.unwrap(method) if callable(method) else method
+        if isinstance(method, types.FunctionType):
+            found[name] = rotary_names(method)
+    return {name: functions for name, functions in found.items() if functions}
 
 
 def rotary_names(method) -> dict[Key, object]:
@@ -149,8 +141,6 @@ def _source_of(function):
 
 def plan_rotary(key: Key, function) -> str | tuple[str]:
     """(what it is,), or why the function is left."""
-    if key in _rebound and function is _rebound[key].replacement:
-        return (_rebound[key].label,)
     module = sys.modules.get(key[0])
     if module is None or vars(module).get(key[1]) is not function:
         return "its module is not importable by name"
@@ -161,12 +151,8 @@ def plan_rotary(key: Key, function) -> str | tuple[str]:
 
 
 def rotary_form(key: Key) -> dict | None:
-    """What `tigon.rope` is told in the place of a rotary function, rebound or not; None of an unknown one."""
-    entry = _rebound.get(key)
-    function = vars(sys.modules[key[0]])[key[1]]
-    if entry is not None and function is entry.replacement:
-        return function.form
-    found = _recognise(function)
+    """What `tigon.rope` is told in the place of a rotary function; None of an unknown one."""
+    found = _recognise(vars(sys.modules[key[0]])[key[1]])
     return None if isinstance(found, str) else found.structure.options["rope"]
 
 
@@ -180,36 +166,59 @@ def _recognise(function) -> Match | str:
     return match(expression, ROTARY) or "a rotary form tigon.rope does not have"
 
 
-def rebind(key: Key, owner, label: str) -> None:
-    """Replace the global for `owner`, or add `owner` to those who share the replacement."""
-    namespace = vars(sys.modules[key[0]])
-    entry = _rebound.get(key)
-    original = namespace[key[1]]
-    if entry is None or original is not entry.replacement:  # new, or rebound by somebody else since
-        replacement = make_rotary(original, _recognise(original).structure.options)
-        owners = {} if entry is None else entry.owners
-        entry = _rebound[key] = _Rebound(original, replacement, label, owners)
-        namespace[key[1]] = entry.replacement
-    if id(owner) not in entry.owners:
-        # A model that is dropped without undo gives its share back too.
-        finalizer = weakref.finalize(owner, _release, key, id(owner))
-        finalizer.atexit = False
-        entry.owners[id(owner)] = finalizer
+@follows
+def rotary_forward(module: nn.Module, spec: Rewritten, *args, **kwargs):
+    """A method of a class in which nothing but rotary functions is replaced."""
+    return rewritten_forward(module, spec, *args, **kwargs)
 
 
-def release(key: Key, owner) -> None:
-    """Give back the share of `owner`."""
-    entry = _rebound.get(key)
-    if entry is not None and id(owner) in entry.owners:
-        entry.owners[id(owner)].detach()
-        _release(key, id(owner))
+def rewrite(method, names: tuple[str, ...]) -> tuple[tuple[str, ...], types.FunctionType] | None:
+    """These names, and a method that calls `tigon.rope` where they stand for functions that it knows."""
+    inner = inspect.unwrap(method)
+    if not (isinstance(method, types.FunctionType) and isinstance(inner, types.FunctionType)):
+        return None
+    return _rewrite(method, tuple((name, inner.__globals__.get(name)) for name in names))
 
 
-def _release(key: Key, owner_id: int) -> None:
-    entry = _rebound.get(key)
-    if entry is None or entry.owners.pop(owner_id, None) is None or entry.owners:
-        return
-    del _rebound[key]
-    module = sys.modules.get(key[0])
-    if module is not None and vars(module).get(key[1]) is entry.replacement:
-        vars(module)[key[1]] = entry.original
+@functools.cache
+def _rewrite(method, functions: tuple) -> tuple[tuple[str, ...], types.FunctionType] | None:
+    fused = {name: (function, _fused(function)) for name, function in functions}
+    fused = {name: pair for name, pair in fused.items() if pair[1] is not None}
+
+    def change(node):
+        _Turn(fused).visit(node)
+        return tuple(fused)
+
+    return rewrite_innermost(method, change, **_closed_over(fused)) if fused else None
+
+
+@functools.cache
+def _fused(function):
+    """What replaces a rotary function; None of an unknown one."""
+    found = _recognise(function)
+    return None if isinstance(found, str) else make_rotary(function, found.structure.options)
+
+
+_STOCK, _FUSED = "_tigon_stock_", "_tigon_fused_"
+
+
+def _closed_over(fused: dict) -> dict:
+    return {
+        prefix + name: pair[i] for name, pair in fused.items() for i, prefix in enumerate((_STOCK, _FUSED))
+    }
+
+
+class _Turn(ast.NodeTransformer):
+    """Puts ``fused if name is stock else name`` in the place of names."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in self.names:
+            return node
+        text = f"{_FUSED}{node.id} if {node.id} is {_STOCK}{node.id} else {node.id}"
+        made = ast.parse(text, mode="eval").body
+        for child in ast.walk(made):
+            ast.copy_location(child, node)
+        return made

@@ -285,7 +285,12 @@ def finished(dloss, tensors, *dtypes):
         dtypes: of weight's and bias' gradients.
     """
     chosen = finish_in_place if may_overwrite_saved(tensors) else finish
-    return chosen(dloss, *tensors, *dtypes)
+    return chosen(dloss, *tensors, *map(finishable, dtypes))
+
+
+def finishable(dtype: torch.dtype) -> torch.dtype:
+    """What ``finish`` writes a gradient of this dtype in: it has no float64, which is made of it."""
+    return torch.float32 if dtype == torch.float64 else dtype
 
 
 class _Eager(torch.autograd.Function):

@@ -135,8 +135,10 @@ def _found(target, ignore_index, shift, position_ids):
     if not _counts or torch.cuda.is_current_stream_capturing():
         return None
     known = _counts.get(target)
-    if known is None and target._base is not None and target._base.numel() == target.numel() and not shift:
-        known = _counts.get(target._base)
+    base = target._base
+    if known is None and base is not None and base.numel() == target.numel() and not shift:
+        reshaped = base.is_contiguous() and target.is_contiguous()  # other views have other sequences
+        known = _counts.get(base) if reshaped else None
     if known is None or (position_ids is not None and position_ids.is_inference()):
         return None
     version, event, pinned = known.get(_key(ignore_index, shift, position_ids), (None, None, None))

@@ -14,7 +14,7 @@ from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import check_choice, is_traced, kind_of, options_of
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head import operands
-from tigon.ops.loss_head.autograd import finish
+from tigon.ops.loss_head.autograd import finish, finishable
 from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
 from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, padded, plan
 
@@ -306,10 +306,11 @@ class _Function(torch.autograd.Function):
     def backward(ctx, dloss):
         scale, dhidden, dweight, dbias, *dtensors = ctx.saved_tensors
         none = dbias.new_empty(0)
-        gradients = finish(dloss, scale, dhidden, dweight, dbias, none, none, *ctx.dtypes)
+        gradients = finish(dloss, scale, dhidden, dweight, dbias, none, none, *map(finishable, ctx.dtypes))
+        asked = (operands.HIDDEN, operands.WEIGHT, operands.BIAS)
         dhidden, dweight, dbias = (
-            g if ctx.needs & bit else None
-            for g, bit in zip(gradients, (operands.HIDDEN, operands.WEIGHT, operands.BIAS), strict=False)
+            g.to(dtype) if ctx.needs & bit else None
+            for g, dtype, bit in zip(gradients, (dhidden.dtype, *ctx.dtypes), asked, strict=False)
         )
         factor = dloss * scale
         dtensors = (None if g is None else torch.where(g == 0, g, g * factor).to(g.dtype) for g in dtensors)

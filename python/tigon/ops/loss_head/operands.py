@@ -128,6 +128,12 @@ def main_grad_of(op, weight):
     return main_grad
 
 
+class Trained:
+    """Calls of functions on a head for gradients, in eager mode, but for those of patched models."""
+
+    calls = 0  # `Report.check` asks: a program's own loss may call them
+
+
 def check_head(op, hidden, weight, target, head: Head):
     """What every function on a head asks of its operands."""
     arguments.check_float(op, "hidden", hidden)
@@ -160,6 +166,8 @@ def check_head(op, hidden, weight, target, head: Head):
     arguments.check_integers(op, least=1, or_none=True, chunk_rows=head.chunk_rows)
     check_lora(op, head.lora, hidden, weight)
     check_cap(op, head.max_workspace_mb)
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        Trained.calls += hidden.requires_grad or weight.requires_grad
 
 
 def wide_logits(op, logit_dtype, hidden) -> bool:

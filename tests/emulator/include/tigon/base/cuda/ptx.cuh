@@ -7,6 +7,7 @@
 
 namespace tigon::cuda {
 
+inline uint64_t mul_wide_u32(uint32_t a, uint32_t b) { return uint64_t(a) * b; }
 inline float ex2_approx_ftz(float x) { return exp2f(x); }
 // With the mean error that the instruction has below 1.
 inline float lg2_approx_ftz(float x) { return x < 1.0f ? float(log2(double(x)) + 5.4e-8) : log2f(x); }

@@ -1,0 +1,565 @@
+"""Modules that are no longer what they were: a step of the patched model is one of stock all the same.
+
+Each called submodule of small models gets another forward (of the instance, of the class), a hook of each
+sort, another class or other parameters, before `apply` and after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import re
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from tiny import SHARED, batch, step
+from tiny_config import tiny_config
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import tigon
+import tigon.transformers
+from tigon.integrations.transformers import apply, undo
+from tigon.integrations.transformers.canonical import Unrecognised, canonical_function
+
+peft = pytest.importorskip("peft")
+
+SMALL = {**SHARED, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8,
+         "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+TARGETS = ["q_proj", "v_proj", "down_proj", "lm_head"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+MODELS = {
+    "llama": ("Llama", {"mlp_bias": True}),
+    "gemma2": ("Gemma2", {"query_pre_attn_scalar": 8}),
+    "phi3": ("Phi3", {}),
+    "granite": ("Granite", {"logits_scaling": 3.0}),
+    "nemotron": ("Nemotron", {}),
+    "qwen3": ("Qwen3", {}),
+    "falcon_h1": None,
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "experts_implementation": "eager"}),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS),
+    "gpt_oss": None,
+    "lora": {},
+    "dora": {"use_dora": True},
+}  # fmt: skip
+
+
+def make(name):
+    torch.manual_seed(0)
+    made = MODELS[name]
+    if made is None:
+        config = tiny_config(transformers.CONFIG_MAPPING[name]())
+        config.num_hidden_layers = 1
+        if vars(config).get("layer_types"):
+            config.layer_types = config.layer_types[:1]
+        return transformers.AutoModelForCausalLM.from_config(config).train()
+    if isinstance(made, dict):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+        options = {"r": 4, "target_modules": TARGETS, "init_lora_weights": False} | made
+        return peft.get_peft_model(model, peft.LoraConfig(**options)).train()
+    kind, options = made
+    return getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**{**SMALL, **options})
+    ).train()
+
+
+def scaled(value, by=1.25):
+    if isinstance(value, tuple):
+        return tuple(scaled(one, by) for one in value)
+    numbers = not isinstance(value, torch.Tensor) or value.is_floating_point()
+    return value * by if numbers and hasattr(value, "shape") else value
+
+
+# Each changes one module and gives back what takes the change away.
+def wrapped(module):
+    before = module.__dict__.get("forward")
+    inner = module.forward
+    module.forward = lambda *args, **kwargs: scaled(inner(*args, **kwargs))
+
+    def remove():
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+    return remove
+
+
+def other_class(module):
+    kind = type(module)
+    inner = kind.forward
+    other = type(kind.__name__, (kind,), {"forward": lambda *args, **kwargs: scaled(inner(*args, **kwargs))})
+    module.__class__ = other
+
+    def remove():
+        module.__class__ = kind
+
+    return remove
+
+
+def class_forward(module):
+    kind, own = type(module), vars(type(module)).get("forward")
+    inner = kind.forward
+    kind.forward = lambda *args, **kwargs: scaled(inner(*args, **kwargs))
+
+    def remove():
+        if own is None:
+            del kind.forward
+        else:
+            kind.forward = own
+
+    return remove
+
+
+def parameters(module):
+    before = dict(module._parameters)
+    for name, p in before.items():
+        if p is not None:
+            setattr(module, name, nn.Parameter(p.detach() * 1.25, requires_grad=p.requires_grad))
+    return lambda: module._parameters.update(before)
+
+
+def trained(module):
+    own = [p for p in module._parameters.values() if p is not None]
+    for p in own:
+        p.requires_grad_(not p.requires_grad)
+    return lambda: [p.requires_grad_(not p.requires_grad) for p in own]
+
+
+CHANGES = {
+    "wrapped": wrapped,
+    "class": other_class,
+    "class_forward": class_forward,
+    "parameters": parameters,
+    "trained": trained,
+    "pre": lambda m: m.register_forward_pre_hook(lambda _, args: scaled(args)).remove,
+    "post": lambda m: m.register_forward_hook(lambda _, args, y: scaled(y)).remove,
+    "backward_pre": lambda m: m.register_full_backward_pre_hook(lambda _, dy: scaled(dy)).remove,
+    "backward": lambda m: m.register_full_backward_hook(lambda _, dx, dy: scaled(dx)).remove,
+}
+
+
+def called(model, inputs):
+    """The modules that a forward of stock calls and that return tensors, one of each kind and place."""
+    found, handles = {}, []
+
+    def note(path):
+        def hook(module, args, y):
+            first = y[0] if isinstance(y, tuple) else y
+            if isinstance(first, torch.Tensor) and first.is_floating_point():
+                found.setdefault((type(module), re.sub(r"\d+", "#", path)), path)
+
+        return hook
+
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_hook(note(path)))
+    model(**inputs)
+    for handle in handles:
+        handle.remove()
+    return sorted(found.values())
+
+
+def outcome(model, inputs):
+    """Of a step; the text of an error where it fails."""
+    try:
+        return step(model, inputs)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return str(error)
+
+
+def differs(got, wanted) -> str | None:
+    if isinstance(wanted, str):
+        return None  # nothing to compare with
+    if isinstance(got, str):
+        return got
+    if got[1].keys() != wanted[1].keys():
+        return f"gradients of {sorted(got[1].keys() ^ wanted[1].keys())}"
+    pairs = {"loss": (got[0], wanted[0])} | {name: (got[1][name], g) for name, g in wanted[1].items()}
+    scale = max(g.norm() for g in wanted[1].values())
+    for name, (one, other) in pairs.items():
+        error, allowed = (one - other).norm().item(), 1e-3 * other.norm().item() + 1e-5 * scale.item()
+        if not error <= allowed:
+            return f"{name}: {error:.2g} of {other.norm().item():.2g}"
+    return None
+
+
+@contextlib.contextmanager
+def changed(model, path, change):
+    remove = CHANGES[change](model.get_submodule(path))
+    try:
+        yield
+    finally:
+        remove()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_module_is_asked(name):
+    model, inputs = make(name), batch(tokens=5, rows=1)
+    inputs = {key: value % model.config.get_text_config().vocab_size for key, value in inputs.items()}
+    cases = [(path, change) for path in called(model, inputs) for change in CHANGES if path]
+    plain, wanted, wrong = step(model, inputs), {}, []
+    for case in cases:
+        with changed(model, *case):
+            wanted[case] = outcome(model, inputs)
+    assert differs(step(model, inputs), plain) is None
+    qk_norm = name == "qwen3"
+    for case in cases:
+        with changed(model, *case):
+            apply(model, qk_norm=qk_norm)
+            wrong.append((*case, "before", differs(outcome(model, inputs), wanted[case])))
+            undo(model)
+    report = apply(model, qk_norm=qk_norm)
+    assert differs(step(model, inputs), plain) is None
+    for case in cases:
+        with changed(model, *case):
+            wrong.append((*case, "after", differs(outcome(model, inputs), wanted[case])))
+        fused = report.head_calls.fused
+        wrong.append((*case, "taken away", differs(step(model, inputs), plain)))
+        assert report.head_calls.fused == fused + report.count("loss"), case
+    wrong = [found for found in wrong if found[-1]]
+    assert not wrong, "\n".join(map(str, wrong))
+    seen = [differs(wanted[case], plain) is not None for case in cases]
+    assert sum(seen) > 0.6 * len(seen), f"{sum(seen)} of {len(seen)} cases change a step"
+
+
+def test_the_norm_inside_hyper_connections():
+    """The slot does not call it."""
+    glm = importlib.import_module("transformers.models.glm5_next.modeling_glm5_next")
+    config = {"hidden_size": 24, "hc_mult": 4, "hc_sinkhorn_iters": 3, "hc_eps": 1e-6, "rms_norm_eps": 1e-6}
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"hc": glm.Glm5NextTextHyperConnection(SimpleNamespace(**config))})
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    x = torch.randn(2, 5, 4, 24)
+
+    def run():
+        model.zero_grad(set_to_none=True)
+        loss = sum(y.square().sum() for y in model["hc"](x))
+        loss.backward()
+        return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    plain = run()
+    for change in CHANGES:
+        for first in (True, False):
+            with changed(model, "hc.input_norm", change):
+                wanted = run()
+            if not first:
+                apply(model)
+                assert differs(run(), plain) is None
+            with changed(model, "hc.input_norm", change):
+                with contextlib.suppress(tigon.Error):  # nothing is left to be replaced
+                    apply(model)
+                assert differs(run(), wanted) is None, (change, first)
+            apply(model)
+            assert differs(run(), plain) is None
+            undo(model)
+
+
+HEADS = {
+    "scale": lambda inner: lambda *args: inner(*args) / 1.7,
+    "one argument": lambda inner: lambda x: inner(x) * 2,
+    "input and bias": lambda inner: lambda x: inner(x * 1.5) + torch.arange(97.0),
+    "mask": lambda inner: lambda x: inner(x).masked_fill(torch.arange(97) > 90, -1e4),
+    "cast": lambda inner: lambda x: inner(x).to(torch.bfloat16).float(),
+    "other": lambda inner: lambda x: x @ inner.__self__.module.weight.t().flip(0) if hasattr(
+        inner.__self__, "module") else x @ inner.__self__.weight.t().flip(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_another_forward_of_the_head(kind, caplog):
+    """Its logits are those of the wrapper; the report, `check` and a second `apply` say so."""
+    model, inputs = make("llama"), batch()
+    before = model.lm_head.forward
+    model.lm_head.forward = HEADS[kind](before)
+    wanted = step(model, inputs)
+    del model.lm_head.forward
+    report = apply(model)
+    ours = model.lm_head.forward
+    model.lm_head.forward = HEADS[kind](ours)
+    assert differs(step(model, inputs), wanted) is None
+    assert report.head_calls.fused == 0 and "forward" in report.head_calls.reason
+    assert "computes all logits: its forward" in str(report)
+    with pytest.raises(tigon.Error, match="0 fused losses; logits computed at once: its forward"):
+        report.check()
+    apply(model)
+    assert [entry.slot for entry in report.left] == ["loss"]
+    assert differs(step(model, inputs), wanted) is None
+    assert len([r for r in caplog.records if "computes all logits" in r.message]) == 2
+    model.lm_head.forward = ours
+    apply(model)
+    step(model, inputs)
+    report.check()
+
+
+@pytest.mark.parametrize("late", [lambda m: setattr(m.lm_head, "forward", lambda x: x), undo])
+def test_a_forward_that_comes_while_logits_are_owed(late):
+    model, inputs = make("llama"), batch()
+    apply(model)
+    logits = model(**inputs).logits
+    late(model)
+    with pytest.raises(tigon.Error, match="before the head gets another forward"):
+        logits.sum()
+
+
+def test_an_adapter_that_changes_while_logits_are_owed():
+    model, inputs = make("lora"), batch()
+    with model.disable_adapter():
+        wanted = model(**inputs).logits
+    apply(model)
+    with model.disable_adapter():
+        logits, read = (model(**inputs).logits for _ in range(2))
+        torch.testing.assert_close(read.materialise(), wanted)
+    with pytest.raises(tigon.Error, match="before the head's adapter changes"):
+        logits.sum()
+
+
+class Quantised(nn.Linear):
+    """As quantisation-aware training and float8 convert a Linear, in place or by another module."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.round(decimals=2), self.bias)
+
+
+def _of_class(model):
+    model.lm_head.__class__ = Quantised
+
+
+def _of_module(model):
+    converted = Quantised(16, 97, bias=False)
+    converted.weight = model.lm_head.weight
+    model.lm_head = converted
+
+
+@pytest.mark.parametrize("convert", [_of_class, _of_module])
+def test_a_head_converted_after_apply(convert, caplog):
+    inputs, stock, model = batch(), make("llama"), make("llama")
+    convert(stock)
+    report = apply(model)
+    convert(model)
+    for _ in range(2):
+        assert differs(step(model, inputs), step(stock, inputs)) is None
+    said = [r.message for r in caplog.records if "computes all logits" in r.message]
+    assert len(said) == 1 and report.head_calls.computed == 2
+    with pytest.raises(tigon.Error, match="logits computed at once: the head"):
+        report.check()
+    assert "computes all logits: the head" in str(report)
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """How often the slots call these functions."""
+    counts = Counter()
+    for place, name in (("norms", "rms_norm"), ("mlp", "product"), ("lora", "apply")):
+        module = importlib.import_module(f"tigon.integrations.transformers.{place}")
+
+        def counted(function, place, *args, **kwargs):
+            counts[place] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, functools.partial(counted, getattr(module, name), place))
+    return counts
+
+
+class Doubled(nn.Module):
+    """In the place of a norm: no norm."""
+
+    def forward(self, x):
+        return 2 * x * self.weight
+
+
+def _norm_of_gemma(model):
+    model.model.norm.eps = 1e-3
+    model.model.norm.__class__ = GemmaRMSNorm
+
+
+def _no_norm(model):
+    model.model.norm.__class__ = Doubled
+
+
+def _mlp_of_class(model):
+    model.model.layers[0].mlp.__class__.forward = lambda self, x: self.down_proj(self.up_proj(x))
+
+
+def _activation(model):
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
+def _other_approximation(model):
+    model.model.layers[0].mlp.act_fn.approximate = "tanh"
+
+
+def _no_activation(model):
+    model.model.layers[0].mlp.act_fn = nn.Softplus()
+
+
+AGAIN = {
+    "another norm": ((_norm_of_gemma,), 3, 1),
+    "no norm": ((_no_norm,), 2, 1),
+    "no norm any more": ((_norm_of_gemma, _no_norm), 2, 1),
+    "a class's forward": ((_mlp_of_class,), 3, 0),
+    "another activation": ((_activation,), 3, 1),
+    "an attribute of it": ((_activation, _other_approximation), 3, 1),
+    "no fused activation": ((_no_activation,), 3, 0),
+}
+
+
+@pytest.mark.parametrize("changes", AGAIN)
+def test_applied_again_the_report_says_what_runs(changes, native, monkeypatch):
+    """What was replaced and is another thing by now runs, and is replaced anew or left."""
+    steps, norms, mlps = AGAIN[changes]
+    monkeypatch.setattr(LlamaMLP, "forward", LlamaMLP.forward)  # given back
+    inputs, stock, model = batch(), make("llama"), make("llama")
+    report = apply(model)
+    for change in steps:
+        for one in (stock, model):
+            change(one)
+        wanted = step(stock, inputs)
+        assert differs(step(model, inputs), wanted) is None
+        apply(model)
+        native.clear()
+        assert differs(step(model, inputs), wanted) is None
+    assert (native["norms"], native["mlp"]) == (norms, mlps), report
+    assert (report.count("norm"), report.count("mlp")) == (norms, mlps), report
+
+
+def _peft(model, **options):
+    torch.manual_seed(7)
+    options = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False} | options
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+def _added(model):
+    torch.manual_seed(7)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    return model
+
+
+ADAPTED = {"get_peft_model": _peft, "dora": lambda m: _peft(m, use_dora=True), "add_adapter": _added}
+
+
+@pytest.mark.parametrize("adapt", ADAPTED)
+@pytest.mark.parametrize("slots", [{}, {"loss": False}])
+def test_adapters_that_come_after_apply(slots, adapt, native):
+    inputs, model = batch(), make("llama")
+    stock = ADAPTED[adapt](make("llama"))
+    report = apply(model, **slots)
+    assert report.count("lora") == 0
+    adapted = ADAPTED[adapt](model)
+    assert differs(step(adapted, inputs), step(stock, inputs)) is None
+    assert native["lora"] == 2 == report.count("lora")
+    undo(model)
+    native.clear()
+    step(adapted, inputs)
+    assert not native["lora"] and "forward" not in vars(model)
+
+
+def test_adapters_that_come_go_and_stay_away(native):
+    inputs, model = batch(), make("llama")
+    report = apply(model)
+    adapted = _peft(model)
+    step(adapted, inputs)
+    adapted.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"]))
+    adapted.set_adapter("other")
+    step(adapted, inputs)
+    assert report.count("lora") == 3
+    adapted.unload()
+    model(**inputs)
+    assert report.count("lora") == 0
+    native.clear()
+    model = make("llama")
+    report = apply(model, lora=False)
+    step(_peft(model), inputs)
+    assert not native["lora"] and not report.count("lora")
+
+
+def test_adapters_that_come_before_a_compiled_model(native):
+    torch._dynamo.reset()
+    inputs, model = batch(), make("llama")
+    wanted = step(_peft(make("llama")), inputs)
+    report = apply(model)
+    adapted = torch.compile(_peft(model), backend="aot_eager", fullgraph=True)
+    assert abs(adapted(**inputs).loss - wanted[0]) < 1e-4
+    assert native["lora"] == 2 == report.count("lora")
+
+
+@pytest.mark.parametrize("entrance", ["class", "instance", "type", "auto"])
+def test_adapters_after_ligers_switch(facade, entrance, native):
+    """As Axolotl and LLaMA-Factory have it (the class first, the model, then PEFT)."""
+    liger = importlib.import_module("liger_kernel.transformers")
+    inputs, wanted = batch(), step(_peft(make("llama")), batch())
+    if entrance == "class":
+        liger.apply_liger_kernel_to_llama()
+    if entrance == "type":
+        importlib.import_module("liger_kernel.transformers.monkey_patch")._apply_liger_kernel("llama")
+    model = make("llama")
+    if entrance == "instance":
+        liger.apply_liger_kernel_to_llama(model=model)
+    if entrance == "auto":
+        model = tigon.transformers.AutoTigonForCausalLM.from_config(model.config).train()
+        model.load_state_dict(make("llama").state_dict())
+    assert differs(step(_peft(model), inputs), wanted) is None
+    assert native["lora"] == 2
+
+
+def test_a_slot_that_finds_nothing():
+    """Asked for by name it has an entry, and strict raises; of what is looked for anyway none."""
+    model = make("llama")
+    report = apply(model, strict=True)
+    assert not report.left
+    report = apply(model, experts=True, hyper=True)
+    left = {entry.slot: entry.reason for entry in report.left}
+    assert left == dict.fromkeys(("experts", "hyper"), "nothing of this kind was found")
+    assert "experts LlamaForCausalLM left: nothing of this kind" in str(report)
+    with pytest.raises(tigon.Error, match=r"LlamaForCausalLM: nothing of this kind was found"):
+        apply(model, lora=True, strict=True)
+    report = apply(make("qwen3"), qk_norm=True, rope=False)
+    assert [(e.slot, e.reason) for e in report.left] == [("qk_norm", "qk_norm needs the slots norm and rope")]
+
+
+def test_a_recognised_form_is_that_of_what_its_names_mean_now(monkeypatch):
+    """What was read for an expression is compared when it is asked for again."""
+    assert apply(make("gemma2")).count("norm") == 5
+    with monkeypatch.context() as patch:
+        patch.setattr(Gemma2RMSNorm, "_norm", lambda self, x: x)
+        assert apply(make("gemma2")).count("norm") == 0
+    assert apply(make("gemma2")).count("norm") == 5
+    rotary = importlib.import_module("transformers.models.llama.modeling_llama")
+    known = canonical_function(rotary.apply_rotary_pos_emb)
+    monkeypatch.setattr(rotary, "rotate_half", lambda x: x)
+    with pytest.raises(Unrecognised):
+        canonical_function(rotary.apply_rotary_pos_emb)
+    monkeypatch.undo()
+    assert canonical_function(rotary.apply_rotary_pos_emb) == known
+
+
+def test_a_method_that_a_replaced_forward_calls(monkeypatch):
+    """Of the class, or of the instance."""
+    inputs, stock, model = batch(), make("gemma2"), make("gemma2")
+    apply(model)
+    for one in (stock, model):
+        one.model.norm._norm = lambda x: 0.5 * x
+    assert differs(step(model, inputs), step(stock, inputs)) is None
+    monkeypatch.setattr(Gemma2RMSNorm, "_norm", lambda self, x: 2 * x)
+    assert differs(step(model, inputs), step(stock, inputs)) is None
+
+
+def test_attributes_that_a_plan_was_made_by():
+    """The gate of a norm, and whether it has a weight."""
+    kimi = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
+    gemma = importlib.import_module("transformers.models.gemma4.modeling_gemma4")
+    x, gate = torch.randn(2, 3, 16)
+    for norm, args, change in (
+        (kimi.KimiLinearRMSNormGated(16), (x, gate), {"activation": "silu"}),
+        (gemma.Gemma4RMSNorm(16), (x,), {"with_scale": False}),
+    ):
+        nn.init.normal_(norm.weight)
+        apply(nn.Sequential(norm))
+        for _ in range(2):
+            torch.testing.assert_close(norm(*args), type(norm).forward(norm, *args))
+            vars(norm).update(change)

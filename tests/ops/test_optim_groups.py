@@ -1,0 +1,419 @@
+"""Options of groups: each is used or refused by name, by every way that a group comes, before anything is
+modified."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+
+import pytest
+import torch
+from checks import same_bits
+from torch import nn
+
+import tigon
+from tigon.optim import AdamW, Muon, lora_plus_groups, muon_groups, step_in_backward
+
+# Notes that programs and schedulers leave in groups.
+NOTES = {
+    "name": "head", "initial_lr": 0.1, "max_momentum": 0.95, "base_momentum": 0.8, "max_lr": 1.0,
+    "min_lr": 0.0, "lr_scale": 0.5, "lr_mult": 2.0, "wd_mult": 0.0, "is_expert_parallel": False,
+    "is_decoupled_lr": False, "layer": 3, "tag": None, "swa_lr": 0.1, 7: "a key that is no name",
+}  # fmt: skip
+
+
+def matrix(rows=4, columns=6, device="cpu") -> nn.Parameter:
+    return nn.Parameter(torch.ones(rows, columns, device=device))
+
+
+def with_gradients(params):
+    for i, p in enumerate(params):
+        p.grad = torch.full_like(p, 0.5 + i)
+    return params
+
+
+def adamw(extra) -> AdamW:
+    return AdamW([{"params": [matrix()], **extra}])
+
+
+def adamw_later(extra) -> AdamW:
+    optimizer = AdamW([matrix()])
+    optimizer.add_param_group({"params": [matrix()], **extra})
+    return optimizer
+
+
+def adamw_in_backward(extra) -> AdamW:
+    optimizer = AdamW([matrix()])
+    step_in_backward(optimizer)
+    optimizer.add_param_group({"params": [matrix()], **extra})
+    return optimizer
+
+
+def adamw_loaded(extra) -> AdamW:
+    optimizer, saved = AdamW([matrix()]), AdamW([matrix()]).state_dict()
+    saved["param_groups"][0].update(extra)
+    optimizer.load_state_dict(saved)
+    return optimizer
+
+
+def muon(extra) -> Muon:
+    return Muon([{"params": [matrix()], **extra}])
+
+
+def muon_later(extra) -> Muon:
+    optimizer = Muon([matrix()])
+    optimizer.add_param_group({"params": [matrix()], **extra})
+    return optimizer
+
+
+def muon_loaded(extra) -> Muon:
+    optimizer, saved = Muon([matrix()]), Muon([matrix()]).state_dict()
+    saved["param_groups"][0].update(extra)
+    optimizer.load_state_dict(saved)
+    return optimizer
+
+
+def muons_adamw(extra) -> Muon:
+    return Muon([{"params": [matrix()]}, {"params": [matrix()], "use_muon": False, **extra}])
+
+
+def muons_adamw_later(extra) -> Muon:
+    optimizer = Muon([matrix()])
+    optimizer.add_param_group({"params": [matrix()], "use_muon": False, **extra})
+    return optimizer
+
+
+def muons_adamw_loaded(extra) -> Muon:
+    def make():
+        return Muon([{"params": [matrix()]}, {"params": [matrix()], "use_muon": False}])
+
+    optimizer, saved = make(), make().state_dict()
+    saved["param_groups"][1].update(extra)
+    optimizer.load_state_dict(saved)
+    return optimizer
+
+
+ADAMW_WAYS = [
+    adamw,
+    adamw_later,
+    adamw_in_backward,
+    adamw_loaded,
+    muons_adamw,
+    muons_adamw_later,
+    muons_adamw_loaded,
+]
+MUON_WAYS = [muon, muon_later, muon_loaded]
+WHOLE = {
+    "rounding": "split", "moment_dtype": torch.float32, "moment_rounding": "nearest", "max_grad_norm": 1.0,
+    "seed": 3,
+}  # fmt: skip
+
+
+def arguments(cls) -> set[str]:
+    return {*inspect.signature(cls).parameters} - {"params"}
+
+
+def of_pytorch() -> set[str]:
+    """The arguments of every optimizer of PyTorch."""
+    classes = [
+        c for c in vars(torch.optim).values() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)
+    ]
+    return set().union(*(arguments(c) for c in classes if c is not torch.optim.Optimizer))
+
+
+def misspelled(name: str) -> set[str]:
+    """One letter less, two that changed places, one twice, another last one."""
+    cuts = range(1, len(name))
+    return {
+        *(name[:i] + name[i + 1 :] for i in cuts if len(name) > 4),
+        *(name[:i] + name[i + 1] + name[i] + name[i + 2 :] for i in range(1, len(name) - 1)),
+        *(name[:i] + name[i - 1] + name[i:] for i in cuts if len(name) > 3), name[:-1] + "q",
+    } if len(name) > 3 else set()  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ADAMW_WAYS + MUON_WAYS, ids=lambda f: f.__name__)
+def test_every_option_is_used_or_refused(way):
+    """Options of the optimizer as a whole, those of other optimizers, and misspelled ones are refused by
+    name, by each way that a group comes; notes stay."""
+    is_muons = way in MUON_WAYS
+    own = arguments(Muon if is_muons else AdamW) - WHOLE.keys()
+    # A state that was saved before has Muon's options in all groups.
+    taken = own | (arguments(Muon) if way is muons_adamw_loaded else set()) | {"use_muon"}
+    for name in sorted(WHOLE.keys() | (of_pytorch() | {"learning_rate", "wd"}) - taken):
+        with pytest.raises(tigon.Error, match=rf"a group must not have '{name}'"):
+            way({name: WHOLE.get(name, 0.5)})
+    for option in sorted(own):
+        for name in sorted(misspelled(option) - taken):
+            with pytest.raises(tigon.Error, match=rf"a group must not have '{name}'"):
+                way({name: 0.5})
+    assert NOTES.items() <= way(NOTES).param_groups[-1].items()
+
+
+@pytest.mark.parametrize("way", ADAMW_WAYS + MUON_WAYS, ids=lambda f: f.__name__)
+def test_values_of_a_group(way):
+    """What the constructor refuses is refused in a group."""
+    bad = {"lr": -1.0, "eps": -1.0, "weight_decay": None}
+    if way in MUON_WAYS:
+        bad |= {
+            "momentum": 1.0,
+            "nesterov": 1,
+            "ns_steps": 0,
+            "adjust_lr_fn": "rms",
+            "ns_coefficients": (1, 2),
+        }
+    else:
+        bad |= {"betas": (0.9, 1.0), "amsgrad": None, "maximize": "no", "capturable": 0,
+                "differentiable": True, "decoupled_weight_decay": 1, "fused": 1, "foreach": 0}  # fmt: skip
+    for name, value in bad.items():
+        with pytest.raises(tigon.Error, match=rf"{name} must"):
+            way({name: value})
+
+
+@pytest.mark.parametrize("option, value", [
+    ("lr", 0.1), ("betas", (0.5, 0.6)), ("eps", 0.1), ("weight_decay", 0.5), ("amsgrad", True),
+    ("maximize", True), ("decoupled_weight_decay", False), ("capturable", True),
+])  # fmt: skip
+@pytest.mark.parametrize("way", ADAMW_WAYS, ids=lambda f: f.__name__)
+def test_used_options_change_the_step(way, option, value):
+    """A group's option does what the constructor's does, by every way."""
+    plain = {"betas": (0.9, 0.5), "lr": 0.05, "weight_decay": 0.25}
+    theirs = torch.optim.AdamW([matrix()], **plain)
+    if option == "decoupled_weight_decay":
+        wanted = torch.optim.Adam([matrix()], **plain)
+    else:  # PyTorch takes capturable on a GPU
+        wanted = torch.optim.AdamW([matrix()], **plain | ({} if option == "capturable" else {option: value}))
+    optimizer = way(plain | {option: value})
+    p, q, r = (o.param_groups[-1]["params"][0] for o in (optimizer, theirs, wanted))
+    for i in range(3):
+        for x in (p, q, r):
+            g = torch.linspace(-1, 1, x.numel()).view(x.shape) * (0.5 if i else 2)
+            if getattr(optimizer, "updates_in_backward", None) is not None and x is p:
+                (x * g).sum().backward()
+            else:
+                x.grad = g
+        optimizer.step(), theirs.step(), wanted.step()
+    torch.testing.assert_close(p, r)
+    assert option == "capturable" or not torch.allclose(p, q)
+
+
+def test_options_of_muon_groups():
+    """Are AdamW's groups', also where a model has no part of AdamW's."""
+    both = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    hidden = nn.Linear(4, 4, bias=False)
+    for model in (both, hidden):
+        for name, value in (WHOLE | {"momentm": 3, "momentum": 0.9, "name": "x"}).items():
+            with pytest.raises(tigon.Error, match=rf"\[muon_groups\] .*got '{name}'"):
+                muon_groups(model, **{name: value})
+    groups = muon_groups(both, lr=0.1, betas=(0.5, 0.5), weight_decay=0.0)
+    optimizer = Muon(groups)
+    assert optimizer.param_groups[1]["betas"] == (0.5, 0.5)
+    with pytest.raises(tigon.Error, match="must not have 'use_muon'"):
+        AdamW(muon_groups(both))
+    again = Muon(optimizer.param_groups)  # as programs do that wrap an optimizer
+    assert again.param_groups[1].keys() == optimizer.param_groups[1].keys()
+
+
+def test_a_group_that_is_refused_is_in_no_optimizer():
+    """Nothing of it stays, and the optimizer goes on."""
+    p, q = matrix(), matrix()
+    for optimizer in (AdamW([p]), Muon([p]), Muon([{"params": [p], "use_muon": False}])):
+        for bad in ({"rounding": "split"}, {"use_muon": False, "momentum": 0.5}, {"lr": -1.0},
+                    {"use_muon": False, "params": [nn.Parameter(torch.ones(3, dtype=torch.complex64))]},
+                    {"params": [nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))]}):  # fmt: skip
+            with pytest.raises(tigon.Error):
+                optimizer.add_param_group({"params": [q], **bad})
+        with pytest.raises(ValueError, match="more than one"):
+            optimizer.add_param_group(
+                {"params": [p], **({"use_muon": False} if type(optimizer) is Muon else {})}
+            )
+        assert [group["params"] for group in optimizer.param_groups] == [[p]]
+        more = {"use_muon": False} if type(optimizer) is Muon else {}
+        optimizer.add_param_group({"params": [q], **more})
+        with_gradients([p, q])
+        optimizer.step()
+
+
+# --- nothing is modified where something is refused -----------------------------------------------
+
+
+def lose_momentum(optimizer, p):
+    optimizer.state[p]["momentum_buffer"] = torch.zeros(2, 2)
+
+
+def free_momentum(optimizer, p):
+    optimizer.state[p]["momentum_buffer"].untyped_storage().resize_(0)
+
+
+def free_gradient(optimizer, p):
+    p.grad.untyped_storage().resize_(0)
+
+
+def resize(optimizer, p):
+    p.grad = None
+    p.data = torch.ones(2, 2)
+    p.grad = torch.ones(2, 2)
+
+
+def edit(**options):
+    def change(optimizer, p):
+        optimizer.param_groups[-1].update(options)
+
+    change.__name__ = "-".join(options)
+    return change
+
+
+@pytest.mark.parametrize("bad, words", [
+    (lose_momentum, "momentum_buffer must have the sizes"), (free_momentum, "momentum_buffer was freed"),
+    (free_gradient, "gradients was freed"), (resize, "momentum_buffer must have the sizes"),
+    (edit(momentum=1.5), r"momentum must be in \[0, 1\)"), (edit(nesterov=None), "nesterov must be"),
+    (edit(lr=-1.0), "lr must be >= 0"), (edit(ns_steps=0), "ns_steps must be in"),
+    (edit(eps=None), "eps must be"),
+], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
+def test_muon_refuses_before_it_modifies(bad, words):
+    """A last group that became unfit: AdamW's part and the groups before it stay as they are."""
+    params = [matrix(3, 3), matrix(4, 6), matrix(5, 7)]
+    groups = [{"params": params[:1], "use_muon": False}, {"params": params[1:2]}, {"params": params[2:]}]
+    optimizer = Muon(groups)
+    with_gradients(params)
+    optimizer.step()
+    before = copy.deepcopy([(p.detach(), optimizer.state[p]) for p in params[:2]])
+    bad(optimizer, params[2])
+    with pytest.raises(tigon.Error, match=words):
+        optimizer.step()
+    for p, (data, state) in zip(params, before, strict=False):
+        assert same_bits(p.detach(), data)
+        assert all(same_bits(optimizer.state[p][name], value) for name, value in state.items())
+
+
+def test_muon_refuses_a_bad_part_of_adamw():
+    """AdamW's group refuses last, and Muon's groups stay."""
+    params = [matrix(4, 6), matrix(3, 3)]
+    optimizer = Muon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}])
+    with_gradients(params)
+    optimizer.step()
+    before = params[0].detach().clone()
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(tigon.Error, match="exp_avg 0 must have the sizes"):
+        optimizer.step()
+    assert same_bits(params[0].detach(), before)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_adamw_of_kinds_refuses_before_it_modifies(which):
+    """A list and plain float64 parameters: the one that does not fit leaves the other as it is."""
+    params = [matrix(), nn.Parameter(torch.ones(4, 6, dtype=torch.float64))]
+    optimizer = AdamW(params)
+    with_gradients(params)
+    optimizer.step()
+    other = params[1 - which]
+    before = other.detach().clone(), copy.deepcopy(optimizer.state[other])
+    optimizer.state[params[which]]["exp_avg"] = torch.zeros(2, dtype=params[which].dtype)
+    with pytest.raises(tigon.Error, match="exp_avg.* must have the sizes of its param"):
+        optimizer.step()
+    assert same_bits(other.detach(), before[0])
+    assert all(same_bits(value, before[1][name]) for name, value in optimizer.state[other].items())
+
+
+@pytest.mark.gpu
+def test_adamw_of_devices_refuses_before_it_modifies():
+    """A list on the CPU and one on a GPU, in both orders."""
+    for devices in (("cpu", "cuda"), ("cuda", "cpu")):
+        params = [matrix(device=device) for device in devices]
+        optimizer = AdamW(params)
+        with_gradients(params)
+        optimizer.step()
+        before = params[0].detach().clone(), copy.deepcopy(optimizer.state[params[0]])
+        optimizer.state[params[1]]["exp_avg"] = torch.zeros(2, device=devices[1])
+        with pytest.raises(tigon.Error, match="exp_avg 0 must have the sizes of its param"):
+            optimizer.step()
+        assert same_bits(params[0].detach(), before[0])
+        assert all(same_bits(value, before[1][name]) for name, value in optimizer.state[params[0]].items())
+
+
+def test_a_bad_state_is_not_loaded():
+    """Options that are none or wrong are refused before anything of a state dict is taken."""
+    for make in (lambda: AdamW([matrix()]), lambda: Muon([matrix()])):
+        optimizer, saved = make(), make().state_dict()
+        saved["param_groups"][0] |= {"lr": 0.5, "weight_decay": -1}
+        with pytest.raises(tigon.Error, match="weight_decay must be >= 0"):
+            optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+# --- the step in the backward -----------------------------------------------------------------
+
+
+def test_groups_added_later_step_in_the_backward(device):
+    """As those that were there, with their options; after undo() in step()."""
+    p, q, r = (matrix(device=device) for _ in range(3))
+    optimizer, other = AdamW([p]), AdamW([r], lr=0.5)
+    handle = step_in_backward(optimizer)
+    optimizer.add_param_group({"params": [q], "lr": 0.5})
+    for x in (q, r):
+        (x * 3).sum().backward()
+    other.step()
+    assert q.grad is None and same_bits(q.detach(), r.detach())
+    handle.undo()
+    (q * 3).sum().backward()
+    assert q.grad is not None
+    optimizer.add_param_group({"params": [matrix(device=device)]})
+    assert len(handle._handles) == 0
+
+
+def test_accumulation_contexts(device):
+    """One object again and again, inside itself, ended in any order, and as a decorator."""
+    p = matrix(device=device)
+    optimizer = AdamW([p])
+    handle = step_in_backward(optimizer)
+    context = handle.accumulate()
+
+    def updates():
+        p.grad = None
+        (p * 2).sum().backward()
+        return p.grad is None
+
+    for _ in range(2):
+        with context:
+            assert not updates()
+            with context, contextlib.suppress(KeyError), handle.accumulate():
+                raise KeyError
+            assert not updates()
+        assert updates()
+    a, b = handle.accumulate(), handle.accumulate()
+    a.__enter__(), b.__enter__()
+    a.__exit__(None, None, None)
+    assert not updates()
+    b.__exit__(None, None, None)
+    assert updates()
+    assert not handle.accumulate()(updates)() and updates()
+
+
+# --- LoRA+ ------------------------------------------------------------------------------------
+
+
+def test_lora_plus_groups_of_a_module():
+    """lora_b of tigon.nn.LoRALinear, vectors and norms; what is refused."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.first = nn.LayerNorm(8), tigon.nn.LoRALinear(8, 6, 2)
+            self.second, self.scale = tigon.nn.LoRALinear(6, 4, 2, bias=True), nn.Parameter(torch.ones(4))
+
+    net = Net()
+    names = {p: name for name, p in net.named_parameters()}
+    groups = lora_plus_groups(net, lr=1e-3, ratio=16, weight_decay=0.1)
+    found = [([names[p] for p in g["params"]], g["lr"], g["weight_decay"]) for g in groups]
+    assert found == [
+        (["first.lora_a", "second.lora_a"], 1e-3, 0.1),
+        (["scale", "first.lora_b", "second.lora_b"], 16e-3, 0.1),
+        (["norm.weight", "norm.bias"], 16e-3, 0.0),
+    ]
+    AdamW(groups), torch.optim.AdamW(lora_plus_groups(net, lr=1e-3, ratio=2))
+    for options, words in (({"ratio": 0}, "ratio must be > 0"), ({"lr": -1}, "lr must be >= 0"),
+                           ({"weight_decay": "a"}, "weight_decay must be a number")):  # fmt: skip
+        with pytest.raises(tigon.Error, match=words):
+            lora_plus_groups(net, **{"lr": 1e-3, "ratio": 4} | options)
+    with pytest.raises(tigon.Error, match="model must have a lora_B that trains, got 2 parameters"):
+        lora_plus_groups(nn.Linear(2, 2), lr=1e-3, ratio=4)
