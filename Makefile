@@ -10,12 +10,13 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
 # One process a core, four at most: each takes a GB. Tests of several threads ask for them themselves.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help train train-cpp test emulate programs build wheel kernels-repo format lint bench results figures docs docs-serve notebooks clean
+.PHONY: help train train-cpp test fuzz emulate programs build wheel kernels-repo format lint bench results figures docs docs-serve notebooks clean
 
 help:
 	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
 	@echo 'make train-cpp  the same in C++ alone, without PyTorch: tokens are bytes   (ARGS="--data FILES --steps 50")'
 	@echo 'make test    C++ tests and Python tests             (ARGS=--all for every case, ARGS="-k rms_norm")'
+	@echo 'make fuzz    random calls of every function, right and wrong ones      (ARGS="--seconds 60 --seed 1")'
 	@echo 'make emulate the cases of the ops, the CUDA kernels compiled as C++                (ARGS="-k rms_norm")'
 	@echo 'make programs  other people'\''s programs, stock and with Tigon, each in an environment     (ARGS="--only axolotl")'
 	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'
@@ -53,6 +54,11 @@ test:
 	@tools/bootstrap.sh dev
 	.venv/bin/ctest --test-dir build --output-on-failure -j $(WORKERS)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+# Beside float64, or against tigon.Error. What it finds it names; ARGS="--again 'NAME'" runs that once more.
+fuzz:
+	@tools/bootstrap.sh dev
+	OMP_NUM_THREADS=1 PYTHONPATH=python .venv/bin/python tests/fuzz.py $(ARGS)
 
 # Without a GPU and without nvcc: tests/emulator.
 emulate:

@@ -458,6 +458,17 @@ def _explained(op: str, overload, args: tuple, exc: RuntimeError) -> RuntimeErro
     return None
 
 
+def check_stored(op: str, name: str, x: torch.Tensor) -> None:
+    """x must have its storage, which FSDP frees between uses: PyTorch's operations crash without one."""
+    if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested or x.is_meta:
+        return
+    if _is_compiling() or _is_transformed():
+        return  # what has no numbers, or none of its own, has none to miss
+    if x.untyped_storage().nbytes() == 0 and x.numel() > 0:
+        refuse(op, name + " was freed: its storage is empty (FSDP frees parameters outside of the forward "
+               "and backward of their module, a hook or untyped_storage().resize_(0) does too)")  # fmt: skip
+
+
 def foreign(name: str, a: torch.Tensor) -> str | None:
     """What keeps a tensor from the kernels, if anything."""
     if is_dtensor(a):
@@ -500,6 +511,7 @@ def _report_fallback(op: str, reason: str, *tensors: torch.Tensor | None) -> boo
     for t in given:
         if t.is_meta != given[0].is_meta:
             refuse(op, "tensors must be on {}, got {}", given[0].device, t.device)
+        check_stored(op, "a tensor", t)
     if not torch.compiler.is_compiling() and (op, reason) not in _fallbacks_reported:
         import logging
 

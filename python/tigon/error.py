@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import NoReturn
 
 
@@ -27,3 +29,19 @@ def refuse(op: str, message: str, *values: object) -> NoReturn:
     if values:
         message = message.format(*(list(v) if isinstance(v, tuple) else v for v in values))
     raise Error(f"[{op}] {message}")
+
+
+def renamed(error: Error, op: str, words: Mapping[str, str] | None = None) -> Error:
+    """The error of an operator as that of the function which called it.
+
+    Args:
+        words: the function's name of what an operator calls ``"argument"``, or ``"operator.argument"``.
+    """
+    operator, _, text = str(error)[1:].partition("] ")
+    if operator.rpartition(".")[2] == op:  # "parallel.cross_entropy" is tigon.parallel's
+        op = operator
+        if not words:
+            return error
+    if words:
+        text = re.sub(r"\w+", lambda m: words.get(f"{operator}.{m[0]}", words.get(m[0], m[0])), text)
+    return Error(f"[{op}] {text}")

@@ -430,3 +430,29 @@ def test_tensor_subclass_weights_keep_stock_arithmetic():
 def test_the_package_exports_apply_and_undo():
     assert tigon.apply is apply and tigon.undo is undo
     assert importlib.import_module("tigon.integrations.transformers").apply is apply
+
+
+def test_what_is_no_model_or_no_boolean_is_refused():
+    """Nothing is modified."""
+    model = make()
+    for option in (
+        "norm",
+        "mlp",
+        "rope",
+        "loss",
+        "experts",
+        "router",
+        "qkv",
+        "qk_norm",
+        "hyper",
+        "lora",
+        "strict",
+    ):
+        with pytest.raises(tigon.Error, match=rf"^\[apply\] {option} must be True or False, got int"):
+            apply(model, **{option: 2})
+    assert not any(bound(module) for module in model.modules())
+    for function in (apply, undo):
+        with pytest.raises(
+            tigon.Error, match=rf"^\[{function.__name__}\] model must be a torch.nn.Module, got"
+        ):
+            function(None)

@@ -213,6 +213,7 @@ HIDDEN, WEIGHT, TEACHER, IDS = inputs()
         ({"draft_ids": IDS[:7]}, r"draft_ids must be \[40\], got \[7\]"),
         ({"draft_ids": IDS + VT}, "draft_ids must be below the teacher's 96 classes"),
         ({"draft_ids": IDS * 0}, "draft_ids must be different classes"),
+        ({"draft_ids": IDS * 0 - 1}, "draft_ids must hold at least one of the teacher's classes, got none"),
         ({"draft_ids": IDS.float()}, "draft_ids must be an int64 or int32 tensor"),
         ({"hidden": []}, "hidden must be a tensor, or a tensor for each step"),
         ({"hidden": [HIDDEN[0], HIDDEN[0].double()]}, "hidden must be"),

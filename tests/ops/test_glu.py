@@ -31,7 +31,7 @@ swiglu(g, u.half()) -> up must be torch.float32, got torch.float16
 swiglu(g.long(), u) -> gate must be a float tensor, got torch.int64
 swiglu(g[:, :5]) -> gate must have an even number of columns, got 5
 reglu(g[0, 0]) -> [reglu] gate must have at least one dimension
-geglu(g, u, approximate='no') -> [geglu] approximate must be 'tanh'
+geglu(g, u, approximate='no') -> [geglu] approximate must be one of ['tanh', 'none'], got 'no'
 swiglu_oai(g, limit=-1.0) -> [swiglu_oai] limit must be > 0, got -1.0
 swiglu(g, u, limit=0.0) -> [swiglu] limit must be > 0 and finite, got 0
 swiglu(g, u, gate_multiplier=2.0, limit=1.0) -> [swiglu] limit must be None with multipliers

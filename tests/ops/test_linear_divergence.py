@@ -165,7 +165,7 @@ BAD = {
     "size": ({"teacher": (T[0], T[1][:, :5])}, r"teacher_weight must be \[V, 24\], got \[40, 5\]"),
     "logits": ({"teacher": T[0][:7]}, r"teacher must be logits \[12\] and then V, got \[7, 24\]"),
     "bias": ({"teacher": (*T, T[0][0])}, r"teacher_bias must be \[40\], got \[24\]"),
-    "labels": ({"teacher": (T[0], T[1][:9]), "labels": torch.full((12,), 20)}, "target must be in .0, 9. or"),
+    "labels": ({"teacher": (T[0], T[1][:9]), "labels": torch.full((12,), 20)}, "labels must be in .0, 9. or"),
     "no labels": ({"labels": None, "hard": 0.5}, "labels must be given for the hard loss, got None"),
     "no labels to shift": ({"labels": None, "shift": True}, "labels must be given with shift=True, got None"),
     "temperature": ({"temperature": 0.0}, "temperature must be"),

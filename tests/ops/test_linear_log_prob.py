@@ -173,3 +173,29 @@ def test_labels_of_a_row_into_main_grad(device):
     FN(hidden, weight, labels).sum().backward()
     assert weight.grad is None
     torch.testing.assert_close(weight.main_grad - 1, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_match_under_transforms():
+    """Gradients are those of the call as it is."""
+    hidden, weight, target = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
+
+    def loss(h, entropy=False):
+        found = tigon.linear_log_prob(h, weight, target, match="vllm", entropy=entropy)
+        return (found[0] - found[1] if entropy else found).sum()
+
+    for entropy in (False, True):
+        h = hidden.clone().requires_grad_()
+        (want,) = torch.autograd.grad(loss(h, entropy), h)
+        assert torch.equal(torch.func.grad(loss)(hidden, entropy), want)
+        rows = torch.func.vmap(
+            torch.func.grad(lambda h, t: tigon.linear_log_prob(h[None], weight, t[None], match="vllm").sum())
+        )(hidden, target)
+        if not entropy:
+            torch.testing.assert_close(rows, want)
+
+
+@pytest.mark.parametrize("match", [None, "vllm"])
+def test_label_out_of_range_is_refused(match):
+    """On the CPU, with and without rounding as a sampler does."""
+    with pytest.raises(tigon.Error, match=r"^\[linear_log_prob\] target must be in \[0, 11\) or -100"):
+        tigon.linear_log_prob(torch.randn(2, 8), torch.randn(11, 8), torch.tensor([1, 11]), match=match)

@@ -243,3 +243,67 @@ def test_module(device):
     fresh = tigon.nn.LoRALinear(32, 24, 4, device=device)
     fresh(x.float()).sum().backward()
     assert fresh.lora_a.grad is not None and fresh.weight.grad is None
+
+
+# --- a vector, autocast, frozen maps -----------------------------------------------------------
+
+
+def _drawn(n=5, k=8, rank=2, dtype=torch.float32):
+    return [torch.randn(*size).to(dtype).requires_grad_() for size in ((n, k), (rank, k), (n, rank), (n,))]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_of_a_vector(compiled):
+    """``x [K]``, with all gradients: those of one row."""
+    weight, a, b, bias = _drawn()
+    function = torch.compile(tigon.lora_linear, backend="aot_eager") if compiled else tigon.lora_linear
+    found = []
+    for x in (torch.arange(8.0), torch.arange(8.0)[None]):
+        y = function(x.requires_grad_(), weight, a, b, 0.5, bias)
+        found.append([y.flatten(), *torch.autograd.grad(y.sum(), (x, weight, a, b, bias))])
+    assert all(torch.equal(one.flatten(), row.flatten()) for one, row in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16])
+def test_under_autocast(dtype, of):
+    """As ``F.linear``: in autocast's dtype, whatever the operands', with gradients in theirs."""
+    x, (weight, _, _, bias) = torch.randn(3, 8, requires_grad=True), _drawn(dtype=of)
+    _, a, b, _ = _drawn()
+    with torch.autocast("cpu", dtype):
+        y = tigon.lora_linear(x, weight, a, b, 0.5, bias)
+        plain = torch.nn.functional.linear(x, weight, bias)
+    want = tigon.lora_linear(*(t.to(dtype) for t in (x, weight)), a, b, 0.5, bias.to(dtype))
+    assert y.dtype == plain.dtype == dtype and torch.equal(y, want)
+    leaves = (x, weight, a, b, bias)
+    for leaf, one, other in zip(
+        leaves, *(torch.autograd.grad(z.sum(), leaves) for z in (y, want)), strict=True
+    ):
+        assert one.dtype == leaf.dtype and torch.equal(one, other)
+    module = tigon.nn.LoRALinear(8, 5, 2)
+    with torch.autocast("cpu", dtype):
+        assert module(x).dtype == dtype
+    wide = [t.detach().double() for t in (x, weight, a, b)]
+    with torch.autocast("cpu", dtype):
+        assert tigon.lora_linear(*wide).dtype == torch.float64
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_frozen_results(compiled, dtype):
+    """A map with nothing to train has a result that requires no gradient."""
+    frozen = [t.detach().to(dtype) for t in _drawn()]
+    for trained in range(4):
+        other = [t.detach().to(dtype) for t in _drawn()]
+        other[trained].requires_grad_()
+        linears = [(weight, a, b, 1.0, bias) for weight, a, b, bias in (frozen, other, frozen)]
+
+        def call(x, linears=linears):
+            return tigon.lora_linears(x, linears)
+
+        run = torch.compile(call, backend="aot_eager") if compiled else call
+        results = run(torch.ones(3, 8, dtype=dtype))
+        assert [y.requires_grad for y in results] == [False, True, False], trained
+        results[1].sum().backward()
+        assert other[trained].grad.isfinite().all()
+        assert all(y.requires_grad for y in run(torch.ones(3, 8, dtype=dtype, requires_grad=True)))

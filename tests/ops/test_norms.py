@@ -269,3 +269,13 @@ def test_poly_norm_adds_many_rows(device):
     tigon.poly_norm(x.double(), *exact).backward(dy.double())
     for got, want in zip(leaves, exact, strict=True):
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_sum_of_constants_is_one(inplace):
+    """Of a trained weight alone the sum requires no gradient, as ``x + residual`` does not."""
+    x, weight = torch.randn(2, 3, 8), torch.ones(8, requires_grad=True)
+    y, h = tigon.add_rms_norm(x[0].clone(), x[1].clone(), weight, inplace=inplace)
+    assert y.requires_grad and not h.requires_grad
+    y.sum().backward()
+    assert weight.grad.isfinite().all()

@@ -114,3 +114,12 @@ def test_more_than_1024_columns_run_the_reference(device):
     inputs = _inputs(D=1040, R=16, device=device, grad=False)
     got, want = tigon.qk_norm_rope(*inputs), reference(*inputs)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_results_of_constants_are_constant():
+    q, k, cos = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(3, 8)
+    for place in range(2):
+        weights = [torch.ones(8), torch.ones(8)]
+        weights[place].requires_grad_()
+        results = tigon.qk_norm_rope(q, k, *weights, cos, cos)
+        assert [y.requires_grad for y in results] == [place == 0, place == 1]

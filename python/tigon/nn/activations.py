@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tigon.ops import glu
+from tigon.ops.arguments import checked_init
 from tigon.ops.silu import silu
 from tigon.ops.sparsemax import sparsemax
 
@@ -30,6 +31,7 @@ class Sparsemax(nn.Module):
 class SwiGLU(nn.Module):
     """``silu(gate) * up``, see :func:`tigon.swiglu`; ``up=None`` where gate holds both."""
 
+    @checked_init
     def __init__(
         self, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, limit: float | None = None
     ) -> None:
@@ -51,6 +53,7 @@ class SwiGLU(nn.Module):
 class GeGLU(nn.Module):
     """``gelu(gate) * up``, see :func:`tigon.geglu`; ``up=None`` where gate holds both."""
 
+    @checked_init
     def __init__(self, approximate: str = "tanh") -> None:
         super().__init__()
         self.approximate = approximate
@@ -72,6 +75,7 @@ class ReGLU(nn.Module):
 class SwiGLUOAI(nn.Module):
     """The clamped SwiGLU of gpt-oss, see :func:`tigon.swiglu_oai`."""
 
+    @checked_init
     def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
         super().__init__()
         self.alpha, self.limit = alpha, limit

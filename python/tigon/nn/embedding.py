@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tigon.ops.arguments import checked_init
 from tigon.ops.embedding import check_padding, embedding
 
 
@@ -20,6 +21,7 @@ class Embedding(nn.Module):
     Shape: ``[...] -> [..., H]``.
     """
 
+    @checked_init
     def __init__(
         self,
         num_embeddings: int,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.ops.arguments import check_choice, options_of
+from tigon.ops.arguments import check_choice, checked_init, options_of
 from tigon.ops.experts import KINDS, experts
 from tigon.ops.route import route
 
@@ -24,6 +24,7 @@ class Experts(nn.Module):
     Shape: ``hidden_states [..., H], top_k_index [..., K], top_k_weights [..., K] -> [..., H]``.
     """
 
+    @checked_init
     @options_of(experts, but=("gate_up_bias", "down_bias"))
     def __init__(
         self,
@@ -99,6 +100,7 @@ class Router(nn.Module):
     Shape: ``hidden_states [..., H] -> weights [..., K], ids [..., K]``, with `losses` also ``aux`` and ``z``.
     """
 
+    @checked_init
     def __init__(
         self,
         hidden_size: int,

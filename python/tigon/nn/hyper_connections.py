@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tigon.error import check
-from tigon.ops.arguments import check_integers, options_of
+from tigon.ops.arguments import check_integers, checked_init, options_of
 from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_post, hyper_connection_pre
 
 
@@ -24,6 +24,7 @@ class HyperConnections(nn.Module):
     ``[2n + n^2]`` (0) and scale ``[3]`` (0.01, as in the paper).
     """
 
+    @checked_init
     @options_of(hyper_connection_pre, but=("post_eps", "collapse"))
     def __init__(
         self, hidden_size: int, streams: int = 4, *, device=None, dtype=torch.float32, **options

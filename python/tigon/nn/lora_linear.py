@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tigon.error import check
+from tigon.ops.arguments import check_integers, check_numbers, checked_init, kind_of
 from tigon.ops.lora_linear import lora_linear
 
 
@@ -25,6 +26,7 @@ class LoRALinear(nn.Module):
     Shape: ``x [..., K] -> [..., N]``.
     """
 
+    @checked_init
     def __init__(
         self,
         in_features: int,
@@ -51,8 +53,13 @@ class LoRALinear(nn.Module):
         return made
 
     def _build(self, linear, rank, alpha, dropout):
-        check("nn.LoRALinear", rank >= 1, "rank must be at least 1, got {}", rank)
-        check("nn.LoRALinear", 0 <= dropout < 1, "dropout must be in [0, 1), got {}", dropout)
+        op = "nn.LoRALinear"
+        check(op, isinstance(linear, nn.Linear), "linear must be an nn.Linear, got {}", kind_of(linear))
+        check_integers(op, least=1, rank=rank)
+        check_numbers(op, dropout=dropout)
+        check(op, 0 <= dropout < 1, "dropout must be in [0, 1), got {}", dropout)
+        if alpha is not None:
+            check_numbers(op, alpha=alpha)
         self.rank, self.dropout = rank, dropout
         self.scale = 2.0 if alpha is None else alpha / rank
         self.weight, self.bias = linear.weight.requires_grad_(False), linear.bias

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tigon.ops.arguments import options_of
+from tigon.ops.arguments import check_float, options_of
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
@@ -35,6 +35,9 @@ class _Loss(nn.Module):
         def __init__(self, **options) -> None:
             nn.Module.__init__(self)
             self.options = options
+            weight = options.get("class_weight")
+            if weight is not None:
+                check_float(f"nn.{type(self).__name__}", "class_weight", weight)
             if "class_weight" in options:
                 self.register_buffer("class_weight", options.pop("class_weight"))
 
@@ -58,6 +61,8 @@ class CrossEntropyLoss(_Loss):
     @options_of(cross_entropy, but=("denominator",))
     def __init__(self, weight: torch.Tensor | None = None, **options) -> None:
         super().__init__()
+        if weight is not None:
+            check_float("nn.CrossEntropyLoss", "weight", weight)
         self.register_buffer("weight", weight)
         self.options = options
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tigon.error import check
-from tigon.ops.arguments import check_integers
+from tigon.ops.arguments import check_integers, checked_init
 from tigon.ops.loss_head.multi_token import MultiTokenLoss, multi_token_loss
 
 
@@ -46,6 +46,7 @@ class MedusaHeads(nn.ModuleList):
     Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), section 2.1.
     """
 
+    @checked_init
     def __init__(
         self,
         hidden_size: int,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from tigon.ops.add_rms_norm import add_rms_norm
-from tigon.ops.arguments import options_of
+from tigon.ops.arguments import checked_init, options_of
 from tigon.ops.columns import check_eps, normalized_size
 from tigon.ops.dyt import dyt
 from tigon.ops.gated_rms_norm import gated_rms_norm
@@ -47,9 +49,10 @@ class RMSNorm(_Norm):
     Shape: ``[..., C] -> [..., C]``.
     """
 
+    @checked_init
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: int | Sequence[int],
         eps: float = 1e-6,
         *,
         offset: float = 0.0,
@@ -111,6 +114,7 @@ class GatedRMSNorm(_Norm):
     Shape: ``[..., C], [..., C] -> [..., C]``.
     """
 
+    @checked_init
     @options_of(gated_rms_norm, but=("offset",))
     def __init__(self, hidden_size: int, eps: float = 1e-6, *, device=None, dtype=None, **options) -> None:
         super().__init__()
@@ -138,9 +142,10 @@ class LayerNorm(_Norm):
     Shape: ``[..., C] -> [..., C]``.
     """
 
+    @checked_init
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: int | Sequence[int],
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
@@ -178,6 +183,7 @@ class GroupNorm(_Norm):
     Shape: ``[N, C, ...] -> [N, C, ...]``.
     """
 
+    @checked_init
     def __init__(
         self,
         num_groups: int,
@@ -212,6 +218,7 @@ class PolyNorm(nn.Module):
     Shape: ``[..., C] -> [..., C]``.
     """
 
+    @checked_init
     def __init__(self, eps: float = 1e-6, *, device=None, dtype=None):
         super().__init__()
         check_eps("nn.PolyNorm", eps)
@@ -243,6 +250,7 @@ class DyT(_Norm):
     Shape: ``[..., C] -> [..., C]``.
     """
 
+    @checked_init
     def __init__(
         self, hidden_size: int, init_alpha: float = 0.5, *, bias: bool = True, device=None, dtype=None
     ):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tigon.error import check
-from tigon.ops.arguments import check_integers, check_positive
+from tigon.ops.arguments import check_integers, check_positive, checked_init
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.rope import rope
 
@@ -25,6 +25,7 @@ class RotaryEmbedding(nn.Module):
     whatever dtype the module is moved to; results have q's dtype.
     """
 
+    @checked_init
     def __init__(
         self,
         head_dim: int,
@@ -74,6 +75,7 @@ class QKNormRotaryEmbedding(RotaryEmbedding):
     ``q_weight`` and ``k_weight`` ``[D]`` start where they change nothing: at one less ``offset``.
     """
 
+    @checked_init
     def __init__(
         self,
         head_dim: int,

@@ -8,7 +8,7 @@ from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, once, raw
 from tigon.error import refuse
 from tigon.ops import rms_norm as norm
-from tigon.ops.arguments import check_float
+from tigon.ops.arguments import check_booleans, check_float
 from tigon.ops.columns import check_sizes, columns_for
 from tigon.ops.in_place import check_apart, check_written
 
@@ -43,6 +43,8 @@ def _setup_context(ctx, inputs, output):
     _, h, rstd = output
     ctx.save_for_backward(h, weight, rstd)
     ctx.set_materialize_grads(False)
+    if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+        ctx.mark_non_differentiable(h, rstd)
 
 
 def _backward(ctx, dy, dh, _=None):
@@ -125,13 +127,14 @@ def add_rms_norm(
         refuse(op, "residual must be {}, got {}", x.shape, residual.shape)
     if residual.dtype != x.dtype:
         refuse(op, "residual must be {}, got {}", x.dtype, residual.dtype)
-    if inplace:
+    if inplace is not False:
+        check_booleans(op, inplace=inplace)
         check_written(op, "residual", residual)
         check_apart(op, "residual", residual, "x", x, or_same=True)
     if not has_kernel(op, x, residual, weight):
         check_sizes(op, x, eps, weight=weight)
         y, h = reference(x, residual, weight, eps, offset=offset, rounding=rounding)
         return (y, residual.copy_(h)) if inplace else (y, h)
-    (weight,) = columns_for(x, weight)
+    (weight,) = columns_for(op, ("weight",), x, weight)
     options = (weight, eps, offset, norm.ROUNDINGS[rounding])
     return _add_in_place(x, residual, *options) if inplace else _op(x, residual, *options)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from tigon._op import foreign
-from tigon.error import check, refuse
+from tigon._op import check_stored, foreign
+from tigon.error import Error, check, refuse, renamed
 
 _STRIDED = torch.strided
+_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 _LEAST = -(2**63)
+_MOST_FLOAT = torch.finfo(torch.float32).max
 
 
 def kind_of(value: object) -> object:
@@ -21,9 +23,42 @@ def kind_of(value: object) -> object:
     return value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def options_of(*functions: Callable, but: Iterable[str] = ()) -> Callable[[Callable], Callable]:
+def called(words: Mapping[str, str] | None = None, *, stored: bool = True) -> Callable[[Callable], Callable]:
+    """Decorates what calls operators of other names: an error names the function, and arguments as it does.
+
+    Args:
+        words: as :func:`tigon.error.renamed`.
+        stored: tensors must have their storage, which is asked first: PyTorch's operations crash without one.
+            False where the native operators are the first to read, which ask too.
+    """
+
+    def decorate(function):
+        names = _positional(inspect.signature(function))
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            try:
+                if stored:
+                    _check_all_stored(function.__name__, names, args, kwargs)
+                return function(*args, **kwargs)
+            except Error as error:
+                refused = renamed(error, function.__name__, words)
+            raise refused
+
+        return call
+
+    return decorate
+
+
+def _positional(signature: inspect.Signature) -> tuple[str, ...]:
+    return tuple(p.name for p in signature.parameters.values() if p.kind <= p.VAR_POSITIONAL)
+
+
+def options_of(
+    *functions: Callable, but: Iterable[str] = (), words: Mapping[str, str] | None = None, stored: bool = True
+) -> Callable[[Callable], Callable]:
     """Decorates what takes ``**options``: those of `functions` but for these, as their signatures say, with
-    their defaults; of one name, the first's."""
+    their defaults; of one name, the first's. Errors and storages are as :func:`called` has them."""
 
     def decorate(taker):
         signature = inspect.signature(taker)
@@ -34,18 +69,53 @@ def options_of(*functions: Callable, but: Iterable[str] = ()) -> Callable[[Calla
         inherited = [p for p in given.values() if p.kind is p.KEYWORD_ONLY and p.name not in taken]
         defaults = {p.name: p.default for p in inherited}
         known = {p.name for p in own} | defaults.keys()
+        names = _positional(signature)
+        name = None if taker.__name__ == "__init__" else taker.__name__  # a module's checks name it
 
         @functools.wraps(taker)
         def call(*args, **options):
             if not known.issuperset(options):
-                name = next(name for name in options if name not in known)
-                raise TypeError(f"{taker.__qualname__}() got an unexpected keyword argument {name!r}")
-            return taker(*args, **defaults | options)
+                other = next(key for key in options if key not in known)
+                raise TypeError(f"{taker.__qualname__}() got an unexpected keyword argument {other!r}")
+            try:
+                if stored and name:
+                    _check_all_stored(name, names, args, options)
+                return taker(*args, **defaults | options)
+            except Error as error:
+                refused = renamed(error, name, words) if name else error
+            raise refused
 
         call.__signature__ = signature.replace(parameters=own + inherited)
         return call
 
     return decorate
+
+
+def checked_init(init: Callable) -> Callable:
+    """Decorates the constructor of a module: its integers, numbers and booleans are what their annotations
+    say, its sizes, integers without a default, at least 1."""
+    parameters = inspect.signature(init).parameters
+    names, op = list(parameters), "nn." + init.__qualname__.split(".")[0]
+    kinds = {name: str(p.annotation).partition(" | ") for name, p in parameters.items()}
+
+    @functools.wraps(init)
+    def call(self, *args, **kwargs):
+        for name, value in (*zip(names[1:], args, strict=False), *kwargs.items()):
+            kind, _, other = kinds.get(name, ("", "", ""))
+            if other not in ("", "None") or (value is None and other):
+                continue
+            if kind == "int":
+                least = 1 if parameters[name].default is inspect.Parameter.empty else _LEAST
+                check_integers(op, least=least, **{name: value})
+            elif kind == "float":
+                check_numbers(op, **{name: value})
+                fits = abs(value) <= _MOST_FLOAT or abs(value) == math.inf
+                check(op, fits, name + " must be a number of float32, got {}", value)
+            elif kind == "bool":
+                check_booleans(op, **{name: value})
+        init(self, *args, **kwargs)
+
+    return call
 
 
 def picked(of: type, options: dict, /, **more: object):
@@ -54,9 +124,11 @@ def picked(of: type, options: dict, /, **more: object):
 
 
 def check_float(op: str, name: str, x: object) -> None:
-    """x must be a tensor of floats."""
-    if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
-        refuse(op, name + " must be a float tensor, got {}", kind_of(x))
+    """x must be a tensor of floats of at least 16 bits."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS:
+        narrow = isinstance(x, torch.Tensor) and is_narrow(x)
+        wanted = "float32, bfloat16, float16 or float64" if narrow else "a float tensor"
+        refuse(op, name + " must be {}, got {}", wanted, kind_of(x))
     if x.layout is not _STRIDED or x.is_nested:
         _refuse_layout(op, name, x)
 
@@ -92,27 +164,78 @@ def check_like(op: str, name: str, x: torch.Tensor, shape: Sequence[int], device
         refuse(op, name + " must be on {}, got {}", device, x.device)
 
 
-def check_stored(op: str, name: str, x: torch.Tensor) -> None:
-    """x must have its storage, which FSDP frees between uses. What has no numbers has none to miss."""
-    if x.is_meta or is_traced(x) or torch._C._are_functorch_transforms_active():
+def _check_all_stored(op: str, names: Sequence[str], args: tuple, options: dict) -> None:
+    """Every tensor must have its storage, those in tuples and lists too."""
+    if torch.compiler.is_compiling():
         return
-    if x.numel() > 0 and x.untyped_storage().nbytes() == 0:
-        refuse(op, name + " was freed: its storage is empty")
+    more = len(args) - len(names)  # of the last one, which takes any number
+    for name, value in (*zip((*names, *names[-1:] * more), args, strict=False), *options.items()):
+        _look_at_storage(op, name, value)
+
+
+def _look_at_storage(op: str, name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        check_stored(op, name, value)
+    elif isinstance(value, (tuple, list)):
+        for i, one in enumerate(value):
+            _look_at_storage(op, f"{name}[{i}]", one)
 
 
 def check_numbers(op: str, **values: object) -> None:
     """Each must be a number; one that the host knows must not be NaN."""
     for name, value in values.items():
-        if type(value) is not float and not _is_number(value):
-            refuse(op, name + " must be a number, got {}", kind_of(value))
+        check_number(op, name, value)
         if not isinstance(value, torch.Tensor) and value != value:
             refuse(op, name + " must be a number, got NaN")
 
 
+def check_number(op: str, name: str, value: object, *, learnt: bool = False) -> None:
+    """It must be a number, or a tensor of one: one `learnt`, or without a gradient and off ``meta``."""
+    if type(value) is float:
+        return
+    if not _is_number(value):
+        refuse(op, name + " must be a number" + " or a tensor of one" * learnt + ", got {}", _given(value))
+    if not learnt and isinstance(value, torch.Tensor):
+        if value.is_meta:
+            refuse(op, name + " must be a number, got a tensor on meta")
+        check_constant(op, name, value)
+
+
+def check_constant(op: str, name: str, x: torch.Tensor) -> None:
+    """x must need no gradient: none reaches it."""
+    if x.requires_grad and torch.is_grad_enabled():
+        refuse(op, name + " must not require grad (it gets no gradient), got a tensor that does")
+
+
 def _is_number(value) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex() and value.layout is _STRIDED
-    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or hasattr(value, "__float__")
+        plain = value.layout is _STRIDED and not (value.is_nested or value.is_quantized)
+        real = not (value.is_complex() or is_narrow(value) or value.dtype == torch.bool)
+        return real and plain and value.numel() == 1
+    if isinstance(value, int):
+        return _LEAST <= value < 2**63
+    return isinstance(value, (float, torch.SymFloat, torch.SymInt)) or _converts("__float__", value)
+
+
+def is_narrow(x: torch.Tensor) -> bool:
+    """Whether a tensor is of floats of fewer than 16 bits, which PyTorch's operations do not take."""
+    return x.is_floating_point() and x.dtype not in _FLOATS
+
+
+def _converts(method: str, value: object) -> bool:
+    """Whether it is another library's number: a class has the method too, and so has an array."""
+    if not hasattr(type(value), method) or hasattr(type(value), "__setitem__"):
+        return False
+    try:
+        getattr(value, method)()
+    except (TypeError, ValueError, ArithmeticError):
+        return False
+    return True
+
+
+def _given(value: object) -> object:
+    """What was given instead of a number."""
+    return "one of more than 64 bits" if isinstance(value, int) else kind_of(value)
 
 
 def check_booleans(op: str, **values: object) -> None:
@@ -126,8 +249,7 @@ def check_positive(op: str, name: str, value: object, *, or_none: bool = False) 
     """A finite number above zero."""
     if value is None and or_none:
         return
-    if type(value) is not float and not _is_number(value):
-        refuse(op, name + " must be a number, got {}", kind_of(value))
+    check_number(op, name, value)
     if not 0 < value < math.inf:
         refuse(op, name + " must be > 0 and finite" + " (or None)" * or_none + ", got {}", value)
 
@@ -148,12 +270,23 @@ def check_integers(op: str, *, least: int = _LEAST, or_none: bool = False, **val
 def _is_integer(value) -> bool:
     if isinstance(value, (bool, torch.Tensor)):
         return False
-    return isinstance(value, (int, torch.SymInt)) or hasattr(value, "__index__")
+    return isinstance(value, (int, torch.SymInt)) or _converts("__index__", value)
+
+
+def one_each(op: str, name: str, values: object, count: int, what: str, default: object) -> object:
+    """A list of one value for each of so many; `default` where they are None."""
+    if values is None:
+        return default
+    listed = isinstance(values, (Sequence, torch.Size)) and not isinstance(values, (str, bytes))
+    check(op, listed, name + " must be a sequence of {} (or None), got {}", count, kind_of(values))
+    check(op, len(values) == count, name + " must be one for each of {} {}, got {}", count, what, len(values))
+    return list(values)
 
 
 def readable(t: torch.Tensor) -> bool:
-    """Whether the numbers of a tensor can be looked at without waiting: on the CPU, outside tracing."""
-    return not is_traced(t) and t.device.type == "cpu"
+    """Whether the numbers of a tensor can be looked at without waiting: on the CPU, outside tracing and the
+    transforms of ``torch.func``."""
+    return not (is_traced(t) or torch._C._are_functorch_transforms_active()) and t.device.type == "cpu"
 
 
 def is_traced(t: torch.Tensor) -> bool:
@@ -165,6 +298,12 @@ def check_choice(op: str, name: str, value: object, choices: Iterable[str]) -> N
     """One of the names."""
     if not isinstance(value, str) or value not in choices:
         refuse(op, name + " must be one of {}, got {!r}", (*choices,), value)
+
+
+def check_dtype(op: str, name: str, dtype: object, choices: Sequence[torch.dtype | None]) -> None:
+    """One of the dtypes."""
+    if not any(dtype is choice for choice in choices):
+        refuse(op, name + " must be one of {}, got {!r}", (*choices,), dtype)
 
 
 def check_range(op: str, name: str, ids: torch.Tensor, size: int, ignored: int | None = None) -> None:

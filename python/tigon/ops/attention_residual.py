@@ -8,7 +8,7 @@ import torch
 
 from tigon._op import has_kernel, paired
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_numbers, kind_of
+from tigon.ops.arguments import check_float, check_numbers, check_stored, kind_of
 from tigon.ops.columns import check_sizes, columns_for
 
 _OP = "attention_residual"
@@ -74,7 +74,7 @@ def attention_residual(
     if not has_kernel(_OP, values, query, norm_weight):
         check_sizes(_OP, values, eps, query=query, norm_weight=norm_weight)
         return reference(values, query, norm_weight, eps)
-    query, norm_weight = columns_for(values, query, norm_weight)
+    query, norm_weight = columns_for(_OP, ("query", "norm_weight"), values, query, norm_weight)
     return _op(values, query, norm_weight, eps)
 
 
@@ -83,7 +83,9 @@ def _stacked(values) -> torch.Tensor:
     given = isinstance(values, (list, tuple)) and len(values) > 0
     given = given and all(isinstance(value, torch.Tensor) for value in values)
     check(_OP, given, "values must be a float tensor, or a list of them, got {}", kind_of(values))
-    for value in values:
+    for i, value in enumerate(values):
+        check_float(_OP, f"values[{i}]", value)
+        check_stored(_OP, f"values[{i}]", value)
         for what in ("shape", "dtype", "device"):
             expected, got = getattr(values[0], what), getattr(value, what)
             check(_OP, got == expected, "values must have one " + what + ", {}, got {}", expected, got)

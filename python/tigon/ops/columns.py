@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tigon.error import refuse
-from tigon.ops.arguments import check_float, check_numbers
+from tigon.ops.arguments import check_float, check_integers, check_numbers, check_stored
 
 
 def check_eps(op: str, eps: float) -> None:
@@ -22,8 +22,9 @@ def normalized_size(op: str, size: int | Sequence[int]) -> int:
     """How many columns a norm is made for; torch's modules take it as a sequence of one too."""
     if isinstance(size, Sequence) and len(size) == 1:
         (size,) = size
-    if not isinstance(size, int):
+    if not isinstance(size, int) or isinstance(size, bool):
         refuse(op, "hidden_size must be an int, or a sequence of one, got {!r}", size)
+    check_integers(op, least=1, hidden_size=size)
     return size
 
 
@@ -51,7 +52,9 @@ def check_sizes(
             refuse(op, name + " must be {}, got {}", x.shape[dim : dim + 1 or None], v.shape)
 
 
-def columns_for(x: torch.Tensor, *vectors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def columns_for(
+    op: str, names: tuple[str, ...], x: torch.Tensor, *vectors: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     """All in x's dtype or all in float32: as they are where that holds, else converted to float32."""
     dtype = x.dtype
     for v in vectors:
@@ -61,4 +64,7 @@ def columns_for(x: torch.Tensor, *vectors: torch.Tensor | None) -> tuple[torch.T
         return vectors
     if all(v is None or v.dtype == torch.float32 for v in vectors):
         return vectors
+    for name, v in zip(names, vectors, strict=True):
+        if v is not None:
+            check_stored(op, name, v)
     return tuple(None if v is None else v.to(torch.float32) for v in vectors)

@@ -216,6 +216,7 @@ def limits(q, d, labels, *, length, margin, relative=False, rounded=False):
 
 
 @tells_refusals
+@arguments.called({"target": "labels"})
 def contrastive_loss(
     q: torch.Tensor,
     d: torch.Tensor,
@@ -280,7 +281,8 @@ def contrastive_loss(
         way: similarities are not rounded there, and nothing passes over them but the products.
 
     Raises:
-        tigon.Error: shapes, dtypes, devices or options do not fit.
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label that is no
+            document and not -100. On CUDA such a label makes that query's loss NaN.
 
     Source: van den Oord et al. 2018, arXiv:1807.03748, eq. 4; Radford et al. 2021, arXiv:2103.00020, figure
     3; Khosla et al. 2020, arXiv:2004.11362, eq. 2 (several positives); Solatorio 2024, arXiv:2402.16829
@@ -294,9 +296,7 @@ def contrastive_loss(
     check(OP, fits, "d must be [m, {}] with m > 0, got {}", q.shape[1], d.shape)
     arguments.check_booleans(OP, symmetric=symmetric, normalize=normalize, relative_margin=relative_margin)
     arguments.check_choice(OP, "reduction", reduction, ("mean", "sum", "none"))
-    fits = isinstance(temperature, torch.Tensor) or hasattr(temperature, "__float__")
-    check(OP, fits, "temperature must be a number or a tensor of one, got {}", arguments.kind_of(temperature))
-    arguments.check_numbers(OP, temperature=temperature)
+    arguments.check_number(OP, "temperature", temperature, learnt=True)
     if isinstance(temperature, torch.Tensor):
         _check_beside(q, temperature=temperature)
     else:
@@ -312,6 +312,7 @@ def contrastive_loss(
         fits = labels.dim() in (1, 2) and labels.shape[0] == n and labels.numel() >= n
         check(OP, fits, "labels must be [{}] or [{}, K], got {}", n, n, labels.shape)
         labels = labels.to(torch.int64).reshape(n, -1 if n else 1)
+        arguments.check_range(OP, "labels", labels, m, IGNORED)
     if weight is not None:
         arguments.check_float(OP, "weight", weight)
         _check_beside(q, weight=weight)
@@ -371,11 +372,10 @@ def contrastive_loss(
 
 
 def _check_beside(of, /, **tensors):
-    """Each must be a plain tensor that has its storage, on the device of q, which is `of`."""
+    """Each must be a plain tensor on the device of q, which is `of`."""
     for name, x in tensors.items():
         arguments.check_dense(OP, name, x)
         check(OP, x.device == of.device, name + " must be on {}, got {}", of.device, x.device)
-        arguments.check_stored(OP, name, x)
 
 
 def _check_pair(name, pair, q, n, m, check_kind):
@@ -401,17 +401,15 @@ def _loss(
         q, d = normalized(q), normalized(d)
     plain = not symmetric and labels.shape[1] == 1 and ids is None and bound is None and type(whole) is _Own
     if plain and not isinstance(temperature, torch.Tensor) and n:
-        target = labels[:, 0]
-        if not diagonal:  # labels that are no document's count as none, as below
-            target = torch.where((target >= 0) & (target < d.shape[0]), target, IGNORED)
         return linear_cross_entropy(
-            q, d, target, logit_scale=1.0 / columns, temperature=float(temperature), token_weight=weight,
-            reduction=reduction, chunk_rows=chunk_rows,
+            q, d, labels[:, 0], logit_scale=1.0 / columns, temperature=float(temperature),
+            token_weight=weight, reduction=reduction, chunk_rows=chunk_rows,
         )  # fmt: skip
     if isinstance(temperature, torch.Tensor):
         scale = 1.0 / (temperature.to(q.device, wide).reshape(1) * columns)
     else:
-        scale = torch.full((1,), 1.0 / (temperature * columns), dtype=wide, device=q.device)
+        scale = torch.full((1,), 1.0 / (temperature * columns), dtype=torch.float64, device=q.device)
+        scale = scale.to(wide)
     if bound is not None and guide is None:
         limit = whole.rows(limits(q, d, labels, length=columns, rounded=True, **bound))
     row_lse, col_lse, picked = statistics(
@@ -427,8 +425,9 @@ def _loss(
         counts, own = (labels >= 0) & (labels < d.shape[0]), own[:, None]
         if symmetric:
             own = (own + col_lse[labels.clamp(0, d.shape[0] - 1)]) / 2
-        positives = counts.sum(1)
+        positives, wrong = counts.sum(1), (~counts & (labels != IGNORED)).any(1)
         losses = torch.where(counts, own - picked, 0.0).sum(1) / positives.clamp_min(1)
+        losses = torch.where(wrong, torch.nan, losses)  # where nobody could look
         count = whole.sum((positives > 0).sum().to(wide))
     if weight is not None:
         losses = losses * weight.detach().to(wide)

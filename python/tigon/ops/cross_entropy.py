@@ -51,9 +51,11 @@ def reference(
 def check_denominator(op, denominator, name="denominator"):
     """A number, or a tensor of one, or none."""
     if isinstance(denominator, torch.Tensor):
-        check(op, denominator.numel() == 1, name + " must have one element, got {}", denominator.numel())
-        check(op, not denominator.is_complex(), name + " must be real, got {}", denominator.dtype)
         arguments.check_layout(op, name, denominator)
+        check(op, denominator.numel() == 1, name + " must have one element, got {}", denominator.numel())
+        real = not (denominator.is_complex() or arguments.is_narrow(denominator))
+        check(op, real, name + " must be real, of at least 16 bits, got {}", denominator.dtype)
+        arguments.check_constant(op, name, denominator)
     elif denominator is not None:
         arguments.check_numbers(op, **{name: denominator})
 
@@ -61,6 +63,8 @@ def check_denominator(op, denominator, name="denominator"):
 def divide(total, denominator):
     """A sum over its denominator, in plain PyTorch operations and the sum's dtype."""
     if isinstance(denominator, torch.Tensor):
+        check(_OP, denominator.is_meta == total.is_meta, "denominator must be on {}, got {}", total.device,
+              denominator.device)  # fmt: skip
         denominator = denominator.detach().to(total.device).reshape(())
     return (total / denominator).to(total.dtype)
 
@@ -107,6 +111,7 @@ _loss = RowLoss(_OP, reduction=5)
 
 
 @of_vocabulary("cross_entropy", 0, "logits")
+@arguments.called()
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -166,6 +171,7 @@ def cross_entropy(
     check(_OP, logits.shape[-1] >= 1, "logits must have at least one column, got {}", logits.shape)
     check_target(_OP, "target", target, logits.shape[:-1])
     check_loss(_OP, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
+    arguments.check_booleans(_OP, inplace=inplace)
     need_grad = torch.is_grad_enabled() and logits.requires_grad
     if weight is not None:
         arguments.check_float(_OP, "weight", weight)

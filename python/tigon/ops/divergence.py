@@ -68,6 +68,7 @@ def divergence(
     check(op, constant, "teacher must not require grad (it gets no gradient), got a tensor that does")
     arguments.check_positive(op, "temperature", temperature)
     arguments.check_integers(op, ignore_index=ignore_index)
+    arguments.check_booleans(op, log_probs=log_probs, inplace=inplace)
     check(op, not log_probs or temperature == 1, "temperature must be 1 with log_probs, got {}", temperature)
     arguments.check_choice(op, "reduction", reduction, _REDUCTIONS)
     check(op, not (inplace and need_grad and student.is_leaf),
@@ -88,6 +89,7 @@ def divergence(
     return loss.view(student.shape[:-1]) if reduction == "none" else loss
 
 
+@arguments.called()
 def kl_div(
     student: torch.Tensor,
     teacher: torch.Tensor,
@@ -125,6 +127,7 @@ def kl_div(
 
     Source: Kullback & Leibler 1951, "On Information and Sufficiency"; distillation: Hinton et al. 2015.
     """
+    arguments.check_booleans("kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
     return divergence(
         "kl_div", kind, student, teacher, labels, 0.5, temperature=temperature, log_probs=log_probs,

@@ -62,4 +62,4 @@ def dyt(
         check("dyt", x.size(-1) >= 1, "x must have at least one column, got 0")
         check("dyt", alpha.numel() == 1, "alpha must have one element, got {}", alpha.numel())
         return reference(x, alpha, weight, bias)
-    return _op(x, *columns_for(x, alpha, weight, bias))
+    return _op(x, *columns_for("dyt", ("alpha", "weight", "bias"), x, alpha, weight, bias))

@@ -302,6 +302,7 @@ def _check(
 ) -> None:
     """The operands that both functions share."""
     arguments.check_choice(op, "activation", activation, KINDS)
+    arguments.check_booleans(op, gated=gated, interleaved=interleaved, transposed=transposed)
     check(op, gated or activation not in _CLAMPED, "gated must be True for {}, got {}", activation, gated)
     check(op, gated or not interleaved, "interleaved must be False without gate, got {}", interleaved)
     arguments.check_numbers(op, alpha=alpha)
@@ -333,6 +334,15 @@ def _check_weights(op, name, weights, shape, x) -> None:
         arguments.check_like(op, name, weights, shape, x.device)
 
 
+# The operators' names of arguments, where they are not those of both functions.
+_WORDS = {
+    "experts_gated_product.stack": "gate_up",
+    "experts_gated_product.bias": "gate_up_bias",
+    "experts_product.stack": "down",
+    "experts_combine.bias": "down_bias",
+}
+
+
 def _run(
     x, gate_up, down, ids, weights, is_sorted, *, activation, gated, interleaved, transposed, gate_up_bias,
     down_bias, alpha, limit,
@@ -342,6 +352,7 @@ def _run(
                transposed, alpha, limit)  # fmt: skip
 
 
+@arguments.called(_WORDS)
 def experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -414,7 +425,7 @@ def experts(
     return y.reshape(x.shape)
 
 
-@arguments.options_of(experts)
+@arguments.options_of(experts, words=_WORDS | {"x": "rows", "experts_combine.weights": "row_weights"})
 def grouped_mlp(
     rows: torch.Tensor,
     gate_up: torch.Tensor,

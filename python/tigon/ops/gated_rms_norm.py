@@ -9,7 +9,7 @@ from tigon._dtensor import Layout
 from tigon._op import has_kernel, paired
 from tigon.error import check
 from tigon.ops import rms_norm as norm
-from tigon.ops.arguments import check_choice, check_float, check_integers
+from tigon.ops.arguments import check_booleans, check_choice, check_float, check_integers
 from tigon.ops.columns import check_sizes, columns_for
 
 _ACTIVATIONS = {"silu": 0, "sigmoid": 1}
@@ -89,6 +89,7 @@ def gated_rms_norm(
     check(op, rounding != "none", "rounding must be 'llama' or 'gemma', got {!r}", rounding)
     check_float(op, "gate", gate)
     check_choice(op, "activation", activation, _ACTIVATIONS)
+    check_booleans(op, norm_before_gate=norm_before_gate)
     check(op, gate.shape == x.shape, "gate must be {}, got {}", x.shape, gate.shape)
     check(op, gate.dtype == x.dtype, "gate must be {}, got {}", x.dtype, gate.dtype)
     if group_size is not None:
@@ -102,6 +103,6 @@ def gated_rms_norm(
             x, gate, weight, eps, norm_before_gate=norm_before_gate, group_size=group_size,
             activation=activation, offset=offset, rounding=rounding,
         )  # fmt: skip
-    (weight,) = columns_for(x, weight)
+    (weight,) = columns_for(op, ("weight",), x, weight)
     options = (group_size or 0, norm_before_gate, _ACTIVATIONS[activation], offset, norm.ROUNDINGS[rounding])
     return _op(x, gate, weight, eps, *options)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, may_overwrite_saved, only_graph_holds, raw
 from tigon.error import check, refuse
-from tigon.ops.arguments import check_float, check_numbers, check_positive
+from tigon.ops.arguments import check_choice, check_float, check_numbers, check_positive
 
 _KINDS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_oai": 4, "swiglu_clamped": 6}
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -171,8 +171,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: st
 
     Source: Shazeer 2020, section 2; Hendrycks & Gimpel 2016, "Gaussian Error Linear Units".
     """
-    known = approximate in ("tanh", "none")
-    check("geglu", known, "approximate must be 'tanh' or 'none', got {!r}", approximate)
+    check_choice("geglu", "approximate", approximate, ("tanh", "none"))
     return _glu("geglu", "geglu_tanh" if approximate == "tanh" else "geglu", gate, up)
 
 

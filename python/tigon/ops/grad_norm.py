@@ -13,7 +13,7 @@ import torch
 from tigon._dtensor import is_dtensor
 from tigon._op import has_kernel, raw
 from tigon.error import Error, check, refuse
-from tigon.ops.arguments import check_numbers
+from tigon.ops.arguments import check_booleans, check_numbers, kind_of
 
 
 def _fake(grads, max_norm, grad_scale):
@@ -133,13 +133,18 @@ def clip_grad_norm_(
         1 writes none.
 
     Raises:
-        tigon.Error: gradients that are sparse or complex; with `error_if_nonfinite` a norm that is not
-            finite.
+        tigon.Error: parameters that are no tensors; gradients that are sparse or complex; with
+            `error_if_nonfinite` a norm that is not finite.
 
     Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", arXiv:1211.5063,
     algorithm 1.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    several = isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor)
+    parameters = list(parameters) if several and not hasattr(parameters, "__array__") else [parameters]
+    for p in parameters:
+        if not isinstance(p, torch.Tensor):
+            refuse("clip_grad_norm_", "parameters must be tensors, got {}", kind_of(p))
+    check_booleans("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
     grads = [p.grad for p in parameters if p.grad is not None]
     if isinstance(norm_type, str):
         with contextlib.suppress(ValueError):  # refused in the next line

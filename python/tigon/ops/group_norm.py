@@ -74,6 +74,6 @@ def group_norm(
     if not has_kernel(op, x, weight, bias) or x.numel() == 0:
         check_sizes(op, x, eps, dim=1, weight=weight, bias=bias)
         return reference(x, groups, weight, bias, eps)
-    weight, bias = columns_for(x, weight, bias)
+    weight, bias = columns_for(op, ("weight", "bias"), x, weight, bias)
     rows = x.reshape(samples, channels * math.prod(x.shape[2:]))
     return _op(rows, weight, bias, channels, groups, eps).view(x.shape)

@@ -6,7 +6,15 @@ import torch
 
 from tigon._op import has_kernel, paired
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_integers, check_like, check_numbers
+from tigon.ops.arguments import (
+    called,
+    check_booleans,
+    check_float,
+    check_integers,
+    check_like,
+    check_numbers,
+    check_stored,
+)
 
 PRE, POST = "hyper_connection_pre", "hyper_connection_post"
 MAX_STREAMS = 8
@@ -77,6 +85,16 @@ def _check_streams(op: str, x) -> None:
     check(op, 1 <= n <= MAX_STREAMS, "x must have 1 to 8 streams, got {}", n)
 
 
+def _floats(op: str, **tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """In float32, as the operators take them."""
+    for name, a in tensors.items():
+        if a is not None and a.dtype != torch.float32:
+            check_stored(op, name, a)
+            tensors[name] = a.float()
+    return list(tensors.values())
+
+
+@called(stored=False)
 def hyper_connection_pre(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -138,16 +156,20 @@ def hyper_connection_pre(
     check(PRE, norm_eps >= 0, "norm_eps must be >= 0, got {}", norm_eps)
     check(PRE, sinkhorn_eps >= 0, "sinkhorn_eps must be >= 0, got {}", sinkhorn_eps)
     check_integers(PRE, least=1, iterations=iterations)
+    check_booleans(PRE, collapse=collapse)
     options = {"norm_eps": norm_eps, "pre_eps": pre_eps, "post_scale": post_scale, "post_eps": post_eps,
                "iterations": iterations, "sinkhorn_eps": sinkhorn_eps, "collapse": collapse}  # fmt: skip
     if not has_kernel(PRE, x) or torch.float64 in (weight.dtype, base.dtype, scale.dtype):
+        for name, a in (("x", x), ("weight", weight), ("base", base), ("scale", scale)):
+            check_stored(PRE, name, a)
         return reference_pre(x, weight, base, scale, **options)
-    parameters = weight.float(), base.float(), scale.float()
+    parameters = _floats(PRE, weight=weight, base=base, scale=scale)
     y, pre, post, res = _op(x.flatten(-2), *parameters, n, *options.values())
     res = res.unflatten(-1, (n, n)) if parts > 2 else None
     return y if collapse else None, pre, post if parts > 1 else None, res
 
 
+@called({"mix": "res"}, stored=False)
 def hyper_connection_post(
     x: torch.Tensor,
     f: torch.Tensor | None = None,
@@ -178,6 +200,7 @@ def hyper_connection_post(
     _check_streams(op, x)
     n, lead = x.shape[-2], x.shape[:-2]
     outs = n
+    check_booleans(op, transposed=transposed)
     for name, a in (("f", f), ("post", post), ("res", res)):
         if a is not None:
             check_float(op, name, a)
@@ -197,7 +220,11 @@ def hyper_connection_post(
         check(op, f.dtype == x.dtype, "f must be {}, got {}", x.dtype, f.dtype)
     wide = any(a is not None and a.dtype == torch.float64 for a in (post, res))
     if wide or not has_kernel(op, x):
+        for name, a in (("x", x), ("f", f), ("post", post), ("res", res)):
+            if a is not None:
+                check_stored(op, name, a)
         return reference_post(x, f, post, res, transposed=transposed)
-    mix = None if res is None else res.flatten(-2).float()
-    y = _mix(x.flatten(-2), f, mix, None if post is None else post.float(), n, outs, bool(transposed))
+    post, res = _floats(op, post=post, res=res)
+    mix = None if res is None else res.flatten(-2)
+    y = _mix(x.flatten(-2), f, mix, post, n, outs, transposed)
     return y.unflatten(-1, (outs, x.shape[-1]))

@@ -55,5 +55,5 @@ def layer_norm(
     if not has_kernel("layer_norm", x, weight, bias):
         check_sizes("layer_norm", x, eps, weight=weight, bias=bias)
         return reference(x, weight, bias, eps)
-    weight, bias = columns_for(x, weight, bias)
+    weight, bias = columns_for("layer_norm", ("weight", "bias"), x, weight, bias)
     return _op(x, weight, bias, eps)

@@ -12,8 +12,17 @@ from torch.autograd import forward_ad
 
 from tigon import _op
 from tigon._load import native
-from tigon.error import check, refuse
-from tigon.ops.arguments import check_dense, check_float, check_integers, check_numbers, kind_of
+from tigon.error import Error, check, refuse
+from tigon.ops.arguments import (
+    called,
+    check_dense,
+    check_float,
+    check_integers,
+    check_numbers,
+    check_stored,
+    kind_of,
+)
+from tigon.ops.loss_head.operands import autocast
 from tigon.ops.rms_norm import column_dot
 
 _OP = "lora_linear"
@@ -103,6 +112,17 @@ class Layout:
         return (*made, *tensors[self.count :])
 
 
+def _constant(layout, need_x, needs, ys) -> list:
+    """The results that nothing which needs a gradient goes into."""
+    if need_x:
+        return []
+    n, each = layout.count, layout.adapters
+    # The map of each tensor: weights, biases, A and B.
+    of = (*range(n), *layout.options[0][each:], *layout.options[0][:each] * 2)
+    trained = {i for i, need in zip(of, needs, strict=True) if need}
+    return [y for i, y in enumerate(ys) if i not in trained]
+
+
 def _split_adapters(tensors, scales) -> tuple:
     """All A and all B."""
     each = len(scales)
@@ -168,8 +188,8 @@ def _gradients(ctx, dys, need_x, needs):
     if True in needs[:first_a]:
         for i, at in enumerate((*range(layout.count), *linears[each:])):
             if needs[i] and dys[at] is not None:
-                dy = dys[at].flatten(0, -2)
-                gradients[i] = dy.t() @ x.flatten(0, -2) if i < layout.count else dy.sum(0)
+                dy = dys[at].reshape(-1, dys[at].shape[-1])
+                gradients[i] = dy.t() @ x.reshape(-1, x.shape[-1]) if i < layout.count else dy.sum(0)
     gradients[first_a:] = _adapter_gradients(layout, tensors[first_a:], needs[first_a:], dys, da, db)
     return dx if need_x else None, gradients
 
@@ -206,8 +226,10 @@ _bwd_transformed = _op.transformable(
 
 def _setup_operator(ctx, inputs, output):
     x, tensors, *options, seed, _, _ = inputs
-    ctx.mark_non_differentiable(output[-1])
     layout = Layout(len(tensors) - len(options[0]) - len(options[1]), tuple(options))
+    need_x, *needs = ctx.needs_input_grad  # flat here, as the backward's is not
+    constant = _constant(layout, need_x, needs[: len(tensors)], output[:-1])
+    ctx.mark_non_differentiable(*constant, output[-1])
     _save(ctx, layout, x, seed, output[-1], tensors)
 
 
@@ -269,10 +291,11 @@ _ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layout, recompute, x, seed, *tensors):
-        dense = layout.dense(tensors)
+        dense, needs = layout.dense(tensors), ctx.needs_input_grad
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             *ys, t = _products(x, dense, layout.options, seed)
             _save(ctx, layout, x, seed, t, tensors, recompute)
+            ctx.mark_non_differentiable(*_constant(layout, needs[2], needs[4:], ys))
             return tuple(ys)
 
         def save(*kept):
@@ -282,7 +305,9 @@ class _Function(torch.autograd.Function):
         # A checkpoint runs a layer again until all that was kept is there: the last products are then spared.
         (t,) = _products(x, dense, layout.options, seed, only_t=True)
         _save(ctx, layout, x, seed, t, tensors, save=save)
-        return _products(x, dense, layout.options, seed, t)[:-1]
+        ys = _products(x, dense, layout.options, seed, t)[:-1]
+        ctx.mark_non_differentiable(*_constant(layout, needs[2], needs[4:], ys))
+        return ys
 
     backward = staticmethod(_op.once(_OP)(_backward_function))
 
@@ -416,45 +441,77 @@ def _seed_of(seed, x) -> torch.Tensor:
     return torch.full((1,), seed, dtype=torch.int64, device=x.device)
 
 
-def _checked(x, linears, dropout) -> tuple[list[Base], list[Adapter]]:
+def _checked(x, linears, dropout, place=None) -> tuple[torch.Tensor, list[Base], list[Adapter]]:
+    """x, maps and adapters, in the dtype that autocast asks for.
+
+    Args:
+        place: what messages call a map, with ``{}`` for its number.
+    """
     check_float(_OP, "x", x)
     check_dense(_OP, "x", x)
     check(_OP, x.dim() >= 1 and x.shape[-1] >= 1, "x must be [..., K], got {}", tuple(x.shape))
     check_numbers(_OP, dropout=dropout)
     check(_OP, 0 <= dropout < 1, "dropout must be in [0, 1), got {}", dropout)
+    listed = isinstance(linears, Sequence) and not isinstance(linears, str)
+    check(_OP, listed, "linears must be a sequence of tuples, got {}", kind_of(linears))
+    casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    if casts:
+        check_stored(_OP, "x", x)
+        x = autocast(x)
     bases, adapters = [], []
     for i, linear in enumerate(linears):
         fits = isinstance(linear, tuple | list) and 3 <= len(linear) <= 5
         check(_OP, fits, "linears must be tuples (weight, a, b, scale, bias), got {}", kind_of(linear))
         weight, a, b, scale, bias = (*linear, *(1.0, None)[len(linear) - 3 :])
-        named = {"weight": weight, "a": a, "b": b} | ({} if bias is None else {"bias": bias})
-        for name, t in named.items():
-            check_float(_OP, name, t)
-            check_dense(_OP, name, t)
-            dims = 1 if name == "bias" else 2
-            check(_OP, t.dim() == dims, name + " must have {} dimension(s), got {}", dims, t.dim())
-            check(_OP, t.device == x.device, name + " must be on {}, got {}", x.device, t.device)
-            if name in ("weight", "bias"):
-                check(_OP, t.dtype == x.dtype, name + " must be {}, got {}", x.dtype, t.dtype)
-        check_numbers(_OP, scale=scale)
-        sizes, rank = (weight.shape[0], x.shape[-1]), a.shape[0]
-        check(_OP, weight.shape[1] == sizes[1], "weight must be [N, {}], got {}", sizes[1],
-              tuple(weight.shape))  # fmt: skip
-        check(_OP, a.shape[1] == sizes[1], "a must be [r, {}], got {}", sizes[1], tuple(a.shape))
-        check(_OP, tuple(b.shape) == (sizes[0], rank), "b must be {}, got {}", (sizes[0], rank),
-              tuple(b.shape))  # fmt: skip
-        check(_OP, b.dtype == a.dtype, "b must be {}, got {}", a.dtype, b.dtype)
-        if adapters:
-            check(_OP, a.dtype == adapters[0].a.dtype, "a must be {}, got {}", adapters[0].a.dtype, a.dtype)
-        if bias is not None:
-            check(_OP, bias.shape[0] == sizes[0], "bias must be [{}], got {}", sizes[0], tuple(bias.shape))
-        bases.append(Base(weight, bias))
-        adapters.append(Adapter(i, a, b, float(scale), float(dropout)))
+        dtype = adapters[0].a.dtype if adapters else None
+        try:
+            base = _checked_base(x, weight, a, b, scale, bias, dtype, casts)
+        except Error as error:
+            refused = error if place is None else Error(str(error).replace("] ", f"] {place.format(i)}", 1))
+        else:
+            bases.append(base)
+            adapters.append(Adapter(i, a, b, float(scale), float(dropout)))
+            continue
+        raise refused
     if not bases:
         refuse(_OP, "linears must hold at least one, got none")
-    return bases, adapters
+    return x, bases, adapters
 
 
+def _checked_base(x, weight, a, b, scale, bias, dtype, casts) -> Base:
+    """The map of a checked adapter, whose dtype is that of the others."""
+    named = {"weight": weight, "a": a, "b": b} | ({} if bias is None else {"bias": bias})
+    for name, t in named.items():
+        check_float(_OP, name, t)
+        check_dense(_OP, name, t)
+        dims = 1 if name == "bias" else 2
+        check(_OP, t.dim() == dims, name + " must have {} dimension(s), got {}", dims, t.dim())
+        check(_OP, t.device == x.device, name + " must be on {}, got {}", x.device, t.device)
+        if name in ("weight", "bias") and not casts:
+            check(_OP, t.dtype == x.dtype, name + " must be {}, got {}", x.dtype, t.dtype)
+    check_numbers(_OP, scale=scale)
+    sizes, rank = (weight.shape[0], x.shape[-1]), a.shape[0]
+    check(_OP, weight.shape[1] == sizes[1], "weight must be [N, {}], got {}", sizes[1], tuple(weight.shape))
+    check(_OP, a.shape[1] == sizes[1], "a must be [r, {}], got {}", sizes[1], tuple(a.shape))
+    check(_OP, tuple(b.shape) == (sizes[0], rank), "b must be {}, got {}", (sizes[0], rank), tuple(b.shape))
+    check(_OP, b.dtype == a.dtype, "b must be {}, got {}", a.dtype, b.dtype)
+    if dtype is not None:
+        check(_OP, a.dtype == dtype, "a must be {}, got {}", dtype, a.dtype)
+    if bias is not None:
+        check(_OP, bias.shape[0] == sizes[0], "bias must be [{}], got {}", sizes[0], tuple(bias.shape))
+    if casts:
+        weight, bias = _in_dtype("weight", weight, x.dtype), _in_dtype("bias", bias, x.dtype)
+    return Base(weight, bias)
+
+
+def _in_dtype(name, t, dtype):
+    if t is None or t.dtype == dtype:
+        return t
+    check_stored(_OP, name, t)
+    return t.to(dtype)
+
+
+@called()
 def lora_linears(
     x: torch.Tensor,
     linears: Sequence[tuple],
@@ -478,9 +535,16 @@ def lora_linears(
     Raises:
         tigon.Error: as :func:`tigon.lora_linear`.
     """
-    bases, adapters = _checked(x, linears, dropout)
+    return _of_checked(*_checked(x, linears, dropout, "linears[{}]'s "), dropout, seed)
+
+
+def _of_checked(x, bases, adapters, dropout, seed):
     seed = _seed_of(seed, x) if dropout > 0 else None
     if not _op.has_kernel(_OP, x, *(t for _, a, b, *_ in adapters for t in (a, b))):
+        for base in bases:
+            for name, t in base._asdict().items():
+                if t is not None:
+                    check_stored(_OP, name, t)
         return reference(x, bases, adapters, seed)
     return adapted(x, bases, adapters, seed)
 
@@ -502,7 +566,8 @@ def lora_linear(
     ``scale * d(x) @ a.T``.
 
     Args:
-        x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference.
+        x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference. Under autocast x,
+            weight and bias are taken in its dtype, as by ``F.linear``.
         weight: ``[N, K]`` in x's dtype, usually frozen; it gets a gradient where it requires one.
         a, b: ``[r, K]`` and ``[N, r]`` in any one of the three dtypes, rounded to x's for the products.
             Gradients of float32 adapters are float32 sums.
@@ -520,4 +585,4 @@ def lora_linear(
 
     Source: Hu et al. 2021, arXiv:2106.09685.
     """
-    return lora_linears(x, [(weight, a, b, scale, bias)], dropout=dropout, seed=seed)[0]
+    return _of_checked(*_checked(x, [(weight, a, b, scale, bias)], dropout), dropout, seed)[0]

@@ -113,6 +113,6 @@ def modulated_rms_norm(
     if not has_kernel(_OP, x, weight, scale, shift):
         check_sizes(_OP, x, eps, weight=weight)
         return reference(x, weight, scale, shift, eps, offset=offset, rounding=rounding)
-    weight, scale, shift = columns_for(x, weight, scale, shift)
+    weight, scale, shift = columns_for(_OP, ("weight", "scale", "shift"), x, weight, scale, shift)
     shift = None if shift is None else shift.reshape(scale.shape)
     return _op(x, weight, scale, shift, eps, offset, norm.ROUNDINGS[rounding])

@@ -212,6 +212,7 @@ def run(log_prob, mask, constants, entropies, denominator, entropy_denominator, 
     return PolicyResult(loss, None if constants[2] is None else estimate, clipped)
 
 
+@arguments.called({"target": "mask", "policy.entropy": "entropies"})
 def policy_loss(
     log_prob: torch.Tensor,
     advantage: torch.Tensor,

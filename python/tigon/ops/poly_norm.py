@@ -70,4 +70,4 @@ def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: fl
             if v.shape != (size,):
                 refuse("poly_norm", name + " must be [{}], got {}", size, v.shape)
         return reference(x, weight, bias, eps)
-    return _op(x, *columns_for(x, weight, bias), eps)
+    return _op(x, *columns_for("poly_norm", ("weight", "bias"), x, weight, bias), eps)

@@ -121,9 +121,9 @@ def single_formula(op, *, kind, beta, average, kl, weights, **others) -> Formula
     check(op, two, "weights must be (of desirable, of undesirable answers), got {}", weights)
     arguments.check_numbers(op, **{"weights[0]": weights[0], "weights[1]": weights[1]})
     if isinstance(kl, torch.Tensor):
-        one = kl.numel() == 1 and kl.is_floating_point()
-        check(op, one, "kl must be one float, got {} {}", kl.dtype, kl.shape)
-        arguments.check_layout(op, "kl", kl)
+        arguments.check_float(op, "kl", kl)
+        check(op, kl.numel() == 1, "kl must be one float, got {}", kl.shape)
+        arguments.check_constant(op, "kl", kl)
     else:
         arguments.check_numbers(op, kl=kl)
     none = not isinstance(kl, torch.Tensor) and kl == 0
@@ -278,6 +278,7 @@ def run(op, log_prob, mask, nll_mask, ref, desirable, kl, denominator, formula):
     return PreferenceResult(*results) if desirable is None else KTOResult(*results[:3])
 
 
+@arguments.called({"target": "mask", "nll_target": "nll_mask"})
 def preference_loss(
     log_prob: torch.Tensor,
     mask: torch.Tensor | None = None,
@@ -360,6 +361,7 @@ def preference_loss(
     return run(op, log_prob, mask, nll_mask, constant(ref, log_prob), None, None, denominator, formula)
 
 
+@arguments.called({"target": "mask"})
 def kto_loss(
     log_prob: torch.Tensor,
     desirable: torch.Tensor,
@@ -416,5 +418,7 @@ def kl_tensor(kl, like):
     """The reference point as a tensor beside `like`, ``None`` where it is 0."""
     wide = torch.promote_types(like.dtype, torch.float32)
     if isinstance(kl, torch.Tensor):
+        same = kl.is_meta == like.is_meta
+        check("kto_loss", same, "kl must be on {}, got {}", like.device, kl.device)
         return kl.detach().to(like.device, wide).reshape(())
-    return None if kl == 0 else torch.full((), kl, dtype=wide, device=like.device)
+    return None if kl == 0 else torch.full((), kl, dtype=torch.float64, device=like.device).to(wide)

@@ -9,7 +9,7 @@ from tigon.error import check
 from tigon.ops import rms_norm as _rms_norm
 from tigon.ops import rope as _rope
 from tigon.ops import rope_tables as tables
-from tigon.ops.arguments import check_float, check_like, options_of
+from tigon.ops.arguments import check_float, check_like, check_stored, options_of
 from tigon.ops.columns import check_eps
 
 MAX_HEAD_DIM = 1024  # of the kernels
@@ -55,8 +55,9 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*tensors)
     ctx.options = (eps, offset, rounding, *inputs[10:])
     ctx.set_materialize_grads(False)
-    if inputs[1] is None:
-        ctx.mark_non_differentiable(output[1])
+    needs = ctx.needs_input_grad
+    constant = [y for i, y in enumerate(output[:2]) if inputs[i] is None or not (needs[i] or needs[i + 2])]
+    ctx.mark_non_differentiable(*constant)
 
 
 def _backward(ctx, dq, dk=None):
@@ -91,7 +92,7 @@ def _check_weights(q, k, q_weight, k_weight):
         check("qk_norm_rope", False, "k_weight must be {}, got {}", q_weight.dtype, k_weight.dtype)
 
 
-@options_of(_rope.rope, but=("deinterleave", "inplace"))
+@options_of(_rope.rope, but=("deinterleave", "inplace"), words={"positions": "position_ids"}, stored=False)
 def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -144,9 +145,12 @@ def qk_norm_rope(
     if tables.takes_reference(op, q, k, cos, sin, position_ids, q_weight, k_weight, fits=fits):
         return reference(q, k, q_weight, k_weight, cos, sin, eps, offset=offset, rounding=rounding,
                          unsqueeze_dim=unsqueeze_dim, position_ids=position_ids, **options)  # fmt: skip
-    cos, sin = tables.kernel_tables(q, cos, sin)
+    cos, sin = tables.kernel_tables(op, q, cos, sin)
     if q_weight is not None and q_weight.dtype not in (q.dtype, torch.float32):
         wide = torch.promote_types(q.dtype, q_weight.dtype)
+        check_stored(op, "q_weight", q_weight)
+        if k is not None:
+            check_stored(op, "k_weight", k_weight)
         q_weight, k_weight = q_weight.to(wide), None if k is None else k_weight.to(wide)
     rounding = _rms_norm.ROUNDINGS[rounding]
     y = _op(q, k, q_weight, k_weight, cos, sin, position_ids, eps, offset, rounding, *form)

@@ -106,5 +106,5 @@ def rms_norm(
     if not has_kernel("rms_norm", x, weight):
         check_sizes("rms_norm", x, eps, weight=weight)
         return reference(x, weight, eps, offset=offset, rounding=rounding)
-    (weight,) = columns_for(x, weight)
+    (weight,) = columns_for("rms_norm", ("weight",), x, weight)
     return _op(x, weight, eps, offset, ROUNDINGS[rounding])

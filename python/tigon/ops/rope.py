@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from tigon._op import Op, once, raw
-from tigon.error import check
+from tigon.error import Error, check, renamed
 from tigon.ops import rope_tables as tables
+from tigon.ops.arguments import check_booleans
 from tigon.ops.in_place import check_apart, check_written
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # tigon::DType
@@ -194,12 +195,17 @@ def rope(
                    rotary_dim=rotary_dim, tail=tail, mrope_section=mrope_section,
                    mrope_interleaved=mrope_interleaved, keep_dtype=keep_dtype)  # fmt: skip
     tables.check_tables("rope", q, cos, sin, position_ids, form)
-    if inplace:
+    if inplace is not False:
+        check_booleans("rope", inplace=inplace)
         dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, _real_dtype(cos, sin))
         _check_in_place(q, k, form, dtype)
     if tables.takes_reference("rope", q, k, cos, sin, position_ids):
         y = _reference(q, k, cos, sin, position_ids, form)
         return _overwrite(q, k, y) if inplace else y
-    cos, sin = tables.kernel_tables(q, cos, sin)
+    cos, sin = tables.kernel_tables("rope", q, cos, sin)
     run = _rotate_in_place if inplace else _call
-    return run(q, k, cos, sin, position_ids, form)
+    try:
+        return run(q, k, cos, sin, position_ids, form)
+    except Error as error:
+        refused = renamed(error, "rope", {"positions": "position_ids"})
+    raise refused

@@ -31,6 +31,8 @@ class Form(NamedTuple):
         """From the options of the public functions."""
         check(op, isinstance(cos, torch.Tensor), "cos must be a tensor, got {}", arguments.kind_of(cos))
         arguments.check_layout(op, "cos", cos)
+        arguments.check_booleans(op, interleaved=interleaved, deinterleave=deinterleave, tail=tail,
+                                 mrope_interleaved=mrope_interleaved, keep_dtype=keep_dtype)  # fmt: skip
         check(
             op, interleaved or not deinterleave, "interleaved must be True with deinterleave=True, got False"
         )
@@ -54,7 +56,7 @@ class Form(NamedTuple):
             check(op, fits, wanted, pairs, mrope_section)
             sections = tuple(mrope_section)
         pairs = 2 if deinterleave else 1 if interleaved else 0
-        return cls(head_dim, pairs, shared, tail, keep_dtype, *sections, bool(mrope_interleaved))
+        return cls(head_dim, pairs, shared, tail, keep_dtype, *sections, mrope_interleaved)
 
     def has_sections(self) -> bool:
         """Whether this is M-RoPE."""
@@ -104,7 +106,8 @@ def check_tables(op, q, cos, sin, positions, form) -> None:
     """Refuse tables and positions that do not fit q and each other."""
     batch, tokens = _sizes(q, form)
     complex_table = cos.is_complex()
-    check(op, cos.is_floating_point() or complex_table, "cos must be a float tensor, got {}", cos.dtype)
+    if not complex_table:
+        arguments.check_float(op, "cos", cos)
     if complex_table:
         check(op, sin is None, "sin must be None with complex cos, got a tensor")
     else:
@@ -112,6 +115,7 @@ def check_tables(op, q, cos, sin, positions, form) -> None:
         check(op, sin.shape == cos.shape, "sin must be {}, got {}", cos.shape, sin.shape)
     if positions is not None:
         arguments.check_indices(op, "position_ids", positions)
+        arguments.check_stored(op, "position_ids", positions)
     device = q.device
     for name, x in (("cos", cos), ("sin", sin), ("position_ids", positions)):
         if x is not None and x.device != device:
@@ -136,6 +140,9 @@ def takes_reference(op, q, k, cos, sin, positions, *weights, fits: bool = True) 
     differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
     if known and not (differentiable and torch.is_grad_enabled()):
         return False
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x is not None:
+            arguments.check_stored(op, name, x)
     if positions is not None:
         arguments.check_range(op, "position_ids", positions, cos.shape[0])
     return True
@@ -157,11 +164,14 @@ def _check_rows(op, name, shape, axes, batch, tokens, rest, text) -> None:
     check(op, False, "{} must be {}, got {}", name, wanted, tuple(shape))
 
 
-def kernel_tables(q, cos, sin):
+def kernel_tables(op, q, cos, sin):
     """Tables as the kernels take them: one dtype, q's or float32; complex numbers as pairs of floats."""
     if sin is None:
+        arguments.check_stored(op, "cos", cos)
         return torch.view_as_real(cos.resolve_conj().to(torch.complex64)), None
     if cos.dtype != sin.dtype or cos.dtype not in (q.dtype, torch.float32):
+        arguments.check_stored(op, "cos", cos)
+        arguments.check_stored(op, "sin", sin)
         wide = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), sin.dtype)
         return cos.to(wide), sin.to(wide)
     return cos, sin

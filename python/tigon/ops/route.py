@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops.arguments import (
+    check_booleans,
     check_choice,
     check_float,
     check_integers,
     check_layout,
     check_like,
     check_numbers,
+    check_stored,
     kind_of,
 )
 
@@ -127,8 +129,8 @@ _op = Op(OP, fake=_fake, setup_context=_setup_context, backward=_backward, resul
 
 
 def _check(
-    logits, top_k, score, correction_bias, num_groups, top_groups, group_score, scale, dtype, ids_dtype,
-    losses, token_weights, forced,
+    logits, top_k, score, normalize, correction_bias, num_groups, top_groups, group_score, scale, dtype,
+    ids_dtype, losses, token_weights, forced,
 ):  # fmt: skip
     check_float(OP, "logits", logits)
     check(OP, logits.dim() >= 1, "logits must have at least one dimension, got {}", logits.dim())
@@ -139,6 +141,7 @@ def _check(
     check_choice(OP, "group_score", group_score, GROUP_SCORES)
     check_integers(OP, top_k=top_k, num_groups=num_groups, top_groups=top_groups)
     check_numbers(OP, scale=scale)
+    check_booleans(OP, normalize=normalize, losses=losses)
     check(OP, -math.inf < scale < math.inf, "scale must be finite, got {}", scale)
     divides = num_groups >= 1 and experts % num_groups == 0
     check(OP, divides, "num_groups must divide {}, got {}", experts, num_groups)
@@ -151,23 +154,32 @@ def _check(
     fits = group_score == "max" or num_groups == 1 or size >= 2
     check(OP, fits, "group_score must be 'max' for groups of one expert, got {!r}", group_score)
     floats = (None, torch.float32, logits.dtype)
-    check(OP, dtype in floats, "dtype must be None, torch.float32 or {}, got {}", logits.dtype, dtype)
-    integers = (torch.int64, torch.int32)
-    check(OP, ids_dtype in integers, "ids_dtype must be torch.int64 or torch.int32, got {}", ids_dtype)
+    check(
+        OP,
+        any(dtype is d for d in floats),
+        "dtype must be None, torch.float32 or {}, got {}",
+        logits.dtype,
+        dtype,
+    )
+    integers = ids_dtype is torch.int64 or ids_dtype is torch.int32
+    check(OP, integers, "ids_dtype must be torch.int64 or torch.int32, got {}", ids_dtype)
     if correction_bias is not None:
         check_float(OP, "correction_bias", correction_bias)
         check_like(OP, "correction_bias", correction_bias, (experts,), logits.device)
+        check_stored(OP, "correction_bias", correction_bias)
     if token_weights is not None:
         check(OP, losses, "token_weights must be None without losses, got {}", kind_of(token_weights))
         real = isinstance(token_weights, torch.Tensor) and not token_weights.is_complex()
         check(OP, real, "token_weights must be a tensor of real numbers, got {}", kind_of(token_weights))
         check_layout(OP, "token_weights", token_weights)
         check_like(OP, "token_weights", token_weights, logits.shape[:-1], logits.device)
+        check_stored(OP, "token_weights", token_weights)
     if forced is not None:
         whole = isinstance(forced, torch.Tensor) and forced.dtype in _INTEGERS
         check(OP, whole, "ids must be a tensor of integers, got {}", kind_of(forced))
         check_layout(OP, "ids", forced)
         check_like(OP, "ids", forced, (*logits.shape[:-1], top_k), logits.device)
+        check_stored(OP, "ids", forced)
 
 
 def route(
@@ -248,8 +260,8 @@ def route(
     Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, eq. 5; DeepSeek-V2 and V3, arXiv:2405.04434,
     arXiv:2412.19437, eq. 12 to 18; Ma et al. 2025 (routing replay), arXiv:2510.11370.
     """
-    _check(logits, top_k, score, correction_bias, num_groups, top_groups, group_score, scale, dtype,
-           ids_dtype, losses, token_weights, ids)  # fmt: skip
+    _check(logits, top_k, score, normalize, correction_bias, num_groups, top_groups, group_score, scale,
+           dtype, ids_dtype, losses, token_weights, ids)  # fmt: skip
     forced = ids
     if forced is not None and forced.is_cpu and logits.dtype == torch.float64:  # the operator looks itself
         wide = forced.to(torch.int64)
@@ -270,9 +282,9 @@ def route(
     v = None if token_weights is None else token_weights.detach().reshape(-1).float()
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     forced = None if forced is None else forced.reshape(-1, top_k)
-    options = SCORES.index(score), bool(normalize), num_groups, top_groups, GROUP_SCORES.index(group_score)
+    options = SCORES.index(score), normalize, num_groups, top_groups, GROUP_SCORES.index(group_score)
     dtypes = DTYPES.index(dtype or logits.dtype), DTYPES.index(ids_dtype)
-    options = *options, float(scale), *dtypes, *(bool(losses),) * 3
+    options = *options, float(scale), *dtypes, *(losses,) * 3
     weights, ids, aux, z = _op(rows, bias, v, top_k, forced, *options)
     if logits.dim() != 2:
         weights, ids = weights.reshape(*lead, top_k), ids.reshape(*lead, top_k)

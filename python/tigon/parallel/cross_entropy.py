@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 from tigon._op import foreign, has_kernel, once, refuse_tangents
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_integers, options_of
+from tigon.ops.arguments import check_float, check_integers, check_stored, options_of
 from tigon.ops.cross_entropy import check_loss, check_target
 from tigon.ops.cross_entropy import cross_entropy as whole
 from tigon.ops.loss_gradient import scaled
@@ -35,6 +35,9 @@ def check_eager(op, **tensors) -> None:
     for name, t in given.items():
         kind = foreign(name, t)
         check(op, kind is None, "{} must be a plain dense tensor, got {}", name, kind)
+        first = next(iter(given.values()))
+        check(op, t.is_meta == first.is_meta, "{} must be on {}, got {}", name, first.device, t.device)
+        check_stored(op, name, t)
 
 
 def number_of(denominator) -> object:
@@ -50,9 +53,7 @@ def take_class_weight(op, shards: Shards, class_weight, device):
     if class_weight is None:
         return None
     fits = class_weight.shape == (shards.vocab,)
-    check(
-        op, fits, "class weights must be those of all classes [{}], got {}", shards.vocab, class_weight.shape
-    )
+    check(op, fits, "weight of classes must be that of all, [{}], got {}", shards.vocab, class_weight.shape)
     return class_weight.detach().to(device, torch.float32)
 
 
@@ -90,7 +91,7 @@ def _gradient(rows: Rows, logits, target, log_share, scale):
 
 
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
-@options_of(whole, but=("inplace",))
+@options_of(whole, but=("inplace",), stored=False)
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -132,7 +133,7 @@ def cross_entropy(
     weight, reduction, denominator = options.pop("weight"), options["reduction"], options["denominator"]
 
     def describe():
-        check_eager(OP, logits=logits, target=target, weight=weight)
+        check_eager(OP, logits=logits, target=target, weight=weight, denominator=denominator)
         check_float(OP, "logits", logits)
         check(OP, logits.dim() >= 1, "logits must have at least one dimension, got 0")
         check(OP, has_kernel(OP, logits), "logits must be float32, bfloat16 or float16, got {}", logits.dtype)
@@ -141,10 +142,8 @@ def cross_entropy(
         check_loss(OP, **options)
         if weight is not None:
             check_float(OP, "weight", weight)
-        softcap = options["softcap"] or 0.0
-        formula = Formula(
-            options["ignore_index"], options["label_smoothing"], softcap, z_loss=options["z_loss"]
-        )
+        softcap, smoothing = options["softcap"] or 0.0, float(options["label_smoothing"])
+        formula = Formula(options["ignore_index"], smoothing, softcap, z_loss=options["z_loss"])
         return Facts(
             rows=target.numel(), dtype=code(logits.dtype),
             needs=int(logits.requires_grad and torch.is_grad_enabled()),

@@ -11,7 +11,7 @@ import torch
 from tigon._deterministic import is_deterministic
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices, options_of, picked
+from tigon.ops.arguments import check_booleans, check_float, check_indices, options_of, picked
 from tigon.ops.cross_entropy import check_loss
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.labels import labels_of, shifted
@@ -58,8 +58,12 @@ def _describe(
     """Checks; what the processes compare, and what the call works with."""
     bias, lora = head.bias, head.lora
     low = lora if isinstance(lora, Sequence) else ()
-    check_eager(op, hidden=hidden, weight=weight, target=target, bias=bias,
+    check_eager(op, hidden=hidden, weight=weight, target=target, bias=bias, class_weight=call.class_weight,
+                token_weight=call.token_weight, denominator=call.denominator,
                 **{f"lora {name}": t for name, t in zip("AB", low, strict=False)})  # fmt: skip
+    check_booleans(op, entropy=call.entropy, sequence_parallel=call.sequence_parallel,
+                   partial_hidden_grad=call.partial_hidden_grad)  # fmt: skip
+    check_indices(op, "target", labels_of(target, head.ignore_index))
     check_loss(op, head.ignore_index, call.label_smoothing, call.z_loss, head.softcap, call.reduction,
                call.denominator)  # fmt: skip
     if call.class_weight is not None:
@@ -127,7 +131,8 @@ def _describe(
 
 def _run(op, hidden, weight, target, group, head: operands.Head, options: _Options, result="loss"):
     """The call: ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat."""
-    formula = operands.Formula(head.ignore_index, options.label_smoothing, head.softcap or 0.0,
+    softcap = 0.0 if head.softcap is None else head.softcap
+    formula = operands.Formula(head.ignore_index, options.label_smoothing, softcap,
                                head.logit_scale, head.temperature, options.z_loss)  # fmt: skip
     describe = functools.partial(_describe, op, hidden, weight, target, group, head, options, formula)
     device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
@@ -185,7 +190,7 @@ def _sharding(
 
 
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
-@options_of(_sharding, whole_cross_entropy, but=("position_ids",))
+@options_of(_sharding, whole_cross_entropy, but=("position_ids",), stored=False)
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -251,7 +256,7 @@ def linear_cross_entropy(
 
 
 @torch._disable_dynamo
-@options_of(_sharding, whole_log_prob, but=("position_ids", "match"))
+@options_of(_sharding, whole_log_prob, but=("position_ids", "match"), stored=False)
 def linear_log_prob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -269,7 +274,7 @@ def linear_log_prob(
         zero gradients.
     """
     call = picked(_Options, options)
-    head = operands.Head.of(options | {"softcap": options["softcap"] or None})
+    head = operands.Head.of(options)
     loss, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, head, call, "log_prob")
     log_prob = loss.view(target.shape)
     return (log_prob, entropies.view(target.shape)) if call.entropy else log_prob

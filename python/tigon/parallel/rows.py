@@ -89,7 +89,7 @@ def make_rows(
     shards: Shards, formula: Formula, bias, class_weight, device, *, entropy=False, predicted=False
 ):
     """:class:`Rows` of a call with the statistics that it needs."""
-    smooth = formula.label_smoothing > 0.0
+    smooth = bool(formula.label_smoothing > 0.0)
     kinds = ENTROPY * entropy + SMOOTHING * smooth + PREDICTED * predicted
     shard_weight = shards.weights(class_weight, device) if smooth else None
     return Rows(shards, formula, bias, class_weight, shard_weight, kinds)

@@ -137,7 +137,7 @@ def rms_norm_with_residual(x, weight, eps, offset):
     if plainly or not (x.requires_grad and has_kernel("rms_norm", x, weight)):
         return _rms.rms_norm(x, weight, eps, offset=offset, rounding="gemma"), x
     _rms.check_options("rms_norm", x, weight, eps, offset, "gemma")
-    return _WithResidual.apply(x, *columns_for(x, weight), eps, offset)
+    return _WithResidual.apply(x, *columns_for("rms_norm", ("weight",), x, weight), eps, offset)
 
 
 # Of a built model.

@@ -48,6 +48,7 @@ from tigon.integrations.transformers.report import Entry, Report
 from tigon.integrations.transformers.rewriting import Rewritten, rewritten_forward
 from tigon.integrations.transformers.rope import plan_rotary, rewrite, rotary_callers, rotary_forward
 from tigon.integrations.transformers.routers import plan_router, router_forward
+from tigon.ops.arguments import check_booleans
 
 log = logging.getLogger("tigon")
 ABSENT = "absent"  # the model had no loss function of its own
@@ -305,6 +306,8 @@ def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None
     plan = _Plan(root)
     given = {"norm": norm, "mlp": mlp, "experts": experts, "router": router, "qkv": qkv, "qk_norm": qk_norm,
              "hyper": hyper, "lora": lora, "rope": rope, "loss": loss}  # fmt: skip
+    check_booleans("apply", **{slot: value for slot, value in given.items() if value is not None},
+                   lazy_logits=lazy_logits, strict=strict)  # fmt: skip
     asked = {slot: value is None or bool(value) for slot, value in given.items()}
     asked["qk_norm"] &= asked["norm"] and asked["rope"]
     for slot, look in _SLOTS.items():
@@ -387,6 +390,8 @@ def _check(plan: _Plan, report: Report, strict: bool) -> None:
 
 def undo(model: nn.Module) -> None:
     """Restore everything that `apply` changed in this model; harmless where nothing was applied."""
+    if not isinstance(model, nn.Module):
+        raise Error(f"[undo] model must be a torch.nn.Module, got {_what(model)}")
     root = unwrapped(model)
     for module in root.modules():
         unbind(module)

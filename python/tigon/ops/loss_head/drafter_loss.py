@@ -83,7 +83,7 @@ def reference(hidden, weight, teacher, counts, d: Drafter):
     return torch.where(counts, rows, 0.0), torch.where(counts, overlap.detach(), 0.0), counts.to(wide)
 
 
-def _check_ids(draft_ids, classes, teacher_classes):
+def _check_ids(draft_ids, classes, teacher_classes, device):
     if draft_ids is None:
         words = "weight must have the teacher's {} classes where draft_ids is None, got {}"
         check(_OP, classes == teacher_classes, words, teacher_classes, classes)
@@ -91,12 +91,13 @@ def _check_ids(draft_ids, classes, teacher_classes):
     arguments.check_indices(_OP, "draft_ids", draft_ids)
     check(_OP, draft_ids.shape == (classes,), "draft_ids must be [{}], got {}", classes, draft_ids.shape)
     arguments.check_dense(_OP, "draft_ids", draft_ids)
-    if not arguments.readable(draft_ids) or torch._C._are_functorch_transforms_active():
+    check(_OP, draft_ids.device == device, "draft_ids must be on {}, got {}", device, draft_ids.device)
+    if not arguments.readable(draft_ids):
         return
-    arguments.check_stored(_OP, "draft_ids", draft_ids)
     used = draft_ids[draft_ids >= 0].tolist()
     words = "draft_ids must be below the teacher's {} classes, got {}"
     check(_OP, max(used, default=0) < teacher_classes, words, teacher_classes, max(used, default=0))
+    check(_OP, len(used) > 0, "draft_ids must hold at least one of the teacher's classes, got none")
     check(_OP, len({*used}) == len(used), "draft_ids must be different classes, got one twice")
 
 
@@ -114,6 +115,7 @@ def _at(h, shift):
     return F.pad(h[..., : h.shape[-2] - shift, :], (0, 0, shift, 0)) if shift else h
 
 
+@arguments.called()
 def drafter_loss(
     hidden: torch.Tensor | Sequence[torch.Tensor],
     weight: torch.Tensor,
@@ -186,8 +188,8 @@ def drafter_loss(
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also draft_ids that are not
-            different classes of the teacher's. On CUDA a class that is none of them is one that the teacher
-            does not have.
+            different classes of the teacher's, or hold none. On CUDA a class that is none of them is one that
+            the teacher does not have.
 
     Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
     Training-Time Test" (arXiv:2503.01840); Samarin et al. 2026, "LK Losses: Direct Acceptance Rate
@@ -219,12 +221,11 @@ def drafter_loss(
     for h in steps:
         fits = h.shape[:-1] == lead and h.shape == steps[0].shape and h.dtype == steps[0].dtype
         check(_OP, fits, "hidden must be {} and then H, the same for every step, got {}", lead, h.shape)
+        same = h.device == steps[0].device
+        check(_OP, same, "hidden must be on {} at every step, got {}", steps[0].device, h.device)
     number = len(steps)
-    shifts = (0,) * number if shifts is None else tuple(shifts)
-    step_weights = (1.0,) * number if step_weights is None else tuple(step_weights)
-    for name, values in (("shifts", shifts), ("step_weights", step_weights)):
-        words = name + " must be one for each of {} steps, got {}"
-        check(_OP, len(values) == number, words, number, len(values))
+    shifts = arguments.one_each(_OP, "shifts", shifts, number, "steps", [0] * number)
+    step_weights = arguments.one_each(_OP, "step_weights", step_weights, number, "steps", [1.0] * number)
     for k in shifts:
         arguments.check_integers(_OP, least=0, shifts=k)
     arguments.check_numbers(_OP, eta=eta, **{f"step_weights[{i}]": w for i, w in enumerate(step_weights)})
@@ -245,22 +246,27 @@ def drafter_loss(
     if mask is not None:
         boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
         check(_OP, boolean, "mask must be a bool tensor, got {}", arguments.kind_of(mask))
+        arguments.check_layout(_OP, "mask", mask)
         arguments.check_like(_OP, "mask", mask, lead, device)
     base = torch.zeros(lead, dtype=torch.int64, device=device)
     base = base if mask is None else base.masked_fill(~mask, _IGNORED)
     target = base if one else base.unsqueeze(-1).expand(*lead, number).contiguous()
     operands.check_token_weight(_OP, token_weight, base)
+    if token_weight is not None:
+        arguments.check_like(_OP, "token_weight", token_weight, lead, device)
     check_shift(_OP, any(shifts), position_ids, base)
     arguments.check_integers(_OP, or_none=True, valid_rows=valid_rows)
     head = operands.Head(
         valid_rows=None if valid_rows is None else valid_rows * number, chunk_rows=chunk_rows
     )
     operands.check_head(_OP, stacked, weight, target, head)
-    _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0])
+    _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0], device)
     weight, d = operands.plain_weight(_OP, weight), Drafter(loss, eta, outside, mask_outside, draft_ids)
-    if outside == "renormalize" and not mask_outside and draft_ids is not None:  # no other class is asked for
+    held = None
+    if not mask_outside and draft_ids is not None:
+        held = (draft_ids >= 0) & (draft_ids < len(teacher_weight))
+    if outside == "renormalize" and held is not None:  # no other class is asked for
         teacher_weight = teacher_weight[draft_ids.clamp(0, teacher_weight.shape[0] - 1)]
-        held = (draft_ids >= 0) & (draft_ids < len(teacher[1]))
         draft_ids = torch.where(held, torch.arange(len(draft_ids), device=device), -1)
         d = d._replace(draft_ids=draft_ids)
     factor = reaches = None
@@ -268,10 +274,14 @@ def drafter_loss(
         wide = torch.promote_types(stacked.dtype, torch.float32)
         own = reduction == "mean" and denominator is None
         position, counts = torch.arange(lead[-1], device=device), base.ne(_IGNORED)
-        position = (position if position_ids is None else torch.minimum(position, position_ids)).expand(lead)
+        if position_ids is not None:
+            position = torch.minimum(position, position_ids.reshape(position_ids.shape[-len(lead) :]))
+        position = position.expand(lead)
         factors, reached = [], [position >= k for k in shifts]
         for w, k, here in zip(step_weights, shifts, reached, strict=True):
-            f = torch.where(here, torch.full(lead, w, dtype=wide, device=device), 0.0)
+            f = torch.where(
+                here, torch.full(lead, float(w), dtype=torch.float64, device=device).to(wide), 0.0
+            )
             if k and own:  # each step's own mean
                 f = f * counts.sum() / (counts & here).sum().clamp(min=1)
             factors.append(f if token_weight is None else f * token_weight.detach())
@@ -282,12 +292,15 @@ def drafter_loss(
             stacked, weight, (states, teacher_weight), base, target, head, factor, d, reduction, denominator
         )
     else:
+        operands.check_plain(_OP, 1, target, head)
         rows, overlap, counted = reference(stacked, weight, (states, teacher_weight), target != _IGNORED, d)
         losses = rows if factor is None else rows * factor
         if denominator is not None:
             losses = _cross_entropy.divide(losses.sum(), denominator)
         elif reduction != "none":
             losses = losses.sum() / (base.ne(_IGNORED).sum() if reduction == "mean" else 1)
+    if held is not None and not arguments.readable(held):  # no class at all has no loss
+        losses = torch.where(held.any(), losses, torch.nan)
     if outputs == ("loss",):
         return losses
     if reaches is not None:

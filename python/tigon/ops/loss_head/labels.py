@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from tigon.error import check, refuse
-from tigon.ops.arguments import check_indices, check_integers, kind_of
+from tigon.ops.arguments import called, check_booleans, check_indices, check_integers, kind_of
 
 # target -> {(ignore_index, shift[, position_ids, their version]): (version of target, event, pinned count)}
 _counts: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -53,7 +53,7 @@ def shifted(target, ignore_index, shift=True, position_ids=None):
     if position_ids is None:
         return moved
     same = F.pad(position_ids[..., k:], (0, k)) == position_ids + k  # positions restart between sequences
-    return torch.where(same, moved, ignore_index)
+    return torch.where(same, moved, ignore_index).view_as(moved)
 
 
 def _count(target, ignore_index, shift, position_ids=None, per_sequence=False):
@@ -70,6 +70,7 @@ def _key(ignore_index, shift, position_ids):
     return ignore_index, int(shift), *which
 
 
+@called()
 def count_labels(
     target: torch.Tensor,
     ignore_index: int = -100,
@@ -104,6 +105,7 @@ def count_labels(
     integers = isinstance(target, torch.Tensor) and not target.is_floating_point()
     check("count_labels", integers, "target must be an integer tensor, got {}", kind_of(target))
     check_integers("count_labels", ignore_index=ignore_index)
+    check_booleans("count_labels", per_sequence=per_sequence)
     check_shift("count_labels", shift, position_ids, target)
     words = "target must be [..., T] with per_sequence=True, got {}"
     check("count_labels", not per_sequence or target.dim() >= 2, words, target.shape)

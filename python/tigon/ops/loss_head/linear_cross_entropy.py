@@ -14,7 +14,7 @@ from tigon._dtensor import of_vocabulary
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_float
+from tigon.ops.arguments import called, check_float
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import OP as _OP
 from tigon.ops.loss_head.autograd import HeadLoss, empty_kept, empty_loss, keep, rows_gradients, saved
@@ -46,6 +46,7 @@ _loss = HeadLoss(_OP, _fake, rows_gradients, lambda call, output: saved(call, ou
 
 
 @of_vocabulary("linear_cross_entropy", 1, "weight")
+@called()
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -27,6 +27,7 @@ _REDUCTIONS = {"none": "none", "sum": "sum", "batchmean": "mean", "mean": "mean"
 NUMBERS = {"soft": 1, "hard": 2, "entropy": 4}  # bits of `outputs`
 OUTPUTS = ("loss", *NUMBERS)
 _OP = "linear_divergence"
+_WORDS = {"target": "labels"}  # as the functions name what a head's checks and operators do
 
 
 class Divergence(NamedTuple):
@@ -116,13 +117,22 @@ def reference(hidden, weight, teacher, labels, head: operands.Head, d: Divergenc
     return d.results(d.reduce(soft_rows, hard_rows, counts, classes), results)
 
 
-def _check_teacher(op, teacher, hidden):
+def _check_teacher(op, teacher, hidden, classes):
     """Teacher's hidden states, weight and bias, or its logits alone; detached."""
     lead = hidden.shape[:-1]
     if isinstance(teacher, torch.Tensor):
         arguments.check_float(op, "teacher", teacher)
         fits = teacher.dim() == len(lead) + 1 and teacher.shape[:-1] == lead and teacher.shape[-1] >= 1
         check(op, fits, "teacher must be logits {} and then V, got {}", lead, teacher.shape)
+        # Padding is a small part of the classes, and no coincidence gives a teacher hidden's columns.
+        given = teacher.shape[-1]
+        states = given != classes and (
+            max(given, classes) > 2 * min(given, classes) or given == hidden.shape[-1]
+        )
+        words = (
+            "teacher must be logits of about weight's {} classes, or (hidden, weight), got {} columns alone"
+        )
+        check(op, not states, words, classes, given)
         return teacher.detach(), None, None
     parts = isinstance(teacher, Sequence) and len(teacher) in (2, 3)
     given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
@@ -154,6 +164,8 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
     check(op, d.hard >= 0, "hard must be >= 0, got {}", d.hard)
     wanted = d.hard != 0.0 or "hard" in d.outputs
     check(op, has_labels or not wanted, "labels must be given for the hard loss, got None")
+    if not isinstance(head.shift, bool):
+        arguments.check_integers(op, least=0, shift=head.shift)
     check(op, has_labels or not head.shift, "labels must be given with shift=True, got None")
     if not has_labels:
         labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
@@ -171,7 +183,7 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
             op, plain_side, "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
         )
         return d.results(*top_k.top_k_loss(op, operands.autocast(hidden), weight, labels, head, d))
-    states, teacher_weight, teacher_bias = _check_teacher(op, d.teacher, hidden)
+    states, teacher_weight, teacher_bias = _check_teacher(op, d.teacher, hidden, weight.shape[0])
     hidden, states = (
         operands.autocast(hidden),
         states if teacher_weight is None else operands.autocast(states),
@@ -210,7 +222,8 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
 
 
 @arguments.options_of(linear_cross_entropy, but=("class_weight", "label_smoothing", "z_loss", "keep_mb",
-                                                 "max_workspace_mb", "logit_dtype"))  # fmt: skip
+                                                 "max_workspace_mb", "logit_dtype"),
+                      words=_WORDS)  # fmt: skip
 def linear_kl_div(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -272,13 +285,14 @@ def linear_kl_div(
 
     Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531).
     """
+    arguments.check_booleans("linear_kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
     loss = Divergence(teacher, kind, 0.5, soft, hard, teacher_softcap, teacher_logit_scale,
                       options["token_weight"], reduction, options["denominator"], outputs)  # fmt: skip
     return _run("linear_kl_div", hidden, weight, labels, operands.Head.of(options), loss)
 
 
-@arguments.options_of(linear_kl_div, but=("reverse",))
+@arguments.options_of(linear_kl_div, but=("reverse",), words=_WORDS)
 def linear_jsd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -303,7 +317,7 @@ def linear_jsd(
     return _run("linear_jsd", hidden, weight, labels, operands.Head.of(options), loss)
 
 
-@arguments.options_of(linear_kl_div, but=("reverse",))
+@arguments.options_of(linear_kl_div, but=("reverse",), words=_WORDS)
 def linear_tvd(
     hidden: torch.Tensor,
     weight: torch.Tensor,

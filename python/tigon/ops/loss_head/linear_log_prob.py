@@ -10,7 +10,7 @@ import torch
 from tigon._dtensor import of_vocabulary
 from tigon._op import Op, has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices, options_of
+from tigon.ops.arguments import check_booleans, check_float, check_indices, check_range, options_of
 from tigon.ops.loss_head import autograd, operands
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
@@ -161,6 +161,7 @@ def linear_log_prob(
     operands.check_head(_OP, hidden, weight, target[..., 0] if many else target, head)
     check_keep(_OP, keep_mb)
     check_match(_OP, match, head)
+    check_booleans(_OP, entropy=entropy)
     hidden = operands.autocast(hidden)
     wide = operands.wide_logits(_OP, head.logit_dtype, hidden)
     if many:
@@ -170,6 +171,7 @@ def linear_log_prob(
         head = head._replace(shift=False, position_ids=None)
     places = {"shift": head.shift, "position_ids": head.position_ids}
     if match is not None:
+        check_range(_OP, "target", shifted(target, ignore_index, **places), weight.shape[0], ignore_index)
         value = vllm_log_prob(hidden, weight, shifted(target, ignore_index, **places), head, wide)
         trained = any(t is not None and t.requires_grad for t in (hidden, weight, head.bias))
         if not entropy and not (trained and torch.is_grad_enabled()):

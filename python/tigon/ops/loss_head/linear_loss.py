@@ -11,7 +11,15 @@ from torch.autograd import forward_ad
 from tigon._op import has_kernel, once, raw, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_choice, is_traced, kind_of, options_of
+from tigon.ops.arguments import (
+    check_booleans,
+    check_choice,
+    check_layout,
+    is_narrow,
+    is_traced,
+    kind_of,
+    options_of,
+)
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import finish, finishable
@@ -392,6 +400,7 @@ def linear_loss(
     head = operands.Head.of(options)
     target = labels_of(target, head.ignore_index)
     operands.check_head(_OP, hidden, weight, target, head)
+    check_booleans(_OP, entropy=options["entropy"])
     check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
     _cross_entropy.check_denominator(_OP, denominator)
     check_choice(_OP, "reduction", reduction, _cross_entropy.REDUCTIONS)
@@ -399,6 +408,8 @@ def linear_loss(
     groups = None if group is None else Groups(_OP, group, *labels)
     for t in tensors:
         check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", kind_of(t))
+        check_layout(_OP, "tensors", t)
+        check(_OP, not is_narrow(t), "tensors must be of at least 16 bits, got {}", t.dtype)
         fits = t.shape[: target.dim()] == target.shape or (groups is not None and t.shape == target.shape[:1])
         check(_OP, fits, "tensors must be {} or longer, got {}", target.shape, t.shape)
         check(_OP, t.device == hidden.device, "tensors must be on {}, got {}", hidden.device, t.device)

@@ -19,7 +19,8 @@ _product = native("linear_product_logits")  # called inside vllm_log_prob alone,
 
 def check_match(op, match, head: Head) -> None:
     """That `match` is known, and the options are among those of its head."""
-    check(op, match in (None, "vllm"), "match must be 'vllm' (or None), got {!r}", match)
+    known = match is None or (isinstance(match, str) and match == "vllm")
+    check(op, known, "match must be 'vllm' (or None), got {!r}", match)
     if match is None:
         return
     check(op, head.lora is None, "lora must be merged into weight with match, got it apart")
@@ -55,7 +56,7 @@ def vllm_log_softmax(logits, temperature=1.0):
     """float32 log-probabilities of all classes as vLLM's ``Sampler`` computes them."""
     z = logits.float()
     if temperature >= _GREEDY and temperature != 1.0:  # a number would multiply by its reciprocal
-        z = z / torch.full((1, 1), temperature, dtype=torch.float32, device=z.device)
+        z = z / torch.full((1, 1), temperature, dtype=torch.float64, device=z.device).float()
     short = -z.shape[-1] % 4
     if short and z.is_cuda and is_deterministic():  # PyTorch's sum depends on where a row begins
         z = F.pad(z, (0, short), value=-torch.inf)
@@ -105,9 +106,15 @@ def vllm_log_prob(hidden, weight, target, head: Head, wide):
 class WithValue(torch.autograd.Function):
     """x's gradient under another value of it."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, value):
+    def forward(x, value):
         return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Nothing is kept."""
 
     @staticmethod
     def backward(ctx, dx):

@@ -17,7 +17,16 @@ from torch.func import functional_call
 from tigon._dtensor import is_dtensor
 from tigon._op import has_kernel, once, refuse_tangents, transformable
 from tigon.error import check
-from tigon.ops.arguments import check_choice, check_float, check_indices, is_traced, kind_of, options_of
+from tigon.ops.arguments import (
+    check_choice,
+    check_float,
+    check_indices,
+    check_number,
+    is_traced,
+    kind_of,
+    one_each,
+    options_of,
+)
 from tigon.ops.loss_head.autograd import finished
 from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
@@ -70,16 +79,6 @@ def _parts(i, head):
     check(_OP, pair, "heads must be " + forms + ", got {} at {}", kind_of(head), i)
     module, weight, bias = (*head, None)[:3]
     return () if module is None else (module,), weight, bias
-
-
-def _one_each(name, values, k, default):
-    """One value for each head."""
-    if values is None:
-        return default
-    listed = isinstance(values, (Sequence, torch.Size)) and not isinstance(values, str)
-    check(_OP, listed, name + " must be a sequence of {} (or None), got {}", k, kind_of(values))
-    check(_OP, len(values) == k, name + " must be one for each of {} heads, got {}", k, len(values))
-    return list(values)
 
 
 def _apply_layers(i, head, x, leaves=None):
@@ -275,7 +274,10 @@ def _composes(hidden, heads) -> bool:
     return owned or closed or torch.float16 in (hidden.dtype, dtype) or not has_kernel(_OP, hidden)
 
 
-@options_of(linear_cross_entropy, but=("bias", "class_weight", "shift", "outputs", "keep_mb"))
+@options_of(
+    linear_cross_entropy, but=("bias", "class_weight", "shift", "outputs", "keep_mb"),
+    words={"target": "labels", "shift": "shifts", "linear_cross_entropy.weight": "heads' weight"},
+)  # fmt: skip
 def multi_token_loss(
     hidden: torch.Tensor,
     heads: Sequence[Any],
@@ -346,16 +348,19 @@ def multi_token_loss(
     check(_OP, labels.shape == lead, "labels must be {}, got {}", lead, labels.shape)
     check_choice(_OP, "reduction", options["reduction"], _REDUCTIONS)
     k = len(heads)
-    coefficients = _one_each("coefficients", coefficients, k, [1.0] * k)
-    shifts = _one_each("shifts", shifts, k, range(1, k + 1))
-    lora = _one_each("lora", lora, k, [None] * k)
-    valid_rows = _one_each("valid_rows", valid_rows, k, [None] * k)
+    coefficients = one_each(_OP, "coefficients", coefficients, k, "heads", [1.0] * k)
+    shifts = one_each(_OP, "shifts", shifts, k, "heads", range(1, k + 1))
+    lora = one_each(_OP, "lora", lora, k, "heads", [None] * k)
+    valid_rows = one_each(_OP, "valid_rows", valid_rows, k, "heads", [None] * k)
     several = isinstance(denominator, (tuple, list))
-    denominators = _one_each("denominator", denominator, k, None) if several else [denominator] * k
+    denominators = (
+        one_each(_OP, "denominator", denominator, k, "heads", None) if several else [denominator] * k
+    )
     made = []
     for i, head in enumerate(heads):
         number = isinstance(coefficients[i], (float, int)) and not isinstance(coefficients[i], bool)
         check(_OP, number, "coefficients[{}] must be a number, got {}", i, kind_of(coefficients[i]))
+        check_number(_OP, f"coefficients[{i}]", coefficients[i])
         check_shift(_OP, shifts[i], position_ids, labels)
         layers, weight, bias = _parts(i, head)
         check_float(_OP, f"heads[{i}]'s weight", weight)

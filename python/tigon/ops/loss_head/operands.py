@@ -156,6 +156,8 @@ def check_head(op, hidden, weight, target, head: Head):
             refuse(op, name + " must be on {}, got {}", hidden.device, t.device)
     if target.shape != rows:
         refuse(op, "target must be {}, got {}", rows, target.shape)
+    if bias is not None and bias.is_meta != hidden.is_meta:
+        refuse(op, "bias must be on {}, got {}", hidden.device, bias.device)
     if bias is not None and bias.shape != sizes[:1]:
         refuse(op, "bias must be {}, got {}", sizes[:1], bias.shape)
     check_shift(op, head.shift, head.position_ids, target)
@@ -172,7 +174,7 @@ def check_head(op, hidden, weight, target, head: Head):
 
 def wide_logits(op, logit_dtype, hidden) -> bool:
     """Whether logits are to be float32 where hidden is not."""
-    fits = logit_dtype in (None, torch.float32, hidden.dtype)
+    fits = any(logit_dtype is dtype for dtype in (None, torch.float32, hidden.dtype))
     check(op, fits, "logit_dtype must be float32 or hidden's {} (or None), got {}", hidden.dtype, logit_dtype)
     return logit_dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16)
 
@@ -206,8 +208,8 @@ def check_outputs(op, outputs, known, or_none="") -> tuple[str, ...]:
     """The names of results, the loss first."""
     named = isinstance(outputs, Sequence) and not isinstance(outputs, str)
     outputs = tuple(outputs) if named else outputs
-    fits = named and set(outputs) <= set(known) and len(set(outputs)) == len(outputs)
-    fits = fits and outputs[:1] == ("loss",)
+    fits = named and all(isinstance(name, str) and name in known for name in outputs)
+    fits = fits and len(set(outputs)) == len(outputs) and outputs[:1] == ("loss",)
     words = "outputs must be 'loss' and then some of {}" + or_none + ", got {!r}"
     check(op, fits, words, known[1:], outputs)
     return outputs

@@ -18,6 +18,7 @@ from tigon.error import check
 from tigon.ops.arguments import (
     check_booleans,
     check_choice,
+    check_dtype,
     check_integers,
     check_numbers,
     options_of,
@@ -170,8 +171,9 @@ def _memory(
             check_integers(_OP, least=least, **{name: size})
     fits = valid_rows is None or valid_rows <= rows
     check(_OP, fits, "valid_rows must be in [0, {}] (or None), got {}", rows, valid_rows)
-    for name, given in (("dtype", dtype), ("weight_dtype", weight_dtype or dtype)):
-        check(_OP, given in tuple(_CODES), "{} must be one of {}, got {}", name, tuple(_CODES), given)
+    check_dtype(_OP, "dtype", dtype, (*_CODES,))
+    check_dtype(_OP, "weight_dtype", weight_dtype, (*_CODES, None))
+    check_dtype(_OP, "logit_dtype", logit_dtype, (None, torch.float32, dtype))
     check_choice(_OP, "reduction", reduction, REDUCTIONS)
     check_booleans(_OP, **trained, main_grad=main_grad)
     check_cap(_OP, max_workspace_mb)
@@ -182,7 +184,7 @@ def _memory(
         lora_rank=lora_rank, **trained, main_grad=main_grad, chunk_rows=chunk_rows or 0,
         wide=logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16),
         per_row=reduction == "none", keep_rows=rows_within(keep_mb, vocab, dtype.itemsize),
-        unit=keep_mb != 0, function=function, groups=groups,
+        unit=bool(keep_mb != 0), function=function, groups=groups,
     )  # fmt: skip
     return picked(HeadMemory, found._asdict())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices, check_range
+from tigon.ops.arguments import check_float, check_indices, check_range, readable
 from tigon.ops.divergence import divergence
 from tigon.ops.loss_head.labels import shifted
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
@@ -39,6 +39,18 @@ def check_top_k(op, teacher, hidden) -> None:
         check(op, t.device == hidden.device, "teacher must be on {}, got {}", hidden.device, t.device)
 
 
+def _check_numbers(op, classes, log_prob, candidate) -> None:
+    """On the CPU: a row's classes are different, and their log-probabilities are some."""
+    if not (readable(classes) and readable(log_prob)):
+        return
+    order = torch.where(candidate, classes, -1 - torch.arange(classes.shape[-1])).sort(-1).values
+    twice = order[..., 1:][order.diff(dim=-1) == 0][:1].tolist()
+    check(op, not twice, "teacher indices must be different classes in each row, got {} twice", *twice)
+    mass = torch.where(candidate, log_prob.double(), -torch.inf).logsumexp(-1).exp()
+    large = mass[mass > 1.5][:1].tolist()  # rounded ones may have a little more than 1
+    check(op, not large, "teacher log_prob must be log-probabilities, got some of probability {}", *large)
+
+
 def with_tail(log_prob):
     """Log-probabilities of K candidates, and of all others together, by the formula that keeps its digits.
 
@@ -63,6 +75,8 @@ def top_k_loss(op, hidden, weight, labels, head, d):
     candidate = ~(teacher_log_prob <= _NEVER) & counts.unsqueeze(-1)
     classes = torch.where(candidate, indices.long(), 0)
     check_range(op, "teacher indices", classes, weight.shape[0])
+    check_range(op, "labels", labels, weight.shape[0], ignore_index)
+    _check_numbers(op, classes, teacher_log_prob, candidate)
     targets = torch.where(counts.unsqueeze(-1), classes, _IGNORED)
     entropy = "entropy" in d.outputs
     log_prob = linear_log_prob(
