@@ -464,7 +464,7 @@ def table(records: list[dict]) -> str:
     ordered = sorted(records, key=lambda r: (list(MODELS).index(r["model"]), r["batch"]))
     settings = by_provider(ordered, lambda r: (setting(r), f"{r['batch']} x {r['seq']}"))
     rows = [
-        [*names, *(_cell(row.get(name)) for name in providers), _ratio(row, "stock"), _ratio(row, "liger")]
+        [*names, *(row.shown(name, _cell) for name in providers), _ratio(row, "stock"), _ratio(row, "liger")]
         for names, row in settings.items()
     ]
     return markdown(("model", "batch x tokens", *providers, "Tigon to stock", "to Liger"), rows)

@@ -178,7 +178,7 @@ def table(records: list[dict]) -> str:
     order = sorted(records, key=lambda r: (r["model"], r["layers"] or 0, r["stage"], r["heads"], r["seq"]))
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
     rows = [
-        [*names, *(_cell(row.get(name)) for name in providers)]
+        [*names, *(row.shown(name, _cell) for name in providers)]
         for names, row in by_provider(order, setting).items()
     ]
     return markdown(("model", "batch x tokens", *providers), rows)

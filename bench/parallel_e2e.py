@@ -6,18 +6,21 @@
 intermediate_size=128,num_attention_heads=4,num_key_value_heads=2,vocab_size=512        small, for CPUs
 
 `fsdp2`: a Hugging Face model in float32, sharded as in examples/fsdp2.py over all processes, each with a
-batch of its own, products in bfloat16 on GPUs. `megatron`, `megatron_sp`: a GPT of Megatron-Core with the
-sizes of that model, tensor parallel over all processes, without and with sequence parallelism, as
+batch of its own, products in bfloat16 on GPUs. `megatron`, `megatron_sp`: a model of Megatron-Core with the
+sizes of that one, tensor parallel over all processes, without and with sequence parallelism, as
 examples/megatron_gpt.py builds it (with sequence parallelism Tigon's norms are in stock's run too, since
-Megatron's local ones refuse it). Random weights, the same for every provider, one AdamW step per measured
-step. Throughput is that of all processes together, from the median step of the slowest; peak memory is the
-largest of a GPU, model and optimizer included. Writes a JSON line for each case; a case that --out holds is
-not run again.
+Megatron's local ones refuse it). `megatron_ddp`: the same model whole on every process, a step by Megatron's
+own get_forward_backward_func with its DDP: each row of the process's batch is a microbatch, gradients are
+reduced during the last one's backward. Random weights, the same for every provider, one AdamW step per
+measured step. Throughput is that of all processes together, from the median step of the slowest; peak memory
+is the largest of a GPU, model and optimizer included. Writes a JSON line for each case; a case that --out
+holds is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -37,6 +40,7 @@ from tables import by_provider, markdown
 
 LAYOUTS = {  # providers of each
     "fsdp2": ("stock", "tigon", "liger"), "megatron": ("stock", "tigon"), "megatron_sp": ("stock", "tigon"),
+    "megatron_ddp": ("stock", "tigon"),
 }  # fmt: skip
 OF_MEGATRON = {  # its names of what a model's configuration holds
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
@@ -55,7 +59,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     add("--model", choices=tuple(e2e.MODELS), default="llama3-8b")
     add("--layers", type=int, default=4)
     add("--set", default="", metavar="K=V,...", help="changes of the model's configuration")
-    add("--batch", type=int, default=2, help="rows of a process (fsdp2), or of all")
+    add("--batch", type=int, default=2, help="rows of a process (fsdp2, megatron_ddp), or of all")
     add("--seq", type=int, default=4096)
     add("--steps", type=int, default=10, help=f"measured steps, after {e2e.WARMUP} to warm up")
     add("--out", type=Path, default=Path("out/parallel_e2e.jsonl"))
@@ -102,14 +106,14 @@ def make_fsdp2(case: dict, device: str):
     return step, report, ranks * case["batch"] * case["seq"]
 
 
-def make_megatron(case: dict, device: str):
-    """A step of Megatron-Core's GPT, what was patched, and the tokens of a step."""
+def megatron_model(case: dict, device: str):
+    """A model of Megatron-Core, what was patched, and its optimizer."""
     import megatron_gpt
     import torch
 
     config = e2e.MODELS[case["model"]] | case["changes"] | {"num_hidden_layers": case["layers"]}
     sizes = ",".join(f"{theirs}={config[ours]}" for theirs, ours in OF_MEGATRON.items())
-    ranks = case["gpus"]
+    ranks = tensor_ranks(case)
     vocab = -(-config["vocab_size"] // ranks) * ranks
     args = argparse.Namespace(
         sequence_parallel=case["layout"] == "megatron_sp", model_config=sizes, seq=case["seq"]
@@ -120,22 +124,94 @@ def make_megatron(case: dict, device: str):
         import tigon.megatron
 
         report = str(tigon.megatron.apply(model))
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
-    train, rows = megatron_gpt.step_of(model, adam, case["batch"], case["seq"], device), torch.Generator()
-    rows.manual_seed(1)
+    return model, report, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
+
+
+def tensor_ranks(case: dict) -> int:
+    """Processes that share a matrix of Megatron's model."""
+    return 1 if case["layout"] == "megatron_ddp" else case["gpus"]
+
+
+def batches(case: dict, device: str, seed: int):
+    """Rows of token ids without end."""
+    import torch
+
+    rows = torch.Generator().manual_seed(seed)
+    vocab = (e2e.MODELS[case["model"]] | case["changes"])["vocab_size"]
+    while True:
+        yield torch.randint(0, vocab, (case["batch"], case["seq"]), generator=rows).to(device)
+
+
+def make_megatron(case: dict, device: str):
+    """A step of Megatron-Core's model, what was patched, and the tokens of a step."""
+    import megatron_gpt
+
+    model, report, adam = megatron_model(case, device)
+    train = megatron_gpt.step_of(model, adam, case["batch"], case["seq"], device)
+    rows = batches(case, device, 1)
+    return lambda _: train(next(rows)), report, case["batch"] * case["seq"]
+
+
+def make_megatron_ddp(case: dict, device: str):
+    """The same by Megatron's schedule, which averages over microbatches and processes."""
+    import torch
+    from megatron.core import distributed, pipeline_parallel
+    from torch.overrides import TorchFunctionMode
+
+    class OnCpu(TorchFunctionMode):
+        """The schedule counts tokens on a GPU."""
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if kwargs.get("device") == "cuda":
+                kwargs = kwargs | {"device": device}
+            return function(*args, **kwargs)
+
+    model, report, adam = megatron_model(case, device)
+    overlapped = distributed.DistributedDataParallelConfig(overlap_grad_reduce=True)
+    whole = distributed.DistributedDataParallel(model.config, overlapped, model)
+    model.config.no_sync_func = whole.no_sync
+    model.config.finalize_model_grads_func = distributed.finalize_model_grads
+    schedule = pipeline_parallel.get_forward_backward_func()
+    rows = batches(case, device, 1 + torch.distributed.get_rank())
+    seq = case["seq"]
+    positions = torch.arange(seq, device=device)[None]
+    mask = torch.ones(1, 1, seq, seq, dtype=torch.bool, device=device).triu(1)
+
+    def forward(microbatches, model):
+        ids = next(microbatches)
+        losses = model(ids, positions, mask, labels=ids.roll(-1, 1))
+        return losses, mean
+
+    def mean(losses):
+        loss = losses[:, :-1].mean()  # the last token has no next one
+        return loss, {"loss": loss.detach().clone()}  # loss is divided in place
 
     def step(_: int) -> float:
-        ids = torch.randint(0, config["vocab_size"], (case["batch"], case["seq"]), generator=rows)
-        return train(ids.to(device))
+        whole.zero_grad_buffer()
+        with OnCpu() if device == "cpu" else contextlib.nullcontext():
+            said = schedule(
+                forward_step_func=forward, data_iterator=iter(next(rows).split(1)), model=[whole],
+                num_microbatches=case["batch"], seq_length=seq, micro_batch_size=1,
+            )  # fmt: skip
+        for parameter in model.parameters():
+            parameter.grad = parameter.main_grad
+        adam.step()
+        adam.zero_grad()
+        return float(torch.stack([one["loss"] for one in said]).mean())
 
-    return step, report, case["batch"] * case["seq"]
+    return step, report, case["gpus"] * case["batch"] * seq
+
+
+MAKE = {"fsdp2": make_fsdp2, "megatron": make_megatron, "megatron_sp": make_megatron,
+        "megatron_ddp": make_megatron_ddp}  # fmt: skip
 
 
 def run_case(case: dict, device: str) -> dict:
     import many_processes
     import torch
 
-    step, report, tokens = (make_fsdp2 if case["layout"] == "fsdp2" else make_megatron)(case, device)
+    step, report, tokens = MAKE[case["layout"]](case, device)
     found = many_processes.train(step, e2e.WARMUP + case["steps"], device, case["provider"])
     slowest = torch.tensor([found["ms"], found["peak_mib"] or 0.0], device=device)
     torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
@@ -155,7 +231,7 @@ def measure(case: dict, device: str) -> dict:
         else:
             import megatron_gpt
 
-            with megatron_gpt.groups(device, case["gpus"]):
+            with megatron_gpt.groups(device, tensor_ranks(case)):
                 result = run_case(case, device)
     except Exception as error:
         words = (str(error).strip().splitlines() or [""])[0]
@@ -184,19 +260,21 @@ def setting(record: dict) -> str:
     return f"{record['layout']}, {record['model']}, {record['layers']} layers{changes}"
 
 
+def _cell(r: dict | None) -> str:
+    if r is None or "error" in r:
+        return "-" if r is None else r["error"][:60].replace("|", "/")
+    peak = "" if r["peak_gb"] is None else f", {r['peak_gb']:.1f} GB"
+    used = e2e.mfu.text(r, e2e.MODELS[r["model"]] | r["changes"])
+    return f"{r['tokens_per_s']:,.0f} tokens/s{peak}{used}"
+
+
 def table(records: list[dict]) -> str:
     providers = [name for name in e2e.PROVIDERS if any(r["provider"] == name for r in records)]
     rows = []
     for row in settings(records).values():
         first, ours = next(iter(row.values())), row.get("tigon")
         cells = [setting(first), str(first["gpus"]), f"{first['batch']} x {first['seq']}"]
-        for r in map(row.get, providers):
-            if r is None or "error" in r:
-                cells.append("-" if r is None else r["error"][:60].replace("|", "/"))
-                continue
-            peak = "" if r["peak_gb"] is None else f", {r['peak_gb']:.1f} GB"
-            used = e2e.mfu.text(r, e2e.MODELS[r["model"]] | r["changes"])
-            cells.append(f"{r['tokens_per_s']:,.0f} tokens/s{peak}{used}")
+        cells += [row.shown(name, _cell) for name in providers]
         peer = row.get("stock")
         if ours is None or peer is None or "error" in ours or "error" in peer:
             cells.append("-")

@@ -38,7 +38,7 @@ def _row(what: str, page: str, ours: str, peers: Iterable[str]) -> list[str]:
 def _op_row(what: str, page: str, file: str, op: str, case: str, which: str) -> list[str]:
     """Tigon beside the fastest peer and Liger, with memory where it differs by more than a MiB."""
     rows = [r for r in plot.read(DATA / f"{file}.jsonl") if "ms" in r]
-    by = {r["provider"]: r for r in rows if (r["op"], r["case"], r["pass"]) == (op, case, which)}
+    by = by_provider(rows, lambda r: (r["op"], r["case"], r["pass"]))[op, case, which]
     peers = sorted((r for name, r in by.items() if not name.startswith("tigon")), key=lambda r: r["ms"])
     shown = [r for r in peers if r is peers[0] or r["provider"] == "liger"]
     memory = len({round(r["peak_mb"] / 16) for r in (by["tigon"], *shown)}) > 1
@@ -63,11 +63,8 @@ def table() -> str:
     peers = (f"{name} {step(by[name])}" for name in ("liger", "stock"))
     rows = [_row("Training step of LLaMA 3 8B, 16 x 512", "models", step(by["tigon"]), peers)]
     rows += [_op_row(*what) for what in OPS]
-    dpo = {
-        r["provider"]: r
-        for r in processes.read(DATA / "trl_trainers.jsonl", trl_trainers.key)
-        if r["trainer"] == "dpo"
-    }
+    trained = processes.read(DATA / "trl_trainers.jsonl", trl_trainers.key)
+    dpo = by_provider(trained, lambda r: r["trainer"])["dpo"]
     cells = {name: f"{mean(r['step_ms']):.0f} ms, {r['peak_gb']:.1f} GB" for name, r in dpo.items()}
     peers = (f"{label} {cells[name]}" for name, label in (("liger", "TRL with Liger"), ("trl", "TRL")))
     rows.append(_row("Step of TRL's DPO trainer, 8 x 1024", "post_training", cells["tigon"], peers))

@@ -64,7 +64,7 @@ NOTE = "Written by `make results` from the files of `bench/results`; do not edit
 LIMIT = (
     "Milliseconds, in brackets the percent of the limit measured in the same run: a device copy of the\n"
     "least bytes of the op, for the loss head its bare products. Bold: fastest.\n"
-    "`behind`: a peer is more than 3 % ahead."
+    "`behind`: a peer is more than 3 % ahead. `at` a commit: of another run, which is not compared."
 )
 MEMORY = "`MiB`: peak memory of one call above what was allocated before."
 
@@ -105,9 +105,13 @@ def op_section(run: Run, op: str) -> Section:
     for (case, which), measured in by_provider((r for r in records if "ms" in r), name_of).items():
         best = min(r["ms"] for r in measured.values())
         cells = [case, which, ms(next(iter(measured.values()))["limit_ms"])]
-        for r in map(measured.get, providers):
+
+        def cell(r: dict | None, measured=measured, best=best) -> str:
             text = f"{ms(r['ms'])} ({100 * r['of_limit']:.0f} %)" if r else "-"
-            cells.append(f"**{text}**" if r and r["ms"] <= best else text)
+            fastest = r and r["ms"] <= best and r is measured.get(r["provider"])
+            return f"**{text}**" if fastest else text
+
+        cells += [measured.shown(name, cell) for name in providers]
         pair, speed = fastest_peer(measured), "-"
         if "tigon" in measured:
             section.of_limit.append(measured["tigon"]["of_limit"])
@@ -259,7 +263,7 @@ def behind_list(parts: list[Section]) -> str:
     rows = [(c.what, c.ours, f"{c.peer} {c.theirs}", f"{100 / c.speed - 100:.1f} %") for c in behind]
     blocks = [f"## More than 3 % behind a peer: {len(behind)} of {len(comparisons)} cases"]
     for text, count in (("Compared with a peer", lambda part: len(part.comparisons)),
-                        ("Without a peer", lambda part: part.alone)):  # fmt: skip
+                        ("Without a peer in the same run", lambda part: part.alone)):  # fmt: skip
         counts = dict.fromkeys((part.heading for part in parts), 0)
         for part in parts:
             counts[part.heading] += count(part)
@@ -322,7 +326,7 @@ def index(parts: dict[str, list[Section]]) -> str:
                     str(part.alone),
                 ))  # fmt: skip
     head = ("", "file", "cases", "of the limit, geometric mean", "lowest", "speed of tigon / fastest peer",
-            "more than 3 % behind", "without a peer")  # fmt: skip
+            "more than 3 % behind", "without a peer in the same run")  # fmt: skip
     blocks = (
         "# Results",
         f"{NOTE}\n[Method](../benchmarks.md).",

@@ -50,15 +50,15 @@ def parallel_section(run, op: str) -> Section:
     section, rows = Section(run, op, ""), []
     for case, measured in by_provider(records, lambda r: r["case"]).items():
         timed = {name: r for name, r in measured.items() if "ms" in r}
-        for name, r in measured.items():
-            if name not in timed:
+        for name, r in (measured | measured.elsewhere).items():
+            if "ms" not in r:
                 rows.append([case, str(r["gpus"]), name, r["error"][:120].replace("|", "/"), *["-"] * 4])
                 continue
             limit, alone = r["limit_ms"], r.get("alone_ms")
             cells = [ms(limit), f"{ms(r['ms'])} ({100 * limit / r['ms']:.0f} %)"]
             cells = [*reversed(cells), ms(alone) if alone else "-", mib(r)]
             cells.append(ms(r["exposed_ms"]) if "exposed_ms" in r else "-")
-            rows.append([case, str(r["gpus"]), name, *cells])
+            rows.append([case, str(r["gpus"]), measured.shown(name, lambda r: r["provider"]), *cells])
         if "tigon" in timed:
             ours = timed.pop("tigon")
             section.of_limit.append(ours["limit_ms"] / ours["ms"])

@@ -35,7 +35,7 @@ class Section:
     text: str
     comparisons: list[Comparison] = field(default_factory=list)
     of_limit: list[float] = field(default_factory=list)
-    alone: int = 0  # cases without a peer
+    alone: int = 0  # cases without a peer in the same run
 
     def compare(self, what: str, ours: float, peers: dict[str, float]) -> str:
         """Milliseconds of Tigon beside those of the fastest peer: noted, and the speed as text."""
@@ -48,15 +48,44 @@ class Section:
         return speed_text(speed)
 
 
-def by_provider(records: Iterable[dict], key: Callable[[dict], Hashable]) -> dict[Hashable, dict[str, dict]]:
-    """The records of every case, by provider."""
-    found: dict[Hashable, dict[str, dict]] = {}
+RUN = ("gpu", "torch", "commit")  # the fields in which all records of one run agree
+
+
+class Row(dict[str, dict]):
+    """The records of one case by provider, all of one run; what only another run has is kept apart."""
+
+    def __init__(self, records: list[dict]):
+        """Of the newest run that has Tigon's record. An error without a device belongs to any run."""
+        placed = [r for r in records if "gpu" in r]
+        by_tigon = [r for r in placed if r["provider"].startswith("tigon")]
+        ours = [r for r in by_tigon if r["provider"] == "tigon"]
+        self.run = run_of((ours or by_tigon or placed or records)[-1])
+        here = [r for r in records if "gpu" not in r or run_of(r) == self.run]
+        self.update((r["provider"], r) for r in here)
+        self.elsewhere = {r["provider"]: r for r in records if r["provider"] not in self}
+
+    def shown(self, name: str, text: Callable[[dict | None], str]) -> str:
+        """A provider's cell; of a record of another run with what tells that run from this one."""
+        other = self.elsewhere.get(name)
+        if other is None:
+            return text(self.get(name))
+        apart = (str(value) for value, own in zip(run_of(other), self.run, strict=True) if value != own)
+        return f"{text(other)}, at {', '.join(apart)}"
+
+
+def run_of(record: dict) -> tuple:
+    return tuple(map(record.get, RUN))
+
+
+def by_provider(records: Iterable[dict], key: Callable[[dict], Hashable]) -> dict[Hashable, Row]:
+    """The records of every case, by provider; a comparison holds records of one run."""
+    found: dict[Hashable, list[dict]] = {}
     for r in records:
-        found.setdefault(key(r), {})[r["provider"]] = r
-    return found
+        found.setdefault(key(r), []).append(r)
+    return {case: Row(same) for case, same in found.items()}
 
 
-def by_tokens(what: Callable[[dict], str], row: dict[str, dict]) -> list[Comparison]:
+def by_tokens(what: Callable[[dict], str], row: Row) -> list[Comparison]:
     """Tigon beside the peer of most tokens a second; `row`: records by provider, `what`: of Tigon's."""
     peers = [r for name, r in row.items() if not name.startswith("tigon")]
     ours = row.get("tigon")

@@ -367,7 +367,11 @@ def table(records: list[dict]) -> str:
     rows = []
     for names, row in settings(records).items():
         bar = TRAINERS[next(iter(row.values()))["trainer"]][3]
-        cells = [*map(_cell, map(row.get, providers)), _ratio(row, "trl", bar), _ratio(row, "liger")]
+        cells = [
+            *(row.shown(name, _cell) for name in providers),
+            _ratio(row, "trl", bar),
+            _ratio(row, "liger"),
+        ]
         rows.append([*names, *cells])
     return markdown(("trainer", "rows x tokens", *providers, "Tigon to TRL", "to TRL with Liger"), rows)
 

@@ -5,13 +5,15 @@
 
 On GPUs where there are enough of them (NCCL, bfloat16), else on the CPU (gloo). Both runs begin from the same
 weights and see the same batches; the text and its tokenizer are those of the other examples. Sequence
-parallelism takes Tigon's norms in the specs in both runs: Megatron's local ones refuse it.
+parallelism takes Tigon's norms in the specs in both runs: Megatron's local ones refuse it. The model is a
+HybridModel of attention and MLP layers in turn; before Megatron-Core 0.19, which deprecates it, a GPTModel.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
+from importlib.util import find_spec
 
 import many_processes
 from sft_data import arguments, load_tokenizer, overrides, packed_dataset
@@ -28,6 +30,7 @@ def groups(device: str, ranks: int):
 
     if device == "cpu":
         torch.cuda.current_device = lambda: "cpu"
+        torch.cuda.current_stream = lambda device=None: None
         random.CudaRNGStatesTracker.fork = lambda self, *a, **k: contextlib.nullcontext()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     if device == "cuda":
@@ -42,17 +45,18 @@ def build(args, vocab: int, ranks: int, device: str, *, on_cpu: bool = True):
     """The model, the same in both runs, its weights drawn on the CPU; SwiGLU, RMSNorm, rotary embedding."""
     import torch
     import torch.nn.functional as F
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
-
-    import tigon.megatron
 
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     sizes = {name: value for name, value in overrides(args).items() if name in SMALL}
+    sizes = {**SMALL, **sizes}
+    hybrid = find_spec("megatron.core.models.hybrid") is not None
+    pattern = "*-" * sizes["num_layers"]
+    if hybrid:  # it counts attention and MLP as two layers
+        sizes |= {"num_layers": len(pattern), "is_hybrid_model": True}
     config = TransformerConfig(
-        **{**SMALL, **sizes}, tensor_model_parallel_size=ranks, sequence_parallel=args.sequence_parallel,
+        **sizes, tensor_model_parallel_size=ranks, sequence_parallel=args.sequence_parallel,
         use_cpu_initialization=on_cpu, normalization="RMSNorm", gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False, bias_activation_fusion=True, hidden_dropout=0.0, attention_dropout=0.0,
@@ -61,12 +65,31 @@ def build(args, vocab: int, ranks: int, device: str, *, on_cpu: bool = True):
         # Megatron's fused form rounds the gradient of the logits to bfloat16, whatever they are.
         cross_entropy_loss_fusion=dtype == torch.bfloat16, cross_entropy_fusion_impl="native",
     )  # fmt: skip
-    if args.sequence_parallel:
-        spec = tigon.megatron.gpt_block_spec(config)
-    else:
-        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    return GPTModel(config, spec, vocab, args.seq, position_embedding_type="rope",
-                    share_embeddings_and_output_weights=False).to(device)  # fmt: skip
+    make = hybrid_model if hybrid else gpt_model
+    return make(config, pattern, vocab, args.seq, position_embedding_type="rope",
+                share_embeddings_and_output_weights=False).to(device)  # fmt: skip
+
+
+def hybrid_model(config, pattern: str, vocab: int, seq: int, **options):
+    """Of Megatron's local layers, without Transformer Engine."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    import tigon.megatron
+
+    spec = tigon.megatron.hybrid_stack_spec(config, norms=config.sequence_parallel)
+    return HybridModel(config, spec, vocab, seq, hybrid_layer_pattern=pattern, **options)
+
+
+def gpt_model(config, pattern: str, vocab: int, seq: int, **options):
+    """Each of its layers is attention and MLP."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    import tigon.megatron
+
+    local = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec = tigon.megatron.gpt_block_spec(config) if config.sequence_parallel else local
+    return GPTModel(config, spec, vocab, seq, **options)
 
 
 def run(args, train, vocab: int, ranks: int, device: str, tigon: bool) -> dict:

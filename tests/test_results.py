@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 import figures as paper
 import readme
 import results
+import tables
 
 RECORD = {"op": "new_op", "dtype": "bf16", "gpu": "none", "torch": "2", "commit": "abc1234", "limit_ms": 0.5}
 
@@ -68,7 +69,7 @@ def test_new_files_are_taken_up(tmp_path):
     assert pages.keys() == {"index.md", "new_op.md", "host.md"}
     new = pages["new_op.md"]
     assert "## More than 3 % behind a peer: 1 of 2 cases\n" in new
-    assert "Compared with a peer: 2 cases (new_op 2).\n\nWithout a peer: 1 cases (new_op 1)." in new
+    assert "Compared with a peer: 2 cases (new_op 2).\n\nWithout a peer in the same run: 1 cases" in new
     assert "| alone, upstream 0.125 | fwd |" in new
     assert "| new_op slow, fwd | 1.200 ms | peer 1.000 ms | 20.0 % |" in new
     assert "| **1.000 (50 %)** | 1.020 (49 %) | 1.02x | 7 | 7 |" in new
@@ -77,6 +78,33 @@ def test_new_files_are_taken_up(tmp_path):
     assert "![gpu_mine_new_op.png](../img/gpu_mine_new_op.png)" in new
     assert "| new_op, step | 3.0 us | pytorch 2.0 us | 50.0 % |" in pages["host.md"]
     assert "| 1 of 2 | 1 |" in pages["index.md"] and "1 of 3" in pages["index.md"]
+
+
+def test_a_comparison_holds_records_of_one_run():
+    """The newest run with Tigon's record; a peer of another run is shown with its commit and not compared."""
+    mine = {"gpu": "H200", "torch": "2", "op": "rope", "case": "c", "pass": "fwd"}
+
+    def record(provider, commit, ms):
+        return mine | {"provider": provider, "commit": commit, "ms": ms}
+
+    records = [record("liger", "old", 1.0), record("tigon", "old", 2.0), record("eager", "new", 4.0)]
+    newest = record("tigon", "new", 3.0)
+    (row,) = tables.by_provider([*records, newest], lambda r: r["case"]).values()
+    assert row == {"eager": records[2], "tigon": newest} and row.elsewhere == {"liger": records[0]}
+    assert results.fastest_peer(row)[1]["provider"] == "eager"
+    text = {
+        name: row.shown(name, lambda r: f"{r['ms']} ms" if r else "-") for name in ("liger", "eager", "x")
+    }
+    assert text == {"liger": "1.0 ms, at old", "eager": "4.0 ms", "x": "-"}
+    for field, other in (("gpu", "H100"), ("torch", "3"), ("commit", "later")):
+        (row,) = tables.by_provider(
+            [newest, record("liger", "new", 1.0) | {field: other}], lambda r: r["case"]
+        ).values()
+        assert row == {"tigon": newest} and results.fastest_peer(row) is None
+        assert row.shown("liger", lambda r: "cell") == f"cell, at {other}"
+    failed = {"provider": "liger", "case": "c", "error": "out of memory"}  # it names no device
+    (row,) = tables.by_provider([newest, failed], lambda r: r["case"]).values()
+    assert row["liger"] is failed and not row.elsewhere
 
 
 def test_both_in_place():

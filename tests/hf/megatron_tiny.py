@@ -131,39 +131,24 @@ def mtp_spec(conf, spec):
     return get_gpt_mtp_block_spec(conf, spec, use_transformer_engine=False)
 
 
-def hybrid(norm, **changes):
+def hybrid(norms=False, pattern="*-*-", **changes):
     """A HybridModel of attention and MLP layers; before Megatron-Core 0.19 its name is MambaModel."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    import tigon.megatron
 
     try:
-        from megatron.core.models.hybrid import hybrid_block as block
         from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
 
-        stack, submodules, pattern = block.HybridStack, block.HybridStackSubmodules, "hybrid_layer_pattern"
+        name = "hybrid_layer_pattern"
     except ImportError:
         from megatron.core.models.mamba import MambaModel as Model
-        from megatron.core.ssm import mamba_block as block
 
-        stack, submodules, pattern = block.MambaStack, block.MambaStackSubmodules, "hybrid_override_pattern"
+        name = "hybrid_override_pattern"
     torch.manual_seed(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block, "TENorm", norm)
-        s = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
-        attention = TransformerLayerSubmodules(
-            input_layernorm=norm, self_attention=s.self_attention, self_attn_bda=s.self_attn_bda
-        )
-        mlp = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=s.mlp, mlp_bda=s.mlp_bda)
-        spec = submodules(
-            attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
-            mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
-        )
-        return Model(
-            config(num_layers=4, **changes), ModuleSpec(stack, submodules=spec), vocab_size=VOCAB,
-            max_sequence_length=ROWS, position_embedding_type="rope", **{pattern: "*-*-"},
-        )  # fmt: skip
+    conf = config(num_layers=len(pattern), **changes)
+    return Model(
+        conf, tigon.megatron.hybrid_stack_spec(conf, norms=norms), vocab_size=VOCAB, max_sequence_length=ROWS,
+        position_embedding_type="rope", **{name: pattern},
+    )  # fmt: skip
 
 
 def data():

@@ -25,10 +25,12 @@ ON_GPUS = (  # the others build on the CPU
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """What went wrong in each case, by rank; a case that is not there was not reached."""
+def outcomes(tmp_path_factory, request):
+    """What went wrong in each chosen case, by rank; a case that is not there was not reached."""
     folder = tmp_path_factory.mktemp("ranks")
-    names = [name for name in CASES if not missing(name)]
+    items = [item for item in request.session.items if hasattr(item, "callspec")]
+    chosen = {item.callspec.params.get("name") for item in items}
+    names = [name for name in CASES if name in chosen and not missing(name)]
     said = run_ranks(Path(distributed_cases.__file__), [folder, *names], folder, check=False)
     return outcomes_of(folder, said)
 

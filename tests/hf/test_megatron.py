@@ -43,6 +43,8 @@ def no_metrics_of_the_last_model():
 LAYERNORM = {"normalization": "LayerNorm", "add_bias_linear": True}
 GELU = {"activation_func": F.gelu}
 MUP = {"use_mup": True, "mup_base_hidden_size": 8}
+MOE = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
+       "moe_token_dispatcher_type": "allgather", "moe_ffn_hidden_size": 24}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_mtp_acceptance_count_without_logits():
 
 @pytest.mark.parametrize("scale", [{}, pytest.param(MUP, marks=newer)], ids=str)
 def test_hybrid(scale):
-    model = hybrid(torch_norm(), **scale)
+    model = hybrid(**scale)
     want = step(model)
     report = tm.apply(model)
     same(step(model), want)
@@ -157,14 +159,39 @@ def test_hybrid(scale):
     assert [report.count(slot) for slot in ("norm", "mlp", "rope", "loss")] == [5, 2, 2, 1], report
 
 
+@newer  # the router of 0.16.1 asks for Transformer Engine
+def test_hybrid_with_experts():
+    model = hybrid(pattern="*-*E", **MOE)
+    assert type(model.decoder.layers[-1]).__name__ == "MoETransformerLayer"
+    want = step(model)
+    report = tm.apply(model)
+    same(step(model), want)
+    assert [report.count(slot) for slot in ("norm", "mlp", "rope", "loss")] == [5, 3, 2, 1], report
+
+
 def test_hybrid_with_norms_in_its_slots():
-    same(step(hybrid(tm.Norm)), step(hybrid(torch_norm())))
+    model = hybrid(norms=True)
+    norms = [type(m) for m in model.modules() if "Norm" in type(m).__name__]
+    assert norms == [tm.RMSNorm] * 5 and norms[-1] is type(model.decoder.final_norm)
+    same(step(model), step(hybrid()))
+    zero = hybrid(norms=True, layernorm_zero_centered_gamma=True)
+    same(step(zero), step(hybrid()))
 
 
-def torch_norm():
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    return WrappedTorchNorm
+@pytest.mark.parametrize("builder", [tm.gpt_layer_spec, tm.gpt_block_spec, tm.hybrid_stack_spec])
+def test_specs_refuse_kitchen(builder):
+    """Kitchen's layers come from its own provider; a spec that left them out would say nothing of it."""
+    conf = config()
+    fields = [name for name in ("use_kitchen", "use_kitchen_attention") if hasattr(conf, name)]
+    assert fields
+    for field in fields:
+        setattr(conf, field, True)
+        with pytest.raises(tigon.Error, match=rf"megatron.{builder.__name__}\] {field} must be False"):
+            builder(conf)
+        setattr(conf, field, False)
+    if builder is tm.gpt_layer_spec:
+        with pytest.raises(tigon.Error, match="use_kitchen must be False"):
+            builder(conf, use_kitchen=True)
 
 
 class Grouped(torch.nn.Module):
@@ -213,9 +240,7 @@ def test_grouped_experts(fused):
 @newer  # the router of 0.16.1 asks for Transformer Engine
 @pytest.mark.parametrize("experts", [{"moe_shared_expert_intermediate_size": 16}, {}], ids=str)
 def test_experts(experts):
-    moe = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
-           "moe_token_dispatcher_type": "allgather", "moe_ffn_hidden_size": 24, **experts}  # fmt: skip
-    model = gpt(**moe)
+    model = gpt(**MOE, **experts)
     want = step(model)
     report = tm.apply(model)
     same(step(model), want)
@@ -368,6 +393,27 @@ def test_functions_beside_megatrons():
         want = vocab_parallel_cross_entropy(x.clone(), target, smoothing)
         got = tm.vocab_parallel_cross_entropy(x, target, smoothing)
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ignored_labels_beside_megatrons(fused):
+    """What docs/megatron.md says of -100: lse minus the maximum and softmax there, nothing here."""
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    logits = torch.randn(3, 2, 16, requires_grad=True)
+    target = torch.full((3, 2), -100)
+    group = {"tp_group": parallel_state.get_tensor_model_parallel_group()} if fused else {}
+    theirs = fused_vocab_parallel_cross_entropy if fused else vocab_parallel_cross_entropy
+    loss = theirs(logits.clone(), target, **group)
+    torch.testing.assert_close(loss, logits.logsumexp(-1) - logits.amax(-1))
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    tolerance = {"rtol": 2.0**-8, "atol": 0.0} if fused else {}  # fused, it is rounded to bfloat16
+    torch.testing.assert_close(gradient, logits.softmax(-1), **tolerance)
+    ours = getattr(tm, theirs.__name__)(logits, target, **group)
+    (gradient,) = torch.autograd.grad(ours.sum(), logits)
+    assert not ours.any() and not gradient.any()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -17,11 +16,17 @@ PATCH = ROOT / "compat/megatron/tigon.patch"
 VERSION = "0.19.2"
 
 RUN = """
+import sys
 import pytest, torch, torch.distributed as dist
 import megatron_tiny as tiny
 from megatron_tiny import config, gpt, hybrid, same, step
 import tigon.megatron as tm
 from tigon.integrations.megatron.apply import STATE
+
+class Missing:
+    def find_spec(name, *rest):
+        if name.partition(".")[0] == "tigon":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 with tiny.megatron():
@@ -32,9 +37,21 @@ with tiny.megatron():
     assert report.count("norm") == 5 and report.count("mlp") == 2 and report.count("rope") == 2, report
     report.check()
     assert vars(gpt()).get(STATE) is None
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    report = vars(hybrid(WrappedTorchNorm, use_tigon=True))[STATE].report
+    report = vars(hybrid(use_tigon=True))[STATE].report
     assert report.count("norm") and report.count("loss"), report
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", use_tigon=True)
+    norms = [type(m).__name__ for m in gpt(lambda conf: spec).modules() if "Norm" in type(m).__name__]
+    assert norms == ["RMSNorm"] * 5 and spec.submodules.input_layernorm is tm.NormWithResidual
+    same(step(gpt(lambda conf: spec)), wanted)
+    with pytest.raises(ValueError, match="use_tigon and use_kitchen"):
+        get_gpt_layer_local_spec(use_tigon=True, use_kitchen=True)
+    local = {"use_transformer_engine": False, "normalization": "RMSNorm"}
+    block = lambda conf: get_gpt_decoder_block_spec(conf, **local)
+    model = gpt(block, use_tigon=True, mtp=1)
+    same(step(model), step(gpt(mtp=1)))
+    norms = [m for m in model.modules() if "Norm" in type(m).__name__]
+    assert len(norms) == 10 and all(isinstance(m, tm.RMSNorm) for m in norms), norms
     for other in ({"use_kitchen": True}, {"transformer_impl": "inference_optimized"}):
         with pytest.raises(ValueError, match="use_tigon"):
             config(use_tigon=True, **other)
@@ -56,24 +73,44 @@ with tiny.megatron():
     logits, labels = torch.randn(16, 2, tiny.VOCAB), torch.randint(0, tiny.VOCAB, (2, 16))
     whole, alone = (model.compute_language_model_loss(labels[i:], logits[:, i:].contiguous()) for i in (0, 1))
     assert torch.equal(whole[1:], alone) and torch.are_deterministic_algorithms_enabled()
+    model = gpt(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="tigon")
+    with pytest.MonkeyPatch.context() as patch:  # as where tigon is not installed
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tigon"]:
+            patch.delitem(sys.modules, name)
+        patch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
+        for asked, call in (
+            ("use_tigon=True", lambda: gpt(use_tigon=True)),
+            ("use_tigon=True", lambda: gpt(block, use_tigon=True)),
+            ("use_tigon=True", lambda: get_gpt_layer_local_spec(use_tigon=True)),
+            ("cross_entropy_fusion_impl='tigon'", lambda: step(model)),
+        ):
+            with pytest.raises(ImportError, match=f"{asked} needs the package tigon, which is not installed"):
+                call()
+        same(step(gpt()), wanted)
 print("ran")
 """
 
 
-def _installed() -> str | None:
+def installed() -> str | None:
+    """The version of Megatron-Core, if there is one."""
     try:
         return importlib.metadata.version("megatron-core").split("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
+def patch(folder: Path) -> None:
+    """A copy of the installed package in this folder, with the patch in it."""
+    package = importlib.metadata.distribution("megatron-core").locate_file("megatron")
+    shutil.copytree(package, folder / "megatron")
+    subprocess.run(["patch", "-s", "-p1", "--fuzz=0", "-i", PATCH], cwd=folder, check=True)
+
+
 @pytest.mark.skipif(
-    _installed() != VERSION, reason=f"the patch is of Megatron-Core {VERSION}, not {_installed()}"
+    installed() != VERSION, reason=f"the patch is of Megatron-Core {VERSION}, not {installed()}"
 )
 def test_the_patched_package(tmp_path):
-    spec = importlib.util.find_spec("megatron.core")
-    shutil.copytree(Path(spec.origin).parents[1], tmp_path / "megatron")
-    subprocess.run(["patch", "-p1", "--fuzz=0", "-i", PATCH], cwd=tmp_path, check=True)
+    patch(tmp_path)
     tests = (str(ROOT / path) for path in ("python", "tests", "tests/hf"))
     env = {
         **os.environ,

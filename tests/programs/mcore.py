@@ -40,7 +40,7 @@ def steps(with_tigon, changes):
     """Losses and norms of gradients of a new model."""
     import megatron_tiny
 
-    made = megatron_tiny.gpt(**changes)
+    made = (megatron_tiny.hybrid if "pattern" in changes else megatron_tiny.gpt)(**changes)
     if with_tigon:
         import tigon.megatron
 

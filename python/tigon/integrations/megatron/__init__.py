@@ -7,6 +7,7 @@ from tigon.integrations.megatron.activation import (
     weighted_bias_swiglu_impl,
 )
 from tigon.integrations.megatron.apply import apply, undo
+from tigon.integrations.megatron.classes import core
 from tigon.integrations.megatron.cross_entropy import (
     fused_vocab_parallel_cross_entropy,
     vocab_parallel_cross_entropy,
@@ -36,6 +37,7 @@ __all__ = [
     "fused_vocab_parallel_cross_entropy",
     "gpt_block_spec",
     "gpt_layer_spec",
+    "hybrid_stack_spec",
     "install_rope_fusion",
     "undo",
     "vocab_parallel_cross_entropy",
@@ -44,10 +46,14 @@ __all__ = [
 ]
 
 
+_SPECS = ("TigonSpecProvider", "gpt_block_spec", "gpt_layer_spec", "hybrid_stack_spec", "with_norms")
+
+
 def __getattr__(name: str):
     """The specs need Megatron at import; the rest looks at what it is given."""
-    if name not in ("TigonSpecProvider", "gpt_block_spec", "gpt_layer_spec", "with_norms"):
+    if name not in _SPECS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    core("models.gpt.gpt_layer_specs", name)
     from tigon.integrations.megatron import specs
 
     return getattr(specs, name)

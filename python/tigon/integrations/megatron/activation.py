@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tigon.error import check, refuse
-from tigon.integrations.megatron.classes import derives_from, is_one_of
+from tigon.integrations.megatron.classes import core, derives_from, is_one_of
 from tigon.integrations.transformers.forward import blocked
 from tigon.ops.glu import geglu, swiglu
 from tigon.ops.relu_squared import relu_squared
@@ -64,9 +64,8 @@ def bias_geglu_impl(input, bias):
 
 def _megatron(name, clamp_value, *args):
     """Megatron's own function; before 0.19 it takes no clamp."""
-    from megatron.core.fusions import fused_bias_swiglu
-
-    return getattr(fused_bias_swiglu, name)(*args, *(() if clamp_value is None else (clamp_value,)))
+    function = getattr(core("fusions.fused_bias_swiglu", name), name)
+    return function(*args, *(() if clamp_value is None else (clamp_value,)))
 
 
 def _clamped_swiglu(x, limit):

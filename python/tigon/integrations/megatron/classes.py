@@ -1,6 +1,20 @@
-"""Which of Megatron's classes a module is of, told by name: nothing of Megatron is imported to look."""
+"""Megatron's classes: told by name, without an import of Megatron; and its modules, where one is needed."""
 
 from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def core(path: str, asked: str) -> ModuleType:
+    """The module ``megatron.core.<path>``, which `asked` of :mod:`tigon.megatron` needs."""
+    try:
+        return importlib.import_module(f"megatron.core.{path}")
+    except ImportError as error:
+        raise ImportError(
+            f"tigon.megatron.{asked} needs megatron-core 0.16 or newer (pip install megatron-core): {error}",
+            name=error.name,
+        ) from error
 
 
 def class_name(cls: type) -> str:

@@ -18,7 +18,8 @@ def fused_vocab_parallel_cross_entropy(
 
     Args:
         vocab_parallel_logits: ``[s, b, V / processes]`` float32, bfloat16 or float16, never written.
-        target: ``[s, b]`` integer labels; one of -100 has loss 0 and gradient 0 (Megatron's: ``lse``).
+        target: ``[s, b]`` integer labels; one of -100 has loss 0 and gradient 0 (Megatron's: ``lse``
+            minus the maximum, and the softmax).
         tp_group: the tensor-parallel group; ``None``: Megatron's own. Of more than one process:
             :func:`tigon.parallel.cross_entropy`.
 

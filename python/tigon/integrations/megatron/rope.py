@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tigon.error import check
-from tigon.integrations.megatron.classes import derives_from
+from tigon.integrations.megatron.classes import core, derives_from
 from tigon.ops.rope import rope
 
 ATTENTION = "megatron.core.transformer.attention.SelfAttention"
@@ -140,8 +140,7 @@ def install_rope_fusion() -> bool:
     Then ``TransformerConfig(apply_rope_fusion=True)`` needs no Transformer Engine; call it before. Returns
     whether Tigon's are in place.
     """
-    from megatron.core.models.common.embeddings import rope_utils
-
+    rope_utils = core("models.common.embeddings.rope_utils", "install_rope_fusion")
     ours = {f.__name__: f for f in (fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd)}
     if all(getattr(rope_utils, name, None) is None for name in ours):
         for name, function in ours.items():

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from tigon.error import check
 from tigon.integrations.megatron.activation import Activation
 from tigon.integrations.megatron.norm import Norm, NormWithResidual
 
@@ -36,7 +41,11 @@ def gpt_layer_spec(config, **options):
         config: ``TransformerConfig``: normalization, qk_layernorm, qk_l2_norm, experts and latent attention
             are taken from it.
         **options: of ``get_gpt_layer_local_spec``, over the config's.
+
+    Raises:
+        tigon.Error: ``use_kitchen`` or ``use_kitchen_attention``, of the config or an option, is set.
     """
+    _check_kitchen("gpt_layer_spec", config, options)
     return with_norms(_call(gpt_layer_specs.get_gpt_layer_local_spec, config, options))
 
 
@@ -46,11 +55,95 @@ def gpt_block_spec(config, **options):
     Args:
         config: ``TransformerConfig``.
         **options: of ``get_gpt_decoder_block_spec`` (``vp_stage``, ``pp_rank``), over the config's.
+
+    Raises:
+        tigon.Error: as :func:`gpt_layer_spec`.
     """
+    _check_kitchen("gpt_block_spec", config, options)
     options = {"use_transformer_engine": False, **options}
     block = _call(gpt_layer_specs.get_gpt_decoder_block_spec, config, options)
     layers = [with_norms(layer) for layer in block.layer_specs]
     return dataclasses.replace(block, layer_specs=layers, layer_norm=Norm)
+
+
+def hybrid_stack_spec(config, *, norms: bool = True):
+    """A spec of ``HybridModel``'s stack (before 0.19 ``MambaModel``'s) of Megatron's local layers.
+
+    Megatron's own ``hybrid_stack_spec`` asks for Transformer Engine. This one holds attention (``*`` in the
+    pattern), MLP (``-``) and, with ``config.num_moe_experts``, expert layers (``E``).
+
+    Args:
+        config: ``TransformerConfig``, as for :func:`gpt_layer_spec`.
+        norms: Tigon's in all slots, the final one included. False: those of Megatron's local spec.
+
+    Raises:
+        tigon.Error: as :func:`gpt_layer_spec`.
+    """
+    _check_kitchen("hybrid_stack_spec", config, {})
+    stack, submodules = _stack()
+
+    def local(experts):
+        layer = _call(gpt_layer_specs.get_gpt_layer_local_spec, config, {"num_experts": experts})
+        return (with_norms(layer) if norms else layer).submodules
+
+    def mlp_layer(module, parts):
+        norm = parts.pre_mlp_layernorm
+        slots = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
+        return ModuleSpec(module, submodules=slots)
+
+    dense = local(None)
+    attention = TransformerLayerSubmodules(
+        input_layernorm=dense.input_layernorm,
+        self_attention=dense.self_attention,
+        self_attn_bda=dense.self_attn_bda,
+    )
+    layers = {
+        "attention_layer": ModuleSpec(TransformerLayer, submodules=attention),
+        "mlp_layer": mlp_layer(MLPLayer, dense),
+    }
+    if config.num_moe_experts:
+        layers["moe_layer"] = mlp_layer(_expert_layer(), local(config.num_moe_experts))
+    final = Norm if norms else dense.input_layernorm
+    return ModuleSpec(stack, params={"final_norm": final}, submodules=submodules(**layers))
+
+
+def _expert_layer():
+    try:
+        from megatron.core.transformer.transformer_layer import MoETransformerLayer
+    except ImportError:
+        return TransformerLayer
+    return MoETransformerLayer
+
+
+@functools.cache
+def _stack():
+    """The class of a hybrid model's stack, with the final norm that its spec names, and of its slots."""
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack as Stack
+        from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as Submodules
+    except ImportError:
+        from megatron.core.ssm.mamba_block import MambaStack as Stack
+        from megatron.core.ssm.mamba_block import MambaStackSubmodules as Submodules
+
+    class LocalStack(Stack):
+        """Megatron's own builds Transformer Engine's norm in this place."""
+
+        def __init__(self, config, submodules, *, final_norm, post_layer_norm=True, **options):
+            super().__init__(config, submodules, post_layer_norm=False, **options)
+            self.post_layer_norm = post_layer_norm
+            if self.post_process and post_layer_norm:
+                self.final_norm = final_norm(
+                    config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+                )
+
+    return LocalStack, Submodules
+
+
+def _check_kitchen(name, config, options):
+    """Kitchen's layers come from a provider of its own, which these specs would leave out."""
+    for field in ("use_kitchen", "use_kitchen_attention"):
+        off = not (options.get(field) or getattr(config, field, False))
+        check(f"megatron.{name}", off, "{} must be False (Kitchen has specs of its own), got True", field)
 
 
 _FROM_CONFIG = {"num_experts": "num_moe_experts"} | {name: name for name in (
