@@ -11,6 +11,7 @@ from tigon import _requirements as _requirements, nn, optim  # isort: skip  the 
 from tigon._deterministic import deterministic
 from tigon.environment import env
 from tigon.error import Error
+from tigon.graphs import graph_step
 from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.attention_residual import attention_residual
 from tigon.ops.contrastive import contrastive_loss
@@ -75,6 +76,7 @@ __all__ = [
     "experts",
     "gated_rms_norm",
     "geglu",
+    "graph_step",
     "group_norm",
     "grouped_mlp",
     "hyper_connection_post",

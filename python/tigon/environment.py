@@ -40,6 +40,7 @@ class Environment:
     packages: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)  # TIGON_* that are set
     products: tuple[str, ...] = ()  # kernels of deterministic products on CUDA that have been found
+    graphs: tuple[str, ...] = ()  # CUDA graphs of this process, and why calls run eagerly
     notes: tuple[str, ...] = ()  # what does not fit together
 
     def __str__(self) -> str:
@@ -63,6 +64,7 @@ def env() -> Environment:
     Starts no CUDA context beyond asking for the devices' names.
     """
     import tigon
+    from tigon import graphs
 
     packages = _packages()
     cuda_build = library_text("tigon_cuda_build")
@@ -81,6 +83,9 @@ def env() -> Environment:
         packages=packages,
         variables={key: value for key, value in sorted(os.environ.items()) if key.startswith("TIGON_")},
         products=tuple(library_text("tigon_products").splitlines()),
+        graphs=tuple(
+            line for held in graphs.live if getattr(held, "outer", None) is None for line in held.lines()
+        ),
         notes=tuple(_notes(packages, cuda_build, devices)),
     )
 

@@ -10,7 +10,8 @@ import functools
 import sys
 from unittest import mock
 
-import other_cases  # noqa: F401  registered here too
+import graph_parallel_cases  # noqa: F401  registered here too
+import other_cases  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ from tigon.integrations.transformers.forward import (
     unbind,
     written,
 )
+from tigon.integrations.transformers.graphs import GRAPHS
 from tigon.integrations.transformers.head_operands import head_operands, is_linear, is_lora, is_tokens
 from tigon.integrations.transformers.lazy_logits import LazyLogits, LogitsRequest, LossRequest
 from tigon.integrations.transformers.recompute import Ledger
@@ -245,6 +247,12 @@ def attach(owner: nn.Module, spec: HeadSpec) -> None:
         bind_model(forward_of_model, owner, (spec, names))
 
 
+def calls_head(model: nn.Module) -> bool:
+    """Whether a model's forward is the one of a patched head."""
+    forward = model_forward(model)
+    return forward is not None and forward.function is forward_of_model
+
+
 def watched_forward(module: nn.Module, spec: None, *args, **kwargs):
     """Forward of a model without a patched head."""
     look_for_adapters(module)
@@ -285,6 +293,10 @@ def forward_of_model(module: nn.Module, head: tuple[HeadSpec, tuple[str, ...]], 
     if module in spec.forwards:  # inside of itself
         return stock(module, *args, **kwargs)
     look_for_adapters(module)
+    graphs = module.__dict__.get(GRAPHS)
+    if graphs is not None and not graphs.running and not torch.compiler.is_compiling():
+        plain = functools.partial(forward_of_model, module, head)
+        return graphs.call(module, spec.calls, names, plain, args, kwargs)
     counts = {field: None for name, field in COUNTS.items() if kwargs.pop(name, None)}
     use = before_forward(module, spec, {**dict(zip(names, args, strict=False)), **kwargs}, counts)
     kwargs.pop("skip_logits", None)

@@ -72,7 +72,7 @@ class LazyLogits:
 
     _kept = (
         "_head", "_hidden", "_columns", "dtype", "_calls", "_autocast", "_limit", "_detached", "_sources",
-        "_seen", "_rows", "_adapter",
+        "_seen", "_rows", "_adapter", "_differentiated",
     )  # fmt: skip
 
     def __init__(self, head, hidden, columns, dtype, calls, autocast=None, rows=False):
@@ -94,6 +94,7 @@ class LazyLogits:
         self._sliced = False  # where rows or columns of the owner were left out
         self._sources = ()  # what is multiplied and added, and versions, to notice changes in between
         self._seen = ()  # parameters and their versions, to notice an optimizer step
+        self._differentiated = None  # called where a loss of them is computed behind the model's forward
         self._adapter = ()  # what PEFT's layer multiplied with
         if not torch.compiler.is_compiling():
             self._sources = _versions(hidden)
@@ -311,7 +312,10 @@ class LazyLogits:
                 self._calls.say(f"{reader()} reads output.logits, one product of the head a step")
             self._calls.materialised += 1
         with torch.no_grad() if self._detached else self._graph():
-            return self._compute()
+            value = self._compute()
+        if self._differentiated is not None and value.requires_grad:
+            value.register_hook(self._differentiated)
+        return value
 
     def _compute(self):
         kind, cast = self.device.type, self._autocast
@@ -393,6 +397,8 @@ class LazyLogits:
         else:
             self._check_fresh()
             self._calls.fused += 1
+            if self._differentiated is not None:
+                self._differentiated(None)
         request = LossRequest(
             target, dtype=self._autocast, columns=self._limit, added=added, class_weight=weight,
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,

@@ -7,13 +7,14 @@ import itertools
 import logging
 import operator
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from tigon.error import Error
+from tigon.error import Error, check
 from tigon.integrations import trl
 from tigon.integrations.transformers.causal_loss import causal_lm_loss
 from tigon.integrations.transformers.experts import GATE, LAYER, plan_experts, switch, switch_back
@@ -28,11 +29,13 @@ from tigon.integrations.transformers.forward import (
     plain,
     unbind,
 )
+from tigon.integrations.transformers.graphs import GRAPHS, drop_graphs, use_graphs
 from tigon.integrations.transformers.head import (
     WATCHED,
     HeadSpec,
     attach,
     bind_head,
+    calls_head,
     output_head,
     plan_head,
     watched_forward,
@@ -66,7 +69,7 @@ class State:
     experts: dict[str, str | None] = field(default_factory=dict)  # path -> implementation before
 
     def __deepcopy__(self, memo):
-        report = replace(self.report, entries=[*self.report.entries], notes=[*self.report.notes])
+        report = replace(self.report, entries=[*self.report.entries], notes=[*self.report.notes], graphs=None)
         return State(report, dict(self.losses), self.ledger, dict(self.experts))
 
 
@@ -273,7 +276,8 @@ _SLOTS = {
 def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None, rope: bool | None = None,
           loss: bool | None = None, experts: bool | None = None, router: bool | None = None,
           qkv: bool | None = None, qk_norm: bool = False, hyper: bool | None = None,
-          lora: bool | None = None, lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
+          lora: bool | None = None, lazy_logits: bool = False, graphs: bool | Sequence[int] = False,
+          strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
@@ -287,6 +291,8 @@ def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None
             the model has such parts. True: the report says it where nothing of the slot was found.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
+        graphs: replay training calls as CUDA graphs (docs/graphs.md); numbers are the lengths that rows are
+            padded to. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
 
     Returns:
@@ -300,6 +306,7 @@ def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None
     """
     if not isinstance(model, nn.Module):
         raise Error(f"[apply] model must be a torch.nn.Module, got {_what(model)}")
+    lengths = _lengths(graphs)
     root = unwrapped(model)
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
@@ -328,6 +335,7 @@ def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None
     plan.commit(state, lazy_logits)
     if asked["lora"]:
         _watch(root)
+    _use_graphs(root, report, lengths)
     _tell_wrappers(model, root)
     return report
 
@@ -345,6 +353,30 @@ def _watch(root: nn.Module) -> None:
     arrivals.changed(root)
     if arrivals.owners and model_forward(root) is None and type(root).forward is not nn.Module.forward:
         bind_model(watched_forward, root, None)
+
+
+def _lengths(graphs) -> tuple[int, ...] | None:
+    """The lengths that `graphs` gives, none for True; None: no graphs."""
+    if isinstance(graphs, bool) or graphs is None:
+        return () if graphs else None
+    lengths = tuple(graphs) if isinstance(graphs, Sequence) and not isinstance(graphs, str) else ()
+    fits = bool(lengths) and all(type(length) is int and length > 0 for length in lengths)
+    check("apply", fits, "graphs must be True, False or lengths of rows, got {!r}", graphs)
+    return lengths
+
+
+def _use_graphs(root: nn.Module, report: Report, lengths: tuple[int, ...] | None) -> None:
+    """Let the patched forward of the whole model replay graphs; what was captured before is dropped."""
+    held = root.__dict__.get(GRAPHS)
+    if held is not None:
+        for graphs in filter(None, (vars(module).get(GRAPHS) for module in root.modules())):
+            graphs.reset()
+            graphs.lengths = lengths or graphs.lengths
+    elif lengths is not None and calls_head(root):
+        held = use_graphs(root, report.model, lengths)
+    elif lengths is not None:
+        report.notes.append("no graphs: the forward of the whole model is not replaced (its loss head)")
+    report.graphs = held
 
 
 def _notes(root: nn.Module, report: Report) -> list[str]:
@@ -393,6 +425,7 @@ def undo(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise Error(f"[undo] model must be a torch.nn.Module, got {_what(model)}")
     root = unwrapped(model)
+    drop_graphs(root)
     for module in root.modules():
         unbind(module)
     root.__dict__.pop(ARRIVALS, None)

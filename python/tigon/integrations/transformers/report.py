@@ -119,6 +119,9 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     head_calls: HeadCalls = field(default_factory=HeadCalls, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # what to know before the first step
+    graphs: object = field(
+        default=None, compare=False
+    )  # of apply(graphs=True): what was captured and why not
 
     @property
     def replaced(self) -> list[Entry]:
@@ -153,6 +156,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"  {slot:<7} {what} {verdict}" for slot, what, verdict in self._rows()]
         notes = [f"  note    {note}" for note in self._remarks()]
+        notes += [f"  graphs  {line}" for line in self._graph_lines()]
         return "\n".join([f"tigon.apply({self.model})", *lines, *notes])
 
     __repr__ = __str__
@@ -163,7 +167,11 @@ class Report:
             "<tr>"
             + "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in row)
             + "</tr>"
-            for row in (*self._rows(), *(("note", note, "") for note in self._remarks()))
+            for row in (
+                *self._rows(),
+                *(("note", note, "") for note in self._remarks()),
+                *(("graphs", line, "") for line in self._graph_lines()),
+            )
         )
         return f"<table><caption>tigon.apply({html.escape(self.model)})</caption>{rows}</table>"
 
@@ -172,6 +180,9 @@ class Report:
         calls = self.head_calls
         lost = calls.computed and not (calls.fused or calls.traced)
         return [*self.notes, *([f"the loss head computes all logits: {calls.reason}"] if lost else [])]
+
+    def _graph_lines(self) -> list[str]:
+        return [] if self.graphs is None else list(self.graphs.lines())
 
     def _rows(self):
         """(slot, what is there, what became of it), alike places in one row."""

@@ -1,0 +1,276 @@
+"""What a captured graph was made of: noted once, compared before each replay."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+import types
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from tigon._deterministic import is_deterministic
+from tigon._dtensor import is_dtensor
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STANDARD = {*vars(nn.Module())} - {"training"}
+# Hooks that do nothing, or the same in every call: transformers' recorder of outputs, and inputs that shall
+# have gradients (of gradient checkpointing with frozen embeddings).
+_HARMLESS = ("transformers.utils.output_capturing", "make_inputs_require_grads")
+
+
+def _harmless(hook) -> bool:
+    hook = getattr(hook, "func", hook)
+    names = getattr(hook, "__module__", None) or "", getattr(hook, "__qualname__", "")
+    return names[0].startswith(_HARMLESS[0]) or names[1].endswith(_HARMLESS[1])
+
+
+class Watch:
+    """What Python reads of a module and everything inside it: noted once, compared before each replay.
+
+    Modules and parameters by identity; of parameters and buffers where and what they are; attributes, in
+    containers and configurations too; the forwards of instances and classes, and the functions that those
+    name; hooks.
+
+    Args:
+        ignore: attributes of the root that its captured forward does not read.
+        containers: more of them, by what to call them.
+    """
+
+    def __init__(self, root: nn.Module, ignore: Iterable[str] = (), containers: dict | None = None):
+        named = dict(root.named_modules())
+        modules = list(named.values())
+        self.paths = [path or type(root).__name__ for path in named]
+        self._ignored = frozenset(ignore)
+        self._children = [m._modules for m in modules]
+        self.holders = [m._parameters for m in modules]
+        self._buffers = [m._buffers for m in modules]
+        self._dicts = [vars(m) for m in modules]
+        # The root's hooks run outside of its forward.
+        self._hooks = [getattr(m, name) for m in modules if m is not root for name in _HOOKS]
+        self._hooked = [path for path in self.paths[1:] for _ in _HOOKS]
+        self._modules, self._types = modules, list(map(type, modules))
+        self._classes = list(dict.fromkeys(self._types))
+        self._tree = self._flat(self._children)
+        self._tensors = self._flat(self.holders), self._flat(self._buffers)
+        self.parameters = _unique(self._tensors[0])
+        self.trained = [p for p in self.parameters if p.requires_grad]
+        self.buffers = _unique(self._tensors[1])
+        self._all = [*self.parameters, *self.buffers]
+        self._addresses, self._kinds = list(map(torch.Tensor.data_ptr, self._all)), self._kinds_now()
+        self._attributes = [dict(d) for d in self._attributes_now()]
+        self._containers: list[tuple[str, object, object]] = []
+        seen: set[int] = set()
+        for path, attributes in zip(self.paths, self._attributes, strict=True):
+            for name, value in attributes.items():
+                if name not in _STANDARD:
+                    self._enter(f"{path}.{name}", value, seen, 3)
+        for what, value in (containers or {}).items():
+            self._enter(what, value, seen, 1)
+        self._methods = self._of_classes()
+        self._names = [
+            (names, name, names.get(name))
+            for forward, _ in self._methods
+            for names, name in _named_by(forward)
+        ]
+        for _, name, value in self._names:
+            if isinstance(value, dict | list | set):
+                self._enter(name, value, seen, 1)
+
+    def _attributes_now(self) -> list[dict]:
+        root = {name: value for name, value in self._dicts[0].items() if name not in self._ignored}
+        return [root, *self._dicts[1:]]
+
+    def _enter(self, what, value, seen, depth):
+        """Note what a container or an object holds."""
+        if _is_plain_object(value):
+            value = vars(value)
+        if not isinstance(value, dict | list | set) or id(value) in seen or depth == 0:
+            return
+        seen.add(id(value))
+        self._containers.append((what, value, value.copy()))
+        for inner in value.values() if isinstance(value, dict) else value:
+            self._enter(what, inner, seen, depth - 1)
+
+    @staticmethod
+    def _flat(dicts) -> list:
+        return list(itertools.chain.from_iterable(map(dict.values, dicts)))
+
+    def _kinds_now(self) -> list:
+        every = self._all
+        return [
+            [t.requires_grad for t in every], [t.dtype for t in every],
+            list(map(torch.Tensor.size, every)), list(map(torch.Tensor.stride, every)),
+        ]  # fmt: skip
+
+    def _of_classes(self) -> list:
+        return [(c.forward, c.__call__) for c in self._classes]
+
+    def moved(self) -> str | None:
+        """What of the memory that a graph reads has changed: a replay would read freed memory.
+
+        The watch keeps the tensors themselves.
+        """
+        if list(map(torch.Tensor.data_ptr, self._all)) != self._addresses:
+            return "a parameter or buffer has other memory"
+        return None
+
+    def changed(self) -> str | None:
+        """What else has changed that the captured Python has read."""
+        if not _same(self._flat(self._children), self._tree):
+            return "modules were added, removed or replaced"
+        if not _same(self._flat(self.holders), self._tensors[0]):
+            return "parameters were added, removed or replaced"
+        if not _same(self._flat(self._buffers), self._tensors[1]):
+            return "buffers were added, removed or replaced"
+        if self._kinds_now() != self._kinds:
+            return "a parameter or buffer has another dtype or layout, or another requires_grad"
+        try:
+            for i, (now, then) in enumerate(zip(self._attributes_now(), self._attributes, strict=True)):
+                if now != then:
+                    return f"{self.paths[i]}.{_first_other(now, then)} has changed"
+            for what, now, then in self._containers:
+                if now != then:
+                    return f"{what} has changed"
+        except (RuntimeError, ValueError):  # two tensors or arrays, which do not compare
+            return "an attribute that holds a tensor has changed"
+        if not _same(list(map(type, self._modules)), self._types):
+            return "the class of a module was replaced"
+        if self._methods != self._of_classes():
+            return "the forward of a class was replaced"
+        for names, name, value in self._names:
+            if names.get(name) is not value:
+                return f"{names.get('__name__')}.{name} was replaced"
+        return None
+
+    def refused(self) -> str | None:
+        """What of the modules cannot be captured."""
+        if any(self._hooks):
+            for path, hooks in zip(self._hooked, self._hooks, strict=True):
+                if not all(map(_harmless, hooks.values())):
+                    return f"hooks on {path} would run once only"
+        everywhere = nn.modules.module
+        if any(getattr(everywhere, f"_global{name}", None) for name in _HOOKS):
+            return "hooks on all modules would run once only"
+        return None
+
+    def unfit(self) -> str | None:
+        """What of the parameters cannot be captured; looked at once."""
+        for p in self.parameters:
+            if is_dtensor(p) or getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+                return "its parameters are sharded (FSDP): each layer gathers them in its turn"
+            if hasattr(p, "ds_id"):
+                return "its parameters are partitioned (ZeRO-3)"
+            if p.requires_grad and type(p) is not nn.Parameter:
+                return f"a trained parameter is a {type(p).__name__}"
+            if getattr(p, "tigon_main_grad", False):
+                return "gradients go to main_grad"
+        devices = {p.device for p in self.parameters}
+        if len(devices) > 1:
+            return f"it is on several devices, {', '.join(sorted(map(str, devices)))}"
+        return None
+
+
+class StandIns:
+    """Parameters of the same memory in the place of a watched module's, for the time of a capture.
+
+    Autograd keeps a node for each parameter as long as any graph leads to it, with the stream that it was
+    made on and with the hooks of others (DDP's): a capture must not meet it.
+    """
+
+    def __init__(self, watch: Watch):
+        made = {}
+        for p in watch.trained:
+            made[id(p)] = stand_in = nn.Parameter(p.detach())
+            vars(stand_in).update(vars(p))
+        self.parameters = list(made.values())
+        self._places = [
+            (held, name, made[id(p)]) for held in watch.holders for name, p in held.items() if id(p) in made
+        ]
+
+    def __enter__(self) -> StandIns:
+        self._originals = [held[name] for held, name, _ in self._places]
+        for held, name, stand_in in self._places:
+            held[name] = stand_in
+        return self
+
+    def __exit__(self, *_) -> None:
+        for (held, name, _), p in zip(self._places, self._originals, strict=True):
+            held[name] = p
+
+
+def _is_plain_object(value) -> bool:
+    """Whether it is one of the program's own objects, such as a configuration."""
+    if not hasattr(value, "__dict__") or isinstance(
+        value, nn.Module | torch.Tensor | type | types.ModuleType
+    ):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return package not in ("builtins", "functools", "logging", "tigon", "torch", "weakref")
+
+
+def _unique(tensors) -> list[torch.Tensor]:
+    return list({id(t): t for t in tensors if t is not None}.values())
+
+
+def _first_other(now: dict, then: dict) -> str:
+    absent = object()
+    return next((n for n in {**now, **then} if now.get(n, absent) is not then.get(n, absent)), "?")
+
+
+def _named_by(function, depth: int = 2):
+    """(globals, name) of everything that a function and the functions it names look up among its globals."""
+    function = inspect.unwrap(function)
+    if not isinstance(function, types.FunctionType):
+        return
+    names = function.__globals__
+    for name in function.__code__.co_names:
+        if name in names:
+            yield names, name
+            value = names[name]
+            if depth > 1 and getattr(value, "__module__", None) == function.__module__:
+                yield from _named_by(value, depth - 1)
+
+
+def _same(some: list, others: list) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def settings(device: str) -> tuple:
+    """The switches outside of all modules that decide which kernels run."""
+    return (
+        torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype(),
+        is_deterministic(), torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(), torch.is_anomaly_enabled(),
+        *[_read(switch) for switch in _SWITCHES],
+    )  # fmt: skip
+
+
+_matmul, _cudnn, _sdp = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
+_SWITCHES = (
+    torch.get_float32_matmul_precision, lambda: _matmul.allow_tf32, lambda: _matmul.fp32_precision,
+    lambda: _matmul.allow_fp16_reduced_precision_reduction,
+    lambda: _matmul.allow_bf16_reduced_precision_reduction, lambda: _matmul.allow_fp16_accumulation,
+    torch.backends.cuda.preferred_blas_library, lambda: _cudnn.enabled, lambda: _cudnn.allow_tf32,
+    lambda: _cudnn.deterministic, lambda: _cudnn.benchmark, _sdp.flash_sdp_enabled, _sdp.math_sdp_enabled,
+    _sdp.mem_efficient_sdp_enabled, _sdp.cudnn_sdp_enabled,
+)  # fmt: skip
+
+
+def _read(switch):
+    """PyTorch lets nobody read a precision by one name that was set by another; older ones lack some."""
+    try:
+        return switch()
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def intercepted() -> str | None:
+    """What looks at each operation of this thread, and would see those of a capture only."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "hooks on saved tensors (offloading) would run once only"
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return "a mode of PyTorch looks at each operation"
+    return None

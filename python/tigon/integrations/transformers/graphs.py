@@ -1,0 +1,585 @@
+"""`apply(model, graphs=True)`: forward and backward of a training call as two CUDA graphs.
+
+Of the whole model with its loss where the call is its own; where somebody else computes the loss from hidden
+states or logits (TRL's trainers, a loss of the program) of the decoder below the head.
+
+The forward of a patched model replays the first one and returns a loss; the backward of that loss copies its
+upstream gradient, replays the second one and hands out the gradients, which autograd accumulates as ever. So
+hooks on gradients, a scaler, DDP and accumulation see what they see without graphs. Two graphs and not one:
+what is upstream of the loss is known only in the backward, and scaling gradients afterwards would round (and,
+in float16, lose) what a scaler is there to keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import ModelOutput
+
+from tigon._op import once
+from tigon.error import check
+from tigon.graphs.backend import LASTING, RECAPTURES, WARMUP, Loan, Said, backends, live, undisturbed, why
+from tigon.graphs.watch import StandIns, Watch, intercepted
+from tigon.integrations.transformers.forward import (
+    ARRIVALS,
+    BELOW,
+    HOOKED,
+    MODEL,
+    STATE,
+    bind_model,
+    model_forward,
+    stock,
+)
+from tigon.integrations.transformers.graph_arguments import Eagerly, Given, Traits, sort_out
+from tigon.integrations.transformers.graph_outputs import Parts, Refusing, Unfit, replayed_logits, taken_apart
+from tigon.integrations.transformers.lazy_logits import LazyLogits
+
+GRAPHS = "_tigon_graphs"  # where a model keeps its `ModelGraphs`
+LIMIT = 16  # graphs kept of one model
+OWN_LOSS = "the program computes a loss of output.logits"
+MEASURED = 4  # replays whose time is compared with that of eager calls
+UNUSED = 256  # replays of others after which a graph makes room
+
+# Of a model's instance: what its forward does not read, or what others put around it.
+_AROUND = (
+    "forward",
+    "_original_forward",
+    HOOKED,
+    MODEL,
+    BELOW,
+    GRAPHS,
+    STATE,
+    ARRIVALS,
+    "_hf_hook",
+    "tigon_report",
+)
+
+
+def use_graphs(root: nn.Module, name: str, lengths: Sequence[int]) -> ModelGraphs:
+    """Let the patched forward of a whole model replay graphs, and that of its decoder for other callers."""
+    vars(root)[GRAPHS] = graphs = ModelGraphs(name, lengths)
+    decoder = getattr(root, "base_model", root)
+    if isinstance(decoder, PreTrainedModel) and decoder is not root and model_forward(decoder) is None:
+        names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
+        vars(decoder)[GRAPHS] = ModelGraphs(type(decoder).__name__, lengths, graphs)
+        bind_model(forward_of_decoder, decoder, names)
+    return graphs
+
+
+def drop_graphs(root: nn.Module) -> None:
+    """Take them out of a model."""
+    for module in root.modules():
+        graphs = vars(module).pop(GRAPHS, None)
+        if graphs is not None:
+            graphs.reset()
+
+
+def forward_of_decoder(module: nn.Module, names: tuple[str, ...], *args, **kwargs):
+    """A decoder's forward, replayed where no graph of the whole model holds it."""
+    graphs = vars(module).get(GRAPHS)
+    idle = graphs is not None and not graphs.running and not torch.compiler.is_compiling()
+    if not idle or (graphs.outer.running and not graphs.outer.bypassed):
+        return stock(module, *args, **kwargs)
+    plain = functools.partial(forward_of_decoder, module, names)
+    return graphs.call(module, None, names, plain, args, kwargs)
+
+
+class _Call:
+    """A forward that was replayed, until its backward is."""
+
+    def __init__(self, owner: ModelGraphs, graph: _Graph, generation: int):
+        self.owner, self.graph, self.generation = owner, graph, generation
+        self.versions = owner.versions()
+        self.done = False
+
+    def backward(self, upstream: torch.Tensor):
+        check("graphs", not self.done, "a loss must be differentiated once, got a second backward "
+              "(retain_graph=True needs graphs=False)")  # fmt: skip
+        self.done = True
+        return self.owner.backward(self, upstream)
+
+
+class _Replayed(torch.autograd.Function):
+    """The result of a replayed forward, differentiable by the parameters that it reaches."""
+
+    @staticmethod
+    def forward(ctx, call: _Call, result: torch.Tensor, *parameters):
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return result.clone()
+
+    @staticmethod
+    @once("graphs")
+    def backward(ctx, upstream):
+        if upstream is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return None, None, *ctx.call.backward(upstream)
+
+
+@dataclass(eq=False)
+class _Graph:
+    """One captured forward and backward."""
+
+    key: tuple
+    inputs: dict[str, torch.Tensor]
+    forward: object = None
+    backward: object = None
+    upstream: torch.Tensor | None = None
+    result: torch.Tensor | None = None  # the loss, or hidden states
+    parts: Parts | None = None
+    used: list[torch.Tensor] = field(default_factory=list)  # parameters with a gradient
+    loan: Loan | None = None
+    replayed: int = 0  # when, the last time
+
+
+class ModelGraphs:
+    """The graphs of one model, and why its calls run eagerly where they do."""
+
+    def __init__(self, name: str, lengths: Sequence[int] = (), outer: ModelGraphs | None = None):
+        self.name, self.lengths, self.outer = name, tuple(sorted(lengths)), outer
+        self.said = Said(name)
+        self.running = False
+        self.bypassed = False  # the call under way is none of a whole model with its loss
+        self.generation = 0
+        self.captures = self.replays = 0
+        self.changes: dict[str, int] = {}  # why graphs were dropped, and how often
+        self._again = self._renewed = 0  # changes one soon after the other; replays at the last of them
+        self.seconds, self.bytes = 0.0, 0
+        self._graphs: dict[tuple, _Graph] = {}  # the last replayed one last
+        self._seen: dict[tuple, int] = {}
+        self._refused: dict[tuple, str] = {}
+        self._backend = self._watch = None
+        self._pending: Callable[[], _Call | None] = lambda: None
+        self._eager = 0  # training calls before the first capture
+        self._stop = self._unfit = None  # why nothing is captured any more; until something changes
+        self._times: dict[tuple, dict[str, list]] = {}  # of forwards: pairs of marks, by key, eager and graph
+        self._timed: tuple | None = None  # the key of an eager call whose time is of interest
+        self._kind = self._device = None
+        self._result = "loss" if outer is None else "last_hidden_state"
+        self._traits, self._writes = None, False  # whether a forward changes more than its results
+        live.add(self)
+
+    def __deepcopy__(self, memo):
+        return ModelGraphs(self.name, self.lengths, copy.deepcopy(self.outer, memo))
+
+    def __reduce__(self):
+        return ModelGraphs, (self.name, self.lengths, self.outer)
+
+    # --- a call --------------------------------------------------------------------------
+
+    def call(self, module: nn.Module, calls, names, plain: Callable, args: tuple, kwargs: dict):
+        """The model's forward: replayed where it can be, else what `plain` does.
+
+        Args:
+            calls: counts of the model's head.
+            names: of its positional arguments.
+            plain: the forward without graphs.
+        """
+        self.running, self.bypassed = True, False
+        try:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            try:
+                return self._replay(module, calls, names, given, plain)
+            except Eagerly as left:
+                if left.reason is not None:
+                    self.said.say(left.reason)
+            key, self._timed = self._timed, None
+            with self._clock(key, "eager"):
+                output = plain(*args, **kwargs)
+            logits = output.get("logits") if isinstance(output, ModelOutput) else None
+            if isinstance(logits, LazyLogits) and not self.bypassed:
+                logits._differentiated = self._differentiated
+            return output
+        finally:
+            self.running = False
+
+    def _replay(self, module, calls, names, given: dict, plain):
+        first = next(module.parameters(), None)
+        kind = None if first is None else backends.get(first.device.type)
+        if not (module.training and torch.is_grad_enabled() and kind is not None) or kind.capturing():
+            raise Eagerly
+        if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+            raise Eagerly
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.outer is None and not any("labels" in name for name in given):
+            self.bypassed = True
+            raise Eagerly
+        device = first.device
+        if self._stop is not None:
+            if self._graphs:
+                self.reset()
+            self.bypassed = self._stop is OWN_LOSS
+            raise Eagerly(self._stop)
+        if (reason := intercepted()) is not None:
+            raise Eagerly(reason)
+        pending = self._pending()
+        if pending is not None and not pending.done:
+            raise Eagerly("an earlier loss of the model waits for its backward")
+        if self._watch is None:
+            self._look(module, names)
+        elif (reason := self._watch.moved()) is not None:
+            self._renew(module, names, reason)
+        if (reason := self._watch.refused()) is not None:
+            raise Eagerly(reason)
+        sort = sort_out(given, self._traits, self.lengths, device)
+        key = sort.key(device.type)
+        if key in self._refused:
+            raise Eagerly(self._refused[key])
+        graph = self._graphs.get(key)
+        self._kind, self._device = kind, device
+        if graph is None:
+            if (reason := self._watch.changed()) is not None:
+                self._renew(module, names, reason)
+            if self._unfit is not None:
+                raise Eagerly(self._unfit)
+            graph = self._capture_if_due(module, calls, kind, key, sort, plain)
+        self._judge(key)
+        if self._held():
+            raise Eagerly("gradients of an earlier step are still held by the program (clone what you keep)")
+        sort.copy_to(graph.inputs, self._traits.padding)
+        if self._writes:
+            self._check(module, names)
+        with _uncounted(calls), self._clock(key if key in self._times else None, "graph"):
+            self._backend.replay(graph.forward)
+        if not self._writes:  # while the device works: what an old graph computes harms nobody
+            self._check(module, names)
+        self._graphs[key] = self._graphs.pop(key)
+        self.generation += 1
+        graph.replayed = self.generation
+        self.replays += 1
+        if calls is not None:
+            calls.lazy += 1
+            calls.fused += 1
+        return self._output(graph, sort)
+
+    @contextlib.contextmanager
+    def _clock(self, key: tuple | None, what: str):
+        """Note how long the forward inside takes, while it is not known whether graphs are faster."""
+        began = None if key is None else self._kind.mark(self._device)
+        yield
+        if began is not None:
+            pairs = self._times.setdefault(key, {"eager": [], "graph": []})[what]
+            pairs.append((began, self._kind.mark(self._device)))
+
+    def _judge(self, key) -> None:
+        """Leave a shape to eager calls whose forward takes the device no longer.
+
+        That of a graph computes all rows of the loss head, and padding: where the host is not the limit, this
+        may cost more than what a graph saves.
+        """
+        pairs = self._times.get(key)
+        if pairs is None or len(pairs["graph"]) < MEASURED:
+            return
+        found = {what: [self._kind.between(*pair) for pair in some] for what, some in pairs.items()}
+        if None in found["graph"]:
+            return
+        del self._times[key]
+        if min(found["graph"]) > min(found["eager"]):
+            self._refused[key] = "an eager call is as fast: the device is the limit"
+            self._drop(key)
+            raise Eagerly(self._refused[key])
+
+    def _check(self, module, names) -> None:
+        """Drop the graphs where what the captured Python has read has changed."""
+        if (reason := self._watch.changed()) is not None:
+            self._renew(module, names, reason)
+            raise Eagerly
+
+    def _differentiated(self, _) -> None:
+        self._stop = OWN_LOSS
+
+    def backward(self, call: _Call, upstream: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients of the parameters that the loss reaches."""
+        graph = call.graph
+        same = graph.backward is not None and call.generation == self.generation
+        same = same and self._watch.moved() is None and call.versions == self.versions()
+        check("graphs", same, "a loss must be differentiated before the model's parameters change, got it "
+              "later")  # fmt: skip
+        if upstream.shape != graph.upstream.shape:  # of hidden states, which end before the padding
+            graph.upstream.zero_()
+        graph.upstream[tuple(map(slice, upstream.shape))].copy_(upstream)
+        self._backend.replay(graph.backward)
+        return graph.loan.lend()
+
+    def versions(self) -> list[int]:
+        """Of the parameters, which a backward reads."""
+        return [p._version for p in self._watch.parameters]
+
+    def _held(self) -> int:
+        return sum(graph.loan.call_in() for graph in self._graphs.values())
+
+    # --- capture -------------------------------------------------------------------------
+
+    def _capture_if_due(self, module, calls, kind, key, sort, plain) -> _Graph:
+        """The graph of a key that has been seen before; else the call runs eagerly."""
+        self._eager += 1
+        seen = self._seen[key] = self._seen.pop(key, 0) + 1
+        if len(self._seen) > 64 * LIMIT:
+            self._times.pop(old := next(iter(self._seen)), None)
+            del self._seen[old]
+        if self._eager <= WARMUP or seen < 2:
+            self._timed = key
+            raise Eagerly
+        try:
+            return self._capture(module, calls, kind, key, sort, plain)
+        except Eagerly:
+            raise
+        except Exception as error:
+            reason = error.args[0] if isinstance(error, Unfit) else why(error)
+            if reason in self._refused.values():
+                self._unfit = reason
+            self._refused[key] = reason
+            self._settle()
+            raise Eagerly(reason) from error
+
+    def _capture(self, module, calls, kind, key, sort, plain) -> _Graph:
+        began = time.perf_counter()
+        device = self._watch.parameters[0].device
+        if len(self._graphs) >= LIMIT:
+            oldest = next(iter(self._graphs))
+            if self.generation - self._graphs[oldest].replayed < UNUSED:
+                raise Eagerly(f"it comes in more than {LIMIT} shapes (graphs=[lengths] pads to fewer)")
+            self._drop(oldest)
+        if self._held():
+            raise Eagerly("gradients of an earlier step are still held by the program (clone what you keep)")
+        backend = self._backend = self._backend or kind(device)
+        inputs = {
+            name: torch.empty(sort.size(value), dtype=value.dtype, device=device)
+            for name, value in sort.tensors.items()
+        }
+        graph = _Graph(key, inputs)
+        sort.copy_to(graph.inputs, self._traits.padding)
+        trained, cell = self._watch.trained, {}
+        if not trained:
+            raise Unfit("no parameter has a gradient")
+
+        def forward():
+            with cell["parameters"]:
+                cell["output"] = output = plain(**inputs, **sort.options)
+            cell["parts"], tensors = taken_apart(output, self._result)
+            return tensors
+
+        def backward():
+            loss = cell.pop("output")[self._result]
+            off = torch.autocast(device.type, enabled=False)  # as where programs call loss.backward()
+            with off, cell["parameters"] as stand_ins:  # checkpoints run layers again
+                found = torch.autograd.grad(loss, stand_ins.parameters, graph.upstream, allow_unused=True)
+            cell["used"] = [p for p, g in zip(trained, found, strict=True) if g is not None]
+            return [g for g in found if g is not None]
+
+        def both():
+            forward()
+            _check_leaves(cell["output"][self._result], cell["parameters"].parameters)
+            graph.upstream = torch.ones_like(cell["output"][self._result])
+            if any(g.layout != torch.strided for g in backward()):
+                raise Unfit("a gradient is sparse")
+
+        before = backend.reserved()
+        with undisturbed(device), _uncounted(calls), _as_captured(module, sort):
+            cell["parameters"] = StandIns(self._watch)
+            with self._unwritten():
+                backend.warm(both)
+            cell["parameters"] = StandIns(self._watch)
+            graph.forward, results = backend.capture(forward)
+            graph.result, graph.parts = results[0], cell["parts"].of(results[1:])
+            graph.backward, gradients = backend.capture(backward, weak=True)
+        graph.used = cell["used"]
+        graph.loan = Loan(gradients, graph.used, graph.backward)
+        self._graphs[key] = graph
+        self.captures += 1
+        self.seconds += time.perf_counter() - began
+        self.bytes += max(backend.reserved() - before, 0)
+        return graph
+
+    @contextlib.contextmanager
+    def _unwritten(self):
+        """Buffers that a forward writes are as before it, and known to be written."""
+        buffers = self._watch.buffers
+        kept = [(b, b._version, b.detach().clone()) for b in buffers]
+        yield
+        with torch.no_grad():
+            for b, version, value in kept:
+                if b._version != version:
+                    self._writes = True
+                    b.copy_(value)
+
+    def _output(self, graph: _Graph, sort: Given):
+        call = _Call(self, graph, self.generation)
+        self._pending = weakref.ref(call)
+        found = {self._result: _Replayed.apply(call, sort.cut(graph.result), *graph.used)}
+        parameter, parts = self._watch.trained[0], graph.parts
+        for (name, needs), value in zip(parts.values, parts.tensors, strict=False):
+            value = sort.cut(value).clone()
+            found[name] = Refusing.apply(value, parameter) if needs else value
+        if parts.logits is not None:
+            found[parts.logits[0]] = replayed_logits(
+                parts, (self, self.generation), sort.length or None, parameter
+            )
+        return parts.put_together(found)
+
+    # --- the end of graphs ---------------------------------------------------------------
+
+    def _renew(self, module, names, reason: str) -> None:
+        """Something that the graphs were made of has changed."""
+        if self._graphs:
+            self.changes[reason] = self.changes.get(reason, 0) + 1
+            self._again = self._again + 1 if self.replays - self._renewed < LASTING else 1
+            self._renewed = self.replays
+        self.reset()
+        if self._again > RECAPTURES:
+            self._stop = f"{reason}, again and again"
+            raise Eagerly(self._stop)
+        self._look(module, names)
+
+    def _look(self, module, names) -> None:
+        if self.outer is None:
+            vars(module)[STATE].report.graphs = self  # of a copied model too
+        self._watch = _watch(module)
+        self._writes = any(map(_drops, module.modules()))  # a replay draws numbers: none in vain
+        self._traits = Traits.of(module, names)
+        self._unfit = self._watch.unfit() or _unfit(module)
+
+    def reset(self) -> None:
+        """Drop all graphs; what they were made of is looked at anew."""
+        self._settle()
+        for key in [*self._graphs]:
+            self._drop(key)
+        self._watch, self._backend, self.bytes = None, None, 0
+        self._refused.clear()
+        self._times.clear()
+
+    def _drop(self, key) -> None:
+        graph = self._graphs.pop(key)
+        self._settle()
+        graph.forward = graph.backward = graph.loan = None
+
+    def _settle(self) -> None:
+        if self._backend is not None:
+            self._backend.settle()
+
+    # --- what people read ----------------------------------------------------------------
+
+    def lines(self):
+        """What the report and `tigon.env` say."""
+        lengths = ", ".join("x".join(map(str, _ids(graph))) for graph in self._graphs.values()) or "none yet"
+        yield (
+            f"{self.name}: {len(self._graphs)} captured ({lengths}), {self.bytes / 2**20:.0f} MiB, "
+            f"{self.seconds:.1f} s, {self.replays} replays"
+        )
+        for reason, count in self.changes.items():
+            yield f"{self.name}: dropped {count} times: {reason}"
+        for reason, count in self.said.counts.items():
+            yield f"{self.name}: {count} calls eager: {reason}"
+        for held in live:
+            if getattr(held, "outer", None) is self and (held.captures or held.said.counts):
+                yield from held.lines()
+
+
+def _ids(graph: _Graph) -> tuple:
+    return tuple(graph.inputs["input_ids" if "input_ids" in graph.inputs else next(iter(graph.inputs))].shape)
+
+
+def _watch(module: nn.Module) -> Watch:
+    registries = {
+        "an attention function": getattr(ALL_ATTENTION_FUNCTIONS, "_global_mapping", None),
+        "an attention function of the process": getattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", None),
+        "a mask function": getattr(ALL_MASK_ATTENTION_FUNCTIONS, "_global_mapping", None),
+        "a mask function of the process": getattr(ALL_MASK_ATTENTION_FUNCTIONS, "_local_mapping", None),
+    }
+    return Watch(module, _AROUND, {name: held for name, held in registries.items() if held is not None})
+
+
+@contextlib.contextmanager
+def _uncounted(calls):
+    """The counts of a head are of calls, however often its Python runs."""
+    names = () if calls is None else ("lazy", "fused", "materialised", "computed", "reason")
+    kept = {name: getattr(calls, name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(calls, name, value)
+
+
+# --- what is captured ------------------------------------------------------------------------
+
+
+def _here(original, answer):
+    """A function that gives this answer in this thread."""
+    thread = threading.get_ident()
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        return answer if threading.get_ident() == thread else original(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _as_captured(module, sort: Given):
+    """Decisions that transformers and PyTorch take otherwise, or cannot take, while a stream is captured."""
+    with contextlib.ExitStack() as stack:
+        if not {"position_ids", "attention_mask"} & {*sort.tensors}:
+            # Attention does without a plain causal mask. While capturing, older transformers build it, and
+            # all build one for rows that might be packed.
+            for name, plain in (("find_packed_sequence_indices", None), ("is_tracing", False)):
+                original = getattr(masking_utils, name, None)
+                if original is not None:
+                    setattr(masking_utils, name, _here(original, plain))
+                    stack.callback(setattr, masking_utils, name, original)
+        for part in module.modules():
+            checkpoint = vars(part).get("_gradient_checkpointing_func")
+            if checkpoint is not None and getattr(part, "gradient_checkpointing", False):
+                # Nothing draws random numbers (`_unfit`), whose state a capture cannot read.
+                plain = functools.partial(checkpoint, preserve_rng_state=False)
+                vars(part)["_gradient_checkpointing_func"] = plain
+                stack.callback(vars(part).__setitem__, "_gradient_checkpointing_func", checkpoint)
+        yield
+
+
+def _unfit(module) -> str | None:
+    """What of a model of transformers cannot be captured."""
+    parts = list(module.modules())
+    checkpointed = [part for part in parts if getattr(part, "gradient_checkpointing", False)]
+    functions = [getattr(part, "_gradient_checkpointing_func", None) for part in checkpointed]
+    for function in filter(None, functions):
+        if not isinstance(function, functools.partial) or function.keywords.get("use_reentrant", True):
+            return "checkpoints are reentrant (gradient_checkpointing_kwargs={'use_reentrant': False})"
+    if any(functions) and any(_drops(part) for part in parts):
+        return "checkpoints repeat dropout, whose state a capture cannot read"
+    if any(getattr(part, "layerdrop", 0) for part in parts):
+        return "layers are left out at random (layerdrop)"
+    return None
+
+
+def _drops(part) -> bool:
+    if isinstance(part, nn.modules.dropout._DropoutNd):
+        return part.p > 0 and part.training
+    return bool(getattr(part, "attention_dropout", 0) or 0)
+
+
+def _check_leaves(loss: torch.Tensor, trained: list) -> None:
+    """All parameters that take part must be the model's: the gradients of others would be lost."""
+    known, seen, stack = set(map(id, trained)), set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+            raise Unfit("a parameter outside of the model takes part")
+        stack += (following for following, _ in node.next_functions)

@@ -1,0 +1,80 @@
+"""Cases of two processes: graphs under what reduces, shards and moves. On the CPU by the recorder."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import torch
+from graph_cases import held
+from graph_recorder import recording
+from tiny import close, make
+from torch.nn.parallel import DistributedDataParallel
+from two_processes import case, check_gradients, data, device_type, rank, shard, two_steps, wanted
+
+from tigon.integrations.transformers import apply
+
+OPTIONS = {
+    "plain": ({},),
+    "find_unused": ({"find_unused_parameters": True},),
+    "bucket_view": ({"gradient_as_bucket_view": True},),
+    "static": ({"static_graph": True},),
+}
+
+
+def graphs():
+    return recording() if device_type() == "cpu" else contextlib.nullcontext()
+
+
+@case(**OPTIONS)
+def ddp_graphs(options):
+    """Gradients are reduced behind the replayed backward."""
+    model = make(device=device_type())
+    losses, want = wanted(model)
+    apply(model, graphs=True)
+    wrapped = DistributedDataParallel(model, **options)
+    with graphs():
+        for _ in range(3):
+            two_steps(wrapped, losses, want)
+        assert held(model).replays >= 4, [*held(model).lines()]
+
+
+@case
+def ddp_graphs_accumulate():
+    """no_sync adds up; the last backward reduces the sum."""
+    model = make(device=device_type())
+    losses, want = wanted(model, times=3)
+    apply(model, graphs=True)
+    wrapped = DistributedDataParallel(model)
+    with graphs():
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            for last in (False, False, True):
+                with contextlib.nullcontext() if last else wrapped.no_sync():
+                    loss = wrapped(**data()).loss
+                    loss.backward()
+                close(loss.detach(), losses[rank()])
+            check_gradients(wrapped, want, ulps=512)
+        assert held(model).replays >= 6, [*held(model).lines()]
+
+
+@case
+def fsdp2_graphs():
+    """Sharded parameters: eager, and it says so."""
+    model = make(device=device_type())
+    losses, want = wanted(model)
+    apply(model, graphs=True)
+    shard(model, "root")
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("tigon").addHandler(handler)
+    try:
+        with graphs():
+            for _ in range(3):
+                two_steps(model, losses, want)
+    finally:
+        logging.getLogger("tigon").removeHandler(handler)
+    assert held(model).replays == 0
+    assert any("hooks on" in text or "sharded" in text for text in said), said
+    assert torch.distributed.is_initialized()

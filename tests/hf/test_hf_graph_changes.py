@@ -1,0 +1,460 @@
+"""What drops a graph: each thing that a captured decision has read. See test_hf_graphs.py."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import types
+
+import peft
+import pytest
+import torch
+import transformers
+from graph_cases import captured, equal, held, inputs, pair
+from graph_recorder import Recorder, recording
+from tiny import make, step
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import tigon
+from tigon.integrations.transformers import apply, undo
+from tigon.integrations.transformers.patch import unwrapped
+
+
+@pytest.fixture(autouse=True)
+def recorder():
+    with recording() as recorder:
+        yield recorder
+
+
+class Helper:
+    factor = 2.0
+
+    def __init__(self):
+        self.factor = 2.0
+
+
+def _attention(model):
+    return model.model.layers[0].self_attn
+
+
+def _swap(model):
+    p = model.model.norm.weight
+    p.data = p.data.clone()
+
+
+def _transpose(model):
+    p = _attention(model).o_proj.weight
+    p.data = p.data.t()
+
+
+def _other_parameter(model):
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach() * 2)
+
+
+def _freeze(model):
+    model.model.embed_tokens.weight.requires_grad_(False)
+
+
+def _other_buffer(model):
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq * 2
+
+
+def _other_module(model):
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+
+
+def _less_layers(model):
+    del model.model.layers[1]
+
+
+def _partly_eval(model):
+    model.model.layers[0].eval()
+
+
+def _scaling(model):
+    _attention(model).scaling *= 2
+
+
+def _epsilon(model):
+    model.model.norm.variance_epsilon = 0.5
+
+
+def _configuration(model):
+    model.config.num_hidden_layers = 1
+
+
+def _other_forward(model):
+    layer = model.model.layers[0].mlp
+    layer.forward = types.MethodType(lambda self, x: x * 2, layer)
+
+
+def _rows(model):
+    model.resize_token_embeddings(101)
+
+
+def _whole_dtype(model):
+    model.to(torch.bfloat16)
+
+
+def _class(model):
+    attention = _attention(model)
+
+    def halved(self, hidden_states, **_):
+        return hidden_states * 0.5, None
+
+    attention.__class__ = type("Other", (type(attention),), {"forward": halved})
+
+
+def _helper(model):
+    _attention(model).helper.factor = 3.0
+
+
+def _loss_function(model):
+    model.loss_function = lambda logits, labels, **_: logits[0, 0, 0] * 1.0
+
+
+def _dropout(model):
+    _attention(model).attention_dropout = 0.5
+
+
+CHANGES = [
+    _swap, _transpose, _other_parameter, _freeze, _other_buffer, _other_module, _less_layers, _partly_eval,
+    _scaling, _epsilon, _configuration, _other_forward, _rows, _whole_dtype, _loss_function, _helper, _class,
+    _dropout, lambda m: m.gradient_checkpointing_enable(),
+    lambda m: apply(m, graphs=True), undo,
+]  # fmt: skip
+
+
+def replayed(graphs, before, call) -> list:
+    """Which of the graphs that were there before `call` have been replayed in it."""
+    seen = []
+    original = Recorder.replay
+
+    def replay(self, graph):
+        seen.append(graph)
+        original(self, graph)
+
+    Recorder.replay = replay
+    try:
+        call()
+    finally:
+        Recorder.replay = original
+    # What is replayed and dropped at once, before anybody sees its result, is no use of a graph.
+    del graphs
+    return [graph for graph in seen if graph in before]
+
+
+def backwards(graphs):
+    return [graph.backward for graph in graphs._graphs.values()]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: getattr(f, "__name__", "f").strip("_<>"))
+def test_a_change_drops_the_graph(change):
+    model, twin = pair(attention_dropout=0.3 * (change is _dropout))
+    for m in (model, twin):
+        _attention(m).helper = Helper()
+    graphs = captured(twin)
+    before = backwards(graphs)
+    for m in (model, twin):
+        step(m, inputs(20))
+        torch.manual_seed(5)
+        change(m)
+
+    def call(seed):
+        results = []
+        for m in (model, twin):
+            torch.manual_seed(seed)
+            results.append(step(m, inputs(seed)))
+        equal(*results)
+
+    for seed in range(4):
+        assert not replayed(graphs, before, lambda s=seed: call(s))
+
+
+def _hook(model):
+    return _attention(model).q_proj.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _pre_hook(model):
+    return _attention(model).register_forward_pre_hook(lambda module, args: None)
+
+
+def _backward_hook(model):
+    return model.model.layers[1].register_full_backward_hook(lambda module, given, out: None)
+
+
+def _everywhere(model):
+    return nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+
+
+@pytest.mark.parametrize("hook", [_hook, _pre_hook, _backward_hook, _everywhere])
+def test_hooks_run_in_each_call(hook, caplog):
+    model, twin = pair()
+    graphs = captured(twin)
+    handles = [hook(twin)] if hook is _everywhere else [hook(model), hook(twin)]
+    replays = graphs.replays
+    try:
+        equal(step(twin, inputs(3)), step(model, inputs(3)))
+        step(twin, inputs(3))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert graphs.replays == replays
+    assert caplog.text.count("runs eagerly: hooks on") == 1
+    for seed in range(2):
+        equal(step(twin, inputs(seed)), step(model, inputs(seed)))
+    assert graphs.replays > replays
+
+
+def test_hooks_on_gradients_run():
+    model, twin = pair()
+    captured(twin)
+    handles = [m.model.norm.weight.register_hook(lambda g: g * 3) for m in (model, twin)]
+    replays = held(twin).replays
+    for _ in range(2):
+        equal(step(twin, inputs(3)), step(model, inputs(3)))
+    assert held(twin).replays == replays + 2
+    held(twin).reset()  # captured with the hooks there
+    for _ in range(3):
+        equal(step(twin, inputs(3)), step(model, inputs(3)))
+    assert held(twin).replays > replays + 2
+    del handles
+
+
+def test_an_old_loss_may_live_on():
+    """Autograd's nodes of parameters live with it: a capture must not meet them."""
+    model, twin = pair()
+    kept = []
+    for seed in range(6):
+        results = []
+        for m in (model, twin):
+            m.zero_grad()
+            loss = m(**inputs(seed)).loss
+            loss.backward()
+            kept.append(loss)
+            results.append((loss.detach(), {n: p.grad.clone() for n, p in m.named_parameters()}))
+        equal(*results)
+    assert held(twin).replays == 4
+
+
+def test_hooks_behind_accumulation_run_after_a_replay():
+    """An optimizer in the backward works; gradients are all there before the first parameter changes."""
+    model, twin = pair()
+    captured(twin)
+    seen = []
+
+    def update(m, p):
+        seen.append(m)
+        p.data.sub_(p.grad, alpha=0.1)
+
+    for m in (model, twin):
+        for p in m.parameters():
+            p.register_post_accumulate_grad_hook(functools.partial(update, m))
+    step(twin, inputs(3))
+    step(model, inputs(3))
+    assert seen.count(twin) == seen.count(model) > 0
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@contextlib.contextmanager
+def _replaced(owner, name, value):
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def _other_attention(key, value):
+    original = ALL_ATTENTION_FUNCTIONS[key]
+    ALL_ATTENTION_FUNCTIONS[key] = value
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[key] = original
+
+
+def _default_dtype():
+    return _set(torch.set_default_dtype, torch.get_default_dtype(), torch.float64)
+
+
+@contextlib.contextmanager
+def _set(function, before, value):
+    function(value)
+    try:
+        yield
+    finally:
+        function(before)
+
+
+class _Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def _no_attention(module, query, *_, **__):
+    return query.transpose(1, 2), None
+
+
+_qwen3 = transformers.models.qwen3.modeling_qwen3
+SWITCHES = {
+    "function": lambda: _replaced(_qwen3, "eager_attention_forward", _no_attention),
+    "inner function": lambda: _replaced(_qwen3, "repeat_kv", lambda x, n: x.repeat_interleave(n, 1)),
+    "class forward": lambda: _replaced(_qwen3.Qwen3DecoderLayer, "forward", lambda self, x, **_: x),
+    "registry": lambda: _other_attention("sdpa", _no_attention),
+    "deterministic": tigon.deterministic,
+    "default dtype": _default_dtype,
+    "precision": lambda: _set(torch.set_float32_matmul_precision, "highest", "medium"),
+    "tf32": lambda: _replaced(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "sdp": lambda: _set(torch.backends.cuda.enable_flash_sdp, True, False),
+    "anomaly": torch.autograd.detect_anomaly,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "saved tensors": torch.autograd.graph.save_on_cpu,
+    "dispatch mode": lambda: _Dispatch(),
+    "function mode": lambda: torch.device("cpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_outside_of_the_model(switch):
+    family = {"registry": {"attn_implementation": "sdpa"}}.get(switch, {})
+    _, twin = pair(**family)
+    graphs = captured(twin)
+
+    def call():
+        with SWITCHES[switch]():
+            step(twin, inputs(1))
+
+    assert not replayed(graphs, backwards(graphs), call)
+
+
+LORA = {
+    "merge": lambda m: m.merge_adapter(),
+    "disable": lambda m: m.base_model.disable_adapter_layers(),
+    "scale": lambda m: [layer.scaling.__setitem__("default", 0.5) for layer in _lora(m)],
+    "switch": lambda m: (m.add_adapter("other", m.peft_config["default"]), m.set_adapter("other")),
+    "dropout": lambda m: [layer.lora_dropout.__setitem__("default", nn.Dropout(0.5)) for layer in _lora(m)],
+    "unfreeze": lambda m: m.base_model.model.model.norm.weight.requires_grad_(True),
+    "other": lambda m: [layer.lora_A.__setitem__("default", _linear(layer)) for layer in _lora(m)],
+}  # fmt: skip
+
+
+def adapted(model, **more):
+    torch.manual_seed(5)
+    options = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **more
+    )
+    return peft.get_peft_model(model, options).train()
+
+
+def _linear(layer):
+    return nn.Linear(layer.in_features, 4, bias=False)
+
+
+def _lora(model):
+    return [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "scaling")]
+
+
+@pytest.mark.parametrize("change", LORA)
+def test_a_change_of_adapters_drops_the_graph(change):
+    model = adapted(make("qwen3"), lora_dropout=0.1 * (change == "dropout"))
+    apply(model)
+    twin = copy.deepcopy(model)
+    apply(twin, graphs=True)
+    graphs = captured(twin)
+    before = backwards(graphs)
+    for m in (model, twin):
+        step(m, inputs(20))
+        torch.manual_seed(5)
+        LORA[change](m)
+    trains = any(p.requires_grad for p in unwrapped(twin).parameters()) and change not in ("merge", "disable")
+
+    def call(seed):
+        if not trains:
+            assert torch.equal(twin(**inputs(seed)).loss, model(**inputs(seed)).loss)
+            return
+        results = []
+        for m in (model, twin):
+            torch.manual_seed(seed)
+            results.append(step(m, inputs(seed)))
+        equal(results[1], results[0])
+
+    for seed in range(4):
+        assert not replayed(graphs, before, lambda s=seed: call(s))
+
+
+def test_what_changes_in_each_step_runs_eagerly(caplog):
+    model, twin = pair()
+    captured(twin)
+    for seed in range(60):
+        for m in (model, twin):
+            _attention(m).scaling += 0.01 * (seed % 3 == 0)
+        if seed % 10 == 0:
+            equal(step(twin, inputs(seed)), step(model, inputs(seed)))
+        else:
+            step(twin, inputs(seed))
+    assert held(twin).captures <= 10
+    assert "again and again" in caplog.text
+
+
+def _other(value):
+    """Another value of the same kind, or None where nobody sets one."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, str):
+        return value + "_"
+    if isinstance(value, tuple):
+        return (*value, 1)
+    return object() if value is None else None
+
+
+def test_every_attribute_is_watched():
+    """Of every module, configuration and container in it, one after the other."""
+    model = adapted(make("qwen3"))
+    apply(model, graphs=True)
+    graphs = captured(model)
+    watch, root, swept = graphs._watch, unwrapped(model), 0
+    assert watch.moved() is None and watch.changed() is None
+    places = []
+    for module in root.modules():
+        places.append(vars(module))
+        places += [vars(v) for v in vars(module).values() if type(v).__name__.endswith("Config")]
+        places += [v for n, v in vars(module).items() if isinstance(v, dict) and not n.startswith("_")]
+    for place in places:
+        for name, value in list(place.items()):
+            other = _other(value)
+            if other is None or (place is vars(root) and name in ("tigon_report",)):
+                continue
+            place[name] = other
+            assert watch.changed() is not None, (name, value)
+            place[name] = value
+            swept += 1
+    assert watch.changed() is None and swept > 300
+
+
+def test_every_parameter_and_buffer_is_watched():
+    model = adapted(make("qwen3"))
+    apply(model, graphs=True)
+    watch = captured(model)._watch
+    for t in [*unwrapped(model).parameters(), *unwrapped(model).buffers()]:
+        kept = t.data
+        t.data = kept.clone()
+        assert watch.moved() is not None
+        t.data = kept
+        t.data = kept.view(-1, 1) if kept.ndim == 1 else kept.flatten()
+        assert watch.changed() is not None
+        t.data = kept
+        if isinstance(t, nn.Parameter):
+            t.requires_grad_(not t.requires_grad)
+            assert watch.changed() is not None
+            t.requires_grad_(not t.requires_grad)
+    assert watch.moved() is None and watch.changed() is None
