@@ -15,7 +15,7 @@ import torch
 import transformers
 from graph_cases import TOKENS, captured, equal, held, inputs, pair
 from graph_recorder import Recorder, recording
-from tiny import make, step
+from tiny import SHARED, make, step
 from torch import nn
 
 import tigon
@@ -358,6 +358,33 @@ def test_parameters_that_change_before_the_backward(change):
     with pytest.raises(tigon.Error, match="before the model's parameters change"):
         loss.backward()
     step(twin, inputs(4))
+
+
+def test_routers_that_record_or_replay(caplog):
+    """The ids are of each forward, and Python reads them."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHARED | sizes)).train()
+    twin = copy.deepcopy(model)
+    apply(model)
+    apply(twin, graphs=True)
+    for seed in range(5):
+        equal(step(twin, inputs(seed)), step(model, inputs(seed)))
+    assert held(twin).replays == 3
+    ids = torch.stack([torch.randperm(8)[:2] for _ in range(2 * TOKENS * 2)]).view(2, TOKENS, 2, 2)
+    replays = held(twin).replays
+    for seed in range(3):
+        results = []
+        for m in (model, twin):
+            with tigon.replay_routing(m, ids):
+                results.append([step(m, inputs(seed)) for _ in range(2)])
+        for got, wanted in zip(*results, strict=True):
+            equal(got, wanted)
+        ids = ids.flip(1)
+    assert held(twin).replays == replays and "its routers record or replay" in caplog.text
+    for seed in range(3):
+        equal(step(twin, inputs(seed)), step(model, inputs(seed)))
+    assert held(twin).replays > replays
 
 
 def test_grad_of_some_parameters():

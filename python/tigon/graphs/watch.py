@@ -156,6 +156,10 @@ class Watch:
             return "hooks on all modules would run once only"
         return None
 
+    def held(self, name: str) -> list:
+        """What modules hold by this name."""
+        return [attributes[name] for attributes in self._dicts if name in attributes]
+
     def unfit(self) -> str | None:
         """What of the parameters cannot be captured; looked at once."""
         for p in self.parameters:

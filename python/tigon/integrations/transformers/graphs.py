@@ -46,6 +46,7 @@ from tigon.integrations.transformers.forward import (
 from tigon.integrations.transformers.graph_arguments import Eagerly, Given, Traits, sort_out
 from tigon.integrations.transformers.graph_outputs import Parts, Refusing, Unfit, replayed_logits, taken_apart
 from tigon.integrations.transformers.lazy_logits import LazyLogits
+from tigon.integrations.transformers.routers import ROUTED
 
 GRAPHS = "_tigon_graphs"  # where a model keeps its `ModelGraphs`
 LIMIT = 16  # graphs kept of one model
@@ -234,6 +235,8 @@ class ModelGraphs:
             self._renew(module, names, reason)
         if (reason := self._watch.refused()) is not None:
             raise Eagerly(reason)
+        if any(part.open for part in self._watch.held(ROUTED)):
+            raise Eagerly("its routers record or replay")
         sort = sort_out(given, self._traits, self.lengths, device)
         key = sort.key(device.type)
         if key in self._refused:
