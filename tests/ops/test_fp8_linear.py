@@ -88,6 +88,21 @@ def test_a_row_alone_has_the_same_bytes(dtype, device):
         assert torch.equal(bits(alone[0]), bits(q[i])) and scale[0] == s[i]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_alone_has_the_same_bits(dtype, device):
+    """Of y and of the gradient of x, in the deterministic mode."""
+    w, dy = (torch.randn(48, 64) / 8).to(device, dtype), rows(40, 48, dtype, device, spread=4)
+    x = rows(40, 64, dtype, device, spread=4).requires_grad_()
+    with tigon.deterministic():
+        y = tigon.fp8_linear(x, w)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        for first, count in ((0, 1), (5, 17), (39, 1)):
+            part = x.detach()[first : first + count].clone().requires_grad_()
+            z = tigon.fp8_linear(part, w)
+            (dz,) = torch.autograd.grad(z, part, dy[first : first + count])
+            assert torch.equal(z, y[first : first + count]) and torch.equal(dz, dx[first : first + count])
+
+
 @pytest.mark.parametrize("shape", [(1, 16), (15, 48), (17, 64), (130, 33), (257, 144)])
 def test_transposed(shape, device):
     """The same bytes, zeros behind them; with factors, those of columns divided by scales of their own."""
@@ -161,14 +176,18 @@ CHANGES = {
     "in place": lambda w: w.detach().mul_(3),
     "another memory": lambda w: setattr(w, "data", w.data * 3),
     "optimizer that writes to data": lambda w: _Unseen([w], lr=0.5).step(),
+    "data by hand, gradient zeroed": lambda w: (w.data.mul_(3), w.grad.zero_()),
+    "data by hand, gradient scaled": lambda w: (w.grad.mul_(0.5), w.data.mul_(3)),
     "data by hand, gradient taken away": lambda w: (w.data.mul_(3), setattr(w, "grad", None)),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_weight_is_quantised_anew(change, device):
+@pytest.mark.parametrize("backwards", [1, 2, 3])
+def test_a_changed_weight_is_quantised_anew(change, backwards, device):
     w, x = parameters(device=device)
-    tigon.fp8_linear(x, w).sum().backward()
+    for _ in range(backwards):
+        tigon.fp8_linear(x, w).sum().backward()
     CHANGES[change](w)
     with torch.no_grad():
         expected = tigon.fp8_linear(x, w.clone())

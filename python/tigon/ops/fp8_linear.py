@@ -147,13 +147,33 @@ class Quantized:
 
 
 class _Kept:
-    """The bytes of a weight, and what they are the bytes of."""
+    """The bytes of a weight, and what they are the bytes of.
 
-    __slots__ = ("key", "quantized", "used", "weight")
+    Some write to a weight where no version tells of it, by ``.data``. What they use for that is the gradient,
+    and they take it away or zero it: it is then not what the backwards since have made of it.
+    """
+
+    __slots__ = ("_grad", "_version", "backwards", "key", "quantized", "weight")
 
     def __init__(self, weight, key):
-        self.weight, self.key, self.used = weakref.ref(weight, _forgetter(id(weight))), key, False
+        self.weight, self.key = weakref.ref(weight, _forgetter(id(weight))), key
         self.quantized = Quantized(weight.detach())
+        self._look(weight.grad)
+
+    def _look(self, grad):
+        self._grad, self._version = (None, -1) if grad is None else (weakref.ref(grad), grad._version)
+        self.backwards = 0  # each adds to the gradient once
+
+    def is_of(self, weight, key) -> bool:
+        if self.weight() is not weight or self.key != key:
+            return False
+        grad = weight.grad
+        if grad is None:
+            return self._grad is None and self.backwards == 0
+        same = self._grad is None or self._grad() is grad  # the first becomes one of version 0
+        same = same and grad._version == self._version + self.backwards
+        self._look(grad)
+        return same
 
 
 _kept: dict[int, _Kept] = {}
@@ -179,8 +199,7 @@ def forget_weights(weights: Iterable[torch.Tensor]) -> None:
 def quantized_weight(weight: torch.Tensor, reuse: bool) -> Quantized:
     """A weight's bytes, those of the last call where it is known to be the same.
 
-    Known is a weight by its version, its memory and the number of optimizer steps. One whose gradient a
-    backward has made and somebody has taken away since may have been stepped in any way.
+    Known is a weight by its version, its memory, the number of optimizer steps, and by its gradient.
     """
     global _hook
     if not reuse or weight.is_inference() or weight.is_meta:
@@ -195,15 +214,15 @@ def quantized_weight(weight: torch.Tensor, reuse: bool) -> Quantized:
     steps = _steps if weight.requires_grad else 0
     key = weight._version, weight.data_ptr(), steps, stream
     kept = _kept.get(id(weight))
-    if kept is None or kept.weight() is not weight or kept.key != key or (kept.used and weight.grad is None):
+    if kept is None or not kept.is_of(weight, key):
         kept = _kept[id(weight)] = _Kept(weight, key)
     return kept.quantized
 
 
-def _mark_used(weight: torch.Tensor) -> None:
+def _count_backward(weight: torch.Tensor) -> None:
     kept = _kept.get(id(weight))
-    if kept is not None and weight.requires_grad:
-        kept.used = True
+    if kept is not None:
+        kept.backwards += 1
 
 
 class _Latest:
@@ -270,7 +289,7 @@ def _backward(ctx, dy):
         dx, dweight = _bwd(dy, xt, xs, x, wt, ws, need_x, need_w, _DTYPES.index(ctx.dtypes[0]))
         dx = dx.view(ctx.shape) if need_x else None
     if ctx.weight is not None and need_w and (weight := ctx.weight()) is not None:
-        _mark_used(weight)
+        _count_backward(weight)
     if need_bias:
         dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.dtypes[1])
     return dx, dweight if need_w else None, dbias, *[None] * 6
