@@ -108,13 +108,14 @@ def test_transposed(shape, device):
     """The same bytes, zeros behind them; with factors, those of columns divided by scales of their own."""
     x = hard(max(shape[0], 5), shape[1], torch.float32, device)[: shape[0]]
     q, s = quantize_rows(x)
-    qt, none = transpose(q, None, None)
+    qt, none = transpose(q, None, None, None)
     assert none.numel() == 0 and qt.shape == (shape[1], math.ceil(shape[0] / 16) * 16)
     assert torch.equal(bits(qt[:, : shape[0]]), bits(q.T)) and not bits(qt[:, shape[0] :]).any()
     f = torch.exp2(torch.randint(-9, 9, shape[:1]).float()).to(device)
-    qt, c = transpose(q, f, s)
+    d = torch.exp2(torch.randint(-9, 9, shape[1:]).float()).to(device)
+    qt, c = transpose(q, f, s, d)
     expected, scales = quantized(q.float() * (f * s)[:, None], 0)
-    assert torch.equal(c[None], scales) and not bits(qt[:, shape[0] :]).any()
+    assert torch.equal(c[None] * d, scales) and not bits(qt[:, shape[0] :]).any()
     assert torch.equal(qt[:, : shape[0]].float().nan_to_num(7), expected.T.nan_to_num(7))
 
 

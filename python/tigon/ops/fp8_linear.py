@@ -92,7 +92,7 @@ def _fake_quantize(x, column_factors):
     return x.new_empty(rows, columns, dtype=_BYTES), x.new_empty(rows, dtype=torch.float32)
 
 
-def _fake_transpose(q, row_factors, row_scales):
+def _fake_transpose(q, row_factors, row_scales, column_divisors):
     rows, columns = q.shape
     scales = q.new_empty(0 if row_factors is None else columns, dtype=torch.float32)
     return q.new_empty(columns, _columns(rows)), scales
@@ -125,7 +125,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def transpose(q: torch.Tensor) -> torch.Tensor:
     """The bytes ``[K, rows]``, with zeros up to a multiple of 16."""
-    return _transpose(q, None, None)[0]
+    return _transpose(q, None, None, None)[0]
 
 
 # --- bytes that are made once -------------------------------------------------------------------

@@ -19,6 +19,12 @@ Matrix bytes(Context& ctx, int64_t rows, int64_t cols) {
 }
 Vector floats(Context& ctx, int64_t size) { return {ctx.scratch_of<float>(size), DType::f32, size}; }
 
+Vector ones_of(Context& ctx, int64_t size) {
+  const Vector v = floats(ctx, size);
+  TIGON_RUN(kOp, ctx, fp8_ones, v);
+  return v;
+}
+
 }  // namespace
 
 void fp8_linear_fwd(Context& ctx, const Fp8LinearFwd& args) {
@@ -37,13 +43,19 @@ void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& args) {
   const bool quantized = a.need_dweight && !a.x.data;
   const Matrix dyq = bytes(ctx, a.dy.rows, a.dy.cols);
   const Vector dys = floats(ctx, a.dy.rows);
+  const Vector ones = a.need_dx || quantized ? ones_of(ctx, a.need_dx ? a.wt.rows : a.xt.rows) : Vector{};
   if (a.need_dx || quantized) fp8_quantize(ctx, {.x = a.dy, .column_factors = a.ws, .q = dyq, .scales = dys});
-  if (a.need_dx) product(ctx, {.a = dyq, .a_scales = dys, .b = a.wt, .c = a.dx});
+  if (a.need_dx) product(ctx, {.a = dyq, .a_scales = dys, .b = a.wt, .b_scales = ones, .c = a.dx});
   if (quantized) {
     const Matrix dyt = bytes(ctx, a.dy.cols, fp8_columns(a.dy.rows));
     const Vector dyc = floats(ctx, a.dy.cols);
-    fp8_transpose(ctx, {.q = dyq, .row_factors = a.xs, .row_scales = dys, .qt = dyt, .column_scales = dyc});
-    product(ctx, {.a = dyt, .a_scales = dyc, .a_divisors = a.ws, .b = a.xt, .c = a.dweight});
+    fp8_transpose(ctx, {.q = dyq,
+                        .row_factors = a.xs,
+                        .row_scales = dys,
+                        .column_divisors = a.ws,
+                        .qt = dyt,
+                        .column_scales = dyc});
+    product(ctx, {.a = dyt, .a_scales = dyc, .b = a.xt, .b_scales = ones, .c = a.dweight});
   }
   if (a.need_dweight && a.x.data)
     multiply(ctx, {.a = a.dy, .b = a.x, .c = a.dweight, .trans_a = true, .unrounded = true});

@@ -90,11 +90,10 @@ struct Fp8LinearBwd {
 TIGON_API void fp8_linear_fwd(Context& ctx, const Fp8LinearFwd& a);
 TIGON_API void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& a);
 
-// c = a_scales / a_divisors b_scales (a b^T) by row of a and of b. Absent ones are 1 for all.
+// c = a_scales b_scales (a b^T) by row of a and of b.
 struct Fp8Product {
   Matrix a;
   Vector a_scales;
-  Vector a_divisors;
   Matrix b;
   Vector b_scales;
   Vector bias;  // by column of c, empty: none
@@ -103,9 +102,11 @@ struct Fp8Product {
 };
 namespace cpu {
 void fp8_product(Context& ctx, const Fp8Product& p);
-}
+void fp8_ones(Context& ctx, const Vector& v);
+}  // namespace cpu
 namespace cuda {
 void fp8_product(Context& ctx, const Fp8Product& p);
-}
+void fp8_ones(Context& ctx, const Vector& v);
+}  // namespace cuda
 
 }  // namespace tigon

@@ -1,4 +1,5 @@
 // CPU backend of the products: what the bytes stand for, multiplied in fp32.
+#include <algorithm>
 #include <bit>
 
 #include "tigon/base/dispatch.h"
@@ -19,10 +20,10 @@ float at(const Vector& v, int64_t i, float absent) {
   return x;
 }
 
-Matrix widened(Context& ctx, const Matrix& m, const Vector& scales, const Vector& divisors) {
+Matrix widened(Context& ctx, const Matrix& m, const Vector& scales) {
   const Matrix wide = {ctx.scratch_of<float>(m.rows * m.cols), DType::f32, m.rows, m.cols, m.cols};
   for_each_row(ctx, m.rows, [&](int64_t r) {
-    const float scale = at(scales, r, 1.0f) / at(divisors, r, 1.0f);
+    const float scale = scales.as<float>()[r];
     for (int64_t c = 0; c < m.cols; ++c)
       wide.row<float>(r)[c] = std::bit_cast<float>(e4m3_widen(m.row<uint8_t>(r)[c])) * scale;
   });
@@ -31,9 +32,11 @@ Matrix widened(Context& ctx, const Matrix& m, const Vector& scales, const Vector
 
 }  // namespace
 
+void fp8_ones(Context&, const Vector& v) { std::fill_n(v.as<float>(), v.size, 1.0f); }
+
 void fp8_product(Context& ctx, const Fp8Product& p) {
   if (p.c.rows == 0) return;
-  const Matrix a = widened(ctx, p.a, p.a_scales, p.a_divisors), b = widened(ctx, p.b, p.b_scales, {});
+  const Matrix a = widened(ctx, p.a, p.a_scales), b = widened(ctx, p.b, p.b_scales);
   float* sums = ctx.scratch_of<float>(p.c.rows * p.c.cols);
   ctx.gemm({.m = p.c.rows,
             .n = p.c.cols,

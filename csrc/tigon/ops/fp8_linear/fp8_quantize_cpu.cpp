@@ -55,7 +55,7 @@ void fp8_transpose(Context& ctx, const Fp8Transpose& a) {
     for (int64_t r = 0; r < a.q.rows; ++r) largest = std::max(largest, e4m3_magnitude(bits_of(value(r))));
     const uint32_t scale = e4m3_scale(largest);
     for (int64_t r = 0; r < a.q.rows; ++r) to[r] = byte_of(value(r), scale);
-    a.column_scales.as<float>()[c] = float_of(scale);
+    a.column_scales.as<float>()[c] = float_of(scale) / factor_at(a.column_divisors, c);
   });
 }
 

@@ -138,7 +138,8 @@ struct Bytes {
   const uint8_t* q;
   int64_t stride, rows, cols;
   const float *row_factors, *row_scales;  // null: the bytes as they are
-  uint32_t* largest;                      // of columns
+  const float* column_divisors;
+  uint32_t* largest;  // of columns
   float* column_scales;
   uint8_t* to;
   int64_t to_stride, to_cols;
@@ -161,7 +162,7 @@ constexpr int kLargestRows = 64, kLargestCols = 32 * kByteVec;
 template <bool kVectors>
 __global__ __launch_bounds__(kTileThreads) void largest_kernel(Bytes p) {
   constexpr int kWarps = kTileThreads / 32, kRows = kLargestRows / kWarps;
-  __shared__ uint32_t all[kWarps][kLargestCols];
+  __shared__ alignas(16) uint32_t all[kWarps][kLargestCols];
   const int64_t tiles = (p.cols + kLargestCols - 1) / kLargestCols;
   const int64_t first_row = blockIdx.x / tiles * kLargestRows, first_col = blockIdx.x % tiles * kLargestCols;
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
@@ -184,15 +185,17 @@ __global__ __launch_bounds__(kTileThreads) void largest_kernel(Bytes p) {
       for (int j = 0; j < 4; ++j) raise(largest[4 * i + j], fp8_value(x[j], factor));
     }
   }
+  auto* to = reinterpret_cast<uint4*>(&all[warp][lane * kByteVec]);
 #pragma unroll
-  for (int j = 0; j < kByteVec; ++j) all[warp][j * 32 + lane] = largest[j];
+  for (int j = 0; j < kByteVec; j += 4)
+    to[j / 4] = make_uint4(largest[j], largest[j + 1], largest[j + 2], largest[j + 3]);
   __syncthreads();
+#pragma unroll
   for (int i = int(threadIdx.x); i < kLargestCols; i += kTileThreads) {
     uint32_t x = 0;
 #pragma unroll
     for (int k = 0; k < kWarps; ++k) x = max(x, all[k][i]);
-    const int64_t c = first_col + i % 32 * kByteVec + i / 32;
-    if (c < p.cols && x != 0) atomicMax(p.largest + c, x);
+    if (first_col + i < p.cols && x != 0) atomicMax(p.largest + first_col + i, x);
   }
 }
 
@@ -202,6 +205,7 @@ template <bool kVectors, bool kFactors>
 __global__ __launch_bounds__(kTileThreads) void transpose_kernel(Bytes p) {
   constexpr int kLanes = kTileCols / kByteVec;
   __shared__ uint32_t words[kTileCols * (kTileWords + 1) + kTileCols / 32 * 4];
+  __shared__ alignas(16) float inverses[kTileCols];
   const int64_t tiles = (p.cols + kTileCols - 1) / kTileCols;
   const int64_t first_row = blockIdx.x / tiles * kTileRows, first_col = blockIdx.x % tiles * kTileCols;
   const int lane = int(threadIdx.x) % kLanes, group = int(threadIdx.x) / kLanes;
@@ -215,6 +219,18 @@ __global__ __launch_bounds__(kTileThreads) void transpose_kernel(Bytes p) {
     if (!kFactors) continue;
     factor[k] = r + k < p.rows ? p.row_factors[r + k] * p.row_scales[r + k] : 0.0f;
   }
+  if constexpr (kFactors) {
+    if (const int i = int(threadIdx.x); i < kTileCols) {
+      const int64_t column = first_col + i;
+      const uint32_t of = e4m3_scale(column < p.cols ? p.largest[column] : 0u);
+      inverses[i] = __uint_as_float(e4m3_inverse(of));
+      if (first_row == 0 && column < p.cols) {
+        const float divisor = p.column_divisors != nullptr ? p.column_divisors[column] : 1.0f;
+        p.column_scales[column] = __uint_as_float(of) / divisor;
+      }
+    }
+    __syncthreads();
+  }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     auto at = [&](int j) -> uint32_t& { return words[place_of(lane * kByteVec + 4 * i + j) + group]; };
@@ -224,10 +240,7 @@ __global__ __launch_bounds__(kTileThreads) void transpose_kernel(Bytes p) {
       for (int k = 0; k < 4; ++k) widen_word(w[k][i], x[k]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int64_t column = c + 4 * i + j;
-        const uint32_t of = e4m3_scale(column < p.cols ? p.largest[column] : 0u);
-        const float inverse = __uint_as_float(e4m3_inverse(of));
-        if (first_row == 0 && group == 0 && column < p.cols) p.column_scales[column] = __uint_as_float(of);
+        const float inverse = inverses[lane * kByteVec + 4 * i + j];
         auto scaled = [&](int k) { return fp8_scaled(fp8_value(x[k][j], factor[k]), inverse); };
         at(j) = bytes_of(scaled(0), scaled(1), scaled(2), scaled(3));
       }
@@ -298,6 +311,7 @@ void fp8_transpose(Context& ctx, const Fp8Transpose& a) {
              .cols = a.q.cols,
              .row_factors = a.row_factors.as<float>(),
              .row_scales = a.row_scales.as<float>(),
+             .column_divisors = a.column_divisors.as<float>(),
              .column_scales = a.column_scales.as<float>(),
              .to = static_cast<uint8_t*>(a.qt.data),
              .to_stride = a.qt.stride,
