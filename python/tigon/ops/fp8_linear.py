@@ -190,6 +190,10 @@ def _count_step(*_) -> None:
     _steps += 1
 
 
+def _stream(t: torch.Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(t.device.index) if t.is_cuda else 0
+
+
 def forget_weights(weights: Iterable[torch.Tensor]) -> None:
     """Drop the bytes of these weights: the next call makes them anew."""
     for weight in weights:
@@ -204,15 +208,12 @@ def quantized_weight(weight: torch.Tensor, reuse: bool) -> Quantized:
     global _hook
     if not reuse or weight.is_inference() or weight.is_meta:
         return Quantized(weight.detach())
-    stream = 0
-    if weight.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            return Quantized(weight.detach())
-        stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return Quantized(weight.detach())
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_count_step)
     steps = _steps if weight.requires_grad else 0
-    key = weight._version, weight.data_ptr(), steps, stream
+    key = weight._version, weight.data_ptr(), steps, _stream(weight)
     kept = _kept.get(id(weight))
     if kept is None or not kept.is_of(weight, key):
         kept = _kept[id(weight)] = _Kept(weight, key)
@@ -226,17 +227,17 @@ def _count_backward(weight: torch.Tensor) -> None:
 
 
 class _Latest:
-    """The bytes made of the last tensor: q, k, v and gate, up read one x."""
+    """What was made of the last tensor: q, k, v and gate, up read one x."""
 
     def __init__(self, make):
         self.make, self.held = make, None
 
     def __call__(self, x):
-        held, version = self.held, 0 if x.is_inference() else x._version
-        if held is not None and held[0]() is x and held[1] == version:
+        held, known = self.held, (x._version, _stream(x))
+        if held is not None and held[0]() is x and held[1] == known:
             return held[2]
         made = self.make(x)
-        self.held = weakref.ref(x, self._forget), version, made
+        self.held = weakref.ref(x, self._forget), known, made
         return made
 
     def _forget(self, reference):
@@ -246,6 +247,12 @@ class _Latest:
 
 
 _latest_rows, _latest_transposed = _Latest(lambda x: quantize_rows(x.detach())), _Latest(transpose)
+
+
+def _rows(x):
+    """Its bytes. A leaf may be a buffer that is filled anew, by a replayed graph or by ``.data``."""
+    return quantize_rows(x.detach()) if x.grad_fn is None else _latest_rows(x)
+
 
 # --- autograd -----------------------------------------------------------------------------------
 
@@ -320,7 +327,7 @@ def apply(x, weight, bias, dw: str, reuse: bool):
         function = _Function.apply if _op._is_compiling() else _transformed
         return function(x, weight, bias, xq, xs, wq, ws, None, dw)
     made = quantized_weight(weight, reuse)
-    xq, xs = _latest_rows(x)
+    xq, xs = _rows(x)
     if not _op._is_grad_enabled():
         return _forward(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
     return _Function.apply(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)

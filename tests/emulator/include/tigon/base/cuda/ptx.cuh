@@ -30,7 +30,7 @@ inline uint32_t cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
     if (x != x) return 0x7f;
     const float a = fminf(fabsf(x), 448.0f);
     const int exponent = a < 0x1p-6f ? -6 : ilogbf(a);
-    return (signbit(x) ? 0x80u : 0u) |
+    return (std::signbit(x) ? 0x80u : 0u) |
            (uint32_t(exponent + 6) << 3) + uint32_t(nearbyintf(ldexpf(a, 3 - exponent)));
   };
   return byte(high) << 8 | byte(low);
