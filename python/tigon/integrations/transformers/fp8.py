@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tigon._dtensor import is_dtensor
 from tigon.error import Error
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, bound, plain, stock
 from tigon.integrations.transformers.head_operands import LORA_PARTS, is_linear
@@ -110,7 +111,8 @@ def _kind(module: nn.Linear) -> str | None:
     known = bound(module)
     if known is not None and not isinstance(known.spec, Fp8Spec):
         return "replaced by another slot"
-    if not is_linear(module) or not plain(module.weight) or module.weight.dtype not in _DTYPES:
+    sharded = is_dtensor(module.weight)  # FSDP2 gathers it for the forward
+    if not is_linear(module) or not (plain(module.weight) or sharded) or module.weight.dtype not in _DTYPES:
         return "no plain weight"
     rows, columns = module.weight.shape
     if rows % MULTIPLE or columns % MULTIPLE:
