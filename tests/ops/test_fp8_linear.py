@@ -195,6 +195,18 @@ def test_a_changed_weight_is_quantised_anew(change, backwards, device):
     assert torch.equal(tigon.fp8_linear(x, w), expected)
 
 
+@pytest.mark.filterwarnings("error")
+def test_frozen_and_computed_weights(device):
+    """Nothing tells of a merge into the data of a frozen one; a computed one is another every time."""
+    w, x = parameters(device=device)
+    frozen = w.detach().clone()
+    y = tigon.fp8_linear(x, frozen)
+    frozen.data.mul_(2)
+    assert torch.equal(tigon.fp8_linear(x, frozen), 2 * y)
+    assert torch.equal(tigon.fp8_linear(x, 2 * w), 2 * y)
+    torch.autograd.grad(tigon.fp8_linear(x, 2 * w).sum(), w)
+
+
 def test_bytes_die_with_their_weight(device):
     w, x = parameters(device=device)
     tigon.fp8_linear(x, w).sum().backward()

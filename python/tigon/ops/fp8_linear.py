@@ -203,17 +203,16 @@ def forget_weights(weights: Iterable[torch.Tensor]) -> None:
 def quantized_weight(weight: torch.Tensor, reuse: bool) -> Quantized:
     """A weight's bytes, those of the last call where it is known to be the same.
 
-    Known is a weight by its version, its memory, the number of optimizer steps, and by its gradient.
+    Known is a weight by its version, its memory, the number of optimizer steps, and by its gradient. A frozen
+    one has none that would tell of a merge into its ``.data``.
     """
     global _hook
-    if not reuse or weight.is_inference() or weight.is_meta:
-        return Quantized(weight.detach())
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+    trained = weight.requires_grad and weight.is_leaf and not weight.is_meta
+    if not (reuse and trained) or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return Quantized(weight.detach())
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_count_step)
-    steps = _steps if weight.requires_grad else 0
-    key = weight._version, weight.data_ptr(), steps, _stream(weight)
+    key = weight._version, weight.data_ptr(), _steps, _stream(weight)
     kept = _kept.get(id(weight))
     if kept is None or not kept.is_of(weight, key):
         kept = _kept[id(weight)] = _Kept(weight, key)
