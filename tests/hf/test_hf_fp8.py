@@ -256,6 +256,27 @@ def test_training(optimizer):
     assert max(abs(a - b) for a, b in zip(stock, ours, strict=True)) < 0.03 * (stock[0] - stock[-1]) + 5e-3
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer(bf16, tmp_path):
+    """Through the callback, with accumulation: the losses are stock's but for the rounding."""
+    rows = batch(rows=8, tokens=17)["input_ids"]
+    losses = []
+    for recipe in (None, "rowwise"):
+        callback = tigon.TigonTrainerCallback(fp8=recipe, optimizer=True)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            learning_rate=3e-3, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, bf16=bf16,
+            disable_tqdm=True,
+        )  # fmt: skip
+        dataset = [{"input_ids": row, "labels": row} for row in rows]
+        trainer = transformers.Trainer(model(), arguments, train_dataset=dataset, callbacks=[callback])
+        trainer.train()
+        losses.append([float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry])
+    assert callback.report.count("fp8") == 21 and losses[0] != losses[1]
+    assert losses[0][0] - losses[0][-1] > 0.05
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 0.02
+
+
 def test_autocast():
     """float32 parameters under autocast: products of float8, results in autocast's dtype."""
     stock, ours = model(), model()
