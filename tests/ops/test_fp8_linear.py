@@ -310,7 +310,7 @@ REFUSED = {
     "weight must be torch.bfloat16 or float32, got torch.float16": lambda x, w: (x, w.half()),
     r"bias must be \[48\], got \[47\]": lambda x, w: (x, w, x.new_zeros(47)),
     "weight must be a float tensor, got torch.int64": lambda x, w: (x, w.long()),
-    "tensors must be float32, bfloat16, float16 or float64, got torch.float8_e4m3fn": lambda x, w: (
+    "x must be float32, bfloat16, float16 or float64, got torch.float8_e4m3fn": lambda x, w: (
         x.to(torch.float8_e4m3fn),
         w.to(torch.float8_e4m3fn),
     ),
