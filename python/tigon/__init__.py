@@ -20,6 +20,7 @@ from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
 from tigon.ops.embedding import embedding
 from tigon.ops.experts import experts, grouped_mlp
+from tigon.ops.fp8_linear import fp8_linear
 from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.grad_norm import clip_grad_norm_
@@ -74,6 +75,7 @@ __all__ = [
     "embedding",
     "env",
     "experts",
+    "fp8_linear",
     "gated_rms_norm",
     "geglu",
     "graph_step",

@@ -29,6 +29,15 @@ static_assert(int(kCompute32F) == int(CUBLAS_COMPUTE_32F));
 static_assert(int(kOpN) == int(CUBLAS_OP_N) && int(kOpT) == int(CUBLAS_OP_T));
 static_assert(int(kDescTransA) == int(CUBLASLT_MATMUL_DESC_TRANSA) &&
               int(kDescTransB) == int(CUBLASLT_MATMUL_DESC_TRANSB));
+static_assert(int(kR8FE4M3) == int(CUDA_R_8F_E4M3));
+static_assert(int(kDescScalesA) == int(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER) &&
+              int(kDescScalesB) == int(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER) &&
+              int(kDescFastSums) == int(CUBLASLT_MATMUL_DESC_FAST_ACCUM));
+#if CUBLAS_VERSION >= 120900
+static_assert(int(kDescScaleModeA) == int(CUBLASLT_MATMUL_DESC_A_SCALE_MODE) &&
+              int(kDescScaleModeB) == int(CUBLASLT_MATMUL_DESC_B_SCALE_MODE) &&
+              int(kScaleOuterVector) == int(CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F));
+#endif
 static_assert(int(kAlgoId) == int(CUBLASLT_ALGO_CONFIG_ID) &&
               int(kAlgoTile) == int(CUBLASLT_ALGO_CONFIG_TILE_ID) &&
               int(kAlgoSplitK) == int(CUBLASLT_ALGO_CONFIG_SPLITK_NUM) &&

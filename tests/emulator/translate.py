@@ -25,6 +25,8 @@ if source.name == "grouped_gemm.cpp":  # of what the kernels do not take, PyTorc
   if (!fits) return cpu::grouped_gemm(ctx, g);
   TIGON_RUN(""",
     )
+if source.name == "fp8_linear.cpp":  # cuBLASLt's
+    text = text.replace("TIGON_RUN(kOp, ctx, fp8_product, p)", "cpu::fp8_product(ctx, p)")
 if source.name == "launch.cuh":
     text = text.replace("return reinterpret_cast<const void*>(kernel);", "return emulator::entry_of(kernel);")
 if not target.exists() or target.read_text() != text:

@@ -143,6 +143,8 @@ def test_operators(name, device):
     for (operator, _), (args, kwargs) in calls.found.items():
         names = [argument.name for argument in operator._schema.arguments]
         checks = ["test_schema"] * (len(names) == len(set(names)))  # linear_preference has two targets
+        if any(torch.is_tensor(x) and x.dtype == torch.float8_e4m3fn for x in args):
+            checks = []  # PyTorch compares arguments by allclose, which float8 does not have
         if operator._schema.name not in NOT_TRACED:
             checks += ["test_faketensor"]
         torch.library.opcheck(operator, args, kwargs, test_utils=checks)

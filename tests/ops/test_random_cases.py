@@ -302,6 +302,14 @@ def _lora_linear(draw):
     return found | {"weight_layout": draw.choice(LAYOUTS[:5]), "grad_layout": draw.choice(LAYOUTS[:4])}
 
 
+def _fp8_linear(draw):
+    found = {"lead": tuple(draw.choice((0, 1, 2, 5, 17)) for _ in range(draw.choice((1, 2))))}
+    found |= {"K": draw.choice((16, 48, 128)), "N": draw.choice((16, 80, 144))}
+    found |= {"dw": draw.choice(("fp8", "fp8", "bf16")), "bias": draw.random() < 0.4}
+    found |= {"wide": draw.random() < 0.3, "spread": draw.choice((0, 4)), "layout": draw.choice(LAYOUTS[:4])}
+    return found | {"weight_layout": draw.choice(LAYOUTS[:5]), "grad_layout": draw.choice(LAYOUTS[:4])}
+
+
 def _experts(draw):
     number = draw.choice((1, 2, 5, 17))
     found = {
@@ -363,6 +371,7 @@ DRAWERS = {
     "qk_norm_rope": _qk_norm_rope,
     "embedding": _embedding,
     "experts": _experts,
+    "fp8_linear": _fp8_linear,
     "lora_linear": _lora_linear,
     "hyper_connection": _hyper_connection,
     "route": _route,

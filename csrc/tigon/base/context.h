@@ -50,6 +50,9 @@ struct Gemm {
   bool padded_a = false;  // on the CPU: zeros follow each row of A, up to a multiple of 64 elements
   bool reduce_rows =
       false;  // k counts rows of the call, as wherever trans_a does: a sum over them, no row's own result
+  // Of float8 operands, with trans_b and on CUDA alone: a factor for each row of A and of op(B)^T; sums in fewer bits.
+  const float *a_scales = nullptr, *b_scales = nullptr;
+  bool fast_sums = false;
 };
 
 class TIGON_API Context {

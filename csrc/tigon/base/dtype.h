@@ -7,7 +7,7 @@
 
 namespace tigon {
 
-enum class DType : int8_t { f32, bf16, f16, f64, i32, i64, u8, i16 };
+enum class DType : int8_t { f32, bf16, f16, f64, i32, i64, u8, i16, e4m3 };
 
 // Of f32, bf16 and f16.
 template <class K>
@@ -25,7 +25,8 @@ constexpr size_t size_of(DType t) {
     case DType::bf16:
     case DType::f16:
     case DType::i16: return 2;
-    case DType::u8: return 1;
+    case DType::u8:
+    case DType::e4m3: return 1;
   }
   return 0;
 }
@@ -40,6 +41,7 @@ constexpr const char* name_of(DType t) {
     case DType::i64: return "int64";
     case DType::u8: return "uint8";
     case DType::i16: return "int16";
+    case DType::e4m3: return "float8_e4m3fn";
   }
   return "unknown";
 }

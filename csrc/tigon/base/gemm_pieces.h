@@ -57,7 +57,7 @@ inline GemmPieces gemm_pieces(const Gemm& g, int64_t least_work = int64_t(1) << 
   GemmPieces pieces = {.piece = {g}, .count = 1};
   bool aligned = begins_aligned(g.a, g.lda, g.ab_dtype) && begins_aligned(g.b, g.ldb, g.ab_dtype) &&
                  begins_aligned(g.c, g.ldc, g.c_dtype);
-  if (g.ab_dtype == DType::f32 || !aligned || g.m * g.n * g.k < least_work) return pieces;
+  if (!is_half(g.ab_dtype) || !aligned || g.m * g.n * g.k < least_work) return pieces;
   // Cuts every piece in two. Parts of a sum: the small one is written first, so that the large one rounds the whole.
   auto cut = [&](int64_t size, Gemm (*part)(Gemm, int64_t, int64_t), bool sums) {
     int64_t whole = size / kVector * kVector;

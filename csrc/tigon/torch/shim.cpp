@@ -30,6 +30,7 @@ std::optional<DType> known_dtype(ScalarType t) {
     case ScalarType::Long: return DType::i64;
     case ScalarType::Byte:
     case ScalarType::Bool: return DType::u8;
+    case ScalarType::Float8_e4m3fn: return DType::e4m3;
     default: return std::nullopt;
   }
 }
@@ -44,6 +45,7 @@ ScalarType torch_dtype(DType t) {
     case DType::i64: return ScalarType::Long;
     case DType::u8: return ScalarType::Byte;
     case DType::i16: return ScalarType::Short;
+    case DType::e4m3: return ScalarType::Float8_e4m3fn;
   }
   return ScalarType::Byte;
 }

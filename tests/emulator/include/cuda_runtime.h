@@ -248,6 +248,13 @@ template <class T>
 T atomicAdd(T* p, T x) {
   return std::atomic_ref<T>(*p).fetch_add(x);
 }
+template <class T>
+T atomicMax(T* p, T x) {
+  std::atomic_ref<T> at(*p);
+  T seen = at;
+  while (seen < x && !at.compare_exchange_weak(seen, x)) continue;
+  return seen;
+}
 
 // --- intrinsics ---
 

@@ -25,10 +25,20 @@ struct HeuristicResult {
   int reserved[4];
 };
 
-enum : int { kR32F = 0, kR16F = 2, kR16BF = 14 };  // cudaDataType_t
-enum : int { kCompute32F = 68 };                   // cublasComputeType_t
-enum : int { kOpN = 0, kOpT = 1 };                 // cublasOperation_t
-enum : int { kDescTransA = 3, kDescTransB = 4 };   // cublasLtMatmulDescAttributes_t
+enum : int { kR32F = 0, kR16F = 2, kR16BF = 14, kR8FE4M3 = 28 };  // cudaDataType_t
+enum : int { kCompute32F = 68 };                                  // cublasComputeType_t
+enum : int { kOpN = 0, kOpT = 1 };                                // cublasOperation_t
+// cublasLtMatmulDescAttributes_t
+enum : int {
+  kDescTransA = 3,
+  kDescTransB = 4,
+  kDescScalesA = 17,
+  kDescScalesB = 18,
+  kDescFastSums = 25,
+  kDescScaleModeA = 31,
+  kDescScaleModeB = 32
+};
+enum : int { kScaleOuterVector = 3 };  // cublasLtMatmulMatrixScale_t, of CUDA 12.9
 // cublasLtMatmulAlgoConfigAttributes_t
 enum : int {
   kAlgoId = 0,

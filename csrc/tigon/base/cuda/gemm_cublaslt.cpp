@@ -4,6 +4,7 @@
 #include <array>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <tuple>
@@ -54,7 +55,10 @@ void check(lt::Status status, const char* call) {
   TIGON_CHECK("gemm", status == 0, call, " failed with cublasStatus_t ", status);
 }
 
-int data_type(DType t) { return t == DType::f32 ? lt::kR32F : t == DType::bf16 ? lt::kR16BF : lt::kR16F; }
+int data_type(DType t) {
+  if (t == DType::e4m3) return lt::kR8FE4M3;
+  return t == DType::f32 ? lt::kR32F : t == DType::bf16 ? lt::kR16BF : lt::kR16F;
+}
 
 // The largest power of two up to `most` that divides `bits`.
 uint32_t alignment(uintptr_t bits, uint32_t most = 256) {
@@ -82,14 +86,49 @@ struct Problem {
     align = {of(g.a, g.lda, g.ab_dtype), of(g.b, g.ldb, g.ab_dtype), of(g.c, g.ldc, g.c_dtype)};
   }
   auto key() const {
-    int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2 | int(choice) << 3;
+    int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2 | int(g.fast_sums) << 3 |
+                int(choice) << 4;
     return std::tuple(g.m, g.n, g.k, g.lda, g.ldb, g.ldc, int(g.ab_dtype) * 16 + int(g.c_dtype), flags,
                       align);
   }
 };
 
+// Row major C = A B is column major C^T = B^T A^T: our B is cuBLASLt's A.
+class Description {
+ public:
+  explicit Description(const Gemm& g) {
+    const lt::Api& api = lt::api();
+    check(api.matmul_desc_create(&desc_, lt::kCompute32F, lt::kR32F), "cublasLtMatmulDescCreate");
+    try {
+      set(lt::kDescTransA, g.trans_b ? lt::kOpT : lt::kOpN);
+      set(lt::kDescTransB, g.trans_a ? lt::kOpT : lt::kOpN);
+      if (g.ab_dtype != DType::e4m3) return;
+      set(lt::kDescScaleModeA, lt::kScaleOuterVector);
+      set(lt::kDescScaleModeB, lt::kScaleOuterVector);
+      set(lt::kDescScalesA, g.b_scales);
+      set(lt::kDescScalesB, g.a_scales);
+      set(lt::kDescFastSums, int8_t(g.fast_sums));
+    } catch (...) {
+      api.matmul_desc_destroy(desc_);
+      throw;
+    }
+  }
+  Description(const Description&) = delete;
+  Description& operator=(const Description&) = delete;
+  ~Description() { lt::api().matmul_desc_destroy(desc_); }
+  operator lt::MatmulDesc() const { return desc_; }
+
+ private:
+  template <class T>
+  void set(int attribute, T value) {
+    check(lt::api().matmul_desc_set(desc_, attribute, &value, sizeof value),
+          "cublasLtMatmulDescSetAttribute");
+  }
+  lt::MatmulDesc desc_ = nullptr;
+};
+
 struct Plan {
-  Plan() = default;
+  explicit Plan(const Gemm& g) : desc(g) {}
   // With the kernel of another number of rows, where that is given and takes this one.
   Plan(const Problem& q, lt::Handle handle, const Plan* other = nullptr);
   Plan(const Plan&) = delete;
@@ -97,10 +136,9 @@ struct Plan {
   ~Plan() {
     for (lt::Layout layout : {a, b, c})
       if (layout != nullptr) lt::api().layout_destroy(layout);
-    if (desc != nullptr) lt::api().matmul_desc_destroy(desc);
   }
 
-  lt::MatmulDesc desc = nullptr;
+  const Description desc;
   lt::Layout a = nullptr, b = nullptr, c = nullptr;
   lt::Algo algo{};
   size_t workspace = 0;
@@ -164,15 +202,10 @@ int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
   return 0;
 }
 
-// Row major C = A B is column major C^T = B^T A^T: our B is cuBLASLt's A.
 // Delegating: a constructor that throws from here on is followed by the destructor.
-Plan::Plan(const Problem& q, lt::Handle handle, const Plan* other) : Plan() {
+Plan::Plan(const Problem& q, lt::Handle handle, const Plan* other) : Plan(q.g) {
   const lt::Api& api = lt::api();
   const Gemm& g = q.g;
-  check(api.matmul_desc_create(&desc, lt::kCompute32F, lt::kR32F), "cublasLtMatmulDescCreate");
-  int op_a = g.trans_b ? lt::kOpT : lt::kOpN, op_b = g.trans_a ? lt::kOpT : lt::kOpN;
-  check(api.matmul_desc_set(desc, lt::kDescTransA, &op_a, sizeof op_a), "cublasLtMatmulDescSetAttribute");
-  check(api.matmul_desc_set(desc, lt::kDescTransB, &op_b, sizeof op_b), "cublasLtMatmulDescSetAttribute");
   auto layout = [&](lt::Layout& l, DType t, int64_t rows, int64_t cols, int64_t ld) {
     check(api.layout_create(&l, data_type(t), uint64_t(cols), uint64_t(rows), ld),
           "cublasLtMatrixLayoutCreate");
@@ -250,8 +283,12 @@ void run_piece(Context& ctx, const Gemm& g, Choice choice, int device, GemmWorks
     return std::make_shared<const Plan>(q, handle, algorithm.get());
   });
   workspace.kernel.reserve(ctx, plan->workspace);
-  check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,
-                         plan->c, &plan->algo, workspace.kernel.data, workspace.kernel.size, ctx.stream()),
+  // A plan is shared, and scales are a call's own.
+  std::optional<Description> own;
+  if (g.ab_dtype == DType::e4m3) own.emplace(g);
+  check(lt::api().matmul(handle, own ? *own : plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c,
+                         plan->c, g.c, plan->c, &plan->algo, workspace.kernel.data, workspace.kernel.size,
+                         ctx.stream()),
         "cublasLtMatmul");
 }
 

@@ -42,6 +42,24 @@ __device__ __forceinline__ uint32_t max_NaN_bf16x2(uint32_t a, uint32_t b) {
   asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
   return a;
 }
+// Both rounded to float8, `high` in the upper byte; beyond 448 that. From sm_89 on.
+__device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+  uint16_t both = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+#endif
+  return both;
+}
+// Two float8 as fp32, that of the lower byte first. From sm_89 on.
+__device__ __forceinline__ void cvt_rn_f16x2_e4m3x2(uint32_t bytes, float& low, float& high) {
+#if __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b32 both;\n.reg .b16 one, other;\ncvt.rn.f16x2.e4m3x2 both, %2;\nmov.b32 {one, other}, "
+      "both;\n"
+      "cvt.f32.f16 %0, one;\ncvt.f32.f16 %1, other;\n}"
+      : "=f"(low), "=f"(high)
+      : "h"(uint16_t(bytes)));
+#endif
+}
 // Hides a value's origin from the compiler, which keeps it in a register instead of computing it again.
 __device__ __forceinline__ void keep_in_register(uint32_t& x) { asm("" : "+r"(x)); }
 __device__ __forceinline__ void keep_in_register(float& x) { asm("" : "+f"(x)); }

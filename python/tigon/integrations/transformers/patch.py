@@ -29,6 +29,7 @@ from tigon.integrations.transformers.forward import (
     plain,
     unbind,
 )
+from tigon.integrations.transformers.fp8 import check_recipe, fp8_forward, plan_fp8
 from tigon.integrations.transformers.graphs import GRAPHS, drop_graphs, use_graphs
 from tigon.integrations.transformers.head import (
     WATCHED,
@@ -52,6 +53,7 @@ from tigon.integrations.transformers.rewriting import Rewritten, rewritten_forwa
 from tigon.integrations.transformers.rope import plan_rotary, rewrite, rotary_callers, rotary_forward
 from tigon.integrations.transformers.routers import plan_router, router_forward
 from tigon.ops.arguments import check_booleans
+from tigon.ops.fp8_linear import forget_weights
 
 log = logging.getLogger("tigon")
 ABSENT = "absent"  # the model had no loss function of its own
@@ -161,6 +163,17 @@ class _Plan:
             siblings = find_siblings(parent, [*names])
             for name in siblings.names if siblings else ():
                 names[name].name, names[name].siblings = name, siblings
+
+    def fp8(self, recipe: str, names, first_last_bf16: bool):
+        owners = (m for m in self.model.modules() if isinstance(m, PreTrainedModel))
+        heads = {id(owner.get_output_embeddings()) for owner in owners}
+        for path, module, verdict in plan_fp8(self.model, heads, recipe, names, first_last_bf16):
+            there = bound(module)
+            if isinstance(verdict, tuple):
+                self.binds.append((fp8_forward, module, verdict[0], "forward"))
+            elif there is not None and there.function is fp8_forward:
+                self.freed.append(module)
+            self.add("fp8", path, type(module).__name__, verdict)
 
     def add(self, *found):
         self.entries.append(Entry.of(*found))
@@ -277,6 +290,7 @@ def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None
           loss: bool | None = None, experts: bool | None = None, router: bool | None = None,
           qkv: bool | None = None, qk_norm: bool = False, hyper: bool | None = None,
           lora: bool | None = None, lazy_logits: bool = False, graphs: bool | Sequence[int] = False,
+          fp8: str | None = None, fp8_except: Sequence[str] = (), first_last_bf16: bool = False,
           strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
@@ -293,7 +307,11 @@ def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         graphs: replay training calls as CUDA graphs (docs/graphs.md); numbers are the lengths that rows are
             padded to. Stays until `undo`.
-        strict: raise instead of leaving anything of these slots stock.
+        fp8: compute the products of Linears in layers in float8, "rowwise", or "rowwise_dw_bf16" with those
+            of the weights' gradients as they are (docs/fp8.md). Stays until `undo`.
+        fp8_except: names of Linears, or of modules above them, that stay as they are.
+        first_last_bf16: leave those of the first and of the last layer.
+        strict: raise instead of leaving anything of the other slots stock.
 
     Returns:
         a `Report`: what was replaced, by what, what was left and why. Applying again replaces what is new in
@@ -308,13 +326,14 @@ def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None
         raise Error(f"[apply] model must be a torch.nn.Module, got {_what(model)}")
     lengths = _lengths(graphs)
     root = unwrapped(model)
+    check_recipe(fp8, root)
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
     plan = _Plan(root)
     given = {"norm": norm, "mlp": mlp, "experts": experts, "router": router, "qkv": qkv, "qk_norm": qk_norm,
              "hyper": hyper, "lora": lora, "rope": rope, "loss": loss}  # fmt: skip
     check_booleans("apply", **{slot: value for slot, value in given.items() if value is not None},
-                   lazy_logits=lazy_logits, strict=strict)  # fmt: skip
+                   lazy_logits=lazy_logits, first_last_bf16=first_last_bf16, strict=strict)  # fmt: skip
     asked = {slot: value is None or bool(value) for slot, value in given.items()}
     asked["qk_norm"] &= asked["norm"] and asked["rope"]
     for slot, look in _SLOTS.items():
@@ -323,7 +342,11 @@ def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None
         if given[slot] and not any(entry.slot == slot for entry in plan.entries):
             why = NO_QK_NORM if slot == "qk_norm" else "nothing of this kind was found"
             plan.add(slot, "", type(root).__name__, why if asked[slot] else NEEDS_NORM_AND_ROPE)
+    if fp8 is not None:
+        names = [fp8_except] if isinstance(fp8_except, str) else fp8_except
+        plan.fp8(fp8, names, first_last_bf16)
     _check(plan, report, strict)
+    asked["fp8"], given["fp8"] = fp8 is not None, None
     kept = [entry for entry in report.entries if not (asked[entry.slot] or given[entry.slot])]
     for entry in plan.entries:
         if entry.slot == "loss" and not entry.replaced and entry.reason != plan.trl:
@@ -416,7 +439,9 @@ def _check(plan: _Plan, report: Report, strict: bool) -> None:
             "[apply] model must hold a norm, gated MLP, rotary function or loss head that Tigon "
             f"knows, got {type(plan.model).__name__} ({reasons or 'none found'})"
         )
+    left = [entry for entry in left if entry.slot != "fp8"]
     if strict and left:
+        reasons = "; ".join(sorted({f"{entry.kind}: {entry.reason}" for entry in left}))
         raise Error(f"[apply] model must be replaced entirely (strict), got left: {reasons}")
 
 
@@ -429,6 +454,7 @@ def undo(model: nn.Module) -> None:
     for module in root.modules():
         unbind(module)
     root.__dict__.pop(ARRIVALS, None)
+    forget_weights(root.parameters())
     state = root.__dict__.pop(STATE, None)
     if state is None:
         return

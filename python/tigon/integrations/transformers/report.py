@@ -20,7 +20,9 @@ _traced: set[str] = set()  # reasons given while tracing
 class Entry:
     """One place in the model: replaced by something, or left for a reason."""
 
-    slot: str  # "norm", "mlp", "experts", "router", "qkv", "qk_norm", "hyper", "lora", "rope" or "loss"
+    slot: (
+        str  # "norm", "mlp", "experts", "router", "qkv", "qk_norm", "hyper", "lora", "rope", "loss" or "fp8"
+    )
     path: str  # name of the module in the model, or module.function of a rotary function
     kind: str  # class or function found there
     by: str | None = None  # what replaced it

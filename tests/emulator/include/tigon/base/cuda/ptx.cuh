@@ -25,6 +25,24 @@ inline uint16_t narrow_bf16(float x) { return __float2bfloat16_rn(x).bits; }
 inline uint16_t narrow_f16(float x) { return __float2half_rn(x).bits; }
 inline uint32_t max_NaN_f16x2(uint32_t a, uint32_t b) { return max_NaN_pair<widen_f16, narrow_f16>(a, b); }
 inline uint32_t max_NaN_bf16x2(uint32_t a, uint32_t b) { return max_NaN_pair<widen_bf16, narrow_bf16>(a, b); }
+inline uint32_t cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+  auto byte = [](float x) -> uint32_t {
+    if (x != x) return 0x7f;
+    const float a = fminf(fabsf(x), 448.0f);
+    const int exponent = a < 0x1p-6f ? -6 : ilogbf(a);
+    return (std::signbit(x) ? 0x80u : 0u) |
+           (uint32_t(exponent + 6) << 3) + uint32_t(nearbyintf(ldexpf(a, 3 - exponent)));
+  };
+  return byte(high) << 8 | byte(low);
+}
+inline void cvt_rn_f16x2_e4m3x2(uint32_t bytes, float& low, float& high) {
+  auto value = [](uint32_t byte) {
+    const int exponent = int(byte >> 3 & 15u), mantissa = int(byte & 7u);
+    const float a = exponent == 0 ? ldexpf(float(mantissa), -9) : ldexpf(float(8 + mantissa), exponent - 10);
+    return (byte & 0x7fu) == 0x7fu ? CUDART_NAN_F : byte & 0x80u ? -a : a;
+  };
+  low = value(bytes & 0xffu), high = value(bytes >> 8 & 0xffu);
+}
 inline void keep_in_register(uint32_t&) {}
 inline void keep_in_register(float&) {}
 

@@ -1,0 +1,122 @@
+"""Linears of a model's layers with products of float8: what is taken, what is left and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tigon._dtensor import is_dtensor
+from tigon.error import Error
+from tigon.integrations.transformers.forward import autocast_dtype, blocked, bound, plain, stock
+from tigon.integrations.transformers.head_operands import LORA_PARTS, is_linear
+from tigon.ops import fp8_linear
+from tigon.ops.fp8_linear import MULTIPLE
+
+RECIPES = {"rowwise": "fp8", "rowwise_dw_bf16": "bf16"}  # name -> the product of a weight's gradient
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Fp8Spec:
+    dw: str
+
+
+def fp8_forward(module: nn.Module, spec: Fp8Spec, x):
+    """Training computes in float8; evaluation, which reads weights once, as ever."""
+    weight, bias = module.weight, module.bias
+    if not (module.training or torch.is_grad_enabled()):
+        return stock(module, x)
+    given = (weight, x) if bias is None else (weight, bias, x)
+    if not plain(*given) or x.device != weight.device or x.device.type not in ("cpu", "cuda"):
+        return stock(module, x)
+    dtype = autocast_dtype(x.device.type)
+    if dtype is None and weight.dtype != x.dtype:
+        return stock(module, x)  # an error, which shall come
+    dtype = dtype or x.dtype
+    if dtype not in _DTYPES or weight.dtype not in _DTYPES or x.shape[-1] != weight.shape[1]:
+        return stock(module, x)
+    x = x.to(dtype)
+    if weight.dtype not in (dtype, torch.float32):
+        weight = weight.to(dtype)
+    if bias is not None:
+        bias = bias.to(dtype)
+    return fp8_linear.apply(x, weight, bias, spec.dw, reuse=True)
+
+
+def gains(rows: int, columns: int) -> bool:
+    """Whether products with a weight of these sizes are faster in float8, with the casts of x and dy."""
+    return rows * columns >= 1 << 22 and min(rows, columns) >= 1024
+
+
+def check_recipe(recipe: str | None, model: nn.Module) -> None:
+    """Refuse what is no recipe, and GPUs without products of float8."""
+    if recipe is None:
+        return
+    if recipe not in RECIPES:
+        raise Error(f"[apply] fp8 must be one of {[*RECIPES]} or None, got {recipe!r}")
+    for device in {p.device for p in model.parameters() if p.is_cuda}:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            major, minor = capability
+            raise Error(f"[apply] fp8 must run on compute capability 8.9 or newer, got {major}.{minor}")
+
+
+def plan_fp8(model: nn.Module, heads: set[int], recipe: str, names: Sequence[str],
+             first_last_bf16: bool) -> Iterator[tuple[str, nn.Module, tuple | str]]:  # fmt: skip
+    """(path, Linear, (spec, what it is) or why it is left) of all Linears."""
+    unknown = set(names)
+    parents = dict(model.named_modules())
+    for path, module in parents.items():
+        if not isinstance(module, nn.Linear):
+            continue
+        asked = {name for name in names if path == name or f".{path}.".find(f".{name}.") >= 0}
+        unknown -= asked
+        verdict = _place(path, parents, heads, first_last_bf16) or _kind(module)
+        if asked:
+            verdict = "asked for by name: fp8_except"
+        yield path, module, verdict or (Fp8Spec(RECIPES[recipe]), f"tigon.fp8_linear ({recipe})")
+    if unknown:
+        raise Error(f"[apply] fp8_except must name Linears of the model, found none of {sorted(unknown)}")
+
+
+def _place(path: str, parents: dict[str, nn.Module], heads: set[int], first_last_bf16: bool) -> str | None:
+    """Why a Linear is left because of where it is."""
+    if id(parents[path]) in heads:
+        return "output head"
+    above = path.split(".")
+    owners = [parents[".".join(above[:i])] for i in range(len(above))]  # from the model down
+    lists = [i for i, owner in enumerate(owners) if isinstance(owner, nn.ModuleList)]
+    if not lists:
+        return "not in a layer"
+    parent = owners[-1]
+    if any(all(hasattr(owner, part) for part in LORA_PARTS) for owner in owners):
+        return "LoRA: adapters and their base stay as they are"
+    if "experts" in above[:-1]:
+        return "expert"
+    if hasattr(parent, "experts") and not hasattr(parents[path], "experts"):
+        return "router"
+    if "router" in type(parent).__name__.lower() or "router" in above[-1].lower():
+        return "router"
+    place, count = int(above[lists[0]]), len(owners[lists[0]])
+    if first_last_bf16 and place in (0, count - 1):
+        return "asked for: first_last_bf16"
+    return None
+
+
+def _kind(module: nn.Linear) -> str | None:
+    """Why a Linear is left because of what it is."""
+    known = bound(module)
+    if known is not None and not isinstance(known.spec, Fp8Spec):
+        return "replaced by another slot"
+    sharded = is_dtensor(module.weight)  # FSDP2 gathers it for the forward
+    if not is_linear(module) or not (plain(module.weight) or sharded) or module.weight.dtype not in _DTYPES:
+        return "no plain weight"
+    rows, columns = module.weight.shape
+    if rows % MULTIPLE or columns % MULTIPLE:
+        return f"{rows} x {columns} is no multiple of {MULTIPLE}"
+    if not gains(rows, columns):
+        return f"{rows} x {columns} gains nothing"
+    return blocked(module)

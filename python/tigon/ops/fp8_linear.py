@@ -1,0 +1,379 @@
+"""A linear map whose products are of float8. Contract: ``csrc/tigon/ops/fp8_linear/fp8_linear.h``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tigon import _op
+from tigon.error import check
+from tigon.ops.arguments import check_dense, check_float
+
+_OP = "fp8_linear"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BYTES = torch.float8_e4m3fn
+_LARGEST, _LEAST_EXPONENT = 448.0, -60
+MULTIPLE = 16  # of which both sizes of a weight are
+
+# --- the formula in plain PyTorch ---------------------------------------------------------------
+
+
+def scales_of(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """The powers of two that rows (or columns) are divided by, in x's dtype, with that dimension kept."""
+    finite = torch.where(x.isfinite(), x.abs(), 0)
+    largest = finite.amax(dim, keepdim=True) if x.shape[dim] else finite.sum(dim, keepdim=True)
+    mantissa, exponent = torch.frexp(largest)  # of 448: 0.875 and 9
+    exponent = torch.where(largest > 0, exponent - 9 + (mantissa > 0.875), _LEAST_EXPONENT)
+    return torch.ldexp(torch.ones_like(largest), exponent.clamp(min=_LEAST_EXPONENT))
+
+
+def quantized(x: torch.Tensor, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the bytes of float64 or float32 numbers stand for before their scales, and those."""
+    scales = scales_of(x, dim)
+    finite = torch.where(x.isfinite(), x / scales, torch.nan)  # PyTorch's conversion clamps infinity
+    return finite.float().to(_BYTES).to(x.dtype), scales
+
+
+class _Reference(torch.autograd.Function):
+    @staticmethod
+    def forward(x, weight, bias, dw):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rows = x.reshape(-1, x.shape[-1]).to(wide)
+        (xq, xs), (wq, ws) = quantized(rows), quantized(weight.to(wide))
+        y = F.linear(xq * xs, wq * ws).to(x.dtype)
+        return (y if bias is None else y + bias.to(wide)).to(x.dtype).reshape(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, bias, ctx.dw = inputs
+        ctx.save_for_backward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            _op.refuse_second(_OP)
+        x, weight, bias = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rows, upstream = x.reshape(-1, x.shape[-1]).to(wide), dy.reshape(-1, dy.shape[-1]).to(wide)
+        dx = dweight = dbias = None
+        wq, ws = quantized(weight.to(wide))
+        q, s = quantized(upstream * ws.T)
+        if ctx.needs_input_grad[0]:
+            dx = (q * s @ wq).to(x.dtype).reshape(x.shape)
+        if ctx.needs_input_grad[1] and ctx.dw == "bf16":
+            dweight = (upstream.T @ rows).to(weight.dtype)
+        elif ctx.needs_input_grad[1]:
+            xq, xs = quantized(rows)
+            q, s = quantized(q * s * xs, 0)
+            dweight = ((q * (s / ws.T)).T @ xq).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = upstream.sum(0).to(bias.dtype)
+        return dx, dweight, dbias, None
+
+
+def reference(x, weight, bias=None, dw="fp8"):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    return _Reference.apply(x, weight, bias, dw)
+
+
+# --- native operators ---------------------------------------------------------------------------
+
+
+def _columns(rows):
+    return torch.sym_max(16, (rows + 15) // 16 * 16)
+
+
+def _fake_quantize(x, column_factors):
+    rows, columns = x.shape[:-1].numel(), x.shape[-1]
+    return x.new_empty(rows, columns, dtype=_BYTES), x.new_empty(rows, dtype=torch.float32)
+
+
+def _fake_transpose(q, row_factors, row_scales, column_divisors):
+    rows, columns = q.shape
+    scales = q.new_empty(0 if row_factors is None else columns, dtype=torch.float32)
+    return q.new_empty(columns, _columns(rows)), scales
+
+
+def _fake_linear(xq, xs, wq, ws, dtype, bias):
+    return xq.new_empty(xq.shape[0], wq.shape[0], dtype=_DTYPES[dtype])
+
+
+def _fake_bwd(dy, xt, xs, x, wt, ws, need_dx, need_dweight, dweight_dtype):
+    rows, columns = dy.shape[:-1].numel(), dy.shape[-1]
+    inner = x.shape[-1] if x is not None else xt.shape[0] if need_dweight else wt.shape[0]
+    dtype = _DTYPES[dweight_dtype]
+    return (
+        dy.new_empty(rows, inner) if need_dx else dy.new_empty(0),
+        dy.new_empty(columns, inner, dtype=dtype) if need_dweight else dy.new_empty(0, dtype=dtype),
+    )
+
+
+_quantize = _op.raw("fp8_quantize", _fake_quantize, "fp8_quantize")
+_transpose = _op.raw("fp8_transpose", _fake_transpose, "fp8_transpose")
+_fwd = _op.raw("fp8_linear_fwd", _fake_linear)
+_bwd = _op.raw("fp8_linear_bwd", _fake_bwd)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes ``[rows, K]`` and scales ``[rows]`` of a tensor of any leading sizes."""
+    return _quantize(x, None)
+
+
+def transpose(q: torch.Tensor) -> torch.Tensor:
+    """The bytes ``[K, rows]``, with zeros up to a multiple of 16."""
+    return _transpose(q, None, None, None)[0]
+
+
+# --- bytes that are made once -------------------------------------------------------------------
+
+
+class Quantized:
+    """A weight in float8: what y is made with, and transposed what dx is."""
+
+    __slots__ = ("_transposed", "bytes", "scales")
+
+    def __init__(self, weight: torch.Tensor):
+        self.bytes, self.scales = quantize_rows(weight)
+        self._transposed = None
+
+    def transposed(self) -> torch.Tensor:
+        if self._transposed is None:
+            self._transposed = transpose(self.bytes)
+        return self._transposed
+
+
+class _Kept:
+    """The bytes of a weight, and what they are the bytes of.
+
+    Some write to a weight where no version tells of it, by ``.data``. What they use for that is the gradient,
+    and they take it away or zero it: it is then not what the backwards since have made of it.
+    """
+
+    __slots__ = ("_grad", "_version", "backwards", "key", "quantized", "weight")
+
+    def __init__(self, weight, key):
+        self.weight, self.key = weakref.ref(weight, _forgetter(id(weight))), key
+        self.quantized = Quantized(weight.detach())
+        self._look(weight.grad)
+
+    def _look(self, grad):
+        self._grad, self._version = (None, -1) if grad is None else (weakref.ref(grad), grad._version)
+        self.backwards = 0  # each adds to the gradient once
+
+    def is_of(self, weight, key) -> bool:
+        if self.weight() is not weight or self.key != key:
+            return False
+        grad = weight.grad
+        if grad is None:
+            return self._grad is None and self.backwards == 0
+        same = self._grad is None or self._grad() is grad  # the first becomes one of version 0
+        same = same and grad._version == self._version + self.backwards
+        self._look(grad)
+        return same
+
+
+_kept: dict[int, _Kept] = {}
+_steps = 0  # of optimizers: some write where no version tells of it
+_hook = None
+
+
+def _forgetter(key: int):
+    return lambda reference: _kept.pop(key, None)
+
+
+def _count_step(*_) -> None:
+    global _steps
+    _steps += 1
+
+
+def _stream(t: torch.Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(t.device.index) if t.is_cuda else 0
+
+
+def forget_weights(weights: Iterable[torch.Tensor]) -> None:
+    """Drop the bytes of these weights: the next call makes them anew."""
+    for weight in weights:
+        _kept.pop(id(weight), None)
+
+
+def quantized_weight(weight: torch.Tensor, reuse: bool) -> Quantized:
+    """A weight's bytes, those of the last call where it is known to be the same.
+
+    Known is a weight by its version, its memory, the number of optimizer steps, and by its gradient. A frozen
+    one has none that would tell of a merge into its ``.data``.
+    """
+    global _hook
+    trained = weight.requires_grad and weight.is_leaf and not weight.is_meta
+    if not (reuse and trained) or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return Quantized(weight.detach())
+    if _hook is None:
+        _hook = register_optimizer_step_post_hook(_count_step)
+    key = weight._version, weight.data_ptr(), _steps, _stream(weight)
+    kept = _kept.get(id(weight))
+    if kept is None or not kept.is_of(weight, key):
+        kept = _kept[id(weight)] = _Kept(weight, key)
+    return kept.quantized
+
+
+def _count_backward(weight: torch.Tensor) -> None:
+    kept = _kept.get(id(weight))
+    if kept is not None:
+        kept.backwards += 1
+
+
+class _Latest:
+    """What was made of the last tensor: q, k, v and gate, up read one x."""
+
+    def __init__(self, make):
+        self.make, self.held = make, None
+
+    def __call__(self, x):
+        held, known = self.held, (x._version, _stream(x))
+        if held is not None and held[0]() is x and held[1] == known:
+            return held[2]
+        made = self.make(x)
+        self.held = weakref.ref(x, self._forget), known, made
+        return made
+
+    def _forget(self, reference):
+        held = self.held
+        if held is not None and held[0] is reference:
+            self.held = None
+
+
+_latest_rows, _latest_transposed = _Latest(lambda x: quantize_rows(x.detach())), _Latest(transpose)
+
+
+def _rows(x):
+    """Its bytes. A leaf may be a buffer that is filled anew, by a replayed graph or by ``.data``."""
+    return quantize_rows(x.detach()) if x.grad_fn is None else _latest_rows(x)
+
+
+# --- autograd -----------------------------------------------------------------------------------
+
+
+def _forward(x, weight, bias, xq, xs, wq, ws, made, dw):
+    return _fwd(xq, xs, wq, ws, _DTYPES.index(x.dtype), bias).view(*x.shape[:-1], wq.shape[0])
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, xq, xs, wq, ws, ctx.made, ctx.dw = inputs
+    ctx.shape, ctx.dtypes = x.shape, (weight.dtype, None if bias is None else bias.dtype)
+    need_x, need_w = ctx.needs_input_grad[:2]
+    if not need_w:
+        x = xq = xs = None
+    elif ctx.dw == "bf16":
+        xq = xs = None
+    else:
+        x = None
+    if ctx.made is not None:
+        wq = ws = None
+    elif not need_x:
+        wq = None
+    ctx.weight = weakref.ref(weight) if ctx.made is not None else None
+    ctx.save_for_backward(x, xq, xs, wq, ws)
+
+
+def _backward(ctx, dy):
+    x, xq, xs, wq, ws = ctx.saved_tensors
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    made, wt, xt = ctx.made, None, None
+    if made is not None:
+        ws = made.scales
+    if need_x:
+        wt = transpose(wq) if made is None else made.transposed()
+    if need_w and xq is not None:
+        xt = transpose(xq) if made is None else _latest_transposed(xq)
+    if x is not None and dy.dtype != x.dtype:
+        x = x.to(dy.dtype)
+    dx = dweight = dbias = None
+    if need_x or need_w:
+        dx, dweight = _bwd(dy, xt, xs, x, wt, ws, need_x, need_w, _DTYPES.index(ctx.dtypes[0]))
+        dx = dx.view(ctx.shape) if need_x else None
+    if ctx.weight is not None and need_w and (weight := ctx.weight()) is not None:
+        _count_backward(weight)
+    if need_bias:
+        dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.dtypes[1])
+    return dx, dweight if need_w else None, dbias, *[None] * 6
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_op.once(_OP)(_backward))
+
+
+_transformed = _op.transformable(_OP, _OP, _forward, _setup_context, _backward)
+
+
+def apply(x, weight, bias, dw: str, reuse: bool):
+    """The map. Arguments have been checked.
+
+    Args:
+        reuse: the weight's bytes may be those of an earlier call.
+    """
+    if _op._is_compiling() or _op._is_transformed():
+        xq, xs = quantize_rows(x.detach())
+        wq, ws = quantize_rows(weight.detach())
+        function = _Function.apply if _op._is_compiling() else _transformed
+        return function(x, weight, bias, xq, xs, wq, ws, None, dw)
+    made = quantized_weight(weight, reuse)
+    xq, xs = _rows(x)
+    if not _op._is_grad_enabled():
+        return _forward(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
+    return _Function.apply(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
+
+
+def fp8_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dw: str = "fp8"
+) -> torch.Tensor:
+    """``F.linear(x, weight, bias)`` with products of float8: a scale, a power of two, for each row.
+
+    x and the weight are quantised once, by rows; the backward multiplies the upstream gradient with the same
+    bytes, transposed. Parameters and results keep their dtypes. A weight's bytes are kept while gradients are
+    recorded and nothing has changed it, so that microbatches share them. Kept for the backward: x in a byte
+    an element and a number a row.
+
+    Args:
+        x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference.
+        weight: ``[N, K]`` in x's dtype or float32. K and N are multiples of 16.
+        bias: ``[N]`` in x's dtype or float32.
+        dw: the product of the weight's gradient, ``"fp8"``, or ``"bf16"``: in x's dtype, of an unquantised x,
+            which is kept.
+
+    Returns:
+        ``[..., N]`` in x's dtype. Rows with infinity or NaN are NaN.
+
+    Raises:
+        tigon.Error: shapes, dtypes or devices do not fit; the GPU has no products of float8.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433; docs/fp8.md.
+    """
+    named = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, t in named.items():
+        check_float(_OP, name, t)
+        check_dense(_OP, name, t)
+        check(_OP, t.device == x.device, name + " must be on {}, got {}", x.device, t.device)
+        fits = t.dtype in (x.dtype, torch.float32)
+        check(_OP, fits, name + " must be {} or float32, got {}", x.dtype, t.dtype)
+    check(_OP, x.dim() >= 1, "x must be [..., K], got {}", tuple(x.shape))
+    check(_OP, weight.dim() == 2 and weight.shape[1] == x.shape[-1], "weight must be [N, {}], got {}",
+          x.shape[-1], tuple(weight.shape))  # fmt: skip
+    for name, size in (("columns", weight.shape[1]), ("rows", weight.shape[0])):
+        fits = size > 0 and size % MULTIPLE == 0
+        check(_OP, fits, "weight must have " + name + " by the multiple of {}, got {}", MULTIPLE, size)
+    if bias is not None:
+        check(_OP, tuple(bias.shape) == (weight.shape[0],), "bias must be [{}], got {}", weight.shape[0],
+              tuple(bias.shape))  # fmt: skip
+    check(_OP, dw in ("fp8", "bf16"), "dw must be fp8 or bf16, got {!r}", dw)
+    if not _op.has_kernel(_OP, x, weight, bias):
+        return reference(x, weight, bias, dw)
+    return apply(x, weight, bias, dw, reuse=_op._is_grad_enabled())
