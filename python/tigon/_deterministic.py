@@ -6,6 +6,7 @@ import ctypes
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 
 from tigon._load import library
@@ -18,10 +19,25 @@ _OP = "deterministic"
 
 
 class _Level:
-    """What holds outside of all blocks, or in one, and which call said so last."""
+    """What holds outside of all blocks, or in one: what the last call said that no block has undone."""
 
-    def __init__(self, mode: int, by: deterministic | None = None) -> None:
-        self.mode, self.by = mode, by
+    def __init__(self, mode: int) -> None:
+        self._mode, self._calls = mode, []  # each call that may yet be undone, with its mode, in their order
+
+    @property
+    def mode(self) -> int:
+        return self._calls[-1][1] if self._calls else self._mode
+
+    def switch(self, by: deterministic, mode: int) -> None:
+        """Note a call. What came before one that nobody holds any more never comes back."""
+        for i, (held, theirs) in reversed([*enumerate(self._calls)]):
+            if held() is None:
+                self._mode, self._calls = theirs, self._calls[i + 1 :]
+                break
+        self._calls.append((weakref.ref(by), mode))
+
+    def undo(self, by: deterministic) -> None:
+        self._calls = [(held, mode) for held, mode in self._calls if held() is not by]
 
 
 # The process' own level and those of open blocks, in the order of their beginnings: the last one holds.
@@ -53,18 +69,13 @@ class deterministic:
         self._mode = _AS_TORCH if mode is None else int(mode)
         self._blocks: list[_Level] = []
         with _lock:
-            # The level that this call switches, and what it was: a block or a decorator undoes that.
-            self._level, self._before = _levels[-1], vars(_levels[-1]).copy()
-            self._level.mode, self._level.by = self._mode, self
+            self._level = _levels[-1]  # which this call switches: a block or a decorator undoes that
+            self._level.switch(self, self._mode)
             _set(self._mode)
-
-    def _unswitch(self) -> None:
-        if self._level.by is self:
-            vars(self._level).update(self._before)
 
     def __enter__(self) -> deterministic:
         with _lock:
-            self._unswitch()
+            self._level.undo(self)
             self._blocks.append(_Level(self._mode))
             _levels.append(self._blocks[-1])
             _set(self._mode)
@@ -92,7 +103,7 @@ class deterministic:
 
     def _put_back(self) -> None:
         with _lock:
-            self._unswitch()
+            self._level.undo(self)
             _set(_levels[-1].mode)
 
 

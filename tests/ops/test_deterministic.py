@@ -105,6 +105,27 @@ def test_the_switch_as_a_decorator():
         assert not is_on()
 
 
+def test_calls_that_become_blocks_in_any_order():
+    """Two calls, then their blocks in either order: nothing is left, and a call that nobody holds stays."""
+    for first in (0, 1):
+        calls = [tigon.deterministic(True), tigon.deterministic(False)]
+        with calls[first]:
+            assert tigon._deterministic.is_deterministic() is (first == 0)
+        with calls[1 - first]:
+            assert tigon._deterministic.is_deterministic() is (first == 1)
+        assert not tigon._deterministic.is_deterministic()
+    tigon.deterministic(True)
+    mode = tigon.deterministic(False)
+    with mode:
+        pass
+    assert tigon._deterministic.is_deterministic()
+    tigon.deterministic(None)
+    assert not tigon._deterministic.is_deterministic()
+    for _ in range(100):
+        tigon.deterministic(None)
+    assert len(tigon._deterministic._levels[0]._calls) <= 2
+
+
 def test_the_switch_in_threads():
     """Blocks of threads that overlap leave nothing behind."""
     gate = threading.Barrier(4)
