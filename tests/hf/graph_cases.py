@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from tiny import batch, make, step
 
-from tigon.integrations.transformers import apply
+import tigon
+from tigon.integrations.transformers import apply, fp8
 from tigon.integrations.transformers.graph_arguments import bucket
 from tigon.integrations.transformers.graphs import GRAPHS
 from tigon.integrations.transformers.patch import unwrapped
@@ -52,3 +53,27 @@ def equal(got, wanted):
     assert got[1].keys() == wanted[1].keys()
     for name, gradient in wanted[1].items():
         assert torch.equal(got[1][name], gradient), name
+
+
+def fp8_pair(monkeypatch, **changes):
+    """The same model in float8, without and with graphs, each with an optimizer."""
+    monkeypatch.setattr(fp8, "gains", lambda rows, columns: True)
+    model = make("qwen3", **changes)
+    apply(model, fp8="rowwise")
+    twin = copy.deepcopy(model)
+    report = apply(twin, fp8="rowwise", graphs=True)
+    assert report.count("fp8"), str(report)
+    return [(m, tigon.optim.AdamW(m.parameters(), lr=1e-2)) for m in (model, twin)]
+
+
+def fp8_follows_the_optimizer(pairs, batches):
+    """A replayed graph reads the bytes of the weights as they are now, and not as they were captured."""
+    losses = []
+    for given in batches:
+        results = [step(model, given) for model, _ in pairs]
+        equal(results[1], results[0])
+        losses.append(results[0][0].item())
+        for _, optimizer in pairs:
+            optimizer.step()
+    assert losses[-1] < losses[0] - 0.1, losses
+    assert held(pairs[1][0]).replays >= 3, [*held(pairs[1][0]).lines()]

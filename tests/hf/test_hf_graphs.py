@@ -13,7 +13,16 @@ import pickle
 import pytest
 import torch
 import transformers
-from graph_cases import TOKENS, captured, equal, held, inputs, pair
+from graph_cases import (
+    TOKENS,
+    captured,
+    equal,
+    fp8_follows_the_optimizer,
+    fp8_pair,
+    held,
+    inputs,
+    pair,
+)
 from graph_recorder import Recorder, recording
 from tiny import SHARED, make, step
 from torch import nn
@@ -40,6 +49,10 @@ def test_a_replayed_step_is_an_eager_one(family):
         equal(step(twin, inputs(seed)), step(model, inputs(seed)))
     assert held(twin).replays == 4 and held(twin).captures == 1
     assert twin(**inputs()).logits.shape == (2, TOKENS, 97)
+
+
+def test_weights_in_float8_follow_the_optimizer(monkeypatch):
+    fp8_follows_the_optimizer(fp8_pair(monkeypatch), [inputs(0)] * 8)
 
 
 @pytest.mark.parametrize("masks", ["none", "right", "left", "packed"])

@@ -10,7 +10,7 @@ import random
 import peft
 import pytest
 import torch
-from graph_cases import equal, held, inputs, pair
+from graph_cases import equal, fp8_follows_the_optimizer, fp8_pair, held, inputs, pair
 from tiny import VOCABULARY, make, step
 
 import tigon
@@ -418,3 +418,9 @@ def test_buckets_are_padded_right():
         got, wanted = step(twin, on_gpu(tokens, tokens)), step(model, on_gpu(tokens, tokens))
         torch.testing.assert_close(got[0], wanted[0], rtol=2e-3, atol=2e-3)
     assert graphs.captures == 2 and bucket(33) == bucket(40) == 40
+
+
+def test_weights_in_float8_follow_the_optimizer(monkeypatch):
+    sizes = {"attn_implementation": "sdpa", "use_cache": False, "hidden_size": 64, "head_dim": 16}
+    pairs = fp8_pair(monkeypatch, device="cuda", dtype=torch.bfloat16, **sizes)
+    fp8_follows_the_optimizer(pairs, [on_gpu(0)] * 8)
