@@ -36,7 +36,7 @@ def test_providers_agree(trainer, words):
     assert mine["gradient_norms"] == pytest.approx(theirs["gradient_norms"], rel=1e-3)
     assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-4, abs=1e-6)
     assert len(mine["losses"]) == bench.WARMUP + 1 and len(mine["step_ms"]) == 1
-    assert min(theirs["gradient_norms"]) > 0 and mine["heads"] == (trainer != "gkd")
+    assert min(theirs["gradient_norms"]) > 0 and (mine["heads"] or trainer == "gkd")
 
 
 def test_drawn_data(words):

@@ -96,7 +96,7 @@ _MORE: dict[str, dict[str, Callable[[], Any]]] = {
     "grouped_mlp": _EXPERTS,
     "geglu": {"up": rows},
     "route": {"correction_bias": lambda: rows(COLUMNS), "token_weights": lambda: torch.rand(ROWS),
-              "losses": lambda: True},
+              "losses": lambda: True, "ids": lambda: rows().argsort(-1)[:, :3]},
     "rope": _ROPE,
     "qk_norm_rope": _ROPE,
     "lora_linear": {"bias": lambda: rows(40), "dropout": lambda: 0.5, "seed": lambda: torch.tensor([3])},
@@ -155,6 +155,7 @@ def _plain() -> Iterator[Call]:
 
     head = {"hidden": rows, "weight": lambda: 0.2 * rows(VOCABULARY, COLUMNS)}
     yield of("clip_grad_norm_", parameters=_with_gradient, max_norm=1.0)
+    yield of("fp8_linear", x=lambda: rows(ROWS, 32), weight=lambda: rows(48, 32), bias=lambda: rows(48))
     yield of("count_labels", target=labels, position_ids=lambda: _positions(ROWS), shift=1)
     yield of("lora_linears", x=rows, dropout=0.5, seed=lambda: torch.tensor([3]),
              linears=lambda: [(rows(40, COLUMNS), rows(4, COLUMNS), rows(40, 4), 2.0, rows(40))])  # fmt: skip

@@ -326,5 +326,5 @@ def test_refusals(message, device):
 
 def test_unknown_dw(device):
     w, x = parameters(device=device)
-    with pytest.raises(tigon.Error, match=r"^\[fp8_linear\] dw must be fp8 or bf16, got 'fp32'"):
+    with pytest.raises(tigon.Error, match=r"^\[fp8_linear\] dw must be one of \['fp8', 'bf16'\], got 'fp32'"):
         tigon.fp8_linear(x, w, dw="fp32")

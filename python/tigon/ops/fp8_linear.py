@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tigon import _op
 from tigon.error import check
-from tigon.ops.arguments import check_dense, check_float
+from tigon.ops.arguments import called, check_choice, check_dense, check_float
 
 _OP = "fp8_linear"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -332,6 +332,7 @@ def apply(x, weight, bias, dw: str, reuse: bool):
     return _Function.apply(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
 
 
+@called()
 def fp8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dw: str = "fp8"
 ) -> torch.Tensor:
@@ -373,7 +374,7 @@ def fp8_linear(
     if bias is not None:
         check(_OP, tuple(bias.shape) == (weight.shape[0],), "bias must be [{}], got {}", weight.shape[0],
               tuple(bias.shape))  # fmt: skip
-    check(_OP, dw in ("fp8", "bf16"), "dw must be fp8 or bf16, got {!r}", dw)
+    check_choice(_OP, "dw", dw, ("fp8", "bf16"))
     if not _op.has_kernel(_OP, x, weight, bias):
         return reference(x, weight, bias, dw)
     return apply(x, weight, bias, dw, reuse=_op._is_grad_enabled())

@@ -26,7 +26,7 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
     """(Y, rows of X, RSTD, 0, 0, number of the casting mode), by the operator of :func:`tigon.rms_norm`."""
     mode, rounding = _rounding(casting_mode)
     check_options("rms_norm", X, W, eps, offset, mode)
-    y, rstd = _op.forward(X, *columns_for(X, W), eps, offset, rounding)
+    y, rstd = _op.forward(X, *columns_for("rms_norm", ("weight",), X, W), eps, offset, rounding)
     return y.to(X.dtype), X.reshape(-1, X.shape[-1]), rstd, 0, 0, _CODES[mode]
 
 
@@ -36,7 +36,7 @@ def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warp
     """(dX, dW) of :func:`rms_norm_forward`; dW is None without a weight and where ``needs_dw`` is False."""
     _, rounding = _rounding(casting_mode)
     need = W is not None and needs_dw is not False
-    (weight,) = columns_for(X, W)
+    (weight,) = columns_for("rms_norm", ("weight",), X, W)
     dy = dY.to(result_dtype(X, weight, rounding))
     dx, dw = _op.bwd(dy, X.reshape(dY.shape), weight, RSTD, offset, rounding, True, need)
     return dx, dw.to(W.dtype) if need else None
