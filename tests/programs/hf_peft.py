@@ -17,6 +17,7 @@ TARGETS = ["q_proj", "v_proj", "up_proj", "gate_proj"]
     "LoRA with dropout",
     "`tigon.apply(model, lora=False)`, which leaves PEFT its masks",
     {"lora_dropout": 0.1},
+    lora=False,
 )
 @case(CASES, "LoRA on the head too", "`tigon.apply(model)`", {"target_modules": [*TARGETS, "lm_head"]})
 @case(CASES, "DoRA", "the same", {"use_dora": True})

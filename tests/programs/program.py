@@ -27,6 +27,7 @@ class Case:
     arguments: tuple = ()
     processes: int = 1
     head: bool = True  # whether the loss comes from the fused head
+    lora: bool = True  # whether its adapters are fused, where it has some
     gpu: str = ""  # why it cannot run on a machine without a GPU
 
 
