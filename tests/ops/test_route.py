@@ -233,3 +233,14 @@ def test_forced_ids_that_are_no_experts_gpu():
     assert weights[5:9].isnan().all() and torch.equal(chosen[5:9], own[5:9])
     keep = [i for i in range(40) if not 5 <= i < 9]
     assert same_bits(weights[keep], want[0][keep]) and torch.equal(chosen[keep], want[1][keep])
+
+
+def test_far_and_wild_logits_of_forced_rows():
+    """Forced experts far below the best logit have the softmax of their own logits; NaN stays in its row."""
+    z = torch.tensor([[1e30, -torch.inf, 0.0, 5.0], [torch.nan, 1.0, 2.0, 3.0], [1e-40, 1e-40, 1e-40, 0.0]])
+    for dtype in (torch.float32, torch.bfloat16):
+        ids = torch.tensor([[2, 3], [1, 2], [1, 0]])
+        weights, chosen = tigon.route(z.to(dtype), 2, ids=ids)
+        assert torch.equal(chosen, ids) and weights[1].isnan().all()
+        want = torch.stack([torch.tensor([0.0, 5.0]).softmax(0), torch.full((2,), 0.5)])
+        torch.testing.assert_close(weights[[0, 2]], want)

@@ -113,7 +113,10 @@ def values_of(tensor: torch.Tensor | None, device) -> tuple | None:
     """What processes compare of a tensor that is the same in all: its sizes, and on the CPU its values."""
     if not isinstance(tensor, torch.Tensor):
         return None
-    return tuple(tensor.shape), target_code(tensor.detach().to(torch.float32), device)
+    code_of_values = 0
+    if device.type == tensor.device.type == "cpu":  # elsewhere a conversion would be for nothing
+        code_of_values = target_code(tensor.detach().to(torch.float32), device)
+    return tuple(tensor.shape), code_of_values
 
 
 @functools.cache
