@@ -45,8 +45,19 @@ STEPS = (  # rows, tokens of each, checkpointing
 CPU_LINEARS = ((512, 4096, 4096, 16), (512, 4096, 14336, 16), (2048, 1024, 2048, 16), (2048, 1024, 2048, 64))
 MODELS = ("frozen", "tigon", "tigon_no_lora", "unsloth", "peft")
 # What makes two records those of one case.
-CASE = ("part", "rows", "tokens", "columns", "outputs", "rank", "dtype", "checkpointing", "dora", "nf4",
-        "threads")  # fmt: skip
+CASE = (
+    "part",
+    "rows",
+    "tokens",
+    "columns",
+    "outputs",
+    "rank",
+    "dtype",
+    "checkpointing",
+    "dora",
+    "nf4",
+    "threads",
+)
 FLOORS = ("base", "frozen")
 
 
@@ -123,10 +134,17 @@ def make_model(args, provider, cast):
     import tigon
 
     config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=args.layers,
-        num_attention_heads=32, num_key_value_heads=8, rope_theta=500000.0, max_position_embeddings=8192,
-        attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=args.layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rope_theta=500000.0,
+        max_position_embeddings=8192,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(args.device):
         model = LlamaForCausalLM(config)
@@ -209,9 +227,19 @@ def bench_models(args, record) -> None:
             step(0)
             torch.cuda.reset_peak_memory_stats()
             ms = wall_ms(step, torch.device(args.device), args.steps)
-            record(part="model", rows=rows, tokens=tokens, checkpointing=checkpointing, provider=provider,
-                   adapters="fp32 under autocast", layers=args.layers, ms=ms, dora=args.dora, nf4=args.nf4,
-                   gb=torch.cuda.max_memory_allocated() / 1e9)  # fmt: skip
+            record(
+                part="model",
+                rows=rows,
+                tokens=tokens,
+                checkpointing=checkpointing,
+                provider=provider,
+                adapters="fp32 under autocast",
+                layers=args.layers,
+                ms=ms,
+                dora=args.dora,
+                nf4=args.nf4,
+                gb=torch.cuda.max_memory_allocated() / 1e9,
+            )
             if args.profile:
                 profile(step, f"{provider} {rows}x{tokens} {checkpointing}", args.profile)
         del model, run, step
@@ -234,8 +262,11 @@ def profile(step, title: str, path: Path) -> None:
         step(0)
         torch.cuda.synchronize()
     with path.open("a") as file:
-        print(title, found.key_averages().table(sort_by="cuda_time_total", row_limit=40,
-                                                max_name_column_width=100), file=file)  # fmt: skip
+        print(
+            title,
+            found.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=100),
+            file=file,
+        )
 
 
 def main(words: list[str] | None = None) -> None:

@@ -89,10 +89,17 @@ def _parallel_e2e_command(run: Run) -> list[list[str]]:
         given["set"] = ",".join(f"{name}={json.dumps(value)}" for name, value in r["changes"].items())
         commands.setdefault((r["gpus"], *given.items()), []).append(r)
     return [
-        ["torchrun", "--nproc-per-node", str(gpus), "bench/parallel_e2e.py", "--layouts",
-         values(records, "layout"), *(w for name, v in given if v for w in (f"--{name}", str(v)))]
+        [
+            "torchrun",
+            "--nproc-per-node",
+            str(gpus),
+            "bench/parallel_e2e.py",
+            "--layouts",
+            values(records, "layout"),
+            *(w for name, v in given if v for w in (f"--{name}", str(v))),
+        ]
         for (gpus, *given), records in commands.items()
-    ]  # fmt: skip
+    ]
 
 
 def _medusa_command(run: Run) -> list[list[str]]:
@@ -118,10 +125,17 @@ def _trl_command(run: Run) -> list[list[str]]:
         given |= {} if r["checkpointing"] else {"checkpointing": 0}
         settings.setdefault(tuple(given.items()), []).append(r)
     return [
-        ["python", "bench/trl_trainers.py", "--trainers", values(records, "trainer"), "--providers",
-         values(records, "provider"), *(w for name, v in given if v != "" for w in (f"--{name}", str(v)))]
+        [
+            "python",
+            "bench/trl_trainers.py",
+            "--trainers",
+            values(records, "trainer"),
+            "--providers",
+            values(records, "provider"),
+            *(w for name, v in given if v != "" for w in (f"--{name}", str(v))),
+        ]
         for given, records in settings.items()
-    ]  # fmt: skip
+    ]
 
 
 COMMANDS: dict[str, Callable[[Run], list]] = {

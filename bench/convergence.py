@@ -43,11 +43,20 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 HIDDEN = 80  # no other size of these models: it tells the residual stream's axes from all others
 SHARED = {
-    "vocab_size": 256, "hidden_size": HIDDEN, "intermediate_size": 192, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
-    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "use_cache": False,
+    "vocab_size": 256,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "use_cache": False,
     "attention_dropout": 0.0,
-}  # fmt: skip
+}
 FAMILIES = {
     "llama": {},
     "qwen2": {},
@@ -59,10 +68,13 @@ FAMILIES = {
     "olmo2": {},
     "granite": {"logits_scaling": 3.0, "embedding_multiplier": 4.0},
     "qwen3_moe": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-        "output_router_logits": True, "decoder_sparse_step": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "output_router_logits": True,
+        "decoder_sparse_step": 1,
     },
-}  # fmt: skip
+}
 DTYPES = ("float32", "bfloat16")
 # Four units in the last place of a float32 loss: what is nearer is not told apart.
 FLOOR = 4 * 2.0**-23
@@ -261,14 +273,22 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
                 raise SystemExit(f"{family} {dtype}: permuted it is another function, loss off by {gap:.1e}")
     cuda = args.device.startswith("cuda")
     return {
-        "family": family, "dtype": dtype, "steps": args.steps, "batch": args.batch, "seq": args.seq,
-        "seed": args.seed, **verdict(curves["stock"], curves["tigon"], ends), **plain_distances(curves),
-        "replaced": count[0], "left": count[1],
+        "family": family,
+        "dtype": dtype,
+        "steps": args.steps,
+        "batch": args.batch,
+        "seq": args.seq,
+        "seed": args.seed,
+        **verdict(curves["stock"], curves["tigon"], ends),
+        **plain_distances(curves),
+        "replaced": count[0],
+        "left": count[1],
         "seconds": round(time.perf_counter() - start, 1),
-        "gpu": torch.cuda.get_device_name() if cuda else "CPU", "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if cuda else "CPU",
+        "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
         **{provider: runs for provider, runs in curves.items() if runs},
-    }  # fmt: skip
+    }
 
 
 def table(records: list[dict]) -> str:
@@ -301,9 +321,15 @@ def draw(records: list[dict], path: Path) -> None:
     families = list(dict.fromkeys(r["family"] for r in records))
     dtypes = list(dict.fromkeys(r["dtype"] for r in records))
     figure, grid = plt.subplots(
-        2 * len(dtypes), len(families), figsize=(2.1 * len(families), 3.6 * len(dtypes)), sharex=True,
-        sharey="row", squeeze=False, layout="constrained", height_ratios=[1, 1] * len(dtypes),
-    )  # fmt: skip
+        2 * len(dtypes),
+        len(families),
+        figsize=(2.1 * len(families), 3.6 * len(dtypes)),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+        height_ratios=[1, 1] * len(dtypes),
+    )
     for r in records:
         row, column = 2 * dtypes.index(r["dtype"]), families.index(r["family"])
         curves, below = grid[row][column], grid[row + 1][column]

@@ -42,69 +42,149 @@ sys.path.append(str(ROOT / "python"))  # tigon, unless it is installed
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}
 MODELS = {
-    "llama3-8b": LLAMA | {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
+    "llama3-8b": LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
     "qwen2-7b": {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
     },
     "gemma-7b": {
-        "model_type": "gemma", "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "vocab_size": 256000,
+        "model_type": "gemma",
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "vocab_size": 256000,
     },
     "mistral-7b": {
-        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": None,
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "sliding_window": None,
     },
     "phi3-mini": {
-        "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064,
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32064,
     },
-    "llama3.2-1b": LLAMA | {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
-        "head_dim": 64, "tie_word_embeddings": True,
+    "llama3.2-1b": LLAMA
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "vocab_size": 128256,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
     "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
     "gpt-oss-20b": {
-        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
-        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
         "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-            "truncate": False, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
         },
     },
     "gemma3-4b": {
-        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
         "sliding_window": 1024,
     },
     "qwen3-vl-2b": {
-        "model_type": "qwen3_vl", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "model_type": "qwen3_vl",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
         "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20],
-                            "mrope_interleaved": True},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5000000.0,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+        },
     },
     "qwen3.5-9b": {
-        "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
         "vocab_size": 248320,
     },
     "qwen3-0.6b": {
-        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
-}  # fmt: skip
+}
 MOE = ("qwen3-30b-a3b", "gpt-oss-20b")
 SINKS = ("gpt-oss-20b",)
 DENSE = tuple(MODELS)[:6]
@@ -126,8 +206,23 @@ SUITES = {  # models, batches, layers (None: as published); people: what is None
 PROVIDERS = ("stock", "tigon", "liger")
 WARMUP = 3
 OPTIMIZERS = ("torch", "tigon", "backward")
-SETTING = ("seq", "layers", "steps", "masked", "padding", "packed", "checkpointing", "compile", "optimizer",
-           "clip", "dtype", "autocast", "contrastive", "device", "attention")  # fmt: skip
+SETTING = (
+    "seq",
+    "layers",
+    "steps",
+    "masked",
+    "padding",
+    "packed",
+    "checkpointing",
+    "compile",
+    "optimizer",
+    "clip",
+    "dtype",
+    "autocast",
+    "contrastive",
+    "device",
+    "attention",
+)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -145,15 +240,30 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=10, help=f"measured steps, after {WARMUP} to warm up")
     add("--masked", type=float, default=0.0, help="fraction of labels that do not count")
     add("--padding", type=float, default=0.0, help="mean fraction of a row that is padding, under a mask")
-    add("--packed", type=int, default=0, metavar="TOKENS",
-        help="rows packed of sequences of this mean length, told apart by position_ids")  # fmt: skip
+    add(
+        "--packed",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="rows packed of sequences of this mean length, told apart by position_ids",
+    )
     add("--checkpointing", action="store_true", help="gradient checkpointing")
     add("--autocast", action="store_true", help="bfloat16 by autocast (weights: --dtype)")
     add("--contrastive", action="store_true", help="a bi-encoder: half of the rows belong to the other half")
-    add("--compile", nargs="?", const="model", choices=("model", "layers"), default="",
-        help="torch.compile of the model, patched or not, or of its layers one by one")  # fmt: skip
-    add("--optimizer", default="torch", choices=OPTIMIZERS,
-        help="under Tigon: torch's fused AdamW, tigon.optim.AdamW, or its step in the backward")  # fmt: skip
+    add(
+        "--compile",
+        nargs="?",
+        const="model",
+        choices=("model", "layers"),
+        default="",
+        help="torch.compile of the model, patched or not, or of its layers one by one",
+    )
+    add(
+        "--optimizer",
+        default="torch",
+        choices=OPTIMIZERS,
+        help="under Tigon: torch's fused AdamW, tigon.optim.AdamW, or its step in the backward",
+    )
     add("--clip", type=float, default=0.0, metavar="NORM", help="clip the gradients' norm (0: do not)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
@@ -229,10 +339,20 @@ def build(case: dict):
             AutoModelForImageTextToText,
             {**config, "model_type": "qwen3_vl_text", "use_cache": False},
         )
-        vision = {"depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64,
-                  "out_hidden_size": config["hidden_size"], "deepstack_visual_indexes": [0]}  # fmt: skip
-        config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision,
-                  "tie_word_embeddings": True}  # fmt: skip
+        vision = {
+            "depth": 1,
+            "hidden_size": 64,
+            "num_heads": 2,
+            "intermediate_size": 64,
+            "out_hidden_size": config["hidden_size"],
+            "deepstack_visual_indexes": [0],
+        }
+        config = {
+            "model_type": "qwen3_vl",
+            "text_config": text,
+            "vision_config": vision,
+            "tie_word_embeddings": True,
+        }
     config = AutoConfig.for_model(**config, use_cache=False, pad_token_id=None)
     torch.manual_seed(0)
     with torch.device(case["device"]):
@@ -445,9 +565,16 @@ def read(path: Path) -> list[dict]:
         return []
     records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     for record in records:  # as older files have them
-        for name, value in (("padding", 0.0), ("optimizer", "torch"), ("clip", 0.0), ("apply", {}),
-                            ("attention", "sdpa"), ("packed", 0), ("autocast", False),
-                            ("contrastive", False)):  # fmt: skip
+        for name, value in (
+            ("padding", 0.0),
+            ("optimizer", "torch"),
+            ("clip", 0.0),
+            ("apply", {}),
+            ("attention", "sdpa"),
+            ("packed", 0),
+            ("autocast", False),
+            ("contrastive", False),
+        ):
             record.setdefault(name, value)
         record["compile"] = {True: "model", False: ""}.get(record["compile"], record["compile"])
     return list({key(record): record for record in records}.values())
@@ -473,18 +600,24 @@ def table(records: list[dict]) -> str:
 def setting(record: dict) -> str:
     """The model and whatever is not as usual."""
     layers, masked, padding = record["layers"], record["masked"], record["padding"]
-    parts = [record["model"], layers and f"{layers} layers", masked and f"{masked:.0%} masked",
-             padding and f"{padding:.0%} padding", record["checkpointing"] and "checkpointing",
-             record["packed"] and f"packed, {record['packed']} tokens a sequence",
-             record["contrastive"] and "bi-encoder", record["autocast"] and "autocast",
-             record["compile"] and f"compiled {record['compile']}",
-             record["attention"] != "sdpa" and record["attention"],
-             record["optimizer"] == "tigon" and "Tigon's AdamW",
-             record["optimizer"] == "backward" and "Tigon's step in the backward",
-             record["clip"] and f"clipped at {record['clip']:g}",
-             record["dtype"] == "float32" and "float32",
-             *(f"{name}={value}" for name, value in record["changes"].items()),
-             record["apply"] and f"apply {options(record['apply'])}"]  # fmt: skip
+    parts = [
+        record["model"],
+        layers and f"{layers} layers",
+        masked and f"{masked:.0%} masked",
+        padding and f"{padding:.0%} padding",
+        record["checkpointing"] and "checkpointing",
+        record["packed"] and f"packed, {record['packed']} tokens a sequence",
+        record["contrastive"] and "bi-encoder",
+        record["autocast"] and "autocast",
+        record["compile"] and f"compiled {record['compile']}",
+        record["attention"] != "sdpa" and record["attention"],
+        record["optimizer"] == "tigon" and "Tigon's AdamW",
+        record["optimizer"] == "backward" and "Tigon's step in the backward",
+        record["clip"] and f"clipped at {record['clip']:g}",
+        record["dtype"] == "float32" and "float32",
+        *(f"{name}={value}" for name, value in record["changes"].items()),
+        record["apply"] and f"apply {options(record['apply'])}",
+    ]
     return ", ".join(filter(None, parts))
 
 

@@ -74,8 +74,11 @@ def draw_kernels(field: str, label: str, path: Path) -> None:
             points = [(n, row[who][field]) for n, row in sizes.items() if who in row]
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", ms=3, label=who, color=COLOURS[who])
-            spread = [(n, row[who]["q20"], row[who]["q80"]) for n, row in sizes.items()
-                      if field == "ms" and "q20" in row.get(who, {})]  # fmt: skip
+            spread = [
+                (n, row[who]["q20"], row[who]["q80"])
+                for n, row in sizes.items()
+                if field == "ms" and "q20" in row.get(who, {})
+            ]
             if spread:
                 axis.fill_between(*zip(*spread, strict=True), color=COLOURS[who], alpha=0.25, lw=0)
         axis.set(title=title, xlabel=varies, ylabel=label, xticks=list(sizes))

@@ -50,10 +50,19 @@ GROUPS = {
 
 
 MARKS = {  # the first of these fields in a record says what wrote it
-    "layout": "parallel_e2e", "gpus": "parallel", "copy_ms": "optimizer", "kind": "optimizer",
-    "trainer": "trl_trainers", "stage": "medusa", "part": "adapters", "case": "op", "op": "host",
-    "parts_ms": "floor", "family": "convergence", "model": "e2e",
-}  # fmt: skip
+    "layout": "parallel_e2e",
+    "gpus": "parallel",
+    "copy_ms": "optimizer",
+    "kind": "optimizer",
+    "trainer": "trl_trainers",
+    "stage": "medusa",
+    "part": "adapters",
+    "case": "op",
+    "op": "host",
+    "parts_ms": "floor",
+    "family": "convergence",
+    "model": "e2e",
+}
 
 
 @dataclass(frozen=True)

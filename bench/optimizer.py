@@ -263,8 +263,10 @@ def show(r: dict) -> None:
     )
     clips = "".join(
         f"  {who} clip {r[f'{who}_clip_ms']:.2f} ms ({r[f'{who}_no_clip_ms']:.2f} at factor 1), "
-        f"host {r[f'{who}_clip_host_us']:.0f} us" for who in ("tigon", "torch") if f"{who}_clip_ms" in r
-    )  # fmt: skip
+        f"host {r[f'{who}_clip_host_us']:.0f} us"
+        for who in ("tigon", "torch")
+        if f"{who}_clip_ms" in r
+    )
     print(
         f"{r['parameters']:22} {r['kind']:18} {r['bytes'] / 1e9:7.2f} GB  copy {r['copy_ms']:8.2f} ms  "
         f"tigon {r['tigon_ms']:8.2f} ms ({r['of_copy']:4.0%}), host {r['tigon_host_us']:6.0f} us, native "

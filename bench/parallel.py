@@ -111,8 +111,10 @@ def products(tokens: int, hidden: int, vocab: int) -> float:
     total, rows = 0.0, min(tokens, 8192)
     logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16)
     for call in (
-        lambda: torch.mm(x[:rows], w.T, out=logits), lambda: logits @ w, lambda: logits.T @ x[:rows],
-    ):  # fmt: skip
+        lambda: torch.mm(x[:rows], w.T, out=logits),
+        lambda: logits @ w,
+        lambda: logits.T @ x[:rows],
+    ):
         total += time_ms(call) * tokens / rows
     return total
 

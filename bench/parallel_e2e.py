@@ -39,13 +39,17 @@ import processes
 from tables import by_provider, markdown
 
 LAYOUTS = {  # providers of each
-    "fsdp2": ("stock", "tigon", "liger"), "megatron": ("stock", "tigon"), "megatron_sp": ("stock", "tigon"),
+    "fsdp2": ("stock", "tigon", "liger"),
+    "megatron": ("stock", "tigon"),
+    "megatron_sp": ("stock", "tigon"),
     "megatron_ddp": ("stock", "tigon"),
-}  # fmt: skip
+}
 OF_MEGATRON = {  # its names of what a model's configuration holds
-    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
     "num_attention_heads": "num_attention_heads",
-}  # fmt: skip
+}
 PACKAGES = ("transformers", "megatron-core", "liger-kernel")
 KEY = ("layout", "model", "changes", "layers", "batch", "seq", "gpus", "provider")
 key = processes.fields(*KEY)
@@ -191,9 +195,13 @@ def make_megatron_ddp(case: dict, device: str):
         whole.zero_grad_buffer()
         with OnCpu() if device == "cpu" else contextlib.nullcontext():
             said = schedule(
-                forward_step_func=forward, data_iterator=iter(next(rows).split(1)), model=[whole],
-                num_microbatches=case["batch"], seq_length=seq, micro_batch_size=1,
-            )  # fmt: skip
+                forward_step_func=forward,
+                data_iterator=iter(next(rows).split(1)),
+                model=[whole],
+                num_microbatches=case["batch"],
+                seq_length=seq,
+                micro_batch_size=1,
+            )
         for parameter in model.parameters():
             parameter.grad = parameter.main_grad
         adam.step()
@@ -203,8 +211,12 @@ def make_megatron_ddp(case: dict, device: str):
     return step, report, case["gpus"] * case["batch"] * seq
 
 
-MAKE = {"fsdp2": make_fsdp2, "megatron": make_megatron, "megatron_sp": make_megatron,
-        "megatron_ddp": make_megatron_ddp}  # fmt: skip
+MAKE = {
+    "fsdp2": make_fsdp2,
+    "megatron": make_megatron,
+    "megatron_sp": make_megatron,
+    "megatron_ddp": make_megatron_ddp,
+}
 
 
 def run_case(case: dict, device: str) -> dict:
@@ -216,8 +228,13 @@ def run_case(case: dict, device: str) -> dict:
     slowest = torch.tensor([found["ms"], found["peak_mib"] or 0.0], device=device)
     torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
     ms, peak = slowest.tolist()
-    return {"tokens_per_s": 1e3 * tokens / ms, "ms": ms, "peak_gb": peak * 2**20 / 1e9 if peak else None,
-            "losses": found["losses"], "report": report.splitlines()}  # fmt: skip
+    return {
+        "tokens_per_s": 1e3 * tokens / ms,
+        "ms": ms,
+        "peak_gb": peak * 2**20 / 1e9 if peak else None,
+        "losses": found["losses"],
+        "report": report.splitlines(),
+    }
 
 
 def measure(case: dict, device: str) -> dict:

@@ -72,8 +72,11 @@ def draw(op: str, records: list[dict], path: Path) -> None:
     figure, grid = new_figure(1, len(passes), figsize=size, sharey=True)
     for axis, which in zip(grid[0], passes, strict=True):
         for provider in providers:
-            mine = [(100 * r["of_limit"], cases.index(name)) for r, name in named
-                    if (r["pass"], r["provider"]) == (which, provider)]  # fmt: skip
+            mine = [
+                (100 * r["of_limit"], cases.index(name))
+                for r, name in named
+                if (r["pass"], r["provider"]) == (which, provider)
+            ]
             if mine:
                 look = TIGON_MARKER if provider == "tigon" else PEER_MARKER
                 axis.plot(
@@ -91,8 +94,14 @@ def draw(op: str, records: list[dict], path: Path) -> None:
         for axis in grid[0]
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(handles.values(), handles.keys(), frameon=False, fontsize=7, ncols=len(handles),
-                  loc="outside lower center")  # fmt: skip
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        frameon=False,
+        fontsize=7,
+        ncols=len(handles),
+        loc="outside lower center",
+    )
     figure.suptitle(f"{op}, {records[0]['gpu']}, torch {records[0]['torch']}", fontsize=9)
     save(figure, path)
 

@@ -23,9 +23,15 @@ class Worker:
     """A process of ``script --worker CASE RESULT`` that gets ready and waits for the word."""
 
     def __init__(self, script: str, case: dict):
-        env = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error",
-               "USE_HUB_KERNELS": "0", "TOKENIZERS_PARALLELISM": "false",
-               "PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}  # fmt: skip
+        env = {
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "USE_HUB_KERNELS": "0",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            **os.environ,
+        }
         self.folder = tempfile.TemporaryDirectory()
         self.case_file, self.result_file = (Path(self.folder.name, name) for name in ("case", "result"))
         self.case = case

@@ -20,15 +20,27 @@ TITLES = "thousands of tokens/s; height relative to stock", "peak memory, GB"
 COLOURS = {"stock": plot.COLOURS["eager"], "liger": plot.COLOURS["liger"], "tigon": plot.COLOURS["tigon"]}
 # What, page of the results, file, op, case and pass of bench/run.py.
 OPS = (
-    ("Loss head, 8192 x 4096 x 128256", "loss_head", "loss_head", "linear_cross_entropy",
-     "8192x4096x128256", "step"),
-    ("The same with 80 % of the labels masked", "loss_head", "loss_head", "linear_cross_entropy",
-     "8192x4096x128256_masked80", "step"),
+    (
+        "Loss head, 8192 x 4096 x 128256",
+        "loss_head",
+        "loss_head",
+        "linear_cross_entropy",
+        "8192x4096x128256",
+        "step",
+    ),
+    (
+        "The same with 80 % of the labels masked",
+        "loss_head",
+        "loss_head",
+        "linear_cross_entropy",
+        "8192x4096x128256_masked80",
+        "step",
+    ),
     ("Cross-entropy of logits, 8192 x 128256", "losses", "losses", "cross_entropy", "8192x128256", "step"),
     ("KL divergence, 8192 x 128256", "losses", "losses", "divergence", "kl_8192x128256", "step"),
     ("RMSNorm backward, 16384 x 8192", "norms", "rows", "rms_norm", "16384x8192", "bwd"),
     ("Experts of Qwen3-30B-A3B, 8192 tokens", "experts", "experts", "experts", "qwen3_30b_8192", "step"),
-)  # fmt: skip
+)
 
 
 def _row(what: str, page: str, ours: str, peers: Iterable[str]) -> list[str]:

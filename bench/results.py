@@ -262,8 +262,10 @@ def behind_list(parts: list[Section]) -> str:
     behind = sorted((c for c in comparisons if c.behind), key=lambda c: c.speed)
     rows = [(c.what, c.ours, f"{c.peer} {c.theirs}", f"{100 / c.speed - 100:.1f} %") for c in behind]
     blocks = [f"## More than 3 % behind a peer: {len(behind)} of {len(comparisons)} cases"]
-    for text, count in (("Compared with a peer", lambda part: len(part.comparisons)),
-                        ("Without a peer in the same run", lambda part: part.alone)):  # fmt: skip
+    for text, count in (
+        ("Compared with a peer", lambda part: len(part.comparisons)),
+        ("Without a peer in the same run", lambda part: part.alone),
+    ):
         counts = dict.fromkeys((part.heading for part in parts), 0)
         for part in parts:
             counts[part.heading] += count(part)
@@ -318,15 +320,28 @@ def index(parts: dict[str, list[Section]]) -> str:
                 limits = part.of_limit
                 mean = f"{100 * statistics.geometric_mean(limits):.0f} %" if limits else "-"
                 speeds = [c.speed for c in part.comparisons]
-                rows.append((
-                    f"[{part.heading}]({page}.md)", f"`{part.run.name}`",
-                    str(len(limits) or len(speeds)), mean, f"{100 * min(limits):.0f} %" if limits else "-",
-                    f"{statistics.geometric_mean(speeds):.2f}x" if speeds else "-",
-                    f"{sum(c.behind for c in part.comparisons)} of {len(speeds)}" if speeds else "-",
-                    str(part.alone),
-                ))  # fmt: skip
-    head = ("", "file", "cases", "of the limit, geometric mean", "lowest", "speed of tigon / fastest peer",
-            "more than 3 % behind", "without a peer in the same run")  # fmt: skip
+                rows.append(
+                    (
+                        f"[{part.heading}]({page}.md)",
+                        f"`{part.run.name}`",
+                        str(len(limits) or len(speeds)),
+                        mean,
+                        f"{100 * min(limits):.0f} %" if limits else "-",
+                        f"{statistics.geometric_mean(speeds):.2f}x" if speeds else "-",
+                        f"{sum(c.behind for c in part.comparisons)} of {len(speeds)}" if speeds else "-",
+                        str(part.alone),
+                    )
+                )
+    head = (
+        "",
+        "file",
+        "cases",
+        "of the limit, geometric mean",
+        "lowest",
+        "speed of tigon / fastest peer",
+        "more than 3 % behind",
+        "without a peer in the same run",
+    )
     blocks = (
         "# Results",
         f"{NOTE}\n[Method](../benchmarks.md).",
@@ -341,8 +356,11 @@ def index(parts: dict[str, list[Section]]) -> str:
 
 def images(everything: list[Run]) -> dict[Path, dict[str, Callable[[Path], None]]]:
     """The pictures of every file that has some, and what draws them."""
-    found = {run.path: plot.pictures(run.path, run.records)
-             for run in everything if run.kind in ("op", "convergence") and not run.older}  # fmt: skip
+    found = {
+        run.path: plot.pictures(run.path, run.records)
+        for run in everything
+        if run.kind in ("op", "convergence") and not run.older
+    }
     return {path: drawn for path, drawn in found.items() if drawn}
 
 

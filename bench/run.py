@@ -123,8 +123,10 @@ class Bench:
             self.path.write_text("")
         gc.freeze()  # modules are not searched for garbage after each case
         self.copy = timing.copy_gbps(self.device)
-        print(f"{self.common['gpu']}, torch {torch.__version__}, commit {self.common['commit']}; "
-              f"copy {self.copy:.0f} GB/s")  # fmt: skip
+        print(
+            f"{self.common['gpu']}, torch {torch.__version__}, commit {self.common['commit']}; "
+            f"copy {self.copy:.0f} GB/s"
+        )
 
     def write(self, record: dict) -> None:
         processes.append(self.path, record)

@@ -30,9 +30,17 @@ def optimizer_section(run, _: list) -> Section:
             cells.append(ms(peers[name]) if name in peers else error)
         host = [r.get(f"{name}_host_us") for name in ("tigon", *TORCH)]
         rows.append([*cells, speed, *("-" if us is None else f"{us:.0f}" for us in host)])
-    head = ("parameters", "kind", "elements, tensors", "copy", "tigon", *TORCH,
-            "speed of tigon / fastest peer", "host us tigon",
-            *(f"host us {name}" for name in TORCH))  # fmt: skip
+    head = (
+        "parameters",
+        "kind",
+        "elements, tensors",
+        "copy",
+        "tigon",
+        *TORCH,
+        "speed of tigon / fastest peer",
+        "host us tigon",
+        *(f"host us {name}" for name in TORCH),
+    )
     section.text = (
         "Milliseconds of one step; in brackets percent of a device copy of the same bytes, which is not a "
         "bound:\nabove 100 % the step moved its bytes faster than the copy. `fused`, `foreach`: "
@@ -63,8 +71,16 @@ def parallel_section(run, op: str) -> Section:
             ours = timed.pop("tigon")
             section.of_limit.append(ours["limit_ms"] / ours["ms"])
             section.compare(f"{op} {case}", ours["ms"], {name: r["ms"] for name, r in timed.items()})
-    head = ("case", "GPUs", "provider", "ms of a step", "limit", "the share alone", "MiB of each GPU",
-            "exposed")  # fmt: skip
+    head = (
+        "case",
+        "GPUs",
+        "provider",
+        "ms of a step",
+        "limit",
+        "the share alone",
+        "MiB of each GPU",
+        "exposed",
+    )
     section.text = (
         "In brackets the percent of the limit: the bare products divided by the GPUs, for given logits "
         "the bytes of\none process. `the share alone`: one process with its shard as the whole vocabulary, "
@@ -116,8 +132,18 @@ def adapters_section(run, _: list) -> Section:
             cells[-1] = section.compare(f"LoRA, {name}", ours["ms"], peers)
         cells += [f"{r['gb']:.1f}" if r and "gb" in r else "-" for r in (floor, ours, stock)]
         lines[name] = ours["ms"] / floor["ms"] if floor else 0.0, cells
-    head = ("case", "frozen", "tigon", "PEFT", "PEFT, compiled", "Unsloth's functions", "speed",
-            "GB frozen", "GB tigon", "GB PEFT")  # fmt: skip
+    head = (
+        "case",
+        "frozen",
+        "tigon",
+        "PEFT",
+        "PEFT, compiled",
+        "Unsloth's functions",
+        "speed",
+        "GB frozen",
+        "GB tigon",
+        "GB PEFT",
+    )
     section.text = (
         "Milliseconds of forward and backward, in brackets over those of the frozen base: its two products,\n"
         "or the model with `tigon.apply` and gradients of activations. The largest come first. Speed is\n"

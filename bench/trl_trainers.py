@@ -52,8 +52,19 @@ TRAINERS = {
 PASSES = {"sft": (3, 3), "sft_lora": (2, 3), "dpo_lora": (3, 4), "kto": (6, 6), "grpo": (3, 3)}
 WARMUP = 2
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unknown>"}  # ids 0, 1, 2
-KEY = ("trainer", "model", "layers", "changes", "batch", "seq", "prompt", "checkpointing", "dtype", "device",
-       "provider")  # fmt: skip
+KEY = (
+    "trainer",
+    "model",
+    "layers",
+    "changes",
+    "batch",
+    "seq",
+    "prompt",
+    "checkpointing",
+    "dtype",
+    "device",
+    "provider",
+)
 key = processes.fields(*KEY)
 
 
@@ -323,10 +334,13 @@ def prepare(case: dict) -> None:
 def setting(record: dict) -> str:
     """The trainer, the model and whatever is not as usual."""
     layers = f"{record['layers']} layers" if record["layers"] else "whole"
-    parts = [f"{record['trainer']}, {record['model']}", layers,
-             *(f"{name}={value}" for name, value in record["changes"].items()),
-             not record["checkpointing"] and "without checkpointing",
-             record["dtype"] == "float32" and "float32"]  # fmt: skip
+    parts = [
+        f"{record['trainer']}, {record['model']}",
+        layers,
+        *(f"{name}={value}" for name, value in record["changes"].items()),
+        not record["checkpointing"] and "without checkpointing",
+        record["dtype"] == "float32" and "float32",
+    ]
     return ", ".join(filter(None, parts))
 
 

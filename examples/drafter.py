@@ -109,9 +109,15 @@ def main():
     def eagle(states, tokens):
         steps = drafter(states, tokens, STEPS)
         return tigon.drafter_loss(
-            steps, weight, (states, head), draft_ids, loss=args.loss, shifts=range(1, STEPS + 1),
-            step_weights=[0.8**k for k in range(STEPS)], outputs=("loss", "acceptance"),
-        )  # fmt: skip
+            steps,
+            weight,
+            (states, head),
+            draft_ids,
+            loss=args.loss,
+            shifts=range(1, STEPS + 1),
+            step_weights=[0.8**k for k in range(STEPS)],
+            outputs=("loss", "acceptance"),
+        )
 
     found = [train("EAGLE-3", drafter, weight, eagle, batches)]
 
@@ -120,9 +126,13 @@ def main():
 
     def mtp(states, tokens):
         return tigon.drafter_loss(
-            predictor(states, tokens, 1), head, (states, head), loss=args.loss, shifts=[1],
+            predictor(states, tokens, 1),
+            head,
+            (states, head),
+            loss=args.loss,
+            shifts=[1],
             outputs=("loss", "acceptance"),
-        )  # fmt: skip
+        )
 
     found.append(train("MTP", predictor, head, mtp, batches))
     return found

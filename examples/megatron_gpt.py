@@ -56,18 +56,36 @@ def build(args, vocab: int, ranks: int, device: str, *, on_cpu: bool = True):
     if hybrid:  # it counts attention and MLP as two layers
         sizes |= {"num_layers": len(pattern), "is_hybrid_model": True}
     config = TransformerConfig(
-        **sizes, tensor_model_parallel_size=ranks, sequence_parallel=args.sequence_parallel,
-        use_cpu_initialization=on_cpu, normalization="RMSNorm", gated_linear_unit=True,
+        **sizes,
+        tensor_model_parallel_size=ranks,
+        sequence_parallel=args.sequence_parallel,
+        use_cpu_initialization=on_cpu,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False, bias_activation_fusion=True, hidden_dropout=0.0, attention_dropout=0.0,
-        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
+        add_bias_linear=False,
+        bias_activation_fusion=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
         # Megatron's fused form rounds the gradient of the logits to bfloat16, whatever they are.
-        cross_entropy_loss_fusion=dtype == torch.bfloat16, cross_entropy_fusion_impl="native",
-    )  # fmt: skip
+        cross_entropy_loss_fusion=dtype == torch.bfloat16,
+        cross_entropy_fusion_impl="native",
+    )
     make = hybrid_model if hybrid else gpt_model
-    return make(config, pattern, vocab, args.seq, position_embedding_type="rope",
-                share_embeddings_and_output_weights=False).to(device)  # fmt: skip
+    return make(
+        config,
+        pattern,
+        vocab,
+        args.seq,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).to(device)
 
 
 def hybrid_model(config, pattern: str, vocab: int, seq: int, **options):

@@ -52,11 +52,8 @@ ONE_BILLION = {
 }
 DEFAULTS = {
     "cpu": {"config": SMALL, "dtype": "float32", "batch": 8, "seq": 512, "steps": 20, "lr": 1e-3},
-    "cuda": {
-        "config": ONE_BILLION, "dtype": "bfloat16", "batch": 4, "seq": 2048, "steps": 30,
-        "lr": 3e-4,
-    },
-}  # fmt: skip
+    "cuda": {"config": ONE_BILLION, "dtype": "bfloat16", "batch": 4, "seq": 2048, "steps": 30, "lr": 3e-4},
+}
 
 # "Equal to within rounding": the largest relative difference of the loss at any step. Training amplifies
 # rounding, so this is measured, not derived. Over 20 steps of the CPU default, stock with every parameter
@@ -199,30 +196,39 @@ def show(summary: dict) -> None:
     for name, run in runs.items():
         speed = run["tokens_per_s"] / first["tokens_per_s"]
         memory = run["peak_bytes"] / max(1, first["peak_bytes"])
-        rows.append((
-            name,
-            f"{run['tokens_per_s']:,.0f}", f"{speed:.2f}x",
-            f"{run['peak_bytes'] / 1e9:.2f} GB", f"{memory:.2f}x",
-            f"{run['losses'][-1]:.4f}",
-            "-" if run is first else
-            f"{run['loss_difference']:.1e} ({run['relative_difference']:.1e} relative)",
-        ))  # fmt: skip
+        rows.append(
+            (
+                name,
+                f"{run['tokens_per_s']:,.0f}",
+                f"{speed:.2f}x",
+                f"{run['peak_bytes'] / 1e9:.2f} GB",
+                f"{memory:.2f}x",
+                f"{run['losses'][-1]:.4f}",
+                "-"
+                if run is first
+                else f"{run['loss_difference']:.1e} ({run['relative_difference']:.1e} relative)",
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     print()
     for row in rows:
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         print("  ".join(cells).rstrip())
-    print(f"\npeak memory: above model and optimizer state, after the first step; "
-          f"loss fell from {first['losses'][0]:.3f} to {first['losses'][-1]:.3f}")  # fmt: skip
+    print(
+        f"\npeak memory: above model and optimizer state, after the first step; "
+        f"loss fell from {first['losses'][0]:.3f} to {first['losses'][-1]:.3f}"
+    )
     for name, run in runs.items():
         if run["memory_note"]:
             print(f"  {name}: {run['memory_note']}")
     for name in [name for name in runs if runs[name] is not first and name != "control"]:
         held = runs[name]["relative_difference"] <= bound["value"] and runs[name]["finite"]
         verdict = "equal to within rounding" if held else "NOT equal to within rounding"
-        print(f"{name}: loss curve {verdict}: every step within {bound['value']:.1e} "
-              f"relative of {next(iter(runs))} ({bound['source']})")  # fmt: skip
+        print(
+            f"{name}: loss curve {verdict}: every step within {bound['value']:.1e} "
+            f"relative of {next(iter(runs))} ({bound['source']})"
+        )
 
 
 def check_checkpoint(plan: dict, trained: float) -> dict:
@@ -230,8 +236,10 @@ def check_checkpoint(plan: dict, trained: float) -> dict:
     loaded = work(plan, "verify")["checkpoint_loss"]
     same = abs(loaded - trained) <= BOUND[plan["dtype"]] * abs(trained)
     result = {"path": plan["checkpoint_out"], "trained": trained, "stock": loaded, "same": same}
-    print(f"checkpoint {result['path']}: stock from_pretrained loads it, loss {loaded:.4f} "
-          f"(patched model {trained:.4f}) {'ok' if same else 'DIFFERS'}")  # fmt: skip
+    print(
+        f"checkpoint {result['path']}: stock from_pretrained loads it, loss {loaded:.4f} "
+        f"(patched model {trained:.4f}) {'ok' if same else 'DIFFERS'}"
+    )
     return result
 
 
@@ -245,10 +253,15 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
     plan = make_plan(args)
-    print(f"text: {plan['files']} files, {plan['bytes'] / 1e6:.1f} MB, {plan['tokens']:,} tokens "
-          f"of a vocabulary of {plan['vocab']:,}")  # fmt: skip
-    print(f"training: {plan['steps']} steps of {plan['batch']} x {plan['seq']} tokens, "
-          f"{plan['dtype']} on {plan['device']}", flush=True)  # fmt: skip
+    print(
+        f"text: {plan['files']} files, {plan['bytes'] / 1e6:.1f} MB, {plan['tokens']:,} tokens "
+        f"of a vocabulary of {plan['vocab']:,}"
+    )
+    print(
+        f"training: {plan['steps']} steps of {plan['batch']} x {plan['seq']} tokens, "
+        f"{plan['dtype']} on {plan['device']}",
+        flush=True,
+    )
     runs: dict[str, dict] = {}
     for name in providers:
         result = work(plan, name)

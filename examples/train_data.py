@@ -145,9 +145,15 @@ def given_tokens(file: Path) -> dict:
         raise SystemExit(f"--tokens {file}: must hold token ids, int32 [tokens]")
     largest = int(tokens.max())
     return {
-        "files": 1, "bytes": file.stat().st_size, "tokens": int(tokens.size), "vocab": largest + 1,
-        "largest_token": largest, "end": None, "tokens_file": str(file), "tokenizer_file": None,
-    }  # fmt: skip
+        "files": 1,
+        "bytes": file.stat().st_size,
+        "tokens": int(tokens.size),
+        "vocab": largest + 1,
+        "largest_token": largest,
+        "end": None,
+        "tokens_file": str(file),
+        "tokenizer_file": None,
+    }
 
 
 def mix(x):

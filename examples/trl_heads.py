@@ -46,9 +46,15 @@ class Distilled(Redirected):
         def loss(plain, input_ids, labels):
             hidden, weight = states(plain, input_ids, mask)
             return tigon.linear_jsd(
-                hidden, weight, teacher, labels, beta=self.beta, shift=True, denominator=num_items_in_batch,
+                hidden,
+                weight,
+                teacher,
+                labels,
+                beta=self.beta,
+                shift=True,
+                denominator=num_items_in_batch,
                 temperature=self.temperature if hasattr(self, "use_uld_loss") else 1.0,
-            )  # fmt: skip
+            )
 
         return self.inside(model, loss, inputs["input_ids"], inputs["labels"])
 
@@ -77,9 +83,12 @@ class Preferring(Redirected):
         out = self.inside(model, loss, ids, mask, labels)
         chosen, rejected = out.rewards.chunk(2)
         values = {
-            "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected,
-            "rewards/accuracies": (chosen > rejected).float(), "nll_loss": out.nll,
-        }  # fmt: skip
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "nll_loss": out.nll,
+        }
         prefix = "eval_" if train_eval == "eval" else ""
         gather = self.accelerator.gather_for_metrics
         return out.loss, {prefix + name: gather(value).mean().item() for name, value in values.items()}

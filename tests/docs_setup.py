@@ -15,9 +15,18 @@ def tiny_model(name: str = "Llama", **changes):
     """A random causal model of two layers, in training mode."""
     import transformers
 
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     config = getattr(transformers, f"{name}Config")(**sizes | changes)
     return getattr(transformers, f"{name}ForCausalLM")(config).train()
 

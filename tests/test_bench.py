@@ -41,8 +41,20 @@ def quick(monkeypatch):
 def test_every_op_every_field(quick, tmp_path, capsys):
     """All ops on the CPU: complete records, a table, and pictures of them."""
     path = tmp_path / "results" / "r.jsonl"
-    quick.main(["--device", "cpu", "--cases", "smoke", "--providers", "eager,tigon", "--dtypes",
-                "fp32", "--out", str(path)])  # fmt: skip
+    quick.main(
+        [
+            "--device",
+            "cpu",
+            "--cases",
+            "smoke",
+            "--providers",
+            "eager,tigon",
+            "--dtypes",
+            "fp32",
+            "--out",
+            str(path),
+        ]
+    )
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert not [record for record in records if "error" in record]
     shown = capsys.readouterr().out
@@ -70,8 +82,14 @@ def test_upstream_gradients(quick):
     module = modules()["cross_entropy"]
     named = {case.name: case for case in module.CASES}
     small = {"N": 3, "V": 7}
-    for name, expected in (("8192x128256_scaled", 0.125), ("vocabulary_32000", 1.0), ("256x1024", 1.0),
-                           ("paper_8192x40960", 1.0), ("1024x32000", 1.0), ("sum", 0.7)):  # fmt: skip
+    for name, expected in (
+        ("8192x128256_scaled", 0.125),
+        ("vocabulary_32000", 1.0),
+        ("256x1024", 1.0),
+        ("paper_8192x40960", 1.0),
+        ("1024x32000", 1.0),
+        ("sum", 0.7),
+    ):
         case = dataclasses.replace(named[name], params=named[name].params | small)
         assert quick.upstream_of(module.make(case, "cpu", torch.float32)) == expected, name
     assert quick.upstream_of(module.make(named["none"], "cpu", torch.float32)) == "normal"
@@ -101,8 +119,20 @@ def test_limit_of_odd_sizes(quick, monkeypatch, tmp_path):
 def test_budget(quick, tmp_path, capsys):
     """No case starts late; what is measured is not measured again; a new provider joins the others."""
     path = tmp_path / "r.jsonl"
-    words = ["--device", "cpu", "--cases", "smoke", "--dtypes", "fp32", "--ops", "silu,glu", "--no-host",
-             "--out", str(path), "--budget"]  # fmt: skip
+    words = [
+        "--device",
+        "cpu",
+        "--cases",
+        "smoke",
+        "--dtypes",
+        "fp32",
+        "--ops",
+        "silu,glu",
+        "--no-host",
+        "--out",
+        str(path),
+        "--budget",
+    ]
 
     def providers():
         records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -158,8 +188,22 @@ def test_failures_are_recorded(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(modules()["glu"], "PEERS", peers)
     path = tmp_path / "r.jsonl"
     names = ",".join(("eager", *peers))
-    quick.main(["--device", "cpu", "--cases", "smoke", "--providers", names, "--dtypes", "fp32",
-                "--ops", "glu", "--out", str(path)])  # fmt: skip
+    quick.main(
+        [
+            "--device",
+            "cpu",
+            "--cases",
+            "smoke",
+            "--providers",
+            names,
+            "--dtypes",
+            "fp32",
+            "--ops",
+            "glu",
+            "--out",
+            str(path),
+        ]
+    )
     records = [json.loads(line) for line in path.read_text().splitlines()]
     errors = {r["provider"]: r["error"] for r in records if "error" in r}
     assert errors.keys() == peers.keys()
@@ -179,8 +223,23 @@ def test_a_lost_device_ends_the_run(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(modules()["glu"], "PEERS", {"lost": lost})
     path = tmp_path / "r.jsonl"
     with pytest.raises(torch.AcceleratorError):
-        quick.main(["--device", "cpu", "--cases", "smoke", "--providers", "lost,eager", "--dtypes", "fp32",
-                    "--no-host", "--ops", "glu", "--out", str(path)])  # fmt: skip
+        quick.main(
+            [
+                "--device",
+                "cpu",
+                "--cases",
+                "smoke",
+                "--providers",
+                "lost,eager",
+                "--dtypes",
+                "fp32",
+                "--no-host",
+                "--ops",
+                "glu",
+                "--out",
+                str(path),
+            ]
+        )
     assert [json.loads(line)["provider"] for line in path.read_text().splitlines()] == ["lost"]
 
 

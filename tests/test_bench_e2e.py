@@ -18,8 +18,10 @@ spec.loader.exec_module(e2e)
 TINY = (
     "hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,vocab_size=97,head_dim=8"
 )
-EXPERTS = {"qwen3-30b-a3b": ",num_experts=8,num_experts_per_tok=2,moe_intermediate_size=24",
-           "gpt-oss-20b": ",num_local_experts=8,num_experts_per_tok=2"}  # fmt: skip
+EXPERTS = {
+    "qwen3-30b-a3b": ",num_experts=8,num_experts_per_tok=2,moe_intermediate_size=24",
+    "gpt-oss-20b": ",num_local_experts=8,num_experts_per_tok=2",
+}
 
 
 @pytest.fixture
@@ -61,11 +63,22 @@ def test_mixtures_of_experts(words, tmp_path):
 
 
 SMALL_PEOPLE = {
-    "qwen3-vl-2b": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1],
-                                        "mrope_interleaved": True}},
-    "qwen3.5-9b": {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
-                   "linear_value_head_dim": 8, "head_dim": 16},
-}  # fmt: skip
+    "qwen3-vl-2b": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        }
+    },
+    "qwen3.5-9b": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "head_dim": 16,
+    },
+}
 
 
 def test_people(words):

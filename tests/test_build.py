@@ -50,8 +50,17 @@ def test_pip_and_cmake_look_for_the_gpu_too(gpu, said, tmp_path):
     defaults = re.findall(r'^(TIGON_\w+) = \{.*default = "(.*)" \}', text, re.MULTILINE)
     assert ("TIGON_CUDA", "AUTO") in defaults and ("TIGON_CUDA_ARCHS", "") in defaults
     options = [f"-D{name}={value}" for name, value in (*defaults, ("TIGON_TORCH", "OFF"))]
-    command = [ROOT / ".venv/bin/cmake", "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ROOT}/.venv/bin/ninja",
-               "-S", ROOT, "-B", tmp_path / "build", *options]  # fmt: skip
+    command = [
+        ROOT / ".venv/bin/cmake",
+        "-G",
+        "Ninja",
+        f"-DCMAKE_MAKE_PROGRAM={ROOT}/.venv/bin/ninja",
+        "-S",
+        ROOT,
+        "-B",
+        tmp_path / "build",
+        *options,
+    ]
     env = with_gpu(gpu, tmp_path)
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert re.search(said, done.stdout), done.stdout

@@ -39,8 +39,10 @@ spec = importlib.util.spec_from_file_location(
 medusa = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(medusa)
 
-TINY = ("hidden_size=64,intermediate_size=96,num_attention_heads=2,num_key_value_heads=1,vocab_size=400,"
-        "num_hidden_layers=1")  # fmt: skip
+TINY = (
+    "hidden_size=64,intermediate_size=96,num_attention_heads=2,num_key_value_heads=1,vocab_size=400,"
+    "num_hidden_layers=1"
+)
 
 
 @pytest.fixture
@@ -60,8 +62,24 @@ def options(tmp_path, few_threads):
         for i in range(60)
     ]
     (tmp_path / "text.py").write_text("\n\n".join(functions))
-    words = ["--data", tmp_path / "text.py", "--out", tmp_path / "out", "--device", "cpu", "--steps", 4,
-             "--batch", 2, "--seq", 96, "--model-config", TINY, "--lr", 1e-2]  # fmt: skip
+    words = [
+        "--data",
+        tmp_path / "text.py",
+        "--out",
+        tmp_path / "out",
+        "--device",
+        "cpu",
+        "--steps",
+        4,
+        "--batch",
+        2,
+        "--seq",
+        96,
+        "--model-config",
+        TINY,
+        "--lr",
+        1e-2,
+    ]
     return [str(word) for word in words]
 
 

@@ -117,40 +117,124 @@ def test_both_in_place():
 def test_records_of_every_program(tmp_path):
     """Files of the programs that measure no single op, and ops of post-training, are on the pages named."""
     common = {name: RECORD[name] for name in ("gpu", "torch", "commit")}
-    step = {"parameters": "small", "kind": "bf16", "elements": 10, "tensors": 2, "copy_ms": 1.0,
-            "tigon_ms": 2.0, "of_copy": 0.5, "tigon_host_us": 7.0, "fused_ms": 1.0, "fused_host_us": 9.0,
-            "foreach_error": "out of memory. Tried"}  # fmt: skip
-    head = {"op": "parallel_head", "case": "8x4x2", "provider": "tigon", "gpus": 2, "pass": "step",
-            "ms": 2.0, "limit_ms": 1.0, "alone_ms": 1.5, "peak_mb": 3.0}  # fmt: skip
+    step = {
+        "parameters": "small",
+        "kind": "bf16",
+        "elements": 10,
+        "tensors": 2,
+        "copy_ms": 1.0,
+        "tigon_ms": 2.0,
+        "of_copy": 0.5,
+        "tigon_host_us": 7.0,
+        "fused_ms": 1.0,
+        "fused_host_us": 9.0,
+        "foreach_error": "out of memory. Tried",
+    }
+    head = {
+        "op": "parallel_head",
+        "case": "8x4x2",
+        "provider": "tigon",
+        "gpus": 2,
+        "pass": "step",
+        "ms": 2.0,
+        "limit_ms": 1.0,
+        "alone_ms": 1.5,
+        "peak_mb": 3.0,
+    }
     given = head | {"op": "parallel_cross_entropy", "alone_ms": None}
-    medusa = {"model": "llama3-8b", "layers": 2, "changes": {}, "dtype": "bfloat16", "stage": 1, "heads": 3,
-              "batch": 1, "seq": 64, "device": "cuda", "steps": 5, "peak_gb": 1.0}  # fmt: skip
-    model = {"layout": "fsdp2", "model": "llama3-8b", "layers": 4, "changes": {"vocab_size": 64}, "batch": 2,
-             "seq": 4096, "steps": 10, "gpus": 2, "ms": 1.0, "peak_gb": 2.0, "losses": [1.0]}  # fmt: skip
-    trainer = {"trainer": "dpo", "model": "llama3.2-1b", "layers": 4, "changes": {}, "batch": 8, "seq": 1024,
-               "prompt": 128, "checkpointing": 0, "dtype": "bfloat16", "device": "cuda", "steps": 2,
-               "peak_gb": 2.0, "losses": [0.7], "gradient_norms": [1.0]}  # fmt: skip
+    medusa = {
+        "model": "llama3-8b",
+        "layers": 2,
+        "changes": {},
+        "dtype": "bfloat16",
+        "stage": 1,
+        "heads": 3,
+        "batch": 1,
+        "seq": 64,
+        "device": "cuda",
+        "steps": 5,
+        "peak_gb": 1.0,
+    }
+    model = {
+        "layout": "fsdp2",
+        "model": "llama3-8b",
+        "layers": 4,
+        "changes": {"vocab_size": 64},
+        "batch": 2,
+        "seq": 4096,
+        "steps": 10,
+        "gpus": 2,
+        "ms": 1.0,
+        "peak_gb": 2.0,
+        "losses": [1.0],
+    }
+    trainer = {
+        "trainer": "dpo",
+        "model": "llama3.2-1b",
+        "layers": 4,
+        "changes": {},
+        "batch": 8,
+        "seq": 1024,
+        "prompt": 128,
+        "checkpointing": 0,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "steps": 2,
+        "peak_gb": 2.0,
+        "losses": [0.7],
+        "gradient_norms": [1.0],
+    }
     op = RECORD | {"case": "c", "pass": "step", "provider": "tigon", "ms": 1.0, "of_limit": 0.5}
     files = {
         "optimizer": [common | {"kind": "agreement", "bf16": 1e-4}, common | step],
-        "parallel": [common | head, common | given, common | given | {"provider": "torch", "ms": 1.0},
-                     common | given | {"provider": "megatron", "ms": 9.0},
-                     common | given | {"provider": "other", "ms": 4.0}],
-        "medusa": [common | medusa | {"provider": who, "tokens_per_s": rate}
-                   for who, rate in (("stock", 50.0), ("tigon", 100.0))],
-        "several": [common | model | {"provider": who, "tokens_per_s": rate}
-                    for who, rate in (("stock", 50.0), ("tigon", 100.0))],
-        "trainers": [common | trainer | {"provider": who, "step_ms": [ms], "tokens_per_s": 8192e3 / ms}
-                     for who, ms in (("trl", 30.0), ("tigon", 20.0))],
-        "ops": [op | {"op": name} for name in ("linear_policy", "linear_log_prob", "experts", "sparsemax",
-                                               "poly_norm")],
-    }  # fmt: skip
+        "parallel": [
+            common | head,
+            common | given,
+            common | given | {"provider": "torch", "ms": 1.0},
+            common | given | {"provider": "megatron", "ms": 9.0},
+            common | given | {"provider": "other", "ms": 4.0},
+        ],
+        "medusa": [
+            common | medusa | {"provider": who, "tokens_per_s": rate}
+            for who, rate in (("stock", 50.0), ("tigon", 100.0))
+        ],
+        "several": [
+            common | model | {"provider": who, "tokens_per_s": rate}
+            for who, rate in (("stock", 50.0), ("tigon", 100.0))
+        ],
+        "trainers": [
+            common | trainer | {"provider": who, "step_ms": [ms], "tokens_per_s": 8192e3 / ms}
+            for who, ms in (("trl", 30.0), ("tigon", 20.0))
+        ],
+        "ops": [
+            op | {"op": name}
+            for name in ("linear_policy", "linear_log_prob", "experts", "sparsemax", "poly_norm")
+        ],
+    }
     failed = {key: value for key, value in (common | given).items() if key != "ms"}
-    files["whole"] = [common | {"model": "llama3-8b", "batch": 1, "provider": who, "changes": {}, "seq": 64,
-                                "layers": 1, "masked": 0, "checkpointing": True, "compile": "", "steps": 2,
-                                "dtype": "float32", "autocast": True, "device": "cuda", "peak_gb": 1.0,
-                                "tokens_per_s": 1.0, "tokens_per_s_std": 0.0, "losses": [1.0]}
-                      for who in ("stock", "tigon")]  # fmt: skip
+    files["whole"] = [
+        common
+        | {
+            "model": "llama3-8b",
+            "batch": 1,
+            "provider": who,
+            "changes": {},
+            "seq": 64,
+            "layers": 1,
+            "masked": 0,
+            "checkpointing": True,
+            "compile": "",
+            "steps": 2,
+            "dtype": "float32",
+            "autocast": True,
+            "device": "cuda",
+            "peak_gb": 1.0,
+            "tokens_per_s": 1.0,
+            "tokens_per_s_std": 0.0,
+            "losses": [1.0],
+        }
+        for who in ("stock", "tigon")
+    ]
     files["parallel"].append(failed | {"provider": "broken", "error": "no such group"})
     for name, records in files.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))

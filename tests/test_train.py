@@ -31,10 +31,27 @@ def text(tmp_path):
 def test_main_job(tmp_path, text):
     """Three steps of stock and Tigon: equal curves, a table, files, a checkpoint stock loads."""
     command = [
-        sys.executable, EXAMPLES / "train.py", "--steps", 3, "--batch", 2, "--seq", 32,
-        "--device", "cpu", "--threads", 1, "--model-config", TINY, "--out", tmp_path / "out",
-        "--providers", "stock,tigon,liger", "--data", *text,
-    ]  # fmt: skip
+        sys.executable,
+        EXAMPLES / "train.py",
+        "--steps",
+        3,
+        "--batch",
+        2,
+        "--seq",
+        32,
+        "--device",
+        "cpu",
+        "--threads",
+        1,
+        "--model-config",
+        TINY,
+        "--out",
+        tmp_path / "out",
+        "--providers",
+        "stock,tigon,liger",
+        "--data",
+        *text,
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "liger: left out" in done.stdout

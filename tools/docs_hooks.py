@@ -124,8 +124,10 @@ def on_files(files, config):
     """Add the pages that have no file below docs."""
     pages = {uri: (ROOT / name).read_text(encoding="utf-8") for uri, name in ORIGIN.items()}
     texts = [(text, ROOT) for text in pages.values()]
-    texts += [(Path(f.abs_src_path).read_text(encoding="utf-8"), DOCS / Path(f.src_uri).parent)
-              for f in files.documentation_pages()]  # fmt: skip
+    texts += [
+        (Path(f.abs_src_path).read_text(encoding="utf-8"), DOCS / Path(f.src_uri).parent)
+        for f in files.documentation_pages()
+    ]
     found: set[Path] = set().union(*(linked(*pair) for pair in texts))
     for folder in [path for path in found if path.is_dir()]:
         found |= linked(source_page(folder), folder.parent)

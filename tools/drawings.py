@@ -108,8 +108,21 @@ def step() -> Drawing:
     for x in (330, 470):
         d.parts.append(f'<path d="M{x} 60V290" stroke="{GREY}" stroke-dasharray="4 4"/>')
     d.curve([(60, 230), (330, 150), (360, 80), (385, 65), (430, 65), (470, 138), (700, 215)], GREY)
-    d.curve([(60, 230), (330, 150), (345, 135), (365, 143), (380, 135), (400, 143), (415, 135), (435, 143),
-             (470, 138), (700, 215)], ORANGE)  # fmt: skip
+    d.curve(
+        [
+            (60, 230),
+            (330, 150),
+            (345, 135),
+            (365, 143),
+            (380, 135),
+            (400, 143),
+            (415, 135),
+            (435, 143),
+            (470, 138),
+            (700, 215),
+        ],
+        ORANGE,
+    )
     d.text(440, 78, "stock: all logits and their gradients", 12)
     d.text(480, 122, "Tigon: one chunk of logits at a time", 12, "start", ORANGE)
     d.box(62, 230, 638, 58, "parameters and optimizer state", "#f4f5f7")

@@ -188,9 +188,13 @@ class Worker:
         if self.process is None:
             environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(
-                [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, text=True, env=environment,
-            )  # fmt: skip
+                [sys.executable, __file__, "--worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=environment,
+            )
         process = self.process
         timer = threading.Timer(10 * SECONDS, process.kill)
         timer.start()
@@ -328,8 +332,10 @@ all gradients together to {TOLERANCE["gradient"]:g} (relative). Otherwise it say
     text += "\n".join(map(line, rows)) + "\n"
     if reasons:
         text += "\n## Reasons, most frequent first\n\n| classes | reason |\n|---|---|\n"
-        text += "".join(f"| {n} | {reason.replace('|', '/')} |\n" for reason, n in
-                        sorted(reasons.items(), key=lambda item: (-item[1], item[0])))  # fmt: skip
+        text += "".join(
+            f"| {n} | {reason.replace('|', '/')} |\n"
+            for reason, n in sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        )
     return text
 
 

@@ -21,19 +21,35 @@ RULES = (
     (r"codebook_size", 128),  # some insist on a power of two
     (r"(num|n)_(kv|key_value)_heads|.*num_key_value_heads|attn_config_kv_n_heads", "kv"),
     (r"linear_num_key_heads", 2),
-    (r"(.*_)?(num_)?attention_heads|(.*_)?(num|n)_heads?|mamba_n(um)?_heads|mamba_num_heads"
-     r"|linear_num_value_heads|linear_num_heads|index_n_heads", HEADS),
-    (r"attn_layer_period", 2), (r"attn_layer_offset", 1),
-    (r"(.*_)?head_dim|d_kv|kv_channels|attention_head_dim|dim_head|query_pre_attn_scalar"
-     r"|rotary_dim|.*_head_dim", HEAD_DIM),
+    (
+        r"(.*_)?(num_)?attention_heads|(.*_)?(num|n)_heads?|mamba_n(um)?_heads|mamba_num_heads"
+        r"|linear_num_value_heads|linear_num_heads|index_n_heads",
+        HEADS,
+    ),
+    (r"attn_layer_period", 2),
+    (r"attn_layer_offset", 1),
+    (
+        r"(.*_)?head_dim|d_kv|kv_channels|attention_head_dim|dim_head|query_pre_attn_scalar"
+        r"|rotary_dim|.*_head_dim",
+        HEAD_DIM,
+    ),
     (r"qk_head_dim", 2 * HEAD_DIM),
-    (r"intermediate_size.*|.*_intermediate_size|.*ffn_dim|n_inner|d_ff|dim_ff|dff|mlp_dim"
-     r"|.*ffn_hidden_size|moe_hidden_size", FFN),
-    (r"hidden_size_per_layer_input|.*_rank|.*d_state|.*state_size|d_rel|rel_extent|.*window"
-     r"|sliding_window_size|.*chunk_size|block_size|index_topk|window_size", PARTS),
-    (r"hidden_size.*|.*hidden_size|d_model|n_embd|embed_dim|emb_dim|.*embedding_size|.*_proj_dim"
-     r"|projector_(in|out)put_dim|.*output_dim|hidden_dim|.*embed_dim|input_size"
-     r"|projection_dim|ple_embed_dim", WIDTH),
+    (
+        r"intermediate_size.*|.*_intermediate_size|.*ffn_dim|n_inner|d_ff|dim_ff|dff|mlp_dim"
+        r"|.*ffn_hidden_size|moe_hidden_size",
+        FFN,
+    ),
+    (
+        r"hidden_size_per_layer_input|.*_rank|.*d_state|.*state_size|d_rel|rel_extent|.*window"
+        r"|sliding_window_size|.*chunk_size|block_size|index_topk|window_size",
+        PARTS,
+    ),
+    (
+        r"hidden_size.*|.*hidden_size|d_model|n_embd|embed_dim|emb_dim|.*embedding_size|.*_proj_dim"
+        r"|projector_(in|out)put_dim|.*output_dim|hidden_dim|.*embed_dim|input_size"
+        r"|projection_dim|ple_embed_dim",
+        WIDTH,
+    ),
     (r"(num|n)_experts|num_local_experts|n_routed_experts|moe_num_experts|.*expert_num", EXPERTS),
     (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|moe_top_k", 2),
     (r"n_group|topk_group|num_expert_group|max_window_layers", 1),
@@ -41,12 +57,15 @@ RULES = (
     (r"ngram_vocab_size_base|encoder_hash_byte_group_vocab", 1000),
     (r"split_ngram_parts|make_ngram_vocab_size_divisible_by", 4),
     (r"n_groups|mamba_n_groups", 1),
-)  # fmt: skip
+)
 RULES = tuple((re.compile(f"^({pattern})$"), value) for pattern, value in RULES)
 # Mamba: expand * width = heads * the size of a head.
 EXACT = {"mamba_d_head": 2 * HEAD_DIM, "mamba_head_dim": 2 * HEAD_DIM, "mamba_d_ssm": 2 * WIDTH}
 UNSET = {  # what may be left open and has no default in the models
-    "head_dim": HEAD_DIM, "num_key_value_heads": HEADS, "num_experts_per_tok": 2, "sliding_window": PARTS,
+    "head_dim": HEAD_DIM,
+    "num_key_value_heads": HEADS,
+    "num_experts_per_tok": 2,
+    "sliding_window": PARTS,
     "n_routed_experts": EXPERTS,
     "n_shared_experts": 1,
     "layer_types": ["full_attention"] * LAYERS,
@@ -58,8 +77,9 @@ UNSET = {  # what may be left open and has no default in the models
     "indexer_head_dim": HEAD_DIM,
     "indexer_budget": PARTS,
     "indexer_compress_ratio": 4,
-    "vocabulary_map": {"<image>": 5}, "moe_topk": 2,
-}  # fmt: skip
+    "vocabulary_map": {"<image>": 5},
+    "moe_topk": 2,
+}
 IGNORED = ("transformers_version", "id2label", "label2id", "dtype", "torch_dtype")
 FIRST_DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 

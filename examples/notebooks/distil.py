@@ -55,8 +55,14 @@ def batches(seed: int, name: str):
 
 
 def llama(hidden_size: int, layers: int) -> LlamaForCausalLM:
-    config = LlamaConfig(vocab_size=256, hidden_size=hidden_size, intermediate_size=2 * hidden_size,
-                         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
     return LlamaForCausalLM(config).train()
 
 

@@ -50,10 +50,17 @@ if MODEL:
     model = AutoModelForCausalLM.from_pretrained(MODEL)
 else:
     tokenizer = ByT5Tokenizer(extra_ids=0)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128,
-                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         pad_token_id=tokenizer.pad_token_id,
-                         bos_token_id=None, eos_token_id=tokenizer.eos_token_id)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     model = AutoModelForCausalLM.from_config(config)
 stock = copy.deepcopy(model)  # for the comparison below
 
@@ -95,9 +102,16 @@ samples[0]
 # %%
 def train(model, callbacks) -> list[float]:
     arguments = TrainingArguments(
-        tempfile.mkdtemp(), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=3e-3,
-        logging_steps=4, logging_strategy="steps", save_strategy="no", report_to="none", seed=0,
-    )  # fmt: skip
+        tempfile.mkdtemp(),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        learning_rate=3e-3,
+        logging_steps=4,
+        logging_strategy="steps",
+        save_strategy="no",
+        report_to="none",
+        seed=0,
+    )
     trainer = Trainer(model, arguments, train_dataset=samples, data_collator=collate, callbacks=callbacks)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -43,8 +43,14 @@ torch.manual_seed(0)
 sources = "".join(inspect.getsource(module) for module in (argparse, inspect, textwrap, typing))
 text = torch.tensor(list(sources.encode()))
 held_out, text = text[-4096:].view(-1, LENGTH), text[:-4096]
-config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                     num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+config = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 model = LlamaForCausalLM(config).train()
 tigon.apply(model, loss=False)
 

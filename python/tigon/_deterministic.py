@@ -90,8 +90,12 @@ class deterministic:
         late = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         if isinstance(function, type) or not callable(function) or any(kind(function) for kind in late):
             self._put_back()
-            refuse(_OP, "only functions that have run when they return can be decorated, got {!r}: put a "
-                   "with block inside", function)  # fmt: skip
+            refuse(
+                _OP,
+                "only functions that have run when they return can be decorated, got {!r}: put a "
+                "with block inside",
+                function,
+            )
         self._put_back()
 
         @functools.wraps(function)

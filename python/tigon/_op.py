@@ -89,16 +89,18 @@ def only_graph_holds(saved: tuple) -> bool:
 
 def refuse_second(op: str) -> NoReturn:
     refuse(
-        op, "second derivatives are not supported (create_graph=True, hessian, hvp): use float64 tensors, "
-        "which run the plain PyTorch formula"
-    )  # fmt: skip
+        op,
+        "second derivatives are not supported (create_graph=True, hessian, hvp): use float64 tensors, "
+        "which run the plain PyTorch formula",
+    )
 
 
 def _refuse_forward_mode(op: str) -> NoReturn:
     refuse(
-        op, "forward-mode AD is not supported (jvp, jacfwd, linearize, dual tensors): use reverse mode, or "
-        "float64 tensors, which run the plain PyTorch formula"
-    )  # fmt: skip
+        op,
+        "forward-mode AD is not supported (jvp, jacfwd, linearize, dual tensors): use reverse mode, or "
+        "float64 tensors, which run the plain PyTorch formula",
+    )
 
 
 def refuse_tangents(op: str, args: tuple) -> None:
@@ -465,8 +467,11 @@ def check_stored(op: str, name: str, x: torch.Tensor) -> None:
     if _is_compiling() or _is_transformed():
         return  # what has no numbers, or none of its own, has none to miss
     if x.untyped_storage().nbytes() == 0 and x.numel() > 0:
-        refuse(op, name + " was freed: its storage is empty (FSDP frees parameters outside of the forward "
-               "and backward of their module, a hook or untyped_storage().resize_(0) does too)")  # fmt: skip
+        refuse(
+            op,
+            name + " was freed: its storage is empty (FSDP frees parameters outside of the forward "
+            "and backward of their module, a hook or untyped_storage().resize_(0) does too)",
+        )
 
 
 def foreign(name: str, a: torch.Tensor) -> str | None:

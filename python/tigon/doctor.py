@@ -127,19 +127,25 @@ PROBES = (
     Probe("geglu", _two, {"approximate": "tanh"}),
     Probe("reglu", _two),
     Probe("swiglu_oai", lambda: (_rows(),)),
-    Probe("lora_linear",
-          lambda: (_rows(), _rows(40, COLUMNS) / 10, _rows(4, COLUMNS) / 10, _rows(40, 4), 2.0)),
+    Probe(
+        "lora_linear", lambda: (_rows(), _rows(40, COLUMNS) / 10, _rows(4, COLUMNS) / 10, _rows(40, 4), 2.0)
+    ),
     Probe("experts", _experts),
     Probe("grouped_mlp", _sorted_experts),
     Probe("route", lambda: (torch.rand(ROWS, COLUMNS).argsort(-1) / 16, 3)),  # no ties
-    Probe("hyper_connection_pre",
-          lambda: (_rows(ROWS, 4, COLUMNS), _rows(24, 4 * COLUMNS) / 16, _rows(24), _rows(3))),
-    Probe("hyper_connection_post",
-          lambda: (_rows(ROWS, 4, COLUMNS), _rows(), _rows(ROWS, 4), _rows(ROWS, 4, 4))),
+    Probe(
+        "hyper_connection_pre",
+        lambda: (_rows(ROWS, 4, COLUMNS), _rows(24, 4 * COLUMNS) / 16, _rows(24), _rows(3)),
+    ),
+    Probe(
+        "hyper_connection_post", lambda: (_rows(ROWS, 4, COLUMNS), _rows(), _rows(ROWS, 4), _rows(ROWS, 4, 4))
+    ),
     Probe("rope", _rope, fixed=(2, 3)),
     Probe("qk_norm_rope", _qk_norm_rope, fixed=(4, 5)),
-    *(Probe(op, lambda: (2 * _rows(2, ROWS, VOCABULARY)).unbind(), fixed=(1,))
-      for op in ("kl_div", "jsd", "tvd")),
+    *(
+        Probe(op, lambda: (2 * _rows(2, ROWS, VOCABULARY)).unbind(), fixed=(1,))
+        for op in ("kl_div", "jsd", "tvd")
+    ),
     Probe("cross_entropy", lambda: (3 * _rows(ROWS, VOCABULARY), _labels())),
     Probe("linear_cross_entropy", _head),
     Probe("linear_log_prob", _head),
@@ -152,11 +158,9 @@ PROBES = (
     *(Probe(op, _two_heads, fixed=(2,)) for op in ("linear_kl_div", "linear_jsd", "linear_tvd")),
     Probe("drafter_loss", _drafter, fixed=(2,)),
     Probe("contrastive_loss", _two, {"symmetric": True, "temperature": 0.5}),
-)  # fmt: skip
+)
 # Exported beside the ops, and so is what ends in _memory. Sums of float8 have fewer bits than a probe allows.
-HELPERS = {
-    "clip_grad_norm_", "count_labels", "fp8_linear", "linear_loss", "lora_linears", "multi_token_loss",
-}  # fmt: skip
+HELPERS = {"clip_grad_norm_", "count_labels", "fp8_linear", "linear_loss", "lora_linears", "multi_token_loss"}
 
 
 def ops() -> list[str]:

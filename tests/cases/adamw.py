@@ -49,9 +49,16 @@ def llama(
 ) -> tuple[tuple[int, ...], ...]:
     """Shapes of a Llama's parameters, its head apart from its embedding."""
     layer = (
-        (hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden), (intermediate, hidden),
-        (intermediate, hidden), (hidden, intermediate), (hidden,), (hidden,),
-    )  # fmt: skip
+        (hidden, hidden),
+        (kv, hidden),
+        (kv, hidden),
+        (hidden, hidden),
+        (intermediate, hidden),
+        (intermediate, hidden),
+        (hidden, intermediate),
+        (hidden,),
+        (hidden,),
+    )
     return ((vocabulary, hidden), *(layer * layers), (hidden,), (vocabulary, hidden))
 
 

@@ -146,9 +146,17 @@ def _kl(x, y):
 
 
 def eager_fn(
-    student, teacher, *, op="kl_div", labels=None, reverse=False, beta=0.5, temperature=1.0, log_probs=False,
+    student,
+    teacher,
+    *,
+    op="kl_div",
+    labels=None,
+    reverse=False,
+    beta=0.5,
+    temperature=1.0,
+    log_probs=False,
     reduction="batchmean",
-):  # fmt: skip
+):
     """log_softmax in fp32, then torch's kl_div, as in TRL's GKD trainer."""
     lq, lp = upcast(student), upcast(teacher)
     if not log_probs:
@@ -164,9 +172,17 @@ def eager_fn(
 
 
 def oracle_fn(
-    student, teacher, *, op="kl_div", labels=None, reverse=False, beta=0.5, temperature=1.0, log_probs=False,
+    student,
+    teacher,
+    *,
+    op="kl_div",
+    labels=None,
+    reverse=False,
+    beta=0.5,
+    temperature=1.0,
+    log_probs=False,
     reduction="batchmean",
-):  # fmt: skip
+):
     """The sums of the contract, for fp64."""
     lq, lp = student, teacher
     if not log_probs:

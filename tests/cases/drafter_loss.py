@@ -68,14 +68,33 @@ CASES += [
     test_case("hidden_only", grads=(0,), masked=0.2),
     test_case("weight_only", grads=(1,), steps=2, options={"reduction": "none"}),
     test_case("no_grad", grads=(), grad=False, steps=2, options={"outputs": ("loss", "acceptance")}),
-    *(bench_case(f"{loss}_8192x4096x32000+128256_{steps}", lead=(8192,), H=4096, Ht=4096, V=32000, Vt=128256,
-                 steps=steps, options={"loss": loss})
-      for loss in ("kl", "lk") for steps in (1, 4)),
-    bench_case("kl_8192x4096x32000_truncated_4", lead=(8192,), H=4096, Ht=4096, V=32000, Vt=128256, steps=4,
-               options=SPECULATORS),
+    *(
+        bench_case(
+            f"{loss}_8192x4096x32000+128256_{steps}",
+            lead=(8192,),
+            H=4096,
+            Ht=4096,
+            V=32000,
+            Vt=128256,
+            steps=steps,
+            options={"loss": loss},
+        )
+        for loss in ("kl", "lk")
+        for steps in (1, 4)
+    ),
+    bench_case(
+        "kl_8192x4096x32000_truncated_4",
+        lead=(8192,),
+        H=4096,
+        Ht=4096,
+        V=32000,
+        Vt=128256,
+        steps=4,
+        options=SPECULATORS,
+    ),
     bench_case("kl_512x256x2048+8192", "bench_cpu", lead=(512,), H=256, Ht=256, V=2048, Vt=8192, steps=2),
     bench_case("kl_256x128x512+1024", "smoke", lead=(256,), H=128, Ht=128, V=512, Vt=1024, steps=2),
-]  # fmt: skip
+]
 
 
 def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -106,11 +125,16 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     packed = torch.cat([torch.arange(5), torch.arange(13)]).to(device) if case.name == "packed" else None
     return Inputs(
         args=(hidden, weight, teacher, teacher_weight, ids),
-        kwargs={"mask": mask, "token_weight": weights, "position_ids": packed,
-                "valid_rows": int(mask.sum()) if p["known"] else None, **options},
+        kwargs={
+            "mask": mask,
+            "token_weight": weights,
+            "position_ids": packed,
+            "valid_rows": int(mask.sum()) if p["known"] else None,
+            **options,
+        },
         grads=p["grads"],
         grad_outputs=(grad, torch.zeros(())) if "outputs" in options else (grad,),
-    )  # fmt: skip
+    )
 
 
 def tigon_fn(hidden, weight, teacher, teacher_weight, ids, **options):
@@ -134,9 +158,27 @@ def _rows(log_q, log_p, log_accepted, label, loss, eta):
     ], overlap
 
 
-def eager_fn(hidden, weight, teacher, teacher_weight, ids, *, loss="kl", eta=3.0, outside="mixed",
-             mask_outside=True, mask=None, token_weight=None, shifts=None, step_weights=None,
-             position_ids=None, reduction="mean", denominator=None, outputs=("loss",), **others):  # fmt: skip
+def eager_fn(
+    hidden,
+    weight,
+    teacher,
+    teacher_weight,
+    ids,
+    *,
+    loss="kl",
+    eta=3.0,
+    outside="mixed",
+    mask_outside=True,
+    mask=None,
+    token_weight=None,
+    shifts=None,
+    step_weights=None,
+    position_ids=None,
+    reduction="mean",
+    denominator=None,
+    outputs=("loss",),
+    **others,
+):
     """Logits of both heads, upcast, softmax, step by step; also the oracle, on fp64 copies."""
     one = hidden.dim() == teacher.dim()
     hidden = hidden.unsqueeze(-2) if one else hidden

@@ -183,9 +183,21 @@ def _of_expert(rows, e, gate_up, down, gate_up_bias, down_bias, transposed, unit
 
 
 def eager_fn(
-    x, gate_up, down, ids, weights, *, activation="silu", gated=True, interleaved=False, transposed=False,
-    gate_up_bias=None, down_bias=None, alpha=1.702, limit=7.0,
-) -> torch.Tensor:  # fmt: skip
+    x,
+    gate_up,
+    down,
+    ids,
+    weights,
+    *,
+    activation="silu",
+    gated=True,
+    interleaved=False,
+    transposed=False,
+    gate_up_bias=None,
+    down_bias=None,
+    alpha=1.702,
+    limit=7.0,
+) -> torch.Tensor:
     """transformers' loop over experts, the K rows of a token added in float32 as its grouped path does."""
     experts = gate_up.shape[0]
     unit = (activation, gated, interleaved, alpha, limit)
@@ -289,10 +301,18 @@ def _stock(case: Case, inputs: Inputs):
     def call(x, gate_up, down, ids, weights, gate_up_bias=None, down_bias=None, **options):
         unit = (options["activation"], p["gated"], p["interleaved"], 1.702, options["limit"])
         module = types.SimpleNamespace(
-            num_experts=gate_up.shape[0], has_gate=True, has_bias=p["bias"], is_transposed=p["transposed"],
-            has_post_expert_norm=False, _is_expert_parallel=False, gate_up_proj=gate_up, down_proj=down,
-            gate_up_proj_bias=gate_up_bias, down_proj_bias=down_bias, _apply_gate=lambda z: _unit(z, *unit),
-        )  # fmt: skip
+            num_experts=gate_up.shape[0],
+            has_gate=True,
+            has_bias=p["bias"],
+            is_transposed=p["transposed"],
+            has_post_expert_norm=False,
+            _is_expert_parallel=False,
+            gate_up_proj=gate_up,
+            down_proj=down,
+            gate_up_proj_bias=gate_up_bias,
+            down_proj_bias=down_bias,
+            _apply_gate=lambda z: _unit(z, *unit),
+        )
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, x, ids, weights)
 
     return call

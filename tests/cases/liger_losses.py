@@ -10,8 +10,18 @@ import torch
 
 from .case import Case, Inputs
 
-ALTERED = ("bias", "softcap", "lora_a", "nll_target", "nll", "denominator", "importance", "delta",
-           "teacher_bias", "token_weight")  # fmt: skip
+ALTERED = (
+    "bias",
+    "softcap",
+    "lora_a",
+    "nll_target",
+    "nll",
+    "denominator",
+    "importance",
+    "delta",
+    "teacher_bias",
+    "token_weight",
+)
 
 
 def _plain(kwargs: dict) -> bool:
@@ -35,9 +45,13 @@ def preference(case: Case, inputs: Inputs):
 
         def kto(hidden, weight, target, *, desirable, ref_hidden=None, ref_weight=None, **_):
             return loss(
-                hidden, weight, target, preference_labels=desirable, ref_input=ref_hidden,
+                hidden,
+                weight,
+                target,
+                preference_labels=desirable,
+                ref_input=ref_hidden,
                 ref_weight=ref_weight,
-            )[0]  # fmt: skip
+            )[0]
 
         return kto
     own = {"cpo": liger.LigerFusedLinearCPOLoss, "orpo": liger.LigerFusedLinearORPOLoss}
@@ -83,9 +97,14 @@ def policy(case: Case, inputs: Inputs):
 
     def fn(hidden, weight, target, advantage, *, old=None, ref=None, **_):
         return loss(
-            hidden, weight, target.clamp(min=0), target != -100, advantage, old_per_token_logps=old,
+            hidden,
+            weight,
+            target.clamp(min=0),
+            target != -100,
+            advantage,
+            old_per_token_logps=old,
             ref_per_token_logps=ref if factor else None,
-        )[0]  # fmt: skip
+        )[0]
 
     return fn
 

@@ -117,12 +117,40 @@ CASES = [
     test_case("shift_none", lead=(3, 8), shift=True, reduction="none", masked=0.2),
     test_case("shift_denominator", lead=(1, 9), shift=True, denominator=5),
     test_case("shift_one_token", lead=(3, 1), shift=True, reduction="sum"),
-    test_case("everything", lead=(2, 23), H=48, V=517, bias=True, class_weight=True, masked=0.2,
-              label_smoothing=0.1, softcap=6.0, logit_scale=0.7, z_loss=1e-3, shift=True,
-              denominator="tensor", layout="rows", chunk_rows=10),
-    test_case("everything_none", small=True, lead=(2, 23), H=48, V=517, bias=True,
-              class_weight=True, masked=0.2, label_smoothing=0.1, softcap=6.0, logit_scale=0.7,
-              z_loss=1e-3, reduction="none", layout="columns", chunk_rows=10),
+    test_case(
+        "everything",
+        lead=(2, 23),
+        H=48,
+        V=517,
+        bias=True,
+        class_weight=True,
+        masked=0.2,
+        label_smoothing=0.1,
+        softcap=6.0,
+        logit_scale=0.7,
+        z_loss=1e-3,
+        shift=True,
+        denominator="tensor",
+        layout="rows",
+        chunk_rows=10,
+    ),
+    test_case(
+        "everything_none",
+        small=True,
+        lead=(2, 23),
+        H=48,
+        V=517,
+        bias=True,
+        class_weight=True,
+        masked=0.2,
+        label_smoothing=0.1,
+        softcap=6.0,
+        logit_scale=0.7,
+        z_loss=1e-3,
+        reduction="none",
+        layout="columns",
+        chunk_rows=10,
+    ),
     test_case("temperature", temperature=0.6, masked=0.2),
     test_case("softcap_temperature", small=True, temperature=0.6, softcap=3.0, logit_scale=0.5, masked=0.2),
     # Not a small case: those are captured in a graph and replayed on labels of another count.
@@ -194,7 +222,7 @@ CASES = [
     bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000),
     bench_case("1024x2048x128256", "bench_cpu", lead=(1024,), H=2048, V=128256),
     bench_case("256x128x1024", "smoke", lead=(256,), H=128, V=1024),
-]  # fmt: skip
+]
 
 
 def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -385,9 +413,7 @@ def _aten(case, inputs):
 
 def _liger(accumulate):
     def factory(case, inputs):
-        from liger_kernel.ops.fused_linear_cross_entropy import (
-            LigerFusedLinearCrossEntropyFunction,
-        )
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
         if not _plain(inputs.kwargs):
             return None

@@ -48,9 +48,17 @@ FORMS = {
     "jsd_1": ("linear_jsd", {"beta": 1.0}),
     "tvd": ("linear_tvd", {}),
 }
-EVERYTHING = {"softcap": 6.0, "logit_scale": 0.7, "teacher_softcap": 9.0, "teacher_logit_scale": 1.3,
-              "temperature": 1.5, "hard": 0.4, "soft": 0.8, "chunk_rows": 10,
-              "outputs": ("loss", "soft", "hard", "entropy")}  # fmt: skip
+EVERYTHING = {
+    "softcap": 6.0,
+    "logit_scale": 0.7,
+    "teacher_softcap": 9.0,
+    "teacher_logit_scale": 1.3,
+    "temperature": 1.5,
+    "hard": 0.4,
+    "soft": 0.8,
+    "chunk_rows": 10,
+    "outputs": ("loss", "soft", "hard", "entropy"),
+}
 
 
 def _case(form: str, name: str, *, small=False, grad=True, options=None, **others) -> Case:
@@ -66,12 +74,21 @@ def _of_every_form(form: str) -> list[Case]:
         _case(form, "near", lead=(9,), V=1031, near=0.03),
         _case(form, "near_chunks", lead=(37,), V=1031, near=0.03, options={"chunk_rows": 16}),
         _case(form, "none", lead=(2, 9), masked=0.3, options={"reduction": "none", "chunk_rows": 5}),
-        _case(form, "everything", lead=(2, 23), V=517, bias=True, masked=0.2, token_weight=True,
-              layout="rows", options=EVERYTHING),
+        _case(
+            form,
+            "everything",
+            lead=(2, 23),
+            V=517,
+            bias=True,
+            masked=0.2,
+            token_weight=True,
+            layout="rows",
+            options=EVERYTHING,
+        ),
         _case(form, "logits", teacher="logits", lead=(2, 9), masked=0.4, layout="rows"),
         _case(form, "far", scale=15.0, lead=(9,)),
         _case(form, "long", lead=(2,), H=8, Ht=8, V=9001, masked=0.0, options={"hard": 1.0}),
-    ]  # fmt: skip
+    ]
 
 
 CASES = [case for form in FORMS for case in _of_every_form(form)]
@@ -244,11 +261,35 @@ def _defined(lq, lp, op, reverse, beta):
 
 
 def _loss(
-    row_terms, hidden, weight, teacher, teacher_weight, labels, *, op, bias, teacher_bias, lora_a, lora_b,
-    token_weight, denominator, valid_rows, reverse=False, beta=0.5, soft=1.0, hard=0.0, temperature=1.0,
-    softcap=None, logit_scale=1.0, teacher_softcap=None, teacher_logit_scale=1.0, reduction="batchmean",
-    shift=False, chunk_rows=None, outputs=("loss",),
-):  # fmt: skip
+    row_terms,
+    hidden,
+    weight,
+    teacher,
+    teacher_weight,
+    labels,
+    *,
+    op,
+    bias,
+    teacher_bias,
+    lora_a,
+    lora_b,
+    token_weight,
+    denominator,
+    valid_rows,
+    reverse=False,
+    beta=0.5,
+    soft=1.0,
+    hard=0.0,
+    temperature=1.0,
+    softcap=None,
+    logit_scale=1.0,
+    teacher_softcap=None,
+    teacher_logit_scale=1.0,
+    reduction="batchmean",
+    shift=False,
+    chunk_rows=None,
+    outputs=("loss",),
+):
     """Logits of both heads in fp32 or fp64, then the losses."""
     del valid_rows, chunk_rows
     if labels is None:

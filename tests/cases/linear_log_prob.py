@@ -81,21 +81,38 @@ CASES = [
     test_case("known_frozen", lead=(37,), masked=0.6, known=True, grads=(0,), layout="rows"),
     test_case("known_again", lead=(37,), masked=0.6, known=True, chunk_rows=4, keep_mb=0),
     test_case("fp32_logits", small=True, masked=0.2, logit_dtype=torch.float32),
-    test_case("fp32_logits_again", lead=(37,), masked=0.2, logit_dtype=torch.float32, keep_mb=0, entropy=True,
-              chunk_rows=8, bias=True),
+    test_case(
+        "fp32_logits_again",
+        lead=(37,),
+        masked=0.2,
+        logit_dtype=torch.float32,
+        keep_mb=0,
+        entropy=True,
+        chunk_rows=8,
+        bias=True,
+    ),
     test_case("wide_vocab", lead=(6,), H=16, V=32001),
     test_case("labels", small=True, labels=5, masked=0.3),
     test_case("labels_one", labels=1, masked=0.3, grads=(0,)),
-    test_case("labels_rank3", lead=(2, 9), labels=7, masked=0.2, entropy=True, softcap=3.0, temperature=0.7,
-              layout="rows"),
+    test_case(
+        "labels_rank3",
+        lead=(2, 9),
+        labels=7,
+        masked=0.2,
+        entropy=True,
+        softcap=3.0,
+        temperature=0.7,
+        layout="rows",
+    ),
     test_case("labels_shift", lead=(3, 8), labels=3, shift=True, masked=0.3),
     test_case("labels_chunks", lead=(37,), labels=4, masked=0.6, chunk_rows=8, bias=True, lora=4),
     test_case("labels_known", lead=(37,), labels=2, masked=0.7, known=True, chunk_rows=4, entropy=True),
     test_case("labels_all", lead=(5,), V=9, labels=30, logit_scale=0.5),
     test_case("labels_wide", lead=(37,), labels=6, masked=0.2, logit_dtype=torch.float32, chunk_rows=8),
     test_case("labels_masked", labels=3, masked=1.0, bias=True, entropy=True),
-    test_case("labels_ignore_a_class", lead=(37,), labels=2, masked=0.7, ignore_index=3, entropy=True,
-              bias=True),
+    test_case(
+        "labels_ignore_a_class", lead=(37,), labels=2, masked=0.7, ignore_index=3, entropy=True, bias=True
+    ),
     test_case("labels_no_grad", labels=3, masked=0.2, grads=(), grad=False),
     test_case("labels_empty", lead=(0,), labels=3),
     *(
@@ -118,7 +135,7 @@ CASES = [
     bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000),
     bench_case("1024x2048x128256", "bench_cpu", lead=(1024,), H=2048, V=128256),
     bench_case("256x128x1024", "smoke", lead=(256,), H=128, V=1024),
-]  # fmt: skip
+]
 
 
 def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -173,8 +190,23 @@ def tigon_fn(hidden, weight, target, *, lora_a, lora_b, **options):
     return tigon.linear_log_prob(hidden, weight, target, **options)
 
 
-def eager_fn(hidden, weight, target, *, bias, lora_a, lora_b, softcap, logit_scale, temperature, entropy,
-             shift, ignore_index, logit_dtype, **_):  # fmt: skip
+def eager_fn(
+    hidden,
+    weight,
+    target,
+    *,
+    bias,
+    lora_a,
+    lora_b,
+    softcap,
+    logit_scale,
+    temperature,
+    entropy,
+    shift,
+    ignore_index,
+    logit_dtype,
+    **_,
+):
     """Logits in the model's dtype, upcast, log_softmax and gather; also the oracle, on fp64 copies."""
     several = target.dim() == hidden.dim()
     if shift:
@@ -236,10 +268,16 @@ def gemms(inputs: Inputs, step: bool) -> list:
     worked = rows if known is None else known
     frozen = inputs.grads == (0,) and not inputs.grad_kwargs
     memory = tigon.linear_log_prob_memory(
-        rows, size, weight.shape[0], hidden.dtype, device=hidden.device.type, valid_rows=known,
-        keep_mb=keep_mb, train_weight=1 in inputs.grads,
+        rows,
+        size,
+        weight.shape[0],
+        hidden.dtype,
+        device=hidden.device.type,
+        valid_rows=known,
+        keep_mb=keep_mb,
+        train_weight=1 in inputs.grads,
         lora_rank=0 if inputs.kwargs["lora_a"] is None else 1,
-    ).gradients  # fmt: skip
+    ).gradients
     again = keep_mb == 0 if frozen else memory < worked * weight.shape[0] * hidden.element_size()
     one = target[..., 0] if target.dim() == hidden.dim() else target
     return bare_products(hidden, weight, one, inputs, step, again)
@@ -258,9 +296,16 @@ def trl_log_prob(
 
     outputs = ("entropy",) if entropy else ()
     log_prob, entropies, *_ = _ChunkedLogProbFunction.apply(
-        hidden.flatten(0, -2), weight, bias, target.flatten(), temperature, _CHUNKED_LOGPROB_CHUNK_SIZE,
-        softcap, logit_scale, outputs,
-    )  # fmt: skip
+        hidden.flatten(0, -2),
+        weight,
+        bias,
+        target.flatten(),
+        temperature,
+        _CHUNKED_LOGPROB_CHUNK_SIZE,
+        softcap,
+        logit_scale,
+        outputs,
+    )
     log_prob = log_prob.view(target.shape)
     return (log_prob, entropies.view(target.shape)) if entropy else log_prob
 

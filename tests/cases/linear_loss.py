@@ -102,9 +102,20 @@ def eager_fn(
 ):
     """The same from logits in the model's dtype; also the oracle, on fp64 copies."""
     statistics = log_prob(
-        hidden, weight, target, bias=bias, lora_a=None, lora_b=None, softcap=softcap, logit_scale=1.0,
-        temperature=temperature, entropy=entropy, shift=False, ignore_index=-100, logit_dtype=logit_dtype,
-    )  # fmt: skip
+        hidden,
+        weight,
+        target,
+        bias=bias,
+        lora_a=None,
+        lora_b=None,
+        softcap=softcap,
+        logit_scale=1.0,
+        temperature=temperature,
+        entropy=entropy,
+        shift=False,
+        ignore_index=-100,
+        logit_dtype=logit_dtype,
+    )
     counts = target != -100
     rows = torch.where(counts, _objective(statistics if entropy else (statistics,), advantage), 0.0)
     if reduction == "none":

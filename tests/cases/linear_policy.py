@@ -51,19 +51,38 @@ def _of_every_kind(kind: str) -> list[Case]:
         case("on_policy", answers=few, old=None),
         case("chunks", answers=few, T=11, chunk_rows=8),
         case("everything", ref=0.3, importance="token", options=KL, answers=few, T=9, chunk_rows=20),
-        case("sequence", answers=few, T=9, chunk_rows=20, options={"level": "sequence",
-        "normalise": "sequence"}),
-        case("sequence_of_several_chunks", answers=few, T=20, chunk_rows=7, ref=0.3,
-             options={"level": "sequence", "kl_corrected": True, **KL}),
-    ]  # fmt: skip
+        case(
+            "sequence",
+            answers=few,
+            T=9,
+            chunk_rows=20,
+            options={"level": "sequence", "normalise": "sequence"},
+        ),
+        case(
+            "sequence_of_several_chunks",
+            answers=few,
+            T=20,
+            chunk_rows=7,
+            ref=0.3,
+            options={"level": "sequence", "kl_corrected": True, **KL},
+        ),
+    ]
 
 
 CASES = [case for kind in policy.CASES_OF for case in _of_every_kind(kind)]
 CASES += [
     # On the policy the ratio is a constant to finite differences.
     test_case("small", small=True, answers=2, T=5, H=9, V=17, options={"entropy": 0.1}),
-    test_case("small_sequence", small=True, answers=2, T=5, H=9, V=17, ref=0.3,
-    options={"level": "sequence", "kl": 0.1}),
+    test_case(
+        "small_sequence",
+        small=True,
+        answers=2,
+        T=5,
+        H=9,
+        V=17,
+        ref=0.3,
+        options={"level": "sequence", "kl": 0.1},
+    ),
     test_case("entropy", options={"entropy": 0.3}),
     test_case("entropy_frozen", grads=(0,), options={"entropy": 0.3}),
     test_case("entropy_mean", options={"entropy": 0.3, "entropy_denominator": 5.0}),
@@ -85,15 +104,32 @@ CASES += [
     test_case("no_tokens", T=0),
     test_case("many", answers=20, T=120, H=33, V=51),
     bench_case("8x1024x4096x128256", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2),
-    bench_case("8x1024_sequence", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2,
-               options={"level": "sequence", "normalise": "sequence"}),
-    bench_case("8x1024_entropy", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2,
-               options={"entropy": 0.01}),
-    bench_case("8x1024_kl", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2, ref=0.3,
-               options={"kl": 0.04}),
+    bench_case(
+        "8x1024_sequence",
+        answers=8,
+        T=1024,
+        H=4096,
+        V=128256,
+        masked=0.0,
+        scale=0.2,
+        options={"level": "sequence", "normalise": "sequence"},
+    ),
+    bench_case(
+        "8x1024_entropy",
+        answers=8,
+        T=1024,
+        H=4096,
+        V=128256,
+        masked=0.0,
+        scale=0.2,
+        options={"entropy": 0.01},
+    ),
+    bench_case(
+        "8x1024_kl", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2, ref=0.3, options={"kl": 0.04}
+    ),
     bench_case("4x128x256x4096", "bench_cpu", answers=4, T=128, H=256, V=4096, masked=0.0),
     bench_case("4x16x32x512", "smoke", answers=4, T=16, H=32, V=512, masked=0.0),
-]  # fmt: skip
+]
 
 
 def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -141,17 +177,35 @@ def tigon_fn(hidden, weight, target, advantage, *, lora_a=None, lora_b=None, **o
 
 
 def eager_fn(
-    hidden, weight, target, advantage, *, shift=False, chunk_rows=None, bias=None, softcap=None,
+    hidden,
+    weight,
+    target,
+    advantage,
+    *,
+    shift=False,
+    chunk_rows=None,
+    bias=None,
+    softcap=None,
     temperature=1.0,
-    logit_scale=1.0, lora_a=None, lora_b=None, **options,
-):  # fmt: skip
+    logit_scale=1.0,
+    lora_a=None,
+    lora_b=None,
+    **options,
+):
     """The logits, then the trainers' formulas."""
     del chunk_rows
     target = shifted(target) if shift else target
     log_prob, entropies = log_probs(
-        hidden, weight, target, bias=bias, softcap=softcap, temperature=temperature, logit_scale=logit_scale,
-        lora_a=lora_a, lora_b=lora_b,
-    )  # fmt: skip
+        hidden,
+        weight,
+        target,
+        bias=bias,
+        softcap=softcap,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        lora_a=lora_a,
+        lora_b=lora_b,
+    )
     mask = target != -100
     loss, *rest = policy.eager_fn(log_prob, advantage, mask=mask, entropies=entropies, **options)
     return loss, *(t.masked_fill(~mask, 0.0).detach() for t in (log_prob, entropies)), *rest

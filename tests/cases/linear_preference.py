@@ -134,8 +134,19 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     return Inputs(args=(hidden, weight, target), kwargs=kwargs, grads=grads, grad_kwargs=grad_kwargs)
 
 
-def tigon_fn(hidden, weight, target, *, kind, desirable=None, ref_hidden=None, ref_weight=None, lora_a=None,
-             lora_b=None, **options):  # fmt: skip
+def tigon_fn(
+    hidden,
+    weight,
+    target,
+    *,
+    kind,
+    desirable=None,
+    ref_hidden=None,
+    ref_weight=None,
+    lora_a=None,
+    lora_b=None,
+    **options,
+):
     """Tigon's own."""
     import tigon
 
@@ -148,9 +159,18 @@ def tigon_fn(hidden, weight, target, *, kind, desirable=None, ref_hidden=None, r
     return tigon.linear_kto(hidden, weight, target, desirable, kind=kind, **options)
 
 
-def log_probs(hidden, weight, target, *, bias=None, softcap=None, temperature=1.0, logit_scale=1.0,
-lora_a=None,
-              lora_b=None):  # fmt: skip
+def log_probs(
+    hidden,
+    weight,
+    target,
+    *,
+    bias=None,
+    softcap=None,
+    temperature=1.0,
+    logit_scale=1.0,
+    lora_a=None,
+    lora_b=None,
+):
     """Of the labels, and the entropies, from the logits."""
     logits = F.linear(hidden, weight)
     if lora_a is not None:
@@ -168,11 +188,27 @@ def shifted(target):
     return F.pad(target[..., 1:], (0, 1), value=-100)
 
 
-def _with(losses, hidden, weight, target, *, ref=None, ref_hidden=None, ref_weight=None, nll_target=None,
-shift=False,
-          chunk_rows=None, bias=None, softcap=None, temperature=1.0, logit_scale=1.0, lora_a=None,
-          lora_b=None, of=log_probs,
-          **options):  # fmt: skip
+def _with(
+    losses,
+    hidden,
+    weight,
+    target,
+    *,
+    ref=None,
+    ref_hidden=None,
+    ref_weight=None,
+    nll_target=None,
+    shift=False,
+    chunk_rows=None,
+    bias=None,
+    softcap=None,
+    temperature=1.0,
+    logit_scale=1.0,
+    lora_a=None,
+    lora_b=None,
+    of=log_probs,
+    **options,
+):
     del chunk_rows
     if shift:
         target, nll_target = shifted(target), None if nll_target is None else shifted(nll_target)

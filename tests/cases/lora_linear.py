@@ -23,8 +23,13 @@ DEFAULTS = {
     "weight_layout": "contiguous",
     "grads": None,  # places among the arguments, None: x, adapters and biases
 }
-SIZES = ((8192, 4096, 14336, 16), (8192, 4096, 4096, 16), (8192, 14336, 4096, 16), (8192, 4096, 14336, 64),
-         (2048, 4096, 4096, 16))  # fmt: skip
+SIZES = (
+    (8192, 4096, 14336, 16),
+    (8192, 4096, 4096, 16),
+    (8192, 14336, 4096, 16),
+    (8192, 4096, 14336, 64),
+    (2048, 4096, 4096, 16),
+)
 
 CASES = [
     test_case("one", small=True),

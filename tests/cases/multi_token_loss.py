@@ -109,11 +109,16 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
             loras[f"lora_b{i}"] = draw.randn(vocab, 4)
     ids = torch.cat([torch.arange(n) for n in p["packed"]]).to(device) if p["packed"] else None
     kwargs = {
-        "heads": heads, "position_ids": ids, "shifts": p["shifts"] or tuple(range(1, len(heads) + 1)),
-        "coefficients": p["coefficients"] or (1.0,) * len(heads), "token_weight": None, "valid_rows": None,
+        "heads": heads,
+        "position_ids": ids,
+        "shifts": p["shifts"] or tuple(range(1, len(heads) + 1)),
+        "coefficients": p["coefficients"] or (1.0,) * len(heads),
+        "token_weight": None,
+        "valid_rows": None,
         **{name: p[name] for name in ("reduction", "denominator", "softcap", "label_smoothing", "z_loss")},
-        "chunk_rows": p["chunk_rows"], **loras,
-    }  # fmt: skip
+        "chunk_rows": p["chunk_rows"],
+        **loras,
+    }
     if p["token_weight"]:
         kwargs["token_weight"] = draw.randn(*lead, dtype=torch.promote_types(dtype, torch.float32)).abs()
     if p["known"]:
@@ -155,8 +160,12 @@ def tigon_fn(hidden, labels, *tensors, heads, **options):
     """Tigon's own."""
     import tigon
 
-    loras = [(options.pop(f"lora_a{i}"), options.pop(f"lora_b{i}"), LORA_SCALE)
-             if f"lora_a{i}" in options else None for i in range(len(heads))]  # fmt: skip
+    loras = [
+        (options.pop(f"lora_a{i}"), options.pop(f"lora_b{i}"), LORA_SCALE)
+        if f"lora_a{i}" in options
+        else None
+        for i in range(len(heads))
+    ]
     made = [weight if block is None else (Block(block), weight) for block, weight in _taken(heads, tensors)]
     return tigon.multi_token_loss(hidden, made, labels, lora=loras, **options).loss
 
@@ -170,8 +179,22 @@ def shifted(labels, shift, ids=None):
     return torch.where(F.pad(ids[shift:], (0, shift)) == ids + shift, moved, -100)
 
 
-def eager_fn(hidden, labels, *tensors, heads, coefficients, shifts, position_ids, reduction, denominator,
-             softcap, label_smoothing, z_loss, token_weight, **others):  # fmt: skip
+def eager_fn(
+    hidden,
+    labels,
+    *tensors,
+    heads,
+    coefficients,
+    shifts,
+    position_ids,
+    reduction,
+    denominator,
+    softcap,
+    label_smoothing,
+    z_loss,
+    token_weight,
+    **others,
+):
     """Logits of each head in the model's dtype, upcast, cross-entropy; also the oracle, on fp64 copies."""
     total = 0.0
     for i, (block, weight) in enumerate(_taken(heads, tensors)):
@@ -263,9 +286,19 @@ def _liger(accumulate):
                 h = hidden if block is None else Block(block)(hidden)
                 target = shifted(labels, shifts[i], position_ids).flatten()
                 loss = LigerFusedLinearCrossEntropyFunction.apply(
-                    h.flatten(0, -2), weight, target, None, None, -100, options["z_loss"],
-                    options["label_smoothing"], options["reduction"], options["softcap"], False, accumulate,
-                )[0]  # fmt: skip
+                    h.flatten(0, -2),
+                    weight,
+                    target,
+                    None,
+                    None,
+                    -100,
+                    options["z_loss"],
+                    options["label_smoothing"],
+                    options["reduction"],
+                    options["softcap"],
+                    False,
+                    accumulate,
+                )[0]
                 total = total + coefficients[i] * loss
             return total
 

@@ -38,14 +38,23 @@ def _of_every_kind(kind: str) -> list[Case]:
         test_case(f"{kind}_4x37", small=not weighted, options=options()),
         test_case(f"{kind}_on_policy", small=weighted, old=None, options=options(normalise="sequence")),
         test_case(f"{kind}_everything", small=not weighted, empty=(1,), options=options(**KL), **EVERYTHING),
-        test_case(f"{kind}_sequence", small=not weighted, shape=(3, 5),
-                  options=options(level="sequence", normalise="sequence")),
-        test_case(f"{kind}_sequence_all", shape=(3, 600), per_token=True,
-                  options=options(level="sequence", kl_corrected=True, **KL), **EVERYTHING),
+        test_case(
+            f"{kind}_sequence",
+            small=not weighted,
+            shape=(3, 5),
+            options=options(level="sequence", normalise="sequence"),
+        ),
+        test_case(
+            f"{kind}_sequence_all",
+            shape=(3, 600),
+            per_token=True,
+            options=options(level="sequence", kl_corrected=True, **KL),
+            **EVERYTHING,
+        ),
         test_case(f"{kind}_sum", shape=(5, 9), old=0.05, options=options(level="sum", normalise="sequence")),
         test_case(f"{kind}_length", shape=(2, 5000), masked=None, options=options(normalise="length")),
         test_case(f"{kind}_corrected", shape=(3, 130), options=options(kl_corrected=True, kl=0.2), ref=0.3),
-    ]  # fmt: skip
+    ]
 
 
 CASES_OF = ("clip", "cispo", "sapo", "vespo")
@@ -122,12 +131,26 @@ def tigon_fn(log_prob, advantage, **options):
 
 
 def eager_fn(
-    log_prob, advantage, *, mask=None, kind="clip", level="token", old=None, ref=None, entropies=None,
+    log_prob,
+    advantage,
+    *,
+    mask=None,
+    kind="clip",
+    level="token",
+    old=None,
+    ref=None,
+    entropies=None,
     importance=None,
-    clip=(0.2, 0.2), delta=None, kl=0.0, kl_estimator="k3", kl_corrected=False, entropy=0.0,
+    clip=(0.2, 0.2),
+    delta=None,
+    kl=0.0,
+    kl_estimator="k3",
+    kl_corrected=False,
+    entropy=0.0,
     entropy_denominator=None,
-    normalise="token", denominator=None,
-):  # fmt: skip
+    normalise="token",
+    denominator=None,
+):
     """As TRL's GRPO trainer has it, where it has it."""
     log_prob = upcast(log_prob)
     mask = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask

@@ -29,9 +29,23 @@ MARGIN = {"sigmoid": 0.3, "simpo": 0.5, "hinge": 0.2}
 NO_REF = ("cpo", "simpo", "orpo")
 AVERAGED = ("ipo", "simpo", "orpo")
 NLL = ("cpo", "orpo")
-KINDS = ("sigmoid", "cdpo", "cpo", "simpo", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair",
-"sppo_hard",
-         "apo_zero", "apo_down", "discopop", "orpo")  # fmt: skip
+KINDS = (
+    "sigmoid",
+    "cdpo",
+    "cpo",
+    "simpo",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "orpo",
+)
 SINGLE = ("kto", "apo_zero_unpaired")
 
 
@@ -150,10 +164,23 @@ def _pairs(kind, c, r, beta, eps, gamma, tau):
 
 
 def eager_fn(
-    log_prob, *, kind, mask=None, desirable=None, ref=None, beta=0.1, average=None, label_smoothing=0.0,
+    log_prob,
+    *,
+    kind,
+    mask=None,
+    desirable=None,
+    ref=None,
+    beta=0.1,
+    average=None,
+    label_smoothing=0.0,
     gamma=0.0,
-    tau=0.05, nll=None, nll_mask=None, denominator=None, kl=0.0, weights=(1.0, 1.0),
-):  # fmt: skip
+    tau=0.05,
+    nll=None,
+    nll_mask=None,
+    denominator=None,
+    kl=0.0,
+    weights=(1.0, 1.0),
+):
     """Sums over the tokens, then the trainers' formulas."""
     tokens = upcast(log_prob)
     tokens = tokens.unsqueeze(-1) if tokens.dim() == 1 else tokens

@@ -9,8 +9,15 @@ from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, te
 
 NAME = "qk_norm_rope"
 
-DEFAULTS = {**rope.DEFAULTS, "weights": True, "weight_dtype": None, "eps": 1e-6, "offset": 0.0,
-            "rounding": "llama", "grads": (0, 1, 2, 3)}  # fmt: skip
+DEFAULTS = {
+    **rope.DEFAULTS,
+    "weights": True,
+    "weight_dtype": None,
+    "eps": 1e-6,
+    "offset": 0.0,
+    "rounding": "llama",
+    "grads": (0, 1, 2, 3),
+}
 
 QWEN3 = {"Hq": 32, "Hk": 8, "D": 128}
 GEMMA3 = {"Hq": 8, "Hk": 4, "D": 256, "rounding": "gemma", "offset": 1.0}
@@ -23,15 +30,22 @@ CASES = [
     test_case("head_dim_96", T=5, D=96, tables="random"),
     test_case("head_dim_80_rows", T=5, D=80, tables="random", layout="rows", grad_layout="rows"),
     test_case("odd", small=True, D=13, R=6, T=3, tables="random"),
-    test_case("odd_gemma", small=True, D=10, T=3, rounding="gemma", offset=1.0,
-              options={"interleaved": True}),
+    test_case(
+        "odd_gemma", small=True, D=10, T=3, rounding="gemma", offset=1.0, options={"interleaved": True}
+    ),
     test_case("wide_head", B=1, D=1000, R=512, T=3, tables="random"),
     test_case("partial", D=128, R=32, T=5, rounding="gemma", offset=1.0, tables="random"),
     test_case("tail", D=64, R=32, T=5, tables="random", options={"tail": True}),
     test_case("pairs", D=64, T=5, tables="random", options={"interleaved": True}),
     test_case("pairs_narrow", D=64, T=5, narrow=True, tables="random", options={"interleaved": True}),
-    test_case("mrope_mixed", D=128, T=5, batched=True, tables="random",
-              options={"mrope_section": (24, 20, 20), "mrope_interleaved": True}),
+    test_case(
+        "mrope_mixed",
+        D=128,
+        T=5,
+        batched=True,
+        tables="random",
+        options={"mrope_section": (24, 20, 20), "mrope_interleaved": True},
+    ),
     test_case("positions", D=64, T=9, positions=torch.int64, batched=True, tables="random"),
     test_case("complex", D=64, T=5, complex=True, options={"interleaved": True, "keep_dtype": True}),
     test_case("packed", packed=True, T=67, D=64, layout="contiguous", grad_layout="contiguous"),
@@ -40,8 +54,14 @@ CASES = [
     test_case("float_weights", D=64, T=5, weight_dtype=torch.float32),
     test_case("float_weights_gemma", D=64, T=5, weight_dtype=torch.float32, rounding="gemma"),
     test_case("float_tables", D=64, T=5, table_dtype=torch.float32),
-    test_case("float_all_kept", D=64, T=5, table_dtype=torch.float32, weight_dtype=torch.float32,
-              options={"keep_dtype": True}),
+    test_case(
+        "float_all_kept",
+        D=64,
+        T=5,
+        table_dtype=torch.float32,
+        weight_dtype=torch.float32,
+        options={"keep_dtype": True},
+    ),
     test_case("misaligned", D=64, T=5, layout="offset1", grad_layout="offset1"),
     test_case("columns", D=64, T=5, layout="columns", grad_layout="columns"),
     test_case("grad_expanded", D=64, T=5, grad_layout="expanded"),
@@ -57,7 +77,7 @@ CASES = [
     bench_case("B1_T16384_64+8x128", B=1, T=16384, **{**QWEN3, "Hq": 64}),
     bench_case("B4_T512_16+8x128", "bench_cpu", B=4, T=512, Hq=16, Hk=8, D=128),
     bench_case("B1_T64_4+2x64", "smoke", B=1, T=64, D=64),
-]  # fmt: skip
+]
 
 
 def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -76,8 +96,12 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     normed = of if p["weights"] and p["rounding"] != "gemma" else dtype
     kept = p["options"].get("keep_dtype")
     grads = tuple(g if kept else _like(g, torch.promote_types(normed, g.dtype)) for g in inner.grad_outputs)
-    return Inputs(args=(q, k, weights[0], weights[1] if k is not None else None, cos, sin),
-                  kwargs={**norm, **inner.kwargs}, grads=p["grads"], grad_outputs=grads)  # fmt: skip
+    return Inputs(
+        args=(q, k, weights[0], weights[1] if k is not None else None, cos, sin),
+        kwargs={**norm, **inner.kwargs},
+        grads=p["grads"],
+        grad_outputs=grads,
+    )
 
 
 def _like(x, dtype):

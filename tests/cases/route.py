@@ -232,9 +232,22 @@ def topk_best(c, top_k, num_groups, top_groups, group_score):
 
 
 def _plain(
-    logits, *, top_k, score, normalize, num_groups, top_groups, group_score, scale, ids_dtype, losses,
-    correction_bias=None, token_weights=None, best=_best, ids=None,
-):  # fmt: skip
+    logits,
+    *,
+    top_k,
+    score,
+    normalize,
+    num_groups,
+    top_groups,
+    group_score,
+    scale,
+    ids_dtype,
+    losses,
+    correction_bias=None,
+    token_weights=None,
+    best=_best,
+    ids=None,
+):
     forced, z = ids, upcast(logits)
     p = z.sigmoid() if score == "sigmoid" else z.softmax(-1)
     biased = correction_bias is not None or (num_groups > 1 and group_score != "max")

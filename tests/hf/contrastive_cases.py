@@ -67,23 +67,35 @@ def contrastive_group_refuses():
     refused(lambda: tigon.contrastive_loss(q, d, group=world), "the number of rows must be the same")
     q, other = q[:4], f"in process {1 - rank()}"
     differ = {
-        "symmetric": (True, False), "temperature": (0.05, torch.tensor(0.06)), "margin": (0.1, None),
-        "relative_margin": (True, False), "sizes": ((4, 8), (8, 4)), "size_weights": ((2.0,), None),
-        "normalize": (True, False), "reduction": ("sum", "mean"),
-        "labels": (torch.arange(4), None), "ids": ((torch.arange(4), torch.arange(len(d))), None),
-    }  # fmt: skip
+        "symmetric": (True, False),
+        "temperature": (0.05, torch.tensor(0.06)),
+        "margin": (0.1, None),
+        "relative_margin": (True, False),
+        "sizes": ((4, 8), (8, 4)),
+        "size_weights": ((2.0,), None),
+        "normalize": (True, False),
+        "reduction": ("sum", "mean"),
+        "labels": (torch.arange(4), None),
+        "ids": ((torch.arange(4), torch.arange(len(d))), None),
+    }
     for name, values in differ.items():
         given = {"margin": 0.2} if name == "relative_margin" else {}
         given[name] = values[rank()]
         if name == "temperature" and device_type() != "cpu":  # nobody reads it on the host
             given[name] = float(given[name])
-        refused(lambda given=given: tigon.contrastive_loss(q, d, group=world, **given),
-                "the options must be the same", name, other)  # fmt: skip
+        refused(
+            lambda given=given: tigon.contrastive_loss(q, d, group=world, **given),
+            "the options must be the same",
+            name,
+            other,
+        )
     bad = {"temperature": -1.0, "sizes": (9,), "labels": torch.arange(3), "margin": "x", "reduction": "no"}
     for name, value in bad.items():
         given = {name: value} if first else {}
-        refused(lambda given=given: tigon.contrastive_loss(q, d, group=world, **given),
-                name if first else "process 0 of the group has refused")  # fmt: skip
+        refused(
+            lambda given=given: tigon.contrastive_loss(q, d, group=world, **given),
+            name if first else "process 0 of the group has refused",
+        )
     refused(lambda: tigon.contrastive_loss(q if first else None, d, group=world), *(["refused"] * first))
     for frozen in range(2):
         leaves = [x.clone().requires_grad_(i != frozen or first) for i, x in enumerate((q, d))]
@@ -96,12 +108,13 @@ def contrastive_group_refuses():
     one_sided=("MultipleNegativesRankingLoss", 3, {}),
     both=("CachedMultipleNegativesSymmetricRankingLoss", 3, {"mini_batch_size": 5}),
     all_directions=(
-        "MultipleNegativesRankingLoss", 3,
+        "MultipleNegativesRankingLoss",
+        3,
         {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), "scale": 5.0},
     ),
     gist=("GISTEmbedLoss", 3, {"margin": 0.1}),
     cached_gist=("CachedGISTEmbedLoss", 4, {"margin_strategy": "relative", "margin": 0.2}),
-)  # fmt: skip
+)
 def sentence_transformers_gathers(name, count, options):
     """Embeddings gathered from both processes: stock's loss and gradients."""
     import test_sentence_transformers as single

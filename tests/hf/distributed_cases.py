@@ -202,9 +202,14 @@ def fsdp2_qk_norm(unit, checkpointed):
 SAVED = [torch.ops.aten.mm.default]
 
 
-@case(none=({},), full=({0: {}, 1: {}},), every_second=({1: {}},), selective=(
-    {i: {"context_fn": functools.partial(create_selective_checkpoint_contexts, SAVED)} for i in (0, 1)},
-))  # fmt: skip
+@case(
+    none=({},),
+    full=({0: {}, 1: {}},),
+    every_second=({1: {}},),
+    selective=(
+        {i: {"context_fn": functools.partial(create_selective_checkpoint_contexts, SAVED)} for i in (0, 1)},
+    ),
+)
 def fsdp2_compile(checkpointed):
     """Layers checkpointed, compiled and sharded, in this order."""
     model = make(use_cache=False)
@@ -392,9 +397,12 @@ def fsdp1(original, own):
 
 
 ZERO = {
-    "2": (2, "before"), "3": (3, "before"), "3-apply_after": (3, "after"),
-    "3-checkpointing": (3, "before", "llama", True), "3-tied": (3, "before", "llama_bias_tied"),
-}  # fmt: skip
+    "2": (2, "before"),
+    "3": (3, "before"),
+    "3-apply_after": (3, "after"),
+    "3-checkpointing": (3, "before", "llama", True),
+    "3-tied": (3, "before", "llama_bias_tied"),
+}
 
 
 @case(needs="deepspeed", **ZERO)
@@ -409,9 +417,11 @@ def zero(stage, when, family="llama", checkpointing=False):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     settings = {
-        "train_micro_batch_size_per_gpu": 2, "steps_per_print": 10**6, "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**6,
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False},
-    }  # fmt: skip
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
     report = apply(model) if when == "after" else report
@@ -475,9 +485,12 @@ def shift_labels_without_labels():
     shifted = F.pad(inputs["labels"], (0, 1), value=-100)[..., 1:].contiguous()
     output = model(inputs["input_ids"], shift_labels=shifted)
     got = model.loss_function(
-        logits=output.logits, labels=None, shift_labels=shifted, vocab_size=VOCABULARY,
+        logits=output.logits,
+        labels=None,
+        shift_labels=shifted,
+        vocab_size=VOCABULARY,
         num_items_in_batch=(shifted != -100).sum(),
-    )  # fmt: skip
+    )
     got.backward()
     close(got.detach(), loss)
     check_gradients(model, want)

@@ -116,9 +116,12 @@ def dtensor_head_of_two_meshes():
     near(tigon.linear_cross_entropy(p["hidden"], weight=weight, target=p["target"]), want)
     turned = dist.device_mesh.DeviceMesh(device_type(), torch.tensor([1, 0], device="cpu"))
     weight = DTensor.from_local(
-        p["weight"].split([126, 125])[turned.get_local_rank()], turned, HERE, shape=p["weight"].shape,
+        p["weight"].split([126, 125])[turned.get_local_rank()],
+        turned,
+        HERE,
+        shape=p["weight"].shape,
         stride=p["weight"].stride(),
-    )  # fmt: skip
+    )
     near(tigon.linear_cross_entropy(p["hidden"], weight, p["target"]), want)
 
 

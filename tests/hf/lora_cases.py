@@ -104,9 +104,12 @@ def lora_saved():
 
 
 @case(
-    needs="deepspeed", two=(2, {}), three=(3, {}), three_dora=(3, {"use_dora": True}),
+    needs="deepspeed",
+    two=(2, {}),
+    three=(3, {}),
+    three_dora=(3, {"use_dora": True}),
     three_checkpointing=(3, {}, True),
-)  # fmt: skip
+)
 def lora_zero(stage, options, checkpointing=False):
     """ZeRO-3 gathers each part in hooks of its own: PEFT computes there."""
     import deepspeed
@@ -120,9 +123,11 @@ def lora_zero(stage, options, checkpointing=False):
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     settings = {
-        "train_micro_batch_size_per_gpu": 2, "steps_per_print": 10**6, "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**6,
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False},
-    }  # fmt: skip
+    }
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]

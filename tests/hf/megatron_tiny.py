@@ -94,14 +94,25 @@ def config(**changes):
     from megatron.core.transformer import TransformerConfig
 
     values = {
-        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48,
-        "tensor_model_parallel_size": dist.get_world_size(), "use_cpu_initialization": True,
-        "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
-        "add_bias_linear": False, "bias_activation_fusion": True, "hidden_dropout": 0.0,
-        "attention_dropout": 0.0, "params_dtype": torch.float32, "pipeline_dtype": torch.float32,
-        "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 48,
+        "tensor_model_parallel_size": dist.get_world_size(),
+        "use_cpu_initialization": True,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "bias_activation_fusion": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
-    }  # fmt: skip
+    }
     return TransformerConfig(**fitting(TransformerConfig, {**values, **changes}))
 
 
@@ -113,16 +124,24 @@ def gpt(spec=None, tied=False, mtp=None, model=None, **changes):
     torch.manual_seed(0)
     conf = config(**({"mtp_num_layers": mtp} if mtp else {}), **changes)
     if spec is None:
-        names = {"num_experts": "num_moe_experts", "normalization": "normalization",
-                 "qk_layernorm": "qk_layernorm", "qk_l2_norm": "qk_l2_norm"}  # fmt: skip
+        names = {
+            "num_experts": "num_moe_experts",
+            "normalization": "normalization",
+            "qk_layernorm": "qk_layernorm",
+            "qk_l2_norm": "qk_l2_norm",
+        }
         spec = get_gpt_layer_local_spec(**{name: getattr(conf, of) for name, of in names.items()})
     else:
         spec = spec(conf)
     extra = {} if mtp is None else {"mtp_block_spec": mtp_spec(conf, spec)}
     return GPTModel(
-        conf, spec, vocab_size=VOCAB, max_sequence_length=ROWS, share_embeddings_and_output_weights=tied,
+        conf,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=ROWS,
+        share_embeddings_and_output_weights=tied,
         **{"position_embedding_type": "rope", **extra, **(model or {})},
-    )  # fmt: skip
+    )
 
 
 def mtp_spec(conf, spec):
@@ -146,9 +165,13 @@ def hybrid(norms=False, pattern="*-*-", **changes):
     torch.manual_seed(0)
     conf = config(num_layers=len(pattern), **changes)
     return Model(
-        conf, tigon.megatron.hybrid_stack_spec(conf, norms=norms), vocab_size=VOCAB, max_sequence_length=ROWS,
-        position_embedding_type="rope", **{name: pattern},
-    )  # fmt: skip
+        conf,
+        tigon.megatron.hybrid_stack_spec(conf, norms=norms),
+        vocab_size=VOCAB,
+        max_sequence_length=ROWS,
+        position_embedding_type="rope",
+        **{name: pattern},
+    )
 
 
 def data():

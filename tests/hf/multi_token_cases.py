@@ -56,9 +56,17 @@ class Drafter(nn.Module):
         first = self.trunk(ids)
         hidden = [first, self.step(first)]
         return tigon.drafter_loss(
-            hidden, self.head.weight, (states, self.teacher), self.ids, mask=ids % 3 > 0, loss="lk",
-            shifts=(0, 1), mask_outside=False, outside="renormalize", denominator=count,
-        )  # fmt: skip
+            hidden,
+            self.head.weight,
+            (states, self.teacher),
+            self.ids,
+            mask=ids % 3 > 0,
+            loss="lk",
+            shifts=(0, 1),
+            mask_outside=False,
+            outside="renormalize",
+            denominator=count,
+        )
 
 
 @case(ddp=("ddp",), fsdp=("fsdp",))

@@ -37,10 +37,17 @@ OPTIONS = {
     "smoothing": {"label_smoothing": 0.2, "class_weight": True},
     "smooth rows": {"label_smoothing": 0.1, "reduction": "none", "token_weight": True, "softcap": 4.0},
     "all": {
-        "label_smoothing": 0.1, "class_weight": True, "softcap": 6.0, "logit_scale": 1.3, "temperature": 0.7,
-        "z_loss": 0.02, "bias": True, "token_weight": True, "reduction": "none",
+        "label_smoothing": 0.1,
+        "class_weight": True,
+        "softcap": 6.0,
+        "logit_scale": 1.3,
+        "temperature": 0.7,
+        "z_loss": 0.02,
+        "bias": True,
+        "token_weight": True,
+        "reduction": "none",
     },
-}  # fmt: skip
+}
 
 
 def group():
@@ -60,12 +67,17 @@ def drawn_on_cpu(dtype, g):
     target[0] = torch.randint(0, 50, (B,), generator=g)
     target[1, 0] = target[5] = -100
     return {
-        "hidden": draw(S, B, H).to(dtype), "weight": (draw(V, H) / H**0.5).to(dtype),
+        "hidden": draw(S, B, H).to(dtype),
+        "weight": (draw(V, H) / H**0.5).to(dtype),
         "bias": draw(V).to(dtype),
-        "target": target, "class_weight": torch.rand(V, generator=g) + 0.5,
-        "token_weight": torch.rand(S, B, generator=g), "upstream": draw(S, B), "entropy_grad": draw(S, B),
-        "lora_a": (draw(RANK, H) / H**0.5).to(dtype), "lora_b": draw(V, RANK).to(dtype),
-    }  # fmt: skip
+        "target": target,
+        "class_weight": torch.rand(V, generator=g) + 0.5,
+        "token_weight": torch.rand(S, B, generator=g),
+        "upstream": draw(S, B),
+        "entropy_grad": draw(S, B),
+        "lora_a": (draw(RANK, H) / H**0.5).to(dtype),
+        "lora_b": draw(V, RANK).to(dtype),
+    }
 
 
 def drawn(dtype, seed):
@@ -106,9 +118,12 @@ def formula(p, options, entropy=False):
         return torch.where(counts, log_prob, 0.0), torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0.0)
     weights = p["class_weight"].to(z.dtype) if options.get("class_weight") else None
     rows = F.cross_entropy(
-        z.flatten(0, 1), p["target"].flatten(), weight=weights, reduction="none",
+        z.flatten(0, 1),
+        p["target"].flatten(),
+        weight=weights,
+        reduction="none",
         label_smoothing=o.get("label_smoothing", 0.0),
-    ).view(S, B)  # fmt: skip
+    ).view(S, B)
     if o.get("z_loss"):
         rows = rows + torch.where(counts, o["z_loss"] * z.logsumexp(-1).square(), 0.0)
     if options.get("token_weight"):
@@ -290,9 +305,15 @@ def parallel_wide_logits():
     exact, _ = plain(p, torch.float64, lambda p: [formula(p, {"reduction": "none"})])
     for sp, keep_mb in itertools.product((False, True), (0.0, 1.0)):
         (got,), gradients = sharded(
-            p, {"reduction": "none"}, "padded", sp, parallel.linear_cross_entropy,
-            chunk_rows=10, keep_mb=keep_mb, logit_dtype=torch.float32,
-        )  # fmt: skip
+            p,
+            {"reduction": "none"},
+            "padded",
+            sp,
+            parallel.linear_cross_entropy,
+            chunk_rows=10,
+            keep_mb=keep_mb,
+            logit_dtype=torch.float32,
+        )
         assert (got - exact[0]).abs().max() < 1e-5
         assert all(g is None or torch.isfinite(g).all() for g in gradients)
 
@@ -315,11 +336,15 @@ def parallel_partial_hidden_gradient():
         assert all(map(torch.equal, *gradients))
     refused(
         lambda: parallel.linear_cross_entropy(
-            share(p["hidden"]), mine(p["weight"], "uneven"), p["target"], group(), sequence_parallel=True,
+            share(p["hidden"]),
+            mine(p["weight"], "uneven"),
+            p["target"],
+            group(),
+            sequence_parallel=True,
             partial_hidden_grad=True,
         ),
         "partial_hidden_grad must be False",
-    )  # fmt: skip
+    )
 
 
 @case
@@ -351,13 +376,24 @@ def parallel_log_prob():
     options = {"softcap": 7.0, "logit_scale": 1.2, "temperature": 0.8, "bias": True}
     for dtype, sp, chunk in itertools.product((torch.float32, torch.bfloat16), (False, True), (None, 10)):
         compare(
-            drawn(dtype, 4), options, "padded", sp, parallel.linear_log_prob,
-            lambda p: formula(p, options, entropy=True), entropy=True, chunk_rows=chunk,
-        )  # fmt: skip
+            drawn(dtype, 4),
+            options,
+            "padded",
+            sp,
+            parallel.linear_log_prob,
+            lambda p: formula(p, options, entropy=True),
+            entropy=True,
+            chunk_rows=chunk,
+        )
         compare(
-            drawn(dtype, 5), {}, "uneven", sp, parallel.linear_log_prob,
-            lambda p: formula(p, {}, entropy=True)[:1], chunk_rows=chunk,
-        )  # fmt: skip
+            drawn(dtype, 5),
+            {},
+            "uneven",
+            sp,
+            parallel.linear_log_prob,
+            lambda p: formula(p, {}, entropy=True)[:1],
+            chunk_rows=chunk,
+        )
 
 
 @case

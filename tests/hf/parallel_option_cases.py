@@ -47,8 +47,10 @@ def parallel_lora(name):
 @case(**{name: (name,) for name in LAYOUTS})
 def parallel_lora_layout(layout):
     for name, sp, more in (
-        ("none", True, {"keep_mb": 1.0}), ("smooth rows", False, {"keep_mb": 0.0}), ("plain", False, {}),
-    ):  # fmt: skip
+        ("none", True, {"keep_mb": 1.0}),
+        ("smooth rows", False, {"keep_mb": 0.0}),
+        ("plain", False, {}),
+    ):
         options = OPTIONS[name] | {"lora": True}
         check(options, seed=21, layout=layout, sp=sp, chunk_rows=10, **more)
 
@@ -58,9 +60,15 @@ def parallel_lora_log_prob():
     options = {"softcap": 7.0, "temperature": 0.8, "lora": True}
     for dtype, sp in itertools.product((torch.float32, torch.bfloat16, torch.float16), (False, True)):
         compare(
-            drawn(dtype, 22), options, "padded", sp, parallel.linear_log_prob,
-            lambda p: formula(p, options, entropy=True), entropy=True, chunk_rows=10,
-        )  # fmt: skip
+            drawn(dtype, 22),
+            options,
+            "padded",
+            sp,
+            parallel.linear_log_prob,
+            lambda p: formula(p, options, entropy=True),
+            entropy=True,
+            chunk_rows=10,
+        )
 
 
 @case
@@ -73,9 +81,14 @@ def parallel_lora_wide_logits():
     )
     for sp, keep_mb in itertools.product((False, True), (0.0, 1.0)):
         (got,), gradients = sharded(
-            p, options | {"lora": True}, "padded", sp, parallel.linear_cross_entropy, chunk_rows=10,
+            p,
+            options | {"lora": True},
+            "padded",
+            sp,
+            parallel.linear_cross_entropy,
+            chunk_rows=10,
             keep_mb=keep_mb,
-        )  # fmt: skip
+        )
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert all(g is None or torch.isfinite(g).all() for g in gradients)
 
@@ -209,12 +222,13 @@ def parallel_order_of_exchanges():
         mock.patch.multiple(plan, _LEAST_PART=1, _ALIGNED=1),
         mock.patch.object(stream, "_logits", told("logits", stream._logits)),
         mock.patch.object(
-            stream, "_gradients",
+            stream,
+            "_gradients",
             told(lambda args: "dweight" if args[3] is None else "dhidden", stream._gradients),
         ),
         mock.patch.object(stream.Work, "start_gather", gather),
         mock.patch.object(stream.Work, "start_all_reduce", told("reduce", stream.Work.start_all_reduce)),
-    ):  # fmt: skip
+    ):
         loss_of(p, reduction="mean", chunk_rows=18)
         chunk = "logits gather {} logits gather {} wait {} dhidden reduce wait {} dhidden reduce dweight"
         want = " ".join(chunk.format(i, i + 1, i, i + 1) for i in (0, 2))
@@ -239,17 +253,26 @@ def parallel_refusals():
     process = f"got temperature={1.0 if first else 2.0} here and another in process {int(first)}"
     refused(lambda: call(temperature=1.0 if first else 2.0), "options must be the same", process)
     differ = {
-        "label_smoothing": (0.1, 0.2), "softcap": (30.0, None), "logit_scale": (1.0, 2.0),
-        "z_loss": (0.0, 1e-4), "ignore_index": (-100, 0), "outputs": (("loss", "predicted"), None),
-        "shift": (0, 1), "chunk_rows": (5, 6), "logit_dtype": (torch.float32, None),
+        "label_smoothing": (0.1, 0.2),
+        "softcap": (30.0, None),
+        "logit_scale": (1.0, 2.0),
+        "z_loss": (0.0, 1e-4),
+        "ignore_index": (-100, 0),
+        "outputs": (("loss", "predicted"), None),
+        "shift": (0, 1),
+        "chunk_rows": (5, 6),
+        "logit_dtype": (torch.float32, None),
         "partial_hidden_grad": (True, False),
-    }  # fmt: skip
+    }
     narrow = {"hidden": p["hidden"].bfloat16(), "weight": weight.bfloat16()}
     for name, values in differ.items():
         of = narrow if name == "logit_dtype" else {"hidden": p["hidden"], "weight": weight}
         both = functools.partial(parallel.linear_cross_entropy, **of, target=p["target"], group=group())
-        refused(lambda both=both, name=name, values=values: both(**{name: values[rank()]}),
-                "options must be the same", f"{name}=")  # fmt: skip
+        refused(
+            lambda both=both, name=name, values=values: both(**{name: values[rank()]}),
+            "options must be the same",
+            f"{name}=",
+        )
     if device_type() == "cpu":  # elsewhere nobody reads values on the host
         scale = torch.ones(V) if first else torch.full((V,), 2.0)
         refused(lambda: call(class_weight=scale), "options must be the same", "class_weight=")
@@ -257,9 +280,13 @@ def parallel_refusals():
         moved = p["lora_a"] + rank()
         refused(lambda: call(lora=(moved, mine(p["lora_b"], "uneven"), 1.0)), "lora=")
     refused(
-        lambda: parallel.linear_log_prob(p["hidden"], weight, p["target"], group()) if first else
-        call(reduction="none"), "must be the same"
-    )  # fmt: skip
+        lambda: (
+            parallel.linear_log_prob(p["hidden"], weight, p["target"], group())
+            if first
+            else call(reduction="none")
+        ),
+        "must be the same",
+    )
     refused(lambda: call(reduction="sum" if first else "none"), "options must be the same")
     refused(lambda: call(denominator=torch.tensor(3.0) if first else None), "options must be the same")
     three = torch.tensor(3.0) if first else 3.0

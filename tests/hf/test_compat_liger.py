@@ -201,9 +201,14 @@ def test_cross_entropies(head, reduction):
         return {"mean": x.sum() / counts, "sum": x.sum(), "none": x}[reduction]
 
     options = {
-        "lse_square_scale": 0.01, "label_smoothing": 0.1, "reduction": reduction, "softcap": 3.0,
-        "return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True,
-    }  # fmt: skip
+        "lse_square_scale": 0.01,
+        "label_smoothing": 0.1,
+        "reduction": reduction,
+        "softcap": 3.0,
+        "return_z_loss": True,
+        "return_token_accuracy": True,
+        "return_predicted_tokens": True,
+    }
     if head:
         got = LM.LigerFusedLinearCrossEntropyLoss(**options)(weight, hidden, target)
     else:
@@ -308,10 +313,13 @@ def test_rope(rotary_dim, unsqueeze_dim):
         LF.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim),
         LF.liger_rotary_pos_emb(q, k, full.cos(), full.sin(), unsqueeze_dim),
         LF.liger_rotary_pos_emb(
-            q, k, full.cos().unsqueeze(unsqueeze_dim), full.sin().unsqueeze(unsqueeze_dim),
+            q,
+            k,
+            full.cos().unsqueeze(unsqueeze_dim),
+            full.sin().unsqueeze(unsqueeze_dim),
             unsqueeze_dim=unsqueeze_dim,
         ),
-    ]  # fmt: skip
+    ]
     for got in calls:
         close(got[0], wanted[0])
         close(got[1], wanted[1])
@@ -344,10 +352,12 @@ def test_norm_classes_equal_the_models_own():
 
 @pytest.mark.parametrize(
     "ours, theirs, family",
-    [("LigerSwiGLUMLP", "llama.modeling_llama.LlamaMLP", "llama"),
-     ("LigerMLP", "llama.modeling_llama.LlamaMLP", "llama"),
-     ("LigerPhi3SwiGLUMLP", "phi3.modeling_phi3.Phi3MLP", "phi3")],
-)  # fmt: skip
+    [
+        ("LigerSwiGLUMLP", "llama.modeling_llama.LlamaMLP", "llama"),
+        ("LigerMLP", "llama.modeling_llama.LlamaMLP", "llama"),
+        ("LigerPhi3SwiGLUMLP", "phi3.modeling_phi3.Phi3MLP", "phi3"),
+    ],
+)
 def test_mlp_classes_load_the_models_weights(ours, theirs, family):
     module, name = theirs.rsplit(".", 1)
     stock = getattr(importlib.import_module(f"transformers.models.{module}"), name)(config(family))
@@ -515,10 +525,13 @@ def test_distribution_on_disk(tmp_path):
     shutil.copytree(package, tmp_path / "source")
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(build, cwd=tmp_path / "source", check=True)
-    write(tmp_path, {
-        "tigon_liger_compat-0.8.5.dist-info/METADATA": metadata,
-        "tigon_liger_compat-0.8.5.dist-info/top_level.txt": "liger_kernel\n",
-    })  # fmt: skip
+    write(
+        tmp_path,
+        {
+            "tigon_liger_compat-0.8.5.dist-info/METADATA": metadata,
+            "tigon_liger_compat-0.8.5.dist-info/top_level.txt": "liger_kernel\n",
+        },
+    )
     script = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
 import importlib.metadata

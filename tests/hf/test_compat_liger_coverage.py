@@ -32,8 +32,10 @@ def made(name):
     cls = getattr(transformers, COUNTED[name]["class"])
     own = transformers.CONFIG_MAPPING[model_type]
     configs = [transformers.CONFIG_MAPPING[part]() for part in parts]
-    fields = {("vision" if part == "pixtral" else "text") + "_config": config
-              for part, config in zip(parts, configs, strict=True)}  # fmt: skip
+    fields = {
+        ("vision" if part == "pixtral" else "text") + "_config": config
+        for part, config in zip(parts, configs, strict=True)
+    }
     config = own(**fields)
     if not isinstance(config, cls.config_class):
         config = config.get_text_config(decoder=True)

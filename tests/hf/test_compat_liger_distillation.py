@@ -97,8 +97,11 @@ def test_no_row_counts():
 
 def test_errors_are_those_of_liger():
     (x, w), (y, u), labels = heads()
-    for kind in (divergences.LigerFusedLinearJSD, divergences.LigerFusedLinearKLDivLoss,
-                 chunked_loss.LigerFusedLinearJSDLoss):  # fmt: skip
+    for kind in (
+        divergences.LigerFusedLinearJSD,
+        divergences.LigerFusedLinearKLDivLoss,
+        chunked_loss.LigerFusedLinearJSDLoss,
+    ):
         with pytest.raises(AssertionError, match=r"emperature cannot be 0\."):
             kind(temperature=0)
     with pytest.raises(ValueError, match="reduction must be one of"):

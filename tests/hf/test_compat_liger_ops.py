@@ -524,11 +524,17 @@ def test_small_functions():
 
 @pytest.mark.parametrize(
     "name, advice",
-    [("gemm_swiglu", "GatedMLP"), ("liger_dyt_bwd", r"tigon\.dyt"),
-     ("LigerMultiTokenAttention", "plain PyTorch"), ("LigerExpertParallelFusedMoe", "grouped_mlp"),
-     ("LigerFusedNeighborhoodAttention", "flex_attention"), ("unpack_weights", "matmul"),
-     ("lce_forward", r"tigon\.apply"), ("MAX_FUSED_SIZE", "public function")],
-)  # fmt: skip
+    [
+        ("gemm_swiglu", "GatedMLP"),
+        ("liger_dyt_bwd", r"tigon\.dyt"),
+        ("LigerMultiTokenAttention", "plain PyTorch"),
+        ("LigerExpertParallelFusedMoe", "grouped_mlp"),
+        ("LigerFusedNeighborhoodAttention", "flex_attention"),
+        ("unpack_weights", "matmul"),
+        ("lce_forward", r"tigon\.apply"),
+        ("MAX_FUSED_SIZE", "public function"),
+    ],
+)
 def test_what_is_missing_says_what_to_use(name, advice):
     with pytest.raises(tigon.Error, match=rf"{name} is not there.*{advice}|{name} is {advice}"):
         get(name)(SimpleNamespace())

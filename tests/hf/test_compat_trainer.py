@@ -24,12 +24,24 @@ def rows(count=24, tokens=11):
 
 
 def arguments(folder, **changes):
-    return TrainingArguments(**{
-        "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1,
-        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "report_to": [], "seed": 1,
-        "use_cpu": True, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no",
-        "disable_tqdm": True, **changes,
-    })  # fmt: skip
+    return TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "per_device_train_batch_size": 2,
+            "max_steps": 3,
+            "logging_steps": 1,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-2,
+            "report_to": [],
+            "seed": 1,
+            "use_cpu": True,
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            **changes,
+        }
+    )
 
 
 def logged(trainer):
@@ -42,9 +54,11 @@ def run(folder, *, model=None, callbacks=None, trainer_options=None, **changes):
     options = {"train_dataset": rows(), "eval_dataset": rows()[:4], **(trainer_options or {})}
     model = make() if model is None else model
     trainer = Trainer(
-        model=None if "model_init" in options else model, args=arguments(folder, **changes),
-        callbacks=callbacks, **options,
-    )  # fmt: skip
+        model=None if "model_init" in options else model,
+        args=arguments(folder, **changes),
+        callbacks=callbacks,
+        **options,
+    )
     return trainer, logged(trainer)
 
 
@@ -126,9 +140,11 @@ def test_callback_warns_when_the_head_was_not_used(tmp_path, caplog):
     callback = tigon.TigonTrainerCallback()
     with caplog.at_level(logging.WARNING, "tigon"):
         trainer = OwnLoss(
-            model=make(), args=arguments(tmp_path, eval_strategy="no"), train_dataset=rows(),
+            model=make(),
+            args=arguments(tmp_path, eval_strategy="no"),
+            train_dataset=rows(),
             callbacks=[callback],
-        )  # fmt: skip
+        )
         trainer.train()
     (said,) = [r.getMessage() for r in caplog.records if r.name == "tigon" and r.levelno >= logging.WARNING]
     assert "computes all logits in training" in said and "label" in said
@@ -201,9 +217,12 @@ def test_workers_and_checkpoints(tmp_path, stock):
     """Dataloader workers are forked after the patch; a checkpoint loads into a stock model."""
     folder = tmp_path / "out"
     trainer, got = run(
-        folder, callbacks=[tigon.TigonTrainerCallback()], dataloader_num_workers=2, save_strategy="steps",
+        folder,
+        callbacks=[tigon.TigonTrainerCallback()],
+        dataloader_num_workers=2,
+        save_strategy="steps",
         save_steps=3,
-    )  # fmt: skip
+    )
     assert got == pytest.approx(stock, rel=1e-4)
     loaded = LlamaForCausalLM.from_pretrained(folder / "checkpoint-3", attn_implementation="eager")
     assert not hasattr(loaded, "_tigon_state")
@@ -290,10 +309,20 @@ def trl_losses(kind, folder, tokenizer, callbacks=None, **changes):
     answers = [words(100 + i, 5) for i in range(8)]
     others = [words(200 + i, 5) for i in range(8)]
     options = {
-        "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 2, "logging_steps": 1,
-        "learning_rate": 1e-3, "report_to": [], "seed": 1, "use_cpu": True, "save_strategy": "no",
-        "disable_tqdm": True, "bf16": False, "gradient_checkpointing": False, **changes,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "seed": 1,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        **changes,
+    }
     columns = {
         "SFT": {"prompt": prompts, "completion": answers},
         "DPO": {"prompt": prompts, "chosen": answers, "rejected": others},
@@ -306,10 +335,13 @@ def trl_losses(kind, folder, tokenizer, callbacks=None, **changes):
         options |= {"num_generations": 2, "max_completion_length": 6}
         extra = {"reward_funcs": lambda completions, **_: [float(len(set(c.split()))) for c in completions]}
     trainer = getattr(trl, f"{kind}Trainer")(
-        model=str(folder / "model"), args=getattr(trl, f"{kind}Config")(**options),
-        train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer,
-        callbacks=callbacks, **extra,
-    )  # fmt: skip
+        model=str(folder / "model"),
+        args=getattr(trl, f"{kind}Config")(**options),
+        train_dataset=datasets.Dataset.from_dict(columns),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+        **extra,
+    )
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -400,12 +432,13 @@ def test_trl_after_apply(tmp_path, tokenizer):
         with pytest.raises(tigon.Error, match="not called in training"):
             report.check()
         SFTTrainer(
-            model=model, processing_class=tokenizer,
+            model=model,
+            processing_class=tokenizer,
             args=SFTConfig(
                 str(tmp_path), max_steps=1, report_to=[], use_cpu=True, bf16=False, save_strategy="no"
             ),
             train_dataset=datasets.Dataset.from_dict({"text": [words(i, 9) for i in range(8)]}),
-        ).train()  # fmt: skip
+        ).train()
         assert head.calls == 1
         report.check()
 
@@ -502,8 +535,13 @@ def test_trl_of_another_shape_is_refused(monkeypatch):
 @pytest.fixture
 def _switches(monkeypatch):
     """What transformers' enable_full_determinism sets is as it was afterwards."""
-    for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "ASCEND_LAUNCH_BLOCKING",
-                 "HCCL_DETERMINISTIC", "FLASH_ATTENTION_DETERMINISTIC"):  # fmt: skip
+    for name in (
+        "CUDA_LAUNCH_BLOCKING",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "ASCEND_LAUNCH_BLOCKING",
+        "HCCL_DETERMINISTIC",
+        "FLASH_ATTENTION_DETERMINISTIC",
+    ):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     for name in ("deterministic", "benchmark"):

@@ -126,7 +126,7 @@ CHANGES = {
     "state": lambda m, o: o.load_state_dict(copy.deepcopy(o.state_dict())),
     "group": lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.1}),
     "hook": lambda m, o: m.inner.register_forward_hook(lambda *_: None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -258,8 +258,14 @@ def test_report_is_readable_and_structured():
     report = apply(make("gemma", hidden_act="mish"))
     text = str(report)
     assert text == repr(report)
-    for part in ("GemmaForCausalLM", "5 x GemmaRMSNorm", "tigon.rms_norm (gemma)", "lm_head",
-                 "2 x GemmaMLP", "left: activation"):  # fmt: skip
+    for part in (
+        "GemmaForCausalLM",
+        "5 x GemmaRMSNorm",
+        "tigon.rms_norm (gemma)",
+        "lm_head",
+        "2 x GemmaMLP",
+        "left: activation",
+    ):
         assert part in text
     entry = next(entry for entry in report.left if entry.slot == "mlp")
     assert entry.path == "model.layers.0.mlp" and entry.by is None and not entry.replaced

@@ -151,8 +151,22 @@ class OtherHelper(OtherWords):
         return values
 
 
-NEAR_MISSES = [EpsOutside, OtherAxis, NoUpcast, Cubed, Twice, Centred, RoundedTo16, Sometimes,
-               Calls, OfAll, NotKept, OfAnAttribute, Decorated, OtherHelper]  # fmt: skip
+NEAR_MISSES = [
+    EpsOutside,
+    OtherAxis,
+    NoUpcast,
+    Cubed,
+    Twice,
+    Centred,
+    RoundedTo16,
+    Sometimes,
+    Calls,
+    OfAll,
+    NotKept,
+    OfAnAttribute,
+    Decorated,
+    OtherHelper,
+]
 
 
 @pytest.mark.parametrize("cls", NEAR_MISSES, ids=lambda cls: cls.__name__)

@@ -20,11 +20,13 @@ def theirs(path):
 
 @pytest.mark.parametrize(
     "ours, other, family",
-    [("GatedMLP", "llama.modeling_llama.LlamaMLP", "llama"),
-     ("GatedMLP", "llama.modeling_llama.LlamaMLP", "llama_bias_tied"),
-     ("GatedMLP", "gemma2.modeling_gemma2.Gemma2MLP", "gemma2"),
-     ("FusedGatedMLP", "phi3.modeling_phi3.Phi3MLP", "phi3")],
-)  # fmt: skip
+    [
+        ("GatedMLP", "llama.modeling_llama.LlamaMLP", "llama"),
+        ("GatedMLP", "llama.modeling_llama.LlamaMLP", "llama_bias_tied"),
+        ("GatedMLP", "gemma2.modeling_gemma2.Gemma2MLP", "gemma2"),
+        ("FusedGatedMLP", "phi3.modeling_phi3.Phi3MLP", "phi3"),
+    ],
+)
 def test_mlps(ours, other, family):
     stock, mine = theirs(other)(config(family)), getattr(tt, ours)(config(family))
     mine.load_state_dict(stock.state_dict())
@@ -77,8 +79,10 @@ def test_rotary():
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q, k, angle = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 5, 8)
-    for one, two in zip(*(f(q, k, angle.cos(), angle.sin()) for f in
-                          (tt.apply_rotary_pos_emb, apply_rotary_pos_emb)), strict=True):  # fmt: skip
+    for one, two in zip(
+        *(f(q, k, angle.cos(), angle.sin()) for f in (tt.apply_rotary_pos_emb, apply_rotary_pos_emb)),
+        strict=True,
+    ):
         close(one, two)
 
 
@@ -110,8 +114,10 @@ def test_rotary_modules_are_the_models_own(positions):
     wanted = qwen3.apply_rotary_pos_emb(norms[0](q), norms[1](k), *tables)
     for one, two in zip(got, wanted, strict=True):
         close(one, two)
-    grads = [torch.autograd.grad(y[0].cos().sum(), (q, w)) for y, w in ((got, both.q_weight),
-                                                                      (wanted, norms[0].weight))]  # fmt: skip
+    grads = [
+        torch.autograd.grad(y[0].cos().sum(), (q, w))
+        for y, w in ((got, both.q_weight), (wanted, norms[0].weight))
+    ]
     for one, two in zip(*grads, strict=True):
         close(one, two, ulps=256)
     close(both(q, None, given), got[0])

@@ -40,8 +40,17 @@ def outcomes_on_gpus(tmp_path_factory):
     """The same over NCCL."""
     folder = tmp_path_factory.mktemp("gpus")
     names = [name for name in CASES if name.startswith(ON_GPUS)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
-               distributed_cases.__file__, str(folder), *names]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(RANKS),
+        distributed_cases.__file__,
+        str(folder),
+        *names,
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     return outcomes_of(folder, [ran.stdout, ran.stderr])
 

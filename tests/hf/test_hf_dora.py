@@ -29,8 +29,10 @@ def test_dora_beside_a_gated_unit_that_writes_over_its_inputs(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dora_of_magnitude_zero(dtype, device):
     """Its gradient is PEFT's: one step leads away from 0."""
-    model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 6, dtype=dtype, device=device)),
-                                config(target_modules=["0"], use_dora=True))  # fmt: skip
+    model = peft.get_peft_model(
+        nn.Sequential(nn.Linear(8, 6, dtype=dtype, device=device)),
+        config(target_modules=["0"], use_dora=True),
+    )
     layer = model.base_model.model[0]
     magnitude = layer.lora_magnitude_vector["default"].weight
     magnitude.data[2] = 0
@@ -45,8 +47,10 @@ def test_dora_of_magnitude_zero(dtype, device):
 @pytest.mark.parametrize("rows", [1, 40])
 def test_dora_of_a_weight_that_is_made(rows, device):
     """As of a quantised base: made once a direction, one alive at a time, with the bits of a plain weight."""
-    model = peft.get_peft_model(nn.Sequential(nn.Linear(32, 24, bias=False, device=device)),
-                                config(target_modules=["0"], use_dora=True))  # fmt: skip
+    model = peft.get_peft_model(
+        nn.Sequential(nn.Linear(32, 24, bias=False, device=device)),
+        config(target_modules=["0"], use_dora=True),
+    )
     layer, alive = model.base_model.model[0], []
 
     def make():

@@ -20,9 +20,10 @@ STOCK_ROTARY = modeling_llama.apply_rotary_pos_emb
 SLOTS = ("norm", "mlp", "rope", "loss", "experts", "router")
 
 
-@pytest.mark.parametrize("family, slot", [
-    *(("llama", slot) for slot in SLOTS[:4]), *(("mixtral", slot) for slot in SLOTS if slot != "mlp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, slot",
+    [*(("llama", slot) for slot in SLOTS[:4]), *(("mixtral", slot) for slot in SLOTS if slot != "mlp")],
+)
 def test_one_slot_alone(family, slot):
     model = make(family, **({"experts_implementation": "grouped_mm"} if family == "mixtral" else {}))
     inputs = batch()
@@ -182,10 +183,13 @@ def test_a_model_in_float64_trains(family, when):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family, what", [
-    *(("llama", what) for what in ("loss", "logits", "both")),
-    *((family, "loss") for family in ("gemma2", "phi3", "olmo2")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, what",
+    [
+        *(("llama", what) for what in ("loss", "logits", "both")),
+        *((family, "loss") for family in ("gemma2", "phi3", "olmo2")),
+    ],
+)
 def test_func_grad_over_functional_call(family, what):
     model, inputs = make(family), batch()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -353,9 +357,10 @@ def _inner(model, kind):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("family, implementation", [
-    ("llama", None), ("mixtral", "eager"), ("mixtral", "grouped_mm"), ("mixtral", "batched_mm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, implementation",
+    [("llama", None), ("mixtral", "eager"), ("mixtral", "grouped_mm"), ("mixtral", "batched_mm")],
+)
 def test_hooks_on_the_activation_see_its_calls(family, implementation, when):
     """Whoever captures or changes the activations of an MLP, before apply or after it."""
     changes = {"experts_implementation": implementation} if implementation else {}

@@ -209,8 +209,10 @@ def test_what_the_op_does_not_take_goes_as_before(monkeypatch):
     stock = experts_of("qwen3_moe", "eager")
     patched, inputs = copy.deepcopy(stock), routed(torch.float32)
     apply(patched)
-    wanted, got = ([*step(m.double(), *(t.double() if t.is_floating_point() else t for t in inputs))]
-                   for m in (copy.deepcopy(stock), copy.deepcopy(patched)))  # fmt: skip
+    wanted, got = (
+        [*step(m.double(), *(t.double() if t.is_floating_point() else t for t in inputs))]
+        for m in (copy.deepcopy(stock), copy.deepcopy(patched))
+    )
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(patched[0](*inputs), stock[0](*inputs))

@@ -264,10 +264,18 @@ def test_trainer(bf16, tmp_path):
     for recipe in (None, "rowwise"):
         callback = tigon.TigonTrainerCallback(fp8=recipe, optimizer=True)
         arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            learning_rate=3e-3, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, bf16=bf16,
+            str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=3e-3,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            bf16=bf16,
             disable_tqdm=True,
-        )  # fmt: skip
+        )
         dataset = [{"input_ids": row, "labels": row} for row in rows]
         trainer = transformers.Trainer(model(), arguments, train_dataset=dataset, callbacks=[callback])
         trainer.train()

@@ -122,11 +122,28 @@ def _dropout(model):
 
 
 CHANGES = [
-    _swap, _transpose, _other_parameter, _freeze, _other_buffer, _other_module, _less_layers, _partly_eval,
-    _scaling, _epsilon, _configuration, _other_forward, _rows, _whole_dtype, _loss_function, _helper, _class,
-    _dropout, lambda m: m.gradient_checkpointing_enable(),
-    lambda m: apply(m, graphs=True), undo,
-]  # fmt: skip
+    _swap,
+    _transpose,
+    _other_parameter,
+    _freeze,
+    _other_buffer,
+    _other_module,
+    _less_layers,
+    _partly_eval,
+    _scaling,
+    _epsilon,
+    _configuration,
+    _other_forward,
+    _rows,
+    _whole_dtype,
+    _loss_function,
+    _helper,
+    _class,
+    _dropout,
+    lambda m: m.gradient_checkpointing_enable(),
+    lambda m: apply(m, graphs=True),
+    undo,
+]
 
 
 def replayed(graphs, before, call) -> list:
@@ -319,7 +336,7 @@ SWITCHES = {
     "saved tensors": torch.autograd.graph.save_on_cpu,
     "dispatch mode": lambda: _Dispatch(),
     "function mode": lambda: torch.device("cpu"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
@@ -343,7 +360,7 @@ LORA = {
     "dropout": lambda m: [layer.lora_dropout.__setitem__("default", nn.Dropout(0.5)) for layer in _lora(m)],
     "unfreeze": lambda m: m.base_model.model.model.norm.weight.requires_grad_(True),
     "other": lambda m: [layer.lora_A.__setitem__("default", _linear(layer)) for layer in _lora(m)],
-}  # fmt: skip
+}
 
 
 def adapted(model, **more):

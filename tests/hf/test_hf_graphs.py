@@ -13,16 +13,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from graph_cases import (
-    TOKENS,
-    captured,
-    equal,
-    fp8_follows_the_optimizer,
-    fp8_pair,
-    held,
-    inputs,
-    pair,
-)
+from graph_cases import TOKENS, captured, equal, fp8_follows_the_optimizer, fp8_pair, held, inputs, pair
 from graph_recorder import Recorder, recording
 from tiny import SHARED, make, step
 from torch import nn
@@ -561,18 +552,33 @@ def test_undo_ends_it():
 def test_trainer(tmp_path):
     """The same losses with and without, through accumulation, clipping, evaluation and mixed precision."""
     rows = [
-        {"input_ids": inputs(seed, 32)["input_ids"][0], "labels": inputs(seed, 32)["labels"][0],
-         "attention_mask": torch.ones(32, dtype=torch.long)} for seed in range(8)
-    ]  # fmt: skip
+        {
+            "input_ids": inputs(seed, 32)["input_ids"][0],
+            "labels": inputs(seed, 32)["labels"][0],
+            "attention_mask": torch.ones(32, dtype=torch.long),
+        }
+        for seed in range(8)
+    ]
     losses = []
     for graphs in (False, True):
         model = make("qwen3", attn_implementation="sdpa")
         callback = tigon.TigonTrainerCallback(graphs=graphs)
         args = transformers.TrainingArguments(
-            str(tmp_path), max_steps=8, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            use_cpu=True, report_to="none", logging_steps=1, bf16=True, seed=1, eval_strategy="steps",
-            eval_steps=3, save_strategy="no", max_grad_norm=0.5, disable_tqdm=True,
-        )  # fmt: skip
+            str(tmp_path),
+            max_steps=8,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            use_cpu=True,
+            report_to="none",
+            logging_steps=1,
+            bf16=True,
+            seed=1,
+            eval_strategy="steps",
+            eval_steps=3,
+            save_strategy="no",
+            max_grad_norm=0.5,
+            disable_tqdm=True,
+        )
         trainer = transformers.Trainer(
             model=model, args=args, train_dataset=rows, eval_dataset=rows[:4], callbacks=[callback]
         )

@@ -180,9 +180,20 @@ def _forget(both, seed):
 
 
 EVENTS = [
-    _evaluate, _generate, _load, _swap, _freeze, _attribute, _copies, _pickles, _undo, _adapters, _hold,
-    _empty, _forget,
-]  # fmt: skip
+    _evaluate,
+    _generate,
+    _load,
+    _swap,
+    _freeze,
+    _attribute,
+    _copies,
+    _pickles,
+    _undo,
+    _adapters,
+    _hold,
+    _empty,
+    _forget,
+]
 FORMS = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -206,9 +217,11 @@ def test_random_orders_of_events(form, order):
             event(both, seed)
         before = held(both.models[1]).replays
         both.train(
-            seed, draw.choice([32, 32, 32, 27, 40, 37]), accumulate=draw.choice([1, 1, 3]),
+            seed,
+            draw.choice([32, 32, 32, 27, 40, 37]),
+            accumulate=draw.choice([1, 1, 3]),
             scale=draw.choice([1.0, 0.37, 1024.0]),
-        )  # fmt: skip
+        )
         replays += max(held(both.models[1]).replays - before, 0)
         for gradient, value in both.held:
             assert torch.equal(gradient, value)

@@ -220,12 +220,7 @@ def test_chains_of_numbers_without_gradients(pair):
         close(got.materialise(), change(logits).detach())
 
 
-NUMBERS = {
-    "float64": np.float64(2.0),
-    "float32": np.float32(2.0),
-    "int64": np.int64(2),
-    "int": 2,
-}
+NUMBERS = {"float64": np.float64(2.0), "float32": np.float32(2.0), "int64": np.int64(2), "int": 2}
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -358,10 +353,14 @@ NO_TENSOR_SUBSTITUTE = {
     "make_fx": lambda model, ids: make_fx(
         lambda ids: model(ids, attention_mask=ids.new_zeros(2, 1, 11, 11).float(), use_cache=False).logits
     )(ids)(ids),
-    "checkpoint": lambda model, ids: checkpoint(
-        lambda hook, ids: model(ids).logits, torch.ones((), requires_grad=True), ids, use_reentrant=True
-    ).sum().backward(),
-}  # fmt: skip
+    "checkpoint": lambda model, ids: (
+        checkpoint(
+            lambda hook, ids: model(ids).logits, torch.ones((), requires_grad=True), ids, use_reentrant=True
+        )
+        .sum()
+        .backward()
+    ),
+}
 
 
 @torch.no_grad()
@@ -394,8 +393,11 @@ def test_reentrant_checkpoint_around_a_model_with_labels(device):
         anchor = torch.ones((), requires_grad=True, device=device)
         loss, logits = checkpoint(
             lambda _, ids, labels: model(ids, labels=labels, return_dict=False)[:2],
-            anchor, inputs["input_ids"], inputs["labels"], use_reentrant=True,
-        )  # fmt: skip
+            anchor,
+            inputs["input_ids"],
+            inputs["labels"],
+            use_reentrant=True,
+        )
         (loss + logits.square().mean()).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 

@@ -371,8 +371,9 @@ def test_x_is_kept_once_for_all_that_share_it(device):
 def test_error_of_a_layer(rows, dora, cast, dtype, device):
     """At most twice PEFT's. DoRA scales the results of few rows; of many, the weight."""
     base = nn.Linear(48, 40, bias=True, device=device, dtype=torch.float64)
-    exact = peft.get_peft_model(nn.Sequential(base), config(target_modules=["0"], use_dora=dora),
-                                autocast_adapter_dtype=False).double()  # fmt: skip
+    exact = peft.get_peft_model(
+        nn.Sequential(base), config(target_modules=["0"], use_dora=dora), autocast_adapter_dtype=False
+    ).double()
     if dora:
         exact.base_model.model[0].lora_magnitude_vector["default"].weight.data.mul_(1.3)
     x, dy = (torch.randn(rows, n, device=device, dtype=torch.float64).to(dtype) for n in (48, 40))
@@ -479,15 +480,27 @@ def test_trl_sft(tmp_path, device, calls):
 
     def train(patched):
         args = trl.SFTConfig(
-            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[],
-            lr_scheduler_type="constant", learning_rate=1e-2, logging_steps=1, bf16=False, seed=3,
-            use_cpu=device == "cpu", gradient_checkpointing=True, disable_tqdm=True,
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            report_to=[],
+            lr_scheduler_type="constant",
+            learning_rate=1e-2,
+            logging_steps=1,
+            bf16=False,
+            seed=3,
+            use_cpu=device == "cpu",
+            gradient_checkpointing=True,
+            disable_tqdm=True,
             dataset_kwargs={"skip_prepare_dataset": True},
-        )  # fmt: skip
+        )
         trainer = trl.SFTTrainer(
-            make(device=device), args, train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=_tokenizer(), peft_config=config(lora_dropout=0.0, init_lora_weights=True),
-        )  # fmt: skip
+            make(device=device),
+            args,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=_tokenizer(),
+            peft_config=config(lora_dropout=0.0, init_lora_weights=True),
+        )
         if patched:
             apply(trainer.model)
         trainer.train()

@@ -23,10 +23,15 @@ OPTIONS = {"plain": {}, "dora": {"use_dora": True}, "dropout": {"lora_dropout": 
 
 def nf4(linear):
     bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
-    made = bnb.nn.Linear4bit(*linear.weight.T.shape, bias=linear.bias is not None, quant_type="nf4",
-                             compute_dtype=linear.weight.dtype)  # fmt: skip
-    made.weight = bnb.nn.Params4bit(linear.weight.detach(), requires_grad=False, quant_type="nf4",
-                                    compress_statistics=True, blocksize=64)  # fmt: skip
+    made = bnb.nn.Linear4bit(
+        *linear.weight.T.shape,
+        bias=linear.bias is not None,
+        quant_type="nf4",
+        compute_dtype=linear.weight.dtype,
+    )
+    made.weight = bnb.nn.Params4bit(
+        linear.weight.detach(), requires_grad=False, quant_type="nf4", compress_statistics=True, blocksize=64
+    )
     made.bias = linear.bias
     return made.to(linear.weight.device)
 

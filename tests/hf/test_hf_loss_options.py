@@ -22,8 +22,15 @@ OPTIONS = [
 ]
 
 
-def plain(model, inputs, count=None, label_smoothing=0.0, lse_square_scale=0.0, use_token_scaling=False,
-          ce_weight=None):  # fmt: skip
+def plain(
+    model,
+    inputs,
+    count=None,
+    label_smoothing=0.0,
+    lse_square_scale=0.0,
+    use_token_scaling=False,
+    ce_weight=None,
+):
     """The loss by its formula, from the logits of a stock model."""
     logits = model(input_ids=inputs["input_ids"]).logits[:, :-1].reshape(-1, VOCABULARY)
     labels = inputs["labels"][:, 1:].reshape(-1)
@@ -127,8 +134,14 @@ def test_keywords_of_others_pass():
     model, inputs = make(), batch()
     wanted = model(**inputs).loss
     apply(model)
-    got = model(**inputs, output_hidden_states=True, cu_seq_lens_q=None, accum_dtype=torch.float32,
-                use_token_scaling=False, chunk_mem_const=8)  # fmt: skip
+    got = model(
+        **inputs,
+        output_hidden_states=True,
+        cu_seq_lens_q=None,
+        accum_dtype=torch.float32,
+        use_token_scaling=False,
+        chunk_mem_const=8,
+    )
     close(got.loss, wanted)
     assert len(got.hidden_states) == 3
 

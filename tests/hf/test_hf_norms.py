@@ -41,8 +41,11 @@ def run(model, inputs, upstream):
     model.zero_grad()
     y = model(*leaves)
     y.backward(upstream.to(y.dtype))
-    return [y.detach(), *(leaf.grad for leaf in leaves),
-            *(p.grad for p in model.parameters() if p.grad is not None)]  # fmt: skip
+    return [
+        y.detach(),
+        *(leaf.grad for leaf in leaves),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)

@@ -30,10 +30,19 @@ def train(tmp_path, callbacks=(), **options):
     model = make()
     ids = [torch.randint(0, VOCABULARY, (12,), generator=torch.Generator().manual_seed(i)) for i in range(16)]
     args = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=5, per_device_train_batch_size=2, learning_rate=1e-2,
-        report_to=[], logging_steps=1, save_strategy="no", use_cpu=True, weight_decay=0.1,
-        max_grad_norm=0.1, disable_tqdm=True, **options.pop("args", {}),
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=5,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        weight_decay=0.1,
+        max_grad_norm=0.1,
+        disable_tqdm=True,
+        **options.pop("args", {}),
+    )
     watch = Watch()
     data = [{"input_ids": x, "labels": x} for x in ids]
     trainer = Trainer(model, args, train_dataset=data, callbacks=[*callbacks, watch], **options)
@@ -90,21 +99,32 @@ class Mixed(torch.nn.Module):
         self.head = torch.nn.Linear(8, 11)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"modules_to_save": ["head", "norm", "rms"]}, {"bias": "all"},
-    {"bias": "lora_only", "use_dora": True},
-    {"lora_bias": True, "target_modules": ["up", "down"]}, {"target_modules": ["up", "down", "conv"]},
-    {"target_modules": ["up"], "trainable_token_indices": {"embed": [1, 2]}},
-], ids=lambda o: "-".join(o) or "plain")  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"modules_to_save": ["head", "norm", "rms"]},
+        {"bias": "all"},
+        {"bias": "lora_only", "use_dora": True},
+        {"lora_bias": True, "target_modules": ["up", "down"]},
+        {"target_modules": ["up", "down", "conv"]},
+        {"target_modules": ["up"], "trainable_token_indices": {"embed": [1, 2]}},
+    ],
+    ids=lambda o: "-".join(o) or "plain",
+)
 def test_lora_plus_groups_are_pefts(options):
     """The parameters, learning rates and decays of each group of PEFT's create_loraplus_optimizer."""
     defaults = {"target_modules": ["embed", "up", "down"], "r": 2}
     model = peft.get_peft_model(Mixed(), peft.LoraConfig(**defaults | options))
     model.base_model.model.scale.requires_grad_(True)
     theirs = create_loraplus_optimizer(
-        model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16, loraplus_weight_decay=0.1,
+        model,
+        torch.optim.AdamW,
+        lr=1e-3,
+        loraplus_lr_ratio=16,
+        loraplus_weight_decay=0.1,
         loraplus_lr_embedding=1e-5,
-    )  # fmt: skip
+    )
     ours = lora_plus_groups(model, lr=1e-3, ratio=16, embedding_lr=1e-5, weight_decay=0.1)
     wanted = [group for group in theirs.param_groups if group["params"]]
     assert len(ours) == len(wanted)

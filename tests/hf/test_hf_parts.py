@@ -31,8 +31,15 @@ from tigon.integrations.transformers.canonical import Unrecognised, canonical_fu
 
 peft = pytest.importorskip("peft")
 
-SMALL = {**SHARED, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8,
-         "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+SMALL = {
+    **SHARED,
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 TARGETS = ["q_proj", "v_proj", "down_proj", "lm_head"]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 MODELS = {
@@ -48,7 +55,7 @@ MODELS = {
     "gpt_oss": None,
     "lora": {},
     "dora": {"use_dora": True},
-}  # fmt: skip
+}
 
 
 def make(name):
@@ -267,9 +274,14 @@ HEADS = {
     "input and bias": lambda inner: lambda x: inner(x * 1.5) + torch.arange(97.0),
     "mask": lambda inner: lambda x: inner(x).masked_fill(torch.arange(97) > 90, -1e4),
     "cast": lambda inner: lambda x: inner(x).to(torch.bfloat16).float(),
-    "other": lambda inner: lambda x: x @ inner.__self__.module.weight.t().flip(0) if hasattr(
-        inner.__self__, "module") else x @ inner.__self__.weight.t().flip(0),
-}  # fmt: skip
+    "other": lambda inner: (
+        lambda x: (
+            x @ inner.__self__.module.weight.t().flip(0)
+            if hasattr(inner.__self__, "module")
+            else x @ inner.__self__.weight.t().flip(0)
+        )
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", HEADS)

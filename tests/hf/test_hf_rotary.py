@@ -116,8 +116,9 @@ def test_one_table_for_all_rows(structure):
     replacement = make_rotary(lambda *given: pytest.fail("went to stock"), structure.options)
     for got, stock in zip(
         replacement(q, k, cos[0], sin[0], unsqueeze_dim=0),
-        structure.reference(q, k, cos[0], sin[0], unsqueeze_dim=0), strict=True,
-    ):  # fmt: skip
+        structure.reference(q, k, cos[0], sin[0], unsqueeze_dim=0),
+        strict=True,
+    ):
         torch.testing.assert_close(got, stock)
 
 
@@ -184,9 +185,20 @@ def test_near_misses_stay_stock(function):
 
 # Model class, form of its rotary function, what its configuration needs besides.
 EAGER = {"experts_implementation": "eager", "num_experts_per_tok": 2}
-MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8,
-       "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-       "first_k_dense_replace": 1, "moe_intermediate_size": 16, **EAGER}  # fmt: skip
+MLA = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    **EAGER,
+}
 GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64, "n_inner": 48}
 MODELS = {
     "Cohere": ("interleaved, fp32", {}),

@@ -19,21 +19,39 @@ MODELS = {
     "mixtral": ("Mixtral", {"num_local_experts": E}),
     "qwen3_moe": (
         "Qwen3Moe",
-        {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": 24, "head_dim": 8,
-         "norm_topk_prob": True, "mlp_only_layers": [1]},
+        {
+            "num_experts": E,
+            "num_experts_per_tok": K,
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
     ),
     "olmoe": ("Olmoe", {"num_experts": E, "num_experts_per_tok": K}),
     "gpt_oss": (
-        "GptOss", {"num_local_experts": E, "num_experts_per_tok": K, "head_dim": 8, "layer_types": None},
+        "GptOss",
+        {"num_local_experts": E, "num_experts_per_tok": K, "head_dim": 8, "layer_types": None},
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        {"n_routed_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": 24, "n_group": 2,
-         "topk_group": 1, "num_key_value_heads": 4, "first_k_dense_replace": 1, "kv_lora_rank": 16,
-         "q_lora_rank": 16,
-         "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1},
+        {
+            "n_routed_experts": E,
+            "num_experts_per_tok": K,
+            "moe_intermediate_size": 24,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_shared_experts": 1,
+        },
     ),
-}  # fmt: skip
+}
 
 
 def model_of(name="qwen3_moe", **changes):
@@ -175,8 +193,12 @@ def test_engines_forms():
         given = [routed[0, :6].numpy(), routed[1, :8].numpy()]
         positions = (mask.cumsum(1) - 1).clamp(0)
         with tigon.replay_routing(model, given, offset=starts if left else 0):
-            losses.append(step(model, {"input_ids": ids, "labels": labels, "attention_mask": mask,
-                                       "position_ids": positions}))  # fmt: skip
+            losses.append(
+                step(
+                    model,
+                    {"input_ids": ids, "labels": labels, "attention_mask": mask, "position_ids": positions},
+                )
+            )
     for a, b in zip(*losses, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
@@ -238,16 +260,21 @@ def test_refused(line):
 
 def test_refused_models():
     model = model_of()
-    with pytest.raises(tigon.Error, match="model must be in no other routing context"), \
-         tigon.record_routing(model), tigon.record_routing(model):  # fmt: skip
+    with (
+        pytest.raises(tigon.Error, match="model must be in no other routing context"),
+        tigon.record_routing(model),
+        tigon.record_routing(model),
+    ):
         pass
     with pytest.raises(tigon.Error, match="a forward must have run in the context, got none"):
         tigon.record_routing(model).routed()
     with pytest.raises(tigon.Error, match="model must be a torch.nn.Module, got int"):
         tigon.replay_routing(1, None)
     double = model_of().double()
-    with pytest.raises(tigon.Error, match="router must run tigon.route, got .* of torch.float64"), \
-         tigon.record_routing(double):  # fmt: skip
+    with (
+        pytest.raises(tigon.Error, match="router must run tigon.route, got .* of torch.float64"),
+        tigon.record_routing(double),
+    ):
         double(**batch())
     wrapped = model_of("mixtral")
     tigon.undo(wrapped)

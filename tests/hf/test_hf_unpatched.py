@@ -45,8 +45,12 @@ def shared_state(model) -> dict:
 
 def same_objects(before: dict, after: dict) -> list:
     """What is another object than before; what was imported since is new."""
-    return [(space, name) for space, names in before.items() for name, value in names.items()
-            if after[space].get(name) is not value and not name.startswith(("__", "_abc"))]  # fmt: skip
+    return [
+        (space, name)
+        for space, names in before.items()
+        for name, value in names.items()
+        if after[space].get(name) is not value and not name.startswith(("__", "_abc"))
+    ]
 
 
 def derivatives(model, inputs) -> list[torch.Tensor]:

@@ -43,8 +43,13 @@ def no_metrics_of_the_last_model():
 LAYERNORM = {"normalization": "LayerNorm", "add_bias_linear": True}
 GELU = {"activation_func": F.gelu}
 MUP = {"use_mup": True, "mup_base_hidden_size": 8}
-MOE = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
-       "moe_token_dispatcher_type": "allgather", "moe_ffn_hidden_size": 24}  # fmt: skip
+MOE = {
+    "num_moe_experts": 2,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",
+    "moe_ffn_hidden_size": 24,
+}
 
 
 @pytest.mark.parametrize(
@@ -91,8 +96,11 @@ def test_gpt(options, norms):
 @pytest.mark.parametrize("tied", [False, True])
 def test_deterministic_mode(tied, monkeypatch):
     """What Megatron's --deterministic-mode sets: the head is fused, steps repeat, rows are independent."""
-    for name, value in (("NCCL_ALGO", "Ring"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
-                        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")):  # fmt: skip
+    for name, value in (
+        ("NCCL_ALGO", "Ring"),
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+    ):
         monkeypatch.setenv(name, value)  # and as it was afterwards
     tiny.deterministic_mode()
     try:

@@ -60,8 +60,13 @@ def plain_swiglu(x, bias=None, limit=None):
 @pytest.mark.parametrize("limit", [None, 0.5])
 def test_bias_swiglu(dtype, limit):
     x, bias = draw(5, 3, 14, dtype=dtype), draw(14, seed=1, dtype=dtype)
-    judge(lambda x, b: tm.bias_swiglu_impl(x, b, False, False, limit),
-          lambda x, b: plain_swiglu(x, b, limit), x, bias, grads=(0, 1))  # fmt: skip
+    judge(
+        lambda x, b: tm.bias_swiglu_impl(x, b, False, False, limit),
+        lambda x, b: plain_swiglu(x, b, limit),
+        x,
+        bias,
+        grads=(0, 1),
+    )
     judge(
         lambda x: tm.bias_swiglu_impl(x, None, clamp_value=limit), lambda x: plain_swiglu(x, None, limit), x
     )
@@ -152,8 +157,12 @@ def test_rope_sbhd(dtype, interleaved, batch):
     freqs = angles(9, 6, interleaved, batch)
     joint = draw(7, 3, 2, 16, dtype=dtype)
     for t in (joint[..., :8], joint[..., 8:], joint[:, :1, :, :8].expand(7, 3, 2, 8)):
-        judge(lambda t, f: tm.fused_apply_rotary_pos_emb(t, f, interleaved=interleaved),
-              lambda t, f: plain_rope(t, f[: len(t)], interleaved), t, freqs)  # fmt: skip
+        judge(
+            lambda t, f: tm.fused_apply_rotary_pos_emb(t, f, interleaved=interleaved),
+            lambda t, f: plain_rope(t, f[: len(t)], interleaved),
+            t,
+            freqs,
+        )
         y = tm.fused_apply_rotary_pos_emb(t, freqs, interleaved=interleaved)
         assert y.is_contiguous()
         turned = tm.fused_apply_rotary_pos_emb(t, freqs, True, interleaved)
@@ -213,10 +222,18 @@ def test_rope_refuses():
 
 
 def settings(**changes):
-    values = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "sequence_parallel": False,
-              "params_dtype": torch.float32, "activation_func": F.silu, "gated_linear_unit": True,
-              "activation_func_fp8_input_store": False, "bias_activation_fusion": True,
-              "use_te_activation_func": False, "mtp_num_layers": None}  # fmt: skip
+    values = {
+        "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": False,
+        "sequence_parallel": False,
+        "params_dtype": torch.float32,
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "activation_func_fp8_input_store": False,
+        "bias_activation_fusion": True,
+        "use_te_activation_func": False,
+        "mtp_num_layers": None,
+    }
     return types.SimpleNamespace(**{**values, **changes})
 
 
@@ -224,8 +241,12 @@ def settings(**changes):
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(name, zero_centered, dtype):
-    config = settings(normalization=name, layernorm_zero_centered_gamma=zero_centered, sequence_parallel=True,
-                      params_dtype=dtype)  # fmt: skip
+    config = settings(
+        normalization=name,
+        layernorm_zero_centered_gamma=zero_centered,
+        sequence_parallel=True,
+        params_dtype=dtype,
+    )
     norm = tm.Norm(config=config, hidden_size=24, eps=1e-5)
     assert type(norm) is getattr(tm, name)
     assert norm.returns_residual is False
@@ -378,8 +399,10 @@ def test_stand_in(tied):
     want, logits, config = step(model, scale=0.5), model(IDS), model.config
     report = tm.apply(model)
     assert [(e.slot, e.by) for e in report.entries] == [
-        ("norm", "tigon.rms_norm"), ("mlp", "tigon.swiglu"), ("loss", "tigon.linear_cross_entropy")
-    ]  # fmt: skip
+        ("norm", "tigon.rms_norm"),
+        ("mlp", "tigon.swiglu"),
+        ("loss", "tigon.linear_cross_entropy"),
+    ]
     same(step(model, scale=0.5), want)
     assert isinstance(model.seen, LazyLogits)
     calls = report.head_calls

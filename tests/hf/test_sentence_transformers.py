@@ -69,12 +69,19 @@ def guided(name, **options):
     loss = getattr(losses, name).__new__(getattr(losses, name))
     torch.nn.Module.__init__(loss)
     defaults = {
-        "guide": None, "temperature": 0.05, "margin_strategy": "absolute", "margin": 0.0,
-        "contrast_anchors": True, "contrast_positives": True, "gather_across_devices": False,
-        "must_retokenize": False, "mini_batch_size": 5, "show_progress_bar": False,
+        "guide": None,
+        "temperature": 0.05,
+        "margin_strategy": "absolute",
+        "margin": 0.0,
+        "contrast_anchors": True,
+        "contrast_positives": True,
+        "gather_across_devices": False,
+        "must_retokenize": False,
+        "mini_batch_size": 5,
+        "show_progress_bar": False,
         "similarity_fct": torch.nn.CosineSimilarity(dim=-1),
         "cross_entropy_loss": torch.nn.CrossEntropyLoss(),
-    }  # fmt: skip
+    }
     for key, value in (defaults | options).items():
         setattr(loss, key, value)
     return loss
@@ -111,11 +118,13 @@ FORMS = {
     "joint": ("MultipleNegativesRankingLoss", 3, {"directions": ("query_to_doc", "doc_to_query")}),
     "among_queries": ("MultipleNegativesRankingLoss", 2, {"directions": ("query_to_doc", "query_to_query")}),
     "among_documents": (
-        "CachedMultipleNegativesRankingLoss", 3,
+        "CachedMultipleNegativesRankingLoss",
+        3,
         {"mini_batch_size": 5, "directions": ("query_to_doc", "doc_to_doc"), "scale": 10.0},
     ),
     "all_directions": (
-        "MultipleNegativesRankingLoss", 4,
+        "MultipleNegativesRankingLoss",
+        4,
         {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), "scale": 5.0},
     ),
     "gist": ("GISTEmbedLoss", 2, {}),
@@ -124,7 +133,7 @@ FORMS = {
     "gist_documents": ("GISTEmbedLoss", 2, {"contrast_anchors": False, "contrast_positives": False}),
     "gist_anchors": ("GISTEmbedLoss", 2, {"contrast_positives": False, "margin": -0.3}),
     "cached_gist": ("CachedGISTEmbedLoss", 4, {"margin": 0.05}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -173,11 +182,15 @@ def test_errors_are_at_most_twice_stocks(form, dtype):
         integration.install()
         ours = run(loss, given)
         integration.uninstall()
-        squares.append([
-            [((x.double() - y).norm() / y.norm()).item() ** 2
-             for x, y in zip((found[0], *found[1]), (exact[0], *exact[1]), strict=True)]
-            for found in (ours, stock)
-        ])  # fmt: skip
+        squares.append(
+            [
+                [
+                    ((x.double() - y).norm() / y.norm()).item() ** 2
+                    for x, y in zip((found[0], *found[1]), (exact[0], *exact[1]), strict=True)
+                ]
+                for found in (ours, stock)
+            ]
+        )
     ours, stock = torch.tensor(squares).mean(0).sqrt()
     assert (ours <= 2 * stock + torch.finfo(dtype).eps / 4).all(), (ours, stock)
 
@@ -195,10 +208,15 @@ def tiny(folder, words):
     )
     torch.manual_seed(len(words))
     config = BertConfig(
-        vocab_size=len(vocab), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=len(vocab),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         intermediate_size=32,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     BertModel(config).save_pretrained(folder)
     fast.save_pretrained(folder)
     return st.SentenceTransformer(str(folder), device="cpu")

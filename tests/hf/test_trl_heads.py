@@ -58,10 +58,19 @@ def _same(mine, theirs):
 def test_distillation(name, items, heads):
     model, teacher = tiny.make(seed=0), tiny.make(seed=1)
     inputs = tiny.batch()
-    inputs = {"input_ids": inputs["input_ids"], "labels": inputs["labels"],
-              "attention_mask": torch.ones_like(inputs["input_ids"])}  # fmt: skip
-    options = {"teacher_model": teacher, "beta": 0.3, "temperature": 1.5, "use_uld_loss": False,
-               "_get_model_forward_kwargs": lambda inputs: {}, "use_liger_gkd_loss": False}  # fmt: skip
+    inputs = {
+        "input_ids": inputs["input_ids"],
+        "labels": inputs["labels"],
+        "attention_mask": torch.ones_like(inputs["input_ids"]),
+    }
+    options = {
+        "teacher_model": teacher,
+        "beta": 0.3,
+        "temperature": 1.5,
+        "use_uld_loss": False,
+        "_get_model_forward_kwargs": lambda inputs: {},
+        "use_liger_gkd_loss": False,
+    }
     if name == "GKD":
         del options["use_uld_loss"]
     fused = heads.trainer(name)

@@ -84,10 +84,12 @@ def shard(model, head, layers=True, group=False, **options):
     for layer in model.model.layers:
         on(layer, reshard_after_forward=layers)
     tail = {
-        "root": [], "own": [model.lm_head], "tail": [model.model.norm, model.lm_head],
+        "root": [],
+        "own": [model.lm_head],
+        "tail": [model.model.norm, model.lm_head],
         "embed": [model.model.embed_tokens, model.lm_head],
         "tied tail": [model.model.norm, model.model.embed_tokens, model.lm_head],
-    }[head]  # fmt: skip
+    }[head]
     if tail:
         on(tail if len(tail) > 1 else tail[0], reshard_after_forward=group)
     on(model)
@@ -113,9 +115,12 @@ def accelerated(model):
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", ACCELERATE_USE_CPU="true")
     try:
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
-        )  # fmt: skip
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            reshard_after_forward=True,
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+        )
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         accelerator.state.fsdp_plugin = plugin
         plugin.set_auto_wrap_policy(model)

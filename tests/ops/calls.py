@@ -95,8 +95,12 @@ _MORE: dict[str, dict[str, Callable[[], Any]]] = {
     "experts": _EXPERTS,
     "grouped_mlp": _EXPERTS,
     "geglu": {"up": rows},
-    "route": {"correction_bias": lambda: rows(COLUMNS), "token_weights": lambda: torch.rand(ROWS),
-              "losses": lambda: True, "ids": lambda: rows().argsort(-1)[:, :3]},
+    "route": {
+        "correction_bias": lambda: rows(COLUMNS),
+        "token_weights": lambda: torch.rand(ROWS),
+        "losses": lambda: True,
+        "ids": lambda: rows().argsort(-1)[:, :3],
+    },
     "rope": _ROPE,
     "qk_norm_rope": _ROPE,
     "lora_linear": {"bias": lambda: rows(40), "dropout": lambda: 0.5, "seed": lambda: torch.tensor([3])},
@@ -109,26 +113,57 @@ _MORE: dict[str, dict[str, Callable[[], Any]]] = {
     "linear_kl_div": {n: v for n, v in _TEACHER.items() if n != "class_weight"},
     "linear_jsd": {n: v for n, v in _TEACHER.items() if n != "class_weight"},
     "linear_tvd": {n: v for n, v in _TEACHER.items() if n != "class_weight"},
-    "preference_loss": {"ref": lambda: rows(8), "nll_mask": lambda: torch.rand(4, 17) < 0.5,
-                        "nll": lambda: 1.0, "denominator": lambda: torch.tensor(3.0)},
-    "kto_loss": {"ref": lambda: rows(7), "kl": lambda: torch.tensor(0.1),
-                 "denominator": lambda: torch.tensor(3.0)},
-    "policy_loss": {"old": lambda: rows(7, 17), "ref": lambda: rows(7, 17), "entropies": lambda: rows(7, 17),
-                    "importance": lambda: torch.rand(7, 17), "kl": lambda: 0.1, "entropy": lambda: 0.1,
-                    "delta": lambda: 2.0, "denominator": lambda: torch.tensor(3.0)},
-    "linear_preference": _ANSWERS | {"ref": lambda: rows(8), "nll": lambda: 1.0,
-                                     "nll_target": lambda: torch.full((4, 6), -100)},
+    "preference_loss": {
+        "ref": lambda: rows(8),
+        "nll_mask": lambda: torch.rand(4, 17) < 0.5,
+        "nll": lambda: 1.0,
+        "denominator": lambda: torch.tensor(3.0),
+    },
+    "kto_loss": {
+        "ref": lambda: rows(7),
+        "kl": lambda: torch.tensor(0.1),
+        "denominator": lambda: torch.tensor(3.0),
+    },
+    "policy_loss": {
+        "old": lambda: rows(7, 17),
+        "ref": lambda: rows(7, 17),
+        "entropies": lambda: rows(7, 17),
+        "importance": lambda: torch.rand(7, 17),
+        "kl": lambda: 0.1,
+        "entropy": lambda: 0.1,
+        "delta": lambda: 2.0,
+        "denominator": lambda: torch.tensor(3.0),
+    },
+    "linear_preference": _ANSWERS
+    | {"ref": lambda: rows(8), "nll": lambda: 1.0, "nll_target": lambda: torch.full((4, 6), -100)},
     "linear_kto": _ANSWERS | {"ref": lambda: rows(7), "kl": lambda: torch.tensor(0.1)},
-    "linear_policy": _ANSWERS | {"old": lambda: rows(7, 6), "ref": lambda: rows(7, 6), "kl": lambda: 0.1,
-                                 "importance": lambda: torch.rand(7, 6), "entropy": lambda: 0.1},
-    "drafter_loss": {"draft_ids": _draft_ids, "mask": lambda: torch.rand(ROWS) < 0.7,
-                     "token_weight": lambda: torch.rand(ROWS), "position_ids": lambda: _positions(ROWS),
-                     "shifts": lambda: (1,), "step_weights": lambda: (0.5,)},
-    "contrastive_loss": {"labels": lambda: labels(ROWS, 2, classes=ROWS), "weight": lambda: torch.rand(ROWS),
-                         "ids": lambda: (labels(), labels()), "guide": lambda: (rows(), rows()),
-                         "margin": lambda: 0.1, "sizes": lambda: (COLUMNS, 8),
-                         "size_weights": lambda: (1.0, 0.5), "temperature": lambda: torch.tensor(0.5)},
-}  # fmt: skip
+    "linear_policy": _ANSWERS
+    | {
+        "old": lambda: rows(7, 6),
+        "ref": lambda: rows(7, 6),
+        "kl": lambda: 0.1,
+        "importance": lambda: torch.rand(7, 6),
+        "entropy": lambda: 0.1,
+    },
+    "drafter_loss": {
+        "draft_ids": _draft_ids,
+        "mask": lambda: torch.rand(ROWS) < 0.7,
+        "token_weight": lambda: torch.rand(ROWS),
+        "position_ids": lambda: _positions(ROWS),
+        "shifts": lambda: (1,),
+        "step_weights": lambda: (0.5,),
+    },
+    "contrastive_loss": {
+        "labels": lambda: labels(ROWS, 2, classes=ROWS),
+        "weight": lambda: torch.rand(ROWS),
+        "ids": lambda: (labels(), labels()),
+        "guide": lambda: (rows(), rows()),
+        "margin": lambda: 0.1,
+        "sizes": lambda: (COLUMNS, 8),
+        "size_weights": lambda: (1.0, 0.5),
+        "temperature": lambda: torch.tensor(0.5),
+    },
+}
 
 
 def _with(draw, options, more):
@@ -157,14 +192,34 @@ def _plain() -> Iterator[Call]:
     yield of("clip_grad_norm_", parameters=_with_gradient, max_norm=1.0)
     yield of("fp8_linear", x=lambda: rows(ROWS, 32), weight=lambda: rows(48, 32), bias=lambda: rows(48))
     yield of("count_labels", target=labels, position_ids=lambda: _positions(ROWS), shift=1)
-    yield of("lora_linears", x=rows, dropout=0.5, seed=lambda: torch.tensor([3]),
-             linears=lambda: [(rows(40, COLUMNS), rows(4, COLUMNS), rows(40, 4), 2.0, rows(40))])  # fmt: skip
-    yield of("linear_loss", **head, target=labels, fn=lambda: lambda lp, *w: lp * sum(w),
-             tensors=lambda: (rows(ROWS),), bias=_HEAD["bias"], position_ids=_HEAD["position_ids"],
-             shift=1)  # fmt: skip
-    yield of("multi_token_loss", hidden=rows, labels=labels, heads=lambda: [rows(VOCABULARY, COLUMNS)] * 2,
-             lora=lambda: (_lora(), None), token_weight=lambda: torch.rand(ROWS), coefficients=(1.0, 0.5),
-             position_ids=lambda: _positions(ROWS), shifts=(1, 2))  # fmt: skip
+    yield of(
+        "lora_linears",
+        x=rows,
+        dropout=0.5,
+        seed=lambda: torch.tensor([3]),
+        linears=lambda: [(rows(40, COLUMNS), rows(4, COLUMNS), rows(40, 4), 2.0, rows(40))],
+    )
+    yield of(
+        "linear_loss",
+        **head,
+        target=labels,
+        fn=lambda: lambda lp, *w: lp * sum(w),
+        tensors=lambda: (rows(ROWS),),
+        bias=_HEAD["bias"],
+        position_ids=_HEAD["position_ids"],
+        shift=1,
+    )
+    yield of(
+        "multi_token_loss",
+        hidden=rows,
+        labels=labels,
+        heads=lambda: [rows(VOCABULARY, COLUMNS)] * 2,
+        lora=lambda: (_lora(), None),
+        token_weight=lambda: torch.rand(ROWS),
+        coefficients=(1.0, 0.5),
+        position_ids=lambda: _positions(ROWS),
+        shifts=(1, 2),
+    )
     for op in ("linear_cross_entropy_memory", "linear_log_prob_memory", "linear_divergence_memory"):
         yield of(op, rows=40, hidden_size=16, vocab=50, device="cpu")
     yield of("linear_preference_memory", answers=4, tokens=10, hidden_size=16, vocab=50, device="cpu")
@@ -173,8 +228,13 @@ def _plain() -> Iterator[Call]:
         "linear_log_prob", "that matches", **head, target=labels, match="vllm", bias=lambda: rows(VOCABULARY)
     )
     for op in ("linear_kl_div", "linear_jsd", "linear_tvd"):
-        yield of(op, "of a head", **head, labels=labels,
-                 teacher=lambda: (rows(), rows(VOCABULARY, COLUMNS), rows(VOCABULARY)))  # fmt: skip
+        yield of(
+            op,
+            "of a head",
+            **head,
+            labels=labels,
+            teacher=lambda: (rows(), rows(VOCABULARY, COLUMNS), rows(VOCABULARY)),
+        )
         yield of(op, "of a list", **head, teacher=_top_k, labels=labels, hard=0.5)
 
     def reference():
@@ -187,14 +247,33 @@ def _plain() -> Iterator[Call]:
     }
     yield of("linear_preference", "of a head", **answers, ref=reference)
     yield of("linear_kto", "of a head", **answers, ref=reference, desirable=lambda: torch.rand(8) < 0.5)
-    yield of("drafter_loss", "of steps", weight=head["weight"], hidden=lambda: [rows(), rows()],
-             shifts=(0, 1), teacher=lambda: (rows(), rows(VOCABULARY, COLUMNS)), mask_outside=False,
-             outside="renormalize", draft_ids=_draft_ids)  # fmt: skip
-    yield of("attention_residual", "of a list", values=lambda: [rows(), rows()], query=lambda: rows(COLUMNS),
-             norm_weight=lambda: rows(COLUMNS))  # fmt: skip
+    yield of(
+        "drafter_loss",
+        "of steps",
+        weight=head["weight"],
+        hidden=lambda: [rows(), rows()],
+        shifts=(0, 1),
+        teacher=lambda: (rows(), rows(VOCABULARY, COLUMNS)),
+        mask_outside=False,
+        outside="renormalize",
+        draft_ids=_draft_ids,
+    )
+    yield of(
+        "attention_residual",
+        "of a list",
+        values=lambda: [rows(), rows()],
+        query=lambda: rows(COLUMNS),
+        norm_weight=lambda: rows(COLUMNS),
+    )
     yield of("contrastive_loss", "of one", q=rows, d=rows, labels=lambda: labels(ROWS, classes=ROWS))
-    yield of("rope", "in sections", q=lambda: rows(2, 4, 6, 16), cos=lambda: rows(3, 2, 6, 16),
-             sin=lambda: rows(3, 2, 6, 16), mrope_section=(2, 3, 3))  # fmt: skip
+    yield of(
+        "rope",
+        "in sections",
+        q=lambda: rows(2, 4, 6, 16),
+        cos=lambda: rows(3, 2, 6, 16),
+        sin=lambda: rows(3, 2, 6, 16),
+        mrope_section=(2, 3, 3),
+    )
 
 
 def calls() -> list[Call]:

@@ -231,9 +231,10 @@ def check_needs(fn, inputs: Inputs) -> None:
             continue
         some = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         wanted = dataclasses.replace(
-            inputs, grads=tuple(x for x in some if isinstance(x, int)),
+            inputs,
+            grads=tuple(x for x in some if isinstance(x, int)),
             grad_kwargs=tuple(x for x in some if isinstance(x, str)),
-        )  # fmt: skip
+        )
         for name, got in run(fn, wanted).tensors.items():
             assert same_bits(got, full.tensors[name]), (name, some)
 

@@ -14,9 +14,14 @@ from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, reference_
 from tigon.ops.grad_norm import clip_grad_norm_
 
 GROUP = {
-    "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "decoupled_weight_decay": True,
-    "maximize": False, "amsgrad": False,
-}  # fmt: skip
+    "lr": 1e-2,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "decoupled_weight_decay": True,
+    "maximize": False,
+    "amsgrad": False,
+}
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -158,8 +163,9 @@ def random_bits(at: int, step: int, seed: int, factor: int) -> int:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "split"])
-@pytest.mark.parametrize("moments", [None, (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "moments", [None, (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_bits_of_stochastic_moments(dtype, moments, rounding, device):
     """exp_avg and exp_avg_sq are those in float32, rounded by the bits of adamw.h, whatever the rounding of
@@ -226,19 +232,28 @@ def test_another_seed_or_step_gives_other_bits(device):
         assert 0.4 < (base != other).double().mean().item() < 0.6
 
 
-@pytest.mark.parametrize("bad, words", [
-    (lambda m: m.params.__setitem__(1, m.params[1].detach()[::2]), "param 1 must fill its memory"),
-    (lambda m: m.params.__setitem__(1, m.params[1].detach()[:8]), "grad 1 must have the sizes of its param"),
-    (lambda m: m.exp_avgs.__setitem__(0, m.exp_avgs[0].view(-1)), "exp_avg 0 must have the sizes of its"),
-    (lambda m: m.exp_avgs.__setitem__(0, m.exp_avgs[0].t().contiguous().t()), "0 must have the strides"),
-    (lambda m: m.grads.pop(), "lists must have 3 tensors each, got one of 2"),
-    (lambda m: m.grads.__setitem__(2, m.grads[2].double()), "grad must be bfloat16 or float32, got float64"),
-    (lambda m: m.steps.__setitem__(2, m.steps[2].double()), "step 2 must be float32, got float64"),
-    (lambda m: m.extras.pop(), "extras must have one tensor for each param that needs it, got 2"),
-    (lambda m: m.hyperparameters.__setitem__(1, 1.0), "betas"),
-    (lambda m: m.group_sizes.__setitem__(0, 2), "group_sizes must sum up"),
-    (lambda m: m.exp_avgs.__setitem__(1, m.exp_avgs[1].to("meta")), "exp_avgs[1] must be on"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        (lambda m: m.params.__setitem__(1, m.params[1].detach()[::2]), "param 1 must fill its memory"),
+        (
+            lambda m: m.params.__setitem__(1, m.params[1].detach()[:8]),
+            "grad 1 must have the sizes of its param",
+        ),
+        (lambda m: m.exp_avgs.__setitem__(0, m.exp_avgs[0].view(-1)), "exp_avg 0 must have the sizes of its"),
+        (lambda m: m.exp_avgs.__setitem__(0, m.exp_avgs[0].t().contiguous().t()), "0 must have the strides"),
+        (lambda m: m.grads.pop(), "lists must have 3 tensors each, got one of 2"),
+        (
+            lambda m: m.grads.__setitem__(2, m.grads[2].double()),
+            "grad must be bfloat16 or float32, got float64",
+        ),
+        (lambda m: m.steps.__setitem__(2, m.steps[2].double()), "step 2 must be float32, got float64"),
+        (lambda m: m.extras.pop(), "extras must have one tensor for each param that needs it, got 2"),
+        (lambda m: m.hyperparameters.__setitem__(1, 1.0), "betas"),
+        (lambda m: m.group_sizes.__setitem__(0, 2), "group_sizes must sum up"),
+        (lambda m: m.exp_avgs.__setitem__(1, m.exp_avgs[1].to("meta")), "exp_avgs[1] must be on"),
+    ],
+)
 def test_refused_before_anything_is_written(bad, words, device):
     """A list with one thing wrong stays as it is."""
     made = make_list(LISTS[1].make(torch.bfloat16, device), "split")

@@ -45,9 +45,12 @@ def _runs():
         for i, dtype in enumerate(dtypes):
             slow = not kernels and (size > 200_000 if large else (turn[module.NAME] + i) % 2)
             yield pytest.param(
-                *pair.values, device, dtype, id=f"{pair.id}-{device}-{str(dtype).removeprefix('torch.')}",
+                *pair.values,
+                device,
+                dtype,
+                id=f"{pair.id}-{device}-{str(dtype).removeprefix('torch.')}",
                 marks=[pytest.mark.slow] if slow else [],
-            )  # fmt: skip
+            )
 
 
 @pytest.mark.parametrize("module, case, device, dtype", list(_runs()))

@@ -250,10 +250,7 @@ BAD = {
     "smoothing nan": (lambda x, y: LOSS(x, y, label_smoothing=NAN), r"label_smoothing must be a number"),
     "softcap": (lambda x, y: LOSS(x, y, softcap=-1.0), r"softcap must be > 0 and finite .*got -1.0"),
     "softcap zero": (lambda x, y: LOSS(x, y, softcap=0.0), r"softcap must be > 0 and finite .*got 0.0"),
-    "denominator": (
-        lambda x, y: LOSS(x, y, denominator=x[0]),
-        r"denominator must have one element, got 8",
-    ),
+    "denominator": (lambda x, y: LOSS(x, y, denominator=x[0]), r"denominator must have one element, got 8"),
     "leaf in place": (
         lambda x, y: LOSS(x.requires_grad_(), y, inplace=True),
         r"logits must not be a leaf that requires grad with inplace=True",

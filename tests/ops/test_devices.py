@@ -88,10 +88,15 @@ def test_fake_tensors(module, case):
     inputs = module.make(case, "cpu", torch.float32, 0)
     real = run(module.tigon_fn, inputs).tensors
     with FakeTensorMode() as mode:
-        fake = run(module.tigon_fn, dataclasses.replace(
-            inputs, args=tuple(_fake(mode, inputs.args)), grad_outputs=None,
-            kwargs=dict(zip(inputs.kwargs, _fake(mode, inputs.kwargs.values()), strict=True)),
-        )).tensors  # fmt: skip
+        fake = run(
+            module.tigon_fn,
+            dataclasses.replace(
+                inputs,
+                args=tuple(_fake(mode, inputs.args)),
+                grad_outputs=None,
+                kwargs=dict(zip(inputs.kwargs, _fake(mode, inputs.kwargs.values()), strict=True)),
+            ),
+        ).tensors
     for name, r in real.items():
         f = fake[name]
         assert (r is None) == (f is None)
@@ -220,9 +225,15 @@ def mesh(tmp_path_factory):
 
 # The arguments that may be a replicated DTensor beside plain tensors: each process works alone then.
 REPLICATED = {
-    "linear_cross_entropy": 1, "linear_log_prob": 1, "cross_entropy": 0, "silu": 0, "softmax": 0,
-    "mish": 0, "relu_squared": 0, "sparsemax": 0,
-}  # fmt: skip
+    "linear_cross_entropy": 1,
+    "linear_log_prob": 1,
+    "cross_entropy": 0,
+    "silu": 0,
+    "softmax": 0,
+    "mish": 0,
+    "relu_squared": 0,
+    "sparsemax": 0,
+}
 
 
 @every_op

@@ -126,8 +126,10 @@ def test_mass_outside(device):
     """The overlap that counts it is never larger; kl of a part of p is the rest of the whole one."""
     hidden, weight, teacher, ids = inputs(device=device)
     options = {"mask_outside": False, "reduction": "none"}
-    rows = {name: tigon.drafter_loss(hidden, weight, teacher, ids, loss="tv", outside=name, **options)
-            for name in ("renormalize", "mixed", "count")}  # fmt: skip
+    rows = {
+        name: tigon.drafter_loss(hidden, weight, teacher, ids, loss="tv", outside=name, **options)
+        for name in ("renormalize", "mixed", "count")
+    }
     assert (rows["mixed"] >= rows["renormalize"] - 1e-6).all()
     torch.testing.assert_close(rows["mixed"], rows["count"])
     p = torch.softmax(teacher[0] @ teacher[1].t(), -1)[..., ids]
@@ -187,8 +189,16 @@ def test_specforge(device):
     t2d = torch.zeros(VT, dtype=torch.bool, device=device)
     t2d[torch.randperm(VT)[:V]] = True
     mask = torch.rand(B, T).to(device) < 0.7
-    got = tigon.drafter_loss(hidden, weight, teacher, t2d.nonzero().flatten(), loss="ce", mask=mask,
-                             denominator=B * T, outputs=OUTPUTS)  # fmt: skip
+    got = tigon.drafter_loss(
+        hidden,
+        weight,
+        teacher,
+        t2d.nonzero().flatten(),
+        loss="ce",
+        mask=mask,
+        denominator=B * T,
+        outputs=OUTPUTS,
+    )
     p, p_full, _, counts = compact.compute_target_from_hidden(*teacher, t2d, mask[..., None].int())
     logits = hidden[0] @ weight.t()
     want = -(counts * p * torch.log_softmax(logits, -1)).sum(2).mean()

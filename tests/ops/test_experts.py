@@ -265,15 +265,24 @@ def test_module():
     module = tigon.nn.Experts(E, H, I, "swiglu_oai", interleaved=True, transposed=True, bias=True)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     assert shapes == {
-        "gate_up_proj": (E, H, 2 * I), "down_proj": (E, I, H), "gate_up_proj_bias": (E, 2 * I),
+        "gate_up_proj": (E, H, 2 * I),
+        "down_proj": (E, I, H),
+        "gate_up_proj_bias": (E, 2 * I),
         "down_proj_bias": (E, H),
-    }  # fmt: skip
+    }
     leaves, ids = layer(), chosen()
     wanted = tigon.experts(
-        leaves["x"], module.gate_up_proj, module.down_proj, ids, leaves["weights"], activation="swiglu_oai",
-        interleaved=True, transposed=True, gate_up_bias=module.gate_up_proj_bias,
+        leaves["x"],
+        module.gate_up_proj,
+        module.down_proj,
+        ids,
+        leaves["weights"],
+        activation="swiglu_oai",
+        interleaved=True,
+        transposed=True,
+        gate_up_bias=module.gate_up_proj_bias,
         down_bias=module.down_proj_bias,
-    )  # fmt: skip
+    )
     assert torch.equal(module(leaves["x"], ids, leaves["weights"]), wanted)
     plain = tigon.nn.Experts(E, H, I, "relu_squared", gated=False)
     assert [n for n, _ in plain.named_parameters()] == ["up_proj", "down_proj"]

@@ -26,11 +26,21 @@ def test_a_cap_makes_chunks_small(device):
 
 ROWS = {"reduction": "none"}
 MEMORY = [
-    {}, {"max_workspace_mb": None}, {"valid_rows": True}, {"main_grad": True}, ROWS,
-    {**ROWS, "keep_mb": 0}, {**ROWS, "keep_mb": 1e4}, {**ROWS, "keep_mb": 6}, {**ROWS, "valid_rows": True},
-    {**ROWS, "valid_rows": True, "keep_mb": 1e4}, {**ROWS, "train_weight": False},
-    {**ROWS, "main_grad": True, "keep_mb": 1e4}, {"labels": 64}, {"labels": 64, "train_weight": False},
-]  # fmt: skip
+    {},
+    {"max_workspace_mb": None},
+    {"valid_rows": True},
+    {"main_grad": True},
+    ROWS,
+    {**ROWS, "keep_mb": 0},
+    {**ROWS, "keep_mb": 1e4},
+    {**ROWS, "keep_mb": 6},
+    {**ROWS, "valid_rows": True},
+    {**ROWS, "valid_rows": True, "keep_mb": 1e4},
+    {**ROWS, "train_weight": False},
+    {**ROWS, "main_grad": True, "keep_mb": 1e4},
+    {"labels": 64},
+    {"labels": 64, "train_weight": False},
+]
 
 
 def _memory_case(rows, h, v, device, dtype, cap, options):

@@ -100,17 +100,35 @@ def _products(step, least):
         (fn, *call)
         for fn in (FN, LOSS)
         for call in [
-            ("", None, 1), ("x", None, 2), ("x", 0, 3), ("xw", None, 3), ("xw", 0, 4), ("w", None, 2),
-            ("w", 0, 3), ("xw", 10 * ROW, 3.75), ("xab", None, 2), ("xb", None, 2), ("xw", 1e6, 3),
+            ("", None, 1),
+            ("x", None, 2),
+            ("x", 0, 3),
+            ("xw", None, 3),
+            ("xw", 0, 4),
+            ("w", None, 2),
+            ("w", 0, 3),
+            ("xw", 10 * ROW, 3.75),
+            ("xab", None, 2),
+            ("xb", None, 2),
+            ("xw", 1e6, 3),
         ]
-    ] + [
+    ]
+    + [
         (BOTH, *call)
         for call in [
-            ("", None, 1), ("x", None, 4), ("x", 0, 3), ("xw", None, 3), ("xw", 0, 4), ("w", None, 2),
-            ("xw", 10 * ROW, 3.75), ("xab", None, 2), ("xb", None, 2), ("xw", 1e6, 3),
+            ("", None, 1),
+            ("x", None, 4),
+            ("x", 0, 3),
+            ("xw", None, 3),
+            ("xw", 0, 4),
+            ("w", None, 2),
+            ("xw", 10 * ROW, 3.75),
+            ("xab", None, 2),
+            ("xb", None, 2),
+            ("xw", 1e6, 3),
         ]
     ],
-)  # fmt: skip
+)
 def test_number_of_products(fn, trained, keep_mb, products):
     """In units of rows * hidden size * vocabulary; the rank of the LoRA is too small to count."""
     rows, size, vocab = 40, 32, 64
@@ -135,11 +153,16 @@ def test_number_of_products(fn, trained, keep_mb, products):
 @pytest.mark.parametrize(
     "options, saves",
     [
-        ({}, False), ({"keep_mb": 0}, True), ({"keep_mb": 5 * ROW}, True), ({"keep_mb": 20 * ROW}, False),
-        ({"chunk_rows": 5}, True), ({"chunk_rows": 12}, False), ({"entropy": True}, True),
+        ({}, False),
+        ({"keep_mb": 0}, True),
+        ({"keep_mb": 5 * ROW}, True),
+        ({"keep_mb": 20 * ROW}, False),
+        ({"chunk_rows": 5}, True),
+        ({"chunk_rows": 12}, False),
+        ({"entropy": True}, True),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_when_the_weight_is_saved(options, saves):
     hidden, weight, target = head_inputs(masked=0.0)
     for frozen in (False, True):

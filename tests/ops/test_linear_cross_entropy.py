@@ -140,8 +140,12 @@ def test_autocast(device):
     hidden, weight, target = _inputs(24, 32, 60, device=device)
     with torch.autocast(device, dtype=torch.bfloat16):
         got = _all(tigon.linear_cross_entropy, hidden, weight, target)
-    want = _all(tigon.linear_cross_entropy, hidden.detach().bfloat16().requires_grad_(),
-                weight.detach().bfloat16().requires_grad_(), target)  # fmt: skip
+    want = _all(
+        tigon.linear_cross_entropy,
+        hidden.detach().bfloat16().requires_grad_(),
+        weight.detach().bfloat16().requires_grad_(),
+        target,
+    )
     assert got[0].dtype == torch.float32 and got[1].dtype == torch.float32 and got[2].dtype == torch.float32
     assert same_bits(got[0], want[0]) and same_bits(got[1], want[1].float())
     # The gradient of a float32 weight is rounded to that alone.
@@ -169,8 +173,11 @@ def test_compiled_with_dynamic_rows(device):
     compiled = torch.compile(tigon.linear_cross_entropy, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (5, 9, 14):
         hidden, weight, target = _inputs(rows, device=device)
-        for a, b in zip(_all(compiled, hidden, weight, target),
-                        _all(tigon.linear_cross_entropy, hidden, weight, target), strict=True):  # fmt: skip
+        for a, b in zip(
+            _all(compiled, hidden, weight, target),
+            _all(tigon.linear_cross_entropy, hidden, weight, target),
+            strict=True,
+        ):
             assert same_bits(a, b)
 
 

@@ -110,8 +110,11 @@ def test_padding_takes_no_part(shorter, device):
     wanted = run(tigon.linear_jsd, (hidden, weight, teacher, labels), {"hard": 0.5, "chunk_rows": 5})
     more = torch.full((3, 24), 7.0, device=device)
     if shorter == "student":
-        got = run(tigon.linear_jsd, (hidden, weight, (teacher[0], torch.cat((teacher[1], more))), labels),
-                  {"hard": 0.5, "chunk_rows": 5})  # fmt: skip
+        got = run(
+            tigon.linear_jsd,
+            (hidden, weight, (teacher[0], torch.cat((teacher[1], more))), labels),
+            {"hard": 0.5, "chunk_rows": 5},
+        )
     else:
         longer = torch.cat((weight.detach(), more[:, :16])).requires_grad_()
         got = run(tigon.linear_jsd, (hidden, longer, teacher, labels), {"hard": 0.5, "chunk_rows": 5})
@@ -275,9 +278,13 @@ def test_candidates_of_a_teacher(name, options, dtype, device):
     def ours(hidden, weight, log_prob, *, indices, labels, **more):
         return fn(hidden, weight, (indices, log_prob), labels, **options, **more)
 
-    compare(ours, _of_candidates(name, options), (hidden, weight, log_prob),
-            {"indices": indices, "labels": labels, "hard": 0.3, "temperature": 1.4},
-            noise=8 * torch.finfo(dtype).eps)  # fmt: skip
+    compare(
+        ours,
+        _of_candidates(name, options),
+        (hidden, weight, log_prob),
+        {"indices": indices, "labels": labels, "hard": 0.3, "temperature": 1.4},
+        noise=8 * torch.finfo(dtype).eps,
+    )
 
 
 @pytest.mark.parametrize("ignore_index", [0, 5, -1, -(2**63)])

@@ -92,9 +92,13 @@ def test_refusals(device):
 
 @pytest.mark.parametrize(
     "scale, temperature, dtype",
-    [(1e30, 1.0, torch.float32), (1.0, 1e-3, torch.float32), (1e-39, 1.0, torch.bfloat16),
-     (1e-7, 1.0, torch.float16)],
-)  # fmt: skip
+    [
+        (1e30, 1.0, torch.float32),
+        (1.0, 1e-3, torch.float32),
+        (1e-39, 1.0, torch.bfloat16),
+        (1e-7, 1.0, torch.float16),
+    ],
+)
 def test_extreme_operands(scale, temperature, dtype, device):
     """Huge logits, a temperature near 0, denormal hidden states: finite, and no probability above 1."""
     hidden, weight, target = head_inputs(12, 16, 29, device=device)

@@ -222,8 +222,13 @@ def test_groups(kind, chunk_rows, dtype, device):
         fn, tensors = dpo_with_entropy if entropy else dpo, (advantage,)
     for options in ({"reduction": "sum"}, {}, {"denominator": 2.5}, {"reduction": "none"}):
         ours = streamed(fn, group=group, entropy=entropy, chunk_rows=chunk_rows)
-        compare(ours, grouped(group, fn, entropy), (hidden, weight, target, *tensors), options,
-                noise=16 * torch.finfo(dtype).eps)  # fmt: skip
+        compare(
+            ours,
+            grouped(group, fn, entropy),
+            (hidden, weight, target, *tensors),
+            options,
+            noise=16 * torch.finfo(dtype).eps,
+        )
 
 
 def test_groups_of_one_row_are_rows(device):

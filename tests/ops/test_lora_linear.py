@@ -131,8 +131,14 @@ def test_several_adapters_of_a_map_and_one_without(device):
     a, b, c, d = (t.detach().double().requires_grad_() for t in leaves)
     wanted = x @ given["weight"].double().t() + 2 * x @ a.t() @ b.t() + 0.5 * (x * factors) @ c.t() @ d.t()
     (wanted.square().sum() + (x @ more["weight"].double().t()).square().sum()).backward()
-    pairs = ((y, wanted), (given["x"].grad, x.grad), (given["a"].grad, a.grad), (given["b"].grad, b.grad),
-             (more["a"].grad, c.grad), (more["b"].grad, d.grad))  # fmt: skip
+    pairs = (
+        (y, wanted),
+        (given["x"].grad, x.grad),
+        (given["a"].grad, a.grad),
+        (given["b"].grad, b.grad),
+        (more["a"].grad, c.grad),
+        (more["b"].grad, d.grad),
+    )
     for got, exact in pairs:
         # Small elements are differences of large sums: rounding is of the largest.
         atol = 1e-6 * exact.abs().max().item()
@@ -186,8 +192,14 @@ def test_factors_of_dora(n, k, r, adapters, dtype, device):
     ],
 )
 def test_bad_calls_of_dora(change, message, device):
-    given = {"weight": torch.zeros(24, 32), "a": torch.zeros(4, 32), "b": torch.zeros(24, 4),
-             "magnitude": torch.zeros(24), "scale": 1.0, "scaled": None} | change  # fmt: skip
+    given = {
+        "weight": torch.zeros(24, 32),
+        "a": torch.zeros(4, 32),
+        "b": torch.zeros(24, 4),
+        "magnitude": torch.zeros(24),
+        "scale": 1.0,
+        "scaled": None,
+    } | change
     given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in given.items()}
     with pytest.raises(tigon.Error, match=message):
         dora_factors(**given)

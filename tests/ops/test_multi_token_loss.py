@@ -51,8 +51,11 @@ def test_one_head_is_the_plain_one(dtype, upstream, device):
         want = tigon.linear_cross_entropy(hidden, weight, labels, shift=1, denominator=denominator, **options)
         got = tigon.multi_token_loss(hidden, [weight], labels, denominator=denominator, **options)
         assert same_bits(got.loss, want) and same_bits(got.losses[0], want)
-        pairs = zip(gradients(got.loss * upstream, hidden, heads), gradients(want * upstream, hidden, heads),
-                    strict=True)  # fmt: skip
+        pairs = zip(
+            gradients(got.loss * upstream, hidden, heads),
+            gradients(want * upstream, hidden, heads),
+            strict=True,
+        )
         assert all(same_bits(a, b) for a, b in pairs)
 
 
@@ -263,8 +266,9 @@ def _profiled(step):
     return prof.profiler.kineto_results.events()
 
 
-@pytest.mark.parametrize(("trunk", "weights", "wanted"), [(True, True, 9), (False, True, 6), (True, False, 6),
-                                                          (False, False, 3)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("trunk", "weights", "wanted"), [(True, True, 9), (False, True, 6), (True, False, 6), (False, False, 3)]
+)
 def test_products(trunk, weights, wanted):
     """A frozen trunk has no product of its gradient, frozen heads none of theirs."""
     hidden, heads, labels = draw(heads=3, layers=0)
@@ -306,8 +310,12 @@ def test_medusa_heads_begin_as_the_model():
     weight, hidden = torch.randn(V, H), torch.randn(2, T, H)
     heads = tigon.nn.MedusaHeads(H, V, num_heads=3, num_layers=2).copy_head(weight)
     assert list(heads.state_dict())[:5] == [
-        "0.0.linear.weight", "0.0.linear.bias", "0.1.linear.weight", "0.1.linear.bias", "0.2.weight"
-    ]  # fmt: skip
+        "0.0.linear.weight",
+        "0.0.linear.bias",
+        "0.1.linear.weight",
+        "0.1.linear.bias",
+        "0.2.weight",
+    ]
     logits = heads(hidden)
     assert logits.shape == (3, 2, T, V)
     assert all(torch.equal(head_logits, hidden @ weight.T) for head_logits in logits)
@@ -350,7 +358,9 @@ W = torch.randn(V, H)
 BAD = {
     "no heads": ([], {}, "heads must be a sequence of at least one head, got 0"),
     "a Sequential for all": (
-        nn.Sequential(nn.Linear(H, V)), {}, "heads must be a sequence of at least one head, got Sequential"
+        nn.Sequential(nn.Linear(H, V)),
+        {},
+        "heads must be a sequence of at least one head, got Sequential",
     ),
     "a head of another kind": ([W, "w"], {}, "heads must be tensors .* got str at 1"),
     "a module without a weight": ([nn.SiLU()], {}, "heads must be tensors .* got SiLU at 0"),
@@ -366,18 +376,24 @@ BAD = {
     "tensor": ([W], {"coefficients": [torch.ones(())]}, r"coefficients\[0\] must be a number, got "),
     "reduction": ([W], {"reduction": "none"}, r"reduction must be one of \['mean', 'sum'\], got 'none'"),
     "weight's size": (
-        [W[:, :-1]], {}, r"heads\[0\] must return \[2, 12, 15\] to fit its weight \[40, 15\], got .*16\]"
+        [W[:, :-1]],
+        {},
+        r"heads\[0\] must return \[2, 12, 15\] to fit its weight \[40, 15\], got .*16\]",
     ),
     "result": (
-        [W, (Narrow(), W)], {}, r"heads\[1\] must return .*16\] to fit its weight \[40, 16\], got .*15\]"
+        [W, (Narrow(), W)],
+        {},
+        r"heads\[1\] must return .*16\] to fit its weight \[40, 16\], got .*15\]",
     ),
     "no tensor": ([(lambda x: None, W)], {}, r"heads\[0\] must return a tensor, got NoneType"),
     "weight's shape": ([W[0]], {}, r"heads\[0\]'s weight must be \[V, H\], got \[16\]"),
     "weight's dtype": ([W.long()], {}, r"heads\[0\]'s weight must be a float tensor"),
     "position_ids": (
-        [W], {"position_ids": torch.zeros(3).long()}, r"position_ids must be \[2, 12\] or \[12\]"
+        [W],
+        {"position_ids": torch.zeros(3).long()},
+        r"position_ids must be \[2, 12\] or \[12\]",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

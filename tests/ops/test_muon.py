@@ -21,10 +21,15 @@ from tigon.optim import Muon, muon_groups
 
 COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 OPTIONS = [
-    {}, {"weight_decay": 0.0, "nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}, {"momentum": 0.0},
-    {"ns_steps": 1}, {"ns_steps": 7, "ns_coefficients": (1.5, -0.5, 0.0)}, {"lr": torch.tensor(0.03)},
+    {},
+    {"weight_decay": 0.0, "nesterov": False},
+    {"adjust_lr_fn": "match_rms_adamw"},
+    {"momentum": 0.0},
+    {"ns_steps": 1},
+    {"ns_steps": 7, "ns_coefficients": (1.5, -0.5, 0.0)},
+    {"lr": torch.tensor(0.03)},
     {"eps": 10.0},
-]  # fmt: skip
+]
 SHAPES = ((64, 64), (64, 64), (48, 200), (200, 48), (37, 61), (1, 9), (9, 1), (24, 33), (0, 5))
 
 
@@ -89,13 +94,22 @@ def test_float64_is_the_formula(device):
     torch.testing.assert_close(p.detach(), before * 0.97 - 0.1 * update, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("values", [
-    torch.ones_like, lambda i: 1 / i, lambda i: i**-2, lambda i: (-i / 8).exp(), lambda i: (i < 5).float(),
-], ids=["equal", "inverse", "square", "exponential", "rank4"])  # fmt: skip
-@pytest.mark.parametrize("shape, dtype", [
-    ((96, 96), None), ((24, 72), torch.float16), ((256, 456), None), ((456, 256), torch.float16),
-    ((96, 136), None),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [torch.ones_like, lambda i: 1 / i, lambda i: i**-2, lambda i: (-i / 8).exp(), lambda i: (i < 5).float()],
+    ids=["equal", "inverse", "square", "exponential", "rank4"],
+)
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        ((96, 96), None),
+        ((24, 72), torch.float16),
+        ((256, 456), None),
+        ((456, 256), torch.float16),
+        ((96, 136), None),
+    ],
+    ids=str,
+)
 def test_orthogonality(shape, dtype, values, device):
     """Nearer to the iterations in float64 than PyTorch's, no farther from orthogonal: of three matrices."""
     x = torch.stack([spectrum(*shape, values, device, seed) for seed in range(3)]).bfloat16()
@@ -176,16 +190,21 @@ def test_passes_of_gaps_and_float64_are_pytorchs(started, device):
             torch.testing.assert_close(a.float(), b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad, words", [
-    ({"momenta": [torch.ones(4, 5)]}, "grads must have 1 tensors as momenta, got 2"),
-    ({"momenta": [torch.ones(4, 5), torch.ones(4, 4)]}, "momenta must be contiguous and of one shape"),
-    ({"grads": [torch.ones(4, 5), torch.ones(5, 4)]}, "grads must be contiguous and of one shape"),
-    ({"grads": [torch.ones(4, 5).double()] * 2}, "grads must be float32, bfloat16 or float16"),
-    ({"momenta": [torch.ones(4, 5), torch.ones(4, 5).half()]}, "momenta must be float32, got float16"),
-    ({"matrices": 3}, "matrices must divide 20 elements"), ({"updates": torch.ones(39)}, "updates must be"),
-    ({"factors": torch.ones(3)}, "factors must be"), ({"squares": torch.ones(2)}, "squares must be float64"),
-    ({"momentum": -1.0}, "momentum must be >= 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        ({"momenta": [torch.ones(4, 5)]}, "grads must have 1 tensors as momenta, got 2"),
+        ({"momenta": [torch.ones(4, 5), torch.ones(4, 4)]}, "momenta must be contiguous and of one shape"),
+        ({"grads": [torch.ones(4, 5), torch.ones(5, 4)]}, "grads must be contiguous and of one shape"),
+        ({"grads": [torch.ones(4, 5).double()] * 2}, "grads must be float32, bfloat16 or float16"),
+        ({"momenta": [torch.ones(4, 5), torch.ones(4, 5).half()]}, "momenta must be float32, got float16"),
+        ({"matrices": 3}, "matrices must divide 20 elements"),
+        ({"updates": torch.ones(39)}, "updates must be"),
+        ({"factors": torch.ones(3)}, "factors must be"),
+        ({"squares": torch.ones(2)}, "squares must be float64"),
+        ({"momentum": -1.0}, "momentum must be >= 0"),
+    ],
+)
 def test_passes_refuse(bad, words):
     """Before anything is written."""
     m, g = ([torch.full((4, 5), x) for _ in "12"] for x in (1.0, 2.0))
@@ -333,16 +352,21 @@ def test_closure_and_missing_gradients(device):
     assert p._version > version and same_bits(q.detach(), before) and q not in optimizer.state
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"lr": -1.0}, "lr must be >= 0"), ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one"),
-    ({"momentum": -0.1}, r"momentum must be in \[0, 1\), got -0.1"),
-    ({"momentum": 1.5}, r"momentum must be in \[0, 1\), got 1.5"),
-    ({"nesterov": "no"}, "nesterov must be True or False, got str"),
-    ({"weight_decay": -1}, "weight_decay must be >= 0"),
-    ({"eps": "a"}, "eps must be a number"), ({"ns_steps": 100}, r"ns_steps must be in \[1, 100\)"),
-    ({"ns_coefficients": (1, 2)}, "ns_coefficients must be three"),
-    ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"lr": -1.0}, "lr must be >= 0"),
+        ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one"),
+        ({"momentum": -0.1}, r"momentum must be in \[0, 1\), got -0.1"),
+        ({"momentum": 1.5}, r"momentum must be in \[0, 1\), got 1.5"),
+        ({"nesterov": "no"}, "nesterov must be True or False, got str"),
+        ({"weight_decay": -1}, "weight_decay must be >= 0"),
+        ({"eps": "a"}, "eps must be a number"),
+        ({"ns_steps": 100}, r"ns_steps must be in \[1, 100\)"),
+        ({"ns_coefficients": (1, 2)}, "ns_coefficients must be three"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be"),
+    ],
+)
 def test_bad_options(options, words):
     """Refused in words."""
     with pytest.raises(tigon.Error, match=words):

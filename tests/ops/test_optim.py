@@ -17,10 +17,18 @@ from cases.adamw import LISTS
 from tigon.optim import AdamW, step_in_backward
 
 FLAGS = [
-    {}, {"weight_decay": 0.0}, {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}, {"amsgrad": True},
-    {"maximize": True}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}, {"lr": torch.tensor(0.01)},
-    {"lr": 0.0}, {"betas": (0.0, 0.0)}, {"betas": (0.0, 0.9)}, {"betas": (0.9, 0.2)},
-]  # fmt: skip
+    {},
+    {"weight_decay": 0.0},
+    {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6},
+    {"amsgrad": True},
+    {"maximize": True},
+    {"amsgrad": True, "maximize": True, "weight_decay": 0.3},
+    {"lr": torch.tensor(0.01)},
+    {"lr": 0.0},
+    {"betas": (0.0, 0.0)},
+    {"betas": (0.0, 0.9)},
+    {"betas": (0.9, 0.2)},
+]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,8 +64,11 @@ def test_200_steps_against_float64(dtype, flags, device):
     flags = {"lr": 1e-2} | flags
     fused = {"fused": True} if isinstance(flags["lr"], float) else {}
     wide = flags | {"lr": float(flags["lr"])}
-    optimizers = [AdamW(ours, **flags), torch.optim.AdamW(theirs, **flags, **fused),
-                  torch.optim.AdamW(exact, **wide, foreach=False)]  # fmt: skip
+    optimizers = [
+        AdamW(ours, **flags),
+        torch.optim.AdamW(theirs, **flags, **fused),
+        torch.optim.AdamW(exact, **wide, foreach=False),
+    ]
     for i in range(200):
         draw_gradients((ours, theirs, exact), i, 10.0 if i % 20 == 0 else 0.3)
         for optimizer in optimizers:
@@ -99,8 +110,11 @@ def test_split_and_master_follow_float32(device):
     """split is bit for bit the run with masters, and these are a float32 run on the same gradients."""
     split, master = (LISTS[0].make(torch.bfloat16, device) for _ in range(2))
     wide = [nn.Parameter(p.detach().float()) for p in split]
-    optimizers = [AdamW(split, rounding="split", moment_dtype=torch.float32),
-                  AdamW(master, rounding="master", moment_dtype=torch.float32), AdamW(wide)]  # fmt: skip
+    optimizers = [
+        AdamW(split, rounding="split", moment_dtype=torch.float32),
+        AdamW(master, rounding="master", moment_dtype=torch.float32),
+        AdamW(wide),
+    ]
     for i in range(30):
         draw_gradients((split, master, wide), i)
         for optimizer in optimizers:
@@ -131,12 +145,20 @@ class Moments:
         self.v.lerp_(g * g, 1 - self.betas[1])
 
 
-@pytest.mark.parametrize("dtype, options", [
-    (torch.bfloat16, {}), (torch.bfloat16, {"rounding": "stochastic", "seed": 3}),
-    (torch.bfloat16, {"rounding": "split"}), (torch.bfloat16, {"rounding": "master"}),
-    (torch.bfloat16, {"betas": (0.99, 0.9995)}), (torch.float32, {"moment_dtype": torch.bfloat16}),
-    (torch.float16, {}), (torch.float16, {"moment_dtype": torch.bfloat16}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, options",
+    [
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"rounding": "stochastic", "seed": 3}),
+        (torch.bfloat16, {"rounding": "split"}),
+        (torch.bfloat16, {"rounding": "master"}),
+        (torch.bfloat16, {"betas": (0.99, 0.9995)}),
+        (torch.float32, {"moment_dtype": torch.bfloat16}),
+        (torch.float16, {}),
+        (torch.float16, {"moment_dtype": torch.bfloat16}),
+    ],
+    ids=str,
+)
 def test_moments_against_float64(dtype, options, device):
     """Moments of 16 bits are right in the mean while gradients are alike and after they fell: v within 2 %
     of float64's, m within 1 %, the update m / sqrt(v) within 5 %. To nearest v is 1.2 and then 5.3 of it."""
@@ -156,11 +178,20 @@ def test_moments_against_float64(dtype, options, device):
             assert (u - want).norm() <= 0.05 * want.norm()
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"rounding": "stochastic", "seed": 3}, {"rounding": "split"}, {"rounding": "master"},
-    {"moment_rounding": "nearest"}, {"moment_dtype": torch.float32},
-    {"moment_dtype": (torch.bfloat16, torch.float32)}, {"amsgrad": True},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rounding": "stochastic", "seed": 3},
+        {"rounding": "split"},
+        {"rounding": "master"},
+        {"moment_rounding": "nearest"},
+        {"moment_dtype": torch.float32},
+        {"moment_dtype": (torch.bfloat16, torch.float32)},
+        {"amsgrad": True},
+    ],
+    ids=str,
+)
 def test_saved_in_mid_run(options, device):
     """A run that is saved and goes on in another optimizer keeps its bits; run twice, they are the same."""
 
@@ -224,8 +255,10 @@ def test_groups_schedulers_and_tensor_lr(device):
     ours, theirs = (LISTS[0].make(torch.float32, device) for _ in range(2))
 
     def make(cls, params):
-        groups = [{"params": params[:2], "weight_decay": 0.0, "lr": torch.tensor(1e-2)},
-                  {"params": params[2:], "maximize": True}]  # fmt: skip
+        groups = [
+            {"params": params[:2], "weight_decay": 0.0, "lr": torch.tensor(1e-2)},
+            {"params": params[2:], "maximize": True},
+        ]
         optimizer = cls(groups, lr=1e-3)
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
 
@@ -393,23 +426,34 @@ def test_step_in_backward_refuses(device):
 # --- refusals ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"lr": -1.0}, "lr must be >= 0"), ({"betas": (1.0, 0.9)}, "betas must be in"),
-    ({"eps": -1.0}, "eps must be"),
-    ({"weight_decay": -0.1}, "weight_decay must be"), ({"rounding": "up"}, "rounding must be one of"),
-    ({"moment_dtype": torch.float16}, "moment_dtype must be"),
-    ({"moment_rounding": "split"}, r"moment_rounding must be one of \['nearest', 'stochastic'\], got"),
-    ({"amsgrad": 1}, "amsgrad must be True or False, got int"),
-    ({"fused": "yes"}, "fused must be True, False or None, got str"),
-    ({"lr": torch.tensor(0.1, requires_grad=True)}, "lr must not require grad"),
-    ({"eps": torch.tensor(0.1, requires_grad=True)}, "eps must not require grad"),
-    ({"max_grad_norm": 0.0}, "max_grad_norm must be"),
-    ({"differentiable": True}, "differentiable must be False"), ({"seed": -1}, "seed must be"),
-    ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one element"),
-    ({"lr": float("nan")}, "lr must be a number, got NaN"), ({"betas": (0.9,)}, "betas must be two numbers"),
-    ({"lr": 1j}, "lr must be a number"), ({"betas": (0.9, 1j)}, r"betas\[1\] must"), ({"eps": None}, "eps"),
-    ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number"), ({"seed": 1.0}, "seed must be an"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"lr": -1.0}, "lr must be >= 0"),
+        ({"betas": (1.0, 0.9)}, "betas must be in"),
+        ({"eps": -1.0}, "eps must be"),
+        ({"weight_decay": -0.1}, "weight_decay must be"),
+        ({"rounding": "up"}, "rounding must be one of"),
+        ({"moment_dtype": torch.float16}, "moment_dtype must be"),
+        ({"moment_rounding": "split"}, r"moment_rounding must be one of \['nearest', 'stochastic'\], got"),
+        ({"amsgrad": 1}, "amsgrad must be True or False, got int"),
+        ({"fused": "yes"}, "fused must be True, False or None, got str"),
+        ({"lr": torch.tensor(0.1, requires_grad=True)}, "lr must not require grad"),
+        ({"eps": torch.tensor(0.1, requires_grad=True)}, "eps must not require grad"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be"),
+        ({"differentiable": True}, "differentiable must be False"),
+        ({"seed": -1}, "seed must be"),
+        ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one element"),
+        ({"lr": float("nan")}, "lr must be a number, got NaN"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
+        ({"lr": 1j}, "lr must be a number"),
+        ({"betas": (0.9, 1j)}, r"betas\[1\] must"),
+        ({"eps": None}, "eps"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number"),
+        ({"seed": 1.0}, "seed must be an"),
+    ],
+    ids=str,
+)
 def test_bad_options(options, words):
     """Are refused in words."""
     with pytest.raises(tigon.Error, match=words):
@@ -471,9 +515,11 @@ def test_several_devices():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [
-    {}, {"rounding": "stochastic"}, {"max_grad_norm": 0.5}, {"capturable": True, "amsgrad": True},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rounding": "stochastic"}, {"max_grad_norm": 0.5}, {"capturable": True, "amsgrad": True}],
+    ids=str,
+)
 def test_nothing_waits_for_the_device(options):
     """Plain, many tensors, clipped, under a scaler."""
     for parameters in LISTS:

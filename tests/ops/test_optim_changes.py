@@ -18,9 +18,12 @@ from cases.adamw import LISTS, Parameters
 from tigon.optim import AdamW
 
 OPTIONS = [
-    {}, {"rounding": "stochastic", "seed": 7}, {"rounding": "split", "moment_dtype": torch.float32},
-    {"rounding": "master", "amsgrad": True}, {"max_grad_norm": 0.5, "moment_rounding": "nearest"},
-]  # fmt: skip
+    {},
+    {"rounding": "stochastic", "seed": 7},
+    {"rounding": "split", "moment_dtype": torch.float32},
+    {"rounding": "master", "amsgrad": True},
+    {"max_grad_norm": 0.5, "moment_rounding": "nearest"},
+]
 
 
 def cloned(params) -> list[nn.Parameter]:
@@ -38,8 +41,12 @@ def cloned(params) -> list[nn.Parameter]:
 def everything(optimizer) -> list[torch.Tensor]:
     """Parameters, and state by name."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [optimizer.state[p][name] for p in params if p in optimizer.state
-              for name in sorted(optimizer.state[p])]  # fmt: skip
+    states = [
+        optimizer.state[p][name]
+        for p in params
+        if p in optimizer.state
+        for name in sorted(optimizer.state[p])
+    ]
     return [p.detach() for p in params] + states
 
 
@@ -168,9 +175,19 @@ def restride_parameter(params, optimizer):
 
 
 CHANGES = [
-    swap_data, skip_some, transpose_gradient, widen_gradient, replace_state, write_steps, forget_state,
-    load_state, add_group, tensor_lr, remove_parameter, restride_parameter,
-]  # fmt: skip
+    swap_data,
+    skip_some,
+    transpose_gradient,
+    widen_gradient,
+    replace_state,
+    write_steps,
+    forget_state,
+    load_state,
+    add_group,
+    tensor_lr,
+    remove_parameter,
+    restride_parameter,
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -271,13 +288,20 @@ def resize_parameter(p, state):
     p.grad = torch.ones_like(p)
 
 
-@pytest.mark.parametrize("bad, words", [
-    (shrink, "exp_avg 3 must have the sizes of its param"), (free_moment, "exp_avg_sq was freed"),
-    (free_parameter, "param was freed"), (free_gradient, "grad was freed"),
-    (gapped_moment, "exp_avg 3 must have the strides"), (sparse_gradient, "gradients must be dense"),
-    (retype_moment, "exp_avg must be float32, bfloat16 or"),
-    (resize_parameter, "exp_avg 3 must have the sizes of its param"),
-], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        (shrink, "exp_avg 3 must have the sizes of its param"),
+        (free_moment, "exp_avg_sq was freed"),
+        (free_parameter, "param was freed"),
+        (free_gradient, "grad was freed"),
+        (gapped_moment, "exp_avg 3 must have the strides"),
+        (sparse_gradient, "gradients must be dense"),
+        (retype_moment, "exp_avg must be float32, bfloat16 or"),
+        (resize_parameter, "exp_avg 3 must have the sizes of its param"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
 def test_refused_in_mid_run(bad, words, device):
     """What became unfit after steps that fitted is refused, nothing is modified, and mended it goes on."""
     params, optimizer = started({}, device)
@@ -285,8 +309,12 @@ def test_refused_in_mid_run(bad, words, device):
     kept = {name: t.clone() for name, t in optimizer.state[params[3]].items()}
     data = params[3].detach().clone()
     bad(params[3], optimizer.state[params[3]])
-    rest = [(t, t.clone()) for p in params if p is not params[3]
-            for t in (p.detach(), *optimizer.state[p].values())]  # fmt: skip
+    rest = [
+        (t, t.clone())
+        for p in params
+        if p is not params[3]
+        for t in (p.detach(), *optimizer.state[p].values())
+    ]
     with pytest.raises(tigon.Error, match=words):
         optimizer.step()
     assert all(same_bits(t, before) for t, before in rest)
@@ -371,14 +399,21 @@ def clipped(plan, ours, dtype, device):
 @pytest.mark.parametrize(
     "plan",
     [
-        ("new", 0.5, "step"), ("new", 0.5, "new", "step"), ("new", 0.5, "none", "new", "step"),
-        ("new", 0.5, "zero", "step"), ("new", 0.5, "zero", 1.0, "step"), ("new", 0.5, 100.0, "step"),
-        ("new", 100.0, 0.5, 0.25, "step"), ("new", 0.5, "new", 100.0, "step"),
-        ("new", 0.5, "step", "zero", 0.7, "step"), (-100.0, "new", 0.5, "step"), (-0.2, "new", 0.5, "step"),
+        ("new", 0.5, "step"),
+        ("new", 0.5, "new", "step"),
+        ("new", 0.5, "none", "new", "step"),
+        ("new", 0.5, "zero", "step"),
+        ("new", 0.5, "zero", 1.0, "step"),
+        ("new", 0.5, 100.0, "step"),
+        ("new", 100.0, 0.5, 0.25, "step"),
+        ("new", 0.5, "new", 100.0, "step"),
+        ("new", 0.5, "step", "zero", 0.7, "step"),
+        (-100.0, "new", 0.5, "step"),
+        (-0.2, "new", 0.5, "step"),
         ("new", 0.5, "none", "step", "new", "step"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_clipping_is_of_the_gradients_that_were_there(plan, dtype, device):
     """A skipped step, new gradients, a second clipping: as where PyTorch scales gradients at once."""
     for a, b in zip(clipped(plan, True, dtype, device), clipped(plan, False, dtype, device), strict=True):

@@ -17,10 +17,22 @@ from tigon.optim import AdamW, Muon, lora_plus_groups, muon_groups, step_in_back
 
 # Notes that programs and schedulers leave in groups.
 NOTES = {
-    "name": "head", "initial_lr": 0.1, "max_momentum": 0.95, "base_momentum": 0.8, "max_lr": 1.0,
-    "min_lr": 0.0, "lr_scale": 0.5, "lr_mult": 2.0, "wd_mult": 0.0, "is_expert_parallel": False,
-    "is_decoupled_lr": False, "layer": 3, "tag": None, "swa_lr": 0.1, 7: "a key that is no name",
-}  # fmt: skip
+    "name": "head",
+    "initial_lr": 0.1,
+    "max_momentum": 0.95,
+    "base_momentum": 0.8,
+    "max_lr": 1.0,
+    "min_lr": 0.0,
+    "lr_scale": 0.5,
+    "lr_mult": 2.0,
+    "wd_mult": 0.0,
+    "is_expert_parallel": False,
+    "is_decoupled_lr": False,
+    "layer": 3,
+    "tag": None,
+    "swa_lr": 0.1,
+    7: "a key that is no name",
+}
 
 
 def matrix(rows=4, columns=6, device="cpu") -> nn.Parameter:
@@ -105,9 +117,12 @@ ADAMW_WAYS = [
 ]
 MUON_WAYS = [muon, muon_later, muon_loaded]
 WHOLE = {
-    "rounding": "split", "moment_dtype": torch.float32, "moment_rounding": "nearest", "max_grad_norm": 1.0,
+    "rounding": "split",
+    "moment_dtype": torch.float32,
+    "moment_rounding": "nearest",
+    "max_grad_norm": 1.0,
     "seed": 3,
-}  # fmt: skip
+}
 
 
 def arguments(cls) -> set[str]:
@@ -125,11 +140,16 @@ def of_pytorch() -> set[str]:
 def misspelled(name: str) -> set[str]:
     """One letter less, two that changed places, one twice, another last one."""
     cuts = range(1, len(name))
-    return {
-        *(name[:i] + name[i + 1 :] for i in cuts if len(name) > 4),
-        *(name[:i] + name[i + 1] + name[i] + name[i + 2 :] for i in range(1, len(name) - 1)),
-        *(name[:i] + name[i - 1] + name[i:] for i in cuts if len(name) > 3), name[:-1] + "q",
-    } if len(name) > 3 else set()  # fmt: skip
+    return (
+        {
+            *(name[:i] + name[i + 1 :] for i in cuts if len(name) > 4),
+            *(name[:i] + name[i + 1] + name[i] + name[i + 2 :] for i in range(1, len(name) - 1)),
+            *(name[:i] + name[i - 1] + name[i:] for i in cuts if len(name) > 3),
+            name[:-1] + "q",
+        }
+        if len(name) > 3
+        else set()
+    )
 
 
 @pytest.mark.parametrize("way", ADAMW_WAYS + MUON_WAYS, ids=lambda f: f.__name__)
@@ -163,17 +183,34 @@ def test_values_of_a_group(way):
             "ns_coefficients": (1, 2),
         }
     else:
-        bad |= {"betas": (0.9, 1.0), "amsgrad": None, "maximize": "no", "capturable": 0,
-                "differentiable": True, "decoupled_weight_decay": 1, "fused": 1, "foreach": 0}  # fmt: skip
+        bad |= {
+            "betas": (0.9, 1.0),
+            "amsgrad": None,
+            "maximize": "no",
+            "capturable": 0,
+            "differentiable": True,
+            "decoupled_weight_decay": 1,
+            "fused": 1,
+            "foreach": 0,
+        }
     for name, value in bad.items():
         with pytest.raises(tigon.Error, match=rf"{name} must"):
             way({name: value})
 
 
-@pytest.mark.parametrize("option, value", [
-    ("lr", 0.1), ("betas", (0.5, 0.6)), ("eps", 0.1), ("weight_decay", 0.5), ("amsgrad", True),
-    ("maximize", True), ("decoupled_weight_decay", False), ("capturable", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("lr", 0.1),
+        ("betas", (0.5, 0.6)),
+        ("eps", 0.1),
+        ("weight_decay", 0.5),
+        ("amsgrad", True),
+        ("maximize", True),
+        ("decoupled_weight_decay", False),
+        ("capturable", True),
+    ],
+)
 @pytest.mark.parametrize("way", ADAMW_WAYS, ids=lambda f: f.__name__)
 def test_used_options_change_the_step(way, option, value):
     """A group's option does what the constructor's does, by every way."""
@@ -218,9 +255,13 @@ def test_a_group_that_is_refused_is_in_no_optimizer():
     """Nothing of it stays, and the optimizer goes on."""
     p, q = matrix(), matrix()
     for optimizer in (AdamW([p]), Muon([p]), Muon([{"params": [p], "use_muon": False}])):
-        for bad in ({"rounding": "split"}, {"use_muon": False, "momentum": 0.5}, {"lr": -1.0},
-                    {"use_muon": False, "params": [nn.Parameter(torch.ones(3, dtype=torch.complex64))]},
-                    {"params": [nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))]}):  # fmt: skip
+        for bad in (
+            {"rounding": "split"},
+            {"use_muon": False, "momentum": 0.5},
+            {"lr": -1.0},
+            {"use_muon": False, "params": [nn.Parameter(torch.ones(3, dtype=torch.complex64))]},
+            {"params": [nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))]},
+        ):
             with pytest.raises(tigon.Error):
                 optimizer.add_param_group({"params": [q], **bad})
         with pytest.raises(ValueError, match="more than one"):
@@ -263,13 +304,21 @@ def edit(**options):
     return change
 
 
-@pytest.mark.parametrize("bad, words", [
-    (lose_momentum, "momentum_buffer must have the sizes"), (free_momentum, "momentum_buffer was freed"),
-    (free_gradient, "gradients was freed"), (resize, "momentum_buffer must have the sizes"),
-    (edit(momentum=1.5), r"momentum must be in \[0, 1\)"), (edit(nesterov=None), "nesterov must be"),
-    (edit(lr=-1.0), "lr must be >= 0"), (edit(ns_steps=0), "ns_steps must be in"),
-    (edit(eps=None), "eps must be"),
-], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        (lose_momentum, "momentum_buffer must have the sizes"),
+        (free_momentum, "momentum_buffer was freed"),
+        (free_gradient, "gradients was freed"),
+        (resize, "momentum_buffer must have the sizes"),
+        (edit(momentum=1.5), r"momentum must be in \[0, 1\)"),
+        (edit(nesterov=None), "nesterov must be"),
+        (edit(lr=-1.0), "lr must be >= 0"),
+        (edit(ns_steps=0), "ns_steps must be in"),
+        (edit(eps=None), "eps must be"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
 def test_muon_refuses_before_it_modifies(bad, words):
     """A last group that became unfit: AdamW's part and the groups before it stay as they are."""
     params = [matrix(3, 3), matrix(4, 6), matrix(5, 7)]
@@ -411,8 +460,11 @@ def test_lora_plus_groups_of_a_module():
         (["norm.weight", "norm.bias"], 16e-3, 0.0),
     ]
     AdamW(groups), torch.optim.AdamW(lora_plus_groups(net, lr=1e-3, ratio=2))
-    for options, words in (({"ratio": 0}, "ratio must be > 0"), ({"lr": -1}, "lr must be >= 0"),
-                           ({"weight_decay": "a"}, "weight_decay must be a number")):  # fmt: skip
+    for options, words in (
+        ({"ratio": 0}, "ratio must be > 0"),
+        ({"lr": -1}, "lr must be >= 0"),
+        ({"weight_decay": "a"}, "weight_decay must be a number"),
+    ):
         with pytest.raises(tigon.Error, match=words):
             lora_plus_groups(net, **{"lr": 1e-3, "ratio": 4} | options)
     with pytest.raises(tigon.Error, match="model must have a lora_B that trains, got 2 parameters"):

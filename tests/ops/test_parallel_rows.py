@@ -15,9 +15,12 @@ from tigon.parallel.shards import Shards
 
 ROWS = 13
 COLUMNS = {  # of every shard
-    "small": (40, 0, 17), "vectors": (1024, 1024), "odd": (4001, 4099), "long": (40000, 36001),
+    "small": (40, 0, 17),
+    "vectors": (1024, 1024),
+    "odd": (4001, 4099),
+    "long": (40000, 36001),
     "longest": (600011, 9),
-}  # fmt: skip
+}
 OPTIONS = {
     "plain": {},
     "rows": {"z_loss": 0.02, "class_weight": True},
@@ -47,10 +50,13 @@ def problem(columns, dtype, device):
     logits = 3 * torch.randn(ROWS, vocab, generator=g)
     logits[7, target[7]] = 30.0  # a confident row
     p = {
-        "logits": logits.to(dtype), "bias": torch.randn(vocab, generator=g), "target": target,
-        "class_weight": torch.rand(vocab, generator=g) + 0.5, "upstream": torch.randn(ROWS, generator=g),
+        "logits": logits.to(dtype),
+        "bias": torch.randn(vocab, generator=g),
+        "target": target,
+        "class_weight": torch.rand(vocab, generator=g) + 0.5,
+        "upstream": torch.randn(ROWS, generator=g),
         "entropy_grad": torch.randn(ROWS, generator=g),
-    }  # fmt: skip
+    }
     return {name: t.to(device) for name, t in p.items()}
 
 
@@ -102,8 +108,14 @@ def sharded(p, options, columns):
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         if logits.shape[1]:
             entropy_grad = (p["entropy_grad"], numbers[4]) if options.get("entropy") else (None, None)
-            rows.gradient(logits, dlogits, p["target"], numbers[NUMBERS.index("log_share")], p["upstream"],
-                          *entropy_grad)  # fmt: skip
+            rows.gradient(
+                logits,
+                dlogits,
+                p["target"],
+                numbers[NUMBERS.index("log_share")],
+                p["upstream"],
+                *entropy_grad,
+            )
         results.append((numbers, predicted, dlogits))
     return results
 

@@ -23,10 +23,14 @@ def batch():
     mask = torch.rand(B, T, generator=draw) < 0.7
     mask[:, 0] = True
     return {
-        "log_prob": log_prob, "mask": mask, "advantage": randn(B), "old": log_prob + 0.3 * randn(B, T),
-        "ref": log_prob + 0.4 * randn(B, T), "entropies": randn(B, T).abs(),
+        "log_prob": log_prob,
+        "mask": mask,
+        "advantage": randn(B),
+        "old": log_prob + 0.3 * randn(B, T),
+        "ref": log_prob + 0.4 * randn(B, T),
+        "entropies": randn(B, T).abs(),
         "importance": torch.where(mask, (0.3 * randn(B, T)).exp(), 1.0),
-    }  # fmt: skip
+    }
 
 
 # TRL's name -> ours: kind, normalise, denominator by items and maximal length.
@@ -76,10 +80,17 @@ def test_grpo_trainer(batch, loss_type, level, options):
         log_prob, entropies = leaves(dtype)
         ours = {name: t.to(dtype) if torch.is_tensor(t) else t for name, t in given.items()}
         result = tigon.policy_loss(
-            log_prob, advantage.to(dtype), mask, kind=kind, level=level, normalise=normalise,
+            log_prob,
+            advantage.to(dtype),
+            mask,
+            kind=kind,
+            level=level,
+            normalise=normalise,
             entropies=entropies,
-            denominator=denominator, entropy_denominator=mask.sum(), **ours,
-        )  # fmt: skip
+            denominator=denominator,
+            entropy_denominator=mask.sum(),
+            **ours,
+        )
         grads = torch.autograd.grad(result.loss, (log_prob, entropies), allow_unused=True)
         tolerance = {"rtol": 1e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-7, "atol": 1e-9}
         torch.testing.assert_close(result.loss.double(), want.double(), **tolerance)

@@ -15,9 +15,23 @@ import tigon
 PAIRS, TOKENS = 4, 13
 
 
-KINDS = ("sigmoid", "cdpo", "cpo", "simpo", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair",
-"sppo_hard",
-         "apo_zero", "apo_down", "discopop", "orpo")  # fmt: skip
+KINDS = (
+    "sigmoid",
+    "cdpo",
+    "cpo",
+    "simpo",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "orpo",
+)
 
 
 @pytest.fixture

@@ -72,10 +72,15 @@ def test_denominators_of_any_shape():
             torch.tensor([[3.0]], dtype=torch.float64),
         ):
             losses = [tigon.cross_entropy(hidden @ weight.t(), LABELS, denominator=denominator)]
-            losses += [HEADS[n](hidden, weight, LABELS, denominator=denominator)
-                       for n in ("linear_cross_entropy", "linear_loss")]  # fmt: skip
-            losses += [tigon.linear_cross_entropy(hidden, weight, LABELS, denominator=denominator,
-                                                  token_weight=torch.ones(4))]  # fmt: skip
+            losses += [
+                HEADS[n](hidden, weight, LABELS, denominator=denominator)
+                for n in ("linear_cross_entropy", "linear_loss")
+            ]
+            losses += [
+                tigon.linear_cross_entropy(
+                    hidden, weight, LABELS, denominator=denominator, token_weight=torch.ones(4)
+                )
+            ]
             for loss in losses:
                 assert loss.shape == ()
                 torch.testing.assert_close(loss, rows.sum() / 3, rtol=1e-6, atol=0)

@@ -88,8 +88,11 @@ def test_results(dtype, device):
     logits = torch.randn(3, 7, 40, device=device, dtype=dtype)
     weights, ids = tigon.route(logits, 6, scale=2.0)
     assert (weights.dtype, ids.dtype, weights.shape, ids.shape) == (
-        torch.float32, torch.int64, (3, 7, 6), (3, 7, 6),
-    )  # fmt: skip
+        torch.float32,
+        torch.int64,
+        (3, 7, 6),
+        (3, 7, 6),
+    )
     torch.testing.assert_close(weights.sum(-1), torch.full((3, 7), 2.0, device=device))
     assert (ids.sort(-1).values.diff(dim=-1) > 0).all()
     rounded, small = tigon.route(logits, 6, scale=2.0, dtype=None, ids_dtype=torch.int32)

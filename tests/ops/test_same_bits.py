@@ -20,10 +20,20 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = 67
 # Hidden size and vocabulary of ten families at an eighth of their size, and odd ones.
 HEADS = {
-    "gpt2": (96, 6283), "llama": (512, 16032), "qwen2.5": (112, 18992), "qwen3": (256, 18992),
-    "gemma": (288, 32768), "mistral": (512, 4096), "phi": (384, 12508), "deepseek": (896, 16160),
-    "gpt_oss": (360, 25136), "olmo": (256, 12550), "odd_hidden": (77, 1003), "small": (16, 40), "one": (1, 3),
-}  # fmt: skip
+    "gpt2": (96, 6283),
+    "llama": (512, 16032),
+    "qwen2.5": (112, 18992),
+    "qwen3": (256, 18992),
+    "gemma": (288, 32768),
+    "mistral": (512, 4096),
+    "phi": (384, 12508),
+    "deepseek": (896, 16160),
+    "gpt_oss": (360, 25136),
+    "olmo": (256, 12550),
+    "odd_hidden": (77, 1003),
+    "small": (16, 40),
+    "one": (1, 3),
+}
 SMALL = ("gpt2", "mistral", "odd_hidden", "small", "one")
 
 
@@ -163,11 +173,19 @@ def head_of(name, dtype, device, rows=ROWS, masked=0.3):
 
 
 FORMS = {
-    "plain": {}, "frozen": {"frozen": True}, "chunks": {"chunk_rows": 16}, "again": {"keep_mb": 0.0},
-    "some": {"keep_mb": 0.01, "chunk_rows": 8}, "entropy": {"entropy": True}, "bias": {"bias": True},
-    "capped": {"softcap": 30.0, "temperature": 0.7}, "wide": {"logit_dtype": torch.float32},
-    "lora": {"lora": 3}, "several": {"several": 3}, "known": {"known": True},
-}  # fmt: skip
+    "plain": {},
+    "frozen": {"frozen": True},
+    "chunks": {"chunk_rows": 16},
+    "again": {"keep_mb": 0.0},
+    "some": {"keep_mb": 0.01, "chunk_rows": 8},
+    "entropy": {"entropy": True},
+    "bias": {"bias": True},
+    "capped": {"softcap": 30.0, "temperature": 0.7},
+    "wide": {"logit_dtype": torch.float32},
+    "lora": {"lora": 3},
+    "several": {"several": 3},
+    "known": {"known": True},
+}
 
 
 def log_prob(weight, *, frozen=False, bias=False, lora=0, several=0, known=False, **options):
@@ -217,11 +235,13 @@ def log_probs(hidden, weight, target, **options):
         seen["without gradients"] = tigon.linear_log_prob(x, w, target, **options)
         seen["entropy without"] = tigon.linear_log_prob(x, w, target, entropy=True, **options)[0]
     for name, more in {
-        "with gradients": {}, "again": {"keep_mb": 0}, "some": {"keep_mb": 0.02, "chunk_rows": 8},
+        "with gradients": {},
+        "again": {"keep_mb": 0},
+        "some": {"keep_mb": 0.02, "chunk_rows": 8},
         "entropy": {"entropy": True},
         "entropy again": {"entropy": True, "keep_mb": 0},
         "entropy, some": {"entropy": True, "keep_mb": 0.02, "chunk_rows": 8},
-    }.items():  # fmt: skip
+    }.items():
         value = tigon.linear_log_prob(x, w, target, **options, **more)
         seen[name] = value[0] if "entropy" in more else value
     own("linear_loss"), own("linear_loss, entropy", entropy=True)

@@ -48,14 +48,16 @@ FUNCTIONS = {
     ),
 }
 UNPACKED = {
-    "linear_preference": lambda h, w, t, **o: tigon.linear_preference(
-        h, w, t, ref=torch.zeros(2).to(h), **o
-    ).loss,
-    "linear_kto": lambda h, w, t, **o: tigon.linear_kto(
-        h, w, t, torch.tensor([True, False], device=h.device), ref=torch.zeros(2).to(h), **o
-    ).loss,
+    "linear_preference": lambda h, w, t, **o: (
+        tigon.linear_preference(h, w, t, ref=torch.zeros(2).to(h), **o).loss
+    ),
+    "linear_kto": lambda h, w, t, **o: (
+        tigon.linear_kto(
+            h, w, t, torch.tensor([True, False], device=h.device), ref=torch.zeros(2).to(h), **o
+        ).loss
+    ),
     "linear_policy": lambda h, w, t, **o: tigon.linear_policy(h, w, t, torch.ones(2).to(h), **o).loss,
-}  # fmt: skip
+}
 
 
 def positions(device="cpu"):
@@ -81,9 +83,12 @@ def _inputs(dtype, device, masked=0.25):
 
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize(
-    ("name", "packed"), [*((name, packed) for name in FUNCTIONS for packed in (False, True)),
-                         *((name, False) for name in UNPACKED)]
-)  # fmt: skip
+    ("name", "packed"),
+    [
+        *((name, packed) for name in FUNCTIONS for packed in (False, True)),
+        *((name, False) for name in UNPACKED),
+    ],
+)
 def test_shift_is_the_label_so_far_ahead(name, packed, shift, device):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         hidden, weight, target = _inputs(dtype, device)

@@ -27,27 +27,67 @@ every_call = pytest.mark.parametrize("call", CALLS, ids=[call.name for call in C
 def values() -> dict[str, Any]:
     """What no function takes as all of its arguments."""
     return {
-        "None": None, "True": True, "-1": -1, "0": 0, "3": 3, "1.5": 1.5, "nan": float("nan"),
-        "inf": -float("inf"), "1e300": 1e300, "1e-300": 1e-300, "2**70": -(2**70), "10**400": 10**400,
-        "text": "x", "bytes": b"x", "[]": [], "(1,)": (1,), "(None, None)": (None, None), "{}": {},
-        "[[]]": [[]], "('loss', [])": ("loss", []), "object": object(), "1j": 1j, "class": int,
-        "dtype": torch.int8, "array": np.ones(3), "0-d array": np.array(1.5), "generator": (i for i in "ab"),
-        "number": torch.tensor(1.0), "two": torch.ones(2), "empty": torch.ones(0), "bool": torch.tensor(True),
-        "complex": torch.tensor(1j), "meta": torch.ones((), device="meta"),
-        "float8": torch.ones(3).to(torch.float8_e4m3fn), "a float8": torch.ones(()).to(torch.float8_e5m2),
-        "sparse": torch.ones(2, 2).to_sparse(), "nested": torch.nested.nested_tensor([torch.ones(2)] * 2),
-        "two tensors": (torch.ones(2), torch.ones(2)), "tensor and text": (torch.ones(2), None, "a"),
-    }  # fmt: skip
+        "None": None,
+        "True": True,
+        "-1": -1,
+        "0": 0,
+        "3": 3,
+        "1.5": 1.5,
+        "nan": float("nan"),
+        "inf": -float("inf"),
+        "1e300": 1e300,
+        "1e-300": 1e-300,
+        "2**70": -(2**70),
+        "10**400": 10**400,
+        "text": "x",
+        "bytes": b"x",
+        "[]": [],
+        "(1,)": (1,),
+        "(None, None)": (None, None),
+        "{}": {},
+        "[[]]": [[]],
+        "('loss', [])": ("loss", []),
+        "object": object(),
+        "1j": 1j,
+        "class": int,
+        "dtype": torch.int8,
+        "array": np.ones(3),
+        "0-d array": np.array(1.5),
+        "generator": (i for i in "ab"),
+        "number": torch.tensor(1.0),
+        "two": torch.ones(2),
+        "empty": torch.ones(0),
+        "bool": torch.tensor(True),
+        "complex": torch.tensor(1j),
+        "meta": torch.ones((), device="meta"),
+        "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        "a float8": torch.ones(()).to(torch.float8_e5m2),
+        "sparse": torch.ones(2, 2).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.ones(2)] * 2),
+        "two tensors": (torch.ones(2), torch.ones(2)),
+        "tensor and text": (torch.ones(2), None, "a"),
+    }
 
 
 def changed(x: torch.Tensor) -> dict[str, torch.Tensor]:
     """A tensor with one thing about it changed."""
     found = {
-        "float8": x.to(torch.float8_e5m2), "meta": x.to("meta"), "int64": x.long(), "int32": x.int(),
-        "bool": x.bool(), "complex": x.to(torch.complex64), "float64": x.double(), "float16": x.half(),
-        "one more dimension": x[None], "one dimension": x.flatten(), "large": x * 0 + 10**6,
-        "negative": x * 0 - 10**6, "sparse": x.to_sparse(), "array": x.numpy(), "list": x.tolist(),
-    }  # fmt: skip
+        "float8": x.to(torch.float8_e5m2),
+        "meta": x.to("meta"),
+        "int64": x.long(),
+        "int32": x.int(),
+        "bool": x.bool(),
+        "complex": x.to(torch.complex64),
+        "float64": x.double(),
+        "float16": x.half(),
+        "one more dimension": x[None],
+        "one dimension": x.flatten(),
+        "large": x * 0 + 10**6,
+        "negative": x * 0 - 10**6,
+        "sparse": x.to_sparse(),
+        "array": x.numpy(),
+        "list": x.tolist(),
+    }
     if x.dim():
         found |= {"a row": x[:1], "no row": x[:0], "a column": x[..., :1], "no column": x[..., :0]}
     return found
@@ -279,18 +319,34 @@ def test_numbers_that_change_under_compile(call):
 
 
 MODULES: dict[str, dict[str, Any]] = {
-    "AddRMSNorm": {"hidden_size": 8}, "CrossEntropyLoss": {}, "DyT": {"hidden_size": 8},
-    "Embedding": {"num_embeddings": 5, "embedding_dim": 3}, "GatedRMSNorm": {"hidden_size": 8}, "GeGLU": {},
+    "AddRMSNorm": {"hidden_size": 8},
+    "CrossEntropyLoss": {},
+    "DyT": {"hidden_size": 8},
+    "Embedding": {"num_embeddings": 5, "embedding_dim": 3},
+    "GatedRMSNorm": {"hidden_size": 8},
+    "GeGLU": {},
     "Experts": {"num_experts": 3, "hidden_size": 8, "intermediate_size": 8},
-    "GroupNorm": {"num_groups": 2, "num_channels": 8}, "HyperConnections": {"hidden_size": 8},
-    "LayerNorm": {"hidden_size": 8}, "LinearCrossEntropyLoss": {}, "LinearJSDLoss": {}, "LinearKLDivLoss": {},
-    "LinearKTOLoss": {}, "LinearPolicyLoss": {}, "LinearPreferenceLoss": {}, "LinearTVDLoss": {},
+    "GroupNorm": {"num_groups": 2, "num_channels": 8},
+    "HyperConnections": {"hidden_size": 8},
+    "LayerNorm": {"hidden_size": 8},
+    "LinearCrossEntropyLoss": {},
+    "LinearJSDLoss": {},
+    "LinearKLDivLoss": {},
+    "LinearKTOLoss": {},
+    "LinearPolicyLoss": {},
+    "LinearPreferenceLoss": {},
+    "LinearTVDLoss": {},
     "LoRALinear": {"in_features": 8, "out_features": 4, "rank": 2},
-    "MedusaHeads": {"hidden_size": 8, "vocab_size": 11}, "ModulatedRMSNorm": {"hidden_size": 8},
-    "PolyNorm": {}, "QKNormRotaryEmbedding": {"head_dim": 8}, "RMSNorm": {"hidden_size": 8},
-    "RotaryEmbedding": {"head_dim": 8}, "Router": {"hidden_size": 8, "num_experts": 4, "top_k": 2},
-    "SwiGLU": {}, "SwiGLUOAI": {},
-}  # fmt: skip
+    "MedusaHeads": {"hidden_size": 8, "vocab_size": 11},
+    "ModulatedRMSNorm": {"hidden_size": 8},
+    "PolyNorm": {},
+    "QKNormRotaryEmbedding": {"head_dim": 8},
+    "RMSNorm": {"hidden_size": 8},
+    "RotaryEmbedding": {"head_dim": 8},
+    "Router": {"hidden_size": 8, "num_experts": 4, "top_k": 2},
+    "SwiGLU": {},
+    "SwiGLUOAI": {},
+}
 
 
 @pytest.mark.parametrize("name", MODULES)

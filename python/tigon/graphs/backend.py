@@ -117,8 +117,12 @@ class _Memory:
 
     def __init__(self, address: int, size: int):
         self.__cuda_array_interface__ = {
-            "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
-        }  # fmt: skip
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 def _borrowed(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -32,8 +32,12 @@ class GraphStep:
 
     def __init__(self, fn: Callable, example: tuple | dict, watch: Sequence = ()):
         check("graph_step", callable(fn), "fn must be callable, got {}", type(fn).__name__)
-        check("graph_step", isinstance(example, tuple | dict), "example must be a tuple of arguments or a "
-              "dictionary of keywords, got {}", type(example).__name__)  # fmt: skip
+        check(
+            "graph_step",
+            isinstance(example, tuple | dict),
+            "example must be a tuple of arguments or a dictionary of keywords, got {}",
+            type(example).__name__,
+        )
         self.fn = fn
         self._layout = _layout(*_arguments(example))
         devices = {t.device for t in _tensors(_arguments(example))}

@@ -101,9 +101,11 @@ class Watch:
     def _kinds_now(self) -> list:
         every = self._all
         return [
-            [t.requires_grad for t in every], [t.dtype for t in every],
-            list(map(torch.Tensor.size, every)), list(map(torch.Tensor.stride, every)),
-        ]  # fmt: skip
+            [t.requires_grad for t in every],
+            [t.dtype for t in every],
+            list(map(torch.Tensor.size, every)),
+            list(map(torch.Tensor.stride, every)),
+        ]
 
     def _of_classes(self) -> list:
         return [(c.forward, c.__call__) for c in self._classes]
@@ -245,22 +247,35 @@ def _same(some: list, others: list) -> bool:
 def settings(device: str) -> tuple:
     """The switches outside of all modules that decide which kernels run."""
     return (
-        torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype(),
-        is_deterministic(), torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(), torch.is_anomaly_enabled(),
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+        torch.get_default_dtype(),
+        is_deterministic(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_anomaly_enabled(),
         *[_read(switch) for switch in _SWITCHES],
-    )  # fmt: skip
+    )
 
 
 _matmul, _cudnn, _sdp = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
 _SWITCHES = (
-    torch.get_float32_matmul_precision, lambda: _matmul.allow_tf32, lambda: _matmul.fp32_precision,
+    torch.get_float32_matmul_precision,
+    lambda: _matmul.allow_tf32,
+    lambda: _matmul.fp32_precision,
     lambda: _matmul.allow_fp16_reduced_precision_reduction,
-    lambda: _matmul.allow_bf16_reduced_precision_reduction, lambda: _matmul.allow_fp16_accumulation,
-    torch.backends.cuda.preferred_blas_library, lambda: _cudnn.enabled, lambda: _cudnn.allow_tf32,
-    lambda: _cudnn.deterministic, lambda: _cudnn.benchmark, _sdp.flash_sdp_enabled, _sdp.math_sdp_enabled,
-    _sdp.mem_efficient_sdp_enabled, _sdp.cudnn_sdp_enabled,
-)  # fmt: skip
+    lambda: _matmul.allow_bf16_reduced_precision_reduction,
+    lambda: _matmul.allow_fp16_accumulation,
+    torch.backends.cuda.preferred_blas_library,
+    lambda: _cudnn.enabled,
+    lambda: _cudnn.allow_tf32,
+    lambda: _cudnn.deterministic,
+    lambda: _cudnn.benchmark,
+    _sdp.flash_sdp_enabled,
+    _sdp.math_sdp_enabled,
+    _sdp.mem_efficient_sdp_enabled,
+    _sdp.cudnn_sdp_enabled,
+)
 
 
 def _read(switch):

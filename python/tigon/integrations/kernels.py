@@ -66,8 +66,12 @@ def mapping() -> dict:
     """The kernel mapping, also for ``KernelConfig(kernel_mapping=...)`` and ``use_kernel_mapping``."""
     from kernels import Mode
 
-    modes = (Mode.TRAINING | Mode.TORCH_COMPILE, Mode.INFERENCE | Mode.TORCH_COMPILE,
-             Mode.TRAINING, Mode.INFERENCE)  # fmt: skip
+    modes = (
+        Mode.TRAINING | Mode.TORCH_COMPILE,
+        Mode.INFERENCE | Mode.TORCH_COMPILE,
+        Mode.TRAINING,
+        Mode.INFERENCE,
+    )
     return {tag: {device: dict.fromkeys(modes, Repository()) for device in DEVICES} for tag in TAGS}
 
 

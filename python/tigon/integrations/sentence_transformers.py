@@ -101,9 +101,11 @@ def _ranking_loss(loss, queries, documents):
     index = torch.arange(len(every), device=every.device)  # of queries: pairs of equal ones are left out
     none = torch.full_like(index, -1)
     among = {
-        "query_to_doc": (documents, none), "query_to_query": ([every], index),
-        "doc_to_query": ([every], none), "doc_to_doc": (documents, index),
-    }  # fmt: skip
+        "query_to_doc": (documents, none),
+        "query_to_query": ([every], index),
+        "doc_to_query": ([every], none),
+        "doc_to_doc": (documents, index),
+    }
     blocks = []
     for rows, side in zip(own, ("query", "doc"), strict=False):
         found = [among[name] for name in among if name in directions and name.startswith(side + "_to")]
@@ -127,15 +129,20 @@ def _guided_loss(loss, embeddings, guided):
     own = list(blocks(*map(normalized, embeddings)))
     theirs = list(blocks(*guides(embeddings[0], *guided)))
     limit = limits(
-        theirs[0][0], torch.cat(theirs[0][1]), batch.labels, length=guided[0].shape[1], margin=loss.margin,
+        theirs[0][0],
+        torch.cat(theirs[0][1]),
+        batch.labels,
+        length=guided[0].shape[1],
+        margin=loss.margin,
         relative=loss.margin_strategy == "relative",
-    )  # fmt: skip
+    )
     guided = [{"guide": (rows, torch.cat(columns)), "limit": limit} for rows, columns in theirs]
     size = embeddings[0].shape[1]
     return _joint(
         [(*block, options) for block, options in zip(own, guided, strict=True)],
-        _scale(own[0][0], 1.0 / (loss.temperature * size)), batch.labels,
-    )  # fmt: skip
+        _scale(own[0][0], 1.0 / (loss.temperature * size)),
+        batch.labels,
+    )
 
 
 def _backward_where(wanted, loss):
@@ -193,16 +200,18 @@ def _calculate_guided_loss(self, reps, reps_guided, *, with_backward=False):
 # Class -> method, its parameters, what stands in its place.
 METHODS = {
     "MultipleNegativesRankingLoss": (
-        "compute_loss_from_embeddings", "self embeddings labels", _compute_loss_from_embeddings,
+        "compute_loss_from_embeddings",
+        "self embeddings labels",
+        _compute_loss_from_embeddings,
     ),
     "CachedMultipleNegativesRankingLoss": (
-        "calculate_loss", "self reps labels with_backward", _calculate_ranking_loss,
+        "calculate_loss",
+        "self reps labels with_backward",
+        _calculate_ranking_loss,
     ),
     "GISTEmbedLoss": ("forward", "self sentence_features labels", _forward),
-    "CachedGISTEmbedLoss": (
-        "calculate_loss", "self reps reps_guided with_backward", _calculate_guided_loss,
-    ),
-}  # fmt: skip
+    "CachedGISTEmbedLoss": ("calculate_loss", "self reps reps_guided with_backward", _calculate_guided_loss),
+}
 
 
 def _methods() -> list[tuple]:

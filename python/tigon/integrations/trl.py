@@ -26,14 +26,32 @@ from tigon.integrations.transformers.forward import BELOW
 from tigon.ops.loss_head.operands import Trained, autocast
 
 NAME = "_ChunkedLogProbFunction"
-PARAMETERS = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
-              "logit_scale", "outputs"]  # fmt: skip
+PARAMETERS = [
+    "hidden",
+    "weight",
+    "bias",
+    "targets",
+    "temperature",
+    "chunk_size",
+    "final_logit_softcapping",
+    "logit_scale",
+    "outputs",
+]
 DIVERGENCE = "ChunkedDivergenceFunction"
 DIVERGENCE_PARAMETERS = [
-    "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight", "teacher_bias",
-    "beta", "temperature", "student_logit_scale", "student_final_logit_softcapping", "teacher_logit_scale",
+    "student_hidden",
+    "student_weight",
+    "student_bias",
+    "teacher_hidden",
+    "teacher_weight",
+    "teacher_bias",
+    "beta",
+    "temperature",
+    "student_logit_scale",
+    "student_final_logit_softcapping",
+    "teacher_logit_scale",
     "teacher_final_logit_softcapping",
-]  # fmt: skip
+]
 # Where a release keeps each function: 1.15 imports the divergence when called, 1.16 with the trainer.
 PLACES = {
     NAME: ("trl.trainer.utils",),
@@ -90,8 +108,18 @@ def _models(frame) -> tuple:
 class LogProbHead(_Head):
     """Of one head."""
 
-    def apply(self, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0,
-              outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")):  # fmt: skip
+    def apply(
+        self,
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature,
+        chunk_size,
+        softcap=None,
+        logit_scale=1.0,
+        outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+    ):
         """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None for what was not asked for."""
         ours = "log_sum_sq_probs" not in outputs and not (softcap and "mean_logits" in outputs)
         heads = self.gathered(weight, bias) if ours else None
@@ -117,22 +145,49 @@ class LogProbHead(_Head):
 class DivergenceHead(_Head):
     """Of two heads."""
 
-    def apply(self, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0,
-              logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None):  # fmt: skip
+    def apply(
+        self,
+        hidden,
+        weight,
+        bias,
+        teacher_hidden,
+        teacher_weight,
+        teacher_bias,
+        beta,
+        temperature=1.0,
+        logit_scale=1.0,
+        softcap=None,
+        teacher_logit_scale=1.0,
+        teacher_softcap=None,
+    ):
         """(divergence, entropy of the student) of rows; the gradient of the divergence is the student's."""
         heads = self.gathered(weight, bias, teacher_weight, teacher_bias)
         if heads is None:
             return self.original.apply(
-                hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature,
-                logit_scale, softcap, teacher_logit_scale, teacher_softcap,
-            )  # fmt: skip
+                hidden,
+                weight,
+                bias,
+                teacher_hidden,
+                teacher_weight,
+                teacher_bias,
+                beta,
+                temperature,
+                logit_scale,
+                softcap,
+                teacher_logit_scale,
+                teacher_softcap,
+            )
         weight, bias, teacher_weight, teacher_bias = heads
         hidden, teacher_hidden = autocast(hidden), autocast(teacher_hidden)
         teacher = (teacher_hidden, teacher_weight, *(() if teacher_bias is None else (teacher_bias,)))
         options = {
-            "beta": beta, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale,
-            "teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale,
-        }  # fmt: skip
+            "beta": beta,
+            "temperature": temperature,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "teacher_softcap": teacher_softcap,
+            "teacher_logit_scale": teacher_logit_scale,
+        }
         if hidden.is_cuda and torch.is_grad_enabled():  # there the trainer leaves masked rows out, and sums
             return _SummedRows.apply(options, teacher, hidden, weight, bias)
         got = tigon.linear_jsd(

@@ -41,9 +41,12 @@ class SwiGLU(nn.Module):
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
         return glu.swiglu(
-            gate, up, gate_multiplier=self.gate_multiplier, down_multiplier=self.down_multiplier,
+            gate,
+            up,
+            gate_multiplier=self.gate_multiplier,
+            down_multiplier=self.down_multiplier,
             limit=self.limit,
-        )  # fmt: skip
+        )
 
     def extra_repr(self) -> str:
         numbers = f"gate_multiplier={self.gate_multiplier}, down_multiplier={self.down_multiplier}"

@@ -72,11 +72,20 @@ class Experts(nn.Module):
         top_k_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return experts(
-            hidden_states, getattr(self, self._first), self.down_proj, top_k_index, top_k_weights,
-            activation=self.activation, gated=self.gated, interleaved=self.interleaved,
-            transposed=self.transposed, gate_up_bias=getattr(self, f"{self._first}_bias"),
-            down_bias=self.down_proj_bias, alpha=self.alpha, limit=self.limit,
-        )  # fmt: skip
+            hidden_states,
+            getattr(self, self._first),
+            self.down_proj,
+            top_k_index,
+            top_k_weights,
+            activation=self.activation,
+            gated=self.gated,
+            interleaved=self.interleaved,
+            transposed=self.transposed,
+            gate_up_bias=getattr(self, f"{self._first}_bias"),
+            down_bias=self.down_proj_bias,
+            alpha=self.alpha,
+            limit=self.limit,
+        )
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}, {self.activation!r}"
@@ -141,9 +150,13 @@ class Router(nn.Module):
         if self.wide:
             tensors = (t if t is None else t.float() for t in tensors)
         return route(
-            F.linear(*tensors), self.top_k, correction_bias=self.e_score_correction_bias, losses=losses,
-            token_weights=token_weights, **self.options,
-        )  # fmt: skip
+            F.linear(*tensors),
+            self.top_k,
+            correction_bias=self.e_score_correction_bias,
+            losses=losses,
+            token_weights=token_weights,
+            **self.options,
+        )
 
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape

@@ -97,10 +97,18 @@ class LinearCrossEntropyLoss(_Loss):
         lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
         return linear_cross_entropy(
-            hidden, weight, target, bias=bias, denominator=denominator, token_weight=token_weight,
-            valid_rows=valid_rows, position_ids=position_ids, lora=lora, class_weight=self.class_weight,
+            hidden,
+            weight,
+            target,
+            bias=bias,
+            denominator=denominator,
+            token_weight=token_weight,
+            valid_rows=valid_rows,
+            position_ids=position_ids,
+            lora=lora,
+            class_weight=self.class_weight,
             **self.options,
-        )  # fmt: skip
+        )
 
 
 class LinearKLDivLoss(_Loss):
@@ -128,9 +136,18 @@ class LinearKLDivLoss(_Loss):
         lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
         return self.function(
-            hidden, weight, teacher, labels, bias=bias, denominator=denominator, token_weight=token_weight,
-            valid_rows=valid_rows, position_ids=position_ids, lora=lora, **self.options,
-        )  # fmt: skip
+            hidden,
+            weight,
+            teacher,
+            labels,
+            bias=bias,
+            denominator=denominator,
+            token_weight=token_weight,
+            valid_rows=valid_rows,
+            position_ids=position_ids,
+            lora=lora,
+            **self.options,
+        )
 
 
 class LinearJSDLoss(LinearKLDivLoss):

@@ -103,10 +103,19 @@ class QKNormRotaryEmbedding(RotaryEmbedding):
     def forward(self, q: torch.Tensor, k: torch.Tensor | None = None, position_ids=None):
         cos, sin = self.tables(q, position_ids)
         return qk_norm_rope(
-            q, k, self.q_weight, self.k_weight if k is not None else None, cos, sin, self.eps,
-            offset=self.offset, rounding=self.rounding, rotary_dim=self.rotary_dim, keep_dtype=True,
+            q,
+            k,
+            self.q_weight,
+            self.k_weight if k is not None else None,
+            cos,
+            sin,
+            self.eps,
+            offset=self.offset,
+            rounding=self.rounding,
+            rotary_dim=self.rotary_dim,
+            keep_dtype=True,
             **self.options,
-        )  # fmt: skip
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, eps={self.eps}, offset={self.offset}, rounding={self.rounding!r}"

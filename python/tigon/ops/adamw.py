@@ -14,8 +14,19 @@ ROUNDINGS = ("nearest", "stochastic", "split", "master")
 
 
 # In the order of the operator's arguments.
-_LISTS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "extras", "steps", "first",
-          "group_sizes", "hyperparameters", "lrs")  # fmt: skip
+_LISTS = (
+    "params",
+    "grads",
+    "exp_avgs",
+    "exp_avg_sqs",
+    "max_exp_avg_sqs",
+    "extras",
+    "steps",
+    "first",
+    "group_sizes",
+    "hyperparameters",
+    "lrs",
+)
 
 
 class TensorList:

@@ -80,9 +80,17 @@ def _backward(ctx, *upstream):
             upstream = [None if g is None else g / unit for g in upstream]
         drow, dcol, dpicked = upstream
         dq, dd, dscale = _bwd(
-            *inputs, ctx.chunk_rows, None if drow is None else row_lse, drow,
-            None if dcol is None else col_lse, dcol, dpicked, need_q, need_d, need_scale,
-        )  # fmt: skip
+            *inputs,
+            ctx.chunk_rows,
+            None if drow is None else row_lse,
+            drow,
+            None if dcol is None else col_lse,
+            dcol,
+            dpicked,
+            need_q,
+            need_d,
+            need_scale,
+        )
         dscale = dscale / scale if need_scale else None  # it was of log(scale)
         if unit is not None:
             dq, dd, dscale = (None if g is None else g * unit.to(g.dtype) for g in (dq, dd, dscale))
@@ -123,7 +131,7 @@ def _backward_cosine(ctx, dloss, *_):
         need_q, need_d = ctx.needs_input_grad[:2]
         dq, dd = _cosine_bwd(
             q, d, *ctx.options, factor, dloss, gd if need_q else None, gq if need_d else None, need_q, need_d
-        )  # fmt: skip
+        )
         dq, dd = dq if need_q else None, dd if need_d else None
     return dq, dd, *(None,) * 10
 
@@ -149,16 +157,23 @@ def _cosine_loss(q, d, *, temperature, symmetric, weight, reduction, chunk_rows)
     train = torch.is_grad_enabled()
     wide = chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
     loss, *_ = _cosine(
-        q, d, 1.0 / temperature, 1.0 / len(q) if reduction == "mean" else 1.0, symmetric,
-        None if weight is None else weight.detach().float(), chunk_rows or 0, wide,
-        True, True, train and q.requires_grad, train and d.requires_grad,
-    )  # fmt: skip
+        q,
+        d,
+        1.0 / temperature,
+        1.0 / len(q) if reduction == "mean" else 1.0,
+        symmetric,
+        None if weight is None else weight.detach().float(),
+        chunk_rows or 0,
+        wide,
+        True,
+        True,
+        train and q.requires_grad,
+        train and d.requires_grad,
+    )
     return loss.view(())
 
 
-def statistics(
-    q, d, scale, labels=None, *, ids=None, limit=None, guide=None, columns=False, chunk_rows=0
-):  # fmt: skip
+def statistics(q, d, scale, labels=None, *, ids=None, limit=None, guide=None, columns=False, chunk_rows=0):
     """``(row_lse [n], col_lse [m] or None, picked [n, K] or None)`` of ``scale * q @ d.T``, differentiable;
     the first two in float64.
 
@@ -177,9 +192,20 @@ def statistics(
         )
     else:
         row_lse, col_lse, picked = _op(
-            q, d, scale, labels, q_ids, d_ids, limit, guide_q, guide_d, chunk_rows,
-            True, bool(columns), labels is not None,
-        )  # fmt: skip
+            q,
+            d,
+            scale,
+            labels,
+            q_ids,
+            d_ids,
+            limit,
+            guide_q,
+            guide_d,
+            chunk_rows,
+            True,
+            bool(columns),
+            labels is not None,
+        )
     picked = None if labels is None else picked.view(labels.shape)
     return row_lse, col_lse if columns else None, picked
 
@@ -205,10 +231,13 @@ def limits(q, d, labels, *, length, margin, relative=False, rounded=False):
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     inside = (labels >= 0) & (labels < d.shape[0])
-    of = torch.stack([
-        (q.to(wide) * d[torch.where(ok, label, 0)]).sum(-1)
-        for label, ok in zip(labels.unbind(1), inside.unbind(1), strict=True)
-    ], 1)  # fmt: skip
+    of = torch.stack(
+        [
+            (q.to(wide) * d[torch.where(ok, label, 0)]).sum(-1)
+            for label, ok in zip(labels.unbind(1), inside.unbind(1), strict=True)
+        ],
+        1,
+    )
     positive = torch.where(inside.any(1), torch.where(inside, of, -torch.inf).amax(1), torch.inf)
     positive = positive.to(q.dtype if rounded else wide).to(wide)
     tie = 32 * torch.finfo(wide).eps * positive.abs()
@@ -341,19 +370,39 @@ def contrastive_loss(
         for w in size_weights:
             arguments.check_numbers(OP, size_weights=w)
     plain = normalize and reduction != "none" and all(x is None for x in (labels, ids, margin, guide, group))
-    options = {"temperature": temperature, "symmetric": symmetric, "weight": weight, "reduction": reduction,
-               "chunk_rows": chunk_rows}  # fmt: skip
+    options = {
+        "temperature": temperature,
+        "symmetric": symmetric,
+        "weight": weight,
+        "reduction": reduction,
+        "chunk_rows": chunk_rows,
+    }
     if plain and _has_cosine(q, temperature, sizes):
         loss_of_size = functools.partial(_cosine_loss, **options)
     else:
         diagonal = labels is None
         positives = torch.arange(n, device=q.device)[:, None] if diagonal else labels
-        whole = _Own() if group is None else _Whole(
-            q, group, (q, d, temperature), positives=positives.shape[1], labels=not diagonal,
-            temperature=temperature, symmetric=symmetric, normalize=normalize, ids=ids is not None,
-            margin=margin, relative_margin=relative_margin, guide=guide is not None, sizes=sizes,
-            size_weights=size_weights and [float(w) for w in size_weights], reduction=reduction,
-        )  # fmt: skip
+        whole = (
+            _Own()
+            if group is None
+            else _Whole(
+                q,
+                group,
+                (q, d, temperature),
+                positives=positives.shape[1],
+                labels=not diagonal,
+                temperature=temperature,
+                symmetric=symmetric,
+                normalize=normalize,
+                ids=ids is not None,
+                margin=margin,
+                relative_margin=relative_margin,
+                guide=guide is not None,
+                sizes=sizes,
+                size_weights=size_weights and [float(w) for w in size_weights],
+                reduction=reduction,
+            )
+        )
         bound = None if margin is None else {"margin": margin, "relative": relative_margin}
         limit = None
         if ids is not None:
@@ -362,9 +411,17 @@ def contrastive_loss(
             limit = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
             guide = whole.rows(guide[0]), guide[1]
         loss_of_size = functools.partial(
-            _loss, labels=positives, normalize=normalize, ids=ids, bound=bound, limit=limit, guide=guide,
-            diagonal=diagonal, whole=whole, **options,
-        )  # fmt: skip
+            _loss,
+            labels=positives,
+            normalize=normalize,
+            ids=ids,
+            bound=bound,
+            limit=limit,
+            guide=guide,
+            diagonal=diagonal,
+            whole=whole,
+            **options,
+        )
     losses = [loss_of_size(*((q, d) if s == size else (q[:, :s], d[:, :s]))) for s in sizes]
     if size_weights is not None:
         losses = [loss * w for loss, w in zip(losses, size_weights, strict=True)]
@@ -391,9 +448,23 @@ def _check_pair(name, pair, q, n, m, check_kind):
 
 
 def _loss(
-    q, d, *, labels, temperature, symmetric, normalize, weight, ids, bound, limit, guide, diagonal, reduction,
-    whole, chunk_rows,
-):  # fmt: skip
+    q,
+    d,
+    *,
+    labels,
+    temperature,
+    symmetric,
+    normalize,
+    weight,
+    ids,
+    bound,
+    limit,
+    guide,
+    diagonal,
+    reduction,
+    whole,
+    chunk_rows,
+):
     """The loss of embeddings of one size."""
     n, columns = q.shape[0], q.shape[1] if normalize else 1  # a normalized row's length, squared
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -402,9 +473,15 @@ def _loss(
     plain = not symmetric and labels.shape[1] == 1 and ids is None and bound is None and type(whole) is _Own
     if plain and not isinstance(temperature, torch.Tensor) and n:
         return linear_cross_entropy(
-            q, d, labels[:, 0], logit_scale=1.0 / columns, temperature=float(temperature),
-            token_weight=weight, reduction=reduction, chunk_rows=chunk_rows,
-        )  # fmt: skip
+            q,
+            d,
+            labels[:, 0],
+            logit_scale=1.0 / columns,
+            temperature=float(temperature),
+            token_weight=weight,
+            reduction=reduction,
+            chunk_rows=chunk_rows,
+        )
     if isinstance(temperature, torch.Tensor):
         scale = 1.0 / (temperature.to(q.device, wide).reshape(1) * columns)
     else:
@@ -413,9 +490,16 @@ def _loss(
     if bound is not None and guide is None:
         limit = whole.rows(limits(q, d, labels, length=columns, rounded=True, **bound))
     row_lse, col_lse, picked = statistics(
-        whole.rows(q), d, scale, whole.labels(labels), ids=ids, limit=limit, guide=guide,
-        columns=symmetric, chunk_rows=chunk_rows or 0,
-    )  # fmt: skip
+        whole.rows(q),
+        d,
+        scale,
+        whole.labels(labels),
+        ids=ids,
+        limit=limit,
+        guide=guide,
+        columns=symmetric,
+        chunk_rows=chunk_rows or 0,
+    )
     own, picked = whole.own(whole.log_sum(row_lse)), whole.own(picked)
     if diagonal:
         if symmetric:

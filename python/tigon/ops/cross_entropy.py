@@ -16,9 +16,19 @@ REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def reference(
-    logits, target, *, weight=None, ignore_index=-100, label_smoothing=0.0, softcap=None, z_loss=0.0,
-    reduction="mean", denominator=None, inplace=False, token_weight=None,
-):  # fmt: skip
+    logits,
+    target,
+    *,
+    weight=None,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    softcap=None,
+    z_loss=0.0,
+    reduction="mean",
+    denominator=None,
+    inplace=False,
+    token_weight=None,
+):
     """The same formula in plain PyTorch operations (any float dtype, any device).
 
     Args:
@@ -63,8 +73,13 @@ def check_denominator(op, denominator, name="denominator"):
 def divide(total, denominator):
     """A sum over its denominator, in plain PyTorch operations and the sum's dtype."""
     if isinstance(denominator, torch.Tensor):
-        check(_OP, denominator.is_meta == total.is_meta, "denominator must be on {}, got {}", total.device,
-              denominator.device)  # fmt: skip
+        check(
+            _OP,
+            denominator.is_meta == total.is_meta,
+            "denominator must be on {}, got {}",
+            total.device,
+            denominator.device,
+        )
         denominator = denominator.detach().to(total.device).reshape(())
     return (total / denominator).to(total.dtype)
 
@@ -186,9 +201,16 @@ def cross_entropy(
     if not has_kernel(_OP, logits, beside=(target, weight)):
         arguments.check_range(_OP, "target", target, logits.shape[-1], ignore_index)
         return reference(
-            logits, target, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
-            softcap=softcap, z_loss=z_loss, reduction=reduction, denominator=denominator,
-        )  # fmt: skip
+            logits,
+            target,
+            weight=weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            z_loss=z_loss,
+            reduction=reduction,
+            denominator=denominator,
+        )
     reduction = reduction if denominator is None else "sum"
     labels, divisors = target.reshape(-1).long(), split_denominator(denominator, logits.device)
     loss = _loss(logits, labels, weight, *divisors, REDUCTIONS[reduction], *options, inplace=inplace)

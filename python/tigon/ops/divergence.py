@@ -16,9 +16,17 @@ _REDUCTIONS = {"none": 0, "sum": 1, "batchmean": 2, "mean": 3}
 
 
 def reference(
-    student, teacher, labels=None, *, kind="forward_kl", beta=0.5, temperature=1.0, log_probs=False,
-    ignore_index=-100, reduction="batchmean",
-):  # fmt: skip
+    student,
+    teacher,
+    labels=None,
+    *,
+    kind="forward_kl",
+    beta=0.5,
+    temperature=1.0,
+    log_probs=False,
+    ignore_index=-100,
+    reduction="batchmean",
+):
     """The same formulas in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(student.dtype, torch.float32)
     lq, lp = student.to(wide), teacher.to(wide)
@@ -53,9 +61,19 @@ _loss = RowLoss("divergence", reduction=3)
 
 
 def divergence(
-    op, kind, student, teacher, labels, beta, *, temperature=1.0, log_probs, ignore_index, reduction,
+    op,
+    kind,
+    student,
+    teacher,
+    labels,
+    beta,
+    *,
+    temperature=1.0,
+    log_probs,
+    ignore_index,
+    reduction,
     inplace=False,
-):  # fmt: skip
+):
     """Check, choose between kernel and reference, run."""
     arguments.check_float(op, "student", student)
     arguments.check_float(op, "teacher", teacher)
@@ -71,15 +89,25 @@ def divergence(
     arguments.check_booleans(op, log_probs=log_probs, inplace=inplace)
     check(op, not log_probs or temperature == 1, "temperature must be 1 with log_probs, got {}", temperature)
     arguments.check_choice(op, "reduction", reduction, _REDUCTIONS)
-    check(op, not (inplace and need_grad and student.is_leaf),
-          "student must not be a leaf that requires grad with inplace=True, got a leaf")  # fmt: skip
+    check(
+        op,
+        not (inplace and need_grad and student.is_leaf),
+        "student must not be a leaf that requires grad with inplace=True, got a leaf",
+    )
     if labels is not None:
         check_target(op, "labels", labels, student.shape[:-1])
     if not has_kernel(op, student, beside=(teacher, labels)):
         return reference(
-            student, teacher, labels, kind=kind, beta=beta, temperature=temperature, log_probs=log_probs,
-            ignore_index=ignore_index, reduction=reduction,
-        )  # fmt: skip
+            student,
+            teacher,
+            labels,
+            kind=kind,
+            beta=beta,
+            temperature=temperature,
+            log_probs=log_probs,
+            ignore_index=ignore_index,
+            reduction=reduction,
+        )
     if inplace and need_grad and reduction != "none":
         check_apart(op, "student", student, "teacher", teacher)
     labels = None if labels is None else labels.reshape(-1).long()
@@ -130,9 +158,18 @@ def kl_div(
     arguments.check_booleans("kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
     return divergence(
-        "kl_div", kind, student, teacher, labels, 0.5, temperature=temperature, log_probs=log_probs,
-        ignore_index=ignore_index, reduction=reduction, inplace=inplace,
-    )  # fmt: skip
+        "kl_div",
+        kind,
+        student,
+        teacher,
+        labels,
+        0.5,
+        temperature=temperature,
+        log_probs=log_probs,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        inplace=inplace,
+    )
 
 
 def jsd_kind(op, beta) -> str:

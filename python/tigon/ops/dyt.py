@@ -33,10 +33,7 @@ _op = paired("dyt", _fake, layout=Layout(rows=1, columns=3), fake_bwd=_fake_bwd)
 
 
 def dyt(
-    x: torch.Tensor,
-    alpha: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: torch.Tensor, alpha: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Dynamic Tanh, a layer in the place of a norm: ``tanh(alpha * x) * weight + bias``.
 

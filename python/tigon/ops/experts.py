@@ -21,8 +21,15 @@ from tigon.ops import arguments
 _OP = "experts"
 ALPHA, LIMIT = 1.702, 7.0
 # Activation of the gate -> kind of the native gated unit.
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swiglu_oai": 4, "relu_squared": 5,
-         "swiglu_clamped": 6}  # fmt: skip
+KINDS = {
+    "silu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "relu": 3,
+    "swiglu_oai": 4,
+    "relu_squared": 5,
+    "swiglu_clamped": 6,
+}
 _CLAMPED = ("swiglu_oai", "swiglu_clamped")
 _HALVES, _INTERLEAVED, _SINGLE = range(3)
 
@@ -51,9 +58,21 @@ def _unit(z, activation, interleaved, gated, alpha, limit):
 
 
 def reference(
-    x, gate_up, down, ids, weights=None, *, activation="silu", interleaved=False, gated=True,
-    transposed=False, gate_up_bias=None, down_bias=None, alpha=ALPHA, limit=LIMIT,
-):  # fmt: skip
+    x,
+    gate_up,
+    down,
+    ids,
+    weights=None,
+    *,
+    activation="silu",
+    interleaved=False,
+    gated=True,
+    transposed=False,
+    gate_up_bias=None,
+    down_bias=None,
+    alpha=ALPHA,
+    limit=LIMIT,
+):
     """The same formulas in plain PyTorch operations (any float dtype, any device)."""
     if not transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
@@ -93,10 +112,14 @@ def own_fits(rows, other) -> bool:
     """Whether the native products take these: on CUDA 16-bit rows of whole 16-byte vectors, on sm_90."""
     if rows.is_cpu:
         return True
-    return rows.dtype != torch.float32 and own_products(rows.device) and all(
-        t.data_ptr() % 16 == 0 and t.is_contiguous() and all(n % 8 == 0 for n in t.shape[1:])
-        for t in (rows, other)
-    )  # fmt: skip
+    return (
+        rows.dtype != torch.float32
+        and own_products(rows.device)
+        and all(
+            t.data_ptr() % 16 == 0 and t.is_contiguous() and all(n % 8 == 0 for n in t.shape[1:])
+            for t in (rows, other)
+        )
+    )
 
 
 def grouped_fits(offsets, rows) -> bool:
@@ -175,9 +198,21 @@ def weight_gradient(a, b, offsets):
 
 
 def _forward(
-    x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, kind, columns, transposed, alpha,
-    limit, keep=True,
-):  # fmt: skip
+    x,
+    gate_up,
+    down,
+    ids,
+    weights,
+    gate_up_bias,
+    down_bias,
+    is_sorted,
+    kind,
+    columns,
+    transposed,
+    alpha,
+    limit,
+    keep=True,
+):
     """y, and what the backward needs: rows of gate_up (not without `keep`), order, place, offsets."""
     ints = {"dtype": torch.int32, "device": x.device}
     order = place = torch.empty(0, **ints)
@@ -192,9 +227,8 @@ def _forward(
         order, place, offsets = _route(ids.contiguous(), gate_up.shape[0])
     slots = None if is_sorted else order
     z, act = gated_product(
-        x, slots, place, gate_up, gate_up_bias, offsets, kind, columns, transposed, alpha,
-        limit, keep,
-    )  # fmt: skip
+        x, slots, place, gate_up, gate_up_bias, offsets, kind, columns, transposed, alpha, limit, keep
+    )
     y = product(act, down, offsets, transposed)
     if is_sorted and weights is None and down_bias is None:
         _zero_rest(y, offsets)
@@ -204,10 +238,31 @@ def _forward(
 
 
 def _layer_backward(
-    dy, x, gate_up, down, weights, gate_up_bias, down_bias, z, order, place, offsets, is_sorted, kind,
-    columns, transposed, alpha, limit, need_x, need_gate_up, need_down, need_weights, need_gate_up_bias,
-    need_down_bias, in_place=False,
-):  # fmt: skip
+    dy,
+    x,
+    gate_up,
+    down,
+    weights,
+    gate_up_bias,
+    down_bias,
+    z,
+    order,
+    place,
+    offsets,
+    is_sorted,
+    kind,
+    columns,
+    transposed,
+    alpha,
+    limit,
+    need_x,
+    need_gate_up,
+    need_down,
+    need_weights,
+    need_gate_up_bias,
+    need_down_bias,
+    in_place=False,
+):
     """Gradients of x, gate_up, down, weights and the biases; 0 elements where one is not needed.
 
     Args:
@@ -227,9 +282,7 @@ def _layer_backward(
     dact = z[:, : down.shape[1 if transposed else 2]]
     if need_dz or need_weights:
         dact = product(g, down, offsets, not transposed)
-    gate_inputs = (
-        dact, z, gate_up_bias, weights, slots, offsets, g, down_bias, kind, columns, alpha, limit,
-    )  # fmt: skip
+    gate_inputs = (dact, z, gate_up_bias, weights, slots, offsets, g, down_bias, kind, columns, alpha, limit)
     if in_place and need_dz:
         dz = z
         act, dweights = _gate_bwd_in_place(*gate_inputs, need_down, need_weights)
@@ -319,9 +372,11 @@ def _check(
     inner = wide // parts
     expected = (experts, inner, hidden) if transposed else (experts, hidden, inner)
     for name, t, shape in (
-        ("gate_up", gate_up, gate_up.shape), ("down", down, expected),
-        ("gate_up_bias", gate_up_bias, (experts, wide)), ("down_bias", down_bias, (experts, hidden)),
-    ):  # fmt: skip
+        ("gate_up", gate_up, gate_up.shape),
+        ("down", down, expected),
+        ("gate_up_bias", gate_up_bias, (experts, wide)),
+        ("down_bias", down_bias, (experts, hidden)),
+    ):
         if t is not None:
             arguments.check_float(op, name, t)
             arguments.check_like(op, name, t, shape, x.device)
@@ -344,12 +399,38 @@ _WORDS = {
 
 
 def _run(
-    x, gate_up, down, ids, weights, is_sorted, *, activation, gated, interleaved, transposed, gate_up_bias,
-    down_bias, alpha, limit,
-):  # fmt: skip
+    x,
+    gate_up,
+    down,
+    ids,
+    weights,
+    is_sorted,
+    *,
+    activation,
+    gated,
+    interleaved,
+    transposed,
+    gate_up_bias,
+    down_bias,
+    alpha,
+    limit,
+):
     columns = _SINGLE if not gated else _INTERLEAVED if interleaved else _HALVES
-    return _op(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, KINDS[activation], columns,
-               transposed, alpha, limit)  # fmt: skip
+    return _op(
+        x,
+        gate_up,
+        down,
+        ids,
+        weights,
+        gate_up_bias,
+        down_bias,
+        is_sorted,
+        KINDS[activation],
+        columns,
+        transposed,
+        alpha,
+        limit,
+    )
 
 
 @arguments.called(_WORDS)
@@ -407,9 +488,16 @@ def experts(
     Source: Shazeer et al. 2017, arXiv:1701.06538; gradients without the experts' outputs: Guo et al. 2025,
     arXiv:2512.14080.
     """
-    options = {"activation": activation, "gated": gated, "interleaved": interleaved, "alpha": alpha,
-               "transposed": transposed, "gate_up_bias": gate_up_bias, "down_bias": down_bias,
-               "limit": limit}  # fmt: skip
+    options = {
+        "activation": activation,
+        "gated": gated,
+        "interleaved": interleaved,
+        "alpha": alpha,
+        "transposed": transposed,
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+        "limit": limit,
+    }
     _check(_OP, x, gate_up, down, **options)
     arguments.check_indices(_OP, "ids", ids)
     fits = ids.dim() == x.dim() and ids.shape[:-1] == x.shape[:-1] and x.dim() >= 2
@@ -420,8 +508,15 @@ def experts(
         negative = ids[ids < 0][:1].tolist() if arguments.readable(ids) else []
         check(_OP, not negative, "ids must be >= 0, got {}", *negative)
         return reference(x, gate_up, down, ids, weights, **options)
-    y = _run(x.reshape(-1, x.shape[-1]), gate_up, down, ids.reshape(-1, ids.shape[-1]),
-             None if weights is None else weights.reshape(-1), False, **options)  # fmt: skip
+    y = _run(
+        x.reshape(-1, x.shape[-1]),
+        gate_up,
+        down,
+        ids.reshape(-1, ids.shape[-1]),
+        None if weights is None else weights.reshape(-1),
+        False,
+        **options,
+    )
     return y.reshape(x.shape)
 
 

@@ -366,14 +366,24 @@ def fp8_linear(
         fits = t.dtype in (x.dtype, torch.float32)
         check(_OP, fits, name + " must be {} or float32, got {}", x.dtype, t.dtype)
     check(_OP, x.dim() >= 1, "x must be [..., K], got {}", tuple(x.shape))
-    check(_OP, weight.dim() == 2 and weight.shape[1] == x.shape[-1], "weight must be [N, {}], got {}",
-          x.shape[-1], tuple(weight.shape))  # fmt: skip
+    check(
+        _OP,
+        weight.dim() == 2 and weight.shape[1] == x.shape[-1],
+        "weight must be [N, {}], got {}",
+        x.shape[-1],
+        tuple(weight.shape),
+    )
     for name, size in (("columns", weight.shape[1]), ("rows", weight.shape[0])):
         fits = size > 0 and size % MULTIPLE == 0
         check(_OP, fits, "weight must have " + name + " by the multiple of {}, got {}", MULTIPLE, size)
     if bias is not None:
-        check(_OP, tuple(bias.shape) == (weight.shape[0],), "bias must be [{}], got {}", weight.shape[0],
-              tuple(bias.shape))  # fmt: skip
+        check(
+            _OP,
+            tuple(bias.shape) == (weight.shape[0],),
+            "bias must be [{}], got {}",
+            weight.shape[0],
+            tuple(bias.shape),
+        )
     check_choice(_OP, "dw", dw, ("fp8", "bf16"))
     if not _op.has_kernel(_OP, x, weight, bias):
         return reference(x, weight, bias, dw)

@@ -16,9 +16,17 @@ _ACTIVATIONS = {"silu": 0, "sigmoid": 1}
 
 
 def reference(
-    x, gate, weight=None, eps=1e-6, *, norm_before_gate=True, group_size=None, activation="silu", offset=0.0,
+    x,
+    gate,
+    weight=None,
+    eps=1e-6,
+    *,
+    norm_before_gate=True,
+    group_size=None,
+    activation="silu",
+    offset=0.0,
     rounding="llama",
-):  # fmt: skip
+):
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
     double = x.dtype == torch.float64
     wide = x if double else x.float()
@@ -100,9 +108,16 @@ def gated_rms_norm(
         divides = x.shape[-1] % (group_size or 1) == 0
         check(op, divides, "group_size must divide {}, got {}", x.shape[-1], group_size)
         return reference(
-            x, gate, weight, eps, norm_before_gate=norm_before_gate, group_size=group_size,
-            activation=activation, offset=offset, rounding=rounding,
-        )  # fmt: skip
+            x,
+            gate,
+            weight,
+            eps,
+            norm_before_gate=norm_before_gate,
+            group_size=group_size,
+            activation=activation,
+            offset=offset,
+            rounding=rounding,
+        )
     (weight,) = columns_for(op, ("weight",), x, weight)
     options = (group_size or 0, norm_before_gate, _ACTIVATIONS[activation], offset, norm.ROUNDINGS[rounding])
     return _op(x, gate, weight, eps, *options)

@@ -149,9 +149,11 @@ def clip_grad_norm_(
     if isinstance(norm_type, str):
         with contextlib.suppress(ValueError):  # refused in the next line
             norm_type = float(norm_type)
-    alike("clip_grad_norm_", parameters, lambda: check_numbers(
-        "clip_grad_norm_", max_norm=max_norm, norm_type=norm_type
-    ))  # fmt: skip
+    alike(
+        "clip_grad_norm_",
+        parameters,
+        lambda: check_numbers("clip_grad_norm_", max_norm=max_norm, norm_type=norm_type),
+    )
     if float(norm_type) != 2.0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if not grads:
@@ -159,8 +161,12 @@ def clip_grad_norm_(
     check("clip_grad_norm_", max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
     norm, factor = global_norm(grads, max_norm)
     if error_if_nonfinite:
-        check("clip_grad_norm_", bool(norm.isfinite()), "the norm of all gradients must be finite, got {}",
-              float(norm))  # fmt: skip
+        check(
+            "clip_grad_norm_",
+            bool(norm.isfinite()),
+            "the norm of all gradients must be finite, got {}",
+            float(norm),
+        )
     _scale_all(grads, factor)
     return norm
 

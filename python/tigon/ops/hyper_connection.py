@@ -21,9 +21,19 @@ MAX_STREAMS = 8
 
 
 def reference_pre(
-    x, weight, base, scale, *, norm_eps=1e-6, pre_eps=0.0, post_scale=2.0, post_eps=0.0, iterations=20,
-    sinkhorn_eps=1e-6, collapse=True,
-):  # fmt: skip
+    x,
+    weight,
+    base,
+    scale,
+    *,
+    norm_eps=1e-6,
+    pre_eps=0.0,
+    post_scale=2.0,
+    post_eps=0.0,
+    iterations=20,
+    sinkhorn_eps=1e-6,
+    collapse=True,
+):
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     n, flat = x.shape[-2], x.flatten(-2).to(wide)
@@ -157,8 +167,15 @@ def hyper_connection_pre(
     check(PRE, sinkhorn_eps >= 0, "sinkhorn_eps must be >= 0, got {}", sinkhorn_eps)
     check_integers(PRE, least=1, iterations=iterations)
     check_booleans(PRE, collapse=collapse)
-    options = {"norm_eps": norm_eps, "pre_eps": pre_eps, "post_scale": post_scale, "post_eps": post_eps,
-               "iterations": iterations, "sinkhorn_eps": sinkhorn_eps, "collapse": collapse}  # fmt: skip
+    options = {
+        "norm_eps": norm_eps,
+        "pre_eps": pre_eps,
+        "post_scale": post_scale,
+        "post_eps": post_eps,
+        "iterations": iterations,
+        "sinkhorn_eps": sinkhorn_eps,
+        "collapse": collapse,
+    }
     if not has_kernel(PRE, x) or torch.float64 in (weight.dtype, base.dtype, scale.dtype):
         for name, a in (("x", x), ("weight", weight), ("base", base), ("scale", scale)):
             check_stored(PRE, name, a)

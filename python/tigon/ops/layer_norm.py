@@ -25,10 +25,7 @@ _op = paired("layer_norm", _fake, results=1, layout=Layout(rows=1, columns=2))
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
     """Layer normalisation over the last dimension.
 

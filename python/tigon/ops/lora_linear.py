@@ -408,8 +408,10 @@ class _DoraFunction(torch.autograd.Function):
             return (None,) * len(needs)
         if x is None:
             x = ctx.recompute()
-        weights = [scale_rows(w, f, w if layout.makers else None)
-                   for w, f in zip(layout.dense(weights), factors, strict=True)]  # fmt: skip
+        weights = [
+            scale_rows(w, f, w if layout.makers else None)
+            for w, f in zip(layout.dense(weights), factors, strict=True)
+        ]
         wanted = needs[2], True in needs[3 + n : 3 + 2 * n], True in needs[3 + 2 * n : 3 + 3 * n]
         dx, da, *db = _eager_bwd(dys, x, (*weights, *a, *scaled_b), t, *layout.options, None, *wanted)
         if wanted[2]:
@@ -434,8 +436,12 @@ def _seed_of(seed, x) -> torch.Tensor:
     if seed is None:
         return draw_seed(x)
     if isinstance(seed, torch.Tensor):
-        check(_OP, seed.dtype == torch.int64 and seed.numel() == 1, "seed must be one int64, got {}",
-              kind_of(seed))  # fmt: skip
+        check(
+            _OP,
+            seed.dtype == torch.int64 and seed.numel() == 1,
+            "seed must be one int64, got {}",
+            kind_of(seed),
+        )
         return seed
     check_integers(_OP, seed=seed)
     return torch.full((1,), seed, dtype=torch.int64, device=x.device)
@@ -513,11 +519,7 @@ def _in_dtype(name, t, dtype):
 
 @called()
 def lora_linears(
-    x: torch.Tensor,
-    linears: Sequence[tuple],
-    *,
-    dropout: float = 0.0,
-    seed: int | torch.Tensor | None = None,
+    x: torch.Tensor, linears: Sequence[tuple], *, dropout: float = 0.0, seed: int | torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """:func:`tigon.lora_linear` of one x with several maps, such as q, k and v.
 

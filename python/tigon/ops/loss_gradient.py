@@ -32,12 +32,23 @@ class RowLoss:
     def __init__(self, name: str, reduction: int) -> None:
         self.name, self.reduction = name, reduction
         transformed = (self._setup_transformed, self._backward_transformed)
-        self.op = _op.Op(name, fake=self._fake, setup_context=self._setup_context, backward=self._backward,
-                     results=1, transformed=transformed)  # fmt: skip
+        self.op = _op.Op(
+            name,
+            fake=self._fake,
+            setup_context=self._setup_context,
+            backward=self._backward,
+            results=1,
+            transformed=transformed,
+        )
         in_place = _op.raw(f"{name}_in_place", lambda x, *_: x.new_empty((), dtype=torch.float32), name)
         self.gradient = _op.raw(f"{name}_bwd", lambda dloss, x, *_: x.new_empty(x.shape))
-        self.rescaled = _op.transformable(name, f"{name}_rescaled", lambda dx, dloss, x: _product(dx, dloss),
-                                      lambda *_: None, lambda *_: _op.refuse_second(name))  # fmt: skip
+        self.rescaled = _op.transformable(
+            name,
+            f"{name}_rescaled",
+            lambda dx, dloss, x: _product(dx, dloss),
+            lambda *_: None,
+            lambda *_: _op.refuse_second(name),
+        )
 
         def forward(ctx, *inputs):
             loss, dx = in_place(*inputs[:-1]), inputs[0].detach()

@@ -86,9 +86,12 @@ def momentum_(
 
 
 def update_(
-    params: list[torch.Tensor], updates: list[torch.Tensor], lr: float | torch.Tensor, ratio: float,
+    params: list[torch.Tensor],
+    updates: list[torch.Tensor],
+    lr: float | torch.Tensor,
+    ratio: float,
     weight_decay: float,
-) -> None:  # fmt: skip
+) -> None:
     """Subtracts ``lr * (weight_decay * param + ratio * update)``; `lr` is a number, or on the device."""
     on_device = isinstance(lr, torch.Tensor)
     if _has_kernel(params, updates):

@@ -85,8 +85,12 @@ def constants(op, shape, device, advantage, old, ref, importance, kl, denominato
     checked; they get no gradient."""
     tensor = isinstance(advantage, torch.Tensor)
     check(op, tensor, "advantage must be a float tensor, got {}", arguments.kind_of(advantage))
-    for name, t, either in (("advantage", advantage, True), ("old", old, False), ("ref", ref, False),
-                            ("importance", importance, True)):  # fmt: skip
+    for name, t, either in (
+        ("advantage", advantage, True),
+        ("old", old, False),
+        ("ref", ref, False),
+        ("importance", importance, True),
+    ):
         if t is None:
             continue
         arguments.check_float(op, name, t)

@@ -128,8 +128,9 @@ def single_formula(op, *, kind, beta, average, kl, weights, **others) -> Formula
         arguments.check_numbers(op, kl=kl)
     none = not isinstance(kl, torch.Tensor) and kl == 0
     check(op, kind == "kto" or none, "kl must be 0 with kind {!r}, got {}", kind, kl)
-    return Formula(_KTO, average, float(beta), desirable_weight=float(weights[0]),
-                   undesirable_weight=float(weights[1]))  # fmt: skip
+    return Formula(
+        _KTO, average, float(beta), desirable_weight=float(weights[0]), undesirable_weight=float(weights[1])
+    )
 
 
 def check_ref(op, ref, answers, device) -> None:
@@ -352,8 +353,17 @@ def preference_loss(
     _check_tokens(op, log_prob, mask)
     answers, device = log_prob.shape[0], log_prob.device
     check_pairs(op, "log_prob", answers)
-    formula = pair_formula(op, kind=kind, beta=beta, average=average, label_smoothing=label_smoothing,
-                           gamma=gamma, tau=tau, nll=nll, ref=ref)  # fmt: skip
+    formula = pair_formula(
+        op,
+        kind=kind,
+        beta=beta,
+        average=average,
+        label_smoothing=label_smoothing,
+        gamma=gamma,
+        tau=tau,
+        nll=nll,
+        ref=ref,
+    )
     check_ref(op, ref, answers, device)
     check_mask(op, "nll_mask", nll_mask, (answers // 2, *log_prob.shape[1:]), device)
     if nll_mask is not None:

@@ -143,8 +143,20 @@ def qk_norm_rope(
     _check_weights(q, k, q_weight, k_weight)
     fits = q.shape[-1] <= MAX_HEAD_DIM
     if tables.takes_reference(op, q, k, cos, sin, position_ids, q_weight, k_weight, fits=fits):
-        return reference(q, k, q_weight, k_weight, cos, sin, eps, offset=offset, rounding=rounding,
-                         unsqueeze_dim=unsqueeze_dim, position_ids=position_ids, **options)  # fmt: skip
+        return reference(
+            q,
+            k,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            eps,
+            offset=offset,
+            rounding=rounding,
+            unsqueeze_dim=unsqueeze_dim,
+            position_ids=position_ids,
+            **options,
+        )
     cos, sin = tables.kernel_tables(op, q, cos, sin)
     if q_weight is not None and q_weight.dtype not in (q.dtype, torch.float32):
         wide = torch.promote_types(q.dtype, q_weight.dtype)

@@ -191,9 +191,20 @@ def rope(
     of columns as in Hugging Face's ``apply_rotary_pos_emb``.
     """
     head_dim = tables.check_heads("rope", q, k, unsqueeze_dim)
-    form = tables.Form.of("rope", head_dim, cos, sin, q, interleaved=interleaved, deinterleave=deinterleave,
-                   rotary_dim=rotary_dim, tail=tail, mrope_section=mrope_section,
-                   mrope_interleaved=mrope_interleaved, keep_dtype=keep_dtype)  # fmt: skip
+    form = tables.Form.of(
+        "rope",
+        head_dim,
+        cos,
+        sin,
+        q,
+        interleaved=interleaved,
+        deinterleave=deinterleave,
+        rotary_dim=rotary_dim,
+        tail=tail,
+        mrope_section=mrope_section,
+        mrope_interleaved=mrope_interleaved,
+        keep_dtype=keep_dtype,
+    )
     tables.check_tables("rope", q, cos, sin, position_ids, form)
     if inplace is not False:
         check_booleans("rope", inplace=inplace)

@@ -26,13 +26,33 @@ class Form(NamedTuple):
     mixed: bool = False
 
     @classmethod
-    def of(cls, op, head_dim, cos, sin, q, *, interleaved=False, deinterleave=False, rotary_dim=None,
-           tail=False, mrope_section=None, mrope_interleaved=False, keep_dtype=False):  # fmt: skip
+    def of(
+        cls,
+        op,
+        head_dim,
+        cos,
+        sin,
+        q,
+        *,
+        interleaved=False,
+        deinterleave=False,
+        rotary_dim=None,
+        tail=False,
+        mrope_section=None,
+        mrope_interleaved=False,
+        keep_dtype=False,
+    ):
         """From the options of the public functions."""
         check(op, isinstance(cos, torch.Tensor), "cos must be a tensor, got {}", arguments.kind_of(cos))
         arguments.check_layout(op, "cos", cos)
-        arguments.check_booleans(op, interleaved=interleaved, deinterleave=deinterleave, tail=tail,
-                                 mrope_interleaved=mrope_interleaved, keep_dtype=keep_dtype)  # fmt: skip
+        arguments.check_booleans(
+            op,
+            interleaved=interleaved,
+            deinterleave=deinterleave,
+            tail=tail,
+            mrope_interleaved=mrope_interleaved,
+            keep_dtype=keep_dtype,
+        )
         check(
             op, interleaved or not deinterleave, "interleaved must be True with deinterleave=True, got False"
         )

@@ -32,10 +32,22 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, tor
 
 
 def reference(
-    logits, top_k, *, score="softmax", normalize=True, correction_bias=None, num_groups=1, top_groups=1,
-    group_score="max", scale=1.0, dtype=torch.float32, ids_dtype=torch.int64, losses=False,
-    token_weights=None, forced=None,
-):  # fmt: skip
+    logits,
+    top_k,
+    *,
+    score="softmax",
+    normalize=True,
+    correction_bias=None,
+    num_groups=1,
+    top_groups=1,
+    group_score="max",
+    scale=1.0,
+    dtype=torch.float32,
+    ids_dtype=torch.int64,
+    losses=False,
+    token_weights=None,
+    forced=None,
+):
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     z = logits.to(wide)
@@ -129,9 +141,21 @@ _op = Op(OP, fake=_fake, setup_context=_setup_context, backward=_backward, resul
 
 
 def _check(
-    logits, top_k, score, normalize, correction_bias, num_groups, top_groups, group_score, scale, dtype,
-    ids_dtype, losses, token_weights, forced,
-):  # fmt: skip
+    logits,
+    top_k,
+    score,
+    normalize,
+    correction_bias,
+    num_groups,
+    top_groups,
+    group_score,
+    scale,
+    dtype,
+    ids_dtype,
+    losses,
+    token_weights,
+    forced,
+):
     check_float(OP, "logits", logits)
     check(OP, logits.dim() >= 1, "logits must have at least one dimension, got {}", logits.dim())
     experts = logits.shape[-1]
@@ -260,8 +284,22 @@ def route(
     Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, eq. 5; DeepSeek-V2 and V3, arXiv:2405.04434,
     arXiv:2412.19437, eq. 12 to 18; Ma et al. 2025 (routing replay), arXiv:2510.11370.
     """
-    _check(logits, top_k, score, normalize, correction_bias, num_groups, top_groups, group_score, scale,
-           dtype, ids_dtype, losses, token_weights, ids)  # fmt: skip
+    _check(
+        logits,
+        top_k,
+        score,
+        normalize,
+        correction_bias,
+        num_groups,
+        top_groups,
+        group_score,
+        scale,
+        dtype,
+        ids_dtype,
+        losses,
+        token_weights,
+        ids,
+    )
     forced = ids
     if forced is not None and forced.is_cpu and logits.dtype == torch.float64:  # the operator looks itself
         wide = forced.to(torch.int64)
@@ -272,11 +310,21 @@ def route(
         forced = forced.to(torch.int32)
     if not has_kernel(OP, logits):
         return reference(
-            logits, top_k, score=score, normalize=normalize, correction_bias=correction_bias,
-            num_groups=num_groups, top_groups=top_groups, group_score=group_score, scale=scale, dtype=dtype,
-            ids_dtype=ids_dtype, losses=losses, token_weights=token_weights,
+            logits,
+            top_k,
+            score=score,
+            normalize=normalize,
+            correction_bias=correction_bias,
+            num_groups=num_groups,
+            top_groups=top_groups,
+            group_score=group_score,
+            scale=scale,
+            dtype=dtype,
+            ids_dtype=ids_dtype,
+            losses=losses,
+            token_weights=token_weights,
             forced=None if forced is None else forced.to(torch.int64),
-        )  # fmt: skip
+        )
     lead = logits.shape[:-1]
     bias = None if correction_bias is None else correction_bias.detach().float()
     v = None if token_weights is None else token_weights.detach().reshape(-1).float()

@@ -116,11 +116,18 @@ class AdamW(torch.optim.Optimizer):
         self._places: dict[torch.Tensor, int] = {}
         self._factor: torch.Tensor | None = None  # of clip_grad_norm_, for the next step
         defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
-            "maximize": maximize, "foreach": foreach, "capturable": capturable,
-            "differentiable": differentiable, "fused": fused,
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
-        }  # fmt: skip
+        }
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -131,8 +138,11 @@ class AdamW(torch.optim.Optimizer):
         for p in params:
             if p.dtype not in (*_FLOATS, torch.float64):
                 self.param_groups.pop()
-                refuse(_OP, "params must be real floats, got {} (not float32, bfloat16, float16 or float64)",
-                       p.dtype)  # fmt: skip
+                refuse(
+                    _OP,
+                    "params must be real floats, got {} (not float32, bfloat16, float16 or float64)",
+                    p.dtype,
+                )
         if self.updates_in_backward is not None:
             self.updates_in_backward.cover(len(self.param_groups) - 1)
 
@@ -141,12 +151,22 @@ class AdamW(torch.optim.Optimizer):
         check_adamw(_OP, {**self.defaults, **group})
 
     def __getstate__(self):
-        own = ("rounding", "moment_rounding", "moment_dtype", "seed", "max_grad_norm", "grad_norm", "_places",
-               "_step_supports_amp_scaling")  # fmt: skip
+        own = (
+            "rounding",
+            "moment_rounding",
+            "moment_dtype",
+            "seed",
+            "max_grad_norm",
+            "grad_norm",
+            "_places",
+            "_step_supports_amp_scaling",
+        )
         # A copy has no gradients that wait, and no hooks.
-        return super().__getstate__() | {name: getattr(self, name) for name in own} | {
-            "_factor": None, "updates_in_backward": None,
-        }  # fmt: skip
+        return (
+            super().__getstate__()
+            | {name: getattr(self, name) for name in own}
+            | {"_factor": None, "updates_in_backward": None}
+        )
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -163,8 +183,11 @@ class AdamW(torch.optim.Optimizer):
         loss = evaluated(closure)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.updates_in_backward is not None and scale is not None:
-            refuse(_OP, "a GradScaler must not be used with step_in_backward: its verdict on the gradients "
-                   "comes when they have been used")  # fmt: skip
+            refuse(
+                _OP,
+                "a GradScaler must not be used with step_in_backward: its verdict on the gradients "
+                "comes when they have been used",
+            )
         self._look_at_places()
         groups = self._with_gradients()
         clip = self._pending(groups, modified=False)
@@ -217,9 +240,14 @@ class AdamW(torch.optim.Optimizer):
         same = [k and version == g._version for k, (_, version), g in zip(known, marks, grads, strict=True)]
         if not any(same if modified else known):
             return None
-        check(_OP, all(same), "gradients must stay as they are between clip_grad_norm_ and step, which "
-              "scales them: {} of {} were modified or are new (zero_grad() forgets the clipping)",
-              len(same) - sum(same), len(same))  # fmt: skip
+        check(
+            _OP,
+            all(same),
+            "gradients must stay as they are between clip_grad_norm_ and step, which "
+            "scales them: {} of {} were modified or are new (zero_grad() forgets the clipping)",
+            len(same) - sum(same),
+            len(same),
+        )
         return self._factor
 
     def has_all_gradients_of(self, parameters) -> bool:
@@ -279,9 +307,14 @@ class AdamW(torch.optim.Optimizer):
 
     def _call(self, device: torch.device, tensors: TensorList, clip, scale, found_inf) -> None:
         adamw_(
-            tensors, rounding=self.rounding, moment_rounding=self.moment_rounding, seed=self.seed,
-            clip=_on(device, clip), grad_scale=_on(device, scale), found_inf=_on(device, found_inf),
-        )  # fmt: skip
+            tensors,
+            rounding=self.rounding,
+            moment_rounding=self.moment_rounding,
+            seed=self.seed,
+            clip=_on(device, clip),
+            grad_scale=_on(device, scale),
+            found_inf=_on(device, found_inf),
+        )
 
     def _listed(self, groups, device: torch.device, found_inf) -> TensorList:
         """All tensors in one list. Raises KeyError where a state is not complete."""
@@ -395,8 +428,11 @@ class AdamW(torch.optim.Optimizer):
             params = [p for group in self.param_groups for p in group["params"]]
             for p in params:
                 if getattr(p, "_fsdp_flattened", False) or hasattr(p, "_is_flat_param"):
-                    refuse(_OP, "max_grad_norm must be None under FSDP1, whose shards do not tell of each "
-                           "other: call model.clip_grad_norm_")  # fmt: skip
+                    refuse(
+                        _OP,
+                        "max_grad_norm must be None under FSDP1, whose shards do not tell of each "
+                        "other: call model.clip_grad_norm_",
+                    )
             alike(_OP, params)
         grads = _gradients_of(groups)
         if not grads:
@@ -482,9 +518,12 @@ class AdamW(torch.optim.Optimizer):
 
 def check_placed(op: str, p: torch.Tensor, grad: torch.Tensor) -> None:
     """The gradient of a DTensor must be placed as it is."""
-    check(op, is_dtensor(grad) and grad.placements == p.placements,
-          "the gradient of a DTensor must be one with the same placements, got {}",
-          getattr(grad, "placements", type(grad).__name__))  # fmt: skip
+    check(
+        op,
+        is_dtensor(grad) and grad.placements == p.placements,
+        "the gradient of a DTensor must be one with the same placements, got {}",
+        getattr(grad, "placements", type(grad).__name__),
+    )
 
 
 def evaluated(closure):

@@ -16,13 +16,28 @@ from tigon.error import check, refuse
 from tigon.ops.arguments import check_booleans, check_numbers, check_positive, kind_of
 
 # Of AdamW's groups.
-ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable",
-         "differentiable", "fused", "decoupled_weight_decay")  # fmt: skip
+ADAMW = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+)
 # Of tigon.optim.AdamW as a whole.
 ADAMW_WHOLE = ("rounding", "moment_dtype", "moment_rounding", "max_grad_norm", "seed")
 _OTHER_NAMES = {
-    "learning_rate": "lr", "wd": "weight_decay", "beta1": "betas", "beta2": "betas", "epsilon": "eps",
-}  # fmt: skip
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "beta1": "betas",
+    "beta2": "betas",
+    "epsilon": "eps",
+}
 _LORA_B = re.compile("lora_[Bb](?![A-Za-z])")  # of PEFT's layers and tigon.nn.LoRALinear
 
 
@@ -39,8 +54,12 @@ def check_keys(op: str, keys: Iterable[object], options: Iterable[str]) -> None:
         if near in options and not (key.startswith(near + "_") or key.endswith("_" + near)):
             refuse(op, "a group must not have {!r}, which is no option: is {!r} meant?", key, near)
         if key in _options_of_all():
-            refuse(op, "a group must not have {!r}, an option of other optimizers: it may have {}", key,
-                   (*sorted(options),))  # fmt: skip
+            refuse(
+                op,
+                "a group must not have {!r}, an option of other optimizers: it may have {}",
+                key,
+                (*sorted(options),),
+            )
 
 
 @functools.cache
@@ -121,9 +140,12 @@ def lora_plus_groups(
     names = ("rest", "embeddings", "fast", "fast_kept")
     found: dict[str, list[nn.Parameter]] = {name: [] for name in names}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    check(op, any(_LORA_B.search(name) or "lora_embedding_B" in name for name, _ in trained),
-          "model must have a lora_B that trains, got {} parameters that train and none of this name",
-          len(trained))  # fmt: skip
+    check(
+        op,
+        any(_LORA_B.search(name) or "lora_embedding_B" in name for name, _ in trained),
+        "model must have a lora_B that trains, got {} parameters that train and none of this name",
+        len(trained),
+    )
     for name, p in trained:
         owner = modules.get(name.rsplit(".", 2)[0]) if name.count(".") > 1 else None
         if len(getattr(owner, "lora_embedding_A", ())):

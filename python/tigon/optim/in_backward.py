@@ -40,8 +40,11 @@ class StepInBackward:
         _refuse_what_needs_all(optimizer)
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
         if together and torch.distributed.get_world_size() > 1 and not is_dtensor(p):
-            refuse(_OP, "parameters of several processes must be DTensors (FSDP2), got a plain one: its "
-                   "gradient would be that of one process (DDP adds them later)")  # fmt: skip
+            refuse(
+                _OP,
+                "parameters of several processes must be DTensors (FSDP2), got a plain one: its "
+                "gradient would be that of one process (DDP adds them later)",
+            )
         optimizer.update_one(optimizer.param_groups[self._group_of[p]], p)
         p.grad = None
 
@@ -92,8 +95,12 @@ def step_in_backward(optimizer: AdamW) -> StepInBackward:
             gradients before the first update; in the backward, a GradScaler, for the same reason, and
             parameters of several processes that are no DTensors (DDP adds gradients after this hook).
     """
-    check(_OP, isinstance(optimizer, AdamW), "optimizer must be a tigon.optim.AdamW, got {}",
-          type(optimizer).__name__)  # fmt: skip
+    check(
+        _OP,
+        isinstance(optimizer, AdamW),
+        "optimizer must be a tigon.optim.AdamW, got {}",
+        type(optimizer).__name__,
+    )
     again = optimizer.updates_in_backward is not None
     check(_OP, not again, "optimizer must not step in the backward already: undo() first")
     _refuse_what_needs_all(optimizer)
@@ -104,5 +111,10 @@ def step_in_backward(optimizer: AdamW) -> StepInBackward:
 
 
 def _refuse_what_needs_all(optimizer: AdamW) -> None:
-    check(_OP, optimizer.max_grad_norm is None, "max_grad_norm must be None, got {}: the norm of all "
-          "gradients is known only when the first of them are gone", optimizer.max_grad_norm)  # fmt: skip
+    check(
+        _OP,
+        optimizer.max_grad_norm is None,
+        "max_grad_norm must be None, got {}: the norm of all "
+        "gradients is known only when the first of them are gone",
+        optimizer.max_grad_norm,
+    )

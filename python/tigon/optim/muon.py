@@ -75,10 +75,15 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         self._adamw: AdamW | None = None
         defaults = {
-            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-        }  # fmt: skip
+        }
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -100,9 +105,13 @@ class Muon(torch.optim.Optimizer):
         for p in self.param_groups[-1]["params"]:
             if p.dim() not in (2, 3) or p.dtype not in _FLOATS:
                 self.param_groups.pop()
-                refuse(_OP, "params must be real matrices, or experts of three dimensions, got {} of {}: "
-                       "groups with use_muon=False take others (tigon.optim.muon_groups)",
-                       p.dtype, tuple(p.shape))  # fmt: skip
+                refuse(
+                    _OP,
+                    "params must be real matrices, or experts of three dimensions, got {} of {}: "
+                    "groups with use_muon=False take others (tigon.optim.muon_groups)",
+                    p.dtype,
+                    tuple(p.shape),
+                )
 
     def __getstate__(self):
         return super().__getstate__() | {"_adamw": self._adamw}
@@ -177,8 +186,12 @@ def muon_groups(model: nn.Module, **adamw) -> list[dict[str, Any]]:
         tigon.Error: another option.
     """
     for name in adamw:
-        check("muon_groups", name not in ADAMW_WHOLE, "options must be those of AdamW's groups, got {!r}, "
-              "which is one of tigon.optim.AdamW as a whole", name)  # fmt: skip
+        check(
+            "muon_groups",
+            name not in ADAMW_WHOLE,
+            "options must be those of AdamW's groups, got {!r}, which is one of tigon.optim.AdamW as a whole",
+            name,
+        )
         check_choice("muon_groups", "every option", name, ADAMW)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     apart = (nn.Embedding, nn.EmbeddingBag, Embedding, nn.modules.conv._ConvNd)
@@ -312,9 +325,10 @@ class _Gathering:
         order = sorted(range(len(updates)), key=homes.__getitem__)  # as they are sent, home by home
         counts = [homes.count(i) for i in range(len(self.sizes))]
         mine = counts[self.rank]
-        parts = self._exchange(updates[order].split(counts), [
-            (mine, *self.shape[: self.dim], size, *self.shape[self.dim + 1 :]) for size in self.sizes
-        ])  # fmt: skip
+        parts = self._exchange(
+            updates[order].split(counts),
+            [(mine, *self.shape[: self.dim], size, *self.shape[self.dim + 1 :]) for size in self.sizes],
+        )
         x = orthogonalize_(torch.cat(parts, dim=self.dim + 1), *options)
         back = self._exchange(x.split(self.sizes, self.dim + 1), [(n, *updates[0].shape) for n in counts])
         results = dict(zip(order, itertools.chain.from_iterable(back), strict=True))

@@ -145,13 +145,21 @@ def cross_entropy(
         softcap, smoothing = options["softcap"] or 0.0, float(options["label_smoothing"])
         formula = Formula(options["ignore_index"], smoothing, softcap, z_loss=options["z_loss"])
         return Facts(
-            rows=target.numel(), dtype=code(logits.dtype),
+            rows=target.numel(),
+            dtype=code(logits.dtype),
             needs=int(logits.requires_grad and torch.is_grad_enabled()),
-            target=target_code(target, logits.device), columns=logits.shape[-1],
-            first_class=-1 if first_class is None else first_class, vocab=-1 if vocab is None else vocab,
-            options=named(op=OP, **formula._asdict(), reduction=reduction, denominator=number_of(denominator),
-                          weight=values_of(weight, logits.device)),
-        ), formula  # fmt: skip
+            target=target_code(target, logits.device),
+            columns=logits.shape[-1],
+            first_class=-1 if first_class is None else first_class,
+            vocab=-1 if vocab is None else vocab,
+            options=named(
+                op=OP,
+                **formula._asdict(),
+                reduction=reduction,
+                denominator=number_of(denominator),
+                weight=values_of(weight, logits.device),
+            ),
+        ), formula
 
     device = logits.device if isinstance(logits, torch.Tensor) else torch.device("cpu")
     shards, formula = agree(OP, group, device, describe)

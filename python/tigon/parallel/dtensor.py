@@ -31,9 +31,13 @@ def _place(op: str, name: str, t: torch.Tensor) -> _Place:
     dims = [i for i, p in enumerate(t.placements) if not p.is_replicate()]
     fits = all(type(t.placements[i]) is Shard and t.placements[i].dim % t.dim() == wanted.dim for i in dims)
     check(
-        op, fits and len(dims) <= 1, "{} must be replicated, or {} in one mesh dimension, got {}",
-        name, wanted, t.placements,
-    )  # fmt: skip
+        op,
+        fits and len(dims) <= 1,
+        "{} must be replicated, or {} in one mesh dimension, got {}",
+        name,
+        wanted,
+        t.placements,
+    )
     check(op, not getattr(t, "tigon_main_grad", False), "{}.tigon_main_grad is not for DTensors", name)
     return _Place(name, t, dims[0] if dims else None)
 
@@ -43,9 +47,13 @@ def _check_placed(op: str, name: str, t: torch.Tensor, place: _Place, *allowed: 
     check(op, t.device_mesh == place.like.device_mesh, "{} must be on the mesh of {}", name, place.name)
     has = tuple(Shard(p.dim % t.dim()) if type(p) is Shard else p for p in t.placements)
     check(
-        op, has in allowed, "{} must be placed as {}, got {} (redistribute it: nothing is gathered here)",
-        name, " or ".join(str(list(placements)) for placements in allowed), has,
-    )  # fmt: skip
+        op,
+        has in allowed,
+        "{} must be placed as {}, got {} (redistribute it: nothing is gathered here)",
+        name,
+        " or ".join(str(list(placements)) for placements in allowed),
+        has,
+    )
     return has
 
 
@@ -111,6 +119,9 @@ def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None
     mesh, columns = place.like.device_mesh, place.like.shape[-1 if name == "logits" else 0]
     share = -(-columns // mesh.size(place.dim))  # as torch.chunk
     return sharded(
-        **given, **extra, group=mesh.get_group(place.dim), vocab=columns if vocab is None else vocab,
+        **given,
+        **extra,
+        group=mesh.get_group(place.dim),
+        vocab=columns if vocab is None else vocab,
         first_class=min(share * mesh.get_local_rank(place.dim), columns),
-    )  # fmt: skip
+    )

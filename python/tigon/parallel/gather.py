@@ -24,9 +24,14 @@ class Gather:
             world = dist.get_world_size(group)
             given = {name: number_of(value) for name, value in options.items()}
             facts = Facts(
-                rows=x.shape[0], size=x.shape[1], dtype=code(x.dtype), needs=trains(*trained), columns=1,
-                vocab=world, options=named(op=op, **given, deterministic=is_deterministic()),
-            )  # fmt: skip
+                rows=x.shape[0],
+                size=x.shape[1],
+                dtype=code(x.dtype),
+                needs=trains(*trained),
+                columns=1,
+                vocab=world,
+                options=named(op=op, **given, deterministic=is_deterministic()),
+            )
             return facts, None
 
         shards, _ = agree(op, group, x.device, describe)

@@ -20,12 +20,7 @@ from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy as who
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob as whole_log_prob
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import result_type
-from tigon.parallel.cross_entropy import (
-    check_eager,
-    check_layout,
-    number_of,
-    take_class_weight,
-)
+from tigon.parallel.cross_entropy import check_eager, check_layout, number_of, take_class_weight
 from tigon.parallel.plan import choose, count, counting
 from tigon.parallel.rows import NUMBERS, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, agree, code, named, target_code, values_of
@@ -58,14 +53,33 @@ def _describe(
     """Checks; what the processes compare, and what the call works with."""
     bias, lora = head.bias, head.lora
     low = lora if isinstance(lora, Sequence) else ()
-    check_eager(op, hidden=hidden, weight=weight, target=target, bias=bias, class_weight=call.class_weight,
-                token_weight=call.token_weight, denominator=call.denominator,
-                **{f"lora {name}": t for name, t in zip("AB", low, strict=False)})  # fmt: skip
-    check_booleans(op, entropy=call.entropy, sequence_parallel=call.sequence_parallel,
-                   partial_hidden_grad=call.partial_hidden_grad)  # fmt: skip
+    check_eager(
+        op,
+        hidden=hidden,
+        weight=weight,
+        target=target,
+        bias=bias,
+        class_weight=call.class_weight,
+        token_weight=call.token_weight,
+        denominator=call.denominator,
+        **{f"lora {name}": t for name, t in zip("AB", low, strict=False)},
+    )
+    check_booleans(
+        op,
+        entropy=call.entropy,
+        sequence_parallel=call.sequence_parallel,
+        partial_hidden_grad=call.partial_hidden_grad,
+    )
     check_indices(op, "target", labels_of(target, head.ignore_index))
-    check_loss(op, head.ignore_index, call.label_smoothing, call.z_loss, head.softcap, call.reduction,
-               call.denominator)  # fmt: skip
+    check_loss(
+        op,
+        head.ignore_index,
+        call.label_smoothing,
+        call.z_loss,
+        head.softcap,
+        call.reduction,
+        call.denominator,
+    )
     if call.class_weight is not None:
         check_float(op, "class_weight", call.class_weight)
     operands.check_token_weight(op, call.token_weight, target)
@@ -112,28 +126,52 @@ def _describe(
     both = call.sequence_parallel and call.partial_hidden_grad
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
     options = named(
-        op=op, **formula._asdict(), reduction=call.reduction, denominator=number_of(call.denominator),
-        outputs=call.outputs, entropy=call.entropy, class_weight=values_of(call.class_weight, hidden.device),
-        token_weight=values_of(call.token_weight, hidden.device), sequence_parallel=call.sequence_parallel,
-        partial_hidden_grad=call.partial_hidden_grad, shift=head.shift, chunk_rows=head.chunk_rows,
-        keep_mb=call.keep_mb, logit_dtype=wide, valid_rows=known, max_workspace_mb=head.max_workspace_mb,
+        op=op,
+        **formula._asdict(),
+        reduction=call.reduction,
+        denominator=number_of(call.denominator),
+        outputs=call.outputs,
+        entropy=call.entropy,
+        class_weight=values_of(call.class_weight, hidden.device),
+        token_weight=values_of(call.token_weight, hidden.device),
+        sequence_parallel=call.sequence_parallel,
+        partial_hidden_grad=call.partial_hidden_grad,
+        shift=head.shift,
+        chunk_rows=head.chunk_rows,
+        keep_mb=call.keep_mb,
+        logit_dtype=wide,
+        valid_rows=known,
+        max_workspace_mb=head.max_workspace_mb,
         lora=None if lora is None else (*values_of(lora_a, hidden.device), float(lora_scale)),
-        main_grad=main_grad is not None, bias=bias is not None, deterministic=is_deterministic(),
-    )  # fmt: skip
+        main_grad=main_grad is not None,
+        bias=bias is not None,
+        deterministic=is_deterministic(),
+    )
     facts = Facts(
-        rows=target.numel(), size=hidden.shape[-1], dtype=code(hidden.dtype), needs=needs,
-        target=target_code(target, hidden.device), columns=columns,
+        rows=target.numel(),
+        size=hidden.shape[-1],
+        dtype=code(hidden.dtype),
+        needs=needs,
+        target=target_code(target, hidden.device),
+        columns=columns,
         first_class=-1 if call.first_class is None else call.first_class,
-        vocab=-1 if call.vocab is None else call.vocab, options=options,
-    )  # fmt: skip
+        vocab=-1 if call.vocab is None else call.vocab,
+        options=options,
+    )
     return facts, (hidden, parameters, float(lora_scale), needs, wide, known, main_grad)
 
 
 def _run(op, hidden, weight, target, group, head: operands.Head, options: _Options, result="loss"):
     """The call: ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat."""
     softcap = 0.0 if head.softcap is None else head.softcap
-    formula = operands.Formula(head.ignore_index, options.label_smoothing, softcap,
-                               head.logit_scale, head.temperature, options.z_loss)  # fmt: skip
+    formula = operands.Formula(
+        head.ignore_index,
+        options.label_smoothing,
+        softcap,
+        head.logit_scale,
+        head.temperature,
+        options.z_loss,
+    )
     describe = functools.partial(_describe, op, hidden, weight, target, group, head, options, formula)
     device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
     shards, given = agree(op, group, device, describe)
@@ -144,10 +182,14 @@ def _run(op, hidden, weight, target, group, head: operands.Head, options: _Optio
     labels = target.to(device, torch.int64, non_blocking=True)
     labels = shifted(labels, formula.ignore_index, head.shift).reshape(-1)
     rows = make_rows(
-        shards, formula, None, class_weight, device,
+        shards,
+        formula,
+        None,
+        class_weight,
+        device,
         entropy=entropy or "entropy" in statistics,
         predicted="predicted" in statistics or "correct" in statistics,
-    )  # fmt: skip
+    )
     if denominator is not None:
         reduction = "sum"
     scale = None if reduction == "none" else scale_of(rows, labels, reduction, denominator)
@@ -158,11 +200,21 @@ def _run(op, hidden, weight, target, group, head: operands.Head, options: _Optio
     listed = counting(labels, formula.ignore_index, known if shares == 1 else -1)
     hidden = listed.take(hidden)
     chunk, keep = choose(
-        op, hidden, listed.labels.shape[0], shards.widest, head, options.keep_mb, entropy, shares=shares,
-        statistics=4 * rows.per_row() * (1 + shards.size), listed=listed.index is not None,
-        wide=wide and hidden.dtype != torch.float32, train_weight=needs & operands.WEIGHT != 0,
-        main_grad=main_grad is not None, lora_rank=0 if head.lora is None else parameters[2].shape[0],
-    )  # fmt: skip
+        op,
+        hidden,
+        listed.labels.shape[0],
+        shards.widest,
+        head,
+        options.keep_mb,
+        entropy,
+        shares=shares,
+        statistics=4 * rows.per_row() * (1 + shards.size),
+        listed=listed.index is not None,
+        wide=wide and hidden.dtype != torch.float32,
+        train_weight=needs & operands.WEIGHT != 0,
+        main_grad=main_grad is not None,
+        lora_rank=0 if head.lora is None else parameters[2].shape[0],
+    )
     target = listed.labels.view(shares, hidden.shape[0])
     if token_weight is not None:
         token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
@@ -170,9 +222,20 @@ def _run(op, hidden, weight, target, group, head: operands.Head, options: _Optio
     # What is added to main_grad has its upstream gradient: the losses of the rows are added up here.
     formed = None if main_grad is not None else scale
     call = Call(
-        rows, target, token_weight, formed, NUMBERS.index(result), entropy, needs, max(chunk // shares, 1),
-        keep, wide, options.partial_hidden_grad, lora_scale, main_grad,
-    )  # fmt: skip
+        rows,
+        target,
+        token_weight,
+        formed,
+        NUMBERS.index(result),
+        entropy,
+        needs,
+        max(chunk // shares, 1),
+        keep,
+        wide,
+        options.partial_hidden_grad,
+        lora_scale,
+        main_grad,
+    )
     loss, entropies, numbers, predicted = Function.apply(call, hidden, *parameters)
     if scale is not None and main_grad is not None:
         loss = total(loss, scale)
@@ -183,9 +246,12 @@ def _run(op, hidden, weight, target, group, head: operands.Head, options: _Optio
 
 
 def _sharding(
-    *, vocab: int | None = None, first_class: int | None = None, sequence_parallel: bool = False,
+    *,
+    vocab: int | None = None,
+    first_class: int | None = None,
+    sequence_parallel: bool = False,
     partial_hidden_grad: bool = False,
-):  # fmt: skip
+):
     """The options that only a sharded head has."""
 
 

@@ -63,9 +63,20 @@ def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool
 
 
 def choose(
-    op: str, hidden: torch.Tensor, rows: int, widest: int, head: Head, keep_mb: float | None, entropy: bool,
-    *, shares: int, statistics: int, listed: bool, wide: bool, **sizes,
-):  # fmt: skip
+    op: str,
+    hidden: torch.Tensor,
+    rows: int,
+    widest: int,
+    head: Head,
+    keep_mb: float | None,
+    entropy: bool,
+    *,
+    shares: int,
+    statistics: int,
+    listed: bool,
+    wide: bool,
+    **sizes,
+):
     """Rows of a chunk, of all shares, and whether the gradients of all logits are kept for the backward.
 
     Args: alike in all processes.
@@ -83,10 +94,18 @@ def choose(
     )
     # With shares: a chunk gathered, the next one, and gradients on their way. Logits of both precisions.
     found = plan(
-        hidden.device.type, hidden.dtype, rows, size, widest, chunk_rows=head.chunk_rows or 0,
-        max_workspace_mb=cap, copies=3 * (shares > 1), row=statistics + 4 * padded(widest) * wide,
-        fixed=2 * rows * size * itemsize * listed, **sizes,
-    )  # fmt: skip
+        hidden.device.type,
+        hidden.dtype,
+        rows,
+        size,
+        widest,
+        chunk_rows=head.chunk_rows or 0,
+        max_workspace_mb=cap,
+        copies=3 * (shares > 1),
+        row=statistics + 4 * padded(widest) * wide,
+        fixed=2 * rows * size * itemsize * listed,
+        **sizes,
+    )
     if cap is not None and rows > 0:
         check_fits(op, found, shares, "one row of every share", cap)
     chunk = max(min(found.chunk_rows, rows), 1)

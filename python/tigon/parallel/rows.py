@@ -47,9 +47,19 @@ class Rows(NamedTuple):
     def _shard(self, logits, target):
         f, s = self.formula, self.shards
         return (
-            logits, target, self.bias, self.class_weight, f.ignore_index, f.label_smoothing, f.softcap,
-            f.z_loss, s.first, s.vocab, f.logit_scale, f.temperature,
-        )  # fmt: skip
+            logits,
+            target,
+            self.bias,
+            self.class_weight,
+            f.ignore_index,
+            f.label_smoothing,
+            f.softcap,
+            f.z_loss,
+            s.first,
+            s.vocab,
+            f.logit_scale,
+            f.temperature,
+        )
 
     def statistics(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """This shard's part ``[kinds, rows]``; a shard without a class has none of the probability."""
@@ -73,9 +83,19 @@ class Rows(NamedTuple):
         """
         f, s = self.formula, self.shards
         return _combine(
-            whole, target, self.class_weight, self.shard_weight, token_weight, s.size, s.rank,
-            self.kinds, s.vocab, f.ignore_index, f.label_smoothing, f.z_loss,
-        )  # fmt: skip
+            whole,
+            target,
+            self.class_weight,
+            self.shard_weight,
+            token_weight,
+            s.size,
+            s.rank,
+            self.kinds,
+            s.vocab,
+            f.ignore_index,
+            f.label_smoothing,
+            f.z_loss,
+        )
 
     def gradient(self, logits, dlogits, target, log_share, scale, entropy_scale=None, entropy=None) -> None:
         """dlogits of this shard's columns, maybe where the logits are."""

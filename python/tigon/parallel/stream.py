@@ -196,10 +196,14 @@ class Stream:
             else:
                 logits = self.logits(own, space[part.at])
                 self.differentiate(
-                    logits, to[part.at], self.select(call.target, part), self.select(log_share, part),
-                    None if late else self.select(upstream, part), self.select(entropy_upstream, part),
+                    logits,
+                    to[part.at],
+                    self.select(call.target, part),
+                    self.select(log_share, part),
+                    None if late else self.select(upstream, part),
+                    self.select(entropy_upstream, part),
                     self.select(entropy, part),
-                )  # fmt: skip
+                )
             gradients.hidden(part, own, to[part.at], factor)
             if part.last:
                 rows = self.shares * (chunk.end - chunk.begin)
@@ -247,8 +251,20 @@ class Gradients:
                 whole = own.new_empty(stream.shares * (part.end - part.begin), own.shape[1])
         if self.real:
             like = whole if hidden is None else hidden  # only its shape is looked at then
-            _gradients(dlogits, like, stream.weight, whole, None, None, factor, self.first_part, False,
-                       *stream.lora, self.dlora_a, None)  # fmt: skip
+            _gradients(
+                dlogits,
+                like,
+                stream.weight,
+                whole,
+                None,
+                None,
+                factor,
+                self.first_part,
+                False,
+                *stream.lora,
+                self.dlora_a,
+                None,
+            )
         elif whole is not None:
             whole.zero_()
         self.first_part = False
@@ -268,8 +284,20 @@ class Gradients:
             None if g is None else g[: self.real] for g in (self.dweight, self.dbias, self.dlora_b)
         )
         if self.real and any(g is not None for g in (dweight, dbias, dlora_b)):
-            _gradients(dlogits, hidden, stream.weight, None, dweight, dbias, factor, self.first,
-                       stream.call.main_grad is not None, *stream.lora, None, dlora_b)  # fmt: skip
+            _gradients(
+                dlogits,
+                hidden,
+                stream.weight,
+                None,
+                dweight,
+                dbias,
+                factor,
+                self.first,
+                stream.call.main_grad is not None,
+                *stream.lora,
+                None,
+                dlora_b,
+            )
         self.first = False
 
     def formed(self) -> tuple:

@@ -104,8 +104,18 @@ LIGER_KERNEL_IMPL_ENV = "LIGER_KERNEL_IMPL"
 _chosen: str | None = None
 
 
-def register_impl(op_name, *, impl_name=None, capability=None, modes=(), default_mode=None,
-                  preference_rank=100, tolerances=None, notes="", backend=None):  # fmt: skip
+def register_impl(
+    op_name,
+    *,
+    impl_name=None,
+    capability=None,
+    modes=(),
+    default_mode=None,
+    preference_rank=100,
+    tolerances=None,
+    notes="",
+    backend=None,
+):
     """Decorator of a function, or of a class with ``apply``: an implementation of ``op_name``."""
     name = _full(impl_name or backend)
     if name is None:

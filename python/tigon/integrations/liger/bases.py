@@ -61,10 +61,26 @@ class LigerFusedLinearPreferenceBase(_Base):
 
     @staticmethod
     def forward(
-        cls, ctx, _input, weight, target, bias=None, chunk_size=1, ignore_index=-100, alpha=1.0, beta=0.1,
-        compute_nll_loss=True, nll_target=None, compiled=True, use_ref_model=False, ref_input=None,
-        ref_weight=None, ref_bias=None, average_log_prob=True, **loss_kwargs,
-    ):  # fmt: skip
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        alpha=1.0,
+        beta=0.1,
+        compute_nll_loss=True,
+        nll_target=None,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=True,
+        **loss_kwargs,
+    ):
         half, counts = target.shape[0] // 2, target != ignore_index
         length = counts.sum(-1) if average_log_prob else 1
 
@@ -107,10 +123,23 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
 
     @staticmethod
     def forward(
-        cls, ctx, _input, weight, target, preference_labels, bias=None, chunk_size=1, ignore_index=-100,
-        compiled=True, use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None,
-        average_log_prob=False, **loss_kwargs,
-    ):  # fmt: skip
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        preference_labels,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=False,
+        **loss_kwargs,
+    ):
         counts = target != ignore_index
         length = counts.sum(-1) if average_log_prob else 1
         if use_ref_model:
@@ -147,11 +176,26 @@ class LigerFusedLinearPPOBase(_Base):
 
     @staticmethod
     def forward(
-        cls, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias=None,
-        ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None,
-        temperature=1.0, compiled=True, use_ref_model=False, chunk_size=1, vllm_is_ratio=None,
+        cls,
+        ctx,
+        _input,
+        weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias=None,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        temperature=1.0,
+        compiled=True,
+        use_ref_model=False,
+        chunk_size=1,
+        vllm_is_ratio=None,
         **loss_kwargs,
-    ):  # fmt: skip
+    ):
         if use_ref_model:
             assert ref_per_token_logps is not None or ref_input is not None, (
                 "If use_ref_model is True, ref_per_token_logps or ref_input must be provided"
@@ -167,10 +211,15 @@ class LigerFusedLinearPPOBase(_Base):
         def loss_of(hidden, weight, bias):
             log_prob = cls.chunk_forward(hidden, weight, selected_token_ids, bias, temperature)
             return cls.ppo_loss_fn(
-                per_token_logps=log_prob, attention_mask=attention_mask, advantages=advantages,
-                full_attention_mask=attention_mask, ref_per_token_logps=ref_per_token_logps,
-                old_per_token_logps=old_per_token_logps, vllm_is_ratio=vllm_is_ratio, **loss_kwargs,
-            )  # fmt: skip
+                per_token_logps=log_prob,
+                attention_mask=attention_mask,
+                advantages=advantages,
+                full_attention_mask=attention_mask,
+                ref_per_token_logps=ref_per_token_logps,
+                old_per_token_logps=old_per_token_logps,
+                vllm_is_ratio=vllm_is_ratio,
+                **loss_kwargs,
+            )
 
         return _Base._differentiate(ctx, (_input, weight, bias), loss_of)
 
@@ -186,11 +235,26 @@ class LigerFusedLinearDistillationBase(_Base):
 
     @staticmethod
     def forward(
-        cls, ctx, student_input, student_weight, teacher_input, teacher_weight, target, student_bias=None,
-        teacher_bias=None, chunk_size=1024, ignore_index=-100, weight_hard_loss=0.5, weight_soft_loss=0.5,
-        beta=0.5, compute_ce_loss=True, temperature=1.0, compiled=True, return_soft_hard_loss=False,
+        cls,
+        ctx,
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        target,
+        student_bias=None,
+        teacher_bias=None,
+        chunk_size=1024,
+        ignore_index=-100,
+        weight_hard_loss=0.5,
+        weight_soft_loss=0.5,
+        beta=0.5,
+        compute_ce_loss=True,
+        temperature=1.0,
+        compiled=True,
+        return_soft_hard_loss=False,
         **loss_kwargs,
-    ):  # fmt: skip
+    ):
         valid = (target != ignore_index).sum().clamp(min=1)
         wanted = [x is not None for x in (student_input, student_weight, student_bias)]
         weight, bias = (

@@ -15,11 +15,23 @@ from tigon.integrations.liger.bases import LigerFusedLinearDistillationBase
 from tigon.integrations.liger.signatures import Loss, function_class
 
 
-def liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, true_labels,
-                           student_bias=None, teacher_bias=None, weight_hard_loss: float = 0.5,
-                           weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100,
-                           temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024,
-                           return_soft_hard_loss: bool = False):  # fmt: skip
+def liger_fused_linear_jsd(
+    student_input,
+    student_weight,
+    teacher_input,
+    teacher_weight,
+    true_labels,
+    student_bias=None,
+    teacher_bias=None,
+    weight_hard_loss: float = 0.5,
+    weight_soft_loss: float = 0.5,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    compiled: bool = True,
+    chunk_size: int = 1024,
+    return_soft_hard_loss: bool = False,
+):
     """``weight_hard_loss * CE + weight_soft_loss * JSD``, the latter at `temperature`, by
     :func:`tigon.linear_jsd`: sums over the number of rows that count, at least 1.
 
@@ -29,10 +41,19 @@ def liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher
     biases = () if teacher_bias is None else (teacher_bias,)
     outputs = ("loss", "soft", "hard") if return_soft_hard_loss else ("loss",)
     found = tigon.linear_jsd(
-        student_input, student_weight, (teacher_input, teacher_weight, *biases), true_labels, beta=beta,
-        soft=weight_soft_loss, hard=weight_hard_loss, temperature=temperature, bias=student_bias,
-        denominator=count, ignore_index=ignore_index, outputs=outputs,
-    )  # fmt: skip
+        student_input,
+        student_weight,
+        (teacher_input, teacher_weight, *biases),
+        true_labels,
+        beta=beta,
+        soft=weight_soft_loss,
+        hard=weight_hard_loss,
+        temperature=temperature,
+        bias=student_bias,
+        denominator=count,
+        ignore_index=ignore_index,
+        outputs=outputs,
+    )
     if not return_soft_hard_loss:
         return found
     return found.loss, found.soft.sum() / count, found.hard.sum() / count
@@ -54,15 +75,42 @@ class LigerFusedLinearCosineSimilarityFunction(LigerFusedLinearDistillationBase)
 
     @classmethod
     def forward(
-        cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels,
-        student_bias=None, teacher_bias=None, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5,
-        ignore_index=-100, temperature=1.0, compiled=True, chunk_size=1024, return_soft_hard_loss=False,
-    ):  # fmt: skip
+        cls,
+        ctx,
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        true_labels,
+        student_bias=None,
+        teacher_bias=None,
+        weight_hard_loss=0.5,
+        weight_soft_loss=0.5,
+        beta=0.5,
+        ignore_index=-100,
+        temperature=1.0,
+        compiled=True,
+        chunk_size=1024,
+        return_soft_hard_loss=False,
+    ):
         return super().forward(
-            cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels,
-            student_bias, teacher_bias, chunk_size, ignore_index, weight_hard_loss, weight_soft_loss, beta,
-            temperature=temperature, return_soft_hard_loss=return_soft_hard_loss,
-        )  # fmt: skip
+            cls,
+            ctx,
+            student_input,
+            student_weight,
+            teacher_input,
+            teacher_weight,
+            true_labels,
+            student_bias,
+            teacher_bias,
+            chunk_size,
+            ignore_index,
+            weight_hard_loss,
+            weight_soft_loss,
+            beta,
+            temperature=temperature,
+            return_soft_hard_loss=return_soft_hard_loss,
+        )
 
     @staticmethod
     def backward(ctx, grad_output, *args):
@@ -72,9 +120,23 @@ class LigerFusedLinearCosineSimilarityFunction(LigerFusedLinearDistillationBase)
 liger_fused_linear_cosine = LigerFusedLinearCosineSimilarityFunction.apply
 
 
-def _cosine(student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias,
-            teacher_bias, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100,
-            temperature=1.0, compiled=True, chunk_size=1024, return_soft_hard_loss=False):  # fmt: skip
+def _cosine(
+    student_input,
+    student_weight,
+    teacher_input,
+    teacher_weight,
+    true_labels,
+    student_bias,
+    teacher_bias,
+    weight_hard_loss=0.5,
+    weight_soft_loss=0.5,
+    beta=0.5,
+    ignore_index=-100,
+    temperature=1.0,
+    compiled=True,
+    chunk_size=1024,
+    return_soft_hard_loss=False,
+):
     return liger_fused_linear_cosine(*locals().values())
 
 

@@ -43,8 +43,15 @@ def kl_div(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
     return y_true * (y_true.clamp(min=eps).log() - y_pred.float())
 
 
-def liger_kl_div(input, target, size_average: bool = True, reduce: bool = True, reduction: str = "mean",
-                 log_target: bool = False, eps: float = 1e-10):  # fmt: skip
+def liger_kl_div(
+    input,
+    target,
+    size_average: bool = True,
+    reduce: bool = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+):
     """:func:`kl_div` with torch's two dead arguments."""
     return kl_div(input, target, reduction, log_target, eps)
 
@@ -74,9 +81,12 @@ def liger_tvd(input, target, shift_labels=None, reduction: str = "mean", ignore_
 def ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
     """(cross-entropy, total variation distance) of logits, one of each a row, by Tigon's two."""
     shape, other = student_logits.shape, teacher_logits.shape
-    check(shape == other,
-          "student_logits and teacher_logits must have the same shape, got {} and {}",
-          shape, other)  # fmt: skip
+    check(
+        shape == other,
+        "student_logits and teacher_logits must have the same shape, got {} and {}",
+        shape,
+        other,
+    )
     check(len(shape) == 2, "student_logits must be 2D (BT, V), got {}", shape)
     fits = target.shape == shape[:1]
     check(fits, "target must have shape {}, got {}", shape[:1], target.shape)
@@ -133,21 +143,42 @@ def _check_labels(labels, rows):
     assert shape in (None, (rows,)), f"the shape of shift_labels must be (BT,). Got: {labels.shape}"
 
 
-def liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels=None,
-                           jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
-                           accum_dtype=None):  # fmt: skip
+def liger_fused_linear_jsd(
+    student_input,
+    student_weight,
+    teacher_input,
+    teacher_weight,
+    shift_labels=None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype=None,
+):
     """Jensen-Shannon divergence of two heads, a mean of the rows that count: :func:`tigon.linear_jsd`."""
     _check_labels(shift_labels, teacher_input.shape[0])
     loss = tigon.linear_jsd(
-        student_input, student_weight, (teacher_input, teacher_weight), shift_labels, beta=jsd_beta,
-        temperature=temperature, ignore_index=ignore_index,
-    )  # fmt: skip
+        student_input,
+        student_weight,
+        (teacher_input, teacher_weight),
+        shift_labels,
+        beta=jsd_beta,
+        temperature=temperature,
+        ignore_index=ignore_index,
+    )
     return _or_zero(loss, shift_labels, ignore_index)
 
 
-def liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels=None,
-                              reduction: str = "batchmean", ignore_index: int = -100,
-                              temperature: float = 1.0, eps: float = 1e-10, accum_dtype=None):  # fmt: skip
+def liger_fused_linear_kl_div(
+    student_input,
+    student_weight,
+    target,
+    shift_labels=None,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    accum_dtype=None,
+):
     """``sum q (log max(q, eps) - log softmax(z))`` against probabilities q, by :func:`tigon.linear_kl_div`.
 
     A row of q need not add up to 1: its sum is the row's weight.
@@ -167,9 +198,16 @@ def liger_fused_linear_kl_div(student_input, student_weight, target, shift_label
         # Tigon compares with q / mass, and gives 0 log 0 = 0 whatever eps is.
         constant = torch.where(mass > 0, mass * mass.log(), 0.0)
     loss = tigon.linear_kl_div(
-        student_input, student_weight, teacher, shift_labels, temperature=temperature,
-        teacher_logit_scale=temperature, token_weight=mass, reduction=reduction, ignore_index=ignore_index,
-    )  # fmt: skip
+        student_input,
+        student_weight,
+        teacher,
+        shift_labels,
+        temperature=temperature,
+        teacher_logit_scale=temperature,
+        token_weight=mass,
+        reduction=reduction,
+        ignore_index=ignore_index,
+    )
     if shift_labels is not None:
         kept = shift_labels != ignore_index
         constant, count = torch.where(kept, constant, 0.0), kept.sum()

@@ -60,15 +60,31 @@ def _class_weight(weight, target, ignore_index, z_scale, reduction):
     return weight * (kept.sum() / total)
 
 
-def cross_entropy_parts(input, target, weight=None, ignore_index=-100, lse_square_scale=0.0,
-                        label_smoothing=0.0, reduction="mean", softcap=None, return_z_loss=False,
-                        return_token_accuracy=False, return_predicted_tokens=False):  # fmt: skip
+def cross_entropy_parts(
+    input,
+    target,
+    weight=None,
+    ignore_index=-100,
+    lse_square_scale=0.0,
+    label_smoothing=0.0,
+    reduction="mean",
+    softcap=None,
+    return_z_loss=False,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+):
     """(loss, z_loss, token_accuracy, predicted_tokens), None if not asked for; losses in logits' dtype."""
     weight = _class_weight(weight, target, ignore_index, lse_square_scale, reduction)
     loss = tigon.cross_entropy(
-        input, target, weight=weight, ignore_index=ignore_index, z_loss=lse_square_scale,
-        label_smoothing=label_smoothing, reduction=reduction, softcap=softcap,
-    )  # fmt: skip
+        input,
+        target,
+        weight=weight,
+        ignore_index=ignore_index,
+        z_loss=lse_square_scale,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        softcap=softcap,
+    )
     z_loss = accuracy = predicted = None
     counts = target != ignore_index
     with torch.no_grad():
@@ -89,17 +105,36 @@ def whole(weight):
     if not is_dtensor(weight):
         return weight
     fits = all(p.is_replicate() for p in weight.placements)
-    check(fits, "weight must be whole (under FSDP read it in the forward of the unit that "
-          "holds it, or keep the head in the root's unit; shards of a vocabulary: tigon.linear_log_prob), "
-          "got a DTensor placed as {}", weight.placements)  # fmt: skip
+    check(
+        fits,
+        "weight must be whole (under FSDP read it in the forward of the unit that "
+        "holds it, or keep the head in the root's unit; shards of a vocabulary: tigon.linear_log_prob), "
+        "got a DTensor placed as {}",
+        weight.placements,
+    )
     return weight.to_local()
 
 
-def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None, ignore_index=-100,
-                               lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None,
-                               return_z_loss=False, accum_dtype=None, use_token_scaling=False,
-                               return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None,
-                               ce_mode=None, chunk_mem_const=1):  # fmt: skip
+def linear_cross_entropy_parts(
+    input,
+    weight,
+    target,
+    bias=None,
+    ce_weight=None,
+    ignore_index=-100,
+    lse_square_scale=0.0,
+    label_smoothing=0.0,
+    reduction="mean",
+    softcap=None,
+    return_z_loss=False,
+    accum_dtype=None,
+    use_token_scaling=False,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+    ce_impl=None,
+    ce_mode=None,
+    chunk_mem_const=1,
+):
     """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; the loss is float32."""
     integer = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
     fits = integer and chunk_mem_const >= 1
@@ -114,10 +149,19 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
     asked = {"z_loss": return_z_loss, "correct": return_token_accuracy, "predicted": return_predicted_tokens}
     names = tuple(name for name, wanted in asked.items() if wanted)
     got = tigon.linear_cross_entropy(
-        input, weight, target, bias=bias, class_weight=ce_weight, ignore_index=ignore_index,
-        z_loss=lse_square_scale, label_smoothing=label_smoothing, reduction=reduction, softcap=softcap,
-        token_weight=scaling, outputs=("loss", *names) if names else None,
-    )  # fmt: skip
+        input,
+        weight,
+        target,
+        bias=bias,
+        class_weight=ce_weight,
+        ignore_index=ignore_index,
+        z_loss=lse_square_scale,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        softcap=softcap,
+        token_weight=scaling,
+        outputs=("loss", *names) if names else None,
+    )
     if not names:
         return got, None, None, None
     counts = target != ignore_index
@@ -274,18 +318,32 @@ def unpack_cross_entropy_result(result):
     return result, None, None, None
 
 
-def fixed_fused_linear_cross_entropy(hidden_states, lm_head_weight, target, num_items_in_batch=None,
-                                     ignore_index=-100, final_logit_softcapping=None, accum_dtype=None,
-                                     return_token_accuracy=False, return_predicted_tokens=False,
-                                     **kwargs):  # fmt: skip
+def fixed_fused_linear_cross_entropy(
+    hidden_states,
+    lm_head_weight,
+    target,
+    num_items_in_batch=None,
+    ignore_index=-100,
+    final_logit_softcapping=None,
+    accum_dtype=None,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+    **kwargs,
+):
     """The loss head, divided by ``num_items_in_batch`` where that is given."""
     reduction = "mean" if num_items_in_batch is None else "sum"
     result = _current_loss()(
-        hidden_states, lm_head_weight, target, reduction=reduction, ignore_index=ignore_index,
-        softcap=final_logit_softcapping, accum_dtype=accum_dtype,
-        return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
+        hidden_states,
+        lm_head_weight,
+        target,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        softcap=final_logit_softcapping,
+        accum_dtype=accum_dtype,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
         **kwargs,
-    )  # fmt: skip
+    )
     loss, _, accuracy, predicted = unpack_cross_entropy_result(result)
     if num_items_in_batch is not None:
         if isinstance(num_items_in_batch, torch.Tensor):
@@ -294,21 +352,35 @@ def fixed_fused_linear_cross_entropy(hidden_states, lm_head_weight, target, num_
     return _output(loss, None, accuracy, predicted)
 
 
-def LigerForCausalLMLoss(hidden_states, lm_head_weight, labels, hidden_size, num_items_in_batch=None,
-                         ignore_index=-100, shift_labels=None, final_logit_softcapping=None,
-                         return_token_accuracy=False, return_predicted_tokens=False,
-                         **kwargs):  # fmt: skip
+def LigerForCausalLMLoss(
+    hidden_states,
+    lm_head_weight,
+    labels,
+    hidden_size,
+    num_items_in_batch=None,
+    ignore_index=-100,
+    shift_labels=None,
+    final_logit_softcapping=None,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+    **kwargs,
+):
     """The causal loss from hidden states; keywords the loss head does not know are dropped."""
     known = inspect.signature(_current_loss()).parameters
     kwargs = {name: value for name, value in kwargs.items() if name in known}
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return fixed_fused_linear_cross_entropy(
-        hidden_states.reshape(-1, hidden_size), lm_head_weight,
-        shift_labels.reshape(-1).to(hidden_states.device), num_items_in_batch, ignore_index,
-        final_logit_softcapping, return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens, **kwargs,
-    )  # fmt: skip
+        hidden_states.reshape(-1, hidden_size),
+        lm_head_weight,
+        shift_labels.reshape(-1).to(hidden_states.device),
+        num_items_in_batch,
+        ignore_index,
+        final_logit_softcapping,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        **kwargs,
+    )
 
 
 def _current_loss():
@@ -331,8 +403,15 @@ def loss_settings() -> dict:
         return {}  # Tigon's, or Liger's where it is installed: nobody wrapped it
     with contextlib.suppress(AttributeError, TypeError):  # it reads the operands
         current(noted, None, None)
-    check(noted, "liger_fused_linear_cross_entropy may be wrapped by a function that calls "
-          "it with the operands it was given, got {!r}", current)  # fmt: skip
+    check(
+        noted,
+        "liger_fused_linear_cross_entropy may be wrapped by a function that calls "
+        "it with the operands it was given, got {!r}",
+        current,
+    )
     defaults = inspect.signature(ours).parameters
-    return {name: value for name, value in noted.items() if value is not defaults[name].default
-            and name not in ("input", "weight", "target")}  # fmt: skip
+    return {
+        name: value
+        for name, value in noted.items()
+        if value is not defaults[name].default and name not in ("input", "weight", "target")
+    }

@@ -12,16 +12,36 @@ _OPTIONS = "tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0
 _OPERANDS = "phi, b, alpha_pre, alpha_post, alpha_res"
 
 
-def _coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32=False, tmax=20, rms_eps=1e-6,
-            pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0):  # fmt: skip
+def _coeffs(
+    x,
+    phi,
+    b,
+    alpha_pre,
+    alpha_post,
+    alpha_res,
+    allow_fp32=False,
+    tmax=20,
+    rms_eps=1e-6,
+    pre_eps=0.0,
+    sinkhorn_eps=1e-6,
+    post_mult=2.0,
+):
     """``(h_pre, h_post, h_res)`` of x ``[..., HC, C]`` in float32, by :func:`tigon.hyper_connection_pre`."""
     if x.dtype not in (torch.bfloat16, torch.float16) and not allow_fp32:
         raise AssertionError(f"x must be bfloat16 or float16 (or allow_fp32=True), got {x.dtype}")
     scale = torch.stack([a.reshape(()).float() for a in (alpha_pre, alpha_post, alpha_res)])
     return tigon.hyper_connection_pre(
-        x, phi.t(), b, scale, norm_eps=rms_eps, pre_eps=pre_eps, post_scale=post_mult, iterations=tmax,
-        sinkhorn_eps=sinkhorn_eps, collapse=False,
-    )[1:]  # fmt: skip
+        x,
+        phi.t(),
+        b,
+        scale,
+        norm_eps=rms_eps,
+        pre_eps=pre_eps,
+        post_scale=post_mult,
+        iterations=tmax,
+        sinkhorn_eps=sinkhorn_eps,
+        collapse=False,
+    )[1:]
 
 
 liger_mhc_coeffs = by_name(f"liger_mhc_coeffs(x, {_OPERANDS}, *, allow_fp32=False, {_OPTIONS})", _coeffs)
@@ -65,8 +85,20 @@ LigerMHCPostResFunction = function_class("LigerMHCPostResFunction", liger_mhc_po
 class LigerMHC(nn.Module):
     """A layer ``[..., c] -> [..., c]`` between the streams ``[..., hc, c]``."""
 
-    def __init__(self, layer, *, hc, c, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0,
-                 phi_dtype=torch.float16, allow_fp32=False):  # fmt: skip
+    def __init__(
+        self,
+        layer,
+        *,
+        hc,
+        c,
+        tmax=20,
+        rms_eps=1e-6,
+        pre_eps=0.0,
+        sinkhorn_eps=1e-6,
+        post_mult=2.0,
+        phi_dtype=torch.float16,
+        allow_fp32=False,
+    ):
         super().__init__()
         self.layer, self.hc, self.c, self.tmax = layer, int(hc), int(c), int(tmax)
         self.rms_eps, self.pre_eps, self.sinkhorn_eps = float(rms_eps), float(pre_eps), float(sinkhorn_eps)

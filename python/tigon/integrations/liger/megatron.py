@@ -38,9 +38,14 @@ def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode
 
 
 def _vocab_parallel(
-    logits, target, tp_group=None, ignore_index=-100, label_smoothing=0.0,
-    label_smoothing_formula="pytorch", label_smoothing_mode="global",
-):  # fmt: skip
+    logits,
+    target,
+    tp_group=None,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    label_smoothing_formula="pytorch",
+    label_smoothing_mode="global",
+):
     validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
     size = 1 if tp_group is None else dist.get_world_size(tp_group)
     smooth = label_smoothing > 0.0 and size > 1
@@ -96,9 +101,15 @@ class LigerMegatronCrossEntropy(
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
-    _input, weight, target, tp_group=None, temperature=1.0, ignore_index=-100, tiles_per_reduce=1,
+    _input,
+    weight,
+    target,
+    tp_group=None,
+    temperature=1.0,
+    ignore_index=-100,
+    tiles_per_reduce=1,
     return_entropy=False,
-):  # fmt: skip
+):
     """Per-token losses of a head sharded over ``tp_group`` (``None``: all processes), and the entropies."""
     del tiles_per_reduce  # how the exchange is cut, there
     group = dist.group.WORLD if tp_group is None else tp_group
@@ -119,9 +130,14 @@ class LigerMegatronRMSNorm(RMSNorm):
     """Megatron's norm slot: RMSNorm."""
 
     def __init__(
-        self, config, hidden_size, eps=1e-5, persist_layer_norm=False, zero_centered_gamma=False,
+        self,
+        config,
+        hidden_size,
+        eps=1e-5,
+        persist_layer_norm=False,
+        zero_centered_gamma=False,
         normalization="RMSNorm",
-    ):  # fmt: skip
+    ):
         asked = getattr(config, "normalization", normalization)
         check(asked == "RMSNorm", "normalization must be 'RMSNorm', got {!r}", asked)
         super().__init__(config, hidden_size, eps)

@@ -23,8 +23,17 @@ def _initial(init_fn: str, *shape: int) -> nn.Parameter:
 class LigerRMSNorm(nn.Module):
     """RMSNorm; the forward reads its attributes, so a subclass or a patch may change them."""
 
-    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True,
-                 row_mode=None, elementwise_affine=True):  # fmt: skip
+    def __init__(
+        self,
+        hidden_size,
+        eps=1e-6,
+        offset=0.0,
+        casting_mode="llama",
+        init_fn="ones",
+        in_place=True,
+        row_mode=None,
+        elementwise_affine=True,
+    ):
         super().__init__()
         modes = ("llama", "gemma", "none")
         known = casting_mode in modes
@@ -83,8 +92,16 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
     """Muse Glimmer."""
 
-    def __init__(self, dim=None, eps=1e-6, offset=0, casting_mode="gemma", init_fn="ones", in_place=False,
-                 with_scale=True):  # fmt: skip
+    def __init__(
+        self,
+        dim=None,
+        eps=1e-6,
+        offset=0,
+        casting_mode="gemma",
+        init_fn="ones",
+        in_place=False,
+        with_scale=True,
+    ):
         check(dim is not None or not with_scale, "dim must be given with a scale, got None")
         super().__init__(dim or 0, eps, offset, casting_mode, init_fn, in_place, with_scale)
 
@@ -106,8 +123,16 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
 class LigerModulatedRMSNorm(LigerRMSNorm):
     """RMSNorm, scale and shift; these come with each call."""
 
-    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True,
-                 elementwise_affine=True):  # fmt: skip
+    def __init__(
+        self,
+        hidden_size,
+        eps=1e-6,
+        offset=0.0,
+        casting_mode="llama",
+        init_fn="ones",
+        in_place=True,
+        elementwise_affine=True,
+    ):
         super().__init__(
             hidden_size, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=elementwise_affine
         )
@@ -405,11 +430,22 @@ def _mlp(input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_m
     return linear(product, down_weight) * down_multiplier
 
 
-def _scaled_cross_entropy(_input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1,
-                          return_entropy=False, selected_token_ids=None):  # fmt: skip
+def _scaled_cross_entropy(
+    _input,
+    weight,
+    target,
+    temperature=1.0,
+    ignore_index=-100,
+    m_tiles_per_cluster=1,
+    return_entropy=False,
+    selected_token_ids=None,
+):
     """Per-token loss under a temperature, and the entropy where asked for."""
-    check(selected_token_ids is None, "selected_token_ids must be None in {}, got a tensor",
-          "LigerFusedLinearScaledCrossEntropyFunction")  # fmt: skip
+    check(
+        selected_token_ids is None,
+        "selected_token_ids must be None in {}, got a tensor",
+        "LigerFusedLinearScaledCrossEntropyFunction",
+    )
     weight, options = F.whole(weight), {"temperature": temperature, "ignore_index": ignore_index}
     if not return_entropy:
         return -tigon.linear_log_prob(_input, weight, target, **options)
@@ -424,7 +460,8 @@ _FUNCTIONS = {
     "DyT": (F.liger_dyt,),
     "Embedding": (lambda embeddings, indices: tigon.embedding(indices, embeddings),),
     "FusedAddRMSNorm": (
-        F.liger_fused_add_rms_norm, "X, R, W, eps, offset=0.0, casting_mode='llama', in_place=False",
+        F.liger_fused_add_rms_norm,
+        "X, R, W, eps, offset=0.0, casting_mode='llama', in_place=False",
     ),
     "FusedGateUpSiLUMul": (lambda y, in_place=False: tigon.swiglu(y),),
     "FusedLinearCrossEntropy": (F.linear_cross_entropy_parts,),
@@ -442,7 +479,8 @@ _FUNCTIONS = {
     "PolyNorm": (F.liger_poly_norm,),
     "Qwen2VLMRope": (F.liger_multimodal_rotary_pos_emb,),
     "RMSNorm": (
-        F.liger_rms_norm, "X, W, eps, offset=0.0, casting_mode='llama', in_place=True, row_mode=None",
+        F.liger_rms_norm,
+        "X, W, eps, offset=0.0, casting_mode='llama', in_place=True, row_mode=None",
     ),
     "ReLUSquared": (F.liger_relu_squared,),
     "Rope": (F.liger_rope,),
@@ -450,6 +488,6 @@ _FUNCTIONS = {
     "Softmax": (F.liger_softmax,),
     "Sparsemax": (F.liger_sparsemax,),
     "TiledMLP": (apply_tiled_mlp, "fn, mlp_module, x, shards, compute_params=None"),
-}  # fmt: skip
+}
 for _name, _row in _FUNCTIONS.items():
     globals()[f"Liger{_name}Function"] = function_class(f"Liger{_name}Function", *_row)

@@ -14,10 +14,21 @@ from tigon import error
 VERSION = "0.8.5"  # of the interface
 PACKAGE = "liger_kernel"
 _BEHIND = (
-    "bases", "chunked_loss", "divergences", "functional", "modules",
-    "hyper_connections", "outputs", "patching", "policies", "preferences", "megatron", "utils",
-    "backends", "passes",
-)  # fmt: skip
+    "bases",
+    "chunked_loss",
+    "divergences",
+    "functional",
+    "modules",
+    "hyper_connections",
+    "outputs",
+    "patching",
+    "policies",
+    "preferences",
+    "megatron",
+    "utils",
+    "backends",
+    "passes",
+)
 _APART = {"chunked_loss"}  # packages whose names mean something else outside of them
 
 check = functools.partial(error.check, "compat.liger")
@@ -75,8 +86,10 @@ _EXPERTS = "tigon.experts, or tigon.grouped_mlp of rows that expert parallelism 
 _NO_OP = "plain PyTorch: Tigon has no op for it"
 # What to use instead, by the part of a name that says what it is; the first that fits is taken.
 _INSTEAD = (
-    ("lce_forward|causal_forward|multimodal_forward|lce_maybe_trainable_lm_head",
-     "apply_liger_kernel_to_*(model=...) or tigon.apply(model), which copy no forward of transformers"),
+    (
+        "lce_forward|causal_forward|multimodal_forward|lce_maybe_trainable_lm_head",
+        "apply_liger_kernel_to_*(model=...) or tigon.apply(model), which copy no forward of transformers",
+    ),
     ("ORPOTrainer", "trl.experimental's ORPOTrainer with tigon.TigonTrainerCallback"),
     ("GRPO|Grpo|grpo", "tigon.policy_loss of log-probabilities, or triton_grpo_loss"),
     ("(?i)vocab_?parallel", "tigon.parallel.cross_entropy or linear_cross_entropy"),
@@ -86,15 +99,24 @@ _INSTEAD = (
     ("mhc_(mm|split|pre|post|sinkhorn)", "tigon.hyper_connection_pre and tigon.hyper_connection_post"),
     ("(?i)multi_?token_?attention", _NO_OP),
     ("matmul|pack_weights|autotune", f"torch.matmul, and {_NO_OP}"),
-    ("assert_op|test_shapes|pytorch_reference|requires_cuda|sum_based|tolerances",
-     "torch.testing.assert_close: Liger's test helpers are not part of the interface"),
-    ("IMPL_REGISTRY|ImplInfo|select_impl|declare_op_locations|emit_fallback",
-     "liger_kernel.backends.register_impl"),
+    (
+        "assert_op|test_shapes|pytorch_reference|requires_cuda|sum_based|tolerances",
+        "torch.testing.assert_close: Liger's test helpers are not part of the interface",
+    ),
+    (
+        "IMPL_REGISTRY|ImplInfo|select_impl|declare_op_locations|emit_fallback",
+        "liger_kernel.backends.register_impl",
+    ),
     ("num_sms|npu_core", "torch.cuda.get_device_properties"),
-)  # fmt: skip
+)
 # Words of names of kernels and passes there -> the function here, where it has another name.
-_OTHERWISE = {"attn_res": "attention_residual", "kldiv": "kl_div", "tv_distance": "tvd",
-              "ce_tvd": "linear_tvd", "mrope": "rope"}  # fmt: skip
+_OTHERWISE = {
+    "attn_res": "attention_residual",
+    "kldiv": "kl_div",
+    "tv_distance": "tvd",
+    "ce_tvd": "linear_tvd",
+    "mrope": "rope",
+}
 _INTERNAL = "the op's public function: this one belongs to how Liger's kernels are made"
 
 
@@ -118,9 +140,13 @@ def missing(name: str) -> type:
         words = f"[compat.liger] {name} is not there in tigon {tigon.__version__}: {instead}"
         raise error.Error(words)
 
-    return type(name, (), {
-        "__new__": refuse,
-        "apply": staticmethod(refuse),
-        "__class_getitem__": refuse,  # kernel[grid]
-        "__doc__": f"{name} of the liger_kernel interface: not there in this version of Tigon.",
-    })  # fmt: skip
+    return type(
+        name,
+        (),
+        {
+            "__new__": refuse,
+            "apply": staticmethod(refuse),
+            "__class_getitem__": refuse,  # kernel[grid]
+            "__doc__": f"{name} of the liger_kernel interface: not there in this version of Tigon.",
+        },
+    )

@@ -10,11 +10,20 @@ import torch
 
 # Where the class that each extends is: transformers' own name is the rest of the name.
 _MODELS = {
-    "Gemma3": "gemma3", "Gemma4": "gemma4", "Glm4vMoe": "glm4v_moe", "InternVL": "internvl", "Llava": "llava",
-    "MuseGlimmer": "muse_glimmer", "PaliGemma": "paligemma", "Qwen2VL": "qwen2_vl",
-    "Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl", "Qwen3VLMoe": "qwen3_vl_moe", "Qwen3_5": "qwen3_5",
+    "Gemma3": "gemma3",
+    "Gemma4": "gemma4",
+    "Glm4vMoe": "glm4v_moe",
+    "InternVL": "internvl",
+    "Llava": "llava",
+    "MuseGlimmer": "muse_glimmer",
+    "PaliGemma": "paligemma",
+    "Qwen2VL": "qwen2_vl",
+    "Qwen2_5_VL": "qwen2_5_vl",
+    "Qwen3VL": "qwen3_vl",
+    "Qwen3VLMoe": "qwen3_vl_moe",
+    "Qwen3_5": "qwen3_5",
     "Qwen3_5Moe": "qwen3_5_moe",
-}  # fmt: skip
+}
 _REST = "CausalLMOutputWithPast"
 OUTPUTS = tuple(f"Liger{model}{_REST}" for model in ("", "Moe", *_MODELS))
 

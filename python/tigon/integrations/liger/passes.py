@@ -31,8 +31,9 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
 
 
 @torch.no_grad()
-def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode,
-                      needs_dw=None):  # fmt: skip
+def rms_norm_backward(
+    dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode, needs_dw=None
+):
     """(dX, dW) of :func:`rms_norm_forward`; dW is None without a weight and where ``needs_dw`` is False."""
     _, rounding = _rounding(casting_mode)
     need = W is not None and needs_dw is not False

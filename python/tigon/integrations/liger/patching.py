@@ -38,8 +38,16 @@ from tigon.integrations.transformers.patch import unwrapped
 
 log = logging.getLogger("tigon")
 
-_DEFAULTS = {"rope": True, "cross_entropy": False, "fused_linear_cross_entropy": True, "rms_norm": True,
-             "layer_norm": True, "swiglu": True, "geglu": True, "relu_squared": True}  # fmt: skip
+_DEFAULTS = {
+    "rope": True,
+    "cross_entropy": False,
+    "fused_linear_cross_entropy": True,
+    "rms_norm": True,
+    "layer_norm": True,
+    "swiglu": True,
+    "geglu": True,
+    "relu_squared": True,
+}
 _OWN = ("qkv", "qk_norm", "hyper", "lora")  # slots of tigon.apply that no switch of Liger's stands for
 _LOSS = "cross_entropy fused_linear_cross_entropy"
 _TEXT = f"rope {_LOSS} rms_norm swiglu model"
@@ -47,13 +55,30 @@ _GEMMA = f"rope {_LOSS} rms_norm geglu model"
 
 # Name -> (parameters in their order, defaults that differ, model types it serves if not its own name).
 _FUNCTIONS: dict[str, tuple[str, dict, tuple[str, ...]]] = {
-    **{name: (_TEXT, {}, ()) for name in (
-        "llama", "smollm3", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3",
-        "olmo2", "olmo3", "falcon_h1", "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4",
-    )},
-    **{name: (_TEXT, {"rope": False}, ()) for name in (
-        "glm4", "glm4v", "glm4v_moe", "qwen3_next", "deepseek_v2", "deepseek_v3",
-    )},
+    **{
+        name: (_TEXT, {}, ())
+        for name in (
+            "llama",
+            "smollm3",
+            "ministral",
+            "mistral",
+            "mixtral",
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+            "phi3",
+            "olmo2",
+            "olmo3",
+            "falcon_h1",
+            "hunyuan_v1_dense",
+            "hunyuan_v1_moe",
+            "exaone4",
+        )
+    },
+    **{
+        name: (_TEXT, {"rope": False}, ())
+        for name in ("glm4", "glm4v", "glm4v_moe", "qwen3_next", "deepseek_v2", "deepseek_v3")
+    },
     **{name: (_GEMMA, {}, ()) for name in ("gemma", "gemma2", "gemma3_text")},
     **{name: (f"rope {_LOSS} layer_norm rms_norm geglu model", {}, ()) for name in ("gemma3", "paligemma")},
     **{name: (f"{_LOSS} rms_norm layer_norm model **kwargs", {}, ()) for name in ("internvl", "smolvlm")},
@@ -74,7 +99,7 @@ _FUNCTIONS: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "qwen3_vl_moe": (_TEXT, {}, ("qwen3_vl_moe", "qwen3_vl_moe_text")),
     "qwen3_5": (_TEXT, {"rope": False}, ("qwen3_5", "qwen3_5_text")),
     "qwen3_5_moe": (_TEXT, {"rope": False}, ("qwen3_5_moe", "qwen3_5_moe_text")),
-}  # fmt: skip
+}
 # Names that LLaMA-Factory asks for beside them.
 _ALIASES = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
@@ -168,9 +193,11 @@ _SETTINGS = "_tigon_liger_settings"  # on the model: options that its program ad
 
 def _forward(model, head, *args, **kwargs):
     labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels")) or len(args) > 1
-    check(labels or not kwargs.get("skip_logits"),
-          "labels or shift_labels must be given where skip_logits is True, got {}",
-          sorted(kwargs))  # fmt: skip
+    check(
+        labels or not kwargs.get("skip_logits"),
+        "labels or shift_labels must be given where skip_logits is True, got {}",
+        sorted(kwargs),
+    )
     if labels and kwargs.get("skip_logits", model.training):
         kwargs = {**model.__dict__[_SETTINGS], **kwargs}
     output = forward_of_model(model, head, *args, **kwargs)

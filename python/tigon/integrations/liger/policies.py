@@ -21,9 +21,14 @@ from tigon.ops.policy import formula, token_losses
 
 _KINDS = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}
 _DEFAULTS = {
-    "op": "triton_grpo_loss", "delta": None, "tau": (1.0, 1.05), "gamma": (2.0, 3.0, 3.0, 2.0),
-    "kl_estimator": "k3", "entropy": 0.0, "normalise": "token",
-}  # fmt: skip
+    "op": "triton_grpo_loss",
+    "delta": None,
+    "tau": (1.0, 1.05),
+    "gamma": (2.0, 3.0, 3.0, 2.0),
+    "kl_estimator": "k3",
+    "entropy": 0.0,
+    "normalise": "token",
+}
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -59,10 +64,25 @@ def _check(
 
 
 def _formula(
-    mask, advantages, old, ref, *, beta, clip, loss_type, importance_sampling_level, sapo_temperature_pos,
-    sapo_temperature_neg, vllm_is_ratio, delta, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos,
-    vespo_k_neg, vespo_lambda_neg,
-):  # fmt: skip
+    mask,
+    advantages,
+    old,
+    ref,
+    *,
+    beta,
+    clip,
+    loss_type,
+    importance_sampling_level,
+    sapo_temperature_pos,
+    sapo_temperature_neg,
+    vllm_is_ratio,
+    delta,
+    use_bias_correction_kl,
+    vespo_k_pos,
+    vespo_lambda_pos,
+    vespo_k_neg,
+    vespo_lambda_neg,
+):
     kind, importance = _KINDS.get(loss_type, "clip"), vllm_is_ratio
     if importance is not None:
         importance = importance.detach().float()
@@ -117,10 +137,25 @@ def _policy(
 
 
 def _grpo(
-    _input, weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
-    old_per_token_logps, ref_input, ref_weight, ref_bias, temperature, use_ref_model, compiled, chunk_size,
-    epsilon_low, epsilon_high, **options,
-):  # fmt: skip
+    _input,
+    weight,
+    selected_token_ids,
+    attention_mask,
+    advantages,
+    bias,
+    ref_per_token_logps,
+    old_per_token_logps,
+    ref_input,
+    ref_weight,
+    ref_bias,
+    temperature,
+    use_ref_model,
+    compiled,
+    chunk_size,
+    epsilon_low,
+    epsilon_high,
+    **options,
+):
     vllm_is_ratio = options["vllm_is_ratio"]
     if use_ref_model:
         assert ref_per_token_logps is not None or ref_input is not None, (
@@ -153,9 +188,14 @@ def _grpo(
     hidden = _input.reshape(*target.shape, _input.shape[-1])
     head = {"bias": bias, "temperature": temperature}
     return _policy(
-        functools.partial(tigon.linear_policy, hidden, weight, target, **head), mask, advantages,
-        old_per_token_logps, ref_per_token_logps, clip=(epsilon_low, epsilon_high), **options,
-    )  # fmt: skip
+        functools.partial(tigon.linear_policy, hidden, weight, target, **head),
+        mask,
+        advantages,
+        old_per_token_logps,
+        ref_per_token_logps,
+        clip=(epsilon_low, epsilon_high),
+        **options,
+    )
 
 
 liger_fused_linear_grpo = by_name(
@@ -207,9 +247,15 @@ def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
 
 @torch.no_grad()
 def get_gamma_weights(
-    advantages, log_ratio_per_token, mask, importance_sampling_ratio=None, k_pos=2.0, lambda_pos=3.0,
-    k_neg=3.0, lambda_neg=2.0,
-):  # fmt: skip
+    advantages,
+    log_ratio_per_token,
+    mask,
+    importance_sampling_ratio=None,
+    k_pos=2.0,
+    lambda_pos=3.0,
+    k_neg=3.0,
+    lambda_neg=2.0,
+):
     """VESPO's factor of each answer, ``[B, 1]``."""
     least = math.log(1e-8)
     log_w = (log_ratio_per_token.clamp(-20, 20) * mask).sum(-1, keepdim=True)
@@ -267,9 +313,21 @@ def _reduce_grpo_loss(
 
 
 def _grpo_of_logits(
-    logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, eps_low, eps_high,
-    inplace, reduce, max_completion_length, num_items_in_batch, **options,
-):  # fmt: skip
+    logits,
+    old_logp,
+    ref_logp,
+    completion_ids,
+    advantages,
+    completion_mask,
+    temperature,
+    eps_low,
+    eps_high,
+    inplace,
+    reduce,
+    max_completion_length,
+    num_items_in_batch,
+    **options,
+):
     level, loss_type = options["importance_sampling_level"], options["loss_type"]
     if level not in ("token", "sequence"):
         raise AssertionError(f"importance_sampling_level must be 'token' or 'sequence', got {level}")
@@ -292,10 +350,15 @@ def _grpo_of_logits(
             return losses, None, clipped.abs()
         return losses, divergence * ratio if corrected else divergence, clipped.abs()
     return _policy(
-        functools.partial(tigon.policy_loss, log_prob, mask=mask), mask, advantages, old_logp, ref_logp,
+        functools.partial(tigon.policy_loss, log_prob, mask=mask),
+        mask,
+        advantages,
+        old_logp,
+        ref_logp,
         max_completion_length=log_prob.shape[1] if max_completion_length is None else max_completion_length,
-        num_items_in_batch=num_items_in_batch, **options,
-    )  # fmt: skip
+        num_items_in_batch=num_items_in_batch,
+        **options,
+    )
 
 
 # Of each token, or reduced with the metrics, from logits [B, L + 1, V]; inplace has no effect.

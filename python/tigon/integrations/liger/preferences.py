@@ -13,8 +13,18 @@ import tigon
 from tigon.integrations.liger.signatures import Loss, by_name, function_class
 from tigon.ops.preference import log1mexp
 
-_DPO = ("sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-        "discopop")  # fmt: skip
+_DPO = (
+    "sigmoid",
+    "hinge",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+)
 
 
 def head_log_prob(hidden, weight, target, bias, ignore_index, temperature=1.0):
@@ -41,21 +51,48 @@ def _reference(target, use_ref_model, ref_input, ref_weight, ref_bias):
 
 
 def _pairs(
-    _input, weight, target, bias=None, *, kind, beta, alpha=1.0, ignore_index=-100, compute_nll_loss=True,
-    nll_target=None, average_log_prob=False, use_ref_model=False, ref_input=None, ref_weight=None,
-    ref_bias=None, label_smoothing=0.0, discopop_tau=0.05, gamma=0.0, compiled=True, chunk_size=1,
-):  # fmt: skip
+    _input,
+    weight,
+    target,
+    bias=None,
+    *,
+    kind,
+    beta,
+    alpha=1.0,
+    ignore_index=-100,
+    compute_nll_loss=True,
+    nll_target=None,
+    average_log_prob=False,
+    use_ref_model=False,
+    ref_input=None,
+    ref_weight=None,
+    ref_bias=None,
+    label_smoothing=0.0,
+    discopop_tau=0.05,
+    gamma=0.0,
+    compiled=True,
+    chunk_size=1,
+):
     """(loss, the seven results that all losses of pairs share)."""
     half = target.shape[0] // 2
     hidden = _input.reshape(*target.shape, _input.shape[-1])
     # Its labels may be others than target's.
     apart = compute_nll_loss and (nll_target is not None or alpha < 0)
     result = tigon.linear_preference(
-        hidden, weight, target, bias=bias, ignore_index=ignore_index, kind=kind, beta=beta,
-        average=average_log_prob, ref=_reference(target, use_ref_model, ref_input, ref_weight, ref_bias),
-        nll=alpha if compute_nll_loss and not apart else 0.0, label_smoothing=label_smoothing, gamma=gamma,
+        hidden,
+        weight,
+        target,
+        bias=bias,
+        ignore_index=ignore_index,
+        kind=kind,
+        beta=beta,
+        average=average_log_prob,
+        ref=_reference(target, use_ref_model, ref_input, ref_weight, ref_bias),
+        nll=alpha if compute_nll_loss and not apart else 0.0,
+        label_smoothing=label_smoothing,
+        gamma=gamma,
         tau=discopop_tau,
-    )  # fmt: skip
+    )
     loss, mean = result.loss, result.nll if compute_nll_loss else torch.zeros_like(result.nll)
     if apart:
         labels = (target if nll_target is None else nll_target)[:half]
@@ -105,9 +142,20 @@ def _orpo(**options):
 
 
 def _kto(
-    _input, weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl, ignore_index, beta,
-    use_ref_model, average_log_prob,
-):  # fmt: skip
+    _input,
+    weight,
+    target,
+    preference_labels,
+    bias,
+    ref_input,
+    ref_weight,
+    ref_bias,
+    kl,
+    ignore_index,
+    beta,
+    use_ref_model,
+    average_log_prob,
+):
     """(loss, the sums of log-probabilities, logits and rewards by preference)."""
     hidden = _input.reshape(*target.shape, _input.shape[-1])
     desirable = preference_labels.bool()
@@ -121,9 +169,17 @@ def _kto(
     elif kl is not None:
         point = kl.detach() if isinstance(kl, torch.Tensor) else float(kl)
     result = tigon.linear_kto(
-        hidden, weight, target, desirable, bias=bias, ignore_index=ignore_index, beta=beta, kl=point, ref=ref,
+        hidden,
+        weight,
+        target,
+        desirable,
+        bias=bias,
+        ignore_index=ignore_index,
+        beta=beta,
+        kl=point,
+        ref=ref,
         average=average_log_prob,
-    )  # fmt: skip
+    )
     rewards = result.rewards
     if many:
         rewards = rewards + beta * kl.reshape(-1)
@@ -152,8 +208,10 @@ liger_fused_linear_cpo = by_name(
 liger_fused_linear_simpo = by_name(
     "liger_fused_linear_simpo(_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, "
     "label_smoothing=0.0, compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1)",
-    _pairs, kind="simpo", average_log_prob=True,
-)  # fmt: skip
+    _pairs,
+    kind="simpo",
+    average_log_prob=True,
+)
 liger_fused_linear_orpo = by_name(
     "liger_fused_linear_orpo(_input, weight, target, bias=None, ignore_index=-100, beta=0.1, "
     "compute_nll_loss=True, nll_target=None, compiled=True, chunk_size=1)",

@@ -78,8 +78,9 @@ class Loss(nn.Module):
     of ``target``, but for those of ``without``; ``first``: those that come before, and other defaults.
     """
 
-    def __init_subclass__(cls, target: Callable | None = None, operands: str = "", first: str = "",
-                          without: str = ""):  # fmt: skip
+    def __init_subclass__(
+        cls, target: Callable | None = None, operands: str = "", first: str = "", without: str = ""
+    ):
         super().__init_subclass__()
         if target is None:
             return

@@ -51,10 +51,16 @@ def infer_device() -> str:
 
 # What Liger calls the architectures. Others get the compute capability, the target or the device type.
 _NVIDIA = {
-    (7, 0): "volta_turing", (7, 5): "volta_turing", (8, 0): "ampere_ada", (8, 6): "ampere_ada",
-    (8, 9): "ampere_ada", (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell_ultra",
+    (7, 0): "volta_turing",
+    (7, 5): "volta_turing",
+    (8, 0): "ampere_ada",
+    (8, 6): "ampere_ada",
+    (8, 9): "ampere_ada",
+    (9, 0): "hopper",
+    (10, 0): "blackwell",
+    (10, 3): "blackwell_ultra",
     (12, 0): "blackwell_consumer",
-}  # fmt: skip
+}
 _AMD = {"gfx908": "cdna", "gfx90a": "cdna2", "gfx94": "cdna3", "gfx110": "rdna3"}  # by how targets begin
 
 
@@ -163,8 +169,15 @@ class _TritonTypes(dict):
 torch_to_triton_dtype = _TritonTypes()
 
 
-def transformers_version_dispatch(required_version, before_fn, after_fn, before_args=(), after_args=(),
-                                  before_kwargs=None, after_kwargs=None):  # fmt: skip
+def transformers_version_dispatch(
+    required_version,
+    before_fn,
+    after_fn,
+    before_args=(),
+    after_args=(),
+    before_kwargs=None,
+    after_kwargs=None,
+):
     """Call one of two functions by transformers' version."""
     if compare_version("transformers", operator.lt, required_version):
         return before_fn(*before_args, **(before_kwargs or {}))

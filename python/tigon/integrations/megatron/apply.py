@@ -52,9 +52,14 @@ class State:
 
 
 def apply(
-    model: nn.Module, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-    *, keep_mb: float = 0.0,
-) -> Report:  # fmt: skip
+    model: nn.Module,
+    norm: bool = True,
+    mlp: bool = True,
+    rope: bool = True,
+    loss: bool = True,
+    *,
+    keep_mb: float = 0.0,
+) -> Report:
     """Put Tigon's kernels into a Megatron model: ``GPTModel``, ``HybridModel``, ``MambaModel``.
 
     Modules get methods of their own, and copies of their config with one value changed; classes, functions

@@ -130,10 +130,15 @@ def _loss(layer, spec, hidden, weight, request):
             weight = _AddToMainGrad.apply(weight)
     if sharded:
         return parallel.linear_cross_entropy(
-            hidden, weight, request.target, tensor_group(layer.tp_group), bias=bias,
+            hidden,
+            weight,
+            request.target,
+            tensor_group(layer.tp_group),
+            bias=bias,
             vocab=weight.shape[0] * group_size(layer.tp_group),
-            sequence_parallel=bool(layer.sequence_parallel), **options,
-        )  # fmt: skip
+            sequence_parallel=bool(layer.sequence_parallel),
+            **options,
+        )
     return linear_cross_entropy(hidden, weight, request.target, bias=bias, **options)
 
 

@@ -51,8 +51,16 @@ class RMSNorm(tigon_nn.RMSNorm):
     Shape: ``[..., C] -> [..., C]`` in x's dtype, rounded once.
     """
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, returns_residual: bool = False,
-                 persist_layer_norm=False, zero_centered_gamma=False, normalization="RMSNorm"):  # fmt: skip
+    def __init__(
+        self,
+        config,
+        hidden_size: int,
+        eps: float = 1e-5,
+        returns_residual: bool = False,
+        persist_layer_norm=False,
+        zero_centered_gamma=False,
+        normalization="RMSNorm",
+    ):
         offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         super().__init__(hidden_size, eps, offset=offset, rounding="gemma", dtype=_dtype(config))
         self.returns_residual = returns_residual
@@ -70,8 +78,15 @@ class LayerNorm(tigon_nn.LayerNorm):
     returns_residual = False
     zero_centered_gamma = False
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5,
-                 persist_layer_norm=False, zero_centered_gamma=False, normalization="LayerNorm"):  # fmt: skip
+    def __init__(
+        self,
+        config,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm=False,
+        zero_centered_gamma=False,
+        normalization="LayerNorm",
+    ):
         super().__init__(hidden_size, eps, dtype=_dtype(config))
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.reset_parameters()
@@ -94,8 +109,13 @@ class Norm:
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **unused):
         known = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
         name = config.normalization
-        check("megatron.Norm", name in known, "config.normalization must be one of {}, got {!r}", (*known,),
-              name)  # fmt: skip
+        check(
+            "megatron.Norm",
+            name in known,
+            "config.normalization must be one of {}, got {!r}",
+            (*known,),
+            name,
+        )
         return known[name](config, hidden_size, eps)
 
 

@@ -146,9 +146,10 @@ def _check_kitchen(name, config, options):
         check(f"megatron.{name}", off, "{} must be False (Kitchen has specs of its own), got True", field)
 
 
-_FROM_CONFIG = {"num_experts": "num_moe_experts"} | {name: name for name in (
-    "moe_grouped_gemm", "qk_layernorm", "multi_latent_attention", "normalization", "qk_l2_norm",
-)}  # fmt: skip
+_FROM_CONFIG = {"num_experts": "num_moe_experts"} | {
+    name: name
+    for name in ("moe_grouped_gemm", "qk_layernorm", "multi_latent_attention", "normalization", "qk_l2_norm")
+}
 
 
 def _call(builder, config, options):
@@ -157,8 +158,11 @@ def _call(builder, config, options):
     names = inspect.signature(target).parameters
     if target is gpt_layer_specs.get_gpt_layer_local_spec and "normalization" not in names:
         names = inspect.signature(gpt_layer_specs.get_gpt_layer_local_submodules).parameters
-    known = {name: getattr(config, _FROM_CONFIG[name]) for name in _FROM_CONFIG
-             if name in names and hasattr(config, _FROM_CONFIG[name])}  # fmt: skip
+    known = {
+        name: getattr(config, _FROM_CONFIG[name])
+        for name in _FROM_CONFIG
+        if name in names and hasattr(config, _FROM_CONFIG[name])
+    }
     if "config" in names:
         known["config"] = config
     return builder(**{**known, **options})

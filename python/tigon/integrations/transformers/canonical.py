@@ -34,10 +34,38 @@ FUNCTIONS = {getattr(torch, name): name for name in _TORCH.split()}
 FUNCTIONS |= {getattr(F, name): name for name in _FUNCTIONAL.split()}
 FUNCTIONS |= {isinstance: "isinstance", float: "number"}
 METHODS = {
-    "rsqrt", "sqrt", "pow", "square", "mean", "tanh", "sigmoid", "chunk", "unsqueeze", "float",
-    "to", "type", "type_as", "contiguous", "size", "dim", "view", "permute", "clamp", "flatten", "reshape",
-    "repeat_interleave", "unbind", "topk", "softmax", "gather", "sum", "max", "masked_fill", "expand", "bool",
-}  # fmt: skip
+    "rsqrt",
+    "sqrt",
+    "pow",
+    "square",
+    "mean",
+    "tanh",
+    "sigmoid",
+    "chunk",
+    "unsqueeze",
+    "float",
+    "to",
+    "type",
+    "type_as",
+    "contiguous",
+    "size",
+    "dim",
+    "view",
+    "permute",
+    "clamp",
+    "flatten",
+    "reshape",
+    "repeat_interleave",
+    "unbind",
+    "topk",
+    "softmax",
+    "gather",
+    "sum",
+    "max",
+    "masked_fill",
+    "expand",
+    "bool",
+}
 # Names under which the arguments of these functions may be given, and of all others.
 PLACES = {
     "chunk": {"chunks": 1, "dim": 2},

@@ -35,8 +35,14 @@ def loss_options(given: dict) -> dict:
     model are not looked at.
     """
     for name, why in REFUSED.items():
-        check("causal_lm_loss", not given.get(name), "{} must not be given ({}), got {!r}",
-              name, why, given.get(name))  # fmt: skip
+        check(
+            "causal_lm_loss",
+            not given.get(name),
+            "{} must not be given ({}), got {!r}",
+            name,
+            why,
+            given.get(name),
+        )
     named = ((ours, given.get(name)) for name, ours in OPTIONS.items())
     return {ours: value for ours, value in named if torch.is_tensor(value) or value}
 

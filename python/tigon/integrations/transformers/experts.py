@@ -132,10 +132,19 @@ def layer_forward(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights):
     options = {"alpha": spec.alpha, "limit": spec.limit}
     options = {name: getattr(module, attribute) for name, attribute in options.items() if attribute}
     y = experts(
-        hidden.to(first.dtype), first, down, ids, weights, activation=spec.activation, gated=module.has_gate,
-        interleaved="alpha" in options and not spec.halves, transposed=module.is_transposed,
-        gate_up_bias=biases[0], down_bias=biases[1], **options,
-    )  # fmt: skip
+        hidden.to(first.dtype),
+        first,
+        down,
+        ids,
+        weights,
+        activation=spec.activation,
+        gated=module.has_gate,
+        interleaved="alpha" in options and not spec.halves,
+        transposed=module.is_transposed,
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+        **options,
+    )
     return y.to(hidden.dtype)
 
 

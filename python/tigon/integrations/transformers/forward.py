@@ -76,8 +76,12 @@ def _helpers(kind: type, method) -> tuple:
 def _same_methods(kind: type, known: type) -> bool:
     """Whether a class made of another one (by FSDP2, for a parametrisation) has its methods."""
     bases = known.__mro__[: known.__mro__.index(nn.Module)] if issubclass(kind, known) else ()
-    methods = {name for base in bases for name, value in vars(base).items()
-               if isinstance(value, types.FunctionType) and not name.startswith("__")}  # fmt: skip
+    methods = {
+        name
+        for base in bases
+        for name, value in vars(base).items()
+        if isinstance(value, types.FunctionType) and not name.startswith("__")
+    }
     return bool(bases) and all(getattr(kind, name) is getattr(known, name) for name in methods)
 
 
@@ -282,9 +286,11 @@ def _alike(some, other) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     own = module.__dict__
     return bool(
-        own["_forward_hooks"] or own["_forward_pre_hooks"]
-        or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    )  # fmt: skip
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    )
 
 
 def foreign(module: nn.Module) -> bool:

@@ -64,8 +64,9 @@ def check_recipe(recipe: str | None, model: nn.Module) -> None:
             raise Error(f"[apply] fp8 must run on compute capability 8.9 or newer, got {major}.{minor}")
 
 
-def plan_fp8(model: nn.Module, heads: set[int], recipe: str, names: Sequence[str],
-             first_last_bf16: bool) -> Iterator[tuple[str, nn.Module, tuple | str]]:  # fmt: skip
+def plan_fp8(
+    model: nn.Module, heads: set[int], recipe: str, names: Sequence[str], first_last_bf16: bool
+) -> Iterator[tuple[str, nn.Module, tuple | str]]:
     """(path, Linear, (spec, what it is) or why it is left) of all Linears."""
     unknown = set(names)
     parents = dict(model.named_modules())

@@ -107,8 +107,12 @@ class _Call:
         self.done = False
 
     def backward(self, upstream: torch.Tensor):
-        check("graphs", not self.done, "a loss must be differentiated once, got a second backward "
-              "(retain_graph=True needs graphs=False)")  # fmt: skip
+        check(
+            "graphs",
+            not self.done,
+            "a loss must be differentiated once, got a second backward "
+            "(retain_graph=True needs graphs=False)",
+        )
         self.done = True
         return self.owner.backward(self, upstream)
 
@@ -309,8 +313,9 @@ class ModelGraphs:
         graph = call.graph
         same = graph.backward is not None and call.generation == self.generation
         same = same and self._watch.moved() is None and call.versions == self.versions()
-        check("graphs", same, "a loss must be differentiated before the model's parameters change, got it "
-              "later")  # fmt: skip
+        check(
+            "graphs", same, "a loss must be differentiated before the model's parameters change, got it later"
+        )
         if upstream.shape != graph.upstream.shape:  # of hidden states, which end before the padding
             graph.upstream.zero_()
         graph.upstream[tuple(map(slice, upstream.shape))].copy_(upstream)

@@ -195,8 +195,12 @@ def _loss(module, spec, hidden, request):
 
 def _linear_loss(module, spec, hidden, request):
     operands = head_operands(module)
-    check("lazy_logits", operands is not None, "the loss must be computed before the parts of the head get "
-          "hooks or another forward, got some since the forward pass")  # fmt: skip
+    check(
+        "lazy_logits",
+        operands is not None,
+        "the loss must be computed before the parts of the head get "
+        "hooks or another forward, got some since the forward pass",
+    )
     weight, bias, lora = operands
     columns, dtype = request.columns, request.dtype
     sharded = not plain(weight)
@@ -216,8 +220,11 @@ def _linear_loss(module, spec, hidden, request):
     off = nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
     options = {"bias": bias, **request.options}
     scaling = options.pop("token_scaling", False)
-    check("apply", not (scaling and sharded), "use_token_scaling must not be given where the head is sharded "
-          "over a vocabulary, got True")  # fmt: skip
+    check(
+        "apply",
+        not (scaling and sharded),
+        "use_token_scaling must not be given where the head is sharded over a vocabulary, got True",
+    )
     eager = not torch.compiler.is_compiling()
     others = Trained.calls if eager else 0
     with off:  # the casts are made; autocast must not add its own
@@ -327,8 +334,13 @@ def before_forward(module: nn.Module, spec: HeadSpec, given: dict, counts: dict)
         skip = True  # as Liger
     check("apply", labels or not skip, "labels must be given with skip_logits=True, got {}", sorted(given))
     named = loss_options(given) and module.loss_function is not causal_lm_loss
-    check("apply", not named, "options of the loss must be given to a model with transformers' causal-LM "
-          "loss, got {} for {}", sorted(given), type(module).__name__)  # fmt: skip
+    check(
+        "apply",
+        not named,
+        "options of the loss must be given to a model with transformers' causal-LM loss, got {} for {}",
+        sorted(given),
+        type(module).__name__,
+    )
     head = output_head(module)
     spec.once = gathered_once(head)
     patched = _patched(head, spec)

@@ -104,9 +104,10 @@ def _equals(module: nn.Module, spec: HyperSpec) -> bool:
     probed = twin(module, known, drawn, input_norm=twin(module.input_norm, {"eps": PROBE_EPS}, {}))
     x = torch.randn(2, 5, n, _COLUMNS, generator=generator)
     return same_results(
-        (type(module).forward, probed, x), (hyper_forward, probed, spec, x),
+        (type(module).forward, probed, x),
+        (hyper_forward, probed, spec, x),
         functools.partial(torch.allclose, rtol=1e-4, atol=1e-5),
-    )  # fmt: skip
+    )
 
 
 # After attention or MLP: the forward of a decoder layer is compiled with expressions of its own replaced.
@@ -152,10 +153,7 @@ def _pattern(text: str, function) -> re.Pattern:
 # What is replaced, in the words of ast.unparse, and by which function.
 _MIXED = "post.to(dtype).unsqueeze(-1) * f.unsqueeze(-2) + torch.matmul(comb.to(dtype).transpose(-1, -2), x)"
 _KEPT = "(post.float().unsqueeze(-1) * f.float().unsqueeze(-2) + x.float()).to(dtype)"
-_STREAMS = {
-    "_tigon_mixed": (_pattern(_MIXED, mixed), mixed),
-    "_tigon_kept": (_pattern(_KEPT, kept), kept),
-}
+_STREAMS = {"_tigon_mixed": (_pattern(_MIXED, mixed), mixed), "_tigon_kept": (_pattern(_KEPT, kept), kept)}
 
 
 def plan_streams(module: nn.Module) -> tuple[Rewritten, str] | str | None:

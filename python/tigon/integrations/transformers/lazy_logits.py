@@ -71,9 +71,20 @@ class LazyLogits:
     """
 
     _kept = (
-        "_head", "_hidden", "_columns", "dtype", "_calls", "_autocast", "_limit", "_detached", "_sources",
-        "_seen", "_rows", "_adapter", "_differentiated",
-    )  # fmt: skip
+        "_head",
+        "_hidden",
+        "_columns",
+        "dtype",
+        "_calls",
+        "_autocast",
+        "_limit",
+        "_detached",
+        "_sources",
+        "_seen",
+        "_rows",
+        "_adapter",
+        "_differentiated",
+    )
 
     def __init__(self, head, hidden, columns, dtype, calls, autocast=None, rows=False):
         self._head = head
@@ -216,12 +227,13 @@ class LazyLogits:
     def _is_row(self, other) -> bool:
         known = isinstance(other, torch.Tensor) and plain(other) and other.is_floating_point()
         return (
-            known and self._rows
+            known
+            and self._rows
             and 1 <= other.ndim <= self.ndim
             and other.numel() == other.shape[-1] == self._columns
             and other.device == self.device
             and all(name in ("to", "add") for name, *_ in self._owner._chain)
-        )  # fmt: skip
+        )
 
     def _scale_in_place(self, name, other):
         whole = self._owed and not self._sliced and not self._detached and torch.is_grad_enabled()
@@ -379,9 +391,20 @@ class LazyLogits:
                 "one active, merged or scaled since (read output.logits inside disable_adapter())"
             )
 
-    def cross_entropy(self, target, *, weight=None, ignore_index=-100, reduction="mean",
-                      label_smoothing=0.0, denominator=None, shift=False, predict=False, z_loss=0.0,
-                      token_scaling=False):  # fmt: skip
+    def cross_entropy(
+        self,
+        target,
+        *,
+        weight=None,
+        ignore_index=-100,
+        reduction="mean",
+        label_smoothing=0.0,
+        denominator=None,
+        shift=False,
+        predict=False,
+        z_loss=0.0,
+        token_scaling=False,
+    ):
         """Cross-entropy of these logits without forming them; None when it cannot be done.
 
         With `token_scaling` each row counts by the probability of its label.
@@ -400,12 +423,22 @@ class LazyLogits:
             if self._differentiated is not None:
                 self._differentiated(None)
         request = LossRequest(
-            target, dtype=self._autocast, columns=self._limit, added=added, class_weight=weight,
-            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-            denominator=denominator, shift=shift, logit_scale=scale, softcap=softcap, z_loss=z_loss,
+            target,
+            dtype=self._autocast,
+            columns=self._limit,
+            added=added,
+            class_weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            denominator=denominator,
+            shift=shift,
+            logit_scale=scale,
+            softcap=softcap,
+            z_loss=z_loss,
             outputs=("loss", "predicted") if predict else None,
             **({"token_scaling": True} if token_scaling else {}),
-        )  # fmt: skip
+        )
         with torch.no_grad() if self._detached else nullcontext():
             result = self._call_head(request)
         if not predict:
@@ -459,12 +492,7 @@ class LazyLogits:
 
 
 _OF_HIDDEN = ("ndim", "dim", "device", "is_cuda")
-_CASTS = {
-    "float": torch.float32,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "double": torch.float64,
-}
+_CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 _LAZY_FUNCTIONS = {
     getattr(torch, name): name for name in ("tanh", "mul", "div", "add", "reshape", "flatten", "argmax")
 }
@@ -515,8 +543,16 @@ def _real_all(values, fresh=False):
     return type(values)(_real(value, fresh) for value in values)
 
 
-def _functional_cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100,
-                              reduce=None, reduction="mean", label_smoothing=0.0):  # fmt: skip
+def _functional_cross_entropy(
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+    label_smoothing=0.0,
+):
     """torch.nn.functional.cross_entropy on lazy logits."""
     usual = isinstance(input, LazyLogits) and size_average is None and reduce is None
     if usual and input.ndim == 2 and not target.is_floating_point():

@@ -90,9 +90,10 @@ class State(NamedTuple):
 
     def equals(self, other: State) -> bool:
         return other is self or (
-            self.dtype == other.dtype and _same(self.sources, other.sources)
+            self.dtype == other.dtype
+            and _same(self.sources, other.sources)
             and [a.scale for a in self.adapters] == [a.scale for a in other.adapters]
-        )  # fmt: skip
+        )
 
 
 class Siblings:
@@ -283,10 +284,18 @@ def _look(module, x) -> list | None:
         return None
     device = x.device
     seen = [
-        type(x), x.dtype, device, x.shape[-1], autocast_dtype(device.type),
-        *_look_at_part(base), weight.shape, weight.requires_grad, *_look_at_tensor(weight),
-        id(bias), bias is None or bias.dtype,
-    ]  # fmt: skip
+        type(x),
+        x.dtype,
+        device,
+        x.shape[-1],
+        autocast_dtype(device.type),
+        *_look_at_part(base),
+        weight.shape,
+        weight.requires_grad,
+        *_look_at_tensor(weight),
+        id(bias),
+        bias is None or bias.dtype,
+    ]
     if type(weight) not in _PLAIN:
         seen += _look_at_quantised(base, weight)
     for name, down, up, dropout in _active(module):
@@ -296,10 +305,18 @@ def _look(module, x) -> list | None:
             return None
         scale, variant = module.scaling[name], module.lora_variant.get(name)
         seen += (
-            name, variant, type(scale), scale, dropout.training, dropout.__dict__.get("p"),
-            *_look_at_part(down), *_look_at_part(up), *_look_at_part(dropout),
-            *_look_at_tensor(a), *_look_at_tensor(b),
-        )  # fmt: skip
+            name,
+            variant,
+            type(scale),
+            scale,
+            dropout.training,
+            dropout.__dict__.get("p"),
+            *_look_at_part(down),
+            *_look_at_part(up),
+            *_look_at_part(dropout),
+            *_look_at_tensor(a),
+            *_look_at_tensor(b),
+        )
         if variant is not None:
             magnitude = dora_magnitude(module, name)
             if magnitude is None:

@@ -107,8 +107,9 @@ def known_activation(activation) -> str | None:
     to 1e-11), different functions do not; fp32 cannot tell 1e-9.
     """
     module = isinstance(activation, nn.Module)
-    if module and (blocked(activation) or [*activation.parameters(), *activation.buffers(),
-                                           *activation.children()]):  # fmt: skip
+    if module and (
+        blocked(activation) or [*activation.parameters(), *activation.buffers(), *activation.children()]
+    ):
         return None
     with on_cpu():
         odd = torch.tensor([-200.0, -0.0, 200.0, float("nan")], dtype=torch.float64)

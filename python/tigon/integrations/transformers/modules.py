@@ -231,8 +231,18 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     return tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
 
-def causal_lm_loss(hidden_states, lm_head_weight, labels, *, bias=None, num_items_in_batch=None,
-                   ignore_index=-100, shift_labels=None, softcap=None, logit_scale=1.0):  # fmt: skip
+def causal_lm_loss(
+    hidden_states,
+    lm_head_weight,
+    labels,
+    *,
+    bias=None,
+    num_items_in_batch=None,
+    ignore_index=-100,
+    shift_labels=None,
+    softcap=None,
+    logit_scale=1.0,
+):
     """The loss transformers' causal models return, from the hidden states before the head.
 
     Labels are shifted here; pass ``shift_labels`` where they already are. ``num_items_in_batch`` is the
@@ -240,7 +250,13 @@ def causal_lm_loss(hidden_states, lm_head_weight, labels, *, bias=None, num_item
     """
     target = labels if shift_labels is None else shift_labels
     return tigon.linear_cross_entropy(
-        hidden_states, lm_head_weight, target.to(hidden_states.device), bias=bias, ignore_index=ignore_index,
-        softcap=softcap, logit_scale=logit_scale, shift=shift_labels is None,
+        hidden_states,
+        lm_head_weight,
+        target.to(hidden_states.device),
+        bias=bias,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        shift=shift_labels is None,
         denominator=num_items_in_batch,
-    )  # fmt: skip
+    )

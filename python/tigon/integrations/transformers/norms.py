@@ -109,9 +109,15 @@ def _gated(module, spec, x, gate=None):
     if gate is None or gate.dtype != x.dtype or not plain(x, gate, weight):
         return stock(module, x, gate)
     return gated_rms_norm(
-        x, gate, weight, eps, norm_before_gate=spec.norm_first, group_size=size, activation=spec.activation,
+        x,
+        gate,
+        weight,
+        eps,
+        norm_before_gate=spec.norm_first,
+        group_size=size,
+        activation=spec.activation,
         rounding=spec.rounding,
-    )  # fmt: skip
+    )
 
 
 def _group(module, spec, x, *unused):

@@ -286,12 +286,26 @@ _SLOTS = {
 }
 
 
-def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None, rope: bool | None = None,
-          loss: bool | None = None, experts: bool | None = None, router: bool | None = None,
-          qkv: bool | None = None, qk_norm: bool = False, hyper: bool | None = None,
-          lora: bool | None = None, lazy_logits: bool = False, graphs: bool | Sequence[int] = False,
-          fp8: str | None = None, fp8_except: Sequence[str] = (), first_last_bf16: bool = False,
-          strict: bool = False) -> Report:  # fmt: skip
+def apply(
+    model: nn.Module,
+    *,
+    norm: bool | None = None,
+    mlp: bool | None = None,
+    rope: bool | None = None,
+    loss: bool | None = None,
+    experts: bool | None = None,
+    router: bool | None = None,
+    qkv: bool | None = None,
+    qk_norm: bool = False,
+    hyper: bool | None = None,
+    lora: bool | None = None,
+    lazy_logits: bool = False,
+    graphs: bool | Sequence[int] = False,
+    fp8: str | None = None,
+    fp8_except: Sequence[str] = (),
+    first_last_bf16: bool = False,
+    strict: bool = False,
+) -> Report:
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
@@ -330,10 +344,25 @@ def apply(model: nn.Module, *, norm: bool | None = None, mlp: bool | None = None
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
     plan = _Plan(root)
-    given = {"norm": norm, "mlp": mlp, "experts": experts, "router": router, "qkv": qkv, "qk_norm": qk_norm,
-             "hyper": hyper, "lora": lora, "rope": rope, "loss": loss}  # fmt: skip
-    check_booleans("apply", **{slot: value for slot, value in given.items() if value is not None},
-                   lazy_logits=lazy_logits, first_last_bf16=first_last_bf16, strict=strict)  # fmt: skip
+    given = {
+        "norm": norm,
+        "mlp": mlp,
+        "experts": experts,
+        "router": router,
+        "qkv": qkv,
+        "qk_norm": qk_norm,
+        "hyper": hyper,
+        "lora": lora,
+        "rope": rope,
+        "loss": loss,
+    }
+    check_booleans(
+        "apply",
+        **{slot: value for slot, value in given.items() if value is not None},
+        lazy_logits=lazy_logits,
+        first_last_bf16=first_last_bf16,
+        strict=strict,
+    )
     asked = {slot: value is None or bool(value) for slot, value in given.items()}
     asked["qk_norm"] &= asked["norm"] and asked["rope"]
     for slot, look in _SLOTS.items():

@@ -20,12 +20,7 @@ import types
 from torch import nn
 
 from tigon.integrations.transformers.forward import blocked
-from tigon.integrations.transformers.rewriting import (
-    Rewritten,
-    producer,
-    rewrite_innermost,
-    statement_at,
-)
+from tigon.integrations.transformers.rewriting import Rewritten, producer, rewrite_innermost, statement_at
 
 PART = re.compile(r"(\w+) = (\w+)\[\.\.\., (.*?):(.*)\]")
 BOUND = re.compile(r"[\w.+* ]+")  # names, sums, products

@@ -40,10 +40,16 @@ class Ledger:
             return
         (vocab, size), trained = weight.shape, weight.requires_grad
         needs = linear_cross_entropy_memory(
-            hidden.numel() // size, size, vocab, hidden.dtype, device=hidden.device.type,
-            weight_dtype=weight.dtype, train_weight=trained, train_hidden=hidden.requires_grad,
+            hidden.numel() // size,
+            size,
+            vocab,
+            hidden.dtype,
+            device=hidden.device.type,
+            weight_dtype=weight.dtype,
+            train_weight=trained,
+            train_hidden=hidden.requires_grad,
             main_grad=trained and bool(getattr(weight, "tigon_main_grad", False)),
-        )  # fmt: skip
+        )
         self.taken = max(needs.peak - needs.results, 0)
 
     def project(self, down: nn.Module, inner: torch.Tensor) -> torch.Tensor:

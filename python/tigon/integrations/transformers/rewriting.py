@@ -168,8 +168,10 @@ def statement_at(text: str, where: ast.stmt) -> ast.stmt:
 def producer(before: list[ast.stmt], name: str) -> str | None:
     """The attribute of self whose call `name` was last assigned from, where that is plain to see."""
     for done in reversed(before):
-        if any(isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store)
-               for part in ast.walk(done)):  # fmt: skip
+        if any(
+            isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store)
+            for part in ast.walk(done)
+        ):
             match done:
                 case ast.Assign(targets=[ast.Name()], value=ast.Call(func=function)):
                     return attribute_of_self(function)

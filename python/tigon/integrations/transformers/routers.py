@@ -85,8 +85,13 @@ def router_forward(module: nn.Module, spec: RouterSpec, hidden, *given):
     part = routed(module)
     if not (plain(*tensors) and _fits(module, spec, hidden, weight)):
         if part is not None:
-            refuse(part.context.op, "router must run tigon.route, got {} of {} and a weight of {}",
-                   kind_of(hidden), hidden.dtype, weight.dtype)  # fmt: skip
+            refuse(
+                part.context.op,
+                "router must run tigon.route, got {} of {} and a weight of {}",
+                kind_of(hidden),
+                hidden.dtype,
+                weight.dtype,
+            )
         return stock(module, hidden, *given)
     x = hidden if spec.hidden is None else hidden.reshape(-1, getattr(module, spec.hidden))
     if spec.product == "float32":
@@ -98,11 +103,18 @@ def router_forward(module: nn.Module, spec: RouterSpec, hidden, *given):
         logits = logits.float()
     num_groups, top_groups = _groups(module, spec)
     weights, ids = route(
-        logits, top_k, score=spec.score, normalize=bool(*read(module, spec.normalize)),
-        correction_bias=correction, num_groups=num_groups, top_groups=top_groups, scale=scale,
-        group_score=spec.group_score, dtype=None if spec.out == "logits" else torch.float32,
+        logits,
+        top_k,
+        score=spec.score,
+        normalize=bool(*read(module, spec.normalize)),
+        correction_bias=correction,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scale=scale,
+        group_score=spec.group_score,
+        dtype=None if spec.out == "logits" else torch.float32,
         ids=None if part is None else part.context.given(part, logits, top_k),
-    )  # fmt: skip
+    )
     if part is not None:
         part.context.chosen(part, ids)
     return logits, weights.to(hidden.dtype) if spec.out == "hidden" else weights, ids

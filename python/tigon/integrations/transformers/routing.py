@@ -173,8 +173,14 @@ class replay_routing(_Context):
         integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
         check(self.op, integers, "routed must hold integers, got {}", ids.dtype)
         fits = ids.dim() == 3 and tuple(ids.shape[1:]) == (layers, self._top_k)
-        check(self.op, fits, "routed must be [length, {} (layers), {} (K)] for each sequence, got {}", layers,
-              self._top_k, tuple(ids.shape))  # fmt: skip
+        check(
+            self.op,
+            fits,
+            "routed must be [length, {} (layers), {} (K)] for each sequence, got {}",
+            layers,
+            self._top_k,
+            tuple(ids.shape),
+        )
         return ids.to(torch.int32)
 
     def given(self, part: Routed, logits: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -189,12 +195,22 @@ class replay_routing(_Context):
 
     def _rows(self, length: int) -> torch.Tensor:
         """``[layers, batch * length, K]``, -1 where nothing is given."""
-        whole = torch.full((len(self._sequences), length, self._layers, self._top_k), -1, dtype=torch.int32,
-                           device=self._sequences[0].device)  # fmt: skip
+        whole = torch.full(
+            (len(self._sequences), length, self._layers, self._top_k),
+            -1,
+            dtype=torch.int32,
+            device=self._sequences[0].device,
+        )
         for row, ids, start in zip(whole, self._sequences, self._offsets, strict=True):
             fits = start + len(ids) <= length
-            check(self.op, fits, "routed and offset must fit sequences of {} tokens, got {} from {}", length,
-                  len(ids), start)  # fmt: skip
+            check(
+                self.op,
+                fits,
+                "routed and offset must fit sequences of {} tokens, got {} from {}",
+                length,
+                len(ids),
+                start,
+            )
             row[start : start + len(ids)] = ids
         return whole.flatten(0, 1).transpose(0, 1).contiguous()
 

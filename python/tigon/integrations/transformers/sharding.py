@@ -61,8 +61,13 @@ def refuse_main_grad(owner: nn.Module, head: nn.Module) -> None:
     wrapper = "FSDP2" if sharded or not plain(head.weight) else None
     if wrapper is None and DistributedDataParallel._active_ddp_module is not None:
         wrapper = "DistributedDataParallel"
-    check("apply", wrapper is None, "weight.tigon_main_grad must not be set under {}, which reduces "
-          "weight.grad alone over the processes, got it set on a head's weight", wrapper)  # fmt: skip
+    check(
+        "apply",
+        wrapper is None,
+        "weight.tigon_main_grad must not be set under {}, which reduces "
+        "weight.grad alone over the processes, got it set on a head's weight",
+        wrapper,
+    )
 
 
 def _state(module):

@@ -36,9 +36,15 @@ def only_hidden(needs):
 def _plan(call: Call, rows, **sizes):
     hidden, weight, *_ = call.operands
     return plan(
-        hidden.device.type, hidden.dtype, rows, hidden.shape[-1], weight.shape[0],
-        train_weight=call.memory.needs & WEIGHT != 0, chunk_rows=call.memory.chunk_rows, **sizes,
-    )  # fmt: skip
+        hidden.device.type,
+        hidden.dtype,
+        rows,
+        hidden.shape[-1],
+        weight.shape[0],
+        train_weight=call.memory.needs & WEIGHT != 0,
+        chunk_rows=call.memory.chunk_rows,
+        **sizes,
+    )
 
 
 def _dweight_dtype(call: Call, kept):
@@ -143,9 +149,11 @@ def saved(call: Call, unit, kept, recomputed=False) -> tuple:
     alone = formed and only_hidden(call.memory.needs)
     if not recomputed and (alone or (some and kept.shape[0] >= call.rows())):
         operands = operands._replace(
-            hidden=unit if alone else hidden, weight=weight.new_empty(weight.shape[0], 0), bias=None,
+            hidden=unit if alone else hidden,
+            weight=weight.new_empty(weight.shape[0], 0),
+            bias=None,
             class_weight=None,
-        )  # fmt: skip
+        )
     return unit if formed else None, kept if some else None, *operands
 
 
@@ -213,12 +221,23 @@ class HeadLoss:
         numbers: ``(call)``: what it takes besides of ``call.more``.
     """
 
-    def __init__(self, name, fake, rows_gradients=None, saved=lambda call, output: call.operands,
-                 numbers=lambda call: ()):  # fmt: skip
+    def __init__(
+        self,
+        name,
+        fake,
+        rows_gradients=None,
+        saved=lambda call, output: call.operands,
+        numbers=lambda call: (),
+    ):
         self.name, self.rows_gradients, self.saved, self.numbers = name, rows_gradients, saved, numbers
         self.arguments = len(native(name)._schema.arguments)
-        self.op = Op(name, fake=fake, setup_context=self._setup_context, backward=self._backward,
-                     transformed=(self._setup_transformed, self._backward_transformed))  # fmt: skip
+        self.op = Op(
+            name,
+            fake=fake,
+            setup_context=self._setup_context,
+            backward=self._backward,
+            transformed=(self._setup_transformed, self._backward_transformed),
+        )
 
     def run(self, call: Call, parameters, main_grad=None, scalar=True) -> tuple:
         """Loss, and the results of rows.
@@ -349,5 +368,10 @@ def teacher_head_loss(name: str, fake, tensors: int, numbers: int) -> HeadLoss:
         operands, teacher = saved[:8], saved[8:]
         return rows_backward(upstream, *operands, *call.formula, *call.memory, *teacher, *call.more)
 
-    return HeadLoss(name, fake, rows_gradients, lambda call, output: (*call.operands, *call.more[:tensors]),
-                    lambda call: call.more[tensors : tensors + numbers])  # fmt: skip
+    return HeadLoss(
+        name,
+        fake,
+        rows_gradients,
+        lambda call, output: (*call.operands, *call.more[:tensors]),
+        lambda call: call.more[tensors : tensors + numbers],
+    )

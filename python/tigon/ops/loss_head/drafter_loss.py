@@ -196,14 +196,23 @@ def drafter_loss(
     Optimization for Speculative Decoding" (arXiv:2602.23881).
     """
     two = isinstance(teacher, Sequence) and len(teacher) == 2
-    check(_OP, two, "teacher must be (hidden, weight), got {}",
-          len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher))  # fmt: skip
+    check(
+        _OP,
+        two,
+        "teacher must be (hidden, weight), got {}",
+        len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher),
+    )
     states, teacher_weight = teacher
     arguments.check_float(_OP, "teacher_hidden", states)
     arguments.check_float(_OP, "teacher_weight", teacher_weight)
     fits = states.dim() >= 2 and teacher_weight.dim() == 2 and teacher_weight.shape[1:] == states.shape[-1:]
-    check(_OP, fits, "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}", states.shape,
-          teacher_weight.shape)  # fmt: skip
+    check(
+        _OP,
+        fits,
+        "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}",
+        states.shape,
+        teacher_weight.shape,
+    )
     check(_OP, teacher_weight.numel() > 0, "teacher_weight must not be empty, got {}", teacher_weight.shape)
     states, teacher_weight, lead = states.detach(), teacher_weight.detach(), states.shape[:-1]
     given = isinstance(hidden, torch.Tensor)
@@ -316,8 +325,19 @@ def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduct
     divisor, host_divisor = _cross_entropy.split_denominator(denominator, hidden.device)
     code = _cross_entropy.REDUCTIONS["sum" if denominator is not None else reduction]
     masks = d.mask_outside and draft_id is not None
-    more = (states, teacher_weight, base.reshape(-1), draft_id, _KINDS[d.loss], float(d.eta),
-            *_OUTSIDE[d.outside], masks, divisor, host_divisor, code)  # fmt: skip
+    more = (
+        states,
+        teacher_weight,
+        base.reshape(-1),
+        draft_id,
+        _KINDS[d.loss],
+        float(d.eta),
+        *_OUTSIDE[d.outside],
+        masks,
+        divisor,
+        host_divisor,
+        code,
+    )
     call, parameters = operands.prepare(_OP, hidden, weight, target, head, token_weight=factor, more=more)
     losses, numbers = _loss.run(call, parameters, scalar=code != 0)
     overlap, counted = numbers.view(2, *target.shape)

@@ -36,10 +36,14 @@ def _fake(*arguments):
     loss, scale, dhidden, *others = empty_loss(call, scalar)
     unit, kept = (dhidden, hidden.new_empty(0)) if scalar else empty_kept(call)
     return (
-        loss, scale, unit, *others,
+        loss,
+        scale,
+        unit,
+        *others,
         hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32),
-        hidden.new_empty((rows,) if outputs & _PREDICTED else (0,), dtype=torch.int64), kept,
-    )  # fmt: skip
+        hidden.new_empty((rows,) if outputs & _PREDICTED else (0,), dtype=torch.int64),
+        kept,
+    )
 
 
 _loss = HeadLoss(_OP, _fake, rows_gradients, lambda call, output: saved(call, output[2], output[-1]))
@@ -141,8 +145,20 @@ def linear_cross_entropy(
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
     target = labels_of(target, ignore_index)
-    head = operands.Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids,
-                         valid_rows, chunk_rows, max_workspace_mb, logit_dtype)  # fmt: skip
+    head = operands.Head(
+        bias,
+        softcap,
+        logit_scale,
+        temperature,
+        lora,
+        ignore_index,
+        shift,
+        position_ids,
+        valid_rows,
+        chunk_rows,
+        max_workspace_mb,
+        logit_dtype,
+    )
     operands.check_head(_OP, hidden, weight, target, head)
     if outputs is not None:
         named = isinstance(outputs, Sequence) and not isinstance(outputs, str)
@@ -160,18 +176,34 @@ def linear_cross_entropy(
     if not has_kernel(_OP, hidden, beside=(target, bias, class_weight, token_weight, *(lora or ())[:2])):
         operands.check_plain(_OP, weight.shape[0], target, head)
         return reference(
-            hidden, operands.plain_weight(_OP, weight), target, class_weight=class_weight,
-            token_weight=token_weight, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction,
-            denominator=denominator, outputs=outputs, **head._asdict(),
-        )  # fmt: skip
+            hidden,
+            operands.plain_weight(_OP, weight),
+            target,
+            class_weight=class_weight,
+            token_weight=token_weight,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+            denominator=denominator,
+            outputs=outputs,
+            **head._asdict(),
+        )
     main_grad = operands.main_grad_of(_OP, weight)
     reduction = reduction if denominator is None else "sum"
     divisors, scalar = _cross_entropy.split_denominator(denominator, hidden.device), reduction != "none"
     call, parameters = operands.prepare(
-        _OP, hidden, weight, target, head, class_weight=class_weight, token_weight=token_weight,
-        main_grad=main_grad, label_smoothing=label_smoothing, z_loss=z_loss,
+        _OP,
+        hidden,
+        weight,
+        target,
+        head,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        main_grad=main_grad,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
         more=(*divisors, _cross_entropy.REDUCTIONS[reduction], _bits(outputs)),
-    )  # fmt: skip
+    )
     if not scalar:
         call = keep(call, keep_mb, main_grad)
     loss, numbers, predicted, _ = _loss.run(call, parameters, main_grad, scalar)

@@ -146,8 +146,13 @@ def _check_teacher(op, teacher, hidden, classes):
     check(op, fits, "teacher_weight must be [V, {}], got {}", states.shape[-1], weight.shape)
     if bias is not None:
         arguments.check_float(op, "teacher_bias", bias)
-        check(op, bias.shape == weight.shape[:1], "teacher_bias must be {}, got {}", weight.shape[:1],
-              bias.shape)  # fmt: skip
+        check(
+            op,
+            bias.shape == weight.shape[:1],
+            "teacher_bias must be {}, got {}",
+            weight.shape[:1],
+            bias.shape,
+        )
     return states.detach(), weight.detach(), None if bias is None else bias.detach()
 
 
@@ -209,9 +214,19 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
     code = _cross_entropy.REDUCTIONS[_REDUCTIONS[reduction]]
     bits = sum(bit for name, bit in NUMBERS.items() if name in d.outputs)
     more = (
-        states, teacher_weight, teacher_bias, _KINDS[d.kind], d.beta, soft, hard, d.teacher_softcap or 0.0,
-        d.teacher_logit_scale, *divisors, code, bits,
-    )  # fmt: skip
+        states,
+        teacher_weight,
+        teacher_bias,
+        _KINDS[d.kind],
+        d.beta,
+        soft,
+        hard,
+        d.teacher_softcap or 0.0,
+        d.teacher_logit_scale,
+        *divisors,
+        code,
+        bits,
+    )
     call, parameters = operands.prepare(
         op, hidden, weight, labels, head, token_weight=d.token_weight, more=more
     )
@@ -221,9 +236,11 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
     return d.results(loss if code else loss.view(lead), results)
 
 
-@arguments.options_of(linear_cross_entropy, but=("class_weight", "label_smoothing", "z_loss", "keep_mb",
-                                                 "max_workspace_mb", "logit_dtype"),
-                      words=_WORDS)  # fmt: skip
+@arguments.options_of(
+    linear_cross_entropy,
+    but=("class_weight", "label_smoothing", "z_loss", "keep_mb", "max_workspace_mb", "logit_dtype"),
+    words=_WORDS,
+)
 def linear_kl_div(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -287,8 +304,19 @@ def linear_kl_div(
     """
     arguments.check_booleans("linear_kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
-    loss = Divergence(teacher, kind, 0.5, soft, hard, teacher_softcap, teacher_logit_scale,
-                      options["token_weight"], reduction, options["denominator"], outputs)  # fmt: skip
+    loss = Divergence(
+        teacher,
+        kind,
+        0.5,
+        soft,
+        hard,
+        teacher_softcap,
+        teacher_logit_scale,
+        options["token_weight"],
+        reduction,
+        options["denominator"],
+        outputs,
+    )
     return _run("linear_kl_div", hidden, weight, labels, operands.Head.of(options), loss)
 
 

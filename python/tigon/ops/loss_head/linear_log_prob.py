@@ -86,9 +86,13 @@ def _backward(ctx, dlog_prob, dentropy, *_):
         needs |= operands.MAY_ROUND
     eager = isinstance(ctx, _op.node)
     gradients = autograd.rows_gradients(
-        tensors, upstream, ctx.call.with_memory(needs, 0), dentropy, eager=eager,
+        tensors,
+        upstream,
+        ctx.call.with_memory(needs, 0),
+        dentropy,
+        eager=eager,
         main_grad=ctx.main_grad if eager else None,
-    )  # fmt: skip
+    )
     return autograd.by_argument(gradients, needs, ctx.dtypes, ctx.arguments)
 
 
@@ -96,8 +100,19 @@ _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, resu
 
 
 @of_vocabulary("linear_log_prob", 1, "weight")
-@options_of(linear_cross_entropy, but=("class_weight", "label_smoothing", "z_loss", "token_weight", "outputs",
-                                       "reduction", "denominator", "max_workspace_mb"))  # fmt: skip
+@options_of(
+    linear_cross_entropy,
+    but=(
+        "class_weight",
+        "label_smoothing",
+        "z_loss",
+        "token_weight",
+        "outputs",
+        "reduction",
+        "denominator",
+        "max_workspace_mb",
+    ),
+)
 def linear_log_prob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -176,8 +191,9 @@ def linear_log_prob(
         trained = any(t is not None and t.requires_grad for t in (hidden, weight, head.bias))
         if not entropy and not (trained and torch.is_grad_enabled()):
             return value
-        result = linear_log_prob(hidden, weight, target, entropy=entropy, keep_mb=keep_mb, **places,
-                                 **head.options())  # fmt: skip
+        result = linear_log_prob(
+            hidden, weight, target, entropy=entropy, keep_mb=keep_mb, **places, **head.options()
+        )
         return (WithValue.apply(result[0], value), result[1]) if entropy else WithValue.apply(result, value)
     kernel = has_kernel(_OP, hidden, beside=(target, head.bias, *(head.lora or ())[:2]))
     if not kernel:

@@ -282,8 +282,16 @@ class _Stream:
             dhidden = None
             if self.dhidden is not None:
                 dhidden = self.dhidden[rows] if self.index is None else torch.empty_like(hidden)
-            _gradient(logits, dhidden, self.dweight, self.dbias, upstream, entropy_upstream,
-                      *self._arguments(hidden, labels), span.begin == 0)  # fmt: skip
+            _gradient(
+                logits,
+                dhidden,
+                self.dweight,
+                self.dbias,
+                upstream,
+                entropy_upstream,
+                *self._arguments(hidden, labels),
+                span.begin == 0,
+            )
             if dhidden is not None and self.index is not None:
                 self.dhidden[rows] = dhidden
         for kept, t in zip(self.dtensors, tensors, strict=True):

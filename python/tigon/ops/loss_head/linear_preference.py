@@ -116,9 +116,19 @@ def _merged(op, target, nll_target, ignore_index):
 
 
 def _prefer(
-    op, hidden, weight, target, head: operands.Head, formula, ref, denominator, *, nll_target=None,
-    desirable=None, kl=None,
-):  # fmt: skip
+    op,
+    hidden,
+    weight,
+    target,
+    head: operands.Head,
+    formula,
+    ref,
+    denominator,
+    *,
+    nll_target=None,
+    desirable=None,
+    kl=None,
+):
     """Kernel or reference, on checked arguments."""
     check_denominator(op, denominator)
     hidden, weight = operands.autocast(hidden), operands.plain_weight(op, weight)
@@ -157,10 +167,20 @@ def _prefer(
 
 
 @options_of(
-    _preference.preference_loss, linear_cross_entropy,
-    but=("nll_mask", "class_weight", "z_loss", "token_weight", "reduction", "position_ids", "outputs",
-         "keep_mb", "logit_dtype"),
-)  # fmt: skip
+    _preference.preference_loss,
+    linear_cross_entropy,
+    but=(
+        "nll_mask",
+        "class_weight",
+        "z_loss",
+        "token_weight",
+        "reduction",
+        "position_ids",
+        "outputs",
+        "keep_mb",
+        "logit_dtype",
+    ),
+)
 def linear_preference(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -219,7 +239,7 @@ def linear_preference(
 
 @options_of(
     _preference.kto_loss, linear_preference, but=("label_smoothing", "gamma", "tau", "nll", "nll_target")
-)  # fmt: skip
+)
 def linear_kto(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -251,8 +271,9 @@ def linear_kto(
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)
     _check_ref(op, ref, hidden, weight)
     point = _preference.kl_tensor(options["kl"], hidden)
-    return _prefer(op, hidden, weight, target, head, formula, ref, options["denominator"],
-                   desirable=desirable, kl=point)  # fmt: skip
+    return _prefer(
+        op, hidden, weight, target, head, formula, ref, options["denominator"], desirable=desirable, kl=point
+    )
 
 
 class LinearPolicyResult(NamedTuple):
@@ -266,9 +287,10 @@ class LinearPolicyResult(NamedTuple):
 
 
 @options_of(
-    _policy.policy_loss, linear_preference,
+    _policy.policy_loss,
+    linear_preference,
     but=("entropies", "beta", "average", "label_smoothing", "nll", "nll_target"),
-)  # fmt: skip
+)
 def linear_policy(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, advantage: torch.Tensor, **options
 ) -> LinearPolicyResult:
@@ -302,9 +324,17 @@ def linear_policy(
     f = _policy.formula(op, **options)
     denominator, entropy_denominator = options["denominator"], options["entropy_denominator"]
     constants = _policy.constants(
-        op, target.shape, hidden.device, advantage, options["old"], options["ref"], options["importance"],
-        options["kl"], denominator, entropy_denominator,
-    )  # fmt: skip
+        op,
+        target.shape,
+        hidden.device,
+        advantage,
+        options["old"],
+        options["ref"],
+        options["importance"],
+        options["kl"],
+        denominator,
+        entropy_denominator,
+    )
     hidden, weight = operands.autocast(hidden), operands.plain_weight(op, weight)
     if not _has_kernel(op, hidden, head) or torch._C._are_functorch_transforms_active():
         if hidden.dtype == torch.float64:

@@ -92,8 +92,15 @@ def _apply_layers(i, head, x, leaves=None):
             h = layer(h)
     check(_OP, isinstance(h, torch.Tensor), "heads[{}] must return a tensor, got {}", i, kind_of(h))
     wanted = (*x.shape[:-1], head.weight.shape[-1])
-    check(_OP, tuple(h.shape) == wanted, "heads[{}] must return {} to fit its weight {}, got {}", i, wanted,
-          head.weight.shape, h.shape)  # fmt: skip
+    check(
+        _OP,
+        tuple(h.shape) == wanted,
+        "heads[{}] must return {} to fit its weight {}, got {}",
+        i,
+        wanted,
+        head.weight.shape,
+        h.shape,
+    )
     return h
 
 
@@ -155,9 +162,14 @@ def _composed(hidden, heads, labels):
 def _refuse_others(i, h, known):
     """Tensors in a head's graph that would lose their gradient."""
     for leaf in graph_leaves(h):
-        check(_OP, id(leaf) in known,
-              "heads[{}] must use no tensor that needs a gradient but its input and its module's parameters, "
-              "got one of {}", i, leaf.shape)  # fmt: skip
+        check(
+            _OP,
+            id(leaf) in known,
+            "heads[{}] must use no tensor that needs a gradient but its input and its module's parameters, "
+            "got one of {}",
+            i,
+            leaf.shape,
+        )
 
 
 def _on_leaves(head, leaves):
@@ -275,9 +287,10 @@ def _composes(hidden, heads) -> bool:
 
 
 @options_of(
-    linear_cross_entropy, but=("bias", "class_weight", "shift", "outputs", "keep_mb"),
+    linear_cross_entropy,
+    but=("bias", "class_weight", "shift", "outputs", "keep_mb"),
     words={"target": "labels", "shift": "shifts", "linear_cross_entropy.weight": "heads' weight"},
-)  # fmt: skip
+)
 def multi_token_loss(
     hidden: torch.Tensor,
     heads: Sequence[Any],
@@ -340,8 +353,12 @@ def multi_token_loss(
     check_float(_OP, "hidden", hidden)
     check(_OP, hidden.dim() >= 2, "hidden must be [..., T, H], got {}", hidden.shape)
     listed = isinstance(heads, (Sequence, nn.ModuleList)) and not isinstance(heads, nn.Sequential)
-    check(_OP, listed and len(heads) > 0, "heads must be a sequence of at least one head, got {}",
-          0 if listed else kind_of(heads))  # fmt: skip
+    check(
+        _OP,
+        listed and len(heads) > 0,
+        "heads must be a sequence of at least one head, got {}",
+        0 if listed else kind_of(heads),
+    )
     labels, position_ids = labels_of(labels, options["ignore_index"]), options["position_ids"]
     check_indices(_OP, "labels", labels)
     lead = hidden.shape[:-1]

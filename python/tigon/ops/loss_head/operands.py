@@ -109,8 +109,17 @@ class Head(NamedTuple):
 
     def options(self) -> dict:
         """Those of a call of :func:`tigon.linear_log_prob` or its reference on labels in place."""
-        names = ("bias", "softcap", "logit_scale", "temperature", "lora", "ignore_index", "valid_rows",
-                 "chunk_rows", "logit_dtype")  # fmt: skip
+        names = (
+            "bias",
+            "softcap",
+            "logit_scale",
+            "temperature",
+            "lora",
+            "ignore_index",
+            "valid_rows",
+            "chunk_rows",
+            "logit_dtype",
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -253,9 +262,19 @@ def whole_vectors(hidden, weight, lora=None):
 
 
 def prepare(
-    op, hidden, weight, target, head: Head, *, class_weight=None, token_weight=None, main_grad=None,
-    label_smoothing=0.0, z_loss=0.0, more=(),
-) -> tuple[Call, tuple]:  # fmt: skip
+    op,
+    hidden,
+    weight,
+    target,
+    head: Head,
+    *,
+    class_weight=None,
+    token_weight=None,
+    main_grad=None,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    more=(),
+) -> tuple[Call, tuple]:
     """A native call on checked arguments, and what its gradients are of: hidden, weight, bias, A and B
     before their conversion; `main_grad`: what weight's is added to."""
     bias, lora, ignore_index, position_ids = head.bias, head.lora, head.ignore_index, head.position_ids
@@ -293,14 +312,26 @@ def prepare(
     chunk_rows = head.chunk_rows or 0
     if head.max_workspace_mb is not None:
         chunk_rows = chunk_that_fits(
-            op, hidden, weight, head, 0 if a is None else a.shape[0], needs & WEIGHT != 0,
-            main_grad is not None, wide,
-        )  # fmt: skip
+            op,
+            hidden,
+            weight,
+            head,
+            0 if a is None else a.shape[0],
+            needs & WEIGHT != 0,
+            main_grad is not None,
+            wide,
+        )
     operands = Operands(hidden, weight, target.reshape(-1), bias, class_weight, token_weight, a, b)
     formula = Formula(
-        ignore_index, label_smoothing, head.softcap or 0.0, head.logit_scale, head.temperature, z_loss,
-        lora_scale, wide,
-    )  # fmt: skip
+        ignore_index,
+        label_smoothing,
+        head.softcap or 0.0,
+        head.logit_scale,
+        head.temperature,
+        z_loss,
+        lora_scale,
+        wide,
+    )
     return Call(operands, formula, Memory(chunk_rows, valid, needs), more), parameters
 
 

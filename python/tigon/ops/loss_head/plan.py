@@ -52,10 +52,28 @@ HeadPlan = namedtuple(
 
 # LinearHeadSizes: names and what they are unless given.
 _SIZES = {
-    "cuda": 0, "dtype": 0, "weight_dtype": 0, "rows": 0, "worked": 0, "hidden": 0, "vocab": 0, "lora_rank": 0,
-    "train_hidden": 0, "train_weight": 0, "train_bias": 0, "main_grad": 0, "wide": 0, "chunk_rows": 0,
-    "cap": -1, "per_row": 0, "keep_rows": 0, "unit": 0, "copies": 2, "row": 0, "fixed": 0,
-}  # fmt: skip
+    "cuda": 0,
+    "dtype": 0,
+    "weight_dtype": 0,
+    "rows": 0,
+    "worked": 0,
+    "hidden": 0,
+    "vocab": 0,
+    "lora_rank": 0,
+    "train_hidden": 0,
+    "train_weight": 0,
+    "train_bias": 0,
+    "main_grad": 0,
+    "wide": 0,
+    "chunk_rows": 0,
+    "cap": -1,
+    "per_row": 0,
+    "keep_rows": 0,
+    "unit": 0,
+    "copies": 2,
+    "row": 0,
+    "fixed": 0,
+}
 _DEFAULTS = tuple(_SIZES.values())
 
 
@@ -71,9 +89,18 @@ _native_plan._dynamo_marked_constant = True
 
 
 def plan(
-    device, dtype, rows, hidden, vocab, *, weight_dtype=None, max_workspace_mb=None,
-    function="tigon_linear_head_memory", groups=(), **sizes,
-) -> HeadPlan:  # fmt: skip
+    device,
+    dtype,
+    rows,
+    hidden,
+    vocab,
+    *,
+    weight_dtype=None,
+    max_workspace_mb=None,
+    function="tigon_linear_head_memory",
+    groups=(),
+    **sizes,
+) -> HeadPlan:
     """What the native side decides for a call, from sizes alone; sizes that are symbols become numbers."""
     sizes |= {"cuda": device == "cuda", "dtype": _CODES[dtype], "weight_dtype": _CODES[weight_dtype or dtype]}
     sizes |= {"rows": rows, "hidden": hidden, "vocab": vocab}
@@ -100,10 +127,18 @@ def chunk_that_fits(op, hidden, weight, head, lora_rank, dweight, main_grad, wid
     """Rows per chunk within the cap (and no more than asked for)."""
     cap, rows = head.max_workspace_mb, hidden.numel() // hidden.shape[-1]
     found = plan(
-        hidden.device.type, hidden.dtype, rows, hidden.shape[-1], weight.shape[0], lora_rank=lora_rank,
-        train_weight=dweight, main_grad=main_grad, wide=wide, chunk_rows=head.chunk_rows or 0,
+        hidden.device.type,
+        hidden.dtype,
+        rows,
+        hidden.shape[-1],
+        weight.shape[0],
+        lora_rank=lora_rank,
+        train_weight=dweight,
+        main_grad=main_grad,
+        wide=wide,
+        chunk_rows=head.chunk_rows or 0,
         max_workspace_mb=cap,
-    )  # fmt: skip
+    )
     check_fits(op, found, 1, "one row", cap)
     return found.chunk_rows
 
@@ -179,13 +214,25 @@ def _memory(
     check_cap(_OP, max_workspace_mb)
     check_keep(_OP, keep_mb)
     found = plan(
-        _device_type(device), dtype, rows, hidden_size, vocab, weight_dtype=weight_dtype,
-        max_workspace_mb=max_workspace_mb, worked=rows if valid_rows is None else valid_rows,
-        lora_rank=lora_rank, **trained, main_grad=main_grad, chunk_rows=chunk_rows or 0,
+        _device_type(device),
+        dtype,
+        rows,
+        hidden_size,
+        vocab,
+        weight_dtype=weight_dtype,
+        max_workspace_mb=max_workspace_mb,
+        worked=rows if valid_rows is None else valid_rows,
+        lora_rank=lora_rank,
+        **trained,
+        main_grad=main_grad,
+        chunk_rows=chunk_rows or 0,
         wide=logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16),
-        per_row=reduction == "none", keep_rows=rows_within(keep_mb, vocab, dtype.itemsize),
-        unit=bool(keep_mb != 0), function=function, groups=groups,
-    )  # fmt: skip
+        per_row=reduction == "none",
+        keep_rows=rows_within(keep_mb, vocab, dtype.itemsize),
+        unit=bool(keep_mb != 0),
+        function=function,
+        groups=groups,
+    )
     return picked(HeadMemory, found._asdict())
 
 

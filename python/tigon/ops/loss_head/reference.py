@@ -13,9 +13,19 @@ from tigon.ops.loss_head.operands import Head
 
 
 def reference(
-    hidden, weight, target, *, class_weight=None, label_smoothing=0.0, z_loss=0.0, token_weight=None,
-    reduction="mean", denominator=None, outputs=None, **options,
-):  # fmt: skip
+    hidden,
+    weight,
+    target,
+    *,
+    class_weight=None,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    token_weight=None,
+    reduction="mean",
+    denominator=None,
+    outputs=None,
+    **options,
+):
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device).
 
     Args:

@@ -33,8 +33,13 @@ def check_top_k(op, teacher, hidden) -> None:
     lead = hidden.shape[:-1]
     fits = indices.dim() == hidden.dim() and indices.shape[:-1] == lead and indices.shape[-1] >= 1
     check(op, fits, "teacher indices must be {} and then K >= 1, got {}", lead, indices.shape)
-    check(op, log_prob.shape == indices.shape, "teacher log_prob must be {}, got {}", indices.shape,
-          log_prob.shape)  # fmt: skip
+    check(
+        op,
+        log_prob.shape == indices.shape,
+        "teacher log_prob must be {}, got {}",
+        indices.shape,
+        log_prob.shape,
+    )
     for t in teacher:
         check(op, t.device == hidden.device, "teacher must be on {}, got {}", hidden.device, t.device)
 
@@ -86,8 +91,20 @@ def top_k_loss(op, hidden, weight, labels, head, d):
     student, teacher = (
         with_tail(torch.where(candidate, t.to(wide), _NEVER)) for t in (log_prob, teacher_log_prob)
     )
-    soft_rows, hard_rows = divergence(op, d.kind, student, teacher, labels, d.beta, log_probs=True,
-                                      ignore_index=ignore_index, reduction="none"), None  # fmt: skip
+    soft_rows, hard_rows = (
+        divergence(
+            op,
+            d.kind,
+            student,
+            teacher,
+            labels,
+            d.beta,
+            log_probs=True,
+            ignore_index=ignore_index,
+            reduction="none",
+        ),
+        None,
+    )
     results = {"soft": soft_rows.detach()}
     if d.hard != 0.0 or "hard" in d.outputs:
         hard_rows = -linear_log_prob(hidden, weight, labels, **options | {"temperature": 1.0})
