@@ -82,12 +82,6 @@ def option(draw: random.Random, call: calls.Call, p: inspect.Parameter):
     return p.default
 
 
-def converted(value, dtype):
-    if isinstance(value, (tuple, list)):
-        return type(value)(converted(one, dtype) for one in value)
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
 def laid_out(draw, value):
     if isinstance(value, (tuple, list)):
         return type(value)(laid_out(draw, one) for one in value)
@@ -129,7 +123,7 @@ def fuzz_options(name: str, seed: int) -> None:
     trained = [key for key in trained if key != "weight" or not CONSTANT_WEIGHT & good.keys()]
     found = []
     for of in (torch.float32, torch.float64):  # 16 bits would choose other labels, experts and negatives
-        arguments = {key: converted(value, of) for key, value in good.items()}
+        arguments = {key: calls.converted(value, of) for key, value in good.items()}
         for key in trained:
             t = arguments[key]
             arguments[key] = t.detach().requires_grad_(t.is_floating_point())

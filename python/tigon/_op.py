@@ -18,7 +18,8 @@ import functools
 import operator
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -489,34 +490,47 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _fallbacks_reported: set[tuple[str, str]] = set()
 
 
-def has_kernel(op: str, *tensors: torch.Tensor | None, beside: tuple = ()) -> bool:
+def has_kernel(
+    op: str,
+    /,
+    *tensors: torch.Tensor | None,
+    beside: Mapping[str, torch.Tensor | None] = MappingProxyType({}),
+    **named: torch.Tensor | None,
+) -> bool:
     """True when every float tensor has a kernel dtype and lives on CPU or CUDA.
 
     Otherwise the caller takes its eager reference; said once per op and reason on the ``tigon`` logger.
 
     Args:
+        tensors, named: whose dtypes and devices decide; an error calls them ``tensors`` or by their names.
         beside: what else the reference computes with: all is on ``meta``, or nothing.
     """
-    for t in tensors:
-        if t is None:
+    for t in (*tensors, *named.values()):
+        if t is None or (t.dtype in _KERNEL_DTYPES and (t.is_cuda or t.is_cpu or t.is_meta)):
             continue
-        if t.dtype not in _KERNEL_DTYPES:
-            if is_dtensor(t):  # PyTorch's operations might gather it
-                refuse(op, "DTensors must be float32, bfloat16 or float16, got {}", t.dtype)
-            if t.dtype != torch.float64:
-                refuse(op, "tensors must be float32, bfloat16, float16 or float64, got {}", t.dtype)
-            return _report_fallback(op, str(t.dtype), *tensors, *beside)
-        if not (t.is_cuda or t.is_cpu or t.is_meta):
-            return _report_fallback(op, f"device {t.device.type}", *tensors, *beside)
+        _check_fallback(op, t, [*(("tensors", t) for t in tensors), *named.items(), *beside.items()])
+        reason = str(t.dtype) if t.dtype not in _KERNEL_DTYPES else f"device {t.device.type}"
+        return _report_fallback(op, reason)
     return True
 
 
-def _report_fallback(op: str, reason: str, *tensors: torch.Tensor | None) -> bool:
-    given = [t for t in tensors if t is not None]
-    for t in given:
-        if t.is_meta != given[0].is_meta:
-            refuse(op, "tensors must be on {}, got {}", given[0].device, t.device)
-        check_stored(op, "a tensor", t)
+def _check_fallback(op: str, unknown: torch.Tensor, tensors: list[tuple[str, torch.Tensor | None]]) -> None:
+    """PyTorch's operations can take these tensors, of which no kernel has `unknown`."""
+    given = [(name, t) for name, t in tensors if t is not None]
+    name = next(name for name, t in given if t is unknown)
+    if unknown.dtype not in _KERNEL_DTYPES:
+        if is_dtensor(unknown):  # PyTorch's operations might gather it
+            refuse(op, "{}: DTensors must be float32, bfloat16 or float16, got {}", name, unknown.dtype)
+        if unknown.dtype != torch.float64:
+            refuse(op, "{} must be float32, bfloat16, float16 or float64, got {}", name, unknown.dtype)
+    first = given[0][1]
+    for name, t in given:
+        if t.is_meta != first.is_meta:
+            refuse(op, "{} must be on {}, got {}", name, first.device, t.device)
+        check_stored(op, name, t)
+
+
+def _report_fallback(op: str, reason: str) -> bool:
     if not torch.compiler.is_compiling() and (op, reason) not in _fallbacks_reported:
         import logging
 

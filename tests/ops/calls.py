@@ -288,6 +288,13 @@ def calls() -> list[Call]:
     return [*found, *_plain()]
 
 
+def converted(value, dtype):
+    """Its floating-point tensors in another dtype."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(converted(one, dtype) for one in value)
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
 def tensors_of(value: Any, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of an argument, those in tuples and lists too, and where it stands."""
     if isinstance(value, torch.Tensor):

@@ -155,12 +155,13 @@ def outcome(function: Callable, arguments: dict[str, Any], name: str) -> str:
 
 
 @every_call
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.filterwarnings("ignore")
-def test_wrong_values(call):
+def test_wrong_values(call, dtype):
     """An error that names the function and an argument of it; nothing is modified."""
     if call.function is tigon.clip_grad_norm_:
         pytest.skip("it modifies gradients: the next test calls it")
-    good, found = call.draw(), []
+    good, found = {key: calls.converted(value, dtype) for key, value in call.draw().items()}, []
     tensors = list(calls.tensors_of(list(good.values())))
     kept = [t.clone() for _, t in tensors]
     for name, what, arguments in wrong(call._replace(draw=lambda: good)):

@@ -131,7 +131,7 @@ def add_rms_norm(
         check_booleans(op, inplace=inplace)
         check_written(op, "residual", residual)
         check_apart(op, "residual", residual, "x", x, or_same=True)
-    if not has_kernel(op, x, residual, weight):
+    if not has_kernel(op, x=x, residual=residual, weight=weight):
         check_sizes(op, x, eps, weight=weight)
         y, h = reference(x, residual, weight, eps, offset=offset, rounding=rounding)
         return (y, residual.copy_(h)) if inplace else (y, h)

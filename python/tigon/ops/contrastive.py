@@ -184,7 +184,7 @@ def statistics(q, d, scale, labels=None, *, ids=None, limit=None, guide=None, co
         limit: float32 ``[n]``: pairs whose ``q @ d.T``, or that of `guide`, is above are left out.
     """
     (q_ids, d_ids), (guide_q, guide_d) = ids or (None, None), guide or (None, None)
-    if not has_kernel(OP, q, d):
+    if not has_kernel(OP, q=q, d=d):
         none = torch.zeros(q.shape[0], 0, dtype=torch.int64, device=q.device)
         wide = torch.promote_types(q.dtype, scale.dtype)
         row_lse, col_lse, picked = reference(

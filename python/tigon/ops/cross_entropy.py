@@ -198,7 +198,7 @@ def cross_entropy(
     words = "logits must not be a leaf that requires grad with inplace=True, got a leaf"
     check(_OP, not (inplace and need_grad and logits.is_leaf), words)
     options = (ignore_index, label_smoothing, softcap or 0.0, z_loss)
-    if not has_kernel(_OP, logits, beside=(target, weight)):
+    if not has_kernel(_OP, logits=logits, beside={"target": target, "weight": weight}):
         arguments.check_range(_OP, "target", target, logits.shape[-1], ignore_index)
         return reference(
             logits,

@@ -96,7 +96,7 @@ def divergence(
     )
     if labels is not None:
         check_target(op, "labels", labels, student.shape[:-1])
-    if not has_kernel(op, student, beside=(teacher, labels)):
+    if not has_kernel(op, student=student, beside={"teacher": teacher, "labels": labels}):
         return reference(
             student,
             teacher,

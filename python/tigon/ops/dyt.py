@@ -54,7 +54,7 @@ def dyt(
     """
     check_types("dyt", x, weight=weight, bias=bias)
     check_float("dyt", "alpha", alpha)
-    if not has_kernel("dyt", x, alpha, weight, bias):
+    if not has_kernel("dyt", x=x, alpha=alpha, weight=weight, bias=bias):
         check_sizes("dyt", x, weight=weight, bias=bias)
         check("dyt", x.size(-1) >= 1, "x must have at least one column, got 0")
         check("dyt", alpha.numel() == 1, "alpha must have one element, got {}", alpha.numel())

@@ -89,7 +89,7 @@ def embedding(
     if padding_idx is not None:
         check_padding(_OP, padding_idx, rows)
         padding_idx %= rows
-    if not has_kernel(_OP, weight, beside=(ids,)) or weight.shape[1] == 0:
+    if not has_kernel(_OP, weight=weight, beside={"ids": ids}) or weight.shape[1] == 0:
         check_range(_OP, "ids", ids, rows)
         return reference(ids, weight, padding_idx=padding_idx, scale=scale)
     y = _op(ids.reshape(-1), weight, -1 if padding_idx is None else padding_idx, scale)

@@ -504,7 +504,7 @@ def experts(
     check(_OP, fits, "ids must be {}, got {}", (*x.shape[:-1], "K"), tuple(ids.shape))
     check(_OP, ids.device == x.device, "ids must be on {}, got {}", x.device, ids.device)
     _check_weights(_OP, "weights", weights, ids.shape, x)
-    if not has_kernel(_OP, x, weights):
+    if not has_kernel(_OP, x=x, weights=weights):
         negative = ids[ids < 0][:1].tolist() if arguments.readable(ids) else []
         check(_OP, not negative, "ids must be >= 0, got {}", *negative)
         return reference(x, gate_up, down, ids, weights, **options)
@@ -555,6 +555,6 @@ def grouped_mlp(
         ends, count = offsets.tolist(), rows.shape[0]
         if any(b < a for a, b in zip([0, *ends], [*ends, count], strict=True)):
             refuse(op, "offsets must not decrease and lie in [0, {}], got {}", count, ends)
-    if not has_kernel(op, rows, row_weights):
+    if not has_kernel(op, rows=rows, row_weights=row_weights):
         return _reference_of_rows(rows, offsets, gate_up, down, row_weights, **options)
     return _run(rows, gate_up, down, offsets, row_weights, True, **options)

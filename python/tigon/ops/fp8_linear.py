@@ -385,6 +385,6 @@ def fp8_linear(
             tuple(bias.shape),
         )
     check_choice(_OP, "dw", dw, ("fp8", "bf16"))
-    if not _op.has_kernel(_OP, x, weight, bias):
+    if not _op.has_kernel(_OP, x=x, weight=weight, bias=bias):
         return reference(x, weight, bias, dw)
     return apply(x, weight, bias, dw, reuse=_op._is_grad_enabled())

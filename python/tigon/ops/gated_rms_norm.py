@@ -103,7 +103,7 @@ def gated_rms_norm(
     if group_size is not None:
         check_integers(op, group_size=group_size)
         check(op, group_size > 0, "group_size must be > 0, got {}", group_size)  # the core takes 0 for all
-    if not has_kernel(op, x, gate, weight):
+    if not has_kernel(op, x=x, gate=gate, weight=weight):
         check_sizes(op, x, eps, weight=weight)
         divides = x.shape[-1] % (group_size or 1) == 0
         check(op, divides, "group_size must divide {}, got {}", x.shape[-1], group_size)

@@ -95,7 +95,7 @@ def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_AL
             refuse(op, "up must be {}, got {}", gate.shape, up.shape)
         if up.device != gate.device:
             refuse(op, "up must be on {}, got {}", gate.device, up.device)
-    if not has_kernel(op, gate, up):
+    if not has_kernel(op, gate=gate, up=up):
         return reference(gate, up, kind, gate_multiplier, down_multiplier, alpha, limit)
     options = _KINDS[kind], gate_multiplier, down_multiplier, alpha, limit
     if gate.dim() == 0:

@@ -71,7 +71,7 @@ def group_norm(
     samples, channels = x.shape[:2]
     check_groups(op, "groups", groups, channels)
     check_types(op, x, weight=weight, bias=bias)
-    if not has_kernel(op, x, weight, bias) or x.numel() == 0:
+    if not has_kernel(op, x=x, weight=weight, bias=bias) or x.numel() == 0:
         check_sizes(op, x, eps, dim=1, weight=weight, bias=bias)
         return reference(x, groups, weight, bias, eps)
     weight, bias = columns_for(op, ("weight", "bias"), x, weight, bias)

@@ -176,7 +176,7 @@ def hyper_connection_pre(
         "sinkhorn_eps": sinkhorn_eps,
         "collapse": collapse,
     }
-    if not has_kernel(PRE, x) or torch.float64 in (weight.dtype, base.dtype, scale.dtype):
+    if not has_kernel(PRE, x=x) or torch.float64 in (weight.dtype, base.dtype, scale.dtype):
         for name, a in (("x", x), ("weight", weight), ("base", base), ("scale", scale)):
             check_stored(PRE, name, a)
         return reference_pre(x, weight, base, scale, **options)
@@ -236,7 +236,7 @@ def hyper_connection_post(
         check_like(op, "post", post, (*lead, outs), x.device)
         check(op, f.dtype == x.dtype, "f must be {}, got {}", x.dtype, f.dtype)
     wide = any(a is not None and a.dtype == torch.float64 for a in (post, res))
-    if wide or not has_kernel(op, x):
+    if wide or not has_kernel(op, x=x):
         for name, a in (("x", x), ("f", f), ("post", post), ("res", res)):
             if a is not None:
                 check_stored(op, name, a)

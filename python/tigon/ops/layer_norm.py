@@ -49,7 +49,7 @@ def layer_norm(
     Source: Ba, Kiros & Hinton 2016, "Layer Normalization", eq. 4.
     """
     check_types("layer_norm", x, eps, weight=weight, bias=bias)
-    if not has_kernel("layer_norm", x, weight, bias):
+    if not has_kernel("layer_norm", x=x, weight=weight, bias=bias):
         check_sizes("layer_norm", x, eps, weight=weight, bias=bias)
         return reference(x, weight, bias, eps)
     weight, bias = columns_for("layer_norm", ("weight", "bias"), x, weight, bias)

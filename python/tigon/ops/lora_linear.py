@@ -442,6 +442,8 @@ def _seed_of(seed, x) -> torch.Tensor:
             "seed must be one int64, got {}",
             kind_of(seed),
         )
+        check_dense(_OP, "seed", seed)
+        check(_OP, seed.is_meta == x.is_meta, "seed must be on {}, got {}", x.device, seed.device)
         return seed
     check_integers(_OP, seed=seed)
     return torch.full((1,), seed, dtype=torch.int64, device=x.device)

@@ -110,7 +110,7 @@ def modulated_rms_norm(
         _check_modulation("shift", shift, x)
         fits = shift.numel() == scale.numel()
         check(_OP, fits, "shift must have as many rows as scale, {}, got {}", scale.shape, shift.shape)
-    if not has_kernel(_OP, x, weight, scale, shift):
+    if not has_kernel(_OP, x=x, weight=weight, scale=scale, shift=shift):
         check_sizes(_OP, x, eps, weight=weight)
         return reference(x, weight, scale, shift, eps, offset=offset, rounding=rounding)
     weight, scale, shift = columns_for(_OP, ("weight", "scale", "shift"), x, weight, scale, shift)

@@ -203,7 +203,7 @@ _op = formed("policy", _fake, results=3, places=(0, 6))  # log_prob, entropy
 
 def run(log_prob, mask, constants, entropies, denominator, entropy_denominator, f):
     """Kernel or reference, on checked arguments."""
-    if not has_kernel("policy_loss", log_prob):
+    if not has_kernel("policy_loss", log_prob=log_prob):
         return reference(log_prob, mask, constants, entropies, denominator, entropy_denominator, f)
     advantage, *others = constants
     floats = (None if t is None else t.float() for t in (*others, entropies if f.entropy != 0 else None))

@@ -62,7 +62,7 @@ def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: fl
     check_types("poly_norm", x, eps)
     check_float("poly_norm", "weight", weight)
     check_float("poly_norm", "bias", bias)
-    if not has_kernel("poly_norm", x, weight, bias):
+    if not has_kernel("poly_norm", x=x, weight=weight, bias=bias):
         check_sizes("poly_norm", x, eps)
         if x.size(-1) < 1:
             refuse("poly_norm", "x must have at least one column, got 0")

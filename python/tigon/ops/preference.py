@@ -270,7 +270,7 @@ def run(op, log_prob, mask, nll_mask, ref, desirable, kl, denominator, formula):
     check_denominator(op, denominator)
     tokens = log_prob.unsqueeze(-1) if log_prob.dim() == 1 else log_prob
     mask = mask.reshape(tokens.shape) if mask is not None else None
-    if not has_kernel(op, tokens):
+    if not has_kernel(op, tokens=tokens):
         return reference(tokens, mask, nll_mask, ref, desirable, kl, denominator, formula)
     device, number = split_denominator(denominator, tokens.device)
     target = None if mask is None else native_mask(mask)

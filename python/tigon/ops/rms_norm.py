@@ -103,7 +103,7 @@ def rms_norm(
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """
     check_options("rms_norm", x, weight, eps, offset, rounding)
-    if not has_kernel("rms_norm", x, weight):
+    if not has_kernel("rms_norm", x=x, weight=weight):
         check_sizes("rms_norm", x, eps, weight=weight)
         return reference(x, weight, eps, offset=offset, rounding=rounding)
     (weight,) = columns_for("rms_norm", ("weight",), x, weight)

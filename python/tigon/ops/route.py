@@ -308,7 +308,7 @@ def route(
         check(OP, not bad.any(), words, logits.shape[-1], wide[bad][:1].tolist())
     if forced is not None and forced.dtype not in (torch.int32, torch.int64):
         forced = forced.to(torch.int32)
-    if not has_kernel(OP, logits):
+    if not has_kernel(OP, logits=logits):
         return reference(
             logits,
             top_k,

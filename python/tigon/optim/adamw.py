@@ -374,7 +374,7 @@ class AdamW(torch.optim.Optimizer):
             found: dict[torch.device, tuple[list, list]] = {}
             for p, grad in zip(params, grads, strict=True):
                 state = self._state_of(group, p, grad, found_inf)
-                if (p.dtype not in _FLOATS or not (p.is_cuda or p.is_cpu)) and not has_kernel(_OP, p):
+                if (p.dtype not in _FLOATS or not (p.is_cuda or p.is_cpu)) and not has_kernel(_OP, p=p):
                     self._check_plain(p, state)
                     others.append((group, p, state))
                     continue

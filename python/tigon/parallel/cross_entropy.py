@@ -136,7 +136,12 @@ def cross_entropy(
         check_eager(OP, logits=logits, target=target, weight=weight, denominator=denominator)
         check_float(OP, "logits", logits)
         check(OP, logits.dim() >= 1, "logits must have at least one dimension, got 0")
-        check(OP, has_kernel(OP, logits), "logits must be float32, bfloat16 or float16, got {}", logits.dtype)
+        check(
+            OP,
+            has_kernel(OP, logits=logits),
+            "logits must be float32, bfloat16 or float16, got {}",
+            logits.dtype,
+        )
         check_target(OP, "target", target, logits.shape[:-1])
         check_layout(OP, vocab, first_class)
         check_loss(OP, **options)

@@ -109,7 +109,9 @@ def _describe(
     check_layout(op, call.vocab, call.first_class)
     check_keep(op, call.keep_mb)
     hidden = operands.autocast(hidden)
-    check(op, has_kernel(op, hidden), "hidden must be float32, bfloat16 or float16, got {}", hidden.dtype)
+    check(
+        op, has_kernel(op, hidden=hidden), "hidden must be float32, bfloat16 or float16, got {}", hidden.dtype
+    )
     wide = operands.wide_logits(op, head.logit_dtype, hidden)
     main_grad = operands.main_grad_of(op, weight)
     if main_grad is not None:  # it has weight's own columns

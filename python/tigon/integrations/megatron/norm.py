@@ -154,7 +154,7 @@ class _WithResidual(torch.autograd.Function):
 def rms_norm_with_residual(x, weight, eps, offset):
     """``(rms_norm(x), x)``; where both get gradients, the backward reads and writes x's once."""
     plainly = not torch.is_grad_enabled() or torch.compiler.is_compiling()
-    if plainly or not (x.requires_grad and has_kernel("rms_norm", x, weight)):
+    if plainly or not (x.requires_grad and has_kernel("rms_norm", x=x, weight=weight)):
         return _rms.rms_norm(x, weight, eps, offset=offset, rounding="gemma"), x
     _rms.check_options("rms_norm", x, weight, eps, offset, "gemma")
     return _WithResidual.apply(x, *columns_for("rms_norm", ("weight",), x, weight), eps, offset)

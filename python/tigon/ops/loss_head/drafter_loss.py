@@ -296,7 +296,9 @@ def drafter_loss(
             factors.append(f if token_weight is None else f * token_weight.detach())
         factor, reaches = (x[0] if one else torch.stack(x, -1) for x in (factors, reached))
     stacked = operands.autocast(stacked)
-    if has_kernel(_OP, stacked, beside=(states, teacher_weight, draft_ids, weight, target, token_weight)):
+    parts = {"weight": weight, "target": target, "token_weight": token_weight, "draft_ids": draft_ids}
+    parts |= {"teacher": states, "teacher_weight": teacher_weight}
+    if has_kernel(_OP, hidden=stacked, beside=parts):
         losses, overlap, counted = _run(
             stacked, weight, (states, teacher_weight), base, target, head, factor, d, reduction, denominator
         )

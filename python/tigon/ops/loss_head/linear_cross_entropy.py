@@ -173,7 +173,8 @@ def linear_cross_entropy(
     check_keep(_OP, keep_mb)
     hidden = operands.autocast(hidden)
     operands.wide_logits(_OP, logit_dtype, hidden)
-    if not has_kernel(_OP, hidden, beside=(target, bias, class_weight, token_weight, *(lora or ())[:2])):
+    parts = operands.float_parts(head, target=target, class_weight=class_weight, token_weight=token_weight)
+    if not has_kernel(_OP, hidden=hidden, beside=parts):
         operands.check_plain(_OP, weight.shape[0], target, head)
         return reference(
             hidden,

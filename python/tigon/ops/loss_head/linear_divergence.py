@@ -188,15 +188,16 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
             op, plain_side, "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
         )
         return d.results(*top_k.top_k_loss(op, operands.autocast(hidden), weight, labels, head, d))
-    states, teacher_weight, teacher_bias = _check_teacher(op, d.teacher, hidden, weight.shape[0])
+    states, teacher_weight, teacher_bias = teacher = _check_teacher(op, d.teacher, hidden, weight.shape[0])
     hidden, states = (
         operands.autocast(hidden),
         states if teacher_weight is None else operands.autocast(states),
     )
     weight = operands.plain_weight(op, weight)
     classes = min(weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0])
-    beside = (states, teacher_weight, labels, head.bias, d.token_weight, *(head.lora or ())[:2])
-    if not has_kernel(op, hidden, beside=beside):
+    parts = operands.float_parts(head, labels=labels, token_weight=d.token_weight)
+    parts |= zip(("teacher", "teacher_weight", "teacher_bias"), teacher, strict=True)
+    if not has_kernel(op, hidden=hidden, beside=parts):
         operands.check_plain(op, classes, labels, head)
         return reference(hidden, weight, (states, teacher_weight, teacher_bias), labels, head, d)
     lead = labels.shape

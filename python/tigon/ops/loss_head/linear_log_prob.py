@@ -195,7 +195,7 @@ def linear_log_prob(
             hidden, weight, target, entropy=entropy, keep_mb=keep_mb, **places, **head.options()
         )
         return (WithValue.apply(result[0], value), result[1]) if entropy else WithValue.apply(result, value)
-    kernel = has_kernel(_OP, hidden, beside=(target, head.bias, *(head.lora or ())[:2]))
+    kernel = has_kernel(_OP, hidden=hidden, beside=operands.float_parts(head, target=target))
     if not kernel:
         operands.check_plain(_OP, weight.shape[0], target, head._replace(valid_rows=None) if many else head)
         if many:

@@ -427,7 +427,7 @@ def linear_loss(
         tensors = [t.contiguous() for t in tensors]
     hidden = operands.autocast(hidden)
     operands.wide_logits(_OP, head.logit_dtype, hidden)
-    kernel, grad = has_kernel(_OP, hidden), torch.is_grad_enabled()
+    kernel, grad = has_kernel(_OP, hidden=hidden), torch.is_grad_enabled()
     if not kernel:
         operands.check_plain(_OP, weight.shape[0], target, head)
     wrt = tuple(grad and t.requires_grad for t in tensors)

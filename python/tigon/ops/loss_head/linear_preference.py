@@ -32,7 +32,7 @@ def _checked(op, hidden, weight, target, head: operands.Head):
 
 
 def _has_kernel(op, hidden, head: operands.Head) -> bool:
-    return has_kernel(op, hidden, beside=(head.bias, *(head.lora or ())[:2]))
+    return has_kernel(op, hidden=hidden, beside=operands.float_parts(head))
 
 
 def _log_probs(op, hidden, weight, labels, head: operands.Head, entropy=False):

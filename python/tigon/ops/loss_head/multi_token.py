@@ -283,7 +283,7 @@ def _composes(hidden, heads) -> bool:
     # What holds parameters and is no module of Python's cannot be called on others.
     layers = [layer for head in active if head.parameters() for layer in head.layers]
     closed = any(isinstance(f, torch.jit.ScriptModule) or not isinstance(f, nn.Module) for f in layers)
-    return owned or closed or torch.float16 in (hidden.dtype, dtype) or not has_kernel(_OP, hidden)
+    return owned or closed or torch.float16 in (hidden.dtype, dtype) or not has_kernel(_OP, hidden=hidden)
 
 
 @options_of(

@@ -137,6 +137,12 @@ def main_grad_of(op, weight):
     return main_grad
 
 
+def float_parts(head: Head, **others: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """What a reference reads beside hidden states, by name."""
+    a, b = (head.lora or (None, None))[:2]
+    return {**others, "bias": head.bias, "lora[0]": a, "lora[1]": b}
+
+
 class Trained:
     """Calls of functions on a head for gradients, in eager mode, but for those of patched models."""
 
