@@ -228,7 +228,7 @@ def test_moshi_mlps():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("row", EXPERT_GATES, ids=lambda row: row.reference.__name__)
+@pytest.mark.parametrize("row", EXPERT_GATES, ids=lambda row: row.name)
 def test_gates_of_experts(row, dtype):
     """Every form of the table, from its reference: recognised, as near as stock to fp64, gradient too."""
     torch.manual_seed(3)

@@ -36,13 +36,8 @@ from tigon.integrations.transformers.mlp import (
     known_activation,
     product,
 )
-from tigon.integrations.transformers.patterns.modules import (
-    BATCHED_EXPERTS,
-    EXPERT_GATES,
-    Match,
-    Structure,
-    recognise,
-)
+from tigon.integrations.transformers.patterns.modules import BATCHED_EXPERTS, EXPERT_GATES
+from tigon.integrations.transformers.recognition import Match, Structure, recognise
 from tigon.ops.experts import KINDS, experts
 from tigon.ops.glu import swiglu, swiglu_oai
 from tigon.ops.relu_squared import relu_squared
@@ -231,7 +226,7 @@ def _plan_layer(module) -> tuple | None:
     before = implementation(module)
     if before == "eager" and "float" in _note_loop(type(module)).__code__.co_names:
         return None  # its loop multiplies in float32
-    found = Match(Structure("no gate", None), {"act": "act_fn"})
+    found = Match(Structure("no gate", None, {}), {"act": "act_fn"})
     if module.has_gate:
         found = recognise(module, EXPERT_GATES, GATE)
     if not isinstance(found, Match):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tigon.integrations.transformers.forward import blocked, intact, plain, stock, written
-from tigon.integrations.transformers.probe import PROBE_EPS, on_cpu, same_results, twin
+from tigon.integrations.transformers.recognition import PROBE_EPS, on_cpu, same_results, twin
 from tigon.integrations.transformers.rewriting import Rewritten, rewrite_innermost
 from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_post, hyper_connection_pre
 

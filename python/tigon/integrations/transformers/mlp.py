@@ -26,8 +26,8 @@ from tigon.integrations.transformers.forward import (
     read,
     stock,
 )
-from tigon.integrations.transformers.patterns.modules import MLPS, Match, recognise
-from tigon.integrations.transformers.probe import on_cpu
+from tigon.integrations.transformers.patterns.modules import MLPS
+from tigon.integrations.transformers.recognition import Match, on_cpu, recognise
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.ops.glu import geglu, reglu, swiglu
 from tigon.ops.relu_squared import relu_squared

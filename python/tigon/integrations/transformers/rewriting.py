@@ -120,7 +120,7 @@ def rewritable(function) -> ast.FunctionDef | None:
         node = function_node(function)
     except Unrecognised:
         return None
-    if function.__closure__ or hasattr(function, "__wrapped__"):
+    if function.__closure__ or hasattr(function, "__wrapped__") or isinstance(node, ast.Lambda):
         return None
     node.decorator_list = []
     return None if any(map(_private, ast.walk(node))) else node

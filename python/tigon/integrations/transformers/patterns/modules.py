@@ -1,87 +1,19 @@
-"""The tables of recognised structures: each row is the function itself, written as models write it.
+"""The tables of recognised structures: each row is a function, written as models write it.
 
 A module or function is recognised when its canonical expression (`canonical.py`) equals that of a row, never
 by its name. The attribute names of a row are roles: the match says which attribute of the real module plays
 each. Rows also serve the numeric probe of functions that have no source. To add a structure, write its row:
-a name, its statements, of which the last is what it returns, and what the replacement needs to know. A
-canonical expression sees through functions, so that what several rows share stands in one.
+a name, a function, and what the replacement needs to know. A canonical expression sees through functions, so
+that what several rows share stands in one, and does not count how often a value is written.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field
-
 import torch
 import torch.nn.functional as F
-from transformers.activations import ACT2FN  # noqa: F401  in the text of rows
+from transformers.activations import ACT2FN
 
-from tigon.integrations.transformers.canonical import (
-    SOURCE,
-    Canonical,
-    Unrecognised,
-    canonical_forward,
-    canonical_function,
-)
-
-
-@dataclass(frozen=True)
-class Structure:
-    """One recognised form: reference function and what the replacement needs to know."""
-
-    name: str
-    reference: object
-    options: dict = field(default_factory=dict)
-    forward: bool = True  # a module's forward (first parameter is self) or a plain function
-
-
-def reference(parameters: str, statements: tuple[str, ...], names: dict):
-    """A function of these parameters and statements, which returns the last; `names` are its globals."""
-    *body, result = statements
-    lines = (f"def reference({parameters}):", *body, f"return {result}")
-    source, made = "\n    ".join(lines), {}
-    exec(source, names, made)
-    setattr(made["reference"], SOURCE, source)
-    return made["reference"]
-
-
-def form(name: str, *statements: str, parameters: str = "self, x", **options) -> Structure:
-    """A row of a table of methods."""
-    return Structure(name, reference(parameters, statements, globals()), options)
-
-
-@dataclass(frozen=True)
-class Match:
-    """A structure and the attributes that play its roles."""
-
-    structure: Structure
-    roles: dict
-
-
-def match(found: Canonical, table: tuple[Structure, ...]) -> Match | None:
-    """The row of `table` whose reference has the expression `found`, or None."""
-    for structure in table:
-        wanted = _expression(structure.reference, structure.forward)
-        if wanted.text == found.text:
-            roles = zip(wanted.attributes, found.attributes, strict=True)
-            return Match(structure, dict(roles))
-    return None
-
-
-def recognise(module, table: tuple[Structure, ...], method: str = "forward") -> Match | str | None:
-    """The row of `table` that a method of a module's class is; why it has no expression, or None."""
-    try:
-        return match(canonical_forward(type(module), method), table)
-    except Unrecognised as error:
-        return str(error)
-
-
-@functools.cache
-def _expression(reference, forward) -> Canonical:
-    if not forward:
-        return canonical_function(reference)
-    return canonical_forward(type("Reference", (), {"forward": reference}))
-
+from tigon.integrations.transformers.recognition import Match, form
 
 # --- norms -----------------------------------------------------------------------------------
 
@@ -90,130 +22,161 @@ def _normalised(x, eps):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def _normalised_mixed(x, eps):
+def _wide(x, eps):
+    return _normalised(x.float(), eps)
+
+
+def _mixed(x, eps):
     return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
 
 
-def _normalised_by_group(x, eps, group_size):
+def _by_group(x, eps, group_size):
     if group_size is not None:
         x = x.reshape(*x.shape[:-1], -1, group_size)
     h = _normalised(x, eps)
     return h.flatten(-2) if group_size is not None else h
 
 
-_H = "h = _normalised(x.float(), self.eps)"
-_UNIT_OFFSET = "(1 + self.weight) if self.unit_offset else self.weight"
-_GROUP_NORM = "F.group_norm(x, self.groups, self.weight, self.bias, self.eps)"
-_LAYER_NORM = "F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)"
-_LAYER_NORM_OF_ROWS = _LAYER_NORM.replace("x", "x.permute(0, 2, 3, 1)")
-_GATED = "(h * ACT2FN[self.activation](gate.float())).to(x.dtype)"
+def optional_weight(self, x):
+    h = _wide(x, self.eps)
+    if self.with_weight:
+        h = h * self.weight.float()
+    return h.to(x.dtype)
+
+
+def t5(self, x):
+    h = _mixed(x, self.eps)
+    if self.weight.dtype in [torch.float16, torch.bfloat16]:
+        h = h.to(self.weight.dtype)
+    return self.weight * h
+
+
+def optional_offset(self, x):
+    h = x.float()
+    h = h * torch.rsqrt(torch.mean(h * h, dim=self.axis, keepdim=True) + self.eps)
+    weight = (1 + self.weight) if self.unit_offset else self.weight
+    return (h * weight.float()).to(x.dtype)
+
+
+def unit_length(self, x):
+    h = x.float()
+    return (h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def rounded_factor(self, x):
+    return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
+
+
 _LLAMA = {"rounding": "llama", "offset": 0.0}
 _LATE = {"rounding": "gemma", "offset": 0.0}
 _GEMMA = {"rounding": "gemma", "offset": 1.0}
 NORMS = (
-    form("llama", _H, "self.weight * h.to(x.dtype)", **_LLAMA),
-    form("llama", "_normalised_mixed(x, self.eps).to(x.dtype) * self.weight", **_LLAMA),
-    form("late", _H, "(self.weight * h).to(x.dtype)", **_LATE),
-    form("late", _H, "(self.weight.float() * h).to(x.dtype)", **_LATE),
-    form("gemma", _H, "(h * (1.0 + self.weight.float())).to(x.dtype)", **_GEMMA),
+    form("llama", lambda self, x: self.weight * _wide(x, self.eps).to(x.dtype), **_LLAMA),
+    form("llama", lambda self, x: _mixed(x, self.eps).to(x.dtype) * self.weight, **_LLAMA),
+    form("late", lambda self, x: (self.weight * _wide(x, self.eps)).to(x.dtype), **_LATE),
+    form("late", lambda self, x: (self.weight.float() * _wide(x, self.eps)).to(x.dtype), **_LATE),
+    form("gemma", lambda self, x: (_wide(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype), **_GEMMA),
     form(
         "gemma, by group",
-        "h = _normalised_by_group(x.float(), self.eps, self.group_size)",
-        "(h * (1.0 + self.weight.float())).to(x.dtype)",
+        lambda self, x: (_by_group(x.float(), self.eps, self.group_size) * (1.0 + self.weight.float())).to(
+            x.dtype
+        ),
         **_GEMMA,
     ),
-    form("gemma, 1 + w rounded", _H, "(h * (1.0 + self.weight).float()).to(x.dtype)", **_LATE, shift=1.0),
-    form("weightless", _H, "h.to(x.dtype)", **_LATE),
     form(
-        "weightless",
-        "x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)",
+        "gemma, 1 + w rounded",
+        lambda self, x: (_wide(x, self.eps) * (1.0 + self.weight).float()).to(x.dtype),
+        **_LATE,
+        shift=1.0,
+    ),
+    form("weightless", lambda self, x: _wide(x, self.eps).to(x.dtype), **_LATE),
+    form("weightless", lambda self, x: x * rounded_factor(self, x), **_LATE),
+    form("late, optional weight", optional_weight, **_LATE),
+    form("t5", t5, rounding="t5", offset=0.0),
+    form("torch", lambda self, x: F.rms_norm(x, self.shape, self.weight, self.eps), **_LATE, autocast=True),
+    form(
+        "torch, fp32",
+        lambda self, x: F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype),
         **_LATE,
     ),
-    form(
-        "late, optional weight",
-        _H,
-        "if self.with_weight: h = h * self.weight.float()",
-        "h.to(x.dtype)",
-        **_LATE,
-    ),
-    form(
-        "t5",
-        "h = _normalised_mixed(x, self.eps)",
-        "if self.weight.dtype in [torch.float16, torch.bfloat16]: h = h.to(self.weight.dtype)",
-        "self.weight * h",
-        rounding="t5",
-        offset=0.0,
-    ),
-    form("torch", "F.rms_norm(x, self.shape, self.weight, self.eps)", **_LATE, autocast=True),
-    form("torch, fp32", "F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)", **_LATE),
-    form(
-        "late, optional offset",
-        "h = x.float()",
-        "h = h * torch.rsqrt(torch.mean(h * h, dim=self.axis, keepdim=True) + self.eps)",
-        f"weight = {_UNIT_OFFSET}",
-        "(h * weight.float()).to(x.dtype)",
-        **_LATE,
-    ),
-    form(
-        "unit length",
-        "h = x.float()",
-        "(h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + self.eps)).to(x.dtype)",
-        **_LATE,
-        unit=True,
-    ),
+    form("late, optional offset", optional_offset, **_LATE),
+    form("unit length", unit_length, **_LATE, unit=True),
 )
 # One number for each row: no norm, but a factor in hyper-connections, which their slot takes as a whole.
-FACTORS = (form("rsqrt", "torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)"),)
+FACTORS = (form("rsqrt", rounded_factor),)
+
+
+def _gated(h, activation, gate):
+    return h * ACT2FN[activation](gate.float())
+
+
+def norm_then_gate(self, x, gate):
+    return _gated(self.weight * _wide(x, self.eps).to(x.dtype), self.activation, gate).to(x.dtype)
+
+
+def norm_then_gate_late(self, x, gate=None):
+    return _gated(self.weight.float() * _wide(x, self.eps), self.activation, gate).to(x.dtype)
+
+
+def gate_then_norm(self, x, gate=None):
+    h = x.float()
+    if gate is not None:
+        h = h * F.silu(gate.float())
+    *leading, columns = h.shape
+    groups = columns // self.group_size
+    h = _normalised(h.view(*leading, groups, self.group_size), self.eps)
+    return self.weight * h.view(*leading, groups * self.group_size).to(x.dtype)
+
+
 GATED_NORMS = (
-    form(
-        "norm, then gate",
-        "h = self.weight * _normalised(x.float(), self.eps).to(x.dtype)",
-        _GATED,
-        parameters="self, x, gate",
-        rounding="llama",
-    ),
-    form(
-        "norm, then gate, late",
-        "h = self.weight.float() * _normalised(x.float(), self.eps)",
-        _GATED,
-        parameters="self, x, gate=None",
-        rounding="gemma",
-    ),
-    form(
-        "gate, then norm by group",
-        "h = x.float()",
-        "if gate is not None: h = h * F.silu(gate.float())",
-        "*leading, columns = h.shape",
-        "groups = columns // self.group_size",
-        "h = _normalised(h.view(*leading, groups, self.group_size), self.eps)",
-        "self.weight * h.view(*leading, groups * self.group_size).to(x.dtype)",
-        parameters="self, x, gate=None",
-        rounding="llama",
-        norm_first=False,
-    ),
+    form("norm, then gate", norm_then_gate, rounding="llama"),
+    form("norm, then gate, late", norm_then_gate_late, rounding="gemma"),
+    form("gate, then norm by group", gate_then_norm, rounding="llama", norm_first=False),
 )
+
+
+def group_norm(self, x):
+    return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
+
+
 GROUP_NORMS = (
-    form("torch", _GROUP_NORM, autocast=True),
-    form("torch", _GROUP_NORM, parameters="self, x, unused=None", autocast=True),
+    form("torch", group_norm, autocast=True),
+    form("torch", lambda self, x, unused=None: group_norm(self, x), autocast=True),
 )
+
+
+def layer_norm(self, x):
+    return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+def channels_first_or_last(self, x):
+    if self.data_format == "channels_first":
+        return layer_norm(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    return layer_norm(self, x)
+
+
+def late_layer_norm(self, x):
+    h = x.float()
+    mean = h.mean(-1, keepdim=True)
+    variance = (h - mean).pow(2).mean(-1, keepdim=True)
+    h = (h - mean) * torch.rsqrt(variance + self.eps)
+    return (self.weight.float() * h).to(x.dtype)
+
+
 LAYER_NORMS = (
-    form("torch", _LAYER_NORM, autocast=True),
+    form("torch", layer_norm, autocast=True),
+    form("channels first or last", channels_first_or_last, autocast=True),
+    form("late", late_layer_norm),
     form(
-        "channels first or last",
-        f"if self.data_format == 'channels_first': return {_LAYER_NORM_OF_ROWS}.permute(0, 3, 1, 2)",
-        _LAYER_NORM,
-        autocast=True,
+        "weightless",
+        lambda self, x: F.layer_norm(x.float(), self.shape, None, None, eps=1e-5).to(x.dtype),
+        eps=1e-5,
     ),
     form(
-        "late",
-        "h = x.float()",
-        "mean = h.mean(-1, keepdim=True)",
-        "variance = (h - mean).pow(2).mean(-1, keepdim=True)",
-        "h = (h - mean) * torch.rsqrt(variance + self.eps)",
-        "(self.weight.float() * h).to(x.dtype)",
+        "1 + weight",
+        lambda self, x: F.layer_norm(x, self.shape, self.weight + 1.0, self.bias, self.eps),
+        shift=1.0,
     ),
-    form("weightless", "F.layer_norm(x.float(), self.shape, None, None, eps=1e-5).to(x.dtype)", eps=1e-5),
-    form("1 + weight", "F.layer_norm(x, self.shape, self.weight + 1.0, self.bias, self.eps)", shift=1.0),
 )
 # Classes whose source says more than a form does (here: what autocast casts), and the form they are where
 # their numbers are equal to it, with the attributes that play its roles.
@@ -227,124 +190,170 @@ DECLARED = {
 # --- MLPs --------------------------------------------------------------------------------------
 
 
-def _clamped(gate, up, limit):
-    return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+def _first(x):
+    return x.chunk(2, dim=-1)[0]
 
 
-_PRODUCT = "self.act(self.gate(x)) * self.up(x)"
-_GATE_UP = "gate, up = self.gate_up(x).chunk(2, dim=-1)"
-_UP_GATE = "up, gate = self.gate_up(x).chunk(2, dim=-1)"
-_CLAMPED = "gate, up = _clamped(self.gate(x), self.up(x), self.limit)"
-_BEFORE = "x = self.before2(self.before1(self.before0(x)))"
-_DOWN = "self.down(self.act(gate) * up)"
-_UP_FIRST = {"up_first": True}
-_CAST = (
-    "isinstance(self.down.weight, torch.Tensor) and y.dtype != self.down.weight.dtype"
-    " and self.down.weight.dtype != torch.int8"
-)
+def _second(x):
+    return x.chunk(2, dim=-1)[1]
+
+
+def _above(x, limit):
+    return x.clamp(max=limit)
+
+
+def _within(x, limit):
+    return x.clamp(min=-limit, max=limit)
+
+
+def _product(self, x):
+    return self.act(self.gate(x)) * self.up(x)
+
+
+def _product_of_halves(self, x):
+    return self.act(_first(self.gate_up(x))) * _second(self.gate_up(x))
+
+
+def _product_up_first(self, x):
+    return self.act(_second(self.gate_up(x))) * _first(self.gate_up(x))
+
+
+def _clamped(self, x):
+    return self.act(_above(self.gate(x), self.limit)) * _within(self.up(x), self.limit)
+
+
+def _before(self, x):
+    return self.before2(self.before1(self.before0(x)))
+
+
+def optional_up(self, x):
+    h = self.act(self.gate(x))
+    if self.up is not None:
+        h = h * self.up(x)
+    return self.down(h)
+
+
+def multipliers(self, x):
+    product = self.up(x) * self.act(self.gate(x) * self.gate_multiplier)
+    return self.down(product) * self.down_multiplier
+
+
+def cast_to_down(self, x):
+    y = self.middle(_product(self, x))
+    if (
+        isinstance(self.down.weight, torch.Tensor)
+        and y.dtype != self.down.weight.dtype
+        and self.down.weight.dtype != torch.int8
+    ):
+        y = y.to(self.down.weight.dtype)
+    return self.down(y)
+
+
+def by_layer(self, x, layer=None):
+    x = self.gate_up(x) if layer is None else self.gate_up(x, layer)
+    batch, tokens, _ = x.shape
+    x = x.view(batch, tokens, 2, -1)
+    x = self.act(x[..., 0, :]) * x[..., 1, :]
+    return self.down(x) if layer is None else self.down(x, layer)
+
+
+def in_float32(self, x):
+    gate, up = self.gate(x), self.up(x)
+    return self.down((self.act(gate.float()) * up.float()).to(gate.dtype))
+
+
+def clamped_after(self, x):
+    return self.down(_above(self.act(self.gate(x)), self.limit) * _within(self.up(x), self.limit))
+
+
 MLPS = (
-    form("gate, up, down", f"self.down({_PRODUCT})"),
-    form("gate, up, down", "self.down(F.silu(self.gate(x)) * self.up(x))"),
-    form("gate, up, down", "self.down(F.gelu(self.gate(x)) * self.up(x))", activation="gelu"),
+    form("gate, up, down", lambda self, x: self.down(_product(self, x))),
+    form("gate, up, down", lambda self, x: self.down(F.silu(self.gate(x)) * self.up(x))),
+    form("gate, up, down", lambda self, x: self.down(F.gelu(self.gate(x)) * self.up(x)), activation="gelu"),
     form(
         "gate, up, down",
-        "self.down(F.gelu(self.gate(x), approximate='tanh') * self.up(x))",
+        lambda self, x: self.down(F.gelu(self.gate(x), approximate="tanh") * self.up(x)),
         activation="gelu_tanh",
     ),
     form(
         "gate, up, down",
-        "self.down(F.gelu(self.gate(x), approximate=self.config.gelu_approximate) * self.up(x))",
+        lambda self, x: self.down(
+            F.gelu(self.gate(x), approximate=self.config.gelu_approximate) * self.up(x)
+        ),
+    ),
+    form("gate, optional up, down", optional_up),
+    form("gate, up", _product),
+    form("gate_up, down", lambda self, x: self.down(_product_of_halves(self, x))),
+    form("gate, up, down, multipliers", multipliers),
+    form("up, down", lambda self, x: self.down(self.act(self.up(x)))),
+    form("gate_up, down, up first", lambda self, x: self.down(_product_up_first(self, x)), up_first=True),
+    form(
+        "gate_up, down, up first",
+        lambda self, x: self.down(_product_up_first(self, self.before0(x))),
+        up_first=True,
     ),
     form(
-        "gate, optional up, down",
-        "h = self.act(self.gate(x))",
-        "if self.up is not None: h = h * self.up(x)",
-        "self.down(h)",
+        "gate_up, down, up first",
+        lambda self, x: self.down(_product_up_first(self, self.before1(self.before0(x)))),
+        up_first=True,
     ),
-    form("gate, up", _PRODUCT),
-    form("gate_up, down", _GATE_UP, _DOWN),
+    form("gate, up, middle, down", lambda self, x: self.down(self.middle(_product(self, x)))),
+    form("gate_up, middle, down", lambda self, x: self.down(self.middle(_product_of_halves(self, x)))),
+    form("gate, up, middle, down, cast", cast_to_down, cast=True),
+    form("gate_up, down, by layer", by_layer),
     form(
-        "gate, up, down, multipliers",
-        "product = self.up(x) * self.act(self.gate(x) * self.gate_multiplier)",
-        "self.down(product) * self.down_multiplier",
+        "gate, up, down, dropout",
+        lambda self, x: F.dropout(self.down(_product(self, x)), p=self.dropout, training=self.training),
     ),
-    form("up, down", "self.down(self.act(self.up(x)))"),
-    form("gate_up, down, up first", _UP_GATE, _DOWN, **_UP_FIRST),
-    form("gate_up, down, up first", "x = self.before0(x)", _UP_GATE, _DOWN, **_UP_FIRST),
-    form("gate_up, down, up first", "x = self.before1(self.before0(x))", _UP_GATE, _DOWN, **_UP_FIRST),
-    form("gate, up, middle, down", f"self.down(self.middle({_PRODUCT}))"),
-    form("gate_up, middle, down", _GATE_UP, "self.down(self.middle(self.act(gate) * up))"),
-    form(
-        "gate, up, middle, down, cast",
-        f"y = self.middle({_PRODUCT})",
-        f"if {_CAST}: y = y.to(self.down.weight.dtype)",
-        "self.down(y)",
-        cast=True,
-    ),
-    form(
-        "gate_up, down, by layer",
-        "x = self.gate_up(x) if layer is None else self.gate_up(x, layer)",
-        "batch, tokens, _ = x.shape",
-        "x = x.view(batch, tokens, 2, -1)",
-        "x = self.act(x[..., 0, :]) * x[..., 1, :]",
-        "self.down(x) if layer is None else self.down(x, layer)",
-        parameters="self, x, layer=None",
-    ),
-    form(
-        "gate, up, down, dropout", f"F.dropout(self.down({_PRODUCT}), p=self.dropout, training=self.training)"
-    ),
-    form(
-        "gate, up, down, fp32",
-        "gate, up = self.gate(x), self.up(x)",
-        "self.down((self.act(gate.float()) * up.float()).to(gate.dtype))",
-    ),
-    form("gate, up, down, clamped", _CLAMPED, _DOWN),
-    form("gate, up, down, clamped", _BEFORE, _CLAMPED, _DOWN),
-    form(
-        "gate, up, down, clamped",
-        "gate = self.act(self.gate(x)).clamp(max=self.limit)",
-        "self.down(gate * self.up(x).clamp(min=-self.limit, max=self.limit))",
-        clamp_after=True,
-    ),
-    form("gate, up, down", _BEFORE, f"self.down({_PRODUCT})"),
+    form("gate, up, down, fp32", in_float32),
+    form("gate, up, down, clamped", lambda self, x: self.down(_clamped(self, x))),
+    form("gate, up, down, clamped", lambda self, x: self.down(_clamped(self, _before(self, x)))),
+    form("gate, up, down, clamped", clamped_after, clamp_after=True),
+    form("gate, up, down", lambda self, x: self.down(_product(self, _before(self, x)))),
 )
 
 
-# --- experts -----------------------------------------------------------------------------------
+# --- experts: gate and up as halves, or by turns -------------------------------------------------
 
 
-def _gate_of_experts(name: str, *statements: str, **options) -> Structure:
-    return form(name, *statements, parameters="self, gate_up", **options)
+def _oai(gate, up, limit, alpha):
+    gate = _above(gate, limit)
+    return (_within(up, limit) + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
-_HALVES = "gate, up = gate_up.chunk(2, dim=-1)"
-_CLAMP = "gate, up = _clamped(gate, up, self.limit)"
-_OAI = "(up + 1) * (gate * torch.sigmoid(gate * self.alpha))"
-_WIDE = "(self.act(gate.float()) * up.float())"
 EXPERT_GATES = (
-    _gate_of_experts("experts, clamped", _HALVES, _CLAMP, "self.act(gate) * up"),
-    _gate_of_experts(
+    form(
         "experts, clamped",
-        _HALVES,
-        "gate = self.act(gate).clamp(max=self.limit)",
-        "gate * up.clamp(min=-self.limit, max=self.limit)",
+        lambda self, x: self.act(_above(_first(x), self.limit)) * _within(_second(x), self.limit),
+    ),
+    form(
+        "experts, clamped",
+        lambda self, x: _above(self.act(_first(x)), self.limit) * _within(_second(x), self.limit),
         clamp_after=True,
     ),
-    _gate_of_experts("experts, clamped", _HALVES, _CLAMP, "F.silu(gate) * up", activation="silu"),
-    _gate_of_experts("experts, fp32", _HALVES, f"{_WIDE}.to(gate_up.dtype)"),
-    _gate_of_experts("experts, fp32", _HALVES, f"{_WIDE}.to(gate.dtype)"),
-    _gate_of_experts("experts", _HALVES, "self.act(gate) * up"),
-    _gate_of_experts("experts", "gate, up = gate_up[..., ::2], gate_up[..., 1::2]", _CLAMP, _OAI),
-    _gate_of_experts("experts, halves", _HALVES, _CLAMP, _OAI, halves=True),
-)
-BATCHED_EXPERTS = (
     form(
-        "batched experts",
-        "x = x.view(self.gate_up.shape[0], -1, self.size)",
-        "gate, up = torch.bmm(x, self.gate_up).chunk(2, dim=-1)",
-        "torch.bmm(up * self.act(gate), self.down).view(-1, self.size)",
+        "experts, clamped",
+        lambda self, x: F.silu(_above(_first(x), self.limit)) * _within(_second(x), self.limit),
+        activation="silu",
     ),
+    form("experts, fp32", lambda self, x: (self.act(_first(x).float()) * _second(x).float()).to(x.dtype)),
+    form(
+        "experts, fp32",
+        lambda self, x: (self.act(_first(x).float()) * _second(x).float()).to(_first(x).dtype),
+    ),
+    form("experts", lambda self, x: self.act(_first(x)) * _second(x)),
+    form("experts", lambda self, x: _oai(x[..., ::2], x[..., 1::2], self.limit, self.alpha)),
+    form("experts, halves", lambda self, x: _oai(_first(x), _second(x), self.limit, self.alpha), halves=True),
 )
+
+
+def batched_experts(self, x):
+    x = x.view(self.gate_up.shape[0], -1, self.size)
+    gate, up = torch.bmm(x, self.gate_up).chunk(2, dim=-1)
+    return torch.bmm(up * self.act(gate), self.down).view(-1, self.size)
+
+
+BATCHED_EXPERTS = (form("batched experts", batched_experts),)
 
 
 # --- routers -----------------------------------------------------------------------------------
@@ -361,6 +370,72 @@ def _masked(scores, group_scores, num_experts, num_groups, top_groups, value):
     return scores.masked_fill(~mask.reshape(-1, num_experts).bool(), value)
 
 
+def _group_choice(scores, top_k, num_experts, num_groups, top_groups):
+    best = scores.view(-1, num_groups, num_experts // num_groups).topk(2, dim=-1)[0].sum(dim=-1)
+    scores = _masked(scores, best, num_experts, num_groups, top_groups, float("-inf"))
+    return torch.topk(scores, top_k, dim=-1)[1]
+
+
+def _logits(self, x):
+    return F.linear(x.reshape(-1, self.hidden), self.weight)
+
+
+def _logits_of_rounded(self, x):
+    return F.linear(x.reshape(-1, self.hidden).to(self.weight.dtype), self.weight)
+
+
+def _softmax(logits, top_k):
+    return torch.topk(F.softmax(logits.float(), dim=-1), top_k, dim=-1)
+
+
+def _normalised_weights(weights):
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+def softmax(self, x):
+    logits = _logits(self, x)
+    weights, ids = _softmax(logits, self.top_k)
+    return logits, _normalised_weights(weights), ids
+
+
+def softmax_rounded(self, x):
+    logits = _logits(self, x)
+    weights, ids = _softmax(logits, self.top_k)
+    return logits, _normalised_weights(weights).to(logits.dtype), ids
+
+
+def softmax_maybe_normalised(self, x):
+    logits = _logits(self, x)
+    weights, ids = _softmax(logits, self.top_k)
+    if self.normalize:
+        weights = _normalised_weights(weights)
+    return logits, weights.to(logits.dtype), ids
+
+
+def softmax_as_it_is(self, x):
+    logits = F.linear(x, self.weight)
+    weights, ids = _softmax(logits, self.top_k)
+    return logits, weights.to(x.dtype), ids
+
+
+def choice_softmax(self, x):
+    logits = F.linear(x, self.weight)
+    chosen, ids = torch.topk(logits, self.top_k, dim=-1)
+    return logits, F.softmax(chosen, dim=-1), ids
+
+
+def choice_softmax_with_bias(self, x):
+    logits = F.linear(x, self.weight, self.bias)
+    chosen, ids = torch.topk(logits, self.top_k, dim=-1)
+    return logits, F.softmax(chosen, dim=1, dtype=chosen.dtype), ids
+
+
+def choice_softmax_of_wide(self, x):
+    logits = F.linear(x, self.weight).float()
+    chosen, ids = torch.topk(logits, self.top_k, dim=-1)
+    return logits, F.softmax(chosen, dim=-1).type_as(x), ids
+
+
 def softmax_groups(self, x):
     x = x.view(-1, self.hidden)
     logits = F.linear(x.float(), self.weight.float())
@@ -374,121 +449,61 @@ def softmax_groups(self, x):
     return logits, weights * self.scale, ids
 
 
-def _group_choice(scores, top_k, num_experts, num_groups, top_groups):
-    best = scores.view(-1, num_groups, num_experts // num_groups).topk(2, dim=-1)[0].sum(dim=-1)
-    scores = _masked(scores, best, num_experts, num_groups, top_groups, float("-inf"))
-    return torch.topk(scores, top_k, dim=-1)[1]
+def _best_in_groups(self, x):
+    x = x.view(-1, self.hidden)
+    logits = F.linear(x.float(), self.weight.float())
+    scores = logits.sigmoid()
+    biased = scores + self.correction
+    ids = _group_choice(biased, self.top_k, self.num_experts, self.num_groups, self.top_groups)
+    return logits, scores.gather(1, ids), ids
 
 
-_ROWS = "x = x.reshape(-1, self.hidden)"
-_LOGITS = "logits = F.linear(x, self.weight)"
-_SOFTMAX = "weights, ids = torch.topk(F.softmax(logits.float(), dim=-1), self.top_k, dim=-1)"
-_CHOICE = "chosen, ids = torch.topk(logits, self.top_k, dim=-1)"
-_SCORES = "scores = torch.sigmoid(logits.float())"
-_IDS = "ids = torch.topk(scores + self.correction, self.top_k, dim=-1)[1]"
-_IDS_GIVEN = "ids = torch.topk(scores + correction, self.top_k, dim=-1)[1]"
-_GATHER = "weights = scores.gather(1, ids)"
-_NORMALIZE = "weights /= weights.sum(dim=-1, keepdim=True)"
-_RESULT = "logits, weights, ids"
-_ROUNDED = "logits, weights.to(logits.dtype), ids"
-_ROUNDED_LOGITS = "logits = F.linear(x.to(self.weight.dtype), self.weight)"
-_GIVEN = {"parameters": "self, x, correction"}
+def sigmoid_groups(self, x):
+    logits, weights, ids = _best_in_groups(self, x)
+    if self.normalize:
+        weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
+    return logits, weights, ids
+
+
+def sigmoid_groups_scaled(self, x):
+    logits, weights, ids = _best_in_groups(self, x)
+    if self.normalize:
+        weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
+    return logits, weights * self.scale, ids
+
+
+def _sigmoid(scores, correction, top_k):
+    ids = torch.topk(scores + correction, top_k, dim=-1)[1]
+    return scores.gather(1, ids), ids
+
+
+def sigmoid_wide(self, x, correction):
+    logits = F.linear(x.reshape(-1, self.hidden).float(), self.weight.float())
+    weights, ids = _sigmoid(torch.sigmoid(logits), correction, self.top_k)
+    return logits, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) * self.scale, ids
+
+
+def sigmoid_given(self, x, correction):
+    logits = _logits_of_rounded(self, x)
+    weights, ids = _sigmoid(torch.sigmoid(logits.float()), correction, self.top_k)
+    return logits, _normalised_weights(weights), ids
+
+
 _WIDE_LOGITS = {"product": "float32"}
 _SIGMOID = {"score": "sigmoid", "autocast": False}
 _SIGMOID_GROUPS = {**_SIGMOID, **_WIDE_LOGITS, "group_score": "sum_of_two"}
-_GROUPS = (
-    "x = x.view(-1, self.hidden)",
-    "logits = F.linear(x.float(), self.weight.float())",
-    "scores = logits.sigmoid()",
-    "biased = scores + self.correction",
-    "ids = _group_choice(biased, self.top_k, self.num_experts, self.num_groups, self.top_groups)",
-    _GATHER,
-    "if self.normalize: weights /= weights.sum(dim=-1, keepdim=True) + 1e-20",
-)
-
-
 ROUTERS = (
-    form("softmax, choice", _ROWS, _LOGITS, _SOFTMAX, _NORMALIZE, _RESULT),
-    form("softmax, choice", _ROWS, _LOGITS, _SOFTMAX, _NORMALIZE, _ROUNDED, out="logits"),
-    form(
-        "softmax, choice",
-        _ROWS,
-        _LOGITS,
-        _SOFTMAX,
-        f"if self.normalize: {_NORMALIZE}",
-        _ROUNDED,
-        out="logits",
-    ),
-    form(
-        "softmax, choice",
-        _LOGITS,
-        _SOFTMAX,
-        "logits, weights.to(x.dtype), ids",
-        out="hidden",
-        normalize=False,
-    ),
-    form(
-        "choice, softmax",
-        _LOGITS,
-        _CHOICE,
-        "logits, F.softmax(chosen, dim=-1), ids",
-        out="logits",
-        autocast=False,
-    ),
-    form(
-        "choice, softmax",
-        "logits = F.linear(x, self.weight, self.bias)",
-        _CHOICE,
-        "logits, F.softmax(chosen, dim=1, dtype=chosen.dtype), ids",
-        out="logits",
-    ),
-    form(
-        "choice, softmax",
-        "logits = F.linear(x, self.weight).float()",
-        _CHOICE,
-        "logits, F.softmax(chosen, dim=-1).type_as(x), ids",
-        out="hidden",
-        wide_logits=True,
-    ),
-    Structure("softmax, groups", softmax_groups, {**_WIDE_LOGITS, "normalize": False}),
-    form("sigmoid, groups", *_GROUPS, "logits, weights * self.scale, ids", **_SIGMOID_GROUPS),
-    form("sigmoid, groups", *_GROUPS, _RESULT, **_SIGMOID_GROUPS),
-    form(
-        "sigmoid",
-        _ROWS,
-        "logits = F.linear(x.float(), self.weight.float())",
-        "scores = torch.sigmoid(logits)",
-        _IDS_GIVEN,
-        _GATHER,
-        "weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)",
-        "logits, weights * self.scale, ids",
-        **_GIVEN,
-        **_SIGMOID,
-        **_WIDE_LOGITS,
-    ),
-    form(
-        "sigmoid",
-        _ROWS,
-        _ROUNDED_LOGITS,
-        _SCORES,
-        _IDS,
-        _GATHER,
-        _NORMALIZE,
-        _RESULT,
-        **_SIGMOID,
-        product="weight",
-    ),
-    form(
-        "sigmoid",
-        _ROWS,
-        _ROUNDED_LOGITS,
-        _SCORES,
-        _IDS_GIVEN,
-        _GATHER,
-        _NORMALIZE,
-        _RESULT,
-        **_GIVEN,
-        **_SIGMOID,
-        product="weight",
-    ),
+    form("softmax, choice", softmax),
+    form("softmax, choice", softmax_rounded, out="logits"),
+    form("softmax, choice", softmax_maybe_normalised, out="logits"),
+    form("softmax, choice", softmax_as_it_is, out="hidden", normalize=False),
+    form("choice, softmax", choice_softmax, out="logits", autocast=False),
+    form("choice, softmax", choice_softmax_with_bias, out="logits"),
+    form("choice, softmax", choice_softmax_of_wide, out="hidden", wide_logits=True),
+    form("softmax, groups", softmax_groups, **_WIDE_LOGITS, normalize=False),
+    form("sigmoid, groups", sigmoid_groups_scaled, **_SIGMOID_GROUPS),
+    form("sigmoid, groups", sigmoid_groups, **_SIGMOID_GROUPS),
+    form("sigmoid", sigmoid_wide, **_SIGMOID, **_WIDE_LOGITS),
+    form("sigmoid", lambda self, x: sigmoid_given(self, x, self.correction), **_SIGMOID, product="weight"),
+    form("sigmoid", sigmoid_given, **_SIGMOID, product="weight"),
 )
