@@ -8,7 +8,6 @@ there is called.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import sys
@@ -21,10 +20,16 @@ from tigon.integrations.transformers.canonical import NoSource, Unrecognised, ca
 from tigon.integrations.transformers.forward import follows, plain
 from tigon.integrations.transformers.patterns.rope import ROTARY
 from tigon.integrations.transformers.recognition import Match, Structure, match, probe_rotary
-from tigon.integrations.transformers.rewriting import Rewritten, rewrite_innermost, rewritten_forward
+from tigon.integrations.transformers.rewriting import (
+    Rewritten,
+    replace_expressions,
+    rewrite_innermost,
+    rewritten_forward,
+)
 from tigon.ops.rope import rope
 
 Key = tuple[str, str]  # module name, name of the global
+_STOCK, _FUSED = "_tigon_stock_", "_tigon_fused_"
 
 
 ROLES = {"x": "q", "tensor": "q", "xq": "q", "xk": "k", "freqs_cis": "cos"}  # of names in the table
@@ -167,11 +172,17 @@ def _rewrite(method, functions: tuple) -> tuple[tuple[str, ...], types.FunctionT
     fused = {name: (function, _fused(function)) for name, function in functions}
     fused = {name: pair for name, pair in fused.items() if pair[1] is not None}
 
+    def turn(part):
+        name = getattr(part, "id", None)
+        return f"{_FUSED}{name} if {name} is {_STOCK}{name} else {name}" if name in fused else None
+
     def change(node):
-        _Turn(fused).visit(node)
+        replace_expressions(node, turn)
         return tuple(fused)
 
-    return rewrite_innermost(method, change, **_closed_over(fused)) if fused else None
+    held = {_STOCK + name: function for name, (function, _) in fused.items()}
+    held |= {_FUSED + name: replacement for name, (_, replacement) in fused.items()}
+    return rewrite_innermost(method, change, **held) if fused else None
 
 
 @functools.cache
@@ -179,28 +190,3 @@ def _fused(function):
     """What replaces a rotary function; None of an unknown one."""
     found = _recognise(function)
     return None if isinstance(found, str) else make_rotary(function, found.structure)
-
-
-_STOCK, _FUSED = "_tigon_stock_", "_tigon_fused_"
-
-
-def _closed_over(fused: dict) -> dict:
-    return {
-        prefix + name: pair[i] for name, pair in fused.items() for i, prefix in enumerate((_STOCK, _FUSED))
-    }
-
-
-class _Turn(ast.NodeTransformer):
-    """Puts ``fused if name is stock else name`` in the place of names."""
-
-    def __init__(self, names):
-        self.names = names
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id not in self.names:
-            return node
-        text = f"{_FUSED}{node.id} if {node.id} is {_STOCK}{node.id} else {node.id}"
-        made = ast.parse(text, mode="eval").body
-        for child in ast.walk(made):
-            ast.copy_location(child, node)
-        return made
