@@ -47,7 +47,7 @@ def turned(rotate, x, cos, sin):
     return (x * cos) + (rotate(x) * sin)
 
 
-def turned_back_to(rotate, x, cos, sin):
+def turned_back(rotate, x, cos, sin):
     return turned(rotate, x, cos, sin).to(x.dtype)
 
 
@@ -68,17 +68,17 @@ def first_columns(rotate, x, cos, sin):
     return _columns_turned(rotate, x, cos, sin, cos.shape[-1])
 
 
-def narrow(x, cos, sin):
+def narrow(_, x, cos, sin):
     x1, x2 = torch.chunk(x, 2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
-def narrow_pairs(x, cos, sin):
+def narrow_pairs(_, x, cos, sin):
     x1, x2 = x[..., ::2], x[..., 1::2]
     return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
 
 
-def pairs_to_halves(x, cos, sin):
+def pairs_to_halves(_, x, cos, sin):
     x1, x2 = x[..., 0::2], x[..., 1::2]
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
 
@@ -88,6 +88,10 @@ def pairs_to_halves(x, cos, sin):
 
 def whole(table, dim):
     return table.unsqueeze(dim)
+
+
+def in_float32(table, dim):
+    return table.unsqueeze(dim).float()
 
 
 def doubled(table, dim):
@@ -102,8 +106,16 @@ def left(table, dim):
 # --- q and k ---------------------------------------------------------------------------------------
 
 
-def both(turn, rotate, tables=whole):
+def both(turn, rotate=None, tables=whole):
     def rotary(q, k, cos, sin, unsqueeze_dim=1):
+        cos, sin = tables(cos, unsqueeze_dim), tables(sin, unsqueeze_dim)
+        return turn(rotate, q, cos, sin), turn(rotate, k, cos, sin)
+
+    return rotary
+
+
+def both_with_positions(turn, rotate=None, tables=whole):
+    def rotary(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
         cos, sin = tables(cos, unsqueeze_dim), tables(sin, unsqueeze_dim)
         return turn(rotate, q, cos, sin), turn(rotate, k, cos, sin)
 
@@ -118,31 +130,12 @@ def both_to_q(turn, rotate, tables=whole):
     return rotary
 
 
-def both_narrow(turn):
-    def rotary(q, k, cos, sin, unsqueeze_dim=1):
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        return turn(q, cos, sin), turn(k, cos, sin)
-
-    return rotary
-
-
-def with_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return first_columns(rotate_half, q, cos, sin), first_columns(rotate_half, k, cos, sin)
-
-
 def one_or_both(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     q_embed = first_columns(rotate_half, q, cos, sin)
     if k is not None:
         return q_embed, first_columns(rotate_half, k, cos, sin)
     return q_embed
-
-
-def float_tables(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim).float(), sin.unsqueeze(unsqueeze_dim).float()
-    q_embed, k_embed = in_float(rotate_half, q, cos, sin), in_float(rotate_half, k, cos, sin)
-    return q_embed.to(q.dtype), k_embed.to(q.dtype)
 
 
 def vision(rotate):
@@ -162,16 +155,11 @@ def vision_packed(q, k, cos, sin):
     )
 
 
-def to_halves(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    cos, sin = left(cos, unsqueeze_dim), left(sin, unsqueeze_dim)
-    return pairs_to_halves(q, cos, sin), pairs_to_halves(k, cos, sin)
-
-
 def to_halves_maybe_k(q, k, cos, sin, unsqueeze_dim=1):
     cos, sin = left(cos, unsqueeze_dim), left(sin, unsqueeze_dim)
-    q_embed, k_embed = pairs_to_halves(q, cos, sin), None
+    q_embed, k_embed = pairs_to_halves(None, q, cos, sin), None
     if k is not None:
-        k_embed = pairs_to_halves(k, cos, sin)
+        k_embed = pairs_to_halves(None, k, cos, sin)
     return q_embed, k_embed
 
 
@@ -208,7 +196,7 @@ def one_back_to(x, cos, sin):
     sizes = cos.shape[0:1] + (1,) * missing + cos.shape[1:]
     if missing > 0:
         cos, sin = cos.view(*sizes), sin.view(*sizes)
-    return turned_back_to(rotate_half, x, cos, sin)
+    return turned_back(rotate_half, x, cos, sin)
 
 
 def tail(x, cos, sin, unsqueeze_dim=1):
@@ -239,17 +227,17 @@ COMPLEX = {**PAIRS, **KEPT}
 ROTARY = (
     _row("half", both(turned, rotate_half), probe=16),
     _row("half, the other way", both(turned, rotate_half_back), back=True),
-    _row("half, cast back", both(turned_back_to, rotate_half), probe=16, **KEPT),
+    _row("half, cast back", both(turned_back, rotate_half), probe=16, **KEPT),
     _row("half, partial", both(first_columns, rotate_half), probe=8),
-    _row("half, partial", with_positions),
+    _row("half, partial", both_with_positions(first_columns, rotate_half)),
     _row("half, partial", one_or_both),
     _row("half, fp32", both_to_q(in_float, rotate_half), **KEPT),
-    _row("half, fp32", float_tables, **KEPT),
+    _row("half, fp32", both_to_q(in_float, rotate_half, in_float32), **KEPT),
     _row("half, vision", vision(rotate_half), **VISION),
     _row("half, vision, partial", vision_packed, ndim=(3,)),
     _row("half, one tensor", one),
     _row("half, one tensor, cast back", one_back_to, **KEPT),
-    _row("half, narrow tables", both_narrow(narrow), tables="pair"),
+    _row("half, narrow tables", both(narrow), tables="pair"),
     _row("interleaved", both(turned, rotate_pairs), **PAIRS),
     _row("interleaved, fp32", both_to_q(in_float, rotate_pairs), **PAIRS, **KEPT),
     _row("interleaved, fp32", both_to_q(products_in_float, rotate_pairs), **PAIRS, **KEPT),
@@ -258,10 +246,10 @@ ROTARY = (
     _row("interleaved", both(turned, rotate_pairs, doubled), **LEFT),
     _row("interleaved, fp32", both_to_q(products_in_float, rotate_pairs, doubled), **LEFT, **KEPT),
     _row("interleaved, partial", both(first_columns, rotate_pairs, doubled), **LEFT),
-    _row("interleaved, narrow tables", both_narrow(narrow_pairs), tables="pair", **PAIRS),
+    _row("interleaved, narrow tables", both(narrow_pairs), tables="pair", **PAIRS),
     _row("interleaved, tail", tail, tables="pair", tail=True, **PAIRS, **KEPT),
     _row("interleaved, one tensor", every_two, tables="pair", at=2, **PAIRS),
-    _row("interleaved to halves", to_halves, **HALVES),
+    _row("interleaved to halves", both_with_positions(pairs_to_halves, None, left), **HALVES),
     _row("interleaved to halves", to_halves_maybe_k, keeps_k=True, **HALVES),
     _row("complex", complex_heads_inside, unsqueeze_dim=2, **COMPLEX),
     _row("complex", complex_heads_first, unsqueeze_dim=1, **COMPLEX),
