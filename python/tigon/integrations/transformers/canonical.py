@@ -82,6 +82,7 @@ class Canonical:
 
     text: str
     attributes: tuple[str, ...]
+    calls: tuple[str, ...]  # those that are called, in the order of the first calls
 
 
 def canonical(function, cls: type | None = None) -> Canonical:
@@ -111,14 +112,15 @@ def _evaluated(function, cls) -> tuple[Canonical, list]:
         self_name, *names = names or [""]
         env[self_name] = ("self",)
     env |= {name: ("arg", i) for i, name in enumerate(names)}
-    value = _Evaluator(function, cls, 0, reads).run(node, env)
+    evaluator = _Evaluator(function, cls, 0, reads, {})
+    value = evaluator.run(node, env)
     attributes: dict[str, str] = {}
 
     def rename(match):
         return attributes.setdefault(match[1], f"@{len(attributes) + 1}")
 
     text = re.sub(r"@<(\w+)>", rename, f"{len(names)}{defaults} {_render(value)}")
-    return Canonical(text, tuple(attributes)), reads
+    return Canonical(text, tuple(attributes), tuple(evaluator.calls)), reads
 
 
 def source_tree(function) -> ast.AST:
@@ -162,9 +164,9 @@ def _parameters(node: ast.FunctionDef | ast.Lambda) -> tuple[list[str], list[str
 class _Evaluator:
     """Evaluate the body of one function symbolically; expressions are nested tuples."""
 
-    def __init__(self, function, cls, depth, reads):
+    def __init__(self, function, cls, depth, reads, calls):
         self.function = function
-        self.reads = reads
+        self.reads, self.calls = reads, calls
         self.globals = function.__globals__
         self.cls = cls
         self.depth = depth
@@ -333,12 +335,14 @@ class _Evaluator:
         if method is None:  # a child module
             if keywords:
                 raise Unrecognised(f"keywords in a call of `{attr}`")
+            self.calls.setdefault(attr)
             return ("call", ("attr", attr), *arguments)
         try:
             return self.inline(method, [("self",), *arguments], keywords)
         except Unrecognised:  # a method like a child: something to call with these arguments
             if keywords or not arguments:
                 raise
+            self.calls.setdefault(attr)
             return ("call", ("attr", attr), *arguments)
 
     def parent(self, attr):
@@ -365,7 +369,7 @@ class _Evaluator:
         if defaults or len(names) != len(arguments):
             raise Unrecognised(f"call of `{getattr(node, 'name', 'lambda')}`")
         env = dict(zip(names, arguments, strict=True))
-        return _Evaluator(function, self.cls, self.depth + 1, self.reads).run(node, env)
+        return _Evaluator(function, self.cls, self.depth + 1, self.reads, self.calls).run(node, env)
 
 
 def _known(function) -> str | None:

@@ -208,18 +208,11 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     before = tuple(roles.pop(f"before{i}") for i in range(3) if f"before{i}" in roles)
     roles.pop("training", None)
     part = None if act is None else Part.named(module, act)
-    up_first = _called_before(type(module).forward, roles.get("up"), roles.get("gate"))
+    calls = [name for name in found.calls if name in (roles.get("up"), roles.get("gate"))]
+    up_first = len(calls) == 2 and calls[0] == roles["up"]
     return MlpSpec(
         activation, before=before, part=part, up_called_first=up_first, **{**options, **roles}
     ), f"{op} ({found.structure.name})"
-
-
-@functools.cache
-def _called_before(forward, one: str | None, other: str | None) -> bool:
-    """Whether the source calls the one child before the other: a call is done where its text ends."""
-    calls = (node for node in ast.walk(source_tree(forward)) if isinstance(node, ast.Call))
-    ends = {getattr(node.func, "attr", None): (node.end_lineno, node.end_col_offset) for node in calls}
-    return one in ends and other in ends and ends[one] < ends[other]
 
 
 def _multipliers(module: nn.Module, roles: dict) -> str | None:

@@ -41,10 +41,11 @@ def form(name: str, reference: Callable, **options) -> Structure:
 
 @dataclass(frozen=True)
 class Match:
-    """A structure and the attributes that play its roles."""
+    """A structure, the attributes that play its roles, and the order in which it calls some."""
 
     structure: Structure
     roles: dict
+    calls: tuple[str, ...] = ()
 
 
 def match(found: Canonical, table: tuple[Structure, ...]) -> Match | None:
@@ -52,7 +53,8 @@ def match(found: Canonical, table: tuple[Structure, ...]) -> Match | None:
     for structure in table:
         wanted = structure.expression
         if wanted.text == found.text:
-            return Match(structure, dict(zip(wanted.attributes, found.attributes, strict=True)))
+            roles = dict(zip(wanted.attributes, found.attributes, strict=True))
+            return Match(structure, roles, found.calls)
     return None
 
 
