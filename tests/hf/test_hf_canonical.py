@@ -8,7 +8,7 @@ from torch import nn
 
 from tigon.integrations.transformers.canonical import Unrecognised, canonical
 from tigon.integrations.transformers.norms import plan_norm
-from tigon.integrations.transformers.patterns.modules import NORMS
+from tigon.integrations.transformers.patterns.norms import NORMS
 from tigon.integrations.transformers.patterns.rope import ROTARY, rotate_half
 from tigon.integrations.transformers.recognition import match
 from tigon.integrations.transformers.rope import plan_rotary

@@ -18,7 +18,7 @@ from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
 from tigon.integrations.transformers import apply
 from tigon.integrations.transformers.mlp import known_activation, plan_mlp
-from tigon.integrations.transformers.patterns.modules import EXPERT_GATES
+from tigon.integrations.transformers.patterns.mlp import EXPERT_GATES
 
 NAMES = {
     "silu": "silu",

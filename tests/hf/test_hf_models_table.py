@@ -11,14 +11,8 @@ import transformers
 from tiny import assert_as_good
 
 from tigon.integrations.transformers import apply
-from tigon.integrations.transformers.patterns.modules import (
-    BATCHED_EXPERTS,
-    EXPERT_GATES,
-    GATED_NORMS,
-    LAYER_NORMS,
-    MLPS,
-    NORMS,
-)
+from tigon.integrations.transformers.patterns.mlp import BATCHED_EXPERTS, EXPERT_GATES, MLPS
+from tigon.integrations.transformers.patterns.norms import GATED_NORMS, LAYER_NORMS, NORMS
 
 ROOT = Path(__file__).parents[2]
 table = importlib.import_module("models_table")

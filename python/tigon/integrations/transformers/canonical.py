@@ -15,6 +15,7 @@ import inspect
 import re
 import textwrap
 import types
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -126,31 +127,32 @@ def _evaluated(function, cls) -> tuple[Canonical, list]:
 def source_tree(function) -> ast.AST:
     """The syntax of a function's source; `NoSource` where there is none."""
     try:
-        if getattr(function, "__name__", "") == "<lambda>":
+        module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", "")
+        if name == "<lambda>" or module.startswith(f"{__package__}.patterns."):  # one file has many
             lines = inspect.findsource(function)[0]
-            return _lambdas("".join(lines))[function.__code__.co_firstlineno]
+            return _functions("".join(lines))[function.__code__.co_firstlineno]
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError, KeyError) as error:
         raise NoSource("no Python source") from error
 
 
 @functools.lru_cache(maxsize=8)
-def _lambdas(text: str) -> dict[int, ast.Lambda]:
-    """The lambdas of a file by their line, where one has it to itself."""
-    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Lambda)]
-    lines = [node.lineno for node in found]
-    return {node.lineno: node for node in found if lines.count(node.lineno) == 1}
+def _functions(text: str) -> dict[int, ast.FunctionDef | ast.Lambda]:
+    """The functions of a file by their line, where one has it to itself."""
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+    lines = Counter(node.lineno for node in found)
+    return {node.lineno: node for node in found if lines[node.lineno] == 1}
 
 
 def function_node(function) -> ast.FunctionDef | ast.Lambda:
     if not isinstance(function, types.FunctionType):
         raise NoSource("no Python source")
     tree = source_tree(function)
-    if isinstance(tree, ast.Lambda):
-        return tree
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
+    if isinstance(tree, ast.Module):
+        (tree,) = tree.body if len(tree.body) == 1 else (None,)
+    if not isinstance(tree, ast.FunctionDef | ast.Lambda):
         raise Unrecognised("not a plain function")
-    return tree.body[0]
+    return tree
 
 
 def _parameters(node: ast.FunctionDef | ast.Lambda) -> tuple[list[str], list[str]]:

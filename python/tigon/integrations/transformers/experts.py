@@ -30,7 +30,7 @@ from tigon.integrations.transformers.forward import (
     stock,
 )
 from tigon.integrations.transformers.mlp import FUSED, fused_activation, known_activation, product
-from tigon.integrations.transformers.patterns.modules import BATCHED_EXPERTS, EXPERT_GATES
+from tigon.integrations.transformers.patterns.mlp import BATCHED_EXPERTS, EXPERT_GATES
 from tigon.integrations.transformers.recognition import Match, Structure, recognise
 from tigon.ops.experts import KINDS, experts
 from tigon.ops.glu import swiglu, swiglu_oai

@@ -26,7 +26,7 @@ from tigon.integrations.transformers.forward import (
     read,
     stock,
 )
-from tigon.integrations.transformers.patterns.modules import MLPS
+from tigon.integrations.transformers.patterns.mlp import MLPS
 from tigon.integrations.transformers.recognition import Match, on_cpu, recognise
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.ops.glu import geglu, reglu, swiglu

@@ -11,7 +11,7 @@ from torch import nn
 from tigon._dtensor import rows_stay_local
 from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical
 from tigon.integrations.transformers.forward import blocked, plain, read, stock
-from tigon.integrations.transformers.patterns.modules import (
+from tigon.integrations.transformers.patterns.norms import (
     DECLARED,
     FACTORS,
     GATED_NORMS,

@@ -1,4 +1,4 @@
-"""The table of recognised rotary functions, written as models write them (see `modules.py`).
+"""The table of recognised rotary functions, written as models write them.
 
 Parameters are roles: q or x, k, cos and sin (or one table of complex numbers), and the dimension that the
 tables get. Options: `rope` holds those of `tigon.rope`; `tables` says which columns of cos and sin are read:
