@@ -12,6 +12,7 @@ import ast
 import builtins
 import functools
 import inspect
+import linecache
 import re
 import textwrap
 import types
@@ -129,8 +130,8 @@ def source_tree(function) -> ast.AST:
     try:
         module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", "")
         if name == "<lambda>" or module.startswith(f"{__package__}.patterns."):  # one file has many
-            lines = inspect.findsource(function)[0]
-            return _functions("".join(lines))[function.__code__.co_firstlineno]
+            text = "".join(linecache.getlines(function.__code__.co_filename))
+            return _functions(text)[function.__code__.co_firstlineno]
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError, KeyError) as error:
         raise NoSource("no Python source") from error

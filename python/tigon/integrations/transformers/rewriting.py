@@ -128,7 +128,9 @@ def rewritable(function) -> ast.FunctionDef | None:
 
 def rewritten_source(function) -> tuple[types.FunctionType, ast.FunctionDef | None, dict]:
     """(the function first written, the source as it is now, what it closes over besides)."""
-    first, node, names = _sources.get(function) or (function, rewritable(function), {})
+    if function not in _sources:
+        return function, rewritable(function), {}
+    first, node, names = _sources[function]
     return first, copy.deepcopy(node), names
 
 
