@@ -280,7 +280,7 @@ def _drafter(draw):
     if draw.random() < 0.5:
         options["shifts"] = tuple(draw.choice((0, 1, 4)) for _ in range(max(steps, 1)))
     found = {"lead": (draw.choice((1, 2, 5)), draw.choice((1, 2, 5, 13))), "steps": steps, "options": options}
-    found |= {"H": draw.choice((8, 17, 32, 65)), "Ht": draw.choice((8, 33)), "V": vocab}
+    found |= {"H": draw.choice((8, 17, 32, 65)), "Ht": draw.choice((33, 40)), "V": vocab}  # fewer: ties
     found |= {"map": draw.choice((None, "random", "holes")), "masked": draw.choice((None, 0.3))}
     return found | {"Vt": vocab if found["map"] is None else vocab * 3, "token_weight": draw.random() < 0.3}
 
