@@ -1,5 +1,4 @@
-// Sums of partial rows. Traffic: partials * cols * 4 bytes read, mostly from L2, and cols * size
-// written.
+// Sums partial rows. It reads partials * cols * 4 bytes, mostly from L2, and writes cols * size bytes.
 #include <algorithm>
 
 #include "tigon/base/cuda/column_sum.cuh"
@@ -19,7 +18,7 @@ constexpr size_t kMaxSums = 3;
 
 template <class T>
 struct Results {
-  // Null: not wanted.
+  // Null if not wanted.
   T* data[kMaxSums] = {};
   int64_t end[kMaxSums] = {};
 
@@ -32,12 +31,12 @@ struct Results {
     }
   }
 };
-// The sum that the last CTA forms, if one is wanted.
+// The last CTA forms this sum, if one is wanted.
 template <class T>
 struct TotalOf {
   const float* parts;
   int64_t count;
-  // Null: not wanted.
+  // Null if not wanted.
   T* out;
 };
 
@@ -75,7 +74,7 @@ __global__ __launch_bounds__(Threads) void sum_partials_kernel(const float* rows
   }
 }
 
-// A few partial rows of many columns: a thread per column fills the device.
+// If there are few partial rows of many columns, one thread per column fills the device.
 constexpr int kColumnThreads = 256;
 constexpr int64_t kManyColumns = 65536, kFewPartials = 32;
 

@@ -1,6 +1,6 @@
-// The cuBLASLt entry points used here, declared by hand: the library is opened at run time, and
-// machines that build Tigon need not have its headers. tests/cpp/cublaslt_api_check.cpp compares
-// these declarations with the real header where it is installed.
+// Declares the cuBLASLt entry points used here by hand: the library is opened at run time, and machines that
+// build Tigon need not have its headers. tests/cpp/cublaslt_api_check.cpp compares these declarations with
+// the real header if that is installed.
 #pragma once
 
 #include <cstddef>
@@ -78,7 +78,7 @@ struct Api {
                    size_t, void* stream);
 };
 
-// Opened on first use; throws tigon::Error naming what was looked for when it is not there.
+// Opens the library on first use. Throws tigon::Error naming what was looked for if it is missing.
 const Api& api();
 
 }  // namespace tigon::cuda::lt
