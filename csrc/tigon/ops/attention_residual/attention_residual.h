@@ -57,8 +57,8 @@ struct AttentionResidualBwd {
   Matrix values;
   int64_t count = 1;
   Vector query, norm_weight;
-  Matrix dvalues;               // empty: not wanted
-  Vector dquery, dnorm_weight;  // empty: not wanted
+  Matrix dvalues;               // empty if not wanted
+  Vector dquery, dnorm_weight;  // empty if not wanted
   float eps = 1e-6f;
 
   void fields(Fields& f) {

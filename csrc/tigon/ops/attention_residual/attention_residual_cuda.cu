@@ -35,7 +35,7 @@ struct Factors {
 template <class T>
 struct Problem {
   const T *values, *dy;
-  // Null: not wanted.
+  // Null if not wanted.
   T *y, *dvalues;
   int64_t rows, stride, dy_stride, y_stride, dvalues_stride;
   // query * norm_weight.

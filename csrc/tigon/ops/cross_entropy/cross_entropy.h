@@ -46,13 +46,13 @@ namespace tigon {
 struct CrossEntropyRows {
   Matrix logits;        // read
   Vector target;        // i64 [rows]
-  Vector bias;          // [V] f32 | logits' dtype, empty: none; added to the logits in fp32
-  Vector class_weight;  // [V] f32, empty: none
+  Vector bias;          // [V] f32 | logits' dtype, empty if absent; added to the logits in fp32
+  Vector class_weight;  // [V] f32, empty if absent
   Vector scale;  // f32 [1] | [rows]: factor of the gradient (not of the loss), read on the device; empty: 1
-  Vector entropy_scale;  // f32 [rows]: factor of the entropy's gradient, added to the loss's; empty: none
-  Matrix dlogits;        // empty: not wanted
-  Vector loss;           // f32 [rows], 0 on ignored rows; empty: not wanted
-  Vector lse;            // f32 [rows], of z; empty: not wanted
+  Vector entropy_scale;  // f32 [rows]: factor of the entropy's gradient, added to the loss's; empty if absent
+  Matrix dlogits;        // empty if not wanted
+  Vector loss;           // f32 [rows], 0 on ignored rows; empty if not wanted
+  Vector lse;            // f32 [rows], of z; empty if not wanted
   Vector target_logit;   // f32 [rows], z at the target, 0 on ignored rows
   Vector
       log_prob;  // f32 [rows], z at the target - lse (more exact than the difference of the two), 0 on ignored rows
@@ -83,10 +83,10 @@ struct CrossEntropyRows {
 //   so that the mean of nothing is NaN as in torch, while gradients of ignored rows stay zeros);  otherwise 1
 struct CrossEntropyScale {
   Vector target;        // i64 [rows], or u8 (a mask) without class_weight
-  Vector class_weight;  // [V] f32, empty: none
+  Vector class_weight;  // [V] f32, empty if absent
   int64_t ignore_index = -100;
   bool mean = false;
-  Vector denominator;             // f32 | f64 | i64 | i32 [1], read on the device; empty: none
+  Vector denominator;             // f32 | f64 | i64 | i32 [1], read on the device; empty if absent
   double host_denominator = 0.0;  // used when has_host_denominator, or > 0
   bool has_host_denominator = false;
   Vector scale;  // out: f32 [1]

@@ -25,11 +25,11 @@ struct CrossEntropyLabels {
   Vector labels;  // i64 [rows * count]
   int64_t count = 0;
   int64_t ignore_index = -100, classes = 0;
-  Vector upstream;  // f32 [rows * count], g; empty: none
+  Vector upstream;  // f32 [rows * count], g; empty if absent
 
   // Of all rows.
   Vector target;  // out: i64 [rows], a label that counts, or one that is refused, or ignore_index
-  Vector factor;  // out: f32 [rows], sum of upstream over labels that count; empty: not wanted
+  Vector factor;  // out: f32 [rows], sum of upstream over labels that count; empty if not wanted
 
   // Of n rows worked on: row i is index[i], or begin + i.
   int64_t begin = 0;
@@ -38,7 +38,7 @@ struct CrossEntropyLabels {
   Vector scores;  // out: f32 [n * count], logit_scale * (logit + bias) of each label
   Vector top;     // out: f32 [n], that of the chosen label
   Matrix logits;
-  Vector bias;  // [V]; empty: none
+  Vector bias;  // [V]; empty if absent
   float logit_scale = 1.0f, softcap = 0.0f, temperature = 1.0f;
   Matrix dlogits;
   Vector log_prob;                // f32 [n], of the chosen label

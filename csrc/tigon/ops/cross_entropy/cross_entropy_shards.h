@@ -45,12 +45,12 @@ struct CrossEntropyCombine {
   CrossEntropyKinds kinds;
   int64_t shards = 1, shard = 0;  // `shard` is the one that is here
   Vector target;
-  Vector class_weight;  // of all classes; empty: none
+  Vector class_weight;  // of all classes; empty if absent
   Vector shard_weight;  // W_s; needed with label_smoothing
-  Vector token_weight;  // empty: none
+  Vector token_weight;  // empty if absent
   int64_t classes = 0, ignore_index = -100;
   float label_smoothing = 0.0f, z_loss = 0.0f;
-  // Results; empty: not wanted.
+  // Results; empty if not wanted.
   Vector loss, z_term, log_prob, lse, entropy, predicted, log_share;
 };
 TIGON_API_ENTRY(cross_entropy_combine, CrossEntropyCombine)

@@ -32,7 +32,7 @@ namespace tigon {
 
 // How the logits of one side become z.
 struct DistillationSide {
-  Vector bias;  // f32 [V], empty: none
+  Vector bias;  // f32 [V], empty if absent
   float logit_scale = 1.0f;
   float softcap = 0.0f;  // 0: none
   float temperature = 1.0f;
@@ -50,9 +50,9 @@ struct DistillationRows {
   DistillationSide student_side, teacher_side;
   Vector labels;    // empty: every row counts
   Vector scale;     // factor of the gradient (not of the results), read on the device; empty: 1
-  Matrix dstudent;  // empty: not wanted, but its dtype still says how precise the results are
+  Matrix dstudent;  // empty if not wanted, but its dtype still says how precise the results are
   Vector loss;
-  Vector soft, hard, entropy;  // empty: not wanted
+  Vector soft, hard, entropy;  // empty if not wanted
   DivergenceKind kind = DivergenceKind::forward_kl;
   int64_t ignore_index = -100;
   float beta = 0.5f;    // jsd

@@ -39,7 +39,7 @@ struct DivergenceRows {
   Matrix teacher;
   Vector labels;  // i64 [rows], empty: every row counts
   Vector scale;   // f32 [1] | [rows]: factor of the gradient (not of the loss), read on the device; empty: 1
-  Matrix dstudent;  // empty: not wanted
+  Matrix dstudent;  // empty if not wanted
   Vector loss;      // f32 [rows]
   DivergenceKind kind = DivergenceKind::forward_kl;
   int64_t ignore_index = -100;

@@ -20,7 +20,7 @@ namespace tigon {
 struct DytFwd {
   Matrix x;
   Vector alpha;
-  Vector weight, bias;  // empty: none
+  Vector weight, bias;  // empty if absent
   Matrix y;
 
   void fields(Fields& f) {
@@ -37,8 +37,8 @@ struct DytBwd {
   Matrix x;
   Vector alpha;
   Vector weight;
-  Matrix dx;                      // empty: not wanted
-  Vector dalpha, dweight, dbias;  // empty: not wanted
+  Matrix dx;                      // empty if not wanted
+  Vector dalpha, dweight, dbias;  // empty if not wanted
 
   void fields(Fields& f) {
     f.input("dy", dy, x);

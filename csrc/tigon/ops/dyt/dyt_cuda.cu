@@ -226,7 +226,7 @@ void dyt_fwd(Context& ctx, const DytFwd& a) {
 
 void dyt_bwd(Context& ctx, const DytBwd& a) {
   Vector dweight = a.dweight, dbias = a.dbias;
-  // A row of partials holds both gradients.
+  // One row of partials holds both gradients.
   dweight.size = dbias.size = a.x.cols;
   if (a.x.rows == 0) {
     for (const Vector& v : {a.dalpha, a.dweight, a.dbias})

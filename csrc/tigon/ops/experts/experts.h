@@ -125,7 +125,7 @@ struct ExpertsGather {
 
 struct ExpertsGateFwd {
   Matrix gate_up;
-  Matrix bias;  // empty: none
+  Matrix bias;  // empty if absent
   Vector offsets;
   Matrix act;
   ExpertsGate gate;
@@ -145,15 +145,15 @@ struct ExpertsGateFwd {
 struct ExpertsGateBwd {
   Matrix dact;
   Matrix gate_up;
-  Matrix bias;     // empty: none
+  Matrix bias;     // empty if absent
   Vector weights;  // empty: 1
   Vector order;    // empty: row p is slot p
   Vector offsets;
   Matrix g;          // with down_bias and dweights
-  Matrix down_bias;  // empty: none
-  Matrix dgate_up;   // empty: not wanted
-  Matrix act;        // empty: not wanted
-  Vector dweights;   // empty: not wanted
+  Matrix down_bias;  // empty if absent
+  Matrix dgate_up;   // empty if not wanted
+  Matrix act;        // empty if not wanted
+  Vector dweights;   // empty if not wanted
   ExpertsGate gate;
 
   void fields(Fields& f) {
@@ -179,7 +179,7 @@ struct ExpertsCombine {
   Vector place;  // empty: row p is slot p
   Vector offsets;
   Vector weights;  // empty: 1
-  Matrix bias;     // empty: none
+  Matrix bias;     // empty if absent
   Matrix y;
 
   void fields(Fields& f) {
@@ -256,7 +256,7 @@ struct ExpertsGatedProduct {
   Vector order, place;  // empty: rows as they are
   Matrix stack;
   int64_t experts = 0;
-  Matrix bias;  // empty: none
+  Matrix bias;  // empty if absent
   Vector offsets;
   ExpertsGate gate;
   bool transposed = false, keep = false;

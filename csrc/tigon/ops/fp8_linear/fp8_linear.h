@@ -35,7 +35,7 @@ struct Fp8LinearFwd {
   Vector xs;
   Matrix wq;
   Vector ws;
-  Vector bias;  // empty: none
+  Vector bias;  // empty if absent
   Matrix y;
 
   void fields(Fields& f) {
@@ -96,7 +96,7 @@ struct Fp8Product {
   Vector a_scales;
   Matrix b;
   Vector b_scales;
-  Vector bias;  // by column of c, empty: none
+  Vector bias;  // by column of c, empty if absent
   Matrix c;
   bool fast_sums = false;
 };

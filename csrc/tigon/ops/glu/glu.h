@@ -54,8 +54,8 @@ struct GluBwd {
   Matrix dy;
   Matrix gate;
   Matrix up;
-  Matrix dgate;  // empty: not wanted
-  Matrix dup;    // empty: not wanted
+  Matrix dgate;  // empty if not wanted
+  Matrix dup;    // empty if not wanted
   GluOptions options;
 
   void fields(Fields& f) {

@@ -1,16 +1,11 @@
-// CUDA backend of GroupNorm.
-//
-// Bytes per element (b = element size): forward 2b, backward 3b. Also 8 bytes of statistics per
-// section, and 8 bytes of partial sums per sample and piece of a channel.
-// Instructions per element: about 9 forward, 12 backward; the memory-bound budget is 27 and 41
-// (bf16).
-//
-// A section is one group of one sample, contiguous in memory. The registers of a CTA or a cluster
-// hold it from when it is read until it is written; several CTAs per SM overlap loads and stores.
-// Its channels are divided into pieces, each processed by some adjacent lanes: a piece has one
-// weight and one bias, and its sums contribute to one channel's gradients. Sections that are too
-// long, and those for which it is faster, take several iterations and are read a second time, from
-// cache.
+// The CUDA backend of GroupNorm moves 2b bytes per element forward and 3b backward (b = element size), and
+// also 8 bytes of statistics per section, and 8 bytes of partial sums per sample and piece of a channel. An
+// element takes about 9 instructions forward and 12 backward; the memory-bound budget is 27 and 41 (bf16). A
+// section is one group of one sample, contiguous in memory. The registers of a CTA or a cluster hold it from
+// when it is read until it is written; several CTAs per SM overlap loads and stores. Its channels are divided
+// into pieces, each processed by some adjacent lanes: a piece has one weight and one bias, and its sums
+// contribute to one channel's gradients. Sections that are too long, and those for which it is faster, take
+// several iterations and are read a second time, from cache.
 #include <algorithm>
 
 #include "tigon/base/cuda/norm_forward.cuh"
@@ -25,7 +20,7 @@ namespace {
 
 constexpr const char* kOp = "group_norm";
 
-// Count, mean, and sum of squared deviations from the mean.
+// Holds the count, the mean, and the sum of squared deviations from the mean.
 struct alignas(16) Moments {
   float n, mean, square, unused;
   __device__ static Moments identity() { return {0.0f, 0.0f, 0.0f, 0.0f}; }
@@ -76,10 +71,10 @@ struct alignas(8) TwoSums {
   }
 };
 
-// A parameter by channel, of T or float.
+// A parameter has one element per channel, of T or float.
 template <class T>
 struct ByChannel {
-  // Null: default_value everywhere.
+  // If null, all elements are default_value.
   const void* data;
   bool wide;
   float default_value;
@@ -118,14 +113,14 @@ struct Backward {
   Partition partition;
 };
 
-// Whether the product of mean and weight is subtracted from the bias instead of the mean from every
-// element: where at most 2^-18 of a deviation is lost before rounding to 16 bits.
+// True if the product of mean and weight is subtracted from the bias instead of the mean from every element:
+// at most 2^-18 of a deviation is then lost before rounding to 16 bits.
 template <class T>
 __device__ __forceinline__ bool folds_mean(float mean, float rstd) {
   return sizeof(T) == 2 && fabsf(mean) * rstd < 64.0f;
 }
 
-// Vectors of a piece that a lane holds, for long and short channels, and CTAs per SM that the
+// Says how many vectors of a piece a lane holds, for long and short channels, and how many CTAs per SM the
 // registers allow. The work per piece costs a warp as much as four vectors.
 template <bool Long>
 constexpr int kForwardVecs = Long ? 16 : 4;
@@ -135,7 +130,7 @@ constexpr int kBackwardVecs = N == 1 ? 16
                                      : 4;
 template <bool Long>
 constexpr int kMinBlocks = Long ? 2 : 3;
-// In vectors.
+// A channel is long from this many vectors on.
 constexpr int64_t kLongChannel = 256;
 
 template <class T, bool Long>
@@ -234,13 +229,13 @@ __global__ __launch_bounds__(kSectionThreads,
   const float mean = p.mean[coord.section], rstd = p.rstd[coord.section],
               first_weight = p.weight(channel + first.channel);
   storage.wait_for_cluster(p.partition);
-  // Of g * h and of g.
+  // Sums g * h and g.
   TwoSums own = TwoSums::identity();
   for (int t = 0, steps_done = 0; t < p.partition.iterations; ++t) {
     const Piece piece = t == 0 ? first : coord.piece(t);
     if (t > 0) load_piece(coord, piece, from, in);
     const float weight = t == 0 ? first_weight : p.weight(channel + piece.channel);
-    // Of dy * h and of dy.
+    // Sums dy * h and dy.
     TwoSums sums = TwoSums::identity();
 #pragma unroll
     for (int r = 0; r < kVecsPerThread; ++r) {
@@ -295,18 +290,16 @@ __global__ __launch_bounds__(kSectionThreads,
   folds_mean<T>(mean, rstd) ? write(std::true_type{}) : write(std::false_type{});
 }
 
-// The warps of a section, in a single CTA or in each CTA of a cluster, and the iterations of a
-// single CTA.
+// Counts the warps of a section, in a single CTA or in each CTA of a cluster, and the iterations of a single
+// CTA.
 struct WarpTarget {
   int single_block, iterations, per_cluster_block;
 };
-// Selects the fewest CTAs per section for which the target is met and the device is full. The sums
-// do not depend on it.
+// Selects the fewest CTAs per section that meet the target and fill the device. The sums do not depend on it.
 template <auto Kernel>
 Partition partition_for(const Partition& partition, WarpTarget target, int64_t sections) {
   static OccupancyCache occupancy;
-  // kFull: CTAs per SM that fill the device, for which a section is divided into
-  // at most kFullBlocks CTAs.
+  // kFull CTAs per SM fill the device. To reach them a section is divided into at most kFullBlocks CTAs.
   constexpr int64_t kFull = 3, kFullBlocks = 8;
   auto too_few = [&](int64_t blocks) {
     const int64_t most =
@@ -333,7 +326,7 @@ void run(Context& ctx, const P& p, int64_t samples) {
          p);
 }
 
-// Whether all sections and all their channels begin at 16-byte boundaries.
+// True if all sections and all their channels begin at 16-byte boundaries.
 bool all_vectorizable(int64_t spatial, std::initializer_list<const Matrix*> matrices) {
   return std::all_of(matrices.begin(), matrices.end(), [&](const Matrix* m) {
     const size_t element = size_of(m->dtype);
@@ -342,7 +335,7 @@ bool all_vectorizable(int64_t spatial, std::initializer_list<const Matrix*> matr
   });
 }
 
-// Sections shorter than this.
+// Shorter sections than this are short.
 constexpr int64_t kShortBytes = 8 << 10;
 
 // Short sections, and those of any alignment, use the kernels of the norm family.
@@ -402,7 +395,7 @@ void group_norm_fwd(Context& ctx, const GroupNormFwd& a) {
 void group_norm_bwd(Context& ctx, const GroupNormBwd& a) {
   const int64_t channels = a.channels / a.groups, spatial = a.x.cols / a.channels;
   Vector dweight = a.dweight, dbias = a.dbias;
-  // A row of partials holds both gradients.
+  // One row of partials holds both gradients.
   dweight.size = dbias.size = a.channels;
   auto backward = [&]<class T, int N, bool Long>(Type<T>, std::integral_constant<int, N>,
                                                  std::bool_constant<Long>) {

@@ -112,7 +112,7 @@ struct HyperConnectionBwd {
   Matrix product;
   Vector rstd;
   Matrix dx, dweight;    // no data: not wanted
-  Vector dbase, dscale;  // empty: not wanted
+  Vector dbase, dscale;  // empty if not wanted
   HyperConnection options;
 
   void fields(Fields& f) {

@@ -30,7 +30,7 @@ constexpr int64_t lora_columns(int64_t r) { return (r + 7) / 8 * 8; }
 
 struct LoraBase {
   Matrix weight;
-  Vector bias;  // empty: none
+  Vector bias;  // empty if absent
   Matrix
       y;  // forward: the result, or empty where it is not wanted; backward: dy, or empty where there is none
 };
@@ -41,7 +41,7 @@ struct LoraAdapter {
   Matrix b;
   float scale = 1.0f;
   double dropout = 0.0;
-  Matrix db;  // backward; empty: not wanted
+  Matrix db;  // backward; empty if not wanted
 };
 
 struct LoraLinearFwd {
@@ -59,8 +59,8 @@ struct LoraLinearBwd {
   std::span<const LoraAdapter> adapters;
   Vector seed;
   Matrix t;
-  Matrix dx;  // empty: not wanted
-  Matrix da;  // empty: not wanted
+  Matrix dx;  // empty if not wanted
+  Matrix da;  // empty if not wanted
 };
 
 TIGON_API void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a);
@@ -76,7 +76,7 @@ struct DoraFactors {
   Matrix a, b;       // of one dtype
   Vector magnitude;  // m
   float scale = 1.0f;
-  Matrix y;         // factors W, in W's dtype; empty: not wanted
+  Matrix y;         // factors W, in W's dtype; empty if not wanted
   Vector factors;   // f32
   Vector inverses;  // 1 / m, f32; a zero of m counts as 2^-60
 

@@ -77,15 +77,15 @@ struct Policy {
   int64_t list = -1;  // how many places there are in all: the loss of a row beyond is NaN; -1: not said
   Vector advantage;   // f32 [rows] | [answers]
   Vector importance;  // f32 [rows] | [answers]; empty: 1
-  Vector old, ref;    // f32 [rows]; empty: none
+  Vector old, ref;    // f32 [rows]; empty if absent
   Vector scale, entropy_scale;  // f32 [1]; scale empty: 1
-  Vector dlog_prob, dentropy;   // out: f32, like log_prob; empty: not wanted
+  Vector dlog_prob, dentropy;   // out: f32, like log_prob; empty if not wanted
   float slope_factor = 1.0f;    // of dlog_prob
   bool scaled = true;           // dlog_prob and dentropy carry scale; false: as if it were 1
   Vector loss;                  // out: f32 [rows]
-  Vector kl;  // out: f32 [rows], the estimate without factor and correction; empty: not wanted
+  Vector kl;  // out: f32 [rows], the estimate without factor and correction; empty if not wanted
   Vector
-      clipped;  // out: f32 [rows], -1 and 1 where the ratio is clipped below and above, else 0; empty: not wanted
+      clipped;  // out: f32 [rows], -1 and 1 where the ratio is clipped below and above, else 0; empty if not wanted
 };
 
 TIGON_API_ENTRY(policy, Policy)

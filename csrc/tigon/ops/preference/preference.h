@@ -91,19 +91,19 @@ struct Preference {
   Vector position;  // i64 [rows]: place of each row that counts; empty: a row's place is its number
   int64_t base = 0;
   Vector ref;                 // f32 [answers]: sums of the reference's log-probabilities; empty: 0
-  Vector ref_log_prob;        // f32, like log_prob: the reference's own tokens, instead of ref; empty: none
+  Vector ref_log_prob;        // f32, like log_prob: the reference's own tokens, instead of ref; empty if absent
   Vector desirable;           // u8 [pairs], kto
   Vector kl;                  // f32 [1], kto; empty: 0
   Vector scale;               // f32 [1], factor of every pair's loss and gradient; empty: 1
   Vector nll_scale;           // f32 [1], factor of the nll term; empty: 1
-  Vector dlog_prob;           // out: f32, like log_prob; empty: not wanted
+  Vector dlog_prob;           // out: f32, like log_prob; empty if not wanted
   double slope_factor = 1.0;  // of dlog_prob
   bool scaled = true;         // dlog_prob carries scale; false: as if scale were 1 (nll_scale divided by it)
   Vector loss;                // out: f32 [pairs]
-  Vector nll;   // out: f32 [pairs], the nll term without its factor; empty: not wanted (the factor must be 0)
-  Vector sums;  // out: f32 [answers], l, with average l / max(n, 1); empty: not wanted
-  Vector rewards;  // out: f32 [answers], beta * score; empty: not wanted
-  Vector margin;   // out: f32 [pairs], reward of chosen - of rejected; empty: not wanted
+  Vector nll;   // out: f32 [pairs], the nll term without its factor; empty if not wanted (the factor must be 0)
+  Vector sums;  // out: f32 [answers], l, with average l / max(n, 1); empty if not wanted
+  Vector rewards;  // out: f32 [answers], beta * score; empty if not wanted
+  Vector margin;   // out: f32 [pairs], reward of chosen - of rejected; empty if not wanted
 };
 
 TIGON_API_ENTRY(preference, Preference)

@@ -22,7 +22,7 @@
 namespace tigon {
 
 struct QkNorm {
-  Vector q_weight, k_weight;  // empty: none
+  Vector q_weight, k_weight;  // empty if absent
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
@@ -41,7 +41,7 @@ struct QkNormRopeBwd {
   Rope rope;  // q and k are dy, q_out and k_out are dx
   RopeHeads q, k;
   QkNorm norm;
-  Matrix dweight;  // [2, D]; empty: not wanted
+  Matrix dweight;  // [2, D]; empty if not wanted
 };
 
 TIGON_API_OP(qk_norm_rope, QkNormRope)
