@@ -9,8 +9,8 @@
 //             accumulation f32
 // Rounding    llama: h is rounded to x's dtype before the weight, y in promote(x, weight)
 //             (Hugging Face Llama, Qwen, ...)
-//             gemma: one rounding at the end, y in x's dtype
-//             (torch.nn.functional.rms_norm, Gemma with offset 1, OLMo 2)
+//             gemma: one rounding at the end, y in x's dtype (torch.nn.functional.rms_norm, Gemma with offset
+//             1, OLMo 2)
 //             none:  one rounding at the end, y in promote(x, weight)  (a weight wider than x)
 //             The backward uses h with the same rounding in dweight, and rounds dx once.
 // Saved       x, weight, rstd (4 bytes a row)
