@@ -6,7 +6,7 @@ namespace tigon::cpu {
 namespace {
 
 struct SquaresTable {
-  double (*at[3])(const void* p, int64_t n);  // [dtype]
+  double (*at[3])(const void* p, int64_t n);  // indexed by dtype
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The last step of grad_norm, for host and device.
+// Computes the last step of grad_norm, for host and device.
 #pragma once
 
 #include <cmath>

@@ -7,7 +7,7 @@ namespace tigon::cpu {
 namespace {
 
 struct ScaleTable {
-  void (*at[3])(void* p, int64_t n, float factor);  // [dtype]
+  void (*at[3])(void* p, int64_t n, float factor);  // indexed by dtype
 };
 
 }  // namespace
