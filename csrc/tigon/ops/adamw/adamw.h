@@ -18,7 +18,8 @@
 //             nearest     to nearest even, as PyTorch does
 //             stochastic  up with the probability of what is cut off, by 16 bits of Philox4x32-10 (Salmon et
 //                         al. 2011, SC '11) keyed by (seed, t, first + index): bitwise equal on every
-//                         device, in any list and any split. Moments take multiples of these bits (adamw_bits.inc)
+//                         device, in any list and any split. Moments take multiples of these bits
+//                         (adamw_bits.inc)
 //             split       p is the upper half of an fp32 master, rounded to nearest, ties away from 0;
 //                         `low` holds its low 16 bits. bf16 only
 //             master      `master` holds it; p is rounded from it, bf16 as in split

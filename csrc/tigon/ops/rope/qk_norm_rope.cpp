@@ -18,7 +18,8 @@ void check_weight(const char* op, const char* name, const Vector& w, const QkNor
   require_dtype(op, name, w.dtype, norm.any_weight().dtype);
 }
 
-// `x` and `other` are q and k; `y` and `other_y` of the same sizes in the results' dtype.
+// Checks the tensors: `x` and `other` are q and k; `y` and `other_y` have the same sizes in the results'
+// dtype.
 void check(const char* op, Context& ctx, const Rope& rope, const QkNorm& norm, const RopeHeads& q,
            const RopeHeads& q_y, const RopeHeads& k, const RopeHeads& k_y) {
   const RopeHeads& x = q.empty() ? k : q;
@@ -91,7 +92,7 @@ struct Forward : Inputs {
   }
 };
 
-// A dy that is absent leaves its tensor out.
+// An absent dy leaves its tensor out.
 struct Backward : Inputs {
   Strided dq_out, dk_out;
   Matrix dweight;

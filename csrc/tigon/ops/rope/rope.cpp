@@ -93,7 +93,8 @@ void run(const char* op, Context& ctx, const Rope& a, bool backward) {
   check_heads(op, "k", a, a.k, a.k_out, backward);
   Rope some = a;
   if (a.q.empty())
-    std::swap(some.q, some.k), std::swap(some.q_out, some.k_out);  // q is there when anything is
+    // q is present if anything is.
+    std::swap(some.q, some.k), std::swap(some.q_out, some.k_out);
   if (some.q.empty()) return check_rope_tables(op, a, some.q);
   if (some.k.empty()) {
     some.k = some.k_out = {};
@@ -186,9 +187,9 @@ struct InPlace : RopeFields {
   }
 };
 
-// The rotation back of the gradients q and k.
+// Rotates the gradients q and k back.
 struct Backward : RopeFields {
-  int64_t dtype = 0;  // of the results
+  int64_t dtype = 0;  // dtype of the results
   bool q_swapped = false, k_swapped = false;
 
   void fields(Fields& f) {
