@@ -1,8 +1,7 @@
 // Applies rotary position embedding to q and k together (Su et al. 2021, "RoFormer", eq. 34; M-RoPE: Wang et
 // al. 2024, "Qwen2-VL", section 2.1).
-// Formula     pair i < R/2 of a row's R rotated columns is (x1, x2) = columns (i, i + R/2) of halves, (2i,
-//             2i + 1) of
-//             neighbours:  y1 = x1 * c1 - x2 * s1,  y2 = x2 * c2 + x1 * s2;
+// Formula     pair i < R/2 of a row's R rotated columns is (x1, x2) = columns (i, i + R/2) of halves,
+//             (2i, 2i + 1) of neighbours:  y1 = x1 * c1 - x2 * s1,  y2 = x2 * c2 + x1 * s2;
 //             the other D - R columns are copied. The results may be halves while the pairs are neighbours
 //             (DeepSeek). (c1, c2) are the columns of cos at the places of y1 and y2; of tables with R/2
 //             columns, both are column i.
@@ -10,9 +9,9 @@
 //             positions[t].
 // Gradients   dx1 = dy1 * c1 + dy2 * s2,  dx2 = dy2 * c2 - dy1 * s1,  the rest is copied;
 //             none for cos and sin
-// Shapes      q [B, Hq, T, D], k [B, Hk, T, D] with any strides of B, H and T; cos, sin [A, B or 1, T,
-//             R or R/2], A = 3 with sections, else 1; with positions [A, B or 1, T] they are [1, 1, P, R or
-//             R/2]; any strides but of columns
+// Shapes      q [B, Hq, T, D], k [B, Hk, T, D] with any strides of B, H and T; cos, sin
+//             [A, B or 1, T, R or R/2], A = 3 with sections, else 1; with positions [A, B or 1, T] they are
+//             [1, 1, P, R or R/2]; any strides except those of columns
 // Dtypes      x f32 | bf16 | f16; cos and sin x's dtype or f32; y promote(x, cos) or x's; positions i64 |
 //             i32; arithmetic f32
 // Rounding    once, on store. Hugging Face rounds both products and their sum in 16 bits; this is more
