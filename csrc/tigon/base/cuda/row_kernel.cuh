@@ -6,7 +6,8 @@
 //     static constexpr int kIn;             rows read
 //     static constexpr bool kFill[kIn];     -inf instead of 0 outside the ends of a row
 //     using Payload;                        what is reduced (row_reduce.cuh): 8 or 16 bytes
-//     using Scratch;                        shared memory of a row, uninitialized: NoScratch or a plain struct
+//     using Scratch;                        shared memory of a row, not initialized: NoScratch,
+//                                           or a plain struct
 //     RowsOf<T, kIn> rows;
 //     template <class Row> __device__ void operator()(Row& row) const;
 //     template <int K> __device__ int64_t source(int64_t r) const;
@@ -21,8 +22,8 @@
 //   row.for_each_vec(fn)     calls fn(x, i) for the vectors of this thread: x[kIn][N] in fp32, i < Row::kVecs
 //   row.all_reduce(payload)  reduces over the threads of the row. Every thread of a CTA or cluster, and of a
 //                            warp, calls it equally often
-//   row.write(fn)            does the same as for_each_vec, and sets out = fn(x, j, i), or fn(x, j, i, column),
-//                            for element j of the vector
+//   row.write(fn)            does the same as for_each_vec, and sets out = fn(x, j, i), or
+//                            fn(x, j, i, column), for element j of the vector
 //   row.max_of_vecs()        returns the largest element of this thread's vectors of the first row, NaN if
 //                            there is one. Then these functions may be called:
 //   row.for_each_vec_if(keep, fn), row.write_if(keep, fn)

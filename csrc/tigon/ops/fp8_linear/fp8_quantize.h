@@ -3,8 +3,9 @@
 // Formula     fp8_quantize: q[r, c] = e4m3(v / scales[r]), v = x[r, c] column_factors[c],
 //             scales[r] = s(max over c of |v|)
 //             fp8_transpose: qt[c, r] = q[r, c]; with row_factors e4m3(v / column_scales[c]), v = q[r, c]
-//             (row_factors[r] row_scales[r]), column_scales[c] = s(max over r of |v|), stored as column_scales /
-//             column_divisors: the same digits, unless v is some 2^15 times smaller than its column's largest
+//             (row_factors[r] row_scales[r]), column_scales[c] = s(max over r of |v|), stored as
+//             column_scales / column_divisors: the same digits, unless v is some 2^15 times smaller than its
+//             column's largest
 //             s(m): the least power of two with m <= 448 s, at least 2^-60; taken over finite v only
 // Shapes      x, q [M, K], rows at any stride; scales, row_factors, row_scales [M]; qt [K, fp8_columns(M)],
 //             whose last columns are zeros; column_scales, column_factors, column_divisors [K]

@@ -2,7 +2,8 @@
 // of low-rank adapters.
 // Formula     y = x W^T + bias + sum over the adapters of this W of t B^T,  t = s d(x) A^T
 //             d: dropout, element (row, column) of the i-th adapter kept if a word of Philox is not below p
-//             * 2^32, then times 1 / (1 - p); d(x) = x for p = 0. The mask follows from seed, i, row and column only
+//             * 2^32, then times 1 / (1 - p); d(x) = x for p = 0. The mask follows from seed, i,
+//             row and column only
 // Gradients   dt = s dy B;  dx = sum over W of dy W + sum over adapters of d'(dt A);  dA = dt^T d(x);
 //             dB = dy^T t
 // Shapes      x, dx [M, K]; W [N, K]; bias [N]; y, dy [M, N]; A [r, K]; B [N, r]; rows at any stride.
