@@ -4,13 +4,14 @@
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/tensor_list.cuh"
 #include "tigon/base/cuda/vec.cuh"
-#include "tigon/ops/adamw/grad_norm_finish.h"
-#include "tigon/ops/adamw/scale.h"
+#include "tigon/ops/grad_norm/grad_norm.h"
+#include "tigon/ops/grad_norm/grad_norm_math.inc"
+#include "tigon/ops/grad_norm/scale.h"
 
 namespace tigon::cuda {
 namespace {
 
-using namespace adamw_detail;
+using namespace grad_norm_detail;
 
 constexpr const char *kOp = "grad_norm", *kScale = "scale";
 constexpr int kThreads = 256, kFinishThreads = 1024, kVecsInFlight = 4;

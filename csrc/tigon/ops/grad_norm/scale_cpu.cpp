@@ -1,4 +1,4 @@
-#include "tigon/ops/adamw/scale.h"
+#include "tigon/ops/grad_norm/scale.h"
 
 #include "tigon/base/elementwise.h"
 #include "tigon/base/op.h"
@@ -13,7 +13,7 @@ struct ScaleTable {
 }  // namespace
 }  // namespace tigon::cpu
 
-#define TIGON_KERNELS "tigon/ops/adamw/scale_cpu.inc"
+#define TIGON_KERNELS "tigon/ops/grad_norm/scale_cpu.inc"
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
