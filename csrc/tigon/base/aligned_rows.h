@@ -10,7 +10,7 @@
 namespace tigon {
 namespace cuda {
 
-// Defined in context_cuda.cu.
+// context_cuda.cu defines it.
 void copy_rows(Context& ctx, const Matrix& from, const Matrix& to);
 
 }  // namespace cuda

@@ -15,7 +15,7 @@ struct Part {
     int64_t integer;
     double floating;
   };
-  // The length of a text; kTerminated if a 0 ends it.
+  // Is the length of a text; kTerminated if a 0 ends it.
   int64_t size;
   static constexpr int64_t kTerminated = -1, kInteger = -2, kFloating = -3;
 

@@ -48,7 +48,7 @@ struct Gemm {
   float alpha = 1.0f;
   float beta = 0.0f;
   bool unrounded = false;
-  // CPU only: zeros follow each row of A, up to a multiple of 64 elements.
+  // On the CPU, zeros follow each row of A up to a multiple of 64 elements.
   bool padded_a = false;
   // k counts rows of the call, as it does whenever trans_a is set: the GEMM sums over rows, and no result
   // belongs to one row.

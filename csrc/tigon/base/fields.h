@@ -15,18 +15,18 @@
 namespace tigon {
 
 enum class Role : int8_t {
-  // The matrix of floats that the op works on. All other tensors must be on its device.
+  // Is the matrix of floats that the op works on. All other tensors must be on its device.
   rows,
   input,
-  // An input that may be absent.
+  // Is an input that may be absent.
   optional,
-  // Statistics that the forward wrote and the backward reads.
+  // Are statistics that the forward wrote and the backward reads.
   saved,
   // Statistics that the forward writes for a backward. If no backward follows they are absent, and <op>_infer
   // is the operator without them.
   statistics,
   result,
-  // A result that may be absent. PyTorch says by need_<name> whether it is wanted.
+  // Is a result that may be absent. PyTorch says by need_<name> whether it is wanted.
   gradient
 };
 
@@ -83,7 +83,7 @@ struct Expected {
 struct Listed {
   // The op writes the tensors, which must then be dense. Otherwise a tensor that is not contiguous is copied.
   bool updated = false;
-  // The number of elements of each tensor. All have one dtype, and one shape if they are contiguous.
+  // Is the number of elements of each tensor. All have one dtype, and one shape if they are contiguous.
   int64_t size = -1;
 };
 

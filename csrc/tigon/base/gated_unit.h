@@ -33,7 +33,7 @@ void dispatch_kind(GluKind kind, Fn&& fn) {
   }(std::make_integer_sequence<int, kGluKinds>{});
 }
 
-// True for the kinds that clamp their inputs.
+// Returns true for the kinds that clamp their inputs.
 constexpr bool is_clamped(GluKind kind) {
   return kind == GluKind::swiglu_oai || kind == GluKind::swiglu_clamped;
 }

@@ -21,12 +21,12 @@ struct NormForward {
   const void* formula;
   // The first is what is normalized, unless the formula says otherwise.
   Matrix in[kNormMost];
-  // Weight and bias; empty if there is none.
+  // Hold weight and bias; empty if there is none.
   Vector param[kNormMost];
   // If wanted (not empty), receives merge(in), rounded, which then takes in[0]'s place.
   Matrix kept;
   Matrix y;
-  // One number per row and section. mean is used if the formula subtracts it. Empty if not wanted.
+  // Hold one number per row and section. mean is used if the formula subtracts it. Empty if not wanted.
   Vector rstd, mean;
   float eps = 0.0f;
   int64_t sections = 1;
@@ -38,9 +38,9 @@ struct NormBackward {
   Matrix in[kNormMost];
   Vector weight;
   Vector rstd, mean;
-  // Gradients of rows; empty if not wanted.
+  // Receive the gradients of rows; empty if not wanted.
   Matrix out[kNormMost];
-  // dweight and dbias; empty if not wanted.
+  // Receive dweight and dbias; empty if not wanted.
   Vector sums[kNormMost];
   int64_t sections = 1;
 };
@@ -70,7 +70,7 @@ struct NormKernels {
   void (*forward)(const NormForwardRow&, const void* formula);
   void (*backward)(const NormBackwardRow&, const void* formula);
 };
-// Kernels by the dtype of x.
+// Holds kernels by the dtype of x.
 using NormTable = ByDtype<NormKernels>;
 
 void norm_forward(Context& ctx, const NormForward& a, const NormKernels& kernels);

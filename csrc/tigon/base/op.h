@@ -38,7 +38,7 @@ class AnyArgs {
   virtual void fields(Fields& f) = 0;
   virtual void run(Context& ctx) const = 0;
 };
-// The largest size of any op's arguments.
+// No op's arguments are larger.
 inline constexpr size_t kArgsBytes = 2048;
 template <class Args, void (*entry)(Context&, const Args&)>
 class ArgsOf final : public AnyArgs {

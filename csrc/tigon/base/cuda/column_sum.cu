@@ -10,7 +10,7 @@ namespace {
 
 // A CTA sums some columns of many partial rows, so that every thread has few loads, all in flight
 // together: latency matters in a kernel that follows another one. It takes 32 columns (a 128-byte
-// line), or 8 (a 32-byte sector) where there are few columns, so that more SMs take part. Matrices
+// line), or 8 (a 32-byte sector) if there are few columns, so that more SMs take part. Matrices
 // of many columns take small CTAs, which are all resident at a time.
 constexpr int kThreads = 1024, kSmall = 256, kFew = 8, kLine = 32, kLoadsInFlight = 8;
 constexpr int64_t kLongRow = 512, kManyLines = 8192;
@@ -18,7 +18,7 @@ constexpr size_t kMaxSums = 3;
 
 template <class T>
 struct Results {
-  // Null if not wanted.
+  // Is null if not wanted.
   T* data[kMaxSums] = {};
   int64_t end[kMaxSums] = {};
 
@@ -36,7 +36,7 @@ template <class T>
 struct TotalOf {
   const float* parts;
   int64_t count;
-  // Null if not wanted.
+  // Is null if not wanted.
   T* out;
 };
 

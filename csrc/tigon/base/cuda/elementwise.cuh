@@ -26,7 +26,7 @@ namespace tigon::cuda {
 
 namespace pointwise_detail {
 
-// Values of a point in a matrix: 1 unless the functor says otherwise.
+// Counts the values of a point in a matrix: 1 unless the functor says otherwise.
 template <class F>
 constexpr int in_width(int matrix) {
   if constexpr (requires { F::in_width(0); })
@@ -85,7 +85,7 @@ template <int VecsPerThread>
 constexpr int kMinBlocks = VecsPerThread == 1 ? 6 : 4;
 
 template <class F, class T>
-struct Params {
+struct PointwiseParams {
   F f;
   const T* in[kIns<F>];
   int64_t in_stride[kIns<F>];
@@ -104,7 +104,7 @@ struct Params {
 // each.
 template <bool Flat, int N, int VecsPerThread, class F, class T>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<VecsPerThread>)
-    pointwise_kernel(const __grid_constant__ Params<F, T> p) {
+    pointwise_kernel(const __grid_constant__ PointwiseParams<F, T> p) {
   constexpr int kTile = kThreads * VecsPerThread;
   for (int64_t tile = blockIdx.x; tile * kTile < p.vecs; tile += gridDim.x) {
     int64_t first = tile * kTile, row[VecsPerThread] = {};
@@ -213,14 +213,14 @@ void run(const char* op, Context& ctx, const Pointwise<F>& call) {
     constexpr int N = Vectorized ? 16 / sizeof(T) : 1,
                   kVecsPerThread = vecs_per_thread_of<F, Flat, Vectorized>();
     int64_t all = shape.rows * cols;
-    Params<F, T> p{.f = call.f,
-                   .in = {},
-                   .in_stride = {},
-                   .out = {},
-                   .out_stride = {},
-                   .vecs = all / N,
-                   .tail = Flat ? int(all % N) : 0,
-                   .per_row = Divider(Flat ? 1 : cols / N)};
+    PointwiseParams<F, T> p{.f = call.f,
+                            .in = {},
+                            .in_stride = {},
+                            .out = {},
+                            .out_stride = {},
+                            .vecs = all / N,
+                            .tail = Flat ? int(all % N) : 0,
+                            .per_row = Divider(Flat ? 1 : cols / N)};
     for (int i = 0; i < kIns<F>; ++i)
       p.in[i] = call.in[i].template row<T>(0), p.in_stride[i] = call.in[i].stride;
     for (int o = 0; o < kOuts<F>; ++o)

@@ -29,7 +29,7 @@ const char* error_text(cudaError_t status);
 
 struct DeviceFacts {
   int sms = 0;
-  // The opt-in limit of dynamic shared memory, in bytes.
+  // Is the opt-in limit of dynamic shared memory, in bytes.
   int shared_per_block = 0;
   // 90 stands for sm_90. It is the device's, or that of the architecture the kernels were compiled for if
   // that is less.
@@ -48,7 +48,7 @@ struct LaunchConfig {
   // With programmatic dependent launch the kernel may start before the previous one has ended. It calls
   // griddepcontrol_wait() before it touches memory.
   bool pdl = false;
-  // The number of CTAs in a cluster; more than 1 needs sm_90.
+  // Counts the CTAs of a cluster; more than 1 needs sm_90.
   int cluster = 1;
 };
 

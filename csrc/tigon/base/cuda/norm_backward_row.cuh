@@ -86,7 +86,7 @@ struct BackwardRow {
   static constexpr bool kSelectsRounding = kRareTypes<X, W> && !kRowGroups<B>;
   const NormBackward<B, W, Y>& p;
   int group;
-  // The first column of the group, counted over all columns.
+  // Is the first column of the group, counted over all columns.
   int64_t begin;
   float inv_cols;
 

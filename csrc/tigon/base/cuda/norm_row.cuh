@@ -28,7 +28,7 @@ struct NormForward {
   X* residual_out;
   Y* y;
   int64_t residual_out_stride, y_stride;
-  // One number per row and group; mean only if F::kSubtractMean. Null if not wanted.
+  // Hold one number per row and group; mean only if F::kSubtractMean. Null if not wanted.
   float *rstd, *mean;
   int64_t rows, cols;
   int groups = 1;
@@ -37,7 +37,7 @@ struct NormForward {
   int row_groups = 1;
   // The number of columns that share a parameter, if F::PerChannel.
   int64_t cols_per_param = 1;
-  // 1 / cols; norm_forward sets it.
+  // Is 1 / cols; norm_forward sets it.
   float inv_cols = 0.0f;
   // Is passed to hide_from_compiler().
   uint32_t opaque_zero = 0;

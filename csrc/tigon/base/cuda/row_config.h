@@ -12,7 +12,7 @@
 
 namespace tigon::cuda {
 
-// The most CTAs of a cluster.
+// A cluster has at most this many CTAs.
 constexpr int kMaxCluster = 16;
 
 enum class RowAlignment {
@@ -34,11 +34,11 @@ struct RowConfig {
   // The most vectors of a row that a thread holds.
   int vecs_per_thread = 1;
   int rows_per_block = 1;
-  // The most threads of a CTA.
+  // A CTA has at most this many threads.
   int max_threads = 0;
   // Bounds the registers by the CTAs per SM.
   int min_blocks_per_sm = 1;
-  // The stages of the shared-memory pipeline; 0 if rows are loaded into registers.
+  // Counts the stages of the shared-memory pipeline; 0 if rows are loaded into registers.
   int stages = 0;
   // The first of two passes is this many rows ahead of the second.
   int lookahead = 0;

@@ -223,8 +223,8 @@ struct ClusterShape {
 
 inline size_t no_shared(int) { return 0; }
 
-// Host: returns clusters of `blocks` CTAs with at least min_threads threads each for rows of `vecs` vectors,
-// as many as are resident. shared(threads) is the dynamic shared memory of a CTA.
+// On the host, returns clusters of `blocks` CTAs with at least min_threads threads each for rows of `vecs`
+// vectors, as many as are resident. shared(threads) is the dynamic shared memory of a CTA.
 template <class Shared>
 ClusterShape fit_cluster(const char* op, OccupancyCache& occupancy, const void* entry,
                          const RowConfig& config, int64_t vecs, int blocks, int min_threads,
@@ -235,8 +235,8 @@ ClusterShape fit_cluster(const char* op, OccupancyCache& occupancy, const void* 
   return resident > 0 ? ClusterShape{blocks, threads, resident} : ClusterShape{};
 }
 
-// Host: returns the largest cluster whose CTAs have at least min_threads threads. Small CTAs share an SM, so
-// that some warps work while others wait.
+// On the host, returns the largest cluster whose CTAs have at least min_threads threads. Small CTAs share an
+// SM, so that some warps work while others wait.
 template <class Shared>
 ClusterShape largest_cluster(const char* op, OccupancyCache& occupancy, const void* entry,
                              const RowConfig& config, int64_t vecs, int min_threads, Shared&& shared) {
@@ -248,8 +248,8 @@ ClusterShape largest_cluster(const char* op, OccupancyCache& occupancy, const vo
   return {};
 }
 
-// Host: returns the size of persistent clusters with most resident threads. The choice depends on the row
-// length only, never on the number of rows, so the results of a row do not depend on the batch.
+// On the host, returns the size of persistent clusters with most resident threads. The choice depends on the
+// row length only, never on the number of rows, so the results of a row do not depend on the batch.
 template <class Shared>
 ClusterShape max_occupancy_cluster(const char* op, OccupancyCache& occupancy, const void* entry,
                                    const RowConfig& config, int64_t vecs, int min_threads, Shared&& shared) {

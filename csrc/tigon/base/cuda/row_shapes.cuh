@@ -37,8 +37,9 @@ struct Array {
   T data[K];
 };
 
-// Host: returns the number of persistent CTAs for each of `col_groups` groups of columns. They take rows, or
-// groups of rows, in turn. It is 0 if a CTA needs more shared memory than there is. `most` bounds it.
+// On the host, returns the number of persistent CTAs for each of `col_groups` groups of columns. They take
+// rows, or groups of rows, in turn. It is 0 if a CTA needs more shared memory than there is. `most` bounds
+// it.
 inline int64_t persistent_workers(const char* op, OccupancyCache& occupancy, const void* entry,
                                   const RowConfig& config, int threads, size_t shared, int64_t rows,
                                   int col_groups, int64_t most = INT64_MAX) {

@@ -61,7 +61,7 @@ TIGON_EVERYWHERE float factor_of(float sign, const float* clip, const float* gra
   return grad_scale != nullptr ? factor / *grad_scale : factor;
 }
 
-// CTAs and tasks take chunks of a tensor, so that sizes alone decide who does what.
+// CTAs and tasks take chunks of a tensor, so that only sizes decide who does what.
 inline constexpr int64_t kChunk = 16384;
 
 }  // namespace tigon::adamw_detail

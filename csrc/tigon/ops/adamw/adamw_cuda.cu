@@ -189,7 +189,8 @@ struct Unit {
   Words<uint16_t, N> low;
   Words<float, N> master;
 
-  // True for this rounding of a 16-bit parameter; false also if the table says that it has 32 bits.
+  // Returns true for this rounding of a 16-bit parameter, and false also if the table says that it has 32
+  // bits.
   __device__ __forceinline__ static bool rounds(const Entry& e, AdamwRounding r) {
     if constexpr (std::is_same_v<P, float>) return false;
     return R == r && (!std::is_same_v<P, Any> || e.param_type != DType::f32);
@@ -237,7 +238,7 @@ struct Unit {
         u[k] = most.get(k, e.sq_type);
         adamw_update(mul(grad.get(k, e.grad_type), factor), c, p[k], m[k], v[k], &u[k]);
       }
-      // Drawn again for u: u would not fit the registers together with p, m, v and the bits.
+      // The bits are drawn again for u, which would not fit the registers together with p, m, v and the bits.
       const RandomBits<N> random(draws<W>(s, e.sq_type), e.first + i, c.step, s.keys);
       store_moment<W>(s, e.most, e.sq_type, i, u, random, kSqFactor);
     } else {

@@ -33,7 +33,7 @@ struct Factors {
 template <class T>
 struct Problem {
   const T *values, *dy;
-  // Null if not wanted.
+  // Is null if not wanted.
   T *y, *dvalues;
   int64_t rows, stride, dy_stride, y_stride, dvalues_stride;
   // Is query * norm_weight.

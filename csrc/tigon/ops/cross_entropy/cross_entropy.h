@@ -20,7 +20,7 @@
 //             else in fp32
 // Saved       for scalar losses dlogits, formed in the forward pass; for per-row losses logits, target,
 //             class_weight
-// Shard       With `classes` the logits are classes [first_class, first_class + V) of so many, and the rest
+// Shard       With `classes` the logits are classes [first_class, first_class + V) of that number, and the rest
 //             of the row is in other shards. target, class_weight and eps / V are those of all classes; lse,
 //             entropy, predicted and the sums of the row are of these columns (predicted counts from the
 //             first). A label of another shard has target_logit and loss 0 and log_prob -inf. If the whole
@@ -50,7 +50,7 @@ namespace tigon {
 
 struct CrossEntropyRows {
   Matrix logits;
-  // i64 [rows].
+  // i64 [rows]: one label per row.
   Vector target;
   // [V] f32 | logits' dtype; empty if absent. Is added to the logits in fp32.
   Vector bias;

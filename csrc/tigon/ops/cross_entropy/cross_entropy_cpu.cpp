@@ -36,10 +36,10 @@ struct CrossEntropyCall {
 };
 struct CrossEntropyRowInputs {
   bool counts;  // the row is not ignored
-  // The label's column; in a shard it may be a column of another one.
+  // Is the label's column; in a shard it may be a column of another one.
   int64_t label;
   float scale, entropy_scale;
-  // Values of a shard; 0 without one.
+  // Belong to a shard; 0 without one.
   float log_share, all_entropy;
 };
 struct CrossEntropyRowResults {
@@ -48,7 +48,7 @@ struct CrossEntropyRowResults {
   float row_max, log_sum, smoothing;
 };
 struct CrossEntropyTable {
-  // Functions by the dtype of logits. dlogits is nullptr if not wanted.
+  // Holds functions by the dtype of logits. dlogits is nullptr if not wanted.
   ByDtype<void (*)(const CrossEntropyCall& c, const void* logits, void* dlogits,
                    const CrossEntropyRowInputs& in, CrossEntropyRowResults* out)>
       row;

@@ -31,8 +31,8 @@ struct alignas(16) OptionSums {
 };
 
 template <class T>
-__device__ __forceinline__ void z_of_vec(const Params<T>& p, const AlignedRow<const T>& row, int k,
-                                         const uint4& words, float (&z)[AlignedRow<T>::N],
+__device__ __forceinline__ void z_of_vec(const CrossEntropyParams<T>& p, const AlignedRow<const T>& row,
+                                         int k, const uint4& words, float (&z)[AlignedRow<T>::N],
                                          float* slopes = nullptr) {
   constexpr int N = AlignedRow<T>::N;
   unpack<T>(words, z);
@@ -45,8 +45,9 @@ __device__ __forceinline__ void z_of_vec(const Params<T>& p, const AlignedRow<co
 
 // Runs the first pass over a vector.
 template <class T>
-__device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<const T>& row, int k,
-                                           const uint4& words, int label, float reference, OptionSums<T>& a) {
+__device__ __forceinline__ void accumulate(const CrossEntropyParams<T>& p, const AlignedRow<const T>& row,
+                                           int k, const uint4& words, int label, float reference,
+                                           OptionSums<T>& a) {
   constexpr int N = AlignedRow<T>::N;
   float z[N], e[N];
   z_of_vec(p, row, k, words, z);
@@ -83,9 +84,9 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<
 
 // Runs the second pass over a vector: stores its gradient, by elements if the offsets differ.
 template <class T, class D>
-__device__ __forceinline__ void write_gradient(const Params<T>& p, const AlignedRow<const T>& row, D* out,
-                                               int k, const uint4& words, int label, const Gradient& g,
-                                               float factor) {
+__device__ __forceinline__ void write_gradient(const CrossEntropyParams<T>& p, const AlignedRow<const T>& row,
+                                               D* out, int k, const uint4& words, int label,
+                                               const Gradient& g, float factor) {
   constexpr int N = AlignedRow<T>::N;
   float z[N], slopes[N];
 #pragma unroll
@@ -127,8 +128,8 @@ struct Key {
   }
 };
 template <class T>
-__device__ __forceinline__ unsigned key_of_vec(const Params<T>& p, const AlignedRow<const T>& row, int k,
-                                               const uint4& words, float m, unsigned key) {
+__device__ __forceinline__ unsigned key_of_vec(const CrossEntropyParams<T>& p, const AlignedRow<const T>& row,
+                                               int k, const uint4& words, float m, unsigned key) {
   constexpr int N = AlignedRow<T>::N;
   float z[N];
   z_of_vec(p, row, k, words, z);
@@ -145,8 +146,8 @@ __device__ __forceinline__ unsigned key_of_vec(const Params<T>& p, const Aligned
 // Each row has a CTA. The second pass runs backwards: the row's last tile is still in registers, and those
 // before it are in L2.
 template <class T, class D>
-__global__ __launch_bounds__(kMostThreads,
-                             kBlocksPerSm) void looped_kernel(const __grid_constant__ Params<T> p) {
+__global__ __launch_bounds__(kMostThreads, kBlocksPerSm) void looped_kernel(
+    const __grid_constant__ CrossEntropyParams<T> p) {
   constexpr int kVecs = kVecsPerThread;
   __shared__ ReduceStorage<OptionSums<T>> storage;
   __shared__ ReduceStorage<Key> keys;
@@ -226,44 +227,45 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   const bool first_argmax = a.predicted && !a.only_label;
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    Params<T> p = {.logits = a.logits.row<T>(0),
-                   .dlogits = a.dlogits.data,
-                   .target = a.target.as<int64_t>(),
-                   .bias = a.bias.data,
-                   .class_weight = a.class_weight ? a.class_weight.as<float>() + a.first_class : nullptr,
-                   .scale = a.scale.as<float>(),
-                   .entropy_scale = a.entropy_scale.as<float>(),
-                   .loss = a.loss.as<float>(),
-                   .lse = a.lse.as<float>(),
-                   .target_logit = a.target_logit.as<float>(),
-                   .log_prob = a.log_prob.as<float>(),
-                   .entropy = a.entropy.as<float>(),
-                   .predicted = a.predicted.as<int64_t>(),
-                   .row_max = a.row_max.as<float>(),
-                   .log_sum = a.log_sum.as<float>(),
-                   .smoothing = a.smoothing.as<float>(),
-                   .log_share = a.classes > 0 ? a.log_share.as<float>() : nullptr,
-                   .all_entropy = a.all_entropy.as<float>(),
-                   .weight_sum = a.classes > 0 ? a.weight_sum.as<float>() : nullptr,
-                   .first_class = a.first_class,
-                   .classes = a.classes > 0 ? a.classes : a.logits.cols,
-                   .rows = a.logits.rows,
-                   .stride = a.logits.stride,
-                   .dlogits_stride = a.dlogits.stride,
-                   .scale_step = a.scale.size == 1 ? 0 : 1,
-                   .ignore_index = a.ignore_index,
-                   .cols = int(a.logits.cols),
-                   .slice = 0,
-                   .bias_is_f32 = a.bias.dtype == DType::f32,
-                   .logit_scale = inner,
-                   .softcap = a.softcap,
-                   .top = a.softcap / a.temperature,
-                   .gain = gain,
-                   .label_smoothing = a.label_smoothing,
-                   .z_loss = a.z_loss,
-                   .cap = cap};
+    CrossEntropyParams<T> p = {
+        .logits = a.logits.row<T>(0),
+        .dlogits = a.dlogits.data,
+        .target = a.target.as<int64_t>(),
+        .bias = a.bias.data,
+        .class_weight = a.class_weight ? a.class_weight.as<float>() + a.first_class : nullptr,
+        .scale = a.scale.as<float>(),
+        .entropy_scale = a.entropy_scale.as<float>(),
+        .loss = a.loss.as<float>(),
+        .lse = a.lse.as<float>(),
+        .target_logit = a.target_logit.as<float>(),
+        .log_prob = a.log_prob.as<float>(),
+        .entropy = a.entropy.as<float>(),
+        .predicted = a.predicted.as<int64_t>(),
+        .row_max = a.row_max.as<float>(),
+        .log_sum = a.log_sum.as<float>(),
+        .smoothing = a.smoothing.as<float>(),
+        .log_share = a.classes > 0 ? a.log_share.as<float>() : nullptr,
+        .all_entropy = a.all_entropy.as<float>(),
+        .weight_sum = a.classes > 0 ? a.weight_sum.as<float>() : nullptr,
+        .first_class = a.first_class,
+        .classes = a.classes > 0 ? a.classes : a.logits.cols,
+        .rows = a.logits.rows,
+        .stride = a.logits.stride,
+        .dlogits_stride = a.dlogits.stride,
+        .scale_step = a.scale.size == 1 ? 0 : 1,
+        .ignore_index = a.ignore_index,
+        .cols = int(a.logits.cols),
+        .slice = 0,
+        .bias_is_f32 = a.bias.dtype == DType::f32,
+        .logit_scale = inner,
+        .softcap = a.softcap,
+        .top = a.softcap / a.temperature,
+        .gain = gain,
+        .label_smoothing = a.label_smoothing,
+        .z_loss = a.z_loss,
+        .cap = cap};
     auto run = [&]<class D>(D*) {
-      auto launch_looped = [&](const Params<T>& p) {
+      auto launch_looped = [&](const CrossEntropyParams<T>& p) {
         constexpr int kWarpColumns = AlignedRow<T>::N * 8 * 32;
         const int threads = int(std::min<int64_t>(ceil_div(p.cols, kWarpColumns) * 32, kMostThreads));
         launch(kOp, ctx, looped_kernel<T, D>,
@@ -271,7 +273,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
       };
       // The other results are those of a call without it.
       if (plain && first_argmax && ctx.deterministic) {
-        Params<T> argmax = p;
+        CrossEntropyParams<T> argmax = p;
         argmax.dlogits = nullptr, p.predicted = nullptr;
         launch_looped(argmax);
       }

@@ -47,8 +47,9 @@ using RowSums = std::conditional_t<kEntropy, EntropySums<T, Linear>, Sums<T>>;
 template <class T, class D, int Threads, bool kSmem, bool kCluster, bool kEntropy>
 __global__ __launch_bounds__(
     most_threads(Threads),
-    kThreadsPerSm / most_threads(Threads)) void register_kernel(const __grid_constant__ Params<T> p,
-                                                                int64_t first_row) {
+    kThreadsPerSm /
+        most_threads(Threads)) void register_kernel(const __grid_constant__ CrossEntropyParams<T> p,
+                                                    int64_t first_row) {
   constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(kSmem);
   using Statistics = RowSums<T, kEntropy>;
   extern __shared__ uint4 smem_vecs[];
@@ -88,7 +89,7 @@ __global__ __launch_bounds__(
   // The load is issued before the value is needed.
   const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
   const int c = peeled.edge_column(n);
-  // The label's column within the part; it is outside all parts but one, or outside all.
+  // Is the label's column within the part, which is outside all parts but one, or outside all.
   const int label_column = label - first;
   const ElementCoord own(peeled, label_column, threads);
   const bool edge_is_label = c >= 0 && c == label_column;
@@ -185,8 +186,8 @@ __device__ __forceinline__ void add_capped(uint4 (&q)[kSweepVecs], const Capped&
 
 // kMore: the kernel also computes entropies, or whether the label is the first argmax.
 template <class T, bool kMore, class Z>
-__global__ __launch_bounds__(kSweepThreads,
-                             kSweepBlocks) void sweep_kernel(const __grid_constant__ Params<T> p) {
+__global__ __launch_bounds__(kSweepThreads, kSweepBlocks) void sweep_kernel(
+    const __grid_constant__ CrossEntropyParams<T> p) {
   static_assert(kMore || !Z::kCapped);
   using Statistics = std::conditional_t<kMore, EntropySums<T, Z>, Sums<T>>;
   __shared__ ReduceStorage<Statistics> storage;
@@ -285,7 +286,7 @@ void prefer_l1(Kernel kernel, int blocks, int shared) {
 // Launches a CTA of `Threads` threads per row, or with 0 as many as the row needs. Returns false if the row
 // does not fit or a tenth of the threads would be idle.
 template <class T, class D, int Threads, bool kEntropy>
-bool launch_registers(Context& ctx, const Params<T>& p) {
+bool launch_registers(Context& ctx, const CrossEntropyParams<T>& p) {
   static OncePerDevice prepared;
   constexpr int kMost = most_threads(Threads);
   auto kernel = &register_kernel<T, D, Threads, false, false, kEntropy>;
@@ -302,7 +303,7 @@ bool launch_registers(Context& ctx, const Params<T>& p) {
 // memory. Returns false if a part of the row is too short, or an SM does not hold enough CTAs with that much
 // shared memory.
 template <class T, class D, int Threads, bool kCluster, bool kEntropy>
-bool launch_smem(Context& ctx, Params<T> p, int blocks = 1) {
+bool launch_smem(Context& ctx, CrossEntropyParams<T> p, int blocks = 1) {
   static OncePerDevice prepared;
   static OccupancyCache occupancy;
   constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(true), kPerSm = kThreadsPerSm / Threads;
@@ -329,14 +330,14 @@ bool launch_smem(Context& ctx, Params<T> p, int blocks = 1) {
 
 // Takes the fewest CTAs whose parts have at most 17 tiles.
 template <class T, class D, bool kEntropy>
-bool launch_cluster(Context& ctx, const Params<T>& p) {
+bool launch_cluster(Context& ctx, const CrossEntropyParams<T>& p) {
   constexpr int kThreads = kThreadsPerSm / 2, kMostTiles = 17, kMostBlocks = 8;
   const int64_t blocks = ceil_div(p.cols, kMostTiles * kThreads * AlignedRow<T>::N);
   return blocks <= kMostBlocks && launch_smem<T, D, kThreads, true, kEntropy>(ctx, p, int(blocks));
 }
 
 template <class T, bool kMore, class Z = Linear>
-void launch_sweep(Context& ctx, const Params<T>& p) {
+void launch_sweep(Context& ctx, const CrossEntropyParams<T>& p) {
   static OncePerDevice prepared;
   auto kernel = &sweep_kernel<T, kMore, Z>;
   prepared.run(kOp, [&] { prefer_l1(kernel, kSweepBlocks, int(sizeof(ReduceStorage<EntropySums<T, Z>>))); });
@@ -344,7 +345,7 @@ void launch_sweep(Context& ctx, const Params<T>& p) {
 }
 
 template <class T, class D, bool kEntropy>
-bool launch_row_kernel(Context& ctx, const Params<T>& p) {
+bool launch_row_kernel(Context& ctx, const CrossEntropyParams<T>& p) {
   // Entropies together with gradients, and gradients in fp16, are rare, so one kernel serves any number of
   // threads. It takes all rows if results have to be bitwise equal.
   if constexpr (!kEntropy && !std::is_same_v<D, __half>)

@@ -57,8 +57,6 @@ namespace {
 #include "tigon/ops/cross_entropy/cross_entropy_math.inc"
 
 constexpr const char* kOp = "cross_entropy";
-template <class T>
-using Params = CrossEntropyParams<T>;
 
 // True for a label of another shard, which is no column of this row.
 template <class T>
@@ -85,7 +83,7 @@ struct Linear {
   static constexpr float kUnit = 1.0f, kToLog2 = kLog2e;
   float scale;
   template <class T>
-  __device__ __forceinline__ explicit Linear(const Params<T>& p) : scale(p.logit_scale) {}
+  __device__ __forceinline__ explicit Linear(const CrossEntropyParams<T>& p) : scale(p.logit_scale) {}
   __device__ __forceinline__ float z(float x) const { return x * scale; }
   // Returns z - m without rounding z.
   template <int kReach>
@@ -112,7 +110,7 @@ struct Capped {
   static constexpr float kUnit = 0.693147181f, kToLog2 = 1.0f;
   const SoftcapConstants& cap;
   template <class T>
-  __device__ __forceinline__ explicit Capped(const Params<T>& p) : cap(p.cap) {}
+  __device__ __forceinline__ explicit Capped(const CrossEntropyParams<T>& p) : cap(p.cap) {}
   __device__ __forceinline__ float z(float x) const { return softcap_z(x, cap); }
   template <int kReach>
   __device__ __forceinline__ float z_minus(float x, float m) const {
@@ -158,7 +156,7 @@ __device__ __forceinline__ float exp_of_distance(float d) {
 // lse; it is out of range; it is a column of another shard.
 enum : int { kSkipped = -1, kIgnored = -2, kOutOfRange = -3, kElsewhere = -4 };
 template <class T>
-__device__ __forceinline__ int label_of(const Params<T>& p, int64_t y) {
+__device__ __forceinline__ int label_of(const CrossEntropyParams<T>& p, int64_t y) {
   if (y == p.ignore_index) return p.lse != nullptr || p.entropy != nullptr ? kIgnored : kSkipped;
   if (is_elsewhere(p, y)) return kElsewhere;
   y -= p.first_class;
@@ -326,8 +324,8 @@ struct SmoothingSums {
 // Writes the results of a row (one thread) and returns its gradient. `y` is the label's z, known to every
 // thread; `heat` is the sum over the other columns.
 template <bool kEntropy = false, bool kSmoothing = false, class T>
-__device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums<T> a, LabelZ y,
-                                           float scale, bool writes, float heat = 0.0f,
+__device__ __forceinline__ Gradient finish(const CrossEntropyParams<T>& p, int64_t row, int label, Sums<T> a,
+                                           LabelZ y, float scale, bool writes, float heat = 0.0f,
                                            SmoothingSums smoothing = {}) {
   const float own = label >= 0 ? exp2_approx(y.below * kLog2e) : 0.0f, s = label >= 0 ? a.s + own : a.s;
   Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f, own, 0.0f, 0.0f};
@@ -381,7 +379,7 @@ __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int 
   if (p.log_share != nullptr) {  // p = e / s * part
     const float part = expf(log_share);
     g.each *= part, g.z_loss_slope *= part;
-    // s (1 - p) of the label.
+    // This is s (1 - p) of the label.
     g.others = a.s * part - s * expm1f(log_share);
     if (kEntropy && p.entropy_scale != nullptr) {
       g.tilt *= part;
@@ -418,9 +416,9 @@ struct TieStorage<true> : ReduceStorage<SumArray<1>> {};
 // largest z before the label's that this thread has. All threads of the row call it, with the same label, z
 // and a; z and a.m may be in any unit.
 template <bool kCluster, class T, class Earlier>
-__device__ __forceinline__ void write_predicted(const Params<T>& p, int64_t row, int label, Sums<T> a,
-                                                float z, TieStorage<kCluster>& storage, bool writes,
-                                                Earlier earlier) {
+__device__ __forceinline__ void write_predicted(const CrossEntropyParams<T>& p, int64_t row, int label,
+                                                Sums<T> a, float z, TieStorage<kCluster>& storage,
+                                                bool writes, Earlier earlier) {
   bool is_first = label >= 0 && z == a.m && a.s == a.s;
   if (is_first) {
     if constexpr (kCluster)
@@ -432,7 +430,7 @@ __device__ __forceinline__ void write_predicted(const Params<T>& p, int64_t row,
   if (writes) p.predicted[row] = label == kIgnored ? -1 : is_first ? label : label == 0;
 }
 template <class T>
-__device__ __forceinline__ void finish_skipped(const Params<T>& p, int64_t row) {
+__device__ __forceinline__ void finish_skipped(const CrossEntropyParams<T>& p, int64_t row) {
   if (p.loss) p.loss[row] = 0.0f;
   if (p.target_logit) p.target_logit[row] = 0.0f;
   if (p.log_prob) p.log_prob[row] = 0.0f;
@@ -513,7 +511,7 @@ __device__ __forceinline__ void clear(T* x, int n) {
 
 // Launches a cluster (or CTA) per row, whatever the limit of a grid.
 template <class T, class Kernel>
-void launch_rows(Context& ctx, Kernel kernel, LaunchConfig grid, const Params<T>& p) {
+void launch_rows(Context& ctx, Kernel kernel, LaunchConfig grid, const CrossEntropyParams<T>& p) {
   const int64_t most = INT32_MAX / grid.cluster;
   for (int64_t first = 0; first < p.rows; first += most) {
     grid.blocks = std::min<int64_t>(p.rows - first, most) * grid.cluster;

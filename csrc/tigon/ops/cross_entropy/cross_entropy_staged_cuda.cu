@@ -60,7 +60,7 @@ __device__ __forceinline__ Reach reach_of(const Z& z, ForVecs&& for_vecs, const 
 // As in register_kernel, the reduction orders all reads of a row before all writes to it, and all
 // CTAs of a cluster reach its barriers or none does.
 template <class T, class D>
-__global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_constant__ Params<T> p,
+__global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_constant__ CrossEntropyParams<T> p,
                                                              int64_t first_row) {
   constexpr int N = AlignedRow<T>::N;
   extern __shared__ uint4 vecs[];
@@ -94,7 +94,7 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
   // The load is issued before the value is needed.
   const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
   const int c = peeled.edge_column(n);
-  // The label's column within the part; it is outside all parts but one, or outside all.
+  // Is the label's column within the part, which is outside all parts but one, or outside all.
   const int label_column = label - first;
   const ElementCoord own(peeled, label_column, threads);
   const bool edge_is_label = c >= 0 && c == label_column;
@@ -183,7 +183,7 @@ bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& all) {
   const int64_t most = std::min<int64_t>(shared / 16, kMostVecs) / 64 * 64, row_vecs = all.cols / N;
   const int blocks = int(std::max<int64_t>(1, ceil_div(row_vecs, most)));
   if (blocks > (clusters ? kMaxCluster : 1)) return false;
-  Params<T> p = all;
+  CrossEntropyParams<T> p = all;
   // The slice is a multiple of 128 bytes, so that all parts of a row start at the same offset within 16
   // bytes.
   p.slice = blocks > 1 ? int(ceil_div(ceil_div(p.cols, blocks), 64) * 64) : p.cols;

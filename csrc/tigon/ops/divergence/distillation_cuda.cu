@@ -29,7 +29,7 @@ constexpr RowConfig kRegisterConfig = {.vecs_per_thread = 4, .max_threads = 640}
 // A CTA without a cluster is a cluster of its own.
 template <DivergenceKind K, class G>
 __global__ __launch_bounds__(kRegisterConfig.max_threads) void register_kernel(
-    const __grid_constant__ Params p) {
+    const __grid_constant__ DistillationParams p) {
   constexpr int kVecs = kRegisterConfig.vecs_per_thread;
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<Totals> sums;
@@ -96,7 +96,7 @@ __global__ __launch_bounds__(kRegisterConfig.max_threads) void register_kernel(
 }
 
 template <DivergenceKind K, class G>
-__global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_constant__ DistillationParams p) {
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<Totals> sums;
   const int begin = int(threadIdx.x) * N, step = kLoopThreads * N;
@@ -146,7 +146,7 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
 
 // Launches one cluster (or CTA) per row, as many as are resident. Returns false if none fits.
 template <DivergenceKind K, class G>
-bool launch_registers(Context& ctx, const Params& p, int64_t vecs, bool clusters) {
+bool launch_registers(Context& ctx, const DistillationParams& p, int64_t vecs, bool clusters) {
   static OccupancyCache occupancy;
   auto* kernel = &register_kernel<K, G>;
   // A CTA of a cluster has some hundred threads, so that a reduction is not most of its work.
@@ -165,7 +165,7 @@ bool launch_registers(Context& ctx, const Params& p, int64_t vecs, bool clusters
 }
 
 template <DivergenceKind K, class G>
-void launch_rows(Context& ctx, const Params& p) {
+void launch_rows(Context& ctx, const DistillationParams& p) {
   const int64_t vecs = ceil_div(p.cols, N);
   // Up to this length one CTA is enough.
   constexpr int64_t kShort = 2048;
@@ -176,7 +176,7 @@ void launch_rows(Context& ctx, const Params& p) {
 }
 
 template <DivergenceKind K>
-void launch_kind(Context& ctx, const Params& p) {
+void launch_kind(Context& ctx, const DistillationParams& p) {
   if (p.gradient.dtype == DType::f32) return launch_rows<K, float>(ctx, p);
   if (!distillation_plain(ctx, K, p)) launch_rows<K, __nv_bfloat16>(ctx, p);
 }
@@ -196,26 +196,26 @@ Side side_of(const Matrix& logits, const DistillationSide& side) {
 void distillation_rows(Context& ctx, const DistillationRows& a) {
   TIGON_CHECK(kOp, a.student.cols < (int64_t(1) << 30), "student must have fewer than 2^30 columns, got ",
               a.student.cols);
-  Params p = {.student = side_of(a.student, a.student_side),
-              .teacher = side_of(a.teacher, a.teacher_side),
-              .gradient = cells_of(a.dstudent),
-              .labels = a.labels.as<int64_t>(),
-              .scale = a.scale.as<float>(),
-              .loss = a.loss.as<float>(),
-              .soft = a.soft.as<float>(),
-              .hard = a.hard.as<float>(),
-              .entropy = a.entropy.as<float>(),
-              .rows = a.student.rows,
-              .scale_step = a.scale.size == 1 ? 0 : 1,
-              .ignore_index = a.ignore_index,
-              .cols = int(a.student.cols),
-              .beta = a.beta,
-              .factor = a.factor,
-              .soft_weight = a.soft_weight,
-              .hard_weight = a.hard_weight,
-              .temperature = a.student_side.temperature,
-              .gain = a.student_side.gain(),
-              .has_hard = a.has_hard()};
+  DistillationParams p = {.student = side_of(a.student, a.student_side),
+                          .teacher = side_of(a.teacher, a.teacher_side),
+                          .gradient = cells_of(a.dstudent),
+                          .labels = a.labels.as<int64_t>(),
+                          .scale = a.scale.as<float>(),
+                          .loss = a.loss.as<float>(),
+                          .soft = a.soft.as<float>(),
+                          .hard = a.hard.as<float>(),
+                          .entropy = a.entropy.as<float>(),
+                          .rows = a.student.rows,
+                          .scale_step = a.scale.size == 1 ? 0 : 1,
+                          .ignore_index = a.ignore_index,
+                          .cols = int(a.student.cols),
+                          .beta = a.beta,
+                          .factor = a.factor,
+                          .soft_weight = a.soft_weight,
+                          .hard_weight = a.hard_weight,
+                          .temperature = a.student_side.temperature,
+                          .gain = a.student_side.gain(),
+                          .has_hard = a.has_hard()};
   with_kind(a.kind, [&]<DivergenceKind K>() { launch_kind<K>(ctx, p); });
 }
 

@@ -56,7 +56,7 @@ __device__ __forceinline__ void prefetch_slice(const Cells& m, int64_t r, const 
 // A CTA without a cluster is a cluster of its own.
 template <DivergenceKind K, class Config>
 __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) void plain_kernel(
-    const __grid_constant__ Params p, int slice_columns) {
+    const __grid_constant__ DistillationParams p, int slice_columns) {
   constexpr int kVecs = Config::value.vecs_per_thread, kThreads = Config::value.max_threads;
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<SumArray<3>> sums;
@@ -176,7 +176,7 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
 }
 
 template <DivergenceKind K, class Config>
-bool launch_plain(Context& ctx, const Params& p) {
+bool launch_plain(Context& ctx, const DistillationParams& p) {
   static OccupancyCache occupancy;
   auto* kernel = &plain_kernel<K, Config>;
   const int64_t vecs = ceil_div(p.cols, N);
@@ -200,7 +200,7 @@ bool launch_plain(Context& ctx, const Params& p) {
 }
 
 template <DivergenceKind K>
-bool launch_kind(Context& ctx, const Params& p) {
+bool launch_kind(Context& ctx, const DistillationParams& p) {
   // Half is for two CTAs per SM; then one is tried.
   using Half = ConfigType<RowConfig{.vecs_per_thread = 8, .max_threads = 256, .min_blocks_per_sm = 2}>;
   using More = ConfigType<RowConfig{.vecs_per_thread = 10, .max_threads = 256, .min_blocks_per_sm = 2}>;

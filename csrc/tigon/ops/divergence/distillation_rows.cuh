@@ -57,7 +57,6 @@ namespace {
 
 using Cells = DistillationCells;
 using Side = DistillationLogits;
-using Params = DistillationParams;
 constexpr const char* kOp = "distillation";
 constexpr int kLoopThreads = 1024, N = 4;  // columns of a vector
 constexpr float kLn2 = 0.693147181f;
@@ -114,7 +113,8 @@ __device__ __forceinline__ void store_cells(T* p, bool vectors, int left, const 
 }
 // G is float, or any 16-bit type.
 template <class G>
-__device__ __forceinline__ void store_gradient(const Params& p, int64_t r, int c, const float (&x)[N]) {
+__device__ __forceinline__ void store_gradient(const DistillationParams& p, int64_t r, int c,
+                                               const float (&x)[N]) {
   const Cells& m = p.gradient;
   const int left = p.cols - c;
   if constexpr (sizeof(G) == 4)
@@ -168,7 +168,7 @@ __device__ __forceinline__ RowFacts row_facts(const PairPeak<G>& peak) {
           .log2_quotient = ::log2f(peak.t.s / peak.s.s)};
 }
 // A label outside the row makes the gap NaN.
-__device__ __forceinline__ void find_label(const Params& p, int64_t r, RowFacts& row) {
+__device__ __forceinline__ void find_label(const DistillationParams& p, int64_t r, RowFacts& row) {
   if (!p.has_hard) return;
   const int64_t label = p.labels[r];
   row.label = label >= 0 && label < p.cols ? int(label) : -1;
@@ -185,8 +185,8 @@ enum Total { kTerms, kG, kHeat, kOthers };
 
 // Adds a class with z of both sides to the totals. Sets q, g and e^h as the gradient needs them.
 template <DivergenceKind K, class G>
-__device__ __forceinline__ void add_class(const Params& p, const RowFacts& row, float z_s, float z_t, int c,
-                                          Totals& totals, float& q, float& g, float& h) {
+__device__ __forceinline__ void add_class(const DistillationParams& p, const RowFacts& row, float z_s,
+                                          float z_t, int c, Totals& totals, float& q, float& g, float& h) {
   const float u = z_s - row.ref_s, v = z_t - row.ref_t;
   q = __fmul_rn(exp_minus_max<G>(u, 0.0f), row.part_s);
   const float other = __fmul_rn(exp_minus_max<G>(v, 0.0f), row.part_t);
@@ -204,8 +204,8 @@ struct Gains {
   float sum_g, soft, hard, label;
 };
 template <DivergenceKind K>
-__device__ __forceinline__ Gains finish_row(const Params& p, int64_t r, const RowFacts& row, Totals totals,
-                                            float sum_s, bool writes) {
+__device__ __forceinline__ Gains finish_row(const DistillationParams& p, int64_t r, const RowFacts& row,
+                                            Totals totals, float sum_s, bool writes) {
   const float terms = totals.s[kTerms];
   // A NaN in the teacher's row is in no g.
   const float sum_g = terms == terms ? totals.s[kG] : terms;
@@ -225,7 +225,7 @@ __device__ __forceinline__ float gradient_of(const Gains& gains, float q, float 
 }
 
 template <class G>
-__device__ void zero_row(const Params& p, int64_t r, int first, int step) {
+__device__ void zero_row(const DistillationParams& p, int64_t r, int first, int step) {
   const float zeros[N] = {};
   if (p.gradient.data != nullptr)
     for (int c = first; c < p.cols; c += step) store_gradient<G>(p, r, c, zeros);

@@ -36,7 +36,7 @@ struct RegisterShape {
 template <DivergenceKind K, class T, class Shape>
 struct RegisterRow {
   static constexpr int N = AlignedRow<T>::N, kThreads = Shape::threads, kVecsPerThread = Shape::pairs / N;
-  const Params<T>& p;
+  const DivergenceParams<T>& p;
   const Scaling<T>& scaling;
   // Is indexed by [vector of a thread][student, teacher][thread], from this thread on.
   uint4* vecs;
@@ -157,8 +157,8 @@ struct RegisterRow {
 };
 
 template <DivergenceKind K, class T, class Shape, bool kCluster>
-__global__ __launch_bounds__(Shape::threads,
-                             Shape::min_blocks) void register_kernel(const __grid_constant__ Params<T> p) {
+__global__ __launch_bounds__(Shape::threads, Shape::min_blocks) void register_kernel(
+    const __grid_constant__ DivergenceParams<T> p) {
   constexpr int N = AlignedRow<T>::N, kThreads = Shape::threads, kVecsPerThread = Shape::pairs / N,
                 kStages = Shape::stages;
   __shared__ ReduceStorage<T, kThreads / 32 * (kCluster ? kMaxCluster : 1)> storage;
@@ -304,7 +304,7 @@ __device__ __forceinline__ void add_exponentials(float& reference, float& sum, c
 }
 
 template <DivergenceKind K, class T>
-__global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_constant__ Params<T> p) {
+__global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_constant__ DivergenceParams<T> p) {
   constexpr int N = AlignedRow<T>::N, kMessages = kLoopThreads / 32;
   __shared__ ReduceStorage<T, kMessages> storage;
   const int tid = int(threadIdx.x);
@@ -373,7 +373,7 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
 
 // Returns false if no such cluster fits on the device.
 template <DivergenceKind K, class T, class Shape, bool kCluster>
-bool launch_registers(Context& ctx, Params<T> p, int cluster) {
+bool launch_registers(Context& ctx, DivergenceParams<T> p, int cluster) {
   static OccupancyCache occupancy;
   p.slice = slice_of(p.cols, cluster);
   return launch_resident(ctx, occupancy, &register_kernel<K, T, Shape, kCluster>, Shape::threads,
@@ -381,14 +381,14 @@ bool launch_registers(Context& ctx, Params<T> p, int cluster) {
 }
 
 template <class Shape, class T>
-bool fits(const Params<T>& p, int cluster) {
+bool fits(const DivergenceParams<T>& p, int cluster) {
   const int64_t columns = cluster == 1 ? p.cols : slice_of(p.cols, cluster);
   return columns + (p.aligned ? 0 : AlignedRow<T>::N - 1) <= Shape::columns;
 }
 
 // The first variant that holds the rows runs.
 template <DivergenceKind K, class T>
-void launch_rows(Context& ctx, const Params<T>& p, bool same_offset) {
+void launch_rows(Context& ctx, const DivergenceParams<T>& p, bool same_offset) {
   // fp16 is rare, so short rows take the shape of longer ones.
   constexpr bool kPrecise = sizeof(T) == 4, kIsHalf = std::is_same_v<T, __half>;
   using Short = RegisterShape<64, 16, 2, 8>;
@@ -432,27 +432,27 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     constexpr int64_t N = AlignedRow<T>::N;
     const double slope = 1.4426950408889634 / double(a.temperature);
-    Params<T> p = {.student = a.student.row<T>(0),
-                   .teacher = a.teacher.row<T>(0),
-                   .dstudent = a.dstudent.row<T>(0),
-                   .labels = a.labels.as<int64_t>(),
-                   .scale = a.scale.as<float>(),
-                   .loss = a.loss.as<float>(),
-                   .rows = a.student.rows,
-                   .student_stride = a.student.stride,
-                   .teacher_stride = a.teacher.stride,
-                   .dstudent_stride = a.dstudent.stride,
-                   .scale_step = a.scale.size == 1 ? 0 : 1,
-                   .ignore_index = a.ignore_index,
-                   .cols = int(a.student.cols),
-                   .slice = 0,
-                   .beta = a.beta,
-                   .slope = float(slope),
-                   .slope_low = float(slope - double(float(slope))),
-                   .factor = a.factor,
-                   .inv_temperature = 1.0f / a.temperature,
-                   .log_probs = a.log_probs,
-                   .aligned = false};
+    DivergenceParams<T> p = {.student = a.student.row<T>(0),
+                             .teacher = a.teacher.row<T>(0),
+                             .dstudent = a.dstudent.row<T>(0),
+                             .labels = a.labels.as<int64_t>(),
+                             .scale = a.scale.as<float>(),
+                             .loss = a.loss.as<float>(),
+                             .rows = a.student.rows,
+                             .student_stride = a.student.stride,
+                             .teacher_stride = a.teacher.stride,
+                             .dstudent_stride = a.dstudent.stride,
+                             .scale_step = a.scale.size == 1 ? 0 : 1,
+                             .ignore_index = a.ignore_index,
+                             .cols = int(a.student.cols),
+                             .slice = 0,
+                             .beta = a.beta,
+                             .slope = float(slope),
+                             .slope_low = float(slope - double(float(slope))),
+                             .factor = a.factor,
+                             .inv_temperature = 1.0f / a.temperature,
+                             .log_probs = a.log_probs,
+                             .aligned = false};
     p.aligned = uintptr_t(a.student.data) % 16 == 0 && (p.rows == 1 || p.student_stride % N == 0);
     const bool same_offset = same_row_offsets<T>(a.student, a.teacher);
     with_kind(a.kind, [&]<DivergenceKind K>() { launch_rows<K>(ctx, p, same_offset); });

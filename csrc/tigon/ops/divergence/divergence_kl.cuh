@@ -37,7 +37,7 @@ __device__ __forceinline__ void all_reduce_lanes(Sums& m, float& terms, const Sc
 
 // Runs the reducer warp, for this row and all that follow.
 template <DivergenceKind K, class T, int Warps>
-__device__ __forceinline__ void reduce_rows(const Params<T>& p, KlStorage<Warps>& storage,
+__device__ __forceinline__ void reduce_rows(const DivergenceParams<T>& p, KlStorage<Warps>& storage,
                                             MaskedRowScanner<> scanner, int row, int row1, int row2) {
   const int lane = int(threadIdx.x) % 32;
   const unsigned blocks = cluster_size(), rank = cluster_rank();
@@ -100,7 +100,7 @@ struct KlConsumer {
   static constexpr uint32_t kStageBytes = kConsumers * 32;
   // A larger sum of exponentials shows that its reference was far below the maximum.
   static constexpr float kTooLarge = 1e18f;
-  const Params<T>& p;
+  const DivergenceParams<T>& p;
   KlStorage<Shape::warps>& storage;
   // The CTA has columns [first, first + n).
   int chunks, stages, first, n;
@@ -272,7 +272,7 @@ struct KlConsumer {
 };
 
 template <DivergenceKind K, class T, class Shape>
-__global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_constant__ Params<T> p,
+__global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_constant__ DivergenceParams<T> p,
                                                                const int chunks, const int stages) {
   constexpr int kWarps = Shape::warps;
   __shared__ KlStorage<kWarps> storage;
@@ -320,7 +320,7 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
 
 // Returns false if a row does not fit or no such cluster fits on the device.
 template <DivergenceKind K, class T, class Shape>
-bool launch_kl(Context& ctx, Params<T> p, int cluster) {
+bool launch_kl(Context& ctx, DivergenceParams<T> p, int cluster) {
   static OccupancyCache occupancy;
   p.slice = slice_of(p.cols, cluster);
   const int64_t columns = p.slice + (p.aligned ? 0 : AlignedRow<T>::N - 1);

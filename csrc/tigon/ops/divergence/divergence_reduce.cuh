@@ -22,7 +22,7 @@ template <DivergenceKind K>
 constexpr bool kKl = K == DivergenceKind::forward_kl || K == DivergenceKind::reverse_kl;
 
 template <class T>
-struct Params {
+struct DivergenceParams {
   const T *student, *teacher;
   // These three may be null; dstudent may be student.
   T* dstudent;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void combine(CenteredTotals& a, const CenteredTotals&
 // terms, and log2 of the quotient of the sums, teacher's by student's (exactly 0 for equal rows).
 struct RowPair {
   float ref_s = 0.0f, ref_t = 0.0f, part_s = 1.0f, part_t = 1.0f, mean = 0.0f, log2_quotient = 0.0f;
-  // The next row.
+  // Is the next row.
   int next = 0;
 };
 
@@ -99,7 +99,7 @@ struct Scaling {
   float slope, slope_low;
   static constexpr bool kPrecise = sizeof(T) == 4;
 
-  __device__ explicit Scaling(const Params<T>& p) : slope(p.slope), slope_low(p.slope_low) {}
+  __device__ explicit Scaling(const DivergenceParams<T>& p) : slope(p.slope), slope_low(p.slope_low) {}
   // Returns the exponential of a distance to the reference.
   __device__ __forceinline__ float power(float u) const {
     if constexpr (kPrecise)
@@ -298,8 +298,8 @@ __device__ __forceinline__ uint4 mask_columns(const AlignedRow<const T>& row, in
 
 // Writes zeros to the gradients of ignored rows, distributed over warps.
 template <class T>
-__device__ __forceinline__ void zero_ignored_rows(const Params<T>& p, int warp, int warps) {
-  for (ZeroMaskedRows<Params<T>> zeroing(p, warp, warps); zeroing.step();) {
+__device__ __forceinline__ void zero_ignored_rows(const DivergenceParams<T>& p, int warp, int warps) {
+  for (ZeroMaskedRows<DivergenceParams<T>> zeroing(p, warp, warps); zeroing.step();) {
   }
 }
 

@@ -70,7 +70,7 @@ struct PhaseCounter {
 // Runs the reducer warp.
 template <DivergenceKind K, class T, class Shape>
 struct Reducer {
-  const Params<T>& p;
+  const DivergenceParams<T>& p;
   TmaStorage<Shape>& storage;
   const int lane, blocks, rank;
   PhaseCounter sums_phase, classes_phase;
@@ -79,7 +79,7 @@ struct Reducer {
     int row;
     float gain;
   };
-  __device__ Reducer(const Params<T>& p, TmaStorage<Shape>& storage)
+  __device__ Reducer(const DivergenceParams<T>& p, TmaStorage<Shape>& storage)
       : p(p),
         storage(storage),
         lane(int(threadIdx.x) % 32),
@@ -158,9 +158,9 @@ struct Reducer {
 // Describes a CTA's columns of the rows that it takes.
 template <class T>
 struct Slice {
-  const Params<T>& p;
+  const DivergenceParams<T>& p;
   int first, n;
-  __device__ explicit Slice(const Params<T>& p) : p(p) {
+  __device__ explicit Slice(const DivergenceParams<T>& p) : p(p) {
     first = min(int(cluster_rank()) * p.slice, p.cols), n = min(p.slice, p.cols - first);
   }
   __device__ __forceinline__ AlignedRow<const T> student(int64_t r) const {
@@ -188,7 +188,7 @@ template <DivergenceKind K, class T, class Shape>
 struct Consumer {
   using State = PipelineState<Shape>;
   static constexpr int N = AlignedRow<T>::N, kVecs = Shape::vecs_per_thread, kHeldVecs = Shape::held_vecs;
-  const Params<T>& p;
+  const DivergenceParams<T>& p;
   TmaStorage<Shape>& storage;
   uint4* smem;
   const int chunks;
@@ -199,7 +199,8 @@ struct Consumer {
   // Hold the student's probability of every held class, and its slope (for tvd: g).
   float q_of[kHeldVecs][N], g_of[kHeldVecs][N];
 
-  __device__ __forceinline__ Consumer(const Params<T>& p, TmaStorage<Shape>& storage, uint4* smem, int chunks)
+  __device__ __forceinline__ Consumer(const DivergenceParams<T>& p, TmaStorage<Shape>& storage, uint4* smem,
+                                      int chunks)
       : p(p), storage(storage), smem(smem), chunks(chunks), slice(p) {}
   __device__ __forceinline__ uint4& words(const State& at, int tensor, int i) const {
     return *TmaPipeline<Shape>::vec(smem, at, tensor, i);
@@ -384,7 +385,7 @@ struct Consumer {
 
 // `chunks` counts those of a row.
 template <DivergenceKind K, class T, class Shape>
-__global__ __launch_bounds__(Shape::threads, 1) void tma_kernel(const __grid_constant__ Params<T> p,
+__global__ __launch_bounds__(Shape::threads, 1) void tma_kernel(const __grid_constant__ DivergenceParams<T> p,
                                                                 int chunks) {
 #if __CUDA_ARCH__ >= 900
   __shared__ TmaStorage<Shape> storage;
@@ -424,7 +425,7 @@ __global__ __launch_bounds__(Shape::threads, 1) void tma_kernel(const __grid_con
 
 // Returns false if a row does not fit or no such cluster fits on the device.
 template <DivergenceKind K, class T, class Shape>
-bool launch_tma(Context& ctx, Params<T> p, int cluster) {
+bool launch_tma(Context& ctx, DivergenceParams<T> p, int cluster) {
   static OccupancyCache occupancy;
   p.slice = slice_of(p.cols, cluster);
   const int64_t columns = p.slice + (p.aligned ? 0 : AlignedRow<T>::N - 1);

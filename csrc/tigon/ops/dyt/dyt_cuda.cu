@@ -34,7 +34,7 @@ constexpr int kScalarParts = 64;
 struct Tiling {
   int64_t rows, cols, chunk;
   uint32_t tiles, row_threads, groups;
-  // 1 / row_threads in units of 2^-16, rounded up: exact for the threads of a CTA.
+  // Is 1 / row_threads in units of 2^-16, rounded up, which is exact for the threads of a CTA.
   uint32_t inv_row_threads;
 };
 

@@ -81,7 +81,7 @@ const char* bias_of(const Matrix& bias, const Vector& offsets, int64_t row) {
   return bias.data == nullptr ? nullptr : element_at(bias, expert_of(offsets, row), 0);
 }
 
-// Calls fn(row) for rows [0, count) of so many elements.
+// Calls fn(row) for rows [0, count) of `cols` elements.
 template <class Fn>
 void for_each_row(Context& ctx, int64_t count, int64_t cols, const Fn& fn) {
   int64_t group = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(cols, 1));

@@ -26,7 +26,7 @@
 
 namespace tigon {
 
-// Returns the columns of a transposed matrix of so many rows: GEMM takes multiples of 16.
+// Returns the columns of a transposed matrix with `rows` rows: GEMM takes multiples of 16.
 constexpr int64_t fp8_columns(int64_t rows) { return rows <= 16 ? 16 : (rows + 15) / 16 * 16; }
 
 struct Fp8Quantize {

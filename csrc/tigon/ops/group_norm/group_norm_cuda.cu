@@ -89,7 +89,7 @@ ByChannel<T> by_channel(const Vector& v, float default_value) {
 }
 
 template <class T>
-struct Forward {
+struct GroupNormForward {
   const T* x;
   T* y;
   int64_t x_stride, y_stride;
@@ -100,7 +100,7 @@ struct Forward {
   Partition partition;
 };
 template <class T>
-struct Backward {
+struct GroupNormBackward {
   const T *x, *dy;
   // May be null.
   T* dx;
@@ -134,8 +134,8 @@ constexpr int kMinBlocks = Long ? 2 : 3;
 constexpr int64_t kLongChannel = 256;
 
 template <class T, bool Long>
-__global__ __launch_bounds__(kSectionThreads,
-                             kMinBlocks<Long>) void forward_kernel(const __grid_constant__ Forward<T> p) {
+__global__ __launch_bounds__(kSectionThreads, kMinBlocks<Long>) void forward_kernel(
+    const __grid_constant__ GroupNormForward<T> p) {
   constexpr int N = 16 / sizeof(T), kVecsPerThread = kForwardVecs<Long>;
   __shared__ SectionReduceStorage<Moments> storage;
   storage.init(p.partition);
@@ -210,8 +210,8 @@ __global__ __launch_bounds__(kSectionThreads,
 }
 
 template <class T, int N, bool Long>
-__global__ __launch_bounds__(kSectionThreads,
-                             kMinBlocks<Long>) void backward_kernel(const __grid_constant__ Backward<T> p) {
+__global__ __launch_bounds__(kSectionThreads, kMinBlocks<Long>) void backward_kernel(
+    const __grid_constant__ GroupNormBackward<T> p) {
   constexpr int kVecsPerThread = kBackwardVecs<N, Long>;
   __shared__ SectionReduceStorage<TwoSums> storage;
   storage.init(p.partition);
@@ -368,22 +368,22 @@ void group_norm_fwd(Context& ctx, const GroupNormFwd& a) {
   auto forward = [&]<class T, bool Long>(Type<T>, std::bool_constant<Long>) {
     constexpr auto kKernel = forward_kernel<T, Long>;
     constexpr WarpTarget kTarget = Long ? WarpTarget{10, 1, 5} : WarpTarget{8, 4, 8};
-    run<kKernel>(
-        ctx,
-        Forward<T>{.x = a.x.row<T>(0),
-                   .y = a.y.row<T>(0),
-                   .x_stride = a.x.stride,
-                   .y_stride = a.y.stride,
-                   .weight = by_channel<T>(a.weight, 1.0f),
-                   .bias = by_channel<T>(a.bias, 0.0f),
-                   .mean = a.mean.as<float>(),
-                   .rstd = a.rstd.as<float>(),
-                   .eps = a.eps,
-                   .groups = Divider(a.groups),
-                   .partition = partition_for<kKernel>(
-                       make_partition(channels, spatial / int64_t(16 / sizeof(T)), kForwardVecs<Long>),
-                       kTarget, a.x.rows * a.groups)},
-        a.x.rows);
+    run<kKernel>(ctx,
+                 GroupNormForward<T>{
+                     .x = a.x.row<T>(0),
+                     .y = a.y.row<T>(0),
+                     .x_stride = a.x.stride,
+                     .y_stride = a.y.stride,
+                     .weight = by_channel<T>(a.weight, 1.0f),
+                     .bias = by_channel<T>(a.bias, 0.0f),
+                     .mean = a.mean.as<float>(),
+                     .rstd = a.rstd.as<float>(),
+                     .eps = a.eps,
+                     .groups = Divider(a.groups),
+                     .partition = partition_for<kKernel>(
+                         make_partition(channels, spatial / int64_t(16 / sizeof(T)), kForwardVecs<Long>),
+                         kTarget, a.x.rows * a.groups)},
+                 a.x.rows);
   };
   dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
@@ -404,18 +404,18 @@ void group_norm_bwd(Context& ctx, const GroupNormBwd& a) {
     const Partition partition = partition_for<kKernel>(
         make_partition(channels, spatial / N, kBackwardVecs<N, Long>), kTarget, a.x.rows * a.groups);
     const int64_t parts = a.x.rows * partition.pieces;
-    Backward<T> p{.x = a.x.row<T>(0),
-                  .dy = a.dy.row<T>(0),
-                  .dx = a.dx.row<T>(0),
-                  .x_stride = a.x.stride,
-                  .dy_stride = a.dy.stride,
-                  .dx_stride = a.dx.stride,
-                  .weight = by_channel<T>(a.weight, 1.0f),
-                  .mean = a.mean.as<float>(),
-                  .rstd = a.rstd.as<float>(),
-                  .partials = nullptr,
-                  .groups = Divider(a.groups),
-                  .partition = partition};
+    GroupNormBackward<T> p{.x = a.x.row<T>(0),
+                           .dy = a.dy.row<T>(0),
+                           .dx = a.dx.row<T>(0),
+                           .x_stride = a.x.stride,
+                           .dy_stride = a.dy.stride,
+                           .dx_stride = a.dx.stride,
+                           .weight = by_channel<T>(a.weight, 1.0f),
+                           .mean = a.mean.as<float>(),
+                           .rstd = a.rstd.as<float>(),
+                           .partials = nullptr,
+                           .groups = Divider(a.groups),
+                           .partition = partition};
     if (dweight || dbias) p.partials = ctx.scratch_of<float>(parts * 2 * a.channels);
     run<kKernel>(ctx, p, a.x.rows);
     sum_partials(kOp, ctx, p.partials, parts, {dweight, dbias});

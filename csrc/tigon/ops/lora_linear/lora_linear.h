@@ -48,7 +48,7 @@ struct LoraAdapter {
   Matrix b;
   float scale = 1.0f;
   double dropout = 0.0;
-  // Backward only; empty if not wanted.
+  // Only the backward uses it; empty if not wanted.
   Matrix db;
 };
 
@@ -56,7 +56,7 @@ struct LoraLinearFwd {
   Matrix x;
   std::span<const LoraBase> bases;
   std::span<const LoraAdapter> adapters;
-  // One i64 on the context's device; only dropout needs it.
+  // Has one i64 on the context's device; only dropout needs it.
   Vector seed;
   Matrix t;
   bool has_t = false;  // t is already computed

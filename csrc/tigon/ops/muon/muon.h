@@ -72,7 +72,7 @@ struct MuonMomentum {
 struct MuonUpdate {
   std::span<const Vector> params, updates;
   double lr = 1e-3;
-  // One element on the context's device, used instead of lr.
+  // Has one element on the context's device, used instead of lr.
   Vector lr_on_device;
   double ratio = 1.0;
   double weight_decay = 0.1;

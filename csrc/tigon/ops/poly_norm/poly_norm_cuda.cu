@@ -25,7 +25,7 @@ struct Coefficients {
 Coefficients coefficients(const Vector& v) { return {v.data, v.dtype == DType::f32}; }
 
 template <class T>
-struct Forward {
+struct PolyNormForward {
   using Element = T;
   using Payload = SumArray<3>;
   using Scratch = NoScratch;
@@ -33,7 +33,7 @@ struct Forward {
   static constexpr bool kFill[kIn] = {false};
   RowsOf<T, kIn> rows;
   Coefficients weight, bias;
-  // Null if not wanted.
+  // Is null if not wanted.
   float* rstd;
   float eps;
 
@@ -63,7 +63,7 @@ struct Forward {
 };
 
 template <class T>
-struct Backward {
+struct PolyNormBackward {
   using Element = T;
   using Payload = SumArray<4>;
   using Scratch = NoScratch;
@@ -118,11 +118,11 @@ void poly_norm_fwd(Context& ctx, const PolyNormFwd& a) {
   dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     run_row_op(kOp, ctx,
-               Forward<T>{.rows = rows_of<T, 1>({a.x}, a.y),
-                          .weight = coefficients(a.weight),
-                          .bias = coefficients(a.bias),
-                          .rstd = a.rstd.as<float>(),
-                          .eps = a.eps});
+               PolyNormForward<T>{.rows = rows_of<T, 1>({a.x}, a.y),
+                                  .weight = coefficients(a.weight),
+                                  .bias = coefficients(a.bias),
+                                  .rstd = a.rstd.as<float>(),
+                                  .eps = a.eps});
   });
 }
 
@@ -139,11 +139,11 @@ void poly_norm_bwd(Context& ctx, const PolyNormBwd& a) {
   dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     run_row_op(kOp, ctx,
-               Backward<T>{.rows = rows_of<T, 2>({a.x, a.dy}, a.dx),
-                           .weight = coefficients(a.weight),
-                           .rstd = a.rstd.as<float>(),
-                           .partials = reinterpret_cast<float4*>(partials),
-                           .partial_rows = groups * group});
+               PolyNormBackward<T>{.rows = rows_of<T, 2>({a.x, a.dy}, a.dx),
+                                   .weight = coefficients(a.weight),
+                                   .rstd = a.rstd.as<float>(),
+                                   .partials = reinterpret_cast<float4*>(partials),
+                                   .partial_rows = groups * group});
   });
   if (partials == nullptr) return;
   Vector dweight = a.dweight, dbias = a.dbias;

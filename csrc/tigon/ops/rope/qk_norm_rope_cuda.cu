@@ -32,7 +32,7 @@ using BackwardStages = CpAsyncStages<2 * (kWordsOf<X> + kWordsOf<Y>), kStagesBac
 // Packed stands for Norm::packed.
 template <Pairs P, bool Packed, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Packed>)
-    forward_kernel(const __grid_constant__ Forward p) {
+    forward_kernel(const __grid_constant__ QkNormRopeForward p) {
   constexpr int N = kVecColumns;
   const PairCoord coord(p.shape);
   const TableCoord at = p.tables.template coord<P, N>(coord.lane);
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Packed>)
 // the rows of a warp by a tree, then over the warps in order.
 template <Pairs P, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kMinBlocksBackward)
-    backward_kernel(const __grid_constant__ Backward p) {
+    backward_kernel(const __grid_constant__ QkNormRopeBackward p) {
   // dy lies at kDy in a stage.
   constexpr int N = kVecColumns, kDy = 2 * kWordsOf<X>;
   // Holds pipeline stages, then weights, and at the end sums [kWarps, cols].
@@ -229,7 +229,7 @@ bool rows_fit(const Rope& a, const RopeHeads& x, const QkNorm& norm) {
          aligned(norm.k_weight);
 }
 
-Forward forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int heads_per_unit) {
+QkNormRopeForward forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int heads_per_unit) {
   HeadTensors q(a.rope.q, a.rope.q_out, heads_per_unit), k(a.rope.k, a.rope.k_out, heads_per_unit);
   return {.q = q,
           .k = k,
@@ -239,7 +239,7 @@ Forward forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int heads_per_uni
           .norm = Norm(a.norm, x.dtype, x.cols)};
 }
 
-Backward backward_of(const QkNormRopeBwd& a, const RopeHeads& x, int heads_per_unit) {
+QkNormRopeBackward backward_of(const QkNormRopeBwd& a, const RopeHeads& x, int heads_per_unit) {
   HeadTensors q(a.rope.q, a.rope.q_out, heads_per_unit), k(a.rope.k, a.rope.k_out, heads_per_unit);
   return {.q = q,
           .k = k,
@@ -254,13 +254,13 @@ Backward backward_of(const QkNormRopeBwd& a, const RopeHeads& x, int heads_per_u
 }
 
 template <auto* kernel, class X>
-void run_forward(Context& ctx, const Forward& p) {
+void run_forward(Context& ctx, const QkNormRopeForward& p) {
   launch_persistent<kernel>(kOp, ctx, ForwardStages<X>::kBytes, ceil_div(p.units.count, p.shape.rows), p);
 }
 
 // Calls fn(blocks), which launches the kernel, and then sums the dweight partials of its CTAs.
 template <class Fn>
-void sum_weights(Context& ctx, Backward& p, int64_t blocks, const Matrix& dweight, Fn&& fn) {
+void sum_weights(Context& ctx, QkNormRopeBackward& p, int64_t blocks, const Matrix& dweight, Fn&& fn) {
   if (dweight.data != nullptr) p.partials = ctx.scratch_of<float>(blocks * 2 * p.shape.cols);
   fn(blocks);
   if (dweight.data != nullptr)
@@ -269,7 +269,7 @@ void sum_weights(Context& ctx, Backward& p, int64_t blocks, const Matrix& dweigh
 }
 
 template <auto* kernel, class CpAsyncStages>
-void run_backward(Context& ctx, Backward p, const Matrix& dweight) {
+void run_backward(Context& ctx, QkNormRopeBackward p, const Matrix& dweight) {
   const int64_t tiles = ceil_div(p.q_units.count, p.shape.rows) + ceil_div(p.k_units.count, p.shape.rows);
   const size_t shared = std::max(CpAsyncStages::kBytes + kThreads * kColumns * sizeof(float),
                                  sizeof(float) * kWarps * size_t(p.shape.cols));
@@ -288,7 +288,7 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
     using X = typename decltype(tx)::type;
     using Y = typename decltype(ty)::type;
     if (!rows_fit(a.rope, x, a.norm)) {
-      const Forward p = forward_of(a, x, 1);
+      const QkNormRopeForward p = forward_of(a, x, 1);
       const int64_t rows = x.batch * x.tokens * (p.q.groups + p.k.groups);
       return launch(kOp, ctx, forward_rows_kernel<X, Y>,
                     {.blocks = ceil_div(rows, kWarps),
@@ -308,7 +308,7 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
             ? kFewHeads
             : heads_per_unit_of(x, a.rope.q.heads + a.rope.k.heads, lanes_of(x, kColumns),
                                 packed ? kMinBlocks<X, true> : kMinBlocks<X, false>);
-    const Forward p = forward_of(a, x, heads_per_unit);
+    const QkNormRopeForward p = forward_of(a, x, heads_per_unit);
     if constexpr (kPacks)
       if (packed)
         return halves ? run_forward<forward_kernel<Pairs::halves, true, X, Y>, X>(ctx, p)
@@ -333,7 +333,7 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
     using Y = typename decltype(ty)::type;
     using CpAsyncStages = BackwardStages<X, Y>;
     if (!rows_fit(a.rope, x, a.norm) || !heads_align(a.q) || !heads_align(a.k)) {
-      Backward p = backward_of(a, x, 1);
+      QkNormRopeBackward p = backward_of(a, x, 1);
       const int64_t q_rows = a.q.batch * a.q.tokens * a.q.heads, k_rows = a.k.batch * a.k.tokens * a.k.heads;
       const int64_t blocks =
           std::min<int64_t>(ceil_div(std::max(q_rows, k_rows), kWarps), device_facts().sms * 4);
@@ -348,7 +348,7 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
     }
     const int heads_per_unit =
         heads_per_unit_of(x, a.q.heads + a.k.heads, lanes_of(x, kColumns), kMinBlocksBackward);
-    const Backward p = backward_of(a, x, heads_per_unit);
+    const QkNormRopeBackward p = backward_of(a, x, heads_per_unit);
     halves ? run_backward<backward_kernel<Pairs::halves, X, Y>, CpAsyncStages>(ctx, p, a.dweight)
            : run_backward<backward_kernel<Pairs::neighbours, X, Y>, CpAsyncStages>(ctx, p, a.dweight);
   });

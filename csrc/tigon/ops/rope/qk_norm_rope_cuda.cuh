@@ -13,7 +13,7 @@ namespace tigon::cuda::rope_kernels {
 constexpr int kWarps = kThreads / 32;
 
 struct Norm {
-  // Null if absent.
+  // Is null if absent.
   const void *q_weight, *k_weight;
   bool f32_weight, round_h, round_n;
   float eps, offset, inv_cols;
@@ -111,7 +111,7 @@ __device__ __forceinline__ float dot(const float (&a)[N], const float (&b)[N]) {
   return sums[0] + sums[1];
 }
 
-struct Forward {
+struct QkNormRopeForward {
   HeadTensors q, k;
   Units units;
   Tables tables;
@@ -132,7 +132,7 @@ struct Input {
   }
 };
 
-struct Backward {
+struct QkNormRopeBackward {
   HeadTensors q, k;
   Input q_x, k_x;
   Units q_units, k_units;
@@ -144,7 +144,8 @@ struct Backward {
 };
 
 // Writes the CTA's row of the partials: the sums of its warps, in order.
-__device__ __forceinline__ void reduce_block_sums(const Backward& p, int second, const float* sums) {
+__device__ __forceinline__ void reduce_block_sums(const QkNormRopeBackward& p, int second,
+                                                  const float* sums) {
   const int cols = p.shape.cols;
   __syncthreads();
   if (p.partials != nullptr) {
@@ -178,7 +179,7 @@ __device__ __forceinline__ void for_each_pair(const Tables& tables, const Shape&
 
 template <class X, class Y>
 __global__ void __launch_bounds__(kThreads)
-    forward_rows_kernel(const __grid_constant__ Forward p, uint64_t units) {
+    forward_rows_kernel(const __grid_constant__ QkNormRopeForward p, uint64_t units) {
   extern __shared__ float sums[];
   griddepcontrol_wait();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, cols = p.shape.cols;
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class X, class Y>
 __global__ void __launch_bounds__(kThreads)
-    backward_rows_kernel(const __grid_constant__ Backward p, uint64_t q_units, uint64_t k_units) {
+    backward_rows_kernel(const __grid_constant__ QkNormRopeBackward p, uint64_t q_units, uint64_t k_units) {
   // [2 kWarps, cols]: first gradients of the normalized rows, then dweight.
   extern __shared__ float sums[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, cols = p.shape.cols;

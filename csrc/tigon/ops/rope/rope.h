@@ -45,7 +45,7 @@ struct RopeTable {
   DType dtype = DType::f32;
   int64_t axes = 1, batch = 1, tokens = 0, cols = 0;
   int64_t axis_stride = 0, batch_stride = 0, token_stride = 0;
-  // 2 for the real or imaginary parts of complex numbers (f32, with sin right after cos).
+  // Is 2 for the real or imaginary parts of complex numbers (f32, with sin right after cos).
   int64_t col_stride = 1;
 
   // Returns the offset in elements. Axes and batches that serve all do not count.

@@ -24,7 +24,7 @@ constexpr int kMinBlocks = sizeof(X) + sizeof(Y) > 4 ? 4
 template <class X, class Y>
 constexpr int kWideMinBlocks = sizeof(X) + sizeof(Y) > 4 ? 1 : 4;
 
-struct Params {
+struct RopeParams {
   HeadTensors q, k;
   Units units;
   Tables tables;
@@ -40,7 +40,7 @@ struct UnitRows {
   int64_t x_step, y_step;
   HeadRange range;
 
-  __device__ __forceinline__ UnitRows(const Params& p, const Unit& of, bool live) : unit(of) {
+  __device__ __forceinline__ UnitRows(const RopeParams& p, const Unit& of, bool live) : unit(of) {
     const HeadTensors& tensors = tensors_of(p, unit);
     x = x_of<X>(tensors, unit), y = y_of<Y>(tensors, unit);
     x_step = tensors.groups * tensors.x_head, y_step = tensors.groups * tensors.y_head;
@@ -145,11 +145,11 @@ __device__ __forceinline__ Vec<T, kVecColumns> scatter(const float (&v)[kVecColu
 }
 
 // A thread owns a vector of columns in kHeadsPerThread heads of a token, so that loads and stores
-// cover whole rows. With pairs in halves, another lane holds the other elements; where only x or
+// cover whole rows. With pairs in halves, another lane holds the other elements; if only x or
 // only y is in halves (From, To), two lanes exchange theirs.
 template <bool From, bool To, bool Mixed, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Y, Mixed, From != To>)
-    vec_kernel(const __grid_constant__ Params p) {
+    vec_kernel(const __grid_constant__ RopeParams p) {
   constexpr int N = kVecColumns;
   constexpr Pairs P = From != To ? Pairs::crossed : From ? Pairs::halves : Pairs::neighbours;
   const auto coord = VecCoord::of<P>(p.shape);
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Y, Mixed, From != To>)
 // owns both elements of its pairs.
 template <Pairs P, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kWideMinBlocks<X, Y>)
-    wide_kernel(const __grid_constant__ Params p) {
+    wide_kernel(const __grid_constant__ RopeParams p) {
   constexpr int N = kVecColumns;
   const PairCoord coord(p.shape);
   const uint32_t index = blockIdx.x * p.shape.rows + coord.row;
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, kWideMinBlocks<X, Y>)
 // the rows of a unit.
 template <class X, class Y>
 __global__ void __launch_bounds__(kThreads)
-    pair_kernel(const __grid_constant__ Params p, uint64_t units, bool from_halves, bool to_halves) {
+    pair_kernel(const __grid_constant__ RopeParams p, uint64_t units, bool from_halves, bool to_halves) {
   const uint64_t thread = uint64_t(blockIdx.x) * kThreads + threadIdx.x,
                  index = thread / p.shape.lanes.divisor;
   griddepcontrol_wait();
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- launches -------------------------------------------------------------------------------
 
-Params params_of(const Rope& a, bool backward, int64_t lanes, int heads_per_unit = kHeadsPerThread) {
+RopeParams params_of(const Rope& a, bool backward, int64_t lanes, int heads_per_unit = kHeadsPerThread) {
   HeadTensors q(a.q, a.q_out, heads_per_unit), k(a.k, a.k_out, heads_per_unit);
   return {.q = q,
           .k = k,

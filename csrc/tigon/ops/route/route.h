@@ -95,7 +95,7 @@ struct RouteFwd {
   Matrix forced;         // if empty, every token chooses
   Matrix weights;
   Matrix ids;
-  // Empty if not wanted; z and balance are then empty too.
+  // Is empty if not wanted; z and balance are then empty too.
   Vector aux;
   Vector z;
   Vector balance;

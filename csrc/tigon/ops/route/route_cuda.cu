@@ -151,7 +151,7 @@ __device__ __forceinline__ void choose(uint32_t (&keys)[N], int count, const Fn&
   }
 }
 
-struct Forward {
+struct RouteForward {
   Rows logits, weights;
   Ids ids, forced;
   const float *bias, *token_weights;
@@ -164,8 +164,8 @@ struct Forward {
 
 // Keeps only the keys of the experts of the best groups. c is a warp's memory, with a float for each expert.
 template <int N>
-__device__ __forceinline__ void close_groups(const Forward& p, const float (&value)[N], uint32_t (&keys)[N],
-                                             float* c) {
+__device__ __forceinline__ void close_groups(const RouteForward& p, const float (&value)[N],
+                                             uint32_t (&keys)[N], float* c) {
   const int lane = int(threadIdx.x) % 32, size = p.experts / p.options.groups;
 #pragma unroll
   for (int j = 0; j < row_places<N>(); ++j)
@@ -195,7 +195,7 @@ __device__ __forceinline__ void close_groups(const Forward& p, const float (&val
 // Writes the ids of a token's forced experts and finds their places. Returns true if they are its choice.
 // `own` is the lane's id among the first 32. `bad` says that some are no experts.
 template <int N>
-__device__ __forceinline__ bool take_forced(const Forward& p, int64_t t, int own, int (&place)[N],
+__device__ __forceinline__ bool take_forced(const RouteForward& p, int64_t t, int own, int (&place)[N],
                                             bool& bad) {
   const int lane = int(threadIdx.x) % 32;
   bool taken = true, twice = false;
@@ -222,7 +222,7 @@ __device__ __forceinline__ bool take_forced(const Forward& p, int64_t t, int own
 }
 
 template <int N, bool kLosses>
-__global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant__ Forward p) {
+__global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant__ RouteForward p) {
   extern __shared__ float shared[];
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   float counts[kLosses ? N : 1] = {}, qs[kLosses ? N : 1] = {}, all = 0.0f, squares = 0.0f;
@@ -339,7 +339,7 @@ __global__ __launch_bounds__(kFinishThreads) void finish_kernel(const float* par
   *z = float(sums[width - 1] * inverse);
 }
 
-struct Backward {
+struct RouteBackward {
   Rows logits, dweights, dlogits;
   Ids ids;
   bool given;  // dweights is given
@@ -350,7 +350,7 @@ struct Backward {
 };
 
 template <int N>
-__global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constant__ Backward p) {
+__global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constant__ RouteBackward p) {
   extern __shared__ int places[];
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   int* const place = places + warp * p.experts;
@@ -434,17 +434,17 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
   int64_t blocks = ceil_div(a.logits.rows, kWarps);
   if (losses) blocks = std::min<int64_t>(blocks, kMostParts);
   float* parts = losses ? ctx.scratch_of<float>(blocks * width) : nullptr;
-  const Forward p = {.logits = rows_of(a.logits),
-                     .weights = rows_of(a.weights),
-                     .ids = ids_of(a.ids),
-                     .forced = a.forced.cols > 0 ? ids_of(a.forced) : Ids{},
-                     .bias = a.bias.as<float>(),
-                     .token_weights = a.token_weights.as<float>(),
-                     .parts = parts,
-                     .tokens = a.logits.rows,
-                     .experts = experts,
-                     .top_k = int(a.ids.cols),
-                     .options = options_of(a.options)};
+  const RouteForward p = {.logits = rows_of(a.logits),
+                          .weights = rows_of(a.weights),
+                          .ids = ids_of(a.ids),
+                          .forced = a.forced.cols > 0 ? ids_of(a.forced) : Ids{},
+                          .bias = a.bias.as<float>(),
+                          .token_weights = a.token_weights.as<float>(),
+                          .parts = parts,
+                          .tokens = a.logits.rows,
+                          .experts = experts,
+                          .top_k = int(a.ids.cols),
+                          .options = options_of(a.options)};
   const size_t group_words = a.options.num_groups > 1 ? size_t(kWarps) * size_t(experts) : 0,
                shared = sizeof(float) * std::max(group_words, losses ? size_t(width) : 0);
   by_width(experts, [&]<int N>() {
@@ -459,19 +459,19 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
 void route_bwd(Context& ctx, const RouteBwd& a) {
   const int experts = int(a.logits.cols);
   const bool given = a.dweights.data != nullptr;
-  const Backward p = {.logits = rows_of(a.logits),
-                      .dweights = rows_of(a.dweights),
-                      .dlogits = rows_of(a.dlogits),
-                      .ids = ids_of(a.ids),
-                      .given = given,
-                      .daux = a.daux.as<float>(),
-                      .dz = a.dz.as<float>(),
-                      .token_weights = a.token_weights.as<float>(),
-                      .balance = a.balance.as<float>(),
-                      .tokens = a.logits.rows,
-                      .experts = experts,
-                      .top_k = int(a.ids.cols),
-                      .options = options_of(a.options)};
+  const RouteBackward p = {.logits = rows_of(a.logits),
+                           .dweights = rows_of(a.dweights),
+                           .dlogits = rows_of(a.dlogits),
+                           .ids = ids_of(a.ids),
+                           .given = given,
+                           .daux = a.daux.as<float>(),
+                           .dz = a.dz.as<float>(),
+                           .token_weights = a.token_weights.as<float>(),
+                           .balance = a.balance.as<float>(),
+                           .tokens = a.logits.rows,
+                           .experts = experts,
+                           .top_k = int(a.ids.cols),
+                           .options = options_of(a.options)};
   const size_t shared = given ? sizeof(int) * kWarps * size_t(experts) : 0;
   by_width(experts, [&]<int N>() {
     launch(kOp, ctx, backward_kernel<N>,

@@ -21,7 +21,7 @@ constexpr RowConfig cta(int vecs_per_thread, int max_threads, int min_blocks_per
 }
 
 template <class T>
-struct Forward {
+struct SoftmaxForward {
   using Element = T;
   using Payload = OnlineSoftmax<T>;
   using Scratch = NoScratch;
@@ -63,7 +63,7 @@ struct Forward {
 };
 
 template <class T>
-struct Backward {
+struct SoftmaxBackward {
   using Element = T;
   using Payload = SumArray<1>;
   using Scratch = NoScratch;
@@ -94,7 +94,7 @@ struct Backward {
 
 }  // namespace
 
-void softmax_fwd(Context& ctx, const DistributionFwd& a) { distribution_fwd<Forward>(kOp, ctx, a); }
-void softmax_bwd(Context& ctx, const DistributionBwd& a) { distribution_bwd<Backward>(kOp, ctx, a); }
+void softmax_fwd(Context& ctx, const DistributionFwd& a) { distribution_fwd<SoftmaxForward>(kOp, ctx, a); }
+void softmax_bwd(Context& ctx, const DistributionBwd& a) { distribution_bwd<SoftmaxBackward>(kOp, ctx, a); }
 
 }  // namespace tigon::cuda

@@ -22,7 +22,7 @@
 
 namespace tigon {
 
-// The smallest positive number of f16.
+// Is the smallest positive number of f16.
 constexpr float kLeastF16 = 0x1p-24f;
 
 using SparsemaxFwd = DistributionFwd;

@@ -34,7 +34,7 @@ template <Groups kGroups>
 struct TileScheduler {
   static constexpr int kAcross = 16;
   struct Params {
-    // Rows (unused with Groups::rows) and columns of tiles of a matrix.
+    // Count the rows (unused with Groups::rows) and columns of tiles of a matrix.
     int m = 0, tiles_n = 0;
     int k_blocks = 0;  // unused with Groups::depth
     int matrices = 1;
@@ -43,7 +43,7 @@ struct TileScheduler {
     const int32_t* offsets = nullptr;  // [matrices + 1]: the groups' first rows
   };
 
-  // The next pair, the first pair of the matrix, and the matrix.
+  // Are the next pair, the first pair of the matrix, and the matrix.
   int at, first = 0, matrix = 0;
   const int step, rank;
   __device__ TileScheduler(int cluster, int clusters, unsigned rank)
