@@ -20,8 +20,8 @@
 //             else in fp32
 // Saved       for scalar losses dlogits, formed in the forward pass; for per-row losses logits, target,
 //             class_weight
-// Shard       With `classes` the logits are classes [first_class, first_class + V) of that number, and the rest
-//             of the row is in other shards. target, class_weight and eps / V are those of all classes; lse,
+// Shard       With `classes` the logits are classes [first_class, first_class + V) of that number, and the
+//             rest of the row is in other shards. target, class_weight and eps / V are those of all classes; lse,
 //             entropy, predicted and the sums of the row are of these columns (predicted counts from the
 //             first). A label of another shard has target_logit and loss 0 and log_prob -inf. If the whole
 //             row's lse is lse - log_share and its entropy all_entropy (cross_entropy_combine),
