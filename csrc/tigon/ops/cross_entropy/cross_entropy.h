@@ -21,11 +21,11 @@
 // Saved       for scalar losses dlogits, formed in the forward pass; for per-row losses logits, target,
 //             class_weight
 // Shard       With `classes` the logits are classes [first_class, first_class + V) of that number, and the
-//             rest of the row is in other shards. target, class_weight and eps / V are those of all classes; lse,
-//             entropy, predicted and the sums of the row are of these columns (predicted counts from the
+//             rest of the row is in other shards. target, class_weight and eps / V are those of all classes;
+//             lse, entropy, predicted and the sums of the row are of these columns (predicted counts from the
 //             first). A label of another shard has target_logit and loss 0 and log_prob -inf. If the whole
-//             row's lse is lse - log_share and its entropy all_entropy (cross_entropy_combine),
-//             p = e^(z - lse + log_share), and dlogits are the columns of the whole row's gradient.
+//             row's lse is lse - log_share and its entropy all_entropy (cross_entropy_combine), p = e^(z -
+//             lse + log_share), and dlogits are the columns of the whole row's gradient.
 // Ignored     rows with target == ignore_index: loss, target_logit, log_prob 0, a row of zeros in dlogits
 //             whatever scale is (inf and NaN included); lse, entropy and predicted are those of the row
 // NaN, inf    a row with NaN or +inf, or nothing but -inf, has a NaN loss and a NaN gradient; classes at
