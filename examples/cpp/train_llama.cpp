@@ -16,7 +16,7 @@
 
 #include "llama.h"
 #include "tigon/ops/adamw/adamw.h"
-#include "tigon/ops/adamw/grad_norm.h"
+#include "tigon/ops/grad_norm/grad_norm.h"
 
 namespace {
 
