@@ -5,10 +5,10 @@
 // variant that fits runs. Column counts are for 16 bits on an H100 or H200; of 32 bits they are half as many.
 //   sweep      has no gradient, and entropies or more than 16384 columns: one pass of online softmax, with
 //              eight loads in flight per thread. Deterministic contexts take the others.
-//   registers  A CTA of up to 512 threads holds a row in registers, 8 vectors per thread (up to 32768
+//   registers  holds a row in the registers of a CTA of up to 512 threads, 8 vectors per thread (up to 32768
 //              columns), or 7 and the others in shared memory (up to 86016, if two CTAs fit an SM), with all
-//              loads in flight together and one barrier per row. It takes one row and exits: one CTA of an SM
-//              loads while another stores.
+//              loads in flight together and one barrier per row. A CTA takes one row and exits: one CTA of an
+//              SM loads while another stores.
 //   cluster    does the same by a cluster of 2 to 8 CTAs (sm_90), each with a part of at most 69632 columns
 //              (up to 557056).
 //   large CTA  does the same by a CTA of 1024 threads that has an SM to itself, on GPUs without clusters or
@@ -38,12 +38,13 @@ template <class T, bool kEntropy>
 using RowSums = std::conditional_t<kEntropy, EntropySums<T, Linear>, Sums<T>>;
 
 // kSmem: the vectors of a row that its registers have no room for are in shared memory. A thread uses only
-// vectors that it copied itself, so no barrier is needed. kCluster: a row's columns are divided among the
-// CTAs of a cluster. The reduction orders all reads of a row before all writes to it: a CTA contributes when
-// it has read its part and the label's logit, and continues when all have contributed. A CTA exits when it
-// has received all contributions, so nothing is written to a CTA that has exited. All CTAs of a cluster find
-// the same label, so all of them reach the cluster's barriers or none does. kEntropy: the kernel also has the
-// sum for an entropy and its gradient; all other results are bitwise equal.
+// vectors that it copied itself, so no barrier is needed.
+// kCluster: a row's columns are divided among the CTAs of a cluster. The reduction orders all reads of a row
+// before all writes to it: a CTA contributes when it has read its part and the label's logit, and continues
+// when all have contributed. A CTA exits when it has received all contributions, so nothing is written to a
+// CTA that has exited. All CTAs of a cluster find the same label, so all of them reach the cluster's barriers
+// or none does.
+// kEntropy: the kernel also has the sum for an entropy and its gradient; all other results are bitwise equal.
 template <class T, class D, int Threads, bool kSmem, bool kCluster, bool kEntropy>
 __global__ __launch_bounds__(
     most_threads(Threads),
@@ -89,7 +90,7 @@ __global__ __launch_bounds__(
   // The load is issued before the value is needed.
   const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
   const int c = peeled.edge_column(n);
-  // Is the label's column within the part, which is outside all parts but one, or outside all.
+  // The label's column within the part is outside all parts but one, or outside all.
   const int label_column = label - first;
   const ElementCoord own(peeled, label_column, threads);
   const bool edge_is_label = c >= 0 && c == label_column;

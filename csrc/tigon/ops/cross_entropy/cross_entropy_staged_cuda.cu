@@ -94,7 +94,7 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
   // The load is issued before the value is needed.
   const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
   const int c = peeled.edge_column(n);
-  // Is the label's column within the part, which is outside all parts but one, or outside all.
+  // The label's column within the part is outside all parts but one, or outside all.
   const int label_column = label - first;
   const ElementCoord own(peeled, label_column, threads);
   const bool edge_is_label = c >= 0 && c == label_column;
