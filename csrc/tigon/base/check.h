@@ -15,7 +15,7 @@ struct Part {
     int64_t integer;
     double floating;
   };
-  // Is the length of a text; kTerminated if a 0 ends it.
+  // The text has this length; kTerminated if a 0 ends it.
   int64_t size;
   static constexpr int64_t kTerminated = -1, kInteger = -2, kFloating = -3;
 

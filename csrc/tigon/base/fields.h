@@ -15,18 +15,18 @@
 namespace tigon {
 
 enum class Role : int8_t {
-  // Is the matrix of floats that the op works on. All other tensors must be on its device.
+  // The op works on this matrix of floats. All other tensors must be on its device.
   rows,
   input,
-  // Is an input that may be absent.
+  // This input may be absent.
   optional,
-  // Are statistics that the forward wrote and the backward reads.
+  // The forward wrote these statistics and the backward reads them.
   saved,
-  // Statistics that the forward writes for a backward. If no backward follows they are absent, and <op>_infer
-  // is the operator without them.
+  // The forward writes these statistics for a backward. If no backward follows they are absent, and
+  // <op>_infer is the operator without them.
   statistics,
   result,
-  // Is a result that may be absent. PyTorch says by need_<name> whether it is wanted.
+  // This result may be absent. PyTorch says by need_<name> whether it is wanted.
   gradient
 };
 
@@ -83,7 +83,7 @@ struct Expected {
 struct Listed {
   // The op writes the tensors, which must then be dense. Otherwise a tensor that is not contiguous is copied.
   bool updated = false;
-  // Is the number of elements of each tensor. All have one dtype, and one shape if they are contiguous.
+  // Each tensor has this many elements. All have one dtype, and one shape if they are contiguous.
   int64_t size = -1;
 };
 

@@ -38,9 +38,9 @@ struct NormBackward {
   Matrix in[kNormMost];
   Vector weight;
   Vector rstd, mean;
-  // Receive the gradients of rows; empty if not wanted.
+  // These receive the gradients of rows; empty if not wanted.
   Matrix out[kNormMost];
-  // Receive dweight and dbias; empty if not wanted.
+  // These receive dweight and dbias; empty if not wanted.
   Vector sums[kNormMost];
   int64_t sections = 1;
 };

@@ -5,7 +5,7 @@
 namespace tigon {
 
 struct NormScalars {
-  // Is added to the weight; 0 if there is no weight.
+  // The weight gets this added; 0 if there is no weight.
   float offset = 0.0f;
   // The normalized value is rounded to x's dtype before it is multiplied by the weight.
   bool round_h = false;

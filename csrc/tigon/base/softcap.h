@@ -15,7 +15,7 @@ struct SoftcapConstants {
   // 2^(double_log2e * |x|) = e^(2 |u|).
   float double_log2e;
   float top;
-  // Is 1 / top^2.
+  // This is 1 / top^2.
   float inv_top_squared;
 };
 

@@ -18,7 +18,7 @@ constexpr size_t kMaxSums = 3;
 
 template <class T>
 struct Results {
-  // Is null if not wanted.
+  // Null means not wanted.
   T* data[kMaxSums] = {};
   int64_t end[kMaxSums] = {};
 
@@ -36,7 +36,7 @@ template <class T>
 struct TotalOf {
   const float* parts;
   int64_t count;
-  // Is null if not wanted.
+  // Null means not wanted.
   T* out;
 };
 

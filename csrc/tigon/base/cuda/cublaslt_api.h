@@ -28,7 +28,7 @@ struct HeuristicResult {
 enum : int { kR32F = 0, kR16F = 2, kR16BF = 14, kR8FE4M3 = 28 };  // cudaDataType_t
 enum : int { kCompute32F = 68 };                                  // cublasComputeType_t
 enum : int { kOpN = 0, kOpT = 1 };                                // cublasOperation_t
-// Are values of cublasLtMatmulDescAttributes_t.
+// These are values of cublasLtMatmulDescAttributes_t.
 enum : int {
   kDescTransA = 3,
   kDescTransB = 4,
@@ -39,7 +39,7 @@ enum : int {
   kDescScaleModeB = 32
 };
 enum : int { kScaleOuterVector = 3 };  // cublasLtMatmulMatrixScale_t, of CUDA 12.9
-// Are values of cublasLtMatmulAlgoConfigAttributes_t.
+// These are values of cublasLtMatmulAlgoConfigAttributes_t.
 enum : int {
   kAlgoId = 0,
   kAlgoTile = 1,

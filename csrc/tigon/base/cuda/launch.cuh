@@ -29,7 +29,7 @@ const char* error_text(cudaError_t status);
 
 struct DeviceFacts {
   int sms = 0;
-  // Is the opt-in limit of dynamic shared memory, in bytes.
+  // A block may opt in to this much dynamic shared memory, in bytes.
   int shared_per_block = 0;
   // 90 stands for sm_90. It is the device's, or that of the architecture the kernels were compiled for if
   // that is less.

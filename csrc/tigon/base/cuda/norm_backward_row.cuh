@@ -25,7 +25,7 @@ struct NormBackward {
   int groups = 1;
   // [parts, kSums, groups * cols]; null if not wanted.
   float* partials = nullptr;
-  // Is passed to hide_from_compiler().
+  // hide_from_compiler() takes this.
   uint32_t opaque_zero = 0;
 };
 
@@ -86,7 +86,7 @@ struct BackwardRow {
   static constexpr bool kSelectsRounding = kRareTypes<X, W> && !kRowGroups<B>;
   const NormBackward<B, W, Y>& p;
   int group;
-  // Is the first column of the group, counted over all columns.
+  // The group begins at this column of all columns.
   int64_t begin;
   float inv_cols;
 

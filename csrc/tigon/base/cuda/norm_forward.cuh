@@ -144,7 +144,7 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
     problem.rows_per_param = p.f.rows_per_param, p.row_groups = int(p.rows / p.f.rows_per_param);
   const NormPlan plan = plan_forward(kTraits, problem, device_limits());
 
-  // Is the plan's kernel; null means `looped`.
+  // The plan names this kernel; null means `looped`.
   const void* entry = nullptr;
   LaunchConfig grid{.blocks = ceil_div(p.rows, plan.rows.rows_per_block) * p.groups,
                     .threads = plan.threads,

@@ -37,13 +37,13 @@ struct NormTraits {
   bool subtracts_mean, writes_residual;
   // True if the backward has clusters for rows that no CTA holds.
   bool clusters = false;
-  // Is true for kRowParams or kRowGroups.
+  // True for kRowParams or kRowGroups.
   bool by_row;
   // True for kRareTypes, which take fewer configurations. With by_row, whose kernels share configurations, it
   // is true only for fp16 in the forward.
   bool rare;
   int x_bytes, weight_bytes, y_bytes;
-  // Is kFolded for kRowParams.
+  // This is kFolded for kRowParams.
   int folded = 0;
 
   constexpr int vec_size() const { return 16 / x_bytes; }

@@ -37,9 +37,9 @@ struct NormForward {
   int row_groups = 1;
   // The number of columns that share a parameter, if F::PerChannel.
   int64_t cols_per_param = 1;
-  // Is 1 / cols; norm_forward sets it.
+  // norm_forward sets this to 1 / cols.
   float inv_cols = 0.0f;
-  // Is passed to hide_from_compiler().
+  // hide_from_compiler() takes this.
   uint32_t opaque_zero = 0;
 };
 

@@ -53,7 +53,7 @@ struct RowsOf {
   int cols;
   // Counts the rows drawn by persistent CTAs, from zero at launch. If null, the distribution is static.
   int* counter;
-  // Is passed to hide_from_compiler().
+  // hide_from_compiler() takes this.
   uint32_t opaque_zero;
 };
 

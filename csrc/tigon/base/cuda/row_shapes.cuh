@@ -31,7 +31,7 @@ struct RowTile {
   }
 };
 
-// Is an array of a type without a default constructor.
+// This array holds a type without a default constructor.
 template <class T, int K>
 struct Array {
   T data[K];

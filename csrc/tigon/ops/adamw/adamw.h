@@ -48,7 +48,7 @@ constexpr const char* name_of(AdamwRounding r) {
 // Holds the hyperparameters that tensors share.
 struct AdamwGroup {
   double lr = 1e-3;
-  // Has one element on the context's device, used instead of lr.
+  // If given, this element on the context's device is used instead of lr.
   const float* lr_on_device = nullptr;
   double beta1 = 0.9;    // in [0, 1)
   double beta2 = 0.999;  // in [0, 1)
@@ -73,7 +73,7 @@ struct AdamwTensor {
   Vector step;
   // The number of steps done before this call; at most 2^31 - 2.
   int64_t steps = 0;
-  // Is the index of the first element in the stream of random bits.
+  // The first element has this index in the stream of random bits.
   int64_t first = 0;
   int64_t group = 0;
 };

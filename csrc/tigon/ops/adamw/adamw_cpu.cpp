@@ -8,7 +8,7 @@ namespace {
 using namespace adamw_detail;
 
 struct AdamwTable {
-  // Is indexed by rounding.
+  // The index is the rounding.
   void (*at[kAdamwRoundings])(const Adamw& a, const AdamwTensor& t, const Constants& c, float factor,
                               int64_t begin, int64_t end);
 };

@@ -33,10 +33,10 @@ struct Factors {
 template <class T>
 struct Problem {
   const T *values, *dy;
-  // Is null if not wanted.
+  // Null means not wanted.
   T *y, *dvalues;
   int64_t rows, stride, dy_stride, y_stride, dvalues_stride;
-  // Is query * norm_weight.
+  // The key is query * norm_weight.
   const float* key;
   // [CTAs, cols]; null if not wanted.
   float* partials;

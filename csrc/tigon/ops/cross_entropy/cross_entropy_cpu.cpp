@@ -36,7 +36,7 @@ struct CrossEntropyCall {
 };
 struct CrossEntropyRowInputs {
   bool counts;  // the row is not ignored
-  // Is the label's column; in a shard it may be a column of another one.
+  // The label has this column; in a shard it may be a column of another one.
   int64_t label;
   float scale, entropy_scale;
   // Belong to a shard; 0 without one.

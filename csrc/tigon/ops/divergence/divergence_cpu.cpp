@@ -13,7 +13,7 @@ struct DistillationResult {
   float loss, soft, hard, entropy;
 };
 struct DistillationTable {
-  // Is indexed by kind. dstudent is nullptr if not wanted.
+  // The index is the kind. dstudent is nullptr if not wanted.
   void (*at[kDivergenceKinds])(const DistillationRows& a, const void* student, const void* teacher,
                                void* dstudent, int64_t label, float scale, DistillationResult* out);
 };

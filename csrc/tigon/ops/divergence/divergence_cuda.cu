@@ -38,7 +38,7 @@ struct RegisterRow {
   static constexpr int N = AlignedRow<T>::N, kThreads = Shape::threads, kVecsPerThread = Shape::pairs / N;
   const DivergenceParams<T>& p;
   const Scaling<T>& scaling;
-  // Is indexed by [vector of a thread][student, teacher][thread], from this thread on.
+  // The indices are [vector of a thread][student, teacher][thread], from this thread on.
   uint4* vecs;
   AlignedRow<const T> x;
   float s[kVecsPerThread][N], t[kVecsPerThread][N];
@@ -162,7 +162,7 @@ __global__ __launch_bounds__(Shape::threads, Shape::min_blocks) void register_ke
   constexpr int N = AlignedRow<T>::N, kThreads = Shape::threads, kVecsPerThread = Shape::pairs / N,
                 kStages = Shape::stages;
   __shared__ ReduceStorage<T, kThreads / 32 * (kCluster ? kMaxCluster : 1)> storage;
-  // Is indexed by [stage][vector of a thread][student, teacher][thread].
+  // The indices are [stage][vector of a thread][student, teacher][thread].
   extern __shared__ uint4 smem_vecs[];
   const int tid = int(threadIdx.x);
   const unsigned blocks = kCluster ? cluster_size() : 1, rank = kCluster ? cluster_rank() : 0;

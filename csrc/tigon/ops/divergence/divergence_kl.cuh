@@ -276,7 +276,7 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
                                                                const int chunks, const int stages) {
   constexpr int kWarps = Shape::warps;
   __shared__ KlStorage<kWarps> storage;
-  // Is indexed by [stage][student, teacher][consumer].
+  // The indices are [stage][student, teacher][consumer].
   extern __shared__ uint4 smem_vecs[];
   const int tid = int(threadIdx.x);
   const unsigned blocks = cluster_size(), rank = cluster_rank();

@@ -77,7 +77,7 @@ __device__ __forceinline__ void combine(CenteredTotals& a, const CenteredTotals&
 // terms, and log2 of the quotient of the sums, teacher's by student's (exactly 0 for equal rows).
 struct RowPair {
   float ref_s = 0.0f, ref_t = 0.0f, part_s = 1.0f, part_t = 1.0f, mean = 0.0f, log2_quotient = 0.0f;
-  // Is the next row.
+  // Holds the row that comes next.
   int next = 0;
 };
 

@@ -34,7 +34,7 @@ constexpr int kScalarParts = 64;
 struct Tiling {
   int64_t rows, cols, chunk;
   uint32_t tiles, row_threads, groups;
-  // Is 1 / row_threads in units of 2^-16, rounded up, which is exact for the threads of a CTA.
+  // 1 / row_threads is stored in units of 2^-16, rounded up, which is exact for the threads of a CTA.
   uint32_t inv_row_threads;
 };
 
@@ -42,7 +42,7 @@ template <class X, class W>
 struct Dyt {
   // Only the backward has dy.
   const X *dy, *x;
-  // Is y, or dx, which may be null.
+  // The result is y, or dx, which may be null.
   X* out;
   int64_t dy_stride, x_stride, out_stride;
   const W *alpha, *weight, *bias;

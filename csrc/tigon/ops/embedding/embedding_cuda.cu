@@ -158,7 +158,7 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
   __shared__ int warp_sum[kSortWarps], warp_before[kSortWarps];
   const int tid = int(threadIdx.x), warp = tid / 32, lane = tid % 32;
   const int pitch = int(p.order.range + 2) & ~1;
-  // Is indexed by [warp][id of the CTA].
+  // The indices are [warp][id of the CTA].
   Count* const next = reinterpret_cast<Count*>(shared);
   bool* const used = reinterpret_cast<bool*>(next + kSortWarps * pitch);
   const uint32_t begin = p.order.begin(blockIdx.x);
@@ -267,7 +267,7 @@ struct Sums {
   Sorted sorted;
   const T* dy;
   T* dweight;
-  // Is indexed by [window][id from an earlier window, id that continues][H].
+  // The indices are [window][id from an earlier window, id that continues][H].
   float* parts;
   int64_t dy_stride;
   // `window` is the number of tokens of a window.

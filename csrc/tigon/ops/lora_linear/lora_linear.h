@@ -56,7 +56,7 @@ struct LoraLinearFwd {
   Matrix x;
   std::span<const LoraBase> bases;
   std::span<const LoraAdapter> adapters;
-  // Has one i64 on the context's device; only dropout needs it.
+  // The seed is one i64 on the context's device; only dropout needs it.
   Vector seed;
   Matrix t;
   bool has_t = false;  // t is already computed

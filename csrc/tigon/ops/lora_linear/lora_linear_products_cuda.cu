@@ -12,7 +12,7 @@ namespace tigon::cuda {
 namespace {
 
 constexpr const char* kOp = "lora_linear";
-// Is enough for q, k and v, and the adapters of all.
+// This is enough for q, k and v, and the adapters of all.
 constexpr size_t kMost = 4;
 
 template <class T, matmul::Major kMajorB>

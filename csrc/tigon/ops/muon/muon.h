@@ -72,7 +72,7 @@ struct MuonMomentum {
 struct MuonUpdate {
   std::span<const Vector> params, updates;
   double lr = 1e-3;
-  // Has one element on the context's device, used instead of lr.
+  // If given, this element on the context's device is used instead of lr.
   Vector lr_on_device;
   double ratio = 1.0;
   double weight_decay = 0.1;

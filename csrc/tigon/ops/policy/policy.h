@@ -83,7 +83,7 @@ struct Policy {
   // i64 [rows]: place of each row that counts. If empty, a row's place is its number.
   Vector position;
   int64_t base = 0;
-  // Is the number of places in all; the loss of a row beyond is NaN. -1 if not given.
+  // There are this many places in all (-1: not given); the loss of a row beyond is NaN.
   int64_t list = -1;
   Vector advantage;             // f32 [rows] | [answers]
   Vector importance;            // f32 [rows] | [answers]; 1 if empty

@@ -33,7 +33,7 @@ struct PolyNormForward {
   static constexpr bool kFill[kIn] = {false};
   RowsOf<T, kIn> rows;
   Coefficients weight, bias;
-  // Is null if not wanted.
+  // Null means not wanted.
   float* rstd;
   float eps;
 

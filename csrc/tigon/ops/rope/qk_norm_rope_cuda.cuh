@@ -13,7 +13,7 @@ namespace tigon::cuda::rope_kernels {
 constexpr int kWarps = kThreads / 32;
 
 struct Norm {
-  // Is null if absent.
+  // Null means absent.
   const void *q_weight, *k_weight;
   bool f32_weight, round_h, round_n;
   float eps, offset, inv_cols;

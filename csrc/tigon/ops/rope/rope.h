@@ -29,7 +29,7 @@
 
 namespace tigon {
 
-// Is [batch, heads, tokens, cols]. The elements of a row are adjacent.
+// The sizes are [batch, heads, tokens, cols]. The elements of a row are adjacent.
 struct RopeHeads {
   void* data = nullptr;
   DType dtype = DType::f32;
@@ -39,13 +39,13 @@ struct RopeHeads {
   bool empty() const { return batch * heads * tokens * cols == 0; }
 };
 
-// Is [axes, batch or 1, tokens, cols]. A dimension of axes or batches that is 1 serves all.
+// The sizes are [axes, batch or 1, tokens, cols]. A dimension of axes or batches that is 1 serves all.
 struct RopeTable {
   const void* data = nullptr;
   DType dtype = DType::f32;
   int64_t axes = 1, batch = 1, tokens = 0, cols = 0;
   int64_t axis_stride = 0, batch_stride = 0, token_stride = 0;
-  // Is 2 for the real or imaginary parts of complex numbers (f32, with sin right after cos).
+  // The stride is 2 for the real or imaginary parts of complex numbers (f32, with sin right after cos).
   int64_t col_stride = 1;
 
   // Returns the offset in elements. Axes and batches that serve all do not count.
@@ -93,7 +93,7 @@ struct Rope {
   RopeHeads q, k;
   RopeTable cos, sin;
   RopeHeads q_out, k_out;
-  // Is [axes, batch or 1, tokens, 1]. Without data, token t takes row t.
+  // The sizes are [axes, batch or 1, tokens, 1]. Without data, token t takes row t.
   RopeTable positions;
   RopeForm form;
 

@@ -7,11 +7,11 @@
 namespace tigon {
 
 struct RopeFields {
-  // Have the sizes [B, H, T, D], [B, T, H, D], [H, T, D] or [T, H, D].
+  // The sizes are [B, H, T, D], [B, T, H, D], [H, T, D] or [T, H, D].
   Strided q, k;
   Strided cos, sin,
-      // Have the sizes [T, ...], [B, T, ...], or with axes [A, T, ...], [A, B, T, ...]. Without sin, cos
-      // holds complex numbers as [..., R/2, 2].
+      // The sizes are [T, ...], [B, T, ...], or with axes [A, T, ...], [A, B, T, ...]. Without sin, cos holds
+      // complex numbers as [..., R/2, 2].
       positions;
   // If absent, the results are q and k.
   Strided q_out, k_out;

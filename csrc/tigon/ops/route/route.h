@@ -40,7 +40,7 @@ namespace tigon {
 
 // A router has at most this many experts.
 constexpr int64_t kRouteExperts = 1024;
-// Is added to sums of sigmoids.
+// This is added to sums of sigmoids.
 constexpr float kRouteTiny = 1e-20f;
 
 enum class RouteScore : int8_t { softmax, sigmoid };
@@ -95,7 +95,7 @@ struct RouteFwd {
   Matrix forced;         // if empty, every token chooses
   Matrix weights;
   Matrix ids;
-  // Is empty if not wanted; z and balance are then empty too.
+  // aux is empty if not wanted; z and balance are then empty too.
   Vector aux;
   Vector z;
   Vector balance;

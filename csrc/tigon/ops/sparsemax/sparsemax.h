@@ -22,7 +22,7 @@
 
 namespace tigon {
 
-// Is the smallest positive number of f16.
+// f16 has no smaller positive number.
 constexpr float kLeastF16 = 0x1p-24f;
 
 using SparsemaxFwd = DistributionFwd;

@@ -43,7 +43,7 @@ struct TileScheduler {
     const int32_t* offsets = nullptr;  // [matrices + 1]: the groups' first rows
   };
 
-  // Are the next pair, the first pair of the matrix, and the matrix.
+  // These are the next pair, the first pair of the matrix, and the matrix.
   int at, first = 0, matrix = 0;
   const int step, rank;
   __device__ TileScheduler(int cluster, int clusters, unsigned rank)
