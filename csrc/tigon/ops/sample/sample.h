@@ -1,18 +1,17 @@
-// Draws a token from every row of logits by an exponential race, which is the Gumbel-max trick (Maddison et al.
-// 2014, arXiv:1411.0030, eq. 2), among the tokens that top-k (Fan et al. 2018, arXiv:1805.04833), top-p
+// Draws a token from every row of logits by an exponential race, which is the Gumbel-max trick (Maddison et
+// al. 2014, arXiv:1411.0030, eq. 2), among the tokens that top-k (Fan et al. 2018, arXiv:1805.04833), top-p
 // (Holtzman et al. 2020, arXiv:1904.09751) and min-p (Nguyen et al. 2025, arXiv:2407.01082) leave.
-//
-// Formula     z = logit_scale * (logits + bias), with a softcap softcap * tanh(z / softcap);
-//             p = softmax(z / temperature). top_k keeps the top_k largest z. Of these, top_p keeps the smallest
-//             set of largest z whose share of their sum of p is at least top_p. Of these, min_p keeps
-//             p >= min_p * max(p). Equal z are kept or left out together.
-//             id = argmax over the kept tokens of z / temperature - log(e), where e = -log(1 - v) and v in
-//             (0, 1) comes from Philox4x32-10 of (column, row; seed). At temperature 0, id = argmax z. The lower
-//             column wins if scores are equal.
-//             log_prob = log p(id) over all tokens, kept or not; at temperature 0 that of temperature 1
+// Formula     z = logit_scale * (logits + bias), with a softcap softcap * tanh(z / softcap); p = softmax(z /
+//             temperature). top_k keeps the top_k largest z. Of these, top_p keeps the smallest set of
+//             largest z whose share of their sum of p is at least top_p. Of these, min_p keeps p >= min_p *
+//             max(p). Equal z are kept or left out together. id = argmax over the kept tokens of z /
+//             temperature - log(e), where e = -log(1 - v) and v in (0, 1) comes from Philox4x32-10 of
+//             (column, row; seed). At temperature 0, id = argmax z. The lower column wins if scores are
+//             equal. log_prob = log p(id) over all tokens, kept or not; at temperature 0 that of temperature
+//             1
 // Shapes      logits [rows, cols], any row stride; bias [cols]; temperatures, top_ks, top_ps, min_ps [rows],
-//             each instead of one number for all rows; seed [1] or [rows]. With [rows] the draw of a row depends
-//             on its seed and not on its place. ids, log_prob [rows]
+//             each instead of one number for all rows; seed [1] or [rows]. With [rows] the draw of a row
+//             depends on its seed and not on its place. ids, log_prob [rows]
 // Dtypes      logits f32 | bf16 | f16; bias the same or f32; temperatures, top_ps, min_ps, log_prob f32;
 //             top_ks, seed, ids i64
 // Rounding    arithmetic f32, sums f64
@@ -20,12 +19,12 @@
 // Aliasing    none
 // Determinism bitwise, also among other rows. The CPU draws what CUDA draws unless two scores are a rounding
 //             apart
-// Traffic     rows * cols reads from memory, then again from cache: once for the race, once for log_prob, 2 to
-//             18 times for each threshold of top_k and top_p
+// Traffic     rows * cols reads from memory, then again from cache: once for the race, once for log_prob, 2
+//             to 18 times for each threshold of top_k and top_p
 // Refused     sizes, dtypes, 2^32 columns or more: tigon::Error before anything is written. Values are not
-//             checked: a temperature that is not above 0 counts as 0; top_k below 1, top_p not below 1 and min_p
-//             not above 0 keep all tokens. A row that holds NaN or +inf, or only -inf, gets id -1 and log_prob
-//             NaN
+//             checked: a temperature that is not above 0 counts as 0; top_k below 1, top_p not below 1 and
+//             min_p not above 0 keep all tokens. A row that holds NaN or +inf, or only -inf, gets id -1 and
+//             log_prob NaN
 #pragma once
 
 #include "tigon/base/fields.h"
