@@ -237,3 +237,20 @@ def test_step_is_as_good_as_stock(name, device):
     assert_step_as_good(step(patched, inputs), wanted, exact, 8)
     undo(patched)
     assert torch.equal(step(patched, inputs)[0], wanted[0])
+
+
+def own_words(query, key, c, s, unsqueeze_dim=1):
+    c, s = c.unsqueeze(unsqueeze_dim), s.unsqueeze(unsqueeze_dim)
+    return (query * c) + (rotate_half(query) * s), (key * c) + (rotate_half(key) * s)
+
+
+def test_calls_by_the_names_of_stock():
+    """Keywords are those of the function that is replaced; a wrong call raises its own error."""
+    structure = match(canonical(own_words), ROTARY).structure
+    q, k, cos, sin = _arguments(structure, torch.float32, "cpu")
+    replacement = make_rotary(own_words, structure)
+    for got, wanted in zip(replacement(q, key=k, s=sin, c=cos), own_words(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(got, wanted)
+    for wrong in ({"c": cos}, {"c": cos, "s": sin, "query": q}, {"c": cos, "s": sin, "other": 1}):
+        with pytest.raises(TypeError, match="own_words"):
+            replacement(q, k, **wrong)
