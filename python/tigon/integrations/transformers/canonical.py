@@ -130,8 +130,9 @@ def source_tree(function) -> ast.AST:
     try:
         module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", "")
         if name == "<lambda>" or module.startswith(f"{__package__}.patterns."):  # one file has many
-            text = "".join(linecache.getlines(function.__code__.co_filename))
-            return _functions(text)[function.__code__.co_firstlineno]
+            path, first = function.__code__.co_filename, function.__code__.co_firstlineno
+            linecache.checkcache(path)
+            return _functions("".join(linecache.getlines(path)))[first]
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError, KeyError) as error:
         raise NoSource("no Python source") from error

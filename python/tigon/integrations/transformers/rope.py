@@ -30,8 +30,6 @@ from tigon.ops.rope import rope
 
 Key = tuple[str, str]  # module name, name of the global
 _STOCK, _FUSED = "_tigon_stock_", "_tigon_fused_"
-
-
 ROLES = {"x": "q", "tensor": "q", "xq": "q", "xk": "k", "freqs_cis": "cos"}  # of names in the table
 
 
@@ -74,7 +72,9 @@ def make_rotary(stock, structure: Structure):
 def _usual(dims, q, k, cos, sin, unsqueeze_dim) -> bool:
     """Whether the tensors are such that `tigon.rope` computes what stock does."""
     tensors = [x for x in (q, k, cos, sin) if x is not None]
-    if q is None or cos is None or not plain(*tensors) or q.ndim not in dims:
+    if q is None or cos is None or type(unsqueeze_dim) is not int:
+        return False
+    if not plain(*tensors) or q.ndim not in dims:
         return False
     shared = unsqueeze_dim == 0 and q.ndim == 4 and cos.ndim == 2  # Pixtral: one table for all
     if not shared and (cos.ndim != q.ndim - 1 or unsqueeze_dim not in (1, 2, -2)):
