@@ -5,7 +5,7 @@
 #include "tigon/base/op.h"
 #include "tigon/base/product.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon {
 namespace {

@@ -16,16 +16,16 @@
 //                       "LK losses: direct acceptance rate optimization for speculative decoding", arXiv:2602.23881)
 //             a row's loss is that times token_weight; 0 log 0 = 0
 // Gradient    ds = B (q - p) (ce, kl),  q - [c = label] (hard),  q (sum q u - u) with u = [q <= A p] (tv),
-//             and lambda and 1 - lambda times those for lk; dhidden, dweight as in linear_head.h. The teacher has no gradient
+//             and lambda and 1 - lambda times those for lk; dhidden, dweight as in loss_head.h. The teacher has no gradient
 // Shapes      hidden, dhidden [rows steps, H]; weight, dweight [V, H]; teacher_hidden [rows, H_t], teacher_weight [V_t, H_t], any row
 //             stride; draft_id [V_t], empty: V = V_t and the ids are the same; teacher_target [rows]; target, token_weight,
 //             upstream, loss, overlap, counted [rows steps]; scale, total [1]
 // Dtypes      hidden, weight, teacher_hidden, teacher_weight f32 | bf16 | f16, the same; draft_id i32; targets i64; the rest f32
-// Rounding    logits of both sides to hidden's dtype, their gradient once, to it too; then as in linear_head.h
+// Rounding    logits of both sides to hidden's dtype, their gradient once, to it too; then as in loss_head.h
 // Saved       dhidden, dweight for linear_head_finish; nothing of the size of the logits
 // Scaling     as in linear_cross_entropy.h: f32 and bf16 gradients carry `scale`, f16 ones get it at the end
 // Masked rows target == ignore_index, the same for a row and its draft rows: results 0, gradient a row of zeros; free where their
-//             number is known (linear_head.h). So are rows without a label, except that nothing is saved: `counted` is 0 there, and
+//             number is known (loss_head.h). So are rows without a label, except that nothing is saved: `counted` is 0 there, and
 //             1 on all others. A mean divides by the number of teacher_target that count
 // Aliasing    none
 // Determinism bitwise, run to run
@@ -34,7 +34,7 @@
 //             upstream missing for gradients of per-row losses
 #pragma once
 
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon {
 

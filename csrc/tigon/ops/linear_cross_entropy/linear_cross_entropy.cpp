@@ -7,7 +7,7 @@
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/ops/cross_entropy/cross_entropy_labels.h"
 #include "tigon/ops/cross_entropy/cross_entropy_shards.h"
-#include "tigon/ops/linear_head/linear_head_fields.h"
+#include "tigon/ops/loss_head/fields.h"
 
 namespace tigon {
 namespace {

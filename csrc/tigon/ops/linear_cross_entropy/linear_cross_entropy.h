@@ -38,7 +38,7 @@
 //             CPU labels outside [0, V) and a valid_rows that is not the count
 #pragma once
 
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon {
 

@@ -1,5 +1,5 @@
 // The last step of scalar losses, whose results may be its arguments.
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 #include "tigon/torch/shim.h"
 
 namespace tigon::torch_shim::linear_cross_entropy_torch {

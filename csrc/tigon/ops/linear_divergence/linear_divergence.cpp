@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "tigon/base/require.h"
-#include "tigon/ops/linear_head/linear_head_fields.h"
+#include "tigon/ops/loss_head/fields.h"
 
 namespace tigon {
 namespace {

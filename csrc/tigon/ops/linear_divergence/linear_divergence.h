@@ -3,7 +3,7 @@
 //
 // Formula     student = hidden . weight^T (+ lora_scale (hidden . lora_a^T) . lora_b^T); teacher = teacher_hidden .
 //             teacher_weight^T, or given; row by row the loss of tigon/ops/divergence/distillation.h, times token_weight
-//             dhidden, dweight, dbias, dlora_a, dlora_b from the gradient of the student's logits as in linear_head.h: three
+//             dhidden, dweight, dbias, dlora_a, dlora_b from the gradient of the student's logits as in loss_head.h: three
 //             products of the student's and one of the teacher's. The teacher has no gradients.
 //             Softmaxes, entropies and labels are those of the classes that both have, the first min(V_s, V_t): rows of the
 //             longer weight (columns of logits) beyond them are padding, take no part and have gradient 0
@@ -14,10 +14,10 @@
 //             teacher_logits any of them; biases f32; target i64; dhidden hidden's; dweight f32, or hidden's where one chunk takes
 //             all rows; the rest f32
 // Rounding    logits are f32: the products are not rounded to 16 bits; the logits' gradient once, to hidden's dtype; then as in
-//             linear_head.h. The rows of a chunk do not show beyond the order of f32 additions
+//             loss_head.h. The rows of a chunk do not show beyond the order of f32 additions
 // Saved       dhidden, dweight, dbias, dlora_a, dlora_b for linear_head_finish; nothing of the size of the logits
 // Scaling     as in linear_cross_entropy.h: f32 and bf16 gradients carry `scale`, f16 ones get it at the end
-// Masked rows target == ignore_index: results 0, gradient a row of zeros; free where their number is known (linear_head.h)
+// Masked rows target == ignore_index: results 0, gradient a row of zeros; free where their number is known (loss_head.h)
 // Aliasing    none
 // Determinism bitwise, run to run
 // Traffic     per row V (8 + 2 size) bytes of logits (teacher_logits: 4 + their size + 2 size) besides the products' operands
@@ -26,7 +26,7 @@
 #pragma once
 
 #include "tigon/ops/divergence/distillation.h"
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon {
 

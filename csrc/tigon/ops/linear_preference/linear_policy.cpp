@@ -1,8 +1,8 @@
 #include "tigon/ops/linear_preference/linear_policy.h"
 
 #include "tigon/base/require.h"
-#include "tigon/ops/linear_head/linear_head_fields.h"
 #include "tigon/ops/linear_preference/token_loss.h"
+#include "tigon/ops/loss_head/fields.h"
 
 namespace tigon {
 

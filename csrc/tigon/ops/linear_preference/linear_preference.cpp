@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "tigon/base/require.h"
-#include "tigon/ops/linear_head/linear_head_fields.h"
 #include "tigon/ops/linear_preference/token_loss.h"
+#include "tigon/ops/loss_head/fields.h"
 
 namespace tigon {
 

@@ -2,10 +2,10 @@
 // gradients, with the logits of no more than a chunk of rows alive at any time.
 //
 // Formula     log_prob = log softmax(z)[label] of each row, z as in tigon/ops/cross_entropy/cross_entropy.h from the logits of
-//             tigon/ops/linear_head/linear_head.h; then the losses of preference.h, and the gradients of the products
-//             (linear_head.h) of dlogits = c (p - [label]), c = -dloss / dlog_prob. With `ref` the scores' references are the
+//             tigon/ops/loss_head/loss_head.h; then the losses of preference.h, and the gradients of the products
+//             (loss_head.h) of dlogits = c (p - [label]), c = -dloss / dlog_prob. With `ref` the scores' references are the
 //             sums of a second head's log-probabilities over the same tokens
-// Shapes      hidden, dhidden [answers * tokens, H]; labels [answers * tokens]; the rest as in preference.h and linear_head.h
+// Shapes      hidden, dhidden [answers * tokens, H]; labels [answers * tokens]; the rest as in preference.h and loss_head.h
 // Dtypes      hidden, weight f32 | bf16 | f16, the same, those of ref too; losses and metrics f32
 // Rounding    as linear_cross_entropy: logits and dlogits of a chunk to hidden's dtype; c hidden and c dhidden once more
 // Scaling     f32 and bf16: gradients carry `scale`. f16: they do not; linear_head_finish multiplies by it
@@ -20,7 +20,7 @@
 //             tigon::Error before anything is written
 #pragma once
 
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 #include "tigon/ops/preference/preference.h"
 
 namespace tigon {

@@ -10,7 +10,7 @@
 
 #include <functional>
 
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon {
 

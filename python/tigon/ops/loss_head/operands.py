@@ -13,7 +13,7 @@ from tigon.ops import arguments
 from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
 from tigon.ops.loss_head.plan import check_cap, chunk_that_fits
 
-# Bits of `needs`, whose meanings csrc/tigon/ops/linear_head/linear_head_fields.h says.
+# Bits of `needs`, whose meanings csrc/tigon/ops/loss_head/fields.h says.
 HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND, UNIT, MAIN_GRAD, LOGITS = (1 << i for i in range(9))
 NEEDS = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "lora_a": LORA_A, "lora_b": LORA_B}
 

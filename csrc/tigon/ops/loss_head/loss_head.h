@@ -39,7 +39,7 @@
 #include <vector>
 
 #include "tigon/base/context.h"
-#include "tigon/ops/linear_head/linear_head_plan.h"
+#include "tigon/ops/loss_head/plan.h"
 
 namespace tigon {
 

@@ -2,7 +2,7 @@
 #include "tigon/base/cuda/matmul/epilogue_statistics.cuh"
 #include "tigon/base/cuda/matmul/launch.cuh"
 #include "tigon/base/dispatch.h"
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon::cuda {
 namespace {

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "tigon/base/dispatch.h"
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon::cpu {
 namespace {
@@ -13,12 +13,12 @@ using FinishRun = void(const void* in, DType in_dtype, float factor, void* out, 
 }  // namespace
 }  // namespace tigon::cpu
 
-#define TIGON_KERNELS "tigon/ops/linear_head/linear_head_cpu.inc"
+#define TIGON_KERNELS "tigon/ops/loss_head/loss_head_cpu.inc"
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
 namespace {
-#include "tigon/ops/linear_head/linear_head_math.inc"
+#include "tigon/ops/loss_head/loss_head_math.inc"
 }  // namespace
 
 void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "tigon/base/op.h"
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon {
 

@@ -2,7 +2,7 @@
 #include <limits>
 
 #include "table.h"
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon::test {
 namespace {

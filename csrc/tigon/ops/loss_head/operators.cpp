@@ -1,6 +1,6 @@
 // PyTorch's operators of the steps of a head by themselves: for tigon.parallel, whose processes exchange between products, and for
 // losses that are functions of Python.
-#include "tigon/ops/linear_head/linear_head_fields.h"
+#include "tigon/ops/loss_head/fields.h"
 
 namespace tigon {
 namespace {

@@ -7,12 +7,12 @@
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon::cuda {
 namespace {
 
-#include "tigon/ops/linear_head/linear_head_math.inc"
+#include "tigon/ops/loss_head/loss_head_math.inc"
 
 constexpr const char* kOp = "linear_head";
 constexpr int kThreads = 256, kUnroll = 4;

@@ -1,4 +1,4 @@
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 #include <algorithm>
 

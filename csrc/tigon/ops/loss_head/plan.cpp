@@ -1,4 +1,4 @@
-#include "tigon/ops/linear_head/linear_head_plan.h"
+#include "tigon/ops/loss_head/plan.h"
 
 #include <algorithm>
 
