@@ -37,17 +37,17 @@ LinearHeadRows pair_rows(Context& ctx, const TokenLossHead& a, const LinearHeadR
                       .labels = linear_head_vector(ctx, count, DType::i64),
                       .index = linear_head_vector(ctx, count, DType::i64),
                       .position = linear_head_vector(ctx, a.labels.target.size, DType::i64)};
-  PairRows list = {.target = a.labels.target,
-                   .ignore_index = a.labels.ignore_index,
-                   .pairs = a.answers / 2,
-                   .tokens = a.tokens,
-                   .compact = compact,
-                   .index = r.index,
-                   .labels = r.labels,
-                   .position = r.position};
+  LossHeadPairs list = {.target = a.labels.target,
+                        .ignore_index = a.labels.ignore_index,
+                        .pairs = a.answers / 2,
+                        .tokens = a.tokens,
+                        .compact = compact,
+                        .index = r.index,
+                        .labels = r.labels,
+                        .position = r.position};
   on_device(
-      a.head.op, ctx, [&] { cpu::linear_preference_rows(ctx, list); },
-      TIGON_ON_CUDA(cuda::linear_preference_rows(ctx, list)));
+      a.head.op, ctx, [&] { cpu::loss_head_pairs(ctx, list); },
+      TIGON_ON_CUDA(cuda::loss_head_pairs(ctx, list)));
   return r;
 }
 

@@ -10,7 +10,7 @@
 
 #include <functional>
 
-#include "tigon/ops/loss_head/loss_head.h"
+#include "tigon/ops/loss_head/engine.h"
 
 namespace tigon {
 
@@ -44,19 +44,5 @@ struct TokenLossRows {
 };
 void token_loss_check(const TokenLossHead& a);
 TokenLossRows token_loss(Context& ctx, const TokenLossHead& a, const TokenLossFormula& formula);
-
-// A list of rows with the answers of a pair side by side: chosen, then rejected. `compact`: rows that count alone (on the CPU).
-struct PairRows {
-  Vector target;  // i64 [2 * pairs * tokens]
-  int64_t ignore_index = -100, pairs = 0, tokens = 0;
-  bool compact = false;
-  Vector index, labels, position;  // out, as in LinearHeadRows
-};
-namespace cpu {
-void linear_preference_rows(Context& ctx, const PairRows& a);
-}  // namespace cpu
-namespace cuda {
-void linear_preference_rows(Context& ctx, const PairRows& a);
-}  // namespace cuda
 
 }  // namespace tigon

@@ -204,11 +204,11 @@ LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, con
     w.logits = linear_head_matrix(ctx, rows_of_logits, v, linear_head_logit_stride(v), dtype);
     pad_rows(ctx, w.logits);
   }
-  bool wide = a.wide_logits && dtype != DType::f32;
-  if (wide) {
-    int64_t rows_of_part = std::min(m.chunk, linear_head_wide_rows(ctx.device() == Device::cuda, v));
+  int64_t rows_of_part = m.f32_rows;
+  if (rows_of_part == 0 && a.wide_logits && dtype != DType::f32)
+    rows_of_part = std::min(m.chunk, linear_head_wide_rows(ctx.device() == Device::cuda, v));
+  if (rows_of_part > 0)
     w.wide = linear_head_matrix(ctx, rows_of_part, v, linear_head_logit_stride(v), DType::f32);
-  }
   bool scales = m.factored && (a.dweight.data || a.dlora_a.data || a.dlora_b.data);
   if (rows.listed || scales) w.hidden = linear_head_matrix(ctx, m.chunk, h, h, dtype);
   if (rows.listed && a.dhidden.data) w.dhidden = linear_head_matrix(ctx, m.chunk, h, h, dtype);

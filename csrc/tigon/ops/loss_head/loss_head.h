@@ -1,13 +1,7 @@
 // The last linear layer of a language model, chunk of rows by chunk of rows, for losses whose logits never exist as a whole.
 // An engine for the ops linear_*: it holds what they share and knows no loss.
 //
-// A driver checks its operands (linear_head_check), asks which rows count (linear_head_rows) and how many a chunk takes
-// (linear_head_limit, or linear_head_plan where groups of rows must share a chunk), takes the memory of one chunk
-// (linear_head_workspace), and for each chunk (linear_head_chunk):
-//   linear_head_parts       logits = hidden . weight^T, then
-//   its own row pass        reads the logits and leaves their gradients where the part says
-//   linear_head_gradients   the products of the gradients that are wanted
-// At the end linear_head_results writes what the pass found for the listed rows to all rows.
+// The loop over chunks is engine.h's; these are its steps. A caller who has the logits of a chunk takes them alone (operators.cpp).
 //
 // Formula     logits = hidden . weight^T (+ lora_scale (hidden . lora_a^T) . lora_b^T);  the row pass adds the bias
 //             with dlogits and, where given, a factor c for each row:
@@ -33,7 +27,6 @@
 //             [0, V) and a valid_rows that is not the count: tigon::Error under the driver's name, before anything is written
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <optional>
 #include <vector>
@@ -136,7 +129,7 @@ TIGON_API int64_t linear_head_group_limit(const LinearHead& a, int64_t limit);  
 TIGON_API std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a,
                                                        const std::vector<int64_t>& group_rows, int64_t limit);
 
-// Memory of one chunk, used by all. Logits in f32 are there for a part of a chunk at a time (linear_head_parts), which keeps
+// Memory of one chunk, used by all. Logits in f32 are there for a part of a chunk at a time (engine.h), which keeps
 // them to the size of a small chunk's; what the row pass leaves for the products lies in `logits`.
 struct LinearHeadWorkspace {
   Matrix logits;           // [chunk, V], hidden's dtype
@@ -149,6 +142,7 @@ struct LinearHeadMemory {
   int64_t chunk = 0;        // most rows of a chunk
   bool logits = true;       // false: the driver sets each chunk's logits to memory of its own
   int64_t logits_rows = 0;  // most rows of a chunk without memory of its own; 0: chunk
+  int64_t f32_rows = 0;     // of a part whose logits are f32 whatever hidden's dtype; 0: as wide_logits says
   bool factored = false;    // linear_head_gradients will be given factors
 };
 TIGON_API LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a,
@@ -185,19 +179,6 @@ struct LinearHeadPart {
   int64_t begin = 0, count = 0;  // rows of the list
   Matrix logits, to;
 };
-// Calls fn(part) for each part of a chunk, whose logits are made just before: one part, or with wide logits several.
-template <class Fn>
-void linear_head_parts(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk, const Fn& fn) {
-  int64_t most = chunk.wide.data ? chunk.wide.rows : chunk.count;
-  for (int64_t first = 0; first < chunk.count; first += most) {
-    LinearHeadChunk part = linear_head_slice(chunk, first, std::min(most, chunk.count - first));
-    Matrix to = part.logits;
-    if (chunk.wide.data) part.logits = chunk.wide, part.logits.rows = part.count;
-    linear_head_logits(ctx, a, part);
-    fn(LinearHeadPart{part.begin, part.count, part.logits, to});
-  }
-  chunk.gathered = true, chunk.has_u = a.lora_a.data != nullptr;
-}
 // The products of dlogits, which are only read. `first`: what is summed over chunks is written, not added to; nothing is
 // zero-filled. With listed rows dhidden's other rows are the driver's (linear_head_clear).
 struct LinearHeadPass {

@@ -1,8 +1,8 @@
-#include "tigon/ops/linear_preference/token_loss.h"
+#include "tigon/ops/loss_head/engine.h"
 
 namespace tigon::cpu {
 
-void linear_preference_rows(Context&, const PairRows& a) {
+void loss_head_pairs(Context&, const LossHeadPairs& a) {
   const int64_t* target = a.target.as<int64_t>();
   int64_t *index = a.index.as<int64_t>(), *labels = a.labels.as<int64_t>(),
           *position = a.position.as<int64_t>();

@@ -1,6 +1,6 @@
 // The list of rows in which the answers of a pair are side by side: one read and three writes of 8 bytes a row.
 #include "tigon/base/cuda/launch.cuh"
-#include "tigon/ops/linear_preference/token_loss.h"
+#include "tigon/ops/loss_head/engine.h"
 
 namespace tigon::cuda {
 namespace {
@@ -19,7 +19,7 @@ __global__ __launch_bounds__(kThreads) void pair_rows_kernel(const int64_t* targ
 
 }  // namespace
 
-void linear_preference_rows(Context& ctx, const PairRows& a) {
+void loss_head_pairs(Context& ctx, const LossHeadPairs& a) {
   launch("linear_preference", ctx, pair_rows_kernel,
          {.blocks = ceil_div(a.target.size, int64_t(kThreads)), .threads = kThreads}, a.target.as<int64_t>(),
          a.index.as<int64_t>(), a.labels.as<int64_t>(), a.position.as<int64_t>(), a.pairs, a.tokens,
