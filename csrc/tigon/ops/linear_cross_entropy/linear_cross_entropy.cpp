@@ -219,7 +219,8 @@ class LabelPass : public RowPass {
     return l;
   }
 
-  // Losses, log-probabilities and lse of a call that wants nothing else of the logits, without them; false where that cannot be.
+  // Losses, log-probabilities and lse of a call that wants nothing else of the logits, without them; false where
+  // that cannot be.
   bool statistics(const LossHeadRun& run) const {
     const bool more = run.a.head.wants_gradients() || a_.kept.dlogits.data || a_.several.labels ||
                       r_.entropy || r_.predicted || a_.label_smoothing > 0.0f;
@@ -263,8 +264,8 @@ class RowsGradientPass final : public LabelPass {
     if (!run.a.head.wants_gradients()) return;
     LabelPass::memory(run);
     if (run.rows.listed) r_.loss = linear_head_vector(run.ctx, run.rows.count);
-    // Which rows are kept depends on their number: those computed again are scaled where kept ones are, after the products, and so
-    // are those whose logits were kept.
+    // Which rows are kept depends on their number: those computed again are scaled where kept ones are, after the
+    // products, and so are those whose logits were kept.
     late_ = (run.ctx.deterministic || a_.kept.are_logits) && !a_.entropy_upstream && !a_.several.labels;
     formed_ = a_.kept.are_logits ? 0 : run.kept;
     run.factored = formed_ > 0 || late_;

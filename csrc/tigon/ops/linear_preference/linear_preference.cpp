@@ -34,14 +34,15 @@ LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t an
 
 void linear_preference(Context& ctx, const LinearPreference& a) {
   bool lone = a.loss.formula.kind == PreferenceKind::kto;
-  TokenLossHead head = {.head = a.head,
-                        .ref = a.ref,
-                        .labels = a.labels,
-                        .formula = a.formula,
-                        .answers = (lone ? 1 : 2) * a.loss.pairs,
-                        .tokens = a.loss.tokens,
-                        .pairs = !lone,
-                        .coupled = true};
+  TokenLossHead head = {.head = {.head = a.head,
+                                 .labels = a.labels,
+                                 .groups = {{.answers = (lone ? 1 : 2) * a.loss.pairs,
+                                             .tokens = a.loss.tokens,
+                                             .pairs = !lone,
+                                             .coupled = true}},
+                                 .reference = a.ref},
+                        .formula = a.formula};
+  head.head.head.wide_logits = false;
   token_loss_check(head);
   Preference loss = a.loss;
   // The vectors of losses are made below: what is checked is that they fit.

@@ -10,15 +10,14 @@ namespace {
 void check(const LossHead& a) {
   const char* op = a.head.op;
   const int64_t rows = a.head.hidden.rows;
-  linear_head_check(a.head);
   require_optional(op, "token_weight", a.token_weight, rows);
   require_optional(op, "upstream", a.upstream, rows);
   require_optional(op, "loss", a.loss, rows);
   linear_head_check(op, a.reduction);
   TIGON_CHECK(op, a.labels.chunk_rows >= 0, "chunk_rows must be >= 1 (or None), got ", a.labels.chunk_rows);
-  TIGON_CHECK(
-      op, !a.loss || !a.head.wants_gradients() || a.reduction.kind != Reduction::none || a.upstream || a.unit,
-      "upstream must be given for the gradients of per-row losses");
+  const bool takes_upstream = a.labelled && !a.groups && !a.unit && a.reduction.kind == Reduction::none;
+  TIGON_CHECK(op, a.upstream || !takes_upstream || !a.head.wants_gradients(),
+              "upstream must be given for the gradients of per-row losses");
 }
 
 int64_t limit_of(Context& ctx, const LossHead& a, int64_t rows) {
@@ -77,7 +76,7 @@ LinearHeadRows pair_rows(Context& ctx, const LossHead& a, const LinearHeadRows& 
   return r;
 }
 
-// Spans of at most `limit` rows, of as equal length as chunks are without groups, with the groups that they belong to.
+// Chunks as without groups, with the groups that they belong to.
 void plan_tokens(LossHeadRun& run) {
   const LossHeadGroups& g = *run.a.groups;
   plan_rows(run);
@@ -94,7 +93,8 @@ void plan_groups(LossHeadRun& run) {
   const LossHead& a = run.a;
   const LossHeadGroups& g = *a.groups;
   LinearHeadLabels labels = a.labels;
-  // Where the list is made on the device, the host does not know how many rows of it a group has: it serves where one chunk takes all.
+  // Where the list is made on the device, the host does not know how many rows of it a group has: it serves where
+  // one chunk takes all.
   if (g.coupled && run.ctx.device() != Device::cpu && labels.valid_rows >= 0 &&
       limit_of(run.ctx, a, labels.valid_rows) < labels.valid_rows)
     labels.valid_rows = -1;
@@ -114,8 +114,8 @@ void plan(LossHeadRun& run, RowPass& pass) {
   if (a.groups) {
     plan_groups(run);
   } else {
-    run.rows = a.labels.target ? linear_head_rows(run.ctx, a.head, a.labels)
-                               : LinearHeadRows{.count = a.head.hidden.rows};
+    run.rows = a.labelled ? linear_head_rows(run.ctx, a.head, a.labels)
+                          : LinearHeadRows{.count = a.head.hidden.rows};
     run.limit = limit_of(run.ctx, a, run.rows.count);
     run.part = pass.part(run.ctx, run.rows.count);
     if (!a.head.wants_gradients()) run.limit = std::min(run.limit, std::max<int64_t>(run.part, 1));
