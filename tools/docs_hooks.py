@@ -26,7 +26,7 @@ LANGUAGES = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cu": "cuda", ".cuh":
 NOTEBOOKS = ROOT / "examples/notebooks"
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # code would hide what explains it
 CONTRACTS = "reference/cpp.md"
-HEADERS = ("base/make_context.h", "base/context.h", "base/tensor.h", "base/communicator.h")
+HEADERS = ("base/make_context.h", "base/context.h", "base/tensor.h")
 
 
 def uri_of(path: Path) -> str:

@@ -1,17 +1,61 @@
-#include "tigon/ops/experts/experts_layer.h"
+// A layer of experts, both ways, of the pieces of experts.h with one product per expert: what the tests of the
+// pieces run. gate_up_rows, order, place and offsets are what the forward keeps for the backward.
+//
+//   gate_up [E * 2 I, H], down [E * H, I] (matrices one after the other); transposed: [E * H, 2 I], [E * I, H]
+//   The products read rows rounded to the operands' dtype and round theirs once.
+#pragma once
 
 #include "tigon/base/grouped_gemm.h"
 #include "tigon/base/require.h"
+#include "tigon/ops/experts/experts.h"
 
-namespace tigon {
-namespace {
+namespace tigon::test {
+
+struct ExpertsWeights {
+  Matrix gate_up;
+  Matrix down;
+  Matrix gate_up_bias;  // empty: none
+  Matrix down_bias;     // empty: none
+  bool transposed = false;
+  ExpertsGate gate;
+};
+
+struct ExpertsFwd {
+  Matrix x;
+  Matrix ids;
+  Vector weights;  // empty: 1
+  ExpertsWeights experts;
+  Matrix y;
+  Matrix gate_up_rows;
+  Vector order;
+  Vector place;
+  Vector offsets;
+};
+
+struct ExpertsBwd {
+  Matrix dy;
+  Matrix x;
+  Vector weights;  // empty: 1
+  ExpertsWeights experts;
+  Matrix gate_up_rows;
+  Vector order;
+  Vector place;
+  Vector offsets;
+  // Empty: not wanted.
+  Matrix dx;
+  Vector dweights;
+  Matrix dgate_up;
+  Matrix ddown;
+  Matrix dgate_up_bias;
+  Matrix ddown_bias;
+};
 
 struct Sizes {
   int64_t experts, slots, inner;  // inner: columns of act
 };
 
-Sizes sizes_of(const char* op, const Matrix& x, const Vector& offsets, const Vector& order,
-               const Matrix& gate_up_rows, const ExpertsWeights& w) {
+inline Sizes sizes_of(const char* op, const Matrix& x, const Vector& offsets, const Vector& order,
+                      const Matrix& gate_up_rows, const ExpertsWeights& w) {
   TIGON_CHECK(op, offsets.size >= 2, "offsets must have one element more than there are experts, got ",
               offsets.size);
   int64_t experts = offsets.size - 1, wide = gate_up_rows.cols;
@@ -27,14 +71,12 @@ Sizes sizes_of(const char* op, const Matrix& x, const Vector& offsets, const Vec
   return {experts, order.size, inner};
 }
 
-Matrix scratch_rows(Context& ctx, int64_t rows, int64_t cols, DType dtype) {
+inline Matrix scratch_rows(Context& ctx, int64_t rows, int64_t cols, DType dtype) {
   void* data = ctx.scratch(size_t(rows * cols) * size_of(dtype) + 1);
   return {.data = data, .dtype = dtype, .rows = rows, .cols = cols, .stride = cols};
 }
 
-}  // namespace
-
-void experts_fwd(Context& ctx, const ExpertsFwd& a) {
+inline void experts_fwd(Context& ctx, const ExpertsFwd& a) {
   const ExpertsWeights& w = a.experts;
   Sizes n = sizes_of("experts", a.x, a.offsets, a.order, a.gate_up_rows, w);
   require_matrix("experts", "y", a.y, a.x.rows, a.x.cols, a.x.dtype);
@@ -66,7 +108,7 @@ void experts_fwd(Context& ctx, const ExpertsFwd& a) {
                         .y = a.y});
 }
 
-void experts_bwd(Context& ctx, const ExpertsBwd& a) {
+inline void experts_bwd(Context& ctx, const ExpertsBwd& a) {
   const ExpertsWeights& w = a.experts;
   Sizes n = sizes_of("experts_bwd", a.x, a.offsets, a.order, a.gate_up_rows, w);
   require_matrix("experts_bwd", "dy", a.dy, a.x.rows, a.x.cols, a.x.dtype);
@@ -122,4 +164,4 @@ void experts_bwd(Context& ctx, const ExpertsBwd& a) {
   }
 }
 
-}  // namespace tigon
+}  // namespace tigon::test
