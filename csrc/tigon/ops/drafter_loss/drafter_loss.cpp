@@ -22,8 +22,6 @@ void check_call(const DrafterLoss& a, const LinearHead& draft, const LinearHead&
               " rows and a teacher's of ", v_t, ", got none");
   require_vector(kOp, "target", a.labels.target, draft_rows, DType::i64);
   require_vector(kOp, "teacher_target", a.teacher_target, rows, DType::i64);
-  require_optional(kOp, "token_weight", a.token_weight, draft_rows);
-  require_optional(kOp, "upstream", a.upstream, draft_rows);
   for (const Vector* v_out : {&a.loss, &a.overlap, &a.counted})
     require_vector(kOp, "results", *v_out, draft_rows, DType::f32);
   TIGON_CHECK(kOp, int(a.kind) >= 0 && int(a.kind) < kDrafterKinds, "kind must be one of 0 to ",

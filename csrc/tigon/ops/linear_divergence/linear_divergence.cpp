@@ -55,8 +55,6 @@ Pair pair_of(const LinearDivergence& a) {
 void check_call(const LinearDivergence& a) {
   int64_t rows = a.head.hidden.rows;
   require_vector(kOp, "target", a.labels.target, rows, DType::i64);
-  require_optional(kOp, "token_weight", a.token_weight, rows);
-  require_optional(kOp, "upstream", a.upstream, rows);
   require_optional(kOp, "soft", a.soft, rows);
   require_optional(kOp, "hard", a.hard, rows);
   require_optional(kOp, "entropy", a.entropy, rows);
