@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kOp = "contrastive";
 
-// Similarities of a chunk of queries, with the guide's beside them.
+// Similarities of a chunk of queries, and those of the guide.
 class ContrastivePass : public RowPass {
  public:
   explicit ContrastivePass(const ContrastiveScores& a) : a_(a) {}

@@ -120,8 +120,8 @@ void drafter_loss(Context& ctx, const DrafterLoss& a) {
 
 namespace {
 
-// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with each row's upstream
-// gradient folded in.
+// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with
+// each row's upstream gradient folded in.
 template <bool rows_backward>
 struct DrafterLossCall {
   DrafterLoss call;

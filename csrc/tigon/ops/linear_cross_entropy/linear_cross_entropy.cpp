@@ -211,8 +211,8 @@ class LabelPass : public RowPass {
     return l;
   }
 
-  // Losses, log-probabilities and lse of a call that wants nothing else of the logits, without them; false where
-  // that cannot be.
+  // Losses, log-probabilities and lse of a call that wants nothing else of the logits, without them; false
+  // where that cannot be.
   bool statistics(const LossHeadRun& run) const {
     const bool more = run.a.head.wants_gradients() || a_.kept.dlogits.data || a_.several.labels ||
                       r_.entropy || r_.predicted || a_.label_smoothing > 0.0f;
@@ -255,9 +255,10 @@ class RowsGradientPass final : public LabelPass {
   void memory(LossHeadRun& run) override {
     if (!run.a.head.wants_gradients()) return;
     LabelPass::memory(run);
-    if (run.rows.listed) r_.loss = linear_head_vector(run.ctx, run.rows.count);  // written, and read by nobody
-    // Which rows are kept depends on their number: those computed again are scaled where kept ones are, after the
-    // products, and so are those whose logits were kept.
+    // Written, and read by nobody
+    if (run.rows.listed) r_.loss = linear_head_vector(run.ctx, run.rows.count);
+    // Which rows are kept depends on their number: those computed again are scaled where kept ones are, after
+    // the products, and so are those whose logits were kept.
     late_ = (run.ctx.deterministic || a_.kept.are_logits) && !a_.entropy_upstream && !a_.several.labels;
     formed_ = a_.kept.are_logits ? 0 : run.kept;
     run.factored = formed_ > 0 || late_;
@@ -274,7 +275,7 @@ class RowsGradientPass final : public LabelPass {
  private:
   Matrix dhidden_;
   bool late_ = false;
-  int64_t formed_ = 0;  // rows whose dlogits are there
+  int64_t formed_ = 0;  // rows whose dlogits were kept
   Vector late_factor_;
 };
 
@@ -296,7 +297,7 @@ void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& 
   LinearCrossEntropy a = labelled(ctx, call);
   check(a);
   require_vector(kOp, "upstream", a.upstream, a.head.hidden.rows, DType::f32);
-  a.results = {}, a.several.log_prob = {}, a.reduction = {.kind = Reduction::none};  // gradients alone
+  a.results = {}, a.several.log_prob = {}, a.reduction = {.kind = Reduction::none};  // only gradients
   LossHead head = head_of(a);
   head.kept.holds = a.kept.are_logits ? Holds::logits : Holds::gradients;
   if (a.kept.unit.data) head.head.dhidden = {};  // the rest of the gradients
@@ -342,7 +343,7 @@ void linear_cross_entropy_chunk_gradient(Context& ctx, const LinearCrossEntropy&
   require_vector(kOp, "upstream", a.upstream, head.hidden.rows, DType::f32);
   LinearHeadRows all = {.count = head.hidden.rows, .labels = a.labels.target};
   if (all.count == 0) return first ? linear_head_clear(ctx, head, all) : void();
-  head.wide_logits = false;  // they are there
+  head.wide_logits = false;  // they exist
   bool apart = logits.dtype != head.hidden.dtype;
   LinearHeadWorkspace workspace =
       linear_head_workspace(ctx, head, all, {.chunk = all.count, .logits = apart});

@@ -1,4 +1,5 @@
-// PyTorch's operators of cross-entropy, of log-probabilities, and of the chunks of losses that are functions of Python.
+// PyTorch's operators of cross-entropy, of log-probabilities, and of the chunks of losses that are functions
+// of Python.
 #include <utility>
 
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
@@ -64,7 +65,7 @@ struct Forward : Operands {
     LinearCrossEntropyResults& r = call.results;
     operands(f), reduction(f, call.reduction), f.option("outputs", outputs);
     losses(f, call.reduction, r.loss, call.head);
-    // Of per-row losses the gradients are made in their backward; dhidden is that of an upstream gradient of 1.
+    // Per-row losses make the gradients in their backward; dhidden is that of an upstream gradient of 1.
     const bool one = call.reduction.kind != Reduction::none;
     const LinearHeadPlan p = one ? LinearHeadPlan{} : plan(f);
     LinearHeadFields formed = *this;
@@ -87,8 +88,9 @@ struct Forward : Operands {
   }
 };
 
-// The gradients of per-row losses. weight is [V, 0] where its values are not needed. In place: dweight is added to main_grad, and with
-// `finish` unit becomes dhidden in its own memory and kept logits their gradients; what is written so is not returned.
+// The gradients of per-row losses. weight is [V, 0] where its values are not needed. In place: dweight is
+// added to main_grad, and with `finish` unit becomes dhidden in its own memory and kept logits their
+// gradients; what is written so is not returned.
 template <bool in_place>
 struct RowsBackward : Operands {
   Vector upstream;
@@ -125,7 +127,8 @@ struct RowsBackward : Operands {
   }
 };
 
-// The log-probability of each label, and the entropy of each distribution; `chunk`: of one, whose logits stay with the caller.
+// The log-probability of each label, and the entropy of each distribution; `chunk`: of one, whose logits stay
+// with the caller.
 template <bool chunk>
 struct LogProb : Operands {
   Matrix logits;

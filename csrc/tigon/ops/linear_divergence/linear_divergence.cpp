@@ -66,7 +66,7 @@ void check_call(const LinearDivergence& a) {
               "beta must be in (0, 1), got ", a.beta);
 }
 
-// The divergence of some rows, whose logits are there, from the teacher's.
+// The divergence of rows, of which the engine has made the logits, from the teacher's.
 class DivergencePass final : public RowPass {
  public:
   DivergencePass(const LinearDivergence& a, const Pair& pair) : a_(a), pair_(pair) {}
@@ -199,8 +199,8 @@ void linear_divergence(Context& ctx, const LinearDivergence& call) {
 
 namespace {
 
-// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with each row's upstream
-// gradient folded in.
+// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with
+// each row's upstream gradient folded in.
 template <bool rows_backward>
 struct LinearDivergenceCall {
   enum Output : int64_t { soft = 1, hard = 2, entropy = 4, all = 7 };

@@ -19,7 +19,8 @@ LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t an
     int64_t most = bound ? chunk : linear_head_group_limit(head, chunk);
     bool fits = answers * tokens <= most;
     if (fits) chunk = std::max(chunk, answers * tokens) / together * together;
-    // Pairs are gathered and their gradients scattered; forth and back the logits' gradients have the factors.
+    // Pairs are gathered and their gradients scattered; forth and back the logits' gradients have the
+    // factors.
     copies = !fits ? 0 : answers == 2 ? 2 : copies;
   }
   s.chunk_rows = std::max<int64_t>(chunk, 1);

@@ -1,11 +1,10 @@
 // Losses of the log-probabilities of labels under a linear head, where a loss belongs to a group of rows: a
 // token, an answer, a pair of answers. What linear_preference and linear_policy share; it knows no formula.
-//
-// Where every group fits a chunk, a chunk's logits become the gradients of -log_prob in the pass that reads them,
-// the formula finds a factor for each row, and the products take it (three products). A gradient of the entropy
-// needs the factor before: the chunk's logits are read once more. Where a group fits no chunk all chunks go forth,
-// the formula sees all rows at once, and the chunks go back, the last one's logits still there (four products less
-// one chunk's first). Without gradients: forth alone.
+// Where every group fits a chunk, a chunk's logits become the gradients of -log_prob in the pass that reads
+// them, the formula finds a factor for each row, and the products take it (three products). A gradient of the
+// entropy needs the factor before: the chunk's logits are read once more. Where a group fits no chunk all
+// chunks go forth, the formula sees all rows at once, and the chunks go back, the last one's logits still
+// there (four products less one chunk's first). Without gradients they only go forth.
 #pragma once
 
 #include <functional>

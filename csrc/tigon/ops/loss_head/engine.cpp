@@ -93,8 +93,8 @@ void plan_groups(LossHeadRun& run) {
   const LossHead& a = run.a;
   const LossHeadGroups& g = *a.groups;
   LinearHeadLabels labels = a.labels;
-  // Where the list is made on the device, the host does not know how many rows of it a group has: it serves where
-  // one chunk takes all.
+  // Where the list is made on the device, the host does not know how many rows of it a group has: it serves
+  // where one chunk takes all.
   if (g.coupled && run.ctx.device() != Device::cpu && labels.valid_rows >= 0 &&
       limit_of(run.ctx, a, labels.valid_rows) < labels.valid_rows)
     labels.valid_rows = -1;
@@ -205,7 +205,7 @@ class Chunks {
     first_ = false;
   }
 
-  // From the last chunk, whose logits are there, to the first.
+  // From the last chunk, whose logits still exist, to the first.
   void back() {
     for (size_t i = run_.spans.size(); i-- > 0;) {
       const LinearHeadSpan& s = run_.spans[i];

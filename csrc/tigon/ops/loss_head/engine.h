@@ -1,29 +1,25 @@
 // The one loop over chunks that the losses of a linear head share. loss_head_run divides the rows, holds the
 // memory, makes the logits, forms the gradients and writes the results; a loss is a RowPass, which sees the
 // logits of some rows at a time.
-//
 // What differs among the losses:
-//
-//   loss          chunks                        logits                     beside them            products take
-//   labels        any rows that count; kept     hidden's dtype, or f32     nothing                dlogits
-//                 rows come first               a part at a time
-//   their rows'   kept rows as long as their    made, kept, or not there:  nothing                dlogits, and of
-//   gradients     memory, then as above         dlogits were kept                                 kept rows a factor
-//   divergence    as labels; without gradients  f32, a part at a time      the teacher's, of a    dlogits
-//                 no longer than a part                                    part
-//   drafter       the same, of whole rows of    of a chunk                 the teacher's, of a    dlogits
-//                 the teacher                                              part
-//   token losses  whole groups where they fit,  of a chunk; where a group  a reference's, of all  a factor that the
-//                 pairs side by side            fits none, forth and back  chunks before          formula finds
-//   contrastive   any rows, all of them         of a chunk                 a guide's, of a chunk  dlogits
-//
-// Rows, chunks, kept rows, groups and the reference are the engine's: LossHead declares them. A second head is
-// the loss's own: it makes those logits in rows(), for the rows that it is given. That is enough for divergences
-// and drafters, whose parts are no longer than the memory of the teacher's logits.
-//
+//   loss          chunks                      logits                     second logits        products take
+//   labels        any rows that count; kept   hidden's dtype, or f32     none                 dlogits
+//                 rows come first             a part at a time
+//   their rows'   kept rows as long as their  made, kept, or none:       none                 dlogits, and a
+//   gradients     memory, then as above       dlogits were kept                               factor if kept
+//   divergence    as labels; no longer than   f32, a part at a time      the teacher's, of a  dlogits
+//                 a part without gradients                               part
+//   drafter       the same, of whole rows of  of a chunk                 the teacher's, of a  dlogits
+//                 the teacher                                            part
+//   token losses  whole groups if they fit,   of a chunk; if a group     a reference's, all   a factor that
+//                 pairs side by side          fits none, forth and back  chunks before        formulas find
+//   contrastive   any rows, all of them       of a chunk                 a guide's, a chunk   dlogits
+// Rows, chunks, kept rows, groups and the reference are the engine's: LossHead declares them. A second head
+// is the loss's own: it makes those logits in rows(), for the rows that it is given. That is enough for
+// divergences and drafters, whose parts are no longer than the memory of the teacher's logits.
 // Order   check, list of rows, plan, begin(), scale, clear, memory(), workspace, reference; of each chunk
-//         logits, rows(), gradient(), products; turn(); results, finish(), total. All refusals come before the
-//         first write, in begin() at the latest.
+//         logits, rows(), gradient(), products; turn(); results, finish(), total. All refusals come before
+//         the first write, in begin() at the latest.
 #pragma once
 
 #include "tigon/ops/loss_head/loss_head.h"
@@ -83,8 +79,8 @@ struct LossHeadRun {
 
   // Rows go forth in all chunks and back in all: gradients depend on rows of other chunks, or are not wanted.
   bool twice() const { return a.groups && !(whole && a.head.wants_gradients()); }
-  // Where a pass leaves a result of the rows worked on, which reaches `to` at the end, times factor. `zeroed`: it
-  // leaves 0 for rows that do not count.
+  // Where a pass leaves a result of the rows worked on, which reaches `to` at the end, times factor.
+  // `zeroed`: it leaves 0 for rows that do not count.
   Vector result(const Vector& to, const Vector& factor = {}, bool zeroed = true);
   // The factor of each row's gradient: upstream or scale, times token_weight.
   Vector factor() const;
@@ -104,8 +100,8 @@ class RowPass {
   virtual void reference(const LossHeadRun&, const LinearHeadPart&) {}
   // The logits of some rows; where gradients are wanted, theirs belong in part.to.
   virtual void rows(const LossHeadRun& run, const LinearHeadPart& part) = 0;
-  // After the rows of a chunk, before its products: what each row's gradients are multiplied by; empty: 1. A pass
-  // that left no gradients in rows() makes them here. Of groups without a row `chunk` has none.
+  // After the rows of a chunk, before its products: what each row's gradients are multiplied by; empty: 1. A
+  // pass that left no gradients in rows() makes them here. Of groups without a row `chunk` has none.
   virtual Vector gradient(const LossHeadRun&, const LinearHeadSpan&, const LinearHeadPart&) { return {}; }
   // All rows have gone forth (LossHeadRun::twice), or there is none.
   virtual void turn(const LossHeadRun&) {}
@@ -114,8 +110,8 @@ class RowPass {
 
 void loss_head_run(Context& ctx, const LossHead& a, RowPass& pass);
 
-// A list of rows with the answers of a pair side by side: chosen, then rejected. `compact`: rows that count alone
-// (on the CPU).
+// A list of rows with the answers of a pair side by side: chosen, then rejected. `compact`: only rows that
+// count (on the CPU).
 struct LossHeadPairs {
   Vector target;  // i64 [2 * pairs * tokens]
   int64_t ignore_index = -100, pairs = 0, tokens = 0;

@@ -1,5 +1,5 @@
-// What PyTorch's operators of loss heads share: their first arguments, the gradients that a call forms, how the losses of rows
-// become one, and other results of rows.
+// What PyTorch's operators of loss heads share: their first arguments, the gradients that a call forms, how
+// the losses of rows become one, and other results of rows.
 #pragma once
 
 #include "tigon/base/op.h"
@@ -55,7 +55,7 @@ struct LinearHeadFields {
   static int64_t worked(const LinearHead& h, const LinearHeadLabels& labels) {
     return labels.valid_rows >= 0 ? labels.valid_rows : h.hidden.rows;
   }
-  // Whether one chunk takes all rows of a call that forms dweight.
+  // True if one chunk takes all rows of a call that forms dweight.
   static bool whole(const Fields& f, const LinearHead& h, const LinearHeadLabels& labels) {
     return worked(h, labels) <= (labels.chunk_rows > 0
                                      ? labels.chunk_rows

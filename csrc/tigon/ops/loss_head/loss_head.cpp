@@ -13,7 +13,8 @@ constexpr const char* kOp = "linear_head";
 
 #define TIGON_BACKEND(call) on_device(kOp, ctx, [&] { cpu::call; }, TIGON_ON_CUDA(cuda::call))
 
-// How many rows count, where the host can know it; on the CPU labels are looked at before anything is written.
+// How many rows count, where the host can know it; on the CPU labels are looked at before anything is
+// written.
 int64_t known_count(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels) {
   if (ctx.device() != Device::cpu) return labels.valid_rows;
   const int64_t* target = labels.target.as<int64_t>();
@@ -284,7 +285,8 @@ void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& c) {
                  .unrounded = true});
 }
 
-// dweight = dlogits^T . diag(factor) . hidden, dhidden = diag(factor) . dlogits . weight: dlogits stay as they are.
+// dweight = dlogits^T . diag(factor) . hidden, dhidden = diag(factor) . dlogits . weight: dlogits stay as
+// they are.
 void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c,
                            const LinearHeadPass& pass) {
   const Matrix& dlogits = c.logits;

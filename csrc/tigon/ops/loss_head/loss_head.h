@@ -1,30 +1,32 @@
-// The last linear layer of a language model, chunk of rows by chunk of rows, for losses whose logits never exist as a whole.
-// An engine for the ops linear_*: it holds what they share and knows no loss.
-//
-// The loop over chunks is engine.h's; these are its steps. A caller who has the logits of a chunk takes them alone (operators.cpp).
-//
-// Formula     logits = hidden . weight^T (+ lora_scale (hidden . lora_a^T) . lora_b^T);  the row pass adds the bias
-//             with dlogits and, where given, a factor c for each row:
-//             dhidden = diag(c) (dlogits . weight),  dweight = dlogits^T . (diag(c) hidden),  dbias = dlogits^T . c
+// The last linear layer of a language model, chunk of rows by chunk of rows, for losses whose logits never
+// exist as a whole: what the ops linear_* share, and no loss. These are the steps of engine.h's loop over
+// chunks; a caller who has the logits of a chunk takes a step by itself (operators.cpp).
+// Formula     logits = hidden . weight^T (+ lora_scale (hidden . lora_a^T) . lora_b^T);  the row pass adds
+//             the bias with dlogits and, where given, a factor c for each row:
+//             dhidden = diag(c) (dlogits . weight),  dweight = dlogits^T . (diag(c) hidden),
+//             dbias = dlogits^T . c
 //             lora: u = lora_scale (hidden . lora_a^T), t = lora_scale (dlogits . lora_b):
-//             dhidden += diag(c) (t . lora_a),  dlora_a = t^T . (diag(c) hidden),  dlora_b = dlogits^T . (diag(c) u)
-// Shapes      hidden, dhidden [rows, H]; weight, dweight [V, H], any row stride; bias, dbias [V]; lora_a, dlora_a [r, H];
-//             lora_b, dlora_b [V, r]; target, position [rows]; index, labels, factor [count]
-// Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; bias f32 or hidden's; dhidden hidden's; dweight f32,
-//             or hidden's where one chunk takes all rows; dbias, dlora_a, dlora_b f32; products accumulate in f32
-// Rounding    logits to hidden's dtype (with lora twice, u and t once), or with wide_logits not at
-//             all; dhidden once, and again where c is given, as are
-//             c hidden and c; dweight once by its product, summed over chunks in f32
-//             (In PyTorch on the CPU, bf16 products reach the f32 sum after one rounding per chunk: aten's product is bf16.)
+//             dhidden += diag(c) (t . lora_a),  dlora_a = t^T . (diag(c) hidden),
+//             dlora_b = dlogits^T . (diag(c) u)
+// Shapes      hidden, dhidden [rows, H]; weight, dweight [V, H], any row stride; bias, dbias [V]; lora_a,
+//             dlora_a [r, H]; lora_b, dlora_b [V, r]; target, position [rows]; index, labels, factor [count]
+// Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; bias f32 or hidden's; dhidden
+//             hidden's; dweight f32, or hidden's where one chunk takes all rows; dbias, dlora_a, dlora_b f32;
+//             products accumulate in f32
+// Rounding    logits to hidden's dtype (with lora twice, u and t once), or with wide_logits not at all;
+//             dhidden once, and again where c is given, as are c hidden and c; dweight once by its product,
+//             summed over chunks in f32 (In PyTorch on the CPU, bf16 products reach the f32 sum after one
+//             rounding per chunk: aten's product is bf16.)
 // Saved       nothing
 // Aliasing    none between operands and results
 // Determinism bitwise, run to run: chunks in order, one product at a time
-// Traffic     per chunk: hidden and weight once or twice each, logits written once and read twice; of more than one chunk
-//             dweight read and written in f32 per chunk after the first; listed rows: hidden and dhidden once more each;
-//             linear_head_statistics: no logits, 8 bytes for a row and 256 of V
-// Refused     sizes, dtypes or devices that do not fit, H < 1, V < 1, lora with one matrix or gradients without lora; a
-//             dweight that is not f32 where chunks are summed; a group whose logits exceed 1 GiB; on the CPU labels outside
-//             [0, V) and a valid_rows that is not the count: tigon::Error under the driver's name, before anything is written
+// Traffic     per chunk: hidden and weight once or twice each, logits written once and read twice; of more
+//             than one chunk dweight read and written in f32 per chunk after the first; listed rows: hidden
+//             and dhidden once more each; linear_head_statistics: no logits, 8 bytes for a row and 256 of V
+// Refused     sizes, dtypes or devices that do not fit, H < 1, V < 1, lora with one matrix or gradients
+//             without lora; a dweight that is not f32 where chunks are summed; a group whose logits exceed 1
+//             GiB; on the CPU labels outside [0, V) and a valid_rows that is not the count: tigon::Error
+//             under the driver's name, before anything is written
 #pragma once
 
 #include <array>
@@ -49,7 +51,8 @@ struct LinearHead {
   bool wide_logits = false;  // logits in f32 from 16-bit operands: not even the product is rounded
   Matrix dhidden;
   Matrix dweight;
-  bool add_dweight = false;  // dweight is added to what is there (a gradient kept in f32 by its owner)
+  bool add_dweight =
+      false;  // dweight is added to its memory's contents (a gradient kept in f32 by its owner)
   Vector dbias;
   Matrix dlora_a, dlora_b;
 
@@ -59,9 +62,9 @@ struct LinearHead {
 };
 TIGON_API void linear_head_check(const LinearHead& a);
 
-// Labels of positions in advance: the label of row r is that of row r + shift where both are in one sequence, else
-// ignore_index. Rows are sequences of `length` behind one another; where several are packed into one row their position_ids
-// restart, and a label counts where position_ids[r + shift] == position_ids[r] + shift.
+// Labels of positions in advance: the label of row r is that of row r + shift where both are in one sequence,
+// else ignore_index. Rows are sequences of `length` behind one another; where several are packed into one row
+// their position_ids restart, and a label counts where position_ids[r + shift] == position_ids[r] + shift.
 struct LinearHeadShift {
   int64_t shift = 0;         // 0: labels as they are
   int64_t length = 0;        // 0: all rows are one sequence
@@ -79,7 +82,8 @@ struct LinearHeadLabels {
 // The labels of a driver's call: those given, or with a shift others in the context's memory.
 TIGON_API LinearHeadLabels linear_head_labels(Context& ctx, const char* op, const LinearHeadLabels& given);
 
-// z = softcap * tanh(logit_scale * logit / softcap) / temperature, or without a softcap logit_scale * logit / temperature.
+// z = softcap * tanh(logit_scale * logit / softcap) / temperature, or without a softcap logit_scale * logit /
+// temperature.
 struct LogitFormula {
   float softcap = 0.0f;  // 0: none
   float logit_scale = 1.0f;
@@ -100,10 +104,10 @@ void linear_head_scale(Context& ctx, const LossReduction& r, const LinearHeadLab
                        const Vector& class_weight);
 void linear_head_total(Context& ctx, const LossReduction& r, const Vector& loss);
 
-// The rows that a call works on, in order: all of them, or the list of those that count where the host knows their number
-// (on the CPU always, on CUDA where valid_rows says it; the list is made on the device, nothing waits). Where the labels do
-// not hold the promised number, `fault` is NaN and every label is made a wrong one, so that nothing computed from the list
-// can pass for a result; `index` is inside [0, rows) always.
+// The rows that a call works on, in order: all of them, or the list of those that count where the host knows
+// their number (on the CPU always, on CUDA where valid_rows says it; the list is made on the device, nothing
+// waits). Where the labels do not hold the promised number, `fault` is NaN and every label is made a wrong
+// one, so that nothing computed from the list can pass for a result; `index` is inside [0, rows) always.
 struct LinearHeadRows {
   int64_t count = 0;    // rows worked on
   bool listed = false;  // false: all rows; index, position and fault are empty then
@@ -119,8 +123,9 @@ TIGON_API int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t r
 // Refuses a dweight that cannot take the sum over so many chunks.
 TIGON_API void linear_head_check_chunks(const LinearHead& a, int64_t chunks);
 
-// Chunks that hold groups whole, in order: as many groups as have no more than `limit` rows together. A longer group raises
-// the limit to its own length, while its logits have no more than 1 GiB. Every group is in one chunk, an empty one too.
+// Chunks that hold groups whole, in order: as many groups as have no more than `limit` rows together. A
+// longer group raises the limit to its own length, while its logits have no more than 1 GiB. Every group is
+// in one chunk, an empty one too.
 struct LinearHeadSpan {
   int64_t begin = 0, count = 0;   // rows of the list
   int64_t group = 0, groups = 0;  // groups [group, group + groups)
@@ -129,8 +134,8 @@ TIGON_API int64_t linear_head_group_limit(const LinearHead& a, int64_t limit);  
 TIGON_API std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a,
                                                        const std::vector<int64_t>& group_rows, int64_t limit);
 
-// Memory of one chunk, used by all. Logits in f32 are there for a part of a chunk at a time (engine.h), which keeps
-// them to the size of a small chunk's; what the row pass leaves for the products lies in `logits`.
+// Memory of one chunk, used by all. Logits in f32 exist for a part of a chunk at a time (engine.h), which
+// keeps them to the size of a small chunk's; what the row pass leaves for the products lies in `logits`.
 struct LinearHeadWorkspace {
   Matrix logits;           // [chunk, V], hidden's dtype
   Matrix wide;             // [part of a chunk, V] f32; empty: logits are in hidden's dtype
@@ -149,9 +154,9 @@ TIGON_API LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHe
                                                     const LinearHeadRows& rows,
                                                     const LinearHeadMemory& memory);
 
-// Views of rows [begin, begin + count) of the list. A driver may put memory of its own in `logits`: before linear_head_logits
-// of hidden's dtype or f32, whose values are not rounded to 16 bits then; before linear_head_gradients of hidden's dtype,
-// such as logits' gradients of an earlier call, and not `padded`.
+// Views of rows [begin, begin + count) of the list. A driver may put memory of its own in `logits`: before
+// linear_head_logits of hidden's dtype or f32, whose values are not rounded to 16 bits then; before
+// linear_head_gradients of hidden's dtype, such as logits' gradients of an earlier call, and not `padded`.
 struct LinearHeadChunk {
   int64_t begin = 0, count = 0;
   Matrix logits;           // [count, V], hidden's dtype: logits (unless wide), then their gradients
@@ -173,25 +178,25 @@ TIGON_API LinearHeadChunk linear_head_slice(const LinearHeadChunk& chunk, int64_
 // chunk.logits = the logits, in the dtype of that memory.
 TIGON_API void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk);
 
-// The logits of a part of a chunk, and where their gradients belong: the same memory unless logits are wide. `to` is empty
-// where the chunk has no logits.
+// The logits of a part of a chunk, and where their gradients belong: the same memory unless logits are wide.
+// `to` is empty where the chunk has no logits.
 struct LinearHeadPart {
   int64_t begin = 0, count = 0;  // rows of the list
   Matrix logits, to;
 };
-// The products of dlogits, which are only read. `first`: what is summed over chunks is written, not added to; nothing is
-// zero-filled. With listed rows dhidden's other rows are the driver's (linear_head_clear).
+// The products of dlogits, which are only read. `first`: what is summed over chunks is written, not added to;
+// nothing is zero-filled. With listed rows dhidden's other rows are the driver's (linear_head_clear).
 struct LinearHeadPass {
   bool first = true;
   Vector factor;  // f32 [count], of this chunk's rows; empty: 1
 };
 TIGON_API void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk,
                                      const LinearHeadPass& pass);
-// Losses without gradients, where the device has the product for it (sm_90a, 16-bit rows of whole 16-byte vectors, no bias, lora or
-// softcap): for the rows worked on max z, log of the sum of e^(z - max z) and the label's log-probability, f32 [3, count] as
-// cross_entropy_combine takes them. Logits are not written, and the bits of a row depend on nothing but the row; they may
-// differ in the last from those beside gradients, so deterministic contexts do not take it. Returns false, with nothing
-// done, elsewhere.
+// Losses without gradients, where the device has the product for it (sm_90a, 16-bit rows of whole 16-byte
+// vectors, no bias, lora or softcap): for the rows worked on max z, log of the sum of e^(z - max z) and the
+// label's log-probability, f32 [3, count] as cross_entropy_combine takes them. Logits are not written, and
+// the bits of a row depend on nothing but the row; they may differ in the last from those with gradients,
+// so deterministic contexts do not take it. Returns false, with nothing done, elsewhere.
 bool linear_head_statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
                             const LogitFormula& f, const Matrix& parts);
 // Zeros where no product will write: dhidden of listed rows, and every gradient where no row is left.
@@ -203,8 +208,8 @@ TIGON_API Vector linear_head_part(const Vector& v, int64_t begin, int64_t count)
 TIGON_API Matrix linear_head_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype);
 TIGON_API Vector linear_head_vector(Context& ctx, int64_t n, DType dtype = DType::f32);
 
-// out = in * dloss * scale (scale only where dlogits did not carry it: empty otherwise), rounded once. out may be in where scale
-// is empty: then nothing is read or written for dloss 1.
+// out = in * dloss * scale (scale only where dlogits did not carry it: empty otherwise), rounded once. out
+// may be in where scale is empty: then nothing is read or written for dloss 1.
 struct LinearHeadFinish {
   Matrix in;
   Vector dloss;  // f32 [1], on the device
@@ -229,7 +234,8 @@ struct LinearHeadCompact {
 };
 TIGON_API void linear_head_compact(Context& ctx, const LinearHeadCompact& a);
 
-// Factor of each row in the list: token_weight * upstream * scale, what is empty counting as 1; 0 where the label is ignored.
+// Factor of each row in the list: token_weight * upstream * scale, what is empty counting as 1; 0 where the
+// label is ignored.
 struct LinearHeadFactors {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
@@ -238,13 +244,14 @@ struct LinearHeadFactors {
   Vector out;                            // f32 [count]
 };
 TIGON_API void linear_head_factors(Context& ctx, const LinearHeadFactors& a);
-// The factor of each row's gradient that a row pass takes: upstream, or where gradients may carry it scale, times token_weight;
-// empty: 1. Of `of` the last three are looked at.
+// The factor of each row's gradient that a row pass takes: upstream, or where gradients may carry it scale,
+// times token_weight; empty: 1. Of `of` the last three are looked at.
 Vector linear_head_factor(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels,
                           const LinearHeadRows& rows, LinearHeadFactors of);
 
-// Results of all rows from those of the list: to = factor * gain * from, or factor * gain * from * from, of rows that count;
-// 0 of others (i64: -1), and NaN of all where the list has a fault (i64: -1). In place where the list is all rows.
+// Results of all rows from those of the list: to = factor * gain * from, or factor * gain * from * from, of
+// rows that count; 0 of others (i64: -1), and NaN of all where the list has a fault (i64: -1). In place where
+// the list is all rows.
 struct LinearHeadResult {
   Vector from;    // f32 | i64 [count]; i64 is copied
   Vector to;      // [rows], from's dtype
@@ -265,7 +272,8 @@ struct LinearHeadResults {
 };
 TIGON_API void linear_head_results(Context& ctx, const LinearHeadResults& a);
 
-// Rows of a matrix by a list: gather to[i] = from[index[i]], scatter to[index[i]] = from[i]; times factor[i] where given.
+// Rows of a matrix by a list: gather to[i] = from[index[i]], scatter to[index[i]] = from[i]; times factor[i]
+// where given.
 struct LinearHeadMove {
   Matrix from, to;
   Vector index;   // empty: row i is row i, from may be to then
@@ -274,8 +282,8 @@ struct LinearHeadMove {
 };
 TIGON_API void linear_head_move(Context& ctx, const LinearHeadMove& a);
 
-// Rows with columns appended or cut off: to[r][c] = from[r][c], 0 past from's columns. Products of 16-bit operands on CUDA
-// want rows of whole 16-byte vectors. Same dtype, no overlap.
+// Rows with columns appended or cut off: to[r][c] = from[r][c], 0 past from's columns. Products of 16-bit
+// operands on CUDA want rows of whole 16-byte vectors. Same dtype, no overlap.
 struct LinearHeadColumns {
   Matrix from, to;
 };

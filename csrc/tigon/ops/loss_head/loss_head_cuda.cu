@@ -1,5 +1,4 @@
 // CUDA side of the linear head: what the GEMM provider and the drivers' row kernels do not do.
-//
 // finish: reads the gradient (f32 dweight: 4 bytes, 16-bit dhidden: 2) and writes the parameter's
 // dtype. compact: one CTA, 8 bytes read twice and 8 written per row; the list keeps the order of
 // the rows. move, results, factors: one read and one write.

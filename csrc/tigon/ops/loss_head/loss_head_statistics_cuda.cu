@@ -1,4 +1,5 @@
-// Losses without gradients on sm_90a: the statistics of the logits in the epilogue of their product, no logits.
+// Losses without gradients on sm_90a: the statistics of the logits in the epilogue of their product, no
+// logits.
 #include "tigon/base/cuda/matmul/epilogue_statistics.cuh"
 #include "tigon/base/cuda/matmul/launch.cuh"
 #include "tigon/base/dispatch.h"

@@ -1,5 +1,5 @@
-// PyTorch's operators of the steps of a head by themselves: for tigon.parallel, whose processes exchange between products, and for
-// losses that are functions of Python.
+// PyTorch's operators of the steps of a head by themselves: for tigon.parallel, whose processes exchange
+// between products, and for losses that are functions of Python.
 #include "tigon/ops/loss_head/fields.h"
 
 namespace tigon {

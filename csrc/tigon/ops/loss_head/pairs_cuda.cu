@@ -1,4 +1,5 @@
-// The list of rows in which the answers of a pair are side by side: one read and three writes of 8 bytes a row.
+// The list of rows in which the answers of a pair are side by side: one read and three writes of 8 bytes a
+// row.
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/ops/loss_head/engine.h"
 

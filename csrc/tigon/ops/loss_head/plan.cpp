@@ -50,7 +50,7 @@ struct Bytes {
   }
   // The weight in hidden's dtype.
   int64_t weight() const { return weight_dtype == dtype ? 0 : s.vocab * s.hidden * size; }
-  // Whether weight's gradient has the dtype of its product, of so many rows.
+  // True if weight's gradient has the dtype of its product, of so many rows.
   bool rounds(int64_t rows) const { return rows >= s.worked && weight_dtype == dtype && !f16; }
 };
 

@@ -1,6 +1,6 @@
-// What a call of a loss head decides before it runs, and the memory that follows: functions of sizes and options.
-// The drivers ask how to divide rows, the adaptors what to keep and in which dtype, Python what a call takes
-// (tigon.linear_cross_entropy_memory).
+// What a call of a loss head decides before it runs, and the memory that follows: functions of sizes and
+// options. The drivers ask how to divide rows, the adaptors what to keep and in which dtype, Python what a
+// call takes (tigon.linear_cross_entropy_memory).
 #pragma once
 
 #include "tigon/base/export.h"
@@ -26,22 +26,25 @@ struct LinearHeadSizes {
   int64_t row = 0, fixed = 0;  // bytes that a driver takes besides: of a row of a chunk, of the call
 };
 
-// True where dlogits of this dtype may carry a factor like 1/count: in f16 small quotients would leave its range.
+// True where dlogits of this dtype may carry a factor like 1/count: in f16 small quotients would leave its
+// range.
 constexpr bool linear_head_scales_early(DType hidden) { return hidden != DType::f16; }
 // The dtype that dweight may be formed in.
 constexpr DType linear_head_dweight(DType hidden, bool one_chunk) {
   return one_chunk && linear_head_scales_early(hidden) ? hidden : DType::f32;
 }
 
-// Elements between rows of logits: whole 128-byte lines, so that an odd vocabulary costs the products nothing.
+// Elements between rows of logits: whole 128-byte lines, so that an odd vocabulary costs the products
+// nothing.
 constexpr int64_t linear_head_logit_stride(int64_t vocab) { return (vocab + 63) / 64 * 64; }
 
 // Rows of a chunk, from what the call will allocate; chunk_rows and cap are not looked at.
 //   CPU   1024, and a quarter more rather than a second chunk.
-//   CUDA  As many as the logits of 512 MiB have, at least 1024: enough for the products' speed. Where weight has a gradient,
-//         every chunk more reads and writes it once more in f32, so logits may take what that gradient's cast will take anyway
-//         (H rows); and one chunk takes all rows where that needs no more than a tenth above the f32 sum and its cast (2.3 H
-//         rows in 16 bits): no sum, no cast.
+//   CUDA  As many as the logits of 512 MiB have, at least 1024: enough for the products' speed. Where weight
+//   has a gradient,
+//         every chunk more reads and writes it once more in f32, so logits may take what that gradient's cast
+//         will take anyway (H rows); and one chunk takes all rows where that needs no more than a tenth above
+//         the f32 sum and its cast (2.3 H rows in 16 bits): no sum, no cast.
 TIGON_API int64_t linear_head_chunk_rows(const LinearHeadSizes& sizes);
 // Most rows that one chunk takes whole.
 TIGON_API int64_t linear_head_whole_rows(const LinearHeadSizes& sizes);
