@@ -520,14 +520,22 @@ def experts(
     return y.reshape(x.shape)
 
 
-@arguments.options_of(experts, words=_WORDS | {"x": "rows", "experts_combine.weights": "row_weights"})
+@arguments.called(_WORDS | {"x": "rows", "experts_combine.weights": "row_weights"})
 def grouped_mlp(
     rows: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     offsets: torch.Tensor,
     row_weights: torch.Tensor | None = None,
-    **options,
+    *,
+    activation: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
 ) -> torch.Tensor:
     """Experts of rows that are sorted by expert already, as expert parallelism hands them over.
 
@@ -546,6 +554,16 @@ def grouped_mlp(
             which on CUDA are undefined behaviour.
     """
     op = "grouped_mlp"
+    options = {
+        "activation": activation,
+        "gated": gated,
+        "interleaved": interleaved,
+        "transposed": transposed,
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+        "alpha": alpha,
+        "limit": limit,
+    }
     _check(op, rows, gate_up, down, **options)
     check(op, rows.dim() == 2, "rows must have two dimensions, got {}", rows.dim())
     arguments.check_indices(op, "offsets", offsets)

@@ -7,11 +7,10 @@ from torch.autograd import forward_ad
 
 from tigon._op import foreign, has_kernel, once, refuse_tangents
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_integers, check_stored, options_of
+from tigon.ops.arguments import called, check_float, check_integers, check_stored
 from tigon.ops.cross_entropy import check_loss, check_target
-from tigon.ops.cross_entropy import cross_entropy as whole
 from tigon.ops.loss_gradient import scaled
-from tigon.ops.loss_head.operands import Formula
+from tigon.ops.loss_head.operands import LabelFormula
 from tigon.parallel.rows import NUMBERS, Rows, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, Shards, Work, agree, code, named, target_code, values_of
 
@@ -91,7 +90,7 @@ def _gradient(rows: Rows, logits, target, log_share, scale):
 
 
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
-@options_of(whole, but=("inplace",), stored=False)
+@called(stored=False)
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -99,7 +98,13 @@ def cross_entropy(
     *,
     vocab: int | None = None,
     first_class: int | None = None,
-    **options,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    denominator: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`tigon.cross_entropy` of logits whose last dimension is sharded over a process group.
 
@@ -130,7 +135,6 @@ def cross_entropy(
             (on CUDA this is looked at in the first call of each kind, which synchronises). A label outside
             ``[0, vocab)`` makes its row's loss and gradient NaN in all of them.
     """
-    weight, reduction, denominator = options.pop("weight"), options["reduction"], options["denominator"]
 
     def describe():
         check_eager(OP, logits=logits, target=target, weight=weight, denominator=denominator)
@@ -144,11 +148,10 @@ def cross_entropy(
         )
         check_target(OP, "target", target, logits.shape[:-1])
         check_layout(OP, vocab, first_class)
-        check_loss(OP, **options)
+        check_loss(OP, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
         if weight is not None:
             check_float(OP, "weight", weight)
-        softcap, smoothing = options["softcap"] or 0.0, float(options["label_smoothing"])
-        formula = Formula(options["ignore_index"], smoothing, softcap, z_loss=options["z_loss"])
+        formula = LabelFormula(ignore_index, float(label_smoothing), softcap or 0.0, z_loss=z_loss)
         return Facts(
             rows=target.numel(),
             dtype=code(logits.dtype),

@@ -11,20 +11,20 @@ import torch
 from tigon._deterministic import is_deterministic
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_booleans, check_float, check_indices, options_of, picked
+from tigon.ops.arguments import called, check_booleans, check_float, check_indices
 from tigon.ops.cross_entropy import check_loss
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS
-from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy as whole_cross_entropy
-from tigon.ops.loss_head.linear_log_prob import linear_log_prob as whole_log_prob
+from tigon.ops.loss_head.operands import LabelFormula
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import result_type
 from tigon.parallel.cross_entropy import check_eager, check_layout, number_of, take_class_weight
 from tigon.parallel.plan import choose, count, counting
 from tigon.parallel.rows import NUMBERS, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, agree, code, named, target_code, values_of
-from tigon.parallel.stream import Call, Function
+from tigon.parallel.stream import Function, ShardedCall
 
 LOSS, LOG_PROB = "parallel.linear_cross_entropy", "parallel.linear_log_prob"
 
@@ -48,7 +48,7 @@ class _Options(NamedTuple):
 
 
 def _describe(
-    op, hidden, weight, target, group, head: operands.Head, call: _Options, formula: operands.Formula
+    op, hidden, weight, target, group, head: HeadOptions, call: _Options, formula: LabelFormula
 ) -> tuple[Facts, tuple]:
     """Checks; what the processes compare, and what the call works with."""
     bias, lora = head.bias, head.lora
@@ -163,10 +163,10 @@ def _describe(
     return facts, (hidden, parameters, float(lora_scale), needs, wide, known, main_grad)
 
 
-def _run(op, hidden, weight, target, group, head: operands.Head, options: _Options, result="loss"):
+def _run(op, hidden, weight, target, group, head: HeadOptions, options: _Options, result="loss"):
     """The call: ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat."""
     softcap = 0.0 if head.softcap is None else head.softcap
-    formula = operands.Formula(
+    formula = LabelFormula(
         head.ignore_index,
         options.label_smoothing,
         softcap,
@@ -223,7 +223,7 @@ def _run(op, hidden, weight, target, group, head: operands.Head, options: _Optio
         token_weight = listed.take(token_weight).view(target.shape)
     # What is added to main_grad has its upstream gradient: the losses of the rows are added up here.
     formed = None if main_grad is not None else scale
-    call = Call(
+    call = ShardedCall(
         rows,
         target,
         token_weight,
@@ -247,24 +247,37 @@ def _run(op, hidden, weight, target, group, head: operands.Head, options: _Optio
     return listed.give(loss), listed.give(entropies), row_values, listed.give(predicted, -1), labels
 
 
-def _sharding(
-    *,
-    vocab: int | None = None,
-    first_class: int | None = None,
-    sequence_parallel: bool = False,
-    partial_hidden_grad: bool = False,
-):
-    """The options that only a sharded head has."""
-
-
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
-@options_of(_sharding, whole_cross_entropy, but=("position_ids",), stored=False)
+@called(stored=False)
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     group: torch.distributed.ProcessGroup,
-    **options,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    class_weight: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    denominator: float | torch.Tensor | None = None,
+    shift: int | bool = False,
+    valid_rows: int | None = None,
+    outputs: tuple[str, ...] | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
+    max_workspace_mb: float | None = None,
+    keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
+    vocab: int | None = None,
+    first_class: int | None = None,
+    sequence_parallel: bool = False,
+    partial_hidden_grad: bool = False,
 ) -> torch.Tensor | NamedTuple:
     """:func:`tigon.linear_cross_entropy` with a weight whose rows are sharded over a process group.
 
@@ -309,28 +322,48 @@ def linear_cross_entropy(
         tigon.Error: as :func:`tigon.parallel.cross_entropy`. A label outside ``[0, vocab)`` makes its row's
             loss and the gradients NaN in all processes.
     """
-    outputs = options["outputs"]
     if isinstance(outputs, Sequence) and not isinstance(outputs, str):
-        outputs = options["outputs"] = tuple(outputs)
-    call = picked(_Options, options)
-    head = operands.Head.of(options)
-    loss, _, numbers, predicted, labels = _run(LOSS, hidden, weight, target, group, head, call)
+        outputs = tuple(outputs)
+    labels = ignore_index, shift, None, valid_rows
+    head = HeadOptions(
+        bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb, logit_dtype
+    )
+    places = vocab, first_class, sequence_parallel, partial_hidden_grad
+    loss_options = class_weight, label_smoothing, z_loss, token_weight, reduction, denominator, outputs
+    call = _Options(*places, keep_mb, False, *loss_options)
+    loss, _, numbers, predicted, target_labels = _run(LOSS, hidden, weight, target, group, head, call)
     loss = loss if loss.dim() == 0 else loss.view(target.shape)
     if outputs is None:
         return loss
     found = numbers | {"loss": loss, "predicted": predicted}
-    found["correct"] = (predicted == labels) & (labels != head.ignore_index)
+    found["correct"] = (predicted == target_labels) & (target_labels != ignore_index)
     return result_type(outputs)(*(found[n] if n == "loss" else found[n].view(target.shape) for n in outputs))
 
 
 @torch._disable_dynamo
-@options_of(_sharding, whole_log_prob, but=("position_ids", "match"), stored=False)
+@called(stored=False)
 def linear_log_prob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     group: torch.distributed.ProcessGroup,
-    **options,
+    *,
+    entropy: bool = False,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    shift: int | bool = False,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
+    keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
+    vocab: int | None = None,
+    first_class: int | None = None,
+    sequence_parallel: bool = False,
+    partial_hidden_grad: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`tigon.linear_log_prob` with a weight whose rows are sharded over a process group.
 
@@ -341,8 +374,11 @@ def linear_log_prob(
         float32, target's shape, or a pair of them; the same bits in all processes. 0 on ignored rows, with
         zero gradients.
     """
-    call = picked(_Options, options)
-    head = operands.Head.of(options)
+    labels = ignore_index, shift, None, valid_rows
+    head = HeadOptions(
+        bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, logit_dtype=logit_dtype
+    )
+    call = _Options(vocab, first_class, sequence_parallel, partial_hidden_grad, keep_mb, entropy)
     loss, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, head, call, "log_prob")
     log_prob = loss.view(target.shape)
     return (log_prob, entropies.view(target.shape)) if call.entropy else log_prob

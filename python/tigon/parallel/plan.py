@@ -11,7 +11,7 @@ import torch
 
 from tigon.ops.loss_head.labels import check_count, known_rows, shifted
 from tigon.ops.loss_head.linear_loss import list_rows
-from tigon.ops.loss_head.operands import Head
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_fits, padded, plan
 
 _MIB = 1 << 20
@@ -67,7 +67,7 @@ def choose(
     hidden: torch.Tensor,
     rows: int,
     widest: int,
-    head: Head,
+    head: HeadOptions,
     keep_mb: float | None,
     entropy: bool,
     *,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tigon._op import raw
-from tigon.ops.loss_head.operands import Formula
+from tigon.ops.loss_head.operands import LabelFormula
 from tigon.parallel.shards import Shards, Work
 
 ENTROPY, SMOOTHING, PREDICTED = 1, 2, 4  # bits of `kinds`, as in cross_entropy_shards.h
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     """What the rows of a call share."""
 
     shards: Shards
-    formula: Formula
+    formula: LabelFormula
     bias: torch.Tensor | None = None  # of the shard's classes
     class_weight: torch.Tensor | None = None  # float32, of all classes
     shard_weight: torch.Tensor | None = None  # float32 [shards], for smoothing
@@ -106,7 +106,7 @@ class Rows(NamedTuple):
 
 
 def make_rows(
-    shards: Shards, formula: Formula, bias, class_weight, device, *, entropy=False, predicted=False
+    shards: Shards, formula: LabelFormula, bias, class_weight, device, *, entropy=False, predicted=False
 ):
     """:class:`Rows` of a call with the statistics that it needs."""
     smooth = bool(formula.label_smoothing > 0.0)

@@ -33,7 +33,7 @@ _logits = raw("linear_product_logits", lambda *_: None, "linear_cross_entropy")
 _gradients = raw("linear_product_gradients", lambda *_: None, "linear_cross_entropy")
 
 
-class Call(NamedTuple):
+class ShardedCall(NamedTuple):
     """A call of a head on checked arguments."""
 
     rows: Rows
@@ -54,7 +54,7 @@ class Call(NamedTuple):
 class Stream:
     """The operands of a pass, of one dtype."""
 
-    def __init__(self, call: Call, hidden, weight, bias, lora_a, lora_b) -> None:
+    def __init__(self, call: ShardedCall, hidden, weight, bias, lora_a, lora_b) -> None:
         self.call, self.hidden = call, hidden
         self.shards, self.width = call.rows.shards, weight.shape[0]
         real, dtype = self.shards.real, hidden.dtype
@@ -317,7 +317,7 @@ class Function(torch.autograd.Function):
     """``(loss or the losses of rows, entropies, other NUMBERS, predicted)``."""
 
     @staticmethod
-    def forward(ctx, call: Call, hidden, *parameters):
+    def forward(ctx, call: ShardedCall, hidden, *parameters):
         stream = Stream(call, hidden.detach(), *parameters)
         numbers, predicted, kept, gradients = stream.forward()
         ctx.call = call

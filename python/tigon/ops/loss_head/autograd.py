@@ -17,7 +17,7 @@ import torch
 
 from tigon._load import native
 from tigon._op import Op, direct_apply, graph_is_kept, may_overwrite_saved, raw, refuse_second
-from tigon.ops.loss_head.operands import HIDDEN, LOGITS, MAIN_GRAD, MAY_ROUND, NEEDS, UNIT, WEIGHT, Call
+from tigon.ops.loss_head.operands import HIDDEN, LOGITS, MAIN_GRAD, MAY_ROUND, NEEDS, UNIT, WEIGHT, HeadCall
 from tigon.ops.loss_head.plan import AUTOMATIC, padded, plan, rows_within
 
 OP = "linear_cross_entropy"
@@ -33,7 +33,7 @@ def only_hidden(needs):
 # Shapes for fake tensors. A symbolic size is compared, and fixed only where a part of the rows is kept.
 
 
-def _plan(call: Call, rows, **sizes):
+def _plan(call: HeadCall, rows, **sizes):
     hidden, weight, *_ = call.operands
     return plan(
         hidden.device.type,
@@ -47,7 +47,7 @@ def _plan(call: Call, rows, **sizes):
     )
 
 
-def _dweight_dtype(call: Call, kept):
+def _dweight_dtype(call: HeadCall, kept):
     """In which dtype the native side forms weight's gradient."""
     hidden, needs, rows = call.operands.hidden, call.memory.needs, call.rows()
     if not (needs & WEIGHT and needs & MAY_ROUND and hidden.dtype == torch.bfloat16):
@@ -59,7 +59,7 @@ def _dweight_dtype(call: Call, kept):
     return hidden.dtype if fits else torch.float32
 
 
-def empty_gradients(call: Call, needs, kept=None):
+def empty_gradients(call: HeadCall, needs, kept=None):
     """The gradients of NEEDS, those that are not needed without elements."""
     hidden, weight, lora_a = call.operands.hidden, call.operands.weight, call.operands.lora_a
     rank = 0 if lora_a is None else lora_a.shape[0]
@@ -72,7 +72,7 @@ def empty_gradients(call: Call, needs, kept=None):
     )
 
 
-def empty_loss(call: Call, scalar):
+def empty_loss(call: HeadCall, scalar):
     """Loss, scale and gradients."""
     hidden, f32 = call.operands.hidden, {"dtype": torch.float32}
     return (
@@ -82,7 +82,7 @@ def empty_loss(call: Call, scalar):
     )
 
 
-def empty_kept(call: Call):
+def empty_kept(call: HeadCall):
     """unit and kept of losses of rows."""
     hidden, weight, *_ = call.operands
     needs, rows, most = call.memory.needs, call.rows(), call.memory.keep_rows
@@ -104,12 +104,12 @@ def _fake_finish(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight
 
 
 def _fake_rows(upstream, entropy_upstream, unit, kept, *arguments):
-    call = Call.of(arguments)
+    call = HeadCall.of(arguments)
     return empty_gradients(call, call.memory.needs, kept)
 
 
 def _fake_rows_in_place(upstream, entropy_upstream, unit, kept, main_grad, *arguments):
-    call, finished = Call.of(arguments[:-1]), arguments[-1]
+    call, finished = HeadCall.of(arguments[:-1]), arguments[-1]
     given = WEIGHT * (main_grad is not None) | HIDDEN * (finished and unit is not None)
     return empty_gradients(call, call.memory.needs & ~given, kept)
 
@@ -124,7 +124,7 @@ _rows_backward_in_place = raw("linear_cross_entropy_rows_bwd_", _fake_rows_in_pl
 # Losses of rows.
 
 
-def keep(call: Call, keep_mb, main_grad, entropy=False) -> Call:
+def keep(call: HeadCall, keep_mb, main_grad, entropy=False) -> HeadCall:
     """The call, and what its forward is to keep; `entropy`: a gradient of entropies may be asked for."""
     needs = call.memory.needs
     if keep_mb == 0 or not needs & ~MAY_ROUND or torch._C._are_functorch_transforms_active():
@@ -137,7 +137,7 @@ def keep(call: Call, keep_mb, main_grad, entropy=False) -> Call:
     return call.with_memory(needs, most)
 
 
-def saved(call: Call, unit, kept, recomputed=False) -> tuple:
+def saved(call: HeadCall, unit, kept, recomputed=False) -> tuple:
     """The tensors to save; `recomputed`: a gradient of entropies may ask for logits.
 
     Where all rows are kept, or hidden alone needs a gradient, weight is not among them, so that a gathered
@@ -157,7 +157,7 @@ def saved(call: Call, unit, kept, recomputed=False) -> tuple:
     return unit if formed else None, kept if some else None, *operands
 
 
-def rows_gradients(tensors, upstream, call: Call, entropy_upstream=None, *, eager=False, main_grad=None):
+def rows_gradients(tensors, upstream, call: HeadCall, entropy_upstream=None, *, eager=False, main_grad=None):
     """The gradients from what :func:`saved` gave; that of weight is None where it was added to main_grad.
 
     An eager backward that frees its graph scales the rows of ``unit`` in place, and forms the gradients of
@@ -239,7 +239,7 @@ class HeadLoss:
             transformed=(self._setup_transformed, self._backward_transformed),
         )
 
-    def run(self, call: Call, parameters, main_grad=None, scalar=True) -> tuple:
+    def run(self, call: HeadCall, parameters, main_grad=None, scalar=True) -> tuple:
         """Loss, and the results of rows.
 
         Args:
@@ -260,7 +260,7 @@ class HeadLoss:
     # The registered operator.
 
     def _setup_context(self, ctx, inputs, output):
-        call = Call.of(inputs)
+        call = HeadCall.of(inputs)
         operands = call.operands
         ctx.dtypes = dtypes_of(operands.hidden, operands.weight, operands.bias)
         ctx.scalar, ctx.call = output[0].dim() == 0, call.without_tensors(self.numbers(call))
@@ -282,7 +282,7 @@ class HeadLoss:
 
     def _setup_transformed(self, ctx, inputs, output):
         self._setup_context(ctx, inputs, output)
-        call = Call.of(inputs)
+        call = HeadCall.of(inputs)
         ctx.target_shape = call.operands.target.shape
         ctx.save_for_backward(output[1], *self.saved(call, output))
 
@@ -359,7 +359,7 @@ def teacher_head_loss(name: str, fake, tensors: int, numbers: int) -> HeadLoss:
     """
 
     def fake_rows(upstream, *arguments):
-        call = Call.of(arguments)
+        call = HeadCall.of(arguments)
         return empty_gradients(call, call.memory.needs)
 
     rows_backward = raw(f"{name}_rows_bwd", fake_rows, name)

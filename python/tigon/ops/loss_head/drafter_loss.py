@@ -18,6 +18,8 @@ from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import check_shift
+from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.reference import result_type
 
 _OP = "drafter_loss"
@@ -42,7 +44,7 @@ class Drafter(NamedTuple):
 
 
 def _fake(*inputs):
-    call = operands.Call.of(inputs)
+    call = HeadCall.of(inputs)
     rows = call.operands.target.shape[0]
     numbers = call.operands.hidden.new_empty((2, rows), dtype=torch.float32)
     return *empty_loss(call, call.more[-1] != 0), numbers
@@ -265,9 +267,7 @@ def drafter_loss(
         arguments.check_like(_OP, "token_weight", token_weight, lead, device)
     check_shift(_OP, any(shifts), position_ids, base)
     arguments.check_integers(_OP, or_none=True, valid_rows=valid_rows)
-    head = operands.Head(
-        valid_rows=None if valid_rows is None else valid_rows * number, chunk_rows=chunk_rows
-    )
+    head = HeadOptions(valid_rows=None if valid_rows is None else valid_rows * number, chunk_rows=chunk_rows)
     operands.check_head(_OP, stacked, weight, target, head)
     _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0], device)
     weight, d = operands.plain_weight(_OP, weight), Drafter(loss, eta, outside, mask_outside, draft_ids)

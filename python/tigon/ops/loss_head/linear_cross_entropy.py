@@ -19,6 +19,8 @@ from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import OP as _OP
 from tigon.ops.loss_head.autograd import HeadLoss, empty_kept, empty_loss, keep, rows_gradients, saved
 from tigon.ops.loss_head.labels import labels_of
+from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import reference, result_type
 
@@ -29,7 +31,7 @@ OUTPUTS = ("loss", *NUMBERS, "predicted", "correct")
 
 
 def _fake(*arguments):
-    call = operands.Call.of(arguments)
+    call = HeadCall.of(arguments)
     _, _, reduction, outputs = call.more
     hidden, rows, scalar = call.operands.hidden, call.operands.target.shape[0], reduction != 0
     wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
@@ -145,19 +147,9 @@ def linear_cross_entropy(
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
     target = labels_of(target, ignore_index)
-    head = operands.Head(
-        bias,
-        softcap,
-        logit_scale,
-        temperature,
-        lora,
-        ignore_index,
-        shift,
-        position_ids,
-        valid_rows,
-        chunk_rows,
-        max_workspace_mb,
-        logit_dtype,
+    labels = ignore_index, shift, position_ids, valid_rows
+    head = HeadOptions(
+        bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb, logit_dtype
     )
     operands.check_head(_OP, hidden, weight, target, head)
     if outputs is not None:

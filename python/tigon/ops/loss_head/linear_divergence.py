@@ -19,7 +19,8 @@ from tigon.ops import divergence as _divergence
 from tigon.ops.loss_head import operands, top_k
 from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
-from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.reference import plain_logits, result_type
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tvd": 3}
@@ -70,7 +71,7 @@ class Divergence(NamedTuple):
 
 
 def _fake(*inputs):
-    call = operands.Call.of(inputs)
+    call = HeadCall.of(inputs)
     reduction, outputs = call.more[-2:]
     hidden, rows = call.operands.hidden, call.operands.target.shape[0]
     wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
@@ -81,7 +82,7 @@ def _fake(*inputs):
 _loss = teacher_head_loss(_OP, _fake, tensors=3, numbers=6)
 
 
-def reference(hidden, weight, teacher, labels, head: operands.Head, d: Divergence):
+def reference(hidden, weight, teacher, labels, head: HeadOptions, d: Divergence):
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device).
 
     Args:
@@ -101,7 +102,7 @@ def reference(hidden, weight, teacher, labels, head: operands.Head, d: Divergenc
         return z * scale if cap is None else cap * torch.tanh(z * scale / cap)
 
     t = capped(logits, teacher_bias, d.teacher_logit_scale, d.teacher_softcap) / temperature
-    logits = plain_logits(hidden.to(wide), weight.to(wide), operands.Head(lora=head.lora))
+    logits = plain_logits(hidden.to(wide), weight.to(wide), HeadOptions(lora=head.lora))
     s = capped(logits, head.bias, head.logit_scale, head.softcap)
     options = {"kind": d.kind, "beta": d.beta, "reduction": "none", "ignore_index": ignore_index}
     soft_rows = _divergence.reference(s / temperature, t, labels, **options)
@@ -156,7 +157,7 @@ def _check_teacher(op, teacher, hidden, classes):
     return states.detach(), weight.detach(), None if bias is None else bias.detach()
 
 
-def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
+def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
     """Check, choose between kernel and reference, run."""
     arguments.check_float(op, "hidden", hidden)
     arguments.check_integers(op, ignore_index=head.ignore_index)
@@ -237,11 +238,7 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
     return d.results(loss if code else loss.view(lead), results)
 
 
-@arguments.options_of(
-    linear_cross_entropy,
-    but=("class_weight", "label_smoothing", "z_loss", "keep_mb", "max_workspace_mb", "logit_dtype"),
-    words=_WORDS,
-)
+@arguments.called(_WORDS)
 def linear_kl_div(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -255,7 +252,18 @@ def linear_kl_div(
     teacher_logit_scale: float = 1.0,
     reduction: str = "batchmean",
     outputs: tuple[str, ...] = ("loss",),
-    **options,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    token_weight: torch.Tensor | None = None,
+    denominator: float | torch.Tensor | None = None,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
 ) -> torch.Tensor | NamedTuple:
     """``KL(teacher || student)`` of the distributions of two linear heads, without either's logits existing.
 
@@ -305,23 +313,14 @@ def linear_kl_div(
     """
     arguments.check_booleans("linear_kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
-    loss = Divergence(
-        teacher,
-        kind,
-        0.5,
-        soft,
-        hard,
-        teacher_softcap,
-        teacher_logit_scale,
-        options["token_weight"],
-        reduction,
-        options["denominator"],
-        outputs,
-    )
-    return _run("linear_kl_div", hidden, weight, labels, operands.Head.of(options), loss)
+    rows = ignore_index, shift, position_ids, valid_rows
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    side = soft, hard, teacher_softcap, teacher_logit_scale
+    loss = Divergence(teacher, kind, 0.5, *side, token_weight, reduction, denominator, outputs)
+    return _run("linear_kl_div", hidden, weight, labels, head, loss)
 
 
-@arguments.options_of(linear_kl_div, but=("reverse",), words=_WORDS)
+@arguments.called(_WORDS)
 def linear_jsd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -329,7 +328,24 @@ def linear_jsd(
     labels: torch.Tensor | None = None,
     *,
     beta: float = 0.5,
-    **options,
+    soft: float = 1.0,
+    hard: float = 0.0,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    reduction: str = "batchmean",
+    outputs: tuple[str, ...] = ("loss",),
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    token_weight: torch.Tensor | None = None,
+    denominator: float | torch.Tensor | None = None,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
 ) -> torch.Tensor | NamedTuple:
     """Generalised Jensen-Shannon divergence of the distributions of two linear heads, without their logits.
 
@@ -342,22 +358,46 @@ def linear_jsd(
     "On-Policy Distillation of Language Models" (arXiv:2306.13649).
     """
     kind = _divergence.jsd_kind("linear_jsd", beta)
-    loss = arguments.picked(Divergence, options, teacher=teacher, kind=kind, beta=beta)
-    return _run("linear_jsd", hidden, weight, labels, operands.Head.of(options), loss)
+    rows = ignore_index, shift, position_ids, valid_rows
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    side = soft, hard, teacher_softcap, teacher_logit_scale
+    loss = Divergence(teacher, kind, beta, *side, token_weight, reduction, denominator, outputs)
+    return _run("linear_jsd", hidden, weight, labels, head, loss)
 
 
-@arguments.options_of(linear_kl_div, but=("reverse",), words=_WORDS)
+@arguments.called(_WORDS)
 def linear_tvd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     teacher: torch.Tensor | tuple[torch.Tensor, ...],
     labels: torch.Tensor | None = None,
-    **options,
+    *,
+    soft: float = 1.0,
+    hard: float = 0.0,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    reduction: str = "batchmean",
+    outputs: tuple[str, ...] = ("loss",),
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    token_weight: torch.Tensor | None = None,
+    denominator: float | torch.Tensor | None = None,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
 ) -> torch.Tensor | NamedTuple:
     """Total variation distance ``1/2 sum |T - S|`` of the distributions of two linear heads, without their
     logits. Where ``T = S`` the gradient is 0.
 
     Args, returns, raises: as :func:`tigon.linear_kl_div`.
     """
-    loss = arguments.picked(Divergence, options, teacher=teacher, kind="tvd")
-    return _run("linear_tvd", hidden, weight, labels, operands.Head.of(options), loss)
+    rows = ignore_index, shift, position_ids, valid_rows
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    side = soft, hard, teacher_softcap, teacher_logit_scale
+    loss = Divergence(teacher, "tvd", 0.5, *side, token_weight, reduction, denominator, outputs)
+    return _run("linear_tvd", hidden, weight, labels, head, loss)

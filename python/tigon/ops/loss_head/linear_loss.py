@@ -12,18 +12,20 @@ from tigon._op import has_kernel, once, raw, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import (
+    called,
     check_booleans,
     check_choice,
     check_layout,
     is_narrow,
     is_traced,
     kind_of,
-    options_of,
 )
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import finish, finishable
 from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
+from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, padded, plan
 
 _OP = "linear_loss"
@@ -161,7 +163,7 @@ def _check_closed(values, leaves):
 class _Stream:
     """One forward pass over the chunks; with gradients where they are wanted."""
 
-    def __init__(self, loss: Loss, call: operands.Call, tensors):
+    def __init__(self, loss: Loss, call: HeadCall, tensors):
         self.loss, self.operands, self.formula, self.tensors = loss, call.operands, call.formula, tensors
         self.needs = call.memory.needs & ~operands.MAY_ROUND
         hidden, weight, target, *_ = call.operands
@@ -333,10 +335,10 @@ class _Function(torch.autograd.Function):
         return None, None, None if dhidden is None else dhidden.view(ctx.shape), dweight, dbias, *dtensors
 
 
-def _composed(hidden, weight, target, loss: Loss, tensors, reduction, log_prob, head: operands.Head):
+def _composed(hidden, weight, target, loss: Loss, tensors, reduction, log_prob, head: HeadOptions):
     """Log-probabilities of all rows, then fn: for unreduced losses, whose upstream gradients come later."""
     target = shifted(target, head.ignore_index, head.shift, head.position_ids)
-    statistics = log_prob(hidden, weight, target, entropy=loss.entropy, **head.options())
+    statistics = log_prob(hidden, weight, target, entropy=loss.entropy, **head.of_log_prob())
     statistics = [s.reshape(-1) for s in (statistics if loss.entropy else (statistics,))]
     groups = loss.groups
     if groups is None:
@@ -356,7 +358,7 @@ def _composed(hidden, weight, target, loss: Loss, tensors, reduction, log_prob, 
 
 
 @torch._disable_dynamo  # torch.compiler.disable, but the compiler is imported by the first call, not here
-@options_of(_log_prob.linear_log_prob, but=("lora", "keep_mb", "match"))
+@called()
 def linear_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -366,7 +368,17 @@ def linear_loss(
     reduction: str = "mean",
     denominator: float | torch.Tensor | None = None,
     group: str | None = None,
-    **options,
+    entropy: bool = False,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
+    valid_rows: int | None = None,
+    chunk_rows: int | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """A loss of your own on per-token log-probabilities, three matrix products and no logits.
 
@@ -405,15 +417,17 @@ def linear_loss(
         tigon.Error: shapes, dtypes or options do not fit, or fn returns something else than one loss per row
         or group.
     """
-    head = operands.Head.of(options)
-    target = labels_of(target, head.ignore_index)
+    labels = ignore_index, shift, position_ids, valid_rows
+    head = HeadOptions(
+        bias, softcap, logit_scale, temperature, None, *labels, chunk_rows, logit_dtype=logit_dtype
+    )
+    target = labels_of(target, ignore_index)
     operands.check_head(_OP, hidden, weight, target, head)
-    check_booleans(_OP, entropy=options["entropy"])
+    check_booleans(_OP, entropy=entropy)
     check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
     _cross_entropy.check_denominator(_OP, denominator)
     check_choice(_OP, "reduction", reduction, _cross_entropy.REDUCTIONS)
-    labels = (target, head.ignore_index, head.shift, head.position_ids)
-    groups = None if group is None else Groups(_OP, group, *labels)
+    groups = None if group is None else Groups(_OP, group, target, ignore_index, shift, position_ids)
     for t in tensors:
         check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", kind_of(t))
         check_layout(_OP, "tensors", t)
@@ -431,7 +445,7 @@ def linear_loss(
     if not kernel:
         operands.check_plain(_OP, weight.shape[0], target, head)
     wrt = tuple(grad and t.requires_grad for t in tensors)
-    loss = Loss(fn, options["entropy"], denominator, wrt, grad, groups)
+    loss = Loss(fn, entropy, denominator, wrt, grad, groups)
     apart = groups is not None and not groups.fit(hidden, weight, head.chunk_rows)
     if not kernel or apart or is_traced(hidden) or (reduction == "none" and denominator is None):
         log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tigon._deterministic import is_deterministic
 from tigon._op import define, native
 from tigon.error import check
-from tigon.ops.loss_head.operands import Head
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import padded
 
 _CHUNK_LOGITS = 1 << 27
@@ -17,7 +17,7 @@ _GREEDY = 1e-5  # a temperature below it leaves the logits as they are
 _product = native("linear_product_logits")  # called inside vllm_log_prob alone, which no tracer looks into
 
 
-def check_match(op, match, head: Head) -> None:
+def check_match(op, match, head: HeadOptions) -> None:
     """That `match` is known, and the options are among those of its head."""
     known = match is None or (isinstance(match, str) and match == "vllm")
     check(op, known, "match must be 'vllm' (or None), got {!r}", match)
@@ -91,7 +91,7 @@ torch.library.register_fake(
 )
 
 
-def vllm_log_prob(hidden, weight, target, head: Head, wide):
+def vllm_log_prob(hidden, weight, target, head: HeadOptions, wide):
     """The log-probabilities of labels in place, ``[...]`` or ``[..., K]``; 0 of ignored ones."""
     with torch.no_grad():
         rows = hidden.reshape(-1, hidden.shape[-1])

@@ -11,11 +11,14 @@ from tigon._op import Op
 from tigon.error import check, refuse
 from tigon.ops import arguments
 from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
-from tigon.ops.loss_head.plan import check_cap, chunk_that_fits
+from tigon.ops.loss_head.options import HeadOptions
+from tigon.ops.loss_head.plan import check_cap, chunk_that_fits, native_names
 
-# Bits of `needs`, whose meanings csrc/tigon/ops/linear_head/linear_head_fields.h says.
-HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND, UNIT, MAIN_GRAD, LOGITS = (1 << i for i in range(9))
-NEEDS = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "lora_a": LORA_A, "lora_b": LORA_B}
+GRADIENTS = ("hidden", "weight", "bias", "lora_a", "lora_b")  # the tensors that can have one, in this order
+_BITS = native_names("tigon_linear_head_needs")
+NEEDS = {name: _BITS[name] for name in GRADIENTS}
+HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B = NEEDS.values()
+MAY_ROUND, UNIT, MAIN_GRAD, LOGITS = (_BITS[name] for name in ("may_round", "unit", "main_grad", "logits"))
 
 
 class Operands(NamedTuple):
@@ -31,7 +34,7 @@ class Operands(NamedTuple):
     lora_b: torch.Tensor | None = None  # [V, r], hidden's dtype
 
 
-class Formula(NamedTuple):
+class LabelFormula(NamedTuple):
     """The numbers that follow them."""
 
     ignore_index: int = -100
@@ -53,74 +56,37 @@ class Memory(NamedTuple):
     keep_rows: int = 0  # losses of rows: most rows whose logits' gradients stay, or AUTOMATIC
 
 
-class Call(NamedTuple):
+class HeadCall(NamedTuple):
     """The arguments of a native operator on a head."""
 
     operands: Operands
-    formula: Formula
+    formula: LabelFormula
     memory: Memory
     more: tuple = ()  # what the operator takes after them
 
     @classmethod
-    def of(cls, inputs) -> Call:
+    def of(cls, inputs) -> HeadCall:
         """The inverse of :meth:`flat`."""
-        return cls(Operands(*inputs[:8]), Formula(*inputs[8:16]), Memory(*inputs[16:20]), inputs[20:])
+        return cls(Operands(*inputs[:8]), LabelFormula(*inputs[8:16]), Memory(*inputs[16:20]), inputs[20:])
 
     def flat(self) -> tuple:
         """The arguments, in the order of the schema."""
         operands, formula, memory, more = self
         return (*operands, *formula, *memory, *more)
 
-    def with_memory(self, needs: int, keep_rows: int) -> Call:
+    def with_memory(self, needs: int, keep_rows: int) -> HeadCall:
         """The call, with other gradients needed and rows kept."""
         operands, formula, memory, more = self
-        return Call(operands, formula, Memory(memory[0], memory[1], needs, keep_rows), more)
+        return HeadCall(operands, formula, Memory(memory[0], memory[1], needs, keep_rows), more)
 
-    def without_tensors(self, more: tuple = ()) -> Call:
+    def without_tensors(self, more: tuple = ()) -> HeadCall:
         """What a context may hold of it; `more`: numbers that its backward takes."""
-        return Call(None, self[1], self[2], more)
+        return HeadCall(None, self[1], self[2], more)
 
     def rows(self) -> int:
         """How many rows have their logits computed."""
         valid = self.memory.valid_rows
         return self.operands.target.shape[0] if valid < 0 else valid
-
-
-class Head(NamedTuple):
-    """The options that functions on a head share, as the caller gave them."""
-
-    bias: torch.Tensor | None = None
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    temperature: float = 1.0
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None
-    ignore_index: int = -100
-    shift: int | bool = False
-    position_ids: torch.Tensor | None = None
-    valid_rows: int | None = None
-    chunk_rows: int | None = None
-    max_workspace_mb: float | None = None
-    logit_dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, options: dict) -> Head:
-        """Those of a head among the options of a loss."""
-        return arguments.picked(cls, options)
-
-    def options(self) -> dict:
-        """Those of a call of :func:`tigon.linear_log_prob` or its reference on labels in place."""
-        names = (
-            "bias",
-            "softcap",
-            "logit_scale",
-            "temperature",
-            "lora",
-            "ignore_index",
-            "valid_rows",
-            "chunk_rows",
-            "logit_dtype",
-        )
-        return {name: getattr(self, name) for name in names}
 
 
 def main_grad_of(op, weight):
@@ -137,7 +103,7 @@ def main_grad_of(op, weight):
     return main_grad
 
 
-def float_parts(head: Head, **others: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+def float_parts(head: HeadOptions, **others: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
     """What a reference reads beside hidden states, by name."""
     a, b = (head.lora or (None, None))[:2]
     return {**others, "bias": head.bias, "lora[0]": a, "lora[1]": b}
@@ -149,7 +115,7 @@ class Trained:
     calls = 0  # `Report.check` asks: a program's own loss may call them
 
 
-def check_head(op, hidden, weight, target, head: Head):
+def check_head(op, hidden, weight, target, head: HeadOptions):
     """What every function on a head asks of its operands."""
     arguments.check_float(op, "hidden", hidden)
     arguments.check_float(op, "weight", weight)
@@ -272,7 +238,7 @@ def prepare(
     hidden,
     weight,
     target,
-    head: Head,
+    head: HeadOptions,
     *,
     class_weight=None,
     token_weight=None,
@@ -280,7 +246,7 @@ def prepare(
     label_smoothing=0.0,
     z_loss=0.0,
     more=(),
-) -> tuple[Call, tuple]:
+) -> tuple[HeadCall, tuple]:
     """A native call on checked arguments, and what its gradients are of: hidden, weight, bias, A and B
     before their conversion; `main_grad`: what weight's is added to."""
     bias, lora, ignore_index, position_ids = head.bias, head.lora, head.ignore_index, head.position_ids
@@ -328,7 +294,7 @@ def prepare(
             wide,
         )
     operands = Operands(hidden, weight, target.reshape(-1), bias, class_weight, token_weight, a, b)
-    formula = Formula(
+    formula = LabelFormula(
         ignore_index,
         label_smoothing,
         head.softcap or 0.0,
@@ -338,7 +304,7 @@ def prepare(
         lora_scale,
         wide,
     )
-    return Call(operands, formula, Memory(chunk_rows, valid, needs), more), parameters
+    return HeadCall(operands, formula, Memory(chunk_rows, valid, needs), more), parameters
 
 
 class _ToMainGrad(torch.autograd.Function):
@@ -355,7 +321,7 @@ class _ToMainGrad(torch.autograd.Function):
         return None, None
 
 
-def check_plain(op, classes, target, head: Head) -> None:
+def check_plain(op, classes, target, head: HeadOptions) -> None:
     """What the native calls check of labels, for the references."""
     ignore_index = head.ignore_index
     target = shifted(target, ignore_index, head.shift, head.position_ids)

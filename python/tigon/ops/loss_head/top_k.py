@@ -76,7 +76,7 @@ def top_k_loss(op, hidden, weight, labels, head, d):
     labels = shifted(labels, ignore_index, head.shift, head.position_ids)
     counts = labels != ignore_index
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    options = head._replace(valid_rows=None, logit_dtype=None if hidden.dtype == wide else wide).options()
+    options = head._replace(valid_rows=None, logit_dtype=None if hidden.dtype == wide else wide).of_log_prob()
     candidate = ~(teacher_log_prob <= _NEVER) & counts.unsqueeze(-1)
     classes = torch.where(candidate, indices.long(), 0)
     check_range(op, "teacher indices", classes, weight.shape[0])
