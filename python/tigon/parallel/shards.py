@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tigon._deterministic import is_deterministic
 from tigon.error import check
-from tigon.ops.arguments import kind_of
+from tigon.ops.arguments import F, kind_of
 
 # PyTorch renames them.
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -204,7 +204,7 @@ def _exchange(group, device, facts: Facts) -> list[tuple[Facts, list[int]]]:
     return [(Facts(*row[:numbers]), row[numbers:]) for row in said]
 
 
-def tells_refusals(function):
+def tells_refusals(function: F) -> F:
     """Decorates a function of tensors and the keyword ``group`` that calls :func:`agree`.
 
     What it refuses before that is told to the other processes, so that none of them waits.
@@ -222,7 +222,7 @@ def tells_refusals(function):
                 _exchange(group, device_of(group, *args, *options.values()), Facts(refused=1))
             raise
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 def agree_on(op: str, groups, device, describe: Callable[[], tuple[dict, object]]):
