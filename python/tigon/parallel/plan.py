@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from tigon.ops.loss_head.driver import Chunk, Part
 from tigon.ops.loss_head.labels import check_count, known_rows, shifted
 from tigon.ops.loss_head.linear_loss import list_rows
 from tigon.ops.loss_head.options import HeadOptions
@@ -17,25 +18,6 @@ from tigon.ops.loss_head.plan import check_fits, padded, plan
 _MIB = 1 << 20
 _LEAST_PART = 1024  # rows that keep a product on CUDA at its speed
 _ALIGNED = 128
-
-
-class Part(NamedTuple):
-    """Rows of a chunk between two exchanges."""
-
-    begin: int  # rows [begin, end) of a share
-    end: int
-    at: slice  # its rows of all shares among the chunk's
-    last: bool  # of the chunk
-
-
-class Chunk(NamedTuple):
-    """Rows whose logits exist at a time: those of its parts, one after another, of all shares."""
-
-    begin: int  # rows [begin, end) of a share
-    end: int
-    at: slice  # its rows of all shares among those of the call
-    parts: tuple[Part, ...]
-    last: bool
 
 
 def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool) -> list[Chunk]:
