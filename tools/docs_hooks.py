@@ -166,7 +166,7 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = re.sub(r":\w+:`~?([\w.]+)`", self.link, obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **_) -> None:
-        """What ``**options: Unpack[...]`` stands for in ``@unpacked(functions)`` of ``tigon.ops.arguments``."""
+        """What ``**options: Unpack[...]`` of ``tigon.ops.arguments.unpacked(functions)`` stands for."""
         modules = [pkg]
         for module in modules:
             members = [m for m in module.members.values() if not m.is_alias]

@@ -13,7 +13,7 @@ from tigon.ops.loss_head.driver import Chunk, Part
 from tigon.ops.loss_head.labels import check_count, known_rows, shifted
 from tigon.ops.loss_head.linear_loss import list_rows
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import check_fits, padded, plan
+from tigon.ops.loss_head.plan import check_fits, padded, plan_of
 
 _MIB = 1 << 20
 _LEAST_PART = 1024  # rows that keep a product on CUDA at its speed
@@ -68,24 +68,17 @@ def choose(
         listed: the rows worked on are copies.
         sizes: others of :func:`plan`.
     """
-    size, itemsize, widest, cap = (
-        hidden.shape[-1],
-        hidden.dtype.itemsize,
-        max(widest, 1),
-        head.max_workspace_mb,
-    )
+    itemsize, widest, cap = hidden.dtype.itemsize, max(widest, 1), head.max_workspace_mb
     # With shares: a chunk gathered, the next one, and gradients on their way. Logits of both precisions.
-    found = plan(
-        hidden.device.type,
-        hidden.dtype,
-        rows,
-        size,
+    found = plan_of(
+        hidden,
         widest,
+        rows,
         chunk_rows=head.chunk_rows or 0,
         max_workspace_mb=cap,
         copies=3 * (shares > 1),
         row=statistics + 4 * padded(widest) * wide,
-        fixed=2 * rows * size * itemsize * listed,
+        fixed=2 * rows * hidden.shape[-1] * itemsize * listed,
         **sizes,
     )
     if cap is not None and rows > 0:

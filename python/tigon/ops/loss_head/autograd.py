@@ -17,12 +17,24 @@ import torch
 
 from tigon._load import native
 from tigon._op import Op, direct_apply, graph_is_kept, may_overwrite_saved, raw, refuse_second
-from tigon.ops.loss_head.operands import HIDDEN, LOGITS, MAIN_GRAD, MAY_ROUND, NEEDS, UNIT, WEIGHT, HeadCall
-from tigon.ops.loss_head.plan import AUTOMATIC, padded, plan, rows_within
+from tigon.ops.loss_head.operands import (
+    HEAD_ARGUMENTS,
+    HIDDEN,
+    LOGITS,
+    MAIN_GRAD,
+    MAY_ROUND,
+    NEEDS,
+    UNIT,
+    WEIGHT,
+    HeadCall,
+    Operands,
+    more_of,
+)
+from tigon.ops.loss_head.plan import AUTOMATIC, padded, plan_of, rows_within
 
 OP = "linear_cross_entropy"
-PLACES = {"hidden": 0, "weight": 1, "bias": 3, "lora_a": 6, "lora_b": 7}  # of NEEDS among operands
-RESULTS = 7  # loss, scale and the gradients of NEEDS come first among an operator's outputs
+PLACES = {name: Operands._fields.index(name) for name in NEEDS}
+RESULTS = 2 + len(NEEDS)  # loss, scale and the gradients of NEEDS come first among an operator's outputs
 
 
 def only_hidden(needs):
@@ -34,17 +46,8 @@ def only_hidden(needs):
 
 
 def _plan(call: HeadCall, rows, **sizes):
-    hidden, weight, *_ = call.operands
-    return plan(
-        hidden.device.type,
-        hidden.dtype,
-        rows,
-        hidden.shape[-1],
-        weight.shape[0],
-        train_weight=call.memory.needs & WEIGHT != 0,
-        chunk_rows=call.memory.chunk_rows,
-        **sizes,
-    )
+    sizes |= {"train_weight": call.memory.needs & WEIGHT != 0, "chunk_rows": call.memory.chunk_rows}
+    return plan_of(call.operands.hidden, call.operands.weight.shape[0], rows, **sizes)
 
 
 def _dweight_dtype(call: HeadCall, kept):
@@ -214,7 +217,7 @@ class HeadLoss:
 
     Args:
         name: of the operator, and in messages.
-        fake: the operator's fake kernel.
+        fake: ``(call)``: the operator's fake kernel.
         rows_gradients: of losses of rows ``(saved, upstream, call, eager=, main_grad=)``: the gradients of
             NEEDS, by computing the logits again where they were not kept.
         saved: ``(call, output)``: the tensors that it takes; the operands unless given.
@@ -230,10 +233,10 @@ class HeadLoss:
         numbers=lambda call: (),
     ):
         self.name, self.rows_gradients, self.saved, self.numbers = name, rows_gradients, saved, numbers
-        self.arguments = len(native(name)._schema.arguments)
+        self.arguments, self.more = len(native(name)._schema.arguments), more_of(name)
         self.op = Op(
             name,
-            fake=fake,
+            fake=lambda *inputs: fake(HeadCall.of(inputs, self.more)),
             setup_context=self._setup_context,
             backward=self._backward,
             transformed=(self._setup_transformed, self._backward_transformed),
@@ -260,7 +263,7 @@ class HeadLoss:
     # The registered operator.
 
     def _setup_context(self, ctx, inputs, output):
-        call = HeadCall.of(inputs)
+        call = HeadCall.of(inputs, self.more)
         operands = call.operands
         ctx.dtypes = dtypes_of(operands.hidden, operands.weight, operands.bias)
         ctx.scalar, ctx.call = output[0].dim() == 0, call.without_tensors(self.numbers(call))
@@ -282,7 +285,7 @@ class HeadLoss:
 
     def _setup_transformed(self, ctx, inputs, output):
         self._setup_context(ctx, inputs, output)
-        call = HeadCall.of(inputs)
+        call = HeadCall.of(inputs, self.more)
         ctx.target_shape = call.operands.target.shape
         ctx.save_for_backward(output[1], *self.saved(call, output))
 
@@ -350,12 +353,10 @@ class _Eager(torch.autograd.Function):
 _apply = direct_apply(_Eager)
 
 
-def teacher_head_loss(name: str, fake, tensors: int, numbers: int) -> HeadLoss:
+def teacher_head_loss(name: str, fake) -> HeadLoss:
     """The loss of a head against a teacher's, with ``tigon::<name>_rows_bwd`` for losses of rows.
 
-    Args:
-        tensors: how many of ``call.more`` are the teacher's tensors, which come first.
-        numbers: how many numbers follow them that the gradients of rows take too.
+    That operator takes the teacher's tensors and then numbers, by the names that the loss has for them.
     """
 
     def fake_rows(upstream, *arguments):
@@ -363,15 +364,19 @@ def teacher_head_loss(name: str, fake, tensors: int, numbers: int) -> HeadLoss:
         return empty_gradients(call, call.memory.needs)
 
     rows_backward = raw(f"{name}_rows_bwd", fake_rows, name)
+    taken = native(f"{name}_rows_bwd")._schema.arguments[1 + HEAD_ARGUMENTS :]
+    tensors, numbers = (
+        [a.name for a in taken if ("Tensor" in str(a.type)) is kind] for kind in (True, False)
+    )
 
     def rows_gradients(saved, upstream, call, **ignored):
-        operands, teacher = saved[:8], saved[8:]
+        operands, teacher = saved[: len(Operands._fields)], saved[len(Operands._fields) :]
         return rows_backward(upstream, *operands, *call.formula, *call.memory, *teacher, *call.more)
 
     return HeadLoss(
         name,
         fake,
         rows_gradients,
-        lambda call, output: (*call.operands, *call.more[:tensors]),
-        lambda call: call.more[tensors : tensors + numbers],
+        lambda call, output: (*call.operands, *(getattr(call.more, key) for key in tensors)),
+        lambda call: tuple(getattr(call.more, key) for key in numbers),
     )

@@ -39,18 +39,13 @@ class Drafter(NamedTuple):
     draft_ids: torch.Tensor | None
 
 
-# The operator: after operands, formula and memory come the teacher's hidden states, weight, labels and draft
-# ids, five options, and how the losses of rows become one.
-
-
-def _fake(*inputs):
-    call = HeadCall.of(inputs)
+def _fake(call: HeadCall):
     rows = call.operands.target.shape[0]
     numbers = call.operands.hidden.new_empty((2, rows), dtype=torch.float32)
-    return *empty_loss(call, call.more[-1] != 0), numbers
+    return *empty_loss(call, call.more.reduction != 0), numbers
 
 
-_loss = teacher_head_loss(_OP, _fake, tensors=4, numbers=5)
+_loss = teacher_head_loss(_OP, _fake)
 
 
 def reference(hidden, weight, teacher, counts, d: Drafter):
@@ -324,22 +319,11 @@ def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduct
     """The kernels: the loss, and overlaps and counted rows ``[..., S]``."""
     states, teacher_weight, _ = operands.whole_vectors(*(t.to(hidden.dtype) for t in teacher))
     draft_id = None if d.draft_ids is None else _inverse(d.draft_ids, teacher_weight.shape[0])
-    divisor, host_divisor = _cross_entropy.split_denominator(denominator, hidden.device)
+    divisors = _cross_entropy.split_denominator(denominator, hidden.device)
     code = _cross_entropy.REDUCTIONS["sum" if denominator is not None else reduction]
     masks = d.mask_outside and draft_id is not None
-    more = (
-        states,
-        teacher_weight,
-        base.reshape(-1),
-        draft_id,
-        _KINDS[d.loss],
-        float(d.eta),
-        *_OUTSIDE[d.outside],
-        masks,
-        divisor,
-        host_divisor,
-        code,
-    )
+    tensors, kind = (states, teacher_weight, base.reshape(-1), draft_id), (_KINDS[d.loss], float(d.eta))
+    more = _loss.more(*tensors, *kind, *_OUTSIDE[d.outside], masks, *divisors, code)
     call, parameters = operands.prepare(_OP, hidden, weight, target, head, token_weight=factor, more=more)
     losses, numbers = _loss.run(call, parameters, scalar=code != 0)
     overlap, counted = numbers.view(2, *target.shape)

@@ -30,10 +30,9 @@ _ONLY_LABEL = 32  # the classes predicted need only tell which labels are
 OUTPUTS = ("loss", *NUMBERS, "predicted", "correct")
 
 
-def _fake(*arguments):
-    call = HeadCall.of(arguments)
-    _, _, reduction, outputs = call.more
-    hidden, rows, scalar = call.operands.hidden, call.operands.target.shape[0], reduction != 0
+def _fake(call: HeadCall):
+    outputs, scalar = call.more.outputs, call.more.reduction != 0
+    hidden, rows = call.operands.hidden, call.operands.target.shape[0]
     wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
     loss, scale, dhidden, *others = empty_loss(call, scalar)
     unit, kept = (dhidden, hidden.new_empty(0)) if scalar else empty_kept(call)
@@ -195,7 +194,7 @@ def linear_cross_entropy(
         main_grad=main_grad,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        more=(*divisors, _cross_entropy.REDUCTIONS[reduction], _bits(outputs)),
+        more=_loss.more(*divisors, _cross_entropy.REDUCTIONS[reduction], _bits(outputs)),
     )
     if not scalar:
         call = keep(call, keep_mb, main_grad)

@@ -66,20 +66,14 @@ class Divergence(NamedTuple):
         return rows.sum() / number
 
 
-# The operator: after operands, formula and memory come teacher, weight and bias, six numbers, and how the
-# losses of rows become one.
-
-
-def _fake(*inputs):
-    call = HeadCall.of(inputs)
-    reduction, outputs = call.more[-2:]
+def _fake(call: HeadCall):
     hidden, rows = call.operands.hidden, call.operands.target.shape[0]
-    wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
+    wanted = sum(bool(call.more.outputs & bit) for bit in NUMBERS.values())
     numbers = hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32)
-    return *empty_loss(call, reduction != 0), numbers
+    return *empty_loss(call, call.more.reduction != 0), numbers
 
 
-_loss = teacher_head_loss(_OP, _fake, tensors=3, numbers=6)
+_loss = teacher_head_loss(_OP, _fake)
 
 
 def reference(hidden, weight, teacher, labels, head: HeadOptions, d: Divergence):
@@ -215,20 +209,9 @@ def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
         soft, hard = soft / classes, hard / classes
     code = _cross_entropy.REDUCTIONS[_REDUCTIONS[reduction]]
     bits = sum(bit for name, bit in NUMBERS.items() if name in d.outputs)
-    more = (
-        states,
-        teacher_weight,
-        teacher_bias,
-        _KINDS[d.kind],
-        d.beta,
-        soft,
-        hard,
-        d.teacher_softcap or 0.0,
-        d.teacher_logit_scale,
-        *divisors,
-        code,
-        bits,
-    )
+    teacher, weights = (states, teacher_weight, teacher_bias), (soft, hard)
+    side = d.teacher_softcap or 0.0, d.teacher_logit_scale
+    more = _loss.more(*teacher, _KINDS[d.kind], d.beta, *weights, *side, *divisors, code, bits)
     call, parameters = operands.prepare(
         op, hidden, weight, labels, head, token_weight=d.token_weight, more=more
     )

@@ -27,16 +27,14 @@ from tigon.ops.loss_head.driver import Chunk, Gradients, Part, RowPass
 from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
 from tigon.ops.loss_head.operands import HeadCall
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, padded, plan
+from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, padded, plan_of
 
 _OP = "linear_loss"
 KINDS = ("sequence", "pair")
 
 
 def _default_chunk(hidden, weight, rows, dweight):
-    return plan(
-        hidden.device.type, hidden.dtype, rows, hidden.shape[-1], weight.shape[0], train_weight=dweight
-    ).chunk_rows
+    return plan_of(hidden, weight.shape[0], rows, train_weight=dweight).chunk_rows
 
 
 class Groups:

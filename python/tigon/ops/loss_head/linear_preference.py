@@ -81,21 +81,19 @@ def _ref_operands(ref, like):
 
 
 def _run(loss: HeadLoss, op, hidden, weight, labels, head: HeadOptions, more):
-    call, _ = operands.prepare(op, hidden, weight, labels, head, more=(labels.shape[0], *more))
+    call, _ = operands.prepare(op, hidden, weight, labels, head, more=loss.more(labels.shape[0], *more))
     hidden, weight, _, bias, _, _, lora_a, lora_b = call.operands
     return loss.run(call, (hidden, weight, bias, lora_a, lora_b))
 
 
-def _fake_preference(*arguments):
-    call = HeadCall.of(arguments)
-    answers, _, _, _, _, _, _, desirable, *_ = call.more
-    results = _preference.empty_results(call.operands.hidden, answers, desirable is None)
+def _fake_preference(call: HeadCall):
+    pairs = call.more.desirable is None
+    results = _preference.empty_results(call.operands.hidden, call.more.answers, pairs)
     return *empty_loss(call, True), *results
 
 
-def _fake_policy(*arguments):
-    call = HeadCall.of(arguments)
-    hidden, target, ref = call.operands.hidden, call.operands.target, call.more[3]
+def _fake_policy(call: HeadCall):
+    hidden, target, ref = call.operands.hidden, call.operands.target, call.more.ref
     rows, kl = (hidden.new_empty(n, dtype=torch.float32) for n in (target.shape, (0,)))
     return *empty_loss(call, True), rows, rows.clone(), kl if ref is None else rows.clone(), rows.clone()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from tigon._load import native
 from tigon._op import Op
 from tigon.error import check, refuse
 from tigon.ops import arguments
@@ -56,18 +59,28 @@ class Memory(NamedTuple):
     keep_rows: int = 0  # losses of rows: most rows whose logits' gradients stay, or AUTOMATIC
 
 
+_ENDS = tuple(itertools.accumulate(len(part._fields) for part in (Operands, LabelFormula, Memory)))
+HEAD_ARGUMENTS = _ENDS[-1]  # how many of an operator's are those of all heads
+
+
+def more_of(name: str) -> type:
+    """A named tuple of what an operator takes after them."""
+    return namedtuple(f"_{name}", [a.name for a in native(name)._schema.arguments[HEAD_ARGUMENTS:]])
+
+
 class HeadCall(NamedTuple):
     """The arguments of a native operator on a head."""
 
     operands: Operands
     formula: LabelFormula
     memory: Memory
-    more: tuple = ()  # what the operator takes after them
+    more: Any = ()  # what the operator takes after them, of `more_of` it
 
     @classmethod
-    def of(cls, inputs) -> HeadCall:
+    def of(cls, inputs, more=lambda *values: values) -> HeadCall:
         """The inverse of :meth:`flat`."""
-        return cls(Operands(*inputs[:8]), LabelFormula(*inputs[8:16]), Memory(*inputs[16:20]), inputs[20:])
+        (a, b, c), rest = _ENDS, inputs[HEAD_ARGUMENTS:]
+        return cls(Operands(*inputs[:a]), LabelFormula(*inputs[a:b]), Memory(*inputs[b:c]), more(*rest))
 
     def flat(self) -> tuple:
         """The arguments, in the order of the schema."""
@@ -283,27 +296,12 @@ def prepare(
         token_weight = token_weight.detach().float().reshape(-1)
     chunk_rows = head.chunk_rows or 0
     if head.max_workspace_mb is not None:
-        chunk_rows = chunk_that_fits(
-            op,
-            hidden,
-            weight,
-            head,
-            0 if a is None else a.shape[0],
-            needs & WEIGHT != 0,
-            main_grad is not None,
-            wide,
-        )
+        sizes = {"lora_rank": 0 if a is None else a.shape[0], "train_weight": needs & WEIGHT != 0}
+        sizes |= {"main_grad": main_grad is not None, "wide": wide}
+        chunk_rows = chunk_that_fits(op, hidden, weight, head, **sizes)
     operands = Operands(hidden, weight, target.reshape(-1), bias, class_weight, token_weight, a, b)
-    formula = LabelFormula(
-        ignore_index,
-        label_smoothing,
-        head.softcap or 0.0,
-        head.logit_scale,
-        head.temperature,
-        z_loss,
-        lora_scale,
-        wide,
-    )
+    logits = head.softcap or 0.0, head.logit_scale, head.temperature
+    formula = LabelFormula(ignore_index, label_smoothing, *logits, z_loss, lora_scale, wide)
     return HeadCall(operands, formula, Memory(chunk_rows, valid, needs), more), parameters
 
 

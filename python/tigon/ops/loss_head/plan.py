@@ -80,7 +80,7 @@ class LossMemoryOptions(LogProbMemoryOptions, total=False):
 
 def _native_plan(function: str, sizes: tuple, groups: tuple = ()) -> HeadPlan:
     found = (ctypes.c_int64 * len(HeadPlan._fields))()
-    given = (ctypes.c_int64 * len(sizes))(*sizes)
+    given = (ctypes.c_int64 * len(_SIZES))(*sizes)  # no more: a size of another name is none
     getattr(library, function)(given, *map(ctypes.c_int64, groups), found)
     return HeadPlan(*found)
 
@@ -108,8 +108,13 @@ def plan(
     sizes.setdefault("worked", rows)
     if max_workspace_mb is not None:
         sizes["cap"] = min(max(int(max_workspace_mb * _MIB), 0), _MOST)
-    numbers = tuple(operator.index(sizes.get(name, value)) for name, value in _SIZES.items())
+    numbers = tuple(map(operator.index, (_SIZES | sizes).values()))
     return _native_plan(function, numbers, groups)
+
+
+def plan_of(hidden: torch.Tensor, vocab: int, rows: int, **sizes) -> HeadPlan:
+    """:func:`plan` of hidden states."""
+    return plan(hidden.device.type, hidden.dtype, rows, hidden.shape[-1], vocab, **sizes)
 
 
 def padded(vocab: int) -> int:
@@ -124,22 +129,11 @@ def rows_within(keep_mb, vocab, itemsize) -> int:
     return int(min(keep_mb, 2.0**40) * _MIB) // (padded(vocab) * itemsize)
 
 
-def chunk_that_fits(op, hidden, weight, head, lora_rank, dweight, main_grad, wide) -> int:
+def chunk_that_fits(op, hidden, weight, head, **sizes) -> int:
     """Rows per chunk within the cap (and no more than asked for)."""
     cap, rows = head.max_workspace_mb, hidden.numel() // hidden.shape[-1]
-    found = plan(
-        hidden.device.type,
-        hidden.dtype,
-        rows,
-        hidden.shape[-1],
-        weight.shape[0],
-        lora_rank=lora_rank,
-        train_weight=dweight,
-        main_grad=main_grad,
-        wide=wide,
-        chunk_rows=head.chunk_rows or 0,
-        max_workspace_mb=cap,
-    )
+    sizes |= {"chunk_rows": head.chunk_rows or 0, "max_workspace_mb": cap}
+    found = plan_of(hidden, weight.shape[0], rows, **sizes)
     check_fits(op, found, 1, "one row", cap)
     return found.chunk_rows
 
