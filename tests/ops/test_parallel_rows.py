@@ -98,7 +98,9 @@ def sharded(p, options, columns):
         shards = Shards(None, rank, firsts, tuple(columns), max(columns), vocab)
         bias = p["bias"][first : first + n] if options.get("bias") else None
         calls.append(
-            make_rows(shards, LabelFormula(**numbers_of), bias, weight, device, entropy=True, predicted=True)
+            make_rows(
+                shards, LabelFormula(**numbers_of), weight, device, entropy=True, predicted=True
+            )._replace(bias=bias)
         )
         pieces.append(p["logits"][:, first : first + n])
         parts.append(calls[-1].statistics(pieces[-1], p["target"]))

@@ -12,7 +12,7 @@ from tigon.ops.cross_entropy import check_loss, check_target
 from tigon.ops.loss_gradient import scaled
 from tigon.ops.loss_head.operands import LabelFormula
 from tigon.parallel.rows import NUMBERS, Rows, make_rows, scale_of, total
-from tigon.parallel.shards import Facts, Shards, Work, agree, code, named, target_code, values_of
+from tigon.parallel.shards import Facts, Shards, Work, agree, named, of_rows, or_unknown, values_of
 
 OP = "parallel.cross_entropy"
 
@@ -140,42 +140,29 @@ def cross_entropy(
         check_eager(OP, logits=logits, target=target, weight=weight, denominator=denominator)
         check_float(OP, "logits", logits)
         check(OP, logits.dim() >= 1, "logits must have at least one dimension, got 0")
-        check(
-            OP,
-            has_kernel(OP, logits=logits),
-            "logits must be float32, bfloat16 or float16, got {}",
-            logits.dtype,
-        )
+        words = "logits must be float32, bfloat16 or float16, got {}"
+        check(OP, has_kernel(OP, logits=logits), words, logits.dtype)
         check_target(OP, "target", target, logits.shape[:-1])
         check_layout(OP, vocab, first_class)
         check_loss(OP, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
         if weight is not None:
             check_float(OP, "weight", weight)
         formula = LabelFormula(ignore_index, float(label_smoothing), softcap or 0.0, z_loss=z_loss)
+        values = {"weight": values_of(weight, logits.device), "denominator": number_of(denominator)}
         return Facts(
-            rows=target.numel(),
-            dtype=code(logits.dtype),
             needs=int(logits.requires_grad and torch.is_grad_enabled()),
-            target=target_code(target, logits.device),
             columns=logits.shape[-1],
-            first_class=-1 if first_class is None else first_class,
-            vocab=-1 if vocab is None else vocab,
-            options=named(
-                op=OP,
-                **formula._asdict(),
-                reduction=reduction,
-                denominator=number_of(denominator),
-                weight=values_of(weight, logits.device),
-            ),
+            first_class=or_unknown(first_class),
+            vocab=or_unknown(vocab),
+            options=named(op=OP, **formula._asdict(), reduction=reduction, **values),
+            **of_rows(target, logits),
         ), formula
 
     device = logits.device if isinstance(logits, torch.Tensor) else torch.device("cpu")
     shards, formula = agree(OP, group, device, describe)
     class_weight = take_class_weight(OP, shards, weight, device)
-    rows = make_rows(shards, formula, None, class_weight, device)
+    rows = make_rows(shards, formula, class_weight, device)
     labels = target.to(device, torch.int64, non_blocking=True).reshape(-1)
-    if denominator is not None:
-        reduction = "sum"
-    scale = None if reduction == "none" else scale_of(rows, labels, reduction, denominator)
+    scale = scale_of(rows, labels, reduction, denominator)
     loss = _Function.apply(rows, labels, scale, logits.reshape(labels.shape[0], logits.shape[-1]))
-    return loss.view(target.shape) if reduction == "none" else loss
+    return loss.view(target.shape) if scale is None else loss

@@ -44,43 +44,20 @@ def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool
     return chunks
 
 
-def choose(
-    op: str,
-    hidden: torch.Tensor,
-    rows: int,
-    widest: int,
-    head: HeadOptions,
-    keep_mb: float | None,
-    entropy: bool,
-    *,
-    shares: int,
-    statistics: int,
-    listed: bool,
-    wide: bool,
-    **sizes,
-):
+def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **sizes) -> tuple[int, bool]:
     """Rows of a chunk, of all shares, and whether the gradients of all logits are kept for the backward.
 
     Args: alike in all processes.
-        rows: of all shares, those that are worked on.
+        hidden: rows of a share that are worked on.
         widest: columns of the widest shard.
-        statistics: bytes of a row: this process's and those of all.
-        listed: the rows worked on are copies.
-        sizes: others of :func:`plan`.
+        sizes: `statistics` of a row in bytes, `listed`: the rows are copies, and others of :func:`plan`.
     """
     itemsize, widest, cap = hidden.dtype.itemsize, max(widest, 1), head.max_workspace_mb
+    rows, (statistics, listed) = shares * hidden.shape[0], (sizes.pop(n) for n in ("statistics", "listed"))
     # With shares: a chunk gathered, the next one, and gradients on their way. Logits of both precisions.
-    found = plan_of(
-        hidden,
-        widest,
-        rows,
-        chunk_rows=head.chunk_rows or 0,
-        max_workspace_mb=cap,
-        copies=3 * (shares > 1),
-        row=statistics + 4 * padded(widest) * wide,
-        fixed=2 * rows * hidden.shape[-1] * itemsize * listed,
-        **sizes,
-    )
+    sizes |= {"copies": 3 * (shares > 1), "row": statistics + 4 * padded(widest) * sizes["wide"]}
+    sizes |= {"fixed": 2 * rows * hidden.shape[-1] * itemsize * listed, "chunk_rows": head.chunk_rows or 0}
+    found = plan_of(hidden, widest, rows, max_workspace_mb=cap, **sizes)
     if cap is not None and rows > 0:
         check_fits(op, found, shares, "one row of every share", cap)
     chunk = max(min(found.chunk_rows, rows), 1)

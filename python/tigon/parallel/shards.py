@@ -102,6 +102,15 @@ def target_code(target: torch.Tensor, device) -> int:
     return zlib.crc32(target.contiguous().numpy().tobytes()) if on_cpu else 0
 
 
+def of_rows(target: torch.Tensor, x: torch.Tensor) -> dict[str, int]:
+    """The facts of labels and what they are compared with."""
+    return {"rows": target.numel(), "dtype": code(x.dtype), "target": target_code(target, x.device)}
+
+
+def or_unknown(number: int | None) -> int:
+    return -1 if number is None else number
+
+
 def trains(*tensors) -> int:
     """A bit for each of the tensors that gets a gradient."""
     if not torch.is_grad_enabled():
