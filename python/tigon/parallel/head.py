@@ -104,8 +104,7 @@ def _describe(
     both = call.sequence_parallel and call.partial_hidden_grad
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
     values = {name: values_of(given[name], hidden.device) for name in ("class_weight", "token_weight")}
-    if lora is not None:
-        values["lora"] = (*values_of(lora_a, hidden.device), float(lora_scale))
+    values["lora"] = None if lora is None else (*values_of(lora_a, hidden.device), float(lora_scale))
     options = {"op": op} | formula._asdict() | given | values
     options |= {name: getattr(head, name) for name in ("shift", "chunk_rows", "max_workspace_mb")}
     options |= {"logit_dtype": wide, "valid_rows": known, "denominator": number_of(call.denominator)}
