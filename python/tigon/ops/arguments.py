@@ -143,10 +143,15 @@ def check_dense(op: str, name: str, x: torch.Tensor) -> None:
         _refuse_layout(op, name, x)
 
 
-def check_like(op: str, name: str, x: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
-    """x must have this shape, on this device."""
+def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int]) -> None:
+    """x must have this shape."""
     if x.shape != shape:
         refuse(op, name + " must be {}, got {}", tuple(shape), x.shape)
+
+
+def check_like(op: str, name: str, x: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """x must have this shape, on this device."""
+    check_shape(op, name, x, shape)
     if x.device != device:
         refuse(op, name + " must be on {}, got {}", device, x.device)
 

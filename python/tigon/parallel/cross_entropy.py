@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from tigon._op import foreign, has_kernel, once, refuse_tangents
 from tigon.error import check
 from tigon.ops.arguments import called, check_float, check_integers, check_stored
-from tigon.ops.cross_entropy import check_loss, check_target
+from tigon.ops.cross_entropy import check_logits, check_loss, check_target
 from tigon.ops.loss_gradient import scaled
 from tigon.ops.loss_head.operands import LabelFormula
 from tigon.parallel.rows import NUMBERS, Rows, make_rows, scale_of, total
@@ -144,7 +144,8 @@ def cross_entropy(
         check(OP, has_kernel(OP, logits=logits), words, logits.dtype)
         check_target(OP, "target", target, logits.shape[:-1])
         check_layout(OP, vocab, first_class)
-        check_loss(OP, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
+        check_loss(OP, label_smoothing, z_loss, reduction, denominator)
+        check_logits(OP, ignore_index, softcap)
         if weight is not None:
             check_float(OP, "weight", weight)
         formula = LabelFormula(ignore_index, float(label_smoothing), softcap or 0.0, z_loss=z_loss)

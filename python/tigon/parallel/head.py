@@ -60,8 +60,7 @@ def _describe(
     check_booleans(op, **{name: given[name] for name in booleans})
     target = labels_of(target, head.ignore_index)
     check_indices(op, "target", target)
-    smoothed = head.ignore_index, call.label_smoothing, call.z_loss, head.softcap
-    check_loss(op, *smoothed, call.reduction, call.denominator)
+    check_loss(op, call.label_smoothing, call.z_loss, call.reduction, call.denominator)
     if call.class_weight is not None:
         check_float(op, "class_weight", call.class_weight)
     operands.check_token_weight(op, call.token_weight, target)

@@ -333,7 +333,7 @@ def contrastive_loss(
     if weight is not None:
         arguments.check_float(OP, "weight", weight)
         _check_beside(q, weight=weight)
-        check(OP, weight.shape == (n,), "weight must be [{}], got {}", n, weight.shape)
+        arguments.check_shape(OP, "weight", weight, (n,))
     if ids is not None:
         _check_pair("ids", ids, q, n, m, arguments.check_indices)
         ids = tuple(x.to(torch.int64) for x in ids)

@@ -86,7 +86,7 @@ def _check_ids(draft_ids, classes, teacher_classes, device):
         check(_OP, classes == teacher_classes, words, teacher_classes, classes)
         return
     arguments.check_indices(_OP, "draft_ids", draft_ids)
-    check(_OP, draft_ids.shape == (classes,), "draft_ids must be [{}], got {}", classes, draft_ids.shape)
+    arguments.check_shape(_OP, "draft_ids", draft_ids, (classes,))
     arguments.check_dense(_OP, "draft_ids", draft_ids)
     check(_OP, draft_ids.device == device, "draft_ids must be on {}, got {}", device, draft_ids.device)
     if not arguments.readable(draft_ids):
@@ -193,31 +193,21 @@ def drafter_loss(
     Optimization for Speculative Decoding" (arXiv:2602.23881).
     """
     two = isinstance(teacher, Sequence) and len(teacher) == 2
-    check(
-        _OP,
-        two,
-        "teacher must be (hidden, weight), got {}",
-        len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher),
-    )
+    given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
+    check(_OP, two, "teacher must be (hidden, weight), got {}", given)
     states, teacher_weight = teacher
     arguments.check_float(_OP, "teacher_hidden", states)
     arguments.check_float(_OP, "teacher_weight", teacher_weight)
     fits = states.dim() >= 2 and teacher_weight.dim() == 2 and teacher_weight.shape[1:] == states.shape[-1:]
-    check(
-        _OP,
-        fits,
-        "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}",
-        states.shape,
-        teacher_weight.shape,
-    )
+    words = "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}"
+    check(_OP, fits, words, states.shape, teacher_weight.shape)
     check(_OP, teacher_weight.numel() > 0, "teacher_weight must not be empty, got {}", teacher_weight.shape)
     states, teacher_weight, lead = states.detach(), teacher_weight.detach(), states.shape[:-1]
     given = isinstance(hidden, torch.Tensor)
     steps = [hidden] if given else list(hidden) if isinstance(hidden, Sequence) else []
     tensors = len(steps) > 0 and all(isinstance(h, torch.Tensor) for h in steps)
-    check(
-        _OP, tensors, "hidden must be a tensor, or a tensor for each step, got {}", arguments.kind_of(hidden)
-    )
+    words = "hidden must be a tensor, or a tensor for each step, got {}"
+    check(_OP, tensors, words, arguments.kind_of(hidden))
     for h in steps:
         arguments.check_float(_OP, "hidden", h)
     arguments.check_float(_OP, "weight", weight)
@@ -283,9 +273,8 @@ def drafter_loss(
         position = position.expand(lead)
         factors, reached = [], [position >= k for k in shifts]
         for w, k, here in zip(step_weights, shifts, reached, strict=True):
-            f = torch.where(
-                here, torch.full(lead, float(w), dtype=torch.float64, device=device).to(wide), 0.0
-            )
+            f = torch.full(lead, float(w), dtype=torch.float64, device=device).to(wide)
+            f = torch.where(here, f, 0.0)
             if k and own:  # each step's own mean
                 f = f * counts.sum() / (counts & here).sum().clamp(min=1)
             factors.append(f if token_weight is None else f * token_weight.detach())

@@ -14,7 +14,7 @@ from tigon._dtensor import of_vocabulary
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import called, check_float
+from tigon.ops.arguments import called, check_float, check_shape
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import OP as _OP
 from tigon.ops.loss_head.autograd import HeadLoss, empty_kept, empty_loss, keep, rows_gradients, saved
@@ -157,44 +157,26 @@ def linear_cross_entropy(
         outputs = operands.check_outputs(_OP, outputs, OUTPUTS, " (or None)")
     if class_weight is not None:
         check_float(_OP, "class_weight", class_weight)
-        fits = class_weight.dim() == 1 and class_weight.shape[0] == weight.shape[0]
-        check(_OP, fits, "class_weight must be {}, got {}", weight.shape[:1], class_weight.shape)
+        check_shape(_OP, "class_weight", class_weight, weight.shape[:1])
     operands.check_token_weight(_OP, token_weight, target)
-    _cross_entropy.check_loss(_OP, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
+    _cross_entropy.check_loss(_OP, label_smoothing, z_loss, reduction, denominator)
     check_keep(_OP, keep_mb)
+    formula = class_weight, token_weight, label_smoothing, z_loss
     hidden = operands.autocast(hidden)
     operands.wide_logits(_OP, logit_dtype, hidden)
     parts = operands.float_parts(head, target=target, class_weight=class_weight, token_weight=token_weight)
     if not has_kernel(_OP, hidden=hidden, beside=parts):
         operands.check_plain(_OP, weight.shape[0], target, head)
+        weight, reduced = operands.plain_weight(_OP, weight), {"reduction": reduction, "outputs": outputs}
         return reference(
-            hidden,
-            operands.plain_weight(_OP, weight),
-            target,
-            class_weight=class_weight,
-            token_weight=token_weight,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            reduction=reduction,
-            denominator=denominator,
-            outputs=outputs,
-            **head._asdict(),
+            hidden, weight, target, *formula, denominator=denominator, **reduced, **head._asdict()
         )
     main_grad = operands.main_grad_of(_OP, weight)
     reduction = reduction if denominator is None else "sum"
     divisors, scalar = _cross_entropy.split_denominator(denominator, hidden.device), reduction != "none"
+    more = _loss.more(*divisors, _cross_entropy.REDUCTIONS[reduction], _bits(outputs))
     call, parameters = operands.prepare(
-        _OP,
-        hidden,
-        weight,
-        target,
-        head,
-        class_weight=class_weight,
-        token_weight=token_weight,
-        main_grad=main_grad,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        more=_loss.more(*divisors, _cross_entropy.REDUCTIONS[reduction], _bits(outputs)),
+        _OP, hidden, weight, target, head, *formula, main_grad=main_grad, more=more
     )
     if not scalar:
         call = keep(call, keep_mb, main_grad)

@@ -121,13 +121,11 @@ def _check_teacher(op, teacher, hidden, classes):
         check(op, fits, "teacher must be logits {} and then V, got {}", lead, teacher.shape)
         # Padding is a small part of the classes, and no coincidence gives a teacher hidden's columns.
         given = teacher.shape[-1]
-        states = given != classes and (
-            max(given, classes) > 2 * min(given, classes) or given == hidden.shape[-1]
-        )
+        far = max(given, classes) > 2 * min(given, classes) or given == hidden.shape[-1]
         words = (
             "teacher must be logits of about weight's {} classes, or (hidden, weight), got {} columns alone"
         )
-        check(op, not states, words, classes, given)
+        check(op, given == classes or not far, words, classes, given)
         return teacher.detach(), None, None
     parts = isinstance(teacher, Sequence) and len(teacher) in (2, 3)
     given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
@@ -141,13 +139,7 @@ def _check_teacher(op, teacher, hidden, classes):
     check(op, fits, "teacher_weight must be [V, {}], got {}", states.shape[-1], weight.shape)
     if bias is not None:
         arguments.check_float(op, "teacher_bias", bias)
-        check(
-            op,
-            bias.shape == weight.shape[:1],
-            "teacher_bias must be {}, got {}",
-            weight.shape[:1],
-            bias.shape,
-        )
+        arguments.check_shape(op, "teacher_bias", bias, weight.shape[:1])
     return states.detach(), weight.detach(), None if bias is None else bias.detach()
 
 
@@ -179,15 +171,12 @@ def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
     if top_k.is_top_k(d.teacher):
         top_k.check_top_k(op, d.teacher, hidden)
         plain_side = d.teacher_softcap is None and d.teacher_logit_scale == 1.0
-        check(
-            op, plain_side, "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
-        )
+        words = "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
+        check(op, plain_side, words)
         return d.results(*top_k.top_k_loss(op, operands.autocast(hidden), weight, labels, head, d))
     states, teacher_weight, teacher_bias = teacher = _check_teacher(op, d.teacher, hidden, weight.shape[0])
-    hidden, states = (
-        operands.autocast(hidden),
-        states if teacher_weight is None else operands.autocast(states),
-    )
+    hidden = operands.autocast(hidden)
+    states = states if teacher_weight is None else operands.autocast(states)
     weight = operands.plain_weight(op, weight)
     classes = min(weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0])
     parts = operands.float_parts(head, labels=labels, token_weight=d.token_weight)
@@ -212,9 +201,8 @@ def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
     teacher, weights = (states, teacher_weight, teacher_bias), (soft, hard)
     side = d.teacher_softcap or 0.0, d.teacher_logit_scale
     more = _loss.more(*teacher, _KINDS[d.kind], d.beta, *weights, *side, *divisors, code, bits)
-    call, parameters = operands.prepare(
-        op, hidden, weight, labels, head, token_weight=d.token_weight, more=more
-    )
+    options = {"token_weight": d.token_weight, "more": more}
+    call, parameters = operands.prepare(op, hidden, weight, labels, head, **options)
     loss, numbers = _loss.run(call, parameters, scalar=code != 0)
     names = [name for name in NUMBERS if name in d.outputs]
     results = {name: numbers[i].view(lead) for i, name in enumerate(names)}

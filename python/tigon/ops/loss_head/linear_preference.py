@@ -115,18 +115,7 @@ def _merged(op, target, nll_target, ignore_index):
 
 
 def _prefer(
-    op,
-    hidden,
-    weight,
-    target,
-    head: HeadOptions,
-    formula,
-    ref,
-    denominator,
-    *,
-    nll_target=None,
-    desirable=None,
-    kl=None,
+    op, hidden, weight, target, head, formula, ref, denominator, *, nll_target=None, desirable=None, kl=None
 ):
     """Kernel or reference, on checked arguments."""
     check_denominator(op, denominator)

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from tigon._dtensor import is_dtensor
 from tigon._op import has_kernel, once, refuse_tangents, transformable
 from tigon.error import check
+from tigon.ops import arguments
 from tigon.ops.arguments import (
     called,
     check_choice,
@@ -92,15 +93,8 @@ def _apply_layers(i, head, x, leaves=None):
             h = layer(h)
     check(_OP, isinstance(h, torch.Tensor), "heads[{}] must return a tensor, got {}", i, kind_of(h))
     wanted = (*x.shape[:-1], head.weight.shape[-1])
-    check(
-        _OP,
-        tuple(h.shape) == wanted,
-        "heads[{}] must return {} to fit its weight {}, got {}",
-        i,
-        wanted,
-        head.weight.shape,
-        h.shape,
-    )
+    words = "heads[{}] must return {} to fit its weight {}, got {}"
+    check(_OP, tuple(h.shape) == wanted, words, i, wanted, head.weight.shape, h.shape)
     return h
 
 
@@ -161,15 +155,9 @@ def _composed(hidden, heads, labels):
 
 def _refuse_others(i, h, known):
     """Tensors in a head's graph that would lose their gradient."""
+    words = "heads[{}] must use no tensor that needs a gradient but its input and its module's parameters, "
     for leaf in graph_leaves(h):
-        check(
-            _OP,
-            id(leaf) in known,
-            "heads[{}] must use no tensor that needs a gradient but its input and its module's parameters, "
-            "got one of {}",
-            i,
-            leaf.shape,
-        )
+        check(_OP, id(leaf) in known, words + "got one of {}", i, leaf.shape)
 
 
 def _on_leaves(head, leaves):
@@ -360,16 +348,11 @@ def multi_token_loss(
     check_float(_OP, "hidden", hidden)
     check(_OP, hidden.dim() >= 2, "hidden must be [..., T, H], got {}", hidden.shape)
     listed = isinstance(heads, (Sequence, nn.ModuleList)) and not isinstance(heads, nn.Sequential)
-    check(
-        _OP,
-        listed and len(heads) > 0,
-        "heads must be a sequence of at least one head, got {}",
-        0 if listed else kind_of(heads),
-    )
+    words = "heads must be a sequence of at least one head, got {}"
+    check(_OP, listed and len(heads) > 0, words, 0 if listed else kind_of(heads))
     labels = labels_of(labels, ignore_index)
     check_indices(_OP, "labels", labels)
-    lead = hidden.shape[:-1]
-    check(_OP, labels.shape == lead, "labels must be {}, got {}", lead, labels.shape)
+    arguments.check_shape(_OP, "labels", labels, hidden.shape[:-1])
     check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     k = len(heads)
     coefficients = one_each(_OP, "coefficients", coefficients, k, "heads", [1.0] * k)
@@ -380,20 +363,10 @@ def multi_token_loss(
     denominators = (
         one_each(_OP, "denominator", denominator, k, "heads", None) if several else [denominator] * k
     )
-    options = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "temperature": temperature,
-        "z_loss": z_loss,
-        "token_weight": token_weight,
-        "reduction": reduction,
-        "position_ids": position_ids,
-        "chunk_rows": chunk_rows,
-        "max_workspace_mb": max_workspace_mb,
-        "logit_dtype": logit_dtype,
-    }
+    options = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature, "z_loss": z_loss}
+    options |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+    options |= {"token_weight": token_weight, "position_ids": position_ids, "chunk_rows": chunk_rows}
+    options |= {"max_workspace_mb": max_workspace_mb, "logit_dtype": logit_dtype}
     made = []
     for i, head in enumerate(heads):
         number = isinstance(coefficients[i], (float, int)) and not isinstance(coefficients[i], bool)
@@ -407,12 +380,8 @@ def multi_token_loss(
             words = name + " must be a plain dense tensor, got a DTensor (use {}.to_local())"
             check(_OP, not is_dtensor(t), words, name)
         check_lora(_OP, lora[i], weight, weight)
-        own = {
-            "shift": shifts[i],
-            "lora": lora[i],
-            "valid_rows": valid_rows[i],
-            "denominator": denominators[i],
-        }
+        own = {"shift": shifts[i], "lora": lora[i], "valid_rows": valid_rows[i]}
+        own["denominator"] = denominators[i]
         made.append(_TokenHead(layers, weight, bias, float(coefficients[i]), options | own))
     if forward_ad._current_level >= 0 and hidden.dtype != torch.float64:
         refuse_tangents(_OP, (hidden, *(t for head in made for t in (head.weight, head.bias))))

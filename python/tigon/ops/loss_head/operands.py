@@ -168,7 +168,9 @@ def check_head(op, hidden, weight, target, head: HeadOptions):
 
 def wide_logits(op, logit_dtype, hidden) -> bool:
     """Whether logits are to be float32 where hidden is not."""
-    fits = any(logit_dtype is dtype for dtype in (None, torch.float32, hidden.dtype))
+    if logit_dtype is None:
+        return False
+    fits = logit_dtype is torch.float32 or logit_dtype is hidden.dtype
     check(op, fits, "logit_dtype must be float32 or hidden's {} (or None), got {}", hidden.dtype, logit_dtype)
     return logit_dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16)
 
@@ -194,8 +196,7 @@ def check_lora(op, lora, hidden, weight):
 def check_token_weight(op, token_weight, target) -> None:
     if token_weight is not None:
         arguments.check_float(op, "token_weight", token_weight)
-        fits = token_weight.shape == target.shape
-        check(op, fits, "token_weight must be {}, got {}", target.shape, token_weight.shape)
+        arguments.check_shape(op, "token_weight", token_weight, target.shape)
 
 
 def check_outputs(op, outputs, known, or_none="") -> tuple[str, ...]:
@@ -252,18 +253,18 @@ def prepare(
     weight,
     target,
     head: HeadOptions,
-    *,
     class_weight=None,
     token_weight=None,
-    main_grad=None,
     label_smoothing=0.0,
     z_loss=0.0,
+    *,
+    main_grad=None,
     more=(),
 ) -> tuple[HeadCall, tuple]:
     """A native call on checked arguments, and what its gradients are of: hidden, weight, bias, A and B
     before their conversion; `main_grad`: what weight's is added to."""
     bias, lora, ignore_index, position_ids = head.bias, head.lora, head.ignore_index, head.position_ids
-    wide = head.logit_dtype is not None and wide_logits(op, head.logit_dtype, hidden)
+    wide = wide_logits(op, head.logit_dtype, hidden)
     if main_grad is None:  # main_grad has weight's own columns
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
     a, b, lora_scale = (None, None, 1.0) if lora is None else lora

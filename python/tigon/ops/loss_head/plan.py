@@ -208,26 +208,13 @@ def _memory(
     check_booleans(_OP, **trained, main_grad=main_grad)
     check_cap(_OP, max_workspace_mb)
     check_keep(_OP, keep_mb)
-    found = plan(
-        _device_type(device),
-        dtype,
-        rows,
-        hidden_size,
-        vocab,
-        weight_dtype=weight_dtype,
-        max_workspace_mb=max_workspace_mb,
-        worked=rows if valid_rows is None else valid_rows,
-        lora_rank=lora_rank,
-        **trained,
-        main_grad=main_grad,
-        chunk_rows=chunk_rows or 0,
-        wide=logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16),
-        per_row=reduction == "none",
-        keep_rows=rows_within(keep_mb, vocab, dtype.itemsize),
-        unit=bool(keep_mb != 0),
-        function=function,
-        groups=groups,
-    )
+    sizes = trained | {"main_grad": main_grad, "lora_rank": lora_rank, "chunk_rows": chunk_rows or 0}
+    sizes |= {"worked": rows if valid_rows is None else valid_rows, "per_row": reduction == "none"}
+    sizes |= {"keep_rows": rows_within(keep_mb, vocab, dtype.itemsize), "unit": bool(keep_mb != 0)}
+    sizes["wide"] = logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
+    way = {"weight_dtype": weight_dtype, "max_workspace_mb": max_workspace_mb}
+    way |= {"function": function, "groups": groups}
+    found = plan(_device_type(device), dtype, rows, hidden_size, vocab, **way, **sizes)
     return HeadMemory(*(getattr(found, name) for name in HeadMemory._fields))
 
 
