@@ -29,7 +29,7 @@ from tigon.parallel.stream import Function, ShardedCall
 LOSS, LOG_PROB = "parallel.linear_cross_entropy", "parallel.linear_log_prob"
 
 
-class _Options(NamedTuple):
+class ShardedOptions(NamedTuple):
     """Those of a call besides the head's."""
 
     vocab: int | None
@@ -48,7 +48,7 @@ class _Options(NamedTuple):
 
 
 def _describe(
-    op, hidden, weight, target, group, head: HeadOptions, call: _Options, formula: LabelFormula
+    op, hidden, weight, target, group, head: HeadOptions, call: ShardedOptions, formula: LabelFormula
 ) -> tuple[Facts, tuple]:
     """Checks; what the processes compare, and what the call works with."""
     given, lora = call._asdict(), head.lora
@@ -120,7 +120,7 @@ def _describe(
     return facts, (hidden, parameters, float(lora_scale), needs, wide, known, main_grad)
 
 
-def _run(op, hidden, weight, target, group, head: HeadOptions, options: _Options, result="loss"):
+def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedOptions, result="loss"):
     """The call: ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat."""
     logits = 0.0 if head.softcap is None else head.softcap, head.logit_scale, head.temperature
     formula = LabelFormula(head.ignore_index, options.label_smoothing, *logits, options.z_loss)
@@ -250,7 +250,7 @@ def linear_cross_entropy(
     )
     places = vocab, first_class, sequence_parallel, partial_hidden_grad
     loss_options = class_weight, label_smoothing, z_loss, token_weight, reduction, denominator, outputs
-    call = _Options(*places, keep_mb, False, *loss_options)
+    call = ShardedOptions(*places, keep_mb, False, *loss_options)
     loss, _, numbers, predicted, target_labels = _run(LOSS, hidden, weight, target, group, head, call)
     loss = loss if loss.dim() == 0 else loss.view(target.shape)
     if outputs is None:
@@ -298,7 +298,7 @@ def linear_log_prob(
     head = HeadOptions(
         bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, logit_dtype=logit_dtype
     )
-    call = _Options(vocab, first_class, sequence_parallel, partial_hidden_grad, keep_mb, entropy)
+    call = ShardedOptions(vocab, first_class, sequence_parallel, partial_hidden_grad, keep_mb, entropy)
     loss, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, head, call, "log_prob")
     log_prob = loss.view(target.shape)
     return (log_prob, entropies.view(target.shape)) if call.entropy else log_prob

@@ -50,12 +50,14 @@ def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **si
     Args: alike in all processes.
         hidden: rows of a share that are worked on.
         widest: columns of the widest shard.
-        sizes: `statistics` of a row in bytes, `listed`: the rows are copies, and others of :func:`plan`.
+        sizes: `statistics` of a row in bytes; `listed`: the rows are copies; `wide`: their logits are float32
+            too; and others of :func:`plan`.
     """
     itemsize, widest, cap = hidden.dtype.itemsize, max(widest, 1), head.max_workspace_mb
-    rows, (statistics, listed) = shares * hidden.shape[0], (sizes.pop(n) for n in ("statistics", "listed"))
+    rows = shares * hidden.shape[0]
+    statistics, listed, wide = (sizes.pop(name) for name in ("statistics", "listed", "wide"))
     # With shares: a chunk gathered, the next one, and gradients on their way. Logits of both precisions.
-    sizes |= {"copies": 3 * (shares > 1), "row": statistics + 4 * padded(widest) * sizes["wide"]}
+    sizes |= {"copies": 3 * (shares > 1), "row": statistics + 4 * padded(widest) * wide}
     sizes |= {"fixed": 2 * rows * hidden.shape[-1] * itemsize * listed, "chunk_rows": head.chunk_rows or 0}
     found = plan_of(hidden, widest, rows, max_workspace_mb=cap, **sizes)
     if cap is not None and rows > 0:

@@ -70,8 +70,50 @@ class ShardPass(RowPass):
         narrow = len(chunks) == 1 and weight.dtype == dtype == torch.bfloat16
         self.dweight_dtype = dtype if narrow else torch.float32
 
-    def gradients(self) -> ShardGradients:
-        return ShardGradients(self, self.call.needs, self.width, self.dweight_dtype, self.lora[0])
+    def form(self) -> None:
+        """Begin the gradients."""
+        needs, main_grad = self.call.needs, self.call.main_grad
+        needs = needs if main_grad is None else needs & ~WEIGHT
+        self.formed = Gradients(self, needs, self.width, self.dweight_dtype, self.lora[0])
+        self.first_part = self.first = True
+        if main_grad is not None:
+            self.formed.dweight = main_grad
+
+    def add_hidden(self, part: Part, hidden, dlogits, factor=None) -> None:
+        """A part's products for hidden and A, sums over the shards; hidden's reduction is under way."""
+        dhidden, dlora_a, own, whole = self.formed.dhidden, self.formed.dlora_a, None, None
+        if dhidden is None and dlora_a is None:
+            return
+        if dhidden is not None:
+            own = whole = dhidden[part.begin : part.end]
+            if self.shares > 1:
+                self.work.wait(but=1)  # of the parts before: their memory is free
+                whole = own.new_empty(self.shares * (part.end - part.begin), own.shape[1])
+        if self.vocab:
+            like = whole if hidden is None else hidden  # only its shape is looked at then
+            sums = {"factor": factor, "first": self.first_part, "lora": self.lora}
+            form_gradients(dlogits, like, self.weight, dhidden=whole, dlora_a=dlora_a, **sums)
+        elif whole is not None:
+            whole.zero_()
+        self.first_part = False
+        if own is None or self.call.partial:
+            return
+        if self.shares == 1:
+            self.work.start_all_reduce(whole)
+        else:
+            self.work.start_reduce_scatter(whole, own)
+
+    def add_others(self, chunk: Chunk, hidden, dlogits, factor=None) -> None:
+        """A chunk's products for the parameters of this shard."""
+        formed, added = self.formed, self.call.main_grad is not None
+        if chunk.last and formed.dlora_a is not None:
+            self.work.start_all_reduce(formed.dlora_a)  # a sum over all classes, as hidden's gradient is
+        given = {"dweight": formed.dweight, "dbias": formed.dbias, "dlora_b": formed.dlora_b}
+        given = {name: g[: self.vocab] for name, g in given.items() if g is not None}
+        if self.vocab and given:
+            sums = {"factor": factor, "first": self.first, "add_dweight": added, "lora": self.lora}
+            form_gradients(dlogits, hidden, self.weight, **given, **sums)
+        self.first = False
 
     def select(self, values: torch.Tensor | None, place: Chunk | Part) -> torch.Tensor | None:
         """Values of the rows of a chunk or a part, of all shares."""
@@ -129,7 +171,9 @@ class ForwardPass(ShardPass):
         self.kept = self.space(call.target.numel()) if keeps else None
         self.chunk_logits = None if keeps and not wide else self.space(rows, self.logit_dtype)
         self.chunk_dlogits = self.space(rows) if wide and forms else self.chunk_logits
-        self.formed = self.gradients() if forms else None
+        self.formed = None
+        if forms:
+            self.form()
         self.owed = []  # parts whose statistics are on their way
 
     def losses(self, part, target, gathered) -> torch.Tensor:
@@ -166,10 +210,10 @@ class ForwardPass(ShardPass):
             factor = None if formed is None else self.factor(owed)
             self.differentiate(whole[owed.at], to[owed.at], target, log_share, factor)
             if formed is not None:
-                formed.add_hidden(owed, hidden[owed.at], to[owed.at])
+                self.add_hidden(owed, hidden[owed.at], to[owed.at])
         self.owed.clear()
         if formed is not None:
-            formed.add_others(chunk, hidden, to[: hidden.shape[0]])
+            self.add_others(chunk, hidden, to[: hidden.shape[0]])
 
     def finish(self):
         for entry in self.owed:
@@ -197,7 +241,7 @@ class BackwardPass(ShardPass):
             self.chunk_logits = self.space(rows, self.logit_dtype)
             wide = self.logit_dtype != self.hidden.dtype
             self.chunk_dlogits = self.space(rows) if wide else self.chunk_logits
-        self.formed = self.gradients()
+        self.form()
 
     def rows(self, chunk: Chunk, part: Part, hidden) -> None:
         own = None if hidden is None else hidden[part.at]
@@ -213,69 +257,15 @@ class BackwardPass(ShardPass):
                 self.select(self.entropy_upstream, part),
                 self.select(self.entropy, part),
             )
-        self.formed.add_hidden(part, own, to[part.at], factor if self.late else None)
+        self.add_hidden(part, own, to[part.at], factor if self.late else None)
         if part.last:
             count = self.shares * (chunk.end - chunk.begin)
             factor = self.select(self.upstream, chunk) if self.late else None
-            self.formed.add_others(chunk, hidden, to[:count], factor)
+            self.add_others(chunk, hidden, to[:count], factor)
 
     def finish(self) -> tuple:
         self.work.wait()
         return self.formed.formed()
-
-
-class ShardGradients(Gradients):
-    """Those of a shard; hidden's and A's are sums over the shards."""
-
-    def __init__(self, rows: ShardPass, needs: int, *others) -> None:
-        self.of, self.main_grad, self.first_part, self.first = rows, rows.call.main_grad, True, True
-        super().__init__(rows, needs if self.main_grad is None else needs & ~WEIGHT, *others)
-        if needs & WEIGHT and self.main_grad is not None:
-            self.dweight = self.main_grad
-
-    def add_hidden(self, part: Part, hidden, dlogits, factor=None) -> None:
-        """A part's products for hidden and A; the reduction of hidden's is under way on return."""
-        of, own, whole = self.of, None, None
-        if self.dhidden is None and self.dlora_a is None:
-            return
-        if self.dhidden is not None:
-            own = whole = self.dhidden[part.begin : part.end]
-            if of.shares > 1:
-                of.work.wait(but=1)  # of the parts before: their memory is free
-                whole = own.new_empty(of.shares * (part.end - part.begin), own.shape[1])
-        if of.vocab:
-            form_gradients(
-                dlogits,
-                whole if hidden is None else hidden,  # only its shape is looked at then
-                of.weight,
-                dhidden=whole,
-                factor=factor,
-                first=self.first_part,
-                lora=of.lora,
-                dlora_a=self.dlora_a,
-            )
-        elif whole is not None:
-            whole.zero_()
-        self.first_part = False
-        if own is None or of.call.partial:
-            return
-        if of.shares == 1:
-            of.work.start_all_reduce(whole)
-        else:
-            of.work.start_reduce_scatter(whole, own)
-
-    def add_others(self, chunk: Chunk, hidden, dlogits, factor=None) -> None:
-        """A chunk's products for the parameters of this shard."""
-        of = self.of
-        if chunk.last and self.dlora_a is not None:
-            of.work.start_all_reduce(self.dlora_a)  # a sum over all classes, as hidden's gradient is
-        given = {"dweight": self.dweight, "dbias": self.dbias, "dlora_b": self.dlora_b}
-        given = {name: g[: of.vocab] for name, g in given.items() if g is not None}
-        if of.vocab and given:
-            added = self.main_grad is not None
-            sums = {"factor": factor, "first": self.first, "add_dweight": added, "lora": of.lora}
-            form_gradients(dlogits, hidden, of.weight, **given, **sums)
-        self.first = False
 
 
 def _float_bias(bias, dtype, wide, real):

@@ -132,7 +132,7 @@ def _backward_cosine(ctx, dloss, *_):
 _cosine = Op("contrastive_cosine", fake=_fake_cosine, setup_context=_setup_cosine, backward=_backward_cosine)
 
 
-class _Options(NamedTuple):
+class ContrastiveOptions(NamedTuple):
     """What the losses of all sizes share."""
 
     temperature: float | torch.Tensor
@@ -163,7 +163,7 @@ def _has_cosine(q, temperature, sizes):
     )
 
 
-def _cosine_loss(q, d, o: _Options):
+def _cosine_loss(q, d, o: ContrastiveOptions):
     """The loss of cosines, document i of query i."""
     train, share = torch.is_grad_enabled(), 1.0 / len(q) if o.reduction == "mean" else 1.0
     wide = o.chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
@@ -357,7 +357,7 @@ def contrastive_loss(
         check(OP, len(size_weights) == len(sizes), words, len(sizes), len(size_weights))
         for w in size_weights:
             arguments.check_numbers(OP, size_weights=w)
-    o = _Options(temperature, symmetric, normalize, weight, reduction, chunk_rows)
+    o = ContrastiveOptions(temperature, symmetric, normalize, weight, reduction, chunk_rows)
     plain = normalize and reduction != "none" and all(x is None for x in (labels, ids, margin, guide, group))
     loss_of_size = _cosine_loss
     if not (plain and _has_cosine(q, temperature, sizes)):
@@ -405,7 +405,7 @@ def _check_pair(name, pair, q, n, m, check_kind):
     check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, a, b)
 
 
-def _loss(q, d, o: _Options):
+def _loss(q, d, o: ContrastiveOptions):
     """The loss of embeddings of one size."""
     n, columns = q.shape[0], q.shape[1] if o.normalize else 1  # a normalized row's length, squared
     wide, labels, whole = torch.promote_types(q.dtype, torch.float32), o.labels, o.whole

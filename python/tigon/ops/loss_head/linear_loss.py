@@ -108,7 +108,7 @@ _gradient = raw("linear_loss_gradient", lambda *_: None)
 list_rows = raw("linear_loss_rows", _fake_rows)
 
 
-class Loss(NamedTuple):
+class UserLoss(NamedTuple):
     """What is taken of the log-probabilities: a scalar."""
 
     fn: Callable[..., torch.Tensor]
@@ -154,7 +154,7 @@ def _check_closed(values, leaves):
 class _UserPass(RowPass):
     """The function on chunks of rows, with gradients where they are wanted."""
 
-    def __init__(self, loss: Loss, call: HeadCall, tensors) -> None:
+    def __init__(self, loss: UserLoss, call: HeadCall, tensors) -> None:
         hidden, weight, target, *_ = self.operands = call.operands
         super().__init__(hidden.reshape(-1, hidden.shape[-1]), weight.shape[0], [])
         self.loss, self.formula, self.tensors, groups = loss, call.formula, tensors, loss.groups
@@ -304,7 +304,7 @@ class _Function(torch.autograd.Function):
         return None, None, None if dhidden is None else dhidden.view(ctx.shape), dweight, dbias, *dtensors
 
 
-def _composed(hidden, weight, target, loss: Loss, tensors, reduction, log_prob, head: HeadOptions):
+def _composed(hidden, weight, target, loss: UserLoss, tensors, reduction, log_prob, head: HeadOptions):
     """Log-probabilities of all rows, then fn: for unreduced losses, whose upstream gradients come later."""
     target = shifted(target, head.ignore_index, head.shift, head.position_ids)
     statistics = log_prob(hidden, weight, target, entropy=loss.entropy, **head.of_log_prob())
@@ -414,7 +414,7 @@ def linear_loss(
     if not kernel:
         operands.check_plain(_OP, weight.shape[0], target, head)
     wrt = tuple(grad and t.requires_grad for t in tensors)
-    loss = Loss(fn, entropy, denominator, wrt, grad, groups)
+    loss = UserLoss(fn, entropy, denominator, wrt, grad, groups)
     apart = groups is not None and not groups.fit(hidden, weight, head.chunk_rows)
     if not kernel or apart or is_traced(hidden) or (reduction == "none" and denominator is None):
         log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
