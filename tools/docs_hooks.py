@@ -166,34 +166,26 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = re.sub(r":\w+:`~?([\w.]+)`", self.link, obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **_) -> None:
-        """What ``@options_of(functions, but=names)`` of ``tigon.ops.arguments`` adds to parameters."""
+        """What ``**options: Unpack[...]`` of ``tigon.ops.arguments.unpacked(functions)`` stands for."""
         modules = [pkg]
         for module in modules:
             members = [m for m in module.members.values() if not m.is_alias]
             modules += [m for m in members if m.is_module or m.is_class]
             for function in members:
                 if function.is_function:
-                    self.inherit(function)
+                    self.unpack(function)
 
-    def inherit(self, function: griffe.Function) -> None:
-        """Parameters in the place of ``**options``, once."""
-        calls = [d.value for d in function.decorators if "options_of(" in str(d.value)]
+    def unpack(self, function: griffe.Function) -> None:
+        """Parameters in the place of ``**options``, with the defaults of the functions that have them."""
+        calls = [d.value for d in function.decorators if "unpacked(" in str(d.value)]
         last = next((p for p in function.parameters if p.name == "options"), None)
         if not calls or last is None:
             return
-        but, sources = "", []
-        for argument in calls[0].arguments:
-            if isinstance(argument, griffe.ExprKeyword):
-                but = str(argument.value).replace("*_NATIVE", "'function', 'groups'")
-            else:
-                sources.append(function.modules_collection[argument.canonical_path])
+        named = function.modules_collection[last.annotation.slice.canonical_path].all_members
         del function.parameters["options"]
-        taken = {*re.findall(r"['\"](\w+)['\"]", but), *(p.name for p in function.parameters)}
-        for source in sources:
-            self.inherit(source)
-            for p in source.parameters:
-                if p.kind is griffe.ParameterKind.keyword_only and p.name not in taken:
-                    taken.add(p.name)
+        for source in calls[0].arguments:
+            for p in function.modules_collection[source.canonical_path].parameters:
+                if p.name in named and p.name not in {own.name for own in function.parameters}:
                     function.parameters.add(p)
 
     def link(self, match: re.Match) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,18 +80,10 @@ def _backward(ctx, *upstream):
             unit = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent)  # exact in float16
             upstream = [None if g is None else g / unit for g in upstream]
         drow, dcol, dpicked = upstream
-        dq, dd, dscale = _bwd(
-            *inputs,
-            ctx.chunk_rows,
-            None if drow is None else row_lse,
-            drow,
-            None if dcol is None else col_lse,
-            dcol,
-            dpicked,
-            need_q,
-            need_d,
-            need_scale,
-        )
+        rows = None if drow is None else row_lse, drow
+        columns = None if dcol is None else col_lse, dcol
+        needs = need_q, need_d, need_scale
+        dq, dd, dscale = _bwd(*inputs, ctx.chunk_rows, *rows, *columns, dpicked, *needs)
         dscale = dscale / scale if need_scale else None  # it was of log(scale)
         if unit is not None:
             dq, dd, dscale = (None if g is None else g * unit.to(g.dtype) for g in (dq, dd, dscale))
@@ -139,6 +132,24 @@ def _backward_cosine(ctx, dloss, *_):
 _cosine = Op("contrastive_cosine", fake=_fake_cosine, setup_context=_setup_cosine, backward=_backward_cosine)
 
 
+class ContrastiveOptions(NamedTuple):
+    """What the losses of all sizes share."""
+
+    temperature: float | torch.Tensor
+    symmetric: bool
+    normalize: bool
+    weight: torch.Tensor | None
+    reduction: str
+    chunk_rows: int | None
+    labels: torch.Tensor | None = None  # positives [n, K]
+    diagonal: bool = False  # document i of query i
+    whole: Any = None  # the queries of all processes
+    ids: tuple[torch.Tensor, torch.Tensor] | None = None
+    bound: dict[str, Any] | None = None  # of :func:`limits`
+    limit: torch.Tensor | None = None
+    guide: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
 def _has_cosine(q, temperature, sizes):
     """Whether one operator each way has the whole loss of cosines: on sm_90, in bfloat16."""
     return (
@@ -152,24 +163,13 @@ def _has_cosine(q, temperature, sizes):
     )
 
 
-def _cosine_loss(q, d, *, temperature, symmetric, weight, reduction, chunk_rows):
+def _cosine_loss(q, d, o: ContrastiveOptions):
     """The loss of cosines, document i of query i."""
-    train = torch.is_grad_enabled()
-    wide = chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
-    loss, *_ = _cosine(
-        q,
-        d,
-        1.0 / temperature,
-        1.0 / len(q) if reduction == "mean" else 1.0,
-        symmetric,
-        None if weight is None else weight.detach().float(),
-        chunk_rows or 0,
-        wide,
-        True,
-        True,
-        train and q.requires_grad,
-        train and d.requires_grad,
-    )
+    train, share = torch.is_grad_enabled(), 1.0 / len(q) if o.reduction == "mean" else 1.0
+    wide = o.chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
+    weight = None if o.weight is None else o.weight.detach().float()
+    options = 1.0 / o.temperature, share, o.symmetric, weight, o.chunk_rows or 0, wide
+    loss, *_ = _cosine(q, d, *options, True, True, train and q.requires_grad, train and d.requires_grad)
     return loss.view(())
 
 
@@ -191,21 +191,9 @@ def statistics(q, d, scale, labels=None, *, ids=None, limit=None, guide=None, co
             q, d, scale.to(wide), none if labels is None else labels, q_ids, d_ids, limit, guide_q, guide_d
         )
     else:
-        row_lse, col_lse, picked = _op(
-            q,
-            d,
-            scale,
-            labels,
-            q_ids,
-            d_ids,
-            limit,
-            guide_q,
-            guide_d,
-            chunk_rows,
-            True,
-            bool(columns),
-            labels is not None,
-        )
+        bounds = limit, guide_q, guide_d, chunk_rows
+        wanted = True, bool(columns), labels is not None
+        row_lse, col_lse, picked = _op(q, d, scale, labels, q_ids, d_ids, *bounds, *wanted)
     picked = None if labels is None else picked.view(labels.shape)
     return row_lse, col_lse if columns else None, picked
 
@@ -345,7 +333,7 @@ def contrastive_loss(
     if weight is not None:
         arguments.check_float(OP, "weight", weight)
         _check_beside(q, weight=weight)
-        check(OP, weight.shape == (n,), "weight must be [{}], got {}", n, weight.shape)
+        arguments.check_shape(OP, "weight", weight, (n,))
     if ids is not None:
         _check_pair("ids", ids, q, n, m, arguments.check_indices)
         ids = tuple(x.to(torch.int64) for x in ids)
@@ -369,40 +357,20 @@ def contrastive_loss(
         check(OP, len(size_weights) == len(sizes), words, len(sizes), len(size_weights))
         for w in size_weights:
             arguments.check_numbers(OP, size_weights=w)
+    o = ContrastiveOptions(temperature, symmetric, normalize, weight, reduction, chunk_rows)
     plain = normalize and reduction != "none" and all(x is None for x in (labels, ids, margin, guide, group))
-    options = {
-        "temperature": temperature,
-        "symmetric": symmetric,
-        "weight": weight,
-        "reduction": reduction,
-        "chunk_rows": chunk_rows,
-    }
-    if plain and _has_cosine(q, temperature, sizes):
-        loss_of_size = functools.partial(_cosine_loss, **options)
-    else:
-        diagonal = labels is None
-        positives = torch.arange(n, device=q.device)[:, None] if diagonal else labels
-        whole = (
-            _Own()
-            if group is None
-            else _Whole(
-                q,
-                group,
-                (q, d, temperature),
-                positives=positives.shape[1],
-                labels=not diagonal,
-                temperature=temperature,
-                symmetric=symmetric,
-                normalize=normalize,
-                ids=ids is not None,
-                margin=margin,
-                relative_margin=relative_margin,
-                guide=guide is not None,
-                sizes=sizes,
-                size_weights=size_weights and [float(w) for w in size_weights],
-                reduction=reduction,
-            )
-        )
+    loss_of_size = _cosine_loss
+    if not (plain and _has_cosine(q, temperature, sizes)):
+        loss_of_size = _loss
+        positives = torch.arange(n, device=q.device)[:, None] if labels is None else labels
+        if group is None:
+            whole = _Own()
+        else:
+            told = {"positives": positives.shape[1], "labels": labels is not None, "temperature": temperature}
+            told |= {"symmetric": symmetric, "normalize": normalize, "reduction": reduction, "margin": margin}
+            told |= {"relative_margin": relative_margin, "ids": ids is not None, "guide": guide is not None}
+            told |= {"sizes": sizes, "size_weights": size_weights and [float(w) for w in size_weights]}
+            whole = _Whole(q, group, (q, d, temperature), **told)
         bound = None if margin is None else {"margin": margin, "relative": relative_margin}
         limit = None
         if ids is not None:
@@ -410,19 +378,9 @@ def contrastive_loss(
         if guide is not None:  # its similarities bound what counts, whatever the size
             limit = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
             guide = whole.rows(guide[0]), guide[1]
-        loss_of_size = functools.partial(
-            _loss,
-            labels=positives,
-            normalize=normalize,
-            ids=ids,
-            bound=bound,
-            limit=limit,
-            guide=guide,
-            diagonal=diagonal,
-            whole=whole,
-            **options,
-        )
-    losses = [loss_of_size(*((q, d) if s == size else (q[:, :s], d[:, :s]))) for s in sizes]
+        o = o._replace(labels=positives, diagonal=labels is None, whole=whole)
+        o = o._replace(ids=ids, bound=bound, limit=limit, guide=guide)
+    losses = [loss_of_size(*((q, d) if s == size else (q[:, :s], d[:, :s])), o) for s in sizes]
     if size_weights is not None:
         losses = [loss * w for loss, w in zip(losses, size_weights, strict=True)]
     return sum(losses[1:], losses[0])
@@ -447,78 +405,46 @@ def _check_pair(name, pair, q, n, m, check_kind):
     check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, a, b)
 
 
-def _loss(
-    q,
-    d,
-    *,
-    labels,
-    temperature,
-    symmetric,
-    normalize,
-    weight,
-    ids,
-    bound,
-    limit,
-    guide,
-    diagonal,
-    reduction,
-    whole,
-    chunk_rows,
-):
+def _loss(q, d, o: ContrastiveOptions):
     """The loss of embeddings of one size."""
-    n, columns = q.shape[0], q.shape[1] if normalize else 1  # a normalized row's length, squared
-    wide = torch.promote_types(q.dtype, torch.float32)
-    if normalize:
+    n, columns = q.shape[0], q.shape[1] if o.normalize else 1  # a normalized row's length, squared
+    wide, labels, whole = torch.promote_types(q.dtype, torch.float32), o.labels, o.whole
+    if o.normalize:
         q, d = normalized(q), normalized(d)
-    plain = not symmetric and labels.shape[1] == 1 and ids is None and bound is None and type(whole) is _Own
-    if plain and not isinstance(temperature, torch.Tensor) and n:
-        return linear_cross_entropy(
-            q,
-            d,
-            labels[:, 0],
-            logit_scale=1.0 / columns,
-            temperature=float(temperature),
-            token_weight=weight,
-            reduction=reduction,
-            chunk_rows=chunk_rows,
-        )
-    if isinstance(temperature, torch.Tensor):
-        scale = 1.0 / (temperature.to(q.device, wide).reshape(1) * columns)
+    plain = not o.symmetric and labels.shape[1] == 1 and o.ids is None and o.bound is None
+    if plain and type(whole) is _Own and not isinstance(o.temperature, torch.Tensor) and n:
+        logits = {"logit_scale": 1.0 / columns, "temperature": float(o.temperature)}
+        logits |= {"token_weight": o.weight, "reduction": o.reduction, "chunk_rows": o.chunk_rows}
+        return linear_cross_entropy(q, d, labels[:, 0], **logits)
+    if isinstance(o.temperature, torch.Tensor):
+        scale = 1.0 / (o.temperature.to(q.device, wide).reshape(1) * columns)
     else:
-        scale = torch.full((1,), 1.0 / (temperature * columns), dtype=torch.float64, device=q.device)
+        scale = torch.full((1,), 1.0 / (o.temperature * columns), dtype=torch.float64, device=q.device)
         scale = scale.to(wide)
-    if bound is not None and guide is None:
-        limit = whole.rows(limits(q, d, labels, length=columns, rounded=True, **bound))
-    row_lse, col_lse, picked = statistics(
-        whole.rows(q),
-        d,
-        scale,
-        whole.labels(labels),
-        ids=ids,
-        limit=limit,
-        guide=guide,
-        columns=symmetric,
-        chunk_rows=chunk_rows or 0,
-    )
+    bounds = {"ids": o.ids, "limit": o.limit, "guide": o.guide}
+    if o.bound is not None and o.guide is None:
+        bounds["limit"] = whole.rows(limits(q, d, labels, length=columns, rounded=True, **o.bound))
+    way = {"columns": o.symmetric, "chunk_rows": o.chunk_rows or 0}
+    row_lse, col_lse, picked = statistics(whole.rows(q), d, scale, whole.labels(labels), **bounds, **way)
     own, picked = whole.own(whole.log_sum(row_lse)), whole.own(picked)
-    if diagonal:
-        if symmetric:
+    if o.diagonal:
+        if o.symmetric:
             own = (own + (col_lse[:n] if n < d.shape[0] else col_lse)) / 2
         losses, count = own - picked.view(-1), n * whole.size
     else:
         counts, own = (labels >= 0) & (labels < d.shape[0]), own[:, None]
-        if symmetric:
+        if o.symmetric:
             own = (own + col_lse[labels.clamp(0, d.shape[0] - 1)]) / 2
         positives, wrong = counts.sum(1), (~counts & (labels != IGNORED)).any(1)
         losses = torch.where(counts, own - picked, 0.0).sum(1) / positives.clamp_min(1)
         losses = torch.where(wrong, torch.nan, losses)  # where nobody could look
         count = whole.sum((positives > 0).sum().to(wide))
-    if weight is not None:
-        losses = losses * weight.detach().to(wide)
-    if reduction == "none":
+    if o.weight is not None:
+        losses = losses * o.weight.detach().to(wide)
+    if o.reduction == "none":
         return losses.to(wide)
     total = whole.sum(losses.sum())
-    return (total / count if reduction == "mean" else total).to(wide)
+    return (total / count if o.reduction == "mean" else total).to(wide)
 
 
 class _Own:
