@@ -1,20 +1,72 @@
-"""Recognise functions that have no source by their numbers, accepting only equality.
+"""What a function of a model is: the row of a table whose canonical expression it has.
 
-Compiled modules and remote code without files end here. A copy on the CPU with random parameters
-is compared bit for bit, in fp32 and bf16, with every reference of the table.
+A function without source (compiled modules, remote code without files) is told by its numbers: a copy on the
+CPU with random parameters must equal a row bit for bit, in fp32 and bf16.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
-from tigon.integrations.transformers.patterns.modules import NORMS, Match
-from tigon.integrations.transformers.patterns.rope import ROTARY
+from tigon.integrations.transformers.canonical import Canonical, Unrecognised, canonical
+
+
+@dataclass(frozen=True)
+class Structure:
+    """One recognised form: its function and what the replacement needs to know."""
+
+    name: str
+    reference: Callable
+    options: dict
+
+    @functools.cached_property
+    def expression(self) -> Canonical:
+        """That of the function, which is a method where its first parameter is self."""
+        method = self.reference.__code__.co_varnames[0] == "self"
+        return canonical(self.reference, object if method else None)
+
+
+def form(name: str, reference: Callable, **options) -> Structure:
+    """A row of a table."""
+    return Structure(name, reference, options)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A structure, the attributes that play its roles, and the order in which it calls some."""
+
+    structure: Structure
+    roles: dict
+    calls: tuple[str, ...] = ()
+
+
+def match(found: Canonical, table: tuple[Structure, ...]) -> Match | None:
+    """The row of `table` whose reference has the expression `found`, or None."""
+    for structure in table:
+        wanted = structure.expression
+        if wanted.text == found.text:
+            roles = dict(zip(wanted.attributes, found.attributes, strict=True))
+            return Match(structure, roles, found.calls)
+    return None
+
+
+def recognise(module, table: tuple[Structure, ...], method: str = "forward") -> Match | str | None:
+    """The row of `table` that a method of a module's class is; why it has no expression, or None."""
+    try:
+        return match(canonical(getattr(type(module), method), type(module)), table)
+    except Unrecognised as error:
+        return str(error)
+
+
+# --- by numbers ----------------------------------------------------------------------------------
 
 PROBE_EPS = 0.37  # large, so that a norm that ignores its eps attribute is told apart
 
@@ -34,20 +86,16 @@ def on_cpu():
 
 
 @torch.no_grad()
-def probe_norm(module: nn.Module) -> Match | None:
-    """The norm structure that equals this module's forward, or None."""
+def probe_norm(module: nn.Module, table: tuple[Structure, ...]) -> Match | None:
+    """The row of eps and at most a weight that equals this module's forward, or None."""
     parameters = dict(module.named_parameters(recurse=False))
     if len(parameters) > 1 or any(p.ndim != 1 for p in parameters.values()):
         return None
-    weight = next(iter(parameters), None)
+    weights = dict(zip(["weight"], parameters, strict=False))
     for eps in [name for name, value in vars(module).items() if isinstance(value, float)]:
-        for structure in NORMS:
-            names = structure.reference.__code__.co_names
-            if {"with_weight", "shape", "group_size"} & {*names}:
-                continue
-            needs_weight = "weight" in names
-            found = Match(structure, {"eps": eps} | ({"weight": weight} if needs_weight else {}))
-            if needs_weight == (weight is not None) and equals(module, found):
+        for structure in table:
+            found = Match(structure, {"eps": eps, **weights})
+            if found.roles.keys() == {*structure.expression.attributes} and equals(module, found):
                 return found
     return None
 
@@ -83,8 +131,8 @@ def equals(module: nn.Module, found: Match) -> bool:
 
 @torch.no_grad()
 @on_cpu()
-def probe_rotary(function) -> Match | None:
-    """The rotary structure that equals this function of (q, k, cos, sin), or None."""
+def probe_rotary(function, table: tuple[Structure, ...]) -> Match | None:
+    """The rotary row that equals this function of (q, k, cos, sin), or None."""
 
     def is_of(structure, dtype) -> bool:
         tables = (2, 5, structure.options["probe"])
@@ -93,8 +141,9 @@ def probe_rotary(function) -> Match | None:
         given = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
         return same_results((function, *given), (structure.reference, *given))
 
-    for structure in ROTARY:
-        if "probe" in structure.options and all(is_of(structure, d) for d in (torch.float32, torch.bfloat16)):
+    for structure in table:
+        tried = structure.options["probe"] is not None
+        if tried and all(is_of(structure, dtype) for dtype in (torch.float32, torch.bfloat16)):
             return Match(structure, {})
     return None
 
