@@ -268,13 +268,6 @@ def test_norms_of_the_last_models():
     assert centred.weight.tolist() == [0.0] * 8 and centred.offset == 1.0
 
 
-def test_gemma4_mlp_is_wider_where_it_shares():
-    settings = config("gemma", hidden_activation="gelu_pytorch_tanh")
-    settings.use_double_wide_mlp, settings.num_kv_shared_layers = True, 1
-    mlp = get("LigerGEGLUMLPForGemma4")
-    assert [mlp(settings, layer).intermediate_size for layer in (0, 1)] == [48, 96]
-
-
 def test_redirection_runs_inside_the_wrapper():
     """The method sees the wrapper's forward around it, and the module's own forward again."""
     inner = torch.nn.Linear(2, 2)

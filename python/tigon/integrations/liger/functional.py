@@ -305,17 +305,6 @@ def liger_rope(
 liger_rotary_pos_emb = liger_rope
 
 
-def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """gpt-oss: cos and sin hold each angle once and the whole head is rotated."""
-    return liger_rope(q, k, cos, sin, rotary_dim=q.shape[-1])
-
-
-def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Vision towers: q and k ``[T, H, D]``, cos and sin ``[T, D]``."""
-    q_out, k_out = tigon.rope(q.unsqueeze(0), k.unsqueeze(0), cos, sin, unsqueeze_dim=2)
-    return q_out.squeeze(0).to(q.dtype), k_out.squeeze(0).to(k.dtype)
-
-
 def liger_multimodal_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:

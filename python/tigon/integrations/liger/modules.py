@@ -297,29 +297,13 @@ class LigerPhi3SwiGLUMLP(FusedGatedMLP):
         self.config = config
 
 
-def _tanh_gelu(config) -> str:
-    return "gelu_pytorch_tanh"
-
-
 class LigerGEGLUMLP(GatedMLP):
     """The gated MLP of Gemma: tanh-GELU whatever the configuration says, as there."""
 
-    activation_in = staticmethod(_tanh_gelu)
+    activation_in = staticmethod(lambda config: "gelu_pytorch_tanh")
 
     def __init__(self, config):
         super().__init__(config)
-        self.config = config
-
-
-class LigerGEGLUMLPForGemma4(GatedMLP):
-    """The gated MLP of Gemma 4: twice as wide in the layers that take another's keys and values."""
-
-    activation_in = staticmethod(_tanh_gelu)
-
-    def __init__(self, config, layer_idx=0):
-        first_shared = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
-        wide = getattr(config, "use_double_wide_mlp", False) and layer_idx >= first_shared
-        super().__init__(config, config.intermediate_size * (2 if wide else 1))
         self.config = config
 
 

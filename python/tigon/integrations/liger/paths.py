@@ -28,7 +28,6 @@ _LOSSES = (
     "CrossEntropyOutput unpack_cross_entropy_result fixed_fused_linear_cross_entropy LigerForCausalLMLoss"
 )
 _MHC = "liger_mhc_coeffs liger_mhc_pre liger_mhc_post_res"
-_ROPE = "liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision"
 _LLAMA4 = "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb"
 _SCALED = "LigerFusedLinearScaledCrossEntropyFunction"
 _UTILS = "calculate_settings compare_version ensure_contiguous infer_device is_hip torch_to_triton_dtype"
@@ -109,7 +108,7 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "transformers.fused_linear_jsd": {"divergences": "LigerFusedLinearJSD"},
     "transformers.fused_linear_kl_div": {"divergences": "LigerFusedLinearKLDivLoss"},
-    "transformers.geglu": {"modules": "LigerGEGLUMLP LigerGEGLUMLPForGemma4"},
+    "transformers.geglu": {"modules": "LigerGEGLUMLP"},
     "transformers.group_norm": {"modules": "LigerGroupNorm"},
     "transformers.jsd": {"divergences": "LigerJSD"},
     "transformers.kl_div": {"divergences": "LigerKLDIVLoss"},
@@ -128,7 +127,7 @@ PATHS: dict[str, dict[str, str]] = {
         "modules": "LigerRMSNorm LigerRMSNormForGemma2 LigerRMSNormForGemma4 LigerRMSNormForMuseGlimmer "
         "LigerRMSNormForMuseGlimmerTextCentered"
     },
-    "transformers.rope": {"functional": _ROPE},
+    "transformers.rope": {"functional": "liger_rotary_pos_emb"},
     "transformers.softmax": {"modules": "LigerSoftmax"},
     "transformers.sparsemax": {"modules": "LigerSparsemax"},
     "transformers.swiglu": {
@@ -150,10 +149,15 @@ PATHS: dict[str, dict[str, str]] = {
 
 # What a dropped path looks like -> what to use; the first that fits counts. docs/integrations.md lists them.
 _INSTEAD = {
+    r"^transformers\.model|lce_forward|_patch_\w+_module|_bind_method|rope_full": (
+        "tigon.apply(model), or apply_liger_kernel_to_*(model=model)"
+    ),
     r"neighborhood": "torch.nn.attention.flex_attention with a mask of neighbours",
     r"multi_?token_?attention": "PyTorch, for Tigon has no op for it",
     r"LigerRMSNormFor": "LigerRMSNorm with offset, casting_mode and init_fn, or tigon.nn.RMSNorm",
     r"LigerHunyuanV1SwiGLUMLP": "LigerSwiGLUMLP",
+    r"LigerGEGLUMLPFor": "LigerGEGLUMLP, of a configuration with the layer's intermediate_size",
+    r"rotary_pos_emb": "liger_rotary_pos_emb, or tigon.rope",
     r"cosine": "torch.nn.functional.cosine_similarity of logits",
     r"^(backends|functional)\b|(get|set|available)_(impl|backend)s?$|dispatch$|^ops\.(backends|conf|cu)": (
         "liger_kernel.transformers.functional, for each op has one implementation"
@@ -165,9 +169,6 @@ _INSTEAD = {
     r"grpo|gamma_weights": "tigon.policy_loss, or LigerFusedLinearGRPOLoss of hidden states",
     r"moe|routing": "tigon.experts, or tigon.grouped_mlp of rows that expert parallelism has sorted",
     r"int8int2|matmul": "torch.matmul",
-    r"^transformers\.model|lce_forward|_patch_\w+_module|_bind_method|rope_full": (
-        "tigon.apply(model), or apply_liger_kernel_to_*(model=model)"
-    ),
     r"^ops\b|Function$": "the op's function in liger_kernel.transformers.functional, or tigon's own",
     r"^(utils|triton)\b|transformers\.monkey_patch": "torch's own: it is a helper of Liger's kernels",
 }
