@@ -292,6 +292,19 @@ def test_losses_have_ligers_dtypes(dtype):
     assert (got.loss.dtype, got.z_loss.dtype) == (torch.float32, dtype)
 
 
+def test_a_loss_is_a_module_of_its_options():
+    """It pickles, says what they are, and compiles as one graph."""
+    hidden, weight, target = drawn(5, 16), drawn(29, 16, seed=1), labels(5, 29)
+    loss = LM.LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(29), softcap=3.0)
+    again = pickle.loads(pickle.dumps(loss))
+    assert "softcap=3.0" in repr(again) and "ce_weight" not in repr(again) and again.training
+    loss.label_smoothing = again.label_smoothing = 0.1
+    wanted = LF.liger_fused_linear_cross_entropy(hidden, weight, target, **loss.options())
+    torch._dynamo.reset()
+    for call in (loss, again, torch.compile(loss, backend="eager", fullgraph=True)):
+        assert torch.equal(call(weight, hidden, target), wanted)
+
+
 def test_token_scaling_and_functions():
     hidden, weight, target = drawn(9, 16), drawn(29, 16, seed=1), labels(9, 29)
     rows = F.cross_entropy(hidden @ weight.T, target, reduction="none")

@@ -335,52 +335,6 @@ def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Ten
     return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci.reshape(query.shape[1], -1))
 
 
-# liger_kernel.transformers.model.loss_utils
-
-
-def unpack_cross_entropy_result(result):
-    """(loss, z_loss, token_accuracy, predicted_tokens) of whatever a cross-entropy returned."""
-    if isinstance(result, CrossEntropyOutput):
-        return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
-    if isinstance(result, tuple):
-        return (*result[:4], *(None,) * (4 - len(result)))
-    return result, None, None, None
-
-
-def fixed_fused_linear_cross_entropy(
-    hidden_states: Tensor,
-    lm_head_weight: Tensor,
-    target: Tensor,
-    num_items_in_batch: int | Tensor | None = None,
-    ignore_index: int = -100,
-    final_logit_softcapping: float | None = None,
-    accum_dtype: torch.dtype | None = None,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    **kwargs,
-) -> Tensor | CrossEntropyOutput:
-    """The loss head, divided by ``num_items_in_batch`` where that is given."""
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    result = _current_loss()(
-        hidden_states,
-        lm_head_weight,
-        target,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        softcap=final_logit_softcapping,
-        accum_dtype=accum_dtype,
-        return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-        **kwargs,
-    )
-    loss, _, accuracy, predicted = unpack_cross_entropy_result(result)
-    if num_items_in_batch is not None:
-        if isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = num_items_in_batch.to(loss.device)
-        loss = loss / num_items_in_batch
-    return _output(loss, None, accuracy, predicted)
-
-
 def LigerForCausalLMLoss(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
@@ -394,22 +348,32 @@ def LigerForCausalLMLoss(
     return_predicted_tokens: bool = False,
     **kwargs,
 ) -> Tensor | CrossEntropyOutput:
-    """The causal loss from hidden states; keywords the loss head does not know are dropped."""
-    known = inspect.signature(_current_loss()).parameters
-    kwargs = {name: value for name, value in kwargs.items() if name in known}
+    """The causal loss from hidden states, divided by ``num_items_in_batch`` where that is given.
+
+    Keywords that the loss head does not know are dropped.
+    """
+    loss_head = _current_loss()
+    known = inspect.signature(loss_head).parameters
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    return fixed_fused_linear_cross_entropy(
+    result = loss_head(
         hidden_states.reshape(-1, hidden_size),
         lm_head_weight,
         shift_labels.reshape(-1).to(hidden_states.device),
-        num_items_in_batch,
-        ignore_index,
-        final_logit_softcapping,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        ignore_index=ignore_index,
+        softcap=final_logit_softcapping,
         return_token_accuracy=return_token_accuracy,
         return_predicted_tokens=return_predicted_tokens,
-        **kwargs,
+        **{name: value for name, value in kwargs.items() if name in known},
     )
+    output = result if isinstance(result, CrossEntropyOutput) else CrossEntropyOutput(result)
+    loss = output.loss
+    if isinstance(num_items_in_batch, Tensor):
+        loss = loss / num_items_in_batch.to(loss.device)
+    elif num_items_in_batch is not None:
+        loss = loss / num_items_in_batch
+    return _output(loss, None, output.token_accuracy, output.predicted_tokens)
 
 
 def _current_loss():

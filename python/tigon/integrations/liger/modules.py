@@ -28,7 +28,8 @@ class Loss(nn.Module):
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options().items())
+        plain = {name: value for name, value in self.options().items() if not isinstance(value, Tensor)}
+        return ", ".join(f"{name}={value!r}" for name, value in plain.items())
 
 
 def _initial(init_fn: str, *shape: int) -> nn.Parameter:

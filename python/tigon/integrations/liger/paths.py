@@ -24,9 +24,6 @@ _MODELS = (
 _APPLY = "_apply_liger_kernel _apply_liger_kernel_to_instance " + " ".join(
     f"apply_liger_kernel_to_{name}" for name in _MODELS.split()
 )
-_LOSSES = (
-    "CrossEntropyOutput unpack_cross_entropy_result fixed_fused_linear_cross_entropy LigerForCausalLMLoss"
-)
 _MHC = "liger_mhc_coeffs liger_mhc_pre liger_mhc_post_res"
 _LLAMA4 = "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb"
 _SCALED = "LigerFusedLinearScaledCrossEntropyFunction"
@@ -117,7 +114,7 @@ PATHS: dict[str, dict[str, str]] = {
     "transformers.mhc": {"hyper_connections": f"LigerMHC {_MHC}"},
     "transformers.mlp": {"modules": "LigerFalconH1MLP LigerMLP"},
     "transformers.model": {},
-    "transformers.model.loss_utils": {"functional": _LOSSES},
+    "transformers.model.loss_utils": {"functional": "CrossEntropyOutput LigerForCausalLMLoss"},
     "transformers.modulated_rms_norm": {"modules": "LigerModulatedRMSNorm"},
     "transformers.monkey_patch": {"patching": f"MODEL_TYPE_TO_APPLY_LIGER_FN {_APPLY}"},
     "transformers.poly_norm": {"modules": "LigerPolyNorm"},
