@@ -6,8 +6,8 @@
 //             m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v);  u = v, or max(u, v) with amsgrad
 //             p -= lr / (1 - beta1^t) * m / (sqrt(u) / sqrt(1 - beta2^t) + eps)
 // Shapes      of a tensor all streams have its size; they are read in the order of memory
-// Dtypes      param f32 | bf16 | f16; grad param's or f32; each moment f32, bf16 or param's, max_exp_avg_sq as exp_avg_sq;
-//             arithmetic f32, what depends on t alone f64
+// Dtypes      param f32 | bf16 | f16; grad param's or f32; each moment f32, bf16 or param's, max_exp_avg_sq as exp_avg_sq, or
+//             both moments codes, u8; arithmetic f32, what depends on t alone f64
 // Rounding    p by the values of m, v and u before these are rounded, on store: those of 16 bits to nearest even or, with
 //             moment_rounding, stochastic, u by v's bits. To nearest, v of bf16 stalls: (1 - beta2) (g^2 - v) is below half of
 //             its gap where g^2 is not far above v. p of 16 bits by AdamwRounding:
@@ -19,13 +19,19 @@
 //                         bf16 alone
 //             master      `master` holds it; p is rounded from it, bf16 as in split
 //             p of 32 bits takes none of them.
+// Codes       of 8 bits (Dettmers et al. 2021, arXiv:2110.02861; bitsandbytes' map, adamw_codes.h), in blocks of 256 elements from
+//             the first on, the last one shorter. A block has a = max |x| of what is coded: x = m, and x = sqrt(v) of the same
+//             step, so that v of 0.1 percent of the largest is not lost. Code: the nearest to x * (1 / a), the lower of two as
+//             near; of sqrt(v) > 0 never 0. Read: m = q * a, v = (q * a)^2. The update takes m and v as they are before they
+//             are coded. A block where an m or v is not finite gets a = NaN: all 256 are NaN in the next step. a below 2^-126
+//             counts as 0. Zero has code 127 in exp_avg, 0 in exp_avg_sq. No amsgrad
 // Saved       nothing; param, the moments, low or master, and step are updated in place
 // Aliasing    none among the tensors of a call
 // Determinism bitwise: every element by itself, whatever the list, its order, the device or its instruction set
-// Traffic     read grad; read and write all the others: 14 bytes an element in bf16, 28 in f32
+// Traffic     read grad; read and write all the others: 14 bytes an element in bf16, 28 in f32; 10.06 and 16.06 with codes
 // Refused     sizes, dtypes, hyperparameters, or steps that do not fit: tigon::Error before anything is written
 //
-// A list is one launch, whatever its sizes, alignments and dtypes; longer ones than fit the parameters of a kernel take some
+// A list is one launch, whatever its sizes, alignments and dtypes, and one more where some moments are codes; longer ones than fit the parameters of a kernel take some
 // more, tiny ones, that write the list to scratch. Where lr or step is on the device one more computes what follows from them.
 #pragma once
 
@@ -62,9 +68,11 @@ struct AdamwTensor {
   Vector max_exp_avg_sq;  // amsgrad; absent: plain
   Vector low;             // i16, rounding split and a 16-bit param
   Vector master;          // f32, rounding master and a 16-bit param
-  Vector step;            // f32 [1], the steps done; the call adds one. Absent: `steps`
-  int64_t steps = 0;      // done before this call; at most 2^31 - 2
-  int64_t first = 0;      // of the first element in the stream of random bits
+  Vector avg_absmax;      // f32 [ceil(size / 256)]: of each block of codes; absent where moments are none
+  Vector root_absmax;
+  Vector step;        // f32 [1], the steps done; the call adds one. Absent: `steps`
+  int64_t steps = 0;  // done before this call; at most 2^31 - 2
+  int64_t first = 0;  // of the first element in the stream of random bits
   int64_t group = 0;
 };
 
