@@ -96,6 +96,11 @@ def encode(x: torch.Tensor, of_roots: bool, absmax: torch.Tensor | None = None) 
     return codes.to(torch.uint8).reshape(-1)[: x.numel()].view_as(x), absmax
 
 
+def root(x: torch.Tensor) -> torch.Tensor:
+    """The square root in float32, rounded correctly: PyTorch's on the CPU may be 3 ulp away."""
+    return x.double().sqrt().float()
+
+
 def decode(codes: torch.Tensor, absmax: torch.Tensor, of_roots: bool) -> torch.Tensor:
     """Moments of flat codes; of blocks [n, 256]."""
     blocks = codes if codes.dim() == 2 else _in_blocks(codes)
@@ -223,7 +228,7 @@ class SharedBlocks:
         if not self._counts:
             return
         edges = self._edges
-        values = [v.sqrt() if k else v for k, (_, _, v) in enumerate(self._blocks)] if edges else []
+        values = [root(v) if k else v for k, (_, _, v) in enumerate(self._blocks)] if edges else []
         own = [finite_or_nan(x.abs().amax(1)).view(torch.int32) for x in values]
         most = [[None] * len(edges) for _ in own]
         for groups, count in self._counts.items():
@@ -304,8 +309,8 @@ def _converted(avg: Iterable[torch.Tensor], sq: Iterable[torch.Tensor]) -> dict:
     shape = codes.shape
     if not torch.allclose(values, code_map(False, values.device), rtol=1e-5, atol=0.0):
         codes, absmax = encode(_looked_up(codes, absmax, values), False)
-    root, root_absmax = encode(_looked_up(*sq).sqrt(), True)
-    return dict(zip(NAMES, (codes.view(shape), absmax, root.view(shape), root_absmax), strict=True))
+    roots, root_absmax = encode(root(_looked_up(*sq)), True)
+    return dict(zip(NAMES, (codes.view(shape), absmax, roots.view(shape), root_absmax), strict=True))
 
 
 def _looked_up(codes: torch.Tensor, absmax: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -372,7 +377,7 @@ def encoded(saved: dict, p: torch.Tensor, begin: int) -> dict:
         flat = local(saved[name]).to(p.device, torch.float32).reshape(-1)
         size, of_roots = flat.numel(), name == "exp_avg_sq"
         skip = begin % BLOCK
-        blocks = torch.nn.functional.pad(flat.sqrt() if of_roots else flat, (skip, -(skip + size) % BLOCK))
+        blocks = torch.nn.functional.pad(root(flat) if of_roots else flat, (skip, -(skip + size) % BLOCK))
         blocks = blocks.view(-1, BLOCK)
         absmax = whole_absmax(p, blocks.abs().amax(1), begin)
         codes, _ = encode(blocks, of_roots, absmax[first:end])
