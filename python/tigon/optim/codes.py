@@ -362,7 +362,7 @@ def decoded(saved: dict, p: torch.Tensor, begin: int) -> dict:
     rest = {name: value for name, value in saved.items() if name not in NAMES}
     for name, name_codes, name_max in (("exp_avg", AVG, AVG_MAX), ("exp_avg_sq", ROOT, ROOT_MAX)):
         codes = local(saved[name_codes]).reshape(-1).to(p.device)
-        skip = begin % BLOCK  # elements of the first block that another process has
+        skip = begin % BLOCK if codes.numel() else 0  # elements of the first block that another process has
         codes = torch.nn.functional.pad(codes, (skip, 0))
         flat = decode(codes, own_absmax(p, saved[name_max], begin), name == "exp_avg_sq")[skip:]
         rest[name] = _like(p, flat)
@@ -376,7 +376,7 @@ def encoded(saved: dict, p: torch.Tensor, begin: int) -> dict:
     for name, name_codes, name_max in (("exp_avg", AVG, AVG_MAX), ("exp_avg_sq", ROOT, ROOT_MAX)):
         flat = local(saved[name]).to(p.device, torch.float32).reshape(-1)
         size, of_roots = flat.numel(), name == "exp_avg_sq"
-        skip = begin % BLOCK
+        skip = begin % BLOCK if size else 0
         blocks = torch.nn.functional.pad(root(flat) if of_roots else flat, (skip, -(skip + size) % BLOCK))
         blocks = blocks.view(-1, BLOCK)
         absmax = whole_absmax(p, blocks.abs().amax(1), begin)
