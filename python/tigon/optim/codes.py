@@ -291,7 +291,7 @@ def known(op: str, saved: dict) -> dict:
         check(op, adams, "a state of bitsandbytes must be Adam's, with state1 and state2 of one size")
         if saved["state1"].dtype != torch.uint8:
             return step | {"exp_avg": saved["state1"], "exp_avg_sq": saved["state2"]}
-        return step | _converted(*((saved[f"{n}{k}"] for n in ("state", "absmax", "qmap")) for k in (1, 2)))
+        return step | _converted(*([saved[f"{n}{k}"] for n in ("state", "absmax", "qmap")] for k in (1, 2)))
     moments = [saved.get(name) for name in ("exp_avg", "exp_avg_sq")]
     if not all(hasattr(local(x), "dequantize") and hasattr(local(x), "scale") for x in moments):
         return saved
