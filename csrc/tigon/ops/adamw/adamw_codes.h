@@ -42,8 +42,7 @@ using RootCells = CodeCells<-21, 7>;
 struct alignas(16) CodeMaps {
   float avg[256];      // of exp_avg
   float root[256];     // of the root of exp_avg_sq
-  AvgCells above;      // codes of values >= 0
-  AvgCells below;      // of values < 0: 255 minus them
+  AvgCells of_avg[2];  // [sign]: codes of values >= 0, and 255 minus those of values <= 0
   RootCells of_roots;  // from code 1 on
 };
 static_assert(sizeof(CodeMaps) % 16 == 0);
@@ -85,9 +84,9 @@ constexpr CodeMaps code_maps() {
   for (int j = 0; j < count; ++j) maps.avg[128 + j] = values[j];
   for (int j = 0; j + 1 < count; ++j) maps.avg[126 - j] = -values[j];
   between(values, count, false);
-  maps.above.fill(thresholds, count, 127);
+  maps.of_avg[0].fill(thresholds, count, 127);
   between(values, count, true);
-  maps.below.fill(thresholds, count - 1, 128);
+  maps.of_avg[1].fill(thresholds, count - 1, 128);
   count = positive_values(false, values);
   for (int j = 0; j < count; ++j) maps.root[1 + j] = values[j];
   between(values, count, false);

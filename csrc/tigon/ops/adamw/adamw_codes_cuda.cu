@@ -20,6 +20,7 @@ __device__ constexpr CodeMaps kCodeMaps = code_maps();
 
 TIGON_FN uint32_t code_bits(float x) { return __float_as_uint(x); }
 TIGON_FN float code_value(uint32_t bits) { return __uint_as_float(bits); }
+TIGON_FN uint32_t clamped(float y, float lowest) { return __float_as_uint(fmaxf(fabsf(y), lowest)); }
 #include "tigon/ops/adamw/adamw_codes.inc"
 
 // How a tensor is read. The first two are compiled for the dtypes that models have.
