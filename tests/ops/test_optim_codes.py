@@ -313,7 +313,7 @@ def test_bitsandbytes_itself():
 def test_torchao_itself():
     """Its 8-bit states by their codes, its others by their values."""
     torchao = pytest.importorskip("torchao.optim", reason="needs torchao")
-    for cls in (torchao.AdamW8bit, torchao.AdamW4bit):
+    for cls in (torchao.AdamW8bit, torchao.AdamW4bit, torchao.AdamWFp8):
         p = nn.Parameter(torch.ones(64, 128))
         theirs = cls([p])
         state = theirs.state[p]

@@ -35,9 +35,9 @@ class TensorList:
 
     ``max_exp_avg_sqs`` has one tensor for each parameter of a group with amsgrad, ``extras`` one for each
     16-bit parameter where the rounding is split (int16) or master (float32), ``absmaxes`` two for each
-    parameter whose moments are codes (uint8), of exp_avg and of the root of exp_avg_sq; ``steps`` are float32 scalars on
-    the parameters' device or the CPU, or one tensor of all of them; ``first`` is where a parameter's stream
-    of random bits begins, for all or, where no rounding draws any, for no parameter.
+    parameter whose moments are codes (uint8), of exp_avg and of the root of exp_avg_sq; ``steps`` are float32
+    scalars on the parameters' device or the CPU, or one tensor of all of them; ``first`` is where a
+    parameter's stream of random bits begins, for all or, where no rounding draws any, for no parameter.
     """
 
     def __init__(self, **lists: list) -> None:

@@ -33,9 +33,9 @@ class AdamW(torch.optim.Optimizer):
     Args:
         params: parameters or groups of them, float32, bfloat16, float16 or (plain PyTorch) float64. Strided,
             dense in any order of dimensions; DTensors (FSDP2, tensor parallel) by their local parts. A group
-            may have options of its own, from `lr` to `maximize`, `capturable` and `decoupled_weight_decay`;
-            the others are refused in a group, as are options of other optimizers and misspelled ones. What
-            is no option's name is a note of yours.
+            may have options of its own, from `lr` to `maximize`, `moment_dtype`, `capturable` and
+            `decoupled_weight_decay`; the others are refused in a group, as are options of other optimizers
+            and misspelled ones. What is no option's name is a note of yours.
         lr: number or tensor of one element.
         betas: of the two moments, in [0, 1).
         eps: added to the denominator.
@@ -47,7 +47,9 @@ class AdamW(torch.optim.Optimizer):
             ``state["param_low"]`` make it an exact float32. ``master``: a float32 copy,
             ``state["master_param"]``. The last two follow the same trajectory.
         moment_dtype: of exp_avg and exp_avg_sq, one or a pair; float32, bfloat16, or ``None``: the
-            parameter's.
+            parameter's. ``"int8"``: codes of 8 bits in blocks of 256 elements by bitsandbytes' dynamic map,
+            of exp_avg_sq those of the root, 2.03 bytes an element; float32 for parameters of less than 4096
+            elements, not contiguous, or cut along another dimension than the first.
         moment_rounding: of 16-bit moments. ``stochastic``: up or down at random, right in the mean.
             ``nearest``: as PyTorch; exp_avg_sq in bfloat16 is then 1.2 times too large, and stands still when
             gradients fall.
@@ -66,7 +68,8 @@ class AdamW(torch.optim.Optimizer):
             gradients; a parameter that was resized, moved or given another layout after its state was made.
             Nothing was modified.
 
-    Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", arXiv:1711.05101, algorithm 2.
+    Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", arXiv:1711.05101, algorithm 2;
+    Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
     """
 
     # GradScaler hands over grad_scale and found_inf and waits for nothing; not with fused=False.
