@@ -75,7 +75,7 @@ def global_norm(
     grads: list[torch.Tensor], max_norm: float = float("inf"), grad_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm, factor that clips it to `max_norm`) as scalars on the first gradient's device: float32, the
-    factor float64 where a gradient is.
+    factor float64 if a gradient is.
 
     Gradients may lie on several devices and, as DTensors, on several processes, which then all call this.
     """
@@ -123,7 +123,7 @@ def clip_grad_norm_(
             parallel) and several devices may be mixed; with DTensors every process calls this.
         max_norm: of all gradients as one vector.
         norm_type: a number or its name, as "inf". Other than 2 is left to PyTorch.
-        error_if_nonfinite: raise where the norm is infinite or NaN. This waits for the device.
+        error_if_nonfinite: raise if the norm is infinite or NaN. This waits for the device.
         foreach: only for PyTorch's function.
 
     Returns:
@@ -145,6 +145,8 @@ def clip_grad_norm_(
         if not isinstance(p, torch.Tensor):
             refuse("clip_grad_norm_", "parameters must be tensors, got {}", kind_of(p))
     check_booleans("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
+    if foreach is not None:
+        check_booleans("clip_grad_norm_", foreach=foreach)
     grads = [p.grad for p in parameters if p.grad is not None]
     if isinstance(norm_type, str):
         with contextlib.suppress(ValueError):  # refused in the next line
@@ -154,11 +156,11 @@ def clip_grad_norm_(
         parameters,
         lambda: check_numbers("clip_grad_norm_", max_norm=max_norm, norm_type=norm_type),
     )
+    check("clip_grad_norm_", max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
     if float(norm_type) != 2.0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if not grads:
         return torch.tensor(0.0)
-    check("clip_grad_norm_", max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
     norm, factor = global_norm(grads, max_norm)
     if error_if_nonfinite:
         check(

@@ -23,6 +23,7 @@ from tigon.ops.arguments import (
     kind_of,
 )
 from tigon.ops.loss_head.operands import autocast
+from tigon.ops.philox import draw_seed, words_of_matrix
 from tigon.ops.rms_norm import column_dot
 
 _OP = "lora_linear"
@@ -45,31 +46,10 @@ class Adapter(NamedTuple):
     dropout: float = 0.0
 
 
-def _philox(counter: list[torch.Tensor], seed: torch.Tensor) -> list[torch.Tensor]:
-    """Philox4x32-10 on words held in int64."""
-    low = 0xFFFFFFFF
-    key0, key1 = seed & low, (seed >> 32) & low
-
-    def multiply(a, b):  # without the sign bit of 64
-        upper, lower = a * (b >> 16), a * (b & 0xFFFF)
-        whole = (upper & 0xFFFF) * 65536 + lower
-        return ((upper >> 16) + (whole >> 32)) & low, whole & low
-
-    for _ in range(10):
-        (high0, low0), (high2, low2) = multiply(0xD2511F53, counter[0]), multiply(0xCD9E8D57, counter[2])
-        counter = [high2 ^ counter[1] ^ key0, low2, high0 ^ counter[3] ^ key1, low0]
-        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
-    return counter
-
-
 def dropout_factors(shape: tuple[int, int], p: float, seed: torch.Tensor, stream: int) -> torch.Tensor:
     """What the kernels multiply the elements of x by, as float64: 0 or ``1 / (1 - p)``."""
     rows, columns = shape
-    row = torch.arange(rows, device=seed.device)[:, None]
-    block = torch.arange((columns + 3) // 4, device=seed.device)[None]
-    row, block = torch.broadcast_tensors(row, block)
-    counter = [block, row & 0xFFFFFFFF, row >> 32, torch.full_like(row, stream)]
-    words = torch.stack(_philox(counter, seed.reshape(())), -1).flatten(1)[:, :columns]
+    words = words_of_matrix(torch.arange(rows, device=seed.device), columns, stream, seed)
     return (words >= int(p * 2**32)).double() / (1 - p)
 
 
@@ -164,7 +144,7 @@ def _save(ctx, layout, x, seed, t, tensors, recompute=None, save=None):
 
 
 def _gradients(ctx, dys, need_x, needs):
-    """Of x and of the tensors, ``None`` where none is needed."""
+    """Of x and of the tensors, ``None`` if none is needed."""
     layout, kept = ctx.layout, getattr(ctx, "kept", None)
     x, seed, t, *tensors = (ctx if kept is None else kept.grad_fn).saved_tensors
     if kept is not None and not _op.graph_is_kept():
@@ -302,7 +282,7 @@ class _Function(torch.autograd.Function):
             with torch.enable_grad():
                 ctx.kept = _Saved.apply(_ANCHOR, *kept)  # the result, which holds the node
 
-        # A checkpoint runs a layer again until all that was kept is there: the last products are then spared.
+        # A checkpoint runs a layer again until all that was kept exists, so the last GEMMs are left out.
         (t,) = _products(x, dense, layout.options, seed, only_t=True)
         _save(ctx, layout, x, seed, t, tensors, save=save)
         ys = _products(x, dense, layout.options, seed, t)[:-1]
@@ -335,7 +315,7 @@ def apply(x, layout: Layout, tensors: tuple, seed=None, recompute=None) -> tuple
     """The maps' results. Arguments have been checked, and `prepare` has put them in order.
 
     Args:
-        seed: a tensor where an adapter drops.
+        seed: a tensor if an adapter drops.
         recompute: makes x once more; a backward in eager mode calls it, and x is not kept.
     """
     if forward_ad._current_level >= 0:  # operators do not look into lists
@@ -425,11 +405,6 @@ class _DoraFunction(torch.autograd.Function):
 
 
 _apply_dora = _op.direct_apply(_DoraFunction)
-
-
-def draw_seed(x: torch.Tensor) -> torch.Tensor:
-    """A seed beside x, from PyTorch's generator."""
-    return torch.randint(2**62, (1,), device=x.device)
 
 
 def _seed_of(seed, x) -> torch.Tensor:
@@ -525,7 +500,7 @@ def lora_linears(
 ) -> tuple[torch.Tensor, ...]:
     """:func:`tigon.lora_linear` of one x with several maps, such as q, k and v.
 
-    x is kept once and read once for all adapters, and the gradients of x are added up where the products
+    x is kept once and read once for all adapters, and the gradients of x are added up in the GEMMs
     make them.
 
     Args:
@@ -572,7 +547,7 @@ def lora_linear(
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference. Under autocast x,
             weight and bias are taken in its dtype, as by ``F.linear``.
-        weight: ``[N, K]`` in x's dtype, usually frozen; it gets a gradient where it requires one.
+        weight: ``[N, K]`` in x's dtype, usually frozen; it gets a gradient if it requires one.
         a, b: ``[r, K]`` and ``[N, r]`` in any one of the three dtypes, rounded to x's for the products.
             Gradients of float32 adapters are float32 sums.
         scale: of the adapter.

@@ -24,7 +24,7 @@ void require_scalar(const char* name, const Vector& v) {
   if (v) require_vector(kOp, name, v, 1, DType::f32);
 }
 
-// A moment and, where it is codes, what its blocks are multiples of.
+// Checks a moment and, if it is codes, the absmax of its blocks.
 void require_moment(const char* name, const Vector& v, const Vector& absmax, const Vector& param) {
   if (v.dtype == DType::u8) {
     require_vector(kOp, name, v, param.size, DType::u8);
@@ -38,7 +38,7 @@ void require_moment(const char* name, const Vector& v, const Vector& absmax, con
               name_of(v.dtype));
 }
 
-// The extra tensor of a rounding: there where it is needed, and nowhere else.
+// Checks the extra tensor of a rounding: it must be present if the rounding needs it, and absent otherwise.
 void require_extra(const char* name, const Vector& v, const Vector& param, bool needed, DType dtype) {
   if (!needed) {
     TIGON_CHECK(kOp, !v, name, " must be absent, got [", v.size, "]: this rounding of ", name_of(param.dtype),

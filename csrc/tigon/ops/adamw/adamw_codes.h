@@ -1,8 +1,8 @@
-// The 8-bit codes of moments: values, and the nearest of them by one look at a table.
-//
-// The dynamic map of Dettmers et al. 2021, arXiv:2110.02861, in the bits of bitsandbytes' create_dynamic_map: decade d of seven has
-// 2^d values (2^(d+1) without a sign), the means of neighbours on a linear grid over [0.1, 1] times 10^(d - 6); besides 0 and 1.
-// Sorted, so with a sign zero is code 127 and there is no -1; without one zero is code 0.
+// Holds the 8-bit codes of moments: their values, and tables that find the nearest one by a single look-up.
+// The values are the dynamic map of Dettmers et al. 2021, arXiv:2110.02861, bit for bit as create_dynamic_map
+// of bitsandbytes computes it. Decade d of seven has 2^d values, or 2^(d+1) without a sign: the means of
+// neighbours on a linear grid over [0.1, 1], times 10^(d - 6). 0 and 1 are added, and all are sorted. So with
+// a sign, zero is code 127 and there is no -1; without a sign, zero is code 0.
 #pragma once
 
 #include <bit>
@@ -12,18 +12,18 @@ namespace tigon::adamw_detail {
 
 inline constexpr int kCodedBlock = 256;  // elements that share an absmax
 
-// A cell holds the values of one exponent that agree in their upper mantissa bits, so few that at most one threshold lies in it.
-// Its entry: the lower 24 bits of the threshold, then the code at the cell's beginning; what is above the threshold has the next.
+// A cell covers the floats of one exponent that agree in their upper mantissa bits. It is so small that at
+// most one threshold lies in it. Its entry has the lower 24 bits of the threshold, and below them the code at
+// the beginning of the cell. What is above the threshold has the next code.
 template <int LowestExponent, int MantissaBits>
 struct CodeCells {
   static constexpr int kShift = 23 - MantissaBits;
   static constexpr uint32_t kFirst = uint32_t(127 + LowestExponent) << MantissaBits;
-  static constexpr int kCount =
-      (-LowestExponent << MantissaBits) + 4;  // up to 1, which the last four begin with
+  static constexpr int kCount = (-LowestExponent << MantissaBits) + 4;  // the last four begin with 1
   static constexpr float kLowest = 1.0f / float(1 << -LowestExponent);
   uint32_t of[kCount];
 
-  // thresholds[j]: the largest float that is not above it, between codes j and j + 1; codes are stored with `add`.
+  // thresholds[j] is the largest float that still takes code j. Codes are stored with `add` added.
   constexpr void fill(const uint32_t* thresholds, int count, uint32_t add) {
     int j = 0;
     for (int k = 0; k < kCount; ++k) {
@@ -47,10 +47,10 @@ struct alignas(16) CodeMaps {
 };
 static_assert(sizeof(CodeMaps) % 16 == 0);
 
-// a * b + c of floats whose sum a double holds: as PyTorch's linspace has it.
+// Computes a * b + c as the linspace of PyTorch does: a double holds the product exactly.
 constexpr float mapped_fma(float a, float b, float c) { return float(double(a) * double(b) + double(c)); }
 
-// The values above 0 in order, 1 the last of them; their number.
+// Writes the values above 0 in order, up to 1, and returns their number.
 constexpr int positive_values(bool is_signed, float (&to)[256]) {
   constexpr float kScale[7] = {1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f};
   int count = 0;
@@ -69,7 +69,8 @@ constexpr int positive_values(bool is_signed, float (&to)[256]) {
 constexpr CodeMaps code_maps() {
   CodeMaps maps{};
   uint32_t thresholds[256] = {};
-  // Between neighbours of a list that begins with 0: half of their sum, rounded so that a tie takes the lower code.
+  // Computes the thresholds between the neighbours of a list that begins with 0. Each is half of a sum,
+  // rounded so that a tie takes the lower code.
   const auto between = [&](const float* values, int count, bool negative) {
     for (int j = 0; j < count; ++j) {
       const double middle = ((j > 0 ? double(values[j - 1]) : 0.0) + double(values[j])) / 2.0;

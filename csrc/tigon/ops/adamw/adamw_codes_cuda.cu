@@ -1,7 +1,7 @@
-// CUDA backend of AdamW with moments of 8-bit codes: a warp updates one block of 256 elements at a time, eight a lane. Moments stay
-// in registers from the read of their old codes to the write of the new ones, whose absmax a reduction of the warp finds.
-//
-// Tables are read from shared memory, so CTAs are persistent: one that is resident copies them once.
+// In the CUDA backend of AdamW with 8-bit codes a warp updates one block of 256 elements at a time, eight per
+// lane. Moments stay in registers from the read of their old codes to the write of the new ones; a reduction
+// of the warp finds their absmax. Codes are looked up in shared memory, so CTAs are persistent and copy the
+// tables once.
 #include <algorithm>
 
 #include "tigon/ops/adamw/adamw_codes.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256, kMinBlocks = 4, kWarps = kThreads / 32;
 constexpr int kPerLane = kCodedBlock / 32;
-// Elements of a chunk: a CTA looks its entry up once for them.
+// A CTA looks an entry up once for a chunk of so many elements.
 constexpr int64_t kCodedChunk = 65536;
 static_assert(kCodedChunk % kCodedBlock == 0);
 
@@ -23,12 +23,12 @@ TIGON_FN float code_value(uint32_t bits) { return __uint_as_float(bits); }
 TIGON_FN uint32_t clamped(float y, float lowest) { return __float_as_uint(fmaxf(fabsf(y), lowest)); }
 #include "tigon/ops/adamw/adamw_codes.inc"
 
-// How a tensor is read. The first two are compiled for the dtypes that models have.
+// Says how a tensor is read. The first two are compiled for the dtypes that models have.
 enum class Path : uint8_t {
-  bf16,       // param and grad bf16
-  f32,        // param and grad f32
+  bf16,       // param and grad are bf16
+  f32,        // param and grad are f32
   aligned,    // any dtypes, in vectors of eight elements
-  unaligned,  // element by element
+  unaligned,  // any dtypes, element by element
 };
 
 struct Entry {
@@ -46,7 +46,7 @@ struct Entry {
 };
 static_assert(sizeof(Entry) == 88);
 
-// The codes of N elements.
+// Holds the codes of N elements.
 template <int N>
 struct Codes {
   uint32_t w[N == 8 ? 2 : 1];
@@ -70,7 +70,7 @@ struct Codes {
   __device__ __forceinline__ void add(int k, uint32_t code) { w[k / 4] |= code << (8 * (k % 4)); }
 };
 
-// A block: N = 8 adjacent elements of a lane, all of which are there, or every 32nd of the `count`.
+// Holds a block. A lane has N = 8 adjacent elements of a whole block, or with N = 1 every 32nd of `count`.
 template <int N, class P, class G, AdamwRounding R>
 struct Block {
   static constexpr int kUnits = kPerLane / N;
@@ -145,7 +145,8 @@ struct Block {
   }
 };
 
-// Elements [begin, begin + count) of a tensor, a warp one block in turn; what is no whole block element by element.
+// Updates elements [begin, begin + count) of a tensor. Warps take blocks in turn, and read what is no whole
+// block element by element.
 template <int N, class P, class G, AdamwRounding R>
 __device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c, const CodeMaps& maps,
                                              float factor, const Scalars& s, int64_t begin, int count) {

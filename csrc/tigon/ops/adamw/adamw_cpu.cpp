@@ -9,10 +9,10 @@ namespace {
 using namespace adamw_detail;
 
 struct AdamwTable {
-  // Elements [begin, end) of a tensor.
+  // Updates elements [begin, end) of a tensor.
   using Span = void (*)(const Adamw& a, const AdamwTensor& t, const Constants& c, float factor, int64_t begin,
                         int64_t end);
-  Span at[kAdamwRoundings], coded[kAdamwRoundings];  // [rounding]
+  Span at[kAdamwRoundings], coded[kAdamwRoundings];  // the index is the rounding
 };
 constexpr CodeMaps kCodeMaps = code_maps();
 static_assert(kChunk % kCodedBlock == 0);
@@ -25,12 +25,13 @@ static_assert(kChunk % kCodedBlock == 0);
 
 namespace tigon::cpu {
 
-// A task is one chunk of one tensor.
+// Each task is one chunk of one tensor.
 void adamw(Context& ctx, const Adamw& a) {
   if (a.found_inf && *a.found_inf.as<float>() != 0.0f) return;
   const auto n = int64_t(a.tensors.size());
   Constants* constants = ctx.scratch_of<Constants>(n);
-  int64_t* ends = ctx.scratch_of<int64_t>(n);  // of each tensor's chunks
+  // ends[i] counts the chunks of the tensors up to i.
+  int64_t* ends = ctx.scratch_of<int64_t>(n);
   int64_t chunks = 0;
   for (int64_t i = 0; i < n; ++i) {
     const AdamwTensor& t = a.tensors[size_t(i)];

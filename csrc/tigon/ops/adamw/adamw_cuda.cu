@@ -1,8 +1,6 @@
-// CUDA backend of AdamW: a CTA updates one chunk of one tensor of the list.
-//
-// Traffic per element in bf16: 14 bytes. At the speed of memory an H200 has about 90 instructions for them; an
-// update takes about 45 (square root and division correctly rounded), 6 more for random bits and 4 for each stream that is
-// rounded by them.
+// In the CUDA backend of AdamW a CTA updates one chunk of one tensor of the list. An element in bf16 moves 14
+// bytes. At the speed of memory an H200 has about 90 instructions for them. An update takes about 45 (square
+// root and division correctly rounded), 6 more for random bits, and 4 for each stream that they round.
 #include <algorithm>
 #include <type_traits>
 
@@ -15,14 +13,14 @@ using namespace adamw_unit;
 
 constexpr int kThreads = 256, kMinBlocks = 4;
 
-// How a tensor is read. The first four are compiled for the dtypes that models have.
+// Says how a tensor is read. The first four are compiled for the dtypes that models have.
 enum class Path : uint8_t {
-  bf16,       // all streams bf16
-  bf16_wide,  // param and grad bf16, moments f32
-  f32,        // all streams f32
-  f32_half,   // param and grad f32, moments bf16
+  bf16,       // all streams are bf16
+  bf16_wide,  // param and grad are bf16, moments f32
+  f32,        // all streams are f32
+  f32_half,   // param and grad are f32, moments bf16
   aligned,    // any dtypes, in vectors of four elements
-  unaligned,  // element by element
+  unaligned,  // any dtypes, element by element
 };
 
 struct Entry {
@@ -85,7 +83,7 @@ struct Unit : ParamUnit<N, P, G, R> {
         u[k] = most.get(k, e.sq_type);
         adamw_update(mul(grad.get(k, e.grad_type), factor), c, p[k], m[k], v[k], &u[k]);
       }
-      // Drawn for u alone: u would not fit the registers beside p, m, v and the bits.
+      // The bits are drawn again for u, which would not fit the registers together with p, m, v and the bits.
       const RandomBits<N> random(draws<W>(s, e.sq_type), e.first + i, c.step, s.keys);
       store_moment<W>(s, e.most, e.sq_type, i, u, random, kSqFactor);
     } else {
@@ -94,7 +92,7 @@ struct Unit : ParamUnit<N, P, G, R> {
         adamw_update(mul(grad.get(k, e.grad_type), factor), c, p[k], m[k], v[k],
                      static_cast<float*>(nullptr));
     }
-    // Parameters first: their values need not be kept while random bits are made.
+    // Parameters come first: their values need not be kept while random bits are made.
     const bool draws_param = rounds(e, AdamwRounding::stochastic);
     if (!draws_param) Param::store(e, i, p);
     const RandomBits<N> random(draws_param || draws<M>(s, e.avg_type) || draws<W>(s, e.sq_type), e.first + i,
@@ -105,7 +103,7 @@ struct Unit : ParamUnit<N, P, G, R> {
   }
 };
 
-// Elements [begin, begin + count) of a tensor, U units of N elements of a thread in flight.
+// Updates elements [begin, begin + count) of a tensor, with U units of N elements per thread in flight.
 template <int N, int U, class P, class G, class M, class W, AdamwRounding R>
 __device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c, float factor,
                                              const Scalars& s, int64_t begin, int count) {
@@ -133,7 +131,7 @@ __device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c,
 
 // --- kernels ----------------------------------------------------------------------------------
 
-// The table: constants, unless they were computed on the device, and entries.
+// Reads the table: the entries, and the constants unless they were computed on the device.
 template <AdamwRounding R, size_t Bytes>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     adamw_kernel(const unsigned char* table, const TableConstants* computed, int constants, int count,
@@ -142,6 +140,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (s.found_inf != nullptr && *s.found_inf != 0.0f) return;
   if (table == nullptr) table = block.bytes;
   const int chunk = int(blockIdx.x);
+  // The entry is in shared memory, so that the addresses and constants take no registers between their uses.
   __shared__ Entry e;
   __shared__ Constants c;
   fetch_entry(table, computed, constants, count, chunk, e, c);
@@ -159,9 +158,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
 }
 
-// What the constants of a tensor follow from.
+// Holds what the constants of a tensor follow from.
 struct Progress {
-  float* step;  // null: `steps`
+  float* step;  // null to use `steps`
   uint32_t steps;
   uint32_t group;
 };
@@ -208,13 +207,13 @@ TableConstants* prepare(Context& ctx, const Adamw& a) {
   return constants;
 }
 
-// Whether a tensor takes random bits.
+// True if a tensor takes random bits.
 bool draws(const Entry& e, const Adamw& a) {
   return (a.rounding == AdamwRounding::stochastic && is_half(e.param_type)) ||
          (a.moment_rounding == AdamwRounding::stochastic && (is_half(e.avg_type) || is_half(e.sq_type)));
 }
 
-// Whether vectors of n elements, a power of two, begin at aligned addresses.
+// True if vectors of n elements, a power of two, begin at aligned addresses.
 bool is_aligned(const Entry& e, size_t n, const Adamw& a) {
   auto begins = [n](const void* p, DType t) {
     return (reinterpret_cast<uintptr_t>(p) & (n * size_of(t) - 1)) == 0;

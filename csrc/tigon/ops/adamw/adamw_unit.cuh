@@ -1,4 +1,5 @@
-// What the kernels of AdamW share: streams in registers, random bits, a parameter with its rounding, the launch of a list.
+// Holds what the kernels of AdamW share: streams in registers, random bits, a parameter with its rounding,
+// and the launch of a list.
 #pragma once
 
 #include <type_traits>
@@ -18,19 +19,19 @@ using namespace adamw_detail;
 
 constexpr const char* kOp = "adamw";
 
-// Of a table, so with a size that is a multiple of 8.
+// A table holds these, so their size must be a multiple of 8.
 struct alignas(8) TableConstants : Constants {};
 
 // --- one stream in registers ------------------------------------------------------------------
 
-// A pointer of the table, known to be one to global memory.
+// Tells the compiler that a pointer of the table points to global memory.
 template <class T>
 __device__ __forceinline__ const T* global(const void* p) {
   __builtin_assume(__isGlobal(p));
   return static_cast<const T*>(p);
 }
 
-// A stream whose dtype is in the table.
+// Stands for a stream whose dtype is in the table.
 struct Any {};
 
 template <class T, int N>
@@ -42,7 +43,7 @@ struct Words {
   }
   __device__ __forceinline__ float get(int k, DType) const { return v[k]; }
 };
-// 16-bit elements two a word.
+// Keeps 16-bit elements two to a word.
 template <int N>
 struct Words<Any, N> {
   uint32_t w[N];
@@ -93,7 +94,7 @@ __device__ __forceinline__ void store_bits(void* p, int64_t i, const uint16_t (&
   store_values<uint16_t, N>(const_cast<uint16_t*>(global<uint16_t>(p)) + i, y);
 }
 
-// Random bits of elements [at, at + N) of the stream, N = 8, 4 or 1, at a multiple of N.
+// Holds the random bits of elements [at, at + N) of the stream, for N = 8, 4 or 1, at a multiple of N.
 template <int N>
 struct RandomBits {
   uint32_t w0 = 0, w1 = 0, w2 = 0, w3 = 0;
@@ -111,8 +112,8 @@ struct RandomBits {
   }
 };
 
-// x in 16 bits, by the random ones of its elements. Whether there is a NaN is asked once for all, by a sum of zeros: its lower
-// bits go, which a carry would run through to the sign.
+// Rounds x to 16 bits by the random bits of its elements. Whether there is a NaN is asked once for all
+// elements, by a sum of zeros: its lower bits are cleared, since a carry would run through them to the sign.
 template <class T, int N>
 __device__ __forceinline__ void store_stochastic(void* p, DType t, int64_t i, const float (&x)[N],
                                                  const RandomBits<N>& random, uint32_t factor) {
@@ -145,14 +146,14 @@ __device__ __forceinline__ void store_stochastic(void* p, DType t, int64_t i, co
   }
 }
 
-// What all units of a launch share.
+// Holds what all units of a launch share.
 struct Scalars {
-  const float *clip, *grad_scale, *found_inf;  // null: absent
+  const float *clip, *grad_scale, *found_inf;  // null if absent
   PhiloxKeys keys;
   bool draws_moments;  // rounds moments of 16 bits at random
 };
 
-// N elements of a parameter and its gradient, with what the rounding keeps besides.
+// Holds N elements of a parameter and of its gradient, and what the rounding keeps in addition.
 template <int N, class P, class G, AdamwRounding R>
 struct ParamUnit {
   Words<P, N> param;
@@ -160,7 +161,8 @@ struct ParamUnit {
   Words<uint16_t, N> low;
   Words<float, N> master;
 
-  // Rounding of a 16-bit parameter; false too where the table says that it has 32.
+  // Returns true for this rounding of a 16-bit parameter, and false also if the table says that it has 32
+  // bits.
   template <class Entry>
   __device__ __forceinline__ static bool rounds(const Entry& e, AdamwRounding r) {
     if constexpr (std::is_same_v<P, float>) return false;
@@ -183,7 +185,7 @@ struct ParamUnit {
       if (splits) p[k] = __uint_as_float(joined(__float_as_uint(p[k]) >> 16, uint32_t(low.v.v[k])));
     }
   }
-  // To the nearest, with what the rounding keeps besides.
+  // Stores p rounded to nearest, and what the rounding keeps of it.
   template <class Entry>
   __device__ __forceinline__ static void store(const Entry& e, int64_t i, const float (&p)[N]) {
     const bool masters = rounds(e, AdamwRounding::master);
@@ -204,8 +206,7 @@ struct ParamUnit {
 
 // --- lists ------------------------------------------------------------------------------------
 
-// The entry of a chunk and its constants, read by the first warp: into shared memory, so that addresses and constants take no
-// registers between their uses.
+// Reads the entry of a chunk and its constants, with the first warp.
 template <class Entry>
 __device__ __forceinline__ void fetch_entry(const unsigned char* table, const TableConstants* computed,
                                             int constants, int count, int chunk, Entry& e, Constants& c) {
@@ -232,8 +233,9 @@ inline Scalars scalars_of(const Adamw& a) {
 
 inline bool is_coded(const AdamwTensor& t) { return t.exp_avg.dtype == DType::u8; }
 
-// Launches those tensors of a call that are coded, or those that are not, in chunks of `chunk` elements:
-// run(table, chunks, constants, entries, block), where entry_of(t) made the entries. `computed`: constants of all tensors.
+// Launches the tensors of a call that are coded, or those that are not, in chunks of `chunk` elements. It
+// calls run(table, chunks, constants, entries, block), whose entries entry_of(t) has made. `computed` has the
+// constants of all tensors, or is null.
 template <class EntryOf, class Run>
 void launch_list(Context& ctx, const Adamw& a, const TableConstants* computed, bool coded, int64_t chunk,
                  const EntryOf& entry_of, const Run& run) {
@@ -242,7 +244,7 @@ void launch_list(Context& ctx, const Adamw& a, const TableConstants* computed, b
   for (size_t i = 0; i < a.tensors.size(); ++i)
     if (is_coded(a.tensors[i]) == coded) listed.push_back(uint32_t(i));
   if (listed.empty()) return;
-  // Whether the k-th has the constants of the one before it.
+  // Returns true if the k-th has the constants of the previous one.
   const auto shares = [&](size_t k) {
     const auto& [t, before] = std::pair(a.tensors[listed[k]], a.tensors[listed[k > 0 ? k - 1 : 0]]);
     return k > 0 && t.group == before.group && t.steps == before.steps;
@@ -272,7 +274,7 @@ void launch_list(Context& ctx, const Adamw& a, const TableConstants* computed, b
   });
 }
 
-// Updates the coded tensors of a call. `computed`: constants of all tensors, or null.
+// Updates the coded tensors of a call. `computed` has the constants of all tensors, or is null.
 void launch_coded(Context& ctx, const Adamw& a, const TableConstants* computed);
 
 }  // namespace tigon::cuda::adamw_unit
