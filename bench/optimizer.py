@@ -9,15 +9,16 @@ On a GPU: LLaMA 3 8B's parameters, as many of its layers as fit the memory with 
 25 million parameters. Then 2,000 tensors of 4 to 100,000 elements and 2,000 of 4, whose time on the CPU is
 the host's; --host measures these alone. --muon times Muon's step on the matrices of LLaMA 3 8B's first layers
 beside torch.optim.Muon's, and prints that only. Every configuration is timed in turn with PyTorch's fused and
-foreach AdamW where they have it, and with a copy of the bytes that it must move (14 an element in bfloat16
-with bfloat16 moments). Prints a table and writes JSON lines: milliseconds, the share of the copy's rate,
-microseconds of the host (native: of the native call alone), and the largest difference from PyTorch's fused
-result.
+foreach AdamW where they have it, those of 8-bit moments with bitsandbytes' and torchao's where they are
+installed, and with a copy of the bytes that it must move (14 an element in bfloat16 with bfloat16 moments).
+Prints a table and writes JSON lines: milliseconds, the share of the copy's rate, microseconds of the host
+(native: of the native call alone), and the largest difference from PyTorch's fused result.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import sys
 import time
@@ -25,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
@@ -38,7 +40,7 @@ from cases.adamw import llama, llama_8b, many_small
 
 BF16, F32 = torch.bfloat16, torch.float32
 # Name: parameters' dtype, options, bytes an element moved and held, and whether PyTorch has the same.
-KINDS: dict[str, tuple[torch.dtype, dict, int, int, bool]] = {
+KINDS: dict[str, tuple[torch.dtype, dict, float, float, bool]] = {
     "bf16": (BF16, {}, 14, 8, True),
     "bf16_nearest_moments": (BF16, {"moment_rounding": "nearest"}, 14, 8, False),
     "bf16_wide_moments": (BF16, {"moment_dtype": F32}, 22, 12, False),
@@ -46,6 +48,9 @@ KINDS: dict[str, tuple[torch.dtype, dict, int, int, bool]] = {
     "fp32": (F32, {}, 28, 16, True),
     "stochastic": (BF16, {"rounding": "stochastic"}, 14, 8, False),
     "clipped": (BF16, {"max_grad_norm": 1.0}, 16, 8, True),
+    "int8": (BF16, {"moment_dtype": "int8"}, 10 + 16 / 256, 6 + 8 / 256, False),
+    "int8_stochastic": (BF16, {"moment_dtype": "int8", "rounding": "stochastic"}, 10 + 16 / 256, 7, False),
+    "int8_split": (BF16, {"moment_dtype": "int8", "rounding": "split"}, 14 + 16 / 256, 9, False),
 }
 APART = 8 * 2**30  # bytes for temporaries: a copy's buffers, a random tensor
 
@@ -148,6 +153,19 @@ def torch_step(params, clip: bool, **options) -> Callable:
     return step
 
 
+def of_8_bits() -> dict[str, Callable]:
+    """Steps of other libraries' AdamW with 8-bit moments, of those that are installed."""
+    found = {}
+    for library, module in (("bitsandbytes", "bitsandbytes.optim"), ("torchao", "torchao.optim")):
+        try:
+            cls = importlib.import_module(module).AdamW8bit
+        except (ImportError, AttributeError, RuntimeError) as error:
+            print(f"{library}: {error}")
+            continue
+        found[library] = lambda params, cls=cls: cls(params, lr=1e-5).step
+    return found
+
+
 def difference(ours, theirs) -> float:
     return max(
         float((a.detach() - b.detach()).abs().max()) for a, b in zip(ours, theirs, strict=True) if a.numel()
@@ -164,7 +182,12 @@ def release(device: torch.device) -> None:
 def measure(name: str, shapes, device: torch.device) -> dict:
     dtype, options, per_element, _, peers = KINDS[name]
     elements = sum(map(_numel, shapes))
-    record = {"kind": name, "elements": elements, "tensors": len(shapes), "bytes": elements * per_element}
+    record = {
+        "kind": name,
+        "elements": elements,
+        "tensors": len(shapes),
+        "bytes": int(elements * per_element),
+    }
     record["copy_ms"] = copy_ms(record["bytes"], device)
     release(device)
     params = parameters(shapes, dtype, device)
@@ -177,9 +200,17 @@ def measure(name: str, shapes, device: torch.device) -> dict:
         record |= clip_alone(params, device)
     del optimizer, params
     release(device)
-    for variant in ("fused", "foreach") if peers else ():
+    variants: dict[str, Callable] = {}
+    if peers:
+        for variant in ("fused", "foreach"):
+            variants[variant] = lambda params, variant=variant: torch_step(
+                params, "max_grad_norm" in options, **{variant: True}
+            )
+    if name == "int8" and device.type == "cuda":
+        variants |= of_8_bits()
+    for variant, make in variants.items():
         params = parameters(shapes, dtype, device)
-        step = torch_step(params, "max_grad_norm" in options, **{variant: True})
+        step = make(params)
         try:
             record[f"{variant}_ms"] = milliseconds(step, device)
             record[f"{variant}_host_us"] = host_us(step, device)
@@ -200,6 +231,18 @@ def agreement(device: torch.device) -> dict:
         for _ in range(5):
             a.step(), b.step()
         record[name] = difference(ours, theirs)
+    on_host, on_device = (
+        [nn.Parameter(p.detach().to(where)) for p in parameters(shapes, BF16, device)]
+        for where in ("cpu", device)
+    )
+    made = [tigon.optim.AdamW(params, lr=1e-3, moment_dtype="int8") for params in (on_host, on_device)]
+    for i in range(5):
+        for p, q in zip(on_host, on_device, strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=BF16)
+            q.grad = p.grad.to(device)
+        for optimizer in made:
+            optimizer.step()
+    record["int8_beside_cpu"] = difference(on_host, [q.cpu() for q in on_device])  # 0
     return record
 
 
@@ -258,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
 def show(r: dict) -> None:
     peers = "".join(
         f"  {variant} {r[f'{variant}_ms']:8.2f} ms, host {r[f'{variant}_host_us']:6.0f} us"
-        for variant in ("fused", "foreach")
+        for variant in ("fused", "foreach", "bitsandbytes", "torchao")
         if f"{variant}_ms" in r
     )
     clips = "".join(
