@@ -1,12 +1,14 @@
 """README and docs: links and prose are in order, code runs, names exist, the reference is complete.
 
-The Python of a page runs from top to bottom in one namespace, in a folder of its own. `<!-- python ... -->`
-holds code that a reader need not see; `<!-- not run: REASON -->` before a block says why it is only compiled.
+The Python of a page runs as a reader pastes it: from top to bottom, in an interpreter and an empty folder of
+its own, with the package and nothing of the tests. A block whose first line is `# Needs ...` or
+`# Part of ...` is only compiled; its reason is that of a skipped test.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -19,23 +21,10 @@ import check_docs
 import drawings
 
 import tigon
+from page import blocks
 
-BLOCK = re.compile(
-    r"^<!-- python\n(?P<hidden>.*?)^-->$"
-    r"|(?:^<!-- not run: (?P<reason>[^\n]+) -->\n+)?^```python[^\n]*\n(?P<shown>.*?)^```$",
-    re.MULTILINE | re.DOTALL,
-)
 PAGES = [page for page in check_docs.pages() if page.parent == ROOT or ROOT / "docs" in page.parents]
 NAME = re.compile(r"(?<![\w.:/-])tigon(?:\.[A-Za-z_]\w*)+")
-
-
-def blocks(text: str) -> list[tuple[int, str, str | None]]:
-    """Line, code and reason not to run it, of every block of a page."""
-    found = []
-    for match in BLOCK.finditer(text):
-        group = "hidden" if match["shown"] is None else "shown"
-        found.append((check_docs.line_of(text, match.start(group)), match[group], match["reason"]))
-    return found
 
 
 def name_of(page: Path) -> str:
@@ -48,15 +37,45 @@ def test_docs():
     assert check_docs.check_docs() == []
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=name_of)
-def test_code(page, tmp_path, monkeypatch):
+READ = {page: page.read_text(encoding="utf-8") for page in PAGES}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(READ[p])], ids=name_of)
+def test_code(page, tmp_path):
     """The blocks of a page, one after the other."""
-    monkeypatch.chdir(tmp_path)
-    namespace: dict = {"__name__": "docs"}
-    for line, code, reason in blocks(page.read_text()):
-        compiled = compile("\n" * (line - 1) + code, str(page), "exec")
-        if reason is None:
-            exec(compiled, namespace)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    env |= {"PYTHONPATH": str(Path(tigon.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/page.py"), str(page)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 3:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+
+
+NOT_RUN = [
+    pytest.param(reason, id=f"{name_of(page)}:{line}")
+    for page, text in READ.items()
+    for line, _, reason in blocks(text)
+    if reason is not None
+]
+
+
+@pytest.mark.parametrize("reason", NOT_RUN)
+def test_not_run(reason):
+    """Blocks that are only compiled, counted."""
+    pytest.skip(reason)
+
+
+def test_nothing_is_hidden():
+    """A reader has all that a page's code stands on."""
+    assert [
+        name_of(page) for page, text in READ.items() if "<!-- python" in text or "<!-- not run" in text
+    ] == []
 
 
 RESOLVE = """
