@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,18 @@ def test_nothing_is_hidden():
     assert [
         name_of(page) for page, text in READ.items() if "<!-- python" in text or "<!-- not run" in text
     ] == []
+
+
+def test_cpp_compiles_as_printed(tmp_path):
+    """The program of docs/cpp.md, against the headers of the tree."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    (code,) = re.findall(r"^```cpp\n(.*?)^```$", READ[ROOT / "docs/cpp.md"], re.MULTILINE | re.DOTALL)
+    (tmp_path / "main.cpp").write_text(code)
+    command = [compiler, "-std=c++20", "-fsyntax-only", "-I", str(ROOT / "csrc"), str(tmp_path / "main.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 RESOLVE = """
