@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 import check_docs
@@ -89,6 +90,22 @@ def test_cpp_compiles_as_printed(tmp_path):
     command = [compiler, "-std=c++20", "-fsyntax-only", "-I", str(ROOT / "csrc"), str(tmp_path / "main.cpp")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_memory_by_model_and_length():
+    """The table of docs/memory.md is what the function that it names computes."""
+    rows = re.findall(
+        r"^\| (?:[^|]*?, (\d+) x (\d+))? *\| (\d+)[^|]* \| ([\d.]+) \| ([\d.]+) \|$",
+        READ[ROOT / "docs/memory.md"],
+        re.MULTILINE,
+    )
+    assert len(rows) >= 10
+    hidden = vocab = 0
+    for width, classes, tokens, without, ours in rows:
+        hidden, vocab = (int(width), int(classes)) if width else (hidden, vocab)
+        need = tigon.linear_cross_entropy_memory(int(tokens), hidden, vocab, torch.bfloat16)
+        assert f"{need.peak / 1e9:.1f}" == ours, (hidden, vocab, tokens)
+        assert f"{12 * int(tokens) * vocab / 1e9:.1f}" == without
 
 
 RESOLVE = """
