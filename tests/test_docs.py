@@ -171,15 +171,20 @@ def test_lengths():
         ("`make nothing`", "no target of make: nothing"),
         ("It saves x alone.", "better only"),
         ("Fast; of one\npass; exact.", "not fragments between semicolons"),
+        ("The product of W and x.", "better matmul"),
+        ("Four rows less the first.", "better minus"),
+        ("Saving stays PEFT's.", "better PEFT keeps it"),
+        ("The loss of stock.", "better without Tigon"),
         (f"| {'word ' * 41}|\n|---|", "a cell of more than 200 characters"),
         ("```sh\n.venv/bin/python bench/nothing.py\n```", "no file bench/nothing.py"),
     ],
 )
 def test_planted_violation(tmp_path, monkeypatch, text, message):
     """One page with one violation, and the same page without."""
-    page = tmp_path / "page.md"
+    page = tmp_path / "docs/page.md"
+    page.parent.mkdir()
     monkeypatch.setattr(check_docs, "ROOT", tmp_path)
-    monkeypatch.setattr(check_docs, "tracked", lambda root: [Path("page.md")])
+    monkeypatch.setattr(check_docs, "tracked", lambda root: [Path("docs/page.md")])
     (tmp_path / "Makefile").write_text("lint:\n")
     page.write_text("# A page\n\nPlain text, `make lint`, [itself](#a-page).\n")
     assert check_docs.check_docs() == []
