@@ -15,7 +15,6 @@ from kernels import (
     use_kernel_mapping,
     use_kernelized_func,
 )
-
 from transformers.activations import ACT2FN
 
 sys.path = [entry for entry in sys.path if not (Path(entry) / "tigon").exists()]
@@ -80,9 +79,11 @@ class GeluMLP(MLP):
 
 @use_kernel_forward_from_hub("RMSNormGated")
 class GatedNorm(Norm):
-    activation = "silu"
+    def __init__(self):
+        super().__init__()
+        self.activation = "silu"
 
-    def forward(self, hidden_states, gate=None):
+    def forward(self, hidden_states, gate):
         dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
