@@ -21,7 +21,7 @@ from tigon.integrations.transformers.norms import norm_forward, plan_norm
 
 DEVICES = ("cpu", "cuda")
 
-SPEC = "_tigon_tagged"  # kept with the module: what its source says, None where it is not recognised
+SPEC = "_tigon_tagged"  # kept with the module: what its source says, None if it is not recognised
 
 
 class TaggedRMSNorm(nn.Module):
