@@ -159,7 +159,7 @@ def test_drawings_are_current():
 def test_lengths():
     """The pages that have to be short are."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
-    assert len(re.findall(r"[^\s|-]+", (ROOT / "docs/known-gaps.md").read_text())) <= 1200
+    assert len(re.findall(r"[^\s|-]+", (ROOT / "docs/known-gaps.md").read_text())) <= 1350
 
 
 @pytest.mark.parametrize(
