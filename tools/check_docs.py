@@ -41,6 +41,21 @@ PROSE = {
     r"\bthe same;": "a sentence",
     r"\b(?:simply|obviously|blazing(?:ly)?|leverages?|seamless(?:ly)?)\b": "the fact without the adverb",
 }
+# Words of this project that readers of docs do not share, and theirs. In tables of a few words they hold too.
+PRIVATE = {
+    r"(?<!dot\s)\bproducts?\b": "matmul",
+    r"\bbeside\b": "with, next to, in addition to",
+    r"\bless (?:a|an|the|its|those|one|that)\b": "minus",
+    r"\beach way\b": "in the forward and in the backward",
+    r"\b(?:said|says|refused) (?:it )?in words\b": "the message says",
+    r"\bstays? \w+'s\b": "PEFT keeps it",
+    r"\b(?:has|have) the bits of\b|\bto the same bits\b": "bit-identical",
+    r"(?<!stay\s)\bwhere (?:it|they|this|that) (?:is|are|was|were|does|do|has|have|needs?)\b": "if",
+    r"\bon purpose\b": "deliberate",
+    r"\(goal\b": "nothing: it is ours",
+}
+STOCK = re.compile(r"\bstock\b(?! \()")  # the model without Tigon, once a page has said so
+EXPLAINED = re.compile(r"\bstock \(|\bstock is\b", re.IGNORECASE)
 
 
 def slug(heading: str) -> str:
@@ -115,12 +130,18 @@ def check_paths(page: Path, text: str) -> Iterator[str]:
 def check_prose(page: Path, text: str) -> Iterator[str]:
     """Patterns of `PROSE` outside code, and cells of tables that should be sentences."""
     plain = CODE.sub(lambda m: "x" * len(m[0]), INDENTED.sub(blank, without_code(text)))
-    for number, line in enumerate(re.sub(r"\]\([^)\n]*\)", "]", plain).splitlines(), 1):
+    plain = re.sub(r"\]\([^)\n]*\)", lambda m: "]" + " " * (len(m[0]) - 1), plain)
+    for number, line in enumerate(re.sub(r"\] {3,}", "]", plain).splitlines(), 1):
         cells = line.strip("|").split("|") if line.startswith("|") else ()
         if any(len(cell.strip()) > LONGEST_CELL for cell in cells):
             where = f"{page.relative_to(ROOT)}:{number}"
             yield f"{where}: a cell of more than {LONGEST_CELL} characters: better sentences"
-    for pattern, instead in PROSE.items():
+    patterns = dict(PROSE)
+    if "docs" in page.relative_to(ROOT).parts:
+        patterns |= PRIVATE
+        if not EXPLAINED.search(plain):
+            patterns[STOCK.pattern] = "without Tigon"
+    for pattern, instead in patterns.items():
         for match in re.finditer(pattern, plain):
             found = " ".join(text[match.start() : match.end()].split())
             where = f"{page.relative_to(ROOT)}:{line_of(plain, match.start())}"
