@@ -25,16 +25,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import importlib.metadata
 import itertools
 import math
 import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import processes
+import store
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "python"), str(ROOT / "examples")]  # tigon, unless it is installed; the text
@@ -83,7 +84,7 @@ FIRST = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__)
+    parser = processes.command_line(__doc__, "out/convergence.jsonl")
     add = parser.add_argument
     add("--families", default=",".join(FAMILIES))
     add("--dtypes", default=",".join(DTYPES))
@@ -96,9 +97,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=2e-3)
     add("--seed", type=int, default=0, help="of the weights")
     add("--device", default="cpu")
-    add("--out", type=Path, default=Path("out/convergence.jsonl"))
-    add("--draw", type=Path, metavar="JSONL", help="only draw this file, beside it or to --picture")
-    add("--picture", type=Path)
     args = parser.parse_args(arguments)
     processes.split(args, families=FAMILIES, dtypes=DTYPES)
     if args.runs < 2:
@@ -249,7 +247,6 @@ def from_float32(record: dict, records: list[dict]) -> dict:
 
 def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
     """Stock and patched, each several times."""
-    import torch
 
     import tigon
 
@@ -271,7 +268,6 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
             gap = abs(curves[provider][run][0] / curves["stock"][0][0] - 1)
             if gap > FIRST[dtype] and provider == "stock":
                 raise SystemExit(f"{family} {dtype}: permuted it is another function, loss off by {gap:.1e}")
-    cuda = args.device.startswith("cuda")
     return {
         "family": family,
         "dtype": dtype,
@@ -284,9 +280,7 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
         "replaced": count[0],
         "left": count[1],
         "seconds": round(time.perf_counter() - start, 1),
-        "gpu": torch.cuda.get_device_name() if cuda else "CPU",
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
+        **store.facts(args.device, "transformers"),
         **{provider: runs for provider, runs in curves.items() if runs},
     }
 
@@ -364,31 +358,30 @@ def _seen(run, first):
 def read(path: Path) -> list[dict]:
     """Records of a file; of a case that was run twice the last one."""
     order = list(itertools.product(DTYPES, FAMILIES))
-    records = processes.read(path, lambda r: (r["dtype"], r["family"]))
+    records = store.read(path, store.key_of("convergence"))
     return sorted(records, key=lambda r: order.index((r["dtype"], r["family"])))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
-    if args.draw:
-        path = args.picture or args.draw.with_suffix(".png")
-        draw(read(args.draw), path)
-        print(table(read(args.draw)), path, sep="\n")
-        return 0
+def measured(args: argparse.Namespace) -> Iterator[dict]:
     from tqdm import tqdm
 
-    start = time.perf_counter()
-    data = batches(args)
-    records = []
+    data, records = batches(args), []
     bar = tqdm(list(itertools.product(args.dtypes, args.families)), unit="case", dynamic_ncols=True)
     for dtype, family in bar:
         bar.set_description(f"{family} {dtype}")
         records.append(from_float32(compare(family, dtype, data, args), records))
-        processes.append(args.out, records[-1])
-    print(f"\n{table(records)}; {args.out}, {time.perf_counter() - start:.0f} s")
-    if args.picture:
-        draw(records, args.picture)
-    return int(not all(record["inside"] for record in records))
+        yield records[-1]
+
+
+def main(words: list[str] | None = None) -> int:
+    shown: list[dict] = []
+
+    def table_of(records: list[dict]) -> str:
+        shown.extend(records)
+        return table(records)
+
+    failed = processes.main(words, parse, measured, read, table_of)
+    return int(failed or not all(record["inside"] for record in shown))
 
 
 if __name__ == "__main__":

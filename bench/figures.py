@@ -13,7 +13,7 @@ from pathlib import Path
 import e2e
 import medusa
 import plot
-import processes
+import store
 from tables import by_provider, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +43,7 @@ def models() -> dict[str, dict[int, dict[str, dict]]]:
 
 
 def heads() -> dict[str, dict[int, dict[str, dict]]]:
-    records = processes.read(DATA / "medusa.jsonl", medusa.key)
+    records = store.read(DATA / "medusa.jsonl", medusa.key)
     return _sorted(records, lambda r: f"medusa_stage{r['stage']}_{r['heads']}heads", "seq")
 
 
@@ -57,7 +57,7 @@ def _sorted(records: list[dict], name: Callable[[dict], str], size: str) -> dict
 
 def kernels() -> list[tuple[str, str, str, dict[int, dict[str, dict]]]]:
     """Title, what varies, what the paper says and records by size and provider of every kernel."""
-    records = plot.read(DATA / "paper.jsonl")
+    records = store.read(DATA / "paper.jsonl")
     found = []
     for op, begin, title, varies, said in KERNELS:
         mine = (r for r in records if r["op"] == op and r["case"].startswith(begin))
@@ -145,7 +145,7 @@ def _kernel_rows() -> list[list[str]]:
 
 def _older_memory() -> str:
     """A word on records older than Tigon's gated units, and RoPE, in place."""
-    if any("q20" in r for r in plot.read(DATA / "paper.jsonl")):
+    if any("q20" in r for r in store.read(DATA / "paper.jsonl")):
         return ""
     return " The memory of gated units\nwas recorded before it did, that of RoPE without `inplace=True`."
 
@@ -192,7 +192,7 @@ def page() -> str:
         "that its example leaves out; liger_fp32 sums weight gradients in float32, as Tigon does, liger\n"
         "in bfloat16; tigon_small bounds the workspace by `max_workspace_mb=256`. The paper\n"
         "has no numbers beside its plots: on eight A100 stock ran out of memory at long sequences.",
-        medusa.table(processes.read(DATA / "medusa.jsonl", medusa.key)),
+        medusa.table(store.read(DATA / "medusa.jsonl", medusa.key)),
         *(f"![{name}](img/{name})" for name in pictures() if name.startswith("paper_medusa")),
     ]
     return "\n\n".join(blocks) + "\n"

@@ -21,22 +21,21 @@ import argparse
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import e2e
 import processes
+import store
 from tables import by_provider, markdown
 
 PROVIDERS = ("stock", "liger", "liger_fp32", "tigon", "tigon_small")
 SMALL_MB = 256  # max_workspace_mb of tigon_small
 WARMUP = 2
 SCALE, DECAY = 0.2, 0.8
-KEY = ("model", "layers", "heads", "stage", "seq", "batch", "dtype", "device", "provider", "changes")
-key = processes.fields(*KEY)
+key = store.key_of("medusa")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__)
+    parser = processes.command_line(__doc__, "out/medusa.jsonl", 600.0)
     add = parser.add_argument
     add("--model", default="llama3-8b", choices=tuple(e2e.MODELS))
     add("--layers", type=int, help="fewer layers than published")
@@ -49,9 +48,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=5, help=f"measured steps, after {WARMUP} to warm up")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
-    add("--case-timeout", type=float, default=600.0, metavar="SECONDS")
-    add("--out", type=Path, default=Path("out/medusa.jsonl"))
-    add("--table", type=Path, help="only print the table of this file")
     args = parser.parse_args(arguments)
     processes.split(args, providers=PROVIDERS)
     return args
@@ -162,7 +158,7 @@ def _cell(record: dict | None) -> str:
     if record is None:
         return "-"
     if "error" in record:
-        return processes.error_text(record)
+        return store.error_text(record)
     config = e2e.MODELS[record["model"]] | record["changes"]
     used = e2e.mfu.text(record, config, **work(record, config))
     return f"{record['tokens_per_s']:,.0f} tokens/s, {record['peak_gb']:.1f} GB{used}"
@@ -185,7 +181,7 @@ def table(records: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return processes.main(__file__, arguments, parse, cases, key, prepare, run_case, table)
+    return processes.main_of_cases(__file__, arguments, parse, cases, key, prepare, run_case, table)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from statistics import mean
 
 import e2e
 import plot
-import processes
+import store
 import trl_trainers
 from tables import by_provider, markdown
 
@@ -49,7 +49,7 @@ def _row(what: str, page: str, ours: str, peers: Iterable[str]) -> list[str]:
 
 def _op_row(what: str, page: str, file: str, op: str, case: str, which: str) -> list[str]:
     """Tigon beside the fastest peer and Liger, with memory where it differs by more than a MiB."""
-    rows = [r for r in plot.read(DATA / f"{file}.jsonl") if "ms" in r]
+    rows = [r for r in store.read(DATA / f"{file}.jsonl") if "ms" in r]
     by = by_provider(rows, lambda r: (r["op"], r["case"], r["pass"]))[op, case, which]
     peers = sorted((r for name, r in by.items() if not name.startswith("tigon")), key=lambda r: r["ms"])
     shown = [r for r in peers if r is peers[0] or r["provider"] == "liger"]
@@ -75,7 +75,7 @@ def table() -> str:
     peers = (f"{name} {step(by[name])}" for name in ("liger", "stock"))
     rows = [_row("Training step of LLaMA 3 8B, 16 x 512", "models", step(by["tigon"]), peers)]
     rows += [_op_row(*what) for what in OPS]
-    trained = processes.read(DATA / "trl_trainers.jsonl", trl_trainers.key)
+    trained = store.read(DATA / "trl_trainers.jsonl", trl_trainers.key)
     dpo = by_provider(trained, lambda r: r["trainer"])["dpo"]
     cells = {name: f"{mean(r['step_ms']):.0f} ms, {r['peak_gb']:.1f} GB" for name, r in dpo.items()}
     peers = (f"{label} {cells[name]}" for name, label in (("liger", "TRL with Liger"), ("trl", "TRL")))

@@ -20,16 +20,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import e2e
 import processes
+import store
 from tables import by_provider, markdown
 
 sys.path.append(str(e2e.ROOT / "examples"))  # trl_heads
@@ -52,24 +51,12 @@ TRAINERS = {
 PASSES = {"sft": (3, 3), "sft_lora": (2, 3), "dpo_lora": (3, 4), "kto": (6, 6), "grpo": (3, 3)}
 WARMUP = 2
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unknown>"}  # ids 0, 1, 2
-KEY = (
-    "trainer",
-    "model",
-    "layers",
-    "changes",
-    "batch",
-    "seq",
-    "prompt",
-    "checkpointing",
-    "dtype",
-    "device",
-    "provider",
-)
-key = processes.fields(*KEY)
+SHARED = ("model", "layers", "batch", "seq", "prompt", "checkpointing", "dtype", "device", "steps")
+key = store.key_of("trl_trainers")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__)
+    parser = processes.command_line(__doc__, "out/trl_trainers.jsonl", 300.0)
     add = parser.add_argument
     add("--trainers", default=",".join(TRAINERS))
     add("--providers", default=",".join(PROVIDERS))
@@ -83,9 +70,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--checkpointing", type=int, default=1, choices=(0, 1), help="gradient checkpointing (TRL's default)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
-    add("--case-timeout", type=float, default=300.0, metavar="SECONDS")
-    add("--out", type=Path, default=Path("out/trl_trainers.jsonl"))
-    add("--table", type=Path, help="only print the table of this file")
     args = parser.parse_args(arguments)
     processes.split(args, trainers=TRAINERS, providers=PROVIDERS)
     if args.batch % 2 or not 2 <= args.prompt <= args.seq - 2:
@@ -97,7 +81,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def cases(args: argparse.Namespace) -> list[dict]:
     """Every case, providers of one setting one after the other."""
-    shared = {name: getattr(args, name) for name in (*KEY[1:3], *KEY[4:-1], "steps")}
+    shared = {name: getattr(args, name) for name in SHARED}
     shared["changes"] = e2e.pairs(args.set, json.loads)
     return [
         {"trainer": trainer, **shared, "provider": provider}
@@ -314,8 +298,7 @@ def run_case(case: dict) -> dict:
         "losses": logged["loss"],
         "gradient_norms": logged["grad_norm"],
         **({"heads": Trained.calls > before} if case["provider"] == "tigon" else {}),
-        **e2e.versions(case),
-        "trl": importlib.metadata.version("trl"),
+        **e2e.versions(case, "trl"),
     }
 
 
@@ -352,7 +335,7 @@ def _cell(record: dict | None) -> str:
     if record is None:
         return "-"
     if "error" in record:
-        return processes.error_text(record)
+        return store.error_text(record)
     config, trainer = e2e.MODELS[record["model"]] | record["changes"], record["trainer"]
     answers = 1.0 if trainer.startswith("sft") else 1 - record["prompt"] / record["seq"]
     used = e2e.mfu.text(record, config, passes=PASSES.get(trainer, (4, 4)), head=answers)
@@ -387,7 +370,7 @@ def table(records: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return processes.main(__file__, arguments, parse, cases, key, prepare, run_case, table)
+    return processes.main_of_cases(__file__, arguments, parse, cases, key, prepare, run_case, table)
 
 
 if __name__ == "__main__":

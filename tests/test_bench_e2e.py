@@ -44,7 +44,7 @@ def test_models_build_and_agree(words, monkeypatch):
         assert found == (("grouped_mm", "tigon") if model in e2e.MOE else (None, None))
         assert tigon["losses"] == pytest.approx(stock["losses"], rel=1e-5), model
         assert tigon["tokens_per_s"] > 0 and len(tigon["step_ms"]) == 2
-        assert any("loss" in line and "->" in line for line in tigon["report"])
+        assert any("loss" in line and "->" in line for line in tigon["report"]) and tigon["commit"]
 
 
 def test_mixtures_of_experts(words, tmp_path):
@@ -197,14 +197,14 @@ def test_a_run(words, capsys):
 def test_out_of_memory_ends_the_larger_batches(words, monkeypatch):
     seen = []
 
-    def measure(case, timeout, following):
+    def measure(script, key, case, timeout, following):
         assert len(following) <= e2e.processes.AHEAD and case not in following
         seen.append((case["batch"], case["provider"]))
         failed = {"error": "OutOfMemoryError: ", "out_of_memory": True}
         fine = {"tokens_per_s": 1.0, "tokens_per_s_std": 0.0, "peak_gb": 1.0, "losses": [1.0]}
         return {**case, **(failed if case["provider"] == "stock" and case["batch"] > 4 else fine)}
 
-    monkeypatch.setattr(e2e, "measure", measure)
+    monkeypatch.setattr(e2e.processes, "measure", measure)
     command = [*words, "--models", "qwen2-7b", "--providers", "stock,tigon", "--batches"]
     assert e2e.main([*command, "4,8,16"]) == 0
     assert seen == [(4, "stock"), (4, "tigon"), (8, "stock"), (8, "tigon"), (16, "tigon")]
@@ -219,7 +219,7 @@ def test_out_of_memory_ends_the_larger_batches(words, monkeypatch):
 
 def test_a_case_that_hangs_is_a_record(words):
     case = e2e.cases(e2e.parse([*words, "--models", "llama3-8b"]))[0]
-    assert e2e.measure(case, 0.01)["error"] == "more than 0 s"
+    assert e2e.processes.measure(str(SCRIPT), e2e.key, case, 0.01)["error"] == "more than 0 s"
 
 
 def test_a_case_ends_with_the_budget(words, capsys):

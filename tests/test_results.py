@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import graphlib
+import importlib
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+import commands
 import figures as paper
 import readme
 import results
@@ -26,6 +31,27 @@ def data():
 def test_pages_are_current(data):
     """The committed pages and README's table are those of the committed data: else run `make results`."""
     assert results.outdated(data) == []
+
+
+def test_commands_of_records(data, monkeypatch):
+    """Every command line that the records name is one that its program takes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for run in data:
+        for command in commands.command_lines(run):
+            words = shlex.split(command)
+            script = next((Path(word).stem for word in words if word.startswith("bench/")), None)
+            assert script or words[:2] == ["make", "train"], command
+            if script:
+                importlib.import_module(script).parse(words[words.index(f"bench/{script}.py") + 1 :])
+
+
+def test_no_circle_of_imports():
+    """The modules of bench have an order in which each imports earlier ones only."""
+    graph = {}
+    for path in (ROOT / "bench").glob("*.py"):
+        imported = re.findall(r"^\s*(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
+        graph[path.stem] = {name for name in imported if (ROOT / f"bench/{name}.py").exists()}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(graph)
 
 
 def test_paper_is_current():
