@@ -36,6 +36,7 @@ from pathlib import Path
 
 import processes
 import store
+from tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "python"), str(ROOT / "examples")]  # tigon, unless it is installed; the text
@@ -286,23 +287,30 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
 
 
 def table(records: list[dict]) -> str:
-    head = f"{'family':<12} {'dtype':<9} {'loss':>15}  {'band':>8} {'distance':>8} {'':>7}"
-    lines = [f"{head} {'':>7}  from float32: stock, tigon"]
+    rows = []
     for r in records:
-        loss = f"{r['tigon'][0][0]:.3f} -> {r['tigon'][0][-1]:.3f}"
-        line = f"{r['family']:<12} {r['dtype']:<9} {loss:>15}  {r['band']:8.1e} {r['distance']:8.1e}"
-        line += f" {'inside' if r['inside'] else 'OUTSIDE':<7}"
-        if "weights_band" in r:
-            line += "".join(
-                f"  {n} {r[f'{n}_distance']:.1e} of {r[f'{n}_band']:.1e}" for n in ("logits", "weights")
-            )
-        if "tigon_from_float32" in r:
-            line += f"  {r['stock_from_float32']:19.1e} {r['tigon_from_float32']:6.1e}"
-        if "plain_distance" in r:
-            line += f"  plain {r['plain_distance']:.1e}, tigon from it {r['tigon_from_plain']:.1e}"
-        lines.append(line)
+        curve = r["tigon"][0]
+        cells = [r["family"], r["dtype"], f"{curve[0]:.3f}", f"{curve[-1]:.3f}"]
+        for name in ("", "logits_", "weights_"):
+            cells += [f"{r[name + w]:.1e}" if name + w in r else "-" for w in ("distance", "band")]
+        cells += [
+            f"{r[f'{who}_from_float32']:.1e}" if f"{who}_from_float32" in r else "-"
+            for who in ("stock", "tigon")
+        ]
+        rows.append([*cells, "yes" if r["inside"] else "**no**"])
+    pairs = [f"{name}: {w}" for name in ("loss", "logits", "weights") for w in ("distance", "band")]
+    head = (
+        "family",
+        "dtype",
+        "first loss",
+        "last loss",
+        *pairs,
+        "stock from fp32",
+        "tigon from fp32",
+        "inside",
+    )
     inside = sum(r["inside"] for r in records)
-    return "\n".join([*lines, f"{inside} of {len(records)} inside the band of stock runs"])
+    return f"{markdown(head, rows)}\n\n{inside} of {len(records)} are inside the band of stock runs."
 
 
 def draw(records: list[dict], path: Path) -> None:

@@ -32,7 +32,7 @@ from pathlib import Path
 import mfu
 import processes
 import store
-from tables import by_provider, markdown
+from tables import by_field, by_provider, distance, ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "python"))  # tigon, unless it is installed
@@ -556,12 +556,23 @@ def read(path: Path) -> list[dict]:
 def table(records: list[dict]) -> str:
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
     ordered = sorted(records, key=lambda r: (list(MODELS).index(r["model"]), r["batch"]))
-    settings = by_provider(ordered, lambda r: (setting(r), f"{r['batch']} x {r['seq']}"))
-    rows = [
-        [*names, *(row.shown(name, _cell) for name in providers), _ratio(row, "stock"), _ratio(row, "liger")]
-        for names, row in settings.items()
-    ]
-    return markdown(("model", "batch x tokens", *providers, "Tigon to stock", "to Liger"), rows)
+    rows = by_provider(ordered, lambda r: (setting(r), f"{r['batch']} x {r['seq']}"))
+    fields = {"tokens/s": rate, "GB": lambda r: f"{r['peak_gb']:.1f}"}
+    more = {"MFU of tigon": lambda row: mfu.text(row.get("tigon"), config_of(row.get("tigon")))}
+    for other in ("stock", "liger"):
+        if other in providers:
+            more[f"speed to {other}"] = ratio(other, lambda r: r["tokens_per_s"])
+            more[f"loss from {other}'s"] = distance(other, "losses")
+    return by_field(("model", "batch x tokens"), rows, providers, fields, more)
+
+
+def rate(record: dict) -> str:
+    return f"{record['tokens_per_s']:,.0f} ± {record['tokens_per_s_std']:,.0f}"
+
+
+def config_of(record: dict | None) -> dict:
+    """The configuration that a record's model was built from."""
+    return MODELS[record["model"]] | record["changes"] if record else {}
 
 
 def setting(record: dict) -> str:
@@ -588,28 +599,10 @@ def setting(record: dict) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _cell(record: dict | None) -> str:
-    if record is None:
-        return "-"
-    if "error" in record:
-        return store.error_text(record)
-    rate, spread = record["tokens_per_s"], record["tokens_per_s_std"]
-    used = mfu.text(record, MODELS[record["model"]] | record["changes"])
-    return f"{rate:,.0f} ± {spread:,.0f} tokens/s, {record['peak_gb']:.1f} GB{used}"
-
-
-def _ratio(row: dict, other: str) -> str:
-    pair = [row.get("tigon"), row.get(other)]
-    if any(record is None or "error" in record for record in pair):
-        return "-"
-    speed = pair[0]["tokens_per_s"] / pair[1]["tokens_per_s"]
-    memory = pair[0]["peak_gb"] / pair[1]["peak_gb"] if pair[1]["peak_gb"] else 1.0
-    gap = max(abs(a - b) / abs(b) for a, b in zip(pair[0]["losses"], pair[1]["losses"], strict=True))
-    return f"{speed:.2f}x, memory {memory:.3f}x, loss within {gap:.1e}"
-
-
 def _line(r: dict) -> str:
-    return f"{r['model']:<12} {r['batch']:>3} {r['provider']:<6} {_cell(r)}"
+    return f"{r['model']:<12} {r['batch']:>3} {r['provider']:<6} " + (
+        store.error_text(r) if "error" in r else f"{rate(r)} tokens/s, {r['peak_gb']:.1f} GB"
+    )
 
 
 def main(words: list[str] | None = None) -> int:

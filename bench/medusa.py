@@ -25,7 +25,7 @@ import sys
 import e2e
 import processes
 import store
-from tables import by_provider, markdown
+from tables import by_field, by_provider, ratio
 
 PROVIDERS = ("stock", "liger", "liger_fp32", "tigon", "tigon_small")
 SMALL_MB = 256  # max_workspace_mb of tigon_small
@@ -154,16 +154,6 @@ def work(record: dict, config: dict) -> dict:
     return {"passes": (1, 1), "head": 0.0, "others": record["heads"] * (4 * block + 6 * head)}
 
 
-def _cell(record: dict | None) -> str:
-    if record is None:
-        return "-"
-    if "error" in record:
-        return store.error_text(record)
-    config = e2e.MODELS[record["model"]] | record["changes"]
-    used = e2e.mfu.text(record, config, **work(record, config))
-    return f"{record['tokens_per_s']:,.0f} tokens/s, {record['peak_gb']:.1f} GB{used}"
-
-
 def table(records: list[dict]) -> str:
     def setting(r: dict) -> tuple[str, str]:
         layers = f", {r['layers']} layers" if r["layers"] else ""
@@ -173,11 +163,15 @@ def table(records: list[dict]) -> str:
 
     order = sorted(records, key=lambda r: (r["model"], r["layers"] or 0, r["stage"], r["heads"], r["seq"]))
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
-    rows = [
-        [*names, *(row.shown(name, _cell) for name in providers)]
-        for names, row in by_provider(order, setting).items()
-    ]
-    return markdown(("model", "batch x tokens", *providers), rows)
+    fields = {"tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}", "GB": lambda r: f"{r['peak_gb']:.1f}"}
+    more = {"MFU of tigon": lambda row: _mfu(row.get("tigon"))}
+    more |= {f"speed to {name}": ratio(name, lambda r: r["tokens_per_s"]) for name in ("stock", "liger")}
+    return by_field(("model", "batch x tokens"), by_provider(order, setting), providers, fields, more)
+
+
+def _mfu(record: dict | None) -> str:
+    config = e2e.config_of(record)
+    return e2e.mfu.text(record, config, **(work(record, config) if record else {}))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -38,7 +38,7 @@ sys.path.append(str(ROOT / "examples"))
 import e2e
 import processes
 import store
-from tables import by_provider, markdown
+from tables import by_field, by_provider, distance, ratio
 
 LAYOUTS = {  # providers of each
     "fsdp2": ("stock", "tigon", "liger"),
@@ -269,32 +269,19 @@ def setting(record: dict) -> str:
     return f"{record['layout']}, {record['model']}, {record['layers']} layers{changes}"
 
 
-def _cell(r: dict | None) -> str:
-    if r is None or "error" in r:
-        return "-" if r is None else r["error"][:60].replace("|", "/")
-    peak = "" if r["peak_gb"] is None else f", {r['peak_gb']:.1f} GB"
-    used = e2e.mfu.text(r, e2e.MODELS[r["model"]] | r["changes"])
-    return f"{r['tokens_per_s']:,.0f} tokens/s{peak}{used}"
-
-
 def table(records: list[dict]) -> str:
     providers = [name for name in e2e.PROVIDERS if any(r["provider"] == name for r in records)]
-    rows = []
-    for row in settings(records).values():
-        first, ours = next(iter(row.values())), row.get("tigon")
-        cells = [setting(first), str(first["gpus"]), f"{first['batch']} x {first['seq']}"]
-        cells += [row.shown(name, _cell) for name in providers]
-        peer = row.get("stock")
-        if ours is None or peer is None or "error" in ours or "error" in peer:
-            cells.append("-")
-        else:
-            pairs = zip(ours["losses"], peer["losses"], strict=True)
-            apart = max(abs(a - b) / abs(b) for a, b in pairs)
-            speed = ours["tokens_per_s"] / peer["tokens_per_s"]
-            memory = "" if not peer["peak_gb"] else f", memory {ours['peak_gb'] / peer['peak_gb']:.3f}x"
-            cells.append(f"{speed:.2f}x{memory}, loss within {apart:.1e}")
-        rows.append(cells)
-    return markdown(("layout", "GPUs", "batch x tokens", *providers, "Tigon to stock"), rows)
+    rows = by_provider(records, lambda r: (setting(r), str(r["gpus"]), f"{r['batch']} x {r['seq']}"))
+    fields = {
+        "tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}",
+        "GB": lambda r: "-" if r["peak_gb"] is None else f"{r['peak_gb']:.1f}",
+    }
+    more = {
+        "MFU of tigon": lambda row: e2e.mfu.text(row.get("tigon"), e2e.config_of(row.get("tigon"))),
+        "speed to stock": ratio("stock", lambda r: r["tokens_per_s"]),
+        "loss from stock's": distance("stock", "losses"),
+    }
+    return by_field(("layout", "GPUs", "batch x tokens"), rows, providers, fields, more)
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict]:

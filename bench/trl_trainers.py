@@ -29,22 +29,22 @@ import time
 import e2e
 import processes
 import store
-from tables import by_provider, markdown
+from tables import by_field, by_provider, distance, ratio
 
 sys.path.append(str(e2e.ROOT / "examples"))  # trl_heads
 
 PROVIDERS = ("trl", "liger", "tigon")
 # Trainer, module, what its configuration gets besides, the speed to reach over TRL's own head.
 TRAINERS = {
-    "sft": ("SFT", "trl", {}, 1.25),
-    "sft_lora": ("SFT", "trl", {}, 1.3),
-    "dpo": ("DPO", "trl", {}, 1.25),
-    "dpo_lora": ("DPO", "trl", {}, 1.4),
-    "kto": ("KTO", "trl", {}, 1.25),
-    "grpo": ("GRPO", "trl", {}, 1.25),
-    "distillation_kl": ("Distillation", "trl", {"beta": 1.0}, 1.5),
-    "distillation_jsd": ("Distillation", "trl", {"beta": 0.5}, 2.0),
-    "gkd": ("GKD", "trl.experimental.gkd", {"lmbda": 0.0, "beta": 0.5}, 2.0),
+    "sft": ("SFT", "trl", {}),
+    "sft_lora": ("SFT", "trl", {}),
+    "dpo": ("DPO", "trl", {}),
+    "dpo_lora": ("DPO", "trl", {}),
+    "kto": ("KTO", "trl", {}),
+    "grpo": ("GRPO", "trl", {}),
+    "distillation_kl": ("Distillation", "trl", {"beta": 1.0}),
+    "distillation_jsd": ("Distillation", "trl", {"beta": 0.5}),
+    "gkd": ("GKD", "trl.experimental.gkd", {"lmbda": 0.0, "beta": 0.5}),
 }
 # Passes over a model's products and over its attention (bench/mfu.py): three of a policy, two of products
 # frozen under LoRA, one of a reference or a teacher; KTO runs both forward over rows of its KL term too.
@@ -331,42 +331,22 @@ def settings(records: list[dict]) -> dict[tuple, dict[str, dict]]:
     return by_provider(records, lambda r: (setting(r), f"{r['batch']} x {r['seq']}"))
 
 
-def _cell(record: dict | None) -> str:
+def _mfu(record: dict | None) -> str:
     if record is None:
         return "-"
-    if "error" in record:
-        return store.error_text(record)
-    config, trainer = e2e.MODELS[record["model"]] | record["changes"], record["trainer"]
+    trainer = record["trainer"]
     answers = 1.0 if trainer.startswith("sft") else 1 - record["prompt"] / record["seq"]
-    used = e2e.mfu.text(record, config, passes=PASSES.get(trainer, (4, 4)), head=answers)
-    return f"{statistics.median(record['step_ms']):.1f} ms, {record['peak_gb']:.2f} GB{used}"
-
-
-def _ratio(row: dict[str, dict], other: str, bar: float | None = None) -> str:
-    pair = [row.get("tigon"), row.get(other)]
-    if any(record is None or "error" in record for record in pair):
-        return "-"
-    ours, theirs = pair
-    speed = statistics.median(theirs["step_ms"]) / statistics.median(ours["step_ms"])
-    memory = ours["peak_gb"] / theirs["peak_gb"] if theirs["peak_gb"] else 1.0
-    norms = zip(ours["gradient_norms"], theirs["gradient_norms"], strict=True)
-    gap = max(abs(a - b) / abs(b) for a, b in norms)
-    goal = "" if bar is None else f" (goal {bar:g}x)"
-    return f"{speed:.2f}x{goal}, memory {memory:.3f}x, gradient norms within {gap:.1e}"
+    return e2e.mfu.text(record, e2e.config_of(record), passes=PASSES.get(trainer, (4, 4)), head=answers)
 
 
 def table(records: list[dict]) -> str:
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
-    rows = []
-    for names, row in settings(records).items():
-        bar = TRAINERS[next(iter(row.values()))["trainer"]][3]
-        cells = [
-            *(row.shown(name, _cell) for name in providers),
-            _ratio(row, "trl", bar),
-            _ratio(row, "liger"),
-        ]
-        rows.append([*names, *cells])
-    return markdown(("trainer", "rows x tokens", *providers, "Tigon to TRL", "to TRL with Liger"), rows)
+    fields = {"ms": lambda r: f"{statistics.median(r['step_ms']):.1f}", "GB": lambda r: f"{r['peak_gb']:.2f}"}
+    more = {"MFU of tigon": lambda row: _mfu(row.get("tigon"))}
+    for other, name in (("trl", "TRL"), ("liger", "TRL with Liger")):
+        more[f"speed to {name}"] = ratio(other, lambda r: 1 / statistics.median(r["step_ms"]))
+    more["gradient norms from TRL's"] = distance("trl", "gradient_norms")
+    return by_field(("trainer", "rows x tokens"), settings(records), providers, fields, more)
 
 
 def main(arguments: list[str] | None = None) -> int:

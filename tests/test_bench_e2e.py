@@ -126,10 +126,10 @@ def test_model_flops(words):
     assert e2e.mfu.llama_weights(config, 1) == weights - norms
     two_passes = flops(record, config, passes=(2, 3), head=0.5, others=7)
     assert two_passes == 4 * (weights - 0.5 * 32 * 97) + attention + 7
-    assert e2e.mfu.text(record, config) == "", "no card"
-    record |= {"gpu": "NVIDIA H200", "tokens_per_s": 3.2e7, "product_tflops": 494.5}
+    assert e2e.mfu.text(record, config) == "-", "no card"
+    record |= {"gpu": "NVIDIA H200", "tokens_per_s": 3.2e7}
     share = flops(record, config) * 3.2e7 / 989e12
-    assert e2e.mfu.text(record, config) == f", MFU {share:.0%} ({2 * share:.0%})"
+    assert e2e.mfu.text(record, config) == f"{share:.0%}"
     assert flops(record | {"seq": 32}, config) > flops(record, config)
     sparse = e2e.MODELS["qwen3-30b-a3b"] | {"num_experts": 8, "num_experts_per_tok": 2}
     moe = record | {"model": "qwen3-30b-a3b", "layers": 2, "parameters": 10**9}
@@ -209,7 +209,7 @@ def test_out_of_memory_ends_the_larger_batches(words, monkeypatch):
     assert e2e.main([*command, "4,8,16"]) == 0
     assert seen == [(4, "stock"), (4, "tigon"), (8, "stock"), (8, "tigon"), (16, "tigon")]
     text = e2e.table(e2e.read(Path(words[-1])))
-    assert text.count("out of memory") == 2 and "1.00x, memory 1.000x" in text
+    assert text.count("out of memory") == 2 and "| 1.00x | 0.0e+00 |" in text
     seen.clear()
     assert e2e.main([*command, "32,6,8"]) == 0, "later, and in another order: only what is not known"
     assert seen == [(32, "tigon"), (6, "stock"), (6, "tigon")]
