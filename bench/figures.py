@@ -195,7 +195,8 @@ def page() -> str:
         "Stage 1 trains the heads on a frozen model, stage 2 both, with gradient checkpointing. Liger's\n"
         "heads have the residual blocks that its example leaves out; liger_fp32 sums weight gradients in\n"
         "float32, as Tigon does, liger in bfloat16; tigon_small bounds the workspace by\n"
-        "`max_workspace_mb=256`. The paper has no numbers beside its plots: on eight A100 stock ran out of memory at long sequences.",
+        "`max_workspace_mb=256`. The paper has no numbers beside its plots: on eight A100 stock ran out of\n"
+        "memory at long sequences.",
         medusa.table(store.read(DATA / "medusa.jsonl", medusa.key)),
         *(f"![{name}](img/{name})" for name in pictures() if name.startswith("paper_medusa")),
     ]

@@ -103,7 +103,7 @@ def table(pages: str = "docs/results/") -> str:
 
 def draw(path: Path) -> None:
     """Bars: speed and peak memory of the six models, relative to stock."""
-    figure, grid = plot.new_figure(1, 2, figsize=(11, 3.6))
+    figure, grid = plot.new_figure(1, 2, figsize=(9, 3.3))
     measured = six()
     for axis, field, title in (
         (grid[0][0], "tokens_per_s", "Tokens per second, transformers = 1"),
@@ -113,8 +113,10 @@ def draw(path: Path) -> None:
             heights = [measured[model][who][field] / measured[model]["stock"][field] for model in MODELS]
             places = [place + 0.28 * (n - 1) for place in range(len(MODELS))]
             bars = axis.bar(places, heights, 0.26, color=colour, label=NAMES.get(who, "Tigon"))
-            axis.bar_label(bars, [f"{h:.2f}" for h in heights] if who != "stock" else None, fontsize=7)
-        axis.set_xticks(range(len(MODELS)), MODELS.values(), fontsize=8)
+            axis.bar_label(bars, [f"{h:.2f}" for h in heights] if who != "stock" else None, fontsize=6.5)
+        axis.set_xticks(
+            range(len(MODELS)), [name.replace(" ", "\n", 1) for name in MODELS.values()], fontsize=7.5
+        )
         axis.set_title(title, fontsize=10)
     grid[0][0].legend(frameon=False, fontsize=8, ncols=3, loc="upper left")
     grid[0][0].set_ylim(top=1.75)
