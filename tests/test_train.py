@@ -68,7 +68,7 @@ def test_main_job(tmp_path, text):
 
 
 def test_processors_with_bfloat16(tmp_path):
-    """A run in float32 says what it leaves unused, and where the gain was measured; other runs say nothing."""
+    """A run in float32 says what it leaves unused, and what was gained; other runs say nothing."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags : fpu avx512f avx512_bf16 amx_bf16\n")
     plan = {"device": "cpu", "dtype": "float32"}
