@@ -42,6 +42,7 @@ TRAINED = ("x", "q", "k", "hidden", "logits", "student", "log_prob", "gate", "we
 CONSTANT_WEIGHT = {"logits", "q"}  # beside them weight is of classes, or of queries
 # A pair at its margin counts or does not; gradients are clipped in place.
 NOT_SMOOTH = {"contrastive_loss with all", "clip_grad_norm_"}
+SIGNS = {"tvd", "linear_tvd"}  # whose gradients are signs of a difference, which rounding turns
 LARGEST = 1e4  # where exponentials are larger, they are as far apart as their exponents' roundings
 NEAR = 2e-3  # of the largest value: what a wrong number breaks, not a lost digit
 
@@ -138,7 +139,12 @@ def fuzz_options(name: str, seed: int) -> None:
         refused = ours if isinstance(ours, str) else exact
         assert isinstance(ours, str) == isinstance(exact, str), f"float32 or float64 alone: {refused}"
         return
-    for got, want in zip([*ours[0], *ours[1]], [*exact[0], *exact[1]], strict=True):
+    if name.split()[0] in SIGNS:
+        ours, exact = (ours[0], []), (exact[0], [])
+    wanted = [*exact[0], *exact[1]]
+    if any(y is not None and y.numel() and y.abs().max() > torch.finfo(torch.float32).max for y in wanted):
+        return
+    for got, want in zip([*ours[0], *ours[1]], wanted, strict=True):
         assert (got is None) == (want is None)
         if got is None:
             continue

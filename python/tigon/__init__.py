@@ -52,6 +52,7 @@ from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
 from tigon.ops.route import route
+from tigon.ops.sample import linear_sample, sample
 from tigon.ops.silu import silu
 from tigon.ops.softmax import softmax
 from tigon.ops.sparsemax import sparsemax
@@ -99,6 +100,7 @@ __all__ = [
     "linear_policy",
     "linear_preference",
     "linear_preference_memory",
+    "linear_sample",
     "linear_tvd",
     "lora_linear",
     "lora_linears",
@@ -118,6 +120,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "route",
+    "sample",
     "silu",
     "softmax",
     "sparsemax",

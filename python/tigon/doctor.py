@@ -159,8 +159,18 @@ PROBES = (
     Probe("drafter_loss", _drafter, fixed=(2,)),
     Probe("contrastive_loss", _two, {"symmetric": True, "temperature": 0.5}),
 )
-# Exported beside the ops, and so is what ends in _memory. Sums of float8 have fewer bits than a probe allows.
-HELPERS = {"clip_grad_norm_", "count_labels", "fp8_linear", "linear_loss", "lora_linears", "multi_token_loss"}
+# Exported beside the ops, and so is what ends in _memory. Sums of float8 have fewer bits than a probe allows;
+# draws have no gradient.
+HELPERS = {
+    "clip_grad_norm_",
+    "count_labels",
+    "fp8_linear",
+    "linear_loss",
+    "linear_sample",
+    "lora_linears",
+    "multi_token_loss",
+    "sample",
+}
 
 
 def ops() -> list[str]:

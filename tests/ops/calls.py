@@ -222,6 +222,19 @@ def _plain() -> Iterator[Call]:
     )
     for op in ("linear_cross_entropy_memory", "linear_log_prob_memory", "linear_divergence_memory"):
         yield of(op, rows=40, hidden_size=16, vocab=50, device="cpu")
+    drawn = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "log_prob": True}
+    yield of("sample", logits=lambda: 3 * rows(ROWS, VOCABULARY), seed=3, **drawn)
+    yield of("linear_sample", **head, seed=3, **drawn, **{n: _HEAD[n] for n in ("bias", "lora", "softcap")})
+    yield of(
+        "linear_sample",
+        "by row",
+        **head,
+        seed=lambda: torch.arange(ROWS),
+        temperature=lambda: torch.rand(ROWS),
+        top_k=lambda: labels(classes=9),
+        top_p=lambda: torch.rand(ROWS),
+        min_p=lambda: torch.rand(ROWS),
+    )
     yield of("linear_preference_memory", answers=4, tokens=10, hidden_size=16, vocab=50, device="cpu")
     yield of("linear_log_prob", "of several", **head, target=lambda: labels(ROWS, 3))
     yield of(

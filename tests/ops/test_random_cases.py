@@ -79,6 +79,15 @@ def _group_norm(draw):
     return found | {"eps": 0.1} | {"layout": _layout(draw, shape), "grad_layout": _layout(draw, shape)}
 
 
+def _sample(draw):
+    shape = (draw.choice((0, 1, 2, 9)), draw.choice((1, 2, 7, 64, 131, 1000)))
+    options = {"temperature": draw.choice((0.0, 0.5, 1.0, 3.0))}
+    options |= {"top_k": draw.choice((None, 1, 3, 70)), "top_p": draw.choice((None, 0.1, 0.8))}
+    options |= {"min_p": draw.choice((None, 0.02, 0.3))}
+    found = {"shape": shape, "options": options, "seed": draw.randrange(2**62)}
+    return found | {"by_row": draw.random() < 0.3, "layout": _layout(draw, shape), "fill": None}
+
+
 def _dyt(draw):
     # Where tanh saturates, 1 - tanh^2 shows its last bit.
     alpha, scale = draw.choice((0.1, 0.5, 2.0)), draw.choice((0.1, 1.0, 2.0))
@@ -280,7 +289,7 @@ def _drafter(draw):
     if draw.random() < 0.5:
         options["shifts"] = tuple(draw.choice((0, 1, 4)) for _ in range(max(steps, 1)))
     found = {"lead": (draw.choice((1, 2, 5)), draw.choice((1, 2, 5, 13))), "steps": steps, "options": options}
-    found |= {"H": draw.choice((8, 17, 32, 65)), "Ht": draw.choice((8, 33)), "V": vocab}
+    found |= {"H": draw.choice((8, 17, 32, 65)), "Ht": draw.choice((33, 40)), "V": vocab}  # fewer: ties
     found |= {"map": draw.choice((None, "random", "holes")), "masked": draw.choice((None, 0.3))}
     return found | {"Vt": vocab if found["map"] is None else vocab * 3, "token_weight": draw.random() < 0.3}
 
@@ -389,6 +398,7 @@ DRAWERS = {
     "linear_policy": _linear_policy,
     "linear_divergence": _two_heads,
     "multi_token_loss": _several_heads,
+    "sample": _sample,
     "drafter_loss": _drafter,
     "contrastive": _contrastive,
 }

@@ -145,6 +145,8 @@ def clip_grad_norm_(
         if not isinstance(p, torch.Tensor):
             refuse("clip_grad_norm_", "parameters must be tensors, got {}", kind_of(p))
     check_booleans("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
+    if foreach is not None:
+        check_booleans("clip_grad_norm_", foreach=foreach)
     grads = [p.grad for p in parameters if p.grad is not None]
     if isinstance(norm_type, str):
         with contextlib.suppress(ValueError):  # refused in the next line
@@ -154,11 +156,11 @@ def clip_grad_norm_(
         parameters,
         lambda: check_numbers("clip_grad_norm_", max_norm=max_norm, norm_type=norm_type),
     )
+    check("clip_grad_norm_", max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
     if float(norm_type) != 2.0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if not grads:
         return torch.tensor(0.0)
-    check("clip_grad_norm_", max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
     norm, factor = global_norm(grads, max_norm)
     if error_if_nonfinite:
         check(

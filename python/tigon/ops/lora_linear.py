@@ -23,6 +23,7 @@ from tigon.ops.arguments import (
     kind_of,
 )
 from tigon.ops.loss_head.operands import autocast
+from tigon.ops.philox import draw_seed, words_of_matrix
 from tigon.ops.rms_norm import column_dot
 
 _OP = "lora_linear"
@@ -45,31 +46,10 @@ class Adapter(NamedTuple):
     dropout: float = 0.0
 
 
-def _philox(counter: list[torch.Tensor], seed: torch.Tensor) -> list[torch.Tensor]:
-    """Philox4x32-10 on words held in int64."""
-    low = 0xFFFFFFFF
-    key0, key1 = seed & low, (seed >> 32) & low
-
-    def multiply(a, b):  # without the sign bit of 64
-        upper, lower = a * (b >> 16), a * (b & 0xFFFF)
-        whole = (upper & 0xFFFF) * 65536 + lower
-        return ((upper >> 16) + (whole >> 32)) & low, whole & low
-
-    for _ in range(10):
-        (high0, low0), (high2, low2) = multiply(0xD2511F53, counter[0]), multiply(0xCD9E8D57, counter[2])
-        counter = [high2 ^ counter[1] ^ key0, low2, high0 ^ counter[3] ^ key1, low0]
-        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
-    return counter
-
-
 def dropout_factors(shape: tuple[int, int], p: float, seed: torch.Tensor, stream: int) -> torch.Tensor:
     """What the kernels multiply the elements of x by, as float64: 0 or ``1 / (1 - p)``."""
     rows, columns = shape
-    row = torch.arange(rows, device=seed.device)[:, None]
-    block = torch.arange((columns + 3) // 4, device=seed.device)[None]
-    row, block = torch.broadcast_tensors(row, block)
-    counter = [block, row & 0xFFFFFFFF, row >> 32, torch.full_like(row, stream)]
-    words = torch.stack(_philox(counter, seed.reshape(())), -1).flatten(1)[:, :columns]
+    words = words_of_matrix(torch.arange(rows, device=seed.device), columns, stream, seed)
     return (words >= int(p * 2**32)).double() / (1 - p)
 
 
@@ -425,11 +405,6 @@ class _DoraFunction(torch.autograd.Function):
 
 
 _apply_dora = _op.direct_apply(_DoraFunction)
-
-
-def draw_seed(x: torch.Tensor) -> torch.Tensor:
-    """A seed beside x, from PyTorch's generator."""
-    return torch.randint(2**62, (1,), device=x.device)
 
 
 def _seed_of(seed, x) -> torch.Tensor:

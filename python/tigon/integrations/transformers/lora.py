@@ -40,7 +40,8 @@ from tigon.integrations.transformers.head_operands import (
     row_lengths,
 )
 from tigon.ops import glu, rms_norm
-from tigon.ops.lora_linear import Adapter, Base, apply, draw_seed, prepare
+from tigon.ops.lora_linear import Adapter, Base, apply, prepare
+from tigon.ops.philox import draw_seed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector")

@@ -1,0 +1,41 @@
+"""Random numbers of a counter and a seed, the same on every device: ``csrc/tigon/base/philox.inc``."""
+
+from __future__ import annotations
+
+import torch
+
+
+def words(counter: list[torch.Tensor], seed: torch.Tensor) -> list[torch.Tensor]:
+    """Philox4x32-10 (Salmon et al. 2011) on words held in int64."""
+    low = 0xFFFFFFFF
+    key0, key1 = seed & low, (seed >> 32) & low
+
+    def multiply(a, b):  # without the sign bit of 64
+        upper, lower = a * (b >> 16), a * (b & 0xFFFF)
+        whole = (upper & 0xFFFF) * 65536 + lower
+        return ((upper >> 16) + (whole >> 32)) & low, whole & low
+
+    for _ in range(10):
+        (high0, low0), (high2, low2) = multiply(0xD2511F53, counter[0]), multiply(0xCD9E8D57, counter[2])
+        counter = [high2 ^ counter[1] ^ key0, low2, high0 ^ counter[3] ^ key1, low0]
+        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
+    return counter
+
+
+def words_of_matrix(rows: torch.Tensor, columns: int, stream: int, seed: torch.Tensor) -> torch.Tensor:
+    """One word for each element of a matrix, ``[len(rows), columns]`` in int64, four columns a counter.
+
+    Args:
+        rows: int64, the number of each row.
+        stream: which of several matrices of one seed.
+        seed: int64, of one element or one for each row.
+    """
+    block = torch.arange((columns + 3) // 4, device=rows.device)[None]
+    row, block = torch.broadcast_tensors(rows[:, None], block)
+    counter = [block, row & 0xFFFFFFFF, (row >> 32) & 0xFFFFFFFF, torch.full_like(row, stream)]
+    return torch.stack(words(counter, seed.reshape(-1, 1)), -1).flatten(1)[:, :columns]
+
+
+def draw_seed(x: torch.Tensor) -> torch.Tensor:
+    """A seed on x's device, from PyTorch's generator."""
+    return torch.randint(2**62, (1,), device=x.device)

@@ -1,0 +1,138 @@
+"""Cases of sample: draws of one seed, the same in every form; log-probabilities of what is drawn."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case
+
+NAME = "sample"
+
+DEFAULTS = {
+    "shape": (7, 130),
+    "options": {},
+    "by_row": False,  # options and seeds as tensors
+    "scale": 3.0,
+    "fill": None,
+    "layout": "contiguous",
+    "seed": 5,
+}
+ALL = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01}
+KINDS = {"plain": {}, "top_k": {"top_k": 50}, "top_p": {"top_p": 0.95}, "all": ALL}
+
+
+def _case(name: str, **options) -> Case:
+    return test_case(name, grad=False, **options)
+
+
+CASES = [
+    _case("7x130", small=True),
+    _case("greedy", options={"temperature": 0.0}),
+    _case("top_k", options={"top_k": 5}, small=True),
+    _case("top_p", options={"top_p": 0.7}),
+    _case("min_p", options={"min_p": 0.05}),
+    _case("all", options=ALL, shape=(33, 1001), small=True),
+    _case("one_column", shape=(5, 1), options=ALL),
+    _case("one_row", shape=(1, 4097), options=ALL),
+    _case("vector", shape=(96,)),
+    _case("rank4", shape=(2, 3, 5, 33), options={"top_k": 3}),
+    _case("empty", shape=(0, 64)),
+    _case("wide", shape=(2, 70001), options={"top_k": 900, "top_p": 0.95}),
+    _case("by_row", shape=(41, 301), by_row=True),
+    _case("misaligned", layout="offset1", options=ALL),
+    _case("rows", layout="rows", options=ALL),
+    _case("columns", layout="columns", options=ALL),
+    _case("nan", fill="nan", options=ALL),
+    _case("inf", fill="inf"),
+    _case("closed", fill="-inf", options={"top_p": 0.5}),
+    _case("masked", fill="masked", options=ALL),
+    *(
+        bench_case(f"{rows}x128256_{name}", shape=(rows, 128256), options=options)
+        for rows in (1, 64, 1024)
+        for name, options in KINDS.items()
+    ),
+    bench_case("64x32000", "bench_cpu", shape=(64, 32000), options=ALL),
+    bench_case("16x4096", "smoke", shape=(16, 4096), options=ALL),
+]
+
+
+def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw the inputs of a case."""
+    p = params(case, DEFAULTS)
+    draw = Maker(case, device, dtype, seed)
+    *lead, columns = p["shape"]
+    logits = draw.randn(*p["shape"], layout=p["layout"], scale=p["scale"])
+    if p["fill"] == "masked":
+        logits[..., ::2] = -math.inf
+    elif p["fill"] == "-inf":
+        logits[1].fill_(-math.inf)
+    elif p["fill"] is not None:
+        logits[1, 3] = float(p["fill"])
+    options = {"seed": p["seed"], **p["options"]}
+    if p["by_row"]:
+        uniform = draw.randn(4, *lead, dtype=torch.float32).sigmoid()
+        options = {"temperature": 2 * uniform[0], "top_p": uniform[1], "min_p": 0.1 * uniform[2]}
+        options |= {"top_k": (columns * uniform[3]).long(), "seed": draw.integers(0, 2**62, *lead)}
+    return Inputs(args=(logits,), kwargs=options)
+
+
+def _with_numbers(found):
+    """Tokens below 2^24, which float32 holds."""
+    ids, log_prob = found
+    return log_prob, ids.to(log_prob.dtype)
+
+
+def tigon_fn(logits, **options):
+    """Tigon's own."""
+    import tigon
+
+    return _with_numbers(tigon.sample(logits, log_prob=True, **options))
+
+
+def eager_fn(logits, **options):
+    """The same draws in PyTorch's operations, sorted."""
+    from tigon.ops import sample
+
+    return _with_numbers(sample.reference(logits, log_prob=True, **options))
+
+
+oracle_fn = eager_fn
+
+
+def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
+    """The logits, once."""
+    return math.prod(params(case, DEFAULTS)["shape"]) * itemsize(dtype)
+
+
+def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
+    """There is none."""
+    return 0
+
+
+flops_fwd = flops_bwd = nothing
+
+
+def _multinomial(case, inputs):
+    """As programs write it: probabilities of what stays, and a draw of PyTorch's."""
+    options = inputs.kwargs
+
+    def run(logits, *, seed, temperature=1.0, top_k=None, top_p=None, min_p=None):
+        z = logits.float() / temperature
+        if top_k is not None:
+            z = z.masked_fill(z < z.topk(top_k).values[..., -1:], -math.inf)
+        if top_p is not None:
+            order = z.sort(-1)
+            closed = order.values.softmax(-1).cumsum(-1) <= 1 - top_p
+            closed[..., -1] = False
+            z = z.masked_fill(torch.zeros_like(closed).scatter(-1, order.indices, closed), -math.inf)
+        p = z.softmax(-1)
+        if min_p is not None:
+            p = torch.where(p < min_p * p.amax(-1, keepdim=True), 0.0, p)
+        return logits.float().log_softmax(-1), torch.multinomial(p, 1)
+
+    return run if options.get("temperature", 1.0) != 0.0 else None
+
+
+PEERS = {"multinomial": _multinomial}
