@@ -5,7 +5,7 @@ document$.subscribe(() => {
     if (rows.length < 40) continue;
     const field = document.createElement("input");
     field.type = "search";
-    field.placeholder = `Filter ${rows.length} rows: llama, moe, part`;
+    field.placeholder = `Filter ${rows.length} rows`;
     field.className = "filter";
     field.setAttribute("aria-label", "Filter the rows of the table");
     field.addEventListener("input", () => {

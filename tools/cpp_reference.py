@@ -71,7 +71,7 @@ def section(header: Path) -> str:
     for internal in (
         r"^#include[^\n]*\n",
         r"^namespace (?:cpu|cuda) \{.*?^\}[^\n]*\n",
-        r"^\n? {2}void fields\(Fields& \w+\) \{.*?^ {2}\}\n",
+        r"^\n? {2}void \w+\(Fields& \w+\) \{.*?^ {2}\}\n",
         r"^(?:namespace tigon \{|\}  // namespace tigon)\n?",
     ):
         rest = re.sub(internal, "", rest, flags=re.DOTALL | re.MULTILINE)

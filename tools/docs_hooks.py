@@ -117,6 +117,8 @@ def on_page_markdown(markdown, page, config, files):
         return markdown
     if uri.startswith(WIDE):
         page.meta.setdefault("hide", []).append("toc")
+    if uri == "index.md":
+        page.meta.setdefault("hide", []).append("navigation")  # which would be the word Tigon
     return rewritten(markdown, uri) + ("\n" + cpp_reference.reference() if uri == CONTRACTS else "")
 
 
