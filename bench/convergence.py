@@ -286,30 +286,26 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
     }
 
 
+WHAT = {"loss": "", "logits": "logits_", "weights": "weights_"}
+COLUMNS = {  # of the table; the last two are of runs with --plain-runs
+    **{f"{what}: {w}": f"{field}{w}" for what, field in WHAT.items() for w in ("distance", "band")},
+    "stock from fp32": "stock_from_float32",
+    "tigon from fp32": "tigon_from_float32",
+    "plain: distance": "plain_distance",
+    "tigon from plain": "tigon_from_plain",
+}
+
+
 def table(records: list[dict]) -> str:
+    shown = {head: field for head, field in COLUMNS.items() if any(field in r for r in records)}
     rows = []
     for r in records:
         curve = r["tigon"][0]
-        cells = [r["family"], r["dtype"], f"{curve[0]:.3f}", f"{curve[-1]:.3f}"]
-        for name in ("", "logits_", "weights_"):
-            cells += [f"{r[name + w]:.1e}" if name + w in r else "-" for w in ("distance", "band")]
-        cells += [
-            f"{r[f'{who}_from_float32']:.1e}" if f"{who}_from_float32" in r else "-"
-            for who in ("stock", "tigon")
-        ]
-        rows.append([*cells, "yes" if r["inside"] else "**no**"])
-    pairs = [f"{name}: {w}" for name in ("loss", "logits", "weights") for w in ("distance", "band")]
-    head = (
-        "family",
-        "dtype",
-        "first loss",
-        "last loss",
-        *pairs,
-        "stock from fp32",
-        "tigon from fp32",
-        "inside",
-    )
+        cells = [f"{r[field]:.1e}" if field in r else "-" for field in shown.values()]
+        names = [r["family"], r["dtype"], f"{curve[0]:.3f}", f"{curve[-1]:.3f}"]
+        rows.append([*names, *cells, "yes" if r["inside"] else "**no**"])
     inside = sum(r["inside"] for r in records)
+    head = ("family", "dtype", "first loss", "last loss", *shown, "inside")
     return f"{markdown(head, rows)}\n\n{inside} of {len(records)} are inside the band of stock runs."
 
 

@@ -113,7 +113,9 @@ def draw(path: Path) -> None:
             heights = [measured[model][who][field] / measured[model]["stock"][field] for model in MODELS]
             places = [place + 0.28 * (n - 1) for place in range(len(MODELS))]
             bars = axis.bar(places, heights, 0.26, color=colour, label=NAMES.get(who, "Tigon"))
-            axis.bar_label(bars, [f"{h:.2f}".lstrip("0") for h in heights] if who != "stock" else None, fontsize=6.5)
+            axis.bar_label(
+                bars, [f"{h:.2f}".lstrip("0") for h in heights] if who != "stock" else None, fontsize=6.5
+            )
         axis.set_xticks(
             range(len(MODELS)), [name.replace(" ", "\n", 1) for name in MODELS.values()], fontsize=7.5
         )

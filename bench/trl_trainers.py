@@ -178,7 +178,7 @@ def make_trainer(case: dict, folder: str, callbacks: list):
     import torch
     from datasets import Dataset
 
-    name, package, options, _ = TRAINERS[case["trainer"]]
+    name, package, options = TRAINERS[case["trainer"]]
     module, tigon_runs = importlib.import_module(package), case["provider"] == "tigon"
     kind = getattr(module, f"{name}Trainer")
     options, given = dict(options), {}
