@@ -1,5 +1,7 @@
-// Our own matrix products: exact checks of every layout and of tails, then their rate beside cuBLASLt's in one process.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -DTIGON_WITH_CUDA=1 -Icsrc -o gate bench/matmul.cu csrc/tigon/base/{error,dynlib}.cpp
+// Our own matrix products: exact checks of every layout and of tails, then their rate beside cuBLASLt's in
+// one process.
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -DTIGON_WITH_CUDA=1 -Icsrc -o gate
+//       bench/matmul.cu csrc/tigon/base/{error,dynlib}.cpp
 //     csrc/tigon/base/cuda/{gemm_cublaslt.cpp,context_cuda.cu} -ldl
 //   gate check | gate time [rounds [milliseconds of a slot]]
 // -DTIGON_MBARRIER_TRAP=1000000 ends a kernel that waits for ever.
@@ -54,8 +56,8 @@ __global__ void fill(T* p, int64_t rows, int64_t cols, int64_t stride, uint64_t 
   }
 }
 
-// Counts results that are not the rounded exact sum, and without `exact` those whose error is above the rounding and what sums
-// in fp32 may lose.
+// Counts results that are not the rounded exact sum, and without `exact` those whose error is above the
+// rounding and what sums in fp32 may lose.
 template <class T>
 __global__ void count_wrong(Gemm g, bool exact, int64_t step, unsigned long long* wrong) {
   for (int64_t at = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; at * step < g.m * g.n;

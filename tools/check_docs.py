@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """The Markdown, checked: links, anchors, paths and targets exist, figures have records, sentences read well.
 
+Comments of code are checked by check_comments.py, which this calls.
+
 Pages that a program writes are read for links only. Run by `make lint` and tests/test_docs.py.
 """
 
@@ -12,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from check_comments import check_comments
 from check_tree import tracked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -170,7 +173,7 @@ def generated(text: str) -> bool:
 
 def check_docs() -> list[str]:
     """Every violation, one line each."""
-    errors: list[str] = []
+    errors = check_comments(ROOT)
     for page in pages():
         text = page.read_text(encoding="utf-8")
         errors += check_links(page, text)
@@ -186,7 +189,7 @@ def main() -> int:
     """Print the violations; 1 when there is one."""
     errors = check_docs()
     print(*errors, sep="\n", end="\n" if errors else "")
-    print(f"check_docs: {len(errors)} violations" if errors else "check_docs: the pages are in order")
+    print(f"check_docs: {len(errors)} violations" if errors else "check_docs: pages and comments in order")
     return bool(errors)
 
 

@@ -1,4 +1,5 @@
-// Files of train_llama: token ids (.npy), configurations and checkpoints of Hugging Face (config.json, .safetensors).
+// Files of train_llama: token ids (.npy), configurations and checkpoints of Hugging Face (config.json,
+// .safetensors).
 #pragma once
 
 #include <algorithm>
@@ -32,7 +33,8 @@ inline void write_file(const fs::path& path, const std::string& text) {
   if (!(std::ofstream(path, std::ios::binary) << text).flush()) fail("cannot write " + path.string());
 }
 
-// Token ids: every byte of text files is one, or those of a .npy file of int32 (as examples/train_data.py writes it).
+// Token ids: every byte of text files is one, or those of a .npy file of int32 (as examples/train_data.py
+// writes it).
 inline std::vector<int32_t> bytes_of(const std::vector<std::string>& names, size_t most) {
   std::vector<fs::path> paths;
   for (const fs::path name : names) {

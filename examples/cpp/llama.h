@@ -1,5 +1,6 @@
 // A Llama on Tigon's C++ library: parameters, one training step's forward and backward, on the CPU or a GPU.
-// Attention is composed of matrix products and softmax over blocks of rows of one head; nothing has T x T elements per head.
+// Attention is composed of matrix products and softmax over blocks of rows of one head; nothing has T x T
+// elements per head.
 #pragma once
 
 #include <algorithm>
@@ -308,8 +309,9 @@ class Llama {
             .form = {.shared = true}};
   }
 
-  // Calls fn for each block of rows of each head: from the last to the first, so that what is summed over blocks is written by
-  // one that has all columns. A block of rows ends in a triangle, behind which nothing is seen.
+  // Calls fn for each block of rows of each head: from the last to the first, so that what is summed over
+  // blocks is written by one that has all columns. A block of rows ends in a triangle, behind which nothing
+  // is seen.
   struct AttentionBlock {
     int64_t row, rows, cols;    // rows of the batch, of them in this block, columns that they see
     int64_t first, query, key;  // row of the sequence's first token; columns of q and of k
@@ -397,7 +399,8 @@ class Llama {
       tigon::add_rms_norm_fwd(
           ctx, {.x = dtied_, .residual = embedding_.gradient, .y = unused_, .h = embedding_.gradient});
   }
-  // Probabilities are computed again. Gradients of k and v are summed over blocks and heads in the model's dtype.
+  // Probabilities are computed again. Gradients of k and v are summed over blocks and heads in the model's
+  // dtype.
   void attention_backward(tigon::Context& ctx, Layer& l) {
     each_block([&](const AttentionBlock& at) {
       int64_t d = c_.head_dim, value = at.key + kv_;

@@ -1,5 +1,6 @@
-// Trains a norm and a language-model head on fixed random features by gradient descent: RMSNorm, then the fused linear layer
-// and cross-entropy, forward and backward, with the gradients the library returns. CPU, float32, no framework.
+// Trains a norm and a language-model head on fixed random features by gradient descent: RMSNorm, then the
+// fused linear layer and cross-entropy, forward and backward, with the gradients the library returns. CPU,
+// float32, no framework.
 #include <cstdio>
 #include <exception>
 #include <random>

@@ -1,12 +1,11 @@
-// Trains a Llama with Tigon's C++ library alone, on the CPU or a GPU, and leaves a checkpoint that transformers loads:
-//
+// Trains a Llama with Tigon's C++ library alone, on the CPU or a GPU, and leaves a checkpoint that
+// transformers loads:
 //   train_llama --data FILES_OR_FOLDERS      every byte of the text is a token
 //   train_llama --tokens tokens.npy          token ids, such as those that examples/train.py caches
 //   train_llama --model FOLDER               starts from a checkpoint (config.json, *.safetensors)
-//
-// The same steps as examples/train.py, in the same order on the same batches: embedding, layers of RMSNorm, RoPE, attention,
-// SwiGLU, the loss head (llama.h), AdamW with clipping at 1 and a cosine schedule. `--steps 0` writes the checkpoint it would
-// start from.
+// The same steps as examples/train.py, in the same order on the same batches: embedding, layers of RMSNorm,
+// RoPE, attention, SwiGLU, the loss head (llama.h), AdamW with clipping at 1 and a cosine schedule. `--steps
+// 0` writes the checkpoint it would start from.
 #include <chrono>
 #include <cstdio>
 #include <exception>
@@ -17,7 +16,7 @@
 
 #include "llama.h"
 #include "tigon/ops/adamw/adamw.h"
-#include "tigon/ops/adamw/grad_norm.h"
+#include "tigon/ops/grad_norm/grad_norm.h"
 
 namespace {
 

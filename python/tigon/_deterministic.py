@@ -46,13 +46,13 @@ _lock = threading.Lock()
 
 
 class deterministic:
-    """Make a row's results the same bits whatever stands beside it, from here on or in a ``with`` block.
+    """Make a row's results bitwise equal whatever the other rows, from here on or in a ``with`` block.
 
     ``tigon.deterministic()`` is the switch of the whole process, all threads and CUDA graphs captured from
     then on included; as a context it puts back at the end of the block what was there before. One object may
     be entered any number of times, also inside itself, and blocks may end in any order: the one that began
     last among those still open holds. As a decorator of a function it is a block around each call. A backward
-    outside the block runs as it would without it. Without any call Tigon is deterministic where
+    outside the block runs as it would without it. Without any call Tigon is deterministic if
     ``torch.use_deterministic_algorithms(True)`` is on.
 
     Args:

@@ -17,7 +17,7 @@ def is_dtensor(t: object) -> bool:
     """Whether t is sharded or replicated over a device mesh."""
     if type(t) in _PLAIN or not isinstance(t, torch.Tensor):
         return False
-    from torch.distributed.tensor import DTensor  # loaded where it is needed: it takes its time
+    from torch.distributed.tensor import DTensor  # loaded when it is needed, since that takes time
 
     return isinstance(t, DTensor)
 
@@ -27,13 +27,13 @@ class Layout(NamedTuple):
 
     rows: int
     columns: int = 0
-    elementwise: bool = False  # where all tensors of rows are given, their last dimension may be sharded too
+    elementwise: bool = False  # if all tensors of rows are given, their last dimension may be sharded too
 
 
 def fault(layout: Layout, names: list[str], args: tuple) -> str | None:
     """Why a call whose first argument is a DTensor cannot stay local, or None.
 
-    A tensor in the place of an absent one counts as it is; a plain tensor beside a DTensor is not looked at
+    A tensor in the place of an absent one counts as it is; a plain tensor next to a DTensor is not looked at
     here: the kernel refuses the mixture.
     """
     x, mesh = args[0], args[0].device_mesh
@@ -95,7 +95,7 @@ def call_local(op: str, function: Callable[..., Any], layout: Layout, names: lis
 
 
 def sharded_loss(op: str, function: Callable[..., Any], args: tuple, options: dict, vocab: int | None = None):
-    """:func:`tigon.parallel.dtensor.loss`, loaded where it is needed."""
+    """:func:`tigon.parallel.dtensor.loss`, loaded when it is needed."""
     from tigon.parallel.dtensor import loss
 
     return loss(op, function, args, options, vocab)
@@ -112,7 +112,7 @@ def rows_stay_local(x: torch.Tensor, *vectors: torch.Tensor | None) -> bool:
 
 
 def of_vocabulary(op: str, at: int, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of a public loss: :mod:`tigon.parallel.dtensor` runs where argument ``at``, ``name``, is a DTensor."""
+    """Of a public loss: :mod:`tigon.parallel.dtensor` runs if argument ``at``, ``name``, is a DTensor."""
 
     def wrap(function):
         @functools.wraps(function)

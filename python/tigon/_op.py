@@ -4,12 +4,12 @@ Four routes, one formula (``setup_context`` and ``backward`` are shared):
 
 * eager, gradient needed: a classic ``torch.autograd.Function`` around the raw operators (lowest host cost,
   measured);
-* eager, no gradient: the raw forward operator alone, without what a backward would need;
+* eager, no gradient: only the raw forward operator, without what a backward would need;
 * under ``torch.compile``: the operator ``tigon::<name>``, opaque to the compiler, with a fake kernel and the
   same backward attached by ``torch.library.register_autograd``;
 * under the transforms of ``torch.func``: an ``autograd.Function`` in the form that they take.
 
-First derivatives in reverse mode are there. Second ones and forward mode are refused in words.
+First derivatives in reverse mode are supported. Second ones and forward mode are refused in words.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _keeps_graph: Callable[[], bool] = getattr(
 
 def graph_is_kept() -> bool:
     """Whether what the running backward pass finds must stay as it is: it keeps its graph
-    (``retain_graph``; where PyTorch cannot tell, yes), or runs for a batch of gradients."""
+    (``retain_graph``; if PyTorch cannot tell, yes), or runs for a batch of gradients."""
     return _keeps_graph() or is_batched()
 
 
@@ -65,7 +65,7 @@ def _references(tensors: tuple) -> int:
 
 
 def _references_of_one_holder() -> int:
-    """What `_references` finds where C++ holds a tensor once and Python by the tuple alone."""
+    """What `_references` finds if C++ holds a tensor once and Python only by the tuple."""
     holder, saved = torch.empty(0, device="cpu"), (torch.empty(0, device="cpu"),)
     holder.grad = saved[0]
     return _references(saved)
@@ -114,7 +114,7 @@ def refuse_tangents(op: str, args: tuple) -> None:
 
 
 def once(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of an eager backward: refuse to run where a second derivative would be recorded."""
+    """Of an eager backward: refuse to run if a second derivative would be recorded."""
 
     def wrap(backward):
         @functools.wraps(backward)
@@ -129,7 +129,7 @@ def once(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` without its look for functorch's wrappers: where it is known that there are none."""
+    """``function.apply`` without its look for functorch's wrappers, for calls that are known to have none."""
     return super(torch.autograd.Function, function).apply
 
 
@@ -250,8 +250,8 @@ class Op:
         fake: shapes, dtypes and strides of the results for fake tensors.
         setup_context: ``(ctx, inputs, output)``, saves what ``backward`` needs.
         backward: ``(ctx, *grad_outputs)``, one gradient (or ``None``) per input.
-        results: how many outputs callers see, ``None``: all. Those after them are for the backward alone;
-            ``tigon::<name>_infer``, where it is there, does without them.
+        results: how many outputs callers see, ``None``: all. Those after them are only for the backward;
+            ``tigon::<name>_infer``, if it exists, does without them.
         transformed: another ``(setup_context, backward)`` for the transforms of ``torch.func``.
         layout: which arguments are rows, and which are vectors by column: DTensors then stay local.
     """
@@ -362,9 +362,9 @@ def paired(
 
     Args:
         fake, results, layout: as :class:`Op`.
-        fake_bwd: where a gradient belongs to an argument that the second does not take. ``None``: a gradient
-            is like its argument, and empty where it is not needed.
-        in_place: ``tigon::<name>_bwd_in_place`` runs where what was saved may be overwritten.
+        fake_bwd: if a gradient belongs to an argument that the second does not take. ``None``: a gradient
+            is like its argument, and empty if it is not needed.
+        in_place: ``tigon::<name>_bwd_in_place`` runs if what was saved may be overwritten.
     """
     forward, backward = native(name)._schema, native(f"{name}_bwd")._schema
     inputs = [a.name for a in forward.arguments]

@@ -1,4 +1,4 @@
-"""What must be there before anything else is imported; where it is not, one line says what to do."""
+"""What must be installed before anything else is imported; if it is not, one line says what to do."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ MINIMUM_TORCH = (2, 10)
 
 
 def look(platform: str = sys.platform) -> None:
-    """Raise where this is not Linux, or there is no PyTorch that fits."""
+    """Raise if this is not Linux, or there is no PyTorch that fits."""
     if platform != "linux":
         raise Error(f"[load] the system must be Linux, got {platform} (a container or WSL 2 will do)")
     if importlib.util.find_spec("torch") is None:

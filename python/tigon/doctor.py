@@ -1,4 +1,4 @@
-"""Whether this installation computes what it should: every op, forward and backward, beside its reference.
+"""Whether this installation computes what it should: every op, forward and backward, against its reference.
 
 Run as ``python -m tigon doctor``.
 """
@@ -159,7 +159,7 @@ PROBES = (
     Probe("drafter_loss", _drafter, fixed=(2,)),
     Probe("contrastive_loss", _two, {"symmetric": True, "temperature": 0.5}),
 )
-# Exported beside the ops, and so is what ends in _memory. Sums of float8 have fewer bits than a probe allows;
+# Exported in addition to the ops, as is what ends in _memory. Sums of float8 have too few bits for a probe;
 # draws have no gradient.
 HELPERS = {
     "clip_grad_norm_",

@@ -96,7 +96,7 @@ def library_text(function: str) -> str:
 
 
 def own_products(device: torch.device) -> bool:
-    """Whether matrix products of our own run there (on a CPU in tests/emulator)."""
+    """Whether our own GEMM kernels run there (on a CPU in tests/emulator)."""
     return _own_products(device)
 
 

@@ -1,4 +1,5 @@
-// AdamW in the core: its formula is the paper's, random bits against known answers, parts of a list, refusals.
+// AdamW in the core: its formula is the paper's, random bits against known answers, parts of a list,
+// refusals.
 #include "tigon/ops/adamw/adamw.h"
 
 #include "table.h"

@@ -1,4 +1,5 @@
-// Statistics of similarities in the core: gradients against finite differences, refusals before anything is written.
+// Statistics of similarities in the core: gradients against finite differences, refusals before anything is
+// written.
 #include "table.h"
 #include "tigon/ops/contrastive/contrastive.h"
 

@@ -1,5 +1,6 @@
-// What every op with a list of fields (base/fields.h) is tested for in the core, on tables made from that list: gradients are slopes, the
-// same bits everywhere and in place, results that are absent, no rows, refusals that write nothing.
+// What every op with a list of fields (base/fields.h) is tested for in the core, on tables made from that
+// list: gradients are slopes, the same bits everywhere and in place, results that are absent, no rows,
+// refusals that write nothing.
 #include <map>
 
 #include "table.h"

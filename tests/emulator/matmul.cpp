@@ -1,5 +1,5 @@
-// The matrix products of base/cuda/matmul in the emulator: every layout, with tails and a second source, exact; symmetric ones in
-// batches; groups of rows.
+// The matrix products of base/cuda/matmul in the emulator: every layout, with tails and a second source,
+// exact; symmetric ones in batches; groups of rows.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -116,8 +116,8 @@ bool are_symmetric(int64_t n, int64_t k) {
   return is_symmetric<Major::K>(n, k, true) && is_symmetric<Major::MN>(n, k, false);
 }
 
-// Products of groups of so many rows, with rows of no group behind them. What nobody may read is NaN, what nobody may write
-// stays so.
+// Products of groups of so many rows, with rows of no group behind them. What nobody may read is NaN, what
+// nobody may write stays so.
 template <Major kMajorB, Groups kGroups>
 bool groups_are_exact(std::initializer_list<int> sizes, int64_t n, int64_t k) {
   using T = __nv_bfloat16;
@@ -171,7 +171,8 @@ bool groups_are_exact(std::initializer_list<int> sizes, int64_t n, int64_t k) {
          groups_are_exact<Major::MN, Groups::depth>(sizes, n, k);
 }
 
-// Statistics of rows are written for tiles of columns that exist: of an odd number the last pair has one more.
+// Statistics of rows are written for tiles of columns that exist: of an odd number the last pair has one
+// more.
 bool statistics_are_inside(int64_t rows, int64_t cols) {
   using T = __nv_bfloat16;
   constexpr int64_t kDepth = 64;
@@ -192,8 +193,8 @@ bool statistics_are_inside(int64_t rows, int64_t cols) {
     }
   return true;
 }
-// The gated unit of such products, of rows as they are or gathered: its columns are exact where they are kept, and it is as near as its
-// dtype to that of them.
+// The gated unit of such products, of rows as they are or gathered: its columns are exact where they are
+// kept, and it is as near as its dtype to that of them.
 template <Major kMajorB, bool kGather>
 bool gates_are_right(std::initializer_list<int> sizes, int64_t inner, int64_t k, bool keeps) {
   using T = __nv_bfloat16;
@@ -263,8 +264,9 @@ bool gates_are_right(std::initializer_list<int> sizes, int64_t inner, int64_t k)
 
 }  // namespace
 
-// One tile; tails of each size; more tiles and steps than stages, and steps than two leads; second sources of less and more than a step.
-// Empty groups, the first and the last too, groups of one row, of whole tiles and of an odd number of them; one group of all rows; none.
+// One tile; tails of each size; more tiles and steps than stages, and steps than two leads; second sources of
+// less and more than a step. Empty groups, the first and the last too, groups of one row, of whole tiles and
+// of an odd number of them; one group of all rows; none.
 int main() {
   const bool products = are_exact(256, 256, 64) && are_exact(328, 520, 200) && are_exact(8, 776, 392) &&
                         are_exact(328, 520, 200, 8) && are_exact(264, 264, 128, 72);

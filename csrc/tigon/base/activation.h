@@ -1,5 +1,6 @@
-// Ops of one tensor that save it, y = f(x) and dx = dy * f'(x): their arguments, and how the CPU backend walks them.
-// tigon/base/simd/activation.inc makes the table, tigon/base/cuda/activation.cuh launches.
+// An op of one tensor saves its input: y = f(x) and dx = dy * f'(x). This header holds the arguments of such
+// ops and the way the CPU backend walks them. tigon/base/simd/activation.inc makes the table of kernels, and
+// tigon/base/cuda/activation.cuh launches on CUDA.
 #pragma once
 
 #include "tigon/base/elementwise.h"
@@ -55,7 +56,7 @@ inline void activation_bwd(Context& ctx, const ActivationTable& table, const Act
 }  // namespace cpu
 }  // namespace tigon
 
-// Defines tigon::cpu::<op>_fwd and <op>_bwd by the table of the op's <op>_cpu.cpp.
+// Defines tigon::cpu::<op>_fwd and <op>_bwd from the table in the op's <op>_cpu.cpp.
 #define TIGON_ACTIVATION_CPU(op, table)                                                                     \
   void cpu::op##_fwd(Context& ctx, const ActivationFwd& a) { activation_fwd(ctx, TIGON_SELECT(table), a); } \
   void cpu::op##_bwd(Context& ctx, const ActivationBwd& a) { activation_bwd(ctx, TIGON_SELECT(table), a); }

@@ -1,5 +1,5 @@
-// Rows that begin at 16-byte boundaries. Which elements a CUDA thread adds depends on where a row begins within 16 bytes, so that a
-// deterministic context works on copies of rows that begin elsewhere.
+// Copies rows to memory where each begins at a 16-byte boundary. The alignment of a row decides which
+// elements a CUDA thread adds, so a deterministic context works on copies of all rows that begin elsewhere.
 #pragma once
 
 #include <utility>
@@ -10,11 +10,13 @@
 namespace tigon {
 namespace cuda {
 
-void copy_rows(Context& ctx, const Matrix& from, const Matrix& to);  // context_cuda.cu
+// context_cuda.cu defines it.
+void copy_rows(Context& ctx, const Matrix& from, const Matrix& to);
 
 }  // namespace cuda
 
-// Whether every row begins at such a boundary; the least stride with which they do.
+// rows_are_aligned() tells whether every row begins at a 16-byte boundary; aligned_stride() is the smallest
+// stride with which they do.
 inline bool rows_are_aligned(const Matrix& m) {
   return reinterpret_cast<uintptr_t>(m.data) % 16 == 0 && m.stride * int64_t(size_of(m.dtype)) % 16 == 0;
 }
@@ -28,7 +30,8 @@ class AlignedRows final : public Fields {
   explicit AlignedRows(Context& ctx) : ctx_(ctx) {}
   void read(Matrix& m) { align(m, true); }
   void write(Matrix& m) { align(m, false); }
-  void finish();  // what was written goes where it belongs
+  // Copies the results back to the caller's memory.
+  void finish();
 
   void statistics(const char*, std::initializer_list<Statistic>, int64_t, Role) override {}
   void result_over(const char*, Matrix& m, const char*, const Matrix&, Role, const char*) override {
@@ -45,7 +48,8 @@ class AlignedRows final : public Fields {
  private:
   void align(Matrix& m, bool read);
   Context& ctx_;
-  std::vector<std::pair<Matrix, Matrix>> copies_, written_;  // of the call, aligned
+  // Each pair holds the matrix of the call and its aligned copy.
+  std::vector<std::pair<Matrix, Matrix>> copies_, written_;
 };
 
 }  // namespace tigon

@@ -1,4 +1,4 @@
-// TIGON_CHECK(op, condition, parts...): throws Error "[op] parts..." (error.h) when the condition is false.
+// TIGON_CHECK(op, condition, parts...) throws Error "[op] parts..." (error.h) if the condition is false.
 // Checks stay active in release builds and run before anything is launched or written.
 #pragma once
 
@@ -8,14 +8,14 @@
 
 namespace tigon::detail {
 
-// A part of a message: text, or a number as std::ostream writes it.
+// A message consists of parts: text, or a number printed as std::ostream prints it.
 struct Part {
   union {
     const char* text;
     int64_t integer;
     double floating;
   };
-  // Of a text; kTerminated where a 0 ends it.
+  // The text has this length; kTerminated if a 0 ends it.
   int64_t size;
   static constexpr int64_t kTerminated = -1, kInteger = -2, kFloating = -3;
 

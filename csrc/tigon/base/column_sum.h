@@ -1,4 +1,5 @@
-// Parameters on the CPU, in fp32, and the last step of their gradients: partial rows, summed in index order, rounded once.
+// CPU kernels read parameters in fp32. Their gradients are summed from partial rows in index order and
+// rounded once, as the last step.
 #pragma once
 
 #include <algorithm>
@@ -7,12 +8,13 @@
 
 namespace tigon::cpu {
 
-// Element i.
+// Returns element i.
 float number_at(const Vector& v, int64_t i);
-// All of it, where it is or as a copy; null stays null.
+// Returns the whole vector in fp32: in place if it is fp32, else as a copy. null stays null.
 const float* in_f32(Context& ctx, const Vector& v);
 
-// Rows in chunks of which each has its partial row: a function of their number alone, so that results do not depend on threads.
+// Splits rows into chunks that each have a partial row. The chunks depend only on the number of rows, so
+// results do not depend on the number of threads.
 struct RowChunks {
   int64_t rows, length, count;
   explicit RowChunks(int64_t rows, int64_t least = 16, int64_t most = 64)
@@ -21,7 +23,7 @@ struct RowChunks {
   int64_t end(int64_t chunk) const { return std::min(rows, (chunk + 1) * length); }
 };
 
-// out[c] = sum over p < partials of rows[p * cols + c]; out is f32, bf16 or f16.
+// Computes out[c] = sum over p < partials of rows[p * cols + c]; out is f32, bf16 or f16.
 void sum_partials(Context& ctx, const float* rows, int64_t partials, int64_t cols, const Vector& out);
 
 }  // namespace tigon::cpu

@@ -1,5 +1,5 @@
-// The standalone CPU context. Inside PyTorch another Context is used (tigon/torch), with the framework's pool
-// and GEMM.
+// The standalone CPU context has its own thread pool and GEMM. Inside PyTorch another Context is used
+// (tigon/torch), with the framework's pool and GEMM.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -14,7 +14,7 @@
 namespace tigon {
 namespace {
 
-// Static partition: worker w runs tasks [w*n/W, (w+1)*n/W).
+// The partition of tasks is static: worker w runs tasks [w*n/W, (w+1)*n/W).
 class ThreadPool final : public Executor {
  public:
   explicit ThreadPool(int threads) {
@@ -54,7 +54,8 @@ class ThreadPool final : public Executor {
   void work(int w) {
     for (int seen = 0;;) {
       generation_.wait(seen);
-      seen = generation_;  // the next one: run() waits for every worker
+      // A worker never misses a generation, since run() waits for every worker.
+      seen = generation_;
       if (stop_) return;
       share(w);
       if (--pending_ == 0) pending_.notify_one();
@@ -67,8 +68,8 @@ class ThreadPool final : public Executor {
   int64_t tasks_ = 0;
   void (*fn_)(void*, int64_t) = nullptr;
   void* arg_ = nullptr;
-  // Waited for as atomics: the condition variables of GCC 12 ask for a newer libstdc++ than manylinux_2_34
-  // has.
+  // Threads wait on atomics, because the condition variables of GCC 12 need a newer libstdc++ than
+  // manylinux_2_34 has.
   std::atomic<int> pending_ = 0, generation_ = 0;
   bool stop_ = false;
 };

@@ -1,4 +1,4 @@
-// Compiled instead of tigon/base/cuda when the library is built without CUDA.
+// This file replaces tigon/base/cuda if the library is built without CUDA.
 #include "tigon/base/check.h"
 #include "tigon/base/make_context.h"
 

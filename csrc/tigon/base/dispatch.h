@@ -1,4 +1,4 @@
-// From a run-time dtype or flag to a template parameter: a templated lambda, no macro.
+// Turns a run-time dtype or flag into a template parameter, through a templated lambda instead of a macro.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@ struct Type {
   using type = T;
 };
 
-// fn(Type<float>{}) | fn(Type<bf16>{}) | fn(Type<f16>{})
+// Calls fn(Type<float>{}), fn(Type<bf16>{}) or fn(Type<f16>{}).
 template <class Fn>
 decltype(auto) dispatch_float(const char* op, const char* what, DType t, Fn&& fn) {
   switch (t) {
@@ -24,7 +24,7 @@ decltype(auto) dispatch_float(const char* op, const char* what, DType t, Fn&& fn
   }
 }
 
-// What make(Type<T>{}) gives for float, bf16 and f16.
+// Holds what make(Type<T>{}) returns for float, bf16 and f16.
 template <class Make>
 constexpr auto by_dtype(Make make) {
   return ByDtype<decltype(make(Type<float>{}))>{{make(Type<float>{}), make(Type<bf16>{}), make(Type<f16>{})}};

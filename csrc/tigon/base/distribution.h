@@ -1,5 +1,6 @@
-// Ops of rows that save their result, y = f(x) and dx of dy and y: their arguments, and how the CPU backend walks them.
-// tigon/base/cuda/row_kernel.cuh launches.
+// A row op of this kind saves its result: y = f(x), and dx is computed from dy and y. This header holds the
+// arguments of such ops and the way the CPU backend walks them. tigon/base/cuda/row_kernel.cuh launches on
+// CUDA.
 #pragma once
 
 #include "tigon/base/activation.h"
@@ -44,7 +45,7 @@ inline void distribution_bwd(Context& ctx, const DistributionTable& table, const
 }  // namespace cpu
 }  // namespace tigon
 
-// Defines tigon::cpu::<op>_fwd and <op>_bwd by the table of the op's <op>_cpu.inc.
+// Defines tigon::cpu::<op>_fwd and <op>_bwd from the table in the op's <op>_cpu.inc.
 #define TIGON_DISTRIBUTION_CPU(op)                              \
   void cpu::op##_fwd(Context& ctx, const DistributionFwd& a) {  \
     distribution_fwd(ctx, TIGON_SELECT(distribution_table), a); \

@@ -1,4 +1,5 @@
-// Storage types and their names. Arithmetic never happens in bf16/f16: kernels widen to fp32 and round once.
+// Storage types and their names. Arithmetic never happens in bf16 or f16: kernels widen to fp32 and round
+// once.
 #pragma once
 
 #include <bit>
@@ -9,7 +10,7 @@ namespace tigon {
 
 enum class DType : int8_t { f32, bf16, f16, f64, i32, i64, u8, i16, e4m3 };
 
-// Of f32, bf16 and f16.
+// Holds one value for each of f32, bf16 and f16.
 template <class K>
 struct ByDtype {
   K at[3];
@@ -46,7 +47,8 @@ constexpr const char* name_of(DType t) {
   return "unknown";
 }
 
-// Host images of the 16-bit formats: bits only. CUDA code uses the toolkit's own types of the same layout.
+// These are the host images of the 16-bit formats, bits only. CUDA code uses the toolkit's own types of the
+// same layout.
 struct bf16 {
   uint16_t bits;
 };
@@ -67,7 +69,7 @@ inline float to_float(f16 h) {
   return std::bit_cast<float>(sign | ((exponent + 112u) << 23) | (mantissa << 13));
 }
 
-// Round to nearest even; NaN stays NaN (quiet), overflow becomes infinity.
+// Rounds to nearest even. NaN stays NaN (quiet), and overflow becomes infinity.
 template <class T>
 T from_float(float x);
 template <>
@@ -85,7 +87,8 @@ inline f16 from_float<f16>(float x) {
   uint32_t u = std::bit_cast<uint32_t>(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
   if (a > 0x7f800000u) return {uint16_t(sign | 0x7e00u | ((a >> 13) & 0x3ffu))};
   if (a >= 0x477ff000u) return {uint16_t(sign | 0x7c00u)};
-  if (a < 0x38800000u) {  // subnormal in f16: let the fp32 adder round at 2^-24
+  // The result is subnormal in f16: the fp32 adder rounds it at 2^-24.
+  if (a < 0x38800000u) {
     float shifted = std::bit_cast<float>(a) + 0x1p-1f;
     return {uint16_t(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000u))};
   }
@@ -103,7 +106,7 @@ inline constexpr DType dtype_of<f16> = DType::f16;
 
 constexpr bool is_kernel_float(DType t) { return t == DType::f32 || t == DType::bf16 || t == DType::f16; }
 constexpr bool is_half(DType t) { return t == DType::bf16 || t == DType::f16; }
-// PyTorch's promotion among the kernel float types.
+// Follows PyTorch's promotion among the float types of the kernels.
 constexpr DType promote(DType a, DType b) { return a == b ? a : DType::f32; }
 
 }  // namespace tigon

@@ -1,5 +1,5 @@
-// How pointwise CPU kernels walk rows x cols: some 16K elements a task, a function of shape only. Whole dense
-// tensors are one long row.
+// Pointwise CPU kernels walk rows x cols in tasks of some 16K elements, a function of the shape only. Whole
+// dense tensors are treated as one long row.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,14 @@
 
 namespace tigon::cpu {
 
-// True when every matrix that is there has no gap between rows.
+// True if none of the matrices that are present has a gap between its rows.
 inline bool all_dense(std::initializer_list<const Matrix*> matrices) {
   return std::all_of(matrices.begin(), matrices.end(), [](const Matrix* m) {
     return m->data == nullptr || m->stride == m->cols || m->rows == 1;
   });
 }
 
-// Address of an element; nullptr stays nullptr (a result that is not wanted).
+// Returns the address of an element. nullptr, a result that is not wanted, stays nullptr.
 inline char* element_at(const Matrix& m, int64_t row, int64_t col) {
   if (m.data == nullptr) return nullptr;
   return static_cast<char*>(m.data) + (row * m.stride + col) * int64_t(size_of(m.dtype));
@@ -27,7 +27,8 @@ inline char* element_at(const Vector& v, int64_t i) {
   return v ? static_cast<char*>(v.data) + i * int64_t(size_of(v.dtype)) : nullptr;
 }
 
-// Vectors of a list in chunks of at most `length` elements, a task each, in the order of the list.
+// Splits the vectors of a list into chunks of at most `length` elements, one task each, in the order of the
+// list.
 class VectorChunks {
  public:
   VectorChunks(Context& ctx, std::span<const Vector> list, int64_t length)
@@ -45,11 +46,12 @@ class VectorChunks {
  private:
   const std::span<const Vector> list_;
   const int64_t length_;
-  int64_t* const ends_;  // of each vector's chunks
+  // ends_[v] counts the chunks of the vectors up to v.
+  int64_t* const ends_;
   int64_t count_ = 0;
 };
 
-// fn(row, col, n): n adjacent elements from (row, col). With `dense` the matrix counts as one row.
+// Calls fn(row, col, n) for n adjacent elements from (row, col). With `dense` the matrix counts as one row.
 template <class Fn>
 void for_each_block(Context& ctx, int64_t rows, int64_t cols, bool dense, const Fn& fn) {
   constexpr int64_t kElements = 16384;
@@ -63,7 +65,7 @@ void for_each_block(Context& ctx, int64_t rows, int64_t cols, bool dense, const 
   });
 }
 
-// fn(row) for every row, some to a task.
+// Calls fn(row) for every row, several rows per task.
 template <class Fn>
 void for_each_row(Context& ctx, int64_t rows, const Fn& fn) {
   constexpr int64_t kRowsPerTask = 16;

@@ -7,8 +7,8 @@
 
 namespace tigon::detail {
 
-// Numbers without std::ostream and its locales: in a process whose libraries bring several copies of the C++
-// runtime, a stream that formats a number may find the facets of another copy and crash.
+// Numbers are printed without std::ostream and its locales: in a process whose libraries bring several copies
+// of the C++ runtime, a stream that formats a number may find the facets of another copy and crash.
 void fail(const char* op, std::initializer_list<Part> parts) {
   std::string s = std::string("[") + op + "] ";
   for (const Part& part : parts) {

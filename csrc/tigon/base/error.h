@@ -1,4 +1,4 @@
-// What a refused call throws: "[op] argument must be X, got Y".
+// A refused call throws Error with the text "[op] argument must be X, got Y".
 #pragma once
 
 #include <stdexcept>

@@ -1,6 +1,7 @@
-// The arguments of an op, declared once. Args::fields(f) names every member to f, in the order of the PyTorch schema: its role, and
-// the sizes and dtype that it must have. Three readers follow the list: the checks of the entry (base/op.h), the schema, and the
-// adaptor that makes views of tensors and allocates results (both torch/op.cpp).
+// Declares the arguments of an op once. Args::fields(f) names every member to f, in the order of the PyTorch
+// schema, with its role and the sizes and dtype that it must have. The list has three readers: the checks of
+// the entry (base/op.h), the schema, and the adaptor that makes views of tensors and allocates results (both
+// torch/op.cpp).
 #pragma once
 
 #include <initializer_list>
@@ -14,22 +15,30 @@
 namespace tigon {
 
 enum class Role : int8_t {
-  rows,      // the matrix of floats that the op works on; the other tensors are on its device
-  input,     //
-  optional,  // an input that may be absent
-  saved,     // statistics of the forward, read by the backward
-  statistics,  // for the backward: where none follows they are absent, and <op>_infer is the operator without them
-  result,   //
-  gradient  // a result that may be absent; PyTorch says by need_<name> whether it is wanted
+  // The op works on this matrix of floats. All other tensors must be on its device.
+  rows,
+  input,
+  // This input may be absent.
+  optional,
+  // The forward wrote these statistics and the backward reads them.
+  saved,
+  // The forward writes these statistics for a backward. If no backward follows they are absent, and
+  // <op>_infer is the operator without them.
+  statistics,
+  result,
+  // This result may be absent. PyTorch says by need_<name> whether it is wanted.
+  gradient
 };
 
-// A tensor as it lies in memory. One that is absent has no dimensions.
+// Describes a tensor as it lies in memory. An absent tensor has no dimensions.
 struct Strided {
-  static constexpr int64_t kMostDims = 6;  // one more than any that is taken
+  // One more than any op takes.
+  static constexpr int64_t kMostDims = 6;
   void* data = nullptr;
   DType dtype = DType::f32;
   int64_t dims = 0, sizes[kMostDims] = {}, strides[kMostDims] = {};
-  bool swapped = false;  // as given, the two dimensions before the last lie in memory in the other order
+  // The given tensor has its second and third dimension from the end swapped in memory.
+  bool swapped = false;
 
   constexpr explicit operator bool() const { return dims > 0; }
 };
@@ -39,29 +48,43 @@ struct Statistic {
   Vector& vector;
 };
 
-// What a field must be. Of a vector, `cols` is its size.
+// Says what a field must be. For a vector, `cols` is its size.
 struct Expected {
   int64_t rows = 0, cols = 0;
   DType dtype = DType::f32;
-  bool or_f32 = false;           // or float32
-  const Vector* like = nullptr;  // of its dtype, where it is there
-  bool scalar = false;           // a tensor of one element and of any number of dimensions
-  int64_t* leading =
-      nullptr;        // takes the tensor's first dimension, which its results do not have; of a vector `flat`
-  int64_t stack = 0;  // of a result: [stack, rows / stack, cols]; 0: two dimensions
-  const void* of = nullptr;  // the member whose tensor has a result's sizes; null: [rows, cols]
-  bool other_cols = false;   // of those sizes but for the last
-  bool wanted = true;        // a result that is; else it is absent
-  bool flat = false;         // all elements of a tensor of any shape
-  bool updated = false;      // an input that is written
-  bool padded = false;       // one row keeps the stride of its tensor
-  bool swapped = false;      // a result whose two dimensions before the last lie in memory in the other order
+  // float32 is accepted too.
+  bool or_f32 = false;
+  // If this vector is present, the field must have its dtype.
+  const Vector* like = nullptr;
+  // The tensor has one element and any number of dimensions.
+  bool scalar = false;
+  // Receives the first dimension of the tensor, which its results do not have; for a `flat` vector the number
+  // of rows.
+  int64_t* leading = nullptr;
+  // A result has the sizes [stack, rows / stack, cols]; 0 means two dimensions.
+  int64_t stack = 0;
+  // A result has the sizes of this member's tensor; null means [rows, cols].
+  const void* of = nullptr;
+  // All sizes but the last are those of `of`.
+  bool other_cols = false;
+  // A result is allocated; otherwise it is absent.
+  bool wanted = true;
+  // The vector holds all elements of a tensor of any shape.
+  bool flat = false;
+  // The op writes this input.
+  bool updated = false;
+  // A single row keeps the stride of its tensor.
+  bool padded = false;
+  // The result has its second and third dimension from the end swapped in memory.
+  bool swapped = false;
 };
 
-// Of each tensor of a list, whose elements are taken in the order of memory.
+// Says what each tensor of a list must be. Elements are taken in the order of memory.
 struct Listed {
-  bool updated = false;  // written: memory without gaps; else one that is not contiguous is copied
-  int64_t size = -1;     // elements of each, which all have one dtype and, contiguous, one shape
+  // The op writes the tensors, which must then be dense. Otherwise a tensor that is not contiguous is copied.
+  bool updated = false;
+  // Each tensor has this many elements. All have one dtype, and one shape if they are contiguous.
+  int64_t size = -1;
 };
 
 struct Field {
@@ -69,9 +92,11 @@ struct Field {
   Role role;
   Expected expected;
   void* member;
-  Matrix* matrix = nullptr;  // or:
+  // Exactly one of the next three is set.
+  Matrix* matrix = nullptr;
   Vector* vector = nullptr;
-  Strided* strided = nullptr;  // of rows or one more dimensions, the last cols of them dense
+  // The tensor has `rows` dimensions or one more, and the last `cols` of them are dense.
+  Strided* strided = nullptr;
 
   Field(const char* n, Role r, Matrix& m, const Expected& e)
       : name(n), role(r), expected(e), member(&m), matrix(&m) {}
@@ -90,14 +115,14 @@ class Fields {
   void rows(const char* name, Matrix& x, int64_t least_cols = 1) {
     field({name, Role::rows, x, {.cols = least_cols}});
   }
-  // Several matrices of equal sizes in one tensor, along its first dimension.
+  // One tensor holds several matrices of equal sizes along its first dimension.
   void stacked_rows(const char* name, Matrix& x, int64_t& count) {
     field({name, Role::rows, x, {.cols = 1, .leading = &count}});
   }
   void stacked(const char* name, Matrix& m, int64_t& count, DType dtype) {
     field({name, Role::input, m, {.rows = m.rows, .cols = m.cols, .dtype = dtype, .leading = &count}});
   }
-  // Of the sizes of x.
+  // The matrix has the sizes of x.
   void input(const char* name, Matrix& m, const Matrix& x, DType dtype) {
     field({name, Role::input, m, sizes_of(x, dtype)});
   }
@@ -117,18 +142,19 @@ class Fields {
   void input(const char* name, Vector& v, int64_t size, DType dtype) {
     field({name, Role::input, v, {.cols = size, .dtype = dtype}});
   }
-  // Of `rows` rows, in x's dtype or float32.
+  // The matrix has `rows` rows of x's width, in x's dtype or float32.
   void input_rows(const char* name, Matrix& m, int64_t rows, const Matrix& x) {
     field({name, Role::input, m, {.rows = rows, .cols = x.cols, .dtype = x.dtype, .or_f32 = true}});
   }
-  // By column of x, in its dtype or float32, in that of `like` where that is there; may be absent.
+  // A parameter has an element per column of x, in x's dtype or float32, or in the dtype of `like` if that is
+  // present. It may be absent.
   void parameter(const char* name, Vector& v, const Matrix& x, const Vector* like = nullptr) {
     parameter(name, v, x.cols, x.dtype, like);
   }
   void parameter(const char* name, Vector& v, int64_t size, DType dtype, const Vector* like = nullptr) {
     field({name, Role::optional, v, {.cols = size, .dtype = dtype, .or_f32 = true, .like = like}});
   }
-  // A parameter that must be there.
+  // A parameter that must be present.
   void coefficients(const char* name, Vector& v, int64_t size, DType dtype, const Vector* like = nullptr) {
     field({name, Role::input, v, {.cols = size, .dtype = dtype, .or_f32 = true, .like = like}});
   }
@@ -136,14 +162,14 @@ class Fields {
     const bool or_f32 = dtype != DType::f32;
     field({name, role, v, {.cols = 1, .dtype = dtype, .or_f32 = or_f32, .scalar = true}});
   }
-  // Tensors of floats.
+  // Each tensor of the list holds floats.
   virtual void list(const char* name, std::span<const Vector>& list, const Listed& each) = 0;
-  // Of any size and dtype: the entry says what they must be.
+  // Any size and dtype is accepted here: the entry says what they must be.
   void input(const char* name, Matrix& m) { input(name, m, m); }
   void input(const char* name, Vector& v) { input(name, v, v.size, v.dtype); }
   void optional(const char* name, Matrix& m) { optional(name, m, m); }
   void optional(const char* name, Vector& v) { optional(name, v, v.size, v.dtype); }
-  // Written in place: of any size and dtype, or of those of x.
+  // The op writes the tensor in place. It has any size and dtype, or those of x.
   void updated(const char* name, Matrix& m, Role role = Role::optional) { updated(name, m, m, role); }
   void updated(const char* name, Matrix& m, const Matrix& x, Role role) {
     Expected e = sizes_of(x, x.dtype);
@@ -153,22 +179,24 @@ class Fields {
   void updated(const char* name, Vector& v) {
     field({name, Role::optional, v, {.cols = v.size, .updated = true}});
   }
-  // Memory of the caller's whose rows lie further apart than they are long: a product's kernel goes by that, of one row too.
+  // The caller's rows lie further apart in memory than they are long. The GEMM kernel is chosen by their
+  // stride, even for one row.
   void padded_rows(const char* name, Matrix& m, bool updated) {
     field({name, Role::input, m, {.cols = m.cols, .updated = updated, .padded = true}});
   }
-  // Of `least` or one more dimensions; a tensor whose last `dense` ones are not dense is copied.
+  // The tensor has `least` dimensions or one more. It is copied if its last `dense` ones are not dense.
   void strided(const char* name, Strided& t, int64_t least, int64_t dense, Role role, bool updated = false) {
     field({name, role, t, {.rows = least, .cols = dense, .updated = updated}});
   }
-  // All elements of a tensor of any shape. `rows`: of one of two dimensions, else minus their number.
+  // The vector holds all elements of a tensor of any shape. `rows` receives the rows of a tensor of two
+  // dimensions, else minus the number of its dimensions.
   void flat(const char* name, Vector& v, Role role = Role::optional, int64_t* rows = nullptr) {
     field({name, role, v, {.cols = v.size, .dtype = v.dtype, .leading = rows, .flat = true}});
   }
   void flat(const char* name, Vector& v, int64_t size, DType dtype, bool updated = false) {
     field({name, Role::optional, v, {.cols = size, .dtype = dtype, .flat = true, .updated = updated}});
   }
-  // One or several vectors of `size` numbers in float32: rows of one tensor.
+  // The statistics are vectors of `size` floats in float32: the rows of one tensor.
   virtual void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size,
                           Role role) = 0;
   void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size) {
@@ -177,7 +205,7 @@ class Fields {
   void saved(const char* name, std::initializer_list<Statistic> list, int64_t size) {
     statistics(name, list, size, Role::saved);
   }
-  // A number, flag or choice; an enum that has no such value is -1.
+  // Names a number, flag or choice. An enum that has no such value becomes -1.
   template <class T>
   void option(const char* name, T& value) {
     if constexpr (std::is_same_v<T, bool>) {
@@ -205,7 +233,8 @@ class Fields {
   void result(const char* name, Vector& v, int64_t size, DType dtype) {
     field({name, Role::result, v, {.cols = size, .dtype = dtype}});
   }
-  // [rows, cols]: of the sizes of x's tensor but for its last dimension, and its first where that is one of several matrices.
+  // The result has [rows, cols]. Its tensor has the sizes of x's tensor except the last, and except the first
+  // if that counts several matrices.
   void result(const char* name, Matrix& m, const Matrix& x, int64_t rows, int64_t cols, DType dtype,
               Role role = Role::result) {
     field({name, role, m, {.rows = rows, .cols = cols, .dtype = dtype, .of = &x, .other_cols = true}});
@@ -216,16 +245,16 @@ class Fields {
   void result_if(bool wanted, const char* name, Vector& v, int64_t size, DType dtype = DType::f32) {
     field({name, Role::result, v, {.cols = size, .dtype = dtype, .wanted = wanted}});
   }
-  // A tensor without dimensions.
+  // The result is a tensor without dimensions.
   void number(const char* name, Vector& v, DType dtype = DType::f32, bool wanted = true) {
     field({name, Role::result, v, {.cols = 1, .dtype = dtype, .scalar = true, .wanted = wanted}});
   }
   void number_if(bool wanted, const char* name, Vector& v) { number(name, v, DType::f32, wanted); }
-  // A loss of every row, or of all.
+  // The result is a loss of every row, or one of all rows.
   void rows_or_number(const char* name, bool by_row, Vector& rows, int64_t size, Vector& total) {
     by_row ? result(name, rows, size, DType::f32) : number(name, total);
   }
-  // Of the sizes of a tensor.
+  // The result has the sizes of a given tensor.
   void result_if(bool wanted, const char* name, Vector& v, const Vector& of, Role role = Role::result) {
     field({name, role, v, {.cols = of.size, .scalar = true, .of = &of, .wanted = wanted}});
   }
@@ -238,16 +267,16 @@ class Fields {
                  Role role = Role::result) {
     field({name, role, m, {.rows = rows, .cols = cols, .dtype = dtype, .wanted = wanted}});
   }
-  // Dense, of the sizes of t.
+  // The result is dense and has the sizes of t.
   void result_if(bool wanted, const char* name, Strided& result, const Strided& t, DType dtype,
                  bool swapped) {
     field({name, Role::result, result, {.dtype = dtype, .of = &t, .wanted = wanted, .swapped = swapped}});
   }
-  // [count, rows, cols], the matrices one after the other.
+  // The result is [count, rows, cols]: the matrices follow one another.
   void stacked_result(const char* name, Matrix& m, int64_t count, int64_t rows, int64_t cols, DType dtype) {
     field({name, Role::result, m, {.rows = count * rows, .cols = cols, .dtype = dtype, .stack = count}});
   }
-  // As `result`, or a gradient; <op>_in_place writes it over `input`.
+  // Names a result or a gradient that <op>_in_place writes over `input`.
   static constexpr const char* kDenseRows =
       " must have dense rows to be written in place, got a layout that needs a copy";
   static constexpr const char* kEvenRows =
@@ -257,7 +286,7 @@ class Fields {
   void gradient(const char* name, Matrix& m, const Matrix& x) {
     field({name, Role::gradient, m, sizes_of(x, x.dtype)});
   }
-  // Of a parameter.
+  // Names the gradient of a parameter.
   void gradient(const char* name, Vector& v, const char* of, const Vector& parameter) {
     require(!v || parameter, name, " must be absent when ", of, " is, got [", v.size, "]");
     gradient(name, v, parameter.size, parameter.dtype, &parameter);
@@ -268,10 +297,10 @@ class Fields {
   void gradient(const char* name, Vector& v, int64_t size, DType dtype, const Vector* sizes_of = nullptr) {
     field({name, Role::gradient, v, {.cols = size, .dtype = dtype, .of = sizes_of}});
   }
-  // The name in messages of a call that has one of its own.
+  // Sets the name in messages of a call that has a name of its own.
   virtual void rename(const char* op) { (void)op; }
   bool on_cuda() const { return on_cuda_; }
-  // A rule of this op's own.
+  // States a rule of this op.
   template <class... Parts>
   void require(bool holds, const Parts&... parts) const {
     if (checked_op_ != nullptr && !holds) [[unlikely]]
@@ -290,12 +319,13 @@ class Fields {
     return {.rows = x.rows, .cols = x.cols, .dtype = dtype, .of = &x};
   }
   const char* checked_op_;  // null: nothing is checked
-  const bool on_cuda_;      // where it is checked
+  // True if the call that is checked runs on CUDA.
+  const bool on_cuda_;
 };
 
 }  // namespace tigon
 
-// Declares an entry in tigon, and the same of both backends in tigon::cpu and tigon::cuda.
+// Declares an entry in tigon and the entries of both backends, in tigon::cpu and tigon::cuda.
 #define TIGON_API_ENTRY(entry, Args)                 \
   TIGON_API void entry(Context& ctx, const Args& a); \
   namespace cpu {                                    \
@@ -304,7 +334,8 @@ class Fields {
   namespace cuda {                                   \
   void entry(Context& ctx, const Args& a);           \
   }
-// Both directions of an op: TIGON_API_OP(rms_norm, RmsNorm) declares rms_norm_fwd(Context&, const RmsNormFwd&) and rms_norm_bwd.
+// Declares both directions of an op: TIGON_API_OP(rms_norm, RmsNorm) declares rms_norm_fwd(Context&, const
+// RmsNormFwd&) and rms_norm_bwd.
 #define TIGON_API_OP(op, Args)         \
   TIGON_API_ENTRY(op##_fwd, Args##Fwd) \
   TIGON_API_ENTRY(op##_bwd, Args##Bwd)

@@ -1,4 +1,5 @@
-// The kinds of gated units and their numbers: what the ops that have such a formula (gated_unit.inc) share.
+// Lists the kinds of gated units and their constants, which all ops with such a formula (gated_unit.inc)
+// share.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +22,10 @@ struct GluOptions {
   float gate_multiplier = 1.0f;  // swiglu
   float down_multiplier = 1.0f;  // swiglu
   float alpha = 1.702f;          // swiglu_oai
-  float limit = 7.0f;            // of the clamped kinds, > 0
+  float limit = 7.0f;            // the clamped kinds; > 0
 };
 
-// Calls fn.operator()<kind>() on the host; with_kind (gated_unit.inc) is that of kernels.
+// Calls fn.operator()<kind>() on the host. Kernels use with_kind (gated_unit.inc).
 template <class Fn>
 void dispatch_kind(GluKind kind, Fn&& fn) {
   [&]<int... K>(std::integer_sequence<int, K...>) {
@@ -32,7 +33,7 @@ void dispatch_kind(GluKind kind, Fn&& fn) {
   }(std::make_integer_sequence<int, kGluKinds>{});
 }
 
-// The kinds that clamp their inputs.
+// Returns true for the kinds that clamp their inputs.
 constexpr bool is_clamped(GluKind kind) {
   return kind == GluKind::swiglu_oai || kind == GluKind::swiglu_clamped;
 }

@@ -14,11 +14,13 @@ inline constexpr int64_t kStripRows = 12, kStripCols = 16;
 namespace tigon::cpu {
 namespace {
 
-// One tile: 192 KiB of C, 192 KiB of A, 256 KiB of B, all fp32, in strips of rows of A and of columns of B.
+// One tile takes 192 KiB of C, 192 KiB of A and 256 KiB of B, all fp32, in strips of rows of A and of columns
+// of B.
 constexpr int64_t kRows = 16 * kStripRows, kCols = 16 * kStripCols, kDepth = 256;
 constexpr int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// strips[i / width][k][i % width] = m(i, k) as fp32, 0 past `count`. m(i, k) lies at i * step_i + k * step_k.
+// Packs strips[i / width][k][i % width] = m(i, k) as fp32, with 0 past `count`. m(i, k) lies at i * step_i +
+// k * step_k.
 template <int64_t kWidth, class T>
 void pack(const T* m, int64_t step_i, int64_t step_k, int64_t count, int64_t depth, float* strips) {
   for (int64_t first = 0; first < count; first += kWidth, strips += kWidth * depth) {

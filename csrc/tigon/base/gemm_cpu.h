@@ -1,6 +1,7 @@
-// The built-in CPU matrix product: right for every layout and dtype, in blocks of caches and registers, no more. Frameworks
-// bring a better one through Context::gemm; this one serves C++ programs that have none. The same bits for every instruction
-// set: without FMA instructions (x86 before AVX2) each multiplication and addition is a call of the C library.
+// The built-in CPU GEMM handles every layout and dtype, blocks for caches and registers, and does no more.
+// Frameworks bring a better one through Context::gemm; this one serves C++ programs that have none. Its
+// results are bitwise equal for every instruction set. Without FMA instructions (x86 before AVX2) each fma is
+// a call of the C library.
 #pragma once
 
 #include "tigon/base/context.h"
@@ -9,7 +10,8 @@ namespace tigon::cpu {
 
 void builtin_gemm(Context& ctx, const Gemm& g);
 
-// dst[i] = float(src[i]), and back with one rounding (beta 0) or dst += src (beta 1, f32 only).
+// widen() computes dst[i] = float(src[i]). narrow() goes back, with one rounding (beta 0) or as dst += src
+// (beta 1, f32 only).
 void widen(const void* src, DType dtype, float* dst, int64_t n);
 
 }  // namespace tigon::cpu

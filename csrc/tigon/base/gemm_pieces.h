@@ -1,9 +1,8 @@
-// A 16-bit matrix product cut into pieces whose contiguous dimensions are whole 16-byte vectors.
-//
-// cuBLASLt's tensor-core kernels load and store 16-byte vectors. Where a dimension that some matrix has contiguous is no
-// multiple of eight elements (a vocabulary of 128257), it runs a kernel that is five times slower for the whole product.
-// Pieces of the multiple of eight run at full speed on the same memory; what is left is at most seven rows, columns or
-// inner elements, which cost under one per cent of a large product.
+// Cuts a 16-bit GEMM into pieces whose contiguous dimensions are whole 16-byte vectors. cuBLASLt's
+// tensor-core kernels load and store 16-byte vectors. If a contiguous dimension of some matrix is not a
+// multiple of eight elements (a vocabulary of 128257), cuBLASLt runs the whole GEMM with a kernel that is
+// five times slower. Pieces that are multiples of eight run at full speed on the same memory. What is left is
+// at most seven rows, columns or inner elements, which cost under one per cent of a large GEMM.
 #pragma once
 
 #include <array>
@@ -13,7 +12,8 @@
 namespace tigon {
 
 struct GemmPieces {
-  std::array<Gemm, 8> piece;  // in the order to be run: a later one may add to what an earlier one wrote
+  // The order in which the pieces must run: a later one may add to what an earlier one wrote.
+  std::array<Gemm, 8> piece;
   int count = 0;
 };
 
@@ -46,8 +46,8 @@ inline Gemm inner(Gemm g, int64_t first, int64_t count) {
 
 }  // namespace gemm_pieces_detail
 
-// The product as one piece where cutting gains nothing: float32 operands, dimensions that fit, rows that do not begin at
-// 16-byte boundaries (no cut mends those), or so little work that launches cost more.
+// Returns the GEMM as one piece if cutting gains nothing: float32 operands, dimensions that fit, rows that do
+// not begin at 16-byte boundaries (cutting cannot align those), or so little work that launches cost more.
 inline GemmPieces gemm_pieces(const Gemm& g, int64_t least_work = int64_t(1) << 30) {
   namespace d = gemm_pieces_detail;
   constexpr int64_t kVector = 8;
@@ -58,7 +58,8 @@ inline GemmPieces gemm_pieces(const Gemm& g, int64_t least_work = int64_t(1) << 
   bool aligned = begins_aligned(g.a, g.lda, g.ab_dtype) && begins_aligned(g.b, g.ldb, g.ab_dtype) &&
                  begins_aligned(g.c, g.ldc, g.c_dtype);
   if (!is_half(g.ab_dtype) || !aligned || g.m * g.n * g.k < least_work) return pieces;
-  // Cuts every piece in two. Parts of a sum: the small one is written first, so that the large one rounds the whole.
+  // Cuts every piece in two. Of the two parts of a sum the small one is written first, so that the large one
+  // rounds the whole.
   auto cut = [&](int64_t size, Gemm (*part)(Gemm, int64_t, int64_t), bool sums) {
     int64_t whole = size / kVector * kVector;
     if (whole == 0 || whole == size) return;

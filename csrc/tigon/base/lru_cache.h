@@ -1,4 +1,4 @@
-// Values by key, the most recently used `capacity` of them, for any number of threads.
+// Keeps the `capacity` most recently used values by key, for any number of threads.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ class LruCache {
 
   explicit LruCache(size_t capacity) : capacity_(capacity) {}
 
-  // The key's value, else what make() returns, which runs unlocked: threads that miss at the same time each make one, and
-  // all get the first. A value that is dropped lives as long as a caller holds it.
+  // Returns the key's value, else what make() returns. make() runs unlocked: threads that miss at the same
+  // time each make a value, and all get the first one. A dropped value lives as long as a caller holds it.
   template <class Make>
   Shared get(const Key& key, const Make& make) {
     if (Shared known = find(key)) return known;
@@ -51,7 +51,7 @@ class LruCache {
 
   const size_t capacity_;
   std::mutex mutex_;
-  Entries recent_;  // the last used first
+  Entries recent_;  // most recently used first
   std::map<Key, typename Entries::iterator> places_;
 };
 

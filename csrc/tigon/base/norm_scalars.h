@@ -1,12 +1,14 @@
-// The numbers of a norm's formula. A formula struct (<op>_math.inc) derives from one of these, so that every backend makes it
-// from the same values.
+// These are the constants of a norm's formula. A formula struct (<op>_math.inc) derives from one of these
+// types, so that every backend builds it from the same values.
 #pragma once
 
 namespace tigon {
 
 struct NormScalars {
-  float offset = 0.0f;   // added to the weight; 0 without a weight
-  bool round_h = false;  // the normalized value is rounded to x's dtype before the weight
+  // The weight gets this added; 0 if there is no weight.
+  float offset = 0.0f;
+  // The normalized value is rounded to x's dtype before it is multiplied by the weight.
+  bool round_h = false;
 };
 struct NoNormScalars {
   static constexpr float offset = 0.0f;

@@ -1,4 +1,5 @@
-// The entries of an op whose arguments have a list of fields (base/fields.h), and the table from which PyTorch's operators are made.
+// Defines the entries of an op whose arguments have a list of fields (base/fields.h), and the table from
+// which PyTorch's operators are made.
 #pragma once
 
 #include <new>
@@ -10,7 +11,7 @@
 
 namespace tigon {
 
-// The standard checks, field by field.
+// Runs the standard checks field by field.
 class FieldChecks final : public Fields {
  public:
   FieldChecks(const char* op, const Context& ctx) : Fields(op, ctx.device() == Device::cuda), op_(op) {}
@@ -18,7 +19,7 @@ class FieldChecks final : public Fields {
   void result_over(const char* name, Matrix& m, const char*, const Matrix& input, Role role,
                    const char*) override;
   void list(const char* name, std::span<const Vector>& list, const Listed& each) override;
-  // Whether any result that is wanted has elements.
+  // True if any wanted result has elements.
   bool work() const { return work_; }
 
  protected:
@@ -30,14 +31,15 @@ class FieldChecks final : public Fields {
   bool work_ = false;
 };
 
-// The arguments of an op whose type is not known, and the call.
+// Holds the arguments of an op, without their type, and makes the call.
 class AnyArgs {
  public:
   virtual ~AnyArgs() = default;
   virtual void fields(Fields& f) = 0;
   virtual void run(Context& ctx) const = 0;
 };
-inline constexpr size_t kArgsBytes = 2048;  // at most
+// No op's arguments are larger.
+inline constexpr size_t kArgsBytes = 2048;
 template <class Args, void (*entry)(Context&, const Args&)>
 class ArgsOf final : public AnyArgs {
  public:
@@ -48,9 +50,10 @@ class ArgsOf final : public AnyArgs {
   Args args_;
 };
 
-enum class Direction : int8_t { forward, backward, none };  // none: an operator of that name alone
+// `none` is an operator with just that name.
+enum class Direction : int8_t { forward, backward, none };
 
-// An op as PyTorch sees it. The table is complete before PyTorch's own registrations run.
+// Describes an op to PyTorch. The table is complete before PyTorch's own registrations run.
 struct Operator {
   const char* op;  // without _fwd or _bwd
   Direction direction;
@@ -74,7 +77,7 @@ Args checked(const char* op, const Context& ctx, const Args& args) {
   a.fields(checks);
   return a;
 }
-// Checks `args`, and runs the backend of the context's device where there is something to do.
+// Checks `args`, and runs the backend of the context's device if there is any work.
 template <class Args, class OnCpu, class OnCuda>
 void run_op(const char* op, Context& ctx, const Args& args, const OnCpu& on_cpu, const OnCuda& on_cuda) {
   Args a = args;
@@ -95,15 +98,15 @@ void run_op(const char* op, Context& ctx, const Args& args, const OnCpu& on_cpu,
 #define TIGON_CUDA_ENTRY(entry) [](auto&&...) {}
 #endif
 
-// PyTorch's operator of an entry that is there.
+// Adds a PyTorch operator for an entry that is already defined.
 #define TIGON_OPERATOR(entry, Args, op, direction)                                       \
   [[gnu::init_priority(200)]] static const AddOperator<Args, entry> entry##_operator(op, \
                                                                                      Direction::direction);
-// Defines the entry tigon::<entry> with its checks, and its operator of PyTorch.
+// Defines the entry tigon::<entry> with its checks, and its PyTorch operator.
 #define TIGON_DEFINE_ENTRY(entry, Args, op, name, direction)                                             \
   void entry(Context& ctx, const Args& a) { run_op(name, ctx, a, cpu::entry, TIGON_CUDA_ENTRY(entry)); } \
   TIGON_OPERATOR(entry, Args, op, direction)
-// The whole op: TIGON_OP(rms_norm, RmsNorm), in namespace tigon.
+// Defines a whole op, in namespace tigon: TIGON_OP(rms_norm, RmsNorm).
 #define TIGON_OP(op, Args)                                   \
   TIGON_DEFINE_ENTRY(op##_fwd, Args##Fwd, #op, #op, forward) \
   TIGON_DEFINE_ENTRY(op##_bwd, Args##Bwd, #op, #op "_bwd", backward)

@@ -1,11 +1,11 @@
-// A matrix product of views.
+// Runs a GEMM on matrix views.
 #pragma once
 
 #include "tigon/base/context.h"
 
 namespace tigon {
 
-// C = alpha op(A) op(B) + beta C; the flags are those of Gemm.
+// C = alpha op(A) op(B) + beta C. The flags are those of Gemm.
 struct Product {
   Matrix a, b, c;
   bool trans_a = false, trans_b = false;

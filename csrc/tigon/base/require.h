@@ -1,4 +1,4 @@
-// The checks that every op's entry makes, in the words every op uses; and the one dispatch on device.
+// Makes the checks of every op's entry, in the same words for every op, and the one dispatch on the device.
 #pragma once
 
 #include "tigon/base/check.h"
@@ -14,7 +14,7 @@ inline void require_dtype(const char* op, const char* name, DType given, DType e
   TIGON_CHECK(op, given == expected, name, " must be ", name_of(expected), ", got ", name_of(given));
 }
 
-// Of the dtype of what it belongs to, or float32.
+// The dtype must be the expected one or float32.
 inline void require_or_f32(const char* op, const char* name, DType given, DType expected) {
   TIGON_CHECK(op, given == expected || given == DType::f32, name, " must be ", name_of(expected),
               " or float32, got ", name_of(given));
@@ -32,16 +32,16 @@ inline void require_vector(const char* op, const char* name, const Vector& v, in
   require_dtype(op, name, v.dtype, dtype);
 }
 
-// Where it is there.
+// Checks the vector if it is present.
 inline void require_optional(const char* op, const char* name, const Vector& v, int64_t size,
                              DType dtype = DType::f32) {
   if (v) require_vector(op, name, v, size, dtype);
 }
-// Labels, or a mask.
+// Labels are i64, a mask is u8.
 inline void require_labels(const char* op, const char* name, const Vector& v, int64_t size) {
   require_optional(op, name, v, size, v.dtype == DType::u8 ? DType::u8 : DType::i64);
 }
-// A factor of all rows or of each.
+// The scale is one factor for all rows, or one per row.
 inline void require_scale(const char* op, const Vector& v, int64_t rows) {
   if (!v) return;
   TIGON_CHECK(op, v.size == 1 || v.size == rows, "scale must be [1] or [", rows, "], got [", v.size, "]");
@@ -51,12 +51,12 @@ inline void require_scale(const char* op, const Vector& v, int64_t rows) {
 inline void require_eps(const char* op, float eps) {
   TIGON_CHECK(op, eps >= 0.0f, "eps must be >= 0, got ", eps);
 }
-// A result that is wanted.
+// Checks a result if it is wanted.
 inline void require_result(const char* op, const char* name, const Matrix& m, const Matrix& like) {
   if (m.data != nullptr) require_matrix(op, name, m, like.rows, like.cols, like.dtype);
 }
 
-// A result that may be written over `input`, in its dtype.
+// Checks a result that may be written over `input`, in its dtype.
 inline void require_rows_apart(const char* op, const char* name, const Matrix& m, const char* input,
                                const Matrix& from) {
   TIGON_CHECK(op, m.data != from.data || m.stride == from.stride, name, " in place must have ", input,
@@ -65,14 +65,15 @@ inline void require_rows_apart(const char* op, const char* name, const Matrix& m
               " must have rows that do not overlap (stride >= ", m.cols, "), got stride ", m.stride);
 }
 
-// A vector by column of x, where there is one: x's dtype or float32.
+// A parameter, if present, has an element per column of x, in x's dtype or float32.
 inline void require_parameter(const char* op, const char* name, const Vector& v, const Matrix& x) {
   if (!v) return;
   TIGON_CHECK(op, v.size == x.cols, name, " must be [", x.cols, "], got [", v.size, "]");
   require_or_f32(op, name, v.dtype, x.dtype);
 }
 
-// Runs the backend of the context's device. `on_cuda` is TIGON_ON_CUDA(call): empty in builds without CUDA.
+// Runs the backend of the context's device. `on_cuda` is TIGON_ON_CUDA(call), which is empty in builds
+// without CUDA.
 template <class OnCpu, class OnCuda>
 void on_device(const char* op, Context& ctx, OnCpu&& on_cpu, OnCuda&& on_cuda) {
   if (ctx.device() == Device::cpu) return on_cpu();
@@ -87,6 +88,6 @@ void on_device(const char* op, Context& ctx, OnCpu&& on_cpu, OnCuda&& on_cuda) {
 #else
 #define TIGON_ON_CUDA(...) [] {}
 #endif
-// The backend's entry of the same name.
+// Runs the backend's entry of the same name.
 #define TIGON_RUN(op, ctx, entry, a) \
   on_device(op, ctx, [&] { cpu::entry(ctx, a); }, TIGON_ON_CUDA(cuda::entry(ctx, a)))

@@ -1,4 +1,4 @@
-// A tensor as the core sees it: a plain view, no ownership, no framework.
+// The core sees a tensor as a plain view: it owns nothing and knows no framework.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@ namespace tigon {
 enum class Device : int8_t { cpu, cuda };
 constexpr const char* name_of(Device d) { return d == Device::cpu ? "cpu" : "cuda"; }
 
-// rows x cols, elements of a row adjacent, rows `stride` elements apart (stride may exceed cols: views of wider tensors).
+// A matrix is rows x cols. The elements of a row are adjacent, and rows are `stride` elements apart. stride
+// may exceed cols, for views of wider tensors.
 struct Matrix {
   void* data = nullptr;
   DType dtype = DType::f32;
@@ -25,7 +26,7 @@ struct Matrix {
   explicit operator bool() const { return data != nullptr || rows * cols == 0; }
 };
 
-// `count` rows from row `first` on. One that is absent stays so.
+// Returns `count` rows from row `first` on. An absent matrix stays absent.
 inline Matrix rows_from(const Matrix& m, int64_t first, int64_t count) {
   Matrix part = m;
   part.rows = count;
@@ -45,7 +46,8 @@ struct Vector {
   constexpr explicit operator bool() const { return data != nullptr; }
 };
 
-// Whether a row counts by its label (i64; not `ignore_index`) or by a mask (u8); without either all do.
+// True if a row counts by its label (i64, not `ignore_index`) or by a mask (u8). Without either, all rows
+// count.
 constexpr bool row_counts(const Vector& target, int64_t row, int64_t ignore_index) {
   if (!target) return true;
   return (target.dtype == DType::u8 ? int64_t(target.as<uint8_t>()[row]) : target.as<int64_t>()[row]) !=

@@ -1,8 +1,8 @@
-// What Python tells about this library: tigon.env(). Plain C entry points, found by name.
+// tigon.env() asks these plain C functions, found by name, about the library.
 #include "tigon/base/context.h"
 #include "tigon/base/simd/lanes.h"
 
-// The instruction set that the CPU kernels run with in this process.
+// Returns the instruction set that the CPU kernels use in this process.
 extern "C" TIGON_API const char* tigon_isa() {
   switch (tigon::cpu::active_isa()) {
     case tigon::cpu::Isa::avx512: return "avx512";
@@ -11,7 +11,7 @@ extern "C" TIGON_API const char* tigon_isa() {
   }
 }
 
-// Toolkit and architectures of the CUDA kernels in this library, or an empty string.
+// Returns the toolkit and the architectures of the CUDA kernels in this library, or an empty string.
 extern "C" TIGON_API const char* tigon_cuda_build() {
   return tigon::built_with_cuda() ? TIGON_CUDA_BUILD : "";
 }

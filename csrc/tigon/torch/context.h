@@ -1,4 +1,4 @@
-// Contexts backed by PyTorch.
+// Makes contexts backed by PyTorch.
 #pragma once
 
 #include "tigon/torch/shim.h"
@@ -6,7 +6,7 @@
 namespace tigon::torch_shim {
 
 std::unique_ptr<Context> make_cpu_context(const Tensor& t);
-// Only in builds with CUDA; elsewhere it throws.
+// Throws in builds without CUDA.
 std::unique_ptr<Context> make_cuda_context(const Tensor& t);
 bool deterministic();
 

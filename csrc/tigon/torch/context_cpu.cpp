@@ -1,5 +1,5 @@
-// CPU calls inside PyTorch: its thread pool (one pool per process: a second OpenMP runtime costs milliseconds a call), its
-// allocator for scratch, its matrix product.
+// A CPU call inside PyTorch uses PyTorch's thread pool, its allocator for scratch, and its GEMM. There is one
+// pool per process, since a second OpenMP runtime costs milliseconds per call.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -13,7 +13,8 @@
 #include "tigon/base/gemm_cpu.h"
 #include "tigon/torch/context.h"
 
-// PyTorch's own for compiled graphs: the dispatcher takes no numbers from here. Null where a PyTorch is without it.
+// PyTorch offers this entry to compiled graphs. Calling it avoids the dispatcher, which takes no numbers from
+// here. It is null if this PyTorch does not have it.
 extern "C" [[gnu::weak]] AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self,
                                                                  AtenTensorHandle mat1, AtenTensorHandle mat2,
                                                                  double beta, double alpha);
@@ -24,7 +25,7 @@ std::atomic<bool> onednn_is_there = false;
 
 }  // namespace
 
-// Python calls it once PyTorch is known to have oneDNN's linear operator in the form used here.
+// Python calls this once it knows that PyTorch has oneDNN's linear operator in the form used here.
 extern "C" TIGON_API void tigon_enable_onednn() { onednn_is_there = true; }
 
 namespace tigon::torch_shim {
@@ -32,7 +33,8 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-// MKL, PyTorch's choice for float32, runs at half of oneDNN's rate on AMD (Zen 5: 150 against 280 GF/s on two cores).
+// MKL, PyTorch's choice for float32, runs at half of oneDNN's rate on AMD (Zen 5: 150 against 280 GF/s on two
+// cores).
 bool prefers_onednn() {
 #if defined(__x86_64__)
   static const bool amd = __builtin_cpu_is("amd");
@@ -42,8 +44,8 @@ bool prefers_onednn() {
 #endif
 }
 
-// oneDNN's bf16 products on AMX multiply what follows a row of A, up to a multiple of 32 elements, by zeros: NaN where the next row
-// begins with one, or where memory beside the matrix holds one.
+// oneDNN's bf16 GEMM on AMX multiplies what follows a row of A, up to a multiple of 32 elements, by zeros.
+// That gives NaN if the next row, or the memory after the matrix, holds a NaN or an infinity there.
 constexpr int64_t kAmxColumns = 32;
 bool reads_past_rows(const Gemm& g) {
 #if defined(__x86_64__)
@@ -79,9 +81,10 @@ class TorchCpuContext final : public Context {
     return reinterpret_cast<void*>((address + 255) / 256 * 256);
   }
 
-  // aten::mm and addmm write their operands' dtype. A wider result is summed here: one rounding per product for bf16. float16 goes
-  // through float32 (aten's own float16 product is two orders of magnitude slower on machines without fp16 arithmetic), and so
-  // do products that are not to be rounded. float32 products of some size are oneDNN's where MKL is slow.
+  // aten::mm and addmm write their operands' dtype. A wider result is summed here, with one rounding per GEMM
+  // for bf16. float16 goes through float32, since aten's own float16 GEMM is two orders of magnitude slower
+  // on machines without fp16 arithmetic. GEMMs that must not be rounded go through float32 too. float32 GEMMs
+  // of some size are oneDNN's if MKL is slow.
   void gemm(const Gemm& g) override {
     constexpr int64_t kWorthwhile = int64_t(1) << 24;
     if (g.m == 0 || g.n == 0) return;
@@ -90,7 +93,8 @@ class TorchCpuContext final : public Context {
     if (g.ab_dtype == DType::f16) return widened_gemm(g);
     if (g.ab_dtype == DType::f32 && g.m * g.n * g.k >= kWorthwhile && prefers_onednn()) return onednn(g);
     const bool plain = g.beta == 0.0f && g.alpha == 1.0f;
-    const bool adds = is_half(g.ab_dtype) && aoti_torch_cpu_addmm_out != nullptr;  // with one rounding less
+    // addmm adds with one rounding less.
+    const bool adds = is_half(g.ab_dtype) && aoti_torch_cpu_addmm_out != nullptr;
     if (g.ab_dtype == g.c_dtype && (plain || adds)) return mm(g, g.c, g.ldc);
     size_t first = blocks_.size();
     void* product = scratch(size_of(g.ab_dtype) * size_t(g.m * g.n));
@@ -111,8 +115,9 @@ class TorchCpuContext final : public Context {
                                     torch::stable::Device(torch::headeronly::DeviceType::CPU, -1), type);
   }
 
-  // Makes fresh pages of a large result before the product does: faults inside its tiles cost a third of a product
-  // (128256x2048 bf16, K 1024: 0.95 -> 0.69 s + 0.03 s). Pages that are there stay as they are.
+  // Touches the fresh pages of a large result before the GEMM does: page faults inside its tiles cost a third
+  // of a GEMM (128256x2048 bf16, K 1024: 0.95 -> 0.69 s + 0.03 s). Pages that are already mapped stay as they
+  // are.
   void fault_in(void* data, size_t bytes) {
 #ifdef MADV_POPULATE_WRITE
     constexpr uintptr_t kPage = uintptr_t(1) << 21, kTask = 8 * kPage;
@@ -126,7 +131,7 @@ class TorchCpuContext final : public Context {
 #endif
   }
 
-  // Rows of A that have no zeros after them are copied to where they have, some at a time.
+  // Rows of A without zeros after them are copied, a few at a time, to memory that has them.
   void mm(const Gemm& g, void* c, int64_t ldc) {
     if (!reads_past_rows(g)) return product(g, c, ldc);
     constexpr int64_t kElements = int64_t(1) << 18, kLeastRows = 64;
@@ -160,10 +165,12 @@ class TorchCpuContext final : public Context {
                              torch::stable::detail::from(to)};
     check_torch(torch_call_dispatcher("aten::mm", "out", stack, TORCH_ABI_VERSION),
                 [] { return "aten::mm failed"; });
-    torch::stable::detail::to<Tensor>(stack[0]);  // takes and drops the returned handle
+    // Takes and drops the returned handle.
+    torch::stable::detail::to<Tensor>(stack[0]);
   }
 
-  // X W^T with W = op(B)^T, in a tensor of PyTorch's own; the copy costs a tenth of what is gained.
+  // Computes X W^T with W = op(B)^T in a tensor of PyTorch's. The copy costs a tenth of the time that is
+  // saved.
   void onednn(const Gemm& g) {
     StableIValue stack[6] = {
         torch::stable::detail::from(view(g.a, g.m, g.k, g.lda, g.trans_a, g.ab_dtype)),
@@ -179,7 +186,7 @@ class TorchCpuContext final : public Context {
     add(product.data_ptr(), DType::f32, g);
   }
 
-  // Columns of the result in pieces, so that few rows of op(B) are in float32 at a time.
+  // Computes the columns of the result in pieces, so that few rows of op(B) are in float32 at a time.
   void unrounded_gemm(const Gemm& g) {
     constexpr int64_t kPiece = 8192;
     for (int64_t n = 0; n < g.n; n += kPiece) {
@@ -210,7 +217,7 @@ class TorchCpuContext final : public Context {
     blocks_.resize(first, like_);
   }
 
-  // C = alpha product, or C += alpha product when beta is 1.
+  // Computes C = alpha product, or C += alpha product if beta is 1.
   void add(const void* product, DType dtype, const Gemm& g) {
     dispatch_float("gemm", "product", dtype, [&](auto p) {
       using P = typename decltype(p)::type;

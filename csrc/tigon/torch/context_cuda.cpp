@@ -1,6 +1,6 @@
-// CUDA calls inside PyTorch: its current stream and caching allocator. libtorch_cuda is not linked;
-// its one function used here is looked up in the running process, so that the same binary loads
-// beside a CPU-only PyTorch.
+// A CUDA call inside PyTorch uses PyTorch's current stream and caching allocator. libtorch_cuda is not
+// linked: the one function used here is looked up in the running process, so that the same binary loads with
+// a CPU-only PyTorch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <vector>
@@ -33,7 +33,8 @@ class TorchCudaContext final : public Context {
   Device device() const override { return Device::cuda; }
   void* stream() const override { return stream_; }
   Executor& executor() override { return executor_; }
-  // Caching-allocator blocks are 512-byte aligned and ordered by the stream: freeing them after the launch is safe.
+  // Blocks of the caching allocator are 512-byte aligned and ordered by the stream, so freeing them after the
+  // launch is safe.
   void* scratch(size_t bytes) override {
     blocks_.push_back(make(like_, {int64_t(bytes > 0 ? bytes : 1)}, DType::u8));
     return blocks_.back().data_ptr();
@@ -67,7 +68,7 @@ std::unique_ptr<Context> make_cuda_context(const Tensor&) {
 
 }  // namespace tigon::torch_shim
 
-// For tigon.env(). Lines, valid until the thread's next call.
+// Returns the lines of tigon.env() about GEMM, valid until the thread's next call.
 extern "C" TIGON_API const char* tigon_products() {
   static thread_local std::string lines;
   return (lines = tigon::torch_shim::products()).c_str();

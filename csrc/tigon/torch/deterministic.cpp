@@ -1,9 +1,9 @@
-// Whether contexts are deterministic: as tigon.deterministic says, else as PyTorch's deterministic algorithms are.
+// Contexts are deterministic if tigon.deterministic says so, else if PyTorch uses deterministic algorithms.
 #include <atomic>
 
 #include "tigon/torch/context.h"
 
-// No part of the stable interface; null where a PyTorch is without it.
+// This function is not part of the stable interface. It is null if this PyTorch does not have it.
 namespace at {
 class Context {
  public:
@@ -14,7 +14,7 @@ class Context {
 
 namespace {
 
-std::atomic<int> said = -1;  // 0, 1, or -1: as PyTorch
+std::atomic<int> said = -1;  // 0, 1, or -1 to follow PyTorch
 
 }  // namespace
 
@@ -27,6 +27,6 @@ bool deterministic() {
 
 }  // namespace tigon::torch_shim
 
-// Returns what was said before.
+// Returns the previous mode.
 extern "C" TIGON_API int tigon_set_deterministic(int mode) { return said.exchange(mode); }
 extern "C" TIGON_API int tigon_deterministic() { return tigon::torch_shim::deterministic(); }

@@ -1,4 +1,5 @@
-// PyTorch's operators of the ops whose arguments have a list of fields (base/fields.h): schemas, and one adaptor for all.
+// Registers PyTorch's operators for the ops whose arguments have a list of fields (base/fields.h): their
+// schemas, and one adaptor for all.
 #include "tigon/base/op.h"
 
 #include <algorithm>
@@ -12,7 +13,7 @@ namespace {
 
 enum class Variant : int8_t { whole, infer, in_place };
 
-// The schema of a variant.
+// Writes the schema of a variant.
 class Schema final : public Fields {
  public:
   explicit Schema(Variant variant) : variant_(variant) {}
@@ -44,7 +45,8 @@ class Schema final : public Fields {
 
  protected:
   void field(const Field& f) override {
-    if (f.role == Role::gradient) add(inputs_, "bool need_", f.name);  // after all inputs
+    // The schema lists these after all inputs.
+    if (f.role == Role::gradient) add(inputs_, "bool need_", f.name);
     has_statistics = has_statistics || f.role == Role::statistics;
     if (f.role == Role::gradient || f.role == Role::result)
       result(f.name);
@@ -73,14 +75,17 @@ class Schema final : public Fields {
   int count_ = 0, aliases_ = 0;
 };
 
-constexpr size_t kMostTensors = 20;  // that a call takes, and that it returns
+// The most tensors that a call takes, and the most that it returns.
+constexpr size_t kMostTensors = 20;
 
-// A tensor of the call and the member whose view it is.
+// Holds a tensor of the call, and the member that views it.
 struct Held {
   const void* member = nullptr;
   OptionalTensor tensor;
-  bool copied = false;   // what was given has no view
-  bool stacked = false;  // several matrices, each along the first dimension
+  // The given tensor has no view, so this is a copy.
+  bool copied = false;
+  // The tensor holds several matrices along its first dimension.
+  bool stacked = false;
 };
 
 struct HeldList {
@@ -91,20 +96,22 @@ struct HeldList {
 };
 
 void set_layout(Strided& view, const Shape& shape) {
-  view.dims = std::min(shape.dims, Strided::kMostDims);  // more are refused where the view is made
+  // A tensor of more dimensions is refused when the view is made.
+  view.dims = std::min(shape.dims, Strided::kMostDims);
   std::copy_n(shape.sizes, view.dims, view.sizes), std::copy_n(shape.strides, view.dims, view.strides);
 }
 
-// Takes the arguments off PyTorch's stack: all are owned before anything can throw.
+// Takes the arguments off PyTorch's stack. All are owned before anything can throw.
 class Arguments final : public Fields {
  public:
   Arguments(Variant variant, StableIValue* stack) : variant_(variant), stack_(stack) {}
   std::array<Held, kMostTensors> tensors;
-  uint32_t needs = 0;  // a bit for each gradient
+  // Has a bit for each gradient.
+  uint32_t needs = 0;
   std::vector<HeldList> lists;
   bool has_results = false;
 
-  // The tensor of Role::rows, or the first; absent where lists are empty.
+  // Returns the tensor of Role::rows, else the first one; absent if lists are empty.
   OptionalTensor like() const {
     if (lists.empty()) return tensors[rows_].tensor;
     return lists[0].tensors.size() > 0 ? OptionalTensor(lists[0].tensors.tensor(0)) : std::nullopt;
@@ -153,7 +160,7 @@ class Arguments final : public Fields {
   int gradients_ = 0;
 };
 
-// Makes views of the tensors, and results.
+// Makes views of the tensors, and allocates results.
 class Views final : public Fields {
  public:
   Views(const char* op, Variant variant, Arguments& arguments, const Tensor& like)
@@ -268,7 +275,7 @@ class Views final : public Fields {
       if (tensors_[i].member == member && tensors_[i].tensor) return &tensors_[i];
     return nullptr;
   }
-  // Where `like` is stacked, a result of other columns has the sizes of one matrix.
+  // If `like` is stacked, a result with other columns has the sizes of one matrix.
   static Tensor make_matrix(const Held& like, const Expected& e) {
     const Tensor& t = *like.tensor;
     if (!e.other_cols) return make_like(t, e.dtype);
@@ -291,7 +298,8 @@ class Views final : public Fields {
   void make_result(const Field& f, bool wanted) {
     const Expected& e = f.expected;
     const Held* like = held(e.of);
-    if (!wanted || !e.wanted || (e.of != nullptr && like == nullptr)) {  // of an input that is absent: none
+    // An absent input has no such result.
+    if (!wanted || !e.wanted || (e.of != nullptr && like == nullptr)) {
       const bool of_parameter = f.vector != nullptr && e.of != nullptr && !e.scalar;
       add(nothing(like_, of_parameter ? dtype_of(op_, "x", like_) : e.dtype));
     } else if (f.strided != nullptr) {
@@ -319,7 +327,8 @@ class Views final : public Fields {
   std::vector<HeldList>& lists_;
   std::array<OptionalTensor, kMostTensors> results_;
   const uint32_t needs_;
-  const Tensor& like_;  // the tensor of Role::rows
+  // The tensor of Role::rows gives the results their device and sizes.
+  const Tensor& like_;
   size_t next_ = 0, next_list_ = 0, count_ = 0;
   int gradients_ = 0;
 };
@@ -342,13 +351,13 @@ void call(const Operator& op, const char* name, Variant variant, StableIValue* s
   views.put_results(stack);
 }
 
-// PyTorch calls a kernel by an address only: one for each place of the table.
+// PyTorch calls a kernel by its address only, so each place of the table needs a function.
 struct Place {
   Operator op;
   Variant variant;
   const char* suffix;
   std::string schema;
-  std::string name;  // in messages
+  std::string name;  // the name in messages
 };
 const std::vector<Place>& places() {
   static const std::vector<Place> all = [] {
@@ -360,13 +369,14 @@ const std::vector<Place>& places() {
         Schema schema(variant);
         args.fields(schema);
         std::string name = op.op;
-        if (name.back() == '_') name.pop_back();  // of an operator that works in place
+        // The name of an in-place operator ends with an underscore.
+        if (name.back() == '_') name.pop_back();
         found.push_back({op, variant, suffix, schema.text(), name});
         return std::pair(schema.has_statistics, schema.has_in_place);
       };
       const bool forward = op.direction == Direction::forward, backward = op.direction == Direction::backward;
       auto [has_statistics, has_in_place] = add(Variant::whole, backward ? "_bwd" : "");
-      // Python attaches autograd to <op>; eager calls of <op>_fwd stay free of that layer.
+      // Python attaches autograd to <op>. Eager calls of <op>_fwd stay free of that layer.
       if (forward) add(Variant::whole, "_fwd");
       if (has_statistics && forward) add(Variant::infer, "_infer");
       if (has_in_place) add(Variant::in_place, backward ? "_bwd_in_place" : "_in_place");

@@ -9,9 +9,9 @@
 #include "tigon/base/dynlib.h"
 #include "tigon/torch/context.h"
 
-// PyTorch >= 2.13 tells why a call of its C interface failed; null where it does not.
+// PyTorch >= 2.13 tells why a call of its C interface failed. This is null in older ones.
 extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
-// Python's, where one is running.
+// These are Python's functions, null if no Python is running.
 extern "C" [[gnu::weak]] int PyGILState_Ensure();
 extern "C" [[gnu::weak]] void PyGILState_Release(int);
 
@@ -64,7 +64,7 @@ DType dtype_of(const char* op, const char* name, const Tensor& t) {
 DType dtype_of(const char* op, const char* name, AtenTensorHandle t) {
   int32_t type = 0;
   check_torch(aoti_torch_get_dtype(t, &type), [] { return "the tensor has no dtype"; });
-  // PyTorch's own conversion makes a call for each dtype that it tries.
+  // The ids are kept here, because PyTorch's own conversion makes a call for each dtype that it tries.
   static const int32_t f32 = aoti_torch_dtype_float32(), bf16 = aoti_torch_dtype_bfloat16();
   if (type == f32) return DType::f32;
   if (type == bf16) return DType::bf16;
@@ -140,7 +140,8 @@ TensorList TensorList::take(Stack& stack) {
 }
 TensorList::~TensorList() {
   if (handles_.empty()) return;
-  // PyTorch takes the GIL, which a call has given up, for every tensor that nobody but Python holds then. Here it is taken once.
+  // A call has given up the GIL, and PyTorch would take it again for every tensor that only Python holds.
+  // Here it is taken once.
   const int state = PyGILState_Ensure != nullptr ? PyGILState_Ensure() : 0;
   for (AtenTensorHandle t : handles_) aoti_torch_delete_tensor_object(t);
   if (PyGILState_Release != nullptr) PyGILState_Release(state);
@@ -171,7 +172,7 @@ bool Shape::is_contiguous() const {
 }
 bool Shape::is_dense() const {
   if (is_contiguous()) return true;
-  std::vector<std::pair<int64_t, int64_t>> ordered;  // stride, size
+  std::vector<std::pair<int64_t, int64_t>> ordered;  // stride and size
   for (int64_t d = 0; d < dims; ++d)
     if (sizes[d] > 1) ordered.emplace_back(strides[d], sizes[d]);
   std::sort(ordered.begin(), ordered.end());
@@ -194,7 +195,8 @@ bool Shape::has_strides_of(const Shape& other) const {
 Matrix rows_of(const char* op, const char* name, Tensor& t) {
   int64_t dims = t.dim();
   TIGON_CHECK(op, dims >= 1, name, " must have at least one dimension, got 0");
-  auto collapsed_stride = [&]() -> int64_t {  // stride between rows, or -1
+  // Returns the stride between rows, or -1.
+  auto collapsed_stride = [&]() -> int64_t {
     int64_t cols = t.size(dims - 1);
     if (cols > 1 && t.stride(dims - 1) != 1) return -1;
     int64_t stride = cols, expected = -1;
@@ -254,7 +256,7 @@ void fail_torch(const std::string& otherwise) {
   throw std::runtime_error(reason != nullptr && *reason != 0 ? reason : otherwise);
 }
 
-// The words by which programs recognise a failed allocation of PyTorch's.
+// Programs recognise a failed allocation of PyTorch's by these words.
 static std::string out_of_memory(const Tensor& like, size_t bytes) {
   std::string size = std::to_string(bytes) + " bytes";
   return like.is_cuda() ? "CUDA out of memory. Tried to allocate " + size
@@ -270,8 +272,8 @@ Tensor to_contiguous(const char* op, const char* name, const Tensor& t) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// In fresh CPU memory page faults cost several times what a kernel does: large pages make them few. Asked for before the
-// first touch; harmless where the system has none.
+// Page faults in fresh CPU memory cost several times what a kernel does, and large pages make them few. This
+// asks for large pages before the first touch; it does nothing if the system has none.
 static void prefer_large_pages(const Tensor& t, size_t bytes) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kPage = uintptr_t(1) << 21;
@@ -296,7 +298,8 @@ Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* st
 }
 
 Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, DType dtype) {
-  std::array<int64_t, 64> strides;  // PyTorch's own operators take no more dimensions
+  // PyTorch's own operators take no more dimensions.
+  std::array<int64_t, 64> strides;
   TIGON_CHECK("empty", dims <= int64_t(strides.size()), "tensors must have at most ", strides.size(),
               " dimensions, got ", dims);
   int64_t step = 1;
@@ -332,4 +335,5 @@ std::unique_ptr<Context> make_context(const Tensor& t) {
 void define(Library& m, const std::string& schema) { m.def(schema.c_str()); }
 }  // namespace tigon::torch_shim
 
-STABLE_TORCH_LIBRARY(tigon, m) { (void)m; }  // the namespace; each op adds its fragment
+// Defines the namespace; each op adds its fragment.
+STABLE_TORCH_LIBRARY(tigon, m) { (void)m; }

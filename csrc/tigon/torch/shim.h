@@ -1,6 +1,6 @@
-// What PyTorch's operators use: tensors of the LibTorch Stable ABI as views of the core, a Context backed by PyTorch
-// (its stream, caching allocator, thread pool and CPU matrix product), and allocation of results.
-// Only stable headers here: an ATen or c10 header would tie the binary to one PyTorch release.
+// PyTorch's operators use this interface: tensors of the LibTorch Stable ABI as views of the core, a Context
+// backed by PyTorch (its stream, caching allocator, thread pool and CPU GEMM), and allocation of results. It
+// includes stable headers only: an ATen or c10 header would tie the binary to one PyTorch release.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -26,7 +26,8 @@ DType dtype_of(const char* op, const char* name, ScalarType t);
 DType dtype_of(const char* op, const char* name, const Tensor& t);
 DType dtype_of(const char* op, const char* name, AtenTensorHandle t);
 
-// Throws what PyTorch says of a failed call of its C interface, or otherwise() where it is too old to tell.
+// Throws what PyTorch says of a failed call of its C interface, or otherwise() if this PyTorch is too old to
+// tell.
 [[noreturn]] void fail_torch(const std::string& otherwise);
 template <class Otherwise>
 void check_torch(AOTITorchError status, const Otherwise& otherwise) {
@@ -34,43 +35,45 @@ void check_torch(AOTITorchError status, const Otherwise& otherwise) {
     fail_torch(otherwise());
 }
 
-// Throws unless `t` lives where `like` does.
+// Throws unless `t` is on the device of `like`.
 void check_same_device(const char* op, const char* name, const Tensor& t, const Tensor& like);
 
-// Where the elements of `t` are: never null, so that an empty tensor is not taken for one that is absent. Throws where its
-// storage was freed (resized to 0, as FSDP does between uses).
+// Returns the address of the elements of `t`. It is never null, so that an empty tensor is not taken for an
+// absent one. Throws if the storage was freed (resized to 0, as FSDP does between uses).
 void* data_of(const char* op, const char* name, const Tensor& t);
 void* data_of(const char* op, const char* name, AtenTensorHandle t, int64_t numel);
-// All of them, in the order of memory.
+// Returns all elements in the order of memory.
 Vector elements_of(const char* op, const char* name, AtenTensorHandle t, int64_t numel);
 Tensor to_contiguous(const char* op, const char* name, const Tensor& t);
 
-// [..., C] as rows x C without a copy where the leading dimensions collapse to one stride and the last is dense;
-// otherwise `t` is replaced by a contiguous copy first.
+// Returns [..., C] as rows x C without a copy if the leading dimensions collapse to one stride and the last
+// is dense. Otherwise `t` is first replaced by a contiguous copy.
 Matrix rows_of(const char* op, const char* name, Tensor& t);
-// 1-D dense vector; a strided one is replaced by a copy first.
+// Returns a 1-D dense vector. A strided `t` is first replaced by a copy.
 Vector vector_of(const char* op, const char* name, Tensor& t);
-// All elements, of any shape; replaced by a contiguous copy where it is not.
+// Returns all elements of any shape. A `t` that is not contiguous is first replaced by a copy.
 Vector flat(const char* op, const char* name, Tensor& t);
-// A row of [n, C].
+// Returns a row of [n, C].
 Vector row_of(const char* op, const char* name, Tensor& t, int64_t row);
-// One element, any number of dimensions.
+// Returns the one element of a tensor with any number of dimensions.
 Vector scalar_of(const char* op, const char* name, const Tensor& t);
 
-// Uninitialised result on the device of `like`.
+// Returns an uninitialised result on the device of `like`.
 Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides, int64_t dims,
                      DType dtype);
 Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, DType dtype);
 Tensor make(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype);
-Tensor make_like(const Tensor& like, DType dtype);  // contiguous, same sizes
-// Of its sizes but for the last, and without the first where `skip_first`.
+Tensor make_like(const Tensor& like, DType dtype);  // contiguous, of the same sizes
+// Returns a result with the sizes of `like`, with `cols` as the last one, and without the first if
+// `skip_first`.
 Tensor make_rows(const Tensor& like, int64_t cols, DType dtype, bool skip_first = false);
-Tensor nothing(const Tensor& like, DType dtype);  // 0 elements: a result that was not asked for
+// Returns a tensor of 0 elements: a result that was not asked for.
+Tensor nothing(const Tensor& like, DType dtype);
 
-// The context of a call whose tensors live where `t` does. Switches to t's device until destroyed.
+// Returns the context of a call on the device of `t`, and switches to that device until destroyed.
 std::unique_ptr<Context> make_context(const Tensor& t);
 
-// The arguments of a boxed call, taken in the order of the schema.
+// Takes the arguments of a boxed call in the order of the schema.
 class Stack {
  public:
   explicit Stack(const StableIValue* next) : next_(next) {}
@@ -86,7 +89,8 @@ class Stack {
   const StableIValue* next_;
 };
 
-// A list argument of thousands of tensors: handles, where a Tensor each would be an allocation more.
+// A list argument may have thousands of tensors. It holds handles: a Tensor each would be one more
+// allocation.
 class TensorList {
  public:
   static TensorList take(Stack& stack);
@@ -95,23 +99,24 @@ class TensorList {
   ~TensorList();
   size_t size() const { return handles_.size(); }
   AtenTensorHandle operator[](size_t i) const { return handles_[i]; }
-  Tensor tensor(size_t i) const;  // that may outlive the list
+  // The returned tensor may outlive the list.
+  Tensor tensor(size_t i) const;
 
  private:
   std::vector<AtenTensorHandle> handles_;
   TensorList() = default;
 };
 
-// Sizes and strides, borrowed from a tensor.
+// Borrows sizes and strides from a tensor.
 struct Shape {
   int64_t dims, numel = 1;
   const int64_t *sizes, *strides;
   explicit Shape(AtenTensorHandle t);
   bool is_contiguous() const;
-  // Whether the elements fill one stretch of memory, each once, in any order of dimensions.
+  // True if the elements fill one stretch of memory, each once, in any order of dimensions.
   bool is_dense() const;
   bool has_sizes_of(const Shape& other) const;
-  // Of the same sizes: whether each element is at the same place.
+  // Compares two tensors of the same sizes: true if each element is at the same place.
   bool has_strides_of(const Shape& other) const;
 };
 
@@ -128,7 +133,7 @@ void define(Library& m, const std::string& schema);
 
 }  // namespace tigon::torch_shim
 
-// Schemas, and the kernels of both devices:
+// Registers schemas, and the kernels of both devices:
 //   TIGON_TORCH_SCHEMAS(m) { define(m, "op(...) -> ..."); }
 //   TIGON_TORCH_KERNELS(m) { m.impl("op", TORCH_BOX(&call)); }
 #define TIGON_TORCH_SCHEMAS(m) STABLE_TORCH_LIBRARY_FRAGMENT(tigon, m)

@@ -1,4 +1,5 @@
-// The operator of base/symmetric_product.h. It returns false where it did nothing: the caller has PyTorch's products.
+// Registers the operator of base/symmetric_product.h. It returns false if it did nothing; the caller then
+// uses PyTorch's matmul.
 #include "tigon/base/symmetric_product.h"
 
 #include <algorithm>

@@ -39,7 +39,7 @@ class CudaBackend:
         return torch.cuda.is_current_stream_capturing()
 
     def warm(self, fn: Callable[[], object]) -> object:
-        """Run `fn` as it will be captured; what makes the host wait for the device raises where it does."""
+        """Run `fn` as it will be captured; what makes the host wait for the device raises if it does."""
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             ones = torch.ones(16, 16, device=self.device)
             torch.mm(ones, ones)  # cuBLAS makes its handle of this stream, and takes its workspace
@@ -146,7 +146,7 @@ def _borrowed(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | Non
     return found
 
 
-# Of a device's type: what captures there. Tests put a recorder beside it.
+# What captures graphs, by the type of the device. Tests add a recorder.
 backends: dict[str, type] = {"cuda": CudaBackend}
 
 
@@ -158,7 +158,7 @@ class Loan:
 
     Args:
         owners: the parameters.
-        keeper: what keeps the memory, where the tensors do not.
+        keeper: what keeps the memory, if the tensors do not.
     """
 
     def __init__(self, tensors: list[torch.Tensor], owners: list[torch.Tensor], keeper=None):

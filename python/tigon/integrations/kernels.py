@@ -2,7 +2,7 @@
 
 After :func:`install`, ``from_pretrained(..., use_kernels=True)`` and ``model.set_use_kernels(True)`` give
 every norm that transformers tags ``RMSNorm`` or ``RMSNormZeroCentered`` Tigon's forward, on CPU and CUDA, in
-training and inference; nothing is downloaded for them. The tag alone does not say where a norm rounds, so the
+training and inference; nothing is downloaded for them. The tag does not say where a norm rounds, so the
 norm's own source decides, as in :func:`tigon.apply`; one that is not recognised keeps its own forward. Rotary
 functions share one tag for several formulas and are left to ``tigon.apply``.
 """
@@ -20,7 +20,7 @@ from tigon.integrations.transformers.norms import norm_forward, plan_norm
 TAGS = ("RMSNorm", "RMSNormZeroCentered")
 DEVICES = ("cpu", "cuda")
 
-SPEC = "_tigon_norm"  # kept with the norm: what its source says, None where it is not recognised
+SPEC = "_tigon_norm"  # kept with the norm: what its source says, None if it is not recognised
 
 
 class TaggedRMSNorm(nn.Module):

@@ -53,7 +53,7 @@ def _taken(loss) -> bool:
 
 
 class _Batch:
-    """The rows of all processes where a loss gathers them, with gradients, and which are this one's."""
+    """The rows of all processes if a loss gathers them, with gradients, and which are this one's."""
 
     def __init__(self, loss, rows, device):
         from sentence_transformers import util
@@ -215,7 +215,7 @@ METHODS = {
 
 
 def _methods() -> list[tuple]:
-    """(class, name, parameters, ours, what is there) of each."""
+    """(class, name, parameters, ours, the present value) of each."""
     try:
         losses = importlib.import_module(LOSSES)
     except ImportError as error:

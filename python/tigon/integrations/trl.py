@@ -60,7 +60,7 @@ PLACES = {
 
 
 def _gathered(*weights):
-    """The heads as whole tensors; None where one is a DTensor, or a partition of ZeRO-3's.
+    """The heads as whole tensors; None if one is a DTensor, or a partition of ZeRO-3's.
 
     ZeRO-3 frees what it gathered when the forward ends, by giving the parameter other data. A view keeps the
     gathered values while the backward needs them.
@@ -82,7 +82,7 @@ class _Head:
         self.calls = 0  # that Tigon answered
 
     def gathered(self, *weights):
-        """The heads where this call is Tigon's, else None; asked by `apply`, which TRL calls."""
+        """The heads if this call is Tigon's, else None; asked by `apply`, which TRL calls."""
         if torch.compiler.is_compiling():  # there are no frames to look at
             _note_traced()
             return _gathered(*weights)
@@ -265,7 +265,7 @@ def install() -> None:
 
 
 def take(patched: Callable[[object], bool]) -> str | None:
-    """The same for models that are ``patched``, where TRL is imported; why not, if it is another TRL."""
+    """The same for models that are ``patched``, if TRL is imported; why not, if it is another TRL."""
     found = [*_present(loaded=True)]
     try:
         _stand_in(found if any(name == NAME for _, name, *_ in found) else [], patched)

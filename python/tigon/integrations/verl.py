@@ -3,7 +3,7 @@
 verl takes per-token log-probabilities and entropies from two functions of its own: with
 ``use_fused_kernels`` and the Triton backend from ``verl.utils.kernel.linear_cross_entropy``, with the torch
 backend from ``verl.utils.experimental.torch_functional.FusedLinearForPPO``. After :func:`install` both are
-:func:`tigon.linear_log_prob`; where the head is sharded over a tensor-parallel group of more than one rank,
+:func:`tigon.linear_log_prob`; if the head is sharded over a tensor-parallel group of more than one rank,
 the first is :func:`tigon.parallel.linear_log_prob`, which leaves hidden's gradient as verl does, a part of
 the sum. Reductions other than ``"none"`` stay verl's. Call it in every worker before the model is built (verl
 imports the function when a forward runs; modules that imported it earlier are given the new one too).

@@ -29,7 +29,7 @@ class Sparsemax(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """``silu(gate) * up``, see :func:`tigon.swiglu`; ``up=None`` where gate holds both."""
+    """``silu(gate) * up``, see :func:`tigon.swiglu`; ``up=None`` if gate holds both."""
 
     @checked_init
     def __init__(
@@ -54,7 +54,7 @@ class SwiGLU(nn.Module):
 
 
 class GeGLU(nn.Module):
-    """``gelu(gate) * up``, see :func:`tigon.geglu`; ``up=None`` where gate holds both."""
+    """``gelu(gate) * up``, see :func:`tigon.geglu`; ``up=None`` if gate holds both."""
 
     @checked_init
     def __init__(self, approximate: str = "tanh") -> None:
@@ -69,7 +69,7 @@ class GeGLU(nn.Module):
 
 
 class ReGLU(nn.Module):
-    """``relu(gate) * up``, see :func:`tigon.reglu`; ``up=None`` where gate holds both."""
+    """``relu(gate) * up``, see :func:`tigon.reglu`; ``up=None`` if gate holds both."""
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
         return glu.reglu(gate, up)

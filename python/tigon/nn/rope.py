@@ -1,4 +1,4 @@
-"""Rotary embedding as a module, alone and behind the norms of q and k."""
+"""Rotary embedding as a module, by itself and after the norms of q and k."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RotaryEmbedding(nn.Module):
         interleaved, tail, unsqueeze_dim: see :func:`tigon.rope`.
 
     Shape: q ``[B, Hq, T, D]``, k ``[B, Hk, T, D]`` or ``None``, as :func:`tigon.rope` takes and returns them.
-    ``position_ids`` ``[T]`` or ``[B, T]`` count from zero where they are not given. The angles are float32
+    ``position_ids`` ``[T]`` or ``[B, T]`` count from zero if they are not given. The angles are float32
     whatever dtype the module is moved to; results have q's dtype.
     """
 

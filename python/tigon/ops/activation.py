@@ -15,7 +15,7 @@ def _fake(x):
 
 
 def activation(reference: Callable, *, elementwise: bool = True) -> Callable[[Callable], Callable]:
-    """Makes a function without a body the call of its operator, or of `reference` where there is no kernel.
+    """Makes a function without a body the call of its operator, or of `reference` if there is no kernel.
 
     Args:
         elementwise: every element by itself; else every row.

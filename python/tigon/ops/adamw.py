@@ -33,9 +33,9 @@ class TensorList:
     """The arguments of one call: tensors of one device, those of a group adjacent.
 
     ``max_exp_avg_sqs`` has one tensor for each parameter of a group with amsgrad, ``extras`` one for each
-    16-bit parameter where the rounding is split (int16) or master (float32); ``steps`` are float32 scalars on
+    16-bit parameter if the rounding is split (int16) or master (float32); ``steps`` are float32 scalars on
     the parameters' device or the CPU, or one tensor of all of them; ``first`` is where a parameter's stream
-    of random bits begins, for all or, where no rounding draws any, for no parameter.
+    of random bits begins, for all or, if no rounding draws any, for no parameter.
     """
 
     def __init__(self, **lists: list) -> None:
@@ -75,7 +75,7 @@ def adamw_(
         moment_rounding: of 16-bit moments: ``nearest`` or ``stochastic``.
         seed: of the random bits of ``stochastic``.
         clip, grad_scale: float32 scalars on the parameters' device: factor and divisor of every gradient.
-        found_inf: float32 scalar there; nothing is written where it is not 0.
+        found_inf: float32 scalar there; nothing is written if it is not 0.
 
     Raises:
         tigon.Error: tensors that do not fit each other; nothing was modified.

@@ -29,7 +29,7 @@ def called(words: Mapping[str, str] | None = None, *, stored: bool = True) -> Ca
     Args:
         words: as :func:`tigon.error.renamed`.
         stored: tensors must have their storage, which is asked first: PyTorch's operations crash without one.
-            False where the native operators are the first to read, which ask too.
+            False if the native operators are the first to read, which ask too.
     """
 
     def decorate(function):
@@ -274,7 +274,7 @@ def _is_integer(value) -> bool:
 
 
 def one_each(op: str, name: str, values: object, count: int, what: str, default: object) -> object:
-    """A list of one value for each of so many; `default` where they are None."""
+    """A list of one value for each of them; `default` if they are None."""
     if values is None:
         return default
     listed = isinstance(values, (Sequence, torch.Size)) and not isinstance(values, (str, bytes))

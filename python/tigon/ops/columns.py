@@ -29,7 +29,7 @@ def normalized_size(op: str, size: int | Sequence[int]) -> int:
 
 
 def check_types(op: str, x: torch.Tensor, eps: float = 0.0, **vectors: torch.Tensor | None) -> None:
-    """What the core does not see: x and the vectors that are there must be float, eps a number."""
+    """What the core does not see: x and the vectors that are given must be float, eps a number."""
     check_float(op, "x", x)
     if not isinstance(eps, float):
         check_numbers(op, eps=eps)
@@ -55,7 +55,7 @@ def check_sizes(
 def columns_for(
     op: str, names: tuple[str, ...], x: torch.Tensor, *vectors: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """All in x's dtype or all in float32: as they are where that holds, else converted to float32."""
+    """All in x's dtype or all in float32: as they are if that holds, else converted to float32."""
     dtype = x.dtype
     for v in vectors:
         if v is not None and v.dtype != dtype:

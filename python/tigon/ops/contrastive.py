@@ -302,7 +302,7 @@ def contrastive_loss(
         chunk_rows: queries per chunk; ``None`` chooses as :func:`tigon.linear_cross_entropy`.
 
     Returns:
-        float32, differentiable in q, d and temperature. Forward one matrix product, backward three; of one
+        float32, differentiable in q, d and temperature. One matmul forward, three backward; of one
         direction with one positive, without ids, margin, guide and group, three in all. Every query without
         positives: NaN for ``"mean"``, as in PyTorch. Bitwise deterministic where PyTorch's products are.
         On sm_90 the loss of bfloat16 cosines whose temperature is a number of at least 1 / 60, H a multiple

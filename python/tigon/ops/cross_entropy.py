@@ -87,7 +87,7 @@ def divide(total, denominator):
 def split_denominator(denominator, device):
     """A checked denominator as ``(tensor, number)``, one of them or both ``None``.
 
-    A number, or a CPU tensor beside CUDA logits, is read here; a tensor on the device is read by the kernel,
+    A number, or a CPU tensor with CUDA logits, is read here; a tensor on the device is read by the kernel,
     without a synchronisation.
     """
     if not isinstance(denominator, torch.Tensor):
@@ -113,7 +113,7 @@ def check_loss(op, ignore_index, label_smoothing, z_loss, softcap, reduction, de
 
 
 def check_target(op, name, target, shape):
-    """Dtype and shape; the labels themselves are read where the kernel runs."""
+    """Dtype and shape; the labels themselves are read when the kernel runs."""
     integer = isinstance(target, torch.Tensor) and not (
         target.is_floating_point() or target.is_complex() or target.dtype == torch.bool
     )

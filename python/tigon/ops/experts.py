@@ -98,7 +98,7 @@ def _reference_of_rows(rows, offsets, gate_up, down, row_weights=None, **options
     return reference(rows, gate_up, down, ids[:, None], weights, **options)
 
 
-# The pieces. They are called inside the operators of the layer alone, which no tracer looks into.
+# The pieces are called only inside the operators of the layer, which no tracer looks into.
 _route, _gather, _gate = native("experts_route"), native("experts_gather"), native("experts_gate")
 _gate_bwd, _gate_bwd_in_place = native("experts_gate_bwd"), native("experts_gate_bwd_in_place")
 _combine, _sum = native("experts_combine"), native("experts_sum")
@@ -191,7 +191,7 @@ def gated_product(x, order, place, stack, bias, offsets, kind, columns, transpos
 
 
 def weight_gradient(a, b, offsets):
-    """``a_e^T b_e`` of the rows of every expert e; zeros where it has none."""
+    """``a_e^T b_e`` of the rows of every expert e; zeros if it has none."""
     if own_fits(a, b):
         return _weight_gradient(a, b, offsets)
     return (grouped_weight_gradient if grouped_fits(offsets, a) else each_weight_gradient)(a, b, offsets)
@@ -263,7 +263,7 @@ def _layer_backward(
     need_down_bias,
     in_place=False,
 ):
-    """Gradients of x, gate_up, down, weights and the biases; 0 elements where one is not needed.
+    """Gradients of x, gate_up, down, weights and the biases; 0 elements if one is not needed.
 
     Args:
         in_place: the gradient of z is written over z.
@@ -278,7 +278,7 @@ def _layer_backward(
     slots, places = (None, None) if is_sorted else (order, place)
     g = dy.contiguous() if is_sorted else _gather(dy, place)
     need_dz = need_x or need_gate_up or need_gate_up_bias
-    # The activation alone needs no gradient; the kernel then multiplies with what is there.
+    # The activation by itself needs no gradient; the kernel then multiplies with what the memory holds.
     dact = z[:, : down.shape[1 if transposed else 2]]
     if need_dz or need_weights:
         dact = product(g, down, offsets, not transposed)
@@ -389,7 +389,7 @@ def _check_weights(op, name, weights, shape, x) -> None:
         arguments.check_like(op, name, weights, shape, x.device)
 
 
-# The operators' names of arguments, where they are not those of both functions.
+# The operators' names of arguments, if they differ from those of both functions.
 _WORDS = {
     "experts_gated_product.stack": "gate_up",
     "experts_gated_product.bias": "gate_up_bias",
@@ -477,13 +477,13 @@ def experts(
         needs no gradient costs no product; an expert without tokens gets exact zeros. The gradient of down is
         a product with the unit's result times its weight, which in float16 must stay below 65504.
 
-        Products on CUDA are Tigon's own for 16 bits on sm_90 where H and I are multiples of 8, else
+        GEMM on CUDA is Tigon's own for 16 bits on sm_90 if H and I are multiples of 8, else
         ``torch.nn.functional.grouped_mm`` for bfloat16 (neither synchronises; CUDA graphs), otherwise one per
         expert, for which CUDA synchronises.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a negative id, which on
-            CUDA is not here.
+            CUDA is not local.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538; gradients without the experts' outputs: Guo et al. 2025,
     arXiv:2512.14080.

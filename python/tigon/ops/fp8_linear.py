@@ -201,7 +201,7 @@ def forget_weights(weights: Iterable[torch.Tensor]) -> None:
 
 
 def quantized_weight(weight: torch.Tensor, reuse: bool) -> Quantized:
-    """A weight's bytes, those of the last call where it is known to be the same.
+    """A weight's bytes, those of the last call if it is known to be the same.
 
     Known is a weight by its version, its memory, the number of optimizer steps, and by its gradient. A frozen
     one has none that would tell of a merge into its ``.data``.

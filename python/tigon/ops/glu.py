@@ -61,7 +61,7 @@ def _backward(ctx, dy):
     dgate = dup = None
     if dy is not None:
         saved = tuple(t for t in ctx.saved_tensors if t is not None)
-        # The gradients take the place of gate and up where nobody can see it.
+        # The gradients overwrite gate and up if nobody can see it.
         in_place = all(ctx.needs_input_grad[: len(saved)]) and may_overwrite_saved(saved)
         in_place = in_place and only_graph_holds(saved) and all(t.is_contiguous() for t in saved)
         gate, up = saved if len(saved) == 2 else (*saved, None)
@@ -138,7 +138,7 @@ def swiglu(
         ``[..., F]`` in the inputs' dtype, contiguous. Differentiable in both; arithmetic in float32, rounded
         once (plain ``F.silu(gate) * up`` rounds twice in 16 bits); bitwise deterministic. gate and up are
         kept for the backward by reference; a backward that frees its graph writes the gradients into their
-        memory where nothing else holds it, so that no one can see the difference.
+        memory if nothing else holds it, so that no one can see the difference.
 
     Raises:
         tigon.Error: shape, dtype or device does not fit.

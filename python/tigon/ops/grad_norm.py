@@ -75,7 +75,7 @@ def global_norm(
     grads: list[torch.Tensor], max_norm: float = float("inf"), grad_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm, factor that clips it to `max_norm`) as scalars on the first gradient's device: float32, the
-    factor float64 where a gradient is.
+    factor float64 if a gradient is.
 
     Gradients may lie on several devices and, as DTensors, on several processes, which then all call this.
     """
@@ -123,7 +123,7 @@ def clip_grad_norm_(
             parallel) and several devices may be mixed; with DTensors every process calls this.
         max_norm: of all gradients as one vector.
         norm_type: a number or its name, as "inf". Other than 2 is left to PyTorch.
-        error_if_nonfinite: raise where the norm is infinite or NaN. This waits for the device.
+        error_if_nonfinite: raise if the norm is infinite or NaN. This waits for the device.
         foreach: only for PyTorch's function.
 
     Returns:

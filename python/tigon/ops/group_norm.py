@@ -19,7 +19,7 @@ def reference(x, groups, weight=None, bias=None, eps=1e-5):
     y = x.to(wide)
     if x.numel() != 0:
         y = F.group_norm(y, groups, None, None, eps)
-    # By hand: F.group_norm gives no gradient to a bias alone, and NaN to the weight of no elements.
+    # F.group_norm gives no gradient to a bias without a weight, and NaN to the weight of no elements.
     weight, bias = (None if v is None else v.to(wide).view(-1, *(1,) * (x.dim() - 2)) for v in (weight, bias))
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias).to(x.dtype)

@@ -200,7 +200,7 @@ def hyper_connection_post(
     Args:
         x: ``[..., n, C]``, as in :func:`hyper_connection_pre`.
         f: ``[..., C]``, x's dtype: the layer's result; ``None``: 0.
-        post: ``[..., outs]``, any float dtype; given where f is.
+        post: ``[..., outs]``, any float dtype; given if f is.
         res: ``[..., outs, n]``, outs from 1 to 8, any float dtype; ``None``: the identity.
         transposed: res is ``[..., n, outs]``: ``y_o = sum_i res_io x_i + post_o f``, as DeepSeek-V4 has it.
 

@@ -144,7 +144,7 @@ def _save(ctx, layout, x, seed, t, tensors, recompute=None, save=None):
 
 
 def _gradients(ctx, dys, need_x, needs):
-    """Of x and of the tensors, ``None`` where none is needed."""
+    """Of x and of the tensors, ``None`` if none is needed."""
     layout, kept = ctx.layout, getattr(ctx, "kept", None)
     x, seed, t, *tensors = (ctx if kept is None else kept.grad_fn).saved_tensors
     if kept is not None and not _op.graph_is_kept():
@@ -282,7 +282,7 @@ class _Function(torch.autograd.Function):
             with torch.enable_grad():
                 ctx.kept = _Saved.apply(_ANCHOR, *kept)  # the result, which holds the node
 
-        # A checkpoint runs a layer again until all that was kept is there: the last products are then spared.
+        # A checkpoint runs a layer again until all that was kept exists, so the last GEMMs are left out.
         (t,) = _products(x, dense, layout.options, seed, only_t=True)
         _save(ctx, layout, x, seed, t, tensors, save=save)
         ys = _products(x, dense, layout.options, seed, t)[:-1]
@@ -315,7 +315,7 @@ def apply(x, layout: Layout, tensors: tuple, seed=None, recompute=None) -> tuple
     """The maps' results. Arguments have been checked, and `prepare` has put them in order.
 
     Args:
-        seed: a tensor where an adapter drops.
+        seed: a tensor if an adapter drops.
         recompute: makes x once more; a backward in eager mode calls it, and x is not kept.
     """
     if forward_ad._current_level >= 0:  # operators do not look into lists
@@ -500,7 +500,7 @@ def lora_linears(
 ) -> tuple[torch.Tensor, ...]:
     """:func:`tigon.lora_linear` of one x with several maps, such as q, k and v.
 
-    x is kept once and read once for all adapters, and the gradients of x are added up where the products
+    x is kept once and read once for all adapters, and the gradients of x are added up in the GEMMs
     make them.
 
     Args:
@@ -547,7 +547,7 @@ def lora_linear(
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference. Under autocast x,
             weight and bias are taken in its dtype, as by ``F.linear``.
-        weight: ``[N, K]`` in x's dtype, usually frozen; it gets a gradient where it requires one.
+        weight: ``[N, K]`` in x's dtype, usually frozen; it gets a gradient if it requires one.
         a, b: ``[r, K]`` and ``[N, r]`` in any one of the three dtypes, rounded to x's for the products.
             Gradients of float32 adapters are float32 sums.
         scale: of the adapter.

@@ -1,6 +1,6 @@
 """Losses of rows with one gradient, and when it is formed: one place for the routes that they share.
 
-A scalar loss forms its gradient in the forward pass, beside the loss; one loss a row keeps the inputs, and
+A scalar loss forms its gradient in the forward pass, with the loss; one loss a row keeps the inputs, and
 its backward computes from them, as often as called.
 """
 
@@ -108,7 +108,7 @@ class RowLoss:
 
 
 def scaled(formed: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
-    """The gradient formed in the forward times the upstream one: in its own memory, or in a copy of it where
+    """The gradient formed in the forward times the upstream one: in its own memory, or in a copy of it if
     another backward may follow; for a compiler and for batches an operation that repeats."""
     if type(formed) not in _op._PLAIN or _op._is_compiling() or _op.is_batched():  # see may_overwrite_saved
         return _product(formed, dloss)

@@ -42,7 +42,7 @@ class Start:
         return self.scale / norms.clamp_(min=self.eps)
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` times its factors; its memory is used for the result where it may."""
+        """`x` times its factors; its memory is used for the result if it may be."""
         fits = self.dtype.itemsize == x.dtype.itemsize
         out = x.view(self.dtype) if fits else torch.empty_like(x, dtype=self.dtype)
         if _has_kernel([x]):

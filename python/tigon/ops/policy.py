@@ -48,7 +48,7 @@ class PolicyResult(NamedTuple):
 
     loss: torch.Tensor  # float32 scalar
     kl: torch.Tensor | None  # [B, T]: estimate of each token; None without ref
-    clipped: torch.Tensor  # [B, T]: -1 and 1 where the ratio is clipped below and above, else 0
+    clipped: torch.Tensor  # [B, T]: -1 and 1 if the ratio is clipped below and above, else 0
 
 
 def formula(
@@ -81,7 +81,7 @@ def _numbers(op, name, values, count):
 
 
 def constants(op, shape, device, advantage, old, ref, importance, kl, denominator, entropy_denominator):
-    """Advantages, old and reference log-probabilities and factors beside the log-probabilities [B, T],
+    """Advantages, old and reference log-probabilities and factors that go with the log-probabilities [B, T],
     checked; they get no gradient."""
     tensor = isinstance(advantage, torch.Tensor)
     check(op, tensor, "advantage must be a float tensor, got {}", arguments.kind_of(advantage))
@@ -137,7 +137,7 @@ def _clipped(f, ratio, advantage):
 
 def token_losses(log_prob, advantage, counts, old, ref, importance, f: Formula):
     """Of each token [B, T], in plain PyTorch operations: its loss, the ratio, the estimate of the divergence
-    (None without ref) and where the ratio is clipped; 0 where it does not count."""
+    (None without ref) and whether the ratio is clipped; 0 if it does not count."""
     wide = torch.promote_types(log_prob.dtype, torch.float32)
     log_prob, advantage, old, ref, importance = (
         None if t is None else (t.unsqueeze(-1) if t.dim() == 1 else torch.where(counts, t, 0.0)).to(wide)
@@ -273,7 +273,7 @@ def policy_loss(
             eager reference.
         advantage: ``[B]`` or ``[B, T]``. A constant, as old, ref and importance are: none of them gets a
             gradient, whatever it requires.
-        mask: ``[B, T]`` bool or integer: 0 where a token does not count (whatever is there); ``None``: all
+        mask: ``[B, T]`` bool or integer: 0 if a token does not count (whatever its value); ``None``: all
             count.
         kind: see above.
         level: ``"token"``; ``"sequence"``: rho is the exponential of the mean of d over the answer;
@@ -300,7 +300,7 @@ def policy_loss(
 
     Returns:
         :class:`PolicyResult`: ``(loss, kl [B, T] or None, clipped [B, T])`` in float32; the loss is
-        differentiable in log_prob and entropies, the others are detached, 0 where a token does not count.
+        differentiable in log_prob and entropies, the others are detached, 0 if a token does not count.
         With nothing that counts the loss is 0. Bitwise deterministic. At ratio 1 the gradient is that of
         ``-A log_prob``.
 

@@ -75,7 +75,7 @@ class PreferenceResult(NamedTuple):
     """What the losses of pairs return; all but the loss is detached."""
 
     loss: torch.Tensor  # float32 scalar
-    log_prob: torch.Tensor  # [2P]: sum over the tokens of each answer, by length where the loss has it so
+    log_prob: torch.Tensor  # [2P]: sum over the tokens of each answer, by length if the loss has it so
     rewards: torch.Tensor  # [2P]: beta times the difference to the reference
     nll: torch.Tensor  # scalar: mean of -log_prob over the chosen answers' nll tokens, without its factor
     margin: torch.Tensor  # [P]: reward of the chosen answer less that of the rejected one
@@ -161,7 +161,7 @@ def _check_tokens(op, log_prob, mask) -> None:
 
 
 def native_mask(mask):
-    """A mask as the operators take it: 0 where a row does not count."""
+    """A mask as the operators take it: 0 if a row does not count."""
     return mask.reshape(-1) if mask.dtype in (torch.bool, torch.int64) else mask.reshape(-1) != 0
 
 
@@ -297,7 +297,7 @@ def preference_loss(
 ) -> PreferenceResult:
     """Losses of pairs of answers, of which one was preferred, from the log-probabilities of their tokens.
 
-    ``score`` of an answer: the sum of its log-probabilities less its reference, divided by its length where
+    ``score`` of an answer: the sum of its log-probabilities less its reference, divided by its length if
     ``average``; ``c`` and ``r``: scores of chosen and rejected; ``x = beta * (c - r) - gamma``.
 
     ========== ===================================================================== ========================
@@ -324,12 +324,12 @@ def preference_loss(
         log_prob: ``[2P, T]`` log-probabilities of the tokens, chosen answers first, then rejected ones in the
             same order; or ``[2P]`` sums that somebody has (of length 1 for averages). Any float dtype;
             float64 runs the eager reference.
-        mask: as log_prob, bool or integer: 0 where a token does not count (whatever is there); ``None``:
+        mask: as log_prob, bool or integer: 0 if a token does not count (whatever its value); ``None``:
             all count.
-        kind: see above. ``label_smoothing`` (eps) and ``gamma`` must be 0 where the kind has none.
+        kind: see above. ``label_smoothing`` (eps) and ``gamma`` must be 0 if the kind has none.
         beta: > 0.
         ref: ``[2P]`` sums of the reference's log-probabilities over the same tokens, constants (divided by
-            length where the scores are); ``None``: 0.
+            length if the scores are); ``None``: 0.
         average: scores by length; ``None``: as the kind's paper has it.
         tau: > 0, discopop.
         nll: factor of the mean of ``-log_prob`` over the tokens of the chosen answers; ``None``: as the kind
@@ -420,12 +420,12 @@ def kto_loss(
 
 
 def constant(t, like):
-    """Detached, in float32 (float64 beside float64)."""
+    """Detached, in float32 (float64 with float64)."""
     return None if t is None else t.detach().to(torch.promote_types(like.dtype, torch.float32))
 
 
 def kl_tensor(kl, like):
-    """The reference point as a tensor beside `like`, ``None`` where it is 0."""
+    """The reference point as a tensor on the device of `like`, ``None`` if it is 0."""
     wide = torch.promote_types(like.dtype, torch.float32)
     if isinstance(kl, torch.Tensor):
         same = kl.is_meta == like.is_meta

@@ -121,7 +121,7 @@ def qk_norm_rope(
         eps, offset, rounding: of the norms, as in :func:`tigon.rms_norm`; the rotation rounds once more.
         cos, sin, unsqueeze_dim, interleaved, rotary_dim, tail, position_ids, mrope_section,
             mrope_interleaved: as in :func:`tigon.rope`.
-        keep_dtype: results in q's dtype where weights or cos are wider.
+        keep_dtype: results in q's dtype if weights or cos are wider.
 
     Returns:
         q and k (only q without k), normalised and rotated: new dense tensors, heads and tokens in the order

@@ -28,7 +28,7 @@ def reference(x, weight=None, eps=1e-6, *, offset=0.0, rounding="llama"):
 
 
 def check_options(op, x, weight, eps, offset, rounding):
-    """What every RMS norm asks of its arguments beside what the core does."""
+    """What every RMS norm asks of its arguments in addition to the core."""
     check_rounding(op, offset, rounding)
     check_types(op, x, eps, weight=weight)
 
@@ -55,14 +55,14 @@ _op = paired("rms_norm", _fake, results=1, layout=Layout(rows=1, columns=1))
 
 
 def column_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Sums of ``a * b`` over all but the last dimension, float32: the weight's gradient where rstd is one."""
+    """Sums of ``a * b`` over all but the last dimension, float32: the weight's gradient if rstd is one."""
     columns = a.new_ones(a.shape[-1], dtype=torch.float32)
     rows = a.new_ones(a.numel() // a.shape[-1], dtype=torch.float32)
     return _op.bwd(a, b, columns, rows, 0.0, ROUNDINGS["gemma"], False, True)[1]
 
 
 def repeater(result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """What makes `result` once more where it comes straight from here, with a copy of the weight."""
+    """What makes `result` once more if it comes straight from here, with a copy of the weight."""
     node = result.grad_fn
     if type(node) is not _op.node:
         return None

@@ -78,7 +78,7 @@ _op = Op("rope", fake=_fake, setup_context=_setup_context, backward=_backward)
 
 
 class _InPlace(torch.autograd.Function):
-    """One tensor rotated where it lies: PyTorch lets a function of one result modify a view."""
+    """One tensor rotated in place: PyTorch lets a function of one result modify a view."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, positions, *options):
@@ -166,7 +166,7 @@ def rope(
         unsqueeze_dim: the dimension of q and k that holds the heads; negative ones count from the end.
         interleaved: pairs are columns 2i and 2i + 1 (Cohere, GLM, Llama 4), not i and i + R/2.
         deinterleave: with ``interleaved``, results lie in halves (DeepSeek), as columns of cos and sin do.
-        rotary_dim: R, where cos and sin have R/2 columns: column i serves both of pair i. GLM, whose tables
+        rotary_dim: R, if cos and sin have R/2 columns: column i serves both of pair i. GLM, whose tables
             repeat themselves, is ``interleaved=True, rotary_dim=R`` with ``cos[..., : R // 2]``.
         tail: the last R columns are rotated, not the first.
         position_ids: int32 or int64 ``[B, T]``, ``[1, T]`` or ``[T]``: rows of tables ``[P, R]``. One outside
@@ -176,7 +176,7 @@ def rope(
             that ``position_ids`` ``[3, B, T]`` name.
         mrope_interleaved: the sections take turns (Qwen3-VL): pair 3j + 1 is height's, 3j + 2 width's, as
             long as they have any; all others are time's.
-        keep_dtype: results in q's dtype where cos is wider (the arithmetic is float32 anyway).
+        keep_dtype: results in q's dtype if cos is wider (the arithmetic is float32 anyway).
         inplace: q and k are overwritten and returned, by the rules of PyTorch's in-place operations.
 
     Returns:

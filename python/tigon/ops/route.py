@@ -227,7 +227,7 @@ def route(
 
     With ``p = softmax(logits)`` or ``sigmoid(logits)``, the choice of a token is the `top_k` experts of
     largest p, or of largest ``p + correction_bias``; their weights are ``scale * p``, divided by their sum
-    with `normalize`. Softmax, normalized, is the softmax of the chosen logits alone: whether a model takes
+    with `normalize`. Softmax, normalized, is the softmax of only the chosen logits: whether a model takes
     softmax before or after the choice makes no difference then. Models:
 
     =============================== =========================================================================

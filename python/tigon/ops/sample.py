@@ -196,7 +196,7 @@ def sample(
     Returns:
         int64 ``[...]``; with `log_prob` also float32 ``[...]``, ``log_softmax(logits / temperature)`` at the
         token, of all V tokens (at temperature 0 that of temperature 1). A row that holds NaN or infinity, or
-        -infinity alone: token -1 and NaN. Equal logits stay or go together. Bitwise deterministic for a seed.
+        only -infinity: token -1 and NaN. Equal logits stay or go together. Bitwise deterministic for a seed.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit.
@@ -235,7 +235,7 @@ def linear_sample(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw one token for every hidden state: :func:`tigon.sample` of ``hidden @ weight.T``.
 
-    Logits are there for 256 MiB of rows at a time.
+    The logits of 256 MiB of rows exist at a time.
 
     Args:
         hidden: ``[..., H]`` float32, bfloat16 or float16. float64 runs the eager reference.

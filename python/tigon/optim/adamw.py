@@ -19,7 +19,7 @@ _OP = "AdamW"
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALF, torch.float32)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-# What a rounding keeps of a 16-bit parameter besides.
+# What a rounding keeps in addition to a 16-bit parameter.
 _EXTRAS = {"split": ("param_low", torch.int16), "master": ("master_param", torch.float32)}
 
 
@@ -42,7 +42,7 @@ class AdamW(torch.optim.Optimizer):
         amsgrad: divide by the largest second moment so far.
         maximize: ascend.
         rounding: of 16-bit parameters. ``nearest``: as PyTorch; small updates are lost. ``stochastic``: up or
-            down at random, right in the mean, no memory. ``split``: bfloat16 alone; 16 more bits in
+            down at random, right in the mean, no memory. ``split``: bfloat16 only; 16 more bits in
             ``state["param_low"]`` make it an exact float32. ``master``: a float32 copy,
             ``state["master_param"]``. The last two follow the same trajectory.
         moment_dtype: of exp_avg and exp_avg_sq, one or a pair; float32, bfloat16, or ``None``: the
@@ -208,7 +208,7 @@ class AdamW(torch.optim.Optimizer):
             The norm before, a float32 scalar on the device; ``optimizer.grad_norm`` too.
 
         Raises:
-            tigon.Error: some gradients are those of a call before, others new; in the step also where they
+            tigon.Error: some gradients are those of a call before, others new; in the step also if they
                 were modified since this call.
         """
         check_numbers(_OP, max_norm=max_norm)
@@ -257,7 +257,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_one(self, group: dict, p: torch.Tensor) -> None:
-        """The update of one parameter of a group alone, as :func:`step_in_backward` does it."""
+        """The update of a single parameter of a group, as :func:`step_in_backward` does it."""
         self._update([(group, [p], [p.grad])])
 
     def _with_gradients(self) -> list[tuple[dict, list, list]]:
@@ -276,7 +276,7 @@ class AdamW(torch.optim.Optimizer):
         """The update of groups with their parameters and gradients.
 
         What was one list of plain tensors in the last step is taken for one again, unseen. The native call
-        looks at each of its tensors, and modifies nothing where one does not fit: then they are sorted, and
+        looks at each of its tensors, and modifies nothing if one does not fit: then they are sorted, and
         what is refused is refused in words. Nothing is kept from step to step that a change could make wrong.
         """
         if not groups:
@@ -317,7 +317,7 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def _listed(self, groups, device: torch.device, found_inf) -> TensorList:
-        """All tensors in one list. Raises KeyError where a state is not complete."""
+        """All tensors in one list. Raises KeyError if a state is not complete."""
         made, extra = TensorList(), _EXTRAS.get(self.rounding, ("",))[0]
         # States are mostly in the order of parameters; to look one up takes a call of Tensor.__hash__.
         count = sum(len(params) for _, params, _ in groups)
@@ -401,7 +401,7 @@ class AdamW(torch.optim.Optimizer):
             place += (p.numel() + 7) // 8 * 8
 
     def _look_at_places(self) -> None:
-        """Forgets the places where groups have other parameters, or in another order."""
+        """Forgets the places if groups have other parameters, or in another order."""
         params = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         if len(params) != len(self._places) or not all(map(operator.is_, self._places, params)):
             self._places.clear()
@@ -446,7 +446,7 @@ class AdamW(torch.optim.Optimizer):
     # --- state
 
     def _state_of(self, group: dict, p, grad, found_inf) -> dict:
-        """The state of a parameter, made or completed where it is not there."""
+        """The state of a parameter, made or completed if it is not."""
         if grad.layout != torch.strided:
             refuse(
                 _OP, "gradients must be dense, got {} (torch.optim.SparseAdam takes sparse ones)", grad.layout
@@ -476,7 +476,7 @@ class AdamW(torch.optim.Optimizer):
         return tuple(dtype or p.dtype for dtype in self.moment_dtype)
 
     def load_state_dict(self, state_dict) -> None:
-        """As in PyTorch; moments keep their dtype here, and what a rounding keeps besides is restored."""
+        """As in PyTorch; moments keep their dtype here, and what a rounding keeps in addition is restored."""
         seen = {}
 
         def look(_, loaded):
@@ -539,7 +539,7 @@ def _gradients_of(groups) -> list[torch.Tensor]:
 
 
 def _on(device: torch.device, scalar: torch.Tensor | None) -> torch.Tensor | None:
-    """A float32 scalar where it is needed."""
+    """A float32 scalar if it is needed."""
     return None if scalar is None else scalar.to(device, torch.float32, non_blocking=True)
 
 

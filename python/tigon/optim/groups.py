@@ -71,7 +71,7 @@ def _options_of_all() -> frozenset[str]:
 
 
 def check_lr(op: str, lr: float | torch.Tensor) -> None:
-    """A number or a tensor of one element, not negative where the host knows it."""
+    """A number or a tensor of one element, not negative if the host knows it."""
     is_tensor = isinstance(lr, torch.Tensor)
     check(op, not is_tensor or lr.numel() == 1, "lr must be a number or a tensor of one element, got {}", lr)
     check_constants(op, lr=lr)
@@ -87,7 +87,7 @@ def check_constants(op: str, **values: object) -> None:
 
 
 def check_adamw(op: str, group: dict[str, Any]) -> None:
-    """The options of one of AdamW's groups, all of which are there."""
+    """The options of one of AdamW's groups, all of which must be given."""
     check_lr(op, group["lr"])
     betas, eps, decay = (group[name] for name in ("betas", "eps", "weight_decay"))
     two = isinstance(betas, (tuple, list)) and len(betas) == 2

@@ -42,7 +42,7 @@ class Muon(torch.optim.Optimizer):
             groups of them. A group with ``use_muon=False`` is :class:`AdamW`'s, with the options of its
             groups, and holds anything: :func:`muon_groups` makes both. Options of others are refused.
             DTensors that are sharded by one dimension are orthogonalised whole, each on one process; experts
-            sharded by number where they are.
+            sharded by number if they are.
         lr: number or tensor of one element.
         weight_decay: decoupled.
         momentum: in [0, 1).
@@ -133,7 +133,7 @@ class Muon(torch.optim.Optimizer):
         work = alike(_OP, shared, functools.partial(self._work, groups))
         if rest := [group for group, use_muon in groups if not use_muon]:
             self._adamw.param_groups, self._adamw.state = rest, self.state
-            self._adamw.step()  # modifies nothing where it refuses
+            self._adamw.step()  # modifies nothing if it refuses
         for group, params, whole in work:
             self._update(group, params, whole)
         return loss
@@ -240,7 +240,7 @@ def _check_loaded(_, loaded: dict) -> None:
 
 
 def _check_state(p: torch.Tensor, momentum: torch.Tensor | None) -> None:
-    """A gradient and a momentum that are there must be those of their parameter."""
+    """A gradient and a momentum that exist must be those of their parameter."""
     for name, t in (("gradients", p.grad), ("momentum_buffer", momentum)):
         if t is None:
             continue
@@ -276,7 +276,7 @@ def _batches(group: dict) -> Iterator[tuple[dict, list, _Gathering]]:
 
 
 class _Gathering:
-    """How the matrices of parameters of one kind come together where they are sharded, and part again.
+    """How the matrices of parameters of one kind come together if they are sharded, and part again.
 
     Each matrix has a home among the processes that share it: one exchange brings the parts of many matrices
     to their homes, another the results back.

@@ -1,4 +1,4 @@
-// Launches of ops of one tensor (tigon/base/activation.h) from their formula.
+// Launches ops of one tensor (tigon/base/activation.h), given their formula.
 #pragma once
 
 #include "tigon/base/activation.h"
@@ -9,14 +9,14 @@ namespace tigon::cuda {
 
 template <float (*kY)(float)>
 struct ActivationForward {
-  // x -> y
+  // Maps x -> y.
   static constexpr int kIn = 1, kOut = 1;
   __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const { out[0] = kY(in[0]); }
 };
 
 template <float (*kDx)(float, float)>
 struct ActivationBackward {
-  // dy, x -> dx
+  // Maps dy, x -> dx.
   static constexpr int kIn = 2, kOut = 1;
   __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const { out[0] = kDx(in[0], in[1]); }
 };

@@ -1,9 +1,8 @@
-// Rows of any alignment in 16-byte vectors, for softmax and the losses.
-//   AlignedRow        vectors counted from the 16-byte boundary before the row; those at its ends
-//                     may be partial
-//   AlignedRowLoader  loads a row in the vectors of another one, as full words that are masked
-//                     afterwards
-//   PeeledRow         full vectors only, with the elements before and after them handled one by one
+// Reads and writes rows of any alignment in 16-byte vectors, for softmax and the losses.
+//   AlignedRow        counts vectors from the 16-byte boundary before the row; those at its ends may be
+//                     partial
+//   AlignedRowLoader  loads a row in the vectors of another one, as full words that are masked afterwards
+//   PeeledRow         takes full vectors only, with the elements before and after them handled one by one
 #pragma once
 
 #include "tigon/base/cuda/row_config.h"
@@ -12,11 +11,11 @@
 
 namespace tigon::cuda {
 
-// The 16-byte vectors that a row of `cols` elements touches. kAligned: no vector is partial.
+// Describes the 16-byte vectors that a row of `cols` elements touches. With kAligned no vector is partial.
 template <class T, bool kAligned = false>
 struct AlignedRow {
   static constexpr int N = 16 / sizeof(T);
-  // The 16-byte boundary at or before the first element.
+  // Points to the 16-byte boundary at or before the first element.
   T* base;
   int lead = 0, cols, vecs;
 
@@ -34,14 +33,14 @@ struct AlignedRow {
   __device__ __forceinline__ bool has(int c) const { return c >= 0 && c < cols; }
 };
 
-// The number of elements (at most n) before the first 16-byte boundary at or after x.
+// Returns the number of elements (at most n) before the first 16-byte boundary at or after x.
 template <int N, class T>
 __device__ __forceinline__ int elements_to_alignment(const T* x, int n) {
   return min(n, int((0 - reinterpret_cast<uintptr_t>(x) / sizeof(T)) % N));
 }
 
-// A row as a peeled loop: columns [0, head) one by one, then `vecs` full vectors, then the
-// remaining columns one by one. Each single column belongs to one thread.
+// Splits a row into columns [0, head) one by one, then `vecs` full vectors, then the remaining columns one by
+// one. Each single column belongs to one thread.
 template <class T>
 struct PeeledRow {
   static constexpr int N = 16 / int(sizeof(T));
@@ -53,7 +52,7 @@ struct PeeledRow {
     vecs = (n - head) / N;
   }
   __device__ __forceinline__ T* vec(int k) const { return x + head + int64_t(k) * N; }
-  // The single column of this thread, or -1.
+  // Returns the single column of this thread, or -1.
   __device__ __forceinline__ int edge_column(int n) const {
     int t = int(threadIdx.x);
     if (t < N) return t < head ? t : -1;
@@ -62,7 +61,7 @@ struct PeeledRow {
   }
 };
 
-// Another row in the vector numbering of `like`, whatever its own offset.
+// Accesses another row in the vector numbering of `like`, whatever its own offset.
 template <class T>
 __device__ __forceinline__ AlignedRow<T> aligned_row_like(T* out, const AlignedRow<const T>& like) {
   AlignedRow<T> row(out, like.cols);
@@ -70,8 +69,8 @@ __device__ __forceinline__ AlignedRow<T> aligned_row_like(T* out, const AlignedR
   return row;
 }
 
-// Whether rows of a and b, of any element types, have the same offset in elements from a 16-byte
-// boundary of X.
+// True if rows of a and b, of any element types, have the same offset in elements from a 16-byte boundary of
+// X.
 template <class X, class A, class B>
 bool same_row_offsets(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t rows) {
   constexpr int64_t N = 16 / int64_t(sizeof(X));
@@ -82,39 +81,39 @@ template <class T>
 bool same_row_offsets(const Matrix& a, const Matrix& b) {
   return same_row_offsets<T>(a.row<T>(0), a.stride, b.row<T>(0), b.stride, a.rows);
 }
-// The number of vectors that a row of any offset touches at most.
+// Returns the most vectors that a row of any offset touches.
 template <class T>
 int64_t max_vecs_of_row(const T* row, int64_t stride, int64_t cols) {
   constexpr int N = 16 / sizeof(T);
   return is_vectorizable(row, stride, cols, sizeof(T)) ? cols / N : ceil_div(cols + N - 1, N);
 }
-// One past the last element of the rows.
+// Returns the address one past the last element of the rows.
 template <class T>
 const T* end_of_rows(const T* x, int64_t stride, int64_t rows, int64_t cols) {
   return x + (stride > 0 ? rows - 1 : 0) * stride + cols;
 }
 
-// A 32-bit word whose every element is -inf.
+// Returns a 32-bit word in which every element is -inf.
 template <class T>
 __device__ constexpr uint32_t kMinusInf = sizeof(T) == 4                                   ? 0xff800000u
                                           : std::is_same_v<std::remove_const_t<T>, __half> ? 0xfc00fc00u
                                                                                            : 0xff80ff80u;
 
-// Loads a row in the vectors of `out`; with kShifted the row may have another offset. All words are
-// loaded in full, the first and last too, and masked by trim(), so that no load waits for another
-// load or a branch. A word may hold memory before or after the row within the same 16 bytes. Only
-// the last word of the tensor, which would cross `end`, is read by elements. Elements outside the
-// row become `fill` (one word of it). Plain loads, since results may overwrite what is read.
-// kAligned: both rows consist of full vectors, and nothing is masked.
+// Loads a row in the vectors of `out`; with kShifted the row may have another offset. All words, the first
+// and last too, are loaded in full and masked by trim(), so that no load waits for another load or a branch.
+// A word may hold memory before or after the row within the same 16 bytes. Only the last word of the tensor,
+// which would cross `end`, is read by elements. Elements outside the row become `fill` (one word of it).
+// Loads are plain, since results may overwrite what is read. With kAligned both rows consist of full vectors,
+// and nothing is masked.
 template <class T, bool kShifted, bool kAligned = false>
 struct AlignedRowLoader {
   static_assert(!(kShifted && kAligned));
   static constexpr int N = AlignedRow<const T>::N;
   AlignedRow<const T, kAligned> row;
   int readable_words;
-  // The word in which vector 0 of `out` begins.
+  // Vector 0 of `out` begins in this word.
   int first;
-  // The byte within that word at which it begins.
+  // It begins at this byte of that word.
   unsigned shift_bytes;
   uint32_t fill;
 
@@ -125,12 +124,12 @@ struct AlignedRowLoader {
     first = kShifted && row.lead < out.lead ? -1 : 0;
     shift_bytes = kShifted ? unsigned((row.lead - out.lead) * int(sizeof(T))) % 16 : 0;
   }
-  // The word in which vector k begins.
+  // Returns the word in which vector k begins.
   __device__ __forceinline__ uint4 load(int k) const { return word(k + first); }
   __device__ __forceinline__ uint4 word(int w) const {
     return ld_global_predicated(unsigned(w) < unsigned(readable_words), row.base + int64_t(w) * N, fill);
   }
-  // The last word, read by elements.
+  // Reads the last word by elements.
   __device__ __forceinline__ uint4 last_word() const {
     constexpr int kBits = 8 * int(sizeof(T));
     const uint64_t none = uint64_t(fill) << 32 | fill;
@@ -146,7 +145,7 @@ struct AlignedRowLoader {
     }
     return make_uint4(uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32));
   }
-  // A mask of the bits of elements [begin, end) of a vector.
+  // Returns a mask of the bits of elements [begin, end) of a vector.
   __device__ __forceinline__ static uint4 element_mask(int begin, int end) {
     constexpr int kBits = 8 * int(sizeof(T));
     uint32_t mask[4];
@@ -157,7 +156,7 @@ struct AlignedRowLoader {
     }
     return make_uint4(mask[0], mask[1], mask[2], mask[3]);
   }
-  // The elements under the mask, `fill` elsewhere.
+  // Returns the elements under the mask, and `fill` elsewhere.
   __device__ __forceinline__ uint4 blend(const uint4& w, const uint4& mask) const {
     return make_uint4((w.x & mask.x) | (fill & ~mask.x), (w.y & mask.y) | (fill & ~mask.y),
                       (w.z & mask.z) | (fill & ~mask.z), (w.w & mask.w) | (fill & ~mask.w));
@@ -194,15 +193,15 @@ struct AlignedRowLoader {
     for (int i = 0; i < VecsPerThread; ++i)
       if (k(i) == out.vecs - 1) q[i] = blend(q[i], mask);
   }
-  // The 16 bytes of a, b that begin at byte `bytes`.
+  // Returns the 16 bytes of a, b that begin at byte `bytes`.
   __device__ __forceinline__ static uint4 funnel_shift(const uint4& a, const uint4& b, unsigned bytes) {
     uint32_t v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
     drop_bytes<T>(v, bytes);
     return make_uint4(v[0], v[1], v[2], v[3]);
   }
 };
-// Stores a vector of a row: in one access, or by elements at the row's ends and where the vectors
-// are not aligned.
+// Stores a vector of a row in one access, or by elements at the row's ends and if the vectors are not
+// aligned.
 template <class T, bool kAligned>
 __device__ __forceinline__ void store_vec(const AlignedRow<T, kAligned>& row, int k,
                                           const float (&v)[AlignedRow<T>::N], bool aligned = true) {
@@ -227,7 +226,7 @@ __device__ __forceinline__ void store_vec(const AlignedRow<T, kAligned>& row, in
   }
 }
 
-// Loads a vector as raw words, with `fill` outside the row. A plain load, since the gradient may
+// Loads a vector as raw words, with `fill` outside the row. The load is plain, since the gradient may
 // overwrite the logits.
 template <class T>
 __device__ __forceinline__ uint4 load_vec(const AlignedRow<const T>& row, int k, float fill = -INFINITY) {
@@ -263,7 +262,7 @@ __device__ __forceinline__ void unpack(const uint4& words, float (&x)[AlignedRow
   }
 }
 
-// Elementwise maxima, minima of packed words. A NaN may be lost here; the sums of exponentials
+// Take the elementwise maximum or minimum of packed words. A NaN may be lost here; the sums of exponentials
 // propagate it.
 template <class T>
 __device__ __forceinline__ uint32_t max_words(uint32_t a, uint32_t b) {

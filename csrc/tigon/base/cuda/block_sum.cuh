@@ -3,8 +3,8 @@
 
 namespace tigon::cuda {
 
-// All-reduces K values over the Threads of the CTA. `slots` is shared memory of (Threads / 32) * K doubles, free to be
-// written; all threads take part, and see the sums.
+// All-reduces K values over the Threads of the CTA. `slots` is shared memory of (Threads / 32) * K doubles
+// that may be overwritten. All threads take part and receive the sums.
 template <int Threads, int K>
 __device__ __forceinline__ void sum_block(double (&x)[K], double* slots) {
   constexpr int kWarps = Threads / 32;

@@ -1,5 +1,4 @@
-// Sums of partial rows. Traffic: partials * cols * 4 bytes read, mostly from L2, and cols * size
-// written.
+// Sums partial rows. It reads partials * cols * 4 bytes, mostly from L2, and writes cols * size bytes.
 #include <algorithm>
 
 #include "tigon/base/cuda/column_sum.cuh"
@@ -11,7 +10,7 @@ namespace {
 
 // A CTA sums some columns of many partial rows, so that every thread has few loads, all in flight
 // together: latency matters in a kernel that follows another one. It takes 32 columns (a 128-byte
-// line), or 8 (a 32-byte sector) where there are few columns, so that more SMs take part. Matrices
+// line), or 8 (a 32-byte sector) if there are few columns, so that more SMs take part. Matrices
 // of many columns take small CTAs, which are all resident at a time.
 constexpr int kThreads = 1024, kSmall = 256, kFew = 8, kLine = 32, kLoadsInFlight = 8;
 constexpr int64_t kLongRow = 512, kManyLines = 8192;
@@ -19,7 +18,7 @@ constexpr size_t kMaxSums = 3;
 
 template <class T>
 struct Results {
-  // Null: not wanted.
+  // Null means not wanted.
   T* data[kMaxSums] = {};
   int64_t end[kMaxSums] = {};
 
@@ -32,12 +31,12 @@ struct Results {
     }
   }
 };
-// The sum that the last CTA forms, if one is wanted.
+// The last CTA forms this sum, if one is wanted.
 template <class T>
 struct TotalOf {
   const float* parts;
   int64_t count;
-  // Null: not wanted.
+  // Null means not wanted.
   T* out;
 };
 
@@ -75,7 +74,7 @@ __global__ __launch_bounds__(Threads) void sum_partials_kernel(const float* rows
   }
 }
 
-// A few partial rows of many columns: a thread per column fills the device.
+// If there are few partial rows of many columns, one thread per column fills the device.
 constexpr int kColumnThreads = 256;
 constexpr int64_t kManyColumns = 65536, kFewPartials = 32;
 

@@ -1,4 +1,4 @@
-// Sums of a column over partial rows, for the last step of deterministic column reductions.
+// Sums a column over partial rows: the last step of deterministic column reductions.
 #pragma once
 
 #include "tigon/base/cuda/ptx.cuh"

@@ -1,4 +1,5 @@
-// The standalone CUDA context, and what all CUDA contexts share: device facts, launches, occupancy.
+// Implements the standalone CUDA context, and what all CUDA contexts share: device facts, launches,
+// occupancy.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,10 +18,12 @@ namespace cuda {
 
 namespace {
 
-// Asked for the architecture that this file, and so every kernel of the library, was compiled for.
+// This kernel is asked for the architecture that this file, and so every kernel of the library, was compiled
+// for.
 __global__ void probe() {}
 
-// TIGON_CUDA_CAPABILITY=80 (86, 90, 120 ...): launchers choose as on such a device, never more than this one has.
+// With TIGON_CUDA_CAPABILITY=80 (86, 90, 120 ...) launchers choose as on such a device, but never more than
+// this one has.
 void lower_facts(DeviceFacts& f) {
   const char* wish = std::getenv("TIGON_CUDA_CAPABILITY");
   if (wish == nullptr || *wish == 0) return;

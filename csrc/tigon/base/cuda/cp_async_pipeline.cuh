@@ -1,5 +1,5 @@
-// A multi-stage cp.async pipeline for rows: the rows of the next iterations are copied to shared
-// memory while the current ones are processed, without registers for loads in flight.
+// A multi-stage cp.async pipeline copies the rows of the next iterations to shared memory while the current
+// ones are processed. Loads in flight need no registers.
 #pragma once
 
 #include <algorithm>
@@ -11,21 +11,21 @@
 
 namespace tigon::cuda {
 
-// The full vectors of the rows of one tensor that a thread uses: rows `step` elements apart,
+// Handles the full vectors of one tensor's rows that a thread uses: rows are `step` elements apart, with
 // kConfig.vecs_per_thread aligned vectors each.
 template <class T, int N, RowConfig kConfig>
 class CpAsyncPipeline {
  public:
   static constexpr int M = 16 / int(sizeof(T)), kWords = N / M;
-  // 16-byte words of shared memory per stage for a row of `threads` threads.
+  // Returns the 16-byte words of shared memory per stage, for a row of `threads` threads.
   __host__ __device__ static constexpr int words(int threads) {
     return threads * kConfig.vecs_per_thread * kWords;
   }
 
-  // `first`: the first vector of the first row; `step`: elements from row to row; `first_vec`: this
-  // thread's first vector; `vec_stride`: from one of its vectors to the next; `vecs`: vectors of a
-  // row, 0 for a tensor that is absent; `pitch`: words from stage to stage. Words that are never
-  // copied are zeroed.
+  // Takes `first`, the first vector of the first row; `step`, the elements from row to row; `first_vec`, this
+  // thread's first vector; `vec_stride`, the step from one of its vectors to the next; `vecs`, the vectors of
+  // a row, 0 for an absent tensor; `pitch`, the words from stage to stage. Words that are never copied are
+  // zeroed.
   __device__ __forceinline__ CpAsyncPipeline(const T* first, int64_t step, int first_vec, int vec_stride,
                                              int vecs, uint4* words, int pitch)
       : step_(step), vecs_(vecs), first_vec_(first_vec), vec_stride_(vec_stride), pitch_(pitch) {
@@ -54,7 +54,7 @@ class CpAsyncPipeline {
                             next_ + i * vec_stride_ * N + j * M);
     next_ += step_;
   }
-  // Vector i of this thread, which has copied its words itself.
+  // Returns vector i of this thread, which has copied its words itself.
   __device__ __forceinline__ Vec<T, N> vec(int stage, int i) const {
     const uint4* at = words_ + stage * pitch_ + i * row_threads<kConfig>() * kWords;
     Vec<T, N> r;
@@ -64,9 +64,9 @@ class CpAsyncPipeline {
   }
 
  private:
-  // This thread's first word of the row to be copied next.
+  // Points to this thread's first word of the row to be copied next.
   const T* next_;
-  // Its place in stage 0.
+  // Points to its place in stage 0.
   uint4* words_;
   int64_t step_;
   int vecs_, first_vec_, vec_stride_, pitch_;

@@ -1,6 +1,6 @@
-// The cuBLASLt entry points used here, declared by hand: the library is opened at run time, and
-// machines that build Tigon need not have its headers. tests/cpp/cublaslt_api_check.cpp compares
-// these declarations with the real header where it is installed.
+// Declares the cuBLASLt entry points used here by hand: the library is opened at run time, and machines that
+// build Tigon need not have its headers. tests/cpp/cublaslt_api_check.cpp compares these declarations with
+// the real header if that is installed.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ struct HeuristicResult {
 enum : int { kR32F = 0, kR16F = 2, kR16BF = 14, kR8FE4M3 = 28 };  // cudaDataType_t
 enum : int { kCompute32F = 68 };                                  // cublasComputeType_t
 enum : int { kOpN = 0, kOpT = 1 };                                // cublasOperation_t
-// cublasLtMatmulDescAttributes_t
+// These are values of cublasLtMatmulDescAttributes_t.
 enum : int {
   kDescTransA = 3,
   kDescTransB = 4,
@@ -39,7 +39,7 @@ enum : int {
   kDescScaleModeB = 32
 };
 enum : int { kScaleOuterVector = 3 };  // cublasLtMatmulMatrixScale_t, of CUDA 12.9
-// cublasLtMatmulAlgoConfigAttributes_t
+// These are values of cublasLtMatmulAlgoConfigAttributes_t.
 enum : int {
   kAlgoId = 0,
   kAlgoTile = 1,
@@ -78,7 +78,7 @@ struct Api {
                    size_t, void* stream);
 };
 
-// Opened on first use; throws tigon::Error naming what was looked for when it is not there.
+// Opens the library on first use. Throws tigon::Error naming what was looked for if it is missing.
 const Api& api();
 
 }  // namespace tigon::cuda::lt

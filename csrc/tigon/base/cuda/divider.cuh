@@ -1,4 +1,4 @@
-// Division by a divisor that is known on the host.
+// Divides by a divisor that is known on the host.
 #pragma once
 
 #include <cstdint>

@@ -1,21 +1,18 @@
-// Pointwise ops: results = f(inputs) element by element, over rows x cols of one storage type.
-//
-// The op gives a functor with the number of its inputs and results:
+// A pointwise op computes results = f(inputs) element by element, over rows x cols of one storage type. The
+// op gives a functor with the number of its inputs and results:
 //   struct Square {
 //     static constexpr int kIn = 1, kOut = 1;
 //     __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
 //       out[0] = in[0] * in[0];
 //     }
 //   };
-// and calls pointwise(op, ctx, Pointwise<Square>{.in = {a.x}, .out = {a.y}}). Results without data
-// are not written. An input that no wanted result needs should name another input's matrix, whose
-// second read is served by the cache.
-//
-// A matrix may hold several values of a point side by side (gate and up interleaved by columns).
-// Such a functor says how many of its values each matrix holds by `static constexpr int
-// in_width(int matrix)` and `out_width`; they are deinterleaved in registers. A functor with long
-// arithmetic defines is_long() as true and gets more vectors per thread. Functors that share single(),
-// a functor of the same inputs and results, share the kernels of single elements, which are rare.
+// and calls pointwise(op, ctx, Pointwise<Square>{.in = {a.x}, .out = {a.y}}). Results without data are not
+// written. An input that no wanted result needs should name another input's matrix: the cache serves its
+// second read. A matrix may hold several values of a point side by side (gate and up interleaved by columns).
+// Such a functor says how many of its values each matrix holds by `static constexpr int in_width(int matrix)`
+// and `out_width`; they are deinterleaved in registers. A functor with long arithmetic defines is_long() as
+// true and gets more vectors per thread. Functors that share single(), a functor of the same inputs and
+// results, share the kernels of single elements, which are rare.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +26,7 @@ namespace tigon::cuda {
 
 namespace pointwise_detail {
 
-// Values of a point in a matrix: 1 unless the functor says otherwise.
+// Counts the values of a point in a matrix: 1 unless the functor says otherwise.
 template <class F>
 constexpr int in_width(int matrix) {
   if constexpr (requires { F::in_width(0); })
@@ -58,7 +55,7 @@ constexpr int count(int values, int (*width)(int)) {
   return matrices;
 }
 template <class F>
-// The numbers of matrices.
+// Counts the matrices.
 inline constexpr int kIns = count(F::kIn, &in_width<F>);
 template <class F>
 inline constexpr int kOuts = count(F::kOut, &out_width<F>);
@@ -75,38 +72,39 @@ struct Pointwise {
 namespace pointwise_detail {
 
 inline constexpr int kThreads = 256;
-// Vectors of every input that a thread has in flight. With 16-byte vectors one is enough: many
-// short CTAs keep as many bytes in flight as a few long ones, and end together. Single elements,
-// rows with gaps (whose index arithmetic is longer) and functors with is_long() take more.
+// Each thread has this many vectors of every input in flight. With 16-byte vectors one is enough: many short
+// CTAs keep as many bytes in flight as a few long ones, and end together. Single elements, rows with gaps
+// (whose index arithmetic is longer) and functors with is_long() take more.
 template <class F, bool Flat, bool Vectorized>
 constexpr int vecs_per_thread_of() {
   if (Vectorized && !arithmetic_is_long<F>() && (Flat || F::kIn > 2)) return 1;
   return F::kIn > 2 ? 2 : 4;
 }
-// CTAs per SM that the registers allow.
+// Says how many CTAs per SM the registers allow.
 template <int VecsPerThread>
 constexpr int kMinBlocks = VecsPerThread == 1 ? 6 : 4;
 
 template <class F, class T>
-struct Params {
+struct PointwiseParams {
   F f;
   const T* in[kIns<F>];
   int64_t in_stride[kIns<F>];
   T* out[kOuts<F>];
   int64_t out_stride[kOuts<F>];
-  // The vectors of all rows.
+  // Counts the vectors of all rows.
   int64_t vecs;
-  // Elements after the last vector (flat only).
+  // Counts the elements after the last vector (flat only).
   int tail;
-  // Vectors of a row (rows only).
+  // Divides by the vectors of a row (rows only).
   Divider per_row;
 };
 
-// Vectors of N points. Flat: no gaps between rows. A thread has VecsPerThread vectors of every
-// input in flight; a matrix with `width` values per point has `width` adjacent vectors for each.
+// Processes vectors of N points. Flat means that there are no gaps between rows. A thread has VecsPerThread
+// vectors of every input in flight; a matrix with `width` values per point has `width` adjacent vectors for
+// each.
 template <bool Flat, int N, int VecsPerThread, class F, class T>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<VecsPerThread>)
-    pointwise_kernel(const __grid_constant__ Params<F, T> p) {
+    pointwise_kernel(const __grid_constant__ PointwiseParams<F, T> p) {
   constexpr int kTile = kThreads * VecsPerThread;
   for (int64_t tile = blockIdx.x; tile * kTile < p.vecs; tile += gridDim.x) {
     int64_t first = tile * kTile, row[VecsPerThread] = {};
@@ -215,14 +213,14 @@ void run(const char* op, Context& ctx, const Pointwise<F>& call) {
     constexpr int N = Vectorized ? 16 / sizeof(T) : 1,
                   kVecsPerThread = vecs_per_thread_of<F, Flat, Vectorized>();
     int64_t all = shape.rows * cols;
-    Params<F, T> p{.f = call.f,
-                   .in = {},
-                   .in_stride = {},
-                   .out = {},
-                   .out_stride = {},
-                   .vecs = all / N,
-                   .tail = Flat ? int(all % N) : 0,
-                   .per_row = Divider(Flat ? 1 : cols / N)};
+    PointwiseParams<F, T> p{.f = call.f,
+                            .in = {},
+                            .in_stride = {},
+                            .out = {},
+                            .out_stride = {},
+                            .vecs = all / N,
+                            .tail = Flat ? int(all % N) : 0,
+                            .per_row = Divider(Flat ? 1 : cols / N)};
     for (int i = 0; i < kIns<F>; ++i)
       p.in[i] = call.in[i].template row<T>(0), p.in_stride[i] = call.in[i].stride;
     for (int o = 0; o < kOuts<F>; ++o)
@@ -263,7 +261,7 @@ inline constexpr Variant<F> kVariants[] = {
 
 }  // namespace pointwise_detail
 
-// Sizes and dtypes have been checked by the caller. Empty matrices are allowed.
+// The caller has checked sizes and dtypes. Empty matrices are allowed.
 template <class F>
 void pointwise(const char* op, Context& ctx, const Pointwise<F>& call) {
   using namespace pointwise_detail;

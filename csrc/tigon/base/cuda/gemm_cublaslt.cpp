@@ -60,22 +60,22 @@ int data_type(DType t) {
   return t == DType::f32 ? lt::kR32F : t == DType::bf16 ? lt::kR16BF : lt::kR16F;
 }
 
-// The largest power of two up to `most` that divides `bits`.
+// Returns the largest power of two up to `most` that divides `bits`.
 uint32_t alignment(uintptr_t bits, uint32_t most = 256) {
   uint32_t a = most;
   while (bits % a != 0) a /= 2;
   return a;
 }
 
-// How the kernel of a product is chosen: any, one that does not split sums along K, or such a one of the algorithm that the
-// weight has for all numbers of rows.
+// Says how the kernel of a GEMM is chosen: any; one that does not split sums along K; or one that does not
+// and also has the algorithm that the weight uses for every number of rows.
 enum class Choice : int8_t { any, unsplit, batch_invariant };
 
-// Everything that the choice depends on, and what it is made for.
+// Holds everything that the choice depends on.
 struct Problem {
   Gemm g;
   Choice choice = Choice::any;
-  std::array<uint32_t, 3> align{};  // of a, b, c
+  std::array<uint32_t, 3> align{};  // of a, b and c
 
   Problem(const Gemm& gemm, Choice c) : g(gemm), choice(c) {
     auto of = [&](const void* p, int64_t stride, DType t) {
@@ -93,7 +93,7 @@ struct Problem {
   }
 };
 
-// Row major C = A B is column major C^T = B^T A^T: our B is cuBLASLt's A.
+// Row major C = A B is column major C^T = B^T A^T, so our B is cuBLASLt's A.
 class Description {
  public:
   explicit Description(const Gemm& g) {
@@ -129,7 +129,7 @@ class Description {
 
 struct Plan {
   explicit Plan(const Gemm& g) : desc(g) {}
-  // With the kernel of another number of rows, where that is given and takes this one.
+  // Takes the kernel of `other`, a plan for another number of rows, if that is given and accepts this number.
   Plan(const Problem& q, lt::Handle handle, const Plan* other = nullptr);
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
@@ -144,7 +144,8 @@ struct Plan {
   size_t workspace = 0;
 };
 
-// What a device's products share. A step has some ten products; a new number of rows changes most of them.
+// Holds what the GEMMs of a device share. A step has some ten GEMMs, and a new number of rows changes most of
+// them.
 struct DeviceProducts {
   DeviceProducts() { check(lt::api().create(&handle), "cublasLtCreate"); }
 
@@ -152,7 +153,7 @@ struct DeviceProducts {
   LruCache<decltype(std::declval<Problem>().key()), Plan> plans{256};
 };
 
-// What cublaslt_kernels() tells.
+// Keeps what cublaslt_kernels() returns.
 struct Described {
   std::mutex mutex;
   std::set<std::string> lines;
@@ -164,7 +165,7 @@ Described& described() {
 
 DeviceProducts& products_of(int device) {
   static std::mutex mutex;
-  // Never destroyed: at the program's end cuBLASLt may be gone before.
+  // These are never destroyed: cuBLASLt may be unloaded first when the program ends.
   static auto& devices = *new std::map<int, DeviceProducts>;
   std::lock_guard lock(mutex);
   return devices.try_emplace(device).first->second;
@@ -181,8 +182,8 @@ int attribute(const lt::Algo& algo, int which) {
 constexpr int64_t kManyClasses = 16384;
 bool makes_logits(const Gemm& g) { return g.trans_b && !g.trans_a && g.n >= kManyClasses; }
 
-// Index of the kernel to use: the heuristic's first, except for two products of a loss head on
-// Hopper, where it ranks a faster tile lower: logits with tiles of 176 or 168 x 128, and fp32
+// Returns the index of the kernel to use. It is the heuristic's first, except for two GEMMs of a loss head on
+// Hopper, for which the heuristic ranks a faster tile lower: logits with tiles of 176 or 168 x 128, and fp32
 // weight gradients with tiles of 128 x 160.
 int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
   constexpr int64_t kManyRows = 256, kManyColumns = 1024;
@@ -202,7 +203,7 @@ int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
   return 0;
 }
 
-// Delegating: a constructor that throws from here on is followed by the destructor.
+// Delegates to the other constructor, so that the destructor runs if this one throws from here on.
 Plan::Plan(const Problem& q, lt::Handle handle, const Plan* other) : Plan(q.g) {
   const lt::Api& api = lt::api();
   const Gemm& g = q.g;
@@ -243,8 +244,9 @@ Plan::Plan(const Problem& q, lt::Handle handle, const Plan* other) : Plan(q.g) {
   workspace = best.workspace_size;
 }
 
-// The kernel of a weight's products with so many rows. It adds along K in one order whatever the number of rows: all are of the
-// algorithm that the heuristic has for many rows, and the tile is that for so many of 1024 to 8192.
+// Returns the kernel for GEMMs with a weight and this many rows. It adds along K in one order whatever the
+// number of rows: all have the algorithm that the heuristic picks for many rows, and the tile that it picks
+// for the nearest number of rows from 1024 to 8192.
 std::shared_ptr<const Plan> weight_plan(DeviceProducts& products, const Problem& q) {
   constexpr int64_t kFewest = 1024, kMost = 8192, kRows = 128, kVector = 8;
   Problem of = q;
@@ -283,7 +285,7 @@ void run_piece(Context& ctx, const Gemm& g, Choice choice, int device, GemmWorks
     return std::make_shared<const Plan>(q, handle, algorithm.get());
   });
   workspace.kernel.reserve(ctx, plan->workspace);
-  // A plan is shared, and scales are a call's own.
+  // A plan is shared between calls, but scales belong to one call.
   std::optional<Description> own;
   if (g.ab_dtype == DType::e4m3) own.emplace(g);
   check(lt::api().matmul(handle, own ? *own : plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c,
@@ -292,7 +294,8 @@ void run_piece(Context& ctx, const Gemm& g, Choice choice, int device, GemmWorks
         "cublasLtMatmul");
 }
 
-// Rows of an operand at 16-byte boundaries, where they are not: the kernels for others add in another order.
+// Copies rows of an operand to 16-byte boundaries if they begin elsewhere: the kernels for other alignments
+// add in another order.
 void align(Context& ctx, Matrix from, const void*& data, int64_t& stride, GemmWorkspace::Buffer& buffer) {
   from.data = const_cast<void*>(data), from.stride = stride;
   if (rows_are_aligned(from)) return;
@@ -308,8 +311,8 @@ void align(Context& ctx, Matrix from, const void*& data, int64_t& stride, GemmWo
 void cublaslt_gemm(Context& ctx, const Gemm& given, int device, GemmWorkspace& workspace) {
   Gemm g = given;
   if (g.m == 0 || g.n == 0) return;
-  // Without a split of K, and with an odd vocabulary cut for few rows as for many, a row of logits has the
-  // same bits beside any number of others. Of other products that is asked for.
+  // Without a split of K, and with an odd vocabulary cut for few rows as for many, a row of logits is bitwise
+  // equal whatever the number of other rows. Other GEMMs have that only in a deterministic context.
   const Choice choice = ctx.deterministic && !g.trans_a && !g.reduce_rows ? Choice::batch_invariant
                         : makes_logits(g)                                 ? Choice::unsplit
                                                                           : Choice::any;

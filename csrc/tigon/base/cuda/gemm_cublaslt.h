@@ -1,5 +1,4 @@
-// Matrix products on CUDA, always by cuBLASLt. Plans (descriptors and the heuristic's choice) are
-// cached by shape.
+// Runs GEMMs on CUDA, always by cuBLASLt. Plans (descriptors and the heuristic's choice) are cached by shape.
 #pragma once
 
 #include <string>
@@ -8,10 +7,10 @@
 
 namespace tigon::cuda {
 
-// The largest workspace that a kernel may ask for.
+// No kernel may ask for a larger workspace.
 inline constexpr size_t kGemmWorkspace = size_t(32) << 20;
 
-// A context's memory for its products: empty until one asks for it, then the largest so far.
+// Keeps a context's memory for GEMM: empty until one asks for it, then the largest so far.
 struct GemmWorkspace {
   struct Buffer {
     void* data = nullptr;
@@ -21,15 +20,16 @@ struct GemmWorkspace {
       return data;
     }
   };
-  Buffer kernel, a, b;  // what kernels ask for; aligned copies of operands
+  // `kernel` is what kernels ask for; a and b are aligned copies of operands.
+  Buffer kernel, a, b;
 };
 
 // Runs on the current device and the context's stream, without synchronisation.
 void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace);
 
-// The kernels that deterministic contexts have used, a line for each product.
+// Lists the kernels that deterministic contexts have used, a line for each GEMM.
 std::string cublaslt_kernels();
-// Whether matmul/ has kernels of this build for devices of this capability: sm_90a only.
+// True if this build has matmul/ kernels for devices of this capability: sm_90a only.
 bool has_own_products(int capability);
 
 }  // namespace tigon::cuda

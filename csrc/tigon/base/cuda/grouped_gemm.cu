@@ -1,4 +1,4 @@
-// Products of groups of rows on sm_90a, by the kernels of matmul/.
+// Runs grouped GEMM on sm_90a with the kernels of matmul/.
 #include "tigon/base/grouped_gemm.h"
 
 #include "tigon/base/cuda/matmul/epilogue_gate.cuh"
@@ -45,7 +45,7 @@ void run_gated(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
     return matmul::make_ragged_tensor_map(kOp, m.row<T>(0) + first, matmul::kTensorMapType<T>, inner,
                                           m.stride, 64);
   };
-  // A map needs memory even where nothing is stored by it.
+  // A tensor map needs memory even if nothing is stored through it.
   const bool keeps = g.c.data != nullptr;
   const Matrix& kept = keeps ? g.c : gate.act;
   matmul::Matmul<T, Major::K, kMajorB, matmul::GateEpilogue<T>, Groups::rows, 1, kGather>::run(

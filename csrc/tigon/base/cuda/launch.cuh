@@ -1,5 +1,5 @@
-// Checked kernel launches and the device properties that launchers need. Nothing here allocates or
-// synchronises.
+// Makes checked kernel launches, and asks for the device properties that launchers need. Nothing here
+// allocates or synchronises.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,8 @@
 #include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/cuda/row_config.h"
 
-// An error is thrown here and is not left as the runtime's last one, which the next check of another library would find.
+// Throws the error and clears it from the runtime, so that the next check of another library does not find
+// it.
 #define TIGON_CUDA_SUCCESS(op, expr, ...)                                                                  \
   do {                                                                                                     \
     const cudaError_t status_ = (expr);                                                                    \
@@ -23,35 +24,36 @@
 
 namespace tigon::cuda {
 
-// What CUDA says of an error, or what to do about it.
+// Returns what CUDA says of an error, or what to do about it.
 const char* error_text(cudaError_t status);
 
 struct DeviceFacts {
   int sms = 0;
-  // Opt-in limit of dynamic shared memory, in bytes.
+  // A block may opt in to this much dynamic shared memory, in bytes.
   int shared_per_block = 0;
-  // 90 for sm_90: the device's, or that of the architecture the kernels were compiled for if less.
+  // 90 stands for sm_90. It is the device's, or that of the architecture the kernels were compiled for if
+  // that is less.
   int capability = 0;
 };
 constexpr int kMaxDevices = 64;
-// Index of the current device; an error from kMaxDevices on.
+// Returns the index of the current device. An index from kMaxDevices on is an error.
 int current_device(const char* op);
-// Facts of the current device, read once per device.
+// Returns the facts of the current device, read once per device.
 const DeviceFacts& device_facts();
 
 struct LaunchConfig {
   int64_t blocks = 1;
   int threads = 1;
   size_t shared = 0;
-  // Programmatic dependent launch: the kernel may start before the previous one has ended, and
-  // calls griddepcontrol_wait() before it touches memory.
+  // With programmatic dependent launch the kernel may start before the previous one has ended. It calls
+  // griddepcontrol_wait() before it touches memory.
   bool pdl = false;
-  // CTAs of a cluster; more than 1 needs sm_90.
+  // Counts the CTAs of a cluster; more than 1 needs sm_90.
   int cluster = 1;
 };
 
-// A zeroed counter from which `workers` CTAs or clusters draw rows dynamically. Null where rows are
-// few or too many to count: workers then take every `workers`-th row.
+// Returns a zeroed counter from which `workers` CTAs or clusters draw rows dynamically. It is null if rows
+// are few or too many to count: workers then take every `workers`-th row.
 inline int* make_row_counter(const char* op, Context& ctx, int64_t rows, int64_t workers) {
   if (rows <= 8 * workers || rows > INT32_MAX / 2) return nullptr;
   int* counter = ctx.scratch_of<int>(1);
@@ -59,12 +61,12 @@ inline int* make_row_counter(const char* op, Context& ctx, int64_t rows, int64_t
   return counter;
 }
 
-// The host's handle of a kernel, whatever its parameters.
+// Returns the host's handle of a kernel, whatever its parameters.
 template <class... Params>
 const void* entry_of(void (*kernel)(Params...)) {
   return reinterpret_cast<const void*>(kernel);
 }
-// `params`: the address of each parameter of the kernel.
+// `params` holds the address of each parameter of the kernel.
 void launch_entry(const char* op, Context& ctx, const void* entry, const LaunchConfig& grid, void** params);
 
 template <class... Params, class... Args>
@@ -76,8 +78,8 @@ void launch(const char* op, Context& ctx, void (*kernel)(Params...), const Launc
   }(Params(args)...);
 }
 
-// Runs a setup function, such as cudaFuncSetAttribute, once per device, and again where `value` (not 0), which it depends
-// on, is another. Concurrent first calls may run it twice, so it must be idempotent.
+// Runs a setup function, such as cudaFuncSetAttribute, once per device, and again if it depends on a `value`
+// (not 0) that changes. Concurrent first calls may run it twice, so it must be idempotent.
 class OncePerDevice {
  public:
   template <class Fn>
@@ -92,9 +94,9 @@ class OncePerDevice {
   int64_t done_[kMaxDevices] = {};
 };
 
-// The number of clusters (CTAs, for a cluster size of 1) of a kernel that are resident on the
-// device at a time; 0 where none fits. Each kernel has its own cache. Two queries that hash to the
-// same entry evict each other.
+// Returns the number of clusters (CTAs, for a cluster size of 1) of a kernel that are resident on the device
+// at a time; 0 if none fits. Each kernel has its own cache. Two queries that hash to the same entry evict
+// each other.
 class OccupancyCache {
  public:
   int max_active(const char* op, const void* entry, int blocks, int threads, size_t shared = 0);
@@ -105,7 +107,7 @@ class OccupancyCache {
 
  private:
   static constexpr int kLog2Entries = 6;
-  // Read and written atomically.
+  // The entries are read and written atomically.
   uint64_t cache_[1 << kLog2Entries] = {};
 };
 

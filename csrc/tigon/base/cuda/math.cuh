@@ -1,5 +1,5 @@
-// The functions that the shared <op>_math.inc formulas use, for one fp32 value per thread.
-// Approximate instructions are named here with their error; nothing depends on a fast-math flag.
+// These functions serve the shared <op>_math.inc formulas, for one fp32 value per thread. Approximate
+// instructions are named here with their error; nothing depends on a fast-math flag.
 #pragma once
 
 #include <math_constants.h>
@@ -12,7 +12,7 @@
 
 namespace tigon::cuda {
 
-// log2(e) and its rounding error.
+// Holds log2(e) and its rounding error.
 constexpr float kLog2e = 1.44269504f, kLog2eLow = 1.92596303e-8f;
 
 TIGON_FN float constant(float, float c) { return c; }
@@ -25,16 +25,16 @@ TIGON_FN bool lt(float a, float b) { return a < b; }
 TIGON_FN bool gt(float a, float b) { return a > b; }
 TIGON_FN bool le(float a, float b) { return a <= b; }
 
-// 2^t by ex2.approx: 2 ulp over the full range; NaN and infinities as in IEEE 754.
+// Computes 2^t by ex2.approx: 2 ulp over the full range; NaN and infinities as in IEEE 754.
 TIGON_FN float exp2_approx(float t) { return ex2_approx_ftz(t); }
 TIGON_FN float exp2_neg(float t) { return exp2_approx(t); }
-// log2(x) by lg2.approx: absolute error 2^-22 near 1, 2 ulp elsewhere; exactly 0 at 1.
+// Computes log2(x) by lg2.approx: absolute error 2^-22 near 1, 2 ulp elsewhere; exactly 0 at 1.
 TIGON_FN float log2_approx(float x) { return lg2_approx_ftz(x); }
-// 2^(x * (slope + slope_low)): < 1 ulp for products from -127 to 127, 0 below; NaN propagates;
-// slope > 0. Cody-Waite reduction, a minimax polynomial on [-1/2, 1/2] (error 2e-9) and a scaling
-// by 2^n, all on the FMA units.
+// Computes 2^(x * (slope + slope_low)) for slope > 0, with an error below 1 ulp for exponents from -127 to
+// 127, and 0 below; NaN propagates. It takes a Cody-Waite reduction, a minimax polynomial on [-1/2, 1/2]
+// (error 2e-9) and a scaling by 2^n, all on the FMA units.
 TIGON_FN float exp2_precise(float x, float slope, float slope_low) {
-  // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits.
+  // Adding kShift, 1.5 * 2^23, rounds to an integer, which is then in the low bits.
   constexpr float kShift = 12582912.0f;
   x = max_NaN(x, -127.25f / slope);
   const float shifted = __fmaf_rn(x, slope, kShift), n = shifted - kShift;
@@ -48,11 +48,11 @@ TIGON_FN float exp2_precise(float x, float slope, float slope_low) {
   y = __fmaf_rn(y, f, 1.0f);
   return y * __int_as_float((__float_as_int(shifted) << 23) + 0x3f800000);
 }
-// e^x with the rounding error of x * log2(e) compensated: < 3 ulp for every finite x.
+// Computes e^x with the rounding error of x * log2(e) compensated: below 3 ulp for every finite x.
 TIGON_FN float exp(float x) {
   float t = x * kLog2e, low = __fmaf_rn(x, kLog2e, -t) + x * kLog2eLow;
   float r = exp2_approx(t);
-  // Nothing to correct, and `low` may be NaN.
+  // There is nothing to correct, and `low` may be NaN.
   if (!(r > 0.0f && r < CUDART_INF_F)) return r;
   return __fmaf_rn(r, low * 0.693147181f, r);
 }
@@ -64,9 +64,8 @@ TIGON_FN float reciprocal(float x) { return __fdividef(1.0f, x); }
 #include "tigon/base/normal.inc"
 #include "tigon/base/silu.inc"
 
-// An fp32 value whose functions may have a relative error of 2^-18, in a third of the instructions.
-// Formulas take it as V where results are stored in 16 bits (ApproxFor<X>). Arithmetic converts it
-// to float.
+// Approx is an fp32 value whose functions may have a relative error of 2^-18, in a third of the instructions.
+// Formulas take it as V if results are stored in 16 bits (ApproxFor<X>). Arithmetic converts it to float.
 struct Approx {
   float v;
   TIGON_FN Approx(float x) : v(x) {}

@@ -1,10 +1,8 @@
-// Backward of the norm family: the gradients of rows and, in the same launch, the sums over rows
-// that are the gradients of weight and bias; and the launch of the kernel that plan_backward
-// (norm_plan.h) selects.
-//
-// Persistent CTAs process rows of one group each. A thread keeps its column sums in registers over
-// all of its rows. They are then added over the rows of the CTA and, by sum_partials, over the
-// CTAs, in fixed order.
+// The backward of the norm family computes the gradients of rows and, in the same launch, the sums over rows
+// that are the gradients of weight and bias. This file also launches the kernel that plan_backward
+// (norm_plan.h) selects. Each persistent CTA processes rows of one group. A thread keeps its column sums in
+// registers over all of its rows. They are then added over the rows of the CTA and, by sum_partials, over the
+// CTAs, in a fixed order.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +14,7 @@
 namespace tigon::cuda {
 namespace norm_detail {
 
-// The passes are those of backward_lookahead_kernel; one kernel for both made rows slower.
+// The passes are those of backward_lookahead_kernel. One kernel for both made rows slower.
 template <class B, class W, class Y, int N, class Config>
 __global__
 __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value)) void backward_kernel(
@@ -27,7 +25,7 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
   constexpr int kVecsPerThread = kConfig.vecs_per_thread, kMeans = Rows::kMeans;
   constexpr bool kPipelined = kConfig.stages > 0;
   __shared__ __align__(16) float slots[2][kMeans * 32];
-  // Weights and pipeline stages, then the column sums of the row groups.
+  // Holds weights and pipeline stages, then the column sums of the row groups.
   extern __shared__ __align__(16) unsigned char shared[];
   // The next kernel sums the partials.
   if (p.partials) griddepcontrol_launch_dependents();
@@ -55,7 +53,7 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
     for (int s = 0; s < kConfig.stages - 1; ++s) pipeline.copy(s, first + s * step < p.rows);
     next = rows.statistics(first, p.rows);
   }
-  // After the first copies, which do not wait for them.
+  // The weights are loaded after the first copies, which do not wait for them.
   load_weights<N, kConfig>(p, weights, coord.group, rows.begin, column);
 #pragma unroll 1
   for (int64_t base = coord.first, row = first; base < p.rows; base += step, row += step, ++parity) {
@@ -68,13 +66,13 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
     const Statistics current = next;
     if constexpr (kPipelined) {
       next = rows.statistics(row + step, p.rows);
-      // Overwrites the stage of the previous iteration.
+      // This overwrites the stage of the previous iteration.
       pipeline.copy(write_stage, row + (kConfig.stages - 1) * step < p.rows);
       cp_async_wait_group<kConfig.stages - 1>();
       write_stage = write_stage + 1 == kConfig.stages ? 0 : write_stage + 1;
     }
     float means[kMeans] = {};
-    // Else the stage holds another row.
+    // Otherwise the stage holds another row.
     if (!kPipelined || kConfig.rows_per_block == 1 || row < p.rows)
       rows.first_pass(
           current, in, dy, weights,
@@ -100,14 +98,14 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
   reduce_column_sums<kConfig>(p, coord, sums, column, shared);
 }
 
-// An upper bound on the CTAs: every CTA writes a row of partial sums, so with few rows one CTA per
-// SM is enough, as many as have equal work.
+// Bounds the number of CTAs: every CTA writes a row of partial sums, so with few rows one CTA per SM is
+// enough, as many as have equal work.
 inline int64_t enough_blocks(int64_t rows, int groups) {
   const int64_t rounds = ceil_div(rows * groups, device_facts().sms);
   return rounds > 8 ? INT64_MAX : ceil_div(rows, rounds);
 }
 
-// Rows of any length, in two launches. Returns the number of partial rows.
+// Handles rows of any length in two launches. Returns the number of partial rows.
 template <int N, class B, class W, class Y>
 int64_t run_looped_backward(const char* op, Context& ctx, NormBackward<B, W, Y>& p, bool wants_sums) {
   if (std::any_of(p.out, p.out + B::kOut, [](auto* out) { return out != nullptr; }))
@@ -124,8 +122,8 @@ int64_t run_looped_backward(const char* op, Context& ctx, NormBackward<B, W, Y>&
 
 }  // namespace norm_detail
 
-// The gradients of rows and, if wanted, p.partials: partial rows of the sums by column, [parts, B::kSums, groups * cols], in
-// scratch memory. Returns their number. There is at least one row.
+// Computes the gradients of rows and, if wanted, p.partials: partial rows of the sums by column, [parts,
+// B::kSums, groups * cols], in scratch memory. Returns their number. There is at least one row.
 template <class B, class W, class Y>
 int64_t norm_backward_rows(const char* op, Context& ctx, NormBackward<B, W, Y>& p, bool wants_sums) {
   using namespace norm_detail;
@@ -138,7 +136,8 @@ int64_t norm_backward_rows(const char* op, Context& ctx, NormBackward<B, W, Y>& 
   const NormPlan plan = plan_backward(
       kTraits, norm_problem(p.rows, p.cols, p.groups, kTraits.x_bytes, rows, params), device_limits());
 
-  // The kernel of the plan and its CTAs or clusters, of each of which there is a partial row; none: looped.
+  // The plan's kernel, and its CTAs or clusters, each of which writes a partial row. Without a kernel, the
+  // plan is `looped`.
   const void* entry = nullptr;
   int64_t parts = 0;
   LaunchConfig grid{.threads = plan.threads, .shared = size_t(plan.shared)};
@@ -179,12 +178,12 @@ int64_t norm_backward_rows(const char* op, Context& ctx, NormBackward<B, W, Y>& 
     void* parameters[] = {&p};
     launch_entry(op, ctx, entry, grid, parameters);
   }
-  // Also where no cluster fits on this device.
+  // `looped` also serves if no cluster fits on this device.
   return parts > 0 ? parts : run_looped_backward<kVecSize>(op, ctx, p, wants_sums);
 }
 
-// `outs`: the B::kSums gradients by column, of groups * cols elements each; those without data are
-// not wanted.
+// `outs` are the B::kSums gradients by column, of groups * cols elements each. Those without data are not
+// wanted.
 template <class B, class W, class Y>
 void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
                    std::initializer_list<Vector> outs) {

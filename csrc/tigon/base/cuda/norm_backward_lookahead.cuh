@@ -1,5 +1,5 @@
-// Backward of the norm family with lookahead, where the first pass runs a row ahead of the second, and for rows too long for a
-// CTA. The passes are those of BackwardRow.
+// This backward of the norm family runs the first pass one row ahead of the second. It also serves rows too
+// long for a CTA. The passes are those of BackwardRow.
 #pragma once
 
 #include "tigon/base/cuda/norm_backward_row.cuh"
@@ -19,7 +19,7 @@ __global__ __launch_bounds__(
                 kMeans = Rows::kMeans;
   static_assert(kConfig.stages > 0 && kConfig.rows_per_block == 1);
   __shared__ ReduceStorage<SumArray<kMeans>, kLookahead == 0 ? 2 : 4> storage;
-  // Weights and pipeline stages, then the column sums.
+  // Holds weights and pipeline stages, then the column sums.
   extern __shared__ __align__(16) unsigned char shared[];
   // The next kernel sums the partials.
   if (p.partials) griddepcontrol_launch_dependents();
@@ -37,11 +37,11 @@ __global__ __launch_bounds__(
   Vec<X, N> in[kVecsPerThread][B::kIn];
   Vec<Y, N> dy[kVecsPerThread];
   float sums[B::kSums][kVecsPerThread][N] = {};
-  // The means of a row, and its contribution to the column sums.
+  // Computes the means of a row, and its contribution to the column sums.
   auto first_pass = [&](const Statistics& of, int stage, float (&means)[kMeans]) {
     rows.first_pass(of, in, dy, weights, [&](int i) { pipeline.vec(stage, i, in[i], dy[i]); }, means, sums);
   };
-  // The gradients of a row.
+  // Computes the gradients of a row.
   auto second_pass = [&](int64_t row, const Statistics& of, int stage, float (&means)[kMeans]) {
     rows.second_pass(
         of, row, column, cols, in, dy, weights, [&](int i) { pipeline.vec(stage, i, in[i], dy[i]); }, means);
@@ -63,7 +63,7 @@ __global__ __launch_bounds__(
     float means[kMeans] = {};
     current = next;
     next = rows.statistics(ahead_row + step, p.rows);
-    // The stage of the previous iteration, which no other thread has read, is overwritten.
+    // This overwrites the stage of the previous iteration, which no other thread has read.
     pipeline.copy(write_stage, row + (kConfig.stages - 1) * step < p.rows);
     cp_async_wait_group<kConfig.stages - 1 - kLookahead>();
     write_stage = next_stage(write_stage);

@@ -1,4 +1,4 @@
-// Backward of the norm family for rows of any length and alignment, in two launches, over a formula B
+// This backward of the norm family handles rows of any length and alignment in two launches, over a formula B
 // (norm_math.inc). The kernels that hold rows in registers are in norm_backward.cuh.
 #pragma once
 
@@ -20,8 +20,8 @@ __device__ __forceinline__ void load_rows(const NormBackward<B, W, Y>& p, const 
   dy = view.load(true, dy_row, c);
 }
 
-// Rows that no register shape holds: one kernel for the gradients of rows (two passes), one for the
-// sums by column over chunks of rows.
+// Rows that no register shape holds take two kernels: one for the gradients of rows (two passes), and one for
+// the sums by column over chunks of rows.
 template <class B, class W, class Y, int N>
 __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_kernel(
     const __grid_constant__ NormBackward<B, W, Y> p) {
@@ -57,7 +57,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
         float x[B::kIn], w = offset + weight[j];
         element(in, j, x);
         float v = p.f.value(x), h = (B::kSubtractMean ? v - mean : v) * rstd;
-        // Rounded once: where a row is its own mean, the gradient is 0.
+        // The product is rounded once, so that the gradient of a row that equals its own mean is 0.
         fn(j, x, dy[j], h, w, __fmul_rn(p.f.upstream(dy[j], x), w));
       }
       done(c);

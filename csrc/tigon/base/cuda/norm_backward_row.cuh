@@ -1,6 +1,6 @@
-// Backward of the norm family, over a formula B (norm_math.inc): what its kernels share. BackwardRow holds the operations on a
-// row's vectors and elements, BackwardPipeline its stages in shared memory, ColumnWeights the weights of a thread's columns.
-// Launch: norm_backward.cuh.
+// Holds what the backward kernels of the norm family share, over a formula B (norm_math.inc). BackwardRow has
+// the operations on a row's vectors and elements, BackwardPipeline its stages in shared memory, and
+// ColumnWeights the weights of a thread's columns. norm_backward.cuh launches.
 #pragma once
 
 #include "tigon/base/cuda/cp_async_pipeline.cuh"
@@ -17,15 +17,15 @@ struct NormBackward {
   const X* in[B::kIn];
   X* out[B::kOut];
   int64_t dy_stride, in_stride[B::kIn], out_stride[B::kOut];
-  // Null: ones, and no offset.
+  // If null, all weights are 1 and there is no offset.
   const W* weight;
-  // By row and group.
+  // There is one number per row and group.
   const float *rstd, *mean;
   int64_t rows, cols;
   int groups = 1;
-  // [parts, kSums, groups * cols]; null: not wanted.
+  // [parts, kSums, groups * cols]; null if not wanted.
   float* partials = nullptr;
-  // For hide_from_compiler().
+  // hide_from_compiler() takes this.
   uint32_t opaque_zero = 0;
 };
 
@@ -40,7 +40,7 @@ constexpr int backward_blocks(const RowConfig& c) {
                                                                             : c.min_blocks_per_sm;
 }
 
-// Row `row` of a group in memory: its row, its first column, and where its statistics are.
+// Locates row `row` of a group in memory: its row, its first column, and its statistics.
 template <class B, class W, class Y>
 __device__ __forceinline__ int64_t row_of_group(const NormBackward<B, W, Y>& p, int64_t group, int64_t row) {
   if constexpr (kRowGroups<B>)
@@ -64,35 +64,35 @@ __device__ __forceinline__ int64_t statistics_of_group(const NormBackward<B, W, 
     return row * p.groups + group;
 }
 
-// The formula makes the weights of a group of rows.
+// True if the formula makes the weights of a group of rows.
 template <class B>
 constexpr bool kMakesWeights = requires(const B& f, float (&w)[1]) { f.weights(0, int64_t(0), w); };
-// The weight has no offset.
+// True if the weight has no offset.
 template <class B>
 constexpr bool kPlainWeight = std::is_base_of_v<NoNormScalars, B>;
 
-// The statistics of a row.
+// Holds the statistics of a row.
 struct Statistics {
   float rstd = 0.0f, mean = 0.0f;
 };
 
-// The operations of both passes over a vectorized row, which the kernels have in common.
+// Holds the operations of both passes over a vectorized row, which the kernels have in common.
 template <class B, class W, class Y, int N>
 struct BackwardRow {
   using X = typename B::Element;
   using Inputs = Vec<X, N>[B::kIn];
   static constexpr int kMeans = B::kSubtractMean ? 2 : 1, kPair = 2;
-  // A branch on whether h is rounded doubles the code of the first pass: rare rows select each element.
+  // A branch on whether h is rounded doubles the code of the first pass, so rare rows select each element.
   static constexpr bool kSelectsRounding = kRareTypes<X, W> && !kRowGroups<B>;
   const NormBackward<B, W, Y>& p;
   int group;
-  // The first column of the group, of all columns.
+  // The group begins at this column of all columns.
   int64_t begin;
   float inv_cols;
 
   __device__ __forceinline__ BackwardRow(const NormBackward<B, W, Y>& p, int group)
       : p(p), group(group), begin(int64_t(group) * int(p.cols)), inv_cols(1.0f / float(int(p.cols))) {}
-  // The first vector of a row.
+  // Returns the first vector of a row.
   template <class T>
   __device__ __forceinline__ T* vectors(T* data, int64_t stride, int64_t row) const {
     if constexpr (kRowGroups<B>)
@@ -114,7 +114,7 @@ struct BackwardRow {
     for (int k = 0; k < B::kOut; ++k) wants = wants || p.out[k] != nullptr;
     return wants;
   }
-  // Zero at `end` and beyond.
+  // Returns zeros at `end` and beyond.
   __device__ __forceinline__ Statistics statistics(int64_t row, int64_t end) const {
     Statistics s;
     s.rstd = row < end ? p.rstd[statistics_of_group(p, group, row)] : 0.0f;
@@ -128,7 +128,7 @@ struct BackwardRow {
       x[k] = load_predicated<X, N>(in_bounds && row < end && has(k), in(k, row) + column);
     y = load_predicated<Y, N>(in_bounds && row < end, dy(row) + column);
   }
-  // Before a vector in registers is used: hide_from_compiler().
+  // Runs before a vector in registers is used: hide_from_compiler().
   __device__ __forceinline__ void hide(Inputs& x, Vec<Y, N>& y) const {
 #pragma unroll
     for (int k = 0; k < B::kIn; ++k) x[k] = hide_from_compiler(x[k], p.opaque_zero);
@@ -140,12 +140,13 @@ struct BackwardRow {
     if constexpr (B::kSubtractMean) v -= of.mean;
     return v * of.rstd;
   }
-  // The means use the unrounded h, the column sums h as it was rounded in the forward.
+  // The means use the unrounded h; the column sums use h as the forward rounded it.
   __device__ __forceinline__ void add_means(float h, float d, float w, float (&means)[kMeans]) const {
     means[0] = fma(d * w, h, means[0]);
     if constexpr (B::kSubtractMean) means[1] = fma(d, w, means[1]);
   }
-  // First pass: the means of the row, and its part of the column sums sums[k][i] of vector i.
+  // Runs the first pass for vector i: adds to the means of the row and to its part of the column sums,
+  // sums[k][i].
   template <int K>
   __device__ __forceinline__ void add(const Statistics& of, const Inputs& in, const Vec<Y, N>& dy,
                                       const float (&w)[N], int i, float (&means)[kMeans],
@@ -184,7 +185,7 @@ struct BackwardRow {
     else
       p.f.round_h ? add(std::true_type{}) : add(std::false_type{});
   }
-  // The first pass over a thread's vectors. fetch(i) makes in[i] and dy[i] those of the row.
+  // Runs the first pass over a thread's vectors. fetch(i) makes in[i] and dy[i] those of the row.
   template <int K, class Weights, class Fetch>
   __device__ __forceinline__ void first_pass(const Statistics& of, Inputs (&in)[K], Vec<Y, N> (&dy)[K],
                                              const Weights& weights, Fetch&& fetch, float (&means)[kMeans],
@@ -197,14 +198,14 @@ struct BackwardRow {
       add(of, in[i], dy[i], w, i, means, sums);
     }
   }
-  // The second one, over the vectors that begin before column `end`. `means` are sums here.
+  // Runs the second pass over the vectors that begin before column `end`. `means` are sums here.
   template <int K, class Weights, class Fetch, class Column>
   __device__ __forceinline__ void second_pass(const Statistics& of, int64_t row, Column&& column, int end,
                                               Inputs (&in)[K], Vec<Y, N> (&dy)[K], const Weights& weights,
                                               Fetch&& fetch, float (&means)[kMeans]) const {
 #pragma unroll
     for (int k = 0; k < kMeans; ++k) means[k] *= inv_cols;
-    // The compiler reloads the weights instead of keeping them in registers.
+    // The barrier makes the compiler reload the weights instead of keeping them in registers.
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < K; ++i) {
@@ -215,14 +216,14 @@ struct BackwardRow {
       write(of, row, column(i), in[i], dy[i], w, means);
     }
   }
-  // The gradients of one element. g is formed exactly as in the means.
+  // Computes the gradients of one element. g is formed exactly as in the means.
   __device__ __forceinline__ void results(const Statistics& of, const float (&x)[B::kIn], float dy, float w,
                                           const float (&means)[kMeans], float (&out)[B::kOut]) const {
     float h = normalized(of, x), g = __fmul_rn(p.f.upstream(dy, x), w);
     if constexpr (B::kSubtractMean) g -= means[1];
     p.f.results(norm_gradient(g, h, means[0], of.rstd), dy, h, w, x, out);
   }
-  // Second pass: the gradients of a vector.
+  // Runs the second pass for a vector: writes its gradients.
   __device__ __forceinline__ void write(const Statistics& of, int64_t row, int column, const Inputs& in,
                                         const Vec<Y, N>& dy, const float (&w)[N],
                                         const float (&means)[kMeans]) const {
@@ -248,7 +249,7 @@ struct BackwardRow {
   }
 };
 
-// The weights of a thread's columns in shared memory.
+// Holds the weights of a thread's columns in shared memory.
 template <class B, class W, int N, RowConfig kConfig>
 struct ColumnWeights {
   ThreadSlots<W, N> slots;
@@ -264,8 +265,8 @@ struct ColumnWeights {
   }
 };
 
-// Loads the weights of a thread's columns, which begin at column begin + column(i) of all columns; or forms them, where the
-// formula does (norm_math.inc).
+// Loads the weights of a thread's columns, which begin at column begin + column(i) of all columns, or
+// computes them if the formula does so (norm_math.inc).
 template <int N, RowConfig kConfig, class B, class W, class Y, class Column>
 __device__ __forceinline__ void load_weights(const NormBackward<B, W, Y>& p,
                                              const ColumnWeights<B, W, N, kConfig>& weights, int group,
@@ -286,7 +287,7 @@ __device__ __forceinline__ void load_weights(const NormBackward<B, W, Y>& p,
   }
 }
 
-// The stages of the inputs and dy of the rows of a thread's range.
+// Holds the stages of the inputs and dy for the rows of a thread's range.
 template <class B, class W, class Y, int N, RowConfig kConfig>
 struct BackwardPipeline {
   using X = typename B::Element;
@@ -296,13 +297,14 @@ struct BackwardPipeline {
   Array<In, B::kIn> in;
   Dy dy;
 
-  // `threads`: of a row and CTA; `vecs`: full vectors of a row; `words`: shared memory of the CTA.
+  // `threads` counts those of a row and CTA, `vecs` the full vectors of a row, `words` the shared memory of
+  // the CTA.
   __device__ __forceinline__ BackwardPipeline(const Row& row, int64_t first_row, int64_t step, int first_vec,
                                               int vec_stride, int vecs, int threads, int row_in_block,
                                               uint4* words)
       : BackwardPipeline(std::make_index_sequence<B::kIn>{}, row, first_row, step, first_vec, vec_stride,
                          vecs, threads, words + row_in_block * row_words(threads)) {}
-  // Starts the copies of the next row, or of nothing.
+  // Starts the copies of the next row, or of nothing if it is not valid.
   __device__ __forceinline__ void copy(int stage, bool valid) {
 #pragma unroll
     for (int k = 0; k < B::kIn; ++k) in.data[k].copy(stage, valid);
@@ -350,7 +352,7 @@ __device__ __forceinline__ void reduce_column_sums(const NormBackward<B, W, Y>& 
 #pragma unroll
     for (int k = 0; k < B::kSums; ++k) store_sums(out + k * out_pitch, k);
   } else {
-    // Rows that share a warp are added by shuffles first.
+    // Shuffles first add the rows that share a warp.
     constexpr bool kRowsShareWarp = kConfig.threads_per_row < 32;
     if constexpr (kRowsShareWarp) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// Forward of the norm family: the kernels that hold rows in registers or loop over them, and the launch
-// of the kernel that plan_forward (norm_plan.h) selects. The row operations are in norm_row.cuh.
+// Holds the forward kernels of the norm family, which keep rows in registers or loop over them, and the
+// launch of the kernel that plan_forward (norm_plan.h) selects. The row operations are in norm_row.cuh.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace tigon::cuda {
 namespace norm_detail {
 
-// A CTA per group of kConfig.rows_per_block vectorized rows.
+// Each CTA takes a group of kConfig.rows_per_block vectorized rows.
 template <class F, class W, class Y, int N, class Config>
 __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) void forward_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
@@ -55,8 +55,8 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
   }
 }
 
-// Rows that no register shape holds, of any alignment: a pass for each statistic and one that
-// writes; all but the first read from L2.
+// Handles rows that no register shape holds, of any alignment, in a pass for each statistic and one that
+// writes. All but the first read from L2.
 template <class F, class W, class Y>
 __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
@@ -115,7 +115,7 @@ void with_weight_types(const char* op, DType x, const Vector& weight, Fn&& fn) {
     fn(Type<X>{}, Type<float>{});
   });
 }
-// Calls fn(x type, weight type, y type); y has x's type, or float with a float weight.
+// Calls fn(x type, weight type, y type). y has x's type, or float with a float weight.
 template <class Fn>
 void with_result_types(const char* op, DType x, const Vector& weight, DType y, Fn&& fn) {
   with_weight_types(op, x, weight, [&](auto tx, auto tw) {
@@ -133,7 +133,7 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   for (int k = 0; k < F::kIn; ++k) rows[k] = {p.in[k], p.in_stride[k], kTraits.x_bytes};
   rows[F::kIn] = {p.residual_out, p.residual_out_stride, kTraits.x_bytes};
   rows[F::kIn + 1] = {p.y, p.y_stride, kTraits.y_bytes};
-  // Parameters of channels are read one by one; whole vectors of a row have one.
+  // Parameters of channels are read one by one: whole vectors of a row share one.
   for (int k = 0; k < F::kParams; ++k) {
     params[k] = kPerChannel<F> ? NormOperand{nullptr, p.cols_per_param, kTraits.weight_bytes}
                                : NormOperand{p.param[k], 0, kTraits.weight_bytes};
@@ -144,7 +144,7 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
     problem.rows_per_param = p.f.rows_per_param, p.row_groups = int(p.rows / p.f.rows_per_param);
   const NormPlan plan = plan_forward(kTraits, problem, device_limits());
 
-  // The kernel of the plan; null: looped.
+  // The plan names this kernel; null means `looped`.
   const void* entry = nullptr;
   LaunchConfig grid{.blocks = ceil_div(p.rows, plan.rows.rows_per_block) * p.groups,
                     .threads = plan.threads,
@@ -171,7 +171,7 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
         grid.blocks = persistent_workers(op, *occupancy, entry, plan.rows, grid.threads, grid.shared,
                                          p.f.rows_per_param, p.row_groups) *
                       p.row_groups;
-        // A CTA needs more than the device has.
+        // If a CTA needs more than the device has, `looped` runs.
         if (grid.blocks == 0) entry = nullptr;
       }
       break;

@@ -1,5 +1,6 @@
-// Forward of the norm family for vectorized rows whose parameters are shared by a group of adjacent rows (kRowParams): persistent
-// CTAs of one group each, which keep its folded parameters (norm_math.inc) in shared memory. The row operations are in norm_row.cuh.
+// This forward of the norm family serves vectorized rows if a group of adjacent rows shares its parameters
+// (kRowParams). Persistent CTAs of one group each keep its folded parameters (norm_math.inc) in shared
+// memory. The row operations are in norm_row.cuh.
 #pragma once
 
 #include "tigon/base/cuda/norm_row.cuh"
@@ -8,7 +9,8 @@
 namespace tigon::cuda {
 namespace norm_detail {
 
-// The loads of the next row are issued as each vector of this row is stored. Sums are those of forward_kernel.
+// The loads of the next row are issued as each vector of this row is stored. Sums are those of
+// forward_kernel.
 template <class F, class W, class Y, int N, class Config>
 __global__ __launch_bounds__(
     Config::value.max_threads,

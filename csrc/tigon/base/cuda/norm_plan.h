@@ -1,7 +1,7 @@
-// The kernels of the norm family and their selection: plan_forward and plan_backward, plain C++ that runs and is tested without
-// a GPU (tests/cpp/test_norm_plan.cpp prints the plans of many shapes). Beside the number of SMs and the shared memory, which
-// choose between kernels with the same bits, a plan depends on the row's length, alignment and types alone, so that a row's bits
-// do not depend on the batch.
+// Defines and selects the kernels of the norm family: plan_forward and plan_backward are plain C++ that runs
+// and is tested without a GPU (tests/cpp/test_norm_plan.cpp prints the plans of many shapes). The number of
+// SMs and the shared memory choose only between kernels with bitwise equal results. Apart from these a plan
+// depends on the row's length, alignment and types only, so the results of a row do not depend on the batch.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,16 @@
 
 namespace tigon::cuda {
 
-// Rows in fp16 (norm_row.cuh has the device's type), or with weights of another type: they are rare, so that fewer configurations
-// serve them. Their lengths take the next longer one; rows of one length cost at most about a third more.
+// Rows in fp16 (norm_row.cuh has the device's type) or with weights of another type are rare, so fewer
+// configurations serve them. Their lengths take the next longer configuration; rows of one length cost at
+// most about a third more.
 template <class T>
 inline constexpr bool kIsHalf = std::is_same_v<T, f16>;
 template <class X, class W>
 constexpr bool kRareTypes = kIsHalf<X> || !std::is_same_v<X, W>;
 
-// Of a formula (norm_math.inc): parameters that differ by row; parameters by channel; groups of rows.
+// These tell of a formula (norm_math.inc) whether parameters differ by row, whether there are parameters by
+// channel, and whether rows form groups.
 template <class F>
 constexpr bool kRowParams = requires(const F& f) { f.param_offset(0, int64_t(0)); };
 template <class F>
@@ -28,24 +30,25 @@ constexpr bool kPerChannel = requires { typename F::PerChannel; };
 template <class F>
 constexpr bool kRowGroups = requires { typename F::RowGroups; };
 
-// What a plan depends on of a formula and its types.
+// Holds the properties of a formula and its types that a plan depends on.
 struct NormTraits {
-  // Rows read and written; parameters, or sums by column.
+  // Counts rows read and written, and parameters or sums by column.
   int inputs, outputs, columns;
   bool subtracts_mean, writes_residual;
-  // Whether the backward has clusters for rows that no CTA holds.
+  // True if the backward has clusters for rows that no CTA holds.
   bool clusters = false;
-  // kRowParams or kRowGroups.
+  // True for kRowParams or kRowGroups.
   bool by_row;
-  // kRareTypes; where by_row, whose kernels share configurations, fp16 alone, and forward: fewer configurations.
+  // True for kRareTypes, which take fewer configurations. With by_row, whose kernels share configurations, it
+  // is true only for fp16 in the forward.
   bool rare;
   int x_bytes, weight_bytes, y_bytes;
-  // kRowParams: kFolded.
+  // This is kFolded for kRowParams.
   int folded = 0;
 
   constexpr int vec_size() const { return 16 / x_bytes; }
 };
-// F: a forward formula (norm_math.inc); W, Y: the types of parameters and result.
+// F is a forward formula (norm_math.inc), W and Y are the types of parameters and result.
 template <class F, class W, class Y>
 constexpr NormTraits forward_traits() {
   using X = typename F::Element;
@@ -80,7 +83,7 @@ constexpr NormTraits backward_traits() {
           .y_bytes = int(sizeof(Y))};
 }
 
-// Rows of one tensor, or a parameter by column (stride 0). Null data: absent.
+// Describes the rows of one tensor, or a parameter by column (stride 0). Null data means that it is absent.
 struct NormOperand {
   const void* data;
   int64_t stride;
@@ -91,17 +94,17 @@ struct NormProblem {
   int groups = 1;
   // All rows and parameters consist of aligned vectors.
   bool vectorized = true;
-  // kRowParams: the rows that share their parameters.
+  // With kRowParams, this many rows share their parameters.
   int64_t rows_per_param = 1;
 };
-// What kernels may count on.
+// Holds what kernels may count on.
 struct DeviceLimits {
   int sms;
   int64_t shared_per_block;
   bool clusters;
 };
 
-// The problem of these operands; `x_bytes`: size of the elements in which vectors are counted.
+// Returns the problem of these operands. `x_bytes` is the size of the elements in which vectors are counted.
 inline NormProblem norm_problem(int64_t rows, int64_t cols, int groups, int x_bytes,
                                 std::span<const NormOperand> operands, std::span<const NormOperand> params) {
   const int64_t vec_size = 16 / x_bytes;
@@ -114,22 +117,22 @@ inline NormProblem norm_problem(int64_t rows, int64_t cols, int groups, int x_by
   return {.rows = rows, .cols = cols, .groups = groups, .vectorized = vectorized};
 }
 
-// Rows are vectorized but in looped.
+// Rows are vectorized, except in `looped`.
 enum class NormKernel {
-  // Forward: a CTA per group of rows, which stay in registers. Backward: persistent CTAs.
+  // The forward has a CTA per group of rows, which stay in registers. The backward has persistent CTAs.
   registers,
-  // Backward: the same with lookahead.
+  // Backward only: the same with lookahead.
   lookahead,
-  // Forward: persistent CTAs of rows that share parameters of their own.
+  // Forward only: persistent CTAs take rows that share parameters of their own.
   shared_params,
-  // Backward: persistent clusters, for rows that are too long for a CTA.
+  // Backward only: persistent clusters take rows that are too long for a CTA.
   cluster,
-  // A CTA per row that reads it once per pass, from L2 after the first: everything else.
+  // Everything else: a CTA takes one row and reads it once per pass, from L2 after the first.
   looped,
 };
 
-// kernel: in configuration `config` of its table. threads, shared: of a CTA; of a cluster's CTAs the launcher decides, by how
-// many are resident.
+// Names the kernel and its configuration `config` in the kernel's table, and the threads and shared memory of
+// a CTA. For a cluster the launcher decides about the CTAs, by how many are resident.
 struct NormPlan {
   NormKernel kernel = NormKernel::looped;
   int config = -1;
@@ -140,8 +143,9 @@ struct NormPlan {
 
 // ---- Tables ----
 
-// Forward, vectorized rows in registers. Short rows take few threads, since the work per row costs as much as that per element.
-// min_blocks_per_sm bounds the registers: as many CTAs per SM as the loads in flight of a thread allow.
+// The forward keeps vectorized rows in registers. Short rows take few threads, since the work per row costs
+// as much as that per element. min_blocks_per_sm bounds the registers: there are as many CTAs per SM as the
+// loads in flight of a thread allow.
 constexpr RowConfigs forward_register_configs(const NormTraits& t) {
   const auto cta = [](int vecs, int threads, int min_blocks = 1) {
     return RowConfig{.vecs_per_thread = vecs, .max_threads = threads, .min_blocks_per_sm = min_blocks};
@@ -171,14 +175,16 @@ constexpr RowConfigs forward_register_configs(const NormTraits& t) {
     return RowConfigs(short_rows[0], short_rows[1], short_rows[2], short_rows[3], cta(2, 512), cta(4, 1024));
   return RowConfigs(short_rows[0], short_rows[1], short_rows[2], short_rows[3], cta(4, 1024));
 }
-// The same rows by twice the threads. With two sums per row, and parameters that do not fit in registers, it is faster where a
-// launch has at most kFewWarps warps per SM, which exposes the latency of loads.
+// The same rows take twice the threads here. With two sums per row, and parameters that do not fit in
+// registers, this is faster if a launch has at most kFewWarps warps per SM, which exposes the latency of
+// loads.
 constexpr int kFewWarps = 16;
 constexpr RowConfigs kForwardSplitConfigs{
     RowConfig{.vecs_per_thread = 2, .max_threads = 1024, .lane_split = 2}};
 
-// Forward, vectorized rows of groups that share parameters: CTAs of one group keep them in shared memory. Threads and vectors are
-// those of forward_register_configs, so that rows have the same bits. In shorter groups the copies cost more than they save.
+// The forward of vectorized rows in groups that share parameters has CTAs of one group, which keep them in
+// shared memory. Threads and vectors are those of forward_register_configs, so that results are bitwise
+// equal. In shorter groups the copies cost more than they save.
 constexpr int64_t kManyRowsPerParam = 8;
 constexpr RowConfigs forward_shared_configs(const NormTraits& t) {
   const RowConfig warp = several_rows({.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = 6}),
@@ -188,9 +194,10 @@ constexpr RowConfigs forward_shared_configs(const NormTraits& t) {
                     RowConfig{.vecs_per_thread = 4, .max_threads = 256, .min_blocks_per_sm = 4}, longest);
 }
 
-// Backward, vectorized rows. Without a pipeline several CTAs per SM overlap their loads; stages need no registers for loads in
-// flight. Both keep weights in shared memory. Lookahead, which takes another kernel, hides the latency of the reduction,
-// where a thread has much arithmetic. The configurations are tuned on H200 for bf16.
+// The backward takes vectorized rows. Without a pipeline several CTAs per SM overlap their loads; stages need
+// no registers for loads in flight. Both keep weights in shared memory. Lookahead, which takes another
+// kernel, hides the latency of the reduction if a thread has much arithmetic. The configurations are tuned on
+// H200 for bf16.
 constexpr RowConfigs backward_register_configs(const NormTraits& t) {
   const auto cta = [](int stages, int vecs, int threads, int min_blocks = 1, int lookahead = 0) {
     return RowConfig{.vecs_per_thread = vecs,
@@ -207,16 +214,17 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
                          .stages = stages});
   };
   const RowConfig ahead = cta(3, 4, 512, 1, 1);
-  // Three inputs to three gradients: a thread has one vector of each, so that registers suffice for more warps.
+  // With three inputs and three gradients a thread has one vector of each, so that registers suffice for more
+  // warps.
   if (t.outputs == 3)
     return RowConfigs(warps(8, 2, 32, 2), warps(32, 2, 8, 2), cta(3, 1, 512, 2), cta(3, 2, 512));
-  // Gradients of two inputs: groups are short, so there are few configurations.
+  // With gradients of two inputs groups are short, so there are few configurations.
   if (t.outputs == 2) return RowConfigs(warps(8, 2, 32, 2), warps(32, 2, 8, 2), cta(3, 2, 512));
   if (t.rare) return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(2, 4, 512));
   if (t.inputs == 2)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 4, 4), cta(4, 2, 512),
                       cta(2, 4, 512));
-  // Two sums by column for each group of rows.
+  // These have two sums by column for each group of rows.
   if (t.columns == 2 && !t.subtracts_mean)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(3, 2, 320, 2), cta(2, 4, 512));
   if (t.subtracts_mean)
@@ -226,7 +234,8 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
                     cta(3, 2, 256, 2), cta(4, 4, 160), cta(3, 1, 1024), cta(2, 4, 512).up_to(1152), ahead,
                     cta(2, 4, 512));
 }
-// Backward, clusters. Lookahead hides the latency of the reduction, which is large in clusters.
+// The backward has clusters for the longest rows. Lookahead hides the latency of the reduction, which is
+// large in clusters.
 constexpr RowConfigs backward_cluster_configs(const NormTraits& t) {
   const bool one = t.inputs == 1;
   return RowConfigs(
@@ -235,21 +244,21 @@ constexpr RowConfigs backward_cluster_configs(const NormTraits& t) {
 
 // ---- Shared memory ----
 
-// Of a reduction, at most.
+// A reduction takes at most this much.
 constexpr int64_t kReduceBytes = 4 * ((32 + kMaxCluster) * 8 + 8);
 
-// Forward: folded parameters of persistent CTAs.
+// Persistent CTAs of the forward keep folded parameters.
 constexpr int64_t forward_shared(const NormTraits& t, const RowConfig& c, int threads) {
   return int64_t(threads) * c.vecs_per_thread * t.folded * t.vec_size() * int64_t(sizeof(float));
 }
-// Rows of column sums in shared memory that a CTA of the backward adds up.
+// Returns the rows of column sums in shared memory that a CTA of the backward adds up.
 constexpr int backward_parts(const RowConfig& c) {
   return c.threads_per_row > 0 && c.threads_per_row < 32 ? c.max_threads / 32 : c.rows_per_block;
 }
-// Backward: weights and stages; then, in the same memory, column sums.
+// The backward keeps weights and stages and then, in the same memory, column sums.
 constexpr int64_t backward_shared(const NormTraits& t, const RowConfig& c, int threads, int64_t cols) {
   const int64_t vec_size = t.vec_size(), held = int64_t(threads) * c.vecs_per_thread;
-  // Words of 16 bytes of one row and one stage, for elements of x's size.
+  // A row and stage take this many 16-byte words, for elements of x's size.
   const int64_t words = int64_t(threads / c.rows_per_block) * c.vecs_per_thread;
   const int64_t row_words = words * (t.inputs + vec_size * t.y_bytes / 16);
   const int64_t rows =
@@ -260,7 +269,8 @@ constexpr int64_t backward_shared(const NormTraits& t, const RowConfig& c, int t
 
 // ---- Plans ----
 
-// The first configuration that holds the row and fits in shared memory. shared(config, threads).
+// Returns the first configuration that holds the row and fits in shared memory, which is shared(config,
+// threads).
 template <class Shared>
 constexpr bool select_plan(NormPlan& plan, NormKernel kernel, const RowConfigs& configs, int64_t vecs,
                            const DeviceLimits& limits, Shared&& shared) {

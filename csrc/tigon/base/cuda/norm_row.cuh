@@ -1,12 +1,8 @@
-// Forward of the norm family: a row is normalized by its own statistics. The kernels are in
-// norm_forward.cuh.
-//
-// The op gives a formula F (norm_math.inc). The variance is computed from differences to the mean in
-// a second pass over registers, not as a difference of two large sums.
-//
-// A row may consist of `groups` groups of `cols` columns that are normalized separately; parameters
-// run over all columns. Every row is read once and written once; kernels that loop over longer rows
-// read them again, from L2.
+// The forward of the norm family normalizes a row by its own statistics. The kernels are in norm_forward.cuh.
+// The op gives a formula F (norm_math.inc). The variance is computed from differences to the mean in a second
+// pass over registers, not as a difference of two large sums. A row may consist of `groups` groups of `cols`
+// columns that are normalized separately; parameters cover all columns. Every row is read once and written
+// once; kernels that loop over longer rows read them again, from L2.
 #pragma once
 
 #include "tigon/base/cuda/aligned_row.cuh"
@@ -26,33 +22,33 @@ struct NormForward {
   F f;
   const X* in[F::kIn];
   int64_t in_stride[F::kIn];
-  // Null: default_value[k] in all columns.
+  // If null, all columns have default_value[k].
   const W* param[F::kParams];
   float default_value[F::kParams];
   X* residual_out;
   Y* y;
   int64_t residual_out_stride, y_stride;
-  // By row and group; mean if F::kSubtractMean. Null: not wanted.
+  // Hold one number per row and group; mean only if F::kSubtractMean. Null if not wanted.
   float *rstd, *mean;
   int64_t rows, cols;
   int groups = 1;
   float eps;
-  // Groups of adjacent rows that share their parameters, if kRowParams: set by norm_forward.
+  // The number of groups of adjacent rows that share their parameters, if kRowParams. norm_forward sets it.
   int row_groups = 1;
-  // Columns that share a parameter, if F::PerChannel.
+  // The number of columns that share a parameter, if F::PerChannel.
   int64_t cols_per_param = 1;
-  // 1 / cols, set by norm_forward.
+  // norm_forward sets this to 1 / cols.
   float inv_cols = 0.0f;
-  // For hide_from_compiler().
+  // hide_from_compiler() takes this.
   uint32_t opaque_zero = 0;
 };
 
 namespace norm_detail {
 
-// Of the looped kernels. Two CTAs per SM keep all CTAs of a few long rows resident.
+// The looped kernels use these. Two CTAs per SM keep all CTAs of a few long rows resident.
 constexpr int kLoopThreads = 512, kLoopBlocks = 2;
 
-// The group and the first row of a CTA.
+// Holds the group and the first row of a CTA.
 struct BlockCoord {
   int group;
   int64_t first;
@@ -72,12 +68,12 @@ __device__ __forceinline__ Vec<W, N> fill_vec(float x) {
   return w;
 }
 
-// Vectors of each thread in shared memory. Each thread reads only those it wrote itself, so no barrier is needed; adjacent
-// threads access adjacent words.
+// Keeps vectors of each thread in shared memory. Each thread reads only those it wrote itself, so no barrier
+// is needed. Adjacent threads access adjacent words.
 template <class T, int N>
 struct ThreadSlots {
   static constexpr int kWords = int(sizeof(T)) * N / 16;
-  // This thread's first word, and the threads.
+  // Holds this thread's first word, and the number of threads.
   uint4* first;
   int pitch;
 
@@ -96,11 +92,11 @@ struct ThreadSlots {
     for (int j = 0; j < kWords; ++j) reinterpret_cast<uint4*>(&vec)[j] = *word(slot, j);
     return vec;
   }
-  // The first word after `slots` slots of all threads.
+  // Returns the first word after `slots` slots of all threads.
   __device__ __forceinline__ uint4* end(int slots) const { return word(slots, 0) - threadIdx.x; }
 };
 
-// Element j of several vectors.
+// Returns element j of several vectors.
 template <class T, int N, int K>
 __device__ __forceinline__ void element(const Vec<T, N> (&vecs)[K], int j, float (&x)[K]) {
 #pragma unroll
@@ -114,15 +110,15 @@ __device__ __forceinline__ float value(const F& f, const Vec<typename F::Element
   return f.value(x);
 }
 
-// N elements of a row of `cols` columns from column c: adjacent ones, an aligned vector, or, for rows of any length and alignment,
-// those kStep columns apart.
+// Accesses N elements of a row of `cols` columns from column c: adjacent ones in an aligned vector or, for
+// rows of any length and alignment, elements that are kStep columns apart.
 template <int N, int kStep, class Column>
 struct RowView {
   static constexpr bool kVectorized = kStep == 1;
   Column cols;
 
   __device__ __forceinline__ bool has(Column c) const { return c < cols; }
-  // Whether element j is in a row that has(c).
+  // True if element j is in a row that has(c).
   __device__ __forceinline__ bool has(Column c, int j) const { return kVectorized || c + j * kStep < cols; }
   template <class T>
   __device__ __forceinline__ Vec<T, N> load(bool pred, const T* row, Column c) const {
@@ -133,7 +129,7 @@ struct RowView {
       if (pred && has(c, j)) vec.v[j] = row[c + j * kStep];
     return vec;
   }
-  // load() of a parameter by column. The result is undefined past a vectorized row.
+  // Does load() for a parameter by column. The result is undefined past a vectorized row.
   template <class T>
   __device__ __forceinline__ Vec<T, N> load_vector(const T* vector, Column c) const {
     if constexpr (kVectorized && sizeof(T) * N % 16 == 0)
@@ -161,13 +157,13 @@ struct RowView {
   }
 };
 
-// One row, or one group of it, and the operations on its vectors. `c` counts columns of the group.
+// Describes one row, or one group of it, and the operations on its vectors. `c` counts columns of the group.
 template <class F, class W, class Y, int N, int kStep, class Column>
 struct ForwardRow {
   using X = typename F::Element;
   using Inputs = Vec<X, N>[F::kIn];
   using Params = Vec<W, N>[F::kParams];
-  // Whether rounding of the mean is visible in X and corrected: bf16 has too few digits for it.
+  // True if rounding of the mean is visible in X and is corrected; bf16 has too few digits for it.
   static constexpr bool kCorrectsMean = !std::is_same_v<X, __nv_bfloat16>;
   static constexpr int kStatistics = F::kSubtractMean && kCorrectsMean ? 2 : 1;
   const NormForward<F, W, Y>& p;
@@ -195,7 +191,7 @@ struct ForwardRow {
     return p.residual_out + row * p.residual_out_stride + col_offset;
   }
   __device__ __forceinline__ const X* in(int k) const { return p.in[k] + row * p.in_stride[k] + col_offset; }
-  // Where a parameter begins for this row. Rows past the end take row 0's.
+  // Returns where a parameter begins for this row. Rows past the end take row 0's.
   __device__ __forceinline__ int64_t param_offset(int k) const {
     if constexpr (kRowParams<F>)
       return p.f.param_offset(k, live ? row : 0);
@@ -227,7 +223,7 @@ struct ForwardRow {
     constexpr int kWords = N * int(sizeof(W)) / 4;
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k) {
-      // By words: a selection between elements would unpack them.
+      // The selection is by words: one between elements would unpack them.
       const Vec<W, N> default_value = fill_vec<W, N>(p.default_value[k]);
 #pragma unroll
       for (int j = 0; j < kWords; ++j) {
@@ -254,7 +250,7 @@ struct ForwardRow {
       view.store(residual_out(), c, vecs[0]);
     }
   }
-  // params: those of the column, or what they fold to.
+  // params are those of the column, or what they fold to.
   template <class P, int K>
   __device__ __forceinline__ void write(Column c, const Inputs& vecs, const Vec<P, N> (&params)[K],
                                         float mean, float rstd) const {
@@ -277,12 +273,12 @@ struct ForwardRow {
     view.store_if_valid(y, c, out);
   }
 
-  // sum / cols with one correction step: exact where the quotient is an fp32 number.
+  // Returns sum / cols with one correction step, which is exact if the quotient is an fp32 number.
   __device__ __forceinline__ float mean_of(float sum) const {
     const float mean = sum * p.inv_cols;
     return fma(fma(-mean, float(p.cols), sum), p.inv_cols, mean);
   }
-  // The sum of one vector. Vectors have dependency chains of their own, for instruction-level
+  // Returns the sum of one vector. Vectors have dependency chains of their own, for instruction-level
   // parallelism.
   __device__ __forceinline__ float sum_of(const Inputs& vecs) const {
     float s = value<F, N>(p.f, vecs, 0);
@@ -290,8 +286,8 @@ struct ForwardRow {
     for (int j = 1; j < N; ++j) s += value<F, N>(p.f, vecs, j);
     return s;
   }
-  // Sum of squares about the mean and, with kCorrectsMean, the sum of the deviations: the sum of a
-  // long row far from zero is some ulp off, and this is the error of its mean.
+  // Adds the squares about the mean and, with kCorrectsMean, the deviations: the sum of a long row far from
+  // zero is some ulp off, and this is the error of its mean.
   template <int K>
   __device__ __forceinline__ void statistics_of(Column c, const Inputs& vecs, float mean,
                                                 float (&sums)[K]) const {
@@ -325,18 +321,18 @@ struct ForwardRow {
       variance = fma(-off, off, variance);
       if (variance < 0.0f) variance = 0.0f;
     }
-    // Approximate root for 16-bit types: exact division and root take some 60 instructions, which
-    // are noticeable in short rows.
+    // 16-bit types take an approximate root: exact division and root take some 60 instructions, which are
+    // noticeable in short rows.
     return sizeof(X) == 2 ? rsqrtf(variance + p.eps) : 1.0f / sqrtf(variance + p.eps);
   }
   __device__ __forceinline__ void hide_inputs(Inputs& vecs) const {
 #pragma unroll
     for (int k = 0; k < F::kIn; ++k) vecs[k] = hide_from_compiler(vecs[k], p.opaque_zero);
   }
-  // Statistics of a row that its threads hold in registers; the residual is written.
-  // all_reduce(sums) combines the threads of the row. center[i] is what is subtracted from vector i:
-  // the mean, or 0 where the vector is padding. Its origin is hidden, or the compiler would compute
-  // the differences a second time in write().
+  // Computes the statistics of a row that its threads hold in registers, and writes the residual.
+  // all_reduce(sums) combines the threads of the row. center[i] is subtracted from vector i: it is the mean,
+  // or 0 if the vector is padding. Its origin is hidden, or the compiler would compute the differences a
+  // second time in write().
   template <int VecsPerThread, class ColumnOf, class Merge>
   __device__ __forceinline__ void statistics(Inputs (&in)[VecsPerThread], ColumnOf&& column,
                                              Merge&& all_reduce, float (&center)[VecsPerThread], float& mean,

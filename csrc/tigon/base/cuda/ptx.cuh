@@ -1,5 +1,5 @@
-// Wrappers of PTX instructions, under PTX's names. Instructions of sm_90 do nothing before sm_90:
-// there a CTA is a cluster of its own, and kernels that need more are not launched.
+// Wraps PTX instructions under PTX's names. Instructions of sm_90 do nothing before sm_90: there a CTA is a
+// cluster of its own, and kernels that need more are not launched.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ __device__ __forceinline__ float rcp_approx_ftz(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// The larger one, NaN where one is NaN; of pairs of 16-bit numbers too.
+// Returns the larger one, or NaN if one is NaN. It also takes pairs of 16-bit numbers.
 __device__ __forceinline__ float max_NaN(float a, float b) {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
@@ -42,7 +42,8 @@ __device__ __forceinline__ uint32_t max_NaN_bf16x2(uint32_t a, uint32_t b) {
   asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
   return a;
 }
-// Both rounded to float8, `high` in the upper byte; beyond 448 that. From sm_89 on.
+// Rounds both to float8, with `high` in the upper byte. Magnitudes beyond 448 become 448. Needs sm_89 or
+// later.
 __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
   uint16_t both = 0;
 #if __CUDA_ARCH__ >= 890
@@ -50,7 +51,7 @@ __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x2_f32(float high, floa
 #endif
   return both;
 }
-// Two float8 as fp32, that of the lower byte first. From sm_89 on.
+// Returns two float8 values as fp32, that of the lower byte first. Needs sm_89 or later.
 __device__ __forceinline__ void cvt_rn_f16x2_e4m3x2(uint32_t bytes, float& low, float& high) {
 #if __CUDA_ARCH__ >= 890
   asm("{\n.reg .b32 both;\n.reg .b16 one, other;\ncvt.rn.f16x2.e4m3x2 both, %2;\nmov.b32 {one, other}, "
@@ -65,10 +66,10 @@ __device__ __forceinline__ void keep_in_register(uint32_t& x) { asm("" : "+r"(x)
 __device__ __forceinline__ void keep_in_register(float& x) { asm("" : "+f"(x)); }
 
 // --- global memory -------------------------------------------------------------------------------
-// Predicated, without a branch. As asm, a load stays where it is issued: the compiler sinks an ordinary one to its
-// first use, and a conditional one below the uses of the loads before it.
+// These loads are predicated, without a branch. As asm, a load stays where it is issued: the compiler sinks
+// an ordinary one to its first use, and a conditional one below the uses of the loads before it.
 
-// Zero where `pred` is false.
+// Returns zero if `pred` is false.
 __device__ __forceinline__ float ld_global_f32_predicated(bool pred, const float* from) {
   float x;
   asm volatile(
@@ -77,7 +78,7 @@ __device__ __forceinline__ float ld_global_f32_predicated(bool pred, const float
       : "l"(from), "r"(unsigned(pred)));
   return x;
 }
-// 16 bytes, or four words of `fill`.
+// Returns 16 bytes, or four words of `fill`.
 __device__ __forceinline__ uint4 ld_global_predicated(bool pred, const void* from, uint32_t fill = 0) {
   uint4 w;
   asm volatile(
@@ -88,7 +89,7 @@ __device__ __forceinline__ uint4 ld_global_predicated(bool pred, const void* fro
       : "l"(from), "r"(unsigned(pred)), "r"(fill));
   return w;
 }
-// 16 bytes, or undefined.
+// Returns 16 bytes, or undefined words.
 __device__ __forceinline__ uint4 ld_global_predicated_uninit(bool pred, const void* from) {
   uint4 w;
   asm volatile(
@@ -112,11 +113,11 @@ __device__ __forceinline__ void st_global_predicated(bool pred, void* to, const 
 
 // --- shared memory -------------------------------------------------------------------------------
 
-// The address of shared memory within its window, as the instructions below take it.
+// Returns the address of shared memory within its window, as the instructions below take it.
 __device__ __forceinline__ uint32_t cast_smem_ptr_to_uint(const void* p) {
   return uint32_t(__cvta_generic_to_shared(p));
 }
-// 16 bytes, never hoisted or cached in registers by the compiler.
+// Loads 16 bytes. The compiler never hoists the load or caches it in registers.
 __device__ __forceinline__ uint4 ld_shared(uint32_t from) {
   uint4 w;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -159,7 +160,7 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// *local = value, in the shared memory of the CTA of that rank.
+// Sets *local = value in the shared memory of the CTA with that rank.
 __device__ __forceinline__ void st_shared_cluster(float* local, unsigned rank, float value) {
 #if __CUDA_ARCH__ >= 900
   uint32_t address = uint32_t(__cvta_generic_to_shared(local)), remote;
@@ -192,13 +193,14 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(cast_smem_ptr_to_uint(barrier)) : "memory");
 #endif
 }
-// kClusterScope: other CTAs have written what is read next. An acquire at cluster scope invalidates
-// L1, so waits on data of the own CTA use CTA scope.
+// With kClusterScope other CTAs have written what is read next. An acquire at cluster scope invalidates L1,
+// so waits on data of the own CTA use CTA scope.
 template <bool kClusterScope = true>
 __device__ __forceinline__ void mbarrier_wait_parity(const uint64_t* barrier, int parity) {
 #if __CUDA_ARCH__ >= 900
   uint32_t done;
-#ifdef TIGON_MBARRIER_TRAP  // of a debug build: polls after which a wait is a deadlock
+// A debug build sets this to the number of polls after which a wait counts as a deadlock.
+#ifdef TIGON_MBARRIER_TRAP
   int polls = 0;
 #endif
   do {
@@ -222,7 +224,7 @@ __device__ __forceinline__ void mbarrier_wait_parity(const uint64_t* barrier, in
   } while (done == 0);
 #endif
 }
-// *local = value, in the shared memory of the CTA of that rank; its 8 or 16 bytes complete on that
+// Sets *local = value in the shared memory of the CTA with that rank. Its 8 or 16 bytes complete on that
 // CTA's barrier.
 template <class T>
 __device__ __forceinline__ void st_async(T* local, unsigned rank, const T& value, uint64_t* barrier) {
@@ -253,23 +255,23 @@ __device__ __forceinline__ void st_async(T* local, unsigned rank, const T& value
 
 // --- matrices in registers -----------------------------------------------------------------------
 
-// d += a b with a [16, 16] (row, column), b [16, 8] of bf16 pairs: in lane 4 t + q, a holds rows t and t + 8
-// by turns, at columns 2 q and then 2 q + 8, b holds column t at rows 2 q and 2 q + 8, d rows t (2 values) and t + 8
-// at column 2 q.
+// Computes d += a b with a [16, 16] (row, column) and b [16, 8] of bf16 pairs. In lane 4 t + q, a holds rows
+// t and t + 8 by turns, at columns 2 q and then 2 q + 8; b holds column t at rows 2 q and 2 q + 8; d holds
+// rows t (2 values) and t + 8 at column 2 q.
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint4& a, uint2 b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
-// The same with 8 columns of a and 8 rows of b.
+// Does the same with 8 columns of a and 8 rows of b.
 __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint2 a, uint32_t b) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, "
       "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a.x), "r"(a.y), "r"(b));
 }
-// The transpose of an 8 x 8 matrix of 16-bit values: lane 4 t + q holds row t at columns 2 q and 2 q + 1.
+// Transposes an 8 x 8 matrix of 16-bit values: lane 4 t + q holds row t at columns 2 q and 2 q + 1.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t rows) {
   uint32_t columns;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(rows));
@@ -278,16 +280,15 @@ __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t rows) {
 
 // --- cp.async: copies from global to shared memory -----------------------------------------------
 
-// 16 bytes, or zeros where `bytes` is 0; both addresses are aligned to 16 bytes. A thread may read
-// what it copied itself after its wait, without a barrier.
+// Copies 16 bytes, or zeros if `bytes` is 0. Both addresses are aligned to 16 bytes. A thread may read what
+// it copied itself after its wait, without a barrier.
 __device__ __forceinline__ void cp_async(uint32_t to, const void* from, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void cp_async(void* to, const void* from, int bytes = 16) {
   cp_async(uint32_t(__cvta_generic_to_shared(to)), from, bytes);
 }
-// 16 bytes, or nothing; without a branch.
-// And the 128-byte line, to L2.
+// Copies 16 bytes, or nothing, without a branch, and brings the 128-byte line to L2.
 __device__ __forceinline__ void cp_async_L2_128B(void* to, const void* from, int bytes = 16) {
   asm volatile(
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))),
@@ -300,9 +301,9 @@ __device__ __forceinline__ void cp_async_predicated(bool pred, uint32_t to, cons
       "l"(from), "r"(unsigned(pred))
       : "memory");
 }
-// The first `bytes` bytes (an even number; at most 16 are copied) and none behind them: a 16-byte
-// cp.async reads all 16 bytes whatever its source size. A last 16-bit element is copied
-// synchronously, since cp.async has no 2-byte form.
+// Copies the first `bytes` bytes (an even number; at most 16) and reads none behind them: a 16-byte cp.async
+// reads all 16 bytes whatever its source size. A last 16-bit element is copied synchronously, since cp.async
+// has no 2-byte form.
 __device__ __forceinline__ void cp_async_partial(uint32_t to, const void* from, int bytes) {
   if (bytes >= 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -328,7 +329,7 @@ template <int Pending>
 __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
-// The same for a number known at run time; more than 8 waits as 8 does.
+// Does the same for a number known at run time; more than 8 waits as 8 does.
 __device__ __forceinline__ void cp_async_wait_group(int pending) {
   switch (pending) {
     case 0: return cp_async_wait_group<0>();
@@ -351,7 +352,7 @@ __device__ __forceinline__ void cp_async_bulk_prefetch_L2(const void* from, int 
 #endif
 }
 
-// A bulk copy by one thread (sm_90): `bytes` is a multiple of 16, and the bytes complete on an
+// Makes a bulk copy by one thread (sm_90). `bytes` is a multiple of 16, and the bytes complete on an
 // mbarrier.
 __device__ __forceinline__ void cp_async_bulk(uint32_t to, const void* from, int bytes,
                                               const uint64_t* barrier) {
@@ -372,8 +373,7 @@ __device__ __forceinline__ void fence_proxy_async() {
 
 // --- launches and registers (sm_90) --------------------------------------------------------------
 
-// Programmatic dependent launch (LaunchConfig::pdl): lets the next kernel in the stream start
-// early.
+// Lets the next kernel in the stream start early: programmatic dependent launch (LaunchConfig::pdl).
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -386,8 +386,8 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 #endif
 }
 
-// Moves registers between warpgroups of a kernel with one CTA per SM: each thread of the calling
-// warpgroup has `Count` from here on. Nothing unless compiled for sm_90a.
+// Moves registers between warpgroups of a kernel with one CTA per SM: each thread of the calling warpgroup
+// has `Count` from here on. Does nothing unless compiled for sm_90a.
 template <int Count>
 __device__ __forceinline__ void setmaxnreg_dec() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -1,5 +1,4 @@
-// Reductions over the threads that share a row. The trees are fixed, so results are the same bits
-// in every run.
+// Reduces over the threads that share a row. The trees are fixed, so results are bitwise equal in every run.
 #pragma once
 
 #include <type_traits>
@@ -27,9 +26,9 @@ __device__ __forceinline__ float reduce_lanes(float x) {
   for (int step = First; step < Width; step <<= 1) x = Op::combine(x, __shfl_xor_sync(0xffffffffu, x, step));
   return x;
 }
-// The bits of numbers as integers of the same order, NaN above all; and back.
+// Maps the bits of floats to integers of the same order, with NaN above all, and back.
 __device__ __forceinline__ int in_order(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
-// All-reduce by Max or Min: over a warp in one instruction, whose maximum is NaN where there is one.
+// All-reduces by Max or Min. Over a warp this is one instruction, and the maximum is NaN if there is one.
 template <class Op, int Width>
 __device__ __forceinline__ float extreme_of_lanes(float x) {
   if constexpr (Width < 32) return reduce_lanes<Op, Width>(x);
@@ -37,8 +36,8 @@ __device__ __forceinline__ float extreme_of_lanes(float x) {
   return __int_as_float(in_order(std::is_same_v<Op, Max> ? __reduce_max_sync(0xffffffffu, key)
                                                          : __reduce_min_sync(0xffffffffu, key)));
 }
-// All-reduces K values (a power of two) over the warp, each by the tree of reduce_lanes(). A lane returns the one value
-// reduced_value<K>(lane).
+// All-reduces K values (a power of two) over the warp, each by the tree of reduce_lanes(). A lane returns the
+// one value reduced_value<K>(lane).
 template <class Op, int K>
 __device__ __forceinline__ float reduce_values(float (&x)[K]) {
 #pragma unroll
@@ -69,11 +68,11 @@ __device__ __forceinline__ float reduce_registers(float (&x)[K]) {
   return x[0];
 }
 
-// All-reduces K values over threads [row * Threads, (row + 1) * Threads) of the CTA (0: over the
-// whole CTA). With kLaneSplit, that many adjacent groups of lanes hold what one lane would hold
-// without it, and are combined first, so that the sum has the same bits. `slots` is 16-byte aligned
-// shared memory of 32 * K floats. Callers that reduce twice pass two arrays or synchronise in
-// between. All threads of the CTA take part.
+// All-reduces K values over threads [row * Threads, (row + 1) * Threads) of the CTA (0 stands for the whole
+// CTA). With kLaneSplit, that many adjacent groups of lanes hold what one lane would hold without it, and are
+// combined first, so that the sum is bitwise equal. `slots` is 16-byte aligned shared memory of 32 * K
+// floats. Callers that reduce twice pass two arrays or synchronise in between. All threads of the CTA take
+// part.
 template <class Op, int Threads, int kLaneSplit = 1, int K>
 __device__ __forceinline__ void reduce_row(float (&x)[K], float* slots) {
   constexpr int kWarps = Threads == 0 ? 32 : Threads / 32, kLanes = (kWarps > 0 ? 32 : Threads) / kLaneSplit;

@@ -1,27 +1,37 @@
-// One kernel for ops that read a row, reduce it some times, and write a row of the same length. A row stays in the registers of
-// some lanes, a warp, a CTA or a cluster of CTAs; longer rows are read again, out of L2, in every pass.
-//
-// The op gives a functor, which every thread of a row calls once:
+// One kernel serves all ops that read a row, reduce it some times, and write a row of the same length. A row
+// stays in the registers of some lanes, a warp, a CTA or a cluster of CTAs. Longer rows are read again, from
+// L2, in every pass. The op gives a functor, which every thread of a row calls once:
 //   struct Op {
 //     using Element = T;                    storage type of all rows
 //     static constexpr int kIn;             rows read
-//     static constexpr bool kFill[kIn];     -inf rather than 0 beside the ends of a row
+//     static constexpr bool kFill[kIn];     -inf instead of 0 outside the ends of a row
 //     using Payload;                        what is reduced (row_reduce.cuh): 8 or 16 bytes
-//     using Scratch;                        shared memory of a row, uninitialized: NoScratch, or a plain struct
+//     using Scratch;                        shared memory of a row, not initialized: NoScratch,
+//                                           or a plain struct
 //     RowsOf<T, kIn> rows;
 //     template <class Row> __device__ void operator()(Row& row) const;
-//     template <int K> __device__ int64_t source(int64_t r) const;   optional: the row of input K that row r reads
-//     static constexpr RowConfigs configs(RowAlignment);   optional: tables of its own, of which the last one for `any` is that of
-//   };                                                     clusters, which are persistent: a vector of the next row is requested
-// and the functor has                                      when one is stored. Such an op reduces and writes every row.
-//   row.for_each_vec(fn)     fn(x, i) for the vectors of this thread, x[kIn][N] in fp32, the thread's vector i < Row::kVecs
-//   row.all_reduce(payload)  over the threads of the row; as often by every thread of a CTA or cluster, and of a warp
-//   row.write(fn)            the same as for_each_vec, and out = fn(x, j, i), or fn(x, j, i, column), for element j of the vector
-//   row.max_of_vecs()        the largest element of this thread's vectors of the first row, NaN if there is one; afterwards
-//   row.for_each_vec_if(keep, fn), row.write_if(keep, fn)   leave out, or write zeros for, the vectors whose largest element,
-//                            of the first row, keep(x) does not want
-//   row.index, row.leads()   the row, and whether this thread is the one that writes what there is once a row
-//   row.scratch, row.sync()  where a row is within a CTA (Row::kThreads: lanes that share it, 0: the CTA)
+//     template <int K> __device__ int64_t source(int64_t r) const;
+//                                           optional: the row of input K that row r reads
+//     static constexpr RowConfigs configs(RowAlignment);
+//                                           optional: tables of its own. The last table for `any` serves
+//                                           clusters, which are persistent: a vector of the next row is
+//                                           requested when one is stored. Such an op reduces and writes
+//                                           every row
+//   };
+// and calls these functions of the row:
+//   row.for_each_vec(fn)     calls fn(x, i) for the vectors of this thread: x[kIn][N] in fp32, i < Row::kVecs
+//   row.all_reduce(payload)  reduces over the threads of the row. Every thread of a CTA or cluster, and of a
+//                            warp, calls it equally often
+//   row.write(fn)            does the same as for_each_vec, and sets out = fn(x, j, i), or
+//                            fn(x, j, i, column), for element j of the vector
+//   row.max_of_vecs()        returns the largest element of this thread's vectors of the first row, NaN if
+//                            there is one. Then these functions may be called:
+//   row.for_each_vec_if(keep, fn), row.write_if(keep, fn)
+//                            leave out, or write zeros for, the vectors whose largest element of the first
+//                            row keep(x) does not want
+//   row.index, row.leads()   are the row, and whether this thread writes what is written once per row
+//   row.scratch, row.sync()  are the Scratch of the row, and a barrier of its threads if the row is within a
+//                            CTA (Row::kThreads: the lanes that share a row, 0: the CTA)
 // Results may overwrite an input of the same address and stride: a thread reads and writes the same vectors.
 #pragma once
 
@@ -37,17 +47,18 @@ template <class T, int K>
 struct RowsOf {
   const T *in[K], *end[K];
   int64_t in_stride[K];
-  // Null: nothing is written.
+  // If null, nothing is written.
   T* out;
   int64_t out_stride, rows;
   int cols;
-  // Counts the rows drawn by persistent CTAs; zero at launch. Null: static distribution.
+  // Counts the rows drawn by persistent CTAs, from zero at launch. If null, the distribution is static.
   int* counter;
-  // For hide_from_compiler().
+  // hide_from_compiler() takes this.
   uint32_t opaque_zero;
 };
 
-// The rows of matrices of one size; the vectors are those of `out`, or of the first input where there is no result.
+// Holds the rows of matrices of one size. The vectors are those of `out`, or of the first input if there is
+// no result.
 template <class T, int K>
 RowsOf<T, K> rows_of(const Matrix (&in)[K], const Matrix& out) {
   RowsOf<T, K> r{};
@@ -64,7 +75,7 @@ struct NoScratch {};
 
 namespace row_detail {
 
-// Where row `index` is; one past the end loads nothing.
+// Locates row `index`. A row past the end loads nothing.
 template <class Op, RowAlignment kAlignment>
 struct Place {
   using T = typename Op::Element;
@@ -105,7 +116,7 @@ struct Row : Place<Op, kAlignment> {
   using Here::index, Here::live, Here::like, Here::in;
   static constexpr int N = AlignedRow<T>::N, kIn = Op::kIn, kThreads = Reducer::kThreads,
                        kVecs = kConfig.vecs_per_thread;
-  // That a CTA holds.
+  // A CTA holds this many vectors.
   static constexpr int64_t kMaxVecs = kConfig.max_vecs();
   static constexpr bool kIsCluster = Reducer::kIsCluster, kIsLooped = kLooped;
   static constexpr bool kPersistent = Reducer::kIsPersistent;
@@ -113,11 +124,11 @@ struct Row : Place<Op, kAlignment> {
   const RowsOf<T, kIn>& rows = op.rows;
   Reducer& reducer;
   typename Op::Scratch& scratch;
-  // Of persistent CTAs: the next row, the one after it, and the row that this thread has drawn.
+  // Persistent CTAs keep the next row, the one after it, and the row that this thread has drawn.
   int64_t following = 0, later = 0;
   int drawn = -1;
   uint4 q[kIn][kVecs];
-  // The largest elements of q[0]. Set by max_of_vecs().
+  // The largest elements of q[0], as set by max_of_vecs().
   float top[kVecs];
 
   __device__ __forceinline__ Row(const Op& op, Reducer& reducer, typename Op::Scratch& scratch)
@@ -140,7 +151,7 @@ struct Row : Place<Op, kAlignment> {
     else
       __syncwarp();
   }
-  // V: a payload of the size of Payload.
+  // V is a payload of the size of Payload.
   template <class V>
   __device__ __forceinline__ V all_reduce(const V& v) {
     if constexpr (kPersistent) {
@@ -214,7 +225,7 @@ struct Row : Place<Op, kAlignment> {
       unpack<T>(sizeof(T) == 2 && !kLooped ? hide_from_compiler(q[k][i], rows.opaque_zero) : q[k][i], v.x[k]);
     return v;
   }
-  // NaN where one is NaN.
+  // Returns NaN if one is NaN.
   __device__ __forceinline__ static float max_of_elements(const uint4& v) {
     if constexpr (sizeof(T) == 4) {
       return max_NaN(max_NaN(__uint_as_float(v.x), __uint_as_float(v.y)),
@@ -265,7 +276,7 @@ struct Row : Place<Op, kAlignment> {
   }
 };
 
-// Whether an op has tables of its own.
+// True if an op has tables of its own.
 template <class Op>
 concept IsTuned = requires { Op::configs(RowAlignment::any); };
 
@@ -292,8 +303,8 @@ __global__ __launch_bounds__(Config::value.max_threads,
   reducer.wait_for_cluster();
 }
 
-// Few configurations: rows of any alignment take the same ones. Rows of one input have registers for three CTAs of 512 threads
-// on an SM, or two where they are longer.
+// There are few configurations: rows of any alignment take the same ones. Rows of one input have registers
+// for three CTAs of 512 threads on an SM, or two if they are longer.
 constexpr RowConfig kLongest = {.vecs_per_thread = 4, .max_threads = 1024};
 constexpr RowConfig kShort = several_rows({.threads_per_row = 8, .vecs_per_thread = 2});
 constexpr RowConfig kWarp = several_rows({.threads_per_row = 32, .vecs_per_thread = 4});
@@ -369,8 +380,8 @@ void run_row_op(const char* name, Context& ctx, const Op& op) {
   row_detail::run_row_op<RowAlignment::any>(name, ctx, op, vecs);
 }
 
-// Ops of tigon/base/distribution.h: Forward reads x, Backward y and dy. No two ops' templates share a name: GCC takes
-// the lambdas of both for one, though their namespaces have no name.
+// Launches the ops of tigon/base/distribution.h: Forward reads x, Backward reads y and dy. No two ops'
+// templates may share a name: GCC takes the lambdas of both for one, though their namespaces have no name.
 template <template <class> class Forward>
 void distribution_fwd(const char* op, Context& ctx, const DistributionFwd& a) {
   dispatch_float(op, "x", a.x.dtype, [&](auto type) {

@@ -1,6 +1,6 @@
-// Reductions over the threads that share a row: some lanes of a warp, a warp, a CTA, or a cluster
-// of CTAs. A reduction costs one __syncthreads() per CTA and one mbarrier phase per cluster. The
-// trees are fixed, so results are the same bits in every run and every thread.
+// Reduces over the threads that share a row: some lanes of a warp, a warp, a CTA, or a cluster of CTAs. A
+// reduction costs one __syncthreads() per CTA and one mbarrier phase per cluster. The trees are fixed, so
+// results are bitwise equal in every run and every thread.
 #pragma once
 
 #include "tigon/base/cuda/math.cuh"
@@ -10,9 +10,9 @@
 
 namespace tigon::cuda {
 
-// Shared memory of a reduction. V has 8 or 16 bytes where there are clusters, V::identity(), and all_reduce_lanes<Width>(),
-// which combines each group of Width adjacent lanes. Storage is multi-buffered by phase, since a
-// warp may be one row ahead of another, and a CTA of another CTA. Four phases are needed where a
+// Holds the shared memory of a reduction. V has 8 or 16 bytes if there are clusters, V::identity(), and
+// all_reduce_lanes<Width>(), which combines each group of Width adjacent lanes. Storage is multi-buffered by
+// phase, since a warp may be one row ahead of another, and a CTA of another CTA. Four phases are needed if a
 // result is collected one row after it is published.
 template <class V, int Phases = 2>
 struct ReduceStorage {
@@ -54,9 +54,9 @@ __device__ __forceinline__ V all_reduce_row(V v, ReduceStorage<V>& x, int phase)
   return v;
 }
 
-// A value and the row that was drawn with it. Persistent CTAs draw their next row from a counter
-// when they are free, since SMs differ in their distance from memory. One thread draws, and the
-// reduction of V distributes the row.
+// Holds a value and the row that was drawn with it. Persistent CTAs draw their next row from a counter when
+// they are free, since SMs differ in their distance from memory. One thread draws, and the reduction of V
+// distributes the row.
 template <class V>
 struct alignas(16) ValueAndRow {
   V v;
@@ -81,7 +81,7 @@ struct alignas(K <= 2 ? 8 : 16) SumArray {
   }
 };
 
-// The threads that share a row, and their reductions.
+// Describes the threads that share a row, and makes their reductions.
 template <RowConfig kConfig, bool kCluster, bool kPersistent, class V, int Phases = 2>
 struct RowReducer {
   static constexpr int kThreads = kConfig.threads_per_row;
@@ -112,8 +112,8 @@ struct RowReducer {
   __device__ __forceinline__ int64_t step() const {
     return int64_t(gridDim.x / unsigned(blocks)) * kConfig.rows_per_block;
   }
-  // The i-th vector of this thread. The CTAs of a cluster take vectors in turn, which balances
-  // them.
+  // Returns the index of this thread's i-th vector. The CTAs of a cluster take vectors in turn, which
+  // balances them.
   __device__ __forceinline__ int vec_index(int i) const {
     return thread + threads * (kCluster ? i * blocks + rank : i);
   }
@@ -124,7 +124,7 @@ struct RowReducer {
     return kPersistent && counter != nullptr && thread + rank == 0 ? int(2 * step()) + atomicAdd(counter, 1)
                                                                    : -1;
   }
-  // The all-reduced value; `later` becomes the row after the next if one was drawn.
+  // Returns the all-reduced value; `later` becomes the row after the next if one was drawn.
   __device__ __forceinline__ V all_reduce(const V& v, int drawn_row, int64_t& later) {
     if constexpr (kPersistent) {
       const Payload payload =
@@ -146,9 +146,9 @@ struct RowReducer {
 #pragma unroll
     for (int k = 0; k < K; ++k) sums[k] = v.s[k];
   }
-  // A split reduction, with work on other rows in between: publish() gives this thread's sums,
-  // collect() returns those of the row. `phase` is counted by publish(). A phase is collected
-  // before the next but one is published.
+  // These split a reduction, with work on other rows in between: publish() gives this thread's sums, and
+  // collect() returns those of the row. `phase` is counted by publish(). A phase is collected before the next
+  // but one is published.
   template <int K>
   __device__ __forceinline__ void publish(const float (&sums)[K]) {
     static_assert(!kPersistent && kConfig.threads_per_row == 0 && Phases == 4);
@@ -188,7 +188,7 @@ struct RowReducer {
   }
 };
 
-// e^(x - m). Only fp32 results need the exact product with log2(e).
+// Returns e^(x - m). Only fp32 results need the exact product with log2(e).
 template <class T>
 __device__ __forceinline__ float exp_minus_max(float x, float m) {
   if constexpr (sizeof(T) == 4)
@@ -196,11 +196,11 @@ __device__ __forceinline__ float exp_minus_max(float x, float m) {
   else
     return exp2_approx((x - m) * kLog2e);
 }
-// The value that exponents are relative to: 0 where all elements so far are -inf, which then add
+// Returns the value that exponents are relative to. It is 0 if all elements so far are -inf, which then add
 // nothing. NaN and +inf propagate.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
 
-// Online softmax statistics of a part of a row: maximum m and sum s of e^(x - m).
+// Holds online softmax statistics of a part of a row: maximum m and sum s of e^(x - m).
 template <class T>
 struct alignas(8) OnlineSoftmax {
   float m, s;
@@ -214,8 +214,8 @@ struct alignas(8) OnlineSoftmax {
   }
 };
 
-// The clusters of a kernel with one row per CTA: CTAs of a cluster (0: none fits), threads of a
-// CTA, and resident clusters.
+// Describes the clusters of a kernel with one row per CTA: the CTAs of a cluster (0 if none fits), the
+// threads of a CTA, and the resident clusters.
 struct ClusterShape {
   int blocks = 0, threads = 1;
   int64_t clusters = 0;
@@ -223,7 +223,7 @@ struct ClusterShape {
 
 inline size_t no_shared(int) { return 0; }
 
-// Host: clusters of `blocks` CTAs with at least min_threads threads each for rows of `vecs`
+// On the host, returns clusters of `blocks` CTAs with at least min_threads threads each for rows of `vecs`
 // vectors, as many as are resident. shared(threads) is the dynamic shared memory of a CTA.
 template <class Shared>
 ClusterShape fit_cluster(const char* op, OccupancyCache& occupancy, const void* entry,
@@ -235,8 +235,8 @@ ClusterShape fit_cluster(const char* op, OccupancyCache& occupancy, const void* 
   return resident > 0 ? ClusterShape{blocks, threads, resident} : ClusterShape{};
 }
 
-// Host: the largest cluster whose CTAs have at least min_threads threads. Small CTAs share an SM,
-// so that some warps work while others wait.
+// On the host, returns the largest cluster whose CTAs have at least min_threads threads. Small CTAs share an
+// SM, so that some warps work while others wait.
 template <class Shared>
 ClusterShape largest_cluster(const char* op, OccupancyCache& occupancy, const void* entry,
                              const RowConfig& config, int64_t vecs, int min_threads, Shared&& shared) {
@@ -248,8 +248,8 @@ ClusterShape largest_cluster(const char* op, OccupancyCache& occupancy, const vo
   return {};
 }
 
-// Host: for persistent clusters, the size with most resident threads. The choice depends on the row
-// length alone, never on the number of rows, so that a row's bits do not depend on the batch.
+// On the host, returns the size of persistent clusters with most resident threads. The choice depends on the
+// row length only, never on the number of rows, so the results of a row do not depend on the batch.
 template <class Shared>
 ClusterShape max_occupancy_cluster(const char* op, OccupancyCache& occupancy, const void* entry,
                                    const RowConfig& config, int64_t vecs, int min_threads, Shared&& shared) {

@@ -1,4 +1,4 @@
-// The threads and the rows of a matrix: which columns a thread owns (row_config.h says how rows are divided), and how many CTAs
+// Says which columns of a matrix a thread owns (row_config.h says how rows are divided), and how many CTAs
 // share the rows.
 #pragma once
 
@@ -12,12 +12,12 @@
 
 namespace tigon::cuda {
 
-// The number of threads that share a row.
+// Returns the number of threads that share a row.
 template <RowConfig kConfig>
 __device__ __forceinline__ int row_threads() {
   return kConfig.threads_per_row ? kConfig.threads_per_row : int(blockDim.x);
 }
-// The columns of the row that this thread owns, in vectors of N elements.
+// Describes the columns of the row that this thread owns, in vectors of N elements.
 template <RowConfig kConfig, int N>
 struct RowTile {
   __device__ static int thread() {
@@ -31,14 +31,15 @@ struct RowTile {
   }
 };
 
-// An array of a type without a default constructor.
+// This array holds a type without a default constructor.
 template <class T, int K>
 struct Array {
   T data[K];
 };
 
-// Host: the persistent CTAs, of rows or groups of rows that they take in turn, of each of `col_groups` groups of columns; 0 where
-// a CTA needs more shared memory than there is. `most` bounds them.
+// On the host, returns the number of persistent CTAs for each of `col_groups` groups of columns. They take
+// rows, or groups of rows, in turn. It is 0 if a CTA needs more shared memory than there is. `most` bounds
+// it.
 inline int64_t persistent_workers(const char* op, OccupancyCache& occupancy, const void* entry,
                                   const RowConfig& config, int threads, size_t shared, int64_t rows,
                                   int col_groups, int64_t most = INT64_MAX) {
@@ -47,9 +48,9 @@ inline int64_t persistent_workers(const char* op, OccupancyCache& occupancy, con
   return std::min({most, std::max<int64_t>(1, resident / col_groups), ceil_div(rows, config.rows_per_block)});
 }
 
-// Sums rows[p] over p < partials in fixed order: the last step of a deterministic column reduction.
-// Each row holds the columns of all `outs` side by side; an out without data is skipped. `total` is
-// a further sum of `count` numbers in the same launch.
+// Sums rows[p] over p < partials in a fixed order: the last step of a deterministic column reduction. Each
+// row holds the columns of all `outs` side by side; an out without data is skipped. `total` is a further sum
+// of `count` numbers in the same launch.
 struct Total {
   const float* parts = nullptr;
   int64_t count = 0;

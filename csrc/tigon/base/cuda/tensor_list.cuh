@@ -1,7 +1,6 @@
-// Lists of tensors for one launch: a table of entries that the kernel reads, and the entry of a CTA.
-//
-// The table travels as kernel parameters, never by cudaMemcpyAsync: nothing waits, nothing must stay alive on
-// the host, and a captured graph keeps its own copy. A table that fits is a parameter of the kernel itself; a
+// Takes lists of tensors to one launch: a table of entries that the kernel reads, and the entry of a CTA. The
+// table travels as kernel parameters, never by cudaMemcpyAsync: nothing waits, nothing must stay alive on the
+// host, and a captured graph keeps its own copy. A table that fits is a parameter of the kernel itself. A
 // longer one is written to scratch by small kernels, one for each block of it.
 #pragma once
 
@@ -14,7 +13,8 @@
 
 namespace tigon::cuda {
 
-// What of a kernel's parameters a table may take: 4 KiB in all, 32764 bytes from CUDA 12.1 on.
+// A table may take this many bytes of a kernel's parameters, which are 4 KiB in all, or 32764 bytes from CUDA
+// 12.1 on.
 inline constexpr size_t kSmallTable = 3584, kLargeTable = CUDART_VERSION >= 12010 ? 32256 : kSmallTable;
 
 template <size_t Bytes>
@@ -46,7 +46,7 @@ class TableWriter {
       if (used_ == limit_ && begin_ != nullptr) flush();
     }
   }
-  // run(table, block): launches a kernel that takes them. The table is null where the block holds it.
+  // run(table, block) launches a kernel that takes them. The table is null if the block holds it.
   template <class Run>
   void finish(const Run& run) {
     if (begin_ != nullptr) {
@@ -63,7 +63,8 @@ class TableWriter {
   const char* op_;
   Context& ctx_;
   size_t limit_, used_ = 0;
-  unsigned char *begin_ = nullptr, *next_ = nullptr;  // null: the table stays in the block
+  // These are null if the table stays in the block.
+  unsigned char *begin_ = nullptr, *next_ = nullptr;
   TableBlock<kLargeTable> block_;
 
   static size_t block_bytes() {
@@ -88,8 +89,8 @@ class TableWriter {
   }
 };
 
-// The last entry whose first_chunk is <= chunk, found by the lanes of each warp together. Entries are ordered;
-// those of empty tensors have the first_chunk of the next one.
+// Returns the last entry whose first_chunk is <= chunk, found by the lanes of each warp together. Entries are
+// ordered; those of empty tensors have the first_chunk of the next one.
 template <class Entry>
 __device__ __forceinline__ int find_entry(const Entry* entries, int count, int chunk) {
   const int lane = threadIdx.x % 32;
@@ -104,7 +105,7 @@ __device__ __forceinline__ int find_entry(const Entry* entries, int count, int c
   return low;
 }
 
-// The entry of an op whose lists have one vector a tensor.
+// Serves ops whose lists have one vector per tensor.
 struct VectorEntry {
   void* data;
   int64_t size;
@@ -113,7 +114,7 @@ struct VectorEntry {
 };
 static_assert(sizeof(VectorEntry) == 24);
 
-// The vector that CTA `blockIdx.x` has: one chunk of at most `length` elements.
+// Returns the vector of CTA `blockIdx.x`: one chunk of at most `length` elements.
 __device__ __forceinline__ Vector vector_chunk(const VectorEntry* entries, int count, int64_t length) {
   const int chunk = int(blockIdx.x);
   const VectorEntry e = entries[find_entry(entries, count, chunk)];
@@ -123,7 +124,8 @@ __device__ __forceinline__ Vector vector_chunk(const VectorEntry* entries, int c
           .size = min(length, e.size - begin)};
 }
 
-// How n elements from p, which may begin anywhere, divide into vectors of N and what is before and after them.
+// Divides n elements from p, which may begin anywhere, into vectors of N and the elements before and after
+// them.
 template <int N, class T>
 struct VectorSplit {
   int head, vecs, tail;
@@ -131,14 +133,15 @@ struct VectorSplit {
     const int misaligned = int(reinterpret_cast<uintptr_t>(p) % (N * sizeof(T)) / sizeof(T));
     head = min((N - misaligned) % N, n), vecs = (n - head) / N, tail = n - head - vecs * N;
   }
-  // The element before or after the vectors that a thread of the CTA has, or -1. Needs 32 + N threads.
+  // Returns the element before or after the vectors that a thread of the CTA has, or -1. Needs 32 + N
+  // threads.
   __device__ __forceinline__ int edge(int thread) const {
     if (thread < head) return thread;
     return thread >= 32 && thread - 32 < tail ? head + vecs * N + thread - 32 : -1;
   }
 };
 
-// Appends a list of vectors; the number of its chunks.
+// Appends a list of vectors. Returns the number of its chunks.
 inline int64_t append_vectors(const char* op, const char* name, TableWriter& table,
                               std::span<const Vector> list, int64_t length) {
   int64_t chunks = 0;

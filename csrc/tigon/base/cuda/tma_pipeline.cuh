@@ -1,7 +1,7 @@
-// A producer/consumer pipeline of row chunks through the shared memory of a CTA, or of the CTAs of
-// a cluster, by bulk copies (sm_90). Consumer warps read a chunk as often as they need and release
-// its stage. A producer warp refills the stage when all consumers have released it. Warps are not
-// synchronised otherwise and may be a row or two apart.
+// A producer/consumer pipeline takes row chunks through the shared memory of a CTA, or of the CTAs of a
+// cluster, by bulk copies (sm_90). Consumer warps read a chunk as often as they need and release its stage. A
+// producer warp refills the stage when all consumers have released it. Warps are not synchronised otherwise
+// and may be a row or two apart.
 #pragma once
 
 #include "tigon/base/cuda/aligned_row.cuh"
@@ -9,9 +9,8 @@
 
 namespace tigon::cuda {
 
-// Finds the rows that are not ignored (Ignored: that are). All lanes of a warp call it together.
-// Rows has `rows`, also the value returned after the last row, `labels`, null where no row is
-// ignored, and ignored(r).
+// Finds the rows that are not ignored (with Ignored: that are). All lanes of a warp call it together. Rows
+// has `rows`, which is also returned after the last row; `labels`, null if no row is ignored; and ignored(r).
 template <bool Ignored = false>
 struct MaskedRowScanner {
   // The first label that has not been examined.
@@ -48,7 +47,7 @@ struct MaskedRowScanner {
   }
 };
 
-// The rows of one of `workers` workers, in order.
+// Returns the rows of one of `workers` workers, in order.
 template <class Rows>
 struct MaskedRowScheduler {
   const Rows& p;
@@ -65,23 +64,23 @@ struct MaskedRowScheduler {
   }
 };
 
-// Writes zeros to the gradients of ignored rows, distributed over warps, some vectors per step.
-// Rows also has `cols`, gradient(r), null where no gradient is wanted, and write_ignored(r), which
-// writes the other results of such a row and is called by one thread.
+// Writes zeros to the gradients of ignored rows, distributed over warps, some vectors per step. Rows also has
+// `cols`; gradient(r), null if no gradient is wanted; and write_ignored(r), which writes the other results of
+// such a row and is called by one thread.
 template <class Rows>
 struct ZeroMaskedRows {
-  // Vectors of a lane per step.
+  // A lane takes this many vectors per step.
   static constexpr int kVecs = 8;
   const Rows& p;
   const int first, stride;
   MaskedRowScanner<true> scanner;
   int row = -1, at = 0;
 
-  // Warp `first` of num_warps.
+  // This is warp `first` of num_warps.
   __device__ ZeroMaskedRows(const Rows& p, int first, int num_warps)
       : p(p), first(first), stride(num_warps) {}
 
-  // One step of a whole warp. Returns false when no ignored row is left.
+  // Makes one step of a whole warp. Returns false if no ignored row is left.
   __device__ __forceinline__ bool step() {
     const int rows = int(p.rows), lane = int(threadIdx.x) % 32;
     if (p.labels == nullptr || row >= rows) return false;
@@ -110,20 +109,21 @@ struct ZeroMaskedRows {
   }
 };
 
-// Consumer warps, and the vectors of a consumer thread in a chunk of each of `Tensors` tensors.
+// Counts the consumer warps, and the vectors that a consumer thread has in a chunk of each of `Tensors`
+// tensors.
 template <int ConsumerWarps, int VecsPerThread, int Tensors>
 struct TmaPipelineShape {
   static constexpr int consumer_warps = ConsumerWarps, consumers = ConsumerWarps * 32,
                        vecs_per_thread = VecsPerThread, tensors = Tensors;
-  // Vectors of a tensor in a chunk.
+  // A chunk has this many vectors of a tensor.
   static constexpr int chunk = consumers * vecs_per_thread;
-  // 3 KB of shared memory remain for other use.
+  // The stages leave 3 KB of shared memory for other use.
   static constexpr int stages = 229376 / (chunk * tensors * 16);
   static constexpr size_t shared = size_t(stages) * chunk * tensors * 16;
 };
 
-// A stage and the number of times the pipeline has wrapped around; full barriers complete with
-// parity round & 1.
+// Names a stage and the number of times the pipeline has wrapped around. Full barriers complete with parity
+// round & 1.
 template <class Shape>
 struct PipelineState {
   int stage = 0, round = 0;
@@ -143,7 +143,7 @@ struct TmaPipeline {
     for (int i = 0; i < Shape::stages; ++i)
       mbarrier_init(&full_barrier[i]), mbarrier_init(&empty_barrier[i], Shape::consumer_warps);
   }
-  // This consumer's vector of a chunk. `smem` is the pipeline's memory, aligned to 16 bytes.
+  // Returns this consumer's vector of a chunk. `smem` is the pipeline's memory, aligned to 16 bytes.
   __device__ static __forceinline__ uint4* vec(uint4* smem, const State& at, int tensor, int i) {
     return smem + ((at.stage * Shape::tensors + tensor) * Shape::vecs_per_thread + i) * Shape::consumers +
            threadIdx.x;
@@ -158,9 +158,9 @@ struct TmaPipeline {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&empty_barrier[at.stage]);
   }
 
-  // The producer, a whole warp: `chunks` chunks of every row that next() returns, then one empty
-  // chunk that carries next.end(). at(row, tensor) is the first vector, aligned to 16 bytes;
-  // words(row) the number of full vectors. Consumers load the partial last vector themselves.
+  // The producer is a whole warp. It copies `chunks` chunks of every row that next() returns, then one empty
+  // chunk that carries next.end(). at(row, tensor) is the first vector, aligned to 16 bytes; words(row) is
+  // the number of full vectors. Consumers load the partial last vector themselves.
   template <class Next, class At, class Words>
   __device__ __forceinline__ void produce(uint4* smem, int chunks, Next next, At&& at, Words&& words) {
     constexpr int kBytes = Shape::chunk * 16;

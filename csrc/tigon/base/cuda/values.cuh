@@ -1,11 +1,11 @@
-// Values whose element type is known at run time only: a few per row, or vectors of them.
+// Holds values whose element type is known at run time only: a few per row, or vectors of them.
 #pragma once
 
 #include "tigon/base/cuda/vec.cuh"
 
 namespace tigon::cuda {
 
-// No data: all are 1.
+// Without data, all values are 1.
 struct Values {
   void* data;
   DType dtype;
@@ -23,7 +23,7 @@ struct Values {
     else
       static_cast<__half*>(data)[i] = narrow<__half>(x);
   }
-  // Elements [i, i + N), aligned to 16 bytes where N is more than 1.
+  // Loads elements [i, i + N), aligned to 16 bytes if N is more than 1.
   template <int N>
   __device__ __forceinline__ void load(int64_t i, float (&x)[N]) const {
     auto read = [&]<class T>(const T* p) {
@@ -46,7 +46,7 @@ struct Values {
     if (dtype == DType::bf16) return write(static_cast<__nv_bfloat16*>(data));
     write(static_cast<__half*>(data));
   }
-  // As a store and a load leave it.
+  // Returns x as a store and a load would leave it.
   template <int N>
   __device__ __forceinline__ void round(float (&x)[N]) const {
     if (dtype == DType::bf16) round_all<__nv_bfloat16, N>(x);

@@ -1,4 +1,4 @@
-// Storage types, aligned vectors and their loads and stores. Arithmetic is fp32; values are rounded
+// Defines storage types, aligned vectors, and their loads and stores. Arithmetic is fp32; values are rounded
 // once, on store.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace tigon::cuda {
 
-// Device type of a host storage type.
+// Maps a host storage type to its device type.
 template <class T>
 struct DeviceType {
   using type = T;
@@ -45,27 +45,27 @@ __device__ __forceinline__ __half narrow<__half>(float x) {
   return __float2half_rn(x);
 }
 
-// x after a round trip through storage type T.
+// Returns x after a round trip through storage type T.
 template <class T>
 __device__ __forceinline__ float round_to(float x) {
   return widen(narrow<T>(x));
 }
 
-// The conversion of two values is one instruction at twice the rate of the conversion of one.
+// Converting two values is one instruction at twice the rate of converting one.
 template <>
 __device__ __forceinline__ float round_to<__nv_bfloat16>(float x) {
   __nv_bfloat162 both = __floats2bfloat162_rn(0.0f, x);
   return __uint_as_float(*reinterpret_cast<uint32_t*>(&both) & 0xffff0000u);
 }
 
-// An aligned vector of N elements, moved by one instruction where it has 2, 4, 8 or 16 bytes (the
-// pointer must be aligned to its size), else by the fewest 16-byte ones.
+// An aligned vector of N elements is moved by one instruction if it has 2, 4, 8 or 16 bytes (the pointer must
+// be aligned to its size), else by the fewest 16-byte ones.
 template <class T, int N>
 struct alignas(sizeof(T) * N <= 16 ? sizeof(T) * N : 16) Vec {
   T v[N];
 
-  // Element i in fp32. Elements of bf16 are extracted from their 32-bit word: kept as words, a
-  // vector takes half the registers of single 16-bit values.
+  // Returns element i in fp32. Elements of bf16 are extracted from their 32-bit word: kept as words, a vector
+  // takes half the registers of single 16-bit values.
   __device__ __forceinline__ float operator[](int i) const {
     if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
       uint32_t word = reinterpret_cast<const uint32_t*>(v)[i / 2];
@@ -91,7 +91,7 @@ struct alignas(sizeof(T) * N <= 16 ? sizeof(T) * N : 16) Vec {
   }
 };
 
-// Values after a round trip through storage type T, two at a time.
+// Returns values after a round trip through storage type T, two at a time.
 template <class T, int N>
 __device__ __forceinline__ void round_all(float (&x)[N]) {
   Vec<T, N> rounded;
@@ -100,9 +100,8 @@ __device__ __forceinline__ void round_all(float (&x)[N]) {
   for (int i = 0; i < N; ++i) x[i] = rounded[i];
 }
 
-// Returns x, but the compiler cannot tell: `opaque_zero` is 0 at run time only. Unpacking a vector
-// a second time then keeps its words live in between instead of its fp32 values, which take twice
-// the registers.
+// Returns x, but the compiler cannot tell: `opaque_zero` is 0 at run time only. Unpacking a vector a second
+// time then keeps its words live in between instead of its fp32 values, which take twice the registers.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> hide_from_compiler(Vec<T, N> x, uint32_t opaque_zero) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
@@ -146,7 +145,7 @@ __device__ __forceinline__ Vec<T, N> load_stream(const T* p) {
   for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<W*>(&r)[i] = *(reinterpret_cast<const W*>(p) + i);
   return r;
 }
-// Loads through the read-only path: for weights and tables, which are reused across rows.
+// Loads through the read-only path, for weights and tables, which are reused across rows.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> load(const T* p) {
   Vec<T, N> r;
@@ -157,7 +156,7 @@ __device__ __forceinline__ Vec<T, N> load(const T* p) {
     reinterpret_cast<W*>(&r)[i] = __ldg(reinterpret_cast<const W*>(p) + i);
   return r;
 }
-// Zeros where `pred` is false.
+// Returns zeros if `pred` is false.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> load_predicated(bool pred, const T* p) {
   Vec<T, N> r{};
@@ -170,7 +169,7 @@ __device__ __forceinline__ Vec<T, N> load_predicated(bool pred, const T* p) {
   }
   return r;
 }
-// The same, but the result is undefined where `pred` is false.
+// Does the same, but the result is undefined if `pred` is false.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> load_predicated_uninit(bool pred, const T* p) {
   static_assert(sizeof(T) * N % 16 == 0);
@@ -180,8 +179,8 @@ __device__ __forceinline__ Vec<T, N> load_predicated_uninit(bool pred, const T* 
     reinterpret_cast<uint4*>(&r)[i] = ld_global_predicated_uninit(pred, p + i * 16 / sizeof(T));
   return r;
 }
-// Loads the elements j for which has(j), and `fill` (its bits) for the others, one by one: for the few vectors that cannot be
-// loaded otherwise.
+// Loads the elements j for which has(j), and `fill` (its bits) for the others, one by one: for the few
+// vectors that cannot be loaded otherwise.
 template <class T, int N, class Has>
 __device__ __forceinline__ Vec<T, N> load_elements(const T* p, Has&& has, uint32_t fill = 0) {
   constexpr int kWords = int(sizeof(T)) * N / 4;
@@ -216,7 +215,7 @@ __device__ __forceinline__ void store_v4(T* p, const Vec<T, N>& r) {
   for (int i = 0; i < int(sizeof(T)) * N / 16; ++i) st_global(p + i * 16 / sizeof(T), w[i]);
 }
 
-// The same under a predicate, without a branch.
+// Does the same under a predicate, without a branch.
 template <class T, int N>
 __device__ __forceinline__ void store_predicated(bool pred, T* p, const Vec<T, N>& r) {
   static_assert(sizeof(T) * N % 16 == 0);
@@ -225,7 +224,7 @@ __device__ __forceinline__ void store_predicated(bool pred, T* p, const Vec<T, N
   for (int i = 0; i < int(sizeof(T)) * N / 16; ++i) st_global_predicated(pred, p + i * 16 / sizeof(T), w[i]);
 }
 
-// Drops the first `bytes` bytes of K words: a multiple of T's size, less than 16. The last words are the padding.
+// Drops the first `bytes` bytes of K words: a multiple of T's size, less than 16. The last words are padding.
 template <class T, int K, class Bytes>
 __device__ __forceinline__ void drop_bytes(uint32_t (&w)[K], Bytes bytes) {
 #pragma unroll
@@ -238,7 +237,7 @@ __device__ __forceinline__ void drop_bytes(uint32_t (&w)[K], Bytes bytes) {
   }
 }
 
-// True when rows that start at p, `stride` elements apart, consist of aligned 16-byte vectors.
+// True if rows that start at p, `stride` elements apart, consist of aligned 16-byte vectors.
 inline bool is_vectorizable(const void* p, int64_t stride, int64_t cols, size_t element) {
   int64_t n = int64_t(16 / element);
   return reinterpret_cast<uintptr_t>(p) % 16 == 0 && stride % n == 0 && cols % n == 0;

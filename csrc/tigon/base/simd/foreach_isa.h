@@ -1,8 +1,8 @@
-// Compiles the file named by TIGON_KERNELS once per instruction set. See lanes.h. No include guard: one use per .cpp.
-// Where those kernels are the base's (activation.inc, norm_rows.inc), TIGON_FORMULA names the op's formula and TIGON_TABLE defines the
-// table that it makes of them.
-// Each part needs the one before it: blank lines keep the formatter from sorting them.
-// Unnamed namespaces: two ops may use one name for their kernels without the linker taking one for both.
+// Compiles the file named by TIGON_KERNELS once per instruction set (see lanes.h). It has no include guard,
+// since each .cpp uses it once. If those kernels are the base's (activation.inc, norm_rows.inc),
+// TIGON_FORMULA names the op's formula and TIGON_TABLE defines the table that it makes of them. Each part
+// needs the one before it, so blank lines keep the formatter from sorting them. The namespaces are unnamed,
+// so that two ops may use one name for their kernels and the linker keeps them apart.
 #include "tigon/base/simd/lanes.h"
 
 #ifndef TIGON_KERNELS
@@ -13,7 +13,8 @@
 #define TIGON_LANE_CALL [[maybe_unused, gnu::noinline]] static
 #if defined(TIGON_X86) && !defined(__clang__)
 #pragma GCC push_options
-#pragma GCC optimize("Os")  // for processors without AVX2
+// This set serves processors without AVX2.
+#pragma GCC optimize("Os")
 #endif
 namespace tigon::cpu::scalar {
 namespace {

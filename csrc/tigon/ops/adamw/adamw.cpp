@@ -27,7 +27,7 @@ void require_moment(const char* name, const Vector& v, const Vector& param) {
               name_of(v.dtype));
 }
 
-// The extra tensor of a rounding: there where it is needed, and nowhere else.
+// Checks the extra tensor of a rounding: it must be present if the rounding needs it, and absent otherwise.
 void require_extra(const char* name, const Vector& v, const Vector& param, bool needed, DType dtype) {
   if (!needed) {
     TIGON_CHECK(kOp, !v, name, " must be absent, got [", v.size, "]: this rounding of ", name_of(param.dtype),

@@ -1,4 +1,4 @@
-// What all elements of a tensor share, for host and device.
+// Holds what all elements of a tensor share, for host and device.
 #pragma once
 
 #include <cmath>
@@ -18,15 +18,15 @@ struct Constants {
   float weight1 = 0.0f;  // 1 - beta1
   float weight2 = 0.0f;  // 1 - beta2
   float eps = 0.0f;
-  float decay = 0.0f;  // -lr * weight_decay where decoupled, else 0
-  float l2 = 0.0f;     // weight_decay where not, else 0
-  float sign = 1.0f;   // of the gradient
+  float decay = 0.0f;  // -lr * weight_decay if decoupled, else 0
+  float l2 = 0.0f;     // weight_decay if not decoupled, else 0
+  float sign = 1.0f;   // sign of the gradient
   float scale = 0.0f;  // 1 / sqrt(1 - beta2^t)
   float rate = 0.0f;   // -lr / (1 - beta1^t)
   uint32_t step = 0;   // t
 };
 
-// x^n by squaring: products alone, so that host and device agree.
+// Computes x^n by squaring. It uses multiplications only, so that host and device agree.
 TIGON_EVERYWHERE double power(double x, uint32_t n) {
   double y = 1.0;
   for (; n != 0; n >>= 1) {
@@ -55,13 +55,13 @@ TIGON_EVERYWHERE Constants constants_of(const AdamwGroup& g, double lr, uint32_t
   return c;
 }
 
-// Factor of a gradient from the scalars that are there (null: absent).
+// Returns the factor of a gradient, from the scalars that are present (not null).
 TIGON_EVERYWHERE float factor_of(float sign, const float* clip, const float* grad_scale) {
   float factor = clip != nullptr ? sign * *clip : sign;
   return grad_scale != nullptr ? factor / *grad_scale : factor;
 }
 
-// Chunks of a tensor: CTAs and tasks, so that sizes alone say who does what.
+// CTAs and tasks take chunks of a tensor, so that only sizes decide who does what.
 inline constexpr int64_t kChunk = 16384;
 
 }  // namespace tigon::adamw_detail

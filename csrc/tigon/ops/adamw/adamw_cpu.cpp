@@ -8,7 +8,7 @@ namespace {
 using namespace adamw_detail;
 
 struct AdamwTable {
-  // [rounding]
+  // The index is the rounding.
   void (*at[kAdamwRoundings])(const Adamw& a, const AdamwTensor& t, const Constants& c, float factor,
                               int64_t begin, int64_t end);
 };
@@ -21,12 +21,13 @@ struct AdamwTable {
 
 namespace tigon::cpu {
 
-// A task is one chunk of one tensor.
+// Each task is one chunk of one tensor.
 void adamw(Context& ctx, const Adamw& a) {
   if (a.found_inf && *a.found_inf.as<float>() != 0.0f) return;
   const auto n = int64_t(a.tensors.size());
   Constants* constants = ctx.scratch_of<Constants>(n);
-  int64_t* ends = ctx.scratch_of<int64_t>(n);  // of each tensor's chunks
+  // ends[i] counts the chunks of the tensors up to i.
+  int64_t* ends = ctx.scratch_of<int64_t>(n);
   int64_t chunks = 0;
   for (int64_t i = 0; i < n; ++i) {
     const AdamwTensor& t = a.tensors[size_t(i)];

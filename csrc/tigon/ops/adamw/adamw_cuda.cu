@@ -1,8 +1,6 @@
-// CUDA backend of AdamW: a CTA updates one chunk of one tensor of the list.
-//
-// Traffic per element in bf16: 14 bytes. At the speed of memory an H200 has about 90 instructions for them; an
-// update takes about 45 (square root and division correctly rounded), 6 more for random bits and 4 for each stream that is
-// rounded by them.
+// In the CUDA backend of AdamW a CTA updates one chunk of one tensor of the list. An element in bf16 moves 14
+// bytes. At the speed of memory an H200 has about 90 instructions for them. An update takes about 45 (square
+// root and division correctly rounded), 6 more for random bits, and 4 for each stream that they round.
 #include <algorithm>
 #include <type_traits>
 
@@ -21,14 +19,14 @@ using namespace adamw_detail;
 constexpr const char* kOp = "adamw";
 constexpr int kThreads = 256, kMinBlocks = 4;
 
-// How a tensor is read. The first four are compiled for the dtypes that models have.
+// Says how a tensor is read. The first four are compiled for the dtypes that models have.
 enum class Path : uint8_t {
-  bf16,       // all streams bf16
-  bf16_wide,  // param and grad bf16, moments f32
-  f32,        // all streams f32
-  f32_half,   // param and grad f32, moments bf16
+  bf16,       // all streams are bf16
+  bf16_wide,  // param and grad are bf16, moments f32
+  f32,        // all streams are f32
+  f32_half,   // param and grad are f32, moments bf16
   aligned,    // any dtypes, in vectors of four elements
-  unaligned,  // element by element
+  unaligned,  // any dtypes, element by element
 };
 
 struct Entry {
@@ -46,19 +44,19 @@ struct Entry {
   Path path;
 };
 static_assert(sizeof(Entry) == 80);
-// Of a table, so with a size that is a multiple of 8.
+// A table holds these, so their size must be a multiple of 8.
 struct alignas(8) TableConstants : Constants {};
 
 // --- one stream in registers ------------------------------------------------------------------
 
-// A pointer of the table, known to be one to global memory.
+// Tells the compiler that a pointer of the table points to global memory.
 template <class T>
 __device__ __forceinline__ const T* global(const void* p) {
   __builtin_assume(__isGlobal(p));
   return static_cast<const T*>(p);
 }
 
-// A stream whose dtype is in the table.
+// Stands for a stream whose dtype is in the table.
 struct Any {};
 
 template <class T, int N>
@@ -70,7 +68,7 @@ struct Words {
   }
   __device__ __forceinline__ float get(int k, DType) const { return v[k]; }
 };
-// 16-bit elements two a word.
+// Keeps 16-bit elements two to a word.
 template <int N>
 struct Words<Any, N> {
   uint32_t w[N];
@@ -123,7 +121,7 @@ __device__ __forceinline__ void store_bits(void* p, int64_t i, const uint16_t (&
 
 // --- one unit: N elements of all streams ------------------------------------------------------
 
-// Random bits of elements [at, at + N) of the stream, N = 8, 4 or 1, at a multiple of N.
+// Holds the random bits of elements [at, at + N) of the stream, for N = 8, 4 or 1, at a multiple of N.
 template <int N>
 struct RandomBits {
   uint32_t w0 = 0, w1 = 0, w2 = 0, w3 = 0;
@@ -141,8 +139,8 @@ struct RandomBits {
   }
 };
 
-// x in 16 bits, by the random ones of its elements. Whether there is a NaN is asked once for all, by a sum of zeros: its lower
-// bits go, which a carry would run through to the sign.
+// Rounds x to 16 bits by the random bits of its elements. Whether there is a NaN is asked once for all
+// elements, by a sum of zeros: its lower bits are cleared, since a carry would run through them to the sign.
 template <class T, int N>
 __device__ __forceinline__ void store_stochastic(void* p, DType t, int64_t i, const float (&x)[N],
                                                  const RandomBits<N>& random, uint32_t factor) {
@@ -175,9 +173,9 @@ __device__ __forceinline__ void store_stochastic(void* p, DType t, int64_t i, co
   }
 }
 
-// What all units of a launch share.
+// Holds what all units of a launch share.
 struct Scalars {
-  const float *clip, *grad_scale, *found_inf;  // null: absent
+  const float *clip, *grad_scale, *found_inf;  // null if absent
   PhiloxKeys keys;
   bool draws_moments;  // rounds moments of 16 bits at random
 };
@@ -191,7 +189,8 @@ struct Unit {
   Words<uint16_t, N> low;
   Words<float, N> master;
 
-  // Rounding of a 16-bit parameter; false too where the table says that it has 32.
+  // Returns true for this rounding of a 16-bit parameter, and false also if the table says that it has 32
+  // bits.
   __device__ __forceinline__ static bool rounds(const Entry& e, AdamwRounding r) {
     if constexpr (std::is_same_v<P, float>) return false;
     return R == r && (!std::is_same_v<P, Any> || e.param_type != DType::f32);
@@ -239,7 +238,7 @@ struct Unit {
         u[k] = most.get(k, e.sq_type);
         adamw_update(mul(grad.get(k, e.grad_type), factor), c, p[k], m[k], v[k], &u[k]);
       }
-      // Drawn for u alone: u would not fit the registers beside p, m, v and the bits.
+      // The bits are drawn again for u, which would not fit the registers together with p, m, v and the bits.
       const RandomBits<N> random(draws<W>(s, e.sq_type), e.first + i, c.step, s.keys);
       store_moment<W>(s, e.most, e.sq_type, i, u, random, kSqFactor);
     } else {
@@ -248,7 +247,7 @@ struct Unit {
         adamw_update(mul(grad.get(k, e.grad_type), factor), c, p[k], m[k], v[k],
                      static_cast<float*>(nullptr));
     }
-    // Parameters first: their values need not be kept while random bits are made.
+    // Parameters come first: their values need not be kept while random bits are made.
     const bool draws_param = rounds(e, AdamwRounding::stochastic);
     if (!draws_param) store_param(e, i, p);
     const RandomBits<N> random(draws_param || draws<M>(s, e.avg_type) || draws<W>(s, e.sq_type), e.first + i,
@@ -258,7 +257,7 @@ struct Unit {
     store_moment<W>(s, e.exp_avg_sq, e.sq_type, i, v, random, kSqFactor);
   }
 
-  // To the nearest, with what the rounding keeps besides.
+  // Stores p rounded to nearest, and what the rounding keeps of it.
   __device__ __forceinline__ static void store_param(const Entry& e, int64_t i, const float (&p)[N]) {
     const bool masters = rounds(e, AdamwRounding::master);
     if (masters) store_as<float, N>(e.extra, DType::f32, i, p);
@@ -276,7 +275,7 @@ struct Unit {
   }
 };
 
-// Elements [begin, begin + count) of a tensor, U units of N elements of a thread in flight.
+// Updates elements [begin, begin + count) of a tensor, with U units of N elements per thread in flight.
 template <int N, int U, class P, class G, class M, class W, AdamwRounding R>
 __device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c, float factor,
                                              const Scalars& s, int64_t begin, int count) {
@@ -304,7 +303,7 @@ __device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c,
 
 // --- kernels ----------------------------------------------------------------------------------
 
-// The table: constants, unless they were computed on the device, and entries.
+// Reads the table: the entries, and the constants unless they were computed on the device.
 template <AdamwRounding R, size_t Bytes>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     adamw_kernel(const unsigned char* table, const TableConstants* computed, int constants, int count,
@@ -315,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const auto* listed = reinterpret_cast<const TableConstants*>(table);
   const auto* entries = reinterpret_cast<const Entry*>(listed + constants);
   const int chunk = int(blockIdx.x);
-  // In shared memory, so that the addresses and constants take no registers between their uses.
+  // The entry is in shared memory, so that the addresses and constants take no registers between their uses.
   __shared__ Entry e;
   __shared__ Constants c;
   if (threadIdx.x < 32) {
@@ -341,9 +340,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
 }
 
-// What the constants of a tensor follow from.
+// Holds what the constants of a tensor follow from.
 struct Progress {
-  float* step;  // null: `steps`
+  float* step;  // null to use `steps`
   uint32_t steps;
   uint32_t group;
 };
@@ -390,13 +389,13 @@ TableConstants* prepare(Context& ctx, const Adamw& a) {
   return constants;
 }
 
-// Whether a tensor takes random bits.
+// True if a tensor takes random bits.
 bool draws(const Entry& e, const Adamw& a) {
   return (a.rounding == AdamwRounding::stochastic && is_half(e.param_type)) ||
          (a.moment_rounding == AdamwRounding::stochastic && (is_half(e.avg_type) || is_half(e.sq_type)));
 }
 
-// Whether vectors of n elements, a power of two, begin at aligned addresses.
+// True if vectors of n elements, a power of two, begin at aligned addresses.
 bool is_aligned(const Entry& e, size_t n, const Adamw& a) {
   auto begins = [n](const void* p, DType t) {
     return (reinterpret_cast<uintptr_t>(p) & (n * size_of(t) - 1)) == 0;
@@ -439,7 +438,7 @@ Entry entry_of(const AdamwTensor& t, const Adamw& a) {
   return e;
 }
 
-// Whether a tensor has the constants of the one before it.
+// True if a tensor has the constants of the previous one.
 bool shares_constants(const Adamw& a, size_t i) {
   return i > 0 && a.tensors[i].group == a.tensors[i - 1].group &&
          a.tensors[i].steps == a.tensors[i - 1].steps;

@@ -9,10 +9,10 @@ namespace {
 
 constexpr const char* kOp = "adamw";
 
-// "param 3" and the like, for messages.
+// Returns "param 3" and the like, for messages.
 std::string name_at(const char* name, size_t i) { return std::string(name) + " " + std::to_string(i); }
 
-// A copy of `t` with the strides of `like`.
+// Returns a copy of `t` with the strides of `like`.
 Tensor laid_out(const Tensor& t, const Tensor& like) {
   auto sizes = like.sizes(), strides = like.strides();
   Tensor copy =
@@ -21,11 +21,12 @@ Tensor laid_out(const Tensor& t, const Tensor& like) {
                            torch::stable::detail::from(false)};
   check_torch(torch_call_dispatcher("aten::copy_", "", stack, TORCH_ABI_VERSION),
               [] { return "aten::copy_ failed"; });
-  torch::stable::detail::to<Tensor>(stack[0]);  // takes and drops the returned handle
+  // Takes and drops the returned handle.
+  torch::stable::detail::to<Tensor>(stack[0]);
   return copy;
 }
 
-// The tensors of a call, those of the i-th parameter under its strides.
+// Makes views of the tensors of a call, those of the i-th parameter under its strides.
 class Views {
  public:
   explicit Views(Tensor like) : like_(std::move(like)), device_(like_.get()) {}
@@ -46,7 +47,7 @@ class Views {
     copies_.push_back(laid_out(list.tensor(i), params.tensor(i)));
     return elements_of(kOp, "grad", copies_.back().get(), shape.numel);
   }
-  // The k-th of the list, which belongs to the i-th parameter.
+  // Returns the k-th tensor of the list, which belongs to the i-th parameter.
   Vector state(const char* name, const TensorList& list, size_t k, size_t i, const Shape& param) const {
     require_here(name, list, k, i);
     const Shape shape(list[k]);
@@ -56,7 +57,7 @@ class Views {
                 "after its state was made");
     return elements_of(kOp, name, list[k], shape.numel);
   }
-  // Of the i-th parameter, or of all `size`.
+  // Returns the step of the i-th parameter, or of all `size`.
   Vector step(const TensorList& list, size_t i, size_t size) const {
     const Shape shape(list[i]);
     TIGON_CHECK(kOp, shape.numel == int64_t(size) && shape.is_contiguous(), name_at("step", i), " must have ",
@@ -67,7 +68,7 @@ class Views {
     if (!DeviceId(list[i]).is_cpu()) require_here("step", list, i, i);
     return done;
   }
-  // Whether the host counts steps that are there, for a GPU.
+  // True if the host counts steps that the tensors keep, for a GPU.
   bool counts_for_device(const TensorList& steps, size_t i) const { return !device_.has(steps[i]); }
   Vector scalar(const char* name, const OptionalTensor& t) const {
     if (!t.has_value()) return {};
@@ -90,14 +91,14 @@ class Views {
   }
 };
 
-// The next place in a list that holds tensors only for those who need them.
+// Returns the next place in a list that holds tensors only for those parameters that need them.
 size_t next_of(const char* name, const TensorList& list, size_t& used) {
   TIGON_CHECK(kOp, used < list.size(), name, " must have one tensor for each param that needs it, got ",
               list.size());
   return used++;
 }
 
-// Of a group: lr (NaN: the next of lrs), beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad.
+// A group has lr (NaN: the next of lrs), beta1, beta2, eps, weight_decay, decoupled, maximize and amsgrad.
 constexpr size_t kHyperparameters = 8;
 
 void step(StableIValue* stack, uint64_t, uint64_t) {
@@ -114,7 +115,7 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
   const OptionalTensor clip = arguments.take<OptionalTensor>(), grad_scale = arguments.take<OptionalTensor>(),
                        found_inf = arguments.take<OptionalTensor>();
   const size_t n = params.size();
-  const bool joined = steps.size() == 1;  // one tensor of all
+  const bool joined = steps.size() == 1;  // one tensor for all
   for (size_t size : {grads.size(), exp_avgs.size(), exp_avg_sqs.size(), joined ? n : steps.size(),
                       first.empty() ? n : first.size()})
     TIGON_CHECK(kOp, size == n, "lists must have ", n, " tensors each, got one of ", size);
@@ -128,7 +129,8 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
   Views views(params.tensor(0));
   std::vector<AdamwGroup> groups;
   std::vector<AdamwTensor> tensors(n);
-  std::vector<float*> counted;  // steps that the core was given as numbers
+  // Points to the steps that the core was given as numbers.
+  std::vector<float*> counted;
   Vector done;
   size_t i = 0, used_lrs = 0, used_most = 0, used_extras = 0;
   for (size_t g = 0; g < group_sizes.size(); ++g) {
@@ -181,8 +183,9 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-// first is empty where nothing is drawn from it. In place: params, moments, extras (what the rounding needs besides) and steps.
-// max_exp_avg_sqs and extras hold tensors only for params that have them, in the order of params; a group's tensors are adjacent.
+// `first` is empty if nothing is drawn from it. Params, moments, extras (what a rounding needs in addition)
+// and steps are updated in place. max_exp_avg_sqs and extras hold tensors only for the params that have them,
+// in the order of params. A group's tensors are adjacent.
 TIGON_TORCH_SCHEMAS(m) {
   define(m,
          "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "

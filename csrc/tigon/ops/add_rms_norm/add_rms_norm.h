@@ -1,11 +1,12 @@
-// Residual addition and RMSNorm in one pass (the pre-norm block of Llama; RMSNorm: Zhang & Sennrich 2019, eq. 4).
-//
+// Adds a residual and applies RMSNorm in one pass (the pre-norm block of Llama; RMSNorm: Zhang & Sennrich
+// 2019, eq. 4).
 // Formula     h = x + residual,  y = rms_norm(h)  (tigon/ops/rms_norm/rms_norm.h)
 // Gradients   dx = dresidual = dh + gradient of rms_norm with respect to h;  dweight as there
 // Shapes      x, residual, h, y, dy, dh, dx [rows, cols], any row stride; weight, dweight [cols]; rstd [rows]
-// Dtypes      x, residual, h f32 | bf16 | f16, one for all; weight of that dtype or f32; y and dy by rms_norm_result; rstd f32
-// Rounding    h is rounded to x's dtype and normalised as rounded (Hugging Face's eager addition); then as rms_norm. dx once:
-//             the sum with dh is made in f32.
+// Dtypes      x, residual, h f32 | bf16 | f16, one for all; weight of that dtype or f32; y and dy by
+//             rms_norm_result; rstd f32
+// Rounding    h is rounded to x's dtype and normalized as rounded (Hugging Face's eager addition); then as
+//             rms_norm. dx once: the sum with dh is made in f32.
 // Saved       h, weight, rstd (4 bytes a row); neither x nor residual
 // Aliasing    h may be residual or x (same address and strides); y overlaps no input; dx may be dh or dy
 // Determinism bitwise: fixed trees inside a row, fixed order over rows
@@ -20,10 +21,10 @@ namespace tigon {
 struct AddRmsNormFwd {
   Matrix x;
   Matrix residual;
-  Vector weight;  // empty: none
+  Vector weight;  // empty if absent
   Matrix y;
   Matrix h;
-  Vector rstd;  // empty: not wanted, where no backward follows
+  Vector rstd;  // empty if no backward follows
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
@@ -43,12 +44,12 @@ struct AddRmsNormFwd {
 
 struct AddRmsNormBwd {
   Matrix dy;
-  Matrix dh;  // empty: zero
+  Matrix dh;  // empty means zero
   Matrix h;
   Vector weight;
   Vector rstd;
-  Matrix dx;       // empty: not wanted
-  Vector dweight;  // empty: not wanted
+  Matrix dx;       // empty if not wanted
+  Vector dweight;  // empty if not wanted
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
 

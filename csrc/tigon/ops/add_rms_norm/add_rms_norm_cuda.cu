@@ -1,9 +1,7 @@
-// CUDA backend of residual addition with RMSNorm: the formula, for the kernels of the norm family.
-//
-// Bytes per element (b = element size): forward 4b, backward 4b (3b without dh). Also 4 bytes of
-// rstd per row, the weight once per CTA (from L2), and CTAs * cols * 4 bytes of dweight partials
-// through L2.
-// Instructions per element: about 6 forward, 12 backward; the memory-bound budget is 62 (bf16).
+// The CUDA backend of residual addition with RMSNorm gives its formula to the kernels of the norm family. It
+// moves 4b bytes per element forward and 4b backward (3b without dh; b = element size), and also 4 bytes of
+// rstd per row, the weight once per CTA (from L2), and CTAs * cols * 4 bytes of dweight partials through L2.
+// An element takes about 6 instructions forward and 12 backward; the memory-bound budget is 62 (bf16).
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/add_rms_norm/add_rms_norm.h"
 

@@ -10,15 +10,15 @@
 namespace tigon::cpu {
 namespace {
 
-// Of one value of a row: the sums of v^2, of key * v and of dy * v.
+// Holds the sums of v^2, of key * v and of dy * v for one value of a row.
 struct AttentionSums {
   double square, key, dy;
 };
-// What it is multiplied by.
+// Holds the factors of one value.
 struct AttentionFactors {
   float alpha, slope, pull;
 };
-// The values of one row, as the kernels see them.
+// Describes the values of one row to the kernels.
 struct AttentionRow {
   const void *values, *dy;
   int64_t pitch, dpitch;  // elements from value to value
@@ -53,7 +53,8 @@ double constant(double, double c) { return c; }
 
 using Score = double_math::AttentionScore<double>;
 
-// From the sums of a row to its factors, in double: few operations, whose errors every result has.
+// Computes the factors of a row from its sums, in double: there are few operations, and every result has
+// their errors.
 void find_factors(const AttentionRow& a, float eps, Score* scores, AttentionFactors* factors) {
   double top = -INFINITY, total = 0.0, upstream = 0.0;
   for (int64_t n = 0; n < a.count; ++n) {
@@ -75,7 +76,7 @@ void find_factors(const AttentionRow& a, float eps, Score* scores, AttentionFact
   }
 }
 
-// query * norm_weight.
+// Returns query * norm_weight.
 float* make_key(Context& ctx, const Vector& query, const Vector& norm_weight) {
   float* key = ctx.scratch_of<float>(query.size);
   dispatch_float("attention_residual", "query", query.dtype, [&](auto t) {
@@ -113,7 +114,7 @@ void each_row(Context& ctx, const Args& a, const Matrix& dy, const RowChunks& ch
   });
 }
 
-// out = factor * u
+// Computes out = factor * u.
 void scale_sums(const float* u, const Vector& factor, const Vector& out) {
   if (!out) return;
   dispatch_float("attention_residual", "query", out.dtype, [&](auto t) {

@@ -1,12 +1,10 @@
-// CUDA backend of attention over earlier values.
-//
-// Bytes per element of values (b = element size): forward b, backward 2b; y, dy and two vectors of
-// columns besides, and CTAs * cols * 4 bytes of partial sums through L2.
-//
-// One kernel: persistent CTAs of one row at a time. A pass forms the sums of each value, a warp the
-// factors, and a second pass the results. The values of an aligned row are copied to shared memory,
-// all at once, where they fit, and their sums formed as they arrive; else the second pass reads them again, from L2 where they are still
-// there. A thread reads only vectors that it copied itself.
+// The CUDA backend of attention over earlier values moves b bytes per element of values forward and 2b
+// backward (b = element size), and also y, dy and two vectors of columns, and CTAs * cols * 4 bytes of
+// partial sums through L2. One kernel has persistent CTAs, which take one row at a time. A pass computes the
+// sums of each value, a warp the factors, and a second pass the results. The values of an aligned row are
+// copied to shared memory, all at once, if they fit, and their sums are formed as they arrive. Otherwise the
+// second pass reads them again, from L2 if they are still there. A thread reads only vectors that it copied
+// itself.
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
@@ -22,10 +20,10 @@ namespace {
 
 constexpr const char* kOp = "attention_residual";
 constexpr int kMaxThreads = 512, kColumnThreads = 256;
-// Values whose sums a thread forms at a time; waves of copies.
+// A thread forms the sums of kGroup values at a time; copies come in kMostWaves waves.
 constexpr int kGroup = 4, kMostWaves = 8;
 
-// Of one value of a row.
+// Holds the factors of one value of a row.
 struct Factors {
   AttentionScore<float> of;
   float upstream, alpha;
@@ -35,16 +33,16 @@ struct Factors {
 template <class T>
 struct Problem {
   const T *values, *dy;
-  // Null: not wanted.
+  // Null means not wanted.
   T *y, *dvalues;
   int64_t rows, stride, dy_stride, y_stride, dvalues_stride;
-  // query * norm_weight.
+  // The key is query * norm_weight.
   const float* key;
-  // [CTAs, cols]; null: not wanted.
+  // [CTAs, cols]; null if not wanted.
   float* partials;
   int count, cols;
   float eps, inv_cols;
-  // Values and dy of a row in shared memory; sums of a CTA in shared memory.
+  // `cached`: values and dy of a row are in shared memory. `sums_in_shared`: sums of a CTA are.
   bool cached, sums_in_shared;
 };
 
@@ -55,7 +53,7 @@ __device__ __forceinline__ void load_floats(const float* p, float (&x)[N]) {
   for (int j = 0; j < N; ++j) x[j] = vec[j];
 }
 
-// Warp 0: the factors of all values, from the sums of each warp, [count, kSums, warps].
+// Warp 0 computes the factors of all values, from the sums of each warp, [count, kSums, warps].
 template <int kSums, class T>
 __device__ void find_factors(const Problem<T>& p, const float* sums, int warps, Factors* factors) {
   const int lane = threadIdx.x;
@@ -85,7 +83,7 @@ __device__ void find_factors(const Problem<T>& p, const float* sums, int warps, 
   }
 }
 
-// y += the sum of alpha * value(n), of some values at a time.
+// Adds the sum of alpha * value(n) to y, some values at a time.
 template <int N, class Value>
 __device__ __forceinline__ void add_values(int count, const Factors* factors, Value&& value, float (&y)[N]) {
   for (int first = 0; first < count; first += kValuesOfSum) {
@@ -247,7 +245,7 @@ LaunchConfig column_grid(int64_t cols) {
   return {.blocks = ceil_div(cols, kColumnThreads), .threads = kColumnThreads};
 }
 
-// The sums of a backward: partial rows.
+// Holds the sums of a backward as partial rows.
 struct Partials {
   const float* rows;
   int64_t count;
@@ -278,7 +276,7 @@ Partials run(Context& ctx, Problem<T> p, bool wants_sums) {
   return {p.partials, blocks};
 }
 
-// By vectors of 16 bytes where all rows consist of them, else by elements.
+// Takes vectors of 16 bytes if all rows consist of them, else single elements.
 template <bool kBackward, class T>
 Partials run(Context& ctx, const Problem<T>& p, bool wants_sums) {
   constexpr int N = 16 / sizeof(T);

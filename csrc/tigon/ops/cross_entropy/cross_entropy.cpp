@@ -13,7 +13,7 @@ void require_f32(const char* name, const Vector& v, int64_t size) {
   require_vector(kOp, name, v, size, DType::f32);
 }
 
-// The part of a row that the logits are, and what its gradient needs of the rest.
+// Checks the arguments of a shard: its part of the row, and what its gradient needs of the rest.
 void check_shard(const CrossEntropyRows& a) {
   int64_t rows = a.logits.rows;
   require_optional(kOp, "row_max", a.row_max, rows);
@@ -180,7 +180,7 @@ void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a) {
   TIGON_RUN(kCombine, ctx, cross_entropy_empty_part, a);
 }
 
-// PyTorch's operators.
+// These are PyTorch's operators.
 namespace {
 
 void take_rows(Fields& f, CrossEntropyRows& a) {
@@ -192,7 +192,7 @@ void take_options(Fields& f, CrossEntropyRows& a) {
   f.option("softcap", a.softcap), f.option("z_loss", a.z_loss);
 }
 
-// The loss of every row, or one number, with its gradient in the same pass.
+// Computes the loss of every row, or one number, with its gradient in the same pass.
 struct CrossEntropyLoss {
   enum class Reduction : int8_t { none, mean, sum } reduction = Reduction::none;
   CrossEntropyRows rows;
@@ -230,7 +230,7 @@ void loss(Context& ctx, const CrossEntropyLoss& call) {
   cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = call.total});
 }
 
-// The gradient of unreduced losses, from the logits.
+// Computes the gradient of unreduced losses from the logits.
 struct CrossEntropyGradient : CrossEntropyRows {
   void fields(Fields& f) {
     f.input("dloss", scale);
@@ -254,7 +254,8 @@ TIGON_OPERATOR(loss, CrossEntropyLoss, "cross_entropy", forward)
 TIGON_OPERATOR(gradient, CrossEntropyGradient, "cross_entropy", backward)
 TIGON_OPERATOR(rescale, Rescale, "cross_entropy_rescale", none)
 
-// Those that tigon.parallel drives: statistics of a shard, the loss from all shards', the gradient.
+// tigon.parallel drives these three: statistics of a shard, the loss from the statistics of all shards, and
+// the gradient.
 void take_shard(Fields& f, CrossEntropyRows& a) {
   take_rows(f, a);
   f.optional("bias", a.bias), f.optional("class_weight", a.class_weight);
@@ -263,7 +264,7 @@ void take_shard(Fields& f, CrossEntropyRows& a) {
   f.option("logit_scale", a.logit_scale), f.option("temperature", a.temperature);
 }
 
-// Rows of parts are written but for the predicted classes, which are the result.
+// The rows of `parts` are written. The predicted classes are the result.
 struct ShardStatistics : CrossEntropyRows {
   Matrix parts;
   CrossEntropyKinds kinds;
@@ -297,7 +298,8 @@ struct ShardGradient : CrossEntropyRows {
 };
 void shard_gradient(Context& ctx, const ShardGradient& a) { cross_entropy_rows(ctx, a); }
 
-// `numbers`: a row each for loss, z_term, log_prob, lse, entropy (not written unless its parts are there), log_share.
+// `numbers` has a row each for loss, z_term, log_prob, lse, entropy (written only if its parts are present)
+// and log_share.
 struct ShardsCombine : CrossEntropyCombine {
   Matrix numbers;
 

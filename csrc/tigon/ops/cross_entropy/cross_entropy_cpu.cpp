@@ -12,29 +12,35 @@
 namespace tigon::cpu {
 namespace {
 
-// What the rows of one call share.
+// Holds what the rows of one call share.
 struct CrossEntropyCall {
   int64_t cols, stride;
-  int64_t classes;  // of the whole row
+  int64_t classes;  // columns of the whole row
   const void* bias;
   bool bias_is_f32;
-  const float* class_weight;  // of the first column
-  double weight_sum;          // of the columns' class_weight, or cols
-  double all_weights;         // of all classes'
+  const float* class_weight;  // begins at the first column
+  // Sum of the columns' class_weight, or cols.
+  double weight_sum;
+  double all_weights;  // the same for all classes
   float logit_scale, softcap, top,
-      gain;  // z = top * tanh(logit_scale * x / softcap) or logit_scale * x; dz/dx = gain * slope
+      // z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain * slope.
+      gain;
   float label_smoothing, z_loss;
-  bool statistics;  // of ignored rows too: lse, entropy or predicted is wanted
-  bool plain;       // z is the logit
-  bool shard;       // of a row with more columns elsewhere
+  // Ignored rows are read too: lse, entropy or predicted is wanted.
+  bool statistics;
+  bool plain;  // z is the logit
+  // The row has more columns in other shards.
+  bool shard;
   bool entropy, predicted;
-  DType gradient;  // of dlogits
+  DType gradient;  // dtype of dlogits
 };
 struct CrossEntropyRowInputs {
-  bool counts;    // not ignored
-  int64_t label;  // column; in a shard maybe one of another's
+  bool counts;  // the row is not ignored
+  // The label has this column; in a shard it may be a column of another one.
+  int64_t label;
   float scale, entropy_scale;
-  float log_share, all_entropy;  // of a shard; 0 without
+  // Belong to a shard; 0 without one.
+  float log_share, all_entropy;
 };
 struct CrossEntropyRowResults {
   float loss, lse, target_logit, log_prob, entropy;
@@ -42,7 +48,7 @@ struct CrossEntropyRowResults {
   float row_max, log_sum, smoothing;
 };
 struct CrossEntropyTable {
-  // By the dtype of logits. dlogits nullptr: not wanted
+  // Holds functions by the dtype of logits. dlogits is nullptr if not wanted.
   ByDtype<void (*)(const CrossEntropyCall& c, const void* logits, void* dlogits,
                    const CrossEntropyRowInputs& in, CrossEntropyRowResults* out)>
       row;
@@ -68,7 +74,7 @@ char* row_at(const Matrix& m, int64_t r) {
   return static_cast<char*>(m.data) + r * m.stride * int64_t(size_of(m.dtype));
 }
 
-// Sum of f(i) over i < n in double, in an order that depends on n alone.
+// Sums f(i) over i < n in double, in an order that depends on n only.
 template <class F>
 double ordered_sum(int64_t n, const F& f) {
   double total = 0.0;
@@ -140,7 +146,8 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
           .all_entropy = a.all_entropy ? a.all_entropy.as<float>()[r] : 0.0f,
       };
       const bool bad = shard && in.counts && (y < 0 || y >= a.classes);
-      if (bad) in.label = -a.first_class, in.scale = NAN;  // class 0 stands in
+      // Class 0 stands in for the label.
+      if (bad) in.label = -a.first_class, in.scale = NAN;
       run(call, row_at(a.logits, r), a.dlogits.data ? row_at(a.dlogits, r) : nullptr, in, &out);
       if (bad) out.loss = out.target_logit = out.log_prob = NAN;
       put(a.loss, r, out.loss), put(a.lse, r, out.lse), put(a.target_logit, r, out.target_logit);
@@ -163,7 +170,8 @@ void cross_entropy_scale(Context&, const CrossEntropyScale& a) {
       int64_t y = a.target.dtype == DType::u8 ? a.target.as<uint8_t>()[r] : a.target.as<int64_t>()[r];
       if (y == a.ignore_index) return 0.0f;
       if (weight == nullptr) return 1.0f;
-      return y >= 0 && y < a.class_weight.size ? weight[y] : 0.0f;  // out of range: refused by the rows
+      // The row pass refuses a label out of range.
+      return y >= 0 && y < a.class_weight.size ? weight[y] : 0.0f;
     });
   }
   *a.scale.as<float>() = float(1.0 / divisor);

@@ -1,11 +1,9 @@
-// CUDA backend of cross_entropy.
-//
-// Bytes per element (b = element size): 2b with the gradient, b without.
-// Instructions per element: about 14 with the gradient, two of them ex2, of 31 while memory-bound.
-//
-// Variants
-//   plain      Rows without options: cross_entropy_plain_cuda.cu.
-//   looped     All others, and the longest: two passes by one CTA, the second out of L2 where the rows in flight fit there.
+// The CUDA backend of cross_entropy moves 2b bytes per element with the gradient, and b without (b = element
+// size). An element takes about 14 instructions with the gradient, two of them ex2, of 31 while memory-bound.
+// There are two variants:
+//   plain      takes rows without options: cross_entropy_plain_cuda.cu.
+//   looped     takes all others, and the longest: two passes by one CTA, the second from L2 if the rows in
+//              flight fit there.
 // A row may start at any element; the partial vectors at its ends are moved element by element.
 #include <algorithm>
 
@@ -15,11 +13,11 @@
 namespace tigon::cuda {
 namespace {
 
-// A thread for eight vectors of the row, at most these.
+// A CTA has a thread for eight vectors of the row, up to kMostThreads.
 constexpr int kMostThreads = 512, kBlocksPerSm = 2;
 constexpr int kVecsPerThread = 2;
 
-// Statistics of a part of a row: without the label's column; of all columns.
+// Holds the statistics of a part of a row: some without the label's column, some of all columns.
 template <class T>
 struct alignas(16) OptionSums {
   EntropySums<T, Linear> others;
@@ -33,8 +31,8 @@ struct alignas(16) OptionSums {
 };
 
 template <class T>
-__device__ __forceinline__ void z_of_vec(const Params<T>& p, const AlignedRow<const T>& row, int k,
-                                         const uint4& words, float (&z)[AlignedRow<T>::N],
+__device__ __forceinline__ void z_of_vec(const CrossEntropyParams<T>& p, const AlignedRow<const T>& row,
+                                         int k, const uint4& words, float (&z)[AlignedRow<T>::N],
                                          float* slopes = nullptr) {
   constexpr int N = AlignedRow<T>::N;
   unpack<T>(words, z);
@@ -45,10 +43,11 @@ __device__ __forceinline__ void z_of_vec(const Params<T>& p, const AlignedRow<co
   }
 }
 
-// First pass over a vector.
+// Runs the first pass over a vector.
 template <class T>
-__device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<const T>& row, int k,
-                                           const uint4& words, int label, float reference, OptionSums<T>& a) {
+__device__ __forceinline__ void accumulate(const CrossEntropyParams<T>& p, const AlignedRow<const T>& row,
+                                           int k, const uint4& words, int label, float reference,
+                                           OptionSums<T>& a) {
   constexpr int N = AlignedRow<T>::N;
   float z[N], e[N];
   z_of_vec(p, row, k, words, z);
@@ -83,11 +82,11 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<
   a.others.s += e[0];
 }
 
-// Second pass over a vector: stores its gradient, by elements where the offsets differ.
+// Runs the second pass over a vector: stores its gradient, by elements if the offsets differ.
 template <class T, class D>
-__device__ __forceinline__ void write_gradient(const Params<T>& p, const AlignedRow<const T>& row, D* out,
-                                               int k, const uint4& words, int label, const Gradient& g,
-                                               float factor) {
+__device__ __forceinline__ void write_gradient(const CrossEntropyParams<T>& p, const AlignedRow<const T>& row,
+                                               D* out, int k, const uint4& words, int label,
+                                               const Gradient& g, float factor) {
   constexpr int N = AlignedRow<T>::N;
   float z[N], slopes[N];
 #pragma unroll
@@ -101,10 +100,10 @@ __device__ __forceinline__ void write_gradient(const Params<T>& p, const Aligned
     float push = g.push;
     if (push != 0.0f && p.class_weight != nullptr)
       push *= row.has(first + j) ? __ldg(p.class_weight + first + j) : 0.0f;
-    // Rounded like of_label(): in a row of one class they cancel.
+    // The product is rounded like of_label(): in a row of one class they cancel.
     if (push != 0.0f) push *= factor;
     float v = first + j == label ? __fadd_rn(g.of_label<false>(d), -push) : cross_entropy_dz(e, g.each, push);
-    // Below -200 e is 0: classes at -inf add nothing.
+    // Below -200, e is 0: classes at -inf add nothing.
     if (p.entropy_scale != nullptr) v = fma(e, fma(g.tilt, fmaxf(d, -200.0f), g.lift), v);
     r.set(j, v * slopes[j]);
   }
@@ -118,7 +117,7 @@ __device__ __forceinline__ void write_gradient(const Params<T>& p, const Aligned
   }
 }
 
-// The row's minimum key: the column of a NaN, or 2^31 + the column of a maximum, or 2^32 - 1.
+// Reduces to the row's minimum key: the column of a NaN, or 2^31 + the column of a maximum, or 2^32 - 1.
 struct Key {
   unsigned value;
   __device__ static Key identity() { return {~0u}; }
@@ -129,8 +128,8 @@ struct Key {
   }
 };
 template <class T>
-__device__ __forceinline__ unsigned key_of_vec(const Params<T>& p, const AlignedRow<const T>& row, int k,
-                                               const uint4& words, float m, unsigned key) {
+__device__ __forceinline__ unsigned key_of_vec(const CrossEntropyParams<T>& p, const AlignedRow<const T>& row,
+                                               int k, const uint4& words, float m, unsigned key) {
   constexpr int N = AlignedRow<T>::N;
   float z[N];
   z_of_vec(p, row, k, words, z);
@@ -144,10 +143,11 @@ __device__ __forceinline__ unsigned key_of_vec(const Params<T>& p, const Aligned
   return key;
 }
 
-// A CTA per row. The second pass runs backwards: the row's last tile is still in registers, those before it in L2.
+// Each row has a CTA. The second pass runs backwards: the row's last tile is still in registers, and those
+// before it are in L2.
 template <class T, class D>
-__global__ __launch_bounds__(kMostThreads,
-                             kBlocksPerSm) void looped_kernel(const __grid_constant__ Params<T> p) {
+__global__ __launch_bounds__(kMostThreads, kBlocksPerSm) void looped_kernel(
+    const __grid_constant__ CrossEntropyParams<T> p) {
   constexpr int kVecs = kVecsPerThread;
   __shared__ ReduceStorage<OptionSums<T>> storage;
   __shared__ ReduceStorage<Key> keys;
@@ -218,7 +218,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   TIGON_CHECK(kOp, a.logits.cols <= kMostColumns, "logits must have at most ", kMostColumns,
               " columns on CUDA, got ", a.logits.cols);
   float gain = a.logit_scale / a.temperature, inner = a.softcap > 0.0f ? a.logit_scale : gain;
-  // Of z in units of ln 2.
+  // These are the constants of z in units of ln 2.
   const SoftcapConstants cap =
       a.softcap > 0.0f ? softcap_constants(inner, a.softcap, 1.4426950408889634 * a.softcap / a.temperature)
                        : SoftcapConstants{};
@@ -227,51 +227,53 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   const bool first_argmax = a.predicted && !a.only_label;
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    Params<T> p = {.logits = a.logits.row<T>(0),
-                   .dlogits = a.dlogits.data,
-                   .target = a.target.as<int64_t>(),
-                   .bias = a.bias.data,
-                   .class_weight = a.class_weight ? a.class_weight.as<float>() + a.first_class : nullptr,
-                   .scale = a.scale.as<float>(),
-                   .entropy_scale = a.entropy_scale.as<float>(),
-                   .loss = a.loss.as<float>(),
-                   .lse = a.lse.as<float>(),
-                   .target_logit = a.target_logit.as<float>(),
-                   .log_prob = a.log_prob.as<float>(),
-                   .entropy = a.entropy.as<float>(),
-                   .predicted = a.predicted.as<int64_t>(),
-                   .row_max = a.row_max.as<float>(),
-                   .log_sum = a.log_sum.as<float>(),
-                   .smoothing = a.smoothing.as<float>(),
-                   .log_share = a.classes > 0 ? a.log_share.as<float>() : nullptr,
-                   .all_entropy = a.all_entropy.as<float>(),
-                   .weight_sum = a.classes > 0 ? a.weight_sum.as<float>() : nullptr,
-                   .first_class = a.first_class,
-                   .classes = a.classes > 0 ? a.classes : a.logits.cols,
-                   .rows = a.logits.rows,
-                   .stride = a.logits.stride,
-                   .dlogits_stride = a.dlogits.stride,
-                   .scale_step = a.scale.size == 1 ? 0 : 1,
-                   .ignore_index = a.ignore_index,
-                   .cols = int(a.logits.cols),
-                   .slice = 0,
-                   .bias_is_f32 = a.bias.dtype == DType::f32,
-                   .logit_scale = inner,
-                   .softcap = a.softcap,
-                   .top = a.softcap / a.temperature,
-                   .gain = gain,
-                   .label_smoothing = a.label_smoothing,
-                   .z_loss = a.z_loss,
-                   .cap = cap};
+    CrossEntropyParams<T> p = {
+        .logits = a.logits.row<T>(0),
+        .dlogits = a.dlogits.data,
+        .target = a.target.as<int64_t>(),
+        .bias = a.bias.data,
+        .class_weight = a.class_weight ? a.class_weight.as<float>() + a.first_class : nullptr,
+        .scale = a.scale.as<float>(),
+        .entropy_scale = a.entropy_scale.as<float>(),
+        .loss = a.loss.as<float>(),
+        .lse = a.lse.as<float>(),
+        .target_logit = a.target_logit.as<float>(),
+        .log_prob = a.log_prob.as<float>(),
+        .entropy = a.entropy.as<float>(),
+        .predicted = a.predicted.as<int64_t>(),
+        .row_max = a.row_max.as<float>(),
+        .log_sum = a.log_sum.as<float>(),
+        .smoothing = a.smoothing.as<float>(),
+        .log_share = a.classes > 0 ? a.log_share.as<float>() : nullptr,
+        .all_entropy = a.all_entropy.as<float>(),
+        .weight_sum = a.classes > 0 ? a.weight_sum.as<float>() : nullptr,
+        .first_class = a.first_class,
+        .classes = a.classes > 0 ? a.classes : a.logits.cols,
+        .rows = a.logits.rows,
+        .stride = a.logits.stride,
+        .dlogits_stride = a.dlogits.stride,
+        .scale_step = a.scale.size == 1 ? 0 : 1,
+        .ignore_index = a.ignore_index,
+        .cols = int(a.logits.cols),
+        .slice = 0,
+        .bias_is_f32 = a.bias.dtype == DType::f32,
+        .logit_scale = inner,
+        .softcap = a.softcap,
+        .top = a.softcap / a.temperature,
+        .gain = gain,
+        .label_smoothing = a.label_smoothing,
+        .z_loss = a.z_loss,
+        .cap = cap};
     auto run = [&]<class D>(D*) {
-      auto launch_looped = [&](const Params<T>& p) {
+      auto launch_looped = [&](const CrossEntropyParams<T>& p) {
         constexpr int kWarpColumns = AlignedRow<T>::N * 8 * 32;
         const int threads = int(std::min<int64_t>(ceil_div(p.cols, kWarpColumns) * 32, kMostThreads));
         launch(kOp, ctx, looped_kernel<T, D>,
                {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = threads}, p);
       };
-      if (plain && first_argmax && ctx.deterministic) {  // the other results are those of a call without it
-        Params<T> argmax = p;
+      // The other results are those of a call without it.
+      if (plain && first_argmax && ctx.deterministic) {
+        CrossEntropyParams<T> argmax = p;
         argmax.dlogits = nullptr, p.predicted = nullptr;
         launch_looped(argmax);
       }

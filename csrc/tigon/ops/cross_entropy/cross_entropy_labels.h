@@ -1,18 +1,22 @@
-// Several labels a row: what stands around the row pass of cross_entropy.h, which knows one. Its label is the one with the largest
-// logit among the K, so that its log-probability and with it those of the others are exact however confident the model is.
-//
+// Handles several labels per row, around the row pass of cross_entropy.h, which knows one. The label of the
+// row pass is the one with the largest logit among the K, so that its log-probability, and with it those of
+// the others, is exact however confident the model is.
 // Formula     log_prob_k = (z_k - z_t) + log_prob_t with t the row pass's label, z as in cross_entropy.h
-// Gradient    of -sum_k g_k log_prob_k in the logit of class c: dz_c (p_c sum_k g_k - sum_{y_k = c} g_k). The row pass writes it of
-//             every class that is no label, from scale = sum_k g_k; that of a label is written after it:
-//             dz_c (B p_c - A (1 - p_c)), A the sum of g_k where y_k = c, B of the others, 1 - p_c = -expm1(log_prob);
-//             with entropy_scale e: - e dz_c p_c (log_prob + entropy) besides
-// Shapes      labels, upstream, out [rows, count]; target, factor [rows]; of a part of the rows: logits, dlogits [n, V], chosen, top,
-//             log_prob, entropy, entropy_scale [n], scores [n, count]
-// Dtypes      labels, target, chosen, index, position i64; logits, dlogits, bias as in cross_entropy.h; the rest f32
+// Gradient    of -sum_k g_k log_prob_k in the logit of class c: dz_c (p_c sum_k g_k - sum_{y_k = c} g_k). The
+//             row pass writes it for every class that is no label, from scale = sum_k g_k. For a label it is
+//             written after the row pass:
+//             dz_c (B p_c - A (1 - p_c)), A the sum of g_k where y_k = c, B of the others,
+//             1 - p_c = -expm1(log_prob);
+//             with entropy_scale e also - e dz_c p_c (log_prob + entropy)
+// Shapes      labels, upstream, out [rows, count]; target, factor [rows]; of a part of the rows: logits,
+//             dlogits [n, V], chosen, top, log_prob, entropy, entropy_scale [n], scores [n, count]
+// Dtypes      labels, target, chosen, index, position i64; logits, dlogits, bias as in cross_entropy.h; the
+//             rest f32
 // Rounding    fp64 inside, each result once
-// Ignored     a label ignore_index has log_prob 0 and no gradient; a row of nothing but such labels has target ignore_index
-// Labels      the same more than once is legal. One outside [0, V) becomes the row's target: its row has NaN results, as in
-//             cross_entropy.h
+// Ignored     a label ignore_index has log_prob 0 and no gradient; a row of nothing but such labels has
+//             target ignore_index
+// Labels      the same more than once is legal. One outside [0, V) becomes the row's target: its row has NaN
+//             results, as in cross_entropy.h
 // Determinism bitwise: sums over a row's labels in order
 // Traffic     a few words for each label
 #pragma once
@@ -22,39 +26,47 @@
 namespace tigon {
 
 struct CrossEntropyLabels {
-  Vector labels;  // i64 [rows * count]
+  Vector labels;
   int64_t count = 0;
   int64_t ignore_index = -100, classes = 0;
-  Vector upstream;  // f32 [rows * count], g; empty: none
+  Vector upstream;  // f32 [rows * count], g; empty if absent
 
-  // Of all rows.
-  Vector target;  // out: i64 [rows], a label that counts, or one that is refused, or ignore_index
-  Vector factor;  // out: f32 [rows], sum of upstream over labels that count; empty: not wanted
+  // The next two cover all rows.
+  // out: i64 [rows], a label that counts, or one that is refused, or ignore_index.
+  Vector target;
+  // out: f32 [rows], sum of upstream over labels that count; empty if not wanted.
+  Vector factor;
 
-  // Of n rows worked on: row i is index[i], or begin + i.
+  // From here on, a call works on n rows: row i is index[i], or begin + i.
   int64_t begin = 0;
   Vector index;
-  Vector chosen;  // i64 [n], target of each row; out: the label of the row pass
-  Vector scores;  // out: f32 [n * count], logit_scale * (logit + bias) of each label
-  Vector top;     // out: f32 [n], that of the chosen label
+  // i64 [n]: the target of each row; out: the label of the row pass.
+  Vector chosen;
+  // out: f32 [n * count], logit_scale * (logit + bias) of each label.
+  Vector scores;
+  // out: f32 [n], that of the chosen label.
+  Vector top;
   Matrix logits;
-  Vector bias;  // [V]; empty: none
+  Vector bias;  // [V]; empty if absent
   float logit_scale = 1.0f, softcap = 0.0f, temperature = 1.0f;
   Matrix dlogits;
-  Vector log_prob;                // f32 [n], of the chosen label
-  Vector entropy, entropy_scale;  // f32 [n]; scale empty: none
+  // f32 [n]: log-probability of the chosen label.
+  Vector log_prob;
+  // f32 [n]; entropy_scale is empty if absent.
+  Vector entropy, entropy_scale;
 
-  // Results of all rows: place of each row among the n (empty: its number; -1: none), NaN for all where fault is not 0.
+  // The results cover all rows: `position` is the place of each row among the n (its number if empty; -1 if
+  // it has none), and all are NaN if fault is not 0.
   Vector position, fault;
   Vector out;  // f32 [rows * count]
 };
-// target and factor.
+// Computes target and factor.
 TIGON_API_ENTRY(cross_entropy_label_targets, CrossEntropyLabels)
-// chosen, scores and top, before the row pass.
+// Computes chosen, scores and top before the row pass.
 TIGON_API_ENTRY(cross_entropy_label_scores, CrossEntropyLabels)
-// dlogits at the labels, after it.
+// Computes dlogits at the labels after it.
 TIGON_API_ENTRY(cross_entropy_label_gradient, CrossEntropyLabels)
-// out, from scores, top and log_prob of all rows worked on.
+// Computes out from scores, top and log_prob of all rows worked on.
 TIGON_API_ENTRY(cross_entropy_label_results, CrossEntropyLabels)
 
 }  // namespace tigon

@@ -1,24 +1,20 @@
-// CUDA backend of cross_entropy for rows without options: z is the logit times a positive number;
-// class weights and z-loss apply to whole rows; entropies; whether the label is the first argmax.
-//
-// Bytes per element (b = element size): 2b with the gradient, b without.
-// Instructions per element: about 11 with the gradient, two of them ex2; the memory-bound budget is
-// 28.
-//
-// Variants, the first that fits runs; columns of 16 bits on an H100 or H200, of 32 bits half as many
-//   sweep      No gradient, and entropies or more than 16384 columns: one pass of online softmax,
+// The CUDA backend of cross_entropy for rows without options: z is the logit times a positive number, and
+// class weights and z-loss apply to whole rows. It also computes entropies, and whether the label is the
+// first argmax. It moves 2b bytes per element with the gradient, and b without (b = element size). An element
+// takes about 11 instructions with the gradient, two of them ex2; the memory-bound budget is 28. The first
+// variant that fits runs. Column counts are for 16 bits on an H100 or H200; of 32 bits they are half as many.
+//   sweep      has no gradient, and entropies or more than 16384 columns: one pass of online softmax, with
 //              eight loads in flight per thread. Deterministic contexts take the others.
-//   registers  A CTA of up to 512 threads holds a row in registers, 8 vectors per thread (up to
-//              32768 columns), or 7 and the others in shared memory (up to 86016, where two CTAs
-//              fit an SM), with all loads in flight together and one barrier per row. It takes one
-//              row and exits: one CTA of an SM loads while another stores.
-//   cluster    The same by a cluster of 2 to 8 CTAs (sm_90), each with a part of at most 69632
-//              columns (up to 557056).
-//   large CTA  The same by a CTA of 1024 threads that has an SM of its own, on GPUs without
-//              clusters or with less shared memory.
-// Longer rows still take the variants of cross_entropy_cuda.cu.
-// A row may start at any element: the columns before the first full vector and after the last are
-// one element each of the first threads.
+//   registers  holds a row in the registers of a CTA of up to 512 threads, 8 vectors per thread (up to 32768
+//              columns), or 7 and the others in shared memory (up to 86016, if two CTAs fit an SM), with all
+//              loads in flight together and one barrier per row. A CTA takes one row and exits: one CTA of an
+//              SM loads while another stores.
+//   cluster    does the same by a cluster of 2 to 8 CTAs (sm_90), each with a part of at most 69632 columns
+//              (up to 557056).
+//   large CTA  does the same by a CTA of 1024 threads that has an SM to itself, on GPUs without clusters or
+//              with less shared memory.
+// Longer rows take the variants of cross_entropy_cuda.cu. A row may start at any element: the first threads
+// take the columns before the first full vector and after the last, one each.
 #include <algorithm>
 
 #include "tigon/ops/cross_entropy/cross_entropy_rows.cuh"
@@ -26,33 +22,35 @@
 namespace tigon::cuda {
 namespace {
 
-// Vectors of a thread in registers; threads per SM.
+// Counts the vectors of a thread in registers, and the threads per SM.
 constexpr int kVecsPerThread = 8, kThreadsPerSm = 1024;
 constexpr int kSweepThreads = 256, kSweepVecs = 8, kSweepBlocks = 4;
 
-// Threads of a register_kernel CTA; 0 if they are known only at run time, which takes more
+// Returns the threads of a register_kernel CTA; 0 if they are known only at run time, which takes more
 // registers.
 constexpr int most_threads(int threads) { return threads ? threads : kThreadsPerSm / 2; }
 
-// Vectors of a thread in registers: a loop over shared memory takes those of the last one.
+// Returns the vectors of a thread in registers: a loop over shared memory takes the registers of the last
+// one.
 constexpr int vecs_in_registers(bool smem) { return smem ? kVecsPerThread - 1 : kVecsPerThread; }
 
 template <class T, bool kEntropy>
 using RowSums = std::conditional_t<kEntropy, EntropySums<T, Linear>, Sums<T>>;
 
-// kSmem: the vectors of a row that its registers have no room for are in shared memory. A thread
-// uses only vectors that it copied itself, so no barrier is needed.
-// kCluster: a row's columns are divided among the CTAs of a cluster. The reduction orders all reads
-// of a row before all writes to it: a CTA contributes when it has read its part and the label's
-// logit, and continues when all have contributed. A CTA exits when it has received all
-// contributions, so nothing is written to a CTA that has exited. All CTAs of a cluster find the
-// same label, so all of them reach the cluster's barriers or none does.
-// kEntropy: with the sum for an entropy and its gradient; all else has the same bits.
+// kSmem: the vectors of a row that its registers have no room for are in shared memory. A thread uses only
+// vectors that it copied itself, so no barrier is needed.
+// kCluster: a row's columns are divided among the CTAs of a cluster. The reduction orders all reads of a row
+// before all writes to it: a CTA contributes when it has read its part and the label's logit, and continues
+// when all have contributed. A CTA exits when it has received all contributions, so nothing is written to a
+// CTA that has exited. All CTAs of a cluster find the same label, so all of them reach the cluster's barriers
+// or none does.
+// kEntropy: the kernel also has the sum for an entropy and its gradient; all other results are bitwise equal.
 template <class T, class D, int Threads, bool kSmem, bool kCluster, bool kEntropy>
 __global__ __launch_bounds__(
     most_threads(Threads),
-    kThreadsPerSm / most_threads(Threads)) void register_kernel(const __grid_constant__ Params<T> p,
-                                                                int64_t first_row) {
+    kThreadsPerSm /
+        most_threads(Threads)) void register_kernel(const __grid_constant__ CrossEntropyParams<T> p,
+                                                    int64_t first_row) {
   constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(kSmem);
   using Statistics = RowSums<T, kEntropy>;
   extern __shared__ uint4 smem_vecs[];
@@ -61,7 +59,7 @@ __global__ __launch_bounds__(
   const int tid = int(threadIdx.x), threads = Threads ? Threads : int(blockDim.x);
   const unsigned blocks = kCluster ? cluster_size() : 1, rank = kCluster ? cluster_rank() : 0;
   const int64_t r = first_row + blockIdx.x / blocks;
-  // The CTA's columns of the row: [first, first + n).
+  // The CTA has the columns [first, first + n) of the row.
   const int first = kCluster ? int(rank) * p.slice : 0, n = kCluster ? min(p.slice, p.cols - first) : p.cols;
   D* out = static_cast<D*>(p.dlogits) + r * p.dlogits_stride + first;
   const int label = label_of(p, p.target[r]);
@@ -89,10 +87,10 @@ __global__ __launch_bounds__(
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
     q[k] = load_or_minus_inf<T, (kSmem || Threads == 0)>(has(k), peeled.vec(k * threads + tid));
-  // Requested before it is needed.
+  // The load is issued before the value is needed.
   const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
   const int c = peeled.edge_column(n);
-  // The label's column of the part; it is outside of all parts but one, or of all.
+  // The label's column within the part is outside all parts but one, or outside all.
   const int label_column = label - first;
   const ElementCoord own(peeled, label_column, threads);
   const bool edge_is_label = c >= 0 && c == label_column;
@@ -107,7 +105,7 @@ __global__ __launch_bounds__(
     if (k == own.tile) q[k] = mask_element<T>(q[k], own.element);
   uint32_t top = kMinusInf<T>;
   for_smem_tiles([&](int k) {
-    // In the loop: the compiler would move the wait in front of the loads into registers.
+    // The wait is inside the loop, since the compiler would move it in front of the loads into registers.
     cp_async_wait_group<0>();
     if (k == own.tile) smem_vec(k) = mask_element<T>(smem_vec(k), own.element);
     top = max_words<T>(top, max_words<T>(smem_vec(k)));
@@ -169,7 +167,8 @@ __device__ __forceinline__ void add_capped(uint4 (&q)[kSweepVecs], const Capped&
   for (int k = 1; k < kSweepVecs; ++k)
     top = max_words<T>(top, max_words<T>(q[k])), bottom = min_words<T>(bottom, min_words<T>(q[k]));
   const bool has_label = own.tile >= first_tile && own.tile < first_tile + kSweepVecs;
-  if (!has_label && of.template reaches<T, kClose>(extent<T>(top, bottom))) {  // absent vectors are not
+  // Absent vectors are never within reach.
+  if (!has_label && of.template reaches<T, kClose>(extent<T>(top, bottom))) {
 #pragma unroll
     for (int k = 0; k < kSweepVecs; ++k) a.s += sum_of<T, kClose>(q[k], of, from, &a.heat);
     return;
@@ -186,10 +185,10 @@ __device__ __forceinline__ void add_capped(uint4 (&q)[kSweepVecs], const Capped&
   }
 }
 
-// kMore: entropies, or whether the label is the first argmax.
+// kMore: the kernel also computes entropies, or whether the label is the first argmax.
 template <class T, bool kMore, class Z>
-__global__ __launch_bounds__(kSweepThreads,
-                             kSweepBlocks) void sweep_kernel(const __grid_constant__ Params<T> p) {
+__global__ __launch_bounds__(kSweepThreads, kSweepBlocks) void sweep_kernel(
+    const __grid_constant__ CrossEntropyParams<T> p) {
   static_assert(kMore || !Z::kCapped);
   using Statistics = std::conditional_t<kMore, EntropySums<T, Z>, Sums<T>>;
   __shared__ ReduceStorage<Statistics> storage;
@@ -208,7 +207,7 @@ __global__ __launch_bounds__(kSweepThreads,
     const int c = peeled.edge_column(p.cols);
     const ElementCoord own(peeled, label, kSweepThreads);
     float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
-    // The logit of the maximum.
+    // This is the logit of the maximum.
     float x_max = fmaxf(edge, y);
     Statistics a = Statistics::identity();
     a.m = of.z(x_max);
@@ -278,17 +277,17 @@ __global__ __launch_bounds__(kSweepThreads,
 // flight.
 template <class Kernel>
 void prefer_l1(Kernel kernel, int blocks, int shared) {
-  // Reserved per CTA.
+  // The system reserves this much per CTA.
   constexpr int kSystem = 1024;
   int percent = int(ceil_div(100 * int64_t(blocks) * (kSystem + shared), device_facts().shared_per_block));
   TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                              std::min(percent, 100)));
 }
 
-// A CTA of `Threads` threads per row; 0: of as many as the row needs. Returns false when the row
+// Launches a CTA of `Threads` threads per row, or with 0 as many as the row needs. Returns false if the row
 // does not fit or a tenth of the threads would be idle.
 template <class T, class D, int Threads, bool kEntropy>
-bool launch_registers(Context& ctx, const Params<T>& p) {
+bool launch_registers(Context& ctx, const CrossEntropyParams<T>& p) {
   static OncePerDevice prepared;
   constexpr int kMost = most_threads(Threads);
   auto kernel = &register_kernel<T, D, Threads, false, false, kEntropy>;
@@ -301,22 +300,24 @@ bool launch_registers(Context& ctx, const Params<T>& p) {
   return true;
 }
 
-// A CTA, or a cluster of `blocks` CTAs, of `Threads` threads each per row, with vectors in shared
-// memory. Returns false when a part of the row is too short, or an SM does not hold enough CTAs
-// with that much shared memory.
+// Launches a CTA, or a cluster of `blocks` CTAs, of `Threads` threads each per row, with vectors in shared
+// memory. Returns false if a part of the row is too short, or an SM does not hold enough CTAs with that much
+// shared memory.
 template <class T, class D, int Threads, bool kCluster, bool kEntropy>
-bool launch_smem(Context& ctx, Params<T> p, int blocks = 1) {
+bool launch_smem(Context& ctx, CrossEntropyParams<T> p, int blocks = 1) {
   static OncePerDevice prepared;
   static OccupancyCache occupancy;
   constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(true), kPerSm = kThreadsPerSm / Threads;
   auto kernel = &register_kernel<T, D, Threads, true, kCluster, kEntropy>;
-  // A multiple of 128 bytes: all parts of a row start at the same offset within 16 bytes.
+  // The slice is a multiple of 128 bytes, so that all parts of a row start at the same offset within 16
+  // bytes.
   p.slice = kCluster ? int(ceil_div(ceil_div(p.cols, blocks), 64) * 64) : p.cols;
   // The last part is the shortest; N - 1 columns may precede its first full vector.
   const int64_t shortest = p.cols - int64_t(blocks - 1) * p.slice;
   if (shortest - (N - 1) < int64_t(kVecs) * Threads * N) return false;
   const int64_t tiles = ceil_div(p.slice / N, Threads), shared = (tiles - kVecs) * Threads * 16;
-  // The sums for an entropy take more of it; where bits have to be equal they decide for all.
+  // The sums for an entropy take more shared memory. If results have to be bitwise equal, that amount decides
+  // for all calls.
   const int64_t reserved = kEntropy || ctx.deterministic ? 2048 : 0;
   if (shared > device_facts().shared_per_block / kPerSm - reserved) return false;
   const int storage = int(shared + sizeof(ReduceStorage<RowSums<T, kEntropy>>));
@@ -328,16 +329,16 @@ bool launch_smem(Context& ctx, Params<T> p, int blocks = 1) {
   return true;
 }
 
-// The fewest CTAs whose parts have at most 17 tiles.
+// Takes the fewest CTAs whose parts have at most 17 tiles.
 template <class T, class D, bool kEntropy>
-bool launch_cluster(Context& ctx, const Params<T>& p) {
+bool launch_cluster(Context& ctx, const CrossEntropyParams<T>& p) {
   constexpr int kThreads = kThreadsPerSm / 2, kMostTiles = 17, kMostBlocks = 8;
   const int64_t blocks = ceil_div(p.cols, kMostTiles * kThreads * AlignedRow<T>::N);
   return blocks <= kMostBlocks && launch_smem<T, D, kThreads, true, kEntropy>(ctx, p, int(blocks));
 }
 
 template <class T, bool kMore, class Z = Linear>
-void launch_sweep(Context& ctx, const Params<T>& p) {
+void launch_sweep(Context& ctx, const CrossEntropyParams<T>& p) {
   static OncePerDevice prepared;
   auto kernel = &sweep_kernel<T, kMore, Z>;
   prepared.run(kOp, [&] { prefer_l1(kernel, kSweepBlocks, int(sizeof(ReduceStorage<EntropySums<T, Z>>))); });
@@ -345,9 +346,9 @@ void launch_sweep(Context& ctx, const Params<T>& p) {
 }
 
 template <class T, class D, bool kEntropy>
-bool launch_row_kernel(Context& ctx, const Params<T>& p) {
-  // Entropies beside gradients and gradients in fp16 are rare: one kernel for any number of threads. It takes all where bits
-  // have to be equal.
+bool launch_row_kernel(Context& ctx, const CrossEntropyParams<T>& p) {
+  // Entropies together with gradients, and gradients in fp16, are rare, so one kernel serves any number of
+  // threads. It takes all rows if results have to be bitwise equal.
   if constexpr (!kEntropy && !std::is_same_v<D, __half>)
     if (!ctx.deterministic &&
         (launch_registers<T, D, 128, false>(ctx, p) || launch_registers<T, D, 256, false>(ctx, p) ||

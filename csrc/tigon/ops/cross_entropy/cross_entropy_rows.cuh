@@ -1,5 +1,5 @@
-// The rows of cross_entropy on CUDA: arguments of the kernels, and the pieces that all of them use: loads, z, statistics, results of
-// a row, gradient.
+// Holds what the row kernels of cross_entropy on CUDA share: their arguments, loads, z, statistics, results
+// of a row, and gradient.
 #pragma once
 
 #include <algorithm>
@@ -19,35 +19,35 @@ namespace tigon::cuda {
 template <class T>
 struct CrossEntropyParams {
   const T* logits;
-  // May be null, or equal to logits. Of a type D of the kernel's own: T, or 16 bits where T is float.
+  // May be null, or equal to logits. Has a type D of the kernel's own: T, or 16 bits if T is float.
   void* dlogits;
   const int64_t* target;
-  // These may be null, from here to the results.
+  // From here to the results, each may be null.
   const void* bias;
   const float *class_weight, *scale, *entropy_scale;
   float *loss, *lse, *target_logit, *log_prob, *entropy;
   int64_t* predicted;
   float *row_max, *log_sum, *smoothing;
-  // Of a shard: the logits are columns [first_class, first_class + cols) of `classes`. May be null; class_weight begins at
-  // the first column.
+  // In a shard the logits are columns [first_class, first_class + cols) of `classes`. These may be null;
+  // class_weight begins at the first column.
   const float *log_share, *all_entropy, *weight_sum;
   int64_t first_class, classes;
   int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
-  // `slice`: columns of a CTA.
+  // `slice` is the number of columns of a CTA.
   int cols, slice;
   bool bias_is_f32;
   // z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain * slope.
   float logit_scale, softcap, top, gain;
   float label_smoothing, z_loss;
-  // With a softcap, in units of ln 2.
+  // Holds the constants of a softcap, in units of ln 2.
   SoftcapConstants cap;
 };
 
-// Rows without bias and smoothing, whose z rises with the logit; predicted as with only_label.
-// Returns false when no variant fits; nothing has been launched then.
+// Takes rows without bias and smoothing, whose z rises with the logit; predicted is as with only_label.
+// Returns false, with nothing launched, if no variant fits.
 template <class T, class D>
 bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p);
-// Of these, rows with a softcap. Also false when no variant fits.
+// Takes those of these rows that have a softcap. Also returns false if no variant fits.
 template <class T, class D>
 bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& p);
 
@@ -57,16 +57,14 @@ namespace {
 #include "tigon/ops/cross_entropy/cross_entropy_math.inc"
 
 constexpr const char* kOp = "cross_entropy";
-template <class T>
-using Params = CrossEntropyParams<T>;
 
-// A label of another shard: no column of this row.
+// True for a label of another shard, which is no column of this row.
 template <class T>
 __device__ __forceinline__ bool is_elsewhere(const CrossEntropyParams<T>& p, int64_t y) {
   return y >= 0 && y < p.classes && (y < p.first_class || y >= p.first_class + p.cols);
 }
 
-// z of the logit in column c, and dz/du if asked.
+// Returns z of the logit in column c, and dz/du if asked.
 template <class T>
 __device__ __forceinline__ float z_of(const CrossEntropyParams<T>& p, float x, int c,
                                       float* slope = nullptr) {
@@ -78,33 +76,33 @@ __device__ __forceinline__ float z_of(const CrossEntropyParams<T>& p, float x, i
   return softcap_bend(x, p.softcap) * p.top;
 }
 
-// How z follows from a logit: z in units of kUnit, e^z as a power of 2. kReach: what is known of the
-// logit (softcap_polynomial.inc).
+// Computes z from a logit: z in units of kUnit, e^z as a power of 2. kReach says what is known of the logit
+// (softcap_polynomial.inc).
 struct Linear {
   static constexpr bool kCapped = false;
   static constexpr float kUnit = 1.0f, kToLog2 = kLog2e;
   float scale;
   template <class T>
-  __device__ __forceinline__ explicit Linear(const Params<T>& p) : scale(p.logit_scale) {}
+  __device__ __forceinline__ explicit Linear(const CrossEntropyParams<T>& p) : scale(p.logit_scale) {}
   __device__ __forceinline__ float z(float x) const { return x * scale; }
-  // z - m, z rounded nowhere.
+  // Returns z - m without rounding z.
   template <int kReach>
   __device__ __forceinline__ float z_minus(float x, float m) const {
     return fma(x, scale, -m);
   }
-  // factor * dz/dx, with dz/dx as a multiple of Params::gain.
+  // Returns factor * dz/dx, with dz/dx as a multiple of CrossEntropyParams::gain.
   template <int kReach>
   __device__ __forceinline__ float times_slope(float, float factor) const {
     return factor;
   }
-  // Whether an extent(), of one or more vectors, is within a reach.
+  // True if an extent(), of one or more vectors, is within a reach.
   template <class T, int kReach>
   __device__ __forceinline__ bool reaches(uint32_t) const {
     return true;
   }
-  // What z is subtracted from: a maximum of -inf would give NaN.
+  // Returns what z is subtracted from: a maximum of -inf would give NaN.
   __device__ __forceinline__ static float reference(float m) { return finite_max(m); }
-  // z - m as a factor of e^(z - m): e is 0 where it is -inf.
+  // Returns z - m as a factor of e^(z - m), which is 0 if z is -inf.
   __device__ __forceinline__ static float finite(float d) { return fmaxf(d, -1e30f); }
 };
 struct Capped {
@@ -112,7 +110,7 @@ struct Capped {
   static constexpr float kUnit = 0.693147181f, kToLog2 = 1.0f;
   const SoftcapConstants& cap;
   template <class T>
-  __device__ __forceinline__ explicit Capped(const Params<T>& p) : cap(p.cap) {}
+  __device__ __forceinline__ explicit Capped(const CrossEntropyParams<T>& p) : cap(p.cap) {}
   __device__ __forceinline__ float z(float x) const { return softcap_z(x, cap); }
   template <int kReach>
   __device__ __forceinline__ float z_minus(float x, float m) const {
@@ -137,7 +135,7 @@ struct Capped {
   __device__ __forceinline__ static float reference(float m) { return m; }
   __device__ __forceinline__ static float finite(float d) { return d; }
 };
-// The largest absolute values of elements, from a word of their maxima and one of their minima.
+// Returns the largest absolute values of elements, from a word of their maxima and one of their minima.
 template <class T>
 __device__ __forceinline__ uint32_t extent(uint32_t top, uint32_t bottom) {
   if constexpr (sizeof(T) == 4) {
@@ -154,19 +152,19 @@ __device__ __forceinline__ float exp_of_distance(float d) {
   return exp2_approx(d * Z::kToLog2);
 }
 
-// The label of a row is its column or one of: the row is not read and gets zeros; it is read for
-// its lse; it is out of range; it is a column of another shard.
+// The label of a row is its column or one of these: the row is not read and gets zeros; it is read for its
+// lse; it is out of range; it is a column of another shard.
 enum : int { kSkipped = -1, kIgnored = -2, kOutOfRange = -3, kElsewhere = -4 };
 template <class T>
-__device__ __forceinline__ int label_of(const Params<T>& p, int64_t y) {
+__device__ __forceinline__ int label_of(const CrossEntropyParams<T>& p, int64_t y) {
   if (y == p.ignore_index) return p.lse != nullptr || p.entropy != nullptr ? kIgnored : kSkipped;
   if (is_elsewhere(p, y)) return kElsewhere;
   y -= p.first_class;
   return y < 0 || y >= p.cols ? kOutOfRange : int(y);
 }
 
-// Loads 16 bytes, or -inf in every column. InOrder: loads stay in program order, which takes
-// registers; else the compiler schedules them.
+// Loads 16 bytes, or -inf in every column. With InOrder loads stay in program order, which takes registers;
+// otherwise the compiler schedules them.
 template <class T, bool InOrder>
 __device__ __forceinline__ uint4 load_or_minus_inf(bool valid, const T* from) {
   constexpr uint32_t none = kMinusInf<T>;
@@ -184,13 +182,13 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
   return max_of_word<T>(t);
 }
 
-// e^(z - m) of a logit.
+// Returns e^(z - m) of a logit.
 template <class Z>
 __device__ __forceinline__ float exp_of(const Z& z, float x, float m) {
   return exp_of_distance<Z>(z.template z_minus<kAny>(x, m));
 }
 
-// A vector with -inf in one element.
+// Returns a vector with -inf in one element.
 template <class T>
 __device__ __forceinline__ uint4 mask_element(const uint4& q, int element) {
   const int word = element * int(sizeof(T)) / 4;
@@ -217,10 +215,10 @@ __device__ __forceinline__ void for_pairs(uint4 words, Fn&& fn) {
   }
 }
 
-// The position of a column, if this thread holds it: the tile, of every `threads`-th vector, or -1;
+// Gives the position of a column, if this thread holds it: the tile, of every `threads`-th vector, or -1; and
 // the element within the vector.
 struct ElementCoord {
-  int tile, element, vecs_before;  // of the row's vectors
+  int tile, element, vecs_before;  // counts the row's vectors
   template <class T>
   __device__ __forceinline__ ElementCoord(const PeeledRow<T>& peeled, int column, int threads) {
     const int at = column - peeled.head, vec = at / PeeledRow<T>::N;
@@ -230,8 +228,8 @@ struct ElementCoord {
   }
 };
 
-// The sum of e^(z - m) of a vector within a reach; to `heat`, if there, it adds the sum of
-// e^(z - m) (z - m).
+// Returns the sum of e^(z - m) of a vector within a reach. If `heat` is given, adds the sum of e^(z - m) (z -
+// m) to it.
 template <class T, int kReach = kNear, class Z>
 __device__ __forceinline__ float sum_of(const uint4& words, const Z& z, float m, float* heat = nullptr) {
   constexpr int N = AlignedRow<T>::N;
@@ -250,7 +248,7 @@ __device__ __forceinline__ float sum_of(const uint4& words, const Z& z, float m,
   return e[0];
 }
 
-// The same of any logits, without element `skipped`, in a loop of few instructions.
+// Does the same for any logits, without element `skipped`, in a loop of few instructions.
 template <class T, class Z>
 __device__ __forceinline__ float sum_of_any(uint4 words, const Z& z, float m, int skipped, float& heat) {
   float s = 0.0f;
@@ -264,11 +262,11 @@ __device__ __forceinline__ float sum_of_any(uint4 words, const Z& z, float m, in
   return s;
 }
 
-// Statistics of a part of a row. The sum leaves out the label's column, which is added at the end
-// so that p - 1 and log p are accurate where the label has nearly all probability.
+// Holds the statistics of a part of a row. The sum leaves out the label's column, which is added at the end,
+// so that p - 1 and log p are accurate if the label has nearly all probability.
 template <class T>
 using Sums = OnlineSoftmax<T>;
-// And the sum of e^(z - m) (z - m); both in units of Z. m and s have the bits of Sums.
+// Also sums e^(z - m) (z - m); both sums are in units of Z. m and s are bitwise equal to those of Sums.
 template <class T, class Z>
 struct alignas(16) EntropySums {
   float m, s, heat, unused;
@@ -286,19 +284,20 @@ struct alignas(16) EntropySums {
   }
 };
 
-// The gradient of a row: e * each; in the label's column (z_loss_slope * own - weight * others) *
-// share, with own its e. With entropies' gradients, besides: e * (tilt * (z - m) + lift); with label smoothing - push * w * scale, and
-// the sum of its weights is part of z_loss_slope.
+// The gradient of a row is e * each, and in the label's column (z_loss_slope * own - weight * others) *
+// share, where own is its e. Entropies' gradients add e * (tilt * (z - m) + lift). Label smoothing adds -
+// push * w * scale, and the sum of its weights is part of z_loss_slope.
 struct Gradient {
   float m, each, others, weight, z_loss_slope, share, own, tilt, lift, push = 0.0f;
-  // `below`: z - m of the label.
+  // `below` is z - m of the label.
   template <bool kEntropy>
   __device__ __forceinline__ float of_label(float below) const {
     const float of_loss = fma(z_loss_slope, own, -weight * others) * share;
     return kEntropy ? of_loss + own * fma(tilt, fmaxf(below, -200.0f), lift) : of_loss;
   }
 };
-// The gradient of logits: slope * e * (each + tilt * (z - m)), the second term with kEntropy. With a tilt of 0 it changes no bit.
+// Returns the gradient of logits: slope * e * (each + tilt * (z - m)), with the second term only for
+// kEntropy. A tilt of 0 leaves the result bitwise equal.
 template <class Z, bool kEntropy>
 struct LogitGradient {
   Z z;
@@ -306,27 +305,27 @@ struct LogitGradient {
   template <int kReach = kAny>
   __device__ __forceinline__ float of(float x) const {
     const float d = z.template z_minus<kReach>(x, m), e = exp_of_distance<Z>(d);
-    // Below -1e30 e is 0: classes at -inf add nothing.
+    // Below -1e30, e is 0: classes at -inf add nothing.
     const float factor = kEntropy ? fma(tilt, Z::finite(d), each) : each;
     return e * z.template times_slope<kReach>(x, factor);
   }
 };
 
-// The z of a row's label, and its difference to the maximum.
+// Holds z of a row's label, and its difference to the maximum.
 struct LabelZ {
   float z, below;
 };
 
-// Sums over a row of w (reference - z) and of w, for label smoothing.
+// Sums w (reference - z) and w over a row, for label smoothing.
 struct SmoothingSums {
   float reference, gap, weight;
 };
 
-// Writes the results of a row (one thread) and returns its gradient. `y`: the label's z, in every
-// thread; `heat`: of the other columns.
+// Writes the results of a row (one thread) and returns its gradient. `y` is the label's z, known to every
+// thread; `heat` is the sum over the other columns.
 template <bool kEntropy = false, bool kSmoothing = false, class T>
-__device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums<T> a, LabelZ y,
-                                           float scale, bool writes, float heat = 0.0f,
+__device__ __forceinline__ Gradient finish(const CrossEntropyParams<T>& p, int64_t row, int label, Sums<T> a,
+                                           LabelZ y, float scale, bool writes, float heat = 0.0f,
                                            SmoothingSums smoothing = {}) {
   const float own = label >= 0 ? exp2_approx(y.below * kLog2e) : 0.0f, s = label >= 0 ? a.s + own : a.s;
   Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f, own, 0.0f, 0.0f};
@@ -380,19 +379,21 @@ __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int 
   if (p.log_share != nullptr) {  // p = e / s * part
     const float part = expf(log_share);
     g.each *= part, g.z_loss_slope *= part;
-    g.others = a.s * part - s * expm1f(log_share);  // s (1 - p) of the label
+    // This is s (1 - p) of the label.
+    g.others = a.s * part - s * expm1f(log_share);
     if (kEntropy && p.entropy_scale != nullptr) {
       g.tilt *= part;
       g.lift = g.tilt * (p.all_entropy[row] - log_s + log_share);
     }
-    if (log_share == -INFINITY) {  // every class here is at -inf: p = 0
+    // Every class of this shard is at -inf: p = 0.
+    if (log_share == -INFINITY) {
       g.m = g.z_loss_slope = g.own = g.tilt = g.lift = 0.0f, g.others = 1.0f;
       g.share = label == kOutOfRange ? NAN : scale, g.each = 0.0f * g.share;
     }
   }
   return g;
 }
-// The largest element of a vector before element `end`.
+// Returns the largest element of a vector before element `end`.
 template <class T>
 __device__ __forceinline__ float max_before(const uint4& words, int end) {
   constexpr int N = AlignedRow<T>::N;
@@ -403,7 +404,7 @@ __device__ __forceinline__ float max_before(const uint4& words, int end) {
   return top;
 }
 
-// Shared memory of write_predicted().
+// Holds the shared memory of write_predicted().
 template <bool kCluster>
 struct TieStorage {
   __device__ __forceinline__ void init() {}
@@ -411,13 +412,13 @@ struct TieStorage {
 template <>
 struct TieStorage<true> : ReduceStorage<SumArray<1>> {};
 
-// One thread writes the label, where it is the first argmax, or another class. `earlier()`: the largest z
-// before the label's that this thread has. All threads of the row call it, with the same label, z and a;
-// z and a.m may be in any unit.
+// One thread writes the label if it is the first argmax, or else another class. `earlier()` returns the
+// largest z before the label's that this thread has. All threads of the row call it, with the same label, z
+// and a; z and a.m may be in any unit.
 template <bool kCluster, class T, class Earlier>
-__device__ __forceinline__ void write_predicted(const Params<T>& p, int64_t row, int label, Sums<T> a,
-                                                float z, TieStorage<kCluster>& storage, bool writes,
-                                                Earlier earlier) {
+__device__ __forceinline__ void write_predicted(const CrossEntropyParams<T>& p, int64_t row, int label,
+                                                Sums<T> a, float z, TieStorage<kCluster>& storage,
+                                                bool writes, Earlier earlier) {
   bool is_first = label >= 0 && z == a.m && a.s == a.s;
   if (is_first) {
     if constexpr (kCluster)
@@ -429,7 +430,7 @@ __device__ __forceinline__ void write_predicted(const Params<T>& p, int64_t row,
   if (writes) p.predicted[row] = label == kIgnored ? -1 : is_first ? label : label == 0;
 }
 template <class T>
-__device__ __forceinline__ void finish_skipped(const Params<T>& p, int64_t row) {
+__device__ __forceinline__ void finish_skipped(const CrossEntropyParams<T>& p, int64_t row) {
   if (p.loss) p.loss[row] = 0.0f;
   if (p.target_logit) p.target_logit[row] = 0.0f;
   if (p.log_prob) p.log_prob[row] = 0.0f;
@@ -449,7 +450,7 @@ __device__ __forceinline__ uint32_t narrow_two(float a, float b) {
   }
 }
 
-// Two results in storage.
+// Packs two results in storage.
 template <class D>
 __device__ __forceinline__ void shift_in(uint4& words, float a, float b) {
   if constexpr (sizeof(D) == 4)
@@ -457,8 +458,8 @@ __device__ __forceinline__ void shift_in(uint4& words, float a, float b) {
   else
     words = make_uint4(words.y, words.z, words.w, narrow_two<D>(a, b));
 }
-// The gradient of a vector but for the label's column, which gets what would be another's; results
-// of f32 logits in 16 bits are the last two words.
+// Returns the gradient of a vector, except for the label's column, which gets what another column would.
+// Results of f32 logits in 16 bits are the last two words.
 template <class T, class D, class Fn>
 __device__ __forceinline__ uint4 gradient_of(const uint4& words, const Fn& of) {
   constexpr int N = AlignedRow<T>::N;
@@ -472,7 +473,7 @@ __device__ __forceinline__ uint4 gradient_of(const uint4& words, const Fn& of) {
   return r;
 }
 
-// Stores gradient_of() a vector of T, aligned (to 16 bytes, where D is T) or not.
+// Stores gradient_of() a vector of T, aligned (to 16 bytes, if D is T) or not.
 template <class T, class D>
 __device__ __forceinline__ void store_words(D* to, const uint4& words, bool aligned) {
   if constexpr (sizeof(D) < sizeof(T)) {
@@ -508,9 +509,9 @@ __device__ __forceinline__ void clear(T* x, int n) {
   if (c >= 0) x[c] = narrow<T>(0.0f);
 }
 
-// Clusters (or CTAs) of a row each, whatever the limit of a grid.
+// Launches a cluster (or CTA) per row, whatever the limit of a grid.
 template <class T, class Kernel>
-void launch_rows(Context& ctx, Kernel kernel, LaunchConfig grid, const Params<T>& p) {
+void launch_rows(Context& ctx, Kernel kernel, LaunchConfig grid, const CrossEntropyParams<T>& p) {
   const int64_t most = INT32_MAX / grid.cluster;
   for (int64_t first = 0; first < p.rows; first += most) {
     grid.blocks = std::min<int64_t>(p.rows - first, most) * grid.cluster;

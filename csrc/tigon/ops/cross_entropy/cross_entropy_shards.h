@@ -1,24 +1,26 @@
-// Rows whose logits are sharded over the classes: the loss of a row from statistics of its shards. Each shard's are one call
-// of cross_entropy_rows; every process that has all shards' computes the same bits. The statistics of online softmax:
-// Milakov and Gimelshein 2018 (arXiv:1805.02867).
-//
-// Formula     of shard s: m_s = row_max, l_s = log_sum, t_s = log_prob of the label (-inf where it is not its), h_s = entropy,
+// Computes the loss of rows whose logits are sharded over the classes, from statistics of the shards. One
+// call of cross_entropy_rows makes the statistics of a shard. Every process that has those of all shards
+// computes bitwise equal results. These are the statistics of online softmax: Milakov and Gimelshein 2018
+// (arXiv:1805.02867).
+// Formula     of shard s: m_s = row_max, l_s = log_sum,
+//             t_s = log_prob of the label (-inf if it belongs to another), h_s = entropy,
 //             g_s = smoothing = sum of w (lse_s - z), W_s = sum of w
 //             lse = log sum_s e^(m_s + l_s),  a_s = m_s + l_s - lse
 //             log_prob = t_s + a_s of the label's shard,  entropy = sum_s e^a_s (h_s - a_s)
 //             loss = token_weight * ( - (1 - eps) w_y log_prob + eps/V sum_s (g_s - W_s a_s) + z_loss lse^2 )
-//             log_share = a_s of the shard that is here, which cross_entropy_rows needs for the gradient
-// Shapes      parts [shards * kinds, rows] in the order of `kinds`; target, token_weight, results [rows]; class_weight [classes];
-//             shard_weight [shards]
+//             log_share = a_s of the local shard, which cross_entropy_rows needs for the gradient
+// Shapes      parts [shards * kinds, rows] in the order of `kinds`; target, token_weight, results [rows];
+//             class_weight [classes]; shard_weight [shards]
 // Dtypes      target, predicted i64; the rest f32; computed in double
 // Rounding    results once
 // Saved       nothing
 // Aliasing    none
-// Determinism shards in order: the same bits wherever the parts are the same
+// Determinism shards in order: equal parts give bitwise equal results
 // Traffic     parts once, a few words a row
 // Refused     sizes or dtypes that do not fit, smoothing without its parts
-// A row with NaN in any shard, or nothing but -inf in all, is NaN. A label outside [0, classes) has NaN loss and log_prob; an
-// ignored one 0 in all results (predicted: -1). `predicted` is the first argmax of all classes, or the first NaN.
+// A row with NaN in any shard, or nothing but -inf in all, is NaN. A label outside [0, classes) has NaN loss
+// and log_prob; an ignored one 0 in all results (predicted: -1). `predicted` is the first argmax of all
+// classes, or the first NaN.
 #pragma once
 
 #include "tigon/base/fields.h"
@@ -27,12 +29,13 @@ namespace tigon {
 
 struct CrossEntropyKinds {
   bool entropy = false, smoothing = false, predicted = false;
-  // Places of a shard's rows of parts: 0 row_max, 1 log_sum, 2 log_prob, then these; predicted as a number of f32.
+  // A shard's rows of parts are 0 row_max, 1 log_sum, 2 log_prob, and then these. `predicted` is stored as an
+  // f32 number.
   constexpr int entropy_at() const { return 3; }
   constexpr int smoothing_at() const { return 3 + entropy; }
   constexpr int predicted_at() const { return 3 + entropy + smoothing; }
   constexpr int count() const { return 3 + entropy + smoothing + predicted; }
-  // As bits of one number: 1, 2, 4.
+  // The kinds are bits of one number: 1, 2, 4.
   void fields(Fields& f) {
     int64_t kinds = entropy + 2 * smoothing + 4 * predicted;
     f.option("kinds", kinds);
@@ -43,19 +46,19 @@ struct CrossEntropyKinds {
 struct CrossEntropyCombine {
   Matrix parts;
   CrossEntropyKinds kinds;
-  int64_t shards = 1, shard = 0;  // `shard` is the one that is here
+  int64_t shards = 1, shard = 0;  // `shard` is the local one
   Vector target;
-  Vector class_weight;  // of all classes; empty: none
+  Vector class_weight;  // covers all classes; empty if absent
   Vector shard_weight;  // W_s; needed with label_smoothing
-  Vector token_weight;  // empty: none
+  Vector token_weight;  // empty if absent
   int64_t classes = 0, ignore_index = -100;
   float label_smoothing = 0.0f, z_loss = 0.0f;
-  // Results; empty: not wanted.
+  // Results are empty if not wanted.
   Vector loss, z_term, log_prob, lse, entropy, predicted, log_share;
 };
 TIGON_API_ENTRY(cross_entropy_combine, CrossEntropyCombine)
 
-// The part of a shard without a class: -inf, which has no share of any row. part [kinds, rows] f32.
+// Writes the part of a shard without a class: -inf, which has no share of any row. part is [kinds, rows] f32.
 struct CrossEntropyEmptyPart {
   Matrix part;
 };

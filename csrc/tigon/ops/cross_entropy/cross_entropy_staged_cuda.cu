@@ -1,12 +1,10 @@
-// CUDA backend of cross_entropy for rows with a softcap: a row waits in shared memory until its sums are
-// known. Neither bias nor smoothing.
-//
-// Bytes per element (b = element size): 2b with the gradient, b without.
-//
-// A CTA, or a cluster of up to 16 (sm_90), copies a row to shared memory, every thread the vectors
-// that it uses, and takes one row: while one CTA of an SM waits for memory, another computes. Two fit
-// an SM. z is found anew for the sum and for the gradient, by the polynomial where all of a vector's
-// logits are near (softcap.h). Other vectors, and that of the label, take a loop over their elements.
+// The CUDA backend of cross_entropy for rows with a softcap keeps a row in shared memory until its sums are
+// known. These rows have neither bias nor smoothing. It moves 2b bytes per element with the gradient, and b
+// without (b = element size). A CTA, or a cluster of up to 16 (sm_90), copies a row to shared memory, each
+// thread the vectors that it uses, and takes one row: while one CTA of an SM waits for memory, another
+// computes. Two fit an SM. z is computed anew for the sum and for the gradient, by the polynomial if all of a
+// vector's logits are near (softcap.h). Other vectors, and that of the label, take a loop over their
+// elements.
 #include <algorithm>
 
 #include "tigon/ops/cross_entropy/cross_entropy_rows.cuh"
@@ -15,10 +13,10 @@ namespace tigon::cuda {
 namespace {
 
 using Z = Capped;
-// Of a CTA; vectors of a thread, until there are that many threads.
+// Counts the threads of a CTA, and the vectors of a thread until there are that many threads.
 constexpr int kThreads = 512, kVecsPerThread = 8;
 
-// The forms of the loop over gradients: with the terms of entropies or not; what vectors reach.
+// Names the forms of the loop over gradients: with or without the terms of entropies, and what vectors reach.
 template <bool kEntropy, int kReach>
 struct Form {};
 template <class Fn>
@@ -37,8 +35,9 @@ __device__ __forceinline__ uint4 gradient_of_any(const uint4& words, const Gradi
   return r;
 }
 
-// top: words of the largest elements of a thread's vectors. slow: bit k says that its vector k takes the loop over elements, as the
-// one with the label does (own_tile, or -1). close: whether all other vectors of the warp are.
+// `top` holds words of the largest elements of a thread's vectors. Bit k of `slow` says that its vector k
+// takes the loop over elements, as the one with the label does (own_tile, or -1). `close` says whether all
+// other vectors of the warp are close.
 struct Reach {
   uint32_t top, slow;
   bool close;
@@ -61,7 +60,7 @@ __device__ __forceinline__ Reach reach_of(const Z& z, ForVecs&& for_vecs, const 
 // As in register_kernel, the reduction orders all reads of a row before all writes to it, and all
 // CTAs of a cluster reach its barriers or none does.
 template <class T, class D>
-__global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_constant__ Params<T> p,
+__global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_constant__ CrossEntropyParams<T> p,
                                                              int64_t first_row) {
   constexpr int N = AlignedRow<T>::N;
   extern __shared__ uint4 vecs[];
@@ -70,7 +69,7 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
   const int tid = int(threadIdx.x), threads = int(blockDim.x);
   const unsigned blocks = cluster_size(), rank = cluster_rank();
   const int64_t r = first_row + blockIdx.x / blocks;
-  // The CTA's columns of the row: [first, first + n).
+  // The CTA has the columns [first, first + n) of the row.
   const int first = int(rank) * p.slice, n = min(p.slice, p.cols - first);
   D* out = static_cast<D*>(p.dlogits) + r * p.dlogits_stride + first;
   const int label = label_of(p, p.target[r]);
@@ -92,10 +91,10 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
   };
   for_vecs(0, [&](int i, bool) { cp_async(&vecs[i], peeled.vec(i)); });
   cp_async_commit_group();
-  // Requested before it is needed.
+  // The load is issued before the value is needed.
   const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
   const int c = peeled.edge_column(n);
-  // The label's column of the part; it is outside of all parts but one, or of all.
+  // The label's column within the part is outside all parts but one, or outside all.
   const int label_column = label - first;
   const ElementCoord own(peeled, label_column, threads);
   const bool edge_is_label = c >= 0 && c == label_column;
@@ -113,7 +112,8 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
     const float d = of.template z_minus<kAny>(edge, from);
     a.s = exp_of_distance<Z>(d), a.heat = a.s * Z::finite(d);
   }
-  // The terms of an entropy are added up whether it is wanted or not: a row's sum has the same bits.
+  // The terms of an entropy are added up whether it is wanted or not, so that the sum of a row is bitwise
+  // equal.
   auto sum = [&]<int kReach>(std::integral_constant<int, kReach>) {
     for_vecs(slow, [&](int i, bool is_slow) {
       a.s += is_slow ? sum_of_any<T>(vecs[i], of, from, i == own_vec ? own.element : -1, a.heat)
@@ -172,7 +172,7 @@ bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& all) {
   static OncePerDevice prepared;
   static OccupancyCache occupancy;
   constexpr int N = AlignedRow<T>::N, kMostVecs = 32 * kThreads;
-  // Shared memory per CTA that the system and the kernel's own variables take.
+  // The system and the kernel's own variables take this much shared memory per CTA.
   constexpr int kSystem = 1024,
                 kStatic = int(sizeof(ReduceStorage<EntropySums<T, Z>>) + sizeof(TieStorage<true>));
   auto kernel = &staged_kernel<T, D>;
@@ -183,8 +183,9 @@ bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& all) {
   const int64_t most = std::min<int64_t>(shared / 16, kMostVecs) / 64 * 64, row_vecs = all.cols / N;
   const int blocks = int(std::max<int64_t>(1, ceil_div(row_vecs, most)));
   if (blocks > (clusters ? kMaxCluster : 1)) return false;
-  Params<T> p = all;
-  // A multiple of 128 bytes: all parts of a row start at the same offset within 16 bytes.
+  CrossEntropyParams<T> p = all;
+  // The slice is a multiple of 128 bytes, so that all parts of a row start at the same offset within 16
+  // bytes.
   p.slice = blocks > 1 ? int(ceil_div(ceil_div(p.cols, blocks), 64) * 64) : p.cols;
   const int64_t vecs = p.slice / N;
   if (vecs > most || int64_t(blocks - 1) * p.slice >= p.cols) return false;

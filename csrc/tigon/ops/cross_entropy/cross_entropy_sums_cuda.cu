@@ -1,7 +1,7 @@
-// CUDA backend of cross_entropy around the rows: the factor of a reduction, the total, the
-// rescaling of a stored gradient; several labels a row, a thread for each row where they are compared, for each
-// label otherwise (threads of the same label write the same value); cross_entropy_combine, a thread per row.
-// Nothing synchronises with the host.
+// The CUDA backend of cross_entropy around the rows computes the factor of a reduction and the total, and
+// rescales a stored gradient. For several labels per row it has a thread per row if labels are compared, and
+// otherwise a thread per label (threads of the same label write the same value). cross_entropy_combine has a
+// thread per row. Nothing synchronises with the host.
 #include <algorithm>
 #include <cmath>
 
@@ -22,7 +22,7 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy";
 
-// Sums in double: over chunks by CTAs, then over the CTAs. The order depends on n alone.
+// Sums are in double: over chunks by CTAs, then over the CTAs. The order depends on n only.
 constexpr int kSumThreads = 1024;
 constexpr int64_t kSumChunk = 8192, kSumBlocks = 512;
 
@@ -30,7 +30,7 @@ struct Losses {
   const float* loss;
   __device__ double operator()(int64_t i) const { return double(loss[i]); }
 };
-// mask: of bytes, no labels, no class weights, which may be null anyway.
+// `mask` is a mask of bytes; there are then no labels and no class weights. These may be null anyway.
 struct Weights {
   const void* target;
   bool mask;
@@ -41,7 +41,7 @@ struct Weights {
         mask ? int64_t(static_cast<const uint8_t*>(target)[i]) : static_cast<const int64_t*>(target)[i];
     if (y == ignore_index) return 0.0;
     if (class_weight == nullptr) return 1.0;
-    // Out of range: the row's loss is NaN.
+    // If the label is out of range, the row's loss is NaN.
     return y >= 0 && y < classes ? double(class_weight[y]) : 0.0;
   }
 };
@@ -49,7 +49,7 @@ struct Partials {
   const double* sums;
   __device__ double operator()(int64_t i) const { return sums[i]; }
 };
-// What is done with the whole sum; the factor may be null.
+// Says what is done with the whole sum; the factor may be null.
 struct Result {
   bool reciprocal;
   const float* factor;
@@ -100,7 +100,7 @@ __global__ void reciprocal_kernel(const void* value, DType dtype, double number,
 
 constexpr int kRescaleThreads = 256, kRescaleVecs = 4;
 
-// Tiles of vectors, row by row. A matrix without gaps is treated as one row.
+// Takes tiles of vectors, row by row. A matrix without gaps is treated as one row.
 template <class T>
 __global__ __launch_bounds__(kRescaleThreads) void rescale_kernel(T* grad, int64_t rows, int64_t cols,
                                                                   int64_t stride, const float* factor) {
@@ -135,7 +135,7 @@ __global__ __launch_bounds__(kRescaleThreads) void rescale_kernel(T* grad, int64
   }
 }
 
-// Calls fn(i) for each of n, a thread each.
+// Calls fn(i) for each of n, one thread each.
 constexpr int kThreads = 128;
 template <class Fn>
 __global__ __launch_bounds__(kThreads) void each_kernel(const __grid_constant__ Fn fn, int64_t n) {

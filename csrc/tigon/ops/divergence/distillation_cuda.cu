@@ -1,15 +1,12 @@
-// CUDA backend of distillation.
-//
-// Bytes per element: 8 (6 where the teacher's logits have 16 bits), and those of the gradient.
-//
-// Variants, of which the first that fits runs:
-//   plain      Rows without options into 16 bits: distillation_plain_cuda.cu.
-//   registers  A row pair lies in the registers of a CTA or, on sm_90, of a cluster: read once. First
-//              the maxima and sums of exponentials, then the sums of terms, with q and g in the place
-//              of the logits, then the gradient. Persistent.
-//   looped     Longer rows: three sweeps by one CTA.
-// Exponentials and logarithms are approximate (relative error about 1e-6) where the gradient is
-// rounded to 16 bits.
+// The CUDA backend of distillation moves 8 bytes per element (6 if the teacher's logits have 16 bits), and
+// those of the gradient. The first variant that fits runs:
+//   plain      takes rows without options into 16 bits: distillation_plain_cuda.cu.
+//   registers  holds a row pair in the registers of a CTA or, on sm_90, of a cluster: read once. First come
+//              the maxima and sums of exponentials, then the sums of terms, with q and g in place of the
+//              logits, then the gradient. CTAs are persistent.
+//   looped     takes longer rows: three sweeps by one CTA.
+// Exponentials and logarithms are approximate (relative error about 1e-6) if the gradient is rounded to 16
+// bits.
 #include <algorithm>
 
 #include "tigon/base/cuda/row_shapes.cuh"
@@ -20,19 +17,19 @@ namespace {
 
 struct RowThreads {
   int blocks = int(cluster_size()), rank = int(cluster_rank());
-  // The first column of the i-th vector of this thread. The CTAs of a cluster take vectors in turn.
+  // Returns the first column of the i-th vector of this thread. The CTAs of a cluster take vectors in turn.
   __device__ __forceinline__ int column(int i) const {
     return (int(threadIdx.x) + int(blockDim.x) * (i * blocks + rank)) * N;
   }
 };
 
-// 16 columns in a thread's registers, three values each.
+// A thread has 16 columns in registers, three values each.
 constexpr RowConfig kRegisterConfig = {.vecs_per_thread = 4, .max_threads = 640};
 
-// A CTA without a cluster is one of its own.
+// A CTA without a cluster is a cluster of its own.
 template <DivergenceKind K, class G>
 __global__ __launch_bounds__(kRegisterConfig.max_threads) void register_kernel(
-    const __grid_constant__ Params p) {
+    const __grid_constant__ DistillationParams p) {
   constexpr int kVecs = kRegisterConfig.vecs_per_thread;
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<Totals> sums;
@@ -99,7 +96,7 @@ __global__ __launch_bounds__(kRegisterConfig.max_threads) void register_kernel(
 }
 
 template <DivergenceKind K, class G>
-__global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_constant__ DistillationParams p) {
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<Totals> sums;
   const int begin = int(threadIdx.x) * N, step = kLoopThreads * N;
@@ -147,9 +144,9 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
   }
 }
 
-// One cluster (or CTA) per row, as many as are resident. Returns false when none fits.
+// Launches one cluster (or CTA) per row, as many as are resident. Returns false if none fits.
 template <DivergenceKind K, class G>
-bool launch_registers(Context& ctx, const Params& p, int64_t vecs, bool clusters) {
+bool launch_registers(Context& ctx, const DistillationParams& p, int64_t vecs, bool clusters) {
   static OccupancyCache occupancy;
   auto* kernel = &register_kernel<K, G>;
   // A CTA of a cluster has some hundred threads, so that a reduction is not most of its work.
@@ -168,9 +165,9 @@ bool launch_registers(Context& ctx, const Params& p, int64_t vecs, bool clusters
 }
 
 template <DivergenceKind K, class G>
-void launch_rows(Context& ctx, const Params& p) {
+void launch_rows(Context& ctx, const DistillationParams& p) {
   const int64_t vecs = ceil_div(p.cols, N);
-  // Up to here one CTA is enough.
+  // Up to this length one CTA is enough.
   constexpr int64_t kShort = 2048;
   if (vecs <= kShort && launch_registers<K, G>(ctx, p, vecs, false)) return;
   if (launch_registers<K, G>(ctx, p, vecs, true) || launch_registers<K, G>(ctx, p, vecs, false)) return;
@@ -179,7 +176,7 @@ void launch_rows(Context& ctx, const Params& p) {
 }
 
 template <DivergenceKind K>
-void launch_kind(Context& ctx, const Params& p) {
+void launch_kind(Context& ctx, const DistillationParams& p) {
   if (p.gradient.dtype == DType::f32) return launch_rows<K, float>(ctx, p);
   if (!distillation_plain(ctx, K, p)) launch_rows<K, __nv_bfloat16>(ctx, p);
 }
@@ -199,26 +196,26 @@ Side side_of(const Matrix& logits, const DistillationSide& side) {
 void distillation_rows(Context& ctx, const DistillationRows& a) {
   TIGON_CHECK(kOp, a.student.cols < (int64_t(1) << 30), "student must have fewer than 2^30 columns, got ",
               a.student.cols);
-  Params p = {.student = side_of(a.student, a.student_side),
-              .teacher = side_of(a.teacher, a.teacher_side),
-              .gradient = cells_of(a.dstudent),
-              .labels = a.labels.as<int64_t>(),
-              .scale = a.scale.as<float>(),
-              .loss = a.loss.as<float>(),
-              .soft = a.soft.as<float>(),
-              .hard = a.hard.as<float>(),
-              .entropy = a.entropy.as<float>(),
-              .rows = a.student.rows,
-              .scale_step = a.scale.size == 1 ? 0 : 1,
-              .ignore_index = a.ignore_index,
-              .cols = int(a.student.cols),
-              .beta = a.beta,
-              .factor = a.factor,
-              .soft_weight = a.soft_weight,
-              .hard_weight = a.hard_weight,
-              .temperature = a.student_side.temperature,
-              .gain = a.student_side.gain(),
-              .has_hard = a.has_hard()};
+  DistillationParams p = {.student = side_of(a.student, a.student_side),
+                          .teacher = side_of(a.teacher, a.teacher_side),
+                          .gradient = cells_of(a.dstudent),
+                          .labels = a.labels.as<int64_t>(),
+                          .scale = a.scale.as<float>(),
+                          .loss = a.loss.as<float>(),
+                          .soft = a.soft.as<float>(),
+                          .hard = a.hard.as<float>(),
+                          .entropy = a.entropy.as<float>(),
+                          .rows = a.student.rows,
+                          .scale_step = a.scale.size == 1 ? 0 : 1,
+                          .ignore_index = a.ignore_index,
+                          .cols = int(a.student.cols),
+                          .beta = a.beta,
+                          .factor = a.factor,
+                          .soft_weight = a.soft_weight,
+                          .hard_weight = a.hard_weight,
+                          .temperature = a.student_side.temperature,
+                          .gain = a.student_side.gain(),
+                          .has_hard = a.has_hard()};
   with_kind(a.kind, [&]<DivergenceKind K>() { launch_kind<K>(ctx, p); });
 }
 

@@ -1,9 +1,8 @@
-// Rows of distillation without bias and softcap into 16 bits.
-//
-// A row pair lies in the registers of a CTA or, on sm_90, of a cluster, whose CTAs have a slice each:
-// read once, as aligned vectors. Two CTAs share an SM, so that one computes while the other waits for
-// a reduction; the next row of a CTA comes to L2 meanwhile. At temperature 1 the exponentials of the
-// hard loss are those of the divergence, and its gradient is the student's probabilities' share.
+// Takes rows of distillation without bias and softcap into 16 bits. A row pair is in the registers of a CTA
+// or, on sm_90, of a cluster, whose CTAs have a slice each: it is read once, as aligned vectors. Two CTAs
+// share an SM, so that one computes while the other waits for a reduction; meanwhile the next row of a CTA
+// comes to L2. At temperature 1 the exponentials of the hard loss are those of the divergence, and its
+// gradient is the student's probabilities' share.
 #include <algorithm>
 
 #include "tigon/base/cuda/ptx.cuh"
@@ -13,19 +12,19 @@
 namespace tigon::cuda {
 namespace {
 
-// Stands for 16 bits: approximate exponentials.
+// Stands for 16 bits, which take approximate exponentials.
 using G = __nv_bfloat16;
 // Slices are whole 128-byte lines of either side.
 constexpr int kSliceVecs = 16;
 
-// The columns [begin, end) of a row that a CTA of kThreads threads has.
+// Holds the columns [begin, end) of a row that a CTA of kThreads threads has.
 template <int kThreads>
 struct Slice {
   int begin, end;
   __device__ __forceinline__ int column(int i) const { return begin + (int(threadIdx.x) + kThreads * i) * N; }
 };
 
-// A vector that is read to its end lies in its row's stride, which is a multiple of it.
+// A vector that is read to its end is within its row's stride, which is a multiple of it.
 template <class T, int kVecs, int kThreads>
 __device__ __forceinline__ void load_slice(const Side& side, int64_t r, const Slice<kThreads>& slice,
                                            float (&z)[kVecs][N]) {
@@ -54,10 +53,10 @@ __device__ __forceinline__ void prefetch_slice(const Cells& m, int64_t r, const 
     cp_async_bulk_prefetch_L2(static_cast<const char*>(m.data) + (r * m.stride + slice.begin) * size, bytes);
 }
 
-// A CTA without a cluster is one of its own.
+// A CTA without a cluster is a cluster of its own.
 template <DivergenceKind K, class Config>
 __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) void plain_kernel(
-    const __grid_constant__ Params p, int slice_columns) {
+    const __grid_constant__ DistillationParams p, int slice_columns) {
   constexpr int kVecs = Config::value.vecs_per_thread, kThreads = Config::value.max_threads;
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<SumArray<3>> sums;
@@ -104,8 +103,8 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
         peak.s.s += exp_minus_max<G>(s[i][j], from_s);
         peak.t.s += exp_minus_max<G>(t[i][j], from_t);
       }
-    // The student's sum is without the label's class, which is added at the end: p - 1 and log p are
-    // accurate where the label has nearly all probability.
+    // The student's sum leaves out the label's class, which is added at the end: p - 1 and log p are accurate
+    // if the label has nearly all probability.
     int label = -1;
     float label_z = -INFINITY;
     if (p.has_hard) {
@@ -151,7 +150,7 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
               p.has_hard ? gap + ::log1pf(others + ::expm1f(-gap)) : 0.0f,
               kLn2 * ::log2f(peak.s.s) - totals.s[kHeat]);
     if (p.gradient.data == nullptr) continue;
-    // (g - q sum_g) soft + q hard, less hard in the label's column.
+    // The gradient is (g - q sum_g) soft + q hard, less hard in the label's column.
     const float gain = (p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f) * p.gain;
     const float soft = p.soft_weight * p.factor * gain * fast::divergence_unit<K>(p.beta);
     const float hard = p.has_hard ? p.hard_weight * gain : 0.0f, share = fma(-sum_g, soft, hard);
@@ -177,13 +176,13 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
 }
 
 template <DivergenceKind K, class Config>
-bool launch_plain(Context& ctx, const Params& p) {
+bool launch_plain(Context& ctx, const DistillationParams& p) {
   static OccupancyCache occupancy;
   auto* kernel = &plain_kernel<K, Config>;
   const int64_t vecs = ceil_div(p.cols, N);
   int64_t clusters = 0, columns = 0;
   int cluster = 0;
-  // The smallest cluster that holds a row: CTAs have most of their threads' columns.
+  // Takes the smallest cluster that holds a row: its CTAs use most of their threads' columns.
   for (int blocks : {1, 2, 4, 8, 16}) {
     if (clusters > 0) break;
     const int64_t slice = blocks == 1 ? vecs : ceil_div(ceil_div(vecs, blocks), kSliceVecs) * kSliceVecs;
@@ -201,8 +200,8 @@ bool launch_plain(Context& ctx, const Params& p) {
 }
 
 template <DivergenceKind K>
-bool launch_kind(Context& ctx, const Params& p) {
-  // Two CTAs per SM, then one.
+bool launch_kind(Context& ctx, const DistillationParams& p) {
+  // Half is for two CTAs per SM; then one is tried.
   using Half = ConfigType<RowConfig{.vecs_per_thread = 8, .max_threads = 256, .min_blocks_per_sm = 2}>;
   using More = ConfigType<RowConfig{.vecs_per_thread = 10, .max_threads = 256, .min_blocks_per_sm = 2}>;
   using Whole = ConfigType<RowConfig{.vecs_per_thread = 8, .max_threads = 512}>;

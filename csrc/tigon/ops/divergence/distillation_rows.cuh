@@ -1,4 +1,4 @@
-// What the CUDA kernels of distillation share: arguments, loads and stores, the statistics of a row.
+// The CUDA kernels of distillation share this: arguments, loads and stores, and the statistics of a row.
 #pragma once
 
 #include "tigon/base/cuda/launch.cuh"
@@ -9,7 +9,8 @@
 
 namespace tigon::cuda {
 
-// A matrix of logits or gradients, by its dtype; `vectors`: every row begins at a whole vector.
+// Describes a matrix of logits or gradients by its dtype. `vectors` says that every row begins at a whole
+// vector.
 struct DistillationCells {
   void* data;
   int64_t stride;
@@ -46,7 +47,8 @@ struct DistillationParams {
   }
 };
 
-// Rows of z = slope * logit on both sides, into 16 bits. Returns false when no variant fits; nothing has been launched then.
+// Takes rows of z = slope * logit on both sides, into 16 bits. Returns false, with nothing launched, if no
+// variant fits.
 bool distillation_plain(Context& ctx, DivergenceKind kind, const DistillationParams& p);
 
 namespace {
@@ -55,7 +57,6 @@ namespace {
 
 using Cells = DistillationCells;
 using Side = DistillationLogits;
-using Params = DistillationParams;
 constexpr const char* kOp = "distillation";
 constexpr int kLoopThreads = 1024, N = 4;  // columns of a vector
 constexpr float kLn2 = 0.693147181f;
@@ -71,7 +72,7 @@ __device__ __forceinline__ void load_cells(const T* p, bool vectors, int left, f
     for (int j = 0; j < N; ++j) x[j] = j < left ? widen(p[j]) : -INFINITY;
   }
 }
-// The logits of columns [c, c + N).
+// Loads the logits of columns [c, c + N).
 __device__ __forceinline__ void load_logits(const Cells& m, int64_t r, int c, int cols, float (&x)[N]) {
   const int left = cols - c;
   if (m.dtype == DType::f32)
@@ -81,7 +82,7 @@ __device__ __forceinline__ void load_logits(const Cells& m, int64_t r, int c, in
   else
     load_cells(m.at<const __half>(r, c), m.vectors, left, x);
 }
-// z of a logit in column c.
+// Returns z of a logit in column c.
 __device__ __forceinline__ float z_of(const Side& side, float x, int c) {
   if (side.bias != nullptr) x += __ldg(side.bias + c);
   x *= side.inner;
@@ -91,7 +92,7 @@ __device__ __forceinline__ void z_of(const Side& side, int c, int cols, float (&
 #pragma unroll
   for (int j = 0; j < N; ++j) x[j] = c + j < cols ? z_of(side, x[j], c + j) : -INFINITY;
 }
-// 1 - tanh^2 from z.
+// Returns 1 - tanh^2 from z.
 __device__ __forceinline__ float slope_of(const Side& side, float z) {
   if (side.softcap == 0.0f) return 1.0f;
   const float t = z / side.top;
@@ -110,9 +111,10 @@ __device__ __forceinline__ void store_cells(T* p, bool vectors, int left, const 
       if (j < left) p[j] = narrow<T>(x[j]);
   }
 }
-// G: float, or any 16-bit type.
+// G is float, or any 16-bit type.
 template <class G>
-__device__ __forceinline__ void store_gradient(const Params& p, int64_t r, int c, const float (&x)[N]) {
+__device__ __forceinline__ void store_gradient(const DistillationParams& p, int64_t r, int c,
+                                               const float (&x)[N]) {
   const Cells& m = p.gradient;
   const int left = p.cols - c;
   if constexpr (sizeof(G) == 4)
@@ -123,7 +125,7 @@ __device__ __forceinline__ void store_gradient(const Params& p, int64_t r, int c
     store_cells(m.at<__half>(r, c), m.vectors, left, x);
 }
 
-// Maxima and sums of exponentials of both sides.
+// Holds maxima and sums of exponentials of both sides.
 template <class G>
 struct alignas(16) PairPeak {
   OnlineSoftmax<G> s, t;
@@ -149,10 +151,10 @@ __device__ __forceinline__ void add(OnlineSoftmax<G>& a, const float (&z)[N]) {
   a.s += (e[0] + e[1]) + (e[2] + e[3]);
 }
 
-// What the classes of a row have in common.
+// Holds what the classes of a row share.
 struct RowFacts {
   float ref_s, ref_t, part_s, part_t, log2_quotient;
-  // Of the hard loss: the label's column, how far its h is below the maximum.
+  // The hard loss uses the label's column, and how far its h is below the maximum.
   int label = -1;
   float label_gap = 0.0f, label_slope = 0.0f;
 };
@@ -166,7 +168,7 @@ __device__ __forceinline__ RowFacts row_facts(const PairPeak<G>& peak) {
           .log2_quotient = ::log2f(peak.t.s / peak.s.s)};
 }
 // A label outside the row makes the gap NaN.
-__device__ __forceinline__ void find_label(const Params& p, int64_t r, RowFacts& row) {
+__device__ __forceinline__ void find_label(const DistillationParams& p, int64_t r, RowFacts& row) {
   if (!p.has_hard) return;
   const int64_t label = p.labels[r];
   row.label = label >= 0 && label < p.cols ? int(label) : -1;
@@ -177,14 +179,14 @@ __device__ __forceinline__ void find_label(const Params& p, int64_t r, RowFacts&
   row.label_slope = slope_of(p.student, z);
 }
 
-// The sums of terms, g, q (z - m), and e^h without the label's.
+// Sums terms, g, q (z - m), and e^h without the label's.
 using Totals = SumArray<4>;
 enum Total { kTerms, kG, kHeat, kOthers };
 
-// A class with z of both sides: adds to the totals; q, g and e^h as the gradient needs them.
+// Adds a class with z of both sides to the totals. Sets q, g and e^h as the gradient needs them.
 template <DivergenceKind K, class G>
-__device__ __forceinline__ void add_class(const Params& p, const RowFacts& row, float z_s, float z_t, int c,
-                                          Totals& totals, float& q, float& g, float& h) {
+__device__ __forceinline__ void add_class(const DistillationParams& p, const RowFacts& row, float z_s,
+                                          float z_t, int c, Totals& totals, float& q, float& g, float& h) {
   const float u = z_s - row.ref_s, v = z_t - row.ref_t;
   q = __fmul_rn(exp_minus_max<G>(u, 0.0f), row.part_s);
   const float other = __fmul_rn(exp_minus_max<G>(v, 0.0f), row.part_t);
@@ -196,13 +198,14 @@ __device__ __forceinline__ void add_class(const Params& p, const RowFacts& row, 
   totals.s[kOthers] += c == row.label ? 0.0f : h;
 }
 
-// The gradient of a class is q' sum_g + g' soft + h' hard, in the label's column h' being the others'.
+// The gradient of a class is q' sum_g + g' soft + h' hard, where h' in the label's column is the sum of the
+// others'.
 struct Gains {
   float sum_g, soft, hard, label;
 };
 template <DivergenceKind K>
-__device__ __forceinline__ Gains finish_row(const Params& p, int64_t r, const RowFacts& row, Totals totals,
-                                            float sum_s, bool writes) {
+__device__ __forceinline__ Gains finish_row(const DistillationParams& p, int64_t r, const RowFacts& row,
+                                            Totals totals, float sum_s, bool writes) {
   const float terms = totals.s[kTerms];
   // A NaN in the teacher's row is in no g.
   const float sum_g = terms == terms ? totals.s[kG] : terms;
@@ -222,7 +225,7 @@ __device__ __forceinline__ float gradient_of(const Gains& gains, float q, float 
 }
 
 template <class G>
-__device__ void zero_row(const Params& p, int64_t r, int first, int step) {
+__device__ void zero_row(const DistillationParams& p, int64_t r, int first, int step) {
   const float zeros[N] = {};
   if (p.gradient.data != nullptr)
     for (int c = first; c < p.cols; c += step) store_gradient<G>(p, r, c, zeros);

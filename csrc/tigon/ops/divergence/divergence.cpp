@@ -18,7 +18,7 @@ DivergenceBeta divergence_beta(DivergenceKind kind, double beta) {
 
 namespace {
 
-// What both contracts say of a pair of rows; their matrices and labels have been looked at when it is called.
+// Checks what both contracts say of a pair of rows. Their matrices and labels have been checked before.
 template <class Rows>
 void check_rows(const char* op, const Rows& a, DType teacher, DType dstudent) {
   int64_t rows = a.student.rows, cols = a.student.cols;
@@ -82,7 +82,7 @@ void distillation_rows(Context& ctx, const DistillationRows& a) {
                     [&](const DistillationRows& aligned) { TIGON_RUN(op, ctx, distillation_rows, aligned); });
 }
 
-// PyTorch's operators.
+// These are PyTorch's operators.
 namespace {
 
 struct DivergenceOperands {
@@ -101,7 +101,7 @@ struct DivergenceOperands {
   }
 };
 
-// The loss of every row, or one number, with its gradient in the same pass.
+// Computes the loss of every row, or one number, with its gradient in the same pass.
 struct DivergenceLoss : DivergenceOperands {
   enum class Reduction : int8_t { none, sum, batchmean, mean } reduction = Reduction::none;
   Vector total;
@@ -115,7 +115,7 @@ struct DivergenceLoss : DivergenceOperands {
   }
 };
 
-// Means divide by the rows that count: on the device where labels say.
+// Means divide by the number of rows that count, which is computed on the device if there are labels.
 void loss(Context& ctx, const DivergenceLoss& call) {
   using Reduction = DivergenceLoss::Reduction;
   DivergenceRows a = call.rows;
@@ -135,7 +135,7 @@ void loss(Context& ctx, const DivergenceLoss& call) {
   cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = call.total});
 }
 
-// The gradient of unreduced losses, from the inputs.
+// Computes the gradient of unreduced losses from the inputs.
 struct DivergenceGradient : DivergenceOperands {
   void fields(Fields& f) {
     f.input("dloss", rows.scale);

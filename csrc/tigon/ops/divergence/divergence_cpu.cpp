@@ -13,7 +13,7 @@ struct DistillationResult {
   float loss, soft, hard, entropy;
 };
 struct DistillationTable {
-  // [kind]; dstudent nullptr: not wanted
+  // The index is the kind. dstudent is nullptr if not wanted.
   void (*at[kDivergenceKinds])(const DistillationRows& a, const void* student, const void* teacher,
                                void* dstudent, int64_t label, float scale, DistillationResult* out);
 };
@@ -54,7 +54,7 @@ void distillation_rows(Context& ctx, const DistillationRows& a) {
   });
 }
 
-// The rows of the simpler contract, whose student has any dtype.
+// Takes the rows of the simpler contract, whose student has any dtype.
 void divergence_rows(Context& ctx, const DivergenceRows& a) {
   const DistillationSide side = {.temperature = a.temperature};
   DistillationRows rows = {.student = a.student,

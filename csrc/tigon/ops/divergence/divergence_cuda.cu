@@ -1,22 +1,17 @@
-// CUDA backend of divergence.
-//
-// Bytes per element (b = element size): 3b with the gradient, 2b without.
-// Memory-bound budget per 16-bit column (H200): 48 instructions, 6.0 of them ex2 or lg2; twice that
-// in 32 bits. Used, about: registers KL 26 and 2; kl 30 and 4; tma TVD 32 and 4, JSD 40 and 5; in
-// 32 bits 24 more (JSD 50) for precise exponentials on the FMA units.
-//
-// Variants
-//   registers  The exponentials of a row pair, relative to the maxima of their warp, stay in the
-//              registers of a CTA, in 32 bits also of a cluster (sm_90), until the gradient is
-//              stored; none is computed twice. The next rows are copied to shared memory meanwhile,
-//              each thread reading its own copies. One reduction per row for the KLs, two for the
-//              others. Student and teacher have the same offset; the gradient may have another, and
-//              is stored by elements then.
-//   kl         KLs of longer rows in 16 bits (sm_90): rows stay in shared memory
-//              (divergence_kl.cuh).
-//   tma        jsd and tvd of longer rows in 16 bits (sm_90), with three rows in flight
+// The CUDA backend of divergence moves 3b bytes per element with the gradient, and 2b without (b = element
+// size). The memory-bound budget per 16-bit column (H200) is 48 instructions, 6.0 of them ex2 or lg2; twice
+// that in 32 bits. The variants use about: registers KL 26 and 2; kl 30 and 4; tma TVD 32 and 4, JSD 40 and
+// 5; in 32 bits 24 more (JSD 50) for precise exponentials on the FMA units. The first variant that holds the
+// rows runs:
+//   registers  keeps the exponentials of a row pair, relative to the maxima of their warp, in the registers
+//              of a CTA, in 32 bits also of a cluster (sm_90), until the gradient is stored; none is computed
+//              twice. Meanwhile the next rows are copied to shared memory, and each thread reads its own
+//              copies. There is one reduction per row for the KLs, two for the others. Student and teacher
+//              have the same offset; the gradient may have another, and is then stored by elements.
+//   kl         takes KLs of longer rows in 16 bits (sm_90): rows stay in shared memory (divergence_kl.cuh).
+//   tma        takes jsd and tvd of longer rows in 16 bits (sm_90), with three rows in flight
 //              (divergence_tma.cuh). JSD is bound by its arithmetic.
-//   looped     Still longer rows, and rows of mixed offsets, whose teacher is read by elements: a CTA
+//   looped     takes still longer rows, and rows of mixed offsets, whose teacher is read by elements: a CTA
 //              per row, three passes.
 #include <algorithm>
 
@@ -27,7 +22,7 @@
 namespace tigon::cuda {
 namespace {
 
-// Threads of a CTA, columns of a thread, rows in shared memory, CTAs per SM.
+// Counts the threads of a CTA, the columns of a thread, the rows in shared memory, and the CTAs per SM.
 template <int Threads, int Pairs, int Stages, int MinBlocks>
 struct RegisterShape {
   static constexpr int threads = Threads, pairs = Pairs, stages = Stages, min_blocks = MinBlocks;
@@ -36,14 +31,14 @@ struct RegisterShape {
   static constexpr size_t shared = size_t(columns) * Stages * 2 * sizeof(T);
 };
 
-// What a thread holds of a row: its vectors of student and teacher in shared memory, and their exponentials; later q and g, for
-// reverse_kl at once.
+// Holds what a thread has of a row: its vectors of student and teacher in shared memory, and their
+// exponentials; later q and g, for reverse_kl at once.
 template <DivergenceKind K, class T, class Shape>
 struct RegisterRow {
   static constexpr int N = AlignedRow<T>::N, kThreads = Shape::threads, kVecsPerThread = Shape::pairs / N;
-  const Params<T>& p;
+  const DivergenceParams<T>& p;
   const Scaling<T>& scaling;
-  // [vector of a thread][student, teacher][thread], from this thread on.
+  // The indices are [vector of a thread][student, teacher][thread], from this thread on.
   uint4* vecs;
   AlignedRow<const T> x;
   float s[kVecsPerThread][N], t[kVecsPerThread][N];
@@ -51,7 +46,7 @@ struct RegisterRow {
   Totals<T> totals = {};
 
   __device__ __forceinline__ uint4* at(int h, int side) const { return vecs + (h * 2 + side) * kThreads; }
-  // Masks the vectors at the ends of the row; the maxima of the warp.
+  // Masks the vectors at the ends of the row, and computes the maxima of the warp.
   __device__ __forceinline__ void find_references() {
     uint32_t top_s = kMinusInf<T>, top_t = top_s;
 #pragma unroll
@@ -68,7 +63,7 @@ struct RegisterRow {
     own.ref_s = extreme_of_lanes<Max, 32>(max_of_word<T>(top_s));
     own.ref_t = extreme_of_lanes<Max, 32>(max_of_word<T>(top_t));
   }
-  // Their sums over the warp, and the terms of a KL.
+  // Computes their sums over the warp, and the terms of a KL.
   __device__ __forceinline__ void add_exponentials() {
     const float from_s = finite_max(own.ref_s), from_t = finite_max(own.ref_t);
 #pragma unroll
@@ -82,7 +77,7 @@ struct RegisterRow {
         own.sum_s += s[h][j], own.sum_t += t[h][j];
         if constexpr (kKl<K>) {
           float term, g;
-          // In logits, not bits.
+          // Terms are in units of logits instead of bits.
           terms_of<K, T>(s[h][j], t[h][j], u - v, p.beta, term, g);
           totals.terms += term;
           if constexpr (K == DivergenceKind::reverse_kl) t[h][j] = g;
@@ -92,10 +87,10 @@ struct RegisterRow {
     own.sum_s = warp_sum(own.sum_s), own.sum_t = warp_sum(own.sum_t);
     if constexpr (kKl<K>) totals.terms = warp_sum(totals.terms);
   }
-  // Totals of the warp, for what is not a KL.
+  // Computes totals of the warp, for what is not a KL.
   __device__ __forceinline__ void add_classes(const RowPair& row, float part_s, float part_t) {
-    // log2 q - log2 p; in 32 bits from the distances to the maxima, so that no large number is
-    // rounded.
+    // This is log2 q - log2 p. In 32 bits it comes from the distances to the maxima, so that no large number
+    // is rounded.
     const float log2_offset = fma(row.ref_t - row.ref_s, p.slope, row.log2_quotient);
     auto difference = [&](float x, float y) {
       return sizeof(T) == 4 ? fma((x - row.ref_s) - (y - row.ref_t), p.slope, row.log2_quotient)
@@ -162,12 +157,12 @@ struct RegisterRow {
 };
 
 template <DivergenceKind K, class T, class Shape, bool kCluster>
-__global__ __launch_bounds__(Shape::threads,
-                             Shape::min_blocks) void register_kernel(const __grid_constant__ Params<T> p) {
+__global__ __launch_bounds__(Shape::threads, Shape::min_blocks) void register_kernel(
+    const __grid_constant__ DivergenceParams<T> p) {
   constexpr int N = AlignedRow<T>::N, kThreads = Shape::threads, kVecsPerThread = Shape::pairs / N,
                 kStages = Shape::stages;
   __shared__ ReduceStorage<T, kThreads / 32 * (kCluster ? kMaxCluster : 1)> storage;
-  // [stage][vector of a thread][student, teacher][thread]
+  // The indices are [stage][vector of a thread][student, teacher][thread].
   extern __shared__ uint4 smem_vecs[];
   const int tid = int(threadIdx.x);
   const unsigned blocks = kCluster ? cluster_size() : 1, rank = kCluster ? cluster_rank() : 0;
@@ -177,7 +172,7 @@ __global__ __launch_bounds__(Shape::threads,
     cluster_arrive();
     cluster_wait();
   }
-  // The CTA's columns [first, first + n) of every row that it takes.
+  // The CTA has the columns [first, first + n) of every row that it takes.
   const int first = kCluster ? min(int(rank) * p.slice, p.cols) : 0;
   const int n = kCluster ? min(p.slice, p.cols - first) : p.cols;
   const int64_t step = gridDim.x / blocks;
@@ -190,7 +185,7 @@ __global__ __launch_bounds__(Shape::threads,
     const T* from_s = x.base + int64_t(tid) * N;
     const T* from_t = p.teacher + r * p.teacher_stride + first - x.lead + int64_t(tid) * N;
     const uint32_t to = cast_smem_ptr_to_uint(vecs_of(stage));
-    // Bytes from the thread's first vector on.
+    // Counts bytes from the thread's first vector on.
     const int left = (n - x.column(tid)) * int(sizeof(T));
 #pragma unroll
     for (int h = 0; h < kVecsPerThread; ++h) {
@@ -202,7 +197,7 @@ __global__ __launch_bounds__(Shape::threads,
     }
   };
   const Scaling<T> scaling(p);
-  // The current row and the next ones: in a cluster only rows that are not ignored, in a single CTA
+  // Holds the current row and the next ones: in a cluster only rows that are not ignored, in a single CTA
   // any. Whether the row to be copied next is ignored was requested one row earlier.
   int64_t row_at[kStages];
   MaskedRowScanner<> scanner;
@@ -230,7 +225,7 @@ __global__ __launch_bounds__(Shape::threads,
   };
   for (; row_at[0] < p.rows; advance()) {
     const int64_t r = row_at[0];
-    // The stage of the previous row.
+    // This is the stage of the previous row.
     const int previous = stage == 0 ? kStages - 1 : stage - 1;
     if (counts) fetch_row(row_at[kStages - 1], previous);
     cp_async_commit_group();
@@ -281,7 +276,7 @@ __global__ __launch_bounds__(Shape::threads,
   }
 }
 
-// Reads vector k of a row in the vectors of `like`: by elements where it is partial or not aligned.
+// Reads vector k of a row in the vectors of `like`, by elements if it is partial or not aligned.
 template <class T, int N>
 __device__ __forceinline__ void read_vec(const AlignedRow<const T>& row, const AlignedRow<const T>& like,
                                          int k, float (&x)[N]) {
@@ -293,7 +288,7 @@ __device__ __forceinline__ void read_vec(const AlignedRow<const T>& row, const A
   unpack<T>(reinterpret_cast<const uint4&>(vec), x);
 }
 
-// Adds exponentials to a sum; the reference grows to their maximum.
+// Adds exponentials to a sum. The reference grows to their maximum.
 template <class T, int N>
 __device__ __forceinline__ void add_exponentials(float& reference, float& sum, const float (&x)[N],
                                                  const Scaling<T>& scaling) {
@@ -309,7 +304,7 @@ __device__ __forceinline__ void add_exponentials(float& reference, float& sum, c
 }
 
 template <DivergenceKind K, class T>
-__global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_constant__ Params<T> p) {
+__global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_constant__ DivergenceParams<T> p) {
   constexpr int N = AlignedRow<T>::N, kMessages = kLoopThreads / 32;
   __shared__ ReduceStorage<T, kMessages> storage;
   const int tid = int(threadIdx.x);
@@ -376,9 +371,9 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
   }
 }
 
-// Returns false when no such cluster fits on the device.
+// Returns false if no such cluster fits on the device.
 template <DivergenceKind K, class T, class Shape, bool kCluster>
-bool launch_registers(Context& ctx, Params<T> p, int cluster) {
+bool launch_registers(Context& ctx, DivergenceParams<T> p, int cluster) {
   static OccupancyCache occupancy;
   p.slice = slice_of(p.cols, cluster);
   return launch_resident(ctx, occupancy, &register_kernel<K, T, Shape, kCluster>, Shape::threads,
@@ -386,23 +381,23 @@ bool launch_registers(Context& ctx, Params<T> p, int cluster) {
 }
 
 template <class Shape, class T>
-bool fits(const Params<T>& p, int cluster) {
+bool fits(const DivergenceParams<T>& p, int cluster) {
   const int64_t columns = cluster == 1 ? p.cols : slice_of(p.cols, cluster);
   return columns + (p.aligned ? 0 : AlignedRow<T>::N - 1) <= Shape::columns;
 }
 
 // The first variant that holds the rows runs.
 template <DivergenceKind K, class T>
-void launch_rows(Context& ctx, const Params<T>& p, bool same_offset) {
-  // fp16 is rare: short rows take the shape of longer ones.
+void launch_rows(Context& ctx, const DivergenceParams<T>& p, bool same_offset) {
+  // fp16 is rare, so short rows take the shape of longer ones.
   constexpr bool kPrecise = sizeof(T) == 4, kIsHalf = std::is_same_v<T, __half>;
   using Short = RegisterShape<64, 16, 2, 8>;
-  // Two rows per SM: one computes while the other waits.
+  // There are two rows per SM: one computes while the other waits.
   using Half = RegisterShape<256, kPrecise ? 16 : 32, 3, 2>;
   if (same_offset) {
     if constexpr (!kIsHalf) {
       if (fits<Short>(p, 1)) return void(launch_registers<K, T, Short, false>(ctx, p, 1));
-      // In 32 bits the kernel of clusters, where a CTA without one is its own.
+      // 32 bits take the kernel of clusters, in which a CTA without a cluster is a cluster of its own.
       if (fits<Half>(p, 1)) return void(launch_registers<K, T, Half, kPrecise>(ctx, p, 1));
     }
   }
@@ -437,27 +432,27 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     constexpr int64_t N = AlignedRow<T>::N;
     const double slope = 1.4426950408889634 / double(a.temperature);
-    Params<T> p = {.student = a.student.row<T>(0),
-                   .teacher = a.teacher.row<T>(0),
-                   .dstudent = a.dstudent.row<T>(0),
-                   .labels = a.labels.as<int64_t>(),
-                   .scale = a.scale.as<float>(),
-                   .loss = a.loss.as<float>(),
-                   .rows = a.student.rows,
-                   .student_stride = a.student.stride,
-                   .teacher_stride = a.teacher.stride,
-                   .dstudent_stride = a.dstudent.stride,
-                   .scale_step = a.scale.size == 1 ? 0 : 1,
-                   .ignore_index = a.ignore_index,
-                   .cols = int(a.student.cols),
-                   .slice = 0,
-                   .beta = a.beta,
-                   .slope = float(slope),
-                   .slope_low = float(slope - double(float(slope))),
-                   .factor = a.factor,
-                   .inv_temperature = 1.0f / a.temperature,
-                   .log_probs = a.log_probs,
-                   .aligned = false};
+    DivergenceParams<T> p = {.student = a.student.row<T>(0),
+                             .teacher = a.teacher.row<T>(0),
+                             .dstudent = a.dstudent.row<T>(0),
+                             .labels = a.labels.as<int64_t>(),
+                             .scale = a.scale.as<float>(),
+                             .loss = a.loss.as<float>(),
+                             .rows = a.student.rows,
+                             .student_stride = a.student.stride,
+                             .teacher_stride = a.teacher.stride,
+                             .dstudent_stride = a.dstudent.stride,
+                             .scale_step = a.scale.size == 1 ? 0 : 1,
+                             .ignore_index = a.ignore_index,
+                             .cols = int(a.student.cols),
+                             .slice = 0,
+                             .beta = a.beta,
+                             .slope = float(slope),
+                             .slope_low = float(slope - double(float(slope))),
+                             .factor = a.factor,
+                             .inv_temperature = 1.0f / a.temperature,
+                             .log_probs = a.log_probs,
+                             .aligned = false};
     p.aligned = uintptr_t(a.student.data) % 16 == 0 && (p.rows == 1 || p.student_stride % N == 0);
     const bool same_offset = same_row_offsets<T>(a.student, a.teacher);
     with_kind(a.kind, [&]<DivergenceKind K>() { launch_rows<K>(ctx, p, same_offset); });

@@ -1,13 +1,11 @@
-// KL of rows too long for the registers of a CTA, in 16 bits. The rows stay in shared memory and
-// their exponentials are computed twice, so an SM holds 49152 columns, four times as many as its
-// registers would hold as exponentials.
-//
-// Shared memory is a ring of stages with one chunk each: a vector per consumer thread and side.
-// Consumer threads copy and read their own vectors and never synchronise with each other. A reducer
-// warp combines their sums, within the CTA and then with the reducer warps of the cluster's other
-// CTAs. Meanwhile the consumers sum what has arrived of the next row, then store the gradient; a
-// chunk that has been read for the last time is refilled from a later row. Ignored rows are zeroed
-// first by all CTAs; the others are distributed in turn.
+// Computes the KL of rows too long for the registers of a CTA, in 16 bits. The rows stay in shared memory and
+// their exponentials are computed twice, so an SM holds 49152 columns, four times as many as its registers
+// would hold as exponentials. Shared memory is a ring of stages with one chunk each: a vector per consumer
+// thread and side. Consumer threads copy and read their own vectors and never synchronise with each other. A
+// reducer warp combines their sums, within the CTA and then with the reducer warps of the cluster's other
+// CTAs. Meanwhile the consumers sum what has arrived of the next row, then store the gradient. A chunk that
+// has been read for the last time is refilled from a later row. Ignored rows are zeroed first by all CTAs;
+// the others are distributed in turn.
 #pragma once
 
 #include "tigon/base/cuda/ptx.cuh"
@@ -37,9 +35,9 @@ __device__ __forceinline__ void all_reduce_lanes(Sums& m, float& terms, const Sc
   m = {top_s, warp_sum(m.sum_s * s), top_t, warp_sum(m.sum_t * t)};
 }
 
-// The reducer warp, for this row and all that follow.
+// Runs the reducer warp, for this row and all that follow.
 template <DivergenceKind K, class T, int Warps>
-__device__ __forceinline__ void reduce_rows(const Params<T>& p, KlStorage<Warps>& storage,
+__device__ __forceinline__ void reduce_rows(const DivergenceParams<T>& p, KlStorage<Warps>& storage,
                                             MaskedRowScanner<> scanner, int row, int row1, int row2) {
   const int lane = int(threadIdx.x) % 32;
   const unsigned blocks = cluster_size(), rank = cluster_rank();
@@ -94,27 +92,27 @@ struct KlShape {
   static constexpr size_t shared = size_t(stages) * consumers * 32;
 };
 
-// A consumer thread. `chunks`: its vectors of a row; `stages`: from chunks + 2 to 3 chunks.
+// Runs a consumer thread. `chunks` counts its vectors of a row; `stages` is from chunks + 2 to 3 chunks.
 template <DivergenceKind K, class T, class Shape>
 struct KlConsumer {
   static_assert(kKl<K> && sizeof(T) == 2);
   static constexpr int N = AlignedRow<T>::N, kConsumers = Shape::consumers;
   static constexpr uint32_t kStageBytes = kConsumers * 32;
-  // A sum of exponentials whose reference was far below the maximum.
+  // A larger sum of exponentials shows that its reference was far below the maximum.
   static constexpr float kTooLarge = 1e18f;
-  const Params<T>& p;
+  const DivergenceParams<T>& p;
   KlStorage<Shape::warps>& storage;
-  // Columns [first, first + n) are the CTA's.
+  // The CTA has columns [first, first + n).
   int chunks, stages, first, n;
-  // The rows in work, in turn.
+  // The rows in flight, in turn.
   int r0, r1, r2, r3;
   uint32_t own_stage, end_stage;
   // The first early_chunks chunks of a row are summed before the previous row's reduction is collected.
   int early_chunks;
   uint32_t sums_stage = own_stage, last_stage = own_stage;
-  // The next chunk to copy is chunk ahead_chunk of row r<ahead_row>. End of the row's columns.
+  // The next chunk to copy is chunk ahead_chunk of row r<ahead_row>. These are the ends of the row's columns.
   const char *end_s = nullptr, *end_t = nullptr;
-  // `left`: bytes from the consumer's vector on.
+  // `left` counts bytes from the consumer's vector on.
   int left = 0, ahead_row = 0, ahead_chunk = 0, published = 0, collected = 0;
   Sums own = {};
   float terms = 0.0f, ref_s = 0.0f, ref_t = 0.0f;
@@ -150,8 +148,8 @@ struct KlConsumer {
     left -= kConsumers * 16;
     if (++ahead_chunk == chunks) ahead_chunk = 0, ++ahead_row;
   }
-  // References: the maxima of `count` chunks from a stage on. One chunk suffices unless the sums
-  // turn out too large.
+  // Takes as references the maxima of `count` chunks from a stage on. One chunk suffices unless the sums turn
+  // out too large.
   __device__ __forceinline__ void find_references(const AlignedRow<const T>& x, uint32_t stage, int count) {
     uint32_t top_s = kMinusInf<T>, top_t = top_s;
     for (int h = 0; h < count; ++h, advance(stage)) {
@@ -167,7 +165,7 @@ struct KlConsumer {
       own.ref_t = extreme_of_lanes<Max, 32>(max_of_word<T>(top_t));
     ref_s = finite_max(own.ref_s), ref_t = finite_max(own.ref_t);
   }
-  // kGuardZero: 0 log 0 is 0.
+  // With kGuardZero 0 log 0 is 0.
   template <bool kGuardZero>
   __device__ __forceinline__ void add_chunks(const AlignedRow<const T>& x, uint32_t& stage, int from,
                                              int to) {
@@ -219,7 +217,7 @@ struct KlConsumer {
     }
     ++published;
   }
-  // The gradient of row r0; the stages that it leaves are filled again. r3 comes with the row's results.
+  // Stores the gradient of row r0, and refills the stages that it leaves. r3 comes with the row's results.
   __device__ __forceinline__ void store_gradient() {
     mbarrier_wait_parity<false>(&storage.result_barrier[collected & 1], collected >> 1 & 1);
     const float4 a = storage.row[collected & 1][0], b = storage.row[collected & 1][1];
@@ -233,9 +231,9 @@ struct KlConsumer {
         p.factor * p.inv_temperature * b.y * (K == DivergenceKind::reverse_kl ? p.inv_temperature : 1.0f);
     Powers power_s(p.slope, a.x);
     const Powers power_t(p.slope, a.y);
-    // The quotient of teacher's and student's units: exactly 1 where the rows are equal.
+    // The quotient of teacher's and student's units is exactly 1 if the rows are equal.
     const float gain_s = gain * a.z * power_s.rest, ratio = (a.w * power_t.rest) / (a.z * power_s.rest);
-    // No q in the gradient.
+    // The gradient has no q.
     if (K == DivergenceKind::forward_kl && p.log_probs) power_s.start = INFINITY;
     const float from = (a.x - a.y) + (p.log_probs ? -1.0f : b.x);
 #pragma unroll 1
@@ -274,11 +272,11 @@ struct KlConsumer {
 };
 
 template <DivergenceKind K, class T, class Shape>
-__global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_constant__ Params<T> p,
+__global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_constant__ DivergenceParams<T> p,
                                                                const int chunks, const int stages) {
   constexpr int kWarps = Shape::warps;
   __shared__ KlStorage<kWarps> storage;
-  // [stage][student, teacher][consumer]
+  // The indices are [stage][student, teacher][consumer].
   extern __shared__ uint4 smem_vecs[];
   const int tid = int(threadIdx.x);
   const unsigned blocks = cluster_size(), rank = cluster_rank();
@@ -320,9 +318,9 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
   cluster_wait();
 }
 
-// Returns false when a row does not fit or no such cluster fits on the device.
+// Returns false if a row does not fit or no such cluster fits on the device.
 template <DivergenceKind K, class T, class Shape>
-bool launch_kl(Context& ctx, Params<T> p, int cluster) {
+bool launch_kl(Context& ctx, DivergenceParams<T> p, int cluster) {
   static OccupancyCache occupancy;
   p.slice = slice_of(p.cols, cluster);
   const int64_t columns = p.slice + (p.aligned ? 0 : AlignedRow<T>::N - 1);

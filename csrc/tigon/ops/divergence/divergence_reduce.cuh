@@ -1,5 +1,5 @@
-// What the CUDA kernels of divergence share: arguments, exponentials of a row, the reductions over its threads, launches of
-// persistent CTAs and clusters.
+// The CUDA kernels of divergence share this: arguments, exponentials of a row, the reductions over its
+// threads, and launches of persistent CTAs and clusters.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ template <DivergenceKind K>
 constexpr bool kKl = K == DivergenceKind::forward_kl || K == DivergenceKind::reverse_kl;
 
 template <class T>
-struct Params {
+struct DivergenceParams {
   const T *student, *teacher;
   // These three may be null; dstudent may be student.
   T* dstudent;
@@ -30,11 +30,11 @@ struct Params {
   const float* scale;
   float* loss;
   int64_t rows, student_stride, teacher_stride, dstudent_stride, scale_step, ignore_index;
-  // `slice`: columns of a CTA of a cluster.
+  // `slice` counts the columns of a CTA of a cluster.
   int cols, slice;
-  // slope + slope_low: log2(e) / temperature; inv_temperature: 1 / temperature.
+  // slope + slope_low is log2(e) / temperature, and inv_temperature 1 / temperature.
   float beta, slope, slope_low, factor, inv_temperature;
-  // `aligned`: every row begins at a 16-byte boundary.
+  // `aligned` says that every row begins at a 16-byte boundary.
   bool log_probs, aligned;
 
   __device__ bool ignored(int64_t r) const { return labels != nullptr && labels[r] == ignore_index; }
@@ -45,18 +45,18 @@ struct Params {
   __device__ float scale_of(int64_t r) const { return scale != nullptr ? scale[r * scale_step] : 1.0f; }
 };
 
-// The statistics that a warp publishes: its references and the sums of its exponentials.
+// Holds the statistics that a warp publishes: its references and the sums of its exponentials.
 struct alignas(16) Sums {
   float ref_s, sum_s, ref_t, sum_t;
 };
-// Two further sums: of terms and of g. For a KL only of terms, from undivided exponentials relative
-// to the warp's references.
+// Holds two more sums: of terms and of g. For a KL only terms, from undivided exponentials relative to the
+// warp's references.
 struct alignas(8) PlainTotals {
   float terms, g;
 };
-// In 32 bits g is the sum of q (slope - center), and weight the sum of q: where one class has
-// nearly all probability, its slope nearly equals the row's mean slope, and their difference must
-// not be lost in the rounding of q.
+// In 32 bits g is the sum of q (slope - center), and weight the sum of q: if one class has nearly all
+// probability, its slope nearly equals the row's mean slope, and their difference must not be lost in the
+// rounding of q.
 struct alignas(16) CenteredTotals {
   float terms, g, center, weight;
 };
@@ -73,11 +73,11 @@ __device__ __forceinline__ void combine(CenteredTotals& a, const CenteredTotals&
   a.terms += b.terms, a.weight += b.weight, a.center = center;
 }
 
-// The statistics of a row pair: references, factors of the exponentials, for a KL the mean of its
+// Holds the statistics of a row pair: references, factors of the exponentials, for a KL the mean of its
 // terms, and log2 of the quotient of the sums, teacher's by student's (exactly 0 for equal rows).
 struct RowPair {
   float ref_s = 0.0f, ref_t = 0.0f, part_s = 1.0f, part_t = 1.0f, mean = 0.0f, log2_quotient = 0.0f;
-  // A row to come.
+  // Holds the row that comes next.
   int next = 0;
 };
 
@@ -86,21 +86,21 @@ __device__ __forceinline__ float center_of(const CenteredTotals& t) { return t.c
 __device__ __forceinline__ float sum_of(const PlainTotals& t) { return t.g; }
 __device__ __forceinline__ float sum_of(const CenteredTotals& t) { return fma(t.center, t.weight, t.g); }
 
-// The value that exponents are relative to: 0 where all elements so far are -inf. NaN and +inf
+// Returns the value that exponents are relative to: 0 if all elements so far are -inf. NaN and +inf
 // propagate.
 __device__ __forceinline__ float finite_max(float reference) {
   return reference == -INFINITY ? 0.0f : reference;
 }
 
-// Exponentials relative to a reference, the maximum of a row or a part: exactly 1 at the maximum,
-// so that the loss is 0 where all probability is in one class.
+// Computes exponentials relative to a reference, the maximum of a row or a part: exactly 1 at the maximum, so
+// that the loss is 0 if all probability is in one class.
 template <class T>
 struct Scaling {
   float slope, slope_low;
   static constexpr bool kPrecise = sizeof(T) == 4;
 
-  __device__ explicit Scaling(const Params<T>& p) : slope(p.slope), slope_low(p.slope_low) {}
-  // Of a distance to the reference.
+  __device__ explicit Scaling(const DivergenceParams<T>& p) : slope(p.slope), slope_low(p.slope_low) {}
+  // Returns the exponential of a distance to the reference.
   __device__ __forceinline__ float power(float u) const {
     if constexpr (kPrecise)
       return exp2_precise(u, slope, slope_low);
@@ -108,9 +108,9 @@ struct Scaling {
       return exp2_approx(u * slope);
   }
 };
-// Exponentials relative to a reference in one instruction less than Scaling; `rest` is the factor
-// that the rounding of reference * slope leaves in all of them. Very large references use a smaller
-// product, whose rounding error is small; their neighbours are negligible beside them.
+// Computes exponentials relative to a reference in one instruction less than Scaling. `rest` is the factor
+// that the rounding of reference * slope leaves in all of them. Very large references use a smaller product,
+// whose rounding error is small; compared with them, their neighbours are negligible.
 struct Powers {
   float slope, start, rest;
   __device__ Powers(float slope_, float reference) : slope(slope_) {
@@ -120,7 +120,7 @@ struct Powers {
   }
   __device__ __forceinline__ float operator()(float x) const { return exp2_approx(fma(x, slope, -start)); }
 };
-// The change of student's minus teacher's reference from a part's references to larger ones.
+// Returns the change of student's minus teacher's reference from a part's references to larger ones.
 __device__ __forceinline__ float shift_of(const Sums& part, float ref_s, float ref_t) {
   return (finite_max(part.ref_s) - finite_max(ref_s)) - (finite_max(part.ref_t) - finite_max(ref_t));
 }
@@ -150,16 +150,16 @@ __device__ __forceinline__ void add_class(float& s, float& t, float part_s, floa
   }
 }
 
-// Distant lanes first.
+// Adds distant lanes first.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(kAllLanes, x, step);
   return x;
 }
 
-// Shared memory of the reductions: the warps of a row publish to the first warp of each of its
-// CTAs, which reduces and publishes to its CTA. Double-buffered, since a CTA may be one reduction
-// ahead of another.
+// Holds the shared memory of the reductions: the warps of a row publish to the first warp of each of its
+// CTAs, which reduces and publishes to its CTA. It is double-buffered, since a CTA may be one reduction ahead
+// of another.
 template <class T, int Messages>
 struct ReduceStorage {
   Sums sums[2][Messages];
@@ -215,7 +215,7 @@ __device__ __forceinline__ void all_reduce_lanes(Sums& m, const Scaling<T>& scal
 }
 __device__ __forceinline__ void all_reduce_lanes(PlainTotals& t) { t = {warp_sum(t.terms), warp_sum(t.g)}; }
 __device__ __forceinline__ void all_reduce_lanes(CenteredTotals& t) {
-  // 0 with a NaN, as is everything else then.
+  // With a NaN this is 0, as is everything else then.
   const unsigned heaviest = __ballot_sync(kAllLanes, t.weight == extreme_of_lanes<Max, 32>(t.weight));
   const float center = __shfl_sync(kAllLanes, t.center, __ffs(int(heaviest)) - 1);
   t = {warp_sum(t.terms), warp_sum(fma(t.weight, t.center - center, t.g)), center, warp_sum(t.weight)};
@@ -298,15 +298,15 @@ __device__ __forceinline__ uint4 mask_columns(const AlignedRow<const T>& row, in
 
 // Writes zeros to the gradients of ignored rows, distributed over warps.
 template <class T>
-__device__ __forceinline__ void zero_ignored_rows(const Params<T>& p, int warp, int warps) {
-  for (ZeroMaskedRows<Params<T>> zeroing(p, warp, warps); zeroing.step();) {
+__device__ __forceinline__ void zero_ignored_rows(const DivergenceParams<T>& p, int warp, int warps) {
+  for (ZeroMaskedRows<DivergenceParams<T>> zeroing(p, warp, warps); zeroing.step();) {
   }
 }
 
-// Columns of a CTA of a cluster: a multiple of 64, so that slices have the row's offset.
+// Returns the columns of a CTA of a cluster: a multiple of 64, so that slices have the row's offset.
 int slice_of(int64_t cols, int cluster) { return int(ceil_div(ceil_div(cols, cluster), 64) * 64); }
 
-// Returns false when no such cluster fits on the device.
+// Returns false if no such cluster fits on the device.
 template <class Kernel, class... Arguments>
 bool launch_resident(Context& ctx, OccupancyCache& occupancy, Kernel kernel, int threads, size_t shared,
                      int cluster, int64_t rows, const Arguments&... arguments) {

@@ -1,4 +1,4 @@
-// The formulas of the divergences for one fp32 value per thread.
+// Instantiates the formulas of the divergences for one fp32 value per thread.
 #pragma once
 
 #include "tigon/base/cuda/math.cuh"
@@ -18,11 +18,11 @@ void with_kind(DivergenceKind kind, const Fn& fn) {
   }
 }
 
-// The formulas: `fast` with approximate instructions for 16-bit rows, `precise` with functions
+// The formulas come twice: `fast` with approximate instructions for 16-bit rows, and `precise` with functions
 // exact to an ulp for 32-bit rows.
 namespace fast {
-// For x <= 1, without lg2.approx's mean error of about 0.9 * 2^-24, which a sum over many classes would
-// show. Just below 1 it is the series of log2(1 - y) to the sixth power; exactly 0 at 1.
+// Takes x <= 1, without lg2.approx's mean error of about 0.9 * 2^-24, which a sum over many classes would
+// show. Just below 1 it is the series of log2(1 - y) to the sixth power; at 1 it is exactly 0.
 TIGON_FN float log2(float x) {
   const float y = 1.0f - x;
   float series = fma(y, -kLog2e / 6.0f, -kLog2e / 5.0f);
@@ -32,7 +32,7 @@ TIGON_FN float log2(float x) {
   series = fma(series, y, -kLog2e);
   return y < 0.0625f ? series * y : log2_approx(x) - 5.4e-8f;
 }
-// log2((1 + r) / 2) for r from 0 to 1, where arithmetic bounds the kernel. Half a rounding step less in
+// Returns log2((1 + r) / 2) for r from 0 to 1, if arithmetic bounds the kernel. Half a rounding step less in
 // the sum leaves a fifth of that mean error. r = 1 still rounds to exactly 1.
 TIGON_FN float log2_mean_with_one(float r) { return log2_approx(fma(0.5f, r, 0.5f - 0x1p-25f)); }
 #include "tigon/ops/divergence/divergence_math.inc"

@@ -1,12 +1,10 @@
-// Long rows of jsd and tvd in 16 bits (sm_90). A row passes through the shared memory of a CTA or a
-// cluster (tma_pipeline.cuh): its maxima and the sums of its exponentials are found there, then,
-// with both softmaxes known, the terms of its classes, which the consumers hold in registers until
-// the row's sums over classes are known.
-//
-// No warp waits for a reduction of its own row. A reducer warp combines the consumers' sums, within
-// the CTA and then with the reducer warps of the cluster's other CTAs. Meanwhile the consumers
-// process other rows: the classes of one row, the exponentials of the row after the next, the
-// gradient of the first. Two further warps zero the gradients of ignored rows.
+// Takes long rows of jsd and tvd in 16 bits (sm_90). A row passes through the shared memory of a CTA or a
+// cluster (tma_pipeline.cuh): its maxima and the sums of its exponentials are found there, then, with both
+// softmaxes known, the terms of its classes, which the consumers hold in registers until the row's sums over
+// classes are known. No warp waits for a reduction of its own row. A reducer warp combines the consumers'
+// sums, within the CTA and then with the reducer warps of the cluster's other CTAs. Meanwhile the consumers
+// process other rows: the classes of one row, the exponentials of the row after the next, the gradient of the
+// first. Two further warps zero the gradients of ignored rows.
 #pragma once
 
 #include "tigon/base/cuda/tma_pipeline.cuh"
@@ -15,7 +13,7 @@
 namespace tigon::cuda {
 namespace {
 
-// HeldVecs: vectors whose classes a consumer thread holds. The consumers take over registers of the
+// HeldVecs counts the vectors whose classes a consumer thread holds. The consumers take over registers of the
 // other four warps, which keep ProducerRegisters each.
 template <int ConsumerWarps, int VecsPerThread, int HeldVecs, int ProducerRegisters>
 struct PairShape : TmaPipelineShape<ConsumerWarps, VecsPerThread, 2> {
@@ -25,8 +23,8 @@ struct PairShape : TmaPipelineShape<ConsumerWarps, VecsPerThread, 2> {
                                             (ConsumerWarps * 32) / 8 * 8;
 };
 
-// Sums over a row's classes: of terms, of g, and of q as computed. The mean slope is relative to
-// the latter sum, so that equal slopes differ from their mean by rounding alone.
+// Sums over a row's classes: terms, g, and q as computed. The mean slope is relative to the latter sum, so
+// that equal slopes differ from their mean by rounding only.
 struct alignas(16) ClassSums {
   float terms, g, q, unused;
   __device__ __forceinline__ ClassSums merged() const {
@@ -34,8 +32,8 @@ struct alignas(16) ClassSums {
   }
 };
 
-// The softmaxes of a row pair: references, the student's probability of 2^0, the teacher's relative
-// to it, and log2 q - log2 p of logits equally far from their references.
+// Holds the softmaxes of a row pair: references, the student's probability of 2^0, the teacher's relative to
+// it, and log2 q - log2 p of logits equally far from their references.
 struct alignas(16) Softmaxes {
   float ref_s, ref_t, unit, ratio, log2_offset;
 };
@@ -69,10 +67,10 @@ struct PhaseCounter {
   __device__ __forceinline__ int phase() const { return count >> 1 & 1; }
 };
 
-// The reducer warp.
+// Runs the reducer warp.
 template <DivergenceKind K, class T, class Shape>
 struct Reducer {
-  const Params<T>& p;
+  const DivergenceParams<T>& p;
   TmaStorage<Shape>& storage;
   const int lane, blocks, rank;
   PhaseCounter sums_phase, classes_phase;
@@ -81,7 +79,7 @@ struct Reducer {
     int row;
     float gain;
   };
-  __device__ Reducer(const Params<T>& p, TmaStorage<Shape>& storage)
+  __device__ Reducer(const DivergenceParams<T>& p, TmaStorage<Shape>& storage)
       : p(p),
         storage(storage),
         lane(int(threadIdx.x) % 32),
@@ -138,7 +136,7 @@ struct Reducer {
       if (rank == 0) p.loss[row.row] = fast::divergence_loss<K>(all.terms, all.g, p.beta) * p.factor;
     }
   }
-  // The rows in the consumers' order.
+  // Takes the rows in the consumers' order.
   __device__ void run() {
     MaskedRowScheduler scheduler(p, int(blockIdx.x) / blocks, int(gridDim.x) / blocks);
     const int rows = scheduler.end();
@@ -157,12 +155,12 @@ struct Reducer {
   }
 };
 
-// A CTA's columns of the rows that it takes.
+// Describes a CTA's columns of the rows that it takes.
 template <class T>
 struct Slice {
-  const Params<T>& p;
+  const DivergenceParams<T>& p;
   int first, n;
-  __device__ explicit Slice(const Params<T>& p) : p(p) {
+  __device__ explicit Slice(const DivergenceParams<T>& p) : p(p) {
     first = min(int(cluster_rank()) * p.slice, p.cols), n = min(p.slice, p.cols - first);
   }
   __device__ __forceinline__ AlignedRow<const T> student(int64_t r) const {
@@ -173,7 +171,7 @@ struct Slice {
   }
 };
 
-// max(x, a large negative number): differences of logarithms stay finite. NaN propagates.
+// Returns max(x, a large negative number), so that differences of logarithms stay finite. NaN propagates.
 template <class T>
 __device__ __forceinline__ uint4 above_minus_inf(uint4 w) {
   auto limit = [](uint32_t& x) {
@@ -190,18 +188,19 @@ template <DivergenceKind K, class T, class Shape>
 struct Consumer {
   using State = PipelineState<Shape>;
   static constexpr int N = AlignedRow<T>::N, kVecs = Shape::vecs_per_thread, kHeldVecs = Shape::held_vecs;
-  const Params<T>& p;
+  const DivergenceParams<T>& p;
   TmaStorage<Shape>& storage;
   uint4* smem;
   const int chunks;
   const Slice<T> slice;
-  // `head`: of the pass for exponentials; `tail`: of the pass for classes.
+  // `head` is of the pass for exponentials, `tail` of the pass for classes.
   State head, tail;
   PhaseCounter sums_phase, softmax_phase, classes_phase, slope_phase;
-  // The student's probability of every held class, and its slope (tvd: g).
+  // Hold the student's probability of every held class, and its slope (for tvd: g).
   float q_of[kHeldVecs][N], g_of[kHeldVecs][N];
 
-  __device__ __forceinline__ Consumer(const Params<T>& p, TmaStorage<Shape>& storage, uint4* smem, int chunks)
+  __device__ __forceinline__ Consumer(const DivergenceParams<T>& p, TmaStorage<Shape>& storage, uint4* smem,
+                                      int chunks)
       : p(p), storage(storage), smem(smem), chunks(chunks), slice(p) {}
   __device__ __forceinline__ uint4& words(const State& at, int tensor, int i) const {
     return *TmaPipeline<Shape>::vec(smem, at, tensor, i);
@@ -209,7 +208,7 @@ struct Consumer {
   __device__ __forceinline__ static int vec_of(int h, int i) {
     return h * Shape::chunk + i * Shape::consumers + int(threadIdx.x);
   }
-  // Whether all vectors of chunk h are full.
+  // True if all vectors of chunk h are full.
   __device__ __forceinline__ static bool is_full(const AlignedRow<const T>& x, int h) {
     return (h > 0 || x.lead == 0) && (h + 1) * Shape::chunk * N - x.lead <= x.cols;
   }
@@ -230,7 +229,7 @@ struct Consumer {
       }
     }
   }
-  // The sums of exponentials of row r, relative to the warp's maxima.
+  // Computes the sums of exponentials of row r, relative to the warp's maxima.
   __device__ __forceinline__ void sums(int r) {
     const AlignedRow<const T> x = slice.student(r);
     uint32_t top_s = kMinusInf<T>, top_t = top_s;
@@ -270,7 +269,7 @@ struct Consumer {
     ++sums_phase.count;
   }
 
-  // Adds a class and replaces its logits by the student's probability and its slope (tvd: g).
+  // Adds a class and replaces its logits by the student's probability and its slope (for tvd: g).
   template <bool Half>
   __device__ __forceinline__ void add_class(float& q, float& g, const Softmaxes& m, ClassSums& all) const {
     const float slope = p.slope, x = q, y = g;
@@ -280,10 +279,10 @@ struct Consumer {
       g = e == 0.0f ? 0.0f : copysignf(q, e);
       all.terms += fabsf(e), all.g += g;
     } else {
-      // The larger probability, and by their quotient the smaller one: log m = log bigger + log
+      // Holds the larger probability, and by their quotient the smaller one: log m = log bigger + log
       // weights, as in divergence_slope.
       const float d = fma(x - y, slope, m.log2_offset);
-      // The teacher's probability is the larger one.
+      // True if the teacher's probability is the larger one.
       const bool teacher = d < 0.0f;
       float below = x - m.ref_s;
       if (teacher) below = y - m.ref_t;
@@ -302,12 +301,12 @@ struct Consumer {
       const float low = -fabsf(d) - log_weights;
       q = teacher ? smaller : bigger, g = teacher ? low : -log_weights;
       all.g = fma(q, g, all.g);
-      // The terms of both sides.
+      // Adds the terms of both sides.
       all.terms = fma(smaller, low, fma(bigger, -log_weights, all.terms));
     }
     all.q += q;
   }
-  // Half: beta is one half.
+  // Half means that beta is one half.
   template <bool Half>
   __device__ __forceinline__ void classes() {
     int buffer = softmax_phase.buffer();
@@ -384,9 +383,9 @@ struct Consumer {
   }
 };
 
-// `chunks`: of a row.
+// `chunks` counts those of a row.
 template <DivergenceKind K, class T, class Shape>
-__global__ __launch_bounds__(Shape::threads, 1) void tma_kernel(const __grid_constant__ Params<T> p,
+__global__ __launch_bounds__(Shape::threads, 1) void tma_kernel(const __grid_constant__ DivergenceParams<T> p,
                                                                 int chunks) {
 #if __CUDA_ARCH__ >= 900
   __shared__ TmaStorage<Shape> storage;
@@ -424,9 +423,9 @@ __global__ __launch_bounds__(Shape::threads, 1) void tma_kernel(const __grid_con
 #endif
 }
 
-// Returns false when a row does not fit or no such cluster fits on the device.
+// Returns false if a row does not fit or no such cluster fits on the device.
 template <DivergenceKind K, class T, class Shape>
-bool launch_tma(Context& ctx, Params<T> p, int cluster) {
+bool launch_tma(Context& ctx, DivergenceParams<T> p, int cluster) {
   static OccupancyCache occupancy;
   p.slice = slice_of(p.cols, cluster);
   const int64_t columns = p.slice + (p.aligned ? 0 : AlignedRow<T>::N - 1);

@@ -1,10 +1,11 @@
-// Dynamic Tanh (Zhu et al. 2025, "Transformers without Normalization", eq. 1).
-//
-// Formula     t = tanh(alpha * x),  y = t * weight + bias                          (weight or bias absent: 1 or 0)
+// Computes Dynamic Tanh (Zhu et al. 2025, "Transformers without Normalization", eq. 1).
+// Formula     t = tanh(alpha * x),  y = t * weight + bias  (weight or bias absent: 1 or 0)
 // Gradients   e = dy * weight * (1 - t^2);  dx = alpha * e;  dalpha = sum of e * x over everything;
 //             dweight = sum over rows of dy * t;  dbias = sum over rows of dy
-// Shapes      x, y, dy, dx [rows, cols], any row stride; alpha, dalpha [1]; weight, bias, dweight, dbias [cols]
-// Dtypes      x, y f32 | bf16 | f16; alpha, weight and bias of one dtype, x's or f32, their gradients too; accumulation f32
+// Shapes      x, y, dy, dx [rows, cols], any row stride; alpha, dalpha [1]; weight, bias, dweight, dbias
+//             [cols]
+// Dtypes      x, y f32 | bf16 | f16; alpha, weight and bias of one dtype, x's or f32, their gradients too;
+//             accumulation f32
 // Rounding    once, on store
 // Saved       x, alpha, weight
 // Aliasing    y may be x; dx may be dy or x (same address and stride)
@@ -20,7 +21,7 @@ namespace tigon {
 struct DytFwd {
   Matrix x;
   Vector alpha;
-  Vector weight, bias;  // empty: none
+  Vector weight, bias;  // empty if absent
   Matrix y;
 
   void fields(Fields& f) {
@@ -37,8 +38,8 @@ struct DytBwd {
   Matrix x;
   Vector alpha;
   Vector weight;
-  Matrix dx;                      // empty: not wanted
-  Vector dalpha, dweight, dbias;  // empty: not wanted
+  Matrix dx;                      // empty if not wanted
+  Vector dalpha, dweight, dbias;  // empty if not wanted
 
   void fields(Fields& f) {
     f.input("dy", dy, x);

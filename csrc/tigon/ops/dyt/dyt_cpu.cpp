@@ -11,11 +11,11 @@ namespace {
 
 struct DytParameters {
   float alpha;
-  const float *weight, *bias;  // null: none
+  const float *weight, *bias;  // null if absent
 };
 struct DytKernels {
   void (*forward)(const DytFwd& a, const DytParameters& p, int64_t row);
-  // Columns [first, first + n) of a row. Adds to dweight and dbias; returns the part of dalpha.
+  // Takes columns [first, first + n) of a row. Adds to dweight and dbias, and returns the part of dalpha.
   float (*backward)(const DytBwd& a, const DytParameters& p, int64_t row, int64_t first, int64_t n,
                     float* dweight, float* dbias);
 };
@@ -49,7 +49,8 @@ void dyt_bwd(Context& ctx, const DytBwd& a) {
       return sums ? sums + c * cols : nullptr;
     };
     float *dw = mine(dweight), *db = mine(dbias);
-    double total = 0.0;  // over short runs: one chain over a long matrix would lose digits
+    // Adds sums of short runs: one chain over a long matrix would lose digits.
+    double total = 0.0;
     for (int64_t r = chunks.begin(c); r < chunks.end(c); ++r)
       for (int64_t i = 0; i < cols; i += kRun)
         total += double(backward(a, p, r, i, std::min(kRun, cols - i), dw, db));

@@ -1,13 +1,9 @@
-// CUDA backend of Dynamic Tanh.
-//
-// Bytes per element (b = element size): forward 2b, backward 3b. Also weight and bias once per CTA
-// (from L2), and the gradients' partials through L2.
-// Instructions per element: about 17 forward, 24 backward; the memory-bound budget is 31 and 46
-// (bf16).
-//
-// A row needs no reduction, so a CTA takes a tile of columns and loops over rows: a thread keeps
-// the parameters and sums of its columns in registers and loads several rows at a time. The
-// backward has few, long CTAs and prefetches the next rows. Rows shorter than a tile share it.
+// The CUDA backend of Dynamic Tanh moves 2b bytes per element forward and 3b backward (b = element size), and
+// also weight and bias once per CTA (from L2), and the gradients' partials through L2. An element takes about
+// 17 instructions forward and 24 backward; the memory-bound budget is 31 and 46 (bf16). A row needs no
+// reduction, so a CTA takes a tile of columns and loops over rows: a thread keeps the parameters and sums of
+// its columns in registers and loads several rows at a time. The backward has few, long CTAs and prefetches
+// the next rows. Rows shorter than a tile share it.
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
@@ -21,44 +17,44 @@ namespace {
 #include "tigon/ops/dyt/dyt_math.inc"
 
 constexpr const char* kOp = "dyt";
-// Threads of a CTA, rows loaded at a time, and CTAs per SM that the registers allow. A forward CTA
-// takes only the rows that it loads at once: many short CTAs end together. Backward CTAs end with a
-// reduction, so there are only as many as are resident.
+// Counts the threads of a CTA, the rows loaded at a time, and the CTAs per SM that the registers allow. A
+// forward CTA takes only the rows that it loads at once: many short CTAs end together. Backward CTAs end with
+// a reduction, so there are only as many as are resident.
 template <bool Backward>
 constexpr int kThreads = Backward ? 256 : 128;
 template <bool Backward>
 constexpr int kInFlight = Backward ? 2 : 8;
 template <bool Backward>
 constexpr int kMinBlocks = Backward ? 2 : 6;
-// Parts per SM of the forward's rows, for single elements.
+// For single elements the forward divides its rows into this many parts per SM.
 constexpr int kScalarParts = 64;
 
-// How CTAs share the matrix: threads side by side in a row, rows of a CTA at a time (groups), tiles
-// of columns, rows of a part (chunk).
+// Says how CTAs share the matrix: threads side by side in a row, rows of a CTA at a time (groups), tiles of
+// columns, rows of a part (chunk).
 struct Tiling {
   int64_t rows, cols, chunk;
   uint32_t tiles, row_threads, groups;
-  // 1 / row_threads in units of 2^-16, rounded up: exact for the threads of a CTA.
+  // 1 / row_threads is stored in units of 2^-16, rounded up, which is exact for the threads of a CTA.
   uint32_t inv_row_threads;
 };
 
 template <class X, class W>
 struct Dyt {
-  // dy: backward.
+  // Only the backward has dy.
   const X *dy, *x;
-  // y, or dx, which may be null.
+  // The result is y, or dx, which may be null.
   X* out;
   int64_t dy_stride, x_stride, out_stride;
   const W *alpha, *weight, *bias;
-  // [parts * tiles]; [parts, 2, cols]; may be null.
+  // [parts * tiles] and [parts, 2, cols]; may be null.
   float *dalpha, *sums;
   Tiling tiling;
 };
 
-// What a thread loads at once.
+// Holds what a thread loads at once.
 template <class X, int N, bool Backward>
 struct Rows {
-  // dy: backward.
+  // Only the backward has dy.
   Vec<X, N> x[kInFlight<Backward>], dy[kInFlight<Backward>];
 };
 
@@ -135,7 +131,7 @@ __global__ __launch_bounds__(kThreads<Backward>,
     float* sums = p.sums + part * 2 * p.tiling.cols + column;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      // Over the row groups of the CTA, in order.
+      // Adds over the row groups of the CTA, in order.
       if (groups > 1) {
         __syncthreads();
 #pragma unroll
@@ -226,7 +222,7 @@ void dyt_fwd(Context& ctx, const DytFwd& a) {
 
 void dyt_bwd(Context& ctx, const DytBwd& a) {
   Vector dweight = a.dweight, dbias = a.dbias;
-  // A row of partials holds both gradients.
+  // One row of partials holds both gradients.
   dweight.size = dbias.size = a.x.cols;
   if (a.x.rows == 0) {
     for (const Vector& v : {a.dalpha, a.dweight, a.dbias})

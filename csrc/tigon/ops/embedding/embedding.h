@@ -1,5 +1,5 @@
-// Embedding: rows of a table by token id, and the table's gradient (Bengio et al. 2003, "A neural probabilistic language model").
-//
+// Looks up rows of a table by token id, and computes the table's gradient (Bengio et al. 2003, "A neural
+// probabilistic language model").
 // Formula     y_i = scale * weight[ids_i]
 // Gradients   dweight_v = scale * sum of dy_i over all i with ids_i = v, 0 for v = padding_idx
 // Shapes      ids [tokens]; weight, dweight [V, H], dweight dense; y, dy [tokens, H]; any row stride
@@ -7,11 +7,13 @@
 // Rounding    once, on store; with scale = 1 y is weight bit for bit
 // Saved       ids
 // Aliasing    none
-// Determinism bitwise: a token's rows are added in the order of their positions, in parts that follow from shapes and ids alone
-// Traffic     forward 1 read + 1 write of [tokens, H]; backward 1 read of [tokens, H] + 1 write of [V, H] (the rows that no id
-//             names are cleared in the same launch)
-// Refused     sizes or dtypes that do not fit, 2^31 tokens or ids: tigon::Error before anything is written. An id outside [0, V):
-//             tigon::Error on the CPU; on CUDA its row of y is NaN and dweight has nothing of it
+// Determinism bitwise: a token's rows are added in the order of their positions, in parts that follow from
+//             shapes and ids only
+// Traffic     forward 1 read + 1 write of [tokens, H]; backward 1 read of [tokens, H] + 1 write of [V, H]
+//             (the rows that no id names are cleared in the same launch)
+// Refused     sizes or dtypes that do not fit, 2^31 tokens or ids: tigon::Error before anything is written.
+//             An id outside [0, V): tigon::Error on the CPU; on CUDA its row of y is NaN and dweight gets
+//             nothing from it
 #pragma once
 
 #include "tigon/base/fields.h"
@@ -30,7 +32,8 @@ struct EmbeddingFwd {
   Vector ids;
   Matrix weight;
   Matrix y;
-  int64_t padding_idx = -1;  // of the gradient alone
+  // Only the gradient uses it.
+  int64_t padding_idx = -1;
   float scale = 1.0f;
 
   void fields(Fields& f) {
@@ -47,7 +50,7 @@ struct EmbeddingBwd {
   Vector ids;
   Matrix dy;
   Matrix dweight;
-  int64_t padding_idx = -1;  // none
+  int64_t padding_idx = -1;  // -1 for none
   float scale = 1.0f;
 
   void fields(Fields& f) {

@@ -26,7 +26,8 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 16384;
 constexpr int64_t kColumns = 1024,
-                  kPart = 64;  // of a task; rows that are added to one sum before it joins its token's
+                  // A task adds this many rows to one sum before that joins its token's.
+    kPart = 64;
 
 int64_t id_at(const Vector& ids, int64_t i) {
   return ids.dtype == DType::i64 ? ids.as<int64_t>()[i] : int64_t(ids.as<int32_t>()[i]);
@@ -51,13 +52,15 @@ void embedding_fwd(Context& ctx, const EmbeddingFwd& a) {
   });
 }
 
-// Positions sorted by id (a count, a prefix sum, a scatter); then tasks of some ids and some columns.
+// Positions are sorted by id (a count, a prefix sum, a scatter). Then each task takes some ids and some
+// columns.
 void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
   check_ids("embedding_bwd", a.ids, a.dweight.rows);
   const EmbeddingKernels& k = TIGON_SELECT(embedding_table)[a.dweight.dtype];
   int64_t tokens = a.ids.size, rows = a.dweight.rows, cols = a.dweight.cols;
-  int32_t* begin =
-      ctx.scratch_of<int32_t>(rows + 2);  // of an id's positions, one place on while they are scattered
+  // begin[v + 1] is where the positions of id v begin while they are scattered; each moves on to the next
+  // begin.
+  int32_t* begin = ctx.scratch_of<int32_t>(rows + 2);
   int32_t* order = ctx.scratch_of<int32_t>(tokens);
   std::fill(begin, begin + rows + 2, 0);
   for (int64_t i = 0; i < tokens; ++i) ++begin[id_at(a.ids, i) + 2];

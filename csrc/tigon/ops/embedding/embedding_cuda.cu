@@ -1,20 +1,15 @@
-// CUDA backend of embedding.
-//
-// Bytes per element (b = element size): forward 2b; backward b per element of dy and b per element
-// of dweight. The arithmetic is negligible. Also, every CTA of the sort reads the ids, from L2.
-//
-// Backward
-//   sort    Sorts positions by id. Every CTA owns some of the ids: it scans all tokens, counts
-//           those of its ids by warp and those of earlier CTAs, whose number is the offset of its
-//           own, zeroes the rows of its unused ids, and writes its tokens in order. CTAs do not
-//           wait for each other.
-//           Ids are interleaved over CTAs, since frequent ids are neighbours. An id that gets no
-//           gradient (padding_idx, or out of range) sorts last.
-//   sum     Fixed windows of the sorted order, so that a frequent id is shared by many CTAs. A
-//           window adds its rows of dy in order and writes the sums of ids that begin and end in
-//           it, and partial sums of the others.
-//   join    The window in which an id begins adds the id's partial sums of several windows, in
-//           order.
+// The CUDA backend of embedding moves 2b bytes per element forward (b = element size), and backward b per
+// element of dy and b per element of dweight. The arithmetic is negligible. Also, every CTA of the sort reads
+// the ids, from L2. The backward has three kernels:
+//   sort    sorts positions by id. Every CTA owns some of the ids: it scans all tokens, counts those of its
+//           ids by warp and those of earlier CTAs, whose number is the offset of its own, zeroes the rows of
+//           its unused ids, and writes its tokens in order. CTAs do not wait for each other. Ids are
+//           interleaved over CTAs, since frequent ids are neighbours. An id that gets no gradient
+//           (padding_idx, or out of range) sorts last.
+//   sum     takes fixed windows of the sorted order, so that many CTAs share a frequent id. A window adds its
+//           rows of dy in order and writes the sums of ids that begin and end in it, and partial sums of the
+//           others.
+//   join    adds the partial sums of an id that has several windows, in order, in the window where it begins.
 #include <bit>
 
 #include "tigon/base/cuda/launch.cuh"
@@ -43,7 +38,7 @@ Ids ids_of(const Vector& v) { return {v.data, v.dtype == DType::i64}; }
 
 constexpr int kGatherThreads = 128, kGatherVecs = 4;
 
-// The vectors of all rows as one sequence. All loads of a thread are in flight together.
+// Treats the vectors of all rows as one sequence. All loads of a thread are in flight together.
 template <class T, int N>
 __global__ __launch_bounds__(kGatherThreads) void gather_kernel(Ids ids, const T* weight,
                                                                 int64_t weight_stride, T* y, int64_t y_stride,
@@ -79,11 +74,11 @@ __global__ __launch_bounds__(kGatherThreads) void gather_kernel(Ids ids, const T
 
 // ---------------------------------------------------------------- sort
 
-// kLoadsInFlight: tokens per thread.
+// A thread has kLoadsInFlight tokens in flight.
 constexpr int kSortThreads = 1024, kSortWarps = kSortThreads / 32, kLoadsInFlight = 4;
 
-// The sort order of ids: by CTA, each of which owns every 2^blocks-th id, then by id. `range`: ids
-// of a CTA, at most 2^range_bits.
+// Gives the sort order of ids: by CTA, each of which owns every 2^blocks-th id, then by id. `range` is the
+// number of ids of a CTA, at most 2^range_bits.
 struct Order {
   int blocks, range_bits;
   uint32_t range;
@@ -95,7 +90,7 @@ struct Order {
   __device__ __forceinline__ uint32_t id(uint32_t key) const {
     return (key & ((1u << range_bits) - 1)) << blocks | key >> range_bits;
   }
-  // The key of ids without a gradient: the last of the last CTA.
+  // Returns the key of ids without a gradient: the last one of the last CTA.
   __device__ __forceinline__ uint32_t none() const { return begin((1u << blocks) - 1) + range; }
 };
 
@@ -106,7 +101,7 @@ struct Sort {
   int64_t padding_idx;
   uint32_t* key;
   int32_t* position;
-  // Of the table's gradient.
+  // Points to the rows of the table's gradient.
   char* rows;
   int64_t row_bytes;
 
@@ -116,9 +111,9 @@ struct Sort {
   }
 };
 
-// Visits all tokens, warp by warp, 32 adjacent ones at a time: fn(token, key), called by all lanes
-// together; the key of no token is 0xffffffff. Returns a mask of the iterations (modulo 64) in
-// which fn returned true; iterations not in `iterations` are skipped.
+// Visits all tokens, warp by warp, 32 adjacent ones at a time, and calls fn(token, key) in all lanes
+// together; the key of no token is 0xffffffff. Returns a mask of the iterations (modulo 64) in which fn
+// returned true; iterations not in `iterations` are skipped.
 template <class Fn>
 __device__ __forceinline__ uint64_t walk_tokens(const Sort& p, uint64_t iterations, const Fn& fn) {
   const uint32_t warp = threadIdx.x / 32, share = (p.count + kSortThreads - 1) / kSortThreads;
@@ -156,14 +151,14 @@ __device__ __forceinline__ void zero_unused_rows(const Sort& p, const bool* used
   }
 }
 
-// Count: the type of counters, which hold up to the number of tokens.
+// Count is the type of counters, which hold up to the number of tokens.
 template <class Count>
 __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constant__ Sort p) {
   extern __shared__ uint4 shared[];
   __shared__ int warp_sum[kSortWarps], warp_before[kSortWarps];
   const int tid = int(threadIdx.x), warp = tid / 32, lane = tid % 32;
   const int pitch = int(p.order.range + 2) & ~1;
-  // [warp][id of the CTA]
+  // The indices are [warp][id of the CTA].
   Count* const next = reinterpret_cast<Count*>(shared);
   bool* const used = reinterpret_cast<bool*>(next + kSortWarps * pitch);
   const uint32_t begin = p.order.begin(blockIdx.x);
@@ -189,7 +184,7 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
   before = __reduce_add_sync(kAllLanes, before);
   if (lane == 0) warp_before[warp] = before;
   __syncthreads();
-  // Thread d: where the tokens of an id begin after the CTA's first, warp by warp.
+  // Thread d computes where the tokens of an id begin after the CTA's first, warp by warp.
   for (int base = 0, through = 0; base < ids; base += kSortThreads) {
     const int d = base + tid;
     int all = 0;
@@ -198,7 +193,7 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
       for (int w = 0; w < kSortWarps; ++w) all += next[w * pitch + d];
       used[d] = all > 0;
     }
-    // Inclusive prefix sum over ids.
+    // Makes an inclusive prefix sum over ids.
     int sum = all;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -241,7 +236,7 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
 
 // ---------------------------------------------------------------- sums
 
-// kPrefetch: loads in flight.
+// kPrefetch loads are in flight.
 constexpr int kSumThreads = 128, kJoinGroups = 4, kPrefetch = 8;
 
 struct Sorted {
@@ -251,14 +246,14 @@ struct Sorted {
   Order order;
 };
 
-// The first index in [from, to) whose key is at least `key`. All lanes of a warp pass the same
+// Returns the first index in [from, to) whose key is at least `key`. All lanes of a warp pass the same
 // arguments.
 __device__ __forceinline__ int lower_bound(const uint32_t* keys, int from, int to, uint32_t key) {
   const int lane = int(threadIdx.x) % 32;
   while (from < to) {
     const int step = (to - from + 31) / 32, at = from + lane * step;
     const unsigned below = __ballot_sync(kAllLanes, at < to && keys[at] < key);
-    // Lanes 0 to n - 1.
+    // Lanes 0 to n - 1 are below.
     const int n = __popc(below);
     if (n == 0) return from;
     const int low = from + (n - 1) * step + 1;
@@ -272,10 +267,10 @@ struct Sums {
   Sorted sorted;
   const T* dy;
   T* dweight;
-  // [window][id from an earlier window, id that continues][H]
+  // The indices are [window][id from an earlier window, id that continues][H].
   float* parts;
   int64_t dy_stride;
-  // `window`: tokens of a window.
+  // `window` is the number of tokens of a window.
   int window, windows, cols, slices;
   float scale;
 };
@@ -382,8 +377,7 @@ __global__ __launch_bounds__(kSumThreads* kJoinGroups) void join_kernel(const __
   write_row<T, N>(p, id, column, sum);
 }
 
-// Windows of 64 tokens: more where there are many tokens, fewer where the CTAs would not fill the
-// device.
+// Windows have 64 tokens: more if there are many tokens, fewer if the CTAs would not fill the device.
 template <class T, int N>
 void launch_sums(Context& ctx, Sums<T> p) {
   constexpr const char* op = "embedding_bwd";
@@ -403,7 +397,7 @@ void launch_sums(Context& ctx, Sums<T> p) {
            p);
 }
 
-// As many CTAs as their counters need to fit in shared memory, at least 128: about one per SM.
+// Takes as many CTAs as their counters need to fit in shared memory, at least 128: about one per SM.
 template <class Count>
 Order sort_into(Context& ctx, Sort p) {
   constexpr const char* op = "embedding_bwd";

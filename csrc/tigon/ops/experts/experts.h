@@ -1,32 +1,37 @@
-// Experts of a mixture (Shazeer et al. 2017, arXiv:1701.06538; top-k routing as in Fedus et al. 2021, arXiv:2101.03961): all that
-// lies around the grouped products of a layer. S = T * K slots: token t's choice j is slot t * K + j. Row p of a sorted matrix
-// belongs to slot order[p] and to the expert e with offsets[e] <= p < offsets[e + 1]; R = offsets[E] rows are here.
-//
-// Formula     route    stable sort of the slots by expert id: order[place[s]] = s. An id outside [0, E) is "not here": its slots
-//                      come last in order, and place[s] = -1
-//             gather   rows_place[s] = x_t, s = t * K + j, over the slots that are here
-//             gate     z = gate_up_p + bias_e in f32; act_p = gated unit of its columns (base/gated_unit.inc): halves [gate | up],
-//                      interleaved (gate, up, gate, up, ...), or single: the activation alone, up = 1
-//             combine  y_t = sum over j of w_s * (rows_place[s] + bias_e), s = t * K + j, over the slots that are here
+// Computes what surrounds the grouped GEMMs of a mixture-of-experts layer (Shazeer et al. 2017,
+// arXiv:1701.06538; top-k routing as in Fedus et al. 2021, arXiv:2101.03961). There are S = T * K slots:
+// token t's choice j is slot t * K + j. Row p of a sorted matrix belongs to slot order[p] and to the expert e
+// with offsets[e] <= p < offsets[e + 1]. Of all rows R = offsets[E] are local; the experts of the other slots
+// are on other devices.
+// Formula     route    stable sort of the slots by expert id: order[place[s]] = s. An id outside [0, E) is
+//                      not local: its slots come last in order, and place[s] = -1
+//             gather   rows_place[s] = x_t, s = t * K + j, over the local slots
+//             gate     z = gate_up_p + bias_e in f32; act_p = gated unit of its columns
+//                      (base/gated_unit.inc): halves [gate | up], interleaved (gate, up, gate, up, ...),
+//                      or single: only the activation, up = 1
+//             combine  y_t = sum over j of w_s * (rows_place[s] + bias_e), s = t * K + j,
+//                      over the local slots;
 //                      without place: y_p = w_p * (rows_p + bias_e) for p < R, 0 for the others
 //             sum      sums_e = sum of w_order[p] * rows_p over the rows of expert e
 // Gradients   with y = combine(act W_down^T + bias): g_p = dy_t (gather), dact = g W_down,
-//             dw_s = <dact_p, act_p> + <g_p, down_bias_e>, 0 for slots that are not here;
+//             dw_s = <dact_p, act_p> + <g_p, down_bias_e>, 0 for slots that are not local;
 //             dgate_up_p = w_s * dact_p * d act / d z;  act_p, weighted by w_s, for dW_down = g^T (w act);
 //             dx = combine without weights and bias; gradients of biases = sum. Y itself is never needed
-// Shapes      ids [T, K]; order, place [S]; offsets [E + 1]; x, y, dy [T, H]; rows, g [S, H]; gate_up, dgate_up [S, 2 I]
-//             ([S, I] for single); act, dact [S, I]; weights, dweights [S] by slot; bias [E, columns], rows dense or apart
-// Dtypes      ids i64 | i32; order, place, offsets i32; the rest f32 | bf16 | f16, one for all but weights, which have any of them,
-//             and dweights the same; arithmetic f32
+// Shapes      ids [T, K]; order, place [S]; offsets [E + 1]; x, y, dy [T, H]; rows, g [S, H]; gate_up,
+//             dgate_up [S, 2 I] ([S, I] for single); act, dact [S, I]; weights, dweights [S] by slot; bias
+//             [E, columns], rows dense or apart
+// Dtypes      ids i64 | i32; order, place, offsets i32; the rest f32 | bf16 | f16, one for all but weights,
+//             which may have any of them, and dweights the same; arithmetic f32
 // Rounding    once, on store. combine adds in f32 and rounds the sum
-// Saved       gate_up, order, place, offsets by whoever runs the layer: nothing of S x H
+// Saved       gate_up, order, place, offsets by the caller, who runs the layer: nothing of S x H
 // Aliasing    combine without place may write into rows; dgate_up may be gate_up; otherwise none
-// Determinism bitwise: stable order, the K slots of a token in their order, the rows of an expert in theirs, in parts that follow
-//             from shapes and offsets alone
-// Traffic     route: two reads of ids, 2 S + E integers written; gather T reads + R writes of H; gate 3 I, backward 6 I;
-//             combine R reads + T writes of H; sum R reads. Rows from R on are neither read nor written, by anything
-// Refused     sizes or dtypes that do not fit, 2^31 slots, more than 1024 experts on CUDA: tigon::Error before anything is
-//             written. A negative id: tigon::Error on the CPU; on CUDA it is not here
+// Determinism bitwise: stable order, the K slots of a token in their order, the rows of an expert in theirs,
+//             in parts that follow from shapes and offsets only
+// Traffic     route: two reads of ids, 2 S + E integers written; gather T reads + R writes of H; gate 3 I,
+//             backward 6 I; combine R reads + T writes of H; sum R reads. Rows from R on are neither read nor
+//             written
+// Refused     sizes or dtypes that do not fit, 2^31 slots, more than 1024 experts on CUDA: tigon::Error
+//             before anything is written. A negative id: tigon::Error on the CPU; on CUDA it is not local
 #pragma once
 
 #include "tigon/base/fields.h"
@@ -40,7 +45,7 @@ struct ExpertsGate {
   GluOptions unit;
   GateColumns columns = GateColumns::halves;
 
-  // Columns of gate_up to one of act.
+  // Returns the columns of gate_up per column of act.
   int64_t width() const { return columns == GateColumns::single ? 1 : 2; }
   void fields(Fields& f) {
     f.option("kind", unit.kind);
@@ -58,7 +63,7 @@ struct ExpertsGate {
   }
 };
 
-// The arguments that several pieces have.
+// Holds the arguments that several pieces have.
 struct ExpertsFields {
   static constexpr int64_t kMostSlots = (int64_t(1) << 31) - 1, kMostExperts = 1024;  // the latter on CUDA
   static void offsets(Fields& f, Vector& v) {
@@ -76,7 +81,7 @@ struct ExpertsFields {
     f.require(!v || is_kernel_float(v.dtype), "weights must be float32, bfloat16 or float16, got ",
               name_of(v.dtype));
   }
-  // Rows of several tokens each.
+  // The rows hold several choices per token.
   static void choices(Fields& f, int64_t slots, int64_t tokens) {
     f.require(tokens == 0 ? slots == 0 : slots % tokens == 0,
               "rows must have a multiple of the tokens' number of rows (", tokens, "), got ", slots);
@@ -84,7 +89,7 @@ struct ExpertsFields {
 };
 
 struct ExpertsRoute {
-  Matrix ids;  // dense
+  Matrix ids;  // rows are dense
   int64_t experts = 0;
   Vector order;
   Vector place;
@@ -125,7 +130,7 @@ struct ExpertsGather {
 
 struct ExpertsGateFwd {
   Matrix gate_up;
-  Matrix bias;  // empty: none
+  Matrix bias;  // empty if absent
   Vector offsets;
   Matrix act;
   ExpertsGate gate;
@@ -145,15 +150,15 @@ struct ExpertsGateFwd {
 struct ExpertsGateBwd {
   Matrix dact;
   Matrix gate_up;
-  Matrix bias;     // empty: none
-  Vector weights;  // empty: 1
-  Vector order;    // empty: row p is slot p
+  Matrix bias;     // empty if absent
+  Vector weights;  // 1 if empty
+  Vector order;    // if empty, row p is slot p
   Vector offsets;
-  Matrix g;          // with down_bias and dweights
-  Matrix down_bias;  // empty: none
-  Matrix dgate_up;   // empty: not wanted
-  Matrix act;        // empty: not wanted
-  Vector dweights;   // empty: not wanted
+  Matrix g;          // given with down_bias and dweights
+  Matrix down_bias;  // empty if absent
+  Matrix dgate_up;   // empty if not wanted
+  Matrix act;        // empty if not wanted
+  Vector dweights;   // empty if not wanted
   ExpertsGate gate;
 
   void fields(Fields& f) {
@@ -176,10 +181,10 @@ struct ExpertsGateBwd {
 
 struct ExpertsCombine {
   Matrix rows;
-  Vector place;  // empty: row p is slot p
+  Vector place;  // if empty, row p is slot p
   Vector offsets;
-  Vector weights;  // empty: 1
-  Matrix bias;     // empty: none
+  Vector weights;  // 1 if empty
+  Matrix bias;     // empty if absent
   Matrix y;
 
   void fields(Fields& f) {
@@ -197,7 +202,7 @@ struct ExpertsCombine {
   }
 };
 
-// Zeros in the rows that are not here.
+// Writes zeros to the rows that are not local.
 struct ExpertsZeroRest {
   Matrix rows;
   Vector offsets;
@@ -210,8 +215,8 @@ struct ExpertsZeroRest {
 
 struct ExpertsSum {
   Matrix rows;
-  Vector weights;  // empty: 1
-  Vector order;    // empty: row p is slot p
+  Vector weights;  // 1 if empty
+  Vector order;    // if empty, row p is slot p
   Vector offsets;
   Matrix sums;
 
@@ -224,7 +229,7 @@ struct ExpertsSum {
   }
 };
 
-// Rows of expert e times its matrix of the stack: [in, out] if `transposed`, else [out, in].
+// Multiplies the rows of expert e by its matrix of the stack: [in, out] if `transposed`, else [out, in].
 struct ExpertsProduct {
   Matrix rows;
   Matrix stack;
@@ -250,13 +255,14 @@ struct ExpertsProduct {
   }
 };
 
-// The same of the rows of x in `order`, which has `place` beside it, else of its rows as they are; and the gated unit.
+// Does the same for the rows of x in `order`, which comes with `place`, or for its rows as they are if that
+// is absent; then applies the gated unit.
 struct ExpertsGatedProduct {
   Matrix x;
-  Vector order, place;  // empty: rows as they are
+  Vector order, place;  // if empty, rows are taken as they are
   Matrix stack;
   int64_t experts = 0;
-  Matrix bias;  // empty: none
+  Matrix bias;  // empty if absent
   Vector offsets;
   ExpertsGate gate;
   bool transposed = false, keep = false;
@@ -283,7 +289,7 @@ struct ExpertsGatedProduct {
   }
 };
 
-// a_e^T b_e of the rows of every expert e; zeros where it has none.
+// Computes a_e^T b_e of the rows of every expert e; zeros if it has none.
 struct ExpertsWeightGradient {
   Matrix a, b;
   Vector offsets;

@@ -9,8 +9,8 @@
 namespace tigon::cpu {
 namespace {
 
-// A row of the gate is worked on in blocks of fp32: what depends on dtype and layout reads and writes them, what depends on
-// the activation computes in between.
+// A row of the gate is processed in blocks of fp32: functions for the dtype and layout read and write them,
+// and functions for the activation compute in between.
 constexpr int64_t kGateBlock = 512;
 struct GateBlock {
   alignas(64) float d[kGateBlock], gate[kGateBlock], up[kGateBlock], act[kGateBlock];
@@ -46,7 +46,8 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 16384;
 constexpr int64_t kColumns = 1024,
-                  kPart = 64;  // of a task; rows that are added to one sum before it joins its expert's
+                  // A task adds this many rows to one sum before that joins its expert's.
+    kPart = 64;
 
 const UnitKernels& unit_kernels(const ExpertsGate& gate) {
   return TIGON_SELECT(experts_table).unit[int(gate.unit.kind)];
@@ -75,12 +76,12 @@ int64_t expert_of(const Vector& offsets, int64_t row) {
   const int32_t* first = offsets.as<int32_t>();
   return std::upper_bound(first, first + offsets.size, int32_t(row)) - first - 1;
 }
-// The bias of a row; null where there is none.
+// Returns the bias of a row; null if there is none.
 const char* bias_of(const Matrix& bias, const Vector& offsets, int64_t row) {
   return bias.data == nullptr ? nullptr : element_at(bias, expert_of(offsets, row), 0);
 }
 
-// fn(row) for rows [0, count) of so many elements.
+// Calls fn(row) for rows [0, count) of `cols` elements.
 template <class Fn>
 void for_each_row(Context& ctx, int64_t count, int64_t cols, const Fn& fn) {
   int64_t group = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(cols, 1));
@@ -91,7 +92,7 @@ void for_each_row(Context& ctx, int64_t count, int64_t cols, const Fn& fn) {
 
 }  // namespace
 
-// A count, a prefix sum, a scatter.
+// Counts, makes a prefix sum, and scatters.
 void experts_route(Context&, const ExpertsRoute& a) {
   int64_t experts = a.offsets.size - 1, slots = a.order.size;
   for (int64_t s = 0; s < slots; ++s)

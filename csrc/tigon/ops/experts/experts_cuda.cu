@@ -1,12 +1,10 @@
-// CUDA backend of what lies around the products of a layer of experts.
-//
-// Bytes (b = element size, R rows here): gather b per element of R x H and of T x H; gate 3b per element of R x I, its backward 6b; combine b per
-// element of R x H and b per element of T x H; sum b per element. Route reads the ids twice.
-//
-// Route, two launches
+// The CUDA backend of what surrounds the GEMMs of a layer of experts. Bytes moved (b = element size, R local
+// rows): gather b per element of R x H and of T x H; gate 3b per element of R x I, its backward 6b; combine b
+// per element of R x H and b per element of T x H; sum b per element. Route reads the ids twice, in two
+// launches:
 //   count   Every CTA counts the experts of its share of the slots.
-//   place   Every CTA adds the counts of all CTAs and of those before it, which is where its slots of
-//           an expert begin, then ranks its slots warp by warp in order.
+//   place   Every CTA adds the counts of all CTAs and of those before it, which is where its slots of an
+//           expert begin, then ranks its slots warp by warp in order.
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/reduce.cuh"
@@ -25,7 +23,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 Values values_of(const Vector& v) { return {v.data, v.dtype}; }
 
-// Where the experts' rows begin; `experts` + 1 numbers.
+// Holds where the experts' rows begin, in `experts` + 1 numbers.
 struct Offsets {
   const int32_t* first;
   int experts;
@@ -41,7 +39,7 @@ struct Offsets {
 };
 Offsets offsets_of(const Vector& v) { return {v.as<int32_t>(), int(v.size - 1)}; }
 
-// A matrix as a kernel sees it.
+// Describes a matrix to a kernel.
 template <class T>
 struct Rows {
   T* data;
@@ -57,7 +55,7 @@ bool vectorized(const Matrix& m) {
   return m.data == nullptr || is_vectorizable(m.data, m.stride, m.cols, size_of(m.dtype));
 }
 
-// fn<T, N>(): N is a 16-byte vector of T where all matrices allow it, else 1.
+// Calls fn<T, N>(): N makes a 16-byte vector of T if all matrices allow it, else N is 1.
 template <class Fn>
 void by_type(const Matrix& first, std::initializer_list<const Matrix*> others, const Fn& fn) {
   bool wide = vectorized(first);
@@ -68,7 +66,7 @@ void by_type(const Matrix& first, std::initializer_list<const Matrix*> others, c
   });
 }
 
-// The row and first column of a thread's vector, where all vectors of all rows are one sequence.
+// Returns the row and first column of a thread's vector, if all vectors of all rows are one sequence.
 __device__ __forceinline__ void split(int64_t i, int row_vecs, int64_t& row, int& vec) {
   row = i <= INT32_MAX ? int64_t(uint32_t(i) / uint32_t(row_vecs)) : i / row_vecs;
   vec = int(i - row * row_vecs);
@@ -82,7 +80,7 @@ struct Route {
   const void* ids;
   bool wide;
   int slots, share, experts;
-  // [CTA][expert, the last of slots that are not here]
+  // [CTA][expert]; the last expert counts the slots that are not local.
   int32_t* counts;
   int32_t *order, *place, *offsets;
 
@@ -105,7 +103,7 @@ __global__ __launch_bounds__(kRouteThreads) void count_kernel(const Route p) {
 }
 
 __global__ __launch_bounds__(kRouteThreads) void place_kernel(const Route p) {
-  // [warp][expert]: how many slots of the warp, then where the next one goes.
+  // [warp][expert]: first the slots of the warp, then where its next slot goes.
   extern __shared__ int shared[];
   __shared__ int warp_sum[kRouteWarps];
   const int tid = int(threadIdx.x), warp = tid / 32, lane = tid % 32, bins = p.experts + 1;
@@ -127,7 +125,7 @@ __global__ __launch_bounds__(kRouteThreads) void place_kernel(const Route p) {
         all += c, before += b < int(blockIdx.x) ? c : 0;
       }
     }
-    // Exclusive prefix sum over experts.
+    // Makes an exclusive prefix sum over experts.
     int sum = all;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -188,10 +186,10 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(Rows<const T> x, const
 
 // ---------------------------------------------------------------- gate
 
-// N points of a row as they are loaded.
+// Holds N points of a row as they are loaded.
 template <class T, int N>
 struct Points {
-  Vec<T, N> a, b;  // b: not of single columns
+  Vec<T, N> a, b;  // b is unused for single columns
 };
 template <class T, int N>
 __device__ __forceinline__ Points<T, N> load_points(const T* row, GateColumns columns, int i, int n) {
@@ -245,7 +243,8 @@ __device__ __forceinline__ void add_bias(const T* bias, GateColumns columns, int
   }
 }
 
-// Calls fn.operator()<kind>(), which is K for vectors: single elements, which are rare, have one kernel for all kinds.
+// Calls fn.operator()<kind>(), where kind is K for vectors. Single elements, which are rare, have one kernel
+// for all kinds.
 template <GluKind K, int N, class Fn>
 __device__ __forceinline__ void with_kind_of(const GluOptions& options, Fn&& fn) {
   if constexpr (N > 1)
@@ -253,13 +252,13 @@ __device__ __forceinline__ void with_kind_of(const GluOptions& options, Fn&& fn)
   else
     with_kind(options.kind, fn);
 }
-// Sigmoids of what is stored in 16 bits are approximate.
+// Sigmoids are approximate if the results are stored in 16 bits.
 template <GluKind K, class T>
 using UnitValue = std::conditional_t<K == GluKind::swiglu || is_clamped(K), ApproxFor<T>, float>;
 template <GluKind K, int N>
 constexpr GluKind kKernelKind = N > 1 ? K : GluKind::swiglu;
 
-// A warp per row: a lane loads some vectors before it uses the first.
+// Each row has a warp: a lane loads some vectors before it uses the first.
 constexpr int kRowThreads = 128;
 
 template <GluKind K, class T, int N>
@@ -304,7 +303,7 @@ struct GateBwd {
   ExpertsGate gate;
 };
 
-// The same: the row's sum over its columns is the gradient of the routing weight.
+// Each row has a warp here too: the row's sum over its columns is the gradient of the routing weight.
 template <GluKind K, class T, int N>
 __global__ __launch_bounds__(kRowThreads) void gate_bwd_kernel(const __grid_constant__ GateBwd<T> p) {
   constexpr int kVecs = N > 1 ? 3 : 1, kStep = 32 * N;
@@ -414,7 +413,7 @@ struct Combine {
   Values weights;
   int64_t tokens;
   int row_vecs, choices;
-  // Rows that are here stay as they are.
+  // Local rows stay as they are.
   bool in_place;
 };
 
@@ -445,7 +444,8 @@ __global__ __launch_bounds__(kThreads) void combine_kernel(const __grid_constant
 
 // ---------------------------------------------------------------- sum
 
-// A lane sums N columns of an expert: groups of warps take every kSumGroups-th row, then the groups' sums are added in order.
+// A lane sums N columns of an expert: groups of warps take every kSumGroups-th row, then the groups' sums are
+// added in order.
 constexpr int kSumGroups = kThreads / 32;
 
 template <class T, int N>

@@ -1,27 +1,28 @@
-// A linear map whose products are of float8 (Micikevicius et al. 2022, arXiv:2209.05433): x and W are quantised once, by rows, and the
-// backward multiplies with the same bytes, transposed.
-//
+// A linear map with float8 GEMMs (Micikevicius et al. 2022, arXiv:2209.05433). x and W are quantised once, by
+// rows, and the backward multiplies the same bytes, transposed.
 // Formula     y = xs ws (xq wq^T) + bias, with (xq, xs) and (wq, ws) the rows of x and of W by fp8_quantize
-// Gradients   (dyq, dys) = the rows of dy ws, so that ws is in them:  dx = dys (dyq wt^T), wt = wq^T
-//             dW = dyc / ws (dyt xt^T), xt = xq^T, (dyt, dyc) = dyq^T with the factors dys xs: x's scales are in them. Or dW = dy^T x,
-//             unquantised
-// Shapes      xq [M, K]; xs [M]; wq [N, K]; ws, bias [N]; y, dy [M, N]; xt [K, fp8_columns(M)]; wt [K, N]; x, dx [M, K];
-//             dweight [N, K]. K and N are multiples of 16; rows at any stride
-// Dtypes      bytes float8 e4m3; scales f32; y, dy, dx f32 | bf16 | f16; bias y's or f32; dweight f32 | bf16 | f16; sums f32
-// Rounding    once after a product, and once more where a bias is added. Sums of y on sm_90 are those of the tensor cores, of some 14
-//             bits; of dx and dW they are promoted to f32 every 128 terms
+// Gradients   (dyq, dys) = the rows of dy ws, which include ws:  dx = dys (dyq wt^T), wt = wq^T
+//             dW = dyc / ws (dyt xt^T), xt = xq^T, (dyt, dyc) = dyq^T with the factors dys xs,
+//             which include x's scales. Or dW = dy^T x, unquantised
+// Shapes      xq [M, K]; xs [M]; wq [N, K]; ws, bias [N]; y, dy [M, N]; xt [K, fp8_columns(M)]; wt [K, N]; x,
+//             dx [M, K]; dweight [N, K]. K and N are multiples of 16; rows at any stride
+// Dtypes      bytes float8 e4m3; scales f32; y, dy, dx f32 | bf16 | f16; bias y's or f32; dweight f32 | bf16
+//             | f16; sums f32
+// Rounding    once after a GEMM, and once more if a bias is added. Sums of y on sm_90 are those of the tensor
+//             cores, of some 14 bits; of dx and dW they are promoted to f32 every 128 terms
 // Saved       xq, xs, or x, and the weight's wt, ws
 // Aliasing    none
-// Determinism bitwise; a row of y and of dx has the same bits beside any others in a deterministic context
-// Traffic     each byte once a product; what fp8_quantize moves of dy, and fp8_transpose of its bytes
-// Refused     sizes, dtypes; on CUDA devices below compute capability 8.9: tigon::Error before anything is written
+// Determinism bitwise; in a deterministic context a row of y and of dx does not depend on the other rows
+// Traffic     each byte once per GEMM, plus what fp8_quantize moves of dy, and fp8_transpose of its bytes
+// Refused     sizes, dtypes; on CUDA devices below compute capability 8.9: tigon::Error before anything is
+//             written
 #pragma once
 
 #include "tigon/ops/fp8_linear/fp8_quantize.h"
 
 namespace tigon {
 
-constexpr int64_t kFp8Multiple = 16;  // of K and N
+constexpr int64_t kFp8Multiple = 16;  // K and N are multiples
 
 inline void require_fp8_sizes(const Fields& f, int64_t k, int64_t n) {
   f.require(k > 0 && k % kFp8Multiple == 0, "weight must have columns by the multiple of ", kFp8Multiple,
@@ -35,7 +36,7 @@ struct Fp8LinearFwd {
   Vector xs;
   Matrix wq;
   Vector ws;
-  Vector bias;  // empty: none
+  Vector bias;  // empty if absent
   Matrix y;
 
   void fields(Fields& f) {
@@ -53,11 +54,12 @@ struct Fp8LinearFwd {
 
 struct Fp8LinearBwd {
   Matrix dy;
-  Matrix xt;  // with xs, or:
+  Matrix xt;  // either xt and xs, or x
   Vector xs;
   Matrix x;
   Matrix wt;  // may be absent without need_dx
-  Vector ws;  // may be absent with x and without need_dx
+  // May be absent if x is given and need_dx is not.
+  Vector ws;
   bool need_dx = true;
   bool need_dweight = true;
   Matrix dx;
@@ -90,13 +92,13 @@ struct Fp8LinearBwd {
 TIGON_API void fp8_linear_fwd(Context& ctx, const Fp8LinearFwd& a);
 TIGON_API void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& a);
 
-// c = a_scales b_scales (a b^T) by row of a and of b.
+// Computes c = a_scales b_scales (a b^T), with the scales by row of a and of b.
 struct Fp8Product {
   Matrix a;
   Vector a_scales;
   Matrix b;
   Vector b_scales;
-  Vector bias;  // by column of c, empty: none
+  Vector bias;  // by column of c; empty if absent
   Matrix c;
   bool fast_sums = false;
 };

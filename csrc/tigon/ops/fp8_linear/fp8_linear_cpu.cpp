@@ -1,4 +1,4 @@
-// CPU backend of the products: what the bytes stand for, multiplied in fp32.
+// The CPU backend widens the float8 operands to fp32 and multiplies those.
 #include <algorithm>
 #include <bit>
 

@@ -1,4 +1,4 @@
-// CUDA backend of the products: cuBLASLt's, with a scale for each row of both operands.
+// The CUDA backend uses cuBLASLt's GEMM, with a scale for each row of both operands.
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"

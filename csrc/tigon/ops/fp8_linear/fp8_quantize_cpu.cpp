@@ -1,4 +1,4 @@
-// CPU backend of the casts: the bytes of the CUDA kernels.
+// The CPU backend of the casts writes the same bytes as the CUDA kernels.
 #include <algorithm>
 #include <bit>
 

@@ -1,12 +1,10 @@
-// CUDA backend of the casts.
-//
-// Bytes per element (b = element size): fp8_quantize b + 1, fp8_transpose 2, with factors 3.
-//
-// quantize   A CTA has a row in registers: its maximum, then its bytes.
-// largest    The maxima of columns over the rows of a CTA, 16 columns a thread, joined by atomicMax, whose result does not depend on an
-//            order.
-// transpose  Tiles of 128 rows and 128 columns: a thread has 16 columns of four rows, a word for each column, and the CTA transposes the
-//            words in shared memory.
+// The CUDA backend of the casts moves b + 1 bytes per element in fp8_quantize (b = element size), and 2 in
+// fp8_transpose, or 3 with factors. It has three kinds of kernels:
+// quantize   A CTA has a row in registers: it computes its maximum, then its bytes.
+// largest    computes the maxima of columns over the rows of a CTA, 16 columns per thread, combined by
+//            atomicMax, whose result does not depend on the order.
+// transpose  takes tiles of 128 rows and 128 columns: a thread has 16 columns of four rows, a word for each
+//            column, and the CTA transposes the words in shared memory.
 #include "tigon/base/aligned_rows.h"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
@@ -23,10 +21,10 @@ namespace {
 constexpr const char* kOp = "fp8_quantize";
 constexpr int kLongThreads = 512;
 
-// Bytes of two values that were scaled.
+// Returns the bytes of two values that are already scaled.
 __device__ __forceinline__ uint32_t bytes_of(float low, float high) {
 #if __CUDA_ARCH__ >= 890
-  // The instruction clamps what is beyond, infinity too.
+  // The instruction would clamp what is beyond 448, infinity too.
   auto visible = [](float x) { return fabsf(x) <= 448.0f ? x : __uint_as_float(0x7fffffffu); };
   return cvt_rn_satfinite_e4m3x2_f32(visible(high), visible(low));
 #else
@@ -40,7 +38,7 @@ __device__ __forceinline__ void raise(uint32_t& largest, float value) {
   largest = max(largest, e4m3_magnitude(__float_as_uint(value)));
 }
 
-// The largest of a CTA's threads. `slots` is not written again before the next barrier.
+// Returns the largest value of a CTA's threads. `slots` is not written again before the next barrier.
 template <int kThreads>
 __device__ __forceinline__ uint32_t largest_of_block(uint32_t x, uint32_t* slots) {
   x = __reduce_max_sync(0xffffffffu, x);
@@ -59,10 +57,12 @@ struct Rows {
   uint8_t* q;
   int64_t q_stride;
   float* scales;
-  uint32_t opaque_zero;  // values are unpacked again, where the compiler would keep them in registers
+  // Values are unpacked again with it; the compiler would otherwise keep them in registers.
+  uint32_t opaque_zero;
 };
 
-// 16 bytes of T at a time: V columns. Of a row the thread has the vectors thread, thread + kThreads, ...
+// Takes 16 bytes of T at a time: V columns. The thread has the vectors thread, thread + kThreads, ... of a
+// row.
 template <class T, int kThreads, int kVecs>
 __global__ __launch_bounds__(kThreads, (kVecs < 8 ? 1024 : 512) / kThreads) void rows_kernel(Rows<T> p) {
   constexpr int V = 16 / sizeof(T);
@@ -105,7 +105,7 @@ __global__ __launch_bounds__(kThreads, (kVecs < 8 ? 1024 : 512) / kThreads) void
   }
 }
 
-// Rows of any length and alignment, an element at a time.
+// Takes rows of any length and alignment, one element at a time.
 template <class T>
 __global__ __launch_bounds__(kLongThreads) void any_rows_kernel(Rows<T> p) {
   __shared__ uint32_t slots[32];
@@ -123,7 +123,7 @@ __global__ __launch_bounds__(kLongThreads) void any_rows_kernel(Rows<T> p) {
     p.q[r * p.q_stride + c] = uint8_t(bytes_of(fp8_scaled(value(c), inverse), 0.0f));
 }
 
-// Of the bytes of a word, its scale still in them.
+// Widens the bytes of a word; the scale remains in them.
 __device__ __forceinline__ void widen_word(uint32_t word, float (&x)[4]) {
 #if __CUDA_ARCH__ >= 890
   cvt_rn_f16x2_e4m3x2(word & 0xffffu, x[0], x[1]), cvt_rn_f16x2_e4m3x2(word >> 16, x[2], x[3]);
@@ -137,9 +137,10 @@ constexpr int kTileRows = 128, kTileCols = 128, kTileThreads = 256, kTileWords =
 struct Bytes {
   const uint8_t* q;
   int64_t stride, rows, cols;
-  const float *row_factors, *row_scales;  // null: the bytes as they are
+  // If null, the bytes are copied as they are.
+  const float *row_factors, *row_scales;
   const float* column_divisors;
-  uint32_t* largest;  // of columns
+  uint32_t* largest;  // by column
   float* column_scales;
   uint8_t* to;
   int64_t to_stride, to_cols;
@@ -199,7 +200,7 @@ __global__ __launch_bounds__(kTileThreads) void largest_kernel(Bytes p) {
   }
 }
 
-// Without bank conflicts: the lanes of a warp are 16 columns apart.
+// Avoids bank conflicts: the lanes of a warp are 16 columns apart.
 __device__ __forceinline__ int place_of(int column) { return column * (kTileWords + 1) + column / 32 * 4; }
 template <bool kVectors, bool kFactors>
 __global__ __launch_bounds__(kTileThreads) void transpose_kernel(Bytes p) {
@@ -254,7 +255,7 @@ __global__ __launch_bounds__(kTileThreads) void transpose_kernel(Bytes p) {
     }
   }
   __syncthreads();
-  constexpr int kStoreLanes = kTileWords / 4;  // 16 bytes each
+  constexpr int kStoreLanes = kTileWords / 4;  // 16 bytes per lane
   const int64_t to = first_row + int(threadIdx.x) % kStoreLanes * kByteVec;
 #pragma unroll
   for (int i = int(threadIdx.x) / kStoreLanes; i < kTileCols; i += kTileThreads / kStoreLanes) {

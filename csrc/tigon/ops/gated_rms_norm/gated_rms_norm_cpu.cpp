@@ -6,7 +6,7 @@ namespace tigon::cpu {
 namespace {
 
 struct GatedTables {
-  NormTable by_order[2];  // [norm first]
+  NormTable by_order[2];  // indexed by norm first
 };
 
 }  // namespace

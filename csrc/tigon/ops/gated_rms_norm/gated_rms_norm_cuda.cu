@@ -1,9 +1,8 @@
-// CUDA backend of gated RMSNorm: the formula, for the kernels of the norm family.
-//
-// Bytes per element (b = element size): forward 3b, backward 5b. Also 4 bytes of rstd per group,
-// the weight once per CTA (from L2), and its gradient's partials through L2.
-// Instructions per element: about 20 forward, 40 backward, 4 and 6 of them on the special-function
-// unit; the memory-bound budget is 46 and 77, 12 and 20 of them (bf16).
+// The CUDA backend of gated RMSNorm gives its formula to the kernels of the norm family. It moves 3b bytes
+// per element forward and 5b backward (b = element size), and also 4 bytes of rstd per group, the weight once
+// per CTA (from L2), and its gradient's partials through L2. An element takes about 20 instructions forward
+// and 40 backward, 4 and 6 of them on the special-function unit; the memory-bound budget is 46 and 77, 12 and
+// 20 of them (bf16).
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/gated_rms_norm/gated_rms_norm_scalars.h"
 
@@ -14,8 +13,8 @@ namespace {
 
 constexpr const char* kOp = "gated_rms_norm";
 
-// fp32 weights ask for fp32 accuracy of the gate: ApproxFor<W> below.
-// Calls fn(order, x type, weight type, y type); with the norm first, y has x's type.
+// Calls fn(order, x type, weight type, y type). With the norm first, y has x's type. fp32 weights ask for
+// fp32 accuracy of the gate: see ApproxFor<W> below.
 template <class Fn>
 void with_types(const GatedRmsNorm& options, DType x, const Vector& weight, DType y, Fn&& fn) {
   if (options.norm_first)

@@ -1,4 +1,4 @@
-// The numbers of gated RMSNorm's formula, from its arguments.
+// Takes the constants of gated RMSNorm's formula from its arguments.
 #pragma once
 
 #include "tigon/base/norm_scalars.h"

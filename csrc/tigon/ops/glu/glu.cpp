@@ -7,7 +7,7 @@
 namespace tigon {
 namespace {
 
-// The op's name in messages.
+// Returns the op's name in messages.
 std::string name_of(const GluOptions& o, const char* direction) {
   TIGON_CHECK("glu", is_kind(o.kind), "kind must be one of 0 to ", kGluKinds - 1, ", got ", int(o.kind));
   return std::string(name_of(o.kind)) + direction;
@@ -19,7 +19,7 @@ void split(Matrix& gate, Matrix& up) {
   up = gate;
   if (gate.data) up.data = static_cast<char*>(gate.data) + gate.cols * int64_t(size_of(gate.dtype));
 }
-// A backend's entry, which takes halves.
+// Calls a backend's entry, which takes halves.
 template <class Entry>
 auto with_halves(const Entry& entry) {
   return [entry](Context& ctx, auto a) {
@@ -35,7 +35,7 @@ auto with_halves(const Entry& entry) {
 
 int64_t glu_inputs(Fields& f, Matrix& gate, Matrix& up, GluOptions& o) {
   const bool interleaved = o.kind == GluKind::swiglu_oai;
-  const char* name = interleaved ? "gate_up" : "gate";  // in messages
+  const char* name = interleaved ? "gate_up" : "gate";  // the name in messages
   if (is_kind(o.kind)) f.rename(name_of(o.kind));
   f.rows(name, gate, 0);
   f.optional("up", up, gate);
@@ -51,7 +51,8 @@ int64_t glu_inputs(Fields& f, Matrix& gate, Matrix& up, GluOptions& o) {
   }
   f.require(gate.cols % 2 == 0, name, " must have an even number of columns",
             interleaved ? ", got " : " without up, got ", gate.cols);
-  up.dtype = gate.dtype;  // of its gradient, which is absent too
+  // dup, which is absent too, takes its dtype from up.
+  up.dtype = gate.dtype;
   return gate.cols / 2;
 }
 

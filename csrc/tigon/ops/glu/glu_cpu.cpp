@@ -23,7 +23,7 @@ namespace tigon::cpu {
 namespace {
 
 const GluKernels& kernels(const GluOptions& o, DType t) { return TIGON_SELECT(glu_table).at[int(o.kind)][t]; }
-// Columns of `gate` and `dgate` to one of y.
+// Returns the columns of `gate` and `dgate` per column of y.
 int64_t width(const GluOptions& o) { return o.kind == GluKind::swiglu_oai ? 2 : 1; }
 
 }  // namespace

@@ -7,7 +7,7 @@
 namespace tigon::cpu {
 namespace {
 
-// Where a group of a sample is: its channels and where they begin, in the sample and in memory.
+// Locates a group of a sample: its channels, and where they begin in the sample and in memory.
 struct GroupCoord {
   int64_t sample, first, channels, places;
   template <class Args>
@@ -22,7 +22,8 @@ struct GroupCoord {
   }
 };
 
-struct GroupNormKernels {  // of group i of all samples
+// The kernels take group i of all samples.
+struct GroupNormKernels {
   void (*forward)(const GroupNormFwd& a, int64_t i);
   void (*backward)(const GroupNormBwd& a, int64_t i, float* dweight, float* dbias);
 };
@@ -35,7 +36,7 @@ struct GroupNormKernels {  // of group i of all samples
 
 namespace tigon::cpu {
 
-// A task is a group of a sample.
+// Each task is a group of a sample.
 void group_norm_fwd(Context& ctx, const GroupNormFwd& a) {
   auto forward = TIGON_SELECT(group_norm_table)[a.x.dtype].forward;
   parallel(ctx, a.x.rows * a.groups, [&](int64_t i) { forward(a, i); });

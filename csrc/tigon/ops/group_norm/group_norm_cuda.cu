@@ -1,16 +1,11 @@
-// CUDA backend of GroupNorm.
-//
-// Bytes per element (b = element size): forward 2b, backward 3b. Also 8 bytes of statistics per
-// section, and 8 bytes of partial sums per sample and piece of a channel.
-// Instructions per element: about 9 forward, 12 backward; the memory-bound budget is 27 and 41
-// (bf16).
-//
-// A section is one group of one sample, contiguous in memory. The registers of a CTA or a cluster
-// hold it from when it is read until it is written; several CTAs per SM overlap loads and stores.
-// Its channels are divided into pieces, each processed by some adjacent lanes: a piece has one
-// weight and one bias, and its sums contribute to one channel's gradients. Sections that are too
-// long, and those for which it is faster, take several iterations and are read a second time, from
-// cache.
+// The CUDA backend of GroupNorm moves 2b bytes per element forward and 3b backward (b = element size), and
+// also 8 bytes of statistics per section, and 8 bytes of partial sums per sample and piece of a channel. An
+// element takes about 9 instructions forward and 12 backward; the memory-bound budget is 27 and 41 (bf16). A
+// section is one group of one sample, contiguous in memory. The registers of a CTA or a cluster hold it from
+// when it is read until it is written; several CTAs per SM overlap loads and stores. Its channels are divided
+// into pieces, each processed by some adjacent lanes: a piece has one weight and one bias, and its sums
+// contribute to one channel's gradients. Sections that are too long, and those for which it is faster, take
+// several iterations and are read a second time, from cache.
 #include <algorithm>
 
 #include "tigon/base/cuda/norm_forward.cuh"
@@ -25,7 +20,7 @@ namespace {
 
 constexpr const char* kOp = "group_norm";
 
-// Count, mean, and sum of squared deviations from the mean.
+// Holds the count, the mean, and the sum of squared deviations from the mean.
 struct alignas(16) Moments {
   float n, mean, square, unused;
   __device__ static Moments identity() { return {0.0f, 0.0f, 0.0f, 0.0f}; }
@@ -76,10 +71,10 @@ struct alignas(8) TwoSums {
   }
 };
 
-// A parameter by channel, of T or float.
+// A parameter has one element per channel, of T or float.
 template <class T>
 struct ByChannel {
-  // Null: default_value everywhere.
+  // If null, all elements are default_value.
   const void* data;
   bool wide;
   float default_value;
@@ -94,7 +89,7 @@ ByChannel<T> by_channel(const Vector& v, float default_value) {
 }
 
 template <class T>
-struct Forward {
+struct GroupNormForward {
   const T* x;
   T* y;
   int64_t x_stride, y_stride;
@@ -105,7 +100,7 @@ struct Forward {
   Partition partition;
 };
 template <class T>
-struct Backward {
+struct GroupNormBackward {
   const T *x, *dy;
   // May be null.
   T* dx;
@@ -118,14 +113,14 @@ struct Backward {
   Partition partition;
 };
 
-// Whether the product of mean and weight is subtracted from the bias instead of the mean from every
-// element: where at most 2^-18 of a deviation is lost before rounding to 16 bits.
+// True if the product of mean and weight is subtracted from the bias instead of the mean from every element:
+// at most 2^-18 of a deviation is then lost before rounding to 16 bits.
 template <class T>
 __device__ __forceinline__ bool folds_mean(float mean, float rstd) {
   return sizeof(T) == 2 && fabsf(mean) * rstd < 64.0f;
 }
 
-// Vectors of a piece that a lane holds, for long and short channels, and CTAs per SM that the
+// Says how many vectors of a piece a lane holds, for long and short channels, and how many CTAs per SM the
 // registers allow. The work per piece costs a warp as much as four vectors.
 template <bool Long>
 constexpr int kForwardVecs = Long ? 16 : 4;
@@ -135,12 +130,12 @@ constexpr int kBackwardVecs = N == 1 ? 16
                                      : 4;
 template <bool Long>
 constexpr int kMinBlocks = Long ? 2 : 3;
-// In vectors.
+// A channel is long from this many vectors on.
 constexpr int64_t kLongChannel = 256;
 
 template <class T, bool Long>
-__global__ __launch_bounds__(kSectionThreads,
-                             kMinBlocks<Long>) void forward_kernel(const __grid_constant__ Forward<T> p) {
+__global__ __launch_bounds__(kSectionThreads, kMinBlocks<Long>) void forward_kernel(
+    const __grid_constant__ GroupNormForward<T> p) {
   constexpr int N = 16 / sizeof(T), kVecsPerThread = kForwardVecs<Long>;
   __shared__ SectionReduceStorage<Moments> storage;
   storage.init(p.partition);
@@ -215,8 +210,8 @@ __global__ __launch_bounds__(kSectionThreads,
 }
 
 template <class T, int N, bool Long>
-__global__ __launch_bounds__(kSectionThreads,
-                             kMinBlocks<Long>) void backward_kernel(const __grid_constant__ Backward<T> p) {
+__global__ __launch_bounds__(kSectionThreads, kMinBlocks<Long>) void backward_kernel(
+    const __grid_constant__ GroupNormBackward<T> p) {
   constexpr int kVecsPerThread = kBackwardVecs<N, Long>;
   __shared__ SectionReduceStorage<TwoSums> storage;
   storage.init(p.partition);
@@ -234,13 +229,13 @@ __global__ __launch_bounds__(kSectionThreads,
   const float mean = p.mean[coord.section], rstd = p.rstd[coord.section],
               first_weight = p.weight(channel + first.channel);
   storage.wait_for_cluster(p.partition);
-  // Of g * h and of g.
+  // Sums g * h and g.
   TwoSums own = TwoSums::identity();
   for (int t = 0, steps_done = 0; t < p.partition.iterations; ++t) {
     const Piece piece = t == 0 ? first : coord.piece(t);
     if (t > 0) load_piece(coord, piece, from, in);
     const float weight = t == 0 ? first_weight : p.weight(channel + piece.channel);
-    // Of dy * h and of dy.
+    // Sums dy * h and dy.
     TwoSums sums = TwoSums::identity();
 #pragma unroll
     for (int r = 0; r < kVecsPerThread; ++r) {
@@ -295,18 +290,16 @@ __global__ __launch_bounds__(kSectionThreads,
   folds_mean<T>(mean, rstd) ? write(std::true_type{}) : write(std::false_type{});
 }
 
-// The warps of a section, in a single CTA or in each CTA of a cluster, and the iterations of a
-// single CTA.
+// Counts the warps of a section, in a single CTA or in each CTA of a cluster, and the iterations of a single
+// CTA.
 struct WarpTarget {
   int single_block, iterations, per_cluster_block;
 };
-// Selects the fewest CTAs per section for which the target is met and the device is full. The sums
-// do not depend on it.
+// Selects the fewest CTAs per section that meet the target and fill the device. The sums do not depend on it.
 template <auto Kernel>
 Partition partition_for(const Partition& partition, WarpTarget target, int64_t sections) {
   static OccupancyCache occupancy;
-  // kFull: CTAs per SM that fill the device, for which a section is divided into
-  // at most kFullBlocks CTAs.
+  // kFull CTAs per SM fill the device. To reach them a section is divided into at most kFullBlocks CTAs.
   constexpr int64_t kFull = 3, kFullBlocks = 8;
   auto too_few = [&](int64_t blocks) {
     const int64_t most =
@@ -333,7 +326,7 @@ void run(Context& ctx, const P& p, int64_t samples) {
          p);
 }
 
-// Whether all sections and all their channels begin at 16-byte boundaries.
+// True if all sections and all their channels begin at 16-byte boundaries.
 bool all_vectorizable(int64_t spatial, std::initializer_list<const Matrix*> matrices) {
   return std::all_of(matrices.begin(), matrices.end(), [&](const Matrix* m) {
     const size_t element = size_of(m->dtype);
@@ -342,7 +335,7 @@ bool all_vectorizable(int64_t spatial, std::initializer_list<const Matrix*> matr
   });
 }
 
-// Sections shorter than this.
+// Shorter sections than this are short.
 constexpr int64_t kShortBytes = 8 << 10;
 
 // Short sections, and those of any alignment, use the kernels of the norm family.
@@ -375,22 +368,22 @@ void group_norm_fwd(Context& ctx, const GroupNormFwd& a) {
   auto forward = [&]<class T, bool Long>(Type<T>, std::bool_constant<Long>) {
     constexpr auto kKernel = forward_kernel<T, Long>;
     constexpr WarpTarget kTarget = Long ? WarpTarget{10, 1, 5} : WarpTarget{8, 4, 8};
-    run<kKernel>(
-        ctx,
-        Forward<T>{.x = a.x.row<T>(0),
-                   .y = a.y.row<T>(0),
-                   .x_stride = a.x.stride,
-                   .y_stride = a.y.stride,
-                   .weight = by_channel<T>(a.weight, 1.0f),
-                   .bias = by_channel<T>(a.bias, 0.0f),
-                   .mean = a.mean.as<float>(),
-                   .rstd = a.rstd.as<float>(),
-                   .eps = a.eps,
-                   .groups = Divider(a.groups),
-                   .partition = partition_for<kKernel>(
-                       make_partition(channels, spatial / int64_t(16 / sizeof(T)), kForwardVecs<Long>),
-                       kTarget, a.x.rows * a.groups)},
-        a.x.rows);
+    run<kKernel>(ctx,
+                 GroupNormForward<T>{
+                     .x = a.x.row<T>(0),
+                     .y = a.y.row<T>(0),
+                     .x_stride = a.x.stride,
+                     .y_stride = a.y.stride,
+                     .weight = by_channel<T>(a.weight, 1.0f),
+                     .bias = by_channel<T>(a.bias, 0.0f),
+                     .mean = a.mean.as<float>(),
+                     .rstd = a.rstd.as<float>(),
+                     .eps = a.eps,
+                     .groups = Divider(a.groups),
+                     .partition = partition_for<kKernel>(
+                         make_partition(channels, spatial / int64_t(16 / sizeof(T)), kForwardVecs<Long>),
+                         kTarget, a.x.rows * a.groups)},
+                 a.x.rows);
   };
   dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
@@ -402,7 +395,7 @@ void group_norm_fwd(Context& ctx, const GroupNormFwd& a) {
 void group_norm_bwd(Context& ctx, const GroupNormBwd& a) {
   const int64_t channels = a.channels / a.groups, spatial = a.x.cols / a.channels;
   Vector dweight = a.dweight, dbias = a.dbias;
-  // A row of partials holds both gradients.
+  // One row of partials holds both gradients.
   dweight.size = dbias.size = a.channels;
   auto backward = [&]<class T, int N, bool Long>(Type<T>, std::integral_constant<int, N>,
                                                  std::bool_constant<Long>) {
@@ -411,18 +404,18 @@ void group_norm_bwd(Context& ctx, const GroupNormBwd& a) {
     const Partition partition = partition_for<kKernel>(
         make_partition(channels, spatial / N, kBackwardVecs<N, Long>), kTarget, a.x.rows * a.groups);
     const int64_t parts = a.x.rows * partition.pieces;
-    Backward<T> p{.x = a.x.row<T>(0),
-                  .dy = a.dy.row<T>(0),
-                  .dx = a.dx.row<T>(0),
-                  .x_stride = a.x.stride,
-                  .dy_stride = a.dy.stride,
-                  .dx_stride = a.dx.stride,
-                  .weight = by_channel<T>(a.weight, 1.0f),
-                  .mean = a.mean.as<float>(),
-                  .rstd = a.rstd.as<float>(),
-                  .partials = nullptr,
-                  .groups = Divider(a.groups),
-                  .partition = partition};
+    GroupNormBackward<T> p{.x = a.x.row<T>(0),
+                           .dy = a.dy.row<T>(0),
+                           .dx = a.dx.row<T>(0),
+                           .x_stride = a.x.stride,
+                           .dy_stride = a.dy.stride,
+                           .dx_stride = a.dx.stride,
+                           .weight = by_channel<T>(a.weight, 1.0f),
+                           .mean = a.mean.as<float>(),
+                           .rstd = a.rstd.as<float>(),
+                           .partials = nullptr,
+                           .groups = Divider(a.groups),
+                           .partition = partition};
     if (dweight || dbias) p.partials = ctx.scratch_of<float>(parts * 2 * a.channels);
     run<kKernel>(ctx, p, a.x.rows);
     sum_partials(kOp, ctx, p.partials, parts, {dweight, dbias});

@@ -1,5 +1,5 @@
-// How GroupNorm's kernels divide a section (one group of one sample, contiguous in memory), and how
-// its warps combine their results.
+// Says how GroupNorm's kernels divide a section (one group of one sample, contiguous in memory), and how its
+// warps combine their results.
 #pragma once
 
 #include <algorithm>
@@ -11,45 +11,45 @@
 
 namespace tigon::cuda {
 
-// The maximum of a CTA.
+// A CTA has at most this many threads.
 constexpr int kSectionThreads = 320;
 constexpr int kMaxSectionBlocks = 16, kMaxEntries = kMaxSectionBlocks * kSectionThreads / 32;
 
-// The division of a section, in vectors. Channels are divided into pieces, each of which some
-// adjacent lanes process. The pieces that a warp processes at a time are a step; some consecutive
-// steps form an entry of the reduction. Steps and entries depend on the section alone, and entries
-// are added in their order, so that sums do not depend on the number of warps and CTAs.
+// Divides a section, in vectors. Channels are divided into pieces, each of which some adjacent lanes process.
+// The pieces that a warp processes at a time are a step; some consecutive steps form an entry of the
+// reduction. Steps and entries depend on the section only, and entries are added in their order, so that sums
+// do not depend on the number of warps and CTAs.
 struct Partition {
-  // Channels of a section.
+  // Counts the channels of a section.
   int channels, vecs_per_channel;
   // Lanes that share a piece: a power of two <= 32, and its logarithm.
   int lanes_per_piece, log2_lanes_per_piece;
-  // Pieces of a channel; vectors of a piece, of which the last one may have fewer.
+  // Counts the pieces of a channel, and the vectors of a piece, of which the last one may have fewer.
   int pieces, piece_vecs;
-  // Entries of a section.
+  // Counts the entries of a section.
   int steps_per_entry, entries;
-  // Steps of a warp.
+  // Counts the steps of a warp.
   int iterations;
-  // CTAs of a section, threads of a CTA.
+  // Counts the CTAs of a section and the threads of a CTA.
   int blocks, threads;
   Divider by_blocks, by_pieces;
 
   __host__ __device__ int64_t size() const { return int64_t(channels) * vecs_per_channel; }
 };
 
-// What a lane processes of a piece: every lanes_per_piece-th vector.
+// A lane processes every lanes_per_piece-th vector of a piece.
 struct Piece {
-  // Channel within the section, piece within the channel.
+  // Gives the channel within the section, and the piece within the channel.
   int channel, index;
-  // The first vector within the section, and the number of vectors.
+  // Gives the first vector within the section, and the number of vectors.
   int first, vecs;
 };
 
-// The position of a thread in its section.
+// Gives the position of a thread in its section.
 struct ThreadCoord {
   const Partition& partition;
   unsigned section, sample, group;
-  // `warp`: within the section; `lane`: within the lanes of a piece.
+  // `warp` counts within the section, `lane` within the lanes of a piece.
   int warp, lane, rank;
 
   __device__ __forceinline__ ThreadCoord(const Partition& partition, const Divider& by_groups)
@@ -94,8 +94,8 @@ __device__ __forceinline__ void load_piece(const ThreadCoord& coord, const Piece
           r < piece.vecs, from[i] + (int64_t(piece.first) + r * coord.partition.lanes_per_piece) * N);
 }
 
-// The entries of all warps of a section. V has 8 or 16 bytes, V::identity(), and merge(list,
-// entries), which all lanes of a warp call.
+// Holds the entries of all warps of a section. V has 8 or 16 bytes, V::identity(), and merge(list, entries),
+// which all lanes of a warp call.
 template <class V>
 struct SectionReduceStorage {
   V list[kMaxEntries];
@@ -133,8 +133,8 @@ struct SectionReduceStorage {
   }
 };
 
-// Pieces of at most vecs_per_thread vectors per lane, with the number of lanes that gives the
-// fewest steps; at least eight lanes, which read a 128-byte line.
+// Returns pieces of at most vecs_per_thread vectors per lane, with the number of lanes that gives the fewest
+// steps; at least eight lanes, which read a 128-byte line.
 inline Partition make_partition(int64_t channels, int64_t vecs_per_channel, int64_t vecs_per_thread) {
   TIGON_CHECK("group_norm", vecs_per_channel * channels <= INT32_MAX,
               "a group has at most 2^31 packs of 16 bytes (elements, where it "
@@ -167,10 +167,10 @@ inline Partition make_partition(int64_t channels, int64_t vecs_per_channel, int6
           .by_blocks = Divider(1),
           .by_pieces = Divider(pieces)};
 }
-// Divides the entries over `blocks` CTAs of at most `warps` warps: as few iterations as possible,
-// then as few warps.
+// Divides the entries over `blocks` CTAs of at most `warps` warps: as few iterations as possible, then as few
+// warps.
 inline Partition with_blocks(Partition partition, int64_t blocks, int64_t warps) {
-  // Entries of a warp.
+  // Counts the entries of a warp.
   const int64_t runs = ceil_div(partition.entries, blocks * warps);
   partition.iterations = int(runs * partition.steps_per_entry);
   partition.blocks = int(blocks);

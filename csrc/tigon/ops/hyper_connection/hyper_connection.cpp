@@ -7,7 +7,7 @@
 namespace tigon {
 namespace {
 
-// Elements of x that are in fp32 at a time.
+// This many elements of x are in fp32 at a time.
 constexpr int64_t kChunk = int64_t(1) << 23;
 
 int64_t chunk_rows(const Matrix& x) {
@@ -18,7 +18,7 @@ Matrix dense(float* data, int64_t rows, int64_t cols) {
   return {.data = data, .dtype = DType::f32, .rows = rows, .cols = cols, .stride = cols};
 }
 
-// fn(first, rows, x of these rows in fp32) for every chunk of tokens.
+// Calls fn(first, rows, x of these rows in fp32) for every chunk of tokens.
 template <class Fn>
 void for_chunks(const char* op, Context& ctx, const Matrix& x, float* rstd, float eps, const Fn& fn) {
   const int64_t chunk = chunk_rows(x);

@@ -1,28 +1,38 @@
-// Manifold-constrained hyper-connections (Xie et al. 2025, "mHC", arXiv:2512.24880, eq. 7 to 9), with n streams of C columns.
-//
+// Computes manifold-constrained hyper-connections (Xie et al. 2025, "mHC", arXiv:2512.24880, eq. 7 to 9),
+// with n streams of C columns.
 // Formula     r = 1 / sqrt(mean(x^2) + norm_eps) over the n * C columns of a token,  m = (x weight^T) * r,
 //             l = scale_g * m + base (g: pre, post or res),  pre = sigmoid(l) + pre_eps,
-//             post = post_scale * sigmoid(l) + post_eps,  res = Sinkhorn(l): softmax of the rows + sinkhorn_eps, columns divided
-//             by (their sum + sinkhorn_eps), then rows and columns in turn, `iterations` - 1 times;  y = sum_i pre_i x_i.
-//             Mix: y_o = sum_i mix_oi x_i + post_o f  (mix absent: y_o = x_o + post_o f; f and post absent: 0)
-// Gradients   of x, weight, base and scale from those of y, pre, post and res; of the mix: dx_i = sum_o mix_oi dy_o,
-//             df = sum_o post_o dy_o, dmix_oi = sum over columns of dy_o x_i, dpost_o = sum over columns of dy_o f
-// Shapes      x, dx [tokens, n * C], any row stride; weight [M, n * C], M = n (pre alone), 2n (pre, post) or 2n + n^2 (all);
-//             base [M]; scale [1, 2 or 3]; y [tokens, C]; pre, post [tokens, n]; res [tokens, n * n], row by row.
-//             Mix: f [tokens, C]; y [tokens, outs * C]; mix [tokens, outs * n] (o, i), transposed: (i, o); post [tokens, outs]
+//             post = post_scale * sigmoid(l) + post_eps,
+//             res = Sinkhorn(l): softmax of the rows + sinkhorn_eps, columns divided by (their sum +
+//             sinkhorn_eps), then rows and columns in turn, `iterations` - 1 times;
+//             y = sum_i pre_i x_i.
+//             Mix: y_o = sum_i mix_oi x_i + post_o f  (mix absent: y_o = x_o + post_o f; f and
+//             post absent: 0)
+// Gradients   of x, weight, base and scale from those of y, pre, post and res; of the mix:
+//             dx_i = sum_o mix_oi dy_o, df = sum_o post_o dy_o, dmix_oi = sum over columns of dy_o x_i,
+//             dpost_o = sum over columns of dy_o f
+// Shapes      x, dx [tokens, n * C], any row stride; weight [M, n * C], M = n (pre only), 2n (pre, post) or
+//             2n + n^2 (all); base [M]; scale [1, 2 or 3]; y [tokens, C]; pre, post [tokens, n]; res
+//             [tokens, n * n], row by row.
+//             Mix: f [tokens, C]; y [tokens, outs * C]; mix [tokens, outs * n] (o, i), transposed: (i, o);
+//             post [tokens, outs]
 // Dtypes      x, y, f f32 | bf16 | f16, the same; everything else f32
-// Rounding    y, dx, df once, on store; products with the weight are taken in fp32. On CUDA, with x of 16 bits, 4 streams, all
-//             parts and aligned rows, on tensor cores of exact bf16 parts: the result of fp32 products, dx to 2^-16 before rounding
-// Saved       x, weight, base, scale, and per token the M products before r, and r; the Sinkhorn iteration is repeated
+// Rounding    y, dx, df once, on store; GEMMs with the weight are in fp32. On CUDA, with x of 16 bits, 4
+//             streams, all parts and aligned rows, on tensor cores of exact bf16 parts: the result of fp32
+//             GEMMs, dx to 2^-16 before rounding
+// Saved       x, weight, base, scale, and per token the M products before r, and r; the Sinkhorn iteration is
+//             repeated
 // Aliasing    none
 // Determinism bitwise: fixed order over columns and tokens
-// Traffic     x, in chunks of 32 MiB as fp32: forward 2 reads + the fp32 chunk; backward 3 reads + 1 write + 2 fp32 chunks.
-//             On tensor cores no chunks: forward 2 reads; backward 2 reads + 1 write, 2 reads of dy; the parts of the weight,
-//             160 bytes a column, and of its gradient's factors, 272 bytes a token; partial sums forward at most
-//             max(tokens, 67584) * (M + 1) floats, backward max(n * C, 101376) * M
+// Traffic     x, in chunks of 32 MiB as fp32: forward 2 reads + the fp32 chunk; backward 3 reads + 1 write +
+//             2 fp32 chunks.
+//             On tensor cores no chunks: forward 2 reads; backward 2 reads + 1 write, 2 reads of dy; the
+//             parts of the weight, 160 bytes a column, and of its gradient's factors, 272 bytes a token;
+//             partial sums forward at most max(tokens, 67584) * (M + 1) floats, backward max(n * C, 101376) *
+//             M
 //             Mix: forward 1 read of x and f + 1 write; backward 1 read of dy, x, f + 1 write of dx, df
-// Refused     n or outs not in 1..8, columns that n does not divide, another M, iterations < 1, eps < 0, sizes or dtypes that do
-//             not fit: tigon::Error before anything is written
+// Refused     n or outs not in 1..8, columns that n does not divide, another M, iterations < 1, eps < 0,
+//             sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
 #include "tigon/base/fields.h"
@@ -63,7 +73,7 @@ inline void require_columns(const Fields& f, const Matrix& x, int64_t streams) {
             " streams, got ", x.cols);
 }
 
-// What both directions take, and how many parts the weight has: pre, post, res.
+// Names what both directions take, and returns how many parts the weight has: pre, post, res.
 template <class Call>
 int hyper_connection_inputs(Fields& f, Call& a) {
   f.rows("x", a.x, 0);
@@ -82,10 +92,11 @@ struct HyperConnectionFwd {
   Matrix x;
   Matrix weight;
   Vector base, scale;
-  Matrix y;               // no data: not wanted
-  Matrix pre, post, res;  // post and res: no data where the weight has no rows of theirs
-  Matrix product;         // [tokens, M], saved
-  Vector rstd;            // [tokens], saved
+  Matrix y;  // without data: not wanted
+  // post and res have no data if the weight has no rows for them.
+  Matrix pre, post, res;
+  Matrix product;  // [tokens, M], saved
+  Vector rstd;     // [tokens], saved
   HyperConnection options;
 
   void fields(Fields& f) {
@@ -105,14 +116,14 @@ struct HyperConnectionFwd {
 };
 
 struct HyperConnectionBwd {
-  Matrix dy, dpre, dpost, dres;  // no data: 0
+  Matrix dy, dpre, dpost, dres;  // without data: 0
   Matrix x;
   Matrix weight;
   Vector base, scale;
   Matrix product;
   Vector rstd;
-  Matrix dx, dweight;    // no data: not wanted
-  Vector dbase, dscale;  // empty: not wanted
+  Matrix dx, dweight;    // without data: not wanted
+  Vector dbase, dscale;  // empty if not wanted
   HyperConnection options;
 
   void fields(Fields& f) {
@@ -143,12 +154,13 @@ void require_mix(const Fields& fields, const Mix& a) {
 
 struct HyperConnectionMixFwd {
   Matrix x;
-  Matrix f, mix, post;  // no data: absent
+  Matrix f, mix, post;  // without data: absent
   Matrix y;
   int64_t streams = 4, outs = 4;
   bool transposed = false;
 
-  int64_t columns() const { return streams > 0 ? x.cols / streams : 0; }  // of a stream
+  // Returns the columns of a stream.
+  int64_t columns() const { return streams > 0 ? x.cols / streams : 0; }
   void fields(Fields& fields) {
     fields.rows("x", x, 0);
     require_mix(fields, *this);
@@ -165,15 +177,17 @@ struct HyperConnectionMixFwd {
 struct HyperConnectionMixBwd {
   Matrix dy;
   Matrix x;
-  Matrix f, mix, post;         // no data: absent
-  Matrix dx, df, dmix, dpost;  // no data: not wanted
+  Matrix f, mix, post;         // without data: absent
+  Matrix dx, df, dmix, dpost;  // without data: not wanted
   int64_t streams = 4, outs = 4;
   bool transposed = false;
-  // dx has these added: x_scale * x, [tokens], and an addend [tokens, n * C] in f32. Empty: nothing.
+  // These are added to dx: x_scale * x, with x_scale [tokens], and an addend [tokens, n * C] in f32. Nothing
+  // is added if they are empty.
   Vector x_scale = {};
   Matrix addend = {};
 
-  int64_t columns() const { return streams > 0 ? x.cols / streams : 0; }  // of a stream
+  // Returns the columns of a stream.
+  int64_t columns() const { return streams > 0 ? x.cols / streams : 0; }
   void fields(Fields& fields) {
     fields.input("dy", dy, x.rows, outs * columns(), x.dtype);
     fields.rows("x", x, 0);
@@ -198,19 +212,21 @@ struct HyperConnectionMixBwd {
 TIGON_API_OP(hyper_connection, HyperConnection)
 TIGON_API_OP(hyper_connection_mix, HyperConnectionMix)
 
-// The parts of both operators that a backend has.
+// These are the parts of both operators that a backend has.
 struct HyperConnectionWiden {
   Matrix x;
-  float* wide;  // dense copy in f32; null: not wanted
-  float* rstd;  // null: not wanted
+  // A dense copy in f32; null if not wanted.
+  float* wide;
+  float* rstd;  // null if not wanted
   float eps;
 };
 struct HyperConnectionGradients {
   const HyperConnectionBwd* call;
-  const float* dots;  // [tokens, n], the gradient of pre through y; null: 0
-  float* dproduct;    // [tokens, M]
-  float* pre;         // [tokens, n]
-  float* x_scale;     // [tokens]
+  // [tokens, n]: the gradient of pre through y; null for 0.
+  const float* dots;
+  float* dproduct;  // [tokens, M]
+  float* pre;       // [tokens, n]
+  float* x_scale;   // [tokens]
 };
 namespace cpu {
 void widen(Context& ctx, const HyperConnectionWiden& a);
@@ -219,8 +235,8 @@ void coefficient_gradients(Context& ctx, const HyperConnectionGradients& a);
 void set_zero(Context& ctx, const Matrix& dense);
 }  // namespace cpu
 namespace cuda {
-// The products with the weight, by kernels for the usual shape; false where they do not take it, and nothing is written:
-// product and rstd, and dx and dweight, those that are wanted.
+// Computes the GEMMs with the weight, by kernels for the usual shape: product and rstd, and those of dx and
+// dweight that are wanted. Returns false, with nothing written, if the kernels do not take the shape.
 bool products(Context& ctx, const HyperConnectionFwd& a);
 bool product_gradients(Context& ctx, const HyperConnectionGradients& g);
 void widen(Context& ctx, const HyperConnectionWiden& a);

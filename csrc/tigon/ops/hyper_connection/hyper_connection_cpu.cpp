@@ -8,7 +8,8 @@
 namespace tigon::cpu {
 namespace {
 
-// What the coefficients of some tokens are made of. Matrices are f32; no data: zero, or not wanted.
+// Holds what the coefficients of some tokens are made of. Matrices are f32; without data they are zero, or
+// not wanted.
 struct CoefficientTokens {
   int64_t first, count;
   int parts;
@@ -20,7 +21,7 @@ struct CoefficientTokens {
   Matrix dproduct = {}, x_scale = {};
   float* divisors = nullptr;  // [steps * n, 16]
 };
-// One token; mix is [outs, streams].
+// Describes one token; mix is [outs, streams].
 struct MixRow {
   const void *x, *f;  // f may be null
   const float *mix, *post;
@@ -32,7 +33,7 @@ struct MixRow {
   const float* addend = nullptr;
   int64_t cols;
   int streams, outs;
-  // mix is the identity: streams that it leaves out add nothing, be they NaN.
+  // mix is the identity: streams that it leaves out add nothing, even if they are NaN.
   bool is_identity = false;
 };
 struct MixKernels {
@@ -55,9 +56,10 @@ struct HyperConnectionTable {
 namespace tigon::cpu {
 namespace {
 
-constexpr int64_t kTokens = 16;  // that the lanes of a vector hold
-constexpr int64_t kMaxPartials =
-    64;  // of sums over tokens: fixed by shape, so results do not depend on threads
+// The lanes of a vector hold this many tokens.
+constexpr int64_t kTokens = 16;
+// The number of tasks of sums over tokens is fixed by the shape, so results do not depend on threads.
+constexpr int64_t kMaxPartials = 64;
 
 const HyperConnectionTable& table() { return TIGON_SELECT(hyper_connection_table); }
 
@@ -66,7 +68,7 @@ Matrix column(float* data, int64_t rows, int64_t cols) {
 }
 int parts_of(const Vector& scale) { return int(scale.size); }
 
-// The [outs, streams] coefficients of a token, of which an absent mix is the identity.
+// Reads the [outs, streams] coefficients of a token. An absent mix is the identity.
 struct Coefficients {
   float mix[kMaxStreams * kMaxStreams];
   int streams, outs;

@@ -1,12 +1,15 @@
-// CUDA backend of hyper-connections. Products with the weight are in hyper_connection_product_cuda.cu, or Context::gemm's.
-//
-// widen          a CTA per token: x to fp32 (where it is not) and the root mean square.
-// coefficients   a thread per token: its numbers stay in registers with 4 streams, through all Sinkhorn steps; the backward
-//                repeats them and keeps the divisors, [step * n, token], in shared memory, or in scratch where they are many.
-// mix            a thread per vector of columns: it reads that vector of every stream and writes it of every result.
-// mix_bwd        a CTA per token, which loops over columns; the products dy_o x_i are summed in registers, then over the CTA.
-//
-// Mixes come in two forms: up to 4 streams in 16-byte vectors, and up to 8 by single elements, which takes any alignment.
+// The CUDA backend of hyper-connections. The GEMMs with the weight are in hyper_connection_product_cuda.cu,
+// or are Context::gemm's. It has these kernels:
+// widen          has a CTA per token: it converts x to fp32 (unless it is) and computes the root mean square.
+// coefficients   has a thread per token: with 4 streams its values stay in registers through all Sinkhorn
+//                steps. The backward repeats them and keeps the divisors, [step * n, token], in shared
+//                memory, or in scratch if they are many.
+// mix            has a thread per vector of columns: it reads that vector of every stream and writes that
+//                of every result.
+// mix_bwd        has a CTA per token, which loops over columns: dy_o x_i are summed in registers, then over
+//                the CTA.
+// Mixes come in two forms: up to 4 streams in 16-byte vectors, and up to 8 by single elements, which takes
+// any alignment.
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/reduce.cuh"
@@ -21,7 +24,7 @@ namespace {
 using namespace hyper_connection;
 
 constexpr int kTokenThreads = 64, kFew = 4;
-// Shared memory that every kernel may have.
+// Every kernel may have this much shared memory.
 constexpr int64_t kMostShared = 48 << 10;
 
 // ---------------------------------------------------------------- widen
@@ -67,12 +70,12 @@ struct Tokens {
   const float *r, *b, *s;
   Rows products;
   Rows pres, posts, ress;
-  // Backward.
+  // The next ones belong to the backward.
   Rows dots, dpres, dposts, dress, dproducts;
-  float *x_scales, *divisors, *sums;  // divisors null: in shared memory
+  float *x_scales, *divisors, *sums;  // divisors are null if in shared memory
 };
 
-// One token, as hyper_connection_math.inc asks for it.
+// Accesses one token as hyper_connection_math.inc needs it.
 struct Token {
   const Tokens& t;
   int64_t row;
@@ -119,7 +122,7 @@ void launch_coefficients(Context& ctx, const Tokens& t, size_t shared = 0) {
 
 // ---------------------------------------------------------------- mixes
 
-// mix(o, i) is at o * by_out + i * by_in of a token's row; null: the identity.
+// mix(o, i) is at o * by_out + i * by_in of a token's row. Null stands for the identity.
 struct MixAt {
   const float* data;
   int64_t stride;
@@ -190,7 +193,7 @@ __global__ __launch_bounds__(kThreads) void mix_backward_kernel(const __grid_con
   __shared__ float mix[MostOuts][Most], post[MostOuts];
   const int64_t row = blockIdx.x;
   const int tid = int(threadIdx.x);
-  // What there is not counts as 0.
+  // Absent coefficients count as 0.
   if (tid < MostOuts * Most) {
     const int o = tid / Most, i = tid % Most;
     mix[o][i] = p.dx != nullptr && o < p.outs && i < p.streams ? p.mix(row, o, i) : 0.0f;
@@ -262,7 +265,7 @@ __global__ __launch_bounds__(kThreads) void mix_backward_kernel(const __grid_con
   }
 }
 
-// What both directions read, and the sizes.
+// Holds what both directions read, and the sizes.
 template <class X, class Args>
 Mix<X> mix_of(const Args& a) {
   Mix<X> p = {};
@@ -275,7 +278,7 @@ Mix<X> mix_of(const Args& a) {
   return p;
 }
 
-// fn<X, Most, N>(): the form of a mix whose matrices these are.
+// Calls fn<X, Most, N>(), the form of a mix that suits these matrices.
 template <class Args, class Fn>
 void by_form(const Args& a, std::initializer_list<const Matrix*> others, const Fn& fn) {
   const int64_t columns = a.columns();
@@ -342,7 +345,7 @@ void coefficient_gradients(Context& ctx, const HyperConnectionGradients& g) {
                              .divisors = divisors,
                              .sums = sums},
                             shared);
-  // The sizes stand for the columns of a gradient that is not wanted too.
+  // The sizes are given even for the columns of a gradient that is not wanted.
   sum_partials(kOp, ctx, sums, tokens,
                {{.data = a.dbase.data, .dtype = DType::f32, .size = m},
                 {.data = a.dscale.data, .dtype = DType::f32, .size = parts}});

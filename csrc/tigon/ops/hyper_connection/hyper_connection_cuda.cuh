@@ -1,4 +1,4 @@
-// What the CUDA kernels of hyper-connections share.
+// The CUDA kernels of hyper-connections share these functions.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace tigon::cuda::hyper_connection {
 constexpr const char* kOp = "hyper_connection";
 constexpr int kThreads = 256;
 
-// fn<T>() for the dtype of x.
+// Calls fn<T>() for the dtype of x.
 template <class Fn>
 void by_type(const Matrix& x, const Fn& fn) {
   dispatch_float(kOp, "x", x.dtype, [&](auto type) {
@@ -20,7 +20,7 @@ void by_type(const Matrix& x, const Fn& fn) {
   });
 }
 
-// Whether every stream of every row of m, `columns` each, consists of aligned vectors of N elements.
+// True if every stream of every row of m, `columns` each, consists of aligned vectors of N elements.
 template <int N>
 bool vectors(const Matrix& m, int64_t columns) {
   if (m.data == nullptr) return true;

@@ -1,16 +1,17 @@
-// Products of hyper-connections with the weight, for 4 streams and all parts (24 rows of the weight), x of 16 bits, on tensor
-// cores: fp32 factors are sums of three bf16 parts (8 bits each, exact), x of fp16 of two, and products of parts below 2^-24
-// of the whole are left out. Sums leave the tensor cores, which truncate, after at most 32 terms each and are added in fp32.
-//
-// split_weight      the weight's parts, as product_kernel's lanes take them.
-// product           a CTA per 256 tokens and range of columns, a warp per 32 tokens; x, read once for the products and the sum of
-//                   squares, and the weight come through rings in shared memory. Columns of a step are permuted so that a
-//                   lane's are one vector.
-// pack_dproduct     dproduct's parts, as product_gradient_kernel's lanes take them, and the tokens' other coefficients.
-// product_gradient  a CTA per 128 columns and range of tokens, a warp per 32 columns; the weight and the sums of dweight stay
-//                   in registers, x and dy come through a ring in shared memory. dx takes two parts of each factor: 2^-16, below its rounding.
-//
-// The ranges follow from the sizes alone. Sums over ranges are in fixed order.
+// Computes the GEMMs of hyper-connections with the weight, for 4 streams and all parts (24 rows of the
+// weight) and x of 16 bits, on tensor cores. fp32 factors are sums of three bf16 parts (8 bits each, exact),
+// x of fp16 of two; products of parts below 2^-24 of the whole are left out. Sums leave the tensor cores,
+// which truncate, after at most 32 terms each and are added in fp32. The kernels are:
+// split_weight      writes the weight's parts, as product_kernel's lanes take them.
+// product           has a CTA per 256 tokens and range of columns, a warp per 32 tokens. x, read once for the
+//                   products and the sum of squares, and the weight come through rings in shared memory.
+//                   Columns of a step are permuted so that a lane's are one vector.
+// pack_dproduct     writes dproduct's parts, as product_gradient_kernel's lanes take them, and the tokens'
+//                   other coefficients.
+// product_gradient  has a CTA per 128 columns and range of tokens, a warp per 32 columns. The weight and the
+//                   sums of dweight stay in registers; x and dy come through a ring in shared memory. dx
+//                   takes two parts of each factor: 2^-16, below its rounding.
+// The ranges follow from the sizes only. Sums over ranges are in a fixed order.
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/ptx.cuh"
@@ -28,7 +29,7 @@ constexpr int kParts = 3;
 template <class X>
 constexpr int kInputParts = std::is_same_v<X, __nv_bfloat16> ? 1 : 2;
 
-// The bf16 parts of a and b, in pairs. An infinity is its first part.
+// Returns the bf16 parts of a and b, in pairs. An infinity is its first part.
 template <int Parts>
 __device__ __forceinline__ void split(float a, float b, uint32_t (&parts)[Parts]) {
 #pragma unroll
@@ -38,7 +39,7 @@ __device__ __forceinline__ void split(float a, float b, uint32_t (&parts)[Parts]
     a = isinf(part_a) ? 0.0f : a - part_a, b = isinf(part_b) ? 0.0f : b - part_b;
   }
 }
-// A part of two elements of x.
+// Returns a part of two elements of x.
 template <class X>
 __device__ __forceinline__ uint32_t input_part(uint32_t word, int part) {
   if constexpr (kInputParts<X> == 1) {
@@ -50,7 +51,7 @@ __device__ __forceinline__ uint32_t input_part(uint32_t word, int part) {
     return parts[part];
   }
 }
-// fn(i, j) for the parts whose products count, the least first.
+// Calls fn(i, j) for the parts whose products count, the smallest first.
 template <int A, int B, class Fn>
 __device__ __forceinline__ void for_parts(const Fn& fn) {
 #pragma unroll
@@ -60,7 +61,7 @@ __device__ __forceinline__ void for_parts(const Fn& fn) {
       if (sum - i >= 0 && sum - i < B) fn(i, sum - i);
 }
 
-// 8 elements of x, the columns of a lane.
+// Holds 8 elements of x, the columns of a lane.
 template <class X>
 using Octet = Vec<X, 8>;
 template <class X>
@@ -72,13 +73,14 @@ __device__ __forceinline__ uint32_t word(const Octet<X>& v, int i) {
 
 constexpr int kWarps = kThreads / 32, kWarpTokens = 32, kTokens = kWarps * kWarpTokens;
 constexpr int kStageColumns = 64, kStages = 3;
-// Of x, in slots of half a stage's columns.
+// x comes in slots of half a stage's columns.
 constexpr int kSlotColumns = kStageColumns / 2, kSlots = 4;
-// Two CTAs on each of 132 SMs.
+// There are two CTAs on each of 132 SMs.
 constexpr int64_t kProductCtas = 264, kMostSplits = 32;
 
-// 16 columns of the weight's parts as left factors of 16 rows: rows 0 to 15 of each part; rows 16 to 23 of the second and the
-// third part; rows 16 to 23 of the first part, and zeros. Columns of lane 4 t + q are 8 q + 4 (step % 2) to + 3 of 32.
+// Holds 16 columns of the weight's parts as left factors of 16 rows: rows 0 to 15 of each part; rows 16 to 23
+// of the second and the third part; rows 16 to 23 of the first part, and zeros. Columns of lane 4 t + q are 8
+// q + 4 (step % 2) to + 3 of 32.
 struct WeightStep {
   uint4 low[kParts][32];
   uint4 high[2][32];
@@ -86,7 +88,7 @@ struct WeightStep {
 struct WeightStage {
   WeightStep steps[kStageColumns / 16];
 };
-// A thread's vectors of x are its own.
+// A thread reads only vectors of x that it copied itself.
 struct ProductShared {
   WeightStage weight[kStages];
   uint4 x[kSlots][kWarpTokens / 8][kThreads];
@@ -97,7 +99,7 @@ __global__ __launch_bounds__(kThreads) void split_weight_kernel(const float* wei
   const int at = int(blockIdx.x) * kThreads + int(threadIdx.x), lane = at % 32, step = at / 32;
   if (step >= steps) return;
   const int column = step / 2 * 32 + lane % 4 * 8 + step % 2 * 4;
-  // Of rows t, t + 8 and t + 16: two columns, and the two behind them.
+  // Hold two columns of rows t, t + 8 and t + 16, and the two columns after them.
   uint32_t first[kTiles][kParts], second[kTiles][kParts];
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -119,8 +121,10 @@ struct Product {
   int64_t x_stride;
   const WeightStage* weight;
   int64_t tokens;
-  int cols, split_cols, splits;  // split_cols: a multiple of a stage's
-  float* partials;               // [splits, kRows products and the sum of squares, tokens]
+  // split_cols is a multiple of a stage's columns.
+  int cols, split_cols, splits;
+  // [splits, kRows products and the sum of squares, tokens].
+  float* partials;
 };
 
 template <class X>
@@ -137,10 +141,11 @@ __global__ __launch_bounds__(kThreads, kInputParts<X> == 1
   const int tokens = int(min(max(p.tokens - first, int64_t(0)), int64_t(kWarpTokens)));
 
   const X* const from = p.x + (first + t) * p.x_stride + begin + 8 * q;
-  // Slot h holds the lane's vectors of tokens t, t + 8, ... at columns 32 h; the weight comes with every second one.
+  // Slot h holds the lane's vectors of tokens t, t + 8, ... at columns 32 h. The weight comes with every
+  // second slot.
   auto copy_slot = [&](int h) {
     const int column = begin + h * kSlotColumns;
-    // Both halves of a stage, though the second may be past the end: zeros.
+    // Copies both halves of a stage. The second may be past the end: then it is zeros.
     if (begin + h / 2 * kStageColumns < end) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
@@ -157,7 +162,7 @@ __global__ __launch_bounds__(kThreads, kInputParts<X> == 1
     cp_async_commit_group();
   };
 
-  // In a lane, tokens 2 q and 2 q + 1 of a group: rows t and t + 8, and row t + 16.
+  // A lane has tokens 2 q and 2 q + 1 of a group: rows t and t + 8, and row t + 16.
   float low[kGroups][4] = {}, high[kGroups][2] = {}, squares[kGroups] = {};
 #pragma unroll
   for (int h = 0; h < kSlots - 1; ++h) copy_slot(h);
@@ -166,7 +171,7 @@ __global__ __launch_bounds__(kThreads, kInputParts<X> == 1
 #pragma unroll
     for (int half = 0; half < 2; ++half, ++slot) {
       cp_async_wait_group<kSlots - 2>();
-      // The stage's weight is there for all, and every warp is past the stage before.
+      // The stage's weight has arrived for all, and every warp is past the previous stage.
       if (half == 0) __syncthreads();
       copy_slot(slot + kSlots - 1);
       Octet<X> x[kGroups];
@@ -178,7 +183,7 @@ __global__ __launch_bounds__(kThreads, kInputParts<X> == 1
 #pragma unroll
         for (int i = 0; i < 8; ++i) squares[g] = fma(x[g][i], x[g][i], squares[g]);
       float low_half[kGroups][4] = {}, high_half[kGroups][4] = {};
-      // The least products first: what is truncated is small until the last ones are added.
+      // The smallest products come first: what is truncated is small until the last ones are added.
       for_parts<kInputParts<X>, kParts>([&](int i, int j) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -220,7 +225,7 @@ __global__ __launch_bounds__(kThreads, kInputParts<X> == 1
   }
 }
 
-// Sums of the ranges of columns: products and, of the squares, rstd.
+// Sums over the ranges of columns: products and, from the squares, rstd.
 __global__ __launch_bounds__(kThreads) void sum_products_kernel(const float* partials, int splits,
                                                                 int64_t tokens, float* product,
                                                                 int64_t stride, float* rstd, float cols,
@@ -240,14 +245,14 @@ __global__ __launch_bounds__(kThreads) void sum_products_kernel(const float* par
 // ---------------------------------------------------------------- gradients
 
 constexpr int kGradientThreads = 128, kGradientColumns = kGradientThreads, kBlockTokens = 16, kDxParts = 2;
-// Four CTAs on each of 132 SMs, twice.
+// There are four CTAs on each of 132 SMs, twice.
 constexpr int64_t kGradientCtas = 1056;
 
-// The coefficients of 16 tokens.
+// Holds the coefficients of 16 tokens.
 struct TokenBlock {
-  // dproduct as the left factor of dx, rows of 16 and of 8.
+  // Holds dproduct as the left factor of dx, in rows of 16 and of 8.
   uint2 left[kDxParts][3][32];
-  // And as the right one of dweight.
+  // Holds dproduct as the right factor of dweight.
   uint2 right[kTiles][kParts][32];
   struct Token {
     float pre[kStreams], x_scale, unused[3];
@@ -304,17 +309,17 @@ struct ProductGradient {
   const TokenBlock* blocks;
   float* dweight;  // [ranges, kRows, cols]
   int64_t tokens, cols, columns;
-  int range;  // token blocks of a CTA
-  int tiles;  // CTAs of a range
+  int range;  // token blocks per CTA
+  int tiles;  // CTAs per range
 };
 
-// A thread's vectors of x and dy are its own.
+// A thread reads only vectors of x and dy that it copied itself.
 struct GradientStage {
   TokenBlock block;
   uint4 x[2][kGradientThreads], dy[2][kGradientThreads];
 };
 
-// Adds those of a block of tokens to the sums of the weight's gradient.
+// Adds the gradients of a block of tokens to the sums of the weight's gradient.
 template <class X>
 __device__ __forceinline__ void add_weight_gradient(const Octet<X> (&x)[2], const TokenBlock& block, int lane,
                                                     float (&sums)[2][kTiles][4]) {
@@ -402,7 +407,7 @@ __global__ __launch_bounds__(kGradientThreads,
   for (int token = 0; token < tokens; token += kBlockTokens) {
     cp_async_wait_group<1>();
     __syncthreads();
-    // Every warp is past the stage before.
+    // Every warp is past the previous stage.
     copy_stage(token + 2 * kBlockTokens, stage == 0 ? kStages - 1 : stage - 1);
     const TokenBlock& block = shared[stage].block;
     Octet<X> x[2];
@@ -470,7 +475,7 @@ bool is_usual(const HyperConnection& options, const Matrix& x, const Matrix& wei
          is_vectorizable(weight.data, weight.stride, weight.cols, sizeof(float));
 }
 
-// fn<T>() for the 16-bit dtype of x.
+// Calls fn<T>() for the 16-bit dtype of x.
 template <class Fn>
 void by_half(const Matrix& x, const Fn& fn) {
   if (x.dtype == DType::bf16)

@@ -1,10 +1,7 @@
-// CUDA backend of LayerNorm: the formula, for the kernels of the norm family.
-//
-// Bytes per element (b = element size): forward 2b, backward 3b. Also 8 bytes of statistics per
-// row, weight and bias once per CTA (from L2), and CTAs * cols * 8 bytes of partial sums through
-// L2.
-// Instructions per element: about 6 forward, 13 backward; the memory-bound budget is 31 and 46
-// (bf16).
+// The CUDA backend of LayerNorm gives its formula to the kernels of the norm family. It moves 2b bytes per
+// element forward and 3b backward (b = element size), and also 8 bytes of statistics per row, weight and bias
+// once per CTA (from L2), and CTAs * cols * 8 bytes of partial sums through L2. An element takes about 6
+// instructions forward and 13 backward; the memory-bound budget is 31 and 46 (bf16).
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/layer_norm/layer_norm.h"
 
@@ -36,7 +33,7 @@ void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
 
 void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
   Vector dweight = a.dweight, dbias = a.dbias;
-  // A row of partials holds both gradients.
+  // One row of partials holds both gradients.
   dweight.size = dbias.size = a.x.cols;
   with_weight_types(kOp, a.x.dtype, a.weight, [&]<class X, class W>(Type<X>, Type<W>) {
     norm_backward(kOp, ctx,

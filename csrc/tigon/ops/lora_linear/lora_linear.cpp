@@ -32,11 +32,13 @@ void fill(Context& ctx, const Vector& bias, const Matrix& y) {
   on_device(kOp, ctx, [&] { cpu::lora_bias(ctx, bias, y); }, TIGON_ON_CUDA(cuda::lora_bias(ctx, bias, y)));
 }
 
-// c += the sum of the products, or = it: as one product where the device has such a kernel, otherwise one after the other.
+// Computes c += the sum of the products, or c = the sum: as one GEMM if the device has such a kernel,
+// otherwise one after the other.
 void add_products(Context& ctx, std::vector<Product>& products, bool add) {
   bool done = products.empty();
   if (!add && !done) on_device(kOp, ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_products(ctx, products)));
-  // PyTorch's bf16 products on the CPU are slower onto a result, the more the longer their K: the base's goes first there.
+  // PyTorch's bf16 GEMM on the CPU that adds to a result is slower the longer its K is, so the base's goes
+  // first there.
   if (ctx.device() == Device::cpu && !done && products[0].c.dtype == DType::bf16)
     std::reverse(products.begin(), products.end());
   for (Product& p : products) {
@@ -52,7 +54,8 @@ int64_t total_columns(std::span<const LoraAdapter> adapters) {
   return columns;
 }
 
-// The adapters in x's dtype, ranks filled up with zeros: A one below the other, so that adapters of one x are one product.
+// Holds the adapters in x's dtype, with ranks filled up with zeros: each A is below the previous one, so that
+// adapters of one x are one GEMM.
 struct Packed {
   Matrix a;                    // [R, K]
   std::vector<Matrix> b;       // [N, columns of the adapter]
@@ -70,8 +73,8 @@ struct Packed {
         elements > 0 ? static_cast<char*>(ctx.scratch(size_of(x.dtype) * size_t(elements))) : nullptr;
     auto take = [&](int64_t rows, int64_t cols) {
       char* data = memory;
-      memory +=
-          int64_t(size_of(x.dtype)) * rows * cols;  // each has whole 16 bytes: columns are multiples of 8
+      // Each copy has whole 16-byte units, since columns are multiples of 8.
+      memory += int64_t(size_of(x.dtype)) * rows * cols;
       return Matrix{.data = data, .dtype = x.dtype, .rows = rows, .cols = cols, .stride = cols};
     };
     std::vector<LoraCopy> copies;
@@ -89,8 +92,8 @@ struct Packed {
   }
 };
 
-// fn(first adapter, its first column of t, columns, x or d(x)): adapters with dropout one by one, the others as many at once as
-// lie side by side and have one scale. Those that `skip` are passed over.
+// Calls fn(first adapter, its first column of t, columns, x or d(x)): adapters with dropout one by one, the
+// others as many at once as are adjacent and have one scale. Those that `skip` selects are passed over.
 template <class Skip, class Fn>
 void for_each_run(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, const Vector& seed,
                   bool drops, const Packed& packed, const Skip& skip, const Fn& fn) {
@@ -169,7 +172,7 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
                          .trans_b = true,
                          .alpha = a.adapters[i].scale});
         });
-  // The base's product last: what it adds to was written once, and is read where the product is anyway.
+  // The base's GEMM comes last: what it adds to was written once, and is read with the result anyway.
   for (size_t g = 0; g < a.bases.size(); ++g) {
     const LoraBase& l = a.bases[g];
     if (l.y.data == nullptr) continue;
@@ -179,7 +182,8 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
       products.push_back({.a = from, .b = weight, .c = l.y, .trans_b = true});
     };
     for (size_t i = 0; i < a.adapters.size(); ++i) {
-      const int64_t rank = a.adapters[i].a.rows;  // not the zeros after it: a product with infinity is NaN
+      // The zeros after the rank are left out: their product with infinity is NaN.
+      const int64_t rank = a.adapters[i].a.rows;
       if (a.adapters[i].base == int64_t(g))
         add(columns_of(a.t, packed.first[i], rank), columns_of(packed.b[i], 0, rank));
     }

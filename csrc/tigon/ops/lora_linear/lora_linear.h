@@ -1,20 +1,26 @@
-// LoRA (Hu et al. 2021, arXiv:2106.09685, eq. 3): frozen linear maps of one x, each with any number of low-rank adapters.
-//
+// Computes LoRA (Hu et al. 2021, arXiv:2106.09685, eq. 3): frozen linear maps of one x, each with any number
+// of low-rank adapters.
 // Formula     y = x W^T + bias + sum over the adapters of this W of t B^T,  t = s d(x) A^T
-//             d: dropout, element (row, column) of the i-th adapter kept where a word of Philox is not below p * 2^32, then times
-//             1 / (1 - p); d(x) = x for p = 0. The mask follows from seed, i, row and column alone
-// Gradients   dt = s dy B;  dx = sum over W of dy W + sum over adapters of d'(dt A);  dA = dt^T d(x);  dB = dy^T t
-// Shapes      x, dx [M, K]; W [N, K]; bias [N]; y, dy [M, N]; A [r, K]; B [N, r]; rows at any stride. t [M, R], R the sum of
-//             lora_columns(r): each adapter's columns begin at a multiple of 8 and end in zeros; dA [R, K] in the same places
-// Dtypes      x f32 | bf16 | f16; W, bias, y, t, dy, dx the same; all A and B one of the three; dA, dB theirs where that is x's, else f32
-// Rounding    A and B to x's dtype; t and dt once; y and dx once after each product that adds to them, the base's last (bf16 on the
-//             CPU: first); large ones on sm_90a, y without bias and dx without dropout, once after all. An adapter of zeros gives
-//             the bits of the base product and its gradient
+//             d: dropout, element (row, column) of the i-th adapter kept if a word of Philox is not below p
+//             * 2^32, then times 1 / (1 - p); d(x) = x for p = 0. The mask follows from seed, i,
+//             row and column only
+// Gradients   dt = s dy B;  dx = sum over W of dy W + sum over adapters of d'(dt A);  dA = dt^T d(x);
+//             dB = dy^T t
+// Shapes      x, dx [M, K]; W [N, K]; bias [N]; y, dy [M, N]; A [r, K]; B [N, r]; rows at any stride.
+//             t [M, R], R the sum of lora_columns(r): each adapter's columns begin at a multiple of 8 and end
+//             in zeros; dA [R, K] in the same places
+// Dtypes      x f32 | bf16 | f16; W, bias, y, t, dy, dx the same; all A and B one of the three; dA, dB theirs
+//             if that is x's, else f32
+// Rounding    A and B to x's dtype; t and dt once; y and dx once after each GEMM that adds to them, the
+//             base's last (bf16 on the CPU: first); large GEMMs on sm_90a, of y without bias and dx without
+//             dropout, once after all. With an adapter of zeros, results are bitwise equal to the base's
 // Saved       x, t, seed, and the parameters
 // Aliasing    none
-// Determinism bitwise: products in a fixed order, no float atomics
-// Traffic     beside the base products: x for t and for dA, y and dx written, dy for dt and for dB; with dropout d(x) twice each way
-// Refused     sizes or dtypes that do not fit, an adapter without a linear, dropout outside [0, 1): tigon::Error before anything is written
+// Determinism bitwise: GEMMs in a fixed order, no float atomics
+// Traffic     in addition to the base GEMMs: x for t and for dA, y and dx written, dy for dt and for dB; with
+//             dropout d(x) twice each way
+// Refused     sizes or dtypes that do not fit, an adapter without a linear, dropout outside [0, 1):
+//             tigon::Error before anything is written
 #pragma once
 
 #include <span>
@@ -23,34 +29,37 @@
 
 namespace tigon {
 
-struct Product;  // base/product.h
+struct Product;  // see base/product.h
 
-// The columns of t that an adapter of rank r has.
+// Returns the columns of t that an adapter of rank r has.
 constexpr int64_t lora_columns(int64_t r) { return (r + 7) / 8 * 8; }
 
 struct LoraBase {
   Matrix weight;
-  Vector bias;  // empty: none
-  Matrix
-      y;  // forward: the result, or empty where it is not wanted; backward: dy, or empty where there is none
+  Vector bias;  // empty if absent
+  // In the forward, the result, or empty if it is not wanted. In the backward, dy, or empty if there is none.
+  Matrix y;
 };
 
 struct LoraAdapter {
-  int64_t base = 0;  // which of the linears it belongs to
+  // The index of the linear that it belongs to.
+  int64_t base = 0;
   Matrix a;
   Matrix b;
   float scale = 1.0f;
   double dropout = 0.0;
-  Matrix db;  // backward; empty: not wanted
+  // Only the backward uses it; empty if not wanted.
+  Matrix db;
 };
 
 struct LoraLinearFwd {
   Matrix x;
   std::span<const LoraBase> bases;
   std::span<const LoraAdapter> adapters;
-  Vector seed;  // one i64 where the context computes; needed by dropout alone
+  // The seed is one i64 on the context's device; only dropout needs it.
+  Vector seed;
   Matrix t;
-  bool has_t = false;  // t is there already
+  bool has_t = false;  // t is already computed
 };
 
 struct LoraLinearBwd {
@@ -59,24 +68,24 @@ struct LoraLinearBwd {
   std::span<const LoraAdapter> adapters;
   Vector seed;
   Matrix t;
-  Matrix dx;  // empty: not wanted
-  Matrix da;  // empty: not wanted
+  Matrix dx;  // empty if not wanted
+  Matrix da;  // empty if not wanted
 };
 
 TIGON_API void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a);
 TIGON_API void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a);
 
-// DoRA (Liu et al. 2024, arXiv:2402.09353, eq. 5): the rows of W + s B A get the lengths m, their own taken as constants.
-//
+// Computes DoRA (Liu et al. 2024, arXiv:2402.09353, eq. 5): the rows of W + s B A get the lengths m; their
+// own lengths are treated as constants.
 // Formula     factors = m / |W + s B A| by row, |W + s B A|^2 = |W|^2 + 2 s (W A^T) . B + s^2 (B A A^T) . B
-// Rounding    A to W's dtype, W A^T to it on the CPU alone
+// Rounding    A to W's dtype, and W A^T to it on the CPU only
 // Aliasing    y may be W
 struct DoraFactors {
   Matrix weight;     // f32 | bf16 | f16
   Matrix a, b;       // of one dtype
   Vector magnitude;  // m
   float scale = 1.0f;
-  Matrix y;         // factors W, in W's dtype; empty: not wanted
+  Matrix y;         // factors W, in W's dtype; empty if not wanted
   Vector factors;   // f32
   Vector inverses;  // 1 / m, f32; a zero of m counts as 2^-60
 
@@ -96,7 +105,7 @@ struct DoraFactors {
     f.result("inverses", inverses, weight.rows, DType::f32);
   }
 };
-// y = factors x by row. y may be x.
+// Computes y = factors x by row. y may be x.
 struct ScaleRows {
   Matrix x;
   Vector factors;
@@ -112,16 +121,18 @@ struct ScaleRows {
 TIGON_API void dora_factors(Context& ctx, const DoraFactors& a);
 TIGON_API_ENTRY(scale_rows, ScaleRows)
 
-// What the products are made of.
+// Holds the operands of the products.
 struct DoraProducts {
   Matrix cross;  // W A^T, f32
   Matrix gram;   // A A^T, f32
 };
-struct LoraCopy {  // to = from in to's dtype, zeros beyond it
+// Copies `from` to `to` in its dtype, with zeros beyond it.
+struct LoraCopy {
   Matrix from;
   Matrix to;
 };
-struct LoraDropout {  // to = mask * from / (1 - p), or += that
+// Computes to = mask * from / (1 - p), or adds that.
+struct LoraDropout {
   Matrix from;
   Matrix to;
   double p = 0.0;
@@ -134,14 +145,16 @@ namespace cpu {
 void lora_copy(Context& ctx, std::span<const LoraCopy> list);
 void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products);
 void lora_dropout(Context& ctx, const LoraDropout& a);
-void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);  // each row of y = bias
+// Sets each row of y to bias.
+void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
 }  // namespace cpu
 namespace cuda {
 void lora_copy(Context& ctx, std::span<const LoraCopy> list);
 void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products);
 void lora_dropout(Context& ctx, const LoraDropout& a);
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
-// The sum of products of one c and one trans_b as one product; false where there is no kernel for it, or where it is slower.
+// Computes the sum of products of one c and one trans_b as one GEMM. Returns false if there is no kernel for
+// it, or if it is slower.
 bool lora_products(Context& ctx, std::span<const Product> products);
 }  // namespace cuda
 

@@ -1,4 +1,4 @@
-// CPU backend: the parts around the products, which are few bytes beside theirs.
+// The CPU backend has the parts around the GEMMs, which move few bytes compared with those.
 #include <algorithm>
 #include <cmath>
 

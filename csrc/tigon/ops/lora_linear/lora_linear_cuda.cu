@@ -1,4 +1,4 @@
-// CUDA backend: the parts around the products.
+// The CUDA backend has the parts around the GEMMs.
 #include <algorithm>
 
 #include "tigon/base/cuda/block_sum.cuh"
@@ -20,7 +20,7 @@ constexpr int kThreads = 256, kCopies = 16;
 
 struct Copies {
   LoraCopy at[kCopies];
-  int parts;  // CTAs to each
+  int parts;  // CTAs for each
 };
 
 __device__ __forceinline__ float value_of(const void* p, DType t, int64_t i) {
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
 
 // --- dropout ----------------------------------------------------------------------------------
 
-// Four columns to a thread, in one vector or one by one.
+// Each thread takes four columns, in one vector or one by one.
 template <class T, bool Vectorized>
 __global__ void __launch_bounds__(kThreads)
     dropout_kernel(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t cols,
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- DoRA -------------------------------------------------------------------------------------
 
-// y = factor x, of the vectors of a row that are `lane`, lane + lanes, ...
+// Computes y = factor x for the vectors lane, lane + lanes, ... of a row.
 template <class T, int N>
 __device__ __forceinline__ void scale_row(const T* x, T* y, int64_t cols, float factor, int lane, int lanes) {
   for (int64_t c = int64_t(lane) * N; c < cols; c += int64_t(lanes) * N) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void scale_row(const T* x, T* y, int64_t cols, float 
   }
 }
 
-// A CTA to a row.
+// Each row has a CTA.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads)
     dora_kernel(const __grid_constant__ DoraFactors a, const __grid_constant__ DoraProducts products) {
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
                     kThreads);
 }
 
-// `lanes` threads to a row, a power of two.
+// Each row has `lanes` threads, a power of two.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads)
     scale_kernel(const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t rows, int64_t cols,
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads)
                     lanes);
 }
 
-// fn(type, vector length) for rows of whole 16-byte vectors, or of any.
+// Calls fn(type, vector length) for rows of whole 16-byte vectors, or for any rows.
 template <class Fn>
 void dispatch_rows(const char* op, const Matrix& x, const Matrix& y, const Fn& fn) {
   dispatch_float(op, "x", x.dtype, [&](auto type) {

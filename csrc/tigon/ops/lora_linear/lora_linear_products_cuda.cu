@@ -1,4 +1,4 @@
-// Base and adapters as one product on sm_90a: they follow each other along K.
+// Computes base and adapters as one GEMM on sm_90a: they follow each other along K.
 #include <algorithm>
 #include <cmath>
 
@@ -12,7 +12,8 @@ namespace tigon::cuda {
 namespace {
 
 constexpr const char* kOp = "lora_linear";
-constexpr size_t kMost = 4;  // q, k and v, and the adapters of all
+// This is enough for q, k and v, and the adapters of all.
+constexpr size_t kMost = 4;
 
 template <class T, matmul::Major kMajorB>
 bool run(Context& ctx, std::span<const Product> products) {
@@ -39,7 +40,8 @@ bool lora_products(Context& ctx, std::span<const Product> products) {
                                [&](const Product& p) { return fits(p.a) && fits(p.b) && fits(p.c); });
   if (ctx.deterministic || c.dtype == DType::f32 || !all || products.size() < 2 || products.size() > kMost)
     return false;
-  // The least part of the last wave's tiles that makes it faster than cuBLASLt's, which has smaller ones.
+  // The GEMM is faster than cuBLASLt's, which has smaller tiles, if at least this part of the last wave's
+  // tiles is filled.
   constexpr double kFilled = 0.9;
   const double tiles = double(c.rows) * double(c.cols) / (matmul::kTileM * matmul::kCluster * matmul::kTileN),
                at_once = std::max(1, device_facts().sms / matmul::kCluster);

@@ -9,7 +9,7 @@ constexpr const char* kOp = "lora_linear";
 using Tensors = std::vector<Tensor>;
 using Optionals = std::vector<OptionalTensor>;
 
-// Rows that overlap, as those of an expanded gradient, are copied: products take none.
+// Rows that overlap, as those of an expanded gradient, are copied: GEMM does not take them.
 Matrix matrix_of(const char* name, Tensor& t, const Tensor& like) {
   check_same_device(kOp, name, t, like);
   const Matrix m = rows_of(kOp, name, t);
@@ -17,21 +17,22 @@ Matrix matrix_of(const char* name, Tensor& t, const Tensor& like) {
   t = to_contiguous(kOp, name, t);
   return rows_of(kOp, name, t);
 }
-// The lists of the schema as the core takes them.
+// Takes the lists of the schema as the core needs them.
 struct Operands {
   std::vector<LoraBase> bases;
   std::vector<LoraAdapter> adapters;
   int64_t columns = 0;
   Vector seed;
 
-  // Without adapters it has no columns, but as many rows as x.
+  // Without adapters t has no columns, but as many rows as x.
   Matrix t_of(Tensor& t, const Tensor& like, const Matrix& x) const {
     Matrix m = matrix_of("t", t, like);
     if (columns == 0) m.rows = x.rows;
     return m;
   }
 
-  // `tensors`: weights, biases, A of each adapter, B of each. `linears`: the linear of each adapter, then of each bias.
+  // `tensors` holds weights, biases, A of each adapter, and B of each. `linears` holds the linear of each
+  // adapter, then that of each bias.
   Operands(const Tensor& x, Tensors& tensors, const std::vector<int64_t>& linears,
            const std::vector<double>& scales, const std::vector<double>& dropouts, OptionalTensor& seed_) {
     const size_t count = scales.size(), options = linears.size() + count;

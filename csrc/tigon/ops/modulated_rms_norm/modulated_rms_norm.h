@@ -1,25 +1,27 @@
-// RMSNorm with modulation: adaptive layer norm (Peebles & Xie 2023, "Scalable Diffusion Models with Transformers", section 3.2) over
-// RMSNorm (Zhang & Sennrich 2019, eq. 4).
-//
+// Computes RMSNorm with modulation: adaptive layer norm (Peebles & Xie 2023, "Scalable Diffusion Models with
+// Transformers", section 3.2) over RMSNorm (Zhang & Sennrich 2019, eq. 4).
 // Formula     h = x * rstd,  rstd = (mean(x^2) + eps)^-1/2,  y = h * (offset + weight) * (1 + scale) + shift
 //             (weight absent: y = h * (1 + scale) + shift)
-// Gradients   dx as rms_norm, with (offset + weight) * (1 + scale) for its weight; over the rows that share a row of scale:
-//             u = sum of dy * h,  dscale = (offset + weight) * u,  dshift = sum of dy;  dweight = sum over rows of scale of
-//             (1 + scale) * u
-// Shapes      x, y, dy, dx [rows, cols]; scale, shift, dscale, dshift [groups, cols], groups a divisor of rows: rows / groups
-//             adjacent rows share a row of scale and shift; any row strides; weight, dweight [cols]; rstd [rows]
-// Dtypes      x f32 | bf16 | f16, y in x's dtype; weight, scale and shift all of x's dtype or all f32; rstd f32; gradients of the
-//             dtype of what they belong to; accumulation f32
-// Rounding    llama: h is rounded to x's dtype before the weight, y once at the end. gemma, none: y once at the end. The backward
-//             uses h with the same rounding in u. Every gradient is rounded once.
+// Gradients   dx as rms_norm, with (offset + weight) * (1 + scale) for its weight; over the rows that share a
+//             row of scale:
+//             u = sum of dy * h,  dscale = (offset + weight) * u,  dshift = sum of dy;
+//             dweight = sum over rows of scale of (1 + scale) * u
+// Shapes      x, y, dy, dx [rows, cols]; scale, shift, dscale, dshift [groups, cols], groups a divisor of
+//             rows: rows / groups adjacent rows share a row of scale and shift; any row strides; weight,
+//             dweight [cols]; rstd [rows]
+// Dtypes      x f32 | bf16 | f16, y in x's dtype; weight, scale and shift all of x's dtype or all f32; rstd
+//             f32; gradients of the dtype of what they belong to; accumulation f32
+// Rounding    llama: h is rounded to x's dtype before the weight, y once at the end. gemma, none: y once at
+//             the end. The backward uses h with the same rounding in u. Every gradient is rounded once.
 // Saved       x, weight, scale, rstd (4 bytes a row)
 // Aliasing    y may not overlap x, scale or shift; dx may be dy (same shape and strides) but no other input
 // Determinism bitwise: fixed trees inside a row, fixed order over rows
-// Traffic     forward 1 read + 1 write of x, 1 read of scale and shift; backward 2 reads + 1 write of x. Beside, an element of
-//             scale costs the backward 16 bytes of CUDA memory traffic for each block of its rows (sums in f32), which counts where
-//             few rows share it; a row of scale for each row, of x's dtype: 1 read and 2 writes
-// Refused     cols < 1, eps < 0, groups that do not divide rows, sizes or dtypes that do not fit: tigon::Error before anything is
-//             written
+// Traffic     forward 1 read + 1 write of x, 1 read of scale and shift; backward 2 reads + 1 write of x. On
+//             CUDA an element of scale also costs the backward 16 bytes for each block of its rows (sums in
+//             f32), which counts if few rows share it. If each row has a row of scale of x's dtype, that
+//             costs 1 read and 2 writes
+// Refused     cols < 1, eps < 0, groups that do not divide rows, sizes or dtypes that do not fit:
+//             tigon::Error before anything is written
 #pragma once
 
 #include "tigon/ops/rms_norm/rms_norm.h"
@@ -35,11 +37,11 @@ inline void require_modulation(const Fields& f, const Matrix& x, const Vector& w
 
 struct ModulatedRmsNormFwd {
   Matrix x;
-  Vector weight;  // empty: none
+  Vector weight;  // empty if absent
   Matrix scale;
-  Matrix shift;  // empty: none
+  Matrix shift;  // empty if absent
   Matrix y;
-  Vector rstd;  // empty: not wanted, where no backward follows
+  Vector rstd;  // empty if no backward follows
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
@@ -64,10 +66,10 @@ struct ModulatedRmsNormBwd {
   Vector weight;
   Matrix scale;
   Vector rstd;
-  Matrix dx;       // empty: not wanted
-  Vector dweight;  // empty: not wanted
-  Matrix dscale;   // empty: not wanted
-  Matrix dshift;   // empty: not wanted
+  Matrix dx;       // empty if not wanted
+  Vector dweight;  // empty if not wanted
+  Matrix dscale;   // empty if not wanted
+  Matrix dshift;   // empty if not wanted
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
 

@@ -18,11 +18,12 @@ namespace tigon::cpu {
 namespace {
 
 constexpr int64_t kRowsPerTask = 16;
-constexpr int64_t kMaxTasks = 64;  // of the backward: fixed by shape, so results do not depend on threads
+// The number of tasks of the backward is a function of the shape, so results do not depend on threads.
+constexpr int64_t kMaxTasks = 64;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The gradients of one row of scale and shift from its sums, and what it adds to dweight.
+// Computes the gradients of one row of scale and shift from its sums, and what it adds to dweight.
 template <class W>
 struct GroupGradients {
   const ModulatedRmsNormBwd& a;
@@ -32,7 +33,7 @@ struct GroupGradients {
     const W* scale = a.scale.row<W>(group);
     for (int64_t c = 0; c < a.x.cols; ++c) folded[c] = shifted_weight(c) * (1.0f + to_float(scale[c]));
   }
-  // u, dy: sums over the rows of the group.
+  // u and dy are sums over the rows of the group.
   void write(int64_t group, const float* u, const float* dy, float* dweight) const {
     const W* scale = a.scale.row<W>(group);
     for (int64_t c = 0; c < a.x.cols; ++c) {
@@ -43,7 +44,7 @@ struct GroupGradients {
   }
 };
 
-// Sums over no rows: 0, whatever they would be multiplied by.
+// Writes the sums over no rows: 0, whatever they would be multiplied by.
 template <class W>
 void no_rows(const ModulatedRmsNormBwd& a) {
   for (int64_t group = 0; group < a.scale.rows; ++group)
@@ -52,8 +53,8 @@ void no_rows(const ModulatedRmsNormBwd& a) {
   if (a.dweight) std::fill_n(a.dweight.as<W>(), a.x.cols, W{});
 }
 
-// A task takes some groups, or a part of the rows of one where groups are few; its own rows of scratch hold the folded weight and
-// the two sums. Parts of a group are added in a second step.
+// A task takes some groups, or part of the rows of one group if groups are few. Its own rows of scratch hold
+// the folded weight and the two sums. Parts of a group are added in a second step.
 template <class W>
 void backward(Context& ctx, const ModulatedRmsNormBwd& a) {
   const int64_t groups = a.scale.rows, cols = a.x.cols, rows = groups > 0 ? a.x.rows / groups : 0;
@@ -63,7 +64,7 @@ void backward(Context& ctx, const ModulatedRmsNormBwd& a) {
   const int64_t rows_of_part = std::max<int64_t>(1, ceil_div(rows, most_parts));
   const int64_t parts = std::max<int64_t>(1, ceil_div(rows, rows_of_part));
   const int64_t groups_of_task = parts > 1 ? 1 : std::max<int64_t>(1, ceil_div(groups, kMaxTasks));
-  const int64_t tasks = ceil_div(groups, groups_of_task);  // of all parts
+  const int64_t tasks = ceil_div(groups, groups_of_task);  // counts the tasks of all parts
   const GroupGradients<W> of{a};
   const NormScalars scalars{.round_h = a.rounding == Rounding::llama};
   float* scratch = ctx.scratch_of<float>(tasks * parts * 3 * cols);
@@ -110,7 +111,7 @@ void modulated_rms_norm_fwd(Context& ctx, const ModulatedRmsNormFwd& a) {
   const int64_t cols = a.x.cols, tasks = ceil_div(rows, kRowsPerTask);
   const NormKernels& kernels = TIGON_SELECT(modulated_rms_norm_table)[a.x.dtype];
   const float* weight = in_f32(ctx, a.weight);
-  // scale and shift of the group of a task's rows in fp32, where they have another type.
+  // Holds scale and shift of the group of a task's rows in fp32, if they have another type.
   float* scratch = a.scale.dtype == DType::f32 ? nullptr : ctx.scratch_of<float>(tasks * 2 * cols);
   parallel(ctx, tasks, [&](int64_t task) {
     const float *scale = nullptr, *shift = nullptr;

@@ -1,15 +1,11 @@
-// CUDA backend of modulated RMSNorm: the formula, for the kernels of the norm family, and the
-// gradients of scale, shift and weight.
-//
-// The forward reads the row of scale and shift of each row, or keeps it in shared memory over the
-// rows of a CTA that share it. The backward is that of an RMSNorm whose weight, (offset + weight) *
-// (1 + scale), and sums by column belong to a group of rows: those that share a row of scale.
-// Persistent CTAs process the rows of one group each, and form its weight. The gradients come from
-// fixed partial sums. Where each row has a row of scale of x's type, scale is an input beside x, and
-// dscale and dshift are results.
-//
-// Bytes per element (b = element size): forward 2b, backward 3b, and per element of scale 2b
-// forward; backward 8 written and read for each CTA of a group, and the gradients.
+// The CUDA backend of modulated RMSNorm gives its formula to the kernels of the norm family, and computes the
+// gradients of scale, shift and weight. The forward reads the row of scale and shift of each row, or keeps it
+// in shared memory over the rows of a CTA that share it. The backward is that of an RMSNorm whose weight,
+// (offset + weight) * (1 + scale), and sums by column belong to a group of rows: those that share a row of
+// scale. Persistent CTAs process the rows of one group each, and form its weight. The gradients come from
+// fixed partial sums. If each row has a row of scale of x's type, scale is a second input, and dscale and
+// dshift are results. It moves 2b bytes per element forward and 3b backward (b = element size). An element of
+// scale costs 2b forward, and backward 8 bytes written and read for each CTA of a group, plus the gradients.
 #include "tigon/base/cuda/column_sum.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/norm_backward.cuh"
@@ -23,12 +19,12 @@ namespace {
 
 constexpr const char* kOp = "modulated_rms_norm";
 constexpr int kThreads = 256;
-// Partial rows of dweight.
+// dweight has at most this many partial rows.
 constexpr int64_t kMaxChunks = 64;
 
 template <class W>
 struct Modulation {
-  // weight: null for ones without offset.
+  // A null weight stands for ones without offset.
   const W *weight, *scale;
   int64_t scale_stride, groups, cols;
   float offset;
@@ -44,7 +40,7 @@ template <class X, class W>
 struct GroupsBackward : ModulatedRmsNormBackward<float, X> {
   Modulation<W> m;
 
-  // Of N columns, `step` apart.
+  // Handles N columns, `step` apart.
   template <int N>
   __device__ __forceinline__ void weights(int64_t group, int64_t c, float (&w)[N], int step = 1) const {
 #pragma unroll
@@ -52,16 +48,17 @@ struct GroupsBackward : ModulatedRmsNormBackward<float, X> {
       w[j] = c < m.cols ? modulated_weight(m.shifted_weight(c), m.scale_at(group, c)) : 0.0f;
   }
 };
-// Null data: not wanted.
+// Null data means not wanted.
 template <class W>
 struct GroupGradients {
   W *dscale, *dshift;
   int64_t dscale_stride, dshift_stride;
-  // [chunks, cols], of dweight.
+  // [chunks, cols]: partial rows of dweight.
   float* dweights;
 };
 
-// A CTA takes some columns of `chunk` groups; `Lanes` threads share a column. partials: [parts, 2, groups, cols], of u and dy.
+// A CTA takes some columns of `chunk` groups; `Lanes` threads share a column. `partials` is [parts, 2,
+// groups, cols], of u and dy.
 template <class W, int Lanes>
 __global__ __launch_bounds__(kThreads) void group_gradients_kernel(const Modulation<W> m,
                                                                    const float* partials, int64_t parts,
@@ -85,7 +82,7 @@ __global__ __launch_bounds__(kThreads) void group_gradients_kernel(const Modulat
       sum_columns<kLoadsInFlight>(partials + lane * 2 * pitch + g * m.cols + c, pitch, Lanes * 2 * pitch,
                                   int((parts - lane + Lanes - 1) / Lanes), sums);
     if constexpr (Lanes > 1) {
-      // The first lane may still read those of the group before.
+      // The first lane may still read those of the previous group.
       __syncthreads();
 #pragma unroll
       for (int k = 0; k < 2; ++k) slots[k][lane][column] = sums[k];
@@ -111,7 +108,7 @@ void set_zero(Context& ctx, const Matrix& m) {
                                           size_t(m.rows), static_cast<cudaStream_t>(ctx.stream())));
 }
 
-// A row of scale for each row of x, in x's type.
+// Each row of x has a row of scale, in x's type.
 template <class X>
 void rows_backward(Context& ctx, const ModulatedRmsNormBwd& a) {
   if (!a.dx.data && !a.dscale.data && !a.dweight) {
@@ -138,7 +135,7 @@ void rows_backward(Context& ctx, const ModulatedRmsNormBwd& a) {
                 {a.dweight});
 }
 
-// The gradients of scale, shift and weight from the partial sums.
+// Computes the gradients of scale, shift and weight from the partial sums.
 template <class W>
 void group_gradients(Context& ctx, const ModulatedRmsNormBwd& a, const Modulation<W>& m,
                      const float* partials, int64_t parts) {

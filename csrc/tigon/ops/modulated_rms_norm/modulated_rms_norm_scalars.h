@@ -1,4 +1,4 @@
-// The numbers of modulated RMSNorm's formula.
+// Holds the constants of modulated RMSNorm's formula.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,9 @@
 namespace tigon {
 
 struct ModulatedScalars : NormScalars {
-  int64_t rows_per_param = 1;    // adjacent rows that share a row of scale and shift
-  int64_t param_stride[3] = {};  // between rows of weight (0), scale, shift
+  // This many adjacent rows share a row of scale and shift.
+  int64_t rows_per_param = 1;
+  int64_t param_stride[3] = {};  // from row to row of weight (0), scale and shift
 };
 
 }  // namespace tigon

@@ -1,22 +1,25 @@
-// What Muon does besides its matrix products (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et
-// al. 2025, arXiv:2502.16982), over lists of tensors of one size.
-//
-// Formula     muon_momentum: m += (1 - momentum) * (g - m) if it adds;  u = m, or g + momentum * (m - g) with nesterov
+// Computes what Muon needs in addition to its GEMMs, over lists of tensors of one size (Jordan et al. 2024,
+// "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, arXiv:2502.16982). A list is
+// one launch, of any alignment. A list that does not fit the parameters of a kernel takes a few tiny launches
+// more.
+// Formula     muon_momentum: m += (1 - momentum) * (g - m) if it adds;  u = m, or g + momentum * (m - g) with
+//             nesterov
 //             updates = factor * u;  squares: sums of u^2
 //             muon_update: p -= lr * weight_decay * p;  p -= lr * ratio * u
-// Shapes      all tensors of a list have one size, of muon_momentum `matrices` matrices each; updates: all of them, adjacent;
-//             factors [tensors * matrices]; squares [tensors * matrices, muon_chunks(elements of a matrix)]
+// Shapes      all tensors of a list have one size, of muon_momentum `matrices` matrices each; updates: all of
+//             them, adjacent; factors [tensors * matrices]; squares [tensors * matrices, muon_chunks(elements
+//             of a matrix)]
 // Dtypes      each list and updates f32 | bf16 | f16; factors f32; squares f64; arithmetic f32
-// Rounding    to nearest even: m and p on store; u, which follows from that m, to grads' dtype; updates on store. Sums of at most
-//             64 squares f32, above f64
+// Rounding    to nearest even: m and p on store; u, which follows from that m, to grads' dtype; updates on
+//             store. Sums of at most 64 squares f32, above f64
 // Saved       nothing; m and p are updated in place
-// Aliasing    a list may be momenta and grads, and updates too if its elements have that size; else none
-// Determinism bitwise: every element by itself, whatever the list, the device or its instruction set; squares on one device,
-//             of a matrix wherever it stands
-// Traffic     every tensor once, m twice if it adds: in 16 bits 6 bytes an element to add, to form updates, and of muon_update
+// Aliasing    one list may serve as momenta and grads, and as updates too if its elements have that size;
+//             else none
+// Determinism bitwise: every element by itself, whatever the list, the device or its instruction set; squares
+//             on one device, of a matrix wherever it is in the list
+// Traffic     every tensor once, m twice if it adds: in 16 bits 6 bytes an element to add, to form updates,
+//             and of muon_update
 // Refused     other sizes or dtypes: tigon::Error before anything is written
-//
-// A list is one launch, of any alignment; a longer one than fits the parameters of a kernel takes some more, tiny ones.
 #pragma once
 
 #include <span>
@@ -25,11 +28,11 @@
 
 namespace tigon {
 
-// Parts of a matrix of this size: each has a sum of squares.
+// Each part of a matrix of this size has a sum of squares.
 constexpr int64_t kMuonChunk = 16384;
 constexpr int64_t muon_chunks(int64_t size) { return (size + kMuonChunk - 1) / kMuonChunk; }
 
-// Two lists of one length, the first of which is updated. Returns the elements of a tensor.
+// Names two lists of one length, the first of which is updated. Returns the elements of a tensor.
 inline int64_t muon_lists(Fields& f, const char* name, std::span<const Vector>& list, const char* other,
                           std::span<const Vector>& others) {
   auto size = [&] { return list.empty() ? 0 : list[0].size; };
@@ -43,7 +46,7 @@ inline int64_t muon_lists(Fields& f, const char* name, std::span<const Vector>& 
 struct MuonMomentum {
   std::span<const Vector> momenta, grads;
   Vector updates, factors, squares;  // each may be absent
-  int64_t matrices = 1;              // of a tensor
+  int64_t matrices = 1;              // matrices in a tensor
   double momentum = 0.95;
   bool nesterov = true, adds = true;
 
@@ -60,7 +63,7 @@ struct MuonMomentum {
     f.flat("factors", factors, count, DType::f32);
     f.flat("squares", squares, count * muon_chunks(matrix), DType::f64, true);
     f.option("matrices", matrices);
-    // A process without rows of the matrices has none.
+    // A process that has no rows of the matrices has size 0.
     f.require(size == 0 || (matrices > 0 && size % matrices == 0), "matrices must divide ", size,
               " elements of a tensor, got ", matrices);
   }
@@ -69,7 +72,8 @@ struct MuonMomentum {
 struct MuonUpdate {
   std::span<const Vector> params, updates;
   double lr = 1e-3;
-  Vector lr_on_device;  // instead of lr: one element where the context's device is
+  // If given, this element on the context's device is used instead of lr.
+  Vector lr_on_device;
   double ratio = 1.0;
   double weight_decay = 0.1;
 

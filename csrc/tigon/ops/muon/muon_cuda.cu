@@ -1,4 +1,4 @@
-// CUDA backend of Muon's passes over elements: a CTA has one part of one matrix.
+// In the CUDA backend of Muon's passes over elements, each CTA has one part of one matrix.
 #include "tigon/base/cuda/block_sum.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/tensor_list.cuh"
@@ -14,7 +14,7 @@ using namespace muon_detail;
 constexpr const char* kOp = "muon";
 constexpr int kThreads = 256;
 
-// Elements [begin, end) in vectors of N; the thread's sum of squares of directions.
+// Processes elements [begin, end) in vectors of N. Returns the thread's sum of squares of directions.
 template <int N, class F>
 __device__ __forceinline__ double walk(const Entry& e, bool updates, float factor, const F& f, int64_t begin,
                                        int64_t end) {

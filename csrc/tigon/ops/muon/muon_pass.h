@@ -1,24 +1,24 @@
-// The walk over a list that both passes are, for host and device.
+// Walks over a list for both passes, on host and device.
 #pragma once
 
 #include "tigon/ops/muon/muon.h"
 
 namespace tigon::muon_detail {
 
-// x = f.next(x, y), w = factor * f.direction(x, y). Streams without data are not wanted.
+// Computes x = f.next(x, y) and w = factor * f.direction(x, y). Streams without data are not wanted.
 struct Entry {
   Vector x, y, w;
 };
 struct Pass {
-  int64_t tensors, size, matrices;  // size, matrices: of a tensor
-  bool updates;                     // x
+  int64_t tensors, size, matrices;  // size and matrices are those of a tensor
+  bool updates;                     // x is updated
   const float* factors;
   double* squares;  // of directions
 
   constexpr int64_t chunks() const { return muon_chunks(size / matrices); }
   constexpr int64_t parts() const { return tensors * matrices * chunks(); }
 };
-// What a task, or CTA, does: elements [begin, begin + size) of a tensor.
+// A task, or CTA, takes elements [begin, begin + size) of a tensor.
 struct Part {
   int64_t matrix, tensor, begin, size = 0;
   constexpr Part(const Pass& p, int64_t i)

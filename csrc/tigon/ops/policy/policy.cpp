@@ -19,7 +19,7 @@ void check_formula(const PolicyFormula& f) {
               " and ", f.tau_negative);
 }
 
-// One number a row, or one an answer.
+// Checks a factor: one number per row, or one per answer.
 void check_factor(const char* name, const Vector& v, int64_t rows, int64_t answers) {
   TIGON_CHECK(kOp, v.size == rows || v.size == answers, name, " must be [", rows, "] or [", answers,
               "], got [", v.size, "]");
@@ -67,7 +67,7 @@ void policy(Context& ctx, const Policy& a) {
 }
 
 namespace {
-// 1 / divisor, or of what is counted where none is given.
+// Computes 1 / divisor, or 1 / the count if no divisor is given.
 void make_scale(Context& ctx, const Policy& a, const PolicyTotals::Divisor& by, bool tokens,
                 const Vector& out) {
   bool count = tokens && a.target && !by.given();
@@ -101,7 +101,7 @@ void policy_end(Context& ctx, const Policy& a, const PolicyTotals& totals) {
 
 namespace {
 
-// PyTorch's operator: the loss of all answers.
+// Defines PyTorch's operator: the loss of all answers.
 struct PolicyLoss {
   Policy loss;
   PolicyTotals totals;

@@ -1,34 +1,39 @@
-// Policy-gradient losses of token log-probabilities, for reinforcement learning from answers that were sampled: PPO's clipped
-// objective (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages (GRPO: Shao et al. 2024, arXiv:2402.03300,
-// eq. 3), and its relatives.
-//
-// Formula     per token that counts: d = log_prob - old (0 without old, whose ratio then is 1), A = advantage,
-//             rho = e^d (level token), e^(mean of d over the answer) (sequence: GSPO, Zheng et al. 2025, arXiv:2507.18071,
-//             eq. 7), e^(sum of d) (sum: RLOO, Ahmadian et al. 2024, arXiv:2402.14740)
+// Computes policy-gradient losses of token log-probabilities, for reinforcement learning from sampled
+// answers: PPO's clipped objective (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages
+// (GRPO: Shao et al. 2024, arXiv:2402.03300, eq. 3), and its relatives.
+// Formula     per token that counts: d = log_prob - old (0 without old, whose ratio then is 1),
+//             A = advantage,
+//             rho = e^d (level token), e^(mean of d over the answer) (sequence: GSPO, Zheng et al. 2025,
+//             arXiv:2507.18071, eq. 7), e^(sum of d) (sum: RLOO, Ahmadian et al. 2024, arXiv:2402.14740)
 //             clip    -min(min(rho, delta) A, clamp(rho, 1 - low, 1 + high) A)
-//             cispo   -min(rho, high) A log_prob, the factor a constant (MiniMax 2025, arXiv:2506.13585, eq. 4)
-//             sapo    -4/tau s(tau (rho - 1)) A, tau = tau_positive where A > 0, else tau_negative, s = sigmoid
+//             cispo   -min(rho, high) A log_prob, the factor a constant (MiniMax 2025, arXiv:2506.13585,
+//                     eq. 4)
+//             sapo    -4/tau s(tau (rho - 1)) A, tau = tau_positive if A > 0, else tau_negative, s = sigmoid
 //                     (Gao et al. 2025, arXiv:2511.20347)
-//             vespo   -phi A log_prob, phi = e^(lambda + k log w - lambda w) a constant, k and lambda by A >= 0,
-//                     log w = sum over the answer of d and log importance, each term in [-20, 20] ([log 1e-8, 20]), the
-//                     sum in [log 1e-8, 20]
-//             times importance (not vespo, whose w has it); plus kl * k, with kl_corrected kl * rho * k, of the estimators of
-//             Schulman 2020 ("Approximating KL divergence") with q = ref - log_prob: k1 = -q, k2 = q^2 / 2, k3 = e^q - q - 1
+//             vespo   -phi A log_prob, phi = e^(lambda + k log w - lambda w) a constant,
+//                     k and lambda by A >= 0, log w = sum over the answer of d and log importance,
+//                     each term in [-20, 20] ([log 1e-8, 20]), the sum in [log 1e-8, 20]
+//             times importance (not vespo, whose w has it); plus kl * k, with kl_corrected kl * rho * k, of
+//             the estimators of Schulman 2020 ("Approximating KL divergence") with q = ref - log_prob:
+//             k1 = -q, k2 = q^2 / 2, k3 = e^q - q - 1
 //             weight = scale, with by_answer scale / n (n: tokens of the answer that count)
 //             loss = sum of weight * that - entropy_factor * (entropy_scale, or weight without it) * entropy
-// Gradient    dlog_prob = dloss / dlog_prob, dentropy = dloss / dentropy of each token, 0 where it does not count; old,
-//             ref, advantage and importance are constants. Where the branches of clip are equal, as at ratio 1, half of either.
-// Shapes      answers * tokens rows, row = answer * tokens + token; a call handles the rows of answers [first, first + count)
-//             that have a place in log_prob. target, old, ref, kl, clipped, loss [rows]; advantage, importance [rows] or
-//             [answers]; position [rows]; log_prob, entropy, dlog_prob, dentropy [places]; scale, entropy_scale [1]
-// Dtypes      target i64 | u8 (a mask, with ignore_index 0); position i64; the rest f32; sums over an answer f64
+// Gradient    dlog_prob = dloss / dlog_prob, dentropy = dloss / dentropy of each token, 0 if it does not
+//             count; old, ref, advantage and importance are constants. If the branches of clip are equal, as
+//             at ratio 1, half of each.
+// Shapes      answers * tokens rows, row = answer * tokens + token;
+//             a call handles the rows of answers [first, first + count) that have a place in log_prob.
+//             target, old, ref, kl, clipped, loss [rows]; advantage, importance [rows] or [answers]; position
+//             [rows]; log_prob, entropy, dlog_prob, dentropy [places]; scale, entropy_scale [1]
+// Dtypes      target i64 | u8 (a mask, with ignore_index 0); position i64; the rest f32; sums over an answer
+//             f64
 // Rounding    f32 throughout
 // Saved       dlog_prob, dentropy
-// Aliasing    dlog_prob may be the very memory of log_prob, dentropy of entropy, at level token
+// Aliasing    dlog_prob may be the memory of log_prob, and dentropy that of entropy, at level token
 // Determinism bitwise: fixed trees over the tokens of an answer
 // Traffic     every operand read once, at levels of an answer up to three times; one launch
-// Refused     sizes or dtypes that do not fit, clip bounds or tau out of range, a level other than token for parts of an answer:
-//             tigon::Error before anything is written
+// Refused     sizes or dtypes that do not fit, clip bounds or tau out of range, a level other than token for
+//             parts of an answer: tigon::Error before anything is written
 #pragma once
 
 #include "tigon/base/fields.h"
@@ -44,7 +49,7 @@ struct PolicyFormula {
   PolicyKind kind = PolicyKind::clip;
   PolicyLevel level = PolicyLevel::token;
   bool by_answer = false;
-  double low = 0.2, high = 0.2, delta = 0.0;  // delta 0: none
+  double low = 0.2, high = 0.2, delta = 0.0;  // delta is 0 for none
   double tau_positive = 1.0, tau_negative = 1.05;
   double k_positive = 2.0, lambda_positive = 3.0, k_negative = 3.0, lambda_negative = 2.0;
   PolicyKl estimator = PolicyKl::k3;
@@ -60,7 +65,7 @@ struct PolicyFormula {
     f.option("estimator", estimator), f.option("kl", kl), f.option("kl_corrected", kl_corrected);
     f.option("entropy_factor", entropy_factor);
   }
-  // Gradients of a token depend on the other tokens of its answer.
+  // True if gradients of a token depend on the other tokens of its answer.
   constexpr bool coupled() const { return level != PolicyLevel::token || kind == PolicyKind::vespo; }
 };
 
@@ -68,45 +73,56 @@ struct Policy {
   PolicyFormula formula;
   int64_t answers = 0, tokens = 0;
   int64_t first = 0, count = 0;
-  Vector log_prob;  // f32, of the places from `base` on: rows without a place here are left alone
-  Vector entropy;   // f32, like log_prob; empty: no entropy term
-  Vector target;    // i64 | u8 [rows]: ignore_index does not count; empty: every token counts
+  // f32: log-probabilities of the places from `base` on. Rows without a place here are not touched.
+  Vector log_prob;
+  // f32, like log_prob; without it there is no entropy term.
+  Vector entropy;
+  // i64 | u8 [rows]: a row with ignore_index does not count. If empty, every token counts.
+  Vector target;
   int64_t ignore_index = -100;
-  Vector position;  // i64 [rows]: place of each row that counts; empty: a row's place is its number
+  // i64 [rows]: place of each row that counts. If empty, a row's place is its number.
+  Vector position;
   int64_t base = 0;
-  int64_t list = -1;  // how many places there are in all: the loss of a row beyond is NaN; -1: not said
-  Vector advantage;   // f32 [rows] | [answers]
-  Vector importance;  // f32 [rows] | [answers]; empty: 1
-  Vector old, ref;    // f32 [rows]; empty: none
-  Vector scale, entropy_scale;  // f32 [1]; scale empty: 1
-  Vector dlog_prob, dentropy;   // out: f32, like log_prob; empty: not wanted
-  float slope_factor = 1.0f;    // of dlog_prob
-  bool scaled = true;           // dlog_prob and dentropy carry scale; false: as if it were 1
-  Vector loss;                  // out: f32 [rows]
-  Vector kl;  // out: f32 [rows], the estimate without factor and correction; empty: not wanted
-  Vector
-      clipped;  // out: f32 [rows], -1 and 1 where the ratio is clipped below and above, else 0; empty: not wanted
+  // There are this many places in all (-1: not given); the loss of a row beyond is NaN.
+  int64_t list = -1;
+  Vector advantage;             // f32 [rows] | [answers]
+  Vector importance;            // f32 [rows] | [answers]; 1 if empty
+  Vector old, ref;              // f32 [rows]; empty if absent
+  Vector scale, entropy_scale;  // f32 [1]; scale is 1 if empty
+  // out: f32, like log_prob; empty if not wanted.
+  Vector dlog_prob, dentropy;
+  float slope_factor = 1.0f;  // factor of dlog_prob
+  // dlog_prob and dentropy include scale; otherwise they are as if it were 1.
+  bool scaled = true;
+  Vector loss;  // out: f32 [rows]
+  // out: f32 [rows], the estimate without factor and correction; empty if not wanted.
+  Vector kl;
+  // out: f32 [rows], -1 and 1 if the ratio is clipped below and above, else 0; empty if not wanted.
+  Vector clipped;
 };
 
 TIGON_API_ENTRY(policy, Policy)
-// Its refusals, but for those that concern log_prob, entropy and places.
+// Makes its refusals, except those that concern log_prob, entropy and places.
 TIGON_API void policy_check(const Policy& a);
 
-// What losses are divided by, and the total. Around calls for all answers: `begin` makes scale, entropy_scale and the vector of losses,
-// `end` sums it.
+// Computes what losses are divided by, and the total, around calls for all answers: `begin` makes scale,
+// entropy_scale and the vector of losses, and `end` sums it.
 struct PolicyTotals {
   struct Divisor {
-    Vector device;  // [1], f32 | f64 | i64 | i32; empty: the number
+    // [1], f32 | f64 | i64 | i32; if empty, the number is used.
+    Vector device;
     std::optional<double> number;
     bool given() const { return device || number; }
   };
-  Divisor denominator;  // not given: by `normalise` the tokens that count, or the answers
+  // If not given, `normalise` selects the number of tokens that count, or of answers.
+  Divisor denominator;
   PolicyNormalise normalise = PolicyNormalise::token;
-  Divisor entropy_denominator;  // not given: entropies have the weights of the tokens
-  Vector scale;                 // out: f32 [1]
-  Vector loss;                  // out: f32 [1]
+  // If not given, entropies have the weights of the tokens.
+  Divisor entropy_denominator;
+  Vector scale;  // out: f32 [1]
+  Vector loss;   // out: f32 [1]
 
-  // As PyTorch's operators take them; `formula` is a loss's.
+  // Names the fields of PyTorch's operators; `formula` is a loss's.
   void fields(Fields& f, PolicyFormula& formula) {
     f.scalar("denominator", denominator.device, DType::f32, Role::optional);
     f.scalar("entropy_denominator", entropy_denominator.device, DType::f32, Role::optional);

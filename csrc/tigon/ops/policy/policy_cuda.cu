@@ -1,5 +1,6 @@
-// A CTA per answer, or per part of one where its tokens are independent: sums over the answer where they are wanted, the slope
-// through its ratio, the results of each token. Operands are read once for each; repeated reads come from a cache.
+// Each answer has a CTA, or each part of one if its tokens are independent. It computes sums over the answer
+// if they are wanted, the slope through its ratio, and the results of each token. Each of these reads
+// operands once; repeated reads come from a cache.
 #include "tigon/base/cuda/block_sum.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
@@ -8,7 +9,7 @@
 namespace tigon::cuda {
 namespace {
 
-// The formulas in double: there are few tokens beside the logits, and a ratio may be far from 1.
+// The formulas are in double: there are few tokens compared with the logits, and a ratio may be far from 1.
 TIGON_FN double constant(double, float c) { return c; }
 TIGON_FN double fma(double a, double b, double c) { return __fma_rn(a, b, c); }
 TIGON_FN double abs(double x) { return ::fabs(x); }
@@ -25,7 +26,8 @@ TIGON_FN bool gt(double a, double b) { return a > b; }
 constexpr int kThreads = 512;
 constexpr int64_t kTokensPerBlock = 4 * kThreads;
 
-// fn(row, place, results) for the tokens [begin, end) that count and have a place; other(row, place, counts) for the rest.
+// Calls fn(row, place, results) for the tokens [begin, end) that count and have a place, and other(row,
+// place, counts) for the rest.
 template <PolicyKind K, class Fn, class Other>
 __device__ __forceinline__ void each_token(const PolicyRows& p, const PolicyAnswer& a, int64_t answer,
                                            int64_t begin, int64_t end, const Fn& fn, const Other& other) {

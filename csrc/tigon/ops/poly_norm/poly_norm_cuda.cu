@@ -1,7 +1,6 @@
-// CUDA backend of PolyNorm: the formula, for the kernel of rows.
-//
-// Bytes per element (b = element size): forward 2b, backward 3b. Also 12 bytes of rstd per row, and 16 bytes of partial sums.
-// Instructions per element: about 10 forward, 18 backward; the memory-bound budget is 27 and 41 (bf16).
+// The CUDA backend of PolyNorm gives its formula to the row kernel. It moves 2b bytes per element forward and
+// 3b backward (b = element size), and also 12 bytes of rstd and 16 bytes of partial sums per row. An element
+// takes about 10 instructions forward and 18 backward; the memory-bound budget is 27 and 41 (bf16).
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/row_kernel.cuh"
 #include "tigon/base/dispatch.h"
@@ -14,7 +13,7 @@ namespace {
 
 constexpr const char* kOp = "poly_norm";
 
-// A vector of T or float.
+// Points to a vector of T or float.
 struct Coefficients {
   const void* data;
   bool wide;
@@ -26,7 +25,7 @@ struct Coefficients {
 Coefficients coefficients(const Vector& v) { return {v.data, v.dtype == DType::f32}; }
 
 template <class T>
-struct Forward {
+struct PolyNormForward {
   using Element = T;
   using Payload = SumArray<3>;
   using Scratch = NoScratch;
@@ -34,7 +33,7 @@ struct Forward {
   static constexpr bool kFill[kIn] = {false};
   RowsOf<T, kIn> rows;
   Coefficients weight, bias;
-  // Null: not wanted.
+  // Null means not wanted.
   float* rstd;
   float eps;
 
@@ -64,17 +63,17 @@ struct Forward {
 };
 
 template <class T>
-struct Backward {
+struct PolyNormBackward {
   using Element = T;
   using Payload = SumArray<4>;
   using Scratch = NoScratch;
   static constexpr int kIn = 2;
   static constexpr bool kFill[kIn] = {false, false};
-  // x and dy
+  // The rows are x and dy.
   RowsOf<T, kIn> rows;
   Coefficients weight;
   const float* rstd;
-  // By row, dweight and dbias; zero from row `rows` on. Null: not wanted.
+  // Holds dweight and dbias by row; zero from row `rows` on. Null if not wanted.
   float4* partials;
   int64_t partial_rows;
 
@@ -109,7 +108,8 @@ struct Backward {
   }
 };
 
-// Many rows are added in two steps, so that many threads take part: first those that are this far apart.
+// Many rows are added in two steps, so that many threads take part. The first step adds rows that are kApart
+// apart.
 constexpr int64_t kManyRows = 2048, kApart = 128;
 
 }  // namespace
@@ -118,11 +118,11 @@ void poly_norm_fwd(Context& ctx, const PolyNormFwd& a) {
   dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     run_row_op(kOp, ctx,
-               Forward<T>{.rows = rows_of<T, 1>({a.x}, a.y),
-                          .weight = coefficients(a.weight),
-                          .bias = coefficients(a.bias),
-                          .rstd = a.rstd.as<float>(),
-                          .eps = a.eps});
+               PolyNormForward<T>{.rows = rows_of<T, 1>({a.x}, a.y),
+                                  .weight = coefficients(a.weight),
+                                  .bias = coefficients(a.bias),
+                                  .rstd = a.rstd.as<float>(),
+                                  .eps = a.eps});
   });
 }
 
@@ -139,15 +139,15 @@ void poly_norm_bwd(Context& ctx, const PolyNormBwd& a) {
   dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     run_row_op(kOp, ctx,
-               Backward<T>{.rows = rows_of<T, 2>({a.x, a.dy}, a.dx),
-                           .weight = coefficients(a.weight),
-                           .rstd = a.rstd.as<float>(),
-                           .partials = reinterpret_cast<float4*>(partials),
-                           .partial_rows = groups * group});
+               PolyNormBackward<T>{.rows = rows_of<T, 2>({a.x, a.dy}, a.dx),
+                                   .weight = coefficients(a.weight),
+                                   .rstd = a.rstd.as<float>(),
+                                   .partials = reinterpret_cast<float4*>(partials),
+                                   .partial_rows = groups * group});
   });
   if (partials == nullptr) return;
   Vector dweight = a.dweight, dbias = a.dbias;
-  // A row of partials holds both gradients.
+  // One row of partials holds both gradients.
   dweight.size = 3, dbias.size = 1;
   if (group > 1) {
     float* sums = ctx.scratch_of<float>(group * 4);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kOp = "preference";
 
-// Range of label_smoothing for the kinds that have one; 0 for all others.
+// Checks the range of label_smoothing for the kinds that have one; it must be 0 for all others.
 void check_formula(const PreferenceFormula& f) {
   double eps = f.label_smoothing;
   TIGON_CHECK(kOp, int(f.kind) >= 0 && int(f.kind) < kPreferenceKinds, "kind must be in [0, ",
@@ -62,7 +62,7 @@ void preference(Context& ctx, const Preference& a) {
   preference_check(a);
   int64_t rows = (a.formula.kind == PreferenceKind::kto ? 1 : 2) * a.pairs * a.tokens;
   require_dtype(kOp, "log_prob", a.log_prob.dtype, DType::f32);
-  // Of single answers those of the call; a list of pairs is there whenever a call has not all of them.
+  // Single answers are those of the call. A list of pairs is given whenever a call does not have all of them.
   int64_t in_order = a.formula.kind == PreferenceKind::kto ? a.count * a.tokens : rows - a.base;
   if (!a.position) require_vector(kOp, "log_prob", a.log_prob, in_order, DType::f32);
   require_optional(kOp, "position", a.position, rows, DType::i64);
@@ -102,7 +102,7 @@ void preference_end(Context& ctx, const Preference& a, const PreferenceTotals& t
 
 namespace {
 
-// PyTorch's operator: the loss of all groups.
+// Defines PyTorch's operator: the loss of all groups.
 struct PreferenceLoss {
   Preference loss;
   PreferenceTotals totals;

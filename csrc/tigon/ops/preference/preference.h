@@ -1,43 +1,51 @@
-// Preference losses of token log-probabilities: pairs of a chosen and a rejected answer (DPO: Rafailov et al. 2023,
-// arXiv:2305.18290, eq. 7, and its relatives), and single answers that are desirable or not (KTO: Ethayarajh et al. 2024,
-// arXiv:2402.01306, eq. 7).
-//
-// Formula     per answer: l = sum of log_prob over the tokens that count, n = their number; score = l - ref, with `average`
-//             divided by max(n, 1); c, r: scores of a pair; x = beta (c - r) - gamma; eps = label_smoothing; s = sigmoid
-//             logistic     -(1 - eps) log s(x) - eps log s(-x)   (DPO; with eps cDPO: Mitchell 2023; without ref CPO:
-//                          Xu et al. 2024, arXiv:2401.08417; with average and gamma SimPO: Meng et al. 2024, arXiv:2405.14734,
-//                          eq. 6)
-//             hinge        max(0, 1 - x)                         (SLiC: Zhao et al. 2023, arXiv:2305.10425; RSO)
+// Computes preference losses of token log-probabilities: of pairs of a chosen and a rejected answer (DPO:
+// Rafailov et al. 2023, arXiv:2305.18290, eq. 7, and its relatives), and of single answers that are desirable
+// or not (KTO: Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7).
+// Formula     per answer: l = sum of log_prob over the tokens that count, n = their number; score = l - ref,
+//             with `average`
+//             divided by max(n, 1); c, r: scores of a pair; x = beta (c - r) - gamma; eps = label_smoothing;
+//             s = sigmoid
+//             logistic     -(1 - eps) log s(x) - eps log s(-x)   (DPO; with eps cDPO: Mitchell 2023;
+//                          without ref CPO: Xu et al. 2024, arXiv:2401.08417; with average and gamma SimPO:
+//                          Meng et al. 2024, arXiv:2405.14734, eq. 6)
+//             hinge        max(0, 1 - x)  (SLiC: Zhao et al. 2023, arXiv:2305.10425; RSO)
 //             ipo          (c - r - 1 / (2 beta))^2              (Azar et al. 2023, arXiv:2310.12036, eq. 17)
-//             robust       (-(1 - eps) log s(x) + eps log s(-x)) / (1 - 2 eps)   (Ray Chowdhury et al. 2024, arXiv:2403.00409)
-//             exo_pair     q log(q / (1 - eps)) + (1 - q) log((1 - q) / eps), q = s(x)   (Ji et al. 2024, arXiv:2402.00856,
-//                          eq. 16)
-//             nca_pair     -log s(beta c) - 1/2 log s(-beta c) - 1/2 log s(-beta r)   (Chen et al. 2024, arXiv:2402.05369)
+//             robust       (-(1 - eps) log s(x) + eps log s(-x)) / (1 - 2 eps)   (Ray Chowdhury et al. 2024,
+//                          arXiv:2403.00409)
+//             exo_pair     q log(q / (1 - eps)) + (1 - q) log((1 - q) / eps), q = s(x)   (Ji et al. 2024,
+//                          arXiv:2402.00856, eq. 16)
+//             nca_pair     -log s(beta c) - 1/2 log s(-beta c) - 1/2 log s(-beta r)   (Chen et al. 2024,
+//                          arXiv:2402.05369)
 //             bco_pair     -log s(beta c) - log s(-beta r)       (Jung et al. 2024, arXiv:2404.04656)
-//             sppo_hard    (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2   (Wu et al. 2024, arXiv:2405.00675, eq. 4.7)
-//             apo_zero     1 - s(beta c) + s(beta r)             (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7)
+//             sppo_hard    (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2   (Wu et al. 2024, arXiv:2405.00675,
+//                          eq. 4.7)
+//             apo_zero     1 - s(beta c) + s(beta r)  (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7)
 //             apo_down     s(beta c) + 1 - s(x)                  (there, eq. 8)
-//             discopop     -log s(x) (1 - m) + e^-x m, m = s(x / tau)   (Lu et al. 2024, arXiv:2406.08414, eq. 5)
-//             orpo         -beta log s(o), o = log odds(e^c) - log odds(e^r)   (Hong et al. 2024, arXiv:2403.07691, eq. 6-7;
-//                          log(1 - e^x) is constant past -1.2e-38, so that an answer that is certain or empty gives
-//                          finite numbers and slopes)
-//             kto          w (1 - s(sign beta (score - kl))), sign and w of desirable and undesirable answers;
+//             discopop     -log s(x) (1 - m) + e^-x m, m = s(x / tau)   (Lu et al. 2024, arXiv:2406.08414,
+//                          eq. 5)
+//             orpo         -beta log s(o), o = log odds(e^c) - log odds(e^r)   (Hong et al. 2024,
+//                          arXiv:2403.07691, eq. 6-7; log(1 - e^x) is constant past -1.2e-38, so that an
+//                          answer that is certain or empty gives finite numbers and slopes)
+//             kto          w (1 - s(sign beta (score - kl))), sign and w of desirable and undesirable
+//                          answers;
 //                          with kl = 0 the unpaired form of apo_zero
 //             loss = scale * that + nll * nll_scale * -(sum of log_prob over the chosen answer's nll tokens)
-// Gradient    dlog_prob = dloss / dlog_prob of each token, 0 where it does not count; ref and kl are constants
-// Shapes      answers * tokens rows in all, row = answer * tokens + token; answers: pairs chosen, then pairs rejected (kto:
-//             pairs answers); a call handles the groups [first, first + count), a pair or a lone answer each.
-//             target [rows], nll_target [pairs * tokens], position [rows], ref, sums, rewards [answers], desirable, loss, nll,
-//             margin [pairs], log_prob, dlog_prob [places], scale, nll_scale, kl [1]
-// Dtypes      target, nll_target i64 | u8 (a mask, with ignore_index 0); position i64; desirable u8; the rest f32; arithmetic in f64
+// Gradient    dlog_prob = dloss / dlog_prob of each token, 0 if it does not count; ref and kl are constants
+// Shapes      answers * tokens rows in all, row = answer * tokens + token; answers: pairs chosen, then pairs
+//             rejected (kto: pairs answers); a call handles the groups [first, first + count), a pair or a
+//             single answer each. target [rows], nll_target [pairs * tokens], position [rows], ref, sums,
+//             rewards [answers], desirable, loss, nll, margin [pairs], log_prob, dlog_prob [places], scale,
+//             nll_scale, kl [1]
+// Dtypes      target, nll_target i64 | u8 (a mask, with ignore_index 0); position i64; desirable u8; the rest
+//             f32; arithmetic in f64
 // Rounding    every result once
 // Saved       dlog_prob
 // Empty       an answer without tokens has l = 0 and score -ref (averaged too)
-// Aliasing    dlog_prob may be the very memory of log_prob
+// Aliasing    dlog_prob may be the memory of log_prob
 // Determinism bitwise: fixed trees over the tokens of an answer
 // Traffic     log_prob and target read once or twice, dlog_prob written once: one launch
-// Refused     sizes or dtypes that do not fit, beta <= 0, tau <= 0, label_smoothing outside the range of its kind:
-//             tigon::Error before anything is written
+// Refused     sizes or dtypes that do not fit, beta <= 0, tau <= 0, label_smoothing outside the range of its
+//             kind: tigon::Error before anything is written
 #pragma once
 
 #include "tigon/base/fields.h"
@@ -68,7 +76,7 @@ struct PreferenceFormula {
   double label_smoothing = 0.0;
   double gamma = 0.0;
   double tau = 0.05;
-  double nll = 0.0;                                         // factor of the nll term; 0: none
+  double nll = 0.0;                                         // factor of the nll term; 0 for none
   double desirable_weight = 1.0, undesirable_weight = 1.0;  // kto
 
   void fields(Fields& f) {
@@ -83,42 +91,56 @@ struct Preference {
   PreferenceFormula formula;
   int64_t pairs = 0, tokens = 0;
   int64_t first = 0, count = 0;
-  Vector log_prob;  // f32, of the places from `base` on
-  Vector target;    // i64 | u8 [rows]: ignore_index does not count; empty: every token counts
-  Vector
-      nll_target;  // i64 | u8 [pairs * tokens]: which tokens of the chosen answers the nll term has; empty: those of target
+  // f32: log-probabilities of the places from `base` on.
+  Vector log_prob;
+  // i64 | u8 [rows]: a row with ignore_index does not count. If empty, every token counts.
+  Vector target;
+  // i64 | u8 [pairs * tokens]: tokens of the chosen answers that the nll term has; those of target if empty.
+  Vector nll_target;
   int64_t ignore_index = -100;
-  Vector position;  // i64 [rows]: place of each row that counts; empty: a row's place is its number
+  // i64 [rows]: place of each row that counts. If empty, a row's place is its number.
+  Vector position;
   int64_t base = 0;
-  Vector ref;                 // f32 [answers]: sums of the reference's log-probabilities; empty: 0
-  Vector ref_log_prob;        // f32, like log_prob: the reference's own tokens, instead of ref; empty: none
-  Vector desirable;           // u8 [pairs], kto
-  Vector kl;                  // f32 [1], kto; empty: 0
-  Vector scale;               // f32 [1], factor of every pair's loss and gradient; empty: 1
-  Vector nll_scale;           // f32 [1], factor of the nll term; empty: 1
-  Vector dlog_prob;           // out: f32, like log_prob; empty: not wanted
-  double slope_factor = 1.0;  // of dlog_prob
-  bool scaled = true;         // dlog_prob carries scale; false: as if scale were 1 (nll_scale divided by it)
-  Vector loss;                // out: f32 [pairs]
-  Vector nll;   // out: f32 [pairs], the nll term without its factor; empty: not wanted (the factor must be 0)
-  Vector sums;  // out: f32 [answers], l, with average l / max(n, 1); empty: not wanted
-  Vector rewards;  // out: f32 [answers], beta * score; empty: not wanted
-  Vector margin;   // out: f32 [pairs], reward of chosen - of rejected; empty: not wanted
+  // f32 [answers]: sums of the reference's log-probabilities; 0 if empty.
+  Vector ref;
+  // f32, like log_prob: the reference's own tokens, given instead of ref; empty if absent.
+  Vector ref_log_prob;
+  Vector desirable;  // u8 [pairs], kto
+  Vector kl;         // f32 [1], kto; 0 if empty
+  // f32 [1]: factor of every pair's loss and gradient; 1 if empty.
+  Vector scale;
+  // f32 [1]: factor of the nll term; 1 if empty.
+  Vector nll_scale;
+  // out: f32, like log_prob; empty if not wanted.
+  Vector dlog_prob;
+  double slope_factor = 1.0;  // factor of dlog_prob
+  // dlog_prob includes scale; otherwise it is as if scale were 1 (nll_scale divided by it).
+  bool scaled = true;
+  Vector loss;  // out: f32 [pairs]
+  // out: f32 [pairs], the nll term without its factor; empty if not wanted (the factor must then be 0).
+  Vector nll;
+  // out: f32 [answers], l, or with average l / max(n, 1); empty if not wanted.
+  Vector sums;
+  // out: f32 [answers], beta * score; empty if not wanted.
+  Vector rewards;
+  // out: f32 [pairs], reward of chosen - reward of rejected; empty if not wanted.
+  Vector margin;
 };
 
 TIGON_API_ENTRY(preference, Preference)
-// Its refusals, but for those that concern log_prob and places.
+// Makes its refusals, except those that concern log_prob and places.
 TIGON_API void preference_check(const Preference& a);
 
-// What losses are divided by, and the totals. Around calls for all groups: `begin` makes scale, nll_scale and the vectors of losses
-// (nll for pairs), `end` sums them.
+// Computes what losses are divided by, and the totals, around calls for all groups: `begin` makes scale,
+// nll_scale and the vectors of losses (nll for pairs), and `end` sums them.
 struct PreferenceTotals {
-  Vector denominator;                      // [1] on the device, f32 | f64 | i64 | i32; empty: the number
-  std::optional<double> host_denominator;  // none: pairs
+  // [1] on the device, f32 | f64 | i64 | i32; if empty, the number is used.
+  Vector denominator;
+  std::optional<double> host_denominator;  // if not given, the number of pairs
   Vector scale;                            // out: f32 [1]
-  Vector loss, nll;                        // out: f32 [1]; nll not for kto
+  Vector loss, nll;                        // out: f32 [1]; kto has no nll
 
-  // As PyTorch's operators take them, with what they read of the loss.
+  // Names the fields of PyTorch's operators, with what they read of the loss.
   void fields(Fields& f, Preference& a) {
     f.optional("target", a.target), f.optional("nll_target", a.nll_target), f.optional("ref", a.ref);
     f.optional("desirable", a.desirable);

@@ -1,5 +1,6 @@
-// A CTA per group (a pair, or a lone answer): the sums of its tokens, the formula by one thread, and the gradient of every token.
-// Two reads of log_prob and target and one write of the gradient; the second read comes from a cache.
+// Each group (a pair, or a single answer) has a CTA: the sums of its tokens, the formula by one thread, and
+// the gradient of every token. It reads log_prob and target twice and writes the gradient once; the second
+// read comes from a cache.
 #include "tigon/base/cuda/block_sum.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"

@@ -1,9 +1,7 @@
-// CUDA backend of RMSNorm: the formula, for the kernels of the norm family.
-//
-// Bytes per element (b = element size): forward 2b, backward 3b. Also 4 bytes of rstd per row, the
-// weight once per CTA (from L2), and CTAs * cols * 4 bytes of dweight partials through L2.
-// Instructions per element: about 4 forward, 10 backward; the memory-bound budget is 31 and 46
-// (bf16).
+// The CUDA backend of RMSNorm gives its formula to the kernels of the norm family. It moves 2b bytes per
+// element forward and 3b backward (b = element size), and also 4 bytes of rstd per row, the weight once per
+// CTA (from L2), and CTAs * cols * 4 bytes of dweight partials through L2. An element takes about 4
+// instructions forward and 10 backward; the memory-bound budget is 31 and 46 (bf16).
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/rms_norm/rms_norm.h"

@@ -18,7 +18,8 @@ void check_weight(const char* op, const char* name, const Vector& w, const QkNor
   require_dtype(op, name, w.dtype, norm.any_weight().dtype);
 }
 
-// `x` and `other` are q and k; `y` and `other_y` of the same sizes in the results' dtype.
+// Checks the tensors: `x` and `other` are q and k; `y` and `other_y` have the same sizes in the results'
+// dtype.
 void check(const char* op, Context& ctx, const Rope& rope, const QkNorm& norm, const RopeHeads& q,
            const RopeHeads& q_y, const RopeHeads& k, const RopeHeads& k_y) {
   const RopeHeads& x = q.empty() ? k : q;
@@ -74,7 +75,7 @@ namespace {
 
 constexpr const char* kOp = "qk_norm_rope";
 
-struct Inputs : RopeFields {
+struct QkNormRopeFields : RopeFields {
   QkNorm norm;
 
   void inputs(Fields& f) {
@@ -84,15 +85,15 @@ struct Inputs : RopeFields {
   }
 };
 
-struct Forward : Inputs {
+struct QkNormRopeForwardFields : QkNormRopeFields {
   void fields(Fields& f) { inputs(f), results(f, promote(norm.result(q.dtype), cos.dtype)); }
-  static void run(Context& ctx, const Forward& a) {
+  static void run(Context& ctx, const QkNormRopeForwardFields& a) {
     qk_norm_rope_fwd(ctx, {.rope = a.rope(kOp), .norm = a.norm});
   }
 };
 
-// A dy that is absent leaves its tensor out.
-struct Backward : Inputs {
+// An absent dy leaves its tensor out.
+struct QkNormRopeBackwardFields : QkNormRopeFields {
   Strided dq_out, dk_out;
   Matrix dweight;
   bool need_dweight = false;
@@ -105,7 +106,7 @@ struct Backward : Inputs {
     const Vector& w = norm.any_weight();
     f.result_if(need_dweight, "dweight", dweight, 2, w.size, need_dweight ? w.dtype : q.dtype);
   }
-  static void run(Context& ctx, const Backward& call) {
+  static void run(Context& ctx, const QkNormRopeBackwardFields& call) {
     QkNormRopeBwd a{.rope = call.rope(kOp), .norm = call.norm, .dweight = call.dweight};
     auto upstream = [&](const Strided& dy, RopeHeads& y, RopeHeads& x, RopeHeads& dx) {
       if (dy && y.data != nullptr)
@@ -118,10 +119,10 @@ struct Backward : Inputs {
   }
 };
 
-constexpr auto forward = Forward::run;
-constexpr auto backward = Backward::run;
-TIGON_OPERATOR(forward, Forward, kOp, forward)
-TIGON_OPERATOR(backward, Backward, kOp, backward)
+constexpr auto forward = QkNormRopeForwardFields::run;
+constexpr auto backward = QkNormRopeBackwardFields::run;
+TIGON_OPERATOR(forward, QkNormRopeForwardFields, kOp, forward)
+TIGON_OPERATOR(backward, QkNormRopeBackwardFields, kOp, backward)
 
 }  // namespace
 

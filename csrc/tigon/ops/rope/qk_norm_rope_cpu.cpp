@@ -8,15 +8,15 @@ namespace tigon::cpu {
 namespace {
 
 struct QkNormKernels {
-  // n of one row, fp32 numbers that round_n has rounded to x's dtype
+  // Computes n of one row, as fp32 numbers that round_n has rounded to x's dtype.
   void (*normalise)(const void* x, const void* weight, float* n, int64_t cols, float eps, float offset,
                     bool round_h, bool round_n);
-  // dx of one row out of the gradient of n, and dweight += g * h
+  // Computes dx of one row from the gradient of n, and adds g * h to dweight.
   void (*backward)(const float* g, const void* x, const void* weight, void* dx, float* dweight, int64_t cols,
                    float eps, float offset, bool round_h);
 };
 struct QkNormTable {
-  QkNormKernels at[3][2];  // [x dtype][weight is f32]
+  QkNormKernels at[3][2];  // indexed by x's dtype and by whether the weight is f32
 };
 
 }  // namespace
@@ -55,7 +55,7 @@ struct Call {
     return TIGON_SELECT(qk_norm_table).at[int(x)][w && w.dtype == DType::f32];
   }
 
-  // fn(b, t, turns) for tokens [first, last) of all batches, in order
+  // Calls fn(b, t, turns) for tokens [first, last) of all batches, in order.
   template <class Fn>
   void each_token(int64_t first, int64_t last, Fn&& fn) const {
     alignas(64) float buffer[2 * kMostColumns];
@@ -67,7 +67,7 @@ struct Call {
       fn(b, t, turns);
     }
   }
-  // y = the rotation of a row x
+  // Sets y to the rotation of a row x.
   template <class Rotate, class Copy>
   void rotate_row(Rotate rotate, Copy copy, const void* x, const Turns& turns, void* y) const {
     rotate(x, turns, y, start, 0, half, half, rope.form.in, rope.form.in);

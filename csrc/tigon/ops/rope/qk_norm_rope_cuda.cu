@@ -1,9 +1,6 @@
-// CUDA backend of qk_norm_rope.
-//
-// Bytes per element (b = element size): forward 2b, backward 3b. Also CTAs * 2D * 4 bytes of
-// dweight partials through L2. Tables and weights are read from L1 and L2.
-// Instructions per element: about 12 forward, 18 backward; the memory-bound budget is 28 and 42
-// (bf16).
+// The CUDA backend of qk_norm_rope moves 2b bytes per element forward and 3b backward (b = element size), and
+// also CTAs * 2D * 4 bytes of dweight partials through L2. Tables and weights are read from L1 and L2. An
+// element takes about 12 instructions forward and 18 backward; the memory-bound budget is 28 and 42 (bf16).
 #include <algorithm>
 #include <type_traits>
 
@@ -19,7 +16,7 @@ using namespace rope_kernels;
 
 constexpr const char* kOp = "qk_norm_rope";
 
-// Pipeline stages; CTAs per SM, which bound the registers.
+// Counts the pipeline stages, and the CTAs per SM, which bound the registers.
 constexpr int kStages = 3;
 template <class X, bool Packed>
 constexpr int kMinBlocks = sizeof(X) == 4 ? 3
@@ -32,10 +29,10 @@ constexpr int kStagesBackward = 3, kMinBlocksBackward = 3;
 template <class X, class Y>
 using BackwardStages = CpAsyncStages<2 * (kWordsOf<X> + kWordsOf<Y>), kStagesBackward>;
 
-// Packed: Norm::packed.
+// Packed stands for Norm::packed.
 template <Pairs P, bool Packed, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Packed>)
-    forward_kernel(const __grid_constant__ Forward p) {
+    forward_kernel(const __grid_constant__ QkNormRopeForward p) {
   constexpr int N = kVecColumns;
   const PairCoord coord(p.shape);
   const TableCoord at = p.tables.template coord<P, N>(coord.lane);
@@ -104,14 +101,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Packed>)
   }
 }
 
-// All units of q, then those of k. dweight is summed in registers over all rows of a thread, over
+// Processes all units of q, then those of k. dweight is summed in registers over all rows of a thread, over
 // the rows of a warp by a tree, then over the warps in order.
 template <Pairs P, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kMinBlocksBackward)
-    backward_kernel(const __grid_constant__ Backward p) {
-  // kDy: where dy lies in a stage.
+    backward_kernel(const __grid_constant__ QkNormRopeBackward p) {
+  // dy lies at kDy in a stage.
   constexpr int N = kVecColumns, kDy = 2 * kWordsOf<X>;
-  // Pipeline stages, then weights; at the end sums [kWarps, cols].
+  // Holds pipeline stages, then weights, and at the end sums [kWarps, cols].
   extern __shared__ uint4 shared[];
   const PairCoord coord(p.shape);
   const TableCoord at = p.tables.template coord<P, N>(coord.lane);
@@ -174,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksBackward)
       HeadRange range = tensors.range(unit, live);
       do {
         const int stage = prefetcher.next_stage();
-        // g: the gradient of the normalized row.
+        // g is the gradient of the normalized row.
         float x[2 * N], g[2 * N], gf[2 * N];
         stages.template read<X>(stage, 0, x);
         stages.template read<Y>(stage, kDy, g);
@@ -232,7 +229,7 @@ bool rows_fit(const Rope& a, const RopeHeads& x, const QkNorm& norm) {
          aligned(norm.k_weight);
 }
 
-Forward forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int heads_per_unit) {
+QkNormRopeForward forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int heads_per_unit) {
   HeadTensors q(a.rope.q, a.rope.q_out, heads_per_unit), k(a.rope.k, a.rope.k_out, heads_per_unit);
   return {.q = q,
           .k = k,
@@ -242,7 +239,7 @@ Forward forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int heads_per_uni
           .norm = Norm(a.norm, x.dtype, x.cols)};
 }
 
-Backward backward_of(const QkNormRopeBwd& a, const RopeHeads& x, int heads_per_unit) {
+QkNormRopeBackward backward_of(const QkNormRopeBwd& a, const RopeHeads& x, int heads_per_unit) {
   HeadTensors q(a.rope.q, a.rope.q_out, heads_per_unit), k(a.rope.k, a.rope.k_out, heads_per_unit);
   return {.q = q,
           .k = k,
@@ -257,13 +254,13 @@ Backward backward_of(const QkNormRopeBwd& a, const RopeHeads& x, int heads_per_u
 }
 
 template <auto* kernel, class X>
-void run_forward(Context& ctx, const Forward& p) {
+void run_forward(Context& ctx, const QkNormRopeForward& p) {
   launch_persistent<kernel>(kOp, ctx, ForwardStages<X>::kBytes, ceil_div(p.units.count, p.shape.rows), p);
 }
 
-// fn(blocks) launches the kernel; then the dweight partials of its CTAs are summed.
+// Calls fn(blocks), which launches the kernel, and then sums the dweight partials of its CTAs.
 template <class Fn>
-void sum_weights(Context& ctx, Backward& p, int64_t blocks, const Matrix& dweight, Fn&& fn) {
+void sum_weights(Context& ctx, QkNormRopeBackward& p, int64_t blocks, const Matrix& dweight, Fn&& fn) {
   if (dweight.data != nullptr) p.partials = ctx.scratch_of<float>(blocks * 2 * p.shape.cols);
   fn(blocks);
   if (dweight.data != nullptr)
@@ -272,7 +269,7 @@ void sum_weights(Context& ctx, Backward& p, int64_t blocks, const Matrix& dweigh
 }
 
 template <auto* kernel, class CpAsyncStages>
-void run_backward(Context& ctx, Backward p, const Matrix& dweight) {
+void run_backward(Context& ctx, QkNormRopeBackward p, const Matrix& dweight) {
   const int64_t tiles = ceil_div(p.q_units.count, p.shape.rows) + ceil_div(p.k_units.count, p.shape.rows);
   const size_t shared = std::max(CpAsyncStages::kBytes + kThreads * kColumns * sizeof(float),
                                  sizeof(float) * kWarps * size_t(p.shape.cols));
@@ -291,7 +288,7 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
     using X = typename decltype(tx)::type;
     using Y = typename decltype(ty)::type;
     if (!rows_fit(a.rope, x, a.norm)) {
-      const Forward p = forward_of(a, x, 1);
+      const QkNormRopeForward p = forward_of(a, x, 1);
       const int64_t rows = x.batch * x.tokens * (p.q.groups + p.k.groups);
       return launch(kOp, ctx, forward_rows_kernel<X, Y>,
                     {.blocks = ceil_div(rows, kWarps),
@@ -302,8 +299,8 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
     }
     constexpr bool kPacks = std::is_same_v<X, __nv_bfloat16> && std::is_same_v<X, Y>;
     const bool packed = kPacks && Norm(a.norm, x.dtype, x.cols).packed();
-    // Few heads per unit also where all sequences share a token's row of the tables, which is in
-    // cache then.
+    // There are few heads per unit also if all sequences share a token's row of the tables, which is then in
+    // cache.
     const bool tables_in_cache =
         a.rope.positions.data == nullptr && a.rope.cos.axes == 1 && a.rope.cos.batch == 1;
     const int heads_per_unit =
@@ -311,7 +308,7 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
             ? kFewHeads
             : heads_per_unit_of(x, a.rope.q.heads + a.rope.k.heads, lanes_of(x, kColumns),
                                 packed ? kMinBlocks<X, true> : kMinBlocks<X, false>);
-    const Forward p = forward_of(a, x, heads_per_unit);
+    const QkNormRopeForward p = forward_of(a, x, heads_per_unit);
     if constexpr (kPacks)
       if (packed)
         return halves ? run_forward<forward_kernel<Pairs::halves, true, X, Y>, X>(ctx, p)
@@ -336,7 +333,7 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
     using Y = typename decltype(ty)::type;
     using CpAsyncStages = BackwardStages<X, Y>;
     if (!rows_fit(a.rope, x, a.norm) || !heads_align(a.q) || !heads_align(a.k)) {
-      Backward p = backward_of(a, x, 1);
+      QkNormRopeBackward p = backward_of(a, x, 1);
       const int64_t q_rows = a.q.batch * a.q.tokens * a.q.heads, k_rows = a.k.batch * a.k.tokens * a.k.heads;
       const int64_t blocks =
           std::min<int64_t>(ceil_div(std::max(q_rows, k_rows), kWarps), device_facts().sms * 4);
@@ -351,7 +348,7 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
     }
     const int heads_per_unit =
         heads_per_unit_of(x, a.q.heads + a.k.heads, lanes_of(x, kColumns), kMinBlocksBackward);
-    const Backward p = backward_of(a, x, heads_per_unit);
+    const QkNormRopeBackward p = backward_of(a, x, heads_per_unit);
     halves ? run_backward<backward_kernel<Pairs::halves, X, Y>, CpAsyncStages>(ctx, p, a.dweight)
            : run_backward<backward_kernel<Pairs::neighbours, X, Y>, CpAsyncStages>(ctx, p, a.dweight);
   });

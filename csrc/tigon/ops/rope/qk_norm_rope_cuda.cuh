@@ -1,4 +1,4 @@
-// The norm of qk_norm_rope, and its CUDA kernels for rows of any length and alignment.
+// Defines the norm of qk_norm_rope, and its CUDA kernels for rows of any length and alignment.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@ namespace tigon::cuda::rope_kernels {
 constexpr int kWarps = kThreads / 32;
 
 struct Norm {
-  // Null: none.
+  // Null means absent.
   const void *q_weight, *k_weight;
   bool f32_weight, round_h, round_n;
   float eps, offset, inv_cols;
@@ -28,13 +28,13 @@ struct Norm {
         offset(a.offset),
         inv_cols(1.0f / float(cols)) {}
 
-  // n = h * weight of two 16-bit numbers: the product rounds once, so 16-bit arithmetic gives the
-  // same bits. For bf16: fp16 is rare.
+  // True if n = h * weight of two 16-bit numbers is computed in 16 bits: the multiplication rounds once, so
+  // 16-bit arithmetic gives bitwise equal results. This serves bf16; fp16 is rare.
   bool packed() const { return round_h && round_n && !f32_weight && offset == 0.0f; }
 
   __device__ __forceinline__ const void* weight(bool second) const { return second ? k_weight : q_weight; }
 
-  // The weights of N columns in their own type; ones without weights.
+  // Returns the weights of N columns in their own type; ones if there are no weights.
   template <class X, int N>
   __device__ __forceinline__ Vec<X, N> weight_vec(bool second, int column) const {
     const X* from = static_cast<const X*>(weight(second));
@@ -47,7 +47,7 @@ struct Norm {
     return r;
   }
 
-  // offset + weight of N columns; 1 without weights, which changes nothing.
+  // Returns offset + weight of N columns; 1 without weights, which changes nothing.
   template <class X, int N>
   __device__ __forceinline__ void factors(bool second, int column, float* f) const {
     const void* from = weight(second);
@@ -71,7 +71,7 @@ struct Norm {
     return sizeof(X) == 2 ? rsqrtf(variance) : 1.0f / sqrtf(variance);
   }
 
-  // A normalized row's columns, from h.
+  // Computes the columns of a normalized row from h.
   template <class X, int N>
   __device__ __forceinline__ void normalise(float (&h)[N], const float (&f)[N]) const {
     if (round_h) round_all<X>(h);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void sum_row(float (&v)[R], int width) {
       for (int i = 0; i < R; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], step);
 }
 
-// The sum of a[n] * b[n]: each vector by itself, then both.
+// Returns the sum of a[n] * b[n]: each vector by itself, then both.
 template <int N>
 __device__ __forceinline__ float dot(const float (&a)[N], const float (&b)[N]) {
   float sums[2] = {};
@@ -111,7 +111,7 @@ __device__ __forceinline__ float dot(const float (&a)[N], const float (&b)[N]) {
   return sums[0] + sums[1];
 }
 
-struct Forward {
+struct QkNormRopeForward {
   HeadTensors q, k;
   Units units;
   Tables tables;
@@ -119,7 +119,7 @@ struct Forward {
   Norm norm;
 };
 
-// x and its gradient; HeadTensors holds dy and dx.
+// Holds x and its gradient. HeadTensors holds dy and dx.
 struct Input {
   const void* x;
   int64_t batch, head, token;
@@ -132,7 +132,7 @@ struct Input {
   }
 };
 
-struct Backward {
+struct QkNormRopeBackward {
   HeadTensors q, k;
   Input q_x, k_x;
   Units q_units, k_units;
@@ -144,7 +144,8 @@ struct Backward {
 };
 
 // Writes the CTA's row of the partials: the sums of its warps, in order.
-__device__ __forceinline__ void reduce_block_sums(const Backward& p, int second, const float* sums) {
+__device__ __forceinline__ void reduce_block_sums(const QkNormRopeBackward& p, int second,
+                                                  const float* sums) {
   const int cols = p.shape.cols;
   __syncthreads();
   if (p.partials != nullptr) {
@@ -158,7 +159,8 @@ __device__ __forceinline__ void reduce_block_sums(const Backward& p, int second,
   __syncthreads();
 }
 
-// Rows of any length up to the limit, of any alignment: a warp per row, through shared memory.
+// These kernels take rows of any length up to the limit, of any alignment: each row has a warp, and goes
+// through shared memory.
 
 // Calls pair(first column, second column, c, s) for a lane's pairs of a row, with cos and sin as
 // rotate() takes them, then rest(column) for columns that are not rotated.
@@ -177,7 +179,7 @@ __device__ __forceinline__ void for_each_pair(const Tables& tables, const Shape&
 
 template <class X, class Y>
 __global__ void __launch_bounds__(kThreads)
-    forward_rows_kernel(const __grid_constant__ Forward p, uint64_t units) {
+    forward_rows_kernel(const __grid_constant__ QkNormRopeForward p, uint64_t units) {
   extern __shared__ float sums[];
   griddepcontrol_wait();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, cols = p.shape.cols;
@@ -212,8 +214,8 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class X, class Y>
 __global__ void __launch_bounds__(kThreads)
-    backward_rows_kernel(const __grid_constant__ Backward p, uint64_t q_units, uint64_t k_units) {
-  // [2 kWarps, cols]: gradients of the normalized rows, then dweight.
+    backward_rows_kernel(const __grid_constant__ QkNormRopeBackward p, uint64_t q_units, uint64_t k_units) {
+  // [2 kWarps, cols]: first gradients of the normalized rows, then dweight.
   extern __shared__ float sums[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, cols = p.shape.cols;
   float *g = sums + warp * cols, *dw = g + kWarps * cols;
@@ -239,7 +241,7 @@ __global__ void __launch_bounds__(kThreads)
           },
           [&](int column) { g[column] = widen(dy[column]); });
       __syncwarp();
-      // Of squares, and of products with the gradient.
+      // Sums squares, and products with the gradient.
       float total[2] = {};
       for (int i = lane; i < cols; i += 32) {
         float f[1];

@@ -93,7 +93,8 @@ void run(const char* op, Context& ctx, const Rope& a, bool backward) {
   check_heads(op, "k", a, a.k, a.k_out, backward);
   Rope some = a;
   if (a.q.empty())
-    std::swap(some.q, some.k), std::swap(some.q_out, some.k_out);  // q is there when anything is
+    // q is present if anything is.
+    std::swap(some.q, some.k), std::swap(some.q_out, some.k_out);
   if (some.q.empty()) return check_rope_tables(op, a, some.q);
   if (some.k.empty()) {
     some.k = some.k_out = {};
@@ -163,12 +164,12 @@ namespace {
 
 constexpr const char* kOp = "rope";
 
-struct Forward : RopeFields {
+struct RopeForwardFields : RopeFields {
   void fields(Fields& f) {
     heads(f), tables(f), options(f);
     results(f, promote(q.dtype, cos.dtype));
   }
-  static void run(Context& ctx, const Forward& a) { rope_fwd(ctx, a.rope(kOp)); }
+  static void run(Context& ctx, const RopeForwardFields& a) { rope_fwd(ctx, a.rope(kOp)); }
 };
 
 struct InPlace : RopeFields {
@@ -186,9 +187,9 @@ struct InPlace : RopeFields {
   }
 };
 
-// The rotation back of the gradients q and k.
-struct Backward : RopeFields {
-  int64_t dtype = 0;  // of the results
+// Rotates the gradients q and k back.
+struct RopeBackwardFields : RopeFields {
+  int64_t dtype = 0;  // dtype of the results
   bool q_swapped = false, k_swapped = false;
 
   void fields(Fields& f) {
@@ -197,19 +198,19 @@ struct Backward : RopeFields {
     f.result_if(true, "dq", q_out, q, DType(dtype), q_swapped);
     f.result_if(true, "dk", k_out, k, DType(dtype), k_swapped);
   }
-  static void run(Context& ctx, const Backward& a) {
+  static void run(Context& ctx, const RopeBackwardFields& a) {
     TIGON_CHECK(kOp, a.dtype >= 0 && a.dtype <= int64_t(DType::f16), "dtype must be 0, 1 or 2, got ",
                 a.dtype);
     rope_bwd(ctx, a.rope(kOp));
   }
 };
 
-constexpr auto forward = Forward::run;
+constexpr auto forward = RopeForwardFields::run;
 constexpr auto in_place = InPlace::run;
-constexpr auto backward = Backward::run;
-TIGON_OPERATOR(forward, Forward, kOp, forward)
+constexpr auto backward = RopeBackwardFields::run;
+TIGON_OPERATOR(forward, RopeForwardFields, kOp, forward)
 TIGON_OPERATOR(in_place, InPlace, "rope_in_place", none)
-TIGON_OPERATOR(backward, Backward, kOp, backward)
+TIGON_OPERATOR(backward, RopeBackwardFields, kOp, backward)
 
 }  // namespace
 

@@ -14,7 +14,8 @@ const void* element_at(const RopeTable& x, int64_t offset) {
 }
 
 constexpr int64_t kElementsPerTask = 16384;
-constexpr int64_t kPairs = 1024;         // of a row, at a time
+// A row is rotated this many pairs at a time.
+constexpr int64_t kPairs = 1024;
 constexpr int64_t kTurnsPerTask = 4096;  // 64 KB of stack
 
 }  // namespace
@@ -49,7 +50,7 @@ void rope(Context& ctx, const Rope& a, bool backward) {
     int64_t b = task / groups, first = task % groups * group, last = std::min(tokens, first + group);
     auto turns_of = [&](int64_t t) { return Turns(buffer + 4 * (t - first) * pairs, pairs); };
     auto walk = [&](const RopeHeads& x, const RopeHeads& y, auto&& row) {
-      bool heads_inside = x.head_stride < x.token_stride;  // in the order of memory
+      bool heads_inside = x.head_stride < x.token_stride;  // follows the order of memory
       int64_t outer = heads_inside ? last - first : x.heads, inner = heads_inside ? x.heads : last - first;
       for (int64_t i = 0; i < outer; ++i)
         for (int64_t j = 0; j < inner; ++j) {

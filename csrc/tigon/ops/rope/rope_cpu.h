@@ -1,12 +1,12 @@
-// What the CPU backends of rope and qk_norm_rope share: the turns of a token, and rows of pairs.
+// The CPU backends of rope and qk_norm_rope share this: the turns of a token, and rows of pairs.
 #pragma once
 
 #include "tigon/ops/rope/rope.h"
 
 namespace tigon::cpu {
 
-// cos and sin of a run of pairs, as the rotation takes them: y1 = x1 * c1 - x2 * s1, y2 = x2 * c2 + x1 * s2. The backward is
-// the same rotation with s1 = -sin2, s2 = -sin1.
+// Holds cos and sin of a run of pairs, as the rotation takes them: y1 = x1 * c1 - x2 * s1, y2 = x2 * c2 + x1
+// * s2. The backward is the same rotation with s1 = -sin2, s2 = -sin1.
 struct Turns {
   float *c1, *c2, *s1, *s2;
   Turns(float* buffer, int64_t pairs)
@@ -14,13 +14,15 @@ struct Turns {
 };
 
 struct RopeKernels {
-  // Turns of pairs [first, first + n); cos and sin: rows of the token in the tables of the axes
+  // Computes the turns of pairs [first, first + n). cos and sin are rows of the token in the tables of the
+  // axes.
   void (*turns[3])(const void* const* cos, const void* const* sin, const RopeForm& form, int64_t col_stride,
                    int64_t half, int64_t first, int64_t n, bool backward, const Turns& out);
-  // Pairs [first, first + n) of the rotated columns, which begin at `start`; null: no such pair of dtypes
+  // Rotates pairs [first, first + n) of the rotated columns, which begin at `start`. It is null if there is
+  // no such pair of dtypes.
   void (*rotate[3][3])(const void* x, const Turns& turns, void* y, int64_t start, int64_t first, int64_t n,
                        int64_t half, RopePairs from, RopePairs to);
-  // Columns [begin, end)
+  // Copies columns [begin, end).
   void (*copy[3][3])(const void* x, void* y, int64_t begin, int64_t end);
 };
 

@@ -1,8 +1,6 @@
-// CUDA backend of the rotary embedding.
-//
-// Bytes per element (b = element size): 2b in either direction; tables are read from L1 and L2,
-// once for kHeadsPerThread heads of a token.
-// Instructions per element: about 6; the memory-bound budget is 24 (bf16).
+// The CUDA backend of the rotary embedding moves 2b bytes per element in either direction (b = element size).
+// Tables are read from L1 and L2, once for kHeadsPerThread heads of a token. An element takes about 6
+// instructions; the memory-bound budget is 24 (bf16).
 #include <algorithm>
 #include <type_traits>
 
@@ -15,8 +13,8 @@ namespace {
 using namespace rope_kernels;
 
 constexpr const char* kOp = "rope";
-// Heads of a token that a thread has in flight, in vectors and in single pairs; CTAs per SM, which
-// bound the registers.
+// Counts the heads of a token that a thread has in flight, in vectors and in single pairs, and the CTAs per
+// SM, which bound the registers.
 constexpr int kHeadsPerThread = 4, kPairHeads = 8;
 template <class X, class Y, bool Mixed, bool Crossed>
 constexpr int kMinBlocks = sizeof(X) + sizeof(Y) > 4 ? 4
@@ -26,14 +24,14 @@ constexpr int kMinBlocks = sizeof(X) + sizeof(Y) > 4 ? 4
 template <class X, class Y>
 constexpr int kWideMinBlocks = sizeof(X) + sizeof(Y) > 4 ? 1 : 4;
 
-struct Params {
+struct RopeParams {
   HeadTensors q, k;
   Units units;
   Tables tables;
   Shape shape;
 };
 
-// The rows of a unit.
+// Holds the rows of a unit.
 template <class X, class Y>
 struct UnitRows {
   Unit unit;
@@ -42,7 +40,7 @@ struct UnitRows {
   int64_t x_step, y_step;
   HeadRange range;
 
-  __device__ __forceinline__ UnitRows(const Params& p, const Unit& of, bool live) : unit(of) {
+  __device__ __forceinline__ UnitRows(const RopeParams& p, const Unit& of, bool live) : unit(of) {
     const HeadTensors& tensors = tensors_of(p, unit);
     x = x_of<X>(tensors, unit), y = y_of<Y>(tensors, unit);
     x_step = tensors.groups * tensors.x_head, y_step = tensors.groups * tensors.y_head;
@@ -53,24 +51,23 @@ struct UnitRows {
 
 // --- a vector per thread --------------------------------------------------------------------
 
-// The position of a thread in the rows of its unit.
+// Gives the position of a thread in the rows of its unit.
 struct VecCoord {
-  // Among the rows of the CTA at a time.
+  // Counts among the rows of the CTA at a time.
   int row;
-  // The row has such a vector.
+  // True if the row has such a vector.
   bool in_row;
-  // The vector is rotated.
+  // True if the vector is rotated.
   bool is_rotated;
-  // Of the row.
+  // Counts within the row.
   int column;
-  // Among the rotated columns.
+  // Counts among the rotated columns.
   int rotated;
-  // Odd among the rotated vectors (crossed).
+  // True if it is odd among the rotated vectors (crossed).
   bool odd;
-  // Column where the pairs of the odd vector and the one before it begin in halves (crossed).
+  // The column where the pairs of the odd vector and the one before it begin in halves (crossed).
   int across;
-  // The lane that holds the other elements of its pairs (halves), or the neighbouring vector
-  // (crossed).
+  // The lane that holds the other elements of its pairs (halves), or the neighbouring vector (crossed).
   int partner;
 
   template <Pairs P>
@@ -91,7 +88,7 @@ struct VecCoord {
   }
 };
 
-// The vector of lane `from`, bit for bit.
+// Returns the vector of lane `from`, bit for bit.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> shuffle(const Vec<T, N>& x, int from) {
   Vec<T, N> r;
@@ -102,8 +99,8 @@ __device__ __forceinline__ Vec<T, N> shuffle(const Vec<T, N>& x, int from) {
   return r;
 }
 
-// The even vector holds first elements of N pairs, the odd one their second elements: afterwards
-// each lane has both elements of half of them.
+// The even vector holds the first elements of N pairs, the odd one their second elements. Afterwards each
+// lane has both elements of half of them.
 template <class T, int N>
 __device__ __forceinline__ void swap_halves(Vec<T, N>& a, Vec<T, N>& b, const VecCoord& coord) {
   const Vec<T, N> got = shuffle(coord.odd ? a : b, coord.partner);
@@ -148,11 +145,11 @@ __device__ __forceinline__ Vec<T, kVecColumns> scatter(const float (&v)[kVecColu
 }
 
 // A thread owns a vector of columns in kHeadsPerThread heads of a token, so that loads and stores
-// cover whole rows. With pairs in halves, another lane holds the other elements; where only x or
+// cover whole rows. With pairs in halves, another lane holds the other elements; if only x or
 // only y is in halves (From, To), two lanes exchange theirs.
 template <bool From, bool To, bool Mixed, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Y, Mixed, From != To>)
-    vec_kernel(const __grid_constant__ Params p) {
+    vec_kernel(const __grid_constant__ RopeParams p) {
   constexpr int N = kVecColumns;
   constexpr Pairs P = From != To ? Pairs::crossed : From ? Pairs::halves : Pairs::neighbours;
   const auto coord = VecCoord::of<P>(p.shape);
@@ -197,11 +194,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Y, Mixed, From != To>)
 
 // --- pairs per thread -----------------------------------------------------------------------
 
-// Rows of more vectors than a warp has lanes, and tables that read_for_vec does not support: a
-// thread owns both elements of its pairs.
+// Takes rows of more vectors than a warp has lanes, and tables that read_for_vec does not support: a thread
+// owns both elements of its pairs.
 template <Pairs P, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kWideMinBlocks<X, Y>)
-    wide_kernel(const __grid_constant__ Params p) {
+    wide_kernel(const __grid_constant__ RopeParams p) {
   constexpr int N = kVecColumns;
   const PairCoord coord(p.shape);
   const uint32_t index = blockIdx.x * p.shape.rows + coord.row;
@@ -229,11 +226,11 @@ __global__ void __launch_bounds__(kThreads, kWideMinBlocks<X, Y>)
   }
 }
 
-// Rows of any length, alignment and pairs: a thread owns a pair, or a column that is not rotated,
-// of the rows of a unit.
+// Takes rows of any length, alignment and pairs: a thread owns a pair, or a column that is not rotated, of
+// the rows of a unit.
 template <class X, class Y>
 __global__ void __launch_bounds__(kThreads)
-    pair_kernel(const __grid_constant__ Params p, uint64_t units, bool from_halves, bool to_halves) {
+    pair_kernel(const __grid_constant__ RopeParams p, uint64_t units, bool from_halves, bool to_halves) {
   const uint64_t thread = uint64_t(blockIdx.x) * kThreads + threadIdx.x,
                  index = thread / p.shape.lanes.divisor;
   griddepcontrol_wait();
@@ -269,7 +266,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- launches -------------------------------------------------------------------------------
 
-Params params_of(const Rope& a, bool backward, int64_t lanes, int heads_per_unit = kHeadsPerThread) {
+RopeParams params_of(const Rope& a, bool backward, int64_t lanes, int heads_per_unit = kHeadsPerThread) {
   HeadTensors q(a.q, a.q_out, heads_per_unit), k(a.k, a.k_out, heads_per_unit);
   return {.q = q,
           .k = k,

@@ -1,4 +1,4 @@
-// What PyTorch's operators of rope and qk_norm_rope share.
+// PyTorch's operators of rope and qk_norm_rope share these fields.
 #pragma once
 
 #include "tigon/base/op.h"
@@ -7,13 +7,18 @@
 namespace tigon {
 
 struct RopeFields {
-  Strided q, k;  // [B, H, T, D], [B, T, H, D], [H, T, D] or [T, H, D]
+  // The sizes are [B, H, T, D], [B, T, H, D], [H, T, D] or [T, H, D].
+  Strided q, k;
   Strided cos, sin,
-      positions;         // [T, ...], [B, T, ...], or with axes [A, T, ...], [A, B, T, ...]; without sin,
-                         // cos holds complex numbers as [..., R/2, 2]
-  Strided q_out, k_out;  // absent: q and k
-  int64_t head_dim = 0;  // the dimension of q and k that holds the heads
-  int64_t pairs = 0;     // 0 halves, 1 neighbours, 2 neighbours in and halves out
+      // The sizes are [T, ...], [B, T, ...], or with axes [A, T, ...], [A, B, T, ...]. Without sin, cos holds
+      // complex numbers as [..., R/2, 2].
+      positions;
+  // If absent, the results are q and k.
+  Strided q_out, k_out;
+  // The dimension of q and k that holds the heads.
+  int64_t head_dim = 0;
+  // 0 means halves, 1 neighbours, 2 neighbours in and halves out.
+  int64_t pairs = 0;
   RopeForm form;
   bool keep_dtype = false;
 
@@ -32,7 +37,7 @@ struct RopeFields {
     f.option("time", form.sections.time), f.option("height", form.sections.height);
     f.option("width", form.sections.width), f.option("mixed", form.sections.mixed);
   }
-  // `wide`: their dtype unless q's is kept.
+  // `wide` is the dtype of the results unless q's is kept.
   void results(Fields& f, DType wide) {
     f.result_if(true, "q_out", q_out, q, keep_dtype ? q.dtype : wide, q.swapped);
     f.result_if(true, "k_out", k_out, k, keep_dtype ? q.dtype : wide, k.swapped);

@@ -1,6 +1,5 @@
-// How the CUDA kernels of rope and qk_norm_rope distribute heads over threads: a thread owns
-// vectors of the rows of a unit, some heads of one token, so that cos and sin are read once for all
-// of them.
+// The CUDA kernels of rope and qk_norm_rope distribute heads over threads in one way: a thread owns vectors
+// of the rows of a unit, some heads of one token, so that cos and sin are read once for all of them.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +12,14 @@ namespace tigon::cuda::rope_kernels {
 
 #include "tigon/ops/rope/rope_math.inc"
 
-// Of a CTA.
+// A CTA has this many threads.
 constexpr int kThreads = 128;
-// Columns of a thread that owns both elements of its pairs.
+// A thread that owns both elements of its pairs has this many columns.
 constexpr int kColumns = 2 * kVecColumns;
 
 // --- heads ----------------------------------------------------------------------------------
 
-// The rows of a unit that a thread has: heads next, next + step, ... below end. The lanes of a warp
+// Holds the rows of a unit that a thread has: heads next, next + step, ... below end. The lanes of a warp
 // iterate together, at least once.
 struct HeadRange {
   int next, step, end;
@@ -33,8 +32,8 @@ struct Unit {
   uint32_t batch, token, group;
 };
 
-// Heads of q or of k, read from x and written to y, divided into units: a unit has up to
-// heads_per_unit heads (group, group + groups, ...) of one token.
+// Divides heads of q or of k, read from x and written to y, into units: a unit has up to heads_per_unit heads
+// (group, group + groups, ...) of one token.
 struct HeadTensors {
   const void* x;
   void* y;
@@ -58,11 +57,10 @@ struct HeadTensors {
   }
 };
 
-// The units of q, of k or of both, in memory order.
+// Counts the units of q, of k or of both, in memory order.
 struct Units {
   Divider inner, middle;
-  // Tokens are the inner dimension in memory: adjacent units take adjacent tokens, else
-  // adjacent heads.
+  // If tokens are the inner dimension in memory, adjacent units take adjacent tokens, else adjacent heads.
   bool tokens_inner;
   uint32_t count;
 
@@ -77,7 +75,7 @@ struct Units {
     const uint32_t batch = middle.divide(outer), m = outer - batch * middle.divisor;
     return unit(batch, m, i);
   }
-  // The same for any number of units.
+  // Does the same for any number of units.
   __device__ __forceinline__ Unit at64(uint64_t index) const {
     const uint64_t outer = index / inner.divisor, batch = outer / middle.divisor;
     return unit(uint32_t(batch), uint32_t(outer - batch * middle.divisor),
@@ -90,8 +88,7 @@ struct Units {
   }
 };
 
-// The tensors of a unit, where units are those of q and k; its group becomes that within the
-// tensors.
+// Returns the tensors of a unit if units are those of q and k; its group becomes that within the tensors.
 template <class Params>
 __device__ __forceinline__ const HeadTensors& tensors_of(const Params& p, Unit& unit) {
   if (unit.group < uint32_t(p.q.groups)) return p.q;
@@ -110,12 +107,12 @@ __device__ __forceinline__ Y* y_of(const HeadTensors& p, const Unit& u) {
 
 struct Shape {
   int cols, start, rotated;
-  // Threads that share a row.
+  // Divides by the threads that share a row.
   Divider lanes;
-  // Rows of a CTA at a time.
+  // Counts the rows of a CTA at a time.
   int rows;
 
-  // x: q, or k if there is no q.
+  // x is q, or k if there is no q.
   Shape(const Rope& a, const RopeHeads& x, int64_t lanes)
       : cols(int(x.cols)),
         start(int(a.start(x))),
@@ -124,26 +121,26 @@ struct Shape {
         rows(int(kThreads / lanes)) {}
 };
 
-// The number of threads that share a row, with `columns` columns each, where a row must not span
-// two warps: a power of two.
+// Returns the number of threads that share a row, with `columns` columns each, if a row must not span two
+// warps: a power of two.
 inline int lanes_of(const RopeHeads& x, int columns) {
   int lanes = 1;
   while (lanes * columns < x.cols) lanes *= 2;
   return lanes;
 }
 
-// The position of a thread that owns both elements of its pairs: the first threads of a row have
-// its pairs, the next ones the columns that are not rotated.
+// Gives the position of a thread that owns both elements of its pairs: the first threads of a row have its
+// pairs, the next ones the columns that are not rotated.
 struct PairCoord {
-  // Among the rows of the CTA at a time.
+  // Counts among the rows of the CTA at a time.
   int row;
-  // The row has such columns.
+  // True if the row has such columns.
   bool in_row;
-  // The columns are rotated.
+  // True if the columns are rotated.
   bool is_rotated;
-  // Among the threads of its kind.
+  // Counts among the threads of its kind.
   int lane;
-  // Columns of the two vectors.
+  // Give the first columns of the two vectors.
   int first, second;
 
   __device__ __forceinline__ int vec_stride() const { return second - first; }
@@ -167,8 +164,8 @@ struct PairCoord {
 };
 
 // --- columns of a thread --------------------------------------------------------------------
-// The 2 N columns of a thread are two vectors in registers: the first and the second elements of N
-// pairs (halves), or pair after pair.
+// The 2 N columns of a thread are two vectors in registers: the first and the second elements of N pairs
+// (halves), or pair after pair.
 
 template <Pairs P, int N>
 __device__ constexpr int partner_of(int n) {
@@ -207,7 +204,7 @@ __device__ __forceinline__ void rotate(float (&v)[2 * N], const float (&c)[2 * N
 
 // --- requirements of vectors ----------------------------------------------------------------
 
-// Whether all rows begin at 16-byte boundaries.
+// True if all rows begin at 16-byte boundaries.
 inline bool stride_aligns(int64_t size, int64_t stride, size_t element) {
   return size <= 1 || stride * int64_t(element) % 16 == 0;
 }
@@ -222,12 +219,13 @@ inline bool table_aligns(const RopeTable& x) {
          stride_aligns(x.batch, x.batch_stride, e) && stride_aligns(x.tokens, x.token_stride, e);
 }
 
-// Heads and tables begin at 16-byte boundaries, row by row.
+// True if heads and tables begin at 16-byte boundaries, row by row.
 inline bool all_align(const Rope& a) {
+  // In complex tables sin follows cos.
   return heads_align(a.q) && heads_align(a.k) && heads_align(a.q_out) && heads_align(a.k_out) &&
-         table_aligns(a.cos) && (a.cos.col_stride == 2 || table_aligns(a.sin));  // complex: sin follows cos
+         table_aligns(a.cos) && (a.cos.col_stride == 2 || table_aligns(a.sin));
 }
-// Rows and their parts consist of vectors whose axes Tables knows, and units can be counted in 31
+// True if rows and their parts consist of vectors whose axes Tables knows, and units can be counted in 31
 // bits.
 inline bool vecs_fit(const Rope& a, const RopeHeads& x, int columns) {
   return all_align(a) && x.cols % columns == 0 && a.start(x) % columns == 0 && a.rotated() % columns == 0 &&

@@ -1,6 +1,6 @@
-// A cp.async pipeline for rows of heads: the next rows are copied to shared memory while the
-// current ones are processed. CTAs are persistent and take adjacent units. A thread reads only what
-// it copied itself, so there is no barrier.
+// A cp.async pipeline copies the next rows of heads to shared memory while the current ones are processed.
+// CTAs are persistent and take adjacent units. A thread reads only what it copied itself, so there is no
+// barrier.
 #pragma once
 
 #include "tigon/base/cuda/ptx.cuh"
@@ -8,15 +8,15 @@
 
 namespace tigon::cuda::rope_kernels {
 
-// Heads of a unit.
+// A unit has this many heads.
 constexpr int kFewHeads = 4, kManyHeads = 8;
 
-// 16-byte words of a vector.
+// Counts the 16-byte words of a vector.
 template <class T>
 constexpr int kWordsOf = int(sizeof(T)) * kVecColumns / 16;
 
-// Shared memory of the 16-byte words that a thread copies per row, in stages of which all but one
-// are in flight.
+// Holds the 16-byte words of shared memory that a thread copies per row, in stages of which all but one are
+// in flight.
 template <int Words, int Stages>
 class CpAsyncStages {
  public:
@@ -42,7 +42,7 @@ class CpAsyncStages {
     }
     return r;
   }
-  // Both vectors of a row.
+  // Holds both vectors of a row.
   template <class T>
   __device__ __forceinline__ void read(int stage, int at, float (&v)[kColumns]) const {
     const auto a = read<T>(stage, at);
@@ -61,7 +61,7 @@ class CpAsyncStages {
   uint32_t first_;
 };
 
-// The rows of a tensor that a thread copies, in order: two vectors, vec_stride columns apart.
+// Describes the rows of a tensor that a thread copies, in order: two vectors, vec_stride columns apart.
 template <class T>
 struct Source {
   const T* row = nullptr;
@@ -84,7 +84,7 @@ class RowPrefetcher {
 #pragma unroll 1
     for (int s = 0; s < Stages - 1; ++s) start();
   }
-  // The stage of the next row, which has arrived. The stage before it is free from here on.
+  // Returns the stage of the next row, which has arrived. The stage before it is free from here on.
   __device__ __forceinline__ int next_stage() {
     start();
     cp_async_wait_group<Stages - 1>();
@@ -109,8 +109,8 @@ class RowPrefetcher {
   int write_stage_ = 0, read_stage_ = 0;
 };
 
-// Heads of a unit: eight, or four if the last CTA ends sooner then, at a cost of the unit's heads
-// plus two for each unit.
+// Returns the heads of a unit: eight, or four if the last CTA then ends sooner. A unit costs as much as its
+// heads plus two.
 inline int heads_per_unit_of(const RopeHeads& x, int64_t heads, int64_t lanes, int64_t blocks) {
   const int64_t rows = ceil_div(x.batch * x.tokens * heads, kThreads / lanes);
   const auto cost = [&](int heads_per_unit) {
@@ -119,7 +119,7 @@ inline int heads_per_unit_of(const RopeHeads& x, int64_t heads, int64_t lanes, i
   return cost(kFewHeads) < cost(kManyHeads) ? kFewHeads : kManyHeads;
 }
 
-// The number of persistent CTAs: as many as are resident, or as there are tiles of work.
+// Returns the number of persistent CTAs: as many as are resident, or as there are tiles of work.
 template <auto* kernel>
 int64_t resident_blocks(const char* op, size_t shared, int64_t tiles) {
   static OccupancyCache occupancy;

@@ -1,4 +1,4 @@
-// cos and sin of a token, as the CUDA kernels of rope and qk_norm_rope read them.
+// Reads cos and sin of a token for the CUDA kernels of rope and qk_norm_rope.
 #pragma once
 
 #include <climits>
@@ -10,32 +10,32 @@
 
 namespace tigon::cuda::rope_kernels {
 
-// Columns of one vector: 16 bytes of 16-bit numbers, 32 of fp32.
+// A vector has this many columns: 16 bytes of 16-bit numbers, 32 of fp32.
 constexpr int kVecColumns = 8;
 
-// The order of a thread's columns in registers, and of tables of R columns in memory. Crossed:
-// neighbours in registers, halves in memory.
+// Gives the order of a thread's columns in registers, and of tables of R columns in memory. Crossed means
+// neighbours in registers and halves in memory.
 enum class Pairs { halves, neighbours, crossed };
 inline Pairs pairs_of(const Rope& a) {
   if (a.form.in != a.form.out) return Pairs::crossed;
   return a.form.in == RopePairs::halves ? Pairs::halves : Pairs::neighbours;
 }
 
-// The part of a token's row of a table that a thread reads: one or two vectors.
+// Locates the part of a token's row of a table that a thread reads: one or two vectors.
 struct TableCoord {
-  // First columns of the table.
+  // Give the first columns in the table.
   int first, second;
-  // Axes of the columns in registers, two bits each.
+  // Holds the axes of the columns in registers, two bits each.
   uint32_t axes;
-  // The axes are not all the same.
+  // True if the axes are not all the same.
   bool mixed;
 };
 
-// Of the rotated columns of a row, where there are sections.
+// The rotated columns of a row have at most this many vectors, if there are sections.
 constexpr int kMaxVecs = 64;
 constexpr uint32_t kEachColumn = 0x55555555u;
 
-// Strides of a table; 0 along dimensions of size 1.
+// Holds the strides of a table; 0 along dimensions of size 1.
 struct TableStrides {
   int64_t axis, batch, token;
 };
@@ -43,22 +43,22 @@ inline TableStrides strides_of(const RopeTable& x) {
   return {x.axes == 1 ? 0 : x.axis_stride, x.batch == 1 ? 0 : x.batch_stride, x.token_stride};
 }
 
-// The tables of a call. Template parameters: T16, the 16-bit type of tables that are not fp32; P,
-// the order of pairs; N, the columns of a vector. cos and sin are requested together, so that
-// neither load waits for the other.
+// Holds the tables of a call. Template parameters: T16 is the 16-bit type of tables that are not fp32, P the
+// order of pairs, N the columns of a vector. cos and sin are requested together, so that neither load waits
+// for the other.
 struct Tables {
   const void *cos, *sin, *positions;
   TableStrides cos_at, sin_at, position_at;
-  // Rows of the tables, which bound the positions.
+  // Counts the rows of the tables, which bound the positions.
   int64_t rows;
-  // Number of pairs.
+  // Counts the pairs.
   int half;
-  // The first pair of each axis.
+  // Give the first pair of each axis.
   int height = 0, width = 0;
   RopeSections sections;
-  // TableCoord::axes of each vector.
+  // Holds TableCoord::axes of each vector.
   uint16_t axes[kMaxVecs] = {};
-  // The axes within some vector are not all the same.
+  // True if the axes within some vector are not all the same.
   bool mixed = false;
   bool sectioned, f32, wide_positions, complex, shared, halves, backward;
 
@@ -92,8 +92,8 @@ struct Tables {
     }
   }
 
-  // Of a thread's two vectors: pairs [lane * N, lane * N + N) (halves), or that many columns of
-  // each half of the rotated ones.
+  // Locates a thread's two vectors: pairs [lane * N, lane * N + N) (halves), or that many columns of each
+  // half of the rotated ones.
   template <Pairs P, int N>
   __device__ __forceinline__ TableCoord coord(int lane) const {
     TableCoord p{lane * N, half + lane * N, 0, false};
@@ -105,8 +105,8 @@ struct Tables {
     }
     return p;
   }
-  // Of one vector that begins at a rotated column. For sin, the backward takes that of the partners
-  // where they are another vector.
+  // Locates one vector that begins at a rotated column. For sin, the backward takes that of the partners if
+  // they are another vector.
   template <Pairs P, bool Mixed>
   __device__ __forceinline__ TableCoord vec_coord(int column, bool sine) const {
     const bool second = P == Pairs::halves && column >= half;
@@ -117,21 +117,21 @@ struct Tables {
     p.axes = Mixed ? axes[column / kVecColumns] : (pair >= height) + (pair >= width);
     return p;
   }
-  // Of the two elements of one pair, in any form of tables.
+  // Locates the two elements of one pair, in any form of tables.
   __device__ __forceinline__ TableCoord coord(int pair) const {
     return {shared || halves ? pair : 2 * pair, halves ? half + pair : 2 * pair + 1,
             sectioned ? uint32_t(sections.axis_of(pair)) : 0u, false};
   }
 
-  // The row of the tables at the token's position; -1 if the position is out of range.
+  // Returns the row of the tables at the token's position; -1 if the position is out of range.
   __device__ __forceinline__ int64_t position(int axis, int64_t b, int64_t t) const {
     const int64_t i = axis * position_at.axis + b * position_at.batch + t * position_at.token;
     const int64_t row = wide_positions ? static_cast<const int64_t*>(positions)[i]
                                        : static_cast<const int32_t*>(positions)[i];
     return uint64_t(row) < uint64_t(rows) ? row : -1;
   }
-  // Offsets of the token's rows in both tables, in elements. Returns false if the position is out
-  // of range.
+  // Sets the offsets of the token's rows in both tables, in elements. Returns false if the position is out of
+  // range.
   __device__ __forceinline__ bool find(int axis, int64_t b, int64_t t, int64_t& cos_row,
                                        int64_t& sin_row) const {
     cos_row = axis * cos_at.axis + b * cos_at.batch + t * cos_at.token;
@@ -165,7 +165,7 @@ struct Tables {
       read_vec<T, P, Shared, N>(row, at.second, v + N);
     }
   }
-  // Complex numbers of a vector.
+  // Reads complex numbers of a vector.
   template <Pairs P, bool Cos, bool Sin, int N>
   __device__ __forceinline__ void read_complex(const float* row, int column, float* c, float* s) const {
     constexpr int M = P == Pairs::halves ? N : N / 2;
@@ -178,7 +178,7 @@ struct Tables {
     }
   }
 
-  // cos, sin or both of vectors of one axis. Complex: the tables may be complex.
+  // Reads cos, sin or both of vectors of one axis. With Complex the tables may be complex.
   template <class T16, Pairs P, bool Complex, bool Cos, bool Sin, int N, int Columns>
   __device__ __forceinline__ void read_axis(int axis, int64_t b, int64_t t, const TableCoord& cos_coord,
                                             const TableCoord& sin_coord, float (&c)[Columns],
@@ -217,7 +217,7 @@ struct Tables {
     }
   }
 
-  // cos or sin of a thread's two vectors, for any tables.
+  // Reads cos or sin of a thread's two vectors, for any tables.
   template <class T16, Pairs P, bool Sin, int N>
   __device__ __forceinline__ void read_two(int64_t b, int64_t t, const TableCoord& at,
                                            float (&v)[2 * N]) const {
@@ -226,7 +226,7 @@ struct Tables {
     for (int axis = 0; axis < 3; ++axis) {
       constexpr uint32_t kEach = kEachColumn >> (32 - 4 * N);
       const uint32_t other = at.axes ^ uint32_t(axis) * kEach;
-      // No column is of this axis.
+      // No column belongs to this axis.
       if (((other | other >> 1) & kEach) == kEach) continue;
       float found[2 * N];
       read_axis<T16, P, true, !Sin, Sin, N>(axis, b, t, at, at, found, found);
@@ -235,7 +235,7 @@ struct Tables {
         if ((at.axes >> 2 * n & 3u) == uint32_t(axis)) v[n] = found[n];
     }
   }
-  // Both, as rotate() takes them.
+  // Reads both, as rotate() takes them.
   template <class T16, Pairs P, int N>
   __device__ __forceinline__ void read(int64_t b, int64_t t, const TableCoord& at, float (&c)[2 * N],
                                        float (&s)[2 * N]) const {
@@ -251,7 +251,7 @@ struct Tables {
     }
   }
 
-  // N columns of three axes, all requested at once. Columns of a position out of range are NaN.
+  // Reads N columns of three axes, all requested at once. Columns of a position out of range are NaN.
   template <class T, int N>
   __device__ __forceinline__ void read_mixed(int64_t b, int64_t t, const TableCoord& at,
                                              const TableCoord& sine_at, float (&c)[N], float (&s)[N]) const {
@@ -263,7 +263,7 @@ struct Tables {
       const bool inside = find(axis, b, t, cos_row, sin_row);
       const T *from = static_cast<const T*>(cos) + cos_row + at.first,
               *sine = static_cast<const T*>(sin) + sin_row + sine_at.first;
-      // A NaN in every type.
+      // This is a NaN in every type.
       constexpr uint32_t kNaN = 0x7fffffff;
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
@@ -281,12 +281,12 @@ struct Tables {
     }
   }
 
-  // Whether read_for_vec supports the tables: with halves, real tables, of several axes too
-  // (Mixed); otherwise vectors of one axis.
+  // True if read_for_vec supports the tables. With halves it takes real tables, of several axes too (Mixed);
+  // otherwise vectors of one axis.
   bool vecs_fit(Pairs pairs) const { return pairs == Pairs::halves ? !complex : !mixed; }
 
-  // cos and sin of the vector that begins at a rotated column, such that y = rope_second(partner,
-  // x, c, s).
+  // Reads cos and sin of the vector that begins at a rotated column, such that y = rope_second(partner, x, c,
+  // s).
   template <class T16, Pairs P, bool Mixed, int N>
   __device__ __forceinline__ void read_for_vec(int64_t b, int64_t t, int column, float (&c)[N],
                                                float (&s)[N]) const {

@@ -12,12 +12,14 @@
 namespace tigon::cpu {
 namespace {
 
-// A row of logits z in f32: e = exp(z - top), sum of it; r = scores (route_math.inc), scores = their sum.
+// Holds a row of logits z in f32: e = exp(z - top) and its sum; r holds the scores (route_math.inc), and
+// `scores` their sum.
 struct RouteRow {
   alignas(64) float z[kRouteExperts], e[kRouteExperts], r[kRouteExperts];
   float top, sum, scores;
 };
-// What reaches a row: h from its weights (null: nothing), aux and lse from the losses (0: nothing).
+// Holds the gradients that reach a row: h from its weights (null if none), aux and lse from the losses (0 if
+// none).
 struct RouteGradient {
   const float *h, *q, *balance;
   float aux, lse;
@@ -27,7 +29,7 @@ struct RouteKernels {
   void (*gradient)(const RouteRow& row, const RouteGradient& g, void* dz, int64_t n, bool sigmoids);
 };
 struct RouteTable {
-  ByDtype<RouteKernels> rows;  // of the logits
+  ByDtype<RouteKernels> rows;  // by the dtype of logits
   void (*distribution)(const RouteRow& row, float* q, int64_t n, bool sigmoids);
 };
 
@@ -64,7 +66,7 @@ void set_id(const Matrix& ids, int64_t row, int64_t k, int id) {
 }
 float token_weight(const Vector& v, int64_t row) { return v ? v.as<float>()[row] : 1.0f; }
 
-// The k largest keys of n, equal ones by index: order[i] is the place of the i-th.
+// Finds the k largest keys of n, equal ones by index: order[i] is the place of the i-th.
 void choose(const uint32_t* keys, int n, int k, int* order) {
   int found = 0;
   for (int e = 0; e < n; ++e) {
@@ -75,7 +77,7 @@ void choose(const uint32_t* keys, int n, int k, int* order) {
   }
 }
 
-// A token's choice, best first.
+// Finds a token's choice, best first.
 void choose_experts(const RouteRow& row, const float* bias, int experts, int k, const RouteOptions& options,
                     int* order) {
   float c[kRouteExperts];
@@ -98,7 +100,7 @@ void choose_experts(const RouteRow& row, const float* bias, int experts, int k, 
   choose(keys, experts, k, order);
 }
 
-// A token's forced experts; whether they are its choice.
+// Reads a token's forced experts. True if they are its choice.
 bool take_forced(const Matrix& forced, int64_t t, int64_t k, int* order) {
   bool seen[kRouteExperts] = {};
   if (id_at(forced, t, 0) < 0) return false;
@@ -118,7 +120,8 @@ void check_forced(const Matrix& forced, int64_t experts) {
     }
 }
 
-// Forms r anew where the chosen logits are too far below the others (route_math.inc). chosen(i): the id of the i-th.
+// Computes r anew if the chosen logits are too far below the others (route_math.inc). chosen(i) is the id of
+// the i-th.
 template <class Fn>
 void rescore(RouteRow& row, const RouteOptions& options, int64_t k, const Fn& chosen) {
   if (options.sigmoid() || !options.normalize) return;
@@ -128,7 +131,7 @@ void rescore(RouteRow& row, const RouteOptions& options, int64_t k, const Fn& ch
   for (int64_t i = 0; i < k; ++i) row.r[chosen(i)] = std::exp(row.z[chosen(i)] - best);
 }
 
-// Sums over tokens, per part of them: [counts of experts | sums of q | W | sum of lse^2]
+// Sums over tokens, for each part of them: [counts of experts | sums of q | W | sum of lse^2].
 struct Sums {
   double* at;
   int64_t experts;

@@ -1,10 +1,8 @@
-// CUDA backend of the router: a warp per row, whose lane l holds experts l, l + 32, ...; they add what losses need over the rows
-// that their warp takes.
-//
-// Bytes (b = element size of logits): forward E b + K (weight + id) a token, backward 2 E b + K (weight + id). Instructions: K rounds
-// of an argmax over the lanes, two warp reductions each.
-//
-// Launches: one each way. With losses a second one of one CTA, which adds the parts of the CTAs in their order.
+// In the CUDA backend of the router each row has a warp, whose lane l holds experts l, l + 32, ... A warp
+// adds what losses need over its rows. A token moves E b + K (weight + id) bytes forward and 2 E b + K
+// (weight + id) backward (b = element size of logits). Instructions: K rounds of an argmax over the lanes,
+// two warp reductions each. Each direction is one launch; losses take a second one of one CTA, which adds the
+// parts of the CTAs in their order.
 #include "tigon/base/cuda/block_sum.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
@@ -24,8 +22,8 @@ constexpr const char* kOp = "route";
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kThreads = 256, kWarps = kThreads / 32, kMostParts = 256, kFinishThreads = 1024;
 
-// N, the places of a lane in a row. Experts past 512 are rare: the loops over them stay loops, in a quarter of the code,
-// since the compiler does not know that a CTA has all its threads.
+// N is the number of places of a lane in a row. Experts past 512 are rare: the loops over them stay loops, in
+// a quarter of the code, since the compiler does not know that a CTA has all its threads.
 template <int N>
 __device__ __forceinline__ int row_places() {
   return N <= 16 ? N : N * int(blockDim.x / kThreads);
@@ -57,7 +55,7 @@ struct Ids {
 };
 Ids ids_of(const Matrix& m) { return {m.data, m.stride, m.dtype == DType::i64}; }
 
-// An id as the forced ones are read: -1 for any that is negative, kRouteExperts for any that is too large.
+// Reads a forced id: -1 if it is negative, kRouteExperts if it is too large.
 __device__ __forceinline__ int forced_at(const Ids& ids, int64_t row, int k) {
   const int64_t i = row * ids.stride + k;
   const int64_t id =
@@ -87,7 +85,8 @@ __device__ __forceinline__ float sum_row(const float (&x)[N]) {
   return reduce_lanes<Sum, 32>(reduce_registers<Sum>(own));
 }
 
-// A row of logits z: e = exp(z - top), sum of it; r = scores (route_math.inc), scores = their sum. Places past the row hold zeros.
+// Holds a row of logits z: e = exp(z - top) and its sum; r holds the scores (route_math.inc), and `scores`
+// their sum. Places past the row hold zeros.
 template <int N>
 struct Row {
   float z[N], e[N], r[N];
@@ -111,7 +110,8 @@ struct Row {
           j * 32 + lane < experts ? route_score(z[j], e[j], sum, options.sigmoids, options.normalize) : 0.0f;
     scores = options.sigmoids ? sum_row(r) : sum;
   }
-  // Forms r anew where the chosen logits are too far below the others (route_math.inc). chosen(j): whether j is one of them.
+  // Computes r anew if the chosen logits are too far below the others (route_math.inc). chosen(j) is true if
+  // j is one of them.
   template <class Fn>
   __device__ __forceinline__ void rescore(const Options& options, const Fn& chosen) {
     if (options.sigmoids || !options.normalize) return;
@@ -124,14 +124,15 @@ struct Row {
     for (int j = 0; j < row_places<N>(); ++j)
       if (chosen(j)) r[j] = exp(z[j] - best);
   }
-  // Of the distribution that aux balances.
+  // Returns the distribution that aux balances.
   __device__ __forceinline__ float q(int j, bool sigmoids) const {
     return sigmoids ? r[j] / (scores + kRouteTiny) : e[j] / sum;
   }
   __device__ __forceinline__ float lse() const { return top + log(sum); }
 };
 
-// Takes the `count` largest keys of a warp, equal ones by index: picked(i, index) in all lanes; taken keys become 0.
+// Takes the `count` largest keys of a warp, equal ones by index: calls picked(i, index) in all lanes. Taken
+// keys become 0.
 template <int N, class Fn>
 __device__ __forceinline__ void choose(uint32_t (&keys)[N], int count, const Fn& picked) {
   const int lane = int(threadIdx.x) % 32;
@@ -150,20 +151,21 @@ __device__ __forceinline__ void choose(uint32_t (&keys)[N], int count, const Fn&
   }
 }
 
-struct Forward {
+struct RouteForward {
   Rows logits, weights;
   Ids ids, forced;
   const float *bias, *token_weights;
-  float* parts;  // of the sums, [CTA][2 experts + 2]; null: none
+  // [CTA][2 experts + 2]: parts of the sums; null if there are none.
+  float* parts;
   int64_t tokens;
   int experts, top_k;
   Options options;
 };
 
-// Leaves the keys of the experts of the best groups alone. c is a warp's memory of a float for each expert.
+// Keeps only the keys of the experts of the best groups. c is a warp's memory, with a float for each expert.
 template <int N>
-__device__ __forceinline__ void close_groups(const Forward& p, const float (&value)[N], uint32_t (&keys)[N],
-                                             float* c) {
+__device__ __forceinline__ void close_groups(const RouteForward& p, const float (&value)[N],
+                                             uint32_t (&keys)[N], float* c) {
   const int lane = int(threadIdx.x) % 32, size = p.experts / p.options.groups;
 #pragma unroll
   for (int j = 0; j < row_places<N>(); ++j)
@@ -190,10 +192,10 @@ __device__ __forceinline__ void close_groups(const Forward& p, const float (&val
   __syncwarp();
 }
 
-// Writes the ids of a token's forced experts and finds their places; whether they are its choice. own: the lane's id of the first
-// 32. bad: some are no experts.
+// Writes the ids of a token's forced experts and finds their places. Returns true if they are its choice.
+// `own` is the lane's id among the first 32. `bad` says that some are no experts.
 template <int N>
-__device__ __forceinline__ bool take_forced(const Forward& p, int64_t t, int own, int (&place)[N],
+__device__ __forceinline__ bool take_forced(const RouteForward& p, int64_t t, int own, int (&place)[N],
                                             bool& bad) {
   const int lane = int(threadIdx.x) % 32;
   bool taken = true, twice = false;
@@ -220,7 +222,7 @@ __device__ __forceinline__ bool take_forced(const Forward& p, int64_t t, int own
 }
 
 template <int N, bool kLosses>
-__global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant__ Forward p) {
+__global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant__ RouteForward p) {
   extern __shared__ float shared[];
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   float counts[kLosses ? N : 1] = {}, qs[kLosses ? N : 1] = {}, all = 0.0f, squares = 0.0f;
@@ -282,7 +284,7 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant
     }
   }
   if constexpr (kLosses) {
-    // The warps' sums in their order, one warp after the other.
+    // Adds the warps' sums in their order, one warp after the other.
     const int width = 2 * p.experts + 2;
     __syncthreads();
     for (int w = 0; w < kWarps; ++w) {
@@ -337,10 +339,10 @@ __global__ __launch_bounds__(kFinishThreads) void finish_kernel(const float* par
   *z = float(sums[width - 1] * inverse);
 }
 
-struct Backward {
+struct RouteBackward {
   Rows logits, dweights, dlogits;
   Ids ids;
-  bool given;  // dweights
+  bool given;  // dweights is given
   const float *daux, *dz, *token_weights, *balance;
   int64_t tokens;
   int experts, top_k;
@@ -348,7 +350,7 @@ struct Backward {
 };
 
 template <int N>
-__global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constant__ Backward p) {
+__global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constant__ RouteBackward p) {
   extern __shared__ int places[];
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   int* const place = places + warp * p.experts;
@@ -363,8 +365,9 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
     for (int k = lane; k < p.top_k; k += 32) place[p.ids.at(t, k)] = k;
     __syncwarp();
     row.rescore(p.options, [&](int j) { return j * 32 + lane < p.experts && place[j * 32 + lane] >= 0; });
-    // Of normalized weights only differences of g count: against that of the best expert, which may have all of the weight.
-    // Those of sigmoids sum to 1 - kRouteTiny / by, so that the shift itself has a share.
+    // For normalized weights only differences of g count. They are taken against the g of the best expert,
+    // which may have all of the weight. Weights of sigmoids sum to 1 - kRouteTiny / by, so that the shift
+    // itself has a share.
     const float shift = p.options.normalize ? p.dweights.at(t, 0) : 0.0f;
     float g[N], chosen[N], product[N];
 #pragma unroll
@@ -412,7 +415,7 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
     if (j * 32 + lane < p.experts) p.dlogits.set(t, j * 32 + lane, d[j]);
 }
 
-// fn<N>(): the fewest experts a lane that hold a row.
+// Calls fn<N>() with the fewest experts per lane that hold a row.
 template <class Fn>
 void by_width(int64_t experts, const Fn& fn) {
   if (experts <= 32) return fn.template operator()<1>();
@@ -431,17 +434,17 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
   int64_t blocks = ceil_div(a.logits.rows, kWarps);
   if (losses) blocks = std::min<int64_t>(blocks, kMostParts);
   float* parts = losses ? ctx.scratch_of<float>(blocks * width) : nullptr;
-  const Forward p = {.logits = rows_of(a.logits),
-                     .weights = rows_of(a.weights),
-                     .ids = ids_of(a.ids),
-                     .forced = a.forced.cols > 0 ? ids_of(a.forced) : Ids{},
-                     .bias = a.bias.as<float>(),
-                     .token_weights = a.token_weights.as<float>(),
-                     .parts = parts,
-                     .tokens = a.logits.rows,
-                     .experts = experts,
-                     .top_k = int(a.ids.cols),
-                     .options = options_of(a.options)};
+  const RouteForward p = {.logits = rows_of(a.logits),
+                          .weights = rows_of(a.weights),
+                          .ids = ids_of(a.ids),
+                          .forced = a.forced.cols > 0 ? ids_of(a.forced) : Ids{},
+                          .bias = a.bias.as<float>(),
+                          .token_weights = a.token_weights.as<float>(),
+                          .parts = parts,
+                          .tokens = a.logits.rows,
+                          .experts = experts,
+                          .top_k = int(a.ids.cols),
+                          .options = options_of(a.options)};
   const size_t group_words = a.options.num_groups > 1 ? size_t(kWarps) * size_t(experts) : 0,
                shared = sizeof(float) * std::max(group_words, losses ? size_t(width) : 0);
   by_width(experts, [&]<int N>() {
@@ -456,19 +459,19 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
 void route_bwd(Context& ctx, const RouteBwd& a) {
   const int experts = int(a.logits.cols);
   const bool given = a.dweights.data != nullptr;
-  const Backward p = {.logits = rows_of(a.logits),
-                      .dweights = rows_of(a.dweights),
-                      .dlogits = rows_of(a.dlogits),
-                      .ids = ids_of(a.ids),
-                      .given = given,
-                      .daux = a.daux.as<float>(),
-                      .dz = a.dz.as<float>(),
-                      .token_weights = a.token_weights.as<float>(),
-                      .balance = a.balance.as<float>(),
-                      .tokens = a.logits.rows,
-                      .experts = experts,
-                      .top_k = int(a.ids.cols),
-                      .options = options_of(a.options)};
+  const RouteBackward p = {.logits = rows_of(a.logits),
+                           .dweights = rows_of(a.dweights),
+                           .dlogits = rows_of(a.dlogits),
+                           .ids = ids_of(a.ids),
+                           .given = given,
+                           .daux = a.daux.as<float>(),
+                           .dz = a.dz.as<float>(),
+                           .token_weights = a.token_weights.as<float>(),
+                           .balance = a.balance.as<float>(),
+                           .tokens = a.logits.rows,
+                           .experts = experts,
+                           .top_k = int(a.ids.cols),
+                           .options = options_of(a.options)};
   const size_t shared = given ? sizeof(int) * kWarps * size_t(experts) : 0;
   by_width(experts, [&]<int N>() {
     launch(kOp, ctx, backward_kernel<N>,

@@ -1,4 +1,4 @@
-// CPU backend of sample: a row's z are formed once, in memory of its own, and read there.
+// The CPU backend of sample. It forms the z of a row once, in scratch memory, and reads them there.
 #include <bit>
 #include <cmath>
 
@@ -20,7 +20,7 @@ float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
 
 class Row {
  public:
-  // mass: memory for a number of each column
+  // `mass` is memory for one number a column.
   Row(const float* z, float* mass, int64_t columns) : z_(z), mass_(mass), columns_(columns) {}
   int64_t columns() const { return columns_; }
   float at(int64_t column) const { return z_[column]; }
@@ -38,7 +38,7 @@ class Row {
     for (int64_t c = 0; c < columns_; ++c) sum += sample_key(z_[c]) >= least ? double(mass_[c]) : 0.0;
     return sum;
   }
-  // Shares by mass are asked for after a mass.
+  // A caller asks for a mass before it asks for shares by mass.
   void shares(const uint32_t (&keys)[3], SampleShare (&shares)[3], bool by_mass, float, float) const {
     for (SampleShare& share : shares) share = {};
     for (int64_t c = 0; c < columns_; ++c) {

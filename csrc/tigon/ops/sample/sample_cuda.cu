@@ -1,7 +1,7 @@
-// CUDA backend of sample: a CTA has a row, and reads it once a pass, from memory and then from L2.
-//
-// Instructions per element: about 10 for the maximum, 12 for a sum of exponentials, 15 a step of a threshold. A race draws only for
-// groups of four columns that can still win: some 8 per element, and 200 a group that draws.
+// The CUDA backend of sample. A CTA has a row, and reads it once a pass, from memory and then from L2.
+// Instructions per element: about 10 for the maximum, 12 for a sum of exponentials, 15 a step of a threshold.
+// The race draws only for groups of four columns that can still win: some 8 per element, and 200 a group that
+// draws.
 #include "tigon/base/cuda/block_sum.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
@@ -20,7 +20,7 @@ TIGON_FN float float_of(uint32_t bits) { return __uint_as_float(bits); }
 #include "tigon/base/philox.inc"
 #include "tigon/ops/sample/sample_math.inc"
 
-// All threads of the CTA call each function, and get the same.
+// All threads of the CTA call each function, and get the same result.
 template <class T>
 class Row {
  public:
@@ -101,7 +101,7 @@ class Row {
   uint64_t* best_;
 };
 
-struct Params {
+struct SampleParams {
   const void* logits;
   int64_t stride, columns;
   Values bias;
@@ -109,13 +109,15 @@ struct Params {
   const int64_t *top_ks, *seed;
   bool shared_seed;
   int64_t first_row;
-  SampleRow all;  // but for seed and stream
+  // Every row has these options, but for seed, stream and what the arrays above hold.
+  SampleRow all;
   int64_t* ids;
-  float* log_prob;  // null: not wanted
+  // Null means not wanted.
+  float* log_prob;
 };
 
 template <class T>
-__global__ __launch_bounds__(kThreads) void sample_kernel(const Params p) {
+__global__ __launch_bounds__(kThreads) void sample_kernel(const SampleParams p) {
   __shared__ double sums[kWarps * 6];
   __shared__ uint64_t best[kWarps];
   const int64_t t = blockIdx.x;
@@ -135,25 +137,25 @@ __global__ __launch_bounds__(kThreads) void sample_kernel(const Params p) {
 }  // namespace
 
 void sample(Context& ctx, const Sample& a) {
-  const Params p = {.logits = a.logits.data,
-                    .stride = a.logits.stride,
-                    .columns = a.logits.cols,
-                    .bias = {a.bias.data, a.bias.dtype},
-                    .temperatures = a.temperatures.as<float>(),
-                    .top_ps = a.top_ps.as<float>(),
-                    .min_ps = a.min_ps.as<float>(),
-                    .top_ks = a.top_ks.as<int64_t>(),
-                    .seed = a.seed.as<int64_t>(),
-                    .shared_seed = a.seed.size == 1,
-                    .first_row = a.first_row,
-                    .all = {.scale = a.logit_scale,
-                            .softcap = a.softcap,
-                            .temperature = a.temperature,
-                            .top_k = a.top_k,
-                            .top_p = a.top_p,
-                            .min_p = a.min_p},
-                    .ids = a.ids.as<int64_t>(),
-                    .log_prob = a.need_log_prob ? a.log_prob.as<float>() : nullptr};
+  const SampleParams p = {.logits = a.logits.data,
+                          .stride = a.logits.stride,
+                          .columns = a.logits.cols,
+                          .bias = {a.bias.data, a.bias.dtype},
+                          .temperatures = a.temperatures.as<float>(),
+                          .top_ps = a.top_ps.as<float>(),
+                          .min_ps = a.min_ps.as<float>(),
+                          .top_ks = a.top_ks.as<int64_t>(),
+                          .seed = a.seed.as<int64_t>(),
+                          .shared_seed = a.seed.size == 1,
+                          .first_row = a.first_row,
+                          .all = {.scale = a.logit_scale,
+                                  .softcap = a.softcap,
+                                  .temperature = a.temperature,
+                                  .top_k = a.top_k,
+                                  .top_p = a.top_p,
+                                  .min_p = a.min_p},
+                          .ids = a.ids.as<int64_t>(),
+                          .log_prob = a.need_log_prob ? a.log_prob.as<float>() : nullptr};
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     launch(kOp, ctx, &sample_kernel<T>, {.blocks = a.logits.rows, .threads = kThreads}, p);

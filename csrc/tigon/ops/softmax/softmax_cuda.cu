@@ -1,9 +1,7 @@
-// CUDA backend of softmax: the formula, for the kernel of rows, and its tables.
-//
-// Bytes per element (b = element size): forward 2b, backward 3b; rows that no cluster of CTAs holds are read again, out of L2, in
-// every pass.
-// Instructions per element: about 9 forward, with one ex2 (two in rows past 1024 vectors), 9 backward; the memory-bound budget is
-// 27 and 41 (bf16).
+// The CUDA backend of softmax gives its formula and its tables to the row kernel. It moves 2b bytes per
+// element forward and 3b backward (b = element size). Rows that no cluster of CTAs holds are read again, from
+// L2, in every pass. An element takes about 9 instructions forward, with one ex2 (two in rows past 1024
+// vectors), and 9 backward; the memory-bound budget is 27 and 41 (bf16).
 #include "tigon/base/cuda/row_kernel.cuh"
 #include "tigon/ops/softmax/softmax.h"
 
@@ -23,7 +21,7 @@ constexpr RowConfig cta(int vecs_per_thread, int max_threads, int min_blocks_per
 }
 
 template <class T>
-struct Forward {
+struct SoftmaxForward {
   using Element = T;
   using Payload = OnlineSoftmax<T>;
   using Scratch = NoScratch;
@@ -31,7 +29,7 @@ struct Forward {
   static constexpr bool kFill[kIn] = {true};
   RowsOf<T, kIn> rows;
 
-  // Rows that are not vectorized are rare and have few.
+  // Rows that are not vectorized are rare and have few configurations.
   static constexpr RowConfigs configs(RowAlignment alignment) {
     if (alignment == RowAlignment::any)
       return RowConfigs(lanes(8, 2), lanes(32, 4), cta(4, 512, 3), cta(8, 1024));
@@ -65,13 +63,13 @@ struct Forward {
 };
 
 template <class T>
-struct Backward {
+struct SoftmaxBackward {
   using Element = T;
   using Payload = SumArray<1>;
   using Scratch = NoScratch;
   static constexpr int kIn = 2;
   static constexpr bool kFill[kIn] = {false, false};
-  // y and dy
+  // The rows are y and dy.
   RowsOf<T, kIn> rows;
 
   static constexpr RowConfigs configs(RowAlignment alignment) {
@@ -96,7 +94,7 @@ struct Backward {
 
 }  // namespace
 
-void softmax_fwd(Context& ctx, const DistributionFwd& a) { distribution_fwd<Forward>(kOp, ctx, a); }
-void softmax_bwd(Context& ctx, const DistributionBwd& a) { distribution_bwd<Backward>(kOp, ctx, a); }
+void softmax_fwd(Context& ctx, const DistributionFwd& a) { distribution_fwd<SoftmaxForward>(kOp, ctx, a); }
+void softmax_bwd(Context& ctx, const DistributionBwd& a) { distribution_bwd<SoftmaxBackward>(kOp, ctx, a); }
 
 }  // namespace tigon::cuda

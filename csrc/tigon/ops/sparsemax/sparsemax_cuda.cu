@@ -1,9 +1,8 @@
-// CUDA backend of sparsemax: the formula, for the kernel of rows.
-//
-// Bytes per element (b = element size): forward 2b, backward 3b; rows that no cluster of CTAs holds are read again, out of L2, in
-// every step of tau.
-// Instructions per element: about 18 forward, where at most 64 entries are less than 1 below the maximum; otherwise up to 6 more a
-// step of tau, which leaves out vectors below it. 9 backward.
+// The CUDA backend of sparsemax gives its formula to the row kernel. It moves 2b bytes per element forward
+// and 3b backward (b = element size). Rows that no cluster of CTAs holds are read again, from L2, in every
+// step of tau. An element takes about 18 instructions forward if at most 64 entries are less than 1 below the
+// maximum, and otherwise up to 6 more per step of tau, which leaves out vectors below it. It takes 9
+// backward.
 #include "tigon/base/cuda/row_kernel.cuh"
 #include "tigon/ops/sparsemax/sparsemax.h"
 
@@ -14,7 +13,7 @@ namespace {
 
 constexpr const char* kOp = "sparsemax";
 
-// The largest entry; of a warp or more, NaN if there is one.
+// Reduces to the largest entry. Over a warp or more it is NaN if there is one.
 struct alignas(16) Largest {
   float x, unused[3];
   __device__ static Largest identity() { return {-INFINITY, {}}; }
@@ -23,7 +22,7 @@ struct alignas(16) Largest {
     x = extreme_of_lanes<Max, Width>(x);
   }
 };
-// The sum, the size and the least of a set of entries; none is above 0.
+// Holds the sum, the size and the least of a set of entries; none is above 0.
 struct alignas(16) Entries {
   float sum, size, least, unused;
   __device__ static Entries identity() { return {}; }
@@ -35,15 +34,17 @@ struct alignas(16) Entries {
   }
 };
 
-// The entries z = x - max above -1, below which tau is not, in any order: those of the support are among them.
+// Holds the entries z = x - max above -1, in any order. tau is not below -1, so those of the support are
+// among them.
 struct Candidates {
   static constexpr int kMost = 64;
   int count;
   float z[kMost];
 };
-// tau of at most 64 candidates: every warp of the row computes it. Sums are of integers, so that the order changes no bit.
+// Computes tau of at most 64 candidates, in every warp of the row. Sums are of integers, so the order changes
+// no bit.
 __device__ __forceinline__ float tau_of(const Candidates& c) {
-  // 64 of them, each above -1, fit an int; half a unit is the error of an fp32 number near -1.
+  // 64 candidates, each above -1, fit an int; half a unit is the error of an fp32 number near -1.
   constexpr float kUnit = 1.0f / (1 << 25);
   const int lane = int(threadIdx.x) % 32, count = c.count;
   const float z[2] = {lane < count ? c.z[lane] : -INFINITY, lane + 32 < count ? c.z[lane + 32] : -INFINITY};
@@ -93,7 +94,7 @@ struct SparseForward {
   }
 
  private:
-  // Whether a vector with this maximum has an entry above tau, or NaN.
+  // True if a vector with this maximum has an entry above tau, or NaN.
   __device__ static auto has_support(float top, const float& tau) {
     return [top, &tau](float most) { return !(most - top <= tau); };
   }
@@ -116,12 +117,12 @@ struct SparseForward {
     row.sync();
     return c.count <= Candidates::kMost;
   }
-  // Michelot's steps: from all entries above -1 to the support.
+  // Makes Michelot's steps, from all entries above -1 to the support.
   template <class Row>
   __device__ __forceinline__ static void shrink(Row& row, float top, float& tau) {
     float size = INFINITY;
     bool shrinks = true;
-    // Rows of one warp step together: a row whose support is found finds the same again.
+    // Rows of one warp step together: a row whose support is found finds the same one again.
     do {
       Entries own = Entries::identity();
       row.for_each_vec_if(has_support(top, tau), [&](const float (&x)[1][N], int) {
@@ -137,7 +138,7 @@ struct SparseForward {
       });
       const Entries all = row.all_reduce(own);
       if (shrinks) tau = (all.sum - 1.0f) / all.size;
-      // The set is the support where it is above the tau that follows from it, or stays the same.
+      // The set is the support if it is above the tau that follows from it, or stays the same.
       shrinks = shrinks && all.size < size && !(all.least > tau);
       size = all.size;
     } while (__any_sync(0xffffffffu, shrinks));
@@ -151,7 +152,7 @@ struct SparseBackward {
   using Scratch = NoScratch;
   static constexpr int kIn = 2;
   static constexpr bool kFill[kIn] = {false, false};
-  // y and dy
+  // The rows are y and dy.
   RowsOf<T, kIn> rows;
 
   template <class Row>
@@ -163,7 +164,8 @@ struct SparseBackward {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const float y = x[0][j];
-        sum += where_above(y, 0.0f, fma(y, 0.0f, x[1][j]));  // a row of NaN has a gradient of NaN
+        // A row of NaN has a gradient of NaN.
+        sum += where_above(y, 0.0f, fma(y, 0.0f, x[1][j]));
         size += where_above(y, 0.0f, 1.0f);
       }
       own.s[0] += sum, own.s[1] += size;

@@ -1,4 +1,4 @@
-"""Megatron's classes: told by name, without an import of Megatron; and its modules, where one is needed."""
+"""Megatron's classes: told by name, without an import of Megatron; and its modules, when one is needed."""
 
 from __future__ import annotations
 

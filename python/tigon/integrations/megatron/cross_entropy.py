@@ -66,7 +66,7 @@ def tensor_group(group):
 
 
 def group_size(group) -> int:
-    """Processes of a tensor-parallel group; ``None`` is Megatron's own, where it has one."""
+    """Processes of a tensor-parallel group; ``None`` is Megatron's own, if it has one."""
     if group is not None:
         return group.size()
     state = sys.modules.get("megatron.core.parallel_state")

@@ -83,7 +83,7 @@ class _GatheredLogits(LazyLogits):
 
 
 def _why_computed(layer, hidden, weight, gather) -> str | None:
-    """Why logits are computed at once where they could be owed, or None."""
+    """Why logits are computed at once although they could be deferred, or None."""
     if torch.compiler.is_compiling():
         return "torch.compile traces the output layer"
     if torch.is_inference_mode_enabled():

@@ -93,7 +93,7 @@ class LayerNorm(tigon_nn.LayerNorm):
         _mark(self, config)
 
     def reset_parameters(self) -> None:
-        """Weight and bias as they start; Megatron calls this where modules are built on ``meta``."""
+        """Weight and bias as they start; Megatron calls this when modules are built on ``meta``."""
         super().reset_parameters()
         if self.zero_centered_gamma:
             nn.init.zeros_(self.weight)
@@ -152,7 +152,7 @@ class _WithResidual(torch.autograd.Function):
 
 
 def rms_norm_with_residual(x, weight, eps, offset):
-    """``(rms_norm(x), x)``; where both get gradients, the backward reads and writes x's once."""
+    """``(rms_norm(x), x)``; if both get gradients, the backward reads and writes x's once."""
     plainly = not torch.is_grad_enabled() or torch.compiler.is_compiling()
     if plainly or not (x.requires_grad and has_kernel("rms_norm", x=x, weight=weight)):
         return _rms.rms_norm(x, weight, eps, offset=offset, rounding="gemma"), x

@@ -135,7 +135,7 @@ def thd_positions(tokens: int, cu_seqlens, rows: int, cp_size: int, cp_rank: int
 
 
 def install_rope_fusion() -> bool:
-    """Put the two functions where Megatron looks for fused ones, if nobody's are there.
+    """Put the two functions where Megatron looks for fused ones, unless there are some.
 
     Then ``TransformerConfig(apply_rope_fusion=True)`` needs no Transformer Engine; call it before. Returns
     whether Tigon's are in place.

@@ -1,4 +1,5 @@
-// The epilogue of an expert's first product: the gated unit of its columns, and the columns themselves where they are kept.
+// This epilogue finishes an expert's first GEMM: it computes the gated unit of the columns, and stores the
+// columns themselves if they are kept.
 #pragma once
 
 #include "tigon/base/cuda/math.cuh"
@@ -10,11 +11,11 @@ namespace tigon::cuda::matmul {
 
 #include "tigon/base/gated_unit.inc"
 
-// The kinds whose only function is a sigmoid.
+// True for the kinds whose only function is a sigmoid.
 constexpr bool has_gate_epilogue(GluKind kind) { return kind == GluKind::swiglu || is_clamped(kind); }
 
-// Of groups of rows. A tile has 128 columns of gate and as many of up, which a lane has at the same places. The unit reads them
-// rounded to T, as where a kernel reads them from memory.
+// Serves groups of rows. A tile has 128 columns of gate and as many of up, which a lane has at the same
+// places. The unit reads them rounded to T, as a kernel would read them from memory.
 template <class T>
 struct GateEpilogue {
   static constexpr int kRows = 64, kColumns = 64, kValues = kColumns / 2;
@@ -28,7 +29,7 @@ struct GateEpilogue {
   const Tile& tile;
   __device__ GateEpilogue(const Params&, const Tile& tile, int) : tile(tile) {}
 
-  // The accumulators are not written: what waits for their next products would be in a branch.
+  // Must not write the accumulators: the wait for their next MMAs would then be in a branch.
   __device__ __forceinline__ void run(const Params& p, Tensors& smem, int consumer,
                                       const float (&acc)[kAccumulators]) const {
     if (tile.m + consumer * kRows >= tile.end) return;

@@ -1,5 +1,5 @@
-// The epilogue of a loss head that keeps no logits: of each row its maximum and sum of exponentials in a tile, and the logit of
-// its label.
+// This epilogue serves a loss head that keeps no logits: for each row it computes the maximum and the sum of
+// exponentials in a tile, and the logit of the label.
 #pragma once
 
 #include <cmath>
@@ -12,28 +12,30 @@ namespace tigon::cuda::matmul {
 struct StatisticsParams {
   float2* parts;          // [tiles of columns, rows]: max z, sum of e^(z - max z)
   const int64_t* target;  // [rows]
-  float* target_logit;    // [rows]: z of the label, where it is a column
+  // [rows]: z of the label, if it is one of the columns.
+  float* target_logit;
   int rows, cols;
   float scale;  // > 0: z = scale * logit
 };
 
-// Logits are rounded to T first, as where they are written; float: not.
+// Logits are first rounded to T, as if they were written. With float they are not rounded.
 template <class T>
 struct StatisticsEpilogue {
   using Params = StatisticsParams;
   struct Tensors {};
 
-  // This lane's rows, 8 apart, with the columns 8 j + 2 q + i of the tile.
+  // Holds this lane's rows, 8 apart, with the columns 8 j + 2 q + i of the tile.
   const Tile& tile;
   const int row, q = int(threadIdx.x) % 4;
   __device__ StatisticsEpilogue(const Params&, const Tile& tile, int consumer)
       : tile(tile),
         row(tile.m + consumer * 64 + int(threadIdx.x) % kWarpgroup / 32 * 16 + int(threadIdx.x) % 32 / 4) {}
 
-  // The accumulators are not written, and no copy of all of them is made: ptxas keeps their registers for the next tile's products.
+  // Must neither write the accumulators nor copy all of them: ptxas then keeps their registers for the next
+  // tile's MMAs.
   __device__ __forceinline__ void run(const Params& p, Tensors&, int,
                                       const float (&acc)[kAccumulators]) const {
-    // Where in the tile the rows' labels are.
+    // Holds the columns of the rows' labels within the tile.
     int label[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -54,7 +56,8 @@ struct StatisticsEpilogue {
   __device__ static __forceinline__ void finish() {}
 
  private:
-  template <bool kTail>  // columns of the tile are beyond the last one
+  // kTail: columns of the tile are beyond the last one.
+  template <bool kTail>
   __device__ __forceinline__ void reduce(const Params& p, const float (&acc)[kAccumulators]) const {
     constexpr bool kRounded = !std::is_same_v<T, float>;
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -75,10 +78,11 @@ struct StatisticsEpilogue {
         return exact(k);
     };
     const float to_log2 = p.scale * 1.44269504f;
-    float top[2], zero[2];  // `zero` is what is 1 as an exponential
+    // The exponential of a logit of zero[h] is 1.
+    float top[2], zero[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Four chains each of maxima and sums.
+      // Maxima and sums run in four chains each.
       float most[4];
       if constexpr (kRounded) {
         Pair two[4];
@@ -113,15 +117,15 @@ struct StatisticsEpilogue {
       float s = (sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]);
       s += __shfl_xor_sync(0xffffffffu, s, 1);
       s += __shfl_xor_sync(0xffffffffu, s, 2);
-      // A pair's second tile may be beyond.
+      // The second tile of a pair may be beyond the last column.
       if (q == 0 && row + 8 * h < p.rows && tile.n < p.cols)
         p.parts[int64_t(tile.n / kTileN) * p.rows + row + 8 * h] = make_float2(top[h] * p.scale, s);
     }
   }
 };
 
-// The statistics of whole rows from those of tiles, in an order that depends on the row alone: row_max, log_sum = log of the
-// sum of e^(z - row_max), log_prob of the label.
+// Combines the statistics of tiles into those of whole rows, in an order that depends on the row only:
+// row_max, log_sum = log of the sum of e^(z - row_max), log_prob of the label.
 constexpr int kCombineWarps = 16;
 static __global__ void __launch_bounds__(kCombineWarps * 32)
     combine_statistics_kernel(StatisticsParams p, float* row_max, float* log_sum, float* log_prob) {

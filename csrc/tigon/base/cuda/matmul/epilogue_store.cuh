@@ -1,11 +1,11 @@
-// The epilogue that writes the result: rounded to 16 bits, through shared memory, by TMA.
+// This epilogue writes the result, rounded to 16 bits, through shared memory by TMA.
 #pragma once
 
 #include "tigon/base/cuda/matmul/mainloop.cuh"
 
 namespace tigon::cuda::matmul {
 
-// Two values rounded to T, the first in the lower half.
+// Returns two values rounded to T, the first in the lower half.
 template <class T>
 __device__ __forceinline__ uint32_t pack(const float* x) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -17,13 +17,15 @@ __device__ __forceinline__ uint32_t pack(const float* x) {
   }
 }
 
-// 64 columns from x on of a warpgroup's 64 rows, of which the lane has w[2 j + h], the columns 8 j + 2 q and the next one of row
-// 8 h + t of its warp: through `buffer`, which the store before the last one has left.
+// Stores 64 columns from x on of a warpgroup's 64 rows. The lane has w[2 j + h], the columns 8 j + 2 q and
+// the next one of row 8 h + t of its warp. They go through `buffer`, which the store before the last one has
+// released.
 template <View kView>
 __device__ __forceinline__ void store_block(const CUtensorMap& map, uint8_t* smem, int consumer, int x,
                                             const Tile& tile, const uint32_t (&w)[16]) {
   const int thread = int(threadIdx.x) % kWarpgroup, warp = thread / 32, lane = thread % 32;
-  // The row that this lane gives to stmatrix, in swizzled rows of 128 bytes: two matrices below each other, two to the right.
+  // This lane gives this row to stmatrix, in swizzled rows of 128 bytes: two matrices below each other, two
+  // to the right.
   const int row = 16 * warp + lane % 16, right = lane / 16;
   const uint32_t buffer = cast_smem_ptr_to_uint(smem);
   if (thread == 0) cp_async_bulk_wait_group_read<1>();
@@ -40,7 +42,8 @@ __device__ __forceinline__ void store_block(const CUtensorMap& map, uint8_t* sme
   }
 }
 
-// A warpgroup stores its 64 rows by itself, 64 columns at a time. The stores run on behind the next tile's products.
+// A warpgroup stores its 64 rows by itself, 64 columns at a time. The stores run on during the next tile's
+// MMAs.
 template <class T, Groups kGroups = Groups::none>
 struct StoreEpilogue {
   static constexpr int kRows = 64, kColumns = 64, kBuffers = 2;
@@ -66,7 +69,7 @@ struct StoreEpilogue {
     }
   }
 
-  // Before the CTA's shared memory goes.
+  // Waits before the CTA's shared memory is released.
   __device__ static __forceinline__ void finish() { cp_async_bulk_wait_group_read<0>(); }
 };
 

@@ -1,5 +1,5 @@
-// The epilogue of products that are symmetric: alpha product + beta C + gamma I, of which tiles above the diagonal are not
-// computed: what is below it is stored a second time, mirrored.
+// This epilogue serves GEMMs with a symmetric result: alpha product + beta C + gamma I. Tiles above the
+// diagonal are not computed; what is below it is stored a second time, mirrored.
 #pragma once
 
 #include "tigon/base/cuda/matmul/epilogue_store.cuh"
@@ -13,12 +13,13 @@ struct SymmetricEpilogue {
   static constexpr int kSquare = 64;
   struct Params {
     CUtensorMap d;
-    const T* c;  // matrices of `size` rows and columns, as d, or null
+    const T* c;  // matrices of `size` rows and columns, like d; or null
     float alpha, beta, gamma;
     int size;
   };
   struct Tensors {
-    alignas(1024) uint8_t d[kConsumers][2][kSquare * kSquare * 2];  // as it is, mirrored
+    // One buffer holds the square as it is, the other one mirrored.
+    alignas(1024) uint8_t d[kConsumers][2][kSquare * kSquare * 2];
   };
 
   const int m, n, matrix;
@@ -30,8 +31,8 @@ struct SymmetricEpilogue {
     const int thread = int(threadIdx.x) % kWarpgroup, warp = thread / 32, lane = thread % 32;
     const uint32_t plain = cast_smem_ptr_to_uint(smem.d[consumer][0]),
                    mirrored = cast_smem_ptr_to_uint(smem.d[consumer][1]);
-    // The rows that this lane gives to stmatrix, in swizzled rows of 128 bytes: of two matrices below each other and two to the
-    // right. Mirrored, rows are columns.
+    // This lane gives these rows to stmatrix, in swizzled rows of 128 bytes: two matrices below each other
+    // and two to the right. Mirrored, rows are columns.
     const int row = 16 * warp + lane % 16, right = lane / 16, mirrored_row = 8 * right + lane % 8,
               mirrored_at = mirrored_row * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
 #pragma unroll
@@ -63,7 +64,7 @@ struct SymmetricEpilogue {
   __device__ static __forceinline__ void finish() { cp_async_bulk_wait_group_read<0>(); }
 
  private:
-  // The lane's values of a square: x[4 j + 2 h + i] is at (row + 8 h, column + 8 j + i).
+  // Combines the lane's values of a square: x[4 j + 2 h + i] is at (row + 8 h, column + 8 j + i).
   __device__ __forceinline__ void combine(const Params& p, int row, int column, float* x) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -1,4 +1,4 @@
-// The persistent kernel of matrix products: a producer warpgroup, two consumer warpgroups, one CTA per SM.
+// The persistent GEMM kernel has a producer warpgroup, two consumer warpgroups, and one CTA per SM.
 #pragma once
 
 #include "tigon/base/cuda/matmul/mainloop.cuh"
@@ -19,7 +19,8 @@ struct SharedStorage {
 };
 
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-// wgmma is of sm_90a only. Compiled for anything else the kernel is empty, and its bound tells the host so.
+// wgmma exists on sm_90a only. Compiled for anything else the kernel is empty, and its launch bound tells the
+// host so.
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define TIGON_NO_WGMMA
 constexpr int kBound = 32;
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kBound, 1)
     Epilogue::finish();
   }
   __syncwarp();
-  // A CTA stays while others of its cluster write to its shared memory.
+  // A CTA stays while others of its cluster may still write to its shared memory.
   cluster_arrive();
   cluster_wait();
 #endif

@@ -1,4 +1,4 @@
-// The host's side: tensor maps, and a launch of as many clusters as are resident.
+// The host side makes tensor maps and launches as many clusters as are resident.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ template <class T>
 constexpr CUtensorMapDataType kTensorMapType =
     std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
-// Whether TMA takes a matrix: rows that begin at multiples of 16 bytes.
+// True if TMA takes the matrix: its rows begin at multiples of 16 bytes.
 inline bool is_tma_matrix(const void* data, int64_t stride) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
 }
@@ -30,18 +30,20 @@ CUtensorMap make_map(const char* op, const void* data, int64_t inner, int64_t ou
 }
 
 struct Options {
-  int64_t count = 1;   // of adjacent matrices, or of groups
+  int64_t count = 1;   // adjacent matrices, or groups
   bool lower = false;  // only tiles that are not above the diagonal
-  // [count + 1]: where the groups' rows begin, of M (rows) or K (depth).
+  // [count + 1]: the first rows of the groups, along M (rows) or K (depth).
   const int32_t* offsets = nullptr;
-  int64_t halves = 0;  // B's columns are two halves of so many, and tiles have half of their columns of each
-  // Of kGather: row r of A is row order[r] / choices of g.a.
+  // If not 0, B's columns are two halves of this many, and tiles take half of their columns from each.
+  int64_t halves = 0;
+  // With kGather, row r of A is row order[r] / choices of g.a.
   const int32_t* order = nullptr;
   int64_t choices = 1;
 };
 
-// The sum of the products g.a and g.b [op(A) op(B)] of `kSources` problems of one M and N, with the layouts of `kMajorA` and
-// `kMajorB`; what becomes of it is the epilogue's. A source without K, which may not be the first, adds nothing.
+// Computes the sum of the GEMMs g.a and g.b [op(A) op(B)] of `kSources` problems of one M and N, with the
+// layouts of `kMajorA` and `kMajorB`, and passes it to the epilogue. A source without K, which may not be the
+// first, adds nothing.
 template <class T, Major kMajorA, Major kMajorB, class Epilogue, Groups kGroups = Groups::none,
           int kSources = 1, bool kGather = false>
 struct Matmul {
@@ -50,7 +52,8 @@ struct Matmul {
   static constexpr auto kernel = &matmul_kernel<Loop, Epilogue, Scheduler>;
   static constexpr size_t kShared = sizeof(SharedStorage<Loop, Epilogue>);
 
-  // Whether this device runs it: a kernel compiled for anything but sm_90a is empty, and says so by its bound.
+  // True if this device runs the kernel: compiled for anything but sm_90a it is empty, and its launch bound
+  // says so.
   static bool is_available(const char* op) {
     if (device_facts().capability < 90) return false;
     static std::atomic<int> bound[kMaxDevices];
@@ -87,7 +90,7 @@ struct Matmul {
     p.scheduler.matrices = int(options.count);
     p.scheduler.lower = options.lower;
     p.scheduler.offsets = options.offsets;
-    // No fewer than there are pairs.
+    // This is at least the number of pairs.
     const int64_t tiles = ceil_div(g.m, int64_t(kTileM)) * p.scheduler.tiles_n * options.count;
     const int clusters =
         int(std::min<int64_t>(occupancy.max_active(op, kernel, kCluster, kThreads, kShared), tiles));

@@ -1,5 +1,6 @@
-// The products of a tile (sm_90a): one thread brings tiles of A and B to shared memory by TMA, two warpgroups multiply them by
-// wgmma. A ring of stages is between them, each with a full and an empty barrier.
+// The main loop multiplies the operands of a tile (sm_90a): one thread brings tiles of A and B to shared
+// memory by TMA, and two warpgroups multiply them by wgmma. A ring of stages is between them, each with a
+// full and an empty barrier.
 #pragma once
 
 #include "tigon/base/cuda/matmul/ptx.cuh"
@@ -8,18 +9,19 @@
 
 namespace tigon::cuda::matmul {
 
-// The contiguous dimension of an operand: K, or M of A and N of B.
+// Names the contiguous dimension of an operand: K, or M of A and N of B.
 enum class Major { K, MN };
 
 constexpr int kWarpgroup = 128, kConsumers = 2, kStages = 4;
-// Steps of K by which the first consumer ends a tile, and begins the next one, before the second: what one leaves of the tensor cores
-// in its epilogue the other takes. A stage of these steps is held until both have read it, so there are fewer than kStages.
+// The first consumer ends a tile, and begins the next one, kLead steps of K before the second: while one is
+// in its epilogue the other uses the tensor cores. The stages of these steps are held until both have read
+// them, so there are fewer than kStages.
 constexpr int kLead = 3, kTurnBarrier = 3;
 static_assert(kLead < kStages);
-constexpr int kAccumulators = kTileN / 2;  // of a thread
+constexpr int kAccumulators = kTileN / 2;  // per thread
 
-// What a tensor map has: one matrix, one for each product or group, or the rows of all groups one after the other, of which a
-// box takes the tile's group's only.
+// Says what a tensor map covers: one matrix; one matrix for each GEMM or group; or the rows of all groups one
+// after the other, of which a box takes only those of the tile's group.
 enum class View { matrix, stack, ragged };
 constexpr View view_of_a(Groups g) {
   return g == Groups::none ? View::stack : g == Groups::rows ? View::matrix : View::ragged;
@@ -27,7 +29,7 @@ constexpr View view_of_a(Groups g) {
 constexpr View view_of_b(Groups g) { return g == Groups::depth ? View::ragged : View::stack; }
 constexpr View view_of_d(Groups g) { return g == Groups::rows ? View::ragged : View::stack; }
 
-// Of a box whose first row is `row`.
+// Returns the coordinates of a box whose first row is `row`.
 template <View kView>
 __device__ __forceinline__ auto outer_coordinates(const Tile& tile, int row) {
   if constexpr (kView == View::ragged)
@@ -36,15 +38,15 @@ __device__ __forceinline__ auto outer_coordinates(const Tile& tile, int row) {
     return int2{row, kView == View::stack ? tile.matrix : 0};
 }
 
-// CTAs of a cluster that compute tiles below each other share columns of B: each loads half of them and multicasts it.
-// `kSources` pairs of A and B follow each other along K: the sum of their products has one accumulator and one store.
-// `kGather`: groups' rows of A are gathered as they are loaded.
+// CTAs of a cluster that compute tiles below each other share columns of B: each loads half of them and
+// multicasts it. `kSources` pairs of A and B follow each other along K: the sum of their products has one
+// accumulator and one store. With `kGather`, groups' rows of A are gathered as they are loaded.
 template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources, bool kGather>
 struct Mainloop {
   static_assert(!kGather || (kMajorA == Major::K && kGroups == Groups::rows && kSources == 1));
-  static constexpr int kLoaders = kGather ? kWarpgroup : 1;  // threads
+  static constexpr int kLoaders = kGather ? kWarpgroup : 1;  // in threads
   static constexpr View kViewA = view_of_a(kGroups), kViewB = view_of_b(kGroups);
-  // Columns of half a tile of B, and rows and columns of a box of TMA.
+  // Counts the columns of half a tile of B, and the rows and columns of a box of TMA.
   static constexpr int kLoadB = kTileN / kCluster;
   static constexpr int kBoxA = kMajorA == Major::K ? kTileM : 64, kBoxB = kMajorB == Major::K ? kLoadB : 64;
   static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
@@ -52,8 +54,11 @@ struct Mainloop {
   struct Params {
     CUtensorMap a[kSources], b[kSources];
     int k_blocks[kSources];
-    int halves = 0;  // B's columns in two halves, a tile has 128 of each: where the second begins
-    // Of kGather: row r of A is row order[r] / choices of `rows`, which begin 16 row_vecs bytes apart and have k_vecs vectors of 16.
+    // If not 0, B's columns are in two halves, of which a tile has 128 columns each, and the second half
+    // begins here.
+    int halves = 0;
+    // With kGather, row r of A is row order[r] / choices of `rows`, which begin 16 row_vecs bytes apart and
+    // have k_vecs vectors of 16 bytes.
     const uint4* rows;
     const int32_t* order;
     int choices, k_vecs;
@@ -72,7 +77,7 @@ struct Mainloop {
             mbarrier_init(&empty[i], kConsumers * (kWarpgroup / 32) * kCluster);
     }
   };
-  // A stage, and the parity with which its full barrier completes next.
+  // Names a stage, and the parity with which its full barrier completes next.
   struct PipelineState {
     int stage = 0, phase = 0;
     __device__ __forceinline__ void advance() {
@@ -80,7 +85,7 @@ struct Mainloop {
     }
   };
 
-  // One thread: the operands of the tile.
+  // Loads the operands of the tile, by one thread.
   __device__ static __forceinline__ void load(const Params& p, Tensors& smem, Barriers& barriers,
                                               PipelineState& state, int rank, const Tile& tile) {
 #pragma unroll
@@ -96,12 +101,13 @@ struct Mainloop {
       }
   }
 
-  // The producer warpgroup: the same where A's rows, of groups of rows, are those of a shorter matrix: eight threads copy a row.
+  // Does the same by the producer warpgroup if the groups' rows of A are rows of a shorter matrix: eight
+  // threads copy a row.
   __device__ static __forceinline__ void gather(const Params& p, Tensors& smem, Barriers& barriers,
                                                 PipelineState& state, int rank, const Tile& tile) {
     constexpr int kRows = kTileM / (kWarpgroup / 8);
     const int first = int(threadIdx.x) / 8, part = int(threadIdx.x) % 8;
-    // Rows past the group's last one are nobody's.
+    // Past the group's last row this row is loaded again, and nobody uses it.
     uint32_t from[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
@@ -125,11 +131,13 @@ struct Mainloop {
     }
   }
 
-  // A consumer warpgroup: rows 64 * consumer and on of the tile. The barriers are those of its next stage.
+  // Runs on a consumer warpgroup, which takes rows from 64 * consumer on of the tile. The barriers are those
+  // of its next stage.
   __device__ static __forceinline__ void mma(int k_blocks, Tensors& smem, Barriers& barriers,
                                              PipelineState& state, int consumer,
                                              float (&acc)[kAccumulators]) {
-    // Where this consumer waits for the other one, and where the other one goes on; nowhere in a short tile.
+    // At step `stop` this consumer waits for the other one, and at step `go` it lets the other one go on. A
+    // short tile does neither.
     const bool first = consumer == 0, takes_turns = k_blocks > 2 * kLead;
     const int stop = takes_turns ? first ? kLead : k_blocks - kLead : -1,
               go = takes_turns ? first ? k_blocks - 1 : kLead - 1 : -1;
@@ -140,7 +148,8 @@ struct Mainloop {
     for (int k = 0; k < k_blocks; ++k, state.advance()) {
       if (k == stop) bar_sync(kTurnBarrier + consumer, kConsumers * kWarpgroup);
       mbarrier_wait_parity<false>(&barriers.full[state.stage], state.phase);
-      if constexpr (kGather) fence_proxy_async();  // cp.async wrote A
+      // cp.async wrote A.
+      if constexpr (kGather) fence_proxy_async();
       const uint64_t stage_a = a + uint32_t(state.stage * kBytesA >> 4),
                      stage_b = b + uint32_t(state.stage * kBytesB >> 4);
       wgmma_fence();
@@ -158,7 +167,7 @@ struct Mainloop {
   }
 
  private:
-  // Columns of B for stage s, half of them where the other CTA brings the others.
+  // Loads columns of B for stage s, or half of them if the other CTA brings the others.
   __device__ static __forceinline__ void load_b(const Params& p, Tensors& smem, uint64_t* full, int rank,
                                                 const Tile& tile, int source, int k, int s) {
     auto load_half = [&]<bool kMulticast>(int half) {
@@ -182,23 +191,23 @@ struct Mainloop {
           outer_coordinates<kView>(tile, kMajor == Major::K ? mn + i : depth), barrier, (1 << kCluster) - 1);
   }
 
-  // Both CTAs write to the stage: both learn that a warp has read it.
+  // Both CTAs write to the stage, so both learn that a warp has read it.
   __device__ static __forceinline__ void release(Barriers& barriers, PipelineState& released) {
     if (const unsigned lane = threadIdx.x % 32; lane < kCluster)
       mbarrier_arrive_cluster(&barriers.empty[released.stage], lane);
     released.advance();
   }
 
-  // wgmma's matrix descriptor of a tile in swizzled rows of 128 bytes, in units of 16 bytes. Eight such rows are 1024 bytes,
-  // which is the stride of M or N for K-major operands, that of K for others; those have M or N in blocks of 64. The address
-  // has 18 bits: above them is the CTA's rank.
+  // Returns wgmma's matrix descriptor of a tile in swizzled rows of 128 bytes, in units of 16 bytes. Eight
+  // such rows are 1024 bytes, which is the stride of M or N for K-major operands, and that of K for others;
+  // those have M or N in blocks of 64. The address has 18 bits: above them is the CTA's rank.
   template <Major kMajor>
   __device__ static __forceinline__ uint64_t descriptor(const uint8_t* tile) {
     constexpr uint64_t kSwizzle128B = 1, kRows8 = 1024 >> 4, kBlock64 = 64 * kTileK * 2 >> 4;
     return kSwizzle128B << 62 | kRows8 << 32 | (kMajor == Major::K ? 1 : kBlock64) << 16 |
            (cast_smem_ptr_to_uint(tile) & 0x3ffff) >> 4;
   }
-  // From 16 of K to the next, in units of 16 bytes.
+  // Returns the step from one block of 16 along K to the next, in units of 16 bytes.
   template <Major kMajor>
   static constexpr uint32_t kStepK = (kMajor == Major::K ? 16 * 2 : 16 * 128) >> 4;
 };

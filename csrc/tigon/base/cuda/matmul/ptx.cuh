@@ -1,4 +1,4 @@
-// PTX of matrix products on sm_90a, under PTX's names: copies by tensor maps, barriers of a cluster, wgmma.
+// Wraps the PTX of GEMM on sm_90a under PTX's names: copies by tensor maps, barriers of a cluster, wgmma.
 #pragma once
 
 #include <cuda.h>
@@ -16,8 +16,8 @@ namespace tigon::cuda::matmul {
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// The box at (x, y), where y has the coordinates of two dimensions or three, zeros outside of the tensor, to the same place in
-// every CTA of `mask`, where it completes on the same barrier.
+// Copies the box at (x, y), where y holds the coordinates of two dimensions or three, with zeros outside the
+// tensor, to the same place in every CTA of `mask`. There it completes on the same barrier.
 template <bool kMulticast>
 __device__ __forceinline__ void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int x, int2 y,
                                                           uint64_t* barrier, uint16_t mask) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_load(uint32_t to, const CUt
         "l"(map), "r"(x), "r"(y.x), "r"(y.y), "r"(y.z), "r"(cast_smem_ptr_to_uint(barrier))
         : "memory");
 }
-// The part of the box at (x, y) that is inside of the tensor.
+// Stores the part of the box at (x, y) that is inside the tensor.
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, int x,
                                                            int2 y) {
   asm volatile(
@@ -76,8 +76,8 @@ __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
 
 // --- barriers ------------------------------------------------------------------------------------
 
-// An arrival at the barrier at the same place in the CTA of that rank. It publishes no stores of the caller to that CTA: a
-// release at cluster scope would wait for all of them.
+// Arrives at the barrier at the same place in the CTA of that rank. It publishes no stores of the caller to
+// that CTA: a release at cluster scope would wait for all of them.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, unsigned rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -85,12 +85,13 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, unsig
       "r"(rank)
       : "memory");
 }
-// An arrival once the thread's copies by cp.async are there. It is one of those that the barrier was initialised with.
+// Arrives once the thread's copies by cp.async have landed. This is one of the arrivals that the barrier was
+// initialised with.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(cast_smem_ptr_to_uint(barrier))
                : "memory");
 }
-// Barrier `id` (1 to 15) of `threads` threads of the CTA: an arrival does not wait.
+// Uses barrier `id` (1 to 15) of `threads` threads of the CTA. An arrival does not wait.
 __device__ __forceinline__ void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -98,7 +99,8 @@ __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit values: lane 8 i + r gives the address of row r of matrix i, or of its transpose.
+// Loads or stores four 8 x 8 matrices of 16-bit values: lane 8 i + r gives the address of row r of matrix i,
+// or of its transpose.
 template <bool kTrans = false>
 __device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&w)[4]) {
   if constexpr (kTrans)
@@ -121,7 +123,7 @@ template <int Pending>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
-// All groups; the compiler reads the accumulators after it.
+// Waits for all groups; the compiler reads the accumulators after it.
 template <int kSize>
 __device__ __forceinline__ void wgmma_wait(float (&d)[kSize]) {
   wgmma_wait_group<0>();
@@ -150,8 +152,9 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kSize]) {
       : TIGON_ACC64(d, 0), TIGON_ACC64(d, 64)                                                             \
       : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransA)), "n"(int(kTransB)))
 
-// d = a b, or d += a b, with a [64, 16] and b [16, 256] in shared memory, described by matrix descriptors. kTrans: the operand
-// is contiguous along M or N. In lane 4 t + q of warp w, d[4 j + 2 h + i] is row 16 w + 8 h + t, column 8 j + 2 q + i.
+// Computes d = a b, or d += a b, with a [64, 16] and b [16, 256] in shared memory, described by matrix
+// descriptors. kTrans: the operand is contiguous along M or N. In lane 4 t + q of warp w, d[4 j + 2 h + i] is
+// row 16 w + 8 h + t, column 8 j + 2 q + i.
 template <class T, bool kTransA, bool kTransB>
 __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<T, __half>)

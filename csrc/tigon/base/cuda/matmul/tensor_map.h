@@ -1,4 +1,4 @@
-// Descriptors of matrices for TMA.
+// Describes matrices to TMA.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,8 @@
 
 namespace tigon::cuda::matmul {
 
-// 16-bit elements in `kRank` dimensions, copied in boxes of 64 (128 bytes, swizzled) in the first by `box` in the second.
+// Takes 16-bit elements in `kRank` dimensions, copied in boxes of 64 (128 bytes, swizzled) in the first
+// dimension by `box` in the second.
 template <int kRank>
 CUtensorMap encode_tensor_map(const char* op, const void* data, CUtensorMapDataType type,
                               const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
@@ -35,8 +36,8 @@ CUtensorMap encode_tensor_map(const char* op, const void* data, CUtensorMapDataT
   return map;
 }
 
-// `count` adjacent matrices, each `outer` rows of `inner` contiguous elements, `stride` elements apart. The first element and the
-// stride are aligned to 16 bytes.
+// Describes `count` adjacent matrices, each `outer` rows of `inner` contiguous elements, `stride` elements
+// apart. The first element and the stride are aligned to 16 bytes.
 inline CUtensorMap make_tensor_map(const char* op, const void* data, CUtensorMapDataType type, int64_t inner,
                                    int64_t outer, int64_t stride, int box, int64_t count = 1) {
   const auto row = cuuint64_t(stride) * 2;
@@ -44,8 +45,9 @@ inline CUtensorMap make_tensor_map(const char* op, const void* data, CUtensorMap
                               {row, row * cuuint64_t(outer)}, box);
 }
 
-// One matrix whose boxes end at any row: at (x, kRagged - n, kRagged, end) are its rows from end - n on, and none from `end` on,
-// which are outside of the second dimension. kRagged steps of the third take back as many of the second, modulo 2^64.
+// Describes one matrix whose boxes may end at any row: at (x, kRagged - n, kRagged, end) are its rows from
+// end - n on. The rows from `end` on are outside the second dimension, so they are not accessed. kRagged
+// steps of the third dimension take back as many of the second, modulo 2^64.
 constexpr int kRagged = 1 << 30;
 inline CUtensorMap make_ragged_tensor_map(const char* op, const void* data, CUtensorMapDataType type,
                                           int64_t inner, int64_t stride, int box) {

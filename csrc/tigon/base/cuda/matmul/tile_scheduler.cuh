@@ -1,42 +1,50 @@
-// Which tiles of the result a cluster of the persistent kernel computes, and in what order.
+// Decides which tiles of the result a cluster of the persistent kernel computes, and in what order.
 #pragma once
 
 #include <cstdint>
 
 namespace tigon::cuda::matmul {
 
-// A tile of the result is kTileM x kTileN and summed in steps of kTileK, which are the 128 bytes of a swizzled row.
+// A tile of the result is kTileM x kTileN and summed in steps of kTileK, which are the 128 bytes of a
+// swizzled row.
 constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kCluster = 2;
 
-// What a launch computes: products of adjacent matrices, or one for each group of rows, which lie one after the other.
+// Says what a launch computes: products of adjacent matrices, or one for each group of rows, which lie one
+// after the other.
 //   rows    a group's rows of A times its matrix of B
 //   depth   a group's rows of A, transposed, times its rows of B: the groups are along K
 enum class Groups { none, rows, depth };
 
-// The tile of a CTA.
+// Describes the tile of a CTA.
 struct Tile {
   int m, n;        // its first row and column in A, B and the result
   int matrix;      // or group
   int begin, end;  // the group's rows
   int k_blocks;
-  bool shares_b;  // with the other CTA, whose tile lies below or above; else that lies to the right or left
+  // The other CTA's tile lies below or above and reads the same columns of B. Otherwise it lies to the right
+  // or left.
+  bool shares_b;
 };
 
-// Clusters take tiles in turn, two by two, one matrix after the other. The order goes across `kAcross` columns of tiles, then to
-// the next rows, so that the tiles in flight at a time cover a rectangle, whose panels of A and B stay in L2. A pair is a square,
-// one tile below the other; of an odd number of rows of tiles the last has pairs side by side.
+// Clusters take tiles in turn, two by two, one matrix after the other. The order goes across `kAcross`
+// columns of tiles, then to the next rows, so that the tiles in flight at a time cover a rectangle, whose
+// panels of A and B stay in L2. A pair is a square, one tile below the other. If the number of rows of tiles
+// is odd, the last row has pairs side by side.
 template <Groups kGroups>
 struct TileScheduler {
   static constexpr int kAcross = 16;
   struct Params {
-    int m = 0, tiles_n = 0;  // rows (not of `rows`) and columns of tiles of a matrix
-    int k_blocks = 0;        // not of depth
+    // Count the rows (unused with Groups::rows) and columns of tiles of a matrix.
+    int m = 0, tiles_n = 0;
+    int k_blocks = 0;  // unused with Groups::depth
     int matrices = 1;
-    bool lower = false;                // no squares above the diagonal; a matrix has as many rows as columns
-    const int32_t* offsets = nullptr;  // [matrices + 1]: where the groups' rows begin
+    // Skips squares above the diagonal; a matrix then has as many rows as columns.
+    bool lower = false;
+    const int32_t* offsets = nullptr;  // [matrices + 1]: the groups' first rows
   };
 
-  int at, first = 0, matrix = 0;  // the next pair, the first one of the matrix
+  // These are the next pair, the first pair of the matrix, and the matrix.
+  int at, first = 0, matrix = 0;
   const int step, rank;
   __device__ TileScheduler(int cluster, int clusters, unsigned rank)
       : at(cluster), step(clusters), rank(int(rank)) {}
@@ -57,7 +65,8 @@ struct TileScheduler {
     at += step;
     tile.shares_b = p.lower || i < squares_m * p.tiles_n;
     int m, n;
-    if (p.lower) {  // the last row and the first are as long as the next pair of rows
+    // A row and its counterpart, counted from the last one, have tiles_n + 1 tiles together.
+    if (p.lower) {
       const int pair = i / (p.tiles_n + 1), rest = i % (p.tiles_n + 1), last = p.tiles_n - 1 - pair;
       m = rest <= last ? last : pair, n = rest <= last ? rest : rest - last - 1;
     } else if (tile.shares_b) {

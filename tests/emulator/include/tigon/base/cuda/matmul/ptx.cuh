@@ -1,5 +1,5 @@
-// What tigon/base/cuda/matmul/ptx.cuh does, on a CPU. What is asynchronous happens as late as it may: products and stores when
-// they are waited for.
+// What tigon/base/cuda/matmul/ptx.cuh does, on a CPU. What is asynchronous happens as late as it may:
+// products and stores when they are waited for.
 #pragma once
 
 #include <cuda.h>
@@ -10,7 +10,8 @@ namespace tigon::cuda::matmul {
 
 inline void prefetch_tensormap(const CUtensorMap*) {}
 
-// The place of a byte in rows of 128 bytes that are swizzled in groups of eight, which are aligned to 1024 bytes.
+// The place of a byte in rows of 128 bytes that are swizzled in groups of eight, which are aligned to 1024
+// bytes.
 inline char* swizzled(char* p) {
   const uint32_t at = uint32_t(p - emulator::dynamic_shared);
   return emulator::dynamic_shared + (at ^ (at >> 7 & 7) << 4);

@@ -1,21 +1,23 @@
-// CUDA backend of the gradient norm: a CTA sums the squares of one chunk of one gradient, one CTA the chunks. And of scale: a CTA
-// scales one chunk of one tensor of the list.
+// In the CUDA backend of the gradient norm each CTA sums the squares of one chunk of one gradient, and one
+// CTA sums the chunks. In that of scale each CTA scales one chunk of one tensor of the list.
 #include "tigon/base/cuda/block_sum.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/tensor_list.cuh"
 #include "tigon/base/cuda/vec.cuh"
-#include "tigon/ops/adamw/grad_norm_finish.h"
-#include "tigon/ops/adamw/scale.h"
+#include "tigon/ops/grad_norm/grad_norm.h"
+#include "tigon/ops/grad_norm/grad_norm_math.inc"
+#include "tigon/ops/grad_norm/scale.h"
 
 namespace tigon::cuda {
 namespace {
 
-using namespace adamw_detail;
+using namespace grad_norm_detail;
 
 constexpr const char *kOp = "grad_norm", *kScale = "scale";
 constexpr int kThreads = 256, kFinishThreads = 1024, kVecsInFlight = 4;
 
-// Squares of n elements from p, which may begin anywhere: edge elements, one a thread, and vectors.
+// Sums the squares of n elements from p, which may begin anywhere: edge elements, one per thread, and
+// vectors.
 template <class T>
 __device__ __forceinline__ double squares(const T* p, int n) {
   constexpr int N = 16 / sizeof(T);
@@ -31,7 +33,7 @@ __device__ __forceinline__ double squares(const T* p, int n) {
 #pragma unroll
     for (int h = 0; h < kVecsInFlight; ++h)
       x[h] = load_predicated<T, N>(first + h * kThreads < vecs, aligned + int64_t(first + h * kThreads) * N);
-    // At most 32 squares in fp32.
+    // At most 32 squares are added in fp32.
     float sum = 0.0f;
 #pragma unroll
     for (int h = 0; h < kVecsInFlight; ++h) {

@@ -1,5 +1,6 @@
-// Every tensor of a list times one factor, in place: what clip_grad_norm_ does to gradients after grad_norm.
-//
+// Multiplies every tensor of a list by one factor, in place, as clip_grad_norm_ does to gradients after
+// grad_norm. A list is one launch, whatever its sizes, alignments and dtypes. A table that does not fit the
+// parameters of a kernel takes a few tiny launches more, which write it to scratch.
 // Formula     x *= factor
 // Shapes      tensors of any sizes; factor [1]
 // Dtypes      tensors f32 | bf16 | f16, each its own; factor f32
@@ -9,9 +10,6 @@
 // Determinism bitwise: every element by itself, whatever the list, the device or its instruction set
 // Traffic     every tensor read and written once; a factor of exactly 1 reads and writes none of them
 // Refused     other dtypes, a factor that is not one f32: tigon::Error before anything is written
-//
-// A list is one launch, whatever its sizes, alignments and dtypes; a longer table than fits the parameters of a kernel
-// takes some more, tiny ones, that write it to scratch.
 #pragma once
 
 #include <span>
@@ -22,7 +20,7 @@ namespace tigon {
 
 struct Scale {
   std::span<const Vector> tensors;
-  Vector factor;  // f32 [1], where the context's device is
+  Vector factor;  // f32 [1], on the context's device
 
   void fields(Fields& f) {
     f.list("tensors", tensors, {.updated = true});

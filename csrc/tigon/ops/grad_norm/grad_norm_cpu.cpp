@@ -1,24 +1,25 @@
 #include "tigon/base/elementwise.h"
 #include "tigon/base/op.h"
-#include "tigon/ops/adamw/grad_norm_finish.h"
+#include "tigon/ops/grad_norm/grad_norm.h"
+#include "tigon/ops/grad_norm/grad_norm_math.inc"
 
 namespace tigon::cpu {
 namespace {
 
 struct SquaresTable {
-  double (*at[3])(const void* p, int64_t n);  // [dtype]
+  double (*at[3])(const void* p, int64_t n);  // indexed by dtype
 };
 
 }  // namespace
 }  // namespace tigon::cpu
 
-#define TIGON_KERNELS "tigon/ops/adamw/grad_norm_cpu.inc"
+#define TIGON_KERNELS "tigon/ops/grad_norm/grad_norm_cpu.inc"
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
 
 void grad_norm(Context& ctx, const GradNorm& a) {
-  const VectorChunks chunks(ctx, a.grads, adamw_detail::kNormChunk);
+  const VectorChunks chunks(ctx, a.grads, grad_norm_detail::kNormChunk);
   double* partials = ctx.scratch_of<double>(chunks.count());
   const SquaresTable& squares = TIGON_SELECT(squares_table);
   parallel(ctx, chunks.count(), [&](int64_t task) {
@@ -27,8 +28,8 @@ void grad_norm(Context& ctx, const GradNorm& a) {
   });
   double sum = 0.0;
   for (int64_t i = 0; i < chunks.count(); ++i) sum += partials[i];
-  adamw_detail::finish_norm(sum, a.grad_scale.as<float>(), a.max_norm, a.total.as<double>(),
-                            a.norm.as<float>(), a.factor.as<float>());
+  grad_norm_detail::finish_norm(sum, a.grad_scale.as<float>(), a.max_norm, a.total.as<double>(),
+                                a.norm.as<float>(), a.factor.as<float>());
 }
 
 }  // namespace tigon::cpu

@@ -1,4 +1,4 @@
-#include "tigon/ops/adamw/scale.h"
+#include "tigon/ops/grad_norm/scale.h"
 
 #include "tigon/base/elementwise.h"
 #include "tigon/base/op.h"
@@ -7,13 +7,13 @@ namespace tigon::cpu {
 namespace {
 
 struct ScaleTable {
-  void (*at[3])(void* p, int64_t n, float factor);  // [dtype]
+  void (*at[3])(void* p, int64_t n, float factor);  // indexed by dtype
 };
 
 }  // namespace
 }  // namespace tigon::cpu
 
-#define TIGON_KERNELS "tigon/ops/adamw/scale_cpu.inc"
+#define TIGON_KERNELS "tigon/ops/grad_norm/scale_cpu.inc"
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
