@@ -8,6 +8,7 @@ read: they are the same in a clone without history.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterable
 from functools import cache
@@ -16,7 +17,7 @@ from store import ROOT
 
 FILE = ROOT / "bench/commits.json"
 OPS = "csrc/tigon/ops"
-HEADS = ("linear_", "multi_token_loss", "drafter_loss")  # ops that share linear_head
+HEADS = ("linear_", "multi_token_loss", "drafter_loss")  # ops that share the engine of heads
 
 
 def git(*words: str) -> str | None:
@@ -36,15 +37,18 @@ def whole_history() -> bool:
 def code_of(what: str) -> list[str]:
     """The folders of what was measured: an op's kernels, and of a whole step all of them."""
     folders = [f"{OPS}/{what}"] if (ROOT / OPS / what).is_dir() else [OPS]
-    return folders + [f"{OPS}/linear_head"] * what.startswith(HEADS)
+    return folders + [f"{OPS}/linear_head", f"{OPS}/loss_head"] * what.startswith(HEADS)
 
 
 @cache
 def changed(commit: str, what: str) -> bool:
-    """Whether lines of the code, comments left out, differ from those of the commit."""
+    """Whether the code differs from that of the commit in more than comments and the breaks of lines."""
     difference = git("diff", "-U0", "--no-color", "--no-renames", commit, "--", *code_of(what)) or ""
-    lines = (line for line in difference.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---"))
-    return any(line[1:].strip() and not line[1:].lstrip().startswith(("//", "*")) for line in lines)
+    sides = {"-": "", "+": ""}
+    for line in difference.splitlines():
+        if line[:1] in sides and line[:3] not in ("+++", "---"):
+            sides[line[0]] += re.sub(r"//.*|\s", "", line[1:])
+    return sides["-"] != sides["+"]
 
 
 def measured(run) -> set[tuple[str, str, bool]]:

@@ -90,5 +90,5 @@ def section(header: Path) -> str:
 def reference() -> str:
     """Every header that a program includes: the base first, then the ops."""
     ops = [folder / f"{folder.name}.h" for folder in sorted((ROOT / "csrc/tigon/ops").iterdir())]
-    headers = [ROOT / "csrc/tigon" / name for name in HEADERS] + [path for path in ops if path.exists()]
-    return "\n".join(map(section, headers))
+    headers = [ROOT / "csrc/tigon" / name for name in HEADERS] + ops
+    return "\n".join(section(path) for path in headers if path.exists())
