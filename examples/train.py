@@ -227,7 +227,7 @@ def show(summary: dict) -> None:
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    print()
+    print(f"\n{summary['title']}")
     for row in rows:
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
