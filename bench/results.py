@@ -57,7 +57,7 @@ DATA, PAGES, IMAGES = ROOT / "bench/results", ROOT / "docs/results", ROOT / "doc
 NOTE = "<!--\nWritten by `make results` from the files of `bench/results`.\n-->"
 LIMIT = (
     "Times are milliseconds. `limit` was measured in the same run: a device copy of the least bytes of the\n"
-    "op, for the loss head its bare matrix products. `of limit`: limit / Tigon's time. Bold: the fastest.\n"
+    "op, for the loss head its bare matmuls. `of limit`: limit / Tigon's time. Bold: the fastest.\n"
     "`speed`: of Tigon to the fastest peer. `behind`: that peer is more than 3 % ahead."
 )
 MEMORY = "`MiB`: peak memory of one call above what was allocated before."
@@ -345,7 +345,7 @@ def index(parts: dict[str, list[Section]]) -> str:
         "A case is counted once for each pass and dtype. `speed`: of Tigon to the fastest peer; means are\n"
         "geometric. `behind`: a peer is more than 3 % faster.",
         markdown(head, rows),
-        f"Also: {older}[Liger's paper](../paper.md), [own matrix products](../own-products.md), "
+        f"Also: {older}[Liger's paper](../paper.md), [own matmuls](../own-products.md), "
         "[models of transformers](../models.md).",
         "Figures whose code has changed since, or that name no commit, are marked on their page as to be\n"
         "measured again.",

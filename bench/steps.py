@@ -93,7 +93,7 @@ def parallel_section(run, op: str) -> Section:
         "exposed",
     )
     section.text = (
-        "The limit: the bare matrix products divided by the GPUs, for given logits the bytes of one "
+        "The limit: the bare matmuls divided by the GPUs, for given logits the bytes of one "
         "process.\n`the share alone`: one process with its shard as the whole vocabulary, "
         "without the others.\n`exposed`: "
         "communication beside no other kernel, by the profiler.\n\n" + markdown(head, rows)
@@ -154,7 +154,7 @@ def adapters_section(run, _: list) -> Section:
         "GB PEFT",
     )
     section.text = (
-        "Milliseconds of forward and backward. `frozen` is the base without adapters: its two matrix\n"
+        "Milliseconds of forward and backward. `frozen` is the base without adapters: its two\n"
         "products, or the model with `tigon.apply` and gradients of activations. The largest ratio to it\n"
         "comes first. `speed`: of Tigon to the fastest of the others. Unsloth's functions run in a\n"
         "model whose other parts are Tigon's. A case of DoRA has DoRA in all but the frozen base.\n\n"

@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 import check_docs
+import cpp_reference
 import drawings
 
 import tigon
@@ -105,6 +106,24 @@ def test_drawings_are_current():
     """docs/drawings is what tools/drawings.py draws: else run it."""
     committed = {path.name: path.read_text(encoding="utf-8") for path in drawings.FOLDER.iterdir()}
     assert committed == {name: draw().svg() for name, draw in drawings.DRAWINGS.items()}
+
+
+def test_cpp_reference():
+    """Each header of an op has its contract and declarations, and no body of a function."""
+    for folder in sorted((ROOT / "csrc/tigon/ops").iterdir()):
+        header = folder / f"{folder.name}.h"
+        if not header.exists():
+            continue
+        page, text = cpp_reference.section(header), header.read_text()
+        essay = text.partition("#pragma once")[0]
+        assert page.startswith(f"## {folder.name}\n") and '<table class="contract">' in page, header
+        assert "Fields& f" not in page and "TIGON_API_OP" not in page and "namespace tigon" not in page, (
+            header
+        )
+        structs = set(re.findall(r"^struct (\w+(?:Fwd|Bwd)) \{", text, re.MULTILINE))
+        assert structs <= set(re.findall(r"^struct (\w+) \{", page, re.MULTILINE)), header
+        fields = re.findall(r"^// ([A-Z][a-z]+(?: [a-z]+)?) +(?<=^.{15})\S", essay, re.MULTILINE)
+        assert len(fields) >= 3 and page.count("<tr><th>") == len(fields), header
 
 
 def test_lengths():
