@@ -58,6 +58,10 @@ def rewritten(text: str, uri: str) -> str:
     return LINK.sub(link, text)
 
 
+def is_notebook(path: Path) -> bool:
+    return path.suffix == ".py" and NOTEBOOKS in path.parents
+
+
 def notebook_page(path: Path) -> str:
     """A notebook: text as it is, code in blocks."""
     cells = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent").cells
@@ -68,7 +72,7 @@ def notebook_page(path: Path) -> str:
 
 def source_page(path: Path) -> str:
     """A file as a block of code; a folder as a list of its files."""
-    if path.parent == NOTEBOOKS:
+    if is_notebook(path):
         return notebook_page(path)
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
@@ -104,7 +108,7 @@ def on_files(files, config):
         found |= linked(source_page(folder), folder.parent)
     for path in found:
         if path.relative_to(ROOT).as_posix() not in MOVED:
-            pages[uri_of(path)] = ("" if path.parent == NOTEBOOKS else UNSEARCHED) + source_page(path)
+            pages[uri_of(path)] = ("" if is_notebook(path) else UNSEARCHED) + source_page(path)
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
     return files
