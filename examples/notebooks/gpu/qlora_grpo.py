@@ -13,7 +13,7 @@
 # # QLoRA and GRPO on one GPU
 #
 # A model of 1.5 B parameters in NF4 learns sums with adapters: first from answers (TRL's `SFTTrainer`), then
-# from rewards (`GRPOTrainer`). Each run is made without Tigon and with its callback, and a table shows seconds
+# from rewards (`GRPOTrainer`). Each run is made without Tigon and with it, and a table shows seconds
 # and peak memory. It needs a GPU, a download, and `pip install trl peft bitsandbytes datasets`.
 #
 # **Not run on a GPU yet.** The tests run its cells on a CPU, with a tiny model that is not quantised.
