@@ -20,6 +20,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 import check_docs
+import cpp_reference
 import drawings
 
 import tigon
@@ -156,6 +157,24 @@ def test_drawings_are_current():
     assert committed == {name: draw().svg() for name, draw in drawings.DRAWINGS.items()}
 
 
+def test_cpp_reference():
+    """Each header of an op has its contract and declarations, and no body of a function."""
+    for folder in sorted((ROOT / "csrc/tigon/ops").iterdir()):
+        header = folder / f"{folder.name}.h"
+        if not header.exists():
+            continue
+        page, text = cpp_reference.section(header), header.read_text()
+        essay = text.partition("#pragma once")[0]
+        assert page.startswith(f"## {folder.name}\n") and '<table class="contract">' in page, header
+        assert "Fields& f" not in page and "TIGON_API_OP" not in page and "namespace tigon" not in page, (
+            header
+        )
+        structs = set(re.findall(r"^struct (\w+(?:Fwd|Bwd)) \{", text, re.MULTILINE))
+        assert structs <= set(re.findall(r"^struct (\w+) \{", page, re.MULTILINE)), header
+        fields = re.findall(r"^// ([A-Z][a-z]+(?: [a-z]+)?) +(?<=^.{15})\S", essay, re.MULTILINE)
+        assert len(fields) >= 3 and page.count("<tr><th>") == len(fields), header
+
+
 def test_lengths():
     """The pages that have to be short are."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
@@ -176,6 +195,9 @@ def test_lengths():
         ("Saving stays PEFT's.", "better PEFT keeps it"),
         ("The loss of stock.", "better without Tigon"),
         (f"| {'word ' * 41}|\n|---|", "a cell of more than 200 characters"),
+        ("A step takes 12 ms.", "'12 ms': link its record"),
+        ("It is 1.5 times as fast.\n\n# Other\n\nNo record.", "'1.5 times as fast': link its record"),
+        ("It is [1.5 times as fast](docs/results/a.md).", "1.5 is not in docs/results/a.md"),
         ("```sh\n.venv/bin/python bench/nothing.py\n```", "no file bench/nothing.py"),
     ],
 )
@@ -186,7 +208,11 @@ def test_planted_violation(tmp_path, monkeypatch, text, message):
     monkeypatch.setattr(check_docs, "ROOT", tmp_path)
     monkeypatch.setattr(check_docs, "tracked", lambda root: [Path("docs/page.md")])
     (tmp_path / "Makefile").write_text("lint:\n")
-    page.write_text("# A page\n\nPlain text, `make lint`, [itself](#a-page).\n")
+    (tmp_path / "docs/results").mkdir(parents=True)
+    (tmp_path / "docs/results/a.md").write_text("| 1.62x | 14.86x |\n")
+    page.write_text(
+        "# A page\n\nPlain text, `make lint`, [itself](#a-page), [15 times as fast](docs/results/a.md).\n"
+    )
     assert check_docs.check_docs() == []
     page.write_text(text + "\n")
     errors = check_docs.check_docs()

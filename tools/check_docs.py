@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The Markdown, checked: links, anchors, paths and make targets exist; sentences read well.
+"""The Markdown, checked: links, anchors, paths and targets exist, figures have records, sentences read well.
 
 Comments of code are checked by check_comments.py, which this calls.
 
@@ -8,6 +8,7 @@ Pages that a program writes are read for links only. Run by `make lint` and test
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,14 @@ LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\))?[^()\
 PATH = re.compile(
     r"(?<![\w./-])(?:csrc|python|tests|tools|bench|docs|examples|cmake|compat|\.ci)/[\w./*<>{},-]+"
 )
+# A speed or a time that somebody must have measured, and what says where: a page of results, a file of
+# records, or that there is none.
+FIGURE = re.compile(
+    r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?: to \d[\d,.]*)? ?"
+    r"(?:ms|us|tokens/s|GB/s|times as (?:fast|long)|times (?:stock|Liger|TRL)"
+    r"|% (?:faster|slower|longer|less time))\b"
+)
+RECORD = re.compile(r"results/\w+\.md|bench/results|paper\.md|\b[Nn]o record\b")
 INDENTED = re.compile(r"^    .*$", re.MULTILINE)
 LONGEST_CELL = 200
 TARGET = re.compile(r"\bmake ([a-z][a-z-]*)(?![\w-])(?=[^`\n]*(?:`|\n))")
@@ -148,6 +157,31 @@ def check_prose(page: Path, text: str) -> Iterator[str]:
             yield f"{where}: {found!r}: better {instead}"
 
 
+def check_figures(page: Path, text: str) -> Iterator[str]:
+    """A figure names its record in its section or its page's introduction, in the changelog in its entry.
+
+    One in the text of a link to results stands on that page.
+    """
+    begins = r"^(?:#|- )" if page.name == "CHANGELOG.md" else r"^#"
+    plain = CODE.sub(blank, without_code(text))
+    starts = [0, *(m.start() for m in re.finditer(begins, plain, re.MULTILINE)), len(text)]
+    said = page.name != "CHANGELOG.md" and "o record" in text.split("\n#", 1)[0]
+    for start, end in itertools.pairwise(starts) if not said else ():
+        found = FIGURE.search(plain, start, end)
+        if found and not RECORD.search(text, start, end):
+            where = f"{page.relative_to(ROOT)}:{line_of(text, found.start())}"
+            yield f'{where}: {found[0]!r}: link its record in docs/results, or say "no record"'
+    for match in re.finditer(r"\[([^\[\]]*)\]\(([\w./-]*results/\w+\.md)[^)]*\)", plain):
+        file = (page.parent / match[2]).resolve()
+        numbers = re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", file.read_text()) if file.exists() else []
+        values = {float(number.replace(",", "")) for number in numbers}
+        for figure in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?= times| ms| GB| MiB| tokens)", match[1]):
+            unit = 0.1 ** len(figure.partition(".")[2])
+            if not any(abs(value - float(figure.replace(",", ""))) < 0.6 * unit for value in values):
+                where = f"{page.relative_to(ROOT)}:{line_of(text, match.start())}"
+                yield f"{where}: {figure} is not in {match[2]}"
+
+
 def pages() -> list[Path]:
     """Every Markdown file that git knows or would add."""
     return [ROOT / path for path in sorted(tracked(ROOT)) if path.suffix == ".md"]
@@ -166,6 +200,7 @@ def check_docs() -> list[str]:
         errors += check_links(page, text)
         if not generated(text):
             errors += check_paths(page, text)
+            errors += check_figures(page, text)
             if page.name != "CHANGELOG.md":
                 errors += check_prose(page, text)
     return errors
