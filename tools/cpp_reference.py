@@ -9,7 +9,7 @@ from pathlib import Path
 
 from check_docs import ROOT
 
-HEADERS = ("base/make_context.h", "base/context.h", "base/tensor.h", "base/communicator.h")
+HEADERS = ("base/make_context.h", "base/context.h", "base/tensor.h")
 FIELD = re.compile(r"^([A-Z][a-z]+(?: [a-z]+)?) +(?<=^.{12})(\S.*)$")  # text begins in the 13th column
 ENTRY = r"TIGON_API void \1{0}(Context& ctx, const \2{1}& a);"
 MACROS = {  # what a header declares by a macro, written out
