@@ -17,12 +17,12 @@ Prints a table and writes JSON lines: milliseconds, the share of the copy's rate
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
-import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
 
 import processes
+import store
 import timing
-from run import facts, results_file
 
 import tigon
 from cases.adamw import llama, llama_8b, many_small
@@ -246,13 +246,15 @@ def agreement(device: torch.device) -> dict:
     return record
 
 
-def muon(device: torch.device, layers: int, smoke: bool) -> None:
+def muon(device: torch.device, layers: int, smoke: bool) -> dict:
     """Muon's step beside PyTorch's on hidden matrices, and the distance of an update from float64's, as a
     part of its norm: the largest of all shapes."""
     model = llama(64, 160, 16, layers, 1) if smoke else llama(4096, 14336, 1024, layers, 1)
     shapes = [shape for shape in model[1:-2] if len(shape) == 2]
+    record = {"kind": "muon", "parameters": f"{layers} layers of Llama 3 8B", "tensors": len(shapes)}
+    record["elements"] = sum(map(_numel, shapes))
     for name, optimizer in (("tigon", tigon.optim.Muon), ("torch", torch.optim.Muon)):
-        taken = milliseconds(optimizer(parameters(shapes, BF16, device)).step, device)
+        record[f"{name}_ms"] = milliseconds(optimizer(parameters(shapes, BF16, device)).step, device)
         release(device)
         errors = []
         for (g,) in (parameters([shape], F32, device) for shape in set(shapes)):
@@ -260,29 +262,33 @@ def muon(device: torch.device, layers: int, smoke: bool) -> None:
             p.grad, exact.grad = g.detach(), g.detach().double()
             optimizer([p]).step(), tigon.optim.Muon([exact]).step()
             errors.append(float((p.data - exact.data).norm() / exact.data.norm()))
-        print(f"{layers} layers, {len(shapes)} matrices: {name} {taken:.2f} ms, error {max(errors):.1e}")
+        record[f"{name}_error"] = max(errors)
+    return record
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = processes.command_line(__doc__)
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = processes.command_line(__doc__, "")
     cuda = torch.cuda.is_available()
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--out", type=Path, help="JSON lines (bench/results/<device>/optimizer.jsonl)")
-    parser.add_argument("--host", action="store_true", help="lists of many tensors alone")
-    parser.add_argument("--muon", type=int, metavar="LAYERS", nargs="?", const=4, help="Muon only")
-    parser.add_argument("--smoke", action="store_true", help="a few small tensors, in a second")
-    args = parser.parse_args(arguments)
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    add("--kinds", default=",".join(KINDS))
+    add("--host", action="store_true", help="lists of many tensors alone")
+    add("--muon", type=int, metavar="LAYERS", nargs="?", const=4, help="Muon only")
+    add("--smoke", action="store_true", help="a few small tensors, in a second")
+    args = parser.parse_args(words)
+    args.out = args.out or store.results_file(store.device_name(args.device), "optimizer")
+    return args
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict]:
     device = torch.device(args.device)
+    common = store.facts(args.device)
     if args.muon:
-        muon(device, args.muon, args.smoke)
-        return 0
-    common = facts(device)
-    path = args.out or results_file(common["gpu"], "optimizer")
-    path.parent.mkdir(parents=True, exist_ok=True)
+        yield common | muon(device, args.muon, args.smoke)
+        return
     count = 40 if args.smoke else 2000
     many = {f"small_{count}": many_small(count), f"tiny_{count}": ((4,),) * count}
-    records = [common | agreement(device)]
+    yield common | agreement(device)
     kinds = args.kinds.split(",")
     smoke = ("smoke", llama(64, 128, 16, 1, 50))
     runs = [
@@ -290,15 +296,19 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     runs += [(kind, *item) for item in many.items() for kind in kinds if kind in ("bf16", "clipped")]
     for kind, label, shapes in runs:
-        records.append(common | {"parameters": label} | measure(kind, shapes, device))
-        show(records[-1])
-    print({key: value for key, value in records[0].items() if key not in common})
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    print(path)
-    return 0
+        record = common | {"parameters": label} | measure(kind, shapes, device)
+        print(line(record), flush=True)
+        yield record
 
 
-def show(r: dict) -> None:
+def line(r: dict) -> str:
+    if r["kind"] == "agreement":
+        return f"agreement: bf16 {r['bf16']}, fp32 {r['fp32']}"
+    if r["kind"] == "muon":
+        found = [
+            f"{who} {r[f'{who}_ms']:.2f} ms, error {r[f'{who}_error']:.1e}" for who in ("tigon", "torch")
+        ]
+        return f"{r['parameters']}, {r['tensors']} matrices: {', '.join(found)}"
     peers = "".join(
         f"  {variant} {r[f'{variant}_ms']:8.2f} ms, host {r[f'{variant}_host_us']:6.0f} us"
         for variant in ("fused", "foreach", "bitsandbytes", "torchao")
@@ -310,12 +320,19 @@ def show(r: dict) -> None:
         for who in ("tigon", "torch")
         if f"{who}_clip_ms" in r
     )
-    print(
+    return (
         f"{r['parameters']:22} {r['kind']:18} {r['bytes'] / 1e9:7.2f} GB  copy {r['copy_ms']:8.2f} ms  "
         f"tigon {r['tigon_ms']:8.2f} ms ({r['of_copy']:4.0%}), host {r['tigon_host_us']:6.0f} us, native "
-        f"{r['tigon_native_us']:5.0f} us{peers}{clips}",
-        flush=True,
+        f"{r['tigon_native_us']:5.0f} us{peers}{clips}"
     )
+
+
+def main(words: list[str] | None = None) -> int:
+    def table(records: list[dict]) -> str:
+        return "\n".join(map(line, records))
+
+    key = store.key_of("optimizer")
+    return processes.main(words, parse, measured, lambda path: store.read(path, key), table)
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ def _append(new: TensorList, streams, maxima, step, first) -> None:
 
 
 def finite_or_nan(absmax: torch.Tensor) -> torch.Tensor:
-    """NaN, always in the same bits, where it is not finite."""
+    """NaN, always the same one, if it is not finite."""
     return torch.where(absmax.isfinite(), absmax, torch.nan)
 
 

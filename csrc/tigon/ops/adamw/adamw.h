@@ -25,8 +25,9 @@
 //             master      `master` holds it; p is rounded from it, bf16 as in split
 // Codes       8 bits (Dettmers et al. 2021, arXiv:2110.02861; the map of bitsandbytes, adamw_codes.h) in
 //             blocks of 256 elements from the first on; the last block may be shorter. A block codes x = m,
-//             and x = sqrt(v), so that a small v beside large ones is not lost. It keeps a = max |x|. The
-//             code is the nearest to x * (1 / a), the lower of two that are as near, not 0 if sqrt(v) > 0.
+//             and x = sqrt(v), so that a small v next to large ones is not lost. It keeps a = max |x|. The
+//             code is the nearest to x * (1 / a), the lower of two that are as near, and not 0 if
+//             sqrt(v) > 0.
 //             It reads as m = q * a, v = (q * a)^2. The update takes m and v as they are before they are
 //             coded. If an m or v of a block is not finite, a is NaN, and so are all its elements in the next
 //             step. If a is below 2^-126, it counts as 0. Zero has code 127 in exp_avg, and 0 in exp_avg_sq.
