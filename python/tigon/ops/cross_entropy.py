@@ -103,7 +103,7 @@ def split_denominator(denominator, device):
 
 
 def check_loss(op, label_smoothing, z_loss, reduction, denominator):
-    """The options of a cross-entropy, besides those of its logits and labels."""
+    """The options of a cross-entropy, apart from those of its logits and labels."""
     check_denominator(op, denominator)
     arguments.check_numbers(op, label_smoothing=label_smoothing, z_loss=z_loss)
     arguments.check_choice(op, "reduction", reduction, REDUCTIONS)

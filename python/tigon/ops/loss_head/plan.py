@@ -1,6 +1,6 @@
 """Memory of the loss head: what a call will take, and the chunk that keeps a cap.
 
-The numbers are the native side's: ``csrc/tigon/ops/linear_head/linear_head_plan.h``.
+The numbers are the native side's: ``csrc/tigon/ops/loss_head/plan.h``.
 """
 
 from __future__ import annotations
