@@ -35,10 +35,10 @@ class Chunk(NamedTuple):
     groups: slice = slice(0)  # whole groups of rows, where a loss has some
 
     @classmethod
-    def whole(cls, begin: int, end: int, last: bool = False, groups: slice = slice(0)) -> Chunk:
+    def whole(cls, begin: int, end: int, groups: slice = slice(0)) -> Chunk:
         """A chunk of one part and one share."""
         part = Part(begin, end, slice(end - begin), True)
-        return cls(begin, end, slice(begin, end), (part,), last, groups)
+        return cls(begin, end, slice(begin, end), (part,), False, groups)
 
 
 class RowPass:
@@ -75,6 +75,7 @@ class RowPass:
         self.memory(max((chunk.at.stop - chunk.at.start for chunk in self.chunks), default=0))
         for chunk, part, hidden in self.states():
             self.rows(chunk, part, hidden)
+            del hidden  # before the next one is gathered
         return self.finish()
 
 
