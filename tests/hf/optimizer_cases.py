@@ -130,12 +130,22 @@ def adamw_codes_of_shards(dtype, options, dim):
 
 @case
 def adamw_codes_cut_by_columns():
-    """Parameters that are cut along another dimension keep moments in float32."""
-    p = nn.Parameter(distribute_tensor(large(0)[1], mesh(), [Shard(1)]))
-    p.grad = distribute_tensor(large(1)[1], mesh(), [Shard(1)])
-    optimizer = AdamW([p], moment_dtype="int8")
-    optimizer.step()
-    assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+    """Parameters that are cut along another dimension keep float32 moments, and read codes of the whole."""
+    for i in (0, 1):  # cuts that go through blocks, and cuts at blocks
+        whole, kind = nn.Parameter(large(0)[i]), [Shard(1)]
+        p = nn.Parameter(distribute_tensor(large(0)[i], mesh(), kind))
+        whole.grad, p.grad = large(1)[i], distribute_tensor(large(1)[i], mesh(), kind)
+        a, b = (AdamW([x], moment_dtype="int8") for x in (whole, p))
+        a.step(), b.step()
+        assert b.state[p]["exp_avg"].dtype == torch.float32
+        saved = copy.deepcopy(a.state_dict())
+        for name in ("exp_avg_codes", "exp_avg_sq_root_codes"):
+            saved["state"][0][name] = distribute_tensor(saved["state"][0][name], mesh(), kind)
+        b.load_state_dict(saved)
+        wide = AdamW([whole], moment_dtype=torch.float32)
+        wide.load_state_dict(a.state_dict())
+        for name in ("exp_avg", "exp_avg_sq"):
+            same(wide.state[whole][name], full(b.state[p][name]))
 
 
 @case(whole=(True,), shards=(False,))

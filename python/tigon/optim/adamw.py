@@ -571,7 +571,7 @@ class AdamW(torch.optim.Optimizer):
         state, begin = {}, _begin_of(p)
         if codes.AVG in saved and not self._is_coded(group, p):
             saved = codes.decoded(saved, p, begin)
-        elif "exp_avg" in saved and self._is_coded(group, p):
+        elif {"exp_avg", "exp_avg_sq"} <= saved.keys() and self._is_coded(group, p):
             saved = codes.encoded(saved, p, begin)
         dtypes = dict(zip(("exp_avg", "exp_avg_sq"), self._moment_dtypes(group, p), strict=True))
         dtypes["max_exp_avg_sq"] = dtypes["exp_avg_sq"]

@@ -32,13 +32,16 @@ def takes(p: torch.Tensor) -> bool:
     the first dimension."""
     if p.numel() < SMALLEST or not local(p).is_contiguous():
         return False
-    return not is_dtensor(p) or all(_is_by_rows(x) or x.is_replicate() for x in p.placements)
+    return _is_by_rows(p)
 
 
-def _is_by_rows(placement) -> bool:
+def _is_by_rows(p: torch.Tensor) -> bool:
+    """Whether the elements of a process follow each other in the whole."""
+    if not is_dtensor(p):
+        return True
     from torch.distributed.tensor import Shard
 
-    return type(placement) is Shard and placement.dim == 0
+    return all((type(x) is Shard and x.dim == 0) or x.is_replicate() for x in p.placements)
 
 
 def blocks_of(p: torch.Tensor, begin: int) -> tuple[int, int]:
@@ -357,14 +360,32 @@ def _like(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def _blocks_by_element(p: torch.Tensor) -> torch.Tensor:
+    """The block of each element of a DTensor's local part, however it is cut."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    place = torch.zeros((), dtype=torch.int64, device=p.device)
+    for size, own, offset in zip(p.shape, local(p).shape, offsets, strict=True):
+        along = torch.arange(offset, offset + own, device=p.device)
+        place = place.unsqueeze(-1) * size + along
+    return place // BLOCK
+
+
 def decoded(saved: dict, p: torch.Tensor, begin: int) -> dict:
     """A saved state of codes with float32 moments instead."""
     rest = {name: value for name, value in saved.items() if name not in NAMES}
+    by_rows = _is_by_rows(p)
     for name, name_codes, name_max in (("exp_avg", AVG, AVG_MAX), ("exp_avg_sq", ROOT, ROOT_MAX)):
-        codes = local(saved[name_codes]).reshape(-1).to(p.device)
-        skip = begin % BLOCK if codes.numel() else 0  # elements of the first block that another process has
-        codes = torch.nn.functional.pad(codes, (skip, 0))
-        flat = decode(codes, own_absmax(p, saved[name_max], begin), name == "exp_avg_sq")[skip:]
+        codes, of_roots = local(saved[name_codes]).to(p.device), name == "exp_avg_sq"
+        if by_rows:
+            skip = begin % BLOCK if codes.numel() else 0  # elements of the first block that others have
+            padded = torch.nn.functional.pad(codes.reshape(-1), (skip, 0))
+            flat = decode(padded, own_absmax(p, saved[name_max], begin), of_roots)[skip:]
+        else:
+            absmax = saved[name_max].view(-1).to(p.device)[_blocks_by_element(p)]
+            flat = (code_map(of_roots, p.device)[codes.int()] * absmax).reshape(-1)
+            flat = flat.square() if of_roots else flat
         rest[name] = _like(p, flat)
     return rest
 
