@@ -197,7 +197,7 @@ def test_lengths():
         (f"| {'word ' * 41}|\n|---|", "a cell of more than 200 characters"),
         ("A step takes 12 ms.", "'12 ms': link its record"),
         ("It is 1.5 times as fast.\n\n# Other\n\nNo record.", "'1.5 times as fast': link its record"),
-        ("It is [1.5 times as fast](docs/results/a.md).", "1.5 is not in docs/results/a.md"),
+        ("It is [1.5 times as fast](results/a.md).", "1.5 is not in results/a.md"),
         ("```sh\n.venv/bin/python bench/nothing.py\n```", "no file bench/nothing.py"),
     ],
 )
@@ -211,7 +211,7 @@ def test_planted_violation(tmp_path, monkeypatch, text, message):
     (tmp_path / "docs/results").mkdir(parents=True)
     (tmp_path / "docs/results/a.md").write_text("| 1.62x | 14.86x |\n")
     page.write_text(
-        "# A page\n\nPlain text, `make lint`, [itself](#a-page), [15 times as fast](docs/results/a.md).\n"
+        "# A page\n\nPlain text, `make lint`, [itself](#a-page), [15 times as fast](results/a.md).\n"
     )
     assert check_docs.check_docs() == []
     page.write_text(text + "\n")
