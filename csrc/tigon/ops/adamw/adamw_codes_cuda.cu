@@ -70,13 +70,10 @@ struct Codes {
   __device__ __forceinline__ void add(int k, uint32_t code) { w[k / 4] |= code << (8 * (k % 4)); }
 };
 
-// Holds a block. A lane has N = 8 adjacent elements of a whole block, or with N = 1 every 32nd of `count`.
+// Updates a block. A lane has N = 8 adjacent elements of a whole block, or with N = 1 every 32nd of `count`.
 template <int N, class P, class G, AdamwRounding R>
 struct Block {
   static constexpr int kUnits = kPerLane / N;
-  ParamUnit<N, P, G, R> params[kUnits];
-  Codes<N> avg[kUnits], root[kUnits];
-  float avg_absmax, root_absmax;
 
   __device__ __forceinline__ static int place(int unit) {
     const int lane = int(threadIdx.x % 32);
@@ -84,43 +81,38 @@ struct Block {
   }
   __device__ __forceinline__ static bool has(int unit, int count) { return N == 8 || place(unit) < count; }
 
-  __device__ __forceinline__ void load(const Entry& e, int64_t begin, int count) {
+  __device__ __forceinline__ static void update(const Entry& e, const Constants& c, const CodeMaps& maps,
+                                                float factor, const Scalars& s, int64_t begin, int count) {
     const int64_t block = begin / kCodedBlock;
-    avg_absmax = *global<float>(e.avg_absmax + block), root_absmax = *global<float>(e.root_absmax + block);
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u)
-      if (has(u, count)) {
-        params[u].load(e, begin + place(u));
-        avg[u].load(e.avg + begin + place(u)), root[u].load(e.root + begin + place(u));
-      }
-  }
-
-  __device__ __forceinline__ void update(const Entry& e, const Constants& c, const CodeMaps& maps,
-                                         float factor, const Scalars& s, int64_t begin, int count) {
+    const float avg_absmax = *global<float>(e.avg_absmax + block),
+                root_absmax = *global<float>(e.root_absmax + block);
     float m[kUnits][N], r[kUnits][N];
     uint32_t most_avg = 0, most_root = 0;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       if (!has(u, count)) continue;
       const int64_t i = begin + place(u);
+      ParamUnit<N, P, G, R> param;
+      Codes<N> avg, root;
+      param.load(e, i), avg.load(e.avg + i), root.load(e.root + i);
       float p[N];
-      params[u].get(e, p);
+      param.get(e, p);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        m[u][k] = mul(maps.avg[avg[u].get(k)], avg_absmax);
-        const float x = mul(maps.root[root[u].get(k)], root_absmax);
+        m[u][k] = mul(maps.avg[avg.get(k)], avg_absmax);
+        const float x = mul(maps.root[root.get(k)], root_absmax);
         float v = mul(x, x);
-        adamw_update(mul(params[u].grad.get(k, e.grad_type), factor), c, p[k], m[u][k], v,
+        adamw_update(mul(param.grad.get(k, e.grad_type), factor), c, p[k], m[u][k], v,
                      static_cast<float*>(nullptr));
         r[u][k] = sqrt(v);
         most_avg = max(most_avg, code_bits(m[u][k]) & 0x7fffffffu);
         most_root = max(most_root, code_bits(r[u][k]) & 0x7fffffffu);
       }
-      if (params[u].rounds(e, AdamwRounding::stochastic)) {
+      if (param.rounds(e, AdamwRounding::stochastic)) {
         const RandomBits<N> random(true, e.first + i, c.step, s.keys);
         store_stochastic<P, N>(e.param, e.param_type, i, p, random, kParamFactor);
       } else {
-        params[u].store(e, i, p);
+        param.store(e, i, p);
       }
     }
     most_avg = __reduce_max_sync(0xffffffffu, most_avg);
@@ -129,16 +121,15 @@ struct Block {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       if (!has(u, count)) continue;
-      avg[u] = {}, root[u] = {};
+      Codes<N> avg{}, root{};
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        avg[u].add(k, avg_code(maps, mul(m[u][k], over_avg)));
-        root[u].add(k, root_code(maps, r[u][k], mul(r[u][k], over_root)));
+        avg.add(k, avg_code(maps, mul(m[u][k], over_avg)));
+        root.add(k, root_code(maps, r[u][k], mul(r[u][k], over_root)));
       }
-      avg[u].store(e.avg + begin + place(u)), root[u].store(e.root + begin + place(u));
+      avg.store(e.avg + begin + place(u)), root.store(e.root + begin + place(u));
     }
     if (threadIdx.x % 32 == 0) {
-      const int64_t block = begin / kCodedBlock;
       const_cast<float*>(global<float>(e.avg_absmax))[block] = kept_absmax(most_avg);
       const_cast<float*>(global<float>(e.root_absmax))[block] = kept_absmax(most_root);
     }
@@ -153,17 +144,13 @@ __device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c,
   const int warp = int(threadIdx.x / 32), whole = N == 8 ? count / kCodedBlock : 0;
 #pragma unroll 1
   for (int b = warp; b < whole; b += kWarps) {
-    Block<N, P, G, R> x;
-    x.load(e, begin + b * kCodedBlock, kCodedBlock);
-    x.update(e, c, maps, factor, s, begin + b * kCodedBlock, kCodedBlock);
+    Block<N, P, G, R>::update(e, c, maps, factor, s, begin + b * kCodedBlock, kCodedBlock);
   }
 #pragma unroll 1
   for (int b = warp; b * kCodedBlock < count; b += kWarps) {
     if (b < whole) continue;
     const int n = min(kCodedBlock, count - b * kCodedBlock);
-    Block<1, Any, Any, R> x;
-    x.load(e, begin + b * kCodedBlock, n);
-    x.update(e, c, maps, factor, s, begin + b * kCodedBlock, n);
+    Block<1, Any, Any, R>::update(e, c, maps, factor, s, begin + b * kCodedBlock, n);
   }
 }
 
