@@ -111,7 +111,7 @@ docs-serve: build/docs-venv/.stamp
 
 notebooks: build/docs-venv/.stamp
 	mkdir -p build/notebooks
-	for f in examples/notebooks/*.py; do \
+	for f in examples/notebooks/*.py examples/notebooks/gpu/*.py; do \
 	  build/docs-venv/bin/jupytext --quiet --to ipynb --output build/notebooks/$$(basename $$f .py).ipynb $$f; done
 
 build/docs-venv/.stamp: requirements-docs.txt

@@ -17,14 +17,17 @@ Each record is a line of JSON in --out. Memory is the peak of torch's allocator,
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import gc
 import statistics
+import sys
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import processes
+import store
 import timing
 import torch
 import torch.nn.functional as F
@@ -44,20 +47,7 @@ STEPS = (  # rows, tokens of each, checkpointing
 )
 CPU_LINEARS = ((512, 4096, 4096, 16), (512, 4096, 14336, 16), (2048, 1024, 2048, 16), (2048, 1024, 2048, 64))
 MODELS = ("frozen", "tigon", "tigon_no_lora", "unsloth", "peft")
-# What makes two records those of one case.
-CASE = (
-    "part",
-    "rows",
-    "tokens",
-    "columns",
-    "outputs",
-    "rank",
-    "dtype",
-    "checkpointing",
-    "dora",
-    "nf4",
-    "threads",
-)
+CASE = store.KEYS["adapters"][:-1]
 FLOORS = ("base", "frozen")
 
 
@@ -111,7 +101,7 @@ def wall_ms(call, device, repeats=20) -> float:
     return statistics.median(times[3:])
 
 
-def bench_linears(args, record) -> None:
+def bench_linears(args) -> Iterator[dict]:
     """Device time, and wall time of one call that waits; on a CPU of calls in turn."""
     device = torch.device(args.device)
     on_cpu = device.type == "cpu"
@@ -122,7 +112,7 @@ def bench_linears(args, record) -> None:
         wall = timing.cpu_ms(calls) if on_cpu else {name: wall_ms(c, device) for name, c in calls.items()}
         for name, call in calls.items():
             least = wall[name] if on_cpu else timing.cuda_ms(call)
-            record(**case, provider=name, ms=least, wall_ms=wall[name])
+            yield case | {"provider": name, "ms": least, "wall_ms": wall[name]}
         if not on_cpu:
             torch.cuda.empty_cache()
 
@@ -199,7 +189,7 @@ def use_unsloth(model) -> None:
         layer.mlp.forward = types.MethodType(apply_lora_mlp_swiglu, layer.mlp)
 
 
-def bench_models(args, record) -> None:
+def bench_models(args) -> Iterator[dict]:
     providers = (*MODELS, "peft_compile") if args.compile else MODELS
     for provider in providers:
         if args.providers and provider not in args.providers.split(","):
@@ -227,19 +217,19 @@ def bench_models(args, record) -> None:
             step(0)
             torch.cuda.reset_peak_memory_stats()
             ms = wall_ms(step, torch.device(args.device), args.steps)
-            record(
-                part="model",
-                rows=rows,
-                tokens=tokens,
-                checkpointing=checkpointing,
-                provider=provider,
-                adapters="fp32 under autocast",
-                layers=args.layers,
-                ms=ms,
-                dora=args.dora,
-                nf4=args.nf4,
-                gb=torch.cuda.max_memory_allocated() / 1e9,
-            )
+            yield {
+                "part": "model",
+                "rows": rows,
+                "tokens": tokens,
+                "checkpointing": checkpointing,
+                "provider": provider,
+                "adapters": "fp32 under autocast",
+                "layers": args.layers,
+                "ms": ms,
+                "dora": args.dora,
+                "nf4": args.nf4,
+                "gb": torch.cuda.max_memory_allocated() / 1e9,
+            }
             if args.profile:
                 profile(step, f"{provider} {rows}x{tokens} {checkpointing}", args.profile)
         del model, run, step
@@ -269,38 +259,35 @@ def profile(step, title: str, path: Path) -> None:
         )
 
 
-def main(words: list[str] | None = None) -> None:
-    parser = processes.command_line(__doc__)
-    parser.add_argument("--parts", default="linear,model")
-    parser.add_argument("--providers", default="", help="of the model")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--dora", action="store_true")
-    parser.add_argument("--nf4", action="store_true", help="of the model")
-    parser.add_argument("--device", default="cuda", help="cpu: of one linear")
-    parser.add_argument("--dtype", default="bfloat16", help="of one linear")
-    parser.add_argument("--threads", type=int, help="of a CPU")
-    parser.add_argument("--profile", type=Path, help="where to write the kernels of a step")
-    parser.add_argument("--out", type=Path, default=Path("out/lora.jsonl"))
-    args = parser.parse_args(words)
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = processes.command_line(__doc__, "out/lora.jsonl")
+    add = parser.add_argument
+    add("--parts", default="linear,model")
+    add("--providers", default="", help="of the model")
+    add("--layers", type=int, default=8)
+    add("--steps", type=int, default=8)
+    add("--compile", action="store_true")
+    add("--dora", action="store_true")
+    add("--nf4", action="store_true", help="of the model")
+    add("--device", default="cuda", help="cpu: of one linear")
+    add("--dtype", default="bfloat16", help="of one linear")
+    add("--threads", type=int, help="of a CPU")
+    add("--profile", type=Path, help="where to write the kernels of a step")
+    return parser.parse_args(words)
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict]:
     if args.threads:
         torch.set_num_threads(args.threads)
-    on_cpu = args.device == "cpu"
-    where = f"CPU, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name()
-    records = []
+    common = {"bench": "lora"} | store.facts(args.device, "peft")
+    for part, records in (("linear", bench_linears), ("model", bench_models)):
+        if part in args.parts:
+            yield from (common | record for record in records(args))
 
-    def record(**values):
-        values = {"bench": "lora", "gpu": where, "torch": torch.__version__} | values
-        records.append(values)
-        processes.append(args.out, values)
 
-    with contextlib.suppress(KeyboardInterrupt):
-        if "linear" in args.parts:
-            bench_linears(args, record)
-        if "model" in args.parts:
-            bench_models(args, record)
-    print(table(records))
+def main(words: list[str] | None = None) -> int:
+    key = store.key_of("adapters")
+    return processes.main(words, parse, measured, lambda path: store.read(path, key), table)
 
 
 def cases(records) -> dict[tuple, dict[str, dict]]:
@@ -333,4 +320,4 @@ def table(records) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

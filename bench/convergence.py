@@ -25,16 +25,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import importlib.metadata
 import itertools
 import math
 import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import processes
+import store
+from tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "python"), str(ROOT / "examples")]  # tigon, unless it is installed; the text
@@ -83,7 +85,7 @@ FIRST = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__)
+    parser = processes.command_line(__doc__, "out/convergence.jsonl")
     add = parser.add_argument
     add("--families", default=",".join(FAMILIES))
     add("--dtypes", default=",".join(DTYPES))
@@ -96,9 +98,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=2e-3)
     add("--seed", type=int, default=0, help="of the weights")
     add("--device", default="cpu")
-    add("--out", type=Path, default=Path("out/convergence.jsonl"))
-    add("--draw", type=Path, metavar="JSONL", help="only draw this file, beside it or to --picture")
-    add("--picture", type=Path)
     args = parser.parse_args(arguments)
     processes.split(args, families=FAMILIES, dtypes=DTYPES)
     if args.runs < 2:
@@ -249,7 +248,6 @@ def from_float32(record: dict, records: list[dict]) -> dict:
 
 def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
     """Stock and patched, each several times."""
-    import torch
 
     import tigon
 
@@ -271,7 +269,6 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
             gap = abs(curves[provider][run][0] / curves["stock"][0][0] - 1)
             if gap > FIRST[dtype] and provider == "stock":
                 raise SystemExit(f"{family} {dtype}: permuted it is another function, loss off by {gap:.1e}")
-    cuda = args.device.startswith("cuda")
     return {
         "family": family,
         "dtype": dtype,
@@ -284,31 +281,32 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
         "replaced": count[0],
         "left": count[1],
         "seconds": round(time.perf_counter() - start, 1),
-        "gpu": torch.cuda.get_device_name() if cuda else "CPU",
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
+        **store.facts(args.device, "transformers"),
         **{provider: runs for provider, runs in curves.items() if runs},
     }
 
 
+WHAT = {"loss": "", "logits": "logits_", "weights": "weights_"}
+COLUMNS = {  # of the table; the last two are of runs with --plain-runs
+    **{f"{what}: {w}": f"{field}{w}" for what, field in WHAT.items() for w in ("distance", "band")},
+    "stock from fp32": "stock_from_float32",
+    "tigon from fp32": "tigon_from_float32",
+    "plain: distance": "plain_distance",
+    "tigon from plain": "tigon_from_plain",
+}
+
+
 def table(records: list[dict]) -> str:
-    head = f"{'family':<12} {'dtype':<9} {'loss':>15}  {'band':>8} {'distance':>8} {'':>7}"
-    lines = [f"{head} {'':>7}  from float32: stock, tigon"]
+    shown = {head: field for head, field in COLUMNS.items() if any(field in r for r in records)}
+    rows = []
     for r in records:
-        loss = f"{r['tigon'][0][0]:.3f} -> {r['tigon'][0][-1]:.3f}"
-        line = f"{r['family']:<12} {r['dtype']:<9} {loss:>15}  {r['band']:8.1e} {r['distance']:8.1e}"
-        line += f" {'inside' if r['inside'] else 'OUTSIDE':<7}"
-        if "weights_band" in r:
-            line += "".join(
-                f"  {n} {r[f'{n}_distance']:.1e} of {r[f'{n}_band']:.1e}" for n in ("logits", "weights")
-            )
-        if "tigon_from_float32" in r:
-            line += f"  {r['stock_from_float32']:19.1e} {r['tigon_from_float32']:6.1e}"
-        if "plain_distance" in r:
-            line += f"  plain {r['plain_distance']:.1e}, tigon from it {r['tigon_from_plain']:.1e}"
-        lines.append(line)
+        curve = r["tigon"][0]
+        cells = [f"{r[field]:.1e}" if field in r else "-" for field in shown.values()]
+        names = [r["family"], r["dtype"], f"{curve[0]:.3f}", f"{curve[-1]:.3f}"]
+        rows.append([*names, *cells, "yes" if r["inside"] else "**no**"])
     inside = sum(r["inside"] for r in records)
-    return "\n".join([*lines, f"{inside} of {len(records)} inside the band of stock runs"])
+    head = ("family", "dtype", "first loss", "last loss", *shown, "inside")
+    return f"{markdown(head, rows)}\n\n{inside} of {len(records)} are inside the band of stock runs."
 
 
 def draw(records: list[dict], path: Path) -> None:
@@ -364,31 +362,30 @@ def _seen(run, first):
 def read(path: Path) -> list[dict]:
     """Records of a file; of a case that was run twice the last one."""
     order = list(itertools.product(DTYPES, FAMILIES))
-    records = processes.read(path, lambda r: (r["dtype"], r["family"]))
+    records = store.read(path, store.key_of("convergence"))
     return sorted(records, key=lambda r: order.index((r["dtype"], r["family"])))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
-    if args.draw:
-        path = args.picture or args.draw.with_suffix(".png")
-        draw(read(args.draw), path)
-        print(table(read(args.draw)), path, sep="\n")
-        return 0
+def measured(args: argparse.Namespace) -> Iterator[dict]:
     from tqdm import tqdm
 
-    start = time.perf_counter()
-    data = batches(args)
-    records = []
+    data, records = batches(args), []
     bar = tqdm(list(itertools.product(args.dtypes, args.families)), unit="case", dynamic_ncols=True)
     for dtype, family in bar:
         bar.set_description(f"{family} {dtype}")
         records.append(from_float32(compare(family, dtype, data, args), records))
-        processes.append(args.out, records[-1])
-    print(f"\n{table(records)}; {args.out}, {time.perf_counter() - start:.0f} s")
-    if args.picture:
-        draw(records, args.picture)
-    return int(not all(record["inside"] for record in records))
+        yield records[-1]
+
+
+def main(words: list[str] | None = None) -> int:
+    shown: list[dict] = []
+
+    def table_of(records: list[dict]) -> str:
+        shown.extend(records)
+        return table(records)
+
+    failed = processes.main(words, parse, measured, read, table_of)
+    return int(failed or not all(record["inside"] for record in shown))
 
 
 if __name__ == "__main__":

@@ -22,20 +22,17 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import importlib
-import importlib.metadata
 import json
-import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import mfu
 import processes
-from tables import by_provider, markdown
+import store
+from tables import by_field, by_provider, distance, ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "python"))  # tigon, unless it is installed
@@ -226,7 +223,7 @@ SETTING = (
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__)
+    parser = processes.command_line(__doc__, "out/e2e.jsonl", 600.0)
     add = parser.add_argument
     add("--suite", choices=tuple(SUITES), default="six")
     add("--models", help=f"of {', '.join(MODELS)} (the suite's)")
@@ -267,11 +264,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--clip", type=float, default=0.0, metavar="NORM", help="clip the gradients' norm (0: do not)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
-    add("--budget", type=float, default=0.0, metavar="MINUTES", help="end, even within a case, after this")
-    add("--case-timeout", type=float, default=600.0, metavar="SECONDS")
-    add("--again", action="store_true", help="run cases that --out already holds, too")
-    add("--out", type=Path, default=Path("out/e2e.jsonl"))
-    add("--table", type=Path, help="only print the table of this file")
     args = parser.parse_args(arguments)
     models, batches, layers = SUITES[args.suite]
     args.layers = args.layers or layers
@@ -521,21 +513,9 @@ def timed(case: dict, draw, step, warmup: int) -> dict:
     }
 
 
-def versions(case: dict) -> dict:
+def versions(case: dict, *others: str) -> dict:
     """What the numbers belong to."""
-    import torch
-
-    gpu = torch.cuda.get_device_name() if case["device"].startswith("cuda") else "CPU"
-    return {"torch": torch.__version__, **packages("transformers", "liger-kernel", "triton"), "gpu": gpu}
-
-
-def packages(*names: str) -> dict[str, str | None]:
-    """Their versions; None where one is missing."""
-    found = dict.fromkeys(names)
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    return store.facts(case["device"], "transformers", "liger-kernel", "triton", *others)
 
 
 def prepare(case: dict) -> None:
@@ -548,11 +528,6 @@ def prepare(case: dict) -> None:
 # --- all cases --------------------------------------------------------------------------------
 
 
-def measure(case: dict, timeout: float, following: Iterable[dict] = ()) -> dict:
-    """The record of one case; the processes of those that follow get ready meanwhile."""
-    return processes.measure(__file__, key, case, timeout, following)
-
-
 def key(record: dict) -> tuple:
     names = ("model", "batch", "provider", *(name for name in SETTING if name != "steps"))
     mappings = (json.dumps(record[name], sort_keys=True) for name in ("changes", "apply"))
@@ -561,9 +536,7 @@ def key(record: dict) -> tuple:
 
 def read(path: Path) -> list[dict]:
     """Records of a file; of a case that was run twice the last one."""
-    if not path.exists():
-        return []
-    records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    records = store.read(path)
     for record in records:  # as older files have them
         for name, value in (
             ("padding", 0.0),
@@ -580,21 +553,26 @@ def read(path: Path) -> list[dict]:
     return list({key(record): record for record in records}.values())
 
 
-def _note(record: dict, too_large: dict[tuple, int]) -> None:
-    if record.get("out_of_memory"):
-        row = key({**record, "batch": None})
-        too_large[row] = min(record["batch"], too_large.get(row, math.inf))
-
-
 def table(records: list[dict]) -> str:
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
     ordered = sorted(records, key=lambda r: (list(MODELS).index(r["model"]), r["batch"]))
-    settings = by_provider(ordered, lambda r: (setting(r), f"{r['batch']} x {r['seq']}"))
-    rows = [
-        [*names, *(row.shown(name, _cell) for name in providers), _ratio(row, "stock"), _ratio(row, "liger")]
-        for names, row in settings.items()
-    ]
-    return markdown(("model", "batch x tokens", *providers, "Tigon to stock", "to Liger"), rows)
+    rows = by_provider(ordered, lambda r: (setting(r), f"{r['batch']} x {r['seq']}"))
+    fields = {"tokens/s": rate, "GB": lambda r: f"{r['peak_gb']:.1f}"}
+    more = {"MFU of tigon": lambda row: mfu.text(row.get("tigon"), config_of(row.get("tigon")))}
+    for other in ("stock", "liger"):
+        if other in providers:
+            more[f"speed to {other}"] = ratio(other, lambda r: r["tokens_per_s"])
+            more[f"loss from {other}'s"] = distance(other, "losses")
+    return by_field(("model", "batch x tokens"), rows, providers, fields, more)
+
+
+def rate(record: dict) -> str:
+    return f"{record['tokens_per_s']:,.0f} ± {record['tokens_per_s_std']:,.0f}"
+
+
+def config_of(record: dict | None) -> dict:
+    """The configuration that a record's model was built from."""
+    return MODELS[record["model"]] | record["changes"] if record else {}
 
 
 def setting(record: dict) -> str:
@@ -621,66 +599,15 @@ def setting(record: dict) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _cell(record: dict | None) -> str:
-    if record is None:
-        return "-"
-    if "error" in record:
-        return processes.error_text(record)
-    rate, spread = record["tokens_per_s"], record["tokens_per_s_std"]
-    used = mfu.text(record, MODELS[record["model"]] | record["changes"])
-    return f"{rate:,.0f} ± {spread:,.0f} tokens/s, {record['peak_gb']:.1f} GB{used}"
+def _line(r: dict) -> str:
+    return f"{r['model']:<12} {r['batch']:>3} {r['provider']:<6} " + (
+        store.error_text(r) if "error" in r else f"{rate(r)} tokens/s, {r['peak_gb']:.1f} GB"
+    )
 
 
-def _ratio(row: dict, other: str) -> str:
-    pair = [row.get("tigon"), row.get(other)]
-    if any(record is None or "error" in record for record in pair):
-        return "-"
-    speed = pair[0]["tokens_per_s"] / pair[1]["tokens_per_s"]
-    memory = pair[0]["peak_gb"] / pair[1]["peak_gb"] if pair[1]["peak_gb"] else 1.0
-    gap = max(abs(a - b) / abs(b) for a, b in zip(pair[0]["losses"], pair[1]["losses"], strict=True))
-    return f"{speed:.2f}x, memory {memory:.3f}x, loss within {gap:.1e}"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["--worker"]:
-        processes.serve(*words[1:3], prepare, run_case)
-        return 0
-    args = parse(words)
-    if args.table:
-        print(table(read(args.table)))
-        return 0
-    from tqdm import tqdm
-
-    start = time.perf_counter()
-    known = [] if args.again else read(args.out)
-    done = {key(r) for r in known if "error" not in r or r.get("out_of_memory")}
-    too_large: dict[tuple, int] = {}  # the smallest batch that was, of everything but batches
-    for record in known:
-        _note(record, too_large)
-    waiting = [case for case in cases(args) if key(case) not in done]
-    bar = tqdm(waiting, unit="case", dynamic_ncols=True)
-    for number, case in enumerate(bar):
-        bar.set_description(f"{case['model']} {case['batch']} {case['provider']}")
-        left = 60 * args.budget - (time.perf_counter() - start) if args.budget else args.case_timeout
-        if left <= 0:
-            bar.write(f"out of time: {len(waiting) - number} cases not started")
-            break
-        if case["batch"] >= too_large.get(key({**case, "batch": None}), math.inf):
-            record = {**case, "error": "a smaller batch was out of memory", "out_of_memory": True}
-        else:
-            following = waiting[number + 1 : number + 1 + processes.AHEAD]
-            record = measure(case, min(left, args.case_timeout), following)
-        _note(record, too_large)
-        processes.append(args.out, record)
-        bar.write(f"{case['model']:<12} {case['batch']:>3} {case['provider']:<6} {_cell(record)}")
-    processes.close()
-    wanted = {key(case) for case in cases(args)}
-    records = [record for record in read(args.out) if key(record) in wanted]
-    print(f"\n{table(records)}\n")
-    broken = [r for r in records if "error" in r and not r.get("out_of_memory")]
-    print(f"{len(records)} cases, {len(broken)} broken; {args.out}; {time.perf_counter() - start:.0f} s")
-    return int(bool(records) and len(broken) == len(records))
+def main(words: list[str] | None = None) -> int:
+    program = parse, cases, key, prepare, run_case, table, read, _line
+    return processes.main_of_cases(__file__, words, *program)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from pathlib import Path
 import e2e
 import medusa
 import plot
-import processes
-from tables import by_provider, markdown
+import store
+from tables import Row, by_field, by_provider, markdown, ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGE, IMAGES = ROOT / "bench/results/h200", ROOT / "docs/paper.md", ROOT / "docs/img"
@@ -43,7 +43,7 @@ def models() -> dict[str, dict[int, dict[str, dict]]]:
 
 
 def heads() -> dict[str, dict[int, dict[str, dict]]]:
-    records = processes.read(DATA / "medusa.jsonl", medusa.key)
+    records = store.read(DATA / "medusa.jsonl", medusa.key)
     return _sorted(records, lambda r: f"medusa_stage{r['stage']}_{r['heads']}heads", "seq")
 
 
@@ -57,7 +57,7 @@ def _sorted(records: list[dict], name: Callable[[dict], str], size: str) -> dict
 
 def kernels() -> list[tuple[str, str, str, dict[int, dict[str, dict]]]]:
     """Title, what varies, what the paper says and records by size and provider of every kernel."""
-    records = plot.read(DATA / "paper.jsonl")
+    records = store.read(DATA / "paper.jsonl")
     found = []
     for op, begin, title, varies, said in KERNELS:
         mine = (r for r in records if r["op"] == op and r["case"].startswith(begin))
@@ -117,35 +117,30 @@ def pictures() -> dict[str, Callable[[Path], None]]:
     return drawn | kernel_rows
 
 
-def _against(record: dict | None, stock: dict | None) -> str:
-    if record is None:
-        return "-"
-    if "error" in record:
-        return "out of memory" if record.get("out_of_memory") else "error"
-    text = f"{record['tokens_per_s']:,.0f} tokens/s, {record['peak_gb']:.1f} GB"
-    if stock is None or stock is record or "error" in stock:
-        return text
-    speed, memory = (100 * record[k] / stock[k] - 100 for k in ("tokens_per_s", "peak_gb"))
-    return f"{text} ({speed:+.0f} %, {memory:+.0f} %)"
-
-
 def _kernel_rows() -> list[list[str]]:
     rows = []
     for title, _, said, sizes in kernels():
         size, by = list(sizes.items())[-1]
-
-        def cell(who, by=by):
-            inplace = f"; in place {by['tigon_inplace']['peak_mb']:,.0f} MB" if f"{who}_inplace" in by else ""
-            spread = f" ({by[who]['q20']:.3f} to {by[who]['q80']:.3f})" if "q20" in by[who] else ""
-            return f"{by[who]['ms']:.3f}{spread} ms, {by[who]['peak_mb']:,.0f} MB{inplace}"
-
-        rows.append([title, str(size), *map(cell, ("eager", "liger", "tigon")), said])
+        who = [by[name] for name in ("eager", "liger", "tigon")]
+        cells = [f"{r['ms']:.3f}" for r in who] + [f"{r['peak_mb']:,.0f}" for r in who]
+        inplace = f"{by['tigon_inplace']['peak_mb']:,.0f}" if "tigon_inplace" in by else "-"
+        rows.append([title, str(size), *cells, inplace, said])
     return rows
+
+
+def _models_table(batches: dict[int, Row]) -> str:
+    rows = {(str(n),): row for n, row in batches.items()}
+    fields = {"tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}", "GB": lambda r: f"{r['peak_gb']:.1f}"}
+    more = {}
+    for label, field in (("tokens/s", "tokens_per_s"), ("GB", "peak_gb")):
+        for who in ("liger", "tigon"):
+            more[f"{who} / stock, {label}"] = ratio("stock", lambda r, field=field: r[field], who)
+    return by_field(("batch",), rows, ("stock", "liger", "tigon"), fields, more)
 
 
 def _older_memory() -> str:
     """A word on records older than Tigon's gated units, and RoPE, in place."""
-    if any("q20" in r for r in plot.read(DATA / "paper.jsonl")):
+    if any("q20" in r for r in store.read(DATA / "paper.jsonl")):
         return ""
     return " The memory of gated units\nwas recorded before it did, that of RoPE without `inplace=True`."
 
@@ -153,33 +148,42 @@ def _older_memory() -> str:
 def page() -> str:
     blocks = [
         "# The figures of Liger's paper",
-        "Written by `make figures` from `bench/results/h200`; do not edit. [Method](benchmarks.md), "
-        "[all results](results/index.md).\n\nThe paper (arXiv:2410.10989) measured A100 GPUs; here one H200 "
-        "runs stock transformers, Liger 0.8.5 and\nTigon.",
+        "<!--\nWritten by `make figures` from `bench/results/h200`.\n-->",
+        "[Method](benchmarks.md), [all results](results/index.md).",
+        "The paper (arXiv:2410.10989) measured A100 GPUs; here one H200 runs stock transformers, Liger\n"
+        "0.8.5 and Tigon. Commits and marks of these records are on the pages of\n"
+        "[models](results/models.md), [losses](results/losses.md) and [norms](results/norms.md).",
         "## Figures 2 and 3: kernels over sizes",
         "Forward and backward together in bfloat16: norms and cross-entropy of 8192 rows, gated units of\n"
         "4 rows of tokens and 11008 columns, RoPE of 4 x 2048 tokens with heads of 128. The sizes on the\n"
         "axes are the paper's, which gives no others. The table has time and peak memory of the largest\n"
-        "size, as the paper has them: medians of ten repeats and more, in brackets and as bands the\n"
-        "[0.2, 0.8] quantiles where they were recorded. `eager` is the plain PyTorch formulation; in place\n"
+        "size, as the paper has them: medians of ten repeats and more; in the plots the bands are the\n"
+        "[0.2, 0.8] quantiles. `eager` is the plain PyTorch formulation; in place\n"
         "the gradient is written over the logits, and q and k are rotated where they lie, as Liger does.",
-        markdown(("kernel", "size", "eager", "liger", "tigon", "paper on Liger"), _kernel_rows()),
+        markdown(
+            (
+                *(
+                    "kernel",
+                    "size",
+                    *(f"{who}, {unit}" for unit in ("ms", "MB") for who in ("eager", "liger", "tigon")),
+                ),
+                *("tigon in place, MB", "paper on Liger"),
+            ),
+            _kernel_rows(),
+        ),
         "![time](img/paper_kernels_time.png)",
         "![memory](img/paper_kernels_memory.png)",
         "What differs: the H200 has 4.8 TB/s of memory, the A100 2.0. Liger always writes both gradients of\n"
         "gated units over the saved inputs, Tigon where nothing else holds them." + _older_memory(),
         "## Figures 4 to 8: whole models over batch sizes",
-        "In brackets throughput and peak memory against stock, where stock runs. The paper trained on\n"
-        "four A100 of 80 GB with sequences of 512. Here one GPU holds model, gradients and optimizer\n"
-        "without checkpointing, so that smaller batches fit and percentages of memory are not comparable:\n"
-        "the shares of parameters and activations differ.",
+        "The paper trained on four A100 of 80 GB, with parameters sharded, on Alpaca with sequences of 512,\n"
+        "a cosine schedule, 20 steps and five runs. Here one GPU holds model, gradients and optimizer\n"
+        "without checkpointing, and takes five measured steps of one run on random tokens at a constant\n"
+        "rate. Percentages of memory are not comparable: here parameters, gradients and optimizer are a\n"
+        "larger share, so the same activations are a smaller one.",
     ]
     for name, batches in models().items():
-        rows = [
-            [str(n), *(_against(row.get(who), row.get("stock")) for who in ("stock", "liger", "tigon"))]
-            for n, row in batches.items()
-        ]
-        blocks += [f"### {name}", markdown(("batch", "stock", "liger", "tigon"), rows)]
+        blocks += [f"### {name}", _models_table(batches)]
         if name in STATED:
             batch, speed, memory = STATED[name]
             blocks.append(
@@ -188,11 +192,12 @@ def page() -> str:
         blocks.append(f"![paper_{name}.png](img/paper_{name}.png)")
     blocks += [
         "## Figures 9 to 12: Medusa's heads over lengths",
-        "Stage 1 trains the heads on a frozen model, stage 2 both. Liger's heads have the residual blocks\n"
-        "that its example leaves out; liger_fp32 sums weight gradients in float32, as Tigon does, liger\n"
-        "in bfloat16; tigon_small bounds the workspace by `max_workspace_mb=256`. The paper\n"
-        "has no numbers beside its plots: on eight A100 stock ran out of memory at long sequences.",
-        medusa.table(processes.read(DATA / "medusa.jsonl", medusa.key)),
+        "Stage 1 trains the heads on a frozen model, stage 2 both, with gradient checkpointing. Liger's\n"
+        "heads have the residual blocks that its example leaves out; liger_fp32 sums weight gradients in\n"
+        "float32, as Tigon does, liger in bfloat16; tigon_small bounds the workspace by\n"
+        "`max_workspace_mb=256`. The paper has no numbers beside its plots: on eight A100 stock ran out of\n"
+        "memory at long sequences.",
+        medusa.table(store.read(DATA / "medusa.jsonl", medusa.key)),
         *(f"![{name}](img/{name})" for name in pictures() if name.startswith("paper_medusa")),
     ]
     return "\n\n".join(blocks) + "\n"

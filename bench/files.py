@@ -8,16 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import adapters
 import convergence
 import e2e
-import medusa
-import parallel_e2e
-import plot
-import processes
-import trl_trainers
+import store
+from store import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # The page of an op; an op that is not here has a page of its own.
 GROUPS = {
     "loss_head": ("linear_cross_entropy", "multi_token_loss"),
@@ -76,7 +71,7 @@ class Run:
         """What wrote it: op, or the name of the program in bench, or train."""
         if self.path.suffix == ".json":
             return "train"
-        first = plot.read(self.path)[0]
+        first = store.read(self.path)[0]
         return next(kind for mark, kind in MARKS.items() if mark in first)
 
     @cached_property
@@ -84,10 +79,10 @@ class Run:
         """Its records; of a case that was run twice the last one."""
         if self.kind == "train":
             return [json.loads(self.path.read_text())]
-        if self.kind in KEYS:
-            return processes.read(self.path, processes.fields(*KEYS[self.kind]))
         special = {"e2e": e2e.read, "floor": e2e.read, "convergence": convergence.read}
-        return special.get(self.kind, plot.read)(self.path)
+        if self.kind in special:
+            return special[self.kind](self.path)
+        return store.read(self.path, store.key_of(self.kind))
 
     @property
     def name(self) -> str:
@@ -127,23 +122,6 @@ class Run:
             if "gpu" in r
         }
         return "; ".join(sorted(found))
-
-
-OP = ("op", "case", "dtype", "pass", "provider")
-KEYS = {
-    "op": OP,
-    "medusa": medusa.KEY,
-    "parallel_e2e": parallel_e2e.KEY,
-    "trl_trainers": trl_trainers.KEY,
-    "adapters": (*adapters.CASE, "provider"),
-    "optimizer": ("parameters", "kind"),
-    "parallel": ("op", "case", "provider", "gpus"),
-}
-
-
-def op_key(record: dict) -> tuple:
-    """What makes two records of bench/run.py the same measurement."""
-    return tuple(record[name] for name in OP)
 
 
 def runs(folder: Path) -> list[Run]:

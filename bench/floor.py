@@ -19,9 +19,11 @@ the floor is. The setting is that of e2e; its options are taken too.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Iterator
 
 import e2e
 import processes
@@ -127,24 +129,30 @@ def table(records: list[dict], steps: dict[tuple, float]) -> str:
     return markdown(("model", *PARTS, "floor ms", "Tigon's step ms", "floor of step"), rows)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args = e2e.parse(["--out", "out/floor.jsonl", *(sys.argv[1:] if arguments is None else arguments)])
+def measured(args: argparse.Namespace) -> Iterator[dict]:
+    for case in e2e.cases(args):
+        print(f"{case['model']} ...", flush=True)
+        yield {**floor(case), **e2e.versions(case)}
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    args = e2e.parse(["--out", "out/floor.jsonl", *words])
     args.providers = ["tigon"]
     if others := set(args.models) - set(e2e.DENSE):
         raise SystemExit(
             f"--models: a floor has the parts of {', '.join(e2e.DENSE)}, not of {', '.join(others)}"
         )
-    measured = e2e.read(args.table) if args.table else []
-    steps = {e2e.key(r): statistics.mean(r["step_ms"]) for r in measured if "step_ms" in r}
-    records = []
-    for case in e2e.cases(args):
-        print(f"{case['model']} ...", flush=True)
-        records.append({**floor(case), **e2e.versions(case)})
-        processes.append(args.out, records[-1])
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    print(f"\n{table(records, steps)}")
-    return 0
+    args.steps_file, args.table = args.table, None  # the table of a floor is beside measured steps
+    return args
+
+
+def main(words: list[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if words is None else words)
+    measured_steps = e2e.read(args.steps_file) if args.steps_file else []
+    steps = {e2e.key(r): statistics.mean(r["step_ms"]) for r in measured_steps if "step_ms" in r}
+    return processes.main(words, parse, measured, e2e.read, lambda records: table(records, steps))
 
 
 if __name__ == "__main__":

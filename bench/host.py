@@ -11,8 +11,9 @@ of several means, in microseconds. Prints a table and writes JSON lines.
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
 
 import processes
+import store
 import timing
-from providers import Runner
-from run import DTYPES, facts, results_file
+from providers import DTYPES, Runner
 
 from cases import modules
 from cases.case import Case, Inputs
@@ -61,39 +62,49 @@ def measure(runner: Runner, device: torch.device) -> dict[str, float]:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = processes.command_line(__doc__)
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = processes.command_line(__doc__, "")
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
     parser.add_argument("--ops", default=",".join(modules()))
-    parser.add_argument("--out", type=Path, help="JSON lines (bench/results/<device>/host.jsonl)")
-    args = parser.parse_args(arguments)
-    device, dtype = torch.device(args.device), DTYPES[args.dtype]
-    common = facts(device) | {"dtype": args.dtype}
-    path = args.out or results_file(common["gpu"], "host")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args(words)
+    args.out = args.out or store.results_file(store.device_name(args.device), "host")
+    return args
 
+
+def measured(args: argparse.Namespace) -> Iterator[dict]:
+    """What an empty function costs, then a record of each op."""
+    device, dtype = torch.device(args.device), DTYPES[args.dtype]
+    common = store.facts(args.device) | {"dtype": args.dtype}
     x = torch.randn(ROWS, COLUMNS, device=device, dtype=dtype)
     nothing = Runner(_Nothing.apply, Inputs(args=(x,), grads=(0,), grad_outputs=(x,)), device)
-    records = [common | {"op": "nothing", "empty": measure(nothing, device)}]
+    yield common | {"op": "nothing", "empty": measure(nothing, device)}
     for name in args.ops.split(","):
         module = modules()[name]
         inputs = module.make(Case("host", SMALL.get(name, {"shape": (ROWS, COLUMNS)})), device, dtype, 0)
         providers = {"tigon": module.tigon_fn, "pytorch": module.eager_fn}
         times = {who: measure(Runner(fn, inputs, device), device) for who, fn in providers.items()}
-        records.append(common | {"op": name} | times)
+        yield common | {"op": name} | times
 
-    print(f"{common['gpu']}, torch {common['torch']}, {args.dtype}, {ROWS} x {COLUMNS}: microseconds")
-    print(f"{'':24}" + "".join(f"{kind:>18}" for kind in PASSES))
-    print(f"{'':24}" + f"{'tigon':>9}{'pytorch':>9}" * len(PASSES))
+
+def table(records: list[dict]) -> str:
+    lines = [
+        f"{ROWS} x {COLUMNS}: microseconds",
+        f"{'':24}" + "".join(f"{kind:>18}" for kind in PASSES),
+        f"{'':24}" + f"{'tigon':>9}{'pytorch':>9}" * len(PASSES),
+    ]
     for r in records:
         who = ("tigon", "pytorch") if "tigon" in r else ("empty",)
         cells = "".join("".join(f"{r[w][kind]:{18 // len(who)}.1f}" for w in who) for kind in PASSES)
-        print(f"{r['op'] if 'tigon' in r else 'empty autograd.Function':24}{cells}")
-    path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    print(path)
+        lines.append(f"{r['op'] if 'tigon' in r else 'empty autograd.Function':24}{cells}")
+    return "\n".join(lines)
+
+
+def main(words: list[str] | None = None) -> int:
+    key = store.key_of("host")
+    return processes.main(words, parse, measured, lambda path: store.read(path, key), table)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

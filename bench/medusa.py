@@ -21,22 +21,21 @@ import argparse
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import e2e
 import processes
-from tables import by_provider, markdown
+import store
+from tables import by_field, by_provider, ratio
 
 PROVIDERS = ("stock", "liger", "liger_fp32", "tigon", "tigon_small")
 SMALL_MB = 256  # max_workspace_mb of tigon_small
 WARMUP = 2
 SCALE, DECAY = 0.2, 0.8
-KEY = ("model", "layers", "heads", "stage", "seq", "batch", "dtype", "device", "provider", "changes")
-key = processes.fields(*KEY)
+key = store.key_of("medusa")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__)
+    parser = processes.command_line(__doc__, "out/medusa.jsonl", 600.0)
     add = parser.add_argument
     add("--model", default="llama3-8b", choices=tuple(e2e.MODELS))
     add("--layers", type=int, help="fewer layers than published")
@@ -49,9 +48,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=5, help=f"measured steps, after {WARMUP} to warm up")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
-    add("--case-timeout", type=float, default=600.0, metavar="SECONDS")
-    add("--out", type=Path, default=Path("out/medusa.jsonl"))
-    add("--table", type=Path, help="only print the table of this file")
     args = parser.parse_args(arguments)
     processes.split(args, providers=PROVIDERS)
     return args
@@ -158,16 +154,6 @@ def work(record: dict, config: dict) -> dict:
     return {"passes": (1, 1), "head": 0.0, "others": record["heads"] * (4 * block + 6 * head)}
 
 
-def _cell(record: dict | None) -> str:
-    if record is None:
-        return "-"
-    if "error" in record:
-        return processes.error_text(record)
-    config = e2e.MODELS[record["model"]] | record["changes"]
-    used = e2e.mfu.text(record, config, **work(record, config))
-    return f"{record['tokens_per_s']:,.0f} tokens/s, {record['peak_gb']:.1f} GB{used}"
-
-
 def table(records: list[dict]) -> str:
     def setting(r: dict) -> tuple[str, str]:
         layers = f", {r['layers']} layers" if r["layers"] else ""
@@ -177,15 +163,19 @@ def table(records: list[dict]) -> str:
 
     order = sorted(records, key=lambda r: (r["model"], r["layers"] or 0, r["stage"], r["heads"], r["seq"]))
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
-    rows = [
-        [*names, *(row.shown(name, _cell) for name in providers)]
-        for names, row in by_provider(order, setting).items()
-    ]
-    return markdown(("model", "batch x tokens", *providers), rows)
+    fields = {"tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}", "GB": lambda r: f"{r['peak_gb']:.1f}"}
+    more = {"MFU of tigon": lambda row: _mfu(row.get("tigon"))}
+    more |= {f"speed to {name}": ratio(name, lambda r: r["tokens_per_s"]) for name in ("stock", "liger")}
+    return by_field(("model", "batch x tokens"), by_provider(order, setting), providers, fields, more)
+
+
+def _mfu(record: dict | None) -> str:
+    config = e2e.config_of(record)
+    return e2e.mfu.text(record, config, **(work(record, config) if record else {}))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return processes.main(__file__, arguments, parse, cases, key, prepare, run_case, table)
+    return processes.main_of_cases(__file__, arguments, parse, cases, key, prepare, run_case, table)
 
 
 if __name__ == "__main__":

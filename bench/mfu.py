@@ -12,8 +12,7 @@ import math
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0}  # dense bf16 of the SXM cards, as NVIDIA states it
 NOTE = (
     "MFU: [the model's operations](../benchmarks.md#whole-models) over "
-    f"{PEAK_TFLOPS['H200']:.0f} TFLOP/s, which NVIDIA states of dense bf16;\nin brackets over what a "
-    "product of 8192 x 8192 x 8192 reached in the same process, where it was measured."
+    f"{PEAK_TFLOPS['H200']:.0f} TFLOP/s, which NVIDIA states of dense bf16."
 )
 SLIDING = {"gemma3-4b": 6, "gpt-oss-20b": 2}  # layers of which one sees everything
 LINEAR = {"qwen3.5-9b": 4}  # layers of which one has attention, the others linear attention
@@ -67,11 +66,15 @@ def token_flops(
     return 2 * passes[0] * weights + 4 * passes[1] * columns * seen + others
 
 
-def text(record: dict, config: dict, **work) -> str:
-    """Percent of the stated peak, in brackets of the product measured in the same process; empty on a CPU."""
+def share(record: dict, config: dict, **work) -> float | None:
+    """The part of the stated peak that a record reached; None for a device without one."""
     peak = next((peak for card, peak in PEAK_TFLOPS.items() if card in record.get("gpu", "")), None)
     if peak is None:
-        return ""
-    reached = token_flops(record, config, **work) * record["tokens_per_s"] / record.get("gpus", 1) / 1e12
-    product = record.get("product_tflops")
-    return f", MFU {reached / peak:.0%}" + (f" ({reached / product:.0%})" if product else "")
+        return None
+    return token_flops(record, config, **work) * record["tokens_per_s"] / record.get("gpus", 1) / 1e12 / peak
+
+
+def text(record: dict | None, config: dict, **work) -> str:
+    """The same as a cell."""
+    found = None if record is None or "error" in record else share(record, config, **work)
+    return "-" if found is None else f"{found:.0%}"

@@ -9,36 +9,38 @@ On a GPU: LLaMA 3 8B's parameters, as many of its layers as fit the memory with 
 25 million parameters. Then 2,000 tensors of 4 to 100,000 elements and 2,000 of 4, whose time on the CPU is
 the host's; --host measures these alone. --muon times Muon's step on the matrices of LLaMA 3 8B's first layers
 beside torch.optim.Muon's, and prints that only. Every configuration is timed in turn with PyTorch's fused and
-foreach AdamW where they have it, and with a copy of the bytes that it must move (14 an element in bfloat16
-with bfloat16 moments). Prints a table and writes JSON lines: milliseconds, the share of the copy's rate,
-microseconds of the host (native: of the native call alone), and the largest difference from PyTorch's fused
-result.
+foreach AdamW where they have it, those of 8-bit moments with bitsandbytes' and torchao's where they are
+installed, and with a copy of the bytes that it must move (14 an element in bfloat16 with bfloat16 moments).
+Prints a table and writes JSON lines: milliseconds, the share of the copy's rate, microseconds of the host
+(native: of the native call alone), and the largest difference from PyTorch's fused result.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
-import json
+import importlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
 
 import processes
+import store
 import timing
-from run import facts, results_file
 
 import tigon
 from cases.adamw import llama, llama_8b, many_small
 
 BF16, F32 = torch.bfloat16, torch.float32
 # Name: parameters' dtype, options, bytes an element moved and held, and whether PyTorch has the same.
-KINDS: dict[str, tuple[torch.dtype, dict, int, int, bool]] = {
+KINDS: dict[str, tuple[torch.dtype, dict, float, float, bool]] = {
     "bf16": (BF16, {}, 14, 8, True),
     "bf16_nearest_moments": (BF16, {"moment_rounding": "nearest"}, 14, 8, False),
     "bf16_wide_moments": (BF16, {"moment_dtype": F32}, 22, 12, False),
@@ -46,6 +48,9 @@ KINDS: dict[str, tuple[torch.dtype, dict, int, int, bool]] = {
     "fp32": (F32, {}, 28, 16, True),
     "stochastic": (BF16, {"rounding": "stochastic"}, 14, 8, False),
     "clipped": (BF16, {"max_grad_norm": 1.0}, 16, 8, True),
+    "int8": (BF16, {"moment_dtype": "int8"}, 10 + 16 / 256, 6 + 8 / 256, False),
+    "int8_stochastic": (BF16, {"moment_dtype": "int8", "rounding": "stochastic"}, 10 + 16 / 256, 7, False),
+    "int8_split": (BF16, {"moment_dtype": "int8", "rounding": "split"}, 14 + 16 / 256, 9, False),
 }
 APART = 8 * 2**30  # bytes for temporaries: a copy's buffers, a random tensor
 
@@ -148,6 +153,19 @@ def torch_step(params, clip: bool, **options) -> Callable:
     return step
 
 
+def of_8_bits() -> dict[str, Callable]:
+    """Steps of other libraries' AdamW with 8-bit moments, of those that are installed."""
+    found = {}
+    for library, module in (("bitsandbytes", "bitsandbytes.optim"), ("torchao", "torchao.optim")):
+        try:
+            cls = importlib.import_module(module).AdamW8bit
+        except (ImportError, AttributeError, RuntimeError) as error:
+            print(f"{library}: {error}")
+            continue
+        found[library] = lambda params, cls=cls: cls(params, lr=1e-5).step
+    return found
+
+
 def difference(ours, theirs) -> float:
     return max(
         float((a.detach() - b.detach()).abs().max()) for a, b in zip(ours, theirs, strict=True) if a.numel()
@@ -164,7 +182,12 @@ def release(device: torch.device) -> None:
 def measure(name: str, shapes, device: torch.device) -> dict:
     dtype, options, per_element, _, peers = KINDS[name]
     elements = sum(map(_numel, shapes))
-    record = {"kind": name, "elements": elements, "tensors": len(shapes), "bytes": elements * per_element}
+    record = {
+        "kind": name,
+        "elements": elements,
+        "tensors": len(shapes),
+        "bytes": int(elements * per_element),
+    }
     record["copy_ms"] = copy_ms(record["bytes"], device)
     release(device)
     params = parameters(shapes, dtype, device)
@@ -177,9 +200,17 @@ def measure(name: str, shapes, device: torch.device) -> dict:
         record |= clip_alone(params, device)
     del optimizer, params
     release(device)
-    for variant in ("fused", "foreach") if peers else ():
+    variants: dict[str, Callable] = {}
+    if peers:
+        for variant in ("fused", "foreach"):
+            variants[variant] = lambda params, variant=variant: torch_step(
+                params, "max_grad_norm" in options, **{variant: True}
+            )
+    if name == "int8" and device.type == "cuda":
+        variants |= of_8_bits()
+    for variant, make in variants.items():
         params = parameters(shapes, dtype, device)
-        step = torch_step(params, "max_grad_norm" in options, **{variant: True})
+        step = make(params)
         try:
             record[f"{variant}_ms"] = milliseconds(step, device)
             record[f"{variant}_host_us"] = host_us(step, device)
@@ -200,16 +231,30 @@ def agreement(device: torch.device) -> dict:
         for _ in range(5):
             a.step(), b.step()
         record[name] = difference(ours, theirs)
+    on_host, on_device = (
+        [nn.Parameter(p.detach().to(where)) for p in parameters(shapes, BF16, device)]
+        for where in ("cpu", device)
+    )
+    made = [tigon.optim.AdamW(params, lr=1e-3, moment_dtype="int8") for params in (on_host, on_device)]
+    for i in range(5):
+        for p, q in zip(on_host, on_device, strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=BF16)
+            q.grad = p.grad.to(device)
+        for optimizer in made:
+            optimizer.step()
+    record["int8_beside_cpu"] = difference(on_host, [q.cpu() for q in on_device])  # 0
     return record
 
 
-def muon(device: torch.device, layers: int, smoke: bool) -> None:
+def muon(device: torch.device, layers: int, smoke: bool) -> dict:
     """Muon's step beside PyTorch's on hidden matrices, and the distance of an update from float64's, as a
     part of its norm: the largest of all shapes."""
     model = llama(64, 160, 16, layers, 1) if smoke else llama(4096, 14336, 1024, layers, 1)
     shapes = [shape for shape in model[1:-2] if len(shape) == 2]
+    record = {"kind": "muon", "parameters": f"{layers} layers of Llama 3 8B", "tensors": len(shapes)}
+    record["elements"] = sum(map(_numel, shapes))
     for name, optimizer in (("tigon", tigon.optim.Muon), ("torch", torch.optim.Muon)):
-        taken = milliseconds(optimizer(parameters(shapes, BF16, device)).step, device)
+        record[f"{name}_ms"] = milliseconds(optimizer(parameters(shapes, BF16, device)).step, device)
         release(device)
         errors = []
         for (g,) in (parameters([shape], F32, device) for shape in set(shapes)):
@@ -217,29 +262,33 @@ def muon(device: torch.device, layers: int, smoke: bool) -> None:
             p.grad, exact.grad = g.detach(), g.detach().double()
             optimizer([p]).step(), tigon.optim.Muon([exact]).step()
             errors.append(float((p.data - exact.data).norm() / exact.data.norm()))
-        print(f"{layers} layers, {len(shapes)} matrices: {name} {taken:.2f} ms, error {max(errors):.1e}")
+        record[f"{name}_error"] = max(errors)
+    return record
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = processes.command_line(__doc__)
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = processes.command_line(__doc__, "")
     cuda = torch.cuda.is_available()
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--out", type=Path, help="JSON lines (bench/results/<device>/optimizer.jsonl)")
-    parser.add_argument("--host", action="store_true", help="lists of many tensors alone")
-    parser.add_argument("--muon", type=int, metavar="LAYERS", nargs="?", const=4, help="Muon only")
-    parser.add_argument("--smoke", action="store_true", help="a few small tensors, in a second")
-    args = parser.parse_args(arguments)
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    add("--kinds", default=",".join(KINDS))
+    add("--host", action="store_true", help="lists of many tensors alone")
+    add("--muon", type=int, metavar="LAYERS", nargs="?", const=4, help="Muon only")
+    add("--smoke", action="store_true", help="a few small tensors, in a second")
+    args = parser.parse_args(words)
+    args.out = args.out or store.results_file(store.device_name(args.device), "optimizer")
+    return args
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict]:
     device = torch.device(args.device)
+    common = store.facts(args.device)
     if args.muon:
-        muon(device, args.muon, args.smoke)
-        return 0
-    common = facts(device)
-    path = args.out or results_file(common["gpu"], "optimizer")
-    path.parent.mkdir(parents=True, exist_ok=True)
+        yield common | muon(device, args.muon, args.smoke)
+        return
     count = 40 if args.smoke else 2000
     many = {f"small_{count}": many_small(count), f"tiny_{count}": ((4,),) * count}
-    records = [common | agreement(device)]
+    yield common | agreement(device)
     kinds = args.kinds.split(",")
     smoke = ("smoke", llama(64, 128, 16, 1, 50))
     runs = [
@@ -247,18 +296,22 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     runs += [(kind, *item) for item in many.items() for kind in kinds if kind in ("bf16", "clipped")]
     for kind, label, shapes in runs:
-        records.append(common | {"parameters": label} | measure(kind, shapes, device))
-        show(records[-1])
-    print({key: value for key, value in records[0].items() if key not in common})
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    print(path)
-    return 0
+        record = common | {"parameters": label} | measure(kind, shapes, device)
+        print(line(record), flush=True)
+        yield record
 
 
-def show(r: dict) -> None:
+def line(r: dict) -> str:
+    if r["kind"] == "agreement":
+        return f"agreement: bf16 {r['bf16']}, fp32 {r['fp32']}"
+    if r["kind"] == "muon":
+        found = [
+            f"{who} {r[f'{who}_ms']:.2f} ms, error {r[f'{who}_error']:.1e}" for who in ("tigon", "torch")
+        ]
+        return f"{r['parameters']}, {r['tensors']} matrices: {', '.join(found)}"
     peers = "".join(
         f"  {variant} {r[f'{variant}_ms']:8.2f} ms, host {r[f'{variant}_host_us']:6.0f} us"
-        for variant in ("fused", "foreach")
+        for variant in ("fused", "foreach", "bitsandbytes", "torchao")
         if f"{variant}_ms" in r
     )
     clips = "".join(
@@ -267,12 +320,19 @@ def show(r: dict) -> None:
         for who in ("tigon", "torch")
         if f"{who}_clip_ms" in r
     )
-    print(
+    return (
         f"{r['parameters']:22} {r['kind']:18} {r['bytes'] / 1e9:7.2f} GB  copy {r['copy_ms']:8.2f} ms  "
         f"tigon {r['tigon_ms']:8.2f} ms ({r['of_copy']:4.0%}), host {r['tigon_host_us']:6.0f} us, native "
-        f"{r['tigon_native_us']:5.0f} us{peers}{clips}",
-        flush=True,
+        f"{r['tigon_native_us']:5.0f} us{peers}{clips}"
     )
+
+
+def main(words: list[str] | None = None) -> int:
+    def table(records: list[dict]) -> str:
+        return "\n".join(map(line, records))
+
+    key = store.key_of("optimizer")
+    return processes.main(words, parse, measured, lambda path: store.read(path, key), table)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ Times are medians over calls, of the slowest process; peaks are beyond the input
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "python")]  # tigon, unless it is installed
 
 import processes
+import store
 import timing
-from run import facts
 
 from tigon import parallel
 
@@ -119,7 +121,7 @@ def products(tokens: int, hidden: int, vocab: int) -> float:
     return total
 
 
-def head(name: str, alone, write) -> None:
+def head(name: str, alone) -> dict:
     tokens, hidden, vocab, options = HEADS[name]
     ranks, rank = dist.get_world_size(), dist.get_rank()
     limit = products(tokens, hidden, vocab) / ranks
@@ -143,7 +145,7 @@ def head(name: str, alone, write) -> None:
     record["exposed_ms"] = exposed_ms(lambda: step(**options))
     if not sequence_parallel:
         record["alone_ms"] = time_ms(lambda: step(alone))
-    write(record)
+    return record
 
 
 @contextlib.contextmanager
@@ -158,7 +160,7 @@ def megatron(ranks: int):
     parallel_state.destroy_model_parallel()
 
 
-def given_logits(rows: int, columns: int, write) -> None:
+def given_logits(rows: int, columns: int) -> Iterator[dict]:
     """The loss of logits that are there, and their gradient."""
     ranks = dist.get_world_size()
     logits = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -207,32 +209,38 @@ def given_logits(rows: int, columns: int, write) -> None:
                 record |= {"ms": time_ms(call), "peak_mb": peak_mb(call)}
             except Exception as error:
                 record["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            write(record)
+            yield record
 
 
-def main() -> int:
-    parser = processes.command_line(__doc__)
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = processes.command_line(__doc__, "out/parallel.jsonl")
     parser.add_argument("--cases", default=",".join(HEADS))
-    parser.add_argument("--out", type=Path, default=Path("out/parallel.jsonl"))
-    args = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict]:
+    """Every record, on every rank."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
-    common = facts(device) | {"gpus": dist.get_world_size(), "dtype": "bf16", "pass": "step"}
-
-    def write(record: dict) -> None:
-        if dist.get_rank() == 0:
-            processes.append(args.out, common | {"provider": "tigon"} | record)
-            shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}
-            print(shown, flush=True)
-
+    common = store.facts("cuda") | {"gpus": dist.get_world_size(), "dtype": "bf16", "pass": "step"}
     for name in args.cases.split(","):
-        head(name, groups[dist.get_rank()], write)
+        yield common | {"provider": "tigon"} | head(name, groups[dist.get_rank()])
         torch.cuda.empty_cache()
-    given_logits(8192, 32064, write)
+    for record in given_logits(8192, 32064):
+        yield common | record
     dist.destroy_process_group()
-    return 0
+
+
+def table(records: list[dict]) -> str:
+    figures = [{k: round(v, 3) if isinstance(v, float) else v for k, v in r.items()} for r in records]
+    return "\n".join(map(str, figures))
+
+
+def main(words: list[str] | None = None) -> int:
+    key = store.key_of("parallel")
+    return processes.main(words, parse, measured, lambda path: store.read(path, key), table)
 
 
 if __name__ == "__main__":

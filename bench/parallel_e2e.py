@@ -28,6 +28,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,7 +37,8 @@ sys.path.append(str(ROOT / "examples"))
 
 import e2e
 import processes
-from tables import by_provider, markdown
+import store
+from tables import by_field, by_provider, distance, ratio
 
 LAYOUTS = {  # providers of each
     "fsdp2": ("stock", "tigon", "liger"),
@@ -51,12 +53,11 @@ OF_MEGATRON = {  # its names of what a model's configuration holds
     "num_attention_heads": "num_attention_heads",
 }
 PACKAGES = ("transformers", "megatron-core", "liger-kernel")
-KEY = ("layout", "model", "changes", "layers", "batch", "seq", "gpus", "provider")
-key = processes.fields(*KEY)
+key = store.key_of("parallel_e2e")
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__)
+    parser = processes.command_line(__doc__, "out/parallel_e2e.jsonl")
     add = parser.add_argument
     add("--layouts", default=",".join(LAYOUTS), help="comma-separated")
     add("--providers", default=",".join(e2e.PROVIDERS))
@@ -66,7 +67,6 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=2, help="rows of a process (fsdp2, megatron_ddp), or of all")
     add("--seq", type=int, default=4096)
     add("--steps", type=int, default=10, help=f"measured steps, after {e2e.WARMUP} to warm up")
-    add("--out", type=Path, default=Path("out/parallel_e2e.jsonl"))
     return parser.parse_args(words)
 
 
@@ -260,14 +260,6 @@ def measure(case: dict, device: str) -> dict:
     return case | result | {"seconds": time.perf_counter() - start}
 
 
-def versions(device: str) -> dict:
-    """What the numbers belong to."""
-    import torch
-    from run import facts
-
-    return facts(torch.device(device)) | e2e.packages(*PACKAGES)
-
-
 def settings(records: list[dict]) -> dict[str, dict[str, dict]]:
     return by_provider(records, lambda r: key(r | {"provider": None}))
 
@@ -277,58 +269,41 @@ def setting(record: dict) -> str:
     return f"{record['layout']}, {record['model']}, {record['layers']} layers{changes}"
 
 
-def _cell(r: dict | None) -> str:
-    if r is None or "error" in r:
-        return "-" if r is None else r["error"][:60].replace("|", "/")
-    peak = "" if r["peak_gb"] is None else f", {r['peak_gb']:.1f} GB"
-    used = e2e.mfu.text(r, e2e.MODELS[r["model"]] | r["changes"])
-    return f"{r['tokens_per_s']:,.0f} tokens/s{peak}{used}"
-
-
 def table(records: list[dict]) -> str:
     providers = [name for name in e2e.PROVIDERS if any(r["provider"] == name for r in records)]
-    rows = []
-    for row in settings(records).values():
-        first, ours = next(iter(row.values())), row.get("tigon")
-        cells = [setting(first), str(first["gpus"]), f"{first['batch']} x {first['seq']}"]
-        cells += [row.shown(name, _cell) for name in providers]
-        peer = row.get("stock")
-        if ours is None or peer is None or "error" in ours or "error" in peer:
-            cells.append("-")
-        else:
-            pairs = zip(ours["losses"], peer["losses"], strict=True)
-            apart = max(abs(a - b) / abs(b) for a, b in pairs)
-            speed = ours["tokens_per_s"] / peer["tokens_per_s"]
-            memory = "" if not peer["peak_gb"] else f", memory {ours['peak_gb'] / peer['peak_gb']:.3f}x"
-            cells.append(f"{speed:.2f}x{memory}, loss within {apart:.1e}")
-        rows.append(cells)
-    return markdown(("layout", "GPUs", "batch x tokens", *providers, "Tigon to stock"), rows)
+    rows = by_provider(records, lambda r: (setting(r), str(r["gpus"]), f"{r['batch']} x {r['seq']}"))
+    fields = {
+        "tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}",
+        "GB": lambda r: "-" if r["peak_gb"] is None else f"{r['peak_gb']:.1f}",
+    }
+    more = {
+        "MFU of tigon": lambda row: e2e.mfu.text(row.get("tigon"), e2e.config_of(row.get("tigon"))),
+        "speed to stock": ratio("stock", lambda r: r["tokens_per_s"]),
+        "loss from stock's": distance("stock", "losses"),
+    }
+    return by_field(("layout", "GPUs", "batch x tokens"), rows, providers, fields, more)
 
 
-def main(words: list[str] | None = None) -> int:
-    args = parse(words)
+def measured(args: argparse.Namespace) -> Iterator[dict]:
+    """The records of the cases that --out does not hold, on every rank."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_HUB_KERNELS": "0"}
     import many_processes
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")  # Megatron's, of what is not installed
     device = many_processes.start()
-    common = versions(device)
-    wanted = cases(args, dist.get_world_size())
-    done = {key(r) for r in processes.read(args.out, key) if "error" not in r}
+    common = store.facts(device, *PACKAGES)
+    done = {key(r) for r in store.read(args.out, key) if "error" not in r}
     dist.barrier()  # all have read the file before it grows
-    for case in wanted:
-        if key(case) in done:
-            continue
-        record = common | measure(case, device)
-        if many_processes.first():
-            processes.append(args.out, record)
-    if many_processes.first():
-        keys = {key(case) for case in wanted}
-        print(f"\n{table([r for r in processes.read(args.out, key) if key(r) in keys])}\n")
+    for case in cases(args, dist.get_world_size()):
+        if key(case) not in done:
+            yield common | measure(case, device)
     dist.barrier()
     dist.destroy_process_group()
-    return 0
+
+
+def main(words: list[str] | None = None) -> int:
+    return processes.main(words, parse, measured, lambda path: store.read(path, key), table)
 
 
 if __name__ == "__main__":

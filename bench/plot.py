@@ -8,7 +8,6 @@ python bench/plot.py bench/results/cpu/*.jsonl --out docs/img
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import convergence
 import processes
+import store
 
 COLOURS = {
     "eager": "#c9ccd1",
@@ -33,11 +33,6 @@ COLOURS = {
 }
 TIGON_MARKER = {"marker": "o", "ms": 5, "zorder": 3}
 PEER_MARKER = {"marker": "D", "ms": 3.5, "zorder": 2}
-
-
-def read(path: Path) -> list[dict]:
-    """The records of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def new_figure(rows: int, columns: int, **options):
@@ -172,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, help="folder of the pictures (beside the results)")
     args = parser.parse_args(arguments)
-    found = {name: draw for path in args.results for name, draw in pictures(path, read(path)).items()}
+    found = {name: draw for path in args.results for name, draw in pictures(path, store.read(path)).items()}
     if not found:
         raise SystemExit("nothing measured in these files")
     folder = args.out or args.results[0].parent

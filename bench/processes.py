@@ -1,22 +1,27 @@
-"""One case in one process: its record whatever happens to the process, and files of such records.
+"""The runner of the programs in bench: cases one after the other, their records as each ends, a table.
 
-While a case runs, the processes of the next ones import what they need and wait, without touching the card.
+A case that wants a process of its own (`each`) has a record whatever happens to that process. While it runs,
+the processes of the next cases import what they need and wait, without touching the card.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 
+import store
+from store import Key
+
 AHEAD = 2  # processes that get ready while a case runs
-Key = Callable[[dict], Hashable]  # what makes two records the same case
 
 
 class Worker:
@@ -68,9 +73,24 @@ class Worker:
         self.folder.cleanup()
 
 
-def command_line(doc: str) -> argparse.ArgumentParser:
-    """The parser of a program, which prints its docstring as it stands."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command_line(doc: str, out: str | None = None, timeout: float = 0.0) -> argparse.ArgumentParser:
+    """The parser of a program, which prints its docstring as it stands.
+
+    `out`: the file of a program that `main` runs, "" if it is named after the device. `timeout`: seconds of
+    a case with a process of its own.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    if out is not None:
+        add("--out", type=Path, default=Path(out) if out else None, help="JSON lines")
+        add("--table", type=Path, metavar="JSONL", help="only print the table of this file")
+    if timeout:
+        add("--case-timeout", type=float, default=timeout, metavar="SECONDS")
+        add(
+            "--budget", type=float, default=0.0, metavar="MINUTES", help="end, even within a case, after this"
+        )
+        add("--again", action="store_true", help="run cases that --out already holds, too")
+    return parser
 
 
 def split(args: argparse.Namespace, **known: Iterable[str]) -> None:
@@ -80,13 +100,6 @@ def split(args: argparse.Namespace, **known: Iterable[str]) -> None:
         if unknown := set(given) - set(words):
             raise SystemExit(f"--{name}: {', '.join(sorted(unknown))} is not of {', '.join(words)}")
         setattr(args, name, given)
-
-
-def append(path: Path, record: dict) -> None:
-    """One line, at once: a crash later loses nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 def serve(case_file: str, result_file: str, prepare: Callable, run_case: Callable[[dict], dict]) -> None:
@@ -120,45 +133,95 @@ def close() -> None:
         ready.popitem()[1].close()
 
 
-def fields(*names: str) -> Key:
-    """The key that these fields of a record are."""
-    return lambda record: json.dumps([record.get(name) for name in names], sort_keys=True)
+def each(
+    script: str, args: argparse.Namespace, cases: Iterable[dict], key: Key, known: list[dict], line=None
+) -> Iterator[dict]:
+    """The records of the cases that are not among the known ones, each from a process of its own.
 
-
-def read(path: Path, key: Key) -> list[dict]:
-    """Records of a file; of a case that was run twice the last one."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return list({key(record): record for record in map(json.loads, filter(str.strip, lines))}.values())
-
-
-def finished(record: dict) -> bool:
-    return "error" not in record or bool(record.get("out_of_memory"))
-
-
-def run_all(script: str, key: Key, cases: Iterable[dict], out: Path, timeout: float) -> None:
-    """Every case that the file does not hold; records are appended when their case ends."""
+    Where a batch was out of memory a larger one of the same case is not tried. `line`: a record as text.
+    """
     from tqdm import tqdm
 
-    done = {key(r) for r in read(out, key) if finished(r)}
+    start = time.perf_counter()
+    known = [] if args.again else known
+    done = {key(r) for r in known if store.finished(r)}
+    too_large: dict[Hashable, int] = {}  # the smallest batch that was, of everything but batches
+
+    def row(record: dict) -> Hashable:
+        return key({**record, "batch": None})
+
+    def note(record: dict) -> None:
+        if record.get("out_of_memory"):
+            too_large[row(record)] = min(record["batch"], too_large.get(row(record), math.inf))
+
+    for record in known:
+        note(record)
     waiting = [case for case in cases if key(case) not in done]
-    for number, case in enumerate(tqdm(waiting, unit="case", disable=None)):
-        append(out, measure(script, key, case, timeout, waiting[number + 1 : number + 1 + AHEAD]))
+    bar = tqdm(waiting, unit="case", dynamic_ncols=True)
+    for number, case in enumerate(bar):
+        left = 60 * args.budget - (time.perf_counter() - start) if args.budget else args.case_timeout
+        if left <= 0:
+            bar.write(f"out of time: {len(waiting) - number} cases not started")
+            break
+        if case["batch"] >= too_large.get(row(case), math.inf):
+            record = {**case, "error": "a smaller batch was out of memory", "out_of_memory": True}
+        else:
+            following = waiting[number + 1 : number + 1 + AHEAD]
+            record = measure(script, key, case, min(left, args.case_timeout), following)
+        note(record)
+        yield record
+        if line:
+            bar.write(line(record))
     close()
 
 
-def main(script: str, words: list[str] | None, parse, cases, key: Key, prepare, run_case, table) -> int:
-    """The cases that --out does not hold, then the table; of --table only that; as a worker one case."""
+def main(
+    words: list[str] | None,
+    parse: Callable,
+    measured: Callable[[argparse.Namespace], Iterable[dict]],
+    read: Callable[[Path], list[dict]],
+    table: Callable[[list[dict]], str],
+) -> int:
+    """Each record that `measured` yields is written to --out at once; then the table of that file.
+
+    Of several ranks the first one writes. 1 if all cases of this run failed.
+    """
+    args = parse(sys.argv[1:] if words is None else words)
+    if args.table:
+        print(table(read(args.table)))
+        return 0
+    first, found = os.environ.get("RANK", "0") == "0", []
+    with contextlib.suppress(KeyboardInterrupt):
+        for record in measured(args):
+            found.append(record)
+            if first:
+                store.append(args.out, record)
+    if first:
+        broken = sum(not store.finished(record) for record in found)
+        print(f"\n{table(read(args.out))}\n\n{len(found)} cases, {broken} broken; {args.out}")
+    return int(bool(found) and not any(map(store.finished, found)))
+
+
+def main_of_cases(
+    script: str,
+    words: list[str] | None,
+    parse,
+    cases,
+    key: Key,
+    prepare,
+    run_case,
+    table,
+    read=None,
+    line=None,
+) -> int:
+    """`main` of a program whose cases have a process each, the program itself as such a process."""
     words = sys.argv[1:] if words is None else words
     if words[:1] == ["--worker"]:
         serve(*words[1:3], prepare, run_case)
         return 0
-    args = parse(words)
-    if not args.table:
-        run_all(script, key, cases(args), args.out, args.case_timeout)
-    print(table(read(args.table or args.out, key)))
-    return 0
+    read = read or (lambda path: store.read(path, key))
 
+    def measured(args: argparse.Namespace) -> Iterator[dict]:
+        return each(script, args, cases(args), key, read(args.out), line)
 
-def error_text(record: dict) -> str:
-    """The cell of a case without figures."""
-    return "out of memory" if record.get("out_of_memory") else record["error"][:60].replace("|", "/")
+    return main(words, parse, measured, read, table)

@@ -10,6 +10,7 @@ import torch._functorch.config
 
 from cases.case import Case, Inputs
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROTATE_BYTES = 180e6  # three times the 60 MB of an H100's L2: smaller inputs are rotated
 MOST_SETS = 32
 

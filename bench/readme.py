@@ -2,106 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
+import adapters
 import e2e
 import plot
-import processes
-import trl_trainers
-from tables import by_provider, markdown
+import store
+from store import ROOT
+from tables import Row, by_provider, fastest_peer, markdown
 
-ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGE = ROOT / "bench/results/h200", ROOT / "README.md"
 MARKS = "<!-- written by `make results` -->\n", "<!-- end -->"
-MODELS = ("llama3-8b", "qwen2-7b", "mistral-7b", "gemma-7b", "phi3-mini", "llama3.2-1b")
-TITLES = "thousands of tokens/s; height relative to stock", "peak memory, GB"
+MODELS = {
+    "llama3-8b": "Llama 3 8B",
+    "qwen2-7b": "Qwen2 7B",
+    "mistral-7b": "Mistral 7B",
+    "gemma-7b": "Gemma 7B",
+    "phi3-mini": "Phi-3 mini",
+    "llama3.2-1b": "Llama 3.2 1B",
+}
 COLOURS = {"stock": plot.COLOURS["eager"], "liger": plot.COLOURS["liger"], "tigon": plot.COLOURS["tigon"]}
+NAMES = {"stock": "transformers", "liger": "Liger", "trl": "TRL", "peft": "PEFT", "compile": "torch.compile"}
+NAMES |= {"frozen": "frozen", "bf16": "Tigon in bf16"}
 # What, page of the results, file, op, case and pass of bench/run.py.
 OPS = (
+    ("KL divergence, 8192 x 128256", "losses", "losses", "divergence", "kl_8192x128256", "step"),
     (
-        "Loss head, 8192 x 4096 x 128256",
-        "loss_head",
-        "loss_head",
-        "linear_cross_entropy",
-        "8192x4096x128256",
-        "step",
+        *("Loss head, 8192 x 4096 x 128256, 80 % of labels masked", "loss_head", "loss_head"),
+        *("linear_cross_entropy", "8192x4096x128256_masked80", "step"),
     ),
     (
-        "The same with 80 % of the labels masked",
-        "loss_head",
-        "loss_head",
-        "linear_cross_entropy",
-        "8192x4096x128256_masked80",
-        "step",
+        *("Loss head, 8192 x 4096 x 128256", "loss_head", "loss_head"),
+        *("linear_cross_entropy", "8192x4096x128256", "step"),
     ),
     ("Cross-entropy of logits, 8192 x 128256", "losses", "losses", "cross_entropy", "8192x128256", "step"),
-    ("KL divergence, 8192 x 128256", "losses", "losses", "divergence", "kl_8192x128256", "step"),
-    ("RMSNorm backward, 16384 x 8192", "norms", "rows", "rms_norm", "16384x8192", "bwd"),
     ("Experts of Qwen3-30B-A3B, 8192 tokens", "experts", "experts", "experts", "qwen3_30b_8192", "step"),
 )
 
 
-def _row(what: str, page: str, ours: str, peers: Iterable[str]) -> list[str]:
-    return [f"[{what}](docs/results/{page}.md)", ours, ", ".join(peers)]
+def _line(what: str, page: str, row: Row, milliseconds, gib, peers: tuple[str, ...] = ()) -> list[str]:
+    """A case beside its fastest peer: time and memory of both, and the speed."""
+    others = [r for name, r in row.items() if (name in peers if peers else not name.startswith("tigon"))]
+    ours, peer = row["tigon"], min((r for r in others if "error" not in r), key=milliseconds)
+    if "op" in ours:
+        ours, peer = fastest_peer(row)
+    times = [milliseconds(r) for r in (ours, peer)]
+    name = NAMES.get(peer["provider"], peer["provider"])
+    cells = [f"{t:,.0f} ms" if t >= 100 else f"{t:.2f} ms" for t in times]
+    speed = f"{times[1] / times[0]:.2f}x"
+    return [f"[{what}](docs/results/{page}.md)", cells[0], f"{name} {cells[1]}", speed, gib(ours), gib(peer)]
 
 
-def _op_row(what: str, page: str, file: str, op: str, case: str, which: str) -> list[str]:
-    """Tigon beside the fastest peer and Liger, with memory where it differs by more than a MiB."""
-    rows = [r for r in plot.read(DATA / f"{file}.jsonl") if "ms" in r]
-    by = by_provider(rows, lambda r: (r["op"], r["case"], r["pass"]))[op, case, which]
-    peers = sorted((r for name, r in by.items() if not name.startswith("tigon")), key=lambda r: r["ms"])
-    shown = [r for r in peers if r is peers[0] or r["provider"] == "liger"]
-    memory = len({round(r["peak_mb"] / 16) for r in (by["tigon"], *shown)}) > 1
+def rows() -> list[list[str]]:
+    """Ten cases: steps of models, of a trainer and of layers with adapters, and ops."""
 
-    def text(r: dict) -> str:
-        return f"{r['ms']:.2f} ms" + (f" and {r['peak_mb']:,.0f} MiB" if memory else "")
+    def step(r: dict) -> float:
+        return mean(r["step_ms"])
 
-    return _row(what, page, text(by["tigon"]), (f"{r['provider']} {text(r)}" for r in shown))
+    def gb(r: dict) -> str:
+        return f"{r['peak_gb' if 'peak_gb' in r else 'gb']:.1f} GB"
+
+    def mib(r: dict) -> str:
+        return f"{r['peak_mb']:,.0f} MiB"
+
+    found = []
+    for model, title in (("llama3-8b", "Training step of Llama 3 8B, 16 x 512"),):
+        found.append(_line(title, "models", six()[model], step, gb))
+    people = by_provider(e2e.read(DATA / "e2e_people.jsonl"), lambda r: r["model"])
+    title = "Training step of Gemma 3 4B, 12 layers, 4 x 2048"
+    found.append(_line(title, "models", people["gemma3-4b"], step, gb))
+    whole = [r for r in e2e.read(DATA / "e2e_fp8.jsonl") if r["layers"] is None]
+    row = Row([r if r["apply"] else r | {"provider": "bf16"} for r in whole])
+    found.append(_line("The step of Llama 3 8B with FP8 linears", "models", row, step, gb))
+    lora = adapters.cases(store.read(DATA / "lora.jsonl")).items()
+    wanted = {"part": "model", "rows": 4, "tokens": 2048, "checkpointing": False, "dora": False, "nf4": False}
+    (row,) = (r for _, r in lora if all(next(iter(r.values())).get(k) == v for k, v in wanted.items()))
+    peers = tuple(name for name in row if name.startswith(("peft", "unsloth")))
+    title = "Llama of 8B's width with LoRA, 8 layers, 4 x 2048"
+    found.append(_line(title, "adapters", row, lambda r: r["ms"], gb, peers))
+    trl = by_provider(store.read(DATA / "trl_trainers.jsonl"), lambda r: r["trainer"])
+    found.append(_line("Step of TRL's DPO trainer, 8 x 1024", "post_training", trl["dpo"], step, gb))
+    for what, page, file, *case in OPS:
+        records = (r for r in store.read(DATA / f"{file}.jsonl") if "ms" in r)
+        by = by_provider(records, lambda r: (r["op"], r["case"], r["pass"]))
+        found.append(_line(what, page, by[tuple(case)], lambda r: r["ms"], mib))
+    return found
 
 
-def six() -> dict[str, dict[str, dict]]:
+def six() -> dict[str, Row]:
     return by_provider(e2e.read(DATA / "e2e_six.jsonl"), lambda r: r["model"])
 
 
-def table() -> str:
-    """Eight rows: a whole step, ops, a trainer's step."""
-
-    def step(r: dict) -> str:
-        return f"{r['tokens_per_s']:,.0f} tokens/s, {r['peak_gb']:.1f} GB"
-
-    by = six()["llama3-8b"]
-    peers = (f"{name} {step(by[name])}" for name in ("liger", "stock"))
-    rows = [_row("Training step of LLaMA 3 8B, 16 x 512", "models", step(by["tigon"]), peers)]
-    rows += [_op_row(*what) for what in OPS]
-    trained = processes.read(DATA / "trl_trainers.jsonl", trl_trainers.key)
-    dpo = by_provider(trained, lambda r: r["trainer"])["dpo"]
-    cells = {name: f"{mean(r['step_ms']):.0f} ms, {r['peak_gb']:.1f} GB" for name, r in dpo.items()}
-    peers = (f"{label} {cells[name]}" for name, label in (("liger", "TRL with Liger"), ("trl", "TRL")))
-    rows.append(_row("Step of TRL's DPO trainer, 8 x 1024", "post_training", cells["tigon"], peers))
-    return markdown(("one H200, bfloat16", "Tigon", "peers in the same run"), rows) + "\n"
+def table(pages: str = "docs/results/") -> str:
+    """The rows, with links to pages in a folder."""
+    head = ("one H200, bfloat16", "Tigon", "fastest peer", "speed", "memory", "peer's")
+    return markdown(head, rows()).replace("docs/results/", pages)
 
 
 def draw(path: Path) -> None:
-    """Bars: tokens per second, relative to stock, and peak memory of the six models."""
-    figure, grid = plot.new_figure(1, 2, figsize=(10, 3.4))
+    """Bars: speed and peak memory of the six models, relative to stock."""
+    figure, grid = plot.new_figure(1, 2, figsize=(9, 3.3))
     measured = six()
-    for axis, field, title in zip(grid[0], ("tokens_per_s", "peak_gb"), TITLES, strict=True):
+    for axis, field, title in (
+        (grid[0][0], "tokens_per_s", "Tokens per second, transformers = 1"),
+        (grid[0][1], "peak_gb", "Peak memory, transformers = 1"),
+    ):
         for n, (who, colour) in enumerate(COLOURS.items()):
-            for place, model in enumerate(MODELS):
-                value = measured[model][who][field]
-                height = value / measured[model]["stock"][field] if field == "tokens_per_s" else value
-                text = f"{value / 1000:.1f}" if field == "tokens_per_s" else f"{value:.0f}"
-                bar = axis.bar(
-                    place + 0.28 * (n - 1), height, 0.26, color=colour, label=who if place == 0 else None
-                )
-                axis.bar_label(bar, [text], fontsize=6)
-        axis.set_xticks(range(len(MODELS)), MODELS, fontsize=8)
+            heights = [measured[model][who][field] / measured[model]["stock"][field] for model in MODELS]
+            places = [place + 0.28 * (n - 1) for place in range(len(MODELS))]
+            bars = axis.bar(places, heights, 0.26, color=colour, label=NAMES.get(who, "Tigon"))
+            axis.bar_label(
+                bars, [f"{h:.2f}".lstrip("0") for h in heights] if who != "stock" else None, fontsize=6.5
+            )
+        axis.set_xticks(
+            range(len(MODELS)), [name.replace(" ", "\n", 1) for name in MODELS.values()], fontsize=7.5
+        )
         axis.set_title(title, fontsize=10)
     grid[0][0].legend(frameon=False, fontsize=8, ncols=3, loc="upper left")
     grid[0][0].set_ylim(top=1.75)
-    figure.suptitle("A training step, 16 x 512 tokens, bfloat16, one H200", fontsize=10)
+    optimizer = "PyTorch's fused AdamW in all three"
+    figure.suptitle(f"A training step, 16 x 512 tokens, bfloat16, one H200, {optimizer}", fontsize=10)
     plot.save(figure, path)
 
 
@@ -111,4 +133,4 @@ PICTURES: dict[str, Callable[[Path], None]] = {"six_models.png": draw}
 def page(text: str) -> str:
     """README with the table between the marks written anew."""
     begin, rest = text.split(MARKS[0])
-    return f"{begin}{MARKS[0]}{table()}{MARKS[1]}{rest.split(MARKS[1], 1)[1]}"
+    return f"{begin}{MARKS[0]}{table()}\n{MARKS[1]}{rest.split(MARKS[1], 1)[1]}"

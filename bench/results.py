@@ -21,14 +21,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import age
 import convergence
 import e2e
 import floor
 import plot
 import processes
 import readme
+import titles
 from commands import command_lines, values
-from files import GROUPS, ROOT, Run, runs
+from files import GROUPS, Run, runs
 from steps import (
     adapters_section,
     medusa_section,
@@ -37,53 +39,31 @@ from steps import (
     parallel_section,
     trl_section,
 )
-from tables import Comparison, Section, by_provider, by_tokens, markdown, mib, ms, speed_text
+from store import ROOT
+from tables import (
+    Comparison,
+    Section,
+    by_provider,
+    by_tokens,
+    fastest_peer,
+    markdown,
+    mib,
+    ms,
+    notes,
+    speed_text,
+)
 
 DATA, PAGES, IMAGES = ROOT / "bench/results", ROOT / "docs/results", ROOT / "docs/img"
-TITLES = {  # in the order of the index
-    "models": "Whole models",
-    "loss_head": "Loss head",
-    "post_training": "Post-training and per-token losses",
-    "losses": "Losses",
-    "norms": "Norms",
-    "softmax": "Softmax",
-    "elementwise": "Elementwise ops",
-    "rope": "Rotary embedding",
-    "embedding": "Embedding",
-    "streams": "Attention residuals and hyper-connections",
-    "experts": "Experts",
-    "adapters": "LoRA",
-    "optimizer": "Optimizer",
-    "parallel": "Several GPUs",
-    "host": "Host time",
-    "cpu": "CPU",
-    "convergence": "Convergence",
-    "older": "Older runs",
-}
-NOTE = "Written by `make results` from the files of `bench/results`; do not edit."
+NOTE = "<!--\nWritten by `make results` from the files of `bench/results`.\n-->"
 LIMIT = (
-    "Milliseconds, in brackets the percent of the limit measured in the same run: a device copy of the\n"
-    "least bytes of the op, for the loss head its bare products. Bold: fastest.\n"
-    "`behind`: a peer is more than 3 % ahead. `at` a commit: of another run, which is not compared."
+    "Times are milliseconds. `limit` was measured in the same run: a device copy of the least bytes of the\n"
+    "op, for the loss head its bare matmuls. `of limit`: limit / Tigon's time. Bold: the fastest.\n"
+    "`speed`: of Tigon to the fastest peer. `behind`: that peer is more than 3 % ahead."
 )
 MEMORY = "`MiB`: peak memory of one call above what was allocated before."
 
 
 # --- tables -----------------------------------------------------------------------------------
-
-
-# Peers that overwrite what they are given without a name that says so.
-OVERWRITES = {("cross_entropy", "liger"), ("rope", "liger")}
-
-
-def fastest_peer(measured: dict[str, dict]) -> tuple[dict, dict] | None:
-    """Records of Tigon and of the fastest peer; both in place where the peer works in place."""
-    peers = [r for name, r in measured.items() if not name.startswith("tigon")]
-    if not peers or "tigon" not in measured:
-        return None
-    peer = min(peers, key=lambda r: r["ms"])
-    in_place = peer["provider"].endswith("_inplace") or (peer["op"], peer["provider"]) in OVERWRITES
-    return measured.get("tigon_inplace" if in_place else "tigon", measured["tigon"]), peer
 
 
 def op_section(run: Run, op: str) -> Section:
@@ -99,32 +79,34 @@ def op_section(run: Run, op: str) -> Section:
             name += f", upstream {r['upstream']:g}"
         return name, r["pass"]
 
-    section = Section(run, op, "")
-    head = ["case", "pass", "limit", *providers, "speed of tigon / fastest peer"]
+    section = Section(run, titles.heading(run, op), "", op=op)
+    head = ["case", "pass", "limit", *providers, "of limit", "speed"]
     rows = []
-    for (case, which), measured in by_provider((r for r in records if "ms" in r), name_of).items():
+    cases = by_provider((r for r in records if "ms" in r), name_of)
+    for (case, which), measured in cases.items():
         best = min(r["ms"] for r in measured.values())
-        cells = [case, which, ms(next(iter(measured.values()))["limit_ms"])]
 
         def cell(r: dict | None, measured=measured, best=best) -> str:
-            text = f"{ms(r['ms'])} ({100 * r['of_limit']:.0f} %)" if r else "-"
+            text = ms(r["ms"]) if r else "-"
             fastest = r and r["ms"] <= best and r is measured.get(r["provider"])
             return f"**{text}**" if fastest else text
 
+        cells = [case, which, ms(next(iter(measured.values()))["limit_ms"])]
         cells += [measured.shown(name, cell) for name in providers]
-        pair, speed = fastest_peer(measured), "-"
+        pair, speed, share = fastest_peer(measured), "-", "-"
         if "tigon" in measured:
             section.of_limit.append(measured["tigon"]["of_limit"])
+            share = f"{100 * measured['tigon']['of_limit']:.0f} %"
             ours, peers = measured["tigon"], {}
             if pair:
                 ours, peers = pair[0], {pair[1]["provider"]: pair[1]["ms"]}
-            speed = section.compare(f"{op} {case}, {which}", ours["ms"], peers)
-        cells.append(speed)
+            speed = section.compare(f"{titles.OPS.get(op, op)} {case}, {which}", ours["ms"], peers)
+        cells += [share, speed]
         if not run.cpu:  # resident memory of a process tells too little of one call
             cells += [mib(measured.get("tigon")), mib(pair and pair[1])]
         rows.append(cells)
     memory = [] if run.cpu else ["MiB tigon", "MiB fastest peer"]
-    section.text = markdown([*head, *memory], rows)
+    section.text = markdown([*head, *memory], rows) + notes(cases.values())
     section.text += failures([r for r in records if "error" in r])
     return section
 
@@ -143,7 +125,7 @@ def failures(records: list[dict]) -> str:
 
 def e2e_section(run: Run, _: list[Run]) -> Section:
     text = e2e.table(run.records) + ("" if run.cpu else f"\n\n{e2e.mfu.NOTE}")
-    section = Section(run, f"Training step: {run.path.stem}", text)
+    section = Section(run, titles.heading(run), text)
     measured = (r for r in run.records if "error" not in r)
     for row in by_provider(measured, lambda r: e2e.key(r | {"provider": None})).values():
         section.comparisons += by_tokens(lambda r: f"{e2e.setting(r)}, {r['batch']} x {r['seq']}", row)
@@ -160,7 +142,7 @@ def floor_section(run: Run, everything: list[Run]) -> Section:
         if "step_ms" in r
     }
     text = "Least milliseconds of a step ([method](../benchmarks.md#whole-models)) and the step measured.\n\n"
-    return Section(run, "Floor of a training step", text + floor.table(run.records, steps))
+    return Section(run, titles.heading(run), text + floor.table(run.records, steps))
 
 
 def train_section(run: Run, _: list[Run]) -> Section:
@@ -169,16 +151,17 @@ def train_section(run: Run, _: list[Run]) -> Section:
     rows = [
         (
             name,
-            f"{r['tokens_per_s']:,.0f} ({r['tokens_per_s'] / first['tokens_per_s']:.2f}x)",
-            f"{r['peak_bytes'] / 1e9:.2f} GB ({r['peak_bytes'] / first['peak_bytes']:.2f}x)",
+            f"{r['tokens_per_s']:,.0f}",
+            f"{r['tokens_per_s'] / first['tokens_per_s']:.2f}x",
+            f"{r['peak_bytes'] / 1e9:.2f} GB",
+            f"{r['peak_bytes'] / first['peak_bytes']:.2f}x",
             f"{r['losses'][-1]:.4f}",
             "-" if r is first else f"{r['relative_difference']:.1e}",
         )
         for name, r in summary["runs"].items()
     ]
-    last = "largest relative difference of a loss"
-    head = ("", "tokens/s", "peak memory above the model", "final loss", last)
-    section = Section(run, f"Training run: {run.path.stem}", f"{summary['title']}.\n\n{markdown(head, rows)}")
+    head = ("", "tokens/s", "speed", "peak above the model", "memory", "final loss", "loss differs by")
+    section = Section(run, titles.heading(run), f"{summary['title']}.\n\n{markdown(head, rows)}")
     peers = {name: r for name, r in summary["runs"].items() if name in ("stock", "liger")}
     if peers and (ours := summary["runs"].get("tigon")):
         name, peer = max(peers.items(), key=lambda item: item[1]["tokens_per_s"])
@@ -190,28 +173,33 @@ def train_section(run: Run, _: list[Run]) -> Section:
 
 def convergence_section(run: Run, _: list[Run]) -> Section:
     """Whether patched models learn what stock models learn."""
-    device = run.records[0]["gpu"]
-    table = "\n".join(line.rstrip() for line in convergence.table(run.records).splitlines())
-    return Section(run, f"Convergence, {device}", f"```\n{table}\n```")
+    text = (
+        "Stock is trained eight times as the same function with its sums in another order; `band` is the\n"
+        "largest distance of two of these runs, `distance` the median distance of patched runs from them.\n"
+        "`inside`: every distance is within its band ([method](../benchmarks.md#convergence))."
+    )
+    return Section(run, titles.heading(run), f"{text}\n\n{convergence.table(run.records)}")
 
 
 def host_section(run: Run, _: list[Run]) -> Section:
     empty = next((r["empty"] for r in run.records if "empty" in r), {})
     records = [r for r in run.records if "tigon" in r]
     passes = list(empty or records[0]["tigon"])
-    head = ["op", *(f"{kind}: tigon, pytorch" for kind in passes)]
-    section, rows = Section(run, f"Host time, {run.records[0]['gpu']}", ""), []
+    head = ["op", *(f"{who}, {kind}" for kind in passes for who in ("tigon", "pytorch", "speed"))]
+    section, rows = Section(run, titles.heading(run), ""), []
     for r in records:
         cells = [r["op"]]
         for kind in passes:
             ours, theirs = r["tigon"][kind], r["pytorch"][kind]
-            cells.append(f"{ours:.1f}, {theirs:.1f} ({speed_text(theirs / ours)})")
+            cells += [f"{ours:.1f}", f"{theirs:.1f}", speed_text(theirs / ours)]
             figures = f"{ours:.1f} us", "pytorch", f"{theirs:.1f} us"
             section.comparisons.append(Comparison(f"{r['op']}, {kind}", *figures, theirs / ours))
         rows.append(cells)
     if empty:
-        rows.append(["an empty autograd.Function", *(f"{empty[kind]:.1f}" for kind in passes)])
-    text = "Microseconds of the host for one small call, in brackets the speed of tigon / pytorch.\n\n"
+        rows.append(
+            ["an empty autograd.Function", *(c for kind in passes for c in (f"{empty[kind]:.1f}", "-", "-"))]
+        )
+    text = f"{run.records[0]['gpu']}: microseconds of the host for one small call, and Tigon's speed.\n\n"
     section.text = text + markdown(head, rows)
     return section
 
@@ -234,7 +222,7 @@ OF_OPS = {"op": op_section, "parallel": parallel_section}  # a section for each 
 
 
 def sections(everything: list[Run]) -> dict[str, list[Section]]:
-    """The parts of every page; ops in the order of GROUPS, the rest in that of the files."""
+    """The parts of every page; ops in the order of GROUPS, the rest in that of the titles."""
     order = [op for ops in GROUPS.values() for op in ops]
     found: dict[str, list[Section]] = {}
     for run in everything:
@@ -244,61 +232,63 @@ def sections(everything: list[Run]) -> dict[str, list[Section]]:
         for op in dict.fromkeys(r["op"] for r in run.records):
             found.setdefault(run.page(op), []).append(OF_OPS[run.kind](run, op))
     for parts in found.values():
-        parts.sort(key=lambda part: order.index(part.heading) if part.heading in order else len(order))
-    pages = [*TITLES, *sorted(found.keys() - TITLES.keys())]
+        parts.sort(
+            key=lambda part: (
+                order.index(part.op) if part.op in order else len(order),
+                part.run.path.parent.name == "h100",
+                titles.place(part.run),
+            )
+        )
+    pages = [*titles.PAGES, *sorted(found.keys() - titles.PAGES.keys())]
     return {page: found[page] for page in pages if page in found}
 
 
 # --- pages ------------------------------------------------------------------------------------
 
 
-def title(page: str) -> str:
-    return TITLES.get(page) or page.replace("_", " ")
-
-
 def behind_list(parts: list[Section]) -> str:
     """The cases in which a peer is ahead by more than 3 %, the worst first; what was compared, what not."""
     comparisons = [c for part in parts for c in part.comparisons]
     behind = sorted((c for c in comparisons if c.behind), key=lambda c: c.speed)
-    rows = [(c.what, c.ours, f"{c.peer} {c.theirs}", f"{100 / c.speed - 100:.1f} %") for c in behind]
-    blocks = [f"## More than 3 % behind a peer: {len(behind)} of {len(comparisons)} cases"]
-    for text, count in (
-        ("Compared with a peer", lambda part: len(part.comparisons)),
-        ("Without a peer in the same run", lambda part: part.alone),
-    ):
-        counts = dict.fromkeys((part.heading for part in parts), 0)
-        for part in parts:
-            counts[part.heading] += count(part)
-        if found := [f"{name} {n}" for name, n in counts.items() if n]:
-            blocks.append(f"{text}: {sum(counts.values())} cases ({', '.join(found)}).")
-    if rows:
-        blocks.append(markdown(("case", "tigon", "fastest peer", "longer by"), rows))
+    alone = sum(part.alone for part in parts)
+    blocks = [f"## Where a peer is more than 3 % faster: {len(behind)} of {len(comparisons)} cases"]
+    if behind:
+        rows = [(c.what, c.ours, c.peer, c.theirs, f"{100 / c.speed - 100:.1f} %") for c in behind]
+        blocks.append(
+            markdown(("case", "Tigon", "fastest peer", "its figure", "Tigon takes longer by"), rows)
+        )
+    if alone:
+        blocks.append(f"{alone} more cases have no peer in the same run, and are not compared.")
     return "\n\n".join(blocks)
 
 
 def run_list(parts: list[Section]) -> str:
-    """Device, versions and commands of every file on a page."""
-    lines = []
+    """Device, versions, commits and commands of every file on a page."""
+    blocks = []
     for run in {part.run.path: part.run for part in parts}.values():
-        lines.append(f"- `{run.name}`: {run.where()}")
-        lines += [f"  - `{command}`" for command in command_lines(run)]
-    return "\n".join(lines)
+        commands = "\n".join(command_lines(run))
+        blocks.append(f"`{run.name}`: {run.where()}.\n\n```sh\n{commands}\n```")
+    return "\n\n".join(blocks)
 
 
 def render(page: str, parts: list[Section], shown: dict[Path, list[str]]) -> str:
     """The text of one page; `shown` names the pictures of every file."""
     links = "[Method](../benchmarks.md), [known gaps](../known-gaps.md), [all results](index.md)."
-    blocks = [f"# {title(page)}", f"{NOTE}\n{links}"]
-    if page == "older":
-        blocks.append("Kept for peers that newer runs of the same ops do not have.")
-    elif any(part.comparisons or part.alone for part in parts):
-        blocks.append(behind_list(parts))
-    blocks.append(f"## Runs\n\n{run_list(parts)}")
+    blocks = [f"# {titles.page(page)}", NOTE, links]
     if op_parts := [part for part in parts if part.run.kind == "op"]:
         blocks.append(LIMIT if all(part.run.cpu for part in op_parts) else f"{LIMIT}\n{MEMORY}")
+    compared = page != "older" and any(part.comparisons or part.alone for part in parts)
+    if page == "older":
+        blocks.append("Kept for peers that newer runs of the same ops do not have.")
+    elif compared and page != "models":
+        blocks.append(behind_list(parts))
     for part in parts:
-        blocks += [f"## {part.heading}", f"`{part.run.name}`", part.text]
-        blocks += [f"![{name}](../img/{name})" for name in _of_section(part, shown)]
+        blocks += [f"## {part.heading}", part.text]
+        blocks += [f"![{part.heading}](../img/{name})" for name in _of_section(part, shown)]
+        blocks.append(f"`{part.run.name}`. {age.mark(part.run, part.op)}".strip())
+    if compared and page == "models":
+        blocks.append(behind_list(parts))
+    blocks.append(f"## How to measure this again\n\n{run_list(parts)}")
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -306,51 +296,60 @@ def _of_section(part: Section, shown: dict[Path, list[str]]) -> list[str]:
     names = shown.get(part.run.path, [])
     if part.run.kind != "op":
         return names
-    own = [name for name in names if name.endswith(f"_{part.run.path.stem}_{part.heading}.png")]
-    return own + [n for n in names if part.heading == "linear_cross_entropy" and "_over_" in n]
+    own = [name for name in names if name.endswith(f"_{part.run.path.stem}_{part.op}.png")]
+    return own + [n for n in names if part.op == "linear_cross_entropy" and "_over_" in n]
+
+
+def _mean(values: list[float], form: Callable[[float], str]) -> str:
+    return form(statistics.geometric_mean(values)) if values else "-"
 
 
 def index(parts: dict[str, list[Section]]) -> str:
-    """The pages, and one line for each op and file."""
-    lines = [f"- [{title(page)}]({page}.md)" for page in parts]
-    rows = []
+    """One chart, ten rows, where peers are faster, and a line for each page."""
+    rows, worst = [], []
     for page, page_parts in parts.items():
-        for part in page_parts if page != "older" else ():
-            if part.comparisons or part.of_limit:
-                limits = part.of_limit
-                mean = f"{100 * statistics.geometric_mean(limits):.0f} %" if limits else "-"
-                speeds = [c.speed for c in part.comparisons]
-                rows.append(
-                    (
-                        f"[{part.heading}]({page}.md)",
-                        f"`{part.run.name}`",
-                        str(len(limits) or len(speeds)),
-                        mean,
-                        f"{100 * min(limits):.0f} %" if limits else "-",
-                        f"{statistics.geometric_mean(speeds):.2f}x" if speeds else "-",
-                        f"{sum(c.behind for c in part.comparisons)} of {len(speeds)}" if speeds else "-",
-                        str(part.alone),
-                    )
-                )
-    head = (
-        "",
-        "file",
-        "cases",
-        "of the limit, geometric mean",
-        "lowest",
-        "speed of tigon / fastest peer",
-        "more than 3 % behind",
-        "without a peer in the same run",
-    )
-    blocks = (
+        if page == "older":
+            continue
+        comparisons = [c for part in page_parts for c in part.comparisons]
+        limits = [share for part in page_parts for share in part.of_limit]
+        behind = [c for c in comparisons if c.behind]
+        link = f"[{titles.page(page)}]({page}.md)"
+        rows.append(
+            (
+                link,
+                str(len(comparisons)),
+                _mean([c.speed for c in comparisons], "{:.2f}x".format),
+                str(len(behind)),
+                _mean(limits, "{:.0%}".format),
+                str(sum(part.alone for part in page_parts)),
+            )
+        )
+        if behind:
+            c = min(behind, key=lambda c: c.speed)
+            worst.append((c.speed, (link, str(len(behind)), c.what, c.ours, f"{c.peer} {c.theirs}")))
+    head = ("", "compared", "speed, mean", "behind", "of the limit, mean", "without a peer")
+    older = "[older runs](older.md), " if "older" in parts else ""
+    blocks = [
         "# Results",
-        f"{NOTE}\n[Method](../benchmarks.md).",
-        "Where a peer is faster: [known gaps](../known-gaps.md) has the reasons, and every page begins with\n"
-        "those cases.",
-        "\n".join(lines),
-        "A case is counted once for each pass and dtype; speeds are geometric means.",
+        NOTE,
+        "Each comparison holds records of one run: one card, one PyTorch, one commit "
+        "([method](../benchmarks.md)).",
+    ]
+    if (DATA / "h200/e2e_six.jsonl").exists() and DATA in next(iter(parts.values()))[0].run.path.parents:
+        blocks += ["![Six models](../img/six_models.png)", readme.table("")]
+    blocks += [
+        "## Where a peer is faster",
+        "The worst case of each page; [known gaps](../known-gaps.md) has the reasons.",
+        markdown(("", "cases", "the worst", "Tigon", "peer"), [row for _, row in sorted(worst)]),
+        "## All pages",
+        "A case is counted once for each pass and dtype. `speed`: of Tigon to the fastest peer; means are\n"
+        "geometric. `behind`: a peer is more than 3 % faster.",
         markdown(head, rows),
-    )
+        f"Also: {older}[Liger's paper](../paper.md), [own matmuls](../own-products.md), "
+        "[models of transformers](../models.md).",
+        "Figures whose code has changed since, or that name no commit, are marked on their page as to be\n"
+        "measured again.",
+    ]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -374,6 +373,9 @@ def pages(everything: list[Run]) -> dict[str, str]:
 
 def write(everything: list[Run], pictures: bool) -> None:
     """Pages and pictures; those that no file accounts for are deleted."""
+    if age.whole_history():
+        age.FILE.write_text(age.text(age.history(everything)))
+        age.known.cache_clear()
     texts = pages(everything)
     PAGES.mkdir(parents=True, exist_ok=True)
     for stale in {path.name for path in PAGES.glob("*.md")} - texts.keys():
@@ -411,10 +413,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page is out of date")
     args = parser.parse_args(arguments)
     if args.check:
-        found = outdated(runs(DATA))
-        stale = f"make results writes {', '.join(found)} anew"
-        print(f"results: {stale if found else 'the pages are in order'}")
-        return bool(found)
+        everything = runs(DATA)
+        errors = age.errors(everything)
+        errors += [f"make results writes {name} anew" for name in outdated(everything)]
+        print(*(f"results: {line}" for line in errors or ["the pages are in order"]), sep="\n")
+        return bool(errors)
     if not args.files:
         write(runs(DATA), not args.no_pictures)
         return 0

@@ -17,9 +17,7 @@ import argparse
 import gc
 import math
 import os
-import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -30,16 +28,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
 
-import plot
 import processes
+import store
 import timing
-from files import op_key
-from providers import Runner, Unavailable, difference, find
+from providers import DTYPES, Runner, Unavailable, difference, find
 
 from cases import modules
 from cases.case import Case, select
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Peers are compared once with Tigon, only to see that they computed the same thing at all.
 LOOSE = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
@@ -68,41 +64,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def commit() -> str:
-    """The commit measured: from TIGON_COMMIT where the tree came without its history."""
-    if os.environ.get("TIGON_COMMIT"):
-        return os.environ["TIGON_COMMIT"]
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
-    try:
-        return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def device_name(device: torch.device) -> str:
-    """The card, or the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-        name = re.search(r"model name\s*:\s*(.+)", text)
-        return f"{name.group(1) if name else 'CPU'}, {torch.get_num_threads()} threads"
-    except OSError:
-        return f"CPU, {torch.get_num_threads()} threads"
-
-
-def facts(device: torch.device) -> dict[str, str]:
-    """What the numbers of a program belong to."""
-    return {"gpu": device_name(device), "torch": torch.__version__, "commit": commit()}
-
-
-def results_file(gpu: str, name: str) -> Path:
-    """bench/results/<device>/<name>.jsonl."""
-    path = ROOT / "bench" / "results" / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") / f"{name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 class Bench:
     """One run: its settings, its limits, its records and the file it writes."""
 
@@ -112,13 +73,13 @@ class Bench:
         if args.threads:
             torch.set_num_threads(args.threads)
         timing.BUDGET = args.seconds
-        self.common = facts(self.device)
-        self.path = args.out or results_file(self.common["gpu"], self.common["commit"])
+        self.common = store.facts(args.device)
+        self.path = args.out or store.results_file(self.common["gpu"], self.common["commit"])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.end, self.left, self.done = math.inf, 0, set()
         if args.budget:
             self.end = time.perf_counter() + 60 * args.budget
-            self.done = {op_key(r) for r in plot.read(self.path)} if self.path.exists() else set()
+            self.done = {tuple(r[name] for name in store.KEYS["op"]) for r in store.read(self.path)}
         else:
             self.path.write_text("")
         gc.freeze()  # modules are not searched for garbage after each case
@@ -129,7 +90,7 @@ class Bench:
         )
 
     def write(self, record: dict) -> None:
-        processes.append(self.path, record)
+        store.append(self.path, record)
 
     def names(self, module) -> list[str]:
         """Providers asked for that can exist for this op."""

@@ -6,6 +6,7 @@ import adapters
 import medusa
 import mfu
 import parallel_e2e
+import titles
 import trl_trainers
 from tables import Section, by_provider, by_tokens, markdown, mib, ms
 
@@ -14,9 +15,14 @@ TORCH = ("fused", "foreach")  # PyTorch's AdamW, in records of bench/optimizer.p
 
 def optimizer_section(run, _: list) -> Section:
     """A row for each set of parameters and kind; AdamW of PyTorch where it has the kind."""
-    section, rows = Section(run, f"AdamW: {run.path.stem}", ""), []
-    agreement = {}
+    section, rows = Section(run, titles.heading(run), ""), []
+    agreement, muon = {}, []
     for r in run.records:
+        if r["kind"] == "muon":
+            speed = section.compare(f"Muon, {r['parameters']}", r["tigon_ms"], {"torch": r["torch_ms"]})
+            errors = [f"{r[f'{who}_error']:.1e}" for who in ("tigon", "torch")]
+            muon.append([r["parameters"], ms(r["tigon_ms"]), ms(r["torch_ms"]), speed, *errors])
+            continue
         if r["kind"] == "agreement":
             agreement = {name: r[name] for name in ("bf16", "fp32") if name in r}
             continue
@@ -24,7 +30,7 @@ def optimizer_section(run, _: list) -> Section:
         speed = section.compare(f"{r['parameters']} {r['kind']}", r["tigon_ms"], peers)
         section.of_limit.append(r["of_copy"])
         cells = [r["parameters"], r["kind"], f"{r['elements']:,} in {r['tensors']}", ms(r["copy_ms"])]
-        cells.append(f"{ms(r['tigon_ms'])} ({100 * r['of_copy']:.0f} %)")
+        cells += [ms(r["tigon_ms"]), f"{100 * r['of_copy']:.0f} %"]
         for name in TORCH:
             error = r.get(f"{name}_error", "-").split(". ")[0]
             cells.append(ms(peers[name]) if name in peers else error)
@@ -36,16 +42,20 @@ def optimizer_section(run, _: list) -> Section:
         "elements, tensors",
         "copy",
         "tigon",
+        "of the copy",
         *TORCH,
-        "speed of tigon / fastest peer",
+        "speed",
         "host us tigon",
         *(f"host us {name}" for name in TORCH),
     )
     section.text = (
-        "Milliseconds of one step; in brackets percent of a device copy of the same bytes, which is not a "
-        "bound:\nabove 100 % the step moved its bytes faster than the copy. `fused`, `foreach`: "
-        "`torch.optim.AdamW`.\n\n" + markdown(head, rows)
+        "Milliseconds of one step, and the share that a device copy of the same bytes would take, which is "
+        "not a\nbound: above 100 % the step moved its bytes faster than the copy. `fused`, `foreach`: "
+        "`torch.optim.AdamW`. `speed`:\nof Tigon to the faster of the two.\n\n" + markdown(head, rows)
     )
+    if muon:
+        head = ("Muon's step", "tigon", "torch", "speed", "error of tigon", "error of torch")
+        section.text += f"\n\n{markdown(head, muon)}"
     if agreement:
         found = ", ".join(f"{name} {value:.1e}" for name, value in agreement.items())
         section.text += f"\n\nLargest difference from PyTorch's steps: {found}."
@@ -55,16 +65,16 @@ def optimizer_section(run, _: list) -> Section:
 def parallel_section(run, op: str) -> Section:
     """A row for each case and provider of one op over several GPUs."""
     records = [r for r in run.records if r["op"] == op]
-    section, rows = Section(run, op, ""), []
+    section, rows = Section(run, titles.heading(run, op), "", op=op), []
     for case, measured in by_provider(records, lambda r: r["case"]).items():
         timed = {name: r for name, r in measured.items() if "ms" in r}
         for name, r in (measured | measured.elsewhere).items():
             if "ms" not in r:
-                rows.append([case, str(r["gpus"]), name, r["error"][:120].replace("|", "/"), *["-"] * 4])
+                rows.append([case, str(r["gpus"]), name, r["error"][:120].replace("|", "/"), *["-"] * 5])
                 continue
             limit, alone = r["limit_ms"], r.get("alone_ms")
-            cells = [ms(limit), f"{ms(r['ms'])} ({100 * limit / r['ms']:.0f} %)"]
-            cells = [*reversed(cells), ms(alone) if alone else "-", mib(r)]
+            cells = [ms(r["ms"]), ms(limit), f"{100 * limit / r['ms']:.0f} %"]
+            cells += [ms(alone) if alone else "-", mib(r)]
             cells.append(ms(r["exposed_ms"]) if "exposed_ms" in r else "-")
             rows.append([case, str(r["gpus"]), measured.shown(name, lambda r: r["provider"]), *cells])
         if "tigon" in timed:
@@ -77,13 +87,14 @@ def parallel_section(run, op: str) -> Section:
         "provider",
         "ms of a step",
         "limit",
+        "of the limit",
         "the share alone",
         "MiB of each GPU",
         "exposed",
     )
     section.text = (
-        "In brackets the percent of the limit: the bare products divided by the GPUs, for given logits "
-        "the bytes of\none process. `the share alone`: one process with its shard as the whole vocabulary, "
+        "The limit: the bare matmuls divided by the GPUs, for given logits the bytes of one "
+        "process.\n`the share alone`: one process with its shard as the whole vocabulary, "
         "without the others.\n`exposed`: "
         "communication beside no other kernel, by the profiler.\n\n" + markdown(head, rows)
     )
@@ -91,7 +102,7 @@ def parallel_section(run, op: str) -> Section:
 
 
 def parallel_e2e_section(run, _: list) -> Section:
-    section = Section(run, f"Training step: {run.path.stem}", parallel_e2e.table(run.records))
+    section = Section(run, titles.heading(run), parallel_e2e.table(run.records))
     for row in parallel_e2e.settings([r for r in run.records if "error" not in r]).values():
         section.comparisons += by_tokens(
             lambda r: f"{parallel_e2e.setting(r)}, {r['gpus']} GPUs, {r['batch']} x {r['seq']}", row
@@ -100,7 +111,7 @@ def parallel_e2e_section(run, _: list) -> Section:
 
 
 def medusa_section(run, _: list) -> Section:
-    section = Section(run, f"Medusa's heads: {run.path.stem}", f"{medusa.table(run.records)}\n\n{mfu.NOTE}")
+    section = Section(run, titles.heading(run), f"{medusa.table(run.records)}\n\n{mfu.NOTE}")
     measured = (r for r in run.records if "error" not in r)
     for row in by_provider(measured, lambda r: medusa.key(r | {"provider": None})).values():
         section.comparisons += by_tokens(
@@ -115,21 +126,17 @@ def medusa_section(run, _: list) -> Section:
 def adapters_section(run, _: list) -> Section:
     """LoRA beside the frozen base, PEFT and Unsloth; the largest ratio to the frozen base first."""
     rows = {adapters.name_of(next(iter(row.values()))): row for row in adapters.cases(run.records).values()}
-    section, lines = Section(run, f"LoRA: {run.path.stem}", ""), {}
+    section, lines = Section(run, titles.heading(run), ""), {}
     for name, row in rows.items():
         floor, ours = adapters.floor_of(row), row.get("tigon")
         if ours is None:
             continue
 
-        def over(r, floor=floor):
-            return (
-                f"{ms(r['ms'])} ({r['ms'] / floor['ms']:.2f})" if r and floor else ms(r["ms"]) if r else "-"
-            )
-
         peers = stock, *_ = [row.get(name) for name in ("peft", "peft_compile", "unsloth")]
-        cells = [name, ms(floor["ms"]) if floor else "-", over(ours), *map(over, peers), "-"]
-        if peers := {r["provider"]: r["ms"] for r in peers if r}:
-            cells[-1] = section.compare(f"LoRA, {name}", ours["ms"], peers)
+        cells = [name, *(ms(r["ms"]) if r else "-" for r in (floor, ours, *peers))]
+        cells += [f"{r['ms'] / floor['ms']:.2f}" if r and floor else "-" for r in (ours, stock)]
+        found = {r["provider"]: r["ms"] for r in peers if r}
+        cells.append(section.compare(f"LoRA, {name}", ours["ms"], found) if found else "-")
         cells += [f"{r['gb']:.1f}" if r and "gb" in r else "-" for r in (floor, ours, stock)]
         lines[name] = ours["ms"] / floor["ms"] if floor else 0.0, cells
     head = (
@@ -139,24 +146,24 @@ def adapters_section(run, _: list) -> Section:
         "PEFT",
         "PEFT, compiled",
         "Unsloth's functions",
+        "tigon / frozen",
+        "PEFT / frozen",
         "speed",
         "GB frozen",
         "GB tigon",
         "GB PEFT",
     )
     section.text = (
-        "Milliseconds of forward and backward, in brackets over those of the frozen base: its two products,\n"
-        "or the model with `tigon.apply` and gradients of activations. The largest come first. Speed is\n"
-        "that of Tigon to the fastest of the others. Unsloth's functions run in a model whose other parts\n"
-        "are Tigon's. A case of DoRA has DoRA in all but the frozen base.\n\n"
+        "Milliseconds of forward and backward. `frozen` is the base without adapters: its two\n"
+        "products, or the model with `tigon.apply` and gradients of activations. The largest ratio to it\n"
+        "comes first. `speed`: of Tigon to the fastest of the others. Unsloth's functions run in a\n"
+        "model whose other parts are Tigon's. A case of DoRA has DoRA in all but the frozen base.\n\n"
     ) + markdown(head, [cells for _, cells in sorted(lines.values(), reverse=True)])
     return section
 
 
 def trl_section(run, _: list) -> Section:
-    section = Section(
-        run, f"Steps of TRL's trainers: {run.path.stem}", f"{trl_trainers.table(run.records)}\n\n{mfu.NOTE}"
-    )
+    section = Section(run, titles.heading(run), f"{trl_trainers.table(run.records)}\n\n{mfu.NOTE}")
     for (what, rows), row in trl_trainers.settings([r for r in run.records if "error" not in r]).items():
         section.comparisons += by_tokens(lambda _, what=what, rows=rows: f"TRL, {what}, {rows}", row)
     return section

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import store
+
 # A peer is ahead when Tigon's speed is below this fraction of its speed.
 LEVEL = 1 / 1.03
 
@@ -36,6 +38,7 @@ class Section:
     comparisons: list[Comparison] = field(default_factory=list)
     of_limit: list[float] = field(default_factory=list)
     alone: int = 0  # cases without a peer in the same run
+    op: str | None = None  # the one op that it shows
 
     def compare(self, what: str, ours: float, peers: dict[str, float]) -> str:
         """Milliseconds of Tigon beside those of the fastest peer: noted, and the speed as text."""
@@ -48,7 +51,7 @@ class Section:
         return speed_text(speed)
 
 
-RUN = ("gpu", "torch", "commit")  # the fields in which all records of one run agree
+RUN = ("gpu", "torch", "commit", "recorded")  # the fields in which all records of one run agree
 
 
 class Row(dict[str, dict]):
@@ -65,12 +68,17 @@ class Row(dict[str, dict]):
         self.elsewhere = {r["provider"]: r for r in records if r["provider"] not in self}
 
     def shown(self, name: str, text: Callable[[dict | None], str]) -> str:
-        """A provider's cell; of a record of another run with what tells that run from this one."""
+        """A provider's cell, marked if its record is of another run."""
         other = self.elsewhere.get(name)
-        if other is None:
-            return text(self.get(name))
-        apart = (str(value) for value, own in zip(run_of(other), self.run, strict=True) if value != own)
-        return f"{text(other)}, at {', '.join(apart)}"
+        return text(self.get(name)) if other is None else f"{text(other)} †"
+
+    def apart(self) -> dict[str, str]:
+        """What tells the other runs of providers from this one."""
+        found = {}
+        for name, other in self.elsewhere.items():
+            pairs = zip(run_of(other), self.run, strict=True)
+            found[name] = ", ".join(str(value) for value, own in pairs if value not in (own, None))
+        return found
 
 
 def run_of(record: dict) -> tuple:
@@ -101,6 +109,76 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def notes(rows: Iterable[Row]) -> str:
+    """What the mark of other runs means below a table; nothing where it has none."""
+    runs = dict.fromkeys(f"{name} {where}" for row in rows for name, where in row.apart().items())
+    return f"\n\n† Of another run, not compared: {'; '.join(sorted(runs))}." if runs else ""
+
+
+def by_field(
+    head: Iterable[str],
+    rows: dict[tuple[str, ...], Row],
+    providers: Iterable[str],
+    fields: dict[str, Callable[[dict], str]],
+    more: dict[str, Callable[[Row], str]],
+) -> str:
+    """A row for each case: its names, a column for each field and provider, then columns of the whole row."""
+    columns = [(name, label) for label in fields for name in providers]
+
+    def cell(label: str, first: bool) -> Callable[[dict | None], str]:
+        def text(record: dict | None) -> str:
+            if record is None or ("error" in record and not first):
+                return "-"
+            return store.error_text(record) if "error" in record else fields[label](record)
+
+        return text
+
+    first = next(iter(fields))
+    lines = [
+        [*names, *(row.shown(name, cell(label, label == first)) for name, label in columns)]
+        + [text(row) for text in more.values()]
+        for names, row in rows.items()
+    ]
+    names = [*head, *(f"{name}, {label}" for name, label in columns), *more]
+    return markdown(names, lines) + notes(rows.values())
+
+
+def pair(row: Row, other: str, who: str = "tigon") -> tuple[dict, dict] | None:
+    """The records of Tigon, or of `who`, and of another one, if both have figures."""
+    found = row.get(who), row.get(other)
+    return None if any(r is None or "error" in r for r in found) else found
+
+
+def ratio(other: str, value: Callable[[dict], float], who: str = "tigon") -> Callable[[Row], str]:
+    """A value of Tigon's, or of `who`, over another's."""
+    return lambda row: f"{value(two[0]) / value(two[1]):.2f}x" if (two := pair(row, other, who)) else "-"
+
+
+def distance(other: str, field: str) -> Callable[[Row], str]:
+    """The largest relative difference of a list of numbers."""
+
+    def text(row: Row) -> str:
+        if not (two := pair(row, other)):
+            return "-"
+        return f"{max(abs(a - b) / abs(b) for a, b in zip(*(r[field] for r in two), strict=True)):.1e}"
+
+    return text
+
+
+# Peers that overwrite what they are given without a name that says so.
+OVERWRITES = {("cross_entropy", "liger"), ("rope", "liger")}
+
+
+def fastest_peer(measured: dict[str, dict]) -> tuple[dict, dict] | None:
+    """Records of Tigon and of the fastest peer; both in place where the peer works in place."""
+    peers = [r for name, r in measured.items() if not name.startswith("tigon")]
+    if not peers or "tigon" not in measured:
+        return None
+    peer = min(peers, key=lambda r: r["ms"])
+    in_place = peer["provider"].endswith("_inplace") or (peer["op"], peer["provider"]) in OVERWRITES
+    return measured.get("tigon_inplace" if in_place else "tigon", measured["tigon"]), peer
 
 
 def ms(value: float) -> str:

@@ -20,56 +20,43 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import e2e
 import processes
-from tables import by_provider, markdown
+import store
+from tables import by_field, by_provider, distance, ratio
 
 sys.path.append(str(e2e.ROOT / "examples"))  # trl_heads
 
 PROVIDERS = ("trl", "liger", "tigon")
 # Trainer, module, what its configuration gets besides, the speed to reach over TRL's own head.
 TRAINERS = {
-    "sft": ("SFT", "trl", {}, 1.25),
-    "sft_lora": ("SFT", "trl", {}, 1.3),
-    "dpo": ("DPO", "trl", {}, 1.25),
-    "dpo_lora": ("DPO", "trl", {}, 1.4),
-    "kto": ("KTO", "trl", {}, 1.25),
-    "grpo": ("GRPO", "trl", {}, 1.25),
-    "distillation_kl": ("Distillation", "trl", {"beta": 1.0}, 1.5),
-    "distillation_jsd": ("Distillation", "trl", {"beta": 0.5}, 2.0),
-    "gkd": ("GKD", "trl.experimental.gkd", {"lmbda": 0.0, "beta": 0.5}, 2.0),
+    "sft": ("SFT", "trl", {}),
+    "sft_lora": ("SFT", "trl", {}),
+    "dpo": ("DPO", "trl", {}),
+    "dpo_lora": ("DPO", "trl", {}),
+    "kto": ("KTO", "trl", {}),
+    "grpo": ("GRPO", "trl", {}),
+    "distillation_kl": ("Distillation", "trl", {"beta": 1.0}),
+    "distillation_jsd": ("Distillation", "trl", {"beta": 0.5}),
+    "gkd": ("GKD", "trl.experimental.gkd", {"lmbda": 0.0, "beta": 0.5}),
 }
 # Passes over a model's products and over its attention (bench/mfu.py): three of a policy, two of products
 # frozen under LoRA, one of a reference or a teacher; KTO runs both forward over rows of its KL term too.
 PASSES = {"sft": (3, 3), "sft_lora": (2, 3), "dpo_lora": (3, 4), "kto": (6, 6), "grpo": (3, 3)}
 WARMUP = 2
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unknown>"}  # ids 0, 1, 2
-KEY = (
-    "trainer",
-    "model",
-    "layers",
-    "changes",
-    "batch",
-    "seq",
-    "prompt",
-    "checkpointing",
-    "dtype",
-    "device",
-    "provider",
-)
-key = processes.fields(*KEY)
+SHARED = ("model", "layers", "batch", "seq", "prompt", "checkpointing", "dtype", "device", "steps")
+key = store.key_of("trl_trainers")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__)
+    parser = processes.command_line(__doc__, "out/trl_trainers.jsonl", 300.0)
     add = parser.add_argument
     add("--trainers", default=",".join(TRAINERS))
     add("--providers", default=",".join(PROVIDERS))
@@ -83,9 +70,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--checkpointing", type=int, default=1, choices=(0, 1), help="gradient checkpointing (TRL's default)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
-    add("--case-timeout", type=float, default=300.0, metavar="SECONDS")
-    add("--out", type=Path, default=Path("out/trl_trainers.jsonl"))
-    add("--table", type=Path, help="only print the table of this file")
     args = parser.parse_args(arguments)
     processes.split(args, trainers=TRAINERS, providers=PROVIDERS)
     if args.batch % 2 or not 2 <= args.prompt <= args.seq - 2:
@@ -97,7 +81,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def cases(args: argparse.Namespace) -> list[dict]:
     """Every case, providers of one setting one after the other."""
-    shared = {name: getattr(args, name) for name in (*KEY[1:3], *KEY[4:-1], "steps")}
+    shared = {name: getattr(args, name) for name in SHARED}
     shared["changes"] = e2e.pairs(args.set, json.loads)
     return [
         {"trainer": trainer, **shared, "provider": provider}
@@ -194,7 +178,7 @@ def make_trainer(case: dict, folder: str, callbacks: list):
     import torch
     from datasets import Dataset
 
-    name, package, options, _ = TRAINERS[case["trainer"]]
+    name, package, options = TRAINERS[case["trainer"]]
     module, tigon_runs = importlib.import_module(package), case["provider"] == "tigon"
     kind = getattr(module, f"{name}Trainer")
     options, given = dict(options), {}
@@ -314,8 +298,7 @@ def run_case(case: dict) -> dict:
         "losses": logged["loss"],
         "gradient_norms": logged["grad_norm"],
         **({"heads": Trained.calls > before} if case["provider"] == "tigon" else {}),
-        **e2e.versions(case),
-        "trl": importlib.metadata.version("trl"),
+        **e2e.versions(case, "trl"),
     }
 
 
@@ -348,46 +331,26 @@ def settings(records: list[dict]) -> dict[tuple, dict[str, dict]]:
     return by_provider(records, lambda r: (setting(r), f"{r['batch']} x {r['seq']}"))
 
 
-def _cell(record: dict | None) -> str:
+def _mfu(record: dict | None) -> str:
     if record is None:
         return "-"
-    if "error" in record:
-        return processes.error_text(record)
-    config, trainer = e2e.MODELS[record["model"]] | record["changes"], record["trainer"]
+    trainer = record["trainer"]
     answers = 1.0 if trainer.startswith("sft") else 1 - record["prompt"] / record["seq"]
-    used = e2e.mfu.text(record, config, passes=PASSES.get(trainer, (4, 4)), head=answers)
-    return f"{statistics.median(record['step_ms']):.1f} ms, {record['peak_gb']:.2f} GB{used}"
-
-
-def _ratio(row: dict[str, dict], other: str, bar: float | None = None) -> str:
-    pair = [row.get("tigon"), row.get(other)]
-    if any(record is None or "error" in record for record in pair):
-        return "-"
-    ours, theirs = pair
-    speed = statistics.median(theirs["step_ms"]) / statistics.median(ours["step_ms"])
-    memory = ours["peak_gb"] / theirs["peak_gb"] if theirs["peak_gb"] else 1.0
-    norms = zip(ours["gradient_norms"], theirs["gradient_norms"], strict=True)
-    gap = max(abs(a - b) / abs(b) for a, b in norms)
-    goal = "" if bar is None else f" (goal {bar:g}x)"
-    return f"{speed:.2f}x{goal}, memory {memory:.3f}x, gradient norms within {gap:.1e}"
+    return e2e.mfu.text(record, e2e.config_of(record), passes=PASSES.get(trainer, (4, 4)), head=answers)
 
 
 def table(records: list[dict]) -> str:
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
-    rows = []
-    for names, row in settings(records).items():
-        bar = TRAINERS[next(iter(row.values()))["trainer"]][3]
-        cells = [
-            *(row.shown(name, _cell) for name in providers),
-            _ratio(row, "trl", bar),
-            _ratio(row, "liger"),
-        ]
-        rows.append([*names, *cells])
-    return markdown(("trainer", "rows x tokens", *providers, "Tigon to TRL", "to TRL with Liger"), rows)
+    fields = {"ms": lambda r: f"{statistics.median(r['step_ms']):.1f}", "GB": lambda r: f"{r['peak_gb']:.2f}"}
+    more = {"MFU of tigon": lambda row: _mfu(row.get("tigon"))}
+    for other, name in (("trl", "TRL"), ("liger", "TRL with Liger")):
+        more[f"speed to {name}"] = ratio(other, lambda r: 1 / statistics.median(r["step_ms"]))
+    more["gradient norms from TRL's"] = distance("trl", "gradient_norms")
+    return by_field(("trainer", "rows x tokens"), settings(records), providers, fields, more)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return processes.main(__file__, arguments, parse, cases, key, prepare, run_case, table)
+    return processes.main_of_cases(__file__, arguments, parse, cases, key, prepare, run_case, table)
 
 
 if __name__ == "__main__":

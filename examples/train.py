@@ -50,6 +50,7 @@ ONE_BILLION = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
+INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}  # Linux's names of bf16 products
 DEFAULTS = {
     "cpu": {"config": SMALL, "dtype": "float32", "batch": 8, "seq": 512, "steps": 20, "lr": 1e-3},
     "cuda": {"config": ONE_BILLION, "dtype": "bfloat16", "batch": 4, "seq": 2048, "steps": 30, "lr": 3e-4},
@@ -101,6 +102,22 @@ def pick_device(wanted: str | None) -> str:
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise SystemExit(f"--device {wanted}: torch {torch.__version__} sees no CUDA device")
     return wanted
+
+
+def of_bfloat16(plan: dict, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What a run in float32 leaves unused on a processor that multiplies in bfloat16; else nothing."""
+    if plan["device"] != "cpu" or plan["dtype"] != "float32" or not cpuinfo.exists():
+        return ""
+    flags = set(cpuinfo.read_text().split())
+    found = [name for flag, name in INSTRUCTIONS.items() if flag in flags]
+    if not found:
+        return ""
+    return (
+        "float32 is the default on a CPU: its curves agree to 1e-5. This processor has "
+        f'{" and ".join(found)},\nwhich bfloat16 uses: make train ARGS="--dtype bfloat16". '
+        "In bench/results/cpu Tigon took\n2.65 times stock's tokens a second in bfloat16, "
+        "and 2.18 times in float32."
+    )
 
 
 def read_model(model: str | None, default: dict) -> tuple[dict, str, Path | None]:
@@ -210,7 +227,7 @@ def show(summary: dict) -> None:
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    print()
+    print(f"\n{summary['title']}")
     for row in rows:
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
@@ -262,6 +279,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{plan['dtype']} on {plan['device']}",
         flush=True,
     )
+    if advice := of_bfloat16(plan):
+        print(advice, flush=True)
     runs: dict[str, dict] = {}
     for name in providers:
         result = work(plan, name)

@@ -11,6 +11,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -25,6 +26,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 warnings.filterwarnings("ignore")
 
 WARMUP_STEPS = 2  # left out of tokens/s: first calls, allocator and thread pools
+
+
+def processor() -> str:
+    """The name of the processor, and the threads that PyTorch uses."""
+    import torch
+
+    found = None
+    if (file := Path("/proc/cpuinfo")).exists():
+        found = re.search(r"model name\s*:\s*(.+)", file.read_text())
+    return f"{found[1].strip() if found else 'CPU'}, {torch.get_num_threads()} threads"
 
 
 class NotAvailable(Exception):
@@ -204,7 +215,7 @@ def train(plan: dict, provider: str) -> dict:
         "parameters": sum(p.numel() for p in model.parameters()),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "device_name": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU",
+        "device_name": torch.cuda.get_device_name() if device.startswith("cuda") else processor(),
     }
     if provider == "tigon" and plan["checkpoint_out"]:
         model.save_pretrained(plan["checkpoint_out"])

@@ -21,9 +21,8 @@ SHORT = "--steps 12 --batch 2 --seq 16 --runs 3 --patched-runs 2 --families llam
 
 
 def test_two_families(tmp_path, capsys):
-    """Program, records, table and picture. Twice the band: it is half a unit of the loss in so few steps."""
-    words = [*SHORT.split(), "--out", str(tmp_path / "c.jsonl"), "--picture", str(tmp_path / "c.png")]
-    code = convergence.main(words)
+    """Program, records and table. Twice the band: it is half a unit of the loss in so few steps."""
+    code = convergence.main([*SHORT.split(), "--out", str(tmp_path / "c.jsonl")])
     records = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
     assert [r["family"] for r in records] == ["llama", "qwen3_moe"]
     assert code == int(not all(r["inside"] for r in records))
@@ -33,7 +32,8 @@ def test_two_families(tmp_path, capsys):
         assert r["stock"][0] != r["stock"][1], "the order of the sums changes nothing"
         for name in ("logits", "weights"):
             assert 0 < r[f"{name}_band"] < 1e-3 and r[f"{name}_distance"] <= 2 * r[f"{name}_band"]
-    assert "of 2 inside" in capsys.readouterr().out
+    assert "of 2 are inside" in capsys.readouterr().out
+    convergence.draw(records, tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size > 10_000
 
 
@@ -74,7 +74,7 @@ def test_distance_from_float32():
     assert half["stock_from_float32"] == pytest.approx(0.1 / 2**0.5)
     assert half["tigon_from_float32"] == pytest.approx(0.2 / 2**0.5)
     lines = convergence.table([exact, half]).splitlines()
-    assert "7.1e-02 1.4e-01" in lines[2] and "OUTSIDE" in lines[2] and lines[3].startswith("1 of 2")
+    assert "| 7.1e-02 | 1.4e-01 | **no** |" in lines[3] and lines[-1].startswith("1 of 2")
 
 
 def test_plain_formulas_are_told_apart():

@@ -302,6 +302,41 @@ def test_notebook(notebook, tmp_path, few_threads, monkeypatch):
         assert got["difference"] < 1e-5 and all(curve[-1] > curve[0] for curve in got["curves"].values())
 
 
+def test_notebook_of_a_gpu(tmp_path, few_threads, monkeypatch, capsys):
+    """The cells of the notebook for a GPU, with a tiny model in float32: both losses agree."""
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from tigon.compat import trl
+
+    words = {"<pad>": 0, "</s>": 1, "<unk>": 2, "+": 3, "=": 4} | {str(n): 5 + n for n in range(20)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(tmp_path / "tiny")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 25, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes, **ids)).save_pretrained(tmp_path / "tiny")
+    text = (EXAMPLES / "notebooks/gpu/qlora_grpo.py").read_text()
+    for pattern, line in (
+        ("MODEL, NF4", f"{str(tmp_path / 'tiny')!r}, False"),
+        ("STEPS, BATCH, ANSWERS", "2, 4, 2"),
+    ):
+        text = re.sub(f"(?m)^{pattern} = .*", f"{pattern} = {line}", text)
+    (tmp_path / "shorter.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    try:
+        got = runpy.run_path(str(tmp_path / "shorter.py"))
+    finally:
+        trl.uninstall()
+    found = got["found"]
+    assert found["SFT"]["losses"] == pytest.approx(found["SFT with Tigon"]["losses"], rel=1e-4)
+    assert len(found["GRPO with Tigon"]["losses"]) == 2 and "GRPO with Tigon" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_bits(dtype, capsys):
     """No log-probability of the trainer differs from the sampler's."""

@@ -21,13 +21,16 @@ def text(file: str) -> str:
 
 
 def test_version_is_in_one_place():
+    """The newest version of the changelog and the one to cite are the module's."""
+    assert re.search(r"^## \[(\d.*?)\]", text("CHANGELOG.md"), re.MULTILINE)[1] == tigon.__version__
+    assert yaml.safe_load(text("CITATION.cff"))["version"] == tigon.__version__
     for file in ("pyproject.toml", "CMakeLists.txt", "packaging/conda/recipe.yaml"):
         assert tigon.__version__ not in text(file)
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
 def test_workflows_call_make(file):
-    """Their own steps are targets of the Makefile, and nothing else."""
+    """Their own steps are .ci/run or targets of the Makefile, and nothing else."""
     targets = set(re.findall(r"^([\w-]+):", text("Makefile"), re.MULTILINE))
     jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"].values()
     steps = [step for job in jobs for step in job["steps"]]
@@ -35,7 +38,7 @@ def test_workflows_call_make(file):
     assert commands
     for command in commands:
         match = re.fullmatch(r"make ([\w-]+)( \w+=\w+)*", command)
-        assert match and match[1] in targets, command
+        assert command == "bash .ci/run" or (match and match[1] in targets), command
 
 
 @pytest.mark.parametrize("cuda", [None, "13.0"])
@@ -62,12 +65,13 @@ def test_conda_recipe(cuda, monkeypatch):
 
 @pytest.fixture
 def clone(tmp_path):
-    """A repository of the two files that a release edits, and a Makefile that leaves wheels."""
+    """A repository of the files that a release edits, and a Makefile that leaves wheels."""
     (tmp_path / "python/tigon").mkdir(parents=True)
     (tmp_path / "python/tigon/__init__.py").write_text('x = 1\n__version__ = "0.1.0"\n')
     (tmp_path / "CHANGELOG.md").write_text(
         "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- A thing.\n\n## [0.1.0] - 2026-01-01\n"
     )
+    (tmp_path / "CITATION.cff").write_text("title: Tigon\nversion: 0.1.0\ndate-released: 2026-01-01\n")
     wheel = "tigon-0.2.0-py3-none-manylinux_2_34_x86_64.whl"
     (tmp_path / "Makefile").write_text(
         ".PHONY: lint test docs kernels-repo\nlint test docs kernels-repo:\n"
@@ -99,6 +103,7 @@ def test_release(clone):
     assert '__version__ = "0.2.0"\n' in (clone / "python/tigon/__init__.py").read_text()
     changelog = (clone / "CHANGELOG.md").read_text()
     assert re.search(r"## \[Unreleased\]\n\n## \[0\.2\.0\] - [\d-]+\n\n### Added\n\n- A thing\.\n", changelog)
+    assert "\nversion: 0.2.0\n" in (clone / "CITATION.cff").read_text()
     assert release.git(clone, "tag", "--points-at", "HEAD") == "v0.2.0"
     with pytest.raises(release.Refused, match="no entries"):
         release.release(clone, "0.2.1", dry_run=False)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import graphlib
+import importlib
 import json
 import re
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+import age
+import commands
 import figures as paper
 import readme
 import results
+import store
 import tables
 
 RECORD = {"op": "new_op", "dtype": "bf16", "gpu": "none", "torch": "2", "commit": "abc1234", "limit_ms": 0.5}
@@ -26,6 +34,44 @@ def data():
 def test_pages_are_current(data):
     """The committed pages and README's table are those of the committed data: else run `make results`."""
     assert results.outdated(data) == []
+
+
+def test_commands_of_records(data, monkeypatch):
+    """Every command line that the records name is one that its program takes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(store, "device_name", str)
+    for run in data:
+        for command in commands.command_lines(run):
+            words = shlex.split(command)
+            script = next((Path(word).stem for word in words if word.startswith("bench/")), None)
+            assert script or words[:2] == ["make", "train"], command
+            if script:
+                importlib.import_module(script).parse(words[words.index(f"bench/{script}.py") + 1 :])
+
+
+def test_marks(data, monkeypatch):
+    """Records name commits that exist; what is older than its code is listed, also without history."""
+    assert age.errors(data) == []
+    (run,) = (run for run in data if run.name == "bench/results/h200/rows.jsonl")
+    assert "f17203a (2026-11-22), older than its code" in age.mark(run, "softmax")
+    known = age.history([run])
+    monkeypatch.setattr(age, "FILE", SimpleNamespace(read_text=lambda: age.text({})))
+    assert age.whole_history() is False or age.errors([run]) == [
+        "make results writes bench/commits.json anew"
+    ]
+    monkeypatch.setattr(age, "measured", lambda run: {("softmax", "0000001", False)})
+    assert age.whole_history() is False or age.errors([run]) == ["no commit 0000001, which records name"]
+    monkeypatch.setattr(age, "git", lambda *words: None)
+    assert age.errors([run]) == [] and known
+
+
+def test_no_circle_of_imports():
+    """The modules of bench have an order in which each imports earlier ones only."""
+    graph = {}
+    for path in (ROOT / "bench").glob("*.py"):
+        imported = re.findall(r"^\s*(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
+        graph[path.stem] = {name for name in imported if (ROOT / f"bench/{name}.py").exists()}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(graph)
 
 
 def test_paper_is_current():
@@ -68,16 +114,16 @@ def test_new_files_are_taken_up(tmp_path):
     pages = results.pages(results.runs(tmp_path))
     assert pages.keys() == {"index.md", "new_op.md", "host.md"}
     new = pages["new_op.md"]
-    assert "## More than 3 % behind a peer: 1 of 2 cases\n" in new
-    assert "Compared with a peer: 2 cases (new_op 2).\n\nWithout a peer in the same run: 1 cases" in new
+    assert "## Where a peer is more than 3 % faster: 1 of 2 cases\n" in new
+    assert "1 more cases have no peer in the same run" in new
     assert "| alone, upstream 0.125 | fwd |" in new
-    assert "| new_op slow, fwd | 1.200 ms | peer 1.000 ms | 20.0 % |" in new
-    assert "| **1.000 (50 %)** | 1.020 (49 %) | 1.02x | 7 | 7 |" in new
-    assert "| 1.200 (42 %) | **1.000 (50 %)** | 0.83x behind | 7 | 7 |" in new
+    assert "| new_op slow, fwd | 1.200 ms | peer | 1.000 ms | 20.0 % |" in new
+    assert "| **1.000** | 1.020 | 50 % | 1.02x | 7 | 7 |" in new
+    assert "| 1.200 | **1.000** | 42 % | 0.83x behind | 7 | 7 |" in new
     assert "- peer, n3, n4: 3 rows" in new and "none, torch 2, commit abc1234" in new
-    assert "![gpu_mine_new_op.png](../img/gpu_mine_new_op.png)" in new
-    assert "| new_op, step | 3.0 us | pytorch 2.0 us | 50.0 % |" in pages["host.md"]
-    assert "| 1 of 2 | 1 |" in pages["index.md"] and "1 of 3" in pages["index.md"]
+    assert "(../img/gpu_mine_new_op.png)" in new
+    assert "| new_op, step | 3.0 us | pytorch | 2.0 us | 50.0 % |" in pages["host.md"]
+    assert "| [new op](new_op.md) | 2 | 0.92x | 1 | 47% | 1 |" in pages["index.md"]
 
 
 def test_a_comparison_holds_records_of_one_run():
@@ -92,16 +138,15 @@ def test_a_comparison_holds_records_of_one_run():
     (row,) = tables.by_provider([*records, newest], lambda r: r["case"]).values()
     assert row == {"eager": records[2], "tigon": newest} and row.elsewhere == {"liger": records[0]}
     assert results.fastest_peer(row)[1]["provider"] == "eager"
-    text = {
-        name: row.shown(name, lambda r: f"{r['ms']} ms" if r else "-") for name in ("liger", "eager", "x")
-    }
-    assert text == {"liger": "1.0 ms, at old", "eager": "4.0 ms", "x": "-"}
-    for field, other in (("gpu", "H100"), ("torch", "3"), ("commit", "later")):
+    text = [row.shown(name, lambda r: f"{r['ms']} ms" if r else "-") for name in ("liger", "eager", "x")]
+    assert text == ["1.0 ms †", "4.0 ms", "-"]
+    assert tables.notes([row]) == "\n\n† Of another run, not compared: liger old."
+    for field, other in (("gpu", "H100"), ("torch", "3"), ("commit", "later"), ("recorded", "abc")):
         (row,) = tables.by_provider(
             [newest, record("liger", "new", 1.0) | {field: other}], lambda r: r["case"]
         ).values()
         assert row == {"tigon": newest} and results.fastest_peer(row) is None
-        assert row.shown("liger", lambda r: "cell") == f"cell, at {other}"
+        assert row.shown("liger", lambda r: "cell") == "cell †" and other in tables.notes([row])
     failed = {"provider": "liger", "case": "c", "error": "out of memory"}  # it names no device
     (row,) = tables.by_provider([newest, failed], lambda r: r["case"]).values()
     assert row["liger"] is failed and not row.elsewhere
@@ -241,22 +286,22 @@ def test_records_of_every_program(tmp_path):
     pages = results.pages(results.runs(tmp_path))
     names = "index optimizer parallel models post_training experts softmax norms"
     assert pages.keys() == {f"{name}.md" for name in names.split()}
-    assert "| small bf16 | 2.000 ms | fused 1.000 ms | 100.0 % |" in pages["optimizer.md"]
-    assert "| 2.000 (50 %) | 1.000 | out of memory | 0.50x behind | 7 | 9 | - |" in pages["optimizer.md"]
-    assert "| 8x4x2 | 2 | tigon | 2.000 (50 %) | 1.000 | 1.500 | 3 |" in pages["parallel.md"]
-    assert "| parallel_cross_entropy 8x4x2 | 2.000 ms | torch 1.000 ms | 100.0 % |" in pages["parallel.md"]
+    assert "| small bf16 | 2.000 ms | fused | 1.000 ms | 100.0 % |" in pages["optimizer.md"]
+    assert "| 2.000 | 50 % | 1.000 | out of memory | 0.50x behind | 7 | 9 | - |" in pages["optimizer.md"]
+    assert "| 8x4x2 | 2 | tigon | 2.000 | 1.000 | 50 % | 1.500 | 3 |" in pages["parallel.md"]
+    assert "| parallel_cross_entropy 8x4x2 | 2.000 ms | torch | 1.000 ms | 100.0 % |" in pages["parallel.md"]
     assert "| broken | no such group |" in pages["parallel.md"]
     assert "--nproc-per-node 2 bench/parallel.py" in pages["parallel.md"]
-    row = "| fsdp2, llama3-8b, 4 layers, vocab_size=64 | 2 | 2 x 4096 | 50 tokens/s, 2.0 GB | 100 tokens/s, "
-    assert row + "2.0 GB | 2.00x, memory 1.000x, loss within 0.0e+00 |" in pages["parallel.md"]
+    row = "| fsdp2, llama3-8b, 4 layers, vocab_size=64 | 2 | 2 x 4096 | 50 | 100 | "
+    assert row + "2.0 | 2.0 | - | 2.00x | 0.0e+00 |" in pages["parallel.md"]
     assert "bench/parallel_e2e.py --layouts fsdp2 --model llama3-8b --layers 4" in pages["parallel.md"]
     assert "| llama3-8b, 1 layers, checkpointing, autocast, float32 | 1 x 64 |" in pages["models.md"]
     assert "--dtype float32 --checkpointing --autocast" in pages["models.md"] and "MFU" in pages["models.md"]
-    assert "100 tokens/s" in pages["models.md"] and "--stages 1 --lengths 64" in pages["models.md"]
-    post = pages["post_training.md"]
-    row = (
-        "| dpo, llama3.2-1b, 4 layers, without checkpointing | 8 x 1024 | 30.0 ms, 2.00 GB | 20.0 ms, 2.00 GB"
+    assert (
+        "| 50 | 100 | 1.0 | 1.0 |" in pages["models.md"] and "--stages 1 --lengths 64" in pages["models.md"]
     )
-    assert row + " | 1.50x (goal 1.25x), memory 1.000x, gradient norms within 0.0e+00 | - |" in post
+    post = pages["post_training.md"]
+    row = "| dpo, llama3.2-1b, 4 layers, without checkpointing | 8 x 1024 | 30.0 | 20.0 | 2.00 | 2.00 |"
+    assert f"{row} - | 1.50x | - | 0.0e+00 |" in post
     assert "bench/trl_trainers.py --trainers dpo --providers trl,tigon --model llama3.2-1b --layers 4" in post
-    assert post.index("## linear_log_prob") < post.index("## linear_policy")
+    assert post.index("## Log-probabilities from") < post.index("## Policy losses from")

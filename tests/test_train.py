@@ -67,6 +67,22 @@ def test_main_job(tmp_path, text):
     assert (tmp_path / "out" / "checkpoint" / "model.safetensors").exists()
 
 
+def test_processors_with_bfloat16(tmp_path):
+    """A run in float32 says what it leaves unused, and what was gained; other runs say nothing."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : fpu avx512f avx512_bf16 amx_bf16\n")
+    plan = {"device": "cpu", "dtype": "float32"}
+    said = train.of_bfloat16(plan, cpuinfo)
+    assert "AMX and AVX512-BF16" in said and "--dtype bfloat16" in said
+    for name in ("train_fp32.json", "train_bf16.json"):  # the figures are those of the records
+        runs = json.loads((EXAMPLES.parent / "bench/results/cpu" / name).read_text())["runs"]
+        assert f"{runs['tigon']['tokens_per_s'] / runs['stock']['tokens_per_s']:.2f} times" in said
+    assert train.of_bfloat16(plan | {"dtype": "bfloat16"}, cpuinfo) == ""
+    assert train.of_bfloat16(plan | {"device": "cuda"}, cpuinfo) == ""
+    cpuinfo.write_text("flags : fpu avx2\n")
+    assert train.of_bfloat16(plan, cpuinfo) == ""
+
+
 def test_data_is_cached_and_batches_repeat(tmp_path, text, monkeypatch):
     """The second run tokenizes nothing; equal arguments give equal batches."""
     names = list(map(str, text))

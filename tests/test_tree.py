@@ -89,19 +89,19 @@ def test_missing_heading(small_tree):
 
 def test_engine_and_driver():
     """What ops share has no adaptor and no cases; what drives it no kernels of its own."""
-    engine, driver = (ROOT / f"csrc/tigon/ops/{name}" for name in ("linear_head", "linear_cross_entropy"))
+    engine, driver = (ROOT / f"csrc/tigon/ops/{name}" for name in ("loss_head", "linear_cross_entropy"))
     assert not list(engine.glob("*_torch.cpp"))
     assert not list(driver.glob("*_cuda.cu"))
-    assert check_op(ROOT, "linear_head") == check_op(ROOT, "linear_cross_entropy") == []
+    assert check_op(ROOT, "loss_head") == check_op(ROOT, "linear_cross_entropy") == []
 
 
-@pytest.mark.parametrize("file", ["linear_head_cuda.cu", "linear_head.cpp"])
+@pytest.mark.parametrize("file", ["loss_head_cuda.cu", "loss_head.cpp"])
 def test_missing_part_of_an_engine(tmp_path, file):
     """An engine without its CUDA backend, without its core."""
-    folder = "csrc/tigon/ops/linear_head"
+    folder = "csrc/tigon/ops/loss_head"
     shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / folder / file).unlink()
-    assert [error.split(":")[0] for error in check_op(tmp_path, "linear_head")] == [f"{folder}/{file}"]
+    assert [error.split(":")[0] for error in check_op(tmp_path, "loss_head")] == [f"{folder}/{file}"]
 
 
 def test_two_modules_that_import_each_other(small_tree):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The Markdown, checked: links, anchors, paths and make targets exist; sentences read well.
+"""The Markdown, checked: links, anchors, paths and targets exist, figures have records, sentences read well.
 
 Comments of code are checked by check_comments.py, which this calls.
 
@@ -8,6 +8,7 @@ Pages that a program writes are read for links only. Run by `make lint` and test
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,14 @@ LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\))?[^()\
 PATH = re.compile(
     r"(?<![\w./-])(?:csrc|python|tests|tools|bench|docs|examples|cmake|compat|\.ci)/[\w./*<>{},-]+"
 )
+# A speed or a time that somebody must have measured, and what says where: a page of results, a file of
+# records, or that there is none.
+FIGURE = re.compile(
+    r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?: to \d[\d,.]*)? ?"
+    r"(?:ms|us|tokens/s|GB/s|times as (?:fast|long)|times (?:stock|Liger|TRL)"
+    r"|% (?:faster|slower|longer|less time))\b"
+)
+RECORD = re.compile(r"results/\w+\.md|bench/results|paper\.md|\b[Nn]o record\b")
 INDENTED = re.compile(r"^    .*$", re.MULTILINE)
 LONGEST_CELL = 200
 TARGET = re.compile(r"\bmake ([a-z][a-z-]*)(?![\w-])(?=[^`\n]*(?:`|\n))")
@@ -41,6 +50,21 @@ PROSE = {
     r"\bthe same;": "a sentence",
     r"\b(?:simply|obviously|blazing(?:ly)?|leverages?|seamless(?:ly)?)\b": "the fact without the adverb",
 }
+# Words of this project that readers of docs do not share, and theirs. In tables of a few words they hold too.
+PRIVATE = {
+    r"(?<!dot\s)\bproducts?\b": "matmul",
+    r"\bbeside\b": "with, next to, in addition to",
+    r"\bless (?:a|an|the|its|those|one|that)\b": "minus",
+    r"\beach way\b": "in the forward and in the backward",
+    r"\b(?:said|says|refused) (?:it )?in words\b": "the message says",
+    r"\bstays? \w+'s\b": "PEFT keeps it",
+    r"\b(?:has|have) the bits of\b|\bto the same bits\b": "bit-identical",
+    r"(?<!stay\s)\bwhere (?:it|they|this|that) (?:is|are|was|were|does|do|has|have|needs?)\b": "if",
+    r"\bon purpose\b": "deliberate",
+    r"\(goal\b": "nothing: it is ours",
+}
+STOCK = re.compile(r"\bstock\b(?! \()")  # the model without Tigon, once a page has said so
+EXPLAINED = re.compile(r"\bstock \(|\bstock is\b", re.IGNORECASE)
 
 
 def slug(heading: str) -> str:
@@ -115,16 +139,47 @@ def check_paths(page: Path, text: str) -> Iterator[str]:
 def check_prose(page: Path, text: str) -> Iterator[str]:
     """Patterns of `PROSE` outside code, and cells of tables that should be sentences."""
     plain = CODE.sub(lambda m: "x" * len(m[0]), INDENTED.sub(blank, without_code(text)))
-    for number, line in enumerate(re.sub(r"\]\([^)\n]*\)", "]", plain).splitlines(), 1):
+    plain = re.sub(r"\]\([^)\n]*\)", lambda m: "]" + " " * (len(m[0]) - 1), plain)
+    for number, line in enumerate(re.sub(r"\] {3,}", "]", plain).splitlines(), 1):
         cells = line.strip("|").split("|") if line.startswith("|") else ()
         if any(len(cell.strip()) > LONGEST_CELL for cell in cells):
             where = f"{page.relative_to(ROOT)}:{number}"
             yield f"{where}: a cell of more than {LONGEST_CELL} characters: better sentences"
-    for pattern, instead in PROSE.items():
+    patterns = dict(PROSE)
+    if "docs" in page.relative_to(ROOT).parts:
+        patterns |= PRIVATE
+        if not EXPLAINED.search(plain):
+            patterns[STOCK.pattern] = "without Tigon"
+    for pattern, instead in patterns.items():
         for match in re.finditer(pattern, plain):
             found = " ".join(text[match.start() : match.end()].split())
             where = f"{page.relative_to(ROOT)}:{line_of(plain, match.start())}"
             yield f"{where}: {found!r}: better {instead}"
+
+
+def check_figures(page: Path, text: str) -> Iterator[str]:
+    """A figure names its record in its section or its page's introduction, in the changelog in its entry.
+
+    One in the text of a link to results stands on that page.
+    """
+    begins = r"^(?:#|- )" if page.name == "CHANGELOG.md" else r"^#"
+    plain = CODE.sub(blank, without_code(text))
+    starts = [0, *(m.start() for m in re.finditer(begins, plain, re.MULTILINE)), len(text)]
+    said = page.name != "CHANGELOG.md" and "o record" in text.split("\n#", 1)[0]
+    for start, end in itertools.pairwise(starts) if not said else ():
+        found = FIGURE.search(plain, start, end)
+        if found and not RECORD.search(text, start, end):
+            where = f"{page.relative_to(ROOT)}:{line_of(text, found.start())}"
+            yield f'{where}: {found[0]!r}: link its record in docs/results, or say "no record"'
+    for match in re.finditer(r"\[([^\[\]]*)\]\(([\w./-]*results/\w+\.md)[^)]*\)", plain):
+        file = (page.parent / match[2]).resolve()
+        numbers = re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", file.read_text()) if file.exists() else []
+        values = {float(number.replace(",", "")) for number in numbers}
+        for figure in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?= times| ms| GB| MiB| tokens)", match[1]):
+            unit = 0.1 ** len(figure.partition(".")[2])
+            if not any(abs(value - float(figure.replace(",", ""))) < 0.6 * unit for value in values):
+                where = f"{page.relative_to(ROOT)}:{line_of(text, match.start())}"
+                yield f"{where}: {figure} is not in {match[2]}"
 
 
 def pages() -> list[Path]:
@@ -145,6 +200,7 @@ def check_docs() -> list[str]:
         errors += check_links(page, text)
         if not generated(text):
             errors += check_paths(page, text)
+            errors += check_figures(page, text)
             if page.name != "CHANGELOG.md":
                 errors += check_prose(page, text)
     return errors

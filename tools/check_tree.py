@@ -32,7 +32,7 @@ SIBLINGS = ("{op}.h", "{op}_math.inc", "{op}_cpu.cpp", "{op}_cuda.cu")
 BY_HAND = ("{op}.cpp", "{op}_torch.cpp")
 # What ops share without being one: no adaptor, no Python, no cases. An op whose contract includes such a
 # header drives it, and has kernels only where it needs some of its own.
-ENGINES = {"linear_head"}
+ENGINES = {"loss_head"}
 KERNELS = ("{op}_math.inc", "{op}_cpu.cpp", "{op}_cuda.cu")
 ELSEWHERE = ("python/tigon/ops/**/{op}.py", "tests/cases/{op}.py")  # ops of one family share a package
 # Ops on lists of tensors without a gradient: the tests of the optimizers have their cases.

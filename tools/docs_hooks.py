@@ -9,7 +9,6 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
-import textwrap
 from pathlib import Path
 
 import griffe
@@ -17,6 +16,7 @@ import jupytext
 from mkdocs.structure.files import File
 
 sys.path.insert(0, str(Path(__file__).parent))
+import cpp_reference
 from check_docs import LINK, ROOT
 
 DOCS = ROOT / "docs"
@@ -26,7 +26,7 @@ LANGUAGES = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cu": "cuda", ".cuh":
 NOTEBOOKS = ROOT / "examples/notebooks"
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # code would hide what explains it
 CONTRACTS = "reference/cpp.md"
-HEADERS = ("base/make_context.h", "base/context.h", "base/tensor.h", "base/communicator.h")
+WIDE = ("results/", "models.md", "paper.md", "programs.md", "liger-suite.md")  # pages of wide tables
 
 
 def uri_of(path: Path) -> str:
@@ -58,6 +58,10 @@ def rewritten(text: str, uri: str) -> str:
     return LINK.sub(link, text)
 
 
+def is_notebook(path: Path) -> bool:
+    return path.suffix == ".py" and NOTEBOOKS in path.parents
+
+
 def notebook_page(path: Path) -> str:
     """A notebook: text as it is, code in blocks."""
     cells = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent").cells
@@ -68,7 +72,7 @@ def notebook_page(path: Path) -> str:
 
 def source_page(path: Path) -> str:
     """A file as a block of code; a folder as a list of its files."""
-    if path.parent == NOTEBOOKS:
+    if is_notebook(path):
         return notebook_page(path)
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
@@ -91,35 +95,6 @@ def linked(text: str, folder: Path) -> set[Path]:
     }
 
 
-def narrow(match: re.Match) -> str:
-    """A comment with lines that the site would scroll, as shorter ones."""
-    lines = match[0].splitlines()
-    if max(map(len, lines)) <= 108:
-        return match[0]
-    start = lines[0][: lines[0].index("//") + 3]
-    text = " ".join(line.strip()[3:] for line in lines)
-    return textwrap.fill(text, 108, initial_indent=start, subsequent_indent=start) + "\n"
-
-
-def contract(header: Path) -> str:
-    """The essay of a header, and what it declares for callers."""
-    essay, _, rest = header.read_text(encoding="utf-8").partition("#pragma once")
-    lines = [re.sub(r"^// ?", "", line) for line in essay.splitlines()]
-    internal = r"(?ms)^#include[^\n]*\n|^namespace (?:cpu|cuda) \{.*?^\}[^\n]*\n"
-    declared = re.sub(r"(?m)(?:^ *// \S.*\n)+", narrow, re.sub(internal, "", rest))
-    name = header.relative_to(ROOT / "csrc").as_posix()
-    text = "\n".join(lines).strip()
-    declared = f"```cpp\n{declared.strip()}\n```"
-    return f'## {header.stem}\n\n`#include "{name}"`\n\n```{{.text .contract}}\n{text}\n```\n\n{declared}\n'
-
-
-def contracts() -> str:
-    """Every header that a program includes: the base first, then the ops."""
-    ops = [folder / f"{folder.name}.h" for folder in sorted((ROOT / "csrc/tigon/ops").iterdir())]
-    headers = [ROOT / "csrc/tigon" / name for name in HEADERS] + [path for path in ops if path.exists()]
-    return "\n".join(map(contract, headers))
-
-
 def on_files(files, config):
     """Add the pages that have no file below docs."""
     pages = {uri: (ROOT / name).read_text(encoding="utf-8") for uri, name in ORIGIN.items()}
@@ -133,7 +108,7 @@ def on_files(files, config):
         found |= linked(source_page(folder), folder.parent)
     for path in found:
         if path.relative_to(ROOT).as_posix() not in MOVED:
-            pages[uri_of(path)] = ("" if path.parent == NOTEBOOKS else UNSEARCHED) + source_page(path)
+            pages[uri_of(path)] = ("" if is_notebook(path) else UNSEARCHED) + source_page(path)
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
     return files
@@ -144,7 +119,16 @@ def on_page_markdown(markdown, page, config, files):
     uri = page.file.src_uri
     if uri.startswith("source/") and "````" in markdown:
         return markdown
-    return rewritten(markdown, uri) + ("\n" + contracts() if uri == CONTRACTS else "")
+    if uri.startswith(WIDE):
+        page.meta.setdefault("hide", []).append("toc")
+    if uri == "index.md":
+        page.meta.setdefault("hide", []).append("navigation")  # which would be the word Tigon
+    return rewritten(markdown, uri) + ("\n" + cpp_reference.reference() if uri == CONTRACTS else "")
+
+
+def on_page_content(html, page, config, files):
+    """Pages of wide tables are told apart for the style."""
+    return f'<div class="wide">{html}</div>' if page.file.src_uri.startswith(WIDE) else html
 
 
 class Docstrings(griffe.Extension):
@@ -166,34 +150,26 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = re.sub(r":\w+:`~?([\w.]+)`", self.link, obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **_) -> None:
-        """What ``@options_of(functions, but=names)`` of ``tigon.ops.arguments`` adds to parameters."""
+        """What ``**options: Unpack[...]`` of ``tigon.ops.arguments.unpacked(functions)`` stands for."""
         modules = [pkg]
         for module in modules:
             members = [m for m in module.members.values() if not m.is_alias]
             modules += [m for m in members if m.is_module or m.is_class]
             for function in members:
                 if function.is_function:
-                    self.inherit(function)
+                    self.unpack(function)
 
-    def inherit(self, function: griffe.Function) -> None:
-        """Parameters in the place of ``**options``, once."""
-        calls = [d.value for d in function.decorators if "options_of(" in str(d.value)]
+    def unpack(self, function: griffe.Function) -> None:
+        """Parameters in the place of ``**options``, with the defaults of the functions that have them."""
+        calls = [d.value for d in function.decorators if "unpacked(" in str(d.value)]
         last = next((p for p in function.parameters if p.name == "options"), None)
         if not calls or last is None:
             return
-        but, sources = "", []
-        for argument in calls[0].arguments:
-            if isinstance(argument, griffe.ExprKeyword):
-                but = str(argument.value).replace("*_NATIVE", "'function', 'groups'")
-            else:
-                sources.append(function.modules_collection[argument.canonical_path])
+        named = function.modules_collection[last.annotation.slice.canonical_path].all_members
         del function.parameters["options"]
-        taken = {*re.findall(r"['\"](\w+)['\"]", but), *(p.name for p in function.parameters)}
-        for source in sources:
-            self.inherit(source)
-            for p in source.parameters:
-                if p.kind is griffe.ParameterKind.keyword_only and p.name not in taken:
-                    taken.add(p.name)
+        for source in calls[0].arguments:
+            for p in function.modules_collection[source.canonical_path].parameters:
+                if p.name in named and p.name not in {own.name for own in function.parameters}:
                     function.parameters.add(p)
 
     def link(self, match: re.Match) -> str:

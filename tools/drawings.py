@@ -123,7 +123,7 @@ def step() -> Drawing:
         ],
         ORANGE,
     )
-    d.text(440, 78, "stock: all logits and their gradients", 12)
+    d.text(480, 78, "stock: all logits and their gradients", 12)
     d.text(480, 122, "Tigon: one chunk of logits at a time", 12, "start", ORANGE)
     d.box(62, 230, 638, 58, "parameters and optimizer state", "#f4f5f7")
     d.text(245, 215, "activations", 12, "middle")

@@ -38,11 +38,16 @@ def edits(root: Path, version: str) -> dict[Path, str]:
     before, _, entries = changelog.read_text(encoding="utf-8").partition(UNRELEASED)
     if not re.search(r"^- ", entries.partition("\n## [")[0], re.MULTILINE):
         raise Refused("CHANGELOG.md has no entries under [Unreleased]")
-    dated = f"{before}{UNRELEASED}\n## [{version}] - {datetime.date.today().isoformat()}\n{entries}"
+    today = datetime.date.today().isoformat()
+    dated = f"{before}{UNRELEASED}\n## [{version}] - {today}\n{entries}"
     module = re.sub(
         r'^__version__ = ".*"$', f'__version__ = "{version}"', source.read_text(encoding="utf-8"), flags=re.M
     )
-    return {source: module, changelog: dated}
+    citation = root / "CITATION.cff"
+    cited = citation.read_text(encoding="utf-8")
+    for name, value in (("version", version), ("date-released", today)):
+        cited = re.sub(f"^{name}: .*$", f"{name}: {value}", cited, flags=re.M)
+    return {source: module, changelog: dated, citation: cited}
 
 
 def check_wheels(root: Path, version: str) -> None:

@@ -4,20 +4,59 @@ import torch
 from torch import nn
 
 import tigon
+from tigon.integrations.kernels import TaggedGatedMLP as GeGLUMLP
+from tigon.integrations.kernels import TaggedGatedMLP as SwiGLUMLP
+from tigon.integrations.kernels import TaggedGatedRMSNorm as RMSNormGated
 from tigon.integrations.kernels import TaggedRMSNorm as RMSNorm
 
-__all__ = ["CrossEntropyLoss", "RMSNorm", "RotaryPosEmb", "SwiGLUMLP"]
+__all__ = [
+    "CrossEntropyLoss",
+    "ForCausalLMLoss",
+    "GeGLUMLP",
+    "RMSNorm",
+    "RMSNormGated",
+    "RotaryPosEmb",
+    "SiLU",
+    "SwiGLUMLP",
+]
 
 
-class SwiGLUMLP(nn.Module):
-    """A gated MLP of three linear layers, as LLaMA's; the activation is silu."""
+class SiLU(nn.Module):
+    """The activation ``x sigmoid(x)``."""
 
     can_torch_compile = True
     has_backward = True
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Products and their order are the module's own."""
-        return self.down_proj(tigon.swiglu(self.gate_proj(x), self.up_proj(x)))
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[...] -> [...]"""
+        return tigon.silu(input)
+
+
+class ForCausalLMLoss(nn.Module):
+    """transformers' loss of that name: of logits, against the labels one token ahead."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """The mean over the labels that count, or the sum over num_items_in_batch."""
+        if shift_labels is None:
+            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return tigon.cross_entropy(
+            logits.view(-1, vocab_size),
+            shift_labels.reshape(-1).to(logits.device),
+            ignore_index=ignore_index,
+            denominator=num_items_in_batch,
+        )
 
 
 class RotaryPosEmb(nn.Module):

@@ -15,7 +15,6 @@ from tigon.error import Error
 from tigon.graphs import graph_step
 from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.attention_residual import attention_residual
-from tigon.ops.contrastive import contrastive_loss
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
@@ -29,6 +28,7 @@ from tigon.ops.group_norm import group_norm
 from tigon.ops.hyper_connection import hyper_connection_post, hyper_connection_pre
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.lora_linear import lora_linear, lora_linears
+from tigon.ops.loss_head.contrastive import contrastive_loss
 from tigon.ops.loss_head.drafter_loss import drafter_loss
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from tigon.error import refuse
 
+F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -111,10 +112,10 @@ def rows_stay_local(x: torch.Tensor, *vectors: torch.Tensor | None) -> bool:
     return fault(Layout(1, len(vectors)), names, (x, *vectors)) is None
 
 
-def of_vocabulary(op: str, at: int, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def of_vocabulary(op: str, at: int, name: str) -> Callable[[F], F]:
     """Of a public loss: :mod:`tigon.parallel.dtensor` runs if argument ``at``, ``name``, is a DTensor."""
 
-    def wrap(function):
+    def wrap(function: F) -> F:
         @functools.wraps(function)
         def call(*args, **options):
             t = args[at] if len(args) > at else options.get(name)
@@ -122,6 +123,6 @@ def of_vocabulary(op: str, at: int, name: str) -> Callable[[Callable[..., Any]],
                 return sharded_loss(op, function, args, options)
             return function(*args, **options)
 
-        return call
+        return call  # type: ignore[return-value]
 
     return wrap

@@ -3,11 +3,18 @@
 #include "tigon/ops/adamw/adamw.h"
 
 #include "table.h"
+#include "tigon/ops/adamw/adamw_codes.h"
 
 namespace tigon::test {
 namespace oracle {
 #include "tigon/ops/adamw/adamw_bits.inc"
 #include "tigon/ops/adamw/adamw_math.inc"
+
+uint32_t code_bits(float x) { return std::bit_cast<uint32_t>(x); }
+float code_value(uint32_t bits) { return std::bit_cast<float>(bits); }
+uint32_t clamped(float y, float lowest) { return code_bits(std::abs(y) > lowest ? std::abs(y) : lowest); }
+using namespace adamw_detail;
+#include "tigon/ops/adamw/adamw_codes.inc"
 }  // namespace oracle
 
 namespace {
@@ -139,6 +146,33 @@ TEST_CASE("the random bits of an element and its moments are even in pairs and a
           }
 }
 
+TEST_CASE("a code is the nearest value, the lower of two, in every neighbourhood") {
+  static constexpr adamw_detail::CodeMaps maps = adamw_detail::code_maps();
+  const auto nearest = [](const float* values, double y) {
+    int code = 0;
+    while (code < 255 && y > (double(values[code]) + values[code + 1]) / 2) ++code;
+    return uint32_t(code);
+  };
+  const auto check = [&](float y) {
+    REQUIRE(oracle::avg_code(maps, y) == nearest(maps.avg, y));
+    if (y > 0) REQUIRE(oracle::root_code(maps, y, y) == std::max(nearest(maps.root, y), 1u));
+  };
+  for (const float* values : {maps.avg, maps.root})
+    for (int code = 0; code < 255; ++code) {
+      REQUIRE(values[code] < values[code + 1]);
+      for (double at : {double(values[code]), (double(values[code]) + values[code + 1]) / 2}) {
+        const float y = float(at);
+        for (float x : {y, std::nextafter(y, -2.0f), std::nextafter(y, 2.0f)}) check(x), check(-x);
+      }
+    }
+  for (uint32_t bits = 0; bits <= 0x3f800000u; bits += 4099)
+    check(std::bit_cast<float>(bits)), check(-std::bit_cast<float>(bits));
+  CHECK(oracle::avg_code(maps, NAN) == 127u);
+  CHECK(oracle::avg_code(maps, -NAN) == 127u);
+  CHECK(oracle::root_code(maps, 0.0f, 0.0f) == 0u);
+  CHECK(oracle::root_code(maps, 1e-30f, 0.0f) == 1u);
+}
+
 TEST_CASE("any order and any split of a list gives the same bits") {
   auto ctx = make_cpu_context(3);
   const AdamwRounding nearest = AdamwRounding::nearest, stochastic = AdamwRounding::stochastic;
@@ -189,6 +223,11 @@ TEST_CASE("refusals, before anything is written") {
   refused([](auto& t, auto&, auto&) { t.grad.size = 8; }, "grad must be [9], got [8]");
   refused([](auto& t, auto&, auto&) { t.grad.dtype = DType::f16; }, "grad must be bfloat16 or float32");
   refused([](auto& t, auto&, auto&) { t.exp_avg.dtype = DType::f16; }, "exp_avg must be float32, bfloat16");
+  refused([](auto& t, auto&, auto&) { t.exp_avg.dtype = DType::u8; }, "exp_avg, its absmax, must be");
+  refused([](auto& t, auto&, auto&) { t.avg_absmax = t.step; },
+          "exp_avg must be uint8 where it has an absmax");
+  refused([](auto& t, auto&, auto&) { t.exp_avg.dtype = DType::u8, t.avg_absmax = t.step; },
+          "must both be uint8 or neither");
   refused([](auto& t, auto&, auto&) { t.low = {}; }, "low must be [9], got [0]");
   refused([](auto& t, auto&, auto&) { t.master = t.param; }, "master must be absent");
   refused([](auto& t, auto&, auto&) { t.group = 1; }, "group must be in [0, 1), got 1");

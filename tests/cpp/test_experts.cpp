@@ -1,7 +1,6 @@
 // Experts in the core: gradients are slopes, routing against its definition, results that are absent, bitwise
 // promises, refusals.
-#include "tigon/ops/experts/experts_layer.h"
-
+#include "experts_layer.h"
 #include "table.h"
 
 namespace tigon::test {

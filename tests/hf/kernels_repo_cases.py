@@ -15,6 +15,7 @@ from kernels import (
     use_kernel_mapping,
     use_kernelized_func,
 )
+from transformers.activations import ACT2FN
 
 sys.path = [entry for entry in sys.path if not (Path(entry) / "tigon").exists()]
 repository = Path(sys.argv[1])
@@ -44,9 +45,10 @@ class MLP(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.act_fn = torch.nn.SiLU()
 
     def forward(self, x):
-        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 def rotate_half(x):
@@ -68,6 +70,54 @@ class Attention(torch.nn.Module):
         return (q * k)[:, 0]
 
 
+@use_kernel_forward_from_hub("GeGLUMLP")
+class GeluMLP(MLP):
+    def __init__(self):
+        super().__init__()
+        self.act_fn = torch.nn.GELU(approximate="tanh")
+
+
+@use_kernel_forward_from_hub("RMSNormGated")
+class GatedNorm(Norm):
+    def __init__(self):
+        super().__init__()
+        self.activation = "silu"
+
+    def forward(self, hidden_states, gate):
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        hidden_states = self.weight * hidden_states.to(dtype)
+        hidden_states = hidden_states * ACT2FN[self.activation](gate.to(torch.float32))
+        return hidden_states.to(dtype)
+
+
+@use_kernel_forward_from_hub("SiLU")
+class SiLU(torch.nn.Module):
+    def forward(self, input):
+        return torch.nn.functional.silu(input)
+
+
+@use_kernel_forward_from_hub("ForCausalLMLoss")
+class CausalLoss(torch.nn.Module):
+    def forward(
+        self,
+        logits,
+        labels,
+        vocab_size,
+        num_items_in_batch=None,
+        ignore_index=-100,
+        shift_labels=None,
+        **kwargs,
+    ):
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        return ForCausalLMLoss(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
+
+
 @use_kernel_forward_from_hub("CrossEntropyLoss")
 class Loss(torch.nn.CrossEntropyLoss):
     pass
@@ -77,9 +127,14 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.attention, self.mlp, self.loss = Norm(), Attention(), MLP(), Loss(label_smoothing=0.1)
+        self.gated, self.gelu, self.act, self.causal = GatedNorm(), GeluMLP(), SiLU(), CausalLoss()
 
     def forward(self, x, target):
-        return self.loss(self.mlp(self.attention(self.norm(x))).flatten(0, 1), target)
+        y = self.mlp(self.attention(self.norm(x)))
+        z = self.act(self.gelu(self.gated(y, x)))
+        causal = self.causal(z, target.view(x.shape[:2]), 8)
+        share = self.causal(z, target.view(x.shape[:2]), 8, num_items_in_batch=torch.tensor(7))
+        return self.loss(y.flatten(0, 1), target) + causal + share
 
 
 LAYERS = {
@@ -87,6 +142,10 @@ LAYERS = {
     "MLP": "SwiGLUMLP",
     "rotary_pos_emb": "RotaryPosEmb",
     "CrossEntropyLoss": "CrossEntropyLoss",
+    "GeGLUMLP": "GeGLUMLP",
+    "RMSNormGated": "RMSNormGated",
+    "SiLU": "SiLU",
+    "ForCausalLMLoss": "ForCausalLMLoss",
 }
 mapping = {tag: {"cpu": LocalLayerRepository(repository, layer_name=name)} for tag, name in LAYERS.items()}
 model = Model()
@@ -100,4 +159,7 @@ loss = model(x, target)
 torch.testing.assert_close(loss, stock)
 torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), gradients)
 assert "tigon" in str(model.norm(x).grad_fn).lower()
-assert all("tigon" in part.forward.__module__ for part in (model.mlp, model.loss, apply_rotary_pos_emb))
+bound = (model.mlp, model.loss, model.gated, model.gelu, model.act, model.causal, apply_rotary_pos_emb)
+assert all("tigon" in part.forward.__module__ for part in bound)
+found = [part.__dict__["_tigon_tagged"] for part in (model.mlp, model.gated, model.gelu, model.norm)]
+assert all(found), found

@@ -39,11 +39,11 @@ def megatron_by_ligers_names(fused):
     """apply_liger_kernel_to_megatron: losses of a sharded vocabulary, also where Megatron names no group."""
     import megatron_tiny as tiny
 
-    from tigon.integrations.liger import names
+    from tigon.integrations.liger.megatron import apply_liger_kernel_to_megatron
 
     with tiny.megatron(tensor_parallel=2), tiny.kept(tiny.places_of_liger()):
         want = tiny.step(tiny.gpt())
-        names.resolve("apply_liger_kernel_to_megatron")(rms_norm=True, cross_entropy=True, swiglu=True)
+        apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
         model = tiny.gpt(cross_entropy_loss_fusion=fused)
         norms = {type(m).__name__ for m in model.modules() if "Norm" in type(m).__name__}
         assert norms == {"LigerMegatronRMSNorm"}, norms

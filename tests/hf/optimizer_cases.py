@@ -59,6 +59,122 @@ def adamw_of_shards(rounding):
                 same(value, full(b.state[q][name]))
 
 
+def large(seed, dtype=torch.bfloat16):
+    """Parameters with codes whose rows are no blocks, so that processes share some; one whose halves are; a
+    vector; one that a single process has; one that is small."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((67, 77), (64, 128), (4099,), (1, 5000), (8, 9))
+    return [on_device(torch.randn(s, generator=draw, device="cpu"), dtype) for s in shapes]
+
+
+@case(
+    rows=(torch.bfloat16, {"rounding": "stochastic"}, 0),
+    rows_split=(torch.bfloat16, {"rounding": "split"}, 0),
+    rows_f32=(torch.float32, {"max_grad_norm": 1.0}, 0),
+    unsharded=(torch.float32, {}, None),
+)
+def adamw_codes_of_shards(dtype, options, dim):
+    """Codes, their absmax and parameters are bit for bit those of one process, wherever rows are cut; so are
+    those that are saved, and a run that goes on from them in one process and in two."""
+    kind = [Replicate()] if dim is None else [Shard(dim)]
+
+    def cut(p):
+        return nn.Parameter(distribute_tensor(p, mesh(), kind))
+
+    make = {"lr": 1e-2, "seed": 5, "moment_dtype": "int8", **options}
+    plain, sharded = [nn.Parameter(p) for p in large(0, dtype)], [cut(p) for p in large(0, dtype)]
+    a, b = AdamW(plain, **make), AdamW(sharded, **make)
+
+    def train(steps):
+        for i in steps:
+            for p, q, g in zip(plain, sharded, large(i + 1, dtype), strict=True):
+                p.grad, q.grad = g, distribute_tensor(g.clone(), mesh(), kind)
+            a.step(), b.step()
+
+    def check():
+        mine, theirs = a.state_dict()["state"], b.state_dict()["state"]
+        for i, (p, q) in enumerate(zip(plain, sharded, strict=True)):
+            same(p, full(q.detach()))
+            assert mine[i].keys() == theirs[i].keys()
+            for name, value in mine[i].items():
+                if name != "param_low":  # no process group gathers int16
+                    same(value, full(theirs[i][name]))
+        assert sum("exp_avg_codes" in state for state in mine.values()) == 4
+
+    train(range(3))
+    check()
+    if "rounding" in options and options["rounding"] == "split":
+        return
+    saved = {"param_groups": a.state_dict()["param_groups"], "state": {}}
+    for i, state in copy.deepcopy(a.state_dict())["state"].items():  # of one process for two
+        whole = {n for n in state if n == "step" or n.endswith("absmax")}
+        saved["state"][i] = {
+            n: v if n in whole else distribute_tensor(v, mesh(), kind) for n, v in state.items()
+        }
+    a_saved = copy.deepcopy(a.state_dict())
+    a, b = AdamW(plain, **make), AdamW(sharded, **make)
+    a.load_state_dict(a_saved), b.load_state_dict(saved)
+    check()
+    train(range(3, 5))
+    check()
+    # Codes to float32 and again: what every process sees is the same.
+    a2, b2 = (AdamW(ps, **{**make, "moment_dtype": torch.float32}) for ps in (plain, sharded))
+    a2.load_state_dict(a.state_dict()), b2.load_state_dict(b.state_dict())
+    for p, q in zip(plain, sharded, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            same(a2.state[p][name], full(b2.state[q][name]))
+    a, b = AdamW(plain, **make), AdamW(sharded, **make)
+    a.load_state_dict(a2.state_dict()), b.load_state_dict(b2.state_dict())
+    check()
+
+
+@case
+def adamw_codes_cut_by_columns():
+    """Parameters that are cut along another dimension keep float32 moments, and read codes of the whole."""
+    for i in (0, 1):  # cuts that go through blocks, and cuts at blocks
+        whole, kind = nn.Parameter(large(0)[i]), [Shard(1)]
+        p = nn.Parameter(distribute_tensor(large(0)[i], mesh(), kind))
+        whole.grad, p.grad = large(1)[i], distribute_tensor(large(1)[i], mesh(), kind)
+        a, b = (AdamW([x], moment_dtype="int8") for x in (whole, p))
+        a.step(), b.step()
+        assert b.state[p]["exp_avg"].dtype == torch.float32
+        saved = copy.deepcopy(a.state_dict())
+        for name in ("exp_avg_codes", "exp_avg_sq_root_codes"):
+            saved["state"][0][name] = distribute_tensor(saved["state"][0][name], mesh(), kind)
+        b.load_state_dict(saved)
+        wide = AdamW([whole], moment_dtype=torch.float32)
+        wide.load_state_dict(a.state_dict())
+        for name in ("exp_avg", "exp_avg_sq"):
+            same(wide.state[whole][name], full(b.state[p][name]))
+
+
+@case(whole=(True,), shards=(False,))
+def adamw_codes_checkpoint(whole):
+    """FSDP2 with shared blocks through the distributed checkpoint's state dict, in the backward too."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    def net():
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(8, 700), nn.Tanh(), nn.Linear(700, 5))
+        for layer in (made[0], made[2]):
+            fully_shard(layer, mesh=mesh())
+        return fully_shard(made, mesh=mesh())
+
+    options, how = {"lr": 1e-2, "moment_dtype": "int8"}, StateDictOptions(full_state_dict=whole)
+    one, cut = net(), net()
+    a, b = AdamW(one.parameters(), **options), AdamW(cut.parameters(), **options)
+    step_in_backward(b)
+    trained(one, a, 4), trained(cut, b, 2)
+    saved = copy.deepcopy(get_optimizer_state_dict(cut, b, options=how))
+    b.updates_in_backward.undo()
+    b = AdamW(cut.parameters(), **options)
+    set_optimizer_state_dict(cut, b, saved, options=how)
+    trained(cut, b, 2, first=2)
+    for p, q in zip(one.parameters(), cut.parameters(), strict=True):
+        same(full(p.detach()), full(q.detach()))
+    assert any("exp_avg_codes" in state for state in b.state.values())
+
+
 @case
 def clip_grad_norm_of_shards():
     """The norm of sharded, replicated and plain gradients together, each counted once."""

@@ -33,6 +33,7 @@ from two_processes import case, device_type, rank, refused
 
 import tigon
 from tigon import parallel
+from tigon.ops.loss_head import products
 from tigon.parallel import plan, stream
 
 
@@ -220,11 +221,11 @@ def parallel_order_of_exchanges():
     p = problem(torch.float32, 28)
     with (
         mock.patch.multiple(plan, _LEAST_PART=1, _ALIGNED=1),
-        mock.patch.object(stream, "_logits", told("logits", stream._logits)),
+        mock.patch.object(products, "_logits", told("logits", products._logits)),
         mock.patch.object(
-            stream,
+            products,
             "_gradients",
-            told(lambda args: "dweight" if args[3] is None else "dhidden", stream._gradients),
+            told(lambda args: "dweight" if args[3] is None else "dhidden", products._gradients),
         ),
         mock.patch.object(stream.Work, "start_gather", gather),
         mock.patch.object(stream.Work, "start_all_reduce", told("reduce", stream.Work.start_all_reduce)),

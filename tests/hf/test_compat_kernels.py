@@ -47,6 +47,39 @@ def test_layer_forward_is_the_models_own(family):
     assert left.reason == "runs tigon already, through transformers' kernels"
 
 
+def test_tags_of_transformers_mapping():
+    """Norms and MLPs of every tag that its mapping gives to Liger's kernels or FLA's."""
+    assert {"RMSNorm", "RMSNormGated", "SwiGLUMLP", "GeGLUMLP"} <= kernels.LAYERS.keys()
+
+
+@pytest.mark.parametrize("family, tag", [("llama", "SwiGLUMLP"), ("gemma", "GeGLUMLP")])
+def test_mlp_forward_is_the_models_own(family, tag):
+    """As kernels binds it; gradients of the projections too."""
+    mlp = make(family).model.layers[0].mlp
+    other = copy.deepcopy(mlp)
+    mlp.forward = kernels.LAYERS[tag].forward.__get__(mlp)
+    x = torch.randn(7, 32, requires_grad=True)
+    y, wanted = mlp(x), other(x)
+    assert "tigon" in str(y.grad_fn.next_functions).lower() or mlp.__dict__[kernels.SPEC] is not None
+    close(y, wanted)
+    y.square().sum().backward()
+    wanted.square().sum().backward()
+    for got, want in zip(mlp.parameters(), other.parameters(), strict=True):
+        close(got.grad, want.grad)
+
+
+def test_gated_norm_is_the_models_own():
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    norm = Qwen3NextRMSNormGated(32)
+    x, gate = torch.randn(2, 5, 32)
+    wanted = norm(x, gate)
+    norm.forward = kernels.TaggedGatedRMSNorm.forward.__get__(norm)
+    y = norm(x.requires_grad_(), gate)
+    assert "tigon" in str(y.grad_fn).lower()
+    close(y, wanted)
+
+
 def test_unrecognised_norm_keeps_its_own():
     class RMSNorm(torch.nn.Module):
         def forward(self, x):

@@ -7,6 +7,7 @@ import importlib.metadata
 import inspect
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -17,14 +18,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from test_compat_liger_ops import get
 from tiny import VOCABULARY, batch, close, config, make, same, step
 from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import tigon
 from tigon.integrations import liger
 from tigon.integrations.liger import functional as LF
 from tigon.integrations.liger import modules as LM
-from tigon.integrations.liger import names, patching
+from tigon.integrations.liger import patching, paths
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,24 +80,53 @@ def test_an_installed_liger_is_not_hidden_silently(tmp_path, monkeypatch):
     del sys.modules["liger_kernel"]
 
 
-def test_every_name_imports_and_says_what_is_missing(facade):
-    for path, row in names.table().items():
+def test_every_name_imports(facade):
+    """From its module, whose names these are, and no two objects go by one name."""
+    found = {}
+    for path in paths.PATHS:
         module = importlib.import_module(f"liger_kernel.{path}".rstrip("."))
-        for name in row:
-            assert getattr(module, name) is not None, (path, name)
-    absent = [name for name, there in liger.implemented().items() if not there]
-    for name in absent:
-        placeholder = names.resolve(name)
-        with pytest.raises(tigon.Error, match=rf"\[compat.liger\] {name} is not there"):
-            placeholder(1, beta=0.1)
-        with pytest.raises(tigon.Error, match=name):
-            placeholder.apply()
-        with pytest.raises(tigon.Error, match=name):
-            placeholder[(1,)]
-        type("Sub", (placeholder,), {})  # callers subclass at import
-    assert {"LigerMultiTokenAttention", "swiglu_forward"} <= set(absent)
-    with pytest.raises(tigon.Error, match="flex_attention"):
-        names.resolve("LigerFusedNeighborhoodAttention")(beta=0.1)
+        for name in paths.names_of(path):
+            assert found.setdefault(name, getattr(module, name)) is getattr(module, name), (path, name)
+
+
+@pytest.mark.parametrize(
+    "path, instead",
+    [
+        ("ops.LigerDyTFunction", r"liger_kernel\.transformers\.functional"),
+        ("ops.utils.element_mul_kernel", r"liger_kernel\.transformers\.functional"),
+        ("ops.mlp", "or tigon's own"),
+        ("backends.dispatch", "each op has one implementation"),
+        ("set_impl", "each op has one implementation"),
+        ("chunked_loss.functional.liger_fused_linear_dpo", "the loss's class"),
+        ("chunked_loss.fused_linear_ppo.LigerFusedLinearPPOBase", r"tigon\.linear_loss"),
+        ("chunked_loss.LigerFusedLinearCosineSimilarityLoss", "cosine_similarity"),
+        ("transformers.grpo_loss.triton_grpo_loss", r"tigon\.policy_loss"),
+        ("transformers.model.llama.lce_forward", r"tigon\.apply\(model\)"),
+        ("transformers.monkey_patch._patch_rms_norm_module", r"tigon\.apply\(model\)"),
+        ("transformers.trainer.orpo_trainer.LigerORPOTrainer", "TigonTrainerCallback"),
+        ("transformers.multi_token_attention", "no op"),
+        ("transformers.functional.liger_fused_neighborhood_attention", "flex_attention"),
+        ("transformers.moe.LigerExpertParallelFusedMoe", "grouped_mlp"),
+        ("transformers.experimental.matmul", r"torch\.matmul"),
+        ("transformers.rms_norm.LigerRMSNormForGlm4", "LigerRMSNorm with offset"),
+        ("testing", "assert_close"),
+        ("utils.infer_device_arch", "torch's own"),
+    ],
+)
+def test_what_is_dropped_says_what_to_use(path, instead, facade):
+    """An import is an ImportError, as an attribute it is an AttributeError: probes of programs work."""
+    words = rf"^\[compat\.liger\] liger_kernel\.{re.escape(path)} is not part .*: use .*{instead}"
+    parent, _, name = f"liger_kernel.{path}".rpartition(".")
+    if paths.is_module(parent[len("liger_kernel.") :]):
+        assert not hasattr(importlib.import_module(parent), name)
+        with pytest.raises(AttributeError, match=words):
+            getattr(importlib.import_module(parent), name)
+    else:
+        words = words.replace(re.escape(path), ".*")  # of the module above it
+    with pytest.raises(ImportError, match=words):
+        exec(f"from {parent} import {name}")
+    with pytest.raises(ImportError, match=words):
+        importlib.import_module(f"{parent}.{name}")
 
 
 def test_a_wrong_call_is_named(facade):
@@ -123,10 +155,9 @@ def test_modules_list_their_names(facade):
         value for name, value in inspect.getmembers(module, inspect.isfunction) if name.startswith("apply_")
     }
     assert found == set(module.MODEL_TYPE_TO_APPLY_LIGER_FN.values())
-    assert "lce_forward" in dir(importlib.import_module("liger_kernel.transformers.model.llama"))
-    backends = importlib.import_module("liger_kernel.backends")
-    importlib.import_module("liger_kernel.backends.dispatch")
-    assert callable(backends.dispatch), "the function hides the module of its name"
+    assert {name for name in dir(patching) if name.startswith("apply_")} == {
+        name for name in dir(module) if name.startswith("apply_")
+    }
 
 
 def test_auto_class_calls_the_types_function(monkeypatch, tmp_path):
@@ -159,7 +190,7 @@ def test_signature(name):
     scope = {"torch": torch, "Optional": None, "AutoModelForCausalLM": AutoModelForCausalLM}
     wanted = inspect.signature(eval(f"lambda {INTERFACE[name]}: 0", scope))
     owner, _, method = name.partition(".")
-    found = names.resolve(owner)
+    found = get(owner)
     got = list(inspect.signature(getattr(found, method) if method else found).parameters.values())
     got = got[1:] if method == "forward" else got
     positional = method == "apply"  # autograd's apply takes no keywords: names do not matter
@@ -257,20 +288,31 @@ def test_losses_have_ligers_dtypes(dtype):
     assert LF.liger_cross_entropy(x, target, reduction="none").dtype == dtype
     assert tigon.cross_entropy(x, target).dtype == torch.float32
     table = drawn(9, 9).to(dtype)
-    loss, z_loss, *_ = LM.LigerFusedLinearCrossEntropyFunction.apply(x, table, target, return_z_loss=True)
-    assert (loss.dtype, z_loss.dtype) == (torch.float32, dtype)
+    got = LF.liger_fused_linear_cross_entropy(x, table, target, return_z_loss=True)
+    assert (got.loss.dtype, got.z_loss.dtype) == (torch.float32, dtype)
+
+
+def test_a_loss_is_a_module_of_its_options():
+    """It pickles, says what they are, and compiles as one graph."""
+    hidden, weight, target = drawn(5, 16), drawn(29, 16, seed=1), labels(5, 29)
+    loss = LM.LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(29), softcap=3.0)
+    again = pickle.loads(pickle.dumps(loss))
+    assert "softcap=3.0" in repr(again) and "ce_weight" not in repr(again) and again.training
+    loss.label_smoothing = again.label_smoothing = 0.1
+    wanted = LF.liger_fused_linear_cross_entropy(hidden, weight, target, **loss.options())
+    torch._dynamo.reset()
+    for call in (loss, again, torch.compile(loss, backend="eager", fullgraph=True)):
+        assert torch.equal(call(weight, hidden, target), wanted)
 
 
 def test_token_scaling_and_functions():
     hidden, weight, target = drawn(9, 16), drawn(29, 16, seed=1), labels(9, 29)
     rows = F.cross_entropy(hidden @ weight.T, target, reduction="none")
     scaled = torch.where(target == -100, 0.0, (-rows).exp()) * rows
-    apply = LM.LigerFusedLinearCrossEntropyFunction.apply
-    loss, *rest = apply(hidden, weight, target, use_token_scaling=True)
+    loss = LF.liger_fused_linear_cross_entropy(hidden, weight, target, use_token_scaling=True)
     close(loss, scaled.sum() / (target != -100).sum())
-    assert rest == [None, None, None]
     entropy = torch.distributions.Categorical(logits=hidden @ weight.T / 2).entropy()
-    nll, got = LM.LigerFusedLinearScaledCrossEntropyFunction.apply(
+    nll, got = get("LigerFusedLinearScaledCrossEntropyFunction").apply(
         hidden, weight, target, 2.0, return_entropy=True
     )
     close(nll, F.cross_entropy(hidden @ weight.T / 2, target, reduction="none"))
@@ -336,8 +378,7 @@ def test_rope(rotary_dim, unsqueeze_dim):
 def test_norm_classes_equal_the_models_own():
     pairs = [
         (LM.LigerRMSNorm, transformers.models.llama.modeling_llama.LlamaRMSNorm),
-        (LM.LigerRMSNormForGemma, transformers.models.gemma.modeling_gemma.GemmaRMSNorm),
-        (LM.LigerRMSNormForGemma3, transformers.models.gemma3.modeling_gemma3.Gemma3RMSNorm),
+        (LM.LigerRMSNormForGemma2, transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm),
     ]
     x = drawn(5, 32).bfloat16()
     for ours, theirs in pairs:
@@ -401,7 +442,8 @@ def test_token_accuracy_and_predictions():
     shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
     kept = shifted != -100
     output = model(**inputs, return_token_accuracy=True, return_predicted_tokens=True)
-    assert type(output) is names.resolve("LigerCausalLMOutputWithPast") and output.logits is None
+    assert isinstance(output, CausalLMOutputWithPast) and output.logits is None
+    assert type(pickle.loads(pickle.dumps(output))) is type(output)
     assert torch.equal(output.predicted_tokens, torch.where(kept, best, -1).view(-1))
     close(output.token_accuracy, (best == shifted)[kept].float().mean())
     close(output.loss, stock(**inputs).loss)

@@ -1,18 +1,22 @@
-"""``liger_kernel.chunked_loss`` by Tigon against plain formulas in float64, and its base classes."""
+"""``liger_kernel.chunked_loss`` by Tigon against plain formulas."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tigon.integrations.liger import bases, names, policies
+import tigon
+from tigon.integrations.liger.chunked_loss import (
+    LigerFusedLinearDistillationBase,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKTOLoss,
+)
 
 P, T, H, V = 3, 7, 16, 37
-
-
-def get(name):
-    return names.resolve(name, "chunked_loss")
 
 
 def drawn(device, answers=2 * P):
@@ -49,7 +53,7 @@ def plain_dpo(x, weight, bias, ref_x, ref_weight, target, nll):
 def test_dpo(nll, frozen, device):
     x, weight, bias, ref_x, ref_weight, target = drawn(device)
     leaves = [x.requires_grad_(), weight.requires_grad_(not frozen), bias.requires_grad_()]
-    loss, results = get("LigerFusedLinearDPOLoss")(compute_nll_loss=nll, alpha=0.5)(
+    loss, results = LigerFusedLinearDPOLoss(compute_nll_loss=nll, alpha=0.5)(
         weight, x, target, bias, ref_x, ref_weight, None
     )
     (3 * loss).backward()
@@ -72,7 +76,7 @@ def test_kto_with_a_reference_point_for_each_answer(device):
     x, weight, bias, ref_x, ref_weight, target = drawn(device)
     kl = torch.linspace(-1, 1, 2 * P, device=device)
     labels = torch.arange(2 * P, device=device) % 2 == 0
-    loss, results = get("LigerFusedLinearKTOLoss")(use_ref_model=True)(
+    loss, results = LigerFusedLinearKTOLoss(use_ref_model=True)(
         x, weight, target, bias, labels, ref_x, ref_weight, None, kl
     )
     ratio = sums(x, weight, bias, target)[0] - sums(ref_x, ref_weight, None, target)[0]
@@ -81,8 +85,31 @@ def test_kto_with_a_reference_point_for_each_answer(device):
     torch.testing.assert_close(results[4], (0.1 * ratio * labels).sum(), rtol=1e-4, atol=1e-4)
 
 
+def plain_grpo(loss_type, log_p, old, ref, advantages, mask, importance=None):
+    """The defaults of the class, in plain operations."""
+    ratio, advantage = (log_p - old).exp(), advantages[:, None]
+    if loss_type == "cispo":
+        losses = -ratio.clamp(max=0.2).detach() * advantage * log_p
+    elif loss_type == "sapo":
+        tau = torch.where(advantage > 0, 1.0, 1.05)
+        losses = -4 / tau * (tau * (ratio - 1)).sigmoid() * advantage
+    elif loss_type == "vespo":
+        log_w = ((log_p - old) * mask).sum(-1, keepdim=True)
+        log_w = (log_w if importance is None else log_w + importance.log()).clamp(math.log(1e-8), 20)
+        k, rate = (torch.where(advantage >= 0, *of_signs) for of_signs in ((2.0, 3.0), (3.0, 2.0)))
+        losses = -(rate + k * log_w - rate * log_w.exp()).exp().detach() * advantage * log_p
+    else:
+        losses = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    if ref is not None:
+        losses = losses + 0.04 * ((ref - log_p).expm1() - (ref - log_p))
+    losses = losses * mask
+    if loss_type in ("grpo", "sapo"):
+        return (losses.sum(-1) / mask.sum(-1)).mean()
+    return losses.sum() / (mask.numel() if loss_type == "dr_grpo" else mask.sum())
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo"])
-def test_grpo_of_hidden_states_and_of_logits_agree(loss_type, device):
+def test_grpo(loss_type, device):
     x, weight, bias, *_, target = drawn(device)
     mask, ids = (target != -100).long(), target.clamp(min=0)
     generator = torch.Generator().manual_seed(1)
@@ -92,90 +119,46 @@ def test_grpo_of_hidden_states_and_of_logits_agree(loss_type, device):
         for _ in range(2)
     )
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    loss, metrics = get("LigerFusedLinearGRPOLoss")(loss_type=loss_type, max_completion_length=T)(
+    loss, metrics = LigerFusedLinearGRPOLoss(loss_type=loss_type, max_completion_length=T)(
         x, weight, ids, mask, advantages, bias, ref, old
     )
-    wanted = torch.autograd.grad(loss, leaves)
-    logits = F.pad(F.linear(x, weight, bias), (0, 0, 0, 1))
-    options = {"temperature": 1.0, "eps_high": 0.2, "loss_type": loss_type, "max_completion_length": T}
-    triton = names.resolve("triton_grpo_loss")
-    reduced, others = triton(logits, old, ref, ids, advantages, mask, reduce=True, **options)
-    torch.testing.assert_close(reduced, loss, rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(metrics, others, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    losses, _, clipped = triton(logits, old, ref, ids, advantages, mask, **options)
-    total = policies._reduce_grpo_loss
-    again = total(losses, mask, loss_type, T)
-    torch.testing.assert_close(again, loss, rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(torch.autograd.grad(again, leaves), wanted, strict=True):
+    log_p = sums(x, weight, bias, ids)[1]
+    wanted = plain_grpo(loss_type, log_p, old, ref, advantages, mask)
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
+    divergence = (((ref - log_p).expm1() - (ref - log_p)) * mask).sum() / mask.sum()
+    torch.testing.assert_close(metrics[0], divergence.detach(), rtol=1e-4, atol=1e-5)
+    got, want = (torch.autograd.grad(value, leaves) for value in (loss, wanted))
+    for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(clipped.sum() / mask.sum(), metrics[-1], rtol=1e-5, atol=1e-6)
 
 
 def test_vespo_has_the_ratio_of_an_answer_once(device):
     """An importance ratio [B, 1] is a factor of the answer's weight, not of each of its tokens'."""
     x, weight, bias, *_, target = drawn(device)
     mask, ids = (target != -100).long(), target.clamp(min=0)
-    advantages, ratio = (
-        torch.linspace(-1, 1, 2 * P, device=device),
-        torch.linspace(0.5, 1.6, 2 * P, device=device),
+    advantages, ratio = (torch.linspace(*ends, 2 * P, device=device) for ends in ((-1, 1), (0.5, 1.6)))
+    log_p = sums(x, weight, bias, ids)[1].detach()
+    loss, _ = LigerFusedLinearGRPOLoss(loss_type="vespo", beta=0.0, use_ref_model=False)(
+        x, weight, ids, mask, advantages, bias, None, log_p + 0.1, vllm_is_ratio=ratio.unsqueeze(1)
     )
-    log_prob = sums(x, weight, bias, ids)[1].detach()
-    old = log_prob + 0.1
-    loss, _ = get("LigerFusedLinearGRPOLoss")(loss_type="vespo", beta=0.0, use_ref_model=False)(
-        x, weight, ids, mask, advantages, bias, None, old, vllm_is_ratio=ratio.unsqueeze(1)
-    )
-    phi = policies.get_gamma_weights(advantages, log_prob - old, mask, ratio.unsqueeze(1))
-    wanted = (-phi * advantages.unsqueeze(1) * log_prob * mask).sum() / mask.sum()
+    wanted = plain_grpo("vespo", log_p, log_p + 0.1, None, advantages, mask, ratio.unsqueeze(1))
     torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_subclass_brings_its_formula(device):
-    """The base classes differentiate what a subclass returns."""
+def test_a_subclass_of_the_base_brings_its_passes():
+    """Axolotl's distillation does; the base itself has no formula."""
 
-    class Hinge(bases.LigerFusedLinearPreferenceBase):
-        @staticmethod
-        def preference_loss_fn(chosen, rejected, full_target, beta=0.1):
-            return torch.relu(1 - beta * (chosen - rejected)).sum() / (full_target.shape[0] // 2)
-
+    class Double(LigerFusedLinearDistillationBase):
         @classmethod
-        def forward(cls, ctx, x, weight, target, bias):
-            return super().forward(
-                cls, ctx, x, weight, target, bias, compute_nll_loss=False, average_log_prob=False
-            )
-
-        @staticmethod
-        def backward(ctx, *grad_output):
-            return bases.LigerFusedLinearPreferenceBase.backward(ctx, grad_output)[:4]
-
-    class Squares(bases.LigerFusedLinearDistillationBase):
-        @staticmethod
-        def distillation_loss_fn(student, teacher, target=None, ignore_index=None, beta=0.5):
-            return (student - teacher).square().sum()
-
-        @classmethod
-        def forward(cls, ctx, x, weight, teacher, teacher_weight, target):
-            return super().forward(cls, ctx, x, weight, teacher, teacher_weight, target, chunk_size=4)
+        def forward(cls, ctx, x):
+            return 2 * x
 
         @staticmethod
         def backward(ctx, grad_output):
-            return bases.LigerFusedLinearDistillationBase.backward(ctx, grad_output)[:5]
+            return 2 * grad_output
 
-    x, weight, bias, ref_x, ref_weight, target = drawn(device)
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    loss, _ = Hinge.apply(x, weight, target, bias)
-    got = torch.autograd.grad(2 * loss, leaves)
-    chosen, rejected = sums(*leaves, target)[0].split(P)
-    wanted = torch.autograd.grad(2 * torch.relu(1 - 0.1 * (chosen - rejected)).mean(), leaves)
-    for mine, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-    rows, labels = x.flatten(0, 1), target.flatten()
-    loss = Squares.apply(rows, weight, ref_x.flatten(0, 1), ref_weight, labels)
-    got = torch.autograd.grad(2 * loss, leaves[:2])
-    logits, teacher = F.linear(rows, weight), F.linear(ref_x.flatten(0, 1), ref_weight)
-    hard = F.cross_entropy(logits, labels)
-    wanted = hard / 2 + (logits - teacher).square().sum() / (labels != -100).sum() / 2
-    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-4)
-    for mine, theirs in zip(got, torch.autograd.grad(2 * wanted, leaves[:2]), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    x = torch.ones(3, requires_grad=True)
+    Double.apply(x).sum().backward()
+    assert x.grad.tolist() == [2.0] * 3
+    with pytest.raises(tigon.Error, match=r"must bring its own forward, .* use tigon\.linear_loss"):
+        LigerFusedLinearDistillationBase.apply(x)

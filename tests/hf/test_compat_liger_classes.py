@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import tigon
 from tigon.integrations import liger
-from tigon.integrations.liger import names
+from tigon.integrations.liger import patching
 from tigon.integrations.transformers import LazyLogits
 
 
@@ -61,7 +61,7 @@ def test_class_level_patch_reaches_models_that_exist(facade):
 
 
 def test_class_level_patch_on_the_meta_device(facade):
-    names.resolve("apply_liger_kernel_to_llama")()
+    patching.apply_liger_kernel_to_llama()
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config())
     assert model._tigon_state.report.count("norm") == 5

@@ -67,7 +67,5 @@ def test_what_is_named_counts():
     patching._apply_liger_kernel_to_instance(model, rope=False)
     assert by_kind(model)["rope"] == 0 and by_kind(model)["LlamaMLP"] == 2
     model = made("internvl")
-    patching.APPLY["apply_liger_kernel_to_internvl"](
-        model=model, swiglu=False, rms_norm=False, layer_norm=False
-    )
+    patching.apply_liger_kernel_to_internvl(model=model, swiglu=False, rms_norm=False, layer_norm=False)
     assert {*by_kind(model)} == {"rope", "head"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,7 +42,7 @@ def test_fused_linear_jsd(beta):
         module = divergences.LigerFusedLinearJSD(jsd_beta=beta, temperature=2.0)
         wanted = divergence(x @ w.t() / 2, y @ u.t() / 2, beta)[kept].sum() / kept.sum()
         assert_same(module(x, w, y, u, given), wanted, (x, w))
-    got = divergences.LigerFusedLinearJSDFunction.apply(x, w, y, u, labels, beta, -100, 1.0, None, None, None)
+    got = divergences.liger_fused_linear_jsd(x, w, y, u, labels, beta)
     kept = labels != -100
     assert_same(got, divergence(x @ w.t(), y @ u.t(), beta)[kept].sum() / kept.sum(), (x, w))
 
@@ -108,14 +106,3 @@ def test_errors_are_those_of_liger():
         divergences.liger_fused_linear_kl_div(x, w, torch.rand(37, 50), reduction="none")
     with pytest.raises(AssertionError, match="the shape of shift_labels must be"):
         divergences.liger_fused_linear_jsd(x, w, y, u, labels[:5])
-
-
-def test_one_name_in_two_packages(facade):
-    ops = importlib.import_module("liger_kernel.ops.fused_linear_jsd").LigerFusedLinearJSDFunction
-    chunked = importlib.import_module("liger_kernel.chunked_loss.jsd_loss").LigerFusedLinearJSDFunction
-    assert ops is divergences.LigerFusedLinearJSDFunction
-    assert chunked is chunked_loss.LigerFusedLinearJSDFunction
-    functional = importlib.import_module("liger_kernel.chunked_loss.functional")
-    assert functional.liger_fused_linear_jsd is chunked_loss.liger_fused_linear_jsd
-    functional = importlib.import_module("liger_kernel.transformers.functional")
-    assert functional.liger_fused_linear_jsd is divergences.liger_fused_linear_jsd

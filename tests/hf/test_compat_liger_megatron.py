@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from tiny import close
 
 import tigon
-from tigon.integrations.liger import names
+from tigon.integrations.liger import megatron as liger_megatron
 
-apply = names.resolve("apply_liger_kernel_to_megatron")
-RMSNorm = names.resolve("LigerMegatronRMSNorm")
+apply, RMSNorm = liger_megatron.apply_liger_kernel_to_megatron, liger_megatron.LigerMegatronRMSNorm
 
 
 def reference(x, bias=None):
@@ -31,7 +30,7 @@ def test_fallback_of_the_gate(caplog):
         calls.append(inputs)
         return reference(*inputs[:2])
 
-    gate = names.resolve("LigerMegatronSwiGLU")(fallback)
+    gate = liger_megatron.LigerMegatronSwiGLU(fallback)
     close(gate(x), reference(x))
     assert not calls
     with caplog.at_level(logging.INFO, "liger_kernel.megatron.swiglu"):
@@ -51,7 +50,7 @@ def test_classes_take_what_megatron_gives():
     assert norm.weight.dtype == torch.float32
     with pytest.raises(tigon.Error, match="normalization"):
         RMSNorm(SimpleNamespace(normalization="LayerNorm"), 8)
-    loss = names.resolve("LigerMegatronCrossEntropy")(label_smoothing=0.1)
+    loss = liger_megatron.LigerMegatronCrossEntropy(label_smoothing=0.1)
     assert "label_smoothing=0.1, reduction='none', label_smoothing_formula='megatron'" in repr(loss)
     with pytest.raises(tigon.Error, match="must be 3-D"):
         loss(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ import torch.nn.functional as F
 from tiny import close, config, double
 
 import tigon
-from tigon.integrations import liger
 from tigon.integrations.liger import modules as LM
-from tigon.integrations.liger import names
+from tigon.integrations.liger import outputs, paths
 
 
 def drawn(*shape, seed=0):
@@ -23,7 +20,9 @@ def drawn(*shape, seed=0):
 
 
 def get(name):
-    return names.resolve(name)
+    """The object of this name, wherever the interface has it."""
+    path = next(path for path in paths.PATHS if name in paths.names_of(path))
+    return paths.resolve(path, name)
 
 
 def with_gradients(function, *inputs):
@@ -73,8 +72,8 @@ def test_jsd(beta):
     wanted = with_gradients(formula, log_probs(0))
     module = get("LigerJSD")(beta=beta)
     assert_same(with_gradients(lambda lq: module(lq, teacher, LABELS), log_probs(0)), wanted)
-    apply = get("LigerJSDFunction").apply
-    assert_same(with_gradients(lambda lq: apply(lq, teacher, LABELS, beta, -100), log_probs(0)), wanted)
+    function = get("liger_jsd")
+    assert_same(with_gradients(lambda lq: function(lq, teacher, LABELS, beta, -100), log_probs(0)), wanted)
     assert module(log_probs(0).bfloat16(), teacher.bfloat16()).dtype == torch.bfloat16
 
 
@@ -131,6 +130,12 @@ def test_cross_entropy_with_tvd():
     assert_same(
         with_gradients(lambda s: module(s, teacher, LABELS), student), with_gradients(formula, student)
     )
+    with pytest.raises(ValueError, match="same shape"):
+        module(student, teacher[:, :-1], LABELS)
+    with pytest.raises(ValueError, match="must be 2D"):
+        module(student[None], teacher[None], LABELS)
+    with pytest.raises(ValueError, match="target must have shape"):
+        module(student, teacher, LABELS[:-1])
 
 
 @pytest.mark.parametrize("trailing", [(5,), (3, 2)])
@@ -139,7 +144,7 @@ def test_group_norm(trailing):
     x = drawn(2, 6, *trailing)
     module = get("LigerGroupNorm")(6, 3, eps=1e-5)
     assert torch.equal(module.bias, torch.zeros(6)) and module.weight.requires_grad
-    apply = get("LigerGroupNormFunction").apply
+    apply = get("liger_group_norm")
     inputs = (x, drawn(6, seed=1), drawn(6, seed=2))
     wanted = with_gradients(lambda x, w, b: F.group_norm(x, 3, w, b, 1e-5), *inputs)
     assert_same(with_gradients(lambda x, w, b: apply(x, w, b, 6, 3, 1e-5), *inputs), wanted)
@@ -154,7 +159,6 @@ def test_dyt():
     inputs = (drawn(4, 8), torch.tensor([0.7]), drawn(8, seed=1), drawn(8, seed=2))
     wanted = with_gradients(lambda x, a, g, b: g * torch.tanh(a * x) + b, *inputs)
     assert_same(with_gradients(get("liger_dyt"), *inputs), wanted)
-    assert_same(with_gradients(get("LigerDyTFunction").apply, *inputs), wanted)
     module = get("LigerDyT")(8, beta=False)
     close(module(inputs[0]), torch.tanh(0.5 * inputs[0]))
 
@@ -209,43 +213,11 @@ def test_llama4_rotary():
     assert [torch.equal(a, b) for a, b in zip(vision(q, k, table), wanted, strict=True)] == [True, True]
 
 
-def test_functional_module():
-    """liger_kernel.functional: implementations may be named, results are tuples where they are there."""
-    liger.install(replace=True)
-    try:
-        L = importlib.import_module("liger_kernel.functional")
-        x, w = drawn(4, 8), drawn(8, seed=1)
-        close(L.rms_norm(x, w, impl="nvidia-triton"), F.rms_norm(x, (8,), w, 1e-6))
-        close(L.layer_norm(x, w), F.layer_norm(x, (8,), w, eps=1e-6))
-        close(L.softmax(x, backend="cutile"), x.softmax(-1))
-        close(L.swiglu(x, x, 0.5, 2.0), 2 * F.silu(0.5 * x) * x)
-        close(L.geglu(x, x), F.gelu(x, approximate="tanh") * x)
-        normed, total = L.fused_add_rms_norm(x, x, w)
-        close(total, 2 * x)
-        close(normed, F.rms_norm(2 * x, (8,), w, 1e-6))
-        target = torch.tensor([1, 2, -100, 3])
-        loss, *rest = L.cross_entropy(x, target)
-        close(loss, F.cross_entropy(x, target))
-        assert rest == [None, None, None]
-        close(L.fused_linear_cross_entropy(x, torch.eye(8), target)[0], F.cross_entropy(x, target))
-        lq, lp = log_probs(0), log_probs(1)
-        close(L.kl_div(lq, lp, log_target=True), F.kl_div(lq, lp, reduction="batchmean", log_target=True))
-        close(L.jsd(lq, lp, beta=0.0), F.kl_div(lq, lp, reduction="batchmean", log_target=True))
-        close(
-            L.fused_linear_jsd(x, w.diag(), 2 * x, w.diag()),
-            L.jsd((x * w).log_softmax(-1), (2 * x * w).log_softmax(-1)),
-        )
-    finally:
-        liger.uninstall()
-
-
 def test_gated_products():
     x, up = drawn(4, 8), drawn(4, 8, seed=1)
     wanted = with_gradients(lambda a, b: 3 * F.silu(0.5 * a) * b, x, up)
     apply = get("LigerSiLUMulFunction").apply
     assert_same(with_gradients(lambda a, b: apply(a, b, 0.5, 3.0), x, up), wanted)
-    packed = torch.cat((x, up), -1)
-    close(get("LigerFusedGateUpSiLUMulFunction").apply(packed), F.silu(x) * up)
 
 
 @pytest.mark.parametrize("shards", [None, 1, 3, 50])
@@ -282,9 +254,6 @@ def test_experts():
     assert results[0][-1][3].abs().max() == 0
     batches = (x.view(1, 7, 32), chosen.view(1, 7, 2), weights.view(1, 7, 2))
     assert torch.equal(mine(*batches)[0], mine(x, chosen, weights))
-    call = LM.LigerFusedMoEFunction.apply
-    one = call(x, mine.gate_up_proj, mine.down_proj, chosen.int(), weights)
-    assert torch.equal(one, mine(x, chosen, weights))
     with pytest.raises(tigon.Error, match="hidden_act"):
         LM.LigerExperts(config("mixtral", hidden_act="gelu"))
 
@@ -297,13 +266,6 @@ def test_norms_of_the_last_models():
         glimmer()
     centred = get("LigerRMSNormForMuseGlimmerTextCentered")(8)
     assert centred.weight.tolist() == [0.0] * 8 and centred.offset == 1.0
-
-
-def test_gemma4_mlp_is_wider_where_it_shares():
-    settings = config("gemma", hidden_activation="gelu_pytorch_tanh")
-    settings.use_double_wide_mlp, settings.num_kv_shared_layers = True, 1
-    mlp = get("LigerGEGLUMLPForGemma4")
-    assert [mlp(settings, layer).intermediate_size for layer in (0, 1)] == [48, 96]
 
 
 def test_redirection_runs_inside_the_wrapper():
@@ -353,12 +315,6 @@ def test_redirection_leaves_the_module_as_it_was(own):
     assert vars(inner) == before and not seen
 
 
-def test_outputs():
-    output = get("LigerCausalLMOutputWithPast")(loss=torch.ones(()), token_accuracy=torch.zeros(()))
-    assert output["token_accuracy"] == 0 and output.to_tuple()[0] == 1 and output.predicted_tokens is None
-    assert get("LigerMoeCausalLMOutputWithPast")(aux_loss=torch.ones(())).aux_loss == 1
-
-
 def test_jsd_of_no_rows():
     """Nothing, and no gradient, where every label is ignored."""
     student = log_probs(0).requires_grad_()
@@ -367,177 +323,24 @@ def test_jsd_of_no_rows():
     assert loss == 0 and not student.grad.any()
 
 
-def test_ce_tvd_checks_shapes():
-    apply, x = get("LigerFusedCETVDFunction").apply, drawn(4, 8)
-    target = torch.zeros(4, dtype=torch.long)
-    with pytest.raises(ValueError, match="same shape"):
-        apply(x, drawn(4, 16), target)
-    with pytest.raises(ValueError, match="must be 2D"):
-        apply(x[None], x[None], target)
-    with pytest.raises(ValueError, match="target must have shape"):
-        apply(x, x, target[:-1])
-
-
-def test_dispatcher():
-    """One implementation of each op, by Liger's name; callers may add theirs and choose them."""
-    liger.install(replace=True)
-    try:
-        import liger_kernel
-        from liger_kernel.backends import Capability, available_impls, dispatch, register_impl
-        from liger_kernel.backends.dispatch import ImplNotAvailableError, NoImplAvailableError
-        from liger_kernel.backends.registry import get_registered
-
-        x, w = drawn(4, 8), drawn(8, seed=1)
-        wanted = F.rms_norm(x, (8,), w, 1e-6)
-        assert available_impls("rms_norm") == ["nvidia-triton"] and available_impls("nothing") == []
-        for options in ({}, {"impl": "triton"}, {"backend": "nvidia-cutile"}, {"mode": "default"}):
-            close(dispatch("rms_norm", x, w, 1e-6, **options), wanted)
-        assert get_registered("rms_norm", "triton").tolerances[torch.float32]["atol_fwd"] == 1e-5
-        with pytest.raises(ImplNotAvailableError, match="'mine'"):
-            dispatch("rms_norm", x, w, 1e-6, impl="mine")
-        with pytest.raises(NoImplAvailableError, match="nothing"):
-            dispatch("nothing", x)
-        register_impl("nothing", impl_name="mine", capability=Capability(modules=["no_such"]))(lambda x: x)
-        register_impl("nothing", impl_name="other", preference_rank=10)(lambda x: x + 1)
-        assert available_impls("nothing") == ["other"] and torch.equal(dispatch("nothing", x), x + 1)
-        with pytest.raises(ImplNotAvailableError, match="no_such"):
-            dispatch("nothing", x, impl="mine")
-        liger_kernel.set_impl("triton")
-        assert liger_kernel.get_backend() == "nvidia-triton"
-        liger_kernel.set_backend(None)
-    finally:
-        liger.uninstall()
-        backends = importlib.import_module("tigon.integrations.liger.backends")
-        for key in [key for key in backends._REGISTRY if key[0] == "nothing"]:
-            del backends._REGISTRY[key]
-
-
-@pytest.mark.parametrize("labels", [None, LABELS])
-def test_kl_primitive(labels):
-    """Losses of rows and the gradient of their sum, against autograd in double."""
-    logits, target = drawn(5, 9), log_probs(1).exp()
-    x = logits.double().requires_grad_()
-    rows = 0.25 * F.kl_div((x / 2).log_softmax(-1), target.double(), reduction="none").sum(-1)
-    rows = rows if labels is None else torch.where(labels != -100, rows, 0.0)
-    rows.sum().backward()
-    loss, gradient = get("dispatch")("kl_loss_and_grad", logits, target, labels, -100, 2.0, 1e-10, 0.25)
-    close(loss, rows.detach().float())
-    close(gradient, x.grad.float())
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_jsd_primitive(beta):
-    """The sum of the elements is the loss, and the gradient is its gradient."""
-    student, teacher = log_probs(0).requires_grad_(), log_probs(1)
-    wanted = tigon.jsd(student, teacher, LABELS, beta=beta, log_probs=True)
-    wanted.backward()
-    loss, gradient = get("dispatch")("jsd_loss_and_grad", student.detach(), teacher, LABELS, beta, -100, 4.0)
-    close(loss.sum(), wanted.detach())
-    close(gradient, student.grad)
-
-
-def test_norms_take_the_dispatchers_attributes():
-    patching = importlib.import_module("tigon.integrations.liger.patching")
-    norms = torch.nn.RMSNorm(16), torch.nn.LayerNorm(16)
-    patching._patch_rms_norm_module(norms[0])
-    patching._patch_layer_norm_module(norms[1])
-    assert all(getattr(norm, name) is None for norm in norms for name in ("impl", "mode", "backend"))
-    module = get("LigerLayerNorm")(16, backend="triton", mode="m")
-    assert (module.impl, module.mode, module.backend) == ("triton", "m", "triton")
-
-
 def test_output_classes():
     """transformers' own with two fields more, which exist only when they were asked for."""
     from transformers.models.gemma3.modeling_gemma3 import Gemma3CausalLMOutputWithPast
 
-    made = get("LigerGemma3CausalLMOutputWithPast")
-    assert issubclass(made, Gemma3CausalLMOutputWithPast)
-    output = made(loss=torch.ones(()), predicted_tokens=torch.zeros(1))
-    assert [*output] == ["loss", "predicted_tokens"] and output.token_accuracy is None
-    assert type(pickle.loads(pickle.dumps(output))) is made
-
-
-def test_embedding_and_tiled_functions():
-    table, ids = drawn(5, 3), torch.tensor([[4, 0], [2, 2]])
-    assert torch.equal(get("LigerEmbeddingFunction").apply(table, ids), table[ids])
-    x = drawn(2, 6, 3)
-    assert torch.equal(get("LigerTiledMLPFunction").apply(lambda m, x: x * m, 2, x, 3, None), x * 2)
-
-
-def test_mlp_function():
-    """Both multipliers, against the formula."""
-    x, (gate, up, down) = drawn(2, 3, 8), (drawn(12, 8, seed=1), drawn(12, 8, seed=2), drawn(8, 12, seed=3))
-
-    def formula(x, gate, up, down):
-        return F.linear(F.silu(1.5 * F.linear(x, gate)) * F.linear(x, up), down) * 0.25
-
-    function = get("LigerMLPFunction").apply
-    got = with_gradients(lambda *inputs: function(*inputs, 1.5, 0.25), x, gate, up, down)
-    assert_same(got, with_gradients(formula, *(t.double() for t in (x, gate, up, down))), ulps=512)
-    assert get("LigerFalconH1MLP") is LM.LigerFalconH1SwiGLUMLP
-
-
-@pytest.mark.parametrize("tokens, block", [(0, 4), (1, 4), (37, 4), (37, 64)])
-def test_routing_metadata(tokens, block):
-    ids = torch.randint(0, 5, (tokens, 3), generator=torch.Generator().manual_seed(1))
-    ids[ids == 3] = 2  # nobody asks expert 3
-    found = LM.compute_routing_metadata(ids.int().t().contiguous().t(), 5, block)
-    counts, begins, token, slot, row, first, expert = found
-    assert all(t.dtype == torch.int32 for t in found)
-    flat = ids.flatten()
-    assert torch.equal(counts.long(), flat.bincount(minlength=5)) and torch.equal(begins.diff(), counts)
-    assert torch.equal(slot.long(), flat.argsort(stable=True)) and torch.equal(token, slot // 3)
-    assert torch.equal(row.long()[slot.long()], torch.arange(flat.numel()))
-    tiles = [(e, begin) for e in range(5) for begin in range(begins[e], begins[e + 1], block)]
-    assert [*zip(expert.tolist(), first.tolist(), strict=True)] == tiles
+    output = outputs.with_counts(Gemma3CausalLMOutputWithPast(loss=torch.ones(())))
+    assert isinstance(output, Gemma3CausalLMOutputWithPast)
+    assert [*output] == ["loss"] and output.token_accuracy is None
+    output.predicted_tokens = torch.zeros(1)
+    again = pickle.loads(pickle.dumps(output))
+    assert type(again) is type(output) and [*again] == ["loss", "predicted_tokens"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_over_a_temperature_are_not_rounded(dtype):
-    logits, ids = drawn(2, 6, 33).to(dtype).requires_grad_(), torch.arange(10).view(2, 5)
+    logits, ids = drawn(2, 6, 33).to(dtype), torch.arange(10).view(2, 5)
     got = get("fused_selective_log_softmax")(logits, ids, 0.7)
     wanted = (logits[:, :-1].double() / 0.7).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     close(got, wanted.float())
-    before = logits.detach().clone()
-    losses, _, _ = get("triton_grpo_loss")(logits, None, None, ids, torch.ones(2), temperature=0.7, beta=0.0)
-    losses.sum().backward()
-    probabilities = (before[:, :-1].double() / 0.7).softmax(-1)
-    gradient = (probabilities - F.one_hot(ids, 33)) / 0.7
-    torch.testing.assert_close(
-        logits.grad[:, :-1].double(), gradient, rtol=2 * torch.finfo(dtype).eps, atol=1e-6
-    )
-    assert torch.equal(logits, before)
-
-
-def test_small_functions():
-    """Architectures by name, the runtime that is not there, rotary functions of a modelling module."""
-    assert get("infer_device_arch")() == "cpu" or torch.cuda.is_available()
-    with pytest.warns(UserWarning, match="no runtime"):
-        assert get("configure")(moe=get("MoEConfig")(1, 2, 3, 4, 5, 6)) is False
-    module = SimpleNamespace()
-    get("apply_liger_llama4_rope_full")(module)
-    assert module.apply_rotary_emb is get("liger_llama4_text_rotary_pos_emb")
-    assert module.vision_apply_rotary_emb is get("liger_llama4_vision_rotary_pos_emb")
-    with get("device_context")("cpu"):
-        assert get("amp_custom_fwd")(lambda ctx, x: x)(SimpleNamespace(), 1) == 1
-
-
-@pytest.mark.parametrize(
-    "name, advice",
-    [
-        ("gemm_swiglu", "GatedMLP"),
-        ("liger_dyt_bwd", r"tigon\.dyt"),
-        ("LigerMultiTokenAttention", "plain PyTorch"),
-        ("LigerExpertParallelFusedMoe", "grouped_mlp"),
-        ("LigerFusedNeighborhoodAttention", "flex_attention"),
-        ("unpack_weights", "matmul"),
-        ("lce_forward", r"tigon\.apply"),
-        ("MAX_FUSED_SIZE", "public function"),
-    ],
-)
-def test_what_is_missing_says_what_to_use(name, advice):
-    with pytest.raises(tigon.Error, match=rf"{name} is not there.*{advice}|{name} is {advice}"):
-        get(name)(SimpleNamespace())
 
 
 def test_a_shard_of_fsdp_is_no_shard_of_a_vocabulary(tmp_path):

@@ -21,14 +21,12 @@ def test_modulated_rms_norm(mode, offset, affine):
         return h * (1 + s[:, None]) + b[:, None]
 
     wanted = with_gradients(formula, x, scale, shift, *weight)
-    function, apply = get("liger_modulated_rms_norm"), get("LigerModulatedRMSNormFunction").apply
-    options = (1e-6, offset, mode)
-    for call in (function, apply):
+    function, options = get("liger_modulated_rms_norm"), (1e-6, offset, mode)
 
-        def run(x, s, b, w=None, call=call):
-            return call(x, w, s, b, *options)
+    def run(x, s, b, w=None):
+        return function(x, w, s, b, *options)
 
-        assert_same(with_gradients(run, x, scale, shift, *weight), wanted)
+    assert_same(with_gradients(run, x, scale, shift, *weight), wanted)
     module = get("LigerModulatedRMSNorm")(8, offset=offset, casting_mode=mode, elementwise_affine=affine)
     assert module.elementwise_affine is affine and (module.weight is not None) is affine
     if affine:
@@ -47,24 +45,19 @@ def test_attn_res():
         return torch.einsum("nbt,nbtd->btd", (h @ q).softmax(0), v)
 
     wanted = with_gradients(formula, values, query, norm)
-    function, apply = get("liger_attn_res"), get("LigerAttnResFunction").apply
+    function = get("liger_attn_res")
     assert_same(with_gradients(function, values, query, norm), wanted, 256.0)
-    assert_same(with_gradients(lambda v, q, w: apply(v, q, w, 1e-6), values, query, norm), wanted, 256.0)
     close(function(list(values), query, norm), wanted[0])
 
 
 @pytest.mark.parametrize("dim", [-1, 0, 1])
 def test_sparsemax(dim):
-    """Over any dimension, the function, the class and its autograd function alike."""
+    """Over any dimension, by the function and the class."""
     from tigon.ops.sparsemax import reference
 
     x, grad = drawn(4, 7, 5), drawn(4, 7, 5, seed=1)
     wanted = with_gradients(lambda x: grad * reference(x.movedim(dim, -1)).movedim(-1, dim), x)
-    for call in (
-        lambda x: get("liger_sparsemax")(x, dim=dim),
-        lambda x: get("LigerSparsemaxFunction").apply(x, dim),
-        get("LigerSparsemax")(dim),
-    ):
+    for call in (lambda x: get("liger_sparsemax")(x, dim=dim), get("LigerSparsemax")(dim)):
         assert_same(with_gradients(lambda x, call=call: grad * call(x), x), wanted)
     assert "dim=0" in repr(get("LigerSparsemax")(0))
 
@@ -76,11 +69,11 @@ def test_poly_norm(shape):
 
     x, weight, bias = drawn(4, 7, 16), drawn(3, seed=1), drawn(1, seed=2).reshape(shape)
     wanted = with_gradients(lambda x, w, b: reference(x, w, b.reshape(1), 1e-5), x, weight, bias)
-    for function in (get("liger_poly_norm"), get("LigerPolyNormFunction").apply):
-        for in_place in (False, True):
-            args = (x, weight, bias)
-            got = with_gradients(lambda *args, f=function, i=in_place: f(*args, 1e-5, i), *args)
-            assert_same(got, wanted)
+    for in_place in (False, True):
+        got = with_gradients(
+            lambda *args, i=in_place: get("liger_poly_norm")(*args, 1e-5, i), x, weight, bias
+        )
+        assert_same(got, wanted)
     module = get("LigerPolyNorm")(eps=1e-5)
     assert module.bias.shape == () and "eps=1e-05" in repr(module)
     close(module(x), reference(x, torch.full((3,), 1 / 3), torch.ones(1), 1e-5))

@@ -416,6 +416,50 @@ def test_trl_in_one_line(kind, tmp_path, tokenizer, caplog):
         trl.uninstall()
 
 
+@pytest.mark.parametrize("switch", ["use_liger_kernel", "use_kernels"])
+def test_trl_by_its_switches(switch, tmp_path, tokenizer):
+    """One line before the trainer: TRL's old switch and the one that it recommends both end at Tigon."""
+    pytest.importorskip("trl")
+    from transformers.utils import is_kernels_available
+
+    from tigon.integrations import liger, trl
+
+    if switch == "use_kernels" and not is_kernels_available():
+        pytest.skip("needs the package kernels in the version that this transformers takes")
+    wanted = trl_losses("SFT", tmp_path, tokenizer)[1]
+    asked = {"use_liger_kernel": True}
+    if switch == "use_kernels":
+        asked = {"model_init_kwargs": {"use_kernels": True}}
+    tigon.compat.trl.install()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # TRL says that the old switch is going to leave it
+            trainer, got = trl_losses("SFT", tmp_path, tokenizer, **asked)
+        (head,) = (function for _, name, _, function in trl._present() if name == trl.NAME)
+        assert got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
+        assert head.calls >= 2
+        norm = trainer.model.model.norm(torch.randn(3, 32).to(trainer.model.device).requires_grad_())
+        assert "tigon" in str(norm.grad_fn).lower()
+    finally:
+        tigon.compat.trl.uninstall()
+    assert not liger.installed()
+
+
+def test_trl_leaves_an_installed_liger(monkeypatch, caplog):
+    """Its layers are not hidden without being asked; the heads are Tigon's all the same."""
+    pytest.importorskip("trl")
+    from tigon.integrations import liger, trl
+
+    monkeypatch.setattr(liger, "_on_disk", lambda: "/somewhere")
+    try:
+        with caplog.at_level(logging.WARNING, "tigon"):
+            trl.install()
+        assert "replace=True" in caplog.text and not liger.installed()
+        assert any(isinstance(function, trl.LogProbHead) for *_, function in trl._present())
+    finally:
+        trl.uninstall()
+
+
 def test_trl_after_apply(tmp_path, tokenizer):
     """A model that was patched before its trainer was made; the distillation trainer's call too."""
     pytest.importorskip("trl")

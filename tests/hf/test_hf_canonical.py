@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.integrations.transformers.canonical import Unrecognised, canonical_forward, canonical_function
+from tigon.integrations.transformers.canonical import Unrecognised, canonical
 from tigon.integrations.transformers.norms import plan_norm
-from tigon.integrations.transformers.patterns.modules import NORMS, match
+from tigon.integrations.transformers.patterns.norms import NORMS
 from tigon.integrations.transformers.patterns.rope import ROTARY, rotate_half
+from tigon.integrations.transformers.recognition import match
 from tigon.integrations.transformers.rope import plan_rotary
 
 
@@ -51,7 +52,7 @@ class Branches(Base):
 
 @pytest.mark.parametrize("cls", [OtherWords, Multiplied, Branches])
 def test_other_words_are_recognised(cls):
-    found = match(canonical_forward(cls), NORMS)
+    found = match(canonical(cls.forward, cls), NORMS)
     assert found.structure.name == "llama"
     assert found.roles == {"weight": "scale", "eps": "epsilon"}
 
@@ -172,7 +173,7 @@ NEAR_MISSES = [
 @pytest.mark.parametrize("cls", NEAR_MISSES, ids=lambda cls: cls.__name__)
 def test_near_misses_are_not_recognised(cls):
     try:
-        found = match(canonical_forward(cls), NORMS)
+        found = match(canonical(cls.forward, cls), NORMS)
     except Unrecognised:
         return
     assert found is None
@@ -180,8 +181,7 @@ def test_near_misses_are_not_recognised(cls):
 
 @pytest.mark.parametrize("structure", NORMS, ids=lambda structure: structure.name)
 def test_every_row_of_the_table_is_distinct(structure):
-    wanted = canonical_forward(type("Reference", (), {"forward": structure.reference}))
-    assert match(wanted, NORMS).structure == structure
+    assert match(structure.expression, NORMS).structure == structure
 
 
 def wrong_sign(q, k, cos, sin, unsqueeze_dim=1):
@@ -224,14 +224,14 @@ def sizes_behind(x, cos, sin):
 
 
 def test_sizes_are_put_together_in_their_order():
-    assert match(canonical_function(sizes_before), ROTARY).structure.options["call"] == "x heads"
-    assert match(canonical_function(sizes_behind), ROTARY) is None
+    assert match(canonical(sizes_before), ROTARY).structure.name == "half, one tensor, cast back"
+    assert match(canonical(sizes_behind), ROTARY) is None
 
 
 def test_rotary_recognition():
-    assert match(canonical_function(good), ROTARY).structure.name == "half"
+    assert match(canonical(good), ROTARY).structure.name == "half"
     for function in (wrong_sign, swapped, other_default):
-        assert match(canonical_function(function), ROTARY) is None
+        assert match(canonical(function), ROTARY) is None
 
 
 NO_FILE = """

@@ -18,7 +18,7 @@ from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
 from tigon.integrations.transformers import apply
 from tigon.integrations.transformers.mlp import known_activation, plan_mlp
-from tigon.integrations.transformers.patterns.modules import EXPERT_GATES
+from tigon.integrations.transformers.patterns.mlp import EXPERT_GATES
 
 NAMES = {
     "silu": "silu",
@@ -228,7 +228,7 @@ def test_moshi_mlps():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("row", EXPERT_GATES, ids=lambda row: row.reference.__name__)
+@pytest.mark.parametrize("row", EXPERT_GATES, ids=lambda row: row.name)
 def test_gates_of_experts(row, dtype):
     """Every form of the table, from its reference: recognised, as near as stock to fp64, gradient too."""
     torch.manual_seed(3)

@@ -12,7 +12,7 @@ from torch import nn
 
 from tigon.integrations.transformers import apply
 from tigon.integrations.transformers.norms import plan_norm
-from tigon.integrations.transformers.patterns.modules import GATED_NORMS, GROUP_NORMS, LAYER_NORMS, NORMS
+from tigon.integrations.transformers.patterns.norms import GATED_NORMS, GROUP_NORMS, LAYER_NORMS, NORMS
 
 SIZE = 48
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import transformers
 from tiny import SHARED, assert_as_good, assert_step_as_good, batch, double, step
 
 from tigon.integrations.transformers import apply, undo
-from tigon.integrations.transformers.canonical import canonical_function
-from tigon.integrations.transformers.patterns.modules import match
-from tigon.integrations.transformers.patterns.rope import ROTARY, rotate_half
+from tigon.integrations.transformers.canonical import canonical
+from tigon.integrations.transformers.patterns.rope import ROTARY, one_or_both, rotate_half, to_halves_maybe_k
+from tigon.integrations.transformers.recognition import match
 from tigon.integrations.transformers.rope import make_rotary
 
 COLUMNS, TOKENS = 16, 5
@@ -20,17 +21,17 @@ COLUMNS, TOKENS = 16, 5
 
 def _arguments(structure, dtype, device, wide_tables=False):
     """Arguments of a call as models make it: q and k of [B, H, T, D], or what the form takes."""
-    call, tables = structure.options["call"], structure.options["tables"]
+    names, tables = [*inspect.signature(structure.reference).parameters], structure.options["tables"]
     partial = "partial" in structure.name or "tail" in structure.name
     columns = COLUMNS // 2 if partial else COLUMNS
-    columns //= 2 if tables == "pair" or call == "complex" else 1
+    columns //= 2 if tables == "pair" or "freqs_cis" in names else 1
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape, of=dtype):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, of)
 
-    heads_inside = structure.options["rope"].get("unsqueeze_dim") == 2 or call == "x sin cos"
-    if call.startswith("vision"):
+    heads_inside = 2 in (structure.options["rope"].get("unsqueeze_dim"), structure.options["at"])
+    if "vision" in structure.name:
         q, k, cos, sin = (
             draw(TOKENS, *tail) for tail in ((3, COLUMNS), (3, COLUMNS), (columns,), (columns,))
         )
@@ -38,10 +39,10 @@ def _arguments(structure, dtype, device, wide_tables=False):
         shapes = [(2, TOKENS, n, COLUMNS) if heads_inside else (2, n, TOKENS, COLUMNS) for n in (4, 2)]
         q, k = (draw(*shape) for shape in shapes)
         cos, sin = (draw(2, TOKENS, columns, of=torch.float32 if wide_tables else dtype) for _ in range(2))
-    if call == "complex":
+    if "freqs_cis" in names:
         return q, k, torch.complex(cos.float(), sin.float())
-    if call.startswith("x"):
-        return (q, sin, cos) if call == "x sin cos" else (q, cos, sin)
+    if "one tensor" in structure.name or "tail" in structure.name:
+        return (q, sin, cos) if names[1] == "sin" else (q, cos, sin)
     return q, k, cos, sin
 
 
@@ -75,24 +76,24 @@ def _in_double(function):
 
 @pytest.mark.parametrize("wide_tables", [False, True], ids=["", "fp32 tables"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("structure", ROTARY, ids=lambda s: s.reference.__name__)
+@pytest.mark.parametrize("structure", ROTARY, ids=lambda s: s.name)
 def test_replacement_is_as_good_as_stock(structure, dtype, wide_tables, device):
     arguments = _arguments(structure, dtype, device, wide_tables)
     stock = structure.reference
-    got = _run(make_rotary(None, structure.options), arguments)  # no stock function to fall back to
+    got = _run(make_rotary(None, structure), arguments)  # no stock function to fall back to
     wanted = _run(stock, arguments)
     exact = _run(_in_double(stock), [_up(x) for x in arguments])
     for a, b, c in zip(got, wanted, exact, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert_as_good(a, b, c, torch.finfo(a.dtype).eps / 2, structure.reference.__name__)
+        assert_as_good(a, b, c, torch.finfo(a.dtype).eps / 2, structure.name)
 
 
-@pytest.mark.parametrize("structure", ROTARY, ids=lambda s: s.reference.__name__)
+@pytest.mark.parametrize("structure", ROTARY, ids=lambda s: s.name)
 def test_every_row_of_the_table_is_distinct(structure):
-    assert match(canonical_function(structure.reference), ROTARY).structure == structure
+    assert match(canonical(structure.reference), ROTARY).structure == structure
 
 
-@pytest.mark.parametrize("structure", ROTARY, ids=lambda s: s.reference.__name__)
+@pytest.mark.parametrize("structure", ROTARY, ids=lambda s: s.name)
 def test_odd_calls_go_to_stock(structure):
     """Tensor subclasses and tables of other ranks: decided per call."""
 
@@ -101,19 +102,26 @@ def test_odd_calls_go_to_stock(structure):
 
     arguments = _arguments(structure, torch.float32, "cpu")
     seen = []
-    replacement = make_rotary(lambda *given: seen.append(given) or "stock", structure.options)
+    replacement = make_rotary(lambda *given: seen.append(given) or "stock", structure)
     assert replacement(arguments[0].as_subclass(Sub), *arguments[1:]) == "stock"
     assert replacement(arguments[0][None, None], *arguments[1:]) == "stock"
     assert len(seen) == 2
 
 
 @pytest.mark.parametrize(
-    "structure", [s for s in ROTARY if s.options["call"] == "q k"], ids=lambda s: s.reference.__name__
+    "structure",
+    [
+        s
+        for s in ROTARY
+        if s.options["at"] == 1
+        and [*inspect.signature(s.reference).parameters][1:] == ["k", "cos", "sin", "unsqueeze_dim"]
+    ],
+    ids=lambda s: s.name,
 )
 def test_one_table_for_all_rows(structure):
     """Tables [T, R] with unsqueeze_dim=0, as Pixtral has them, are Tigon's."""
     q, k, cos, sin = _arguments(structure, torch.float32, "cpu")
-    replacement = make_rotary(lambda *given: pytest.fail("went to stock"), structure.options)
+    replacement = make_rotary(lambda *given: pytest.fail("went to stock"), structure)
     for got, stock in zip(
         replacement(q, k, cos[0], sin[0], unsqueeze_dim=0),
         structure.reference(q, k, cos[0], sin[0], unsqueeze_dim=0),
@@ -124,12 +132,12 @@ def test_one_table_for_all_rows(structure):
 
 def test_a_call_without_k():
     """Where a function allows it: k comes back as None, or not at all."""
-    for call in ("q maybe k", "q or both"):
-        (structure,) = [row for row in ROTARY if row.options["call"] == call]
+    for function in (one_or_both, to_halves_maybe_k):
+        (structure,) = [row for row in ROTARY if row.reference is function]
         q, k, cos, sin = _arguments(structure, torch.float32, "cpu")
-        replacement = make_rotary(None, structure.options)
+        replacement = make_rotary(None, structure)
         got = replacement(q, None, cos=cos, sin=sin)
-        if call == "q maybe k":
+        if function is to_halves_maybe_k:
             got, nothing = got
             assert nothing is None
         assert torch.equal(got, replacement(q, k, cos, sin)[0])
@@ -176,7 +184,7 @@ def vision_other_axis(q, k, cos, sin):
 @pytest.mark.parametrize("function", [wrong_sign, other_step, right_half, vision_other_axis])
 def test_near_misses_stay_stock(function):
     try:
-        found = match(canonical_function(function), ROTARY)
+        found = match(canonical(function), ROTARY)
     except Exception as error:
         assert type(error).__name__ == "Unrecognised"
         return
@@ -229,3 +237,20 @@ def test_step_is_as_good_as_stock(name, device):
     assert_step_as_good(step(patched, inputs), wanted, exact, 8)
     undo(patched)
     assert torch.equal(step(patched, inputs)[0], wanted[0])
+
+
+def own_words(query, key, c, s, unsqueeze_dim=1):
+    c, s = c.unsqueeze(unsqueeze_dim), s.unsqueeze(unsqueeze_dim)
+    return (query * c) + (rotate_half(query) * s), (key * c) + (rotate_half(key) * s)
+
+
+def test_calls_by_the_names_of_stock():
+    """Keywords are those of the function that is replaced; a wrong call raises its own error."""
+    structure = match(canonical(own_words), ROTARY).structure
+    q, k, cos, sin = _arguments(structure, torch.float32, "cpu")
+    replacement = make_rotary(own_words, structure)
+    for got, wanted in zip(replacement(q, key=k, s=sin, c=cos), own_words(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(got, wanted)
+    for wrong in ({"c": cos}, {"c": cos, "s": sin, "query": q}, {"c": cos, "s": sin, "other": 1}):
+        with pytest.raises(TypeError, match="own_words"):
+            replacement(q, k, **wrong)

@@ -51,7 +51,7 @@ def test_backend(built, name, architectures):
 
 
 def test_loaded_from_its_folder(variant, tmp_path):
-    """``get_local_kernel`` and ``kernelize``: the four layers run, losses and gradients are stock's."""
+    """``get_local_kernel`` and ``kernelize``: the layers run, losses and gradients are stock's."""
     pytest.importorskip("kernels", reason="needs the package kernels")
     if variant.name.split("-")[3] != "cpu":
         pytest.skip("needs a library built without CUDA")

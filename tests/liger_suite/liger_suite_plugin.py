@@ -1,9 +1,9 @@
 """pytest plugin of tools/liger_suite.sh: Liger's tests meet Tigon's interface, and what came of each is said.
 
 No test is changed. Outcomes: ``passed`` (Tigon ran in it), ``idle`` (passed without a call of Tigon: says
-nothing), ``refused`` (a name that the interface does not stand behind, which it says in words), ``failed``,
-``skipped``, ``xfailed``. expected.json lists the failed and refused ones that are meant, with the reason: any
-other, and a listed one that passes, ends the run with an error.
+nothing), ``dropped`` (uses a name that the interface leaves out, which it says in words), ``failed``,
+``skipped``, ``xfailed``. expected.json lists the failed ones that are meant, with the reason: any other, and
+a listed one that passes, ends the run with an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import importlib.abc
-import importlib.util
+import importlib.machinery
 import json
 import os
 import re
@@ -25,26 +25,46 @@ import torch
 import tigon
 import tigon.compat.liger
 from tigon._op import Op
-from tigon.integrations.liger import construction
+from tigon.integrations.liger import construction, paths
 
 SUITE = Path(os.environ["LIGER_SUITE"])
 EXPECTED = json.loads((Path(__file__).parent / "expected.json").read_text())
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = ("passed", "idle", "expected", "failed", "refused", "skipped", "xfailed")
+KINDS = ("passed", "idle", "expected", "failed", "dropped", "skipped", "xfailed")
 MAX_ELEMENTS = float(os.environ.get("MAX_ELEMENTS", "inf"))
 calls = 0
 
 
-class Testing(importlib.abc.MetaPathFinder):
-    """``liger_kernel.testing`` is what Liger's tests are written with: its own."""
+class Dropped(types.ModuleType):
+    """In the place of what the interface leaves out: tests import it at the top of their files."""
+
+    def __init__(self, path, *of_a_subclass):
+        super().__init__(path)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args, **kwargs):
+        raise ImportError(paths.dropped(self.__name__.removeprefix("liger_kernel.")))
+
+    __getitem__ = __call__
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds that, where the interface's own finder raises."""
 
     def find_spec(self, fullname, path=None, target=None):
-        if not f"{fullname}.".startswith("liger_kernel.testing."):
-            return None
-        place = SUITE.joinpath(*fullname.split(".")[1:])
-        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-        search = [str(place)] if place.is_dir() else None
-        return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=search)
+        package, _, below = fullname.partition(".")
+        left_out = package == "liger_kernel" and not paths.is_module(below) and paths.dropped(below)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if left_out else None
+
+    def create_module(self, spec):
+        return Dropped(spec.name)
+
+    def exec_module(self, module):
+        pass
 
 
 def counted(function):
@@ -61,7 +81,7 @@ def counted(function):
 
 
 tigon.compat.liger.install(replace=True)
-sys.meta_path.insert(0, Testing())
+sys.meta_path.insert(0, Finder())
 for name in tigon.__all__:
     if isinstance(getattr(tigon, name), types.FunctionType):
         setattr(tigon, name, counted(getattr(tigon, name)))
@@ -99,10 +119,10 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if fits(item)]
 
 
-def not_there(error) -> bool:
-    """Whether the interface said that a name is not there."""
+def is_dropped(error) -> bool:
+    """Whether the interface said that it leaves a name out."""
     while error is not None:
-        if isinstance(error, tigon.Error) and "is not there in tigon" in str(error):
+        if "is not part of Tigon's interface" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -116,9 +136,7 @@ def pytest_runtest_makereport(item, call):
     report = outcome.get_result()
     report.user_properties = [("calls", calls - item.calls_before)]
     if call.excinfo is not None:
-        refused = re.search(r"type object '(\w+)' has no attribute", str(call.excinfo.value))
-        absent = refused and not tigon.compat.liger.implemented().get(refused.group(1), True)
-        report.user_properties.append(("refused", bool(absent or not_there(call.excinfo.value))))
+        report.user_properties.append(("dropped", is_dropped(call.excinfo.value)))
 
 
 def pytest_runtest_teardown(item):
@@ -142,7 +160,7 @@ class Outcomes:
     def pytest_runtest_logreport(self, report):
         properties = dict(report.user_properties)
         if report.failed:
-            self.of[report.nodeid] = "refused" if properties.get("refused") else "failed"
+            self.of[report.nodeid] = "dropped" if properties.get("dropped") else "failed"
             self.words[report.nodeid] = str(getattr(report.longrepr, "reprcrash", report.longrepr))[-300:]
         elif report.skipped:
             self.of.setdefault(report.nodeid, "xfailed" if hasattr(report, "wasxfail") else "skipped")
@@ -152,16 +170,12 @@ class Outcomes:
     def pytest_sessionfinish(self, session):
         self.stale, listed = [], set()
         for entry, nodes in EXPECTED:
-            ran = [node for node, kind in self.of.items() if nodes.match(node) and kind != "skipped"]
-            failing = [node for node in ran if self.of[node] in ("failed", "expected", "refused")]
-            if ran and not failing:
+            of = {node: kind for node, kind in self.of.items() if nodes.match(node)}
+            failing = [node for node, kind in of.items() if kind == "failed"]
+            if not failing and not {"passed", "idle"}.isdisjoint(of.values()):
                 self.stale.append(f"{entry['tests']} passes: {entry['reason']}")
             listed.update(failing)
-        for node, kind in self.of.items():
-            if node in listed and kind == "failed":
-                self.of[node] = "expected"
-            elif node not in listed and kind == "refused":
-                self.of[node] = "failed"
+        self.of.update(dict.fromkeys(listed, "expected"))
         self.failed = sorted(node for node, kind in self.of.items() if kind == "failed")
         if self.of:
             session.exitstatus = 1 if self.failed or self.stale else 0

@@ -476,4 +476,4 @@ def test_fake_tensors():
         total, norm, factor = torch.ops.tigon.grad_norm(grads, 1.0, None)
         assert (total.dtype, norm.dtype, factor.shape) == (torch.float64, torch.float32, ())
         assert torch.ops.tigon.scale_(grads, factor) is None
-        assert torch.ops.tigon.adamw_(*([[]] * 11), 0, 0, 0, None, None, None) is None
+        assert torch.ops.tigon.adamw_(*([[]] * 12), 0, 0, 0, None, None, None) is None

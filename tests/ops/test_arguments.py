@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import numpy as np
 import pytest
 import torch
 
 import tigon
+import tigon.parallel
 from tigon import doctor
 
 X, W, ALPHA = torch.randn(4, 8), torch.randn(8), torch.tensor([0.5])
@@ -279,3 +281,46 @@ def test_signatures_name_every_option():
         tigon.linear_tvd(None, None, None, reverse=True)
     own = inspect.signature(tigon.linear_log_prob_memory).parameters
     assert own["lora_rank"].default == 0 and not {"reduction", "function", "groups"} & set(own)
+
+
+def _takers():
+    """Everything that takes ``**options: Unpack[...]``, and the options."""
+    for space in (tigon, tigon.nn, tigon.parallel):
+        for name in space.__all__:
+            taker = getattr(space, name)
+            for function in (taker, getattr(taker, "__init__", None), getattr(taker, "forward", None)):
+                if not inspect.isfunction(function):
+                    continue
+                written = inspect.unwrap(function)
+                options = re.search(r"Unpack\[(\w+)\]", str(inspect.signature(written)))
+                if options:
+                    yield f"{name}.{function.__name__}", function, written.__globals__[options[1]]
+
+
+def test_options_of_type_checkers_are_those_of_calls():
+    """Every TypedDict has the options that a signature shows beside a taker's own, with their types."""
+    functions = [getattr(space, name) for space in (tigon, tigon.parallel) for name in space.__all__]
+    known = {f.__name__: inspect.signature(f).parameters for f in functions if inspect.isfunction(f)}
+    found = {name: (taker, options.__annotations__) for name, taker, options in _takers()}
+    assert len(found) >= 16
+    for name, (taker, options) in found.items():
+        types = {key: value.__forward_arg__ for key, value in options.items()}
+        shown = {key: p.annotation for key, p in inspect.signature(taker).parameters.items()}
+        if taker is not inspect.unwrap(taker):
+            own = inspect.signature(inspect.unwrap(taker)).parameters
+            assert {key: kind for key, kind in shown.items() if key not in own} == types, name
+        else:  # a forward, which hands them on as they are
+            assert any(
+                types.items() <= {key: p.annotation for key, p in taken.items()}.items()
+                for taken in known.values()
+            ), name
+
+
+def test_public_losses_write_their_options_out():
+    """No public function of a loss hides options behind ``**``."""
+    for space in (tigon, tigon.parallel):
+        for name in space.__all__:
+            function = getattr(space, name)
+            if inspect.isfunction(function) and not name.endswith("_memory"):
+                kinds = {p.kind for p in inspect.signature(inspect.unwrap(function)).parameters.values()}
+                assert inspect.Parameter.VAR_KEYWORD not in kinds, name

@@ -247,7 +247,8 @@ def test_gated_product_is_its_pieces(dtype, device, columns, gathered):
     act = ops._gate(z, bias, offsets, 0, columns, 1.0, 1.0)
     for keep in (False, True):
         way = (x, order, place) if gathered else (rows, None, None)
-        kept, got = ops.gated_product(*way, stack, bias, offsets, 0, columns, False, 1.0, 1.0, keep)
+        unit = ops.Unit(0, columns, False, 1.0, 1.0)
+        kept, got = ops.gated_product(*way, stack, bias, offsets, unit, keep)
         torch.testing.assert_close(got, act)
         assert torch.equal(kept, z) or (not keep and kept.numel() == 0)
 

@@ -12,7 +12,11 @@ from checks import same_bits
 from heads import compare, head_inputs, run
 
 import tigon
+from tigon.ops.loss_head import autograd, operands
+from tigon.ops.loss_head import plan as head_plan
 from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS, reference
+from tigon.ops.policy import PolicyFormula
+from tigon.ops.preference import PreferenceFormula
 
 LOSS = tigon.linear_cross_entropy
 ALL = {"outputs": OUTPUTS}
@@ -449,3 +453,45 @@ def test_empty_batches_have_zero_gradients(name, dtype, device):
             for leaf, need in zip(leaves, needs, strict=True):
                 assert (leaf.grad is not None) == need
                 assert not need or (leaf.grad.shape == leaf.shape and not leaf.grad.any())
+
+
+def _schema(name):
+    schema = getattr(torch.ops.tigon, name).default._schema
+    return [a.name for a in schema.arguments], [r.name for r in schema.returns]
+
+
+def test_orders_of_arguments_are_those_of_the_schemas():
+    """What Python hands to operators by position, and reads of their results, stands in C++'s order."""
+    head = [*operands.Operands._fields, *operands.LabelFormula._fields, *operands.Memory._fields]
+    names = {name.removeprefix("tigon::") for name in torch._C._dispatch_get_all_op_names()}
+    found = 0
+    for name in (n for n in names if n.startswith(("linear_", "drafter_"))):
+        taken, given = _schema(name)
+        if "keep_rows" in taken:
+            begin, found = taken.index("hidden"), found + 1
+            assert taken[begin : begin + len(head)] == head, name
+        if given[:2] == ["loss", "scale"]:
+            gradients = [f"d{gradient}" for gradient in operands.GRADIENTS]
+            assert given[2 : autograd.RESULTS] == gradients, name
+    assert found >= 12
+    for name, formula in (("linear_preference", PreferenceFormula), ("linear_policy", PolicyFormula)):
+        fields = [{"entropy": "entropy_factor"}.get(field, field) for field in formula._fields]
+        after = _schema(name)[0][operands.HEAD_ARGUMENTS :]
+        assert after[-len(fields) - 1 :][: len(fields)] == fields or after[-len(fields) :] == fields, name
+    last = ["dlogits", "hidden", "weight", *("dhidden", "dweight", "dbias", "factor", "first", "add_dweight")]
+    last += ["lora_a", "lora_b", "lora_scale", "dlora_a", "dlora_b"]
+    assert _schema("linear_product_gradients")[0] == last
+    shard = ["logits", "target", "bias", "class_weight", "ignore_index"]
+    shard += ["label_smoothing", "softcap", "z_loss", "first_class", "classes", "logit_scale", "temperature"]
+    for name in ("cross_entropy_shard_statistics", "cross_entropy_shard_gradient"):
+        assert _schema(name)[0][: len(shard)] == shard
+
+
+def test_names_of_the_native_side():
+    """Bits of `needs`, sizes and the plan are C++'s: what Python names is among them."""
+    assert sorted(operands._BITS.values()) == [1 << i for i in range(len(operands._BITS))]
+    assert (operands.HIDDEN, operands.WEIGHT, operands.MAY_ROUND) == (1, 2, 32)
+    sizes = head_plan.native_names("tigon_linear_head_sizes")
+    assert sizes["cap"] == -1 and sizes["copies"] == 2 and sizes["dtype"] == head_plan._CODES[torch.bfloat16]
+    with pytest.raises(IndexError):
+        head_plan.plan("cpu", torch.float32, 4, 8, 16, no_size=1)

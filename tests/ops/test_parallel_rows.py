@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from checks import check_close, same_bits
 
 from conftest import poisoned
-from tigon.parallel.rows import NUMBERS, Formula, make_rows
+from tigon.parallel.rows import NUMBERS, LabelFormula, make_rows
 from tigon.parallel.shards import Shards
 
 ROWS = 13
@@ -91,14 +91,16 @@ def sharded(p, options, columns):
     """Every shard's numbers, predicted classes and gradient, of logits that begin anywhere."""
     vocab, device = sum(columns), p["logits"].device
     firsts = tuple(accumulate((0, *columns[:-1])))
-    numbers_of = {k: v for k, v in options.items() if k in Formula._fields}
+    numbers_of = {k: v for k, v in options.items() if k in LabelFormula._fields}
     weight = p["class_weight"] if options.get("class_weight") else None
     calls, parts, pieces = [], [], []
     for rank, (first, n) in enumerate(zip(firsts, columns, strict=True)):
         shards = Shards(None, rank, firsts, tuple(columns), max(columns), vocab)
         bias = p["bias"][first : first + n] if options.get("bias") else None
         calls.append(
-            make_rows(shards, Formula(**numbers_of), bias, weight, device, entropy=True, predicted=True)
+            make_rows(
+                shards, LabelFormula(**numbers_of), weight, device, entropy=True, predicted=True
+            )._replace(bias=bias)
         )
         pieces.append(p["logits"][:, first : first + n])
         parts.append(calls[-1].statistics(pieces[-1], p["target"]))

@@ -1,5 +1,5 @@
 """Public path of :mod:`tigon.integrations.liger`."""
 
-from tigon.integrations.liger import VERSION, adopt, implemented, install, installed, uninstall
+from tigon.integrations.liger import VERSION, adopt, install, installed, uninstall
 
-__all__ = ["VERSION", "adopt", "implemented", "install", "installed", "uninstall"]
+__all__ = ["VERSION", "adopt", "install", "installed", "uninstall"]

@@ -1,10 +1,11 @@
 """transformers' ``use_kernels``, with Tigon instead of a kernel from the Hub.
 
 After :func:`install`, ``from_pretrained(..., use_kernels=True)`` and ``model.set_use_kernels(True)`` give
-every norm that transformers tags ``RMSNorm`` or ``RMSNormZeroCentered`` Tigon's forward, on CPU and CUDA, in
-training and inference; nothing is downloaded for them. The tag does not say where a norm rounds, so the
-norm's own source decides, as in :func:`tigon.apply`; one that is not recognised keeps its own forward. Rotary
-functions share one tag for several formulas and are left to ``tigon.apply``.
+every norm that transformers tags ``RMSNorm``, ``RMSNormZeroCentered`` or ``RMSNormGated`` Tigon's forward,
+and every MLP tagged ``SwiGLUMLP`` or ``GeGLUMLP``, on CPU and CUDA, in training and inference. Nothing is
+downloaded for them. A tag does not say where a norm rounds, so the module's own source decides, as in
+:func:`tigon.apply`; one that is not recognised keeps its own forward. Rotary functions share one tag for
+several formulas and are left to ``tigon.apply``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from tigon.error import check
+from tigon.integrations.transformers.mlp import mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
 
-TAGS = ("RMSNorm", "RMSNormZeroCentered")
 DEVICES = ("cpu", "cuda")
 
-SPEC = "_tigon_norm"  # kept with the norm: what its source says, None if it is not recognised
+SPEC = "_tigon_tagged"  # kept with the module: what its source says, None if it is not recognised
 
 
 class TaggedRMSNorm(nn.Module):
@@ -31,35 +32,63 @@ class TaggedRMSNorm(nn.Module):
 
     def forward(self, hidden_states):
         """``self`` is the model's own norm."""
-        if SPEC not in self.__dict__:
-            _recognise(self)
-        spec = self.__dict__[SPEC]
-        if spec is None:
-            return type(self).forward(self, hidden_states)
-        return norm_forward(self, spec, hidden_states)
+        return _run(self, plan_norm, norm_forward, hidden_states)
 
 
-TaggedRMSNorm.forward.runs_tigon = True  # tigon.apply tells this from a stranger's forward
+class TaggedGatedRMSNorm(nn.Module):
+    """The same with a gate."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states, gate=None):
+        """``self`` is the model's own norm."""
+        return _run(self, plan_norm, norm_forward, hidden_states, gate)
 
 
-def _recognise(norm: nn.Module) -> None:
-    bare = copy.copy(norm)
-    bare.__dict__.pop("forward", None)  # recognition is about the class's own
-    planned = plan_norm(bare)
-    norm.__dict__[SPEC] = planned[0] if isinstance(planned, tuple) else None
+class TaggedGatedMLP(nn.Module):
+    """The same for an MLP: ``down(act(gate(x)) * up(x))``."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x):
+        """``self`` is the model's own MLP; its projections are called."""
+        return _run(self, plan_mlp, mlp_forward, x)
+
+
+LAYERS = {
+    "RMSNorm": TaggedRMSNorm,
+    "RMSNormZeroCentered": TaggedRMSNorm,
+    "RMSNormGated": TaggedGatedRMSNorm,
+    "SwiGLUMLP": TaggedGatedMLP,
+    "GeGLUMLP": TaggedGatedMLP,
+}
+for _layer in LAYERS.values():
+    _layer.forward.runs_tigon = True  # tigon.apply tells this from a stranger's forward
+
+
+def _run(module: nn.Module, plan, forward, *args):
+    if SPEC not in module.__dict__:
+        bare = copy.copy(module)
+        bare.__dict__.pop("forward", None)  # recognition is about the class's own
+        planned = plan(bare)
+        module.__dict__[SPEC] = planned[0] if isinstance(planned, tuple) else None
+    spec = module.__dict__[SPEC]
+    return type(module).forward(module, *args) if spec is None else forward(module, spec, *args)
 
 
 @dataclass(frozen=True)
 class Repository:
     """What ``kernels`` asks for a layer; this one has it in memory."""
 
-    layer_name: str = "TaggedRMSNorm"
+    layer_name: str
 
     def load(self) -> type[nn.Module]:
-        return TaggedRMSNorm
+        return LAYERS[self.layer_name]
 
     def __str__(self) -> str:
-        return "tigon, layer `TaggedRMSNorm`"
+        return f"tigon, layer `{self.layer_name}`"
 
 
 def mapping() -> dict:
@@ -72,7 +101,7 @@ def mapping() -> dict:
         Mode.TRAINING,
         Mode.INFERENCE,
     )
-    return {tag: {device: dict.fromkeys(modes, Repository()) for device in DEVICES} for tag in TAGS}
+    return {tag: {device: dict.fromkeys(modes, Repository(tag)) for device in DEVICES} for tag in LAYERS}
 
 
 def install() -> None:

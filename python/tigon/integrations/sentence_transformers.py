@@ -21,7 +21,7 @@ import torch
 
 import tigon
 from tigon.error import check, refuse
-from tigon.ops.contrastive import guides, limits, normalized, statistics
+from tigon.ops.loss_head.contrastive import guides, limits, normalized, statistics
 from tigon.ops.loss_head.operands import autocast
 
 LOSSES = "sentence_transformers.sentence_transformer.losses"

@@ -15,8 +15,3 @@ def maker(signature: str, *statements: str, names: tuple[str, ...] = ()) -> Call
     body = "\n  ".join(statements)
     exec(f"def make({', '.join(names)}):\n def {signature}:\n  {body}\n return {name}", scope)
     return scope["make"]
-
-
-def made(signature: str, *statements: str, **names) -> Callable:
-    """``def signature: statements``, where ``names`` stand for these objects."""
-    return maker(signature, *statements, names=(*names,))(**names)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 
@@ -24,6 +25,9 @@ from tigon._op import graph_is_kept, once
 from tigon.error import Error, check
 from tigon.integrations.transformers.forward import BELOW
 from tigon.ops.loss_head.operands import Trained, autocast
+
+log = logging.getLogger("tigon")
+_OURS: list = []  # the interface of Liger, where install() brought it
 
 NAME = "_ChunkedLogProbFunction"
 PARAMETERS = [
@@ -256,12 +260,27 @@ HEADS = {NAME: (LogProbHead, PARAMETERS), DIVERGENCE: (DivergenceHead, DIVERGENC
 
 
 def install() -> None:
-    """Put Tigon behind TRL's fused heads, in this process, whatever the model.
+    """Put Tigon behind TRL's fused heads, and behind the switches of its configurations, in this process.
+
+    The heads are those of every model. ``use_liger_kernel=True`` finds the interface of
+    :func:`tigon.compat.liger.install`, and ``model_init_kwargs={"use_kernels": True}`` the mapping of
+    :func:`tigon.compat.kernels.install`. An installed Liger, or a ``kernels`` that this transformers does not
+    take, stays as it is; of a Liger the logger ``tigon`` says so.
 
     Raises:
         tigon.Error: this TRL has no such function, or calls it in another way. Nothing is modified.
     """
     _stand_in([*_present()], None)
+    from tigon.integrations import kernels, liger
+
+    try:
+        _OURS.extend([] if liger.installed() else [liger])
+        liger.install()
+    except Error as error:
+        _OURS.clear()
+        log.warning("%s", error)
+    with contextlib.suppress(Error):  # transformers itself says which kernels it needs
+        kernels.install()
 
 
 def take(patched: Callable[[object], bool]) -> str | None:
@@ -289,7 +308,9 @@ def _stand_in(found, patched) -> None:
 
 
 def uninstall() -> None:
-    """TRL's own functions again."""
+    """TRL's own functions again, and no interface of Liger, if :func:`install` brought it."""
+    while _OURS:
+        _OURS.pop().uninstall()
     for module, name, kind, present in _present():
         if isinstance(present, kind):
             setattr(module, name, present.original)

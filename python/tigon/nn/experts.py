@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.ops.arguments import check_choice, checked_init, options_of
-from tigon.ops.experts import KINDS, experts
+from tigon.ops.arguments import check_choice, checked_init
+from tigon.ops.experts import ALPHA, KINDS, LIMIT, experts
 from tigon.ops.route import route
 
 
@@ -25,7 +25,6 @@ class Experts(nn.Module):
     """
 
     @checked_init
-    @options_of(experts, but=("gate_up_bias", "down_bias"))
     def __init__(
         self,
         num_experts: int,
@@ -36,14 +35,18 @@ class Experts(nn.Module):
         bias: bool = False,
         device=None,
         dtype=None,
-        **options,
+        gated: bool = True,
+        interleaved: bool = False,
+        transposed: bool = False,
+        alpha: float = ALPHA,
+        limit: float = LIMIT,
     ) -> None:
         super().__init__()
         check_choice("nn.Experts", "activation", activation, KINDS)
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.activation = activation
-        vars(self).update(options)  # gated, interleaved, transposed, alpha, limit
+        self.activation, self.gated, self.interleaved = activation, gated, interleaved
+        self.transposed, self.alpha, self.limit = transposed, alpha, limit
         wide = 2 * intermediate_size if self.gated else intermediate_size
         first, second = (wide, hidden_size), (hidden_size, intermediate_size)
         if self.transposed:

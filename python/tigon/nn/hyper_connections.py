@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tigon.error import check
-from tigon.ops.arguments import check_integers, checked_init, options_of
+from tigon.ops.arguments import check_integers, checked_init
 from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_post, hyper_connection_pre
 
 
@@ -25,16 +25,31 @@ class HyperConnections(nn.Module):
     """
 
     @checked_init
-    @options_of(hyper_connection_pre, but=("post_eps", "collapse"))
     def __init__(
-        self, hidden_size: int, streams: int = 4, *, device=None, dtype=torch.float32, **options
+        self,
+        hidden_size: int,
+        streams: int = 4,
+        *,
+        device=None,
+        dtype=torch.float32,
+        norm_eps: float = 1e-6,
+        pre_eps: float = 0.0,
+        post_scale: float = 2.0,
+        iterations: int = 20,
+        sinkhorn_eps: float = 1e-6,
     ) -> None:
         super().__init__()
         check_integers("nn.HyperConnections", streams=streams)
         fits = 1 <= streams <= MAX_STREAMS
         check("nn.HyperConnections", fits, "streams must be in [1, {}], got {}", MAX_STREAMS, streams)
         rows, factory = streams * (streams + 2), {"device": device, "dtype": dtype}
-        self.options = options
+        self.options = {
+            "norm_eps": norm_eps,
+            "pre_eps": pre_eps,
+            "post_scale": post_scale,
+            "iterations": iterations,
+            "sinkhorn_eps": sinkhorn_eps,
+        }
         self.weight = nn.Parameter(torch.empty(rows, streams * hidden_size, **factory))
         self.base = nn.Parameter(torch.empty(rows, **factory))
         self.scale = nn.Parameter(torch.empty(3, **factory))

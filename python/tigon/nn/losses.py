@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import TypedDict, Unpack
 
-from tigon.ops.arguments import check_float, options_of
+from tigon.ops.arguments import check_float, unpacked
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
@@ -18,30 +19,41 @@ from tigon.ops.loss_head.linear_preference import (
     linear_policy,
     linear_preference,
 )
+from tigon.ops.loss_head.options import (
+    LinearCrossEntropyDict,
+    LinearJSDDict,
+    LinearKLDivDict,
+    LinearKTODict,
+    LinearPolicyDict,
+    LinearPreferenceDict,
+    LinearTVDDict,
+)
 from tigon.ops.preference import KTOResult, PreferenceResult
 
 
+class CrossEntropyDict(TypedDict, total=False):
+    """Of :func:`tigon.cross_entropy`."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+    reduction: str
+    inplace: bool
+
+
 class _Loss(nn.Module):
-    """A loss, or `function` with those of its keyword arguments fixed that ``forward`` does not name."""
+    """A loss with those of its keyword arguments fixed that ``forward`` does not name."""
 
-    function: Callable
-    options: dict
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.options = {name: value for name, value in options.items() if name != "class_weight"}
 
-    def __init_subclass__(cls) -> None:
-        if "function" not in vars(cls):
-            return
-
-        @options_of(cls.function, but=inspect.signature(cls.forward).parameters)
-        def __init__(self, **options) -> None:
-            nn.Module.__init__(self)
-            self.options = options
-            weight = options.get("class_weight")
-            if weight is not None:
-                check_float(f"nn.{type(self).__name__}", "class_weight", weight)
-            if "class_weight" in options:
-                self.register_buffer("class_weight", options.pop("class_weight"))
-
-        cls.__init__ = __init__
+    def _keep(self, name: str, weight: torch.Tensor | None) -> None:
+        """The weight of each class, a buffer."""
+        if weight is not None:
+            check_float(f"nn.{type(self).__name__}", name, weight)
+        self.register_buffer(name, weight)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{k}={v!r}" for k, v in self.options.items())
@@ -58,13 +70,10 @@ class CrossEntropyLoss(_Loss):
     Shape: logits ``[..., V]``, target ``[...]`` -> scalar, or ``[...]`` with ``reduction="none"``.
     """
 
-    @options_of(cross_entropy, but=("denominator",))
-    def __init__(self, weight: torch.Tensor | None = None, **options) -> None:
-        super().__init__()
-        if weight is not None:
-            check_float("nn.CrossEntropyLoss", "weight", weight)
-        self.register_buffer("weight", weight)
-        self.options = options
+    @unpacked(cross_entropy)
+    def __init__(self, weight: torch.Tensor | None = None, **options: Unpack[CrossEntropyDict]) -> None:
+        super().__init__(options)
+        self._keep("weight", weight)
 
     def forward(
         self, logits: torch.Tensor, target: torch.Tensor, denominator: float | torch.Tensor | None = None
@@ -82,7 +91,10 @@ class LinearCrossEntropyLoss(_Loss):
     ``reduction="none"``.
     """
 
-    function = staticmethod(linear_cross_entropy)
+    @unpacked(linear_cross_entropy)
+    def __init__(self, **options: Unpack[LinearCrossEntropyDict]) -> None:
+        super().__init__(options)
+        self._keep("class_weight", options.get("class_weight"))
 
     def forward(
         self,
@@ -120,7 +132,11 @@ class LinearKLDivLoss(_Loss):
     labels ``[...]`` or ``None`` -> scalar, or ``[...]`` with ``reduction="none"``.
     """
 
-    function = staticmethod(linear_kl_div)
+    function: Callable = staticmethod(linear_kl_div)
+
+    @unpacked(linear_kl_div)
+    def __init__(self, **options: Unpack[LinearKLDivDict]) -> None:
+        super().__init__(options)
 
     def forward(
         self,
@@ -155,11 +171,19 @@ class LinearJSDLoss(LinearKLDivLoss):
 
     function = staticmethod(linear_jsd)
 
+    @unpacked(linear_jsd)
+    def __init__(self, **options: Unpack[LinearJSDDict]) -> None:
+        _Loss.__init__(self, options)
+
 
 class LinearTVDLoss(LinearKLDivLoss):
     """:func:`tigon.linear_tvd` with its options fixed: as :class:`LinearKLDivLoss`."""
 
     function = staticmethod(linear_tvd)
+
+    @unpacked(linear_tvd)
+    def __init__(self, **options: Unpack[LinearTVDDict]) -> None:
+        _Loss.__init__(self, options)
 
 
 class LinearPreferenceLoss(_Loss):
@@ -170,7 +194,9 @@ class LinearPreferenceLoss(_Loss):
     Shape: hidden ``[2P, T, H]``, weight ``[V, H]``, target ``[2P, T]`` -> :class:`PreferenceResult`.
     """
 
-    function = staticmethod(linear_preference)
+    @unpacked(linear_preference)
+    def __init__(self, **options: Unpack[LinearPreferenceDict]) -> None:
+        super().__init__(options)
 
     def forward(
         self,
@@ -178,7 +204,7 @@ class LinearPreferenceLoss(_Loss):
         weight: torch.Tensor,
         target: torch.Tensor,
         ref: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
-        **per_call,
+        **per_call: Unpack[LinearPreferenceDict],
     ) -> PreferenceResult:
         return linear_preference(hidden, weight, target, ref=ref, **self.options | per_call)
 
@@ -192,7 +218,9 @@ class LinearKTOLoss(_Loss):
     :class:`KTOResult`.
     """
 
-    function = staticmethod(linear_kto)
+    @unpacked(linear_kto)
+    def __init__(self, **options: Unpack[LinearKTODict]) -> None:
+        super().__init__(options)
 
     def forward(
         self,
@@ -202,7 +230,7 @@ class LinearKTOLoss(_Loss):
         desirable: torch.Tensor,
         kl: float | torch.Tensor = 0.0,
         ref: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
-        **per_call,
+        **per_call: Unpack[LinearKTODict],
     ) -> KTOResult:
         return linear_kto(hidden, weight, target, desirable, kl=kl, ref=ref, **self.options | per_call)
 
@@ -216,7 +244,9 @@ class LinearPolicyLoss(_Loss):
     :class:`LinearPolicyResult`.
     """
 
-    function = staticmethod(linear_policy)
+    @unpacked(linear_policy)
+    def __init__(self, **options: Unpack[LinearPolicyDict]) -> None:
+        super().__init__(options)
 
     def forward(
         self,
@@ -227,7 +257,7 @@ class LinearPolicyLoss(_Loss):
         old: torch.Tensor | None = None,
         ref: torch.Tensor | None = None,
         importance: torch.Tensor | None = None,
-        **per_call,
+        **per_call: Unpack[LinearPolicyDict],
     ) -> LinearPolicyResult:
         tensors = {"old": old, "ref": ref, "importance": importance}
         return linear_policy(hidden, weight, target, advantage, **tensors, **self.options | per_call)

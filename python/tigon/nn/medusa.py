@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typing_extensions import Unpack
 
 from tigon.error import check
 from tigon.ops.arguments import check_integers, checked_init
 from tigon.ops.loss_head.multi_token import MultiTokenLoss, multi_token_loss
+from tigon.ops.loss_head.options import MultiTokenDict
 
 
 class ZeroLinear(nn.Linear):
@@ -91,7 +93,7 @@ class MedusaHeads(nn.ModuleList):
         head: torch.Tensor | nn.Linear | None = None,
         scale: float = 1.0,
         decay: float = 0.8,
-        **options,
+        **options: Unpack[MultiTokenDict],
     ) -> torch.Tensor | MultiTokenLoss:
         """Logits ``[num_heads, ..., V]``, or with labels :func:`tigon.multi_token_loss`.
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tigon.ops.add_rms_norm import add_rms_norm
-from tigon.ops.arguments import checked_init, options_of
+from tigon.ops.arguments import checked_init
 from tigon.ops.columns import check_eps, normalized_size
 from tigon.ops.dyt import dyt
 from tigon.ops.gated_rms_norm import gated_rms_norm
@@ -115,10 +115,26 @@ class GatedRMSNorm(_Norm):
     """
 
     @checked_init
-    @options_of(gated_rms_norm, but=("offset",))
-    def __init__(self, hidden_size: int, eps: float = 1e-6, *, device=None, dtype=None, **options) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        device=None,
+        dtype=None,
+        norm_before_gate: bool = True,
+        group_size: int | None = None,
+        activation: str = "silu",
+        rounding: str = "llama",
+    ) -> None:
         super().__init__()
-        self.hidden_size, self.eps, self.options = hidden_size, eps, options
+        self.hidden_size, self.eps = hidden_size, eps
+        self.options = {
+            "norm_before_gate": norm_before_gate,
+            "group_size": group_size,
+            "activation": activation,
+            "rounding": rounding,
+        }
         self._add("weight", hidden_size, True, device, dtype)
         self.reset_parameters()
 

@@ -21,6 +21,7 @@ _LISTS = (
     "exp_avg_sqs",
     "max_exp_avg_sqs",
     "extras",
+    "absmaxes",
     "steps",
     "first",
     "group_sizes",
@@ -33,9 +34,10 @@ class TensorList:
     """The arguments of one call: tensors of one device, those of a group adjacent.
 
     ``max_exp_avg_sqs`` has one tensor for each parameter of a group with amsgrad, ``extras`` one for each
-    16-bit parameter if the rounding is split (int16) or master (float32); ``steps`` are float32 scalars on
-    the parameters' device or the CPU, or one tensor of all of them; ``first`` is where a parameter's stream
-    of random bits begins, for all or, if no rounding draws any, for no parameter.
+    16-bit parameter if the rounding is split (int16) or master (float32), ``absmaxes`` two for each
+    parameter whose moments are codes (uint8), of exp_avg and of the root of exp_avg_sq; ``steps`` are float32
+    scalars on the parameters' device or the CPU, or one tensor of all of them; ``first`` is where a
+    parameter's stream of random bits begins, for all or, if no rounding draws any, for no parameter.
     """
 
     def __init__(self, **lists: list) -> None:

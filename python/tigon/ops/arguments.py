@@ -6,12 +6,14 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from tigon._op import check_stored, foreign
 from tigon.error import Error, check, refuse, renamed
 
+F = TypeVar("F", bound=Callable[..., Any])
 _STRIDED = torch.strided
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 _LEAST = -(2**63)
@@ -23,7 +25,7 @@ def kind_of(value: object) -> object:
     return value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def called(words: Mapping[str, str] | None = None, *, stored: bool = True) -> Callable[[Callable], Callable]:
+def called(words: Mapping[str, str] | None = None, *, stored: bool = True) -> Callable[[F], F]:
     """Decorates what calls operators of other names: an error names the function, and arguments as it does.
 
     Args:
@@ -32,7 +34,7 @@ def called(words: Mapping[str, str] | None = None, *, stored: bool = True) -> Ca
             False if the native operators are the first to read, which ask too.
     """
 
-    def decorate(function):
+    def decorate(function: F) -> F:
         names = _positional(inspect.signature(function))
 
         @functools.wraps(function)
@@ -45,7 +47,7 @@ def called(words: Mapping[str, str] | None = None, *, stored: bool = True) -> Ca
                 refused = renamed(error, function.__name__, words)
             raise refused
 
-        return call
+        return call  # type: ignore[return-value]
 
     return decorate
 
@@ -54,44 +56,34 @@ def _positional(signature: inspect.Signature) -> tuple[str, ...]:
     return tuple(p.name for p in signature.parameters.values() if p.kind <= p.VAR_POSITIONAL)
 
 
-def options_of(
-    *functions: Callable, but: Iterable[str] = (), words: Mapping[str, str] | None = None, stored: bool = True
-) -> Callable[[Callable], Callable]:
-    """Decorates what takes ``**options``: those of `functions` but for these, as their signatures say, with
-    their defaults; of one name, the first's. Errors and storages are as :func:`called` has them."""
+def unpacked(*functions: Callable) -> Callable[[F], F]:
+    """Decorates what takes ``**options: Unpack[...]``: its signature shows them as these functions have them,
+    of one name the first; another keyword is a TypeError, and those left out come with their defaults."""
 
-    def decorate(taker):
-        signature = inspect.signature(taker)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        taken = {*but, *(p.name for p in own)}
-        signatures = [inspect.signature(function).parameters for function in reversed(functions)]
-        given = {name: p for parameters in signatures for name, p in parameters.items()}
-        inherited = [p for p in given.values() if p.kind is p.KEYWORD_ONLY and p.name not in taken]
+    def decorate(taker: F) -> F:
+        signature = inspect.signature(taker, eval_str=True)
+        *own, last = signature.parameters.values()
+        wanted = last.annotation.__args__[0]
+        taken = {p.name: p for f in reversed(functions) for p in inspect.signature(f).parameters.values()}
+        inherited = [p for p in taken.values() if p.name in wanted.__annotations__]
         defaults = {p.name: p.default for p in inherited}
         known = {p.name for p in own} | defaults.keys()
-        names = _positional(signature)
-        name = None if taker.__name__ == "__init__" else taker.__name__  # a module's checks name it
 
         @functools.wraps(taker)
         def call(*args, **options):
             if not known.issuperset(options):
                 other = next(key for key in options if key not in known)
                 raise TypeError(f"{taker.__qualname__}() got an unexpected keyword argument {other!r}")
-            try:
-                if stored and name:
-                    _check_all_stored(name, names, args, options)
-                return taker(*args, **defaults | options)
-            except Error as error:
-                refused = renamed(error, name, words) if name else error
-            raise refused
+            return taker(*args, **defaults | options)
 
-        call.__signature__ = signature.replace(parameters=own + inherited)
-        return call
+        own = list(inspect.signature(taker).parameters.values())[:-1]
+        call.__signature__ = inspect.signature(taker).replace(parameters=own + inherited)  # type: ignore
+        return call  # type: ignore[return-value]
 
     return decorate
 
 
-def checked_init(init: Callable) -> Callable:
+def checked_init(init: F) -> F:
     """Decorates the constructor of a module: its integers, numbers and booleans are what their annotations
     say, its sizes, integers without a default, at least 1."""
     parameters = inspect.signature(init).parameters
@@ -115,12 +107,7 @@ def checked_init(init: Callable) -> Callable:
                 check_booleans(op, **{name: value})
         init(self, *args, **kwargs)
 
-    return call
-
-
-def picked(of: type, options: dict, /, **more: object):
-    """A named tuple `of` those options that it has."""
-    return of(**{name: options[name] for name in of._fields if name in options}, **more)
+    return call  # type: ignore[return-value]
 
 
 def check_float(op: str, name: str, x: object) -> None:
@@ -156,10 +143,15 @@ def check_dense(op: str, name: str, x: torch.Tensor) -> None:
         _refuse_layout(op, name, x)
 
 
-def check_like(op: str, name: str, x: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
-    """x must have this shape, on this device."""
+def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int]) -> None:
+    """x must have this shape."""
     if x.shape != shape:
         refuse(op, name + " must be {}, got {}", tuple(shape), x.shape)
+
+
+def check_like(op: str, name: str, x: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """x must have this shape, on this device."""
+    check_shape(op, name, x, shape)
     if x.device != device:
         refuse(op, name + " must be on {}, got {}", device, x.device)
 

@@ -102,13 +102,17 @@ def split_denominator(denominator, device):
     return denominator, None
 
 
-def check_loss(op, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator):
-    """The options of a cross-entropy."""
+def check_loss(op, label_smoothing, z_loss, reduction, denominator):
+    """The options of a cross-entropy, apart from those of its logits and labels."""
     check_denominator(op, denominator)
-    arguments.check_integers(op, ignore_index=ignore_index)
     arguments.check_numbers(op, label_smoothing=label_smoothing, z_loss=z_loss)
     arguments.check_choice(op, "reduction", reduction, REDUCTIONS)
     check(op, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
+
+
+def check_logits(op, ignore_index, softcap):
+    """The label that does not count, and the softcap of given logits."""
+    arguments.check_integers(op, ignore_index=ignore_index)
     arguments.check_positive(op, "softcap", softcap, or_none=True)
 
 
@@ -185,7 +189,8 @@ def cross_entropy(
     check(_OP, logits.dim() >= 1, "logits must have at least one dimension, got 0")
     check(_OP, logits.shape[-1] >= 1, "logits must have at least one column, got {}", logits.shape)
     check_target(_OP, "target", target, logits.shape[:-1])
-    check_loss(_OP, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
+    check_loss(_OP, label_smoothing, z_loss, reduction, denominator)
+    check_logits(_OP, ignore_index, softcap)
     arguments.check_booleans(_OP, inplace=inplace)
     need_grad = torch.is_grad_enabled() and logits.requires_grad
     if weight is not None:

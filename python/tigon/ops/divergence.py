@@ -67,11 +67,10 @@ def divergence(
     teacher,
     labels,
     beta,
-    *,
     temperature=1.0,
-    log_probs,
-    ignore_index,
-    reduction,
+    log_probs=False,
+    ignore_index=-100,
+    reduction="batchmean",
     inplace=False,
 ):
     """Check, choose between kernel and reference, run."""
@@ -157,19 +156,8 @@ def kl_div(
     """
     arguments.check_booleans("kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
-    return divergence(
-        "kl_div",
-        kind,
-        student,
-        teacher,
-        labels,
-        0.5,
-        temperature=temperature,
-        log_probs=log_probs,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        inplace=inplace,
-    )
+    options = temperature, log_probs, ignore_index, reduction, inplace
+    return divergence("kl_div", kind, student, teacher, labels, 0.5, *options)
 
 
 def jsd_kind(op, beta) -> str:
@@ -179,14 +167,18 @@ def jsd_kind(op, beta) -> str:
     return "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
 
 
-@arguments.options_of(kl_div, but=("reverse",))
+@arguments.called()
 def jsd(
     student: torch.Tensor,
     teacher: torch.Tensor,
     labels: torch.Tensor | None = None,
     *,
     beta: float = 0.5,
-    **options,
+    temperature: float = 1.0,
+    log_probs: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "batchmean",
+    inplace: bool = False,
 ) -> torch.Tensor:
     """Generalised Jensen-Shannon divergence ``beta KL(P || M) + (1 - beta) KL(Q || M)``.
 
@@ -202,15 +194,25 @@ def jsd(
     Source: Lin 1991, "Divergence Measures Based on the Shannon Entropy", eq. 4.1; Agarwal et al. 2024,
     "On-Policy Distillation of Language Models".
     """
-    return divergence("jsd", jsd_kind("jsd", beta), student, teacher, labels, beta, **options)
+    options = temperature, log_probs, ignore_index, reduction, inplace
+    return divergence("jsd", jsd_kind("jsd", beta), student, teacher, labels, beta, *options)
 
 
-@arguments.options_of(kl_div, but=("reverse",))
+@arguments.called()
 def tvd(
-    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor | None = None, **options
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    log_probs: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "batchmean",
+    inplace: bool = False,
 ) -> torch.Tensor:
     """Total variation distance of softmaxes, ``1/2 sum |P - Q|``. Where ``P = Q`` the gradient is 0.
 
     Args, returns, raises: as :func:`kl_div`.
     """
-    return divergence("tvd", "tvd", student, teacher, labels, 0.5, **options)
+    options = temperature, log_probs, ignore_index, reduction, inplace
+    return divergence("tvd", "tvd", student, teacher, labels, 0.5, *options)

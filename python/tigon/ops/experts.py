@@ -7,6 +7,9 @@ products between them on the CPU and on sm_90. Elsewhere on CUDA those are PyTor
 from __future__ import annotations
 
 import functools
+import re
+from collections import namedtuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,7 @@ from tigon._op import define, has_kernel, paired
 from tigon.environment import own_products
 from tigon.error import check, refuse
 from tigon.ops import arguments
+from tigon.ops.loss_head.products import form_gradients, form_logits
 
 _OP = "experts"
 ALPHA, LIMIT = 1.702, 7.0
@@ -103,7 +107,6 @@ _route, _gather, _gate = native("experts_route"), native("experts_gather"), nati
 _gate_bwd, _gate_bwd_in_place = native("experts_gate_bwd"), native("experts_gate_bwd_in_place")
 _combine, _sum = native("experts_combine"), native("experts_sum")
 _zero_rest = native("experts_zero_rest")
-_logits, _products = native("linear_product_logits"), native("linear_product_gradients")
 _product, _weight_gradient = native("experts_product"), native("experts_weight_gradient")
 _gated_product = native("experts_gated_product")
 
@@ -156,9 +159,9 @@ def each_product(rows, stack, offsets, transposed):
         if not alike:
             torch.mm(part, matrix if transposed else matrix.t(), out=to)
         elif transposed:
-            _products(part, to, matrix, to, None, None, None, True, False, None, None, 1.0, None, None)
+            form_gradients(part, to, matrix, dhidden=to)
         else:
-            _logits(to, part, matrix, None, None, 1.0)
+            form_logits(to, part, matrix)
     return out
 
 
@@ -179,15 +182,13 @@ def product(rows, stack, offsets, transposed):
     return run(rows, stack, offsets, transposed)
 
 
-def gated_product(x, order, place, stack, bias, offsets, kind, columns, transposed, alpha, limit, keep):
+def gated_product(x, order, place, stack, bias, offsets, unit, keep):
     """Rows of x, in `order` or as they are, by gate_up, empty unless kept; and the gated unit."""
     if own_fits(x, stack):
-        return _gated_product(
-            x, order, place, stack, bias, offsets, kind, columns, transposed, alpha, limit, keep
-        )
+        return _gated_product(x, order, place, stack, bias, offsets, *unit, keep)
     rows = x.contiguous() if order is None else _gather(x, place)
-    z = product(rows, stack, offsets, transposed)
-    return z, _gate(z, bias, offsets, kind, columns, alpha, limit)
+    z = product(rows, stack, offsets, unit.transposed)
+    return z, _gate(z, bias, offsets, unit.kind, unit.columns, unit.alpha, unit.limit)
 
 
 def weight_gradient(a, b, offsets):
@@ -197,28 +198,23 @@ def weight_gradient(a, b, offsets):
     return (grouped_weight_gradient if grouped_fits(offsets, a) else each_weight_gradient)(a, b, offsets)
 
 
-def _forward(
-    x,
-    gate_up,
-    down,
-    ids,
-    weights,
-    gate_up_bias,
-    down_bias,
-    is_sorted,
-    kind,
-    columns,
-    transposed,
-    alpha,
-    limit,
-    keep=True,
-):
+class Unit(NamedTuple):
+    """The gated unit, and how the matrices lie."""
+
+    kind: int
+    columns: int
+    transposed: bool
+    alpha: float
+    limit: float
+
+
+def _forward(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, *unit, keep=True):
     """y, and what the backward needs: rows of gate_up (not without `keep`), order, place, offsets."""
-    ints = {"dtype": torch.int32, "device": x.device}
+    ints, unit = {"dtype": torch.int32, "device": x.device}, Unit(*unit)
     order = place = torch.empty(0, **ints)
     slots = x.shape[0] if is_sorted else ids.numel()
     if slots == 0:
-        z = x.new_empty(0, gate_up.shape[2 if transposed else 1])
+        z = x.new_empty(0, gate_up.shape[2 if unit.transposed else 1])
         offsets = torch.zeros(gate_up.shape[0] + 1, **ints)
         return torch.zeros_like(x), z, order, order.clone(), offsets
     if is_sorted:
@@ -226,10 +222,8 @@ def _forward(
     else:
         order, place, offsets = _route(ids.contiguous(), gate_up.shape[0])
     slots = None if is_sorted else order
-    z, act = gated_product(
-        x, slots, place, gate_up, gate_up_bias, offsets, kind, columns, transposed, alpha, limit, keep
-    )
-    y = product(act, down, offsets, transposed)
+    z, act = gated_product(x, slots, place, gate_up, gate_up_bias, offsets, unit, keep)
+    y = product(act, down, offsets, unit.transposed)
     if is_sorted and weights is None and down_bias is None:
         _zero_rest(y, offsets)
     else:
@@ -237,101 +231,78 @@ def _forward(
     return y, z, order, place, offsets
 
 
-def _layer_backward(
-    dy,
-    x,
-    gate_up,
-    down,
-    weights,
-    gate_up_bias,
-    down_bias,
-    z,
-    order,
-    place,
-    offsets,
-    is_sorted,
-    kind,
-    columns,
-    transposed,
-    alpha,
-    limit,
-    need_x,
-    need_gate_up,
-    need_down,
-    need_weights,
-    need_gate_up_bias,
-    need_down_bias,
-    in_place=False,
-):
-    """Gradients of x, gate_up, down, weights and the biases; 0 elements if one is not needed.
-
-    Args:
-        in_place: the gradient of z is written over z.
-    """
-    operands = (x, gate_up, down, weights, gate_up_bias, down_bias)
-    needs = (need_x, need_gate_up, need_down, need_weights, need_gate_up_bias, need_down_bias)
-    if z.shape[0] == 0:
-        return tuple(
-            torch.zeros_like(t) if n else x.new_empty(0) for t, n in zip(operands, needs, strict=True)
-        )
-    dx = dgate_up = ddown = dgate_up_bias = ddown_bias = None
-    slots, places = (None, None) if is_sorted else (order, place)
-    g = dy.contiguous() if is_sorted else _gather(dy, place)
-    need_dz = need_x or need_gate_up or need_gate_up_bias
-    # The activation by itself needs no gradient; the kernel then multiplies with what the memory holds.
-    dact = z[:, : down.shape[1 if transposed else 2]]
-    if need_dz or need_weights:
-        dact = product(g, down, offsets, not transposed)
-    gate_inputs = (dact, z, gate_up_bias, weights, slots, offsets, g, down_bias, kind, columns, alpha, limit)
-    if in_place and need_dz:
-        dz = z
-        act, dweights = _gate_bwd_in_place(*gate_inputs, need_down, need_weights)
-    else:
-        dz, act, dweights = _gate_bwd(*gate_inputs, need_dz, need_down, need_weights)
-    del gate_inputs
-    del dact
-    if need_down:
-        pair = (act, g) if transposed else (g, act)
-        ddown = weight_gradient(*pair, offsets)
-    del act
-    if need_down_bias:
-        ddown_bias = _sum(g, weights, slots, offsets)
-    del g
-    if need_gate_up:
-        rows = x.contiguous() if is_sorted else _gather(x, place)
-        pair = (rows, dz) if transposed else (dz, rows)
-        dgate_up = weight_gradient(*pair, offsets)
-        del rows
-    if need_gate_up_bias:
-        dgate_up_bias = _sum(dz, None, None, offsets)
-    if need_x:
-        dx = product(dz, gate_up, offsets, not transposed)
-        if is_sorted:
-            _zero_rest(dx, offsets)
-        else:
-            dx = _combine(dx, places, offsets, None, None, x.shape[0])
-    found = (dx, dgate_up, ddown, dweights if need_weights else None, dgate_up_bias, ddown_bias)
-    return tuple(x.new_empty(0) if t is None else t for t in found)
-
-
 _PARAMETERS = "Tensor? weights, Tensor? gate_up_bias, Tensor? down_bias"
 _OPTIONS = "bool is_sorted, int kind, int columns, bool transposed, float alpha, float limit"
 _INPUTS = f"(Tensor x, Tensor gate_up, Tensor down, Tensor ids, {_PARAMETERS}, {_OPTIONS})"
 _TRAINED = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias")
+_NEEDS, _GRADIENTS = (", ".join(prefix + t for t in _TRAINED) for prefix in ("bool need_d", "Tensor d"))
+# Of the backward; the gradient of the rows of gate_up may be written over them.
+_TAKEN = (
+    f"(Tensor dy, Tensor x, Tensor gate_up, Tensor down, {_PARAMETERS}, Tensor{{}} gate_up_rows, "
+    f"Tensor order, Tensor place, Tensor offsets, {_OPTIONS}, {_NEEDS}) -> ({_GRADIENTS})"
+)
+_Backward = namedtuple("_Backward", re.findall(r"(\w+)[,)]", _TAKEN.partition(" -> ")[0]))
+
+
+def _layer_backward(*arguments, in_place=False):
+    """Gradients of x, gate_up, down, weights and the biases; 0 elements if one is not needed.
+
+    Args:
+        arguments: of `_Backward`.
+        in_place: the gradient of gate_up_rows is written over them.
+    """
+    a = _Backward(*arguments)
+    x, z, offsets, is_sorted, transposed = a.x, a.gate_up_rows, a.offsets, a.is_sorted, a.transposed
+    if z.shape[0] == 0:
+        needed = ((getattr(a, name), getattr(a, f"need_d{name}")) for name in _TRAINED)
+        return tuple(torch.zeros_like(t) if need else x.new_empty(0) for t, need in needed)
+    dx = dgate_up = ddown = dgate_up_bias = ddown_bias = None
+    slots, places = (None, None) if is_sorted else (a.order, a.place)
+    g = a.dy.contiguous() if is_sorted else _gather(a.dy, a.place)
+    need_dz = a.need_dx or a.need_dgate_up or a.need_dgate_up_bias
+    # The activation by itself needs no gradient; the kernel then multiplies with what the memory holds.
+    dact = z[:, : a.down.shape[1 if transposed else 2]]
+    if need_dz or a.need_dweights:
+        dact = product(g, a.down, offsets, not transposed)
+    unit = a.kind, a.columns, a.alpha, a.limit
+    gate_inputs = (dact, z, a.gate_up_bias, a.weights, slots, offsets, g, a.down_bias, *unit)
+    if in_place and need_dz:
+        dz = z
+        act, dweights = _gate_bwd_in_place(*gate_inputs, a.need_ddown, a.need_dweights)
+    else:
+        dz, act, dweights = _gate_bwd(*gate_inputs, need_dz, a.need_ddown, a.need_dweights)
+    del gate_inputs
+    del dact
+    if a.need_ddown:
+        pair = (act, g) if transposed else (g, act)
+        ddown = weight_gradient(*pair, offsets)
+    del act
+    if a.need_ddown_bias:
+        ddown_bias = _sum(g, a.weights, slots, offsets)
+    del g
+    if a.need_dgate_up:
+        rows = x.contiguous() if is_sorted else _gather(x, a.place)
+        pair = (rows, dz) if transposed else (dz, rows)
+        dgate_up = weight_gradient(*pair, offsets)
+        del rows
+    if a.need_dgate_up_bias:
+        dgate_up_bias = _sum(dz, None, None, offsets)
+    if a.need_dx:
+        dx = product(dz, a.gate_up, offsets, not transposed)
+        if is_sorted:
+            _zero_rest(dx, offsets)
+        else:
+            dx = _combine(dx, places, offsets, None, None, x.shape[0])
+    found = (dx, dgate_up, ddown, dweights if a.need_dweights else None, dgate_up_bias, ddown_bias)
+    return tuple(x.new_empty(0) if t is None else t for t in found)
+
 
 for _name in ("experts", "experts_fwd"):
     _results = "(Tensor y, Tensor gate_up_rows, Tensor order, Tensor place, Tensor offsets)"
     define(_name, f"{_INPUTS} -> {_results}", _forward)
 define("experts_infer", f"{_INPUTS} -> Tensor", lambda *inputs: _forward(*inputs, keep=False)[0])
-for _suffix, _written in (("", ""), ("_in_place", "(a!)")):
-    _saved = f"Tensor{_written} gate_up_rows, Tensor order, Tensor place, Tensor offsets"
-    _needs, _gradients = (", ".join(prefix + t for t in _TRAINED) for prefix in ("bool need_d", "Tensor d"))
-    define(
-        f"experts_bwd{_suffix}",
-        f"(Tensor dy, Tensor x, Tensor gate_up, Tensor down, {_PARAMETERS}, {_saved}, {_OPTIONS}, {_needs}) "
-        f"-> ({_gradients})",
-        functools.partial(_layer_backward, in_place=bool(_written)),
-    )
+define("experts_bwd", _TAKEN.format(""), _layer_backward)
+define("experts_bwd_in_place", _TAKEN.format("(a!)"), functools.partial(_layer_backward, in_place=True))
 
 
 def _fake(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, kind, columns, transposed, *_):
@@ -520,14 +491,22 @@ def experts(
     return y.reshape(x.shape)
 
 
-@arguments.options_of(experts, words=_WORDS | {"x": "rows", "experts_combine.weights": "row_weights"})
+@arguments.called(_WORDS | {"x": "rows", "experts_combine.weights": "row_weights"})
 def grouped_mlp(
     rows: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     offsets: torch.Tensor,
     row_weights: torch.Tensor | None = None,
-    **options,
+    *,
+    activation: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
 ) -> torch.Tensor:
     """Experts of rows that are sorted by expert already, as expert parallelism hands them over.
 
@@ -546,6 +525,16 @@ def grouped_mlp(
             which on CUDA are undefined behaviour.
     """
     op = "grouped_mlp"
+    options = {
+        "activation": activation,
+        "gated": gated,
+        "interleaved": interleaved,
+        "transposed": transposed,
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+        "alpha": alpha,
+        "limit": limit,
+    }
     _check(op, rows, gate_up, down, **options)
     check(op, rows.dim() == 2, "rows must have two dimensions, got {}", rows.dim())
     arguments.check_indices(op, "offsets", offsets)

@@ -32,7 +32,7 @@ def local(t: torch.Tensor) -> torch.Tensor:
     return t._local_tensor if is_dtensor(t) else t
 
 
-def _process_groups(t: torch.Tensor) -> tuple:
+def process_groups(t: torch.Tensor) -> tuple:
     """Over which groups the squares of a tensor's parts are to be added."""
     if not is_dtensor(t):
         return ()
@@ -53,7 +53,7 @@ def alike(op: str, parameters: list[torch.Tensor], call: Callable[[], object] = 
     A call that raises is an error in all of them. Without DTensors nobody else takes part.
     """
     placed = {(p.device_mesh, p.placements): p for p in parameters if is_dtensor(p)}
-    groups = {group: None for p in placed.values() for group in _process_groups(p)}
+    groups = {group: None for p in placed.values() for group in process_groups(p)}
     if not groups:
         return call()
     from tigon.parallel.shards import agree_on
@@ -91,7 +91,7 @@ def global_norm(
             refuse("grad_norm", "gradients must be on {} as the first, got {}", grads[0].device, g.device)
     parts: dict[tuple, list] = {}
     for g in grads:
-        parts.setdefault((g.device, _process_groups(g)), []).append(local(g))
+        parts.setdefault((g.device, process_groups(g)), []).append(local(g))
     (device, groups), first = next(iter(parts.items()))
     if len(parts) == 1 and not groups and has_kernel("grad_norm", *first):
         return _grad_norm(first, float(max_norm), grad_scale)[1:]

@@ -22,7 +22,7 @@ NORMALISE = {"token": 0, "sequence": 1, "length": 2}
 ESTIMATORS = {"k1": 0, "k2": 1, "k3": 2}
 
 
-class Formula(NamedTuple):
+class PolicyFormula(NamedTuple):
     """Numbers of a call as the native operators take them, in the order of their schemas."""
 
     kind: int
@@ -52,9 +52,9 @@ class PolicyResult(NamedTuple):
 
 
 def formula(
-    op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise, **others
-) -> Formula:
-    """The checked options among those of a loss."""
+    op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
+) -> PolicyFormula:
+    """The checked options of a loss."""
     arguments.check_choice(op, "kind", kind, KINDS)
     arguments.check_choice(op, "level", level, LEVELS)
     arguments.check_choice(op, "normalise", normalise, NORMALISE)
@@ -70,7 +70,7 @@ def formula(
     arguments.check_booleans(op, kl_corrected=kl_corrected)
     codes = KINDS[kind], LEVELS[level], NORMALISE[normalise]
     bounds = low, high, float(delta or 0.0), positive, negative, *gamma
-    return Formula(*codes, *bounds, ESTIMATORS[kl_estimator], float(kl), kl_corrected, float(entropy))
+    return PolicyFormula(*codes, *bounds, ESTIMATORS[kl_estimator], float(kl), kl_corrected, float(entropy))
 
 
 def _numbers(op, name, values, count):
@@ -135,7 +135,7 @@ def _clipped(f, ratio, advantage):
     return above.float() * (f.kind == KINDS["cispo"])
 
 
-def token_losses(log_prob, advantage, counts, old, ref, importance, f: Formula):
+def token_losses(log_prob, advantage, counts, old, ref, importance, f: PolicyFormula):
     """Of each token [B, T], in plain PyTorch operations: its loss, the ratio, the estimate of the divergence
     (None without ref) and whether the ratio is clipped; 0 if it does not count."""
     wide = torch.promote_types(log_prob.dtype, torch.float32)
@@ -167,7 +167,7 @@ def token_losses(log_prob, advantage, counts, old, ref, importance, f: Formula):
     return tuple(None if t is None else torch.where(counts, t, 0.0) for t in results)
 
 
-def reference(log_prob, mask, constants, entropy, denominator, entropy_denominator, f: Formula):
+def reference(log_prob, mask, constants, entropy, denominator, entropy_denominator, f: PolicyFormula):
     """The same formulas in plain PyTorch operations (any float dtype, any device)."""
     counts = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask != 0
     advantage, *others = constants

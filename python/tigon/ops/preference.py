@@ -57,7 +57,7 @@ _RANGES = {
 SINGLE_KINDS = ("kto", "apo_zero_unpaired")
 
 
-class Formula(NamedTuple):
+class PreferenceFormula(NamedTuple):
     """Numbers of a call as the native operators take them, in the order of their schemas."""
 
     kind: int
@@ -89,8 +89,8 @@ class KTOResult(NamedTuple):
     rewards: torch.Tensor  # [B]: beta times the difference to the reference
 
 
-def pair_formula(op, *, kind, beta, average, label_smoothing, gamma, tau, nll, ref, **others) -> Formula:
-    """The checked options of a loss of pairs among those given."""
+def pair_formula(op, kind, beta, average, label_smoothing, *, gamma, tau, nll, ref) -> PreferenceFormula:
+    """The checked options of a loss of pairs."""
     arguments.check_choice(op, "kind", kind, PAIR_KINDS)
     own = PAIR_KINDS[kind]
     arguments.check_positive(op, "beta", beta)
@@ -107,13 +107,13 @@ def pair_formula(op, *, kind, beta, average, label_smoothing, gamma, tau, nll, r
     nll = own.nll if nll is None else nll
     arguments.check_numbers(op, nll=nll)
     check(op, nll >= 0, "nll must be >= 0 (or None), got {}", nll)
-    return Formula(
+    return PreferenceFormula(
         own.formula, average, float(beta), float(label_smoothing), float(gamma), float(tau), float(nll)
     )
 
 
-def single_formula(op, *, kind, beta, average, kl, weights, **others) -> Formula:
-    """The checked options of a loss of single answers among those given."""
+def single_formula(op, kind, beta, average, kl, weights) -> PreferenceFormula:
+    """The checked options of a loss of single answers."""
     arguments.check_choice(op, "kind", kind, SINGLE_KINDS)
     arguments.check_positive(op, "beta", beta)
     arguments.check_booleans(op, average=average)
@@ -128,7 +128,7 @@ def single_formula(op, *, kind, beta, average, kl, weights, **others) -> Formula
         arguments.check_numbers(op, kl=kl)
     none = not isinstance(kl, torch.Tensor) and kl == 0
     check(op, kind == "kto" or none, "kl must be 0 with kind {!r}, got {}", kind, kl)
-    return Formula(
+    return PreferenceFormula(
         _KTO, average, float(beta), desirable_weight=float(weights[0]), undesirable_weight=float(weights[1])
     )
 
@@ -200,7 +200,7 @@ def _margin_loss(kind, x, eps, tau):
     return (1 - eps) * wins + eps * loses
 
 
-def _pair_loss(f: Formula, c, r):
+def _pair_loss(f: PreferenceFormula, c, r):
     """The loss of each pair, by the scores of its answers."""
     beta, kind = f.beta, f.kind
     if kind == _IPO:
@@ -220,7 +220,7 @@ def _pair_loss(f: Formula, c, r):
     return _margin_loss(kind, beta * (c - r) - f.gamma, f.label_smoothing, f.tau)
 
 
-def reference(log_prob, mask, nll_mask, ref, desirable, kl, denominator, f: Formula):
+def reference(log_prob, mask, nll_mask, ref, desirable, kl, denominator, f: PreferenceFormula):
     """The same formulas in plain PyTorch operations (any float dtype, any device): results of either kind."""
     log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
     mask = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask != 0
@@ -353,17 +353,7 @@ def preference_loss(
     _check_tokens(op, log_prob, mask)
     answers, device = log_prob.shape[0], log_prob.device
     check_pairs(op, "log_prob", answers)
-    formula = pair_formula(
-        op,
-        kind=kind,
-        beta=beta,
-        average=average,
-        label_smoothing=label_smoothing,
-        gamma=gamma,
-        tau=tau,
-        nll=nll,
-        ref=ref,
-    )
+    formula = pair_formula(op, kind, beta, average, label_smoothing, gamma=gamma, tau=tau, nll=nll, ref=ref)
     check_ref(op, ref, answers, device)
     check_mask(op, "nll_mask", nll_mask, (answers // 2, *log_prob.shape[1:]), device)
     if nll_mask is not None:
@@ -412,7 +402,7 @@ def kto_loss(
     """
     op = "kto_loss"
     _check_tokens(op, log_prob, mask)
-    formula = single_formula(op, kind=kind, beta=beta, average=average, kl=kl, weights=weights)
+    formula = single_formula(op, kind, beta, average, kl, weights)
     check_desirable(op, desirable, log_prob.shape[0], log_prob.device)
     check_ref(op, ref, log_prob.shape[0], log_prob.device)
     ref, kl = constant(ref, log_prob), kl_tensor(kl, log_prob)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tigon._op import Op, raw
@@ -9,7 +11,7 @@ from tigon.error import check
 from tigon.ops import rms_norm as _rms_norm
 from tigon.ops import rope as _rope
 from tigon.ops import rope_tables as tables
-from tigon.ops.arguments import check_float, check_like, check_stored, options_of
+from tigon.ops.arguments import called, check_float, check_like, check_stored
 from tigon.ops.columns import check_eps
 
 MAX_HEAD_DIM = 1024  # of the kernels
@@ -92,7 +94,7 @@ def _check_weights(q, k, q_weight, k_weight):
         check("qk_norm_rope", False, "k_weight must be {}, got {}", q_weight.dtype, k_weight.dtype)
 
 
-@options_of(_rope.rope, but=("deinterleave", "inplace"), words={"positions": "position_ids"}, stored=False)
+@called({"positions": "position_ids"}, stored=False)
 def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -106,7 +108,12 @@ def qk_norm_rope(
     rounding: str = "llama",
     unsqueeze_dim: int = 1,
     position_ids: torch.Tensor | None = None,
-    **options,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    tail: bool = False,
+    mrope_section: Sequence[int] | None = None,
+    mrope_interleaved: bool = False,
+    keep_dtype: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over every head of q and of k, then rotary embedding: one pass each way.
 
@@ -134,6 +141,14 @@ def qk_norm_rope(
     Source: Zhang & Sennrich 2019, eq. 4; Su et al. 2021, eq. 34; Dehghani et al. 2023 normalise q and k.
     """
     op = "qk_norm_rope"
+    options = {
+        "interleaved": interleaved,
+        "rotary_dim": rotary_dim,
+        "tail": tail,
+        "mrope_section": mrope_section,
+        "mrope_interleaved": mrope_interleaved,
+        "keep_dtype": keep_dtype,
+    }
     _rms_norm.check_rounding(op, offset, rounding)
     check_eps(op, eps)
     head_dim = tables.check_heads(op, q, k, unsqueeze_dim)

@@ -6,12 +6,13 @@ import math
 
 import torch
 
-from tigon._load import native
 from tigon._op import has_kernel, raw
 from tigon.error import check
 from tigon.ops import arguments, philox
 from tigon.ops.loss_head import operands
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import padded
+from tigon.ops.loss_head.products import form_logits
 from tigon.ops.loss_head.reference import plain_logits
 
 _INTEGERS, _FLOATS = (torch.int64, torch.int32), (torch.float32, torch.bfloat16, torch.float16)
@@ -74,7 +75,6 @@ def _fake(logits, bias, temperatures, top_ks, top_ps, min_ps, seed, *options):
 
 
 _sample = raw("sample", _fake, "sample")
-_product = native("linear_product_logits")
 
 
 class _Choice:
@@ -254,9 +254,7 @@ def linear_sample(
     arguments.check_float(op, "hidden", hidden)
     lead = hidden.shape[:-1]
     labels = torch.empty(lead, dtype=torch.int64, device=hidden.device)
-    head = operands.Head(
-        bias=bias, softcap=softcap, logit_scale=logit_scale, lora=lora, logit_dtype=logit_dtype
-    )
+    head = HeadOptions(bias, softcap, logit_scale, lora=lora, logit_dtype=logit_dtype)
     operands.check_head(op, hidden, weight, labels, head)
     hidden = operands.autocast(hidden)
     wide = operands.wide_logits(op, logit_dtype, hidden)
@@ -273,7 +271,7 @@ def linear_sample(
     for begin in range(0, rows.shape[0], chunk):
         part = slice(begin, min(begin + chunk, rows.shape[0]))
         logits = space[: part.stop - begin]
-        _product(logits, rows[part], weight, *pair, scale)
+        form_logits(logits, rows[part], weight, (*pair, scale))
         found.append(choice.draw(logits, bias, logit_scale, softcap, part, begin))
     if not found:
         found = [(labels.reshape(-1), rows.new_empty(0, dtype=torch.float32))]

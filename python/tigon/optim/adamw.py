@@ -13,6 +13,7 @@ from tigon.error import Error, check, refuse
 from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, check_list, reference_
 from tigon.ops.arguments import check_choice, check_integers, check_numbers
 from tigon.ops.grad_norm import alike, global_norm, is_dtensor, local
+from tigon.optim import codes
 from tigon.optim.groups import check_adamw, check_keys
 
 _OP = "AdamW"
@@ -32,9 +33,9 @@ class AdamW(torch.optim.Optimizer):
     Args:
         params: parameters or groups of them, float32, bfloat16, float16 or (plain PyTorch) float64. Strided,
             dense in any order of dimensions; DTensors (FSDP2, tensor parallel) by their local parts. A group
-            may have options of its own, from `lr` to `maximize`, `capturable` and `decoupled_weight_decay`;
-            the others are refused in a group, as are options of other optimizers and misspelled ones. What
-            is no option's name is a note of yours.
+            may have options of its own, from `lr` to `maximize`, `moment_dtype`, `capturable` and
+            `decoupled_weight_decay`; the others are refused in a group, as are options of other optimizers
+            and misspelled ones. What is no option's name is a note of yours.
         lr: number or tensor of one element.
         betas: of the two moments, in [0, 1).
         eps: added to the denominator.
@@ -46,7 +47,9 @@ class AdamW(torch.optim.Optimizer):
             ``state["param_low"]`` make it an exact float32. ``master``: a float32 copy,
             ``state["master_param"]``. The last two follow the same trajectory.
         moment_dtype: of exp_avg and exp_avg_sq, one or a pair; float32, bfloat16, or ``None``: the
-            parameter's.
+            parameter's. ``"int8"``: codes of 8 bits in blocks of 256 elements by bitsandbytes' dynamic map,
+            of exp_avg_sq those of the root, 2.03 bytes an element; float32 for parameters of less than 4096
+            elements, not contiguous, or cut along another dimension than the first.
         moment_rounding: of 16-bit moments. ``stochastic``: up or down at random, right in the mean.
             ``nearest``: as PyTorch; exp_avg_sq in bfloat16 is then 1.2 times too large, and stands still when
             gradients fall.
@@ -65,7 +68,8 @@ class AdamW(torch.optim.Optimizer):
             gradients; a parameter that was resized, moved or given another layout after its state was made.
             Nothing was modified.
 
-    Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", arXiv:1711.05101, algorithm 2.
+    Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", arXiv:1711.05101, algorithm 2;
+    Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
     """
 
     # GradScaler hands over grad_scale and found_inf and waits for nothing; not with fused=False.
@@ -96,11 +100,8 @@ class AdamW(torch.optim.Optimizer):
         fused: bool | None = None,
         differentiable: bool = False,
     ) -> None:
-        pair = moment_dtype if isinstance(moment_dtype, tuple) else (moment_dtype, moment_dtype)
         check_choice(_OP, "rounding", rounding, ROUNDINGS)
-        known = len(pair) == 2 and all(t in (None, torch.float32, torch.bfloat16) for t in pair)
-        words = "moment_dtype must be float32, bfloat16, None or a pair of them, got {}"
-        check(_OP, known, words, moment_dtype)
+        _check_moments(moment_dtype)
         check_choice(_OP, "moment_rounding", moment_rounding, ROUNDINGS[:2])
         if max_grad_norm is not None:
             check_numbers(_OP, max_grad_norm=max_grad_norm)
@@ -108,7 +109,7 @@ class AdamW(torch.optim.Optimizer):
         check_integers(_OP, seed=seed)
         check(_OP, seed >= 0, "seed must be in [0, 2^63), got {}", seed)
         self.rounding, self.moment_rounding = rounding, moment_rounding
-        self.moment_dtype, self.seed = pair, seed
+        self.moment_dtype, self.seed = moment_dtype, seed
         self._step_supports_amp_scaling = fused is not False
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
@@ -147,8 +148,12 @@ class AdamW(torch.optim.Optimizer):
             self.updates_in_backward.cover(len(self.param_groups) - 1)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_keys(_OP, group, self.defaults)
+        check_keys(_OP, group, (*self.defaults, "moment_dtype"))
         check_adamw(_OP, {**self.defaults, **group})
+        moments = group.get("moment_dtype", self.moment_dtype)
+        _check_moments(moments)
+        plain = not group.get("amsgrad", self.defaults["amsgrad"])
+        check(_OP, plain or moments != "int8", "amsgrad must be False where moment_dtype is 'int8', got True")
 
     def __getstate__(self):
         own = (
@@ -291,12 +296,13 @@ class AdamW(torch.optim.Optimizer):
                 return
             except (KeyError, Error, NotImplementedError):  # no state yet; not alike; not dense
                 self._alike = False
-        lists, others = self._sorted(groups, found_inf)
+        lists, others, shared = self._sorted(groups, found_inf)
         if len(lists) + len(others) > 1:  # each refuses before it is modified, and so all do
             for tensors in lists.values():
                 check_list(tensors, self.rounding)
         for device, tensors in lists.items():
             self._call(device, tensors, clip, scale, found_inf)
+            shared[device].join(found_inf)
         if others and not (found_inf is not None and found_inf.item()):
             for group, p, state in others:
                 self._update_plainly(group, p, state, clip, scale)
@@ -337,8 +343,13 @@ class AdamW(torch.optim.Optimizer):
                 raise KeyError("step")
             made.params += params
             made.grads += grads
-            made.exp_avgs += [state["exp_avg"] for state in states]
-            made.exp_avg_sqs += [state["exp_avg_sq"] for state in states]
+            try:
+                avgs, sqs = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            except KeyError:  # codes, or no state yet
+                avgs, sqs, absmaxes = codes.listed(states)
+                made.absmaxes += absmaxes
+            made.exp_avgs += avgs
+            made.exp_avg_sqs += sqs
             made.steps += steps
             if group["amsgrad"]:
                 made.max_exp_avg_sqs += [state["max_exp_avg_sq"] for state in states]
@@ -366,8 +377,9 @@ class AdamW(torch.optim.Optimizer):
             state["step"] = step
         self._steps = together, [state["step"].data_ptr() for state in states]
 
-    def _sorted(self, groups, found_inf) -> tuple[dict, list]:
-        """A list for each device, and what has no kernel; states are made and completed."""
+    def _sorted(self, groups, found_inf) -> tuple[dict, list, dict]:
+        """A list for each device, what has no kernel, and what processes share of a list; states are made and
+        completed."""
         by_device: dict[torch.device, list[tuple[dict, list, list]]] = {}
         others: list[tuple] = []
         for group, params, grads in groups:
@@ -387,17 +399,20 @@ class AdamW(torch.optim.Optimizer):
             for device, tensors in found.items():
                 by_device.setdefault(device, []).append((group, *tensors))
         lists = {device: self._listed(own, device, found_inf) for device, own in by_device.items()}
-        for made in lists.values():
+        shared = {}
+        for device, made in lists.items():
+            owners = made.params
             for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "extras", "steps"):
                 setattr(made, name, [local(tensor) for tensor in getattr(made, name)])
-        return lists, others
+            shared[device] = codes.SharedBlocks(made, owners, [_begin_of(p) for p in owners])
+        return lists, others, shared
 
     def _find_places(self) -> None:
         """Where each parameter's stream of random bits begins: at the elements of those before it."""
         self._places.clear()
         place = 0
         for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
-            self._places[p] = place + (_offset_of(p) if is_dtensor(p) else 0)
+            self._places[p] = place + _begin_of(p)
             place += (p.numel() + 7) // 8 * 8
 
     def _look_at_places(self) -> None:
@@ -452,10 +467,15 @@ class AdamW(torch.optim.Optimizer):
                 _OP, "gradients must be dense, got {} (torch.optim.SparseAdam takes sparse ones)", grad.layout
             )
         state = self.state[p]
-        if "exp_avg_sq" not in state:
-            for name, dtype in zip(("exp_avg", "exp_avg_sq"), self._moment_dtypes(p), strict=True):
-                state[name] = _zeros(p, dtype)
+        if codes.AVG not in state and "exp_avg_sq" not in state:
+            if self._is_coded(group, p):
+                codes.make(state, p, _begin_of(p))
+            else:
+                for name, dtype in zip(("exp_avg", "exp_avg_sq"), self._moment_dtypes(group, p), strict=True):
+                    state[name] = _zeros(p, dtype)
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        if group["amsgrad"] and codes.AVG in state:
+            refuse(_OP, "amsgrad must be False where moments are 8-bit codes, got True")
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = _zeros(p, state["exp_avg_sq"].dtype)
         key = _EXTRAS.get(self.rounding, ("",))[0]
@@ -470,35 +490,91 @@ class AdamW(torch.optim.Optimizer):
         """Where a GPU decides whether a step is done, or a graph replays it, the GPU counts."""
         return device.type == "cuda" and (group["capturable"] or found_inf is not None)
 
-    def _moment_dtypes(self, p) -> tuple[torch.dtype, torch.dtype]:
+    def _is_coded(self, group: dict, p) -> bool:
+        """Whether the moments of a parameter are 8-bit codes."""
+        wanted = group.get("moment_dtype", self.moment_dtype) == "int8"
+        return wanted and p.dtype in _FLOATS and (p.is_cuda or p.is_cpu) and codes.takes(p)
+
+    def _moment_dtypes(self, group: dict, p) -> tuple[torch.dtype, torch.dtype]:
+        """Of moments that are no codes."""
+        given = group.get("moment_dtype", self.moment_dtype)
         if p.dtype not in _FLOATS:
             return p.dtype, p.dtype
-        return tuple(dtype or p.dtype for dtype in self.moment_dtype)
+        pair = given if isinstance(given, tuple) else (given, given)
+        return tuple(torch.float32 if dtype == "int8" else dtype or p.dtype for dtype in pair)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in PyTorch. Where moments of DTensors are codes, each process calls it."""
+        saved, params = super().state_dict(), itertools.count()
+        for group in self.param_groups:
+            for number, p in zip(params, group["params"], strict=False):
+                state = self.state.get(p, {})
+                if codes.AVG in state and is_dtensor(p):
+                    wholes = {n: codes.whole_absmax(p, state[n], _begin_of(p)) for n in codes.MAXIMA}
+                    saved["state"][number] = state | wholes
+        return saved
+
+    def bitsandbytes_state_dict(self) -> dict[str, Any]:
+        """The state as ``bitsandbytes.optim.AdamW8bit`` of the same groups loads it.
+
+        Codes of exp_avg are the same; those of exp_avg_sq are made anew, of itself and not of its root.
+
+        Raises:
+            tigon.Error: moments that are DTensors', which bitsandbytes has none of.
+        """
+        sharded = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
+        check(_OP, not sharded, "params must not be DTensors for a state of bitsandbytes")
+        saved = super().state_dict()
+        states = {number: codes.bitsandbytes_state(state) for number, state in saved["state"].items()}
+        names, unused = (
+            ("lr", "betas", "eps", "weight_decay", "params"),
+            dict.fromkeys(("t_alpha", "t_beta3")),
+        )
+        groups = [{n: g[n] for n in names} | unused | {"alpha": 0.0} for g in saved["param_groups"]]
+        return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state_dict) -> None:
-        """As in PyTorch; moments keep their dtype here, and what a rounding keeps in addition is restored."""
-        seen = {}
+        """As in PyTorch; moments keep their dtype here, and what a rounding keeps in addition is restored.
+
+        Also a state of ``bitsandbytes.optim.AdamW8bit`` or of torchao's ``AdamW8bit`` and its kin.
+        """
+        states = {}
 
         def look(_, loaded):
+            loaded = loaded | {"param_groups": [codes.known_group(group) for group in loaded["param_groups"]]}
             for group in loaded["param_groups"]:
                 self._check_group(group)
-            seen.update(loaded)
+            ids = itertools.chain.from_iterable(group["params"] for group in loaded["param_groups"])
+            params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+            for p, saved in zip(params, ids, strict=False):
+                if saved in loaded["state"]:
+                    states[p] = codes.known(_OP, loaded["state"][saved])
+                    codes.check_saved(_OP, p, states[p])
+            # Parameters' states are made of what was saved: PyTorch would cast codes.
+            of_params = set(itertools.chain.from_iterable(g["params"] for g in loaded["param_groups"]))
+            return loaded | {"state": {k: v for k, v in loaded["state"].items() if k not in of_params}}
 
+        kept = [{n: g[n] for n in ("moment_dtype",) if n in g} for g in self.param_groups]
         handle = self.register_load_state_dict_pre_hook(look)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        ids = itertools.chain.from_iterable(group["params"] for group in seen["param_groups"])
-        for group in self.param_groups:
-            for p, saved in zip(group["params"], ids, strict=False):
-                if saved in seen["state"]:
-                    self.state[p] = self._restored(group, p, seen["state"][saved])
+        for group, own in zip(self.param_groups, kept, strict=True):
+            group.pop("moment_dtype", None)
+            group.update(own)
+            for p in group["params"]:
+                if p in states:
+                    self.state[p] = self._restored(group, p, states[p])
 
     def _restored(self, group: dict, p, saved: dict) -> dict:
-        dtypes = dict(zip(("exp_avg", "exp_avg_sq"), self._moment_dtypes(p), strict=True))
+        state, begin = {}, _begin_of(p)
+        if codes.AVG in saved and not self._is_coded(group, p):
+            saved = codes.decoded(saved, p, begin)
+        elif {"exp_avg", "exp_avg_sq"} <= saved.keys() and self._is_coded(group, p):
+            saved = codes.encoded(saved, p, begin)
+        dtypes = dict(zip(("exp_avg", "exp_avg_sq"), self._moment_dtypes(group, p), strict=True))
         dtypes["max_exp_avg_sq"] = dtypes["exp_avg_sq"]
-        state = {}
         for name, value in saved.items():
             kept = dict(_EXTRAS.values()).get(name)
             if name == "step":
@@ -507,6 +583,8 @@ class AdamW(torch.optim.Optimizer):
                     value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
                 )
                 state[name] = step.to(where, torch.float32)
+            elif name in codes.MAXIMA:
+                state[name] = codes.own_absmax(p, value, begin)
             elif kept is None:
                 is_tensor = isinstance(value, torch.Tensor)
                 state[name] = _laid_out(p, value, dtypes.get(name, value.dtype)) if is_tensor else value
@@ -514,6 +592,14 @@ class AdamW(torch.optim.Optimizer):
             elif value.dtype == kept and _EXTRAS.get(self.rounding, ("",))[0] == name:
                 state[name] = _laid_out(p, value, kept)
         return state
+
+
+def _check_moments(given: object) -> None:
+    """The option moment_dtype, of the whole or of a group."""
+    pair = given if isinstance(given, tuple) else (given, given)
+    known = len(pair) == 2 and all(t in (None, torch.float32, torch.bfloat16) for t in pair)
+    words = "moment_dtype must be float32, bfloat16, None, a pair of them or 'int8', got {}"
+    check(_OP, known or given == "int8", words, given)
 
 
 def check_placed(op: str, p: torch.Tensor, grad: torch.Tensor) -> None:
@@ -555,9 +641,11 @@ def _laid_out(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch
     return torch.empty_like(p, dtype=dtype).copy_(value)
 
 
-def _offset_of(p: torch.Tensor) -> int:
+def _begin_of(p: torch.Tensor) -> int:
     """Where the local part of a DTensor begins among its elements; parts by another dimension than the first
     take the place of their first element, which is their own as well."""
+    if not is_dtensor(p):
+        return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)

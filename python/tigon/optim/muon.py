@@ -92,6 +92,7 @@ class Muon(torch.optim.Optimizer):
         if not param_group.get("use_muon", True):
             # An AdamW sees it first: what it refuses is in no group.
             group = {name: value for name, value in param_group.items() if name != "use_muon"}
+            check_keys(_OP, group, ADAMW)
             made = AdamW([group])
             param_group.update(group)
             super().add_param_group(param_group)

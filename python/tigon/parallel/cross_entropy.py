@@ -7,13 +7,12 @@ from torch.autograd import forward_ad
 
 from tigon._op import foreign, has_kernel, once, refuse_tangents
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_integers, check_stored, options_of
-from tigon.ops.cross_entropy import check_loss, check_target
-from tigon.ops.cross_entropy import cross_entropy as whole
+from tigon.ops.arguments import called, check_float, check_integers, check_stored
+from tigon.ops.cross_entropy import check_logits, check_loss, check_target
 from tigon.ops.loss_gradient import scaled
-from tigon.ops.loss_head.operands import Formula
+from tigon.ops.loss_head.operands import LabelFormula
 from tigon.parallel.rows import NUMBERS, Rows, make_rows, scale_of, total
-from tigon.parallel.shards import Facts, Shards, Work, agree, code, named, target_code, values_of
+from tigon.parallel.shards import Facts, Shards, Work, agree, named, of_rows, or_unknown, values_of
 
 OP = "parallel.cross_entropy"
 
@@ -91,7 +90,7 @@ def _gradient(rows: Rows, logits, target, log_share, scale):
 
 
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
-@options_of(whole, but=("inplace",), stored=False)
+@called(stored=False)
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -99,7 +98,13 @@ def cross_entropy(
     *,
     vocab: int | None = None,
     first_class: int | None = None,
-    **options,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    denominator: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`tigon.cross_entropy` of logits whose last dimension is sharded over a process group.
 
@@ -130,49 +135,35 @@ def cross_entropy(
             (on CUDA this is looked at in the first call of each kind, which synchronises). A label outside
             ``[0, vocab)`` makes its row's loss and gradient NaN in all of them.
     """
-    weight, reduction, denominator = options.pop("weight"), options["reduction"], options["denominator"]
 
     def describe():
         check_eager(OP, logits=logits, target=target, weight=weight, denominator=denominator)
         check_float(OP, "logits", logits)
         check(OP, logits.dim() >= 1, "logits must have at least one dimension, got 0")
-        check(
-            OP,
-            has_kernel(OP, logits=logits),
-            "logits must be float32, bfloat16 or float16, got {}",
-            logits.dtype,
-        )
+        words = "logits must be float32, bfloat16 or float16, got {}"
+        check(OP, has_kernel(OP, logits=logits), words, logits.dtype)
         check_target(OP, "target", target, logits.shape[:-1])
         check_layout(OP, vocab, first_class)
-        check_loss(OP, **options)
+        check_loss(OP, label_smoothing, z_loss, reduction, denominator)
+        check_logits(OP, ignore_index, softcap)
         if weight is not None:
             check_float(OP, "weight", weight)
-        softcap, smoothing = options["softcap"] or 0.0, float(options["label_smoothing"])
-        formula = Formula(options["ignore_index"], smoothing, softcap, z_loss=options["z_loss"])
+        formula = LabelFormula(ignore_index, float(label_smoothing), softcap or 0.0, z_loss=z_loss)
+        values = {"weight": values_of(weight, logits.device), "denominator": number_of(denominator)}
         return Facts(
-            rows=target.numel(),
-            dtype=code(logits.dtype),
             needs=int(logits.requires_grad and torch.is_grad_enabled()),
-            target=target_code(target, logits.device),
             columns=logits.shape[-1],
-            first_class=-1 if first_class is None else first_class,
-            vocab=-1 if vocab is None else vocab,
-            options=named(
-                op=OP,
-                **formula._asdict(),
-                reduction=reduction,
-                denominator=number_of(denominator),
-                weight=values_of(weight, logits.device),
-            ),
+            first_class=or_unknown(first_class),
+            vocab=or_unknown(vocab),
+            options=named(op=OP, **formula._asdict(), reduction=reduction, **values),
+            **of_rows(target, logits),
         ), formula
 
     device = logits.device if isinstance(logits, torch.Tensor) else torch.device("cpu")
     shards, formula = agree(OP, group, device, describe)
     class_weight = take_class_weight(OP, shards, weight, device)
-    rows = make_rows(shards, formula, None, class_weight, device)
+    rows = make_rows(shards, formula, class_weight, device)
     labels = target.to(device, torch.int64, non_blocking=True).reshape(-1)
-    if denominator is not None:
-        reduction = "sum"
-    scale = None if reduction == "none" else scale_of(rows, labels, reduction, denominator)
+    scale = scale_of(rows, labels, reduction, denominator)
     loss = _Function.apply(rows, labels, scale, logits.reshape(labels.shape[0], logits.shape[-1]))
-    return loss.view(target.shape) if reduction == "none" else loss
+    return loss.view(target.shape) if scale is None else loss

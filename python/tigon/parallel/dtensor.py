@@ -30,14 +30,8 @@ def _place(op: str, name: str, t: torch.Tensor) -> _Place:
     wanted = Shard(t.dim() - 1 if name == "logits" else 0)
     dims = [i for i, p in enumerate(t.placements) if not p.is_replicate()]
     fits = all(type(t.placements[i]) is Shard and t.placements[i].dim % t.dim() == wanted.dim for i in dims)
-    check(
-        op,
-        fits and len(dims) <= 1,
-        "{} must be replicated, or {} in one mesh dimension, got {}",
-        name,
-        wanted,
-        t.placements,
-    )
+    words = "{} must be replicated, or {} in one mesh dimension, got {}"
+    check(op, fits and len(dims) <= 1, words, name, wanted, t.placements)
     check(op, not getattr(t, "tigon_main_grad", False), "{}.tigon_main_grad is not for DTensors", name)
     return _Place(name, t, dims[0] if dims else None)
 
@@ -46,14 +40,9 @@ def _check_placed(op: str, name: str, t: torch.Tensor, place: _Place, *allowed: 
     """The placements of ``t``, which must be some of the allowed ones."""
     check(op, t.device_mesh == place.like.device_mesh, "{} must be on the mesh of {}", name, place.name)
     has = tuple(Shard(p.dim % t.dim()) if type(p) is Shard else p for p in t.placements)
-    check(
-        op,
-        has in allowed,
-        "{} must be placed as {}, got {} (redistribute it: nothing is gathered here)",
-        name,
-        " or ".join(str(list(placements)) for placements in allowed),
-        has,
-    )
+    words = "{} must be placed as {}, got {} (redistribute it: nothing is gathered here)"
+    wanted = " or ".join(str(list(placements)) for placements in allowed)
+    check(op, has in allowed, words, name, wanted, has)
     return has
 
 

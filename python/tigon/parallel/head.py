@@ -11,25 +11,25 @@ import torch
 from tigon._deterministic import is_deterministic
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_booleans, check_float, check_indices, options_of, picked
+from tigon.ops.arguments import called, check_booleans, check_float, check_indices
 from tigon.ops.cross_entropy import check_loss
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS
-from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy as whole_cross_entropy
-from tigon.ops.loss_head.linear_log_prob import linear_log_prob as whole_log_prob
+from tigon.ops.loss_head.operands import LabelFormula
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import result_type
 from tigon.parallel.cross_entropy import check_eager, check_layout, number_of, take_class_weight
 from tigon.parallel.plan import choose, count, counting
 from tigon.parallel.rows import NUMBERS, make_rows, scale_of, total
-from tigon.parallel.shards import Facts, agree, code, named, target_code, values_of
-from tigon.parallel.stream import Call, Function
+from tigon.parallel.shards import Facts, agree, named, of_rows, or_unknown, values_of
+from tigon.parallel.stream import Function, ShardedCall
 
 LOSS, LOG_PROB = "parallel.linear_cross_entropy", "parallel.linear_log_prob"
 
 
-class _Options(NamedTuple):
+class ShardedOptions(NamedTuple):
     """Those of a call besides the head's."""
 
     vocab: int | None
@@ -48,47 +48,26 @@ class _Options(NamedTuple):
 
 
 def _describe(
-    op, hidden, weight, target, group, head: operands.Head, call: _Options, formula: operands.Formula
+    op, hidden, weight, target, group, head: HeadOptions, call: ShardedOptions, formula: LabelFormula
 ) -> tuple[Facts, tuple]:
     """Checks; what the processes compare, and what the call works with."""
-    bias, lora = head.bias, head.lora
+    given, lora = call._asdict(), head.lora
     low = lora if isinstance(lora, Sequence) else ()
-    check_eager(
-        op,
-        hidden=hidden,
-        weight=weight,
-        target=target,
-        bias=bias,
-        class_weight=call.class_weight,
-        token_weight=call.token_weight,
-        denominator=call.denominator,
-        **{f"lora {name}": t for name, t in zip("AB", low, strict=False)},
-    )
-    check_booleans(
-        op,
-        entropy=call.entropy,
-        sequence_parallel=call.sequence_parallel,
-        partial_hidden_grad=call.partial_hidden_grad,
-    )
-    check_indices(op, "target", labels_of(target, head.ignore_index))
-    check_loss(
-        op,
-        head.ignore_index,
-        call.label_smoothing,
-        call.z_loss,
-        head.softcap,
-        call.reduction,
-        call.denominator,
-    )
+    tensors = {name: given[name] for name in ("class_weight", "token_weight", "denominator")}
+    tensors |= {f"lora {name}": t for name, t in zip("AB", low, strict=False)}
+    check_eager(op, hidden=hidden, weight=weight, target=target, bias=head.bias, **tensors)
+    booleans = ("entropy", "sequence_parallel", "partial_hidden_grad")
+    check_booleans(op, **{name: given[name] for name in booleans})
+    target = labels_of(target, head.ignore_index)
+    check_indices(op, "target", target)
+    check_loss(op, call.label_smoothing, call.z_loss, call.reduction, call.denominator)
     if call.class_weight is not None:
         check_float(op, "class_weight", call.class_weight)
     operands.check_token_weight(op, call.token_weight, target)
     if call.outputs is not None:
         operands.check_outputs(op, call.outputs, OUTPUTS)
-    target = labels_of(target, head.ignore_index)
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
-    check_indices(op, "target", target)
     check(op, hidden.dim() >= 1 and weight.dim() == 2, "weight must be [columns, H], got {}", weight.shape)
     labels = target
     if call.sequence_parallel:
@@ -98,20 +77,16 @@ def _describe(
         fits = target.shape == wanted
         check(op, fits, "target must be {} (of all processes), got {}", wanted, target.shape)
         labels = target[: hidden.shape[0]]
-    columns = weight.shape[0]
-    if columns:
-        operands.check_head(op, hidden, weight, labels, head._replace(lora=None))
-    else:  # a process without classes
-        operands.check_head(
-            op, hidden, weight.new_empty(1, weight.shape[1]), labels, head._replace(bias=None, lora=None)
-        )
+    columns, own, classes = weight.shape[0], head._replace(lora=None), weight
+    if columns == 0:  # a process without classes
+        own, classes = own._replace(bias=None), weight.new_empty(1, weight.shape[1])
+    operands.check_head(op, hidden, classes, labels, own)
     operands.check_lora(op, lora, hidden, weight)
     check_layout(op, call.vocab, call.first_class)
     check_keep(op, call.keep_mb)
     hidden = operands.autocast(hidden)
-    check(
-        op, has_kernel(op, hidden=hidden), "hidden must be float32, bfloat16 or float16, got {}", hidden.dtype
-    )
+    words = "hidden must be float32, bfloat16 or float16, got {}"
+    check(op, has_kernel(op, hidden=hidden), words, hidden.dtype)
     wide = operands.wide_logits(op, head.logit_dtype, hidden)
     main_grad = operands.main_grad_of(op, weight)
     if main_grad is not None:  # it has weight's own columns
@@ -119,7 +94,7 @@ def _describe(
     else:
         hidden, weight, lora = operands.whole_vectors(hidden, weight, lora)
     lora_a, lora_b, lora_scale = lora or (None, None, 1.0)
-    parameters = (weight, bias, lora_a, lora_b)
+    parameters = (weight, head.bias, lora_a, lora_b)
     known = count(op, target, head.ignore_index, head.shift, head.valid_rows)
     needs = 0
     if torch.is_grad_enabled():
@@ -127,117 +102,62 @@ def _describe(
         needs = sum(bit for bit, t in wanted if t is not None and t.requires_grad)
     both = call.sequence_parallel and call.partial_hidden_grad
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
-    options = named(
-        op=op,
-        **formula._asdict(),
-        reduction=call.reduction,
-        denominator=number_of(call.denominator),
-        outputs=call.outputs,
-        entropy=call.entropy,
-        class_weight=values_of(call.class_weight, hidden.device),
-        token_weight=values_of(call.token_weight, hidden.device),
-        sequence_parallel=call.sequence_parallel,
-        partial_hidden_grad=call.partial_hidden_grad,
-        shift=head.shift,
-        chunk_rows=head.chunk_rows,
-        keep_mb=call.keep_mb,
-        logit_dtype=wide,
-        valid_rows=known,
-        max_workspace_mb=head.max_workspace_mb,
-        lora=None if lora is None else (*values_of(lora_a, hidden.device), float(lora_scale)),
-        main_grad=main_grad is not None,
-        bias=bias is not None,
-        deterministic=is_deterministic(),
-    )
+    values = {name: values_of(given[name], hidden.device) for name in ("class_weight", "token_weight")}
+    values["lora"] = None if lora is None else (*values_of(lora_a, hidden.device), float(lora_scale))
+    options = {"op": op} | formula._asdict() | given | values
+    options |= {name: getattr(head, name) for name in ("shift", "chunk_rows", "max_workspace_mb")}
+    options |= {"logit_dtype": wide, "valid_rows": known, "denominator": number_of(call.denominator)}
+    options |= {"main_grad": main_grad is not None, "bias": head.bias is not None}
     facts = Facts(
-        rows=target.numel(),
         size=hidden.shape[-1],
-        dtype=code(hidden.dtype),
         needs=needs,
-        target=target_code(target, hidden.device),
         columns=columns,
-        first_class=-1 if call.first_class is None else call.first_class,
-        vocab=-1 if call.vocab is None else call.vocab,
-        options=options,
+        first_class=or_unknown(options.pop("first_class")),
+        vocab=or_unknown(options.pop("vocab")),
+        options=named(**options, deterministic=is_deterministic()),
+        **of_rows(target, hidden),
     )
     return facts, (hidden, parameters, float(lora_scale), needs, wide, known, main_grad)
 
 
-def _run(op, hidden, weight, target, group, head: operands.Head, options: _Options, result="loss"):
+def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedOptions, result="loss"):
     """The call: ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat."""
-    softcap = 0.0 if head.softcap is None else head.softcap
-    formula = operands.Formula(
-        head.ignore_index,
-        options.label_smoothing,
-        softcap,
-        head.logit_scale,
-        head.temperature,
-        options.z_loss,
-    )
+    logits = 0.0 if head.softcap is None else head.softcap, head.logit_scale, head.temperature
+    formula = LabelFormula(head.ignore_index, options.label_smoothing, *logits, options.z_loss)
     describe = functools.partial(_describe, op, hidden, weight, target, group, head, options, formula)
     device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
     shards, given = agree(op, group, device, describe)
     hidden, parameters, lora_scale, needs, wide, known, main_grad = given
     class_weight = take_class_weight(op, shards, options.class_weight, device)
-    reduction, denominator, token_weight = options.reduction, options.denominator, options.token_weight
-    statistics, entropy = options.outputs or (), options.entropy
+    token_weight, wanted, entropy = options.token_weight, {*(options.outputs or ())}, options.entropy
     labels = target.to(device, torch.int64, non_blocking=True)
     labels = shifted(labels, formula.ignore_index, head.shift).reshape(-1)
-    rows = make_rows(
-        shards,
-        formula,
-        None,
-        class_weight,
-        device,
-        entropy=entropy or "entropy" in statistics,
-        predicted="predicted" in statistics or "correct" in statistics,
-    )
-    if denominator is not None:
-        reduction = "sum"
-    scale = None if reduction == "none" else scale_of(rows, labels, reduction, denominator)
+    kinds = {"entropy": entropy or "entropy" in wanted, "predicted": bool(wanted & {"predicted", "correct"})}
+    rows = make_rows(shards, formula, class_weight, device, **kinds)
+    scale = scale_of(rows, labels, options.reduction, options.denominator)
     shares = shards.size if options.sequence_parallel else 1
-    size = hidden.shape[-1]
-    hidden = hidden.reshape(labels.shape[0] // shares, size)
+    hidden = hidden.reshape(labels.shape[0] // shares, hidden.shape[-1])
     # The rows of a share are gathered as they are.
     listed = counting(labels, formula.ignore_index, known if shares == 1 else -1)
     hidden = listed.take(hidden)
-    chunk, keep = choose(
-        op,
-        hidden,
-        listed.labels.shape[0],
-        shards.widest,
-        head,
-        options.keep_mb,
-        entropy,
-        shares=shares,
-        statistics=4 * rows.per_row() * (1 + shards.size),
-        listed=listed.index is not None,
-        wide=wide and hidden.dtype != torch.float32,
-        train_weight=needs & operands.WEIGHT != 0,
-        main_grad=main_grad is not None,
-        lora_rank=0 if head.lora is None else parameters[2].shape[0],
-    )
+    sizes = {
+        "statistics": 4 * rows.per_row() * (1 + shards.size),  # bytes of a row: this process's, those of all
+        "listed": listed.index is not None,  # the rows worked on are copies
+        "wide": wide,
+        "train_weight": needs & operands.WEIGHT != 0,
+        "main_grad": main_grad is not None,
+        "lora_rank": 0 if head.lora is None else parameters[2].shape[0],
+    }
+    chunk, keep = choose(op, hidden, shares, shards.widest, head, options.keep_mb, entropy, **sizes)
     target = listed.labels.view(shares, hidden.shape[0])
     if token_weight is not None:
         token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
         token_weight = listed.take(token_weight).view(target.shape)
     # What is added to main_grad has its upstream gradient: the losses of the rows are added up here.
     formed = None if main_grad is not None else scale
-    call = Call(
-        rows,
-        target,
-        token_weight,
-        formed,
-        NUMBERS.index(result),
-        entropy,
-        needs,
-        max(chunk // shares, 1),
-        keep,
-        wide,
-        options.partial_hidden_grad,
-        lora_scale,
-        main_grad,
-    )
+    way = max(chunk // shares, 1), keep, wide, options.partial_hidden_grad
+    of_row = NUMBERS.index(result), entropy, needs
+    call = ShardedCall(rows, target, token_weight, formed, *of_row, *way, lora_scale, main_grad)
     loss, entropies, numbers, predicted = Function.apply(call, hidden, *parameters)
     if scale is not None and main_grad is not None:
         loss = total(loss, scale)
@@ -247,24 +167,37 @@ def _run(op, hidden, weight, target, group, head: operands.Head, options: _Optio
     return listed.give(loss), listed.give(entropies), row_values, listed.give(predicted, -1), labels
 
 
-def _sharding(
-    *,
-    vocab: int | None = None,
-    first_class: int | None = None,
-    sequence_parallel: bool = False,
-    partial_hidden_grad: bool = False,
-):
-    """The options that only a sharded head has."""
-
-
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
-@options_of(_sharding, whole_cross_entropy, but=("position_ids",), stored=False)
+@called(stored=False)
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     group: torch.distributed.ProcessGroup,
-    **options,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    class_weight: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    denominator: float | torch.Tensor | None = None,
+    shift: int | bool = False,
+    valid_rows: int | None = None,
+    outputs: tuple[str, ...] | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
+    max_workspace_mb: float | None = None,
+    keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
+    vocab: int | None = None,
+    first_class: int | None = None,
+    sequence_parallel: bool = False,
+    partial_hidden_grad: bool = False,
 ) -> torch.Tensor | NamedTuple:
     """:func:`tigon.linear_cross_entropy` with a weight whose rows are sharded over a process group.
 
@@ -309,28 +242,48 @@ def linear_cross_entropy(
         tigon.Error: as :func:`tigon.parallel.cross_entropy`. A label outside ``[0, vocab)`` makes its row's
             loss and the gradients NaN in all processes.
     """
-    outputs = options["outputs"]
     if isinstance(outputs, Sequence) and not isinstance(outputs, str):
-        outputs = options["outputs"] = tuple(outputs)
-    call = picked(_Options, options)
-    head = operands.Head.of(options)
-    loss, _, numbers, predicted, labels = _run(LOSS, hidden, weight, target, group, head, call)
+        outputs = tuple(outputs)
+    labels = ignore_index, shift, None, valid_rows
+    head = HeadOptions(
+        bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb, logit_dtype
+    )
+    places = vocab, first_class, sequence_parallel, partial_hidden_grad
+    loss_options = class_weight, label_smoothing, z_loss, token_weight, reduction, denominator, outputs
+    call = ShardedOptions(*places, keep_mb, False, *loss_options)
+    loss, _, numbers, predicted, target_labels = _run(LOSS, hidden, weight, target, group, head, call)
     loss = loss if loss.dim() == 0 else loss.view(target.shape)
     if outputs is None:
         return loss
     found = numbers | {"loss": loss, "predicted": predicted}
-    found["correct"] = (predicted == labels) & (labels != head.ignore_index)
+    found["correct"] = (predicted == target_labels) & (target_labels != ignore_index)
     return result_type(outputs)(*(found[n] if n == "loss" else found[n].view(target.shape) for n in outputs))
 
 
 @torch._disable_dynamo
-@options_of(_sharding, whole_log_prob, but=("position_ids", "match"), stored=False)
+@called(stored=False)
 def linear_log_prob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     group: torch.distributed.ProcessGroup,
-    **options,
+    *,
+    entropy: bool = False,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    shift: int | bool = False,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
+    keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
+    vocab: int | None = None,
+    first_class: int | None = None,
+    sequence_parallel: bool = False,
+    partial_hidden_grad: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`tigon.linear_log_prob` with a weight whose rows are sharded over a process group.
 
@@ -341,8 +294,11 @@ def linear_log_prob(
         float32, target's shape, or a pair of them; the same bits in all processes. 0 on ignored rows, with
         zero gradients.
     """
-    call = picked(_Options, options)
-    head = operands.Head.of(options)
+    labels = ignore_index, shift, None, valid_rows
+    head = HeadOptions(
+        bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, logit_dtype=logit_dtype
+    )
+    call = ShardedOptions(vocab, first_class, sequence_parallel, partial_hidden_grad, keep_mb, entropy)
     loss, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, head, call, "log_prob")
     log_prob = loss.view(target.shape)
     return (log_prob, entropies.view(target.shape)) if call.entropy else log_prob

@@ -9,33 +9,15 @@ from typing import NamedTuple
 
 import torch
 
+from tigon.ops.loss_head.driver import Chunk, Part
 from tigon.ops.loss_head.labels import check_count, known_rows, shifted
 from tigon.ops.loss_head.linear_loss import list_rows
-from tigon.ops.loss_head.operands import Head
-from tigon.ops.loss_head.plan import check_fits, padded, plan
+from tigon.ops.loss_head.options import HeadOptions
+from tigon.ops.loss_head.plan import check_fits, padded, plan_of
 
 _MIB = 1 << 20
 _LEAST_PART = 1024  # rows that keep a product on CUDA at its speed
 _ALIGNED = 128
-
-
-class Part(NamedTuple):
-    """Rows of a chunk between two exchanges."""
-
-    begin: int  # rows [begin, end) of a share
-    end: int
-    at: slice  # its rows of all shares among the chunk's
-    last: bool  # of the chunk
-
-
-class Chunk(NamedTuple):
-    """Rows whose logits exist at a time: those of its parts, one after another, of all shares."""
-
-    begin: int  # rows [begin, end) of a share
-    end: int
-    at: slice  # its rows of all shares among those of the call
-    parts: tuple[Part, ...]
-    last: bool
 
 
 def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool) -> list[Chunk]:
@@ -62,50 +44,22 @@ def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool
     return chunks
 
 
-def choose(
-    op: str,
-    hidden: torch.Tensor,
-    rows: int,
-    widest: int,
-    head: Head,
-    keep_mb: float | None,
-    entropy: bool,
-    *,
-    shares: int,
-    statistics: int,
-    listed: bool,
-    wide: bool,
-    **sizes,
-):
+def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **sizes) -> tuple[int, bool]:
     """Rows of a chunk, of all shares, and whether the gradients of all logits are kept for the backward.
 
     Args: alike in all processes.
-        rows: of all shares, those that are worked on.
+        hidden: rows of a share that are worked on.
         widest: columns of the widest shard.
-        statistics: bytes of a row: this process's and those of all.
-        listed: the rows worked on are copies.
-        sizes: others of :func:`plan`.
+        sizes: `statistics` of a row in bytes; `listed`: the rows are copies; `wide`: their logits are float32
+            too; and others of :func:`plan`.
     """
-    size, itemsize, widest, cap = (
-        hidden.shape[-1],
-        hidden.dtype.itemsize,
-        max(widest, 1),
-        head.max_workspace_mb,
-    )
+    itemsize, widest, cap = hidden.dtype.itemsize, max(widest, 1), head.max_workspace_mb
+    rows = shares * hidden.shape[0]
+    statistics, listed, wide = (sizes.pop(name) for name in ("statistics", "listed", "wide"))
     # With shares: a chunk gathered, the next one, and gradients on their way. Logits of both precisions.
-    found = plan(
-        hidden.device.type,
-        hidden.dtype,
-        rows,
-        size,
-        widest,
-        chunk_rows=head.chunk_rows or 0,
-        max_workspace_mb=cap,
-        copies=3 * (shares > 1),
-        row=statistics + 4 * padded(widest) * wide,
-        fixed=2 * rows * size * itemsize * listed,
-        **sizes,
-    )
+    sizes |= {"copies": 3 * (shares > 1), "row": statistics + 4 * padded(widest) * wide}
+    sizes |= {"fixed": 2 * rows * hidden.shape[-1] * itemsize * listed, "chunk_rows": head.chunk_rows or 0}
+    found = plan_of(hidden, widest, rows, max_workspace_mb=cap, **sizes)
     if cap is not None and rows > 0:
         check_fits(op, found, shares, "one row of every share", cap)
     chunk = max(min(found.chunk_rows, rows), 1)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tigon._op import raw
-from tigon.ops.loss_head.operands import Formula
+from tigon.ops.loss_head.operands import LabelFormula
 from tigon.parallel.shards import Shards, Work
 
 ENTROPY, SMOOTHING, PREDICTED = 1, 2, 4  # bits of `kinds`, as in cross_entropy_shards.h
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     """What the rows of a call share."""
 
     shards: Shards
-    formula: Formula
+    formula: LabelFormula
     bias: torch.Tensor | None = None  # of the shard's classes
     class_weight: torch.Tensor | None = None  # float32, of all classes
     shard_weight: torch.Tensor | None = None  # float32 [shards], for smoothing
@@ -46,20 +46,9 @@ class Rows(NamedTuple):
 
     def _shard(self, logits, target):
         f, s = self.formula, self.shards
-        return (
-            logits,
-            target,
-            self.bias,
-            self.class_weight,
-            f.ignore_index,
-            f.label_smoothing,
-            f.softcap,
-            f.z_loss,
-            s.first,
-            s.vocab,
-            f.logit_scale,
-            f.temperature,
-        )
+        formula = f.ignore_index, f.label_smoothing, f.softcap, f.z_loss
+        rows = logits, target, self.bias, self.class_weight
+        return *rows, *formula, s.first, s.vocab, f.logit_scale, f.temperature
 
     def statistics(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """This shard's part ``[kinds, rows]``; a shard without a class has none of the probability."""
@@ -82,20 +71,9 @@ class Rows(NamedTuple):
         ``whole``: the parts of all shards, in their order.
         """
         f, s = self.formula, self.shards
-        return _combine(
-            whole,
-            target,
-            self.class_weight,
-            self.shard_weight,
-            token_weight,
-            s.size,
-            s.rank,
-            self.kinds,
-            s.vocab,
-            f.ignore_index,
-            f.label_smoothing,
-            f.z_loss,
-        )
+        weights = self.class_weight, self.shard_weight, token_weight
+        formula = f.ignore_index, f.label_smoothing, f.z_loss
+        return _combine(whole, target, *weights, s.size, s.rank, self.kinds, s.vocab, *formula)
 
     def gradient(self, logits, dlogits, target, log_share, scale, entropy_scale=None, entropy=None) -> None:
         """dlogits of this shard's columns, maybe where the logits are."""
@@ -105,18 +83,18 @@ class Rows(NamedTuple):
         _gradient(*self._shard(logits, target), dlogits, scale, entropy_scale, log_share, entropy, weight_sum)
 
 
-def make_rows(
-    shards: Shards, formula: Formula, bias, class_weight, device, *, entropy=False, predicted=False
-):
+def make_rows(shards: Shards, formula: LabelFormula, class_weight, device, *, entropy=False, predicted=False):
     """:class:`Rows` of a call with the statistics that it needs."""
     smooth = bool(formula.label_smoothing > 0.0)
     kinds = ENTROPY * entropy + SMOOTHING * smooth + PREDICTED * predicted
     shard_weight = shards.weights(class_weight, device) if smooth else None
-    return Rows(shards, formula, bias, class_weight, shard_weight, kinds)
+    return Rows(shards, formula, None, class_weight, shard_weight, kinds)
 
 
-def scale_of(rows: Rows, target, reduction: str, denominator) -> torch.Tensor:
-    """What the sum of the losses is multiplied by, float32 ``[1]`` on the device."""
+def scale_of(rows: Rows, target, reduction: str, denominator) -> torch.Tensor | None:
+    """What the sum of the losses is multiplied by, float32 ``[1]`` on the device; None: losses of rows."""
+    if denominator is None and reduction == "none":
+        return None
     if denominator is None and reduction == "mean":
         counts = target != rows.formula.ignore_index
         if rows.class_weight is None:

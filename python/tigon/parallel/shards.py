@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tigon._deterministic import is_deterministic
 from tigon.error import check
-from tigon.ops.arguments import kind_of
+from tigon.ops.arguments import F, kind_of
 
 # PyTorch renames them.
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -100,6 +100,15 @@ def target_code(target: torch.Tensor, device) -> int:
     """A number for the labels of a call on the CPU; on a device calls are compared without them."""
     on_cpu = device.type == target.device.type == "cpu"
     return zlib.crc32(target.contiguous().numpy().tobytes()) if on_cpu else 0
+
+
+def of_rows(target: torch.Tensor, x: torch.Tensor) -> dict[str, int]:
+    """The facts of labels and what they are compared with."""
+    return {"rows": target.numel(), "dtype": code(x.dtype), "target": target_code(target, x.device)}
+
+
+def or_unknown(number: int | None) -> int:
+    return -1 if number is None else number
 
 
 def trains(*tensors) -> int:
@@ -204,7 +213,7 @@ def _exchange(group, device, facts: Facts) -> list[tuple[Facts, list[int]]]:
     return [(Facts(*row[:numbers]), row[numbers:]) for row in said]
 
 
-def tells_refusals(function):
+def tells_refusals(function: F) -> F:
     """Decorates a function of tensors and the keyword ``group`` that calls :func:`agree`.
 
     What it refuses before that is told to the other processes, so that none of them waits.
@@ -222,7 +231,7 @@ def tells_refusals(function):
                 _exchange(group, device_of(group, *args, *options.values()), Facts(refused=1))
             raise
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 def agree_on(op: str, groups, device, describe: Callable[[], tuple[dict, object]]):

@@ -19,21 +19,19 @@ from typing import NamedTuple
 import torch
 
 from tigon._deterministic import is_deterministic
-from tigon._op import once, raw
+from tigon._op import once
 from tigon.ops.loss_head.autograd import finished
-from tigon.ops.loss_head.operands import BIAS, HIDDEN, LORA_A, LORA_B, NEEDS, WEIGHT
-from tigon.ops.loss_head.plan import padded
-from tigon.parallel.plan import Chunk, Part, divide
+from tigon.ops.loss_head.driver import Chunk, Gradients, Part, RowPass
+from tigon.ops.loss_head.operands import HIDDEN, NEEDS, WEIGHT
+from tigon.ops.loss_head.products import form_gradients, form_logits
+from tigon.parallel.plan import divide
 from tigon.parallel.rows import NUMBERS, Rows, total
 from tigon.parallel.shards import Work
 
 OP = "parallel.linear_cross_entropy"
 
-_logits = raw("linear_product_logits", lambda *_: None, "linear_cross_entropy")
-_gradients = raw("linear_product_gradients", lambda *_: None, "linear_cross_entropy")
 
-
-class Call(NamedTuple):
+class ShardedCall(NamedTuple):
     """A call of a head on checked arguments."""
 
     rows: Rows
@@ -51,30 +49,71 @@ class Call(NamedTuple):
     main_grad: torch.Tensor | None  # weight's gradient is added to it; only for losses of rows
 
 
-class Stream:
-    """The operands of a pass, of one dtype."""
+class ShardPass(RowPass):
+    """A pass over the rows of a shard: the operands, and the exchanges under way."""
 
-    def __init__(self, call: Call, hidden, weight, bias, lora_a, lora_b) -> None:
-        self.call, self.hidden = call, hidden
-        self.shards, self.width = call.rows.shards, weight.shape[0]
-        real, dtype = self.shards.real, hidden.dtype
-        self.weight = weight.detach().to(dtype)[:real]
+    gathers = True  # whether hidden states are wanted
+
+    def __init__(self, call: ShardedCall, hidden, weight, bias, lora_a, lora_b) -> None:
+        self.call, self.shards, self.shares = call, call.rows.shards, call.target.shape[0]
+        self.work, real, dtype = Work(self.shards), self.shards.real, hidden.dtype
+        exchanges = self.shards.size > 1
+        chunks = divide(hidden.shape[0], call.chunk, self.shares, exchanges=exchanges, on_cuda=hidden.is_cuda)
+        super().__init__(hidden, real, chunks)
+        self.weight, self.width = weight.detach().to(dtype)[:real], weight.shape[0]
         self.lora = (None, None, 1.0)
         if lora_a is not None:
             self.lora = (lora_a.detach().to(dtype), lora_b.detach().to(dtype)[:real], call.lora_scale)
-        self.rows = call.rows._replace(bias=_float_bias(bias, dtype, call.wide, real))
-        self.shares = call.target.shape[0]
-        self.work = Work(self.shards)
-        self.chunks = divide(
-            hidden.shape[0], call.chunk, self.shares, exchanges=self.shards.size > 1, on_cuda=hidden.is_cuda
-        )
+        self.shard = call.rows._replace(bias=_float_bias(bias, dtype, call.wide, real))
+        self.logit_dtype = torch.float32 if call.wide else dtype
         # Rounded once either way: by its product, or from float32 to weight's dtype.
-        narrow = len(self.chunks) == 1 and weight.dtype == dtype == torch.bfloat16
-        self.dweight = dtype if narrow else torch.float32
+        narrow = len(chunks) == 1 and weight.dtype == dtype == torch.bfloat16
+        self.dweight_dtype = dtype if narrow else torch.float32
 
-    def space(self, rows: int, dtype=None) -> torch.Tensor:
-        real = self.shards.real
-        return self.hidden.new_empty(rows, padded(real), dtype=dtype or self.hidden.dtype)[:, :real]
+    def form(self) -> None:
+        """Begin the gradients."""
+        needs, main_grad = self.call.needs, self.call.main_grad
+        needs = needs if main_grad is None else needs & ~WEIGHT
+        self.formed = Gradients(self, needs, self.width, self.dweight_dtype, self.lora[0])
+        self.first_part = self.first = True
+        if main_grad is not None:
+            self.formed.dweight = main_grad
+
+    def add_hidden(self, part: Part, hidden, dlogits, factor=None) -> None:
+        """A part's products for hidden and A, sums over the shards; hidden's reduction is under way."""
+        dhidden, dlora_a, own, whole = self.formed.dhidden, self.formed.dlora_a, None, None
+        if dhidden is None and dlora_a is None:
+            return
+        if dhidden is not None:
+            own = whole = dhidden[part.begin : part.end]
+            if self.shares > 1:
+                self.work.wait(but=1)  # of the parts before: their memory is free
+                whole = own.new_empty(self.shares * (part.end - part.begin), own.shape[1])
+        if self.vocab:
+            like = whole if hidden is None else hidden  # only its shape is looked at then
+            sums = {"factor": factor, "first": self.first_part, "lora": self.lora}
+            form_gradients(dlogits, like, self.weight, dhidden=whole, dlora_a=dlora_a, **sums)
+        elif whole is not None:
+            whole.zero_()
+        self.first_part = False
+        if own is None or self.call.partial:
+            return
+        if self.shares == 1:
+            self.work.start_all_reduce(whole)
+        else:
+            self.work.start_reduce_scatter(whole, own)
+
+    def add_others(self, chunk: Chunk, hidden, dlogits, factor=None) -> None:
+        """A chunk's products for the parameters of this shard."""
+        formed, added = self.formed, self.call.main_grad is not None
+        if chunk.last and formed.dlora_a is not None:
+            self.work.start_all_reduce(formed.dlora_a)  # a sum over all classes, as hidden's gradient is
+        given = {"dweight": formed.dweight, "dbias": formed.dbias, "dlora_b": formed.dlora_b}
+        given = {name: g[: self.vocab] for name, g in given.items() if g is not None}
+        if self.vocab and given:
+            sums = {"factor": factor, "first": self.first, "add_dweight": added, "lora": self.lora}
+            form_gradients(dlogits, hidden, self.weight, **given, **sums)
+        self.first = False
 
     def select(self, values: torch.Tensor | None, place: Chunk | Part) -> torch.Tensor | None:
         """Values of the rows of a chunk or a part, of all shares."""
@@ -85,13 +124,14 @@ class Stream:
         slices = [values[:, p.begin : p.end].reshape(-1) for p in parts]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
-    def walk(self, gathers: bool = True):
-        """``(chunk, part, hidden states of the chunk)``: those of the part are there; None: none wanted."""
+    def states(self):
+        """Of all shares, gathered a part ahead; without hidden states where none are wanted."""
+        if self.shares == 1:
+            yield from super().states()
+            return
         parts = [(chunk, part) for chunk in self.chunks for part in chunk.parts]
-        if not gathers or self.shares == 1:
-            for chunk, part in parts:
-                own = self.hidden[chunk.begin : chunk.end]
-                yield chunk, part, own if self.shares == 1 else None
+        if not self.gathers:
+            yield from ((chunk, part, None) for chunk, part in parts)
             return
         waits, memory = [], {}
         for i, (chunk, part) in enumerate(parts):
@@ -109,57 +149,40 @@ class Stream:
 
     def logits(self, hidden, logits) -> torch.Tensor:
         """The part's logits of this shard."""
-        if self.shards.real:
-            _logits(logits, hidden, self.weight, *self.lora)
+        if self.vocab:
+            form_logits(logits, hidden, self.weight, self.lora)
         return logits
 
-    def forward(self):
-        call, rows = self.call, self.rows
-        count, most = call.target.numel(), call.chunk * self.shares
-        numbers = self.hidden.new_empty(len(NUMBERS), *call.target.shape, dtype=torch.float32)
-        predicted = torch.empty_like(call.target)
-        keep = call.keep and call.scale is None and call.needs != 0
-        wide = call.wide and self.hidden.dtype != torch.float32
-        kept = self.space(count) if keep else None
-        space = None if keep and not wide else self.space(most, torch.float32 if wide else None)
-        narrow = self.space(most) if wide and call.scale is not None and call.needs else None
-        gradients = Gradients(self) if call.scale is not None and call.needs else None
+    def differentiate(self, logits, to, target, log_share, scale, entropy_scale=None, entropy=None) -> None:
+        """dlogits of a part from its logits."""
+        if self.vocab:
+            self.shard.gradient(logits, to, target, log_share, scale, entropy_scale, entropy)
 
-        def losses(part, target, gathered):
-            """What the statistics of all shards say of a part; each row's logarithm for its gradient."""
-            found, classes = rows.combined(gathered(), target, self.select(call.token_weight, part))
-            numbers[:, :, part.begin : part.end] = found.view(len(NUMBERS), self.shares, -1)
-            if classes.numel():
-                predicted[:, part.begin : part.end] = classes.view(self.shares, -1)
-            return found[NUMBERS.index("log_share")]
 
-        owed = []  # parts whose statistics are on their way
-        for chunk, part, hidden in self.walk():
-            target = self.select(call.target, part)
-            here = None if kept is None else kept[chunk.at]
-            whole = here if space is None else space
-            logits = self.logits(hidden[part.at], whole[part.at])
-            owed.append((part, target, self.work.start_gather(rows.statistics(logits, target))))
-            if gradients is None and here is None:
-                if len(owed) > 1:
-                    losses(*owed.pop(0))
-                continue
-            if not part.last:
-                continue
-            to = here if here is not None else whole if narrow is None else narrow
-            for owed_part, target, gathered in owed:
-                log_share = losses(owed_part, target, gathered)
-                factor = None if gradients is None else self.factor(owed_part)
-                self.differentiate(whole[owed_part.at], to[owed_part.at], target, log_share, factor)
-                if gradients is not None:
-                    gradients.hidden(owed_part, hidden[owed_part.at], to[owed_part.at])
-            owed.clear()
-            if gradients is not None:
-                gradients.others(chunk, hidden, to[: hidden.shape[0]])
-        for entry in owed:
-            losses(*entry)
-        self.work.wait()
-        return numbers.flatten(1), predicted.flatten(), kept, gradients
+class ForwardPass(ShardPass):
+    """The losses, and the gradients of a scalar one."""
+
+    def memory(self, rows: int) -> None:
+        call, hidden, wide = self.call, self.hidden, self.logit_dtype != self.hidden.dtype
+        self.numbers = hidden.new_empty(len(NUMBERS), *call.target.shape, dtype=torch.float32)
+        self.predicted = torch.empty_like(call.target)
+        forms = call.scale is not None and call.needs != 0
+        keeps = call.keep and call.scale is None and call.needs != 0
+        self.kept = self.space(call.target.numel()) if keeps else None
+        self.chunk_logits = None if keeps and not wide else self.space(rows, self.logit_dtype)
+        self.chunk_dlogits = self.space(rows) if wide and forms else self.chunk_logits
+        self.formed = None
+        if forms:
+            self.form()
+        self.owed = []  # parts whose statistics are on their way
+
+    def losses(self, part, target, gathered) -> torch.Tensor:
+        """What the statistics of all shards say of a part; each row's logarithm for its gradient."""
+        found, classes = self.shard.combined(gathered(), target, self.select(self.call.token_weight, part))
+        self.numbers[:, :, part.begin : part.end] = found.view(len(NUMBERS), self.shares, -1)
+        if classes.numel():
+            self.predicted[:, part.begin : part.end] = classes.view(self.shares, -1)
+        return found[NUMBERS.index("log_share")]
 
     def factor(self, part: Part) -> torch.Tensor | None:
         """Of the rows of a scalar loss's gradient; in float16 without scale, which would leave the range."""
@@ -169,140 +192,80 @@ class Stream:
             return early
         return token_weight if early is None else token_weight * early
 
-    def differentiate(self, logits, to, target, log_share, scale, entropy_scale=None, entropy=None) -> None:
-        """dlogits of a part from its logits."""
-        if self.shards.real:
-            self.rows.gradient(logits, to, target, log_share, scale, entropy_scale, entropy)
+    def rows(self, chunk: Chunk, part: Part, hidden) -> None:
+        target, formed = self.select(self.call.target, part), self.formed
+        kept = None if self.kept is None else self.kept[chunk.at]
+        whole = kept if self.chunk_logits is None else self.chunk_logits
+        logits = self.logits(hidden[part.at], whole[part.at])
+        self.owed.append((part, target, self.work.start_gather(self.shard.statistics(logits, target))))
+        if formed is None and kept is None:
+            if len(self.owed) > 1:
+                self.losses(*self.owed.pop(0))
+            return
+        if not part.last:
+            return
+        to = self.chunk_dlogits if kept is None else kept
+        for owed, target, gathered in self.owed:
+            log_share = self.losses(owed, target, gathered)
+            factor = None if formed is None else self.factor(owed)
+            self.differentiate(whole[owed.at], to[owed.at], target, log_share, factor)
+            if formed is not None:
+                self.add_hidden(owed, hidden[owed.at], to[owed.at])
+        self.owed.clear()
+        if formed is not None:
+            self.add_others(chunk, hidden, to[: hidden.shape[0]])
 
-    def backward(self, log_share, entropy, kept, upstream, entropy_upstream):
-        """Gradients of losses of rows."""
-        call = self.call
+    def finish(self):
+        for entry in self.owed:
+            self.losses(*entry)
+        self.work.wait()
+        return self.numbers.flatten(1), self.predicted.flatten(), self.kept, self.formed
+
+
+class BackwardPass(ShardPass):
+    """The gradients of losses of rows, from what the forward kept or from their logits anew."""
+
+    def __init__(self, call, operands, log_share, entropy, kept, upstream, entropy_upstream) -> None:
+        super().__init__(call, *operands)
         if call.token_weight is not None:
             upstream = upstream * call.token_weight.flatten()
-        ignored = call.target.flatten() == self.rows.formula.ignore_index
-        upstream = torch.where(ignored, 0.0, upstream).contiguous()
-        gradients = Gradients(self)
-        wide = call.wide and self.hidden.dtype != torch.float32
-        most = call.chunk * self.shares
-        space = None if kept is not None else self.space(most, torch.float32 if wide else None)
-        narrow = self.space(most) if kept is None and wide else None
-        late = kept is not None or (is_deterministic() and entropy_upstream is None)  # after the products
-        for chunk, part, hidden in self.walk(kept is None or call.needs & ~HIDDEN != 0):
-            own = None if hidden is None else hidden[part.at]
-            to = space if narrow is None else narrow
-            factor = self.select(upstream, part) if late else None
-            if kept is not None:
-                to = kept[chunk.at]
-            else:
-                logits = self.logits(own, space[part.at])
-                self.differentiate(
-                    logits,
-                    to[part.at],
-                    self.select(call.target, part),
-                    self.select(log_share, part),
-                    None if late else self.select(upstream, part),
-                    self.select(entropy_upstream, part),
-                    self.select(entropy, part),
-                )
-            gradients.hidden(part, own, to[part.at], factor)
-            if part.last:
-                rows = self.shares * (chunk.end - chunk.begin)
-                gradients.others(chunk, hidden, to[:rows], self.select(upstream, chunk) if late else None)
+        ignored = call.target.flatten() == self.shard.formula.ignore_index
+        self.upstream = torch.where(ignored, 0.0, upstream).contiguous()
+        self.log_share, self.entropy, self.entropy_upstream = log_share, entropy, entropy_upstream
+        self.kept, self.gathers = kept, kept is None or call.needs & ~HIDDEN != 0
+        # Whether factors of rows come after the products.
+        self.late = kept is not None or (is_deterministic() and entropy_upstream is None)
+
+    def memory(self, rows: int) -> None:
+        if self.kept is None:
+            self.chunk_logits = self.space(rows, self.logit_dtype)
+            wide = self.logit_dtype != self.hidden.dtype
+            self.chunk_dlogits = self.space(rows) if wide else self.chunk_logits
+        self.form()
+
+    def rows(self, chunk: Chunk, part: Part, hidden) -> None:
+        own = None if hidden is None else hidden[part.at]
+        to = self.chunk_dlogits if self.kept is None else self.kept[chunk.at]
+        factor = self.select(self.upstream, part)
+        if self.kept is None:
+            self.differentiate(
+                self.logits(own, self.chunk_logits[part.at]),
+                to[part.at],
+                self.select(self.call.target, part),
+                self.select(self.log_share, part),
+                None if self.late else factor,
+                self.select(self.entropy_upstream, part),
+                self.select(self.entropy, part),
+            )
+        self.add_hidden(part, own, to[part.at], factor if self.late else None)
+        if part.last:
+            count = self.shares * (chunk.end - chunk.begin)
+            factor = self.select(self.upstream, chunk) if self.late else None
+            self.add_others(chunk, hidden, to[:count], factor)
+
+    def finish(self) -> tuple:
         self.work.wait()
-        return gradients
-
-
-class Gradients:
-    """The gradients that are wanted, summed over chunks."""
-
-    def __init__(self, stream: Stream) -> None:
-        needs, hidden = stream.call.needs, stream.hidden
-        self.stream, self.real = stream, stream.shards.real
-        self.first_part = self.first = True
-        # Columns of padding get zeros; the others what the first chunk writes.
-        written = self.real if stream.chunks else 0
-        self.dhidden = torch.empty_like(hidden) if needs & HIDDEN else None
-        self.dweight = self.dbias = self.dlora_a = self.dlora_b = None
-        if needs & WEIGHT:
-            self.dweight = stream.call.main_grad
-            if self.dweight is None:
-                self.dweight = hidden.new_empty(stream.width, hidden.shape[1], dtype=stream.dweight)
-                self.dweight[written:] = 0.0
-        if needs & BIAS:
-            self.dbias = hidden.new_empty(stream.width, dtype=torch.float32)
-            self.dbias[written:] = 0.0
-        if needs & LORA_A:
-            self.dlora_a = torch.empty_like(stream.lora[0], dtype=torch.float32)
-            if written == 0:
-                self.dlora_a.zero_()
-        if needs & LORA_B:
-            self.dlora_b = hidden.new_empty(stream.width, stream.lora[1].shape[1], dtype=torch.float32)
-            self.dlora_b[written:] = 0.0
-
-    def hidden(self, part: Part, hidden, dlogits, factor=None) -> None:
-        """A part's products for hidden and A; the reduction of hidden's is under way on return."""
-        stream, own, whole = self.stream, None, None
-        if self.dhidden is None and self.dlora_a is None:
-            return
-        if self.dhidden is not None:
-            own = whole = self.dhidden[part.begin : part.end]
-            if stream.shares > 1:
-                stream.work.wait(but=1)  # of the parts before: their memory is free
-                whole = own.new_empty(stream.shares * (part.end - part.begin), own.shape[1])
-        if self.real:
-            like = whole if hidden is None else hidden  # only its shape is looked at then
-            _gradients(
-                dlogits,
-                like,
-                stream.weight,
-                whole,
-                None,
-                None,
-                factor,
-                self.first_part,
-                False,
-                *stream.lora,
-                self.dlora_a,
-                None,
-            )
-        elif whole is not None:
-            whole.zero_()
-        self.first_part = False
-        if own is None or stream.call.partial:
-            return
-        if stream.shares == 1:
-            stream.work.start_all_reduce(whole)
-        else:
-            stream.work.start_reduce_scatter(whole, own)
-
-    def others(self, chunk: Chunk, hidden, dlogits, factor=None) -> None:
-        """A chunk's products for the parameters of this shard."""
-        stream = self.stream
-        if chunk.last and self.dlora_a is not None:
-            stream.work.start_all_reduce(self.dlora_a)  # a sum over all classes, as hidden's gradient is
-        dweight, dbias, dlora_b = (
-            None if g is None else g[: self.real] for g in (self.dweight, self.dbias, self.dlora_b)
-        )
-        if self.real and any(g is not None for g in (dweight, dbias, dlora_b)):
-            _gradients(
-                dlogits,
-                hidden,
-                stream.weight,
-                None,
-                dweight,
-                dbias,
-                factor,
-                self.first,
-                stream.call.main_grad is not None,
-                *stream.lora,
-                None,
-                dlora_b,
-            )
-        self.first = False
-
-    def formed(self) -> tuple:
-        """In the order of the parameters, hidden's first."""
-        return self.dhidden, self.dweight, self.dbias, self.dlora_a, self.dlora_b
+        return self.formed.formed()
 
 
 def _float_bias(bias, dtype, wide, real):
@@ -317,9 +280,8 @@ class Function(torch.autograd.Function):
     """``(loss or the losses of rows, entropies, other NUMBERS, predicted)``."""
 
     @staticmethod
-    def forward(ctx, call: Call, hidden, *parameters):
-        stream = Stream(call, hidden.detach(), *parameters)
-        numbers, predicted, kept, gradients = stream.forward()
+    def forward(ctx, call: ShardedCall, hidden, *parameters):
+        numbers, predicted, kept, gradients = ForwardPass(call, hidden.detach(), *parameters).run()
         ctx.call = call
         ctx.dtypes = tuple(parameters[0].dtype if p is None else p.dtype for p in parameters)
         entropy = numbers[NUMBERS.index("entropy")].clone() if call.entropy else numbers.new_empty(0)
@@ -356,11 +318,12 @@ class Function(torch.autograd.Function):
 
 def _row_gradients(ctx, dloss, dentropy):
     call = ctx.call
-    hidden, *parameters, log_share, entropy, kept = ctx.saved_tensors
+    *operands, log_share, entropy, kept = ctx.saved_tensors
     upstream = torch.zeros_like(log_share) if dloss is None else dloss
     if NUMBERS[call.result] == "log_prob":
         upstream = -upstream  # the row pass knows the loss, -log_prob
-    stream = Stream(call, hidden, *parameters)
-    if dentropy is not None:
-        dentropy = dentropy.contiguous()
-    return stream.backward(log_share, entropy if call.entropy else None, kept, upstream, dentropy).formed()
+    entropy, dentropy = (
+        (entropy if call.entropy else None),
+        None if dentropy is None else dentropy.contiguous(),
+    )
+    return BackwardPass(call, operands, log_share, entropy, kept, upstream, dentropy).run()

@@ -1,10 +1,14 @@
 #include "tigon/ops/adamw/adamw.h"
 
+#include <string>
+
 #include "tigon/base/require.h"
+#include "tigon/ops/adamw/adamw_codes.h"
 
 namespace tigon {
 namespace {
 
+using adamw_detail::kCodedBlock;
 constexpr const char* kOp = "adamw";
 constexpr int64_t kMostTensors = int64_t(1) << 30;
 
@@ -20,7 +24,14 @@ void require_scalar(const char* name, const Vector& v) {
   if (v) require_vector(kOp, name, v, 1, DType::f32);
 }
 
-void require_moment(const char* name, const Vector& v, const Vector& param) {
+// Checks a moment and, if it is codes, the absmax of its blocks.
+void require_moment(const char* name, const Vector& v, const Vector& absmax, const Vector& param) {
+  if (v.dtype == DType::u8) {
+    require_vector(kOp, name, v, param.size, DType::u8);
+    return require_vector(kOp, (name + std::string(", its absmax,")).c_str(), absmax,
+                          (param.size + kCodedBlock - 1) / kCodedBlock, DType::f32);
+  }
+  TIGON_CHECK(kOp, !absmax, name, " must be uint8 where it has an absmax, got ", name_of(v.dtype));
   bool fits = v.dtype == param.dtype || v.dtype == DType::f32 || v.dtype == DType::bf16;
   TIGON_CHECK(kOp, v.size == param.size, name, " must be [", param.size, "], got [", v.size, "]");
   TIGON_CHECK(kOp, fits, name, " must be float32, bfloat16 or ", name_of(param.dtype), ", got ",
@@ -47,8 +58,13 @@ void require_tensor(const AdamwTensor& t, const Adamw& a) {
   TIGON_CHECK(kOp, t.grad.size == p.size, "grad must be [", p.size, "], got [", t.grad.size, "]");
   TIGON_CHECK(kOp, t.grad.dtype == p.dtype || t.grad.dtype == DType::f32, "grad must be ", name_of(p.dtype),
               " or float32, got ", name_of(t.grad.dtype));
-  require_moment("exp_avg", t.exp_avg, p);
-  require_moment("exp_avg_sq", t.exp_avg_sq, p);
+  require_moment("exp_avg", t.exp_avg, t.avg_absmax, p);
+  require_moment("exp_avg_sq", t.exp_avg_sq, t.root_absmax, p);
+  const bool coded = t.exp_avg.dtype == DType::u8;
+  TIGON_CHECK(kOp, coded == (t.exp_avg_sq.dtype == DType::u8),
+              "exp_avg and exp_avg_sq must both be uint8 or neither, got ", name_of(t.exp_avg.dtype), " and ",
+              name_of(t.exp_avg_sq.dtype));
+  TIGON_CHECK(kOp, !coded || !t.max_exp_avg_sq, "amsgrad must be false where moments are uint8 codes");
   if (t.max_exp_avg_sq) require_vector(kOp, "max_exp_avg_sq", t.max_exp_avg_sq, p.size, t.exp_avg_sq.dtype);
   bool split = a.rounding == AdamwRounding::split, master = a.rounding == AdamwRounding::master;
   TIGON_CHECK(kOp, !split || p.dtype != DType::f16,

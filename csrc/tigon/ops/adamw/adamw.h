@@ -10,7 +10,7 @@
 //             p -= lr / (1 - beta1^t) * m / (sqrt(u) / sqrt(1 - beta2^t) + eps)
 // Shapes      all streams of a tensor have its size; they are read in the order of memory
 // Dtypes      param f32 | bf16 | f16; grad param's or f32; each moment f32, bf16 or param's, max_exp_avg_sq
-//             as exp_avg_sq; arithmetic f32, what depends on t only f64
+//             as exp_avg_sq; or both moments are codes, u8; arithmetic f32, what depends on t only f64
 // Rounding    p by the values of m, v and u before these are rounded, on store: those of 16 bits to nearest
 //             even or, with moment_rounding, stochastic; u takes v's bits. To nearest, v of bf16 stalls:
 //             (1 - beta2) (g^2 - v) is below half of its gap unless g^2 is far above v. p of 16 bits takes
@@ -23,11 +23,21 @@
 //             split       p is the upper half of an fp32 master, rounded to nearest, ties away from 0;
 //                         `low` holds its low 16 bits. bf16 only
 //             master      `master` holds it; p is rounded from it, bf16 as in split
+// Codes       8 bits (Dettmers et al. 2021, arXiv:2110.02861; the map of bitsandbytes, adamw_codes.h) in
+//             blocks of 256 elements from the first on; the last block may be shorter. A block codes x = m,
+//             and x = sqrt(v), so that a small v next to large ones is not lost. It keeps a = max |x|. The
+//             code is the nearest to x * (1 / a), the lower of two that are as near, and not 0 if
+//             sqrt(v) > 0.
+//             It reads as m = q * a, v = (q * a)^2. The update takes m and v as they are before they are
+//             coded. If an m or v of a block is not finite, a is NaN, and so are all its elements in the next
+//             step. If a is below 2^-126, it counts as 0. Zero has code 127 in exp_avg, and 0 in exp_avg_sq.
+//             amsgrad is refused. Codes take one launch more.
 // Saved       nothing; param, the moments, low or master, and step are updated in place
 // Aliasing    none among the tensors of a call
 // Determinism bitwise: every element by itself, whatever the list, its order, the device or its instruction
 //             set
-// Traffic     read grad; read and write all the others: 14 bytes an element in bf16, 28 in f32
+// Traffic     read grad; read and write all the others: 14 bytes an element in bf16, 28 in f32;
+//             with codes 10.06 and 16.06
 // Refused     sizes, dtypes, hyperparameters, or steps that do not fit: tigon::Error before anything is
 //             written
 #pragma once
@@ -69,6 +79,9 @@ struct AdamwTensor {
   Vector low;
   // f32: the master weights, with rounding master and a 16-bit param.
   Vector master;
+  // f32 [ceil(size / 256)]: the absmax of each block of codes; absent if the moments are no codes.
+  Vector avg_absmax;
+  Vector root_absmax;
   // f32 [1]: the number of steps done, to which the call adds one. If absent, `steps` counts.
   Vector step;
   // The number of steps done before this call; at most 2^31 - 2.

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "tigon/ops/adamw/adamw_codes.h"
 #include "tigon/ops/adamw/adamw_constants.h"
 
 namespace tigon::cpu {
@@ -8,10 +9,13 @@ namespace {
 using namespace adamw_detail;
 
 struct AdamwTable {
-  // The index is the rounding.
-  void (*at[kAdamwRoundings])(const Adamw& a, const AdamwTensor& t, const Constants& c, float factor,
-                              int64_t begin, int64_t end);
+  // Updates elements [begin, end) of a tensor.
+  using Span = void (*)(const Adamw& a, const AdamwTensor& t, const Constants& c, float factor, int64_t begin,
+                        int64_t end);
+  Span at[kAdamwRoundings], coded[kAdamwRoundings];  // the index is the rounding
 };
+constexpr CodeMaps kCodeMaps = code_maps();
+static_assert(kChunk % kCodedBlock == 0);
 
 }  // namespace
 }  // namespace tigon::cpu
@@ -46,11 +50,12 @@ void adamw(Context& ctx, const Adamw& a) {
     ends[i] = chunks += (t.param.size + kChunk - 1) / kChunk;
   }
   const float *clip = a.clip.as<float>(), *grad_scale = a.grad_scale.as<float>();
-  const auto span = TIGON_SELECT(adamw_table).at[int(a.rounding)];
+  const AdamwTable& table = TIGON_SELECT(adamw_table);
   parallel(ctx, chunks, [&](int64_t task) {
     const int64_t i = std::upper_bound(ends, ends + n, task) - ends;
     const AdamwTensor& t = a.tensors[size_t(i)];
     const int64_t begin = (task - (i > 0 ? ends[i - 1] : 0)) * kChunk;
+    const auto span = (t.exp_avg.dtype == DType::u8 ? table.coded : table.at)[int(a.rounding)];
     span(a, t, constants[i], factor_of(constants[i].sign, clip, grad_scale), begin,
          std::min(begin + kChunk, t.param.size));
   });

@@ -57,6 +57,13 @@ class Views {
                 "after its state was made");
     return elements_of(kOp, name, list[k], shape.numel);
   }
+  // Returns the absmax of the blocks of the i-th parameter.
+  Vector absmax(const TensorList& list, size_t k, size_t i) const {
+    require_here("absmax", list, k, i);
+    const Shape shape(list[k]);
+    TIGON_CHECK(kOp, shape.is_contiguous(), name_at("absmax", i), " must have its elements without gaps");
+    return elements_of(kOp, "absmax", list[k], shape.numel);
+  }
   // Returns the step of the i-th parameter, or of all `size`.
   Vector step(const TensorList& list, size_t i, size_t size) const {
     const Shape shape(list[i]);
@@ -105,7 +112,7 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
   Stack arguments(stack);
   auto list = [&] { return arguments.take<TensorList>(); };
   TensorList params = list(), grads = list(), exp_avgs = list(), exp_avg_sqs = list(),
-             max_exp_avg_sqs = list(), extras = list(), steps = list();
+             max_exp_avg_sqs = list(), extras = list(), absmaxes = list(), steps = list();
   const auto first = arguments.take<std::vector<int64_t>>(),
              group_sizes = arguments.take<std::vector<int64_t>>();
   const auto hyperparameters = arguments.take<std::vector<double>>();
@@ -132,7 +139,7 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
   // Points to the steps that the core was given as numbers.
   std::vector<float*> counted;
   Vector done;
-  size_t i = 0, used_lrs = 0, used_most = 0, used_extras = 0;
+  size_t i = 0, used_lrs = 0, used_most = 0, used_extras = 0, used_absmaxes = 0;
   for (size_t g = 0; g < group_sizes.size(); ++g) {
     const double* h = &hyperparameters[kHyperparameters * g];
     const float* lr = nullptr;
@@ -158,6 +165,10 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
         t.low = views.state("param_low", extras, next_of("extras", extras, used_extras), i, shape);
       if (is_half(t.param.dtype) && mode == AdamwRounding::master)
         t.master = views.state("master_param", extras, next_of("extras", extras, used_extras), i, shape);
+      for (auto [moment, absmax] :
+           {std::pair{&t.exp_avg, &t.avg_absmax}, std::pair{&t.exp_avg_sq, &t.root_absmax}})
+        if (moment->dtype == DType::u8)
+          *absmax = views.absmax(absmaxes, next_of("absmaxes", absmaxes, used_absmaxes), i);
       if (i == 0 || !joined) done = views.step(steps, i, joined ? n : 1);
       float* at = done.as<float>() + (joined ? i : 0);
       if (views.counts_for_device(steps, joined ? 0 : i))
@@ -184,15 +195,15 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
 }  // namespace
 
 // `first` is empty if nothing is drawn from it. Params, moments, extras (what a rounding needs in addition)
-// and steps are updated in place. max_exp_avg_sqs and extras hold tensors only for the params that have them,
-// in the order of params. A group's tensors are adjacent.
+// and steps are updated in place. max_exp_avg_sqs, extras and absmaxes (of exp_avg and
+// exp_avg_sq, if they are uint8) hold tensors only for the params that have them, in the order of params. A
+// group's tensors are adjacent.
 TIGON_TORCH_SCHEMAS(m) {
   define(m,
          "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-         "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] extras, Tensor(f!)[] steps, int[] first, "
-         "int[] group_sizes, float[] hyperparameters, Tensor[] lrs, int rounding, int moment_rounding, int "
-         "seed, "
-         "Tensor? clip, Tensor? grad_scale, Tensor? found_inf) -> ()");
+         "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] extras, Tensor(f!)[] absmaxes, Tensor(g!)[] steps, "
+         "int[] first, int[] group_sizes, float[] hyperparameters, Tensor[] lrs, int rounding, "
+         "int moment_rounding, int seed, Tensor? clip, Tensor? grad_scale, Tensor? found_inf) -> ()");
 }
 TIGON_TORCH_KERNELS(m) { m.impl("adamw_", &step); }
 

@@ -1,116 +1,160 @@
 #include "tigon/ops/contrastive/contrastive.h"
 
-#include <algorithm>
-
 #include "tigon/base/op.h"
 #include "tigon/base/product.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/engine.h"
 
 namespace tigon {
 namespace {
 
 constexpr const char* kOp = "contrastive";
 
-// pass(chunk of the head, its rows as the kernels read them) for every chunk of queries, whose similarities are there.
-template <class Pass>
-void for_chunks(Context& ctx, const ContrastiveScores& a, const LinearHead& head, const Pass& pass) {
-  const int64_t n = a.q.rows, m = a.d.rows, most = linear_head_limit(ctx, head, n, a.chunk_rows);
-  const LinearHeadRows rows = {.count = n};
-  const LinearHeadWorkspace workspace = linear_head_workspace(ctx, head, rows, {.chunk = most});
-  Matrix guide;
-  if (a.guide_q.data) guide = linear_head_matrix(ctx, most, m, linear_head_logit_stride(m), DType::f32);
-  for (int64_t first = 0; first < n; first += most) {
-    const int64_t count = std::min(most, n - first);
-    LinearHeadChunk chunk = linear_head_chunk(head, rows, workspace, first, count);
-    linear_head_logits(ctx, head, chunk);
-    if (guide.data)
-      multiply(ctx, {.a = rows_from(a.guide_q, first, count),
-                     .b = a.guide_d,
-                     .c = rows_from(guide, 0, count),
+// Similarities of a chunk of queries, and those of the guide.
+class ContrastivePass : public RowPass {
+ public:
+  explicit ContrastivePass(const ContrastiveScores& a) : a_(a) {}
+
+  void memory(LossHeadRun& run) override {
+    const int64_t m = a_.d.rows;
+    if (a_.guide_q.data)
+      guide_ = linear_head_matrix(run.ctx, run.limit, m, linear_head_logit_stride(m), DType::f32);
+  }
+
+ protected:
+  // The rows as the kernels read them.
+  ContrastiveChunk chunk(Context& ctx, const LinearHeadPart& p) const {
+    if (guide_.data)
+      multiply(ctx, {.a = rows_from(a_.guide_q, p.begin, p.count),
+                     .b = a_.guide_d,
+                     .c = rows_from(guide_, 0, p.count),
                      .trans_b = true,
                      .unrounded = true});
-    const Vector q_ids = linear_head_part(a.q_ids, first, count),
-                 limit = linear_head_part(a.limit, first, count);
-    ContrastiveChunk part = {.scores = chunk.logits.data,
-                             .guide = static_cast<const float*>(guide.data),
-                             .rows = count,
-                             .cols = m,
-                             .stride = chunk.logits.stride,
-                             .scale = a.scale.as<float>(),
-                             .labels = a.labels.data ? a.labels.row<int64_t>(first) : nullptr,
-                             .label_count = a.labels.cols,
-                             .label_stride = a.labels.stride,
-                             .q_ids = q_ids.as<int64_t>(),
-                             .d_ids = a.d_ids.as<int64_t>(),
-                             .limit = limit.as<float>()};
-    pass(chunk, part);
+    return {.scores = p.logits.data,
+            .guide = static_cast<const float*>(guide_.data),
+            .rows = p.count,
+            .cols = a_.d.rows,
+            .stride = p.logits.stride,
+            .scale = a_.scale.as<float>(),
+            .labels = a_.labels.data ? a_.labels.row<int64_t>(p.begin) : nullptr,
+            .label_count = a_.labels.cols,
+            .label_stride = a_.labels.stride,
+            .q_ids = linear_head_part(a_.q_ids, p.begin, p.count).as<int64_t>(),
+            .d_ids = a_.d_ids.as<int64_t>(),
+            .limit = linear_head_part(a_.limit, p.begin, p.count).as<float>()};
   }
+
+ private:
+  const ContrastiveScores& a_;
+  Matrix guide_;  // memory for a chunk's
+};
+
+class StatisticsPass final : public ContrastivePass {
+ public:
+  explicit StatisticsPass(const ContrastiveFwd& a) : ContrastivePass(a), a_(a) {}
+
+  void memory(LossHeadRun& run) override {
+    const int64_t m = a_.d.rows, panels = contrastive_panels(m), blocks = contrastive_blocks(run.limit);
+    double* col_lse = a_.col_lse.as<double>();
+    if (run.spans.empty() && col_lse) return merge(run.ctx, {.size = m, .out = col_lse, .fresh = true});
+    if (a_.row_lse) row_parts_ = run.ctx.scratch_of<float>(2 * panels * run.limit);
+    if (col_lse) col_parts_ = run.ctx.scratch_of<float>(2 * blocks * m);
+    ContrastivePass::memory(run);
+  }
+
+  void rows(const LossHeadRun& run, const LinearHeadPart& p) override {
+    ContrastiveChunk part = chunk(run.ctx, p);
+    part.row_parts = row_parts_, part.col_parts = col_parts_;
+    if (a_.picked) part.picked = a_.picked.as<float>() + p.begin * part.label_count;
+    on_device(
+        kOp, run.ctx, [&] { cpu::contrastive_statistics(run.ctx, a_.q.dtype, part); },
+        TIGON_ON_CUDA(cuda::contrastive_statistics(run.ctx, a_.q.dtype, part)));
+    if (row_parts_)
+      merge(run.ctx, {.parts = row_parts_,
+                      .count = contrastive_panels(part.cols),
+                      .size = part.rows,
+                      .out = a_.row_lse.as<double>() + p.begin,
+                      .fresh = true});
+    if (col_parts_)
+      merge(run.ctx, {.parts = col_parts_,
+                      .count = contrastive_blocks(part.rows),
+                      .size = part.cols,
+                      .out = a_.col_lse.as<double>(),
+                      .fresh = p.begin == 0});
+  }
+
+ private:
+  static void merge(Context& ctx, const ContrastiveMerge& a) { TIGON_RUN(kOp, ctx, contrastive_merge, a); }
+
+  const ContrastiveFwd& a_;
+  float *row_parts_ = nullptr, *col_parts_ = nullptr;
+};
+
+class GradientPass final : public ContrastivePass {
+ public:
+  explicit GradientPass(const ContrastiveBwd& a) : ContrastivePass(a), a_(a) {}
+
+  void memory(LossHeadRun& run) override {
+    const int64_t n = a_.q.rows, panels = contrastive_panels(a_.d.rows), most = run.limit;
+    tiles_ = contrastive_blocks(most) * panels;
+    if (a_.dlog_scale)
+      slopes_ = linear_head_vector(run.ctx, n / most * tiles_ + contrastive_blocks(n % most) * panels);
+    ContrastivePass::memory(run);
+  }
+
+  void rows(const LossHeadRun& run, const LinearHeadPart& p) override {
+    ContrastiveChunk part = chunk(run.ctx, p);
+    auto from = [&](const Vector& v) { return linear_head_part(v, p.begin, p.count); };
+    part.row_lse = from(a_.row_lse).as<double>(), part.drow = from(a_.drow).as<float>();
+    part.col_lse = a_.col_lse.as<double>(), part.dcol = a_.dcol.as<float>();
+    if (a_.dpicked) part.dpicked = a_.dpicked.as<float>() + p.begin * part.label_count;
+    if (a_.dlog_scale) part.slope_parts = slopes_.as<float>() + p.begin / run.limit * tiles_;
+    on_device(
+        kOp, run.ctx, [&] { cpu::contrastive_gradient(run.ctx, a_.q.dtype, part); },
+        TIGON_ON_CUDA(cuda::contrastive_gradient(run.ctx, a_.q.dtype, part)));
+  }
+
+  void finish(const LossHeadRun& run) override {
+    if (a_.dlog_scale) cross_entropy_total(run.ctx, {.loss = slopes_, .total = a_.dlog_scale});
+    const Matrix& sum = run.a.head.dweight;
+    if (sum.data == a_.dd.data) return;
+    const Vector one = linear_head_vector(run.ctx, 1);
+    TIGON_RUN(kOp, run.ctx, linear_head_ones, one);
+    Matrix dd = a_.dd;
+    if (dd.stride != dd.cols) dd = linear_head_matrix(run.ctx, dd.rows, dd.cols, dd.cols, dd.dtype);
+    linear_head_finish(run.ctx, {.in = sum, .dloss = one, .out = dd});
+    if (dd.data != a_.dd.data) linear_head_columns(run.ctx, {.from = dd, .to = a_.dd});
+  }
+
+ private:
+  const ContrastiveBwd& a_;
+  int64_t tiles_ = 0;  // of a chunk
+  Vector slopes_;
+};
+
+LossHead head_of(const ContrastiveScores& a) {
+  return {.head = {.op = kOp, .hidden = a.q, .weight = a.d},
+          .labels = {.chunk_rows = a.chunk_rows},
+          .labelled = false};
 }
 
 void run(Context& ctx, const ContrastiveFwd& a) {
-  const LinearHead head = {.op = kOp, .hidden = a.q, .weight = a.d};
-  const int64_t n = a.q.rows, m = a.d.rows;
-  auto merge = [&](const ContrastiveMerge& merge) { TIGON_RUN(kOp, ctx, contrastive_merge, merge); };
-  double* col_lse = a.col_lse.as<double>();
-  if (n == 0 && col_lse) return merge({.count = 0, .size = m, .out = col_lse, .fresh = true});
-  const int64_t most = linear_head_limit(ctx, head, n, a.chunk_rows), panels = contrastive_panels(m);
-  float* row_parts = a.row_lse ? ctx.scratch_of<float>(2 * panels * most) : nullptr;
-  float* col_parts = col_lse ? ctx.scratch_of<float>(2 * contrastive_blocks(most) * m) : nullptr;
-  for_chunks(ctx, a, head, [&](LinearHeadChunk& chunk, ContrastiveChunk& part) {
-    part.row_parts = row_parts, part.col_parts = col_parts;
-    if (a.picked) part.picked = a.picked.as<float>() + chunk.begin * part.label_count;
-    on_device(
-        kOp, ctx, [&] { cpu::contrastive_statistics(ctx, a.q.dtype, part); },
-        TIGON_ON_CUDA(cuda::contrastive_statistics(ctx, a.q.dtype, part)));
-    if (row_parts)
-      merge({.parts = row_parts,
-             .count = panels,
-             .size = part.rows,
-             .out = a.row_lse.as<double>() + chunk.begin,
-             .fresh = true});
-    if (col_parts)
-      merge({.parts = col_parts,
-             .count = contrastive_blocks(part.rows),
-             .size = m,
-             .out = col_lse,
-             .fresh = chunk.begin == 0});
-  });
+  StatisticsPass pass(a);
+  loss_head_run(ctx, head_of(a), pass);
 }
 
 void run(Context& ctx, const ContrastiveBwd& a) {
-  LinearHead head = {.op = kOp, .hidden = a.q, .weight = a.d, .dhidden = a.dq, .dweight = a.dd};
   TIGON_CHECK(kOp, bool(a.row_lse) == bool(a.drow) && bool(a.col_lse) == bool(a.dcol),
               "gradients of statistics must be given with them");
-  const int64_t n = a.q.rows, most = std::max<int64_t>(linear_head_limit(ctx, head, n, a.chunk_rows), 1);
-  const bool sums = most < n;
-  if (a.dd.data && sums && a.dd.dtype != DType::f32)
+  LossHead call = head_of(a);
+  LinearHead& head = call.head;
+  head.dhidden = a.dq, head.dweight = a.dd;
+  // A sum over chunks is f32 first.
+  if (a.dd.data && a.dd.dtype != DType::f32 &&
+      linear_head_limit(ctx, head, a.q.rows, a.chunk_rows) < a.q.rows)
     head.dweight = linear_head_matrix(ctx, a.d.rows, a.d.cols, a.d.cols, DType::f32);
-  linear_head_clear(ctx, head, {.count = n});
-  const int64_t tiles = contrastive_blocks(most) * contrastive_panels(a.d.rows);  // of a chunk
-  Vector slopes;
-  if (a.dlog_scale)
-    slopes = linear_head_vector(
-        ctx, n / most * tiles + contrastive_blocks(n % most) * contrastive_panels(a.d.rows));
-  for_chunks(ctx, a, head, [&](LinearHeadChunk& chunk, ContrastiveChunk& part) {
-    auto from = [&](const Vector& v) { return linear_head_part(v, chunk.begin, chunk.count); };
-    part.row_lse = from(a.row_lse).as<double>(), part.drow = from(a.drow).as<float>();
-    part.col_lse = a.col_lse.as<double>(), part.dcol = a.dcol.as<float>();
-    if (a.dpicked) part.dpicked = a.dpicked.as<float>() + chunk.begin * part.label_count;
-    if (a.dlog_scale) part.slope_parts = slopes.as<float>() + chunk.begin / most * tiles;
-    on_device(
-        kOp, ctx, [&] { cpu::contrastive_gradient(ctx, a.q.dtype, part); },
-        TIGON_ON_CUDA(cuda::contrastive_gradient(ctx, a.q.dtype, part)));
-    linear_head_gradients(ctx, head, chunk, {.first = chunk.begin == 0});
-  });
-  if (a.dlog_scale) cross_entropy_total(ctx, {.loss = slopes, .total = a.dlog_scale});
-  if (head.dweight.data == a.dd.data) return;
-  const Vector one = linear_head_vector(ctx, 1);
-  TIGON_RUN(kOp, ctx, linear_head_ones, one);
-  Matrix dd = a.dd;
-  if (dd.stride != dd.cols) dd = linear_head_matrix(ctx, dd.rows, dd.cols, dd.cols, dd.dtype);
-  linear_head_finish(ctx, {.in = head.dweight, .dloss = one, .out = dd});
-  if (dd.data != a.dd.data) linear_head_columns(ctx, {.from = dd, .to = a.dd});
+  GradientPass pass(a);
+  loss_head_run(ctx, call, pass);
 }
 
 }  // namespace

@@ -1,23 +1,32 @@
-// Statistics of a matrix of similarities that never exists, for contrastive losses: InfoNCE (van den Oord et al. 2018,
-// arXiv:1807.03748, eq. 4) and its symmetric form (Radford et al. 2021, arXiv:2103.00020, figure 3) follow from them in O(n) steps.
-//
-// Formula     z = scale * q . d^T;  a pair (i, j) is left out where j is not among labels_i and q_ids_i == d_ids_j, or t_ij > limit_i:
-//             t = guide_q . guide_d^T (Solatorio 2024, "GISTEmbed", arXiv:2402.16829, eq. 3), without a guide q . d^T
-//             row_lse_i = log sum over j of exp z_ij,  col_lse_j = log sum over i of exp z_ij,  picked_ik = z at labels_ik
-// Gradients   g_ij = scale (drow_i exp(z_ij - row_lse_i) + dcol_j exp(z_ij - col_lse_j) + sum over k of dpicked_ik [labels_ik == j]),
-//             0 of a pair left out;  dq = g . d,  dd = g^T . q;  dlog_scale = sum over i, j of g_ij z_ij / scale
-// Shapes      q, dq [n, H]; d, dd [m, H]; guide_q [n, G]; guide_d [m, G]; labels [n, K], none where outside [0, m); picked [n * K];
-//             q_ids, limit, row_lse, drow [n]; d_ids, col_lse, dcol [m]; scale [1]; rows at any stride
-// Dtypes      q, d, dq, dd f32 | bf16 | f16, the guides one of their own; labels, ids i64; row_lse, col_lse f64, so that a small loss
-//             is no difference of rounded numbers; the rest f32; products accumulate in f32
-// Rounding    q . d^T to q's dtype, a guide's t not at all; g once to q's dtype (for dlog_scale not), dq once; dd once,
-//             summed over chunks in f32. A row or column of which all pairs are left out has -inf; NaN propagates to its row and column
+// Statistics of a matrix of similarities that never exists, for contrastive losses: InfoNCE (van den Oord et
+// al. 2018, arXiv:1807.03748, eq. 4) and its symmetric form (Radford et al. 2021, arXiv:2103.00020, figure 3)
+// follow from them in O(n) steps.
+// Formula     z = scale * q . d^T;  a pair (i, j) is left out where j is not among labels_i and
+//             q_ids_i == d_ids_j, or t_ij > limit_i:
+//             t = guide_q . guide_d^T (Solatorio 2024, "GISTEmbed", arXiv:2402.16829, eq. 3), without a guide
+//             q . d^T
+//             row_lse_i = log sum over j of exp z_ij,  col_lse_j = log sum over i of exp z_ij,
+//             picked_ik = z at labels_ik
+// Gradients   g_ij = scale (drow_i exp(z_ij - row_lse_i) + dcol_j exp(z_ij - col_lse_j)
+//                           + sum over k of dpicked_ik [labels_ik == j]), 0 of a pair left out;
+//             dq = g . d,  dd = g^T . q;  dlog_scale = sum over i, j of g_ij z_ij / scale
+// Shapes      q, dq [n, H]; d, dd [m, H]; guide_q [n, G]; guide_d [m, G]; labels [n, K], none where outside
+//             [0, m); picked [n * K]; q_ids, limit, row_lse, drow [n]; d_ids, col_lse, dcol [m]; scale [1];
+//             rows at any stride
+// Dtypes      q, d, dq, dd f32 | bf16 | f16, the guides one of their own; labels, ids i64; row_lse, col_lse
+//             f64, so that a small loss is no difference of rounded numbers; the rest f32; products
+//             accumulate in f32
+// Rounding    q . d^T to q's dtype, a guide's t not at all; g once to q's dtype (for dlog_scale not), dq
+//             once; dd once, summed over chunks in f32. A row or column of which all pairs are left out has
+//             -inf; NaN propagates to its row and column
 // Saved       all inputs, row_lse, col_lse
 // Aliasing    none
 // Determinism bitwise, run to run: chunks in order, sums in fixed trees over blocks that follow from shapes
-// Traffic     forward one product, backward three (those with a guide one more each). A chunk of similarities, at most what
-//             linear_head_chunk_rows says, is written and read once in forward; in backward written, read, written and read twice
-// Refused     sizes or dtypes that do not fit, d without rows, ids of one side, one guide: tigon::Error before anything is written
+// Traffic     forward one product, backward three (those with a guide one more each). A chunk of
+//             similarities, at most what linear_head_chunk_rows says, is written and read once in forward; in
+//             backward written, read, written and read twice
+// Refused     sizes or dtypes that do not fit, d without rows, ids of one side, one guide: tigon::Error
+//             before anything is written
 #pragma once
 
 #include "tigon/base/fields.h"
@@ -98,7 +107,8 @@ constexpr int64_t contrastive_panels(int64_t cols) {
 }
 struct ContrastiveChunk {
   void*
-      scores;  // q . d^T, then g: rows begin at 16-byte boundaries and have memory for whole panels of 64 columns
+      // Q . d^T, then g: rows begin at 16-byte boundaries and have memory for whole panels of 64 columns
+      scores;
   const float* guide;
   int64_t rows, cols, stride;  // stride: of scores and guide
   const float* scale;
@@ -106,8 +116,8 @@ struct ContrastiveChunk {
   int64_t label_count, label_stride;
   const int64_t *q_ids, *d_ids;
   const float* limit;
-  // Statistics: the maximum and the sum of exp(z - maximum) over each panel [panels, 2, rows], each block [blocks, 2, cols]; null: not
-  // wanted.
+  // Statistics: the maximum and the sum of exp(z - maximum) over each panel [panels, 2, rows], each block
+  // [blocks, 2, cols]; null: not wanted.
   float *row_parts, *col_parts, *picked;
   // Gradient
   const double *row_lse, *col_lse;

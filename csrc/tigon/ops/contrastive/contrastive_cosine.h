@@ -1,23 +1,26 @@
-// InfoNCE of cosines at a fixed temperature, the common case of a contrastive loss, in as few products as there are: sm_90a only.
-// z is bounded, so exponentials need no maxima: e^z leaves the first product's epilogue and is what the gradients' products read.
-//
+// InfoNCE of cosines at a fixed temperature, the common case of a contrastive loss, in as few products as
+// there are: sm_90a only. z is bounded, so exponentials need no maxima: e^z leaves the first product's
+// epilogue and is what the gradients' products read.
 // Formula     z_ij = scale * cos(q_i, d_j), document i is query i's;  loss = share * sum over i of w_i l_i,
-//             l_i = log(sum over j of exp(z_ij - z_ii)), symmetric: the mean of that and log(sum over j of exp(z_ji - z_ii))
-// Gradients   dq, dd of loss * dloss. The forward leaves G d^ and G^T q^, where with r_i, c_i the sums of row and column i:
-//             d^ unit rows, q^ those times scale / log 2, so that q^ . d^T is z in powers of two;
-//             G_ij = e^z_ij w_i / r_i of one side, but for the factor w_i / r_i of rows of G d^;
-//             G_ij = e^z_ij (w_i / r_i + w_j / c_j) / 2 of both; G_ii less w_i.  The backward: through x / |x|
+//             l_i = log(sum over j of exp(z_ij - z_ii)), symmetric: the mean of that and log(sum over j of
+//             exp(z_ji - z_ii))
+// Gradients   dq, dd of loss * dloss. The forward leaves G d^ and G^T q^, where with r_i, c_i the sums of row
+//             and column i: d^ unit rows, q^ those times scale / log 2, so that q^ . d^T is z in powers of
+//             two; G_ij = e^z_ij w_i / r_i of one side, but for the factor w_i / r_i of rows of G d^;
+//             G_ij = e^z_ij (w_i / r_i + w_j / c_j) / 2 of both; G_ii less w_i.
+//             The backward: through x / |x|
 // Shapes      q, dq [n, H]; d, dd [m, H], m >= n > 0, H a multiple of 8; weight, factor [n]; loss, dloss [1]
-// Dtypes      q, d bf16; products into f32; G d^ bf16, G^T q^ too unless `wide`; weight and what else there is f32
+// Dtypes      q, d bf16; products into f32; G d^ bf16, G^T q^ too unless `wide`; weight and what else there
+//             is f32
 // Rounding    q^ and d^ once, e^z and G once, q^ times its factor once, G d^ and G^T q^ once; sums of f32
 // Saved       q, d, G d^, G^T q^, factor
 // Aliasing    none
 // Determinism bitwise, run to run: sums in fixed trees over tiles that follow from shapes
-// Traffic     one side: 3 products, G written once and read twice; both: 4, the first writes 1/64 of a matrix, but for the last chunk,
-//             for which a pass over e^z stands in place of the second product. Rows are read and
-//             written once before the products, and once after
-// Refused     another device or dtype, scale above kContrastiveMostScale, sizes that do not fit, several chunks that are not `wide`:
-//             tigon::Error before anything is written
+// Traffic     one side: 3 products, G written once and read twice; both: 4, the first writes 1/64 of a
+//             matrix, but for the last chunk, for which a pass over e^z stands in place of the second
+//             product. Rows are read and written once before the products, and once after
+// Refused     another device or dtype, scale above kContrastiveMostScale, sizes that do not fit, several
+//             chunks that are not `wide`: tigon::Error before anything is written
 #pragma once
 
 #include "tigon/base/fields.h"

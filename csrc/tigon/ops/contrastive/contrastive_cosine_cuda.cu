@@ -1,4 +1,5 @@
-// CUDA backend of contrastive_cosine, by products of our own: all that is as large as the matrix happens in their epilogues.
+// CUDA backend of contrastive_cosine, by products of our own: all that is as large as the matrix happens in
+// their epilogues.
 #include "tigon/base/cuda/block_sum.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
@@ -19,7 +20,7 @@ constexpr const char* kOp = "contrastive_cosine";
 constexpr int kThreads = 256, kWarps = kThreads / 32, kVec = 8,
               kRows = 64;  // kRows: that share a sum by column
 
-// What a product leaves: e^z and its sums, the sums alone, or G of both directions.
+// What a product leaves: e^z and its sums, only the sums, or G of both directions.
 enum class Leaves { exponentials, sums, gradient };
 
 // Of a chunk of queries, of which the first has document `first`.
@@ -160,8 +161,8 @@ struct Rows {
 __device__ __forceinline__ int64_t row_of_warp() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
 constexpr int kHeld = 4,
               kStep = 32 * kVec;  // vectors of a lane in registers, and columns from one to the next
-// fn(column of the first, vector) of a row, by the lanes of a warp. What `load` gives stays in x, all of it where `held`: then
-// another call with `loaded` reads nothing.
+// fn(column of the first, vector) of a row, by the lanes of a warp. What `load` gives stays in x, all of it
+// where `held`: then another call with `loaded` reads nothing.
 __device__ __forceinline__ bool held(int64_t cols) { return cols <= kHeld * kStep; }
 template <class V, class Load, class Fn>
 __device__ __forceinline__ void each_vector(V (&x)[kHeld], bool loaded, int64_t cols, Load load, Fn fn) {
@@ -302,7 +303,8 @@ struct SumsParams {
   T *g, *unit;                                       // null: no gradient
   int64_t stride;                                    // of g
 };
-// One direction: a chunk's losses, pairs (i, i) of G, and the factors of rows, times which q^ goes into the product.
+// One direction: a chunk's losses, pairs (i, i) of G, and the factors of rows, times which q^ goes into the
+// product.
 __global__ __launch_bounds__(kThreads) void rows_kernel(const __grid_constant__ SumsParams p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
@@ -436,7 +438,8 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
   s.label = s.col_sum + columns, s.loss = s.label + n, s.row_sum = s.loss + n;
   s.factor = a.factor ? a.factor.as<float>() : s.row_sum + n;
   s.row_parts = s.row_sum + 2 * n, s.col_parts = a.symmetric ? s.row_parts + row_parts : nullptr;
-  // fn(the rows of q^, their G, whether they are the first) for each chunk in one order or the other, for which `s` is made ready.
+  // fn(the rows of q^, their G, whether they are the first) for each chunk in one order or the other, for
+  // which `s` is made ready.
   const int64_t chunks = ceil_div(n, most);
   auto for_chunks = [&](bool back, auto fn) {
     for (int64_t i = 0; i < chunks; ++i) {
@@ -486,7 +489,7 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
   if (a.symmetric) {
     run(both_kernel, columns / kThreads);
     total();
-    // The exponentials of the last chunk are there.
+    // The exponentials of the last chunk are still present.
     for_chunks(true, [&](const Matrix& rows, const Matrix& to, bool first) {
       if (!gradient) return;
       if (first)

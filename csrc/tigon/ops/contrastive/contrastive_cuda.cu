@@ -1,7 +1,6 @@
-// CUDA backend of contrastive. A warp takes a panel of columns, eight adjacent ones a lane, of a block of rows, eight at a time.
-//
-// statistics: reads the scores once, two exponentials a pair with columns, mostly nine for eight pairs, one without; 8 bytes a row and
-// panel and a column and block.
+// CUDA backend of contrastive. A warp takes a panel of columns, eight adjacent ones a lane, of a block of
+// rows, eight at a time. statistics: reads the scores once, two exponentials a pair with columns, mostly nine
+// for eight pairs, one without; 8 bytes a row and panel and a column and block.
 // gradient: reads and writes the scores once, two exponentials a pair with columns, one without.
 #include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/launch.cuh"
@@ -79,8 +78,8 @@ __device__ __forceinline__ void add_exponentials(float& top, float& sum, float a
   top = larger;
 }
 
-// The usual batch of 16-bit scores: all of them count and are so near to each other that exponentials relative to the largest serve
-// rows and columns. False, with nothing done, where they are not.
+// The usual batch of 16-bit scores: all of them count and are so near to each other that exponentials
+// relative to the largest serve rows and columns. False, with nothing done, where they are not.
 template <class T, bool kColumns>
 __device__ __forceinline__ bool add_near(const Vec<T, kVec> (&x)[kBatch], float scale, float (&sum)[kBatch],
                                          float& top, float (&col_top)[kVec], float (&col_sum)[kVec]) {

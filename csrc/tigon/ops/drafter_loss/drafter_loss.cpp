@@ -1,9 +1,8 @@
 #include "tigon/ops/drafter_loss/drafter_loss.h"
 
-#include <algorithm>
-
 #include "tigon/base/require.h"
-#include "tigon/ops/linear_head/linear_head_fields.h"
+#include "tigon/ops/loss_head/engine.h"
+#include "tigon/ops/loss_head/fields.h"
 
 namespace tigon {
 namespace {
@@ -23,125 +22,106 @@ void check_call(const DrafterLoss& a, const LinearHead& draft, const LinearHead&
               " rows and a teacher's of ", v_t, ", got none");
   require_vector(kOp, "target", a.labels.target, draft_rows, DType::i64);
   require_vector(kOp, "teacher_target", a.teacher_target, rows, DType::i64);
-  require_optional(kOp, "token_weight", a.token_weight, draft_rows);
-  require_optional(kOp, "upstream", a.upstream, draft_rows);
   for (const Vector* v_out : {&a.loss, &a.overlap, &a.counted})
     require_vector(kOp, "results", *v_out, draft_rows, DType::f32);
-  linear_head_check(kOp, a.reduction);
   TIGON_CHECK(kOp, int(a.kind) >= 0 && int(a.kind) < kDrafterKinds, "kind must be one of 0 to ",
               kDrafterKinds - 1, ", got ", int(a.kind));
   TIGON_CHECK(kOp, a.eta >= 0.0f, "eta must be >= 0, got ", a.eta);
-  TIGON_CHECK(kOp, !draft.wants_gradients() || a.reduction.kind != Reduction::none || a.upstream,
-              "upstream must be given for the gradients of per-row losses");
 }
 
-// The teacher's logits, of a few rows at a time, and what is kept of them.
-struct TeacherPart {
-  LinearHeadWorkspace workspace;
-  DrafterTeacher pass;
+// The draft's rows of some rows of the teacher, whose logits are made for them.
+class DrafterPass final : public RowPass {
+ public:
+  DrafterPass(const DrafterLoss& a, const LinearHead& teacher, const LinearHeadLabels& labels, int64_t steps)
+      : a_(a), teacher_(teacher), labels_(labels), steps_(steps) {}
+
+  int64_t part(Context& ctx, int64_t rows) override {
+    return linear_head_limit(ctx, teacher_, rows / steps_, 0) * steps_;
+  }
+  void begin(LossHeadRun& run) override { teacher_rows_ = linear_head_rows(run.ctx, teacher_, labels_); }
+
+  void memory(LossHeadRun& run) override {
+    loss_ = run.result(a_.loss, a_.token_weight);
+    overlap_ = run.result(a_.overlap), counted_ = run.result(a_.counted);
+    if (run.a.head.wants_gradients()) factor_ = run.factor();
+    if (run.spans.empty()) return;
+    const int64_t v = a_.head.weight.rows, few = run.part / steps_;
+    auto vector = [&](DType dtype) { return linear_head_vector(run.ctx, few, dtype); };
+    workspace_ = linear_head_workspace(run.ctx, teacher_, teacher_rows_, {.chunk = few});
+    if (a_.draft_id)
+      pass_.columns = linear_head_matrix(run.ctx, few, v, linear_head_logit_stride(v), teacher_.hidden.dtype);
+    pass_.draft_id = a_.draft_id, pass_.mask_outside = a_.mask_outside;
+    pass_.max = vector(DType::f32), pass_.log_sum = vector(DType::f32), pass_.label = vector(DType::i64);
+    if (a_.draft_id && (a_.overlap_outside || a_.soft_outside)) pass_.share = vector(DType::f32);
+  }
+
+  void rows(const LossHeadRun& run, const LinearHeadPart& p) override {
+    const int64_t count = p.count / steps_;
+    LinearHeadChunk c = linear_head_chunk(teacher_, teacher_rows_, workspace_, p.begin / steps_, count);
+    linear_head_logits(run.ctx, teacher_, c);
+    pass_.logits = c.logits;
+    TIGON_RUN(kOp, run.ctx, drafter_teacher, pass_);
+    auto of = [&](const Vector& v) { return linear_head_part(v, p.begin, p.count); };
+    const DrafterRows draft = {.draft = p.logits,
+                               .teacher = rows_from(a_.draft_id ? pass_.columns : pass_.logits, 0, count),
+                               .max = pass_.max,
+                               .log_sum = pass_.log_sum,
+                               .share = pass_.share,
+                               .label = pass_.label,
+                               .target = of(run.rows.labels),
+                               .scale = of(factor_),
+                               .loss = of(loss_),
+                               .overlap = of(overlap_),
+                               .counted = of(counted_),
+                               .ignore_index = a_.labels.ignore_index,
+                               .kind = a_.kind,
+                               .eta = a_.eta,
+                               .overlap_outside = a_.overlap_outside,
+                               .soft_outside = a_.soft_outside,
+                               .mask_outside = a_.mask_outside,
+                               .gradient = run.a.head.wants_gradients()};
+    TIGON_RUN(kOp, run.ctx, drafter_rows, draft);
+  }
+
+ private:
+  const DrafterLoss& a_;
+  const LinearHead& teacher_;
+  const LinearHeadLabels& labels_;  // of the teacher's rows
+  const int64_t steps_;
+  LinearHeadRows teacher_rows_;
+  Vector factor_, loss_, overlap_, counted_;  // of the rows worked on
+  LinearHeadWorkspace workspace_;
+  DrafterTeacher pass_;
 };
-TeacherPart make_part(Context& ctx, const DrafterLoss& a, const LinearHead& teacher,
-                      const LinearHeadRows& rows, int64_t few) {
-  TeacherPart t = {.workspace = linear_head_workspace(ctx, teacher, rows, {.chunk = few}),
-                   .pass = {.draft_id = a.draft_id, .mask_outside = a.mask_outside}};
-  int64_t v = a.head.weight.rows;
-  if (a.draft_id)
-    t.pass.columns = linear_head_matrix(ctx, few, v, linear_head_logit_stride(v), teacher.hidden.dtype);
-  t.pass.max = linear_head_vector(ctx, few), t.pass.log_sum = linear_head_vector(ctx, few);
-  t.pass.label = linear_head_vector(ctx, few, DType::i64);
-  if (a.draft_id && (a.overlap_outside || a.soft_outside)) t.pass.share = linear_head_vector(ctx, few);
-  return t;
-}
-void run_part(Context& ctx, const LinearHead& teacher, const LinearHeadRows& rows, TeacherPart& t,
-              int64_t begin, int64_t count) {
-  LinearHeadChunk c = linear_head_chunk(teacher, rows, t.workspace, begin, count);
-  linear_head_logits(ctx, teacher, c);
-  t.pass.logits = c.logits;
-  TIGON_RUN(kOp, ctx, drafter_teacher, t.pass);
-}
 
 }  // namespace
 
 void drafter_loss(Context& ctx, const DrafterLoss& a) {
   LinearHead draft = a.head, teacher = {.op = kOp, .hidden = a.teacher_hidden, .weight = a.teacher_weight};
-  draft.op = kOp;
+  draft.op = kOp, draft.wide_logits = false;
   check_call(a, draft, teacher);
-  int64_t steps = teacher.hidden.rows > 0 ? draft.hidden.rows / teacher.hidden.rows : 1;
-  LinearHeadLabels teacher_labels = {
-      .target = a.teacher_target,
-      .ignore_index = a.labels.ignore_index,
-      .valid_rows = a.labels.valid_rows < 0 ? -1 : a.labels.valid_rows / steps};
-  LinearHeadRows rows = linear_head_rows(ctx, draft, a.labels),
-                 teacher_rows = linear_head_rows(ctx, teacher, teacher_labels);
-  bool gradients = draft.wants_gradients();
-  int64_t count = rows.count / steps;
-  int64_t few = linear_head_limit(ctx, teacher, count, 0);
-  int64_t chunk =
-      std::max<int64_t>(linear_head_limit(ctx, draft, rows.count, a.labels.chunk_rows) / steps, 1);
-  if (!gradients) chunk = std::min(chunk, few);
-  few = std::min(few, chunk);
-  linear_head_check_chunks(draft, (count + chunk - 1) / chunk);
-  linear_head_scale(ctx, a.reduction, teacher_labels, {});
-  linear_head_clear(ctx, draft, rows);
-  Vector results[3] = {a.loss, a.overlap, a.counted};
-  if (rows.listed)
-    for (Vector& v : results) v = linear_head_vector(ctx, rows.count);
-  Vector factor;
-  if (gradients)
-    factor = linear_head_factor(
-        ctx, draft, a.labels, rows,
-        {.token_weight = a.token_weight, .upstream = a.upstream, .scale = a.reduction.scale});
-  if (count > 0) {
-    LinearHeadWorkspace workspace = linear_head_workspace(ctx, draft, rows, {.chunk = chunk * steps});
-    TeacherPart part = make_part(ctx, a, teacher, teacher_rows, few);
-    for (int64_t begin = 0; begin < count; begin += chunk) {
-      int64_t size = std::min(chunk, count - begin);
-      LinearHeadChunk c = linear_head_chunk(draft, rows, workspace, begin * steps, size * steps);
-      linear_head_logits(ctx, draft, c);
-      for (int64_t first = 0; first < size; first += few) {
-        int64_t n = std::min(few, size - first), at = (begin + first) * steps;
-        run_part(ctx, teacher, teacher_rows, part, begin + first, n);
-        auto of = [&](const Vector& v) { return linear_head_part(v, at, n * steps); };
-        DrafterRows pass = {.draft = rows_from(c.logits, first * steps, n * steps),
-                            .teacher = rows_from(a.draft_id ? part.pass.columns : part.pass.logits, 0, n),
-                            .max = part.pass.max,
-                            .log_sum = part.pass.log_sum,
-                            .share = part.pass.share,
-                            .label = part.pass.label,
-                            .target = of(rows.labels),
-                            .scale = of(factor),
-                            .loss = of(results[0]),
-                            .overlap = of(results[1]),
-                            .counted = of(results[2]),
-                            .ignore_index = a.labels.ignore_index,
-                            .kind = a.kind,
-                            .eta = a.eta,
-                            .overlap_outside = a.overlap_outside,
-                            .soft_outside = a.soft_outside,
-                            .mask_outside = a.mask_outside,
-                            .gradient = gradients};
-        TIGON_RUN(kOp, ctx, drafter_rows, pass);
-      }
-      linear_head_gradients(ctx, draft, c, {.first = begin == 0});
-    }
-  }
-  if (rows.listed || a.token_weight) {
-    LinearHeadResults to = {.target = a.labels.target,
-                            .ignore_index = a.labels.ignore_index,
-                            .position = rows.position,
-                            .fault = rows.fault};
-    to.add({.from = results[0], .to = a.loss, .factor = a.token_weight});
-    to.add({.from = results[1], .to = a.overlap});
-    to.add({.from = results[2], .to = a.counted});
-    linear_head_results(ctx, to);
-  }
-  linear_head_total(ctx, a.reduction, a.loss);
+  const int64_t steps = teacher.hidden.rows > 0 ? draft.hidden.rows / teacher.hidden.rows : 1;
+  const int64_t valid = a.labels.valid_rows;
+  const LinearHeadLabels labels = {.target = a.teacher_target,
+                                   .ignore_index = a.labels.ignore_index,
+                                   .valid_rows = valid < 0 ? -1 : valid / steps};
+  DrafterPass pass(a, teacher, labels, steps);
+  loss_head_run(ctx,
+                {.head = draft,
+                 .labels = a.labels,
+                 .reduction = a.reduction,
+                 .mean_target = a.teacher_target,
+                 .loss = a.loss,
+                 .token_weight = a.token_weight,
+                 .upstream = a.upstream,
+                 .together = steps},
+                pass);
 }
 
 namespace {
 
-// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with each row's upstream
-// gradient folded in.
+// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with
+// each row's upstream gradient folded in.
 template <bool rows_backward>
 struct DrafterLossCall {
   DrafterLoss call;

@@ -1,40 +1,49 @@
-// Losses of a drafter of speculative decoding: the head of a small draft model, once for each of several steps, against the head of
-// the teacher whose tokens it drafts. The logits of no more than a chunk of rows exist at any time, and the teacher's are made once
-// for all steps.
-//
-// Formula     z = teacher_hidden . teacher_weight^T, of a row, s = hidden . weight^T, of one of its `steps` draft rows (row r of the
-//             teacher has the draft rows r steps ... r steps + steps - 1);  draft_id[c]: the draft's id of the teacher's class c, -1:
-//             it has none; a draft class that no class maps to has p = 0
-//             q = softmax(s);  p = softmax of z over the classes with a draft id;  P = their share of the softmax over all classes
-//             A = 1, or with `overlap_outside` P;  B = 1, or with `soft_outside` P: what is outside the draft's classes counts
-//             label     the draft's id of the teacher's first argmax (mask_outside; -1: it has none), or the first argmax of p
-//             overlap   sum min(A p, q), the probability that a drafted token is accepted (Leviathan et al. 2023,
-//                       "Fast inference from transformers via speculative decoding", theorem 3.5)
+// Losses of a drafter of speculative decoding: the head of a small draft model, once for each of several
+// steps, against the head of the teacher whose tokens it drafts. The logits of no more than a chunk of rows
+// exist at any time, and the teacher's are made once for all steps.
+// Formula     z = teacher_hidden . teacher_weight^T, of a row, s = hidden . weight^T, of one of its `steps`
+//             draft rows (row r of the teacher has the draft rows r steps ... r steps + steps - 1);
+//             draft_id[c]: the draft's id of the teacher's class c, -1: it has none; a draft class that no
+//             class maps to has p = 0
+//             q = softmax(s);  p = softmax of z over the classes with a draft id;
+//             P = their share of the softmax over all classes
+//             A = 1, or with `overlap_outside` P;  B = 1, or with `soft_outside` P: what is outside the
+//             draft's classes counts
+//             label     the draft's id of the teacher's first argmax (mask_outside; -1: it has none), or the
+//                       first argmax of p
+//             overlap   sum min(A p, q), the probability that a drafted token is accepted (Leviathan et
+//                       al. 2023, "Fast inference from transformers via speculative decoding", theorem 3.5)
 //             ce        - sum B p log q                          hard   - log q[label]
 //             kl        sum B p (log B p - log q)                tv     1 - overlap
-//             lk        lambda kl + (1 - lambda) tv, lambda = exp(-eta overlap), a constant of the gradient (Samarin et al. 2026,
-//                       "LK losses: direct acceptance rate optimization for speculative decoding", arXiv:2602.23881)
+//             lk        lambda kl + (1 - lambda) tv, lambda = exp(-eta overlap), a constant of the gradient
+//                       (Samarin et al. 2026, "LK losses: direct acceptance rate optimization for speculative
+//                       decoding", arXiv:2602.23881)
 //             a row's loss is that times token_weight; 0 log 0 = 0
 // Gradient    ds = B (q - p) (ce, kl),  q - [c = label] (hard),  q (sum q u - u) with u = [q <= A p] (tv),
-//             and lambda and 1 - lambda times those for lk; dhidden, dweight as in linear_head.h. The teacher has no gradient
-// Shapes      hidden, dhidden [rows steps, H]; weight, dweight [V, H]; teacher_hidden [rows, H_t], teacher_weight [V_t, H_t], any row
-//             stride; draft_id [V_t], empty: V = V_t and the ids are the same; teacher_target [rows]; target, token_weight,
-//             upstream, loss, overlap, counted [rows steps]; scale, total [1]
-// Dtypes      hidden, weight, teacher_hidden, teacher_weight f32 | bf16 | f16, the same; draft_id i32; targets i64; the rest f32
-// Rounding    logits of both sides to hidden's dtype, their gradient once, to it too; then as in linear_head.h
+//             and lambda and 1 - lambda times those for lk; dhidden, dweight as in loss_head.h. The teacher
+//             has no gradient
+// Shapes      hidden, dhidden [rows steps, H]; weight, dweight [V, H]; teacher_hidden [rows, H_t],
+//             teacher_weight [V_t, H_t], any row stride; draft_id [V_t], empty: V = V_t and the ids are the
+//             same; teacher_target [rows]; target, token_weight, upstream, loss, overlap, counted [rows
+//             steps]; scale, total [1]
+// Dtypes      hidden, weight, teacher_hidden, teacher_weight f32 | bf16 | f16, the same; draft_id i32;
+//             targets i64; the rest f32
+// Rounding    logits of both sides to hidden's dtype, their gradient once, to it too; then as in loss_head.h
 // Saved       dhidden, dweight for linear_head_finish; nothing of the size of the logits
 // Scaling     as in linear_cross_entropy.h: f32 and bf16 gradients carry `scale`, f16 ones get it at the end
-// Masked rows target == ignore_index, the same for a row and its draft rows: results 0, gradient a row of zeros; free where their
-//             number is known (linear_head.h). So are rows without a label, except that nothing is saved: `counted` is 0 there, and
-//             1 on all others. A mean divides by the number of teacher_target that count
+// Masked rows target == ignore_index, the same for a row and its draft rows: results 0, gradient a row of
+//             zeros; free where their number is known (loss_head.h). So are rows without a label, except that
+//             nothing is saved: `counted` is 0 there, and 1 on all others. A mean divides by the number of
+//             teacher_target that count
 // Aliasing    none
 // Determinism bitwise, run to run
-// Traffic     a teacher's row is read once and its draft's columns written; a draft row and those columns read, its gradient written
-// Refused     what linear_head_check refuses, a draft row count that is no multiple, draft_id missing where V is not V_t, eta < 0,
-//             upstream missing for gradients of per-row losses
+// Traffic     a teacher's row is read once and its draft's columns written; a draft row and those columns
+//             read, its gradient written
+// Refused     what linear_head_check refuses, a draft row count that is no multiple, draft_id missing where V
+//             is not V_t, eta < 0, upstream missing for gradients of per-row losses
 #pragma once
 
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon {
 

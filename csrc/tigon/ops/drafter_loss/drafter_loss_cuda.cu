@@ -1,7 +1,6 @@
 // CUDA backend of drafter_loss.
-//
-// Bytes per row (b = element size): teacher b V_t read, 4 V_t of the map out of L2, b V written; draft rows b V read and written
-// each, and b V read of the teacher's, by neighbours that find it in L2.
+// Bytes per row (b = element size): teacher b V_t read, 4 V_t of the map out of L2, b V written; draft rows b
+// V read and written each, and b V read of the teacher's, by neighbours that find it in L2.
 #include "tigon/base/cuda/row_kernel.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/drafter_loss/drafter_loss.h"

@@ -1,49 +1,51 @@
-// Linear layer and softmax cross-entropy in one: hidden states x head weight x labels -> loss and gradients, with the logits
-// of no more than a chunk of rows alive at any time.
-//
-// Formula     logit = hidden . weight^T (+ lora_scale (hidden . lora_a^T) . lora_b^T) (+ bias), then row by row the loss of
-//             tigon/ops/cross_entropy/cross_entropy.h, times token_weight
+// Linear layer and softmax cross-entropy in one: hidden states x head weight x labels -> loss and gradients,
+// with the logits of no more than a chunk of rows alive at any time.
+// Formula     logit = hidden . weight^T (+ lora_scale (hidden . lora_a^T) . lora_b^T) (+ bias), then row by
+//             row the loss of tigon/ops/cross_entropy/cross_entropy.h, times token_weight
 //             dhidden = dlogits . weight,  dweight = dlogits^T . hidden,  dbias = column sum of dlogits
 //             with lora: u = lora_scale (hidden . lora_a^T), t = lora_scale (dlogits . lora_b):
 //             dhidden += t . lora_a,  dlora_a = t^T . hidden,  dlora_b = dlogits^T . u
-//             For a scalar loss dlogits exists while the chunk does (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary
-//             Language Models", section 4, discusses the recomputing alternative): three matrix products in all.
-//             The label of a row is target's, or with a shift that of the row so far ahead in the same sequence
-// Shapes      hidden, dhidden [rows, H], any row stride; weight [V, H], any row stride; dweight [V, H]; target, loss [rows];
-//             bias, dbias, class_weight [V]; scale [1]; upstream, entropy_upstream, token_weight [rows];
-//             lora_a, dlora_a [r, H]; lora_b, dlora_b [V, r]
-// Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; target, predicted i64; dhidden of hidden's dtype;
-//             dbias, dlora_a, dlora_b f32; dweight f32, or hidden's where one chunk takes all rows; losses, scale and the other
-//             results of rows f32; products accumulate in f32
-// Rounding    logits and dlogits of a chunk are rounded to hidden's dtype (with lora the logits twice, u and t once), with
-//             wide_logits dlogits alone; dweight
-//             is summed over chunks in f32 and rounded once, when finish() casts it; a single chunk's is rounded by its product,
-//             and again by finish() where the upstream gradient is not a power of two. The number of chunks does not show
-//             beyond the order of f32 additions and that.
-//             (In PyTorch on the CPU, bf16 products reach the f32 sum after one rounding per chunk: aten's product is bf16.)
-// Saved       scalar losses: dhidden, dweight, dbias for finish(); nothing of the size of the logits. Per-row losses: where the
-//             caller has the memory, unit and kept
-// Scaling     f32 and bf16: dlogits carry `scale` (1/count, 1/denominator). f16: they do not, small quotients would leave its
-//             range; linear_head_finish multiplies by scale then.
-// Masked rows target == ignore_index. Every result of such a row is 0 (predicted: -1), its dhidden is a row of zeros.
-//             They cost nothing where their number is known: on the CPU always, on CUDA where `valid_rows` says it (the list of
-//             rows that count is made on the device: no synchronisation). Without it every row is computed.
-//             A promise that does not hold: on the CPU refused; on CUDA every loss of the call is NaN (so is their sum), unless
-//             valid_rows equals rows, where nothing was left out and all is right.
+//             For a scalar loss dlogits exists while the chunk does (Wijmans et al. 2024, "Cut Your Losses in
+//             Large-Vocabulary Language Models", section 4, discusses the recomputing alternative): three
+//             GEMMs in all. The label of a row is target's, or with a shift that of the row so far ahead in
+//             the same sequence
+// Shapes      hidden, dhidden [rows, H], any row stride; weight [V, H], any row stride; dweight [V, H];
+//             target, loss [rows]; bias, dbias, class_weight [V]; scale [1]; upstream, entropy_upstream,
+//             token_weight [rows]; lora_a, dlora_a [r, H]; lora_b, dlora_b [V, r]
+// Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; target, predicted i64; dhidden of
+//             hidden's dtype; dbias, dlora_a, dlora_b f32; dweight f32, or hidden's where one chunk takes all
+//             rows; losses, scale and the other results of rows f32; products accumulate in f32
+// Rounding    logits and dlogits of a chunk are rounded to hidden's dtype (with lora the logits twice, u and
+//             t once), with wide_logits only dlogits; dweight is summed over chunks in f32 and rounded once,
+//             when finish() casts it; a single chunk's is rounded by its product, and again by finish() where
+//             the upstream gradient is not a power of two. The number of chunks does not show beyond the
+//             order of f32 additions and that. (In PyTorch on the CPU, bf16 products reach the f32 sum after
+//             one rounding per chunk: aten's product is bf16.)
+// Saved       scalar losses: dhidden, dweight, dbias for finish(); nothing of the size of the logits. Per-row
+//             losses: where the caller has the memory, unit and kept
+// Scaling     f32 and bf16: dlogits carry `scale` (1/count, 1/denominator). f16: they do not, small quotients
+//             would leave its range; linear_head_finish multiplies by scale then.
+// Masked rows target == ignore_index. Every result of such a row is 0 (predicted: -1), its dhidden is a row
+//             of zeros. They cost nothing where their number is known: on the CPU always, on CUDA where
+//             `valid_rows` says it (the list of rows that count is made on the device: no synchronisation).
+//             Without it every row is computed. A promise that does not hold: on the CPU refused; on CUDA
+//             every loss of the call is NaN (so is their sum), unless valid_rows equals rows, where nothing
+//             was left out and all is right.
 // Aliasing    none
 // Determinism bitwise, run to run
-// Traffic     per chunk: hidden and weight once or twice each, logits written, read, written, read twice; of more than one chunk
-//             dweight read and written in f32 per chunk after the first; with left-out rows hidden and dhidden once more each
-// Refused     sizes, dtypes or devices that do not fit, chunk_rows < 0, H < 1, V < 1, and what cross_entropy refuses; on the
-//             CPU labels outside [0, V) and a valid_rows that is not the count
+// Traffic     per chunk: hidden and weight once or twice each, logits written, read, written, read twice; of
+//             more than one chunk dweight read and written in f32 per chunk after the first; with left-out
+//             rows hidden and dhidden once more each
+// Refused     sizes, dtypes or devices that do not fit, chunk_rows < 0, H < 1, V < 1, and what cross_entropy
+//             refuses; on the CPU labels outside [0, V) and a valid_rows that is not the count
 #pragma once
 
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon {
 
-// Several labels a row (tigon/ops/cross_entropy/cross_entropy_labels.h), of per-row losses: target and upstream are made from
-// them. A row counts where one of its labels does.
+// Several labels a row (tigon/ops/cross_entropy/cross_entropy_labels.h), of per-row losses: target and
+// upstream are made from them. A row counts where one of its labels does.
 struct LinearCrossEntropyLabels {
   Vector labels;  // i64 [rows * count]; empty: one label a row
   int64_t count = 0;
@@ -61,8 +63,8 @@ struct LinearCrossEntropyResults {
   bool only_label = false;  // of predicted: as in cross_entropy.h
 };
 
-// Per-row losses, between forward and backward. dlogits of a row is its upstream gradient times what the row alone gives, so
-// that the forward can form the second factor, without upstream and token_weight, and what follows.
+// Per-row losses, between forward and backward. dlogits of a row is its upstream gradient times what only the
+// row gives: the forward can form the second factor, without upstream and token_weight, and what follows.
 struct KeptLogits {
   Matrix unit;     // [rows, H] dhidden for an upstream gradient of 1; empty: not formed, or not there
   Matrix dlogits;  // [any number, V] of the first rows worked on; empty: none
@@ -78,12 +80,14 @@ struct LinearCrossEntropy {
   LossReduction reduction;
   Vector class_weight;  // [V] f32; empty: none
   Vector
-      token_weight;  // [rows] f32, factor of a row's loss and gradient (not of a mean's denominator); empty: none
+      // [rows] f32, factor of a row's loss and gradient (not of a mean's denominator); empty: none
+      token_weight;
   float label_smoothing = 0.0f;
   float z_loss = 0.0f;
   Vector
-      upstream;  // f32 [rows]: gradient of each row's loss, instead of scale (the backward of Reduction::none)
-  Vector entropy_upstream;           // f32 [rows]: gradient of each row's entropy besides; empty: none
+      // F32 [rows]: gradient of each row's loss, instead of scale (the backward of Reduction::none)
+      upstream;
+  Vector entropy_upstream;           // f32 [rows]: gradient of each row's entropy; empty: none
   LinearCrossEntropyLabels several;  // log_prob, unit and dlogits must be empty with them
   LinearCrossEntropyResults results;
   KeptLogits kept;
@@ -92,17 +96,21 @@ TIGON_API void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a);
 
 // The gradients of per-row losses. With factor c = upstream * token_weight of each row:
 //   unit given   dhidden = diag(c) unit, no product; dhidden may be unit's own memory
-//   rows kept    dweight, dbias, dlora from kept dlogits and diag(c) hidden, without logits; they are only read
-//   other rows   logits are computed again, or read where they were kept, and c is folded into their gradients
-// A call that gave `kept` had the same target, valid_rows and options. With all dlogits kept, or with a unit and nothing
-// else wanted, the values of weight and bias are not read. An entropy_upstream needs logits: neither unit nor dlogits may be
-// given.
+//   rows kept    dweight, dbias, dlora from kept dlogits and diag(c) hidden, without logits; they are only
+//   read other rows   logits are computed again, or read where they were kept, and c is folded into their
+//   gradients
+// A call that gave `kept` had the same target, valid_rows and options. With all dlogits kept, or with a unit
+// and nothing else wanted, the values of weight and bias are not read. An entropy_upstream needs logits:
+// neither unit nor dlogits may be given.
 TIGON_API void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& a);
 
-// One chunk in two halves, for a caller who decides on the upstream gradient in between. The arguments are those of one
-// chunk: hidden, target, results and upstream of its rows; a.upstream is required by the second half.
-//   logits     the product, and log_prob, entropy, lse, predicted where wanted; valid_rows, reduction are not looked at
-//   gradient   logits become dlogits, then the products; `first`: dweight and its like are written, not added to
+// One chunk in two halves, for a caller who decides on the upstream gradient in between. The arguments are
+// those of one chunk: hidden, target, results and upstream of its rows; a.upstream is required by the second
+// half.
+//   logits     the product, and log_prob, entropy, lse, predicted where wanted; valid_rows, reduction are not
+//   looked at
+//   gradient   logits become dlogits, then the products; `first`: dweight and its like are written, not added
+//   to
 TIGON_API void linear_cross_entropy_chunk_logits(Context& ctx, const LinearCrossEntropy& a, Matrix logits);
 TIGON_API void linear_cross_entropy_chunk_gradient(Context& ctx, const LinearCrossEntropy& a, Matrix logits,
                                                    bool first);

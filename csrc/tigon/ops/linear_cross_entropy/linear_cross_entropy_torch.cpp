@@ -1,5 +1,5 @@
 // The last step of scalar losses, whose results may be its arguments.
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 #include "tigon/torch/shim.h"
 
 namespace tigon::torch_shim::linear_cross_entropy_torch {
@@ -8,8 +8,8 @@ namespace {
 constexpr const char* kOp = "linear_cross_entropy";
 using FiveGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The gradients of a scalar loss times the upstream one, in the parameters' dtypes. `in_place`: where a gradient has its
-// parameter's dtype already, its memory is the result's; else it stays as it is.
+// The gradients of a scalar loss times the upstream one, in the parameters' dtypes. `in_place`: where a
+// gradient has its parameter's dtype already, its memory is the result's; else it stays as it is.
 template <bool in_place>
 FiveGradients finish_all(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,
                          Tensor dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype) {

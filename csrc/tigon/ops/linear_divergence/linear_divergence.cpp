@@ -3,7 +3,8 @@
 #include <algorithm>
 
 #include "tigon/base/require.h"
-#include "tigon/ops/linear_head/linear_head_fields.h"
+#include "tigon/ops/loss_head/engine.h"
+#include "tigon/ops/loss_head/fields.h"
 
 namespace tigon {
 namespace {
@@ -23,7 +24,7 @@ struct Pair {
 };
 Pair pair_of(const LinearDivergence& a) {
   Pair p = {.whole = a.head, .given = a.teacher_logits.data != nullptr};
-  p.whole.op = kOp;
+  p.whole.op = kOp, p.whole.wide_logits = false;  // they are f32 in any case
   int64_t rows = a.head.hidden.rows;
   linear_head_check(p.whole);
   TIGON_CHECK(kOp, p.given != (a.teacher_weight.data != nullptr),
@@ -51,121 +52,108 @@ Pair pair_of(const LinearDivergence& a) {
   return p;
 }
 
-void check_call(const LinearDivergence& a, const LinearHead& head) {
+void check_call(const LinearDivergence& a) {
   int64_t rows = a.head.hidden.rows;
   require_vector(kOp, "target", a.labels.target, rows, DType::i64);
-  auto check = [&](const char* name, const Vector& v) {
-    if (v) require_vector(kOp, name, v, rows, DType::f32);
-  };
-  check("token_weight", a.token_weight);
-  check("upstream", a.upstream);
-  check("soft", a.soft);
-  check("hard", a.hard);
-  check("entropy", a.entropy);
+  require_optional(kOp, "soft", a.soft, rows);
+  require_optional(kOp, "hard", a.hard, rows);
+  require_optional(kOp, "entropy", a.entropy, rows);
   require_vector(kOp, "loss", a.loss, rows, DType::f32);
-  linear_head_check(kOp, a.reduction);
   linear_head_check(kOp, a.formula);
   TIGON_CHECK(kOp, a.teacher_formula.softcap >= 0.0f, "teacher_softcap must be > 0 or none, got ",
               a.teacher_formula.softcap);
   TIGON_CHECK(kOp, a.kind != DivergenceKind::jsd || (a.beta > 0.0f && a.beta < 1.0f),
               "beta must be in (0, 1), got ", a.beta);
-  TIGON_CHECK(kOp, !head.wants_gradients() || a.reduction.kind != Reduction::none || a.upstream,
-              "upstream must be given for the gradients of per-row losses");
 }
 
-// What the row pass reads and writes for the rows worked on.
-struct Values {
-  Vector factor, loss, soft, hard, entropy;
-};
-Values make_values(Context& ctx, const LinearDivergence& a, const LinearHeadRows& rows, bool gradients) {
-  Values v = {.loss = a.loss, .soft = a.soft, .hard = a.hard, .entropy = a.entropy};
-  if (rows.listed)
-    for (Vector* of : {&v.loss, &v.soft, &v.hard, &v.entropy})
-      if (*of) *of = linear_head_vector(ctx, rows.count);
-  if (gradients)
-    v.factor = linear_head_factor(
-        ctx, a.head, a.labels, rows,
-        {.token_weight = a.token_weight, .upstream = a.upstream, .scale = a.reduction.scale});
-  return v;
-}
-void write_results(Context& ctx, const LinearDivergence& a, const LinearHeadRows& rows, const Values& v) {
-  if (!rows.listed && !a.token_weight) return;
-  LinearHeadResults results = {.target = a.labels.target,
-                               .ignore_index = a.labels.ignore_index,
-                               .position = rows.position,
-                               .fault = rows.fault};
-  results.add({.from = v.loss, .to = a.loss, .factor = a.token_weight});
-  results.add({.from = v.soft, .to = a.soft});
-  results.add({.from = v.hard, .to = a.hard});
-  results.add({.from = v.entropy, .to = a.entropy});
-  linear_head_results(ctx, results);
-}
+// The divergence of rows, of which the engine has made the logits, from the teacher's.
+class DivergencePass final : public RowPass {
+ public:
+  DivergencePass(const LinearDivergence& a, const Pair& pair) : a_(a), pair_(pair) {}
 
-// Logits of a few rows of both sides.
-struct Logits {
-  Matrix student, teacher;
-  LinearHeadWorkspace teacher_workspace;
-};
-Logits make_logits(Context& ctx, const LinearDivergence& a, const Pair& pair, const LinearHeadRows& rows,
-                   int64_t count) {
-  int64_t stride = linear_head_logit_stride(pair.vocab);
-  Logits l = {.student = linear_head_matrix(ctx, count, pair.vocab, stride, DType::f32)};
-  if (!pair.given) {
-    l.teacher = linear_head_matrix(ctx, count, pair.vocab, stride, DType::f32);
-    l.teacher_workspace = linear_head_workspace(ctx, pair.teacher, rows, {.chunk = count, .logits = false});
-  } else if (rows.listed) {
-    l.teacher = linear_head_matrix(ctx, count, pair.vocab, stride, a.teacher_logits.dtype);
+  int64_t part(Context&, int64_t) override {
+    return linear_divergence_logit_rows(pair_.vocab, pair_.given ? 1 : 2);
   }
-  return l;
-}
-// The teacher's logits of rows [begin, begin + count) of the list.
-Matrix teacher_logits(Context& ctx, const LinearDivergence& a, const Pair& pair, const LinearHeadRows& rows,
-                      const Logits& l, int64_t begin, int64_t count) {
-  if (!pair.given) {
-    LinearHeadChunk c = linear_head_chunk(pair.teacher, rows, l.teacher_workspace, begin, count);
-    c.logits = rows_from(l.teacher, 0, count);
-    linear_head_logits(ctx, pair.teacher, c);
-    return c.logits;
-  }
-  Matrix logits = a.teacher_logits;
-  logits.cols = pair.vocab;
-  if (!rows.listed) return rows_from(logits, begin, count);
-  Matrix gathered = rows_from(l.teacher, 0, count);
-  linear_head_move(ctx,
-                   {.from = logits, .to = gathered, .index = linear_head_part(rows.index, begin, count)});
-  return gathered;
-}
 
-DistillationRows row_pass(const LinearDivergence& a, const Pair& pair) {
-  auto side = [&](const LogitFormula& f, const Vector& bias) -> decltype(DistillationRows::student_side) {
+  void memory(LossHeadRun& run) override {
+    clear_padding(run.ctx);
+    loss_ = run.result(a_.loss, a_.token_weight);
+    soft_ = run.result(a_.soft), hard_ = run.result(a_.hard), entropy_ = run.result(a_.entropy);
+    if (pair_.student.wants_gradients()) factor_ = run.factor();
+    const int64_t stride = linear_head_logit_stride(pair_.vocab);
+    if (run.rows.count == 0 || (pair_.given && !run.rows.listed)) return;
+    const DType dtype = pair_.given ? a_.teacher_logits.dtype : DType::f32;
+    teacher_ = linear_head_matrix(run.ctx, run.part, pair_.vocab, stride, dtype);
+    if (!pair_.given)
+      workspace_ =
+          linear_head_workspace(run.ctx, pair_.teacher, run.rows, {.chunk = run.part, .logits = false});
+  }
+
+  void rows(const LossHeadRun& run, const LinearHeadPart& p) override {
+    auto of = [&](const Vector& v) { return linear_head_part(v, p.begin, p.count); };
+    distillation_rows(
+        run.ctx, {.student = p.logits,
+                  .teacher = teacher_logits(run, p),
+                  .student_side = side(a_.formula, pair_.student.bias),
+                  .teacher_side = side(a_.teacher_formula, first_of(a_.teacher_bias, pair_.vocab)),
+                  .labels = of(run.rows.labels),
+                  .scale = of(factor_),
+                  .dstudent = pair_.student.wants_gradients() ? p.to : Matrix{.dtype = a_.head.hidden.dtype},
+                  .loss = of(loss_),
+                  .soft = of(soft_),
+                  .hard = of(hard_),
+                  .entropy = of(entropy_),
+                  .kind = a_.kind,
+                  .ignore_index = a_.labels.ignore_index,
+                  .beta = a_.beta,
+                  .factor = a_.factor,
+                  .soft_weight = a_.soft_weight,
+                  .hard_weight = a_.hard_weight});
+  }
+
+ private:
+  DistillationSide side(const LogitFormula& f, const Vector& bias) const {
     return {.bias = bias,
             .logit_scale = f.logit_scale,
             .softcap = f.softcap,
-            .temperature = a.formula.temperature};
-  };
-  return {.student_side = side(a.formula, pair.student.bias),
-          .teacher_side = side(a.teacher_formula, first_of(a.teacher_bias, pair.vocab)),
-          .dstudent = {.dtype = a.head.hidden.dtype},
-          .kind = a.kind,
-          .ignore_index = a.labels.ignore_index,
-          .beta = a.beta,
-          .factor = a.factor,
-          .soft_weight = a.soft_weight,
-          .hard_weight = a.hard_weight};
-}
+            .temperature = a_.formula.temperature};
+  }
 
-// Classes that the teacher does not have.
-void clear_padding(Context& ctx, const LinearHead& whole, int64_t vocab) {
-  int64_t more = whole.weight.rows - vocab;
-  auto zero = [&](const Matrix& m) {
-    if (more > 0 && m.data)
-      on_device(
-          kOp, ctx, [&] { cpu::linear_head_zero(ctx, m); }, TIGON_ON_CUDA(cuda::linear_head_zero(ctx, m)));
-  };
-  if (whole.dweight.data) zero(rows_from(whole.dweight, vocab, more));
-  if (whole.dlora_b.data) zero(rows_from(whole.dlora_b, vocab, more));
-  if (whole.dbias) zero({.data = whole.dbias.as<float>() + vocab, .rows = 1, .cols = more, .stride = more});
-}
+  Matrix teacher_logits(const LossHeadRun& run, const LinearHeadPart& p) const {
+    if (!pair_.given) {
+      LinearHeadChunk c = linear_head_chunk(pair_.teacher, run.rows, workspace_, p.begin, p.count);
+      c.logits = rows_from(teacher_, 0, p.count);
+      linear_head_logits(run.ctx, pair_.teacher, c);
+      return c.logits;
+    }
+    Matrix logits = a_.teacher_logits;
+    logits.cols = pair_.vocab;
+    if (!run.rows.listed) return rows_from(logits, p.begin, p.count);
+    const Matrix gathered = rows_from(teacher_, 0, p.count);
+    linear_head_move(
+        run.ctx,
+        {.from = logits, .to = gathered, .index = linear_head_part(run.rows.index, p.begin, p.count)});
+    return gathered;
+  }
+
+  // Classes that the teacher does not have.
+  void clear_padding(Context& ctx) const {
+    const LinearHead& whole = pair_.whole;
+    const int64_t vocab = pair_.vocab, more = whole.weight.rows - vocab;
+    auto zero = [&](const Matrix& m) {
+      if (more > 0 && m.data) TIGON_RUN(kOp, ctx, linear_head_zero, m);
+    };
+    if (whole.dweight.data) zero(rows_from(whole.dweight, vocab, more));
+    if (whole.dlora_b.data) zero(rows_from(whole.dlora_b, vocab, more));
+    if (whole.dbias) zero({.data = whole.dbias.as<float>() + vocab, .rows = 1, .cols = more, .stride = more});
+  }
+
+  const LinearDivergence& a_;
+  const Pair& pair_;
+  Vector factor_, loss_, soft_, hard_, entropy_;  // of the rows worked on
+  Matrix teacher_;                                // memory for a part's logits
+  LinearHeadWorkspace workspace_;
+};
 
 }  // namespace
 
@@ -194,51 +182,25 @@ LinearHeadPlan linear_divergence_memory(const LinearHeadSizes& s, int64_t teache
 void linear_divergence(Context& ctx, const LinearDivergence& call) {
   LinearDivergence a = call;
   a.labels = linear_head_labels(ctx, kOp, call.labels);
-  Pair pair = pair_of(a);
-  check_call(a, pair.student);
-  LinearHeadRows rows = linear_head_rows(ctx, pair.student, a.labels);
-  bool gradients = pair.student.wants_gradients();
-  int64_t few = linear_divergence_logit_rows(pair.vocab, pair.given ? 1 : 2);
-  int64_t chunk = linear_head_limit(ctx, pair.whole, rows.count, a.labels.chunk_rows);
-  if (!gradients) chunk = std::min(chunk, few);
-  linear_head_check_chunks(pair.student, (rows.count + chunk - 1) / chunk);
-  linear_head_scale(ctx, a.reduction, a.labels, {});
-  linear_head_clear(ctx, pair.student, rows);
-  clear_padding(ctx, pair.whole, pair.vocab);
-  Values values = make_values(ctx, a, rows, gradients);
-  if (rows.count > 0) {
-    LinearHeadWorkspace workspace =
-        linear_head_workspace(ctx, pair.student, rows, {.chunk = chunk, .logits = gradients});
-    few = std::min(few, chunk);
-    Logits logits = make_logits(ctx, a, pair, rows, few);
-    for (int64_t begin = 0; begin < rows.count; begin += chunk) {
-      LinearHeadChunk c =
-          linear_head_chunk(pair.student, rows, workspace, begin, std::min(chunk, rows.count - begin));
-      for (int64_t first = 0; first < c.count; first += few) {
-        LinearHeadChunk part = linear_head_slice(c, first, std::min(few, c.count - first));
-        auto of = [&](const Vector& v) { return linear_head_part(v, part.begin, part.count); };
-        DistillationRows pass = row_pass(a, pair);
-        if (gradients) pass.dstudent = part.logits;
-        part.logits = rows_from(logits.student, 0, part.count);
-        linear_head_logits(ctx, pair.student, part);
-        pass.student = part.logits;
-        pass.teacher = teacher_logits(ctx, a, pair, rows, logits, part.begin, part.count);
-        pass.labels = of(rows.labels), pass.scale = of(values.factor), pass.loss = of(values.loss);
-        pass.soft = of(values.soft), pass.hard = of(values.hard), pass.entropy = of(values.entropy);
-        distillation_rows(ctx, pass);
-      }
-      c.gathered = true;
-      linear_head_gradients(ctx, pair.student, c, {.first = begin == 0});
-    }
-  }
-  write_results(ctx, a, rows, values);
-  linear_head_total(ctx, a.reduction, a.loss);
+  const Pair pair = pair_of(a);
+  check_call(a);
+  DivergencePass pass(a, pair);
+  loss_head_run(ctx,
+                {.head = pair.student,
+                 .labels = a.labels,
+                 .reduction = a.reduction,
+                 .loss = a.loss,
+                 .token_weight = a.token_weight,
+                 .upstream = a.upstream,
+                 .classes = pair.whole.weight.rows,
+                 .f32_logits = true},
+                pass);
 }
 
 namespace {
 
-// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with each row's upstream
-// gradient folded in.
+// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with
+// each row's upstream gradient folded in.
 template <bool rows_backward>
 struct LinearDivergenceCall {
   enum Output : int64_t { soft = 1, hard = 2, entropy = 4, all = 7 };

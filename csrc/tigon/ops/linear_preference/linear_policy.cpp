@@ -1,21 +1,22 @@
 #include "tigon/ops/linear_preference/linear_policy.h"
 
 #include "tigon/base/require.h"
-#include "tigon/ops/linear_head/linear_head_fields.h"
 #include "tigon/ops/linear_preference/token_loss.h"
+#include "tigon/ops/loss_head/fields.h"
 
 namespace tigon {
 
 void linear_policy(Context& ctx, const LinearPolicy& a) {
   bool bonus = a.loss.formula.entropy_factor != 0.0;
-  TokenLossHead head = {.head = a.head,
-                        .labels = a.labels,
+  TokenLossHead head = {.head = {.head = a.head,
+                                 .labels = a.labels,
+                                 .groups = {{.answers = a.loss.answers,
+                                             .tokens = a.loss.tokens,
+                                             .coupled = a.loss.formula.coupled()}}},
                         .formula = a.formula,
-                        .answers = a.loss.answers,
-                        .tokens = a.loss.tokens,
-                        .coupled = a.loss.formula.coupled(),
                         .entropy = bonus || a.entropy,
                         .entropy_gradient = bonus && a.head.wants_gradients()};
+  head.head.head.wide_logits = false;
   token_loss_check(head);
   int64_t rows = a.head.hidden.rows;
   require_vector(a.head.op, "log_prob", a.log_prob, rows, DType::f32);

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "tigon/base/require.h"
-#include "tigon/ops/linear_head/linear_head_fields.h"
 #include "tigon/ops/linear_preference/token_loss.h"
+#include "tigon/ops/loss_head/fields.h"
 
 namespace tigon {
 
@@ -19,7 +19,8 @@ LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t an
     int64_t most = bound ? chunk : linear_head_group_limit(head, chunk);
     bool fits = answers * tokens <= most;
     if (fits) chunk = std::max(chunk, answers * tokens) / together * together;
-    // Pairs are gathered and their gradients scattered; forth and back the logits' gradients have the factors.
+    // Pairs are gathered and their gradients scattered; forth and back the logits' gradients have the
+    // factors.
     copies = !fits ? 0 : answers == 2 ? 2 : copies;
   }
   s.chunk_rows = std::max<int64_t>(chunk, 1);
@@ -34,14 +35,15 @@ LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t an
 
 void linear_preference(Context& ctx, const LinearPreference& a) {
   bool lone = a.loss.formula.kind == PreferenceKind::kto;
-  TokenLossHead head = {.head = a.head,
-                        .ref = a.ref,
-                        .labels = a.labels,
-                        .formula = a.formula,
-                        .answers = (lone ? 1 : 2) * a.loss.pairs,
-                        .tokens = a.loss.tokens,
-                        .pairs = !lone,
-                        .coupled = true};
+  TokenLossHead head = {.head = {.head = a.head,
+                                 .labels = a.labels,
+                                 .groups = {{.answers = (lone ? 1 : 2) * a.loss.pairs,
+                                             .tokens = a.loss.tokens,
+                                             .pairs = !lone,
+                                             .coupled = true}},
+                                 .reference = a.ref},
+                        .formula = a.formula};
+  head.head.head.wide_logits = false;
   token_loss_check(head);
   Preference loss = a.loss;
   // The vectors of losses are made below: what is checked is that they fit.

@@ -1,26 +1,30 @@
-// Preference losses of a linear head: hidden states x head weight x labels -> the losses of tigon/ops/preference/preference.h and
-// gradients, with the logits of no more than a chunk of rows alive at any time.
-//
-// Formula     log_prob = log softmax(z)[label] of each row, z as in tigon/ops/cross_entropy/cross_entropy.h from the logits of
-//             tigon/ops/linear_head/linear_head.h; then the losses of preference.h, and the gradients of the products
-//             (linear_head.h) of dlogits = c (p - [label]), c = -dloss / dlog_prob. With `ref` the scores' references are the
-//             sums of a second head's log-probabilities over the same tokens
-// Shapes      hidden, dhidden [answers * tokens, H]; labels [answers * tokens]; the rest as in preference.h and linear_head.h
+// Preference losses of a linear head: hidden states x head weight x labels -> the losses of
+// tigon/ops/preference/preference.h and gradients, with the logits of no more than a chunk of rows alive at
+// any time.
+// Formula     log_prob = log softmax(z)[label] of each row, z as in tigon/ops/cross_entropy/cross_entropy.h
+//             from the logits of tigon/ops/loss_head/loss_head.h; then the losses of preference.h, and the
+//             gradients of the products (loss_head.h) of dlogits = c (p - [label]), c = -dloss / dlog_prob.
+//             With `ref` the scores' references are the sums of a second head's log-probabilities over the
+//             same tokens
+// Shapes      hidden, dhidden [answers * tokens, H]; labels [answers * tokens]; the rest as in preference.h
+//             and loss_head.h
 // Dtypes      hidden, weight f32 | bf16 | f16, the same, those of ref too; losses and metrics f32
-// Rounding    as linear_cross_entropy: logits and dlogits of a chunk to hidden's dtype; c hidden and c dhidden once more
+// Rounding    as linear_cross_entropy: logits and dlogits of a chunk to hidden's dtype; c hidden and c
+//             dhidden once more
 // Scaling     f32 and bf16: gradients carry `scale`. f16: they do not; linear_head_finish multiplies by it
 // Saved       the gradients
-// Chunks      hold pairs whole (a kto answer whole); on the CPU, and where valid_rows says their number and one chunk takes all,
-//             rows that do not count cost nothing. A group whose logits exceed 1 GiB: all chunks forth, then back (token_loss.h)
+// Chunks      hold pairs whole (a kto answer whole); on the CPU, and where valid_rows says their number and
+//             one chunk takes all, rows that do not count cost nothing. A group whose logits exceed 1 GiB:
+//             all chunks forth, then back (token_loss.h)
 // Aliasing    none
 // Determinism bitwise, run to run
-// Traffic     three products (one without gradients; four less one chunk's first where a group fits no chunk), one more for ref; per
-//             chunk the logits are written, read and written, read twice
-// Refused     what linear_head, cross_entropy and preference refuse, an odd number of answers in pairs, a ref of other rows or classes:
-//             tigon::Error before anything is written
+// Traffic     three products (one without gradients; four less one chunk's first where a group fits no
+//             chunk), one more for ref; per chunk the logits are written, read and written, read twice
+// Refused     what linear_head, cross_entropy and preference refuse, an odd number of answers in pairs, a ref
+//             of other rows or classes: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/loss_head.h"
 #include "tigon/ops/preference/preference.h"
 
 namespace tigon {
@@ -31,10 +35,13 @@ struct LinearPreference {
   LinearHeadLabels labels;  // of every row that counts in loss.target or loss.nll_target
   LogitFormula formula;
   Preference
-      loss;  // formula, pairs, tokens, operands and results; its log_prob, places, groups and gradients are made here
+      // Formula, pairs, tokens, operands and results; its log_prob, places, groups and gradients are made
+      // here
+      loss;
   PreferenceTotals totals;
 };
-// linear_head_memory with groups of `answers` answers of `tokens` tokens (2: pairs; 0: tokens by themselves) that share a chunk.
+// linear_head_memory with groups of `answers` answers of `tokens` tokens (2: pairs; 0: tokens by themselves)
+// that share a chunk.
 TIGON_API LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t answers,
                                                   int64_t tokens);
 TIGON_API void linear_preference(Context& ctx, const LinearPreference& a);

@@ -1,27 +1,21 @@
-// Losses of the log-probabilities of labels under a linear head, where a loss belongs to a group of rows: a token, an answer, a pair of
-// answers. What linear_preference and linear_policy share; it knows no formula.
-//
-// Rows are answers * tokens, row = answer * tokens + token. Where every group fits a chunk, groups share chunks whole: a chunk's logits
-// become the gradients of -log_prob in the pass that reads them, the formula finds a factor for each row, and the products take it
-// (three products). A gradient of the entropy needs the factor before: the chunk's logits are read once more. Where a group fits no
-// chunk all chunks go forth, the formula sees all rows at once, and the chunks go back, the last one's logits still there (four
-// products less one chunk's first). Without gradients: forth alone.
+// Losses of the log-probabilities of labels under a linear head, where a loss belongs to a group of rows: a
+// token, an answer, a pair of answers. What linear_preference and linear_policy share; it knows no formula.
+// Where every group fits a chunk, a chunk's logits become the gradients of -log_prob in the pass that reads
+// them, the formula finds a factor for each row, and the products take it (three products). A gradient of the
+// entropy needs the factor before: the chunk's logits are read once more. Where a group fits no chunk all
+// chunks go forth, the formula sees all rows at once, and the chunks go back, the last one's logits still
+// there (four products less one chunk's first). Without gradients they only go forth.
 #pragma once
 
 #include <functional>
 
-#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/loss_head/engine.h"
 
 namespace tigon {
 
 struct TokenLossHead {
-  LinearHead head;
-  LinearHead ref;  // a second head of the same labels: op, hidden, weight, bias; hidden empty: none
-  LinearHeadLabels labels;
+  LossHead head;  // operands, labels, groups and reference
   LogitFormula formula;
-  int64_t answers = 0, tokens = 0;
-  bool pairs = false;             // a group is answer g of the first half and answer g of the second
-  bool coupled = false;           // rows of a group depend on each other
   bool entropy = false;           // wanted
   bool entropy_gradient = false;  // dentropy will be written
 };
@@ -32,8 +26,8 @@ struct TokenLossPart {
   int64_t places = 0;  // of all rows worked on
   Vector position;     // i64 [rows]: place of each row, -1: none; empty: a row's place is its number
   Vector log_prob, ref, entropy;  // f32, by place
-  Vector dlog_prob,
-      dentropy;  // to be written, f32, by place: minus the slope in log_prob; the slope in entropy. Empty: not wanted
+  // To be written, f32, by place: minus the slope in log_prob; the slope in entropy. Empty: not wanted.
+  Vector dlog_prob, dentropy;
 };
 using TokenLossFormula = std::function<void(const TokenLossPart&)>;
 
@@ -44,19 +38,5 @@ struct TokenLossRows {
 };
 void token_loss_check(const TokenLossHead& a);
 TokenLossRows token_loss(Context& ctx, const TokenLossHead& a, const TokenLossFormula& formula);
-
-// A list of rows with the answers of a pair side by side: chosen, then rejected. `compact`: rows that count alone (on the CPU).
-struct PairRows {
-  Vector target;  // i64 [2 * pairs * tokens]
-  int64_t ignore_index = -100, pairs = 0, tokens = 0;
-  bool compact = false;
-  Vector index, labels, position;  // out, as in LinearHeadRows
-};
-namespace cpu {
-void linear_preference_rows(Context& ctx, const PairRows& a);
-}  // namespace cpu
-namespace cuda {
-void linear_preference_rows(Context& ctx, const PairRows& a);
-}  // namespace cuda
 
 }  // namespace tigon

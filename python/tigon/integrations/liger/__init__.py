@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 
 from tigon.error import Error
-from tigon.integrations.liger.names import PACKAGE, VERSION, implemented, resolve, table
+from tigon.integrations.liger.paths import PACKAGE, VERSION, dropped, is_module, names_of, resolve
 
-__all__ = ["VERSION", "adopt", "implemented", "install", "installed", "uninstall"]
+__all__ = ["VERSION", "adopt", "install", "installed", "uninstall"]
 
 DISTRIBUTION = "liger-kernel"
 OURS = "tigon-liger-compat"  # the summary of that distribution where compat/liger_kernel is installed
@@ -131,11 +131,15 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         self.top = top
 
     def find_spec(self, fullname, path=None, target=None):
+        """Every module counts as a package: ``from ... import`` of a name it lacks then asks here for it."""
         below = _below(fullname)
-        if below is None or (below == "" and not self.top) or not _known(below):
+        if below is None or (below == "" and not self.top):
             return None
-        package = below == "" or any(name.startswith(f"{below}.") for name in table())
-        return importlib.machinery.ModuleSpec(fullname, self, origin="tigon.compat.liger", is_package=package)
+        if not is_module(below):
+            if words := dropped(below):
+                raise ImportError(words, name=fullname)
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, origin="tigon.compat.liger", is_package=True)
 
     def find_distributions(self, context=None):
         name = getattr(context, "name", None)
@@ -148,34 +152,22 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     def exec_module(self, module):
         """Names are looked up when first used: nothing heavy is imported before."""
         below = _below(module.__name__)
-        names = table().get(below, ())
+        names = names_of(below)
         module.__version__ = VERSION
         module.__all__ = [name for name in names if not name.startswith("_")]
 
         def __getattr__(name):
-            path = f"{below}.{name}".lstrip(".")
-            if _known(path) and not (below and name in names):  # imported with its package, there
+            if is_module(f"{below}.{name}".lstrip(".")):  # imported with its package, there
                 return importlib.import_module(f"{module.__name__}.{name}")
-            if name not in names:
-                raise AttributeError(f"[compat.liger] {module.__name__} {VERSION} has no {name}")
-            value = resolve(name, below)
+            value = resolve(below, name)
             setattr(module, name, value)
             return value
 
         module.__getattr__ = __getattr__
         module.__dir__ = lambda: sorted({*vars(module), *names})
-        for name in names:
-            if below and f"{below}.{name}" in table():  # a function hides the module of its name
-                importlib.import_module(f"{module.__name__}.{name}")
-                setattr(module, name, resolve(name, below))
 
 
 def _below(fullname: str) -> str | None:
     if fullname == PACKAGE:
         return ""
     return fullname[len(PACKAGE) + 1 :] if fullname.startswith(f"{PACKAGE}.") else None
-
-
-def _known(below: str) -> bool:
-    """Modules of the table, and packages above them."""
-    return any(f"{name}.".startswith(f"{below}.") for name in table()) or below == ""

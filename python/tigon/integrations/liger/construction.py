@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tigon.integrations.transformers.patch import STATE
-from tigon.integrations.transformers.probe import on_cpu
+from tigon.integrations.transformers.recognition import on_cpu
 
 _patches: dict[str, Callable] = {}  # model type -> what to do with a finished model
 _originals: dict[type, Callable] = {}  # class -> its own __init__

@@ -1,4 +1,4 @@
-"""``liger_kernel.transformers.functional`` and the losses behind it: that interface, Tigon's arithmetic.
+"""``liger_kernel.transformers.functional``: that interface, Tigon's arithmetic.
 
 Differences on purpose: nothing is done in place (the ``in_place`` arguments are accepted and have no effect),
 weight gradients are summed in float32 whatever ``accum_dtype`` says, and nothing synchronises.
@@ -7,27 +7,27 @@ weight gradients are summed in float32 whatever ``accum_dtype`` says, and nothin
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import tigon
 from tigon._dtensor import is_dtensor
-from tigon.integrations.liger.names import check, public
-from tigon.integrations.liger.signatures import by_name, by_position
+from tigon.integrations.liger.paths import check, public
 
 
 @dataclass
 class CrossEntropyOutput:
     """What the cross-entropies return when asked for more than the loss."""
 
-    loss: torch.Tensor
-    z_loss: torch.Tensor | None = None
-    token_accuracy: torch.Tensor | None = None
-    predicted_tokens: torch.Tensor | None = None
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
 
 
 def _output(loss, z_loss, accuracy, predicted):
@@ -60,25 +60,26 @@ def _class_weight(weight, target, ignore_index, z_scale, reduction):
     return weight * (kept.sum() / total)
 
 
-def cross_entropy_parts(
-    input,
-    target,
-    weight=None,
-    ignore_index=-100,
-    lse_square_scale=0.0,
-    label_smoothing=0.0,
-    reduction="mean",
-    softcap=None,
-    return_z_loss=False,
-    return_token_accuracy=False,
-    return_predicted_tokens=False,
-):
-    """(loss, z_loss, token_accuracy, predicted_tokens), None if not asked for; losses in logits' dtype."""
-    weight = _class_weight(weight, target, ignore_index, lse_square_scale, reduction)
+def liger_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    """The loss of logits by :func:`tigon.cross_entropy`, in their dtype."""
     loss = tigon.cross_entropy(
         input,
         target,
-        weight=weight,
+        weight=_class_weight(weight, target, ignore_index, lse_square_scale, reduction),
         ignore_index=ignore_index,
         z_loss=lse_square_scale,
         label_smoothing=label_smoothing,
@@ -97,7 +98,7 @@ def cross_entropy_parts(
             predicted = best if return_predicted_tokens else None
             if return_token_accuracy:
                 accuracy = _accuracy(counts & (best == target), counts, reduction)
-    return loss.to(input.dtype), z_loss, accuracy, predicted
+    return _output(loss.to(input.dtype), z_loss, accuracy, predicted)
 
 
 def whole(weight):
@@ -115,27 +116,27 @@ def whole(weight):
     return weight.to_local()
 
 
-def linear_cross_entropy_parts(
-    input,
-    weight,
-    target,
-    bias=None,
-    ce_weight=None,
-    ignore_index=-100,
-    lse_square_scale=0.0,
-    label_smoothing=0.0,
-    reduction="mean",
-    softcap=None,
-    return_z_loss=False,
-    accum_dtype=None,
-    use_token_scaling=False,
-    return_token_accuracy=False,
-    return_predicted_tokens=False,
-    ce_impl=None,
-    ce_mode=None,
-    chunk_mem_const=1,
-):
-    """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; the loss is float32."""
+def liger_fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+) -> Tensor | CrossEntropyOutput:
+    """The loss head by :func:`tigon.linear_cross_entropy`: a float32 loss, no logits."""
+    if isinstance(input, _Recorder):
+        return input.update(locals())
     integer = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
     fits = integer and chunk_mem_const >= 1
     check(fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
@@ -145,7 +146,6 @@ def linear_cross_entropy_parts(
             scaling = tigon.linear_log_prob(
                 input, weight, target, bias=bias, softcap=softcap, ignore_index=ignore_index
             ).exp()
-    ce_weight = _class_weight(ce_weight, target, ignore_index, lse_square_scale, reduction)
     asked = {"z_loss": return_z_loss, "correct": return_token_accuracy, "predicted": return_predicted_tokens}
     names = tuple(name for name, wanted in asked.items() if wanted)
     got = tigon.linear_cross_entropy(
@@ -153,7 +153,7 @@ def linear_cross_entropy_parts(
         weight,
         target,
         bias=bias,
-        class_weight=ce_weight,
+        class_weight=_class_weight(ce_weight, target, ignore_index, lse_square_scale, reduction),
         ignore_index=ignore_index,
         z_loss=lse_square_scale,
         label_smoothing=label_smoothing,
@@ -163,9 +163,9 @@ def linear_cross_entropy_parts(
         outputs=("loss", *names) if names else None,
     )
     if not names:
-        return got, None, None, None
+        return got
     counts = target != ignore_index
-    return (
+    return CrossEntropyOutput(
         got.loss,
         _reduced(got.z_loss, counts, reduction).to(input.dtype) if return_z_loss else None,
         _accuracy(got.correct, counts, reduction) if return_token_accuracy else None,
@@ -173,77 +173,115 @@ def linear_cross_entropy_parts(
     )
 
 
-def _packed(parts):
-    """The same function: the loss alone, or with what else was asked for in one object."""
-
-    @functools.wraps(parts)
-    def call(**arguments):
-        if isinstance(arguments["input"], _Recorder):
-            return arguments["input"].update(arguments)
-        return _output(*parts(**arguments))
-
-    return call
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """``silu(a) * b``."""
+    return tigon.swiglu(a, b)
 
 
-_WANTED = "return_token_accuracy: bool = False, return_predicted_tokens: bool = False"
-liger_cross_entropy = by_name(
-    "liger_cross_entropy(input, target, weight=None, size_average=None, ignore_index: int = -100, "
-    "reduce=None, reduction: str = 'mean', label_smoothing: float = 0.0, lse_square_scale: float = 0.0, "
-    f"softcap: float | None = None, return_z_loss: bool = False, {_WANTED})",
-    _packed(cross_entropy_parts),
-)
-liger_fused_linear_cross_entropy = by_name(
-    "liger_fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None, "
-    "ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, "
-    "reduction: str = 'mean', softcap: float | None = None, return_z_loss: bool = False, accum_dtype=None, "
-    f"use_token_scaling: bool = False, {_WANTED}, chunk_mem_const: int = 1)",
-    _packed(linear_cross_entropy_parts),
-)
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    """``gelu(a) * b``, GELU by tanh."""
+    return tigon.geglu(a, b, approximate="tanh")
 
 
-# The functions of one op: what runs takes the arguments by position.
-_NORM = "offset: float = 0.0, casting_mode: str = 'llama', in_place: bool = True"
-_FUNCTIONS = {
-    "liger_swiglu(a, b)": tigon.swiglu,
-    "liger_geglu(a, b)": lambda a, b: tigon.geglu(a, b, approximate="tanh"),
-    "liger_relu_squared(x)": tigon.relu_squared,
-    "liger_dyt(x, alpha, gamma, beta)": tigon.dyt,
-    "liger_softmax(x)": tigon.softmax,
-    "liger_sparsemax(input, dim: int = -1)": (
-        lambda x, dim: tigon.sparsemax(x.movedim(dim, -1)).movedim(-1, dim)
-    ),
-    "liger_layer_norm(X, W, B, eps)": tigon.layer_norm,
-    "liger_poly_norm(X, W, B, eps=1e-6, in_place=True)": (
-        lambda x, weight, bias, eps: tigon.poly_norm(x, weight, bias.reshape(1), eps)
-    ),
-    "liger_attn_res(V, w_query, w_norm, eps: float = 1e-6)": tigon.attention_residual,
-    f"liger_rms_norm(X, W, eps, {_NORM})": (
-        lambda x, weight, eps, offset, mode: tigon.rms_norm(x, weight, eps, offset=offset, rounding=mode)
-    ),
-    f"liger_fused_add_rms_norm(X, R, W, eps, {_NORM})": (
-        lambda x, residual, weight, eps, offset, mode: tigon.add_rms_norm(
-            x, residual, weight, eps, offset=offset, rounding=mode
-        )
-    ),
-    f"liger_modulated_rms_norm(X, W, scale, shift=None, eps: float = 1e-6, {_NORM})": (
-        lambda x, weight, scale, shift, eps, offset, mode: tigon.modulated_rms_norm(
-            x, weight, scale, shift, eps, offset=offset, rounding=mode
-        )
-    ),
-}
-globals().update(
-    (signature.partition("(")[0], by_position(signature, target)) for signature, target in _FUNCTIONS.items()
-)
+def liger_relu_squared(x: Tensor) -> Tensor:
+    """``relu(x)^2``."""
+    return tigon.relu_squared(x)
 
 
-def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
+def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    """``gamma * tanh(alpha * x) + beta``."""
+    return tigon.dyt(x, alpha, gamma, beta)
+
+
+def liger_softmax(x: Tensor) -> Tensor:
+    """Over the last dimension."""
+    return tigon.softmax(x)
+
+
+def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
+    """Sparsemax over any dimension."""
+    return tigon.sparsemax(input.movedim(dim, -1)).movedim(-1, dim)
+
+
+def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
+    """LayerNorm over the last dimension."""
+    return tigon.layer_norm(X, W, B, eps)
+
+
+def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
+    """``W[0] n(X^3) + W[1] n(X^2) + W[2] n(X) + B``; B has one element and any shape."""
+    return tigon.poly_norm(X, W, B.reshape(1), eps)
+
+
+def liger_attn_res(
+    V: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6
+) -> Tensor:
+    """Attention over the residual blocks ``V``, by :func:`tigon.attention_residual`."""
+    return tigon.attention_residual(V, w_query, w_norm, eps)
+
+
+def liger_rms_norm(
+    X: Tensor,
+    W: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> Tensor:
+    """RMSNorm; the casting mode is :func:`tigon.rms_norm`'s rounding."""
+    return tigon.rms_norm(X, W, eps, offset=offset, rounding=casting_mode)
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor,
+    R: Tensor,
+    W: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of X + R, X + R)."""
+    return tigon.add_rms_norm(X, R, W, eps, offset=offset, rounding=casting_mode)
+
+
+def liger_modulated_rms_norm(
+    X: Tensor,
+    W: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> Tensor:
+    """``rms_norm(X) * (1 + scale) + shift``."""
+    return tigon.modulated_rms_norm(X, W, scale, shift, eps, offset=offset, rounding=casting_mode)
+
+
+def liger_group_norm(
+    X: Tensor,
+    affine_scaling_weight: Tensor,
+    affine_shifting_bias: Tensor,
+    num_channels: int,
+    num_groups: int,
+    eps: float,
+) -> Tensor:
     """By :func:`tigon.group_norm`, ``X`` ``[N, C, ...]``."""
     fits = X.dim() > 1 and X.shape[1] == num_channels
     check(fits, "num_channels must be {}'s second size, got {}", tuple(X.shape), num_channels)
     return tigon.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
 
 
-def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+def liger_rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | int | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """Rotary embedding of q and k, by :func:`tigon.rope`; never in place.
 
     Without ``rotary_dim`` as many columns are rotated as cos has (at most the head's); with it, that many.
@@ -267,18 +305,9 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=No
 liger_rotary_pos_emb = liger_rope
 
 
-def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin):
-    """gpt-oss: cos and sin hold each angle once and the whole head is rotated."""
-    return liger_rope(q, k, cos, sin, rotary_dim=q.shape[-1])
-
-
-def liger_rotary_pos_emb_vision(q, k, cos, sin):
-    """Vision towers: q and k ``[T, H, D]``, cos and sin ``[T, D]``."""
-    q_out, k_out = tigon.rope(q.unsqueeze(0), k.unsqueeze(0), cos, sin, unsqueeze_dim=2)
-    return q_out.squeeze(0).to(q.dtype), k_out.squeeze(0).to(k.dtype)
-
-
-def liger_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+def liger_multimodal_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
     """M-RoPE of Qwen2-VL: cos and sin ``[3, B, T, D]``, numbers of pairs of time, height and width."""
     return tigon.rope(
         q, k, cos, sin, mrope_section=mrope_section, unsqueeze_dim=unsqueeze_dim, keep_dtype=True
@@ -288,7 +317,7 @@ def liger_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim
 liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
 
 
-def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis):
+def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     """Llama 4: neighbours as complex numbers, q and k ``[B, T, H, D]``, one turn a token and pair.
 
     ``freqs_cis`` is complex ``[B, T, D/2]`` (or ``[T, D/2]``), or its real and imaginary parts by turns.
@@ -301,86 +330,50 @@ def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis):
     return tigon.rope(xq, k, freqs_cis, unsqueeze_dim=2, interleaved=True, keep_dtype=True)
 
 
-def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
+def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
     """The same in Llama 4's vision tower, whose turns have an axis of heads, ``[T, 1, D/2]``."""
     return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci.reshape(query.shape[1], -1))
 
 
-# liger_kernel.transformers.model.loss_utils
-
-
-def unpack_cross_entropy_result(result):
-    """(loss, z_loss, token_accuracy, predicted_tokens) of whatever a cross-entropy returned."""
-    if isinstance(result, CrossEntropyOutput):
-        return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
-    if isinstance(result, tuple):
-        return (*result[:4], *(None,) * (4 - len(result)))
-    return result, None, None, None
-
-
-def fixed_fused_linear_cross_entropy(
-    hidden_states,
-    lm_head_weight,
-    target,
-    num_items_in_batch=None,
-    ignore_index=-100,
-    final_logit_softcapping=None,
-    accum_dtype=None,
-    return_token_accuracy=False,
-    return_predicted_tokens=False,
-    **kwargs,
-):
-    """The loss head, divided by ``num_items_in_batch`` where that is given."""
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    result = _current_loss()(
-        hidden_states,
-        lm_head_weight,
-        target,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        softcap=final_logit_softcapping,
-        accum_dtype=accum_dtype,
-        return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-        **kwargs,
-    )
-    loss, _, accuracy, predicted = unpack_cross_entropy_result(result)
-    if num_items_in_batch is not None:
-        if isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = num_items_in_batch.to(loss.device)
-        loss = loss / num_items_in_batch
-    return _output(loss, None, accuracy, predicted)
-
-
 def LigerForCausalLMLoss(
-    hidden_states,
-    lm_head_weight,
-    labels,
-    hidden_size,
-    num_items_in_batch=None,
-    ignore_index=-100,
-    shift_labels=None,
-    final_logit_softcapping=None,
-    return_token_accuracy=False,
-    return_predicted_tokens=False,
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor | None,
+    hidden_size: int,
+    num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    final_logit_softcapping: float | None = None,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
     **kwargs,
-):
-    """The causal loss from hidden states; keywords the loss head does not know are dropped."""
-    known = inspect.signature(_current_loss()).parameters
-    kwargs = {name: value for name, value in kwargs.items() if name in known}
+) -> Tensor | CrossEntropyOutput:
+    """The causal loss from hidden states, divided by ``num_items_in_batch`` where that is given.
+
+    Keywords that the loss head does not know are dropped.
+    """
+    loss_head = _current_loss()
+    known = inspect.signature(loss_head).parameters
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    return fixed_fused_linear_cross_entropy(
+    result = loss_head(
         hidden_states.reshape(-1, hidden_size),
         lm_head_weight,
         shift_labels.reshape(-1).to(hidden_states.device),
-        num_items_in_batch,
-        ignore_index,
-        final_logit_softcapping,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        ignore_index=ignore_index,
+        softcap=final_logit_softcapping,
         return_token_accuracy=return_token_accuracy,
         return_predicted_tokens=return_predicted_tokens,
-        **kwargs,
+        **{name: value for name, value in kwargs.items() if name in known},
     )
+    output = result if isinstance(result, CrossEntropyOutput) else CrossEntropyOutput(result)
+    loss = output.loss
+    if isinstance(num_items_in_batch, Tensor):
+        loss = loss / num_items_in_batch.to(loss.device)
+    elif num_items_in_batch is not None:
+        loss = loss / num_items_in_batch
+    return _output(loss, None, output.token_accuracy, output.predicted_tokens)
 
 
 def _current_loss():

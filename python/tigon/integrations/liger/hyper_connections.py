@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tigon
-from tigon.integrations.liger.signatures import by_name, function_class
-
-_OPTIONS = "tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0"
-_OPERANDS = "phi, b, alpha_pre, alpha_post, alpha_res"
 
 
-def _coeffs(
-    x,
-    phi,
-    b,
-    alpha_pre,
-    alpha_post,
-    alpha_res,
-    allow_fp32=False,
-    tmax=20,
-    rms_eps=1e-6,
-    pre_eps=0.0,
-    sinkhorn_eps=1e-6,
-    post_mult=2.0,
-):
+def liger_mhc_coeffs(
+    x: Tensor,
+    phi: Tensor,
+    b: Tensor,
+    alpha_pre: Tensor,
+    alpha_post: Tensor,
+    alpha_res: Tensor,
+    *,
+    allow_fp32: bool = False,
+    tmax: int = 20,
+    rms_eps: float = 1e-6,
+    pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """``(h_pre, h_post, h_res)`` of x ``[..., HC, C]`` in float32, by :func:`tigon.hyper_connection_pre`."""
     if x.dtype not in (torch.bfloat16, torch.float16) and not allow_fp32:
         raise AssertionError(f"x must be bfloat16 or float16 (or allow_fp32=True), got {x.dtype}")
@@ -44,42 +41,43 @@ def _coeffs(
     )[1:]
 
 
-liger_mhc_coeffs = by_name(f"liger_mhc_coeffs(x, {_OPERANDS}, *, allow_fp32=False, {_OPTIONS})", _coeffs)
-
-
-def liger_mhc_pre(x, h_pre):
+def liger_mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
     """``sum_i h_pre_i x_i``: the streams ``[..., HC, C]`` as one, ``[..., C]``."""
     return tigon.hyper_connection_post(x, res=h_pre.unsqueeze(-2)).squeeze(-2)
 
 
-def liger_mhc_post_res(x, f_out, h_post, h_res):
+def liger_mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
     """``sum_i h_res_oi x_i + h_post_o f_out``, by :func:`tigon.hyper_connection_post`."""
     return tigon.hyper_connection_post(x, f_out.to(x.dtype), h_post, h_res)
 
 
-def liger_mhc_apply(x, f_out, h_pre, h_post, h_res, *, return_x_in=False):
+def liger_mhc_apply(
+    x: Tensor, f_out: Tensor, h_pre: Tensor, h_post: Tensor, h_res: Tensor, *, return_x_in: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """The streams after a layer; with ``return_x_in`` the layer's input too."""
     x_in = liger_mhc_pre(x, h_pre) if return_x_in else None
     x_out = liger_mhc_post_res(x, f_out, h_post, h_res)
     return (x_out, x_in) if return_x_in else x_out
 
 
-def _forward(x, layer, return_coeffs, **options):
-    coeffs = liger_mhc_coeffs(x, **options)
+def liger_mhc_forward(
+    x: Tensor,
+    layer: nn.Module,
+    phi: Tensor,
+    b: Tensor,
+    alpha_pre: Tensor,
+    alpha_post: Tensor,
+    alpha_res: Tensor,
+    *,
+    return_coeffs: bool = False,
+    **options,
+) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """The streams after a layer, which runs in its parameters' dtype; options of :func:`liger_mhc_coeffs`."""
+    coeffs = liger_mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)
     x_in = liger_mhc_pre(x, coeffs[0])
     first = next(layer.parameters(), x_in) if isinstance(layer, nn.Module) else x_in
     x_out = liger_mhc_post_res(x, layer(x_in.to(first.dtype)), *coeffs[1:])
     return (x_out, coeffs) if return_coeffs else x_out
-
-
-# Coefficients, the layer's input, the layer in the dtype of its parameters, the streams after it.
-liger_mhc_forward = by_name(
-    f"liger_mhc_forward(x, layer, {_OPERANDS}, *, allow_fp32=False, {_OPTIONS}, return_coeffs=False)",
-    _forward,
-)
-LigerMHCCoeffsFunction = function_class("LigerMHCCoeffsFunction", _coeffs)
-LigerMHCPreFunction = function_class("LigerMHCPreFunction", liger_mhc_pre)
-LigerMHCPostResFunction = function_class("LigerMHCPostResFunction", liger_mhc_post_res)
 
 
 class LigerMHC(nn.Module):
@@ -87,18 +85,18 @@ class LigerMHC(nn.Module):
 
     def __init__(
         self,
-        layer,
+        layer: nn.Module,
         *,
-        hc,
-        c,
-        tmax=20,
-        rms_eps=1e-6,
-        pre_eps=0.0,
-        sinkhorn_eps=1e-6,
-        post_mult=2.0,
-        phi_dtype=torch.float16,
-        allow_fp32=False,
-    ):
+        hc: int,
+        c: int,
+        tmax: int = 20,
+        rms_eps: float = 1e-6,
+        pre_eps: float = 0.0,
+        sinkhorn_eps: float = 1e-6,
+        post_mult: float = 2.0,
+        phi_dtype: torch.dtype = torch.float16,
+        allow_fp32: bool = False,
+    ) -> None:
         super().__init__()
         self.layer, self.hc, self.c, self.tmax = layer, int(hc), int(c), int(tmax)
         self.rms_eps, self.pre_eps, self.sinkhorn_eps = float(rms_eps), float(pre_eps), float(sinkhorn_eps)

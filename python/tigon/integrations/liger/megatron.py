@@ -10,15 +10,17 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import tigon
 from tigon import parallel
-from tigon.integrations.liger.names import check, public
-from tigon.integrations.liger.signatures import Loss, function_class
+from tigon.integrations.liger.modules import Loss
+from tigon.integrations.liger.paths import check, public
 from tigon.integrations.megatron.activation import bias_swiglu_impl
 from tigon.integrations.megatron.norm import RMSNorm
 from tigon.ops.glu import swiglu as silu_product
@@ -28,90 +30,59 @@ swiglu_log = logging.getLogger("liger_kernel.megatron.swiglu")
 FORMULAS, MODES = ("pytorch", "megatron"), ("global", "partition")
 
 
-def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
-    """Refuse what is none of the formulas and modes of label smoothing."""
-    for name, value, known in (
-        ("label_smoothing_formula", label_smoothing_formula, FORMULAS),
-        ("label_smoothing_mode", label_smoothing_mode, MODES),
-    ):
-        check(value in known, "{} must be one of {}, got {!r}", name, known, value)
-
-
-def _vocab_parallel(
-    logits,
-    target,
-    tp_group=None,
-    ignore_index=-100,
-    label_smoothing=0.0,
-    label_smoothing_formula="pytorch",
-    label_smoothing_mode="global",
-):
-    validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
-    size = 1 if tp_group is None else dist.get_world_size(tp_group)
-    smooth = label_smoothing > 0.0 and size > 1
-    words = "'global' with label smoothing over several processes (else each has another loss)"
-    fits = not smooth or label_smoothing_mode == "global"
-    check(fits, "label_smoothing_mode must be {}, got {!r}", words, label_smoothing_mode)
-    if label_smoothing_formula == "megatron" and label_smoothing:
-        vocab = logits.shape[-1] * size
-        label_smoothing = label_smoothing * vocab / (vocab - 1)
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
-    if size == 1:
-        return tigon.cross_entropy(logits, target, **options)
-    return parallel.cross_entropy(logits, target, tp_group, vocab=logits.shape[-1] * size, **options)
-
-
-LigerVocabParallelCEFunction = function_class("LigerVocabParallelCEFunction", _vocab_parallel)
-
-
-def _three_dimensional(vocab_parallel_logits, target, tp_group, **options):
-    dims = vocab_parallel_logits.dim()
-    check(dims == 3, "vocab_parallel_logits must be 3-D ([s, b, V]), got {}-D", dims)
-    del options["reduction"]
-    return _vocab_parallel(vocab_parallel_logits, target, tp_group, **options)
-
-
-class LigerVocabParallelCrossEntropy(
-    Loss,
-    target=_three_dimensional,
-    operands="vocab_parallel_logits, target, tp_group=None",
-    first="ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='pytorch', "
-    "label_smoothing_mode='global'",
-):
+@dataclass(eq=False, repr=False)
+class LigerVocabParallelCrossEntropy(Loss):
     """Per-token losses ``[s, b]`` of logits ``[s, b, V / processes]``, for labels of the whole vocabulary."""
 
-    def validate(self):
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: str = "none"
+    label_smoothing_formula: str = "pytorch"
+    label_smoothing_mode: str = "global"
+
+    def __post_init__(self) -> None:
         check(self.reduction == "none", "reduction must be 'none', got {!r}", self.reduction)
         inside = 0.0 <= self.label_smoothing < 1.0
         check(inside, "label_smoothing must be in [0, 1), got {}", self.label_smoothing)
-        validate_formula_and_mode(self.label_smoothing_formula, self.label_smoothing_mode)
+        for name, known in (("label_smoothing_formula", FORMULAS), ("label_smoothing_mode", MODES)):
+            value = getattr(self, name)
+            check(value in known, "{} must be one of {}, got {!r}", name, known, value)
 
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._options)
+    def forward(self, vocab_parallel_logits, target, tp_group=None):
+        logits, smoothing = vocab_parallel_logits, self.label_smoothing
+        dims, vocab = logits.dim(), logits.shape[-1]
+        check(dims == 3, "vocab_parallel_logits must be 3-D ([s, b, V]), got {}-D", dims)
+        size = 1 if tp_group is None else dist.get_world_size(tp_group)
+        words = "'global' with label smoothing over several processes (else each has another loss)"
+        fits = smoothing == 0.0 or size == 1 or self.label_smoothing_mode == "global"
+        check(fits, "label_smoothing_mode must be {}, got {!r}", words, self.label_smoothing_mode)
+        if self.label_smoothing_formula == "megatron":
+            smoothing = smoothing * vocab * size / (vocab * size - 1)
+        options = {"ignore_index": self.ignore_index, "label_smoothing": smoothing, "reduction": "none"}
+        if size == 1:
+            return tigon.cross_entropy(logits, target, **options)
+        return parallel.cross_entropy(logits, target, tp_group, vocab=vocab * size, **options)
 
 
-class LigerMegatronCrossEntropy(
-    LigerVocabParallelCrossEntropy,
-    target=_three_dimensional,
-    operands="vocab_parallel_logits, target, tp_group=None",
-    first="ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='megatron', "
-    "label_smoothing_mode='partition'",
-):
+@dataclass(eq=False, repr=False)
+class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
     """The same in Megatron's sense of smoothing."""
+
+    label_smoothing_formula: str = "megatron"
+    label_smoothing_mode: str = "partition"
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
-    _input,
-    weight,
-    target,
-    tp_group=None,
-    temperature=1.0,
-    ignore_index=-100,
-    tiles_per_reduce=1,
-    return_entropy=False,
-):
+    _input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    tp_group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    tiles_per_reduce: int = 1,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Per-token losses of a head sharded over ``tp_group`` (``None``: all processes), and the entropies."""
-    del tiles_per_reduce  # how the exchange is cut, there
     group = dist.group.WORLD if tp_group is None else tp_group
     vocab = weight.shape[0] * dist.get_world_size(group)
     options = {"temperature": temperature, "ignore_index": ignore_index, "vocab": vocab}
@@ -121,23 +92,18 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     return -log_prob, entropy
 
 
-LigerFusedLinearScaledCrossEntropyTPFunction = function_class(
-    "LigerFusedLinearScaledCrossEntropyTPFunction", liger_fused_linear_scaled_cross_entropy_tp
-)
-
-
 class LigerMegatronRMSNorm(RMSNorm):
     """Megatron's norm slot: RMSNorm."""
 
     def __init__(
         self,
         config,
-        hidden_size,
-        eps=1e-5,
-        persist_layer_norm=False,
-        zero_centered_gamma=False,
-        normalization="RMSNorm",
-    ):
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "RMSNorm",
+    ) -> None:
         asked = getattr(config, "normalization", normalization)
         check(asked == "RMSNorm", "normalization must be 'RMSNorm', got {!r}", asked)
         super().__init__(config, hidden_size, eps)
@@ -160,7 +126,7 @@ class LigerMegatronSwiGLU(nn.Module):
     and the others go to Megatron's own function. ``in_place`` is accepted and has no effect.
     """
 
-    def __init__(self, fallback_impl=None, in_place=False):
+    def __init__(self, fallback_impl: Callable | None = None, in_place: bool = False) -> None:
         super().__init__()
         self.fallback_impl, self.in_place = fallback_impl, in_place
         self._logged = set()

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import nn
-from torch.nn.functional import linear
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tigon
 from tigon.integrations.liger import functional as F
-from tigon.integrations.liger.names import check
-from tigon.integrations.liger.signatures import Loss, by_position, function_class
+from tigon.integrations.liger.paths import check
 from tigon.integrations.transformers.modules import FusedGatedMLP, GatedMLP, activation_of
-from tigon.ops.experts import _route
+
+
+class Loss(nn.Module):
+    """A module without parameters whose options are its attributes: subclasses are dataclasses of them."""
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        nn.Module.__init__(self)  # before the fields are assigned
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """Every option by name."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def extra_repr(self) -> str:
+        plain = {name: value for name, value in self.options().items() if not isinstance(value, Tensor)}
+        return ", ".join(f"{name}={value!r}" for name, value in plain.items())
 
 
 def _initial(init_fn: str, *shape: int) -> nn.Parameter:
@@ -25,15 +42,15 @@ class LigerRMSNorm(nn.Module):
 
     def __init__(
         self,
-        hidden_size,
-        eps=1e-6,
-        offset=0.0,
-        casting_mode="llama",
-        init_fn="ones",
-        in_place=True,
-        row_mode=None,
-        elementwise_affine=True,
-    ):
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
+    ) -> None:
         super().__init__()
         modes = ("llama", "gemma", "none")
         known = casting_mode in modes
@@ -57,26 +74,24 @@ class LigerRMSNorm(nn.Module):
         return f"{size}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}"
 
 
-_GEMMA = "offset=1.0, casting_mode='gemma', init_fn='zeros'"
-# LigerRMSNorm with other parameters of the constructor, by the last part of its name.
-_NORMS = {
-    "Gemma": f"hidden_size, eps=1e-6, {_GEMMA}, in_place=True, row_mode=None",
-    "Gemma2": f"hidden_size, eps=1e-6, {_GEMMA}, in_place=False, row_mode=None",
-    "Gemma3": f"dim, eps=1e-6, {_GEMMA}, in_place=False",
-    "Olmo2": "hidden_size, eps=1e-6, offset=0.0, casting_mode='llama', init_fn='ones', in_place=False, "
-    "row_mode=None",
-}
-_NORMS |= {
-    "Glm4": _NORMS["Olmo2"],
-    "Qwen3Next": _NORMS["Gemma2"],
-    "MuseGlimmerTextCentered": _NORMS["Gemma2"],
-}
-for _name, _parameters in _NORMS.items():
-    _members = {
-        "__doc__": f"RMSNorm as {_name} has it.",
-        "__init__": by_position(f"__init__(self, {_parameters})", LigerRMSNorm.__init__),
-    }
-    globals()[f"LigerRMSNormFor{_name}"] = type(f"LigerRMSNormFor{_name}", (LigerRMSNorm,), _members)
+class LigerRMSNormForGemma2(LigerRMSNorm):
+    """Gemma 2: ``1 + weight``, rounded once."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+        row_mode: bool | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
+    """Muse Glimmer's text model."""
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
@@ -202,15 +217,28 @@ class LigerDyT(nn.Module):
         return F.liger_dyt(x, self.alpha, self.gamma, self.beta)
 
 
-class LigerSoftmax(Loss, target=F.liger_softmax, operands="x"):
+class LigerSoftmax(nn.Module):
     """Softmax over the last dimension."""
 
+    def forward(self, x):
+        return F.liger_softmax(x)
 
-class LigerSparsemax(Loss, target=lambda x, dim=-1: F.liger_sparsemax(x, dim), operands="x"):
+
+class LigerReLUSquared(nn.Module):
+    """``relu(x)^2``."""
+
+    def forward(self, x):
+        return F.liger_relu_squared(x)
+
+
+@dataclass(eq=False, repr=False)
+class LigerSparsemax(Loss):
     """Sparsemax over one dimension: the same shape, sums of 1 along ``dim``."""
 
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}"
+    dim: int = -1
+
+    def forward(self, x):
+        return F.liger_sparsemax(x, self.dim)
 
 
 class LigerPolyNorm(nn.Module):
@@ -230,10 +258,6 @@ class LigerPolyNorm(nn.Module):
         return f"weight_shape={size}, eps={self.variance_epsilon}, in_place={self.in_place}"
 
 
-class LigerReLUSquared(Loss, target=F.liger_relu_squared, operands="x"):
-    """``relu(x)^2``."""
-
-
 class LigerSwiGLUMLP(GatedMLP):
     """The gated MLP of Llama, by the configuration."""
 
@@ -251,14 +275,6 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
     """The gated MLP of Muse Glimmer."""
 
 
-class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
-    """The gated MLP of HunYuan: the constructor takes more than it needs."""
-
-    def __init__(self, config, layer_idx=None, is_shared_mlp=False):
-        super().__init__(config)
-        self.layer_idx = layer_idx
-
-
 class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
     """The gated MLP of Falcon-H1: one factor before the activation, one behind the MLP."""
 
@@ -267,7 +283,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
         self.gate_multiplier, self.down_multiplier = map(float, config.mlp_multipliers)
 
     def forward(self, x):
-        y = silu_mul(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
+        y = tigon.swiglu(self.gate_proj(x), self.up_proj(x), gate_multiplier=self.gate_multiplier)
         return self.down_proj(y) * self.down_multiplier
 
 
@@ -282,29 +298,13 @@ class LigerPhi3SwiGLUMLP(FusedGatedMLP):
         self.config = config
 
 
-def _tanh_gelu(config) -> str:
-    return "gelu_pytorch_tanh"
-
-
 class LigerGEGLUMLP(GatedMLP):
     """The gated MLP of Gemma: tanh-GELU whatever the configuration says, as there."""
 
-    activation_in = staticmethod(_tanh_gelu)
+    activation_in = staticmethod(lambda config: "gelu_pytorch_tanh")
 
     def __init__(self, config):
         super().__init__(config)
-        self.config = config
-
-
-class LigerGEGLUMLPForGemma4(GatedMLP):
-    """The gated MLP of Gemma 4: twice as wide in the layers that take another's keys and values."""
-
-    activation_in = staticmethod(_tanh_gelu)
-
-    def __init__(self, config, layer_idx=0):
-        first_shared = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
-        wide = getattr(config, "use_double_wide_mlp", False) and layer_idx >= first_shared
-        super().__init__(config, config.intermediate_size * (2 if wide else 1))
         self.config = config
 
 
@@ -357,25 +357,6 @@ class LigerExperts(nn.Module):
         return tigon.experts(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
 
 
-BLOCK_M_TOKEN = 64
-
-
-def compute_routing_metadata(topk_indices, E, block_m_token=BLOCK_M_TOKEN):
-    """Where the slots of the experts ``[T, K]`` chosen of ``E`` go, by the routing of :func:`tigon.experts`.
-
-    Returns int32 vectors: rows of an expert; where each begins (``[E + 1]``); of every sorted row the token
-    and the slot ``t * K + j``; of every slot the row; of every tile of ``block_m_token`` rows of one expert
-    the first row and the expert. Their number is read on the host.
-    """
-    order, place, offsets = _route(topk_indices.contiguous(), E)
-    counts = offsets.diff()
-    tiles = (counts + block_m_token - 1) // block_m_token
-    expert = torch.repeat_interleave(tiles)
-    before = torch.arange(len(expert), device=expert.device) - (tiles.cumsum(0) - tiles)[expert]
-    first = offsets[expert] + before * block_m_token
-    return counts, offsets, order // topk_indices.shape[1], order, place, first.int(), expert.int()
-
-
 class LigerBlockSparseTop2MLP(nn.Module):
     """One expert of Mixtral: ``w2(silu(w1 x) * (w3 x))``."""
 
@@ -391,7 +372,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class _CrossEntropy(Loss):
-    def validate(self):
+    def __post_init__(self) -> None:
         reduction, smoothing, softcap = self.reduction, self.label_smoothing, self.softcap
         known = reduction in ("mean", "sum", "none")
         check(known, "reduction must be mean, sum or none, got {!r}", reduction)
@@ -400,94 +381,39 @@ class _CrossEntropy(Loss):
         check(softcap is None or softcap > 0, "softcap must be > 0 or None, got {}", softcap)
 
 
-class LigerCrossEntropyLoss(
-    _CrossEntropy,
-    target=F.liger_cross_entropy,
-    operands="_input, target",
-    first="weight, ignore_index, lse_square_scale, label_smoothing",
-    without="size_average, reduce",
-):
+@dataclass(eq=False, repr=False)
+class LigerCrossEntropyLoss(_CrossEntropy):
     """Cross-entropy of logits; the class weight is an attribute, not a buffer, as there."""
 
+    weight: Tensor | None = None
+    ignore_index: int = -100
+    lse_square_scale: float = 0.0
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    softcap: float | None = None
+    return_z_loss: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
 
-class LigerFusedLinearCrossEntropyLoss(
-    _CrossEntropy,
-    target=F.liger_fused_linear_cross_entropy,
-    operands="lin_weight, _input, target, bias=None",
-    without="chunk_mem_const",
-):
+    def forward(self, _input, target):
+        return F.liger_cross_entropy(_input, target, **self.options())
+
+
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
     """The loss head; called with the weight first."""
 
+    ce_weight: Tensor | None = None
+    ignore_index: int = -100
+    lse_square_scale: float = 0.0
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    softcap: float | None = None
+    return_z_loss: bool = False
+    accum_dtype: torch.dtype | None = None
+    use_token_scaling: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
 
-def silu_mul(a, b, gate_multiplier=1.0, down_multiplier=1.0):
-    """``silu(gate_multiplier * a) * b * down_multiplier``, in one pass."""
-    return tigon.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-
-
-def _mlp(input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0):
-    """``silu(gate_multiplier * x gate^T) * (x up^T)``, times ``down^T`` and ``down_multiplier``."""
-    product = silu_mul(linear(input, gate_weight), linear(input, up_weight), gate_multiplier)
-    return linear(product, down_weight) * down_multiplier
-
-
-def _scaled_cross_entropy(
-    _input,
-    weight,
-    target,
-    temperature=1.0,
-    ignore_index=-100,
-    m_tiles_per_cluster=1,
-    return_entropy=False,
-    selected_token_ids=None,
-):
-    """Per-token loss under a temperature, and the entropy where asked for."""
-    check(
-        selected_token_ids is None,
-        "selected_token_ids must be None in {}, got a tensor",
-        "LigerFusedLinearScaledCrossEntropyFunction",
-    )
-    weight, options = F.whole(weight), {"temperature": temperature, "ignore_index": ignore_index}
-    if not return_entropy:
-        return -tigon.linear_log_prob(_input, weight, target, **options)
-    log_prob, entropy = tigon.linear_log_prob(_input, weight, target, entropy=True, **options)
-    return -log_prob, entropy
-
-
-# The part of a function class's name -> what its ``apply`` runs, and its parameters where there are more.
-_FUNCTIONS = {
-    "AttnRes": (F.liger_attn_res, "V_stacked, w_query, w_norm, eps"),
-    "CrossEntropy": (F.cross_entropy_parts,),
-    "DyT": (F.liger_dyt,),
-    "Embedding": (lambda embeddings, indices: tigon.embedding(indices, embeddings),),
-    "FusedAddRMSNorm": (
-        F.liger_fused_add_rms_norm,
-        "X, R, W, eps, offset=0.0, casting_mode='llama', in_place=False",
-    ),
-    "FusedGateUpSiLUMul": (lambda y, in_place=False: tigon.swiglu(y),),
-    "FusedLinearCrossEntropy": (F.linear_cross_entropy_parts,),
-    "FusedLinearScaledCrossEntropy": (_scaled_cross_entropy,),
-    "FusedMoE": (tigon.experts,),
-    "GELUMul": (F.liger_geglu,),
-    "GroupNorm": (F.liger_group_norm,),
-    "LayerNorm": (F.liger_layer_norm,),
-    "Llama4Rope": (F.liger_llama4_text_rotary_pos_emb, "q, k, freqs_cis, BLOCK_SIZE=None"),
-    "MLP": (_mlp,),
-    "ModulatedRMSNorm": (
-        F.liger_modulated_rms_norm,
-        "X, W, scale, shift, eps, offset=0.0, casting_mode='llama', in_place=True",
-    ),
-    "PolyNorm": (F.liger_poly_norm,),
-    "Qwen2VLMRope": (F.liger_multimodal_rotary_pos_emb,),
-    "RMSNorm": (
-        F.liger_rms_norm,
-        "X, W, eps, offset=0.0, casting_mode='llama', in_place=True, row_mode=None",
-    ),
-    "ReLUSquared": (F.liger_relu_squared,),
-    "Rope": (F.liger_rope,),
-    "SiLUMul": (silu_mul,),
-    "Softmax": (F.liger_softmax,),
-    "Sparsemax": (F.liger_sparsemax,),
-    "TiledMLP": (apply_tiled_mlp, "fn, mlp_module, x, shards, compute_params=None"),
-}
-for _name, _row in _FUNCTIONS.items():
-    globals()[f"Liger{_name}Function"] = function_class(f"Liger{_name}Function", *_row)
+    def forward(self, lin_weight, _input, target, bias=None):
+        return F.liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, **self.options())

@@ -1,78 +1,42 @@
-"""The output classes of ``liger_kernel`` and its door into wrapped modules."""
+"""The outputs of patched models, and ``liger_kernel``'s door into wrapped modules."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 from dataclasses import field, make_dataclass
 
 import torch
-
-# Where the class that each extends is: transformers' own name is the rest of the name.
-_MODELS = {
-    "Gemma3": "gemma3",
-    "Gemma4": "gemma4",
-    "Glm4vMoe": "glm4v_moe",
-    "InternVL": "internvl",
-    "Llava": "llava",
-    "MuseGlimmer": "muse_glimmer",
-    "PaliGemma": "paligemma",
-    "Qwen2VL": "qwen2_vl",
-    "Qwen2_5_VL": "qwen2_5_vl",
-    "Qwen3VL": "qwen3_vl",
-    "Qwen3VLMoe": "qwen3_vl_moe",
-    "Qwen3_5": "qwen3_5",
-    "Qwen3_5Moe": "qwen3_5_moe",
-}
-_REST = "CausalLMOutputWithPast"
-OUTPUTS = tuple(f"Liger{model}{_REST}" for model in ("", "Moe", *_MODELS))
+from transformers.utils import ModelOutput
 
 
-def __getattr__(name: str):
-    """The classes are made when first asked for: each imports a modelling module."""
-    if name in OUTPUTS:
-        return _output_class(name)
-    raise AttributeError(name)
+def with_counts(output: ModelOutput) -> ModelOutput:
+    """A causal model's output as a class that also has what the loss head counts on the way."""
+    known = type(output).__name__.endswith("CausalLMOutputWithPast")
+    return _extended(type(output))(**output) if known else output
 
 
-def __dir__():
-    return [*globals(), *OUTPUTS]
-
-
-@torch.compiler.assume_constant_result  # tracing imports nothing
-def _output_class(name: str) -> type | None:
-    return _make(name)
+@torch.compiler.assume_constant_result
+def _extended(parent: type) -> type:
+    return _make(parent)
 
 
 @functools.cache
-def _make(name: str) -> type | None:
-    """transformers' output with what the loss head counts on the way; None where it has no such class."""
-    base = name[len("Liger") :]
-    model = _MODELS.get(base[: -len(_REST)])
-    place = f"models.{model}.modeling_{model}" if model else "modeling_outputs"
-    try:
-        module = importlib.import_module(f"transformers.{place}")
-    except ImportError:
-        return None
-    parent = getattr(module, base, None)
-    if parent is None:
-        return None
+def _make(parent: type) -> type:
+    """``parent`` with two fields more."""
     fields = [
         ("token_accuracy", torch.FloatTensor | None, field(default=None)),
         ("predicted_tokens", torch.LongTensor | None, field(default=None)),
     ]
-    made = make_dataclass(name, fields, bases=(parent,))
-    made.__module__, made.__doc__ = __name__, f"{base}, and what the loss head counts on the way."
-    return made
+    namespace = {"__module__": __name__, "__reduce__": _reduce, "__doc__": f"{parent.__name__} with counts."}
+    return make_dataclass(f"Liger{parent.__name__}", fields, bases=(parent,), namespace=namespace)
 
 
-def with_counts(output):
-    """The same output as its class of this module, if there is one."""
-    name = f"Liger{type(output).__name__}"
-    made = _output_class(name) if name in OUTPUTS else None
-    if made is None or not issubclass(made, type(output)):
-        return output
-    return made(**output)
+def _reduce(self):
+    return _restore, (type(self).__base__, {**self})
+
+
+def _restore(parent: type, values: dict) -> ModelOutput:
+    return _extended(parent)(**values)
 
 
 class _FSDPForwardRedirection:

@@ -12,17 +12,19 @@ import contextlib
 import inspect
 import logging
 import os
+from collections.abc import Callable
+from typing import ParamSpec
 
 import torch
+from torch import nn
 from transformers import AutoConfig
 from transformers.utils import ModelOutput
 
 import tigon
 from tigon.error import Error
 from tigon.integrations.liger import functional
-from tigon.integrations.liger.names import check
 from tigon.integrations.liger.outputs import with_counts
-from tigon.integrations.source import made
+from tigon.integrations.liger.paths import check
 from tigon.integrations.transformers.causal_loss import (
     COUNTS,
     causal_lm_loss,
@@ -38,7 +40,7 @@ from tigon.integrations.transformers.patch import unwrapped
 
 log = logging.getLogger("tigon")
 
-_DEFAULTS = {
+_SWITCHES = {
     "rope": True,
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
@@ -49,72 +51,24 @@ _DEFAULTS = {
     "relu_squared": True,
 }
 _OWN = ("qkv", "qk_norm", "hyper", "lora")  # slots of tigon.apply that no switch of Liger's stands for
-_LOSS = "cross_entropy fused_linear_cross_entropy"
-_TEXT = f"rope {_LOSS} rms_norm swiglu model"
-_GEMMA = f"rope {_LOSS} rms_norm geglu model"
-
-# Name -> (parameters in their order, defaults that differ, model types it serves if not its own name).
-_FUNCTIONS: dict[str, tuple[str, dict, tuple[str, ...]]] = {
-    **{
-        name: (_TEXT, {}, ())
-        for name in (
-            "llama",
-            "smollm3",
-            "ministral",
-            "mistral",
-            "mixtral",
-            "qwen2",
-            "qwen3",
-            "qwen3_moe",
-            "phi3",
-            "olmo2",
-            "olmo3",
-            "falcon_h1",
-            "hunyuan_v1_dense",
-            "hunyuan_v1_moe",
-            "exaone4",
-        )
-    },
-    **{
-        name: (_TEXT, {"rope": False}, ())
-        for name in ("glm4", "glm4v", "glm4v_moe", "qwen3_next", "deepseek_v2", "deepseek_v3")
-    },
-    **{name: (_GEMMA, {}, ()) for name in ("gemma", "gemma2", "gemma3_text")},
-    **{name: (f"rope {_LOSS} layer_norm rms_norm geglu model", {}, ()) for name in ("gemma3", "paligemma")},
-    **{name: (f"{_LOSS} rms_norm layer_norm model **kwargs", {}, ()) for name in ("internvl", "smolvlm")},
-    "deepseek_v4": (_TEXT, {"rope": False, "swiglu": False}, ()),
-    "gemma4_text": (_GEMMA, {"rope": False}, ()),
-    "gemma4": (f"rope {_LOSS} layer_norm rms_norm geglu model", {"rope": False, "layer_norm": False}, ()),
-    "gpt_oss": (_TEXT, {"swiglu": False}, ()),
-    "granite": (_TEXT, {"cross_entropy": True, "fused_linear_cross_entropy": False}, ()),
-    "llama4": (f"{_TEXT} layer_norm", {}, ("llama4", "llama4_text")),
-    "llava": (f"{_LOSS} model **kwargs", {}, ()),
-    "mllama": (f"rope {_LOSS} layer_norm rms_norm swiglu model", {}, ("mllama", "mllama_text_model")),
-    "muse_glimmer": (f"rope {_LOSS} layer_norm rms_norm swiglu model", {}, ()),
-    "nemotron": (f"relu_squared {_LOSS} model **kwargs", {}, ()),
-    "pixtral": ("rope rms_norm swiglu model", {}, ()),
-    "qwen2_vl": (f"rope {_LOSS} rms_norm layer_norm swiglu model", {}, ("qwen2_vl", "qwen2_vl_text")),
-    "qwen2_5_vl": (_TEXT, {}, ("qwen2_5_vl", "qwen2_5_vl_text")),
-    "qwen3_vl": (_TEXT, {"swiglu": False}, ("qwen3_vl", "qwen3_vl_text")),
-    "qwen3_vl_moe": (_TEXT, {}, ("qwen3_vl_moe", "qwen3_vl_moe_text")),
-    "qwen3_5": (_TEXT, {"rope": False}, ("qwen3_5", "qwen3_5_text")),
-    "qwen3_5_moe": (_TEXT, {"rope": False}, ("qwen3_5_moe", "qwen3_5_moe_text")),
-}
-# Names that LLaMA-Factory asks for beside them.
-_ALIASES = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., None]] = {}
+P = ParamSpec("P")
 
 
-def _make(name: str, names: str, defaults: dict, types: tuple[str, ...]):
-    defaults = {"model": None, **_DEFAULTS, **defaults}
-    parameters = (word if "*" in word else f"{word}={defaults[word]}" for word in names.split())
-    signature = inspect.signature(made(f"apply({', '.join(parameters)})", "..."))
+def _like(shape: Callable[P, None], *types: str, **defaults: bool) -> Callable[P, None]:
+    """The function of models of these types; its parameters are the shape's, some with other defaults."""
+    signature = inspect.signature(shape)
+    parameters = signature.parameters.values()
+    signature = signature.replace(
+        parameters=[p.replace(default=defaults.get(p.name, p.default)) for p in parameters]
+    )
 
-    def apply_function(*args, **kwargs):
+    def function(*args: P.args, **kwargs: P.kwargs) -> None:
         own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{apply_function.__name__}() {error}") from None
+            raise TypeError(f"{function.__name__}() {error}") from None
         given = bound.arguments | bound.arguments.get("kwargs", {}) | own
         bound.apply_defaults()
         model = bound.arguments.pop("model", None)
@@ -125,14 +79,166 @@ def _make(name: str, names: str, defaults: dict, types: tuple[str, ...]):
         if model is not None:
             _patch(model, slots, logits_loss)
         else:
-            _patch_later(types or (name,), slots, logits_loss)
+            _patch_later(types, slots, logits_loss)
 
-    apply_function.__name__ = apply_function.__qualname__ = f"apply_liger_kernel_to_{name}"
-    apply_function.__signature__ = signature
-    apply_function.__doc__ = (
-        f"Tigon into {name} models: into ``model``, or without one into every such model, now and later."
+    function.__name__ = function.__qualname__ = f"apply_liger_kernel_to_{types[0]}"
+    function.__signature__ = signature
+    function.__doc__ = (
+        f"Tigon into {types[0]} models: into ``model``, or without one into every such model, now and later."
     )
-    return apply_function
+    MODEL_TYPE_TO_APPLY_LIGER_FN.update(dict.fromkeys(types, function))
+    return function
+
+
+# Parameters and defaults that several functions share.
+
+
+def _swiglu(
+    rope: bool = True,
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    rms_norm: bool = True,
+    swiglu: bool = True,
+    model: nn.Module | None = None,
+) -> None: ...
+
+
+def _geglu(
+    rope: bool = True,
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    rms_norm: bool = True,
+    geglu: bool = True,
+    model: nn.Module | None = None,
+) -> None: ...
+
+
+def _swiglu_and_vision(
+    rope: bool = True,
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    layer_norm: bool = True,
+    rms_norm: bool = True,
+    swiglu: bool = True,
+    model: nn.Module | None = None,
+) -> None: ...
+
+
+def _geglu_and_vision(
+    rope: bool = True,
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    layer_norm: bool = True,
+    rms_norm: bool = True,
+    geglu: bool = True,
+    model: nn.Module | None = None,
+) -> None: ...
+
+
+def _llama4(
+    rope: bool = True,
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    rms_norm: bool = True,
+    swiglu: bool = True,
+    model: nn.Module | None = None,
+    layer_norm: bool = True,
+) -> None: ...
+
+
+def _qwen2_vl(
+    rope: bool = True,
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    rms_norm: bool = True,
+    layer_norm: bool = True,
+    swiglu: bool = True,
+    model: nn.Module | None = None,
+) -> None: ...
+
+
+def _pixtral(
+    rope: bool = True, rms_norm: bool = True, swiglu: bool = True, model: nn.Module | None = None
+) -> None: ...
+
+
+def _nemotron(
+    relu_squared: bool = True,
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    model: nn.Module | None = None,
+    **kwargs: bool,
+) -> None: ...
+
+
+def _of_models(
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    model: nn.Module | None = None,
+    **kwargs: bool,
+) -> None: ...
+
+
+def _of_models_and_norms(
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    rms_norm: bool = True,
+    layer_norm: bool = True,
+    model: nn.Module | None = None,
+    **kwargs: bool,
+) -> None: ...
+
+
+apply_liger_kernel_to_llama = _like(_swiglu, "llama")
+apply_liger_kernel_to_smollm3 = _like(_swiglu, "smollm3")
+apply_liger_kernel_to_ministral = _like(_swiglu, "ministral")
+apply_liger_kernel_to_mistral = _like(_swiglu, "mistral")
+apply_liger_kernel_to_mixtral = _like(_swiglu, "mixtral")
+apply_liger_kernel_to_qwen2 = _like(_swiglu, "qwen2")
+apply_liger_kernel_to_qwen3 = _like(_swiglu, "qwen3")
+apply_liger_kernel_to_qwen3_moe = _like(_swiglu, "qwen3_moe")
+apply_liger_kernel_to_phi3 = _like(_swiglu, "phi3")
+apply_liger_kernel_to_olmo2 = _like(_swiglu, "olmo2")
+apply_liger_kernel_to_olmo3 = _like(_swiglu, "olmo3")
+apply_liger_kernel_to_falcon_h1 = _like(_swiglu, "falcon_h1")
+apply_liger_kernel_to_hunyuan_v1_dense = _like(_swiglu, "hunyuan_v1_dense")
+apply_liger_kernel_to_hunyuan_v1_moe = _like(_swiglu, "hunyuan_v1_moe")
+apply_liger_kernel_to_exaone4 = _like(_swiglu, "exaone4")
+apply_liger_kernel_to_glm4 = _like(_swiglu, "glm4", rope=False)
+apply_liger_kernel_to_glm4v = _like(_swiglu, "glm4v", rope=False)
+apply_liger_kernel_to_glm4v_moe = _like(_swiglu, "glm4v_moe", rope=False)
+apply_liger_kernel_to_qwen3_next = _like(_swiglu, "qwen3_next", rope=False)
+apply_liger_kernel_to_deepseek_v2 = _like(_swiglu, "deepseek_v2", rope=False)
+apply_liger_kernel_to_deepseek_v3 = _like(_swiglu, "deepseek_v3", rope=False)
+apply_liger_kernel_to_deepseek_v4 = _like(_swiglu, "deepseek_v4", rope=False, swiglu=False)
+apply_liger_kernel_to_gpt_oss = _like(_swiglu, "gpt_oss", swiglu=False)
+apply_liger_kernel_to_granite = _like(
+    _swiglu, "granite", cross_entropy=True, fused_linear_cross_entropy=False
+)
+apply_liger_kernel_to_qwen2_5_vl = _like(_swiglu, "qwen2_5_vl", "qwen2_5_vl_text")
+apply_liger_kernel_to_qwen3_vl = _like(_swiglu, "qwen3_vl", "qwen3_vl_text", swiglu=False)
+apply_liger_kernel_to_qwen3_vl_moe = _like(_swiglu, "qwen3_vl_moe", "qwen3_vl_moe_text")
+apply_liger_kernel_to_qwen3_5 = _like(_swiglu, "qwen3_5", "qwen3_5_text", rope=False)
+apply_liger_kernel_to_qwen3_5_moe = _like(_swiglu, "qwen3_5_moe", "qwen3_5_moe_text", rope=False)
+apply_liger_kernel_to_gemma = _like(_geglu, "gemma")
+apply_liger_kernel_to_gemma2 = _like(_geglu, "gemma2")
+apply_liger_kernel_to_gemma3_text = _like(_geglu, "gemma3_text")
+apply_liger_kernel_to_gemma4_text = _like(_geglu, "gemma4_text", rope=False)
+apply_liger_kernel_to_gemma3 = _like(_geglu_and_vision, "gemma3")
+apply_liger_kernel_to_paligemma = _like(_geglu_and_vision, "paligemma")
+apply_liger_kernel_to_gemma4 = _like(_geglu_and_vision, "gemma4", rope=False, layer_norm=False)
+apply_liger_kernel_to_mllama = _like(_swiglu_and_vision, "mllama", "mllama_text_model")
+apply_liger_kernel_to_muse_glimmer = _like(_swiglu_and_vision, "muse_glimmer")
+apply_liger_kernel_to_llama4 = _like(_llama4, "llama4", "llama4_text")
+apply_liger_kernel_to_qwen2_vl = _like(_qwen2_vl, "qwen2_vl", "qwen2_vl_text")
+apply_liger_kernel_to_pixtral = _like(_pixtral, "pixtral")
+apply_liger_kernel_to_nemotron = _like(_nemotron, "nemotron")
+apply_liger_kernel_to_llava = _like(_of_models, "llava")
+apply_liger_kernel_to_internvl = _like(_of_models_and_norms, "internvl")
+apply_liger_kernel_to_smolvlm = _like(_of_models_and_norms, "smolvlm")
+# LLaMA-Factory asks for these.
+apply_liger_kernel_to_qwen3_5_text = apply_liger_kernel_to_qwen3_5
+apply_liger_kernel_to_qwen3_5_moe_text = apply_liger_kernel_to_qwen3_5_moe
 
 
 def _of_parts(model) -> dict[str, bool]:
@@ -140,7 +246,7 @@ def _of_parts(model) -> dict[str, bool]:
     parts = [getattr(getattr(model, "config", None), f"{name}_config", None) for name in ("text", "vision")]
     types = [part.model_type for part in parts if part is not None]
     if types and types[0] not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        return dict(_DEFAULTS)
+        return dict(_SWITCHES)
     known = [MODEL_TYPE_TO_APPLY_LIGER_FN[name] for name in types if name in MODEL_TYPE_TO_APPLY_LIGER_FN]
     defaults = (
         parameter for function in known for parameter in inspect.signature(function).parameters.values()
@@ -179,9 +285,6 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
             log.warning("%s: it stays as it is", error)
             return
         log.info("%s", report)
-        for entry in report.replaced:
-            if entry.slot == "norm":
-                _take_choices(model.get_submodule(entry.path))
         forward = model_forward(model)
         if forward is not None and forward.function is not watched_forward:
             forward.function = _forward
@@ -202,11 +305,6 @@ def _forward(model, head, *args, **kwargs):
         kwargs = {**model.__dict__[_SETTINGS], **kwargs}
     output = forward_of_model(model, head, *args, **kwargs)
     return with_counts(output) if isinstance(output, ModelOutput) else output
-
-
-def _take_choices(norm) -> None:
-    """The attributes by which callers choose an implementation; they choose nothing."""
-    norm.impl = norm.mode = norm.backend = None
 
 
 def _patch_later(types, slots, logits_loss) -> None:
@@ -281,22 +379,9 @@ def logits_causal_lm_loss(
     )
 
 
-APPLY = {f"apply_liger_kernel_to_{name}": _make(name, *row) for name, row in _FUNCTIONS.items()}
-APPLY |= {
-    f"apply_liger_kernel_to_{alias}": APPLY[f"apply_liger_kernel_to_{name}"]
-    for alias, name in _ALIASES.items()
-}
-globals().update(APPLY)
-MODEL_TYPE_TO_APPLY_LIGER_FN = {
-    model_type: APPLY[f"apply_liger_kernel_to_{name}"]
-    for name, (_, _, types) in _FUNCTIONS.items()
-    for model_type in types or (name,)
-}
-
-
 def _chosen(model_type: str, options: dict):
     """The function of a model type and the options it knows, or None."""
-    if unknown := sorted(options.keys() - {*_DEFAULTS, *_OWN}):
+    if unknown := sorted(options.keys() - {*_SWITCHES, *_OWN}):
         log.warning("[compat.liger] no switch is called %s: ignored", " or ".join(unknown))
     if not model_type:
         log.info("[compat.liger] the model has no model_type: nothing is applied")
@@ -305,11 +390,11 @@ def _chosen(model_type: str, options: dict):
     if function is None:
         return None
     parameters = inspect.signature(function).parameters
-    known = (*(_DEFAULTS if "kwargs" in parameters else parameters), *_OWN)
+    known = (*(_SWITCHES if "kwargs" in parameters else parameters), *_OWN)
     return function, {name: value for name, value in options.items() if name in known}
 
 
-def _apply_liger_kernel(model_type: str, **kwargs) -> None:
+def _apply_liger_kernel(model_type: str, **kwargs: bool | None) -> None:
     """Into every model of this type, now and later; types not in the table are left, and it is logged."""
     chosen = _chosen(model_type, kwargs)
     if chosen is None:
@@ -318,13 +403,13 @@ def _apply_liger_kernel(model_type: str, **kwargs) -> None:
     chosen[0](**chosen[1])
 
 
-def _apply_liger_kernel_to_instance(model, **kwargs) -> None:
+def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: bool | None) -> None:
     """Into this model. Tigon recognises structures, so types outside the table are tried too."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     chosen = _chosen(model_type, kwargs)
     if chosen is None:
-        known = {name: value for name, value in kwargs.items() if name in (*_DEFAULTS, *_OWN)}
-        _patch(model, *_slots({**_DEFAULTS, **known}, known))
+        known = {name: value for name, value in kwargs.items() if name in (*_SWITCHES, *_OWN)}
+        _patch(model, *_slots({**_SWITCHES, **known}, known))
         return
     chosen[0](model=model, **chosen[1])
 
@@ -337,7 +422,7 @@ class AutoLigerKernelForCausalLM(AutoTigonForCausalLM):
         """The type's function is called first, as there, and what it asks for is done to the loaded model."""
         model_type = _model_type(source, kwargs)
         function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-        known = (*_OWN, *(_DEFAULTS if function is None else inspect.signature(function).parameters))
+        known = (*_OWN, *(_SWITCHES if function is None else inspect.signature(function).parameters))
         options = {name: value for name, value in kwargs.items() if name in known}
         with _one_model() as patches:
             _apply_liger_kernel(model_type, **options)
@@ -359,31 +444,3 @@ def _model_type(source, kwargs) -> str | None:
         except (OSError, ValueError):
             return None
     return config.model_type
-
-
-def _bind_method_to_module(module, method_name: str, new_method) -> None:
-    module.__dict__[method_name] = new_method.__get__(module, type(module))
-
-
-_NONE = {"norm": False, "mlp": False, "rope": False, "loss": False}
-
-
-def _patch_rms_norm_module(module, *args, **kwargs) -> None:
-    """The norm's own formula decides, not the arguments."""
-    _patch(module, {**_NONE, "norm": True}, False)
-    _take_choices(module)
-
-
-def _patch_swiglu_module(module, liger_module=None) -> None:
-    """The gated MLP's own formula decides."""
-    _patch(module, {**_NONE, "mlp": True}, False)
-
-
-_patch_geglu_module = _patch_swiglu_module
-_patch_layer_norm_module = _patch_rms_norm_module
-
-
-def apply_liger_llama4_rope_full(modeling_module) -> None:
-    """Tigon's rotary functions in the place of this modelling module's."""
-    modeling_module.apply_rotary_emb = functional.liger_llama4_text_rotary_pos_emb
-    modeling_module.vision_apply_rotary_emb = functional.liger_llama4_vision_rotary_pos_emb

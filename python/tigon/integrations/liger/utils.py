@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
 import operator
-import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from packaging.version import Version
 
 import tigon
-from tigon.integrations.liger.names import public
 
-IS_TRANSFORMERS_V5_OR_LATER = True
-MIN_SUPPORTED_TRANSFORMERS_VERSION = Version("5.0.0")
-LIGER_KERNEL_IMPL_ENV = "LIGER_KERNEL_IMPL"
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 
 
@@ -49,52 +43,6 @@ def infer_device() -> str:
     return "xpu" if torch.xpu.is_available() else "cpu"
 
 
-# What Liger calls the architectures. Others get the compute capability, the target or the device type.
-_NVIDIA = {
-    (7, 0): "volta_turing",
-    (7, 5): "volta_turing",
-    (8, 0): "ampere_ada",
-    (8, 6): "ampere_ada",
-    (8, 9): "ampere_ada",
-    (9, 0): "hopper",
-    (10, 0): "blackwell",
-    (10, 3): "blackwell_ultra",
-    (12, 0): "blackwell_consumer",
-}
-_AMD = {"gfx908": "cdna", "gfx90a": "cdna2", "gfx94": "cdna3", "gfx110": "rdna3"}  # by how targets begin
-
-
-def _infer_nvidia_arch(device_id: int) -> str:
-    found = torch.cuda.get_device_capability(device_id)
-    return _NVIDIA.get(found, "sm_{}{}".format(*found))
-
-
-def _infer_amd_arch(device_id: int) -> str:
-    target = getattr(torch.cuda.get_device_properties(device_id), "gcnArchName", "").partition(":")[0]
-    return next((arch for start, arch in _AMD.items() if target.startswith(start)), target or "cuda")
-
-
-def _infer_xpu_arch(device_id: int) -> str:
-    name = torch.xpu.get_device_properties(device_id).name
-    return "pvc" if "Data Center GPU Max" in name else "arc" if "Arc" in name else "xpu"
-
-
-def _infer_npu_arch(device_id: int) -> str:
-    name = torch.npu.get_device_properties(device_id).name.lower()
-    return next((arch for arch in ("ascend910", "ascend310") if arch in name), "npu")
-
-
-@functools.lru_cache
-def infer_device_arch(device_id: int = 0) -> str:
-    """The accelerator's architecture, or the device type where it cannot be told."""
-    device = public("utils", "infer_device", infer_device)()
-    name = f"_infer_{('amd' if is_hip() else 'nvidia') if device == 'cuda' else device}_arch"
-    try:
-        return public("utils", name, globals()[name])(device_id)
-    except Exception:  # a CPU, or no driver: callers ask before they know that there is one
-        return device
-
-
 def infer_comm_backend() -> str:
     """torch.distributed's backend for :func:`infer_device`."""
     return {"cuda": "nccl", "npu": "hccl", "xpu": "ccl"}.get(infer_device(), "gloo")
@@ -105,7 +53,7 @@ def get_total_gpu_memory() -> int:
     return round(torch.cuda.get_device_properties(0).total_memory / 2**30)
 
 
-def compare_version(package: str, compare, target: str) -> bool:
+def compare_version(package: str, compare: Callable[[Version, Version], bool], target: str) -> bool:
     """``compare(installed version, target)``; False where the package is missing."""
     try:
         module = importlib.import_module(package)
@@ -114,7 +62,22 @@ def compare_version(package: str, compare, target: str) -> bool:
     return compare(Version(module.__version__), Version(target))
 
 
-def ensure_contiguous(fn):
+def transformers_version_dispatch(
+    required_version: str,
+    before_fn: Callable,
+    after_fn: Callable,
+    before_args: tuple = (),
+    after_args: tuple = (),
+    before_kwargs: dict | None = None,
+    after_kwargs: dict | None = None,
+):
+    """Call one of two functions by transformers' version."""
+    if compare_version("transformers", operator.lt, required_version):
+        return before_fn(*before_args, **(before_kwargs or {}))
+    return after_fn(*after_args, **(after_kwargs or {}))
+
+
+def ensure_contiguous(fn: Callable) -> Callable:
     """Decorator of autograd methods: tensor arguments arrive contiguous."""
 
     def dense(x):
@@ -125,26 +88,6 @@ def ensure_contiguous(fn):
         return fn(ctx, *map(dense, args), **{name: dense(value) for name, value in kwargs.items()})
 
     return wrapper
-
-
-def amp_custom_fwd(forward):
-    """Decorator of an autograd function's forward under autocast, for :func:`infer_device`'s type."""
-    return torch.amp.custom_fwd(forward, device_type=infer_device())
-
-
-def amp_custom_bwd(backward):
-    """The same of its backward."""
-    return torch.amp.custom_bwd(backward, device_type=infer_device())
-
-
-def get_amp_custom_fwd_bwd():
-    return amp_custom_fwd, amp_custom_bwd
-
-
-def device_context(device):
-    """A context in which this device is its type's current one."""
-    device = torch.device(device)
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def calculate_settings(n: int) -> tuple[int, int]:
@@ -169,21 +112,6 @@ class _TritonTypes(dict):
 torch_to_triton_dtype = _TritonTypes()
 
 
-def transformers_version_dispatch(
-    required_version,
-    before_fn,
-    after_fn,
-    before_args=(),
-    after_args=(),
-    before_kwargs=None,
-    after_kwargs=None,
-):
-    """Call one of two functions by transformers' version."""
-    if compare_version("transformers", operator.lt, required_version):
-        return before_fn(*before_args, **(before_kwargs or {}))
-    return after_fn(*after_args, **(after_kwargs or {}))
-
-
 def apply_liger_triton_cache_manager() -> None:
     """Nothing to do: Tigon compiles nothing at run time."""
 
@@ -191,34 +119,3 @@ def apply_liger_triton_cache_manager() -> None:
 def print_env_report() -> None:
     """Versions, devices and what Tigon was built with."""
     print(tigon.env())
-
-
-@dataclass(frozen=True)
-class FusedLinearCrossEntropyConfig:
-    """Sizes that ``configure`` takes."""
-
-    max_tokens: int
-    hidden_size: int
-    local_vocab_size: int
-    group: str | None = None
-    tiles_per_reduce: int = 1
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """Sizes that ``configure`` takes."""
-
-    max_tokens: int
-    hidden_size: int
-    num_experts: int
-    top_k: int
-    num_hosts: int
-    gpus_per_host: int
-    group: str | None = None
-    max_inflight: int = 1
-
-
-def configure(*, process_groups=None, bootstrap_group=None, device=None, flsce=None, moe=None) -> bool:
-    """Warns and returns False, as there without ``liger-cute-kernels``: Tigon has no runtime to set up."""
-    warnings.warn("[compat.liger] configure: Tigon has no runtime to set up", stacklevel=2)
-    return False

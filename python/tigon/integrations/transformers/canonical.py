@@ -12,9 +12,11 @@ import ast
 import builtins
 import functools
 import inspect
+import linecache
 import re
 import textwrap
 import types
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +24,6 @@ import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
 MAX_INLINING = 4
-SOURCE = "_tigon_source"  # of a function that was made of a text
 
 # Functions and tensor methods that have one spelling in the canonical form.
 _TORCH = """
@@ -33,39 +34,11 @@ _FUNCTIONAL = "silu gelu relu dropout group_norm layer_norm rms_norm linear sigm
 FUNCTIONS = {getattr(torch, name): name for name in _TORCH.split()}
 FUNCTIONS |= {getattr(F, name): name for name in _FUNCTIONAL.split()}
 FUNCTIONS |= {isinstance: "isinstance", float: "number"}
-METHODS = {
-    "rsqrt",
-    "sqrt",
-    "pow",
-    "square",
-    "mean",
-    "tanh",
-    "sigmoid",
-    "chunk",
-    "unsqueeze",
-    "float",
-    "to",
-    "type",
-    "type_as",
-    "contiguous",
-    "size",
-    "dim",
-    "view",
-    "permute",
-    "clamp",
-    "flatten",
-    "reshape",
-    "repeat_interleave",
-    "unbind",
-    "topk",
-    "softmax",
-    "gather",
-    "sum",
-    "max",
-    "masked_fill",
-    "expand",
-    "bool",
-}
+_METHODS = """
+    rsqrt sqrt pow square mean tanh sigmoid chunk unsqueeze float to type type_as contiguous size dim view
+    permute clamp flatten reshape repeat_interleave unbind topk softmax gather sum max masked_fill expand bool
+"""
+METHODS = frozenset(_METHODS.split())
 # Names under which the arguments of these functions may be given, and of all others.
 PLACES = {
     "chunk": {"chunks": 1, "dim": 2},
@@ -111,18 +84,11 @@ class Canonical:
 
     text: str
     attributes: tuple[str, ...]
+    calls: tuple[str, ...]  # those that are called, in the order of the first calls
 
 
-def canonical_forward(cls: type, name: str = "forward") -> Canonical:
-    """Canonical expression of a method of `cls`, helper methods taken from `cls` and its bases."""
-    return _canonical(getattr(cls, name), cls)
-
-
-def canonical_function(function) -> Canonical:
-    return _canonical(function, None)
-
-
-def _canonical(function, cls) -> Canonical:
+def canonical(function, cls: type | None = None) -> Canonical:
+    """Canonical expression of a function, or of a method of `cls`, its helper methods taken from there."""
     found, reads = _evaluated(function, cls)
     if all(_now(place, name) is value for place, name, value in reads):
         return found
@@ -130,7 +96,10 @@ def _canonical(function, cls) -> Canonical:
 
 
 def _now(place, name):
-    return place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+    try:
+        return place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+    except ValueError:  # an empty cell
+        return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,55 +108,76 @@ def _evaluated(function, cls) -> tuple[Canonical, list]:
     if hasattr(function, "__wrapped__"):
         raise Unrecognised("decorated function")
     node = function_node(function)
-    names, defaults = _parameters(node, cls)
-    env = {name: ("arg", i) for i, name in enumerate(names)}
-    reads = []
-    value = _Evaluator(function, cls, node, 0, reads).block(node.body, env)
+    names, defaults = _parameters(node)
+    env, reads = {}, []
+    if cls is not None:
+        self_name, *names = names or [""]
+        env[self_name] = ("self",)
+    env |= {name: ("arg", i) for i, name in enumerate(names)}
+    evaluator = _Evaluator(function, cls, 0, reads, {})
+    value = evaluator.run(node, env)
     attributes: dict[str, str] = {}
 
     def rename(match):
         return attributes.setdefault(match[1], f"@{len(attributes) + 1}")
 
     text = re.sub(r"@<(\w+)>", rename, f"{len(names)}{defaults} {_render(value)}")
-    return Canonical(text, tuple(attributes)), reads
+    return Canonical(text, tuple(attributes), tuple(evaluator.calls)), reads
 
 
-def source_tree(function) -> ast.Module:
+def source_tree(function) -> ast.AST:
     """The syntax of a function's source; `NoSource` where there is none."""
     try:
-        return ast.parse(getattr(function, SOURCE, None) or textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError) as error:
+        module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", "")
+        if name == "<lambda>" or module.startswith(f"{__package__}.patterns."):  # one file has many
+            text = "".join(linecache.getlines(function.__code__.co_filename))
+            return _functions(text)[function.__code__.co_firstlineno]
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, KeyError) as error:
         raise NoSource("no Python source") from error
 
 
-def function_node(function) -> ast.FunctionDef:
+@functools.lru_cache(maxsize=8)
+def _functions(text: str) -> dict[int, ast.FunctionDef | ast.Lambda]:
+    """The functions of a file by their line, where one has it to itself."""
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+    lines = Counter(node.lineno for node in found)
+    return {node.lineno: node for node in found if lines[node.lineno] == 1}
+
+
+def function_node(function) -> ast.FunctionDef | ast.Lambda:
     if not isinstance(function, types.FunctionType):
         raise NoSource("no Python source")
     tree = source_tree(function)
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
+    if isinstance(tree, ast.Module):
+        (tree,) = tree.body if len(tree.body) == 1 else (None,)
+    if not isinstance(tree, ast.FunctionDef | ast.Lambda):
         raise Unrecognised("not a plain function")
-    return tree.body[0]
+    return tree
 
 
-def _parameters(node: ast.FunctionDef, cls: type | None) -> tuple[list[str], list[str]]:
-    """Names, of a method's without self, and defaults."""
+def _parameters(node: ast.FunctionDef | ast.Lambda) -> tuple[list[str], list[str]]:
+    """Names and defaults."""
     arguments = node.args
     if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs:
         raise Unrecognised("a signature with *, ** or /")
-    defaults = [ast.unparse(default) for default in arguments.defaults]
-    return [argument.arg for argument in arguments.args][cls is not None :], defaults
+    return [argument.arg for argument in arguments.args], [ast.unparse(value) for value in arguments.defaults]
 
 
 class _Evaluator:
     """Evaluate the body of one function symbolically; expressions are nested tuples."""
 
-    def __init__(self, function, cls, node, depth, reads):
+    def __init__(self, function, cls, depth, reads, calls):
         self.function = function
-        self.reads = reads
+        self.reads, self.calls = reads, calls
         self.globals = function.__globals__
         self.cls = cls
         self.depth = depth
-        self.self_name = node.args.args[0].arg if cls is not None and node.args.args else None
+
+    def run(self, node: ast.FunctionDef | ast.Lambda, env: dict):
+        if isinstance(node, ast.Lambda):
+            return self.expression(node.body, env)
+        return self.block(node.body, env)
 
     def block(self, statements: list, env: dict):
         for index, statement in enumerate(statements):
@@ -242,8 +232,6 @@ class _Evaluator:
                 return _const(value)
             case ast.Name(id=name):
                 return self.name(name, env)
-            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.self_name:
-                return ("attr", attr)
             case ast.Attribute(value=value, attr=attr):
                 return self.attribute(self.expression(value, env), attr)
             case ast.BinOp(left=left, op=op, right=right):
@@ -270,15 +258,21 @@ class _Evaluator:
     def name(self, name, env):
         if name in env:
             return env[name]
+        code = self.function.__code__
+        if name in code.co_freevars:
+            cell = self.function.__closure__[code.co_freevars.index(name)]
+            return ("object", self.read(cell, "cell_contents"))
         if name in self.globals:
             return ("object", self.read(self.globals, name))
         if name in ("isinstance", "float"):
             return ("object", getattr(builtins, name))
-        if name in self.function.__code__.co_varnames:  # this path, where it is not assigned, fails
+        if name in code.co_varnames:  # this path, where it is not assigned, fails
             return ("unbound",)
         raise Unrecognised(f"name `{name}`")
 
     def attribute(self, base, attr):
+        if base == ("self",):
+            return ("attr", attr)
         if base[0] == "object":  # torch.float32, nn.functional.silu
             if not isinstance(base[1], types.ModuleType) or not hasattr(base[1], attr):
                 raise Unrecognised(f"attribute `{attr}`")
@@ -313,12 +307,12 @@ class _Evaluator:
         arguments = [self.argument(argument, env) for argument in node.args]
         keywords = {word.arg: self.expression(word.value, env) for word in node.keywords}
         match node.func:
-            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.self_name:
-                return self.call_self(attr, arguments, keywords)
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super"), args=[]), attr=attr):
-                return self.inline(self.parent(attr), self.cls, arguments, keywords)
+                return self.inline(self.parent(attr), [("self",), *arguments], keywords)
             case ast.Attribute(value=value, attr=attr):
                 base = self.expression(value, env)
+                if base == ("self",):
+                    return self.call_self(attr, arguments, keywords)
                 if base[0] != "object":
                     if attr not in METHODS:
                         raise Unrecognised(f"method `{attr}`")
@@ -331,7 +325,7 @@ class _Evaluator:
         name = _known(function[1])
         if name is not None:
             return _build(name, _positional(name, arguments, keywords))
-        return self.inline(function[1], None, arguments, keywords)
+        return self.inline(function[1], arguments, keywords)
 
     def argument(self, node, env):
         if not isinstance(node, ast.Starred):
@@ -344,12 +338,14 @@ class _Evaluator:
         if method is None:  # a child module
             if keywords:
                 raise Unrecognised(f"keywords in a call of `{attr}`")
+            self.calls.setdefault(attr)
             return ("call", ("attr", attr), *arguments)
         try:
-            return self.inline(method, self.cls, arguments, keywords)
+            return self.inline(method, [("self",), *arguments], keywords)
         except Unrecognised:  # a method like a child: something to call with these arguments
             if keywords or not arguments:
                 raise
+            self.calls.setdefault(attr)
             return ("call", ("attr", attr), *arguments)
 
     def parent(self, attr):
@@ -368,15 +364,15 @@ class _Evaluator:
         self.reads.append((place, name, _now(place, name)))
         return self.reads[-1][2]
 
-    def inline(self, function, cls, arguments, keywords):
+    def inline(self, function, arguments, keywords):
         if self.depth >= MAX_INLINING or keywords or hasattr(function, "__wrapped__"):
             raise Unrecognised(f"call of `{getattr(function, '__name__', function)}`")
         node = function_node(function)
-        names, defaults = _parameters(node, cls)
+        names, defaults = _parameters(node)
         if defaults or len(names) != len(arguments):
-            raise Unrecognised(f"call of `{node.name}`")
+            raise Unrecognised(f"call of `{getattr(node, 'name', 'lambda')}`")
         env = dict(zip(names, arguments, strict=True))
-        return _Evaluator(function, cls, node, self.depth + 1, self.reads).block(node.body, env)
+        return _Evaluator(function, self.cls, self.depth + 1, self.reads, self.calls).run(node, env)
 
 
 def _known(function) -> str | None:

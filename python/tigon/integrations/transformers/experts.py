@@ -29,20 +29,9 @@ from tigon.integrations.transformers.forward import (
     plain,
     stock,
 )
-from tigon.integrations.transformers.mlp import (
-    FUSED,
-    clamped_product,
-    fused_activation,
-    known_activation,
-    product,
-)
-from tigon.integrations.transformers.patterns.modules import (
-    BATCHED_EXPERTS,
-    EXPERT_GATES,
-    Match,
-    Structure,
-    recognise,
-)
+from tigon.integrations.transformers.mlp import FUSED, fused_activation, known_activation, product
+from tigon.integrations.transformers.patterns.mlp import BATCHED_EXPERTS, EXPERT_GATES
+from tigon.integrations.transformers.recognition import Match, Structure, recognise
 from tigon.ops.experts import KINDS, experts
 from tigon.ops.glu import swiglu, swiglu_oai
 from tigon.ops.relu_squared import relu_squared
@@ -164,11 +153,10 @@ def _fit(hidden, ids, weights, first, *rest) -> bool:
 def gate_forward(module: nn.Module, spec: ExpertsSpec, gate_up):
     if not (plain(gate_up) and spec.intact(module)):
         return getattr(type(module), GATE)(module, gate_up)
-    if spec.activation is not None and spec.limit is not None:
-        return clamped_product(spec.activation, gate_up, None, getattr(module, spec.limit), spec.clamp_after)
+    limit = None if spec.limit is None else getattr(module, spec.limit)
     if spec.activation is not None:
-        return product(spec.activation, gate_up, None)
-    alpha, limit = getattr(module, spec.alpha), getattr(module, spec.limit)
+        return product(spec.activation, gate_up, None, limit=limit, after=spec.clamp_after)
+    alpha = getattr(module, spec.alpha)
     if not spec.halves:
         return swiglu_oai(gate_up, alpha=alpha, limit=limit)
     gate, up = gate_up.chunk(2, dim=-1)  # g * sigmoid(alpha * g) is silu(alpha * g) / alpha
@@ -231,7 +219,7 @@ def _plan_layer(module) -> tuple | None:
     before = implementation(module)
     if before == "eager" and "float" in _note_loop(type(module)).__code__.co_names:
         return None  # its loop multiplies in float32
-    found = Match(Structure("no gate", None), {"act": "act_fn"})
+    found = Match(Structure("no gate", None, {}), {"act": "act_fn"})
     if module.has_gate:
         found = recognise(module, EXPERT_GATES, GATE)
     if not isinstance(found, Match):

@@ -195,12 +195,12 @@ def stock(module: nn.Module, *args, **kwargs):
 
 
 # Tracing, the type of a buffer made by nn.Buffer is that.
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def plain(*tensors) -> bool:
     """Whether all are ordinary tensors: kernels take no DTensor, quantised or other subclass."""
-    return all(type(tensor) in _PLAIN for tensor in tensors)
+    return all(type(tensor) in PLAIN for tensor in tensors)
 
 
 def read(module: nn.Module, *names) -> list:

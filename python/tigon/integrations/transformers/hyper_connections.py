@@ -10,16 +10,21 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import re
 import types
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from tigon.integrations.transformers.canonical import function_node
 from tigon.integrations.transformers.forward import blocked, intact, plain, stock, written
-from tigon.integrations.transformers.probe import PROBE_EPS, on_cpu, same_results, twin
-from tigon.integrations.transformers.rewriting import Rewritten, rewrite_innermost
+from tigon.integrations.transformers.recognition import PROBE_EPS, on_cpu, same_results, twin
+from tigon.integrations.transformers.rewriting import (
+    Rewritten,
+    replace_expressions,
+    rewrite_innermost,
+    same_form,
+)
 from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_post, hyper_connection_pre
 
 _COLUMNS, _ITERATIONS, _MAGNITUDE = 6, 3, 1.7  # of a probe
@@ -126,8 +131,7 @@ def mixed(x, f, post, comb, dtype):
     """DeepSeek-V4, GLM-5: streams mixed by comb, transposed."""
     if _fits(x, f, post, dtype) and plain(comb):
         return hyper_connection_post(x, f, post, comb, transposed=True)
-    rest = torch.matmul(comb.to(dtype).transpose(-1, -2), x)
-    return post.to(dtype).unsqueeze(-1) * f.unsqueeze(-2) + rest
+    return post.to(dtype).unsqueeze(-1) * f.unsqueeze(-2) + torch.matmul(comb.to(dtype).transpose(-1, -2), x)
 
 
 def kept(x, f, post, dtype):
@@ -137,23 +141,14 @@ def kept(x, f, post, dtype):
     return (post.float().unsqueeze(-1) * f.float().unsqueeze(-2) + x.float()).to(dtype)
 
 
-def _pattern(text: str, function) -> re.Pattern:
-    """Finds the expression whatever its variables, the parameters of the function, are called."""
-
-    def variable(found):
-        seen.append(found[0])
-        return rf"(?P={found[0]})" if found[0] in seen[:-1] else rf"(?P<{found[0]}>\w+)"
-
-    seen, code = [], function.__code__
-    return re.compile(
-        re.sub(rf"\b({'|'.join(code.co_varnames[: code.co_argcount])})\b", variable, re.escape(text))
-    )
+_STREAMS = {"_tigon_mixed": mixed, "_tigon_kept": kept}  # each replaces the expression that it ends with
 
 
-# What is replaced, in the words of ast.unparse, and by which function.
-_MIXED = "post.to(dtype).unsqueeze(-1) * f.unsqueeze(-2) + torch.matmul(comb.to(dtype).transpose(-1, -2), x)"
-_KEPT = "(post.float().unsqueeze(-1) * f.float().unsqueeze(-2) + x.float()).to(dtype)"
-_STREAMS = {"_tigon_mixed": (_pattern(_MIXED, mixed), mixed), "_tigon_kept": (_pattern(_KEPT, kept), kept)}
+@functools.cache
+def _expression(function) -> tuple[ast.expr, tuple[str, ...]]:
+    """What a function returns at its end, and its parameters."""
+    node = function_node(function)
+    return node.body[-1].value, tuple(parameter.arg for parameter in node.args.args)
 
 
 def plan_streams(module: nn.Module) -> tuple[Rewritten, str] | str | None:
@@ -171,28 +166,16 @@ def rewrite(forward) -> tuple[int, types.FunctionType] | None:
     names = getattr(getattr(inner, "__code__", None), "co_names", ())
     if "unsqueeze" not in names:
         return None
-    own = {name: function for name, (_, function) in _STREAMS.items()}
-    return rewrite_innermost(forward, _replace, **own)
+    return rewrite_innermost(forward, _replace, **_STREAMS)
 
 
 def _replace(node: ast.FunctionDef) -> int:
-    replace = _Replace()
-    replace.visit(node)
-    return replace.places
+    def call(part: ast.expr) -> str | None:
+        for name, function in _STREAMS.items():
+            expression, parameters = _expression(function)
+            found = dict.fromkeys(parameters)
+            if same_form(expression, part, found) and all(map(str.isidentifier, found.values())):
+                return f"{name}({', '.join(f'{parameter}={value}' for parameter, value in found.items())})"
+        return None
 
-
-class _Replace(ast.NodeTransformer):
-    """Expressions of `_STREAMS` become calls."""
-
-    def __init__(self):
-        self.places = 0
-
-    def generic_visit(self, node):
-        node = super().generic_visit(node)
-        text = ast.unparse(node) if isinstance(node, ast.BinOp | ast.Call) else ""
-        for name, (pattern, _) in _STREAMS.items():
-            if found := pattern.fullmatch(text):
-                self.places += 1
-                given = ", ".join(f"{parameter}={value}" for parameter, value in found.groupdict().items())
-                return ast.copy_location(ast.parse(f"{name}({given})", mode="eval").body, node)
-        return node
+    return replace_expressions(node, call)

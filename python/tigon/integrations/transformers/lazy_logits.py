@@ -481,7 +481,9 @@ class LazyLogits:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.cross_entropy:
-            return _functional_cross_entropy(*args, **kwargs)
+            loss = _owed_loss(*args, **kwargs)
+            if loss is not None:
+                return loss
         if args and isinstance(args[0], cls) and func in _LAZY_FUNCTIONS and "out" not in kwargs:
             return getattr(args[0], _LAZY_FUNCTIONS[func])(*args[1:], **kwargs)
         if func in _COMMUTING and len(args) == 2 and isinstance(args[1], cls) and not kwargs:
@@ -543,7 +545,7 @@ def _real_all(values, fresh=False):
     return type(values)(_real(value, fresh) for value in values)
 
 
-def _functional_cross_entropy(
+def _owed_loss(
     input,
     target,
     weight=None,
@@ -553,20 +555,9 @@ def _functional_cross_entropy(
     reduction="mean",
     label_smoothing=0.0,
 ):
-    """torch.nn.functional.cross_entropy on lazy logits."""
+    """torch.nn.functional.cross_entropy of lazy logits, or None where they must be computed."""
     usual = isinstance(input, LazyLogits) and size_average is None and reduce is None
-    if usual and input.ndim == 2 and not target.is_floating_point():
-        options = {"reduction": reduction, "label_smoothing": label_smoothing}
-        loss = input.cross_entropy(target, weight=weight, ignore_index=ignore_index, **options)
-        if loss is not None:
-            return loss
-    return F.cross_entropy(
-        _real(input, True),
-        _real(target, True),
-        weight,
-        size_average,
-        ignore_index,
-        reduce,
-        reduction,
-        label_smoothing,
-    )
+    if not usual or input.ndim != 2 or target.is_floating_point():
+        return None
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    return input.cross_entropy(target, weight=weight, ignore_index=ignore_index, **options)

@@ -22,6 +22,7 @@ from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
     HOOKED,
     LINEAR,
+    PLAIN,
     autocast_dtype,
     blocked,
     bound,
@@ -100,7 +101,8 @@ class State(NamedTuple):
 class Siblings:
     """Layers that a module gives one x, one after the other: the first call computes for all.
 
-    A result is handed out for the same x and the state that it was computed of, otherwise dropped.
+    A result is handed out for the same x and the state that it was computed of, otherwise dropped. One node
+    of autograd for q, k and v takes a tenth off the host's time of a small model's backward, on a CPU.
     """
 
     def __init__(self, parent: nn.Module, names: tuple[str, ...]):
@@ -279,45 +281,20 @@ def _look(module, x) -> list | None:
     The state holds the tensors, so that nothing else gets their identity.
     """
     base = module._modules["base_layer"]
-    own = base._parameters
-    weight, bias = own.get("weight"), own.get("bias")
+    weight = base._parameters.get("weight")
     if weight is None or module._disable_adapters or module.merged_adapters:
         return None
     device = x.device
-    seen = [
-        type(x),
-        x.dtype,
-        device,
-        x.shape[-1],
-        autocast_dtype(device.type),
-        *_look_at_part(base),
-        weight.shape,
-        weight.requires_grad,
-        *_look_at_tensor(weight),
-        id(bias),
-        bias is None or bias.dtype,
-    ]
-    if type(weight) not in _PLAIN:
+    seen = [type(x), x.dtype, device, x.shape[-1], autocast_dtype(device.type)]
+    seen += weight.shape, weight.requires_grad, *_look_at_part(base)
+    if type(weight) not in PLAIN:
         seen += _look_at_quantised(base, weight)
     for name, down, up, dropout in _active(module):
-        a, b = down._parameters.get("weight"), up._parameters.get("weight")
-        biased = down._parameters.get("bias") is not None or up._parameters.get("bias") is not None
-        if a is None or b is None or biased:
+        if down._parameters.get("weight") is None or up._parameters.get("weight") is None:
             return None
         scale, variant = module.scaling[name], module.lora_variant.get(name)
-        seen += (
-            name,
-            variant,
-            type(scale),
-            scale,
-            dropout.training,
-            dropout.__dict__.get("p"),
-            *_look_at_part(down),
-            *_look_at_part(up),
-            *_look_at_part(dropout),
-            *_look_at_tensor(a),
-            *_look_at_tensor(b),
-        )
+        seen += name, variant, type(scale), scale, dropout.training, dropout.__dict__.get("p")
+        seen += *_look_at_part(down), *_look_at_part(up), *_look_at_part(dropout)
         if variant is not None:
             magnitude = dora_magnitude(module, name)
             if magnitude is None:
@@ -326,14 +303,17 @@ def _look(module, x) -> list | None:
     return seen
 
 
-def _look_at_part(part: nn.Module) -> tuple:
-    """What makes a part another one, or its calls more than products."""
+def _look_at_part(part: nn.Module) -> list:
+    """What makes a part another one, or its calls more than products, and its parameters."""
     own, kind = part.__dict__, type(part)
-    return part, kind, kind.forward, own.get("forward"), own.get(HOOKED), has_hooks(part)
+    seen = [part, kind, kind.forward, own.get("forward"), own.get(HOOKED), has_hooks(part)]
+    for tensor in own["_parameters"].values():
+        seen += _look_at_tensor(tensor)
+    return seen
 
 
-def _look_at_tensor(t: torch.Tensor) -> tuple:
-    return id(t), t.dtype, t.device, hasattr(t, "ds_id")
+def _look_at_tensor(t: torch.Tensor | None) -> tuple:
+    return (None,) if t is None else (id(t), t.dtype, t.device, hasattr(t, "ds_id"))
 
 
 def _look_at_quantised(base: nn.Module, weight) -> tuple:
@@ -368,7 +348,7 @@ def _find_state(module, x) -> State | None:
     if autocast is not None:
         dtype = autocast
     weight, bias = _own(base, "weight"), _own(base, "bias")
-    if type(weight) in _PLAIN and linear:
+    if type(weight) in PLAIN and linear:
         if not _usable(weight, device) or x.shape[-1] != weight.shape[1]:
             return None
         sources = [weight, bias]
@@ -385,7 +365,7 @@ def _find_state(module, x) -> State | None:
         weight = _dequantised(make, dtype)
     else:
         return None
-    if dtype not in _DTYPES or type(x) not in _PLAIN:
+    if dtype not in _DTYPES or type(x) not in PLAIN:
         return None
     adapters, magnitude, kind = [], None, None
     for name, down, up, dropout in _active(module):
@@ -431,12 +411,9 @@ def _own(module, name):
     return own[name] if name in own else getattr(module, name)
 
 
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-
-
 def _usable(weight, device) -> bool:
     """Whether it is a whole tensor here; ZeRO-3 gathers its own in hooks of the parts."""
-    return type(weight) in _PLAIN and weight.device == device and not hasattr(weight, "ds_id")
+    return type(weight) in PLAIN and weight.device == device and not hasattr(weight, "ds_id")
 
 
 def _scales_weight(x, state: State) -> bool:

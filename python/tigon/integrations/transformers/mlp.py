@@ -26,8 +26,8 @@ from tigon.integrations.transformers.forward import (
     read,
     stock,
 )
-from tigon.integrations.transformers.patterns.modules import MLPS, Match, recognise
-from tigon.integrations.transformers.probe import on_cpu
+from tigon.integrations.transformers.patterns.mlp import MLPS
+from tigon.integrations.transformers.recognition import Match, on_cpu, recognise
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.ops.glu import geglu, reglu, swiglu
 from tigon.ops.relu_squared import relu_squared
@@ -57,35 +57,28 @@ FUSED = {
 }
 
 
-def clamped_product(activation, gate, up, limit, after):
-    """act(gate) * up with the gate clamped above, before or after act, and up on both sides.
+def product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0, limit=None, after=False):
+    """act(gate_multiplier * gate) * up * down_multiplier; without `up`, gate holds both as halves.
 
-    Without `up`, gate holds both as halves.
+    With a limit the gate is clamped above, before or after act, and up on both sides.
     """
     fits = plain(gate) if up is None else plain(gate, up) and gate.dtype == up.dtype
-    if fits and activation == "silu" and not after and 0 < limit < math.inf:
-        return swiglu(gate, up, limit=limit)
-    if up is None:
-        gate, up = gate.chunk(2, dim=-1)
+    options = {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
+    if limit is not None:
+        options = {"limit": limit}
+        fits = fits and not after and 0 < limit < math.inf
+    elif (gate_multiplier, down_multiplier) == (1.0, 1.0):
+        options = {}
+    if fits and (activation == "silu" or not options):
+        return FUSED[activation][1](gate, up, **options)
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    act = ACTIVATIONS[activation]
+    if limit is None:
+        return act(gate * gate_multiplier) * up * down_multiplier if options else act(gate) * up
     up = up.clamp(min=-limit, max=limit)
     if after:
-        return ACTIVATIONS[activation](gate).clamp(max=limit) * up
+        return act(gate).clamp(max=limit) * up
     return product(activation, gate.clamp(max=limit), up)
-
-
-def product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0):
-    """act(gate_multiplier * gate) * up * down_multiplier; without `up`, gate holds both as halves."""
-    fits = plain(gate) if up is None else plain(gate, up) and gate.dtype == up.dtype
-    scaled = (gate_multiplier, down_multiplier) != (1.0, 1.0)
-    if fits and activation == "silu" and scaled:
-        return swiglu(gate, up, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-    if fits and not scaled:
-        return FUSED[activation][1](gate, up)
-    if up is None:
-        gate, up = gate.chunk(2, dim=-1)
-    if not scaled:
-        return ACTIVATIONS[activation](gate) * up
-    return ACTIVATIONS[activation](gate * gate_multiplier) * up * down_multiplier
 
 
 def fused_activation(module: nn.Module, name: str) -> tuple[str | None, str | None]:
@@ -173,10 +166,8 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
         if intact(down, LINEAR) and down.bias is None:  # linear: the factor may come before it
             return spec.ledger.project(down, product(spec.activation, gate, up, before, after))
         return spec.ledger.project(down, product(spec.activation, gate, up, before)) * after
-    if spec.limit is not None:
-        inner = clamped_product(spec.activation, gate, up, getattr(module, spec.limit), spec.clamp_after)
-    else:
-        inner = product(spec.activation, gate, up)
+    limit = None if spec.limit is None else getattr(module, spec.limit)
+    inner = product(spec.activation, gate, up, limit=limit, after=spec.clamp_after)
     if spec.middle is not None:
         inner = getattr(module, spec.middle)(inner)
     if spec.cast and isinstance(down.weight, torch.Tensor) and down.weight.dtype != torch.int8:
@@ -217,18 +208,11 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     before = tuple(roles.pop(f"before{i}") for i in range(3) if f"before{i}" in roles)
     roles.pop("training", None)
     part = None if act is None else Part.named(module, act)
-    up_first = _called_before(type(module).forward, roles.get("up"), roles.get("gate"))
+    calls = [name for name in found.calls if name in (roles.get("up"), roles.get("gate"))]
+    up_first = len(calls) == 2 and calls[0] == roles["up"]
     return MlpSpec(
         activation, before=before, part=part, up_called_first=up_first, **{**options, **roles}
     ), f"{op} ({found.structure.name})"
-
-
-@functools.cache
-def _called_before(forward, one: str | None, other: str | None) -> bool:
-    """Whether the source calls the one child before the other: a call is done where its text ends."""
-    calls = (node for node in ast.walk(source_tree(forward)) if isinstance(node, ast.Call))
-    ends = {getattr(node.func, "attr", None): (node.end_lineno, node.end_col_offset) for node in calls}
-    return one in ends and other in ends and ends[one] < ends[other]
 
 
 def _multipliers(module: nn.Module, roles: dict) -> str | None:

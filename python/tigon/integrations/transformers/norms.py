@@ -9,20 +9,17 @@ import torch
 from torch import nn
 
 from tigon._dtensor import rows_stay_local
-from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_forward
+from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical
 from tigon.integrations.transformers.forward import blocked, plain, read, stock
-from tigon.integrations.transformers.patterns.modules import (
+from tigon.integrations.transformers.patterns.norms import (
     DECLARED,
     FACTORS,
     GATED_NORMS,
     GROUP_NORMS,
     LAYER_NORMS,
     NORMS,
-    Match,
-    Structure,
-    match,
 )
-from tigon.integrations.transformers.probe import equals, probe_norm
+from tigon.integrations.transformers.recognition import Match, Structure, equals, match, probe_norm
 from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.group_norm import group_norm
 from tigon.ops.layer_norm import layer_norm
@@ -203,9 +200,9 @@ def _called_norm(module: nn.Module) -> bool:
 def recognise(module: nn.Module) -> Match | str:
     """The structure of a norm; text when it looks like a norm and is in no row of the table."""
     try:
-        expression = canonical_forward(type(module))
+        expression = canonical(type(module).forward, type(module))
     except NoSource:
-        return probe_norm(module) or "no source, and equal to no known norm in numbers"
+        return probe_norm(module, NORMS) or "no source, and equal to no known norm in numbers"
     except Unrecognised as error:
         declared = DECLARED.get(f"{type(module).__module__}.{type(module).__qualname__}")
         if declared is not None and equals(module, declared):

@@ -151,11 +151,14 @@ class _Plan:
             if verdict is not None:
                 self.add("experts", path, type(module).__name__, verdict)
 
+    def heads_of_owners(self) -> set[int]:
+        """Identities of the output heads of all models inside."""
+        owners = (m for m in self.model.modules() if isinstance(m, PreTrainedModel))
+        return {id(owner.get_output_embeddings()) for owner in owners}
+
     def lora(self):
         """Not of an output head, whose adapter goes into its loss."""
-        owners = (m for m in self.model.modules() if isinstance(m, PreTrainedModel))
-        heads = {id(owner.get_output_embeddings()) for owner in owners}
-        first = len(self.binds)
+        heads, first = self.heads_of_owners(), len(self.binds)
         self.modules("lora", (lambda m: None if id(m) in heads else plan_lora(m), lora_forward))
         specs = {id(module): spec for _, module, spec, _ in self.binds[first:]}
         for parent in self.model.modules():
@@ -165,8 +168,7 @@ class _Plan:
                 names[name].name, names[name].siblings = name, siblings
 
     def fp8(self, recipe: str, names, first_last_bf16: bool):
-        owners = (m for m in self.model.modules() if isinstance(m, PreTrainedModel))
-        heads = {id(owner.get_output_embeddings()) for owner in owners}
+        heads = self.heads_of_owners()
         for path, module, verdict in plan_fp8(self.model, heads, recipe, names, first_last_bf16):
             there = bound(module)
             if isinstance(verdict, tuple):

@@ -14,16 +14,21 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 import types
 
 from torch import nn
 
 from tigon.integrations.transformers.forward import blocked
-from tigon.integrations.transformers.rewriting import Rewritten, producer, rewrite_innermost, statement_at
+from tigon.integrations.transformers.rewriting import (
+    Rewritten,
+    producer,
+    rewrite_innermost,
+    same_form,
+    statement_at,
+)
 
-PART = re.compile(r"(\w+) = (\w+)\[\.\.\., (.*?):(.*)\]")
-BOUND = re.compile(r"[\w.+* ]+")  # names, sums, products
+(PART,) = ast.parse("name = cut[..., lower:upper]").body
+BOUND = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.Add, ast.Mult, ast.Load)  # sums and products
 
 
 def plan_slices(module: nn.Module) -> tuple[Rewritten, str] | str | None:
@@ -54,17 +59,20 @@ def _partition(body: list[ast.stmt]) -> tuple[list[str], str, list[str]] | None:
     """(names, variable, sizes) of statements that cut all of its last axis into parts, from the first on."""
     names, sizes, end, whole = [], [], "", None
     for statement in body:
-        found = PART.fullmatch(ast.unparse(statement))
-        if found is None:
+        found = dict.fromkeys(("name", "cut", "lower", "upper"))
+        if not same_form(PART, statement, found):
             return None
-        name, cut, lower, upper = found.groups()
+        name, cut, lower, upper = found.values()
+        if not (name.isidentifier() and cut.isidentifier()):
+            return None
         whole = whole or cut
         if cut != whole or lower != end or (name == whole and upper):
             return None
         names.append(name)
         if not upper:
             return (names, whole, [*sizes, f"{whole}.shape[-1] - ({lower})"]) if sizes else None
-        if not BOUND.fullmatch(upper) or not upper.startswith(f"{lower} + " if lower else ""):
+        plain = all(isinstance(part, BOUND) for part in ast.walk(ast.parse(upper, mode="eval").body))
+        if not plain or not upper.startswith(f"{lower} + " if lower else ""):
             return None  # its size is plain to see where it is a sum of the last end and more
         sizes.append(upper.removeprefix(f"{lower} + "))
         end = upper

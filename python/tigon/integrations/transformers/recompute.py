@@ -4,6 +4,7 @@ While the head works, what all layers keep for their backward is alive: no momen
 the head takes there beyond the gradients it returns (a chunk's logits, a float32 sum) it notes in the ledger,
 and in the next forward pass as many MLPs as make up for it do not keep `act(gate) * up` for the projection
 after it. Gate and up are kept anyway; it is formed again from them, bit for bit, when the backward wants it.
+Two runs of six models on an H200, without it and with it, differ by 0.7 to 3.2 GB a step (1 to 6 %).
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def rewritable(function) -> ast.FunctionDef | None:
         node = function_node(function)
     except Unrecognised:
         return None
-    if function.__closure__ or hasattr(function, "__wrapped__"):
+    if function.__closure__ or hasattr(function, "__wrapped__") or isinstance(node, ast.Lambda):
         return None
     node.decorator_list = []
     return None if any(map(_private, ast.walk(node))) else node
@@ -128,7 +128,9 @@ def rewritable(function) -> ast.FunctionDef | None:
 
 def rewritten_source(function) -> tuple[types.FunctionType, ast.FunctionDef | None, dict]:
     """(the function first written, the source as it is now, what it closes over besides)."""
-    first, node, names = _sources.get(function) or (function, rewritable(function), {})
+    if function not in _sources:
+        return function, rewritable(function), {}
+    first, node, names = _sources[function]
     return first, copy.deepcopy(node), names
 
 
@@ -157,12 +159,48 @@ def recompiled(forward, node: ast.FunctionDef, **names) -> types.FunctionType:
     return made
 
 
-def statement_at(text: str, where: ast.stmt) -> ast.stmt:
+def statement_at(text: str, where: ast.stmt | ast.expr) -> ast.stmt:
     """One statement, as if it stood where another one does."""
     (made,) = ast.parse(text).body
     for child in ast.walk(made):
         ast.copy_location(child, where)
     return made
+
+
+def replace_expressions(node: ast.AST, change) -> int:
+    """Put the text that `change` gives for an expression in its place, inner ones first; in how many."""
+
+    class Each(ast.NodeTransformer):
+        places = 0
+
+        def visit(self, part):
+            part = self.generic_visit(part)
+            text = change(part) if isinstance(part, ast.expr) else None
+            if text is None:
+                return part
+            self.places += 1
+            return statement_at(text, part).value
+
+    each = Each()
+    each.visit(node)
+    return each.places
+
+
+def same_form(form, node, holes: dict[str, str | None]) -> bool:
+    """Whether a piece of source is `form`, whatever stands in the place of `holes`, which take its text."""
+    if isinstance(form, ast.Name) and form.id in holes:
+        text = "" if node is None else ast.unparse(node)
+        holes[form.id] = text if holes[form.id] is None else holes[form.id]
+        return holes[form.id] == text
+    if isinstance(form, list):
+        return len(form) == len(node) and all(
+            same_form(*pair, holes) for pair in zip(form, node, strict=True)
+        )
+    if not isinstance(form, ast.AST):
+        return form == node
+    return type(form) is type(node) and all(
+        same_form(getattr(form, field), getattr(node, field), holes) for field in form._fields
+    )
 
 
 def producer(before: list[ast.stmt], name: str) -> str | None:

@@ -8,7 +8,6 @@ there is called.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import sys
@@ -17,46 +16,65 @@ import types
 import torch
 from torch import nn
 
-from tigon.integrations.source import maker
-from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_function
+from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical
 from tigon.integrations.transformers.forward import follows, plain
-from tigon.integrations.transformers.patterns.modules import Match, match
-from tigon.integrations.transformers.patterns.rope import ROTARY, SIGNATURES
-from tigon.integrations.transformers.probe import probe_rotary
-from tigon.integrations.transformers.rewriting import Rewritten, rewrite_innermost, rewritten_forward
+from tigon.integrations.transformers.patterns.rope import ROTARY
+from tigon.integrations.transformers.recognition import Match, Structure, match, probe_rotary
+from tigon.integrations.transformers.rewriting import (
+    Rewritten,
+    replace_expressions,
+    rewrite_innermost,
+    rewritten_forward,
+)
 from tigon.ops.rope import rope
 
 Key = tuple[str, str]  # module name, name of the global
+_STOCK, _FUSED = "_tigon_stock_", "_tigon_fused_"
 
 
-def make_rotary(original, options: dict):
-    """A rotary function that fuses what `original` does, and leaves odd calls to it."""
-    tables, fixed = options["tables"], options["rope"]
+ROLES = {"x": "q", "tensor": "q", "xq": "q", "xk": "k", "freqs_cis": "cos"}  # of names in the table
+
+
+def make_rotary(stock, structure: Structure):
+    """A rotary function that fuses what `stock` does, and leaves odd calls to it."""
+    options, fixed = structure.options, structure.options["rope"]
+    parameters = inspect.signature(structure.reference).parameters
+    roles = [ROLES.get(name, name) for name in parameters]
+    required = [role for role, p in zip(roles, parameters.values(), strict=True) if p.default is p.empty]
+    names = [*(parameters if stock is None else inspect.signature(_source_of(stock)).parameters)]
+    role_of = dict(zip(names if len(names) == len(roles) else parameters, roles, strict=True))
 
     def with_op(original, op):
-        def rotate(q, k, cos, sin, unsqueeze_dim=None):
-            dims = {} if unsqueeze_dim is None else {"unsqueeze_dim": unsqueeze_dim or 1}
-            if tables == "left":
+        def rotary(*args, **kwargs):
+            given = dict(zip(roles, args, strict=False))
+            for name, value in kwargs.items():
+                given[role_of.get(name)] = value
+            q, k, cos, sin = given.get("q"), given.get("k"), given.get("cos"), given.get("sin")
+            dim = given.get("unsqueeze_dim", options["at"])
+            whole = len(given) == len(args) + len(kwargs) and all(role in given for role in required)
+            if not whole or None in given or not _usual(options["ndim"], q, k, cos, sin, dim):
+                return original(*args, **kwargs)
+            dims = {} if "unsqueeze_dim" in fixed else {"unsqueeze_dim": dim or 1}
+            if options["tables"] == "left":
                 half = cos.shape[-1] // 2
                 cos, sin = cos[..., :half], sin[..., :half]
-            if tables != "all":
+            if options["tables"] != "all":
                 dims["rotary_dim"] = 2 * cos.shape[-1]
-            if options["back"]:
-                sin = -sin
-            return op(q, k, cos, sin, **dims, **fixed)
+            turned = op(q, k, cos, -sin if options["back"] else sin, **dims, **fixed)
+            return (turned, None) if k is None and options["keeps_k"] else turned
 
-        return _MAKERS[options["call"]](_usual, original, rotate)
+        return rotary
 
-    rotary = with_op(original, rope)
+    rotary = with_op(stock, rope)
     rotary.with_op = with_op  # the same around another op than rope, and another function for odd calls
     rotary.form = fixed
     return rotary
 
 
-def _usual(dims, q, k, cos, sin, unsqueeze_dim=1) -> bool:
+def _usual(dims, q, k, cos, sin, unsqueeze_dim) -> bool:
     """Whether the tensors are such that `tigon.rope` computes what stock does."""
     tensors = [x for x in (q, k, cos, sin) if x is not None]
-    if cos is None or not plain(*tensors) or q.ndim not in dims:
+    if q is None or cos is None or not plain(*tensors) or q.ndim not in dims:
         return False
     shared = unsqueeze_dim == 0 and q.ndim == 4 and cos.ndim == 2  # Pixtral: one table for all
     if not shared and (cos.ndim != q.ndim - 1 or unsqueeze_dim not in (1, 2, -2)):
@@ -65,37 +83,6 @@ def _usual(dims, q, k, cos, sin, unsqueeze_dim=1) -> bool:
         return False
     known = k is None or (k.ndim == q.ndim and k.dtype == q.dtype)
     return known and all(x.device == q.device for x in tensors)
-
-
-# By signature: q, k, cos and sin as it calls them and the dimension that the tables get; the numbers of
-# dimensions of q; what is returned of the result, where that is not all.
-_CALLS = {
-    "q k": ("q, k, cos, sin, unsqueeze_dim", (4,)),
-    "q k positions": ("q, k, cos, sin, unsqueeze_dim", (4,)),
-    "q maybe k": ("q, k, cos, sin, unsqueeze_dim", (4,), "(turned, None) if k is None else turned"),
-    "q or both": ("q, k, cos, sin, unsqueeze_dim", (4,)),
-    "vision": ("q, k, cos, sin, -2", (3, 4)),
-    "vision packed": ("q, k, cos, sin, 1", (3,)),
-    "x": ("x, None, cos, sin, unsqueeze_dim", (4,)),
-    "x heads": ("x, None, cos, sin, 1", (4,)),
-    "x sin cos": ("tensor, None, cos, sin, 2", (4,)),
-    "complex": ("xq, xk, freqs_cis, None", (4,)),
-}
-
-
-def _maker(call: str, given: str, dims: tuple, result: str = "turned"):
-    """What makes a replacement with this signature; the names are those of stock, which gets odd calls."""
-    names = ", ".join(parameter.partition("=")[0] for parameter in SIGNATURES[call].split(", "))
-    return maker(
-        f"rotary({SIGNATURES[call]})",
-        f"if not usual({dims}, {given}): return original({names})",
-        f"turned = rotate({given})",
-        f"return {result}",
-        names=("usual", "original", "rotate"),
-    )
-
-
-_MAKERS = {call: _maker(call, *row) for call, row in _CALLS.items()}
 
 
 def rotary_callers(cls: type) -> dict[str, dict[Key, object]]:
@@ -158,9 +145,9 @@ def rotary_form(key: Key) -> dict | None:
 
 def _recognise(function) -> Match | str:
     try:
-        expression = canonical_function(_source_of(function))
+        expression = canonical(_source_of(function))
     except NoSource:
-        return probe_rotary(function) or "no source, and equal to no known rotary in numbers"
+        return probe_rotary(function, ROTARY) or "no source, and equal to no known rotary in numbers"
     except Unrecognised as error:
         return f"unrecognised rotary function: {error}"
     return match(expression, ROTARY) or "a rotary form tigon.rope does not have"
@@ -185,40 +172,21 @@ def _rewrite(method, functions: tuple) -> tuple[tuple[str, ...], types.FunctionT
     fused = {name: (function, _fused(function)) for name, function in functions}
     fused = {name: pair for name, pair in fused.items() if pair[1] is not None}
 
+    def turn(part):
+        name = getattr(part, "id", None)
+        return f"{_FUSED}{name} if {name} is {_STOCK}{name} else {name}" if name in fused else None
+
     def change(node):
-        _Turn(fused).visit(node)
+        replace_expressions(node, turn)
         return tuple(fused)
 
-    return rewrite_innermost(method, change, **_closed_over(fused)) if fused else None
+    held = {_STOCK + name: function for name, (function, _) in fused.items()}
+    held |= {_FUSED + name: replacement for name, (_, replacement) in fused.items()}
+    return rewrite_innermost(method, change, **held) if fused else None
 
 
 @functools.cache
 def _fused(function):
     """What replaces a rotary function; None of an unknown one."""
     found = _recognise(function)
-    return None if isinstance(found, str) else make_rotary(function, found.structure.options)
-
-
-_STOCK, _FUSED = "_tigon_stock_", "_tigon_fused_"
-
-
-def _closed_over(fused: dict) -> dict:
-    return {
-        prefix + name: pair[i] for name, pair in fused.items() for i, prefix in enumerate((_STOCK, _FUSED))
-    }
-
-
-class _Turn(ast.NodeTransformer):
-    """Puts ``fused if name is stock else name`` in the place of names."""
-
-    def __init__(self, names):
-        self.names = names
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id not in self.names:
-            return node
-        text = f"{_FUSED}{node.id} if {node.id} is {_STOCK}{node.id} else {node.id}"
-        made = ast.parse(text, mode="eval").body
-        for child in ast.walk(made):
-            ast.copy_location(child, node)
-        return made
+    return None if isinstance(found, str) else make_rotary(function, found.structure)

@@ -14,7 +14,8 @@ from torch import nn
 
 from tigon.error import check, refuse
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, plain, read, stock
-from tigon.integrations.transformers.patterns.modules import ROUTERS, Match, recognise
+from tigon.integrations.transformers.patterns.routers import ROUTERS
+from tigon.integrations.transformers.recognition import Match, recognise
 from tigon.ops.arguments import kind_of
 from tigon.ops.route import MAX_EXPERTS, route
 

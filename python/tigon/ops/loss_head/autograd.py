@@ -17,12 +17,24 @@ import torch
 
 from tigon._load import native
 from tigon._op import Op, direct_apply, graph_is_kept, may_overwrite_saved, raw, refuse_second
-from tigon.ops.loss_head.operands import HIDDEN, LOGITS, MAIN_GRAD, MAY_ROUND, NEEDS, UNIT, WEIGHT, Call
-from tigon.ops.loss_head.plan import AUTOMATIC, padded, plan, rows_within
+from tigon.ops.loss_head.operands import (
+    HEAD_ARGUMENTS,
+    HIDDEN,
+    LOGITS,
+    MAIN_GRAD,
+    MAY_ROUND,
+    NEEDS,
+    UNIT,
+    WEIGHT,
+    HeadCall,
+    Operands,
+    more_of,
+)
+from tigon.ops.loss_head.plan import AUTOMATIC, padded, plan_of, rows_within
 
 OP = "linear_cross_entropy"
-PLACES = {"hidden": 0, "weight": 1, "bias": 3, "lora_a": 6, "lora_b": 7}  # of NEEDS among operands
-RESULTS = 7  # loss, scale and the gradients of NEEDS come first among an operator's outputs
+PLACES = {name: Operands._fields.index(name) for name in NEEDS}
+RESULTS = 2 + len(NEEDS)  # loss, scale and the gradients of NEEDS come first among an operator's outputs
 
 
 def only_hidden(needs):
@@ -33,21 +45,12 @@ def only_hidden(needs):
 # Shapes for fake tensors. A symbolic size is compared, and fixed only where a part of the rows is kept.
 
 
-def _plan(call: Call, rows, **sizes):
-    hidden, weight, *_ = call.operands
-    return plan(
-        hidden.device.type,
-        hidden.dtype,
-        rows,
-        hidden.shape[-1],
-        weight.shape[0],
-        train_weight=call.memory.needs & WEIGHT != 0,
-        chunk_rows=call.memory.chunk_rows,
-        **sizes,
-    )
+def _plan(call: HeadCall, rows, **sizes):
+    sizes |= {"train_weight": call.memory.needs & WEIGHT != 0, "chunk_rows": call.memory.chunk_rows}
+    return plan_of(call.operands.hidden, call.operands.weight.shape[0], rows, **sizes)
 
 
-def _dweight_dtype(call: Call, kept):
+def _dweight_dtype(call: HeadCall, kept):
     """In which dtype the native side forms weight's gradient."""
     hidden, needs, rows = call.operands.hidden, call.memory.needs, call.rows()
     if not (needs & WEIGHT and needs & MAY_ROUND and hidden.dtype == torch.bfloat16):
@@ -59,7 +62,7 @@ def _dweight_dtype(call: Call, kept):
     return hidden.dtype if fits else torch.float32
 
 
-def empty_gradients(call: Call, needs, kept=None):
+def empty_gradients(call: HeadCall, needs, kept=None):
     """The gradients of NEEDS, those that are not needed without elements."""
     hidden, weight, lora_a = call.operands.hidden, call.operands.weight, call.operands.lora_a
     rank = 0 if lora_a is None else lora_a.shape[0]
@@ -72,7 +75,7 @@ def empty_gradients(call: Call, needs, kept=None):
     )
 
 
-def empty_loss(call: Call, scalar):
+def empty_loss(call: HeadCall, scalar):
     """Loss, scale and gradients."""
     hidden, f32 = call.operands.hidden, {"dtype": torch.float32}
     return (
@@ -82,7 +85,7 @@ def empty_loss(call: Call, scalar):
     )
 
 
-def empty_kept(call: Call):
+def empty_kept(call: HeadCall):
     """unit and kept of losses of rows."""
     hidden, weight, *_ = call.operands
     needs, rows, most = call.memory.needs, call.rows(), call.memory.keep_rows
@@ -104,12 +107,12 @@ def _fake_finish(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight
 
 
 def _fake_rows(upstream, entropy_upstream, unit, kept, *arguments):
-    call = Call.of(arguments)
+    call = HeadCall.of(arguments)
     return empty_gradients(call, call.memory.needs, kept)
 
 
 def _fake_rows_in_place(upstream, entropy_upstream, unit, kept, main_grad, *arguments):
-    call, finished = Call.of(arguments[:-1]), arguments[-1]
+    call, finished = HeadCall.of(arguments[:-1]), arguments[-1]
     given = WEIGHT * (main_grad is not None) | HIDDEN * (finished and unit is not None)
     return empty_gradients(call, call.memory.needs & ~given, kept)
 
@@ -124,7 +127,7 @@ _rows_backward_in_place = raw("linear_cross_entropy_rows_bwd_", _fake_rows_in_pl
 # Losses of rows.
 
 
-def keep(call: Call, keep_mb, main_grad, entropy=False) -> Call:
+def keep(call: HeadCall, keep_mb, main_grad, entropy=False) -> HeadCall:
     """The call, and what its forward is to keep; `entropy`: a gradient of entropies may be asked for."""
     needs = call.memory.needs
     if keep_mb == 0 or not needs & ~MAY_ROUND or torch._C._are_functorch_transforms_active():
@@ -137,7 +140,7 @@ def keep(call: Call, keep_mb, main_grad, entropy=False) -> Call:
     return call.with_memory(needs, most)
 
 
-def saved(call: Call, unit, kept, recomputed=False) -> tuple:
+def saved(call: HeadCall, unit, kept, recomputed=False) -> tuple:
     """The tensors to save; `recomputed`: a gradient of entropies may ask for logits.
 
     Where all rows are kept, or hidden alone needs a gradient, weight is not among them, so that a gathered
@@ -157,7 +160,7 @@ def saved(call: Call, unit, kept, recomputed=False) -> tuple:
     return unit if formed else None, kept if some else None, *operands
 
 
-def rows_gradients(tensors, upstream, call: Call, entropy_upstream=None, *, eager=False, main_grad=None):
+def rows_gradients(tensors, upstream, call: HeadCall, entropy_upstream=None, *, eager=False, main_grad=None):
     """The gradients from what :func:`saved` gave; that of weight is None where it was added to main_grad.
 
     An eager backward that frees its graph scales the rows of ``unit`` in place, and forms the gradients of
@@ -214,7 +217,7 @@ class HeadLoss:
 
     Args:
         name: of the operator, and in messages.
-        fake: the operator's fake kernel.
+        fake: ``(call)``: the operator's fake kernel.
         rows_gradients: of losses of rows ``(saved, upstream, call, eager=, main_grad=)``: the gradients of
             NEEDS, by computing the logits again where they were not kept.
         saved: ``(call, output)``: the tensors that it takes; the operands unless given.
@@ -230,16 +233,16 @@ class HeadLoss:
         numbers=lambda call: (),
     ):
         self.name, self.rows_gradients, self.saved, self.numbers = name, rows_gradients, saved, numbers
-        self.arguments = len(native(name)._schema.arguments)
+        self.arguments, self.more = len(native(name)._schema.arguments), more_of(name)
         self.op = Op(
             name,
-            fake=fake,
+            fake=lambda *inputs: fake(HeadCall.of(inputs, self.more)),
             setup_context=self._setup_context,
             backward=self._backward,
             transformed=(self._setup_transformed, self._backward_transformed),
         )
 
-    def run(self, call: Call, parameters, main_grad=None, scalar=True) -> tuple:
+    def run(self, call: HeadCall, parameters, main_grad=None, scalar=True) -> tuple:
         """Loss, and the results of rows.
 
         Args:
@@ -260,7 +263,7 @@ class HeadLoss:
     # The registered operator.
 
     def _setup_context(self, ctx, inputs, output):
-        call = Call.of(inputs)
+        call = HeadCall.of(inputs, self.more)
         operands = call.operands
         ctx.dtypes = dtypes_of(operands.hidden, operands.weight, operands.bias)
         ctx.scalar, ctx.call = output[0].dim() == 0, call.without_tensors(self.numbers(call))
@@ -282,7 +285,7 @@ class HeadLoss:
 
     def _setup_transformed(self, ctx, inputs, output):
         self._setup_context(ctx, inputs, output)
-        call = Call.of(inputs)
+        call = HeadCall.of(inputs, self.more)
         ctx.target_shape = call.operands.target.shape
         ctx.save_for_backward(output[1], *self.saved(call, output))
 
@@ -350,28 +353,30 @@ class _Eager(torch.autograd.Function):
 _apply = direct_apply(_Eager)
 
 
-def teacher_head_loss(name: str, fake, tensors: int, numbers: int) -> HeadLoss:
+def teacher_head_loss(name: str, fake) -> HeadLoss:
     """The loss of a head against a teacher's, with ``tigon::<name>_rows_bwd`` for losses of rows.
 
-    Args:
-        tensors: how many of ``call.more`` are the teacher's tensors, which come first.
-        numbers: how many numbers follow them that the gradients of rows take too.
+    That operator takes the teacher's tensors and then numbers, by the names that the loss has for them.
     """
 
     def fake_rows(upstream, *arguments):
-        call = Call.of(arguments)
+        call = HeadCall.of(arguments)
         return empty_gradients(call, call.memory.needs)
 
     rows_backward = raw(f"{name}_rows_bwd", fake_rows, name)
+    taken = native(f"{name}_rows_bwd")._schema.arguments[1 + HEAD_ARGUMENTS :]
+    tensors, numbers = (
+        [a.name for a in taken if ("Tensor" in str(a.type)) is kind] for kind in (True, False)
+    )
 
     def rows_gradients(saved, upstream, call, **ignored):
-        operands, teacher = saved[:8], saved[8:]
+        operands, teacher = saved[: len(Operands._fields)], saved[len(Operands._fields) :]
         return rows_backward(upstream, *operands, *call.formula, *call.memory, *teacher, *call.more)
 
     return HeadLoss(
         name,
         fake,
         rows_gradients,
-        lambda call, output: (*call.operands, *call.more[:tensors]),
-        lambda call: call.more[tensors : tensors + numbers],
+        lambda call, output: (*call.operands, *(getattr(call.more, key) for key in tensors)),
+        lambda call: tuple(getattr(call.more, key) for key in numbers),
     )

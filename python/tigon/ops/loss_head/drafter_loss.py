@@ -18,6 +18,8 @@ from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import check_shift
+from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.reference import result_type
 
 _OP = "drafter_loss"
@@ -37,18 +39,13 @@ class Drafter(NamedTuple):
     draft_ids: torch.Tensor | None
 
 
-# The operator: after operands, formula and memory come the teacher's hidden states, weight, labels and draft
-# ids, five options, and how the losses of rows become one.
-
-
-def _fake(*inputs):
-    call = operands.Call.of(inputs)
+def _fake(call: HeadCall):
     rows = call.operands.target.shape[0]
     numbers = call.operands.hidden.new_empty((2, rows), dtype=torch.float32)
-    return *empty_loss(call, call.more[-1] != 0), numbers
+    return *empty_loss(call, call.more.reduction != 0), numbers
 
 
-_loss = teacher_head_loss(_OP, _fake, tensors=4, numbers=5)
+_loss = teacher_head_loss(_OP, _fake)
 
 
 def reference(hidden, weight, teacher, counts, d: Drafter):
@@ -89,7 +86,7 @@ def _check_ids(draft_ids, classes, teacher_classes, device):
         check(_OP, classes == teacher_classes, words, teacher_classes, classes)
         return
     arguments.check_indices(_OP, "draft_ids", draft_ids)
-    check(_OP, draft_ids.shape == (classes,), "draft_ids must be [{}], got {}", classes, draft_ids.shape)
+    arguments.check_shape(_OP, "draft_ids", draft_ids, (classes,))
     arguments.check_dense(_OP, "draft_ids", draft_ids)
     check(_OP, draft_ids.device == device, "draft_ids must be on {}, got {}", device, draft_ids.device)
     if not arguments.readable(draft_ids):
@@ -196,31 +193,21 @@ def drafter_loss(
     Optimization for Speculative Decoding" (arXiv:2602.23881).
     """
     two = isinstance(teacher, Sequence) and len(teacher) == 2
-    check(
-        _OP,
-        two,
-        "teacher must be (hidden, weight), got {}",
-        len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher),
-    )
+    given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
+    check(_OP, two, "teacher must be (hidden, weight), got {}", given)
     states, teacher_weight = teacher
     arguments.check_float(_OP, "teacher_hidden", states)
     arguments.check_float(_OP, "teacher_weight", teacher_weight)
     fits = states.dim() >= 2 and teacher_weight.dim() == 2 and teacher_weight.shape[1:] == states.shape[-1:]
-    check(
-        _OP,
-        fits,
-        "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}",
-        states.shape,
-        teacher_weight.shape,
-    )
+    words = "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}"
+    check(_OP, fits, words, states.shape, teacher_weight.shape)
     check(_OP, teacher_weight.numel() > 0, "teacher_weight must not be empty, got {}", teacher_weight.shape)
     states, teacher_weight, lead = states.detach(), teacher_weight.detach(), states.shape[:-1]
     given = isinstance(hidden, torch.Tensor)
     steps = [hidden] if given else list(hidden) if isinstance(hidden, Sequence) else []
     tensors = len(steps) > 0 and all(isinstance(h, torch.Tensor) for h in steps)
-    check(
-        _OP, tensors, "hidden must be a tensor, or a tensor for each step, got {}", arguments.kind_of(hidden)
-    )
+    words = "hidden must be a tensor, or a tensor for each step, got {}"
+    check(_OP, tensors, words, arguments.kind_of(hidden))
     for h in steps:
         arguments.check_float(_OP, "hidden", h)
     arguments.check_float(_OP, "weight", weight)
@@ -265,9 +252,7 @@ def drafter_loss(
         arguments.check_like(_OP, "token_weight", token_weight, lead, device)
     check_shift(_OP, any(shifts), position_ids, base)
     arguments.check_integers(_OP, or_none=True, valid_rows=valid_rows)
-    head = operands.Head(
-        valid_rows=None if valid_rows is None else valid_rows * number, chunk_rows=chunk_rows
-    )
+    head = HeadOptions(valid_rows=None if valid_rows is None else valid_rows * number, chunk_rows=chunk_rows)
     operands.check_head(_OP, stacked, weight, target, head)
     _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0], device)
     weight, d = operands.plain_weight(_OP, weight), Drafter(loss, eta, outside, mask_outside, draft_ids)
@@ -288,9 +273,8 @@ def drafter_loss(
         position = position.expand(lead)
         factors, reached = [], [position >= k for k in shifts]
         for w, k, here in zip(step_weights, shifts, reached, strict=True):
-            f = torch.where(
-                here, torch.full(lead, float(w), dtype=torch.float64, device=device).to(wide), 0.0
-            )
+            f = torch.full(lead, float(w), dtype=torch.float64, device=device).to(wide)
+            f = torch.where(here, f, 0.0)
             if k and own:  # each step's own mean
                 f = f * counts.sum() / (counts & here).sum().clamp(min=1)
             factors.append(f if token_weight is None else f * token_weight.detach())
@@ -324,22 +308,11 @@ def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduct
     """The kernels: the loss, and overlaps and counted rows ``[..., S]``."""
     states, teacher_weight, _ = operands.whole_vectors(*(t.to(hidden.dtype) for t in teacher))
     draft_id = None if d.draft_ids is None else _inverse(d.draft_ids, teacher_weight.shape[0])
-    divisor, host_divisor = _cross_entropy.split_denominator(denominator, hidden.device)
+    divisors = _cross_entropy.split_denominator(denominator, hidden.device)
     code = _cross_entropy.REDUCTIONS["sum" if denominator is not None else reduction]
     masks = d.mask_outside and draft_id is not None
-    more = (
-        states,
-        teacher_weight,
-        base.reshape(-1),
-        draft_id,
-        _KINDS[d.loss],
-        float(d.eta),
-        *_OUTSIDE[d.outside],
-        masks,
-        divisor,
-        host_divisor,
-        code,
-    )
+    tensors, kind = (states, teacher_weight, base.reshape(-1), draft_id), (_KINDS[d.loss], float(d.eta))
+    more = _loss.more(*tensors, *kind, *_OUTSIDE[d.outside], masks, *divisors, code)
     call, parameters = operands.prepare(_OP, hidden, weight, target, head, token_weight=factor, more=more)
     losses, numbers = _loss.run(call, parameters, scalar=code != 0)
     overlap, counted = numbers.view(2, *target.shape)

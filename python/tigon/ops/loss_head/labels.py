@@ -35,12 +35,8 @@ def check_shift(op, shift, position_ids, target) -> None:
     if position_ids is None:
         return
     check_indices(op, "position_ids", position_ids)
-    check(
-        op,
-        target.dim() >= 1,
-        "position_ids must be None without a sequence dimension, got {}",
-        position_ids.shape,
-    )
+    words = "position_ids must be None without a sequence dimension, got {}"
+    check(op, target.dim() >= 1, words, position_ids.shape)
     given, length = tuple(position_ids.shape), target.shape[-1]
     fits = given in (tuple(target.shape), (length,), (1, length))
     check(op, fits, "position_ids must be {} or [{}], got {}", target.shape, length, position_ids.shape)

@@ -14,11 +14,13 @@ from tigon._dtensor import of_vocabulary
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import called, check_float
+from tigon.ops.arguments import called, check_float, check_shape
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import OP as _OP
 from tigon.ops.loss_head.autograd import HeadLoss, empty_kept, empty_loss, keep, rows_gradients, saved
 from tigon.ops.loss_head.labels import labels_of
+from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import reference, result_type
 
@@ -28,10 +30,9 @@ _ONLY_LABEL = 32  # the classes predicted need only tell which labels are
 OUTPUTS = ("loss", *NUMBERS, "predicted", "correct")
 
 
-def _fake(*arguments):
-    call = operands.Call.of(arguments)
-    _, _, reduction, outputs = call.more
-    hidden, rows, scalar = call.operands.hidden, call.operands.target.shape[0], reduction != 0
+def _fake(call: HeadCall):
+    outputs, scalar = call.more.outputs, call.more.reduction != 0
+    hidden, rows = call.operands.hidden, call.operands.target.shape[0]
     wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
     loss, scale, dhidden, *others = empty_loss(call, scalar)
     unit, kept = (dhidden, hidden.new_empty(0)) if scalar else empty_kept(call)
@@ -145,19 +146,9 @@ def linear_cross_entropy(
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
     target = labels_of(target, ignore_index)
-    head = operands.Head(
-        bias,
-        softcap,
-        logit_scale,
-        temperature,
-        lora,
-        ignore_index,
-        shift,
-        position_ids,
-        valid_rows,
-        chunk_rows,
-        max_workspace_mb,
-        logit_dtype,
+    labels = ignore_index, shift, position_ids, valid_rows
+    head = HeadOptions(
+        bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb, logit_dtype
     )
     operands.check_head(_OP, hidden, weight, target, head)
     if outputs is not None:
@@ -166,44 +157,26 @@ def linear_cross_entropy(
         outputs = operands.check_outputs(_OP, outputs, OUTPUTS, " (or None)")
     if class_weight is not None:
         check_float(_OP, "class_weight", class_weight)
-        fits = class_weight.dim() == 1 and class_weight.shape[0] == weight.shape[0]
-        check(_OP, fits, "class_weight must be {}, got {}", weight.shape[:1], class_weight.shape)
+        check_shape(_OP, "class_weight", class_weight, weight.shape[:1])
     operands.check_token_weight(_OP, token_weight, target)
-    _cross_entropy.check_loss(_OP, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
+    _cross_entropy.check_loss(_OP, label_smoothing, z_loss, reduction, denominator)
     check_keep(_OP, keep_mb)
+    formula = class_weight, token_weight, label_smoothing, z_loss
     hidden = operands.autocast(hidden)
     operands.wide_logits(_OP, logit_dtype, hidden)
     parts = operands.float_parts(head, target=target, class_weight=class_weight, token_weight=token_weight)
     if not has_kernel(_OP, hidden=hidden, beside=parts):
         operands.check_plain(_OP, weight.shape[0], target, head)
+        weight, reduced = operands.plain_weight(_OP, weight), {"reduction": reduction, "outputs": outputs}
         return reference(
-            hidden,
-            operands.plain_weight(_OP, weight),
-            target,
-            class_weight=class_weight,
-            token_weight=token_weight,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            reduction=reduction,
-            denominator=denominator,
-            outputs=outputs,
-            **head._asdict(),
+            hidden, weight, target, *formula, denominator=denominator, **reduced, **head._asdict()
         )
     main_grad = operands.main_grad_of(_OP, weight)
     reduction = reduction if denominator is None else "sum"
     divisors, scalar = _cross_entropy.split_denominator(denominator, hidden.device), reduction != "none"
+    more = _loss.more(*divisors, _cross_entropy.REDUCTIONS[reduction], _bits(outputs))
     call, parameters = operands.prepare(
-        _OP,
-        hidden,
-        weight,
-        target,
-        head,
-        class_weight=class_weight,
-        token_weight=token_weight,
-        main_grad=main_grad,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        more=(*divisors, _cross_entropy.REDUCTIONS[reduction], _bits(outputs)),
+        _OP, hidden, weight, target, head, *formula, main_grad=main_grad, more=more
     )
     if not scalar:
         call = keep(call, keep_mb, main_grad)

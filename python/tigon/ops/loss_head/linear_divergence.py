@@ -19,7 +19,8 @@ from tigon.ops import divergence as _divergence
 from tigon.ops.loss_head import operands, top_k
 from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
-from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.reference import plain_logits, result_type
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tvd": 3}
@@ -65,23 +66,17 @@ class Divergence(NamedTuple):
         return rows.sum() / number
 
 
-# The operator: after operands, formula and memory come teacher, weight and bias, six numbers, and how the
-# losses of rows become one.
-
-
-def _fake(*inputs):
-    call = operands.Call.of(inputs)
-    reduction, outputs = call.more[-2:]
+def _fake(call: HeadCall):
     hidden, rows = call.operands.hidden, call.operands.target.shape[0]
-    wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
+    wanted = sum(bool(call.more.outputs & bit) for bit in NUMBERS.values())
     numbers = hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32)
-    return *empty_loss(call, reduction != 0), numbers
+    return *empty_loss(call, call.more.reduction != 0), numbers
 
 
-_loss = teacher_head_loss(_OP, _fake, tensors=3, numbers=6)
+_loss = teacher_head_loss(_OP, _fake)
 
 
-def reference(hidden, weight, teacher, labels, head: operands.Head, d: Divergence):
+def reference(hidden, weight, teacher, labels, head: HeadOptions, d: Divergence):
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device).
 
     Args:
@@ -101,7 +96,7 @@ def reference(hidden, weight, teacher, labels, head: operands.Head, d: Divergenc
         return z * scale if cap is None else cap * torch.tanh(z * scale / cap)
 
     t = capped(logits, teacher_bias, d.teacher_logit_scale, d.teacher_softcap) / temperature
-    logits = plain_logits(hidden.to(wide), weight.to(wide), operands.Head(lora=head.lora))
+    logits = plain_logits(hidden.to(wide), weight.to(wide), HeadOptions(lora=head.lora))
     s = capped(logits, head.bias, head.logit_scale, head.softcap)
     options = {"kind": d.kind, "beta": d.beta, "reduction": "none", "ignore_index": ignore_index}
     soft_rows = _divergence.reference(s / temperature, t, labels, **options)
@@ -126,13 +121,11 @@ def _check_teacher(op, teacher, hidden, classes):
         check(op, fits, "teacher must be logits {} and then V, got {}", lead, teacher.shape)
         # Padding is a small part of the classes, and no coincidence gives a teacher hidden's columns.
         given = teacher.shape[-1]
-        states = given != classes and (
-            max(given, classes) > 2 * min(given, classes) or given == hidden.shape[-1]
-        )
+        far = max(given, classes) > 2 * min(given, classes) or given == hidden.shape[-1]
         words = (
             "teacher must be logits of about weight's {} classes, or (hidden, weight), got {} columns alone"
         )
-        check(op, not states, words, classes, given)
+        check(op, given == classes or not far, words, classes, given)
         return teacher.detach(), None, None
     parts = isinstance(teacher, Sequence) and len(teacher) in (2, 3)
     given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
@@ -146,17 +139,11 @@ def _check_teacher(op, teacher, hidden, classes):
     check(op, fits, "teacher_weight must be [V, {}], got {}", states.shape[-1], weight.shape)
     if bias is not None:
         arguments.check_float(op, "teacher_bias", bias)
-        check(
-            op,
-            bias.shape == weight.shape[:1],
-            "teacher_bias must be {}, got {}",
-            weight.shape[:1],
-            bias.shape,
-        )
+        arguments.check_shape(op, "teacher_bias", bias, weight.shape[:1])
     return states.detach(), weight.detach(), None if bias is None else bias.detach()
 
 
-def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
+def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
     """Check, choose between kernel and reference, run."""
     arguments.check_float(op, "hidden", hidden)
     arguments.check_integers(op, ignore_index=head.ignore_index)
@@ -184,15 +171,12 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
     if top_k.is_top_k(d.teacher):
         top_k.check_top_k(op, d.teacher, hidden)
         plain_side = d.teacher_softcap is None and d.teacher_logit_scale == 1.0
-        check(
-            op, plain_side, "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
-        )
+        words = "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
+        check(op, plain_side, words)
         return d.results(*top_k.top_k_loss(op, operands.autocast(hidden), weight, labels, head, d))
     states, teacher_weight, teacher_bias = teacher = _check_teacher(op, d.teacher, hidden, weight.shape[0])
-    hidden, states = (
-        operands.autocast(hidden),
-        states if teacher_weight is None else operands.autocast(states),
-    )
+    hidden = operands.autocast(hidden)
+    states = states if teacher_weight is None else operands.autocast(states)
     weight = operands.plain_weight(op, weight)
     classes = min(weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0])
     parts = operands.float_parts(head, labels=labels, token_weight=d.token_weight)
@@ -214,34 +198,18 @@ def _run(op, hidden, weight, labels, head: operands.Head, d: Divergence):
         soft, hard = soft / classes, hard / classes
     code = _cross_entropy.REDUCTIONS[_REDUCTIONS[reduction]]
     bits = sum(bit for name, bit in NUMBERS.items() if name in d.outputs)
-    more = (
-        states,
-        teacher_weight,
-        teacher_bias,
-        _KINDS[d.kind],
-        d.beta,
-        soft,
-        hard,
-        d.teacher_softcap or 0.0,
-        d.teacher_logit_scale,
-        *divisors,
-        code,
-        bits,
-    )
-    call, parameters = operands.prepare(
-        op, hidden, weight, labels, head, token_weight=d.token_weight, more=more
-    )
+    teacher, weights = (states, teacher_weight, teacher_bias), (soft, hard)
+    side = d.teacher_softcap or 0.0, d.teacher_logit_scale
+    more = _loss.more(*teacher, _KINDS[d.kind], d.beta, *weights, *side, *divisors, code, bits)
+    options = {"token_weight": d.token_weight, "more": more}
+    call, parameters = operands.prepare(op, hidden, weight, labels, head, **options)
     loss, numbers = _loss.run(call, parameters, scalar=code != 0)
     names = [name for name in NUMBERS if name in d.outputs]
     results = {name: numbers[i].view(lead) for i, name in enumerate(names)}
     return d.results(loss if code else loss.view(lead), results)
 
 
-@arguments.options_of(
-    linear_cross_entropy,
-    but=("class_weight", "label_smoothing", "z_loss", "keep_mb", "max_workspace_mb", "logit_dtype"),
-    words=_WORDS,
-)
+@arguments.called(_WORDS)
 def linear_kl_div(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -255,7 +223,18 @@ def linear_kl_div(
     teacher_logit_scale: float = 1.0,
     reduction: str = "batchmean",
     outputs: tuple[str, ...] = ("loss",),
-    **options,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    token_weight: torch.Tensor | None = None,
+    denominator: float | torch.Tensor | None = None,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
 ) -> torch.Tensor | NamedTuple:
     """``KL(teacher || student)`` of the distributions of two linear heads, without either's logits existing.
 
@@ -305,23 +284,14 @@ def linear_kl_div(
     """
     arguments.check_booleans("linear_kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
-    loss = Divergence(
-        teacher,
-        kind,
-        0.5,
-        soft,
-        hard,
-        teacher_softcap,
-        teacher_logit_scale,
-        options["token_weight"],
-        reduction,
-        options["denominator"],
-        outputs,
-    )
-    return _run("linear_kl_div", hidden, weight, labels, operands.Head.of(options), loss)
+    rows = ignore_index, shift, position_ids, valid_rows
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    side = soft, hard, teacher_softcap, teacher_logit_scale
+    loss = Divergence(teacher, kind, 0.5, *side, token_weight, reduction, denominator, outputs)
+    return _run("linear_kl_div", hidden, weight, labels, head, loss)
 
 
-@arguments.options_of(linear_kl_div, but=("reverse",), words=_WORDS)
+@arguments.called(_WORDS)
 def linear_jsd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -329,7 +299,24 @@ def linear_jsd(
     labels: torch.Tensor | None = None,
     *,
     beta: float = 0.5,
-    **options,
+    soft: float = 1.0,
+    hard: float = 0.0,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    reduction: str = "batchmean",
+    outputs: tuple[str, ...] = ("loss",),
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    token_weight: torch.Tensor | None = None,
+    denominator: float | torch.Tensor | None = None,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
 ) -> torch.Tensor | NamedTuple:
     """Generalised Jensen-Shannon divergence of the distributions of two linear heads, without their logits.
 
@@ -342,22 +329,46 @@ def linear_jsd(
     "On-Policy Distillation of Language Models" (arXiv:2306.13649).
     """
     kind = _divergence.jsd_kind("linear_jsd", beta)
-    loss = arguments.picked(Divergence, options, teacher=teacher, kind=kind, beta=beta)
-    return _run("linear_jsd", hidden, weight, labels, operands.Head.of(options), loss)
+    rows = ignore_index, shift, position_ids, valid_rows
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    side = soft, hard, teacher_softcap, teacher_logit_scale
+    loss = Divergence(teacher, kind, beta, *side, token_weight, reduction, denominator, outputs)
+    return _run("linear_jsd", hidden, weight, labels, head, loss)
 
 
-@arguments.options_of(linear_kl_div, but=("reverse",), words=_WORDS)
+@arguments.called(_WORDS)
 def linear_tvd(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     teacher: torch.Tensor | tuple[torch.Tensor, ...],
     labels: torch.Tensor | None = None,
-    **options,
+    *,
+    soft: float = 1.0,
+    hard: float = 0.0,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    reduction: str = "batchmean",
+    outputs: tuple[str, ...] = ("loss",),
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    token_weight: torch.Tensor | None = None,
+    denominator: float | torch.Tensor | None = None,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
 ) -> torch.Tensor | NamedTuple:
     """Total variation distance ``1/2 sum |T - S|`` of the distributions of two linear heads, without their
     logits. Where ``T = S`` the gradient is 0.
 
     Args, returns, raises: as :func:`tigon.linear_kl_div`.
     """
-    loss = arguments.picked(Divergence, options, teacher=teacher, kind="tvd")
-    return _run("linear_tvd", hidden, weight, labels, operands.Head.of(options), loss)
+    rows = ignore_index, shift, position_ids, valid_rows
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    side = soft, hard, teacher_softcap, teacher_logit_scale
+    loss = Divergence(teacher, "tvd", 0.5, *side, token_weight, reduction, denominator, outputs)
+    return _run("linear_tvd", hidden, weight, labels, head, loss)

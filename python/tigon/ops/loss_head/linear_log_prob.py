@@ -10,11 +10,12 @@ import torch
 from tigon._dtensor import of_vocabulary
 from tigon._op import Op, has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_booleans, check_float, check_indices, check_range, options_of
+from tigon.ops.arguments import called, check_booleans, check_float, check_indices, check_range
 from tigon.ops.loss_head import autograd, operands
 from tigon.ops.loss_head.labels import labels_of, shifted
-from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.match import WithValue, check_match, vllm_log_prob
+from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import plain_logits
 
@@ -23,7 +24,7 @@ _OP = "linear_log_prob"
 
 def reference(hidden, weight, target, *, entropy=False, **options):
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
-    head = operands.Head.of(options)
+    head = HeadOptions.of(options)
     log_p = torch.log_softmax(plain_logits(hidden, weight, head), -1)
     labels = target if several(hidden, target) else target.unsqueeze(-1)
     counts = labels != head.ignore_index
@@ -55,13 +56,13 @@ def statistics_fake(hidden, target, entropy):
 
 
 def _fake(*arguments):
-    call = operands.Call.of(arguments)
+    call = HeadCall.of(arguments)
     statistics = statistics_fake(call.operands.hidden, call.operands.target, *call.more)
     return *statistics, *autograd.empty_kept(call)
 
 
 def _setup_context(ctx, inputs, output):
-    call = operands.Call.of(inputs)
+    call = HeadCall.of(inputs)
     (entropy,), of = call.more, call.operands
     _, entropies, unit, kept = output
     ctx.call, ctx.arguments, ctx.main_grad = call.without_tensors(), len(inputs), None
@@ -100,19 +101,7 @@ _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, resu
 
 
 @of_vocabulary("linear_log_prob", 1, "weight")
-@options_of(
-    linear_cross_entropy,
-    but=(
-        "class_weight",
-        "label_smoothing",
-        "z_loss",
-        "token_weight",
-        "outputs",
-        "reduction",
-        "denominator",
-        "max_workspace_mb",
-    ),
-)
+@called()
 def linear_log_prob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -120,7 +109,18 @@ def linear_log_prob(
     *,
     entropy: bool = False,
     match: str | None = None,
-    **options,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
+    keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``log softmax(z)[target]`` per token, ``z`` as in :func:`tigon.linear_cross_entropy`, without the
     logits of more than a chunk of rows ever existing.
@@ -164,8 +164,10 @@ def linear_log_prob(
         tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
         NaN.
     """
-    head, keep_mb = operands.Head.of(options), options["keep_mb"]
-    ignore_index = head.ignore_index
+    labels = ignore_index, shift, position_ids, valid_rows
+    head = HeadOptions(
+        bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, logit_dtype=logit_dtype
+    )
     target = labels_of(target, ignore_index)
     many = several(hidden, target)
     if many:
@@ -192,7 +194,7 @@ def linear_log_prob(
         if not entropy and not (trained and torch.is_grad_enabled()):
             return value
         result = linear_log_prob(
-            hidden, weight, target, entropy=entropy, keep_mb=keep_mb, **places, **head.options()
+            hidden, weight, target, entropy=entropy, keep_mb=keep_mb, **places, **head.of_log_prob()
         )
         return (WithValue.apply(result[0], value), result[1]) if entropy else WithValue.apply(result, value)
     kernel = has_kernel(_OP, hidden=hidden, beside=operands.float_parts(head, target=target))
@@ -202,7 +204,7 @@ def linear_log_prob(
             rows = head._replace(ignore_index=-1)
             operands.check_plain(_OP, weight.shape[0], _counting_rows(target, ignore_index), rows)
         target, weight = shifted(target, ignore_index, **places), operands.plain_weight(_OP, weight)
-        return reference(hidden, weight, target, entropy=entropy, **head.options())
+        return reference(hidden, weight, target, entropy=entropy, **head.of_log_prob())
     main_grad = operands.main_grad_of(_OP, weight)
     rows = target
     if many:  # the number of rows that count is found where it costs no wait

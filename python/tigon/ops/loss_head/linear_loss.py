@@ -12,37 +12,29 @@ from tigon._op import has_kernel, once, raw, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import (
+    called,
     check_booleans,
     check_choice,
     check_layout,
     is_narrow,
     is_traced,
     kind_of,
-    options_of,
 )
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import finish, finishable
+from tigon.ops.loss_head.driver import Chunk, Gradients, Part, RowPass
 from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
-from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, padded, plan
+from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.options import HeadOptions
+from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, padded, plan_of
 
 _OP = "linear_loss"
 KINDS = ("sequence", "pair")
 
 
 def _default_chunk(hidden, weight, rows, dweight):
-    return plan(
-        hidden.device.type, hidden.dtype, rows, hidden.shape[-1], weight.shape[0], train_weight=dweight
-    ).chunk_rows
-
-
-class Span(NamedTuple):
-    """A chunk: rows ``[begin, end)`` of the list, groups ``[first, last)``."""
-
-    begin: int
-    end: int
-    first: int
-    last: int
+    return plan_of(hidden, weight.shape[0], rows, train_weight=dweight).chunk_rows
 
 
 class Groups:
@@ -62,15 +54,16 @@ class Groups:
         else:
             self.sizes = [sum(counts[g :: self.number]) for g in range(self.number)]
 
-    def spans(self, limit) -> list[Span]:
-        """Chunks of whole groups: as many as have no more rows than `limit`, or one."""
+    def chunks(self, limit) -> list[Chunk]:
+        """Of whole groups: as many as have no more rows than `limit`, or one."""
         limit, found, begin, end, first = max(limit, *self.sizes, 1), [], 0, 0, 0
         for group, size in enumerate(self.sizes):
             if end + size - begin > limit:
-                found.append(Span(begin, end, first, group))
+                found.append(Chunk.whole(begin, end, groups=slice(first, group)))
                 begin, first = end, group
             end += size
-        return [*found, Span(begin, end, first, self.number)] if self.number else []
+        whole = Chunk.whole(begin, end, groups=slice(first, self.number))
+        return [*found, whole] if self.number else []
 
     def fit(self, hidden, weight, chunk_rows) -> bool:
         """Whether the longest group fits a chunk."""
@@ -115,7 +108,7 @@ _gradient = raw("linear_loss_gradient", lambda *_: None)
 list_rows = raw("linear_loss_rows", _fake_rows)
 
 
-class Loss(NamedTuple):
+class UserLoss(NamedTuple):
     """What is taken of the log-probabilities: a scalar."""
 
     fn: Callable[..., torch.Tensor]
@@ -158,80 +151,69 @@ def _check_closed(values, leaves):
     check(_OP, closed, words, _OP)
 
 
-class _Stream:
-    """One forward pass over the chunks; with gradients where they are wanted."""
+class _UserPass(RowPass):
+    """The function on chunks of rows, with gradients where they are wanted."""
 
-    def __init__(self, loss: Loss, call: operands.Call, tensors):
-        self.loss, self.operands, self.formula, self.tensors = loss, call.operands, call.formula, tensors
+    def __init__(self, loss: UserLoss, call: HeadCall, tensors) -> None:
+        hidden, weight, target, *_ = self.operands = call.operands
+        super().__init__(hidden.reshape(-1, hidden.shape[-1]), weight.shape[0], [])
+        self.loss, self.formula, self.tensors, groups = loss, call.formula, tensors, loss.groups
         self.needs = call.memory.needs & ~operands.MAY_ROUND
-        hidden, weight, target, *_ = call.operands
-        self.hidden, self.ignore_index = hidden.reshape(-1, hidden.shape[-1]), call.formula.ignore_index
-        rows, (vocab, _) = target.shape[0], weight.shape
-        valid = call.memory.valid_rows
+        self.ignore_index, valid = call.formula.ignore_index, call.memory.valid_rows
         if target.device.type == "cpu":
             valid = check_count(_OP, target, self.ignore_index, valid)
-        groups = loss.groups
         if groups is not None:
             valid = sum(groups.sizes)
         order = None if groups is None else groups.order(target.device)
         self.index, self.labels, self.fault = order, target if order is None else target[order], None
         self.place = None  # of the rows of the list in the order of the groups
-        if 0 <= valid < rows:
+        if 0 <= valid < target.shape[0]:
             self.place, self.labels, self.fault = list_rows(self.labels, self.ignore_index, valid)
             self.index = self.place if order is None else order[self.place]
-        self.count = self.labels.shape[0]
-        needs = self.needs
-        chunk = call.memory.chunk_rows or _default_chunk(
-            hidden, weight, self.count, needs & operands.WEIGHT != 0
-        )
-        chunk = min(chunk, max(self.count, 1))
+        count, limit = self.labels.shape[0], call.memory.chunk_rows
+        limit = limit or _default_chunk(hidden, weight, count, self.needs & operands.WEIGHT != 0)
+        limit = min(limit, max(count, 1))
         if groups is None:
-            self.spans = [Span(b, min(b + chunk, self.count), 0, 0) for b in range(0, self.count, chunk)]
+            self.chunks = [Chunk.whole(i, min(i + limit, count)) for i in range(0, count, limit)]
         else:
-            self.spans = groups.spans(chunk)
-        longest = max((span.end - span.begin for span in self.spans), default=1)
-        dtype = torch.float32 if call.formula.wide_logits else hidden.dtype
-        self.space = hidden.new_empty(longest, padded(vocab), dtype=dtype)[:, :vocab]
-        f32 = {"dtype": torch.float32, "device": hidden.device}
-        written = torch.empty if self.count else torch.zeros
-        make = written if self.index is None else torch.zeros
-        self.dhidden = (
-            make(self.hidden.shape, **f32 | {"dtype": hidden.dtype}) if needs & operands.HIDDEN else None
-        )
-        self.dweight = written(weight.shape, **f32) if needs & operands.WEIGHT else None
-        self.dbias = written(vocab, **f32) if needs & operands.BIAS else None
-        self.dtensors = [
-            torch.zeros_like(t) if need else None for t, need in zip(tensors, loss.wrt, strict=True)
-        ]
-        self.total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        self.scale = self._scale(target)
+            self.chunks = groups.chunks(limit)
 
-    def _scale(self, target):
-        """1 / denominator on the device."""
-        denominator = self.loss.denominator
+    def states(self):
+        if self.index is None:
+            yield from super().states()
+            return
+        for chunk in self.chunks:
+            yield chunk, chunk.parts[0], self.hidden[self.index[chunk.at]]
+
+    def memory(self, rows: int) -> None:
+        loss, target = self.loss, self.operands.target
+        self.logits = self.space(rows, torch.float32 if self.formula.wide_logits else None)
+        self.formed = Gradients(self, self.needs, self.vocab)
+        if self.formed.dhidden is not None and (self.index is not None or not self.chunks):
+            self.formed.dhidden.zero_()
+        needed = zip(self.tensors, loss.wrt, strict=True)
+        self.dtensors = [torch.zeros_like(t) if need else None for t, need in needed]
+        self.total = torch.zeros((), dtype=torch.float64, device=self.hidden.device)
+        denominator = loss.denominator
         if denominator == "count":
             denominator = (target != self.ignore_index).sum()
         if not isinstance(denominator, torch.Tensor):
             denominator = torch.full((), denominator, dtype=torch.float64, device=target.device)
-        return denominator.reshape(()).double().reciprocal()
+        self.scale = denominator.reshape(()).double().reciprocal()  # on the device
+        self.early = self.scale.float() if self.hidden.dtype != torch.float16 else None
 
-    def run(self):
-        """The loss."""
-        early = self.hidden.dtype != torch.float16
-        scale = self.scale.float()
-        for span in self.spans:
-            self._chunk(span, scale if early else None)
+    def finish(self) -> torch.Tensor:
         loss = self.total * self.scale
         return (loss if self.fault is None else loss + self.fault).float()
 
-    def _seen(self, span, statistics):
+    def _seen(self, chunk, statistics):
         """What fn takes of a chunk: statistics and tensors; which rows count (None: all, or groups)."""
-        begin, end, first, last = span
-        groups, part = self.loss.groups, slice(begin, end)
+        groups, part = self.loss.groups, chunk.at
         if groups is None:
             rows = part if self.index is None else self.index[part]
             counts = self.labels[part] != self.ignore_index if self.index is None else None
             return statistics, [t[rows] for t in self.tensors], counts
+        first, last = chunk.groups.start, chunk.groups.stop
         slots, count = None, last - first
         if self.place is not None:  # a wrong list has places anywhere, and NaN for its losses
             slots = (self.place[part] - first * groups.rows).clamp(0, max(count * groups.rows - 1, 0))
@@ -243,78 +225,67 @@ class _Stream:
         _, weight, _, bias, *_ = self.operands
         return (*operands.Operands(hidden, weight, labels, bias), *self.formula, *operands.Memory())
 
-    def _chunk(self, span, scale):
-        loss, part = self.loss, slice(span.begin, span.end)
-        rows = part if self.index is None else self.index[part]
-        hidden, labels, logits = self.hidden[rows], self.labels[part], self.space[: span.end - span.begin]
-        log_prob, entropy = _logits(logits, *self._arguments(hidden, labels), loss.entropy)
-        wanted = self.needs != 0 or any(loss.wrt)
+    def rows(self, chunk: Chunk, part: Part, hidden) -> None:
+        loss, labels, trains = self.loss, self.labels[chunk.at], self.needs != 0
+        logits, given = self.logits[: hidden.shape[0]], self._arguments(hidden, labels)
+        log_prob, entropy = _logits(logits, *given, loss.entropy)
+        wanted = trains or any(loss.wrt)
         with torch.set_grad_enabled(loss.grad):
-            log_prob.requires_grad_(self.needs != 0)
-            if loss.entropy:
-                entropy.requires_grad_(self.needs != 0)
             statistics = (log_prob, entropy) if loss.entropy else (log_prob,)
-            seen, parts, counts = self._seen(span, statistics)
-            tensors = [
-                t.detach().requires_grad_(need and wanted) for t, need in zip(parts, loss.wrt, strict=True)
-            ]
-            number = None if loss.groups is None else span.last - span.first
+            for t in statistics:
+                t.requires_grad_(trains)
+            seen, parts, counts = self._seen(chunk, statistics)
+            needed = zip(parts, loss.wrt, strict=True)
+            tensors = [t.detach().requires_grad_(need and wanted) for t, need in needed]
+            number = None if loss.groups is None else chunk.groups.stop - chunk.groups.start
             values = _losses(loss.fn, seen, tensors, counts, number)
             total = values.sum()
         self.total += values.detach().double().sum()
-        leaves = [t for t in (log_prob, entropy, *tensors) if t.requires_grad]
-        if span is self.spans[0] and loss.grad:
+        leaves = [t for t in (*statistics, *tensors) if t.requires_grad]
+        if chunk is self.chunks[0] and loss.grad:
             _check_closed(total, leaves)
-        if wanted:
-            self._differentiate(span, rows, hidden, labels, logits, total, leaves, tensors, scale)
-
-    def _differentiate(self, span, rows, hidden, labels, logits, total, leaves, tensors, scale):
-        loss = self.loss
+        if not wanted:
+            return
         gradients = iter(torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else ())
-        if self.needs:
+        if trains:
             upstream = next(gradients, None)
             # of the loss -log_prob
-            upstream = torch.zeros_like(leaves[0]) if upstream is None else upstream.neg()
+            upstream = torch.zeros_like(log_prob) if upstream is None else upstream.neg()
             entropy_upstream = next(gradients, None) if loss.entropy else None
-            if scale is not None:
-                upstream = upstream * scale
-                entropy_upstream = None if entropy_upstream is None else entropy_upstream * scale
-            dhidden = None
-            if self.dhidden is not None:
-                dhidden = self.dhidden[rows] if self.index is None else torch.empty_like(hidden)
-            _gradient(
-                logits,
-                dhidden,
-                self.dweight,
-                self.dbias,
-                upstream,
-                entropy_upstream,
-                *self._arguments(hidden, labels),
-                span.begin == 0,
-            )
-            if dhidden is not None and self.index is not None:
-                self.dhidden[rows] = dhidden
+            self._differentiate(chunk, logits, upstream, entropy_upstream, given)
         for kept, t in zip(self.dtensors, tensors, strict=True):
             gradient = next(gradients, None) if t.requires_grad else None
             if gradient is not None and loss.groups is None:
-                kept[rows] = gradient
+                kept[chunk.at if self.index is None else self.index[chunk.at]] = gradient
             elif gradient is not None:
-                loss.groups.part(kept, span.first, span.last).copy_(gradient)
+                loss.groups.part(kept, chunk.groups.start, chunk.groups.stop).copy_(gradient)
+
+    def _differentiate(self, chunk, logits, upstream, entropy_upstream, given) -> None:
+        """The chunk's share of the head's gradients."""
+        if self.early is not None:
+            upstream = upstream * self.early
+            entropy_upstream = None if entropy_upstream is None else entropy_upstream * self.early
+        formed, dhidden = self.formed, None
+        if formed.dhidden is not None:
+            listed = self.index is not None
+            dhidden = torch.empty_like(given[0]) if listed else formed.dhidden[chunk.at]
+        first = chunk.begin == 0
+        _gradient(logits, dhidden, formed.dweight, formed.dbias, upstream, entropy_upstream, *given, first)
+        if dhidden is not None and self.index is not None:
+            formed.dhidden[self.index[chunk.at]] = dhidden
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, fn, call, hidden, weight, bias, *tensors):  # which the call holds too
-        stream = _Stream(fn, call, tensors)
-        loss = stream.run()
-        ctx.shape, ctx.needs = hidden.shape, stream.needs
+        rows = _UserPass(fn, call, tensors)
+        loss = rows.run()
+        ctx.shape, ctx.needs = hidden.shape, rows.needs
         ctx.dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
-        kept = [hidden.new_empty(0) if stream.dhidden is None else stream.dhidden]
-        kept += [
-            hidden.new_empty(0, dtype=torch.float32) if g is None else g
-            for g in (stream.dweight, stream.dbias)
-        ]
-        ctx.save_for_backward(stream.scale.float(), *kept, *stream.dtensors)
+        dhidden, *others, _, _ = rows.formed.formed()
+        kept = [hidden.new_empty(0) if dhidden is None else dhidden]
+        kept += [hidden.new_empty(0, dtype=torch.float32) if g is None else g for g in others]
+        ctx.save_for_backward(rows.scale.float(), *kept, *rows.dtensors)
         return loss
 
     @staticmethod
@@ -333,10 +304,10 @@ class _Function(torch.autograd.Function):
         return None, None, None if dhidden is None else dhidden.view(ctx.shape), dweight, dbias, *dtensors
 
 
-def _composed(hidden, weight, target, loss: Loss, tensors, reduction, log_prob, head: operands.Head):
+def _composed(hidden, weight, target, loss: UserLoss, tensors, reduction, log_prob, head: HeadOptions):
     """Log-probabilities of all rows, then fn: for unreduced losses, whose upstream gradients come later."""
     target = shifted(target, head.ignore_index, head.shift, head.position_ids)
-    statistics = log_prob(hidden, weight, target, entropy=loss.entropy, **head.options())
+    statistics = log_prob(hidden, weight, target, entropy=loss.entropy, **head.of_log_prob())
     statistics = [s.reshape(-1) for s in (statistics if loss.entropy else (statistics,))]
     groups = loss.groups
     if groups is None:
@@ -356,7 +327,7 @@ def _composed(hidden, weight, target, loss: Loss, tensors, reduction, log_prob, 
 
 
 @torch._disable_dynamo  # torch.compiler.disable, but the compiler is imported by the first call, not here
-@options_of(_log_prob.linear_log_prob, but=("lora", "keep_mb", "match"))
+@called()
 def linear_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -366,7 +337,17 @@ def linear_loss(
     reduction: str = "mean",
     denominator: float | torch.Tensor | None = None,
     group: str | None = None,
-    **options,
+    entropy: bool = False,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
+    valid_rows: int | None = None,
+    chunk_rows: int | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """A loss of your own on per-token log-probabilities, three matrix products and no logits.
 
@@ -405,15 +386,17 @@ def linear_loss(
         tigon.Error: shapes, dtypes or options do not fit, or fn returns something else than one loss per row
         or group.
     """
-    head = operands.Head.of(options)
-    target = labels_of(target, head.ignore_index)
+    labels = ignore_index, shift, position_ids, valid_rows
+    head = HeadOptions(
+        bias, softcap, logit_scale, temperature, None, *labels, chunk_rows, logit_dtype=logit_dtype
+    )
+    target = labels_of(target, ignore_index)
     operands.check_head(_OP, hidden, weight, target, head)
-    check_booleans(_OP, entropy=options["entropy"])
+    check_booleans(_OP, entropy=entropy)
     check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
     _cross_entropy.check_denominator(_OP, denominator)
     check_choice(_OP, "reduction", reduction, _cross_entropy.REDUCTIONS)
-    labels = (target, head.ignore_index, head.shift, head.position_ids)
-    groups = None if group is None else Groups(_OP, group, *labels)
+    groups = None if group is None else Groups(_OP, group, target, ignore_index, shift, position_ids)
     for t in tensors:
         check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", kind_of(t))
         check_layout(_OP, "tensors", t)
@@ -431,7 +414,7 @@ def linear_loss(
     if not kernel:
         operands.check_plain(_OP, weight.shape[0], target, head)
     wrt = tuple(grad and t.requires_grad for t in tensors)
-    loss = Loss(fn, options["entropy"], denominator, wrt, grad, groups)
+    loss = UserLoss(fn, entropy, denominator, wrt, grad, groups)
     apart = groups is not None and not groups.fit(hidden, weight, head.chunk_rows)
     if not kernel or apart or is_traced(hidden) or (reduction == "none" and denominator is None):
         log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference

@@ -13,17 +13,18 @@ from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import policy as _policy
 from tigon.ops import preference as _preference
-from tigon.ops.arguments import check_float, check_indices, check_like, kind_of, options_of, readable
+from tigon.ops.arguments import called, check_float, check_indices, check_like, kind_of, readable
 from tigon.ops.cross_entropy import check_denominator, split_denominator
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import HeadLoss, empty_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
-from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.preference import KTOResult, PreferenceResult
 
 
-def _checked(op, hidden, weight, target, head: operands.Head):
+def _checked(op, hidden, weight, target, head: HeadOptions):
     """Labels [answers, T] of hidden states [answers, T, H] under a head."""
     target = labels_of(target, head.ignore_index)
     operands.check_head(op, hidden, weight, target, head)
@@ -31,16 +32,16 @@ def _checked(op, hidden, weight, target, head: operands.Head):
     return target
 
 
-def _has_kernel(op, hidden, head: operands.Head) -> bool:
+def _has_kernel(op, hidden, head: HeadOptions) -> bool:
     return has_kernel(op, hidden=hidden, beside=operands.float_parts(head))
 
 
-def _log_probs(op, hidden, weight, labels, head: operands.Head, entropy=False):
+def _log_probs(op, hidden, weight, labels, head: HeadOptions, entropy=False):
     """Log-probabilities [answers, T] (and entropies) with a graph: in float64 of the logits, else chunked."""
     kernel = hidden.dtype != torch.float64
     fits = not kernel or head.lora is None
     check(op, fits, "lora must be None under the transforms of torch.func, got {}", "one")
-    options = head._replace(valid_rows=None, chunk_rows=None).options()
+    options = head._replace(valid_rows=None, chunk_rows=None).of_log_prob()
     log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
     return log_prob(hidden, weight, labels, entropy=entropy, **options)
 
@@ -79,22 +80,20 @@ def _ref_operands(ref, like):
 # The operators: results of answers or rows come after the loss, the reduction's factor and the gradients.
 
 
-def _run(loss: HeadLoss, op, hidden, weight, labels, head: operands.Head, more):
-    call, _ = operands.prepare(op, hidden, weight, labels, head, more=(labels.shape[0], *more))
+def _run(loss: HeadLoss, op, hidden, weight, labels, head: HeadOptions, more):
+    call, _ = operands.prepare(op, hidden, weight, labels, head, more=loss.more(labels.shape[0], *more))
     hidden, weight, _, bias, _, _, lora_a, lora_b = call.operands
     return loss.run(call, (hidden, weight, bias, lora_a, lora_b))
 
 
-def _fake_preference(*arguments):
-    call = operands.Call.of(arguments)
-    answers, _, _, _, _, _, _, desirable, *_ = call.more
-    results = _preference.empty_results(call.operands.hidden, answers, desirable is None)
+def _fake_preference(call: HeadCall):
+    pairs = call.more.desirable is None
+    results = _preference.empty_results(call.operands.hidden, call.more.answers, pairs)
     return *empty_loss(call, True), *results
 
 
-def _fake_policy(*arguments):
-    call = operands.Call.of(arguments)
-    hidden, target, ref = call.operands.hidden, call.operands.target, call.more[3]
+def _fake_policy(call: HeadCall):
+    hidden, target, ref = call.operands.hidden, call.operands.target, call.more.ref
     rows, kl = (hidden.new_empty(n, dtype=torch.float32) for n in (target.shape, (0,)))
     return *empty_loss(call, True), rows, rows.clone(), kl if ref is None else rows.clone(), rows.clone()
 
@@ -116,18 +115,7 @@ def _merged(op, target, nll_target, ignore_index):
 
 
 def _prefer(
-    op,
-    hidden,
-    weight,
-    target,
-    head: operands.Head,
-    formula,
-    ref,
-    denominator,
-    *,
-    nll_target=None,
-    desirable=None,
-    kl=None,
+    op, hidden, weight, target, head, formula, ref, denominator, *, nll_target=None, desirable=None, kl=None
 ):
     """Kernel or reference, on checked arguments."""
     check_denominator(op, denominator)
@@ -166,21 +154,7 @@ def _prefer(
     return PreferenceResult(*results) if desirable is None else KTOResult(*results[:3])
 
 
-@options_of(
-    _preference.preference_loss,
-    linear_cross_entropy,
-    but=(
-        "nll_mask",
-        "class_weight",
-        "z_loss",
-        "token_weight",
-        "reduction",
-        "position_ids",
-        "outputs",
-        "keep_mb",
-        "logit_dtype",
-    ),
-)
+@called()
 def linear_preference(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -188,7 +162,24 @@ def linear_preference(
     *,
     ref: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
     nll_target: torch.Tensor | None = None,
-    **options,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    denominator: float | torch.Tensor | None = None,
+    shift: int | bool = False,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
+    max_workspace_mb: float | None = None,
+    kind: str = "sigmoid",
+    beta: float = 0.1,
+    average: bool | None = None,
+    gamma: float = 0.0,
+    tau: float = 0.05,
+    nll: float | None = None,
 ) -> PreferenceResult:
     """:func:`tigon.preference_loss` of the log-probabilities of labels under a linear head, whose logits
     never exist as a whole; the gradients are formed in the same pass: three matrix products (two with a
@@ -223,23 +214,24 @@ def linear_preference(
     Raises:
         tigon.Error: as the two functions named, and a ref of other rows or classes.
     """
-    op, head = "linear_preference", operands.Head.of(options)
+    op = "linear_preference"
+    labels = ignore_index, shift, None, valid_rows
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb)
     target = _checked(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
-    formula = _preference.pair_formula(op, ref=ref, **options)
+    formula = _preference.pair_formula(
+        op, kind, beta, average, label_smoothing, gamma=gamma, tau=tau, nll=nll, ref=ref
+    )
     _check_ref(op, ref, hidden, weight)
     if nll_target is not None:
         nll_target = labels_of(nll_target, head.ignore_index)
         check_indices(op, "nll_target", nll_target)
         check_like(op, "nll_target", nll_target, (answers // 2, target.shape[1]), target.device)
-    denominator = options["denominator"]
     return _prefer(op, hidden, weight, target, head, formula, ref, denominator, nll_target=nll_target)
 
 
-@options_of(
-    _preference.kto_loss, linear_preference, but=("label_smoothing", "gamma", "tau", "nll", "nll_target")
-)
+@called()
 def linear_kto(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -247,7 +239,22 @@ def linear_kto(
     desirable: torch.Tensor,
     *,
     ref: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
-    **options,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    denominator: float | torch.Tensor | None = None,
+    shift: int | bool = False,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
+    max_workspace_mb: float | None = None,
+    kind: str = "kto",
+    beta: float = 0.1,
+    average: bool = False,
+    kl: float | torch.Tensor = 0.0,
+    weights: tuple[float, float] = (1.0, 1.0),
 ) -> KTOResult:
     """:func:`tigon.kto_loss` of the log-probabilities of labels under a linear head, whose logits never exist
     as a whole.
@@ -265,15 +272,15 @@ def linear_kto(
     Raises:
         tigon.Error: as :func:`linear_preference`.
     """
-    op, head = "linear_kto", operands.Head.of(options)
+    op = "linear_kto"
+    labels = ignore_index, shift, None, valid_rows
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb)
     target = _checked(op, hidden, weight, target, head)
-    formula = _preference.single_formula(op, **options)
+    formula = _preference.single_formula(op, kind, beta, average, kl, weights)
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)
     _check_ref(op, ref, hidden, weight)
-    point = _preference.kl_tensor(options["kl"], hidden)
-    return _prefer(
-        op, hidden, weight, target, head, formula, ref, options["denominator"], desirable=desirable, kl=point
-    )
+    point = _preference.kl_tensor(kl, hidden)
+    return _prefer(op, hidden, weight, target, head, formula, ref, denominator, desirable=desirable, kl=point)
 
 
 class LinearPolicyResult(NamedTuple):
@@ -286,13 +293,39 @@ class LinearPolicyResult(NamedTuple):
     clipped: torch.Tensor  # [B, T]: -1 and 1 where the ratio is clipped below and above, else 0
 
 
-@options_of(
-    _policy.policy_loss,
-    linear_preference,
-    but=("entropies", "beta", "average", "label_smoothing", "nll", "nll_target"),
-)
+@called()
 def linear_policy(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, advantage: torch.Tensor, **options
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    advantage: torch.Tensor,
+    *,
+    ref: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    denominator: float | torch.Tensor | None = None,
+    shift: int | bool = False,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
+    max_workspace_mb: float | None = None,
+    kind: str = "clip",
+    gamma: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
+    tau: tuple[float, float] = (1.0, 1.05),
+    level: str = "token",
+    old: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
+    clip: tuple[float, float] = (0.2, 0.2),
+    delta: float | None = None,
+    kl: float = 0.0,
+    kl_estimator: str = "k3",
+    kl_corrected: bool = False,
+    entropy: float = 0.0,
+    entropy_denominator: float | torch.Tensor | None = None,
+    normalise: str = "token",
 ) -> LinearPolicyResult:
     """:func:`tigon.policy_loss` of the log-probabilities of sampled tokens under a linear head, whose logits
     never exist as a whole; the gradients are formed in the same pass: three matrix products.
@@ -318,22 +351,15 @@ def linear_policy(
     Raises:
         tigon.Error: as the two functions named.
     """
-    op, head = "linear_policy", operands.Head.of(options)
-    ignore_index, shift = head.ignore_index, head.shift
+    op = "linear_policy"
+    labels = ignore_index, shift, None, valid_rows
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb)
     target = _checked(op, hidden, weight, target, head)
-    f = _policy.formula(op, **options)
-    denominator, entropy_denominator = options["denominator"], options["entropy_denominator"]
+    surrogate = kind, level, clip, delta, tau, gamma
+    f = _policy.formula(op, *surrogate, kl, kl_estimator, kl_corrected, entropy, normalise)
+    tensors = advantage, old, ref, importance
     constants = _policy.constants(
-        op,
-        target.shape,
-        hidden.device,
-        advantage,
-        options["old"],
-        options["ref"],
-        options["importance"],
-        options["kl"],
-        denominator,
-        entropy_denominator,
+        op, target.shape, hidden.device, *tensors, kl, denominator, entropy_denominator
     )
     hidden, weight = operands.autocast(hidden), operands.plain_weight(op, weight)
     if not _has_kernel(op, hidden, head) or torch._C._are_functorch_transforms_active():

@@ -6,18 +6,17 @@ import torch
 import torch.nn.functional as F
 
 from tigon._deterministic import is_deterministic
-from tigon._op import define, native
+from tigon._op import define
 from tigon.error import check
-from tigon.ops.loss_head.operands import Head
+from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import padded
+from tigon.ops.loss_head.products import form_logits
 
 _CHUNK_LOGITS = 1 << 27
 _GREEDY = 1e-5  # a temperature below it leaves the logits as they are
 
-_product = native("linear_product_logits")  # called inside vllm_log_prob alone, which no tracer looks into
 
-
-def check_match(op, match, head: Head) -> None:
+def check_match(op, match, head: HeadOptions) -> None:
     """That `match` is known, and the options are among those of its head."""
     known = match is None or (isinstance(match, str) and match == "vllm")
     check(op, known, "match must be 'vllm' (or None), got {!r}", match)
@@ -37,7 +36,7 @@ def vllm_logits(hidden, weight, bias=None, softcap=None, logit_scale=1.0, wide=F
     if is_deterministic():
         dtype = torch.float32 if wide or bias is not None else hidden.dtype
         logits = hidden.new_empty(hidden.shape[0], padded(weight.shape[0]), dtype=dtype)[:, : weight.shape[0]]
-        _product(logits, hidden, weight, None, None, 1.0)
+        form_logits(logits, hidden, weight)
         if bias is not None:
             logits = logits.add_(bias).to(torch.float32 if wide else hidden.dtype)
     elif not wide:
@@ -91,7 +90,7 @@ torch.library.register_fake(
 )
 
 
-def vllm_log_prob(hidden, weight, target, head: Head, wide):
+def vllm_log_prob(hidden, weight, target, head: HeadOptions, wide):
     """The log-probabilities of labels in place, ``[...]`` or ``[..., K]``; 0 of ignored ones."""
     with torch.no_grad():
         rows = hidden.reshape(-1, hidden.shape[-1])

@@ -17,7 +17,9 @@ from torch.func import functional_call
 from tigon._dtensor import is_dtensor
 from tigon._op import has_kernel, once, refuse_tangents, transformable
 from tigon.error import check
+from tigon.ops import arguments
 from tigon.ops.arguments import (
+    called,
     check_choice,
     check_float,
     check_indices,
@@ -25,7 +27,6 @@ from tigon.ops.arguments import (
     is_traced,
     kind_of,
     one_each,
-    options_of,
 )
 from tigon.ops.loss_head.autograd import finished
 from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
@@ -46,7 +47,7 @@ class MultiTokenLoss(NamedTuple):
     accuracies: torch.Tensor  # [k] float32, share of the rows that count whose label is the first argmax
 
 
-class _Head(NamedTuple):
+class _TokenHead(NamedTuple):
     """One head: its layers, its last product, and what its loss is taken with."""
 
     layers: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
@@ -92,15 +93,8 @@ def _apply_layers(i, head, x, leaves=None):
             h = layer(h)
     check(_OP, isinstance(h, torch.Tensor), "heads[{}] must return a tensor, got {}", i, kind_of(h))
     wanted = (*x.shape[:-1], head.weight.shape[-1])
-    check(
-        _OP,
-        tuple(h.shape) == wanted,
-        "heads[{}] must return {} to fit its weight {}, got {}",
-        i,
-        wanted,
-        head.weight.shape,
-        h.shape,
-    )
+    words = "heads[{}] must return {} to fit its weight {}, got {}"
+    check(_OP, tuple(h.shape) == wanted, words, i, wanted, head.weight.shape, h.shape)
     return h
 
 
@@ -161,15 +155,9 @@ def _composed(hidden, heads, labels):
 
 def _refuse_others(i, h, known):
     """Tensors in a head's graph that would lose their gradient."""
+    words = "heads[{}] must use no tensor that needs a gradient but its input and its module's parameters, "
     for leaf in graph_leaves(h):
-        check(
-            _OP,
-            id(leaf) in known,
-            "heads[{}] must use no tensor that needs a gradient but its input and its module's parameters, "
-            "got one of {}",
-            i,
-            leaf.shape,
-        )
+        check(_OP, id(leaf) in known, words + "got one of {}", i, leaf.shape)
 
 
 def _on_leaves(head, leaves):
@@ -286,11 +274,7 @@ def _composes(hidden, heads) -> bool:
     return owned or closed or torch.float16 in (hidden.dtype, dtype) or not has_kernel(_OP, hidden=hidden)
 
 
-@options_of(
-    linear_cross_entropy,
-    but=("bias", "class_weight", "shift", "outputs", "keep_mb"),
-    words={"target": "labels", "shift": "shifts", "linear_cross_entropy.weight": "heads' weight"},
-)
+@called({"target": "labels", "shift": "shifts", "linear_cross_entropy.weight": "heads' weight"})
 def multi_token_loss(
     hidden: torch.Tensor,
     heads: Sequence[Any],
@@ -301,7 +285,18 @@ def multi_token_loss(
     lora: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None] | None = None,
     denominator: float | torch.Tensor | Sequence[float | torch.Tensor] | None = None,
     valid_rows: Sequence[int | None] | None = None,
-    **options,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    position_ids: torch.Tensor | None = None,
+    chunk_rows: int | None = None,
+    max_workspace_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> MultiTokenLoss:
     """``sum_i coefficient_i * cross_entropy(heads_i(hidden)[t], labels[t + shift_i])``, without logits.
 
@@ -353,17 +348,12 @@ def multi_token_loss(
     check_float(_OP, "hidden", hidden)
     check(_OP, hidden.dim() >= 2, "hidden must be [..., T, H], got {}", hidden.shape)
     listed = isinstance(heads, (Sequence, nn.ModuleList)) and not isinstance(heads, nn.Sequential)
-    check(
-        _OP,
-        listed and len(heads) > 0,
-        "heads must be a sequence of at least one head, got {}",
-        0 if listed else kind_of(heads),
-    )
-    labels, position_ids = labels_of(labels, options["ignore_index"]), options["position_ids"]
+    words = "heads must be a sequence of at least one head, got {}"
+    check(_OP, listed and len(heads) > 0, words, 0 if listed else kind_of(heads))
+    labels = labels_of(labels, ignore_index)
     check_indices(_OP, "labels", labels)
-    lead = hidden.shape[:-1]
-    check(_OP, labels.shape == lead, "labels must be {}, got {}", lead, labels.shape)
-    check_choice(_OP, "reduction", options["reduction"], _REDUCTIONS)
+    arguments.check_shape(_OP, "labels", labels, hidden.shape[:-1])
+    check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     k = len(heads)
     coefficients = one_each(_OP, "coefficients", coefficients, k, "heads", [1.0] * k)
     shifts = one_each(_OP, "shifts", shifts, k, "heads", range(1, k + 1))
@@ -373,6 +363,10 @@ def multi_token_loss(
     denominators = (
         one_each(_OP, "denominator", denominator, k, "heads", None) if several else [denominator] * k
     )
+    options = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature, "z_loss": z_loss}
+    options |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+    options |= {"token_weight": token_weight, "position_ids": position_ids, "chunk_rows": chunk_rows}
+    options |= {"max_workspace_mb": max_workspace_mb, "logit_dtype": logit_dtype}
     made = []
     for i, head in enumerate(heads):
         number = isinstance(coefficients[i], (float, int)) and not isinstance(coefficients[i], bool)
@@ -386,13 +380,9 @@ def multi_token_loss(
             words = name + " must be a plain dense tensor, got a DTensor (use {}.to_local())"
             check(_OP, not is_dtensor(t), words, name)
         check_lora(_OP, lora[i], weight, weight)
-        own = {
-            "shift": shifts[i],
-            "lora": lora[i],
-            "valid_rows": valid_rows[i],
-            "denominator": denominators[i],
-        }
-        made.append(_Head(layers, weight, bias, float(coefficients[i]), options | own))
+        own = {"shift": shifts[i], "lora": lora[i], "valid_rows": valid_rows[i]}
+        own["denominator"] = denominators[i]
+        made.append(_TokenHead(layers, weight, bias, float(coefficients[i]), options | own))
     if forward_ad._current_level >= 0 and hidden.dtype != torch.float64:
         refuse_tangents(_OP, (hidden, *(t for head in made for t in (head.weight, head.bias))))
     run = _composed if _composes(hidden, made) else _in_turn

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from tigon._load import native
 from tigon._op import Op
 from tigon.error import check, refuse
 from tigon.ops import arguments
 from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
-from tigon.ops.loss_head.plan import check_cap, chunk_that_fits
+from tigon.ops.loss_head.options import HeadOptions
+from tigon.ops.loss_head.plan import check_cap, chunk_that_fits, native_names
 
-# Bits of `needs`, whose meanings csrc/tigon/ops/linear_head/linear_head_fields.h says.
-HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND, UNIT, MAIN_GRAD, LOGITS = (1 << i for i in range(9))
-NEEDS = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "lora_a": LORA_A, "lora_b": LORA_B}
+GRADIENTS = ("hidden", "weight", "bias", "lora_a", "lora_b")  # the tensors that can have one, in this order
+_BITS = native_names("tigon_linear_head_needs")
+NEEDS = {name: _BITS[name] for name in GRADIENTS}
+HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B = NEEDS.values()
+MAY_ROUND, UNIT, MAIN_GRAD, LOGITS = (_BITS[name] for name in ("may_round", "unit", "main_grad", "logits"))
 
 
 class Operands(NamedTuple):
@@ -31,7 +37,7 @@ class Operands(NamedTuple):
     lora_b: torch.Tensor | None = None  # [V, r], hidden's dtype
 
 
-class Formula(NamedTuple):
+class LabelFormula(NamedTuple):
     """The numbers that follow them."""
 
     ignore_index: int = -100
@@ -53,74 +59,47 @@ class Memory(NamedTuple):
     keep_rows: int = 0  # losses of rows: most rows whose logits' gradients stay, or AUTOMATIC
 
 
-class Call(NamedTuple):
+_ENDS = tuple(itertools.accumulate(len(part._fields) for part in (Operands, LabelFormula, Memory)))
+HEAD_ARGUMENTS = _ENDS[-1]  # how many of an operator's are those of all heads
+
+
+def more_of(name: str) -> type:
+    """A named tuple of what an operator takes after them."""
+    return namedtuple(f"_{name}", [a.name for a in native(name)._schema.arguments[HEAD_ARGUMENTS:]])
+
+
+class HeadCall(NamedTuple):
     """The arguments of a native operator on a head."""
 
     operands: Operands
-    formula: Formula
+    formula: LabelFormula
     memory: Memory
-    more: tuple = ()  # what the operator takes after them
+    more: Any = ()  # what the operator takes after them, of `more_of` it
 
     @classmethod
-    def of(cls, inputs) -> Call:
+    def of(cls, inputs, more=lambda *values: values) -> HeadCall:
         """The inverse of :meth:`flat`."""
-        return cls(Operands(*inputs[:8]), Formula(*inputs[8:16]), Memory(*inputs[16:20]), inputs[20:])
+        (a, b, c), rest = _ENDS, inputs[HEAD_ARGUMENTS:]
+        return cls(Operands(*inputs[:a]), LabelFormula(*inputs[a:b]), Memory(*inputs[b:c]), more(*rest))
 
     def flat(self) -> tuple:
         """The arguments, in the order of the schema."""
         operands, formula, memory, more = self
         return (*operands, *formula, *memory, *more)
 
-    def with_memory(self, needs: int, keep_rows: int) -> Call:
+    def with_memory(self, needs: int, keep_rows: int) -> HeadCall:
         """The call, with other gradients needed and rows kept."""
         operands, formula, memory, more = self
-        return Call(operands, formula, Memory(memory[0], memory[1], needs, keep_rows), more)
+        return HeadCall(operands, formula, Memory(memory[0], memory[1], needs, keep_rows), more)
 
-    def without_tensors(self, more: tuple = ()) -> Call:
+    def without_tensors(self, more: tuple = ()) -> HeadCall:
         """What a context may hold of it; `more`: numbers that its backward takes."""
-        return Call(None, self[1], self[2], more)
+        return HeadCall(None, self[1], self[2], more)
 
     def rows(self) -> int:
         """How many rows have their logits computed."""
         valid = self.memory.valid_rows
         return self.operands.target.shape[0] if valid < 0 else valid
-
-
-class Head(NamedTuple):
-    """The options that functions on a head share, as the caller gave them."""
-
-    bias: torch.Tensor | None = None
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    temperature: float = 1.0
-    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None
-    ignore_index: int = -100
-    shift: int | bool = False
-    position_ids: torch.Tensor | None = None
-    valid_rows: int | None = None
-    chunk_rows: int | None = None
-    max_workspace_mb: float | None = None
-    logit_dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, options: dict) -> Head:
-        """Those of a head among the options of a loss."""
-        return arguments.picked(cls, options)
-
-    def options(self) -> dict:
-        """Those of a call of :func:`tigon.linear_log_prob` or its reference on labels in place."""
-        names = (
-            "bias",
-            "softcap",
-            "logit_scale",
-            "temperature",
-            "lora",
-            "ignore_index",
-            "valid_rows",
-            "chunk_rows",
-            "logit_dtype",
-        )
-        return {name: getattr(self, name) for name in names}
 
 
 def main_grad_of(op, weight):
@@ -137,7 +116,7 @@ def main_grad_of(op, weight):
     return main_grad
 
 
-def float_parts(head: Head, **others: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+def float_parts(head: HeadOptions, **others: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
     """What a reference reads beside hidden states, by name."""
     a, b = (head.lora or (None, None))[:2]
     return {**others, "bias": head.bias, "lora[0]": a, "lora[1]": b}
@@ -149,7 +128,7 @@ class Trained:
     calls = 0  # `Report.check` asks: a program's own loss may call them
 
 
-def check_head(op, hidden, weight, target, head: Head):
+def check_head(op, hidden, weight, target, head: HeadOptions):
     """What every function on a head asks of its operands."""
     arguments.check_float(op, "hidden", hidden)
     arguments.check_float(op, "weight", weight)
@@ -189,7 +168,9 @@ def check_head(op, hidden, weight, target, head: Head):
 
 def wide_logits(op, logit_dtype, hidden) -> bool:
     """Whether logits are to be float32 where hidden is not."""
-    fits = any(logit_dtype is dtype for dtype in (None, torch.float32, hidden.dtype))
+    if logit_dtype is None:
+        return False
+    fits = logit_dtype is torch.float32 or logit_dtype is hidden.dtype
     check(op, fits, "logit_dtype must be float32 or hidden's {} (or None), got {}", hidden.dtype, logit_dtype)
     return logit_dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16)
 
@@ -215,8 +196,7 @@ def check_lora(op, lora, hidden, weight):
 def check_token_weight(op, token_weight, target) -> None:
     if token_weight is not None:
         arguments.check_float(op, "token_weight", token_weight)
-        fits = token_weight.shape == target.shape
-        check(op, fits, "token_weight must be {}, got {}", target.shape, token_weight.shape)
+        arguments.check_shape(op, "token_weight", token_weight, target.shape)
 
 
 def check_outputs(op, outputs, known, or_none="") -> tuple[str, ...]:
@@ -272,19 +252,19 @@ def prepare(
     hidden,
     weight,
     target,
-    head: Head,
-    *,
+    head: HeadOptions,
     class_weight=None,
     token_weight=None,
-    main_grad=None,
     label_smoothing=0.0,
     z_loss=0.0,
+    *,
+    main_grad=None,
     more=(),
-) -> tuple[Call, tuple]:
+) -> tuple[HeadCall, tuple]:
     """A native call on checked arguments, and what its gradients are of: hidden, weight, bias, A and B
     before their conversion; `main_grad`: what weight's is added to."""
     bias, lora, ignore_index, position_ids = head.bias, head.lora, head.ignore_index, head.position_ids
-    wide = head.logit_dtype is not None and wide_logits(op, head.logit_dtype, hidden)
+    wide = wide_logits(op, head.logit_dtype, hidden)
     if main_grad is None:  # main_grad has weight's own columns
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
     a, b, lora_scale = (None, None, 1.0) if lora is None else lora
@@ -317,28 +297,13 @@ def prepare(
         token_weight = token_weight.detach().float().reshape(-1)
     chunk_rows = head.chunk_rows or 0
     if head.max_workspace_mb is not None:
-        chunk_rows = chunk_that_fits(
-            op,
-            hidden,
-            weight,
-            head,
-            0 if a is None else a.shape[0],
-            needs & WEIGHT != 0,
-            main_grad is not None,
-            wide,
-        )
+        sizes = {"lora_rank": 0 if a is None else a.shape[0], "train_weight": needs & WEIGHT != 0}
+        sizes |= {"main_grad": main_grad is not None, "wide": wide}
+        chunk_rows = chunk_that_fits(op, hidden, weight, head, **sizes)
     operands = Operands(hidden, weight, target.reshape(-1), bias, class_weight, token_weight, a, b)
-    formula = Formula(
-        ignore_index,
-        label_smoothing,
-        head.softcap or 0.0,
-        head.logit_scale,
-        head.temperature,
-        z_loss,
-        lora_scale,
-        wide,
-    )
-    return Call(operands, formula, Memory(chunk_rows, valid, needs), more), parameters
+    logits = head.softcap or 0.0, head.logit_scale, head.temperature
+    formula = LabelFormula(ignore_index, label_smoothing, *logits, z_loss, lora_scale, wide)
+    return HeadCall(operands, formula, Memory(chunk_rows, valid, needs), more), parameters
 
 
 class _ToMainGrad(torch.autograd.Function):
@@ -355,7 +320,7 @@ class _ToMainGrad(torch.autograd.Function):
         return None, None
 
 
-def check_plain(op, classes, target, head: Head) -> None:
+def check_plain(op, classes, target, head: HeadOptions) -> None:
     """What the native calls check of labels, for the references."""
     ignore_index = head.ignore_index
     target = shifted(target, ignore_index, head.shift, head.position_ids)

@@ -1,6 +1,6 @@
 """Memory of the loss head: what a call will take, and the chunk that keeps a cap.
 
-The numbers are the native side's: ``csrc/tigon/ops/linear_head/linear_head_plan.h``.
+The numbers are the native side's: ``csrc/tigon/ops/loss_head/plan.h``.
 """
 
 from __future__ import annotations
@@ -12,18 +12,12 @@ from collections import namedtuple
 from typing import NamedTuple
 
 import torch
+from typing_extensions import TypedDict, Unpack
 
 from tigon._load import library
 from tigon.error import check
-from tigon.ops.arguments import (
-    check_booleans,
-    check_choice,
-    check_dtype,
-    check_integers,
-    check_numbers,
-    options_of,
-    picked,
-)
+from tigon.ops import arguments
+from tigon.ops.arguments import check_booleans, check_choice, check_dtype, check_integers, check_numbers
 from tigon.ops.cross_entropy import REDUCTIONS
 
 _OP = "linear_cross_entropy_memory"
@@ -32,6 +26,18 @@ _MIB = 1 << 20
 _MOST = 1 << 62
 AUTOMATIC = -1  # of `keep_rows`: all rows where one chunk takes all, else none
 MOST_GROUP_LOGITS = 1 << 30  # bytes of a group's logits: linear_head_group_limit of the C++ side
+
+
+def native_names(function: str) -> dict[str, int]:
+    """Names that the native side has, in its order, with their values."""
+    ask = getattr(library, function)
+    ask.restype = ctypes.c_char_p
+    words = (word.partition("=") for word in ask().decode().split())
+    return {name: int(value) for name, _, value in words}
+
+
+_SIZES = native_names("tigon_linear_head_sizes")  # what they are unless given
+HeadPlan = namedtuple("HeadPlan", native_names("tigon_linear_head_plan"))
 
 
 class HeadMemory(NamedTuple):
@@ -44,42 +50,37 @@ class HeadMemory(NamedTuple):
     peak: int
 
 
-# ``LinearHeadPlan``.
-HeadPlan = namedtuple(
-    "HeadPlan", "chunk_rows whole_rows kept unit fits row fixed workspace gradients results peak"
-)
+class MemoryOptions(TypedDict, total=False):
+    """Sizes and options of a call, for every head."""
+
+    device: str | torch.device
+    weight_dtype: torch.dtype | None
+    train_hidden: bool
+    train_weight: bool
+    train_bias: bool
+    lora_rank: int
+    valid_rows: int | None
+    chunk_rows: int | None
 
 
-# LinearHeadSizes: names and what they are unless given.
-_SIZES = {
-    "cuda": 0,
-    "dtype": 0,
-    "weight_dtype": 0,
-    "rows": 0,
-    "worked": 0,
-    "hidden": 0,
-    "vocab": 0,
-    "lora_rank": 0,
-    "train_hidden": 0,
-    "train_weight": 0,
-    "train_bias": 0,
-    "main_grad": 0,
-    "wide": 0,
-    "chunk_rows": 0,
-    "cap": -1,
-    "per_row": 0,
-    "keep_rows": 0,
-    "unit": 0,
-    "copies": 2,
-    "row": 0,
-    "fixed": 0,
-}
-_DEFAULTS = tuple(_SIZES.values())
+class LogProbMemoryOptions(MemoryOptions, total=False):
+    """And those that log-probabilities have."""
+
+    main_grad: bool
+    logit_dtype: torch.dtype | None
+
+
+class LossMemoryOptions(LogProbMemoryOptions, total=False):
+    """And those that losses of labels have."""
+
+    reduction: str
+    max_workspace_mb: float | None
+    keep_mb: float | None
 
 
 def _native_plan(function: str, sizes: tuple, groups: tuple = ()) -> HeadPlan:
     found = (ctypes.c_int64 * len(HeadPlan._fields))()
-    given = (ctypes.c_int64 * len(sizes))(*sizes)
+    given = (ctypes.c_int64 * len(_SIZES))(*sizes)  # no more: a size of another name is none
     getattr(library, function)(given, *map(ctypes.c_int64, groups), found)
     return HeadPlan(*found)
 
@@ -107,8 +108,13 @@ def plan(
     sizes.setdefault("worked", rows)
     if max_workspace_mb is not None:
         sizes["cap"] = min(max(int(max_workspace_mb * _MIB), 0), _MOST)
-    numbers = tuple(operator.index(sizes.get(name, value)) for name, value in _SIZES.items())
+    numbers = tuple(map(operator.index, (_SIZES | sizes).values()))
     return _native_plan(function, numbers, groups)
+
+
+def plan_of(hidden: torch.Tensor, vocab: int, rows: int, **sizes) -> HeadPlan:
+    """:func:`plan` of hidden states."""
+    return plan(hidden.device.type, hidden.dtype, rows, hidden.shape[-1], vocab, **sizes)
 
 
 def padded(vocab: int) -> int:
@@ -123,22 +129,11 @@ def rows_within(keep_mb, vocab, itemsize) -> int:
     return int(min(keep_mb, 2.0**40) * _MIB) // (padded(vocab) * itemsize)
 
 
-def chunk_that_fits(op, hidden, weight, head, lora_rank, dweight, main_grad, wide) -> int:
+def chunk_that_fits(op, hidden, weight, head, **sizes) -> int:
     """Rows per chunk within the cap (and no more than asked for)."""
     cap, rows = head.max_workspace_mb, hidden.numel() // hidden.shape[-1]
-    found = plan(
-        hidden.device.type,
-        hidden.dtype,
-        rows,
-        hidden.shape[-1],
-        weight.shape[0],
-        lora_rank=lora_rank,
-        train_weight=dweight,
-        main_grad=main_grad,
-        wide=wide,
-        chunk_rows=head.chunk_rows or 0,
-        max_workspace_mb=cap,
-    )
+    sizes |= {"chunk_rows": head.chunk_rows or 0, "max_workspace_mb": cap}
+    found = plan_of(hidden, weight.shape[0], rows, **sizes)
     check_fits(op, found, 1, "one row", cap)
     return found.chunk_rows
 
@@ -213,35 +208,24 @@ def _memory(
     check_booleans(_OP, **trained, main_grad=main_grad)
     check_cap(_OP, max_workspace_mb)
     check_keep(_OP, keep_mb)
-    found = plan(
-        _device_type(device),
-        dtype,
-        rows,
-        hidden_size,
-        vocab,
-        weight_dtype=weight_dtype,
-        max_workspace_mb=max_workspace_mb,
-        worked=rows if valid_rows is None else valid_rows,
-        lora_rank=lora_rank,
-        **trained,
-        main_grad=main_grad,
-        chunk_rows=chunk_rows or 0,
-        wide=logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16),
-        per_row=reduction == "none",
-        keep_rows=rows_within(keep_mb, vocab, dtype.itemsize),
-        unit=bool(keep_mb != 0),
-        function=function,
-        groups=groups,
-    )
-    return picked(HeadMemory, found._asdict())
+    sizes = trained | {"main_grad": main_grad, "lora_rank": lora_rank, "chunk_rows": chunk_rows or 0}
+    sizes |= {"worked": rows if valid_rows is None else valid_rows, "per_row": reduction == "none"}
+    sizes |= {"keep_rows": rows_within(keep_mb, vocab, dtype.itemsize), "unit": bool(keep_mb != 0)}
+    sizes["wide"] = logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
+    way = {"weight_dtype": weight_dtype, "max_workspace_mb": max_workspace_mb}
+    way |= {"function": function, "groups": groups}
+    found = plan(_device_type(device), dtype, rows, hidden_size, vocab, **way, **sizes)
+    return HeadMemory(*(getattr(found, name) for name in HeadMemory._fields))
 
 
-_NATIVE = ("function", "groups")
-
-
-@options_of(_memory, but=_NATIVE)
+@arguments.called()
+@arguments.unpacked(_memory)
 def linear_cross_entropy_memory(
-    rows: int, hidden_size: int, vocab: int, dtype: torch.dtype = torch.bfloat16, **options
+    rows: int,
+    hidden_size: int,
+    vocab: int,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Unpack[LossMemoryOptions],
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_cross_entropy` and its backward take besides their inputs.
 
@@ -262,7 +246,8 @@ def linear_cross_entropy_memory(
     return _memory(rows, hidden_size, vocab, dtype, **options)
 
 
-@options_of(_memory, but=("reduction", "max_workspace_mb", *_NATIVE))
+@arguments.called()
+@arguments.unpacked(_memory)
 def linear_log_prob_memory(
     rows: int,
     hidden_size: int,
@@ -271,7 +256,7 @@ def linear_log_prob_memory(
     *,
     keep_mb: float | None = None,
     labels: int = 1,
-    **options,
+    **options: Unpack[LogProbMemoryOptions],
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_log_prob` and its backward take besides their inputs.
 
@@ -296,7 +281,8 @@ def linear_log_prob_memory(
     )
 
 
-@options_of(_memory, but=_NATIVE)
+@arguments.called()
+@arguments.unpacked(_memory)
 def linear_preference_memory(
     answers: int,
     tokens: int,
@@ -305,7 +291,7 @@ def linear_preference_memory(
     dtype: torch.dtype = torch.bfloat16,
     *,
     group: int = 2,
-    **options,
+    **options: Unpack[LossMemoryOptions],
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_preference` and its backward take besides their inputs.
 
@@ -328,7 +314,8 @@ def linear_preference_memory(
     return _memory(answers * tokens, hidden_size, vocab, dtype, **options, **native)
 
 
-@options_of(_memory, but=("main_grad", "max_workspace_mb", "keep_mb", "logit_dtype", *_NATIVE))
+@arguments.called()
+@arguments.unpacked(_memory)
 def linear_divergence_memory(
     rows: int,
     hidden_size: int,
@@ -337,7 +324,7 @@ def linear_divergence_memory(
     *,
     teacher_hidden_size: int | None = None,
     reduction: str = "batchmean",
-    **options,
+    **options: Unpack[MemoryOptions],
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_kl_div` and its like, with their backward, take besides their inputs.
 

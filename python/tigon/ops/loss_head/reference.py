@@ -9,18 +9,18 @@ import torch.nn.functional as F
 
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.loss_head.labels import shifted
-from tigon.ops.loss_head.operands import Head
+from tigon.ops.loss_head.options import HeadOptions
 
 
 def reference(
     hidden,
     weight,
     target,
-    *,
     class_weight=None,
+    token_weight=None,
     label_smoothing=0.0,
     z_loss=0.0,
-    token_weight=None,
+    *,
     reduction="mean",
     denominator=None,
     outputs=None,
@@ -31,7 +31,7 @@ def reference(
     Args:
         options: of the head; those that only concern speed and memory are not looked at.
     """
-    head = Head.of(options)
+    head = HeadOptions.of(options)
     target = shifted(target, head.ignore_index, head.shift, head.position_ids)
     z = plain_logits(hidden, weight, head)
     options = {"weight": class_weight, "ignore_index": head.ignore_index}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices, check_range, readable
+from tigon.ops.arguments import check_float, check_indices, check_range, check_shape, readable
 from tigon.ops.divergence import divergence
 from tigon.ops.loss_head.labels import shifted
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
@@ -33,13 +33,7 @@ def check_top_k(op, teacher, hidden) -> None:
     lead = hidden.shape[:-1]
     fits = indices.dim() == hidden.dim() and indices.shape[:-1] == lead and indices.shape[-1] >= 1
     check(op, fits, "teacher indices must be {} and then K >= 1, got {}", lead, indices.shape)
-    check(
-        op,
-        log_prob.shape == indices.shape,
-        "teacher log_prob must be {}, got {}",
-        indices.shape,
-        log_prob.shape,
-    )
+    check_shape(op, "teacher log_prob", log_prob, indices.shape)
     for t in teacher:
         check(op, t.device == hidden.device, "teacher must be on {}, got {}", hidden.device, t.device)
 
@@ -76,7 +70,7 @@ def top_k_loss(op, hidden, weight, labels, head, d):
     labels = shifted(labels, ignore_index, head.shift, head.position_ids)
     counts = labels != ignore_index
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    options = head._replace(valid_rows=None, logit_dtype=None if hidden.dtype == wide else wide).options()
+    options = head._replace(valid_rows=None, logit_dtype=None if hidden.dtype == wide else wide).of_log_prob()
     candidate = ~(teacher_log_prob <= _NEVER) & counts.unsqueeze(-1)
     classes = torch.where(candidate, indices.long(), 0)
     check_range(op, "teacher indices", classes, weight.shape[0])
@@ -84,27 +78,15 @@ def top_k_loss(op, hidden, weight, labels, head, d):
     _check_numbers(op, classes, teacher_log_prob, candidate)
     targets = torch.where(counts.unsqueeze(-1), classes, _IGNORED)
     entropy = "entropy" in d.outputs
-    log_prob = linear_log_prob(
-        hidden, weight, targets, entropy=entropy, **options | {"ignore_index": _IGNORED}
-    )
+    of_candidates = options | {"ignore_index": _IGNORED, "entropy": entropy}
+    log_prob = linear_log_prob(hidden, weight, targets, **of_candidates)
     log_prob, entropies = log_prob if entropy else (log_prob, None)
     student, teacher = (
         with_tail(torch.where(candidate, t.to(wide), _NEVER)) for t in (log_prob, teacher_log_prob)
     )
-    soft_rows, hard_rows = (
-        divergence(
-            op,
-            d.kind,
-            student,
-            teacher,
-            labels,
-            d.beta,
-            log_probs=True,
-            ignore_index=ignore_index,
-            reduction="none",
-        ),
-        None,
-    )
+    options_of_rows = {"log_probs": True, "ignore_index": ignore_index, "reduction": "none"}
+    soft_rows = divergence(op, d.kind, student, teacher, labels, d.beta, **options_of_rows)
+    hard_rows = None
     results = {"soft": soft_rows.detach()}
     if d.hard != 0.0 or "hard" in d.outputs:
         hard_rows = -linear_log_prob(hidden, weight, labels, **options | {"temperature": 1.0})

@@ -1,0 +1,268 @@
+#include "tigon/ops/loss_head/engine.h"
+
+#include <algorithm>
+
+#include "tigon/base/require.h"
+
+namespace tigon {
+namespace {
+
+void check(const LossHead& a) {
+  const char* op = a.head.op;
+  const int64_t rows = a.head.hidden.rows;
+  require_optional(op, "token_weight", a.token_weight, rows);
+  require_optional(op, "upstream", a.upstream, rows);
+  require_optional(op, "loss", a.loss, rows);
+  linear_head_check(op, a.reduction);
+  TIGON_CHECK(op, a.labels.chunk_rows >= 0, "chunk_rows must be >= 1 (or None), got ", a.labels.chunk_rows);
+  const bool takes_upstream = a.labelled && !a.groups && !a.unit && a.reduction.kind == Reduction::none;
+  TIGON_CHECK(op, a.upstream || !takes_upstream || !a.head.wants_gradients(),
+              "upstream must be given for the gradients of per-row losses");
+}
+
+int64_t limit_of(Context& ctx, const LossHead& a, int64_t rows) {
+  LinearHead all = a.head;
+  if (a.classes > 0) all.weight.rows = a.classes;
+  const int64_t limit = linear_head_limit(ctx, all, rows, a.labels.chunk_rows);
+  return std::max<int64_t>(limit / a.together, 1) * a.together;
+}
+
+// Spans of `limit` rows, those of kept rows first and apart.
+void plan_rows(LossHeadRun& run) {
+  const LossHead& a = run.a;
+  const int64_t rows = run.rows.count / a.together * a.together;
+  int64_t kept_limit = run.limit;
+  if (a.kept.dlogits.data) run.kept = std::min(a.kept.dlogits.rows, rows);
+  if (a.kept.holds == LossHeadKept::Holds::gradients)
+    kept_limit = a.labels.chunk_rows > 0 ? a.labels.chunk_rows : std::max<int64_t>(run.kept, 1);
+  for (int64_t begin = 0; begin < rows;) {
+    const bool kept = begin < run.kept;
+    const int64_t count = std::min(kept ? kept_limit : run.limit, (kept ? run.kept : rows) - begin);
+    run.spans.push_back({.begin = begin, .count = count});
+    begin += count;
+  }
+}
+
+// Rows of each group: those that count where labels are at hand.
+std::vector<int64_t> group_rows(Context& ctx, const LossHead& a) {
+  const LossHeadGroups& g = *a.groups;
+  std::vector<int64_t> found(size_t(g.count()), (g.pairs ? 2 : 1) * g.tokens);
+  if (ctx.device() != Device::cpu) return found;
+  std::fill(found.begin(), found.end(), 0);
+  const int64_t* labels = a.labels.target.as<int64_t>();
+  for (int64_t r = 0; r < a.labels.target.size; ++r)
+    found[size_t(r / g.tokens % g.count())] += labels[r] != a.labels.ignore_index;
+  return found;
+}
+
+// The list in which the rows of a pair are adjacent.
+LinearHeadRows pair_rows(Context& ctx, const LossHead& a, const LinearHeadRows& rows) {
+  const bool compact = ctx.device() == Device::cpu;
+  const int64_t count = compact ? rows.count : a.labels.target.size;
+  LinearHeadRows r = {.count = count,
+                      .listed = true,
+                      .labels = linear_head_vector(ctx, count, DType::i64),
+                      .index = linear_head_vector(ctx, count, DType::i64),
+                      .position = linear_head_vector(ctx, a.labels.target.size, DType::i64)};
+  const LossHeadPairs list = {.target = a.labels.target,
+                              .ignore_index = a.labels.ignore_index,
+                              .pairs = a.groups->count(),
+                              .tokens = a.groups->tokens,
+                              .compact = compact,
+                              .index = r.index,
+                              .labels = r.labels,
+                              .position = r.position};
+  TIGON_RUN(a.head.op, ctx, loss_head_pairs, list);
+  return r;
+}
+
+// Chunks as without groups, with the groups that they belong to.
+void plan_tokens(LossHeadRun& run) {
+  const LossHeadGroups& g = *run.a.groups;
+  plan_rows(run);
+  for (LinearHeadSpan& s : run.spans) {
+    s.groups = g.count();
+    if (run.rows.listed || g.pairs || run.rows.count <= run.limit) continue;
+    s.group = s.begin / g.tokens;  // rows in order
+    s.groups = (s.begin + s.count - 1) / g.tokens - s.group + 1;
+  }
+}
+
+// The bits of a product depend on its rows: the same groups with and without gradients.
+void plan_groups(LossHeadRun& run) {
+  const LossHead& a = run.a;
+  const LossHeadGroups& g = *a.groups;
+  LinearHeadLabels labels = a.labels;
+  // Where the list is made on the device, the host does not know how many rows of it a group has: it serves
+  // where one chunk takes all.
+  if (g.coupled && run.ctx.device() != Device::cpu && labels.valid_rows >= 0 &&
+      limit_of(run.ctx, a, labels.valid_rows) < labels.valid_rows)
+    labels.valid_rows = -1;
+  run.rows = linear_head_rows(run.ctx, a.head, labels);
+  run.limit = run.part = limit_of(run.ctx, a, run.rows.count);
+  if (!g.coupled || run.rows.count <= run.limit) return plan_tokens(run);
+  const std::vector<int64_t> sizes = group_rows(run.ctx, a);
+  const int64_t most = labels.chunk_rows > 0 ? run.limit : linear_head_group_limit(a.head, run.limit);
+  run.whole = *std::max_element(sizes.begin(), sizes.end()) <= most;
+  if (!run.whole) return plan_tokens(run);
+  if (g.pairs) run.rows = pair_rows(run.ctx, a, run.rows);
+  run.spans = linear_head_plan(a.head, sizes, run.limit);
+}
+
+void plan(LossHeadRun& run, RowPass& pass) {
+  const LossHead& a = run.a;
+  if (a.groups) {
+    plan_groups(run);
+  } else {
+    run.rows = a.labelled ? linear_head_rows(run.ctx, a.head, a.labels)
+                          : LinearHeadRows{.count = a.head.hidden.rows};
+    run.limit = limit_of(run.ctx, a, run.rows.count);
+    run.part = pass.part(run.ctx, run.rows.count);
+    if (!a.head.wants_gradients()) run.limit = std::min(run.limit, std::max<int64_t>(run.part, 1));
+    run.part = std::min(run.part, run.limit);
+    plan_rows(run);
+  }
+  linear_head_check_chunks(a.head, int64_t(run.spans.size()));
+}
+
+LinearHeadWorkspace make_workspace(const LossHeadRun& run) {
+  const LossHead& a = run.a;
+  const bool kept_are_read = a.kept.holds == LossHeadKept::Holds::logits && !a.kept.overwrite;
+  const bool apart = a.f32_logits || (a.head.wide_logits && a.head.hidden.dtype != DType::f32);
+  LinearHeadMemory m = {
+      .logits = (kept_are_read ? 0 : run.kept) < run.rows.count && (!apart || a.head.wants_gradients()),
+      .logits_rows = a.groups ? 0 : run.limit,
+      .f32_rows = a.f32_logits ? run.part : 0,
+      .factored = run.factored};
+  for (const LinearHeadSpan& s : run.spans) m.chunk = std::max(m.chunk, s.count);
+  return linear_head_workspace(run.ctx, a.head, run.rows, m);
+}
+
+// The chunks of a call, with the memory of one.
+class Chunks {
+ public:
+  Chunks(const LossHeadRun& run, RowPass& pass)
+      : run_(run), a_(run.a), ctx_(run.ctx), pass_(pass), workspace_(make_workspace(run)) {}
+
+  void all() {
+    if (a_.reference.hidden.data) reference();
+    for (const LinearHeadSpan& s : run_.spans) {
+      if (s.count > 0) forth(s);
+      if (!run_.twice()) products(s);
+    }
+    if (!run_.twice()) return;
+    pass_.turn(run_);
+    if (a_.head.wants_gradients()) back();
+  }
+
+ private:
+  static LinearHeadPart whole(const LinearHeadChunk& c) { return {c.begin, c.count, c.logits, c.logits}; }
+
+  // With the memory of the logits.
+  void reference() {
+    LinearHeadWorkspace own = linear_head_workspace(ctx_, a_.reference, run_.rows,
+                                                    {.chunk = workspace_.logits.rows, .logits = false});
+    own.logits = workspace_.logits;
+    for (const LinearHeadSpan& s : run_.spans) {
+      if (s.count == 0) continue;
+      LinearHeadChunk c = linear_head_chunk(a_.reference, run_.rows, own, s.begin, s.count);
+      linear_head_logits(ctx_, a_.reference, c);
+      pass_.reference(run_, whole(c));
+    }
+  }
+
+  void forth(const LinearHeadSpan& s) {
+    using Holds = LossHeadKept::Holds;
+    chunk_ = linear_head_chunk(a_.head, run_.rows, workspace_, s.begin, s.count);
+    if (s.begin >= run_.kept) return parts();
+    const Matrix kept = rows_from(a_.kept.dlogits, s.begin, s.count);
+    if (a_.kept.holds != Holds::logits || a_.kept.overwrite) chunk_.logits = kept, chunk_.padded = false;
+    if (a_.kept.holds == Holds::logits) pass_.rows(run_, {s.begin, s.count, kept, chunk_.logits});
+    if (a_.kept.holds == Holds::nothing) parts();
+  }
+
+  // Logits of a part at a time where they have memory of their own, else of the chunk.
+  void parts() {
+    LinearHeadChunk& c = chunk_;
+    const bool apart = c.wide.data;
+    const int64_t most = apart ? c.wide.rows : std::min(run_.part, c.count);
+    if (!apart) linear_head_logits(ctx_, a_.head, c);
+    for (int64_t first = 0; first < c.count; first += most) {
+      LinearHeadChunk part = linear_head_slice(c, first, std::min(most, c.count - first));
+      const Matrix to = part.logits;
+      if (apart) part.logits = rows_from(c.wide, 0, part.count), linear_head_logits(ctx_, a_.head, part);
+      pass_.rows(run_, {part.begin, part.count, part.logits, to});
+    }
+    c.gathered = true;
+    // With f32_logits u is made again, by a product of the whole chunk.
+    if (apart) c.has_u = a_.head.lora_a.data && !a_.f32_logits;
+  }
+
+  void products(const LinearHeadSpan& s) {
+    const Vector factor = pass_.gradient(run_, s, s.count > 0 ? whole(chunk_) : LinearHeadPart{});
+    if (s.count == 0) return;
+    linear_head_gradients(ctx_, a_.head, chunk_, {.first = first_, .factor = factor});
+    first_ = false;
+  }
+
+  // From the last chunk, whose logits still exist, to the first.
+  void back() {
+    for (size_t i = run_.spans.size(); i-- > 0;) {
+      const LinearHeadSpan& s = run_.spans[i];
+      if (i + 1 < run_.spans.size()) {
+        chunk_ = linear_head_chunk(a_.head, run_.rows, workspace_, s.begin, s.count);
+        linear_head_logits(ctx_, a_.head, chunk_);
+      }
+      products(s);
+    }
+  }
+
+  const LossHeadRun& run_;
+  const LossHead& a_;
+  Context& ctx_;
+  RowPass& pass_;
+  LinearHeadWorkspace workspace_;
+  LinearHeadChunk chunk_;
+  bool first_ = true;  // no product has been summed yet
+};
+
+}  // namespace
+
+Vector LossHeadRun::result(const Vector& to, const Vector& factor, bool zeroed) {
+  if (!to) return {};
+  const Vector from = rows.listed ? linear_head_vector(ctx, rows.count, to.dtype) : to;
+  results.add({.from = from, .to = to, .factor = factor});
+  writes = writes || factor || !zeroed;
+  return from;
+}
+
+Vector LossHeadRun::factor() const {
+  return linear_head_factor(
+      ctx, a.head, a.labels, rows,
+      {.token_weight = a.token_weight, .upstream = a.upstream, .scale = a.reduction.scale});
+}
+
+void loss_head_run(Context& ctx, const LossHead& a, RowPass& pass) {
+  check(a);
+  LossHeadRun run = {.ctx = ctx, .a = a};
+  plan(run, pass);
+  pass.begin(run);
+  LinearHeadLabels labels = a.labels;
+  if (a.mean_target) labels.target = a.mean_target;
+  linear_head_scale(ctx, a.reduction, labels, a.class_weight);
+  linear_head_clear(ctx, a.head, run.rows);
+  run.results = {.target = a.labels.target,
+                 .ignore_index = a.labels.ignore_index,
+                 .position = run.rows.position,
+                 .fault = run.rows.fault};
+  pass.memory(run);
+  if (run.spans.empty())
+    pass.turn(run);
+  else
+    Chunks(run, pass).all();
+  if (run.rows.listed || run.writes) linear_head_results(ctx, run.results);
+  pass.finish(run);
+  linear_head_total(ctx, a.reduction, a.loss);
+}
+
+}  // namespace tigon

@@ -1,0 +1,134 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "tigon/base/dispatch.h"
+#include "tigon/ops/loss_head/loss_head.h"
+
+namespace tigon::cpu {
+namespace {
+
+using FinishRun = void(const void* in, DType in_dtype, float factor, void* out, DType out_dtype, int64_t n);
+
+}  // namespace
+}  // namespace tigon::cpu
+
+#define TIGON_KERNELS "tigon/ops/loss_head/loss_head_cpu.inc"
+#include "tigon/base/simd/foreach_isa.h"
+
+namespace tigon::cpu {
+namespace {
+#include "tigon/ops/loss_head/loss_head_math.inc"
+}  // namespace
+
+void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
+  constexpr int64_t kBlock = int64_t(1) << 15;
+  float factor = *a.dloss.as<float>() * (a.scale ? *a.scale.as<float>() : 1.0f);
+  FinishRun* run = TIGON_SELECT(finish_run);
+  int64_t n = a.in.rows * a.in.cols, in_size = int64_t(size_of(a.in.dtype)),
+          out_size = int64_t(size_of(a.out.dtype));
+  parallel(ctx, (n + kBlock - 1) / kBlock, [&](int64_t block) {
+    int64_t first = block * kBlock;
+    run(static_cast<const char*>(a.in.data) + first * in_size, a.in.dtype, factor,
+        static_cast<char*>(a.out.data) + first * out_size, a.out.dtype, std::min(kBlock, n - first));
+  });
+}
+
+void linear_head_ones(Context&, Vector out) {
+  dispatch_float("linear_head", "ones", out.dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    std::fill_n(out.as<T>(), out.size, from_float<T>(1.0f));
+  });
+}
+
+void linear_head_zero(Context&, const Matrix& out) {
+  for (int64_t r = 0; r < out.rows; ++r)
+    std::memset(static_cast<char*>(out.data) + r * out.stride * int64_t(size_of(out.dtype)), 0,
+                size_t(out.cols) * size_of(out.dtype));
+}
+
+void linear_head_compact(Context&, const LinearHeadCompact& a) {
+  const int64_t* target = a.target.as<int64_t>();
+  int64_t *index = a.index.as<int64_t>(), *labels = a.labels.as<int64_t>(),
+          *position = a.position.as<int64_t>();
+  int64_t count = 0, wanted = a.index.size;
+  for (int64_t r = 0; r < a.target.size; ++r) {
+    bool counts = target[r] != a.ignore_index;
+    position[r] = counts ? count : -1;
+    if (counts && count < wanted) index[count] = r, labels[count] = target[r];
+    count += counts;
+  }
+  *a.fault.as<float>() = count == wanted ? 0.0f : NAN;
+  if (count == wanted) return;
+  std::fill_n(labels, wanted, linear_head_wrong_label(a.ignore_index));
+  for (int64_t i = count; i < wanted; ++i) index[i] = 0;
+}
+
+void linear_head_shift(Context&, const LinearHeadShifted& a) {
+  const int64_t *target = a.target.as<int64_t>(), *position_ids = a.by.position_ids.as<int64_t>();
+  for (int64_t r = 0; r < a.out.size; ++r) {
+    int64_t from = linear_head_label_row(r, a.by.shift, a.by.length, position_ids);
+    a.out.as<int64_t>()[r] = from < 0 ? a.ignore_index : target[from];
+  }
+}
+
+void linear_head_factors(Context&, const LinearHeadFactors& a) {
+  const int64_t* index = a.index.as<int64_t>();
+  const int64_t* target = a.target.as<int64_t>();
+  const float *token_weight = a.token_weight.as<float>(), *upstream = a.upstream.as<float>();
+  float scale = a.scale ? *a.scale.as<float>() : 1.0f;
+  for (int64_t i = 0; i < a.out.size; ++i) {
+    int64_t r = index ? index[i] : i;
+    a.out.as<float>()[i] =
+        linear_head_factor(target[r] != a.ignore_index, token_weight ? token_weight[r] : 1.0f,
+                           upstream ? upstream[r] : 1.0f, scale);
+  }
+}
+
+void linear_head_results(Context&, const LinearHeadResults& a) {
+  auto pointers = linear_head_pointers(a);
+  for (int64_t r = 0; r < a.target.size; ++r) linear_head_write_row(pointers, r);
+}
+
+static void move_scaled(Context& ctx, const LinearHeadMove& a) {
+  const int64_t* index = a.index.as<int64_t>();
+  dispatch_float("linear_head", "rows", a.from.dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    parallel(ctx, a.factor.size, [&](int64_t i) {
+      int64_t r = index ? index[i] : i;
+      const T* from = a.from.row<T>(a.scatter ? i : r);
+      T* to = a.to.row<T>(a.scatter ? r : i);
+      float factor = a.factor.as<float>()[i];
+      for (int64_t c = 0; c < a.from.cols; ++c) to[c] = from_float<T>(to_float(from[c]) * factor);
+    });
+  });
+}
+
+void linear_head_move(Context& ctx, const LinearHeadMove& a) {
+  constexpr int64_t kRows = 64;
+  const int64_t* index = a.index.as<int64_t>();
+  if (a.factor) return move_scaled(ctx, a);
+  int64_t size = int64_t(size_of(a.from.dtype)), n = a.index.size;
+  parallel(ctx, (n + kRows - 1) / kRows, [&](int64_t task) {
+    for (int64_t i = task * kRows, end = std::min(n, i + kRows); i < end; ++i) {
+      int64_t from = a.scatter ? i : index[i], to = a.scatter ? index[i] : i;
+      std::memcpy(static_cast<char*>(a.to.data) + to * a.to.stride * size,
+                  static_cast<const char*>(a.from.data) + from * a.from.stride * size,
+                  size_t(a.from.cols * size));
+    }
+  });
+}
+
+void linear_head_columns(Context& ctx, const LinearHeadColumns& a) {
+  constexpr int64_t kRows = 64;
+  size_t size = size_of(a.from.dtype), kept = size * size_t(std::min(a.from.cols, a.to.cols));
+  parallel(ctx, (a.to.rows + kRows - 1) / kRows, [&](int64_t task) {
+    for (int64_t r = task * kRows, end = std::min(a.to.rows, r + kRows); r < end; ++r) {
+      char* to = static_cast<char*>(a.to.data) + size_t(r * a.to.stride) * size;
+      std::memcpy(to, static_cast<const char*>(a.from.data) + size_t(r * a.from.stride) * size, kept);
+      std::memset(to + kept, 0, size * size_t(a.to.cols) - kept);
+    }
+  });
+}
+
+}  // namespace tigon::cpu

@@ -1,0 +1,254 @@
+// CUDA side of the linear head: what the GEMM provider and the drivers' row kernels do not do.
+// finish: reads the gradient (f32 dweight: 4 bytes, 16-bit dhidden: 2) and writes the parameter's
+// dtype. compact: one CTA, 8 bytes read twice and 8 written per row; the list keeps the order of
+// the rows. move, results, factors: one read and one write.
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/vec.cuh"
+#include "tigon/base/dispatch.h"
+#include "tigon/ops/loss_head/loss_head.h"
+
+namespace tigon::cuda {
+namespace {
+
+#include "tigon/ops/loss_head/loss_head_math.inc"
+
+constexpr const char* kOp = "linear_head";
+constexpr int kThreads = 256, kUnroll = 4;
+
+// Elements [block * kThreads * N * kUnroll, ...): every thread has kUnroll vectors in flight.
+template <class In, class Out, int N>
+__global__ __launch_bounds__(kThreads) void finish_kernel(const In* in, const float* dloss,
+                                                          const float* scale, Out* out, int64_t n) {
+  float factor = *dloss * (scale ? *scale : 1.0f);
+  int64_t first = (int64_t(blockIdx.x) * kThreads * kUnroll + threadIdx.x) * N;
+  Vec<In, N> vecs[kUnroll];
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    int64_t i = first + int64_t(u) * kThreads * N;
+    if (i + N <= n) vecs[u] = load_stream<In, N>(in + i);
+  }
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    int64_t i = first + int64_t(u) * kThreads * N;
+    if (i + N <= n) {
+      Vec<Out, N> r;
+#pragma unroll
+      for (int j = 0; j < N; ++j) r.set(j, linear_head_finished(vecs[u][j], factor));
+      store(out + i, r);
+    } else {
+      for (int64_t t = i; t < n && t < i + N; ++t)
+        out[t] = narrow<Out>(linear_head_finished(widen(in[t]), factor));
+    }
+  }
+}
+
+// Each warp counts a run of rows, the CTA adds the counts, then each warp visits its run again and
+// writes.
+constexpr int kCompactThreads = 1024, kCompactWarps = kCompactThreads / 32;
+
+struct CompactParams {
+  const int64_t* target;
+  int64_t *index, *labels, *position;
+  float* fault;
+  int64_t rows, wanted, ignore_index;
+};
+__global__ __launch_bounds__(kCompactThreads) void compact_kernel(const CompactParams p) {
+  __shared__ int64_t counts[kCompactWarps];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Whole groups of 32 rows.
+  int64_t run = (p.rows + kCompactThreads - 1) / kCompactThreads * 32;
+  int64_t first = warp * run, end = min(p.rows, first + run);
+  auto counts_at = [&](int64_t r) { return r < end && p.target[r] != p.ignore_index; };
+  int64_t mine = 0;
+#pragma unroll 4
+  for (int64_t r = first + lane; r < end; r += 32) mine += counts_at(r);
+  for (int step = 16; step > 0; step >>= 1) mine += __shfl_xor_sync(0xffffffffu, mine, step);
+  if (lane == 0) counts[warp] = mine;
+  __syncthreads();
+  int64_t before = 0, total = 0;
+  for (int w = 0; w < kCompactWarps; ++w) {
+    if (w < warp) before += counts[w];
+    total += counts[w];
+  }
+  bool right = total == p.wanted;
+  int64_t wrong = linear_head_wrong_label(p.ignore_index);
+  if (threadIdx.x == 0) *p.fault = right ? 0.0f : NAN;
+  for (int64_t group = first; group < end; group += 32) {
+    int64_t r = group + lane;
+    bool here = counts_at(r);
+    unsigned mask = __ballot_sync(0xffffffffu, here);
+    int64_t place = before + __popc(mask & ((1u << lane) - 1u));
+    if (here && place < p.wanted) p.index[place] = r, p.labels[place] = right ? p.target[r] : wrong;
+    if (r < end) p.position[r] = here ? place : -1;
+    before += __popc(mask);
+  }
+  for (int64_t i = total + threadIdx.x; i < p.wanted; i += kCompactThreads)
+    p.index[i] = 0, p.labels[i] = wrong;
+}
+
+__global__ void shift_kernel(const int64_t* target, const int64_t* position_ids, int64_t shift,
+                             int64_t length, int64_t ignore_index, int64_t* out, int64_t n) {
+  int64_t r = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (r >= n) return;
+  int64_t from = linear_head_label_row(r, shift, length, position_ids);
+  out[r] = from < 0 ? ignore_index : target[from];
+}
+
+__global__ void factors_kernel(const int64_t* target, int64_t ignore_index, const int64_t* index,
+                               const float* token_weight, const float* upstream, const float* scale,
+                               float* out, int64_t n) {
+  int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  int64_t r = index != nullptr ? index[i] : i;
+  out[i] = linear_head_factor(target[r] != ignore_index, token_weight != nullptr ? token_weight[r] : 1.0f,
+                              upstream != nullptr ? upstream[r] : 1.0f, scale != nullptr ? *scale : 1.0f);
+}
+
+__global__ void results_kernel(const __grid_constant__ LinearHeadResultPointers p, int64_t rows) {
+  int64_t r = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (r < rows) linear_head_write_row(p, r);
+}
+
+// A CTA per row, in pieces of type T; strides and cols count pieces.
+template <class T>
+__global__ __launch_bounds__(kThreads) void move_kernel(const T* from, T* to, const int64_t* index,
+                                                        int64_t from_stride, int64_t to_stride, int64_t cols,
+                                                        bool scatter) {
+  int64_t i = blockIdx.x, r = index[i];
+  from += (scatter ? i : r) * from_stride;
+  to += (scatter ? r : i) * to_stride;
+  for (int64_t c = threadIdx.x; c < cols; c += kThreads) to[c] = from[c];
+}
+
+template <class T>
+__global__ __launch_bounds__(kThreads) void move_scaled_kernel(const T* from, T* to, const int64_t* index,
+                                                               const float* factor, int64_t from_stride,
+                                                               int64_t to_stride, int64_t cols,
+                                                               bool scatter) {
+  int64_t i = blockIdx.x, r = index != nullptr ? index[i] : i;
+  float f = factor[i];
+  from += (scatter ? i : r) * from_stride;
+  to += (scatter ? r : i) * to_stride;
+  for (int64_t c = threadIdx.x; c < cols; c += kThreads) to[c] = narrow<T>(widen(from[c]) * f);
+}
+
+template <class T>
+void move_rows(Context& ctx, const LinearHeadMove& a) {
+  int64_t pieces = int64_t(sizeof(T) / size_of(a.from.dtype));
+  launch(kOp, ctx, move_kernel<T>, {.blocks = a.index.size, .threads = kThreads},
+         static_cast<const T*>(a.from.data), static_cast<T*>(a.to.data), a.index.as<int64_t>(),
+         a.from.stride / pieces, a.to.stride / pieces, a.from.cols / pieces, a.scatter);
+}
+
+// A CTA per row, element by element, for rows of any alignment. T is an integer of the element
+// size.
+template <class T>
+__global__ __launch_bounds__(kThreads) void columns_kernel(const T* __restrict__ from, T* __restrict__ to,
+                                                           int64_t from_stride, int64_t to_stride,
+                                                           int64_t from_cols, int64_t to_cols) {
+  from += blockIdx.x * from_stride;
+  to += blockIdx.x * to_stride;
+#pragma unroll 8
+  for (int64_t c = threadIdx.x; c < to_cols; c += kThreads) to[c] = c < from_cols ? from[c] : T(0);
+}
+
+template <class T>
+void fit_columns(Context& ctx, const LinearHeadColumns& a) {
+  launch(kOp, ctx, columns_kernel<T>, {.blocks = a.to.rows, .threads = kThreads},
+         static_cast<const T*>(a.from.data), static_cast<T*>(a.to.data), a.from.stride, a.to.stride,
+         a.from.cols, a.to.cols);
+}
+
+template <class T>
+__global__ void ones_kernel(T* out, int64_t n) {
+  int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < n) out[i] = narrow<T>(1.0f);
+}
+
+}  // namespace
+
+void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
+  constexpr int kVecSize = 8;
+  int64_t n = a.in.rows * a.in.cols;
+  dispatch_float(kOp, "gradient", a.in.dtype, [&](auto ti) {
+    using In = typename DeviceType<typename decltype(ti)::type>::type;
+    dispatch_float(kOp, "result", a.out.dtype, [&](auto to) {
+      using Out = typename DeviceType<typename decltype(to)::type>::type;
+      // Both are fresh allocations, so they are 16-byte aligned.
+      launch(kOp, ctx, finish_kernel<In, Out, kVecSize>,
+             {.blocks = ceil_div(n, int64_t(kThreads) * kVecSize * kUnroll), .threads = kThreads},
+             a.in.row<In>(0), a.dloss.as<float>(), a.scale.as<float>(), a.out.row<Out>(0), n);
+    });
+  });
+}
+
+void linear_head_ones(Context& ctx, Vector out) {
+  dispatch_float(kOp, "ones", out.dtype, [&](auto t) {
+    using T = typename DeviceType<typename decltype(t)::type>::type;
+    launch(kOp, ctx, ones_kernel<T>, {.blocks = ceil_div(out.size, kThreads), .threads = kThreads},
+           out.as<T>(), out.size);
+  });
+}
+
+void linear_head_zero(Context& ctx, const Matrix& out) {
+  size_t width = size_of(out.dtype) * size_t(out.cols), pitch = size_of(out.dtype) * size_t(out.stride),
+         rows = size_t(out.rows);
+  auto stream = static_cast<cudaStream_t>(ctx.stream());
+  if (width == pitch) width *= rows, rows = 1;
+  TIGON_CUDA_CHECK(kOp, rows == 1 ? cudaMemsetAsync(out.data, 0, width, stream)
+                                  : cudaMemset2DAsync(out.data, pitch, 0, width, rows, stream));
+}
+
+void linear_head_compact(Context& ctx, const LinearHeadCompact& a) {
+  CompactParams p = {
+      a.target.as<int64_t>(), a.index.as<int64_t>(), a.labels.as<int64_t>(), a.position.as<int64_t>(),
+      a.fault.as<float>(),    a.target.size,         a.index.size,           a.ignore_index};
+  launch(kOp, ctx, compact_kernel, {.blocks = 1, .threads = kCompactThreads}, p);
+}
+
+void linear_head_shift(Context& ctx, const LinearHeadShifted& a) {
+  launch(kOp, ctx, shift_kernel, {.blocks = ceil_div(a.out.size, kThreads), .threads = kThreads},
+         a.target.as<int64_t>(), a.by.position_ids.as<int64_t>(), a.by.shift, a.by.length, a.ignore_index,
+         a.out.as<int64_t>(), a.out.size);
+}
+
+void linear_head_factors(Context& ctx, const LinearHeadFactors& a) {
+  launch(kOp, ctx, factors_kernel, {.blocks = ceil_div(a.out.size, kThreads), .threads = kThreads},
+         a.target.as<int64_t>(), a.ignore_index, a.index.as<int64_t>(), a.token_weight.as<float>(),
+         a.upstream.as<float>(), a.scale.as<float>(), a.out.as<float>(), a.out.size);
+}
+
+void linear_head_results(Context& ctx, const LinearHeadResults& a) {
+  launch(kOp, ctx, results_kernel, {.blocks = ceil_div(a.target.size, kThreads), .threads = kThreads},
+         linear_head_pointers(a), a.target.size);
+}
+
+void linear_head_move(Context& ctx, const LinearHeadMove& a) {
+  if (a.factor) {
+    dispatch_float(kOp, "rows", a.from.dtype, [&](auto t) {
+      using T = typename DeviceType<typename decltype(t)::type>::type;
+      launch(kOp, ctx, move_scaled_kernel<T>, {.blocks = a.factor.size, .threads = kThreads},
+             a.from.row<T>(0), a.to.row<T>(0), a.index.as<int64_t>(), a.factor.as<float>(), a.from.stride,
+             a.to.stride, a.from.cols, a.scatter);
+    });
+    return;
+  }
+  int64_t size = int64_t(size_of(a.from.dtype));
+  uintptr_t ends = reinterpret_cast<uintptr_t>(a.from.data) | reinterpret_cast<uintptr_t>(a.to.data);
+  bool wide = ends % 16 == 0 && a.from.stride * size % 16 == 0 && a.to.stride * size % 16 == 0 &&
+              a.from.cols * size % 16 == 0;
+  if (wide) return move_rows<uint4>(ctx, a);
+  if (size == 4) return move_rows<uint32_t>(ctx, a);
+  move_rows<uint16_t>(ctx, a);
+}
+
+void linear_head_columns(Context& ctx, const LinearHeadColumns& a) {
+  switch (size_of(a.from.dtype)) {
+    case 2: return fit_columns<uint16_t>(ctx, a);
+    case 4: return fit_columns<uint32_t>(ctx, a);
+    default: return fit_columns<uint64_t>(ctx, a);
+  }
+}
+
+}  // namespace tigon::cuda

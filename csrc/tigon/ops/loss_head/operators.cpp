@@ -1,0 +1,81 @@
+// PyTorch's operators of the steps of a head by themselves: for tigon.parallel, whose processes exchange
+// between products, and for losses that are functions of Python.
+#include "tigon/ops/loss_head/fields.h"
+
+namespace tigon {
+namespace {
+
+// Both products of a caller's chunk: its logits, or the gradients of its dlogits, which are only read.
+template <bool backward>
+struct Product {
+  LinearHead head = {.op = "linear_cross_entropy"};
+  Matrix logits;
+  LinearHeadPass pass;
+
+  void fields(Fields& f) {
+    f.padded_rows(backward ? "dlogits" : "logits", logits, !backward);
+    f.rows("hidden", head.hidden), f.input("weight", head.weight);
+    if (backward) {
+      f.updated("dhidden", head.dhidden), f.updated("dweight", head.dweight), f.updated("dbias", head.dbias);
+      f.optional("factor", pass.factor), f.option("first", pass.first),
+          f.option("add_dweight", head.add_dweight);
+    }
+    f.optional("lora_a", head.lora_a), f.optional("lora_b", head.lora_b),
+        f.option("lora_scale", head.lora_scale);
+    if (backward) f.updated("dlora_a", head.dlora_a), f.updated("dlora_b", head.dlora_b);
+  }
+  static void run(Context& ctx, const Product& p) {
+    linear_head_check(p.head);
+    linear_head_check_chunks(p.head, p.pass.first ? 1 : 2);
+    LinearHeadRows all = {.count = p.head.hidden.rows};
+    LinearHeadWorkspace workspace = linear_head_workspace(
+        ctx, p.head, all, {.chunk = all.count, .logits = false, .factored = bool(p.pass.factor)});
+    LinearHeadChunk c = linear_head_chunk(p.head, all, workspace, 0, all.count);
+    c.logits = p.logits;
+    backward ? linear_head_gradients(ctx, p.head, c, p.pass) : linear_head_logits(ctx, p.head, c);
+  }
+};
+using Logits = Product<false>;
+using Gradients = Product<true>;
+constexpr auto logits = Logits::run;
+constexpr auto gradients = Gradients::run;
+TIGON_OPERATOR(logits, Logits, "linear_product_logits", none)
+TIGON_OPERATOR(gradients, Gradients, "linear_product_gradients", none)
+
+// Rows of x with `columns` columns: zeros appended, or the rest cut off.
+struct Columns {
+  LinearHeadColumns call;
+  int64_t columns = 0;
+
+  void fields(Fields& f) {
+    f.rows("x", call.from), f.option("columns", columns);
+    f.result("y", call.to, call.from, call.from.rows, std::max<int64_t>(columns, 0));
+  }
+};
+void columns(Context& ctx, const Columns& a) {
+  TIGON_CHECK("linear_cross_entropy", a.columns >= 1, "columns must be >= 1, got ", a.columns);
+  linear_head_columns(ctx, a.call);
+}
+TIGON_OPERATOR(columns, Columns, "linear_cross_entropy_columns", forward)
+
+// Rows whose label counts, in order.
+struct List {
+  LinearHeadCompact call;
+  int64_t count = 0;
+
+  void fields(Fields& f) {
+    f.input("target", call.target), f.option("ignore_index", call.ignore_index);
+    f.option("count", count);
+    f.result("index", call.index, count, DType::i64), f.result("labels", call.labels, count, DType::i64);
+    f.number("fault", call.fault);
+  }
+};
+void list(Context& ctx, const List& a) {
+  LinearHeadCompact call = a.call;
+  call.position = linear_head_vector(ctx, call.target.size, DType::i64);
+  linear_head_compact(ctx, call);
+}
+TIGON_OPERATOR(list, List, "linear_loss_rows", none)
+
+}  // namespace
+}  // namespace tigon

@@ -1,0 +1,474 @@
+"""Contrastive losses of embeddings. Contract: ``csrc/tigon/ops/contrastive/contrastive.h``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tigon._op import Op, has_kernel, is_batched, raw
+from tigon.environment import own_products
+from tigon.error import check
+from tigon.ops import arguments
+from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.operands import autocast
+from tigon.ops.rms_norm import rms_norm
+from tigon.parallel.shards import tells_refusals
+
+OP = "contrastive_loss"
+IGNORED = -100
+_INPUTS = 10  # of the operator, before what is wanted of it
+
+
+def reference(q, d, scale, labels, q_ids=None, d_ids=None, limit=None, guide_q=None, guide_d=None):
+    """``(row_lse, col_lse, picked)`` in plain PyTorch operations, the similarities formed."""
+    z = q @ d.mT
+    t = z.detach() if guide_q is None else guide_q @ guide_d.mT
+    out = torch.zeros_like(z, dtype=torch.bool)
+    if q_ids is not None:
+        out = q_ids[:, None] == d_ids
+    if limit is not None:
+        out = out | (t > limit[:, None])
+    inside = (labels >= 0) & (labels < d.shape[0])
+    label = torch.where(inside, labels, 0)
+    kept = torch.zeros_like(out, dtype=torch.int8).scatter_add(1, label, inside.to(torch.int8)) > 0
+    picked = torch.where(inside, (scale * z).gather(1, label), 0.0)
+    z = (scale * z).masked_fill(out & ~kept, -torch.inf)
+    return z.logsumexp(1).double(), z.logsumexp(0).double(), picked
+
+
+def _wanted(like, sizes, dtypes, wanted):
+    """Results of these sizes, those that are not wanted without elements."""
+    each = zip(sizes, dtypes, wanted, strict=True)
+    return tuple(like.new_empty(size if want else (0,), dtype=dtype) for size, dtype, want in each)
+
+
+def _fake(q, d, scale, labels, *options):
+    sizes = (q.shape[:1], d.shape[:1], (0 if labels is None else labels.numel(),))
+    return _wanted(q, sizes, (torch.float64, torch.float64, torch.float32), options[-3:])
+
+
+def _fake_bwd(q, d, *options):
+    return _wanted(q, (q.shape, d.shape, (1,)), (q.dtype, d.dtype, torch.float32), options[-3:])
+
+
+_bwd = raw("contrastive_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.chunk_rows, ctx.wants = inputs[_INPUTS - 1], inputs[_INPUTS:]
+    ctx.save_for_backward(*inputs[: _INPUTS - 1], *output[:2])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, *upstream):
+    upstream = [
+        g.float() if g is not None and want else None for g, want in zip(upstream, ctx.wants, strict=True)
+    ]
+    need_q, need_d, need_scale = ctx.needs_input_grad[:3]
+    given = [g for g in upstream if g is not None]
+    dq = dd = dscale = None
+    if given:
+        *inputs, row_lse, col_lse = ctx.saved_tensors
+        q, scale = inputs[0], inputs[2]
+        unit = None
+        if q.dtype == torch.float16:  # small shares of a mean, large ones of a scaled loss leave its range
+            most = [g.abs().amax() for g in given if g.numel()]
+            unit = torch.stack(most).amax().clamp_min(1e-30) if most else torch.ones((), device=q.device)
+            unit = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent)  # exact in float16
+            upstream = [None if g is None else g / unit for g in upstream]
+        drow, dcol, dpicked = upstream
+        rows = None if drow is None else row_lse, drow
+        columns = None if dcol is None else col_lse, dcol
+        needs = need_q, need_d, need_scale
+        dq, dd, dscale = _bwd(*inputs, ctx.chunk_rows, *rows, *columns, dpicked, *needs)
+        dscale = dscale / scale if need_scale else None  # it was of log(scale)
+        if unit is not None:
+            dq, dd, dscale = (None if g is None else g * unit.to(g.dtype) for g in (dq, dd, dscale))
+    results = (dq if need_q else None, dd if need_d else None, dscale)
+    return *results, *(None,) * (_INPUTS + len(ctx.wants) - 3)
+
+
+_op = Op("contrastive", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+_MOST_SCALE = 60.0  # kContrastiveMostScale
+_ONE_CHUNK = 2**29  # pairs: their gradients are products that are not summed
+
+
+def _fake_cosine(q, d, scale, share, symmetric, weight, chunk_rows, wide, *wanted):
+    sizes = ((1,), (q.shape[0],), q.shape, (d.numel(),))
+    dtypes = (torch.float32, torch.float32, q.dtype, torch.float32 if wide else q.dtype)
+    return _wanted(q, sizes, dtypes, wanted)
+
+
+def _fake_cosine_bwd(q, d, *options):
+    return _wanted(q, (q.shape, d.shape), (q.dtype, d.dtype), options[-2:])
+
+
+_cosine_bwd = raw("contrastive_cosine_bwd", _fake_cosine_bwd)
+
+
+def _setup_cosine(ctx, inputs, output):
+    q, d, *ctx.options = inputs[:5]
+    ctx.save_for_backward(q, d, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_cosine(ctx, dloss, *_):
+    dq = dd = None
+    if dloss is not None:
+        q, d, factor, gd, gq = ctx.saved_tensors
+        need_q, need_d = ctx.needs_input_grad[:2]
+        dq, dd = _cosine_bwd(
+            q, d, *ctx.options, factor, dloss, gd if need_q else None, gq if need_d else None, need_q, need_d
+        )
+        dq, dd = dq if need_q else None, dd if need_d else None
+    return dq, dd, *(None,) * 10
+
+
+_cosine = Op("contrastive_cosine", fake=_fake_cosine, setup_context=_setup_cosine, backward=_backward_cosine)
+
+
+class ContrastiveOptions(NamedTuple):
+    """What the losses of all sizes share."""
+
+    temperature: float | torch.Tensor
+    symmetric: bool
+    normalize: bool
+    weight: torch.Tensor | None
+    reduction: str
+    chunk_rows: int | None
+    labels: torch.Tensor | None = None  # positives [n, K]
+    diagonal: bool = False  # document i of query i
+    whole: Any = None  # the queries of all processes
+    ids: tuple[torch.Tensor, torch.Tensor] | None = None
+    bound: dict[str, Any] | None = None  # of :func:`limits`
+    limit: torch.Tensor | None = None
+    guide: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def _has_cosine(q, temperature, sizes):
+    """Whether one operator each way has the whole loss of cosines: on sm_90, in bfloat16."""
+    return (
+        q.dtype == torch.bfloat16
+        and not isinstance(temperature, torch.Tensor)
+        and temperature * _MOST_SCALE >= 1.0
+        and all(size % 8 == 0 for size in sizes)
+        and q.shape[0] > 0
+        and (torch.compiler.is_compiling() or not is_batched())
+        and own_products(q.device)
+    )
+
+
+def _cosine_loss(q, d, o: ContrastiveOptions):
+    """The loss of cosines, document i of query i."""
+    train, share = torch.is_grad_enabled(), 1.0 / len(q) if o.reduction == "mean" else 1.0
+    wide = o.chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
+    weight = None if o.weight is None else o.weight.detach().float()
+    options = 1.0 / o.temperature, share, o.symmetric, weight, o.chunk_rows or 0, wide
+    loss, *_ = _cosine(q, d, *options, True, True, train and q.requires_grad, train and d.requires_grad)
+    return loss.view(())
+
+
+def statistics(q, d, scale, labels=None, *, ids=None, limit=None, guide=None, columns=False, chunk_rows=0):
+    """``(row_lse [n], col_lse [m] or None, picked [n, K] or None)`` of ``scale * q @ d.T``, differentiable;
+    the first two in float64.
+
+    Args:
+        scale: float32 ``[1]``.
+        labels: int64 ``[n, K]``, the columns that are positives; outside ``[0, m)``: none.
+        ids: ``(q_ids, d_ids)`` int64: pairs of equal ids are left out, but for positives.
+        limit: float32 ``[n]``: pairs whose ``q @ d.T``, or that of `guide`, is above are left out.
+    """
+    (q_ids, d_ids), (guide_q, guide_d) = ids or (None, None), guide or (None, None)
+    if not has_kernel(OP, q=q, d=d):
+        none = torch.zeros(q.shape[0], 0, dtype=torch.int64, device=q.device)
+        wide = torch.promote_types(q.dtype, scale.dtype)
+        row_lse, col_lse, picked = reference(
+            q, d, scale.to(wide), none if labels is None else labels, q_ids, d_ids, limit, guide_q, guide_d
+        )
+    else:
+        bounds = limit, guide_q, guide_d, chunk_rows
+        wanted = True, bool(columns), labels is not None
+        row_lse, col_lse, picked = _op(q, d, scale, labels, q_ids, d_ids, *bounds, *wanted)
+    picked = None if labels is None else picked.view(labels.shape)
+    return row_lse, col_lse if columns else None, picked
+
+
+def normalized(x):
+    """x with rows of length ``sqrt(columns)``: one kernel each way."""
+    return rms_norm(x, eps=1e-24 / x.shape[-1], rounding="none")
+
+
+def guides(q, *embeddings):
+    """Normalized, in one dtype: theirs, or float32."""
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in embeddings))
+    dtype = torch.float32 if dtype == torch.float64 != q.dtype else dtype
+    return tuple(normalized(x.detach().to(dtype)) for x in embeddings)
+
+
+@torch.no_grad()
+def limits(q, d, labels, *, length, margin, relative=False, rounded=False):
+    """What ``q @ d.T`` of rows of squared `length`, `rounded` or not, may be so that a pair counts.
+
+    A document that equals the most similar positive counts at margin 0, in whichever order products sum.
+    No pair is above that of a row without positives.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    inside = (labels >= 0) & (labels < d.shape[0])
+    of = torch.stack(
+        [
+            (q.to(wide) * d[torch.where(ok, label, 0)]).sum(-1)
+            for label, ok in zip(labels.unbind(1), inside.unbind(1), strict=True)
+        ],
+        1,
+    )
+    positive = torch.where(inside.any(1), torch.where(inside, of, -torch.inf).amax(1), torch.inf)
+    positive = positive.to(q.dtype if rounded else wide).to(wide)
+    tie = 32 * torch.finfo(wide).eps * positive.abs()
+    return positive + tie - (positive.abs() * margin if relative else margin * length)
+
+
+@tells_refusals
+@arguments.called({"target": "labels"})
+def contrastive_loss(
+    q: torch.Tensor,
+    d: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    temperature: float | torch.Tensor = 0.05,
+    symmetric: bool = False,
+    normalize: bool = True,
+    weight: torch.Tensor | None = None,
+    ids: tuple[torch.Tensor, torch.Tensor] | None = None,
+    margin: float | None = None,
+    relative_margin: bool = False,
+    guide: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sizes: tuple[int, ...] | None = None,
+    size_weights: tuple[float, ...] | None = None,
+    reduction: str = "mean",
+    group: torch.distributed.ProcessGroup | None = None,
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """InfoNCE of queries and documents, without the matrix of their similarities ever existing.
+
+    With ``z = cos(q_i, d_j) / temperature`` a query's loss is the mean over its positives p of ``log(sum_j
+    exp z_ij) - z_ip``; with ``symmetric`` the mean of that and of ``log(sum_i exp z_ip) - z_ip``, the same
+    of the positive document among all queries (CLIP). Similarities live for one chunk of queries.
+
+    Args:
+        q: ``[n, H]`` float32, bfloat16 or float16. float64 runs the eager reference.
+        d: ``[m, H]``, q's dtype: positives, and further documents that are negatives of all queries.
+        labels: ``[n]`` or ``[n, K]`` integers, the documents that are positives of each query, -100: none. A
+            query without positives has no loss, and is a negative of the documents still. ``None``: document
+            i of query i.
+        temperature: > 0; a tensor of one element is differentiable.
+        symmetric: both directions, from one pass over the similarities.
+        normalize: cosines; ``False``: dot products. The norms' gradient is part of the op.
+        weight: ``[n]``, factor of each query's loss (detached). A mean is still over the queries that have
+            positives.
+        ids: ``(q_ids [n], d_ids [m])`` integers: pairs of equal ids that are no positives are left out, as
+            duplicates of a positive.
+        margin: pairs whose similarity is above that of the query's (most similar) positive less the margin
+            are taken for false negatives and left out; they get no gradient. One that equals it counts at 0.
+            In cosines, or dot products where `normalize` is off.
+        relative_margin: the margin is a fraction of the positive's similarity.
+        guide: ``(q [n, G], d [m, G])``, embeddings of another model, in their own dtype, whose similarities
+            `margin` (``None``: 0) is applied to (GISTEmbed).
+        sizes: Matryoshka: the loss is the sum over these of that of the first columns, each normalized anew.
+        size_weights: a factor for each of them; ``None``: 1.
+        reduction: ``"mean"`` over queries that have positives, ``"sum"`` or ``"none"`` (``[n]``).
+        group: the processes whose batches are one: every query meets the documents of all. Each calls with
+            its own queries and documents, and `labels` among these; queries are gathered, documents stay.
+            The loss is that of all queries, the same in every process (``"none"``: of its own queries), and
+            each process gets the gradients of its own rows. Where gradients of parameters are averaged over
+            the processes afterwards, as DDP does, multiply the loss by their number. All have equally many
+            queries.
+        chunk_rows: queries per chunk; ``None`` chooses as :func:`tigon.linear_cross_entropy`.
+
+    Returns:
+        float32, differentiable in q, d and temperature. One matmul forward, three backward; of one
+        direction with one positive, without ids, margin, guide and group, three in all. Every query without
+        positives: NaN for ``"mean"``, as in PyTorch. Bitwise deterministic where PyTorch's products are.
+        On sm_90 the loss of bfloat16 cosines whose temperature is a number of at least 1 / 60, H a multiple
+        of 8 and document i query i's, with none of these options and a scalar result, is one operator each
+        way: similarities are not rounded there, and nothing passes over them but the products.
+
+    Raises:
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label that is no
+            document and not -100. On CUDA such a label makes that query's loss NaN.
+
+    Source: van den Oord et al. 2018, arXiv:1807.03748, eq. 4; Radford et al. 2021, arXiv:2103.00020, figure
+    3; Khosla et al. 2020, arXiv:2004.11362, eq. 2 (several positives); Solatorio 2024, arXiv:2402.16829
+    (guide); Kusupati et al. 2022, arXiv:2205.13147, eq. 1 (sizes).
+    """
+    arguments.check_float(OP, "q", q)
+    arguments.check_float(OP, "d", d)
+    _check_beside(q, q=q, d=d)
+    check(OP, q.dim() == 2, "q must be [n, H], got {}", q.shape)
+    fits = d.dim() == 2 and d.shape[1] == q.shape[1] and d.shape[0] > 0
+    check(OP, fits, "d must be [m, {}] with m > 0, got {}", q.shape[1], d.shape)
+    arguments.check_booleans(OP, symmetric=symmetric, normalize=normalize, relative_margin=relative_margin)
+    arguments.check_choice(OP, "reduction", reduction, ("mean", "sum", "none"))
+    arguments.check_number(OP, "temperature", temperature, learnt=True)
+    if isinstance(temperature, torch.Tensor):
+        _check_beside(q, temperature=temperature)
+    else:
+        arguments.check_positive(OP, "temperature", temperature)
+    q, d = autocast(q), autocast(d)
+    check(OP, d.dtype == q.dtype, "d must be {}, got {}", q.dtype, d.dtype)
+    n, m, size = q.shape[0], d.shape[0], q.shape[1]
+    if labels is None:
+        check(OP, m >= n, "d must have at least q's {} rows without labels, got {}", n, m)
+    else:
+        arguments.check_indices(OP, "labels", labels)
+        _check_beside(q, labels=labels)
+        fits = labels.dim() in (1, 2) and labels.shape[0] == n and labels.numel() >= n
+        check(OP, fits, "labels must be [{}] or [{}, K], got {}", n, n, labels.shape)
+        labels = labels.to(torch.int64).reshape(n, -1 if n else 1)
+        arguments.check_range(OP, "labels", labels, m, IGNORED)
+    if weight is not None:
+        arguments.check_float(OP, "weight", weight)
+        _check_beside(q, weight=weight)
+        arguments.check_shape(OP, "weight", weight, (n,))
+    if ids is not None:
+        _check_pair("ids", ids, q, n, m, arguments.check_indices)
+        ids = tuple(x.to(torch.int64) for x in ids)
+    if guide is not None:
+        _check_pair("guide", guide, q, n, m, arguments.check_float)
+        guide = guides(q, *guide)
+        margin = 0.0 if margin is None else margin
+    if margin is not None:
+        arguments.check_numbers(OP, margin=margin)
+    arguments.check_integers(OP, least=1, or_none=True, chunk_rows=chunk_rows)
+    for name, given in (("sizes", sizes), ("size_weights", size_weights)):
+        fits = given is None or (isinstance(given, Sequence) and not isinstance(given, str))
+        check(OP, fits, name + " must be a tuple of numbers (or None), got {}", arguments.kind_of(given))
+    sizes = [size] if sizes is None else list(sizes)
+    check(OP, len(sizes) > 0, "sizes must not be empty")
+    for s in sizes:
+        arguments.check_integers(OP, sizes=s)
+        check(OP, 1 <= s <= size, "sizes must be in [1, {}], got {}", size, s)
+    if size_weights is not None:
+        words = "size_weights must have one number for each of {} sizes, got {}"
+        check(OP, len(size_weights) == len(sizes), words, len(sizes), len(size_weights))
+        for w in size_weights:
+            arguments.check_numbers(OP, size_weights=w)
+    o = ContrastiveOptions(temperature, symmetric, normalize, weight, reduction, chunk_rows)
+    plain = normalize and reduction != "none" and all(x is None for x in (labels, ids, margin, guide, group))
+    loss_of_size = _cosine_loss
+    if not (plain and _has_cosine(q, temperature, sizes)):
+        loss_of_size = _loss
+        positives = torch.arange(n, device=q.device)[:, None] if labels is None else labels
+        if group is None:
+            whole = _Own()
+        else:
+            told = {"positives": positives.shape[1], "labels": labels is not None, "temperature": temperature}
+            told |= {"symmetric": symmetric, "normalize": normalize, "reduction": reduction, "margin": margin}
+            told |= {"relative_margin": relative_margin, "ids": ids is not None, "guide": guide is not None}
+            told |= {"sizes": sizes, "size_weights": size_weights and [float(w) for w in size_weights]}
+            whole = _Whole(q, group, (q, d, temperature), **told)
+        bound = None if margin is None else {"margin": margin, "relative": relative_margin}
+        limit = None
+        if ids is not None:
+            ids = whole.rows(ids[0]), ids[1]
+        if guide is not None:  # its similarities bound what counts, whatever the size
+            limit = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
+            guide = whole.rows(guide[0]), guide[1]
+        o = o._replace(labels=positives, diagonal=labels is None, whole=whole)
+        o = o._replace(ids=ids, bound=bound, limit=limit, guide=guide)
+    losses = [loss_of_size(*((q, d) if s == size else (q[:, :s], d[:, :s])), o) for s in sizes]
+    if size_weights is not None:
+        losses = [loss * w for loss, w in zip(losses, size_weights, strict=True)]
+    return sum(losses[1:], losses[0])
+
+
+def _check_beside(of, /, **tensors):
+    """Each must be a plain tensor on the device of q, which is `of`."""
+    for name, x in tensors.items():
+        arguments.check_dense(OP, name, x)
+        check(OP, x.device == of.device, name + " must be on {}, got {}", of.device, x.device)
+
+
+def _check_pair(name, pair, q, n, m, check_kind):
+    """Two tensors, one of the queries and one of the documents."""
+    fits = isinstance(pair, Sequence) and len(pair) == 2
+    check(OP, fits, "{} must be a pair of tensors, got {}", name, arguments.kind_of(pair))
+    for part, x in zip("qd", pair, strict=True):
+        check_kind(OP, f"{part}_{name}", x)
+        _check_beside(q, **{f"{part}_{name}": x})
+    a, b = (x.shape for x in pair)
+    fits = a[:1] == (n,) and b[:1] == (m,) and a[1:] == b[1:]
+    check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, a, b)
+
+
+def _loss(q, d, o: ContrastiveOptions):
+    """The loss of embeddings of one size."""
+    n, columns = q.shape[0], q.shape[1] if o.normalize else 1  # a normalized row's length, squared
+    wide, labels, whole = torch.promote_types(q.dtype, torch.float32), o.labels, o.whole
+    if o.normalize:
+        q, d = normalized(q), normalized(d)
+    plain = not o.symmetric and labels.shape[1] == 1 and o.ids is None and o.bound is None
+    if plain and type(whole) is _Own and not isinstance(o.temperature, torch.Tensor) and n:
+        logits = {"logit_scale": 1.0 / columns, "temperature": float(o.temperature)}
+        logits |= {"token_weight": o.weight, "reduction": o.reduction, "chunk_rows": o.chunk_rows}
+        return linear_cross_entropy(q, d, labels[:, 0], **logits)
+    if isinstance(o.temperature, torch.Tensor):
+        scale = 1.0 / (o.temperature.to(q.device, wide).reshape(1) * columns)
+    else:
+        scale = torch.full((1,), 1.0 / (o.temperature * columns), dtype=torch.float64, device=q.device)
+        scale = scale.to(wide)
+    bounds = {"ids": o.ids, "limit": o.limit, "guide": o.guide}
+    if o.bound is not None and o.guide is None:
+        bounds["limit"] = whole.rows(limits(q, d, labels, length=columns, rounded=True, **o.bound))
+    way = {"columns": o.symmetric, "chunk_rows": o.chunk_rows or 0}
+    row_lse, col_lse, picked = statistics(whole.rows(q), d, scale, whole.labels(labels), **bounds, **way)
+    own, picked = whole.own(whole.log_sum(row_lse)), whole.own(picked)
+    if o.diagonal:
+        if o.symmetric:
+            own = (own + (col_lse[:n] if n < d.shape[0] else col_lse)) / 2
+        losses, count = own - picked.view(-1), n * whole.size
+    else:
+        counts, own = (labels >= 0) & (labels < d.shape[0]), own[:, None]
+        if o.symmetric:
+            own = (own + col_lse[labels.clamp(0, d.shape[0] - 1)]) / 2
+        positives, wrong = counts.sum(1), (~counts & (labels != IGNORED)).any(1)
+        losses = torch.where(counts, own - picked, 0.0).sum(1) / positives.clamp_min(1)
+        losses = torch.where(wrong, torch.nan, losses)  # where nobody could look
+        count = whole.sum((positives > 0).sum().to(wide))
+    if o.weight is not None:
+        losses = losses * o.weight.detach().to(wide)
+    if o.reduction == "none":
+        return losses.to(wide)
+    total = whole.sum(losses.sum())
+    return (total / count if o.reduction == "mean" else total).to(wide)
+
+
+class _Own:
+    """The batch of one process."""
+
+    size, rows = 1, staticmethod(lambda x: x)
+    labels = log_sum = own = sum = rows
+
+
+class _Whole:
+    """The batches of a group's processes as one: queries of all, documents of this."""
+
+    def __init__(self, q, group, trained, **options):
+        from tigon.parallel.gather import Gather
+
+        gather, count = Gather(OP, group, q, trained, options), q.shape[0]
+        self.rows, self.log_sum, self.sum = gather.rows, gather.log_sum, gather.sum
+        self.size, self.mine = gather.size, slice(gather.rank * count, (gather.rank + 1) * count)
+
+    def labels(self, labels):
+        """Those of this process's queries; others have no positives among these documents."""
+        whole = labels.new_full((self.size * len(labels), labels.shape[1]), IGNORED)
+        whole[self.mine] = labels
+        return whole
+
+    def own(self, x):
+        return x[self.mine]

@@ -1,0 +1,106 @@
+"""The pass of a loss over the rows of a head: the one loop over its chunks.
+
+A loss is three hooks (:class:`RowPass`): ``memory`` for chunks of so many rows, ``rows`` of a part of one,
+and ``finish``. ``linear_loss`` has a function of Python between the products, ``tigon.parallel`` exchanges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from tigon.ops.loss_head.operands import BIAS, HIDDEN, LORA_A, LORA_B, WEIGHT
+from tigon.ops.loss_head.plan import padded
+
+
+class Part(NamedTuple):
+    """Rows of a chunk between two exchanges."""
+
+    begin: int  # rows [begin, end) of a share
+    end: int
+    at: slice  # its rows of all shares among the chunk's
+    last: bool  # of the chunk
+
+
+class Chunk(NamedTuple):
+    """Rows whose logits exist at a time: those of its parts, one after another, of all shares."""
+
+    begin: int  # rows [begin, end) of a share
+    end: int
+    at: slice  # its rows of all shares among those of the call
+    parts: tuple[Part, ...]
+    last: bool
+    groups: slice = slice(0)  # whole groups of rows, where a loss has some
+
+    @classmethod
+    def whole(cls, begin: int, end: int, last: bool = False, groups: slice = slice(0)) -> Chunk:
+        """A chunk of one part and one share."""
+        part = Part(begin, end, slice(end - begin), True)
+        return cls(begin, end, slice(begin, end), (part,), last, groups)
+
+
+class RowPass:
+    """One pass of a loss over rows [rows, H] of hidden states, of one dtype."""
+
+    def __init__(self, hidden: torch.Tensor, vocab: int, chunks: list[Chunk]) -> None:
+        self.hidden, self.vocab, self.chunks = hidden, vocab, chunks
+
+    def space(self, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Memory of the logits of so many rows, or of one value for each."""
+        memory = self.hidden.new_empty(rows, padded(self.vocab), dtype=dtype or self.hidden.dtype)
+        return memory[:, : self.vocab]
+
+    def states(self) -> Iterator[tuple[Chunk, Part, torch.Tensor | None]]:
+        """Every part with its chunk and the chunk's hidden states, of which those of the part are there."""
+        for chunk in self.chunks:
+            for part in chunk.parts:
+                yield chunk, part, self.hidden[chunk.begin : chunk.end]
+
+    def memory(self, rows: int) -> None:
+        """Allocate what chunks of at most so many rows need."""
+        raise NotImplementedError
+
+    def rows(self, chunk: Chunk, part: Part, hidden: torch.Tensor | None) -> None:
+        """Work on a part."""
+        raise NotImplementedError
+
+    def finish(self) -> Any:
+        """The results."""
+        raise NotImplementedError
+
+    def run(self) -> Any:
+        """The results of all chunks."""
+        self.memory(max((chunk.at.stop - chunk.at.start for chunk in self.chunks), default=0))
+        for chunk, part, hidden in self.states():
+            self.rows(chunk, part, hidden)
+        return self.finish()
+
+
+class Gradients:
+    """Those that are wanted, summed over chunks; of `width` classes, those past vocab padding."""
+
+    def __init__(self, rows: RowPass, needs: int, width: int, dtype=torch.float32, lora_a=None) -> None:
+        hidden, f32, dense = rows.hidden, torch.float32, torch.contiguous_format
+        # Columns of padding get zeros; the others what the first chunk writes.
+        self.written = rows.vocab if rows.chunks else 0
+        rank = 0 if lora_a is None else lora_a.shape[0]
+        self.dhidden = torch.empty_like(hidden, memory_format=dense) if needs & HIDDEN else None
+        self.dweight = self._empty(hidden, needs & WEIGHT, width, hidden.shape[1], dtype=dtype)
+        self.dbias = self._empty(hidden, needs & BIAS, width, dtype=f32)
+        self.dlora_a = torch.empty_like(lora_a, dtype=f32) if needs & LORA_A else None
+        self.dlora_b = self._empty(hidden, needs & LORA_B, width, rank, dtype=f32)
+        if self.dlora_a is not None and self.written == 0:
+            self.dlora_a.zero_()
+
+    def _empty(self, like, needed, *shape, dtype):
+        if not needed:
+            return None
+        gradient = like.new_empty(shape, dtype=dtype)
+        gradient[self.written :] = 0.0
+        return gradient
+
+    def formed(self) -> tuple:
+        """In the order of the parameters, hidden's first."""
+        return self.dhidden, self.dweight, self.dbias, self.dlora_a, self.dlora_b
