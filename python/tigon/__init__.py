@@ -9,6 +9,7 @@ import importlib
 
 from tigon import _requirements as _requirements, nn, optim  # isort: skip  the first says what is missing
 from tigon._deterministic import deterministic
+from tigon.checkpoint import checkpoint_policy
 from tigon.environment import env
 from tigon.error import Error
 from tigon.graphs import graph_step
@@ -66,6 +67,7 @@ __all__ = [
     "add_rms_norm",
     "apply",
     "attention_residual",
+    "checkpoint_policy",
     "clip_grad_norm_",
     "contrastive_loss",
     "count_labels",

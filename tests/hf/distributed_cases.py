@@ -51,6 +51,7 @@ from two_processes import (
 
 import tigon
 from tigon import _op
+from tigon.checkpoint import GROUPS
 from tigon.integrations.transformers import apply, qk_norm
 
 # --- DDP -------------------------------------------------------------------------------------
@@ -181,6 +182,24 @@ def fsdp2_checkpointing(head, reentrant):
     fused(report, 2)
 
 
+@case(
+    ddp=(None, "llama"),
+    fsdp2=("root", "llama"),
+    fsdp2_tail=("tail", "llama"),
+    fsdp2_sparse=("root", "mixtral"),
+    everything=("root", "mixtral", tuple(GROUPS)),
+)
+def checkpoint_policy(head, family, save=("attention", "matmuls")):
+    """Layers that keep what a policy names, gathered once more for the rest."""
+    model = make(family, attn_implementation="sdpa", use_cache=False)
+    losses, want = wanted(model)
+    report = apply(model)
+    options = {"use_reentrant": False, "context_fn": tigon.checkpoint_policy(save)}
+    model.gradient_checkpointing_enable(options)
+    two_steps(DistributedDataParallel(model) if head is None else shard(model, head), losses, want)
+    fused(report, 2)
+
+
 @case(plain=(False, False), checkpointed=(False, True), attention=(True, False))
 def fsdp2_qk_norm(unit, checkpointed):
     """Norms of q and k fused with the rotary embedding, the attention in a unit of its own or its layer's."""
@@ -209,6 +228,7 @@ SAVED = [torch.ops.aten.mm.default]
     selective=(
         {i: {"context_fn": functools.partial(create_selective_checkpoint_contexts, SAVED)} for i in (0, 1)},
     ),
+    policy=({i: {"context_fn": tigon.checkpoint_policy()} for i in (0, 1)},),
 )
 def fsdp2_compile(checkpointed):
     """Layers checkpointed, compiled and sharded, in this order."""

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tigon
 from tigon.integrations.transformers import recompute as ledgers
 from tigon.integrations.transformers.forward import bound
-from tigon.ops import glu
+from tigon.ops import glu, rms_norm
 from tigon.ops.loss_head.plan import linear_cross_entropy_memory
 
 LAYERS = 3
@@ -181,3 +181,20 @@ def test_copies_and_pickles_go_on(watch):
         assert train(other, inputs, watch)[2] == LAYERS
         assert ledger_of(other) is bound(other.model.layers[0].mlp).spec.ledger
     assert expected[0] == step(model, inputs)[0]
+
+
+def test_products_that_were_changed_are_kept():
+    """Changed where autograd does not look: formed again they would be others."""
+    gate, up = torch.randn(5, 8, requires_grad=True), torch.randn(5, 8)
+    x, down = torch.randn(5, 8, requires_grad=True), torch.nn.Linear(8, 3, bias=False)
+    inner, normed = tigon.swiglu(gate, up), tigon.rms_norm(x)
+    assert glu.can_repeat(inner) and rms_norm.repeater(normed) is not None
+    with torch.no_grad():
+        inner.mul_(2)
+        normed.mul_(2)
+    assert rms_norm.repeater(normed) is None
+    ledger = ledgers.Ledger()
+    ledger.owed = 1
+    ledger.project(down, inner).sum().backward()
+    expected = torch.ones(3, 5) @ inner.detach()
+    assert torch.equal(down.weight.grad, expected)

@@ -87,7 +87,9 @@ def _add_in_place(x, residual, *options):
     inputs = (x, residual, *options)
     if torch.is_grad_enabled() and any(torch.is_tensor(a) and a.requires_grad for a in inputs):
         return _InPlace.apply(x, residual, *options)
-    return _in_place(x, residual, *options)[0], residual
+    y, _ = _in_place(x, residual, *options)
+    torch.autograd.graph.increment_version(residual)  # whoever saved it is told
+    return y, residual
 
 
 def add_rms_norm(

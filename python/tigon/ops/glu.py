@@ -104,8 +104,8 @@ def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_AL
 
 
 def can_repeat(result: torch.Tensor) -> bool:
-    """Whether `result` comes straight from one of these ops, with what its backward needs."""
-    return isinstance(result.grad_fn, _op.node)
+    """Whether `result` comes straight from one of these ops, unchanged, with what its backward needs."""
+    return isinstance(result.grad_fn, _op.node) and result._version == 0
 
 
 def repeat(node) -> torch.Tensor:

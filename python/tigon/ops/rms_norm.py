@@ -62,9 +62,9 @@ def column_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def repeater(result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """What makes `result` once more if it comes straight from here, with a copy of the weight."""
+    """What makes `result` once more if it comes straight from here, unchanged, with a copy of the weight."""
     node = result.grad_fn
-    if type(node) is not _op.node:
+    if type(node) is not _op.node or result._version != 0:
         return None
     weight = node.saved_tensors[1]  # may be freed by then, as FSDP does
     weight = None if weight is None else weight.detach().clone()

@@ -122,6 +122,7 @@ def _rotate_in_place(q, k, cos, sin, positions, form):
                 _InPlace.apply(x, cos, sin, positions, *form)
     else:
         _in_place(q, k, cos, sin, positions, *form)
+        torch.autograd.graph.increment_version(q if k is None else (q, k))  # whoever saved them is told
     return q if k is None else (q, k)
 
 

@@ -1,0 +1,199 @@
+"""Checkpointed models that keep what a policy names: the gradients of the plain model, bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from tiny import batch, make, step
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import tigon
+from tigon.checkpoint import GROUPS
+
+LAYERS = 2
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+# What one layer runs, and in which group it is.
+DENSE = {"tigon::rms_norm_fwd": 2, "aten::mm": 7, "tigon::rope_fwd": 1, ATTENTION: 1, "tigon::glu_fwd": 1}
+SPARSE = {
+    "tigon::rms_norm_fwd": 2,
+    "aten::mm": 5,
+    ATTENTION: 1,
+    "tigon::route_fwd": 1,
+    "tigon::experts_fwd": 1,
+}
+GROUP = {
+    "tigon::rms_norm_fwd": "norms",
+    "aten::mm": "matmuls",
+    "tigon::rope_fwd": "rope",
+    ATTENTION: "attention",
+    "tigon::glu_fwd": "activations",
+    "tigon::route_fwd": "routing",
+    "tigon::experts_fwd": "experts",
+}
+POLICIES = [(), ("attention",), ("attention", "matmuls"), ("norms", "activations"), tuple(GROUPS)]
+MODELS = {
+    "llama": ("llama", {}),
+    "mixtral": ("mixtral", {}),
+    "mixtral grouped": ("mixtral", {"experts_implementation": "grouped_mm"}),
+}
+
+
+class Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ran = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def model_of(name, patched=True, **changes):
+    family, own = MODELS[name]
+    model = make(
+        family, attn_implementation="sdpa", num_hidden_layers=LAYERS, use_cache=False, **own, **changes
+    )
+    if patched:
+        tigon.apply(model)
+    return model
+
+
+def switch(model, save):
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": tigon.checkpoint_policy(save)}
+    )
+
+
+def same(some, others):
+    (loss, gradients), (other, found) = some, others
+    assert gradients.keys() == found.keys()
+    assert torch.equal(loss, other)
+    assert [name for name in gradients if not torch.equal(gradients[name], found[name])] == []
+
+
+@pytest.mark.parametrize("save", POLICIES, ids=lambda save: "+".join(save) or "nothing")
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "stock"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_bits(name, patched, save):
+    model, inputs = model_of(name, patched), batch()
+    expected = step(model, inputs)
+    switch(model, save)
+    same(expected, step(model, inputs))
+
+
+@pytest.mark.parametrize("save", POLICIES, ids=lambda save: "+".join(save) or "nothing")
+@pytest.mark.parametrize("name, layer", [("llama", DENSE), ("mixtral", SPARSE)])
+def test_what_runs_twice(name, layer, save):
+    """Of the operators of a layer those that are not saved; the last product's result nobody needs."""
+    model, inputs = model_of(name), batch()
+    with Count() as plain:
+        step(model, inputs)
+    switch(model, save)
+    with Count() as count:
+        step(model, inputs)
+    twice = {op: (count.ran[op] - plain.ran[op]) // LAYERS for op in layer}
+    for op, runs in layer.items():
+        expected = 0 if GROUP[op] in save or GROUP[op] == "routing" else runs
+        unneeded = op == "aten::mm" and name == "llama" and expected > 0
+        assert twice[op] == expected - unneeded, op
+
+
+@pytest.mark.parametrize("save", [("attention", "matmuls"), tuple(GROUPS)])
+def test_by_hand(save):
+    model, inputs = model_of("llama"), batch()
+    expected = step(model, inputs)
+    for layer in model.model.layers:
+        forward = layer.forward
+
+        def checkpointed(*args, forward=forward, **kwargs):
+            context = tigon.checkpoint_policy(save)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=context, **kwargs)
+
+        layer.forward = checkpointed
+    same(expected, step(model, inputs))
+
+
+@pytest.mark.parametrize("save", [(), ("attention", "matmuls"), tuple(GROUPS)])
+def test_lora(save):
+    peft = pytest.importorskip("peft")
+    model = model_of("llama", patched=False)
+    options = {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.25}
+    model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    tigon.apply(model)
+    model.enable_input_require_grads()
+    found = []
+    for policy in (None, save):
+        if policy is not None:
+            switch(model, policy)
+        torch.manual_seed(3)
+        found.append(step(model, batch()))
+    same(*found)
+
+
+def test_dropout_of_attention():
+    model = model_of("llama", attention_dropout=0.3)
+    torch.manual_seed(3)
+    expected = step(model, batch())
+    switch(model, ("attention", "matmuls"))
+    torch.manual_seed(3)
+    same(expected, step(model, batch()))
+
+
+def test_step_in_the_backward():
+    """Weights change while layers below are still to be computed again."""
+    found = []
+    for save in (None, ("attention", "matmuls"), ("norms",)):
+        model = model_of("llama")
+        optimizer = tigon.optim.AdamW(model.parameters(), lr=1e-2)
+        tigon.optim.step_in_backward(optimizer)
+        if save is not None:
+            switch(model, save)
+        for _ in range(2):
+            model(**batch()).loss.backward()
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    for other in found[1:]:
+        assert all(torch.equal(found[0][name], other[name]) for name in other)
+
+
+def test_trainer(tmp_path):
+    """Through the Trainer's arguments, which it also writes beside its checkpoints."""
+    rows = [{key: value[0] for key, value in batch(rows=1, seed=seed).items()} for seed in range(4)]
+    found = []
+    for save in (None, (), ("attention", "matmuls")):
+        model = model_of("mixtral")
+        kwargs = (
+            {}
+            if save is None
+            else {
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {
+                    "use_reentrant": False,
+                    "context_fn": tigon.checkpoint_policy(save),
+                },
+            }
+        )
+        args = transformers.TrainingArguments(
+            str(tmp_path),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            report_to=[],
+            use_cpu=True,
+            save_steps=2,
+            logging_steps=1,
+            disable_tqdm=True,
+            **kwargs,
+        )
+        trainer = transformers.Trainer(model, args, train_dataset=rows)
+        trainer.train()
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    for other in found[1:]:
+        assert all(torch.equal(found[0][name], other[name]) for name in other)
+    assert torch.load(tmp_path / "checkpoint-2/training_args.bin", weights_only=False) is not None
