@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 
 import pytest
@@ -136,6 +137,37 @@ def test_lora(save):
         torch.manual_seed(3)
         found.append(step(model, batch()))
     same(*found)
+
+
+def kept_bytes(save, layers):
+    """Of all memory that tensors of Python hold when the forward has ended."""
+    model = make(dtype=torch.bfloat16, num_hidden_layers=layers, attn_implementation="sdpa", use_cache=False)
+    tigon.apply(model)
+    switch(model, save)
+
+    def held():
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+    before = held()
+    inputs = batch(rows=2, tokens=16)
+    out = model(**inputs)
+    after = held()
+    del out
+    return sum(size for place, size in after.items() if place not in before)
+
+
+@pytest.mark.parametrize("save", [(), ("attention",), ("attention", "matmuls")])
+def test_kept_bytes(save):
+    """As the table of docs/checkpointing.md counts them, for one layer more."""
+    tokens, hidden, keys, inner, heads = 32, 32, 16, 48, 4
+    each, random = 2 * hidden, torch.get_rng_state().nbytes  # a checkpoint keeps the generator's state
+    if "attention" in save:
+        each += 2 * hidden + 4 * heads
+    if "matmuls" in save:
+        each += 2 * (hidden + 2 * keys) + 2 * hidden + 2 * 2 * inner + 2 * hidden
+    assert kept_bytes(save, 3) - kept_bytes(save, 2) == tokens * each + random
 
 
 def test_dropout_of_attention():
