@@ -82,6 +82,8 @@ class Runner:
             for out, g in zip(outputs, given, strict=True)
             if out.requires_grad  # beside a loss there may be metrics
         ]
+        if not pairs:  # an op without a gradient
+            return ()
         outputs, upstream = zip(*pairs, strict=True)
         return torch.autograd.grad(outputs, self.leaves[i], upstream, retain_graph=retain)
 

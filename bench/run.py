@@ -119,7 +119,8 @@ class Bench:
 
     def passes(self, module) -> list[str]:
         """Passes asked for; a loss has no backward of its own."""
-        return [p for p in self.args.passes if p != "bwd" or not getattr(module, "LOSS", False)]
+        own = ("fwd", "step") if getattr(module, "LOSS", False) else ("fwd", "bwd", "step")
+        return [p for p in self.args.passes if p in getattr(module, "PASSES", own)]
 
     def limits(self, module, case: Case, inputs, dtype) -> dict[str, dict]:
         """Least bytes, operations and milliseconds of every pass."""

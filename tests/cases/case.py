@@ -9,7 +9,8 @@ A case module (`rms_norm.py` beside this file is the model) defines
 * where it applies, `bytes_step` (least traffic of forward and backward together, if that is less
   than their sum), `gemms(inputs, step)` (the bare products that bound a compute-bound op),
   `even_neighbour(inputs)` (sizes that the library multiplies faster, and the share of them), and
-  `LOSS = True` (the gradient may be made in the forward: no separate time of the backward)
+  `LOSS = True` (the gradient may be made in the forward: no separate time of the backward), and
+  `PASSES` (what is timed; by default the forward, the backward and both)
 * `PEERS`: provider name -> factory(case, inputs) -> callable or None; a factory imports its peer
   lazily, an ImportError means "not installed", None means "does not support this case".
 

@@ -9,6 +9,7 @@ import torch
 from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case
 
 NAME = "sample"
+PASSES = ("fwd",)  # a draw has no gradient
 
 DEFAULTS = {
     "shape": (7, 130),
@@ -113,26 +114,4 @@ def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
 
 flops_fwd = flops_bwd = nothing
 
-
-def _multinomial(case, inputs):
-    """As programs write it: probabilities of what stays, and a draw of PyTorch's."""
-    options = inputs.kwargs
-
-    def run(logits, *, seed, temperature=1.0, top_k=None, top_p=None, min_p=None):
-        z = logits.float() / temperature
-        if top_k is not None:
-            z = z.masked_fill(z < z.topk(top_k).values[..., -1:], -math.inf)
-        if top_p is not None:
-            order = z.sort(-1)
-            closed = order.values.softmax(-1).cumsum(-1) <= 1 - top_p
-            closed[..., -1] = False
-            z = z.masked_fill(torch.zeros_like(closed).scatter(-1, order.indices, closed), -math.inf)
-        p = z.softmax(-1)
-        if min_p is not None:
-            p = torch.where(p < min_p * p.amax(-1, keepdim=True), 0.0, p)
-        return logits.float().log_softmax(-1), torch.multinomial(p, 1)
-
-    return run if options.get("temperature", 1.0) != 0.0 else None
-
-
-PEERS = {"multinomial": _multinomial}
+PEERS: dict = {}  # draws of others come from other random numbers, so results cannot be compared
