@@ -207,7 +207,7 @@ class _UserPass(RowPass):
         return (loss if self.fault is None else loss + self.fault).float()
 
     def _seen(self, chunk, statistics):
-        """The arguments of fn for a chunk: statistics and tensors; which rows count (None: all, or groups)."""
+        """The arguments of fn for a chunk, and which rows count (None: all, or groups)."""
         groups, part = self.loss.groups, chunk.at
         if groups is None:
             rows = part if self.index is None else self.index[part]
