@@ -367,7 +367,7 @@ def linear_tvd(
 ) -> torch.Tensor | NamedTuple:
     """Total variation distance ``1/2 sum |T - S|`` of two linear heads, without storing the full logits.
 
-    The gradient of a class is 0 if ``T = S``. Arguments, results and errors are those of
+    The derivative of ``|T - S|`` is 0 if ``T = S``. Arguments, results and errors are those of
     :func:`tigon.linear_kl_div`.
     """
     rows = ignore_index, shift, position_ids, valid_rows
