@@ -1,7 +1,7 @@
-"""What checkpointed layers keep: a context for ``torch.utils.checkpoint``, from names of groups of operators.
+"""The results that checkpointed layers save: a context for ``torch.utils.checkpoint`` from operator groups.
 
-Saved operators do not run again in the backward. PyTorch's selective checkpointing does the work; here are
-the names, and what keeps them right: experts are chosen once, random numbers come in the same order.
+Saved operators do not run again in the backward. PyTorch's selective checkpointing does the work. This module
+holds the names, and makes sure that experts are chosen once and random numbers keep their order.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from tigon import _load as _load  # the library's operators, which names stand for
+from tigon import _load as _load  # the library's operators, which the names denote
 from tigon.error import refuse
 
 _OP = "checkpoint_policy"
 
-# Names of groups and of Tigon's operators stay as they are: docs/checkpointing.md promises it. An operator of
-# Tigon runs as <name>_fwd, as <name>_infer where nothing needs a gradient, and as <name> in a compiled model.
+# Names of groups and of Tigon's operators do not change: docs/checkpointing.md promises it. An operator of
+# Tigon runs as <name>_fwd, as <name>_infer if nothing needs a gradient, and as <name> in a compiled model.
 GROUPS: dict[str, tuple[str, ...]] = {
     "attention": (
         "aten::_scaled_dot_product_flash_attention",
@@ -94,16 +94,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "routing": ("tigon::route", "aten::topk"),
 }
-_ALWAYS = "routing"  # of equal scores another run may choose another
+_ALWAYS = "routing"  # a second run may choose another expert of equal scores
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 _DROPOUT = ("dropout_p", "p_dropout")
 
 
 def checkpoint_policy(save: str | Sequence[str] = ("attention", "matmuls")) -> Callable[[], tuple]:
-    """A ``context_fn`` for ``torch.utils.checkpoint`` which saves results of the operators that are named.
+    """A ``context_fn`` for ``torch.utils.checkpoint`` that saves the results of the named operators.
 
-    Saved results take memory, and their operators do not run again in the backward. All else is computed
-    again, bitwise equal. What routers choose is saved always.
+    Saved results take memory, and their operators do not run again in the backward. Everything else is
+    computed again, bitwise equal. The experts that routers choose are always saved.
 
     Args:
         save: names of groups (``"attention"``, ``"matmuls"``, ``"batched_matmuls"``, ``"experts"``,
@@ -112,11 +112,11 @@ def checkpoint_policy(save: str | Sequence[str] = ("attention", "matmuls")) -> C
             routing only.
 
     Returns:
-        What ``checkpoint(..., use_reentrant=False, context_fn=...)`` takes, and transformers'
+        A function for ``checkpoint(..., use_reentrant=False, context_fn=...)``, and for transformers'
         ``gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": ...}``. It can be pickled.
 
     Raises:
-        tigon.Error: a name is none of these.
+        tigon.Error: a name is not one of these.
     """
     names = (save,) if isinstance(save, str) else save
     if not isinstance(names, (tuple, list, set, frozenset)):
@@ -126,7 +126,7 @@ def checkpoint_policy(save: str | Sequence[str] = ("attention", "matmuls")) -> C
             _refuse(name)
     names = tuple(sorted({*map(_without_suffix, names), _ALWAYS}))
     context = functools.partial(_contexts, names)
-    context.cache_hash = f"tigon.checkpoint_policy{names}"  # by which PyTorch caches compiled graphs
+    context.cache_hash = f"tigon.checkpoint_policy{names}"  # PyTorch's key for compiled graphs
     return context
 
 
@@ -156,9 +156,9 @@ def _contexts(saved: tuple[str, ...]) -> tuple:
 
 @functools.cache
 def _copying(mode: type) -> type:
-    """PyTorch's mode of the forward, which hands out copies of what routers choose.
+    """PyTorch's mode of the forward that returns copies of the routers' results.
 
-    Models divide the scores of the chosen experts in place: what is saved must not change with them.
+    Models divide the scores of the chosen experts in place, which must not change the saved results.
     """
 
     class Copying(mode):
@@ -188,9 +188,10 @@ def _given(place: tuple[int, str], args: tuple, kwargs: dict) -> bool:
 
 @functools.cache
 def _described(op) -> tuple[str | None, str, tuple[tuple[int, str], ...]]:
-    """Its group, its name, and arguments that forbid to save it: place and name.
+    """An operator's group, its name, and the arguments (place and name) that forbid saving it.
 
-    Who does not draw random numbers moves those of all others, and who writes into an argument has to run.
+    Skipping an operator that draws random numbers would shift those of all others, and an operator that
+    writes into an argument has to run.
     """
     schema = getattr(op, "_schema", None)
     if schema is None:  # a higher-order operator
@@ -198,7 +199,7 @@ def _described(op) -> tuple[str | None, str, tuple[tuple[int, str], ...]]:
     group = _GROUP_OF.get(name := _without_suffix(schema.name))
     namespace, _, short = name.partition("::")
     if "flash_attn" in namespace and ("fwd" in short or "forward" in short):
-        group = "attention"  # of packages that register it under a name of their own
+        group = "attention"  # for packages that register attention under other names
     zeros = tuple(
         (i, argument.name)
         for i, argument in enumerate(schema.arguments)

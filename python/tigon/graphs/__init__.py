@@ -1,7 +1,7 @@
-"""CUDA graphs: what captures and replays, what a captured graph was made of, and whole steps as one.
+"""CUDA graphs: capture and replay, a record of what a graph depends on, and whole steps as one graph.
 
-A graph holds addresses and whatever Python decided while it was captured. `Watch` notes what those decisions
-read of a tree of modules, so that a graph is dropped when any of it changes.
+A graph holds addresses and the decisions that Python made during capture. `Watch` records what those
+decisions read from a tree of modules, so that a graph is dropped if any of it changes.
 """
 
 from tigon.graphs.backend import backends, live

@@ -53,7 +53,7 @@ class GraphStep:
         self._found = _reached([fn, *watch])
         self._backend = None
         self._calls = self._captures = 0
-        self._again = self._renewed = 0  # changes one soon after the other; replays at the last of them
+        self._again = self._renewed = 0  # changes in quick succession; number of replays at the last one
         self._graph = None
         live.add(self)
 
@@ -78,7 +78,7 @@ class GraphStep:
         waits = self._calls <= 2 * WARMUP and any(p.grad is not None for p in self._found.trained())
         if self._calls <= WARMUP or (
             self._graph is None and waits
-        ):  # better without gradients, if there will be
+        ):  # waits a few calls for one that starts without gradients
             return self._eager(args, kwargs)
         try:
             if self._graph is None:
@@ -152,7 +152,7 @@ class GraphStep:
         if any(b is not None and a is b for a, b in zip(after, before, strict=True)):
             self._in_place = [_place(grad) for grad in after]
         elif all(b is None for b in before) and any(a is not None for a in after):
-            # The function leaves gradients and takes none: each call gives them anew.
+            # The function sets gradients and reads none: each call sets them again.
             self._left = held["left"]
             self._loan = Loan(gradients, self._left)
             for p in self._left:
@@ -181,7 +181,7 @@ class GraphStep:
         self._graph = self._results = self._inputs = self._loan = None
 
     def lines(self):
-        """What `tigon.env` says of it."""
+        """The lines of `tigon.env` about this step."""
         state = "captured" if self._graph is not None else "not captured"
         reasons = "".join(f"; {n} eager: {reason}" for reason, n in self.said.counts.items())
         yield f"step {self.said.who}: {state}, {self.replays} replays{reasons}"
@@ -191,26 +191,26 @@ class GraphStep:
 
 
 def graph_step(fn: Callable, example: tuple | dict, *, watch: Sequence = ()) -> GraphStep:
-    """A function of tensors as one CUDA graph: what it launches is replayed, its Python is not run.
+    """Run a function of tensors as one CUDA graph: its kernels are replayed, and its Python does not run.
 
-    The function may be a whole step: forward, backward and optimizer. The first two calls run eagerly, the
-    third one captures. A call whose arguments are not like the example, or that cannot be captured, runs
-    eagerly, and a warning says why. What the function reaches (modules and optimizers of its closure, of the
-    object that it is a method of, of the globals that it names) is watched: where a parameter's memory, an
-    attribute, a hook or an optimizer's number changes, the step is captured again.
+    The function may be a whole step: forward, backward and optimizer. The first two calls run eagerly, and
+    the third one captures. A call runs eagerly, with a warning that says why, if its arguments do not match
+    the example or if it cannot be captured. Tigon watches the modules and optimizers that the function
+    reaches: those of its closure, of the object that it is a method of, and of the globals that it names. If
+    a parameter's memory, an attribute, a hook or an optimizer's number changes, the step is captured again.
 
     Args:
         fn: takes tensors and plain values, returns tensors in tuples, lists or dictionaries. Optimizers in it
-            must be capturable, with tensors for what a scheduler changes.
-        example: its arguments as a tuple, or its keywords as a dictionary: their shapes, dtypes and plain
-            values are those of all calls that are replayed.
+            must be capturable. Values that a scheduler changes, such as the learning rate, must be tensors.
+        example: its arguments as a tuple, or its keywords as a dictionary. All replayed calls have these
+            shapes, dtypes and plain values.
         watch: more modules and optimizers to watch.
 
     Returns:
-        a callable with the arguments of `fn`. What it returns are copies without a graph of autograd.
+        a callable with the arguments of `fn`. It returns copies without an autograd graph.
 
     Raises:
-        tigon.Error: fn is not callable, or example is no tuple or dictionary of tensors on one device.
+        tigon.Error: fn is not callable, or example is not a tuple or dictionary of tensors on one device.
     """
     return GraphStep(fn, example, watch)
 

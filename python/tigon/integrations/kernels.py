@@ -21,11 +21,11 @@ from tigon.integrations.transformers.norms import norm_forward, plan_norm
 
 DEVICES = ("cpu", "cuda")
 
-SPEC = "_tigon_tagged"  # kept with the module: what its source says, None if it is not recognised
+SPEC = "_tigon_tagged"  # kept with the module: the result of recognition, or None
 
 
 class TaggedRMSNorm(nn.Module):
-    """The forward that ``kernels`` binds to a tagged norm; nothing else of it is used."""
+    """The forward that ``kernels`` binds to a tagged norm; the rest of the class is not used."""
 
     can_torch_compile = True
     has_backward = True
@@ -65,13 +65,13 @@ LAYERS = {
     "GeGLUMLP": TaggedGatedMLP,
 }
 for _layer in LAYERS.values():
-    _layer.forward.runs_tigon = True  # tigon.apply tells this from a stranger's forward
+    _layer.forward.runs_tigon = True  # tigon.apply tells this from other forwards
 
 
 def _run(module: nn.Module, plan, forward, *args):
     if SPEC not in module.__dict__:
         bare = copy.copy(module)
-        bare.__dict__.pop("forward", None)  # recognition is about the class's own
+        bare.__dict__.pop("forward", None)  # recognition reads the class's forward
         planned = plan(bare)
         module.__dict__[SPEC] = planned[0] if isinstance(planned, tuple) else None
     spec = module.__dict__[SPEC]
@@ -80,7 +80,7 @@ def _run(module: nn.Module, plan, forward, *args):
 
 @dataclass(frozen=True)
 class Repository:
-    """What ``kernels`` asks for a layer; this one has it in memory."""
+    """The repository that ``kernels`` asks for a layer; this one holds it in memory."""
 
     layer_name: str
 
@@ -105,10 +105,10 @@ def mapping() -> dict:
 
 
 def install() -> None:
-    """Put :func:`mapping` in front of transformers' own, in this process.
+    """Make transformers use :func:`mapping` before its own kernel mapping, in this process.
 
     Raises:
-        tigon.Error: the package ``kernels`` is missing, or not of the versions this transformers takes.
+        tigon.Error: the package ``kernels`` is missing, or this transformers does not support its version.
     """
     from transformers.utils import import_utils
 

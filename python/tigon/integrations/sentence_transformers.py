@@ -1,12 +1,12 @@
-"""Losses of sentence-transformers by :func:`tigon.contrastive_loss`.
+"""Losses of sentence-transformers with :func:`tigon.contrastive_loss`.
 
 After :func:`install` these compute their loss without the matrix of similarities:
 MultipleNegativesRankingLoss, MultipleNegativesSymmetricRankingLoss and GISTEmbedLoss, and the cached forms of
-the three, whose embeddings are computed twice in mini batches as before. Directions among queries and among
-documents, one softmax over several directions and embeddings gathered from several processes are included.
-Loss and gradients are stock's within rounding.
+the three, which compute embeddings twice in mini batches as before. Directions among queries and among
+documents, one softmax over several directions and embeddings gathered from several processes are supported.
+Loss and gradients equal those without Tigon within rounding.
 
-Stock's code stays for other similarities than cosine and dot product, and for hardness weighting. The logger
+Similarities other than cosine and dot product, and hardness weighting, use the original code. The logger
 ``tigon`` says so once for each reason.
 """
 
@@ -30,7 +30,7 @@ _said: set[str] = set()
 
 
 def _why_not(loss) -> str:
-    """Why a loss stays stock's; empty: it does not."""
+    """Why a loss uses the original code; empty if Tigon computes it."""
     from sentence_transformers import util
 
     if hasattr(loss, "guide"):
@@ -44,7 +44,7 @@ def _why_not(loss) -> str:
 
 
 def _taken(loss) -> bool:
-    """Whether Tigon computes it; says once why not."""
+    """Whether Tigon computes the loss; logs once why not."""
     reason = _why_not(loss)
     if reason and reason not in _said:
         _said.add(reason)
@@ -53,7 +53,7 @@ def _taken(loss) -> bool:
 
 
 class _Batch:
-    """The rows of all processes if a loss gathers them, with gradients, and which are this one's."""
+    """The rows of all processes if a loss gathers them, with gradients, and the range of this process."""
 
     def __init__(self, loss, rows, device):
         from sentence_transformers import util
@@ -82,7 +82,7 @@ def _scale(like, factor):
 
 
 def _ranking_loss(loss, queries, documents):
-    """Of whole embeddings, float32 as stock makes them; the first of the documents are the positives."""
+    """The ranking loss of float32 embeddings; the first of the documents are the positives."""
     from sentence_transformers import util
 
     queries, *documents = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (queries, *documents))
@@ -98,7 +98,7 @@ def _ranking_loss(loss, queries, documents):
         return tigon.contrastive_loss(queries, documents, batch.labels if batch.is_part else None, **options)
     own = [normalized(x) if cosine else x for x in map(autocast, (queries, *documents))]
     every, *documents = map(batch.whole, own)
-    index = torch.arange(len(every), device=every.device)  # of queries: pairs of equal ones are left out
+    index = torch.arange(len(every), device=every.device)  # of queries: equal pairs are left out
     none = torch.full_like(index, -1)
     among = {
         "query_to_doc": (documents, none),
@@ -165,7 +165,7 @@ def _calculate_ranking_loss(self, reps, labels=None, *, with_backward=False):
 
 
 def _texts(loss, features):
-    """What a model's tokens say, as its guide tokenizes it."""
+    """The texts of a model's tokens, tokenized for its guide."""
     from sentence_transformers.util import batch_to_device
 
     tokens = features["input_ids"]
@@ -182,7 +182,7 @@ def _forward(self, sentence_features, labels):
     features = list(sentence_features)
     if len(features) not in (2, 3) or not _taken(self):
         return _forward.original(self, features, labels)
-    theirs = [dict(x) for x in features]  # models write into what they are given
+    theirs = [dict(x) for x in features]  # models write into their inputs
     embeddings = embed_columns(self.model, features)
     with torch.no_grad():
         theirs = [_texts(self, x) for x in features] if self.must_retokenize else theirs
@@ -197,7 +197,7 @@ def _calculate_guided_loss(self, reps, reps_guided, *, with_backward=False):
     return _backward_where(with_backward, _guided_loss(self, *both))
 
 
-# Class -> method, its parameters, what stands in its place.
+# Class -> method, its parameters, its replacement.
 METHODS = {
     "MultipleNegativesRankingLoss": (
         "compute_loss_from_embeddings",
@@ -215,7 +215,7 @@ METHODS = {
 
 
 def _methods() -> list[tuple]:
-    """(class, name, parameters, ours, the present value) of each."""
+    """(class, name, parameters, replacement, present value) of each method."""
     try:
         losses = importlib.import_module(LOSSES)
     except ImportError as error:
@@ -225,10 +225,10 @@ def _methods() -> list[tuple]:
 
 
 def install() -> None:
-    """Put Tigon behind these losses, in this process; objects that exist are included.
+    """Make these losses use Tigon in this process; existing loss objects use it too.
 
     Raises:
-        tigon.Error: this sentence-transformers computes them in another way than 6.2. Nothing is modified.
+        tigon.Error: this sentence-transformers computes them differently from 6.2. Nothing is modified.
     """
     methods = _methods()
     for kind, name, wanted, _, present in methods:
@@ -250,7 +250,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """The losses' own methods again."""
+    """Restore the losses' own methods."""
     for kind, name, _, ours, present in _methods():
         if present is ours:
             setattr(kind, name, ours.original)

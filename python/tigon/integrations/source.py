@@ -1,7 +1,7 @@
-"""Functions made of a text: a signature of another package, with few statements behind it.
+"""Functions made from text: the signature of another package's function, and a few statements.
 
-The text becomes a real function, as dataclasses make ``__init__``: a wrong call raises Python's own error,
-and compilers see an ordinary function.
+The text becomes a real function, as in dataclasses' ``__init__``: a wrong call raises Python's own error, and
+compilers see an ordinary function.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def maker(signature: str, *statements: str, names: tuple[str, ...] = ()) -> Callable[..., Callable]:
-    """What makes ``def signature: statements``, given the objects that ``names`` stand for."""
+    """A function that makes ``def signature: statements`` from the objects called ``names``."""
     name, scope = signature.partition("(")[0], {}
     body = "\n  ".join(statements)
     exec(f"def make({', '.join(names)}):\n def {signature}:\n  {body}\n return {name}", scope)

@@ -1,11 +1,11 @@
-"""TRL's fused heads by Tigon.
+"""TRL's fused heads with Tigon.
 
-TRL's SFT, DPO, KTO, GRPO and RLOO trainers (1.15 and 1.16) take the per-token log-probabilities from one
-function of their own, its distillation trainer the divergence of two heads from another. In models that
-:func:`tigon.apply` or :class:`tigon.TigonTrainerCallback` has patched, and after :func:`install` in all, the
-first is :func:`tigon.linear_cross_entropy` or :func:`tigon.linear_log_prob`, the second
-:func:`tigon.linear_jsd`; what those do not give (the collision entropy, mean logits under a softcap,
-DTensors, heads that ZeRO-3 has not gathered) stays TRL's, call by call.
+TRL's SFT, DPO, KTO, GRPO and RLOO trainers (1.15 and 1.16) compute per-token log-probabilities with one TRL
+function; its distillation trainer computes the divergence of two heads with another. Tigon replaces both in
+models that :func:`tigon.apply` or :class:`tigon.TigonTrainerCallback` has patched, and in all models after
+:func:`install`. The first then runs :func:`tigon.linear_cross_entropy` or :func:`tigon.linear_log_prob`, the
+second :func:`tigon.linear_jsd`. TRL's own function runs for each call that these do not support: the
+collision entropy, mean logits under a softcap, DTensors, and heads that ZeRO-3 has not gathered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tigon.integrations.transformers.forward import BELOW
 from tigon.ops.loss_head.operands import Trained, autocast
 
 log = logging.getLogger("tigon")
-_OURS: list = []  # the interface of Liger, where install() brought it
+_OURS: list = []  # the interface of Liger, if install() brought it
 
 NAME = "_ChunkedLogProbFunction"
 PARAMETERS = [
@@ -56,7 +56,7 @@ DIVERGENCE_PARAMETERS = [
     "teacher_logit_scale",
     "teacher_final_logit_softcapping",
 ]
-# Where a release keeps each function: 1.15 imports the divergence when called, 1.16 with the trainer.
+# The module of each function by release: 1.15 imports the divergence when called, 1.16 with the trainer.
 PLACES = {
     NAME: ("trl.trainer.utils",),
     DIVERGENCE: ("trl.kernels.chunked_divergence", "trl.trainer.distillation_trainer"),
@@ -64,9 +64,9 @@ PLACES = {
 
 
 def _gathered(*weights):
-    """The heads as whole tensors; None if one is a DTensor, or a partition of ZeRO-3's.
+    """The heads as whole tensors; None if one is a DTensor or a ZeRO-3 partition.
 
-    ZeRO-3 frees what it gathered when the forward ends, by giving the parameter other data. A view keeps the
+    When the forward ends, ZeRO-3 frees a gathered parameter by giving it other data. A view keeps the
     gathered values while the backward needs them.
     """
     kinds = (torch.Tensor, torch.nn.Parameter)
@@ -78,16 +78,16 @@ def _gathered(*weights):
 
 
 class _Head:
-    """Stands in for an autograd function of TRL's: called the same way, falls back to it."""
+    """Replaces an autograd function of TRL: it is called in the same way and falls back to it."""
 
     def __init__(self, original, patched: Callable[[object], bool] | None = None):
         self.original = original
-        self.patched = patched  # whether a model is one whose calls are Tigon's; None: those of all are
-        self.calls = 0  # that Tigon answered
+        self.patched = patched  # whether Tigon takes the calls of a model; None: of all models
+        self.calls = 0  # calls that Tigon computed
 
     def gathered(self, *weights):
-        """The heads if this call is Tigon's, else None; asked by `apply`, which TRL calls."""
-        if torch.compiler.is_compiling():  # there are no frames to look at
+        """The heads if Tigon takes this call, else None; `apply`, which TRL calls, calls this."""
+        if torch.compiler.is_compiling():  # there are no frames to inspect
             _note_traced()
             return _gathered(*weights)
         ours = self.patched is None or any(map(self.patched, _models(sys._getframe(1))))
@@ -102,7 +102,7 @@ def _note_traced() -> None:
 
 
 def _models(frame) -> tuple:
-    """The object whose method calls TRL's head, a model or a trainer, and what it has for its model."""
+    """The object whose method calls TRL's head, a model or a trainer, and its model attributes."""
     while frame is not None and isinstance(frame.f_locals.get("self"), _Head | None):
         frame = frame.f_back
     owner = None if frame is None else frame.f_locals["self"]
@@ -110,7 +110,7 @@ def _models(frame) -> tuple:
 
 
 class LogProbHead(_Head):
-    """Of one head."""
+    """The log-probabilities of one head."""
 
     def apply(
         self,
@@ -124,7 +124,7 @@ class LogProbHead(_Head):
         logit_scale=1.0,
         outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     ):
-        """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None for what was not asked for."""
+        """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None if not requested."""
         ours = "log_sum_sq_probs" not in outputs and not (softcap and "mean_logits" in outputs)
         heads = self.gathered(weight, bias) if ours else None
         if heads is None:
@@ -147,7 +147,7 @@ class LogProbHead(_Head):
 
 
 class DivergenceHead(_Head):
-    """Of two heads."""
+    """The divergence of two heads."""
 
     def apply(
         self,
@@ -164,7 +164,7 @@ class DivergenceHead(_Head):
         teacher_logit_scale=1.0,
         teacher_softcap=None,
     ):
-        """(divergence, entropy of the student) of rows; the gradient of the divergence is the student's."""
+        """(divergence, entropy of the student) of rows; only the student gets a gradient."""
         heads = self.gathered(weight, bias, teacher_weight, teacher_bias)
         if heads is None:
             return self.original.apply(
@@ -192,7 +192,7 @@ class DivergenceHead(_Head):
             "teacher_softcap": teacher_softcap,
             "teacher_logit_scale": teacher_logit_scale,
         }
-        if hidden.is_cuda and torch.is_grad_enabled():  # there the trainer leaves masked rows out, and sums
+        if hidden.is_cuda and torch.is_grad_enabled():  # then the trainer drops masked rows, and sums
             return _SummedRows.apply(options, teacher, hidden, weight, bias)
         got = tigon.linear_jsd(
             hidden, weight, teacher, bias=bias, reduction="none", outputs=("loss", "entropy"), **options
@@ -201,10 +201,10 @@ class DivergenceHead(_Head):
 
 
 class _SummedRows(torch.autograd.Function):
-    """Losses of rows that the caller will sum: one number is every row's upstream gradient.
+    """Losses of rows that the caller will sum, so that all rows have the same upstream gradient.
 
-    The gradients of the sum are formed with the losses, and finished by that number. An upstream gradient by
-    row computes the logits again.
+    The gradients of the sum are computed with the losses, and the backward multiplies them by this number. If
+    the upstream gradient differs by row, the backward computes the logits again.
     """
 
     @staticmethod
@@ -248,7 +248,7 @@ class _SummedRows(torch.autograd.Function):
 
 @torch.no_grad()
 def _mean_logits(hidden, weight, bias, temperature, softcap, logit_scale):
-    """The mean over the vocabulary is linear: one row instead of all of them."""
+    """Mean logits: the mean over the vocabulary is linear, so one mean row of the weight is enough."""
     del softcap
     mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
     if bias is not None:
@@ -260,12 +260,12 @@ HEADS = {NAME: (LogProbHead, PARAMETERS), DIVERGENCE: (DivergenceHead, DIVERGENC
 
 
 def install() -> None:
-    """Put Tigon behind TRL's fused heads, and behind the switches of its configurations, in this process.
+    """Make TRL's fused heads and the switches of its configurations use Tigon in this process.
 
-    The heads are those of every model. ``use_liger_kernel=True`` finds the interface of
+    The heads of all models are replaced. ``use_liger_kernel=True`` finds the interface of
     :func:`tigon.compat.liger.install`, and ``model_init_kwargs={"use_kernels": True}`` the mapping of
-    :func:`tigon.compat.kernels.install`. An installed Liger, or a ``kernels`` that this transformers does not
-    take, stays as it is; of a Liger the logger ``tigon`` says so.
+    :func:`tigon.compat.kernels.install`. An installed Liger is not replaced; the logger ``tigon`` says so. A
+    ``kernels`` package that this transformers does not support is not changed either.
 
     Raises:
         tigon.Error: this TRL has no such function, or calls it in another way. Nothing is modified.
@@ -279,12 +279,12 @@ def install() -> None:
     except Error as error:
         _OURS.clear()
         log.warning("%s", error)
-    with contextlib.suppress(Error):  # transformers itself says which kernels it needs
+    with contextlib.suppress(Error):  # transformers reports which kernels it needs
         kernels.install()
 
 
 def take(patched: Callable[[object], bool]) -> str | None:
-    """The same for models that are ``patched``, if TRL is imported; why not, if it is another TRL."""
+    """Do the same for ``patched`` models, if TRL is imported; return why not, if TRL has another version."""
     found = [*_present(loaded=True)]
     try:
         _stand_in(found if any(name == NAME for _, name, *_ in found) else [], patched)
@@ -308,7 +308,7 @@ def _stand_in(found, patched) -> None:
 
 
 def uninstall() -> None:
-    """TRL's own functions again, and no interface of Liger, if :func:`install` brought it."""
+    """Restore TRL's own functions, and remove the interface of Liger if :func:`install` brought it."""
     while _OURS:
         _OURS.pop().uninstall()
     for module, name, kind, present in _present():
@@ -317,7 +317,7 @@ def uninstall() -> None:
 
 
 def fuses(model: nn.Module) -> bool:
-    """Whether a forward of TRL's has the losses of this model: its head is not called for them."""
+    """Whether TRL's own forward computes the losses of this model, so that its head is not called."""
     for forward in (vars(model).get("forward"), vars(model).get(BELOW)):
         while forward is not None:  # accelerate wraps it
             forward = getattr(forward, "__func__", forward)
@@ -328,7 +328,7 @@ def fuses(model: nn.Module) -> bool:
 
 
 def _present(loaded: bool = False):
-    """(module, name, our kind, function) in the places that this release has, or that are imported."""
+    """(module, name, kind of replacement, function) for the places of this release, or those imported."""
     for name, (kind, _) in HEADS.items():
         for place in PLACES[name]:
             with contextlib.suppress(ModuleNotFoundError):

@@ -1,12 +1,13 @@
-"""verl's fused heads by Tigon.
+"""verl's fused heads with Tigon.
 
-verl takes per-token log-probabilities and entropies from two functions of its own: with
-``use_fused_kernels`` and the Triton backend from ``verl.utils.kernel.linear_cross_entropy``, with the torch
-backend from ``verl.utils.experimental.torch_functional.FusedLinearForPPO``. After :func:`install` both are
-:func:`tigon.linear_log_prob`; if the head is sharded over a tensor-parallel group of more than one rank,
-the first is :func:`tigon.parallel.linear_log_prob`, which leaves hidden's gradient as verl does, a part of
-the sum. Reductions other than ``"none"`` stay verl's. Call it in every worker before the model is built (verl
-imports the function when a forward runs; modules that imported it earlier are given the new one too).
+With ``use_fused_kernels`` verl computes per-token log-probabilities and entropies with one of two functions:
+``verl.utils.kernel.linear_cross_entropy`` for the Triton backend, and
+``verl.utils.experimental.torch_functional.FusedLinearForPPO`` for the torch backend. After :func:`install`
+both run :func:`tigon.linear_log_prob`. If the head is sharded over a tensor-parallel group of more than one
+rank, the first runs :func:`tigon.parallel.linear_log_prob`, which returns this rank's part of hidden's
+gradient, as verl does. verl's own function computes reductions other than ``"none"``. Call :func:`install` in
+every worker before the model is built. (verl imports the function when a forward runs; modules that imported
+it earlier get the new one too.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FORWARD = ["self", "hidden_states", "vocab_weights", "input_ids", "temperature"]
 
 
 class LogProbHead:
-    """Stands in for ``LinearCrossEntropy.apply``: called the same way, falls back to it."""
+    """Replaces ``LinearCrossEntropy.apply``: it is called in the same way and falls back to it."""
 
     def __init__(self, original):
         self.original = original
@@ -43,7 +44,7 @@ class LogProbHead:
         if sharded:
             from tigon import parallel
 
-            vocab = weight.shape[0] * dist_process_group.size()  # equal shards, as verl has them
+            vocab = weight.shape[0] * dist_process_group.size()  # equal shards, as in verl
             return parallel.linear_log_prob(
                 *operands, dist_process_group, **options, vocab=vocab, partial_hidden_grad=True
             )
@@ -63,7 +64,7 @@ def _ppo_forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0)
 
 
 def install() -> None:
-    """Put Tigon behind verl's fused heads, in this process.
+    """Make verl's fused heads use Tigon in this process.
 
     Raises:
         tigon.Error: this verl has no such functions, or calls them in another way. Nothing is modified.
@@ -80,7 +81,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """verl's own functions again."""
+    """Restore verl's own functions."""
     kernel, fused = (importlib.import_module(name) for name in (KERNEL, TORCH))
     present = kernel.linear_cross_entropy
     if isinstance(present, LogProbHead):
@@ -93,7 +94,7 @@ def _check_parameters(what: str, names: list[str], wanted: list[str]) -> None:
 
 
 def _replace(old, new) -> None:
-    """In every module of verl that has it under its name."""
+    """Replace a function in every module of verl that has it under its name."""
     for name, module in list(sys.modules.items()):
         if name.startswith("verl.") and vars(module).get("linear_cross_entropy") is old:
             module.linear_cross_entropy = new

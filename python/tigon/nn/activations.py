@@ -1,4 +1,4 @@
-"""Activations as modules; none has parameters."""
+"""Activations as modules without parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tigon.ops.sparsemax import sparsemax
 
 
 class SiLU(nn.Module):
-    """``x * sigmoid(x)``, see :func:`tigon.silu`. Shape: any, and the same."""
+    """``x * sigmoid(x)``, see :func:`tigon.silu`. Shape: any; the output has the same."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return silu(x)

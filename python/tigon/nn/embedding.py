@@ -41,7 +41,7 @@ class Embedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal numbers, zero for the padding, as :class:`torch.nn.Embedding`."""
+        """Draw normal numbers, zero for the padding row, as :class:`torch.nn.Embedding` does."""
         nn.init.normal_(self.weight)
         if self.padding_idx is not None:
             with torch.no_grad():

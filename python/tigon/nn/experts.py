@@ -19,7 +19,7 @@ class Experts(nn.Module):
         hidden_size: H.
         intermediate_size: I.
         activation, gated, interleaved, transposed, alpha, limit: as in :func:`tigon.experts`.
-        bias: whether there are ``gate_up_proj_bias`` ``[E, 2 I]`` and ``down_proj_bias`` ``[E, H]``.
+        bias: whether to add ``gate_up_proj_bias`` ``[E, 2 I]`` and ``down_proj_bias`` ``[E, H]``.
 
     Shape: ``hidden_states [..., H], top_k_index [..., K], top_k_weights [..., K] -> [..., H]``.
     """
@@ -61,7 +61,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Matrices uniform as those of :class:`torch.nn.Linear`, biases zero."""
+        """Draw uniform matrices as :class:`torch.nn.Linear` does; set biases to zero."""
         sizes = {self._first: self.hidden_size, "down_proj": self.intermediate_size}
         for name, inner in sizes.items():
             nn.init.uniform_(getattr(self, name), -(inner**-0.5), inner**-0.5)
@@ -102,10 +102,10 @@ class Router(nn.Module):
         hidden_size: H.
         num_experts: E.
         top_k: K.
-        bias: whether the projection has one.
-        correction: whether there is a buffer ``e_score_correction_bias`` ``[E]`` (zeros, float32), which what
-            balances the experts without a loss writes to.
-        wide: take the projection in float32, as DeepSeek's do.
+        bias: whether the projection has a bias.
+        correction: whether to add a buffer ``e_score_correction_bias`` ``[E]`` (zeros, float32), for code
+            that balances the experts without a loss.
+        wide: compute the projection in float32, as DeepSeek models do.
         device, dtype: of the parameters.
         options: of :func:`tigon.route`: score, normalize, num_groups, top_groups, group_score, scale.
 
@@ -135,10 +135,10 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", offsets)
         self.reset_parameters()
         probe = torch.empty(1, num_experts, device="meta")
-        route(probe, top_k, **options)  # options that do not fit are refused now
+        route(probe, top_k, **options)  # raises an error now if options do not fit
 
     def reset_parameters(self) -> None:
-        """Weight uniform as that of :class:`torch.nn.Linear`, bias and correction zero."""
+        """Draw a uniform weight as :class:`torch.nn.Linear` does; set bias and correction to zero."""
         bound = self.weight.shape[1] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:

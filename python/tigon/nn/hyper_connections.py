@@ -20,8 +20,8 @@ class HyperConnections(nn.Module):
         streams: n, 1 to 8.
         norm_eps, pre_eps, post_scale, iterations, sinkhorn_eps: as :func:`tigon.hyper_connection_pre`.
 
-    Parameters, in float32 unless told otherwise: weight ``[2n + n^2, n * C]`` (normal, deviation 0.02), base
-    ``[2n + n^2]`` (0) and scale ``[3]`` (0.01, as in the paper).
+    Parameters, float32 by default, with their initial values: weight ``[2n + n^2, n * C]`` (normal, standard
+    deviation 0.02), base ``[2n + n^2]`` (0) and scale ``[3]`` (0.01, as in the paper).
     """
 
     @checked_init
@@ -56,7 +56,7 @@ class HyperConnections(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew; base and scale as at the beginning."""
+        """Draw the weight again; reset base and scale to their initial values."""
         nn.init.normal_(self.weight, std=0.02)
         nn.init.zeros_(self.base)
         nn.init.constant_(self.scale, 0.01)

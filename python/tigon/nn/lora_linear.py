@@ -19,9 +19,9 @@ class LoRALinear(nn.Module):
         in_features, out_features: K and N.
         rank: r.
         alpha: the adapter is scaled by ``alpha / rank``; ``None``: twice the rank.
-        dropout: of the adapter's input, while training.
-        bias: whether there is one; it is frozen too.
-        device, dtype: of weight and bias. ``lora_a`` ``[r, K]`` begins uniform, ``lora_b`` ``[N, r]`` zero.
+        dropout: dropout of the adapter's input, in training mode.
+        bias: whether to add a bias, which is frozen too.
+        device, dtype: of weight and bias. ``lora_a`` ``[r, K]`` starts uniform, ``lora_b`` ``[N, r]`` at 0.
 
     Shape: ``x [..., K] -> [..., N]``.
     """
@@ -46,7 +46,7 @@ class LoRALinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, rank: int, *, alpha: float | None = None, dropout: float = 0.0
     ) -> LoRALinear:
-        """Around a linear map that there is: its weight and bias become the module's, frozen."""
+        """Build the module from an existing linear map, whose weight and bias it shares and freezes."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._build(linear, rank, alpha, dropout)
@@ -73,12 +73,12 @@ class LoRALinear(nn.Module):
         self.reset_lora_parameters()
 
     def reset_parameters(self) -> None:
-        """All parameters, as `torch.nn.Linear` begins; the adapter adds nothing."""
+        """Initialise weight and bias as `torch.nn.Linear` does, and the adapter so that it adds nothing."""
         nn.Linear.reset_parameters(self)
         self.reset_lora_parameters()
 
     def reset_lora_parameters(self) -> None:
-        """The adapter adds nothing."""
+        """Initialise the adapter so that it adds nothing."""
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
         nn.init.zeros_(self.lora_b)
 
@@ -88,7 +88,7 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
-        """The weight of one map that does what both do, in the weight's dtype."""
+        """The weight of a single map equal to weight and adapter together, in the weight's dtype."""
         return (self.weight + self.scale * (self.lora_b @ self.lora_a)).to(self.weight.dtype)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Losses with their options fixed, as modules; a head's weight stays with its model."""
+"""Losses with fixed options, as modules; the weight of a head is an argument of the call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tigon.ops.preference import KTOResult, PreferenceResult
 
 
 class CrossEntropyDict(TypedDict, total=False):
-    """Of :func:`tigon.cross_entropy`."""
+    """Options of :func:`tigon.cross_entropy`."""
 
     ignore_index: int
     label_smoothing: float
@@ -43,14 +43,14 @@ class CrossEntropyDict(TypedDict, total=False):
 
 
 class _Loss(nn.Module):
-    """A loss with those of its keyword arguments fixed that ``forward`` does not name."""
+    """A loss whose keyword arguments are fixed, except those that ``forward`` names."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.options = {name: value for name, value in options.items() if name != "class_weight"}
 
     def _keep(self, name: str, weight: torch.Tensor | None) -> None:
-        """The weight of each class, a buffer."""
+        """Register the weight of each class as a buffer."""
         if weight is not None:
             check_float(f"nn.{type(self).__name__}", name, weight)
         self.register_buffer(name, weight)
@@ -60,12 +60,12 @@ class _Loss(nn.Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """:func:`tigon.cross_entropy` with its options fixed; torch's names, and ours.
+    """:func:`tigon.cross_entropy` with fixed options, named as in PyTorch and Tigon.
 
     Args:
         weight: ``[V]`` weight of each class or ``None``; a buffer.
-        ignore_index, reduction, label_smoothing: as :class:`torch.nn.CrossEntropyLoss`.
-        softcap, z_loss, inplace: as :func:`tigon.cross_entropy`.
+        ignore_index, reduction, label_smoothing: as in :class:`torch.nn.CrossEntropyLoss`.
+        softcap, z_loss, inplace: as in :func:`tigon.cross_entropy`.
 
     Shape: logits ``[..., V]``, target ``[...]`` -> scalar, or ``[...]`` with ``reduction="none"``.
     """
@@ -78,14 +78,14 @@ class CrossEntropyLoss(_Loss):
     def forward(
         self, logits: torch.Tensor, target: torch.Tensor, denominator: float | torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The loss; ``denominator`` replaces the reduction's own."""
+        """Compute the loss; ``denominator`` replaces that of the reduction."""
         return cross_entropy(logits, target, weight=self.weight, denominator=denominator, **self.options)
 
 
 class LinearCrossEntropyLoss(_Loss):
-    """:func:`tigon.linear_cross_entropy` with its options fixed; the head's weight stays with the model.
+    """:func:`tigon.linear_cross_entropy` with fixed options; the head's weight is an argument of the call.
 
-    Args: as :func:`tigon.linear_cross_entropy`.
+    The constructor takes keyword arguments of :func:`tigon.linear_cross_entropy`.
 
     Shape: hidden ``[..., H]``, weight ``[V, H]``, target ``[...]`` -> scalar, or ``[...]`` with
     ``reduction="none"``.
@@ -124,9 +124,9 @@ class LinearCrossEntropyLoss(_Loss):
 
 
 class LinearKLDivLoss(_Loss):
-    """:func:`tigon.linear_kl_div` with its options fixed; the heads' weights stay with their models.
+    """:func:`tigon.linear_kl_div` with fixed options; the heads' weights are arguments of the call.
 
-    Args: the keyword arguments of :func:`tigon.linear_kl_div` but for those of a call.
+    The constructor takes the keyword arguments of :func:`tigon.linear_kl_div`, except those of ``forward``.
 
     Shape: hidden ``[..., H]``, weight ``[V, H]``, teacher ``([..., H_t], [V_t, H_t])`` or ``[..., V_t]``,
     labels ``[...]`` or ``None`` -> scalar, or ``[...]`` with ``reduction="none"``.
@@ -167,7 +167,7 @@ class LinearKLDivLoss(_Loss):
 
 
 class LinearJSDLoss(LinearKLDivLoss):
-    """:func:`tigon.linear_jsd` with its options fixed: as :class:`LinearKLDivLoss`."""
+    """:func:`tigon.linear_jsd` with fixed options, called like :class:`LinearKLDivLoss`."""
 
     function = staticmethod(linear_jsd)
 
@@ -177,7 +177,7 @@ class LinearJSDLoss(LinearKLDivLoss):
 
 
 class LinearTVDLoss(LinearKLDivLoss):
-    """:func:`tigon.linear_tvd` with its options fixed: as :class:`LinearKLDivLoss`."""
+    """:func:`tigon.linear_tvd` with fixed options, called like :class:`LinearKLDivLoss`."""
 
     function = staticmethod(linear_tvd)
 
@@ -187,9 +187,10 @@ class LinearTVDLoss(LinearKLDivLoss):
 
 
 class LinearPreferenceLoss(_Loss):
-    """:func:`tigon.linear_preference` with its options fixed.
+    """:func:`tigon.linear_preference` with fixed options.
 
-    Args: the keyword arguments of :func:`tigon.linear_preference` but for those of a call.
+    The constructor takes the keyword arguments of :func:`tigon.linear_preference`, except those of
+    ``forward``.
 
     Shape: hidden ``[2P, T, H]``, weight ``[V, H]``, target ``[2P, T]`` -> :class:`PreferenceResult`.
     """
@@ -210,9 +211,9 @@ class LinearPreferenceLoss(_Loss):
 
 
 class LinearKTOLoss(_Loss):
-    """:func:`tigon.linear_kto` with its options fixed.
+    """:func:`tigon.linear_kto` with fixed options.
 
-    Args: the keyword arguments of :func:`tigon.linear_kto` but for those of a call.
+    The constructor takes the keyword arguments of :func:`tigon.linear_kto`, except those of ``forward``.
 
     Shape: hidden ``[B, T, H]``, weight ``[V, H]``, target ``[B, T]``, desirable ``[B]`` ->
     :class:`KTOResult`.
@@ -236,9 +237,9 @@ class LinearKTOLoss(_Loss):
 
 
 class LinearPolicyLoss(_Loss):
-    """:func:`tigon.linear_policy` with its options fixed.
+    """:func:`tigon.linear_policy` with fixed options.
 
-    Args: the keyword arguments of :func:`tigon.linear_policy` but for those of a call.
+    The constructor takes the keyword arguments of :func:`tigon.linear_policy`, except those of ``forward``.
 
     Shape: hidden ``[B, T, H]``, weight ``[V, H]``, target ``[B, T]``, advantage ``[B]`` or ``[B, T]`` ->
     :class:`LinearPolicyResult`.

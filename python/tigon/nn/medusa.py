@@ -1,4 +1,4 @@
-"""Medusa's heads: each predicts a token further ahead from the trunk's hidden states."""
+"""Medusa heads: each predicts a token further ahead from the trunk's hidden states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tigon.ops.loss_head.options import MultiTokenDict
 
 
 class ZeroLinear(nn.Linear):
-    """A Linear that begins at zero."""
+    """A Linear initialised to zero."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -23,7 +23,7 @@ class ZeroLinear(nn.Linear):
 
 
 class ResBlock(nn.Module):
-    """``x + silu(linear(x))``; linear begins at zero, so that the block begins as the identity."""
+    """``x + silu(linear(x))``; linear starts at zero, so that the block starts as the identity."""
 
     def __init__(self, hidden_size: int, device=None, dtype=None) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class ResBlock(nn.Module):
 
 
 class MedusaHeads(nn.ModuleList):
-    """`num_heads` heads of `num_layers` residual blocks and a last ``Linear`` without bias.
+    """`num_heads` heads, each of `num_layers` residual blocks and a last ``Linear`` without bias.
 
     The state dict has the names of the Medusa repository's ``medusa_head``: ``0.0.linear.weight``,
-    ``0.0.linear.bias``, ..., ``0.<num_layers>.weight``. Blocks begin as the identity; with
-    :meth:`copy_head` every head begins as the model's own.
+    ``0.0.linear.bias``, ..., ``0.<num_layers>.weight``. Blocks start as the identity. After
+    :meth:`copy_head` every head starts equal to the model's head.
 
     Args:
-        hidden_size, vocab_size: of the model's head, > 0.
+        hidden_size, vocab_size: sizes of the model's head, > 0.
         num_heads: > 0; head i (from 0) predicts the token at t + 2 + i from the hidden state at t.
         num_layers: >= 0 residual blocks of each head.
 
@@ -78,7 +78,7 @@ class MedusaHeads(nn.ModuleList):
 
     @torch.no_grad()
     def copy_head(self, weight: torch.Tensor) -> MedusaHeads:
-        """Every head's last weight becomes `weight`, ``[V, H]``, the model's own head; returns self."""
+        """Copy `weight`, ``[V, H]``, the model's head, to the last weight of every head; return self."""
         wanted = self[0][-1].weight.shape
         check("MedusaHeads", weight.shape == wanted, "weight must be {}, got {}", wanted, weight.shape)
         for head in self:
@@ -100,11 +100,11 @@ class MedusaHeads(nn.ModuleList):
         Args:
             hidden: ``[..., T, H]``, the last hidden states of the model.
             labels: ``[..., T]`` class indices, not shifted.
-            head: the model's own head, whose loss (of the next token, coefficient 1) comes first: joint
-                training (Medusa-2). ``None``: only the heads (Medusa-1), for which `hidden` is detached by
-                the caller or comes from a frozen model.
-            scale, decay: head i has the coefficient ``scale * decay ** i``, i from 1 as in the paper.
-            **options: of :func:`tigon.multi_token_loss`.
+            head: the model's head, whose loss (for the next token, coefficient 1) comes first, for joint
+                training (Medusa-2). ``None``: only the Medusa heads (Medusa-1); then the caller detaches
+                `hidden` or computes it with a frozen model.
+            scale, decay: head i has the coefficient ``scale * decay ** i``, with i from 1 as in the paper.
+            **options: options of :func:`tigon.multi_token_loss`.
         """
         if labels is None:
             return torch.stack([one(hidden) for one in self])

@@ -1,4 +1,4 @@
-"""Norms, and DyT in their place, as modules."""
+"""Norms and DyT as modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tigon.ops.rms_norm import rms_norm
 
 
 class _Norm(nn.Module):
-    """Parameters that are absent are registered as None."""
+    """A norm; parameters that it does not have are registered as None."""
 
     offset = 0.0
 
@@ -29,7 +29,7 @@ class _Norm(nn.Module):
         self.register_parameter(name, value)
 
     def reset_parameters(self) -> None:
-        """Weight and bias as at the start: at one less the offset, and zero."""
+        """Reset the weight to one minus the offset, and the bias to zero."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.offset)
         if getattr(self, "bias", None) is not None:
@@ -40,9 +40,9 @@ class RMSNorm(_Norm):
     """:func:`tigon.rms_norm` with a learned weight.
 
     Args:
-        hidden_size: size C of the last dimension; a sequence of one, as torch has it, will do.
+        hidden_size: size C of the last dimension; a sequence of one number also works, as in PyTorch.
         eps: added to the mean square.
-        offset: added to the weight (Gemma: 1; the weight then starts at 0, else at 1).
+        offset: added to the weight (Gemma: 1). The weight starts at 1 minus the offset.
         rounding: ``"llama"``, ``"gemma"`` or ``"none"``, see :func:`tigon.rms_norm`.
         elementwise_affine: ``False`` for no weight.
 
@@ -89,9 +89,9 @@ class AddRMSNorm(RMSNorm):
 
 
 class ModulatedRMSNorm(RMSNorm):
-    """:func:`tigon.modulated_rms_norm` with a learned weight; scale and shift come with each call.
+    """:func:`tigon.modulated_rms_norm` with a learned weight; each call takes scale and shift.
 
-    Args: those of :class:`tigon.nn.RMSNorm`.
+    The constructor takes the arguments of :class:`tigon.nn.RMSNorm`.
 
     Shape: x ``[..., C]``, scale and shift ``[C]``, ``[B, C]``, ``[B, 1, C]`` or x's ``-> [..., C]``.
     """
@@ -147,10 +147,10 @@ class GatedRMSNorm(_Norm):
 
 
 class LayerNorm(_Norm):
-    """:func:`tigon.layer_norm` with learned weight and bias, :class:`torch.nn.LayerNorm` over one dimension.
+    """:func:`tigon.layer_norm` with learned weight and bias, as :class:`torch.nn.LayerNorm` of one dimension.
 
     Args:
-        hidden_size: size C of the last dimension; a sequence of one, as torch has it, will do.
+        hidden_size: size C of the last dimension; a sequence of one number also works, as in PyTorch.
         eps: added to the variance.
         elementwise_affine: ``False`` for neither weight nor bias.
         bias: ``False``: only a weight.
@@ -226,7 +226,7 @@ class GroupNorm(_Norm):
 
 
 class PolyNorm(nn.Module):
-    """:func:`tigon.poly_norm` with a learned weight ``[3]``, at first 1/3 each, and bias ``[1]``, at first 1.
+    """:func:`tigon.poly_norm` with a learned weight ``[3]``, initially 1/3, and bias ``[1]``, initially 1.
 
     Args:
         eps: added to the mean squares.
@@ -244,7 +244,7 @@ class PolyNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weight and bias as at the start."""
+        """Reset weight and bias to their initial values."""
         nn.init.constant_(self.weight, 1 / 3)
         nn.init.ones_(self.bias)
 
@@ -260,8 +260,8 @@ class DyT(_Norm):
 
     Args:
         hidden_size: size C of the last dimension.
-        init_alpha: alpha at the start.
-        bias: ``False`` for none.
+        init_alpha: initial value of alpha.
+        bias: ``False`` for no bias.
 
     Shape: ``[..., C] -> [..., C]``.
     """
@@ -278,7 +278,7 @@ class DyT(_Norm):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Alpha, weight 1 and bias 0 as at the start."""
+        """Reset alpha to its initial value, weight to 1 and bias to 0."""
         super().reset_parameters()
         nn.init.constant_(self.alpha, self.init_alpha)
 

@@ -1,4 +1,4 @@
-"""Rotary embedding as a module, by itself and after the norms of q and k."""
+"""Rotary embedding as a module, alone or after the norms of q and k."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tigon.ops.rope import rope
 
 
 class RotaryEmbedding(nn.Module):
-    """:func:`tigon.rope` with the tables of Su et al. 2021: pair i turns by ``position * base**(-2i/R)``.
+    """:func:`tigon.rope` with the tables of Su et al. 2021: pair i rotates by ``position * base**(-2i/R)``.
 
     Args:
         head_dim: columns of a head.
-        base: the slowest pair turns ``base**(1 - 2/R)`` times slower than the first.
-        rotary_dim: R, how many columns turn (all).
+        base: the slowest pair rotates ``base**(1 - 2/R)`` times slower than the first.
+        rotary_dim: R, the number of columns that rotate; by default all.
         interleaved, tail, unsqueeze_dim: see :func:`tigon.rope`.
 
     Shape: q ``[B, Hq, T, D]``, k ``[B, Hk, T, D]`` or ``None``, as :func:`tigon.rope` takes and returns them.
-    ``position_ids`` ``[T]`` or ``[B, T]`` count from zero if they are not given. The angles are float32
-    whatever dtype the module is moved to; results have q's dtype.
+    ``position_ids`` are ``[T]`` or ``[B, T]``; without them positions count from zero. The angles are float32
+    in modules of any dtype; results have q's dtype.
     """
 
     @checked_init
@@ -66,13 +66,13 @@ class RotaryEmbedding(nn.Module):
 
 
 class QKNormRotaryEmbedding(RotaryEmbedding):
-    """:func:`tigon.qk_norm_rope`: RMSNorm of every head of q and k, then the turn, in one pass.
+    """:func:`tigon.qk_norm_rope`: RMSNorm of every head of q and k, then the rotation, in one pass.
 
     Args:
-        head_dim, base, and the options: as :class:`RotaryEmbedding`.
-        eps, offset, rounding: of the norms, as :class:`tigon.nn.RMSNorm` has them.
+        head_dim, base, and the options: as in :class:`RotaryEmbedding`.
+        eps, offset, rounding: options of the norms, as in :class:`tigon.nn.RMSNorm`.
 
-    ``q_weight`` and ``k_weight`` ``[D]`` start where they change nothing: at one less ``offset``.
+    ``q_weight`` and ``k_weight`` ``[D]`` start at one minus ``offset``, so that they change nothing.
     """
 
     @checked_init
@@ -96,7 +96,7 @@ class QKNormRotaryEmbedding(RotaryEmbedding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The weights as at the start."""
+        """Reset the weights to their initial values."""
         for weight in (self.q_weight, self.k_weight):
             nn.init.constant_(weight, 1.0 - self.offset)
 

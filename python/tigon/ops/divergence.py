@@ -27,7 +27,7 @@ def reference(
     ignore_index=-100,
     reduction="batchmean",
 ):
-    """The same formulas in plain PyTorch operations (any float dtype, any device)."""
+    """Compute the same formulas with PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(student.dtype, torch.float32)
     lq, lp = student.to(wide), teacher.to(wide)
     if not log_probs:
@@ -73,7 +73,7 @@ def divergence(
     reduction="batchmean",
     inplace=False,
 ):
-    """Check, choose between kernel and reference, run."""
+    """Check the arguments, then run the kernel or the reference."""
     arguments.check_float(op, "student", student)
     arguments.check_float(op, "teacher", teacher)
     check(op, student.dim() >= 1, "student must have at least one dimension, got 0")
@@ -135,19 +135,20 @@ def kl_div(
         student: ``[..., V]`` logits, float32, bfloat16 or float16 (float64 runs the eager reference), any
             leading strides (rows dense, or copied once).
         teacher: logits of the same shape, dtype and device; gets no gradient.
-        labels: ``[...]`` integers or ``None``: rows labelled ``ignore_index`` do not count (loss 0, gradient
-            0, whatever they hold). Shift them as the logits are.
-        reverse: ``KL(student || teacher)`` instead.
+        labels: ``[...]`` integers or ``None``: rows labelled ``ignore_index`` do not count (loss and gradient
+            are 0, whatever their logits are). The call does not shift labels.
+        reverse: compute ``KL(student || teacher)`` instead.
         temperature: divides both logits (the loss is not multiplied by its square).
-        log_probs: the inputs are log-probabilities, taken as they are; the gradient is the one of them.
-        reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as torch has
-            it), ``"sum"``, or ``"none"`` for one loss a row.
-        inplace: as in :func:`tigon.cross_entropy`, of the student.
+        log_probs: the inputs are log-probabilities and used without a softmax; the gradient is that of the
+            log-probabilities.
+        reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as in
+            PyTorch), ``"sum"``, or ``"none"`` for one loss a row.
+        inplace: as in :func:`tigon.cross_entropy`, for the student.
 
     Returns:
         float32 scalar, or ``[...]`` for ``"none"``, as :func:`tigon.cross_entropy`; differentiable in
-        student. A class that one side excludes (``-inf``) adds ``0 log 0 = 0``. With every row ignored a mean
-        is NaN, the gradient zero. A scalar loss takes two reads and one write in all.
+        student. A class that one side excludes (``-inf``) adds ``0 log 0 = 0``. If every row is ignored, a
+        mean is NaN and the gradient is zero. A scalar loss takes two reads and one write in all.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit.
@@ -161,7 +162,7 @@ def kl_div(
 
 
 def jsd_kind(op, beta) -> str:
-    """The divergence of the family that a checked beta names."""
+    """Check beta, and return the divergence that it selects."""
     arguments.check_numbers(op, beta=beta)
     check(op, 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
     return "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
@@ -182,14 +183,15 @@ def jsd(
 ) -> torch.Tensor:
     """Generalised Jensen-Shannon divergence ``beta KL(P || M) + (1 - beta) KL(Q || M)``.
 
-    ``M = beta P + (1 - beta) Q`` with ``P`` the teacher's and ``Q`` the student's softmax. By convention
+    ``P`` is the teacher's softmax, ``Q`` the student's, and ``M = beta P + (1 - beta) Q``. By convention
     (Agarwal et al. 2024) ``beta = 0`` is ``KL(P || Q)`` and ``beta = 1`` is ``KL(Q || P)``: the limits of the
-    divergence over ``beta`` and ``1 - beta``. No underflow makes a NaN, nor does a class at ``-inf``.
+    divergence divided by ``beta`` and by ``1 - beta``. Neither underflow nor a class at ``-inf`` makes a NaN.
 
-    Near the limits the two terms cancel in float32: the loss is off by up to about ``3e-9 / min(beta, 1 -
-    beta)`` of itself, the gradient by ``3e-8 / beta`` (plain operations in float32: four times as much).
+    Near the limits the two terms cancel in float32. The relative error of the loss is up to about ``3e-9 /
+    min(beta, 1 - beta)``, that of the gradient ``3e-8 / beta`` (PyTorch operations in float32: four times as
+    much).
 
-    Args, returns, raises: as :func:`kl_div`; beta in [0, 1].
+    Arguments, results and errors are those of :func:`kl_div`; beta is in [0, 1].
 
     Source: Lin 1991, "Divergence Measures Based on the Shannon Entropy", eq. 4.1; Agarwal et al. 2024,
     "On-Policy Distillation of Language Models".
@@ -210,9 +212,10 @@ def tvd(
     reduction: str = "batchmean",
     inplace: bool = False,
 ) -> torch.Tensor:
-    """Total variation distance of softmaxes, ``1/2 sum |P - Q|``. Where ``P = Q`` the gradient is 0.
+    """Total variation distance of softmaxes, ``1/2 sum |P - Q|``.
 
-    Args, returns, raises: as :func:`kl_div`.
+    The derivative of ``|P - Q|`` is 0 if ``P = Q``. Arguments, results and errors are those of
+    :func:`kl_div`.
     """
     options = temperature, log_probs, ignore_index, reduction, inplace
     return divergence("tvd", "tvd", student, teacher, labels, 0.5, *options)

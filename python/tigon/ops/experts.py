@@ -1,7 +1,7 @@
 """Experts of a mixture. Contract of the pieces: ``csrc/tigon/ops/experts/experts.h``.
 
-The operators of a whole layer are defined here: routing, gather, gate and combine are native, and so are the
-products between them on the CPU and on sm_90. Elsewhere on CUDA those are PyTorch's.
+This module defines the operators of a whole layer. Routing, gather, gate and combine are native, and so are
+the matmuls between them on the CPU and on sm_90. On other GPUs PyTorch computes the matmuls.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def reference(
     alpha=ALPHA,
     limit=LIMIT,
 ):
-    """The same formulas in plain PyTorch operations (any float dtype, any device)."""
+    """Compute the same formulas with PyTorch operations (any float dtype, any device)."""
     if not transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     y = x.new_zeros(x.shape, dtype=x.dtype if x.dtype == torch.float64 else torch.float32)
@@ -102,7 +102,7 @@ def _reference_of_rows(rows, offsets, gate_up, down, row_weights=None, **options
     return reference(rows, gate_up, down, ids[:, None], weights, **options)
 
 
-# The pieces are called only inside the operators of the layer, which no tracer looks into.
+# The pieces are called only inside the operators of the layer, which tracers treat as opaque.
 _route, _gather, _gate = native("experts_route"), native("experts_gather"), native("experts_gate")
 _gate_bwd, _gate_bwd_in_place = native("experts_gate_bwd"), native("experts_gate_bwd_in_place")
 _combine, _sum = native("experts_combine"), native("experts_sum")
@@ -112,7 +112,7 @@ _gated_product = native("experts_gated_product")
 
 
 def own_fits(rows, other) -> bool:
-    """Whether the native products take these: on CUDA 16-bit rows of whole 16-byte vectors, on sm_90."""
+    """Whether the native matmuls take these: on CUDA 16-bit rows of whole 16-byte vectors, on sm_90."""
     if rows.is_cpu:
         return True
     return (
@@ -183,7 +183,7 @@ def product(rows, stack, offsets, transposed):
 
 
 def gated_product(x, order, place, stack, bias, offsets, unit, keep):
-    """Rows of x, in `order` or as they are, by gate_up, empty unless kept; and the gated unit."""
+    """Rows of x (in `order`, if given) times gate_up, empty unless kept; and the gated unit."""
     if own_fits(x, stack):
         return _gated_product(x, order, place, stack, bias, offsets, *unit, keep)
     rows = x.contiguous() if order is None else _gather(x, place)
@@ -199,7 +199,7 @@ def weight_gradient(a, b, offsets):
 
 
 class Unit(NamedTuple):
-    """The gated unit, and how the matrices lie."""
+    """The gated unit, and the layout of the matrices."""
 
     kind: int
     columns: int
@@ -209,7 +209,7 @@ class Unit(NamedTuple):
 
 
 def _forward(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, *unit, keep=True):
-    """y, and what the backward needs: rows of gate_up (not without `keep`), order, place, offsets."""
+    """y, and the tensors of the backward: rows of gate_up (only with `keep`), order, place, offsets."""
     ints, unit = {"dtype": torch.int32, "device": x.device}, Unit(*unit)
     order = place = torch.empty(0, **ints)
     slots = x.shape[0] if is_sorted else ids.numel()
@@ -236,7 +236,7 @@ _OPTIONS = "bool is_sorted, int kind, int columns, bool transposed, float alpha,
 _INPUTS = f"(Tensor x, Tensor gate_up, Tensor down, Tensor ids, {_PARAMETERS}, {_OPTIONS})"
 _TRAINED = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias")
 _NEEDS, _GRADIENTS = (", ".join(prefix + t for t in _TRAINED) for prefix in ("bool need_d", "Tensor d"))
-# Of the backward; the gradient of the rows of gate_up may be written over them.
+# The backward; it may write the gradient of the rows of gate_up over them.
 _TAKEN = (
     f"(Tensor dy, Tensor x, Tensor gate_up, Tensor down, {_PARAMETERS}, Tensor{{}} gate_up_rows, "
     f"Tensor order, Tensor place, Tensor offsets, {_OPTIONS}, {_NEEDS}) -> ({_GRADIENTS})"
@@ -260,7 +260,7 @@ def _layer_backward(*arguments, in_place=False):
     slots, places = (None, None) if is_sorted else (a.order, a.place)
     g = a.dy.contiguous() if is_sorted else _gather(a.dy, a.place)
     need_dz = a.need_dx or a.need_dgate_up or a.need_dgate_up_bias
-    # The activation by itself needs no gradient; the kernel then multiplies with what the memory holds.
+    # Without gradients of z or weights the kernel needs no dact; it then reads z in its place and drops dz.
     dact = z[:, : a.down.shape[1 if transposed else 2]]
     if need_dz or a.need_dweights:
         dact = product(g, a.down, offsets, not transposed)
@@ -423,38 +423,40 @@ def experts(
 ) -> torch.Tensor:
     """A layer of experts: ``y_t = sum over j of weights[t, j] * expert_{ids[t, j]}(x_t)``.
 
-    An expert is ``down(unit(gate_up(x)))``, the unit ``act(gate) * up``. Saved for the backward are x, the
-    rows of gate_up and indices, nothing else of the size of the chosen rows.
+    An expert is ``down(unit(gate_up(x)))`` with the unit ``act(gate) * up``. The call saves x, the rows of
+    gate_up and indices for the backward, and nothing else of the size of the chosen rows.
 
     Args:
         x: ``[..., H]`` float32, bfloat16 or float16. float64 runs the eager reference.
-        gate_up: ``[E, 2 I, H]``, gate then up; `transposed`: ``[E, H, 2 I]``. x's dtype, as all parameters.
+        gate_up: ``[E, 2 I, H]``, gate then up; `transposed`: ``[E, H, 2 I]``. All parameters have x's dtype.
         down: ``[E, H, I]``; `transposed`: ``[E, I, H]``.
-        ids: ``[..., K]`` int64 or int32, the experts of a token; one may occur twice. An id ``>= E`` is not
-            here (expert parallelism): its slot costs nothing and adds nothing, its weight gets gradient 0.
+        ids: ``[..., K]`` int64 or int32, the experts of a token; one may occur twice. An id ``>= E`` belongs
+            to another process (expert parallelism): its slot costs nothing and adds nothing, and its weight
+            gets gradient 0.
         weights: ``[..., K]`` in any of the three dtypes, or ``None``: 1.
         activation: ``"silu"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"``, ``"relu_squared"``, or
             ``"swiglu_oai"``: gpt-oss' ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)``,
             ``g = min(gate, limit)``, or ``"swiglu_clamped"``: DeepSeek-V4's
             ``clamp(up, -limit, limit) * silu(g)``.
-        gated: ``False``: only the activation, gate_up of I columns.
+        gated: ``False``: only the activation, no multiplication by up; gate_up has I columns.
         interleaved: gate and up alternate by column.
         gate_up_bias, down_bias: ``[E, 2 I]`` in gate_up's order, ``[E, H]``.
-        alpha, limit: of ``"swiglu_oai"``; limit also of ``"swiglu_clamped"``.
+        alpha, limit: parameters of ``"swiglu_oai"``; limit also of ``"swiglu_clamped"``.
 
     Returns:
-        ``[..., H]`` in x's dtype, the K rows of a token added in float32 in their order and rounded once.
-        Differentiable in x, weights and all parameters; deterministic bit for bit, no float atomics. What
-        needs no gradient costs no product; an expert without tokens gets exact zeros. The gradient of down is
-        a product with the unit's result times its weight, which in float16 must stay below 65504.
+        ``[..., H]`` in x's dtype. The K rows of a token are added in float32 in their order and rounded once.
+        The result is differentiable in x, weights and all parameters. It is bitwise deterministic and uses no
+        float atomics. A tensor that needs no gradient costs no matmul. The gradients of an expert without
+        tokens are exact zeros. The gradient of down is a matmul with the unit's result times its weight; in
+        float16 this must stay below 65504.
 
-        GEMM on CUDA is Tigon's own for 16 bits on sm_90 if H and I are multiples of 8, else
-        ``torch.nn.functional.grouped_mm`` for bfloat16 (neither synchronises; CUDA graphs), otherwise one per
-        expert, for which CUDA synchronises.
+        On CUDA Tigon's own grouped GEMM runs for 16 bits on sm_90 if H and I are multiples of 8. Otherwise
+        bfloat16 uses ``torch.nn.functional.grouped_mm``. Neither synchronises, so both can be captured in
+        CUDA graphs. All other cases run one GEMM per expert, which synchronises.
 
     Raises:
-        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a negative id, which on
-            CUDA is not local.
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a negative id, which CUDA
+            treats as an expert of another process.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538; gradients without the experts' outputs: Guo et al. 2025,
     arXiv:2512.14080.
@@ -508,11 +510,11 @@ def grouped_mlp(
     alpha: float = ALPHA,
     limit: float = LIMIT,
 ) -> torch.Tensor:
-    """Experts of rows that are sorted by expert already, as expert parallelism hands them over.
+    """Experts applied to rows that are already sorted by expert, as expert parallelism delivers them.
 
     Args:
         rows: ``[S, H]``.
-        offsets: ``[E]`` int32 or int64 on the device: where each expert's rows end, as ``grouped_mm`` takes
+        offsets: ``[E]`` int32 or int64 on the device: the end of each expert's rows, as ``grouped_mm`` takes
             them. Rows from ``offsets[-1]`` on are not read; their results and gradients are zeros.
         row_weights: ``[S]`` in any of the three dtypes, or ``None``: 1.
         gate_up, down, activation, ...: as in :func:`tigon.experts`.
@@ -540,7 +542,7 @@ def grouped_mlp(
     arguments.check_indices(op, "offsets", offsets)
     arguments.check_like(op, "offsets", offsets, gate_up.shape[:1], rows.device)
     _check_weights(op, "row_weights", row_weights, rows.shape[:1], rows)
-    if arguments.readable(offsets):  # on a device it would wait
+    if arguments.readable(offsets):  # reading it on a device would synchronise
         ends, count = offsets.tolist(), rows.shape[0]
         if any(b < a for a, b in zip([0, *ends], [*ends, count], strict=True)):
             refuse(op, "offsets must not decrease and lie in [0, {}], got {}", count, ends)

@@ -30,7 +30,7 @@ _OP = "lora_linear"
 
 
 class Base(NamedTuple):
-    """A frozen linear map: its weight, or what makes it anew for each direction, and its bias."""
+    """A frozen linear map: its weight, or a function that makes it in each pass, and its bias."""
 
     weight: torch.Tensor | Callable[[], torch.Tensor]
     bias: torch.Tensor | None = None
@@ -47,14 +47,14 @@ class Adapter(NamedTuple):
 
 
 def dropout_factors(shape: tuple[int, int], p: float, seed: torch.Tensor, stream: int) -> torch.Tensor:
-    """What the kernels multiply the elements of x by, as float64: 0 or ``1 / (1 - p)``."""
+    """The factors by which the kernels multiply the elements of x, as float64: 0 or ``1 / (1 - p)``."""
     rows, columns = shape
     words = words_of_matrix(torch.arange(rows, device=seed.device), columns, stream, seed)
     return (words >= int(p * 2**32)).double() / (1 - p)
 
 
 def reference(x, bases, adapters, seed=None):
-    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    """Compute the same formula with PyTorch operations (any float dtype, any device)."""
     rows = x.reshape(-1, x.shape[-1])
     ys = [F.linear(rows, weight, bias) for weight, bias in bases]
     for i, (base, a, b, scale, p) in enumerate(adapters):
@@ -67,17 +67,17 @@ def reference(x, bases, adapters, seed=None):
 
 
 def _columns(rank: int) -> int:
-    """Columns of t that an adapter has: they begin at multiples of 8."""
+    """The number of columns of an adapter in t: each adapter starts at a multiple of 8."""
     return (rank + 7) // 8 * 8
 
 
-@dataclasses.dataclass(slots=True, eq=False)  # no tuple: vmap would look for tensors in it
+@dataclasses.dataclass(slots=True, eq=False)  # not a tuple: vmap would look for tensors in it
 class Layout:
-    """What a call's tensors are, in this order: weights, biases, A of each adapter, B of each."""
+    """The meaning of a call's tensors, in this order: weights, biases, A of each adapter, B of each."""
 
     count: int  # of weights
     options: tuple  # the operator's: the linear of each adapter, then of each bias; scales; dropouts
-    makers: Sequence[Callable | None] = ()  # what makes a weight for one direction
+    makers: Sequence[Callable | None] = ()  # functions that make a weight for the forward or the backward
     dora: bool = False  # an adapter and no bias for each weight; the magnitudes are the last tensors
 
     @property
@@ -85,7 +85,7 @@ class Layout:
         return len(self.options[1])
 
     def dense(self, tensors):
-        """The tensors, with the weights that are made."""
+        """The tensors, with the weights that the makers give."""
         if not self.makers:
             return tensors
         made = [t if make is None else make() for make, t in zip(self.makers, tensors, strict=False)]
@@ -93,7 +93,7 @@ class Layout:
 
 
 def _constant(layout, need_x, needs, ys) -> list:
-    """The results that nothing which needs a gradient goes into."""
+    """The results that depend on no tensor that needs a gradient."""
     if need_x:
         return []
     n, each = layout.count, layout.adapters
@@ -137,14 +137,14 @@ _eager_bwd = _op.caller(_OP, native(f"{_OP}_bwd"))
 
 
 def _save(ctx, layout, x, seed, t, tensors, recompute=None, save=None):
-    """`recompute` makes x once more: it is then not kept."""
+    """Save tensors for the backward; with `recompute`, which computes x again, x is not kept."""
     ctx.layout, ctx.recompute = layout, recompute
     (save or ctx.save_for_backward)(x if recompute is None else None, seed, t, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dys, need_x, needs):
-    """Of x and of the tensors, ``None`` if none is needed."""
+    """Gradients of x and of the tensors, ``None`` if one is not needed."""
     layout, kept = ctx.layout, getattr(ctx, "kept", None)
     x, seed, t, *tensors = (ctx if kept is None else kept.grad_fn).saved_tensors
     if kept is not None and not _op.graph_is_kept():
@@ -175,7 +175,7 @@ def _gradients(ctx, dys, need_x, needs):
 
 
 def _adapter_gradients(layout, adapters, needs, dys, da, db) -> list:
-    """Gradients of all A and all B: da has the rows of all A, with zeros up to multiples of 8."""
+    """Gradients of all A and all B. da holds the rows of all A, padded with zeros to multiples of 8."""
     linears, each = layout.options[0], layout.adapters
     das = [da] * each
     if each > 1 and True in needs[:each]:
@@ -207,14 +207,14 @@ _bwd_transformed = _op.transformable(
 def _setup_operator(ctx, inputs, output):
     x, tensors, *options, seed, _, _ = inputs
     layout = Layout(len(tensors) - len(options[0]) - len(options[1]), tuple(options))
-    need_x, *needs = ctx.needs_input_grad  # flat here, as the backward's is not
+    need_x, *needs = ctx.needs_input_grad  # flat here, unlike in the backward
     constant = _constant(layout, need_x, needs[: len(tensors)], output[:-1])
     ctx.mark_non_differentiable(*constant, output[-1])
     _save(ctx, layout, x, seed, output[-1], tensors)
 
 
 def _backward_operator(ctx, dys):
-    # PyTorch takes an empty list of numbers for one of tensors.
+    # PyTorch treats an empty list of numbers as a list of tensors.
     options = (None if option else [] for option in ctx.layout.options)
     return *_gradients(ctx, dys, *ctx.needs_input_grad[:2]), *options, None, None, None
 
@@ -257,7 +257,7 @@ _transformed = _op.transformable(_OP, _OP, _forward, _setup_function, _backward_
 
 
 class _Saved(torch.autograd.Function):
-    """Keeps tensors at once: those of a function that runs are kept when it ends."""
+    """Saves tensors immediately: autograd saves those of a running function only when it ends."""
 
     @staticmethod
     def forward(ctx, anchor, *tensors):
@@ -282,7 +282,7 @@ class _Function(torch.autograd.Function):
             with torch.enable_grad():
                 ctx.kept = _Saved.apply(_ANCHOR, *kept)  # the result, which holds the node
 
-        # A checkpoint runs a layer again until all that was kept exists, so the last GEMMs are left out.
+        # A checkpoint recomputes a layer only until all saved tensors exist, so it skips the last GEMMs.
         (t,) = _products(x, dense, layout.options, seed, only_t=True)
         _save(ctx, layout, x, seed, t, tensors, save=save)
         ys = _products(x, dense, layout.options, seed, t)[:-1]
@@ -296,7 +296,7 @@ _apply = _op.direct_apply(_Function)
 
 
 def prepare(bases: Sequence[Base], adapters: Sequence[Adapter], magnitudes=()) -> tuple[Layout, tuple]:
-    """The layout and tensors of many calls; with magnitudes they are DoRA's, in eager mode."""
+    """Make the layout and tensors for many calls; with magnitudes for DoRA, in eager mode."""
     biased = [i for i, base in enumerate(bases) if base.bias is not None]
     linears, a, b, scales, dropouts = map(list, zip(*adapters, strict=True)) if adapters else ([],) * 5
     makers = [None if isinstance(base.weight, torch.Tensor) else base.weight for base in bases]
@@ -307,7 +307,7 @@ def prepare(bases: Sequence[Base], adapters: Sequence[Adapter], magnitudes=()) -
 
 
 def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None):
-    """`apply` of what is prepared for this call."""
+    """Prepare the layout and tensors for one call, and `apply` them."""
     return apply(x, *prepare(bases, adapters), seed)
 
 
@@ -315,8 +315,8 @@ def apply(x, layout: Layout, tensors: tuple, seed=None, recompute=None) -> tuple
     """The maps' results. Arguments have been checked, and `prepare` has put them in order.
 
     Args:
-        seed: a tensor if an adapter drops.
-        recompute: makes x once more; a backward in eager mode calls it, and x is not kept.
+        seed: a tensor if an adapter has dropout.
+        recompute: computes x again; a backward in eager mode calls it, and x is not kept.
     """
     if forward_ad._current_level >= 0:  # operators do not look into lists
         _op.refuse_tangents(_OP, (x, *tensors))
@@ -358,7 +358,7 @@ def scale_rows(x, factors, y=None) -> torch.Tensor:
 
 
 class _DoraFunction(torch.autograd.Function):
-    """Products of weights and B with scaled rows. What scales them is a constant to autograd."""
+    """Matmuls with weights and B whose rows are scaled. Autograd treats the factors as constants."""
 
     @staticmethod
     def forward(ctx, layout, recompute, x, *tensors):
@@ -425,10 +425,10 @@ def _seed_of(seed, x) -> torch.Tensor:
 
 
 def _checked(x, linears, dropout, place=None) -> tuple[torch.Tensor, list[Base], list[Adapter]]:
-    """x, maps and adapters, in the dtype that autocast asks for.
+    """x, maps and adapters, in autocast's dtype.
 
     Args:
-        place: what messages call a map, with ``{}`` for its number.
+        place: the name of a map in messages, with ``{}`` for its number.
     """
     check_float(_OP, "x", x)
     check_dense(_OP, "x", x)
@@ -500,13 +500,12 @@ def lora_linears(
 ) -> tuple[torch.Tensor, ...]:
     """:func:`tigon.lora_linear` of one x with several maps, such as q, k and v.
 
-    x is kept once and read once for all adapters, and the gradients of x are added up in the GEMMs
-    make them.
+    x is saved once and read once for all adapters. The GEMMs of the backward accumulate the gradient of x.
 
     Args:
         x: ``[..., K]``.
         linears: ``(weight, a, b)``, ``(weight, a, b, scale)`` or ``(weight, a, b, scale, bias)`` for each.
-        dropout, seed: as in :func:`tigon.lora_linear`; each map drops elements of its own.
+        dropout, seed: as in :func:`tigon.lora_linear`; each map has a different dropout mask.
 
     Returns:
         A tuple of ``[..., N]``, one for each map.
@@ -540,24 +539,25 @@ def lora_linear(
 ) -> torch.Tensor:
     """A linear map with a low-rank adapter: ``x @ weight.T + scale * d(x) @ a.T @ b.T + bias``.
 
-    Large maps without a bias are one product with their adapter on sm_90; elsewhere one of the two is added
-    to what the other wrote. A gradient of x is formed in the same way. Kept for the backward: x and
-    ``scale * d(x) @ a.T``.
+    On sm_90 one matmul computes a large map without a bias together with its adapter. Otherwise the second
+    matmul adds to the result of the first. The gradient of x is computed in the same way. The call saves x
+    and ``scale * d(x) @ a.T`` for the backward.
 
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference. Under autocast x,
-            weight and bias are taken in its dtype, as by ``F.linear``.
+            weight and bias are converted to its dtype, as in ``F.linear``.
         weight: ``[N, K]`` in x's dtype, usually frozen; it gets a gradient if it requires one.
-        a, b: ``[r, K]`` and ``[N, r]`` in any one of the three dtypes, rounded to x's for the products.
-            Gradients of float32 adapters are float32 sums.
-        scale: of the adapter.
+        a, b: ``[r, K]`` and ``[N, r]``, both in any one of the three dtypes. The matmuls round them to x's
+            dtype. Gradients of float32 adapters are float32 sums.
+        scale: factor of the adapter.
         bias: ``[N]`` in x's dtype.
         dropout: probability, in [0, 1), with which an element of x is dropped, for the adapter only.
-        seed: of the dropout, an int or an int64 tensor on x's device; ``None``: drawn from PyTorch's
-            generator. The mask follows from the seed, row and column, and is made again in the backward.
+        seed: seed of the dropout, an int or an int64 tensor on x's device; ``None`` draws one from PyTorch's
+            generator. The mask depends only on the seed, row and column, and the backward computes it again.
 
     Returns:
-        ``[..., N]`` in x's dtype. Adapters of zeros give the bits of the product without them.
+        ``[..., N]`` in x's dtype. If the adapter is zero, the result is bitwise equal to the matmul without
+        it.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or dropout do not fit.

@@ -1,4 +1,4 @@
-"""Policy-gradient losses of log-probabilities that somebody has.
+"""Policy-gradient losses of given log-probabilities.
 
 Contract: ``csrc/tigon/ops/policy/policy.h``.
 """
@@ -44,17 +44,17 @@ class PolicyFormula(NamedTuple):
 
 
 class PolicyResult(NamedTuple):
-    """What :func:`policy_loss` returns; all but the loss is detached."""
+    """The results of :func:`policy_loss`; all but the loss are detached."""
 
     loss: torch.Tensor  # float32 scalar
     kl: torch.Tensor | None  # [B, T]: estimate of each token; None without ref
-    clipped: torch.Tensor  # [B, T]: -1 and 1 if the ratio is clipped below and above, else 0
+    clipped: torch.Tensor  # [B, T]: -1 if the ratio is clipped below, 1 if above, else 0
 
 
 def formula(
     op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
 ) -> PolicyFormula:
-    """The checked options of a loss."""
+    """Check the options of a loss."""
     arguments.check_choice(op, "kind", kind, KINDS)
     arguments.check_choice(op, "level", level, LEVELS)
     arguments.check_choice(op, "normalise", normalise, NORMALISE)
@@ -81,8 +81,8 @@ def _numbers(op, name, values, count):
 
 
 def constants(op, shape, device, advantage, old, ref, importance, kl, denominator, entropy_denominator):
-    """Advantages, old and reference log-probabilities and factors that go with the log-probabilities [B, T],
-    checked; they get no gradient."""
+    """Check advantages, old and reference log-probabilities and factors for log-probabilities [B, T]; they
+    get no gradient."""
     tensor = isinstance(advantage, torch.Tensor)
     check(op, tensor, "advantage must be a float tensor, got {}", arguments.kind_of(advantage))
     for name, t, either in (
@@ -136,8 +136,8 @@ def _clipped(f, ratio, advantage):
 
 
 def token_losses(log_prob, advantage, counts, old, ref, importance, f: PolicyFormula):
-    """Of each token [B, T], in plain PyTorch operations: its loss, the ratio, the estimate of the divergence
-    (None without ref) and whether the ratio is clipped; 0 if it does not count."""
+    """The loss, the ratio, the estimate of the divergence (None without ref) and the clipping of each token
+    [B, T], computed with PyTorch operations; 0 if a token does not count."""
     wide = torch.promote_types(log_prob.dtype, torch.float32)
     log_prob, advantage, old, ref, importance = (
         None if t is None else (t.unsqueeze(-1) if t.dim() == 1 else torch.where(counts, t, 0.0)).to(wide)
@@ -168,7 +168,7 @@ def token_losses(log_prob, advantage, counts, old, ref, importance, f: PolicyFor
 
 
 def reference(log_prob, mask, constants, entropy, denominator, entropy_denominator, f: PolicyFormula):
-    """The same formulas in plain PyTorch operations (any float dtype, any device)."""
+    """Compute the same formulas with PyTorch operations (any float dtype, any device)."""
     counts = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask != 0
     advantage, *others = constants
     loss, _, estimate, clipped = token_losses(log_prob, advantage, counts, *others, f)
@@ -202,7 +202,7 @@ _op = formed("policy", _fake, results=3, places=(0, 6))  # log_prob, entropy
 
 
 def run(log_prob, mask, constants, entropies, denominator, entropy_denominator, f):
-    """Kernel or reference, on checked arguments."""
+    """Run the kernel or the reference on checked arguments."""
     if not has_kernel("policy_loss", log_prob=log_prob):
         return reference(log_prob, mask, constants, entropies, denominator, entropy_denominator, f)
     advantage, *others = constants
@@ -242,7 +242,7 @@ def policy_loss(
 ) -> PolicyResult:
     """Policy-gradient losses from the log-probabilities of sampled tokens.
 
-    With ``d = log_prob - old`` and A the advantage, a token's loss is, of the ratio ``rho = exp(d)``,
+    With ``d = log_prob - old``, the ratio ``rho = exp(d)`` and the advantage A, a token's loss is
 
     ===== ==================================================================================================
     kind  loss
@@ -254,7 +254,8 @@ def policy_loss(
     ===== ==================================================================================================
 
     times `importance`, plus ``kl`` times an estimate of the divergence from the reference, minus ``entropy``
-    times the entropy. The loss is the sum of these over a denominator. Trainers' names are combinations:
+    times the entropy. The loss is the sum of the tokens' losses divided by a denominator. These options give
+    the losses that trainers name:
 
     ==================== ================================================================================
     name                 options
@@ -271,22 +272,22 @@ def policy_loss(
     Args:
         log_prob: ``[B, T]`` log-probabilities of the sampled tokens, of any float dtype; float64 runs the
             eager reference.
-        advantage: ``[B]`` or ``[B, T]``. A constant, as old, ref and importance are: none of them gets a
-            gradient, whatever it requires.
+        advantage: ``[B]`` or ``[B, T]``. advantage, old, ref and importance are constants: they get no
+            gradient, even if they require one.
         mask: ``[B, T]`` bool or integer: 0 if a token does not count (whatever its value); ``None``: all
             count.
         kind: see above.
-        level: ``"token"``; ``"sequence"``: rho is the exponential of the mean of d over the answer;
-            ``"sum"``: of its sum.
+        level: ``"token"``: rho of each token; ``"sequence"``: rho is the exponential of the mean of d over
+            the answer; ``"sum"``: of the sum of d.
         old: ``[B, T]`` log-probabilities of the policy that sampled; ``None``: log_prob, detached (ratio 1).
         ref: ``[B, T]`` log-probabilities of the reference.
-        entropies: ``[B, T]`` of the distributions, differentiable; for the entropy term.
-        importance: ``[B]`` or ``[B, T]`` factors of the surrogate, not of divergence and entropy: corrections
-            for the rollout engine, and masks (0) of whatever choice; vespo has it in w instead.
-        clip: ``(low, high)``; cispo: only high.
+        entropies: ``[B, T]`` entropies of the distributions for the entropy term, differentiable.
+        importance: ``[B]`` or ``[B, T]`` factors of the surrogate, not of divergence and entropy, such as
+            corrections for the rollout engine, or masks (0). In vespo they are factors of w instead.
+        clip: ``(low, high)``; cispo uses only high.
         delta: > 0, upper bound of the ratio in the branch that is not clipped; ``None``: none.
-        tau: sapo, for advantages > 0, and others.
-        gamma: vespo: k and lambda of advantages >= 0, then of those < 0.
+        tau: for sapo: tau for advantages > 0, then for others.
+        gamma: for vespo: k and lambda for advantages >= 0, then for those < 0.
         kl, kl_estimator, kl_corrected: factor, ``"k1"``, ``"k2"`` or ``"k3"`` (with ``q = ref - log_prob``:
             ``-q``, ``q**2 / 2``, ``exp(q) - q - 1``), and whether it is multiplied by rho.
         entropy: factor of the entropy bonus.
@@ -295,13 +296,13 @@ def policy_loss(
         normalise: ``"token"``: sum over tokens / denominator, by default the tokens that count;
             ``"sequence"``: mean over each answer, their sum / denominator, by default B; ``"length"``: sum
             over tokens / denominator, by default B.
-        denominator: number or tensor of one element (read on the device), of this process: a loss makes no
+        denominator: number or tensor of one element (read on the device), for this process: the loss runs no
             collective.
 
     Returns:
-        :class:`PolicyResult`: ``(loss, kl [B, T] or None, clipped [B, T])`` in float32; the loss is
-        differentiable in log_prob and entropies, the others are detached, 0 if a token does not count.
-        With nothing that counts the loss is 0. Bitwise deterministic. At ratio 1 the gradient is that of
+        :class:`PolicyResult`: ``(loss, kl [B, T] or None, clipped [B, T])`` in float32. The loss is
+        differentiable in log_prob and entropies. The others are detached, and 0 if a token does not count. If
+        no token counts, the loss is 0. The loss is bitwise deterministic. At ratio 1 the gradient is that of
         ``-A log_prob``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Preference losses of log-probabilities that somebody has.
+"""Preference losses of given log-probabilities.
 
 Contract: ``csrc/tigon/ops/preference/preference.h``.
 """
@@ -18,7 +18,7 @@ from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
 
 
 class Kind(NamedTuple):
-    """A kind of pairs: its formula, and what its paper fixes."""
+    """A kind of pair loss: its formula, and the values that its paper fixes."""
 
     formula: int  # PreferenceKind of the C++ side
     average: bool = False  # default: scores by length
@@ -72,17 +72,17 @@ class PreferenceFormula(NamedTuple):
 
 
 class PreferenceResult(NamedTuple):
-    """What the losses of pairs return; all but the loss is detached."""
+    """The results of the losses of pairs; all but the loss are detached."""
 
     loss: torch.Tensor  # float32 scalar
-    log_prob: torch.Tensor  # [2P]: sum over the tokens of each answer, by length if the loss has it so
+    log_prob: torch.Tensor  # [2P]: sum over the tokens of each answer, divided by length if the loss is
     rewards: torch.Tensor  # [2P]: beta times the difference to the reference
     nll: torch.Tensor  # scalar: mean of -log_prob over the chosen answers' nll tokens, without its factor
-    margin: torch.Tensor  # [P]: reward of the chosen answer less that of the rejected one
+    margin: torch.Tensor  # [P]: reward of the chosen answer minus that of the rejected one
 
 
 class KTOResult(NamedTuple):
-    """What the losses of single answers return; all but the loss is detached."""
+    """The results of the losses of single answers; all but the loss are detached."""
 
     loss: torch.Tensor  # float32 scalar
     log_prob: torch.Tensor  # [B]: sum over the tokens of each answer
@@ -90,7 +90,7 @@ class KTOResult(NamedTuple):
 
 
 def pair_formula(op, kind, beta, average, label_smoothing, *, gamma, tau, nll, ref) -> PreferenceFormula:
-    """The checked options of a loss of pairs."""
+    """Check the options of a loss of pairs."""
     arguments.check_choice(op, "kind", kind, PAIR_KINDS)
     own = PAIR_KINDS[kind]
     arguments.check_positive(op, "beta", beta)
@@ -113,7 +113,7 @@ def pair_formula(op, kind, beta, average, label_smoothing, *, gamma, tau, nll, r
 
 
 def single_formula(op, kind, beta, average, kl, weights) -> PreferenceFormula:
-    """The checked options of a loss of single answers."""
+    """Check the options of a loss of single answers."""
     arguments.check_choice(op, "kind", kind, SINGLE_KINDS)
     arguments.check_positive(op, "beta", beta)
     arguments.check_booleans(op, average=average)
@@ -134,14 +134,14 @@ def single_formula(op, kind, beta, average, kl, weights) -> PreferenceFormula:
 
 
 def check_ref(op, ref, answers, device) -> None:
-    """The reference's sums, one an answer."""
+    """Check the reference's sums, one for each answer."""
     if ref is not None:
         arguments.check_float(op, "ref", ref)
         arguments.check_like(op, "ref", ref, (answers,), device)
 
 
 def check_desirable(op, desirable, answers, device) -> None:
-    """A bool for each answer."""
+    """Check a bool for each answer."""
     fits = isinstance(desirable, torch.Tensor) and desirable.dtype == torch.bool
     check(op, fits, "desirable must be a bool tensor, got {}", arguments.kind_of(desirable))
     arguments.check_layout(op, "desirable", desirable)
@@ -149,7 +149,7 @@ def check_desirable(op, desirable, answers, device) -> None:
 
 
 def check_pairs(op, name, answers) -> None:
-    """Chosen answers, then as many rejected ones."""
+    """Check that the answers are chosen ones, then as many rejected ones."""
     words = name + " must have an even number of rows (chosen, then rejected), got {}"
     check(op, answers % 2 == 0, words, answers)
 
@@ -166,7 +166,7 @@ def native_mask(mask):
 
 
 def check_mask(op, name, mask, shape, device):
-    """Bool or integers, of this shape."""
+    """Check that a mask is bool or integer, of this shape."""
     if mask is None:
         return
     fits = isinstance(mask, torch.Tensor) and not mask.is_floating_point() and not mask.is_complex()
@@ -179,7 +179,7 @@ def check_mask(op, name, mask, shape, device):
 
 
 def log1mexp(x):
-    """log(1 - e^x) for x < 0, exact at either end; finite for 0 (a certain or an empty answer)."""
+    """log(1 - e^x) for x < 0, exact at both ends; finite for 0 (a certain or an empty answer)."""
     x = x.clamp(max=-1.2e-38)
     far = torch.log1p(-x.clamp(max=-0.6931).exp())
     return torch.where(x > -0.6931, (-torch.expm1(x)).log(), far)
@@ -221,7 +221,7 @@ def _pair_loss(f: PreferenceFormula, c, r):
 
 
 def reference(log_prob, mask, nll_mask, ref, desirable, kl, denominator, f: PreferenceFormula):
-    """The same formulas in plain PyTorch operations (any float dtype, any device): results of either kind."""
+    """Compute the same formulas with PyTorch operations (any float dtype, any device), for both kinds."""
     log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
     mask = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask != 0
     sums, length = torch.where(mask, log_prob, 0.0).sum(-1), mask.sum(-1).clamp(min=1)
@@ -266,7 +266,7 @@ _op = formed("preference", _fake, results=5, places=(0,))
 
 
 def run(op, log_prob, mask, nll_mask, ref, desirable, kl, denominator, formula):
-    """Kernel or reference, on checked arguments."""
+    """Run the kernel or the reference on checked arguments."""
     check_denominator(op, denominator)
     tokens = log_prob.unsqueeze(-1) if log_prob.dim() == 1 else log_prob
     mask = mask.reshape(tokens.shape) if mask is not None else None
@@ -295,10 +295,11 @@ def preference_loss(
     nll_mask: torch.Tensor | None = None,
     denominator: float | torch.Tensor | None = None,
 ) -> PreferenceResult:
-    """Losses of pairs of answers, of which one was preferred, from the log-probabilities of their tokens.
+    """Losses of pairs of answers, one of which is preferred, from the log-probabilities of their tokens.
 
-    ``score`` of an answer: the sum of its log-probabilities less its reference, divided by its length if
-    ``average``; ``c`` and ``r``: scores of chosen and rejected; ``x = beta * (c - r) - gamma``.
+    The ``score`` of an answer is the sum of its log-probabilities minus its reference, divided by its length
+    if ``average``. ``c`` and ``r`` are the scores of the chosen and the rejected answer, and ``x = beta * (c
+    - r) - gamma``.
 
     ========== ===================================================================== ========================
     kind       loss of a pair                                                        by default
@@ -322,26 +323,26 @@ def preference_loss(
 
     Args:
         log_prob: ``[2P, T]`` log-probabilities of the tokens, chosen answers first, then rejected ones in the
-            same order; or ``[2P]`` sums that somebody has (of length 1 for averages). Any float dtype;
-            float64 runs the eager reference.
+            same order; or ``[2P]`` sums (averages count them as length 1). Any float dtype; float64 runs the
+            eager reference.
         mask: as log_prob, bool or integer: 0 if a token does not count (whatever its value); ``None``:
             all count.
         kind: see above. ``label_smoothing`` (eps) and ``gamma`` must be 0 if the kind has none.
         beta: > 0.
         ref: ``[2P]`` sums of the reference's log-probabilities over the same tokens, constants (divided by
             length if the scores are); ``None``: 0.
-        average: scores by length; ``None``: as the kind's paper has it.
-        tau: > 0, discopop.
-        nll: factor of the mean of ``-log_prob`` over the tokens of the chosen answers; ``None``: as the kind
-            has it.
-        nll_mask: ``[P, T]``, which tokens that mean has; ``None``: those of mask.
-        denominator: number or tensor of one element (read on the device): the losses of pairs are summed and
-            divided by it, instead of P. Not the nll term.
+        average: divide scores by length; ``None``: as in the kind's paper.
+        tau: > 0, for discopop.
+        nll: factor of the mean of ``-log_prob`` over the tokens of the chosen answers; ``None``: the default
+            of the kind.
+        nll_mask: ``[P, T]``, the tokens of that mean; ``None``: those of mask.
+        denominator: number or tensor of one element (read on the device): the sum of the losses of pairs is
+            divided by it instead of P. It does not change the nll term.
 
     Returns:
         :class:`PreferenceResult`: ``(loss, log_prob [2P], rewards [2P], nll, margin [P])`` in float32. The
-        loss is differentiable in log_prob, the others are detached. An empty answer has sum 0. Sums and
-        formulas in float64, each result rounded once; bitwise deterministic.
+        loss is differentiable in log_prob; the others are detached. An empty answer has sum 0. Sums and
+        formulas are computed in float64, and each result is rounded once. The loss is bitwise deterministic.
 
     Raises:
         tigon.Error: an odd number of rows, shapes, dtypes or devices that do not fit, beta <= 0,
@@ -377,18 +378,18 @@ def kto_loss(
 ) -> KTOResult:
     """Losses of single answers that are desirable or not: ``weight * (1 - s(sign * beta * (score - kl)))``.
 
-    ``score`` is that of :func:`preference_loss`, ``sign`` 1 for desirable answers and -1 for others.
-    ``"apo_zero_unpaired"`` is the same with ``kl = 0``.
+    ``score`` is that of :func:`preference_loss`. ``sign`` is 1 for desirable answers and -1 for others.
+    ``"apo_zero_unpaired"`` is the same loss with ``kl = 0``.
 
     Args:
         log_prob, mask, beta, ref, average, denominator: as in :func:`preference_loss`, with ``[B, T]`` or
             ``[B]`` log-probabilities; the denominator is B by default.
         desirable: ``[B]`` bool.
         kind: ``"kto"`` or ``"apo_zero_unpaired"``.
-        kl: number or tensor of one element, a constant: the reference point of the paper, an estimate of the
-            divergence of policy and reference that is not negative, over all processes (their mean is the
-            caller's business).
-        weights: of desirable and of undesirable answers.
+        kl: number or tensor of one element, a constant: the reference point of the paper, a non-negative
+            estimate of the divergence between policy and reference over all processes. The caller computes
+            the mean over processes.
+        weights: weights of desirable and of undesirable answers.
 
     Returns:
         :class:`KTOResult`: ``(loss, log_prob [B], rewards [B])`` in float32, the loss differentiable in

@@ -48,7 +48,7 @@ def reference(
     token_weights=None,
     forced=None,
 ):
-    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    """Compute the same formula with PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     z = logits.to(wide)
     sigmoids = score == "sigmoid"
@@ -72,7 +72,7 @@ def reference(
 
 
 def _keeps_own(forced):
-    """Which tokens keep their own choice: a negative id comes first, or an expert is named twice."""
+    """Which tokens keep their own choice: their first id is negative, or an expert occurs twice."""
     order = forced.sort(-1).values
     return (forced[..., 0] < 0) | (order[..., 1:] == order[..., :-1]).any(-1)
 
@@ -223,12 +223,12 @@ def route(
     token_weights: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The experts that each token goes to, their weights, and the losses that balance the experts.
+    """The experts chosen for each token, their weights, and the losses that balance the experts.
 
-    With ``p = softmax(logits)`` or ``sigmoid(logits)``, the choice of a token is the `top_k` experts of
-    largest p, or of largest ``p + correction_bias``; their weights are ``scale * p``, divided by their sum
-    with `normalize`. Softmax, normalized, is the softmax of only the chosen logits: whether a model takes
-    softmax before or after the choice makes no difference then. Models:
+    With ``p = softmax(logits)`` or ``sigmoid(logits)``, a token gets the `top_k` experts with the largest p,
+    or with the largest ``p + correction_bias``. Their weights are ``scale * p``; with `normalize` these are
+    divided by their sum. A normalized softmax equals the softmax of only the chosen logits, so a model may
+    compute the softmax before or after the choice. Models:
 
     =============================== =========================================================================
     model                           options
@@ -248,37 +248,39 @@ def route(
         score: ``"softmax"`` or ``"sigmoid"``.
         normalize: divide the weights by their sum (``+ 1e-20`` for sigmoid).
         correction_bias: ``[E]`` float, added to p only for the choice; a constant.
-        num_groups, top_groups: experts are chosen in the `top_groups` best of `num_groups` groups of
+        num_groups, top_groups: experts are chosen from the `top_groups` best of `num_groups` groups of
             adjacent experts.
-        group_score: what makes a group good: ``"max"``, the largest p (+ bias) in it, or ``"sum_of_two"``,
-            the sum of its two largest.
+        group_score: the score of a group: ``"max"``, the largest p (+ bias) in it, or ``"sum_of_two"``, the
+            sum of its two largest.
         scale: factor of the weights.
-        dtype: of the weights: ``torch.float32`` (float64 for float64), or ``None``: that of logits.
+        dtype: dtype of the weights: ``torch.float32`` (float64 for float64), or ``None``: that of logits.
         ids_dtype: ``torch.int64`` or ``torch.int32``.
         losses: return ``aux`` and ``z`` too.
         token_weights: ``[...]``, numbers or bool, constant: how much each token counts in the losses, such
-            as an attention mask; a token of weight 0 adds nothing to them. ``None``: 1.
-        ids: ``[..., K]`` integers of any kind (int32 and int64 are read as they are, others copied once):
-            the experts that each token goes to, in this order, as another engine or an earlier pass chose
-            them (routing replay). Weights come from these logits and have their gradient; the bias and the
-            groups do not act. A token whose first id is negative, or that names an expert twice, as rows of
-            zeros do, keeps its own choice. `losses` count the given experts.
+            as an attention mask. A token of weight 0 adds nothing to them. ``None``: 1.
+        ids: ``[..., K]`` integers of any dtype (int32 and int64 are read in place, others are copied once):
+            the experts of each token in this order, as another engine or an earlier pass chose them (routing
+            replay). The weights are computed from these logits and have their gradient; the bias and the
+            groups are not used. A token keeps its own choice if its first id is negative or if an expert
+            occurs twice, as in rows of zeros. `losses` count the given experts.
 
     Returns:
-        ``(weights [..., K], ids [..., K])``, best expert first, contiguous; ids of one token differ. With
-        `losses` also two float32 scalars: ``aux = E * sum_e f_e P_e``, f_e the tokens that chose expert e and
-        P_e the sum of p (sigmoid: of p / its sum over the experts), both over the number of tokens, as
-        transformers' ``load_balancing_loss_func`` has it for one layer (perfect balance: K); and ``z``, the
-        mean over tokens of ``logsumexp(logits)**2``. Neither is multiplied by its coefficient. Where no token
-        counts both are 0. Differentiable in logits; bitwise deterministic, without synchronisation.
+        ``(weights [..., K], ids [..., K])``, best expert first, contiguous; the ids of one token differ. With
+        `losses` also two float32 scalars. ``aux = E * sum_e f_e P_e``, where f_e counts the tokens that chose
+        expert e and P_e is the sum of p (sigmoid: of p divided by its sum over the experts), both divided by
+        the number of tokens, as in transformers' ``load_balancing_loss_func`` for one layer (perfect balance:
+        K). ``z`` is the mean over tokens of ``logsumexp(logits)**2``. Neither is multiplied by its
+        coefficient. If no token counts, both are 0. The results are differentiable in logits and bitwise
+        deterministic, and the call does not synchronise.
 
-        Equal experts: the smaller id first (``torch.topk`` promises no order). Without correction_bias and
-        ``"sum_of_two"`` logits themselves are compared, so that rounding of p makes no ties. NaN counts as
-        the largest; a row that holds a NaN has NaN weights with softmax. A row of `ids` that are no experts
-        has NaN weights on CUDA.
+        If two experts are equal, the smaller id comes first (``torch.topk`` guarantees no order). Without
+        correction_bias and ``"sum_of_two"`` the logits themselves are compared, so that rounding of p creates
+        no ties. NaN counts as the largest value. With softmax a row that contains a NaN has NaN weights. On
+        CUDA a row of `ids` that are not experts has NaN weights.
 
     Raises:
-        tigon.Error: shape, dtype, device or an option does not fit; on the CPU, `ids` that are no experts.
+        tigon.Error: shape, dtype, device or an option does not fit; on the CPU also `ids` that are not
+            experts.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021 (Switch), arXiv:2101.03961, eq. 4 to 6;
     Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, eq. 5; DeepSeek-V2 and V3, arXiv:2405.04434,
@@ -301,7 +303,7 @@ def route(
         ids,
     )
     forced = ids
-    if forced is not None and forced.is_cpu and logits.dtype == torch.float64:  # the operator looks itself
+    if forced is not None and forced.is_cpu and logits.dtype == torch.float64:  # the operator checks others
         wide = forced.to(torch.int64)
         bad = ((wide < 0) | (wide >= logits.shape[-1])).any(-1) & (wide[..., 0] >= 0)
         words = "ids must be in [0, {}), or begin with a negative one, got {}"

@@ -16,17 +16,17 @@ from tigon.ops.loss_head.products import form_logits
 from tigon.ops.loss_head.reference import plain_logits
 
 _INTEGERS, _FLOATS = (torch.int64, torch.int32), (torch.float32, torch.bfloat16, torch.float16)
-_STREAM = 0x7361  # of the counters
-_LOGITS_BYTES = 256 << 20  # of a chunk of rows of linear_sample
+_STREAM = 0x7361  # stream of the random counters
+_LOGITS_BYTES = 256 << 20  # bytes of the logits of a chunk in linear_sample
 
 
 def _of_rows(value, like: torch.Tensor):
-    """A number, or numbers by row in a shape that every row's entries can be compared with."""
+    """A number, or one number a row in a shape that broadcasts over the row's entries."""
     return value.reshape(-1, 1).to(like.device) if isinstance(value, torch.Tensor) else value
 
 
 def _share_threshold(z, p, kept, top_p):
-    """The smallest z of the smallest set of largest kept z that has the share of the kept."""
+    """The smallest z in the smallest set of largest kept z that has the share top_p of the kept ones."""
     order = torch.where(kept, z, -torch.inf).sort(-1, descending=True)
     mass = torch.where(kept, p, 0.0).gather(-1, order.indices).cumsum(-1)
     wanted = torch.clamp(torch.as_tensor(top_p, dtype=z.dtype, device=z.device), 0.0, 1.0) * mass[:, -1:]
@@ -37,7 +37,7 @@ def _share_threshold(z, p, kept, top_p):
 def reference(
     logits, *, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=None, log_prob=False, first_row=0
 ):
-    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    """Compute the same formula with PyTorch operations (any float dtype, any device)."""
     lead, columns = logits.shape[:-1], logits.shape[-1]
     z = logits.reshape(-1, columns)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
@@ -176,27 +176,29 @@ def sample(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw one token from every row of logits.
 
-    ``softmax(logits / temperature)``, of which top_k, then top_p, then min_p leave tokens out; nothing is
-    sorted, and nothing waits for the device.
+    Tokens are drawn from ``softmax(logits / temperature)`` after top_k, then top_p, then min_p remove tokens.
+    Nothing is sorted, and the host does not wait for the device.
 
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16, any strides with dense rows (others are copied).
             float64 runs the eager reference.
-        temperature: >= 0; 0 takes the largest. This and the next three may be tensors ``[...]``, one for
-            each row, on logits' device: their values are not checked, and one out of range leaves no token
-            out.
-        top_k: the number of largest logits that stay, >= 1; tensors int64 or int32.
-        top_p: in (0, 1]: of what top_k leaves, the fewest largest logits stay whose share is at least this.
-        min_p: in [0, 1]: what has less than this times the probability of the largest goes.
+        temperature: >= 0; 0 takes the largest logit. This and the next three may be tensors ``[...]``, one
+            value a row, on logits' device. Their values are not checked; a value out of range removes no
+            token.
+        top_k: keep this many of the largest logits, >= 1; tensors int64 or int32.
+        top_p: in (0, 1]: of the logits that top_k keeps, keep the fewest largest ones whose total probability
+            is at least this share.
+        min_p: in [0, 1]: remove tokens whose probability is less than this times the largest one.
         seed: an int, or int64 of one element or ``[...]``, on logits' device; ``None`` draws one from
-            PyTorch's generator. The same seed draws the same tokens; with one for each row a row's token does
-            not depend on where it stands.
+            PyTorch's generator. The same seed draws the same tokens. With one seed a row, a row's token does
+            not depend on its position in the batch.
         log_prob: return log-probabilities too.
 
     Returns:
-        int64 ``[...]``; with `log_prob` also float32 ``[...]``, ``log_softmax(logits / temperature)`` at the
-        token, of all V tokens (at temperature 0 that of temperature 1). A row that holds NaN or infinity, or
-        only -infinity: token -1 and NaN. Equal logits stay or go together. Bitwise deterministic for a seed.
+        int64 ``[...]``; with `log_prob` also float32 ``[...]``, ``log_softmax(logits / temperature)`` over
+        all V tokens at the drawn token (at temperature 0 that of temperature 1). A row that contains NaN or
+        infinity, or only -infinity, gets token -1 and NaN. Equal logits are kept or removed together. The
+        result is bitwise deterministic for a given seed.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit.
@@ -235,13 +237,13 @@ def linear_sample(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw one token for every hidden state: :func:`tigon.sample` of ``hidden @ weight.T``.
 
-    The logits of 256 MiB of rows exist at a time.
+    At most 256 MiB of logits are in memory at a time.
 
     Args:
         hidden: ``[..., H]`` float32, bfloat16 or float16. float64 runs the eager reference.
         weight: ``[V, H]``, converted to hidden's dtype.
-        bias, softcap, logit_scale, lora, logit_dtype: of the head, as in :func:`tigon.linear_log_prob`, whose
-            log-probabilities of the drawn tokens at this temperature are those that this returns.
+        bias, softcap, logit_scale, lora, logit_dtype: options of the head, as in
+            :func:`tigon.linear_log_prob`, which gives the drawn tokens the log-probabilities returned here.
         temperature, top_k, top_p, min_p, seed, log_prob: as :func:`tigon.sample`; tensors are ``[...]``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Optimizers: AdamW at the speed of a copy, Muon with half of the products."""
+"""Optimizers: AdamW at the speed of a copy, Muon with half of the arithmetic."""
 
 from tigon.optim.adamw import AdamW
 from tigon.optim.groups import lora_plus_groups

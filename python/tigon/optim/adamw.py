@@ -1,4 +1,4 @@
-"""``tigon.optim.AdamW``: PyTorch's AdamW in one launch, its 16-bit parameters rounded as one chooses."""
+"""``tigon.optim.AdamW``: PyTorch's AdamW in one launch, with a choice of rounding for 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -20,63 +20,64 @@ _OP = "AdamW"
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALF, torch.float32)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-# What a rounding keeps in addition to a 16-bit parameter.
+# The state that a rounding keeps in addition to a 16-bit parameter.
 _EXTRAS = {"split": ("param_low", torch.int16), "master": ("master_param", torch.float32)}
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (decoupled weight decay): ``torch.optim.AdamW`` at the speed of a copy.
 
-    Parameters of any sizes, dtypes and groups are updated by one launch per device, and nothing waits for the
-    device. ``state_dict`` and PyTorch's are loaded by each other.
+    One launch per device updates parameters of all sizes, dtypes and groups. The host does not wait for the
+    device. This optimizer and PyTorch's load each other's ``state_dict``.
 
     Args:
-        params: parameters or groups of them, float32, bfloat16, float16 or (plain PyTorch) float64. Strided,
-            dense in any order of dimensions; DTensors (FSDP2, tensor parallel) by their local parts. A group
-            may have options of its own, from `lr` to `maximize`, `moment_dtype`, `capturable` and
-            `decoupled_weight_decay`; the others are refused in a group, as are options of other optimizers
-            and misspelled ones. What is no option's name is a note of yours.
+        params: parameters or groups of them, float32, bfloat16, float16 or (with PyTorch operations) float64.
+            They are strided and dense in any order of dimensions. Each process updates its local parts of
+            DTensors (FSDP2, tensor parallel). A group may set the options from `lr` to `maximize`,
+            `moment_dtype`, `capturable` and `decoupled_weight_decay`. Other options of this or another
+            optimizer, and misspelled ones, are an error in a group. Any other key is kept as a note.
         lr: number or tensor of one element.
-        betas: of the two moments, in [0, 1).
+        betas: decay rates of the two moments, in [0, 1).
         eps: added to the denominator.
-        weight_decay: decoupled, unless `decoupled_weight_decay` is false: then Adam with L2.
+        weight_decay: decoupled; if `decoupled_weight_decay` is false, Adam with L2 regularisation.
         amsgrad: divide by the largest second moment so far.
-        maximize: ascend.
-        rounding: of 16-bit parameters. ``nearest``: as PyTorch; small updates are lost. ``stochastic``: up or
-            down at random, right in the mean, no memory. ``split``: bfloat16 only; 16 more bits in
-            ``state["param_low"]`` make it an exact float32. ``master``: a float32 copy,
+        maximize: maximise the objective instead of minimising it.
+        rounding: rounding of 16-bit parameters. ``nearest``: as PyTorch; small updates are lost.
+            ``stochastic``: up or down at random, unbiased, without extra memory. ``split``: bfloat16 only; 16
+            more bits in ``state["param_low"]`` make it an exact float32. ``master``: a float32 copy,
             ``state["master_param"]``. The last two follow the same trajectory.
-        moment_dtype: of exp_avg and exp_avg_sq, one or a pair; float32, bfloat16, or ``None``: the
-            parameter's. ``"int8"``: codes of 8 bits in blocks of 256 elements by bitsandbytes' dynamic map,
-            of exp_avg_sq those of the root, 2.03 bytes an element; float32 for parameters of less than 4096
-            elements, not contiguous, or cut along another dimension than the first.
-        moment_rounding: of 16-bit moments. ``stochastic``: up or down at random, right in the mean.
-            ``nearest``: as PyTorch; exp_avg_sq in bfloat16 is then 1.2 times too large, and stands still when
-            gradients fall.
-        max_grad_norm: clip the norm of all gradients to it, in the same reads. The norm before is
-            ``optimizer.grad_norm``, a float32 scalar on the device.
-        seed: of both ``stochastic``; the bits follow from it, the step and the place of an element among all
-            parameters, whatever the device.
+        moment_dtype: dtype of exp_avg and exp_avg_sq, one or a pair: float32, bfloat16, or ``None``: the
+            parameter's. ``"int8"``: 8-bit codes in blocks of 256 elements with bitsandbytes' dynamic map, for
+            exp_avg_sq those of its square root; 2.03 bytes an element. Moments stay float32 for parameters
+            that have less than 4096 elements, are not contiguous, or are sharded along another dimension than
+            the first.
+        moment_rounding: rounding of 16-bit moments. ``stochastic``: up or down at random, unbiased.
+            ``nearest``: as PyTorch; exp_avg_sq in bfloat16 is then 1.2 times too large, and does not decrease
+            when gradients become smaller.
+        max_grad_norm: clip the norm of all gradients to it, without another read of them. The norm before
+            clipping is ``optimizer.grad_norm``, a float32 scalar on the device.
+        seed: seed of both ``stochastic`` roundings. The random bits depend only on the seed, the step and the
+            position of an element among all parameters, not on the device.
         capturable: keep steps on the device, so that a CUDA graph can be captured.
         decoupled_weight_decay: see `weight_decay`.
-        foreach, fused, differentiable: taken for compatibility. fused=False leaves a GradScaler's unscaling
-            to its caller, as in PyTorch: Lightning's mixed precision clips gradients only then. The others
-            change nothing.
+        foreach, fused, differentiable: accepted for compatibility. With fused=False a GradScaler's caller
+            unscales the gradients, as in PyTorch: Lightning's mixed precision clips gradients only then. The
+            others change nothing.
 
     Raises:
-        tigon.Error: options or parameters that do not fit, also of a loaded state; sparse or complex
-            gradients; a parameter that was resized, moved or given another layout after its state was made.
-            Nothing was modified.
+        tigon.Error: options or parameters do not fit, also those of a loaded state; gradients are sparse or
+            complex; a parameter was resized, moved or given another layout after its state was made. Nothing
+            is modified.
 
     Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", arXiv:1711.05101, algorithm 2;
     Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
     """
 
-    # GradScaler hands over grad_scale and found_inf and waits for nothing; not with fused=False.
+    # GradScaler passes grad_scale and found_inf and does not wait; not with fused=False.
     _step_supports_amp_scaling = True
-    # Whether the tensors of the last step made one list, of plain tensors with a kernel. A hint: see _update.
+    # Whether the tensors of the last step were one list of plain tensors with a kernel. A hint: see _update.
     _alike = False
-    # The steps of the parameters of a list in one tensor, and where each of them lies.
+    # The steps of a list's parameters in one tensor, and the place of each.
     _steps: tuple[torch.Tensor | None, list[int]] = None, []
 
     def __init__(
@@ -132,7 +133,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in PyTorch; what cannot be updated is refused."""
+        """As in PyTorch; parameters that cannot be updated are an error."""
         self._check_group(param_group)
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"] = list(dict.fromkeys(self.param_groups[-1]["params"]))
@@ -166,7 +167,7 @@ class AdamW(torch.optim.Optimizer):
             "_places",
             "_step_supports_amp_scaling",
         )
-        # A copy has no gradients that wait, and no hooks.
+        # A copy has no gradients waiting for a factor, and no hooks.
         return (
             super().__getstate__()
             | {name: getattr(self, name) for name in own}
@@ -184,7 +185,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update. `closure` reevaluates the model and returns the loss, which is returned."""
+        """Do one update. `closure` reevaluates the model and returns the loss, which is returned."""
         loss = evaluated(closure)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.updates_in_backward is not None and scale is not None:
@@ -206,15 +207,16 @@ class AdamW(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the norm of all gradients to `max_norm` in the next :meth:`step`, which reads them anyway.
 
-        Gradients themselves stay as they are, and must until then. Those that are new in the step (the one
-        between was skipped) are not clipped; of two calls before a step the second clips what the first left.
+        This call does not change the gradients, and they must not change before the step. If a step is
+        skipped, new gradients are not clipped. Of two calls before a step the second clips the result of the
+        first.
 
         Returns:
-            The norm before, a float32 scalar on the device; ``optimizer.grad_norm`` too.
+            The norm before clipping, a float32 scalar on the device; also in ``optimizer.grad_norm``.
 
         Raises:
-            tigon.Error: some gradients are those of a call before, others new; in the step also if they
-                were modified since this call.
+            tigon.Error: some gradients are those of an earlier call and others are new; in the step also if
+                gradients were modified since this call.
         """
         check_numbers(_OP, max_norm=max_norm)
         check(_OP, max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)

@@ -1,4 +1,4 @@
-"""What a group of parameters may hold, and the groups of LoRA+."""
+"""The keys that a group of parameters may hold, and the groups of LoRA+."""
 
 from __future__ import annotations
 
@@ -110,22 +110,23 @@ def check_adamw(op: str, group: dict[str, Any]) -> None:
 def lora_plus_groups(
     model: nn.Module, *, lr: float, ratio: float, embedding_lr: float = 1e-6, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
-    """The parameters of `model` that train, in groups for LoRA+: every lora_B learns `ratio` times faster.
+    """The trainable parameters of `model` in groups for LoRA+: every lora_B learns `ratio` times faster.
 
-    Those of PEFT's ``create_loraplus_optimizer``, for any optimizer, in its order: lora_A and all that is in
-    no other; adapters of embeddings; lora_B and all vectors; of these, biases and parameters of
-    ``nn.LayerNorm``, which do not decay. Empty ones are left out.
+    The groups are those of PEFT's ``create_loraplus_optimizer``, in its order, for any optimizer. The first
+    holds lora_A and all parameters of no other group, the second adapters of embeddings, the third lora_B and
+    all vectors. The fourth holds the biases and the parameters of ``nn.LayerNorm`` of the third, without
+    weight decay. Empty groups are left out.
 
     Args:
-        model: any module; PEFT's, or one with :class:`tigon.nn.LoRALinear`.
-        lr: of the first group.
-        ratio: of lora_B's learning rate to `lr`; PEFT's ``loraplus_lr_ratio``. The paper takes 16, and an
-            `lr` that is smaller than plain LoRA's.
-        embedding_lr: of adapters of embeddings; PEFT's ``loraplus_lr_embedding``.
+        model: any module, such as a PEFT model or one with :class:`tigon.nn.LoRALinear`.
+        lr: learning rate of the first group.
+        ratio: ratio of lora_B's learning rate to `lr`; PEFT's ``loraplus_lr_ratio``. The paper uses 16, and
+            an `lr` smaller than that of plain LoRA.
+        embedding_lr: learning rate of adapters of embeddings; PEFT's ``loraplus_lr_embedding``.
         weight_decay: PEFT's ``loraplus_weight_decay``.
 
     Raises:
-        tigon.Error: no lora_B trains, or numbers that are none.
+        tigon.Error: no lora_B is trainable, or an argument is not a valid number.
 
     Source: Hayou et al. 2024, "LoRA+: Efficient Low Rank Adaptation of Large Models", arXiv:2402.12354.
     """

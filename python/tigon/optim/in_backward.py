@@ -15,11 +15,11 @@ _OP = "step_in_backward"
 
 
 class StepInBackward:
-    """What :func:`step_in_backward` returns."""
+    """The handle that :func:`step_in_backward` returns."""
 
     def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = optimizer
-        self._accumulating = 0  # contexts that are open
+        self._accumulating = 0  # open contexts
         self._handles = []
         self._group_of = {}  # by number: load_state_dict makes new groups
         for i in range(len(optimizer.param_groups)):
@@ -49,14 +49,14 @@ class StepInBackward:
         p.grad = None
 
     def accumulate(self) -> Accumulation:
-        """Backward passes inside only add to the gradients; the next one outside updates with the sum.
+        """A context in which backward passes only accumulate gradients; the next one outside updates.
 
-        A context that may be entered again, inside itself and by others, and a decorator.
+        It is reentrant, several may be open, and it also works as a decorator.
         """
         return Accumulation(self)
 
     def undo(self) -> None:
-        """Updates happen in ``optimizer.step()`` again."""
+        """Let ``optimizer.step()`` do the updates again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -64,7 +64,7 @@ class StepInBackward:
 
 
 class Accumulation(contextlib.ContextDecorator):
-    """What :meth:`StepInBackward.accumulate` returns."""
+    """The context that :meth:`StepInBackward.accumulate` returns."""
 
     def __init__(self, handle: StepInBackward) -> None:
         self._handle = handle
@@ -79,21 +79,22 @@ class Accumulation(contextlib.ContextDecorator):
 def step_in_backward(optimizer: AdamW) -> StepInBackward:
     """Update every parameter inside the backward, as soon as its gradient is complete, and free the gradient.
 
-    The gradients of a model are then never there at a time: two bytes a parameter less in bfloat16. The
-    updates are bit for bit those of ``optimizer.step()``, which may still be called, for the sake of learning
-    rate schedulers, and finds nothing to do; a new learning rate counts from the next backward on.
+    The gradients of a model then never exist all at once, which saves two bytes a parameter in bfloat16. The
+    updates are bitwise equal to those of ``optimizer.step()``. You may still call that method, since learning
+    rate schedulers expect it; it does nothing. A new learning rate takes effect in the next backward.
 
     Args:
-        optimizer: a :class:`tigon.optim.AdamW`. Groups that are added later are updated so too.
+        optimizer: a :class:`tigon.optim.AdamW`. Groups added later are updated in the same way.
 
     Returns:
-        A handle: ``accumulate()``, a context for all but the last backward of gradient accumulation, in which
-        gradients are kept; ``undo()``.
+        A handle with ``accumulate()`` and ``undo()``. Use the context ``accumulate()`` for all but the last
+        backward of gradient accumulation: it keeps the gradients.
 
     Raises:
-        tigon.Error: another optimizer, or one that does so already; ``max_grad_norm``, which needs all
-            gradients before the first update; in the backward, a GradScaler, for the same reason, and
-            parameters of several processes that are no DTensors (DDP adds gradients after this hook).
+        tigon.Error: the optimizer is of another kind or already updates in the backward; it has
+            ``max_grad_norm``, which needs all gradients before the first update; in the backward: a
+            GradScaler is used, for the same reason, or parameters of several processes are not DTensors (DDP
+            reduces gradients after this hook).
     """
     check(
         _OP,

@@ -1,4 +1,4 @@
-"""``tigon.optim.Muon``: momentum, orthogonalised by half of the products."""
+"""``tigon.optim.Muon``: momentum, orthogonalised with half of the arithmetic."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from tigon.optim.groups import ADAMW, ADAMW_WHOLE, check_adamw, check_constants,
 _OP = "Muon"
 _MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Elements of the matrices that are orthogonalised together.
+# Most elements of the matrices that are orthogonalised together.
 _BATCH = 3 * 2**27
 # Modules whose weights are a model's head.
 _HEADS = ("lm_head", "head", "output", "score", "classifier")
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon: ``torch.optim.Muon`` with about half of its arithmetic, and AdamW for what is no hidden matrix.
+    """Muon: ``torch.optim.Muon`` with about half of its arithmetic, and AdamW for all but hidden matrices.
 
-    The momentum of every matrix is orthogonalised by a polynomial of its singular values. Here the polynomial
-    is one of the Gram matrix of the shorter side, whose products are symmetric, in fp16 with scales on CUDA
-    and in float32 on the CPU. Matrices of equal shape are one batch. ``state_dict`` and PyTorch's are loaded
-    by each other. Nothing waits for the device.
+    A polynomial of its singular values orthogonalises the momentum of every matrix. Tigon evaluates it on the
+    Gram matrix of the shorter side, whose powers are symmetric, in fp16 with scales on CUDA and in float32 on
+    the CPU. Matrices of equal shape are one batch. This optimizer and PyTorch's load each other's
+    ``state_dict``. The host does not wait for the device.
 
     Args:
-        params: matrices [rows, columns], or experts [number, rows, columns], each a matrix of its own; or
-            groups of them. A group with ``use_muon=False`` is :class:`AdamW`'s, with the options of its
-            groups, and holds anything: :func:`muon_groups` makes both. Options of others are refused.
-            DTensors that are sharded by one dimension are orthogonalised whole, each on one process; experts
-            sharded by number if they are.
+        params: matrices [rows, columns], or experts [number, rows, columns], each a separate matrix; or
+            groups of them. :class:`AdamW` updates a group with ``use_muon=False``, which takes the options of
+            its groups and holds any parameters. :func:`muon_groups` makes both kinds. Options of other
+            optimizers are an error. DTensors sharded in one dimension are orthogonalised whole, each on one
+            process; experts sharded by number stay on their processes.
         lr: number or tensor of one element.
         weight_decay: decoupled.
         momentum: in [0, 1).
-        nesterov: look ahead by one step.
+        nesterov: use Nesterov momentum.
         ns_coefficients: a, b, c of X <- a X + b (X X^T) X + c (X X^T)^2 X.
-        eps: least norm that an update is divided by.
-        ns_steps: iterations.
+        eps: smallest norm by which an update is divided.
+        ns_steps: number of iterations.
         adjust_lr_fn: ``original`` (or None): lr * sqrt(max(1, rows / columns)); ``match_rms_adamw``:
-            0.2 * lr * sqrt(max(rows, columns)), which takes AdamW's lr and weight decay.
+            0.2 * lr * sqrt(max(rows, columns)), which works with AdamW's lr and weight decay.
 
     Raises:
-        tigon.Error: options or parameters that do not fit, also of a loaded state; sparse gradients. Nothing
-            was modified.
+        tigon.Error: options or parameters do not fit, also those of a loaded state; gradients are sparse.
+            Nothing is modified.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025,
     "Muon is scalable for LLM training", arXiv:2502.16982.
@@ -87,10 +87,10 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in PyTorch; what cannot be updated is refused."""
+        """As in PyTorch; parameters that cannot be updated are an error."""
         check_booleans(_OP, use_muon=param_group.get("use_muon", True))
         if not param_group.get("use_muon", True):
-            # An AdamW sees it first: what it refuses is in no group.
+            # The AdamW checks the group first, so that a group with an error is not added.
             group = {name: value for name, value in param_group.items() if name != "use_muon"}
             check_keys(_OP, group, ADAMW)
             made = AdamW([group])
@@ -118,7 +118,7 @@ class Muon(torch.optim.Optimizer):
         return super().__getstate__() | {"_adamw": self._adamw}
 
     def load_state_dict(self, state_dict) -> None:
-        """As in PyTorch; options that are none are refused."""
+        """As in PyTorch; unknown options are an error."""
         handle = self.register_load_state_dict_pre_hook(_check_loaded)
         try:
             super().load_state_dict(state_dict)
@@ -127,20 +127,20 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update. `closure` reevaluates the model and returns the loss, which is returned."""
+        """Do one update. `closure` reevaluates the model and returns the loss, which is returned."""
         loss = evaluated(closure)
         groups = [(group, group.get("use_muon", True)) for group in self.param_groups]
         shared = [p for group, use_muon in groups if use_muon for p in group["params"]]
         work = alike(_OP, shared, functools.partial(self._work, groups))
         if rest := [group for group, use_muon in groups if not use_muon]:
             self._adamw.param_groups, self._adamw.state = rest, self.state
-            self._adamw.step()  # modifies nothing if it refuses
+            self._adamw.step()  # modifies nothing if it raises an error
         for group, params, whole in work:
             self._update(group, params, whole)
         return loss
 
     def _work(self, groups: list) -> list:
-        """What the step updates, after everything that it reads was checked."""
+        """The updates of a step, after a check of everything that it reads."""
         for group, use_muon in groups:
             if use_muon:
                 _check_options(group)
@@ -173,18 +173,18 @@ class Muon(torch.optim.Optimizer):
 
 
 def muon_groups(model: nn.Module, **adamw) -> list[dict[str, Any]]:
-    """The parameters of `model` that train, in groups for :class:`Muon`: hidden matrices and the rest.
+    """The trainable parameters of `model` in groups for :class:`Muon`: hidden matrices and the rest.
 
-    Hidden matrices are parameters of two dimensions, and experts of three. The rest is AdamW's: vectors,
-    biases, weights of embeddings and convolutions, and of the head: ``model.get_output_embeddings()`` and
-    modules called lm_head, head, output, score or classifier.
+    Hidden matrices are parameters of two dimensions, and experts of three. AdamW updates the rest: vectors,
+    biases, weights of embeddings and convolutions, and those of the head: ``model.get_output_embeddings()``
+    and modules called lm_head, head, output, score or classifier.
 
     Args:
         model: any module.
         **adamw: options of the rest, such as ``lr``: those of :class:`AdamW`'s groups.
 
     Raises:
-        tigon.Error: another option.
+        tigon.Error: an option is not one of these.
     """
     for name in adamw:
         check(
@@ -277,10 +277,10 @@ def _batches(group: dict) -> Iterator[tuple[dict, list, _Gathering]]:
 
 
 class _Gathering:
-    """How the matrices of parameters of one kind come together if they are sharded, and part again.
+    """Gathers the matrices of sharded parameters of one kind, and scatters them again.
 
-    Each matrix has a home among the processes that share it: one exchange brings the parts of many matrices
-    to their homes, another the results back.
+    Each matrix has a home among the processes that share it. One exchange sends the parts of many matrices to
+    their homes, and another sends the results back.
     """
 
     def __init__(self, p: torch.Tensor, homes: Iterator[int]) -> None:

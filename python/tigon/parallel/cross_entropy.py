@@ -18,14 +18,14 @@ OP = "parallel.cross_entropy"
 
 
 def check_layout(op, vocab, first_class) -> None:
-    """What a process says of its classes."""
+    """Check a process's description of its classes."""
     for name, value, least in (("vocab", vocab, 1), ("first_class", first_class, 0)):
         if value is not None:
             check_integers(op, least=least, **{name: value})
 
 
 def check_eager(op, **tensors) -> None:
-    """Collectives inside a call are for eager mode, and plain tensors."""
+    """Check that the call runs in eager mode on plain tensors, as its collectives need."""
     transformed = torch._C._are_functorch_transforms_active()
     check(op, not transformed, "the transforms of torch.func are not supported")
     given = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
@@ -40,7 +40,7 @@ def check_eager(op, **tensors) -> None:
 
 
 def number_of(denominator) -> object:
-    """What processes compare of a denominator: its number where the host knows it."""
+    """The value of a denominator that processes compare: its number, if the host knows it."""
     if not isinstance(denominator, torch.Tensor):
         return denominator
     known = denominator.is_cpu and denominator.numel() == 1 and not denominator.is_complex()
@@ -48,7 +48,7 @@ def number_of(denominator) -> object:
 
 
 def take_class_weight(op, shards: Shards, class_weight, device):
-    """Checked class weights of all classes, float32."""
+    """Check the weights of all classes, and return them in float32."""
     if class_weight is None:
         return None
     fits = class_weight.shape == (shards.vocab,)
@@ -58,7 +58,7 @@ def take_class_weight(op, shards: Shards, class_weight, device):
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Rows, target, scale, logits):  # without scale a loss for each row
+    def forward(ctx, rows: Rows, target, scale, logits):  # without scale: one loss for each row
         real = logits[:, : rows.shards.real]
         numbers, _ = rows.losses(rows.statistics(real, target), target, None, Work(rows.shards))
         losses, log_share = numbers[0], numbers[NUMBERS.index("log_share")]
@@ -108,32 +108,33 @@ def cross_entropy(
 ) -> torch.Tensor:
     """:func:`tigon.cross_entropy` of logits whose last dimension is sharded over a process group.
 
-    Every process calls it with its columns and the same labels, and gets the same loss, bit by bit. One
-    all-gather of 12 bytes a row and process (16 with label smoothing); the backward needs none: each process
-    gets its columns of the gradient.
+    Every process calls it with its columns and the same labels, and all losses are bitwise equal. The forward
+    runs one all-gather of 12 bytes a row and process (16 with label smoothing). The backward exchanges
+    nothing: each process computes its columns of the gradient.
 
     Args:
         logits: ``[..., columns]`` float32, bfloat16 or float16: this process's classes. Processes may have
-            different numbers of columns, and none.
+            different numbers of columns, also 0.
         target: ``[...]`` class indices of the whole vocabulary, the same in all processes.
         group: the processes that share the vocabulary.
-        vocab: classes of all processes together; ``None``: all columns, which the processes ask each other in
-            every call (on CUDA the host waits for it: give it in training). Columns past it are padding: they
-            take no part, whatever they hold, and their gradient is 0. A group shards a vocabulary in one way.
+        vocab: number of classes of all processes together. ``None``: the processes exchange their numbers of
+            columns in every call, and all columns are classes (on CUDA the host waits for the exchange, so
+            pass `vocab` in training). Columns past it are padding: their values are ignored, and their
+            gradient is 0. A group must shard a vocabulary in the same way in every call.
         first_class: the class of this process's first column; ``None``: processes hold classes in the order
             of their ranks.
-        weight: ``[vocab]``, of all classes, the same in all processes.
+        weight: ``[vocab]``, the weights of all classes, the same in all processes.
         ignore_index, label_smoothing, softcap, z_loss, reduction, denominator: as in
             :func:`tigon.cross_entropy`; smoothing and means are over all classes and all rows.
 
     Returns:
-        float32 scalar, or ``[...]`` for ``"none"``. Each process must use it alike: the gradient of its
-        columns is that of its own loss.
+        float32 scalar, or ``[...]`` for ``"none"``. All processes must use it in the same way: the gradient
+        of a process's columns is that of its own loss.
 
     Raises:
-        tigon.Error: in every process, when one refuses its arguments or the processes make different calls
-            (on CUDA this is looked at in the first call of each kind, which synchronises). A label outside
-            ``[0, vocab)`` makes its row's loss and gradient NaN in all of them.
+        tigon.Error: in every process, if one refuses its arguments or the processes make different calls (on
+            CUDA only the first call of each kind checks this, which synchronises). A label outside
+            ``[0, vocab)`` makes its row's loss and gradient NaN in all processes.
     """
 
     def describe():

@@ -1,4 +1,4 @@
-"""Losses whose weight or logits are a DTensor: local where replicated, else over the mesh's group."""
+"""Losses whose weight or logits are a DTensor: local if replicated, else over the mesh's group."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tigon.error import check
 
 
 class _Place(NamedTuple):
-    """Where the vocabulary is."""
+    """The argument and mesh dimension of the vocabulary."""
 
-    name: str  # of the argument that holds it
+    name: str  # of the argument that holds the vocabulary
     like: torch.Tensor
-    dim: int | None  # of the mesh, which shards it; None: every process has all of it
+    dim: int | None  # the mesh dimension that shards it; None: every process has all of it
 
     def placements(self, placement) -> tuple:
         """``placement`` in the mesh dimension of the vocabulary, replicated in others."""
@@ -26,7 +26,7 @@ class _Place(NamedTuple):
 
 
 def _place(op: str, name: str, t: torch.Tensor) -> _Place:
-    """The mesh dimension that shards the vocabulary, or an error: nothing is gathered here."""
+    """The mesh dimension that shards the vocabulary. Other placements are an error: nothing is gathered."""
     wanted = Shard(t.dim() - 1 if name == "logits" else 0)
     dims = [i for i, p in enumerate(t.placements) if not p.is_replicate()]
     fits = all(type(t.placements[i]) is Shard and t.placements[i].dim % t.dim() == wanted.dim for i in dims)
@@ -49,12 +49,12 @@ def _check_placed(op: str, name: str, t: torch.Tensor, place: _Place, *allowed: 
 def _lora(op: str, lora: tuple, place: _Place) -> tuple:
     """``(A, B, scale)`` of this process: A is replicated, or plain; B is placed as the weight."""
     if not (isinstance(lora, Sequence) and len(lora) == 3):
-        return lora  # the function says what is wrong with it
+        return lora  # the function reports the error
     a, b, scale = lora
     if isinstance(a, DTensor):
         replicated = place.placements(Replicate())
         _check_placed(op, "lora A", a, place, replicated)
-        a = a.to_local(grad_placements=replicated)  # summed over the group already
+        a = a.to_local(grad_placements=replicated)  # already summed over the group
     fits = isinstance(b, DTensor) or place.dim is None
     check(op, fits, "lora B must be a DTensor placed as weight, got another tensor")
     if isinstance(b, DTensor):
@@ -64,12 +64,12 @@ def _lora(op: str, lora: tuple, place: _Place) -> tuple:
 
 
 def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None):
-    """``function(*args, **options)`` of a weight, or of logits, that are a DTensor.
+    """``function(*args, **options)`` of a weight or of logits that are a DTensor.
 
-    The result is plain, and the same in all processes of the group. The gradient of a sharded vocabulary is
-    sharded like it; that of a replicated one is this process's, as it is of a plain weight. Hidden states
-    that are replicated get a partial gradient, which their own operations reduce; plain ones the sum. Rows of
-    a sharded weight past ``vocab`` are padding.
+    The result is a plain tensor and the same in all processes of the group. The gradient of a sharded weight
+    is sharded in the same way; that of a replicated weight is this process's, as for a plain weight.
+    Replicated hidden states get a partial gradient, which their own operations reduce; plain hidden states
+    get the sum. Rows of a sharded weight past ``vocab`` are padding.
     """
     signature = inspect.signature(function)
     given = signature.bind(*args, **options).arguments
@@ -102,7 +102,7 @@ def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None
         return function(**given)
     sharded = getattr(parallel, op)
     known = inspect.signature(sharded).parameters
-    given.pop("inplace", None)  # a permission
+    given.pop("inplace", None)  # only permits reuse of memory
     for key in [key for key in given if key not in known]:
         check(op, given.pop(key) is None, "{} is not supported with a sharded {}", key, name)
     mesh, columns = place.like.device_mesh, place.like.shape[-1 if name == "logits" else 0]

@@ -1,4 +1,4 @@
-"""Rows of all processes of a group as one batch, with the gradients of one loss that all of them compute."""
+"""The rows of all processes of a group as one batch, with the gradients of a loss that all compute."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from tigon.parallel.shards import Facts, _reduce_scatter, agree, code, gathered,
 
 
 class Gather:
-    """The collectives of a group whose processes have equally many rows x and the same options.
+    """The collectives of a group whose processes have the same number of rows x and the same options.
 
-    Either all or none of them train each of the tensors `trained`.
-
-    Each process's backward gives its own part of the gradients.
+    Each of the tensors `trained` is trained by all processes or by none. Each process's backward computes its
+    own part of the gradients.
     """
 
     @torch._disable_dynamo
@@ -39,7 +38,7 @@ class Gather:
 
     @torch._disable_dynamo
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of all processes in their order; the gradients of all come back summed."""
+        """The rows of all processes in their order; the backward sums the gradients of all."""
         return _Rows.apply(x, self)
 
     @torch._disable_dynamo
@@ -49,7 +48,7 @@ class Gather:
 
     @torch._disable_dynamo
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Over the processes; each one's backward is of its own summand."""
+        """The sum over the processes; each process's backward is that of its own summand."""
         return _Sum.apply(x, self)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:

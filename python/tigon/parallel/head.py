@@ -30,7 +30,7 @@ LOSS, LOG_PROB = "parallel.linear_cross_entropy", "parallel.linear_log_prob"
 
 
 class ShardedOptions(NamedTuple):
-    """Those of a call besides the head's."""
+    """The options of a call, without those of the head."""
 
     vocab: int | None
     first_class: int | None
@@ -50,7 +50,7 @@ class ShardedOptions(NamedTuple):
 def _describe(
     op, hidden, weight, target, group, head: HeadOptions, call: ShardedOptions, formula: LabelFormula
 ) -> tuple[Facts, tuple]:
-    """Checks; what the processes compare, and what the call works with."""
+    """Check the arguments; return the facts that the processes compare, and the operands of the call."""
     given, lora = call._asdict(), head.lora
     low = lora if isinstance(lora, Sequence) else ()
     tensors = {name: given[name] for name in ("class_weight", "token_weight", "denominator")}
@@ -137,7 +137,7 @@ def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedO
     scale = scale_of(rows, labels, options.reduction, options.denominator)
     shares = shards.size if options.sequence_parallel else 1
     hidden = hidden.reshape(labels.shape[0] // shares, hidden.shape[-1])
-    # The rows of a share are gathered as they are.
+    # The rows of a share are gathered without a copy.
     listed = counting(labels, formula.ignore_index, known if shares == 1 else -1)
     hidden = listed.take(hidden)
     sizes = {
@@ -153,7 +153,7 @@ def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedO
     if token_weight is not None:
         token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
         token_weight = listed.take(token_weight).view(target.shape)
-    # What is added to main_grad has its upstream gradient: the losses of the rows are added up here.
+    # A main_grad needs the upstream gradient, so autograd sums the losses of the rows here.
     formed = None if main_grad is not None else scale
     way = max(chunk // shares, 1), keep, wide, options.partial_hidden_grad
     of_row = NUMBERS.index(result), entropy, needs
@@ -201,42 +201,44 @@ def linear_cross_entropy(
 ) -> torch.Tensor | NamedTuple:
     """:func:`tigon.linear_cross_entropy` with a weight whose rows are sharded over a process group.
 
-    Every process calls it with its rows of the weight and the same labels, and gets the same loss, bit by
-    bit. Exchanged are 12 bytes of statistics a row and process (more with label smoothing, entropies, argmax)
-    and hidden's gradient, once, in hidden's dtype, behind the product of the weight's gradient.
+    Every process calls it with its rows of the weight and the same labels, and all losses are bitwise equal.
+    The processes exchange 12 bytes of statistics a row and process (more with label smoothing, entropies,
+    argmax). They also exchange hidden's gradient once, in hidden's dtype, while the matmul of the weight's
+    gradient runs.
 
     Args:
-        hidden: ``[..., H]`` float32, bfloat16 or float16, the same in all processes; its gradient is summed
-            over them (all-reduce). With ``sequence_parallel`` this process's share of the first dimension:
-            it is gathered chunk by chunk, and its gradient comes by reduce-scatter.
-        weight: ``[columns, H]``: this process's classes. Processes may have different numbers of them, and
-            none. Its gradient stays here: with ``tigon_main_grad = True`` it is added to ``main_grad``
-            (float32, this process's classes, contiguous) in the backward, in all processes or in none.
-        target: ``[...]`` class indices of the whole vocabulary, of all processes' rows, the same in all.
+        hidden: ``[..., H]`` float32, bfloat16 or float16, the same in all processes. Its gradient is summed
+            over them (all-reduce). With ``sequence_parallel`` it is this process's share of the first
+            dimension: it is gathered chunk by chunk, and a reduce-scatter returns its gradient.
+        weight: ``[columns, H]``: this process's classes. Processes may have different numbers of them, also
+            0. Its gradient is not exchanged. With ``tigon_main_grad = True`` the backward adds it to
+            ``main_grad`` (float32, this process's classes, contiguous), in all processes or in none.
+        target: ``[...]`` class indices of the whole vocabulary for all processes' rows, the same in all.
         group, vocab, first_class: as in :func:`tigon.parallel.cross_entropy`.
-        bias: ``[columns]``, of this process's classes.
-        class_weight: ``[vocab]``, of all classes, the same in all processes.
-        chunk_rows: rows per chunk, those of all processes together with ``sequence_parallel``.
-        keep_mb: with ``"none"``, the memory of this process's gradients of logits between forward and
-            backward; ``None``: kept where one chunk takes all rows. All rows are kept or none.
-        partial_hidden_grad: hidden's gradient is this process's part and not the sum: for hidden states whose
-            own backward sums over the processes, as that of a gather of shares does.
-        valid_rows: how many labels (after ``shift``) are not ``ignore_index``: ignored rows then cost nothing
-            but a copy of the others' hidden states, unless ``sequence_parallel`` is given, where all are
-            computed. Labels on the CPU are counted here. A wrong number makes the loss NaN on CUDA and is an
-            error on the CPU.
-        lora: ``(A [r, H], B [columns, r], scale)``: B is sharded as weight and its gradient stays here; A is
-            the same in all processes, and its gradient, a sum over all classes, is summed over them
-            (all-reduce in float32, with ``partial_hidden_grad`` too).
-        max_workspace_mb: upper bound of each process's memory besides inputs, results and gradients, in MiB,
-            the same in all: chunks shrink to fit the widest shard.
+        bias: ``[columns]``, for this process's classes.
+        class_weight: ``[vocab]``, weights of all classes, the same in all processes.
+        chunk_rows: rows per chunk; with ``sequence_parallel`` those of all processes together.
+        keep_mb: with ``"none"``, the memory for this process's gradients of logits between forward and
+            backward. Either all rows are kept or none. ``None``: they are kept if one chunk holds all rows.
+        partial_hidden_grad: return this process's part of hidden's gradient instead of the sum. Use it if the
+            backward of the hidden states sums over the processes, as that of a gather of shares does.
+        valid_rows: how many labels (after ``shift``) are not ``ignore_index``. Ignored rows then cost only a
+            copy of the other rows' hidden states; with ``sequence_parallel`` all rows are computed. Labels on
+            the CPU are counted in the call. A wrong number makes the loss NaN on CUDA and raises an error on
+            the CPU.
+        lora: ``(A [r, H], B [columns, r], scale)``. B is sharded like weight, and its gradient is not
+            exchanged. A is the same in all processes. Its gradient, a sum over all classes, is summed over
+            the processes (all-reduce in float32, with ``partial_hidden_grad`` too).
+        max_workspace_mb: upper bound of each process's memory, in MiB, without inputs, results and gradients,
+            the same in all processes. Chunks shrink to fit the widest shard.
         ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, token_weight, reduction,
             denominator, shift, outputs, logit_dtype: as in :func:`tigon.linear_cross_entropy`; smoothing,
             means and outputs are over all classes and all rows.
 
     Returns:
         float32 scalar, or ``target``'s shape for ``"none"``; with ``outputs`` a named tuple. All processes
-        must use the loss alike: gradients are those of one loss. Not traced by ``torch.compile``.
+        must use the loss in the same way: gradients are those of one loss. ``torch.compile`` does not trace
+        the call.
 
     Raises:
         tigon.Error: as :func:`tigon.parallel.cross_entropy`. A label outside ``[0, vocab)`` makes its row's
@@ -287,12 +289,12 @@ def linear_log_prob(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`tigon.linear_log_prob` with a weight whose rows are sharded over a process group.
 
-    Log-probability of each label, and with ``entropy`` the entropy of each distribution, both differentiable.
-    Arguments, layout and errors: :func:`tigon.parallel.linear_cross_entropy`.
+    Returns the log-probability of each label, and with ``entropy`` the entropy of each distribution; both are
+    differentiable. Arguments, layout and errors are those of :func:`tigon.parallel.linear_cross_entropy`.
 
     Returns:
-        float32, target's shape, or a pair of them; the same bits in all processes. 0 on ignored rows, with
-        zero gradients.
+        float32 of target's shape, or a pair of such tensors, bitwise equal in all processes. They are 0 on
+        ignored rows, with zero gradients.
     """
     labels = ignore_index, shift, None, valid_rows
     head = HeadOptions(

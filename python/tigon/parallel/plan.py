@@ -1,6 +1,6 @@
-"""How a call of a sharded head is divided: the rows that count, their chunks and parts, and what is kept.
+"""How a call of a sharded head is divided: the rows that count, their chunks and parts, and the rows kept.
 
-All of it follows from what the processes have agreed on, so that all divide alike and none has to ask.
+All of it depends only on values that the processes agreed on, so all divide alike without communication.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_fits, padded, plan_of
 
 _MIB = 1 << 20
-_LEAST_PART = 1024  # rows that keep a product on CUDA at its speed
+_LEAST_PART = 1024  # rows that a matmul on CUDA needs for full speed
 _ALIGNED = 128
 
 
 def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool) -> list[Chunk]:
     """The chunks of ``rows`` of a share, of ``chunk`` rows each.
 
-    A chunk of a call that exchanges has two parts: what one waits for is on its way while the other's
-    products run. The second is the smaller: of all exchanges, the reduction of its gradient alone shares the
-    device with the weight's product.
+    In a call that exchanges, a chunk has two parts: the exchange of one overlaps the matmuls of the other.
+    The second part is smaller, since only the reduction of its gradient overlaps the matmul of the weight's
+    gradient.
     """
     least = -(-_LEAST_PART // shares) if on_cuda else 1
     chunks = []
@@ -47,8 +47,8 @@ def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool
 def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **sizes) -> tuple[int, bool]:
     """Rows of a chunk, of all shares, and whether the gradients of all logits are kept for the backward.
 
-    Args: alike in all processes.
-        hidden: rows of a share that are worked on.
+    Args: the same in all processes.
+        hidden: the computed rows of a share.
         widest: columns of the widest shard.
         sizes: `statistics` of a row in bytes; `listed`: the rows are copies; `wide`: their logits are float32
             too; and others of :func:`plan`.
@@ -56,14 +56,14 @@ def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **si
     itemsize, widest, cap = hidden.dtype.itemsize, max(widest, 1), head.max_workspace_mb
     rows = shares * hidden.shape[0]
     statistics, listed, wide = (sizes.pop(name) for name in ("statistics", "listed", "wide"))
-    # With shares: a chunk gathered, the next one, and gradients on their way. Logits of both precisions.
+    # With shares: a gathered chunk, the next one, and gradients being reduced. Logits of both precisions.
     sizes |= {"copies": 3 * (shares > 1), "row": statistics + 4 * padded(widest) * wide}
     sizes |= {"fixed": 2 * rows * hidden.shape[-1] * itemsize * listed, "chunk_rows": head.chunk_rows or 0}
     found = plan_of(hidden, widest, rows, max_workspace_mb=cap, **sizes)
     if cap is not None and rows > 0:
         check_fits(op, found, shares, "one row of every share", cap)
     chunk = max(min(found.chunk_rows, rows), 1)
-    if entropy:  # a gradient of the entropies is no multiple of what would be kept
+    if entropy:  # a gradient of the entropies is not a multiple of the kept one
         return chunk, False
     if keep_mb is None:
         return chunk, chunk >= rows
@@ -71,9 +71,9 @@ def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **si
 
 
 def count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_rows: int | None) -> int:
-    """How many labels count, -1 where it is not known: alike in all processes.
+    """How many labels count, -1 if it is not known; the same in all processes.
 
-    What :func:`tigon.count_labels` finds does not serve here: it may have been called in one process alone.
+    The number of :func:`tigon.count_labels` is not used: only one process may have called it.
     """
     if valid_rows is not None:
         known_rows(op, target, ignore_index, shift, valid_rows, target.device)
@@ -86,17 +86,17 @@ def count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_r
 class Counting(NamedTuple):
     """The labels of a call and the list of its rows."""
 
-    labels: torch.Tensor  # int64, of the rows worked on
+    labels: torch.Tensor  # int64, of the computed rows
     rows: int  # of all
-    index: torch.Tensor | None = None  # row of each; None: all are worked on
-    fault: torch.Tensor | None = None  # 0, or NaN where the promised number is wrong
+    index: torch.Tensor | None = None  # row of each; None: all are computed
+    fault: torch.Tensor | None = None  # 0, or NaN if the given number is wrong
 
     def take(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """The rows worked on of a tensor of all rows."""
+        """The computed rows of a tensor of all rows."""
         return x if x is None or self.index is None else x.index_select(0, self.index)
 
     def give(self, values: torch.Tensor, ignored: int = 0) -> torch.Tensor:
-        """Values of all rows from those worked on."""
+        """Values of all rows from those of the computed rows."""
         if self.index is None or values.dim() == 0 or values.numel() != self.index.shape[0]:
             return values
         whole = values.new_full((self.rows,), ignored).index_copy(0, self.index, values)
@@ -104,7 +104,7 @@ class Counting(NamedTuple):
 
 
 def counting(labels: torch.Tensor, ignore_index: int, known: int) -> Counting:
-    """The list of ``known`` rows; all rows where it is not known, or every one counts."""
+    """The list of ``known`` rows; all rows if the number is not known or every row counts."""
     if not 0 <= known < labels.shape[0]:
         return Counting(labels, labels.shape[0])
     index, listed, fault = list_rows(labels, ignore_index, known)

@@ -32,7 +32,7 @@ _combine = raw("cross_entropy_combine", _fake_combine, "cross_entropy")
 
 
 class Rows(NamedTuple):
-    """What the rows of a call share."""
+    """Values that the rows of a call share."""
 
     shards: Shards
     formula: LabelFormula
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
         return *rows, *formula, s.first, s.vocab, f.logit_scale, f.temperature
 
     def statistics(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """This shard's part ``[kinds, rows]``; a shard without a class has none of the probability."""
+        """This shard's part ``[kinds, rows]``; a shard without classes has probability 0."""
         parts = torch.empty(self.per_row(), target.shape[0], dtype=torch.float32, device=target.device)
         if self.shards.real == 0:
             return parts.fill_(-torch.inf)
@@ -61,12 +61,12 @@ class Rows(NamedTuple):
         return parts
 
     def losses(self, parts, target, token_weight, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`combined` of this shard's part, once all others are here."""
+        """Gather the parts of all shards, then :meth:`combined`."""
         whole = work.gather(parts) if target.shape[0] else parts.repeat(self.shards.size, 1)
         return self.combined(whole, target, token_weight)
 
     def combined(self, whole, target, token_weight) -> tuple[torch.Tensor, torch.Tensor]:
-        """NUMBERS ``[6, rows]`` (entropy only where its statistics are there) and the predicted classes.
+        """NUMBERS ``[6, rows]`` (entropy only if it has statistics) and the predicted classes.
 
         ``whole``: the parts of all shards, in their order.
         """
@@ -76,7 +76,7 @@ class Rows(NamedTuple):
         return _combine(whole, target, *weights, s.size, s.rank, self.kinds, s.vocab, *formula)
 
     def gradient(self, logits, dlogits, target, log_share, scale, entropy_scale=None, entropy=None) -> None:
-        """dlogits of this shard's columns, maybe where the logits are."""
+        """dlogits of this shard's columns; they may overwrite the logits."""
         weight_sum = None
         if self.class_weight is not None and self.formula.label_smoothing:
             weight_sum = self.class_weight.double().sum().float().reshape(1)
@@ -92,7 +92,7 @@ def make_rows(shards: Shards, formula: LabelFormula, class_weight, device, *, en
 
 
 def scale_of(rows: Rows, target, reduction: str, denominator) -> torch.Tensor | None:
-    """What the sum of the losses is multiplied by, float32 ``[1]`` on the device; None: losses of rows."""
+    """The factor of the sum of the losses, float32 ``[1]`` on the device; None: losses of rows."""
     if denominator is None and reduction == "none":
         return None
     if denominator is None and reduction == "mean":

@@ -1,4 +1,4 @@
-"""Who holds which classes, and that all processes of a group make the same call."""
+"""Which process holds which classes, and the check that all processes of a group make the same call."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, 
 
 
 class Facts(NamedTuple):
-    """What a process says of its call; every value but the last five must be that of all others."""
+    """A process's description of its call; all values but the last five must be equal in all processes."""
 
     rows: int = 0
     size: int = 0  # of a hidden state
     dtype: int = 0
-    needs: int = 0  # which gradients
+    needs: int = 0  # bits: which gradients are needed
     target: int = 0
     refused: int = 0
     columns: int = 0
@@ -36,7 +36,7 @@ class Facts(NamedTuple):
     options: tuple[tuple[str, str], ...] = ()  # of :func:`named`
 
     def flat(self) -> list[int]:
-        """The numbers that are exchanged, equally many of every call."""
+        """The numbers that are exchanged, the same count for every call."""
         codes = [code([name for name, _ in self.options]), *(code(value) for _, value in self.options)]
         return [*self[:-1], *codes, *[0] * (_MOST_OPTIONS + 1 - len(codes))]
 
@@ -49,7 +49,7 @@ SAME = {
     "target": "target",
 }
 _MOST_OPTIONS = 48  # of one call
-_COUNTS = ("rows", "size")  # the others are checksums and bits, which say nothing to a reader
+_COUNTS = ("rows", "size")  # the others are checksums and bits, which no reader understands
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int, int]  # the last four members of Shards
@@ -87,12 +87,12 @@ class Shards:
 
 
 def code(value: object) -> int:
-    """A number for a value that prints alike in every process."""
+    """A number for a value that prints the same in every process."""
     return zlib.crc32(repr(value).encode())
 
 
 def named(**options) -> tuple[tuple[str, str], ...]:
-    """The options of a call as processes compare them: values that print alike in every process."""
+    """The options of a call as processes compare them: values that print the same in every process."""
     return tuple((name, repr(value)) for name, value in options.items())
 
 
@@ -103,7 +103,7 @@ def target_code(target: torch.Tensor, device) -> int:
 
 
 def of_rows(target: torch.Tensor, x: torch.Tensor) -> dict[str, int]:
-    """The facts of labels and what they are compared with."""
+    """The facts of labels and of the tensor that they are compared with."""
     return {"rows": target.numel(), "dtype": code(x.dtype), "target": target_code(target, x.device)}
 
 
@@ -119,23 +119,23 @@ def trains(*tensors) -> int:
 
 
 def values_of(tensor: torch.Tensor | None, device) -> tuple | None:
-    """What processes compare of a tensor that is the same in all: its sizes, and on the CPU its values."""
+    """The values that processes compare for a tensor equal in all: its sizes, and on the CPU its elements."""
     if not isinstance(tensor, torch.Tensor):
         return None
     code_of_values = 0
-    if device.type == tensor.device.type == "cpu":  # elsewhere a conversion would be for nothing
+    if device.type == tensor.device.type == "cpu":  # elsewhere the conversion is not needed
         code_of_values = target_code(tensor.detach().to(torch.float32), device)
     return tuple(tensor.shape), code_of_values
 
 
 @functools.cache
 def _counts(columns: tuple[int, ...], device) -> torch.Tensor:
-    """On the device once: a copy from the host would wait, and fail under capture."""
+    """Cached on the device: a copy from the host would wait, and fail under capture."""
     return torch.tensor(columns, dtype=torch.float32, device=device)
 
 
 class _Agreed:
-    """What the processes of a group agreed on. They make the same calls and forget at the same one."""
+    """The agreements of a group's processes. They make the same calls and forget at the same call."""
 
     def __init__(self) -> None:
         self.layouts: dict[Facts, Layout] = {}
@@ -147,20 +147,20 @@ _AGREED_CALLS = 4096
 
 
 def _said(group) -> int:
-    """How often this process has told the group of a call."""
+    """How often this process has described a call to the group."""
     return _agreed.setdefault(group, _Agreed()).calls
 
 
 def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, object]]):
-    """``(Shards, what else describe returned)``, or an error on every process.
+    """``(Shards, the second result of describe)``, or an error in every process.
 
-    ``describe`` checks this process's arguments. What it refuses is told to the others before it is raised,
-    so that none of them waits. On the CPU the processes compare every call; on CUDA, where reading what the
-    others said synchronises, the first call of each kind. Without the number of all classes another process
-    alone may have other columns than before, so then they compare every call.
+    ``describe`` checks this process's arguments. If it raises an error, the other processes are told first,
+    so that none of them waits. On the CPU the processes compare every call. On CUDA, where reading the facts
+    of others synchronises, they compare the first call of each kind. Without the number of all classes a
+    single process's columns may have changed, so the processes compare every call.
 
     Raises:
-        tigon.Error: the group is none of this process, another process refused its arguments, or the
+        tigon.Error: this process is not in the group, another process refused its arguments, or the
             processes make different calls.
     """
     check(op, isinstance(group, dist.ProcessGroup), "group must be a ProcessGroup, got {}", kind_of(group))
@@ -169,7 +169,7 @@ def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, ob
     refusal, result, facts = None, None, Facts(refused=1)
     try:
         facts, result = describe()
-    except Exception as error:  # whatever it is, nobody waits for this process
+    except Exception as error:  # any error: the others must not wait
         refusal = error
     agreed = _agreed.setdefault(group, _Agreed())
     agreed.calls += 1
@@ -216,7 +216,7 @@ def _exchange(group, device, facts: Facts) -> list[tuple[Facts, list[int]]]:
 def tells_refusals(function: F) -> F:
     """Decorates a function of tensors and the keyword ``group`` that calls :func:`agree`.
 
-    What it refuses before that is told to the other processes, so that none of them waits.
+    If it raises an error before that, the other processes are told, so that none of them waits.
     """
 
     @functools.wraps(function)
@@ -235,10 +235,10 @@ def tells_refusals(function: F) -> F:
 
 
 def agree_on(op: str, groups, device, describe: Callable[[], tuple[dict, object]]):
-    """What else describe returned, once the processes of each of the groups found its options alike.
+    """The second result of describe, after the processes of each group found its options equal.
 
-    As in :func:`agree` a refusal is an error in all of them, and on CUDA the first call of each kind is
-    compared.
+    As in :func:`agree`, an error in one process is an error in all, and on CUDA only the first call of each
+    kind is compared.
     """
     try:
         options, result = describe()
@@ -253,7 +253,7 @@ def agree_on(op: str, groups, device, describe: Callable[[], tuple[dict, object]
 
 
 def device_of(group, *values) -> torch.device:
-    """Where the processes of a group exchange: on the device of the first tensor, or on CUDA if they can."""
+    """The device of a group's exchanges: that of the first tensor, or CUDA if the group supports it."""
     for value in values:
         if isinstance(value, torch.Tensor):
             return value.device
@@ -262,7 +262,7 @@ def device_of(group, *values) -> torch.device:
 
 
 def _layout(op, said: list[Facts]) -> Layout:
-    """The layout that all processes find alike, checked to hold every class once."""
+    """The layout, equal in all processes, checked to hold every class once."""
     columns, vocabs = [s.columns for s in said], {s.vocab for s in said}
     check(op, len(vocabs) == 1, "vocab must be the same in all processes, got {}", sorted(vocabs))
     given = [s.first_class >= 0 for s in said]
@@ -283,14 +283,14 @@ def _layout(op, said: list[Facts]) -> Layout:
 
 
 def gathered(part: torch.Tensor, size: int, group) -> torch.Tensor:
-    """The part of each of so many processes, one after another in the first dimension; ready on return."""
+    """The parts of `size` processes, concatenated in the first dimension; ready on return."""
     whole = part.new_empty(size * part.shape[0], *part.shape[1:])
     _all_gather(whole, part.contiguous(), group=group)
     return whole
 
 
 def _sum_in_order(parts: torch.Tensor, to: torch.Tensor) -> None:
-    """The sum of every process's part; in a collective its order depends on an element's place."""
+    """The sum of all processes' parts in order; in a collective the order depends on an element's place."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -298,7 +298,7 @@ def _sum_in_order(parts: torch.Tensor, to: torch.Tensor) -> None:
 
 
 class Work:
-    """Collectives under way, each with the tensors that it reads and writes."""
+    """Running collectives, each with the tensors that it reads and writes."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards, self.pending = shards, []
@@ -311,7 +311,7 @@ class Work:
         return part if self.shards.size == 1 else gathered(part, self.shards.size, self.shards.group)
 
     def start_gather(self, part: torch.Tensor, whole: torch.Tensor | None = None):
-        """A function that waits for :meth:`gather`'s result, in ``whole`` where that is given."""
+        """A function that waits for :meth:`gather`'s result, in ``whole`` if that is given."""
         if self.shards.size == 1:
             return lambda: part
         if whole is None:
@@ -348,7 +348,7 @@ class Work:
         self._start(work, whole, part)
 
     def wait(self, but: int = 0) -> None:
-        """Let what follows on this stream see every result but the last ones."""
+        """Make later work on this stream wait for every result but the last `but` ones."""
         while len(self.pending) > but:
             work, _ = self.pending.pop(0)
             work.wait()

@@ -1,15 +1,15 @@
 """The passes of a sharded head over its chunks of rows, and its autograd function.
 
-A chunk is rows of this process's hidden states: with sequence parallelism those of every process together, so
-that a gather brings a chunk's hidden states and a reduce-scatter takes its gradients back. It has two parts
-(``plan.divide``), and each exchange of one runs behind products of the other, or of the whole chunk:
+A chunk is rows of this process's hidden states. With sequence parallelism it is rows of all processes: a
+gather collects a chunk's hidden states, and a reduce-scatter returns its gradients. A chunk has two parts
+(``plan.divide``). Each exchange of one part overlaps matmuls of the other or of the whole chunk:
 
     logits 0, statistics 0, [gather 0 behind logits 1], statistics 1,
     [gather 1 behind dlogits 0, dhidden 0], [reduction 0 behind dlogits 1, dhidden 1],
-    [reduction 1 behind dweight, one product of the chunk].
+    [reduction 1 behind dweight, one matmul of the chunk].
 
-The hidden states of a part are gathered a part ahead. Without gradients to form, statistics are gathered
-behind the next part's logits, of the next chunk too.
+The hidden states of a part are gathered one part ahead. Without gradients the statistics are gathered behind
+the logits of the next part, also of the next chunk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ShardedCall(NamedTuple):
     target: torch.Tensor  # int64 [shares, rows of a share]
     token_weight: torch.Tensor | None  # float32, target's shape
     scale: torch.Tensor | None  # None: a loss for each row
-    result: int  # of NUMBERS: which a loss for each row is
+    result: int  # the one of NUMBERS that is the loss of a row
     entropy: bool  # the entropies get gradients
     needs: int
     chunk: int  # rows of a share
@@ -50,7 +50,7 @@ class ShardedCall(NamedTuple):
 
 
 class ShardPass(RowPass):
-    """A pass over the rows of a shard: the operands, and the exchanges under way."""
+    """A pass over the rows of a shard: the operands and the running exchanges."""
 
     gathers = True  # whether hidden states are wanted
 
@@ -66,12 +66,12 @@ class ShardPass(RowPass):
             self.lora = (lora_a.detach().to(dtype), lora_b.detach().to(dtype)[:real], call.lora_scale)
         self.shard = call.rows._replace(bias=_float_bias(bias, dtype, call.wide, real))
         self.logit_dtype = torch.float32 if call.wide else dtype
-        # Rounded once either way: by its product, or from float32 to weight's dtype.
+        # Rounded once in both cases: by its matmul, or from float32 to weight's dtype.
         narrow = len(chunks) == 1 and weight.dtype == dtype == torch.bfloat16
         self.dweight_dtype = dtype if narrow else torch.float32
 
     def form(self) -> None:
-        """Begin the gradients."""
+        """Allocate the gradients."""
         needs, main_grad = self.call.needs, self.call.main_grad
         needs = needs if main_grad is None else needs & ~WEIGHT
         self.formed = Gradients(self, needs, self.width, self.dweight_dtype, self.lora[0])
@@ -80,7 +80,7 @@ class ShardPass(RowPass):
             self.formed.dweight = main_grad
 
     def add_hidden(self, part: Part, hidden, dlogits, factor=None) -> None:
-        """A part's products for hidden and A, sums over the shards; hidden's reduction is under way."""
+        """A part's matmuls for hidden and A, which are summed over the shards; starts hidden's reduction."""
         dhidden, dlora_a, own, whole = self.formed.dhidden, self.formed.dlora_a, None, None
         if dhidden is None and dlora_a is None:
             return
@@ -90,7 +90,7 @@ class ShardPass(RowPass):
                 self.work.wait(but=1)  # of the parts before: their memory is free
                 whole = own.new_empty(self.shares * (part.end - part.begin), own.shape[1])
         if self.vocab:
-            like = whole if hidden is None else hidden  # only its shape is looked at then
+            like = whole if hidden is None else hidden  # only its shape is used then
             sums = {"factor": factor, "first": self.first_part, "lora": self.lora}
             form_gradients(dlogits, like, self.weight, dhidden=whole, dlora_a=dlora_a, **sums)
         elif whole is not None:
@@ -104,7 +104,7 @@ class ShardPass(RowPass):
             self.work.start_reduce_scatter(whole, own)
 
     def add_others(self, chunk: Chunk, hidden, dlogits, factor=None) -> None:
-        """A chunk's products for the parameters of this shard."""
+        """A chunk's matmuls for the parameters of this shard."""
         formed, added = self.formed, self.call.main_grad is not None
         if chunk.last and formed.dlora_a is not None:
             self.work.start_all_reduce(formed.dlora_a)  # a sum over all classes, as hidden's gradient is
@@ -125,7 +125,7 @@ class ShardPass(RowPass):
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def states(self):
-        """Of all shares, gathered a part ahead; without hidden states where none are wanted."""
+        """The hidden states of all shares, gathered one part ahead, or None if they are not needed."""
         if self.shares == 1:
             yield from super().states()
             return
@@ -174,10 +174,10 @@ class ForwardPass(ShardPass):
         self.formed = None
         if forms:
             self.form()
-        self.owed = []  # parts whose statistics are on their way
+        self.owed = []  # parts whose statistics are being gathered
 
     def losses(self, part, target, gathered) -> torch.Tensor:
-        """What the statistics of all shards say of a part; each row's logarithm for its gradient."""
+        """Store a part's losses, from the statistics of all shards; return ``log_share`` of its rows."""
         found, classes = self.shard.combined(gathered(), target, self.select(self.call.token_weight, part))
         self.numbers[:, :, part.begin : part.end] = found.view(len(NUMBERS), self.shares, -1)
         if classes.numel():
@@ -185,7 +185,7 @@ class ForwardPass(ShardPass):
         return found[NUMBERS.index("log_share")]
 
     def factor(self, part: Part) -> torch.Tensor | None:
-        """Of the rows of a scalar loss's gradient; in float16 without scale, which would leave the range."""
+        """Factors of the rows of a scalar loss's gradient; in float16 without scale, to stay in its range."""
         early = None if self.hidden.dtype == torch.float16 else self.call.scale
         token_weight = self.select(self.call.token_weight, part)
         if token_weight is None:
@@ -223,7 +223,7 @@ class ForwardPass(ShardPass):
 
 
 class BackwardPass(ShardPass):
-    """The gradients of losses of rows, from what the forward kept or from their logits anew."""
+    """The gradients of losses of rows, from the kept gradients or from logits that are computed again."""
 
     def __init__(self, call, operands, log_share, entropy, kept, upstream, entropy_upstream) -> None:
         super().__init__(call, *operands)
@@ -233,7 +233,7 @@ class BackwardPass(ShardPass):
         self.upstream = torch.where(ignored, 0.0, upstream).contiguous()
         self.log_share, self.entropy, self.entropy_upstream = log_share, entropy, entropy_upstream
         self.kept, self.gathers = kept, kept is None or call.needs & ~HIDDEN != 0
-        # Whether factors of rows come after the products.
+        # Whether factors of rows are applied after the matmuls.
         self.late = kept is not None or (is_deterministic() and entropy_upstream is None)
 
     def memory(self, rows: int) -> None:
@@ -321,7 +321,7 @@ def _row_gradients(ctx, dloss, dentropy):
     *operands, log_share, entropy, kept = ctx.saved_tensors
     upstream = torch.zeros_like(log_share) if dloss is None else dloss
     if NUMBERS[call.result] == "log_prob":
-        upstream = -upstream  # the row pass knows the loss, -log_prob
+        upstream = -upstream  # the row pass computes the loss, -log_prob
     entropy, dentropy = (
         (entropy if call.entropy else None),
         None if dentropy is None else dentropy.contiguous(),

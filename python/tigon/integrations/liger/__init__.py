@@ -1,10 +1,10 @@
-"""The interface of ``liger_kernel`` for programs that call it, with Tigon behind it.
+"""The interface of ``liger_kernel`` for programs that call it, implemented with Tigon.
 
-``install()`` before such a program asks for the package: from then on, in this process, ``import
-liger_kernel`` finds the interface, and the availability checks of transformers, TRL, Axolotl and
-LLaMA-Factory succeed. An installed Liger is never hidden unless asked for (``replace=True``). Child processes
-start without it; where they do not run your script from its top, install the small distribution of
-``compat/liger_kernel`` instead.
+Call ``install()`` before such a program imports the package. From then on ``import liger_kernel`` finds the
+interface in this process, and the availability checks of transformers, TRL, Axolotl and LLaMA-Factory
+succeed. An installed Liger is hidden only with ``replace=True``. Child processes start without the interface.
+If they do not run your script from its top, install the small distribution of ``compat/liger_kernel``
+instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tigon.integrations.liger.paths import PACKAGE, VERSION, dropped, is_module,
 __all__ = ["VERSION", "adopt", "install", "installed", "uninstall"]
 
 DISTRIBUTION = "liger-kernel"
-OURS = "tigon-liger-compat"  # the summary of that distribution where compat/liger_kernel is installed
+OURS = "tigon-liger-compat"  # the summary of the distribution compat/liger_kernel
 
 
 def installed() -> bool:
@@ -35,7 +35,7 @@ def install(*, replace: bool = False) -> None:
     """Make ``import liger_kernel`` find this interface in this process.
 
     Args:
-        replace: hide an installed Liger. What was imported from it before keeps what it has.
+        replace: hide an installed Liger. Names imported from it before keep Liger's objects.
 
     Raises:
         tigon.Error: a Liger is installed and ``replace`` was not given. Nothing is modified.
@@ -54,7 +54,7 @@ def install(*, replace: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Take :func:`install` back, constructors watched for ``apply_liger_kernel_to_*`` included."""
+    """Undo :func:`install`, also the watch of constructors for ``apply_liger_kernel_to_*``."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     _forget_modules()
     construction = sys.modules.get("tigon.integrations.liger.construction")
@@ -64,7 +64,7 @@ def uninstall() -> None:
 
 
 def adopt(package: str) -> None:
-    """For the ``liger_kernel`` package on disk of ``compat/liger_kernel``: fill it with the interface."""
+    """Fill the ``liger_kernel`` package on disk, that of ``compat/liger_kernel``, with the interface."""
     found = importlib.metadata.distributions(name=DISTRIBUTION)
     for other in () if installed() else found:
         if other.metadata["Summary"] != OURS:
@@ -80,7 +80,7 @@ def adopt(package: str) -> None:
 
 
 def _on_disk() -> str | None:
-    """Where a Liger that is not this interface lies, or None."""
+    """The path of a Liger that is not this interface, or None."""
     spec = importlib.machinery.PathFinder.find_spec(PACKAGE)
     if spec is None:
         return None
@@ -96,7 +96,7 @@ def _forget_modules() -> None:
 
 
 def _look_again() -> None:
-    """Availability checks remember their first answer."""
+    """Clear the cached answers of availability checks."""
     importlib.invalidate_caches()
     for name, module in list(sys.modules.items()):
         if name in ("transformers.utils.import_utils", "trl.import_utils", "accelerate.utils.imports"):
@@ -105,11 +105,11 @@ def _look_again() -> None:
                 check.cache_clear()
 
 
-# What makes ``import liger_kernel...`` find the interface, without a file on disk.
+# Classes that make ``import liger_kernel...`` find the interface without a file on disk.
 
 
 class VirtualDistribution(importlib.metadata.Distribution):
-    """The metadata that availability checks read: name, version, the package it brings."""
+    """The metadata that availability checks read: name, version, and the package that it contains."""
 
     FILES = {
         "METADATA": f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {VERSION}\n"
@@ -131,7 +131,7 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         self.top = top
 
     def find_spec(self, fullname, path=None, target=None):
-        """Every module counts as a package: ``from ... import`` of a name it lacks then asks here for it."""
+        """Treat every module as a package, so that ``from ... import`` of a missing name asks this finder."""
         below = _below(fullname)
         if below is None or (below == "" and not self.top):
             return None
@@ -150,7 +150,7 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         return
 
     def exec_module(self, module):
-        """Names are looked up when first used: nothing heavy is imported before."""
+        """Look up names at their first use, so that nothing heavy is imported before."""
         below = _below(module.__name__)
         names = names_of(below)
         module.__version__ = VERSION

@@ -1,9 +1,9 @@
-"""``apply_liger_kernel_to_*`` and their relatives: that interface, :func:`tigon.apply` behind it.
+"""``apply_liger_kernel_to_*`` and related functions: Liger's interface, implemented with :func:`tigon.apply`.
 
 Their switches choose slots: ``rms_norm`` and ``layer_norm`` the norms, ``swiglu``, ``geglu`` and
 ``relu_squared`` the MLPs, experts and routers, ``rope`` the rotary function,
-``fused_linear_cross_entropy`` the loss head, ``cross_entropy`` the loss of logits that exist. An unset one
-(``None``) is off. Slots that Liger does not have are taken by their own names (``lora=False``).
+``fused_linear_cross_entropy`` the loss head, ``cross_entropy`` the loss of given logits. An unset switch
+(``None``) is off. Slots that Liger does not have use their Tigon names (``lora=False``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SWITCHES = {
     "geglu": True,
     "relu_squared": True,
 }
-_OWN = ("qkv", "qk_norm", "hyper", "lora")  # slots of tigon.apply that no switch of Liger's stands for
+_OWN = ("qkv", "qk_norm", "hyper", "lora")  # slots of tigon.apply without a switch in Liger
 MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., None]] = {}
 P = ParamSpec("P")
 
@@ -73,7 +73,7 @@ def _like(shape: Callable[P, None], *types: str, **defaults: bool) -> Callable[P
         bound.apply_defaults()
         model = bound.arguments.pop("model", None)
         options = bound.arguments | given
-        if "kwargs" in options:  # the function of a model made of others
+        if "kwargs" in options:  # the function of a model that contains others
             options = _of_parts(model) | options.pop("kwargs") | options
         slots, logits_loss = _slots(options, given)
         if model is not None:
@@ -242,7 +242,7 @@ apply_liger_kernel_to_qwen3_5_moe_text = apply_liger_kernel_to_qwen3_5_moe
 
 
 def _of_parts(model) -> dict[str, bool]:
-    """What the functions of a model's text and vision models do by default: theirs run with it, there."""
+    """The defaults of the functions for a model's text and vision models, which Liger runs too."""
     parts = [getattr(getattr(model, "config", None), f"{name}_config", None) for name in ("text", "vision")]
     types = [part.model_type for part in parts if part is not None]
     if types and types[0] not in MODEL_TYPE_TO_APPLY_LIGER_FN:
@@ -255,7 +255,7 @@ def _of_parts(model) -> dict[str, bool]:
 
 
 def _slots(options: dict, given: dict) -> tuple[dict, bool]:
-    """(keywords of tigon.apply, whether the loss of existing logits is asked for)."""
+    """(keywords of tigon.apply, whether the loss of given logits is requested)."""
     on = {name for name, value in options.items() if value}
     losses = ("cross_entropy", "fused_linear_cross_entropy")
     default = "".join(f" ({name} by default: pass {name}=False)" for name in losses if name not in given)
@@ -279,7 +279,7 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
         _use_logits_loss(model)
     if any(slots.values()):
         try:
-            # What is on is looked for; the report need not say that a model has no experts.
+            # A slot that is on is only searched for; the report need not say that a model has no experts.
             report = tigon.apply(model, **{slot: on for slot, on in slots.items() if not on or slot in _OWN})
         except Error as error:
             log.warning("%s: it stays as it is", error)
@@ -323,7 +323,7 @@ _loading: list | None = None
 
 @contextlib.contextmanager
 def _one_model():
-    """What apply functions ask for without a model is for the one that is being loaded: a list of it."""
+    """Collect in a list what apply functions request without a model; it is for the model being loaded."""
     global _loading
     before, _loading = _loading, []
     try:
@@ -333,7 +333,7 @@ def _one_model():
 
 
 def _use_logits_loss(model) -> None:
-    """The causal loss of ``model`` by :func:`tigon.cross_entropy`; nobody else's is touched."""
+    """Compute the causal loss of ``model`` with :func:`tigon.cross_entropy`; other models do not change."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
@@ -345,7 +345,7 @@ def _use_logits_loss(model) -> None:
 
 
 class _OtherLosses:
-    """Looks at the first training forward: a program that gives no labels has a loss of its own."""
+    """Checks the first training forward: a program that passes no labels computes its own loss."""
 
     def __call__(self, model, args, kwargs):
         if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
@@ -363,9 +363,9 @@ class _OtherLosses:
 def logits_causal_lm_loss(
     logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
 ):
-    """transformers' ForCausalLMLoss by :func:`tigon.cross_entropy`: no float32 copy of the logits.
+    """transformers' ForCausalLMLoss with :func:`tigon.cross_entropy`: no float32 copy of the logits.
 
-    Accuracy and predictions are not counted here, as in Liger: the output has no place for them.
+    As in Liger, accuracy and predictions are not computed: the output has no field for them.
     """
     if isinstance(logits, LazyLogits):
         return causal_lm_loss(
@@ -395,7 +395,7 @@ def _chosen(model_type: str, options: dict):
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: bool | None) -> None:
-    """Into every model of this type, now and later; types not in the table are left, and it is logged."""
+    """Patch every model of this type, now and later; types not in the table are left, with a log message."""
     chosen = _chosen(model_type, kwargs)
     if chosen is None:
         log.info("[compat.liger] no patch for new models of type %s", model_type)
@@ -404,7 +404,7 @@ def _apply_liger_kernel(model_type: str, **kwargs: bool | None) -> None:
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: bool | None) -> None:
-    """Into this model. Tigon recognises structures, so types outside the table are tried too."""
+    """Patch this model. Tigon recognises structures, so types outside the table are tried too."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     chosen = _chosen(model_type, kwargs)
     if chosen is None:
@@ -415,11 +415,11 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: bool | None) -> 
 
 
 class AutoLigerKernelForCausalLM(AutoTigonForCausalLM):
-    """``AutoModelForCausalLM`` with the patch of the model's type; other types load with what fits."""
+    """``AutoModelForCausalLM`` with the patch of the model's type; others load with the parts that fit."""
 
     @staticmethod
     def _applied(load, source, kwargs):
-        """The type's function is called first, as there, and what it asks for is done to the loaded model."""
+        """Call the type's function first, as Liger does, and apply its request to the loaded model."""
         model_type = _model_type(source, kwargs)
         function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
         known = (*_OWN, *(_SWITCHES if function is None else inspect.signature(function).parameters))
@@ -436,7 +436,7 @@ class AutoLigerKernelForCausalLM(AutoTigonForCausalLM):
 
 
 def _model_type(source, kwargs) -> str | None:
-    """Of a configuration, or as the one on disk names it; None where there is none (an adapter's folder)."""
+    """The model type of a configuration, given or on disk; None if there is none (an adapter's folder)."""
     config = kwargs.get("config", source)
     if not hasattr(config, "model_type"):
         try:

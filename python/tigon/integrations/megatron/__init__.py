@@ -1,4 +1,4 @@
-"""Megatron-Core: its models, slots and functions on Tigon's kernels. Public path: :mod:`tigon.megatron`."""
+"""Megatron-Core models, slots and functions with Tigon's kernels. Public path: :mod:`tigon.megatron`."""
 
 from tigon.integrations.megatron.activation import (
     Activation,
@@ -50,7 +50,7 @@ _SPECS = ("TigonSpecProvider", "gpt_block_spec", "gpt_layer_spec", "hybrid_stack
 
 
 def __getattr__(name: str):
-    """The specs need Megatron at import; the rest looks at what it is given."""
+    """Import the specs lazily: only they need Megatron at import."""
     if name not in _SPECS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     core("models.gpt.gpt_layer_specs", name)

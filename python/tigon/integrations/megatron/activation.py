@@ -42,7 +42,7 @@ def weighted_bias_swiglu_impl(input, bias, weights, fp8_input_store=False, clamp
 
     Args:
         input: ``[..., 2F]``, gate first.
-        bias: must be ``None``, as Megatron's.
+        bias: must be ``None``, as in Megatron.
         weights: ``[..., 1]``; its dtype may be wider than input's. Differentiable.
         fp8_input_store: if set, Megatron's own function runs.
         clamp_value: as in :func:`bias_swiglu_impl`.
@@ -63,7 +63,7 @@ def bias_geglu_impl(input, bias):
 
 
 def _megatron(name, clamp_value, *args):
-    """Megatron's own function; before 0.19 it takes no clamp."""
+    """Call Megatron's own function; before 0.19 it takes no clamp."""
     function = getattr(core("fusions.fused_bias_swiglu", name), name)
     return function(*args, *(() if clamp_value is None else (clamp_value,)))
 
@@ -81,7 +81,7 @@ def _geglu_exact(x):
 
 
 def plan_activation(config):
-    """(function of what fc1 and its bias make, its name), or why Megatron's own must stay."""
+    """(function of fc1's output and bias, its name), or why Megatron's own must run."""
     act = config.activation_func
     if not config.gated_linear_unit:
         known = getattr(act, "__name__", "") == "squared_relu"
@@ -142,7 +142,7 @@ def plan_mlp(module: nn.Module):
 
 
 def changed(config, configs: dict, **values):
-    """A copy of a config with other values, the same one for the same config; nobody else reads it."""
+    """A copy of a config with other values, the same one for the same config; no other code reads it."""
     key = (id(config), *values)
     if key not in configs:
         configs[key] = copy.copy(config)

@@ -21,11 +21,11 @@ STATE = "_tigon_megatron"
 
 @dataclass(eq=False)
 class State:
-    """What undo needs, kept in the model's own dictionary."""
+    """The state that undo needs, kept in the model's own dictionary."""
 
     report: Report
     bound: list[nn.Module] = field(default_factory=list)
-    before: list[tuple[nn.Module, dict]] = field(default_factory=list)  # attributes that were there
+    before: list[tuple[nn.Module, dict]] = field(default_factory=list)  # attributes before
 
     configs: dict = field(default_factory=dict)  # changed ones
 
@@ -41,11 +41,11 @@ class State:
             setattr(module, name, value)
 
     def activation(self, module, function) -> None:
-        """In the slot that the value turns on."""
+        """Put an activation into the slot that the value turns on."""
         self.set(module, {"use_te_activation_func": True}, activation_func=function)
 
     def head(self, spec, owner, loss) -> None:
-        """Models may share an output layer."""
+        """Patch the head; models may share an output layer."""
         if bound(owner.output_layer) is None:
             self.bind(owner.output_layer, head.output_forward, spec)
             self.bind(owner, loss, spec, "compute_language_model_loss")
@@ -60,27 +60,28 @@ def apply(
     *,
     keep_mb: float = 0.0,
 ) -> Report:
-    """Put Tigon's kernels into a Megatron model: ``GPTModel``, ``HybridModel``, ``MambaModel``.
+    """Make a Megatron model use Tigon's kernels: ``GPTModel``, ``HybridModel``, ``MambaModel``.
 
-    Modules get methods of their own, and copies of their config with one value changed; classes, functions
-    and other models stay as they are. Parameters, their names and their attributes do not change, so that it
-    may be called before or after Megatron's DDP and optimizer are made.
+    Each replaced module gets new methods, and a copy of its config with one value changed. Classes, functions
+    and other models do not change. Parameters, their names and their attributes do not change either, so you
+    may call this before or after Megatron's DDP and optimizer are made.
 
     Args:
         model: a model, or a wrapper of one (``Float16Module``, ``DistributedDataParallel``).
         norm: ``nn.RMSNorm``, ``nn.LayerNorm``, Apex's ``FusedLayerNorm``, ``L2Norm``.
         mlp: gated activations (SwiGLU, GeGLU) and squared ReLU of MLPs, shared experts and ``SequentialMLP``.
-        rope: rotary embedding of self-attention; fills Megatron's slots for fused functions, which are
-            ``None`` without Transformer Engine, and leaves them filled (:func:`install_rope_fusion`).
-        loss: the output layer and the loss in one; logits are formed only if something reads them.
-        keep_mb: as in :func:`tigon.linear_cross_entropy`: three products of the head instead of four while
+        rope: rotary embedding of self-attention. This fills Megatron's slots for fused functions, which are
+            ``None`` without Transformer Engine; undo leaves them filled (:func:`install_rope_fusion`).
+        loss: the output layer and the loss in one; logits are computed only if some code reads them.
+        keep_mb: as in :func:`tigon.linear_cross_entropy`: the head takes three matmuls instead of four while
             the logits' gradients take no more than this many MiB.
 
     Returns:
-        A report of what was replaced, and what was left and why. ``report.check()`` after the first step.
+        A report that says what was replaced, and what was left and why. Call ``report.check()`` after the
+        first step.
 
     Raises:
-        tigon.Error: no Megatron model, or one with Tigon in it already.
+        tigon.Error: the model is not a Megatron model, or it is already patched.
     """
     op = "megatron.apply"
     check(op, isinstance(model, nn.Module), "model must be an nn.Module, got {}", kind_of(model))
@@ -110,7 +111,7 @@ def apply(
 
 
 def undo(model: nn.Module) -> None:
-    """Take :func:`apply` back: every module has its class's methods and its own config again.
+    """Undo :func:`apply`: every module has its class's methods and its own config again.
 
     Raises:
         tigon.Error: the model is not patched.
@@ -129,7 +130,7 @@ def _is_language_model(module) -> bool:
 
 
 def _look(state, slot, modules, plan, replace) -> None:
-    """Report what becomes of these modules, and have those that the plan takes replaced by what it says."""
+    """Plan these modules, report the result, and replace those that the plan accepts."""
     for path, module in modules:
         verdict = plan(module)
         if verdict is None:

@@ -1,4 +1,4 @@
-"""Megatron's classes: told by name, without an import of Megatron; and its modules, when one is needed."""
+"""Megatron's classes, recognised by name without importing Megatron, and its modules, imported if needed."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def is_one_of(module, *names: str) -> bool:
 
 
 def derives_from(module, name: str) -> bool:
-    """Whether its class is this or derived from it."""
+    """Whether its class is this one or derived from it."""
     return any(class_name(cls) == name for cls in type(module).__mro__)

@@ -1,4 +1,4 @@
-"""Megatron's cross-entropy of given logits, on :func:`tigon.cross_entropy`."""
+"""Megatron's cross-entropy of given logits, with :func:`tigon.cross_entropy`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def fused_vocab_parallel_cross_entropy(
 
     Args:
         vocab_parallel_logits: ``[s, b, V / processes]`` float32, bfloat16 or float16, never written.
-        target: ``[s, b]`` integer labels; one of -100 has loss 0 and gradient 0 (Megatron's: ``lse``
+        target: ``[s, b]`` integer labels. A label of -100 has loss 0 and gradient 0 (in Megatron: ``lse``
             minus the maximum, and the softmax).
-        tp_group: the tensor-parallel group; ``None``: Megatron's own. Of more than one process:
-            :func:`tigon.parallel.cross_entropy`.
+        tp_group: the tensor-parallel group; ``None``: Megatron's own. If it has more than one process,
+            :func:`tigon.parallel.cross_entropy` runs.
 
     Returns:
-        ``[s, b]`` float32. The gradient has the logits' dtype (Megatron's is bfloat16 always); no softmax is
+        ``[s, b]`` float32. The gradient has the logits' dtype (Megatron's is always bfloat16). No softmax is
         kept.
 
     Raises:
-        tigon.Error: what :func:`tigon.cross_entropy` and :func:`tigon.parallel.cross_entropy` refuse.
+        tigon.Error: :func:`tigon.cross_entropy` or :func:`tigon.parallel.cross_entropy` refuses an argument.
     """
     return vocab_parallel_cross_entropy(vocab_parallel_logits, target, 0.0, tp_group)
 
@@ -40,10 +40,10 @@ def vocab_parallel_cross_entropy(
 
     Args:
         label_smoothing: in [0, 1), in Megatron's sense: the label keeps ``1 - s`` of the probability and all
-            *other* classes share ``s`` (PyTorch's smoothing is ``s * V / (V - 1)`` then). V is the whole
-            vocabulary; Megatron's own takes that of the process, whose losses then differ.
+            *other* classes share ``s`` (the equal smoothing in PyTorch is ``s * V / (V - 1)``). V is the
+            whole vocabulary; Megatron uses that of the process, so its losses differ between processes.
 
-    Other arguments, result and errors: as :func:`fused_vocab_parallel_cross_entropy`.
+    Other arguments, result and errors are those of :func:`fused_vocab_parallel_cross_entropy`.
     """
     op = "vocab_parallel_cross_entropy"
     size = group_size(tp_group)
@@ -66,7 +66,7 @@ def tensor_group(group):
 
 
 def group_size(group) -> int:
-    """Processes of a tensor-parallel group; ``None`` is Megatron's own, if it has one."""
+    """The number of processes in a tensor-parallel group; ``None`` is Megatron's own, if it has one."""
     if group is not None:
         return group.size()
     state = sys.modules.get("megatron.core.parallel_state")

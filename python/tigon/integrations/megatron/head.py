@@ -1,4 +1,4 @@
-"""The loss head: ``output_layer`` owes its logits, and ``compute_language_model_loss`` never forms them."""
+"""The loss head: ``output_layer`` returns lazy logits; ``compute_language_model_loss`` does not need them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HeadSpec:
 
 
 class OwedHead(nn.Module):
-    """One call of an output layer, put off: what it multiplies with, and how it ends."""
+    """One deferred call of an output layer: its operands and options."""
 
     def __init__(self, layer, weight, gather, spec):
         super().__init__()
@@ -39,7 +39,7 @@ class OwedHead(nn.Module):
         return self.answer(self, hidden, request)
 
     def answer(self, module, hidden, request):
-        """Its own answer, as `HeadSpec` of transformers' heads gives one."""
+        """Answer a request, as `HeadSpec` of transformers' heads does."""
         del module
         layer, gather, spec, grad = self.rest
         with torch.set_grad_enabled(grad):
@@ -49,7 +49,7 @@ class OwedHead(nn.Module):
 
 
 def output_forward(layer, spec, input_, weight=None, runtime_gather_output=None):
-    """Forward of a patched output layer: lazy logits and the bias that was to be added by the caller."""
+    """Forward of a patched output layer: lazy logits, and the bias that the caller adds."""
     used = layer.weight if weight is None else weight
     reason = _why_computed(layer, input_, used, runtime_gather_output)
     if reason is not None:
@@ -68,7 +68,7 @@ def output_forward(layer, spec, input_, weight=None, runtime_gather_output=None)
 
 
 class _GatheredLogits(LazyLogits):
-    """Logits of the rows of all processes, owed from this process's share of the hidden states."""
+    """Lazy logits of the rows of all processes, from this process's share of the hidden states."""
 
     _kept = (*LazyLogits._kept, "_shares")
     _shares = 1
@@ -91,7 +91,7 @@ def _why_computed(layer, hidden, weight, gather) -> str | None:
     if weight is None or not plain(hidden, weight) or hasattr(weight, "__fsdp_param__"):
         return "the weight is not a plain tensor (Megatron FSDP, quantised)"
     if weight.shape != (layer.output_size_per_partition, layer.input_size):
-        return "the weight has another shape than the layer"  # an error in stock, which shall come
+        return "the weight has another shape than the layer"  # Megatron raises its own error
     if autocast_dtype(hidden.device.type) is not None:
         return "autocast"
     if hidden.dtype != weight.dtype:
@@ -116,7 +116,7 @@ def language_model_loss(model, spec, labels, logits):
 
 
 def _loss(layer, spec, hidden, weight, request):
-    """Per-token losses of ``hidden @ weight.T``, whose classes a tensor-parallel group may share."""
+    """Per-token losses of ``hidden @ weight.T``; a tensor-parallel group may shard the classes."""
     bias = None if layer.skip_bias_add else layer.bias
     options = request.options
     if spec.keep_mb:
@@ -142,9 +142,9 @@ def _loss(layer, spec, hidden, weight, request):
     return linear_cross_entropy(hidden, weight, request.target, bias=bias, **options)
 
 
-# The weight's gradient in main_grad. Megatron's hooks run when the weight gets a gradient; a flag tells them
-# that main_grad has it already, and they start its reduction. So the head adds to main_grad first, and then
-# returns a gradient without meaning.
+# The weight's gradient in main_grad. Megatron's hooks run when the weight gets a gradient. A flag tells them
+# that main_grad already has it, and they start its reduction. So the head adds to main_grad first, and then
+# returns a meaningless gradient.
 
 
 def _adds_to_main_grad(layer, weight) -> bool:
@@ -160,7 +160,7 @@ def _proxy(weight, into):
 
 
 def _announced(weight):
-    """Set the flag; returns the gradient that makes Megatron's hooks run."""
+    """Set the flag; return the gradient that makes Megatron's hooks run."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -169,7 +169,7 @@ def _announced(weight):
 
 
 class _Announce(torch.autograd.Function):
-    """hidden. Its backward runs after the head's: then main_grad has the weight's gradient."""
+    """Returns hidden. Its backward runs after the head's, when main_grad has the weight's gradient."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -182,7 +182,7 @@ class _Announce(torch.autograd.Function):
 
 
 class _AddToMainGrad(torch.autograd.Function):
-    """weight; its gradient is added to main_grad, of any dtype, once it is whole."""
+    """Returns weight; its complete gradient is added to main_grad, of any dtype."""
 
     @staticmethod
     def forward(ctx, weight):

@@ -25,12 +25,12 @@ def centered(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _dtype(config) -> torch.dtype | None:
-    """Of parameters; None is PyTorch's default, for configs that do not say it."""
+    """The dtype of parameters; None, PyTorch's default, for configs without it."""
     return getattr(config, "params_dtype", None)
 
 
 def _mark(module, config) -> None:
-    """Gradients of these parameters are partial sums under sequence parallelism; Megatron adds them up."""
+    """Mark parameters whose gradients are partial sums under sequence parallelism; Megatron sums them."""
     module.config, module.sequence_parallel = config, config.sequence_parallel
     for parameter in module.parameters():
         parameter.sequence_parallel = config.sequence_parallel
@@ -46,7 +46,7 @@ class RMSNorm(tigon_nn.RMSNorm):
         eps: added to the mean square.
         returns_residual: return ``(y, x)``, and add both gradients in the backward's one pass: Megatron's
             ``fused_residual_rmsnorm``.
-        persist_layer_norm, zero_centered_gamma, normalization: not used; the config says it.
+        persist_layer_norm, zero_centered_gamma, normalization: not used; the config sets them.
 
     Shape: ``[..., C] -> [..., C]`` in x's dtype, rounded once.
     """
@@ -93,7 +93,7 @@ class LayerNorm(tigon_nn.LayerNorm):
         _mark(self, config)
 
     def reset_parameters(self) -> None:
-        """Weight and bias as they start; Megatron calls this when modules are built on ``meta``."""
+        """Reset weight and bias; Megatron calls this when modules are built on ``meta``."""
         super().reset_parameters()
         if self.zero_centered_gamma:
             nn.init.zeros_(self.weight)
@@ -104,7 +104,7 @@ class LayerNorm(tigon_nn.LayerNorm):
 
 
 class Norm:
-    """Builder of a norm slot: :class:`RMSNorm` or :class:`LayerNorm`, as ``config.normalization`` says."""
+    """Builder of a norm slot: ``config.normalization`` chooses :class:`RMSNorm` or :class:`LayerNorm`."""
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **unused):
         known = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
@@ -160,11 +160,11 @@ def rms_norm_with_residual(x, weight, eps, offset):
     return _WithResidual.apply(x, *columns_for("rms_norm", ("weight",), x, weight), eps, offset)
 
 
-# Of a built model.
+# Norms of a built model.
 
 
 def plan_norm(module: nn.Module):
-    """(function, its name) for a norm that Tigon runs, why it is left, or None: no norm."""
+    """(function, its name) for a norm that Tigon runs, why it is left, or None if it is not a norm."""
     name = class_name(type(module))
     if isinstance(module, RMSNorm | LayerNorm):
         return None, f"tigon.megatron.{type(module).__name__}"

@@ -1,4 +1,4 @@
-"""Rotary embedding: the functions that Megatron calls with ``apply_rope_fusion``."""
+"""Rotary embedding: the functions that Megatron calls if ``apply_rope_fusion`` is set."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tigon.ops.rope import rope
 ATTENTION = "megatron.core.transformer.attention.SelfAttention"
 LATENT = "megatron.core.transformer.multi_latent_attention.MultiLatentAttention"
 
-_latest = [None, -1, None]  # the angles met last (weak), their version, (cos, sin)
+_latest = [None, -1, None]  # the last angles (weak), their version, (cos, sin)
 
 
 def _tables(freqs):
-    """cos and sin of angles, ``[..., R]`` float32; of the tensor met last they are kept.
+    """cos and sin of angles, ``[..., R]`` float32; those of the last tensor are cached.
 
-    All layers of a forward get one tensor of angles, for q and for k.
+    All layers of a forward get the same tensor of angles, for q and for k.
     """
     if (
         torch.compiler.is_compiling()
@@ -48,15 +48,15 @@ def fused_apply_rotary_pos_emb(
 
     Args:
         t: ``[s, b, h, d]``.
-        freqs: angles ``[S, 1 or b, 1, R]`` float32 with S >= s and R <= d; the first s rows are taken, and
+        freqs: angles ``[S, 1 or b, 1, R]`` float32 with S >= s and R <= d. The first s rows are used, and
             columns of a head past R are copied.
-        transpose_output_memory: the result lies in memory as ``[b, s, h, d]``.
+        transpose_output_memory: the result has the memory layout ``[b, s, h, d]``.
         interleaved: pairs are columns 2i and 2i + 1.
         start_positions: must be ``None``.
 
     Returns:
-        ``[s, b, h, d]`` in t's dtype. Tables are float32 and the arithmetic too, rounded once (Megatron's
-        unfused form rounds tables and products to t's dtype).
+        ``[s, b, h, d]`` in t's dtype. Tables and arithmetic are float32, and the result is rounded once
+        (Megatron's unfused form rounds tables and products to t's dtype).
 
     Raises:
         tigon.Error: shapes do not fit.
@@ -90,13 +90,13 @@ def fused_apply_rotary_pos_emb_thd(
     """Rotary embedding of packed sequences.
 
     Args:
-        t: ``[T, h, d]``, this rank's tokens of all sequences, one behind the other.
-        cu_seqlens: ``[sequences + 1]`` integers, where the whole sequences begin and end; never read on the
+        t: ``[T, h, d]``, this rank's tokens of all sequences, concatenated.
+        cu_seqlens: ``[sequences + 1]`` integers, the boundaries of the whole sequences; never read on the
             host.
-        freqs: angles ``[S, 1, 1, R]`` float32: positions of the longest sequence, or of all sequences (S is
-            the last of cu_seqlens), as Megatron tells them apart.
-        cp_size, cp_rank: context parallelism: the rank holds the ``cp_rank``-th chunk of ``2 * cp_size`` of
-            every sequence from the front, and the one as far from the end.
+        freqs: angles ``[S, 1, 1, R]`` float32: positions of the longest sequence, or of all sequences if S is
+            the last of cu_seqlens, as in Megatron.
+        cp_size, cp_rank: context parallelism: each sequence has ``2 * cp_size`` chunks, and the rank holds
+            the ``cp_rank``-th from the front and the ``cp_rank``-th from the end.
         interleaved: as in :func:`fused_apply_rotary_pos_emb`.
 
     Returns:
@@ -131,14 +131,14 @@ def thd_positions(tokens: int, cu_seqlens, rows: int, cp_size: int, cp_rank: int
         back = cp_size * length - (cp_rank + 1) * half + at - half
         at = torch.where(at < half, front, back)
     at = at + torch.where(ends[-1] == rows, ends[sequence], 0)
-    return at.clamp_(max=rows - 1)  # tokens behind the last sequence are padding
+    return at.clamp_(max=rows - 1)  # tokens after the last sequence are padding
 
 
 def install_rope_fusion() -> bool:
-    """Put the two functions where Megatron looks for fused ones, unless there are some.
+    """Install the two functions in Megatron's slots for fused ones, unless the slots are filled.
 
-    Then ``TransformerConfig(apply_rope_fusion=True)`` needs no Transformer Engine; call it before. Returns
-    whether Tigon's are in place.
+    Then ``TransformerConfig(apply_rope_fusion=True)`` needs no Transformer Engine; call this function before
+    it. Returns whether Tigon's functions are installed.
     """
     rope_utils = core("models.common.embeddings.rope_utils", "install_rope_fusion")
     ours = {f.__name__: f for f in (fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd)}
@@ -149,7 +149,7 @@ def install_rope_fusion() -> bool:
 
 
 def plan_rope(module: nn.Module, kind: str):
-    """(config values, what runs) for an attention, why it is left, or None: it does not rotate.
+    """(config values, name of the function) for an attention, why it is left, or None if it has no rotation.
 
     `kind` is the model's ``position_embedding_type``.
     """

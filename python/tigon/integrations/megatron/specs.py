@@ -38,9 +38,9 @@ def gpt_layer_spec(config, **options):
     """Megatron's local layer spec for a config, with Tigon's norms.
 
     Args:
-        config: ``TransformerConfig``: normalization, qk_layernorm, qk_l2_norm, experts and latent attention
-            are taken from it.
-        **options: of ``get_gpt_layer_local_spec``, over the config's.
+        config: ``TransformerConfig``, which gives normalization, qk_layernorm, qk_l2_norm, experts and latent
+            attention.
+        **options: options of ``get_gpt_layer_local_spec``, which override the config.
 
     Raises:
         tigon.Error: ``use_kitchen`` or ``use_kitchen_attention``, of the config or an option, is set.
@@ -54,7 +54,8 @@ def gpt_block_spec(config, **options):
 
     Args:
         config: ``TransformerConfig``.
-        **options: of ``get_gpt_decoder_block_spec`` (``vp_stage``, ``pp_rank``), over the config's.
+        **options: options of ``get_gpt_decoder_block_spec`` (``vp_stage``, ``pp_rank``), which override the
+            config.
 
     Raises:
         tigon.Error: as :func:`gpt_layer_spec`.
@@ -69,12 +70,12 @@ def gpt_block_spec(config, **options):
 def hybrid_stack_spec(config, *, norms: bool = True):
     """A spec of ``HybridModel``'s stack (before 0.19 ``MambaModel``'s) of Megatron's local layers.
 
-    Megatron's own ``hybrid_stack_spec`` asks for Transformer Engine. This one holds attention (``*`` in the
+    Megatron's own ``hybrid_stack_spec`` needs Transformer Engine. This one supports attention (``*`` in the
     pattern), MLP (``-``) and, with ``config.num_moe_experts``, expert layers (``E``).
 
     Args:
         config: ``TransformerConfig``, as for :func:`gpt_layer_spec`.
-        norms: Tigon's in all slots, the final one included. False: those of Megatron's local spec.
+        norms: use Tigon's norms in all slots, also the final one. False: those of Megatron's local spec.
 
     Raises:
         tigon.Error: as :func:`gpt_layer_spec`.
@@ -117,7 +118,7 @@ def _expert_layer():
 
 @functools.cache
 def _stack():
-    """The class of a hybrid model's stack, with the final norm that its spec names, and of its slots."""
+    """The class of a hybrid model's stack, with the final norm of its spec, and the class of its slots."""
     try:
         from megatron.core.models.hybrid.hybrid_block import HybridStack as Stack
         from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as Submodules
@@ -126,7 +127,7 @@ def _stack():
         from megatron.core.ssm.mamba_block import MambaStackSubmodules as Submodules
 
     class LocalStack(Stack):
-        """Megatron's own builds Transformer Engine's norm in this place."""
+        """A stack with the final norm of the spec; Megatron's own builds Transformer Engine's norm."""
 
         def __init__(self, config, submodules, *, final_norm, post_layer_norm=True, **options):
             super().__init__(config, submodules, post_layer_norm=False, **options)
@@ -140,7 +141,7 @@ def _stack():
 
 
 def _check_kitchen(name, config, options):
-    """Kitchen's layers come from a provider of its own, which these specs would leave out."""
+    """Refuse Kitchen: its layers come from a separate provider, which these specs would ignore."""
     for field in ("use_kitchen", "use_kitchen_attention"):
         off = not (options.get(field) or getattr(config, field, False))
         check(f"megatron.{name}", off, "{} must be False (Kitchen has specs of its own), got True", field)
@@ -153,7 +154,7 @@ _FROM_CONFIG = {"num_experts": "num_moe_experts"} | {
 
 
 def _call(builder, config, options):
-    """A spec builder with what its parameters ask of the config; they differ between versions."""
+    """Call a spec builder with the config's values for its parameters, which differ between versions."""
     target = inspect.unwrap(builder)
     names = inspect.signature(target).parameters
     if target is gpt_layer_specs.get_gpt_layer_local_spec and "normalization" not in names:
@@ -169,7 +170,7 @@ def _call(builder, config, options):
 
 
 def with_norms(spec):
-    """A copy of a layer's (or MTP layer's) spec whose norms are Tigon's; L2 norms and empty slots stay."""
+    """A copy of a layer's (or MTP layer's) spec with Tigon's norms; L2 norms and empty slots are kept."""
     submodules = getattr(spec, "submodules", None)
     if submodules is None or not dataclasses.is_dataclass(submodules):
         return spec

@@ -1,8 +1,8 @@
-"""PEFT's LoRA layers: base and low-rank products of all active adapters in one call each way.
+"""PEFT's LoRA layers: the base and adapter matmuls of a layer in one call in the forward and the backward.
 
-The layer's class, parameters, names and methods stay PEFT's. Every call looks at the layer's state, so that
-merged, disabled and switched adapters do what they did; what the native call does not compute is PEFT's
-forward as before.
+PEFT keeps the layer's class, parameters, names and methods. Every call checks the layer's state, so that
+merged, disabled and switched adapters work as before. PEFT's forward computes all cases that the native call
+does not support.
 """
 
 from __future__ import annotations
@@ -71,20 +71,20 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
 
 
 class State(NamedTuple):
-    """What a call multiplies with."""
+    """The operands of a call."""
 
     dtype: torch.dtype
     base: Base
     adapters: list[Adapter]
     magnitude: torch.Tensor | None  # DoRA's lengths of rows
-    sources: list[torch.Tensor]  # the layer's own tensors that these were made of
+    sources: list[torch.Tensor]  # the layer's tensors from which these were made
     call: tuple  # base and adapters as the op takes them
     drops: bool
     scales_weight: bool  # DoRA may scale the rows of the weight
     shareable: bool  # with others. Seeds are drawn call by call: a checkpoint repeats them
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
-        """DoRA scales what is without the bias."""
+        """Scale the result without the bias, as DoRA does."""
         return y if self.magnitude is None or self.base.bias is None else y + self.base.bias
 
     def versions(self) -> list[int]:
@@ -99,10 +99,10 @@ class State(NamedTuple):
 
 
 class Siblings:
-    """Layers that a module gives one x, one after the other: the first call computes for all.
+    """Layers that a module calls with one x, one after the other: the first call computes all of them.
 
-    A result is handed out for the same x and the state that it was computed of, otherwise dropped. One node
-    of autograd for q, k and v takes a tenth off the host's time of a small model's backward, on a CPU.
+    A later call returns its result if x and the state are the same; otherwise the result is dropped. One
+    autograd node for q, k and v saves a tenth of the host's time in a small model's backward, on a CPU.
     """
 
     def __init__(self, parent: nn.Module, names: tuple[str, ...]):
@@ -122,7 +122,7 @@ class Siblings:
             if computed is not None and computed[1] == state.versions() and state.equals(computed[0]):
                 return computed[2]
         self.forget()
-        # What the others have kept may be out of date by now: each looks when it is called.
+        # The others' kept states may be out of date: each layer checks when it is called.
         if not (self.specs and self.specs[0] is spec and _same([s.state for s in self.specs], self.states)):
             self._gather(spec, x, state)
         y, *ys = _adapted(x, state.dtype, self.prepared)
@@ -149,7 +149,7 @@ class Siblings:
 
 
 def _prepare(*states: State) -> tuple:
-    """Of one call for all."""
+    """The layout and tensors of one call for all states."""
     bases, adapters = [one.base for one in states], [one.adapters for one in states]
     adapters = [a._replace(base=i) for i, group in enumerate(adapters) for a in group]
     if states[0].magnitude is None:
@@ -159,7 +159,7 @@ def _prepare(*states: State) -> tuple:
 
 @dataclass(eq=False)
 class LoraSpec:
-    """A layer's name among its siblings, if it has some; what its last call saw, and the state of it."""
+    """A layer's name among its siblings, if it has some, and the inputs and state of its last call."""
 
     name: str = ""
     siblings: Siblings | None = None
@@ -171,7 +171,7 @@ class LoraSpec:
 
 
 def find_siblings(parent: nn.Module, names: list[str]) -> Siblings | None:
-    """The children of these names that the forward of their parent gives one x, in whatever it does next."""
+    """The children of these names that the forward of their parent calls with one x."""
     if len(names) < 2:
         return None
     shared = _callees(type(parent).forward, frozenset(names))
@@ -180,7 +180,7 @@ def find_siblings(parent: nn.Module, names: list[str]) -> Siblings | None:
 
 @functools.cache
 def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
-    """Of these attributes those called with one variable in a run of statements that leave it alone."""
+    """Those of the attributes that are called with one variable, with no assignment to it in between."""
     try:
         tree = source_tree(forward)
     except NoSource:
@@ -227,14 +227,14 @@ def _adapted(x, dtype, call, seed=None):
     return apply(x.to(dtype), *call, seed)
 
 
-# What keeping an x of this size costs is more than a small launch.
+# Keeping an x of this size costs more than a small launch.
 _LARGE = 1 << 25
 
 
 def _recompute(x) -> Callable[[], torch.Tensor] | None:
-    """What makes x once more for the backward, which need not keep it then: a gated product, a large norm.
+    """A function that computes x again in the backward, so that it is not kept: a gated unit or a large norm.
 
-    Both keep what they are made of. Checkpoints and hooks see to what is kept in their own way.
+    Both keep their inputs anyway. Under checkpoints and hooks, which manage saved tensors, x is kept.
     """
     if not _sharing(x) or torch._C._current_graph_task_id() != -1:
         return None
@@ -246,7 +246,7 @@ def _recompute(x) -> Callable[[], torch.Tensor] | None:
 
 
 def _sharing(x) -> bool:
-    """Whether results may be kept for siblings: in eager training."""
+    """Whether results may be kept for siblings, which is so in eager training."""
     return torch.is_grad_enabled() and _is_eager() and not x.is_inference()
 
 
@@ -255,7 +255,7 @@ def _is_eager() -> bool:
 
 
 def _state(module, spec: LoraSpec, x) -> State | None:
-    """What this call multiplies with; None: PEFT computes it."""
+    """The operands of this call; None: PEFT computes it."""
     if not _is_eager():
         return _find_state(module, x)
     seen = _look(module, x)
@@ -276,9 +276,9 @@ def _same(some, others) -> bool:
 
 
 def _look(module, x) -> list | None:
-    """All that `_find_state` decides by: it finds the same for an equal list. None where it looks at more.
+    """The inputs of `_find_state`, whose result is the same for an equal list; None if it reads more.
 
-    The state holds the tensors, so that nothing else gets their identity.
+    The state holds the tensors, so that no other tensor gets their identity.
     """
     base = module._modules["base_layer"]
     weight = base._parameters.get("weight")
@@ -304,7 +304,7 @@ def _look(module, x) -> list | None:
 
 
 def _look_at_part(part: nn.Module) -> list:
-    """What makes a part another one, or its calls more than products, and its parameters."""
+    """The attributes that identify a part and say whether it is a plain matmul, and its parameters."""
     own, kind = part.__dict__, type(part)
     seen = [part, kind, kind.forward, own.get("forward"), own.get(HOOKED), has_hooks(part)]
     for tensor in own["_parameters"].values():
@@ -317,7 +317,7 @@ def _look_at_tensor(t: torch.Tensor | None) -> tuple:
 
 
 def _look_at_quantised(base: nn.Module, weight) -> tuple:
-    """What `_dequantiser` and the dtype of a 4-bit base are found by."""
+    """The attributes that decide `_dequantiser` and the dtype of a 4-bit base."""
     state = getattr(base, "state", None)
     states = (id(state), getattr(state, "SCB", None) is None)
     of_weight = (getattr(weight, name, None) is None for name in ("quant_state", "SCB"))
@@ -333,9 +333,9 @@ def _active(module):
 
 
 def _find_state(module, x) -> State | None:
-    """Children and parameters are looked up where modules keep them, not by attribute.
+    """Find the state; children and parameters are read from the modules' dictionaries, not by attribute.
 
-    What it reads stands in `_look` too.
+    `_look` must list everything that this function reads.
     """
     base = module._modules["base_layer"]
     linear = is_linear(base)
@@ -354,7 +354,7 @@ def _find_state(module, x) -> State | None:
         sources = [weight, bias]
         if weight.dtype != dtype:
             if autocast is None:
-                return None  # an error in stock, which shall come
+                return None  # PEFT's forward raises its own error
             weight = weight.to(dtype)
     elif not torch.compiler.is_compiling() and (make := _dequantiser(base, weight)) is not None:
         if weight.device != device:
@@ -384,18 +384,18 @@ def _find_state(module, x) -> State | None:
         if name in module.lora_variant:
             magnitude = dora_magnitude(module, name)
             if magnitude is None or not _usable(magnitude, device) or p > 0 or bias_b is not None:
-                return None  # dropout is of the base product too
+                return None  # dropout applies to the base matmul too
         if bias_b is not None:
             bias = bias_b * scale if bias is None else bias + bias_b * scale
         sources.append(bias_b)
         adapters.append(Adapter(0, a, b, float(scale), float(p)))
     if not adapters or kind not in _DTYPES or (magnitude is not None and len(adapters) > 1):
-        return None  # several of which one is DoRA's add up in another way
+        return None  # several adapters with DoRA add up differently
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
     sources += *(l.a for l in adapters), *(l.b for l in adapters), magnitude
     drops, plain = any(adapter.dropout for adapter in adapters), isinstance(weight, torch.Tensor)
-    # float16 does not hold what stands for a magnitude of 0.
+    # float16 cannot represent the substitute for a magnitude of 0.
     scales = (
         magnitude is not None and torch.float16 not in (dtype, kind) and not (plain and weight.requires_grad)
     )
@@ -406,23 +406,23 @@ def _find_state(module, x) -> State | None:
 
 
 def _own(module, name):
-    """A parameter, found sooner than by attribute."""
+    """A parameter, looked up faster than by attribute."""
     own = module._parameters
     return own[name] if name in own else getattr(module, name)
 
 
 def _usable(weight, device) -> bool:
-    """Whether it is a whole tensor here; ZeRO-3 gathers its own in hooks of the parts."""
+    """Whether it is a whole tensor here; ZeRO-3 gathers its weights in hooks of the parts."""
     return type(weight) in PLAIN and weight.device == device and not hasattr(weight, "ds_id")
 
 
 def _scales_weight(x, state: State) -> bool:
-    """Whether DoRA scales rows of the weight: of few rows of x it scales the result."""
+    """Whether DoRA scales rows of the weight; if x has few rows, it scales the result."""
     return _is_eager() and state.scales_weight and 16 * x.numel() >= x.shape[-1] ** 2
 
 
 def _dora(x, state: State) -> torch.Tensor:
-    """DoRA gives the rows of ``W + scale * B A`` the lengths of `magnitude`: here those of the result."""
+    """DoRA scales the rows of ``W + scale * B A`` to the lengths `magnitude`; this scales the result."""
     dtype, (weight, bias), (adapter,), magnitude, *_ = state
     made = [weight if isinstance(weight, torch.Tensor) else weight()]
     lengths = row_lengths(made[0], *adapter[1:4])
@@ -437,7 +437,7 @@ def _is_bitsandbytes(base: nn.Module) -> bool:
 
 
 def _dequantiser(base: nn.Module, weight) -> Callable[[], torch.Tensor] | None:
-    """What makes the weight of a Linear from its quantised one; None where it is not quantised by now."""
+    """A function that dequantises the weight of a Linear; None if it is not quantised yet."""
     if _is_bitsandbytes(base):
         from peft.utils.integrations import dequantize_bnb_weight
 
@@ -451,7 +451,7 @@ def _dequantiser(base: nn.Module, weight) -> Callable[[], torch.Tensor] | None:
 
 
 def _dequantised(make: Callable[[], torch.Tensor], dtype: torch.dtype):
-    """What makes the weight in `dtype`, for one direction at a time."""
+    """A function that makes the weight in `dtype`, for the forward or the backward."""
 
     def dequantise():
         with torch.no_grad():

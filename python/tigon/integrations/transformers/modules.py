@@ -1,7 +1,7 @@
-"""For people who compose models by hand, and the two one-line ways into a training script.
+"""Modules for hand-made models, and two ways to use Tigon in a training script with one line.
 
-Modules here take a Hugging Face configuration and keep the names of its checkpoints; they hold ordinary
-``nn.Linear`` and ``nn.Parameter``, so PEFT, quantisation and sharding see what they know.
+The modules take a Hugging Face configuration and keep the names of its checkpoints. They hold ordinary
+``nn.Linear`` and ``nn.Parameter``, so PEFT, quantisation and sharding work with them.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ log = logging.getLogger("tigon")
 
 
 def split_options(options: dict) -> tuple[dict, dict]:
-    """(what :func:`tigon.apply` takes by keyword, the rest)."""
+    """Split options into (keywords of :func:`tigon.apply`, the rest)."""
     names = [n for n, p in inspect.signature(apply).parameters.items() if p.kind is p.KEYWORD_ONLY]
     ours = {name: value for name, value in options.items() if name in names}
     return ours, {name: value for name, value in options.items() if name not in names}
 
 
 class AutoTigonForCausalLM(AutoModelForCausalLM):
-    """``AutoModelForCausalLM`` whose models come with :func:`tigon.apply` done.
+    """``AutoModelForCausalLM`` that calls :func:`tigon.apply` on its models.
 
-    Keywords of ``tigon.apply`` (``norm``, ``mlp``, ``rope``, ``loss``, ``strict``, ...) go there, all others
-    to transformers. ``model.tigon_report`` says what was replaced.
+    Keywords of ``tigon.apply`` (``norm``, ``mlp``, ``rope``, ``loss``, ``strict``, ...) are passed to it, all
+    others to transformers. ``model.tigon_report`` says what was replaced.
     """
 
     @classmethod
@@ -84,17 +84,17 @@ class AutoTigonForCausalLM(AutoModelForCausalLM):
 
 
 class TigonTrainerCallback(TrainerCallback):
-    """:func:`tigon.apply` inside ``Trainer`` (and every trainer built on it: TRL's, yours).
+    """:func:`tigon.apply` inside ``Trainer`` and every trainer derived from it, such as TRL's.
 
-    ``Trainer(..., callbacks=[TigonTrainerCallback()])``. It applies when the trainer is made, before
-    accelerate, FSDP, DeepSpeed or ``torch.compile`` wrap the model, and once more when training begins, for
-    models that ``model_init`` makes only then. After the first step it warns if the loss head that was
-    patched has computed no loss. Options are those of ``tigon.apply``; ``report`` is its result.
+    Use it as ``Trainer(..., callbacks=[TigonTrainerCallback()])``. It calls ``tigon.apply`` when the trainer
+    is made, before accelerate, FSDP, DeepSpeed or ``torch.compile`` wrap the model. It calls it again when
+    training starts, for models that ``model_init`` makes only then. After the first step it warns if the
+    patched loss head has computed no loss. Options are those of ``tigon.apply``; ``report`` is its result.
 
-    ``optimizer=True``, or a dictionary of options of :class:`tigon.optim.AdamW`, puts that in the place of
-    PyTorch's AdamW (``optim="adamw_torch"`` or ``"adamw_torch_fused"``, transformers' default), with the
-    learning rate, betas, eps and weight decay of the arguments; ``max_grad_norm`` then clips in its reads.
-    The other way is the trainer's own: ``optimizer_cls_and_kwargs=(tigon.optim.AdamW, {...})``.
+    ``optimizer=True``, or a dictionary of options of :class:`tigon.optim.AdamW`, replaces PyTorch's AdamW
+    (``optim="adamw_torch"`` or ``"adamw_torch_fused"``, transformers' default). The learning rate, betas, eps
+    and weight decay come from the training arguments. ``max_grad_norm`` then clips without another read of
+    the gradients. Alternatively pass ``optimizer_cls_and_kwargs=(tigon.optim.AdamW, {...})`` to the trainer.
     """
 
     def __init__(self, optimizer: bool | dict = False, **options):
@@ -106,7 +106,7 @@ class TigonTrainerCallback(TrainerCallback):
         self._looked = False
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        """The trainer has its model, still unwrapped, and no optimizer yet."""
+        """Apply; at this point the trainer has its unwrapped model and no optimizer."""
         if self.optimizer:
             from tigon.integrations.transformers.optimizer import use
 
@@ -115,17 +115,17 @@ class TigonTrainerCallback(TrainerCallback):
             self._apply(model)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """The model may be another one than at the beginning (``model_init``)."""
+        """Apply again, since ``model_init`` may have made another model."""
         self._looked = False
         if model is not None:
             self._apply(model)
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Look once whether the loss really went through the patched head."""
+        """Check once whether the patched head computed the loss."""
         if self._looked or self.report is None:
             return
         self._looked = True
-        if self.report.head_calls.said:  # the head has given the reason
+        if self.report.head_calls.said:  # the head has already given the reason
             return
         try:
             self.report.check()
@@ -169,7 +169,7 @@ _PRODUCTS = {
 
 
 def gated_product(op: str, activation: str):
-    """The fused ``act(gate) * up`` of an activation's name, of two tensors or of one that holds both."""
+    """The fused ``act(gate) * up`` for an activation's name, for two tensors or one that holds both."""
     known = activation in _PRODUCTS
     check(op, known, "hidden_act must be one of {}, got {!r}", (*_PRODUCTS,), activation)
     name, options = _PRODUCTS[activation]
@@ -182,12 +182,12 @@ def activation_of(config) -> str:
 
 
 class GatedMLP(nn.Module):
-    """``down_proj(act(gate_proj(x)) * up_proj(x))`` of a configuration: Llama, Mistral, Qwen, Gemma, ...
+    """``down_proj(act(gate_proj(x)) * up_proj(x))`` from a configuration: Llama, Mistral, Qwen, Gemma, ...
 
     Args:
-        config: ``hidden_size``, ``intermediate_size``, ``hidden_act`` (or ``hidden_activation``) and, where
-            it is there, ``mlp_bias``.
-        intermediate_size: instead of the configuration's.
+        config: ``hidden_size``, ``intermediate_size``, ``hidden_act`` (or ``hidden_activation``) and
+            optionally ``mlp_bias``.
+        intermediate_size: replaces that of the configuration.
     """
 
     activation_in = staticmethod(activation_of)
@@ -201,7 +201,7 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
         self.activation = self.activation_in(config)
-        gated_product(type(self).__name__, self.activation)  # an unknown one is refused now
+        gated_product(type(self).__name__, self.activation)  # raises an error now if unknown
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., hidden_size] -> [..., hidden_size]``."""
@@ -243,10 +243,10 @@ def causal_lm_loss(
     softcap=None,
     logit_scale=1.0,
 ):
-    """The loss transformers' causal models return, from the hidden states before the head.
+    """The loss of transformers' causal models, from the hidden states before the head.
 
-    Labels are shifted here; pass ``shift_labels`` where they already are. ``num_items_in_batch`` is the
-    denominator of gradient accumulation (number or tensor).
+    The function shifts the labels; if they are already shifted, pass ``shift_labels``. ``num_items_in_batch``
+    is the denominator of gradient accumulation (number or tensor).
     """
     target = labels if shift_labels is None else shift_labels
     return tigon.linear_cross_entropy(

@@ -1,4 +1,4 @@
-"""``tigon.optim.AdamW`` in a ``Trainer`` whose arguments ask for PyTorch's, and clipping in its reads."""
+"""``tigon.optim.AdamW`` in a ``Trainer`` whose arguments choose PyTorch's, with clipping inside its step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAKES = "get_optimizer_cls_and_kwargs"
 
 
 def use(args, options: dict) -> None:
-    """The trainer of these arguments shall make a :class:`tigon.optim.AdamW`."""
+    """Make the trainer of these arguments create a :class:`tigon.optim.AdamW`."""
     from accelerate import Accelerator
     from transformers import Trainer
 
@@ -55,7 +55,7 @@ def _clipping(original):
 
 
 def _only_optimizer(accelerator) -> AdamW | None:
-    """Its optimizer, where there is one, ours, and gradients are whole on every process."""
+    """The only optimizer, if it is Tigon's and every process has whole gradients; else None."""
     kinds = ("NO", "MULTI_GPU", "MULTI_CPU")
     if accelerator.distributed_type not in kinds or len(accelerator._optimizers) != 1:
         return None

@@ -1,4 +1,4 @@
-"""`apply` and `undo`: plan what can be replaced, then replace it, and take it all back."""
+"""`apply` and `undo`: plan what can be replaced, replace it, and restore it."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ NEEDS_NORM_AND_ROPE = "qk_norm needs the slots norm and rope"
 
 @dataclass(eq=False)
 class State:
-    """What undo needs, kept in the model's own dictionary so that copies carry it."""
+    """The state that undo needs, kept in the model's own dictionary so that copies of the model have it."""
 
     report: Report
-    losses: dict[str, object] = field(default_factory=dict)  # module path -> what was there
+    losses: dict[str, object] = field(default_factory=dict)  # module path -> loss function before
     ledger: Ledger = field(default_factory=Ledger)
     experts: dict[str, str | None] = field(default_factory=dict)  # path -> implementation before
 
@@ -76,7 +76,7 @@ class State:
 
 
 class Arrivals:
-    """Sees adapters of PEFT that come, or leave, after `apply`: the slot `lora` is then looked at again."""
+    """Notices PEFT adapters that are added or removed after `apply`, and then plans the slot `lora` again."""
 
     numbers = itertools.count()
 
@@ -91,7 +91,7 @@ class Arrivals:
         return Arrivals, ()
 
     def changed(self, root: nn.Module) -> bool:
-        """Whether there are others than last time: PEFT keeps their configurations in the model."""
+        """Whether adapters changed since the last call: PEFT keeps their configurations in the model."""
         if self.owners is None:
             self.owners = [vars(model) for model in root.modules() if isinstance(model, PreTrainedModel)]
             WATCHED[self.number] = root
@@ -101,7 +101,7 @@ class Arrivals:
         return not same
 
     def look(self, root: nn.Module) -> None:
-        """Replace what has come."""
+        """Replace the layers of new adapters."""
         if not self.changed(root):
             return
         state, plan = root.__dict__[STATE], _Plan(root)
@@ -114,22 +114,23 @@ class Arrivals:
 
 
 class _Plan:
-    """Everything apply would do; nothing is modified before `commit`."""
+    """Everything that apply would do; nothing is modified before `commit`."""
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.entries: list[Entry] = []
         self.binds: list = []
-        self.freed: list = []  # modules that were replaced and are left now
+        self.freed: list = []  # modules that were replaced before and are left now
         self.turns: list = []  # (module, its method, names of the rotary functions to be fused in it)
         self.losses: list[str] = []  # paths of models whose loss function is transformers' causal one
         self.heads: list = []  # (model, Linears of its head)
-        self.trl: str | None = None  # why TRL's heads stay its own
+        self.trl: str | None = None  # why Tigon does not replace TRL's heads
 
     def modules(self, slot, *rows):
-        """Look at all modules by each row's plan, and bind its function to those that it takes.
+        """Check all modules with each row's plan, and bind its function to those that the plan accepts.
 
-        A plan returns (spec of the function, what it is), why a module is left, or None: it is none of this.
+        A plan returns (spec of the function, its name), the reason why a module is left, or None for a module
+        of another kind.
         """
         for plan, function in rows:
             taken = {id(module) for _, module, _, name in self.binds if name == "forward"}
@@ -157,7 +158,7 @@ class _Plan:
         return {id(owner.get_output_embeddings()) for owner in owners}
 
     def lora(self):
-        """Not of an output head, whose adapter goes into its loss."""
+        """Plan LoRA layers, except output heads, whose loss includes their adapter."""
         heads, first = self.heads_of_owners(), len(self.binds)
         self.modules("lora", (lambda m: None if id(m) in heads else plan_lora(m), lora_forward))
         specs = {id(module): spec for _, module, spec, _ in self.binds[first:]}
@@ -226,7 +227,7 @@ class _Plan:
                 self.heads.append((owner, linears))
 
     def replace(self, ledger: Ledger | None = None):
-        """Bind what was planned to modules; to those that have it already, nothing."""
+        """Bind the planned functions to modules that do not have them yet."""
         for module in self.freed:
             unbind(module)
         for function, module, spec, name in self.binds:
@@ -263,7 +264,7 @@ class _Plan:
 
 
 def _is_left(module: nn.Module, function, verdict: str | None) -> bool:
-    """Whether a module that `function` replaced is left now; what is sharded or freed tells nothing."""
+    """Whether a module that `function` replaced is left now; unknown if it is sharded or freed."""
     there = bound(module)
     if there is None or there.function is not function:
         return False
@@ -271,7 +272,7 @@ def _is_left(module: nn.Module, function, verdict: str | None) -> bool:
     return not there.replaces_own() or (isinstance(verdict, str) and whole)
 
 
-# In this order: a module that one has taken is not looked at by those behind it.
+# In this order: later plans skip a module that an earlier one has taken.
 _SLOTS = {
     "norm": lambda plan: plan.modules("norm", (plan_norm, norm_forward)),
     "mlp": lambda plan: plan.modules("mlp", (plan_mlp, mlp_forward)),
@@ -310,33 +311,33 @@ def apply(
 ) -> Report:
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
-    Where q, k and v are slices of one projection they become parts of one split.
+    If q, k and v are slices of one projection, one split replaces the slices.
 
     Args:
-        model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
-            `torch.compile` wrappers are looked through. Modified in place.
-        norm, mlp, rope, loss, experts, router, qkv, qk_norm, hyper, lora: which slots to look at; router: of
-            experts; qk_norm: norms of q and k with the rotary embedding, where norm and rope are looked at
-            too; hyper: hyper-connections; lora: adapters of PEFT, those that come later too. None: where
-            the model has such parts. True: the report says it where nothing of the slot was found.
-        lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
-            ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
-        graphs: replay training calls as CUDA graphs (docs/graphs.md); numbers are the lengths that rows are
-            padded to. Stays until `undo`.
-        fp8: compute the products of Linears in layers in float8, "rowwise", or "rowwise_dw_bf16" with those
-            of the weights' gradients as they are (docs/fp8.md). Stays until `undo`.
-        fp8_except: names of Linears, or of modules above them, that stay as they are.
-        first_last_bf16: leave those of the first and of the last layer.
-        strict: raise instead of leaving anything of the other slots stock.
+        model: a Hugging Face model, or any module built from such parts. PEFT, DDP and `torch.compile`
+            wrappers are unwrapped. The model is modified in place.
+        norm, mlp, rope, loss, experts, router, qkv, qk_norm, hyper, lora: which slots to replace. router is
+            that of experts; qk_norm is the norms of q and k with the rotary embedding (it needs the slots
+            norm and rope too); hyper is hyper-connections; lora is PEFT's adapters, also those added later.
+            None: replace the slot if the model has it. True: the report also says if nothing was found.
+        lazy_logits: also return lazy logits from training forwards without labels, for a loss that you (or
+            Trainer's ``compute_loss_func``) compute from ``output.logits``. It stays on until `undo`.
+        graphs: replay training calls as CUDA graphs (docs/graphs.md). Numbers are the lengths to which rows
+            are padded. It stays on until `undo`.
+        fp8: compute the matmuls of Linears in layers in float8: "rowwise", or "rowwise_dw_bf16", which
+            leaves those of the weights' gradients unchanged (docs/fp8.md). It stays on until `undo`.
+        fp8_except: names of Linears, or of modules that contain them, to leave unchanged.
+        first_last_bf16: leave the Linears of the first and of the last layer unchanged.
+        strict: raise an error if any part of the other slots would keep its own code.
 
     Returns:
-        a `Report`: what was replaced, by what, what was left and why. Applying again replaces what is new in
-        the model, modules put at known places among it, and brings the same report up to date.
+        a `Report` that says what was replaced by what, and what was left and why. A second call replaces the
+        parts that are new in the model, also new modules at known places, and updates the same report.
 
     Raises:
-        tigon.Error: nothing was recognised, or strict and something was left. Nothing is modified.
+        tigon.Error: nothing was recognised, or with `strict` something was left. Nothing is modified.
 
-    Parts are recognised by the structure of their source, not by names; see docs/huggingface.md.
+    Tigon recognises parts by the structure of their source, not by names; see docs/huggingface.md.
     """
     if not isinstance(model, nn.Module):
         raise Error(f"[apply] model must be a torch.nn.Module, got {_what(model)}")
@@ -395,15 +396,15 @@ def apply(
 
 
 def _has_loss(model) -> bool:
-    """Whether Tigon has the loss of a model, which may be wrapped."""
+    """Whether Tigon computes the loss of a model, which may be wrapped."""
     state = getattr(unwrapped(model), "__dict__", {}).get(STATE)
     return state is not None and state.report.count("loss") > 0
 
 
 def _watch(root: nn.Module) -> None:
-    """Have the model look for adapters when it is called: they come after a patch as often as before."""
+    """Check for adapters whenever the model is called: they are often added after the patch."""
     arrivals = root.__dict__.setdefault(ARRIVALS, Arrivals())
-    arrivals.owners = None  # models may be others since
+    arrivals.owners = None  # the models may have changed
     arrivals.changed(root)
     if arrivals.owners and model_forward(root) is None and type(root).forward is not nn.Module.forward:
         bind_model(watched_forward, root, None)
@@ -420,7 +421,7 @@ def _lengths(graphs) -> tuple[int, ...] | None:
 
 
 def _use_graphs(root: nn.Module, report: Report, lengths: tuple[int, ...] | None) -> None:
-    """Let the patched forward of the whole model replay graphs; what was captured before is dropped."""
+    """Let the patched forward of the whole model replay graphs; drop earlier graphs."""
     held = root.__dict__.get(GRAPHS)
     if held is not None:
         for graphs in filter(None, (vars(module).get(GRAPHS) for module in root.modules())):
@@ -434,7 +435,7 @@ def _use_graphs(root: nn.Module, report: Report, lengths: tuple[int, ...] | None
 
 
 def _notes(root: nn.Module, report: Report) -> list[str]:
-    """What a person should know before the first step."""
+    """Notes that a user should read before the first step."""
     notes = []
     if report.count("loss") and not root.training:
         notes.append("in evaluation mode the head computes logits as in stock: model.train() before training")
@@ -444,7 +445,7 @@ def _notes(root: nn.Module, report: Report) -> list[str]:
 
 
 def _what(model) -> str:
-    """What somebody gave in the place of a model, and where the model may be."""
+    """The object that was passed instead of a model, and where the model may be."""
     if isinstance(model, str):
         return f"the name {model!r} (load it first: AutoModelForCausalLM.from_pretrained({model!r}))"
     if isinstance(model, type):
@@ -454,7 +455,7 @@ def _what(model) -> str:
 
 
 def _tell_wrappers(model: nn.Module, root: nn.Module) -> None:
-    """PEFT's adaption prompts keep the model's forward for their own: that of now."""
+    """Give the present forward to PEFT's adaption prompts, which keep the model's forward as their own."""
     for wrapper in model.modules():
         kept = wrapper.__dict__.get("forward")
         owner = kept.__self__ if isinstance(kept, types.MethodType) else getattr(kept, "module", None)
@@ -477,7 +478,7 @@ def _check(plan: _Plan, report: Report, strict: bool) -> None:
 
 
 def undo(model: nn.Module) -> None:
-    """Restore everything that `apply` changed in this model; harmless where nothing was applied."""
+    """Restore everything that `apply` changed in this model; without `apply` this does nothing."""
     if not isinstance(model, nn.Module):
         raise Error(f"[undo] model must be a torch.nn.Module, got {_what(model)}")
     root = unwrapped(model)
@@ -493,7 +494,7 @@ def undo(model: nn.Module) -> None:
     for path, previous in state.losses.items():
         owner = root.get_submodule(path)
         if owner.__dict__.get("_loss_function") is not causal_lm_loss:
-            continue  # somebody set another one since: not ours to remove
+            continue  # another one was set later: not ours to remove
         if previous == ABSENT:
             del owner.__dict__["_loss_function"]
         else:

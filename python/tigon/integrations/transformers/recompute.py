@@ -1,9 +1,9 @@
-"""Memory that the loss head takes, given back by the gated MLPs.
+"""The gated MLPs save the memory that the loss head takes.
 
-While the head works, what all layers keep for their backward is alive: no moment of a step needs more. What
-the head takes there beyond the gradients it returns (a chunk's logits, a float32 sum) it notes in the ledger,
-and in the next forward pass as many MLPs as make up for it do not keep `act(gate) * up` for the projection
-after it. Gate and up are kept anyway; it is formed again from them, bit for bit, when the backward wants it.
+A step needs most memory while the head runs, since all layers keep their tensors for the backward. The head
+records in the ledger how much it takes besides the gradients that it returns (a chunk's logits, a float32
+sum). In the next forward pass just enough MLPs to offset this do not keep `act(gate) * up` for the projection
+after it. They keep gate and up anyway, and the backward computes it again from them, bitwise equal.
 Two runs of six models on an H200, without it and with it, differ by 0.7 to 3.2 GB a step (1 to 6 %).
 """
 
@@ -19,7 +19,7 @@ from tigon.ops.loss_head.plan import linear_cross_entropy_memory
 
 
 class Ledger:
-    """One model's: bytes that its head took last time, and what of them the running forward still owes."""
+    """The bytes that a model's head took last time, and those that this forward still has to save."""
 
     def __init__(self, taken: int = 0):
         self.taken = taken
@@ -36,7 +36,7 @@ class Ledger:
             self.owed = self.taken
 
     def note(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-        """The head computes a loss of these operands."""
+        """Record that the head computes a loss of these operands."""
         if torch.compiler.is_compiling() or hidden.device.type not in ("cpu", "cuda"):
             return
         (vocab, size), trained = weight.shape, weight.requires_grad
@@ -54,7 +54,7 @@ class Ledger:
         self.taken = max(needs.peak - needs.results, 0)
 
     def project(self, down: nn.Module, inner: torch.Tensor) -> torch.Tensor:
-        """``down(inner)``, which does not keep inner while bytes are owed."""
+        """``down(inner)``, which does not keep inner while bytes are left to save."""
         if torch.compiler.is_compiling() or self.owed <= 0 or not _spares(down, inner):
             return down(inner)
         self.owed -= inner.nbytes
@@ -63,17 +63,17 @@ class Ledger:
 
 
 def _spares(down: nn.Module, inner: torch.Tensor) -> bool:
-    """Whether inner can be formed again, and what else down keeps bears hooks."""
-    if not glu.can_repeat(inner) or bound(down) is not None:  # the slot `lora` keeps none anyway
+    """Whether inner can be computed again, and hooks may handle the other tensors that down keeps."""
+    if not glu.can_repeat(inner) or bound(down) is not None:  # the slot `lora` does not keep it anyway
         return False
     if torch._C._autograd._top_saved_tensors_default_hooks(True) or torch._C._current_graph_task_id() != -1:
-        return False  # offloading, checkpointing: they see to what is kept
+        return False  # offloading, checkpointing: they manage saved tensors
     weight = down.base_layer.weight if is_lora(down) else down.weight if is_linear(down) else None
-    return plain(weight) and not hasattr(weight, "ds_id")  # ZeRO-3 replaces the data of what is kept
+    return plain(weight) and not hasattr(weight, "ds_id")  # ZeRO-3 replaces the data of saved tensors
 
 
 class _Forgetting(torch.autograd.graph.saved_tensors_hooks):
-    """Inside it, the graph keeps the node that made `inner` in place of inner; the rest as ever."""
+    """Inside it, the graph keeps the node that made `inner` instead of inner; other tensors as usual."""
 
     def __init__(self, inner: torch.Tensor):
         node, storage, numel = inner.grad_fn, inner.untyped_storage().data_ptr(), inner.numel()

@@ -1,4 +1,4 @@
-"""What `tigon.apply` did: structured, and readable when printed."""
+"""The result of `tigon.apply`: structured, and readable when printed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _traced: set[str] = set()  # reasons given while tracing
 
 @dataclass(frozen=True)
 class Entry:
-    """One place in the model: replaced by something, or left for a reason."""
+    """One place in the model, which was replaced or left for a reason."""
 
     slot: (
         str  # "norm", "mlp", "experts", "router", "qkv", "qk_norm", "hyper", "lora", "rope", "loss" or "fp8"
@@ -30,7 +30,7 @@ class Entry:
 
     @classmethod
     def of(cls, slot: str, path: str, kind: str, verdict: str | tuple) -> Entry:
-        """Of a plan: why a place is left, or a tuple that ends with what replaces it."""
+        """The entry of a plan's verdict: why a place is left, or a tuple that ends with its replacement."""
         by, reason = (None, verdict) if isinstance(verdict, str) else (verdict[-1], None)
         return cls(slot, path, kind, by, reason)
 
@@ -41,19 +41,19 @@ class Entry:
 
 @dataclass
 class HeadCalls:
-    """What became of the logits the patched head owed; counted in eager mode."""
+    """Counts of the patched head's lazy logits, and whether they were computed; in eager mode."""
 
-    lazy: int = 0  # lazy logits handed out
+    lazy: int = 0  # lazy logits returned
     fused: int = 0  # losses computed without logits
-    materialised: int = 0  # logits computed after all
+    materialised: int = 0  # lazy logits that were computed later
     computed: int = 0  # training forwards that computed logits at once
     reason: str | None = None  # why, the last of them
     traced: bool = False  # torch.compile has traced a fused loss; its calls are not counted
     said: set[str] = field(default_factory=set, repr=False)  # warnings given
-    others: int = field(default_factory=lambda: Trained.calls, repr=False)  # of Trained, when applied
+    others: int = field(default_factory=lambda: Trained.calls, repr=False)  # calls of Trained when applied
 
     def compute(self, reason: str) -> None:
-        """A training forward computes its logits at once: counted, and said once for each reason."""
+        """Count a training forward that computes its logits at once; warn once for each reason."""
         if torch.compiler.is_compiling():
             _say_tracing(reason)
             return
@@ -81,7 +81,7 @@ def _say_tracing(reason: str) -> None:
 
 
 def reader() -> str:
-    """Where the innermost call outside of Tigon and PyTorch is."""
+    """The place of the innermost call outside Tigon and PyTorch."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("tigon.", "torch.")):
         frame = frame.f_back
@@ -102,7 +102,7 @@ _BETWEEN = (
 
 
 def caller() -> str:
-    """The module of the training loop that has called the model."""
+    """The module of the training loop that called the model."""
     frame = sys._getframe(1)
     name = ""
     while frame is not None:
@@ -131,18 +131,19 @@ class Report:
 
     @property
     def left(self) -> list[Entry]:
-        """Entries that stay stock, each with a reason."""
+        """Entries that were not replaced, each with a reason."""
         return [entry for entry in self.entries if not entry.replaced]
 
     def count(self, slot: str) -> int:
-        """How many places of a slot were replaced."""
+        """Count the replaced places of a slot."""
         return sum(entry.slot == slot for entry in self.replaced)
 
     def check(self) -> None:
         """Raise `tigon.Error` if the head was patched and training steps have not used it.
 
-        Call it after the first training step: a patch that patched nothing must not stay silent. A program
-        whose own loss calls one of Tigon's with the head's weight, as TRL's and verl's do, has used it.
+        Call it after the first training step, so that a patch without effect does not go unnoticed. The head
+        also counts as used if the program's own loss calls a loss of Tigon with the head's weight, as TRL's
+        and verl's do.
         """
         calls = self.head_calls
         by_others = Trained.calls > calls.others and not calls.computed
@@ -178,7 +179,7 @@ class Report:
         return f"<table><caption>tigon.apply({html.escape(self.model)})</caption>{rows}</table>"
 
     def _remarks(self) -> list[str]:
-        """What to know before the first step, and what has become of the head since."""
+        """Notes for the first step, and how the head has been used since."""
         calls = self.head_calls
         lost = calls.computed and not (calls.fused or calls.traced)
         return [*self.notes, *([f"the loss head computes all logits: {calls.reason}"] if lost else [])]
@@ -187,7 +188,7 @@ class Report:
         return [] if self.graphs is None else list(self.graphs.lines())
 
     def _rows(self):
-        """(slot, what is there, what became of it), alike places in one row."""
+        """(slot, class or function, its replacement or reason); equal places share a row."""
         groups: dict = {}
         for entry in sorted(self.entries, key=lambda entry: not entry.replaced):
             groups.setdefault((entry.slot, entry.kind, entry.by, entry.reason), []).append(entry.path)

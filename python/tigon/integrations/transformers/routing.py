@@ -1,7 +1,7 @@
 """Routing replay: the experts that each token went to, recorded from a patched model or given to it.
 
-Routers and their results: ``routers.py``. What a router replays or records is kept in its module, so that a
-layer that is computed again in the backward reads the same rows.
+Routers and their results: ``routers.py``. A router's module keeps the experts that it replays or records, so
+that a layer that is computed again in the backward reads the same rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 class _Context:
-    """Gives every router of a model its part, and takes it back."""
+    """Gives every router of a model its part, and removes it at the end."""
 
     op = ""
 
@@ -50,16 +50,16 @@ class _Context:
 
 
 class record_routing(_Context):
-    """Record the experts that each token goes to: ``with tigon.record_routing(model) as record``.
+    """Record the experts of each token: ``with tigon.record_routing(model) as record``.
 
     Args:
         model: a model that :func:`tigon.apply` has patched.
 
-    ``record.ids`` has the last forward's ids ``[tokens, K]`` by the index of the decoder layer, in the order
-    of the weights; :meth:`routed` has all of them in vLLM's form.
+    ``record.ids`` maps the index of a decoder layer to the last forward's ids ``[tokens, K]``, in the order
+    of the weights. :meth:`routed` returns all of them in vLLM's format.
 
     Raises:
-        tigon.Error: the model has no router that Tigon runs, or one that it does not run.
+        tigon.Error: the model has no router that Tigon runs, or has one that Tigon does not run.
     """
 
     op = "record_routing"
@@ -72,8 +72,8 @@ class record_routing(_Context):
     def routed(self, batch: int = 1) -> torch.Tensor:
         """``[batch, tokens / batch, layers, K]``: uint8 for at most 256 experts, else int16.
 
-        Dense layers are zeros.
-        A sequence of vLLM's ``CompletionOutput.routed_experts`` is ``routed[i, :-1]``.
+        Dense layers are zeros. ``routed[i, :-1]`` is the ``CompletionOutput.routed_experts`` of a sequence in
+        vLLM.
         """
         check(self.op, bool(self.ids), "a forward must have run in the context, got none")
         check_integers(self.op, least=1, batch=batch)
@@ -88,18 +88,18 @@ class record_routing(_Context):
         return whole.view(batch, tokens // batch, self._layers, top_k)
 
     def given(self, part: Routed, logits: torch.Tensor, top_k: int) -> None:
-        """Nothing: the router chooses."""
+        """Return nothing: the router chooses."""
 
     def chosen(self, part: Routed, ids: torch.Tensor) -> None:
         self.ids[part.layer] = ids.detach()
 
 
 class replay_routing(_Context):
-    """Send each token to given experts, as the engine that sampled it did (R3), or an earlier pass (R2).
+    """Route each token to given experts, those of the engine that sampled it (R3) or of an earlier pass (R2).
 
-    Only ids are replayed: weights are gathered from the live scores and have their gradient, balancing losses
-    that the model computes from its logits stay live. Keep the context open until the backward has ended: a
-    checkpointed layer reads the same rows again::
+    Only ids are replayed. The weights are gathered from the current scores and have their gradient. Balancing
+    losses that the model computes from its logits keep their gradient too. Keep the context open until the
+    backward has ended: a checkpointed layer reads the same rows again::
 
         with tigon.replay_routing(model, routed):
             model(input_ids, labels=labels).loss.backward()
@@ -108,17 +108,19 @@ class replay_routing(_Context):
         model: a model that :func:`tigon.apply` has patched.
         routed: the experts of each token, in any integer dtype: ``[batch, length, layers, K]``,
             ``[tokens, layers, K]`` for packed rows, or a list of one ``[length, layers, K]`` per sequence:
-            tensors, numpy arrays (vLLM's ``routed_experts``), or SGLang's base64 text of int32. Shorter than
-            the batch's sequences, as engines that do not route the last token have it: the rest chooses.
-            A row that begins with a negative id or names an expert twice (rows of zeros) chooses too.
-        layers: ``"all"``: one entry a decoder layer, dense ones are passed over; ``"moe"``: one a router.
-        offset: how many tokens of each sequence stand before `routed`, such as its padding on the left: a
-            number, or one for each sequence.
+            tensors, numpy arrays (vLLM's ``routed_experts``), or SGLang's base64 text of int32. It may be
+            shorter than the batch's sequences, since some engines do not route the last token: the router
+            chooses for the remaining tokens. It also chooses for rows whose first id is negative or that
+            contain an expert twice (rows of zeros).
+        layers: ``"all"``: one entry a decoder layer, those of dense layers are skipped; ``"moe"``: one a
+            router.
+        offset: how many tokens of each sequence precede `routed`, such as its padding on the left: a number,
+            or one for each sequence.
 
     Raises:
-        tigon.Error: the model has no router that Tigon runs, or one that it does not run; sizes do not fit
-            the model or the batch; a router cannot replay a call. Ids that are no experts are an error on
-            the CPU, and make their tokens' weights NaN on CUDA.
+        tigon.Error: the model has no router that Tigon runs, or has one that Tigon does not run; sizes do not
+            fit the model or the batch; a router cannot replay a call. Ids that are not experts are an error
+            on the CPU, and make their tokens' weights NaN on CUDA.
 
     Source: Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning training and inference
     routers", arXiv:2510.11370.
@@ -147,7 +149,7 @@ class replay_routing(_Context):
         self._offsets, self._layers, self._whole = offsets, many, None
 
     def _read(self, routed, layers: int) -> list[torch.Tensor]:
-        """int32 ``[length, layers, K]`` of each sequence, where they are."""
+        """int32 ``[length, layers, K]`` of each sequence, on its own device."""
         if isinstance(routed, torch.Tensor) or hasattr(routed, "__array__"):
             routed = torch.as_tensor(routed)
             words = "routed must be [batch, length, layers, K] or [tokens, layers, K], got {}"
@@ -194,7 +196,7 @@ class replay_routing(_Context):
         return self._whole[part.layer]
 
     def _rows(self, length: int) -> torch.Tensor:
-        """``[layers, batch * length, K]``, -1 where nothing is given."""
+        """``[layers, batch * length, K]``, -1 for tokens without given experts."""
         whole = torch.full(
             (len(self._sequences), length, self._layers, self._top_k),
             -1,
@@ -215,7 +217,7 @@ class replay_routing(_Context):
         return whole.flatten(0, 1).transpose(0, 1).contiguous()
 
     def chosen(self, part: Routed, ids: torch.Tensor) -> None:
-        """Nothing to keep."""
+        """Keep nothing."""
 
 
 def _routers(op: str, model: nn.Module) -> list[tuple[nn.Module, int]]:
@@ -238,7 +240,7 @@ def _routers(op: str, model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 
 def _number_of_layers(model: nn.Module, routers) -> int:
-    """How many decoder layers an engine counts."""
+    """The number of decoder layers as engines count it."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = getattr(text, "num_hidden_layers", None)

@@ -1,4 +1,4 @@
-"""What FSDP, ZeRO and DDP mean for a head: when its weight is there, and what they would pass over."""
+"""FSDP, ZeRO and DDP with a loss head: when its weight is in memory, and cases that they do not handle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def present(head: nn.Module) -> bool:
     if not plain(*weights) or head.weight.ndim != 2:  # FSDP1 leaves a part of one dimension
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return True  # such tensors have no storage that could be asked
+        return True  # such tensors have no storage to check
     return all(weight.untyped_storage().size() > 0 for weight in weights)
 
 
@@ -34,7 +34,7 @@ def vocabulary_sharded(head: nn.Module) -> bool:
 
 
 def gathered_once(head: nn.Module) -> str | None:
-    """Why the weight of a model's output head is there during its first call only, or None."""
+    """Why the weight of a model's output head is in memory only during its first call, or None."""
     if hasattr(head, "_fsdp_wrapped_module"):
         return "FSDP1 holds the head as a unit of its own (leave it in the root)"
     state = _state(head)
@@ -46,13 +46,13 @@ def gathered_once(head: nn.Module) -> str | None:
 
 
 def in_a_group(head: nn.Module) -> bool:
-    """Whether FSDP2 holds a head in one group with other modules: a call of it alone would open the group."""
+    """Whether FSDP2 groups a head with other modules, so that calling it alone would gather the group."""
     state = _state(head)
     return state is not None and len(state._modules) > 1
 
 
 def refuse_main_grad(owner: nn.Module, head: nn.Module) -> None:
-    """Raise where the gradient in ``main_grad`` would stay that of one process."""
+    """Raise an error if the gradient in ``main_grad`` would be that of one process only."""
     states = filter(None, map(_state, (owner, head)))
     sharded = [p.sharded_param for state in states for group in _groups(state) for p in group.fsdp_params]
     marked = any(getattr(p, "tigon_main_grad", False) for p in (head.weight, *sharded))

@@ -1,14 +1,15 @@
-"""How losses of a head return their gradients, and the native operators that form them.
+"""How losses of a head return their gradients, and the native operators that compute them.
 
-The gradients of a scalar loss exist when the loss does: the backward scales them (``finish``). Those of
-losses of rows are formed in the backward (``rows_gradients``). The gradient of a row's logits is its upstream
-gradient times what the row alone gives, so the forward can keep the second factor of as many rows as there is
-memory for (``kept``), and with it hidden's gradient for an upstream of 1 (``unit``); the backward scales rows
-and forms the other gradients from what is kept. A forward that returns entropies keeps the logits instead
-(``LOGITS``): their gradients depend on both upstream ones. What is not kept is computed again.
+The gradients of a scalar loss are computed with the loss, and the backward scales them (``finish``). Those of
+losses of rows are computed in the backward (``rows_gradients``). The gradient of a row's logits is its
+upstream gradient times a factor that depends only on the row. So the forward can keep this factor for as many
+rows as fit the memory (``kept``), and hidden's gradient for an upstream gradient of 1 (``unit``). The
+backward scales rows and computes the other gradients from the kept factors. A forward that returns entropies
+keeps the logits instead (``LOGITS``), since their gradients depend on both upstream gradients. The backward
+computes again what was not kept.
 
-Eager calls go through :class:`_Eager`, which takes nothing but the tensors that can need a gradient (host
-cost); under ``torch.compile`` and the transforms of ``torch.func`` the operator itself is differentiable.
+Eager calls use :class:`_Eager`, which takes only the tensors that can need a gradient (to save host time).
+Under ``torch.compile`` and the transforms of ``torch.func`` the operator itself is differentiable.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def only_hidden(needs):
     return needs & sum(NEEDS.values()) == HIDDEN
 
 
-# Shapes for fake tensors. A symbolic size is compared, and fixed only where a part of the rows is kept.
+# Shapes for fake tensors. A symbolic size is compared, and fixed only if a part of the rows is kept.
 
 
 def _plan(call: HeadCall, rows, **sizes):
@@ -51,7 +52,7 @@ def _plan(call: HeadCall, rows, **sizes):
 
 
 def _dweight_dtype(call: HeadCall, kept):
-    """In which dtype the native side forms weight's gradient."""
+    """The dtype in which the native side computes weight's gradient."""
     hidden, needs, rows = call.operands.hidden, call.memory.needs, call.rows()
     if not (needs & WEIGHT and needs & MAY_ROUND and hidden.dtype == torch.bfloat16):
         return torch.float32
@@ -63,7 +64,7 @@ def _dweight_dtype(call: HeadCall, kept):
 
 
 def empty_gradients(call: HeadCall, needs, kept=None):
-    """The gradients of NEEDS, those that are not needed without elements."""
+    """The gradients of NEEDS; those not needed have no elements."""
     hidden, weight, lora_a = call.operands.hidden, call.operands.weight, call.operands.lora_a
     rank = 0 if lora_a is None else lora_a.shape[0]
     vocab, size = weight.shape[0], hidden.shape[-1]
@@ -117,7 +118,7 @@ def _fake_rows_in_place(upstream, entropy_upstream, unit, kept, main_grad, *argu
     return empty_gradients(call, call.memory.needs & ~given, kept)
 
 
-# Their lists of fields stand in csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy.cpp.
+# csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy.cpp lists their fields.
 finish = raw("linear_cross_entropy_bwd", _fake_finish)
 finish_in_place = raw("linear_cross_entropy_bwd_", _fake_finish, OP)
 _rows_backward = raw("linear_cross_entropy_rows_bwd", _fake_rows, OP)
@@ -128,7 +129,7 @@ _rows_backward_in_place = raw("linear_cross_entropy_rows_bwd_", _fake_rows_in_pl
 
 
 def keep(call: HeadCall, keep_mb, main_grad, entropy=False) -> HeadCall:
-    """The call, and what its forward is to keep; `entropy`: a gradient of entropies may be asked for."""
+    """The call with the rows that its forward keeps; `entropy`: entropies may need a gradient."""
     needs = call.memory.needs
     if keep_mb == 0 or not needs & ~MAY_ROUND or torch._C._are_functorch_transforms_active():
         return call
@@ -141,10 +142,10 @@ def keep(call: HeadCall, keep_mb, main_grad, entropy=False) -> HeadCall:
 
 
 def saved(call: HeadCall, unit, kept, recomputed=False) -> tuple:
-    """The tensors to save; `recomputed`: a gradient of entropies may ask for logits.
+    """The tensors to save; `recomputed`: a gradient of entropies may need the logits again.
 
-    Where all rows are kept, or hidden alone needs a gradient, weight is not among them, so that a gathered
-    copy of it can be freed.
+    If all rows are kept, or only hidden needs a gradient, weight is not saved, so that a gathered copy of it
+    can be freed.
     """
     operands = call.operands
     hidden, weight = operands.hidden, operands.weight
@@ -161,10 +162,10 @@ def saved(call: HeadCall, unit, kept, recomputed=False) -> tuple:
 
 
 def rows_gradients(tensors, upstream, call: HeadCall, entropy_upstream=None, *, eager=False, main_grad=None):
-    """The gradients from what :func:`saved` gave; that of weight is None where it was added to main_grad.
+    """The gradients from the tensors of :func:`saved`; that of weight is None if it was added to main_grad.
 
-    An eager backward that frees its graph scales the rows of ``unit`` in place, and forms the gradients of
-    kept logits in theirs.
+    An eager backward that frees its graph scales the rows of ``unit`` in place, and overwrites kept logits
+    with their gradients.
     """
     unit, kept, *operands = tensors
     needs = call.memory.needs
@@ -187,7 +188,7 @@ def rows_gradients(tensors, upstream, call: HeadCall, entropy_upstream=None, *, 
 
 
 def wanted(needs_input_grad) -> int:
-    """`needs` of a backward that is told of each argument of an operator."""
+    """`needs` from the flags of an operator's arguments."""
     return sum(bit for name, bit in NEEDS.items() if needs_input_grad[PLACES[name]])
 
 
@@ -201,7 +202,7 @@ def by_argument(gradients, needs, dtypes, number) -> tuple:
 
 
 def dtypes_of(hidden, weight, bias) -> tuple:
-    """Those of the gradients of NEEDS."""
+    """The dtypes of the gradients of NEEDS."""
     return hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype, *(hidden.dtype,) * 2
 
 
@@ -219,9 +220,9 @@ class HeadLoss:
         name: of the operator, and in messages.
         fake: ``(call)``: the operator's fake kernel.
         rows_gradients: of losses of rows ``(saved, upstream, call, eager=, main_grad=)``: the gradients of
-            NEEDS, by computing the logits again where they were not kept.
-        saved: ``(call, output)``: the tensors that it takes; the operands unless given.
-        numbers: ``(call)``: what it takes besides of ``call.more``.
+            NEEDS, computing the logits again if they were not kept.
+        saved: ``(call, output)``: the tensors that it takes; by default the operands.
+        numbers: ``(call)``: the other arguments that it takes, from ``call.more``.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class HeadLoss:
         """Loss, and the results of rows.
 
         Args:
-            parameters: hidden, weight, bias, A, B as the caller gave them, whose gradients are asked for.
+            parameters: hidden, weight, bias, A, B as the caller gave them, which get the gradients.
             main_grad: weight's gradient is added to it; ``None``: it is returned.
         """
         if torch.compiler.is_compiling():
@@ -280,8 +281,8 @@ class HeadLoss:
             gradients = self.rows_gradients(ctx.saved_tensors, dloss, ctx.call)
         return by_argument(gradients, ctx.call.memory.needs, ctx.dtypes, self.arguments)
 
-    # For the transforms of torch.func: the backward computes the logits again, whatever the reduction. What
-    # needs a gradient is known there alone: inside vmap a tensor does not tell.
+    # For the transforms of torch.func the backward computes the logits again, whatever the reduction. Only
+    # the backward knows which tensors need a gradient: inside vmap a tensor does not say so.
 
     def _setup_transformed(self, ctx, inputs, output):
         self._setup_context(ctx, inputs, output)
@@ -300,10 +301,10 @@ class HeadLoss:
 
 
 def finished(dloss, tensors, *dtypes):
-    """The gradients of a scalar loss; in their own memory where the backward runs once.
+    """The gradients of a scalar loss; in place if the backward runs once.
 
     Args:
-        tensors: the reduction's factor, and gradients as the forward has formed them.
+        tensors: the reduction's factor, and gradients as the forward computed them.
         dtypes: of weight's and bias' gradients.
     """
     chosen = finish_in_place if may_overwrite_saved(tensors) else finish
@@ -311,14 +312,14 @@ def finished(dloss, tensors, *dtypes):
 
 
 def finishable(dtype: torch.dtype) -> torch.dtype:
-    """What ``finish`` writes a gradient of this dtype in: it has no float64, which is made of it."""
+    """The dtype in which ``finish`` writes a gradient of this dtype: float64 is converted from float32."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss, call, scalar, main_grad, others, hidden, weight, bias, lora_a, lora_b):
-        late = scalar and main_grad is not None  # all gradients are formed in the backward, upstream and all
+        late = scalar and main_grad is not None  # the backward computes all gradients, times the upstream
         output = loss.op.forward(*(call.with_memory(0, 0) if late else call).flat())
         ctx.loss, ctx.main_grad, ctx.scalar = loss, main_grad, scalar
         ctx.needs, ctx.dtypes = call.memory.needs, dtypes_of(hidden, weight, bias)

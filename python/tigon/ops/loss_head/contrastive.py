@@ -19,11 +19,11 @@ from tigon.parallel.shards import tells_refusals
 
 OP = "contrastive_loss"
 IGNORED = -100
-_INPUTS = 10  # of the operator, before what is wanted of it
+_INPUTS = 10  # inputs of the operator before the flags for its results
 
 
 def reference(q, d, scale, labels, q_ids=None, d_ids=None, limit=None, guide_q=None, guide_d=None):
-    """``(row_lse, col_lse, picked)`` in plain PyTorch operations, the similarities formed."""
+    """Compute ``(row_lse, col_lse, picked)`` with PyTorch operations and the full similarities."""
     z = q @ d.mT
     t = z.detach() if guide_q is None else guide_q @ guide_d.mT
     out = torch.zeros_like(z, dtype=torch.bool)
@@ -40,7 +40,7 @@ def reference(q, d, scale, labels, q_ids=None, d_ids=None, limit=None, guide_q=N
 
 
 def _wanted(like, sizes, dtypes, wanted):
-    """Results of these sizes, those that are not wanted without elements."""
+    """Results of these sizes; those not wanted have no elements."""
     each = zip(sizes, dtypes, wanted, strict=True)
     return tuple(like.new_empty(size if want else (0,), dtype=dtype) for size, dtype, want in each)
 
@@ -74,7 +74,7 @@ def _backward(ctx, *upstream):
         *inputs, row_lse, col_lse = ctx.saved_tensors
         q, scale = inputs[0], inputs[2]
         unit = None
-        if q.dtype == torch.float16:  # small shares of a mean, large ones of a scaled loss leave its range
+        if q.dtype == torch.float16:  # a mean's or a scaled loss's gradients may leave its range
             most = [g.abs().amax() for g in given if g.numel()]
             unit = torch.stack(most).amax().clamp_min(1e-30) if most else torch.ones((), device=q.device)
             unit = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent)  # exact in float16
@@ -94,7 +94,7 @@ def _backward(ctx, *upstream):
 _op = Op("contrastive", fake=_fake, setup_context=_setup_context, backward=_backward)
 
 _MOST_SCALE = 60.0  # kContrastiveMostScale
-_ONE_CHUNK = 2**29  # pairs: their gradients are products that are not summed
+_ONE_CHUNK = 2**29  # pairs: up to here gradients are single matmuls, not summed
 
 
 def _fake_cosine(q, d, scale, share, symmetric, weight, chunk_rows, wide, *wanted):
@@ -133,7 +133,7 @@ _cosine = Op("contrastive_cosine", fake=_fake_cosine, setup_context=_setup_cosin
 
 
 class ContrastiveOptions(NamedTuple):
-    """What the losses of all sizes share."""
+    """Options that the losses of all sizes share."""
 
     temperature: float | torch.Tensor
     symmetric: bool
@@ -151,7 +151,7 @@ class ContrastiveOptions(NamedTuple):
 
 
 def _has_cosine(q, temperature, sizes):
-    """Whether one operator each way has the whole loss of cosines: on sm_90, in bfloat16."""
+    """Whether one forward and one backward operator compute the whole cosine loss: on sm_90, in bfloat16."""
     return (
         q.dtype == torch.bfloat16
         and not isinstance(temperature, torch.Tensor)
@@ -179,9 +179,9 @@ def statistics(q, d, scale, labels=None, *, ids=None, limit=None, guide=None, co
 
     Args:
         scale: float32 ``[1]``.
-        labels: int64 ``[n, K]``, the columns that are positives; outside ``[0, m)``: none.
-        ids: ``(q_ids, d_ids)`` int64: pairs of equal ids are left out, but for positives.
-        limit: float32 ``[n]``: pairs whose ``q @ d.T``, or that of `guide`, is above are left out.
+        labels: int64 ``[n, K]``, the columns that are positives; a value outside ``[0, m)`` is no positive.
+        ids: ``(q_ids, d_ids)`` int64: pairs of equal ids are left out, except positives.
+        limit: float32 ``[n]``: pairs are left out if their ``q @ d.T``, or that of `guide`, is above it.
     """
     (q_ids, d_ids), (guide_q, guide_d) = ids or (None, None), guide or (None, None)
     if not has_kernel(OP, q=q, d=d):
@@ -199,12 +199,12 @@ def statistics(q, d, scale, labels=None, *, ids=None, limit=None, guide=None, co
 
 
 def normalized(x):
-    """x with rows of length ``sqrt(columns)``: one kernel each way."""
+    """x with rows of length ``sqrt(columns)``: one kernel in the forward, one in the backward."""
     return rms_norm(x, eps=1e-24 / x.shape[-1], rounding="none")
 
 
 def guides(q, *embeddings):
-    """Normalized, in one dtype: theirs, or float32."""
+    """The embeddings normalized, in their common dtype or float32."""
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in embeddings))
     dtype = torch.float32 if dtype == torch.float64 != q.dtype else dtype
     return tuple(normalized(x.detach().to(dtype)) for x in embeddings)
@@ -212,10 +212,10 @@ def guides(q, *embeddings):
 
 @torch.no_grad()
 def limits(q, d, labels, *, length, margin, relative=False, rounded=False):
-    """What ``q @ d.T`` of rows of squared `length`, `rounded` or not, may be so that a pair counts.
+    """The largest ``q @ d.T`` of a pair that counts, for rows of squared `length`, `rounded` or not.
 
-    A document that equals the most similar positive counts at margin 0, in whichever order products sum.
-    No pair is above that of a row without positives.
+    A document equal to the most similar positive counts at margin 0, whatever the summation order of the
+    matmul. A row without positives has no limit.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     inside = (labels >= 0) & (labels < d.shape[0])
@@ -253,52 +253,55 @@ def contrastive_loss(
     group: torch.distributed.ProcessGroup | None = None,
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
-    """InfoNCE of queries and documents, without the matrix of their similarities ever existing.
+    """InfoNCE loss of queries and documents, without storing the matrix of their similarities.
 
     With ``z = cos(q_i, d_j) / temperature`` a query's loss is the mean over its positives p of ``log(sum_j
-    exp z_ij) - z_ip``; with ``symmetric`` the mean of that and of ``log(sum_i exp z_ip) - z_ip``, the same
-    of the positive document among all queries (CLIP). Similarities live for one chunk of queries.
+    exp z_ij) - z_ip``. With ``symmetric`` it is the mean of that and of ``log(sum_i exp z_ip) - z_ip``, the
+    loss of the positive document among all queries (CLIP). Only one chunk of queries has similarities in
+    memory at a time.
 
     Args:
         q: ``[n, H]`` float32, bfloat16 or float16. float64 runs the eager reference.
-        d: ``[m, H]``, q's dtype: positives, and further documents that are negatives of all queries.
-        labels: ``[n]`` or ``[n, K]`` integers, the documents that are positives of each query, -100: none. A
-            query without positives has no loss, and is a negative of the documents still. ``None``: document
-            i of query i.
+        d: ``[m, H]``, q's dtype: the positives, and further documents that are negatives of all queries.
+        labels: ``[n]`` or ``[n, K]`` integers, the documents that are positives of each query; -100 means
+            none. A query without positives has no loss, but is still a negative of the documents. ``None``:
+            document i is the positive of query i.
         temperature: > 0; a tensor of one element is differentiable.
-        symmetric: both directions, from one pass over the similarities.
-        normalize: cosines; ``False``: dot products. The norms' gradient is part of the op.
-        weight: ``[n]``, factor of each query's loss (detached). A mean is still over the queries that have
-            positives.
-        ids: ``(q_ids [n], d_ids [m])`` integers: pairs of equal ids that are no positives are left out, as
-            duplicates of a positive.
-        margin: pairs whose similarity is above that of the query's (most similar) positive less the margin
-            are taken for false negatives and left out; they get no gradient. One that equals it counts at 0.
-            In cosines, or dot products where `normalize` is off.
+        symmetric: compute both directions, in one pass over the similarities.
+        normalize: use cosines; ``False``: dot products. The op computes the gradient of the norms too.
+        weight: ``[n]``, factor of each query's loss (detached). It does not change the divisor of a mean,
+            which is the number of queries that have positives.
+        ids: ``(q_ids [n], d_ids [m])`` integers: pairs with equal ids are left out as duplicates of a
+            positive, except the positives.
+        margin: pairs with a similarity above that of the query's (most similar) positive minus the margin are
+            treated as false negatives: they are left out and get no gradient. At margin 0 a pair with equal
+            similarity counts. In cosines, or in dot products if `normalize` is off.
         relative_margin: the margin is a fraction of the positive's similarity.
-        guide: ``(q [n, G], d [m, G])``, embeddings of another model, in their own dtype, whose similarities
-            `margin` (``None``: 0) is applied to (GISTEmbed).
-        sizes: Matryoshka: the loss is the sum over these of that of the first columns, each normalized anew.
-        size_weights: a factor for each of them; ``None``: 1.
+        guide: ``(q [n, G], d [m, G])``, embeddings of another model, in any one dtype. `margin` (``None``: 0)
+            is applied to their similarities (GISTEmbed).
+        sizes: Matryoshka sizes: for each size the loss of the first columns, normalized again, is computed;
+            the losses are summed.
+        size_weights: a factor for each size; ``None``: 1.
         reduction: ``"mean"`` over queries that have positives, ``"sum"`` or ``"none"`` (``[n]``).
-        group: the processes whose batches are one: every query meets the documents of all. Each calls with
-            its own queries and documents, and `labels` among these; queries are gathered, documents stay.
-            The loss is that of all queries, the same in every process (``"none"``: of its own queries), and
-            each process gets the gradients of its own rows. Where gradients of parameters are averaged over
-            the processes afterwards, as DDP does, multiply the loss by their number. All have equally many
-            queries.
+        group: treats the batches of all processes of the group as one batch: every query is compared with the
+            documents of all processes. Each process passes its own queries and documents, and `labels` among
+            these. Queries are gathered; documents are not sent. The loss is that of all queries and the same
+            in every process (``"none"``: of its own queries). Each process gets the gradients of its own
+            rows. If gradients of parameters are then averaged over the processes, as in DDP, multiply the
+            loss by the number of processes. All processes must have the same number of queries.
         chunk_rows: queries per chunk; ``None`` chooses as :func:`tigon.linear_cross_entropy`.
 
     Returns:
-        float32, differentiable in q, d and temperature. One matmul forward, three backward; of one
-        direction with one positive, without ids, margin, guide and group, three in all. Every query without
-        positives: NaN for ``"mean"``, as in PyTorch. Bitwise deterministic where PyTorch's products are.
-        On sm_90 the loss of bfloat16 cosines whose temperature is a number of at least 1 / 60, H a multiple
-        of 8 and document i query i's, with none of these options and a scalar result, is one operator each
-        way: similarities are not rounded there, and nothing passes over them but the products.
+        float32, differentiable in q, d and temperature. The forward takes one matmul and the backward three;
+        one direction with one positive, without ids, margin, guide and group, takes three in all. If no query
+        has positives, the loss is NaN for ``"mean"``, as in PyTorch. It is bitwise deterministic if PyTorch's
+        matmuls are. On sm_90 one forward and one backward operator compute the loss of bfloat16 cosines, if
+        temperature is a number of at least 1 / 60, H is a multiple of 8, document i is the positive of query
+        i, none of these options is used and the result is a scalar. Then similarities are not rounded, and
+        only the matmuls read them.
 
     Raises:
-        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label that is no
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label that is not a
             document and not -100. On CUDA such a label makes that query's loss NaN.
 
     Source: van den Oord et al. 2018, arXiv:1807.03748, eq. 4; Radford et al. 2021, arXiv:2103.00020, figure
@@ -375,7 +378,7 @@ def contrastive_loss(
         limit = None
         if ids is not None:
             ids = whole.rows(ids[0]), ids[1]
-        if guide is not None:  # its similarities bound what counts, whatever the size
+        if guide is not None:  # its similarities decide which pairs count, for every size
             limit = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
             guide = whole.rows(guide[0]), guide[1]
         o = o._replace(labels=positives, diagonal=labels is None, whole=whole)
@@ -387,14 +390,14 @@ def contrastive_loss(
 
 
 def _check_beside(of, /, **tensors):
-    """Each must be a plain tensor on the device of q, which is `of`."""
+    """Check that each is a plain tensor on the device of q, which is `of`."""
     for name, x in tensors.items():
         arguments.check_dense(OP, name, x)
         check(OP, x.device == of.device, name + " must be on {}, got {}", of.device, x.device)
 
 
 def _check_pair(name, pair, q, n, m, check_kind):
-    """Two tensors, one of the queries and one of the documents."""
+    """Check a pair of tensors, one for the queries and one for the documents."""
     fits = isinstance(pair, Sequence) and len(pair) == 2
     check(OP, fits, "{} must be a pair of tensors, got {}", name, arguments.kind_of(pair))
     for part, x in zip("qd", pair, strict=True):
@@ -437,7 +440,7 @@ def _loss(q, d, o: ContrastiveOptions):
             own = (own + col_lse[labels.clamp(0, d.shape[0] - 1)]) / 2
         positives, wrong = counts.sum(1), (~counts & (labels != IGNORED)).any(1)
         losses = torch.where(counts, own - picked, 0.0).sum(1) / positives.clamp_min(1)
-        losses = torch.where(wrong, torch.nan, losses)  # where nobody could look
+        losses = torch.where(wrong, torch.nan, losses)  # not checked on the host
         count = whole.sum((positives > 0).sum().to(wide))
     if o.weight is not None:
         losses = losses * o.weight.detach().to(wide)
@@ -455,7 +458,7 @@ class _Own:
 
 
 class _Whole:
-    """The batches of a group's processes as one: queries of all, documents of this."""
+    """The batches of a group's processes as one: queries of all processes, documents of this one."""
 
     def __init__(self, q, group, trained, **options):
         from tigon.parallel.gather import Gather
@@ -465,7 +468,7 @@ class _Whole:
         self.size, self.mine = gather.size, slice(gather.rank * count, (gather.rank + 1) * count)
 
     def labels(self, labels):
-        """Those of this process's queries; others have no positives among these documents."""
+        """The labels of this process's queries; others have no positives among these documents."""
         whole = labels.new_full((self.size * len(labels), labels.shape[1]), IGNORED)
         whole[self.mine] = labels
         return whole

@@ -1,4 +1,4 @@
-"""Losses of a drafter of speculative decoding against its teacher's head.
+"""Losses of a draft model (speculative decoding) against its teacher's head.
 
 Contract: ``csrc/tigon/ops/drafter_loss/drafter_loss.h``.
 """
@@ -24,7 +24,7 @@ from tigon.ops.loss_head.reference import result_type
 
 _OP = "drafter_loss"
 _KINDS = {"ce": 0, "kl": 1, "hard": 2, "tv": 3, "lk": 4}
-# Whether p is of all classes: for the overlap, and for ce and kl.
+# Whether p is a softmax of all classes: for the overlap, and for ce and kl.
 _OUTSIDE = {"renormalize": (False, False), "mixed": (True, False), "count": (True, True)}
 _IGNORED = -100
 
@@ -49,7 +49,7 @@ _loss = teacher_head_loss(_OP, _fake)
 
 
 def reference(hidden, weight, teacher, counts, d: Drafter):
-    """Losses, overlaps and counted rows of ``hidden [..., (S,) H]``, in plain PyTorch operations."""
+    """Losses, overlaps and counted rows of ``hidden [..., (S,) H]``, computed with PyTorch operations."""
     wide, lead = torch.promote_types(hidden.dtype, torch.float32), teacher[0].dim() - 1
 
     def stepwise(t):
@@ -99,7 +99,7 @@ def _check_ids(draft_ids, classes, teacher_classes, device):
 
 
 def _inverse(draft_ids, teacher_classes):
-    """``[V_t]``: the draft's id of each class of the teacher, -1 where it has none."""
+    """``[V_t]``: the draft's id of each class of the teacher, -1 if it has none."""
     ids = draft_ids.long()
     ids = torch.where((ids >= 0) & (ids < teacher_classes), ids, teacher_classes)
     table = ids.new_full((teacher_classes + 1,), -1, dtype=torch.int32)
@@ -107,7 +107,7 @@ def _inverse(draft_ids, teacher_classes):
 
 
 def _at(h, shift):
-    """The states of ``shift`` positions before: those that are compared with the teacher's here."""
+    """The states of ``shift`` positions earlier, which are compared with the teacher's at each position."""
     shift = min(shift, h.shape[-2])
     return F.pad(h[..., : h.shape[-2] - shift, :], (0, 0, shift, 0)) if shift else h
 
@@ -134,59 +134,61 @@ def drafter_loss(
     chunk_rows: int | None = None,
     outputs: tuple[str, ...] = ("loss",),
 ) -> torch.Tensor | NamedTuple:
-    """Loss of a draft model's head against its teacher's, for one or several steps, without either's logits.
+    """Loss of a draft model's head against its teacher's, for one or several steps, without the full logits.
 
     With ``p`` the teacher's probabilities of the draft's classes and ``q`` the draft's, a row's loss is
     ``-sum p log q`` (``"ce"``), ``sum p (log p - log q)`` (``"kl"``), ``-log q[argmax]`` (``"hard"``),
     ``1 - overlap`` with ``overlap = sum min(p, q)`` (``"tv"``), or ``lambda kl + (1 - lambda) tv`` with
-    ``lambda = exp(-eta overlap)``, which gets no gradient (``"lk"``). The teacher's head is multiplied once
-    for all steps, the draft's three times for each. Both sides' logits are rounded to hidden's dtype. A
-    temperature is a division of both hidden states by it.
+    ``lambda = exp(-eta overlap)``, which gets no gradient (``"lk"``). The teacher's head takes one matmul for
+    all steps, the draft's head three for each step. Both sides' logits are rounded to hidden's dtype. For a
+    temperature, divide both hidden states by it.
 
     Args:
-        hidden: the draft's hidden states before its head, ``[..., T, H]`` float32, bfloat16 or float16; of
-            several steps (training-time test) a list of them, or ``[..., T, S, H]``, which is not copied.
-            float64 runs the eager reference, which forms the logits.
-        weight: the draft's head ``[V, H]``; another float dtype is converted (its gradient keeps its dtype).
-        teacher: ``(hidden, weight)`` of the teacher, ``[..., T, H_t]`` and ``[V_t, H_t]``; converted to
-            hidden's dtype. Never gets a gradient.
-        draft_ids: int64 ``[V]``, the teacher's class of each of the draft's, all different; -1 is a class
-            that the teacher does not have. ``None``: both have the same classes. (Of a mask ``t2d``:
-            ``t2d.nonzero().flatten()``; of offsets ``d2t``: ``torch.arange(V) + d2t``.)
-        loss: what is minimised, see above.
-        eta: >= 0, of ``"lk"``; 0 is ``"kl"``, a large one ``"tv"``.
-        outside: the teacher's probability outside the draft's classes: ``"renormalize"`` leaves it out, p is
-            a softmax of the draft's classes; ``"count"`` takes p from the softmax of all classes, so that
-            what is outside is never accepted; ``"mixed"`` does so for the overlap, and renormalizes p for
-            ``"ce"`` and ``"kl"``, as the authors of the LK losses do.
+        hidden: the draft's hidden states before its head, ``[..., T, H]`` float32, bfloat16 or float16. For
+            several steps (training-time test): a list of such tensors, or ``[..., T, S, H]``, which is not
+            copied. float64 runs the eager reference, which computes the full logits.
+        weight: the draft's head ``[V, H]``. Another float dtype is converted to hidden's; its gradient keeps
+            the dtype of weight.
+        teacher: ``(hidden, weight)`` of the teacher, ``[..., T, H_t]`` and ``[V_t, H_t]``, converted to
+            hidden's dtype. It never gets a gradient.
+        draft_ids: int64 ``[V]``, the teacher's class for each of the draft's classes, all different; -1 marks
+            a class that the teacher does not have. ``None``: both have the same classes. (From a mask
+            ``t2d``: ``t2d.nonzero().flatten()``; from offsets ``d2t``: ``torch.arange(V) + d2t``.)
+        loss: the loss to minimise, see above.
+        eta: >= 0, for ``"lk"``; 0 gives ``"kl"``, a large value approaches ``"tv"``.
+        outside: how to treat the teacher's probability outside the draft's classes. ``"renormalize"`` leaves
+            it out: p is a softmax over the draft's classes. ``"count"`` takes p from the softmax over all
+            classes, so that classes outside are never accepted. ``"mixed"`` does so for the overlap and
+            renormalizes p for ``"ce"`` and ``"kl"``, as the authors of the LK losses do.
         mask_outside: leave out the rows whose most likely class the draft does not have, as EAGLE-3 does.
-            False, with ``"renormalize"``, multiplies only the draft's rows of the teacher's weight; the
-            label of ``"hard"`` is then the most likely of them.
+            ``False`` with ``"renormalize"`` computes only the draft's classes of the teacher's logits; the
+            label of ``"hard"`` is then the most likely of these classes.
         mask: bool ``[..., T]``, the teacher's positions that count; ``None``: all.
-        token_weight: ``[..., T]``, factor of the losses of a teacher's position (detached), not of a mean's
-            denominator.
-        shifts: for each step how far it is ahead, >= 0: its state at t is compared with the teacher's at
+        token_weight: ``[..., T]``, factor of the losses at a teacher's position (detached). It does not
+            change the divisor of a mean.
+        shifts: for each step how far it looks ahead, >= 0: the state at t is compared with the teacher's at
             ``t + shift``. ``None``: 0.
-        step_weights: for each step its factor; ``None``: 1.
-        position_ids: ``[..., T]``, positions that restart where sequences are packed, for shifts.
-        reduction: ``"mean"`` (the sum over steps of the means over the positions of `mask` that a step
-            reaches), ``"sum"``, or ``"none"``: ``[..., T]`` losses, ``[..., T, S]`` of several steps, at the
-            teacher's positions; its backward computes the logits again.
+        step_weights: a factor for each step; ``None``: 1.
+        position_ids: ``[..., T]``, positions that restart at each packed sequence, for shifts.
+        reduction: ``"mean"`` (for each step the mean over the positions of `mask` that it reaches, summed
+            over the steps), ``"sum"``, or ``"none"``: losses ``[..., T]``, or ``[..., T, S]`` for several
+            steps, at the teacher's positions; its backward computes the logits again.
         denominator: as in :func:`tigon.linear_cross_entropy`.
-        valid_rows: how many positions `mask` has, where the caller knows; on CUDA the others are then free.
-        chunk_rows: draft rows whose logits exist at a time; ``None``: chosen.
-        outputs: ``("loss",)``, or ``("loss", "acceptance")`` for a named tuple with float32 ``[S]``,
-            detached: the mean overlap of each step's rows that count, the probability that a drafted token
-            is accepted. NaN where there is none.
+        valid_rows: how many positions `mask` has, if the caller knows. On CUDA the other positions then cost
+            nothing.
+        chunk_rows: how many draft rows have logits at a time; ``None`` chooses a number.
+        outputs: ``("loss",)``, or ``("loss", "acceptance")`` for a named tuple. The acceptance, float32
+            ``[S]`` and detached, is the mean overlap over each step's rows that count: the probability that a
+            drafted token is accepted. It is NaN if no row counts.
 
     Returns:
-        float32 scalar, or losses of rows; with more outputs a named tuple. Differentiable in hidden and
-        weight; bitwise deterministic. With no row in `mask` a mean is NaN, and gradients are zero.
+        float32 scalar, or losses of rows; with more outputs a named tuple. It is differentiable in hidden and
+        weight, and bitwise deterministic. If `mask` has no row, a mean is NaN and gradients are zero.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also draft_ids that are not
-            different classes of the teacher's, or hold none. On CUDA a class that is none of them is one that
-            the teacher does not have.
+            different classes of the teacher, or none at all. On CUDA a number that is not a class of the
+            teacher is treated as a class that the teacher does not have.
 
     Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
     Training-Time Test" (arXiv:2503.01840); Samarin et al. 2026, "LK Losses: Direct Acceptance Rate
@@ -259,7 +261,7 @@ def drafter_loss(
     held = None
     if not mask_outside and draft_ids is not None:
         held = (draft_ids >= 0) & (draft_ids < len(teacher_weight))
-    if outside == "renormalize" and held is not None:  # no other class is asked for
+    if outside == "renormalize" and held is not None:  # no other class is needed
         teacher_weight = teacher_weight[draft_ids.clamp(0, teacher_weight.shape[0] - 1)]
         draft_ids = torch.where(held, torch.arange(len(draft_ids), device=device), -1)
         d = d._replace(draft_ids=draft_ids)
@@ -275,7 +277,7 @@ def drafter_loss(
         for w, k, here in zip(step_weights, shifts, reached, strict=True):
             f = torch.full(lead, float(w), dtype=torch.float64, device=device).to(wide)
             f = torch.where(here, f, 0.0)
-            if k and own:  # each step's own mean
+            if k and own:  # the mean of each step
                 f = f * counts.sum() / (counts & here).sum().clamp(min=1)
             factors.append(f if token_weight is None else f * token_weight.detach())
         factor, reaches = (x[0] if one else torch.stack(x, -1) for x in (factors, reached))
@@ -294,7 +296,7 @@ def drafter_loss(
             losses = _cross_entropy.divide(losses.sum(), denominator)
         elif reduction != "none":
             losses = losses.sum() / (base.ne(_IGNORED).sum() if reduction == "mean" else 1)
-    if held is not None and not arguments.readable(held):  # no class at all has no loss
+    if held is not None and not arguments.readable(held):  # without any class there is no loss
         losses = torch.where(held.any(), losses, torch.nan)
     if outputs == ("loss",):
         return losses
@@ -305,7 +307,7 @@ def drafter_loss(
 
 
 def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduction, denominator):
-    """The kernels: the loss, and overlaps and counted rows ``[..., S]``."""
+    """Run the kernels: the loss, and overlaps and counted rows ``[..., S]``."""
     states, teacher_weight, _ = operands.whole_vectors(*(t.to(hidden.dtype) for t in teacher))
     draft_id = None if d.draft_ids is None else _inverse(d.draft_ids, teacher_weight.shape[0])
     divisors = _cross_entropy.split_denominator(denominator, hidden.device)

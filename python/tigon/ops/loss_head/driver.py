@@ -1,7 +1,8 @@
 """The pass of a loss over the rows of a head: the one loop over its chunks.
 
-A loss is three hooks (:class:`RowPass`): ``memory`` for chunks of so many rows, ``rows`` of a part of one,
-and ``finish``. ``linear_loss`` has a function of Python between the products, ``tigon.parallel`` exchanges.
+A loss is three hooks (:class:`RowPass`): ``memory`` for chunks of a given size, ``rows`` for a part of a
+chunk, and ``finish``. Between the matmuls ``linear_loss`` runs a Python function, and ``tigon.parallel``
+exchanges data.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ class RowPass:
         self.hidden, self.vocab, self.chunks = hidden, vocab, chunks
 
     def space(self, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Memory of the logits of so many rows, or of one value for each."""
+        """Memory for the logits of so many rows, or for one value for each."""
         memory = self.hidden.new_empty(rows, padded(self.vocab), dtype=dtype or self.hidden.dtype)
         return memory[:, : self.vocab]
 
     def states(self) -> Iterator[tuple[Chunk, Part, torch.Tensor | None]]:
-        """Every part with its chunk and the chunk's hidden states, of which those of the part are there."""
+        """Every part with its chunk and the chunk's hidden states; those of the part are ready."""
         for chunk in self.chunks:
             for part in chunk.parts:
                 yield chunk, part, self.hidden[chunk.begin : chunk.end]
 
     def memory(self, rows: int) -> None:
-        """Allocate what chunks of at most so many rows need."""
+        """Allocate the memory for chunks of at most so many rows."""
         raise NotImplementedError
 
     def rows(self, chunk: Chunk, part: Part, hidden: torch.Tensor | None) -> None:
@@ -80,11 +81,11 @@ class RowPass:
 
 
 class Gradients:
-    """Those that are wanted, summed over chunks; of `width` classes, those past vocab padding."""
+    """The needed gradients, summed over chunks, for `width` classes; those past vocab are padding."""
 
     def __init__(self, rows: RowPass, needs: int, width: int, dtype=torch.float32, lora_a=None) -> None:
         hidden, f32, dense = rows.hidden, torch.float32, torch.contiguous_format
-        # Columns of padding get zeros; the others what the first chunk writes.
+        # Columns of padding get zeros; the first chunk writes the others.
         self.written = rows.vocab if rows.chunks else 0
         rank = 0 if lora_a is None else lora_a.shape[0]
         self.dhidden = torch.empty_like(hidden, memory_format=dense) if needs & HIDDEN else None
@@ -103,5 +104,5 @@ class Gradients:
         return gradient
 
     def formed(self) -> tuple:
-        """In the order of the parameters, hidden's first."""
+        """The gradients in the order of the parameters, hidden's first."""
         return self.dhidden, self.dweight, self.dbias, self.dlora_a, self.dlora_b

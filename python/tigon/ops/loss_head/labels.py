@@ -1,4 +1,4 @@
-"""How many labels count: known to the host before the loss, from a count that began before the layers."""
+"""How many labels count: the count starts before the layers, so that the host knows it before the loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NARROW = {torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, tor
 
 
 def labels_of(target: object, ignore_index: object) -> object:
-    """Labels in an integer dtype that holds `ignore_index`; what are none, as they are."""
+    """Labels in an integer dtype that holds `ignore_index`; other objects are returned unchanged."""
     if not isinstance(target, torch.Tensor) or target.dtype == torch.int64:
         return target
     small = not isinstance(ignore_index, int) or -(2**31) <= ignore_index < 2**31
@@ -27,7 +27,7 @@ def labels_of(target: object, ignore_index: object) -> object:
 
 
 def check_shift(op, shift, position_ids, target) -> None:
-    """How far labels are away, and where the sequences of a packed row begin."""
+    """Check how far labels are shifted, and the positions of the sequences in packed rows."""
     if not isinstance(shift, bool):
         check_integers(op, least=0, shift=shift)
     if shift and target.dim() < 1:
@@ -45,7 +45,7 @@ def check_shift(op, shift, position_ids, target) -> None:
 
 
 def shifted(target, ignore_index, shift=True, position_ids=None):
-    """Label of position t becomes that of t + shift; where the sequence has ended there is none."""
+    """Replace the label of position t by that of t + shift, or by none if the sequence has ended."""
     k = min(int(shift), target.shape[-1]) if shift else 0
     if k == 0:
         return torch.full_like(target, ignore_index) if shift else target
@@ -81,26 +81,25 @@ def count_labels(
 ) -> None:
     """Start counting the labels of a CUDA tensor, so that a later loss leaves ignored rows out.
 
-    Call it as soon as the labels are on the device, before the model's forward pass: a side stream counts and
+    Call it when the labels are on the device, before the model's forward pass. A side stream counts them and
     copies the number into pinned memory. :func:`tigon.linear_cross_entropy`, :func:`tigon.linear_log_prob`
-    and :func:`tigon.linear_loss` use it where `target` is the same tensor, or a view with all of its
-    elements, unmodified since. A host that is there before the number waits for it, so that the same calls
-    always compute the same rows: at most until the device begins what follows this call, the layers.
-    The number is remembered as long as the tensor lives.
-    Nothing to do for CPU labels: they are counted in the call.
+    and :func:`tigon.linear_loss` use the number if `target` is the same tensor, or a view with all of its
+    elements, and was not modified. If the number is not ready, the host waits for it, so that the same calls
+    always compute the same rows. It waits at most until the device starts the work that follows this call.
+    The number is kept as long as the tensor exists. CPU labels need no call: the loss counts them.
 
     Args:
         target: integer labels.
-        ignore_index: label that does not count. A loss with another one does not use the number: it computes
+        ignore_index: label that does not count. A loss with another one does not use the number and computes
             all rows.
-        shift, position_ids: as in the call to come: without the first `shift` labels of every sequence. Once
-            for each shift, where several heads read the same labels.
-        per_sequence: count each sequence ``target[i, :]``; the sum serves as above, and
-            :func:`tigon.linear_loss` with ``group`` leaves out the rows of each that do not count.
+        shift, position_ids: as in the later loss call: the first `shift` labels of every sequence are not
+            counted. If several heads read the same labels, call this once for each shift.
+        per_sequence: count each sequence ``target[i, :]``. The sum is used as above, and
+            :func:`tigon.linear_loss` with ``group`` leaves out the rows of each sequence that do not count.
 
     Raises:
-        tigon.Error: target is no integer tensor, or has no sequence dimension where one is needed;
-            ignore_index is no integer; shift or position_ids do not fit.
+        tigon.Error: target is not an integer tensor, or lacks a sequence dimension that is needed;
+            ignore_index is not an integer; shift or position_ids do not fit.
     """
     integers = isinstance(target, torch.Tensor) and not target.is_floating_point()
     check("count_labels", integers, "target must be an integer tensor, got {}", kind_of(target))
@@ -115,14 +114,14 @@ def count_labels(
     current = torch.cuda.current_stream(target.device)
     side = _streams.get(target.device.index)
     if side is None:
-        urgent = torch.cuda.Stream(target.device, priority=-1)  # not behind the layers' kernels
+        urgent = torch.cuda.Stream(target.device, priority=-1)  # not queued behind the layers' kernels
         side = _streams.setdefault(target.device.index, urgent)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         count = _count(target.detach(), ignore_index, shift, position_ids, per_sequence)
         pinned = torch.empty(count.shape, dtype=torch.int64, device="cpu", pin_memory=True)
         pinned.copy_(count, non_blocking=True)
-        event = torch.cuda.Event(blocking=True)  # a host that waits leaves its core to others
+        event = torch.cuda.Event(blocking=True)  # a waiting host thread yields its core
         event.record(side)
     target.record_stream(side)
     if position_ids is not None:
@@ -131,8 +130,8 @@ def count_labels(
 
 
 def _found(target, ignore_index, shift, position_ids):
-    """What :func:`count_labels` finds for this tensor, or None: by the calls made, never by the time."""
-    if torch.compiler.is_compiling():  # before the table is looked at: older compilers cannot trace it
+    """The counts of :func:`count_labels` for this tensor, or None; timing does not change the result."""
+    if torch.compiler.is_compiling():  # before the table is read: older compilers cannot trace that
         return None
     if not _counts or torch.cuda.is_current_stream_capturing():
         return None
@@ -157,7 +156,7 @@ def counted(target, ignore_index, shift, position_ids=None):
 
 
 def sequence_counts(target, ignore_index, shift=False, position_ids=None) -> list[int] | None:
-    """How many labels of each sequence [B, T] count, where the host knows."""
+    """How many labels of each sequence [B, T] count, or None if the host does not know."""
     if target.device.type == "cpu":
         return _count(target, ignore_index, shift, position_ids, per_sequence=True).tolist()
     found = _found(target, ignore_index, shift, position_ids)
@@ -165,7 +164,7 @@ def sequence_counts(target, ignore_index, shift=False, position_ids=None) -> lis
 
 
 def check_count(op, target, ignore_index, valid_rows) -> int:
-    """How many labels on the CPU count; `valid_rows` must be that number, or -1."""
+    """Count the labels on the CPU that count; `valid_rows` must be that number or -1."""
     count = int(_count(target, ignore_index, False))
     told = valid_rows in (-1, count)
     check(op, told, "valid_rows must be the number of labels that count, {}, got {}", count, valid_rows)

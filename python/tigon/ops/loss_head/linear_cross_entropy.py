@@ -26,7 +26,7 @@ from tigon.ops.loss_head.reference import reference, result_type
 
 NUMBERS = {"z_loss": 1, "log_prob": 2, "lse": 4, "entropy": 8}  # bits of `outputs`
 _PREDICTED = 16
-_ONLY_LABEL = 32  # the classes predicted need only tell which labels are
+_ONLY_LABEL = 32  # only whether the label is predicted is needed
 OUTPUTS = ("loss", *NUMBERS, "predicted", "correct")
 
 
@@ -78,65 +78,69 @@ def linear_cross_entropy(
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | NamedTuple:
-    """Cross-entropy of ``hidden @ weight.T + bias`` against ``target`` without the logits ever existing.
+    """Cross-entropy of ``hidden @ weight.T + bias`` against ``target``, without storing the full logits.
 
-    ``z = softcap * tanh(logit_scale * logit / softcap) / temperature`` (or ``logit_scale * logit /
-    temperature``), then the loss of :func:`tigon.cross_entropy`. Logits live for one chunk of rows; the
-    gradients of a scalar loss are formed in the same pass, three matrix products in all, ``weight``'s
-    gradient summed in float32 over the chunks.
+    Computes ``z = softcap * tanh(logit_scale * logit / softcap) / temperature`` (without softcap:
+    ``logit_scale * logit / temperature``), then the loss of :func:`tigon.cross_entropy` on ``z``. Only one
+    chunk of rows has logits in memory at a time. The gradients of a scalar loss are computed in the same
+    pass: three matmuls in all. The gradient of ``weight`` is summed over the chunks in float32.
 
     Args:
         hidden: ``[..., H]`` float32, bfloat16 or float16, any strides. float64 runs the eager reference,
-            which forms the logits.
-        weight: ``[V, H]``; another float dtype than hidden's is converted to hidden's (its gradient keeps its
-            dtype). Under autocast both are converted to the autocast dtype. With an attribute
-            ``tigon_main_grad = True`` its gradient is added to its attribute ``main_grad`` (float32, its
-            shape) in the backward pass, upstream gradient and all, and ``weight.grad`` stays ``None``: one
-            more matrix product, no float32 gradient besides.
-        target: ``[...]`` class indices of any integer dtype, or ``ignore_index``. Labels on the CPU beside
-            CUDA operands are counted here and copied.
-        bias: ``[V]`` or ``None``, added in float32. Its gradient is summed in float32, of the logits'
-            gradients in hidden's dtype: in bfloat16 good to about three digits.
+            which computes the full logits.
+        weight: ``[V, H]``. If its float dtype differs from hidden's, it is converted to hidden's, and its
+            gradient keeps the dtype of weight. Under autocast both are converted to the autocast dtype. If it
+            has the attribute ``tigon_main_grad = True``, the backward pass adds its gradient, multiplied by
+            the upstream gradient, to the attribute ``main_grad`` (float32, shape of weight), and
+            ``weight.grad`` stays ``None``. This takes one more matmul and no other float32 gradient.
+        target: ``[...]`` class indices of any integer dtype, or ``ignore_index``. If the labels are on the
+            CPU and the operands on CUDA, the call counts the labels and copies them.
+        bias: ``[V]`` or ``None``, added in float32. Its gradient is a float32 sum of the logits' gradients in
+            hidden's dtype: in bfloat16 it is accurate to about three digits.
         class_weight: ``[V]`` or ``None``, weight of each class, as in
             :func:`torch.nn.functional.cross_entropy`.
         label_smoothing: in [0, 1].
         softcap, logit_scale, temperature: see above; softcap > 0 or ``None``, temperature > 0.
-        z_loss: factor of ``lse^2``, added to each row's loss.
-        token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached). A mean is
-            still over the rows that count: ``sum(token_weight * loss) / count``.
-        reduction: ``"mean"`` (over rows that count, weighted by class), ``"sum"`` or ``"none"`` (``[...]``
-            losses; what they cost: :func:`tigon.linear_log_prob`).
-        denominator: number or tensor of one element: the loss is ``sum / denominator`` instead of
-            ``reduction``; a tensor on the device is read there, without synchronisation (gradient
-            accumulation, ``num_items_in_batch``).
-        shift: k >= 0, ``True`` is 1: position t against the label of t + k along target's last dimension,
-            none for the last k (no copy of hidden). What is given per token belongs to the position t.
-        position_ids: integers ``[...]`` (target's shape) or ``[T]``, on target's device: each token's place
-            in its own sequence, as Hugging Face models take them. Where several sequences are packed into one
-            row they restart, and with `shift` the last k positions of each have no label. From boundaries:
+        z_loss: factor of ``lse^2``, which is added to each row's loss.
+        token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached). It does not
+            change the divisor of a mean: ``sum(token_weight * loss) / count``.
+        reduction: ``"mean"`` (over the rows that count, weighted by class), ``"sum"`` or ``"none"``
+            (``[...]`` losses; see :func:`tigon.linear_log_prob` for their cost).
+        denominator: number or tensor of one element. If given, the loss is ``sum / denominator`` and
+            ``reduction`` is not used. A tensor on the device is read there, without synchronisation (for
+            gradient accumulation with ``num_items_in_batch``).
+        shift: k >= 0; ``True`` means 1. Position t is compared with the label of position t + k along
+            target's last dimension. The last k positions have no label. hidden is not copied. Per-token
+            arguments belong to position t.
+        position_ids: integers ``[...]`` (target's shape) or ``[T]``, on target's device: the position of each
+            token in its own sequence, as Hugging Face models take them. If several sequences are packed into
+            one row, the positions restart, and with `shift` the last k positions of each sequence have no
+            label. From boundaries:
             ``torch.arange(T) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=T)``.
-            ``None``: a row is one sequence.
-        valid_rows: how many labels (after ``shift``) are not ``ignore_index``. Where it is known, ignored
-            rows cost nothing. ``None``: known for labels on the CPU, and after :func:`tigon.count_labels`;
-            else all rows are computed. A wrong number makes the loss NaN on CUDA and is an error on the CPU.
-        outputs: ``None`` for only the loss, or ``("loss", ...)`` with any of ``"z_loss"`` (its share of the
+            ``None``: each row is one sequence.
+        valid_rows: how many labels (after ``shift``) are not ``ignore_index``. If this number is known,
+            ignored rows cost nothing. ``None``: the number is known for labels on the CPU and after
+            :func:`tigon.count_labels`; otherwise all rows are computed. A wrong number makes the loss NaN on
+            CUDA and raises an error on the CPU.
+        outputs: ``None`` returns only the loss. ``("loss", ...)`` with any of ``"z_loss"`` (its share of the
             row's loss), ``"log_prob"`` (of the label), ``"lse"``, ``"entropy"``, ``"predicted"`` (first
-            argmax) and ``"correct"``: a named tuple, per token ``[...]``, detached, from the same pass. On
-            ignored rows 0, -1 and False.
-        lora: ``(A [r, H], B [V, r], scale)``: ``weight + scale * B @ A`` as the head without ever forming it.
-        chunk_rows: rows per chunk; ``None`` chooses (see docs/loss-head.md).
-        max_workspace_mb: upper bound of the memory besides inputs, results and gradients, in MiB; chunks
+            argmax) and ``"correct"`` returns a named tuple with values per token, ``[...]``, detached, from
+            the same pass. On ignored rows they are 0, -1 and False.
+        lora: ``(A [r, H], B [V, r], scale)``: the head is ``weight + scale * B @ A``, which is never formed.
+        chunk_rows: rows per chunk; ``None`` chooses a number (see docs/loss-head.md).
+        max_workspace_mb: upper bound of the memory, in MiB, without inputs, results and gradients. Chunks
             shrink to fit it.
         keep_mb: with ``"none"``: see :func:`tigon.linear_log_prob`.
-        logit_dtype: ``torch.float32``: the logits of 16-bit operands are not rounded to 16 bits; the product
-            runs on the same tensor cores and writes float32, of 1024 rows or so at a time (512 MiB more at
-            most, or 1024 rows). Gradients of the logits have hidden's dtype. ``None``: hidden's dtype.
+        logit_dtype: ``torch.float32``: the logits of 16-bit operands are not rounded to 16 bits. The matmul
+            uses the same tensor cores and writes float32, about 1024 rows at a time (at most 512 MiB more, or
+            1024 rows). Gradients of the logits have hidden's dtype. ``None``: hidden's dtype.
 
     Returns:
         float32 scalar, or ``[...]`` for ``"none"``; with ``outputs`` a named tuple. The loss is
-        differentiable in hidden, weight, bias, A and B, each only where needed; bitwise deterministic (on the
-        CPU, where PyTorch makes the products, for a number of threads). With every row ignored: NaN for
-        ``"mean"`` as in PyTorch, 0 otherwise; gradients are zero.
+        differentiable in hidden, weight, bias, A and B; each gradient is computed only if needed. It is
+        bitwise deterministic (on the CPU, where PyTorch computes the matmuls, for a fixed number of threads).
+        If every row is ignored, the loss is NaN for ``"mean"``, as in PyTorch, and 0 otherwise; gradients are
+        zero.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside
@@ -197,7 +201,7 @@ def _bits(outputs):
 
 
 def _named(loss, numbers, predicted, target, shape, ignore_index, outputs):
-    """The named tuple of what was asked for."""
+    """Build the named tuple of the requested outputs."""
     names = [name for name in NUMBERS if name in outputs]
     values = {name: numbers[i].view(shape) for i, name in enumerate(names)}
     values["loss"] = loss
@@ -205,7 +209,7 @@ def _named(loss, numbers, predicted, target, shape, ignore_index, outputs):
         values["predicted"] = predicted.view(shape)
     if "correct" in outputs:
         correct = predicted == target
-        if ignore_index == -1:  # what `predicted` is on ignored rows
+        if ignore_index == -1:  # the value of `predicted` on ignored rows
             correct = correct & (target != ignore_index)
         values["correct"] = correct.view(shape)
     return result_type(outputs)(*(values[name] for name in outputs))

@@ -1,4 +1,4 @@
-"""Divergences of a student's head from a teacher's.
+"""Divergences between a student's head and a teacher's.
 
 Contract: ``csrc/tigon/ops/linear_divergence/linear_divergence.h``.
 """
@@ -28,11 +28,11 @@ _REDUCTIONS = {"none": "none", "sum": "sum", "batchmean": "mean", "mean": "mean"
 NUMBERS = {"soft": 1, "hard": 2, "entropy": 4}  # bits of `outputs`
 OUTPUTS = ("loss", *NUMBERS)
 _OP = "linear_divergence"
-_WORDS = {"target": "labels"}  # as the functions name what a head's checks and operators do
+_WORDS = {"target": "labels"}  # names of the arguments in these functions, if the head's differ
 
 
 class Divergence(NamedTuple):
-    """A divergence from a teacher, as the caller gave it, and what is made of the rows' losses."""
+    """A divergence from a teacher, as the caller gave it, and how the rows' losses are reduced."""
 
     teacher: Any
     kind: str
@@ -47,14 +47,14 @@ class Divergence(NamedTuple):
     outputs: tuple[str, ...] = ("loss",)
 
     def results(self, loss, results):
-        """What the caller gets of the loss and the results of rows by name."""
+        """The caller's results, from the loss and the named results of rows."""
         if self.outputs == ("loss",):
             return loss
         results["loss"] = loss
         return result_type(self.outputs, "LinearDivergence")(*(results[name] for name in self.outputs))
 
     def reduce(self, soft, hard, counts, classes):
-        """The loss of the rows' terms."""
+        """Reduce the rows' terms to the loss."""
         rows = self.soft * soft
         rows = rows + self.hard * hard if self.hard != 0.0 else rows
         rows = rows if self.token_weight is None else rows * self.token_weight.detach()
@@ -77,10 +77,10 @@ _loss = teacher_head_loss(_OP, _fake)
 
 
 def reference(hidden, weight, teacher, labels, head: HeadOptions, d: Divergence):
-    """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device).
+    """Compute the same formula with PyTorch operations and full logits (any float dtype, any device).
 
     Args:
-        teacher: hidden states (or logits), weight and bias; None where one is not there.
+        teacher: hidden states (or logits), weight and bias; None for one that is not given.
     """
     ignore_index, temperature = head.ignore_index, head.temperature
     labels = shifted(labels, ignore_index, head.shift, head.position_ids)
@@ -144,7 +144,7 @@ def _check_teacher(op, teacher, hidden, classes):
 
 
 def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
-    """Check, choose between kernel and reference, run."""
+    """Check the arguments, then run the kernel or the reference."""
     arguments.check_float(op, "hidden", hidden)
     arguments.check_integers(op, ignore_index=head.ignore_index)
     has_labels = labels is not None
@@ -236,49 +236,51 @@ def linear_kl_div(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
 ) -> torch.Tensor | NamedTuple:
-    """``KL(teacher || student)`` of the distributions of two linear heads, without either's logits existing.
+    """``KL(teacher || student)`` of the distributions of two linear heads, without storing the full logits.
 
-    ``z = softcap * tanh(logit_scale * logit / softcap) / temperature`` (or ``logit_scale * logit /
-    temperature``) of each side, in float32: the products' results are not rounded to 16 bits, which a student
-    near its teacher needs. A row's loss is ``soft * divergence + hard * cross_entropy``, the latter at
-    temperature 1. The gradients of a scalar loss are formed in the same pass: three matrix products of the
-    student's and one of the teacher's in all.
+    Each side computes ``z = softcap * tanh(logit_scale * logit / softcap) / temperature`` (without softcap:
+    ``logit_scale * logit / temperature``) in float32. The matmuls' results are not rounded to 16 bits, since
+    a student close to its teacher needs the precision. A row's loss is ``soft * divergence + hard *
+    cross_entropy``; the cross-entropy uses temperature 1. The gradients of a scalar loss are computed in the
+    same pass: three matmuls of the student and one of the teacher in all.
 
     Args:
         hidden, weight: the student's, as in :func:`tigon.linear_cross_entropy`.
         teacher: ``(hidden, weight)`` or ``(hidden, weight, bias)`` of the teacher, ``[..., H_t]``, ``[V_t,
-            H_t]``, ``[V_t]``, of a dtype of its own; or its logits ``[..., V_t]``. Never gets a gradient.
-            Where ``V_t`` is not ``V`` (padding) the first ``min(V, V_t)`` classes take part: the others are
-            outside both softmaxes and have gradient 0. Or ``(indices, log_prob)``, integers and floats
-            ``[..., K]``: the log-probabilities (at `temperature`) of K different classes, such as the
-            teacher's most likely; the mass of all other classes is one class more on either side (at least
-            1e-7), and an entry of ``-inf`` is no candidate. Four products and none of a teacher's, by
-            :func:`tigon.linear_log_prob`, at its memory; the labels' cross-entropy is a call of its own.
-        labels: ``[...]`` int64 class indices or ``ignore_index``, ``None``: every row counts.
-        reverse: ``KL(student || teacher)`` instead.
+            H_t]``, ``[V_t]``, whose dtype may differ from the student's; or its logits ``[..., V_t]``. It
+            never gets a gradient. If ``V_t`` differs from ``V`` (padding), only the first ``min(V, V_t)``
+            classes are used: the others are outside both softmaxes and have gradient 0. Or ``(indices,
+            log_prob)``, integers and floats ``[..., K]``: the log-probabilities (at `temperature`) of K
+            different classes, such as the teacher's most likely. The mass of all other classes forms one
+            more class on each side (at least 1e-7). An entry of ``-inf`` is not a candidate. This form uses
+            :func:`tigon.linear_log_prob` and its memory: four matmuls and none of a teacher. A separate call
+            computes the labels' cross-entropy.
+        labels: ``[...]`` int64 class indices or ``ignore_index``. ``None``: every row counts.
+        reverse: compute ``KL(student || teacher)`` instead.
         soft, hard: >= 0, weights of the divergence and of the labels' cross-entropy.
         temperature: > 0, divides both sides' z (the loss is not multiplied by its square).
         softcap, teacher_softcap: > 0 or ``None``.
         logit_scale, teacher_logit_scale: factors of the logits before softcap.
         bias: ``[V]`` of the student or ``None``, added in float32.
-        lora: of the student's head: of its two products ``hidden @ A.T`` is rounded to hidden's dtype, as in
-            a module of its own.
-        reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as torch has
-            it), ``"sum"``, or ``"none"``: ``[...]`` losses, whose backward computes the logits again.
+        lora: ``(A, B, scale)`` of the student's head. ``hidden @ A.T`` is rounded to hidden's dtype, as in a
+            separate LoRA module.
+        reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as in
+            PyTorch), ``"sum"``, or ``"none"``: ``[...]`` losses, whose backward computes the logits again.
         token_weight, denominator, ignore_index, shift, position_ids, valid_rows, chunk_rows: as in
-            :func:`tigon.linear_cross_entropy`; a mean is not divided by the weights.
-        outputs: ``("loss",)`` for only the loss; with any of ``"soft"``, ``"hard"`` (a row's terms, without
-            their weights) and ``"entropy"`` (of the student at `temperature`) a named tuple: float32
-            ``[...]``, detached, 0 on ignored rows.
+            :func:`tigon.linear_cross_entropy`. token_weight does not change the divisor of a mean.
+        outputs: ``("loss",)`` returns only the loss. With any of ``"soft"``, ``"hard"`` (a row's terms,
+            without their weights) and ``"entropy"`` (of the student at `temperature`) the call returns a
+            named tuple: float32 ``[...]``, detached, 0 on ignored rows.
 
     Returns:
-        float32 scalar, or ``[...]`` for ``"none"``; with more ``outputs`` a named tuple. Differentiable in
-        hidden, weight, bias, A and B, each only where needed; bitwise deterministic. With every row ignored:
-        NaN for a mean, 0 otherwise; gradients are zero.
+        float32 scalar, or ``[...]`` for ``"none"``; with more ``outputs`` a named tuple. It is differentiable
+        in hidden, weight, bias, A and B; each gradient is computed only if needed. It is bitwise
+        deterministic. If every row is ignored, the loss is NaN for a mean and 0 otherwise; gradients are
+        zero.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside the
-            classes of both. On CUDA such a label makes that row NaN where `hard` is not 0.
+            classes of both. On CUDA such a label makes that row NaN if `hard` is not 0.
 
     Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531).
     """
@@ -318,12 +320,13 @@ def linear_jsd(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
 ) -> torch.Tensor | NamedTuple:
-    """Generalised Jensen-Shannon divergence of the distributions of two linear heads, without their logits.
+    """Generalised Jensen-Shannon divergence of two linear heads, without storing the full logits.
 
-    ``beta KL(T || M) + (1 - beta) KL(S || M)``, ``M = beta T + (1 - beta) S``; ``beta = 0`` is ``KL(T || S)``
-    and ``beta = 1`` is ``KL(S || T)``, as in :func:`tigon.jsd`.
+    With the teacher's distribution ``T``, the student's ``S`` and ``M = beta T + (1 - beta) S`` the
+    divergence is ``beta KL(T || M) + (1 - beta) KL(S || M)``. As in :func:`tigon.jsd`, ``beta = 0`` is
+    ``KL(T || S)`` and ``beta = 1`` is ``KL(S || T)``.
 
-    Args, returns, raises: as :func:`tigon.linear_kl_div`; beta in [0, 1].
+    Arguments, results and errors are those of :func:`tigon.linear_kl_div`; beta is in [0, 1].
 
     Source: Lin 1991, "Divergence Measures Based on the Shannon Entropy", eq. 4.1; Agarwal et al. 2024,
     "On-Policy Distillation of Language Models" (arXiv:2306.13649).
@@ -362,10 +365,10 @@ def linear_tvd(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
 ) -> torch.Tensor | NamedTuple:
-    """Total variation distance ``1/2 sum |T - S|`` of the distributions of two linear heads, without their
-    logits. Where ``T = S`` the gradient is 0.
+    """Total variation distance ``1/2 sum |T - S|`` of two linear heads, without storing the full logits.
 
-    Args, returns, raises: as :func:`tigon.linear_kl_div`.
+    The derivative of ``|T - S|`` is 0 if ``T = S``. Arguments, results and errors are those of
+    :func:`tigon.linear_kl_div`.
     """
     rows = ignore_index, shift, position_ids, valid_rows
     head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)

@@ -23,7 +23,7 @@ _OP = "linear_log_prob"
 
 
 def reference(hidden, weight, target, *, entropy=False, **options):
-    """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
+    """Compute the same formula with PyTorch operations and full logits (any float dtype, any device)."""
     head = HeadOptions.of(options)
     log_p = torch.log_softmax(plain_logits(hidden, weight, head), -1)
     labels = target if several(hidden, target) else target.unsqueeze(-1)
@@ -43,7 +43,7 @@ def several(hidden, target) -> bool:
 
 
 def _counting_rows(target, ignore_index):
-    """For labels [..., K] 0 where one of them counts, else -1: [...]."""
+    """Return ``[...]`` for labels ``[..., K]``: 0 if at least one label counts, else -1."""
     return (target != ignore_index).any(-1).long() - 1
 
 
@@ -76,7 +76,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dlog_prob, dentropy, *_):
     if dlog_prob is None and dentropy is None:
         return (None,) * ctx.arguments
-    tensors = ctx.saved_tensors  # once: a checkpoint hands them out once
+    tensors = ctx.saved_tensors  # read once: a checkpoint returns them only once
     if dlog_prob is None:
         _, _, _, _, target, *_ = tensors
         upstream = dentropy.new_zeros(target.shape)
@@ -122,43 +122,50 @@ def linear_log_prob(
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``log softmax(z)[target]`` per token, ``z`` as in :func:`tigon.linear_cross_entropy`, without the
-    logits of more than a chunk of rows ever existing.
+    """``log softmax(z)[target]`` per token, with ``z`` as in :func:`tigon.linear_cross_entropy`. Only one
+    chunk of rows has logits in memory at a time.
 
-    Matrix products, forward and backward together: 1 without gradients; 2 where only hidden needs one (a
-    frozen head): its gradient for an upstream of 1 is formed in the forward, ``N * H`` elements, and its rows
-    are scaled in the backward; 3 where the gradients of all logits are kept; 4 where they are computed again;
-    ``4 - f`` where a share f of the rows is kept. With ``entropy`` the logits are kept, not their gradients,
-    which takes no product more. With a frozen head, and with ``logit_dtype``, a gradient of the entropies
-    computes all logits again: 4 and 5.
+    The number of matmuls, forward and backward together:
 
-    Labels ``[..., K]`` give the log-probabilities of K classes for each row (what a loss against the K most
-    likely classes of a teacher takes): ``K`` words a row more, no logits kept, so 4 products with gradients
-    (3 with a frozen head). The same label may stand more than once. A row counts where one of its labels
-    does.
+    - 1 without gradients.
+    - 2 if only hidden needs a gradient (a frozen head). The forward computes this gradient for an upstream
+      gradient of 1 and saves it, ``N * H`` elements; the backward scales its rows.
+    - 3 if the gradients of all logits are kept for the backward.
+    - 4 if the backward computes the logits again.
+    - ``4 - f`` if a share f of the rows is kept.
+
+    With ``entropy`` the logits are kept instead of their gradients, which takes no more matmuls. With a
+    frozen head a gradient of the entropies computes all logits again: 4 matmuls. With ``logit_dtype`` it
+    does so too: 5 matmuls.
+
+    Labels ``[..., K]`` give the log-probabilities of K classes for each row, as a loss against the K most
+    likely classes of a teacher needs them. They take ``K`` more numbers a row and keep no logits, so the call
+    takes 4 matmuls with gradients (3 with a frozen head). The same label may occur more than once. A row
+    counts if at least one of its labels counts.
 
     Args:
         target: int labels ``[...]``, or ``[..., K]`` of any ``K >= 1``; ``ignore_index`` does not count.
         hidden, weight, bias, temperature, softcap, logit_scale, ignore_index, shift, position_ids,
-            valid_rows, lora, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`,
-            ``main_grad`` of weight included.
-        entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``, differentiable too.
+            valid_rows, lora, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`, including
+            ``main_grad`` of weight.
+        entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``. It is differentiable.
         keep_mb: (one label a row) how many MiB the gradients of the logits may take between forward and
-            backward (rows that are computed, times V rounded up to 64, times the size of hidden's dtype).
-            ``None``: those of all rows are kept where one chunk takes all rows
+            backward (computed rows, times V rounded up to 64, times the size of hidden's dtype). ``None``:
+            the gradients of all rows are kept if one chunk holds all rows
             (:func:`tigon.linear_log_prob_memory` says when), since the backward would need that memory
-            anyway; else none. A number: as many whole chunks as fit. 0: nothing is kept, hidden's gradient
-            for a frozen head neither. Where all rows are kept, or the head is frozen, and no entropies were
-            asked for, weight is not saved for the backward.
-        match: ``"vllm"``: the values are those of vLLM's head and sampler bit for bit, given the same
-            product: logits, bias, softcap and scale are rounded to hidden's dtype each, the division by
-            temperature and ``log_softmax`` are float32. The product is PyTorch's own, or in
-            :func:`tigon.deterministic` mode Tigon's. Gradients and entropies are those without ``match``.
-            One product and a few passes over the logits more where they are asked for; all rows are computed.
+            anyway; otherwise none are kept. A number: as many whole chunks as fit are kept. 0: nothing is
+            kept, not even hidden's gradient for a frozen head. Without ``entropy``, weight is not saved for
+            the backward if all rows are kept or the head is frozen.
+        match: ``"vllm"``: the values are bitwise equal to those of vLLM's head and sampler if the matmul
+            gives equal results. Logits, bias, softcap and scale are each rounded to hidden's dtype; the
+            division by temperature and ``log_softmax`` are computed in float32. PyTorch computes the matmul,
+            or Tigon in :func:`tigon.deterministic` mode. Gradients and entropies are those without ``match``:
+            if they are requested, the call takes one more matmul and a few more passes over the logits. All
+            rows are computed.
 
     Returns:
-        float32 of target's shape; with ``entropy`` a pair, of it and ``[...]``. 0 of ignored labels and rows,
-        with zero gradients.
+        float32 of target's shape; with ``entropy`` a pair of that tensor and the entropies ``[...]``. Both
+        are 0 for ignored labels and rows, with zero gradients.
 
     Raises:
         tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
@@ -207,7 +214,7 @@ def linear_log_prob(
         return reference(hidden, weight, target, entropy=entropy, **head.of_log_prob())
     main_grad = operands.main_grad_of(_OP, weight)
     rows = target
-    if many:  # the number of rows that count is found where it costs no wait
+    if many:  # the rows that count are counted if that needs no synchronisation
         target = target.to(hidden.device, non_blocking=True).long()
         rows = target[..., 0] if rows.is_cuda else _counting_rows(rows, ignore_index)
         head = head._replace(ignore_index=-1)
@@ -219,7 +226,7 @@ def linear_log_prob(
         )
     call = autograd.keep(call, 0 if many else keep_mb, main_grad, entropy)
     result, entropies = _op(*call.flat())
-    if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is what backward sees
+    if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is the backward's ctx
         result.grad_fn.main_grad = main_grad
     result = result.view(target.shape)
     return (result, entropies.view(hidden.shape[:-1])) if entropy else result

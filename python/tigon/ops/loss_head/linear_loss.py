@@ -1,4 +1,4 @@
-"""Streaming losses: a Python function of log-probabilities, differentiated while its chunk's logits exist."""
+"""Streaming losses: a Python function of log-probabilities, differentiated while its chunk has logits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _default_chunk(hidden, weight, rows, dweight):
 
 
 class Groups:
-    """Answers ``[B, T]`` as groups in order: each alone, or answer g with answer B/2 + g."""
+    """Answers ``[B, T]`` as groups in order: each answer alone, or answer g with answer B/2 + g."""
 
     def __init__(self, op, kind, target, ignore_index, shift=False, position_ids=None):
         check_choice(op, "group", kind, KINDS)
@@ -55,7 +55,7 @@ class Groups:
             self.sizes = [sum(counts[g :: self.number]) for g in range(self.number)]
 
     def chunks(self, limit) -> list[Chunk]:
-        """Of whole groups: as many as have no more rows than `limit`, or one."""
+        """Chunks of whole groups: as many groups as fit `limit` rows, at least one."""
         limit, found, begin, end, first = max(limit, *self.sizes, 1), [], 0, 0, 0
         for group, size in enumerate(self.sizes):
             if end + size - begin > limit:
@@ -76,19 +76,19 @@ class Groups:
         return longest <= max(limit, MOST_GROUP_LOGITS // row)
 
     def order(self, device):
-        """The rows in the order of groups; None: as they are."""
+        """The rows in the order of groups; None if they already have that order."""
         if self.sides == 1:
             return None
         rows = torch.arange(self.number * self.rows, device=device)
         return rows.view(self.sides, self.number, self.tokens).transpose(0, 1).reshape(-1)
 
     def part(self, t, first, last):
-        """Of a tensor [B, T, ...] or [B]: that of groups [first, last), as fn sees it; a view."""
+        """The part of a tensor [B, T, ...] or [B] for groups [first, last), as fn sees it; a view."""
         shaped = t.view(self.sides, self.number, *t.shape[1:])[:, first:last]
         return shaped if self.sides > 1 else shaped[0]
 
     def seen(self, values, slots, count):
-        """Numbers of rows as fn sees them, 0 where a row was left out: [groups, T] or [2, groups, T]."""
+        """Values of rows as fn sees them, 0 for rows left out: [groups, T] or [2, groups, T]."""
         if slots is not None:
             values = values.new_zeros(count * self.rows).scatter(0, slots, values)
         values = values.view(count, self.sides, self.tokens).transpose(0, 1)
@@ -109,18 +109,18 @@ list_rows = raw("linear_loss_rows", _fake_rows)
 
 
 class UserLoss(NamedTuple):
-    """What is taken of the log-probabilities: a scalar."""
+    """The loss function of the log-probabilities, and how its losses become a scalar."""
 
     fn: Callable[..., torch.Tensor]
     entropy: bool
     denominator: Any  # 0-dim tensor, number, or "count": the rows that count
     wrt: tuple[bool, ...]  # which per-token tensors need a gradient
-    grad: bool  # gradients are recorded where the call is made
+    grad: bool  # gradients are recorded in the calling code
     groups: Groups | None = None  # fn sees whole groups, else rows
 
 
 def _losses(fn, statistics, tensors, counts, groups=None):
-    """fn on rows: its losses, 0 where the label is ignored; or on so many groups."""
+    """The losses of fn on rows, 0 if the label is ignored; or on `groups` groups."""
     values = fn(*statistics, *tensors)
     log_prob, *_ = statistics
     what, shape = ("row", log_prob.shape) if groups is None else ("group", (groups,))
@@ -152,7 +152,7 @@ def _check_closed(values, leaves):
 
 
 class _UserPass(RowPass):
-    """The function on chunks of rows, with gradients where they are wanted."""
+    """The function on chunks of rows, with the gradients that are needed."""
 
     def __init__(self, loss: UserLoss, call: HeadCall, tensors) -> None:
         hidden, weight, target, *_ = self.operands = call.operands
@@ -166,7 +166,7 @@ class _UserPass(RowPass):
             valid = sum(groups.sizes)
         order = None if groups is None else groups.order(target.device)
         self.index, self.labels, self.fault = order, target if order is None else target[order], None
-        self.place = None  # of the rows of the list in the order of the groups
+        self.place = None  # of the listed rows in the order of the groups
         if 0 <= valid < target.shape[0]:
             self.place, self.labels, self.fault = list_rows(self.labels, self.ignore_index, valid)
             self.index = self.place if order is None else order[self.place]
@@ -207,7 +207,7 @@ class _UserPass(RowPass):
         return (loss if self.fault is None else loss + self.fault).float()
 
     def _seen(self, chunk, statistics):
-        """What fn takes of a chunk: statistics and tensors; which rows count (None: all, or groups)."""
+        """The arguments of fn for a chunk, and which rows count (None: all, or groups)."""
         groups, part = self.loss.groups, chunk.at
         if groups is None:
             rows = part if self.index is None else self.index[part]
@@ -215,7 +215,7 @@ class _UserPass(RowPass):
             return statistics, [t[rows] for t in self.tensors], counts
         first, last = chunk.groups.start, chunk.groups.stop
         slots, count = None, last - first
-        if self.place is not None:  # a wrong list has places anywhere, and NaN for its losses
+        if self.place is not None:  # a wrong list may hold any places; its losses are NaN
             slots = (self.place[part] - first * groups.rows).clamp(0, max(count * groups.rows - 1, 0))
         seen = [groups.seen(t, slots, count) for t in statistics]
         return seen, [groups.part(t, first, last) for t in self.tensors], None
@@ -277,7 +277,7 @@ class _UserPass(RowPass):
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, fn, call, hidden, weight, bias, *tensors):  # which the call holds too
+    def forward(ctx, fn, call, hidden, weight, bias, *tensors):  # the call holds them too
         rows = _UserPass(fn, call, tensors)
         loss = rows.run()
         ctx.shape, ctx.needs = hidden.shape, rows.needs
@@ -349,42 +349,41 @@ def linear_loss(
     chunk_rows: int | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A loss of your own on per-token log-probabilities, three matrix products and no logits.
+    """A custom loss of per-token log-probabilities in three matmuls, without storing the full logits.
 
-    ``fn(log_prob, [entropy,] *tensors)`` is called for chunks of rows and returns one loss per row; its
-    gradient is taken by autograd while the chunk's logits still exist. It must treat rows one by one (a row's
-    loss depends only on that row): then the chunking does not change the result beyond the order of
-    additions.
+    ``fn(log_prob, [entropy,] *tensors)`` is called for each chunk of rows and returns one loss per row.
+    Autograd computes its gradient while the chunk's logits still exist. The loss of a row must depend only on
+    that row. Then chunking changes only the order of additions.
 
     Args:
         hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, shift,
             position_ids, valid_rows, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`.
-        fn: called with float32 vectors of one chunk. Rows with an ignored label may be among them; what it
-            returns there is dropped. Tensors that need a gradient must come in through `tensors`.
-        *tensors: per-token tensors ``[..., ...]`` (the leading shape of target), handed to fn row by row;
+        fn: called with float32 vectors of one chunk. They may include rows with an ignored label; their
+            losses are dropped. Pass tensors that need a gradient through `tensors`.
+        *tensors: per-token tensors ``[..., ...]`` (the leading shape of target), passed to fn row by row;
             differentiable.
-        entropy: fn takes the entropies as its second argument.
-        reduction: ``"mean"`` (over rows that count), ``"sum"``, or ``"none"``: ``[...]`` losses, by way
-            of :func:`tigon.linear_log_prob` and at its cost.
-        denominator: number or tensor of one element: ``sum / denominator`` instead of ``reduction``.
-        group: what a loss belongs to where rows depend on each other. ``None``: a row. ``"sequence"``: an
-            answer of target ``[B, T]``; fn takes float32 ``[s, T]`` of s whole answers. ``"pair"``: answers g
-            and ``B/2 + g`` (chosen, rejected); fn takes ``[2, s, T]``. It returns ``[s]`` losses; a mean is
-            over groups, one without any label that counts among them. Log-probabilities and entropies are 0
-            at ignored labels, and get no gradient there; hand the mask over as one of `tensors` where fn
-            divides by a length. `tensors` are ``[B, T, ...]`` or ``[B]``, seen as ``[s, T, ...]`` or ``[s]``
-            (pairs: with 2 in front). Groups share chunks whole: three products; a longer one makes the chunk
-            longer, up to 1 GiB of logits, and where it does not fit (or ``chunk_rows`` forbids it) the loss
-            takes :func:`tigon.linear_log_prob`, at its cost. Ignored rows cost nothing on the CPU, and on
-            CUDA after ``tigon.count_labels(target, per_sequence=True)``.
+        entropy: pass the entropies to fn as its second argument.
+        reduction: ``"mean"`` (over the rows that count), ``"sum"``, or ``"none"``: ``[...]`` losses, computed
+            with :func:`tigon.linear_log_prob` and at its cost.
+        denominator: number or tensor of one element: the loss is ``sum / denominator`` instead of
+            ``reduction``.
+        group: the unit of a loss, if rows depend on each other. ``None``: a row. ``"sequence"``: an answer of
+            target ``[B, T]``; fn takes float32 ``[s, T]`` of s whole answers. ``"pair"``: answers g and
+            ``B/2 + g`` (chosen, rejected); fn takes ``[2, s, T]``. fn returns ``[s]`` losses. A mean is over
+            all groups, also those in which no label counts. At ignored labels, log-probabilities and
+            entropies are 0 and get no gradient; if fn divides by a length, pass the mask as one of `tensors`.
+            `tensors` are ``[B, T, ...]`` or ``[B]``; fn gets ``[s, T, ...]`` or ``[s]`` (pairs: with a
+            leading 2). A chunk holds whole groups, so the call takes three matmuls. A longer group makes the
+            chunk longer, up to 1 GiB of logits. If it does not fit (or ``chunk_rows`` forbids it), the loss
+            uses :func:`tigon.linear_log_prob`, at its cost. Ignored rows cost nothing on the CPU, and on CUDA
+            after ``tigon.count_labels(target, per_sequence=True)``.
 
     Returns:
-        float32 scalar, or for ``"none"`` ``[...]`` losses of rows or ``[groups]``. Not traced by
-        torch.compile: the call breaks the graph.
+        float32 scalar; for ``"none"`` losses ``[...]`` of rows or ``[groups]``. torch.compile does not trace
+        the call: it breaks the graph.
 
     Raises:
-        tigon.Error: shapes, dtypes or options do not fit, or fn returns something else than one loss per row
-        or group.
+        tigon.Error: shapes, dtypes or options do not fit, or fn does not return one loss per row or group.
     """
     labels = ignore_index, shift, position_ids, valid_rows
     head = HeadOptions(

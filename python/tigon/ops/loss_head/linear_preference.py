@@ -1,4 +1,4 @@
-"""Preference and policy-gradient losses of a linear head: of answers, whose log-probabilities the head makes.
+"""Preference and policy-gradient losses of answers, whose log-probabilities a linear head computes.
 
 Contracts: ``csrc/tigon/ops/linear_preference/linear_preference.h`` and ``linear_policy.h``.
 """
@@ -37,7 +37,7 @@ def _has_kernel(op, hidden, head: HeadOptions) -> bool:
 
 
 def _log_probs(op, hidden, weight, labels, head: HeadOptions, entropy=False):
-    """Log-probabilities [answers, T] (and entropies) with a graph: in float64 of the logits, else chunked."""
+    """Log-probabilities [answers, T] (and entropies) with a graph: full logits in float64, else chunked."""
     kernel = hidden.dtype != torch.float64
     fits = not kernel or head.lora is None
     check(op, fits, "lora must be None under the transforms of torch.func, got {}", "one")
@@ -103,13 +103,13 @@ _policy_loss = HeadLoss("linear_policy", _fake_policy)
 
 
 def _merged(op, target, nll_target, ignore_index):
-    """One label a row, from those of the pairs and those of the nll term."""
+    """Merge the labels of the pairs and of the nll term into one label a row."""
     chosen, rejected = target.chunk(2)
     both = (chosen != ignore_index) & (nll_target != ignore_index) & (chosen != nll_target)
     if readable(target):
         wrong = both.nonzero()[:1].tolist()
         check(op, not wrong, "nll_target must be target where both count, got another label at {}", wrong)
-    bad = -2 if ignore_index == -1 else -1  # a wrong label: NaN where nobody can look
+    bad = -2 if ignore_index == -1 else -1  # a wrong label: NaN if it cannot be checked on the host
     label = torch.where(nll_target != ignore_index, nll_target, chosen)
     return torch.cat((torch.where(both, bad, label), rejected))
 
@@ -117,7 +117,7 @@ def _merged(op, target, nll_target, ignore_index):
 def _prefer(
     op, hidden, weight, target, head, formula, ref, denominator, *, nll_target=None, desirable=None, kl=None
 ):
-    """Kernel or reference, on checked arguments."""
+    """Run the kernel or the reference on checked arguments."""
     check_denominator(op, denominator)
     hidden, weight = operands.autocast(hidden), operands.plain_weight(op, weight)
     ignore_index, shift, native = head.ignore_index, head.shift, _has_kernel(op, hidden, head)
@@ -181,9 +181,9 @@ def linear_preference(
     tau: float = 0.05,
     nll: float | None = None,
 ) -> PreferenceResult:
-    """:func:`tigon.preference_loss` of the log-probabilities of labels under a linear head, whose logits
-    never exist as a whole; the gradients are formed in the same pass: three matrix products (two with a
-    frozen weight or hidden, one without gradients), one more for a reference head.
+    """:func:`tigon.preference_loss` of the log-probabilities of labels under a linear head, without storing
+    the full logits. The gradients are computed in the same pass: three matmuls (two with a frozen weight or
+    hidden, one without gradients). A reference head takes one more.
 
     Args:
         hidden: ``[2P, T, H]``, chosen answers first, then rejected ones in the same order; dtypes as in
@@ -192,27 +192,28 @@ def linear_preference(
         target: ``[2P, T]`` labels; ``ignore_index`` does not count.
         kind, beta, average, label_smoothing, gamma, tau, nll, denominator: as in
             :func:`tigon.preference_loss`.
-        ref: ``[2P]`` sums of the reference's log-probabilities; or its head, ``(hidden [2P, T, H'], weight
-            [V, H'])`` and maybe its bias ``[V]``, streamed beside with the same workspace, scale, softcap and
-            temperature; no gradient either way.
-        nll_target: ``[P, T]`` labels of the nll term, which may count where those of target do not (a
-            prompt); where both count they are the same (on the CPU checked, on CUDA another makes the loss
-            NaN). ``None``: target's.
+        ref: ``[2P]`` sums of the reference's log-probabilities; or the reference's head, ``(hidden [2P, T,
+            H'], weight [V, H'])`` with an optional bias ``[V]``. The reference head is computed in the same
+            chunks and workspace, with the same scale, softcap and temperature. Neither form gets a gradient.
+        nll_target: ``[P, T]`` labels of the nll term. They may count at positions where those of target do
+            not (a prompt). If both count at a position, they must be equal (the CPU checks it; on CUDA a
+            difference makes the loss NaN). ``None``: target's labels.
         bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora: as in
             :func:`tigon.linear_cross_entropy`; ``valid_rows`` counts rows with a label of either target.
-        chunk_rows, max_workspace_mb: bounds of a chunk. Pairs share chunks whole; by default a chunk grows to
-            its longest pair while its logits have no more than 1 GiB. A pair that fits no chunk: every
-            chunk's logits but the last one's are computed twice (four products).
+        chunk_rows, max_workspace_mb: bounds of a chunk. A chunk holds whole pairs; by default it grows to its
+            longest pair if its logits take no more than 1 GiB. If a pair does not fit a chunk, the logits of
+            every chunk but the last are computed twice (four matmuls).
 
     Returns:
         :class:`tigon.ops.preference.PreferenceResult`: ``(loss, log_prob [2P], rewards [2P], nll, margin
-        [P])``; the loss is differentiable in hidden, weight, bias, A and B, each only where needed; the rest
-        is detached, of the same pass. Traced by torch.compile as one operator. Bitwise deterministic as
-        :func:`tigon.linear_cross_entropy`. With ``weight.tigon_main_grad`` the weight's gradient is
-        formed as without, and added to ``weight.main_grad``.
+        [P])``. The loss is differentiable in hidden, weight, bias, A and B; each gradient is computed only if
+        needed. The other results are detached and come from the same pass. torch.compile traces the call as
+        one operator. It is bitwise deterministic, as :func:`tigon.linear_cross_entropy` is. With
+        ``weight.tigon_main_grad`` the weight's gradient is computed as usual and added to
+        ``weight.main_grad``.
 
     Raises:
-        tigon.Error: as the two functions named, and a ref of other rows or classes.
+        tigon.Error: as the two functions named above, and a ref of other rows or classes.
     """
     op = "linear_preference"
     labels = ignore_index, shift, None, valid_rows
@@ -256,14 +257,14 @@ def linear_kto(
     kl: float | torch.Tensor = 0.0,
     weights: tuple[float, float] = (1.0, 1.0),
 ) -> KTOResult:
-    """:func:`tigon.kto_loss` of the log-probabilities of labels under a linear head, whose logits never exist
-    as a whole.
+    """:func:`tigon.kto_loss` of the log-probabilities of labels under a linear head, without storing the full
+    logits.
 
     Args:
         hidden, weight, target: ``[B, T, H]``, ``[V, H]``, ``[B, T]``.
         desirable, kind, beta, kl, weights, average, denominator: as in :func:`tigon.kto_loss`.
         ref, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
-            max_workspace_mb: as in :func:`linear_preference`; answers share chunks whole.
+            max_workspace_mb: as in :func:`linear_preference`; a chunk holds whole answers.
 
     Returns:
         :class:`tigon.ops.preference.KTOResult`: ``(loss, log_prob [B], rewards [B])``, as
@@ -284,13 +285,13 @@ def linear_kto(
 
 
 class LinearPolicyResult(NamedTuple):
-    """What :func:`linear_policy` returns; all but the loss is detached."""
+    """The results of :func:`linear_policy`; all but the loss are detached."""
 
     loss: torch.Tensor  # float32 scalar
     log_prob: torch.Tensor  # [B, T]
     entropy: torch.Tensor  # [B, T]
     kl: torch.Tensor | None  # [B, T]: estimate of each token; None without ref
-    clipped: torch.Tensor  # [B, T]: -1 and 1 where the ratio is clipped below and above, else 0
+    clipped: torch.Tensor  # [B, T]: -1 if the ratio is clipped below, 1 if above, else 0
 
 
 @called()
@@ -327,29 +328,30 @@ def linear_policy(
     entropy_denominator: float | torch.Tensor | None = None,
     normalise: str = "token",
 ) -> LinearPolicyResult:
-    """:func:`tigon.policy_loss` of the log-probabilities of sampled tokens under a linear head, whose logits
-    never exist as a whole; the gradients are formed in the same pass: three matrix products.
+    """:func:`tigon.policy_loss` of the log-probabilities of sampled tokens under a linear head, without
+    storing the full logits. The gradients are computed in the same pass: three matmuls.
 
     Args:
         hidden, weight, target: ``[B, T, H]``, ``[V, H]``, ``[B, T]`` sampled tokens; ``ignore_index`` does
             not count.
         advantage, kind, level, old, ref, importance, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected,
             entropy, entropy_denominator, normalise, denominator: as in :func:`tigon.policy_loss`. With
-            ``shift`` what is per token belongs to the position whose hidden state predicts it.
+            ``shift`` a per-token value belongs to the position whose hidden state predicts the token.
         bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora: as in
             :func:`tigon.linear_cross_entropy`.
-        chunk_rows, max_workspace_mb: as in :func:`tigon.linear_preference`; where the loss of a token depends
-            on its answer (a level other than ``"token"``, vespo) answers share chunks whole.
+        chunk_rows, max_workspace_mb: as in :func:`tigon.linear_preference`. If the loss of a token depends on
+            its answer (a level other than ``"token"``, vespo), a chunk holds whole answers.
 
     Returns:
-        :class:`LinearPolicyResult`: ``(loss, log_prob, entropy, kl, clipped)``, per token ``[B, T]`` and
-        detached but for the loss, which is differentiable in hidden, weight, bias, A and B. Entropies are
-        free; their gradient (``entropy != 0``) costs one more read of the logits. Traced by torch.compile as
-        one operator. In float16 the gradients are formed without the denominator, by which the last step
-        divides in float32: advantages of thousands overflow there, whatever the denominator is.
+        :class:`LinearPolicyResult`: ``(loss, log_prob, entropy, kl, clipped)``. The loss is a scalar,
+        differentiable in hidden, weight, bias, A and B. The others are ``[B, T]`` per token and detached.
+        Entropies cost nothing; their gradient (``entropy != 0``) costs one more read of the logits.
+        torch.compile traces the call as one operator. In float16 the gradients are computed without the
+        denominator, and the last step divides by it in float32. So advantages of thousands overflow in
+        float16, whatever the denominator is.
 
     Raises:
-        tigon.Error: as the two functions named.
+        tigon.Error: as the two functions named above.
     """
     op = "linear_policy"
     labels = ignore_index, shift, None, valid_rows

@@ -13,11 +13,11 @@ from tigon.ops.loss_head.plan import padded
 from tigon.ops.loss_head.products import form_logits
 
 _CHUNK_LOGITS = 1 << 27
-_GREEDY = 1e-5  # a temperature below it leaves the logits as they are
+_GREEDY = 1e-5  # a temperature below it does not change the logits
 
 
 def check_match(op, match, head: HeadOptions) -> None:
-    """That `match` is known, and the options are among those of its head."""
+    """Check that `match` is known and supports the options."""
     known = match is None or (isinstance(match, str) and match == "vllm")
     check(op, known, "match must be 'vllm' (or None), got {!r}", match)
     if match is None:
@@ -28,7 +28,7 @@ def check_match(op, match, head: HeadOptions) -> None:
 
 
 def vllm_logits(hidden, weight, bias=None, softcap=None, logit_scale=1.0, wide=False):
-    """``[rows, V]`` as vLLM's ``LogitsProcessor`` makes them: every step rounded to hidden's dtype.
+    """``[rows, V]`` logits as in vLLM's ``LogitsProcessor``: every step is rounded to hidden's dtype.
 
     Args:
         wide: float32 logits of 16-bit operands, as with vLLM's ``head_dtype="float32"``.
@@ -77,7 +77,7 @@ def _label_log_prob(
     return torch.where(counts, found, 0.0)
 
 
-# For compilers, which must not ask for the switch when they trace.
+# For compilers, which must not read the switch when they trace.
 define(
     "vllm_log_prob",
     "(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, float? softcap, float logit_scale, "
@@ -103,7 +103,7 @@ def vllm_log_prob(hidden, weight, target, head: HeadOptions, wide):
 
 
 class WithValue(torch.autograd.Function):
-    """x's gradient under another value of it."""
+    """Replaces the value of x and keeps its gradient."""
 
     generate_vmap_rule = True
 

@@ -1,6 +1,6 @@
-"""Several heads over one trunk, each against labels of its own distance (multi-token prediction).
+"""Several heads over one trunk, each against labels at its own distance (multi-token prediction).
 
-Composed of :func:`tigon.linear_cross_entropy`, head by head, each in the memory that the last one gave back.
+Calls :func:`tigon.linear_cross_entropy` for one head after another; each uses the memory of the last one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 class MultiTokenLoss(NamedTuple):
-    """What :func:`tigon.multi_token_loss` returns."""
+    """The results of :func:`tigon.multi_token_loss`."""
 
     loss: torch.Tensor  # float32 scalar, differentiable
     losses: torch.Tensor  # [k] float32, of each head, without its coefficient; detached
@@ -48,7 +48,7 @@ class MultiTokenLoss(NamedTuple):
 
 
 class _TokenHead(NamedTuple):
-    """One head: its layers, its last product, and what its loss is taken with."""
+    """One head: its layers, the operands of its last matmul, and the options of its loss."""
 
     layers: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
     weight: torch.Tensor
@@ -57,11 +57,11 @@ class _TokenHead(NamedTuple):
     options: dict[str, Any]  # of linear_cross_entropy
 
     def parameters(self) -> list[torch.Tensor]:
-        """What of it can need a gradient, without the product's own operands."""
+        """Its parameters, without the operands of the matmul."""
         return [p for layer in self.layers if hasattr(layer, "parameters") for p in layer.parameters()]
 
     def tensors(self) -> list[torch.Tensor]:
-        """What of it needs a gradient."""
+        """Its tensors that need a gradient."""
         given = [*self.parameters(), self.weight, self.bias, *(self.options["lora"] or ())[:2]]
         return [t for t in given if t is not None and t.requires_grad]
 
@@ -83,7 +83,7 @@ def _parts(i, head):
 
 
 def _apply_layers(i, head, x, leaves=None):
-    """The hidden states of a head; of `leaves`, by the id of a parameter, those take its place."""
+    """The hidden states of a head; `leaves`, by parameter id, replace its parameters."""
     h = x
     for layer in head.layers:
         if leaves and isinstance(layer, nn.Module):
@@ -107,13 +107,13 @@ def _loss_of(h, labels, head):
 
 
 def _sum(heads, losses):
-    """The losses with their coefficients; a head of coefficient 0 takes no part, whatever its loss is."""
+    """The sum of the losses times their coefficients; a head of coefficient 0 is left out, even if NaN."""
     parts = [loss * head.coefficient for head, loss in zip(heads, losses, strict=True) if head.coefficient]
     return sum(parts[1:], parts[0]) if parts else losses[0].detach() * 0.0
 
 
 class _Fork(torch.autograd.Function):
-    """hidden for each head: gradients are summed in the heads' order, in float32 where they have 16 bits."""
+    """hidden for each head: gradients are summed in the heads' order, in float32 if they have 16 bits."""
 
     @staticmethod
     def forward(x, k):
@@ -135,7 +135,7 @@ _transformed_fork = transformable(_OP, "fork", _Fork.forward, _Fork.setup_contex
 
 
 def _composed(hidden, heads, labels):
-    """Head by head, differentiated by autograd: what each head saves lives until the backward."""
+    """Head by head, differentiated by autograd: the tensors that each head saves live until the backward."""
     active = sum(head.coefficient != 0 for head in heads)
     plain = hidden.dtype == torch.float64 or not torch.is_grad_enabled()
     forked = active > 1 and hidden.requires_grad and not plain
@@ -154,14 +154,14 @@ def _composed(hidden, heads, labels):
 
 
 def _refuse_others(i, h, known):
-    """Tensors in a head's graph that would lose their gradient."""
+    """Refuse tensors in a head's graph that would lose their gradient."""
     words = "heads[{}] must use no tensor that needs a gradient but its input and its module's parameters, "
     for leaf in graph_leaves(h):
         check(_OP, id(leaf) in known, words + "got one of {}", i, leaf.shape)
 
 
 def _on_leaves(head, leaves):
-    """The head with leaves for its product's own operands."""
+    """The head with leaves for the operands of its matmul."""
     weight, bias = (leaves.get(id(t), t) for t in (head.weight, head.bias))
     lora = head.options["lora"]
     lora = lora and (*(leaves.get(id(t), t) for t in lora[:2]), lora[2])
@@ -169,7 +169,7 @@ def _on_leaves(head, leaves):
 
 
 class _Gradients:
-    """The gradients of all heads so far: of a tensor that several use a sum in float32."""
+    """The gradients of all heads so far; those of a shared tensor are summed in float32."""
 
     def __init__(self, uses: list[list[int]]) -> None:
         self.uses = Counter(key for used in uses for key in used)
@@ -186,7 +186,7 @@ class _Gradients:
         if self.uses[key] > 1:
             dtype = _WIDE.get(tensor.dtype, tensor.dtype)
             gradient = torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(gradient)
-        elif at in self.memory or not gradient.is_contiguous():  # what is scaled in place has its own memory
+        elif at in self.memory or not gradient.is_contiguous():  # a tensor scaled in place owns its memory
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         else:
             self.memory.add(at)
@@ -194,9 +194,9 @@ class _Gradients:
 
 
 class _InTurn(torch.autograd.Function):
-    """The gradients of each head are formed in the forward, so that one head's memory serves all.
+    """Computes the gradients of each head in the forward, so that all heads use the memory of one.
 
-    They are those of leaves that stand in for the caller's tensors, whose hooks run in the backward.
+    They are gradients of leaves that replace the caller's tensors, whose hooks run in the backward.
     """
 
     @staticmethod
@@ -241,7 +241,7 @@ class _InTurn(torch.autograd.Function):
 
 
 def _finished(dloss, gradient, dtype):
-    """``gradient * dloss`` rounded once; in its own memory where that may be, which costs nothing for 1."""
+    """``gradient * dloss`` rounded once; in place if possible, which costs nothing for 1."""
     if gradient is None:
         return None
     if gradient.dim() == 0 or gradient.dtype not in (torch.float32, torch.bfloat16):
@@ -257,8 +257,8 @@ def _in_turn(hidden, heads, labels):
 
 
 def _composes(hidden, heads) -> bool:
-    """Whether autograd differentiates the whole: where gradients cannot be formed, or not exactly, before the
-    upstream one is known."""
+    """Whether autograd differentiates the whole: if gradients cannot be computed, or not exactly, before the
+    upstream gradient is known."""
     if is_traced(hidden) or torch._C._are_functorch_transforms_active() or hidden.is_meta:
         return True
     active = [head for head in heads if head.coefficient]
@@ -268,7 +268,7 @@ def _composes(hidden, heads) -> bool:
     autocast = torch.is_autocast_enabled(hidden.device.type)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
     owned = any(getattr(head.weight, "tigon_main_grad", False) for head in active)
-    # What holds parameters and is no module of Python's cannot be called on others.
+    # An object that holds parameters and is not a Python module cannot be called on other parameters.
     layers = [layer for head in active if head.parameters() for layer in head.layers]
     closed = any(isinstance(f, torch.jit.ScriptModule) or not isinstance(f, nn.Module) for f in layers)
     return owned or closed or torch.float16 in (hidden.dtype, dtype) or not has_kernel(_OP, hidden=hidden)
@@ -298,49 +298,50 @@ def multi_token_loss(
     max_workspace_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> MultiTokenLoss:
-    """``sum_i coefficient_i * cross_entropy(heads_i(hidden)[t], labels[t + shift_i])``, without logits.
+    """``sum_i coefficient_i * cross_entropy(heads_i(hidden)[t], labels[t + shift_i])``, without full logits.
 
-    The heads run one after another through :func:`tigon.linear_cross_entropy`, and in eager mode each head's
-    gradients are formed before the next head begins: besides gradients the call takes the memory of one head,
-    its layers' activations included. The gradient of `hidden` is summed over the heads in float32 and rounded
-    once; so is that of a tensor that several heads share. Matrix products with a vocabulary: 3 for each head,
-    2 where neither `hidden` nor a layer of the head needs a gradient, 1 without gradients.
+    The heads run one after another through :func:`tigon.linear_cross_entropy`. In eager mode each head's
+    gradients are computed before the next head starts. So the call takes the gradients and the memory of one
+    head, including the activations of its layers. The gradient of `hidden` is summed over the heads in
+    float32 and rounded once; so is that of a tensor that several heads share. Each head takes 3 matmuls with
+    the vocabulary, 2 if neither `hidden` nor a layer of the head needs a gradient, 1 without gradients.
 
     Args:
-        hidden: ``[..., T, H]``, what all heads start from (float32, bfloat16, float16; float64 runs the eager
+        hidden: ``[..., T, H]``, the input of all heads (float32, bfloat16, float16; float64 runs the eager
             reference).
         heads: one for each loss, any of: a weight ``[V, H]``; a ``torch.nn.Linear``; a
-            ``torch.nn.Sequential`` that ends in one (a head of Medusa's); ``(module, weight)`` or ``(module,
-            weight, bias)``, whose module makes ``[..., T, H_i]`` of `hidden` for a weight ``[V, H_i]``
-            (``None``: hidden itself). Vocabularies may differ. Modules must not use tensors that need a
-            gradient and are not their parameters, and are called only in the forward: wrap what holds them,
-            not them, in FSDP. Heads may share weights and modules.
+            ``torch.nn.Sequential`` that ends in one (a Medusa head); ``(module, weight)`` or ``(module,
+            weight, bias)``, whose module maps `hidden` to ``[..., T, H_i]`` for a weight ``[V, H_i]``
+            (``None``: hidden itself). Vocabularies may differ. A module must not use tensors that need a
+            gradient and are not its parameters. Modules are called only in the forward: with FSDP wrap the
+            module that contains them instead of them. Heads may share weights and modules.
         labels: ``[..., T]`` int64 class indices, or ``ignore_index``.
-        coefficients: a number for each head; ``None``: 1. With 0 a head is evaluated and gets no gradient.
+        coefficients: a number for each head; ``None``: 1. A head with 0 is evaluated and gets no gradient.
         shifts: for each head how far ahead its label is, >= 0; ``None``: 1, 2, 3, ...
-        position_ids: where sequences are packed, as in :func:`tigon.linear_cross_entropy`.
+        position_ids: for packed sequences, as in :func:`tigon.linear_cross_entropy`.
         lora: for each head ``None`` or ``(A [r, H_i], B [V, r], scale)``.
         token_weight, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, chunk_rows,
             max_workspace_mb, logit_dtype: as in :func:`tigon.linear_cross_entropy`, the same for all heads.
-        reduction: ``"mean"`` (each head's over its own rows that count) or ``"sum"``.
-        denominator: a number or tensor of one element for all heads, or a sequence of one for each: ``sum /
-            denominator`` instead of ``reduction``.
+        reduction: ``"mean"`` (for each head over its rows that count) or ``"sum"``.
+        denominator: a number or tensor of one element for all heads, or a sequence with one for each head:
+            the loss is ``sum / denominator`` instead of ``reduction``.
         valid_rows: for each head how many labels count; see :func:`tigon.count_labels`, called once for each
             shift.
 
     Returns:
         ``(loss, losses, accuracies)``: the float32 scalar, and detached ``[k]`` vectors of each head's loss
         (without its coefficient) and of the share of its counted rows whose label is the first argmax (NaN
-        where none counts). The loss is differentiable in hidden, weights, biases, A, B and the modules'
-        parameters, each only where needed. One head with coefficient 1 gives the bits of
-        :func:`tigon.linear_cross_entropy`. Under torch.compile and torch.func, with float16 (whose gradients
-        need the loss scale before they are rounded) and where a weight has ``tigon_main_grad``, autograd
-        differentiates the whole: the same formula, what each head saves kept until the backward, and the
-        gradients of tensors that heads share summed in their dtype.
+        if no row counts). The loss is differentiable in hidden, weights, biases, A, B and the modules'
+        parameters; each gradient is computed only if needed. One head with coefficient 1 is bitwise equal to
+        :func:`tigon.linear_cross_entropy`. In three cases autograd differentiates the whole: under
+        torch.compile and torch.func, with float16 (whose gradients need the loss scale before they are
+        rounded), and if a weight has ``tigon_main_grad``. The formula is the same, but the tensors that each
+        head saves are kept until the backward, and the gradients of tensors that heads share are summed in
+        their dtype.
 
     Raises:
-        tigon.Error: numbers of heads, coefficients and shifts that differ, a head whose result does not fit
-            its weight, and what :func:`tigon.linear_cross_entropy` refuses.
+        tigon.Error: the numbers of heads, coefficients and shifts differ, a head's result does not fit its
+            weight, or :func:`tigon.linear_cross_entropy` refuses an argument.
 
     Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), equations 1 and 2; Gloeckle et al. 2024, "Better &
     Faster Large Language Models via Multi-token Prediction" (arXiv:2404.19737).

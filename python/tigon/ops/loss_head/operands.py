@@ -51,20 +51,20 @@ class LabelFormula(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """How a call is divided, and what it forms and keeps."""
+    """How a call is divided, which gradients it computes, and which rows it keeps."""
 
-    chunk_rows: int = 0  # 0: chosen by the native side
+    chunk_rows: int = 0  # 0: the native side chooses
     valid_rows: int = -1  # -1: not known
     needs: int = 0  # bits of NEEDS, MAY_ROUND, UNIT, MAIN_GRAD
-    keep_rows: int = 0  # losses of rows: most rows whose logits' gradients stay, or AUTOMATIC
+    keep_rows: int = 0  # losses of rows: most rows whose logits' gradients are kept, or AUTOMATIC
 
 
 _ENDS = tuple(itertools.accumulate(len(part._fields) for part in (Operands, LabelFormula, Memory)))
-HEAD_ARGUMENTS = _ENDS[-1]  # how many of an operator's are those of all heads
+HEAD_ARGUMENTS = _ENDS[-1]  # how many of an operator's arguments all heads share
 
 
 def more_of(name: str) -> type:
-    """A named tuple of what an operator takes after them."""
+    """A named tuple of the arguments that an operator takes after the shared ones."""
     return namedtuple(f"_{name}", [a.name for a in native(name)._schema.arguments[HEAD_ARGUMENTS:]])
 
 
@@ -74,7 +74,7 @@ class HeadCall(NamedTuple):
     operands: Operands
     formula: LabelFormula
     memory: Memory
-    more: Any = ()  # what the operator takes after them, of `more_of` it
+    more: Any = ()  # the operator's other arguments, a `more_of` it
 
     @classmethod
     def of(cls, inputs, more=lambda *values: values) -> HeadCall:
@@ -93,17 +93,17 @@ class HeadCall(NamedTuple):
         return HeadCall(operands, formula, Memory(memory[0], memory[1], needs, keep_rows), more)
 
     def without_tensors(self, more: tuple = ()) -> HeadCall:
-        """What a context may hold of it; `more`: numbers that its backward takes."""
+        """The parts of it that a context may hold; `more`: numbers that its backward takes."""
         return HeadCall(None, self[1], self[2], more)
 
     def rows(self) -> int:
-        """How many rows have their logits computed."""
+        """The number of rows whose logits are computed."""
         valid = self.memory.valid_rows
         return self.operands.target.shape[0] if valid < 0 else valid
 
 
 def main_grad_of(op, weight):
-    """The fp32 tensor that weight's gradient is to be added to, where its owner asked for that."""
+    """The float32 tensor to which weight's gradient is added, if its owner requested that."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return None
     if not getattr(weight, "tigon_main_grad", False):
@@ -117,19 +117,19 @@ def main_grad_of(op, weight):
 
 
 def float_parts(head: HeadOptions, **others: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-    """What a reference reads beside hidden states, by name."""
+    """The tensors that a reference reads in addition to hidden states, by name."""
     a, b = (head.lora or (None, None))[:2]
     return {**others, "bias": head.bias, "lora[0]": a, "lora[1]": b}
 
 
 class Trained:
-    """Calls of functions on a head for gradients, in eager mode, but for those of patched models."""
+    """Counts calls of functions on a head with gradients, in eager mode, except those of patched models."""
 
-    calls = 0  # `Report.check` asks: a program's own loss may call them
+    calls = 0  # for `Report.check`: a program's own loss may call them
 
 
 def check_head(op, hidden, weight, target, head: HeadOptions):
-    """What every function on a head asks of its operands."""
+    """Check the operands of a function on a head."""
     arguments.check_float(op, "hidden", hidden)
     arguments.check_float(op, "weight", weight)
     bias = head.bias
@@ -167,7 +167,7 @@ def check_head(op, hidden, weight, target, head: HeadOptions):
 
 
 def wide_logits(op, logit_dtype, hidden) -> bool:
-    """Whether logits are to be float32 where hidden is not."""
+    """Whether logits are float32 although hidden is not."""
     if logit_dtype is None:
         return False
     fits = logit_dtype is torch.float32 or logit_dtype is hidden.dtype
@@ -176,7 +176,7 @@ def wide_logits(op, logit_dtype, hidden) -> bool:
 
 
 def check_lora(op, lora, hidden, weight):
-    """``(A, B, scale)`` that fit the head, or None."""
+    """Check that ``(A, B, scale)``, or None, fits the head."""
     if lora is None:
         return
     three = isinstance(lora, Sequence) and len(lora) == 3
@@ -200,7 +200,7 @@ def check_token_weight(op, token_weight, target) -> None:
 
 
 def check_outputs(op, outputs, known, or_none="") -> tuple[str, ...]:
-    """The names of results, the loss first."""
+    """Check the names of results; the loss is first."""
     named = isinstance(outputs, Sequence) and not isinstance(outputs, str)
     outputs = tuple(outputs) if named else outputs
     fits = named and all(isinstance(name, str) and name in known for name in outputs)
@@ -211,7 +211,7 @@ def check_outputs(op, outputs, known, or_none="") -> tuple[str, ...]:
 
 
 def autocast(hidden):
-    """hidden in the dtype that autocast asks for."""
+    """hidden in autocast's dtype."""
     if hidden.is_meta:
         return hidden
     device = hidden.device.type
@@ -233,10 +233,10 @@ _fit_columns = Op(
 
 
 def whole_vectors(hidden, weight, lora=None):
-    """Operands with zero columns appended where CUDA's products need whole 16-byte vectors of a row.
+    """Append zero columns to the operands if CUDA's matmuls need whole 16-byte vectors of a row.
 
-    A 16-bit product whose inner dimension or row stride is no multiple of eight runs at a quarter to an
-    eighth of the speed. The appended columns change no logit, and their gradients are cut off.
+    A 16-bit matmul whose inner dimension or row stride is not a multiple of eight runs at a quarter to an
+    eighth of the speed. The appended columns change no logit, and their gradients are removed.
     """
     columns = hidden.shape[-1]
     if columns % 8 == 0 or not hidden.is_cuda or hidden.element_size() != 2:
@@ -261,11 +261,11 @@ def prepare(
     main_grad=None,
     more=(),
 ) -> tuple[HeadCall, tuple]:
-    """A native call on checked arguments, and what its gradients are of: hidden, weight, bias, A and B
-    before their conversion; `main_grad`: what weight's is added to."""
+    """A native call on checked arguments, and the tensors that get its gradients: hidden, weight, bias, A and
+    B before their conversion. weight's gradient is added to `main_grad`, if given."""
     bias, lora, ignore_index, position_ids = head.bias, head.lora, head.ignore_index, head.position_ids
     wide = wide_logits(op, head.logit_dtype, hidden)
-    if main_grad is None:  # main_grad has weight's own columns
+    if main_grad is None:  # main_grad has the columns of weight
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
     a, b, lora_scale = (None, None, 1.0) if lora is None else lora
     if lora is not None:
@@ -284,7 +284,7 @@ def prepare(
             needs += LORA_A * a.requires_grad + LORA_B * b.requires_grad
     if weight.dtype != hidden.dtype:
         weight = weight.to(hidden.dtype)
-    else:  # weight's gradient may be rounded by its product
+    else:  # weight's gradient may be rounded by its matmul
         needs |= MAY_ROUND
     if bias is not None and bias.dtype not in ((torch.float32,) if wide else (hidden.dtype, torch.float32)):
         bias = bias.float()
@@ -307,7 +307,7 @@ def prepare(
 
 
 class _ToMainGrad(torch.autograd.Function):
-    """weight, whose gradient is added to its main_grad and goes no further."""
+    """Returns weight; its gradient is added to its main_grad and goes no further."""
 
     @staticmethod
     def forward(ctx, weight, main_grad):
@@ -321,7 +321,7 @@ class _ToMainGrad(torch.autograd.Function):
 
 
 def check_plain(op, classes, target, head: HeadOptions) -> None:
-    """What the native calls check of labels, for the references."""
+    """Check the labels for the references as the native calls do."""
     ignore_index = head.ignore_index
     target = shifted(target, ignore_index, head.shift, head.position_ids)
     arguments.check_range(op, "target", target, classes, ignore_index)
@@ -331,6 +331,6 @@ def check_plain(op, classes, target, head: HeadOptions) -> None:
 
 
 def plain_weight(op, weight):
-    """weight for the references; one with a main_grad gives its gradient there."""
+    """weight for the references; if it has a main_grad, its gradient is added there."""
     main_grad = main_grad_of(op, weight)
     return weight if main_grad is None else _ToMainGrad.apply(weight, main_grad)

@@ -1,4 +1,4 @@
-"""The options of a loss head: as its functions take them, and as wrappers name them to type checkers."""
+"""The options of a loss head: as its functions take them, and as type checkers see them in wrappers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class HeadOptions(NamedTuple):
 
     @classmethod
     def of(cls, options: dict) -> Self:
-        """Those of a head among the options of a loss."""
+        """The options of a head among those of a loss."""
         return cls(**{name: options[name] for name in cls._fields if name in options})
 
     def of_log_prob(self) -> dict:
-        """Those of :func:`tigon.linear_log_prob` or its reference on labels in place."""
+        """The options of :func:`tigon.linear_log_prob` or its reference on shifted labels."""
         others = ("shift", "position_ids", "max_workspace_mb")
         return {name: value for name, value in self._asdict().items() if name not in others}
 
 
 class HeadOptionsDict(TypedDict, total=False):
-    """What the modules of all losses of a head fix."""
+    """The options that the modules of all losses of a head fix."""
 
     ignore_index: int
     softcap: float | None
@@ -84,7 +84,7 @@ class LinearJSDDict(LinearTVDDict, total=False):
 
 
 class AnswersDict(HeadOptionsDict, total=False):
-    """Of all losses of answers; their calls may give any of them too."""
+    """Options of all losses of answers; their calls may also pass any of them."""
 
     bias: torch.Tensor | None
     lora: tuple[torch.Tensor, torch.Tensor, float] | None

@@ -1,6 +1,6 @@
-"""Memory of the loss head: what a call will take, and the chunk that keeps a cap.
+"""Memory of the loss head: how much a call takes, and the chunk that keeps a limit.
 
-The numbers are the native side's: ``csrc/tigon/ops/loss_head/plan.h``.
+The native side computes the numbers: ``csrc/tigon/ops/loss_head/plan.h``.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _OP = "linear_cross_entropy_memory"
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # DType
 _MIB = 1 << 20
 _MOST = 1 << 62
-AUTOMATIC = -1  # of `keep_rows`: all rows where one chunk takes all, else none
+AUTOMATIC = -1  # of `keep_rows`: all rows if one chunk holds all, else none
 MOST_GROUP_LOGITS = 1 << 30  # bytes of a group's logits: linear_head_group_limit of the C++ side
 
 
 def native_names(function: str) -> dict[str, int]:
-    """Names that the native side has, in its order, with their values."""
+    """The names of the native side in its order, with their values."""
     ask = getattr(library, function)
     ask.restype = ctypes.c_char_p
     words = (word.partition("=") for word in ask().decode().split())
     return {name: int(value) for name, _, value in words}
 
 
-_SIZES = native_names("tigon_linear_head_sizes")  # what they are unless given
+_SIZES = native_names("tigon_linear_head_sizes")  # the default sizes
 HeadPlan = namedtuple("HeadPlan", native_names("tigon_linear_head_plan"))
 
 
 class HeadMemory(NamedTuple):
-    """Bytes besides the inputs."""
+    """Bytes that a call takes, without the inputs."""
 
     chunk_rows: int
     workspace: int  # while a pass runs: logits of a chunk, gathered rows, words per row
     gradients: int  # kept from forward to backward
-    results: int  # gradients in their final dtype, loss and outputs: what is left at the end
+    results: int  # gradients in their final dtype, loss and outputs, which exist at the end
     peak: int
 
 
@@ -64,14 +64,14 @@ class MemoryOptions(TypedDict, total=False):
 
 
 class LogProbMemoryOptions(MemoryOptions, total=False):
-    """And those that log-probabilities have."""
+    """The sizes and options of log-probabilities."""
 
     main_grad: bool
     logit_dtype: torch.dtype | None
 
 
 class LossMemoryOptions(LogProbMemoryOptions, total=False):
-    """And those that losses of labels have."""
+    """The sizes and options of losses of labels."""
 
     reduction: str
     max_workspace_mb: float | None
@@ -102,7 +102,7 @@ def plan(
     groups=(),
     **sizes,
 ) -> HeadPlan:
-    """What the native side decides for a call, from sizes alone; sizes that are symbols become numbers."""
+    """The native side's plan for a call, from sizes alone; symbolic sizes become numbers."""
     sizes |= {"cuda": device == "cuda", "dtype": _CODES[dtype], "weight_dtype": _CODES[weight_dtype or dtype]}
     sizes |= {"rows": rows, "hidden": hidden, "vocab": vocab}
     sizes.setdefault("worked", rows)
@@ -130,7 +130,7 @@ def rows_within(keep_mb, vocab, itemsize) -> int:
 
 
 def chunk_that_fits(op, hidden, weight, head, **sizes) -> int:
-    """Rows per chunk within the cap (and no more than asked for)."""
+    """Rows per chunk within the limit (and at most as many as requested)."""
     cap, rows = head.max_workspace_mb, hidden.numel() // hidden.shape[-1]
     sizes |= {"chunk_rows": head.chunk_rows or 0, "max_workspace_mb": cap}
     found = plan_of(hidden, weight.shape[0], rows, **sizes)
@@ -139,14 +139,14 @@ def chunk_that_fits(op, hidden, weight, head, **sizes) -> int:
 
 
 def check_fits(op, found: HeadPlan, rows: int, what: str, cap) -> None:
-    """That a chunk of so many rows is within the cap."""
+    """Check that a chunk of so many rows is within the limit."""
     least = -(-(found.fixed + rows * found.row) // _MIB)
     words = "max_workspace_mb must be at least {} for " + what + ", got {}"
     check(op, found.fits >= rows, words, least, cap)
 
 
 def check_cap(op, max_workspace_mb) -> None:
-    """A number of MiB, or none."""
+    """Check a number of MiB, or none."""
     if max_workspace_mb is not None:
         check_numbers(op, max_workspace_mb=max_workspace_mb)
         finite = -math.inf < max_workspace_mb < math.inf
@@ -154,7 +154,7 @@ def check_cap(op, max_workspace_mb) -> None:
 
 
 def check_keep(op, keep_mb) -> None:
-    """A number of MiB that the gradients of the logits may take, or none."""
+    """Check the number of MiB that the gradients of the logits may take, or none."""
     if keep_mb is not None:
         check_numbers(op, keep_mb=keep_mb)
         check(op, keep_mb >= 0, "keep_mb must be >= 0 (or None), got {}", keep_mb)
@@ -192,7 +192,7 @@ def _memory(
     function: str = "tigon_linear_head_memory",
     groups: tuple = (),
 ) -> HeadMemory:
-    """That of a head, as this function of the native side has it."""
+    """The memory of a head, from this function of the native side."""
     trained = {"train_hidden": train_hidden, "train_weight": train_weight, "train_bias": train_bias}
     check_integers(_OP, least=0, rows=rows, lora_rank=lora_rank)
     check_integers(_OP, least=1, hidden_size=hidden_size, vocab=vocab)
@@ -227,18 +227,19 @@ def linear_cross_entropy_memory(
     dtype: torch.dtype = torch.bfloat16,
     **options: Unpack[LossMemoryOptions],
 ) -> HeadMemory:
-    """Bytes that :func:`tigon.linear_cross_entropy` and its backward take besides their inputs.
+    """Bytes that :func:`tigon.linear_cross_entropy` and its backward take, without their inputs.
 
-    ``workspace = chunk * V * size`` (and gathered rows, words per row, what the products may need); of what
-    is trained, ``gradients = rows * H * size + V * H * size`` with one chunk, with more ``4 V H`` for the
-    weight's; and at the end of the backward those gradients again whose parameter has another dtype. ``peak``
-    is the larger of the two moments. What a product of PyTorch's takes and frees inside itself on the CPU is
-    not counted. In float64 the eager reference runs: ``workspace`` is the three tensors of the logits' size
-    that it has at a time, whatever the options, and what it keeps is among them.
+    ``workspace = chunk * V * size``, plus gathered rows, numbers per row and the workspace of the matmuls.
+    With one chunk ``gradients = rows * H * size + V * H * size`` for the operands that are trained; with more
+    chunks the weight's gradient takes ``4 V H``. At the end of the backward, gradients whose parameter has
+    another dtype exist twice. ``peak`` is the larger of the two moments. Memory that a PyTorch matmul on the
+    CPU allocates and frees internally is not counted. In float64 the eager reference runs. Then ``workspace``
+    is the three tensors of the logits' size that exist at a time, whatever the options, and includes the
+    tensors that it keeps.
 
-    Args: the sizes and options of the call; ``train_*``: which operands need a gradient; ``main_grad``: the
-        weight's is added to its ``main_grad``. With ``"none"``, ``gradients`` is what is kept from forward to
-        backward (:func:`tigon.linear_log_prob_memory`).
+    Arguments are the sizes and options of the call. ``train_*`` says which operands need a gradient.
+    ``main_grad`` says that the weight's gradient is added to its ``main_grad``. With ``"none"``,
+    ``gradients`` is the memory kept from forward to backward (:func:`tigon.linear_log_prob_memory`).
 
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_cross_entropy` would not take.
@@ -258,14 +259,14 @@ def linear_log_prob_memory(
     labels: int = 1,
     **options: Unpack[LogProbMemoryOptions],
 ) -> HeadMemory:
-    """Bytes that :func:`tigon.linear_log_prob` and its backward take besides their inputs.
+    """Bytes that :func:`tigon.linear_log_prob` and its backward take, without their inputs.
 
-    ``gradients`` is what stays from forward to backward: ``rows * H * size`` for hidden's gradient where it
-    is formed in the forward, and ``rows * V * size`` (V rounded up to 64) for the gradients of the logits of
-    the rows that are kept. The weight's gradient is formed in the backward: ``V * H * size`` of one chunk,
-    ``4 V H`` of several. The rest is as in :func:`tigon.linear_cross_entropy_memory`. With entropies logits
-    are kept in the place of their gradients, and hidden's is formed in the backward. With K ``labels`` of a
-    row nothing is kept, and a row has ``4 K`` bytes of results and as many while a pass runs.
+    ``gradients`` is the memory kept from forward to backward: ``rows * H * size`` for hidden's gradient if
+    the forward computes it, and ``rows * V * size`` (V rounded up to 64) for the gradients of the logits of
+    the rows that are kept. The backward computes the weight's gradient: ``V * H * size`` with one chunk,
+    ``4 V H`` with several. The rest is as in :func:`tigon.linear_cross_entropy_memory`. With entropies logits
+    are kept instead of their gradients, and the backward computes hidden's gradient. With K ``labels`` a row
+    nothing is kept, and each row takes ``4 K`` bytes of results and as many while a pass runs.
 
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_log_prob` would not take.
@@ -293,11 +294,12 @@ def linear_preference_memory(
     group: int = 2,
     **options: Unpack[LossMemoryOptions],
 ) -> HeadMemory:
-    """Bytes that :func:`tigon.linear_preference` and its backward take besides their inputs.
+    """Bytes that :func:`tigon.linear_preference` and its backward take, without their inputs.
 
-    The same of :func:`tigon.linear_kto` (``group=1``) and :func:`tigon.linear_policy` (``group=1`` where the
-    loss of a token depends on its answer, 0 otherwise). As :func:`linear_cross_entropy_memory`, with chunks
-    that hold groups whole, and a copy of a chunk's hidden states times their factors. Every row counts here.
+    It also serves :func:`tigon.linear_kto` (``group=1``) and :func:`tigon.linear_policy` (``group=1`` if the
+    loss of a token depends on its answer, 0 otherwise). The result is that of
+    :func:`linear_cross_entropy_memory` with chunks of whole groups, plus a copy of a chunk's hidden states
+    times their factors. Every row counts here.
 
     Args:
         answers, tokens: leading sizes of target.
@@ -326,13 +328,15 @@ def linear_divergence_memory(
     reduction: str = "batchmean",
     **options: Unpack[MemoryOptions],
 ) -> HeadMemory:
-    """Bytes that :func:`tigon.linear_kl_div` and its like, with their backward, take besides their inputs.
+    """Bytes that :func:`tigon.linear_kl_div`, ``linear_jsd`` or ``linear_tvd`` and its backward take, without
+    the inputs.
 
-    What :func:`tigon.linear_cross_entropy_memory` says for the student's head, whose chunk holds the logits'
-    gradient here, and the float32 logits of both sides for some rows: as many as take 1 GiB, at least 512.
+    The result is that of :func:`tigon.linear_cross_entropy_memory` for the student's head, whose chunk holds
+    the logits' gradient here, plus the float32 logits of both sides for some rows. These rows take up to
+    1 GiB and are at least 512.
 
     Args:
-        teacher_hidden_size: of the teacher's head; ``None``: its logits are given.
+        teacher_hidden_size: size of the teacher's hidden states; ``None``: its logits are given.
         Others: as :func:`tigon.linear_cross_entropy_memory`.
 
     Raises:

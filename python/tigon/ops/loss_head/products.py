@@ -1,4 +1,4 @@
-"""The products of a chunk of rows by themselves, for what comes between them."""
+"""The matmuls of a chunk of rows as separate calls, for code that runs between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NO_LORA = (None, None, 1.0)
 
 
 def form_logits(logits, hidden, weight, lora=_NO_LORA) -> None:
-    """``logits = hidden @ weight.T``; `lora`: A, B and scale of a second product."""
+    """``logits = hidden @ weight.T``; `lora`: A, B and scale of a second matmul."""
     _logits(logits, hidden, weight, *lora)
 
 
@@ -29,11 +29,11 @@ def form_gradients(
     dlora_a=None,
     dlora_b=None,
 ) -> None:
-    """Of ``factor * dlogits`` the gradients that are given, written by the `first` call and then added to.
+    """Compute the given gradients from ``factor * dlogits``; the `first` call writes them, later calls add.
 
     Args:
-        hidden: only its shape is looked at where no gradient of a parameter is given.
-        add_dweight: dweight is added to by the first call too.
+        hidden: only its shape is used if no gradient of a parameter is given.
+        add_dweight: the first call adds to dweight too.
     """
     outputs = dhidden, dweight, dbias, factor, first, add_dweight
     _gradients(dlogits, hidden, weight, *outputs, *lora, dlora_a, dlora_b)

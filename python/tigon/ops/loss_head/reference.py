@@ -1,4 +1,4 @@
-"""The loss head in plain PyTorch operations."""
+"""The loss head in PyTorch operations."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def reference(
     outputs=None,
     **options,
 ):
-    """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device).
+    """Compute the same formula with PyTorch operations and full logits (any float dtype, any device).
 
     Args:
-        options: of the head; those that only concern speed and memory are not looked at.
+        options: options of the head; those that only concern speed and memory are ignored.
     """
     head = HeadOptions.of(options)
     target = shifted(target, head.ignore_index, head.shift, head.position_ids)
@@ -45,7 +45,7 @@ def reference(
 
 
 def plain_logits(hidden, weight, head):
-    """``z`` of a head in plain PyTorch, float32 or wider."""
+    """``z`` of a head in PyTorch operations, float32 or wider."""
     weight, lora = weight.to(hidden.dtype), head.lora
     if head.logit_dtype is not None:  # of operands in hidden's dtype
         dtype = torch.promote_types(hidden.dtype, head.logit_dtype)

@@ -1,7 +1,7 @@
-"""Divergences from the K most likely classes of a teacher: what a server of teachers sends.
+"""Divergences from the K most likely classes of a teacher, as a teacher server sends them.
 
-A distribution becomes K + 1 numbers: those of the candidates, and the mass of all other classes. The
-student's come from :func:`tigon.linear_log_prob` of labels ``[..., K]``.
+A distribution becomes K + 1 numbers: those of the candidates, and the mass of all other classes.
+:func:`tigon.linear_log_prob` of labels ``[..., K]`` computes the student's.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tigon.ops.divergence import divergence
 from tigon.ops.loss_head.labels import shifted
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 
-_LEAST_TAIL = 1e-7  # of the mass beside the candidates: 1 - their sum is not known better in float32
-_NEVER = -1e4  # log-probability of what is no candidate
-_IGNORED = -(2**63)  # a label that no class has, whatever the caller's is
+_LEAST_TAIL = 1e-7  # of the mass outside the candidates: the precision of 1 - their sum in float32
+_NEVER = -1e4  # log-probability of a class that is not a candidate
+_IGNORED = -(2**63)  # a label that no class has, whatever the caller's ignore_index is
 
 
 def is_top_k(teacher) -> bool:
@@ -26,7 +26,7 @@ def is_top_k(teacher) -> bool:
 
 
 def check_top_k(op, teacher, hidden) -> None:
-    """Indices and log-probabilities [..., K] on hidden's device."""
+    """Check indices and log-probabilities [..., K] on hidden's device."""
     indices, log_prob = teacher
     check_indices(op, "teacher indices", indices)
     check_float(op, "teacher log_prob", log_prob)
@@ -39,26 +39,26 @@ def check_top_k(op, teacher, hidden) -> None:
 
 
 def _check_numbers(op, classes, log_prob, candidate) -> None:
-    """On the CPU: a row's classes are different, and their log-probabilities are some."""
+    """On the CPU: check that a row's classes are different and their log-probabilities valid."""
     if not (readable(classes) and readable(log_prob)):
         return
     order = torch.where(candidate, classes, -1 - torch.arange(classes.shape[-1])).sort(-1).values
     twice = order[..., 1:][order.diff(dim=-1) == 0][:1].tolist()
     check(op, not twice, "teacher indices must be different classes in each row, got {} twice", *twice)
     mass = torch.where(candidate, log_prob.double(), -torch.inf).logsumexp(-1).exp()
-    large = mass[mass > 1.5][:1].tolist()  # rounded ones may have a little more than 1
+    large = mass[mass > 1.5][:1].tolist()  # rounding may give a little more than 1
     check(op, not large, "teacher log_prob must be log-probabilities, got some of probability {}", *large)
 
 
 def with_tail(log_prob):
-    """Log-probabilities of K candidates, and of all others together, by the formula that keeps its digits.
+    """Log-probabilities of K candidates and of all others together, by a formula that keeps precision.
 
-    Candidates that rounding gave more than all the mass are normalised.
+    Candidates whose mass exceeds 1 by rounding are normalised.
     """
     mass = log_prob.logsumexp(-1, keepdim=True)
     log_prob = log_prob - mass.clamp(min=0)
     mass = mass.clamp(max=-_LEAST_TAIL)
-    most = mass > -0.6931472  # of the mass is the candidates'
+    most = mass > -0.6931472  # the candidates have more than half of the mass
     tail = torch.where(most, mass.expm1().neg().log(), mass.exp().neg().log1p())
     return torch.cat((log_prob, tail), -1)
 
