@@ -2,9 +2,9 @@
 
 transformers runs experts through a registry (`experts_implementation`: grouped_mm, batched_mm, and what
 others register). `tigon` is one of them: it runs a whole layer whose gate is recognised, under expert
-parallelism too (ids that are not here cost nothing). Where another implementation was asked for, or a layer
-is not of the registry, the module's `_apply_gate` between the products is what is replaced, on the instance.
-Routers are replaced in `routers.py`; the auxiliary losses that models make of their logits are transformers'.
+parallelism too (ids of other processes cost nothing). If another implementation was requested, or a layer is
+not in the registry, only the module's `_apply_gate` between the matmuls is replaced, on the instance.
+Routers are replaced in `routers.py`; transformers computes the auxiliary losses of router logits.
 """
 
 from __future__ import annotations

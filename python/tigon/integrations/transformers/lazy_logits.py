@@ -65,8 +65,8 @@ class LazyLogits:
     lazy: float/to(dtype), * and / by a number, + a row, tanh, contiguous, view and reshape that keep the
     last axis, row indexing, and [..., :n]. Everything else computes the logits, once.
 
-    Objects that would share memory as tensors have one owner here. Some rows are computed alone for results
-    that share no memory with them. Any other read of a view gets a view of the tensor that its owner
+    Objects that would share memory as tensors have one owner here. Some rows are computed by themselves for
+    results that share no memory with them. Any other read of a view gets a view of the tensor that its owner
     computes. So an in-place change is visible wherever it is visible without Tigon.
     """
 
@@ -298,7 +298,7 @@ class LazyLogits:
         return self._real
 
     def _value(self) -> torch.Tensor:
-        """The logits for a result that shares no memory with them; for some rows, these alone."""
+        """The logits for a result that shares no memory with them; if it has some rows, only these."""
         if not self._sliced or not self._owed:
             return self.materialise()
         done = len(self._owner._chain)
