@@ -392,7 +392,7 @@ class LigerFusedLinearGRPOLoss(Loss):
         return kind
 
     def _options_of(self, kind: str) -> dict:
-        """The numbers that one formula alone has."""
+        """The numbers that only one formula has."""
         if kind == "clip":
             return {"delta": self.delta}
         if kind == "sapo":

@@ -1,6 +1,6 @@
 """``liger_kernel``'s divergences, functions and classes, by Tigon's.
 
-Losses are formed in float32 and the gradient is the student's alone, as there.
+As in Liger, losses are computed in float32, and only the student gets a gradient.
 """
 
 from __future__ import annotations

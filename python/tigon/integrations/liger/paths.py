@@ -1,4 +1,4 @@
-"""Which names of ``liger_kernel`` 0.8.5 are there, by module, and what to use for those that are not."""
+"""The names of ``liger_kernel`` 0.8.5 that exist, by module, and replacements for those that do not."""
 
 from __future__ import annotations
 

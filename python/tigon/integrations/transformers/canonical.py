@@ -104,7 +104,7 @@ def _now(place, name):
 
 @functools.lru_cache(maxsize=4096)
 def _evaluated(function, cls) -> tuple[Canonical, list]:
-    """The expression, and what was read for it beside the source: (where, name, value)."""
+    """The expression, and the values read for it in addition to the source: (where, name, value)."""
     if hasattr(function, "__wrapped__"):
         raise Unrecognised("decorated function")
     node = function_node(function)

@@ -2,9 +2,9 @@
 
 transformers runs experts through a registry (`experts_implementation`: grouped_mm, batched_mm, and what
 others register). `tigon` is one of them: it runs a whole layer whose gate is recognised, under expert
-parallelism too (ids that are not here cost nothing). Where another implementation was asked for, or a layer
-is not of the registry, the module's `_apply_gate` between the products is what is replaced, on the instance.
-Routers are replaced in `routers.py`; the auxiliary losses that models make of their logits are transformers'.
+parallelism too (ids of other processes cost nothing). If another implementation was requested, or a layer is
+not in the registry, only the module's `_apply_gate` between the matmuls is replaced, on the instance.
+Routers are replaced in `routers.py`; transformers computes the auxiliary losses of router logits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """What is between the products of experts; strings that are not its name are names of attributes."""
+    """The gate between the matmuls of experts; strings that are not its name are names of attributes."""
 
     activation: str | None = None
     alpha: str | None = None
@@ -109,7 +109,7 @@ def _note_loop(kind: type):
 
 @follows
 def layer_forward(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights):
-    """Forward of a recognised layer; tensors that have no kernel go the way they went before."""
+    """Forward of a recognised layer; tensors without a kernel run the implementation used before."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
     first, down, biases = getattr(module, name), module.down_proj, (None, None)
     if module.has_bias:
@@ -209,7 +209,7 @@ def implementation(module: nn.Module) -> str:
 
 
 def _plan_layer(module) -> tuple | None:
-    """The whole layer, where the registry would run it by its default or by the loop of the class."""
+    """Plan the whole layer if the registry would run it by its default or by the loop of the class."""
     if not uses_registry(module) or implementation(module) not in ("eager", "grouped_mm", IMPLEMENTATION):
         return None
     if foreign(module) and not getattr(module, "_is_expert_parallel", False):
@@ -265,7 +265,7 @@ def switch_back(model: nn.Module, previous: dict[str, str | None]) -> None:
 
 
 def _activates(module) -> bool:
-    """An activation beside stacked weights, and no convolution, which would be a mixer's."""
+    """Whether it has an activation and stacked weights, and no convolution, which a mixer would have."""
     kinds = [type(child).__module__ for child in module.children()]
     return any("activation" in kind for kind in kinds) and not any("conv" in kind for kind in kinds)
 

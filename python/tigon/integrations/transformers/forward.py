@@ -296,7 +296,7 @@ def has_hooks(module: nn.Module) -> bool:
 def foreign(module: nn.Module) -> bool:
     """Whether the instance carries a forward that is neither ours nor its class's own.
 
-    transformers' kernels and accelerate rebind the class's own forward to modules they leave alone.
+    transformers' kernels and accelerate rebind the class's own forward to modules they do not change.
     """
     forward = module.__dict__.get(_place(module, "forward"))
     if forward is None:

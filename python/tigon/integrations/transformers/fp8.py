@@ -1,4 +1,4 @@
-"""Linears of a model's layers with products of float8: what is taken, what is left and why."""
+"""Linears of a model's layers with float8 matmuls: which are replaced, which are left and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tigon.integrations.transformers.head_operands import LORA_PARTS, is_linear
 from tigon.ops import fp8_linear
 from tigon.ops.fp8_linear import MULTIPLE
 
-RECIPES = {"rowwise": "fp8", "rowwise_dw_bf16": "bf16"}  # name -> the product of a weight's gradient
+RECIPES = {"rowwise": "fp8", "rowwise_dw_bf16": "bf16"}  # name -> the matmul of a weight's gradient
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,7 +25,7 @@ class Fp8Spec:
 
 
 def fp8_forward(module: nn.Module, spec: Fp8Spec, x):
-    """Training computes in float8; evaluation, which reads weights once, as ever."""
+    """Compute in float8 in training; evaluation, which reads weights once, runs as before."""
     weight, bias = module.weight, module.bias
     if not (module.training or torch.is_grad_enabled()):
         return stock(module, x)
@@ -34,7 +34,7 @@ def fp8_forward(module: nn.Module, spec: Fp8Spec, x):
         return stock(module, x)
     dtype = autocast_dtype(x.device.type)
     if dtype is None and weight.dtype != x.dtype:
-        return stock(module, x)  # an error, which shall come
+        return stock(module, x)  # the original forward raises its own error
     dtype = dtype or x.dtype
     if dtype not in _DTYPES or weight.dtype not in _DTYPES or x.shape[-1] != weight.shape[1]:
         return stock(module, x)
@@ -47,12 +47,12 @@ def fp8_forward(module: nn.Module, spec: Fp8Spec, x):
 
 
 def gains(rows: int, columns: int) -> bool:
-    """Whether products with a weight of these sizes are faster in float8, with the casts of x and dy."""
+    """Whether matmuls with a weight of these sizes are faster in float8, with the casts of x and dy."""
     return rows * columns >= 1 << 22 and min(rows, columns) >= 1024
 
 
 def check_recipe(recipe: str | None, model: nn.Module) -> None:
-    """Refuse what is no recipe, and GPUs without products of float8."""
+    """Refuse an unknown recipe, and GPUs without float8 matmuls."""
     if recipe is None:
         return
     if recipe not in RECIPES:

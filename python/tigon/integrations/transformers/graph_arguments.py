@@ -136,7 +136,7 @@ def sort_out(given: dict, traits: Traits, lengths: Sequence[int], device: torch.
         else:
             raise Eagerly(f"{name} is a {type(value).__name__}")
     if traits.takes_cache:
-        options["use_cache"] = False  # nobody reads a cache of keys beside a loss
+        options["use_cache"] = False  # no code reads a cache of keys when it computes a loss
     ids = tensors.get("input_ids")
     sorted_out = Given(tensors, options)
     if ids is None or ids.ndim != 2 or not traits.causal or not _fits(tensors, options, ids.shape):
@@ -198,7 +198,7 @@ def _drop_what_says_nothing(given: Given, shape) -> None:
     if not asked:
         return
     says = dict(zip(asked, torch.stack([*asked.values()]).tolist(), strict=True))
-    if says.get("position_ids"):  # beside a mask nobody looks for packed rows
+    if says.get("position_ids"):  # with a mask no model looks for packed rows
         return
     for name in asked:
         if not says[name]:

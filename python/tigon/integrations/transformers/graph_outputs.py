@@ -50,7 +50,7 @@ class ReplayedLogits(LazyLogits):
 
 @dataclass(eq=False)
 class Parts:
-    """What an output is made of beside its result."""
+    """The parts of an output in addition to its result."""
 
     kind: type
     values: list[tuple[str, bool]]  # name, and whether there is a gradient

@@ -7,7 +7,7 @@ The forward of a patched model replays the first one and returns a loss; the bac
 upstream gradient, replays the second one and hands out the gradients, which autograd accumulates as ever. So
 hooks on gradients, a scaler, DDP and accumulation see what they see without graphs. Two graphs and not one:
 what is upstream of the loss is known only in the backward, and scaling gradients afterwards would round (and,
-in float16, lose) what a scaler is there to keep.
+in float16, lose) what a scaler preserves.
 """
 
 from __future__ import annotations

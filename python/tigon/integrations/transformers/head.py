@@ -1,4 +1,4 @@
-"""The loss head: `lm_head` owes its logits while training, and the loss never forms them."""
+"""The loss head: in training `lm_head` returns lazy logits, and the loss never computes them."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.operands import Trained
 
-# Hooks of these packages gather weights or move tensors; they do not look at the logits.
+# Hooks of these packages gather weights or move tensors; they do not read the logits.
 INFRASTRUCTURE = ("torch.distributed", "deepspeed", "accelerate")
 
 
-# What helps a caller that gives no labels, by the beginning of its module's name.
+# Advice for a caller that passes no labels, by the prefix of its module's name.
 NO_LABELS = "the model was called without labels; "
 WITHOUT_LABELS = {
     "transformers.trainer": "a compute_loss_func with F.cross_entropy or nn.CrossEntropyLoss of "
@@ -72,10 +72,10 @@ NOT_PRESENT = (
 
 @dataclass(frozen=True)
 class LogitsUse:
-    """What a model's forward under way wants of its logits."""
+    """How a running forward of a model uses its logits."""
 
-    skip: bool | None  # skip_logits, its own or that of the model around it
-    labels: bool  # given to it or to the model around it
+    skip: bool | None  # skip_logits of this model or of the one around it
+    labels: bool  # passed to it or to the model around it
     drop: bool  # skip_logits=True was its own: no logits in the output
     counts: dict[str, torch.Tensor | None]  # of COUNTS, its own or of the model around it; None until known
 
@@ -86,16 +86,16 @@ class HeadSpec:
 
     calls: HeadCalls
     ledger: Ledger
-    compiled: bool = False  # its model's loss_function is ours, so tracing meets no torch function
-    always: bool = False  # logits are owed without labels too
-    without_labels: str | None = None  # what helps the first caller that gave none
-    once: str | None = None  # why its weight is there during the first call only
+    compiled: bool = False  # its model's loss_function is Tigon's, so tracing meets no torch function
+    always: bool = False  # lazy logits without labels too
+    without_labels: str | None = None  # advice for the first caller that passed none
+    once: str | None = None  # why its weight is in memory only during the first call
     forwards: dict[nn.Module, LogitsUse] = field(
         default_factory=dict
     )  # of models around it, the innermost last
 
     def answer(self, module: nn.Module, hidden, request: LossRequest | LogitsRequest):
-        """The loss or the logits that were owed, whatever stands in ``module.forward`` by now."""
+        """Compute the loss or the logits, even if ``module.forward`` has changed."""
         check("lazy_logits", present(module), NOT_PRESENT)
         loss = isinstance(request, LossRequest)
         return _loss(module, self, hidden, request) if loss else stock(module, hidden)
@@ -106,7 +106,7 @@ class HeadSpec:
 
 @follows
 def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
-    """Forward of a patched head: lazy logits while training; by hooks that gather its weight, an answer."""
+    """Forward of a patched head: lazy logits in training; with a request, its answer."""
     if isinstance(request, LossRequest | LogitsRequest):
         return spec.answer(module, hidden, request)
     use = next(reversed(spec.forwards.values()), None)
@@ -114,7 +114,7 @@ def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
     if not (module.training and torch.is_grad_enabled() if skip is None else skip):
         return stock(module, hidden)
     if bound(module) is None and not torch.compiler.is_compiling():
-        return stock(module, hidden)  # wrapped: the model's forward has said so
+        return stock(module, hidden)  # wrapped: the model's forward has reported it
     reason = _why_computed(module, spec, use, hidden)
     if reason is not None:
         spec.calls.compute(reason)
@@ -127,7 +127,7 @@ def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
 
 
 def _why_computed(module, spec, use, hidden) -> str | None:
-    """Why logits are computed at once where they could be owed, or None."""
+    """Why logits are computed at once although they could be lazy, or None."""
     if use is None:
         return "the head was called outside of its model's forward (call the model, with labels)"
     if not (use.labels or spec.always):
@@ -162,7 +162,7 @@ def _why_computed(module, spec, use, hidden) -> str | None:
     if torch.jit.is_tracing():
         return "torch.jit traces tensors only"
     if hidden.dtype != module.weight.dtype and autocast_dtype(hidden.device.type) is None:
-        return "hidden states and the head's weight differ in dtype"  # an error in stock, which shall come
+        return "hidden states and the head's weight differ in dtype"  # the forward raises its own error
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if module._backward_hooks or module._backward_pre_hooks or any(map(_foreign, hooks)):
         return "hooks on the head expect one call with logits (remove them)"
@@ -176,7 +176,7 @@ def _in_reentrant_checkpoint() -> bool:
 
 
 def _foreign(hook) -> bool:
-    """Whether a hook belongs to somebody who expects one call with logits."""
+    """Whether a hook belongs to code that expects one call with logits."""
     hook = getattr(hook, "func", hook)  # functools.partial
     return not (getattr(hook, "__module__", None) or "").startswith(INFRASTRUCTURE)
 
@@ -209,7 +209,7 @@ def _linear_loss(module, spec, hidden, request):
         lora = None if lora is None else (lora[0], lora[1][:columns], lora[2])
     if dtype is not None:
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if request.added is not None:  # to the rounded product, in stock: it is not rounded itself
+    if request.added is not None:  # the original code adds it unrounded to the rounded logits
         added = request.added[: weight.shape[0]]
         added = added.to(torch.promote_types(added.dtype, torch.float32))
         bias = added if bias is None else bias + added
@@ -227,7 +227,7 @@ def _linear_loss(module, spec, hidden, request):
     )
     eager = not torch.compiler.is_compiling()
     others = Trained.calls if eager else 0
-    with off:  # the casts are made; autocast must not add its own
+    with off:  # the casts are done; autocast must not add its own
         if sharded:
             args = hidden, weight, target
             return sharded_loss("linear_cross_entropy", linear_cross_entropy, args, options, vocab=columns)
@@ -244,9 +244,9 @@ def _linear_loss(module, spec, hidden, request):
 
 
 def attach(owner: nn.Module, spec: HeadSpec) -> None:
-    """Let a model tell its head at every forward what is wanted of the logits.
+    """Let a model tell its head in every forward how the logits are used.
 
-    By its forward and not by hooks: PEFT before 0.21 calls `model.forward`.
+    It does so in its forward and not in hooks: PEFT before 0.21 calls `model.forward`.
     """
     present = model_forward(owner)
     if present is None or present.function is watched_forward:
@@ -267,7 +267,7 @@ def watched_forward(module: nn.Module, spec: None, *args, **kwargs):
 
 
 def look_for_adapters(model: nn.Module) -> None:
-    """Let a patched model see the adapters that it has been given since."""
+    """Let a patched model find adapters that were added later."""
     arrivals = model.__dict__.get(ARRIVALS)
     if arrivals is None:
         return
@@ -279,7 +279,7 @@ def look_for_adapters(model: nn.Module) -> None:
 
 @torch.compiler.assume_constant_result
 def _look_while_tracing(number: int) -> None:
-    """Before the layers are traced."""
+    """Look for adapters before the layers are traced."""
     watched = WATCHED.get(number)
     if watched is not None:
         watched.__dict__[ARRIVALS].look(watched)
@@ -289,12 +289,12 @@ WATCHED: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictiona
 
 
 def forward_of_model(module: nn.Module, head: tuple[HeadSpec, tuple[str, ...]], *args, **kwargs):
-    """Forward of a patched model: its head knows whether a loss will take its logits.
+    """Forward of a patched model, which tells its head whether a loss will take its logits.
 
-    It will where labels are given (any argument with "labels" in its name), or where apply was told so. The
-    keyword ``skip_logits`` (Liger's word, which TRL passes) is taken off: True owes logits in evaluation too,
-    and leaves them out of the output. So are those of `COUNTS`: what a fused loss counts becomes a field of
-    the output, which in training has no logits then.
+    This is so if labels are given (any argument with "labels" in its name) or if apply was told so. The
+    keyword ``skip_logits`` (Liger's name, which TRL passes) is removed: True makes logits lazy in evaluation
+    too, and leaves them out of the output. The keywords of `COUNTS` are also removed: the counts of a fused
+    loss become fields of the output, which then has no logits in training.
     """
     spec, names = head
     if module in spec.forwards:  # inside of itself
@@ -322,10 +322,10 @@ def forward_of_model(module: nn.Module, head: tuple[HeadSpec, tuple[str, ...]], 
 
 
 def before_forward(module: nn.Module, spec: HeadSpec, given: dict, counts: dict) -> LogitsUse:
-    """What a model's forward asks of its head, by the arguments that it was given.
+    """How a model's forward uses its logits, from the arguments that it was given.
 
-    Labels on the GPU are counted before the layers run: the loss waits for their number at most until the
-    device begins the layers, and leaves out the rows that do not count.
+    Labels on the GPU are counted before the layers run. The loss waits for their number at most until the
+    device starts the layers, and leaves out the rows that do not count.
     """
     given = {name: value for name, value in given.items() if value is not None}
     skip = given.pop("skip_logits", None)
@@ -350,7 +350,7 @@ def before_forward(module: nn.Module, spec: HeadSpec, given: dict, counts: dict)
         patched = []
     for linear in patched:
         refuse_main_grad(module, linear)
-    running = list(spec.forwards.values())  # of the models that this one is inside of
+    running = list(spec.forwards.values())  # of the models around this one
     around = running[-1] if running else LogitsUse(None, False, False, {})
     spec.ledger.open()
     if not torch.compiler.is_compiling() and (module.training or skip):
@@ -373,9 +373,9 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def _patched(head: nn.Module, spec: HeadSpec) -> list[nn.Module] | str:
-    """The patched Linears of an output head; one put there since (by resizing) is patched now.
+    """The patched Linears of an output head; a new one (after resizing) is patched now.
 
-    Or why what is there now cannot be (another class, quantised, another forward).
+    If it cannot be patched, the reason (another class, quantised, another forward).
     """
     linears = [] if head is None else _behind(head)
     patched = [linear for linear in linears if bound(linear) is not None]
@@ -383,17 +383,17 @@ def _patched(head: nn.Module, spec: HeadSpec) -> list[nn.Module] | str:
         return patched
     linears = plan_head(head)
     if isinstance(linears, str):
-        inside = any(bound(module) is not None for module in head.modules())  # of a wrapper, as FSDP1's
+        inside = any(bound(module) is not None for module in head.modules())  # in a wrapper, such as FSDP1's
         return patched if inside else linears
     bind_head(linears, spec)
     return linears
 
 
 def bind_head(linears: list[nn.Module], spec: HeadSpec) -> None:
-    """Patch the modules of an output head that are not."""
+    """Patch the modules of an output head that are not patched yet."""
     for linear in linears:
         if _adapted(linear):
-            unbind(linear.base_layer)  # patched before there was an adapter around it
+            unbind(linear.base_layer)  # patched before an adapter was put around it
         own = bound(linear)
         if own is None or not own.replaces_own():
             bind(head_forward, linear, spec, above=True)

@@ -85,7 +85,7 @@ def _adapter(module, name):
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     if not (is_linear(a) and is_linear(b)) or a.bias is not None or b.bias is not None:
         return None
-    if dropout_of(dropout) != 0.0:  # the dropped input goes into the adapter alone
+    if dropout_of(dropout) != 0.0:  # only the adapter takes the dropped input
         return None
     return (a.weight, b.weight, module.scaling[name]) if intact(a, LINEAR) and intact(b, LINEAR) else None
 

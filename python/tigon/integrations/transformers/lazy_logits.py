@@ -1,8 +1,8 @@
-"""Logits that are owed: hidden states and a head, multiplied only when somebody looks.
+"""Lazy logits: hidden states and a head, multiplied only when some code reads them.
 
-`LazyLogits` is what a patched head returns while training. A loss takes the hidden states and
-never forms logits; anything else that touches the object gets the tensor stock code would have.
-It is a plain Python object and not a tensor subclass, so that torch.compile traces through it.
+A patched head returns `LazyLogits` in training. A loss takes the hidden states and never computes logits. Any
+other use of the object gets the tensor that the original code would have. It is a plain Python object and not
+a tensor subclass, so that torch.compile traces through it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from tigon.integrations.transformers.sharding import in_a_group, present
 
 
 class LossRequest:
-    """Handed to the head by a loss: its forward then returns the loss, not logits."""
+    """A loss passes it to the head, whose forward then returns the loss instead of logits."""
 
     def __init__(self, target, dtype=None, columns=None, added=None, **options):
         self.target = target
-        self.dtype = dtype  # autocast dtype at the time the logits were owed
-        self.columns = columns  # leading rows of the weight that take part
+        self.dtype = dtype  # autocast dtype when the head was called
+        self.columns = columns  # leading rows of the weight that are used
         self.added = added  # to the head's bias
         self.options = options
 
 
 class LogitsRequest:
-    """Handed to the head to get real logits."""
+    """Passed to the head to get real logits."""
 
 
 def _while_owed(method):
-    """A method of owed logits; where it returns None, and of logits that are there, the tensor's."""
+    """A method of lazy logits; if it returns None, or the logits are computed, the tensor's method."""
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
@@ -65,9 +65,9 @@ class LazyLogits:
     lazy: float/to(dtype), * and / by a number, + a row, tanh, contiguous, view and reshape that keep the
     last axis, row indexing, and [..., :n]. Everything else computes the logits, once.
 
-    What shares memory in stock has one owner here. Some rows are multiplied by themselves for results that
-    share no memory with them; whatever else reads a view gets a view of all that its owner computes. So a
-    change in place is seen wherever stock sees it.
+    Objects that would share memory as tensors have one owner here. Some rows are computed by themselves for
+    results that share no memory with them. Any other read of a view gets a view of the tensor that its owner
+    computes. So an in-place change is visible wherever it is visible without Tigon.
     """
 
     _kept = (
@@ -182,7 +182,7 @@ class LazyLogits:
         return self.to(other.dtype) if other.device == self.device else self.to(other)
 
     def contiguous(self, *_, **__):
-        """Owed logits are contiguous; where stock's were not, they are another tensor."""
+        """Lazy logits are contiguous; if the original ones would not be, the result is a new tensor."""
         return self if self._dense() else self._with()
 
     def _dense(self):
@@ -215,7 +215,7 @@ class LazyLogits:
     __truediv__ = div
 
     def add(self, other, **kwargs):
-        """As Tensor.add; a row that is added to all of them stays lazy: the head's bias takes it."""
+        """As Tensor.add; a row that is added to all rows stays lazy: it is added to the head's bias."""
         if not kwargs and self._owed and self._is_row(other):
             sources = self._sources if torch.compiler.is_compiling() else (*self._sources, *_versions(other))
             dtype = torch.promote_types(self.dtype, other.dtype)
@@ -287,7 +287,7 @@ class LazyLogits:
             return picked._with(view=first, sliced=True, _columns=limit, _limit=limit)
         if basic and isinstance(last, slice | int):
             return None  # a view
-        return picked._value()[..., last]  # few rows first, then the product
+        return picked._value()[..., last]  # few rows first, then the matmul
 
     # --- what computes ---------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class LazyLogits:
         return self._real
 
     def _value(self) -> torch.Tensor:
-        """The same for what shares no memory with it: of some rows, these alone."""
+        """The logits for a result that shares no memory with them; if it has some rows, only these."""
         if not self._sliced or not self._owed:
             return self.materialise()
         done = len(self._owner._chain)
@@ -314,7 +314,7 @@ class LazyLogits:
         return value
 
     def _graph(self):
-        """Stock logits carry the graph of the forward pass wherever they are read later."""
+        """A grad mode in which the logits carry the graph of the forward, wherever they are read."""
         return nullcontext() if torch.is_grad_enabled() else _graph_anywhere()
 
     def _product(self) -> torch.Tensor:
@@ -340,10 +340,10 @@ class LazyLogits:
         return value.contiguous()
 
     def _call_head(self, request):
-        """What the patched head answers; by a call, whose hooks gather its weight, where it is away.
+        """The answer of the patched head. If its weight is not in memory, a call lets hooks gather it.
 
-        Where it is here no hook may run: FSDP2 would open the head's group once more, and free the weights of
-        the other modules in it before their backward.
+        If it is in memory, no hook may run: FSDP2 would gather the head's group again, and free the weights
+        of the other modules in it before their backward.
         """
         own = bound(self._head)
         answers = getattr(self._head, "answer", None) if own is None else own.spec.answer
@@ -365,7 +365,7 @@ class LazyLogits:
         return self._head(self._hidden, request)
 
     def _replaced(self):
-        """The parameters of the forward pass where others are in their place (functional_call), or None."""
+        """The parameters of the forward pass if others replaced them (functional_call), or None."""
         now = dict(self._head.named_parameters()) if self._seen else {}
         others = ((p, now[name]) for name, p, _ in self._seen if now.get(name, p) is not p)
         # Not what is sharded, or offloaded: that is the same parameter in another form.
@@ -405,11 +405,10 @@ class LazyLogits:
         z_loss=0.0,
         token_scaling=False,
     ):
-        """Cross-entropy of these logits without forming them; None when it cannot be done.
+        """Cross-entropy of these logits without computing them; None if that is not possible.
 
-        With `token_scaling` each row counts by the probability of its label.
-
-        With `predict` the same pass finds what a later argmax over the vocabulary is answered with.
+        With `token_scaling` each row is weighted by the probability of its label. With `predict` the same
+        pass finds the result of a later argmax over the vocabulary.
         """
         folded = fold(self._owner._chain) if self._owed else None
         if folded is None:
@@ -447,7 +446,7 @@ class LazyLogits:
         return result.loss
 
     def argmax(self, dim=None, keepdim=False):
-        """As Tensor.argmax; over the vocabulary it is known where a loss was asked for it."""
+        """As Tensor.argmax; over the vocabulary it is known if a loss was asked for it."""
         known = self._predicted is not None and self._owed and self._predicted[0] == len(self._owner._chain)
         if known and dim in (-1, self.ndim - 1) and not keepdim:
             return self._predicted[1]
@@ -457,7 +456,7 @@ class LazyLogits:
         self.materialise()[_real(key)] = _real(value)
 
     def __getattr__(self, name):
-        # Called for names not found; only what tensors have is worth a product.
+        # Called for names not found; only attributes of tensors are worth a matmul.
         if name in _OF_HIDDEN:
             return getattr(self._hidden, name)
         if name in _CASTS:
@@ -555,7 +554,7 @@ def _owed_loss(
     reduction="mean",
     label_smoothing=0.0,
 ):
-    """torch.nn.functional.cross_entropy of lazy logits, or None where they must be computed."""
+    """torch.nn.functional.cross_entropy of lazy logits, or None if they must be computed."""
     usual = isinstance(input, LazyLogits) and size_average is None and reduce is None
     if not usual or input.ndim != 2 or target.is_floating_point():
         return None

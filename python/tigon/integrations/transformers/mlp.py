@@ -145,7 +145,7 @@ class MlpSpec:
 
 
 def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
-    """Forward of a recognised MLP; one of a layer's own weights (Moshi) is left to stock."""
+    """Forward of a recognised MLP; one with weights by layer (Moshi) runs its original forward."""
     if layer is not None:
         return stock(module, x, layer)
     if spec.part is not None and not spec.part.is_in(module):
@@ -225,7 +225,7 @@ def _multipliers(module: nn.Module, roles: dict) -> str | None:
 
 
 def _looks_gated(module: nn.Module) -> bool:
-    """Multiplies with an activation of its own: worth a line in the report where it stays stock.
+    """Whether a module multiplies with its own activation, so that the report should list it if it is left.
 
     Experts have a slot of their own; mixers with convolutions and layers with attention gate too, but
     that is not all they do.

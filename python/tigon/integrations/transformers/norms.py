@@ -137,7 +137,7 @@ GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 def _wide(x, spec):
-    """What the torch function would be given under autocast; on the CPU it leaves norms alone."""
+    """The torch function's input under autocast, which does not change norms on the CPU."""
     return x.float() if spec.autocast and x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 

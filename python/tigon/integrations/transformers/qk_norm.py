@@ -65,7 +65,7 @@ def _fits(form: dict, x, options: dict) -> bool:
 
 
 def _options(norms, heads, swapped) -> dict | None:
-    """What the op is told of norms that it computes to the same bits, or None."""
+    """The op's arguments for norms that it computes bitwise equal, or None."""
     weights, found = [], []
     for norm, x, swap in zip(norms, heads, swapped, strict=True):
         method = None if norm is None else bound(norm)

@@ -127,7 +127,7 @@ def rewritable(function) -> ast.FunctionDef | None:
 
 
 def rewritten_source(function) -> tuple[types.FunctionType, ast.FunctionDef | None, dict]:
-    """(the function first written, the source as it is now, what it closes over besides)."""
+    """(the original function, its present source, the names added to its closure)."""
     if function not in _sources:
         return function, rewritable(function), {}
     first, node, names = _sources[function]
@@ -141,9 +141,9 @@ def _private(node: ast.AST) -> bool:
 
 
 def recompiled(forward, node: ast.FunctionDef, **names) -> types.FunctionType:
-    """A function like `forward` with this source, in its namespace; `names` are what it closes over besides.
+    """A function like `forward` with this source, in its namespace; `names` are added to its closure.
 
-    The namespace is no copy: torch.compile looks globals up in the module that their dictionary names.
+    The namespace is not a copy: torch.compile looks globals up in the module that their dictionary names.
     """
     tree = ast.parse(f"def outer({', '.join(names)}): ...")
     tree.body[0].body = [copy.deepcopy(node)]

@@ -46,7 +46,7 @@ def gathered_once(head: nn.Module) -> str | None:
 
 
 def in_a_group(head: nn.Module) -> bool:
-    """Whether FSDP2 groups a head with other modules, so that calling it alone would gather the group."""
+    """Whether FSDP2 groups a head with other modules, so that calling only the head gathers the group."""
     state = _state(head)
     return state is not None and len(state._modules) > 1
 

@@ -39,7 +39,7 @@ RESULTS = 2 + len(NEEDS)  # loss, scale and the gradients of NEEDS come first am
 
 
 def only_hidden(needs):
-    """Whether hidden alone needs a gradient."""
+    """Whether only hidden needs a gradient."""
     return needs & sum(NEEDS.values()) == HIDDEN
 
 

@@ -113,7 +113,7 @@ def reference(hidden, weight, teacher, labels, head: HeadOptions, d: Divergence)
 
 
 def _check_teacher(op, teacher, hidden, classes):
-    """Teacher's hidden states, weight and bias, or its logits alone; detached."""
+    """Teacher's hidden states, weight and bias, or only its logits; detached."""
     lead = hidden.shape[:-1]
     if isinstance(teacher, torch.Tensor):
         arguments.check_float(op, "teacher", teacher)

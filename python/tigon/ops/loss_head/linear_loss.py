@@ -38,7 +38,7 @@ def _default_chunk(hidden, weight, rows, dweight):
 
 
 class Groups:
-    """Answers ``[B, T]`` as groups in order: each answer alone, or answer g with answer B/2 + g."""
+    """Answers ``[B, T]`` as groups in order: each answer by itself, or answer g with answer B/2 + g."""
 
     def __init__(self, op, kind, target, ignore_index, shift=False, position_ids=None):
         check_choice(op, "group", kind, KINDS)

@@ -102,7 +102,7 @@ def plan(
     groups=(),
     **sizes,
 ) -> HeadPlan:
-    """The native side's plan for a call, from sizes alone; symbolic sizes become numbers."""
+    """The native side's plan for a call, only from sizes; symbolic sizes become numbers."""
     sizes |= {"cuda": device == "cuda", "dtype": _CODES[dtype], "weight_dtype": _CODES[weight_dtype or dtype]}
     sizes |= {"rows": rows, "hidden": hidden, "vocab": vocab}
     sizes.setdefault("worked", rows)
