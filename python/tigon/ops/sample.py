@@ -15,7 +15,7 @@ from tigon.ops.loss_head.plan import padded
 from tigon.ops.loss_head.products import form_logits
 from tigon.ops.loss_head.reference import plain_logits
 
-_INTEGERS, _FLOATS = (torch.int64, torch.int32), (torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS, _FLOATS = (torch.int64, torch.int32), (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _STREAM = 0x7361  # stream of the random counters
 _LOGITS_BYTES = 256 << 20  # bytes of the logits of a chunk in linear_sample
 
