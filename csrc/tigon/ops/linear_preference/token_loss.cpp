@@ -45,7 +45,7 @@ class TokenPass final : public RowPass {
 
   // From logits, or from the gradients that rows() has made of them.
   Vector gradient(const LossHeadRun& run, const LinearHeadSpan& s, const LinearHeadPart& p) override {
-    if (!run.twice()) formula_(part(s));
+    if (!run.twice()) formula_(part_of(s));
     const Vector factor = places(dlog_prob_, s.begin, s.count);
     if (!unit_ && s.count > 0) {
       CrossEntropyRows pass = row_pass(run, run.a.head, p);
@@ -58,7 +58,7 @@ class TokenPass final : public RowPass {
   }
 
   void turn(const LossHeadRun& run) override {
-    formula_(part({.count = run.rows.count, .groups = run.a.groups->count()}));
+    formula_(part_of({.count = run.rows.count, .groups = run.a.groups->count()}));
   }
 
   const TokenLossRows& found() const { return found_; }
@@ -74,7 +74,7 @@ class TokenPass final : public RowPass {
             .temperature = a_.formula.temperature};
   }
 
-  TokenLossPart part(const LinearHeadSpan& s) const {
+  TokenLossPart part_of(const LinearHeadSpan& s) const {
     auto of = [&](const Vector& v) { return places(v, s.begin, s.count); };
     return {.first = s.group,
             .count = s.groups,
