@@ -43,6 +43,7 @@ namespace tigon::cpu {
 namespace {
 
 uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
+#include "tigon/base/ordered_key.inc"
 #include "tigon/ops/route/route_choice.inc"
 
 float value_at(const Matrix& m, int64_t row, int64_t i) {
@@ -85,7 +86,7 @@ void choose_experts(const RouteRow& row, const float* bias, int experts, int k, 
   const float unit = options.sigmoid() || !options.normalize ? 1.0f : row.sum;  // r / unit = p
   for (int e = 0; e < experts; ++e) {
     c[e] = bias != nullptr || options.two() ? row.r[e] / unit + (bias != nullptr ? bias[e] : 0.0f) : row.z[e];
-    keys[e] = route_key(c[e]);
+    keys[e] = ordered_key(c[e]);
   }
   if (options.num_groups > 1) {
     const int groups = int(options.num_groups), size = experts / groups;

@@ -16,6 +16,7 @@ namespace {
 #include "tigon/ops/route/route_math.inc"
 
 TIGON_FN uint32_t bits_of(float x) { return __float_as_uint(x); }
+#include "tigon/base/ordered_key.inc"
 #include "tigon/ops/route/route_choice.inc"
 
 constexpr const char* kOp = "route";
@@ -246,7 +247,7 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant
           value[j] = p.options.sigmoids ? row.r[j] : row.e[j] / row.sum;
           if (p.bias != nullptr && here) value[j] += p.bias[expert];
         }
-        keys[j] = here ? route_key(value[j]) : 0u;
+        keys[j] = here ? ordered_key(value[j]) : 0u;
         place[j] = -1;
       }
       if (p.options.groups > 1) close_groups(p, value, keys, shared + warp * p.experts);

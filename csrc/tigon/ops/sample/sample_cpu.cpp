@@ -16,6 +16,7 @@ namespace {
 
 uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
 float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
+#include "tigon/base/ordered_key.inc"
 #include "tigon/ops/sample/sample_math.inc"
 
 class Row {
@@ -35,14 +36,14 @@ class Row {
       for (int64_t c = 0; c < columns_; ++c) mass_[c] = expf((z_[c] - top) * inverse);
     has_mass_ = true;
     double sum = 0.0;
-    for (int64_t c = 0; c < columns_; ++c) sum += sample_key(z_[c]) >= least ? double(mass_[c]) : 0.0;
+    for (int64_t c = 0; c < columns_; ++c) sum += ordered_key(z_[c]) >= least ? double(mass_[c]) : 0.0;
     return sum;
   }
   // A caller asks for a mass before it asks for shares by mass.
   void shares(const uint32_t (&keys)[3], SampleShare (&shares)[3], bool by_mass, float, float) const {
     for (SampleShare& share : shares) share = {};
     for (int64_t c = 0; c < columns_; ++c) {
-      const uint32_t key = sample_key(z_[c]);
+      const uint32_t key = ordered_key(z_[c]);
       if (key < keys[0]) continue;
       const double mass = by_mass ? double(mass_[c]) : 0.0;
       for (int j = 0; j < 3 && key >= keys[j]; ++j) shares[j].count += 1.0, shares[j].mass += mass;

@@ -17,6 +17,7 @@ constexpr int kThreads = 512, kWarps = kThreads / 32;
 
 TIGON_FN uint32_t bits_of(float x) { return __float_as_uint(x); }
 TIGON_FN float float_of(uint32_t bits) { return __uint_as_float(bits); }
+#include "tigon/base/ordered_key.inc"
 #include "tigon/base/philox.inc"
 #include "tigon/ops/sample/sample_math.inc"
 
@@ -39,7 +40,7 @@ class Row {
   }
   __device__ double mass(uint32_t least, float top, float inverse) {
     float own = 0.0f;
-    for_columns([&](float z, int64_t) { own += sample_key(z) >= least ? expf((z - top) * inverse) : 0.0f; });
+    for_columns([&](float z, int64_t) { own += ordered_key(z) >= least ? expf((z - top) * inverse) : 0.0f; });
     double sum[1] = {double(own)};
     sum_block<kThreads>(sum, sums_);
     return sum[0];
@@ -49,7 +50,7 @@ class Row {
     int counts[3] = {};
     float masses[3] = {};
     for_columns([&](float z, int64_t) {
-      const uint32_t key = sample_key(z);
+      const uint32_t key = ordered_key(z);
       if (key < keys[0]) return;
       const float mass = by_mass ? expf((z - top) * inverse) : 0.0f;
 #pragma unroll
