@@ -174,12 +174,6 @@ void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
   TIGON_RUN(kCombine, ctx, cross_entropy_combine, a);
 }
 
-void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a) {
-  require_dtype(kCombine, "part", a.part.dtype, DType::f32);
-  if (a.part.rows == 0 || a.part.cols == 0) return;
-  TIGON_RUN(kCombine, ctx, cross_entropy_empty_part, a);
-}
-
 // These are PyTorch's operators.
 namespace {
 

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "tigon/base/dispatch.h"
 #include "tigon/base/require.h"
@@ -229,11 +228,6 @@ void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
     for (int64_t r = task * kRowsPerTask, end = std::min(rows, r + kRowsPerTask); r < end; ++r)
       combine_row(a, r);
   });
-}
-
-void cross_entropy_empty_part(Context&, const CrossEntropyEmptyPart& a) {
-  for (int64_t r = 0; r < a.part.rows; ++r)
-    std::fill_n(a.part.row<float>(r), a.part.cols, -std::numeric_limits<float>::infinity());
 }
 
 }  // namespace tigon::cpu

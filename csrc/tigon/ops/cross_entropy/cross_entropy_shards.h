@@ -58,10 +58,4 @@ struct CrossEntropyCombine {
 };
 TIGON_API_ENTRY(cross_entropy_combine, CrossEntropyCombine)
 
-// Writes the part of a shard without a class: -inf, which has no share of any row. part is [kinds, rows] f32.
-struct CrossEntropyEmptyPart {
-  Matrix part;
-};
-TIGON_API_ENTRY(cross_entropy_empty_part, CrossEntropyEmptyPart)
-
 }  // namespace tigon

@@ -175,10 +175,6 @@ struct CombineRows {
   CrossEntropyCombine p;
   __device__ void operator()(int64_t row) const { combine_row(p, row); }
 };
-struct EmptyPart {
-  Matrix part;
-  __device__ void operator()(int64_t i) const { part.row<float>(i / part.cols)[i % part.cols] = -INFINITY; }
-};
 
 }  // namespace
 
@@ -236,10 +232,6 @@ void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
 
 void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
   for_each(ctx, a.target.size, CombineRows{a});
-}
-
-void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a) {
-  for_each(ctx, a.part.rows * a.part.cols, EmptyPart{a.part});
 }
 
 }  // namespace tigon::cuda
