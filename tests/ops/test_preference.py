@@ -11,27 +11,9 @@ import trl_losses
 from checks import refusals, refused
 
 import tigon
+from cases.preference import KINDS
 
 PAIRS, TOKENS = 4, 13
-
-
-KINDS = (
-    "sigmoid",
-    "cdpo",
-    "cpo",
-    "simpo",
-    "hinge",
-    "ipo",
-    "robust",
-    "exo_pair",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "orpo",
-)
 
 
 @pytest.fixture

@@ -13,17 +13,9 @@ from torch.autograd import forward_ad
 from tigon import _op
 from tigon._load import native
 from tigon.error import Error, check, refuse
-from tigon.ops.arguments import (
-    called,
-    check_dense,
-    check_float,
-    check_integers,
-    check_numbers,
-    check_stored,
-    kind_of,
-)
+from tigon.ops.arguments import called, check_dense, check_float, check_numbers, check_stored, kind_of
 from tigon.ops.loss_head.operands import autocast
-from tigon.ops.philox import draw_seed, words_of_matrix
+from tigon.ops.philox import seed_of, words_of_matrix
 from tigon.ops.rms_norm import column_dot
 
 _OP = "lora_linear"
@@ -407,23 +399,6 @@ class _DoraFunction(torch.autograd.Function):
 _apply_dora = _op.direct_apply(_DoraFunction)
 
 
-def _seed_of(seed, x) -> torch.Tensor:
-    if seed is None:
-        return draw_seed(x)
-    if isinstance(seed, torch.Tensor):
-        check(
-            _OP,
-            seed.dtype == torch.int64 and seed.numel() == 1,
-            "seed must be one int64, got {}",
-            kind_of(seed),
-        )
-        check_dense(_OP, "seed", seed)
-        check(_OP, seed.is_meta == x.is_meta, "seed must be on {}, got {}", x.device, seed.device)
-        return seed
-    check_integers(_OP, seed=seed)
-    return torch.full((1,), seed, dtype=torch.int64, device=x.device)
-
-
 def _checked(x, linears, dropout, place=None) -> tuple[torch.Tensor, list[Base], list[Adapter]]:
     """x, maps and adapters, in autocast's dtype.
 
@@ -517,7 +492,7 @@ def lora_linears(
 
 
 def _of_checked(x, bases, adapters, dropout, seed):
-    seed = _seed_of(seed, x) if dropout > 0 else None
+    seed = seed_of(_OP, seed, x) if dropout > 0 else None
     if not _op.has_kernel(_OP, x, *(t for _, a, b, *_ in adapters for t in (a, b))):
         for base in bases:
             for name, t in base._asdict().items():

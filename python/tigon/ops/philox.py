@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tigon.error import check
+from tigon.ops.arguments import check_dense, check_integers, check_stored
+
 
 def words(counter: list[torch.Tensor], seed: torch.Tensor) -> list[torch.Tensor]:
     """Philox4x32-10 (Salmon et al. 2011) on words held in int64."""
@@ -39,3 +42,28 @@ def words_of_matrix(rows: torch.Tensor, columns: int, stream: int, seed: torch.T
 def draw_seed(x: torch.Tensor) -> torch.Tensor:
     """A seed on x's device, from PyTorch's generator."""
     return torch.randint(2**62, (1,), device=x.device)
+
+
+def seed_of(
+    op: str, seed: int | torch.Tensor | None, x: torch.Tensor, rows: torch.Size | None = None
+) -> torch.Tensor:
+    """A seed on x's device, in int64 and one dimension: the given one, or one that is drawn for ``None``.
+
+    Args:
+        rows: the shape that seeds by row may have; ``None``: there is one seed.
+    """
+    if seed is None:
+        return draw_seed(x)
+    if not isinstance(seed, torch.Tensor):
+        check_integers(op, seed=seed)
+        return torch.full((1,), seed, dtype=torch.int64, device=x.device)
+    check_dense(op, "seed", seed)
+    check_stored(op, "seed", seed)
+    fits = seed.dtype == torch.int64 and (seed.numel() == 1 or seed.shape == rows)
+    given = seed.dtype, tuple(seed.shape)
+    if rows is None:
+        check(op, fits, "seed must be an int or one int64, got {} {}", *given)
+    else:
+        check(op, fits, "seed must be an int, one int64, or int64 {}, got {} {}", tuple(rows), *given)
+    check(op, seed.device == x.device, "seed must be on {}, got {}", x.device, seed.device)
+    return seed.reshape(-1)

@@ -99,7 +99,7 @@ class _Choice:
                     check(op, 0 < value <= 1, "top_p must be in (0, 1] (or None), got {}", value)
                 else:
                     check(op, 0 <= value <= 1, "min_p must be in [0, 1] (or None), got {}", value)
-        self.seed = self._seed_of(op, seed, x)
+        self.seed = philox.seed_of(op, seed, x, lead)
 
     def _checked_rows(self, op, name, value, x):
         arguments.check_dense(op, name, value)
@@ -111,20 +111,6 @@ class _Choice:
             value = value.expand(self.lead)
         arguments.check_like(op, name, value, self.lead, x.device)
         return value
-
-    def _seed_of(self, op, seed, x):
-        if seed is None:
-            return philox.draw_seed(x)
-        if not isinstance(seed, torch.Tensor):
-            arguments.check_integers(op, seed=seed)
-            return torch.full((1,), seed, dtype=torch.int64, device=x.device)
-        arguments.check_dense(op, "seed", seed)
-        arguments.check_stored(op, "seed", seed)
-        fits = seed.dtype == torch.int64 and (seed.shape == self.lead or seed.numel() == 1)
-        words = "seed must be an int, one int64, or int64 {}, got {} {}"
-        check(op, fits, words, tuple(self.lead), seed.dtype, tuple(seed.shape))
-        check(op, seed.device == x.device, "seed must be on {}, got {}", x.device, seed.device)
-        return seed.reshape(-1)
 
     def reference(self, logits):
         return reference(logits, **self.given, seed=self.seed, log_prob=self.log_prob)
@@ -191,7 +177,8 @@ def sample(
         min_p: in [0, 1]: remove tokens whose probability is less than this times the largest one.
         seed: an int, or int64 of one element or ``[...]``, on logits' device; ``None`` draws one from
             PyTorch's generator. The same seed draws the same tokens. With one seed a row, a row's token does
-            not depend on its position in the batch.
+            not depend on its position in the batch. A CUDA graph replays an int as a constant; a tensor can
+            change between replays.
         log_prob: return log-probabilities too.
 
     Returns:
