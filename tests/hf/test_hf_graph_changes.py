@@ -475,6 +475,7 @@ class Scaled(nn.Module):
 HOLDERS = {
     "slots": (Slots, lambda held: setattr(held, "factor", 3.0)),
     "object": (Helper, lambda held: setattr(held, "factor", 3.0)),
+    "empty": (types.SimpleNamespace, lambda held: setattr(held, "factor", 3.0)),
     "tuple": (lambda: (Helper(),), lambda held: setattr(held[0], "factor", 3.0)),
     "deque": (lambda: collections.deque([2.0]), lambda held: held.append(3.0)),
     "order": (lambda: collections.OrderedDict(a=2.0), lambda held: held.update(a=3.0)),

@@ -104,11 +104,11 @@ class Watch:
             if not known and not isinstance(value, tuple):
                 self._containers.append((what, value, _plain_kind(value)(value)))
         if _is_plain_object(value):
-            own = getattr(value, "__dict__", {})
+            own = getattr(value, "__dict__", None)
             slots = [(name, getattr(value, name)) for name in _slots_of(type(value)) if hasattr(value, name)]
-            inside += [*own.values(), *(held for _, held in slots)]
+            inside += [*(own or {}).values(), *(held for _, held in slots)]
             if not known:
-                self._containers += [(what, own, dict(own))] if own else []
+                self._containers += [] if own is None else [(what, own, dict(own))]
                 self._slots += [(what, value, name, held) for name, held in slots]
         for one in inside:
             self._enter(what, one, seen, depth - 1)
