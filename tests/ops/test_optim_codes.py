@@ -10,6 +10,7 @@ import pytest
 import torch
 from checks import same_bits
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tigon
 from cases.adamw import Parameters
@@ -148,6 +149,22 @@ def test_by_group(device):
         assert loaded.state[second]["exp_avg"].dtype == torch.float32
         optimizer.load_state_dict(loaded.state_dict())
         assert ["exp_avg_codes" in optimizer.state[p] for p in (first, second)] == coded
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode, lambda: torch.device("meta")])
+def test_the_map_of_a_mode_is_not_kept(mode):
+    """Made first where tensors are fake, it was a fake one ever after."""
+    device = torch.device("cpu", 0)  # another key than others have
+    with mode():
+        codes.code_map(True, device)
+    values = codes.code_map(True, device)
+    assert type(values) is torch.Tensor and not values.is_inference() and values.is_cpu
+    saved = AdamW([nn.Parameter(torch.ones(64, 70))], moment_dtype="int8")
+    saved.param_groups[0]["params"][0].grad = torch.ones(64, 70)
+    saved.step()
+    for state in saved.bitsandbytes_state_dict()["state"].values():
+        state["__bnb_optimizer_quant_state__"]["qmap2"].zero_()
+    assert codes.code_map(True).any()
 
 
 @pytest.mark.parametrize("way", ["step", "in the backward"])
