@@ -212,9 +212,8 @@ def test_autocast():
             results.append((loss.detach(), {n: p.grad.clone() for n, p in m.named_parameters()}))
         equal(results[1], results[0])
     assert held(twin).replays == 4
-    graphs = held(twin)
     step(twin, inputs(0))
-    assert graphs.replays == 4, "without autocast it is another graph"
+    assert held(twin).captures == 2, "without autocast it is another graph"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -417,6 +416,25 @@ def test_a_capture_that_fails(caplog, recorder):
     for seed in range(4):
         equal(step(twin, inputs(seed, 64)), step(model, inputs(seed, 64)))
     assert held(twin).replays > 0, "another shape is tried"
+
+
+@pytest.mark.parametrize("what", ["fits", "leaves something", "does not fit", "is slower"])
+def test_a_later_shape_is_captured_when_it_comes(what, recorder):
+    """An eager call would need memory beside the pool; what cannot live beside other graphs ends them."""
+    model, twin = pair()
+    graphs = captured(twin)
+    recorder.left = what == "leaves something"
+    recorder.fail = torch.OutOfMemoryError("CUDA out of memory") if what == "does not fit" else None
+    recorder.times = itertools.chain([0, 1.0], itertools.cycle([0, 1.5])) if what == "is slower" else None
+    for seed in range(5):
+        equal(step(twin, inputs(seed, 64)), step(model, inputs(seed, 64)))
+    replays = {"does not fit": 2, "is slower": 6}.get(what, 7)
+    first = what in ("fits", "is slower")
+    shapes = [g.inputs["input_ids"].shape[1] for g in graphs._graphs.values()]
+    assert shapes == [TOKENS] * first + [64] * (replays == 7) and graphs.replays == replays
+    recorder.left, recorder.fail, captures = False, None, graphs.captures
+    equal(step(twin, inputs(1)), step(model, inputs(1)))
+    assert graphs.captures == captures + (not first) and graphs.replays == replays + 1
 
 
 def test_inside_another_capture(monkeypatch):

@@ -18,6 +18,7 @@ import functools
 import inspect
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -241,6 +242,7 @@ class ModelGraphs:
             raise Eagerly(reason)
         if any(part.open for part in self._watch.held(ROUTED)):
             raise Eagerly("its routers record or replay")
+        eagerly = functools.partial(plain, **given)
         sort = sort_out(given, self._traits, self.lengths, device)
         key = sort.key(device.type)
         if key in self._refused:
@@ -252,7 +254,7 @@ class ModelGraphs:
                 self._renew(module, names, reason)
             if self._unfit is not None:
                 raise Eagerly(self._unfit)
-            graph = self._capture_if_due(module, calls, kind, key, sort, plain)
+            graph = self._capture_if_due(module, calls, kind, key, sort, plain, eagerly)
         self._judge(key)
         if self._held():
             raise Eagerly("gradients of an earlier step are still held by the program (clone what you keep)")
@@ -297,6 +299,7 @@ class ModelGraphs:
         if min(found["graph"]) > min(found["eager"]):
             self._refused[key] = "an eager call is as fast: the device is the limit"
             self._drop(key)
+            self._close()
             raise Eagerly(self._refused[key])
 
     def _check(self, module, names) -> None:
@@ -331,18 +334,23 @@ class ModelGraphs:
 
     # --- capture -------------------------------------------------------------------------
 
-    def _capture_if_due(self, module, calls, kind, key, sort, plain) -> _Graph:
-        """The graph of a key that has been seen before; else the call runs eagerly."""
+    def _capture_if_due(self, module, calls, kind, key, sort, plain, eagerly) -> _Graph:
+        """The graph of a key; else the call runs eagerly.
+
+        The first one is of a key that has been seen before. Later ones are made at once: an eager call needs
+        as much memory again as the pool of graphs.
+        """
         self._eager += 1
         seen = self._seen[key] = self._seen.pop(key, 0) + 1
         if len(self._seen) > 64 * LIMIT:
             self._times.pop(old := next(iter(self._seen)), None)
             del self._seen[old]
-        if self._eager <= WARMUP or seen < 2:
+        new = seen < 2
+        if self._eager <= WARMUP or (new and not 0 < len(self._graphs) < LIMIT // 2):
             self._timed = key
             raise Eagerly
         try:
-            return self._capture(module, calls, kind, key, sort, plain)
+            return self._capture(module, calls, kind, key, sort, plain, eagerly if new else None)
         except Eagerly:
             raise
         except Exception as error:
@@ -351,9 +359,14 @@ class ModelGraphs:
                 self._unfit = reason
             self._refused[key] = reason
             self._settle()
+            if isinstance(error, torch.OutOfMemoryError):  # eager calls need what graphs have
+                for other in [*self._graphs]:
+                    self._drop(other)
+            traceback.clear_frames(error.__traceback__)
+            self._close()
             raise Eagerly(reason) from error
 
-    def _capture(self, module, calls, kind, key, sort, plain) -> _Graph:
+    def _capture(self, module, calls, kind, key, sort, plain, eagerly) -> _Graph:
         began = time.perf_counter()
         device = self._watch.parameters[0].device
         if len(self._graphs) >= LIMIT:
@@ -394,12 +407,21 @@ class ModelGraphs:
             graph.upstream = torch.ones_like(cell["output"][self._result])
             if any(g.layout != torch.strided for g in backward()):
                 raise Unfit("a gradient is sparse")
+            graph.upstream = torch.empty_like(graph.upstream, device="meta")  # it is made outside of the pool
 
-        before = backend.reserved()
+        self.generation += 1  # values of an earlier forward are lost from here
         with undisturbed(device), _uncounted(calls), _as_captured(module, sort):
             cell["parameters"] = StandIns(self._watch)
-            with self._unwritten():
+            with self._unwritten(), backend.in_pool():
+                if eagerly is not None:
+                    with cell["parameters"], self._clock(key, "eager"):
+                        eagerly()
                 backend.warm(both)
+            graph.upstream = torch.ones_like(graph.upstream, device=device)
+            if backend.left and self._graphs:  # it lies where other graphs write
+                backend.shared = False
+                for other in [*self._graphs]:
+                    self._drop(other)
             cell["parameters"] = StandIns(self._watch)
             graph.forward, results = backend.capture(forward)
             graph.result, graph.parts = results[0], cell["parts"].of(results[1:])
@@ -409,7 +431,7 @@ class ModelGraphs:
         self._graphs[key] = graph
         self.captures += 1
         self.seconds += time.perf_counter() - began
-        self.bytes += max(backend.reserved() - before, 0)
+        self.bytes = backend.size()
         return graph
 
     @contextlib.contextmanager
@@ -465,7 +487,8 @@ class ModelGraphs:
         self._settle()
         for key in [*self._graphs]:
             self._drop(key)
-        self._watch, self._backend, self.bytes = None, None, 0
+        self._close()
+        self._watch = None
         self._refused.clear()
         self._times.clear()
 
@@ -477,6 +500,12 @@ class ModelGraphs:
     def _settle(self) -> None:
         if self._backend is not None:
             self._backend.settle()
+
+    def _close(self) -> None:
+        """Without graphs there is no pool."""
+        if self._backend is not None and not self._graphs:
+            self._backend.close()
+            self._backend, self.bytes = None, 0
 
     # --- what people read ----------------------------------------------------------------
 
