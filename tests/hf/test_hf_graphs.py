@@ -10,6 +10,7 @@ import copy
 import itertools
 import pickle
 
+import peft
 import pytest
 import torch
 import transformers
@@ -226,6 +227,27 @@ def test_checkpointing(reentrant, caplog):
         equal(step(twin, inputs(seed)), step(model, inputs(seed)))
     assert held(twin).replays == (0 if reentrant else 3)
     assert ("checkpoints are reentrant" in caplog.text) == reentrant
+
+
+@pytest.mark.parametrize("where", ["adapters", "attention"])
+def test_checkpoints_with_dropout(where, caplog):
+    """The seeds of adapters are drawn once for a layer and its repetition; other dropout runs eagerly."""
+    model = make("qwen3", attention_dropout=0.2 * (where == "attention"))
+    options = {"lora_dropout": 0.3, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
+    apply(model)
+    twin = copy.deepcopy(model)
+    apply(twin, graphs=True)
+    for m in (model, twin):
+        m.gradient_checkpointing_enable({"use_reentrant": False})
+        m.enable_input_require_grads()
+        m.train()
+        torch.manual_seed(3)
+        m.results = [step(m, inputs(seed)) for seed in range(6)]
+    for got, wanted in zip(twin.results, model.results, strict=True):
+        equal(got, wanted)
+    assert held(twin).replays == 4 * (where == "adapters")
+    assert ("checkpoints repeat dropout" in caplog.text) == (where == "attention")
 
 
 # --- what goes on ----------------------------------------------------------------------------

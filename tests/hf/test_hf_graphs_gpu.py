@@ -330,8 +330,9 @@ def test_a_decoder_below_a_loss_of_the_program():
     assert vars(models[1].model)[GRAPHS].replays == 6
 
 
-def test_checkpointing():
-    both = Both()
+@pytest.mark.parametrize("adapters", [{}, {"lora": True, "lora_dropout": 0.1}], ids=["plain", "lora_dropout"])
+def test_checkpointing(adapters):
+    both = Both(**adapters)
     both.do(lambda m: m.gradient_checkpointing_enable({"use_reentrant": False}))
     for seed in range(6):
         both.train(seed)

@@ -48,6 +48,7 @@ from tigon.integrations.transformers.graph_arguments import Eagerly, Given, Trai
 from tigon.integrations.transformers.graph_outputs import Parts, Refusing, Unfit, replayed_logits, taken_apart
 from tigon.integrations.transformers.lazy_logits import LazyLogits
 from tigon.integrations.transformers.routers import ROUTED
+from tigon.ops.philox import Draws
 
 GRAPHS = "_tigon_graphs"  # where a model keeps its `ModelGraphs`
 LIMIT = 16  # graphs kept of one model
@@ -410,7 +411,7 @@ class ModelGraphs:
             graph.upstream = torch.empty_like(graph.upstream, device="meta")  # it is made outside of the pool
 
         self.generation += 1  # values of an earlier forward are lost from here
-        with undisturbed(device), _uncounted(calls), _as_captured(module, sort):
+        with undisturbed(device), _uncounted(calls), _as_captured(module, sort, device):
             cell["parameters"] = StandIns(self._watch)
             with self._unwritten(), backend.in_pool():
                 if eagerly is not None:
@@ -566,7 +567,7 @@ def _here(original, answer):
 
 
 @contextlib.contextmanager
-def _as_captured(module, sort: Given):
+def _as_captured(module, sort: Given, device: torch.device):
     """Decisions that transformers and PyTorch take otherwise, or cannot take, while a stream is captured."""
     with contextlib.ExitStack() as stack:
         if not {"position_ids", "attention_mask"} & {*sort.tensors}:
@@ -580,11 +581,33 @@ def _as_captured(module, sort: Given):
         for part in module.modules():
             checkpoint = vars(part).get("_gradient_checkpointing_func")
             if checkpoint is not None and getattr(part, "gradient_checkpointing", False):
-                # Nothing draws random numbers (`_unfit`), whose state a capture cannot read.
-                plain = functools.partial(checkpoint, preserve_rng_state=False)
-                vars(part)["_gradient_checkpointing_func"] = plain
+                vars(part)["_gradient_checkpointing_func"] = functools.partial(_repeated, device, checkpoint)
                 stack.callback(vars(part).__setitem__, "_gradient_checkpointing_func", checkpoint)
         yield
+
+
+def _repeated(device: torch.device, checkpoint: Callable, function: Callable, *args, **kwargs):
+    """A checkpoint that keeps the seeds of adapters, and no state of generators: a capture cannot read it."""
+    draws = Draws()
+
+    def run(*args, **kwargs):
+        with draws:
+            before = _drawn(device) if draws.calls > 1 else None
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if before is not None and before != _drawn(device):
+                    raise Unfit("checkpoints repeat dropout that is not of adapters")
+
+    return checkpoint(run, *args, preserve_rng_state=False, **kwargs)
+
+
+def _drawn(device: torch.device) -> bytes | int | None:
+    """How far the generator is, None in a capture, which a warm-up went before."""
+    if device.type != "cuda":
+        return torch.get_rng_state().numpy().tobytes()
+    capturing = torch.cuda.is_current_stream_capturing()
+    return None if capturing else torch.cuda.default_generators[device.index].get_offset()
 
 
 def _unfit(module) -> str | None:
@@ -595,8 +618,6 @@ def _unfit(module) -> str | None:
     for function in filter(None, functions):
         if not isinstance(function, functools.partial) or function.keywords.get("use_reentrant", True):
             return "checkpoints are reentrant (gradient_checkpointing_kwargs={'use_reentrant': False})"
-    if any(functions) and any(_drops(part) for part in parts):
-        return "checkpoints repeat dropout, whose state a capture cannot read"
     if any(getattr(part, "layerdrop", 0) for part in parts):
         return "layers are left out at random (layerdrop)"
     return None
