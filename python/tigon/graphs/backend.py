@@ -47,7 +47,7 @@ class CudaBackend:
     @contextlib.contextmanager
     def in_pool(self):
         """Run on the stream of captures, in their pool: what a warm-up frees there, a capture takes."""
-        torch.cuda.empty_cache()  # what eager steps have left would stay beside the pool
+        torch.cuda.empty_cache()  # what eager steps have left would stay in addition to the pool
         index, current = self.device.index, torch.cuda.current_stream(self.device)
         begin = _allocate_in_pool if self.shared else None
         for stream in {current, self._last or current}:
