@@ -20,6 +20,7 @@ from tiny import SHARED, make, step
 from torch import nn
 
 import tigon
+from tigon.graphs import backend
 from tigon.integrations.transformers import apply, undo
 from tigon.integrations.transformers.graph_arguments import bucket
 from tigon.integrations.transformers.graphs import GRAPHS
@@ -578,6 +579,36 @@ def test_two_models_and_copies():
             equal(step(m, inputs(seed)), wanted)
     assert held(other).replays == 4 and held(third).replays == 4
     assert "1 captured" in str(vars(other)["_tigon_state"].report)
+
+
+@pytest.mark.parametrize(
+    ("given", "mapped", "during"),
+    [
+        ("", False, "expandable_segments:True"),
+        ("max_split_size_mb:64, ", False, "max_split_size_mb:64,expandable_segments:True"),
+        ("expandable_segments:False", False, "expandable_segments:False"),
+        ("max_split_size_mb:64", True, "max_split_size_mb:64"),  # by an earlier setting
+    ],
+)
+def test_settings_of_the_allocator(given, mapped, during, monkeypatch):
+    """Those of the program hold meanwhile and afterwards, also the one of how memory grows."""
+    now = {"PYTORCH_CUDA_ALLOC_CONF": given, "expandable_segments": mapped}
+    before = dict(now)
+
+    def put(text):
+        said = dict(setting.split(":") for setting in text.replace(" ", "").split(",") if setting)
+        now["expandable_segments"] = (
+            said.get("expandable_segments", str(now["expandable_segments"])) == "True"
+        )
+        now["PYTORCH_CUDA_ALLOC_CONF"] = text
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", put, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": dict(now)})
+    monkeypatch.setattr(backend, "_maps_memory", lambda _: True)
+    with pytest.raises(KeyError), backend._in_one_piece(0):
+        assert now["PYTORCH_CUDA_ALLOC_CONF"] == during
+        raise KeyError
+    assert now == before
 
 
 def test_undo_ends_it():

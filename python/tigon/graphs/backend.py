@@ -8,7 +8,6 @@ import functools
 import gc
 import logging
 import operator
-import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -169,12 +168,16 @@ def _in_one_piece(index: int):
 
     A pool that took a piece for each larger tensor would be half as large again.
     """
-    put, get = (getattr(torch._C, f"_accelerator_{verb}AllocatorSettings", None) for verb in ("set", "get"))
-    given = get() if get else os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if put is None or "expandable_segments" in given or not _maps_memory(index):
+    put = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if put is None or not _maps_memory(index):
         yield
         return
-    so, others = "expandable_segments:{}".format, [given] if given else []
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]  # of the environment and of the program
+    given = settings["PYTORCH_CUDA_ALLOC_CONF"]
+    if settings.get("expandable_segments") or "expandable_segments" in given:
+        yield
+        return
+    so, others = "expandable_segments:{}".format, [given.strip(", ")] if given else []
     put(",".join([*others, so(True)]))  # a setting that is not named again loses its value
     try:
         yield
