@@ -19,6 +19,7 @@ import torch
 from tigon._load import native
 from tigon._op import Op, direct_apply, graph_is_kept, may_overwrite_saved, raw, refuse_second
 from tigon.ops.loss_head.operands import (
+    BY_CLASSES,
     HEAD_ARGUMENTS,
     HIDDEN,
     LOGITS,
@@ -54,6 +55,8 @@ def _plan(call: HeadCall, rows, **sizes):
 def _dweight_dtype(call: HeadCall, kept):
     """The dtype in which the native side computes weight's gradient."""
     hidden, needs, rows = call.operands.hidden, call.memory.needs, call.rows()
+    if needs & BY_CLASSES:
+        return hidden.dtype
     if not (needs & WEIGHT and needs & MAY_ROUND and hidden.dtype == torch.bfloat16):
         return torch.float32
     if kept is not None and (kept.shape[0] < rows or not (call.memory.chunk_rows or needs & LOGITS)):
