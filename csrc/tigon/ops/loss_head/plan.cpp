@@ -44,7 +44,8 @@ struct Bytes {
   }
   // Index, labels, place, loss and factors of every row; what the products take; the logits of a wide part.
   int64_t fixed() const {
-    int64_t product = s.cuda ? int64_t(32) << 20 : (f16 ? 8 : size) * s.vocab * s.hidden;
+    const bool direct = dtype == DType::bf16 && (!s.train_weight || s.by_classes);  // no product is added
+    int64_t product = s.cuda ? int64_t(32) << 20 : direct ? 0 : (f16 ? 8 : size) * s.vocab * s.hidden;
     int64_t wide = ceil_to(linear_head_wide_rows(s.cuda, s.vocab), 128);
     return 64 * s.rows + product + (s.wide ? std::min(s.rows, wide) * 4 * logits : 0);
   }
@@ -175,7 +176,8 @@ LinearHeadPlan linear_head_memory(const LinearHeadSizes& sizes) {
 }
 
 LinearHeadPlan linear_head_within(const LinearHeadSizes& sizes,
-                                  const std::function<LinearHeadPlan(const LinearHeadSizes&)>& plan) {
+                                  const std::function<LinearHeadPlan(const LinearHeadSizes&)>& plan,
+                                  bool keeps) {
   LinearHeadPlan p = plan(sizes);
   if (sizes.peak < 0 || p.peak <= sizes.peak || DType(sizes.dtype) == DType::f64) return p;
   LinearHeadSizes s = sizes;
@@ -193,7 +195,8 @@ LinearHeadPlan linear_head_within(const LinearHeadSizes& sizes,
   auto at = [&](int64_t rows) {
     s.chunk_rows = rows;
     LinearHeadPlan found = plan(s);
-    found.chunk_rows = rows, found.capped = 1, found.by_classes = s.by_classes, found.kept_rows = s.kept_rows;
+    found.chunk_rows = std::min(rows, found.chunk_rows), found.capped = 1;
+    found.by_classes = s.by_classes, found.kept_rows = s.kept_rows;
     return found;
   };
   const int64_t least = low;
@@ -205,7 +208,7 @@ LinearHeadPlan linear_head_within(const LinearHeadSizes& sizes,
     (at(middle).peak <= s.peak ? low : high) = middle;
   }
   p = at(std::max(low >= 2 * step ? low / step * step : low, least));
-  if (!s.by_classes || s.per_row) return p;
+  if (!s.by_classes || s.per_row || !keeps) return p;
   const int64_t row = linear_head_logit_stride(s.vocab) * int64_t(size_of(DType(s.dtype)));
   s.kept_rows = std::min((s.peak - p.peak) / row / step * step, worked);
   return at(p.chunk_rows);
@@ -216,5 +219,5 @@ LinearHeadPlan linear_head_within(const LinearHeadSizes& sizes,
 // For Python, through ctypes.
 extern "C" TIGON_API void tigon_linear_head_memory(const tigon::LinearHeadSizes* sizes,
                                                    tigon::LinearHeadPlan* plan) {
-  *plan = tigon::linear_head_within(*sizes, tigon::linear_head_memory);
+  *plan = tigon::linear_head_within(*sizes, tigon::linear_head_memory, true);
 }

@@ -88,6 +88,7 @@ class HeadSpec:
     ledger: Ledger
     compiled: bool = False  # its model's loss_function is Tigon's, so tracing meets no torch function
     always: bool = False  # lazy logits without labels too
+    max_peak_mb: float | None = None  # of its loss
     without_labels: str | None = None  # advice for the first caller that passed none
     once: str | None = None  # why its weight is in memory only during the first call
     forwards: dict[nn.Module, LogitsUse] = field(
@@ -215,10 +216,10 @@ def _linear_loss(module, spec, hidden, request):
         bias = added if bias is None else bias + added
     target = request.target  # on the CPU: counted there, then moved
     target = target if target.device.type == "cpu" else target.to(hidden.device)
-    spec.ledger.note(hidden, weight.to_local() if sharded else weight)
+    spec.ledger.note(hidden, weight.to_local() if sharded else weight, spec.max_peak_mb)
     device = hidden.device.type
     off = nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
-    options = {"bias": bias, **request.options}
+    options = {"bias": bias, "max_peak_mb": spec.max_peak_mb, **request.options}
     scaling = options.pop("token_scaling", False)
     check(
         "apply",

@@ -270,8 +270,10 @@ def linear_kl_div(
             separate LoRA module.
         reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as in
             PyTorch), ``"sum"``, or ``"none"``: ``[...]`` losses, whose backward computes the logits again.
-        token_weight, denominator, ignore_index, shift, position_ids, valid_rows, chunk_rows,
-            max_peak_mb: as in :func:`tigon.linear_cross_entropy`, but for the gradient by classes. token_weight does not change the divisor of a mean.
+        token_weight, denominator, ignore_index, shift, position_ids, valid_rows, chunk_rows: as in
+            :func:`tigon.linear_cross_entropy`. token_weight does not change the divisor of a mean.
+        max_peak_mb: as in :func:`tigon.linear_cross_entropy`, but only by smaller chunks: the weight's
+            gradient is summed in float32.
         outputs: ``("loss",)`` returns only the loss. With any of ``"soft"``, ``"hard"`` (a row's terms,
             without their weights) and ``"entropy"`` (of the student at `temperature`) the call returns a
             named tuple: float32 ``[...]``, detached, 0 on ignored rows.

@@ -148,8 +148,8 @@ def linear_log_prob(
     Args:
         target: int labels ``[...]``, or ``[..., K]`` of any ``K >= 1``; ``ignore_index`` does not count.
         hidden, weight, bias, temperature, softcap, logit_scale, ignore_index, shift, position_ids,
-            valid_rows, lora, chunk_rows, max_peak_mb, logit_dtype: as in :func:`tigon.linear_cross_entropy`, including
-            ``main_grad`` of weight.
+            valid_rows, lora, chunk_rows, max_peak_mb, logit_dtype: as in
+            :func:`tigon.linear_cross_entropy`, including ``main_grad`` of weight.
         entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``. It is differentiable.
         keep_mb: (one label a row) how many MiB the gradients of the logits may take between forward and
             backward (computed rows, times V rounded up to 64, times the size of hidden's dtype). ``None``:

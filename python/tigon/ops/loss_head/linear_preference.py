@@ -206,6 +206,7 @@ def linear_preference(
             difference makes the loss NaN). ``None``: target's labels.
         bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora: as in
             :func:`tigon.linear_cross_entropy`; ``valid_rows`` counts rows with a label of either target.
+        max_peak_mb: as in :func:`tigon.linear_cross_entropy`.
         chunk_rows, max_workspace_mb: bounds of a chunk. A chunk holds whole pairs; by default it grows to its
             longest pair if its logits take no more than 1 GiB. If a pair does not fit a chunk, the logits of
             every chunk but the last are computed twice (four matmuls).
@@ -272,7 +273,7 @@ def linear_kto(
         hidden, weight, target: ``[B, T, H]``, ``[V, H]``, ``[B, T]``.
         desirable, kind, beta, kl, weights, average, denominator: as in :func:`tigon.kto_loss`.
         ref, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
-            max_workspace_mb: as in :func:`linear_preference`; a chunk holds whole answers.
+            max_workspace_mb, max_peak_mb: as in :func:`linear_preference`; a chunk holds whole answers.
 
     Returns:
         :class:`tigon.ops.preference.KTOResult`: ``(loss, log_prob [B], rewards [B])``, as
@@ -349,8 +350,8 @@ def linear_policy(
             ``shift`` a per-token value belongs to the position whose hidden state predicts the token.
         bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora: as in
             :func:`tigon.linear_cross_entropy`.
-        chunk_rows, max_workspace_mb: as in :func:`tigon.linear_preference`. If the loss of a token depends on
-            its answer (a level other than ``"token"``, vespo), a chunk holds whole answers.
+        chunk_rows, max_workspace_mb, max_peak_mb: as in :func:`tigon.linear_preference`. If the loss of a
+            token depends on its answer (a level other than ``"token"``, vespo), a chunk holds whole answers.
 
     Returns:
         :class:`LinearPolicyResult`: ``(loss, log_prob, entropy, kl, clipped)``. The loss is a scalar,

@@ -320,7 +320,7 @@ def within_peak(
     """
     if head.max_peak_mb is None:
         return call
-    hidden, own, _, bias, _, _, lora_a, _ = call.operands
+    hidden, own, lora_a = (getattr(call.operands, name) for name in ("hidden", "weight", "lora_a"))
     needs, memory = call.memory.needs, call.memory
     sizes = {"classes": True, "weight_dtype": weight.dtype, "main_grad": main_grad is not None} | sizes
     sizes |= {"train_hidden": needs & HIDDEN != 0, "train_weight": needs & WEIGHT != 0}
