@@ -22,8 +22,8 @@
 //         the first write, in begin() at the latest.
 // By classes (LinearHead::by_classes) dweight waits until the rows are done. Then the logits of some classes
 // of all rows are formed once more, in the memory of a chunk; the pass makes their gradients from the lse and
-// log-probability that it has of each row, and one product gives those rows of dweight. Of rows that were
-// kept the gradients are there.
+// log-probability that it has of each row, and one product gives those rows of dweight. Kept rows have
+// their gradients already.
 #pragma once
 
 #include "tigon/ops/cross_entropy/cross_entropy.h"

@@ -39,6 +39,7 @@ from tigon.integrations.transformers.head import (
     calls_head,
     output_head,
     plan_head,
+    tie,
     watched_forward,
 )
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper, plan_streams
@@ -258,6 +259,7 @@ class _Plan:
             spec.max_peak_mb = spec.max_peak_mb if max_peak_mb is None else max_peak_mb
             bind_head(linears, spec)
             attach(owner, spec)
+            tie(owner, linears)
         if state.report.count("loss"):
             for path in self.losses:
                 owner = self.model.get_submodule(path)

@@ -18,6 +18,7 @@ import torch
 
 from tigon._load import native
 from tigon._op import Op, direct_apply, graph_is_kept, may_overwrite_saved, raw, refuse_second
+from tigon.ops.loss_head import tied
 from tigon.ops.loss_head.operands import (
     BY_CLASSES,
     HEAD_ARGUMENTS,
@@ -325,6 +326,7 @@ class _Eager(torch.autograd.Function):
         late = scalar and main_grad is not None  # the backward computes all gradients, times the upstream
         output = loss.op.forward(*(call.with_memory(0, 0) if late else call).flat())
         ctx.loss, ctx.main_grad, ctx.scalar = loss, main_grad, scalar
+        ctx.table = weight if tied.is_table(weight) else None
         ctx.needs, ctx.dtypes = call.memory.needs, dtypes_of(hidden, weight, bias)
         if scalar and not late:
             ctx.save_for_backward(*output[1:RESULTS])
@@ -347,10 +349,12 @@ class _Eager(torch.autograd.Function):
                 scale, *tensors = tensors
                 dloss = _row_upstream(dloss, scale, tensors[4].shape)
             gradients = loss.rows_gradients(tensors, dloss, ctx.call, eager=True, main_grad=ctx.main_grad)
-        asked = (
+        asked = [
             None if g is None or not needs & bit else g if g.dtype == dtype else g.to(dtype)
             for g, dtype, bit in zip(gradients, ctx.dtypes, NEEDS.values(), strict=True)
-        )
+        ]
+        if ctx.table is not None:
+            tied.returned(ctx.table, asked[1])
         return None, None, None, None, None, *asked
 
 

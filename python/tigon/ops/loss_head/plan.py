@@ -156,7 +156,7 @@ def check_cap(op, **caps: float | None) -> None:
 
 
 def peak_bytes(max_peak_mb: float, more: int = 0) -> int:
-    """The bytes of a peak, of which `more` are taken besides the plan's."""
+    """The bytes of a peak, of which `more` are not the plan's."""
     return min(max(int(max_peak_mb * _MIB) - more, 0), _MOST)
 
 
