@@ -9,6 +9,7 @@ other case it returns a gradient of its own.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import NamedTuple
 
 import torch
@@ -62,17 +63,20 @@ def _sum_of(weight: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
     if weight._post_accumulate_grad_hooks or known.task != torch._C._current_graph_task_id():
         return None
     t = known.gradient()
-    fits = t is not None and t.dtype == dy.dtype and t.is_contiguous() and known.stream == _stream(t)
-    return t if fits and _uses(t) == _uses_of_a_sum() else None
+    if t is None or t.dtype != dy.dtype or not t.is_contiguous() or known.stream != _stream(t):
+        return None
+    alone = _uses_of_a_sum()
+    return t if alone is not None and _uses(t) == alone else None
 
 
-def _uses(t: torch.Tensor) -> int:
-    return t._use_count() if hasattr(t, "_use_count") else -1
+def _uses(t: torch.Tensor) -> tuple[int, int] | None:
+    """The references of PyTorch and of Python; None: not known, and equal to no others."""
+    return (t._use_count(), sys.getrefcount(t)) if hasattr(t, "_use_count") else None
 
 
 @functools.cache
-def _uses_of_a_sum() -> int:
-    """How many references this PyTorch counts to a gradient that only its sum holds."""
+def _uses_of_a_sum() -> tuple[int, int] | None:
+    """The references to a gradient that only its sum holds, in this PyTorch."""
     seen, made = [], []
 
     class Head(torch.autograd.Function):
@@ -94,13 +98,13 @@ def _uses_of_a_sum() -> int:
         @staticmethod
         def backward(ctx, dy):
             t = made[0]()
-            seen.append(-2 if t is None else _uses(t))
+            seen.append(None if t is None else _uses(t))
             return
 
     with torch.enable_grad():
         w = torch.ones(1, requires_grad=True)
         Head.apply(Table.apply(w), w).sum().backward()
-    return seen[0] if seen[0] > 0 else -2
+    return seen[0]
 
 
 class _Lookup(torch.autograd.Function):
