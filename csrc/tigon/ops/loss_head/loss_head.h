@@ -53,8 +53,8 @@ struct LinearHead {
   Matrix dweight;
   bool add_dweight =
       false;  // dweight is added to its memory's contents (a gradient kept in f32 by its owner)
-  // dweight is formed after all rows, of some classes at a time: nothing of its size is summed, and the logits
-  // are formed twice, but for those of `kept_rows` (engine.h).
+  // dweight is formed after all rows, of some classes at a time (engine.h): nothing of its size is summed.
+  // The logits are formed twice, but for those of `kept_rows`.
   bool by_classes = false;
   int64_t kept_rows = 0;
   Vector dbias;

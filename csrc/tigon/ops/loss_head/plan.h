@@ -74,9 +74,9 @@ struct LinearHeadPlan {
 };
 TIGON_API LinearHeadPlan linear_head_memory(const LinearHeadSizes& sizes);
 // The plan within the peak of the sizes. `plan` gives that of a call whatever its peak: linear_head_memory,
-// or with what a driver takes in addition. A call that would take more keeps nothing and takes smaller chunks;
-// where a sum over chunks needs more memory than weight's gradient does, that is formed by classes; with
-// `keeps`, which losses of groups do not, as many rows are kept as fit.
+// or with what a driver takes in addition. A call that would take more keeps nothing and takes smaller
+// chunks. Where a sum over chunks needs more memory than weight's gradient does, that is formed by classes;
+// with `keeps`, which losses of groups do not, as many rows are kept as fit.
 LinearHeadPlan linear_head_within(const LinearHeadSizes& sizes,
                                   const std::function<LinearHeadPlan(const LinearHeadSizes&)>& plan,
                                   bool keeps = false);
