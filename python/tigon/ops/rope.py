@@ -191,6 +191,12 @@ def rope(
     Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", eq. 34; pairing
     of columns as in Hugging Face's ``apply_rotary_pos_emb``.
     """
+    usual = rotary_dim is position_ids is mrope_section is None and keep_dtype is inplace is tail is False
+    usual = usual and interleaved is deinterleave is mrope_interleaved is False
+    if usual and tables.are_usual(q, k, cos, sin, unsqueeze_dim):
+        y = _op.quick(q, k, cos, sin, None, unsqueeze_dim, *tables.USUAL)
+        if y is not None:
+            return y[0] if k is None else y
     head_dim = tables.check_heads("rope", q, k, unsqueeze_dim)
     form = tables.Form.of(
         "rope",

@@ -38,7 +38,7 @@ def make_rotary(stock, structure: Structure):
     options, fixed = structure.options, structure.options["rope"]
     parameters = inspect.signature(structure.reference).parameters
     roles = [ROLES.get(name, name) for name in parameters]
-    required = [role for role, p in zip(roles, parameters.values(), strict=True) if p.default is p.empty]
+    required = {role for role, p in zip(roles, parameters.values(), strict=True) if p.default is p.empty}
     names = [*(parameters if stock is None else inspect.signature(_source_of(stock)).parameters)]
     role_of = dict(zip(names if len(names) == len(roles) else parameters, roles, strict=True))
 
@@ -49,7 +49,7 @@ def make_rotary(stock, structure: Structure):
                 given[role_of.get(name)] = value
             q, k, cos, sin = given.get("q"), given.get("k"), given.get("cos"), given.get("sin")
             dim = given.get("unsqueeze_dim", options["at"])
-            whole = len(given) == len(args) + len(kwargs) and all(role in given for role in required)
+            whole = len(given) == len(args) + len(kwargs) and required <= given.keys()
             if not whole or None in given or not _usual(options["ndim"], q, k, cos, sin, dim):
                 return original(*args, **kwargs)
             dims = {} if "unsqueeze_dim" in fixed else {"unsqueeze_dim": dim or 1}
@@ -81,8 +81,10 @@ def _usual(dims, q, k, cos, sin, unsqueeze_dim) -> bool:
         return False
     if cos.dtype != (torch.complex64 if sin is None else sin.dtype):
         return False
-    known = k is None or (k.ndim == q.ndim and k.dtype == q.dtype)
-    return known and all(x.device == q.device for x in tensors)
+    if k is not None and (k.ndim != q.ndim or k.dtype != q.dtype):
+        return False
+    device = q.device
+    return all(x.device == device for x in tensors)
 
 
 def rotary_callers(cls: type) -> dict[str, dict[Key, object]]:
