@@ -26,7 +26,7 @@ from tigon.integrations.transformers.rewriting import (
     rewrite_innermost,
     rewritten_forward,
 )
-from tigon.ops.rope import rope
+from tigon.ops.rope import quick, rope
 
 Key = tuple[str, str]  # module name, name of the global
 _STOCK, _FUSED = "_tigon_stock_", "_tigon_fused_"
@@ -42,8 +42,15 @@ def make_rotary(stock, structure: Structure):
     names = [*(parameters if stock is None else inspect.signature(_source_of(stock)).parameters)]
     role_of = dict(zip(names if len(names) == len(roles) else parameters, roles, strict=True))
 
+    plain_form = (fixed, options["tables"], options["back"], options["keeps_k"]) == ({}, "all", False, False)
+    plain_form = plain_form and roles[:4] == ["q", "k", "cos", "sin"] and options["at"] == 1
+
     def with_op(original, op):
         def rotary(*args, **kwargs):
+            if plain_form and op is rope and len(args) == 4 and not kwargs and _fit(options["ndim"], *args):
+                y = quick(*args)
+                if y is not None:
+                    return y
             given = dict(zip(roles, args, strict=False))
             for name, value in kwargs.items():
                 given[role_of.get(name)] = value
@@ -67,6 +74,12 @@ def make_rotary(stock, structure: Structure):
     rotary.with_op = with_op  # the same around another op than rope, and another function for odd calls
     rotary.form = fixed
     return rotary
+
+
+def _fit(dims, q, k, cos, sin) -> bool:
+    """Whether q and k are heads, and the tables such as stock takes."""
+    whole = torch.is_tensor(q) and torch.is_tensor(k) and torch.is_tensor(cos)
+    return whole and q.ndim in dims and cos.ndim == q.ndim - 1
 
 
 def _usual(dims, q, k, cos, sin, unsqueeze_dim) -> bool:
