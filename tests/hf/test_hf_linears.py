@@ -37,7 +37,7 @@ def test_the_bits_of_single_calls(family, dtype, frozen, monkeypatch, device):
     wanted, others = step(single, inputs)
     assert torch.equal(loss, wanted) and gradients.keys() == others.keys()
     if family == "olmo2":  # x goes on as the residual too: its gradients add up in another order
-        assert all(torch.allclose(g, others[name], 0.02, 1e-3) for name, g in gradients.items())
+        assert all((g - others[name]).norm() <= 0.02 * g.norm() for name, g in gradients.items())
     else:
         assert all(torch.equal(g, others[name]) for name, g in gradients.items())
 

@@ -1,8 +1,9 @@
 """Linears of one input as one autograd node: q, k and v of an attention, gate and up of an MLP.
 
 The matmuls and their order are those of single calls, and so are the bits, unless the input has other users
-too: their gradients are then added in another order. The host saves calls of modules and nodes of views. Only small inputs take this way: large ones hide the host's time, and the gradients that
-one node takes together would live longer.
+too: their gradients are then added in another order. The host saves calls of modules and nodes of views. Only
+small inputs take this way: large ones hide the host's time, and the gradients that one node takes together
+would live longer.
 """
 
 from __future__ import annotations
