@@ -76,9 +76,9 @@ def _parameters(parts: list, x: torch.Tensor) -> list | None:
     """Weight and bias of each in an eager, differentiable call of plain Linears; None of another call."""
     if torch.compiler.is_compiling() or is_batched() or forward_ad._current_level >= 0:
         return None
-    if not torch.is_grad_enabled() or x.numel() > _LARGE or x.dim() < 2:
+    if not torch.is_grad_enabled() or x.numel() > _LARGE or x.dim() < 2 or not (x.is_cuda or x.is_cpu):
         return None
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
         return None
     parameters, dtype = [], x.dtype
     for part in parts:
