@@ -184,6 +184,78 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(Rows<const T> x, const
     if (const int row = place[token * choices + j]; row >= 0) store<T, N>(rows[row] + vec * N, v);
 }
 
+// ---------------------------------------------------------------- products with few columns
+
+// A warp multiplies so many adjacent rows, once for each expert that has some of them.
+constexpr int kNarrowRows = 32, kNarrowThreads = 128, kMostNarrow = 64;
+
+struct Narrow {
+  Rows<const __nv_bfloat16> rows;
+  const int32_t* order;  // null: rows as they are
+  int choices;
+  const __nv_bfloat16* stack;  // [experts, columns, depth]
+  Offsets offsets;
+  __nv_bfloat16* c;  // [rows, columns]
+  int columns, depth;
+};
+
+// The order of the columns of a step of 32 does not matter, as long as it is that of the stack: lane 4 t + q
+// takes columns 8 q to 8 q + 7 of rows t, t + 8, t + 16 and t + 24 by one load each.
+template <int kTiles>
+__global__ __launch_bounds__(kNarrowThreads) void narrow_kernel(const __grid_constant__ Narrow p) {
+  constexpr int kGroups = kNarrowRows / 8, kSteps = kTiles <= 2 ? 4 : 2;
+  const int lane = int(threadIdx.x) % 32, t = lane / 4, q = lane % 4;
+  const int first = (int(blockIdx.x) * (kNarrowThreads / 32) + int(threadIdx.x) / 32) * kNarrowRows,
+            end = min(first + kNarrowRows, p.offsets.here());
+  if (first >= end) return;
+  const uint4* from[kGroups];
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    const int row = min(first + t + 8 * i, end - 1);
+    from[i] = reinterpret_cast<const uint4*>(p.rows[p.order == nullptr ? row : p.order[row] / p.choices]) + q;
+  }
+  const int vecs = p.depth / 8;
+  for (int e = p.offsets.expert_of(first); e < p.offsets.experts && p.offsets.first[e] < end; ++e) {
+    const int begin = max(first, p.offsets.first[e]), stop = min(end, p.offsets.first[e + 1]);
+    if (begin >= stop) continue;
+    const uint4* matrix = reinterpret_cast<const uint4*>(p.stack) + int64_t(e) * p.columns * vecs + q;
+    float sums[kGroups / 2][kTiles][4] = {};
+    for (int at = 0; at < vecs; at += 4 * kSteps) {
+      uint4 x[kSteps][kGroups], w[kSteps][kTiles];
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const int i = at + 4 * s;
+        const bool inside = i + q < vecs;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) x[s][g] = inside ? from[g][i] : uint4{};
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+          w[s][n] = inside && 8 * n < p.columns ? matrix[(8 * n + t) * vecs + i] : uint4{};
+      }
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+        for (int g = 0; g < kGroups; g += 2)
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            const uint4 &a = x[s][g], &b = x[s][g + 1], &m = w[s][n];
+            mma_m16n8k16(sums[g / 2][n], {a.x, b.x, a.y, b.y}, {m.x, m.y});
+            mma_m16n8k16(sums[g / 2][n], {a.z, b.z, a.w, b.w}, {m.z, m.w});
+          }
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+      if (const int row = first + t + 8 * g; row >= begin && row < stop)
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+          if (8 * n < p.columns) {
+            Vec<__nv_bfloat16, 2> pair;
+            pair.set({sums[g / 2][n][g % 2 * 2], sums[g / 2][n][g % 2 * 2 + 1]});
+            store<__nv_bfloat16, 2>(p.c + int64_t(row) * p.columns + 8 * n + 2 * q, pair);
+          }
+  }
+}
+
 // ---------------------------------------------------------------- gate
 
 // Holds N points of a row as they are loaded.
@@ -500,6 +572,32 @@ void experts_route(Context& ctx, const ExpertsRoute& a) {
   launch(kOp, ctx, count_kernel, {.blocks = blocks, .threads = kRouteThreads, .shared = bins}, p);
   launch(kOp, ctx, place_kernel, {.blocks = blocks, .threads = kRouteThreads, .shared = bins * kRouteWarps},
          p);
+}
+
+bool experts_narrow_product(Context& ctx, const ExpertsProduct& a) {
+  using T = __nv_bfloat16;
+  const int64_t depth = a.rows.cols, columns = a.c.cols;
+  if (a.rows.dtype != DType::bf16 || a.transposed || a.t.data != nullptr || columns > kMostNarrow ||
+      columns % 8 != 0 || !vectorized(a.rows) || !vectorized(a.stack) || a.stack.stride != depth)
+    return false;
+  if (a.c.rows == 0) return true;
+  auto run = [&]<int kTiles>() {
+    launch(kOp, ctx, narrow_kernel<kTiles>,
+           {.blocks = ceil_div(a.c.rows, kNarrowRows * kNarrowThreads / 32), .threads = kNarrowThreads},
+           Narrow{.rows = rows_of<const T>(a.rows),
+                  .order = a.order.as<int32_t>(),
+                  .choices = int(a.c.rows / a.rows.rows),
+                  .stack = a.stack.row<const T>(0),
+                  .offsets = offsets_of(a.offsets),
+                  .c = a.c.row<T>(0),
+                  .columns = int(columns),
+                  .depth = int(depth)});
+  };
+  columns <= 8    ? run.template operator()<1>()
+  : columns <= 16 ? run.template operator()<2>()
+  : columns <= 32 ? run.template operator()<4>()
+                  : run.template operator()<8>();
+  return true;
 }
 
 void experts_gather(Context& ctx, const ExpertsGather& a) {
