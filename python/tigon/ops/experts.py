@@ -249,7 +249,7 @@ def _lowered(rows, first, second, scales, offsets, transposed, order=None, place
 
 
 def _adapter_gradient(t, rows, offsets, like, is_b):
-    """``t_e^T rows_e`` of every expert: the gradient of a, or of b if `is_b`, in the memory order of `like`."""
+    """``t_e^T rows_e`` of every expert: the gradient of `like`, a or b, in its order of memory."""
     gradient = weight_gradient(t, rows, offsets)
     gradient = gradient[:, : like.shape[2 if is_b else 1]]
     gradient = gradient.mT if is_b else gradient
@@ -632,8 +632,8 @@ def experts(
     Returns:
         ``[..., H]`` in x's dtype. The K rows of a token are added in float32 in their order and rounded once.
         The result is differentiable in x, weights, parameters and adapters. It is bitwise deterministic and
-        uses no float atomics. A tensor that needs no gradient costs no matmul. The gradients of an expert without
-        tokens are exact zeros. The gradient of down is a matmul with the unit's result times its weight; in
+        uses no float atomics. A tensor that needs no gradient costs no matmul. The gradients of an expert
+        without tokens are exact zeros. The gradient of down is a matmul with the unit's result times its weight; in
         float16 this must stay below 65504.
 
         On CUDA Tigon's own grouped GEMM runs for 16 bits on sm_90 if H and I are multiples of 8. Otherwise

@@ -22,13 +22,13 @@ std::array<Gemm, kSources> sources_of(const GroupedGemm& g, int64_t rows, int64_
   std::array<Gemm, kSources> sources;
   const Matrix *a[] = {&g.a, &g.a2}, *b[] = {&g.b, &g.b2};
   for (int i = 0; i < kSources; ++i)
-    sources[i] = {.m = rows,
-                  .n = cols,
-                  .k = a[i]->cols,
-                  .a = a[i]->data,
-                  .lda = a[i]->stride,
-                  .b = b[i]->data,
-                  .ldb = b[i]->stride};
+    sources[i] = Gemm{.m = rows,
+                      .n = cols,
+                      .k = a[i]->cols,
+                      .a = a[i]->data,
+                      .lda = a[i]->stride,
+                      .b = b[i]->data,
+                      .ldb = b[i]->stride};
   return sources;
 }
 
