@@ -65,7 +65,7 @@ def _merged(stack, lora):
     """The matrices ``[E, in, out]`` with an adapter added."""
     if lora is None:
         return stack
-    a, b, scale = lora
+    a, b, scale = _adapter(lora, stack.shape[0])
     return stack + scale * (a.mT @ b.mT).to(stack.dtype)
 
 
@@ -633,8 +633,8 @@ def experts(
         ``[..., H]`` in x's dtype. The K rows of a token are added in float32 in their order and rounded once.
         The result is differentiable in x, weights, parameters and adapters. It is bitwise deterministic and
         uses no float atomics. A tensor that needs no gradient costs no matmul. The gradients of an expert
-        without tokens are exact zeros. The gradient of down is a matmul with the unit's result times its weight; in
-        float16 this must stay below 65504.
+        without tokens are exact zeros. The gradient of down is a matmul with the unit's result times its
+        weight; in float16 this must stay below 65504.
 
         On CUDA Tigon's own grouped GEMM runs for 16 bits on sm_90 if H and I are multiples of 8. Otherwise
         bfloat16 uses ``torch.nn.functional.grouped_mm``. Neither synchronises, so both can be captured in
