@@ -82,6 +82,8 @@ def _adapters(wrappers, base, run) -> dict[str, tuple] | str:
             parts = wrapper.lora_A[name], wrapper.lora_B[name]
             if not all(is_linear(p) and intact(p, LINEAR) and p.bias is None for p in parts):
                 return "a part of an adapter is not a plain Linear"
+            if type(wrapper.scaling[name]) not in (int, float):
+                return "a scale is no number"
             first, second = (part.weight for part in parts)
             if hasattr(first, "ds_id") or not first.numel():
                 return "the parameters are sharded"
