@@ -117,7 +117,7 @@ def _reference_of_rows(rows, offsets, gate_up, down, row_weights=None, **options
 _route, _gather, _gate = native("experts_route"), native("experts_gather"), native("experts_gate")
 _gate_bwd, _gate_bwd_in_place = native("experts_gate_bwd"), native("experts_gate_bwd_in_place")
 _combine, _sum = native("experts_combine"), native("experts_sum")
-_zero_rest = native("experts_zero_rest")
+_zero_rest, _copy = native("experts_zero_rest"), native("experts_copy")
 _product, _weight_gradient = native("experts_product"), native("experts_weight_gradient")
 _gated_product = native("experts_gated_product")
 
@@ -230,7 +230,7 @@ def _packed(matrices, scale, dtype, dim):
     if scale == 1 and matrices.dtype == dtype and matrices.is_contiguous() and shape[dim] == rank:
         return matrices
     out = (matrices.new_empty if shape[dim] == rank else matrices.new_zeros)(shape, dtype=dtype)
-    torch.mul(matrices, scale, out=out.narrow(dim, 0, rank))
+    _copy(matrices, out.narrow(dim, 0, rank), scale)
     return out
 
 
@@ -255,7 +255,9 @@ def _adapter_gradient(t, rows, offsets, like, is_b):
     gradient = gradient.mT if is_b else gradient
     if gradient.dtype == like.dtype and gradient.stride() == like.stride() == gradient.contiguous().stride():
         return gradient
-    return torch.empty_like(like).copy_(gradient)
+    out = torch.empty_like(like)
+    _copy(gradient, out, 1.0)
+    return out
 
 
 class Unit(NamedTuple):

@@ -1,5 +1,7 @@
 #include "tigon/ops/experts/experts.h"
 
+#include <algorithm>
+
 #include "tigon/base/grouped_gemm.h"
 #include "tigon/base/op.h"
 
@@ -11,6 +13,15 @@ TIGON_DEFINE_ENTRY(experts_gate_fwd, ExpertsGateFwd, "experts_gate", "experts_ga
 TIGON_DEFINE_ENTRY(experts_gate_bwd, ExpertsGateBwd, "experts_gate", "experts_gate_bwd", backward)
 TIGON_DEFINE_ENTRY(experts_combine, ExpertsCombine, "experts_combine", "experts_combine", none)
 TIGON_DEFINE_ENTRY(experts_sum, ExpertsSum, "experts_sum", "experts_sum", none)
+
+void experts_copy(Context& ctx, const ExpertsCopy& a) {
+  require_float("experts", "x", a.x.dtype), require_float("experts", "out", a.out.dtype);
+  TIGON_CHECK("experts",
+              a.x.dims == 3 && a.out.dims == 3 && std::equal(a.x.sizes, a.x.sizes + 3, a.out.sizes),
+              "x and out must have three dimensions of the same sizes");
+  if (a.x.sizes[0] * a.x.sizes[1] * a.x.sizes[2] == 0) return;
+  on_device("experts", ctx, [&] { cpu::experts_copy(ctx, a); }, TIGON_ON_CUDA(cuda::experts_copy(ctx, a)));
+}
 
 namespace {
 
@@ -81,6 +92,7 @@ void weight_gradient(Context& ctx, const ExpertsWeightGradient& call) {
                      .reduce_rows = true});
 }
 
+TIGON_OPERATOR(experts_copy, ExpertsCopy, "experts_copy", none)
 TIGON_OPERATOR(zero_rest, ExpertsZeroRest, "experts_zero_rest", none)
 TIGON_OPERATOR(product, ExpertsProduct, "experts_product", none)
 TIGON_OPERATOR(gated_product, ExpertsGatedProduct, "experts_gated_product", none)

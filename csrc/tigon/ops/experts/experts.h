@@ -320,12 +320,25 @@ struct ExpertsWeightGradient {
   }
 };
 
+// out = scale * x, both in any memory order and dtype: adapters come with the expert as their fastest index.
+struct ExpertsCopy {
+  Strided x, out;
+  float scale = 1.0f;
+
+  void fields(Fields& f) {
+    f.strided("x", x, 3, 0, Role::input);
+    f.strided("out", out, 3, 0, Role::input, true);
+    f.option("scale", scale);
+  }
+};
+
 namespace cuda {
 // Multiplies by matrices of few rows, [r, in], whose result is then no wider than the tile of a GEMM. False:
 // not these.
 bool experts_narrow_product(Context& ctx, const ExpertsProduct& a);
 }  // namespace cuda
 
+TIGON_API_ENTRY(experts_copy, ExpertsCopy)
 TIGON_API_ENTRY(experts_route, ExpertsRoute)
 TIGON_API_ENTRY(experts_gather, ExpertsGather)
 TIGON_API_OP(experts_gate, ExpertsGate)

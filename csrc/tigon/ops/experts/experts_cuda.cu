@@ -256,6 +256,35 @@ __global__ __launch_bounds__(kNarrowThreads) void narrow_kernel(const __grid_con
   }
 }
 
+// ---------------------------------------------------------------- copies
+
+// A CTA copies a square through shared memory, read along the fastest index of x and written along that of
+// out, which is the last one here. The middle one is that of x if they differ (`turns`).
+constexpr int kSide = 32, kCopyThreads = 256;
+
+struct Copy {
+  int64_t in[3], out[3];  // strides
+  int rows, cols, tiles_m, tiles_n;
+  bool turns;
+  float scale;
+};
+
+template <class In, class Out>
+__global__ __launch_bounds__(kCopyThreads) void copy_kernel(const In* x, Out* out, const Copy p) {
+  __shared__ float square[kSide][kSide + 1];
+  const int col = int(blockIdx.x) % p.tiles_n * kSide, rest = int(blockIdx.x) / p.tiles_n,
+            row = rest % p.tiles_m * kSide, lane = int(threadIdx.x) % kSide, first = int(threadIdx.x) / kSide;
+  x += rest / p.tiles_m * p.in[0] + row * p.in[1] + col * p.in[2];
+  out += rest / p.tiles_m * p.out[0] + row * p.out[1] + col * p.out[2];
+  for (int i = first; i < kSide; i += kCopyThreads / kSide)
+    if (const int r = p.turns ? lane : i, c = p.turns ? i : lane; row + r < p.rows && col + c < p.cols)
+      square[r][c] = widen(x[r * p.in[1] + c * p.in[2]]);
+  __syncthreads();
+  for (int i = first; i < kSide; i += kCopyThreads / kSide)
+    if (row + i < p.rows && col + lane < p.cols)
+      out[i * p.out[1] + lane * p.out[2]] = narrow<Out>(p.scale * square[i][lane]);
+}
+
 // ---------------------------------------------------------------- gate
 
 // Holds N points of a row as they are loaded.
@@ -572,6 +601,37 @@ void experts_route(Context& ctx, const ExpertsRoute& a) {
   launch(kOp, ctx, count_kernel, {.blocks = blocks, .threads = kRouteThreads, .shared = bins}, p);
   launch(kOp, ctx, place_kernel, {.blocks = blocks, .threads = kRouteThreads, .shared = bins * kRouteWarps},
          p);
+}
+
+void experts_copy(Context& ctx, const ExpertsCopy& a) {
+  // The indices, the last one the fastest of out and the one before it that of x, or any other.
+  int order[3] = {0, 1, 2};
+  auto fastest = [&](const Strided& t, int count) {
+    return int(std::min_element(order, order + count,
+                                [&](int i, int j) {
+                                  auto step = [&](int d) {
+                                    return t.sizes[d] > 1 ? t.strides[d] : INT64_MAX;
+                                  };
+                                  return step(i) < step(j);
+                                }) -
+               order);
+  };
+  const int of_x = order[fastest(a.x, 3)];
+  std::swap(order[fastest(a.out, 3)], order[2]);
+  std::swap(order[fastest(a.x, 2)], order[1]);
+  Copy p{.rows = int(a.x.sizes[order[1]]), .cols = int(a.x.sizes[order[2]])};
+  for (int i = 0; i < 3; ++i) p.in[i] = a.x.strides[order[i]], p.out[i] = a.out.strides[order[i]];
+  p.tiles_m = int(ceil_div(p.rows, kSide)), p.tiles_n = int(ceil_div(p.cols, kSide));
+  p.turns = of_x == order[1], p.scale = a.scale;
+  dispatch_float(kOp, "x", a.x.dtype, [&](auto in) {
+    dispatch_float(kOp, "out", a.out.dtype, [&](auto to) {
+      using In = typename DeviceType<typename decltype(in)::type>::type;
+      using Out = typename DeviceType<typename decltype(to)::type>::type;
+      launch(kOp, ctx, copy_kernel<In, Out>,
+             {.blocks = a.x.sizes[order[0]] * p.tiles_m * p.tiles_n, .threads = kCopyThreads},
+             static_cast<const In*>(a.x.data), static_cast<Out*>(a.out.data), p);
+    });
+  });
 }
 
 bool experts_narrow_product(Context& ctx, const ExpertsProduct& a) {
