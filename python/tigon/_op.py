@@ -436,7 +436,7 @@ def paired(
         )
 
     bwd = raw(f"{name}_bwd", fake_bwd or like)
-    overwriting = raw(f"{name}_bwd_in_place", like, name) if in_place else None
+    overwriting = raw(f"{name}_bwd_in_place", fake_bwd or like, name) if in_place else None
 
     def setup_context(ctx, args, output):
         ctx.save_for_backward(*saved((*args, *output) if several else (*args, output)))
