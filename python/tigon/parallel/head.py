@@ -332,4 +332,5 @@ def linear_log_prob(
     call = ShardedOptions(vocab, first_class, sequence_parallel, partial_hidden_grad, keep_mb, entropy)
     loss, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, head, call, "log_prob")
     log_prob = loss.view(target.shape)
-    return (log_prob, entropies.view(target.shape)) if call.entropy else log_prob
+    rows = target.shape[:-1] if several(hidden, target) else target.shape
+    return (log_prob, entropies.view(rows)) if call.entropy else log_prob
