@@ -321,9 +321,13 @@ def linear_log_prob(
     Returns the log-probability of each label, and with ``entropy`` the entropy of each distribution; both are
     differentiable. Arguments, layout and errors are those of :func:`tigon.parallel.linear_cross_entropy`.
 
+    Args:
+        target: as there, or ``[..., K]``: K labels for each row, some of them perhaps ignored or equal. The
+            processes then exchange ``4 K`` bytes a row more, and the backward computes the logits again.
+
     Returns:
-        float32 of target's shape, or a pair of such tensors, bitwise equal in all processes. They are 0 on
-        ignored rows, with zero gradients.
+        float32 of target's shape, and with ``entropy`` the entropies of the rows; bitwise equal in all
+        processes. They are 0 on ignored labels and rows, with zero gradients.
     """
     labels = ignore_index, shift, None, valid_rows
     head = HeadOptions(

@@ -26,7 +26,7 @@ def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool
     """The chunks of ``rows`` of a share, of ``chunk`` rows each.
 
     In a call that exchanges, a chunk has up to three parts: the exchange of one overlaps work on the next.
-    The last part is smaller, since the reduction of its gradient runs beside a matmul or by itself.
+    The last part is smaller, since nothing but a matmul overlaps the reduction of its gradient.
     """
     least = -(-_LEAST_PART // shares) if on_cuda else 1
     chunks = []

@@ -8,8 +8,8 @@ gather collects a chunk's hidden states, and a reduce-scatter returns its gradie
     [gather 1 behind dlogits 0, dhidden 0], [reduction 0 behind dlogits 1, dhidden 1],
     [reduction 1 behind dweight, one matmul of the chunk].
 
-A reduction takes multiprocessors, which a matmul needs and a row pass hardly misses: it runs beside the row
-pass that follows it.
+A reduction takes multiprocessors, which a matmul needs and a row pass hardly misses. So it is started before
+a row pass.
 
 The hidden states of a part are gathered one part ahead. Without gradients the statistics are gathered behind
 the logits of the next part, also of the next chunk.
