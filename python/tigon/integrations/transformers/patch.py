@@ -17,6 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from tigon.error import Error, check
 from tigon.integrations import trl
 from tigon.integrations.transformers.causal_loss import causal_lm_loss
+from tigon.integrations.transformers.expert_adapters import is_wrapper, plan_wrapper, wrapper_forward
 from tigon.integrations.transformers.experts import GATE, LAYER, plan_experts, switch, switch_back
 from tigon.integrations.transformers.forward import (
     ARRIVALS,
@@ -39,9 +40,12 @@ from tigon.integrations.transformers.head import (
     calls_head,
     output_head,
     plan_head,
+    tie,
     watched_forward,
 )
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper, plan_streams
+from tigon.integrations.transformers.linears import linears_of
+from tigon.integrations.transformers.linears import rewrite as share_linears
 from tigon.integrations.transformers.lora import find_siblings, lora_forward, plan_lora
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
@@ -54,6 +58,7 @@ from tigon.integrations.transformers.rope import plan_rotary, rewrite, rotary_ca
 from tigon.integrations.transformers.routers import plan_router, router_forward
 from tigon.ops.arguments import check_booleans
 from tigon.ops.fp8_linear import forget_weights
+from tigon.ops.loss_head.plan import check_cap
 
 log = logging.getLogger("tigon")
 ABSENT = "absent"  # the model had no loss function of its own
@@ -160,8 +165,17 @@ class _Plan:
     def lora(self):
         """Plan LoRA layers, except output heads, whose loss includes their adapter."""
         heads, first = self.heads_of_owners(), len(self.binds)
-        self.modules("lora", (lambda m: None if id(m) in heads else plan_lora(m), lora_forward))
-        specs = {id(module): spec for _, module, spec, _ in self.binds[first:]}
+        planned = {id(module): function for function, module, _, _ in self.binds}
+        wrappers = [module for module in self.model.modules() if is_wrapper(module)]
+        inner = {id(module.base_layer) for module in wrappers}
+        outer = {id(module) for module in wrappers if id(module) not in inner}
+        heads |= {id(module) for module in wrappers}
+        self.modules(
+            "lora",
+            (lambda m: None if id(m) in heads else plan_lora(m), lora_forward),
+            (lambda m: plan_wrapper(m, planned) if id(m) in outer else None, wrapper_forward),
+        )
+        specs = {id(module): spec for f, module, spec, _ in self.binds[first:] if f is lora_forward}
         for parent in self.model.modules():
             names = {name: specs[id(c)] for name, c in parent.named_children() if id(c) in specs}
             siblings = find_siblings(parent, [*names])
@@ -239,7 +253,7 @@ class _Plan:
                 spec = replace(spec, ledger=ledger)
             bind(function, module, spec, name, of=GATE if name == LAYER else None)
 
-    def commit(self, state: State, lazy_logits: bool):
+    def commit(self, state: State, lazy_logits: bool, max_peak_mb: float | None):
         self.replace(state.ledger)
         switch(self.model, state.experts)
         for module, name, names in self.turns:
@@ -248,14 +262,19 @@ class _Plan:
                 bind(rotary_forward, module, Rewritten(rewrite, type(module), names, name=name), name)
             elif isinstance(held.spec, Rewritten):
                 held.spec.add(rewrite, names)
+            made = bound(module, name)
+            if made is not None and isinstance(made.spec, Rewritten):
+                made.spec.add(share_linears, linears_of(module))
         for owner, linears in self.heads:
             known = [forward.spec[0] for forward in (model_forward(owner),) if forward and forward.spec]
             known += [forward.spec for forward in map(bound, linears) if forward is not None]
             spec = known[0] if known else HeadSpec(state.report.head_calls, state.ledger)
             spec.compiled |= owner.loss_function in (ForCausalLMLoss, causal_lm_loss)
             spec.always |= lazy_logits
+            spec.max_peak_mb = spec.max_peak_mb if max_peak_mb is None else max_peak_mb
             bind_head(linears, spec)
             attach(owner, spec)
+            tie(owner, linears)
         if state.report.count("loss"):
             for path in self.losses:
                 owner = self.model.get_submodule(path)
@@ -303,6 +322,7 @@ def apply(
     hyper: bool | None = None,
     lora: bool | None = None,
     lazy_logits: bool = False,
+    max_peak_mb: float | None = None,
     graphs: bool | Sequence[int] = False,
     fp8: str | None = None,
     fp8_except: Sequence[str] = (),
@@ -322,6 +342,8 @@ def apply(
             None: replace the slot if the model has it. True: the report also says if nothing was found.
         lazy_logits: also return lazy logits from training forwards without labels, for a loss that you (or
             Trainer's ``compute_loss_func``) compute from ``output.logits``. It stays on until `undo`.
+        max_peak_mb: bound of what the loss head allocates in a step, in MiB, as in
+            :func:`tigon.linear_cross_entropy`. It holds until `undo`.
         graphs: replay training calls as CUDA graphs (docs/graphs.md). Numbers are the lengths to which rows
             are padded. It stays on until `undo`.
         fp8: compute the matmuls of Linears in layers in float8: "rowwise", or "rowwise_dw_bf16", which
@@ -341,6 +363,7 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise Error(f"[apply] model must be a torch.nn.Module, got {_what(model)}")
+    check_cap("apply", max_peak_mb=max_peak_mb)
     lengths = _lengths(graphs)
     root = unwrapped(model)
     check_recipe(fp8, root)
@@ -387,7 +410,7 @@ def apply(
     report.notes[:] = _notes(root, report)
     if state is None:
         state = root.__dict__[STATE] = State(report)
-    plan.commit(state, lazy_logits)
+    plan.commit(state, lazy_logits, max_peak_mb)
     if asked["lora"]:
         _watch(root)
     _use_graphs(root, report, lengths)

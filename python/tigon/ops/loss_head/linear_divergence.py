@@ -5,6 +5,7 @@ Contract: ``csrc/tigon/ops/linear_divergence/linear_divergence.h``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from tigon.ops import divergence as _divergence
 from tigon.ops.loss_head import operands, top_k
 from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
+from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.operands import HeadCall
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.reference import plain_logits, result_type
@@ -143,9 +145,8 @@ def _check_teacher(op, teacher, hidden, classes):
     return states.detach(), weight.detach(), None if bias is None else bias.detach()
 
 
-def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
-    """Check the arguments, then run the kernel or the reference."""
-    arguments.check_float(op, "hidden", hidden)
+def prepared(op, lead, device, labels, head: HeadOptions, d: Divergence):
+    """Check the options; the labels [*lead], head and d. Without labels every row counts."""
     arguments.check_integers(op, ignore_index=head.ignore_index)
     has_labels = labels is not None
     outputs = operands.check_outputs(op, d.outputs, OUTPUTS)
@@ -160,20 +161,30 @@ def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
         arguments.check_integers(op, least=0, shift=head.shift)
     check(op, has_labels or not head.shift, "labels must be given with shift=True, got None")
     if not has_labels:
-        labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        labels = torch.zeros(lead, dtype=torch.int64, device=device)
         head = head._replace(ignore_index=-100)
     labels = labels_of(labels, head.ignore_index)
-    operands.check_head(op, hidden, weight, labels, head)
     arguments.check_positive(op, "teacher_softcap", d.teacher_softcap, or_none=True)
     arguments.check_choice(op, "reduction", d.reduction, _REDUCTIONS)
     _cross_entropy.check_denominator(op, d.denominator)
-    operands.check_token_weight(op, d.token_weight, labels)
     if top_k.is_top_k(d.teacher):
-        top_k.check_top_k(op, d.teacher, hidden)
+        top_k.check_top_k(op, d.teacher, lead, device)
         plain_side = d.teacher_softcap is None and d.teacher_logit_scale == 1.0
         words = "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
         check(op, plain_side, words)
-        return d.results(*top_k.top_k_loss(op, operands.autocast(hidden), weight, labels, head, d))
+    return labels, head, d
+
+
+def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
+    """Check the arguments, then run the kernel or the reference."""
+    arguments.check_float(op, "hidden", hidden)
+    labels, head, d = prepared(op, hidden.shape[:-1], hidden.device, labels, head, d)
+    operands.check_head(op, hidden, weight, labels, head)
+    operands.check_token_weight(op, d.token_weight, labels)
+    if top_k.is_top_k(d.teacher):
+        hidden = operands.autocast(hidden)
+        log_prob = functools.partial(linear_log_prob, hidden, weight)
+        return d.results(*top_k.top_k_loss(op, log_prob, hidden.dtype, weight.shape[0], labels, head, d))
     states, teacher_weight, teacher_bias = teacher = _check_teacher(op, d.teacher, hidden, weight.shape[0])
     hidden = operands.autocast(hidden)
     states = states if teacher_weight is None else operands.autocast(states)
@@ -203,6 +214,9 @@ def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
     more = _loss.more(*teacher, _KINDS[d.kind], d.beta, *weights, *side, *divisors, code, bits)
     options = {"token_weight": d.token_weight, "more": more}
     call, parameters = operands.prepare(op, hidden, weight, labels, head, **options)
+    size = states.shape[-1] if teacher_weight is not None else 0
+    way = {"function": "tigon_linear_divergence_memory", "groups": (size,), "per_row": code == 0}
+    call = operands.within_peak(op, call, head, weight, classes=False, **way)
     loss, numbers = _loss.run(call, parameters, scalar=code != 0)
     names = [name for name in NUMBERS if name in d.outputs]
     results = {name: numbers[i].view(lead) for i, name in enumerate(names)}
@@ -235,6 +249,7 @@ def linear_kl_div(
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
+    max_peak_mb: float | None = None,
 ) -> torch.Tensor | NamedTuple:
     """``KL(teacher || student)`` of the distributions of two linear heads, without storing the full logits.
 
@@ -268,6 +283,8 @@ def linear_kl_div(
             PyTorch), ``"sum"``, or ``"none"``: ``[...]`` losses, whose backward computes the logits again.
         token_weight, denominator, ignore_index, shift, position_ids, valid_rows, chunk_rows: as in
             :func:`tigon.linear_cross_entropy`. token_weight does not change the divisor of a mean.
+        max_peak_mb: as in :func:`tigon.linear_cross_entropy`, but only by smaller chunks: the weight's
+            gradient is summed in float32.
         outputs: ``("loss",)`` returns only the loss. With any of ``"soft"``, ``"hard"`` (a row's terms,
             without their weights) and ``"entropy"`` (of the student at `temperature`) the call returns a
             named tuple: float32 ``[...]``, detached, 0 on ignored rows.
@@ -287,7 +304,8 @@ def linear_kl_div(
     arguments.check_booleans("linear_kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
     rows = ignore_index, shift, position_ids, valid_rows
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    caps = {"chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, **caps)
     side = soft, hard, teacher_softcap, teacher_logit_scale
     loss = Divergence(teacher, kind, 0.5, *side, token_weight, reduction, denominator, outputs)
     return _run("linear_kl_div", hidden, weight, labels, head, loss)
@@ -319,6 +337,7 @@ def linear_jsd(
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
+    max_peak_mb: float | None = None,
 ) -> torch.Tensor | NamedTuple:
     """Generalised Jensen-Shannon divergence of two linear heads, without storing the full logits.
 
@@ -333,7 +352,8 @@ def linear_jsd(
     """
     kind = _divergence.jsd_kind("linear_jsd", beta)
     rows = ignore_index, shift, position_ids, valid_rows
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    caps = {"chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, **caps)
     side = soft, hard, teacher_softcap, teacher_logit_scale
     loss = Divergence(teacher, kind, beta, *side, token_weight, reduction, denominator, outputs)
     return _run("linear_jsd", hidden, weight, labels, head, loss)
@@ -364,6 +384,7 @@ def linear_tvd(
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
+    max_peak_mb: float | None = None,
 ) -> torch.Tensor | NamedTuple:
     """Total variation distance ``1/2 sum |T - S|`` of two linear heads, without storing the full logits.
 
@@ -371,7 +392,8 @@ def linear_tvd(
     :func:`tigon.linear_kl_div`.
     """
     rows = ignore_index, shift, position_ids, valid_rows
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    caps = {"chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, **caps)
     side = soft, hard, teacher_softcap, teacher_logit_scale
     loss = Divergence(teacher, "tvd", 0.5, *side, token_weight, reduction, denominator, outputs)
     return _run("linear_tvd", hidden, weight, labels, head, loss)
