@@ -187,6 +187,7 @@ BELOW = "_tigon_below"  # where a module keeps the forward that was the instance
 HOOKED = "_old_forward"
 
 CALL = "_call_impl"  # of every module: what its call does
+_CALLED, _IMPL = nn.Module.__call__, nn.Module._call_impl
 
 # The forward that ms-swift gives the parts of an adapter, and where it keeps the one before.
 _MOVES_INPUT, INNER = ["swift.tuners.peft", "keep_device_forward"], "forward_origin"
@@ -310,8 +311,7 @@ def has_hooks(module: nn.Module) -> bool:
 def calls_forward(module: nn.Module) -> bool:
     """Whether a call of the module is PyTorch's, which calls its forward."""
     kind = type(module)
-    plain_call = kind.__call__ is nn.Module.__call__ and kind._call_impl is nn.Module._call_impl
-    return plain_call and CALL not in module.__dict__
+    return kind.__call__ is _CALLED and kind._call_impl is _IMPL and CALL not in module.__dict__
 
 
 def foreign(module: nn.Module) -> bool:
