@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from calls import calls, converted
 from heads import compare, head_inputs, peak_on_the_cpu, run
 
 import tigon
@@ -142,6 +143,23 @@ def test_a_peak_keeps_labels_that_count(device):
         for options in ({}, {"valid_rows": valid}, {"valid_rows": valid, **more}):
             args = (hidden, weight, target)
             compare(functools.partial(LOSS, max_peak_mb=cap), LOSS, args, options)
+
+
+HEADS = [c for c in calls() if c.name.startswith(("linear_", "drafter", "contrastive", "multi_token"))]
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.name)
+def test_no_peak_is_ignored(head):
+    """A peak that is too small is an error of every function on a head, in every dtype and transform."""
+    with pytest.raises((tigon.Error, TypeError), match="max_peak_mb"):
+        head(max_peak_mb=1e-3)
+    if "hidden" not in head.parameters():
+        return
+    wide = {name: converted(value, torch.float64) for name, value in head.draw().items()}
+    with pytest.raises((tigon.Error, TypeError), match="max_peak_mb"):
+        head(**wide, max_peak_mb=1e-3)
+    with pytest.raises((tigon.Error, TypeError), match="max_peak_mb"):
+        torch.func.vjp(lambda hidden: head(hidden=hidden, max_peak_mb=1e6), head.draw()["hidden"])
 
 
 ROWS = {"reduction": "none"}
