@@ -110,7 +110,7 @@ def plan(
     if max_workspace_mb is not None:
         sizes["cap"] = min(max(int(max_workspace_mb * _MIB), 0), _MOST)
     numbers = tuple(map(operator.index, (_SIZES | sizes).values()))
-    return _native_plan(function, numbers, groups)
+    return _native_plan(function, numbers, tuple(map(operator.index, groups)))
 
 
 def plan_of(hidden: torch.Tensor, vocab: int, rows: int, **sizes) -> HeadPlan:
