@@ -145,6 +145,17 @@ def test_a_peak_keeps_labels_that_count(device):
             compare(functools.partial(LOSS, max_peak_mb=cap), LOSS, args, options)
 
 
+@pytest.mark.parametrize("name", ["labels", "log-probabilities", "pairs", "divergence"])
+def test_a_peak_is_traced(name, device):
+    """torch.compile takes the plan of numbers, also where sizes are symbols."""
+    torch._dynamo.reset()
+    loss = functools.partial(PEAKS[name][0], max_peak_mb=8 if device == "cpu" else 60)
+    args = head_inputs(400, 32, 3003, dtype=torch.bfloat16, device=device, masked=0.0)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    for got, want in zip(run(compiled, args, {}), run(loss, args, {}), strict=True):
+        assert torch.equal(got, want)
+
+
 HEADS = [c for c in calls() if c.name.startswith(("linear_", "drafter", "contrastive", "multi_token"))]
 
 
