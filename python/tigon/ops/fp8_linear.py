@@ -134,16 +134,22 @@ def transpose(q: torch.Tensor) -> torch.Tensor:
 class Quantized:
     """A weight in float8: what y is made with, and transposed what dx is."""
 
-    __slots__ = ("_transposed", "bytes", "scales")
+    __slots__ = ("_transposed", "bytes", "keeps_transposed", "scales")
 
-    def __init__(self, weight: torch.Tensor):
-        self.bytes, self.scales = quantize_rows(weight)
+    def __init__(self, rows: torch.Tensor, scales: torch.Tensor, keeps_transposed: bool = True):
+        self.bytes, self.scales, self.keeps_transposed = rows, scales, keeps_transposed
         self._transposed = None
 
     def transposed(self) -> torch.Tensor:
-        if self._transposed is None:
-            self._transposed = transpose(self.bytes)
-        return self._transposed
+        if self._transposed is not None:
+            return self._transposed
+        made = transpose(self.bytes)
+        if self.keeps_transposed:
+            self._transposed = made
+        return made
+
+    def map(self, function) -> Quantized:
+        return Quantized(function(self.bytes), function(self.scales), self.keeps_transposed)
 
 
 class _Kept:
@@ -157,7 +163,7 @@ class _Kept:
 
     def __init__(self, weight, key):
         self.weight, self.key = weakref.ref(weight, _forgetter(id(weight))), key
-        self.quantized = Quantized(weight.detach())
+        self.quantized = Quantized(*quantize_rows(weight.detach()))
         self._look(weight.grad)
 
     def _look(self, grad):
@@ -200,19 +206,23 @@ def forget_weights(weights: Iterable[torch.Tensor]) -> None:
         _kept.pop(id(weight), None)
 
 
-def quantized_weight(weight: torch.Tensor, reuse: bool) -> Quantized:
+def quantized_weight(weight: torch.Tensor, reuse: bool, frozen: bool = False) -> Quantized:
     """A weight's bytes, those of the last call if it is known to be the same.
 
     Known is a weight by its version, its memory, the number of optimizer steps, and by its gradient. A frozen
-    one has none that would tell of a merge into its ``.data``.
+    one has none that would tell of a merge into its ``.data``: with `frozen` the caller tells of it, by
+    `forget_weights`.
     """
     global _hook
-    trained = weight.requires_grad and weight.is_leaf and not weight.is_meta
+    pack = getattr(weight, "pack", None)  # of a weight that is in float8
+    if pack is not None:
+        return pack()
+    trained = (weight.requires_grad or frozen) and weight.is_leaf and not weight.is_meta
     if not (reuse and trained) or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return Quantized(weight.detach())
+        return Quantized(*quantize_rows(weight.detach()))
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_count_step)
-    key = weight._version, weight.data_ptr(), _steps, _stream(weight)
+    key = weight._version, weight.data_ptr(), _steps if weight.requires_grad else -1, _stream(weight)
     kept = _kept.get(id(weight))
     if kept is None or not kept.is_of(weight, key):
         kept = _kept[id(weight)] = _Kept(weight, key)
@@ -248,7 +258,7 @@ class _Latest:
 _latest_rows, _latest_transposed = _Latest(lambda x: quantize_rows(x.detach())), _Latest(transpose)
 
 
-def _rows(x):
+def rows_of(x):
     """Its bytes. A leaf may be a buffer that is filled anew, by a replayed graph or by ``.data``."""
     return quantize_rows(x.detach()) if x.grad_fn is None else _latest_rows(x)
 
@@ -314,19 +324,19 @@ class _Function(torch.autograd.Function):
 _transformed = _op.transformable(_OP, _OP, _forward, _setup_context, _backward)
 
 
-def apply(x, weight, bias, dw: str, reuse: bool):
+def apply(x, weight, bias, dw: str, reuse: bool, frozen: bool = False):
     """The map. Arguments have been checked.
 
     Args:
-        reuse: the weight's bytes may be those of an earlier call.
+        reuse, frozen: as in `quantized_weight`.
     """
     if _op._is_compiling() or _op._is_transformed():
         xq, xs = quantize_rows(x.detach())
         wq, ws = quantize_rows(weight.detach())
         function = _Function.apply if _op._is_compiling() else _transformed
         return function(x, weight, bias, xq, xs, wq, ws, None, dw)
-    made = quantized_weight(weight, reuse)
-    xq, xs = _rows(x)
+    made = quantized_weight(weight, reuse, frozen)
+    xq, xs = rows_of(x)
     if not _op._is_grad_enabled():
         return _forward(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
     return _Function.apply(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)

@@ -35,7 +35,8 @@ void fp8_linear_fwd(Context& ctx, const Fp8LinearFwd& args) {
                 .b_scales = a.ws,
                 .bias = a.bias,
                 .c = a.y,
-                .fast_sums = true});
+                .fast_sums = true,
+                .add = a.add});
 }
 
 void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& args) {
@@ -45,7 +46,8 @@ void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& args) {
   const Vector dys = floats(ctx, a.dy.rows);
   const Vector ones = a.need_dx || quantized ? ones_of(ctx, a.need_dx ? a.wt.rows : a.xt.rows) : Vector{};
   if (a.need_dx || quantized) fp8_quantize(ctx, {.x = a.dy, .column_factors = a.ws, .q = dyq, .scales = dys});
-  if (a.need_dx) product(ctx, {.a = dyq, .a_scales = dys, .b = a.wt, .b_scales = ones, .c = a.dx});
+  if (a.need_dx)
+    product(ctx, {.a = dyq, .a_scales = dys, .b = a.wt, .b_scales = ones, .c = a.dx, .add = a.add});
   if (quantized) {
     const Matrix dyt = bytes(ctx, a.dy.cols, fp8_columns(a.dy.rows));
     const Vector dyc = floats(ctx, a.dy.cols);

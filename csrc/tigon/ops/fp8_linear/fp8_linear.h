@@ -38,6 +38,7 @@ struct Fp8LinearFwd {
   Vector ws;
   Vector bias;  // empty if absent
   Matrix y;
+  bool add = false;  // y is added to, in C++ calls
 
   void fields(Fields& f) {
     f.input("xq", xq, xq.rows, xq.cols, DType::e4m3);
@@ -64,6 +65,7 @@ struct Fp8LinearBwd {
   bool need_dweight = true;
   Matrix dx;
   Matrix dweight;
+  bool add = false;  // dx is added to, in C++ calls
 
   void fields(Fields& f) {
     f.rows("dy", dy);
@@ -92,7 +94,7 @@ struct Fp8LinearBwd {
 TIGON_API void fp8_linear_fwd(Context& ctx, const Fp8LinearFwd& a);
 TIGON_API void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& a);
 
-// Computes c = a_scales b_scales (a b^T), with the scales by row of a and of b.
+// Computes c = a_scales b_scales (a b^T), with the scales by row of a and of b, or adds that.
 struct Fp8Product {
   Matrix a;
   Vector a_scales;
@@ -101,6 +103,7 @@ struct Fp8Product {
   Vector bias;  // by column of c; empty if absent
   Matrix c;
   bool fast_sums = false;
+  bool add = false;
 };
 namespace cpu {
 void fp8_product(Context& ctx, const Fp8Product& p);
