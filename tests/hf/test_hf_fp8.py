@@ -318,22 +318,3 @@ def test_trainer_callback_and_auto_model(tmp_path):
     loaded = tigon.AutoTigonForCausalLM.from_pretrained(tmp_path, fp8="rowwise", first_last_bf16=True)
     assert len(taken(loaded.tigon_report)) == 7
     assert {name for name, _ in loaded.named_parameters()} == {name for name, _ in model().named_parameters()}
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_peft(first):
-    """Adapters and their bases stay as they are, whether PEFT comes before or after."""
-    peft = pytest.importorskip("peft")
-    ours = model()
-    if first:
-        apply(ours, fp8="rowwise")
-    wrapped = peft.get_peft_model(ours, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
-    report = apply(wrapped, fp8="rowwise")
-    assert len(taken(report)) == 15
-    reasons = left(report)
-    assert {reason for path, reason in reasons.items() if "lora" in path or "base_layer" in path} == {
-        "LoRA: adapters and their base stay as they are"
-    }
-    got = step(wrapped)
-    assert len(got) == 1 + 2 * 6 and all(g.isfinite().all() for g in got.values())
-    assert sum(report.count(slot) for slot in ("lora",)) == 6

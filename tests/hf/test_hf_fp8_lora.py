@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_hf_fp8 import batch, equal, left, model, of_any_size, ratio, step, taken  # noqa: F401
 
+import tigon
 from tigon.integrations.transformers import apply, undo
 from tigon.ops import fp8_linear
 from tigon.ops.fp8_weight import Fp8Weight
@@ -174,8 +175,9 @@ def test_report(first, options):
     assert by["model.layers.1.mlp.gate_proj"] == words.format("fp8") and len(taken(report)) == 21
     assert {r for path, r in left(report).items() if "lora_" in path} == {"LoRA adapter"}
     assert sum(type(p) is Fp8Weight for p in ours.parameters()) == 21 * ("fp8_base_only" in options)
-    apply(wrapped)
-    wrapped.base_model.model.model.layers[0].mlp.up_proj.forward.__self__.spec.fp8 = True
+    apply(wrapped)  # keeps what it is not asked of
+    layer = ours.model.layers[1].mlp.up_proj
+    assert layer.forward.__self__.spec.fp8 is not None and report.count("fp8") == 21
 
 
 @pytest.mark.parametrize(
@@ -194,6 +196,16 @@ def test_left(options, adapter, reason):
     assert type(wrapped.base_model.model.model.layers[1].mlp.up_proj.base_layer.weight) is not Fp8Weight
     if not taken(report):
         torch.testing.assert_close(step(wrapped), step(stock), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["q_proj.base_layer", "gate_proj"])
+def test_zero_3_is_refused(name):
+    """Its hooks gather a Linear's weight for the Linear's own forward and backward."""
+    wrapped = adapted(target_modules=["q_proj"])
+    apply(wrapped, **FP8)
+    next(m for n, m in wrapped.named_modules() if n.endswith(name)).weight.ds_id = 1
+    with pytest.raises(tigon.Error, match="got a weight that ZeRO-3 has sharded"):
+        step(wrapped)
 
 
 class TestBytesOnly:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 
@@ -292,6 +293,8 @@ def _backward(ctx, dy):
     x, xq, xs, wq, ws = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     made, wt, xt = ctx.made, None, None
+    if isinstance(made, functools.partial):
+        made = made()
     if made is not None:
         ws = made.scales
     if need_x:
@@ -324,22 +327,26 @@ class _Function(torch.autograd.Function):
 _transformed = _op.transformable(_OP, _OP, _forward, _setup_context, _backward)
 
 
-def apply(x, weight, bias, dw: str, reuse: bool, frozen: bool = False):
+def apply(x, weight, bias, dw: str, reuse: bool, frozen: bool = False, gathered: bool = False):
     """The map. Arguments have been checked.
 
     Args:
         reuse, frozen: as in `quantized_weight`.
+        gathered: the weight is there while it is gathered only: each pass makes the bytes, and none are kept.
     """
     if _op._is_compiling() or _op._is_transformed():
         xq, xs = quantize_rows(x.detach())
         wq, ws = quantize_rows(weight.detach())
         function = _Function.apply if _op._is_compiling() else _transformed
         return function(x, weight, bias, xq, xs, wq, ws, None, dw)
-    made = quantized_weight(weight, reuse, frozen)
+    made = quantized_weight(weight, reuse and not gathered, frozen)
     xq, xs = rows_of(x)
     if not _op._is_grad_enabled():
         return _forward(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
-    return _Function.apply(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
+    rows, scales = made.bytes, made.scales
+    if gathered:
+        made = functools.partial(quantized_weight, weight, reuse=False)
+    return _Function.apply(x, weight, bias, xq, xs, rows, scales, made, dw)
 
 
 @called()

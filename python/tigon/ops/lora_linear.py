@@ -25,12 +25,14 @@ _OP = "lora_linear"
 class Base(NamedTuple):
     """A frozen linear map: its weight, or a function that makes it in each pass, and its bias.
 
-    With `quantised`, a function that gives the weight in float8, the matmuls are those of `fp8_linear`.
+    With `quantised`, a function that gives the weight in float8, the matmuls are those of `fp8_linear`. A
+    `gathered` weight is there while it is gathered only.
     """
 
     weight: torch.Tensor | Callable[[], torch.Tensor]
     bias: torch.Tensor | None = None
     quantised: Callable[[], fp8_linear.Quantized] | None = None
+    gathered: bool = False
 
 
 class Adapter(NamedTuple):
@@ -77,6 +79,7 @@ class Layout:
     makers: Sequence[Callable | None] = ()  # functions that make a weight for the forward or the backward
     dora: bool = False  # an adapter and no bias for each weight; the magnitudes are the last tensors
     quantised: Sequence[Callable] = ()  # functions that give the weights in float8, of none or of all
+    gathered: bool = False  # they are called in each pass
 
     @property
     def adapters(self) -> int:
@@ -142,7 +145,7 @@ _eager_bwd = _op.caller(_OP, native(f"{_OP}_bwd"))
 
 def _save(ctx, layout, x, seed, t, tensors, recompute=None, save=None, made=()):
     """Save tensors for the backward; with `recompute`, which computes x again, x is not kept."""
-    ctx.layout, ctx.recompute, ctx.made = layout, recompute, made
+    ctx.layout, ctx.recompute, ctx.made = layout, recompute, None if layout.gathered else made
     (save or ctx.save_for_backward)(x if recompute is None else None, seed, t, *tensors)
     ctx.set_materialize_grads(False)
 
@@ -162,10 +165,11 @@ def _gradients(ctx, dys, need_x, needs):
     first_b = len(tensors) - each
     first_a = first_b - each
     wanted = need_x, True in needs[first_a:first_b], True in needs[first_b:]
-    dense = layout.operands(tensors, ctx.made)
-    fp8 = [made.scales for made in ctx.made]
-    if need_x:
-        fp8 += [made.transposed() for made in ctx.made if made.keeps_transposed]
+    made = [quantised() for quantised in layout.quantised] if ctx.made is None else ctx.made
+    dense = layout.operands(tensors, made)
+    fp8 = [weight.scales for weight in made]
+    if need_x and not layout.gathered:
+        fp8 += [weight.transposed() for weight in made if weight.keeps_transposed]
     if _op._is_compiling():
         dx, da, *db = _bwd(dys, x, dense, t, *layout.options, seed, *wanted, [])
     elif _op._is_transformed():
@@ -318,6 +322,7 @@ def prepare(bases: Sequence[Base], adapters: Sequence[Adapter], magnitudes=()) -
         makers, weights = (), [None] * len(bases)
     options = linears + biased, scales, dropouts
     layout = Layout(len(bases), options, makers if any(makers) else (), len(magnitudes) > 0, quantised)
+    layout.gathered = any(base.gathered for base in bases)
     return layout, (*weights, *(bases[i].bias for i in biased), *a, *b, *magnitudes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,6 +35,17 @@ class Options(NamedTuple):
 class Fp8Spec:
     dw: str
     adapted: bool = False  # the model has adapters: frozen weights are quantised once
+    owners: tuple[nn.Module, ...] = ()  # the modules that contain the Linear
+    packs: bool = False  # only the bytes of its weight are kept
+
+    def gathers(self, weight: torch.Tensor) -> bool:
+        """Whether the weight is there for this pass only: of FSDP2."""
+        if hasattr(weight, "ds_id"):
+            raise Error(
+                "[apply] fp8 must run under FSDP2, DDP or ZeRO-2, got a weight that ZeRO-3 has sharded"
+            )
+        kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+        return any(isinstance(owner, kind) for owner in self.owners)
 
 
 def pack(linear: nn.Linear) -> None:
@@ -80,7 +92,8 @@ def fp8_forward(module: nn.Module, spec: Fp8Spec, x):
         weight = weight.to(dtype)
     if bias is not None:
         bias = bias.to(dtype)
-    return fp8_linear.apply(x, weight, bias, spec.dw, reuse=True, frozen=spec.adapted)
+    held = {"frozen": spec.adapted, "gathered": spec.gathers(weight)}
+    return fp8_linear.apply(x, weight, bias, spec.dw, reuse=True, **held)
 
 
 def gains(rows: int, columns: int) -> bool:
@@ -113,7 +126,6 @@ def plan_fp8(
     unknown = set(names)
     parents = dict(model.named_modules())
     adapted = any(all(hasattr(m, part) for part in LORA_PARTS) for m in parents.values())
-    spec = Fp8Spec(RECIPES[recipe], adapted)
     for path, module in parents.items():
         if not isinstance(module, nn.Linear):
             continue
@@ -124,9 +136,11 @@ def plan_fp8(
         if asked:
             verdict = "asked for by name: fp8_except"
         by = f"tigon.{'lora' if base else 'fp8'}_linear ({recipe})"
-        if options.base_only and not module.weight.requires_grad:
-            by += ", bytes only"
-        yield path, module, verdict or (spec, by)
+        packs = options.base_only and not module.weight.requires_grad and not is_dtensor(module.weight)
+        by += ", bytes only" * packs
+        names_above = path.split(".")
+        owners = tuple(parents[".".join(names_above[:i])] for i in range(len(names_above)))
+        yield path, module, verdict or (Fp8Spec(RECIPES[recipe], adapted, owners, packs), by)
     if unknown:
         raise Error(f"[apply] fp8_except must name Linears of the model, found none of {sorted(unknown)}")
 

@@ -33,6 +33,7 @@ from tigon.integrations.transformers.forward import (
     stock,
     written,
 )
+from tigon.integrations.transformers.fp8 import Fp8Spec
 from tigon.integrations.transformers.head_operands import (
     LORA_PARTS,
     dora_magnitude,
@@ -167,7 +168,7 @@ class LoraSpec:
 
     name: str = ""
     siblings: Siblings | None = None
-    fp8: bool = False  # the base's matmuls are of float8 in training
+    fp8: Fp8Spec | None = None  # the base's matmuls are of float8 in training
     seen: list | None = None
     state: State | None = None
 
@@ -299,13 +300,14 @@ def _look(module, spec: LoraSpec, x) -> list | None:
     """
     base = module._modules["base_layer"]
     weight = base._parameters.get("weight")
-    if spec.fp8 and module.merged_adapters and weight is not None:
+    if spec.fp8 is not None and module.merged_adapters and weight is not None:
         fp8_linear.forget_weights([weight])  # no version tells that PEFT writes to it
     if weight is None or module._disable_adapters or module.merged_adapters:
         return None
     device = x.device
     seen = [
         _takes_fp8(module, spec.fp8, weight),
+        spec.fp8 and spec.fp8.gathers(weight),
         type(x),
         x.dtype,
         device,
@@ -358,12 +360,12 @@ def _active(module):
     ]
 
 
-def _takes_fp8(module, fp8: bool, weight) -> bool:
+def _takes_fp8(module, fp8: Fp8Spec | None, weight) -> bool:
     """Whether this call's base is of float8: in training, with a frozen weight."""
-    return fp8 and (module.training or torch.is_grad_enabled()) and not weight.requires_grad
+    return fp8 is not None and (module.training or torch.is_grad_enabled()) and not weight.requires_grad
 
 
-def _find_state(module, x, fp8: bool = False) -> State | None:
+def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
     """Find the state; children and parameters are read from the modules' dictionaries, not by attribute.
 
     `_look` must list everything that this function reads.
@@ -379,9 +381,10 @@ def _find_state(module, x, fp8: bool = False) -> State | None:
     if autocast is not None:
         dtype = autocast
     weight, bias = _own(base, "weight"), _own(base, "bias")
-    quantised = None
+    quantised, gathered = None, False
     if _takes_fp8(module, fp8, weight) and linear and not module.lora_variant:
-        quantised = functools.partial(fp8_linear.quantized_weight, weight, True, frozen=True)
+        gathered = fp8.gathers(weight)
+        quantised = functools.partial(fp8_linear.quantized_weight, weight, not gathered, frozen=True)
     if (type(weight) in PLAIN or (quantised and type(weight) is Fp8Weight)) and linear:
         if weight.device != device or hasattr(weight, "ds_id") or x.shape[-1] != weight.shape[1]:
             return None
@@ -436,7 +439,15 @@ def _find_state(module, x, fp8: bool = False) -> State | None:
     shareable = plain and not drops and (magnitude is None or scales)
     sources = [t for t in sources if t is not None]
     state = State(
-        dtype, Base(weight, bias, quantised), adapters, magnitude, sources, (), drops, scales, shareable
+        dtype,
+        Base(weight, bias, quantised, gathered),
+        adapters,
+        magnitude,
+        sources,
+        (),
+        drops,
+        scales,
+        shareable,
     )
     return state._replace(call=_prepare(state))
 

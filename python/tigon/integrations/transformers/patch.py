@@ -168,7 +168,7 @@ class _Plan:
         specs = {id(module): spec for _, module, spec, _ in self.binds[first:]}
         for _, module, spec, _ in self.binds[first:]:
             known = getattr(bound(module), "spec", None)
-            spec.fp8 = isinstance(known, LoraSpec) and known.fp8
+            spec.fp8 = known.fp8 if isinstance(known, LoraSpec) else None
         for parent in self.model.modules():
             names = {name: specs[id(c)] for name, c in parent.named_children() if id(c) in specs}
             siblings = find_siblings(parent, [*names])
@@ -182,12 +182,12 @@ class _Plan:
             there, spec = bound(module), bases.get(id(module))
             taken = isinstance(verdict, tuple)
             if spec is not None:
-                spec.fp8 = taken
+                spec.fp8 = verdict[0] if taken else None
             elif taken:
                 self.binds.append((fp8_forward, module, verdict[0], "forward"))
             if there is not None and there.function is fp8_forward and not (taken and spec is None):
                 self.freed.append(module)
-            if taken and options.base_only and not module.weight.requires_grad:
+            if taken and verdict[0].packs:
                 self.packed.append(module)
             self.add("fp8", path, type(module).__name__, verdict)
 
