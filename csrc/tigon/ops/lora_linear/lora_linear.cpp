@@ -34,19 +34,22 @@ void fill(Context& ctx, const Vector& bias, const Matrix& y) {
 }
 
 // Computes c += the sum of the products, or c = the sum: as one GEMM if the device has such a kernel,
-// otherwise one after the other.
-void add_products(Context& ctx, std::vector<Product>& products, bool add) {
+// otherwise one after the other. Returns true if that of float8 is in the sum too.
+bool add_products(Context& ctx, std::vector<Product>& products, bool add,
+                  [[maybe_unused]] const Fp8Product* first = nullptr) {
   bool done = products.empty();
-  if (!add && !done) on_device(kOp, ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_products(ctx, products)));
+  if (!add && !done)
+    on_device(kOp, ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_products(ctx, products, first)));
+  if (done) return !products.empty();
   // PyTorch's bf16 GEMM on the CPU that adds to a result is slower the longer its K is, so the base's goes
   // first there.
-  if (ctx.device() == Device::cpu && !done && products[0].c.dtype == DType::bf16)
+  if (ctx.device() == Device::cpu && products[0].c.dtype == DType::bf16)
     std::reverse(products.begin(), products.end());
   for (Product& p : products) {
-    if (done) break;
     p.beta = float(add), add = true;
     multiply(ctx, p);
   }
+  return false;
 }
 
 int64_t total_columns(std::span<const LoraAdapter> adapters) {
@@ -199,8 +202,10 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
         add(columns_of(a.t, packed.first[i], rank), columns_of(packed.b[i], 0, rank));
     }
     if (!l.scales) add(a.x, l.weight);
-    add_products(ctx, products, bool(l.bias));
-    if (l.scales)
+    const Fp8Product first = {
+        .a = a.xq, .a_scales = a.xs, .b = l.weight, .b_scales = l.scales, .c = l.y, .fast_sums = true};
+    const bool whole = add_products(ctx, products, bool(l.bias), l.scales ? &first : nullptr);
+    if (l.scales && !whole)
       fp8_linear_fwd(ctx, {.xq = a.xq,
                            .xs = a.xs,
                            .wq = l.weight,

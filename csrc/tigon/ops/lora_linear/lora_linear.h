@@ -29,7 +29,8 @@
 
 namespace tigon {
 
-struct Product;  // see base/product.h
+struct Product;     // see base/product.h
+struct Fp8Product;  // see ops/fp8_linear/fp8_linear.h
 
 // Returns the columns of t that an adapter of rank r has.
 constexpr int64_t lora_columns(int64_t r) { return (r + 7) / 8 * 8; }
@@ -159,9 +160,9 @@ void lora_copy(Context& ctx, std::span<const LoraCopy> list);
 void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products);
 void lora_dropout(Context& ctx, const LoraDropout& a);
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
-// Computes the sum of products of one c and one trans_b as one GEMM. Returns false if there is no kernel for
-// it, or if it is slower.
-bool lora_products(Context& ctx, std::span<const Product> products);
+// Computes the sum of products of one c and one trans_b as one GEMM, after that of float8 if there is one;
+// they then have trans_b. Returns false if there is no kernel for it, or if it is slower.
+bool lora_products(Context& ctx, std::span<const Product> products, const Fp8Product* first = nullptr);
 }  // namespace cuda
 
 }  // namespace tigon
