@@ -332,7 +332,7 @@ def apply(x, weight, bias, dw: str, reuse: bool, frozen: bool = False, gathered:
 
     Args:
         reuse, frozen: as in `quantized_weight`.
-        gathered: the weight is there while it is gathered only: each pass makes the bytes, and none are kept.
+        gathered: the weight exists only while it is gathered: each pass makes the bytes, and none are kept.
     """
     if _op._is_compiling() or _op._is_transformed():
         xq, xs = quantize_rows(x.detach())

@@ -26,7 +26,7 @@ class Base(NamedTuple):
     """A frozen linear map: its weight, or a function that makes it in each pass, and its bias.
 
     With `quantised`, a function that gives the weight in float8, the matmuls are those of `fp8_linear`. A
-    `gathered` weight is there while it is gathered only.
+    `gathered` weight exists only while it is gathered.
     """
 
     weight: torch.Tensor | Callable[[], torch.Tensor]

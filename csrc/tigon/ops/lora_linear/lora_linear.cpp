@@ -36,7 +36,7 @@ void fill(Context& ctx, const Vector& bias, const Matrix& y) {
 // Computes c += the sum of the products, or c = the sum: as one GEMM if the device has such a kernel,
 // otherwise one after the other. Returns true if that of float8 is in the sum too.
 bool add_products(Context& ctx, std::vector<Product>& products, bool add,
-                  [[maybe_unused]] const Fp8Product* first = nullptr) {
+                  [[maybe_unused]] const LoraFirst* first = nullptr) {
   bool done = products.empty();
   if (!add && !done)
     on_device(kOp, ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_products(ctx, products, first)));
@@ -202,8 +202,7 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
         add(columns_of(a.t, packed.first[i], rank), columns_of(packed.b[i], 0, rank));
     }
     if (!l.scales) add(a.x, l.weight);
-    const Fp8Product first = {
-        .a = a.xq, .a_scales = a.xs, .b = l.weight, .b_scales = l.scales, .c = l.y, .fast_sums = true};
+    const LoraFirst first = {.a = a.xq, .a_scales = a.xs, .b = l.weight, .b_scales = l.scales};
     const bool whole = add_products(ctx, products, bool(l.bias), l.scales ? &first : nullptr);
     if (l.scales && !whole)
       fp8_linear_fwd(ctx, {.xq = a.xq,

@@ -29,8 +29,7 @@
 
 namespace tigon {
 
-struct Product;     // see base/product.h
-struct Fp8Product;  // see ops/fp8_linear/fp8_linear.h
+struct Product;  // see base/product.h
 
 // Returns the columns of t that an adapter of rank r has.
 constexpr int64_t lora_columns(int64_t r) { return (r + 7) / 8 * 8; }
@@ -133,6 +132,13 @@ struct DoraProducts {
   Matrix cross;  // W A^T, f32
   Matrix gram;   // A A^T, f32
 };
+// A product of float8 matrices, a b^T, with the scales of their rows.
+struct LoraFirst {
+  Matrix a;
+  Vector a_scales;
+  Matrix b;
+  Vector b_scales;
+};
 // Copies `from` to `to` in its dtype, with zeros beyond it.
 struct LoraCopy {
   Matrix from;
@@ -162,7 +168,7 @@ void lora_dropout(Context& ctx, const LoraDropout& a);
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
 // Computes the sum of products of one c and one trans_b as one GEMM, after that of float8 if there is one;
 // they then have trans_b. Returns false if there is no kernel for it, or if it is slower.
-bool lora_products(Context& ctx, std::span<const Product> products, const Fp8Product* first = nullptr);
+bool lora_products(Context& ctx, std::span<const Product> products, const LoraFirst* first = nullptr);
 }  // namespace cuda
 
 }  // namespace tigon

@@ -6,7 +6,6 @@
 #include "tigon/base/cuda/matmul/launch.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/base/product.h"
-#include "tigon/ops/fp8_linear/fp8_linear.h"
 #include "tigon/ops/lora_linear/lora_linear.h"
 
 namespace tigon::cuda {
@@ -17,7 +16,7 @@ constexpr const char* kOp = "lora_linear";
 constexpr size_t kMost = 4;
 
 template <class T, matmul::Major kMajorB, bool kFp8 = false>
-bool run(Context& ctx, std::span<const Product> products, const Fp8Product* first = nullptr) {
+bool run(Context& ctx, std::span<const Product> products, const LoraFirst* first = nullptr) {
   using Kernel = matmul::Matmul<T, matmul::Major::K, kMajorB, matmul::StoreEpilogue<T>, matmul::Groups::none,
                                 kMost, false, kFp8>;
   if (!Kernel::is_available(kOp)) return false;
@@ -43,7 +42,7 @@ bool run(Context& ctx, std::span<const Product> products, const Fp8Product* firs
 
 }  // namespace
 
-bool lora_products(Context& ctx, std::span<const Product> products, const Fp8Product* first) {
+bool lora_products(Context& ctx, std::span<const Product> products, const LoraFirst* first) {
   auto fits = [](const Matrix& m) {
     return matmul::is_tma_matrix(m.data, m.stride) && m.rows <= INT32_MAX / 2 && m.cols <= INT32_MAX / 2;
   };

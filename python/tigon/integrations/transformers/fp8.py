@@ -39,7 +39,7 @@ class Fp8Spec:
     packs: bool = False  # only the bytes of its weight are kept
 
     def gathers(self, weight: torch.Tensor) -> bool:
-        """Whether the weight is there for this pass only: of FSDP2."""
+        """Whether the weight exists for this pass only: of FSDP2."""
         if hasattr(weight, "ds_id"):
             raise Error(
                 "[apply] fp8 must run under FSDP2, DDP or ZeRO-2, got a weight that ZeRO-3 has sharded"
@@ -65,7 +65,7 @@ def unpack(linear: nn.Module) -> None:
 
 
 def _densify(linear, state, prefix, metadata) -> None:
-    """On the CPU: who saves adapters alone asks for the whole model too."""
+    """On the CPU: who saves only adapters asks for the whole model too."""
     weight = state.get(prefix + "weight")
     if type(weight) is Fp8Weight and not isinstance(weight, nn.Parameter):
         state[prefix + "weight"] = weight.dequantize().cpu()

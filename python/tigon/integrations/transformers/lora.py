@@ -236,7 +236,7 @@ def _adapted(x, dtype, call, seed=None):
 
 
 def _composed(x, state: State) -> torch.Tensor:
-    """What compilers and transforms trace of a base in float8: its matmul, and the adapters' beside it."""
+    """What compilers and transforms trace of a base in float8: its matmul, and those of the adapters."""
 
     def linear(rows, weight, bias):
         return fp8_linear.apply(rows, weight, bias, "fp8", reuse=False)
