@@ -8,7 +8,10 @@ import io
 import peft
 import pytest
 import torch
+from graph_cases import held, inputs
+from graph_recorder import recording
 from test_hf_fp8 import batch, equal, left, model, of_any_size, ratio, step, taken  # noqa: F401
+from tiny import step as graph_step
 
 import tigon
 from tigon.integrations.transformers import apply, undo
@@ -277,6 +280,20 @@ class TestBytesOnly:
             assert all(type(b.weight) is Fp8Weight for b in bases(other).values())
         wrapped.load_state_dict(stock.state_dict())
         close(step(wrapped), expected)
+
+    def test_graphs(self):
+        """A replayed step reads the bytes, and other bytes drop the graph."""
+        wrapped, _ = self.pair()
+        twin = copy.deepcopy(wrapped)
+        with recording():
+            apply(twin, graphs=True)
+            for seed in range(8):
+                if seed == 5:
+                    for m in (wrapped, twin):
+                        m.load_state_dict({n: t * 1.5 for n, t in m.state_dict().items()})
+                some, others = (graph_step(m, inputs(seed)) for m in (wrapped, twin))
+                close(*({"loss": loss} | grads for loss, grads in (some, others)))
+            assert held(twin).captures == 2 and held(twin).replays >= 4
 
     def test_moved(self):
         wrapped, _ = self.pair()

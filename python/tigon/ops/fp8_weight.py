@@ -81,6 +81,8 @@ class Fp8Weight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.data_ptr:  # of what a captured graph reads
+            return args[0].held.like().data_ptr()
         with torch._C.DisableTorchFunctionSubclass():
             if func != _SET or not isinstance(args[0], cls):
                 return func(*args, **(kwargs or {}))
