@@ -37,7 +37,7 @@ from cases.case import Case, lay_out
 
 MODULES = modules()
 CALLS = {call.name: call for call in wrong_calls.CALLS}
-NOT_DRAWN = {"inplace", "seed", "max_workspace_mb"}  # float64 has no workspace
+NOT_DRAWN = {"inplace", "seed", "max_workspace_mb", "max_peak_mb"}  # float64 has no workspace
 TRAINED = ("x", "q", "k", "hidden", "logits", "student", "log_prob", "gate", "weight", "rows")
 CONSTANT_WEIGHT = {"logits", "q"}  # beside them weight is of classes, or of queries
 # A pair at its margin counts or does not; gradients are clipped in place.

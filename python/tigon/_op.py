@@ -129,7 +129,11 @@ def once(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` without its look for functorch's wrappers, for calls that are known to have none."""
+    """``function.apply`` without its look for functorch's wrappers, for calls that are known to have none.
+
+    The engine calls ``backward`` at once, not by a method that looks for it.
+    """
+    function._backward_cls.apply = function.backward
     return super(torch.autograd.Function, function).apply
 
 
@@ -157,14 +161,24 @@ def transformable(op: str, name: str, forward, setup_context, backward) -> Calla
     return function.apply
 
 
-def caller(op: str, overload) -> Callable[..., Any]:
-    """A native operator in eager mode: refusals arrive as :class:`Error`."""
+def caller(op: str, overload, transformed: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A native operator in eager mode: refusals arrive as :class:`Error`.
+
+    Args:
+        transformed: runs under transforms; the operator itself is then traced too.
+    """
+    run = overload._op
 
     def call(*args):
+        if transformed is not None:
+            if _is_compiling():
+                return overload(*args)
+            if _is_transformed():
+                return transformed(*args)
         if forward_ad._current_level >= 0:
             refuse_tangents(op, args)
         try:
-            return overload(*args)
+            return run(*args)
         except RuntimeError as exc:
             error = _explained(op, overload, args, exc)
             if error is None:
@@ -187,15 +201,7 @@ def raw(name: str, fake: Callable[..., Any], op: str | None = None) -> Callable[
     transformed = transformable(
         op, name, eager, lambda ctx, inputs, output: None, lambda ctx, *gradients: refuse_second(op)
     )
-
-    def call(*args):
-        if _is_compiling():
-            return overload(*args)
-        if _is_transformed():
-            return transformed(*args)
-        return eager(*args)
-
-    return call
+    return caller(op, overload, transformed)
 
 
 def register_fake(op: str, name: str, fake: Callable[..., Any]) -> None:
@@ -271,6 +277,7 @@ class Op:
         self.registered = native(name)
         self.layout = layout
         self.names = [argument.name for argument in self.registered._schema.arguments]
+        self.tensors = sum(map(_is_tensor, self.registered._schema.arguments))  # they come first
         self.visible = visible = _first(results)
         for suffix in ("", "_fwd"):
             register_fake(name, name + suffix, fake)
@@ -295,7 +302,7 @@ class Op:
         def function_forward(ctx, *inputs):
             output = forward(*inputs)
             setup_context(ctx, inputs, output)
-            return visible(output)
+            return output if results is None else output[0] if results == 1 else output[:results]
 
         members = {"forward": staticmethod(function_forward), "backward": staticmethod(eager_backward)}
         self.function = type(f"Tigon_{name}", (torch.autograd.Function,), members)
@@ -314,6 +321,27 @@ class Op:
                 if isinstance(a, torch.Tensor) and a.requires_grad:
                     return self.apply(*args)
         return self.infer(*args)
+
+    def quick(self, *args):
+        """The results for plain tensors of one dtype that has kernels, if the operator takes the call.
+
+        Where the native operator refuses all that is wrong with such a call, functions try this first, for
+        the host's time. None: the call goes on to the checks in Python, which say why in the function's
+        own words.
+        """
+        dtype, differentiable = getattr(args[0], "dtype", None), False
+        for t in args[: self.tensors]:
+            if t is None:
+                continue
+            if type(t) not in _PLAIN or t.dtype is not dtype or not (t.is_cuda or t.is_cpu):
+                return None
+            differentiable = differentiable or t.requires_grad
+        if dtype not in _KERNEL_DTYPES or _is_compiling() or _is_transformed():
+            return None
+        try:
+            return self.apply(*args) if differentiable and _is_grad_enabled() else self.infer(*args)
+        except Error:
+            return None
 
 
 def formed(name: str, fake: Callable[..., Any], results: int, places: tuple[int, ...]) -> Op:

@@ -76,8 +76,10 @@ TEST_CASE("chunks by sizes alone") {
   CHECK(linear_head_chunk_rows(s) == 8192);
   s.worked = 16384;
   CHECK(linear_head_chunk_rows(s) == 4096);
-  s.train_weight = 0;
+  s.train_weight = 0, s.lean = 0;
   CHECK(linear_head_chunk_rows(s) == 2048);
+  s.lean = 1;
+  CHECK(linear_head_chunk_rows(s) == 1024);
   s.cuda = 0, s.worked = 1280;
   CHECK(linear_head_chunk_rows(s) == 1280);
   s.worked = 1281;

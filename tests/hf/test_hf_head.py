@@ -12,6 +12,7 @@ from tiny import VOCABULARY, apply_as_stock, batch, close, make, step
 
 import tigon
 from tigon.integrations.transformers import LazyLogits, apply
+from tigon.ops.loss_head import tied
 
 CALLS = {
     "num_items_tensor": lambda device: {"num_items_in_batch": torch.tensor(37.0, device=device)},
@@ -254,3 +255,40 @@ def test_skipping_logits_needs_labels():
         model(input_ids=batch()["input_ids"], skip_logits=True)
     tigon.undo(model)
     assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def test_a_bound_of_the_heads_peak(device):
+    """It reaches the loss of the model, until `undo`; tests/ops/test_head_memory.py measures peaks."""
+    model = make(device=device)
+    inputs = batch(device)
+    with pytest.raises(tigon.Error, match=r"\[apply\] max_peak_mb must be a number, got str"):
+        apply(model, max_peak_mb="1")
+    apply(model, max_peak_mb=1e-3)
+    apply(model)
+    with pytest.raises(tigon.Error, match=r"max_peak_mb must be at least \d+ for this call, got 0.001"):
+        model(**inputs)
+    tigon.undo(model)
+    wanted = step(model, inputs)
+    apply(model, max_peak_mb=40)
+    close(step(model, inputs)[0], wanted[0])
+
+
+def test_a_tied_embedding_adds_its_gradient(device, monkeypatch):
+    """tests/ops/test_tied.py has the cases in which it does not."""
+    model = make("llama_bias_tied", device=device)
+    inputs, name, own, added = batch(device), "model.embed_tokens.weight", tied._add_rows, []
+    wanted = step(model, inputs)
+    monkeypatch.setattr(tied, "_add_rows", lambda *args: added.append(own(*args)))
+    apply(model)
+    for change in (
+        lambda: None,
+        model.gradient_checkpointing_enable,
+        lambda: model.lm_head.register_parameter("weight", torch.nn.Parameter(model.lm_head.weight.clone())),
+    ):
+        change()
+        got = step(model, inputs)
+        close(got[0], wanted[0])
+        grads = [p.grad for p in (model.get_input_embeddings().weight, model.lm_head.weight)]
+        total = grads[0] if grads[0] is grads[1] else grads[0] + grads[1]
+        close(total, wanted[1][name], ulps=256)
+    assert len(added) == 2

@@ -37,6 +37,8 @@ def watch(monkeypatch):
             seen["products"].append(StorageWeakRef(result.untyped_storage()))
             return result
 
+        quick = __call__
+
     def counted(node):
         seen["again"] += 1
         return repeat(node)

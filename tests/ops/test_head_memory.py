@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import pytest
 import torch
-from heads import head_inputs, peak_on_the_cpu, run
+from heads import compare, head_inputs, peak_on_the_cpu, run
 
 import tigon
 
@@ -22,6 +25,123 @@ def test_a_cap_makes_chunks_small(device):
     want = run(LOSS, (hidden, weight, target), {"chunk_rows": predicted.chunk_rows})
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def _peak(step, leaves, device):
+    """The most memory that a second step holds at a time."""
+    if device == "cpu":
+        return peak_on_the_cpu(step, leaves)
+    step()
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _answers(fn, *before, **options):
+    """A loss of answers, of labels in one row."""
+
+    def call(hidden, weight, target, **more):
+        lead = (4, target.shape[0] // 4)
+        own = [t.to(hidden.device) for t in before]
+        out = fn(hidden.view(*lead, -1), weight, target.view(lead), *own, **options, **more)
+        return out.loss
+
+    return call
+
+
+def _divergence(hidden, weight, target, **options):
+    teacher = hidden.detach().flip(0), weight.detach().flip(0)
+    return tigon.linear_jsd(hidden, weight, teacher, target, beta=0.3, hard=0.5, **options)
+
+
+_ZEROS = torch.zeros(4)
+PEAKS = {
+    "labels": (LOSS, tigon.linear_cross_entropy_memory, {}),
+    "rows": (LOSS, tigon.linear_cross_entropy_memory, {"reduction": "none"}),
+    "smooth": (
+        functools.partial(LOSS, label_smoothing=0.1, z_loss=1e-3, softcap=5.0),
+        tigon.linear_cross_entropy_memory,
+        {},
+    ),
+    "log-probabilities": (tigon.linear_log_prob, tigon.linear_log_prob_memory, {}),
+    "entropies": (
+        lambda *args, **options: sum(tigon.linear_log_prob(*args, entropy=True, **options)),
+        tigon.linear_log_prob_memory,
+        {},
+    ),
+    "pairs": (_answers(tigon.linear_preference, beta=0.5, ref=_ZEROS), tigon.linear_preference_memory, {}),
+    "answers": (
+        _answers(tigon.linear_kto, torch.tensor([True, False, True, True]), ref=_ZEROS),
+        functools.partial(tigon.linear_preference_memory, group=1),
+        {},
+    ),
+    "policy": (
+        _answers(tigon.linear_policy, torch.tensor([1.0, -1.0, 0.5, 2.0]), entropy=0.1),
+        functools.partial(tigon.linear_preference_memory, group=0),
+        {},
+    ),
+    "divergence": (
+        _divergence,
+        lambda n, h, *sizes, **options: tigon.linear_divergence_memory(
+            n, h, *sizes, teacher_hidden_size=h, **options
+        ),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [(name, dtype) for name in PEAKS for dtype in (torch.float32, torch.bfloat16)]
+    + [("labels", torch.float16)],
+)
+def test_a_peak_is_kept(name, dtype, device):
+    """The least peak, one of all sizes, and the default's give a call of that peak, and its values."""
+    loss, memory, options = PEAKS[name]
+    rows, h, v = (400, 32, 3003) if device == "cpu" else (3200, 256, 33001)
+    hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, device=device, masked=0.0)
+    sizes = (4, rows // 4, h, v) if "linear_preference" in str(memory) else (rows, h, v)
+    predict = functools.partial(memory, *sizes, dtype, device=device, **options)
+    with pytest.raises(tigon.Error, match=r"max_peak_mb must be at least \d+ for this call") as refused:
+        loss(hidden, weight, target, max_peak_mb=0.1, **options)
+    least = int(re.search(r"at least (\d+)", str(refused.value))[1])
+    most = predict().peak / 2**20
+    for cap in (least, (least + most) / 2, most + 1):
+        predicted = predict(max_peak_mb=cap)
+        assert predicted.peak <= cap * 2**20
+        capped = functools.partial(loss, max_peak_mb=cap, **options)
+        compare(capped, functools.partial(loss, **options), (hidden, weight, target), {})
+
+        def step(capped=capped):
+            hidden.grad = weight.grad = None
+            capped(hidden, weight, target).sum().backward()
+
+        peak = _peak(step, (hidden, weight), device)
+        assert peak <= cap * 2**20
+        if device == "cuda":  # cuBLASLt's 32 MiB are there where one of its kernels asks for them
+            assert peak >= 0.95 * predicted.peak - 2**25
+
+
+def test_a_peak_keeps_labels_that_count(device):
+    """Ignored rows, class weights, confident rows; a weight or hidden states without a gradient."""
+    rows, h, v = (300, 32, 5003) if device == "cpu" else (3000, 256, 33001)
+    cap = 2 if device == "cpu" else 90
+    dtype = torch.bfloat16
+    for train in ((True, True), (True, False), (False, True)):
+        hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, device=device, scale=20.0)
+        for leaf, needs in zip((hidden, weight), train, strict=True):
+            leaf.requires_grad_(needs)
+        with torch.no_grad():
+            target[::2] = (hidden @ weight.T).argmax(-1)[::2]
+        valid = int((target != -100).sum())
+        more = {"class_weight": torch.rand(v, device=device), "label_smoothing": 0.1}
+        for options in ({}, {"valid_rows": valid}, {"valid_rows": valid, **more}):
+            args = (hidden, weight, target)
+            compare(functools.partial(LOSS, max_peak_mb=cap), LOSS, args, options)
 
 
 ROWS = {"reduction": "none"}

@@ -289,7 +289,8 @@ def test_default_chunk():
     assert cuda(8192, 4096, 128256) == 8192  # one chunk: no f32 sum, no cast
     assert cuda(32768, 4096, 128256) == 4096
     assert cuda(8192, 4096, 128256, main_grad=True) == 4096
-    assert cuda(8192, 4096, 128256, dweight=False) == 2048  # 512 MiB of logits
+    assert cuda(8192, 4096, 128256, dweight=False) == 1024  # 256 MiB of logits
+    assert cuda(8192, 4096, 128256, dweight=False, lean=0) == 2048
     assert cuda(16384, 1024, 32000) == 8192
     assert cuda(8192, 4096, 128256, dtype=torch.float32) == 4096
     assert plan("cpu", bf16, 0, 64, 100, train_weight=True).chunk_rows == 1

@@ -123,6 +123,11 @@ def add_rms_norm(
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """
     op = "add_rms_norm"
+    both = isinstance(x, torch.Tensor) and isinstance(residual, torch.Tensor) and x.shape == residual.shape
+    if both and inplace is False and norm.are_usual(eps, offset, rounding):
+        results = _op.quick(x, residual, weight, eps, offset, norm.ROUNDINGS[rounding])
+        if results is not None:
+            return results
     norm.check_options(op, x, weight, eps, offset, rounding)
     check_float(op, "residual", residual)
     if residual.shape != x.shape:

@@ -80,6 +80,11 @@ _op = Op("glu", fake=_fake, setup_context=_setup_context, backward=_backward, la
 
 def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_ALPHA, limit=_LIMIT):
     """Check, choose between kernel and reference, run. `op` is the public name."""
+    options = _KINDS[kind], gate_multiplier, down_multiplier, alpha, limit
+    if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor) and gate.shape == up.shape:
+        y = _op.quick(gate, up, *options)
+        if y is not None:
+            return y
     name = "gate_up" if kind == "swiglu_oai" else "gate"
     check_float(op, name, gate)
     if up is None:
@@ -97,7 +102,6 @@ def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_AL
             refuse(op, "up must be on {}, got {}", gate.device, up.device)
     if not has_kernel(op, gate=gate, up=up):
         return reference(gate, up, kind, gate_multiplier, down_multiplier, alpha, limit)
-    options = _KINDS[kind], gate_multiplier, down_multiplier, alpha, limit
     if gate.dim() == 0:
         return _op(gate.reshape(1), up.reshape(1), *options).reshape(())
     return _op(gate, up, *options)

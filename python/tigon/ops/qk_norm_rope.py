@@ -141,6 +141,15 @@ def qk_norm_rope(
     Source: Zhang & Sennrich 2019, eq. 4; Su et al. 2021, eq. 34; Dehghani et al. 2023 normalise q and k.
     """
     op = "qk_norm_rope"
+    usual = rotary_dim is position_ids is mrope_section is None
+    usual = usual and interleaved is tail is mrope_interleaved is keep_dtype is False
+    usual = usual and (k_weight is None if k is None else (q_weight is None) is (k_weight is None))
+    usual = usual and _rms_norm.are_usual(eps, offset, rounding)
+    if usual and tables.are_usual(q, k, cos, sin, unsqueeze_dim):
+        form = eps, offset, _rms_norm.ROUNDINGS[rounding], unsqueeze_dim, *tables.USUAL
+        y = _op.quick(q, k, q_weight, k_weight, cos, sin, None, *form)
+        if y is not None:
+            return y[0] if k is None else y
     options = {
         "interleaved": interleaved,
         "rotary_dim": rotary_dim,

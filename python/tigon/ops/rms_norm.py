@@ -40,6 +40,12 @@ def check_rounding(op, offset, rounding):
         check_numbers(op, offset=offset)
 
 
+def are_usual(eps, offset, rounding) -> bool:
+    """Whether numbers and rounding of a norm need no look by the functions above."""
+    usual = type(eps) is type(offset) is float and offset == offset
+    return usual and type(rounding) is str and rounding in ROUNDINGS
+
+
 def result_dtype(x, weight, rounding):
     """The dtype of y (rms_norm_result of the contract)."""
     gemma = rounding == ROUNDINGS["gemma"]
@@ -102,6 +108,10 @@ def rms_norm(
 
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """
+    if are_usual(eps, offset, rounding):
+        y = _op.quick(x, weight, eps, offset, ROUNDINGS[rounding])
+        if y is not None:
+            return y
     check_options("rms_norm", x, weight, eps, offset, rounding)
     if not has_kernel("rms_norm", x=x, weight=weight):
         check_sizes("rms_norm", x, eps, weight=weight)

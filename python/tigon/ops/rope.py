@@ -135,6 +135,13 @@ def _call(q, k, cos, sin, positions, form):
     return y[0] if k is None else y
 
 
+def quick(q, k, cos, sin, unsqueeze_dim=1):
+    """Both results of a call without options that needs no more checks than the operator's; None: it does."""
+    if not tables.are_usual(q, k, cos, sin, unsqueeze_dim):
+        return None
+    return _op.quick(q, k, cos, sin, None, unsqueeze_dim, *tables.USUAL)
+
+
 def rope(
     q: torch.Tensor,
     k: torch.Tensor | None = None,
@@ -191,6 +198,11 @@ def rope(
     Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", eq. 34; pairing
     of columns as in Hugging Face's ``apply_rotary_pos_emb``.
     """
+    usual = rotary_dim is position_ids is mrope_section is None and keep_dtype is inplace is tail is False
+    usual = usual and interleaved is deinterleave is mrope_interleaved is False
+    y = quick(q, k, cos, sin, unsqueeze_dim) if usual else None
+    if y is not None:
+        return y[0] if k is None else y
     head_dim = tables.check_heads("rope", q, k, unsqueeze_dim)
     form = tables.Form.of(
         "rope",

@@ -87,6 +87,21 @@ class Form(NamedTuple):
         return 2 * columns if self.shared else columns
 
 
+USUAL = tuple(Form(0))[1:]
+
+
+def are_usual(q, k, cos, sin, head_dim) -> bool:
+    """Whether the operators check themselves what is left to check, with no options: constant real tables,
+    and heads of one number of dimensions that are not empty."""
+    for t in (q, cos, sin) if k is None else (q, k, cos, sin):
+        if not isinstance(t, torch.Tensor):
+            return False
+    if cos.requires_grad or sin.requires_grad or type(head_dim) is not int or head_dim < 0:
+        return False
+    alike = k is None or (k.dim() == q.dim() and k.numel() > 0)
+    return alike and q.numel() > 0 and cos.shape == sin.shape
+
+
 def head_dim_of(op, q, unsqueeze_dim) -> int:
     """The dimension of q that holds the heads."""
     dims = q.dim()

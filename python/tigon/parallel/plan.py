@@ -59,6 +59,7 @@ def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **si
     # With shares: a gathered chunk, the next one, and gradients being reduced. Logits of both precisions.
     sizes |= {"copies": 3 * (shares > 1), "row": statistics + 4 * padded(widest) * wide}
     sizes |= {"fixed": 2 * rows * hidden.shape[-1] * itemsize * listed, "chunk_rows": head.chunk_rows or 0}
+    sizes["lean"] = 0  # fewer rows would be more exchanges
     found = plan_of(hidden, widest, rows, max_workspace_mb=cap, **sizes)
     if cap is not None and rows > 0:
         check_fits(op, found, shares, "one row of every share", cap)

@@ -24,7 +24,10 @@ void check_shard(const CrossEntropyRows& a) {
               "first_class must leave room for ", a.logits.cols, " of ", a.classes, " classes, got ",
               a.first_class);
   if (a.dlogits.data == nullptr) return;
-  require_f32("log_share", a.log_share, rows);
+  if (a.all_lse)
+    require_f32("all_lse", a.all_lse, rows), require_f32("all_log_prob", a.all_log_prob, rows);
+  else
+    require_f32("log_share", a.log_share, rows);
   if (a.entropy_scale) require_f32("all_entropy", a.all_entropy, rows);
   if (a.class_weight && a.label_smoothing > 0.0f) require_f32("weight_sum", a.weight_sum, 1);
 }

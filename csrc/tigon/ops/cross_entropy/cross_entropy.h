@@ -25,7 +25,9 @@
 //             lse, entropy, predicted and the sums of the row are of these columns (predicted counts from the
 //             first). A label of another shard has target_logit and loss 0 and log_prob -inf. If the whole
 //             row's lse is lse - log_share and its entropy all_entropy (cross_entropy_combine), p = e^(z -
-//             lse + log_share), and dlogits are the columns of the whole row's gradient.
+//             lse + log_share), and dlogits are the columns of the whole row's gradient. If the row's lse and
+//             log_prob are given, log_share is a difference to this lse, and 1 - p of the label is that of
+//             this log_prob.
 // Ignored     rows with target == ignore_index: loss, target_logit, log_prob 0, a row of zeros in dlogits
 //             whatever scale is (inf and NaN included); lse, entropy and predicted are those of the row
 // NaN, inf    a row with NaN or +inf, or nothing but -inf, has a NaN loss and a NaN gradient; classes at
@@ -85,8 +87,10 @@ struct CrossEntropyRows {
   int64_t first_class = 0;
   // 0 if the logits are all classes; the next three are then not used.
   int64_t classes = 0;
-  // f32 [rows]: lse of these columns - lse of all, <= 0; needed for dlogits.
+  // f32 [rows]: lse of these columns - lse of all, <= 0; needed for dlogits without all_lse.
   Vector log_share;
+  // f32 [rows]: lse and log_prob of all columns, which dlogits may have instead of log_share.
+  Vector all_lse, all_log_prob;
   // f32 [rows]: entropy of all columns; needed for dlogits with entropy_scale.
   Vector all_entropy;
   // f32 [1]: sum of class_weight [classes]; needed for dlogits if both it and label_smoothing are given.

@@ -28,8 +28,8 @@ struct CrossEntropyCall {
   // Ignored rows are read too: lse, entropy or predicted is wanted.
   bool statistics;
   bool plain;  // z is the logit
-  // The row has more columns in other shards.
-  bool shard;
+  // The row has more columns in other shards; `whole`: its lse and log_prob are known.
+  bool shard, whole;
   bool entropy, predicted;
   DType gradient;  // dtype of dlogits
 };
@@ -39,7 +39,7 @@ struct CrossEntropyRowInputs {
   int64_t label;
   float scale, entropy_scale;
   // Belong to a shard; 0 without one.
-  float log_share, all_entropy;
+  float log_share, all_lse, all_log_prob, all_entropy;
 };
 struct CrossEntropyRowResults {
   float loss, lse, target_logit, log_prob, entropy;
@@ -126,6 +126,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
       .statistics = a.lse || a.entropy || a.predicted,
       .plain = !a.bias && inner == 1.0f && a.softcap == 0.0f,
       .shard = shard,
+      .whole = bool(a.all_lse),
       .entropy = a.entropy || a.entropy_scale,
       .predicted = bool(a.predicted),
       .gradient = a.dlogits.dtype,
@@ -142,6 +143,8 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
           .scale = a.scale ? a.scale.as<float>()[a.scale.size == 1 ? 0 : r] : 1.0f,
           .entropy_scale = a.entropy_scale ? a.entropy_scale.as<float>()[r] : 0.0f,
           .log_share = a.log_share ? a.log_share.as<float>()[r] : 0.0f,
+          .all_lse = a.all_lse ? a.all_lse.as<float>()[r] : 0.0f,
+          .all_log_prob = a.all_lse ? a.all_log_prob.as<float>()[r] : 0.0f,
           .all_entropy = a.all_entropy ? a.all_entropy.as<float>()[r] : 0.0f,
       };
       const bool bad = shard && in.counts && (y < 0 || y >= a.classes);

@@ -245,6 +245,8 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
         .log_sum = a.log_sum.as<float>(),
         .smoothing = a.smoothing.as<float>(),
         .log_share = a.classes > 0 ? a.log_share.as<float>() : nullptr,
+        .all_lse = a.all_lse.as<float>(),
+        .all_log_prob = a.all_log_prob.as<float>(),
         .all_entropy = a.all_entropy.as<float>(),
         .weight_sum = a.classes > 0 ? a.weight_sum.as<float>() : nullptr,
         .first_class = a.first_class,

@@ -36,7 +36,7 @@ class DrafterPass final : public RowPass {
       : a_(a), teacher_(teacher), labels_(labels), steps_(steps) {}
 
   int64_t part(Context& ctx, int64_t rows) override {
-    return linear_head_limit(ctx, teacher_, rows / steps_, 0) * steps_;
+    return linear_head_limit(ctx, teacher_, rows / steps_, 0, false) * steps_;
   }
   void begin(LossHeadRun& run) override { teacher_rows_ = linear_head_rows(run.ctx, teacher_, labels_); }
 

@@ -4,7 +4,7 @@
 // Gradients   dweight_v = scale * sum of dy_i over all i with ids_i = v, 0 for v = padding_idx
 // Shapes      ids [tokens]; weight, dweight [V, H], dweight dense; y, dy [tokens, H]; any row stride
 // Dtypes      ids i64 | i32; weight f32 | bf16 | f16, y, dy, dweight the same; sums f32
-// Rounding    once, on store; with scale = 1 y is weight bit for bit
+// Rounding    once, on store, with `add` of the sum; with scale = 1 y is weight bit for bit
 // Saved       ids
 // Aliasing    none
 // Determinism bitwise: a token's rows are added in the order of their positions, in parts that follow from
@@ -52,6 +52,8 @@ struct EmbeddingBwd {
   Matrix dweight;
   int64_t padding_idx = -1;  // -1 for none
   float scale = 1.0f;
+  // The rows that ids name are added to dweight's, whose others stay; without scale.
+  bool add = false;
 
   void fields(Fields& f) {
     f.rows("dy", dy, 0);

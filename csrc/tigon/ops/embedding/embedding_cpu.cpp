@@ -76,6 +76,7 @@ void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
       int64_t from = begin[v], to = v == a.padding_idx ? from : begin[v + 1];
       char* out = element_at(a.dweight, v, col);
       if (from == to) {
+        if (a.add) continue;
         std::memset(out, 0, size_t(n) * size_of(a.dweight.dtype));
         continue;
       }
@@ -85,6 +86,7 @@ void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
           k.add(element_at(a.dy, order[j], col), into, n, j == i);
         if (into == part) TIGON_SELECT(embedding_table)[DType::f32].add(part, sum, n, false);
       }
+      if (a.add) k.add(out, sum, n, false);
       k.store(sum, out, n, a.scale);
     }
   });
@@ -95,5 +97,27 @@ void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
 namespace tigon {
 
 TIGON_OP(embedding, Embedding)
+
+namespace {
+
+// PyTorch's operator of a gradient that is added.
+struct Added : EmbeddingBwd {
+  void fields(Fields& f) {
+    f.rows("dy", dy, 0);
+    f.input("ids", ids, ids.size, ids.dtype);
+    f.updated("dweight", dweight, Role::rows);
+    require_embedding(f, ids, "dweight", dweight.rows);
+    f.require(dweight.dtype == dy.dtype && dweight.cols == dy.cols && dweight.stride == dweight.cols,
+              "dweight must be dense, of dy's dtype and columns");
+    f.option("padding_idx", padding_idx);
+    add = true;
+  }
+};
+void add_rows(Context& ctx, const Added& a) {
+  if (a.ids.size > 0 && a.dy.cols > 0) TIGON_RUN("embedding_add_", ctx, embedding_bwd, a);
+}
+TIGON_OPERATOR(add_rows, Added, "embedding_add_", none)
+
+}  // namespace
 
 }  // namespace tigon

@@ -102,7 +102,7 @@ struct Sort {
   uint32_t* key;
   int32_t* position;
   // Points to the rows of the table's gradient.
-  char* rows;
+  char* rows;  // null: rows of unused ids stay
   int64_t row_bytes;
 
   __device__ __forceinline__ uint32_t key_at(uint32_t i) const {
@@ -216,7 +216,7 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
     }
     __syncthreads();
   }
-  zero_unused_rows(p, used);
+  if (p.rows != nullptr) zero_unused_rows(p, used);
   const int offset = __reduce_add_sync(kAllLanes, warp_before[lane]);
   walk_tokens(p, iterations, [&](uint32_t i, uint32_t key) {
     const uint32_t d = key - begin;
@@ -273,16 +273,19 @@ struct Sums {
   // `window` is the number of tokens of a window.
   int window, windows, cols, slices;
   float scale;
+  bool add;
 };
 
 template <class T, int N>
 __device__ __forceinline__ void write_row(const Sums<T>& p, uint32_t key, int column, const float (&sum)[N]) {
   float v[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) v[j] = embedding_scaled(sum[j], p.scale);
+  T* const to = p.dweight + int64_t(p.sorted.order.id(key)) * p.cols + column;
   Vec<T, N> out;
+  if (p.add) out = load<T, N>(to);
+#pragma unroll
+  for (int j = 0; j < N; ++j) v[j] = p.add ? out[j] + sum[j] : embedding_scaled(sum[j], p.scale);
   out.set(v);
-  store<T, N>(p.dweight + int64_t(p.sorted.order.id(key)) * p.cols + column, out);
+  store<T, N>(to, out);
 }
 
 template <class T, int N>
@@ -430,7 +433,7 @@ Sorted sort(Context& ctx, const EmbeddingBwd& a) {
                   .padding_idx = a.padding_idx,
                   .key = ctx.scratch_of<uint32_t>(a.ids.size),
                   .position = ctx.scratch_of<int32_t>(a.ids.size),
-                  .rows = static_cast<char*>(a.dweight.data),
+                  .rows = a.add ? nullptr : static_cast<char*>(a.dweight.data),
                   .row_bytes = a.dweight.cols * int64_t(size_of(a.dweight.dtype))};
   const Order order = a.ids.size <= UINT16_MAX ? sort_into<uint16_t>(ctx, p) : sort_into<uint32_t>(ctx, p);
   return {p.key, p.position, int(a.ids.size), order};
@@ -471,7 +474,8 @@ void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
                        .windows = 0,
                        .cols = int(a.dweight.cols),
                        .slices = 0,
-                       .scale = a.scale};
+                       .scale = a.scale,
+                       .add = a.add};
     const bool vectorized = is_vectorizable(a.dy.data, a.dy.stride, a.dy.cols, sizeof(T)) &&
                             is_vectorizable(a.dweight.data, a.dweight.cols, a.dweight.cols, sizeof(T));
     vectorized ? launch_sums<T, N>(ctx, p) : launch_sums<T, 1>(ctx, p);

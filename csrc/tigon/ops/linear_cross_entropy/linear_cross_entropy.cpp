@@ -139,7 +139,8 @@ class LabelPass : public RowPass {
   void memory(LossHeadRun& run) override {
     r_ = results_of(run, a_);
     if (a_.several.labels) several(run);
-    if (run.a.head.wants_gradients() && !run.a.unit) factors(run);
+    if (run.wants_gradients() && !run.a.unit) factors(run);
+    if (run.by_classes) whole(run);
     if (statistics(run)) run.spans.clear();
   }
 
@@ -158,6 +159,13 @@ class LabelPass : public RowPass {
     if (gradients) cross_entropy_label_gradient(run.ctx, labels);
   }
 
+  void classes(const LossHeadRun& run, const LossHeadClasses& c) override {
+    CrossEntropyRows pass = row_pass(a_, c.logits, run.rows.labels, {}, c.begin, c.count);
+    pass.scale = linear_head_part(late_factor_ ? late_factor_ : factor_, c.begin, c.count);
+    pass.entropy_scale = linear_head_part(entropy_factor_, c.begin, c.count);
+    loss_head_gradient(run, c, pass, {r_.lse, r_.log_prob, r_.entropy, weight_sum_});
+  }
+
   void finish(const LossHeadRun& run) override {
     if (a_.several.log_prob) cross_entropy_label_results(run.ctx, labels_);
   }
@@ -173,8 +181,19 @@ class LabelPass : public RowPass {
   const LinearCrossEntropy& a_;
   LinearCrossEntropyResults r_;  // of the rows worked on
   Vector factor_, entropy_factor_;
+  Vector late_factor_;  // not in the gradients of logits, but after their products
 
  private:
+  // What gradients by classes need to know of the rows.
+  void whole(const LossHeadRun& run) {
+    TIGON_CHECK(kOp, labels_.count == 0, "by_classes must be of one label a row");
+    for (Vector* v : {&r_.lse, &r_.log_prob, &r_.entropy})
+      if (!*v && (v != &r_.entropy || entropy_factor_)) *v = linear_head_vector(run.ctx, run.rows.count);
+    if (!a_.class_weight || a_.label_smoothing == 0.0f) return;
+    weight_sum_ = linear_head_vector(run.ctx, 1);
+    cross_entropy_total(run.ctx, {.loss = a_.class_weight, .total = weight_sum_});
+  }
+
   void several(const LossHeadRun& run) {
     const LinearHeadRows& rows = run.rows;
     r_.log_prob = linear_head_vector(run.ctx, rows.count);
@@ -214,7 +233,7 @@ class LabelPass : public RowPass {
   // Losses, log-probabilities and lse of a call that wants nothing else of the logits, without them; false
   // where that cannot be.
   bool statistics(const LossHeadRun& run) const {
-    const bool more = run.a.head.wants_gradients() || a_.kept.dlogits.data || a_.several.labels ||
+    const bool more = run.a.head.wants_gradients() || run.a.kept.dlogits.data || a_.several.labels ||
                       r_.entropy || r_.predicted || a_.label_smoothing > 0.0f;
     const int64_t count = run.rows.count;
     if (more || count == 0) return false;
@@ -233,6 +252,7 @@ class LabelPass : public RowPass {
   }
 
   CrossEntropyLabels labels_;  // count 0: one label a row
+  Vector weight_sum_;
 };
 
 // The gradients of per-row losses. dhidden: where unit is given, without a product; the rest is the engine's.
@@ -242,7 +262,7 @@ class RowsGradientPass final : public LabelPass {
 
   void begin(LossHeadRun& run) override {
     const LinearHead& head = run.a.head;
-    if (!head.wants_gradients()) run.spans.clear();
+    if (!run.wants_gradients()) run.spans.clear();
     const bool reads_weight = !run.spans.empty() && (head.dhidden.data || run.kept < run.rows.count);
     TIGON_CHECK(kOp, head.weight.data || !reads_weight,
                 "weight must be given where logits are computed again, got its shape");
@@ -253,7 +273,7 @@ class RowsGradientPass final : public LabelPass {
   }
 
   void memory(LossHeadRun& run) override {
-    if (!run.a.head.wants_gradients()) return;
+    if (!run.wants_gradients()) return;
     LabelPass::memory(run);
     // Written, and read by nobody
     if (run.rows.listed) r_.loss = linear_head_vector(run.ctx, run.rows.count);
@@ -276,7 +296,6 @@ class RowsGradientPass final : public LabelPass {
   Matrix dhidden_;
   bool late_ = false;
   int64_t formed_ = 0;  // rows whose dlogits were kept
-  Vector late_factor_;
 };
 
 }  // namespace

@@ -256,5 +256,7 @@ TIGON_OPERATOR(rows_backward, RowsBackward, "linear_divergence_rows", backward)
 extern "C" TIGON_API void tigon_linear_divergence_memory(const tigon::LinearHeadSizes* sizes,
                                                          int64_t teacher_hidden,
                                                          tigon::LinearHeadPlan* plan) {
-  *plan = tigon::linear_divergence_memory(*sizes, teacher_hidden);
+  *plan = tigon::linear_head_within(*sizes, [&](const tigon::LinearHeadSizes& s) {
+    return tigon::linear_divergence_memory(s, teacher_hidden);
+  });
 }

@@ -107,5 +107,7 @@ TIGON_OPERATOR(run, LinearPreferenceCall, "linear_preference", forward)
 // For Python, through ctypes.
 extern "C" TIGON_API void tigon_linear_preference_memory(const tigon::LinearHeadSizes* sizes, int64_t answers,
                                                          int64_t tokens, tigon::LinearHeadPlan* plan) {
-  *plan = tigon::linear_preference_memory(*sizes, answers, tokens);
+  *plan = tigon::linear_head_within(*sizes, [&](const tigon::LinearHeadSizes& s) {
+    return tigon::linear_preference_memory(s, answers, tokens);
+  });
 }

@@ -17,7 +17,7 @@ class TokenPass final : public RowPass {
   TokenPass(const TokenLossHead& a, const TokenLossFormula& formula) : a_(a), formula_(formula) {}
 
   void memory(LossHeadRun& run) override {
-    const bool gradients = run.a.head.wants_gradients();
+    const bool gradients = run.wants_gradients();
     found_.rows = run.rows;
     auto values = [&](bool wanted) {
       return wanted ? linear_head_vector(run.ctx, run.rows.count) : Vector{};
@@ -26,6 +26,7 @@ class TokenPass final : public RowPass {
     run.factored = late_ = unit_ || (run.ctx.deterministic && !a_.entropy_gradient);
     found_.log_prob = values(true), found_.entropy = values(a_.entropy);
     ref_ = values(run.a.reference.hidden.data != nullptr);
+    lse_ = values(run.by_classes);
     dlog_prob_ = values(gradients), dentropy_ = values(gradients && a_.entropy_gradient);
   }
 
@@ -39,6 +40,7 @@ class TokenPass final : public RowPass {
     CrossEntropyRows pass = row_pass(run, run.a.head, p);
     pass.log_prob = places(found_.log_prob, p.begin, p.count);
     pass.entropy = places(found_.entropy, p.begin, p.count);
+    pass.lse = places(lse_, p.begin, p.count);
     if (unit_) pass.dlogits = p.to;
     cross_entropy_rows(run.ctx, pass);
   }
@@ -55,6 +57,13 @@ class TokenPass final : public RowPass {
       cross_entropy_rows(run.ctx, pass);
     }
     return late_ ? factor : Vector{};
+  }
+
+  void classes(const LossHeadRun& run, const LossHeadClasses& c) override {
+    CrossEntropyRows pass = row_pass(run, run.a.head, {c.begin, c.count, c.logits, c.logits});
+    pass.scale = places(dlog_prob_, c.begin, c.count);
+    pass.entropy_scale = places(dentropy_, c.begin, c.count);
+    loss_head_gradient(run, c, pass, {lse_, found_.log_prob, found_.entropy, {}});
   }
 
   void turn(const LossHeadRun& run) override {
@@ -91,7 +100,7 @@ class TokenPass final : public RowPass {
   const TokenLossHead& a_;
   const TokenLossFormula& formula_;
   TokenLossRows found_;
-  Vector ref_, dlog_prob_, dentropy_;
+  Vector ref_, lse_, dlog_prob_, dentropy_;
   bool unit_ = false;  // rows() makes gradients of -log_prob
   bool late_ = false;  // rows are scaled after the products
 };

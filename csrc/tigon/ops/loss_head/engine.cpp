@@ -1,6 +1,7 @@
 #include "tigon/ops/loss_head/engine.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "tigon/base/require.h"
 
@@ -16,6 +17,9 @@ void check(const LossHead& a) {
   linear_head_check(op, a.reduction);
   TIGON_CHECK(op, a.labels.chunk_rows >= 0, "chunk_rows must be >= 1 (or None), got ", a.labels.chunk_rows);
   const bool takes_upstream = a.labelled && !a.groups && !a.unit && a.reduction.kind == Reduction::none;
+  const bool plain = !a.head.lora_a.data && !a.head.wide_logits && !a.f32_logits && !a.head.add_dweight;
+  TIGON_CHECK(op, !a.head.by_classes || plain,
+              "by_classes must be without LoRA, float32 logits and a gradient to add to");
   TIGON_CHECK(op, a.upstream || !takes_upstream || !a.head.wants_gradients(),
               "upstream must be given for the gradients of per-row losses");
 }
@@ -23,7 +27,8 @@ void check(const LossHead& a) {
 int64_t limit_of(Context& ctx, const LossHead& a, int64_t rows) {
   LinearHead all = a.head;
   if (a.classes > 0) all.weight.rows = a.classes;
-  const int64_t limit = linear_head_limit(ctx, all, rows, a.labels.chunk_rows);
+  const int64_t limit =
+      linear_head_limit(ctx, all, rows, a.labels.chunk_rows, a.labelled && !a.kept.dlogits.data);
   return std::max<int64_t>(limit / a.together, 1) * a.together;
 }
 
@@ -135,6 +140,9 @@ LinearHeadWorkspace make_workspace(const LossHeadRun& run) {
       .f32_rows = a.f32_logits ? run.part : 0,
       .factored = run.factored};
   for (const LinearHeadSpan& s : run.spans) m.chunk = std::max(m.chunk, s.count);
+  if (run.by_classes)
+    m.logits_rows =
+        std::max({run.limit, m.chunk, linear_head_class_rows(run.rows.count, a.head.weight.rows)});
   return linear_head_workspace(run.ctx, a.head, run.rows, m);
 }
 
@@ -143,6 +151,8 @@ class Chunks {
  public:
   Chunks(const LossHeadRun& run, RowPass& pass)
       : run_(run), a_(run.a), ctx_(run.ctx), pass_(pass), workspace_(make_workspace(run)) {}
+
+  const Matrix& logits() const { return workspace_.logits; }
 
   void all() {
     if (a_.reference.hidden.data) reference();
@@ -226,7 +236,57 @@ class Chunks {
   bool first_ = true;  // no product has been summed yet
 };
 
+// The gradient of weight from the logits of some classes of all rows at a time, in the memory of `room`.
+void by_classes(const LossHeadRun& run, RowPass& pass, const Matrix& dweight, Matrix room) {
+  Context& ctx = run.ctx;
+  LinearHead head = run.a.head;
+  const int64_t rows = run.rows.count, kept = run.kept, v = dweight.rows, h = dweight.cols;
+  if (!room.data) {
+    const int64_t most = std::max(run.limit, linear_head_class_rows(rows, v));
+    room = linear_head_matrix(ctx, most, v, linear_head_logit_stride(v), head.hidden.dtype);
+  }
+  Matrix hidden = head.hidden;
+  if (run.rows.listed) {
+    hidden = linear_head_matrix(ctx, rows, h, h, head.hidden.dtype);
+    linear_head_move(ctx, {.from = head.hidden, .to = hidden, .index = run.rows.index});
+  }
+  const int64_t most = room.rows * room.stride / rows / 64 * 64, slices = (v + most - 1) / most;
+  const int64_t width = std::min(((v + slices - 1) / slices + 127) / 128 * 128, most);
+  const Matrix weight = head.weight;
+  head.lora_a = head.lora_b = head.dhidden = head.dlora_a = head.dlora_b = {}, head.dbias = {};
+  for (int64_t first = 0; first < v; first += width) {
+    const int64_t cols = std::min(width, v - first);
+    head.weight = rows_from(weight, first, cols), head.dweight = rows_from(dweight, first, cols);
+    LinearHeadChunk all = {.count = rows,
+                           .logits = {room.data, head.hidden.dtype, rows, cols, width},
+                           .hidden = rows_from(hidden, 0, rows)};
+    if (kept > 0) {
+      Matrix from = rows_from(run.a.kept.dlogits, 0, kept);
+      from.data = static_cast<char*>(from.data) + first * int64_t(size_of(from.dtype)), from.cols = cols;
+      linear_head_columns(ctx, {.from = from, .to = rows_from(all.logits, 0, kept)});
+    }
+    if (kept < rows) {
+      LinearHeadChunk others = linear_head_slice(all, kept, rows - kept);
+      linear_head_logits(ctx, head, others);
+      pass.classes(run, {first, kept, others.count, others.logits});
+    }
+    linear_head_gradients(ctx, head, all, {});
+  }
+}
+
 }  // namespace
+
+void loss_head_gradient(const LossHeadRun& run, const LossHeadClasses& c, CrossEntropyRows pass,
+                        const LossHeadWhole& whole) {
+  auto part = [&](const Vector& of) { return linear_head_part(of, c.begin, c.count); };
+  pass.bias = linear_head_part(pass.bias, c.first, c.logits.cols);
+  pass.dlogits = c.logits;
+  pass.first_class = c.first, pass.classes = run.a.head.weight.rows;
+  pass.all_lse = part(whole.lse), pass.all_log_prob = part(whole.log_prob);
+  if (pass.entropy_scale) pass.all_entropy = part(whole.entropy);
+  pass.weight_sum = whole.weight_sum;
+  cross_entropy_rows(run.ctx, pass);
+}
 
 Vector LossHeadRun::result(const Vector& to, const Vector& factor, bool zeroed) {
   if (!to) return {};
@@ -242,24 +302,34 @@ Vector LossHeadRun::factor() const {
       {.token_weight = a.token_weight, .upstream = a.upstream, .scale = a.reduction.scale});
 }
 
-void loss_head_run(Context& ctx, const LossHead& a, RowPass& pass) {
-  check(a);
-  LossHeadRun run = {.ctx = ctx, .a = a};
+void loss_head_run(Context& ctx, const LossHead& given, RowPass& pass) {
+  check(given);
+  LossHead a = given;
+  LossHeadRun run = {.ctx = ctx, .a = a, .by_classes = a.head.by_classes && a.head.dweight.data};
+  const Matrix dweight = run.by_classes ? std::exchange(a.head.dweight, {}) : Matrix{};
+  const int64_t kept = std::min(a.head.kept_rows, a.head.hidden.rows), v = a.head.weight.rows;
+  if (run.by_classes && kept > 0 && !a.groups)
+    a.kept.dlogits = linear_head_matrix(ctx, kept, v, linear_head_logit_stride(v), a.head.hidden.dtype);
   plan(run, pass);
   pass.begin(run);
   LinearHeadLabels labels = a.labels;
   if (a.mean_target) labels.target = a.mean_target;
   linear_head_scale(ctx, a.reduction, labels, a.class_weight);
-  linear_head_clear(ctx, a.head, run.rows);
+  linear_head_clear(ctx, given.head, run.rows);
   run.results = {.target = a.labels.target,
                  .ignore_index = a.labels.ignore_index,
                  .position = run.rows.position,
                  .fault = run.rows.fault};
   pass.memory(run);
-  if (run.spans.empty())
+  Matrix logits;
+  if (run.spans.empty()) {
     pass.turn(run);
-  else
-    Chunks(run, pass).all();
+  } else {
+    Chunks chunks(run, pass);
+    chunks.all();
+    logits = chunks.logits();
+  }
+  if (run.by_classes && run.rows.count > 0) by_classes(run, pass, dweight, logits);
   if (run.rows.listed || run.writes) linear_head_results(ctx, run.results);
   pass.finish(run);
   linear_head_total(ctx, a.reduction, a.loss);

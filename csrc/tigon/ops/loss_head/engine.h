@@ -20,8 +20,13 @@
 // Order   check, list of rows, plan, begin(), scale, clear, memory(), workspace, reference; of each chunk
 //         logits, rows(), gradient(), products; turn(); results, finish(), total. All refusals come before
 //         the first write, in begin() at the latest.
+// By classes (LinearHead::by_classes) dweight waits until the rows are done. Then the logits of some classes
+// of all rows are formed once more, in the memory of a chunk; the pass makes their gradients from the lse and
+// log-probability that it has of each row, and one product gives those rows of dweight. Kept rows have
+// their gradients already.
 #pragma once
 
+#include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/ops/loss_head/loss_head.h"
 
 namespace tigon {
@@ -74,10 +79,12 @@ struct LossHeadRun {
   int64_t kept = 0;                   // rows whose logits have memory of the caller's
   bool whole = true;                  // no chunk cuts a group whose rows depend on each other
   bool factored = false;              // gradient() will give factors; set by memory()
+  bool by_classes = false;            // dweight comes last, by classes; head.dweight is empty
   LinearHeadResults results = {};
   bool writes = false;  // results have to be written where the rows are not listed too
 
   // Rows go forth in all chunks and back in all: gradients depend on rows of other chunks, or are not wanted.
+  bool wants_gradients() const { return a.head.wants_gradients() || by_classes; }
   bool twice() const { return a.groups && !(whole && a.head.wants_gradients()); }
   // Where a pass leaves a result of the rows worked on, which reaches `to` at the end, times factor.
   // `zeroed`: it leaves 0 for rows that do not count.
@@ -85,6 +92,20 @@ struct LossHeadRun {
   // The factor of each row's gradient: upstream or scale, times token_weight.
   Vector factor() const;
 };
+
+// Classes [first, first + logits.cols) of `count` rows of the list.
+struct LossHeadClasses {
+  int64_t first = 0, begin = 0, count = 0;
+  Matrix logits;
+};
+// What is known of whole rows, for gradients of some of their classes: by place.
+struct LossHeadWhole {
+  Vector lse, log_prob, entropy;
+  Vector weight_sum;  // f32 [1], of class_weight with label smoothing
+};
+// A row pass over all classes, as one over some: its logits become their gradients.
+void loss_head_gradient(const LossHeadRun& run, const LossHeadClasses& c, CrossEntropyRows pass,
+                        const LossHeadWhole& whole);
 
 // What a loss makes of logits.
 class RowPass {
@@ -103,6 +124,8 @@ class RowPass {
   // After the rows of a chunk, before its products: what each row's gradients are multiplied by; empty: 1. A
   // pass that left no gradients in rows() makes them here. Of groups without a row `chunk` has none.
   virtual Vector gradient(const LossHeadRun&, const LinearHeadSpan&, const LinearHeadPart&) { return {}; }
+  // The gradients of some classes' logits, in their place; only with LossHeadRun::by_classes.
+  virtual void classes(const LossHeadRun&, const LossHeadClasses&) {}
   // All rows have gone forth (LossHeadRun::twice), or there is none.
   virtual void turn(const LossHeadRun&) {}
   virtual void finish(const LossHeadRun&) {}

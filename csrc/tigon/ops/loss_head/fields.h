@@ -19,7 +19,8 @@ struct LinearHeadFields {
     may_round = 32,
     need_unit = 64,        // of per-row losses: their forward may leave dhidden for an upstream gradient of 1
     into_main_grad = 128,  // weight's gradient is added to what its owner keeps
-    keep_logits = 256      // what the forward of per-row losses keeps are logits, not their gradients
+    keep_logits = 256,     // what the forward of per-row losses keeps are logits, not their gradients
+    by_classes = 512       // LinearHead::by_classes; of scalar losses keep_rows is its kept_rows then
   };
   Vector class_weight, token_weight;
   float label_smoothing = 0.0f, z_loss = 0.0f;
@@ -41,6 +42,7 @@ struct LinearHeadFields {
     f.option("lora_scale", h.lora_scale), f.option("wide_logits", h.wide_logits);
     f.option("chunk_rows", labels.chunk_rows), f.option("valid_rows", labels.valid_rows);
     f.option("needs", needs), f.option("keep_rows", keep_rows);
+    h.by_classes = needs & by_classes, h.kept_rows = h.by_classes ? keep_rows : 0;
   }
   static void reduction(Fields& f, LossReduction& r) {
     f.scalar("denominator", r.denominator, DType::f32, Role::optional);
@@ -70,7 +72,7 @@ struct LinearHeadFields {
   }
   void gradients(Fields& f, LinearHead& h, bool whole) const {
     const int64_t v = h.weight.rows, cols = h.hidden.cols, r = h.lora_a.rows;
-    const bool rounded = needs & need_weight && needs & may_round && whole;
+    const bool rounded = needs & need_weight && needs & may_round && (whole || needs & by_classes);
     f.result_if(needs & need_hidden, "dhidden", h.dhidden, h.hidden);
     f.result_if(needs & need_weight, "dweight", h.dweight, v, cols,
                 linear_head_dweight(h.hidden.dtype, rounded));

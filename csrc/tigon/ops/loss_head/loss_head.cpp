@@ -149,7 +149,7 @@ LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearH
   return r;
 }
 
-int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows) {
+int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows, bool lean) {
   TIGON_CHECK(a.op, chunk_rows >= 0, "chunk_rows must be >= 1 (or None), got ", chunk_rows);
   int64_t wanted = chunk_rows > 0 ? chunk_rows
                                   : linear_head_chunk_rows({.cuda = ctx.device() == Device::cuda,
@@ -158,7 +158,8 @@ int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64
                                                             .hidden = a.hidden.cols,
                                                             .vocab = a.weight.rows,
                                                             .train_weight = a.dweight.data != nullptr,
-                                                            .main_grad = a.add_dweight});
+                                                            .main_grad = a.add_dweight,
+                                                            .lean = lean});
   return std::min(wanted, std::max<int64_t>(rows, 1));
 }
 

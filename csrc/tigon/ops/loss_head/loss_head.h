@@ -53,6 +53,10 @@ struct LinearHead {
   Matrix dweight;
   bool add_dweight =
       false;  // dweight is added to its memory's contents (a gradient kept in f32 by its owner)
+  // dweight is formed after all rows, of some classes at a time (engine.h): nothing of its size is summed.
+  // The logits are formed twice, but for those of `kept_rows`.
+  bool by_classes = false;
+  int64_t kept_rows = 0;
   Vector dbias;
   Matrix dlora_a, dlora_b;
 
@@ -119,7 +123,9 @@ struct LinearHeadRows {
 TIGON_API LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels);
 
 // Rows of a chunk of this call: `chunk_rows` where it is not 0, else linear_head_chunk_rows; at most `rows`.
-TIGON_API int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows);
+// `lean` as in LinearHeadSizes.
+TIGON_API int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows,
+                                    bool lean = true);
 // Refuses a dweight that cannot take the sum over so many chunks.
 TIGON_API void linear_head_check_chunks(const LinearHead& a, int64_t chunks);
 

@@ -20,12 +20,14 @@ constexpr Member<LinearHeadSizes> kSizes[] = {
     TIGON_SIZE(train_hidden), TIGON_SIZE(train_weight), TIGON_SIZE(train_bias),   TIGON_SIZE(main_grad),
     TIGON_SIZE(wide),         TIGON_SIZE(chunk_rows),   TIGON_SIZE(cap),          TIGON_SIZE(per_row),
     TIGON_SIZE(keep_rows),    TIGON_SIZE(unit),         TIGON_SIZE(copies),       TIGON_SIZE(row),
-    TIGON_SIZE(fixed)};
+    TIGON_SIZE(fixed),        TIGON_SIZE(peak),         TIGON_SIZE(classes),      TIGON_SIZE(by_classes),
+    TIGON_SIZE(kept_rows),    TIGON_SIZE(lean)};
 #define TIGON_PLAN(name) {#name, &LinearHeadPlan::name}
 constexpr Member<LinearHeadPlan> kPlan[] = {
     TIGON_PLAN(chunk_rows), TIGON_PLAN(whole_rows), TIGON_PLAN(kept),  TIGON_PLAN(unit),
     TIGON_PLAN(fits),       TIGON_PLAN(row),        TIGON_PLAN(fixed), TIGON_PLAN(workspace),
-    TIGON_PLAN(gradients),  TIGON_PLAN(results),    TIGON_PLAN(peak)};
+    TIGON_PLAN(gradients),  TIGON_PLAN(results),    TIGON_PLAN(peak),  TIGON_PLAN(capped),
+    TIGON_PLAN(by_classes), TIGON_PLAN(kept_rows),  TIGON_PLAN(least)};
 
 // "name=default" of every member, in the order of memory.
 template <class T, size_t count>
@@ -46,7 +48,8 @@ std::string needs() {
   return std::string() + TIGON_NEED(hidden, need_hidden) + TIGON_NEED(weight, need_weight) +
          TIGON_NEED(bias, need_bias) + TIGON_NEED(lora_a, need_lora_a) + TIGON_NEED(lora_b, need_lora_b) +
          TIGON_NEED(may_round, may_round) + TIGON_NEED(unit, need_unit) +
-         TIGON_NEED(main_grad, into_main_grad) + TIGON_NEED(logits, keep_logits);
+         TIGON_NEED(main_grad, into_main_grad) + TIGON_NEED(logits, keep_logits) +
+         TIGON_NEED(by_classes, by_classes);
 }
 
 }  // namespace

@@ -9,8 +9,8 @@ namespace {
 int64_t most_rows(const LinearHeadSizes& s) {
   constexpr int64_t kLeast = 1024, kSmallLogits = int64_t(512) << 20;
   if (!s.cuda) return kLeast;
-  int64_t most =
-      std::max(kLeast, kSmallLogits / (std::max<int64_t>(s.vocab, 1) * int64_t(size_of(DType(s.dtype)))));
+  int64_t row = std::max<int64_t>(s.vocab, 1) * int64_t(size_of(DType(s.dtype)));
+  int64_t most = std::max(kLeast, (s.lean && !s.train_weight ? kSmallLogits / 2 : kSmallLogits) / row);
   return s.train_weight ? std::max(most, s.hidden) : most;
 }
 
@@ -24,14 +24,14 @@ struct Bytes {
   int64_t size = int64_t(size_of(dtype)), weight_size = int64_t(size_of(weight_dtype));
   int64_t logits = linear_head_logit_stride(s.vocab);
 
-  // Without weight's gradient the forward of losses of rows.
-  int64_t chunk(bool dweight) const {
+  // Without weight's gradient the forward of losses of rows; `lean`: nothing is kept.
+  int64_t chunk(bool dweight, bool lean) const {
     LinearHeadSizes sizes = s;
-    sizes.train_weight = dweight && s.train_weight;
+    sizes.train_weight = dweight && s.train_weight, sizes.lean = lean && s.lean;
     return s.chunk_rows > 0 ? s.chunk_rows : linear_head_chunk_rows(sizes);
   }
-  int64_t worked_at_once(bool dweight) const {
-    return std::min(chunk(dweight), std::max<int64_t>(s.worked, 1));
+  int64_t worked_at_once(bool dweight, bool lean) const {
+    return std::min(chunk(dweight, lean), std::max<int64_t>(s.worked, 1));
   }
   // A row's logits and what their product takes: PyTorch's on the CPU a copy, in f32 for f16.
   int64_t logits_row() const {
@@ -44,9 +44,15 @@ struct Bytes {
   }
   // Index, labels, place, loss and factors of every row; what the products take; the logits of a wide part.
   int64_t fixed() const {
-    int64_t product = s.cuda ? int64_t(32) << 20 : (f16 ? 8 : size) * s.vocab * s.hidden;
+    const bool direct = dtype == DType::bf16 && (!s.train_weight || s.by_classes);  // no product is added
+    int64_t product = s.cuda ? int64_t(32) << 20 : direct ? 0 : (f16 ? 8 : size) * s.vocab * s.hidden;
     int64_t wide = ceil_to(linear_head_wide_rows(s.cuda, s.vocab), 128);
     return 64 * s.rows + product + (s.wide ? std::min(s.rows, wide) * 4 * logits : 0);
+  }
+  // By classes: the logits' gradients of kept rows, all rows gathered, statistics.
+  int64_t classes() const {
+    if (!s.by_classes) return 0;
+    return s.kept_rows * size * logits + (s.worked < s.rows) * s.worked * s.hidden * size + 8 * s.rows;
   }
   // The weight in hidden's dtype.
   int64_t weight() const { return weight_dtype == dtype ? 0 : s.vocab * s.hidden * size; }
@@ -60,6 +66,7 @@ struct Gradients {
 
   Gradients(const Bytes& b, bool rounded) {
     const LinearHeadSizes& s = b.s;
+    rounded = rounded || s.by_classes;
     int64_t head = s.main_grad ? 0 : s.vocab * s.hidden * s.train_weight, bias = s.vocab * s.train_bias;
     int64_t lora = s.lora_rank * (s.hidden + s.vocab), parameters = b.weight_size * (head + bias);
     dhidden = s.rows * s.hidden * b.size * s.train_hidden;
@@ -77,7 +84,7 @@ void plan_kept(const Bytes& b, LinearHeadPlan& p) {
   if (others && (s.keep_rows < 0 ? s.worked <= p.whole_rows : s.worked <= s.keep_rows))
     p.kept = s.worked;
   else if (others && s.keep_rows > 0)
-    p.kept = s.keep_rows / b.chunk(false) * b.chunk(false);
+    p.kept = s.keep_rows / b.chunk(false, false) * b.chunk(false, false);
   p.unit = s.unit && s.train_hidden && (p.kept > 0 || !others);
 }
 
@@ -85,7 +92,8 @@ void plan_kept(const Bytes& b, LinearHeadPlan& p) {
 void plan_scalar(const Bytes& b, LinearHeadPlan& p) {
   const LinearHeadSizes& s = b.s;
   bool listed = s.worked < s.rows;
-  p.workspace = p.chunk_rows * (b.logits_row() + b.copies_row(2 * listed)) + b.fixed() + b.weight();
+  p.workspace =
+      p.chunk_rows * (b.logits_row() + b.copies_row(2 * listed)) + b.fixed() + b.weight() + b.classes();
   Gradients g(b, b.rounds(p.chunk_rows));
   p.results = g.results;
   p.gradients = s.main_grad ? 0 : g.dhidden + g.others;
@@ -96,13 +104,15 @@ void plan_scalar(const Bytes& b, LinearHeadPlan& p) {
 void plan_rows(const Bytes& b, LinearHeadPlan& p) {
   const LinearHeadSizes& s = b.s;
   bool listed = s.worked < s.rows, whole = s.worked == p.kept;
-  int64_t forward = b.worked_at_once(false), backward = whole ? 0 : b.worked_at_once(true);
+  int64_t forward = b.worked_at_once(false, p.kept == 0);
+  int64_t backward = whole ? 0 : b.worked_at_once(true, p.kept == 0);
   int64_t fixed = b.fixed() + b.weight(), kept = s.chunk_rows > 0 ? std::min(p.kept, s.chunk_rows) : p.kept;
   int64_t first =
       forward * (b.logits_row() - whole * b.size * b.logits + b.copies_row(listed * (1 + p.unit))) + fixed;
   int64_t copies = (listed || p.kept > 0) + (listed && s.train_hidden && !p.unit);
   int64_t second = backward * b.logits_row() + std::max(kept, backward) * b.copies_row(copies) + fixed;
   if (p.unit && !trains_others(s)) second = 0;
+  second += b.classes();
   Gradients g(b, b.rounds(std::max(p.kept, backward)));
   p.chunk_rows = backward ? backward : p.kept ? p.kept : forward;
   p.workspace = std::max(first, second);
@@ -137,15 +147,21 @@ int64_t linear_head_chunk_rows(const LinearHeadSizes& s) {
 }
 
 int64_t linear_head_wide_rows(bool cuda, int64_t vocab) {
-  return most_rows({.cuda = cuda, .dtype = int64_t(DType::f32), .vocab = vocab});
+  return most_rows({.cuda = cuda, .dtype = int64_t(DType::f32), .vocab = vocab, .lean = 0});
+}
+
+int64_t linear_head_class_rows(int64_t rows, int64_t vocab) {
+  return (64 * rows - 1) / linear_head_logit_stride(vocab) + 1;
 }
 
 LinearHeadPlan linear_head_memory(const LinearHeadSizes& sizes) {
   if (DType(sizes.dtype) == DType::f64) return plan_f64(sizes);
   LinearHeadSizes s = sizes;
   const Bytes b{s};
-  LinearHeadPlan p = {.chunk_rows = b.worked_at_once(true),
-                      .whole_rows = s.chunk_rows > 0 ? s.chunk_rows : linear_head_whole_rows(s),
+  LinearHeadSizes all = s;
+  all.lean = 0;
+  LinearHeadPlan p = {.chunk_rows = b.worked_at_once(true, true),
+                      .whole_rows = s.chunk_rows > 0 ? s.chunk_rows : linear_head_whole_rows(all),
                       .row = b.logits_row() + b.copies_row(s.copies) + s.row,
                       .fixed = b.fixed() + s.fixed};
   if (s.cap >= 0) {
@@ -159,10 +175,49 @@ LinearHeadPlan linear_head_memory(const LinearHeadSizes& sizes) {
   return p;
 }
 
+LinearHeadPlan linear_head_within(const LinearHeadSizes& sizes,
+                                  const std::function<LinearHeadPlan(const LinearHeadSizes&)>& plan,
+                                  bool keeps) {
+  LinearHeadPlan p = plan(sizes);
+  if (sizes.peak < 0 || p.peak <= sizes.peak || DType(sizes.dtype) == DType::f64) return p;
+  LinearHeadSizes s = sizes;
+  const bool narrow = DType(s.dtype) == DType::bf16 && s.weight_dtype == s.dtype;
+  s.by_classes = s.classes && s.train_weight && narrow && !s.main_grad && !s.wide && s.lora_rank == 0;
+  if (s.per_row) s.keep_rows = 0;
+  const int64_t worked = std::max<int64_t>(s.worked, 1), step = s.cuda ? 128 : 1;
+  int64_t most = std::min(p.chunk_rows, worked), low = 1;
+  if (s.by_classes) {
+    LinearHeadSizes frozen = sizes;
+    frozen.train_weight = 0;
+    low = linear_head_class_rows(worked, s.vocab);
+    most = std::max(std::min(most, linear_head_chunk_rows(frozen)), low);
+  }
+  auto at = [&](int64_t rows) {
+    s.chunk_rows = rows;
+    LinearHeadPlan found = plan(s);
+    found.chunk_rows = std::min(rows, found.chunk_rows), found.capped = 1;
+    found.by_classes = s.by_classes, found.kept_rows = s.kept_rows;
+    return found;
+  };
+  const int64_t least = low;
+  p = at(least);
+  p.least = p.peak > s.peak ? p.peak : 0;
+  if (p.least > 0) return p;
+  for (int64_t high = most + 1; high - low > 1;) {  // the most rows that fit
+    const int64_t middle = low + (high - low) / 2;
+    (at(middle).peak <= s.peak ? low : high) = middle;
+  }
+  p = at(std::max(low >= 2 * step ? low / step * step : low, least));
+  if (!s.by_classes || s.per_row || !keeps) return p;
+  const int64_t row = linear_head_logit_stride(s.vocab) * int64_t(size_of(DType(s.dtype)));
+  s.kept_rows = std::min((s.peak - p.peak) / row / step * step, worked);
+  return at(p.chunk_rows);
+}
+
 }  // namespace tigon
 
 // For Python, through ctypes.
 extern "C" TIGON_API void tigon_linear_head_memory(const tigon::LinearHeadSizes* sizes,
                                                    tigon::LinearHeadPlan* plan) {
-  *plan = tigon::linear_head_memory(*sizes);
+  *plan = tigon::linear_head_within(*sizes, tigon::linear_head_memory, true);
 }

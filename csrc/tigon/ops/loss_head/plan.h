@@ -3,6 +3,8 @@
 // call takes (tigon.linear_cross_entropy_memory).
 #pragma once
 
+#include <functional>
+
 #include "tigon/base/export.h"
 #include "tigon/base/tensor.h"
 
@@ -24,6 +26,10 @@ struct LinearHeadSizes {
   int64_t unit = 0;            // hidden's gradient for an upstream of 1 may stay
   int64_t copies = 2;          // of a row of a chunk, as the cap counts them
   int64_t row = 0, fixed = 0;  // bytes that a driver takes besides: of a row of a chunk, of the call
+  int64_t peak = -1;           // bytes that the call may take, results included; -1: any number
+  int64_t classes = 0;         // the loss can form weight's gradient by classes
+  int64_t by_classes = 0, kept_rows = 0;  // as in LinearHead
+  int64_t lean = 1;                       // chunks are smaller where no gradient of weight is wanted
 };
 
 // True where dlogits of this dtype may carry a factor like 1/count: in f16 small quotients would leave its
@@ -40,14 +46,16 @@ constexpr int64_t linear_head_logit_stride(int64_t vocab) { return (vocab + 63) 
 
 // Rows of a chunk, from what the call will allocate; chunk_rows and cap are not looked at.
 //   CPU   1024, and a quarter more rather than a second chunk.
-//   CUDA  As many as the logits of 512 MiB have, at least 1024: enough for the products' speed. Where weight
-//   has a gradient,
+//   CUDA  As many as the logits of 512 MiB have, at least 1024: enough for the products' speed. Of a call
+//         without a gradient of weight, whose other memory is small, 256 MiB. Where weight has a gradient,
 //         every chunk more reads and writes it once more in f32, so logits may take what that gradient's cast
 //         will take anyway (H rows); and one chunk takes all rows where that needs no more than a tenth above
 //         the f32 sum and its cast (2.3 H rows in 16 bits): no sum, no cast.
 TIGON_API int64_t linear_head_chunk_rows(const LinearHeadSizes& sizes);
 // Most rows that one chunk takes whole.
 TIGON_API int64_t linear_head_whole_rows(const LinearHeadSizes& sizes);
+// Rows whose logits take as much as those of 64 classes of `rows`.
+TIGON_API int64_t linear_head_class_rows(int64_t rows, int64_t vocab);
 // Most rows of a part with wide logits.
 TIGON_API int64_t linear_head_wide_rows(bool cuda, int64_t vocab);
 
@@ -60,7 +68,17 @@ struct LinearHeadPlan {
   int64_t workspace = 0;               // bytes while a pass runs
   int64_t gradients = 0, results = 0;  // kept from forward to backward; what is left at the end
   int64_t peak = 0;
+  int64_t capped = 0;  // the call has to ask for chunk_rows and the next two, and to keep nothing
+  int64_t by_classes = 0, kept_rows = 0;
+  int64_t least = 0;  // the smallest peak, where it is above that of the sizes
 };
 TIGON_API LinearHeadPlan linear_head_memory(const LinearHeadSizes& sizes);
+// The plan within the peak of the sizes. `plan` gives that of a call whatever its peak: linear_head_memory,
+// or with what a driver takes in addition. A call that would take more keeps nothing and takes smaller
+// chunks. Where a sum over chunks needs more memory than weight's gradient does, that is formed by classes;
+// with `keeps`, which losses of groups do not, as many rows are kept as fit.
+LinearHeadPlan linear_head_within(const LinearHeadSizes& sizes,
+                                  const std::function<LinearHeadPlan(const LinearHeadSizes&)>& plan,
+                                  bool keeps = false);
 
 }  // namespace tigon

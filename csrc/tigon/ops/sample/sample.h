@@ -19,8 +19,9 @@
 // Aliasing    none
 // Determinism bitwise, also among other rows. The CPU draws what CUDA draws unless two scores are a rounding
 //             apart
-// Traffic     rows * cols reads from memory, then again from cache: once for the race, once for log_prob, 2
-//             to 18 times for each threshold of top_k and top_p
+// Traffic     rows * cols reads from memory, then again from cache: once for the race, once for log_prob,
+//             and for each threshold of top_k and top_p until 4096 entries can still be it, at most 18
+//             times (some 6 times for usual logits)
 // Refused     sizes, dtypes, 2^32 columns or more: tigon::Error before anything is written. Values are not
 //             checked: a temperature that is not above 0 counts as 0; top_k below 1, top_p not below 1 and
 //             min_p not above 0 keep all tokens. A row that holds NaN or +inf, or only -inf, gets id -1 and

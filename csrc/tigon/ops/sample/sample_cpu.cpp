@@ -39,6 +39,8 @@ class Row {
     for (int64_t c = 0; c < columns_; ++c) sum += ordered_key(z_[c]) >= least ? double(mass_[c]) : 0.0;
     return sum;
   }
+  void reset() const {}
+  void narrow(uint32_t, uint32_t, double, const SampleShare&) const {}
   // A caller asks for a mass before it asks for shares by mass.
   void shares(const uint32_t (&keys)[3], SampleShare (&shares)[3], bool by_mass, float, float) const {
     for (SampleShare& share : shares) share = {};

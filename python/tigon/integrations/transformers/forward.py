@@ -27,7 +27,9 @@ class Forward:
         self.name = name  # of the class's method
 
     def call(self, *args, **kwargs):
-        if self.replaces_own():
+        kind = type(self.module)
+        same = kind is self.kind and not self.helpers and getattr(kind, self.name, None) is self.method
+        if same or self.replaces_own():
             return self.function(self.module, self.spec, *args, **kwargs)
         return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
@@ -204,8 +206,14 @@ def plain(*tensors) -> bool:
 
 
 def read(module: nn.Module, *names) -> list:
-    """Attributes of these names; of what is no name, itself."""
-    return [getattr(module, name) if isinstance(name, str) else name for name in names]
+    """Attributes of these names; of what is no name, itself. Parameters are where torch looks last."""
+    own, found = module._parameters, []
+    for name in names:
+        if isinstance(name, str):
+            value = own.get(name)
+            name = getattr(module, name) if value is None else value
+        found.append(name)
+    return found
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

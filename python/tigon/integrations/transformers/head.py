@@ -46,6 +46,7 @@ from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.operands import Trained
+from tigon.ops.loss_head.tied import lookup
 
 # Hooks of these packages gather weights or move tensors; they do not read the logits.
 INFRASTRUCTURE = ("torch.distributed", "deepspeed", "accelerate")
@@ -88,6 +89,7 @@ class HeadSpec:
     ledger: Ledger
     compiled: bool = False  # its model's loss_function is Tigon's, so tracing meets no torch function
     always: bool = False  # lazy logits without labels too
+    max_peak_mb: float | None = None  # of its loss
     without_labels: str | None = None  # advice for the first caller that passed none
     once: str | None = None  # why its weight is in memory only during the first call
     forwards: dict[nn.Module, LogitsUse] = field(
@@ -215,10 +217,10 @@ def _linear_loss(module, spec, hidden, request):
         bias = added if bias is None else bias + added
     target = request.target  # on the CPU: counted there, then moved
     target = target if target.device.type == "cpu" else target.to(hidden.device)
-    spec.ledger.note(hidden, weight.to_local() if sharded else weight)
+    spec.ledger.note(hidden, weight.to_local() if sharded else weight, spec.max_peak_mb)
     device = hidden.device.type
     off = nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
-    options = {"bias": bias, **request.options}
+    options = {"bias": bias, "max_peak_mb": spec.max_peak_mb, **request.options}
     scaling = options.pop("token_scaling", False)
     check(
         "apply",
@@ -241,6 +243,27 @@ def _linear_loss(module, spec, hidden, request):
     if eager:
         Trained.calls = others  # the report counts this one as its own
     return loss
+
+
+def tie(owner: nn.Module, linears) -> None:
+    """Let the embedding add its gradient to that of a head with the same weight."""
+    table = owner.get_input_embeddings() if isinstance(owner, PreTrainedModel) else None
+    if getattr(type(table), "forward", None) is not nn.Embedding.forward or "forward" in vars(table):
+        return
+    plain_table = table.max_norm is None and not (table.sparse or table.scale_grad_by_freq)
+    if plain_table and any(table.weight is linear.weight for linear in linears if is_linear(linear)):
+        bind(table_forward, table, None)
+
+
+def table_forward(module: nn.Embedding, spec, ids):
+    """Forward of an embedding whose table is a head's weight too."""
+    weight = module.weight
+    trained = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and plain(ids, weight)
+    if not trained or hasattr(weight, "ds_id") or torch.compiler.is_compiling() or not weight.numel():
+        return stock(module, ids)
+    if torch._C._are_functorch_transforms_active() or weight.dtype == torch.float64:
+        return stock(module, ids)
+    return lookup(ids, weight, module.padding_idx)
 
 
 def attach(owner: nn.Module, spec: HeadSpec) -> None:

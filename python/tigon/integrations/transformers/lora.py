@@ -41,6 +41,7 @@ from tigon.integrations.transformers.head_operands import (
     is_linear,
     row_lengths,
 )
+from tigon.integrations.transformers.linears import shared_calls
 from tigon.ops import fp8_linear, glu, rms_norm
 from tigon.ops.fp8_weight import Fp8Weight
 from tigon.ops.lora_linear import Adapter, Base, apply, prepare, reference
@@ -186,30 +187,14 @@ def find_siblings(parent: nn.Module, names: list[str]) -> Siblings | None:
 
 @functools.cache
 def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
-    """Those of the attributes that are called with one variable, with no assignment to it in between."""
+    """Those of the attributes that the forward calls with one variable."""
     try:
         tree = source_tree(forward)
     except NoSource:
         return ()
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     body = getattr(next(functions, None), "body", [])  # none of a lambda
-    best: list[str] = []
-    called: dict[str, list[str]] = {}
-    for statement in body:
-        branches = isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.With)
-        for node in ast.walk(statement):
-            match node:
-                case ast.Call(
-                    func=ast.Attribute(value=ast.Name(id="self"), attr=name),
-                    args=[ast.Name(id=x)],
-                    keywords=[],
-                ) if name in names and not branches:
-                    called.setdefault(x, []).append(name)
-                    best = max(best, called[x], key=len)
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                called.pop(node.id, None)
-    return tuple(dict.fromkeys(best))
+    return shared_calls(body, names).names
 
 
 def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from tigon._dtensor import rows_stay_local
 from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical
-from tigon.integrations.transformers.forward import blocked, plain, read, stock
+from tigon.integrations.transformers.forward import PLAIN, blocked, plain, read, stock
 from tigon.integrations.transformers.patterns.norms import (
     DECLARED,
     FACTORS,
@@ -45,9 +45,19 @@ class NormSpec:
     norm_first: bool = True
     groups: str | None = None
     decided: tuple = ()  # names and values of attributes by which the rest was chosen
+    simple: bool = field(init=False)  # over whole rows, with the weight as it is
+
+    def __post_init__(self):
+        known = self.op == "rms_norm" and self.rounding in ("llama", "gemma", "none")
+        other = self.shift or self.unit or self.autocast or self.group_size
+        object.__setattr__(self, "simple", bool(known and not other))
 
 
 def norm_forward(module: nn.Module, spec: NormSpec, *args):
+    if spec.simple and not spec.decided and len(args) == 1 and type(args[0]) in PLAIN:
+        weight, eps = read(module, spec.weight, spec.eps)
+        if (weight is None or type(weight) in PLAIN) and eps is not None:
+            return rms_norm(args[0], weight, eps, offset=spec.offset, rounding=spec.rounding)
     for name, value in spec.decided:
         if getattr(module, name) != value:
             return stock(module, *args)

@@ -39,9 +39,12 @@ from tigon.integrations.transformers.head import (
     calls_head,
     output_head,
     plan_head,
+    tie,
     watched_forward,
 )
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper, plan_streams
+from tigon.integrations.transformers.linears import linears_of
+from tigon.integrations.transformers.linears import rewrite as share_linears
 from tigon.integrations.transformers.lora import LoraSpec, find_siblings, lora_forward, plan_lora
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
@@ -54,6 +57,7 @@ from tigon.integrations.transformers.rope import plan_rotary, rewrite, rotary_ca
 from tigon.integrations.transformers.routers import plan_router, router_forward
 from tigon.ops.arguments import check_booleans
 from tigon.ops.fp8_linear import forget_weights
+from tigon.ops.loss_head.plan import check_cap
 
 log = logging.getLogger("tigon")
 ABSENT = "absent"  # the model had no loss function of its own
@@ -255,7 +259,7 @@ class _Plan:
                 spec = replace(spec, ledger=ledger)
             bind(function, module, spec, name, of=GATE if name == LAYER else None)
 
-    def commit(self, state: State, lazy_logits: bool):
+    def commit(self, state: State, lazy_logits: bool, max_peak_mb: float | None):
         self.replace(state.ledger)
         switch(self.model, state.experts)
         for module, name, names in self.turns:
@@ -264,14 +268,19 @@ class _Plan:
                 bind(rotary_forward, module, Rewritten(rewrite, type(module), names, name=name), name)
             elif isinstance(held.spec, Rewritten):
                 held.spec.add(rewrite, names)
+            made = bound(module, name)
+            if made is not None and isinstance(made.spec, Rewritten):
+                made.spec.add(share_linears, linears_of(module))
         for owner, linears in self.heads:
             known = [forward.spec[0] for forward in (model_forward(owner),) if forward and forward.spec]
             known += [forward.spec for forward in map(bound, linears) if forward is not None]
             spec = known[0] if known else HeadSpec(state.report.head_calls, state.ledger)
             spec.compiled |= owner.loss_function in (ForCausalLMLoss, causal_lm_loss)
             spec.always |= lazy_logits
+            spec.max_peak_mb = spec.max_peak_mb if max_peak_mb is None else max_peak_mb
             bind_head(linears, spec)
             attach(owner, spec)
+            tie(owner, linears)
         if state.report.count("loss"):
             for path in self.losses:
                 owner = self.model.get_submodule(path)
@@ -319,6 +328,7 @@ def apply(
     hyper: bool | None = None,
     lora: bool | None = None,
     lazy_logits: bool = False,
+    max_peak_mb: float | None = None,
     graphs: bool | Sequence[int] = False,
     fp8: str | None = None,
     fp8_except: Sequence[str] = (),
@@ -339,6 +349,8 @@ def apply(
             None: replace the slot if the model has it. True: the report also says if nothing was found.
         lazy_logits: also return lazy logits from training forwards without labels, for a loss that you (or
             Trainer's ``compute_loss_func``) compute from ``output.logits``. It stays on until `undo`.
+        max_peak_mb: bound of what the loss head allocates in a step, in MiB, as in
+            :func:`tigon.linear_cross_entropy`. It holds until `undo`.
         graphs: replay training calls as CUDA graphs (docs/graphs.md). Numbers are the lengths to which rows
             are padded. It stays on until `undo`.
         fp8: compute the matmuls of Linears in layers in float8: "rowwise", or "rowwise_dw_bf16", which
@@ -359,6 +371,7 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise Error(f"[apply] model must be a torch.nn.Module, got {_what(model)}")
+    check_cap("apply", max_peak_mb=max_peak_mb)
     lengths = _lengths(graphs)
     root = unwrapped(model)
     check_recipe(fp8, root)
@@ -408,7 +421,7 @@ def apply(
     if state is None:
         state = root.__dict__[STATE] = State(report)
     state.fp8 = state.fp8 if fp8 is None else options
-    plan.commit(state, lazy_logits)
+    plan.commit(state, lazy_logits, max_peak_mb)
     if asked["lora"]:
         _watch(root)
     _use_graphs(root, report, lengths)

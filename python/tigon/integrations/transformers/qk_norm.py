@@ -74,7 +74,7 @@ def _options(norms, heads, swapped) -> dict | None:
         if not method.replaces_own():
             return None
         spec = method.spec
-        if has_hooks(norm) or not _simple(spec) or x.ndim - swap < 3 or x.shape[-1] > MAX_HEAD_DIM:
+        if has_hooks(norm) or not spec.simple or x.ndim - swap < 3 or x.shape[-1] > MAX_HEAD_DIM:
             return None
         weight = None if spec.weight is None else getattr(norm, spec.weight)
         if weight is not None and not (plain(weight) and weight.shape == x.shape[-1:]):
@@ -85,16 +85,6 @@ def _options(norms, heads, swapped) -> dict | None:
     if any(one != found[0] for one in found):
         return None
     return {"q_weight": weights[0], "k_weight": (*weights, None)[1], **found[0][0]}
-
-
-def _simple(spec) -> bool:
-    """Whether a norm is one over whole rows with its weight as it is."""
-    rounding = spec.rounding in ("llama", "gemma", "none")
-    return (
-        spec.op == "rms_norm"
-        and rounding
-        and not (spec.shift or spec.unit or spec.autocast or spec.group_size)
-    )
 
 
 def plan_qk_norm(module: nn.Module) -> tuple[Rewritten, str] | str | None:
@@ -108,7 +98,7 @@ def plan_qk_norm(module: nn.Module) -> tuple[Rewritten, str] | str | None:
             continue
         verdicts = [plan_norm(norm) if isinstance(norm, nn.Module) else None for norm in norms]
         form = rotary_form((inspect.unwrap(type(module).forward).__module__, name))
-        if not all(isinstance(verdict, tuple) and _simple(verdict[0]) for verdict in verdicts):
+        if not all(isinstance(verdict, tuple) and verdict[0].simple for verdict in verdicts):
             return None
         if form is None or form.get("deinterleave"):
             return None

@@ -35,7 +35,7 @@ class Ledger:
         if not torch.compiler.is_compiling():
             self.owed = self.taken
 
-    def note(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    def note(self, hidden: torch.Tensor, weight: torch.Tensor, max_peak_mb: float | None = None) -> None:
         """Record that the head computes a loss of these operands."""
         if torch.compiler.is_compiling() or hidden.device.type not in ("cpu", "cuda"):
             return
@@ -51,7 +51,8 @@ class Ledger:
             train_hidden=hidden.requires_grad,
             main_grad=trained and bool(getattr(weight, "tigon_main_grad", False)),
         )
-        self.taken = max(needs.peak - needs.results, 0)
+        peak = needs.peak if max_peak_mb is None else min(needs.peak, int(max_peak_mb * 2**20))
+        self.taken = max(peak - needs.results, 0)
 
     def project(self, down: nn.Module, inner: torch.Tensor) -> torch.Tensor:
         """``down(inner)``, which does not keep inner while bytes are left to save."""

@@ -26,7 +26,7 @@ from tigon.integrations.transformers.rewriting import (
     rewrite_innermost,
     rewritten_forward,
 )
-from tigon.ops.rope import rope
+from tigon.ops.rope import quick, rope
 
 Key = tuple[str, str]  # module name, name of the global
 _STOCK, _FUSED = "_tigon_stock_", "_tigon_fused_"
@@ -38,18 +38,25 @@ def make_rotary(stock, structure: Structure):
     options, fixed = structure.options, structure.options["rope"]
     parameters = inspect.signature(structure.reference).parameters
     roles = [ROLES.get(name, name) for name in parameters]
-    required = [role for role, p in zip(roles, parameters.values(), strict=True) if p.default is p.empty]
+    required = {role for role, p in zip(roles, parameters.values(), strict=True) if p.default is p.empty}
     names = [*(parameters if stock is None else inspect.signature(_source_of(stock)).parameters)]
     role_of = dict(zip(names if len(names) == len(roles) else parameters, roles, strict=True))
 
+    plain_form = (fixed, options["tables"], options["back"], options["keeps_k"]) == ({}, "all", False, False)
+    plain_form = plain_form and roles[:4] == ["q", "k", "cos", "sin"] and options["at"] == 1
+
     def with_op(original, op):
         def rotary(*args, **kwargs):
+            if plain_form and op is rope and len(args) == 4 and not kwargs and _fit(options["ndim"], *args):
+                y = quick(*args)
+                if y is not None:
+                    return y
             given = dict(zip(roles, args, strict=False))
             for name, value in kwargs.items():
                 given[role_of.get(name)] = value
             q, k, cos, sin = given.get("q"), given.get("k"), given.get("cos"), given.get("sin")
             dim = given.get("unsqueeze_dim", options["at"])
-            whole = len(given) == len(args) + len(kwargs) and all(role in given for role in required)
+            whole = len(given) == len(args) + len(kwargs) and required <= given.keys()
             if not whole or None in given or not _usual(options["ndim"], q, k, cos, sin, dim):
                 return original(*args, **kwargs)
             dims = {} if "unsqueeze_dim" in fixed else {"unsqueeze_dim": dim or 1}
@@ -69,6 +76,12 @@ def make_rotary(stock, structure: Structure):
     return rotary
 
 
+def _fit(dims, q, k, cos, sin) -> bool:
+    """Whether q and k are heads, and the tables such as stock takes."""
+    whole = torch.is_tensor(q) and torch.is_tensor(k) and torch.is_tensor(cos)
+    return whole and q.ndim in dims and cos.ndim == q.ndim - 1
+
+
 def _usual(dims, q, k, cos, sin, unsqueeze_dim) -> bool:
     """Whether the tensors are such that `tigon.rope` computes what stock does."""
     tensors = [x for x in (q, k, cos, sin) if x is not None]
@@ -81,8 +94,10 @@ def _usual(dims, q, k, cos, sin, unsqueeze_dim) -> bool:
         return False
     if cos.dtype != (torch.complex64 if sin is None else sin.dtype):
         return False
-    known = k is None or (k.ndim == q.ndim and k.dtype == q.dtype)
-    return known and all(x.device == q.device for x in tensors)
+    if k is not None and (k.ndim != q.ndim or k.dtype != q.dtype):
+        return False
+    device = q.device
+    return all(x.device == device for x in tensors)
 
 
 def rotary_callers(cls: type) -> dict[str, dict[Key, object]]:

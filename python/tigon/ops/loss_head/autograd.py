@@ -18,7 +18,9 @@ import torch
 
 from tigon._load import native
 from tigon._op import Op, direct_apply, graph_is_kept, may_overwrite_saved, raw, refuse_second
+from tigon.ops.loss_head import tied
 from tigon.ops.loss_head.operands import (
+    BY_CLASSES,
     HEAD_ARGUMENTS,
     HIDDEN,
     LOGITS,
@@ -54,6 +56,8 @@ def _plan(call: HeadCall, rows, **sizes):
 def _dweight_dtype(call: HeadCall, kept):
     """The dtype in which the native side computes weight's gradient."""
     hidden, needs, rows = call.operands.hidden, call.memory.needs, call.rows()
+    if needs & BY_CLASSES:
+        return hidden.dtype
     if not (needs & WEIGHT and needs & MAY_ROUND and hidden.dtype == torch.bfloat16):
         return torch.float32
     if kept is not None and (kept.shape[0] < rows or not (call.memory.chunk_rows or needs & LOGITS)):
@@ -322,6 +326,7 @@ class _Eager(torch.autograd.Function):
         late = scalar and main_grad is not None  # the backward computes all gradients, times the upstream
         output = loss.op.forward(*(call.with_memory(0, 0) if late else call).flat())
         ctx.loss, ctx.main_grad, ctx.scalar = loss, main_grad, scalar
+        ctx.table = weight if tied.is_table(weight) else None
         ctx.needs, ctx.dtypes = call.memory.needs, dtypes_of(hidden, weight, bias)
         if scalar and not late:
             ctx.save_for_backward(*output[1:RESULTS])
@@ -344,10 +349,12 @@ class _Eager(torch.autograd.Function):
                 scale, *tensors = tensors
                 dloss = _row_upstream(dloss, scale, tensors[4].shape)
             gradients = loss.rows_gradients(tensors, dloss, ctx.call, eager=True, main_grad=ctx.main_grad)
-        asked = (
+        asked = [
             None if g is None or not needs & bit else g if g.dtype == dtype else g.to(dtype)
             for g, dtype, bit in zip(gradients, ctx.dtypes, NEEDS.values(), strict=True)
-        )
+        ]
+        if ctx.table is not None:
+            tied.returned(ctx.table, asked[1])
         return None, None, None, None, None, *asked
 
 

@@ -75,6 +75,7 @@ def linear_cross_entropy(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
+    max_peak_mb: float | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | NamedTuple:
@@ -130,6 +131,11 @@ def linear_cross_entropy(
         chunk_rows: rows per chunk; ``None`` chooses a number (see docs/loss-head.md).
         max_workspace_mb: upper bound of the memory, in MiB, without inputs, results and gradients. Chunks
             shrink to fit it.
+        max_peak_mb: upper bound, in MiB, of all that the call and its backward allocate: gradients, results,
+            float32 sums and workspace. A call that would take more takes smaller chunks. If the sum of the
+            weight's gradient over chunks has no room (bfloat16), the gradient is formed for some classes at a
+            time: all rows at once, without a sum, for one more matmul of as many logits as were not kept. The
+            least bound is about the gradients and 300 MiB (docs/memory.md).
         keep_mb: with ``"none"``: see :func:`tigon.linear_log_prob`.
         logit_dtype: ``torch.float32``: the logits of 16-bit operands are not rounded to 16 bits. The matmul
             uses the same tensor cores and writes float32, about 1024 rows at a time (at most 512 MiB more, or
@@ -152,7 +158,8 @@ def linear_cross_entropy(
     target = labels_of(target, ignore_index)
     labels = ignore_index, shift, position_ids, valid_rows
     head = HeadOptions(
-        bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb, logit_dtype
+        *(bias, softcap, logit_scale, temperature, lora, *labels),
+        *(chunk_rows, max_workspace_mb, logit_dtype, max_peak_mb),
     )
     operands.check_head(_OP, hidden, weight, target, head)
     if outputs is not None:
@@ -184,6 +191,7 @@ def linear_cross_entropy(
     )
     if not scalar:
         call = keep(call, keep_mb, main_grad)
+    call = operands.within_peak(_OP, call, head, weight, main_grad, per_row=not scalar)
     loss, numbers, predicted, _ = _loss.run(call, parameters, main_grad, scalar)
     loss = loss if scalar else loss.view(target.shape)
     if outputs is None:

@@ -203,6 +203,9 @@ def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
     more = _loss.more(*teacher, _KINDS[d.kind], d.beta, *weights, *side, *divisors, code, bits)
     options = {"token_weight": d.token_weight, "more": more}
     call, parameters = operands.prepare(op, hidden, weight, labels, head, **options)
+    size = states.shape[-1] if teacher_weight is not None else 0
+    way = {"function": "tigon_linear_divergence_memory", "groups": (size,), "per_row": code == 0}
+    call = operands.within_peak(op, call, head, weight, classes=False, **way)
     loss, numbers = _loss.run(call, parameters, scalar=code != 0)
     names = [name for name in NUMBERS if name in d.outputs]
     results = {name: numbers[i].view(lead) for i, name in enumerate(names)}
@@ -235,6 +238,7 @@ def linear_kl_div(
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
+    max_peak_mb: float | None = None,
 ) -> torch.Tensor | NamedTuple:
     """``KL(teacher || student)`` of the distributions of two linear heads, without storing the full logits.
 
@@ -268,6 +272,8 @@ def linear_kl_div(
             PyTorch), ``"sum"``, or ``"none"``: ``[...]`` losses, whose backward computes the logits again.
         token_weight, denominator, ignore_index, shift, position_ids, valid_rows, chunk_rows: as in
             :func:`tigon.linear_cross_entropy`. token_weight does not change the divisor of a mean.
+        max_peak_mb: as in :func:`tigon.linear_cross_entropy`, but only by smaller chunks: the weight's
+            gradient is summed in float32.
         outputs: ``("loss",)`` returns only the loss. With any of ``"soft"``, ``"hard"`` (a row's terms,
             without their weights) and ``"entropy"`` (of the student at `temperature`) the call returns a
             named tuple: float32 ``[...]``, detached, 0 on ignored rows.
@@ -287,7 +293,8 @@ def linear_kl_div(
     arguments.check_booleans("linear_kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
     rows = ignore_index, shift, position_ids, valid_rows
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    caps = {"chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, **caps)
     side = soft, hard, teacher_softcap, teacher_logit_scale
     loss = Divergence(teacher, kind, 0.5, *side, token_weight, reduction, denominator, outputs)
     return _run("linear_kl_div", hidden, weight, labels, head, loss)
@@ -319,6 +326,7 @@ def linear_jsd(
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
+    max_peak_mb: float | None = None,
 ) -> torch.Tensor | NamedTuple:
     """Generalised Jensen-Shannon divergence of two linear heads, without storing the full logits.
 
@@ -333,7 +341,8 @@ def linear_jsd(
     """
     kind = _divergence.jsd_kind("linear_jsd", beta)
     rows = ignore_index, shift, position_ids, valid_rows
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    caps = {"chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, **caps)
     side = soft, hard, teacher_softcap, teacher_logit_scale
     loss = Divergence(teacher, kind, beta, *side, token_weight, reduction, denominator, outputs)
     return _run("linear_jsd", hidden, weight, labels, head, loss)
@@ -364,6 +373,7 @@ def linear_tvd(
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
+    max_peak_mb: float | None = None,
 ) -> torch.Tensor | NamedTuple:
     """Total variation distance ``1/2 sum |T - S|`` of two linear heads, without storing the full logits.
 
@@ -371,7 +381,8 @@ def linear_tvd(
     :func:`tigon.linear_kl_div`.
     """
     rows = ignore_index, shift, position_ids, valid_rows
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, chunk_rows)
+    caps = {"chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, **caps)
     side = soft, hard, teacher_softcap, teacher_logit_scale
     loss = Divergence(teacher, "tvd", 0.5, *side, token_weight, reduction, denominator, outputs)
     return _run("linear_tvd", hidden, weight, labels, head, loss)

@@ -82,7 +82,8 @@ def _backward(ctx, dlog_prob, dentropy, *_):
         upstream = dentropy.new_zeros(target.shape)
     else:
         upstream = -dlog_prob  # the loss is -log_prob
-    needs = autograd.wanted(ctx.needs_input_grad) | ctx.call.memory.needs & operands.LOGITS
+    needs = ctx.call.memory.needs & (operands.LOGITS | operands.BY_CLASSES)
+    needs |= autograd.wanted(ctx.needs_input_grad)
     if not torch.compiler.is_compiling():
         needs |= operands.MAY_ROUND
     eager = isinstance(ctx, _op.node)
@@ -119,6 +120,7 @@ def linear_log_prob(
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
+    max_peak_mb: float | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -146,8 +148,8 @@ def linear_log_prob(
     Args:
         target: int labels ``[...]``, or ``[..., K]`` of any ``K >= 1``; ``ignore_index`` does not count.
         hidden, weight, bias, temperature, softcap, logit_scale, ignore_index, shift, position_ids,
-            valid_rows, lora, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`, including
-            ``main_grad`` of weight.
+            valid_rows, lora, chunk_rows, max_peak_mb, logit_dtype: as in
+            :func:`tigon.linear_cross_entropy`, including ``main_grad`` of weight.
         entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``. It is differentiable.
         keep_mb: (one label a row) how many MiB the gradients of the logits may take between forward and
             backward (computed rows, times V rounded up to 64, times the size of hidden's dtype). ``None``:
@@ -173,7 +175,8 @@ def linear_log_prob(
     """
     labels = ignore_index, shift, position_ids, valid_rows
     head = HeadOptions(
-        bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, logit_dtype=logit_dtype
+        *(bias, softcap, logit_scale, temperature, lora, *labels),
+        *(chunk_rows, None, logit_dtype, max_peak_mb),
     )
     target = labels_of(target, ignore_index)
     many = several(hidden, target)
@@ -225,6 +228,8 @@ def linear_log_prob(
             formula=call.formula._replace(ignore_index=ignore_index),
         )
     call = autograd.keep(call, 0 if many else keep_mb, main_grad, entropy)
+    labels = {"classes": not many, "more": 8 * target.numel() * many}
+    call = operands.within_peak(_OP, call, head, weight, main_grad, per_row=True, **labels)
     result, entropies = _op(*call.flat())
     if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is the backward's ctx
         result.grad_fn.main_grad = main_grad

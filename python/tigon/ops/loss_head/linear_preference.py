@@ -80,8 +80,11 @@ def _ref_operands(ref, like):
 # The operators: results of answers or rows come after the loss, the reduction's factor and the gradients.
 
 
-def _run(loss: HeadLoss, op, hidden, weight, labels, head: HeadOptions, more):
+def _run(loss: HeadLoss, op, hidden, weight, labels, head: HeadOptions, more, group):
+    """`group`: answers that share a chunk."""
     call, _ = operands.prepare(op, hidden, weight, labels, head, more=loss.more(labels.shape[0], *more))
+    way = {"function": "tigon_linear_preference_memory", "groups": (group, labels.shape[1])}
+    call = operands.within_peak(op, call, head, weight, **way)
     hidden, weight, _, bias, _, _, lora_a, lora_b = call.operands
     return loss.run(call, (hidden, weight, bias, lora_a, lora_b))
 
@@ -150,7 +153,9 @@ def _prefer(
     device, number = split_denominator(denominator, hidden.device)
     flat = [None, None] if labels is None else [t.reshape(-1) for t in (target, nll_target)]
     more = (*reference, *flat, sums, desirable, kl, device, number, *formula)
-    results = _run(_preference_loss, op, hidden, weight, target if labels is None else labels, head, more)
+    group = 2 if desirable is None else 1
+    labels = target if labels is None else labels
+    results = _run(_preference_loss, op, hidden, weight, labels, head, more, group)
     return PreferenceResult(*results) if desirable is None else KTOResult(*results[:3])
 
 
@@ -174,6 +179,7 @@ def linear_preference(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
+    max_peak_mb: float | None = None,
     kind: str = "sigmoid",
     beta: float = 0.1,
     average: bool | None = None,
@@ -200,6 +206,7 @@ def linear_preference(
             difference makes the loss NaN). ``None``: target's labels.
         bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora: as in
             :func:`tigon.linear_cross_entropy`; ``valid_rows`` counts rows with a label of either target.
+        max_peak_mb: as in :func:`tigon.linear_cross_entropy`.
         chunk_rows, max_workspace_mb: bounds of a chunk. A chunk holds whole pairs; by default it grows to its
             longest pair if its logits take no more than 1 GiB. If a pair does not fit a chunk, the logits of
             every chunk but the last are computed twice (four matmuls).
@@ -217,7 +224,8 @@ def linear_preference(
     """
     op = "linear_preference"
     labels = ignore_index, shift, None, valid_rows
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb)
+    caps = chunk_rows, max_workspace_mb, None, max_peak_mb
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, *caps)
     target = _checked(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
@@ -251,6 +259,7 @@ def linear_kto(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
+    max_peak_mb: float | None = None,
     kind: str = "kto",
     beta: float = 0.1,
     average: bool = False,
@@ -264,7 +273,7 @@ def linear_kto(
         hidden, weight, target: ``[B, T, H]``, ``[V, H]``, ``[B, T]``.
         desirable, kind, beta, kl, weights, average, denominator: as in :func:`tigon.kto_loss`.
         ref, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
-            max_workspace_mb: as in :func:`linear_preference`; a chunk holds whole answers.
+            max_workspace_mb, max_peak_mb: as in :func:`linear_preference`; a chunk holds whole answers.
 
     Returns:
         :class:`tigon.ops.preference.KTOResult`: ``(loss, log_prob [B], rewards [B])``, as
@@ -275,7 +284,8 @@ def linear_kto(
     """
     op = "linear_kto"
     labels = ignore_index, shift, None, valid_rows
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb)
+    caps = chunk_rows, max_workspace_mb, None, max_peak_mb
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, *caps)
     target = _checked(op, hidden, weight, target, head)
     formula = _preference.single_formula(op, kind, beta, average, kl, weights)
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)
@@ -313,6 +323,7 @@ def linear_policy(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
+    max_peak_mb: float | None = None,
     kind: str = "clip",
     gamma: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
     tau: tuple[float, float] = (1.0, 1.05),
@@ -339,8 +350,8 @@ def linear_policy(
             ``shift`` a per-token value belongs to the position whose hidden state predicts the token.
         bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora: as in
             :func:`tigon.linear_cross_entropy`.
-        chunk_rows, max_workspace_mb: as in :func:`tigon.linear_preference`. If the loss of a token depends on
-            its answer (a level other than ``"token"``, vespo), a chunk holds whole answers.
+        chunk_rows, max_workspace_mb, max_peak_mb: as in :func:`tigon.linear_preference`. If the loss of a
+            token depends on its answer (a level other than ``"token"``, vespo), a chunk holds whole answers.
 
     Returns:
         :class:`LinearPolicyResult`: ``(loss, log_prob, entropy, kl, clipped)``. The loss is a scalar,
@@ -355,7 +366,8 @@ def linear_policy(
     """
     op = "linear_policy"
     labels = ignore_index, shift, None, valid_rows
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb)
+    caps = chunk_rows, max_workspace_mb, None, max_peak_mb
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, *caps)
     target = _checked(op, hidden, weight, target, head)
     surrogate = kind, level, clip, delta, tau, gamma
     f = _policy.formula(op, *surrogate, kl, kl_estimator, kl_corrected, entropy, normalise)
@@ -378,7 +390,8 @@ def linear_policy(
     by, number = split_denominator(denominator, hidden.device)
     entropy_by, entropy_number = split_denominator(entropy_denominator, hidden.device)
     more = (*floats, by, entropy_by, number, entropy_number, *f, True)
-    loss, *tokens = _run(_policy_loss, op, hidden, weight, target, head, more)
+    group = int(level != "token" or kind == "vespo")
+    loss, *tokens = _run(_policy_loss, op, hidden, weight, target, head, more, group)
     log_prob, entropies, estimate, clipped = tokens
     estimate = None if constants[2] is None else estimate.view(target.shape)
     log_prob, entropies, clipped = (t.view(target.shape) for t in (log_prob, entropies, clipped))

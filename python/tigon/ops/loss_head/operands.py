@@ -15,13 +15,15 @@ from tigon.error import check, refuse
 from tigon.ops import arguments
 from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import check_cap, chunk_that_fits, native_names
+from tigon.ops.loss_head.plan import check_cap, check_peak, chunk_that_fits, native_names, peak_bytes, plan_of
 
 GRADIENTS = ("hidden", "weight", "bias", "lora_a", "lora_b")  # the tensors that can have one, in this order
 _BITS = native_names("tigon_linear_head_needs")
 NEEDS = {name: _BITS[name] for name in GRADIENTS}
 HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B = NEEDS.values()
-MAY_ROUND, UNIT, MAIN_GRAD, LOGITS = (_BITS[name] for name in ("may_round", "unit", "main_grad", "logits"))
+MAY_ROUND, UNIT, MAIN_GRAD, LOGITS, BY_CLASSES = (
+    _BITS[name] for name in ("may_round", "unit", "main_grad", "logits", "by_classes")
+)
 
 
 class Operands(NamedTuple):
@@ -161,7 +163,7 @@ def check_head(op, hidden, weight, target, head: HeadOptions):
     arguments.check_positive(op, "temperature", head.temperature)
     arguments.check_integers(op, least=1, or_none=True, chunk_rows=head.chunk_rows)
     check_lora(op, head.lora, hidden, weight)
-    check_cap(op, head.max_workspace_mb)
+    check_cap(op, max_workspace_mb=head.max_workspace_mb, max_peak_mb=head.max_peak_mb)
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         Trained.calls += hidden.requires_grad or weight.requires_grad
 
@@ -304,6 +306,35 @@ def prepare(
     logits = head.softcap or 0.0, head.logit_scale, head.temperature
     formula = LabelFormula(ignore_index, label_smoothing, *logits, z_loss, lora_scale, wide)
     return HeadCall(operands, formula, Memory(chunk_rows, valid, needs), more), parameters
+
+
+def within_peak(
+    op, call: HeadCall, head: HeadOptions, weight, main_grad=None, *, more=0, **sizes
+) -> HeadCall:
+    """The call, divided so that it and its backward take at most ``max_peak_mb``.
+
+    Args:
+        weight: as the caller gave it.
+        more: bytes that the plan does not know.
+        sizes: others of :func:`plan_of`.
+    """
+    if head.max_peak_mb is None:
+        return call
+    hidden, own, lora_a = (getattr(call.operands, name) for name in ("hidden", "weight", "lora_a"))
+    needs, memory = call.memory.needs, call.memory
+    sizes = {"classes": True, "weight_dtype": weight.dtype, "main_grad": main_grad is not None} | sizes
+    sizes |= {"train_hidden": needs & HIDDEN != 0, "train_weight": needs & WEIGHT != 0}
+    sizes |= {"train_bias": needs & BIAS != 0, "unit": needs & UNIT != 0, "wide": call.formula.wide_logits}
+    sizes |= {"lora_rank": lora_a.shape[0] if needs & (LORA_A | LORA_B) else 0, "worked": call.rows()}
+    sizes |= {"chunk_rows": memory.chunk_rows, "keep_rows": memory.keep_rows}
+    sizes["peak"] = peak_bytes(head.max_peak_mb, more)
+    rows = hidden.numel() // hidden.shape[-1]
+    found = plan_of(hidden, own.shape[0], rows, **sizes)
+    check_peak(op, found, more, head.max_peak_mb)
+    if not found.capped:
+        return call
+    needs |= BY_CLASSES * found.by_classes
+    return call._replace(memory=Memory(found.chunk_rows, memory.valid_rows, needs, found.kept_rows))
 
 
 class _ToMainGrad(torch.autograd.Function):

@@ -24,6 +24,7 @@ class HeadOptions(NamedTuple):
     chunk_rows: int | None = None
     max_workspace_mb: float | None = None
     logit_dtype: torch.dtype | None = None
+    max_peak_mb: float | None = None
 
     @classmethod
     def of(cls, options: dict) -> Self:
@@ -32,7 +33,7 @@ class HeadOptions(NamedTuple):
 
     def of_log_prob(self) -> dict:
         """The options of :func:`tigon.linear_log_prob` or its reference on shifted labels."""
-        others = ("shift", "position_ids", "max_workspace_mb")
+        others = ("shift", "position_ids", "max_workspace_mb", "max_peak_mb")
         return {name: value for name, value in self._asdict().items() if name not in others}
 
 
@@ -45,6 +46,7 @@ class HeadOptionsDict(TypedDict, total=False):
     temperature: float
     shift: int | bool
     chunk_rows: int | None
+    max_peak_mb: float | None
 
 
 class LinearCrossEntropyDict(HeadOptionsDict, total=False):

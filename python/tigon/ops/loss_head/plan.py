@@ -61,6 +61,7 @@ class MemoryOptions(TypedDict, total=False):
     lora_rank: int
     valid_rows: int | None
     chunk_rows: int | None
+    max_peak_mb: float | None
 
 
 class LogProbMemoryOptions(MemoryOptions, total=False):
@@ -145,12 +146,24 @@ def check_fits(op, found: HeadPlan, rows: int, what: str, cap) -> None:
     check(op, found.fits >= rows, words, least, cap)
 
 
-def check_cap(op, max_workspace_mb) -> None:
-    """Check a number of MiB, or none."""
-    if max_workspace_mb is not None:
-        check_numbers(op, max_workspace_mb=max_workspace_mb)
-        finite = -math.inf < max_workspace_mb < math.inf
-        check(op, finite, "max_workspace_mb must be finite (or None), got {}", max_workspace_mb)
+def check_cap(op, **caps: float | None) -> None:
+    """Check numbers of MiB; None is none."""
+    for name, cap in caps.items():
+        if cap is not None:
+            check_numbers(op, **{name: cap})
+            finite = -math.inf < cap < math.inf
+            check(op, finite, name + " must be finite (or None), got {}", cap)
+
+
+def peak_bytes(max_peak_mb: float, more: int = 0) -> int:
+    """The bytes of a peak, of which `more` are not the plan's."""
+    return min(max(int(max_peak_mb * _MIB) - more, 0), _MOST)
+
+
+def check_peak(op, found: HeadPlan, more: int, max_peak_mb) -> None:
+    """Check that a call can do with its peak."""
+    least = -(-(found.least + more) // _MIB)
+    check(op, found.least == 0, "max_peak_mb must be at least {} for this call, got {}", least, max_peak_mb)
 
 
 def check_keep(op, keep_mb) -> None:
@@ -187,8 +200,11 @@ def _memory(
     reduction: str = "mean",
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
+    max_peak_mb: float | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
+    classes: bool = True,
+    more: int = 0,
     function: str = "tigon_linear_head_memory",
     groups: tuple = (),
 ) -> HeadMemory:
@@ -206,15 +222,18 @@ def _memory(
     check_dtype(_OP, "logit_dtype", logit_dtype, (None, torch.float32, dtype))
     check_choice(_OP, "reduction", reduction, REDUCTIONS)
     check_booleans(_OP, **trained, main_grad=main_grad)
-    check_cap(_OP, max_workspace_mb)
+    check_cap(_OP, max_workspace_mb=max_workspace_mb, max_peak_mb=max_peak_mb)
     check_keep(_OP, keep_mb)
     sizes = trained | {"main_grad": main_grad, "lora_rank": lora_rank, "chunk_rows": chunk_rows or 0}
     sizes |= {"worked": rows if valid_rows is None else valid_rows, "per_row": reduction == "none"}
     sizes |= {"keep_rows": rows_within(keep_mb, vocab, dtype.itemsize), "unit": bool(keep_mb != 0)}
     sizes["wide"] = logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
+    if max_peak_mb is not None:
+        sizes |= {"peak": peak_bytes(max_peak_mb, more), "classes": classes}
     way = {"weight_dtype": weight_dtype, "max_workspace_mb": max_workspace_mb}
     way |= {"function": function, "groups": groups}
     found = plan(_device_type(device), dtype, rows, hidden_size, vocab, **way, **sizes)
+    check_peak(_OP, found, more, max_peak_mb)
     return HeadMemory(*(getattr(found, name) for name in HeadMemory._fields))
 
 
@@ -273,10 +292,9 @@ def linear_log_prob_memory(
     """
     check_integers(_OP, least=1, labels=labels)
     keep_mb = 0 if labels > 1 else keep_mb
-    found = _memory(rows, hidden_size, vocab, dtype, reduction="none", keep_mb=keep_mb, **options)
-    if labels == 1 or dtype == torch.float64:
-        return found
-    more = 4 * rows * labels  # scores; and the results
+    more = 4 * rows * labels if labels > 1 and dtype != torch.float64 else 0  # scores; and the results
+    way = {"reduction": "none", "keep_mb": keep_mb, "classes": labels == 1, "more": 2 * more}
+    found = _memory(rows, hidden_size, vocab, dtype, **way, **options)
     return found._replace(
         workspace=found.workspace + more, results=found.results + more, peak=found.peak + 2 * more
     )
@@ -347,4 +365,5 @@ def linear_divergence_memory(
     if teacher_hidden_size is not None:
         check_integers("linear_divergence_memory", least=1, teacher_hidden_size=teacher_hidden_size)
     native = {"function": "tigon_linear_divergence_memory", "groups": (teacher_hidden_size or 0,)}
+    native["classes"] = False
     return _memory(rows, hidden_size, vocab, dtype, reduction=known[reduction], **options, **native)
