@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tigon import _op
+from tigon import _fp8_bytes, _op
 from tigon.error import check
 from tigon.ops.arguments import called, check_choice, check_dense, check_float
 
@@ -102,7 +102,7 @@ def _fake_linear(xq, xs, wq, ws, dtype, bias):
     return xq.new_empty(xq.shape[0], wq.shape[0], dtype=_DTYPES[dtype])
 
 
-def _fake_bwd(dy, xt, xs, x, wt, ws, need_dx, need_dweight, dweight_dtype):
+def _fake_bwd(dy, xt, xs, x, wt, ws, dyq, dys, need_dx, need_dweight, dweight_dtype):
     rows, columns = dy.shape[:-1].numel(), dy.shape[-1]
     inner = x.shape[-1] if x is not None else xt.shape[0] if need_dweight else wt.shape[0]
     dtype = _DTYPES[dweight_dtype]
@@ -190,10 +190,6 @@ def _count_step(*_) -> None:
     _steps += 1
 
 
-def _stream(t: torch.Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(t.device.index) if t.is_cuda else 0
-
-
 def forget_weights(weights: Iterable[torch.Tensor]) -> None:
     """Drop the bytes of these weights: the next call makes them anew."""
     for weight in weights:
@@ -212,7 +208,7 @@ def quantized_weight(weight: torch.Tensor, reuse: bool) -> Quantized:
         return Quantized(weight.detach())
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_count_step)
-    key = weight._version, weight.data_ptr(), _steps, _stream(weight)
+    key = weight._version, weight.data_ptr(), _steps, _fp8_bytes.stream_of(weight)
     kept = _kept.get(id(weight))
     if kept is None or not kept.is_of(weight, key):
         kept = _kept[id(weight)] = _Kept(weight, key)
@@ -232,7 +228,7 @@ class _Latest:
         self.make, self.held = make, None
 
     def __call__(self, x):
-        held, known = self.held, (x._version, _stream(x))
+        held, known = self.held, (x._version, _fp8_bytes.stream_of(x))
         if held is not None and held[0]() is x and held[1] == known:
             return held[2]
         made = self.make(x)
@@ -245,12 +241,19 @@ class _Latest:
             self.held = None
 
 
-_latest_rows, _latest_transposed = _Latest(lambda x: quantize_rows(x.detach())), _Latest(transpose)
+_latest_transposed = _Latest(transpose)
 
 
 def _rows(x):
     """Its bytes. A leaf may be a buffer that is filled anew, by a replayed graph or by ``.data``."""
-    return quantize_rows(x.detach()) if x.grad_fn is None else _latest_rows(x)
+    if x.grad_fn is None:
+        return quantize_rows(x.detach())
+    found = _fp8_bytes.get(x)
+    if found is None:
+        _fp8_bytes.want(x)
+        found = quantize_rows(x.detach())
+        _fp8_bytes.put(x, *found)
+    return found
 
 
 # --- autograd -----------------------------------------------------------------------------------
@@ -274,16 +277,18 @@ def _setup_context(ctx, inputs, output):
         wq = ws = None
     elif not need_x:
         wq = None
-    ctx.weight = weakref.ref(weight) if ctx.made is not None else None
+    if ctx.made is not None:  # what producers of x and of dy look for
+        ctx.fp8_weight, ctx.fp8_factors = weakref.ref(weight), ctx.made.scales
     ctx.save_for_backward(x, xq, xs, wq, ws)
 
 
 def _backward(ctx, dy):
     x, xq, xs, wq, ws = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-    made, wt, xt = ctx.made, None, None
+    made, wt, xt, dyq, dys = ctx.made, None, None, None, None
     if made is not None:
         ws = made.scales
+        dyq, dys = _fp8_bytes.take(dy, ws)
     if need_x:
         wt = transpose(wq) if made is None else made.transposed()
     if need_w and xq is not None:
@@ -292,9 +297,9 @@ def _backward(ctx, dy):
         x = x.to(dy.dtype)
     dx = dweight = dbias = None
     if need_x or need_w:
-        dx, dweight = _bwd(dy, xt, xs, x, wt, ws, need_x, need_w, _DTYPES.index(ctx.dtypes[0]))
+        dx, dweight = _bwd(dy, xt, xs, x, wt, ws, dyq, dys, need_x, need_w, _DTYPES.index(ctx.dtypes[0]))
         dx = dx.view(ctx.shape) if need_x else None
-    if ctx.weight is not None and need_w and (weight := ctx.weight()) is not None:
+    if made is not None and need_w and (weight := ctx.fp8_weight()) is not None:
         _count_backward(weight)
     if need_bias:
         dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.dtypes[1])
@@ -325,6 +330,7 @@ def apply(x, weight, bias, dw: str, reuse: bool):
         wq, ws = quantize_rows(weight.detach())
         function = _Function.apply if _op._is_compiling() else _transformed
         return function(x, weight, bias, xq, xs, wq, ws, None, dw)
+    _fp8_bytes.on = True
     made = quantized_weight(weight, reuse)
     xq, xs = _rows(x)
     if not _op._is_grad_enabled():

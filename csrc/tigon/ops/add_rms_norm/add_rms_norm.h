@@ -42,6 +42,18 @@ struct AddRmsNormFwd {
   }
 };
 
+// The rows of y in float8 too, as fp8_quantize makes them.
+struct AddRmsNormFp8 : AddRmsNormFwd {
+  Matrix q;
+  Vector scales;
+
+  void fields(Fields& f) {
+    AddRmsNormFwd::fields(f);
+    f.result("q", q, x.rows, x.cols, DType::e4m3);
+    f.result("scales", scales, x.rows, DType::f32);
+  }
+};
+
 struct AddRmsNormBwd {
   Matrix dy;
   Matrix dh;  // empty means zero
@@ -67,5 +79,6 @@ struct AddRmsNormBwd {
 };
 
 TIGON_API_OP(add_rms_norm, AddRmsNorm)
+TIGON_API_ENTRY(add_rms_norm_fp8, AddRmsNormFp8)
 
 }  // namespace tigon

@@ -72,6 +72,39 @@ struct GluBwd {
   }
 };
 
+// The rows of y in float8 too, as fp8_quantize makes them.
+struct GluFp8 : GluFwd {
+  Matrix q;
+  Vector scales;
+
+  void fields(Fields& f) {
+    GluFwd::fields(f);
+    const int64_t cols = up.data ? gate.cols : gate.cols / 2;
+    f.result("q", q, gate.rows, cols, DType::e4m3);
+    f.result("scales", scales, gate.rows, DType::f32);
+  }
+};
+
+// Both gradients, and their rows in float8 with factors by column.
+struct GluBwdFp8 : GluBwd {
+  Vector gate_factors, up_factors;
+  Matrix gate_q, up_q;
+  Vector gate_scales, up_scales;
+
+  void fields(Fields& f) {
+    GluBwd::fields(f);
+    f.require(up.data && dgate.data && dup.data, "up, and both gradients, must be there");
+    f.input("gate_factors", gate_factors, gate.cols, DType::f32);
+    f.input("up_factors", up_factors, gate.cols, DType::f32);
+    f.result("gate_q", gate_q, gate.rows, gate.cols, DType::e4m3);
+    f.result("gate_scales", gate_scales, gate.rows, DType::f32);
+    f.result("up_q", up_q, gate.rows, gate.cols, DType::e4m3);
+    f.result("up_scales", up_scales, gate.rows, DType::f32);
+  }
+};
+
 TIGON_API_OP(glu, Glu)
+TIGON_API_ENTRY(glu_fp8, GluFp8)
+TIGON_API_ENTRY(glu_bwd_fp8, GluBwdFp8)
 
 }  // namespace tigon

@@ -54,6 +54,18 @@ struct RmsNormFwd {
   }
 };
 
+// The rows of y in float8 too, as fp8_quantize makes them.
+struct RmsNormFp8 : RmsNormFwd {
+  Matrix q;
+  Vector scales;
+
+  void fields(Fields& f) {
+    RmsNormFwd::fields(f);
+    f.result("q", q, x.rows, x.cols, DType::e4m3);
+    f.result("scales", scales, x.rows, DType::f32);
+  }
+};
+
 struct RmsNormBwd {
   Matrix dy;
   Matrix x;
@@ -77,5 +89,6 @@ struct RmsNormBwd {
 };
 
 TIGON_API_OP(rms_norm, RmsNorm)
+TIGON_API_ENTRY(rms_norm_fp8, RmsNormFp8)
 
 }  // namespace tigon
