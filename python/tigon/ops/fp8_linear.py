@@ -114,6 +114,10 @@ def _fake_bwd(dy, xt, xs, x, wt, ws, dyq, dys, need_dx, need_dweight, dweight_dt
 
 _quantize = _op.raw("fp8_quantize", _fake_quantize, "fp8_quantize")
 _transpose = _op.raw("fp8_transpose", _fake_transpose, "fp8_transpose")
+_quantize_transposed = _op.raw(
+    "fp8_quantize_transposed",
+    lambda x, scales: _fake_transpose(_fake_quantize(x, None)[0], None, None, None)[0],
+)
 _fwd = _op.raw("fp8_linear_fwd", _fake_linear)
 _bwd = _op.raw("fp8_linear_bwd", _fake_bwd)
 
@@ -132,18 +136,33 @@ def transpose(q: torch.Tensor) -> torch.Tensor:
 
 
 class Quantized:
-    """A weight in float8: what y is made with, and transposed what dx is."""
+    """A weight in float8: what y is made with, and transposed what dx is.
 
-    __slots__ = ("_transposed", "bytes", "scales")
+    A transient one has bytes while a product reads them only. In the backward they are made of the weight
+    again, transposed, in one pass: as many bytes are moved, and no memory is held while other layers run.
+    """
 
-    def __init__(self, weight: torch.Tensor):
+    __slots__ = ("_transposed", "bytes", "scales", "transient", "version")
+
+    def __init__(self, weight: torch.Tensor, transient: bool = False):
         self.bytes, self.scales = quantize_rows(weight)
-        self._transposed = None
+        self._transposed, self.transient = None, transient
+        self.version = weight._version if transient else None
 
-    def transposed(self) -> torch.Tensor:
-        if self._transposed is None:
-            self._transposed = transpose(self.bytes)
-        return self._transposed
+    def transposed(self, weight: torch.Tensor | None) -> torch.Tensor:
+        if self._transposed is not None:
+            return self._transposed
+        if self.bytes is None:
+            if weight is None or weight._version != self.version:
+                raise RuntimeError(
+                    f"[{_OP}] weight must be what it was in the forward when the backward runs, got one that "
+                    "has been modified by an inplace operation"
+                )
+            return _quantize_transposed(weight.detach(), self.scales)
+        made = transpose(self.bytes)
+        if not self.transient:
+            self._transposed = made
+        return made
 
 
 class _Kept:
@@ -151,13 +170,14 @@ class _Kept:
 
     Some write to a weight where no version tells of it, by ``.data``. What they use for that is the gradient,
     and they take it away or zero it: it is then not what the backwards since have made of it.
+    Bytes stay once several forwards of one step have read them (`shared`): microbatches, checkpointing.
     """
 
-    __slots__ = ("_grad", "_version", "backwards", "key", "quantized", "weight")
+    __slots__ = ("_grad", "_version", "backwards", "key", "quantized", "shared", "weight")
 
-    def __init__(self, weight, key):
-        self.weight, self.key = weakref.ref(weight, _forgetter(id(weight))), key
-        self.quantized = Quantized(weight.detach())
+    def __init__(self, weight, key, shared):
+        self.weight, self.key, self.shared = weakref.ref(weight, _forgetter(id(weight))), key, shared
+        self.quantized = Quantized(weight.detach(), transient=not shared)
         self._look(weight.grad)
 
     def _look(self, grad):
@@ -210,8 +230,10 @@ def quantized_weight(weight: torch.Tensor, reuse: bool) -> Quantized:
         _hook = register_optimizer_step_post_hook(_count_step)
     key = weight._version, weight.data_ptr(), _steps, _fp8_bytes.stream_of(weight)
     kept = _kept.get(id(weight))
-    if kept is None or not kept.is_of(weight, key):
-        kept = _kept[id(weight)] = _Kept(weight, key)
+    same = kept is not None and kept.is_of(weight, key)
+    if not same or kept.quantized.bytes is None:
+        shared = same or (kept is not None and kept.weight() is weight and kept.shared)
+        kept = _kept[id(weight)] = _Kept(weight, key, shared)
     return kept.quantized
 
 
@@ -290,7 +312,7 @@ def _backward(ctx, dy):
         ws = made.scales
         dyq, dys = _fp8_bytes.take(dy, ws)
     if need_x:
-        wt = transpose(wq) if made is None else made.transposed()
+        wt = transpose(wq) if made is None else made.transposed(ctx.fp8_weight())
     if need_w and xq is not None:
         xt = transpose(xq) if made is None else _latest_transposed(xq)
     if x is not None and dy.dtype != x.dtype:
@@ -333,9 +355,11 @@ def apply(x, weight, bias, dw: str, reuse: bool):
     _fp8_bytes.on = True
     made = quantized_weight(weight, reuse)
     xq, xs = _rows(x)
-    if not _op._is_grad_enabled():
-        return _forward(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
-    return _Function.apply(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
+    run = _Function.apply if _op._is_grad_enabled() else _forward
+    y = run(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
+    if made.transient:
+        made.bytes = None
+    return y
 
 
 @called()
