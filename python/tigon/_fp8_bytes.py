@@ -1,4 +1,4 @@
-"""Bytes of float8 that go beside a tensor, from the op that writes both to the linear that reads them.
+"""Bytes of float8 that go with a tensor, from the op that writes both to the linear that reads them.
 
 What lies between sees a plain tensor: hooks, views and foreign code change nothing here. Bytes belong to a
 tensor as long as it lives and nothing has written to it; a view of all its rows finds them too. An op writes
@@ -14,7 +14,7 @@ import torch
 
 on = False  # a linear of float8 has run
 _MOST = 4  # what a layer's producers write before its linears read: k, q or gate, up
-_beside: dict[int, tuple] = {}  # by the id of a tensor that is no view
+_with: dict[int, tuple] = {}  # by the id of a tensor that is no view
 _wanted: dict[int, weakref.ref] = {}  # by the id of the parameter of the op whose result's bytes are wanted
 
 
@@ -34,24 +34,24 @@ def _place(x: torch.Tensor) -> tuple:
 
 
 def put(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor | None = None) -> None:
-    """Lay the bytes of x's rows beside it. Those of a few other tensors stay.
+    """Keep the bytes of x's rows with it. Those of a few other tensors stay.
 
     Args:
         factors: by which the columns were multiplied before.
     """
     whole = _whole(x)
     key = id(whole)
-    _beside.pop(key, None)
-    for oldest in list(_beside)[: 1 - _MOST]:
-        _beside.pop(oldest, None)
-    of = weakref.ref(whole, lambda _: _beside.pop(key, None))
-    _beside[key] = of, _place(x), factors, (q, scales)
+    _with.pop(key, None)
+    for oldest in list(_with)[: 1 - _MOST]:
+        _with.pop(oldest, None)
+    of = weakref.ref(whole, lambda _: _with.pop(key, None))
+    _with[key] = of, _place(x), factors, (q, scales)
 
 
 def get(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The bytes and scales of x's rows, if they lie beside it."""
+    """The bytes and scales of x's rows, if they are kept."""
     whole = _whole(x)
-    held = _beside.get(id(whole))
+    held = _with.get(id(whole))
     if held is None or held[0]() is not whole or held[2] is not factors or held[1] != _place(x):
         return None
     return held[3]
@@ -60,7 +60,7 @@ def get(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Ten
 def take(x: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The same of a gradient, which is read once; ``None`` twice if there are none."""
     found = get(x, factors)
-    _beside.pop(id(_whole(x)), None)
+    _with.pop(id(_whole(x)), None)
     return found or (None, None)
 
 

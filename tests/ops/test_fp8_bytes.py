@@ -1,4 +1,4 @@
-"""Bytes of float8 that an op writes beside its result: those of the cast, found as long as they are right."""
+"""Bytes of float8 that an op writes with its result: those of the cast, found as long as they are right."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_producers_write_what_linears_read(block, monkeypatch):
     assert identical(block.step(), expected)
     assert all(len(shape) == 2 for shape in seen)  # weights
     assert sum(q is not None for q, _ in taken) == 2 and len(taken) == 3
-    assert not _fp8_bytes._beside
+    assert not _fp8_bytes._with
 
 
 CHANGES = {
@@ -163,7 +163,7 @@ def test_kept_graph(block, monkeypatch):
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     assert identical(first, torch.autograd.grad(loss, leaves))
     del y, loss
-    assert not _fp8_bytes._beside
+    assert not _fp8_bytes._with
 
 
 def test_few_are_kept(device):
@@ -171,7 +171,7 @@ def test_few_are_kept(device):
     held = [torch.randn(4, 16, device=device) for _ in range(9)]
     for x in held:
         _fp8_bytes.put(x, *quantize(x, None))
-    assert len(_fp8_bytes._beside) <= 4 and _fp8_bytes.get(held[0]) is None
+    assert len(_fp8_bytes._with) <= 4 and _fp8_bytes.get(held[0]) is None
     same(_fp8_bytes.get(held[-1].view(2, 2, 16)), held[-1])
     assert _fp8_bytes.get(held[-1].view(8, 8)) is None
     held.clear(), locals().pop("x", None)

@@ -369,9 +369,9 @@ def fp8_linear(
     """``F.linear(x, weight, bias)`` with products of float8: a scale, a power of two, for each row.
 
     x and the weight are quantised once, by rows; the backward multiplies the upstream gradient with the same
-    bytes, transposed. Parameters and results keep their dtypes. A weight's bytes are kept while gradients are
-    recorded and nothing has changed it, so that microbatches share them. Kept for the backward: x in a byte
-    an element and a number a row.
+    bytes, transposed. Parameters and results keep their dtypes. A weight's bytes are kept where several calls
+    read them while gradients are recorded and nothing has changed it, so that microbatches share them. Kept
+    for the backward: x in a byte an element and a number a row.
 
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference.

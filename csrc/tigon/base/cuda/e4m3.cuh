@@ -1,24 +1,32 @@
-// Writes rows in float8 e4m3 with a scale for each (fp8_quantize.h): the device code that the cast shares with
-// the ops that write a row and its bytes in one pass. A CTA has one row.
+// Writes rows in float8 e4m3 with a scale for each, as fp8_quantize does: device code that the cast shares
+// with the ops that write a row and its bytes in one pass. A CTA has one row.
 #pragma once
 
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
-#include "tigon/base/tensor.h"
+#include "tigon/base/row_bytes.h"
 
 namespace tigon::cuda {
 
 #include "tigon/base/e4m3.inc"
 
 // Says where the bytes of rows go. Without q none are wanted.
-struct RowBytes {
+struct ByteRows {
   uint8_t* q = nullptr;
   int64_t stride = 0;
   float* scales = nullptr;
-};
+  const float* factors = nullptr;  // by column
+  bool* written = nullptr;         // the host's
 
-inline RowBytes row_bytes(const Matrix& q, const Vector& scales) {
-  return {.q = static_cast<uint8_t*>(q.data), .stride = q.stride, .scales = scales.as<float>()};
+  // True if a thread may store the bytes of 8 elements at a time.
+  bool takes_vectors() const { return reinterpret_cast<uintptr_t>(q) % 8 == 0 && stride % 8 == 0; }
+};
+inline ByteRows byte_rows(const RowBytes& of) {
+  return {.q = static_cast<uint8_t*>(of.q.data),
+          .stride = of.q.stride,
+          .scales = of.scales.as<float>(),
+          .factors = of.factors.as<float>(),
+          .written = of.written};
 }
 
 // Returns the bytes of two values that are already scaled.
@@ -48,7 +56,7 @@ __device__ __forceinline__ void raise_e4m3(uint32_t& largest, float value) {
 }
 // Writes the scale of row r and returns its inverse. `largest` is that of the thread; `slots` is not written
 // again before the next barrier.
-__device__ __forceinline__ float finish_e4m3(const RowBytes& to, int64_t r, uint32_t largest,
+__device__ __forceinline__ float finish_e4m3(const ByteRows& to, int64_t r, uint32_t largest,
                                              uint32_t (&slots)[32]) {
   largest = __reduce_max_sync(0xffffffffu, largest);
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = largest;
@@ -57,11 +65,6 @@ __device__ __forceinline__ float finish_e4m3(const RowBytes& to, int64_t r, uint
   const uint32_t scale = e4m3_scale(__reduce_max_sync(0xffffffffu, largest));
   if (threadIdx.x == 0) to.scales[r] = __uint_as_float(scale);
   return __uint_as_float(e4m3_inverse(scale));
-}
-
-// Returns whether a thread may store the bytes of 8 elements at a time.
-inline bool takes_e4m3_vectors(const RowBytes& to) {
-  return reinterpret_cast<uintptr_t>(to.q) % 8 == 0 && to.stride % 8 == 0;
 }
 
 }  // namespace tigon::cuda

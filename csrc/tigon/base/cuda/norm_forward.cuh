@@ -141,9 +141,8 @@ void with_result_types(const char* op, DType x, const Vector& weight, DType y, F
   });
 }
 
-// Returns whether p.bytes have been written.
 template <class F, class W, class Y>
-bool norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
+void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   using namespace norm_detail;
   constexpr NormTraits kTraits = forward_traits<F, W, Y>();
   p.inv_cols = 1.0f / float(p.cols);
@@ -168,11 +167,10 @@ bool norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
                     .threads = plan.threads,
                     .shared = size_t(plan.shared),
                     .pdl = true};
-  bool writes_bytes = false;
   const auto registers = [&]<RowConfig kConfig>() {
     if constexpr (kWritesBytes<F, W, Y> && kConfig.threads_per_row == 0)
-      if (p.bytes.q != nullptr && takes_e4m3_vectors(p.bytes)) {
-        writes_bytes = true;
+      if (p.bytes.q != nullptr && p.bytes.takes_vectors()) {
+        *p.bytes.written = true;
         entry = entry_of(forward_kernel<F, W, Y, kTraits.vec_size(), ConfigType<kConfig>, true>);
         return;
       }
@@ -208,7 +206,6 @@ bool norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   }
   void* parameters[] = {&p};
   launch_entry(op, ctx, entry, grid, parameters);
-  return writes_bytes;
 }
 
 }  // namespace tigon::cuda

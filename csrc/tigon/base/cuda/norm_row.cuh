@@ -32,7 +32,7 @@ struct NormForward {
   // Hold one number per row and group; mean only if F::kSubtractMean. Null if not wanted.
   float *rstd, *mean;
   // Receive the rows of y in float8 too, where kWritesBytes; without q they are not wanted.
-  RowBytes bytes = {};
+  ByteRows bytes = {};
   int64_t rows, cols;
   int groups = 1;
   float eps;

@@ -12,7 +12,6 @@ template <class F>
 struct PointwiseRows {
   Pointwise<F> call;
   RowBytes bytes[F::kOut];
-  const float* factors[F::kOut] = {};  // 1 if null
 };
 
 namespace pointwise_detail {
@@ -26,8 +25,7 @@ struct RowsParams {
   int64_t in_stride[F::kIn];
   __nv_bfloat16* out[F::kOut];
   int64_t out_stride[F::kOut];
-  RowBytes bytes[F::kOut];
-  const float* factors[F::kOut];
+  ByteRows bytes[F::kOut];
   int cols;
 };
 
@@ -43,6 +41,8 @@ __global__ __launch_bounds__(kRowThreads, 2) void rows_kernel(const __grid_const
   const int64_t r = blockIdx.x;
   const int step = int(blockDim.x) * N;
   uint32_t largest[F::kOut] = {};
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   for (int first = int(threadIdx.x) * N; first < p.cols; first += kRowVecs * step) {
     Values x[kRowVecs][F::kIn];
 #pragma unroll
@@ -73,8 +73,8 @@ __global__ __launch_bounds__(kRowThreads, 2) void rows_kernel(const __grid_const
 #pragma unroll
       for (int o = 0; o < F::kOut; ++o) {
         store(p.out[o] + r * p.out_stride[o] + c, y[o]);
-        const bool has_factors = p.factors[o] != nullptr;
-        const Vec<float, N> f = load_predicated<float, N>(has_factors, p.factors[o] + c);
+        const bool has_factors = p.bytes[o].factors != nullptr;
+        const Vec<float, N> f = load_predicated<float, N>(has_factors, p.bytes[o].factors + c);
         float v[N];
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -105,22 +105,21 @@ bool pointwise_rows(const char* op, Context& ctx, const PointwiseRows<F>& a) {
   using namespace pointwise_detail;
   const Matrix& x = a.call.in[0];
   const int64_t vecs = x.cols / 8, shared = F::kOut * x.cols * 2;
-  bool fits = x.dtype == DType::bf16 && rows_vectorizable(a.call) &&
-              shared + 32 * 4 * F::kOut <= device_facts().shared_per_block;
-  for (int o = 0; o < F::kOut; ++o)
-    fits = fits && takes_e4m3_vectors(a.bytes[o]) && reinterpret_cast<uintptr_t>(a.factors[o]) % 16 == 0;
-  if (!fits) return false;
   RowsParams<F> p{.f = a.call.f, .cols = int(x.cols)};
+  bool fits = x.dtype == DType::bf16 && rows_vectorizable(a.call) &&
+              shared + int64_t(sizeof(uint32_t)) * 32 * F::kOut <= device_facts().shared_per_block;
   for (int i = 0; i < F::kIn; ++i)
     p.in[i] = a.call.in[i].template row<__nv_bfloat16>(0), p.in_stride[i] = a.call.in[i].stride;
   for (int o = 0; o < F::kOut; ++o) {
     p.out[o] = a.call.out[o].template row<__nv_bfloat16>(0), p.out_stride[o] = a.call.out[o].stride;
-    p.bytes[o] = a.bytes[o], p.factors[o] = a.factors[o];
+    p.bytes[o] = byte_rows(a.bytes[o]);
+    fits = fits && p.bytes[o].takes_vectors() && reinterpret_cast<uintptr_t>(p.bytes[o].factors) % 16 == 0;
   }
+  if (!fits) return false;
   const int threads = int(std::clamp<int64_t>(ceil_div(vecs, 2 * kRowVecs * 32) * 32, 32, kRowThreads));
-  launch(op, ctx, pointwise_detail::rows_kernel<F>,
-         {.blocks = x.rows, .threads = threads, .shared = size_t(shared)}, p);
-  return true;
+  launch(op, ctx, rows_kernel<F>,
+         {.blocks = x.rows, .threads = threads, .shared = size_t(shared), .pdl = true}, p);
+  return *a.bytes[0].written = true;
 }
 
 }  // namespace tigon::cuda

@@ -28,6 +28,7 @@ struct AddRmsNormFwd {
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
+  RowBytes bytes;  // of y
 
   void fields(Fields& f) {
     f.rows("x", x);
@@ -39,18 +40,6 @@ struct AddRmsNormFwd {
     f.result("y", y, x, rms_norm_result(x, weight, rounding));
     f.result_over("h", h, "residual", residual);
     f.statistics("rstd", {{"rstd", rstd}}, x.rows);
-  }
-};
-
-// The rows of y in float8 too, as fp8_quantize makes them.
-struct AddRmsNormFp8 : AddRmsNormFwd {
-  Matrix q;
-  Vector scales;
-
-  void fields(Fields& f) {
-    AddRmsNormFwd::fields(f);
-    f.result("q", q, x.rows, x.cols, DType::e4m3);
-    f.result("scales", scales, x.rows, DType::f32);
   }
 };
 
@@ -79,6 +68,5 @@ struct AddRmsNormBwd {
 };
 
 TIGON_API_OP(add_rms_norm, AddRmsNorm)
-TIGON_API_ENTRY(add_rms_norm_fp8, AddRmsNormFp8)
 
 }  // namespace tigon

@@ -1,7 +1,6 @@
 #include "tigon/base/norm_rows.h"
 #include "tigon/base/op.h"
 #include "tigon/ops/add_rms_norm/add_rms_norm.h"
-#include "tigon/ops/fp8_linear/fp8_quantize.h"
 
 #define TIGON_KERNELS "tigon/base/simd/norm_rows.inc"
 #define TIGON_FORMULA "tigon/ops/add_rms_norm/add_rms_norm_math.inc"
@@ -23,11 +22,6 @@ void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
                TIGON_SELECT(add_rms_norm_table)[a.x.dtype]);
 }
 
-void add_rms_norm_fp8(Context& ctx, const AddRmsNormFp8& a) {
-  cpu::add_rms_norm_fwd(ctx, a);
-  cpu::fp8_quantize(ctx, {.x = a.y, .q = a.q, .scales = a.scales});
-}
-
 void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
   NormScalars scalars{a.weight ? a.offset : 0.0f, a.rounding == Rounding::llama};
   norm_backward(ctx,
@@ -45,5 +39,4 @@ void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
 
 namespace tigon {
 TIGON_OP(add_rms_norm, AddRmsNorm)
-TIGON_DEFINE_ENTRY(add_rms_norm_fp8, AddRmsNormFp8, "add_rms_norm_fp8", "add_rms_norm", none)
-}  // namespace tigon
+}

@@ -4,7 +4,6 @@
 // An element takes about 6 instructions forward and 12 backward; the memory-bound budget is 62 (bf16).
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/add_rms_norm/add_rms_norm.h"
-#include "tigon/ops/fp8_linear/fp8_quantize.h"
 
 namespace tigon::cuda {
 namespace {
@@ -13,12 +12,12 @@ namespace {
 
 constexpr const char* kOp = "add_rms_norm";
 
-// Returns whether the bytes have been written.
-bool forward(Context& ctx, const AddRmsNormFwd& a, const RowBytes& bytes) {
-  bool written = false;
+}  // namespace
+
+void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
   with_result_types(
       kOp, a.x.dtype, a.weight, a.y.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
-        written = norm_forward(
+        norm_forward(
             kOp, ctx,
             NormForward<AddRmsNormForward<float, X>, W, Y>{
                 .f = {{.offset = a.weight ? a.offset : 0.0f, .round_h = a.rounding == Rounding::llama}},
@@ -31,21 +30,11 @@ bool forward(Context& ctx, const AddRmsNormFwd& a, const RowBytes& bytes) {
                 .residual_out_stride = a.h.stride,
                 .y_stride = a.y.stride,
                 .rstd = a.rstd.as<float>(),
-                .bytes = bytes,
+                .bytes = byte_rows(a.bytes),
                 .rows = a.x.rows,
                 .cols = a.x.cols,
                 .eps = a.eps});
       });
-  return written;
-}
-
-}  // namespace
-
-void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) { forward(ctx, a, {}); }
-
-void add_rms_norm_fp8(Context& ctx, const AddRmsNormFp8& a) {
-  if (!forward(ctx, a, row_bytes(a.q, a.scales)))
-    cuda::fp8_quantize(ctx, {.x = a.y, .q = a.q, .scales = a.scales});
 }
 
 void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {

@@ -24,8 +24,7 @@ struct Rows {
   const T* x;
   int64_t stride;
   int cols;
-  const float* column_factors;
-  RowBytes bytes;
+  ByteRows bytes;
   // Values are unpacked again with it; the compiler would otherwise keep them in registers.
   uint32_t opaque_zero;
 };
@@ -39,6 +38,8 @@ __global__ __launch_bounds__(kThreads, (kVecs < 8 ? 1024 : 512) / kThreads) void
   const int64_t r = blockIdx.x;
   const T* x = p.x + r * p.stride;
   auto column = [](int i) { return (i * kThreads + int(threadIdx.x)) * V; };
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   Vec<T, V> w[kVecs];
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) w[i] = load_predicated<T, V>(column(i) < p.cols, x + column(i));
@@ -47,12 +48,12 @@ __global__ __launch_bounds__(kThreads, (kVecs < 8 ? 1024 : 512) / kThreads) void
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    const Vec<float, V> f = load_predicated<float, V>(p.column_factors != nullptr && column(i) < p.cols,
-                                                      p.column_factors + column(i));
+    const Vec<float, V> f = load_predicated<float, V>(p.bytes.factors != nullptr && column(i) < p.cols,
+                                                      p.bytes.factors + column(i));
     float v[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      v[j] = p.column_factors != nullptr ? fp8_value(w[i][j], f.v[j]) : w[i][j];
+      v[j] = p.bytes.factors != nullptr ? fp8_value(w[i][j], f.v[j]) : w[i][j];
       raise_e4m3(largest, v[j]);
     }
     values[i].set(v);
@@ -70,8 +71,10 @@ __global__ __launch_bounds__(kLongThreads) void any_rows_kernel(Rows<T> p) {
   __shared__ uint32_t slots[32];
   const int64_t r = blockIdx.x;
   const T* x = p.x + r * p.stride;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   auto value = [&](int c) {
-    return fp8_value(widen(x[c]), p.column_factors != nullptr ? p.column_factors[c] : 1.0f);
+    return fp8_value(widen(x[c]), p.bytes.factors != nullptr ? p.bytes.factors[c] : 1.0f);
   };
   uint32_t largest = 0;
   for (int c = int(threadIdx.x); c < p.cols; c += kLongThreads) raise_e4m3(largest, value(c));
@@ -141,6 +144,8 @@ __global__ __launch_bounds__(kTileThreads) void largest_kernel(Bytes p) {
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
   uint32_t largest[kByteVec] = {};
   uint4 w[kRows];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 #pragma unroll
   for (int k = 0; k < kRows; ++k)
     w[k] = load_bytes<kVectors>(p, first_row + k * kWarps + warp, first_col + lane * kByteVec);
@@ -198,6 +203,8 @@ __global__ __launch_bounds__(kTileThreads) void transpose_kernel(Bytes p) {
   const int64_t c = first_col + lane * kByteVec, r = first_row + group * 4;
   uint32_t w[4][4];
   float factor[4];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     if constexpr (kCast) {
@@ -266,10 +273,9 @@ void quantize(Context& ctx, const Fp8Quantize& a) {
   const Rows<T> rows = {.x = static_cast<const T*>(a.x.data),
                         .stride = a.x.stride,
                         .cols = int(a.x.cols),
-                        .column_factors = a.column_factors.as<float>(),
-                        .bytes = row_bytes(a.q, a.scales)};
+                        .bytes = byte_rows({a.q, a.scales, a.column_factors})};
   auto run = [&](auto kernel, int threads) {
-    launch(kOp, ctx, kernel, {.blocks = a.x.rows, .threads = threads}, rows);
+    launch(kOp, ctx, kernel, {.blocks = a.x.rows, .threads = threads, .pdl = true}, rows);
   };
   const int64_t vecs = a.x.cols / V;
   const bool vectors = is_vectorizable(a.x.data, a.x.stride, a.x.cols, sizeof(T)) && rows_are_aligned(a.q) &&
@@ -301,7 +307,9 @@ void fp8_quantize_transposed(Context& ctx, const Fp8QuantizeTransposed& a) {
     return cuda::fp8_transpose(ctx, {.q = q, .qt = a.qt});
   }
   launch(kName, ctx, transpose_kernel<true, false, true>,
-         {.blocks = ceil_div(a.qt.cols, kTileRows) * ceil_div(a.x.cols, kTileCols), .threads = kTileThreads},
+         {.blocks = ceil_div(a.qt.cols, kTileRows) * ceil_div(a.x.cols, kTileCols),
+          .threads = kTileThreads,
+          .pdl = true},
          Bytes{.q = static_cast<const uint8_t*>(a.x.data),
                .stride = a.x.stride,
                .rows = a.x.rows,
@@ -336,12 +344,13 @@ void fp8_transpose(Context& ctx, const Fp8Transpose& a) {
     TIGON_CUDA_CHECK(kName, cudaMemsetAsync(p.largest, 0, sizeof(uint32_t) * size_t(a.q.cols),
                                             static_cast<cudaStream_t>(ctx.stream())));
     launch(kName, ctx, vectors ? largest_kernel<true> : largest_kernel<false>,
-           {.blocks = tiles(a.q.rows, kLargestRows, kLargestCols), .threads = kTileThreads}, p);
+           {.blocks = tiles(a.q.rows, kLargestRows, kLargestCols), .threads = kTileThreads, .pdl = true}, p);
   }
   const auto kernel = p.row_factors != nullptr
                           ? (vectors ? transpose_kernel<true, true> : transpose_kernel<false, true>)
                           : (vectors ? transpose_kernel<true, false> : transpose_kernel<false, false>);
-  launch(kName, ctx, kernel, {.blocks = tiles(a.qt.cols, kTileRows, kTileCols), .threads = kTileThreads}, p);
+  launch(kName, ctx, kernel,
+         {.blocks = tiles(a.qt.cols, kTileRows, kTileCols), .threads = kTileThreads, .pdl = true}, p);
 }
 
 }  // namespace tigon::cuda

@@ -25,7 +25,7 @@ auto with_halves(const Entry& entry) {
   return [entry](Context& ctx, auto a) {
     if (a.up.data == nullptr && a.options.kind != GluKind::swiglu_oai) {
       split(a.gate, a.up);
-      if constexpr (std::is_base_of_v<GluBwd, decltype(a)>) split(a.dgate, a.dup);
+      if constexpr (std::is_same_v<decltype(a), GluBwd>) split(a.dgate, a.dup);
     }
     entry(ctx, a);
   };
@@ -64,17 +64,7 @@ void glu_bwd(Context& ctx, const GluBwd& a) {
   run_op(name_of(a.options, "_bwd").c_str(), ctx, a, with_halves(&cpu::glu_bwd),
          with_halves(TIGON_CUDA_ENTRY(glu_bwd)));
 }
-void glu_fp8(Context& ctx, const GluFp8& a) {
-  run_op(name_of(a.options, "").c_str(), ctx, a, with_halves(&cpu::glu_fp8),
-         with_halves(TIGON_CUDA_ENTRY(glu_fp8)));
-}
-void glu_bwd_fp8(Context& ctx, const GluBwdFp8& a) {
-  run_op(name_of(a.options, "_bwd").c_str(), ctx, a, with_halves(&cpu::glu_bwd_fp8),
-         with_halves(TIGON_CUDA_ENTRY(glu_bwd_fp8)));
-}
 TIGON_OPERATOR(glu_fwd, GluFwd, "glu", forward)
 TIGON_OPERATOR(glu_bwd, GluBwd, "glu", backward)
-TIGON_OPERATOR(glu_fp8, GluFp8, "glu_fp8", none)
-TIGON_OPERATOR(glu_bwd_fp8, GluBwdFp8, "glu_bwd_fp8", none)
 
 }  // namespace tigon

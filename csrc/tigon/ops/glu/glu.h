@@ -37,6 +37,7 @@
 
 #include "tigon/base/fields.h"
 #include "tigon/base/gated_unit.h"
+#include "tigon/base/row_bytes.h"
 
 namespace tigon {
 
@@ -48,6 +49,7 @@ struct GluFwd {
   Matrix up;
   Matrix y;
   GluOptions options;
+  RowBytes bytes;  // of y
 
   void fields(Fields& f) {
     const int64_t cols = glu_inputs(f, gate, up, options);
@@ -62,6 +64,7 @@ struct GluBwd {
   Matrix dgate;  // empty if not wanted
   Matrix dup;    // empty if not wanted
   GluOptions options;
+  RowBytes gate_bytes, up_bytes;  // of both gradients, or of none
 
   void fields(Fields& f) {
     f.input("dy", dy, gate.rows, up.data ? gate.cols : gate.cols / 2, gate.dtype);
@@ -72,39 +75,6 @@ struct GluBwd {
   }
 };
 
-// The rows of y in float8 too, as fp8_quantize makes them.
-struct GluFp8 : GluFwd {
-  Matrix q;
-  Vector scales;
-
-  void fields(Fields& f) {
-    GluFwd::fields(f);
-    const int64_t cols = up.data ? gate.cols : gate.cols / 2;
-    f.result("q", q, gate.rows, cols, DType::e4m3);
-    f.result("scales", scales, gate.rows, DType::f32);
-  }
-};
-
-// Both gradients, and their rows in float8 with factors by column.
-struct GluBwdFp8 : GluBwd {
-  Vector gate_factors, up_factors;
-  Matrix gate_q, up_q;
-  Vector gate_scales, up_scales;
-
-  void fields(Fields& f) {
-    GluBwd::fields(f);
-    f.require(up.data && dgate.data && dup.data, "up, and both gradients, must be there");
-    f.input("gate_factors", gate_factors, gate.cols, DType::f32);
-    f.input("up_factors", up_factors, gate.cols, DType::f32);
-    f.result("gate_q", gate_q, gate.rows, gate.cols, DType::e4m3);
-    f.result("gate_scales", gate_scales, gate.rows, DType::f32);
-    f.result("up_q", up_q, gate.rows, gate.cols, DType::e4m3);
-    f.result("up_scales", up_scales, gate.rows, DType::f32);
-  }
-};
-
 TIGON_API_OP(glu, Glu)
-TIGON_API_ENTRY(glu_fp8, GluFp8)
-TIGON_API_ENTRY(glu_bwd_fp8, GluBwdFp8)
 
 }  // namespace tigon

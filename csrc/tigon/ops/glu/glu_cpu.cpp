@@ -1,5 +1,4 @@
 #include "tigon/base/elementwise.h"
-#include "tigon/ops/fp8_linear/fp8_quantize.h"
 #include "tigon/ops/glu/glu.h"
 
 namespace tigon::cpu {
@@ -46,17 +45,6 @@ void glu_bwd(Context& ctx, const GluBwd& a) {
     k.backward(element_at(a.dy, r, c), element_at(a.gate, r, wide * c), element_at(a.up, r, c),
                element_at(a.dgate, r, wide * c), element_at(a.dup, r, c), n, a.options);
   });
-}
-
-void glu_fp8(Context& ctx, const GluFp8& a) {
-  cpu::glu_fwd(ctx, a);
-  cpu::fp8_quantize(ctx, {.x = a.y, .q = a.q, .scales = a.scales});
-}
-void glu_bwd_fp8(Context& ctx, const GluBwdFp8& a) {
-  cpu::glu_bwd(ctx, a);
-  cpu::fp8_quantize(ctx,
-                    {.x = a.dgate, .column_factors = a.gate_factors, .q = a.gate_q, .scales = a.gate_scales});
-  cpu::fp8_quantize(ctx, {.x = a.dup, .column_factors = a.up_factors, .q = a.up_q, .scales = a.up_scales});
 }
 
 }  // namespace tigon::cpu

@@ -3,7 +3,6 @@
 // about 30 and 40.
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/pointwise_rows.cuh"
-#include "tigon/ops/fp8_linear/fp8_quantize.h"
 #include "tigon/ops/glu/glu.h"
 
 namespace tigon::cuda {
@@ -82,7 +81,7 @@ void backward(Context& ctx, const GluBwd& a) {
   }
 }
 
-// Calls fn.operator()<kind>() for the kinds that have kernels which write bytes too.
+// Calls fn.operator()<kind>() for the kinds whose kernels write bytes too.
 template <class Fn>
 bool with_bytes(GluKind kind, Fn&& fn) {
   if (kind == GluKind::swiglu) return fn.template operator()<GluKind::swiglu>();
@@ -92,35 +91,22 @@ bool with_bytes(GluKind kind, Fn&& fn) {
 }  // namespace
 
 void glu_fwd(Context& ctx, const GluFwd& a) {
+  if (a.bytes.q.data != nullptr && with_bytes(a.options.kind, [&]<GluKind K>() {
+        return pointwise_rows(name_of(K), ctx,
+                              PointwiseRows<GluForward<K>>{{{a.options}, {a.gate, a.up}, {a.y}}, {a.bytes}});
+      }))
+    return;
   dispatch_kind(a.options.kind, [&]<GluKind K>() { forward<K>(ctx, a); });
 }
 void glu_bwd(Context& ctx, const GluBwd& a) {
-  dispatch_kind(a.options.kind, [&]<GluKind K>() { backward<K>(ctx, a); });
-}
-
-void glu_fp8(Context& ctx, const GluFp8& a) {
-  if (with_bytes(a.options.kind, [&]<GluKind K>() {
+  if (a.gate_bytes.q.data != nullptr && with_bytes(a.options.kind, [&]<GluKind K>() {
         return pointwise_rows(
             name_of(K), ctx,
-            PointwiseRows<GluForward<K>>{{{a.options}, {a.gate, a.up}, {a.y}}, {row_bytes(a.q, a.scales)}});
+            PointwiseRows<GluBackward<K>>{{{a.options}, {a.dy, a.gate, a.up}, {a.dgate, a.dup}},
+                                          {a.gate_bytes, a.up_bytes}});
       }))
     return;
-  cuda::glu_fwd(ctx, a);
-  cuda::fp8_quantize(ctx, {.x = a.y, .q = a.q, .scales = a.scales});
-}
-void glu_bwd_fp8(Context& ctx, const GluBwdFp8& a) {
-  if (with_bytes(a.options.kind, [&]<GluKind K>() {
-        return pointwise_rows(name_of(K), ctx,
-                              PointwiseRows<GluBackward<K>>{
-                                  {{a.options}, {a.dy, a.gate, a.up}, {a.dgate, a.dup}},
-                                  {row_bytes(a.gate_q, a.gate_scales), row_bytes(a.up_q, a.up_scales)},
-                                  {a.gate_factors.as<float>(), a.up_factors.as<float>()}});
-      }))
-    return;
-  cuda::glu_bwd(ctx, a);
-  cuda::fp8_quantize(
-      ctx, {.x = a.dgate, .column_factors = a.gate_factors, .q = a.gate_q, .scales = a.gate_scales});
-  cuda::fp8_quantize(ctx, {.x = a.dup, .column_factors = a.up_factors, .q = a.up_q, .scales = a.up_scales});
+  dispatch_kind(a.options.kind, [&]<GluKind K>() { backward<K>(ctx, a); });
 }
 
 }  // namespace tigon::cuda

@@ -21,6 +21,7 @@
 #pragma once
 
 #include "tigon/base/fields.h"
+#include "tigon/base/row_bytes.h"
 
 namespace tigon {
 
@@ -42,6 +43,7 @@ struct RmsNormFwd {
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
+  RowBytes bytes;  // of y
 
   void fields(Fields& f) {
     f.rows("x", x);
@@ -51,18 +53,6 @@ struct RmsNormFwd {
     f.option("rounding", rounding);
     f.result("y", y, x, rms_norm_result(x, weight, rounding));
     f.statistics("rstd", {{"rstd", rstd}}, x.rows);
-  }
-};
-
-// The rows of y in float8 too, as fp8_quantize makes them.
-struct RmsNormFp8 : RmsNormFwd {
-  Matrix q;
-  Vector scales;
-
-  void fields(Fields& f) {
-    RmsNormFwd::fields(f);
-    f.result("q", q, x.rows, x.cols, DType::e4m3);
-    f.result("scales", scales, x.rows, DType::f32);
   }
 };
 
@@ -89,6 +79,5 @@ struct RmsNormBwd {
 };
 
 TIGON_API_OP(rms_norm, RmsNorm)
-TIGON_API_ENTRY(rms_norm_fp8, RmsNormFp8)
 
 }  // namespace tigon

@@ -1,6 +1,5 @@
 #include "tigon/base/norm_rows.h"
 #include "tigon/base/op.h"
-#include "tigon/ops/fp8_linear/fp8_quantize.h"
 #include "tigon/ops/rms_norm/rms_norm.h"
 
 #define TIGON_KERNELS "tigon/base/simd/norm_rows.inc"
@@ -15,11 +14,6 @@ void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) {
   norm_forward(
       ctx, {.formula = &scalars, .in = {a.x}, .param = {a.weight}, .y = a.y, .rstd = a.rstd, .eps = a.eps},
       TIGON_SELECT(rms_norm_table)[a.x.dtype]);
-}
-
-void rms_norm_fp8(Context& ctx, const RmsNormFp8& a) {
-  cpu::rms_norm_fwd(ctx, a);
-  cpu::fp8_quantize(ctx, {.x = a.y, .q = a.q, .scales = a.scales});
 }
 
 void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
@@ -39,5 +33,4 @@ void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
 
 namespace tigon {
 TIGON_OP(rms_norm, RmsNorm)
-TIGON_DEFINE_ENTRY(rms_norm_fp8, RmsNormFp8, "rms_norm_fp8", "rms_norm", none)
-}  // namespace tigon
+}

@@ -4,7 +4,6 @@
 // instructions forward and 10 backward; the memory-bound budget is 31 and 46 (bf16).
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/norm_backward.cuh"
-#include "tigon/ops/fp8_linear/fp8_quantize.h"
 #include "tigon/ops/rms_norm/rms_norm.h"
 
 namespace tigon::cuda {
@@ -14,12 +13,12 @@ namespace {
 
 constexpr const char* kOp = "rms_norm";
 
-// Returns whether the bytes have been written.
-bool forward(Context& ctx, const RmsNormFwd& a, const RowBytes& bytes) {
-  bool written = false;
+}  // namespace
+
+void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) {
   with_result_types(
       kOp, a.x.dtype, a.weight, a.y.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
-        written = norm_forward(
+        norm_forward(
             kOp, ctx,
             NormForward<RmsNormForward<float, X>, W, Y>{
                 .f = {{.offset = a.weight ? a.offset : 0.0f, .round_h = a.rounding == Rounding::llama}},
@@ -30,21 +29,11 @@ bool forward(Context& ctx, const RmsNormFwd& a, const RowBytes& bytes) {
                 .y = a.y.row<Y>(0),
                 .y_stride = a.y.stride,
                 .rstd = a.rstd.as<float>(),
-                .bytes = bytes,
+                .bytes = byte_rows(a.bytes),
                 .rows = a.x.rows,
                 .cols = a.x.cols,
                 .eps = a.eps});
       });
-  return written;
-}
-
-}  // namespace
-
-void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) { forward(ctx, a, {}); }
-
-void rms_norm_fp8(Context& ctx, const RmsNormFp8& a) {
-  if (!forward(ctx, a, row_bytes(a.q, a.scales)))
-    cuda::fp8_quantize(ctx, {.x = a.y, .q = a.q, .scales = a.scales});
 }
 
 void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
