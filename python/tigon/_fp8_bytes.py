@@ -78,6 +78,21 @@ def wanted(parameter: torch.Tensor) -> bool:
     return of is not None and of() is parameter
 
 
+_VIEWS = ("ViewBackward0", "TransposeBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+
+
+def factors_of(ctx) -> list[torch.Tensor]:
+    """By which two linears of float8 multiply the columns of gradients, if they made the first two inputs,
+    behind views of all rows; else nothing.
+    """
+    found = []
+    for node, _ in getattr(ctx, "next_functions", ())[:2] if on else ():  # functorch's context has none
+        while node is not None and node.name() in _VIEWS:
+            node = node.next_functions[0][0]
+        found.append(getattr(node, "fp8_factors", None))
+    return found if len(found) == 2 and all(f is not None for f in found) else []
+
+
 def weight_behind(x: torch.Tensor) -> torch.Tensor | None:
     """The weight of the linear of float8 that has made x."""
     of = getattr(x.grad_fn, "fp8_weight", None)

@@ -62,13 +62,6 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _factors(ctx):
-    """By which two linears of float8 multiply the columns of the gradients, or nothing."""
-    nodes = getattr(ctx, "next_functions", ()) if _fp8_bytes.on else ()  # functorch's context has none
-    found = [getattr(node, "fp8_factors", None) for node, _ in nodes[:2]]
-    return () if len(found) < 2 or any(f is None for f in found) else found
-
-
 def _backward(ctx, dy):
     dgate = dup = None
     if dy is not None:
@@ -77,7 +70,7 @@ def _backward(ctx, dy):
         in_place = all(ctx.needs_input_grad[: len(saved)]) and may_overwrite_saved(saved)
         in_place = in_place and only_graph_holds(saved) and all(t.is_contiguous() for t in saved)
         gate, up = saved if len(saved) == 2 else (*saved, None)
-        factors = _factors(ctx) if up is not None and all(ctx.needs_input_grad[:2]) else ()
+        factors = _fp8_bytes.factors_of(ctx) if up is not None and all(ctx.needs_input_grad[:2]) else ()
         if factors:
             if in_place:
                 made = _bwd_fp8_in_place(dy, gate, up, *ctx.options, *factors)
