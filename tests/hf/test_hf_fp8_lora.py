@@ -14,6 +14,7 @@ from test_hf_fp8 import batch, equal, left, model, of_any_size, ratio, step, tak
 from tiny import step as graph_step
 
 import tigon
+from tigon import _fp8_bytes
 from tigon.integrations.transformers import apply, undo
 from tigon.ops import fp8_linear
 from tigon.ops.fp8_weight import Fp8Weight
@@ -303,3 +304,20 @@ class TestBytesOnly:
         weight = bases(wrapped)["base_model.model.model.layers.0.mlp.up_proj"].weight
         assert weight.dtype == torch.bfloat16 and weight.held.dense is None
         assert step(wrapped)["loss"].isfinite()
+
+
+def test_producers_write_what_bases_read(monkeypatch):
+    """Bytes of x and of gradients are those of norms, gated units and RoPE, and no bit changes."""
+    wrapped = adapted(torch.bfloat16)
+    apply(wrapped, **FP8)
+    with monkeypatch.context() as patched:
+        patched.setattr(_fp8_bytes, "wanted", lambda parameter: False)
+        patched.setattr(_fp8_bytes, "take", lambda x, factors: (None, None))
+        expected = step(wrapped)
+    step(wrapped)
+    seen, given, quantize, take = [], [], fp8_linear._quantize, _fp8_bytes.take
+    monkeypatch.setattr(fp8_linear, "_quantize", lambda *a: (seen.append(a), quantize(*a))[1])
+    monkeypatch.setattr(_fp8_bytes, "take", lambda *a: (given.append(take(*a)), given[-1])[1])
+    assert equal(step(wrapped), expected)
+    assert len(seen) == 1 + 3  # of the first norm, which no gradient passes, and of attention
+    assert sum(q is not None for q, _ in given) == 3 * 4 and len(given) == 3 * 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tigon.ops.fp8_linear import Quantized, quantize_rows
+from tigon.ops.fp8_linear import Quantized
 
 _aten = torch.ops.aten
 _SET = torch.Tensor.data.__set__
@@ -40,7 +40,7 @@ class Fp8Weight(torch.Tensor):
     @classmethod
     def of(cls, weight: torch.Tensor) -> Fp8Weight:
         """A frozen parameter with the bytes of a weight."""
-        made = cls(_Held(Quantized(*quantize_rows(weight.detach()), keeps_transposed=False)), weight.dtype)
+        made = cls(_Held(Quantized.make(weight, keeps_transposed=False)), weight.dtype)
         made._is_param = True
         return made
 
@@ -60,8 +60,8 @@ class Fp8Weight(torch.Tensor):
     def pack(self) -> Quantized:
         """The bytes, made anew if it is dense, which it then is no longer."""
         if self.held.quantized is None:
-            rows = quantize_rows(self.held.dense.detach())
-            self.held.quantized, self.held.dense = Quantized(*rows, keeps_transposed=False), None
+            made = Quantized.make(self.held.dense, keeps_transposed=False)
+            self.held.quantized, self.held.dense = made, None
         return self.held.quantized
 
     def __repr__(self):
@@ -103,8 +103,8 @@ class Fp8Weight(torch.Tensor):
             moved = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking")}
             return cls(_Held(made.map(lambda t: t.to(**moved))), kwargs.get("dtype") or weight.dtype)
         if func is _aten.copy_.default and made is not None:
-            rows = quantize_rows(tree_map_only(cls, cls.dequantize, args[1]).to(weight.device, weight.dtype))
-            weight.held.quantized = Quantized(*rows, keeps_transposed=False)
+            given = tree_map_only(cls, cls.dequantize, args[1]).to(weight.device, weight.dtype)
+            weight.held.quantized = Quantized.make(given, keeps_transposed=False)
             return weight
         written = False
         for given, argument in zip(args, func._schema.arguments, strict=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from tigon import _op
+from tigon import _fp8_bytes, _op
 from tigon._load import native
 from tigon.error import Error, check, refuse
 from tigon.ops import fp8_linear
@@ -146,6 +147,9 @@ _eager_bwd = _op.caller(_OP, native(f"{_OP}_bwd"))
 def _save(ctx, layout, x, seed, t, tensors, recompute=None, save=None, made=()):
     """Save tensors for the backward; with `recompute`, which computes x again, x is not kept."""
     ctx.layout, ctx.recompute, ctx.made = layout, recompute, None if layout.gathered else made
+    if ctx.made:  # what producers of x and of the results' gradients look for
+        ctx.fp8_factors = [weight.scales for weight in made]
+        ctx.fp8_weight = weakref.ref(made[0].scales)
     (save or ctx.save_for_backward)(x if recompute is None else None, seed, t, *tensors)
     ctx.set_materialize_grads(False)
 
@@ -168,8 +172,12 @@ def _gradients(ctx, dys, need_x, needs):
     made = [quantised() for quantised in layout.quantised] if ctx.made is None else ctx.made
     dense = layout.operands(tensors, made)
     fp8 = [weight.scales for weight in made]
-    if need_x and not layout.gathered:
-        fp8 += [weight.transposed() for weight in made if weight.keeps_transposed]
+    if made and need_x:
+        keeps = not layout.gathered
+        fp8 += [w.transposed() if keeps and w.keeps_transposed else None for w in made]
+        pairs = zip(dys, made, strict=True)
+        found = [(None, None) if dy is None else _fp8_bytes.take(dy, w.scales) for dy, w in pairs]
+        fp8 += [q for q, _ in found] + [s for _, s in found]
     if _op._is_compiling():
         dx, da, *db = _bwd(dys, x, dense, t, *layout.options, seed, *wanted, [])
     elif _op._is_transformed():

@@ -61,6 +61,9 @@ struct Fp8LinearBwd {
   Matrix wt;  // may be absent without need_dx
   // May be absent if x is given and need_dx is not.
   Vector ws;
+  // The rows of dy ws; made here if absent.
+  Matrix dyq;
+  Vector dys;
   bool need_dx = true;
   bool need_dweight = true;
   Matrix dx;
@@ -74,6 +77,9 @@ struct Fp8LinearBwd {
     f.optional("x", x, dy.rows, x.cols, dy.dtype);
     f.optional("wt", wt, wt.rows, dy.cols, DType::e4m3);
     f.optional("ws", ws, dy.cols, DType::f32);
+    f.optional("dyq", dyq, dy.rows, dy.cols, DType::e4m3);
+    f.optional("dys", dys, dy.rows, DType::f32);
+    f.require(bool(dyq.data) == bool(dys), "dys must be there where dyq is");
     f.option("need_dx", need_dx);
     f.option("need_dweight", need_dweight);
     f.option("dweight_dtype", dweight.dtype);

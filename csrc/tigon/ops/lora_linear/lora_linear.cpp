@@ -34,22 +34,19 @@ void fill(Context& ctx, const Vector& bias, const Matrix& y) {
 }
 
 // Computes c += the sum of the products, or c = the sum: as one GEMM if the device has such a kernel,
-// otherwise one after the other. Returns true if that of float8 is in the sum too.
-bool add_products(Context& ctx, std::vector<Product>& products, bool add,
-                  [[maybe_unused]] const LoraFirst* first = nullptr) {
+// otherwise one after the other.
+void add_products(Context& ctx, std::vector<Product>& products, bool add) {
   bool done = products.empty();
-  if (!add && !done)
-    on_device(kOp, ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_products(ctx, products, first)));
-  if (done) return !products.empty();
+  if (!add && !done) on_device(kOp, ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_products(ctx, products)));
   // PyTorch's bf16 GEMM on the CPU that adds to a result is slower the longer its K is, so the base's goes
   // first there.
-  if (ctx.device() == Device::cpu && products[0].c.dtype == DType::bf16)
+  if (ctx.device() == Device::cpu && !done && products[0].c.dtype == DType::bf16)
     std::reverse(products.begin(), products.end());
   for (Product& p : products) {
+    if (done) break;
     p.beta = float(add), add = true;
     multiply(ctx, p);
   }
-  return false;
 }
 
 int64_t total_columns(std::span<const LoraAdapter> adapters) {
@@ -202,9 +199,8 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
         add(columns_of(a.t, packed.first[i], rank), columns_of(packed.b[i], 0, rank));
     }
     if (!l.scales) add(a.x, l.weight);
-    const LoraFirst first = {.a = a.xq, .a_scales = a.xs, .b = l.weight, .b_scales = l.scales};
-    const bool whole = add_products(ctx, products, bool(l.bias), l.scales ? &first : nullptr);
-    if (l.scales && !whole)
+    add_products(ctx, products, bool(l.bias));
+    if (l.scales)
       fp8_linear_fwd(ctx, {.xq = a.xq,
                            .xs = a.xs,
                            .wq = l.weight,
@@ -221,6 +217,9 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
     if (l.y.data != nullptr) require_matrix(op, "dy", l.y, a.x.rows, l.weight.rows, a.x.dtype);
     if (l.transposed.data != nullptr)
       require_matrix(op, "transposed", l.transposed, a.x.cols, l.weight.rows, DType::e4m3);
+    if (l.dyq.data == nullptr) continue;
+    require_matrix(op, "dyq", l.dyq, a.x.rows, l.weight.rows, DType::e4m3);
+    require_vector(op, "dys", l.dys, a.x.rows, DType::f32);
   }
   const DType gradient = !a.adapters.empty() && a.adapters[0].a.dtype == a.x.dtype ? a.x.dtype : DType::f32;
   for (const LoraAdapter& l : a.adapters)
@@ -297,7 +296,14 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
       wt = scratch(ctx, DType::e4m3, a.x.cols, l.weight.rows);
       fp8_transpose(ctx, {.q = l.weight, .qt = wt});
     }
-    fp8_linear_bwd(ctx, {.dy = l.y, .wt = wt, .ws = l.scales, .need_dweight = false, .dx = a.dx, .add = add});
+    fp8_linear_bwd(ctx, {.dy = l.y,
+                         .wt = wt,
+                         .ws = l.scales,
+                         .dyq = l.dyq,
+                         .dys = l.dys,
+                         .need_dweight = false,
+                         .dx = a.dx,
+                         .add = add});
     add = true;
   }
   if (!add) copy(ctx, std::vector<LoraCopy>{{{.dtype = a.dx.dtype}, a.dx}});

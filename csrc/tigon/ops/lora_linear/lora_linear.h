@@ -40,6 +40,9 @@ struct LoraBase {
   Vector scales;  // of the rows of a weight of float8 (fp8_quantize.h)
   // Only the backward with dx uses it: the bytes of a weight of float8, [K, N]; made for the call if empty.
   Matrix transposed;
+  // Likewise the rows of dy scales in float8 (fp8_linear.h).
+  Matrix dyq;
+  Vector dys;
   // In the forward, the result, or empty if it is not wanted. In the backward, dy, or empty if there is none.
   Matrix y;
 };
@@ -132,13 +135,6 @@ struct DoraProducts {
   Matrix cross;  // W A^T, f32
   Matrix gram;   // A A^T, f32
 };
-// A product of float8 matrices, a b^T, with the scales of their rows.
-struct LoraFirst {
-  Matrix a;
-  Vector a_scales;
-  Matrix b;
-  Vector b_scales;
-};
 // Copies `from` to `to` in its dtype, with zeros beyond it.
 struct LoraCopy {
   Matrix from;
@@ -166,9 +162,9 @@ void lora_copy(Context& ctx, std::span<const LoraCopy> list);
 void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products);
 void lora_dropout(Context& ctx, const LoraDropout& a);
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
-// Computes the sum of products of one c and one trans_b as one GEMM, after that of float8 if there is one;
-// they then have trans_b. Returns false if there is no kernel for it, or if it is slower.
-bool lora_products(Context& ctx, std::span<const Product> products, const LoraFirst* first = nullptr);
+// Computes the sum of products of one c and one trans_b as one GEMM. Returns false if there is no kernel for
+// it, or if it is slower.
+bool lora_products(Context& ctx, std::span<const Product> products);
 }  // namespace cuda
 
 }  // namespace tigon

@@ -33,12 +33,12 @@ struct Operands {
   }
 
   // `tensors` holds weights, biases, A of each adapter, and B of each. `linears` holds the linear of each
-  // adapter, then that of each bias. `fp8` is empty, or the weights are of float8: their scales, then x in
-  // float8 with its scales in the forward, and in the backward, if the caller has them, the weights
-  // transposed.
+  // adapter, then that of each bias. `fp8` is empty, or the weights are of float8: their scales, then in the
+  // forward x in float8 with its scales; in the backward, each if the caller has it, the weights transposed,
+  // the rows of each dy in float8, and their scales.
   Operands(const Tensor& x, Tensors& tensors, const std::vector<int64_t>& linears,
            const std::vector<double>& scales, const std::vector<double>& dropouts, OptionalTensor& seed_,
-           Tensors& fp8, bool forward) {
+           Optionals fp8, bool forward) {
     const size_t count = scales.size(), options = linears.size() + count;
     TIGON_CHECK(kOp, dropouts.size() == count && linears.size() >= count && tensors.size() >= options,
                 "tensors, linears, scales and dropouts must fit, got ", tensors.size(), ", ", linears.size(),
@@ -60,13 +60,19 @@ struct Operands {
                           .dropout = dropouts[i]});
       columns += lora_columns(adapters.back().a.rows);
     }
-    for (size_t i = 0; i < fp8.size(); ++i) check_same_device(kOp, "fp8", fp8[i], x);
-    for (size_t i = 0; i < std::min(maps, fp8.size()); ++i)
-      bases[i].scales = vector_of(kOp, "scales", fp8[i]);
-    for (size_t i = maps; !forward && i < std::min(2 * maps, fp8.size()); ++i)
-      bases[i - maps].transposed = matrix_of("transposed", fp8[i], x);
-    if (forward && fp8.size() == maps + 2)
-      xq = matrix_of("xq", fp8[maps], x), xs = vector_of(kOp, "xs", fp8[maps + 1]);
+    fp8.resize(forward ? maps + 2 : 4 * maps);
+    auto matrix = [&](const char* name, size_t i) { return fp8[i] ? matrix_of(name, *fp8[i], x) : Matrix{}; };
+    auto vector = [&](const char* name, size_t i) {
+      if (fp8[i]) check_same_device(kOp, name, *fp8[i], x);
+      return fp8[i] ? vector_of(kOp, name, *fp8[i]) : Vector{};
+    };
+    for (size_t i = 0; i < maps; ++i) {
+      bases[i].scales = vector("scales", i);
+      if (forward) continue;
+      bases[i].transposed = matrix("transposed", maps + i);
+      bases[i].dyq = matrix("dyq", 2 * maps + i), bases[i].dys = vector("dys", 3 * maps + i);
+    }
+    if (forward) xq = matrix("xq", maps), xs = vector("xs", maps + 1);
     if (!seed_) return;
     check_same_device(kOp, "seed", *seed_, x);
     seed = scalar_of(kOp, "seed", *seed_);
@@ -76,7 +82,7 @@ struct Operands {
 Tensors forward(Tensor x, Tensors tensors, std::vector<int64_t> linears, std::vector<double> scales,
                 std::vector<double> dropouts, OptionalTensor seed, OptionalTensor t, bool only_t,
                 Tensors fp8) {
-  Operands operands(x, tensors, linears, scales, dropouts, seed, fp8, true);
+  Operands operands(x, tensors, linears, scales, dropouts, seed, {fp8.begin(), fp8.end()}, true);
   const Matrix rows = matrix_of("x", x, x);
   Tensors results;
   if (!only_t)
@@ -99,7 +105,7 @@ Tensors forward(Tensor x, Tensors tensors, std::vector<int64_t> linears, std::ve
 
 Tensors backward(Optionals dy, Tensor x, Tensors tensors, Tensor t, std::vector<int64_t> linears,
                  std::vector<double> scales, std::vector<double> dropouts, OptionalTensor seed, bool need_x,
-                 bool need_a, bool need_b, Tensors fp8) {
+                 bool need_a, bool need_b, Optionals fp8) {
   Operands operands(x, tensors, linears, scales, dropouts, seed, fp8, false);
   TIGON_CHECK(kOp, dy.size() == operands.bases.size(), "dy must be as many as weights, ",
               operands.bases.size(), ", got ", dy.size());
@@ -132,7 +138,7 @@ TIGON_TORCH_SCHEMAS(m) {
     define(m, name + ("(Tensor x, Tensor[] tensors, " + options +
                       "Tensor? t, bool only_t, Tensor[] fp8) -> Tensor[]"));
   define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] tensors, Tensor t, " + options +
-                "bool need_x, bool need_a, bool need_b, Tensor[] fp8) -> Tensor[]");
+                "bool need_x, bool need_a, bool need_b, Tensor?[] fp8) -> Tensor[]");
 }
 TIGON_TORCH_KERNELS(m) {
   for (const char* name : {"lora_linear", "lora_linear_fwd"}) m.impl(name, TORCH_BOX(&forward));

@@ -39,17 +39,15 @@ struct Options {
   // With kGather, row r of A is row order[r] / choices of g.a.
   const int32_t* order = nullptr;
   int64_t choices = 1;
-  // With kFp8, of the rows of the first source's A and B.
-  const float *a_scales = nullptr, *b_scales = nullptr;
 };
 
 // Computes the sum of the GEMMs g.a and g.b [op(A) op(B)] of `kSources` problems of one M and N, with the
 // layouts of `kMajorA` and `kMajorB`, and passes it to the epilogue. A source without K, which may not be the
 // first, adds nothing.
 template <class T, Major kMajorA, Major kMajorB, class Epilogue, Groups kGroups = Groups::none,
-          int kSources = 1, bool kGather = false, bool kFp8 = false>
+          int kSources = 1, bool kGather = false>
 struct Matmul {
-  using Loop = Mainloop<T, kMajorA, kMajorB, kGroups, kSources, kGather, kFp8>;
+  using Loop = Mainloop<T, kMajorA, kMajorB, kGroups, kSources, kGather>;
   using Scheduler = TileScheduler<kGroups>;
   static constexpr auto kernel = &matmul_kernel<Loop, Epilogue, Scheduler>;
   static constexpr size_t kShared = sizeof(SharedStorage<Loop, Epilogue>);
@@ -86,8 +84,6 @@ struct Matmul {
     p.mainloop.choices = int(options.choices);
     p.mainloop.k_vecs = int(g.k / 8);
     p.mainloop.row_vecs = uint32_t(g.lda / 8);
-    p.mainloop.a_scales = options.a_scales, p.mainloop.b_scales = options.b_scales;
-    p.mainloop.m = int(g.m), p.mainloop.n = int(g.n);
     p.epilogue = epilogue;
     p.scheduler.m = int(g.m);
     p.scheduler.tiles_n = int(ceil_div(g.n, int64_t(kTileN)));

@@ -41,12 +41,8 @@ __device__ __forceinline__ auto outer_coordinates(const Tile& tile, int row) {
 // CTAs of a cluster that compute tiles below each other share columns of B: each loads half of them and
 // multicasts it. `kSources` pairs of A and B follow each other along K: the sum of their products has one
 // accumulator and one store. With `kGather`, groups' rows of A are gathered as they are loaded.
-// With `kFp8` the first pair is of e4m3: each two of its elements count as one of 16 bits, both are
-// contiguous along K, and its products are multiplied by the scales of A's and B's rows before the next pair
-// is added.
-template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources, bool kGather, bool kFp8>
+template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources, bool kGather>
 struct Mainloop {
-  static_assert(!kFp8 || (kMajorA == Major::K && kMajorB == Major::K && kGroups == Groups::none));
   static_assert(!kGather || (kMajorA == Major::K && kGroups == Groups::rows && kSources == 1));
   static constexpr int kLoaders = kGather ? kWarpgroup : 1;  // in threads
   static constexpr View kViewA = view_of_a(kGroups), kViewB = view_of_b(kGroups);
@@ -67,9 +63,6 @@ struct Mainloop {
     const int32_t* order;
     int choices, k_vecs;
     uint32_t row_vecs;
-    // With kFp8, as many as there are rows and columns of the result.
-    const float *a_scales, *b_scales;
-    int m, n;
   };
   struct Tensors {
     alignas(1024) uint8_t a[kStages][kBytesA];
@@ -140,10 +133,9 @@ struct Mainloop {
 
   // Runs on a consumer warpgroup, which takes rows from 64 * consumer on of the tile. The barriers are those
   // of its next stage.
-  __device__ static __forceinline__ void mma(const Params& p, const Tile& tile, Tensors& smem,
-                                             Barriers& barriers, PipelineState& state, int consumer,
+  __device__ static __forceinline__ void mma(int k_blocks, Tensors& smem, Barriers& barriers,
+                                             PipelineState& state, int consumer,
                                              float (&acc)[kAccumulators]) {
-    const int k_blocks = tile.k_blocks;
     // At step `stop` this consumer waits for the other one, and at step `go` it lets the other one go on. A
     // short tile does neither.
     const bool first = consumer == 0, takes_turns = k_blocks > 2 * kLead;
@@ -160,18 +152,11 @@ struct Mainloop {
       if constexpr (kGather) fence_proxy_async();
       const uint64_t stage_a = a + uint32_t(state.stage * kBytesA >> 4),
                      stage_b = b + uint32_t(state.stage * kBytesB >> 4);
-      const bool fp8 = kFp8 && k < p.k_blocks[0];
-      if constexpr (kFp8)
-        if (k == p.k_blocks[0]) scale(p, tile, consumer, acc);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kTileK / 16; ++i) {
-        const uint64_t step_a = stage_a + i * kStepK<kMajorA>, step_b = stage_b + i * kStepK<kMajorB>;
-        if (fp8)
-          wgmma_m64n256k32_e4m3(acc, step_a, step_b, k + i != 0);
-        else
-          wgmma_m64n256k16<T, kMajorA == Major::MN, kMajorB == Major::MN>(acc, step_a, step_b, k + i != 0);
-      }
+      for (int i = 0; i < kTileK / 16; ++i)
+        wgmma_m64n256k16<T, kMajorA == Major::MN, kMajorB == Major::MN>(
+            acc, stage_a + i * kStepK<kMajorA>, stage_b + i * kStepK<kMajorB>, k + i != 0);
       wgmma_commit_group();
       if (k == go) bar_arrive(kTurnBarrier + 1 - consumer, kConsumers * kWarpgroup);
       wgmma_wait_group<1>();
@@ -182,24 +167,6 @@ struct Mainloop {
   }
 
  private:
-  __device__ static __forceinline__ void scale(const Params& p, const Tile& tile, int consumer,
-                                               float (&acc)[kAccumulators]) {
-    wgmma_wait(acc);
-    const int thread = int(threadIdx.x) % kWarpgroup, lane = thread % 32;
-    const int row = tile.m + 64 * consumer + 16 * (thread / 32) + lane / 4;
-    float rows[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) rows[h] = row + 8 * h < p.m ? p.a_scales[row + 8 * h] : 0.0f;
-#pragma unroll
-    for (int j = 0; j < kTileN / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = tile.n + 8 * j + 2 * (lane % 4) + i;
-        const float factor = column < p.n ? p.b_scales[column] : 0.0f;
-        acc[4 * j + i] = acc[4 * j + i] * rows[0] * factor;
-        acc[4 * j + 2 + i] = acc[4 * j + 2 + i] * rows[1] * factor;
-      }
-  }
   // Loads columns of B for stage s, or half of them if the other CTA brings the others.
   __device__ static __forceinline__ void load_b(const Params& p, Tensors& smem, uint64_t* full, int rank,
                                                 const Tile& tile, int source, int k, int s) {

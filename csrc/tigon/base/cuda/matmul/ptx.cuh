@@ -137,10 +137,10 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kSize]) {
 #define TIGON_ACC64(d, i)                                                               \
   TIGON_ACC8(d, i), TIGON_ACC8(d, i + 8), TIGON_ACC8(d, i + 16), TIGON_ACC8(d, i + 24), \
       TIGON_ACC8(d, i + 32), TIGON_ACC8(d, i + 40), TIGON_ACC8(d, i + 48), TIGON_ACC8(d, i + 56)
-#define TIGON_WGMMA_M64N256(kind, flags, ...)                                                             \
+#define TIGON_WGMMA_M64N256K16(type)                                                                      \
   asm volatile(                                                                                           \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                       \
-      "wgmma.mma_async.sync.aligned.m64n256" kind                                                         \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                        \
       " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
       "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "   \
       "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "   \
@@ -148,11 +148,9 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kSize]) {
       "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, "   \
       "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "     \
       "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "       \
-      "%128, %129, p, 1, 1" flags ";\n}"                                                                  \
+      "%128, %129, p, 1, 1, %131, %132;\n}"                                                               \
       : TIGON_ACC64(d, 0), TIGON_ACC64(d, 64)                                                             \
-      : "l"(a), "l"(b), "r"(int(accumulate))__VA_OPT__(, ) __VA_ARGS__)
-#define TIGON_WGMMA_M64N256K16(type) \
-  TIGON_WGMMA_M64N256("k16.f32." type "." type, ", %131, %132", "n"(int(kTransA)), "n"(int(kTransB)))
+      : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransA)), "n"(int(kTransB)))
 
 // Computes d = a b, or d += a b, with a [64, 16] and b [16, 256] in shared memory, described by matrix
 // descriptors. kTrans: the operand is contiguous along M or N. In lane 4 t + q of warp w, d[4 j + 2 h + i] is
@@ -164,14 +162,8 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, ui
   else
     TIGON_WGMMA_M64N256K16("bf16");
 }
-// Does the same with e4m3 operands that are contiguous along K, of which a step has 32.
-__device__ __forceinline__ void wgmma_m64n256k32_e4m3(float (&d)[128], uint64_t a, uint64_t b,
-                                                      bool accumulate) {
-  TIGON_WGMMA_M64N256("k32.f32.e4m3.e4m3", "");
-}
 
 #undef TIGON_WGMMA_M64N256K16
-#undef TIGON_WGMMA_M64N256
 #undef TIGON_ACC64
 #undef TIGON_ACC8
 

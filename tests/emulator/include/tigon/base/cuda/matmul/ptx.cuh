@@ -2,8 +2,6 @@
 // products and stores when they are waited for.
 #pragma once
 
-#include <bit>
-
 #include <cuda.h>
 
 #include "tigon/base/cuda/ptx.cuh"
@@ -130,34 +128,6 @@ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) 
           sum = float(s);
         }
     }
-  });
-}
-namespace bytes {
-#include "tigon/base/e4m3.inc"
-}
-inline void wgmma_m64n256k32_e4m3(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
-  emulator::cta.thread->wgmma.add([&d, a, b, accumulate] {
-    const int warp = int(threadIdx.x) / 32 % 4, t = emulated_lane() / 4, q = emulated_lane() % 4;
-    auto product = [](float x, float y) {  // of two pairs of bytes
-      double sum = 0;
-      for (int shift : {0, 8}) {
-        auto at = [&](float bits) { return std::bit_cast<uint32_t>(bits) >> shift & 0xff; };
-        sum += double(std::bit_cast<float>(bytes::e4m3_widen(at(x)))) *
-               std::bit_cast<float>(bytes::e4m3_widen(at(y)));
-      }
-      return sum;
-    };
-    constexpr auto bits = [](uint16_t x) { return std::bit_cast<float>(uint32_t(x)); };
-    for (int h = 0; h < 2; ++h)
-      for (int j = 0; j < 32; ++j)
-        for (int i = 0; i < 2; ++i) {
-          float& sum = d[4 * j + 2 * h + i];
-          double s = accumulate ? sum : 0;
-          for (int k = 0; k < 16; ++k)
-            s += product(described(a, false, 16 * warp + 8 * h + t, k, bits),
-                         described(b, false, 8 * j + 2 * q + i, k, bits));
-          sum = float(s);
-        }
   });
 }
 
