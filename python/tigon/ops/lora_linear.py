@@ -148,7 +148,7 @@ def _save(ctx, layout, x, seed, t, tensors, recompute=None, save=None, made=()):
     """Save tensors for the backward; with `recompute`, which computes x again, x is not kept."""
     ctx.layout, ctx.recompute, ctx.made = layout, recompute, None if layout.gathered else made
     if ctx.made:  # what producers of x and of the results' gradients look for
-        ctx.fp8_factors = [weight.scales for weight in made]
+        ctx.fp8_factors = [weight.scales for weight in made] if ctx.needs_input_grad[2] else None
         ctx.fp8_weight = weakref.ref(made[0].scales)
     (save or ctx.save_for_backward)(x if recompute is None else None, seed, t, *tensors)
     ctx.set_materialize_grads(False)
