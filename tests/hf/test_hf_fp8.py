@@ -123,6 +123,7 @@ def test_routers_and_experts():
     ours = transformers.MixtralForCausalLM(config)
     report = apply(ours, fp8="rowwise")
     assert taken(report) == {f"model.layers.{i}.self_attn.{n}_proj" for i in range(3) for n in "qkvo"}
+    assert left(report)["model.layers.0.mlp.experts"] == "experts: their casts take what float8 gains"
 
     class Layer(nn.Module):
         def __init__(self):

@@ -117,7 +117,7 @@ def check_recipe(recipe: str | None, model: nn.Module) -> None:
 def plan_fp8(
     model: nn.Module, heads: set[int], bases: set[int], options: Options
 ) -> Iterator[tuple[str, nn.Module, tuple | str]]:
-    """(path, Linear, (spec, what it is) or why it is left) of all Linears.
+    """(path, module, (spec, what it is) or why it is left) of all Linears and experts.
 
     Args:
         bases: identities of the bases that the slot `lora` computes.
@@ -128,6 +128,8 @@ def plan_fp8(
     adapted = any(all(hasattr(m, part) for part in LORA_PARTS) for m in parents.values())
     for path, module in parents.items():
         if not isinstance(module, nn.Linear):
+            if "experts" in path.split(".") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+                yield path, module, "experts: their casts take what float8 gains"
             continue
         asked = {name for name in names if path == name or f".{path}.".find(f".{name}.") >= 0}
         unknown -= asked
