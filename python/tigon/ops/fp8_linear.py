@@ -138,7 +138,6 @@ def transpose(q: torch.Tensor) -> torch.Tensor:
 class Quantized:
     """A weight in float8: what y is made with, and transposed what dx is.
 
-
     One with `of`, a function that gives the weight, has bytes while a product reads them only. In the
     backward they are made of the weight again, transposed, in one pass: as many bytes are moved, and no
     memory is held while other layers run.
@@ -153,7 +152,7 @@ class Quantized:
     @staticmethod
     def make(weight: torch.Tensor, of: Callable | None = None, keeps_transposed: bool = True) -> Quantized:
         made = Quantized(*quantize_rows(weight.detach()), keeps_transposed)
-        made.of, made.version = of, None if of is None else weight._version
+        made.of, made.version = of, None if weight.is_inference() else weight._version
         return made
 
     def drop(self) -> None:
