@@ -457,7 +457,7 @@ def _scales_weight(x, state: State) -> bool:
 
 def _dora(x, state: State) -> torch.Tensor:
     """DoRA scales the rows of ``W + scale * B A`` to the lengths `magnitude`; this scales the result."""
-    dtype, (weight, bias, _), (adapter,), magnitude, *_ = state
+    dtype, (weight, bias, *_), (adapter,), magnitude, *_ = state
     made = [weight if isinstance(weight, torch.Tensor) else weight()]
     lengths = row_lengths(made[0], *adapter[1:4])
     base = Base(weight if made[0] is weight else lambda: made.pop() if made else weight())
