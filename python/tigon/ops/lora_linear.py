@@ -531,7 +531,7 @@ def _of_checked(x, bases, adapters, dropout, seed):
     seed = seed_of(_OP, seed, x) if dropout > 0 else None
     if not _op.has_kernel(_OP, x, *(t for _, a, b, *_ in adapters for t in (a, b))):
         for base in bases:
-            for name, t in base._asdict().items():
+            for name, t in (("weight", base.weight), ("bias", base.bias)):
                 if t is not None:
                     check_stored(_OP, name, t)
         return reference(x, bases, adapters, seed)
