@@ -117,6 +117,8 @@ bool pointwise_rows(const char* op, Context& ctx, const PointwiseRows<F>& a) {
   }
   if (!fits) return false;
   const int threads = int(std::clamp<int64_t>(ceil_div(vecs, 2 * kRowVecs * 32) * 32, 32, kRowThreads));
+  static OccupancyCache occupancy;
+  if (occupancy.max_active(op, rows_kernel<F>, 1, threads, size_t(shared)) == 0) return false;
   launch(op, ctx, rows_kernel<F>,
          {.blocks = x.rows, .threads = threads, .shared = size_t(shared), .pdl = true}, p);
   return *a.bytes[0].written = true;
