@@ -115,8 +115,9 @@ class _Choice:
     def reference(self, logits):
         return reference(logits, **self.given, seed=self.seed, log_prob=self.log_prob)
 
-    def draw(self, logits, bias=None, scale=1.0, softcap=None, rows=slice(None), first_row=0):
-        """Tokens of rows of logits and their log-probabilities."""
+    def draw(self, logits, bias=None, scale=1.0, softcap=None, rows=None, first_row=0):
+        """Tokens of rows of logits, which are those of the slice `rows`, and their log-probabilities."""
+        rows = rows or slice(None)
 
         def of_rows(name, dtype):
             value = self.given.get(name)
