@@ -136,7 +136,7 @@ def shared_calls(body: list[ast.stmt], names: frozenset[str]) -> Shared:
 
 
 _SOMETIMES = (
-    *(ast.If, ast.For, ast.While, ast.Try, ast.With, ast.FunctionDef),
+    *(ast.If, ast.Match, ast.For, ast.While, ast.Try, ast.With, ast.FunctionDef),
     *(ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
 )
 
