@@ -10,7 +10,7 @@ from tigon._dtensor import Layout
 from tigon._load import native
 from tigon._op import Op, caller, has_kernel, may_overwrite_saved, only_graph_holds, raw
 from tigon.error import check, refuse
-from tigon.ops.arguments import check_choice, check_float, check_numbers, check_positive
+from tigon.ops.arguments import check_choice, check_float, check_numbers, check_positive, of_one_shape
 
 _KINDS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_oai": 4, "swiglu_clamped": 6}
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -103,7 +103,7 @@ _op = Op(
 def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_ALPHA, limit=_LIMIT):
     """Check, choose between kernel and reference, run. `op` is the public name."""
     options = _KINDS[kind], gate_multiplier, down_multiplier, alpha, limit
-    if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor) and gate.shape == up.shape:
+    if of_one_shape(gate, up):
         y = _op.quick(gate, up, *options)
         if y is not None:
             return y

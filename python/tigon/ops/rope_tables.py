@@ -94,7 +94,7 @@ def are_usual(q, k, cos, sin, head_dim) -> bool:
     """Whether the operators check themselves what is left to check, with no options: constant real tables,
     and heads of one number of dimensions that are not empty."""
     for t in (q, cos, sin) if k is None else (q, k, cos, sin):
-        if not isinstance(t, torch.Tensor):
+        if not isinstance(t, torch.Tensor) or t.is_nested:
             return False
     if cos.requires_grad or sin.requires_grad or type(head_dim) is not int or head_dim < 0:
         return False

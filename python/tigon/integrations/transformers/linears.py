@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from tigon._op import direct_apply, is_batched
-from tigon.integrations.transformers.forward import LINEAR, PLAIN, has_hooks
+from tigon.integrations.transformers.forward import LINEAR, PLAIN, calls_forward, has_hooks
 from tigon.integrations.transformers.rewriting import replace_expressions, rewrite_innermost, statement_at
 
 CALL, RESULTS = "_tigon_linears", "_tigon_of_"
@@ -89,6 +89,8 @@ def _parameters(parts: list, x: torch.Tensor) -> list | None:
     for part in parts:
         own = part.__dict__
         if type(part) is not nn.Linear or "forward" in own or has_hooks(part):
+            return None
+        if not calls_forward(part):
             return None
         weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
         if type(weight) not in PLAIN or weight.dtype is not dtype or hasattr(weight, "ds_id"):

@@ -20,6 +20,7 @@ from torch import nn
 
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
+    CALL,
     HOOKED,
     INNER,
     LINEAR,
@@ -321,7 +322,7 @@ def _look_at_part(part: nn.Module) -> list:
     """The attributes that identify a part and say whether it is a plain matmul, and its parameters."""
     own, kind = part.__dict__, type(part)
     seen = [part, kind, kind.forward, own.get("forward"), own.get(HOOKED), own.get(INNER)]
-    seen.append(has_hooks(part))
+    seen += own.get(CALL), has_hooks(part)
     for tensor in own["_parameters"].values():
         seen += _look_at_tensor(tensor)
     return seen
