@@ -63,7 +63,13 @@ def _backward(ctx, dy, dh, _=None):
 
 _layout = Layout(rows=2, columns=1)
 _op = Op(
-    "add_rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=2, layout=_layout
+    "add_rms_norm",
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    results=2,
+    layout=_layout,
+    fp8=lambda inputs: inputs[2],
 )
 
 

@@ -175,7 +175,8 @@ def takes_reference(op, q, k, cos, sin, positions, *weights, fits: bool = True) 
     differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
     if known and not (differentiable and torch.is_grad_enabled()):
         return False
-    for name, x in (("cos", cos), ("sin", sin)):
+    names = "cos", "sin", "q", "k", "q_weight", "k_weight"
+    for name, x in zip(names, (cos, sin, q, k, *weights), strict=False):
         if x is not None:
             arguments.check_stored(op, name, x)
     if positions is not None:
