@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from tigon.error import refuse
+from tigon.integrations.quantised import dequantiser, has_library_forward, is_quantised, peft_reads
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
     HOOKED,
@@ -54,21 +56,42 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
     if not type(module).__module__.startswith("peft.") or not all(hasattr(module, p) for p in LORA_PARTS):
         return None
     name = type(module).__name__
+    if name == "ParamWrapper":
+        _refuse_codes(module)
     if name not in _LAYERS:
         return f"lora.{name} is not an adapter of a plain or quantised Linear"
     base = module.base_layer
-    if not (is_linear(base) or _is_bitsandbytes(base)):
+    if not (is_linear(base) or is_quantised(base)):
         return f"the base is {type(base).__name__}, not nn.Linear"
-    if foreign(base):
+    if foreign(base) and not has_library_forward(base):
         return "the base's forward is bound to the instance (tensor parallel, kernels or another patch)"
     parts = [part for name in _PARTS for part in getattr(module, name).values()]
-    if not all(map(is_as_written, (module, base, *parts))):
+    if not all(map(is_as_written, (module, *parts))) or type(base).forward is not written(type(base)):
         return "a part of the adapter has another forward than the one it was written with"
     variants = {type(v).__name__ for v in getattr(module, "lora_variant", {}).values()}
     others = variants - {"DoraLinearVariant"}
     if others:
         return f"{', '.join(sorted(others))} changes what the adapter computes"
+    if variants and is_quantised(base) and not peft_reads(base):
+        refuse(
+            "apply",
+            "DoRA must be around a base that PEFT dequantises, got {}: PEFT takes the codes for the weight",
+            type(base).__name__,
+        )
     return blocked(module) or (LoraSpec(), "tigon.lora_linear")
+
+
+def _refuse_codes(wrapper) -> None:
+    """PEFT adds what the adapter computes to the codes of a quantised parameter, and clamps the sum."""
+    dtype, name = wrapper.get_param().dtype, wrapper.parameter_name
+    if dtype.itemsize < 2:
+        refuse(
+            "apply",
+            "target_parameters must name parameters that are not quantised, got {} of {}: PEFT would add the "
+            "adapter to its codes, without their scales (load the model with dequantize=True)",
+            name,
+            dtype,
+        )
 
 
 class State(NamedTuple):
@@ -267,12 +290,13 @@ def _look(module, x) -> list | None:
     """
     base = module._modules["base_layer"]
     weight = base._parameters.get("weight")
-    if weight is None or module._disable_adapters or module.merged_adapters:
+    special = type(weight) not in PLAIN  # the codes of some have other names
+    if (weight is None and not is_quantised(base)) or module._disable_adapters or module.merged_adapters:
         return None
     device = x.device
     seen = [type(x), x.dtype, device, x.shape[-1], autocast_dtype(device.type)]
-    seen += weight.shape, weight.requires_grad, *_look_at_part(base)
-    if type(weight) not in PLAIN:
+    seen += getattr(weight, "shape", None), getattr(weight, "requires_grad", None), *_look_at_part(base)
+    if special:
         seen += _look_at_quantised(base, weight)
     for name, down, up, dropout in _active(module):
         if down._parameters.get("weight") is None or up._parameters.get("weight") is None:
@@ -302,7 +326,7 @@ def _look_at_tensor(t: torch.Tensor | None) -> tuple:
 
 
 def _look_at_quantised(base: nn.Module, weight) -> tuple:
-    """The attributes that decide `_dequantiser` and the dtype of a 4-bit base."""
+    """The attributes that decide `dequantiser` and the dtype of a 4-bit base."""
     state = getattr(base, "state", None)
     states = (id(state), getattr(state, "SCB", None) is None)
     of_weight = (getattr(weight, name, None) is None for name in ("quant_state", "SCB"))
@@ -326,14 +350,17 @@ def _find_state(module, x) -> State | None:
     linear = is_linear(base)
     if module._disable_adapters or module.merged_adapters:
         return None
-    if not intact(base, LINEAR if linear else written(type(base))):
+    if has_hooks(base) or type(base).forward is not (LINEAR if linear else written(type(base))):
+        return None
+    quantised = is_quantised(base)
+    if foreign(base) and not (quantised and has_library_forward(base)):
         return None
     device, dtype = x.device, x.dtype
     autocast = autocast_dtype(device.type)
     if autocast is not None:
         dtype = autocast
-    weight, bias = _own(base, "weight"), _own(base, "bias")
-    if type(weight) in PLAIN and linear:
+    bias, held = _own(base, "bias"), [t for t in base._parameters.values() if t is not None]
+    if linear and not quantised and type(weight := _own(base, "weight")) in PLAIN:
         if not _usable(weight, device) or x.shape[-1] != weight.shape[1]:
             return None
         sources = [weight, bias]
@@ -341,10 +368,10 @@ def _find_state(module, x) -> State | None:
             if autocast is None:
                 return None  # PEFT's forward raises its own error
             weight = weight.to(dtype)
-    elif not torch.compiler.is_compiling() and (make := _dequantiser(base, weight)) is not None:
-        if weight.device != device:
+    elif quantised and not torch.compiler.is_compiling() and (make := dequantiser(base)) is not None:
+        if any(t.device != device or hasattr(t, "ds_id") for t in held):
             return None
-        sources = [weight, bias]
+        sources = held
         if autocast is None:
             dtype = getattr(base, "compute_dtype", None) or dtype  # of a 4-bit base
         weight = _dequantised(make, dtype)
@@ -417,29 +444,11 @@ def _dora(x, state: State) -> torch.Tensor:
     return y if bias is None else y + bias
 
 
-def _is_bitsandbytes(base: nn.Module) -> bool:
-    return isinstance(base, nn.Linear) and type(base).__module__.startswith("bitsandbytes.")
-
-
-def _dequantiser(base: nn.Module, weight) -> Callable[[], torch.Tensor] | None:
-    """A function that dequantises the weight of a Linear; None if it is not quantised yet."""
-    if _is_bitsandbytes(base):
-        from peft.utils.integrations import dequantize_bnb_weight
-
-        state = getattr(base, "state", None)
-        four = type(weight).__name__ == "Params4bit" and weight.quant_state is not None
-        eight = weight.dtype == torch.int8 and not (state is None or weight.SCB is state.SCB is None)
-        return functools.partial(dequantize_bnb_weight, weight, state) if four or eight else None
-    if is_linear(base) and type(weight).__module__.startswith("torchao."):
-        return weight.dequantize
-    return None
-
-
-def _dequantised(make: Callable[[], torch.Tensor], dtype: torch.dtype):
+def _dequantised(make: Callable[..., torch.Tensor], dtype: torch.dtype):
     """A function that makes the weight in `dtype`, for the forward or the backward."""
 
     def dequantise():
         with torch.no_grad():
-            return make().detach().to(dtype)
+            return make(dtype=dtype).detach()
 
     return dequantise
