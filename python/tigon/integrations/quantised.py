@@ -1,28 +1,43 @@
 """Readers of quantised Linears, by the names of their classes: what their weights stand for.
 
-No library is imported: a reader looks at the tensors of a module. It returns a function that makes the weight
-in a dtype, or None if the module holds no codes (yet, or any more).
+No library is imported: a reader looks at the tensors of a module. It returns its codes, or a function that
+makes the weight, or None if the module holds no codes (yet, or any more).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from tigon.ops.dequantize import dequantize
-
-Make = Callable[..., torch.Tensor]  # make(dtype=...)
 _LINEAR = nn.Linear.forward
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-def dequantiser(linear: nn.Module) -> Make | None:
-    """A function that makes the weight of a quantised Linear in a dtype; None if there is none."""
-    read = _reader(linear)
-    return None if read is None else read(linear)
+class Codes(NamedTuple):
+    """The arguments of :func:`tigon.dequantize`."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    kind: str | None = None
+    block: tuple[int, int] | None = None
+    columns: int | None = None
+    zeros: torch.Tensor | None = None
+    divisor: torch.Tensor | None = None
+
+
+Made = Codes | Callable[[], torch.Tensor] | None
+
+
+def read(linear: nn.Module) -> Made:
+    """The codes of a quantised Linear, or a function that makes its weight; None if there are none."""
+    reader = _reader(linear)
+    made = None if reader is None else reader(linear)
+    tensors = [t for t in made if isinstance(t, torch.Tensor)] if isinstance(made, Codes) else []
+    return made if all(type(t) in _PLAIN for t in tensors) else None  # others are sharded
 
 
 def is_quantised(linear: nn.Module) -> bool:
@@ -42,7 +57,7 @@ def has_library_forward(linear: nn.Module) -> bool:
     return of.startswith("compressed_tensors.") and _reader(linear) is _compressed_tensors
 
 
-def _reader(linear: nn.Module) -> Callable[[nn.Module], Make | None] | None:
+def _reader(linear: nn.Module) -> Callable[[nn.Module], Made] | None:
     """A subclass with another forward may compute something else."""
     if not isinstance(linear, nn.Linear):
         return None
@@ -60,60 +75,44 @@ def _reader(linear: nn.Module) -> Callable[[nn.Module], Make | None] | None:
     return None
 
 
-def _packed(codes, scales, kind=None, **options) -> Make | None:
-    tensors = [t for t in (codes, scales, *options.values()) if isinstance(t, torch.Tensor)]
-    if not all(type(t) in _PLAIN for t in tensors):
-        return None  # sharded
-    return functools.partial(dequantize, codes, scales, kind, **options)
-
-
 def _blocks(linear):
     """Codes of float8 with a scale for each block of 128 by 128 or all; or two codes of 4 bits a byte."""
     weight, scales = linear.weight, linear.weight_scale_inv
     if weight.dtype == torch.int8:
-        return _packed(weight, scales, "e2m1")
+        return Codes(weight, scales, "e2m1")
     if weight.dtype != torch.float8_e4m3fn:
         return None
-    return _packed(weight, scales, block=linear.block_size and tuple(linear.block_size))
+    return Codes(weight, scales, block=linear.block_size and tuple(linear.block_size))
 
 
 def _rows(linear):
     """Codes of float8 with a scale for each row, or one for all."""
     weight = linear.weight
-    return _packed(weight, linear.weight_scale.flatten()) if weight.dtype == torch.float8_e4m3fn else None
+    return Codes(weight, linear.weight_scale.flatten()) if weight.dtype == torch.float8_e4m3fn else None
 
 
 def _compressed_tensors(linear):
-    """float-, int-, pack-, nvfp4-pack-, mxfp4-pack- and mxfp8-quantized, by the tensors that are there."""
-    of = getattr(linear.quantization_scheme, "weights", None)
+    """float-, int-, pack-, nvfp4-pack-, mxfp4-pack- and mxfp8-quantized, by the tensors that it holds."""
+    scheme = linear.quantization_scheme
+    of = getattr(scheme, "weights", None)
+    if of is None or getattr(scheme, "output_activations", None) is not None:
+        return None
     codes, zeros = getattr(linear, "weight_packed", None), getattr(linear, "weight_zero_point", None)
     kind = None if codes is None else "e2m1" if of.type == "float" else "int4"
     if codes is None:
         codes = getattr(linear, "weight", None)
     held = getattr(codes, "dtype", None) in (torch.float8_e4m3fn, torch.int8)
-    if of is None or getattr(linear, "weight_g_idx", None) is not None or not (held or kind):
+    if not (held if kind is None else of.num_bits == 4) or getattr(linear, "weight_g_idx", None) is not None:
         return None
-    if kind and of.num_bits != 4:
-        return None
-    blocks = {
-        "group": (1, of.group_size),
-        "tensor_group": (1, of.group_size),
-        "channel": (1, linear.in_features),
-    }
+    group = (1, of.group_size)
+    blocks = {"group": group, "tensor_group": group, "channel": (1, linear.in_features)}
     block = tuple(of.block_structure) if of.strategy == "block" else blocks.get(of.strategy)
     if block is None and of.strategy != "tensor":
         return None
-    make = _packed(
-        codes,
-        linear.weight_scale,
-        kind,
-        block=block,
-        columns=linear.in_features,
-        divisor=getattr(linear, "weight_global_scale", None),
-    )
-    if zeros is None or of.symmetric or make is None:
-        return make
-    return lambda dtype: make(zeros=_zeros(zeros, linear.weight_scale), dtype=dtype)
+    if zeros is not None:
+        zeros = None if of.symmetric else _zeros(zeros, linear.weight_scale)
+    divisor = getattr(linear, "weight_global_scale", None)
+    return Codes(codes, linear.weight_scale, kind, block, linear.in_features, zeros, divisor)
 
 
 def _zeros(zeros, scales):
@@ -132,12 +131,11 @@ def _bitsandbytes(linear):
     eight = weight.dtype == torch.int8 and not (state is None or weight.SCB is state.SCB is None)
     if not (four or eight):
         return None
-    return lambda dtype: dequantize_bnb_weight(weight, state).to(dtype)
+    return functools.partial(dequantize_bnb_weight, weight, state)
 
 
 def _torchao(linear):
-    weight = linear.weight
-    return lambda dtype: weight.dequantize().to(dtype)
+    return linear.weight.dequantize
 
 
 # Of transformers.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from tigon import _op
 from tigon.error import check
+from tigon.integrations.quantised import Codes, read
 from tigon.ops.arguments import check_choice
 
 _OP = "dequantize"
@@ -59,12 +62,10 @@ def dequantize(
     """
     check(_OP, dtype in _DTYPES, "dtype must be float32, bfloat16 or float16, got {}", dtype)
     if isinstance(source, nn.Module):
-        from tigon.integrations.quantised import dequantiser
-
-        make = dequantiser(getattr(source, "base_layer", source))
-        name = type(source).__name__
-        check(_OP, make is not None, "source must be a quantised Linear that tigon reads, got {}", name)
-        return make(dtype=dtype)
+        linear = getattr(source, "base_layer", source)
+        made, name = read(linear), type(linear).__name__
+        check(_OP, made is not None, "source must be a quantised Linear that tigon reads, got {}", name)
+        return weight_of(made, dtype)
     check(_OP, isinstance(source, torch.Tensor), "source must be a tensor or a module, got {}", type(source))
     check(_OP, isinstance(scales, torch.Tensor), "scales must be a tensor, got {}", type(scales))
     kind = kind or _BY_DTYPE.get(source.dtype)
@@ -119,3 +120,12 @@ def dequantize(
         _DTYPES.index(dtype),
     )
     return weight.unflatten(0, (*lead, rows)) if lead else weight
+
+
+def weight_of(made: Codes | Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The weight of what was read of a module."""
+    if not isinstance(made, Codes):
+        return made().detach().to(dtype)
+    codes, scales, kind, *_ = made
+    options = {name: getattr(made, name) for name in ("block", "columns", "zeros", "divisor")}
+    return dequantize(codes, scales, kind, dtype=dtype, **options)

@@ -5,6 +5,7 @@
 
 #include "tigon/base/dispatch.h"
 #include "tigon/base/elementwise.h"
+#include "tigon/base/op.h"
 #include "tigon/base/simd/lanes.h"
 #include "tigon/ops/dequantize/dequantize.h"
 
@@ -65,3 +66,7 @@ void dequantize(Context& ctx, const Dequantize& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_DEFINE_ENTRY(dequantize, Dequantize, "dequantize", "dequantize", none)
+}  // namespace tigon

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tigon.error import refuse
-from tigon.integrations.quantised import dequantiser, has_library_forward, is_quantised, peft_reads
+from tigon.integrations.quantised import has_library_forward, is_quantised, peft_reads, read
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
     HOOKED,
@@ -44,6 +44,7 @@ from tigon.integrations.transformers.head_operands import (
 )
 from tigon.integrations.transformers.linears import shared_calls
 from tigon.ops import glu, rms_norm
+from tigon.ops.dequantize import weight_of
 from tigon.ops.lora_linear import Adapter, Base, apply, prepare
 from tigon.ops.philox import draw_seed
 
@@ -63,6 +64,8 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
     base = module.base_layer
     if not (is_linear(base) or is_quantised(base)):
         return f"the base is {type(base).__name__}, not nn.Linear"
+    if is_quantised(base) and not peft_reads(base) and read(base) is None:
+        return f"the base, {type(base).__name__}, holds no codes that Tigon reads"
     if foreign(base) and not has_library_forward(base):
         return "the base's forward is bound to the instance (tensor parallel, kernels or another patch)"
     parts = [part for name in _PARTS for part in getattr(module, name).values()]
@@ -326,7 +329,7 @@ def _look_at_tensor(t: torch.Tensor | None) -> tuple:
 
 
 def _look_at_quantised(base: nn.Module, weight) -> tuple:
-    """The attributes that decide `dequantiser` and the dtype of a 4-bit base."""
+    """The attributes that decide what is read and the dtype of a 4-bit base."""
     state = getattr(base, "state", None)
     states = (id(state), getattr(state, "SCB", None) is None)
     of_weight = (getattr(weight, name, None) is None for name in ("quant_state", "SCB"))
@@ -368,13 +371,13 @@ def _find_state(module, x) -> State | None:
             if autocast is None:
                 return None  # PEFT's forward raises its own error
             weight = weight.to(dtype)
-    elif quantised and not torch.compiler.is_compiling() and (make := dequantiser(base)) is not None:
+    elif quantised and not torch.compiler.is_compiling() and (made := read(base)) is not None:
         if any(t.device != device or hasattr(t, "ds_id") for t in held):
             return None
         sources = held
         if autocast is None:
             dtype = getattr(base, "compute_dtype", None) or dtype  # of a 4-bit base
-        weight = _dequantised(make, dtype)
+        weight = _dequantised(made, dtype)
     else:
         return None
     if dtype not in _DTYPES or type(x) not in PLAIN:
@@ -444,11 +447,11 @@ def _dora(x, state: State) -> torch.Tensor:
     return y if bias is None else y + bias
 
 
-def _dequantised(make: Callable[..., torch.Tensor], dtype: torch.dtype):
+def _dequantised(made, dtype: torch.dtype):
     """A function that makes the weight in `dtype`, for the forward or the backward."""
 
     def dequantise():
         with torch.no_grad():
-            return make(dtype=dtype).detach()
+            return weight_of(made, dtype)
 
     return dequantise
