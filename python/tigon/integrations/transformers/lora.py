@@ -293,13 +293,13 @@ def _look(module, x) -> list | None:
     """
     base = module._modules["base_layer"]
     weight = base._parameters.get("weight")
-    special = type(weight) not in PLAIN  # the codes of some have other names
+    # Packed codes have other names.
     if (weight is None and not is_quantised(base)) or module._disable_adapters or module.merged_adapters:
         return None
     device = x.device
     seen = [type(x), x.dtype, device, x.shape[-1], autocast_dtype(device.type)]
     seen += getattr(weight, "shape", None), getattr(weight, "requires_grad", None), *_look_at_part(base)
-    if special:
+    if type(weight) not in PLAIN:
         seen += _look_at_quantised(base, weight)
     for name, down, up, dropout in _active(module):
         if down._parameters.get("weight") is None or up._parameters.get("weight") is None:
