@@ -4,6 +4,7 @@
     python bench/adapters.py --parts linear            one linear map, forward and backward
     python bench/adapters.py --parts model --compile   with PEFT under torch.compile besides
     python bench/adapters.py --parts linear --dora     DoRA's beside LoRA's
+    python bench/adapters.py --parts experts           adapters of a layer of experts of Qwen3-30B-A3B
     python bench/adapters.py --parts model --nf4       QLoRA: weights in bitsandbytes' NF4, quantised twice
     python bench/adapters.py --device cpu --parts linear --dtype float32 --threads 2
 
@@ -12,6 +13,9 @@ map.
 Model: Llama of 8B's width with random weights, loss and backward, no optimizer; `frozen` has no adapters and
 a gradient of its embeddings, with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`; `unsloth` is
 that with the functions of Unsloth's `kernels/fast_lora.py` in attention and MLP, where they can be imported.
+Experts: gradients of x, the routing weights and float32 adapters; `frozen` is the layer without adapters,
+with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`: PEFT adds the adapters to the weights.
+Memory is the peak of a step above what was allocated before, without gradients of earlier steps.
 Each record is a line of JSON in --out. Memory is the peak of torch's allocator, weights included.
 """
 
@@ -115,6 +119,70 @@ def bench_linears(args) -> Iterator[dict]:
             yield case | {"provider": name, "ms": least, "wall_ms": wall[name]}
         if not on_cpu:
             torch.cuda.empty_cache()
+
+
+def make_experts(args, provider):
+    import peft
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    import tigon
+
+    config = Qwen3MoeConfig(
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        experts_implementation="grouped_mm",
+    )
+    with torch.device(args.device):
+        layer = torch.nn.Sequential(Qwen3MoeExperts(config).to(getattr(torch, args.dtype)))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02).requires_grad_(False)
+    if provider != "frozen":
+        names = ["0.gate_up_proj", "0.down_proj"]
+        adapters = peft.LoraConfig(r=16, lora_alpha=32, init_lora_weights=False, target_parameters=names)
+        layer = peft.get_peft_model(layer, adapters).base_model.model
+    if provider != "peft":
+        tigon.apply(layer, lora=provider != "tigon_no_lora")
+    return layer
+
+
+def bench_experts(args) -> Iterator[dict]:
+    for provider in ("frozen", "tigon", "tigon_no_lora", "peft"):
+        layer = make_experts(args, provider)
+        for tokens in (8192, 512):
+            torch.manual_seed(0)
+            x = torch.randn(tokens, 2048, device=args.device, dtype=getattr(torch, args.dtype))
+            weights, ids = torch.randn(tokens, 128, device=args.device).softmax(-1).topk(8, dim=-1)
+            leaves = [x.requires_grad_(), weights.to(x.dtype).requires_grad_()]
+            leaves += [p for p in layer.parameters() if p.requires_grad]
+            dy = torch.randn_like(x)
+
+            def step(_, x=x, ids=ids, weights=leaves[1], leaves=leaves, dy=dy, layer=layer):
+                layer[0](x, ids, weights).backward(dy)
+                for leaf in leaves:
+                    leaf.grad = None
+
+            step(0)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step(0)
+            torch.cuda.synchronize()
+            yield {
+                "part": "experts",
+                "tokens": tokens,
+                "rank": 16,
+                "dtype": args.dtype,
+                "provider": provider,
+                "gb": (torch.cuda.max_memory_allocated() - before) / 1e9,
+                "ms": timing.cuda_ms(step),
+                "wall_ms": wall_ms(step, torch.device(args.device)),
+            }
+        del layer, step
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def make_model(args, provider, cast):
@@ -280,7 +348,8 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
     if args.threads:
         torch.set_num_threads(args.threads)
     common = {"bench": "lora"} | store.facts(args.device, "peft")
-    for part, records in (("linear", bench_linears), ("model", bench_models)):
+    runs = {"linear": bench_linears, "experts": bench_experts, "model": bench_models}
+    for part, records in runs.items():
         if part in args.parts:
             yield from (common | record for record in records(args))
 
@@ -297,6 +366,8 @@ def cases(records) -> dict[tuple, dict[str, dict]]:
 def name_of(r: dict) -> str:
     if r["part"] == "model":
         words = [f"model, {r['rows']} x {r['tokens']}", "checkpointing" if r["checkpointing"] else ""]
+    elif r["part"] == "experts":
+        words = [f"experts, {r['tokens']} tokens, rank {r['rank']}", r["dtype"]]
     else:
         words = [f"{r['rows']} x {r['columns']} -> {r['outputs']}, rank {r['rank']}", r.get("dtype", "")]
     return ", ".join(filter(None, [*words, "DoRA" if r.get("dora") else "", "NF4" if r.get("nf4") else ""]))
@@ -314,7 +385,8 @@ def table(records) -> str:
         floor = floor_of(row)
         for r in row.values():
             ratio = f"{r['ms'] / floor['ms']:.3f}" if floor else "-"
-            rest = f"{r['gb']:.1f} GB" if "gb" in r else f"wall {r['wall_ms']:.3f}"
+            rest = f"{r['gb']:.2f} GB  " if "gb" in r else ""
+            rest += f"wall {r['wall_ms']:.3f}" if "wall_ms" in r else ""
             lines.append(f"{name_of(r):<48} {r['provider']:<14} {r['ms']:9.3f} ms  {ratio:>6}  {rest}")
     return "\n".join(lines)
 

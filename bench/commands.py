@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable
 
 import e2e
+import small_steps
 from files import Run
 from store import ROOT
 
@@ -140,6 +141,15 @@ def _trl_command(run: Run) -> list[list[str]]:
     ]
 
 
+def _small_steps_command(run: Run) -> list[str]:
+    """Cases of a loop and of Trainer by their names; TRL has one of its own."""
+    words = ["python", "bench/small_steps.py", "--ways", values(run.records, "way")]
+    words += ["--under", values(run.records, "under")]
+    measured = {tuple(map(r.get, small_steps.ROW)) for r in run.records}
+    names = [name for name, row in small_steps.CASES.items() if row in measured]
+    return words + (["--cases", ",".join(names)] if names else [])
+
+
 COMMANDS: dict[str, Callable[[Run], list]] = {
     "op": _op_command,
     "host": _host_command,
@@ -152,6 +162,7 @@ COMMANDS: dict[str, Callable[[Run], list]] = {
     "parallel_e2e": _parallel_e2e_command,
     "medusa": _medusa_command,
     "trl_trainers": _trl_command,
+    "small_steps": _small_steps_command,
     "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
 }
 

@@ -37,6 +37,7 @@ from steps import (
     optimizer_section,
     parallel_e2e_section,
     parallel_section,
+    small_steps_section,
     trl_section,
 )
 from store import ROOT
@@ -215,6 +216,7 @@ SECTIONS = {
     "medusa": medusa_section,
     "parallel_e2e": parallel_e2e_section,
     "trl_trainers": trl_section,
+    "small_steps": small_steps_section,
 }
 
 

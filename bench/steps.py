@@ -1,4 +1,4 @@
-"""Sections of docs/results: bench/adapters.py, optimizer.py, parallel*.py, medusa.py, trl_trainers.py."""
+"""Sections of docs/results: bench/adapters.py, optimizer.py, parallel*.py, medusa.py and others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import adapters
 import medusa
 import mfu
 import parallel_e2e
+import small_steps
 import titles
 import trl_trainers
 from tables import Section, by_provider, by_tokens, markdown, mib, ms
@@ -166,4 +167,14 @@ def trl_section(run, _: list) -> Section:
     section = Section(run, titles.heading(run), f"{trl_trainers.table(run.records)}\n\n{mfu.NOTE}")
     for (what, rows), row in trl_trainers.settings([r for r in run.records if "error" not in r]).items():
         section.comparisons += by_tokens(lambda _, what=what, rows=rows: f"TRL, {what}, {rows}", row)
+    return section
+
+
+def small_steps_section(run, _: list) -> Section:
+    """Tigon's graphs beside whatever is not Tigon; captured by hand it is forward and backward only."""
+    section = Section(run, titles.heading(run), small_steps.table(run.records))
+    for (what, rows), row in small_steps.settings([r for r in run.records if "error" not in r]).items():
+        if "tigon_graphs" in row:
+            peers = {way: small_steps.median(r) for way, r in row.items() if not way.startswith("tigon")}
+            section.compare(f"{what}, {rows}", small_steps.median(row["tigon_graphs"]), peers)
     return section

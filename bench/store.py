@@ -28,6 +28,7 @@ KEYS = {
         *("trainer", "model", "layers", "changes", "batch", "seq", "prompt", "checkpointing", "dtype"),
         *("device", "provider"),
     ),
+    "small_steps": ("under", "model", "layers", "rank", "batch", "seq", "changes", "dtype", "device", "way"),
     "adapters": (
         *("part", "rows", "tokens", "columns", "outputs", "rank", "dtype", "checkpointing", "dora", "nf4"),
         *("threads", "provider"),

@@ -67,6 +67,7 @@ FILES = {  # of these files a page shows the first ones first
     "e2e_optimizer": "Tigon's optimizer and clipping, PyTorch's in the others",
     "e2e_compile": "Under torch.compile",
     "e2e_biencoder": "A bi-encoder under a contrastive loss",
+    "small_steps": "Steps that wait for the host",
     "floor": "The least that a step can take",
     "train_llama_1b": "A training run of 1.2 B parameters",
     "medusa": "Medusa's heads",

@@ -229,6 +229,8 @@ def test_records_of_every_program(tmp_path):
         "losses": [0.7],
         "gradient_norms": [1.0],
     }
+    small = {"model": "qwen3-0.6b", "layers": None, "rank": 0, "batch": 2, "seq": 512, "under": "loop"}
+    small |= {"changes": {}, "dtype": "bfloat16", "reserved_gb": 2.0, "passes_ms": [9.0], "by_hand_ms": [8.0]}
     op = RECORD | {"case": "c", "pass": "step", "provider": "tigon", "ms": 1.0, "of_limit": 0.5}
     files = {
         "optimizer": [common | {"kind": "agreement", "bf16": 1e-4}, common | step],
@@ -246,6 +248,10 @@ def test_records_of_every_program(tmp_path):
         "several": [
             common | model | {"provider": who, "tokens_per_s": rate}
             for who, rate in (("stock", 50.0), ("tigon", 100.0))
+        ],
+        "small": [
+            common | small | {"provider": way, "way": way, "step_ms": [ms]}
+            for way, ms in (("tigon", 30.0), ("tigon_graphs", 10.0), ("stock", 40.0))
         ],
         "trainers": [
             common | trainer | {"provider": who, "step_ms": [ms], "tokens_per_s": 8192e3 / ms}
@@ -300,6 +306,8 @@ def test_records_of_every_program(tmp_path):
     assert (
         "| 50 | 100 | 1.0 | 1.0 |" in pages["models.md"] and "--stages 1 --lengths 64" in pages["models.md"]
     )
+    row = "| 30.0 | 10.0 | 40.0 | 9.0 | 9.0 | 9.0 | 2.00 | 2.00 | 2.00 | 8.0 | 8.0 | - | 1.00 |"
+    assert row in pages["models.md"] and "--under loop --cases qwen3-0.6b:2x512" in pages["models.md"]
     post = pages["post_training.md"]
     row = "| dpo, llama3.2-1b, 4 layers, without checkpointing | 8 x 1024 | 30.0 | 20.0 | 2.00 | 2.00 |"
     assert f"{row} - | 1.50x | - | 0.0e+00 |" in post

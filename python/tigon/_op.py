@@ -43,6 +43,23 @@ _keeps_graph: Callable[[], bool] = getattr(
 )
 
 
+def cached_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Keeps a constant tensor by the arguments it is made of, but not one that a mode of PyTorch makes in its
+    place: a fake tensor would be found ever after."""
+
+    @functools.cache
+    def kept(*key):
+        with torch.inference_mode(False):
+            return make(*key)
+
+    @functools.wraps(make)
+    def get(*key):
+        intercepted = _is_compiling() or torch._C._len_torch_dispatch_stack()
+        return make(*key) if intercepted else kept(*key)
+
+    return get
+
+
 def graph_is_kept() -> bool:
     """Whether what the running backward pass finds must stay as it is: it keeps its graph
     (``retain_graph``; if PyTorch cannot tell, yes), or runs for a batch of gradients."""
@@ -419,7 +436,7 @@ def paired(
         )
 
     bwd = raw(f"{name}_bwd", fake_bwd or like)
-    overwriting = raw(f"{name}_bwd_in_place", like, name) if in_place else None
+    overwriting = raw(f"{name}_bwd_in_place", fake_bwd or like, name) if in_place else None
 
     def setup_context(ctx, args, output):
         ctx.save_for_backward(*saved((*args, *output) if several else (*args, output)))

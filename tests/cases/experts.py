@@ -28,6 +28,11 @@ DEFAULTS = {
     "leading": (),  # tokens in more dimensions
     "sorted": False,  # grouped_mlp
     "grads": (0, 1, 2),
+    "rank": 0,  # of adapters of the frozen matrices
+    "adapted": ("gate_up_a", "gate_up_b", "down_a", "down_b"),  # an adapter has both of its parts
+    "trained": ("gate_up_a", "gate_up_b", "down_a", "down_b"),
+    "shared": (),  # parts that all experts have in common
+    "wide_adapters": True,  # float32
 }
 
 OAI = {"activation": "swiglu_oai", "interleaved": True, "transposed": True, "bias": True}
@@ -79,6 +84,22 @@ CASES = [
     *(test_case(a, activation=a) for a in ("gelu", "gelu_tanh", "relu", "relu_squared")),
     *(test_case(f"{a}_alone", activation=a, gated=False) for a in ("silu", "gelu", "gelu_tanh", "relu")),
     test_case("relu_squared_alone", activation="relu_squared", gated=False, bias=True, transposed=True),
+    test_case("lora", small=True, rank=8, grads=(0, 4)),
+    test_case("lora_oai", small=True, rank=5, routing="rest", **OAI),
+    test_case("lora_odd", tokens=7, hidden=31, inner=13, experts=3, rank=3, interleaved=True, grads=(0,)),
+    test_case("lora_storage", rank=16, wide_adapters=False, weights="storage", routing="twice", grads=(0, 4)),
+    test_case("lora_rank_72", rank=72, transposed=True, routing="zipf", grads=(0, 4)),
+    test_case("lora_tiles", tokens=300, hidden=136, inner=72, experts=3, rank=24, grads=(0, 4)),
+    test_case("lora_gate_up", rank=8, adapted=("gate_up_a", "gate_up_b"), trained=("gate_up_a",), grads=(0,)),
+    test_case("lora_down", rank=8, adapted=("down_a", "down_b"), trained=("down_b",), bias=True, grads=(4,)),
+    test_case("lora_b_only", rank=4, trained=("gate_up_b",), weights=None, grads=()),
+    test_case("lora_a_only", rank=4, trained=("down_a",), weights=None, grads=()),
+    test_case("lora_shared", rank=8, shared=("gate_up_a", "down_b"), grads=(0, 4)),
+    test_case("lora_alone", rank=8, activation="relu_squared", gated=False, grads=(0, 4)),
+    test_case("lora_many_empty", tokens=3, experts=33, rank=8, grads=(0, 4)),
+    test_case("lora_none_here", rank=8, routing="none", grads=(0, 4)),
+    test_case("lora_empty", rank=8, tokens=0, grads=(0, 4)),
+    test_case("lora_sorted", small=True, rank=6, sorted=True, choices=1, routing="rest", grads=(0, 4)),
     test_case("sorted", small=True, sorted=True, choices=1),
     test_case("sorted_bias", sorted=True, choices=1, bias=True, routing="rest"),
     test_case("sorted_rest", sorted=True, choices=1, weights=None, routing="rest"),
@@ -89,6 +110,8 @@ CASES = [
     bench_case("mixtral_8x7b_8192", tokens=8192, **MIXTRAL),
     bench_case("gpt_oss_20b_8192", tokens=8192, limit=7.0, **GPT_OSS),
     bench_case("deepseek_v3_local_65536", tokens=65536, **DEEPSEEK),
+    bench_case("qwen3_30b_8192_r16", tokens=8192, rank=16, grads=(0, 4), **QWEN),
+    bench_case("qwen3_30b_512_r16", tokens=512, rank=16, grads=(0, 4), **QWEN),
     bench_case("cpu_1024", "bench_cpu", tokens=1024, hidden=512, inner=256, experts=32, choices=4),
     bench_case("128", "smoke", tokens=128, hidden=64, inner=64, experts=8, choices=2),
 ]
@@ -135,6 +158,13 @@ def make(case: Case, device, dtype, seed: int) -> Inputs:
     kwargs |= {
         n: maker.randn(experts, size, scale=0.5) for n, size in zip(names, (wide, hidden), strict=False)
     }
+    if p["rank"]:
+        kwargs["scale"], of = 1.7, torch.float32 if p["wide_adapters"] and dtype != torch.float64 else dtype
+        for name, cols, rows in (("gate_up", hidden, wide), ("down", inner, hidden)):
+            for part, size, by in (("a", (p["rank"], cols), cols), ("b", (rows, p["rank"]), p["rank"])):
+                size = size if f"{name}_{part}" in p["shared"] else (experts, *size)
+                if f"{name}_{part}" in p["adapted"]:
+                    kwargs[f"{name}_{part}"] = maker.randn(*size, scale=0.5 * by**-0.5, dtype=of)
     if p["sorted"]:
         counts = torch.bincount(ids[ids < experts], minlength=experts)
         ids, weights = counts.cumsum(0).int(), None if weights is None else weights.reshape(-1)
@@ -143,6 +173,7 @@ def make(case: Case, device, dtype, seed: int) -> Inputs:
         weights = weights.reshape(ids.shape)
     grads = p["grads"] + ((4,) if weights is not None and p["grads"] == DEFAULTS["grads"] else ())
     grad_kwargs = names if p["grads"] == DEFAULTS["grads"] else ()
+    grad_kwargs += tuple(n for n in p["trained"] if n in kwargs)
     dy = maker.randn(*shape, layout=p["grad_layout"])
     return Inputs((x, gate_up, down, ids, weights), kwargs, grads, (dy,), grad_kwargs)
 
@@ -151,6 +182,10 @@ def tigon_fn(x, gate_up, down, ids, weights, **options) -> torch.Tensor:
     """Tigon's op: offsets have one dimension."""
     import tigon
 
+    scale = options.pop("scale", None)
+    for name in ("gate_up", "down"):
+        if f"{name}_a" in options:
+            options[f"{name}_lora"] = options.pop(f"{name}_a"), options.pop(f"{name}_b"), scale
     in_order = getattr(ids, "ndim", 2) == 1
     return (tigon.grouped_mlp if in_order else tigon.experts)(x, gate_up, down, ids, weights, **options)
 
@@ -174,11 +209,18 @@ def _unit(z, activation, gated, interleaved, alpha, limit):
     return getattr(F, activation)(gate) * up
 
 
-def _of_expert(rows, e, gate_up, down, gate_up_bias, down_bias, transposed, unit):
-    first, second = (w[e] if transposed else w[e].t() for w in (gate_up, down))
-    z = rows @ first
+def _adapted(rows, e, stack, transposed, scale, a, b):
+    y = rows @ (stack[e] if transposed else stack[e].t())
+    if a is None:
+        return y
+    a, b = (t[e] if t.dim() == 3 else t for t in (a, b))
+    return y + (rows @ a.to(rows.dtype).t() * scale) @ b.to(rows.dtype).t()
+
+
+def _of_expert(rows, e, gate_up, down, gate_up_bias, down_bias, transposed, unit, scale, adapters):
+    z = _adapted(rows, e, gate_up, transposed, scale, *adapters[:2])
     z = z if gate_up_bias is None else z + gate_up_bias[e]
-    y = _unit(z, *unit) @ second
+    y = _adapted(_unit(z, *unit), e, down, transposed, scale, *adapters[2:])
     return y if down_bias is None else y + down_bias[e]
 
 
@@ -197,10 +239,16 @@ def eager_fn(
     down_bias=None,
     alpha=1.702,
     limit=7.0,
+    scale=1.0,
+    gate_up_a=None,
+    gate_up_b=None,
+    down_a=None,
+    down_b=None,
 ) -> torch.Tensor:
     """transformers' loop over experts, the K rows of a token added in float32 as its grouped path does."""
     experts = gate_up.shape[0]
     unit = (activation, gated, interleaved, alpha, limit)
+    adapters = gate_up_a, gate_up_b, down_a, down_b
     rows = x.reshape(-1, x.shape[-1])
     if ids.dim() == 1:
         ends = ids.tolist()
@@ -215,14 +263,15 @@ def eager_fn(
     for e in range(experts):
         if slots[e].numel() == 0:
             continue
-        y = _of_expert(rows[tokens[e]], e, gate_up, down, gate_up_bias, down_bias, transposed, unit)
+        biases = gate_up_bias, down_bias
+        y = _of_expert(rows[tokens[e]], e, gate_up, down, *biases, transposed, unit, scale, adapters)
         if weights is not None:
             y = y * weights.reshape(-1)[slots[e], None]
         out = out.index_copy(0, slots[e], y.to(out.dtype))
     y = out.view(rows.shape[0], choices, rows.shape[1]).sum(1).to(x.dtype).reshape(x.shape)
     # What no token reached has a gradient of zeros.
-    unused = (t for t in (x, gate_up, down, weights, gate_up_bias, down_bias) if t is not None)
-    return y + sum(t.reshape(-1)[:0].sum() for t in unused).to(y.dtype)
+    unused = (x, gate_up, down, weights, gate_up_bias, down_bias, *adapters)
+    return y + sum(t.reshape(-1)[:0].sum() for t in unused if t is not None).to(y.dtype)
 
 
 oracle_fn = eager_fn
@@ -294,7 +343,7 @@ def _stock(case: Case, inputs: Inputs):
 
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    if inputs.args[3].dim() == 1:
+    if inputs.args[3].dim() == 1 or params(case, DEFAULTS)["rank"]:
         return None
     p = params(case, DEFAULTS)
 
@@ -323,7 +372,7 @@ def _liger(case: Case, inputs: Inputs):
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
     p = params(case, DEFAULTS)
-    if p["activation"] != "silu" or p["bias"] or p["transposed"] or p["sorted"]:
+    if p["activation"] != "silu" or p["bias"] or p["transposed"] or p["sorted"] or p["rank"]:
         return None
     return lambda x, gate_up, down, ids, weights, **_: LigerFusedMoEFunction.apply(
         x, gate_up, down, ids.int(), weights

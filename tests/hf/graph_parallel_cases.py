@@ -12,6 +12,7 @@ from tiny import close, make
 from torch.nn.parallel import DistributedDataParallel
 from two_processes import case, check_gradients, data, device_type, rank, shard, two_steps, wanted
 
+import tigon
 from tigon.integrations.transformers import apply
 
 OPTIONS = {
@@ -56,6 +57,29 @@ def ddp_graphs_accumulate():
                 close(loss.detach(), losses[rank()])
             check_gradients(wrapped, want, ulps=512)
         assert held(model).replays >= 6, [*held(model).lines()]
+
+
+@case
+def ddp_graph_step():
+    """A function of the program: the all-reduce is captured with it, or it says why not."""
+    model = make(device=device_type())
+    losses, want = wanted(model)
+    apply(model)
+    wrapped = DistributedDataParallel(model)
+
+    def train(input_ids, labels):
+        loss = wrapped(input_ids=input_ids, labels=labels).loss
+        loss.backward()
+        return loss
+
+    with graphs():
+        call = tigon.graph_step(train, data())
+        for _ in range(6):
+            model.zero_grad(set_to_none=True)
+            close(call(**data()), losses[rank()])
+            check_gradients(wrapped, want, ulps=512)
+        assert call.replays == 4 or call.said.counts, [*call.lines()]
+        print(*call.lines(), sep="\n")
 
 
 @case

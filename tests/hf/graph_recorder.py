@@ -25,6 +25,7 @@ class Recorder:
     fail: BaseException | None = None
     inside = False
     times = None  # what the clock shows, an iterator
+    left = False  # whether a warm-up leaves something
     keep: list[torch.Tensor] = []  # what captured functions write, and a capture does not
 
     def __init__(self, device):
@@ -42,6 +43,10 @@ class Recorder:
     @staticmethod
     def between(some, later):
         return later - some
+
+    @contextlib.contextmanager
+    def in_pool(self):
+        yield
 
     def warm(self, fn):
         return fn()
@@ -78,10 +83,13 @@ class Recorder:
             for static, t in zip(graph.results, found, strict=True):
                 static.copy_(t)
 
-    def reserved(self):
+    def size(self):
         return 0
 
     def settle(self):
+        pass
+
+    def close(self):
         pass
 
     @contextlib.contextmanager
@@ -97,7 +105,7 @@ class Recorder:
 def recording():
     """Graphs on the CPU, by the recorder."""
     Recorder.times = None
-    Recorder.made, Recorder.fail, Recorder.inside, Recorder.keep = [], None, False, []
+    Recorder.made, Recorder.fail, Recorder.inside, Recorder.keep, Recorder.left = [], None, False, [], False
     graphs.backends["cpu"] = Recorder
     try:
         yield Recorder

@@ -8,5 +8,6 @@ import megatron_cases  # noqa: F401
 import multi_token_cases  # noqa: F401
 import optimizer_cases  # noqa: F401
 import parallel_cases  # noqa: F401
+import parallel_label_cases  # noqa: F401
 import parallel_name_cases  # noqa: F401
 import parallel_option_cases  # noqa: F401

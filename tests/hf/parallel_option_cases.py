@@ -191,7 +191,7 @@ def parallel_workspace_cap():
 
 @case
 def parallel_parts():
-    """Chunks of two parts on every device, however few their rows."""
+    """Chunks of parts on every device, however few their rows."""
     for sp, keep_mb in itertools.product((False, True), (None, 0.0)):
         with mock.patch.multiple(plan, _LEAST_PART=1, _ALIGNED=1):
             for name in ("plain", "all"):
@@ -231,14 +231,16 @@ def parallel_order_of_exchanges():
         mock.patch.object(stream.Work, "start_all_reduce", told("reduce", stream.Work.start_all_reduce)),
     ):
         loss_of(p, reduction="mean", chunk_rows=18)
-        chunk = "logits gather {} logits gather {} wait {} dhidden reduce wait {} dhidden reduce dweight"
-        want = " ".join(chunk.format(i, i + 1, i, i + 1) for i in (0, 2))
-        assert " ".join(said) == want, said
+        parts, want = len(plan._PARTS) + 1, []
+        for chunk in (range(parts), range(parts, 2 * parts)):
+            want += [f"logits gather {i}" for i in chunk]
+            want += [*(f"wait {i} dhidden reduce" for i in chunk), "dweight"]
+        assert " ".join(said) == " ".join(want), said
         said.clear()
         with torch.no_grad():
             loss_of(p, reduction="mean", chunk_rows=18)
-        want = "logits gather 0 logits gather 1 wait 0 logits gather 2 wait 1 logits gather 3 wait 2 wait 3"
-        assert " ".join(said) == want, said
+        between = " ".join(f"logits gather {i} wait {i - 1}" for i in range(1, 2 * parts))
+        assert " ".join(said) == f"logits gather 0 {between} wait {2 * parts - 1}", said
 
 
 @case

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import dataclasses
 import functools
+import re
 import types
 
 import peft
@@ -19,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tigon
+from tigon.graphs.watch import Watch
 from tigon.integrations.transformers import apply, undo
 from tigon.integrations.transformers.patch import unwrapped
 
@@ -456,6 +460,43 @@ def test_every_attribute_is_watched():
             place[name] = value
             swept += 1
     assert watch.changed() is None and swept > 300
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    factor: float = 2.0
+
+
+class Scaled(nn.Module):
+    alpha = 2.0
+
+
+# What a module holds, and what reaches the number inside.
+HOLDERS = {
+    "slots": (Slots, lambda held: setattr(held, "factor", 3.0)),
+    "object": (Helper, lambda held: setattr(held, "factor", 3.0)),
+    "empty": (types.SimpleNamespace, lambda held: setattr(held, "factor", 3.0)),
+    "tuple": (lambda: (Helper(),), lambda held: setattr(held[0], "factor", 3.0)),
+    "deque": (lambda: collections.deque([2.0]), lambda held: held.append(3.0)),
+    "order": (lambda: collections.OrderedDict(a=2.0), lambda held: held.update(a=3.0)),
+    "user's": (lambda: collections.UserDict(a=2.0), lambda held: held.update(a=3.0)),
+    "nested": (lambda: {"a": {"b": ({"c": 2.0},)}}, lambda held: held["a"]["b"][0].update(c=3.0)),
+    "shared": (lambda: [[[[[one := [2.0]]]]], one], lambda held: held[1].append(3.0)),
+    "class": (lambda: None, lambda held: setattr(Scaled, "alpha", Scaled.alpha + 1)),
+    "method": (lambda: None, lambda held: setattr(Scaled, "helper", lambda self: None)),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_attributes_hold_is_watched(holder):
+    make_held, change = HOLDERS[holder]
+    module = nn.Sequential(Scaled())
+    module[0].held = make_held()
+    watch = Watch(module)
+    assert watch.changed() is None
+    change(module[0].held)
+    assert re.search(r"(0\.held|Scaled\.\w+ of the class) has changed", watch.changed())
+    assert Watch(module).changed() is None
 
 
 def test_every_parameter_and_buffer_is_watched():

@@ -10,6 +10,7 @@ import copy
 import itertools
 import pickle
 
+import peft
 import pytest
 import torch
 import transformers
@@ -19,6 +20,7 @@ from tiny import SHARED, make, step
 from torch import nn
 
 import tigon
+from tigon.graphs import backend
 from tigon.integrations.transformers import apply, undo
 from tigon.integrations.transformers.graph_arguments import bucket
 from tigon.integrations.transformers.graphs import GRAPHS
@@ -212,9 +214,8 @@ def test_autocast():
             results.append((loss.detach(), {n: p.grad.clone() for n, p in m.named_parameters()}))
         equal(results[1], results[0])
     assert held(twin).replays == 4
-    graphs = held(twin)
     step(twin, inputs(0))
-    assert graphs.replays == 4, "without autocast it is another graph"
+    assert held(twin).captures == 2, "without autocast it is another graph"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -227,6 +228,27 @@ def test_checkpointing(reentrant, caplog):
         equal(step(twin, inputs(seed)), step(model, inputs(seed)))
     assert held(twin).replays == (0 if reentrant else 3)
     assert ("checkpoints are reentrant" in caplog.text) == reentrant
+
+
+@pytest.mark.parametrize("where", ["adapters", "attention"])
+def test_checkpoints_with_dropout(where, caplog):
+    """The seeds of adapters are drawn once for a layer and its repetition; other dropout runs eagerly."""
+    model = make("qwen3", attention_dropout=0.2 * (where == "attention"))
+    options = {"lora_dropout": 0.3, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
+    apply(model)
+    twin = copy.deepcopy(model)
+    apply(twin, graphs=True)
+    for m in (model, twin):
+        m.gradient_checkpointing_enable({"use_reentrant": False})
+        m.enable_input_require_grads()
+        m.train()
+        torch.manual_seed(3)
+        m.results = [step(m, inputs(seed)) for seed in range(6)]
+    for got, wanted in zip(twin.results, model.results, strict=True):
+        equal(got, wanted)
+    assert held(twin).replays == 4 * (where == "adapters")
+    assert ("checkpoints repeat dropout" in caplog.text) == (where == "attention")
 
 
 # --- what goes on ----------------------------------------------------------------------------
@@ -419,6 +441,25 @@ def test_a_capture_that_fails(caplog, recorder):
     assert held(twin).replays > 0, "another shape is tried"
 
 
+@pytest.mark.parametrize("what", ["fits", "leaves something", "does not fit", "is slower"])
+def test_a_later_shape_is_captured_when_it_comes(what, recorder):
+    """An eager call would need memory beside the pool; what cannot live beside other graphs ends them."""
+    model, twin = pair()
+    graphs = captured(twin)
+    recorder.left = what == "leaves something"
+    recorder.fail = torch.OutOfMemoryError("CUDA out of memory") if what == "does not fit" else None
+    recorder.times = itertools.chain([0, 1.0], itertools.cycle([0, 1.5])) if what == "is slower" else None
+    for seed in range(5):
+        equal(step(twin, inputs(seed, 64)), step(model, inputs(seed, 64)))
+    replays = {"does not fit": 2, "is slower": 6}.get(what, 7)
+    first = what in ("fits", "is slower")
+    shapes = [g.inputs["input_ids"].shape[1] for g in graphs._graphs.values()]
+    assert shapes == [TOKENS] * first + [64] * (replays == 7) and graphs.replays == replays
+    recorder.left, recorder.fail, captures = False, None, graphs.captures
+    equal(step(twin, inputs(1)), step(model, inputs(1)))
+    assert graphs.captures == captures + (not first) and graphs.replays == replays + 1
+
+
 def test_inside_another_capture(monkeypatch):
     model, twin = pair()
     captured(twin)
@@ -538,6 +579,36 @@ def test_two_models_and_copies():
             equal(step(m, inputs(seed)), wanted)
     assert held(other).replays == 4 and held(third).replays == 4
     assert "1 captured" in str(vars(other)["_tigon_state"].report)
+
+
+@pytest.mark.parametrize(
+    ("given", "mapped", "during"),
+    [
+        ("", False, "expandable_segments:True"),
+        ("max_split_size_mb:64, ", False, "max_split_size_mb:64,expandable_segments:True"),
+        ("expandable_segments:False", False, "expandable_segments:False"),
+        ("max_split_size_mb:64", True, "max_split_size_mb:64"),  # by an earlier setting
+    ],
+)
+def test_settings_of_the_allocator(given, mapped, during, monkeypatch):
+    """Those of the program hold meanwhile and afterwards, also the one of how memory grows."""
+    now = {"PYTORCH_CUDA_ALLOC_CONF": given, "expandable_segments": mapped}
+    before = dict(now)
+
+    def put(text):
+        said = dict(setting.split(":") for setting in text.replace(" ", "").split(",") if setting)
+        now["expandable_segments"] = (
+            said.get("expandable_segments", str(now["expandable_segments"])) == "True"
+        )
+        now["PYTORCH_CUDA_ALLOC_CONF"] = text
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", put, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": dict(now)})
+    monkeypatch.setattr(backend, "_maps_memory", lambda _: True)
+    with pytest.raises(KeyError), backend._in_one_piece(0):
+        assert now["PYTORCH_CUDA_ALLOC_CONF"] == during
+        raise KeyError
+    assert now == before
 
 
 def test_undo_ends_it():

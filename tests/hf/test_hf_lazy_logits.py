@@ -407,6 +407,17 @@ def test_reentrant_checkpoint_around_a_model_with_labels(device):
         close(grad, wanted[name], ulps=256)
 
 
+def test_functions_of_tigon_say_what_to_give(pair):
+    _, _, _, lazy, _ = pair
+    labels = torch.zeros(lazy.shape[:-1], dtype=torch.int64)
+    functions = (tigon.sample, tigon.softmax, lambda x: tigon.cross_entropy(x, labels))
+    functions += (lambda x: tigon.kl_div(x, torch.zeros(x.shape)),)
+    for function in functions:
+        with pytest.raises(tigon.Error, match=r"got LazyLogits: give logits.materialise\(\)$"):
+            function(lazy)
+        function(lazy.materialise())
+
+
 def test_attributes_tensors_do_not_have_stay_absent(pair):
     _, _, report, lazy, _ = pair
     assert not hasattr(lazy, "no_such_attribute") and not hasattr(lazy, "__cuda_array__")

@@ -11,7 +11,7 @@ import functools
 import importlib
 import re
 from collections import Counter
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -459,7 +459,27 @@ def least_peft() -> str:
     return MIN_PEFT_VERSION
 
 
-ADAPTED = {"get_peft_model": _peft, "dora": lambda m: _peft(m, use_dora=True), "add_adapter": _added}
+def keep_device_forward(self, *args, **kwargs):
+    return self.forward_origin(*(x.to(self.weight.device) for x in args), **kwargs)
+
+
+keep_device_forward.__module__ = "swift.tuners.peft"
+
+
+def moves_input(model):
+    """As ms-swift leaves the parts of adapters, each with a forward of the instance."""
+    for name, part in model.named_modules():
+        if re.search(r"lora_[AB]\.default$", name):
+            part.forward_origin, part.forward = part.forward, MethodType(keep_device_forward, part)
+    return model
+
+
+ADAPTED = {
+    "get_peft_model": _peft,
+    "dora": lambda m: _peft(m, use_dora=True),
+    "add_adapter": _added,
+    "ms-swift": lambda m: moves_input(_peft(m)),
+}
 
 
 @pytest.mark.parametrize("adapt", ADAPTED)
@@ -478,6 +498,23 @@ def test_adapters_that_come_after_apply(slots, adapt, native):
     native.clear()
     step(adapted, inputs)
     assert not native["lora"] and "forward" not in vars(model)
+
+
+def test_adapters_whose_parts_move_their_input(native):
+    """The forward below may be replaced, and the head's adapter is one too."""
+    inputs = batch()
+    stock, model = (moves_input(make("lora")) for _ in range(2))
+    report = apply(model)
+    assert differs(step(model, inputs), step(stock, inputs)) is None
+    report.check()
+    assert native["lora"] == 2
+    for one in (stock, model):
+        for part in one.modules():
+            if "forward_origin" in vars(part):
+                part.forward_origin = lambda x, below=part.forward_origin: below(x) * 1.5
+    for _ in range(2):
+        assert differs(step(model, inputs), step(stock, inputs)) is None
+    assert native["lora"] == 2
 
 
 def test_adapters_that_come_go_and_stay_away(native):

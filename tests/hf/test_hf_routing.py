@@ -285,6 +285,27 @@ def test_refused_models():
         tigon.replay_routing(wrapped, drawn(2, 11))
 
 
+@pytest.mark.parametrize("change", ["forward", "class", "other"])
+def test_a_router_that_changed_is_refused(change):
+    """Its tokens would go where they like, with no word."""
+    model = model_of("mixtral")
+    mlp = model.model.layers[1].mlp
+    if change == "forward":
+        mlp.gate.forward = lambda *args, below=mlp.gate.forward: below(*args)
+    elif change == "class":
+        mlp.gate.__class__ = type("Other", (type(mlp.gate),), {"forward": type(mlp.gate).forward})
+        del mlp.gate.forward
+    else:
+        mlp.gate = copy.deepcopy(mlp.gate)
+        del mlp.gate.forward
+    for context in (lambda: tigon.replay_routing(model, drawn(2, 11)), lambda: tigon.record_routing(model)):
+        with pytest.raises(tigon.Error, match=r"every router must run .* got model.layers.1.mlp.gate left"):
+            context()
+    tigon.apply(model)
+    if change == "other":
+        tigon.record_routing(model)
+
+
 def test_generate_does_not_replay():
     """After the context a model chooses again, step by step."""
     model = model_of().eval()

@@ -85,7 +85,12 @@ _HEAD = {
 }
 _TEACHER = _HEAD | {"labels": labels, "hard": lambda: 0.5}
 _ANSWERS = {"bias": _HEAD["bias"], "lora": _lora, "shift": lambda: 1}
-_EXPERTS = {"gate_up_bias": lambda: rows(3, 2 * COLUMNS), "down_bias": lambda: rows(3, COLUMNS)}
+_EXPERTS = {
+    "gate_up_bias": lambda: rows(3, 2 * COLUMNS),
+    "down_bias": lambda: rows(3, COLUMNS),
+    "gate_up_lora": lambda: (rows(3, 2, COLUMNS), rows(3, 2 * COLUMNS, 2), 0.5),
+    "down_lora": lambda: (rows(3, 2, COLUMNS), rows(3, COLUMNS, 2), 0.5),
+}
 _ROPE = {"position_ids": lambda: _positions(2, 6)}
 _DIVERGENCE = {"labels": labels}
 # What a call may have beside the arguments of the doctor's probe, by function.

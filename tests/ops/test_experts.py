@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import tigon
 from tigon.ops import experts as ops
 
-T, H, I, E, K = 23, 32, 24, 6, 3
+T, H, I, E, K, R = 23, 32, 24, 6, 3, 5
 
 
 def drawn(*shape, seed=0, dtype=torch.float32, device="cpu"):
@@ -19,7 +19,7 @@ def drawn(*shape, seed=0, dtype=torch.float32, device="cpu"):
     )
 
 
-def layer(dtype=torch.float32, device="cpu", bias=True):
+def layer(dtype=torch.float32, device="cpu", bias=True, lora=True):
     """Arguments by name; leaves that require a gradient."""
     found = {
         "x": drawn(T, H, seed=1, dtype=dtype, device=device),
@@ -30,6 +30,15 @@ def layer(dtype=torch.float32, device="cpu", bias=True):
     if bias:
         found["gate_up_bias"] = drawn(E, 2 * I, seed=5, dtype=dtype, device=device)
         found["down_bias"] = drawn(E, H, seed=6, dtype=dtype, device=device)
+    if lora:
+        shapes = {
+            "gate_up_a": (E, R, H),
+            "gate_up_b": (E, 2 * I, R),
+            "down_a": (E, R, I),
+            "down_b": (E, H, R),
+        }
+        for seed, (name, shape) in enumerate(shapes.items(), 10):
+            found[name] = drawn(*shape, seed=seed, device=device) * shape[-1] ** -0.5
     return {name: t.detach().requires_grad_() for name, t in found.items()}
 
 
@@ -37,11 +46,23 @@ def chosen(device="cpu"):
     return drawn(T, E, seed=7).topk(K, dim=-1).indices.to(device)
 
 
+def adapted(run):
+    """The function, of adapters whose parts are given by name."""
+
+    def call(*args, **options):
+        for name in ("gate_up", "down"):
+            if f"{name}_a" in options:
+                options[f"{name}_lora"] = options.pop(f"{name}_a"), options.pop(f"{name}_b"), 1.7
+        return run(*args, **options)
+
+    return call
+
+
 def step(leaves, ids, run=tigon.experts, dy=None):
     """y and every gradient by name."""
     leaves = {name: t.detach().clone().requires_grad_() for name, t in leaves.items()}
     rest = dict(leaves)
-    y = run(rest.pop("x"), rest.pop("gate_up"), rest.pop("down"), ids, rest.pop("weights"), **rest)
+    y = adapted(run)(rest.pop("x"), rest.pop("gate_up"), rest.pop("down"), ids, rest.pop("weights"), **rest)
     dy = drawn(*y.shape, seed=8, dtype=y.dtype, device=y.device) if dy is None else dy
     grads = torch.autograd.grad(y, list(leaves.values()), dy)
     return {"y": y.detach()} | dict(zip(leaves, grads, strict=True))
@@ -135,7 +156,7 @@ def test_twice_through_one_graph(dtype, device):
     """The backward that ends a graph may write over what was saved, one that keeps it may not."""
     leaves = layer(dtype, device)
     rest = {n: t for n, t in leaves.items() if n not in ("x", "gate_up", "down", "weights")}
-    y = tigon.experts(
+    y = adapted(tigon.experts)(
         leaves["x"], leaves["gate_up"], leaves["down"], chosen(device), leaves["weights"], **rest
     )
     dy = drawn(*y.shape, seed=8, dtype=y.dtype, device=device)
@@ -179,6 +200,27 @@ def test_products_of_the_backward(monkeypatch, wanted, products, gradients):
     assert [calls.count(n) for n in ("product", "weight_gradient")] == [products, gradients]
 
 
+def test_adapters_of_frozen_experts(monkeypatch, dtype, device):
+    """No gradient of the experts is formed, no t is saved but the rows' own, and zeros add nothing."""
+    leaves, ids, sizes = layer(dtype, device), chosen(device), []
+    function = ops.weight_gradient
+    monkeypatch.setattr(
+        ops, "weight_gradient", lambda a, *rest: (sizes.append(a.shape[1]), function(a, *rest))[1]
+    )
+    frozen = {n: t.detach().requires_grad_(n not in ("gate_up", "down")) for n, t in leaves.items()}
+    inputs = [frozen.pop(n) for n in ("x", "gate_up", "down")]
+    y = adapted(tigon.experts)(*inputs, ids, frozen.pop("weights"), **frozen)
+    node = y.grad_fn if hasattr(y.grad_fn, "saved_tensors") else y.grad_fn.next_functions[0][0]
+    assert [tuple(t.shape) for t in node.saved_tensors[-2:]] == [(T * K, 8)] * 2
+    y.sum().backward()
+    assert sizes == [8] * 4
+    zero = leaves | {n: torch.zeros_like(leaves[n]) for n in ("gate_up_b", "down_b")}
+    wanted = step({n: t for n, t in leaves.items() if n[-2:] not in ("_a", "_b")}, ids)
+    got = step(zero, ids)
+    assert_same({n: got[n] for n in wanted}, wanted)
+    assert got["gate_up_b"].any() and not got["gate_up_a"].any()
+
+
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_every_way_to_multiply(monkeypatch, transposed, odd):
@@ -187,6 +229,8 @@ def test_every_way_to_multiply(monkeypatch, transposed, odd):
     if odd:  # no whole vectors: H 29, I 23
         cuts = {"x": leaves["x"][:, :29], "gate_up": leaves["gate_up"][:, 2:, :29]}
         cuts |= {"down": leaves["down"][:, :29, :23], "gate_up_bias": leaves["gate_up_bias"][:, 2:]}
+        cuts |= {"gate_up_a": leaves["gate_up_a"][..., :29], "gate_up_b": leaves["gate_up_b"][:, 2:]}
+        cuts |= {"down_a": leaves["down_a"][..., :23], "down_b": leaves["down_b"][:, :29]}
         leaves |= {n: t.contiguous() for n, t in cuts.items()}
         leaves["down_bias"] = leaves["down_bias"][:, :29].contiguous()
     if transposed:
@@ -258,7 +302,8 @@ def test_evaluation_has_the_bits_of_training(dtype, device):
     wanted = step(leaves, ids)["y"]
     rest = {n: t.detach() for n, t in leaves.items()}
     with torch.no_grad():
-        y = tigon.experts(*(rest.pop(n) for n in ("x", "gate_up", "down")), ids, rest.pop("weights"), **rest)
+        args = [rest.pop(n) for n in ("x", "gate_up", "down")]
+        y = adapted(tigon.experts)(*args, ids, rest.pop("weights"), **rest)
     assert torch.equal(y, wanted)
 
 
@@ -295,6 +340,7 @@ def test_module():
 X, GATE_UP, DOWN = torch.zeros(T, H), torch.zeros(E, 2 * I, H), torch.zeros(E, H, I)
 IDS, WEIGHTS = torch.zeros(T, K, dtype=torch.long), torch.zeros(T, K)
 ENDS = torch.full((E,), T)
+A, B = torch.zeros(E, R, I), torch.zeros(E, H, R)
 BAD = """
 experts(X, GATE_UP, DOWN, IDS.float(), WEIGHTS) -> ids must be an int64 or int32 tensor
 experts(X, GATE_UP, DOWN, IDS - 1, WEIGHTS) -> ids must be >= 0, got -1
@@ -315,6 +361,15 @@ experts(X, GATE_UP, DOWN, IDS, WEIGHTS, activation='swiglu_clamped', gated=False
     -> gated must be True for swiglu_clamped
 experts(X, GATE_UP, DOWN, IDS, WEIGHTS, down_bias=X) -> down_bias must be [6, 32]
 experts(X, GATE_UP[:0], DOWN[:0], IDS, WEIGHTS) -> at least one expert
+experts(X, GATE_UP, DOWN, IDS, WEIGHTS, down_lora=(A, B)) -> down_lora must be (a, b, scale), got
+experts(X, GATE_UP, DOWN, IDS, WEIGHTS, down_lora=(A, B, '2')) -> down_lora[2] must be a number
+experts(X, GATE_UP, DOWN, IDS, WEIGHTS, down_lora=(A[:, :0], B[..., :0], 1)) -> and a rank, got [6, 0, 24]
+experts(X, GATE_UP, DOWN, IDS, WEIGHTS, down_lora=(A[1:], B, 1)) -> down_lora[0] must be [6, 5, 24]
+experts(X, GATE_UP, DOWN, IDS, WEIGHTS, down_lora=(A, B[..., 1:], 1)) -> down_lora[1] must be [6, 32, 5]
+experts(X, GATE_UP, DOWN, IDS, WEIGHTS, gate_up_lora=(A, B, 1)) -> gate_up_lora[0] must be [6, 5, 32]
+experts(X, GATE_UP, DOWN, IDS, WEIGHTS, down_lora=(A.double(), B, 1)) -> down_lora[0] must be one of
+experts(X, GATE_UP, DOWN, IDS, WEIGHTS, down_lora=(A.long(), B, 1)) -> down_lora[0] must be a float tensor
+grouped_mlp(X, GATE_UP, DOWN, ENDS, down_lora=(A[0], B[0, 1:], 1)) -> down_lora[1] must be [32, 5]
 grouped_mlp(X, GATE_UP, DOWN, ENDS.float()) -> offsets must be an int64 or int32
 grouped_mlp(X, GATE_UP, DOWN, ENDS[1:]) -> offsets must be [6], got [5]
 grouped_mlp(X, GATE_UP, DOWN, torch.arange(E).flip(0)) -> offsets must not decrease
@@ -326,4 +381,5 @@ grouped_mlp(X, GATE_UP, DOWN, ENDS, WEIGHTS) -> row_weights must be [23]
 
 @pytest.mark.parametrize("call, message", refusals(BAD))
 def test_bad_calls(call, message):
-    refused(call, message, E=E, X=X, GATE_UP=GATE_UP, DOWN=DOWN, IDS=IDS, WEIGHTS=WEIGHTS, ENDS=ENDS)
+    given = {"X": X, "GATE_UP": GATE_UP, "DOWN": DOWN, "IDS": IDS, "WEIGHTS": WEIGHTS, "ENDS": ENDS}
+    refused(call, message, E=E, A=A, B=B, **given)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
 from checks import same_bits
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tigon
 from cases.adamw import Parameters
@@ -147,6 +149,52 @@ def test_by_group(device):
         assert loaded.state[second]["exp_avg"].dtype == torch.float32
         optimizer.load_state_dict(loaded.state_dict())
         assert ["exp_avg_codes" in optimizer.state[p] for p in (first, second)] == coded
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode, lambda: torch.device("meta")])
+def test_the_map_of_a_mode_is_not_kept(mode):
+    """Made first where tensors are fake, it was a fake one ever after."""
+    device = torch.device("cpu", 0)  # another key than others have
+    with mode():
+        codes.code_map(True, device)
+    values = codes.code_map(True, device)
+    assert type(values) is torch.Tensor and not values.is_inference() and values.is_cpu
+    saved = AdamW([nn.Parameter(torch.ones(64, 70))], moment_dtype="int8")
+    saved.param_groups[0]["params"][0].grad = torch.ones(64, 70)
+    saved.step()
+    for state in saved.bitsandbytes_state_dict()["state"].values():
+        state["__bnb_optimizer_quant_state__"]["qmap2"].zero_()
+    assert codes.code_map(True).any()
+
+
+@pytest.mark.parametrize("way", ["step", "in the backward"])
+@pytest.mark.parametrize("before, after", itertools.permutations(["int8", torch.float32, torch.bfloat16], 2))
+def test_a_group_that_changes_in_mid_run(before, after, way):
+    """The moments are there: another dtype is an error until they are converted, and never ignored."""
+    p, q = (nn.Parameter(torch.ones(64, 70)) for _ in range(2))
+    optimizer = AdamW([{"params": [p], "moment_dtype": before}])
+    if way == "in the backward":
+        step_in_backward(optimizer)
+
+    def step():
+        p.sum().backward()
+        optimizer.step()
+
+    step()
+    optimizer.add_param_group({"params": [q], "moment_dtype": after})
+    step()
+    kept = p.detach().clone()
+    optimizer.param_groups[0]["moment_dtype"] = after
+    with pytest.raises(
+        tigon.Error, match=f"moment_dtype of a group must stay {before}, .* got {after}: load"
+    ):
+        step()
+    assert torch.equal(p, kept)
+    p.grad = None
+    optimizer.load_state_dict(optimizer.state_dict())
+    step()
+    state = optimizer.state[p]
+    assert ("exp_avg_codes" in state) if after == "int8" else (state["exp_avg"].dtype == after)
 
 
 @pytest.mark.parametrize(

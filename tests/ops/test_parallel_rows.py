@@ -32,16 +32,6 @@ OPTIONS = {
 }
 
 
-class Gathered:
-    """What every process has after the exchange."""
-
-    def __init__(self, parts):
-        self.parts = torch.cat(parts)
-
-    def gather(self, _):
-        return self.parts
-
-
 def problem(columns, dtype, device):
     g = torch.Generator().manual_seed(3)
     vocab = sum(columns)
@@ -105,8 +95,8 @@ def sharded(p, options, columns):
         pieces.append(p["logits"][:, first : first + n])
         parts.append(calls[-1].statistics(pieces[-1], p["target"]))
     results = []
-    for rows, part, logits in zip(calls, parts, pieces, strict=True):
-        numbers, predicted = rows.losses(part, p["target"], None, Gathered(parts))
+    for rows, logits in zip(calls, pieces, strict=True):
+        numbers, predicted = rows.combined(torch.cat(parts), p["target"], None)
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         if logits.shape[1]:
             entropy_grad = (p["entropy_grad"], numbers[4]) if options.get("entropy") else (None, None)

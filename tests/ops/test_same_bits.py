@@ -157,9 +157,14 @@ def test_experts(dtype, transposed, device, deterministic):
     if transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     gate_up, down = (t.contiguous().to(device, dtype) for t in (gate_up, down))
+    loras = {}
+    for name, k, n in (("gate_up", h, 2 * inner), ("down", inner, h)):
+        a, b = torch.randn(experts, 5, k) / 8, torch.randn(experts, n, 5) / 2
+        loras[f"{name}_lora"] = a.to(device), b.to(device), 0.7
     ids = torch.rand(ROWS, experts, device=device).topk(3).indices
     rows = [torch.randn(ROWS, h).to(device, dtype), ids, torch.rand(ROWS, 3, device=device)]
     check(lambda x, ids, w: tigon.experts(x, gate_up, down, ids, w, transposed=transposed), rows)
+    check(lambda x, ids, w: tigon.experts(x, gate_up, down, ids, w, transposed=transposed, **loras), rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -175,6 +175,29 @@ def test_without_a_seed(device):
     assert not tigon.sample(logits, log_prob=True)[1].requires_grad
 
 
+@pytest.mark.parametrize("seed", ["one", "rows"])
+def test_vmap(seed):
+    """Of each sample what a call of its own draws."""
+    hidden, weight, lora = (
+        torch.randn(4, 7, 16),
+        torch.randn(40, 16),
+        (torch.randn(2, 16), torch.randn(40, 2)),
+    )
+    seeds = torch.arange(28).view(4, 7) if seed == "rows" else torch.full((4,), 5)
+    temperatures = torch.rand(4, 7)
+
+    def linear(x, seed, temperature):
+        options = {"temperature": temperature, "top_p": 0.9, "lora": (*lora, 0.5), "bias": weight[:, 0]}
+        return tigon.linear_sample(x, weight, seed=seed, **options)
+
+    def plain(x, seed, temperature):
+        return tigon.sample(x, seed=seed, temperature=temperature, top_k=5)
+
+    for call in (linear, plain):
+        want = [call(*one) for one in zip(hidden, seeds, temperatures, strict=True)]
+        assert torch.equal(torch.vmap(call)(hidden, seeds, temperatures), torch.stack(want))
+
+
 def test_compiles(device):
     def step(hidden, weight, temperature):
         return tigon.linear_sample(hidden, weight, temperature=temperature, top_k=3, seed=1, log_prob=True)

@@ -74,7 +74,7 @@ def train(with_tigon, folder, settings, family, actor=False):
     os.environ["VERL_FILE_LOGGER_PATH"] = str(place / "log.jsonl")
     options = {
         "data.train_files": place / "rows.parquet", "data.train_batch_size": 4, "data.micro_batch_size_per_gpu": 2,
-        "data.use_dynamic_bsz": False, "data.max_length": 128, "data.num_workers": 0, "data.max_token_len_per_gpu": 512,
+        "data.use_dynamic_bsz": False, "data.max_length": 256, "data.num_workers": 0, "data.max_token_len_per_gpu": 512,
         "model.path": saved_model(place, family), "model.use_remove_padding": False, "model.use_liger": with_tigon,
         "+model.override_config.attn_implementation": "eager", "model.enable_gradient_checkpointing": False,
         "engine.strategy": "fsdp2", "engine.use_torch_compile": False,

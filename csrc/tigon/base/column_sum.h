@@ -18,7 +18,9 @@ const float* in_f32(Context& ctx, const Vector& v);
 struct RowChunks {
   int64_t rows, length, count;
   explicit RowChunks(int64_t rows, int64_t least = 16, int64_t most = 64)
-      : rows(rows), length(std::max(least, (rows + most - 1) / most)), count((rows + length - 1) / length) {}
+      : rows(rows),
+        length(std::max(least, rows / most + (rows % most != 0))),
+        count((rows + length - 1) / length) {}
   int64_t begin(int64_t chunk) const { return chunk * length; }
   int64_t end(int64_t chunk) const { return std::min(rows, (chunk + 1) * length); }
 };

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "tigon/base/elementwise.h"
+#include "tigon/base/product.h"
 #include "tigon/base/require.h"
 
 namespace tigon {
@@ -18,19 +19,14 @@ void grouped_gemm(Context& ctx, const GroupedGemm& g) {
       for (int64_t r = 0; r < c.rows; ++r)
         std::memset(cpu::element_at(c, r, 0), 0, size_t(c.cols) * size_of(c.dtype));
     if (rows == 0) continue;
-    ctx.gemm({.m = c.rows,
-              .n = c.cols,
-              .k = g.reduce_rows ? rows : a.cols,
-              .a = a.data,
-              .lda = a.stride,
-              .trans_a = g.reduce_rows,
-              .b = b.data,
-              .ldb = b.stride,
-              .trans_b = g.trans_b,
-              .c = c.data,
-              .ldc = c.stride,
-              .ab_dtype = a.dtype,
-              .c_dtype = c.dtype});
+    multiply(ctx, {.a = a, .b = b, .c = c, .trans_a = g.reduce_rows, .trans_b = g.trans_b});
+    if (g.a2.data == nullptr) continue;
+    group_rows = g.b2.rows / g.groups;
+    multiply(ctx, {.a = rows_from(g.a2, first, rows),
+                   .b = rows_from(g.b2, i * group_rows, group_rows),
+                   .c = c,
+                   .trans_b = g.trans_b,
+                   .beta = 1.0f});
   }
 }
 

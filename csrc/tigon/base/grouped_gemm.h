@@ -18,6 +18,8 @@ struct GroupedGemm {
   Matrix a;
   Matrix b;
   Matrix c;
+  // If present, a2[r] op(B2_g) is added: b2 is to a2 what b is to a. Not with reduce_rows.
+  Matrix a2, b2;
   bool trans_b = false;
   bool reduce_rows = false;
 };

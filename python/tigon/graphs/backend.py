@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import gc
 import logging
 import operator
@@ -32,17 +34,46 @@ class CudaBackend:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
+        self.shared = True  # warm-ups work in the pool
+        self.left = False  # whether something that was made `in_pool` is still alive
         self._last: torch.cuda.Stream | None = None
+        self._kept = False  # the pool, also without a graph
 
     @staticmethod
     def capturing() -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def warm(self, fn: Callable[[], object]) -> object:
-        """Run `fn` as it will be captured; what makes the host wait for the device raises if it does."""
+    @contextlib.contextmanager
+    def in_pool(self):
+        """Run on the stream of captures, in their pool: what a warm-up frees there, a capture takes."""
+        torch.cuda.empty_cache()  # what eager steps have left would stay in addition to the pool
+        index, current = self.device.index, torch.cuda.current_stream(self.device)
+        begin = _allocate_in_pool if self.shared else None
+        for stream in {current, self._last or current}:
+            self.stream.wait_stream(stream)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             ones = torch.ones(16, 16, device=self.device)
             torch.mm(ones, ones)  # cuBLAS makes its handle of this stream, and takes its workspace
+            before = torch.cuda.memory_allocated(index)
+            with _in_one_piece(index) if begin else contextlib.nullcontext():
+                if begin:
+                    begin(index, self.pool)
+                try:
+                    yield
+                finally:
+                    if begin:
+                        torch._C._cuda_endAllocateToPool(index, self.pool)
+                        if self._kept:
+                            self._release()
+                        self._kept = True
+                    current.wait_stream(self.stream)
+        if torch.cuda.memory_allocated(index) > before:
+            gc.collect()
+        self.left = begin is not None and torch.cuda.memory_allocated(index) > before
+
+    @staticmethod
+    def warm(fn: Callable[[], object]) -> object:
+        """Run `fn` as it will be captured; what makes the host wait for the device raises if it does."""
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -62,6 +93,7 @@ class CudaBackend:
         try:
             with (
                 torch.cuda.device(self.device),
+                _in_one_piece(self.device.index),
                 torch.cuda.graph(
                     graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
                 ),
@@ -104,12 +136,65 @@ class CudaBackend:
         """Milliseconds, None while the device is not there yet."""
         return some.elapsed_time(later) if later.query() else None
 
-    def reserved(self) -> int:
-        """Bytes that PyTorch has of the device."""
-        return torch.cuda.memory_reserved(self.device)
+    def size(self) -> int:
+        """Bytes of the pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self.pool))
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Give the memory back to the device, as far as nobody uses it."""
+        self.__del__()
+        torch.cuda.empty_cache()
+
+    def _release(self) -> None:
+        torch._C._cuda_releasePool(self.device.index, self.pool)
+
+    def __del__(self):
+        if self._kept and not sys.is_finalizing():
+            self._kept = False
+            self._release()
+
+
+# PyTorch's, for what is allocated on the current stream, whichever thread does.
+_allocate_in_pool = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
+
+
+@contextlib.contextmanager
+def _in_one_piece(index: int):
+    """Memory that is taken meanwhile grows in one piece (expandable_segments), unless the program says how.
+
+    A pool that took a piece for each larger tensor would be half as large again.
+    """
+    put = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if put is None or not _maps_memory(index):
+        yield
+        return
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]  # of the environment and of the program
+    given = settings["PYTORCH_CUDA_ALLOC_CONF"]
+    if settings.get("expandable_segments") or "expandable_segments" in given:
+        yield
+        return
+    so, others = "expandable_segments:{}".format, [given.strip(", ")] if given else []
+    put(",".join([*others, so(True)]))  # a setting that is not named again loses its value
+    try:
+        yield
+    finally:
+        put(",".join([*others, so(False)]))
+        put(given)
+
+
+@functools.cache
+def _maps_memory(index: int) -> bool:
+    """Whether the driver maps memory piece by piece, and PyTorch's own allocator asks it."""
+    found, supported = ctypes.c_int(0), 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(found), supported, index)
+    except (OSError, AttributeError):
+        return False
+    return bool(found.value) and torch.cuda.get_allocator_backend() == "native"
 
 
 class _Memory:

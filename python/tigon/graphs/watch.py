@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import inspect
 import itertools
 import operator
@@ -62,14 +64,21 @@ class Watch:
         self._addresses, self._kinds = list(map(torch.Tensor.data_ptr, self._all)), self._kinds_now()
         self._attributes = [dict(d) for d in self._attributes_now()]
         self._containers: list[tuple[str, object, object]] = []
-        seen: set[int] = set()
+        self._slots: list[tuple[str, object, str, object]] = []
+        seen: dict[int, int] = {}
         for path, attributes in zip(self.paths, self._attributes, strict=True):
             for name, value in attributes.items():
                 if name not in _STANDARD:
-                    self._enter(f"{path}.{name}", value, seen, 3)
+                    self._enter(f"{path}.{name}", value, seen, _DEPTH)
         for what, value in (containers or {}).items():
             self._enter(what, value, seen, 1)
         self._methods = self._of_classes()
+        bases = dict.fromkeys(base for c in self._classes for base in c.__mro__)
+        self._class_dicts = [
+            (base.__name__, vars(base), dict(vars(base)))
+            for base in bases
+            if base.__module__.partition(".")[0] not in _NO_PROGRAMS
+        ]
         self._names = [
             (names, name, names.get(name))
             for forward, _ in self._methods
@@ -85,14 +94,24 @@ class Watch:
 
     def _enter(self, what, value, seen, depth):
         """Note what a container or an object holds."""
-        if _is_plain_object(value):
-            value = vars(value)
-        if not isinstance(value, dict | list | set) or id(value) in seen or depth == 0:
+        known = seen.get(id(value), 0)
+        if known >= depth or (not isinstance(value, _CONTAINERS) and not _is_plain_object(value)):
             return
-        seen.add(id(value))
-        self._containers.append((what, value, value.copy()))
-        for inner in value.values() if isinstance(value, dict) else value:
-            self._enter(what, inner, seen, depth - 1)
+        seen[id(value)] = depth
+        inside = []
+        if isinstance(value, _CONTAINERS):
+            inside += value.values() if isinstance(value, dict) else value
+            if not known and not isinstance(value, tuple):
+                self._containers.append((what, value, _plain_kind(value)(value)))
+        if _is_plain_object(value):
+            own = getattr(value, "__dict__", None)
+            slots = [(name, getattr(value, name)) for name in _slots_of(type(value)) if hasattr(value, name)]
+            inside += [*(own or {}).values(), *(held for _, held in slots)]
+            if not known:
+                self._containers += [] if own is None else [(what, own, dict(own))]
+                self._slots += [(what, value, name, held) for name, held in slots]
+        for one in inside:
+            self._enter(what, one, seen, depth - 1)
 
     @staticmethod
     def _flat(dicts) -> list:
@@ -136,6 +155,12 @@ class Watch:
             for what, now, then in self._containers:
                 if now != then:
                     return f"{what} has changed"
+            for what, owner, name, then in self._slots:
+                if getattr(owner, name, None) is not then:
+                    return f"{what} has changed"
+            for what, now, then in self._class_dicts:
+                if now != then:
+                    return f"{what}.{_first_other(now, then)} of the class has changed"
         except (RuntimeError, ValueError):  # two tensors or arrays, which do not compare
             return "an attribute that holds a tensor has changed"
         if not _same(list(map(type, self._modules)), self._types):
@@ -207,14 +232,30 @@ class StandIns:
             held[name] = p
 
 
+_DEPTH = 5  # of containers and objects inside of each other
+_CONTAINERS = (dict, list, set, tuple, collections.deque)
+_NO_PROGRAMS = frozenset(("builtins", "functools", "logging", "tigon", "torch", "weakref"))
+
+
+def _plain_kind(value) -> type:
+    """The container without what a subclass adds."""
+    return next(kind for kind in _CONTAINERS if isinstance(value, kind))
+
+
 def _is_plain_object(value) -> bool:
     """Whether it is one of the program's own objects, such as a configuration."""
-    if not hasattr(value, "__dict__") or isinstance(
-        value, nn.Module | torch.Tensor | type | types.ModuleType
-    ):
+    if not hasattr(value, "__dict__") and not _slots_of(type(value)):
         return False
-    package = type(value).__module__.partition(".")[0]
-    return package not in ("builtins", "functools", "logging", "tigon", "torch", "weakref")
+    if isinstance(value, nn.Module | torch.Tensor | type | types.ModuleType):
+        return False
+    return type(value).__module__.partition(".")[0] not in _NO_PROGRAMS
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = itertools.chain.from_iterable((s,) if isinstance(s, str) else s for s in slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _unique(tensors) -> list[torch.Tensor]:

@@ -22,7 +22,10 @@ _MOST_FLOAT = torch.finfo(torch.float32).max
 
 def kind_of(value: object) -> object:
     """What an argument is: the dtype of a tensor, the type of anything else."""
-    return value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    advice = ": give logits.materialise()" if hasattr(type(value), "materialise") else ""
+    return type(value).__name__ + advice
 
 
 def called(words: Mapping[str, str] | None = None, *, stored: bool = True) -> Callable[[F], F]:

@@ -61,6 +61,14 @@ def _unit(z, activation, interleaved, gated, alpha, limit):
     return act if up is None else act * up
 
 
+def _merged(stack, lora):
+    """The matrices ``[E, in, out]`` with an adapter added."""
+    if lora is None:
+        return stack
+    a, b, scale = _adapter(lora, stack.shape[0])
+    return stack + scale * (a.mT @ b.mT).to(stack.dtype)
+
+
 def reference(
     x,
     gate_up,
@@ -74,12 +82,15 @@ def reference(
     transposed=False,
     gate_up_bias=None,
     down_bias=None,
+    gate_up_lora=None,
+    down_lora=None,
     alpha=ALPHA,
     limit=LIMIT,
 ):
     """Compute the same formulas with PyTorch operations (any float dtype, any device)."""
     if not transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up, down = _merged(gate_up, gate_up_lora), _merged(down, down_lora)
     y = x.new_zeros(x.shape, dtype=x.dtype if x.dtype == torch.float64 else torch.float32)
     for j in range(ids.shape[-1]):
         here = (ids[..., j] >= 0) & (ids[..., j] < gate_up.shape[0])
@@ -106,7 +117,7 @@ def _reference_of_rows(rows, offsets, gate_up, down, row_weights=None, **options
 _route, _gather, _gate = native("experts_route"), native("experts_gather"), native("experts_gate")
 _gate_bwd, _gate_bwd_in_place = native("experts_gate_bwd"), native("experts_gate_bwd_in_place")
 _combine, _sum = native("experts_combine"), native("experts_sum")
-_zero_rest = native("experts_zero_rest")
+_zero_rest, _copy = native("experts_zero_rest"), native("experts_copy")
 _product, _weight_gradient = native("experts_product"), native("experts_weight_gradient")
 _gated_product = native("experts_gated_product")
 
@@ -174,20 +185,29 @@ def each_weight_gradient(a, b, offsets):
     return out
 
 
-def product(rows, stack, offsets, transposed):
-    """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``."""
+_NO_LORA = None, None
+
+
+def product(rows, stack, offsets, transposed, lora=_NO_LORA, order=None, place=None):
+    """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``.
+
+    Args:
+        lora: other rows and another stack of the same layout, whose product is added.
+        order, place: the rows of the experts are those of `rows` in this order, if given.
+    """
     if own_fits(rows, stack):
-        return _product(rows, stack, offsets, transposed)
+        return _product(rows, stack, offsets, transposed, order, place, *lora)
+    rows = rows.contiguous() if order is None else _gather(rows, place)
     run = grouped_product if grouped_fits(offsets, rows) else each_product
-    return run(rows, stack, offsets, transposed)
+    y = run(rows, stack, offsets, transposed)
+    return y if lora[0] is None else y.add_(run(*lora, offsets, transposed))
 
 
-def gated_product(x, order, place, stack, bias, offsets, unit, keep):
+def gated_product(x, order, place, stack, bias, offsets, unit, keep, lora=_NO_LORA):
     """Rows of x (in `order`, if given) times gate_up, empty unless kept; and the gated unit."""
     if own_fits(x, stack):
-        return _gated_product(x, order, place, stack, bias, offsets, *unit, keep)
-    rows = x.contiguous() if order is None else _gather(x, place)
-    z = product(rows, stack, offsets, unit.transposed)
+        return _gated_product(x, order, place, stack, bias, offsets, *unit, keep, *lora)
+    z = product(x, stack, offsets, unit.transposed, lora, order, place)
     return z, _gate(z, bias, offsets, unit.kind, unit.columns, unit.alpha, unit.limit)
 
 
@@ -196,6 +216,48 @@ def weight_gradient(a, b, offsets):
     if own_fits(a, b):
         return _weight_gradient(a, b, offsets)
     return (grouped_weight_gradient if grouped_fits(offsets, a) else each_weight_gradient)(a, b, offsets)
+
+
+def _columns(rank: int) -> int:
+    """The columns that an adapter's rows have: a multiple of 8."""
+    return -(-rank // 8) * 8
+
+
+def _packed(matrices, scale, dtype, dim):
+    """``scale * matrices`` in `dtype`, with zeros in dimension `dim`, the rank, up to a multiple of 8."""
+    shape = list(matrices.shape)
+    rank, shape[dim] = shape[dim], _columns(shape[dim])
+    if scale == 1 and matrices.dtype == dtype and matrices.is_contiguous() and shape[dim] == rank:
+        return matrices
+    out = (matrices.new_empty if shape[dim] == rank else matrices.new_zeros)(shape, dtype=dtype)
+    _copy(matrices, out.narrow(dim, 0, rank), scale)
+    return out
+
+
+def _lowered(rows, first, second, scales, offsets, transposed, order=None, place=None):
+    """Rows times an adapter's first matrices, and what :func:`product` takes to add the second ones.
+
+    Args:
+        first, second: ``[E, r, in]`` and ``[E, out, r]``, or None. In the backward b comes first.
+        transposed: of the product that they are added to.
+    """
+    if first is None:
+        return rows.new_empty(0, 0), _NO_LORA
+    t = product(rows, _packed(first, scales[0], rows.dtype, 1), offsets, False, _NO_LORA, order, place)
+    second = second.mT if transposed else second
+    return t, (t, _packed(second, scales[1], rows.dtype, 1 if transposed else 2))
+
+
+def _adapter_gradient(t, rows, offsets, like, is_b):
+    """``t_e^T rows_e`` of every expert: the gradient of `like`, a or b, in its order of memory."""
+    gradient = weight_gradient(t, rows, offsets)
+    gradient = gradient[:, : like.shape[2 if is_b else 1]]
+    gradient = gradient.mT if is_b else gradient
+    if gradient.dtype == like.dtype and gradient.stride() == like.stride() == gradient.contiguous().stride():
+        return gradient
+    out = torch.empty_like(like)
+    _copy(gradient, out, 1.0)
+    return out
 
 
 class Unit(NamedTuple):
@@ -208,44 +270,56 @@ class Unit(NamedTuple):
     limit: float
 
 
-def _forward(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, *unit, keep=True):
-    """y, and the tensors of the backward: rows of gate_up (only with `keep`), order, place, offsets."""
+def _forward(x, gate_up, down, ids, weights, gate_up_bias, down_bias, *rest, keep=True):
+    """y, and the tensors of the backward: rows of gate_up (only with `keep`), order, place, offsets, and the
+    rows that were multiplied by a of the adapters."""
+    gate_up_a, gate_up_b, down_a, down_b, is_sorted, *unit, gate_up_scale, down_scale = rest
     ints, unit = {"dtype": torch.int32, "device": x.device}, Unit(*unit)
     order = place = torch.empty(0, **ints)
     slots = x.shape[0] if is_sorted else ids.numel()
     if slots == 0:
         z = x.new_empty(0, gate_up.shape[2 if unit.transposed else 1])
         offsets = torch.zeros(gate_up.shape[0] + 1, **ints)
-        return torch.zeros_like(x), z, order, order.clone(), offsets
+        lows = (x.new_empty(0, 0 if a is None else _columns(a.shape[1])) for a in (gate_up_a, down_a))
+        return torch.zeros_like(x), z, order, order.clone(), offsets, *lows
     if is_sorted:
         place, offsets = order.clone(), F.pad(ids.to(torch.int32), (1, 0))
     else:
         order, place, offsets = _route(ids.contiguous(), gate_up.shape[0])
     slots = None if is_sorted else order
-    z, act = gated_product(x, slots, place, gate_up, gate_up_bias, offsets, unit, keep)
-    y = product(act, down, offsets, unit.transposed)
+    layout = offsets, unit.transposed
+    gate_up_t, lora = _lowered(x, gate_up_a, gate_up_b, (1, gate_up_scale), *layout, slots, place)
+    z, act = gated_product(x, slots, place, gate_up, gate_up_bias, offsets, unit, keep, lora)
+    down_t, lora = _lowered(act, down_a, down_b, (1, down_scale), *layout)
+    y = product(act, down, *layout, lora)
     if is_sorted and weights is None and down_bias is None:
         _zero_rest(y, offsets)
     else:
         y = _combine(y, None if is_sorted else place, offsets, weights, down_bias, x.shape[0])
-    return y, z, order, place, offsets
+    return y, z, order, place, offsets, gate_up_t, down_t
 
 
 _PARAMETERS = "Tensor? weights, Tensor? gate_up_bias, Tensor? down_bias"
-_OPTIONS = "bool is_sorted, int kind, int columns, bool transposed, float alpha, float limit"
-_INPUTS = f"(Tensor x, Tensor gate_up, Tensor down, Tensor ids, {_PARAMETERS}, {_OPTIONS})"
-_TRAINED = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias")
+_ADAPTERS = "Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b"
+_OPTIONS = (
+    "bool is_sorted, int kind, int columns, bool transposed, float alpha, float limit, "
+    "float gate_up_scale, float down_scale"
+)
+_INPUTS = f"(Tensor x, Tensor gate_up, Tensor down, Tensor ids, {_PARAMETERS}, {_ADAPTERS}, {_OPTIONS})"
+_LORA = ("gate_up_a", "gate_up_b", "down_a", "down_b")
+_TRAINED = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias", *_LORA)
 _NEEDS, _GRADIENTS = (", ".join(prefix + t for t in _TRAINED) for prefix in ("bool need_d", "Tensor d"))
 # The backward; it may write the gradient of the rows of gate_up over them.
 _TAKEN = (
     f"(Tensor dy, Tensor x, Tensor gate_up, Tensor down, {_PARAMETERS}, Tensor{{}} gate_up_rows, "
-    f"Tensor order, Tensor place, Tensor offsets, {_OPTIONS}, {_NEEDS}) -> ({_GRADIENTS})"
+    f"Tensor order, Tensor place, Tensor offsets, {_ADAPTERS}, Tensor gate_up_t, Tensor down_t, {_OPTIONS}, "
+    f"{_NEEDS}) -> ({_GRADIENTS})"
 )
 _Backward = namedtuple("_Backward", re.findall(r"(\w+)[,)]", _TAKEN.partition(" -> ")[0]))
 
 
 def _layer_backward(*arguments, in_place=False):
-    """Gradients of x, gate_up, down, weights and the biases; 0 elements if one is not needed.
+    """Gradients of `_TRAINED`; 0 elements if one is not needed.
 
     Args:
         arguments: of `_Backward`.
@@ -256,56 +330,95 @@ def _layer_backward(*arguments, in_place=False):
     if z.shape[0] == 0:
         needed = ((getattr(a, name), getattr(a, f"need_d{name}")) for name in _TRAINED)
         return tuple(torch.zeros_like(t) if need else x.new_empty(0) for t, need in needed)
-    dx = dgate_up = ddown = dgate_up_bias = ddown_bias = None
+    found = dict.fromkeys(_TRAINED)
     slots, places = (None, None) if is_sorted else (a.order, a.place)
     g = a.dy.contiguous() if is_sorted else _gather(a.dy, a.place)
-    need_dz = a.need_dx or a.need_dgate_up or a.need_dgate_up_bias
+    layout = offsets, not transposed
+    need_dz = a.need_dx or a.need_dgate_up or a.need_dgate_up_bias or a.need_dgate_up_a or a.need_dgate_up_b
+    need_act = a.need_ddown or a.need_ddown_a
     # Without gradients of z or weights the kernel needs no dact; it then reads z in its place and drops dz.
     dact = z[:, : a.down.shape[1 if transposed else 2]]
-    if need_dz or a.need_dweights:
-        dact = product(g, a.down, offsets, not transposed)
+    if need_dz or a.need_dweights or a.need_ddown_a:
+        down_dt, lora = _lowered(g, _turned(a.down_b), _turned(a.down_a), (a.down_scale, 1), *layout)
+        if need_dz or a.need_dweights:
+            dact = product(g, a.down, *layout, lora)
+        del lora
+    if a.need_ddown_b:
+        factors = a.down_scale if a.weights is None else a.down_scale * _by_row(a.weights, slots)
+        t = (a.down_t * factors).to(x.dtype)
+        found["down_b"] = _adapter_gradient(t, g, offsets, a.down_b, True)
+    if not (a.need_ddown or a.need_ddown_bias or a.down_bias is not None):
+        g = None
     unit = a.kind, a.columns, a.alpha, a.limit
     gate_inputs = (dact, z, a.gate_up_bias, a.weights, slots, offsets, g, a.down_bias, *unit)
     if in_place and need_dz:
         dz = z
-        act, dweights = _gate_bwd_in_place(*gate_inputs, a.need_ddown, a.need_dweights)
+        act, dweights = _gate_bwd_in_place(*gate_inputs, need_act, a.need_dweights)
     else:
-        dz, act, dweights = _gate_bwd(*gate_inputs, need_dz, a.need_ddown, a.need_dweights)
+        dz, act, dweights = _gate_bwd(*gate_inputs, need_dz, need_act, a.need_dweights)
+    found["weights"] = dweights
     del gate_inputs
     del dact
     if a.need_ddown:
         pair = (act, g) if transposed else (g, act)
-        ddown = weight_gradient(*pair, offsets)
+        found["down"] = weight_gradient(*pair, offsets)
+    if a.need_ddown_a:
+        found["down_a"] = _adapter_gradient(down_dt, act, offsets, a.down_a, False)
     del act
     if a.need_ddown_bias:
-        ddown_bias = _sum(g, a.weights, slots, offsets)
+        found["down_bias"] = _sum(g, a.weights, slots, offsets)
     del g
-    if a.need_dgate_up:
+    lora = _NO_LORA
+    if a.need_dx or a.need_dgate_up_a:
+        gate_up_dt, lora = _lowered(
+            dz, _turned(a.gate_up_b), _turned(a.gate_up_a), (a.gate_up_scale, 1), *layout
+        )
+    if a.need_dgate_up or a.need_dgate_up_a:
         rows = x.contiguous() if is_sorted else _gather(x, a.place)
-        pair = (rows, dz) if transposed else (dz, rows)
-        dgate_up = weight_gradient(*pair, offsets)
+        if a.need_dgate_up:
+            pair = (rows, dz) if transposed else (dz, rows)
+            found["gate_up"] = weight_gradient(*pair, offsets)
+        if a.need_dgate_up_a:
+            found["gate_up_a"] = _adapter_gradient(gate_up_dt, rows, offsets, a.gate_up_a, False)
         del rows
+    if a.need_dgate_up_b:
+        found["gate_up_b"] = _adapter_gradient(a.gate_up_t * a.gate_up_scale, dz, offsets, a.gate_up_b, True)
     if a.need_dgate_up_bias:
-        dgate_up_bias = _sum(dz, None, None, offsets)
+        found["gate_up_bias"] = _sum(dz, None, None, offsets)
     if a.need_dx:
-        dx = product(dz, a.gate_up, offsets, not transposed)
+        dx = product(dz, a.gate_up, *layout, lora)
         if is_sorted:
             _zero_rest(dx, offsets)
         else:
             dx = _combine(dx, places, offsets, None, None, x.shape[0])
-    found = (dx, dgate_up, ddown, dweights if a.need_dweights else None, dgate_up_bias, ddown_bias)
-    return tuple(x.new_empty(0) if t is None else t for t in found)
+        found["x"] = dx
+    return tuple(
+        t if t is not None and getattr(a, f"need_d{name}") else x.new_empty(0) for name, t in found.items()
+    )
+
+
+def _turned(matrices):
+    return None if matrices is None else matrices.mT
+
+
+def _by_row(weights, slots):
+    """Routing weights as a column, in the order of the sorted rows."""
+    return (weights if slots is None else weights[slots]).float()[:, None]
 
 
 for _name in ("experts", "experts_fwd"):
-    _results = "(Tensor y, Tensor gate_up_rows, Tensor order, Tensor place, Tensor offsets)"
+    _results = (
+        "(Tensor y, Tensor gate_up_rows, Tensor order, Tensor place, Tensor offsets, "
+        "Tensor gate_up_t, Tensor down_t)"
+    )
     define(_name, f"{_INPUTS} -> {_results}", _forward)
 define("experts_infer", f"{_INPUTS} -> Tensor", lambda *inputs: _forward(*inputs, keep=False)[0])
 define("experts_bwd", _TAKEN.format(""), _layer_backward)
 define("experts_bwd_in_place", _TAKEN.format("(a!)"), functools.partial(_layer_backward, in_place=True))
 
 
-def _fake(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, kind, columns, transposed, *_):
+def _fake(x, gate_up, down, ids, weights, gate_up_bias, down_bias, *rest):
+    gate_up_a, _, down_a, _, is_sorted, _, _, transposed, *_ = rest
     ints = {"dtype": torch.int32}
     slots = x.shape[0] if is_sorted else ids.shape[0] * ids.shape[1]
     sorts = 0 if is_sorted else slots
@@ -315,14 +428,42 @@ def _fake(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, ki
         x.new_empty(sorts, **ints),
         x.new_empty(sorts, **ints),
         x.new_empty(gate_up.shape[0] + 1, **ints),
+        *(
+            x.new_empty(0, 0) if a is None else x.new_empty(slots, _columns(a.shape[1]))
+            for a in (gate_up_a, down_a)
+        ),
     )
 
 
-_op = paired(_OP, _fake, results=1, in_place=True)
+def _fake_bwd(*arguments):
+    a = _Backward(*arguments)
+    return tuple(
+        a.x.new_empty(0)
+        if not getattr(a, f"need_d{name}")
+        else (torch.empty_like if name in _LORA else lambda t: t.new_empty(t.shape))(getattr(a, name))
+        for name in _TRAINED
+    )
+
+
+_op = paired(_OP, _fake, results=1, fake_bwd=_fake_bwd, in_place=True)
 
 
 def _check(
-    op, x, gate_up, down, *, activation, gated, interleaved, transposed, gate_up_bias, down_bias, alpha, limit
+    op,
+    x,
+    gate_up,
+    down,
+    *,
+    activation,
+    gated,
+    interleaved,
+    transposed,
+    gate_up_bias,
+    down_bias,
+    gate_up_lora,
+    down_lora,
+    alpha,
+    limit,
 ) -> None:
     """The operands that both functions share."""
     arguments.check_choice(op, "activation", activation, KINDS)
@@ -352,6 +493,39 @@ def _check(
             arguments.check_float(op, name, t)
             arguments.check_like(op, name, t, shape, x.device)
             check(op, t.dtype == x.dtype, name + " must be {}, got {}", x.dtype, t.dtype)
+    _check_adapter(op, "gate_up_lora", gate_up_lora, (experts, hidden, wide), x)
+    _check_adapter(op, "down_lora", down_lora, (experts, inner, hidden), x)
+
+
+def _check_adapter(op, name, lora, sizes, x) -> None:
+    """(a, b, scale) of matrices of these sizes: experts, in, out."""
+    if lora is None:
+        return
+    check(
+        op, isinstance(lora, (tuple, list)) and len(lora) == 3, name + " must be (a, b, scale), got {}", lora
+    )
+    experts, columns, rows = sizes
+    arguments.check_numbers(op, **{name + "[2]": lora[2]})
+    check(op, not isinstance(lora[2], torch.Tensor), name + "[2] must be a number, got a tensor")
+    for i, t in enumerate(lora[:2]):
+        arguments.check_float(op, f"{name}[{i}]", t)
+        fits = t.dim() in (2, 3) and t.shape[i - 2] >= 1
+        check(op, fits, name + "[{}] must have two or three dimensions and a rank, got {}", i, tuple(t.shape))
+    rank = lora[0].shape[-2]
+    for i, (t, shape) in enumerate(zip(lora[:2], ((rank, columns), (rows, rank)), strict=True)):
+        arguments.check_like(op, f"{name}[{i}]", t, (experts, *shape)[3 - t.dim() :], x.device)
+        kinds = (
+            (torch.float64,) if x.dtype == torch.float64 else (torch.float32, torch.bfloat16, torch.float16)
+        )
+        check(op, t.dtype in kinds, name + "[{}] must be one of {}, got {}", i, kinds, t.dtype)
+
+
+def _adapter(lora, experts) -> tuple:
+    """a and b of every expert, and the scale."""
+    if lora is None:
+        return None, None, 1.0
+    a, b = (t if t.dim() == 3 else t.expand(experts, -1, -1) for t in lora[:2])
+    return a, b, float(lora[2])
 
 
 def _check_weights(op, name, weights, shape, x) -> None:
@@ -383,10 +557,14 @@ def _run(
     transposed,
     gate_up_bias,
     down_bias,
+    gate_up_lora,
+    down_lora,
     alpha,
     limit,
 ):
     columns = _SINGLE if not gated else _INTERLEAVED if interleaved else _HALVES
+    *gate_up_ab, gate_up_scale = _adapter(gate_up_lora, gate_up.shape[0])
+    *down_ab, down_scale = _adapter(down_lora, gate_up.shape[0])
     return _op(
         x,
         gate_up,
@@ -395,12 +573,16 @@ def _run(
         weights,
         gate_up_bias,
         down_bias,
+        *gate_up_ab,
+        *down_ab,
         is_sorted,
         KINDS[activation],
         columns,
         transposed,
         alpha,
         limit,
+        gate_up_scale,
+        down_scale,
     )
 
 
@@ -418,6 +600,8 @@ def experts(
     transposed: bool = False,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    gate_up_lora: tuple | None = None,
+    down_lora: tuple | None = None,
     alpha: float = ALPHA,
     limit: float = LIMIT,
 ) -> torch.Tensor:
@@ -441,14 +625,18 @@ def experts(
         gated: ``False``: only the activation, no multiplication by up; gate_up has I columns.
         interleaved: gate and up alternate by column.
         gate_up_bias, down_bias: ``[E, 2 I]`` in gate_up's order, ``[E, H]``.
+        gate_up_lora, down_lora: adapters ``(a, b, scale)``: ``scale * b[e] @ a[e]`` is added to the matrix
+            ``[out, in]`` of expert e, whatever `transposed` is, and never formed. a is ``[E, r, in]`` and b
+            ``[E, out, r]``; without E they are those of all experts. Each has any of the three dtypes, and
+            the matmuls round it to x's. The call also saves ``x @ a.T`` of the chosen rows.
         alpha, limit: parameters of ``"swiglu_oai"``; limit also of ``"swiglu_clamped"``.
 
     Returns:
         ``[..., H]`` in x's dtype. The K rows of a token are added in float32 in their order and rounded once.
-        The result is differentiable in x, weights and all parameters. It is bitwise deterministic and uses no
-        float atomics. A tensor that needs no gradient costs no matmul. The gradients of an expert without
-        tokens are exact zeros. The gradient of down is a matmul with the unit's result times its weight; in
-        float16 this must stay below 65504.
+        The result is differentiable in x, weights, parameters and adapters. It is bitwise deterministic and
+        uses no float atomics. A tensor that needs no gradient costs no matmul. The gradients of an expert
+        without tokens are exact zeros. The gradient of down is a matmul with the unit's result times its
+        weight; in float16 this must stay below 65504.
 
         On CUDA Tigon's own grouped GEMM runs for 16 bits on sm_90 if H and I are multiples of 8. Otherwise
         bfloat16 uses ``torch.nn.functional.grouped_mm``. Neither synchronises, so both can be captured in
@@ -469,6 +657,8 @@ def experts(
         "transposed": transposed,
         "gate_up_bias": gate_up_bias,
         "down_bias": down_bias,
+        "gate_up_lora": gate_up_lora,
+        "down_lora": down_lora,
         "limit": limit,
     }
     _check(_OP, x, gate_up, down, **options)
@@ -507,6 +697,8 @@ def grouped_mlp(
     transposed: bool = False,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    gate_up_lora: tuple | None = None,
+    down_lora: tuple | None = None,
     alpha: float = ALPHA,
     limit: float = LIMIT,
 ) -> torch.Tensor:
@@ -534,6 +726,8 @@ def grouped_mlp(
         "transposed": transposed,
         "gate_up_bias": gate_up_bias,
         "down_bias": down_bias,
+        "gate_up_lora": gate_up_lora,
+        "down_lora": down_lora,
         "alpha": alpha,
         "limit": limit,
     }

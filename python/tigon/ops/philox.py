@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from tigon.error import check
@@ -41,7 +43,34 @@ def words_of_matrix(rows: torch.Tensor, columns: int, stream: int, seed: torch.T
 
 def draw_seed(x: torch.Tensor) -> torch.Tensor:
     """A seed on x's device, from PyTorch's generator."""
-    return torch.randint(2**62, (1,), device=x.device)
+    draws = _around.__dict__.get("draws")
+    return torch.randint(2**62, (1,), device=x.device) if draws is None else draws.next(x)
+
+
+_around = threading.local()
+
+
+class Draws:
+    """Around calls of one function: the first one draws seeds, and later ones get the same."""
+
+    def __init__(self):
+        self.seeds: list[torch.Tensor] = []
+        self.calls = 0
+
+    def __enter__(self) -> Draws:
+        self._outer, self._place = _around.__dict__.get("draws"), 0
+        self.calls += 1
+        _around.draws = self
+        return self
+
+    def __exit__(self, *_) -> None:
+        _around.draws = self._outer
+
+    def next(self, x: torch.Tensor) -> torch.Tensor:
+        if self.calls == 1:
+            self.seeds.append(torch.randint(2**62, (1,), device=x.device))
+        self._place += 1
+        return self.seeds[self._place - 1]
 
 
 def seed_of(

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tigon._op import has_kernel, raw
+from tigon._op import _is_transformed, has_kernel, raw
 from tigon.error import check
 from tigon.ops import arguments, philox
 from tigon.ops.loss_head import operands
@@ -115,8 +115,9 @@ class _Choice:
     def reference(self, logits):
         return reference(logits, **self.given, seed=self.seed, log_prob=self.log_prob)
 
-    def draw(self, logits, bias=None, scale=1.0, softcap=None, rows=slice(None), first_row=0):
-        """Tokens of rows of logits and their log-probabilities."""
+    def draw(self, logits, bias=None, scale=1.0, softcap=None, rows=None, first_row=0):
+        """Tokens of rows of logits, which are those of the slice `rows`, and their log-probabilities."""
+        rows = rows or slice(None)
 
         def of_rows(name, dtype):
             value = self.given.get(name)
@@ -241,6 +242,7 @@ def linear_sample(
     """
     op = "linear_sample"
     arguments.check_float(op, "hidden", hidden)
+    arguments.check_dense(op, "hidden", hidden)
     lead = hidden.shape[:-1]
     labels = torch.empty(lead, dtype=torch.int64, device=hidden.device)
     head = HeadOptions(bias, softcap, logit_scale, lora=lora, logit_dtype=logit_dtype)
@@ -248,7 +250,8 @@ def linear_sample(
     hidden = operands.autocast(hidden)
     wide = operands.wide_logits(op, logit_dtype, hidden)
     choice = _Choice(op, hidden, lead, temperature, top_k, top_p, min_p, seed, log_prob)
-    if not has_kernel(op, hidden=hidden, beside=operands.float_parts(head)):
+    plain = _is_transformed() or not has_kernel(op, hidden=hidden, beside=operands.float_parts(head))
+    if plain:  # vmap has no rule for operators that write into a workspace
         return choice.reference(plain_logits(hidden, weight, head))
     weight, rows = weight.to(hidden.dtype), hidden.reshape(-1, hidden.shape[-1])
     a, b, scale = (None, None, 1.0) if lora is None else lora

@@ -117,6 +117,7 @@ class AdamW(torch.optim.Optimizer):
         self.updates_in_backward = None  # the handle of step_in_backward
         self._places: dict[torch.Tensor, int] = {}
         self._factor: torch.Tensor | None = None  # of clip_grad_norm_, for the next step
+        self._moments: dict[int, object] = {}  # by the identity of a group: the moment_dtype of its state
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -176,7 +177,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._alike = False
+        self._alike, self._moments = False, {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -288,6 +289,12 @@ class AdamW(torch.optim.Optimizer):
         """
         if not groups:
             return
+        for group, _, _ in groups:
+            moments = group.get("moment_dtype", self.moment_dtype)
+            if self._moments.setdefault(id(group), moments) != moments:
+                words = "moment_dtype of a group must stay {}, which its moments have, got {}: "
+                words += "load_state_dict(state_dict()) converts them"
+                refuse(_OP, words, self._moments[id(group)], moments)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             capturable = all(group["capturable"] for group, _, _ in groups)
             check(_OP, capturable, "capturable must be True where a CUDA graph captures the step, got False")

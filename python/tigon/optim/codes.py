@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from tigon._op import cached_tensor
 from tigon.error import check
 from tigon.ops.adamw import TensorList
 from tigon.ops.grad_norm import is_dtensor, local, process_groups
@@ -69,13 +70,13 @@ def listed(states: list[dict]) -> tuple[list, list, list]:
 # --- codes of values --------------------------------------------------------------------------
 
 
-@functools.cache
+@cached_tensor
 def code_map(of_roots: bool, device: torch.device | str = "cpu") -> torch.Tensor:
     """The 256 values in order: those of exp_avg, or of the root of exp_avg_sq."""
-    single, values = functools.partial(torch.tensor, dtype=torch.float32), []
+    single, values = functools.partial(torch.tensor, dtype=torch.float32, device="cpu"), []
     for decade in range(7):
         n = 2 ** (decade + of_roots)
-        k = torch.arange(n + 1, dtype=torch.float64)
+        k = torch.arange(n + 1, dtype=torch.float64, device="cpu")
         step, low = ((single(1.0) - 0.1) / n).double(), single(0.1).double()
         grid = torch.where(k < (n + 1) // 2, low + step * k, 1 - step * (n - k)).float()
         values.append((grid[1:] + grid[:-1]) / 2 * single(10.0 ** (decade - 6)))
@@ -417,8 +418,8 @@ def bitsandbytes_state(state: dict) -> dict:
     values = (
         state[AVG],
         sq.view_as(state[ROOT]),
-        code_map(False, device),
-        code_map(True, device),
+        code_map(False, device).clone(),
+        code_map(True, device).clone(),
         state[AVG_MAX],
         sq_absmax,
     )

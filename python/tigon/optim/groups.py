@@ -49,17 +49,15 @@ def check_keys(op: str, keys: Iterable[object], options: Iterable[str]) -> None:
             continue
         if key in ADAMW_WHOLE:
             refuse(op, "a group must not have {!r}: it is an option of tigon.optim.AdamW as a whole", key)
-        near = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(key, options, 1, 0.8)), None)
+        others = _options_of_all()
+        if key in others:
+            words = "a group must not have {!r}, an option of other optimizers: it may have {}"
+            refuse(op, words, key, (*sorted(options),))
+        close = difflib.get_close_matches(key, {*options, *others}, 1, 0.8)
+        near = _OTHER_NAMES.get(key) or next(iter(close), None)
         # max_momentum and initial_lr are schedulers' notes.
-        if near in options and not (key.startswith(near + "_") or key.endswith("_" + near)):
+        if near is not None and not (key.startswith(near + "_") or key.endswith("_" + near)):
             refuse(op, "a group must not have {!r}, which is no option: is {!r} meant?", key, near)
-        if key in _options_of_all():
-            refuse(
-                op,
-                "a group must not have {!r}, an option of other optimizers: it may have {}",
-                key,
-                (*sorted(options),),
-            )
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.autograd import forward_ad
 
@@ -58,9 +60,13 @@ def take_class_weight(op, shards: Shards, class_weight, device):
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Rows, target, scale, logits):  # without scale: one loss for each row
-        real = logits[:, : rows.shards.real]
-        numbers, _ = rows.losses(rows.statistics(real, target), target, None, Work(rows.shards))
+    def forward(ctx, rows: Rows, target, find_scale, logits):
+        part, gathered = rows.statistics(logits[:, : rows.shards.real], target), None
+        if target.shape[0]:
+            gathered = Work(rows.shards).start_gather(part)
+        scale = find_scale()  # while the parts are gathered; None: one loss for each row
+        whole = part.repeat(rows.shards.size, 1) if gathered is None else gathered()
+        numbers, _ = rows.combined(whole, target, None)
         losses, log_share = numbers[0], numbers[NUMBERS.index("log_share")]
         ctx.rows, ctx.scalar = rows, scale is not None
         if not ctx.scalar:
@@ -165,6 +171,6 @@ def cross_entropy(
     class_weight = take_class_weight(OP, shards, weight, device)
     rows = make_rows(shards, formula, class_weight, device)
     labels = target.to(device, torch.int64, non_blocking=True).reshape(-1)
-    scale = scale_of(rows, labels, reduction, denominator)
-    loss = _Function.apply(rows, labels, scale, logits.reshape(labels.shape[0], logits.shape[-1]))
-    return loss.view(target.shape) if scale is None else loss
+    find_scale = functools.partial(scale_of, rows, labels, reduction, denominator)
+    loss = _Function.apply(rows, labels, find_scale, logits.reshape(labels.shape[0], logits.shape[-1]))
+    return loss.view(target.shape) if denominator is None and reduction == "none" else loss

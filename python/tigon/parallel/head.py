@@ -16,13 +16,14 @@ from tigon.ops.cross_entropy import check_loss
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS
+from tigon.ops.loss_head.linear_log_prob import several
 from tigon.ops.loss_head.operands import LabelFormula
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import result_type
 from tigon.parallel.cross_entropy import check_eager, check_layout, number_of, take_class_weight
 from tigon.parallel.plan import choose, count, counting
-from tigon.parallel.rows import NUMBERS, make_rows, scale_of, total
+from tigon.parallel.rows import IGNORED, NUMBERS, make_rows, scale_of
 from tigon.parallel.shards import Facts, agree, named, of_rows, or_unknown, values_of
 from tigon.parallel.stream import Function, ShardedCall
 
@@ -45,6 +46,14 @@ class ShardedOptions(NamedTuple):
     reduction: str = "none"
     denominator: float | torch.Tensor | None = None
     outputs: tuple[str, ...] | None = None
+    more: tuple = ()  # what else the processes compare
+
+
+def _moved(target, head: HeadOptions, many: bool):
+    """The labels after head's shift; `many`: several for each row."""
+    if not many:
+        return shifted(target, head.ignore_index, head.shift)
+    return shifted(target.movedim(-1, 0), head.ignore_index, head.shift).movedim(0, -1)
 
 
 def _describe(
@@ -69,14 +78,16 @@ def _describe(
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
     check(op, hidden.dim() >= 1 and weight.dim() == 2, "weight must be [columns, H], got {}", weight.shape)
-    labels = target
+    many = op == LOG_PROB and several(hidden, target)
+    check(op, not many or target.shape[-1] >= 1, "target must have K >= 1 labels a row, got {}", target.shape)
+    labels = target[..., 0] if many else target
     if call.sequence_parallel:
         words = "hidden must be [share, ..., H] with sequence_parallel, got {}"
         check(op, hidden.dim() >= 2, words, hidden.shape)
         wanted = (torch.distributed.get_world_size(group) * hidden.shape[0], *hidden.shape[1:-1])
-        fits = target.shape == wanted
-        check(op, fits, "target must be {} (of all processes), got {}", wanted, target.shape)
-        labels = target[: hidden.shape[0]]
+        fits = labels.shape == wanted
+        check(op, fits, "target must be {} (of all processes), got {}", wanted, labels.shape)
+        labels = labels[: hidden.shape[0]]
     columns, own, classes = weight.shape[0], head._replace(lora=None), weight
     if columns == 0:  # a process without classes
         own, classes = own._replace(bias=None), weight.new_empty(1, weight.shape[1])
@@ -95,7 +106,10 @@ def _describe(
         hidden, weight, lora = operands.whole_vectors(hidden, weight, lora)
     lora_a, lora_b, lora_scale = lora or (None, None, 1.0)
     parameters = (weight, head.bias, lora_a, lora_b)
-    known = count(op, target, head.ignore_index, head.shift, head.valid_rows)
+    counted = target, head.ignore_index, head.shift
+    if many:
+        counted = (_moved(target, head, many) != head.ignore_index).any(-1).long() - 1, -1, False
+    known = count(op, *counted, head.valid_rows)
     needs = 0
     if torch.is_grad_enabled():
         wanted = zip(operands.NEEDS.values(), (hidden, *parameters), strict=True)
@@ -108,6 +122,7 @@ def _describe(
     options |= {name: getattr(head, name) for name in ("shift", "chunk_rows", "max_workspace_mb")}
     options |= {"logit_dtype": wide, "valid_rows": known, "denominator": number_of(call.denominator)}
     options |= {"main_grad": main_grad is not None, "bias": head.bias is not None}
+    options["labels"] = target.shape[-1] if many else 0
     facts = Facts(
         size=hidden.shape[-1],
         needs=needs,
@@ -130,10 +145,21 @@ def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedO
     hidden, parameters, lora_scale, needs, wide, known, main_grad = given
     class_weight = take_class_weight(op, shards, options.class_weight, device)
     token_weight, wanted, entropy = options.token_weight, {*(options.outputs or ())}, options.entropy
-    labels = target.to(device, torch.int64, non_blocking=True)
-    labels = shifted(labels, formula.ignore_index, head.shift).reshape(-1)
+    many = op == LOG_PROB and several(hidden, target)
+    labels, every = _moved(target.to(device, torch.int64, non_blocking=True), head, many), None
+    if many:
+        counts = labels != formula.ignore_index
+        every, formula = (
+            torch.where(counts, labels, IGNORED).flatten(0, -2),
+            formula._replace(ignore_index=IGNORED),
+        )
+        wrong = (counts & ((labels < 0) | (labels >= shards.vocab))).any(-1)
+        # No shard has the class `vocab`; the one after it does not exist.
+        labels = torch.where(wrong, shards.vocab + 1, torch.where(counts.any(-1), shards.vocab, IGNORED))
+    labels = labels.reshape(-1)
     kinds = {"entropy": entropy or "entropy" in wanted, "predicted": bool(wanted & {"predicted", "correct"})}
     rows = make_rows(shards, formula, class_weight, device, **kinds)
+    rows = rows._replace(labels=0 if every is None else every.shape[-1])
     scale = scale_of(rows, labels, options.reduction, options.denominator)
     shares = shards.size if options.sequence_parallel else 1
     hidden = hidden.reshape(labels.shape[0] // shares, hidden.shape[-1])
@@ -148,8 +174,11 @@ def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedO
         "main_grad": main_grad is not None,
         "lora_rank": 0 if head.lora is None else parameters[2].shape[0],
     }
-    chunk, keep = choose(op, hidden, shares, shards.widest, head, options.keep_mb, entropy, **sizes)
+    recomputes = entropy or many
+    chunk, keep = choose(op, hidden, shares, shards.widest, head, options.keep_mb, recomputes, **sizes)
     target = listed.labels.view(shares, hidden.shape[0])
+    if many:
+        every = listed.take(every).view(*target.shape, -1)
     if token_weight is not None:
         token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
         token_weight = listed.take(token_weight).view(target.shape)
@@ -157,10 +186,10 @@ def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedO
     formed = None if main_grad is not None else scale
     way = max(chunk // shares, 1), keep, wide, options.partial_hidden_grad
     of_row = NUMBERS.index(result), entropy, needs
-    call = ShardedCall(rows, target, token_weight, formed, *of_row, *way, lora_scale, main_grad)
+    call = ShardedCall(rows, target, every, token_weight, formed, *of_row, *way, lora_scale, main_grad)
     loss, entropies, numbers, predicted = Function.apply(call, hidden, *parameters)
     if scale is not None and main_grad is not None:
-        loss = total(loss, scale)
+        loss = (loss.double().sum() * scale.double()).float().reshape(())
     if loss.dim() == 0 and listed.fault is not None:
         loss = loss + listed.fault
     row_values = {name: listed.give(n) for name, n in zip(NUMBERS, numbers, strict=True)}
@@ -292,9 +321,13 @@ def linear_log_prob(
     Returns the log-probability of each label, and with ``entropy`` the entropy of each distribution; both are
     differentiable. Arguments, layout and errors are those of :func:`tigon.parallel.linear_cross_entropy`.
 
+    Args:
+        target: as there, or ``[..., K]``: K labels for each row, some of them perhaps ignored or equal. The
+            processes then exchange ``4 K`` bytes a row more, and the backward computes the logits again.
+
     Returns:
-        float32 of target's shape, or a pair of such tensors, bitwise equal in all processes. They are 0 on
-        ignored rows, with zero gradients.
+        float32 of target's shape, and with ``entropy`` the entropies of the rows; bitwise equal in all
+        processes. They are 0 on ignored labels and rows, with zero gradients.
     """
     labels = ignore_index, shift, None, valid_rows
     head = HeadOptions(
@@ -303,4 +336,5 @@ def linear_log_prob(
     call = ShardedOptions(vocab, first_class, sequence_parallel, partial_hidden_grad, keep_mb, entropy)
     loss, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, head, call, "log_prob")
     log_prob = loss.view(target.shape)
-    return (log_prob, entropies.view(target.shape)) if call.entropy else log_prob
+    rows = target.shape[:-1] if several(hidden, target) else target.shape
+    return (log_prob, entropies.view(rows)) if call.entropy else log_prob

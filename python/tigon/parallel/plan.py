@@ -18,24 +18,28 @@ from tigon.ops.loss_head.plan import check_fits, padded, plan_of
 _MIB = 1 << 20
 _LEAST_PART = 1024  # rows that a matmul on CUDA needs for full speed
 _ALIGNED = 128
+_PARTS = (0.5, 0.5)  # a part's share of the rows that are left; the last part takes the rest
+_MOST_LOGITS = 1280 * _MIB  # of a chunk whose weight is trained, on CUDA
 
 
 def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool) -> list[Chunk]:
     """The chunks of ``rows`` of a share, of ``chunk`` rows each.
 
-    In a call that exchanges, a chunk has two parts: the exchange of one overlaps the matmuls of the other.
-    The second part is smaller, since only the reduction of its gradient overlaps the matmul of the weight's
-    gradient.
+    In a call that exchanges, a chunk has up to three parts: the exchange of one overlaps work on the next.
+    The last part is smaller, since nothing but a matmul overlaps the reduction of its gradient.
     """
     least = -(-_LEAST_PART // shares) if on_cuda else 1
     chunks = []
     for begin in range(0, rows, chunk):
         end = min(begin + chunk, rows)
-        bounds = (begin, end)
-        if exchanges and end - begin >= 2 * least:
-            second = max((end - begin) // 4, least)
-            second -= second % _ALIGNED if second > _ALIGNED else 0
-            bounds = (begin, end - second, end)
+        bounds = [begin]
+        for share in _PARTS if exchanges else ():
+            left = end - bounds[-1]
+            if left < 2 * least:
+                break
+            later = max(int(left * (1 - share)), least)
+            bounds.append(end - (later - later % _ALIGNED if later > _ALIGNED else later))
+        bounds.append(end)
         parts = tuple(
             Part(a, b, slice(shares * (a - begin), shares * (b - begin)), b == end)
             for a, b in zip(bounds, bounds[1:], strict=False)
@@ -54,11 +58,15 @@ def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **si
             too; and others of :func:`plan`.
     """
     itemsize, widest, cap = hidden.dtype.itemsize, max(widest, 1), head.max_workspace_mb
-    rows = shares * hidden.shape[0]
+    rows, asked = shares * hidden.shape[0], head.chunk_rows or 0
+    if hidden.is_cuda and sizes["train_weight"] and not asked and rows > 0:
+        # A chunk more reads and writes the weight's gradient once more, and its exchanges are less hidden.
+        chunks = -(-rows * padded(widest) * itemsize // _MOST_LOGITS)
+        asked = max(-(-rows // chunks // _ALIGNED) * _ALIGNED, _LEAST_PART)
     statistics, listed, wide = (sizes.pop(name) for name in ("statistics", "listed", "wide"))
     # With shares: a gathered chunk, the next one, and gradients being reduced. Logits of both precisions.
     sizes |= {"copies": 3 * (shares > 1), "row": statistics + 4 * padded(widest) * wide}
-    sizes |= {"fixed": 2 * rows * hidden.shape[-1] * itemsize * listed, "chunk_rows": head.chunk_rows or 0}
+    sizes |= {"fixed": 2 * rows * hidden.shape[-1] * itemsize * listed, "chunk_rows": asked}
     sizes["lean"] = 0  # fewer rows would be more exchanges
     found = plan_of(hidden, widest, rows, max_workspace_mb=cap, **sizes)
     if cap is not None and rows > 0:
@@ -98,9 +106,9 @@ class Counting(NamedTuple):
 
     def give(self, values: torch.Tensor, ignored: int = 0) -> torch.Tensor:
         """Values of all rows from those of the computed rows."""
-        if self.index is None or values.dim() == 0 or values.numel() != self.index.shape[0]:
+        if self.index is None or values.dim() == 0 or values.shape[0] != self.index.shape[0]:
             return values
-        whole = values.new_full((self.rows,), ignored).index_copy(0, self.index, values)
+        whole = values.new_full((self.rows, *values.shape[1:]), ignored).index_copy(0, self.index, values)
         return whole if values.dtype == torch.int64 else whole + self.fault
 
 

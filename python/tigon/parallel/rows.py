@@ -11,7 +11,7 @@ import torch
 
 from tigon._op import raw
 from tigon.ops.loss_head.operands import LabelFormula
-from tigon.parallel.shards import Shards, Work
+from tigon.parallel.shards import Shards
 
 ENTROPY, SMOOTHING, PREDICTED = 1, 2, 4  # bits of `kinds`, as in cross_entropy_shards.h
 NUMBERS = ("loss", "z_loss", "log_prob", "lse", "entropy", "log_share")
@@ -26,9 +26,25 @@ def _fake_combine(parts, target, *options):
     return numbers, target.new_empty(target.shape if options[5] & PREDICTED else (0,), dtype=torch.int64)
 
 
+_scale = raw("cross_entropy_scale", lambda target, *_: target.new_empty((), dtype=torch.float32))
+_total = raw("cross_entropy_total", lambda losses, _: losses.new_empty(()))
 _statistics = raw("cross_entropy_shard_statistics", _fake_statistics, "cross_entropy")
 _gradient = raw("cross_entropy_shard_gradient", lambda *_: None, "cross_entropy")
 _combine = raw("cross_entropy_combine", _fake_combine, "cross_entropy")
+_scores = raw("cross_entropy_shard_scores", lambda *_: None, "cross_entropy")
+_log_probs = raw("cross_entropy_shard_log_probs", lambda labels, *_: labels.float(), "cross_entropy")
+_label_gradient = raw("cross_entropy_shard_label_gradient", lambda *_: None, "cross_entropy")
+
+IGNORED = -(2**63)  # of several labels a row: a label that does not count, whatever the caller's ignore_index
+
+
+class Several(NamedTuple):
+    """Several labels for each of n rows, and what the backward needs of them."""
+
+    labels: torch.Tensor  # int64 [n, K] of all classes, IGNORED ones too
+    upstream: torch.Tensor | None = None  # float32 [n, K], of the loss -log_prob
+    top: torch.Tensor | None = None  # [n], the best score
+    log_prob: torch.Tensor | None = None  # [n], of the label with that score
 
 
 class Rows(NamedTuple):
@@ -40,30 +56,60 @@ class Rows(NamedTuple):
     class_weight: torch.Tensor | None = None  # float32, of all classes
     shard_weight: torch.Tensor | None = None  # float32 [shards], for smoothing
     kinds: int = 0
+    labels: int = 0  # K, if a row has several; its target is then the class `vocab`, which no shard has
 
     def per_row(self) -> int:
-        return 3 + self.kinds.bit_count()
+        return 3 + self.kinds.bit_count() + self.labels
+
+    def classes(self) -> int:
+        return self.shards.vocab + (self.labels > 0)
 
     def _shard(self, logits, target):
         f, s = self.formula, self.shards
         formula = f.ignore_index, f.label_smoothing, f.softcap, f.z_loss
         rows = logits, target, self.bias, self.class_weight
-        return *rows, *formula, s.first, s.vocab, f.logit_scale, f.temperature
+        return *rows, *formula, s.first, self.classes(), f.logit_scale, f.temperature
 
-    def statistics(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """This shard's part ``[kinds, rows]``; a shard without classes has probability 0."""
+    def _scored(self, logits, target, labels, scores):
+        """Labels of this shard, the best one of each row (or IGNORED); scores are written."""
+        first, real = self.shards.first, self.shards.real
+        own = torch.where(labels == IGNORED, IGNORED, labels - first)
+        here = (own >= 0) & (own < real) & (target == self.shards.vocab).unsqueeze(-1)
+        chosen = torch.where(here, own, IGNORED).amax(-1)
+        scores.fill_(-torch.inf)
+        if real:
+            top = scores.new_empty(chosen.shape)
+            _scores(logits, own, chosen, scores, top, IGNORED, self.bias, self.formula.logit_scale)
+        return own, chosen
+
+    def statistics(self, logits: torch.Tensor, target: torch.Tensor, labels=None) -> torch.Tensor:
+        """This shard's part ``[per_row, rows]``; a shard without classes has probability 0.
+
+        ``labels``: several for each row. Their scores follow the statistics, row by row.
+        """
         parts = torch.empty(self.per_row(), target.shape[0], dtype=torch.float32, device=target.device)
         if self.shards.real == 0:
             return parts.fill_(-torch.inf)
-        predicted = _statistics(*self._shard(logits, target), parts, self.kinds)
+        if labels is not None:
+            _, chosen = self._scored(logits, target, labels, parts[-self.labels :].view(labels.shape))
+            target = torch.where(chosen == IGNORED, target, chosen + self.shards.first)
+        predicted = _statistics(*self._shard(logits, target), parts[: len(parts) - self.labels], self.kinds)
         if self.kinds & PREDICTED:
             parts[-1] = predicted + self.shards.first
         return parts
 
-    def losses(self, parts, target, token_weight, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather the parts of all shards, then :meth:`combined`."""
-        whole = work.gather(parts) if target.shape[0] else parts.repeat(self.shards.size, 1)
-        return self.combined(whole, target, token_weight)
+    def split(self, whole, labels) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The statistics of all shards without the scores, the scores of all labels, the best of each row."""
+        parts = whole.view(self.shards.size, self.per_row(), -1)
+        scores = parts[:, -self.labels :].amax(0).view(labels.shape)
+        return parts[:, : -self.labels].flatten(0, 1), scores, scores.amax(-1)
+
+    def log_probs(self, labels, target, scores, top, log_prob) -> torch.Tensor:
+        """Of each of several labels ``[rows, K]``, from that of the label with the best score."""
+        f = self.formula
+        return _log_probs(labels, target, scores, top, IGNORED, log_prob, f.softcap, f.temperature).view(
+            labels.shape
+        )
 
     def combined(self, whole, target, token_weight) -> tuple[torch.Tensor, torch.Tensor]:
         """NUMBERS ``[6, rows]`` (entropy only if it has statistics) and the predicted classes.
@@ -73,14 +119,23 @@ class Rows(NamedTuple):
         f, s = self.formula, self.shards
         weights = self.class_weight, self.shard_weight, token_weight
         formula = f.ignore_index, f.label_smoothing, f.z_loss
-        return _combine(whole, target, *weights, s.size, s.rank, self.kinds, s.vocab, *formula)
+        return _combine(whole, target, *weights, s.size, s.rank, self.kinds, self.classes(), *formula)
 
-    def gradient(self, logits, dlogits, target, log_share, scale, entropy_scale=None, entropy=None) -> None:
+    def gradient(
+        self, logits, dlogits, target, log_share, scale, entropy_scale=None, entropy=None, several=None
+    ) -> None:
         """dlogits of this shard's columns; they may overwrite the logits."""
-        weight_sum = None
+        weight_sum, labels, f = None, (), self.formula
+        if several is not None:
+            scores = torch.empty(several.labels.shape, device=target.device)
+            labels = (*self._scored(logits, target, several.labels, scores), scores, several.top)
         if self.class_weight is not None and self.formula.label_smoothing:
             weight_sum = self.class_weight.double().sum().float().reshape(1)
         _gradient(*self._shard(logits, target), dlogits, scale, entropy_scale, log_share, entropy, weight_sum)
+        if several is not None:
+            formula = IGNORED, several.log_prob, f.softcap, f.temperature
+            upstream = several.upstream, entropy_scale, entropy
+            _label_gradient(dlogits, *labels, *formula, *upstream, f.logit_scale)
 
 
 def make_rows(shards: Shards, formula: LabelFormula, class_weight, device, *, entropy=False, predicted=False):
@@ -95,22 +150,14 @@ def scale_of(rows: Rows, target, reduction: str, denominator) -> torch.Tensor | 
     """The factor of the sum of the losses, float32 ``[1]`` on the device; None: losses of rows."""
     if denominator is None and reduction == "none":
         return None
-    if denominator is None and reduction == "mean":
-        counts = target != rows.formula.ignore_index
-        if rows.class_weight is None:
-            denominator = counts.sum()
-        else:
-            inside = counts & (target >= 0) & (target < rows.shards.vocab)
-            weights = rows.class_weight[torch.where(inside, target, 0)].double()
-            denominator = torch.where(inside, weights, 0.0).sum()
-    elif denominator is None:
-        denominator = 1.0
-    if not isinstance(denominator, torch.Tensor):
-        denominator = torch.full((), denominator, dtype=torch.float64, device=target.device)
-    denominator = denominator.detach().to(target.device, non_blocking=True)
-    return denominator.reshape(1).double().reciprocal().float()
+    if isinstance(denominator, torch.Tensor):
+        denominator = denominator.detach().to(target.device, non_blocking=True)
+        return denominator.reshape(1).double().reciprocal().float()
+    mean = denominator is None and reduction == "mean"
+    number = None if mean or denominator is None else float(denominator)
+    return _scale(target, rows.class_weight, rows.formula.ignore_index, mean, number).view(1)
 
 
 def total(losses: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The sum of the losses in double, times scale."""
-    return (losses.double().sum() * scale.double()).float().reshape(())
+    return _total(losses, scale)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tigon._deterministic import is_deterministic
+from tigon._op import cached_tensor
 from tigon.error import check
 from tigon.ops.arguments import F, kind_of
 
@@ -128,7 +129,7 @@ def values_of(tensor: torch.Tensor | None, device) -> tuple | None:
     return tuple(tensor.shape), code_of_values
 
 
-@functools.cache
+@cached_tensor
 def _counts(columns: tuple[int, ...], device) -> torch.Tensor:
     """Cached on the device: a copy from the host would wait, and fail under capture."""
     return torch.tensor(columns, dtype=torch.float32, device=device)

@@ -1,12 +1,15 @@
 """The passes of a sharded head over its chunks of rows, and its autograd function.
 
 A chunk is rows of this process's hidden states. With sequence parallelism it is rows of all processes: a
-gather collects a chunk's hidden states, and a reduce-scatter returns its gradients. A chunk has two parts
+gather collects a chunk's hidden states, and a reduce-scatter returns its gradients. A chunk has parts
 (``plan.divide``). Each exchange of one part overlaps matmuls of the other or of the whole chunk:
 
     logits 0, statistics 0, [gather 0 behind logits 1], statistics 1,
     [gather 1 behind dlogits 0, dhidden 0], [reduction 0 behind dlogits 1, dhidden 1],
     [reduction 1 behind dweight, one matmul of the chunk].
+
+A reduction takes multiprocessors, which a matmul needs and a row pass hardly misses. So it is started before
+a row pass.
 
 The hidden states of a part are gathered one part ahead. Without gradients the statistics are gathered behind
 the logits of the next part, also of the next chunk.
@@ -25,7 +28,7 @@ from tigon.ops.loss_head.driver import Chunk, Gradients, Part, RowPass
 from tigon.ops.loss_head.operands import HIDDEN, NEEDS, WEIGHT
 from tigon.ops.loss_head.products import form_gradients, form_logits
 from tigon.parallel.plan import divide
-from tigon.parallel.rows import NUMBERS, Rows, total
+from tigon.parallel.rows import IGNORED, NUMBERS, Rows, Several, total
 from tigon.parallel.shards import Work
 
 OP = "parallel.linear_cross_entropy"
@@ -36,6 +39,7 @@ class ShardedCall(NamedTuple):
 
     rows: Rows
     target: torch.Tensor  # int64 [shares, rows of a share]
+    labels: torch.Tensor | None  # int64 [shares, rows of a share, K], if a row has several
     token_weight: torch.Tensor | None  # float32, target's shape
     scale: torch.Tensor | None  # None: a loss for each row
     result: int  # the one of NUMBERS that is the loss of a row
@@ -119,9 +123,9 @@ class ShardPass(RowPass):
         """Values of the rows of a chunk or a part, of all shares."""
         if values is None:
             return None
-        values = values.view(self.shares, -1)
+        values = values.view(self.shares, -1, *values.shape[2:])
         parts = getattr(place, "parts", (place,)) if self.shares > 1 else (place,)
-        slices = [values[:, p.begin : p.end].reshape(-1) for p in parts]
+        slices = [values[:, p.begin : p.end].flatten(0, 1) for p in parts]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def states(self):
@@ -153,10 +157,10 @@ class ShardPass(RowPass):
             form_logits(logits, hidden, self.weight, self.lora)
         return logits
 
-    def differentiate(self, logits, to, target, log_share, scale, entropy_scale=None, entropy=None) -> None:
+    def differentiate(self, logits, to, target, log_share, scale, *entropy) -> None:
         """dlogits of a part from its logits."""
         if self.vocab:
-            self.shard.gradient(logits, to, target, log_share, scale, entropy_scale, entropy)
+            self.shard.gradient(logits, to, target, log_share, scale, *entropy)
 
 
 class ForwardPass(ShardPass):
@@ -166,6 +170,12 @@ class ForwardPass(ShardPass):
         call, hidden, wide = self.call, self.hidden, self.logit_dtype != self.hidden.dtype
         self.numbers = hidden.new_empty(len(NUMBERS), *call.target.shape, dtype=torch.float32)
         self.predicted = torch.empty_like(call.target)
+        self.several = None
+        if call.labels is not None:
+            self.several = (
+                self.numbers.new_empty(call.labels.shape),
+                self.numbers.new_empty(call.target.shape),
+            )
         forms = call.scale is not None and call.needs != 0
         keeps = call.keep and call.scale is None and call.needs != 0
         self.kept = self.space(call.target.numel()) if keeps else None
@@ -178,7 +188,16 @@ class ForwardPass(ShardPass):
 
     def losses(self, part, target, gathered) -> torch.Tensor:
         """Store a part's losses, from the statistics of all shards; return ``log_share`` of its rows."""
-        found, classes = self.shard.combined(gathered(), target, self.select(self.call.token_weight, part))
+        whole = gathered()
+        if self.several is not None:
+            labels = self.select(self.call.labels, part)
+            whole, scores, top = self.shard.split(whole, labels)
+        found, classes = self.shard.combined(whole, target, self.select(self.call.token_weight, part))
+        if self.several is not None:
+            label = found[NUMBERS.index("log_prob")]
+            log_probs = self.shard.log_probs(labels, target, scores, top, label)
+            for to, values in zip(self.several, (log_probs, top), strict=True):
+                to[:, part.begin : part.end] = values.view(self.shares, -1, *values.shape[1:])
         self.numbers[:, :, part.begin : part.end] = found.view(len(NUMBERS), self.shares, -1)
         if classes.numel():
             self.predicted[:, part.begin : part.end] = classes.view(self.shares, -1)
@@ -197,7 +216,8 @@ class ForwardPass(ShardPass):
         kept = None if self.kept is None else self.kept[chunk.at]
         whole = kept if self.chunk_logits is None else self.chunk_logits
         logits = self.logits(hidden[part.at], whole[part.at])
-        self.owed.append((part, target, self.work.start_gather(self.shard.statistics(logits, target))))
+        statistics = self.shard.statistics(logits, target, self.select(self.call.labels, part))
+        self.owed.append((part, target, self.work.start_gather(statistics)))
         if formed is None and kept is None:
             if len(self.owed) > 1:
                 self.losses(*self.owed.pop(0))
@@ -219,14 +239,20 @@ class ForwardPass(ShardPass):
         for entry in self.owed:
             self.losses(*entry)
         self.work.wait()
-        return self.numbers.flatten(1), self.predicted.flatten(), self.kept, self.formed
+        several = (t.flatten(0, 1) for t in self.several or ())
+        return self.numbers.flatten(1), self.predicted.flatten(), self.kept, self.formed, *several
 
 
 class BackwardPass(ShardPass):
     """The gradients of losses of rows, from the kept gradients or from logits that are computed again."""
 
-    def __init__(self, call, operands, log_share, entropy, kept, upstream, entropy_upstream) -> None:
+    def __init__(self, call, operands, log_share, entropy, kept, several, upstream, entropy_upstream) -> None:
         super().__init__(call, *operands)
+        self.several = None
+        if call.labels is not None:  # the row pass has the sum of a row's, and no label
+            upstream = torch.where(call.labels.flatten(0, 1) == IGNORED, 0.0, upstream)
+            self.several = tuple(t.view(*call.target.shape, *t.shape[1:]) for t in (upstream, *several))
+            upstream = upstream.sum(-1)
         if call.token_weight is not None:
             upstream = upstream * call.token_weight.flatten()
         ignored = call.target.flatten() == self.shard.formula.ignore_index
@@ -234,7 +260,9 @@ class BackwardPass(ShardPass):
         self.log_share, self.entropy, self.entropy_upstream = log_share, entropy, entropy_upstream
         self.kept, self.gathers = kept, kept is None or call.needs & ~HIDDEN != 0
         # Whether factors of rows are applied after the matmuls.
-        self.late = kept is not None or (is_deterministic() and entropy_upstream is None)
+        self.late = kept is not None or (
+            is_deterministic() and entropy_upstream is None and call.labels is None
+        )
 
     def memory(self, rows: int) -> None:
         if self.kept is None:
@@ -256,12 +284,19 @@ class BackwardPass(ShardPass):
                 None if self.late else factor,
                 self.select(self.entropy_upstream, part),
                 self.select(self.entropy, part),
+                self.labelled(part),
             )
         self.add_hidden(part, own, to[part.at], factor if self.late else None)
         if part.last:
             count = self.shares * (chunk.end - chunk.begin)
             factor = self.select(self.upstream, chunk) if self.late else None
             self.add_others(chunk, hidden, to[:count], factor)
+
+    def labelled(self, part: Part) -> Several | None:
+        """The labels of a part's rows, if they have several."""
+        if self.several is None:
+            return None
+        return Several(*(self.select(t, part) for t in (self.call.labels, *self.several)))
 
     def finish(self) -> tuple:
         self.work.wait()
@@ -281,7 +316,7 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: ShardedCall, hidden, *parameters):
-        numbers, predicted, kept, gradients = ForwardPass(call, hidden.detach(), *parameters).run()
+        numbers, predicted, kept, gradients, *several = ForwardPass(call, hidden.detach(), *parameters).run()
         ctx.call = call
         ctx.dtypes = tuple(parameters[0].dtype if p is None else p.dtype for p in parameters)
         entropy = numbers[NUMBERS.index("entropy")].clone() if call.entropy else numbers.new_empty(0)
@@ -297,8 +332,10 @@ class Function(torch.autograd.Function):
         if not call.entropy:
             ctx.mark_non_differentiable(entropy)
         log_share = numbers[NUMBERS.index("log_share")].clone()
-        ctx.save_for_backward(hidden, *parameters, log_share, entropy, kept)
-        return numbers[call.result].clone(), entropy, numbers, predicted
+        result, top = several or (numbers[call.result].clone(), None)
+        label = None if top is None else numbers[NUMBERS.index("log_prob")].clone()
+        ctx.save_for_backward(hidden, *parameters, log_share, entropy, kept, top, label)
+        return result, entropy, numbers, predicted
 
     @staticmethod
     @once(OP)
@@ -318,12 +355,16 @@ class Function(torch.autograd.Function):
 
 def _row_gradients(ctx, dloss, dentropy):
     call = ctx.call
-    *operands, log_share, entropy, kept = ctx.saved_tensors
-    upstream = torch.zeros_like(log_share) if dloss is None else dloss
+    *operands, log_share, entropy, kept, top, label = ctx.saved_tensors
+    upstream = dloss
+    if upstream is None:
+        upstream = torch.zeros_like(
+            log_share if call.labels is None else call.labels.flatten(0, 1), dtype=torch.float32
+        )
     if NUMBERS[call.result] == "log_prob":
         upstream = -upstream  # the row pass computes the loss, -log_prob
     entropy, dentropy = (
         (entropy if call.entropy else None),
         None if dentropy is None else dentropy.contiguous(),
     )
-    return BackwardPass(call, operands, log_share, entropy, kept, upstream, dentropy).run()
+    return BackwardPass(call, operands, log_share, entropy, kept, (top, label), upstream, dentropy).run()

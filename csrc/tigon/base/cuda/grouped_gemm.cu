@@ -3,6 +3,7 @@
 
 #include "tigon/base/cuda/matmul/epilogue_gate.cuh"
 #include "tigon/base/cuda/matmul/launch.cuh"
+#include "tigon/base/dispatch.h"
 
 namespace tigon::cuda {
 namespace {
@@ -12,33 +13,47 @@ using matmul::Major;
 
 constexpr const char* kOp = "grouped_gemm";
 
-template <class T, Major kMajorA, Major kMajorB, Groups kGroups>
-using Product = matmul::Matmul<T, kMajorA, kMajorB, matmul::StoreEpilogue<T, kGroups>, kGroups>;
+template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources = 1>
+using Product = matmul::Matmul<T, kMajorA, kMajorB, matmul::StoreEpilogue<T, kGroups>, kGroups, kSources>;
 
-template <class T, Major kMajorA, Major kMajorB, Groups kGroups>
+// Returns g's products with `rows` rows: the second one follows the first along K.
+template <int kSources>
+std::array<Gemm, kSources> sources_of(const GroupedGemm& g, int64_t rows, int64_t cols) {
+  std::array<Gemm, kSources> sources;
+  const Matrix *a[] = {&g.a, &g.a2}, *b[] = {&g.b, &g.b2};
+  for (int i = 0; i < kSources; ++i)
+    sources[i] = Gemm{.m = rows,
+                      .n = cols,
+                      .k = a[i]->cols,
+                      .a = a[i]->data,
+                      .lda = a[i]->stride,
+                      .b = b[i]->data,
+                      .ldb = b[i]->stride};
+  return sources;
+}
+
+template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources = 1>
 void run(Context& ctx, const GroupedGemm& g) {
   constexpr bool depth = kGroups == Groups::depth;
   const CUtensorMap d = matmul::make_map<T, matmul::view_of_d(kGroups)>(
       kOp, g.c.data, g.c.cols, depth ? g.a.cols : g.c.rows, g.c.stride, 64, g.groups);
-  Product<T, kMajorA, kMajorB, kGroups>::run(kOp, ctx,
-                                             {Gemm{.m = depth ? g.a.cols : g.a.rows,
-                                                   .n = g.c.cols,
-                                                   .k = depth ? g.a.rows : g.a.cols,
-                                                   .a = g.a.data,
-                                                   .lda = g.a.stride,
-                                                   .b = g.b.data,
-                                                   .ldb = g.b.stride}},
-                                             {d}, {.count = g.groups, .offsets = g.offsets});
+  auto sources = sources_of<kSources>(g, depth ? g.a.cols : g.a.rows, g.c.cols);
+  if (depth) sources[0].k = g.a.rows;
+  Product<T, kMajorA, kMajorB, kGroups, kSources>::run(kOp, ctx, sources, {d},
+                                                       {.count = g.groups, .offsets = g.offsets});
 }
 
 template <class T>
 void run(Context& ctx, const GroupedGemm& g) {
   if (g.reduce_rows) return run<T, Major::MN, Major::MN, Groups::depth>(ctx, g);
-  g.trans_b ? run<T, Major::K, Major::K, Groups::rows>(ctx, g)
-            : run<T, Major::K, Major::MN, Groups::rows>(ctx, g);
+  dispatch_bool(g.a2.data != nullptr, [&](auto second) {
+    constexpr int kSources = second ? 2 : 1;
+    g.trans_b ? run<T, Major::K, Major::K, Groups::rows, kSources>(ctx, g)
+              : run<T, Major::K, Major::MN, Groups::rows, kSources>(ctx, g);
+  });
 }
 
-template <class T, Major kMajorB, bool kGather>
+template <class T, Major kMajorB, bool kGather, int kSources>
 void run_gated(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
   const int64_t inner = gate.act.cols;
   auto map = [&](const Matrix& m, int64_t first) {
@@ -48,15 +63,8 @@ void run_gated(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
   // A tensor map needs memory even if nothing is stored through it.
   const bool keeps = g.c.data != nullptr;
   const Matrix& kept = keeps ? g.c : gate.act;
-  matmul::Matmul<T, Major::K, kMajorB, matmul::GateEpilogue<T>, Groups::rows, 1, kGather>::run(
-      kOp, ctx,
-      {Gemm{.m = gate.act.rows,
-            .n = 2 * inner,
-            .k = g.a.cols,
-            .a = g.a.data,
-            .lda = g.a.stride,
-            .b = g.b.data,
-            .ldb = g.b.stride}},
+  matmul::Matmul<T, Major::K, kMajorB, matmul::GateEpilogue<T>, Groups::rows, kSources, kGather>::run(
+      kOp, ctx, sources_of<kSources>(g, gate.act.rows, 2 * inner),
       {.act = map(gate.act, 0),
        .gate = map(kept, 0),
        .up = map(kept, keeps ? inner : 0),
@@ -71,9 +79,12 @@ void run_gated(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
 
 template <class T>
 void run_gated(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
-  gate.order  ? run_gated<T, Major::K, true>(ctx, g, gate)
-  : g.trans_b ? run_gated<T, Major::K, false>(ctx, g, gate)
-              : run_gated<T, Major::MN, false>(ctx, g, gate);
+  dispatch_bool(g.a2.data != nullptr, [&](auto second) {
+    constexpr int kSources = second ? 2 : 1;
+    gate.order  ? run_gated<T, Major::K, true, kSources>(ctx, g, gate)
+    : g.trans_b ? run_gated<T, Major::K, false, kSources>(ctx, g, gate)
+                : run_gated<T, Major::MN, false, kSources>(ctx, g, gate);
+  });
 }
 
 void check_rows(const Matrix& m) {
@@ -84,7 +95,7 @@ void check_rows(const Matrix& m) {
 }  // namespace
 
 bool fits(const GroupedGemm& g) {
-  for (const Matrix* m : {&g.a, &g.b, &g.c})
+  for (const Matrix* m : {&g.a, &g.b, &g.c, &g.a2, &g.b2})
     if (!matmul::is_tma_matrix(m->data, m->stride) || m->cols % 8 != 0) return false;
   return g.a.dtype != DType::f32;
 }

@@ -321,6 +321,75 @@ void shards_combine(Context& ctx, const ShardsCombine& call) {
   cross_entropy_combine(ctx, a);
 }
 
+// The factor of a reduction, and the total.
+struct Scale : CrossEntropyScale {
+  std::optional<double> number;
+
+  void fields(Fields& f) {
+    f.input("target", target), f.optional("class_weight", class_weight);
+    f.option("ignore_index", ignore_index), f.option("mean", mean), f.option("denominator", number);
+    f.number("scale", scale);
+  }
+};
+void scale(Context& ctx, const Scale& call) {
+  CrossEntropyScale a = call;
+  a.host_denominator = call.number.value_or(0.0), a.has_host_denominator = call.number.has_value();
+  cross_entropy_scale(ctx, a);
+}
+struct Total : CrossEntropyTotal {
+  void fields(Fields& f) {
+    f.input("losses", loss), f.scalar("scale", scale, DType::f32);
+    f.number("total", total);
+  }
+};
+void total(Context& ctx, const Total& a) { cross_entropy_total(ctx, a); }
+
+// Several labels a row: the scores of a shard's, the log-probabilities from the scores of all shards, and the
+// gradient at a shard's.
+enum class LabelStep { scores, results, gradient };
+template <LabelStep step>
+struct ShardLabels : CrossEntropyLabels {
+  void fields(Fields& f) {
+    constexpr bool scored = step == LabelStep::scores, differentiated = step == LabelStep::gradient;
+    if (scored) f.rows("logits", logits);
+    if (differentiated) f.updated("dlogits", dlogits, Role::rows);
+    f.flat("labels", labels, labels.size, DType::i64);
+    f.flat("chosen", chosen, chosen.size, DType::i64, scored);
+    f.flat("scores", scores, scores.size, DType::f32, scored),
+        f.flat("top", top, top.size, DType::f32, scored);
+    f.option("ignore_index", ignore_index);
+    if (scored) f.optional("bias", bias);
+    if (!scored)
+      f.input("log_prob", log_prob), f.option("softcap", softcap), f.option("temperature", temperature);
+    if (differentiated) {
+      f.flat("upstream", upstream, labels.size, DType::f32);
+      f.optional("entropy_scale", entropy_scale), f.optional("entropy", entropy);
+    }
+    if (step != LabelStep::results) f.option("logit_scale", logit_scale);
+    if (step == LabelStep::results) f.result("log_probs", out, labels.size, DType::f32);
+  }
+  static void run(Context& ctx, const ShardLabels& call) {
+    CrossEntropyLabels a = call;
+    if (a.chosen.size == 0) return;
+    a.count = a.labels.size / a.chosen.size, a.target = a.chosen;
+    a.classes = step == LabelStep::scores ? a.logits.cols : a.dlogits.cols;
+    if (step == LabelStep::scores) cross_entropy_label_scores(ctx, a);
+    if (step == LabelStep::results) cross_entropy_label_results(ctx, a);
+    if (step == LabelStep::gradient) cross_entropy_label_gradient(ctx, a);
+  }
+};
+using LabelScores = ShardLabels<LabelStep::scores>;
+using LabelResults = ShardLabels<LabelStep::results>;
+using LabelGradient = ShardLabels<LabelStep::gradient>;
+constexpr auto label_scores = LabelScores::run;
+constexpr auto label_results = LabelResults::run;
+constexpr auto label_gradient = LabelGradient::run;
+
+TIGON_OPERATOR(scale, Scale, "cross_entropy_scale", none)
+TIGON_OPERATOR(total, Total, "cross_entropy_total", none)
+TIGON_OPERATOR(label_scores, LabelScores, "cross_entropy_shard_scores", none)
+TIGON_OPERATOR(label_results, LabelResults, "cross_entropy_shard_log_probs", none)
+TIGON_OPERATOR(label_gradient, LabelGradient, "cross_entropy_shard_label_gradient", none)
 TIGON_OPERATOR(shard_statistics, ShardStatistics, "cross_entropy_shard_statistics", none)
 TIGON_OPERATOR(shard_gradient, ShardGradient, "cross_entropy_shard_gradient", none)
 TIGON_OPERATOR(shards_combine, ShardsCombine, "cross_entropy_combine", none)

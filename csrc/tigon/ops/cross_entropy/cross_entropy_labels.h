@@ -17,6 +17,9 @@
 //             target ignore_index
 // Labels      the same more than once is legal. One outside [0, V) becomes the row's target: its row has NaN
 //             results, as in cross_entropy.h
+// Shard       labels count from the shard's first class. Those of other shards are outside [0, V) and not
+//             ignore_index: they have no score and no gradient here, and their upstream is part of B. `top`,
+//             `scores` and log_prob of the results and of the gradient are those of all shards
 // Determinism bitwise: sums over a row's labels in order
 // Traffic     a few words for each label
 #pragma once

@@ -1,5 +1,7 @@
 #include "tigon/ops/experts/experts.h"
 
+#include <algorithm>
+
 #include "tigon/base/grouped_gemm.h"
 #include "tigon/base/op.h"
 
@@ -12,19 +14,44 @@ TIGON_DEFINE_ENTRY(experts_gate_bwd, ExpertsGateBwd, "experts_gate", "experts_ga
 TIGON_DEFINE_ENTRY(experts_combine, ExpertsCombine, "experts_combine", "experts_combine", none)
 TIGON_DEFINE_ENTRY(experts_sum, ExpertsSum, "experts_sum", "experts_sum", none)
 
+void experts_copy(Context& ctx, const ExpertsCopy& a) {
+  require_float("experts", "x", a.x.dtype), require_float("experts", "out", a.out.dtype);
+  TIGON_CHECK("experts",
+              a.x.dims == 3 && a.out.dims == 3 && std::equal(a.x.sizes, a.x.sizes + 3, a.out.sizes),
+              "x and out must have three dimensions of the same sizes");
+  if (a.x.sizes[0] * a.x.sizes[1] * a.x.sizes[2] == 0) return;
+  on_device("experts", ctx, [&] { cpu::experts_copy(ctx, a); }, TIGON_ON_CUDA(cuda::experts_copy(ctx, a)));
+}
+
 namespace {
 
 void zero_rest(Context& ctx, const ExpertsZeroRest& a) {
   experts_combine(ctx, {.rows = a.rows, .offsets = a.offsets, .y = a.rows});
 }
 
+Matrix scratch(Context& ctx, Matrix m) {
+  m.stride = m.cols, m.data = ctx.scratch(size_of(m.dtype) * size_t(m.rows * m.cols) + 1);
+  return m;
+}
+// Returns the rows of x in the order of their experts.
+Matrix gathered(Context& ctx, const Matrix& x, const Vector& place) {
+  const Matrix rows = scratch(ctx, {.dtype = x.dtype, .rows = place.size, .cols = x.cols});
+  experts_gather(ctx, {.x = x, .place = place, .rows = rows});
+  return rows;
+}
+
 void product(Context& ctx, const ExpertsProduct& call) {
   const ExpertsProduct a = checked("experts", ctx, call);
+  bool done = false;
+  on_device("experts", ctx, [] {}, TIGON_ON_CUDA(done = cuda::experts_narrow_product(ctx, a)));
+  if (done) return;
   grouped_gemm(ctx, {.offsets = a.offsets.as<int32_t>(),
                      .groups = a.experts,
-                     .a = a.rows,
+                     .a = a.order ? gathered(ctx, a.rows, a.place) : a.rows,
                      .b = a.stack,
                      .c = a.c,
+                     .a2 = a.t,
+                     .b2 = a.b,
                      .trans_b = !a.transposed});
 }
 
@@ -35,24 +62,21 @@ void gated_product(Context& ctx, const ExpertsGatedProduct& call) {
                          .a = a.x,
                          .b = a.stack,
                          .c = a.gate_up,
+                         .a2 = a.t,
+                         .b2 = a.b,
                          .trans_b = !a.transposed};
   if (!a.keep) product.c = {.dtype = a.x.dtype, .rows = a.act.rows, .cols = a.gate.width() * a.act.cols};
   product.c.stride = product.c.cols;
   GroupedGate gate = {.unit = a.gate.unit, .act = a.act, .order = a.order};
-  auto scratch = [&](Matrix m) {
-    m.stride = m.cols, m.data = ctx.scratch(size_of(m.dtype) * size_t(m.rows * m.cols) + 1);
-    return m;
-  };
   auto fuses = [&] {
     return a.gate.columns == GateColumns::halves && !a.bias.data && has_grouped_gate(ctx, product, gate);
   };
   if (a.order && !fuses()) {
-    product.a = scratch({.dtype = a.x.dtype, .rows = a.order.size, .cols = a.x.cols});
-    experts_gather(ctx, {.x = a.x, .place = a.place, .rows = product.a});
+    product.a = gathered(ctx, a.x, a.place);
     gate.order = {};
   }
   if (fuses()) return grouped_gated_gemm(ctx, product, gate);
-  if (!a.keep) product.c = scratch(product.c);
+  if (!a.keep) product.c = scratch(ctx, product.c);
   grouped_gemm(ctx, product);
   experts_gate_fwd(
       ctx, {.gate_up = product.c, .bias = a.bias, .offsets = a.offsets, .act = a.act, .gate = a.gate});
@@ -68,6 +92,7 @@ void weight_gradient(Context& ctx, const ExpertsWeightGradient& call) {
                      .reduce_rows = true});
 }
 
+TIGON_OPERATOR(experts_copy, ExpertsCopy, "experts_copy", none)
 TIGON_OPERATOR(zero_rest, ExpertsZeroRest, "experts_zero_rest", none)
 TIGON_OPERATOR(product, ExpertsProduct, "experts_product", none)
 TIGON_OPERATOR(gated_product, ExpertsGatedProduct, "experts_gated_product", none)

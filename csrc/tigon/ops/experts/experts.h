@@ -229,13 +229,17 @@ struct ExpertsSum {
   }
 };
 
-// Multiplies the rows of expert e by its matrix of the stack: [in, out] if `transposed`, else [out, in].
+// Multiplies the rows of expert e by its matrix of the stack: [in, out] if `transposed`, else [out, in]. With
+// `order`, which comes with `place`, these are rows of a shorter matrix, several for each. The product of t
+// and the stack b, of the same layout, is added before the sum is rounded (on the CPU after it).
 struct ExpertsProduct {
   Matrix rows;
   Matrix stack;
   int64_t experts = 0;
   Vector offsets;
   bool transposed = false;
+  Vector order, place;
+  Matrix t, b;  // empty if absent
   Matrix c;
 
   static int64_t columns(const Matrix& stack, int64_t experts, bool transposed) {
@@ -245,13 +249,24 @@ struct ExpertsProduct {
                           int64_t cols) {
     f.require(columns(stack, experts, !transposed) == cols, "stack must fit ", cols, " columns");
   }
+  static void fields_of_t(Fields& f, Matrix& t, Matrix& b, int64_t experts, bool transposed, int64_t rows,
+                          int64_t cols, DType dtype) {
+    f.optional("t", t, rows, t.cols, dtype);
+    f.optional("b", b, experts * (transposed ? t.cols : cols), transposed ? cols : t.cols, dtype);
+    f.require((t.data == nullptr) == (b.data == nullptr), "t and b must be given together");
+  }
   void fields(Fields& f) {
     f.rows("rows", rows, 0);
     f.stacked("stack", stack, experts, rows.dtype);
     f.input("offsets", offsets, experts + 1, DType::i32);
     f.option("transposed", transposed);
+    f.optional("order", order, order.size, DType::i32);
+    f.optional("place", place, order.size, DType::i32);
     require_fit(f, stack, experts, transposed, rows.cols);
-    f.result("c", c, rows.rows, columns(stack, experts, transposed), rows.dtype);
+    const int64_t count = order ? order.size : rows.rows, cols = columns(stack, experts, transposed);
+    ExpertsFields::choices(f, count, rows.rows);
+    fields_of_t(f, t, b, experts, transposed, count, cols, rows.dtype);
+    f.result("c", c, count, cols, rows.dtype);
   }
 };
 
@@ -266,6 +281,7 @@ struct ExpertsGatedProduct {
   Vector offsets;
   ExpertsGate gate;
   bool transposed = false, keep = false;
+  Matrix t, b;     // as above
   Matrix gate_up;  // empty unless `keep`
   Matrix act;
 
@@ -284,6 +300,7 @@ struct ExpertsGatedProduct {
     ExpertsProduct::require_fit(f, stack, experts, transposed, x.cols);
     const int64_t rows = order ? order.size : x.rows,
                   cols = ExpertsProduct::columns(stack, experts, transposed);
+    ExpertsProduct::fields_of_t(f, t, b, experts, transposed, rows, cols, x.dtype);
     f.result_if(keep, "gate_up", gate_up, rows, cols, x.dtype);
     f.result("act", act, rows, cols / gate.width(), x.dtype);
   }
@@ -303,6 +320,25 @@ struct ExpertsWeightGradient {
   }
 };
 
+// out = scale * x, both in any memory order and dtype: adapters come with the expert as their fastest index.
+struct ExpertsCopy {
+  Strided x, out;
+  float scale = 1.0f;
+
+  void fields(Fields& f) {
+    f.strided("x", x, 3, 0, Role::input);
+    f.strided("out", out, 3, 0, Role::input, true);
+    f.option("scale", scale);
+  }
+};
+
+namespace cuda {
+// Multiplies by matrices of few rows, [r, in], whose result is then no wider than the tile of a GEMM. False:
+// not these.
+bool experts_narrow_product(Context& ctx, const ExpertsProduct& a);
+}  // namespace cuda
+
+TIGON_API_ENTRY(experts_copy, ExpertsCopy)
 TIGON_API_ENTRY(experts_route, ExpertsRoute)
 TIGON_API_ENTRY(experts_gather, ExpertsGather)
 TIGON_API_OP(experts_gate, ExpertsGate)

@@ -92,6 +92,23 @@ void for_each_row(Context& ctx, int64_t count, int64_t cols, const Fn& fn) {
 
 }  // namespace
 
+void experts_copy(Context& ctx, const ExpertsCopy& a) {
+  dispatch_float("experts", "x", a.x.dtype, [&](auto in) {
+    dispatch_float("experts", "out", a.out.dtype, [&](auto to) {
+      using In = typename decltype(in)::type;
+      using Out = typename decltype(to)::type;
+      parallel(ctx, a.x.sizes[0], [&](int64_t i) {
+        for (int64_t j = 0; j < a.x.sizes[1]; ++j) {
+          const In* x = static_cast<const In*>(a.x.data) + i * a.x.strides[0] + j * a.x.strides[1];
+          Out* out = static_cast<Out*>(a.out.data) + i * a.out.strides[0] + j * a.out.strides[1];
+          for (int64_t k = 0; k < a.x.sizes[2]; ++k)
+            out[k * a.out.strides[2]] = from_float<Out>(a.scale * to_float(x[k * a.x.strides[2]]));
+        }
+      });
+    });
+  });
+}
+
 // Counts, makes a prefix sum, and scatters.
 void experts_route(Context&, const ExpertsRoute& a) {
   int64_t experts = a.offsets.size - 1, slots = a.order.size;

@@ -1,9 +1,9 @@
-// The CUDA backend of sample. A CTA has a row, and reads it once a pass, from memory and then from L2. A thread
-// reads 16 bytes at a time, and the same columns whatever the row's alignment, so that sums keep their order.
-// Once few entries lie between the bounds of a threshold, they are listed in shared memory and the remaining
-// steps read the list. Instructions per element: about 6 for the maximum, 12 for a sum of exponentials, 15 a
-// step of a threshold. The race draws only for groups of four columns that can still win: some 8 per element,
-// and 200 a group that draws.
+// The CUDA backend of sample. A CTA has a row, and reads it once a pass, from memory and then from L2. A
+// thread reads 16 bytes at a time, and the same columns whatever the row's alignment, so that sums keep their
+// order. Once few entries lie between the bounds of a threshold, they are listed in shared memory and the
+// remaining steps read the list. Instructions per element: about 6 for the maximum, 12 for a sum of
+// exponentials, 15 a step of a threshold. The race draws only for groups of four columns that can still win:
+// some 8 per element, and 200 a group that draws.
 #include "tigon/base/cuda/block_sum.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
@@ -60,7 +60,8 @@ class Row {
     return sum[0];
   }
   __device__ void reset() { is_listed_ = false; }
-  // Lists the entries with keys in [low, high), of which there are `count`. `above` is the share from `high` on.
+  // Lists the entries with keys in [low, high), of which there are `count`. `above` is the share from `high`
+  // on.
   __device__ void narrow(uint32_t low, uint32_t high, double count, const SampleShare& above) {
     if (is_listed_ || count > double(kListed)) return;
     is_listed_ = true, above_ = above;
@@ -76,7 +77,7 @@ class Row {
                          float inverse) {
     double sums[6] = {};
     if (is_listed_) {
-      // The order of the list is not fixed, so masses are rounded to multiples of 2^-40, whose sums are exact.
+      // The list has no fixed order, so masses are rounded to multiples of 2^-40, whose sums are exact.
       for (int i = int(threadIdx.x); i < memory_.listed; i += kThreads) {
         const float z = memory_.list[i];
         const double mass = by_mass ? rint(double(expf((z - top) * inverse)) * 0x1p40) * 0x1p-40 : 0.0;

@@ -32,7 +32,7 @@ from tigon.integrations.transformers.forward import (
 from tigon.integrations.transformers.mlp import FUSED, fused_activation, known_activation, product
 from tigon.integrations.transformers.patterns.mlp import BATCHED_EXPERTS, EXPERT_GATES
 from tigon.integrations.transformers.recognition import Match, Structure, recognise
-from tigon.ops.experts import KINDS, experts
+from tigon.ops.experts import KINDS, experts, grouped_mlp
 from tigon.ops.glu import swiglu, swiglu_oai
 from tigon.ops.relu_squared import relu_squared
 
@@ -110,14 +110,21 @@ def _note_loop(kind: type):
 @follows
 def layer_forward(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights):
     """Forward of a recognised layer; tensors without a kernel run the implementation used before."""
+    y = run_layer(module, spec, hidden, ids, weights, {})
+    return stock_layer(module, spec.before, hidden, ids, weights) if y is None else y
+
+
+def run_layer(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights, adapters: dict[str, tuple]):
+    """A layer with adapters (a, b, scale) of its parameters by tigon.experts; None: not of these tensors."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
     first, down, biases = getattr(module, name), module.down_proj, (None, None)
     if module.has_bias:
         biases = getattr(module, f"{name}_bias"), module.down_proj_bias
     tensors = (hidden, ids, weights, first, down, *(b for b in biases if b is not None))
     gate_is_own = GATE not in module.__dict__ and bound(module, LAYER).replaces_own()
-    if not (plain(*tensors) and _fit(*tensors) and spec.intact(module) and gate_is_own):
-        return stock_layer(module, spec.before, hidden, ids, weights)
+    fits = plain(*tensors) and _fit(*tensors) and _adapters_fit(hidden, adapters)
+    if not (fits and spec.intact(module) and gate_is_own):
+        return None
     options = {"alpha": spec.alpha, "limit": spec.limit}
     options = {name: getattr(module, attribute) for name, attribute in options.items() if attribute}
     y = experts(
@@ -132,19 +139,33 @@ def layer_forward(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights):
         transposed=module.is_transposed,
         gate_up_bias=biases[0],
         down_bias=biases[1],
+        gate_up_lora=adapters.get(name),
+        down_lora=adapters.get("down_proj"),
         **options,
     )
     return y.to(hidden.dtype)
 
 
-def _fit(hidden, ids, weights, first, *rest) -> bool:
-    """Whether the op takes these tensors: one dtype of parameters, which autocast does not want otherwise."""
-    cast = autocast_dtype(hidden.device.type)
+def _adapters_fit(hidden, adapters) -> bool:
+    """Whether the op takes the tensors of these adapters."""
+    tensors = [t for adapter in adapters.values() for t in adapter[:2]]
+    return plain(*tensors) and all(t.dtype in _DTYPES and t.device == hidden.device for t in tensors)
+
+
+def _parameters_fit(hidden, first, *rest) -> bool:
+    """Whether the op takes these: one dtype of parameters, which autocast does not want otherwise."""
     return (
         first.dtype in _DTYPES
-        and weights.dtype in _DTYPES
         and all(p.dtype == first.dtype and p.device == hidden.device for p in (first, *rest))
-        and cast in (None, first.dtype)
+        and autocast_dtype(hidden.device.type) in (None, first.dtype)
+    )
+
+
+def _fit(hidden, ids, weights, *parameters) -> bool:
+    """Whether the op takes these tensors."""
+    return (
+        _parameters_fit(hidden, *parameters)
+        and weights.dtype in _DTYPES
         and hidden.ndim == ids.ndim == 2
         and weights.shape == ids.shape
     )
@@ -171,6 +192,18 @@ def batched_forward(module: nn.Module, spec: ExpertsSpec, hidden):
     size = getattr(module, spec.size)
     gate_up = torch.bmm(hidden.view(gate_up_weight.shape[0], -1, size), gate_up_weight)
     return torch.bmm(product(spec.activation, gate_up, None), down_weight).view(-1, size)
+
+
+def run_batched(module: nn.Module, spec: ExpertsSpec, hidden, adapters: dict[str, tuple]):
+    """Experts of Llama 4 with adapters by tigon.grouped_mlp; None: not of these tensors."""
+    first, down = getattr(module, spec.gate_up), getattr(module, spec.down)
+    fits = plain(hidden, first, down) and _parameters_fit(hidden, first, down)
+    if not (fits and _adapters_fit(hidden, adapters) and spec.activation in KINDS and spec.intact(module)):
+        return None
+    rows = hidden.reshape(-1, first.shape[1]).to(first.dtype)
+    ends = torch.arange(1, first.shape[0] + 1, device=rows.device) * (rows.shape[0] // first.shape[0])
+    loras = {f"{name}_lora": adapters.get(getattr(spec, name)) for name in ("gate_up", "down")}
+    return grouped_mlp(rows, first, down, ends, activation=spec.activation, transposed=True, **loras)
 
 
 def squared_forward(module: nn.Module, spec: None, x):

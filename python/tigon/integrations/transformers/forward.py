@@ -185,6 +185,9 @@ BELOW = "_tigon_below"  # where a module keeps the forward that was the instance
 # Where accelerate keeps the forward of a module that it moves tensors for (device_map, offloading).
 HOOKED = "_old_forward"
 
+# The forward that ms-swift gives the parts of an adapter, and where it keeps the one before.
+_MOVES_INPUT, INNER = ["swift.tuners.peft", "keep_device_forward"], "forward_origin"
+
 
 def _place(module: nn.Module, name: str) -> str:
     return HOOKED if name == "forward" and HOOKED in vars(module) and hasattr(module, "_hf_hook") else name
@@ -305,11 +308,15 @@ def foreign(module: nn.Module) -> bool:
     """Whether the instance carries a forward that is neither ours nor its class's own.
 
     transformers' kernels and accelerate rebind the class's own forward to modules they do not change.
+    ms-swift's moves x to the weight's device and calls the one that was there: callers compare devices.
     """
     forward = module.__dict__.get(_place(module, "forward"))
     if forward is None:
         return False
     method = isinstance(forward, types.MethodType)
+    if method and [getattr(forward, name, "") for name in ("__module__", "__name__")] == _MOVES_INPUT:
+        forward = module.__dict__.get(INNER, forward)
+        method = isinstance(forward, types.MethodType)
     own = method and forward.__func__ is type(module).forward and forward.__self__ is module
     return not own and not _ours(forward)
 

@@ -18,6 +18,7 @@ import functools
 import inspect
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ from tigon.integrations.transformers.graph_arguments import Eagerly, Given, Trai
 from tigon.integrations.transformers.graph_outputs import Parts, Refusing, Unfit, replayed_logits, taken_apart
 from tigon.integrations.transformers.lazy_logits import LazyLogits
 from tigon.integrations.transformers.routers import ROUTED
+from tigon.ops.philox import Draws
 
 GRAPHS = "_tigon_graphs"  # where a model keeps its `ModelGraphs`
 LIMIT = 16  # graphs kept of one model
@@ -241,6 +243,7 @@ class ModelGraphs:
             raise Eagerly(reason)
         if any(part.open for part in self._watch.held(ROUTED)):
             raise Eagerly("its routers record or replay")
+        eagerly = functools.partial(plain, **given)
         sort = sort_out(given, self._traits, self.lengths, device)
         key = sort.key(device.type)
         if key in self._refused:
@@ -252,7 +255,7 @@ class ModelGraphs:
                 self._renew(module, names, reason)
             if self._unfit is not None:
                 raise Eagerly(self._unfit)
-            graph = self._capture_if_due(module, calls, kind, key, sort, plain)
+            graph = self._capture_if_due(module, calls, kind, key, sort, plain, eagerly)
         self._judge(key)
         if self._held():
             raise Eagerly("gradients of an earlier step are still held by the program (clone what you keep)")
@@ -297,6 +300,7 @@ class ModelGraphs:
         if min(found["graph"]) > min(found["eager"]):
             self._refused[key] = "an eager call is as fast: the device is the limit"
             self._drop(key)
+            self._close()
             raise Eagerly(self._refused[key])
 
     def _check(self, module, names) -> None:
@@ -331,18 +335,23 @@ class ModelGraphs:
 
     # --- capture -------------------------------------------------------------------------
 
-    def _capture_if_due(self, module, calls, kind, key, sort, plain) -> _Graph:
-        """The graph of a key that has been seen before; else the call runs eagerly."""
+    def _capture_if_due(self, module, calls, kind, key, sort, plain, eagerly) -> _Graph:
+        """The graph of a key; else the call runs eagerly.
+
+        The first one is of a key that has been seen before. Later ones are made at once: an eager call needs
+        as much memory again as the pool of graphs.
+        """
         self._eager += 1
         seen = self._seen[key] = self._seen.pop(key, 0) + 1
         if len(self._seen) > 64 * LIMIT:
             self._times.pop(old := next(iter(self._seen)), None)
             del self._seen[old]
-        if self._eager <= WARMUP or seen < 2:
+        new = seen < 2
+        if self._eager <= WARMUP or (new and not 0 < len(self._graphs) < LIMIT // 2):
             self._timed = key
             raise Eagerly
         try:
-            return self._capture(module, calls, kind, key, sort, plain)
+            return self._capture(module, calls, kind, key, sort, plain, eagerly if new else None)
         except Eagerly:
             raise
         except Exception as error:
@@ -351,9 +360,14 @@ class ModelGraphs:
                 self._unfit = reason
             self._refused[key] = reason
             self._settle()
+            if isinstance(error, torch.OutOfMemoryError):  # eager calls need what graphs have
+                for other in [*self._graphs]:
+                    self._drop(other)
+            traceback.clear_frames(error.__traceback__)
+            self._close()
             raise Eagerly(reason) from error
 
-    def _capture(self, module, calls, kind, key, sort, plain) -> _Graph:
+    def _capture(self, module, calls, kind, key, sort, plain, eagerly) -> _Graph:
         began = time.perf_counter()
         device = self._watch.parameters[0].device
         if len(self._graphs) >= LIMIT:
@@ -394,12 +408,21 @@ class ModelGraphs:
             graph.upstream = torch.ones_like(cell["output"][self._result])
             if any(g.layout != torch.strided for g in backward()):
                 raise Unfit("a gradient is sparse")
+            graph.upstream = torch.empty_like(graph.upstream, device="meta")  # it is made outside of the pool
 
-        before = backend.reserved()
-        with undisturbed(device), _uncounted(calls), _as_captured(module, sort):
+        self.generation += 1  # values of an earlier forward are lost from here
+        with undisturbed(device), _uncounted(calls), _as_captured(module, sort, device):
             cell["parameters"] = StandIns(self._watch)
-            with self._unwritten():
+            with self._unwritten(), backend.in_pool():
+                if eagerly is not None:
+                    with cell["parameters"], self._clock(key, "eager"):
+                        eagerly()
                 backend.warm(both)
+            graph.upstream = torch.ones_like(graph.upstream, device=device)
+            if backend.left and self._graphs:  # it lies where other graphs write
+                backend.shared = False
+                for other in [*self._graphs]:
+                    self._drop(other)
             cell["parameters"] = StandIns(self._watch)
             graph.forward, results = backend.capture(forward)
             graph.result, graph.parts = results[0], cell["parts"].of(results[1:])
@@ -409,7 +432,7 @@ class ModelGraphs:
         self._graphs[key] = graph
         self.captures += 1
         self.seconds += time.perf_counter() - began
-        self.bytes += max(backend.reserved() - before, 0)
+        self.bytes = backend.size()
         return graph
 
     @contextlib.contextmanager
@@ -465,7 +488,8 @@ class ModelGraphs:
         self._settle()
         for key in [*self._graphs]:
             self._drop(key)
-        self._watch, self._backend, self.bytes = None, None, 0
+        self._close()
+        self._watch = None
         self._refused.clear()
         self._times.clear()
 
@@ -477,6 +501,12 @@ class ModelGraphs:
     def _settle(self) -> None:
         if self._backend is not None:
             self._backend.settle()
+
+    def _close(self) -> None:
+        """Without graphs there is no pool."""
+        if self._backend is not None and not self._graphs:
+            self._backend.close()
+            self._backend, self.bytes = None, 0
 
     # --- what people read ----------------------------------------------------------------
 
@@ -537,7 +567,7 @@ def _here(original, answer):
 
 
 @contextlib.contextmanager
-def _as_captured(module, sort: Given):
+def _as_captured(module, sort: Given, device: torch.device):
     """Decisions that transformers and PyTorch take otherwise, or cannot take, while a stream is captured."""
     with contextlib.ExitStack() as stack:
         if not {"position_ids", "attention_mask"} & {*sort.tensors}:
@@ -551,11 +581,33 @@ def _as_captured(module, sort: Given):
         for part in module.modules():
             checkpoint = vars(part).get("_gradient_checkpointing_func")
             if checkpoint is not None and getattr(part, "gradient_checkpointing", False):
-                # Nothing draws random numbers (`_unfit`), whose state a capture cannot read.
-                plain = functools.partial(checkpoint, preserve_rng_state=False)
-                vars(part)["_gradient_checkpointing_func"] = plain
+                vars(part)["_gradient_checkpointing_func"] = functools.partial(_repeated, device, checkpoint)
                 stack.callback(vars(part).__setitem__, "_gradient_checkpointing_func", checkpoint)
         yield
+
+
+def _repeated(device: torch.device, checkpoint: Callable, function: Callable, *args, **kwargs):
+    """A checkpoint that keeps the seeds of adapters, and no state of generators: a capture cannot read it."""
+    draws = Draws()
+
+    def run(*args, **kwargs):
+        with draws:
+            before = _drawn(device) if draws.calls > 1 else None
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if before is not None and before != _drawn(device):
+                    raise Unfit("checkpoints repeat dropout that is not of adapters")
+
+    return checkpoint(run, *args, preserve_rng_state=False, **kwargs)
+
+
+def _drawn(device: torch.device) -> bytes | int | None:
+    """How far the generator is, None in a capture, which a warm-up went before."""
+    if device.type != "cuda":
+        return torch.get_rng_state().numpy().tobytes()
+    capturing = torch.cuda.is_current_stream_capturing()
+    return None if capturing else torch.cuda.default_generators[device.index].get_offset()
 
 
 def _unfit(module) -> str | None:
@@ -566,8 +618,6 @@ def _unfit(module) -> str | None:
     for function in filter(None, functions):
         if not isinstance(function, functools.partial) or function.keywords.get("use_reentrant", True):
             return "checkpoints are reentrant (gradient_checkpointing_kwargs={'use_reentrant': False})"
-    if any(functions) and any(_drops(part) for part in parts):
-        return "checkpoints repeat dropout, whose state a capture cannot read"
     if any(getattr(part, "layerdrop", 0) for part in parts):
         return "layers are left out at random (layerdrop)"
     return None

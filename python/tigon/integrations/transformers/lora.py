@@ -23,6 +23,7 @@ from tigon.integrations.quantised import has_library_forward, is_quantised, peft
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
     HOOKED,
+    INNER,
     LINEAR,
     PLAIN,
     autocast_dtype,
@@ -318,7 +319,8 @@ def _look(module, x) -> list | None:
 def _look_at_part(part: nn.Module) -> list:
     """The attributes that identify a part and say whether it is a plain matmul, and its parameters."""
     own, kind = part.__dict__, type(part)
-    seen = [part, kind, kind.forward, own.get("forward"), own.get(HOOKED), has_hooks(part)]
+    seen = [part, kind, kind.forward, own.get("forward"), own.get(HOOKED), own.get(INNER)]
+    seen.append(has_hooks(part))
     for tensor in own["_parameters"].values():
         seen += _look_at_tensor(tensor)
     return seen

@@ -17,6 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from tigon.error import Error, check
 from tigon.integrations import trl
 from tigon.integrations.transformers.causal_loss import causal_lm_loss
+from tigon.integrations.transformers.expert_adapters import is_wrapper, plan_wrapper, wrapper_forward
 from tigon.integrations.transformers.experts import GATE, LAYER, plan_experts, switch, switch_back
 from tigon.integrations.transformers.forward import (
     ARRIVALS,
@@ -164,8 +165,17 @@ class _Plan:
     def lora(self):
         """Plan LoRA layers, except output heads, whose loss includes their adapter."""
         heads, first = self.heads_of_owners(), len(self.binds)
-        self.modules("lora", (lambda m: None if id(m) in heads else plan_lora(m), lora_forward))
-        specs = {id(module): spec for _, module, spec, _ in self.binds[first:]}
+        planned = {id(module): function for function, module, _, _ in self.binds}
+        wrappers = [module for module in self.model.modules() if is_wrapper(module)]
+        inner = {id(module.base_layer) for module in wrappers}
+        outer = {id(module) for module in wrappers if id(module) not in inner}
+        heads |= {id(module) for module in wrappers}
+        self.modules(
+            "lora",
+            (lambda m: None if id(m) in heads else plan_lora(m), lora_forward),
+            (lambda m: plan_wrapper(m, planned) if id(m) in outer else None, wrapper_forward),
+        )
+        specs = {id(module): spec for f, module, spec, _ in self.binds[first:] if f is lora_forward}
         for parent in self.model.modules():
             names = {name: specs[id(c)] for name, c in parent.named_children() if id(c) in specs}
             siblings = find_siblings(parent, [*names])

@@ -231,10 +231,13 @@ def _routers(op: str, model: nn.Module) -> list[tuple[nn.Module, int]]:
         layer = _LAYER.search(path)
         check(op, layer is not None, "every router must be in a numbered decoder layer, got {}", path)
         found.append((module, int(layer[1])))
-    states = [module.__dict__[STATE] for module in model.modules() if STATE in module.__dict__]
-    left = [e for state in states for e in state.report.left if e.slot == "router"]
-    if left:
-        refuse(op, "every router must run tigon.route, got {} left: {}", left[0].path, left[0].reason)
+    kept = {id(module) for module, _ in found}
+    for root in [module for module in model.modules() if STATE in module.__dict__]:
+        named = dict(root.named_modules())
+        for entry in root.__dict__[STATE].report.entries:
+            if entry.slot == "router" and id(named.get(entry.path)) not in kept:
+                reason = entry.reason or "it has another forward or class since"
+                refuse(op, "every router must run tigon.route, got {} left: {}", entry.path, reason)
     check(op, bool(found), "model must have routers that tigon.apply(model, router=True) replaced, got none")
     return found
 

@@ -5,6 +5,7 @@ Contract: ``csrc/tigon/ops/linear_divergence/linear_divergence.h``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from tigon.ops import divergence as _divergence
 from tigon.ops.loss_head import operands, top_k
 from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
+from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.operands import HeadCall
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.reference import plain_logits, result_type
@@ -143,9 +145,8 @@ def _check_teacher(op, teacher, hidden, classes):
     return states.detach(), weight.detach(), None if bias is None else bias.detach()
 
 
-def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
-    """Check the arguments, then run the kernel or the reference."""
-    arguments.check_float(op, "hidden", hidden)
+def prepared(op, lead, device, labels, head: HeadOptions, d: Divergence):
+    """Check the options; the labels [*lead], head and d. Without labels every row counts."""
     arguments.check_integers(op, ignore_index=head.ignore_index)
     has_labels = labels is not None
     outputs = operands.check_outputs(op, d.outputs, OUTPUTS)
@@ -160,20 +161,30 @@ def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
         arguments.check_integers(op, least=0, shift=head.shift)
     check(op, has_labels or not head.shift, "labels must be given with shift=True, got None")
     if not has_labels:
-        labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        labels = torch.zeros(lead, dtype=torch.int64, device=device)
         head = head._replace(ignore_index=-100)
     labels = labels_of(labels, head.ignore_index)
-    operands.check_head(op, hidden, weight, labels, head)
     arguments.check_positive(op, "teacher_softcap", d.teacher_softcap, or_none=True)
     arguments.check_choice(op, "reduction", d.reduction, _REDUCTIONS)
     _cross_entropy.check_denominator(op, d.denominator)
-    operands.check_token_weight(op, d.token_weight, labels)
     if top_k.is_top_k(d.teacher):
-        top_k.check_top_k(op, d.teacher, hidden)
+        top_k.check_top_k(op, d.teacher, lead, device)
         plain_side = d.teacher_softcap is None and d.teacher_logit_scale == 1.0
         words = "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
         check(op, plain_side, words)
-        return d.results(*top_k.top_k_loss(op, operands.autocast(hidden), weight, labels, head, d))
+    return labels, head, d
+
+
+def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
+    """Check the arguments, then run the kernel or the reference."""
+    arguments.check_float(op, "hidden", hidden)
+    labels, head, d = prepared(op, hidden.shape[:-1], hidden.device, labels, head, d)
+    operands.check_head(op, hidden, weight, labels, head)
+    operands.check_token_weight(op, d.token_weight, labels)
+    if top_k.is_top_k(d.teacher):
+        hidden = operands.autocast(hidden)
+        log_prob = functools.partial(linear_log_prob, hidden, weight)
+        return d.results(*top_k.top_k_loss(op, log_prob, hidden.dtype, weight.shape[0], labels, head, d))
     states, teacher_weight, teacher_bias = teacher = _check_teacher(op, d.teacher, hidden, weight.shape[0])
     hidden = operands.autocast(hidden)
     states = states if teacher_weight is None else operands.autocast(states)

@@ -228,7 +228,7 @@ def linear_log_prob(
             formula=call.formula._replace(ignore_index=ignore_index),
         )
     call = autograd.keep(call, 0 if many else keep_mb, main_grad, entropy)
-    labels = {"classes": not many, "more": 8 * target.numel() * many}
+    labels = {"classes": not many, "more": 8 * target.numel() if many else 0}
     call = operands.within_peak(_OP, call, head, weight, main_grad, per_row=True, **labels)
     result, entropies = _op(*call.flat())
     if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is the backward's ctx

@@ -12,7 +12,6 @@ from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices, check_range, check_shape, readable
 from tigon.ops.divergence import divergence
 from tigon.ops.loss_head.labels import shifted
-from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 
 _LEAST_TAIL = 1e-7  # of the mass outside the candidates: the precision of 1 - their sum in float32
 _NEVER = -1e4  # log-probability of a class that is not a candidate
@@ -25,17 +24,16 @@ def is_top_k(teacher) -> bool:
     return pair and not teacher[0].is_floating_point()
 
 
-def check_top_k(op, teacher, hidden) -> None:
-    """Check indices and log-probabilities [..., K] on hidden's device."""
+def check_top_k(op, teacher, lead, device) -> None:
+    """Check indices and log-probabilities [*lead, K] on hidden's device."""
     indices, log_prob = teacher
     check_indices(op, "teacher indices", indices)
     check_float(op, "teacher log_prob", log_prob)
-    lead = hidden.shape[:-1]
-    fits = indices.dim() == hidden.dim() and indices.shape[:-1] == lead and indices.shape[-1] >= 1
+    fits = indices.dim() == len(lead) + 1 and indices.shape[:-1] == lead and indices.shape[-1] >= 1
     check(op, fits, "teacher indices must be {} and then K >= 1, got {}", lead, indices.shape)
     check_shape(op, "teacher log_prob", log_prob, indices.shape)
     for t in teacher:
-        check(op, t.device == hidden.device, "teacher must be on {}, got {}", hidden.device, t.device)
+        check(op, t.device == device, "teacher must be on {}, got {}", device, t.device)
 
 
 def _check_numbers(op, classes, log_prob, candidate) -> None:
@@ -63,23 +61,29 @@ def with_tail(log_prob):
     return torch.cat((log_prob, tail), -1)
 
 
-def top_k_loss(op, hidden, weight, labels, head, d):
-    """The loss and the results of rows, on checked arguments; `head`, `d`: of linear_divergence."""
+def top_k_loss(op, linear_log_prob, dtype, vocab, labels, head, d):
+    """The loss and the results of rows, on checked arguments; `head`, `d`: of linear_divergence.
+
+    Args:
+        linear_log_prob: that function on hidden states of `dtype` and weight, ``(target, **options)``.
+        vocab: number of classes; None: not known here.
+    """
     ignore_index = head.ignore_index
     indices, teacher_log_prob = (t.detach() for t in d.teacher)
     labels = shifted(labels, ignore_index, head.shift, head.position_ids)
     counts = labels != ignore_index
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    options = head._replace(valid_rows=None, logit_dtype=None if hidden.dtype == wide else wide).of_log_prob()
+    wide = torch.promote_types(dtype, torch.float32)
+    options = head._replace(valid_rows=None, logit_dtype=None if dtype == wide else wide).of_log_prob()
     candidate = ~(teacher_log_prob <= _NEVER) & counts.unsqueeze(-1)
     classes = torch.where(candidate, indices.long(), 0)
-    check_range(op, "teacher indices", classes, weight.shape[0])
-    check_range(op, "labels", labels, weight.shape[0], ignore_index)
+    if vocab is not None:
+        check_range(op, "teacher indices", classes, vocab)
+        check_range(op, "labels", labels, vocab, ignore_index)
     _check_numbers(op, classes, teacher_log_prob, candidate)
     targets = torch.where(counts.unsqueeze(-1), classes, _IGNORED)
     entropy = "entropy" in d.outputs
     of_candidates = options | {"ignore_index": _IGNORED, "entropy": entropy}
-    log_prob = linear_log_prob(hidden, weight, targets, **of_candidates)
+    log_prob = linear_log_prob(targets, **of_candidates)
     log_prob, entropies = log_prob if entropy else (log_prob, None)
     student, teacher = (
         with_tail(torch.where(candidate, t.to(wide), _NEVER)) for t in (log_prob, teacher_log_prob)
@@ -89,7 +93,7 @@ def top_k_loss(op, hidden, weight, labels, head, d):
     hard_rows = None
     results = {"soft": soft_rows.detach()}
     if d.hard != 0.0 or "hard" in d.outputs:
-        hard_rows = -linear_log_prob(hidden, weight, labels, **options | {"temperature": 1.0})
+        hard_rows = -linear_log_prob(labels, **options | {"temperature": 1.0})
         results["hard"] = hard_rows.detach()
     if entropy:
         results["entropy"] = torch.where(counts, entropies.detach(), 0.0)

@@ -40,10 +40,10 @@ __device__ __forceinline__ auto outer_coordinates(const Tile& tile, int row) {
 
 // CTAs of a cluster that compute tiles below each other share columns of B: each loads half of them and
 // multicasts it. `kSources` pairs of A and B follow each other along K: the sum of their products has one
-// accumulator and one store. With `kGather`, groups' rows of A are gathered as they are loaded.
+// accumulator and one store. With `kGather`, groups' rows of the first A are gathered as they are loaded.
 template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources, bool kGather>
 struct Mainloop {
-  static_assert(!kGather || (kMajorA == Major::K && kGroups == Groups::rows && kSources == 1));
+  static_assert(!kGather || (kMajorA == Major::K && kGroups == Groups::rows && kSources <= 2));
   static constexpr int kLoaders = kGather ? kWarpgroup : 1;  // in threads
   static constexpr View kViewA = view_of_a(kGroups), kViewB = view_of_b(kGroups);
   // Counts the columns of half a tile of B, and the rows and columns of a box of TMA.
@@ -112,11 +112,23 @@ struct Mainloop {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
       from[i] = uint32_t(p.order[min(tile.m + first + 16 * i, tile.end - 1)] / p.choices) * p.row_vecs + part;
+    const int gathered = kSources == 1 ? tile.k_blocks : p.k_blocks[0];
 #pragma unroll 1
     for (int k = 0; k < tile.k_blocks; ++k, state.advance()) {
       const int s = state.stage;
       uint64_t* full = &barriers.full[s];
       mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
+      if constexpr (kSources > 1)
+        if (k >= gathered) {
+          if (threadIdx.x == 0) {
+            mbarrier_arrive_expect_tx(full, kBytesA + kBytesB);
+            load_boxes<kMajorA, kViewA, kTileM, kBoxA, false>(p.a[1], smem.a[s], full, tile, tile.m,
+                                                              k - gathered);
+            load_b(p, smem, full, rank, tile, 1, k - gathered, s);
+          }
+          mbarrier_arrive(full);
+          continue;
+        }
       if (threadIdx.x == 0) {
         mbarrier_arrive_expect_tx(full, kBytesB);
         load_b(p, smem, full, rank, tile, 0, k, s);
