@@ -126,15 +126,19 @@ CODES = torch.zeros(4, 8, dtype=torch.uint8)
 REFUSED = {
     "no kind": ((CODES, torch.ones(4, 1)), {}, "kind must be given with codes of torch.uint8"),
     "kind": ((CODES, torch.ones(4, 1), "nf4"), {}, "kind must be one of"),
-    "dtype": ((CODES, torch.ones(4, 1), "int8"), {"dtype": torch.float64}, "dtype must be float32"),
+    "dtype": ((CODES, torch.ones(4, 1), "int8"), {"dtype": torch.float64}, "dtype must be one of"),
     "grid": ((CODES, torch.ones(3, 1), "int8"), {}, r"scales \[3, 1\] do not divide the weight \[4, 8\]"),
     "sizes": ((CODES, torch.ones(4, 2), "int8"), {"block": (1, 8)}, r"scales must be \[4, 1\], got \[4, 2\]"),
-    "block": ((CODES, torch.ones(4, 2), "int8"), {"block": (0, 8)}, "block must be positive"),
+    "block": ((CODES, torch.ones(4, 2), "int8"), {"block": (0, 8)}, "rows of block must be >= 1"),
     "zeros": ((CODES, torch.ones(4, 2), "int8"), {"zeros": torch.ones(4, 3)}, r"zeros must be \[4, 2\]"),
     "scales": ((CODES, torch.ones(4, 1).double(), "int8"), {}, "scales must be"),
     "module": ((torch.nn.Linear(2, 2),), {}, "a quantised Linear that tigon reads, got Linear"),
-    "float": ((torch.ones(4, 8), torch.ones(4, 1), "int8"), {}, "source must hold integers"),
-    "e5m2": ((CODES.view(torch.float8_e5m2), torch.ones(4, 1), "e4m3"), {}, "source must hold float8_e4m3fn"),
+    "float": ((torch.ones(4, 8), torch.ones(4, 1), "int8"), {}, "source must hold codes of int8"),
+    "e5m2": (
+        (CODES.view(torch.float8_e5m2), torch.ones(4, 1), "e4m3"),
+        {},
+        "codes of e4m3, got torch.float8_e5m2",
+    ),
     "nothing": ((CODES,), {}, "scales must be a tensor"),
 }
 

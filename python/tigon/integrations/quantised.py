@@ -62,13 +62,13 @@ def _reader(linear: nn.Module) -> Callable[[nn.Module], Made] | None:
     if not isinstance(linear, nn.Linear):
         return None
     kind = type(linear)
-    if kind.__module__.startswith("bitsandbytes."):
-        return _bitsandbytes
     if kind.forward is _LINEAR:
         if "quantization_scheme" in vars(linear):
             return _compressed_tensors
-        weight = linear._parameters.get("weight")
-        return _torchao if type(weight).__module__.startswith("torchao.") else None
+        of = type(linear._parameters.get("weight"))
+        return _torchao if of not in _PLAIN and of.__module__.startswith("torchao.") else None
+    if kind.__module__.startswith("bitsandbytes."):
+        return _bitsandbytes
     for base in kind.__mro__:
         if base.__name__ in _READERS and base.__module__.startswith("transformers."):
             return _READERS[base.__name__] if kind.forward is base.forward else None

@@ -58,8 +58,6 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
     if not type(module).__module__.startswith("peft.") or not all(hasattr(module, p) for p in LORA_PARTS):
         return None
     name = type(module).__name__
-    if name == "ParamWrapper":
-        _refuse_codes(module)
     if name not in _LAYERS:
         return f"lora.{name} is not an adapter of a plain or quantised Linear"
     base = module.base_layer
@@ -83,19 +81,6 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
             type(base).__name__,
         )
     return blocked(module) or (LoraSpec(), "tigon.lora_linear")
-
-
-def _refuse_codes(wrapper) -> None:
-    """PEFT adds what the adapter computes to the codes of a quantised parameter, and clamps the sum."""
-    dtype, name = wrapper.get_param().dtype, wrapper.parameter_name
-    if dtype.itemsize < 2:
-        refuse(
-            "apply",
-            "target_parameters must name parameters that are not quantised, got {} of {}: PEFT would add the "
-            "adapter to its codes, without their scales (load the model with dequantize=True)",
-            name,
-            dtype,
-        )
 
 
 class State(NamedTuple):
