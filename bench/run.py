@@ -48,7 +48,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--providers", default="eager,tigon", help="eager, compile, tigon, or a peer (or: all)")
     add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     add("--dtypes", default="bf16" if cuda else "fp32,bf16", help="of fp32, bf16, fp16")
-    add("--cases", default="bench", help="tags (bench, smoke, sweep, odd, vocabulary) or names of cases")
+    add(
+        "--cases", default="bench", help="tags (bench, smoke, sweep, odd, peak, vocabulary) or names of cases"
+    )
     add("--passes", default="fwd,bwd,step")
     add("--threads", type=int, default=0, help="CPU threads (torch's choice)")
     add("--out", type=Path, help="JSON lines (bench/results/<device>/<commit>.jsonl)")

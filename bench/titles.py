@@ -83,6 +83,7 @@ FILES = {  # of these files a page shows the first ones first
 SUITES = {  # what the cases of an op have in common in these files
     "loss_head_odd": "odd sizes and vocabularies",
     "loss_head_few_rows": "few rows",
+    "loss_head_peak": "bounds of the peak",
     "scaled": "a loss divided by 8",
     "paper": "sizes of Liger's paper",
     "cross_entropy_vocabulary": "vocabularies",

@@ -54,6 +54,7 @@ DEFAULTS = {
     "grads": (0, 1),
     "grad_bias": True,
     "keep_mb": 0.0,
+    "max_peak_mb": None,
     "upstream": None,
 }
 
@@ -192,6 +193,15 @@ CASES = [
         }.items()
     ),
     *(
+        bench_case(
+            f"8192x4096x128256_{name}{mb}", "peak", lead=(8192,), H=4096, V=128256, max_peak_mb=mb, **options
+        )
+        for name, mb, options in (
+            *(("peak", mb, {}) for mb in (1300, 1500, 2000)),
+            ("frozen_peak", 250, {"grads": (0,)}),
+        )
+    ),
+    *(
         bench_case(f"{rows}x4096x{v}", "sweep", lead=(rows,), H=4096, V=v)
         for rows, v in (
             *((rows, 128256) for rows in (1024, 2048, 4096, 16384)),
@@ -267,7 +277,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
             "denominator": make_denominator(p["denominator"], device),
             "valid_rows": int((known != ignore).sum()) if p["known"] else None,
             **lora,
-            **{name: p[name] for name in (*names, "reduction", "shift", "chunk_rows", "keep_mb")},
+            **{name: p[name] for name in (*names, "shift", "chunk_rows", "keep_mb", "max_peak_mb")},
         },
         grads=p["grads"],
         grad_outputs=(grad,),
@@ -295,6 +305,7 @@ def _from_logits(loss, hidden, weight, target, options):
     options.pop("chunk_rows")
     options.pop("valid_rows")
     options.pop("keep_mb")
+    options.pop("max_peak_mb")
     lora_a, lora_b = options.pop("lora_a"), options.pop("lora_b")
     scale, softcap, temperature = (options.pop(name) for name in ("logit_scale", "softcap", "temperature"))
     shift = options.pop("shift")

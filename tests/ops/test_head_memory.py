@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from calls import calls, converted
 from heads import compare, head_inputs, peak_on_the_cpu, run
 
 import tigon
@@ -142,6 +143,34 @@ def test_a_peak_keeps_labels_that_count(device):
         for options in ({}, {"valid_rows": valid}, {"valid_rows": valid, **more}):
             args = (hidden, weight, target)
             compare(functools.partial(LOSS, max_peak_mb=cap), LOSS, args, options)
+
+
+@pytest.mark.parametrize("name", ["labels", "log-probabilities", "pairs", "divergence"])
+def test_a_peak_is_traced(name, device):
+    """torch.compile takes the plan of numbers, also where sizes are symbols."""
+    torch._dynamo.reset()
+    loss = functools.partial(PEAKS[name][0], max_peak_mb=8 if device == "cpu" else 60)
+    args = head_inputs(400, 32, 3003, dtype=torch.bfloat16, device=device, masked=0.0)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    for got, want in zip(run(compiled, args, {}), run(loss, args, {}), strict=True):
+        assert torch.equal(got, want)
+
+
+HEADS = [c for c in calls() if c.name.startswith(("linear_", "drafter", "contrastive", "multi_token"))]
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.name)
+def test_no_peak_is_ignored(head):
+    """A peak that is too small is an error of every function on a head, in every dtype and transform."""
+    with pytest.raises((tigon.Error, TypeError), match="max_peak_mb"):
+        head(max_peak_mb=1e-3)
+    if "hidden" not in head.parameters():
+        return
+    wide = {name: converted(value, torch.float64) for name, value in head.draw().items()}
+    with pytest.raises((tigon.Error, TypeError), match="max_peak_mb"):
+        head(**wide, max_peak_mb=1e-3)
+    with pytest.raises((tigon.Error, TypeError), match="max_peak_mb"):
+        torch.func.vjp(lambda hidden: head(hidden=hidden, max_peak_mb=1e6), head.draw()["hidden"])
 
 
 ROWS = {"reduction": "none"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import textwrap
 import time
 
@@ -322,6 +323,10 @@ def test_heads_of_families(name, dtype, device, deterministic):
     hidden, weight, target = head_of(name, dtype, device, masked=0.0)
     target[1::3] = -100
     runs = {form: log_prob(weight, **FORMS[form]) for form in ("plain", "frozen", "chunks", "again", "some")}
+    with pytest.raises(tigon.Error, match="max_peak_mb must be at least") as refused:
+        log_prob(weight, max_peak_mb=1e-3)(hidden, target)
+    least = re.search(r"at least (\d+)", str(refused.value))
+    runs["peak"] = log_prob(weight, max_peak_mb=int(least[1]))
     want = results(runs["plain"], [hidden, target])
     with torch.no_grad():
         assert same_bits(tigon.linear_log_prob(hidden, weight, target), want[0])

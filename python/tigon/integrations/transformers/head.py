@@ -235,7 +235,7 @@ def _linear_loss(module, spec, hidden, request):
             return sharded_loss("linear_cross_entropy", linear_cross_entropy, args, options, vocab=columns)
         options["lora"] = lora
         if scaling:
-            same = ("bias", "lora", "softcap", "logit_scale", "ignore_index", "shift")
+            same = ("bias", "lora", "softcap", "logit_scale", "ignore_index", "shift", "max_peak_mb")
             with torch.no_grad():
                 log_prob = linear_log_prob(hidden, weight, target, **{name: options[name] for name in same})
             options["token_weight"] = log_prob.exp()

@@ -135,7 +135,7 @@ def linear_cross_entropy(
             float32 sums and workspace. A call that would take more takes smaller chunks. If the sum of the
             weight's gradient over chunks has no room (bfloat16), the gradient is formed for some classes at a
             time: all rows at once, without a sum, for one more matmul of as many logits as were not kept. The
-            least bound is about the gradients and 300 MiB (docs/memory.md).
+            least bound is about the gradients and 40 MiB. float64 and transforms of torch.func refuse one.
         keep_mb: with ``"none"``: see :func:`tigon.linear_log_prob`.
         logit_dtype: ``torch.float32``: the logits of 16-bit operands are not rounded to 16 bits. The matmul
             uses the same tensor cores and writes float32, about 1024 rows at a time (at most 512 MiB more, or

@@ -23,6 +23,7 @@ from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.operands import HeadCall
 from tigon.ops.loss_head.options import HeadOptions
+from tigon.ops.loss_head.plan import check_unbounded
 from tigon.ops.loss_head.reference import plain_logits, result_type
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tvd": 3}
@@ -169,6 +170,7 @@ def prepared(op, lead, device, labels, head: HeadOptions, d: Divergence):
     _cross_entropy.check_denominator(op, d.denominator)
     if top_k.is_top_k(d.teacher):
         top_k.check_top_k(op, d.teacher, lead, device)
+        check_unbounded(op, head.max_peak_mb, "with a teacher's K classes")
         plain_side = d.teacher_softcap is None and d.teacher_logit_scale == 1.0
         words = "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
         check(op, plain_side, words)

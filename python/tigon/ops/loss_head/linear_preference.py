@@ -21,6 +21,7 @@ from tigon.ops.loss_head.autograd import HeadLoss, empty_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.operands import HeadCall
 from tigon.ops.loss_head.options import HeadOptions
+from tigon.ops.loss_head.plan import check_unbounded
 from tigon.ops.preference import KTOResult, PreferenceResult
 
 
@@ -39,6 +40,7 @@ def _has_kernel(op, hidden, head: HeadOptions) -> bool:
 def _log_probs(op, hidden, weight, labels, head: HeadOptions, entropy=False):
     """Log-probabilities [answers, T] (and entropies) with a graph: full logits in float64, else chunked."""
     kernel = hidden.dtype != torch.float64
+    check_unbounded(op, head.max_peak_mb, "under the transforms of torch.func")
     fits = not kernel or head.lora is None
     check(op, fits, "lora must be None under the transforms of torch.func, got {}", "one")
     options = head._replace(valid_rows=None, chunk_rows=None).of_log_prob()

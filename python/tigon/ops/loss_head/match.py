@@ -9,7 +9,7 @@ from tigon._deterministic import is_deterministic
 from tigon._op import define
 from tigon.error import check
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import padded
+from tigon.ops.loss_head.plan import check_unbounded, padded
 from tigon.ops.loss_head.products import form_logits
 
 _CHUNK_LOGITS = 1 << 27
@@ -22,6 +22,7 @@ def check_match(op, match, head: HeadOptions) -> None:
     check(op, known, "match must be 'vllm' (or None), got {!r}", match)
     if match is None:
         return
+    check_unbounded(op, head.max_peak_mb, "with match")
     check(op, head.lora is None, "lora must be merged into weight with match, got it apart")
     alone = head.softcap is None or head.logit_scale == 1.0
     check(op, alone, "softcap and logit_scale must not be given both with match: vLLM scales afterwards")

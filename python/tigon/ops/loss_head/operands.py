@@ -15,7 +15,15 @@ from tigon.error import check, refuse
 from tigon.ops import arguments
 from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import check_cap, check_peak, chunk_that_fits, native_names, peak_bytes, plan_of
+from tigon.ops.loss_head.plan import (
+    check_cap,
+    check_peak,
+    check_unbounded,
+    chunk_that_fits,
+    native_names,
+    peak_bytes,
+    plan_of,
+)
 
 GRADIENTS = ("hidden", "weight", "bias", "lora_a", "lora_b")  # the tensors that can have one, in this order
 _BITS = native_names("tigon_linear_head_needs")
@@ -320,6 +328,8 @@ def within_peak(
     """
     if head.max_peak_mb is None:
         return call
+    if torch._C._are_functorch_transforms_active():  # the backward forms other gradients than are planned
+        check_unbounded(op, head.max_peak_mb, "under the transforms of torch.func")
     hidden, own, lora_a = (getattr(call.operands, name) for name in ("hidden", "weight", "lora_a"))
     needs, memory = call.memory.needs, call.memory
     sizes = {"classes": True, "weight_dtype": weight.dtype, "main_grad": main_grad is not None} | sizes
@@ -352,7 +362,8 @@ class _ToMainGrad(torch.autograd.Function):
 
 
 def check_plain(op, classes, target, head: HeadOptions) -> None:
-    """Check the labels for the references as the native calls do."""
+    """Check the labels for the references as the native calls do, and that no peak is asked for."""
+    check_unbounded(op, head.max_peak_mb, "in float64")
     ignore_index = head.ignore_index
     target = shifted(target, ignore_index, head.shift, head.position_ids)
     arguments.check_range(op, "target", target, classes, ignore_index)

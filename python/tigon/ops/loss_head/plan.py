@@ -110,7 +110,7 @@ def plan(
     if max_workspace_mb is not None:
         sizes["cap"] = min(max(int(max_workspace_mb * _MIB), 0), _MOST)
     numbers = tuple(map(operator.index, (_SIZES | sizes).values()))
-    return _native_plan(function, numbers, groups)
+    return _native_plan(function, numbers, tuple(map(operator.index, groups)))
 
 
 def plan_of(hidden: torch.Tensor, vocab: int, rows: int, **sizes) -> HeadPlan:
@@ -164,6 +164,11 @@ def check_peak(op, found: HeadPlan, more: int, max_peak_mb) -> None:
     """Check that a call can do with its peak."""
     least = -(-(found.least + more) // _MIB)
     check(op, found.least == 0, "max_peak_mb must be at least {} for this call, got {}", least, max_peak_mb)
+
+
+def check_unbounded(op, max_peak_mb, where: str) -> None:
+    """Check that no peak is asked for where none is kept."""
+    check(op, max_peak_mb is None, "max_peak_mb must be None {}, got {}", where, max_peak_mb)
 
 
 def check_keep(op, keep_mb) -> None:
@@ -229,6 +234,8 @@ def _memory(
     sizes |= {"keep_rows": rows_within(keep_mb, vocab, dtype.itemsize), "unit": bool(keep_mb != 0)}
     sizes["wide"] = logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
     if max_peak_mb is not None:
+        if dtype == torch.float64:
+            check_unbounded(_OP, max_peak_mb, "in float64")
         sizes |= {"peak": peak_bytes(max_peak_mb, more), "classes": classes}
     way = {"weight_dtype": weight_dtype, "max_workspace_mb": max_workspace_mb}
     way |= {"function": function, "groups": groups}
