@@ -1,4 +1,4 @@
-// Dequantises a weight: codes of 8 or 4 bits with a grid of scales (e4m3, e8m0 and e2m1 as in the OCP
+// Makes a weight of its codes of 8 or 4 bits and a grid of scales (e4m3, e8m0 and e2m1 as in the OCP
 // Microscaling Formats, 2023).
 // Formula     weight[r, c] = (value(code[r, c]) - zeros[i, j]) (scales[i, j] / divisor),
 //             i = r / block_rows, j = c / block_cols
@@ -23,6 +23,8 @@ namespace tigon {
 enum class CodeKind : int8_t { e4m3, int8, int4, e2m1 };
 
 constexpr bool is_nibble(CodeKind kind) { return kind == CodeKind::int4 || kind == CodeKind::e2m1; }
+
+constexpr int64_t count_blocks(int64_t n, int64_t block) { return n / block + (n % block != 0); }
 
 struct Dequantize {
   Matrix codes;
@@ -56,14 +58,13 @@ struct Dequantize {
               "]");
     const int64_t width = is_nibble(kind) ? (columns + 1) / 2 : columns;
     f.require(codes.cols == width, "codes must have ", width, " columns, got ", codes.cols);
-    const int64_t rows = blocks(codes.rows, block_rows), cols = blocks(columns, block_cols);
-    f.require(scales.rows == rows && scales.cols == cols, "scales must be [", rows, ", ", cols, "], got [",
-              scales.rows, ", ", scales.cols, "]");
+    if (block_rows > 0 && block_cols > 0) {
+      const int64_t rows = count_blocks(codes.rows, block_rows), cols = count_blocks(columns, block_cols);
+      f.require(scales.rows == rows && scales.cols == cols, "scales must be [", rows, ", ", cols, "], got [",
+                scales.rows, ", ", scales.cols, "]");
+    }
     f.result("weight", weight, codes.rows, columns, weight.dtype);
   }
-
- private:
-  static int64_t blocks(int64_t n, int64_t block) { return block > 0 ? n / block + (n % block != 0) : 0; }
 };
 
 TIGON_API_ENTRY(dequantize, Dequantize)
