@@ -11,7 +11,8 @@
 One linear: gradients of x, A and B, adapters in the base's dtype; `base` is the product pair of the frozen
 map.
 Model: Llama of 8B's width with random weights, loss and backward, no optimizer; `frozen` has no adapters and
-a gradient of its embeddings, with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`; `unsloth` is
+a gradient of its embeddings, with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`; `tigon_fp8`
+and `tigon_fp8_base_only` have their base in float8 (docs/fp8.md); `unsloth` is
 that with the functions of Unsloth's `kernels/fast_lora.py` in attention and MLP, where they can be imported.
 Experts: gradients of x, the routing weights and float32 adapters; `frozen` is the layer without adapters,
 with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`: PEFT adds the adapters to the weights.
@@ -50,7 +51,8 @@ STEPS = (  # rows, tokens of each, checkpointing
     (1, 1024, False),
 )
 CPU_LINEARS = ((512, 4096, 4096, 16), (512, 4096, 14336, 16), (2048, 1024, 2048, 16), (2048, 1024, 2048, 64))
-MODELS = ("frozen", "tigon", "tigon_no_lora", "unsloth", "peft")
+FP8 = {"tigon_fp8": {"fp8": "rowwise"}, "tigon_fp8_base_only": {"fp8": "rowwise", "fp8_base_only": True}}
+MODELS = ("frozen", "tigon", *FP8, "tigon_no_lora", "unsloth", "peft")
 CASE = store.KEYS["adapters"][:-1]
 FLOORS = ("base", "frozen")
 
@@ -221,7 +223,7 @@ def make_model(args, provider, cast):
     elif provider == "tigon_no_lora":
         tigon.apply(model, lora=False)
     elif not provider.startswith("peft"):
-        tigon.apply(model)
+        tigon.apply(model, **FP8.get(provider, {}))
     return model.train()
 
 

@@ -18,6 +18,7 @@ import functools
 import operator
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
+from tigon import _fp8_bytes
 from tigon._dtensor import Layout, call_local, is_dtensor, takes_dtensors
 from tigon._load import native
 from tigon.error import Error, refuse
@@ -277,6 +279,8 @@ class Op:
             ``tigon::<name>_infer``, if it exists, does without them.
         transformed: another ``(setup_context, backward)`` for the transforms of ``torch.func``.
         layout: which arguments are rows, and which are vectors by column: DTensors then stay local.
+        fp8: ``inputs -> parameter``, by which the first result is known (:mod:`tigon._fp8_bytes`). If its
+            bytes are wanted, ``tigon::<name>_fp8`` runs, which returns them and their scales too.
     """
 
     def __init__(
@@ -289,6 +293,7 @@ class Op:
         results: int | None = None,
         transformed: tuple[Callable[..., None], Callable[..., Any]] | None = None,
         layout: Layout | None = None,
+        fp8: Callable[[tuple], torch.Tensor | None] | None = None,
     ) -> None:
         self.name = name
         self.registered = native(name)
@@ -316,8 +321,19 @@ class Op:
         )
         self.transformed = transformable(name, name, forward, *(transformed or (setup_traced, backward)))
 
+        with_bytes = None if fp8 is None else caller(name, native(f"{name}_fp8"))
+        lone = len(self.registered._schema.returns) == 1
+
         def function_forward(ctx, *inputs):
-            output = forward(*inputs)
+            parameter = fp8(inputs) if fp8 is not None and _fp8_bytes.on else None
+            if parameter is not None:
+                ctx.fp8_key = weakref.ref(parameter)
+            if parameter is not None and _fp8_bytes.wanted(parameter):
+                *output, q, scales = with_bytes(*inputs)
+                _fp8_bytes.put(output[0], q, scales)
+                output = output[0] if lone else tuple(output)
+            else:
+                output = forward(*inputs)
             setup_context(ctx, inputs, output)
             return output if results is None else output[0] if results == 1 else output[:results]
 
@@ -398,6 +414,7 @@ def paired(
     layout: Layout | None = None,
     fake_bwd: Callable[..., Any] | None = None,
     in_place: bool = False,
+    fp8: Callable[[tuple], torch.Tensor | None] | None = None,
 ) -> Op:
     """``tigon::<name>`` and ``tigon::<name>_bwd`` as one operator.
 
@@ -406,7 +423,7 @@ def paired(
     that it returns (without any: that of the first argument).
 
     Args:
-        fake, results, layout: as :class:`Op`.
+        fake, results, layout, fp8: as :class:`Op`.
         fake_bwd: if a gradient belongs to an argument that the second does not take. ``None``: a gradient
             is like its argument, and empty if it is not needed.
         in_place: ``tigon::<name>_bwd_in_place`` runs if what was saved may be overwritten.
@@ -457,7 +474,15 @@ def paired(
                 found[i] = g
         return tuple(found)
 
-    op = Op(name, fake=fake, setup_context=setup_context, backward=gradients, results=results, layout=layout)
+    op = Op(
+        name,
+        fake=fake,
+        setup_context=setup_context,
+        backward=gradients,
+        results=results,
+        layout=layout,
+        fp8=fp8,
+    )
     op.bwd = bwd
     return op
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "table.h"
+#include "tigon/ops/fp8_linear/fp8_producers.h"
 
 namespace tigon::test {
 namespace {
@@ -73,6 +74,37 @@ TEST_CASE("float8: bytes and scales") {
       for (int64_t r = 0; r < 32; ++r)
         CHECK(t.bytes[size_t(c * 32 + r)] == (r < 19 ? q.bytes[size_t(r * 33 + c)] : 0));
   }
+}
+
+TEST_CASE("float8: bytes of producers, and of a weight that is cast and transposed") {
+  auto ctx = make_cpu_context(2);
+  Table x(DType::bf16, 7, 48), up(DType::bf16, 7, 48), y(DType::bf16, 7, 48), dup(DType::bf16, 7, 48);
+  x.normal(1, 3.0), up.normal(2);
+  std::vector<float> factors(48, 4.0f);
+  const Vector by_column = {factors.data(), DType::f32, 48};
+  auto same = [](const Bytes& a, const Bytes& b) { return a.bytes == b.bytes && a.scales == b.scales; };
+  auto of = [](Bytes& b, Vector by = {}) { return RowBytes{b.matrix(), b.vector(), by}; };
+  Bytes q(7, 48), other(7, 48);
+  RmsNormFp8 norm;
+  norm.x = x.matrix(), norm.y = y.matrix(), norm.bytes = of(q);
+  rms_norm_fp8(*ctx, norm);
+  CHECK(same(q, quantized(*ctx, y)));
+  GluFp8 glu;
+  glu.gate = x.matrix(), glu.up = up.matrix(), glu.y = y.matrix(), glu.bytes = of(q);
+  glu_fp8(*ctx, glu);
+  CHECK(same(q, quantized(*ctx, y)));
+  Table dy(DType::bf16, 7, 48), dgate(DType::bf16, 7, 48);
+  dy.normal(3);
+  GluBwdFp8 backward;
+  backward.dy = dy.matrix(), backward.gate = x.matrix(), backward.up = up.matrix();
+  backward.dgate = dgate.matrix(), backward.dup = dup.matrix();
+  backward.gate_bytes = of(q, by_column), backward.up_bytes = of(other, by_column);
+  glu_bwd_fp8(*ctx, backward);
+  CHECK(same(q, quantized(*ctx, dgate, by_column)));
+  CHECK(same(other, quantized(*ctx, dup, by_column)));
+  Bytes of_x = quantized(*ctx, x), t(48, fp8_columns(7));
+  fp8_quantize_transposed(*ctx, {.x = x.matrix(), .scales = of_x.vector(), .qt = t.matrix()});
+  CHECK(t.bytes == transposed(*ctx, of_x).bytes);
 }
 
 TEST_CASE("float8: products and their gradients") {

@@ -300,7 +300,18 @@ namespace emulator {
 namespace {
 std::mutex kernels_mutex;
 std::unordered_map<const void*, Bind> kernels;
+std::unordered_map<const void*, int> shared_limits;
+
+int shared_limit(const void* entry) {
+  const std::lock_guard lock(kernels_mutex);
+  const auto found = shared_limits.find(entry);
+  return found == shared_limits.end() ? 48 * 1024 : found->second;
+}
 }  // namespace
+void allow_shared(const void* entry, int bytes) {
+  const std::lock_guard lock(kernels_mutex);
+  shared_limits[entry] = bytes;
+}
 void add_kernel(const void* entry, Bind bind) {
   const std::lock_guard lock(kernels_mutex);
   kernels.emplace(entry, bind);
@@ -313,7 +324,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* launch, const void* en
     if (config.attrs[i].id == cudaLaunchAttributeClusterDimension)
       cluster = int(config.attrs[i].val.clusterDim.x);
   if (config.blockDim.x == 0 || config.blockDim.x > emulator::kMaxThreads ||
-      config.gridDim.x % unsigned(cluster) || config.dynamicSmemBytes > emulator::kMaxDynamicShared)
+      config.gridDim.x % unsigned(cluster) || config.dynamicSmemBytes > emulator::kMaxDynamicShared ||
+      int64_t(config.dynamicSmemBytes) > emulator::shared_limit(entry))
     return emulator::last_error = cudaErrorInvalidValue;
   emulator::run({.blocks = config.gridDim.x, .threads = int(config.blockDim.x), .cluster = cluster},
                 emulator::kernels.at(entry)(entry, params));

@@ -10,6 +10,7 @@ import torch
 from test_hf_slices import nodes
 from tiny import batch, make, step
 from torch import nn
+from torch.nn.utils import prune
 
 from tigon.integrations.transformers import apply, linears
 from tigon.integrations.transformers.linears import rewrite
@@ -100,6 +101,178 @@ def test_second_derivatives_and_transforms(device):
         assert linears.linears(parent.float(), ("a", "b"), x.float())[0].dtype == torch.bfloat16
 
 
+def gradients(*ys):
+    sum((i + 1) * y.float().pow(2).sum() for i, y in enumerate(ys)).backward()
+
+
+def _retained(parent, x, call):
+    loss = torch.cat(call(x), -1).pow(3).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _some_inputs(parent, x, call):
+    loss = torch.cat(call(x), -1).pow(3).sum()
+    loss.backward(inputs=[parent.b.weight], retain_graph=True)
+    return torch.autograd.grad(loss, x)
+
+
+def _second(parent, x, call):
+    (dx,) = torch.autograd.grad(torch.cat(call(x), -1).pow(3).sum(), x, create_graph=True)
+    dx.pow(2).sum().backward()
+
+
+def _batched(parent, x, call):
+    a, b = call(x)
+    rows = torch.eye(6).view(6, 2, 3)[..., :1]
+    return torch.autograd.grad([a, b], [x, *parent.parameters()], [rows + a, rows * b], is_grads_batched=True)
+
+
+def _gradient_hooks(parent, x, call):
+    a, b = call(x)
+    for t in (a, x, *parent.parameters()):
+        t.register_hook(lambda g: 2 * g)
+    gradients(a, b)
+
+
+def _step(p):
+    p.data.sub_(p.grad)
+
+
+def _stepped_in_backward(parent, x, call):
+    for p in parent.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: _step(p))
+    gradients(*call(x))
+    return list(parent.parameters())
+
+
+def _packed(parent, x, call):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: 2 * t.detach(), lambda t: t):
+        ys = call(x)
+    gradients(*ys)
+
+
+def _checkpointed(parent, x, call):
+    for reentrant in (False, True):
+        gradients(*torch.utils.checkpoint.checkpoint(call, x, use_reentrant=reentrant))
+
+
+def _frozen_later(parent, x, call):
+    ys = call(x)
+    parent.requires_grad_(False)
+    gradients(*ys)
+
+
+def _tied(parent, x, call):
+    parent.b.weight = parent.a.weight
+    gradients(*call(x))
+
+
+def _one_module(parent, x, call):
+    parent.b = parent.a
+    gradients(*call(x))
+
+
+def _constant_input(parent, x, call):
+    parent.a.weight.requires_grad_(False)
+    parent.b.requires_grad_(False)
+    gradients(*call(x.detach()))
+
+
+def _frozen(parent, x, call):
+    parent.requires_grad_(False)
+    gradients(*call(x))
+
+
+def _one_unused(parent, x, call):
+    gradients(call(x)[1])
+
+
+def _written_results(parent, x, call):
+    a, b = call(x)
+    gradients(a.mul_(2), b.add_(a.detach()))
+
+
+def _parametrised(parent, x, call):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(parent.b, "weight", Doubled())
+    prune.random_unstructured(parent.a, "weight", amount=2)
+    gradients(*call(x))
+
+
+def _property(parent, x, call):
+    parent.b.__class__ = type(
+        "Other", (nn.Linear,), {"weight": property(lambda p: 2 * p._parameters["weight"])}
+    )
+    gradients(*call(x))
+
+
+def _functional(parent, x, call):
+    others = {name: (2 * p).detach().requires_grad_() for name, p in parent.named_parameters()}
+    gradients(*torch.func.functional_call(parent, others, x))
+    return [p.grad for p in others.values()]
+
+
+def _transformed(parent, x, call):
+    gradient = torch.func.grad(lambda x: torch.cat(call(x), -1).pow(3).sum())
+    return gradient(x.detach()), torch.func.vmap(gradient)(x.detach()[:, None])
+
+
+def _mode(parent, x, call):
+    class Doubles(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            y = function(*args, **(kwargs or {}))
+            return y * 2 if function is torch.nn.functional.linear else y
+
+    with Doubles():
+        ys = call(x)
+    gradients(*ys)
+
+
+def _complex(parent, x, call):
+    x = x.detach().to(torch.complex64).requires_grad_()
+    a, b = call.__self__.to(torch.complex64)(x * (1 + 2j))
+    (a * b.conj()).abs().sum().backward()
+    return (x.grad,)
+
+
+def _compiled(parent, x, call):
+    gradients(*torch.compile(call, backend="eager", fullgraph=True)(x))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+
+    def forward(self, x):
+        return linears.linears(self, ("a", "b"), x)
+
+
+EVENTS = [
+    value
+    for name, value in list(globals().items())
+    if name.startswith("_") and "call" in getattr(getattr(value, "__code__", None), "co_varnames", ())[:3]
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=[event.__name__[1:] for event in EVENTS])
+def test_as_single_calls_whatever_happens(event, monkeypatch):
+    found = []
+    for large in (linears._LARGE, 0):
+        monkeypatch.setattr(linears, "_LARGE", large)
+        torch.manual_seed(0)
+        pair, x = Pair(), torch.randn(2, 3, requires_grad=True)
+        more = event(pair, x, pair.forward)
+        found.append([*(more or ()), x.grad, *(p.grad for p in pair.parameters())])
+    for shared, single in zip(*found, strict=True):
+        assert (shared is None) == (single is None) and (shared is None or torch.equal(shared, single))
+    assert any(g is not None and g.abs().sum() > 0 for g in found[0])
+
+
 def test_changed_inputs_are_noticed(device):
     parent = nn.Module()
     parent.a, parent.b = nn.Linear(3, 4, device=device), nn.Linear(3, 5, device=device)
@@ -127,6 +300,22 @@ class Calls(nn.Module):
             y = y + self.b(x)
         return y
 
+    def in_choice(self, x):
+        return self.a(x) + (self.b(x) if self.c is None else x) + sum(self.c(x) for _ in range(2))
+
+    def returned(self, x):
+        y = self.a(x)
+        if y.sum() > 0:
+            return y
+        return self.b(x)
+
+    def changed(self, x):
+        y = self.a(x)
+        x[0] = 3
+        z = self.b(x)
+        x.add_(1)
+        return self.c(x) + y + z
+
     def of_others(self, x):
         return self.a(x) + self.b(x + 1) + self.c(input=x)
 
@@ -134,8 +323,9 @@ class Calls(nn.Module):
         return self.together(x)
 
 
-@pytest.mark.parametrize("name, found", [("together", ("a", "b")), ("in_branch", None), ("of_others", None)])
-def test_calls_of_one_variable(name, found):
+@pytest.mark.parametrize("name", ["together", "in_branch", "in_choice", "returned", "changed", "of_others"])
+def test_calls_of_one_variable(name):
+    found = ("a", "b") if name == "together" else None
     module, x = Calls(), torch.randn(2, 4, requires_grad=True)
     made = rewrite(getattr(Calls, name), frozenset("abc"))
     assert (made and made[0]) == found

@@ -110,6 +110,23 @@ def other_class(module):
     return remove
 
 
+def other_call(module):
+    kind = type(module)
+    call = {"__call__": lambda *args, **kwargs: scaled(kind.__call__(*args, **kwargs))}
+    module.__class__ = type(kind.__name__, (kind,), call)
+
+    def remove():
+        module.__class__ = kind
+
+    return remove
+
+
+def call_impl(module):
+    inner = module._call_impl
+    module._call_impl = lambda *args, **kwargs: scaled(inner(*args, **kwargs))
+    return lambda: delattr(module, "_call_impl")
+
+
 def class_forward(module):
     kind, own = type(module), vars(type(module)).get("forward")
     inner = kind.forward
@@ -143,6 +160,8 @@ CHANGES = {
     "wrapped": wrapped,
     "class": other_class,
     "class_forward": class_forward,
+    "call": other_call,
+    "call_impl": call_impl,
     "parameters": parameters,
     "trained": trained,
     "pre": lambda m: m.register_forward_pre_hook(lambda _, args: scaled(args)).remove,

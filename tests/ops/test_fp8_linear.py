@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tigon
+from tigon import _fp8_bytes
 from tigon.ops import fp8_linear as module
 from tigon.ops.fp8_linear import quantize_rows, quantized
 
@@ -151,19 +152,47 @@ def count_casts(monkeypatch):
 
 
 def test_microbatches_share_a_weight(monkeypatch, device):
+    """From the second on: its bytes are dropped after the first product, until one more reads them."""
     seen = count_casts(monkeypatch)
     w, x = parameters(device=device)
     optimizer = torch.optim.SGD([w], lr=0.1)
     for step in range(2):
         for _ in range(4):
             tigon.fp8_linear(x, w).sum().backward()
-        assert seen.count(w.shape) == step + 1
+        assert seen.count(w.shape) == step + 2
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
         w.mul_(2)
     tigon.fp8_linear(x, w)
-    assert seen.count(w.shape) == 3
+    assert seen.count(w.shape) == 4
+
+
+def test_one_forward_keeps_no_weight(device):
+    """The backward makes its bytes of the weight, transposed, with the bits of those that are kept."""
+    w, x = parameters(device=device)
+    results = []
+    for kept in (False, True):
+        results.append(tigon.fp8_linear(x, w))
+        assert (module._kept[id(w)].quantized.bytes is not None) == kept
+    gradients = [torch.autograd.grad(y.square().sum(), (x, w)) for y in results]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    module.forget_weights([w])
+    y = tigon.fp8_linear(x, w)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 16), (130, 48), (33, 17), (128, 272)])
+def test_quantised_and_transposed(shape, dtype, device):
+    """In one pass, of rows whose scales are known."""
+    x = hard(*shape, dtype, device)
+    q, scales = quantize_rows(x)
+    got = torch.ops.tigon.fp8_quantize_transposed(x, scales)
+    assert torch.equal(bits(got), bits(transpose(q, None, None, None)[0]))
 
 
 class _Unseen(torch.optim.SGD):
@@ -209,7 +238,8 @@ def test_frozen_and_computed_weights(device):
 
 def test_bytes_die_with_their_weight(device):
     w, x = parameters(device=device)
-    tigon.fp8_linear(x, w).sum().backward()
+    for _ in range(2):
+        tigon.fp8_linear(x, w).sum().backward()
     key, kept = id(w), weakref.ref(module._kept[id(w)].quantized.bytes)
     del w
     gc.collect()
@@ -229,7 +259,7 @@ def test_one_x_is_quantised_once(monkeypatch, device):
     assert seen.count(x.shape) == 2
     del x, a, b
     gc.collect()
-    assert module._latest_rows.held is None
+    assert not _fp8_bytes._with
     before = tigon.fp8_linear(leaf, w)
     leaf.data.mul_(2)
     assert torch.equal(tigon.fp8_linear(leaf, w), 2 * before)

@@ -125,7 +125,7 @@ def wrong(call: calls.Call) -> Iterator[tuple[str, str, dict[str, Any]]]:
     good = call.draw()
     for name in inspect.signature(call.function).parameters:
         given = good.get(name)
-        if call is bare or name not in bare.draw():
+        if call.name == bare.name or name not in bare.draw():
             for what, value in values().items():
                 if not is_taken(call, name, value):
                     yield name, what, good | {name: value}

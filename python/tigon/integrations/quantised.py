@@ -47,7 +47,7 @@ def is_quantised(linear: nn.Module) -> bool:
 
 def peft_reads(linear: nn.Module) -> bool:
     """Whether PEFT dequantises the weight itself, where it needs more than the product."""
-    return _reader(linear) in (_bitsandbytes, _torchao)
+    return _reader(linear) in (_bitsandbytes, _by_itself)
 
 
 def has_library_forward(linear: nn.Module) -> bool:
@@ -66,7 +66,9 @@ def _reader(linear: nn.Module) -> Callable[[nn.Module], Made] | None:
         if "quantization_scheme" in vars(linear):
             return _compressed_tensors
         of = type(linear._parameters.get("weight"))
-        return _torchao if of not in _PLAIN and of.__module__.startswith("torchao.") else None
+        # torchao's weights and Tigon's Fp8Weight
+        itself = of not in _PLAIN and of.__module__.startswith(("torchao.", "tigon."))
+        return _by_itself if itself else None
     if kind.__module__.startswith("bitsandbytes."):
         return _bitsandbytes
     for base in kind.__mro__:
@@ -134,7 +136,7 @@ def _bitsandbytes(linear):
     return functools.partial(dequantize_bnb_weight, weight, state)
 
 
-def _torchao(linear):
+def _by_itself(linear):
     return linear.weight.dequantize
 
 

@@ -8,7 +8,7 @@ from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, once, raw
 from tigon.error import refuse
 from tigon.ops import rms_norm as norm
-from tigon.ops.arguments import check_booleans, check_float
+from tigon.ops.arguments import check_booleans, check_float, of_one_shape
 from tigon.ops.columns import check_sizes, columns_for
 from tigon.ops.in_place import check_apart, check_written
 
@@ -63,7 +63,13 @@ def _backward(ctx, dy, dh, _=None):
 
 _layout = Layout(rows=2, columns=1)
 _op = Op(
-    "add_rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=2, layout=_layout
+    "add_rms_norm",
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    results=2,
+    layout=_layout,
+    fp8=lambda inputs: inputs[2],
 )
 
 
@@ -123,8 +129,7 @@ def add_rms_norm(
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """
     op = "add_rms_norm"
-    both = isinstance(x, torch.Tensor) and isinstance(residual, torch.Tensor) and x.shape == residual.shape
-    if both and inplace is False and norm.are_usual(eps, offset, rounding):
+    if of_one_shape(x, residual) and inplace is False and norm.are_usual(eps, offset, rounding):
         results = _op.quick(x, residual, weight, eps, offset, norm.ROUNDINGS[rounding])
         if results is not None:
             return results

@@ -123,6 +123,12 @@ def check_float(op: str, name: str, x: object) -> None:
         _refuse_layout(op, name, x)
 
 
+def of_one_shape(x: object, y: object) -> bool:
+    """Whether both are tensors of the same sizes, which nested ones do not have."""
+    both = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
+    return both and not (x.is_nested or y.is_nested) and x.shape == y.shape
+
+
 def check_indices(op: str, name: str, x: object) -> None:
     """x must be a tensor of int64 or int32."""
     if not isinstance(x, torch.Tensor) or x.dtype not in (torch.int64, torch.int32):

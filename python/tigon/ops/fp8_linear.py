@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tigon import _op
+from tigon import _fp8_bytes, _op
 from tigon.error import check
 from tigon.ops.arguments import called, check_choice, check_dense, check_float
 
@@ -102,7 +102,7 @@ def _fake_linear(xq, xs, wq, ws, dtype, bias):
     return xq.new_empty(xq.shape[0], wq.shape[0], dtype=_DTYPES[dtype])
 
 
-def _fake_bwd(dy, xt, xs, x, wt, ws, need_dx, need_dweight, dweight_dtype):
+def _fake_bwd(dy, xt, xs, x, wt, ws, dyq, dys, need_dx, need_dweight, dweight_dtype):
     rows, columns = dy.shape[:-1].numel(), dy.shape[-1]
     inner = x.shape[-1] if x is not None else xt.shape[0] if need_dweight else wt.shape[0]
     dtype = _DTYPES[dweight_dtype]
@@ -114,6 +114,10 @@ def _fake_bwd(dy, xt, xs, x, wt, ws, need_dx, need_dweight, dweight_dtype):
 
 _quantize = _op.raw("fp8_quantize", _fake_quantize, "fp8_quantize")
 _transpose = _op.raw("fp8_transpose", _fake_transpose, "fp8_transpose")
+_quantize_transposed = _op.raw(
+    "fp8_quantize_transposed",
+    lambda x, scales: _fake_transpose(_fake_quantize(x, None)[0], None, None, None)[0],
+)
 _fwd = _op.raw("fp8_linear_fwd", _fake_linear)
 _bwd = _op.raw("fp8_linear_bwd", _fake_bwd)
 
@@ -132,18 +136,48 @@ def transpose(q: torch.Tensor) -> torch.Tensor:
 
 
 class Quantized:
-    """A weight in float8: what y is made with, and transposed what dx is."""
+    """A weight in float8: what y is made with, and transposed what dx is.
 
-    __slots__ = ("_transposed", "bytes", "scales")
+    One with `of`, a function that gives the weight, has bytes while a product reads them only. In the
+    backward they are made of the weight again, transposed, in one pass: as many bytes are moved, and no
+    memory is held while other layers run.
+    """
 
-    def __init__(self, weight: torch.Tensor):
-        self.bytes, self.scales = quantize_rows(weight)
-        self._transposed = None
+    __slots__ = ("_transposed", "bytes", "keeps_transposed", "of", "scales", "version")
+
+    def __init__(self, rows, scales, keeps_transposed: bool = True):
+        self.bytes, self.scales, self.keeps_transposed = rows, scales, keeps_transposed
+        self._transposed = self.of = None
+
+    @staticmethod
+    def make(weight: torch.Tensor, of: Callable | None = None, keeps_transposed: bool = True) -> Quantized:
+        made = Quantized(*quantize_rows(weight.detach()), keeps_transposed)
+        made.of, made.version = of, None if weight.is_inference() else weight._version
+        return made
+
+    def drop(self) -> None:
+        """Called when a product has read the bytes."""
+        if self.of is not None:
+            self.bytes = None
 
     def transposed(self) -> torch.Tensor:
-        if self._transposed is None:
-            self._transposed = transpose(self.bytes)
-        return self._transposed
+        if self._transposed is not None:
+            return self._transposed
+        if self.bytes is None:
+            weight = self.of()
+            if weight is None or weight._version != self.version:
+                raise RuntimeError(
+                    f"[{_OP}] weight must be what it was in the forward when the backward runs, got one that "
+                    "has been modified by an inplace operation"
+                )
+            return _quantize_transposed(weight.detach(), self.scales)
+        made = transpose(self.bytes)
+        if self.keeps_transposed and self.of is None:
+            self._transposed = made
+        return made
+
+    def map(self, function) -> Quantized:
+        return Quantized(function(self.bytes), function(self.scales), self.keeps_transposed)
 
 
 class _Kept:
@@ -151,13 +185,15 @@ class _Kept:
 
     Some write to a weight where no version tells of it, by ``.data``. What they use for that is the gradient,
     and they take it away or zero it: it is then not what the backwards since have made of it.
+    Bytes stay once several forwards of one step have read them (`shared`): microbatches, checkpointing. Those
+    of a frozen weight stay from the first on.
     """
 
-    __slots__ = ("_grad", "_version", "backwards", "key", "quantized", "weight")
+    __slots__ = ("_grad", "_version", "backwards", "key", "quantized", "shared", "weight")
 
-    def __init__(self, weight, key):
-        self.weight, self.key = weakref.ref(weight, _forgetter(id(weight))), key
-        self.quantized = Quantized(weight.detach())
+    def __init__(self, weight, key, shared):
+        self.weight, self.key, self.shared = weakref.ref(weight, _forgetter(id(weight))), key, shared
+        self.quantized = Quantized.make(weight, None if shared else weakref.ref(weight))
         self._look(weight.grad)
 
     def _look(self, grad):
@@ -190,32 +226,36 @@ def _count_step(*_) -> None:
     _steps += 1
 
 
-def _stream(t: torch.Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(t.device.index) if t.is_cuda else 0
-
-
 def forget_weights(weights: Iterable[torch.Tensor]) -> None:
     """Drop the bytes of these weights: the next call makes them anew."""
     for weight in weights:
         _kept.pop(id(weight), None)
 
 
-def quantized_weight(weight: torch.Tensor, reuse: bool) -> Quantized:
+def quantized_weight(weight: torch.Tensor, reuse: bool, frozen: bool = False) -> Quantized:
     """A weight's bytes, those of the last call if it is known to be the same.
 
     Known is a weight by its version, its memory, the number of optimizer steps, and by its gradient. A frozen
-    one has none that would tell of a merge into its ``.data``.
+    one has none that would tell of a merge into its ``.data``: with `frozen` the caller tells of it, by
+    `forget_weights`.
     """
     global _hook
-    trained = weight.requires_grad and weight.is_leaf and not weight.is_meta
+    pack = getattr(weight, "pack", None)  # of a weight that is in float8
+    if pack is not None:
+        return pack()
+    trained = (weight.requires_grad or frozen) and weight.is_leaf and not weight.is_meta
     if not (reuse and trained) or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return Quantized(weight.detach())
+        return Quantized.make(weight)
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_count_step)
-    key = weight._version, weight.data_ptr(), _steps, _stream(weight)
+    steps = _steps if weight.requires_grad else -1
+    key = weight._version, weight.data_ptr(), steps, _fp8_bytes.stream_of(weight)
     kept = _kept.get(id(weight))
-    if kept is None or not kept.is_of(weight, key):
-        kept = _kept[id(weight)] = _Kept(weight, key)
+    same = kept is not None and kept.is_of(weight, key)
+    if not same or kept.quantized.bytes is None:
+        known = kept is not None and kept.weight() is weight and kept.shared
+        shared = same or known or not weight.requires_grad
+        kept = _kept[id(weight)] = _Kept(weight, key, shared)
     return kept.quantized
 
 
@@ -232,7 +272,7 @@ class _Latest:
         self.make, self.held = make, None
 
     def __call__(self, x):
-        held, known = self.held, (x._version, _stream(x))
+        held, known = self.held, (x._version, _fp8_bytes.stream_of(x))
         if held is not None and held[0]() is x and held[1] == known:
             return held[2]
         made = self.make(x)
@@ -245,12 +285,20 @@ class _Latest:
             self.held = None
 
 
-_latest_rows, _latest_transposed = _Latest(lambda x: quantize_rows(x.detach())), _Latest(transpose)
+_latest_transposed = _Latest(transpose)
 
 
-def _rows(x):
+def rows_of(x):
     """Its bytes. A leaf may be a buffer that is filled anew, by a replayed graph or by ``.data``."""
-    return quantize_rows(x.detach()) if x.grad_fn is None else _latest_rows(x)
+    _fp8_bytes.on = True
+    if x.grad_fn is None:
+        return quantize_rows(x.detach())
+    found = _fp8_bytes.get(x)
+    if found is None:
+        _fp8_bytes.want(x)
+        found = quantize_rows(x.detach())
+        _fp8_bytes.put(x, *found)
+    return found
 
 
 # --- autograd -----------------------------------------------------------------------------------
@@ -274,16 +322,18 @@ def _setup_context(ctx, inputs, output):
         wq = ws = None
     elif not need_x:
         wq = None
-    ctx.weight = weakref.ref(weight) if ctx.made is not None else None
+    if ctx.made is not None:  # what producers of x and of dy look for
+        ctx.fp8_weight, ctx.fp8_factors = weakref.ref(weight), (ctx.made.scales,)
     ctx.save_for_backward(x, xq, xs, wq, ws)
 
 
 def _backward(ctx, dy):
     x, xq, xs, wq, ws = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-    made, wt, xt = ctx.made, None, None
+    made, wt, xt, dyq, dys = ctx.made, None, None, None, None
     if made is not None:
         ws = made.scales
+        dyq, dys = _fp8_bytes.take(dy, ws)
     if need_x:
         wt = transpose(wq) if made is None else made.transposed()
     if need_w and xq is not None:
@@ -292,9 +342,9 @@ def _backward(ctx, dy):
         x = x.to(dy.dtype)
     dx = dweight = dbias = None
     if need_x or need_w:
-        dx, dweight = _bwd(dy, xt, xs, x, wt, ws, need_x, need_w, _DTYPES.index(ctx.dtypes[0]))
+        dx, dweight = _bwd(dy, xt, xs, x, wt, ws, dyq, dys, need_x, need_w, _DTYPES.index(ctx.dtypes[0]))
         dx = dx.view(ctx.shape) if need_x else None
-    if ctx.weight is not None and need_w and (weight := ctx.weight()) is not None:
+    if made is not None and need_w and (weight := ctx.fp8_weight()) is not None:
         _count_backward(weight)
     if need_bias:
         dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.dtypes[1])
@@ -314,22 +364,24 @@ class _Function(torch.autograd.Function):
 _transformed = _op.transformable(_OP, _OP, _forward, _setup_context, _backward)
 
 
-def apply(x, weight, bias, dw: str, reuse: bool):
+def apply(x, weight, bias, dw: str, reuse: bool, frozen: bool = False, gathered: bool = False):
     """The map. Arguments have been checked.
 
     Args:
-        reuse: the weight's bytes may be those of an earlier call.
+        reuse, frozen: as in `quantized_weight`.
+        gathered: the weight exists only while it is gathered: each pass makes the bytes, and none are kept.
     """
     if _op._is_compiling() or _op._is_transformed():
         xq, xs = quantize_rows(x.detach())
         wq, ws = quantize_rows(weight.detach())
         function = _Function.apply if _op._is_compiling() else _transformed
         return function(x, weight, bias, xq, xs, wq, ws, None, dw)
-    made = quantized_weight(weight, reuse)
-    xq, xs = _rows(x)
-    if not _op._is_grad_enabled():
-        return _forward(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
-    return _Function.apply(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
+    made = Quantized.make(weight, lambda: weight) if gathered else quantized_weight(weight, reuse, frozen)
+    xq, xs = rows_of(x)
+    run = _Function.apply if _op._is_grad_enabled() else _forward
+    y = run(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
+    made.drop()
+    return y
 
 
 @called()
@@ -339,9 +391,9 @@ def fp8_linear(
     """``F.linear(x, weight, bias)`` with products of float8: a scale, a power of two, for each row.
 
     x and the weight are quantised once, by rows; the backward multiplies the upstream gradient with the same
-    bytes, transposed. Parameters and results keep their dtypes. A weight's bytes are kept while gradients are
-    recorded and nothing has changed it, so that microbatches share them. Kept for the backward: x in a byte
-    an element and a number a row.
+    bytes, transposed. Parameters and results keep their dtypes. A weight's bytes are kept where several calls
+    read them while gradients are recorded and nothing has changed it, so that microbatches share them. Kept
+    for the backward: x in a byte an element and a number a row.
 
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tigon import _fp8_bytes
 from tigon._dtensor import Layout
-from tigon._op import Op, has_kernel, may_overwrite_saved, only_graph_holds, raw
+from tigon._load import native
+from tigon._op import Op, caller, has_kernel, may_overwrite_saved, only_graph_holds, raw
 from tigon.error import check, refuse
-from tigon.ops.arguments import check_choice, check_float, check_numbers, check_positive
+from tigon.ops.arguments import check_choice, check_float, check_numbers, check_positive, of_one_shape
 
 _KINDS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_oai": 4, "swiglu_clamped": 6}
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -49,6 +51,9 @@ def _fake_bwd(dy, gate, up, kind, gate_multiplier, down_multiplier, alpha, limit
 
 _bwd = raw("glu_bwd", _fake_bwd)
 _bwd_in_place = raw("glu_bwd_in_place", lambda *_: None, "glu")
+_bwd_fp8, _bwd_fp8_in_place = (
+    caller("glu_bwd", native(name)) for name in ("glu_bwd_fp8", "glu_bwd_fp8_in_place")
+)
 
 
 def _setup_context(ctx, inputs, output):
@@ -65,6 +70,16 @@ def _backward(ctx, dy):
         in_place = all(ctx.needs_input_grad[: len(saved)]) and may_overwrite_saved(saved)
         in_place = in_place and only_graph_holds(saved) and all(t.is_contiguous() for t in saved)
         gate, up = saved if len(saved) == 2 else (*saved, None)
+        factors = _fp8_bytes.factors_of(ctx) if up is not None and all(ctx.needs_input_grad[:2]) else ()
+        if factors:
+            if in_place:
+                made = _bwd_fp8_in_place(dy, gate, up, *ctx.options, *factors)
+                dgate, dup = gate.detach(), up.detach()
+            else:
+                dgate, dup, *made = _bwd_fp8(dy, gate, up, *ctx.options, True, True, *factors)
+            _fp8_bytes.put(dgate, *made[:2], factors[0])
+            _fp8_bytes.put(dup, *made[2:], factors[1])
+            return dgate, dup, None, None, None, None, None
         if in_place:
             _bwd_in_place(dy, gate, up, *ctx.options)
             return gate.detach(), None if up is None else up.detach(), None, None, None, None, None
@@ -75,13 +90,20 @@ def _backward(ctx, dy):
 
 
 _layout = Layout(rows=2, elementwise=True)
-_op = Op("glu", fake=_fake, setup_context=_setup_context, backward=_backward, layout=_layout)
+_op = Op(
+    "glu",
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    layout=_layout,
+    fp8=lambda inputs: _fp8_bytes.weight_behind(inputs[0]),
+)
 
 
 def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_ALPHA, limit=_LIMIT):
     """Check, choose between kernel and reference, run. `op` is the public name."""
     options = _KINDS[kind], gate_multiplier, down_multiplier, alpha, limit
-    if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor) and gate.shape == up.shape:
+    if of_one_shape(gate, up):
         y = _op.quick(gate, up, *options)
         if y is not None:
             return y

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from tigon import _op
+from tigon import _fp8_bytes, _op
 from tigon._load import native
 from tigon.error import Error, check, refuse
+from tigon.ops import fp8_linear
 from tigon.ops.arguments import called, check_dense, check_float, check_numbers, check_stored, kind_of
 from tigon.ops.loss_head.operands import autocast
 from tigon.ops.philox import seed_of, words_of_matrix
@@ -22,10 +24,16 @@ _OP = "lora_linear"
 
 
 class Base(NamedTuple):
-    """A frozen linear map: its weight, or a function that makes it in each pass, and its bias."""
+    """A frozen linear map: its weight, or a function that makes it in each pass, and its bias.
+
+    With `quantised`, a function that gives the weight in float8, the matmuls are those of `fp8_linear`. A
+    `gathered` weight exists only while it is gathered.
+    """
 
     weight: torch.Tensor | Callable[[], torch.Tensor]
     bias: torch.Tensor | None = None
+    quantised: Callable[[], fp8_linear.Quantized] | None = None
+    gathered: bool = False
 
 
 class Adapter(NamedTuple):
@@ -45,10 +53,10 @@ def dropout_factors(shape: tuple[int, int], p: float, seed: torch.Tensor, stream
     return (words >= int(p * 2**32)).double() / (1 - p)
 
 
-def reference(x, bases, adapters, seed=None):
+def reference(x, bases, adapters, seed=None, linear=F.linear):
     """Compute the same formula with PyTorch operations (any float dtype, any device)."""
     rows = x.reshape(-1, x.shape[-1])
-    ys = [F.linear(rows, weight, bias) for weight, bias in bases]
+    ys = [linear(rows, base.weight, base.bias) for base in bases]
     for i, (base, a, b, scale, p) in enumerate(adapters):
         dropped = rows
         if p > 0:
@@ -71,6 +79,8 @@ class Layout:
     options: tuple  # the operator's: the linear of each adapter, then of each bias; scales; dropouts
     makers: Sequence[Callable | None] = ()  # functions that make a weight for the forward or the backward
     dora: bool = False  # an adapter and no bias for each weight; the magnitudes are the last tensors
+    quantised: Sequence[Callable] = ()  # functions that give the weights in float8, of none or of all
+    gathered: bool = False  # they are called in each pass
 
     @property
     def adapters(self) -> int:
@@ -82,6 +92,12 @@ class Layout:
             return tensors
         made = [t if make is None else make() for make, t in zip(self.makers, tensors, strict=False)]
         return (*made, *tensors[self.count :])
+
+    def operands(self, tensors, made):
+        """The tensors, with the weights of this call: made by the makers, or the bytes of `made`."""
+        if not self.quantised:
+            return self.dense(tensors)
+        return (*(weight.bytes for weight in made), *tensors[self.count :])
 
 
 def _constant(layout, need_x, needs, ys) -> list:
@@ -101,7 +117,7 @@ def _split_adapters(tensors, scales) -> tuple:
     return tensors[len(tensors) - 2 * each : len(tensors) - each], tensors[len(tensors) - each :]
 
 
-def _fake(x, tensors, linears, scales, dropouts, seed, t, only_t):
+def _fake(x, tensors, linears, scales, dropouts, seed, t, only_t, fp8):
     a, _ = _split_adapters(tensors, scales)
     weights = tensors[: len(tensors) - len(linears) - len(scales)]
     rows, columns = x.shape[:-1].numel(), sum(_columns(m.shape[0]) for m in a)
@@ -109,7 +125,7 @@ def _fake(x, tensors, linears, scales, dropouts, seed, t, only_t):
     return [*ys, x.new_empty(rows, columns) if t is None else x.new_empty(0)]
 
 
-def _fake_bwd(dy, x, tensors, t, linears, scales, dropouts, seed, need_x, need_a, need_b):
+def _fake_bwd(dy, x, tensors, t, linears, scales, dropouts, seed, need_x, need_a, need_b, fp8):
     a, b = _split_adapters(tensors, scales)
     dtype = x.dtype if a and a[0].dtype == x.dtype else torch.float32
     empty = x.new_empty(0)
@@ -128,9 +144,12 @@ _eager = _op.caller(_OP, native(f"{_OP}_fwd"))
 _eager_bwd = _op.caller(_OP, native(f"{_OP}_bwd"))
 
 
-def _save(ctx, layout, x, seed, t, tensors, recompute=None, save=None):
+def _save(ctx, layout, x, seed, t, tensors, recompute=None, save=None, made=()):
     """Save tensors for the backward; with `recompute`, which computes x again, x is not kept."""
-    ctx.layout, ctx.recompute = layout, recompute
+    ctx.layout, ctx.recompute, ctx.made = layout, recompute, None if layout.gathered else made
+    if ctx.made:  # what producers of x and of the results' gradients look for
+        ctx.fp8_factors = [weight.scales for weight in made] if ctx.needs_input_grad[2] else None
+        ctx.fp8_weight = weakref.ref(made[0].scales)
     (save or ctx.save_for_backward)(x if recompute is None else None, seed, t, *tensors)
     ctx.set_materialize_grads(False)
 
@@ -150,13 +169,21 @@ def _gradients(ctx, dys, need_x, needs):
     first_b = len(tensors) - each
     first_a = first_b - each
     wanted = need_x, True in needs[first_a:first_b], True in needs[first_b:]
-    dense = layout.dense(tensors)
+    made = [quantised() for quantised in layout.quantised] if ctx.made is None else ctx.made
+    dense = layout.operands(tensors, made)
+    fp8 = [weight.scales for weight in made]
+    if made and need_x:
+        keeps = not layout.gathered
+        fp8 += [w.transposed() if keeps and w.keeps_transposed else None for w in made]
+        pairs = zip(dys, made, strict=True)
+        found = [(None, None) if dy is None else _fp8_bytes.take(dy, w.scales) for dy, w in pairs]
+        fp8 += [q for q, _ in found] + [s for _, s in found]
     if _op._is_compiling():
-        dx, da, *db = _bwd(dys, x, dense, t, *layout.options, seed, *wanted)
+        dx, da, *db = _bwd(dys, x, dense, t, *layout.options, seed, *wanted, [])
     elif _op._is_transformed():
         dx, da, *db = _bwd_transformed(layout, *wanted, x, seed, t, *dys, *dense)
     else:
-        dx, da, *db = _eager_bwd(dys, x, dense, t, *layout.options, seed, *wanted)
+        dx, da, *db = _eager_bwd(dys, x, dense, t, *layout.options, seed, *wanted, fp8)
     if True in needs[:first_a]:
         for i, at in enumerate((*range(layout.count), *linears[each:])):
             if needs[i] and dys[at] is not None:
@@ -185,7 +212,7 @@ def _adapter_gradients(layout, adapters, needs, dys, da, db) -> list:
 
 def _backward_products(layout, need_x, need_a, need_b, x, seed, t, *tensors):
     dys, tensors = tensors[: layout.count], tensors[layout.count :]
-    return tuple(_eager_bwd(dys, x, tensors, t, *layout.options, seed, need_x, need_a, need_b))
+    return tuple(_eager_bwd(dys, x, tensors, t, *layout.options, seed, need_x, need_a, need_b, []))
 
 
 _bwd_transformed = _op.transformable(
@@ -197,7 +224,7 @@ _bwd_transformed = _op.transformable(
 
 
 def _setup_operator(ctx, inputs, output):
-    x, tensors, *options, seed, _, _ = inputs
+    x, tensors, *options, seed, _, _, _ = inputs
     layout = Layout(len(tensors) - len(options[0]) - len(options[1]), tuple(options))
     need_x, *needs = ctx.needs_input_grad  # flat here, unlike in the backward
     constant = _constant(layout, need_x, needs[: len(tensors)], output[:-1])
@@ -208,7 +235,7 @@ def _setup_operator(ctx, inputs, output):
 def _backward_operator(ctx, dys):
     # PyTorch treats an empty list of numbers as a list of tensors.
     options = (None if option else [] for option in ctx.layout.options)
-    return *_gradients(ctx, dys, *ctx.needs_input_grad[:2]), *options, None, None, None
+    return *_gradients(ctx, dys, *ctx.needs_input_grad[:2]), *options, None, None, None, []
 
 
 torch.library.register_autograd(
@@ -219,12 +246,16 @@ torch.library.register_autograd(
 # --- as a function of single tensors: eager, and under the transforms of torch.func -----------
 
 
-def _products(x, tensors, options, seed, t=None, only_t=False):
-    return tuple(_eager(x, tensors, *options, seed, t, only_t))
+def _products(x, tensors, options, seed, t=None, only_t=False, made=()):
+    fp8 = [weight.scales for weight in made]
+    if made and not only_t:
+        fp8 += fp8_linear.rows_of(x)
+    return tuple(_eager(x, tensors, *options, seed, t, only_t, fp8))
 
 
 def _forward(layout, recompute, x, seed, *tensors):
-    return _products(x, layout.dense(tensors), layout.options, seed)
+    made = [quantised() for quantised in layout.quantised]
+    return _products(x, layout.operands(tensors, made), layout.options, seed, made=made)
 
 
 def _setup_function(ctx, inputs, output):
@@ -263,10 +294,11 @@ _ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layout, recompute, x, seed, *tensors):
-        dense, needs = layout.dense(tensors), ctx.needs_input_grad
+        made, needs = [quantised() for quantised in layout.quantised], ctx.needs_input_grad
+        dense = layout.operands(tensors, made)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            *ys, t = _products(x, dense, layout.options, seed)
-            _save(ctx, layout, x, seed, t, tensors, recompute)
+            *ys, t = _products(x, dense, layout.options, seed, made=made)
+            _save(ctx, layout, x, seed, t, tensors, recompute, made=made)
             ctx.mark_non_differentiable(*_constant(layout, needs[2], needs[4:], ys))
             return tuple(ys)
 
@@ -275,9 +307,9 @@ class _Function(torch.autograd.Function):
                 ctx.kept = _Saved.apply(_ANCHOR, *kept)  # the result, which holds the node
 
         # A checkpoint recomputes a layer only until all saved tensors exist, so it skips the last GEMMs.
-        (t,) = _products(x, dense, layout.options, seed, only_t=True)
-        _save(ctx, layout, x, seed, t, tensors, save=save)
-        ys = _products(x, dense, layout.options, seed, t)[:-1]
+        (t,) = _products(x, dense, layout.options, seed, only_t=True, made=made)
+        _save(ctx, layout, x, seed, t, tensors, save=save, made=made)
+        ys = _products(x, dense, layout.options, seed, t, made=made)[:-1]
         ctx.mark_non_differentiable(*_constant(layout, needs[2], needs[4:], ys))
         return ys
 
@@ -293,8 +325,12 @@ def prepare(bases: Sequence[Base], adapters: Sequence[Adapter], magnitudes=()) -
     linears, a, b, scales, dropouts = map(list, zip(*adapters, strict=True)) if adapters else ([],) * 5
     makers = [None if isinstance(base.weight, torch.Tensor) else base.weight for base in bases]
     weights = [base.weight if make is None else None for base, make in zip(bases, makers, strict=True)]
+    quantised = [base.quantised for base in bases if base.quantised is not None]
+    if quantised:
+        makers, weights = (), [None] * len(bases)
     options = linears + biased, scales, dropouts
-    layout = Layout(len(bases), options, makers if any(makers) else (), len(magnitudes) > 0)
+    layout = Layout(len(bases), options, makers if any(makers) else (), len(magnitudes) > 0, quantised)
+    layout.gathered = any(base.gathered for base in bases)
     return layout, (*weights, *(bases[i].bias for i in biased), *a, *b, *magnitudes)
 
 
@@ -313,7 +349,7 @@ def apply(x, layout: Layout, tensors: tuple, seed=None, recompute=None) -> tuple
     if forward_ad._current_level >= 0:  # operators do not look into lists
         _op.refuse_tangents(_OP, (x, *tensors))
     if _op._is_compiling():
-        return tuple(_registered(x, list(tensors), *layout.options, seed, None, False)[:-1])
+        return tuple(_registered(x, list(tensors), *layout.options, seed, None, False, [])[:-1])
     if _op._is_transformed():
         return _transformed(layout, None, x, seed, *tensors)[:-1]
     if layout.dora:
@@ -385,7 +421,7 @@ class _DoraFunction(torch.autograd.Function):
             for w, f in zip(layout.dense(weights), factors, strict=True)
         ]
         wanted = needs[2], True in needs[3 + n : 3 + 2 * n], True in needs[3 + 2 * n : 3 + 3 * n]
-        dx, da, *db = _eager_bwd(dys, x, (*weights, *a, *scaled_b), t, *layout.options, None, *wanted)
+        dx, da, *db = _eager_bwd(dys, x, (*weights, *a, *scaled_b), t, *layout.options, None, *wanted, [])
         if wanted[2]:
             db = [scale_rows(g, f, g) for g, f in zip(db, factors, strict=True)]
         dmagnitudes = [
@@ -495,7 +531,7 @@ def _of_checked(x, bases, adapters, dropout, seed):
     seed = seed_of(_OP, seed, x) if dropout > 0 else None
     if not _op.has_kernel(_OP, x, *(t for _, a, b, *_ in adapters for t in (a, b))):
         for base in bases:
-            for name, t in base._asdict().items():
+            for name, t in (("weight", base.weight), ("bias", base.bias)):
                 if t is not None:
                     check_stored(_OP, name, t)
         return reference(x, bases, adapters, seed)

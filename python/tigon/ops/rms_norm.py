@@ -57,7 +57,7 @@ def _fake(x, weight, eps, offset, rounding):
     return y, x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
 
 
-_op = paired("rms_norm", _fake, results=1, layout=Layout(rows=1, columns=1))
+_op = paired("rms_norm", _fake, results=1, layout=Layout(rows=1, columns=1), fp8=lambda inputs: inputs[1])
 
 
 def column_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

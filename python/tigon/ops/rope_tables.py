@@ -94,7 +94,7 @@ def are_usual(q, k, cos, sin, head_dim) -> bool:
     """Whether the operators check themselves what is left to check, with no options: constant real tables,
     and heads of one number of dimensions that are not empty."""
     for t in (q, cos, sin) if k is None else (q, k, cos, sin):
-        if not isinstance(t, torch.Tensor):
+        if not isinstance(t, torch.Tensor) or t.is_nested:
             return False
     if cos.requires_grad or sin.requires_grad or type(head_dim) is not int or head_dim < 0:
         return False
@@ -175,7 +175,8 @@ def takes_reference(op, q, k, cos, sin, positions, *weights, fits: bool = True) 
     differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
     if known and not (differentiable and torch.is_grad_enabled()):
         return False
-    for name, x in (("cos", cos), ("sin", sin)):
+    names = "cos", "sin", "q", "k", "q_weight", "k_weight"
+    for name, x in zip(names, (cos, sin, q, k, *weights), strict=False):
         if x is not None:
             arguments.check_stored(op, name, x)
     if positions is not None:

@@ -116,8 +116,14 @@ inline cudaError_t cudaGetLastError() { return std::exchange(emulator::last_erro
 inline cudaError_t cudaGetDevice(int* device) { return *device = emulator::device, cudaSuccess; }
 inline cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+namespace emulator {
+// Allows launches of a kernel with more than 48 KiB of dynamic shared memory.
+void allow_shared(const void* entry, int bytes);
+}  // namespace emulator
 template <class K>
-cudaError_t cudaFuncSetAttribute(K, cudaFuncAttribute, int) {
+cudaError_t cudaFuncSetAttribute(K entry, cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize)
+    emulator::allow_shared(reinterpret_cast<const void*>(entry), value);
   return cudaSuccess;
 }
 template <class K>

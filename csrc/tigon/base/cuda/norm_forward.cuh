@@ -11,8 +11,9 @@
 namespace tigon::cuda {
 namespace norm_detail {
 
-// Each CTA takes a group of kConfig.rows_per_block vectorized rows.
-template <class F, class W, class Y, int N, class Config>
+// Each CTA takes a group of kConfig.rows_per_block vectorized rows. With kBytes it has one row, whose results
+// stay in registers until the largest is known.
+template <class F, class W, class Y, int N, class Config, bool kBytes = false>
 __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) void forward_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   constexpr RowConfig kConfig = Config::value;
@@ -44,6 +45,8 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
       center, mean, rstd);
   if (!row.live) return;
   if (Tile::thread() == 0) row.save_statistics(mean, rstd);
+  Vec<Y, N> results[kBytes ? kConfig.vecs_per_thread : 1];
+  uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kConfig.vecs_per_thread; ++i) {
     // CTAs of several rows run without this branch.
@@ -51,7 +54,21 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
     if constexpr (!kLoadParamsEarly) row.load_params(Tile::column(i), w[i]);
     row.finish_params(w[i]);
     if constexpr (kConfig.vecs_per_thread > (F::kSubtractMean ? 4 : 2)) row.hide_inputs(in[i]);
-    row.write(Tile::column(i), in[i], w[i], center[i], rstd);
+    const Vec<Y, N> y = row.write(Tile::column(i), in[i], w[i], center[i], rstd);
+    if constexpr (kBytes) {
+      results[i] = y;
+#pragma unroll
+      for (int j = 0; j < N; ++j) raise_e4m3(largest, y[j]);
+    }
+  }
+  if constexpr (kBytes) {
+    __shared__ uint32_t largest_slots[32];
+    const float inverse = finish_e4m3(p.bytes, row.row, largest, largest_slots);
+    uint8_t* q = p.bytes.q + row.row * p.bytes.stride;
+#pragma unroll
+    for (int i = 0; i < kConfig.vecs_per_thread; ++i)
+      if (row.view.has(Tile::column(i)))
+        store_e4m3(q + Tile::column(i), hide_from_compiler(results[i], p.opaque_zero), inverse);
   }
 }
 
@@ -151,6 +168,12 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
                     .shared = size_t(plan.shared),
                     .pdl = true};
   const auto registers = [&]<RowConfig kConfig>() {
+    if constexpr (kWritesBytes<F, W, Y> && kConfig.threads_per_row == 0)
+      if (p.bytes.q != nullptr && p.bytes.takes_vectors()) {
+        *p.bytes.written = true;
+        entry = entry_of(forward_kernel<F, W, Y, kTraits.vec_size(), ConfigType<kConfig>, true>);
+        return;
+      }
     entry = entry_of(forward_kernel<F, W, Y, kTraits.vec_size(), ConfigType<kConfig>>);
   };
   switch (plan.kernel) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "tigon/base/cuda/aligned_row.cuh"
+#include "tigon/base/cuda/e4m3.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/norm_plan.h"
 #include "tigon/base/cuda/row_reduce.cuh"
@@ -30,6 +31,8 @@ struct NormForward {
   int64_t residual_out_stride, y_stride;
   // Hold one number per row and group; mean only if F::kSubtractMean. Null if not wanted.
   float *rstd, *mean;
+  // Receive the rows of y in float8 too, where kWritesBytes; without q they are not wanted.
+  ByteRows bytes = {};
   int64_t rows, cols;
   int groups = 1;
   float eps;
@@ -44,6 +47,12 @@ struct NormForward {
 };
 
 namespace norm_detail {
+
+// Tells of a formula whether rows of bf16 can be written in float8 too, by the kernel that has a CTA per row.
+template <class F, class W, class Y>
+constexpr bool kWritesBytes =
+    requires { typename F::WritesBytes; } && std::is_same_v<typename F::Element, __nv_bfloat16> &&
+    std::is_same_v<W, __nv_bfloat16> && std::is_same_v<Y, __nv_bfloat16>;
 
 // The looped kernels use these. Two CTAs per SM keep all CTAs of a few long rows resident.
 constexpr int kLoopThreads = 512, kLoopBlocks = 2;
@@ -250,10 +259,10 @@ struct ForwardRow {
       view.store(residual_out(), c, vecs[0]);
     }
   }
-  // params are those of the column, or what they fold to.
+  // params are those of the column, or what they fold to. Returns what is written.
   template <class P, int K>
-  __device__ __forceinline__ void write(Column c, const Inputs& vecs, const Vec<P, N> (&params)[K],
-                                        float mean, float rstd) const {
+  __device__ __forceinline__ Vec<Y, N> write(Column c, const Inputs& vecs, const Vec<P, N> (&params)[K],
+                                             float mean, float rstd) const {
     float h[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -271,6 +280,7 @@ struct ForwardRow {
     Vec<Y, N> out;
     out.set(h);
     view.store_if_valid(y, c, out);
+    return out;
   }
 
   // Returns sum / cols with one correction step, which is exact if the quotient is an fp32 number.

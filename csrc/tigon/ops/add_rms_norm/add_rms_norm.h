@@ -28,6 +28,7 @@ struct AddRmsNormFwd {
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
+  RowBytes bytes;  // of y
 
   void fields(Fields& f) {
     f.rows("x", x);

@@ -30,6 +30,7 @@ void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
                 .residual_out_stride = a.h.stride,
                 .y_stride = a.y.stride,
                 .rstd = a.rstd.as<float>(),
+                .bytes = byte_rows(a.bytes),
                 .rows = a.x.rows,
                 .cols = a.x.cols,
                 .eps = a.eps});

@@ -6,6 +6,8 @@
 namespace tigon {
 
 TIGON_DEFINE_ENTRY(fp8_quantize, Fp8Quantize, "fp8_quantize", "fp8_quantize", none)
+TIGON_DEFINE_ENTRY(fp8_quantize_transposed, Fp8QuantizeTransposed, "fp8_quantize_transposed",
+                   "fp8_quantize_transposed", none)
 TIGON_DEFINE_ENTRY(fp8_transpose, Fp8Transpose, "fp8_transpose", "fp8_transpose", none)
 
 namespace {
@@ -35,17 +37,22 @@ void fp8_linear_fwd(Context& ctx, const Fp8LinearFwd& args) {
                 .b_scales = a.ws,
                 .bias = a.bias,
                 .c = a.y,
-                .fast_sums = true});
+                .fast_sums = true,
+                .add = a.add});
 }
 
 void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& args) {
   const Fp8LinearBwd a = checked("fp8_linear_bwd", ctx, args);
   const bool quantized = a.need_dweight && !a.x.data;
-  const Matrix dyq = bytes(ctx, a.dy.rows, a.dy.cols);
-  const Vector dys = floats(ctx, a.dy.rows);
+  Matrix dyq = a.dyq;
+  Vector dys = a.dys;
   const Vector ones = a.need_dx || quantized ? ones_of(ctx, a.need_dx ? a.wt.rows : a.xt.rows) : Vector{};
-  if (a.need_dx || quantized) fp8_quantize(ctx, {.x = a.dy, .column_factors = a.ws, .q = dyq, .scales = dys});
-  if (a.need_dx) product(ctx, {.a = dyq, .a_scales = dys, .b = a.wt, .b_scales = ones, .c = a.dx});
+  if ((a.need_dx || quantized) && !dyq.data) {
+    dyq = bytes(ctx, a.dy.rows, a.dy.cols), dys = floats(ctx, a.dy.rows);
+    fp8_quantize(ctx, {.x = a.dy, .column_factors = a.ws, .q = dyq, .scales = dys});
+  }
+  if (a.need_dx)
+    product(ctx, {.a = dyq, .a_scales = dys, .b = a.wt, .b_scales = ones, .c = a.dx, .add = a.add});
   if (quantized) {
     const Matrix dyt = bytes(ctx, a.dy.cols, fp8_columns(a.dy.rows));
     const Vector dyc = floats(ctx, a.dy.cols);

@@ -38,6 +38,7 @@ struct Fp8LinearFwd {
   Vector ws;
   Vector bias;  // empty if absent
   Matrix y;
+  bool add = false;  // y is added to, in C++ calls
 
   void fields(Fields& f) {
     f.input("xq", xq, xq.rows, xq.cols, DType::e4m3);
@@ -60,10 +61,14 @@ struct Fp8LinearBwd {
   Matrix wt;  // may be absent without need_dx
   // May be absent if x is given and need_dx is not.
   Vector ws;
+  // The rows of dy ws; made here if absent.
+  Matrix dyq;
+  Vector dys;
   bool need_dx = true;
   bool need_dweight = true;
   Matrix dx;
   Matrix dweight;
+  bool add = false;  // dx is added to, in C++ calls
 
   void fields(Fields& f) {
     f.rows("dy", dy);
@@ -72,6 +77,9 @@ struct Fp8LinearBwd {
     f.optional("x", x, dy.rows, x.cols, dy.dtype);
     f.optional("wt", wt, wt.rows, dy.cols, DType::e4m3);
     f.optional("ws", ws, dy.cols, DType::f32);
+    f.optional("dyq", dyq, dy.rows, dy.cols, DType::e4m3);
+    f.optional("dys", dys, dy.rows, DType::f32);
+    f.require(bool(dyq.data) == bool(dys), "dys must be there where dyq is");
     f.option("need_dx", need_dx);
     f.option("need_dweight", need_dweight);
     f.option("dweight_dtype", dweight.dtype);
@@ -92,7 +100,7 @@ struct Fp8LinearBwd {
 TIGON_API void fp8_linear_fwd(Context& ctx, const Fp8LinearFwd& a);
 TIGON_API void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& a);
 
-// Computes c = a_scales b_scales (a b^T), with the scales by row of a and of b.
+// Computes c = a_scales b_scales (a b^T), with the scales by row of a and of b, or adds that.
 struct Fp8Product {
   Matrix a;
   Vector a_scales;
@@ -101,6 +109,7 @@ struct Fp8Product {
   Vector bias;  // by column of c; empty if absent
   Matrix c;
   bool fast_sums = false;
+  bool add = false;
 };
 namespace cpu {
 void fp8_product(Context& ctx, const Fp8Product& p);

@@ -53,7 +53,7 @@ void fp8_product(Context& ctx, const Fp8Product& p) {
     for_each_row(ctx, p.c.rows, [&](int64_t r) {
       for (int64_t c = 0; c < p.c.cols; ++c) {
         T& y = p.c.row<T>(r)[c];
-        y = from_float<T>(sums[r * p.c.cols + c]);
+        y = from_float<T>(sums[r * p.c.cols + c] + (p.add ? to_float(y) : 0.0f));
         if (p.bias) y = from_float<T>(to_float(y) + at(p.bias, c, 0.0f));
       }
     });

@@ -58,6 +58,7 @@ void fp8_product(Context& ctx, const Fp8Product& p) {
             .ldc = p.c.stride,
             .ab_dtype = DType::e4m3,
             .c_dtype = p.c.dtype,
+            .beta = float(p.add),
             .a_scales = p.a_scales.as<float>(),
             .b_scales = p.b_scales.as<float>(),
             .fast_sums = p.fast_sums});

@@ -17,8 +17,8 @@
 // Aliasing    none
 // Determinism bitwise, on all devices: maxima do not depend on an order; a row's bytes and scale follow from
 //             the row only
-// Traffic     fp8_quantize: x read, a byte an element written. fp8_transpose: a byte read and one written;
-//             with factors one more read
+// Traffic     fp8_quantize: x read, a byte an element written; fp8_quantize_transposed too. fp8_transpose: a
+//             byte read and one written; with factors one more read
 // Refused     sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
@@ -64,7 +64,21 @@ struct Fp8Transpose {
   }
 };
 
+// The transposed bytes of rows whose scales are known from fp8_quantize.
+struct Fp8QuantizeTransposed {
+  Matrix x;
+  Vector scales;
+  Matrix qt;
+
+  void fields(Fields& f) {
+    f.rows("x", x);
+    f.input("scales", scales, x.rows, DType::f32);
+    f.result("qt", qt, x.cols, fp8_columns(x.rows), DType::e4m3);
+  }
+};
+
 TIGON_API_ENTRY(fp8_quantize, Fp8Quantize)
+TIGON_API_ENTRY(fp8_quantize_transposed, Fp8QuantizeTransposed)
 TIGON_API_ENTRY(fp8_transpose, Fp8Transpose)
 
 }  // namespace tigon

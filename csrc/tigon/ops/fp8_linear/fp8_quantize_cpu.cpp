@@ -39,6 +39,18 @@ void fp8_quantize(Context& ctx, const Fp8Quantize& a) {
   });
 }
 
+void fp8_quantize_transposed(Context& ctx, const Fp8QuantizeTransposed& a) {
+  dispatch_float("fp8_quantize_transposed", "x", a.x.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    for_each_row(ctx, a.qt.rows, [&](int64_t c) {
+      auto* to = a.qt.row<uint8_t>(c);
+      std::fill(to + a.x.rows, to + a.qt.cols, uint8_t(0));
+      for (int64_t r = 0; r < a.x.rows; ++r)
+        to[r] = byte_of(to_float(a.x.row<T>(r)[c]), bits_of(a.scales.as<float>()[r]));
+    });
+  });
+}
+
 void fp8_transpose(Context& ctx, const Fp8Transpose& a) {
   for_each_row(ctx, a.qt.rows, [&](int64_t c) {
     auto* to = a.qt.row<uint8_t>(c);

@@ -6,57 +6,25 @@
 // transpose  takes tiles of 128 rows and 128 columns: a thread has 16 columns of four rows, a word for each
 //            column, and the CTA transposes the words in shared memory.
 #include "tigon/base/aligned_rows.h"
+#include "tigon/base/cuda/e4m3.cuh"
 #include "tigon/base/cuda/launch.cuh"
-#include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/fp8_linear/fp8_quantize.h"
 
 namespace tigon::cuda {
 namespace {
 
-#include "tigon/base/e4m3.inc"
 #include "tigon/ops/fp8_linear/fp8_linear_math.inc"
 
 constexpr const char* kOp = "fp8_quantize";
 constexpr int kLongThreads = 512;
-
-// Returns the bytes of two values that are already scaled.
-__device__ __forceinline__ uint32_t bytes_of(float low, float high) {
-#if __CUDA_ARCH__ >= 890
-  // The instruction would clamp what is beyond 448, infinity too.
-  auto visible = [](float x) { return fabsf(x) <= 448.0f ? x : __uint_as_float(0x7fffffffu); };
-  return cvt_rn_satfinite_e4m3x2_f32(visible(high), visible(low));
-#else
-  return e4m3_round(__float_as_uint(low)) | e4m3_round(__float_as_uint(high)) << 8;
-#endif
-}
-__device__ __forceinline__ uint32_t bytes_of(float a, float b, float c, float d) {
-  return bytes_of(a, b) | bytes_of(c, d) << 16;
-}
-__device__ __forceinline__ void raise(uint32_t& largest, float value) {
-  largest = max(largest, e4m3_magnitude(__float_as_uint(value)));
-}
-
-// Returns the largest value of a CTA's threads. `slots` is not written again before the next barrier.
-template <int kThreads>
-__device__ __forceinline__ uint32_t largest_of_block(uint32_t x, uint32_t* slots) {
-  x = __reduce_max_sync(0xffffffffu, x);
-  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = threadIdx.x % 32 < kThreads / 32 ? slots[threadIdx.x % 32] : 0u;
-  return __reduce_max_sync(0xffffffffu, x);
-}
 
 template <class T>
 struct Rows {
   const T* x;
   int64_t stride;
   int cols;
-  const float* column_factors;
-  uint8_t* q;
-  int64_t q_stride;
-  float* scales;
+  ByteRows bytes;
   // Values are unpacked again with it; the compiler would otherwise keep them in registers.
   uint32_t opaque_zero;
 };
@@ -70,6 +38,8 @@ __global__ __launch_bounds__(kThreads, (kVecs < 8 ? 1024 : 512) / kThreads) void
   const int64_t r = blockIdx.x;
   const T* x = p.x + r * p.stride;
   auto column = [](int i) { return (i * kThreads + int(threadIdx.x)) * V; };
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   Vec<T, V> w[kVecs];
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) w[i] = load_predicated<T, V>(column(i) < p.cols, x + column(i));
@@ -78,31 +48,21 @@ __global__ __launch_bounds__(kThreads, (kVecs < 8 ? 1024 : 512) / kThreads) void
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    const Vec<float, V> f = load_predicated<float, V>(p.column_factors != nullptr && column(i) < p.cols,
-                                                      p.column_factors + column(i));
+    const Vec<float, V> f = load_predicated<float, V>(p.bytes.factors != nullptr && column(i) < p.cols,
+                                                      p.bytes.factors + column(i));
     float v[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      v[j] = p.column_factors != nullptr ? fp8_value(w[i][j], f.v[j]) : w[i][j];
-      raise(largest, v[j]);
+      v[j] = p.bytes.factors != nullptr ? fp8_value(w[i][j], f.v[j]) : w[i][j];
+      raise_e4m3(largest, v[j]);
     }
     values[i].set(v);
   }
-  const uint32_t scale = e4m3_scale(largest_of_block<kThreads>(largest, slots));
-  const float inverse = __uint_as_float(e4m3_inverse(scale));
-  if (threadIdx.x == 0) p.scales[r] = __uint_as_float(scale);
-  uint8_t* q = p.q + r * p.q_stride;
+  const float inverse = finish_e4m3(p.bytes, r, largest, slots);
+  uint8_t* q = p.bytes.q + r * p.bytes.stride;
 #pragma unroll
-  for (int i = 0; i < kVecs; ++i) {
-    const auto v = hide_from_compiler(values[i], p.opaque_zero);
-    Vec<uint32_t, V / 4> bytes;
-#pragma unroll
-    for (int j = 0; j < V; j += 4) {
-      auto at = [&](int k) { return fp8_scaled(v[j + k], inverse); };
-      bytes.v[j / 4] = bytes_of(at(0), at(1), at(2), at(3));
-    }
-    if (column(i) < p.cols) store(reinterpret_cast<uint32_t*>(q + column(i)), bytes);
-  }
+  for (int i = 0; i < kVecs; ++i)
+    if (column(i) < p.cols) store_e4m3(q + column(i), hide_from_compiler(values[i], p.opaque_zero), inverse);
 }
 
 // Takes rows of any length and alignment, one element at a time.
@@ -111,16 +71,16 @@ __global__ __launch_bounds__(kLongThreads) void any_rows_kernel(Rows<T> p) {
   __shared__ uint32_t slots[32];
   const int64_t r = blockIdx.x;
   const T* x = p.x + r * p.stride;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   auto value = [&](int c) {
-    return fp8_value(widen(x[c]), p.column_factors != nullptr ? p.column_factors[c] : 1.0f);
+    return fp8_value(widen(x[c]), p.bytes.factors != nullptr ? p.bytes.factors[c] : 1.0f);
   };
   uint32_t largest = 0;
-  for (int c = int(threadIdx.x); c < p.cols; c += kLongThreads) raise(largest, value(c));
-  const uint32_t scale = e4m3_scale(largest_of_block<kLongThreads>(largest, slots));
-  const float inverse = __uint_as_float(e4m3_inverse(scale));
-  if (threadIdx.x == 0) p.scales[r] = __uint_as_float(scale);
+  for (int c = int(threadIdx.x); c < p.cols; c += kLongThreads) raise_e4m3(largest, value(c));
+  const float inverse = finish_e4m3(p.bytes, r, largest, slots);
   for (int c = int(threadIdx.x); c < p.cols; c += kLongThreads)
-    p.q[r * p.q_stride + c] = uint8_t(bytes_of(fp8_scaled(value(c), inverse), 0.0f));
+    p.bytes.q[r * p.bytes.stride + c] = uint8_t(e4m3_bytes(fp8_scaled(value(c), inverse), 0.0f));
 }
 
 // Widens the bytes of a word; the scale remains in them.
@@ -146,6 +106,21 @@ struct Bytes {
   int64_t to_stride, to_cols;
   bool to_vectors;  // rows begin at 16-byte boundaries
 };
+// Casts 16 elements of a row whose scale is known.
+__device__ __forceinline__ void load_cast(const Bytes& p, int64_t r, int64_t c, uint32_t (&w)[4]) {
+  const bool has = r < p.rows && c < p.cols;
+  const auto* x = reinterpret_cast<const __nv_bfloat16*>(p.q) + r * p.stride + c;
+  const float inverse = has ? __uint_as_float(e4m3_inverse(__float_as_uint(p.row_scales[r]))) : 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const auto v = load_predicated<__nv_bfloat16, 8>(has, x + 8 * i);
+#pragma unroll
+    for (int j = 0; j < 8; j += 4) {
+      auto at = [&](int k) { return fp8_scaled(v[j + k], inverse); };
+      w[2 * i + j / 4] = e4m3_bytes(at(0), at(1), at(2), at(3));
+    }
+  }
+}
 template <bool kVectors>
 __device__ __forceinline__ uint4 load_bytes(const Bytes& p, int64_t r, int64_t c) {
   const uint8_t* q = p.q + r * p.stride + c;
@@ -169,22 +144,36 @@ __global__ __launch_bounds__(kTileThreads) void largest_kernel(Bytes p) {
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
   uint32_t largest[kByteVec] = {};
   uint4 w[kRows];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 #pragma unroll
   for (int k = 0; k < kRows; ++k)
     w[k] = load_bytes<kVectors>(p, first_row + k * kWarps + warp, first_col + lane * kByteVec);
+  auto for_each = [&](auto&& fn) {
 #pragma unroll
-  for (int k = 0; k < kRows; ++k) {
-    const int64_t r = first_row + k * kWarps + warp;
-    if (r >= p.rows) break;
-    const float factor = p.row_factors[r] * p.row_scales[r];
-    const uint32_t words[4] = {w[k].x, w[k].y, w[k].z, w[k].w};
+    for (int k = 0; k < kRows; ++k) {
+      const int64_t r = first_row + k * kWarps + warp;
+      if (r >= p.rows) break;
+      const float factor = p.row_factors[r] * p.row_scales[r];
+      const uint32_t words[4] = {w[k].x, w[k].y, w[k].z, w[k].w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float x[4];
-      widen_word(words[i], x);
+      for (int i = 0; i < 4; ++i) {
+        float x[4];
+        widen_word(words[i], x);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) raise(largest[4 * i + j], fp8_value(x[j], factor));
+        for (int j = 0; j < 4; ++j) fn(largest[4 * i + j], fp8_value(x[j], factor));
+      }
     }
+  };
+  // A maximum of floats leaves NaN out, in one instruction. Products that overflow are looked for again.
+  for_each([](uint32_t& most, float x) { most = __float_as_uint(fmaxf(__uint_as_float(most), fabsf(x))); });
+  bool overflow = false;
+#pragma unroll
+  for (int j = 0; j < kByteVec; ++j) overflow = overflow || largest[j] >= 0x7f800000u;
+  if (overflow) {
+#pragma unroll
+    for (int j = 0; j < kByteVec; ++j) largest[j] = 0;
+    for_each([](uint32_t& most, float x) { raise_e4m3(most, x); });
   }
   auto* to = reinterpret_cast<uint4*>(&all[warp][lane * kByteVec]);
 #pragma unroll
@@ -202,7 +191,8 @@ __global__ __launch_bounds__(kTileThreads) void largest_kernel(Bytes p) {
 
 // Avoids bank conflicts: the lanes of a warp are 16 columns apart.
 __device__ __forceinline__ int place_of(int column) { return column * (kTileWords + 1) + column / 32 * 4; }
-template <bool kVectors, bool kFactors>
+// With kCast, q points to rows of bf16, which are cast on the way.
+template <bool kVectors, bool kFactors, bool kCast = false>
 __global__ __launch_bounds__(kTileThreads) void transpose_kernel(Bytes p) {
   constexpr int kLanes = kTileCols / kByteVec;
   __shared__ uint32_t words[kTileCols * (kTileWords + 1) + kTileCols / 32 * 4];
@@ -213,10 +203,16 @@ __global__ __launch_bounds__(kTileThreads) void transpose_kernel(Bytes p) {
   const int64_t c = first_col + lane * kByteVec, r = first_row + group * 4;
   uint32_t w[4][4];
   float factor[4];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const uint4 v = load_bytes<kVectors>(p, r + k, c);
-    w[k][0] = v.x, w[k][1] = v.y, w[k][2] = v.z, w[k][3] = v.w;
+    if constexpr (kCast) {
+      load_cast(p, r + k, c, w[k]);
+    } else {
+      const uint4 v = load_bytes<kVectors>(p, r + k, c);
+      w[k][0] = v.x, w[k][1] = v.y, w[k][2] = v.z, w[k][3] = v.w;
+    }
     if (!kFactors) continue;
     factor[k] = r + k < p.rows ? p.row_factors[r + k] * p.row_scales[r + k] : 0.0f;
   }
@@ -243,7 +239,7 @@ __global__ __launch_bounds__(kTileThreads) void transpose_kernel(Bytes p) {
       for (int j = 0; j < 4; ++j) {
         const float inverse = inverses[lane * kByteVec + 4 * i + j];
         auto scaled = [&](int k) { return fp8_scaled(fp8_value(x[k][j], factor[k]), inverse); };
-        at(j) = bytes_of(scaled(0), scaled(1), scaled(2), scaled(3));
+        at(j) = e4m3_bytes(scaled(0), scaled(1), scaled(2), scaled(3));
       }
     } else {
       const uint32_t low01 = __byte_perm(w[0][i], w[1][i], 0x5140),
@@ -277,12 +273,9 @@ void quantize(Context& ctx, const Fp8Quantize& a) {
   const Rows<T> rows = {.x = static_cast<const T*>(a.x.data),
                         .stride = a.x.stride,
                         .cols = int(a.x.cols),
-                        .column_factors = a.column_factors.as<float>(),
-                        .q = static_cast<uint8_t*>(a.q.data),
-                        .q_stride = a.q.stride,
-                        .scales = a.scales.as<float>()};
+                        .bytes = byte_rows({a.q, a.scales, a.column_factors})};
   auto run = [&](auto kernel, int threads) {
-    launch(kOp, ctx, kernel, {.blocks = a.x.rows, .threads = threads}, rows);
+    launch(kOp, ctx, kernel, {.blocks = a.x.rows, .threads = threads, .pdl = true}, rows);
   };
   const int64_t vecs = a.x.cols / V;
   const bool vectors = is_vectorizable(a.x.data, a.x.stride, a.x.cols, sizeof(T)) && rows_are_aligned(a.q) &&
@@ -302,6 +295,30 @@ void fp8_quantize(Context& ctx, const Fp8Quantize& a) {
   dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
     quantize<typename DeviceType<typename decltype(type)::type>::type>(ctx, a);
   });
+}
+
+void fp8_quantize_transposed(Context& ctx, const Fp8QuantizeTransposed& a) {
+  constexpr const char* kName = "fp8_quantize_transposed";
+  if (a.x.dtype != DType::bf16 || a.x.cols % kByteVec != 0 ||
+      !is_vectorizable(a.x.data, a.x.stride, a.x.cols, 2)) {
+    const Matrix q = {ctx.scratch(size_t(a.x.rows * a.x.cols)), DType::e4m3, a.x.rows, a.x.cols, a.x.cols};
+    const Vector scales = {ctx.scratch_of<float>(a.x.rows), DType::f32, a.x.rows};
+    cuda::fp8_quantize(ctx, {.x = a.x, .q = q, .scales = scales});
+    return cuda::fp8_transpose(ctx, {.q = q, .qt = a.qt});
+  }
+  launch(kName, ctx, transpose_kernel<true, false, true>,
+         {.blocks = ceil_div(a.qt.cols, kTileRows) * ceil_div(a.x.cols, kTileCols),
+          .threads = kTileThreads,
+          .pdl = true},
+         Bytes{.q = static_cast<const uint8_t*>(a.x.data),
+               .stride = a.x.stride,
+               .rows = a.x.rows,
+               .cols = a.x.cols,
+               .row_scales = a.scales.as<float>(),
+               .to = static_cast<uint8_t*>(a.qt.data),
+               .to_stride = a.qt.stride,
+               .to_cols = a.qt.cols,
+               .to_vectors = rows_are_aligned(a.qt)});
 }
 
 void fp8_transpose(Context& ctx, const Fp8Transpose& a) {
@@ -327,12 +344,13 @@ void fp8_transpose(Context& ctx, const Fp8Transpose& a) {
     TIGON_CUDA_CHECK(kName, cudaMemsetAsync(p.largest, 0, sizeof(uint32_t) * size_t(a.q.cols),
                                             static_cast<cudaStream_t>(ctx.stream())));
     launch(kName, ctx, vectors ? largest_kernel<true> : largest_kernel<false>,
-           {.blocks = tiles(a.q.rows, kLargestRows, kLargestCols), .threads = kTileThreads}, p);
+           {.blocks = tiles(a.q.rows, kLargestRows, kLargestCols), .threads = kTileThreads, .pdl = true}, p);
   }
   const auto kernel = p.row_factors != nullptr
                           ? (vectors ? transpose_kernel<true, true> : transpose_kernel<false, true>)
                           : (vectors ? transpose_kernel<true, false> : transpose_kernel<false, false>);
-  launch(kName, ctx, kernel, {.blocks = tiles(a.qt.cols, kTileRows, kTileCols), .threads = kTileThreads}, p);
+  launch(kName, ctx, kernel,
+         {.blocks = tiles(a.qt.cols, kTileRows, kTileCols), .threads = kTileThreads, .pdl = true}, p);
 }
 
 }  // namespace tigon::cuda

@@ -37,6 +37,7 @@
 
 #include "tigon/base/fields.h"
 #include "tigon/base/gated_unit.h"
+#include "tigon/base/row_bytes.h"
 
 namespace tigon {
 
@@ -48,6 +49,7 @@ struct GluFwd {
   Matrix up;
   Matrix y;
   GluOptions options;
+  RowBytes bytes;  // of y
 
   void fields(Fields& f) {
     const int64_t cols = glu_inputs(f, gate, up, options);
@@ -62,6 +64,7 @@ struct GluBwd {
   Matrix dgate;  // empty if not wanted
   Matrix dup;    // empty if not wanted
   GluOptions options;
+  RowBytes gate_bytes, up_bytes;  // of both gradients, or of none
 
   void fields(Fields& f) {
     f.input("dy", dy, gate.rows, up.data ? gate.cols : gate.cols / 2, gate.dtype);

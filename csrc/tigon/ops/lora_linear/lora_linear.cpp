@@ -5,6 +5,7 @@
 
 #include "tigon/base/op.h"
 #include "tigon/base/product.h"
+#include "tigon/ops/fp8_linear/fp8_linear.h"
 
 namespace tigon {
 namespace {
@@ -134,7 +135,13 @@ void require_call(const char* op, const Matrix& x, std::span<const LoraBase> bas
   TIGON_CHECK(op, !bases.empty(), "weight must be given, got none");
   for (const LoraBase& l : bases) {
     TIGON_CHECK(op, l.weight.rows >= 1, "weight must have at least one row, got ", l.weight.rows);
-    require_matrix(op, "weight", l.weight, l.weight.rows, x.cols, x.dtype);
+    require_matrix(op, "weight", l.weight, l.weight.rows, x.cols, l.scales ? DType::e4m3 : x.dtype);
+    if (l.scales) {
+      require_vector(op, "scales", l.scales, l.weight.rows, DType::f32);
+      TIGON_CHECK(op, x.cols % kFp8Multiple == 0 && l.weight.rows % kFp8Multiple == 0,
+                  "weight must have rows and columns by the multiple of ", kFp8Multiple, ", got [",
+                  l.weight.rows, ", ", x.cols, "]");
+    }
     if (l.bias) require_vector(op, "bias", l.bias, l.weight.rows, x.dtype);
   }
   bool drops = false;
@@ -157,8 +164,12 @@ void require_call(const char* op, const Matrix& x, std::span<const LoraBase> bas
 void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
   const char* op = "lora_linear";
   require_call(op, a.x, a.bases, a.adapters, a.seed, a.t);
-  for (const LoraBase& l : a.bases)
+  for (const LoraBase& l : a.bases) {
     require_result(op, "y", l.y, {.dtype = a.x.dtype, .rows = a.x.rows, .cols = l.weight.rows});
+    if (!l.scales || l.y.data == nullptr) continue;
+    require_matrix(op, "xq", a.xq, a.x.rows, a.x.cols, DType::e4m3);
+    require_vector(op, "xs", a.xs, a.x.rows, DType::f32);
+  }
   if (a.x.rows == 0) return;
   const bool need_b = std::any_of(a.bases.begin(), a.bases.end(), [](const LoraBase& l) { return l.y.data; });
   const Packed packed(ctx, a.x, a.adapters, !a.has_t, need_b);
@@ -187,16 +198,29 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
       if (a.adapters[i].base == int64_t(g))
         add(columns_of(a.t, packed.first[i], rank), columns_of(packed.b[i], 0, rank));
     }
-    add(a.x, l.weight);
+    if (!l.scales) add(a.x, l.weight);
     add_products(ctx, products, bool(l.bias));
+    if (l.scales)
+      fp8_linear_fwd(ctx, {.xq = a.xq,
+                           .xs = a.xs,
+                           .wq = l.weight,
+                           .ws = l.scales,
+                           .y = l.y,
+                           .add = l.bias || !products.empty()});
   }
 }
 
 void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
   const char* op = "lora_linear_bwd";
   require_call(op, a.x, a.bases, a.adapters, a.seed, a.t);
-  for (const LoraBase& l : a.bases)
+  for (const LoraBase& l : a.bases) {
     if (l.y.data != nullptr) require_matrix(op, "dy", l.y, a.x.rows, l.weight.rows, a.x.dtype);
+    if (l.transposed.data != nullptr)
+      require_matrix(op, "transposed", l.transposed, a.x.cols, l.weight.rows, DType::e4m3);
+    if (l.dyq.data == nullptr) continue;
+    require_matrix(op, "dyq", l.dyq, a.x.rows, l.weight.rows, DType::e4m3);
+    require_vector(op, "dys", l.dys, a.x.rows, DType::f32);
+  }
   const DType gradient = !a.adapters.empty() && a.adapters[0].a.dtype == a.x.dtype ? a.x.dtype : DType::f32;
   for (const LoraAdapter& l : a.adapters)
     if (l.db.data != nullptr) require_matrix(op, "db", l.db, l.b.rows, l.b.cols, gradient);
@@ -262,9 +286,27 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
         add = true;
       });
   for (const LoraBase& l : a.bases)
-    if (l.y.data != nullptr) products.push_back({.a = l.y, .b = l.weight, .c = a.dx});
-  if (products.empty()) copy(ctx, std::vector<LoraCopy>{{{.dtype = a.dx.dtype}, a.dx}});
+    if (l.y.data != nullptr && !l.scales) products.push_back({.a = l.y, .b = l.weight, .c = a.dx});
   add_products(ctx, products, add);
+  add = add || !products.empty();
+  for (const LoraBase& l : a.bases) {
+    if (l.y.data == nullptr || !l.scales) continue;
+    Matrix wt = l.transposed;
+    if (wt.data == nullptr) {
+      wt = scratch(ctx, DType::e4m3, a.x.cols, l.weight.rows);
+      fp8_transpose(ctx, {.q = l.weight, .qt = wt});
+    }
+    fp8_linear_bwd(ctx, {.dy = l.y,
+                         .wt = wt,
+                         .ws = l.scales,
+                         .dyq = l.dyq,
+                         .dys = l.dys,
+                         .need_dweight = false,
+                         .dx = a.dx,
+                         .add = add});
+    add = true;
+  }
+  if (!add) copy(ctx, std::vector<LoraCopy>{{{.dtype = a.dx.dtype}, a.dx}});
 }
 
 void dora_factors(Context& ctx, const DoraFactors& call) {

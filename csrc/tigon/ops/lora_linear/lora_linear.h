@@ -3,7 +3,7 @@
 // Formula     y = x W^T + bias + sum over the adapters of this W of t B^T,  t = s d(x) A^T
 //             d: dropout, element (row, column) of the i-th adapter kept if a word of Philox is not below p
 //             * 2^32, then times 1 / (1 - p); d(x) = x for p = 0. The mask follows from seed, i,
-//             row and column only
+//             row and column only. With a W of float8 x W^T and dy W are those of fp8_linear.h
 // Gradients   dt = s dy B;  dx = sum over W of dy W + sum over adapters of d'(dt A);  dA = dt^T d(x);
 //             dB = dy^T t
 // Shapes      x, dx [M, K]; W [N, K]; bias [N]; y, dy [M, N]; A [r, K]; B [N, r]; rows at any stride.
@@ -36,7 +36,13 @@ constexpr int64_t lora_columns(int64_t r) { return (r + 7) / 8 * 8; }
 
 struct LoraBase {
   Matrix weight;
-  Vector bias;  // empty if absent
+  Vector bias;    // empty if absent
+  Vector scales;  // of the rows of a weight of float8 (fp8_quantize.h)
+  // Only the backward with dx uses it: the bytes of a weight of float8, [K, N]; made for the call if empty.
+  Matrix transposed;
+  // Likewise the rows of dy scales in float8 (fp8_linear.h).
+  Matrix dyq;
+  Vector dys;
   // In the forward, the result, or empty if it is not wanted. In the backward, dy, or empty if there is none.
   Matrix y;
 };
@@ -54,6 +60,9 @@ struct LoraAdapter {
 
 struct LoraLinearFwd {
   Matrix x;
+  // x in float8 and the scales of its rows, for weights of float8.
+  Matrix xq;
+  Vector xs;
   std::span<const LoraBase> bases;
   std::span<const LoraAdapter> adapters;
   // The seed is one i64 on the context's device; only dropout needs it.

@@ -22,7 +22,8 @@ struct Operands {
   std::vector<LoraBase> bases;
   std::vector<LoraAdapter> adapters;
   int64_t columns = 0;
-  Vector seed;
+  Vector seed, xs;
+  Matrix xq;
 
   // Without adapters t has no columns, but as many rows as x.
   Matrix t_of(Tensor& t, const Tensor& like, const Matrix& x) const {
@@ -32,9 +33,12 @@ struct Operands {
   }
 
   // `tensors` holds weights, biases, A of each adapter, and B of each. `linears` holds the linear of each
-  // adapter, then that of each bias.
+  // adapter, then that of each bias. `fp8` is empty, or the weights are of float8: their scales, then in the
+  // forward x in float8 with its scales; in the backward, each if the caller has it, the weights transposed,
+  // the rows of each dy in float8, and their scales.
   Operands(const Tensor& x, Tensors& tensors, const std::vector<int64_t>& linears,
-           const std::vector<double>& scales, const std::vector<double>& dropouts, OptionalTensor& seed_) {
+           const std::vector<double>& scales, const std::vector<double>& dropouts, OptionalTensor& seed_,
+           Optionals fp8, bool forward) {
     const size_t count = scales.size(), options = linears.size() + count;
     TIGON_CHECK(kOp, dropouts.size() == count && linears.size() >= count && tensors.size() >= options,
                 "tensors, linears, scales and dropouts must fit, got ", tensors.size(), ", ", linears.size(),
@@ -56,6 +60,19 @@ struct Operands {
                           .dropout = dropouts[i]});
       columns += lora_columns(adapters.back().a.rows);
     }
+    fp8.resize(forward ? maps + 2 : 4 * maps);
+    auto matrix = [&](const char* name, size_t i) { return fp8[i] ? matrix_of(name, *fp8[i], x) : Matrix{}; };
+    auto vector = [&](const char* name, size_t i) {
+      if (fp8[i]) check_same_device(kOp, name, *fp8[i], x);
+      return fp8[i] ? vector_of(kOp, name, *fp8[i]) : Vector{};
+    };
+    for (size_t i = 0; i < maps; ++i) {
+      bases[i].scales = vector("scales", i);
+      if (forward) continue;
+      bases[i].transposed = matrix("transposed", maps + i);
+      bases[i].dyq = matrix("dyq", 2 * maps + i), bases[i].dys = vector("dys", 3 * maps + i);
+    }
+    if (forward) xq = matrix("xq", maps), xs = vector("xs", maps + 1);
     if (!seed_) return;
     check_same_device(kOp, "seed", *seed_, x);
     seed = scalar_of(kOp, "seed", *seed_);
@@ -63,8 +80,9 @@ struct Operands {
 };
 
 Tensors forward(Tensor x, Tensors tensors, std::vector<int64_t> linears, std::vector<double> scales,
-                std::vector<double> dropouts, OptionalTensor seed, OptionalTensor t, bool only_t) {
-  Operands operands(x, tensors, linears, scales, dropouts, seed);
+                std::vector<double> dropouts, OptionalTensor seed, OptionalTensor t, bool only_t,
+                Tensors fp8) {
+  Operands operands(x, tensors, linears, scales, dropouts, seed, {fp8.begin(), fp8.end()}, true);
   const Matrix rows = matrix_of("x", x, x);
   Tensors results;
   if (!only_t)
@@ -75,6 +93,8 @@ Tensors forward(Tensor x, Tensors tensors, std::vector<int64_t> linears, std::ve
   results.push_back(t ? nothing(x, rows.dtype) : make(x, {rows.rows, operands.columns}, rows.dtype));
   auto ctx = make_context(x);
   lora_linear_fwd(*ctx, {.x = rows,
+                         .xq = operands.xq,
+                         .xs = operands.xs,
                          .bases = operands.bases,
                          .adapters = operands.adapters,
                          .seed = operands.seed,
@@ -85,8 +105,8 @@ Tensors forward(Tensor x, Tensors tensors, std::vector<int64_t> linears, std::ve
 
 Tensors backward(Optionals dy, Tensor x, Tensors tensors, Tensor t, std::vector<int64_t> linears,
                  std::vector<double> scales, std::vector<double> dropouts, OptionalTensor seed, bool need_x,
-                 bool need_a, bool need_b) {
-  Operands operands(x, tensors, linears, scales, dropouts, seed);
+                 bool need_a, bool need_b, Optionals fp8) {
+  Operands operands(x, tensors, linears, scales, dropouts, seed, fp8, false);
   TIGON_CHECK(kOp, dy.size() == operands.bases.size(), "dy must be as many as weights, ",
               operands.bases.size(), ", got ", dy.size());
   const Matrix rows = matrix_of("x", x, x);
@@ -115,9 +135,10 @@ Tensors backward(Optionals dy, Tensor x, Tensors tensors, Tensor t, std::vector<
 TIGON_TORCH_SCHEMAS(m) {
   const std::string options = "int[] linears, float[] scales, float[] dropouts, Tensor? seed, ";
   for (const char* name : {"lora_linear", "lora_linear_fwd"})
-    define(m, name + ("(Tensor x, Tensor[] tensors, " + options + "Tensor? t, bool only_t) -> Tensor[]"));
+    define(m, name + ("(Tensor x, Tensor[] tensors, " + options +
+                      "Tensor? t, bool only_t, Tensor[] fp8) -> Tensor[]"));
   define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] tensors, Tensor t, " + options +
-                "bool need_x, bool need_a, bool need_b) -> Tensor[]");
+                "bool need_x, bool need_a, bool need_b, Tensor?[] fp8) -> Tensor[]");
 }
 TIGON_TORCH_KERNELS(m) {
   for (const char* name : {"lora_linear", "lora_linear_fwd"}) m.impl(name, TORCH_BOX(&forward));

@@ -21,6 +21,7 @@
 #pragma once
 
 #include "tigon/base/fields.h"
+#include "tigon/base/row_bytes.h"
 
 namespace tigon {
 
@@ -42,6 +43,7 @@ struct RmsNormFwd {
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
+  RowBytes bytes;  // of y
 
   void fields(Fields& f) {
     f.rows("x", x);

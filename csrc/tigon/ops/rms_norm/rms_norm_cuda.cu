@@ -29,6 +29,7 @@ void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) {
                 .y = a.y.row<Y>(0),
                 .y_stride = a.y.stride,
                 .rstd = a.rstd.as<float>(),
+                .bytes = byte_rows(a.bytes),
                 .rows = a.x.rows,
                 .cols = a.x.cols,
                 .eps = a.eps});

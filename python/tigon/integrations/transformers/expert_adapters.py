@@ -22,7 +22,15 @@ from tigon.integrations.transformers.experts import (
     run_batched,
     run_layer,
 )
-from tigon.integrations.transformers.forward import LINEAR, bound, foreign, has_hooks, intact, stock
+from tigon.integrations.transformers.forward import (
+    LINEAR,
+    bound,
+    calls_forward,
+    foreign,
+    has_hooks,
+    intact,
+    stock,
+)
 from tigon.integrations.transformers.head_operands import is_linear
 
 
@@ -86,7 +94,8 @@ def plan_wrapper(module: nn.Module, planned: dict[int, Callable]) -> tuple[Adapt
 def _adapters(wrappers, base, run) -> dict[str, tuple] | str:
     """(a, b, scale) by parameter, or why PEFT computes this call."""
     transposed, found = run is batched_forward or base.is_transposed, {}
-    if any(has_hooks(module) or foreign(module) for module in (*wrappers[1:], base)):
+    inside = (*wrappers[1:], base)
+    if any(has_hooks(module) or foreign(module) or not calls_forward(module) for module in inside):
         return "a hook or another forward inside"
     for wrapper in wrappers:
         if wrapper.disable_adapters or wrapper.merged:

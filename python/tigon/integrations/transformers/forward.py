@@ -37,7 +37,8 @@ class Forward:
         """Whether the class has the method, and the methods of its own that this calls, that it had."""
         kind = type(self.module)
         if kind is not self.kind:
-            if self.kind is not None and not _same_methods(kind, self.kind):
+            known = self.kind or kind
+            if not (_same_methods(kind, known) or _same_methods(known, kind)):  # made of it, or given back
                 return False
             if self.kind is None:
                 self.method = getattr(kind, self.name, None)
@@ -185,6 +186,9 @@ BELOW = "_tigon_below"  # where a module keeps the forward that was the instance
 # Where accelerate keeps the forward of a module that it moves tensors for (device_map, offloading).
 HOOKED = "_old_forward"
 
+CALL = "_call_impl"  # of every module: what its call does
+_CALLED, _IMPL = nn.Module.__call__, nn.Module._call_impl
+
 # The forward that ms-swift gives the parts of an adapter, and where it keeps the one before.
 _MOVES_INPUT, INNER = ["swift.tuners.peft", "keep_device_forward"], "forward_origin"
 
@@ -234,7 +238,7 @@ def intact(part: nn.Module, forward) -> bool:
 
     Every fused path asks it of every part whose call it leaves out.
     """
-    return type(part).forward is forward and not has_hooks(part) and not foreign(part)
+    return type(part).forward is forward and not has_hooks(part) and not foreign(part) and calls_forward(part)
 
 
 def written(kind: type):
@@ -250,7 +254,7 @@ def written(kind: type):
 
 def is_as_written(part: nn.Module) -> bool:
     """Whether neither the instance nor the class has another forward than the class was written with."""
-    return type(part).forward is written(type(part)) and not foreign(part)
+    return type(part).forward is written(type(part)) and not foreign(part) and calls_forward(part)
 
 
 for _kind in (nn.Linear, nn.Dropout, nn.Identity):
@@ -302,6 +306,12 @@ def has_hooks(module: nn.Module) -> bool:
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
     )
+
+
+def calls_forward(module: nn.Module) -> bool:
+    """Whether a call of the module is PyTorch's, which calls its forward."""
+    kind = type(module)
+    return kind.__call__ is _CALLED and kind._call_impl is _IMPL and CALL not in module.__dict__
 
 
 def foreign(module: nn.Module) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,14 +16,59 @@ from tigon.integrations.transformers.forward import autocast_dtype, blocked, bou
 from tigon.integrations.transformers.head_operands import LORA_PARTS, is_linear
 from tigon.ops import fp8_linear
 from tigon.ops.fp8_linear import MULTIPLE
+from tigon.ops.fp8_weight import Fp8Weight
 
 RECIPES = {"rowwise": "fp8", "rowwise_dw_bf16": "bf16"}  # name -> the matmul of a weight's gradient
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Options(NamedTuple):
+    """What `apply` was asked for."""
+
+    recipe: str
+    names: tuple[str, ...] = ()
+    first_last_bf16: bool = False
+    base_only: bool = False
+
+
 @dataclass(frozen=True)
 class Fp8Spec:
     dw: str
+    adapted: bool = False  # the model has adapters: frozen weights are quantised once
+    owners: tuple[nn.Module, ...] = ()  # the modules that contain the Linear
+    packs: bool = False  # only the bytes of its weight are kept
+
+    def gathers(self, weight: torch.Tensor) -> bool:
+        """Whether the weight exists for this pass only: of FSDP2."""
+        if hasattr(weight, "ds_id"):
+            raise Error(
+                "[apply] fp8 must run under FSDP2, DDP or ZeRO-2, got a weight that ZeRO-3 has sharded"
+            )
+        kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+        return any(isinstance(owner, kind) for owner in self.owners)
+
+
+def pack(linear: nn.Linear) -> None:
+    """Keep only the bytes of a frozen weight. State dicts have what they stand for."""
+    if type(linear.weight) is Fp8Weight:
+        linear.weight.pack()
+    else:
+        linear.weight = Fp8Weight.of(linear.weight)
+        linear.register_state_dict_post_hook(_densify)
+
+
+def unpack(linear: nn.Module) -> None:
+    if type(linear._parameters.get("weight")) is Fp8Weight:
+        linear.weight = nn.Parameter(linear.weight.dequantize(), requires_grad=False)
+        for key in [key for key, hook in linear._state_dict_hooks.items() if hook is _densify]:
+            del linear._state_dict_hooks[key]
+
+
+def _densify(linear, state, prefix, metadata) -> None:
+    """On the CPU: who saves only adapters asks for the whole model too."""
+    weight = state.get(prefix + "weight")
+    if type(weight) is Fp8Weight and not isinstance(weight, nn.Parameter):
+        state[prefix + "weight"] = weight.dequantize().cpu()
 
 
 def fp8_forward(module: nn.Module, spec: Fp8Spec, x):
@@ -29,7 +76,9 @@ def fp8_forward(module: nn.Module, spec: Fp8Spec, x):
     weight, bias = module.weight, module.bias
     if not (module.training or torch.is_grad_enabled()):
         return stock(module, x)
-    given = (weight, x) if bias is None else (weight, bias, x)
+    given = [x] if bias is None else [bias, x]
+    if type(weight) is not Fp8Weight:
+        given.append(weight)
     if not plain(*given) or x.device != weight.device or x.device.type not in ("cpu", "cuda"):
         return stock(module, x)
     dtype = autocast_dtype(x.device.type)
@@ -43,7 +92,8 @@ def fp8_forward(module: nn.Module, spec: Fp8Spec, x):
         weight = weight.to(dtype)
     if bias is not None:
         bias = bias.to(dtype)
-    return fp8_linear.apply(x, weight, bias, spec.dw, reuse=True)
+    held = {"frozen": spec.adapted, "gathered": spec.gathers(weight)}
+    return fp8_linear.apply(x, weight, bias, spec.dw, reuse=True, **held)
 
 
 def gains(rows: int, columns: int) -> bool:
@@ -65,25 +115,41 @@ def check_recipe(recipe: str | None, model: nn.Module) -> None:
 
 
 def plan_fp8(
-    model: nn.Module, heads: set[int], recipe: str, names: Sequence[str], first_last_bf16: bool
+    model: nn.Module, heads: set[int], bases: set[int], options: Options
 ) -> Iterator[tuple[str, nn.Module, tuple | str]]:
-    """(path, Linear, (spec, what it is) or why it is left) of all Linears."""
+    """(path, module, (spec, what it is) or why it is left) of all Linears and experts.
+
+    Args:
+        bases: identities of the bases that the slot `lora` computes.
+    """
+    names, recipe = options.names, options.recipe
     unknown = set(names)
     parents = dict(model.named_modules())
+    adapted = any(all(hasattr(m, part) for part in LORA_PARTS) for m in parents.values())
     for path, module in parents.items():
         if not isinstance(module, nn.Linear):
+            if "experts" in path.split(".") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+                yield path, module, "experts: their casts take what float8 gains"
             continue
         asked = {name for name in names if path == name or f".{path}.".find(f".{name}.") >= 0}
         unknown -= asked
-        verdict = _place(path, parents, heads, first_last_bf16) or _kind(module)
+        base = id(module) in bases
+        verdict = _place(path, parents, heads, options.first_last_bf16, base) or _kind(module)
         if asked:
             verdict = "asked for by name: fp8_except"
-        yield path, module, verdict or (Fp8Spec(RECIPES[recipe]), f"tigon.fp8_linear ({recipe})")
+        by = f"tigon.{'lora' if base else 'fp8'}_linear ({recipe})"
+        packs = options.base_only and not module.weight.requires_grad and not is_dtensor(module.weight)
+        by += ", bytes only" * packs
+        names_above = path.split(".")
+        owners = tuple(parents[".".join(names_above[:i])] for i in range(len(names_above)))
+        yield path, module, verdict or (Fp8Spec(RECIPES[recipe], adapted, owners, packs), by)
     if unknown:
         raise Error(f"[apply] fp8_except must name Linears of the model, found none of {sorted(unknown)}")
 
 
-def _place(path: str, parents: dict[str, nn.Module], heads: set[int], first_last_bf16: bool) -> str | None:
+def _place(
+    path: str, parents: dict[str, nn.Module], heads: set[int], first_last_bf16: bool, base: bool
+) -> str | None:
     """Why a Linear is left because of where it is."""
     if id(parents[path]) in heads:
         return "output head"
@@ -93,8 +159,16 @@ def _place(path: str, parents: dict[str, nn.Module], heads: set[int], first_last
     if not lists:
         return "not in a layer"
     parent = owners[-1]
-    if any(all(hasattr(owner, part) for part in LORA_PARTS) for owner in owners):
-        return "LoRA: adapters and their base stay as they are"
+    if all(hasattr(parent, part) for part in LORA_PARTS):
+        if not base:
+            return "base of an adapter that the slot lora does not compute"
+        if parent.lora_variant:
+            return "DoRA reads the base's own weight"
+        if parents[path].weight.requires_grad:
+            return "base of an adapter that is trained too"
+        parent = owners[-2]
+    elif any(all(hasattr(owner, part) for part in LORA_PARTS) for owner in owners):
+        return "LoRA adapter"
     if "experts" in above[:-1]:
         return "expert"
     if hasattr(parent, "experts") and not hasattr(parents[path], "experts"):
@@ -113,7 +187,8 @@ def _kind(module: nn.Linear) -> str | None:
     if known is not None and not isinstance(known.spec, Fp8Spec):
         return "replaced by another slot"
     sharded = is_dtensor(module.weight)  # FSDP2 gathers it for the forward
-    if not is_linear(module) or not (plain(module.weight) or sharded) or module.weight.dtype not in _DTYPES:
+    whole = plain(module.weight) or type(module.weight) is Fp8Weight
+    if not is_linear(module) or not (whole or sharded) or module.weight.dtype not in _DTYPES:
         return "no plain weight"
     rows, columns = module.weight.shape
     if rows % MULTIPLE or columns % MULTIPLE:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from tigon._op import direct_apply, is_batched
-from tigon.integrations.transformers.forward import LINEAR, PLAIN, has_hooks
+from tigon.integrations.transformers.forward import LINEAR, PLAIN, calls_forward, has_hooks
 from tigon.integrations.transformers.rewriting import replace_expressions, rewrite_innermost, statement_at
 
 CALL, RESULTS = "_tigon_linears", "_tigon_of_"
@@ -76,14 +77,20 @@ def _parameters(parts: list, x: torch.Tensor) -> list | None:
     """Weight and bias of each in an eager, differentiable call of plain Linears; None of another call."""
     if torch.compiler.is_compiling() or is_batched() or forward_ad._current_level >= 0:
         return None
+    if torch._C._len_torch_function_stack() or nn.Linear.forward is not LINEAR:  # both may change the product
+        return None
     if not torch.is_grad_enabled() or x.numel() > _LARGE or x.dim() < 2 or not (x.is_cuda or x.is_cpu):
+        return None
+    if x.is_complex():  # its gradients are conjugates
         return None
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
         return None
     parameters, dtype = [], x.dtype
     for part in parts:
         own = part.__dict__
-        if type(part).forward is not LINEAR or "forward" in own or has_hooks(part):
+        if type(part) is not nn.Linear or "forward" in own or has_hooks(part):
+            return None
+        if not calls_forward(part):
             return None
         weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
         if type(weight) not in PLAIN or weight.dtype is not dtype or hasattr(weight, "ds_id"):
@@ -104,25 +111,44 @@ class Shared(NamedTuple):
 
 
 def shared_calls(body: list[ast.stmt], names: frozenset[str]) -> Shared:
-    """The most of these attributes that are called with one variable, with no assignment to it in between."""
+    """The most of these attributes that are called with one variable, whatever the branches, and with nothing
+    in between that changes it or returns."""
     best, called = Shared(), {}
     for index, statement in enumerate(body):
-        branches = isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.With)
-        for node in ast.walk(statement):
+        for node in _always(statement):
             match node:
                 case ast.Call(
                     func=ast.Attribute(value=ast.Name(id="self"), attr=name),
                     args=[ast.Name(id=x)],
                     keywords=[],
-                ) if name in names and not branches:
+                ) if name in names:
                     before = called.get(x, Shared(x, (), index))
                     all_names = tuple(dict.fromkeys((*before.names, name)))
                     called[x] = before._replace(names=all_names, last=index)
                     best = max(best, called[x], key=lambda found: len(found.names))
         for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                called.pop(node.id, None)
+            match node:
+                case ast.Return():
+                    called.clear()
+                case ast.Name(id=x, ctx=ast.Store()) | ast.Subscript(value=ast.Name(id=x), ctx=ast.Store()):
+                    called.pop(x, None)
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=x), attr=name)) if name.endswith("_"):
+                    called.pop(x, None)
     return best
+
+
+_SOMETIMES = (
+    *(ast.If, ast.Match, ast.For, ast.While, ast.Try, ast.With, ast.FunctionDef),
+    *(ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+
+
+def _always(node: ast.AST) -> Iterator[ast.AST]:
+    """Of a statement the expressions that are computed once, in every case."""
+    if not isinstance(node, _SOMETIMES):
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from _always(child)
 
 
 def linears_of(module: nn.Module) -> frozenset[str]:

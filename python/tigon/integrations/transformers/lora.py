@@ -22,6 +22,7 @@ from tigon.error import refuse
 from tigon.integrations.quantised import has_library_forward, is_quantised, peft_reads, read
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
+    CALL,
     HOOKED,
     INNER,
     LINEAR,
@@ -36,6 +37,7 @@ from tigon.integrations.transformers.forward import (
     stock,
     written,
 )
+from tigon.integrations.transformers.fp8 import Fp8Spec
 from tigon.integrations.transformers.head_operands import (
     LORA_PARTS,
     dora_magnitude,
@@ -44,9 +46,10 @@ from tigon.integrations.transformers.head_operands import (
     row_lengths,
 )
 from tigon.integrations.transformers.linears import shared_calls
-from tigon.ops import glu, rms_norm
+from tigon.ops import fp8_linear, glu, rms_norm
 from tigon.ops.dequantize import weight_of
-from tigon.ops.lora_linear import Adapter, Base, apply, prepare
+from tigon.ops.fp8_weight import Fp8Weight
+from tigon.ops.lora_linear import Adapter, Base, apply, prepare, reference
 from tigon.ops.philox import draw_seed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -154,7 +157,10 @@ class Siblings:
             there = _state(layer, forward.spec, x)
             if there is None or not there.shareable or there.dtype != state.dtype:
                 continue
-            kinds = [(one.magnitude is None, one.adapters[0].a.dtype) for one in (state, there)]
+            kinds = [
+                (one.magnitude is None, one.adapters[0].a.dtype, one.base.quantised is None)
+                for one in (state, there)
+            ]
             if kinds[0] == kinds[1]:
                 self.specs.append(forward.spec)
                 self.states.append(there)
@@ -176,11 +182,12 @@ class LoraSpec:
 
     name: str = ""
     siblings: Siblings | None = None
+    fp8: Fp8Spec | None = None  # the base's matmuls are of float8 in training
     seen: list | None = None
     state: State | None = None
 
     def __reduce__(self):
-        return LoraSpec, (self.name, self.siblings)
+        return LoraSpec, (self.name, self.siblings, self.fp8)
 
 
 def find_siblings(parent: nn.Module, names: list[str]) -> Siblings | None:
@@ -211,6 +218,8 @@ def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
         y = _dora(x, state)
     elif spec.siblings is not None and state.shareable and _sharing(x):
         return spec.siblings.call(spec, x, state)
+    elif state.base.quantised is not None and not _is_eager():
+        y = _composed(x, state)
     else:
         seed = draw_seed(x) if state.drops else None
         y = state.finish(*_adapted(x, state.dtype, state.call, seed))
@@ -222,6 +231,16 @@ def _adapted(x, dtype, call, seed=None):
     if x.dtype == dtype:
         return apply(x, *call, seed, _recompute(x))
     return apply(x.to(dtype), *call, seed)
+
+
+def _composed(x, state: State) -> torch.Tensor:
+    """What compilers and transforms trace of a base in float8: its matmul, and those of the adapters."""
+
+    def linear(rows, weight, bias):
+        return fp8_linear.apply(rows, weight, bias, "fp8", reuse=False)
+
+    seed = draw_seed(x) if state.drops else None
+    return reference(x.to(state.dtype), [state.base], state.adapters, seed, linear)[0]
 
 
 # Keeping an x of this size costs more than a small launch.
@@ -254,11 +273,11 @@ def _is_eager() -> bool:
 def _state(module, spec: LoraSpec, x) -> State | None:
     """The operands of this call; None: PEFT computes it."""
     if not _is_eager():
-        return _find_state(module, x)
-    seen = _look(module, x)
+        return _find_state(module, x, spec.fp8)
+    seen = _look(module, spec, x)
     if seen is None or seen != spec.seen:
         spec.seen, spec.state = None, None
-        state = _find_state(module, x)
+        state = _find_state(module, x, spec.fp8)
         if state is None or not set(map(id, (*state.call[1], state.base.bias))) <= {
             *map(id, state.sources),
             id(None),
@@ -272,18 +291,28 @@ def _same(some, others) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _look(module, x) -> list | None:
+def _look(module, spec: LoraSpec, x) -> list | None:
     """The inputs of `_find_state`, whose result is the same for an equal list; None if it reads more.
 
     The state holds the tensors, so that no other tensor gets their identity.
     """
     base = module._modules["base_layer"]
     weight = base._parameters.get("weight")
+    if spec.fp8 is not None and module.merged_adapters and weight is not None:
+        fp8_linear.forget_weights([weight])  # no version tells that PEFT writes to it
     # Packed codes have other names.
     if (weight is None and not is_quantised(base)) or module._disable_adapters or module.merged_adapters:
         return None
     device = x.device
-    seen = [type(x), x.dtype, device, x.shape[-1], autocast_dtype(device.type)]
+    seen = [
+        weight is not None and _takes_fp8(module, spec.fp8, weight),
+        spec.fp8 and weight is not None and spec.fp8.gathers(weight),
+        type(x),
+        x.dtype,
+        device,
+        x.shape[-1],
+        autocast_dtype(device.type),
+    ]
     seen += getattr(weight, "shape", None), getattr(weight, "requires_grad", None), *_look_at_part(base)
     if type(weight) not in PLAIN:
         seen += _look_at_quantised(base, weight)
@@ -305,7 +334,7 @@ def _look_at_part(part: nn.Module) -> list:
     """The attributes that identify a part and say whether it is a plain matmul, and its parameters."""
     own, kind = part.__dict__, type(part)
     seen = [part, kind, kind.forward, own.get("forward"), own.get(HOOKED), own.get(INNER)]
-    seen.append(has_hooks(part))
+    seen += own.get(CALL), has_hooks(part)
     for tensor in own["_parameters"].values():
         seen += _look_at_tensor(tensor)
     return seen
@@ -331,7 +360,12 @@ def _active(module):
     ]
 
 
-def _find_state(module, x) -> State | None:
+def _takes_fp8(module, fp8: Fp8Spec | None, weight) -> bool:
+    """Whether this call's base is of float8: in training, with a frozen weight."""
+    return fp8 is not None and (module.training or torch.is_grad_enabled()) and not weight.requires_grad
+
+
+def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
     """Find the state; children and parameters are read from the modules' dictionaries, not by attribute.
 
     `_look` must list everything that this function reads.
@@ -342,23 +376,30 @@ def _find_state(module, x) -> State | None:
         return None
     if has_hooks(base) or type(base).forward is not (LINEAR if linear else written(type(base))):
         return None
-    quantised = is_quantised(base)
-    if foreign(base) and not (quantised and has_library_forward(base)):
+    coded = is_quantised(base)
+    if foreign(base) and not (coded and has_library_forward(base)):
         return None
     device, dtype = x.device, x.dtype
     autocast = autocast_dtype(device.type)
     if autocast is not None:
         dtype = autocast
-    bias, held = _own(base, "bias"), [t for t in base._parameters.values() if t is not None]
-    if linear and not quantised and type(weight := _own(base, "weight")) in PLAIN:
-        if not _usable(weight, device) or x.shape[-1] != weight.shape[1]:
+    weight, bias = base._parameters.get("weight") if coded else _own(base, "weight"), _own(base, "bias")
+    quantised, gathered = None, False
+    plain = type(weight) in PLAIN and not coded
+    taken = linear and (plain or type(weight) is Fp8Weight)
+    if taken and not module.lora_variant and _takes_fp8(module, fp8, weight):
+        gathered = fp8.gathers(weight)
+        quantised = functools.partial(fp8_linear.quantized_weight, weight, not gathered, frozen=True)
+    if taken and (plain or quantised):
+        if weight.device != device or hasattr(weight, "ds_id") or x.shape[-1] != weight.shape[1]:
             return None
         sources = [weight, bias]
         if weight.dtype != dtype:
             if autocast is None:
                 return None  # PEFT's forward raises its own error
-            weight = weight.to(dtype)
-    elif quantised and not torch.compiler.is_compiling() and (made := read(base)) is not None:
+            weight = weight if quantised else weight.to(dtype)
+    elif coded and not torch.compiler.is_compiling() and (made := read(base)) is not None:
+        held = [t for t in base._parameters.values() if t is not None]
         if any(t.device != device or hasattr(t, "ds_id") for t in held):
             return None
         sources = held
@@ -403,7 +444,17 @@ def _find_state(module, x) -> State | None:
     )
     shareable = plain and not drops and (magnitude is None or scales)
     sources = [t for t in sources if t is not None]
-    state = State(dtype, Base(weight, bias), adapters, magnitude, sources, (), drops, scales, shareable)
+    state = State(
+        dtype,
+        Base(weight, bias, quantised, gathered),
+        adapters,
+        magnitude,
+        sources,
+        (),
+        drops,
+        scales,
+        shareable,
+    )
     return state._replace(call=_prepare(state))
 
 
@@ -425,7 +476,7 @@ def _scales_weight(x, state: State) -> bool:
 
 def _dora(x, state: State) -> torch.Tensor:
     """DoRA scales the rows of ``W + scale * B A`` to the lengths `magnitude`; this scales the result."""
-    dtype, (weight, bias), (adapter,), magnitude, *_ = state
+    dtype, (weight, bias, *_), (adapter,), magnitude, *_ = state
     made = [weight if isinstance(weight, torch.Tensor) else weight()]
     lengths = row_lengths(made[0], *adapter[1:4])
     base = Base(weight if made[0] is weight else lambda: made.pop() if made else weight())

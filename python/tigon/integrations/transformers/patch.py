@@ -30,7 +30,7 @@ from tigon.integrations.transformers.forward import (
     plain,
     unbind,
 )
-from tigon.integrations.transformers.fp8 import check_recipe, fp8_forward, plan_fp8
+from tigon.integrations.transformers.fp8 import Options, check_recipe, fp8_forward, pack, plan_fp8, unpack
 from tigon.integrations.transformers.graphs import GRAPHS, drop_graphs, use_graphs
 from tigon.integrations.transformers.head import (
     WATCHED,
@@ -46,7 +46,7 @@ from tigon.integrations.transformers.head import (
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper, plan_streams
 from tigon.integrations.transformers.linears import linears_of
 from tigon.integrations.transformers.linears import rewrite as share_linears
-from tigon.integrations.transformers.lora import find_siblings, lora_forward, plan_lora
+from tigon.integrations.transformers.lora import LoraSpec, find_siblings, lora_forward, plan_lora
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
 from tigon.integrations.transformers.qk_norm import plan_qk_norm
@@ -74,10 +74,11 @@ class State:
     losses: dict[str, object] = field(default_factory=dict)  # module path -> loss function before
     ledger: Ledger = field(default_factory=Ledger)
     experts: dict[str, str | None] = field(default_factory=dict)  # path -> implementation before
+    fp8: Options | None = None
 
     def __deepcopy__(self, memo):
         report = replace(self.report, entries=[*self.report.entries], notes=[*self.report.notes], graphs=None)
-        return State(report, dict(self.losses), self.ledger, dict(self.experts))
+        return State(report, dict(self.losses), self.ledger, dict(self.experts), self.fp8)
 
 
 class Arrivals:
@@ -111,9 +112,11 @@ class Arrivals:
             return
         state, plan = root.__dict__[STATE], _Plan(root)
         plan.lora()
+        if state.fp8 is not None:
+            plan.fp8(state.fp8)
         plan.replace()
-        report = state.report
-        report.entries[:] = [entry for entry in report.entries if entry.slot != "lora"] + plan.entries
+        report, slots = state.report, {entry.slot for entry in plan.entries} | {"lora"}
+        report.entries[:] = [entry for entry in report.entries if entry.slot not in slots] + plan.entries
         layers = report.count("lora")
         log.info("[apply] the model's adapters have changed: %d layers call tigon.lora_linear", layers)
 
@@ -126,6 +129,7 @@ class _Plan:
         self.entries: list[Entry] = []
         self.binds: list = []
         self.freed: list = []  # modules that were replaced before and are left now
+        self.packed: list = []  # Linears of which only the float8 bytes are kept
         self.turns: list = []  # (module, its method, names of the rotary functions to be fused in it)
         self.losses: list[str] = []  # paths of models whose loss function is transformers' causal one
         self.heads: list = []  # (model, Linears of its head)
@@ -176,20 +180,30 @@ class _Plan:
             (lambda m: plan_wrapper(m, planned) if id(m) in outer else None, wrapper_forward),
         )
         specs = {id(module): spec for f, module, spec, _ in self.binds[first:] if f is lora_forward}
+        for _, module, spec, _ in self.binds[first:]:
+            known = getattr(bound(module), "spec", None)
+            if isinstance(spec, LoraSpec) and isinstance(known, LoraSpec):
+                spec.fp8 = known.fp8
         for parent in self.model.modules():
             names = {name: specs[id(c)] for name, c in parent.named_children() if id(c) in specs}
             siblings = find_siblings(parent, [*names])
             for name in siblings.names if siblings else ():
                 names[name].name, names[name].siblings = name, siblings
 
-    def fp8(self, recipe: str, names, first_last_bf16: bool):
+    def fp8(self, options: Options):
         heads = self.heads_of_owners()
-        for path, module, verdict in plan_fp8(self.model, heads, recipe, names, first_last_bf16):
-            there = bound(module)
-            if isinstance(verdict, tuple):
+        bases = {id(m.base_layer): spec for _, m, spec, _ in self.binds if isinstance(spec, LoraSpec)}
+        for path, module, verdict in plan_fp8(self.model, heads, {*bases}, options):
+            there, spec = bound(module), bases.get(id(module))
+            taken = isinstance(verdict, tuple)
+            if spec is not None:
+                spec.fp8 = verdict[0] if taken else None
+            elif taken:
                 self.binds.append((fp8_forward, module, verdict[0], "forward"))
-            elif there is not None and there.function is fp8_forward:
+            if there is not None and there.function is fp8_forward and not (taken and spec is None):
                 self.freed.append(module)
+            if taken and verdict[0].packs:
+                self.packed.append(module)
             self.add("fp8", path, type(module).__name__, verdict)
 
     def add(self, *found):
@@ -244,6 +258,9 @@ class _Plan:
         """Bind the planned functions to modules that do not have them yet."""
         for module in self.freed:
             unbind(module)
+        forget_weights(self.model.parameters())
+        for linear in self.packed:
+            pack(linear)
         for function, module, spec, name in self.binds:
             there = bound(module, name)
             same = there is not None and (there.function, there.spec) == (function, spec)
@@ -327,6 +344,7 @@ def apply(
     fp8: str | None = None,
     fp8_except: Sequence[str] = (),
     first_last_bf16: bool = False,
+    fp8_base_only: bool = False,
     strict: bool = False,
 ) -> Report:
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
@@ -350,6 +368,7 @@ def apply(
             leaves those of the weights' gradients unchanged (docs/fp8.md). It stays on until `undo`.
         fp8_except: names of Linears, or of modules that contain them, to leave unchanged.
         first_last_bf16: leave the Linears of the first and of the last layer unchanged.
+        fp8_base_only: of frozen weights that are computed in float8 keep only the bytes (docs/fp8.md).
         strict: raise an error if any part of the other slots would keep its own code.
 
     Returns:
@@ -387,6 +406,7 @@ def apply(
         **{slot: value for slot, value in given.items() if value is not None},
         lazy_logits=lazy_logits,
         first_last_bf16=first_last_bf16,
+        fp8_base_only=fp8_base_only,
         strict=strict,
     )
     asked = {slot: value is None or bool(value) for slot, value in given.items()}
@@ -399,7 +419,8 @@ def apply(
             plan.add(slot, "", type(root).__name__, why if asked[slot] else NEEDS_NORM_AND_ROPE)
     if fp8 is not None:
         names = [fp8_except] if isinstance(fp8_except, str) else fp8_except
-        plan.fp8(fp8, names, first_last_bf16)
+        options = Options(fp8, tuple(names), first_last_bf16, fp8_base_only)
+        plan.fp8(options)
     _check(plan, report, strict)
     asked["fp8"], given["fp8"] = fp8 is not None, None
     kept = [entry for entry in report.entries if not (asked[entry.slot] or given[entry.slot])]
@@ -410,6 +431,7 @@ def apply(
     report.notes[:] = _notes(root, report)
     if state is None:
         state = root.__dict__[STATE] = State(report)
+    state.fp8 = state.fp8 if fp8 is None else options
     plan.commit(state, lazy_logits, max_peak_mb)
     if asked["lora"]:
         _watch(root)
@@ -508,6 +530,7 @@ def undo(model: nn.Module) -> None:
     drop_graphs(root)
     for module in root.modules():
         unbind(module)
+        unpack(module)
     root.__dict__.pop(ARRIVALS, None)
     forget_weights(root.parameters())
     state = root.__dict__.pop(STATE, None)

@@ -13,7 +13,7 @@ import types
 
 from torch import nn
 
-from tigon.integrations.transformers.forward import blocked, bound, has_hooks, plain
+from tigon.integrations.transformers.forward import blocked, bound, calls_forward, has_hooks, plain
 from tigon.integrations.transformers.norms import eps_of, norm_forward, plan_norm
 from tigon.integrations.transformers.rewriting import (
     Rewritten,
@@ -74,7 +74,8 @@ def _options(norms, heads, swapped) -> dict | None:
         if not method.replaces_own():
             return None
         spec = method.spec
-        if has_hooks(norm) or not spec.simple or x.ndim - swap < 3 or x.shape[-1] > MAX_HEAD_DIM:
+        watched = has_hooks(norm) or not calls_forward(norm)
+        if watched or not spec.simple or x.ndim - swap < 3 or x.shape[-1] > MAX_HEAD_DIM:
             return None
         weight = None if spec.weight is None else getattr(norm, spec.weight)
         if weight is not None and not (plain(weight) and weight.shape == x.shape[-1:]):
