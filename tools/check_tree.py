@@ -35,8 +35,8 @@ BY_HAND = ("{op}.cpp", "{op}_torch.cpp")
 ENGINES = {"loss_head"}
 KERNELS = ("{op}_math.inc", "{op}_cpu.cpp", "{op}_cuda.cu")
 ELSEWHERE = ("python/tigon/ops/**/{op}.py", "tests/cases/{op}.py")  # ops of one family share a package
-# Ops on lists of tensors without a gradient: the tests of the optimizers have their cases.
-WITHOUT_CASES = {"grad_norm"}
+# Ops without a gradient, on lists of tensors or on codes: tests of their own have their cases.
+WITHOUT_CASES = {"dequantize", "grad_norm"}
 SOURCE = {".h", ".cuh", ".inc", ".cpp", ".cu"}
 CODE = SOURCE | {".py", ".sh", ".cmake"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|headeronly)/|^Python\.h$|^pybind11/")

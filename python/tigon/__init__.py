@@ -16,6 +16,7 @@ from tigon.graphs import graph_step
 from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.attention_residual import attention_residual
 from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.dequantize import dequantize
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
 from tigon.ops.embedding import embedding
@@ -72,6 +73,7 @@ __all__ = [
     "contrastive_loss",
     "count_labels",
     "cross_entropy",
+    "dequantize",
     "deterministic",
     "drafter_loss",
     "dyt",

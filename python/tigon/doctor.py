@@ -164,6 +164,7 @@ PROBES = (
 HELPERS = {
     "clip_grad_norm_",
     "count_labels",
+    "dequantize",
     "fp8_linear",
     "linear_loss",
     "linear_sample",

@@ -6,12 +6,14 @@ import copy
 import gc
 import importlib.util
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import batch, close, make, same, step
 from torch import nn
 
+import tigon
 from tigon.integrations.transformers import apply
 from tigon.integrations.transformers import lora as slot
 
@@ -50,7 +52,33 @@ def torchao(linear):
     return linear
 
 
-KINDS = {"nf4": nf4, "int8": int8, "torchao": torchao}
+def fp8(linear):
+    """transformers' Linear of float8 in blocks; 48 is no multiple of 20."""
+    kind = pytest.importorskip(
+        "transformers.integrations.finegrained_fp8", reason="needs FP8Linear"
+    ).FP8Linear
+    made = kind(*reversed(linear.weight.shape), block_size=(20, 20), has_bias=linear.bias is not None)
+    made.weight = nn.Parameter(linear.weight.detach().mul(30).to(torch.float8_e4m3fn), requires_grad=False)
+    scales = torch.rand(made.weight_scale_inv.shape, device=made.weight.device) / 20 + 0.01
+    made.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
+    made.bias = linear.bias
+    return made
+
+
+def compressed(linear):
+    """compressed-tensors' Linear, by hand: codes of int8 and a scale for each row."""
+    scales = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+    linear.weight = nn.Parameter(
+        (linear.weight.detach() / scales).round().to(torch.int8), requires_grad=False
+    )
+    linear.weight_scale = nn.Parameter(scales, requires_grad=False)
+    args = {"type": "int", "num_bits": 8, "strategy": "channel", "group_size": None, "symmetric": True}
+    linear.quantization_scheme = SimpleNamespace(weights=SimpleNamespace(**args))
+    return linear
+
+
+KINDS = {"nf4": nf4, "int8": int8, "torchao": torchao, "fp8": fp8, "compressed": compressed}
+READ = ("nf4", "int8", "torchao")  # by PEFT too
 
 
 def adapted_model(quantise, device, dtype=torch.float32, **options):
@@ -62,7 +90,7 @@ def adapted_model(quantise, device, dtype=torch.float32, **options):
             continue
         quantised = quantise(copy.deepcopy(module))
         model.set_submodule(path, quantised)
-        module.weight.data.copy_(slot._dequantiser(quantised, quantised.weight)())
+        module.weight.data.copy_(tigon.dequantize(quantised, dtype=module.weight.dtype))
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = quantise is nf4, quantise is int8
     config = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
     found = []
@@ -99,8 +127,7 @@ def made(monkeypatch):
     return count
 
 
-@pytest.mark.parametrize("what", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, what", [(k, o) for k in KINDS for o in OPTIONS if k in READ or o != "dora"])
 def test_as_with_the_dequantised_weights(kind, what, device, made):
     model, plain = adapted_model(KINDS[kind], device, **OPTIONS[what])
     inputs = batch(device)
@@ -144,6 +171,20 @@ def test_nothing_dequantised_is_kept(kind, device):
     new = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and id(o) not in before]
     assert not [o.shape for o in new if tuple(o.shape) in shapes and o.dtype.is_floating_point]
     loss.backward()
+
+
+def test_what_peft_does_with_codes_is_refused(device):
+    """DoRA's lengths would be those of codes; an adapter of a parameter would be added to codes."""
+    model, _ = adapted_model(compressed, device, use_dora=True)
+    with pytest.raises(tigon.Error, match="DoRA must be around a base that PEFT dequantises, got Linear"):
+        apply(model)
+    model = make(device=device)
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    layer.weight_scale_inv = nn.Parameter(torch.ones(1, 1, device=device), requires_grad=False)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_parameters=["down_proj.weight"]))
+    with pytest.raises(tigon.Error, match="target_parameters must name parameters that are not quantised"):
+        apply(model)
 
 
 def test_a_4_bit_base_computes_in_its_own_dtype(device, made):

@@ -196,6 +196,7 @@ def _plain() -> Iterator[Call]:
     head = {"hidden": rows, "weight": lambda: 0.2 * rows(VOCABULARY, COLUMNS)}
     yield of("clip_grad_norm_", parameters=_with_gradient, max_norm=1.0)
     yield of("fp8_linear", x=lambda: rows(ROWS, 32), weight=lambda: rows(48, 32), bias=lambda: rows(48))
+    yield of("dequantize", source=lambda: rows(4, 8).char(), scales=lambda: rows(4, 1))
     yield of("checkpoint_policy", save=("attention", "aten::convolution"))
     yield of("count_labels", target=labels, position_ids=lambda: _positions(ROWS), shift=1)
     yield of(

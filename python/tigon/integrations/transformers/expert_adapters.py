@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from tigon.error import refuse
 from tigon.integrations.transformers.experts import (
     IMPLEMENTATION,
     LAYER,
@@ -58,9 +59,24 @@ def _run_of(base: nn.Module, planned: dict[int, Callable]) -> Callable | None:
     return found if found in (layer_forward, batched_forward) else None
 
 
+def _refuse_codes(wrapper) -> None:
+    """PEFT adds what the adapter computes to the codes of a quantised parameter, and clamps the sum."""
+    dtype, name = wrapper.get_param().dtype, wrapper.parameter_name
+    if dtype.itemsize < 2:
+        refuse(
+            "apply",
+            "target_parameters must name parameters that are not quantised, got {} of {}: PEFT would add the "
+            "adapter to its codes, without their scales (load the model with dequantize=True)",
+            name,
+            dtype,
+        )
+
+
 def plan_wrapper(module: nn.Module, planned: dict[int, Callable]) -> tuple[AdapterSpec, str] | str:
     """Plan the outermost wrapper of a layer of experts; `planned`: what is about to be bound, by identity."""
     wrappers, base = _unwrapped(module)
+    for wrapper in wrappers:
+        _refuse_codes(wrapper)
     names = [wrapper.parameter_name for wrapper in reversed(wrappers)]
     run = _run_of(base, planned)
     if run is None:

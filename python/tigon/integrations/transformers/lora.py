@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from tigon.error import refuse
+from tigon.integrations.quantised import has_library_forward, is_quantised, peft_reads, read
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
     CALL,
@@ -45,6 +47,7 @@ from tigon.integrations.transformers.head_operands import (
 )
 from tigon.integrations.transformers.linears import shared_calls
 from tigon.ops import fp8_linear, glu, rms_norm
+from tigon.ops.dequantize import weight_of
 from tigon.ops.fp8_weight import Fp8Weight
 from tigon.ops.lora_linear import Adapter, Base, apply, prepare, reference
 from tigon.ops.philox import draw_seed
@@ -61,17 +64,25 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
     if name not in _LAYERS:
         return f"lora.{name} is not an adapter of a plain or quantised Linear"
     base = module.base_layer
-    if not (is_linear(base) or _is_bitsandbytes(base)):
+    if not (is_linear(base) or is_quantised(base)):
         return f"the base is {type(base).__name__}, not nn.Linear"
-    if foreign(base):
+    if is_quantised(base) and not peft_reads(base) and read(base) is None:
+        return f"the base, {type(base).__name__}, holds no codes that Tigon reads"
+    if foreign(base) and not has_library_forward(base):
         return "the base's forward is bound to the instance (tensor parallel, kernels or another patch)"
     parts = [part for name in _PARTS for part in getattr(module, name).values()]
-    if not all(map(is_as_written, (module, base, *parts))):
+    if not all(map(is_as_written, (module, *parts))) or type(base).forward is not written(type(base)):
         return "a part of the adapter has another forward than the one it was written with"
     variants = {type(v).__name__ for v in getattr(module, "lora_variant", {}).values()}
     others = variants - {"DoraLinearVariant"}
     if others:
         return f"{', '.join(sorted(others))} changes what the adapter computes"
+    if variants and is_quantised(base) and not peft_reads(base):
+        refuse(
+            "apply",
+            "DoRA must be around a base that PEFT dequantises, got {}: PEFT takes the codes for the weight",
+            type(base).__name__,
+        )
     return blocked(module) or (LoraSpec(), "tigon.lora_linear")
 
 
@@ -289,19 +300,20 @@ def _look(module, spec: LoraSpec, x) -> list | None:
     weight = base._parameters.get("weight")
     if spec.fp8 is not None and module.merged_adapters and weight is not None:
         fp8_linear.forget_weights([weight])  # no version tells that PEFT writes to it
-    if weight is None or module._disable_adapters or module.merged_adapters:
+    # Packed codes have other names.
+    if (weight is None and not is_quantised(base)) or module._disable_adapters or module.merged_adapters:
         return None
     device = x.device
     seen = [
-        _takes_fp8(module, spec.fp8, weight),
-        spec.fp8 and spec.fp8.gathers(weight),
+        weight is not None and _takes_fp8(module, spec.fp8, weight),
+        spec.fp8 and weight is not None and spec.fp8.gathers(weight),
         type(x),
         x.dtype,
         device,
         x.shape[-1],
         autocast_dtype(device.type),
     ]
-    seen += weight.shape, weight.requires_grad, *_look_at_part(base)
+    seen += getattr(weight, "shape", None), getattr(weight, "requires_grad", None), *_look_at_part(base)
     if type(weight) not in PLAIN:
         seen += _look_at_quantised(base, weight)
     for name, down, up, dropout in _active(module):
@@ -333,7 +345,7 @@ def _look_at_tensor(t: torch.Tensor | None) -> tuple:
 
 
 def _look_at_quantised(base: nn.Module, weight) -> tuple:
-    """The attributes that decide `_dequantiser` and the dtype of a 4-bit base."""
+    """The attributes that decide what is read and the dtype of a 4-bit base."""
     state = getattr(base, "state", None)
     states = (id(state), getattr(state, "SCB", None) is None)
     of_weight = (getattr(weight, name, None) is None for name in ("quant_state", "SCB"))
@@ -362,18 +374,23 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
     linear = is_linear(base)
     if module._disable_adapters or module.merged_adapters:
         return None
-    if not intact(base, LINEAR if linear else written(type(base))):
+    if has_hooks(base) or type(base).forward is not (LINEAR if linear else written(type(base))):
+        return None
+    coded = is_quantised(base)
+    if foreign(base) and not (coded and has_library_forward(base)):
         return None
     device, dtype = x.device, x.dtype
     autocast = autocast_dtype(device.type)
     if autocast is not None:
         dtype = autocast
-    weight, bias = _own(base, "weight"), _own(base, "bias")
+    weight, bias = base._parameters.get("weight") if coded else _own(base, "weight"), _own(base, "bias")
     quantised, gathered = None, False
-    if _takes_fp8(module, fp8, weight) and linear and not module.lora_variant:
+    plain = type(weight) in PLAIN and not coded
+    taken = linear and (plain or type(weight) is Fp8Weight)
+    if taken and not module.lora_variant and _takes_fp8(module, fp8, weight):
         gathered = fp8.gathers(weight)
         quantised = functools.partial(fp8_linear.quantized_weight, weight, not gathered, frozen=True)
-    if (type(weight) in PLAIN or (quantised and type(weight) is Fp8Weight)) and linear:
+    if taken and (plain or quantised):
         if weight.device != device or hasattr(weight, "ds_id") or x.shape[-1] != weight.shape[1]:
             return None
         sources = [weight, bias]
@@ -381,13 +398,14 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
             if autocast is None:
                 return None  # PEFT's forward raises its own error
             weight = weight if quantised else weight.to(dtype)
-    elif not torch.compiler.is_compiling() and (make := _dequantiser(base, weight)) is not None:
-        if weight.device != device:
+    elif coded and not torch.compiler.is_compiling() and (made := read(base)) is not None:
+        held = [t for t in base._parameters.values() if t is not None]
+        if any(t.device != device or hasattr(t, "ds_id") for t in held):
             return None
-        sources = [weight, bias]
+        sources = held
         if autocast is None:
             dtype = getattr(base, "compute_dtype", None) or dtype  # of a 4-bit base
-        weight = _dequantised(make, dtype)
+        weight = _dequantised(made, dtype)
     else:
         return None
     if dtype not in _DTYPES or type(x) not in PLAIN:
@@ -467,29 +485,11 @@ def _dora(x, state: State) -> torch.Tensor:
     return y if bias is None else y + bias
 
 
-def _is_bitsandbytes(base: nn.Module) -> bool:
-    return isinstance(base, nn.Linear) and type(base).__module__.startswith("bitsandbytes.")
-
-
-def _dequantiser(base: nn.Module, weight) -> Callable[[], torch.Tensor] | None:
-    """A function that dequantises the weight of a Linear; None if it is not quantised yet."""
-    if _is_bitsandbytes(base):
-        from peft.utils.integrations import dequantize_bnb_weight
-
-        state = getattr(base, "state", None)
-        four = type(weight).__name__ == "Params4bit" and weight.quant_state is not None
-        eight = weight.dtype == torch.int8 and not (state is None or weight.SCB is state.SCB is None)
-        return functools.partial(dequantize_bnb_weight, weight, state) if four or eight else None
-    if is_linear(base) and (type(weight) is Fp8Weight or type(weight).__module__.startswith("torchao.")):
-        return weight.dequantize
-    return None
-
-
-def _dequantised(make: Callable[[], torch.Tensor], dtype: torch.dtype):
+def _dequantised(made, dtype: torch.dtype):
     """A function that makes the weight in `dtype`, for the forward or the backward."""
 
     def dequantise():
         with torch.no_grad():
-            return make().detach().to(dtype)
+            return weight_of(made, dtype)
 
     return dequantise

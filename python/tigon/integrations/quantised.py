@@ -1,0 +1,144 @@
+"""Readers of quantised Linears, by the names of their classes: what their weights stand for.
+
+No library is imported: a reader looks at the tensors of a module. It returns its codes, or a function that
+makes the weight, or None if the module holds no codes (yet, or any more).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+_LINEAR = nn.Linear.forward
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+class Codes(NamedTuple):
+    """The arguments of :func:`tigon.dequantize`."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    kind: str | None = None
+    block: tuple[int, int] | None = None
+    columns: int | None = None
+    zeros: torch.Tensor | None = None
+    divisor: torch.Tensor | None = None
+
+
+Made = Codes | Callable[[], torch.Tensor] | None
+
+
+def read(linear: nn.Module) -> Made:
+    """The codes of a quantised Linear, or a function that makes its weight; None if there are none."""
+    reader = _reader(linear)
+    made = None if reader is None else reader(linear)
+    tensors = [t for t in made if isinstance(t, torch.Tensor)] if isinstance(made, Codes) else []
+    return made if all(type(t) in _PLAIN for t in tensors) else None  # others are sharded
+
+
+def is_quantised(linear: nn.Module) -> bool:
+    """Whether a reader knows it, with codes or not."""
+    return _reader(linear) is not None
+
+
+def peft_reads(linear: nn.Module) -> bool:
+    """Whether PEFT dequantises the weight itself, where it needs more than the product."""
+    return _reader(linear) in (_bitsandbytes, _by_itself)
+
+
+def has_library_forward(linear: nn.Module) -> bool:
+    """Whether the forward of the instance is compressed-tensors', which rounds x before nn.Linear's."""
+    function = getattr(vars(linear).get("forward"), "__func__", None)
+    of = getattr(function, "__globals__", {}).get("__name__", "")
+    return of.startswith("compressed_tensors.") and _reader(linear) is _compressed_tensors
+
+
+def _reader(linear: nn.Module) -> Callable[[nn.Module], Made] | None:
+    """A subclass with another forward may compute something else."""
+    if not isinstance(linear, nn.Linear):
+        return None
+    kind = type(linear)
+    if kind.forward is _LINEAR:
+        if "quantization_scheme" in vars(linear):
+            return _compressed_tensors
+        of = type(linear._parameters.get("weight"))
+        # torchao's weights and Tigon's Fp8Weight
+        itself = of not in _PLAIN and of.__module__.startswith(("torchao.", "tigon."))
+        return _by_itself if itself else None
+    if kind.__module__.startswith("bitsandbytes."):
+        return _bitsandbytes
+    for base in kind.__mro__:
+        if base.__name__ in _READERS and base.__module__.startswith("transformers."):
+            return _READERS[base.__name__] if kind.forward is base.forward else None
+    return None
+
+
+def _blocks(linear):
+    """Codes of float8 with a scale for each block of 128 by 128 or all; or two codes of 4 bits a byte."""
+    weight, scales = linear.weight, linear.weight_scale_inv
+    if weight.dtype == torch.int8:
+        return Codes(weight, scales, "e2m1")
+    if weight.dtype != torch.float8_e4m3fn:
+        return None
+    return Codes(weight, scales, block=linear.block_size and tuple(linear.block_size))
+
+
+def _rows(linear):
+    """Codes of float8 with a scale for each row, or one for all."""
+    weight = linear.weight
+    return Codes(weight, linear.weight_scale.flatten()) if weight.dtype == torch.float8_e4m3fn else None
+
+
+def _compressed_tensors(linear):
+    """float-, int-, pack-, nvfp4-pack-, mxfp4-pack- and mxfp8-quantized, by the tensors that it holds."""
+    scheme = linear.quantization_scheme
+    of = getattr(scheme, "weights", None)
+    if of is None or getattr(scheme, "output_activations", None) is not None:
+        return None
+    codes, zeros = getattr(linear, "weight_packed", None), getattr(linear, "weight_zero_point", None)
+    kind = None if codes is None else "e2m1" if of.type == "float" else "int4"
+    if codes is None:
+        codes = getattr(linear, "weight", None)
+    held = getattr(codes, "dtype", None) in (torch.float8_e4m3fn, torch.int8)
+    if not (held if kind is None else of.num_bits == 4) or getattr(linear, "weight_g_idx", None) is not None:
+        return None
+    group = (1, of.group_size)
+    blocks = {"group": group, "tensor_group": group, "channel": (1, linear.in_features)}
+    block = tuple(of.block_structure) if of.strategy == "block" else blocks.get(of.strategy)
+    if block is None and of.strategy != "tensor":
+        return None
+    if zeros is not None:
+        zeros = None if of.symmetric else _zeros(zeros, linear.weight_scale)
+    divisor = getattr(linear, "weight_global_scale", None)
+    return Codes(codes, linear.weight_scale, kind, block, linear.in_features, zeros, divisor)
+
+
+def _zeros(zeros, scales):
+    """Zero points of 4 bits are packed along the first dimension and stored plus 8."""
+    if zeros.dtype != torch.int32:
+        return zeros
+    shifts = torch.arange(0, 32, 4, device=zeros.device, dtype=torch.int32)[:, None]
+    return (zeros[:, None] >> shifts & 15).flatten(0, 1)[: len(scales)] - 8
+
+
+def _bitsandbytes(linear):
+    from peft.utils.integrations import dequantize_bnb_weight
+
+    weight, state = linear.weight, getattr(linear, "state", None)
+    four = type(weight).__name__ == "Params4bit" and weight.quant_state is not None
+    eight = weight.dtype == torch.int8 and not (state is None or weight.SCB is state.SCB is None)
+    if not (four or eight):
+        return None
+    return functools.partial(dequantize_bnb_weight, weight, state)
+
+
+def _by_itself(linear):
+    return linear.weight.dequantize
+
+
+# Of transformers.
+_READERS = {"FP8Linear": _blocks, "FbgemmFp8Linear": _rows, "CompressedTensorsFP8Linear": _rows}
