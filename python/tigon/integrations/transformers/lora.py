@@ -30,6 +30,7 @@ from tigon.integrations.transformers.forward import (
     autocast_dtype,
     blocked,
     bound,
+    calls_forward,
     foreign,
     has_hooks,
     intact,
@@ -375,6 +376,8 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
     if module._disable_adapters or module.merged_adapters:
         return None
     if has_hooks(base) or type(base).forward is not (LINEAR if linear else written(type(base))):
+        return None
+    if not calls_forward(base):
         return None
     coded = is_quantised(base)
     if foreign(base) and not (coded and has_library_forward(base)):
