@@ -45,7 +45,6 @@ from tigon.integrations.transformers.head_operands import (
     is_linear,
     row_lengths,
 )
-from tigon.integrations.transformers.linears import shared_calls
 from tigon.ops import fp8_linear, glu, rms_norm
 from tigon.ops.dequantize import weight_of
 from tigon.ops.fp8_weight import Fp8Weight
@@ -200,14 +199,30 @@ def find_siblings(parent: nn.Module, names: list[str]) -> Siblings | None:
 
 @functools.cache
 def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
-    """Those of the attributes that the forward calls with one variable."""
+    """Those of the attributes that are called with one variable, with no assignment to it in between."""
     try:
         tree = source_tree(forward)
     except NoSource:
         return ()
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     body = getattr(next(functions, None), "body", [])  # none of a lambda
-    return shared_calls(body, names).names
+    best: list[str] = []
+    called: dict[str, list[str]] = {}
+    for statement in body:
+        branches = isinstance(statement, ast.If | ast.Match | ast.For | ast.While | ast.Try | ast.With)
+        for node in ast.walk(statement):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="self"), attr=name),
+                    args=[ast.Name(id=x)],
+                    keywords=[],
+                ) if name in names and not branches:
+                    called.setdefault(x, []).append(name)
+                    best = max(best, called[x], key=len)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                called.pop(node.id, None)
+    return tuple(dict.fromkeys(best))
 
 
 def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
