@@ -30,6 +30,7 @@ from tigon.integrations.transformers.forward import (
     autocast_dtype,
     blocked,
     bound,
+    calls_forward,
     foreign,
     has_hooks,
     intact,
@@ -70,7 +71,8 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
     if foreign(base) and not has_library_forward(base):
         return "the base's forward is bound to the instance (tensor parallel, kernels or another patch)"
     parts = [part for name in _PARTS for part in getattr(module, name).values()]
-    if not all(map(is_as_written, (module, *parts))) or type(base).forward is not written(type(base)):
+    base_as_written = type(base).forward is written(type(base)) and calls_forward(base)
+    if not (base_as_written and all(map(is_as_written, (module, *parts)))):
         return "a part of the adapter has another forward than the one it was written with"
     variants = {type(v).__name__ for v in getattr(module, "lora_variant", {}).values()}
     others = variants - {"DoraLinearVariant"}
@@ -389,7 +391,9 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
     linear = is_linear(base)
     if module._disable_adapters or module.merged_adapters:
         return None
-    if has_hooks(base) or type(base).forward is not (LINEAR if linear else written(type(base))):
+    if has_hooks(base) or not calls_forward(base):
+        return None
+    if type(base).forward is not (LINEAR if linear else written(type(base))):
         return None
     coded = is_quantised(base)
     if foreign(base) and not (coded and has_library_forward(base)):
