@@ -21,7 +21,7 @@ from pathlib import Path
 import store
 from store import Key
 
-AHEAD = 2  # processes that get ready while a case runs
+AHEAD = 2  # processes that get ready beside that of a case
 
 
 class Worker:
@@ -66,6 +66,11 @@ class Worker:
         self.close()
         return {**self.case, **result, "seconds": time.perf_counter() - start}
 
+    def wait(self) -> None:
+        """Until the process is ready, or has ended."""
+        while self.process.poll() is None and not self.result_file.with_name("ready").exists():
+            time.sleep(0.02)
+
     def close(self) -> None:
         """End the process, if it has not ended."""
         self.process.kill()
@@ -107,6 +112,7 @@ def serve(case_file: str, result_file: str, prepare: Callable, run_case: Callabl
     case = json.loads(Path(case_file).read_text())
     try:
         prepare(case)
+        Path(result_file).with_name("ready").touch()
         if not sys.stdin.readline():
             return
         result = run_case(case)
@@ -116,11 +122,18 @@ def serve(case_file: str, result_file: str, prepare: Callable, run_case: Callabl
     Path(result_file).write_text(json.dumps(result))
 
 
-def measure(script: str, key: Key, case: dict, timeout: float, following: Iterable[dict] = ()) -> dict:
-    """The record of one case; the processes of those that follow get ready meanwhile."""
+def measure(
+    script: str, key: Key, case: dict, timeout: float, following: Iterable[dict] = (), quiet: bool = False
+) -> dict:
+    """The record of one case; processes of those that follow get ready meanwhile, or before it if quiet."""
+    if quiet and key(case) in ready:
+        following = ()
     for each in (case, *following):
         if key(each) not in ready:
             ready[key(each)] = Worker(script, each)
+    if quiet:
+        for worker in ready.values():
+            worker.wait()
     return ready.pop(key(case)).run(timeout)
 
 
@@ -134,11 +147,18 @@ def close() -> None:
 
 
 def each(
-    script: str, args: argparse.Namespace, cases: Iterable[dict], key: Key, known: list[dict], line=None
+    script: str,
+    args: argparse.Namespace,
+    cases: Iterable[dict],
+    key: Key,
+    known: list[dict],
+    line=None,
+    quiet: bool = False,
 ) -> Iterator[dict]:
     """The records of the cases that are not among the known ones, each from a process of its own.
 
     Where a batch was out of memory a larger one of the same case is not tried. `line`: a record as text.
+    `quiet`: no other process gets ready while a case runs, for steps that wait for the host.
     """
     from tqdm import tqdm
 
@@ -167,7 +187,8 @@ def each(
             record = {**case, "error": "a smaller batch was out of memory", "out_of_memory": True}
         else:
             following = waiting[number + 1 : number + 1 + AHEAD]
-            record = measure(script, key, case, min(left, args.case_timeout), following)
+            limit = min(left, args.case_timeout)
+            record = measure(script, key, case, limit, following, quiet)
         note(record)
         yield record
         if line:
@@ -213,6 +234,7 @@ def main_of_cases(
     table,
     read=None,
     line=None,
+    quiet: bool = False,
 ) -> int:
     """`main` of a program whose cases have a process each, the program itself as such a process."""
     words = sys.argv[1:] if words is None else words
@@ -222,6 +244,6 @@ def main_of_cases(
     read = read or (lambda path: store.read(path, key))
 
     def measured(args: argparse.Namespace) -> Iterator[dict]:
-        return each(script, args, cases(args), key, read(args.out), line)
+        return each(script, args, cases(args), key, read(args.out), line, quiet)
 
     return main(words, parse, measured, read, table)

@@ -426,7 +426,7 @@ def _line(r: dict) -> str:
 def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "")  # as programs have it
     program = parse, cases, key, prepare, run_case, table, None, _line
-    return processes.main_of_cases(__file__, arguments, *program)
+    return processes.main_of_cases(__file__, arguments, *program, quiet=True)
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def test_a_run(words, capsys):
 def test_out_of_memory_ends_the_larger_batches(words, monkeypatch):
     seen = []
 
-    def measure(script, key, case, timeout, following):
+    def measure(script, key, case, timeout, following, quiet):
         assert len(following) <= e2e.processes.AHEAD and case not in following
         seen.append((case["batch"], case["provider"]))
         failed = {"error": "OutOfMemoryError: ", "out_of_memory": True}
