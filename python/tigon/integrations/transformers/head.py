@@ -247,7 +247,10 @@ def _linear_loss(module, spec, hidden, request):
 
 def tie(owner: nn.Module, linears) -> None:
     """Let the embedding add its gradient to that of a head with the same weight."""
-    table = owner.get_input_embeddings() if isinstance(owner, PreTrainedModel) else None
+    try:
+        table = owner.get_input_embeddings() if isinstance(owner, PreTrainedModel) else None
+    except NotImplementedError:  # the model does not say
+        return
     if getattr(type(table), "forward", None) is not nn.Embedding.forward or "forward" in vars(table):
         return
     plain_table = table.max_norm is None and not (table.sparse or table.scale_grad_by_freq)
