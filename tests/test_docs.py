@@ -178,7 +178,7 @@ def test_cpp_reference():
 def test_lengths():
     """The pages that have to be short are."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
-    assert len(re.findall(r"[^\s|-]+", (ROOT / "docs/known-gaps.md").read_text())) <= 1350
+    assert len(re.findall(r"[^\s|-]+", (ROOT / "docs/known-gaps.md").read_text())) <= 1400
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import weakref
 import torch
 
 on = False  # a linear of float8 has run
-_MOST = 4  # what a layer's producers write before its linears read: k, q or gate, up
+_MOST = 4  # more than a layer's producers write before its linears read
 _with: dict[int, tuple] = {}  # by the id of a tensor that is no view
 _wanted: dict[int, weakref.ref] = {}  # by the id of the parameter of the op whose result's bytes are wanted
 
@@ -78,17 +78,10 @@ def wanted(parameter: torch.Tensor) -> bool:
     return of is not None and of() is parameter
 
 
-_VIEWS = ("ViewBackward0", "TransposeBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
-
-
 def factors_of(ctx) -> list[torch.Tensor]:
-    """By which two linears of float8 multiply the columns of gradients, if they made the first two inputs,
-    behind views of all rows; else nothing.
-    """
+    """By which two linears of float8 multiply the columns of gradients, if they made the first two inputs."""
     found = []
     for node, of in getattr(ctx, "next_functions", ())[:2] if on else ():  # functorch's context has none
-        while node is not None and node.name() in _VIEWS:
-            node, of = node.next_functions[0]
         factors = getattr(node, "fp8_factors", None)
         found.append(factors and factors[of])
     return found if len(found) == 2 and all(f is not None for f in found) else []

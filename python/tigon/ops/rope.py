@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tigon import _fp8_bytes
-from tigon._load import native
-from tigon._op import Op, caller, once, raw
+from tigon._op import Op, once, raw
 from tigon.error import Error, check, renamed
 from tigon.ops import rope_tables as tables
 from tigon.ops.arguments import check_booleans
@@ -50,7 +48,6 @@ def _fake_bwd(dq_out, dk_out, cos, sin, positions, *options):
 
 
 _bwd = raw("rope_bwd", _fake_bwd)
-_bwd_fp8 = caller("rope", native("rope_bwd_fp8"))
 _in_place = raw("rope_in_place", lambda *args: None, "rope")
 
 
@@ -66,17 +63,6 @@ def _setup_context(ctx, inputs, output):
         ctx.mark_non_differentiable(*fixed)
 
 
-def _row_factors(ctx, dq, dk):
-    """Those of both gradients, if a row of each has all heads of a token."""
-    factors = _fp8_bytes.factors_of(ctx)
-    if not factors or ctx.q_swapped != ctx.k_swapped:
-        return []
-    head = ctx.options[0] - dq.dim()  # from the end
-    fits = head == (-3 if ctx.q_swapped else -2)
-    fits = fits and all(len(f) == d.shape[head] * d.shape[-1] for f, d in zip(factors, (dq, dk), strict=True))
-    return factors if fits else []
-
-
 def _backward(ctx, dq, dk=None):
     tables.check_constant("rope", *ctx.needs_input_grad[2:4])
     rest = (None,) * (3 + len(ctx.options))
@@ -84,13 +70,7 @@ def _backward(ctx, dq, dk=None):
     dk = dk if ctx.needs_input_grad[1] else None
     if dq is None and dk is None:
         return None, None, *rest
-    options = *ctx.saved_tensors, *ctx.options, ctx.code, ctx.q_swapped, ctx.k_swapped
-    if dq is not None and dk is not None and (factors := _row_factors(ctx, dq, dk)):
-        *dx, q, q_scales, k, k_scales = _bwd_fp8(dq, dk, *options, *factors)
-        for d, made, f in zip(dx, ((q, q_scales), (k, k_scales)), factors, strict=True):
-            _fp8_bytes.put((d.transpose(-3, -2) if ctx.q_swapped else d).flatten(-2), *made, f)
-        return *dx, *rest
-    dx = _bwd(dq, dk, *options)
+    dx = _bwd(dq, dk, *ctx.saved_tensors, *ctx.options, ctx.code, ctx.q_swapped, ctx.k_swapped)
     return None if dq is None else dx[0], None if dk is None else dx[1], *rest
 
 

@@ -1,6 +1,5 @@
 #include <utility>
 
-#include "tigon/ops/fp8_linear/fp8_quantize.h"
 #include "tigon/ops/rope/rope_fields.h"
 
 namespace tigon {
@@ -95,7 +94,7 @@ void run(const char* op, Context& ctx, const Rope& a, bool backward) {
   Rope some = a;
   if (a.q.empty())
     // q is present if anything is.
-    std::swap(some.q, some.k), std::swap(some.q_out, some.k_out), std::swap(some.q_bytes, some.k_bytes);
+    std::swap(some.q, some.k), std::swap(some.q_out, some.k_out);
   if (some.q.empty()) return check_rope_tables(op, a, some.q);
   if (some.k.empty()) {
     some.k = some.k_out = {};
@@ -206,54 +205,12 @@ struct RopeBackwardFields : RopeFields {
   }
 };
 
-// The rows of both gradients in float8 too, with factors by column.
-struct RopeBackwardFp8Fields : RopeBackwardFields {
-  RowBytes q_bytes, k_bytes;
-
-  int64_t columns(const Strided& t) const {
-    return !t || head_dim < 0 || head_dim >= t.dims ? 0 : t.sizes[head_dim] * t.sizes[t.dims - 1];
-  }
-  int64_t rows(const Strided& t) const {
-    int64_t all = 1;
-    for (int64_t d = 0; d < t.dims; ++d) all *= t.sizes[d];
-    return columns(t) == 0 ? 0 : all / columns(t);
-  }
-  void fields(Fields& f) {
-    RopeBackwardFields::fields(f);
-    f.input("q_factors", q_bytes.factors, columns(q), DType::f32);
-    f.input("k_factors", k_bytes.factors, columns(k), DType::f32);
-    f.result("q_bytes", q_bytes.q, rows(q), columns(q), DType::e4m3);
-    f.result("q_scales", q_bytes.scales, rows(q), DType::f32);
-    f.result("k_bytes", k_bytes.q, rows(k), columns(k), DType::e4m3);
-    f.result("k_scales", k_bytes.scales, rows(k), DType::f32);
-  }
-  static void run(Context& ctx, const RopeBackwardFp8Fields& a) {
-    Rope r = a.rope(kOp);
-    bool written = false;
-    r.q_bytes = a.q_bytes, r.k_bytes = a.k_bytes;
-    r.q_bytes.written = r.k_bytes.written = &written;
-    for (const RopeHeads* y : {&r.q_out, &r.k_out})
-      TIGON_CHECK(kOp, y->token_stride == y->heads * y->cols && y->head_stride == y->cols,
-                  "heads must be adjacent in memory, got strides of ", y->head_stride, " and ",
-                  y->token_stride);
-    rope_bwd(ctx, r);
-    if (written) return;
-    for (const auto& [y, to] : {std::pair{&r.q_out, &r.q_bytes}, {&r.k_out, &r.k_bytes}})
-      fp8_quantize(ctx, {.x = {y->data, y->dtype, to->q.rows, to->q.cols, to->q.cols},
-                         .column_factors = to->factors,
-                         .q = to->q,
-                         .scales = to->scales});
-  }
-};
-
 constexpr auto forward = RopeForwardFields::run;
 constexpr auto in_place = InPlace::run;
 constexpr auto backward = RopeBackwardFields::run;
-constexpr auto backward_fp8 = RopeBackwardFp8Fields::run;
 TIGON_OPERATOR(forward, RopeForwardFields, kOp, forward)
 TIGON_OPERATOR(in_place, InPlace, "rope_in_place", none)
 TIGON_OPERATOR(backward, RopeBackwardFields, kOp, backward)
-TIGON_OPERATOR(backward_fp8, RopeBackwardFp8Fields, "rope_bwd_fp8", none)
 
 }  // namespace
 

@@ -26,7 +26,6 @@
 #pragma once
 
 #include "tigon/base/context.h"
-#include "tigon/base/row_bytes.h"
 
 namespace tigon {
 
@@ -97,8 +96,6 @@ struct Rope {
   // The sizes are [axes, batch or 1, tokens, 1]. Without data, token t takes row t.
   RopeTable positions;
   RopeForm form;
-  // Of results whose heads are adjacent in memory, token by token: a row has all heads.
-  RowBytes q_bytes, k_bytes;
 
   int64_t rotated() const { return form.shared ? 2 * cos.cols : cos.cols; }
   int64_t start(const RopeHeads& x) const {

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "tigon/base/cuda/e4m3.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/rope/rope_heads.cuh"
 
@@ -193,70 +192,6 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Y, Mixed, From != To>)
   }
 }
 
-// --- a token per CTA ------------------------------------------------------------------------
-
-// The CTA writes all heads of a token of q or of k, and their bytes as one row. A thread owns a vector of
-// columns in some heads.
-constexpr int kRowThreads = 256;
-struct RowParams {
-  RopeParams rope;
-  Divider tokens;
-  uint32_t count;  // of tokens in all
-  ByteRows q, k;
-};
-
-__global__ void __launch_bounds__(kRowThreads, 4) rows_kernel(const __grid_constant__ RowParams p) {
-  constexpr int N = kVecColumns;
-  using T = __nv_bfloat16;
-  __shared__ uint32_t slots[32];
-  const auto coord = VecCoord::of<Pairs::halves>(p.rope.shape);
-  const bool of_k = blockIdx.x >= p.count;
-  const uint32_t r = blockIdx.x - (of_k ? p.count : 0u), batch = p.tokens.divide(r);
-  const Unit unit{batch, r - batch * p.tokens.divisor, 0};
-  const HeadTensors& tensors = of_k ? p.rope.k : p.rope.q;
-  const ByteRows& bytes = of_k ? p.k : p.q;
-  const int step = kRowThreads / int(p.rope.shape.lanes.divisor);
-  auto head = [&](int i) { return coord.row + i * step; };
-  auto has = [&](int i) { return coord.in_row && head(i) < tensors.heads; };
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-  const T* from = x_of<T>(tensors, unit) + coord.column;
-  T* to = y_of<T>(tensors, unit) + coord.column;
-  Vec<T, N> x[kHeadsPerThread];
-#pragma unroll
-  for (int i = 0; i < kHeadsPerThread; ++i)
-    x[i] = load_predicated<T, N>(has(i), from + head(i) * tensors.x_head);
-  float c[N] = {}, s[N] = {};
-  if (coord.is_rotated)
-    p.rope.tables.template read_for_vec<T, Pairs::halves, false, N>(unit.batch, unit.token, coord.rotated, c,
-                                                                    s);
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kHeadsPerThread; ++i) {
-    const Vec<T, N> other = shuffle(x[i], coord.partner);
-    float y[N];
-#pragma unroll
-    for (int n = 0; n < N; ++n) y[n] = rope_second(other[n], x[i][n], c[n], s[n]);
-    Vec<T, N> out;
-    out.set(y);
-    if (!coord.is_rotated) out = x[i];
-    if (has(i)) store(to + head(i) * tensors.y_head, out);
-    const Vec<float, N> f =
-        load_predicated<float, N>(has(i), bytes.factors + head(i) * p.rope.shape.cols + coord.column);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      y[n] = has(i) ? out[n] * f.v[n] : 0.0f;
-      raise_e4m3(largest, y[n]);
-    }
-    x[i].set(y);
-  }
-  const float inverse = finish_e4m3(bytes, r, largest, slots);
-  uint8_t* q = bytes.q + r * bytes.stride + coord.column;
-#pragma unroll
-  for (int i = 0; i < kHeadsPerThread; ++i)
-    if (has(i)) store_e4m3(q + head(i) * p.rope.shape.cols, x[i], inverse);
-}
-
 // --- pairs per thread -----------------------------------------------------------------------
 
 // Takes rows of more vectors than a warp has lanes, and tables that read_for_vec does not support: a thread
@@ -391,25 +326,6 @@ bool vecs_fit(const Rope& a) {
          (neighbours ? a.form.in == a.form.out : a.rotated() % (2 * kVecColumns) == 0) &&
          Tables(a, false, pairs_of(a)).vecs_fit(pairs_of(a));
 }
-// Returns false, and has done nothing, if the rows are none that a CTA takes.
-bool run_rows(Context& ctx, const Rope& a, bool backward) {
-  const auto lanes = lanes_of(a.q, kVecColumns);
-  const RowParams p{.rope = params_of(a, backward, lanes),
-                    .tokens = Divider(a.q.tokens),
-                    .count = uint32_t(a.q.batch * a.q.tokens),
-                    .q = byte_rows(a.q_bytes),
-                    .k = byte_rows(a.k_bytes)};
-  auto fits = [&](const RopeHeads& x, const ByteRows& bytes) {
-    return x.dtype == DType::bf16 && x.heads * lanes <= kHeadsPerThread * kRowThreads &&
-           bytes.takes_vectors() && reinterpret_cast<uintptr_t>(bytes.factors) % 16 == 0;
-  };
-  if (pairs_of(a) != Pairs::halves || p.rope.tables.mixed || a.q_out.dtype != DType::bf16 ||
-      !fits(a.q, p.q) || !fits(a.k, p.k))
-    return false;
-  launch(kOp, ctx, rows_kernel, {.blocks = 2 * int64_t(p.count), .threads = kRowThreads, .pdl = true}, p);
-  return *a.q_bytes.written = true;
-}
-
 bool wide_fit(const Rope& a) {
   return rope_kernels::vecs_fit(a, a.q, kColumns) && a.q.cols <= kThreads * kColumns &&
          a.form.in == a.form.out;
@@ -418,7 +334,6 @@ bool wide_fit(const Rope& a) {
 }  // namespace
 
 void rope(Context& ctx, const Rope& a, bool backward) {
-  if (a.q_bytes.q.data != nullptr && vecs_fit(a) && run_rows(ctx, a, backward)) return;
   with_types(a.q.dtype, a.q_out.dtype, [&](auto tx, auto ty) {
     using X = typename decltype(tx)::type;
     using Y = typename decltype(ty)::type;

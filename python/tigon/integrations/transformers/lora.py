@@ -46,7 +46,6 @@ from tigon.integrations.transformers.head_operands import (
     is_linear,
     row_lengths,
 )
-from tigon.integrations.transformers.linears import shared_calls
 from tigon.ops import fp8_linear, glu, rms_norm
 from tigon.ops.dequantize import weight_of
 from tigon.ops.fp8_weight import Fp8Weight
@@ -72,7 +71,8 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
     if foreign(base) and not has_library_forward(base):
         return "the base's forward is bound to the instance (tensor parallel, kernels or another patch)"
     parts = [part for name in _PARTS for part in getattr(module, name).values()]
-    if not all(map(is_as_written, (module, *parts))) or type(base).forward is not written(type(base)):
+    base_as_written = type(base).forward is written(type(base)) and calls_forward(base)
+    if not (base_as_written and all(map(is_as_written, (module, *parts)))):
         return "a part of the adapter has another forward than the one it was written with"
     variants = {type(v).__name__ for v in getattr(module, "lora_variant", {}).values()}
     others = variants - {"DoraLinearVariant"}
@@ -201,14 +201,30 @@ def find_siblings(parent: nn.Module, names: list[str]) -> Siblings | None:
 
 @functools.cache
 def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
-    """Those of the attributes that the forward calls with one variable."""
+    """Those of the attributes that are called with one variable, with no assignment to it in between."""
     try:
         tree = source_tree(forward)
     except NoSource:
         return ()
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     body = getattr(next(functions, None), "body", [])  # none of a lambda
-    return shared_calls(body, names).names
+    best: list[str] = []
+    called: dict[str, list[str]] = {}
+    for statement in body:
+        branches = isinstance(statement, ast.If | ast.Match | ast.For | ast.While | ast.Try | ast.With)
+        for node in ast.walk(statement):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="self"), attr=name),
+                    args=[ast.Name(id=x)],
+                    keywords=[],
+                ) if name in names and not branches:
+                    called.setdefault(x, []).append(name)
+                    best = max(best, called[x], key=len)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                called.pop(node.id, None)
+    return tuple(dict.fromkeys(best))
 
 
 def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
@@ -375,7 +391,9 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
     linear = is_linear(base)
     if module._disable_adapters or module.merged_adapters:
         return None
-    if has_hooks(base) or type(base).forward is not (LINEAR if linear else written(type(base))):
+    if has_hooks(base) or not calls_forward(base):
+        return None
+    if type(base).forward is not (LINEAR if linear else written(type(base))):
         return None
     if not calls_forward(base):
         return None

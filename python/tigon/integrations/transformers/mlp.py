@@ -26,7 +26,6 @@ from tigon.integrations.transformers.forward import (
     read,
     stock,
 )
-from tigon.integrations.transformers.linears import linears
 from tigon.integrations.transformers.patterns.mlp import MLPS
 from tigon.integrations.transformers.recognition import Match, on_cpu, recognise
 from tigon.integrations.transformers.recompute import Ledger
@@ -156,8 +155,7 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
     down = None if spec.down is None else getattr(module, spec.down)
     first, second = spec.gate or spec.gate_up, spec.up
     names = (second, first) if spec.up_called_first else (first, second)
-    names = tuple(name for name in names if name is not None)
-    called = dict(zip(names, linears(module, names, x), strict=True))
+    called = {name: getattr(module, name)(x) for name in names if name is not None}
     gate, up = called.get(first), called.get(second)
     if gate is None:
         return down(relu_squared(up) if plain(up) else ACTIVATIONS["relu_squared"](up))

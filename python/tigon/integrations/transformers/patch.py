@@ -44,8 +44,6 @@ from tigon.integrations.transformers.head import (
     watched_forward,
 )
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper, plan_streams
-from tigon.integrations.transformers.linears import linears_of
-from tigon.integrations.transformers.linears import rewrite as share_linears
 from tigon.integrations.transformers.lora import LoraSpec, find_siblings, lora_forward, plan_lora
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
@@ -279,9 +277,6 @@ class _Plan:
                 bind(rotary_forward, module, Rewritten(rewrite, type(module), names, name=name), name)
             elif isinstance(held.spec, Rewritten):
                 held.spec.add(rewrite, names)
-            made = bound(module, name)
-            if made is not None and isinstance(made.spec, Rewritten):
-                made.spec.add(share_linears, linears_of(module))
         for owner, linears in self.heads:
             known = [forward.spec[0] for forward in (model_forward(owner),) if forward and forward.spec]
             known += [forward.spec for forward in map(bound, linears) if forward is not None]
