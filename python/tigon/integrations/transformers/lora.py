@@ -395,8 +395,6 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
         return None
     if type(base).forward is not (LINEAR if linear else written(type(base))):
         return None
-    if not calls_forward(base):
-        return None
     coded = is_quantised(base)
     if foreign(base) and not (coded and has_library_forward(base)):
         return None
