@@ -50,7 +50,7 @@ add_library(tigon SHARED)
 add_library(tigon::tigon ALIAS tigon)
 target_link_libraries(tigon PRIVATE tigon_objects)
 # Public headers: of an op those that declare exported functions, of the base what they and a program need.
-set(public_headers activation.h check.h context.h distribution.h dtype.h elementwise.h error.h export.h fields.h gated_unit.h make_context.h tensor.h)
+set(public_headers activation.h check.h context.h distribution.h dtype.h elementwise.h error.h export.h fields.h gated_unit.h make_context.h row_bytes.h tensor.h)
 list(TRANSFORM public_headers PREPEND csrc/tigon/base/)
 file(GLOB op_headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} csrc/tigon/ops/*/*.h)
 foreach(header IN LISTS op_headers)
