@@ -168,7 +168,9 @@ def test_the_map_of_a_mode_is_not_kept(mode):
 
 
 @pytest.mark.parametrize("way", ["step", "in the backward"])
-@pytest.mark.parametrize("before, after", itertools.permutations(["int8", torch.float32, torch.bfloat16], 2))
+@pytest.mark.parametrize(
+    "before, after", [*itertools.permutations(["int8", torch.float32, torch.bfloat16], 2)]
+)
 def test_a_group_that_changes_in_mid_run(before, after, way):
     """The moments are there: another dtype is an error until they are converted, and never ignored."""
     p, q = (nn.Parameter(torch.ones(64, 70)) for _ in range(2))
