@@ -40,7 +40,7 @@ CALLS = {call.name: call for call in wrong_calls.CALLS}
 NOT_DRAWN = {"inplace", "seed", "max_workspace_mb", "max_peak_mb"}  # float64 has no workspace
 TRAINED = ("x", "q", "k", "hidden", "logits", "student", "log_prob", "gate", "weight", "rows")
 CONSTANT_WEIGHT = {"logits", "q"}  # beside them weight is of classes, or of queries
-# A pair at its margin counts or does not; gradients are clipped in place; scales of codes have 32 bits at most.
+# A pair at its margin counts or does not; gradients are clipped in place; codes have no scales in float64.
 NOT_BESIDE_FLOAT64 = {"contrastive_loss with all", "clip_grad_norm_", "dequantize"}
 SIGNS = {"tvd", "linear_tvd"}  # whose gradients are signs of a difference, which rounding turns
 LARGEST = 1e4  # where exponentials are larger, they are as far apart as their exponents' roundings
