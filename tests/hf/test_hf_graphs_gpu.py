@@ -280,6 +280,22 @@ def test_an_attention_mask_of_padding():
     assert held(both.models[1]).replays == 4
 
 
+@pytest.mark.parametrize("rows", ["packed", "padded on the left"])
+def test_masks_that_say_something(rows):
+    """They are built in the graph, whatever their values: nothing waits for the device."""
+    model, twin = gpu_pair()
+    for seed in range(6):
+        given = on_gpu(seed)
+        if rows == "packed":
+            given["position_ids"] = torch.arange(32, device="cuda").remainder(5 + seed).expand(2, -1)
+        else:
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+            given["attention_mask"][:, : 3 + seed] = 0
+            given["labels"] = given["labels"].masked_fill(given["attention_mask"] == 0, -100)
+        equal(step(twin, given), step(model, given))
+    assert held(twin).replays == 4, [*held(twin).lines()]
+
+
 @pytest.mark.parametrize("kind", [int, float, torch.tensor])
 def test_numbers_of_items(kind):
     """On the host or on the device, and another one in each call."""

@@ -52,8 +52,9 @@ class CudaBackend:
         for stream in {current, self._last or current}:
             self.stream.wait_stream(stream)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            ones = torch.ones(16, 16, device=self.device)
-            torch.mm(ones, ones)  # cuBLAS makes its handle of this stream, and takes its workspace
+            with torch.enable_grad():  # cuBLAS makes its handles of this stream, and takes their workspaces
+                ones = torch.ones(16, 16, device=self.device, requires_grad=True)
+                torch.autograd.grad(torch.mm(ones, ones).sum(), ones)  # another thread has another handle
             before = torch.cuda.memory_allocated(index)
             with _in_one_piece(index) if begin else contextlib.nullcontext():
                 if begin:
