@@ -438,6 +438,21 @@ def test_memory_of_several_lengths_is_that_of_the_longest():
     assert held(twin).captures == 5
 
 
+def test_a_model_may_go_while_its_graph_runs():
+    """Its memory is unmapped when the device is done with it."""
+    _, twin = gpu_pair()
+    given = on_gpu(0)
+    for _ in range(4):
+        wanted = step(twin, given)
+    torch.cuda._sleep(1 << 29)
+    got = step(twin, given)
+    assert held(twin).replays == 3
+    del twin
+    gc.collect()
+    torch.cuda.empty_cache()
+    equal(got, wanted)
+
+
 def test_memory_is_that_of_eager_steps():
     """In a whole life: warm-up, all captures, fragments; a tenth more at most."""
     sizes = {"hidden_size": 512, "head_dim": 64, "intermediate_size": 2048, "max_position_embeddings": 2048}

@@ -156,6 +156,8 @@ class CudaBackend:
     def __del__(self):
         if self._kept and not sys.is_finalizing():
             self._kept = False
+            if not self.capturing():
+                self.settle()  # before it unmaps memory the allocator waits for the stream of captures only
             self._release()
 
 
@@ -276,8 +278,12 @@ class Loan:
         return held
 
     def __del__(self):
-        if self.out and not sys.is_finalizing() and self.call_in():
+        if not self.out or sys.is_finalizing():
+            return
+        if self.call_in():
             _lost.append(self.keeper)  # somebody reads it still, nobody knows how long
+        elif (device := self.tensors[0].device).type == "cuda" and not CudaBackend.capturing():
+            torch.cuda.synchronize(device)  # what was moved is read before the memory goes
 
 
 _lost: list = []
