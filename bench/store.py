@@ -34,6 +34,7 @@ KEYS = {
         *("threads", "provider"),
     ),
     "optimizer": ("parameters", "kind"),
+    "fp8_accuracy": ("accuracy", "way", "seed", "layers", "steps", "device"),
 }
 
 
