@@ -27,6 +27,7 @@ from tigon.ops.again import NORMS, PRODUCTS, Again, again, forgetting
 from tigon.ops.loss_head.plan import linear_cross_entropy_memory
 
 KINDS = {"norms": (NORMS,), "elementwise": (NORMS, PRODUCTS)}
+OF = {(NORMS,): "a norm", (NORMS, PRODUCTS): "a norm or gated unit"}
 
 
 class Ledger:
@@ -138,13 +139,21 @@ class Kind:
     dropped: int | None = None  # bytes that Linears do not keep
     chosen: frozenset[int] = frozenset()
 
+    def gone(self) -> float:
+        """The fraction of the bytes that are not kept."""
+        count = len(self.chosen)
+        saved = count * (self.kept - self.left) + (self.layers - count) * self.dropped
+        return saved / (self.layers * self.kept)
+
     def choose(self) -> None:
         """As few layers as are enough, evenly spread."""
         saved = self.kept - self.left - self.dropped
         missing = self.layers * (self.fraction * self.kept - self.dropped)
         count = min(max(math.ceil(missing / saved), 0), self.layers) if saved > 0 else 0
         places = range(self.layers)
-        self.chosen = frozenset(i for i in places if (i + 1) * count // self.layers > i * count // self.layers)
+        self.chosen = frozenset(
+            i for i in places if (i + 1) * count // self.layers > i * count // self.layers
+        )
 
 
 @dataclass(eq=False)
@@ -275,25 +284,24 @@ class Recompute:
                 kind = kinds.setdefault(key, Kind(self.fraction))
                 kind.layers += 1
             self.places.append(Place(module, kind, kind.layers - 1 if kind else 0))
-        whole = "recompute must be a name for a model without layers that transformers can checkpoint, got {!r}"
+        whole = (
+            "recompute must be a name for a model without layers that transformers can checkpoint, got {!r}"
+        )
         check("apply", bool(kinds), whole, self.given)
 
     def lines(self) -> Iterator[str]:
         """What the report says."""
         groups: dict[tuple, int] = {}
         for kind, linears in self.layers.values():
-            used = tuple(name for name, spec in linears if spec.used)
+            used = ", ".join(name for name, spec in linears if spec.used)
             groups[kind, used] = groups.get((kind, used), 0) + 1
-        what = "norms" if self.kinds == KINDS["norms"] else "norms and gated units"
         for (kind, used), count in groups.items():
-            names = f"formed again for {', '.join(used)}" if used else "no Linear of a training step reads one"
-            yield f"{count} x {kind}: results of {what}: {names}"
+            done = f"{used} keep no result of {OF[self.kinds]}" if used else "nothing yet"
+            yield f"{count} x {kind}: {done}"
         for kind, of in {id(p.kind): (p.kind, type(p.module)) for p in self.places if p.kind}.values():
             done = "chosen in the first training step"
             if kind.dropped is not None:
-                gone = len(kind.chosen) * (kind.kept - kind.left)
-                gone += (kind.layers - len(kind.chosen)) * kind.dropped
-                done = f"{sorted(kind.chosen)}, {gone / (kind.layers * kind.kept):.0%} of the bytes are not kept"
+                done = f"{sorted(kind.chosen)}, {kind.gone():.0%} of the bytes are not kept"
             yield f"{kind.layers} x {of.__name__}: checkpointed layers: {done}"
         for reason, paths in self.left.items():
             yield f"{len(paths)} Linears left: {reason}"
