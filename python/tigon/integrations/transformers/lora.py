@@ -494,7 +494,7 @@ def _scales_weight(x, state: State) -> bool:
     return _is_eager() and state.scales_weight and 16 * x.numel() >= x.shape[-1] ** 2
 
 
-def _dora(x, state: State, all_norms: bool) -> torch.Tensor:
+def _dora(x, state: State, all_norms: bool = False) -> torch.Tensor:
     """DoRA scales the rows of ``W + scale * B A`` to the lengths `magnitude`; this scales the result."""
     dtype, (weight, bias, *_), (adapter,), magnitude, *_ = state
     made = [weight if isinstance(weight, torch.Tensor) else weight()]

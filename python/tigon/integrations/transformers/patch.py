@@ -143,6 +143,7 @@ class _Plan:
         self.heads: list = []  # (model, Linears of its head)
         self.trl: str | None = None  # why Tigon does not replace TRL's heads
         self.recompute: Recompute | None = None
+        self.places: list = []  # layers among which some are checkpointed
         self.all_norms = False  # LoRA layers keep no result of a norm
 
     def modules(self, slot, *rows):
@@ -223,6 +224,7 @@ class _Plan:
         taken = {id(module): function for function, module, _, name in self.binds if name == "forward"}
         for linear, spec in self.recompute.plan(self.model, self.heads_of_owners(), taken):
             self.binds.append((linear_forward, linear, spec, "forward"))
+        self.places = list(self.recompute.places(self.model))
 
     def add(self, *found):
         self.entries.append(Entry.of(*found))
@@ -297,7 +299,9 @@ class _Plan:
                 bind(rotary_forward, module, Rewritten(rewrite, type(module), names, name=name), name)
             elif isinstance(held.spec, Rewritten):
                 held.spec.add(rewrite, names)
-        for place in self.recompute.places if self.recompute else ():
+        for module in self.model.modules() if self.recompute else ():
+            give_back(module)
+        for place in self.places:
             take(place)
         for owner, linears in self.heads:
             known = [forward.spec[0] for forward in (model_forward(owner),) if forward and forward.spec]

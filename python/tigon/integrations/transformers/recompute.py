@@ -175,10 +175,15 @@ def place_of(module: nn.Module) -> Place | None:
     return function.args[0] if ours else None
 
 
+def _is_checkpointed(module: nn.Module) -> bool:
+    """Whether somebody else has it checkpointed."""
+    return getattr(module, _ATTRIBUTES[0], False) and place_of(module) is None
+
+
 def take(place: Place) -> None:
     """Let transformers call `run_layer` where it would call a checkpoint."""
-    known, own = place_of(place.module), vars(place.module)
-    place.before = known.before if known else {name: own[name] for name in _ATTRIBUTES if name in own}
+    own = vars(place.module)
+    place.before = {name: own[name] for name in _ATTRIBUTES if name in own}
     values = True, functools.partial(run_layer, place, use_reentrant=False)
     own.update(zip(_ATTRIBUTES, values, strict=True))
 
@@ -239,20 +244,22 @@ class Recompute:
         self.kinds = KINDS["elementwise"] if given not in KINDS else KINDS[given]
         self.fraction = None if given in KINDS else float(given)
         self.layers: dict[str, tuple[str, list]] = {}  # path -> class, (name, spec) of Linears
-        self.left: dict[str, list[str]] = {}  # why Linears are left -> their paths
-        self.places: list[Place] = []
+        self.left: dict[str, list[str]] = {}  # why Linears or layers are left -> their paths
+        self.kinds_of_layers: dict[tuple, Kind] = {}  # (class, shapes of the parameters) -> kind
 
     def plan(self, model: nn.Module, heads: set[int], taken: dict[int, object]) -> Iterator[tuple]:
-        """(Linear, spec) of all that keep less, and the layers among which some are checkpointed."""
+        """(Linear, spec) of all that keep less."""
         modules = dict(model.named_modules())
         for path, module in modules.items():
+            if isinstance(module, GradientCheckpointingLayer) and _is_checkpointed(module):
+                self.left.setdefault("checkpointed: it keeps its input only", []).append(path)
             if not is_linear(module) or id(module) in heads:
                 continue
             there = bound(module)
             function = taken.get(id(module), there and there.function)
             reason = blocked(module)
             if function not in (None, linear_forward):
-                reason = "computed in float8: the bytes are kept"
+                reason = "computed in float8 from bytes that it keeps"
             if reason is not None:
                 self.left.setdefault(reason, []).append(path)
                 continue
@@ -263,31 +270,30 @@ class Recompute:
             kind = type(modules[layer]).__name__
             self.layers.setdefault(layer, (kind, []))[1].append((parts[-1], spec))
             yield module, spec
-        if self.fraction is not None:
-            self._choose(model)
 
-    def _choose(self, model: nn.Module) -> None:
-        kinds: dict[tuple, Kind] = {}
-        for module in model.modules():
-            if not hasattr(module, _ATTRIBUTES[0]):
-                continue
-            if getattr(module, _ATTRIBUTES[0]) and place_of(module) is None:
+    def places(self, model: nn.Module) -> Iterator[Place]:
+        """The layers among which some are checkpointed, and the models that shall know it."""
+        modules = [m for m in model.modules() if self.fraction is not None and hasattr(m, _ATTRIBUTES[0])]
+        for module in modules:
+            if _is_checkpointed(module):
                 refuse(
                     "apply",
                     'recompute must be "norms" or "elementwise" for a model whose layers are checkpointed '
                     "(gradient_checkpointing_disable() first), got {!r}",
                     self.given,
                 )
-            kind = None
-            if isinstance(module, GradientCheckpointingLayer):
-                key = type(module), *(tuple(p.shape) for p in module.parameters())
-                kind = kinds.setdefault(key, Kind(self.fraction))
-                kind.layers += 1
-            self.places.append(Place(module, kind, kind.layers - 1 if kind else 0))
-        whole = (
-            "recompute must be a name for a model without layers that transformers can checkpoint, got {!r}"
+        layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer)]
+        words = (
+            'recompute must be "norms" or "elementwise" for a model without layers of transformers, got {!r}'
         )
-        check("apply", bool(kinds), whole, self.given)
+        check("apply", bool(layers) or self.fraction is None, words, self.given)
+        for module in modules:
+            kind = None
+            if module in layers:
+                key = type(module), *(tuple(p.shape) for p in module.parameters())
+                kind = self.kinds_of_layers.setdefault(key, Kind(self.fraction))
+                kind.layers += 1
+            yield Place(module, kind, kind.layers - 1 if kind else 0)
 
     def lines(self) -> Iterator[str]:
         """What the report says."""
@@ -298,13 +304,13 @@ class Recompute:
         for (kind, used), count in groups.items():
             done = f"{used} keep no result of {OF[self.kinds]}" if used else "nothing yet"
             yield f"{count} x {kind}: {done}"
-        for kind, of in {id(p.kind): (p.kind, type(p.module)) for p in self.places if p.kind}.values():
+        for (of, *_), kind in self.kinds_of_layers.items():
             done = "chosen in the first training step"
             if kind.dropped is not None:
                 done = f"{sorted(kind.chosen)}, {kind.gone():.0%} of the bytes are not kept"
             yield f"{kind.layers} x {of.__name__}: checkpointed layers: {done}"
         for reason, paths in self.left.items():
-            yield f"{len(paths)} Linears left: {reason}"
+            yield f"{len(paths)} left: {reason}"
 
 
 def check_recompute(given) -> None:
