@@ -386,7 +386,7 @@ def apply(
             :func:`tigon.linear_cross_entropy`. It holds until `undo`.
         graphs: replay training calls as CUDA graphs (docs/graphs.md). Numbers are the lengths to which rows
             are padded. It stays on until `undo`.
-        recompute: what is not kept for the backward but computed again in it, with the same bits
+        recompute: what is not kept for the backward but computed again in it, bitwise equal
             (docs/checkpointing.md): "norms", their results; "elementwise", those of gated units too; or the
             fraction, up to 1, of the layers' kept bytes that shall go: as "elementwise", and as many whole
             layers as that takes. It stays on until `undo`.

@@ -109,20 +109,20 @@ class LinearSpec:
     used: bool = False
 
 
-def linear_forward(module: nn.Linear, spec: LinearSpec, x):
+def linear_forward(module: nn.Linear, spec: LinearSpec, input):
     weight = module.weight
     if torch.compiler.is_compiling() or not weight.requires_grad:
-        return stock(module, x)
-    form = forms_again(x, weight, spec.kinds)
+        return stock(module, input)
+    form = forms_again(input, weight, spec.kinds)
     if form is None:
-        return stock(module, x)
-    dtype = autocast_dtype(x.device.type) or x.dtype
-    if dtype != x.dtype:  # autocast would keep a copy
-        x, wide = x.to(dtype), form
+        return stock(module, input)
+    dtype = autocast_dtype(input.device.type) or input.dtype
+    if dtype != input.dtype:  # autocast would keep a copy
+        input, wide = input.to(dtype), form
         form = lambda: wide().to(dtype)  # noqa: E731
     spec.used = True
-    with forgetting(x, form):
-        return stock(module, x)
+    with forgetting(input, form):
+        return stock(module, input)
 
 
 @dataclass
