@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -16,6 +17,7 @@ import tigon
 from tigon.integrations.transformers.recompute import KINDS, place_of
 
 LAYERS = 3
+AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 MODES = ("norms", "elementwise", 0.5, 1.0)
 OTHERS = {  # config, its changes: two norms more, layer norms with one norm a layer, an ungated MLP
     "gemma3": ("Gemma3Text", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}),
@@ -161,13 +163,14 @@ def test_float8_keeps_its_bytes(recipe, monkeypatch):
     assert_same(run(later, inputs)[0], run(plain, inputs)[0])
 
 
-def test_autocast():
+@pytest.mark.parametrize("context", [AUTOCAST, tigon.deterministic])
+def test_contexts(context):
     model, inputs = build(), batch()
     found = []
     for mode in (None, "elementwise"):
         one = copy.deepcopy(model)
         tigon.apply(one, recompute=mode)
-        with torch.autocast("cpu", torch.bfloat16):
+        with context():
             found.append(run(one, inputs, times=1))
     assert_same(found[1][0], found[0][0])
     assert found[1][1] < found[0][1]

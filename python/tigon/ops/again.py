@@ -55,6 +55,8 @@ def again(x: torch.Tensor, kinds: Iterable[str] = (NORMS, PRODUCTS)) -> Callable
     op = _op.Op.of_node.get(type(node))
     if op is None or _KINDS.get(op.name) not in kinds or x._version != 0:
         return None
+    if x.is_cuda and x.shape[-1] * x.element_size() % 16:
+        return None  # tigon.deterministic, on in one of the passes only, changes the bits of such rows
     known = getattr(node, "again", None)
     if known is None:
         known = node.again = Again(op, node.saved_tensors)
