@@ -120,6 +120,7 @@ def test_a_fraction(fraction):
     assert "chosen in the first training step" in str(report)
     run(model, inputs)
     kind = place_of(model.model.layers[0]).kind
+    assert kind.left == inputs["input_ids"].numel() * 32 * 4
     saved = [kind.kept - kind.left if i in kind.chosen else kind.dropped for i in range(6)]
     count = len(kind.chosen)
     assert count == 6 or sum(saved) >= fraction * 6 * kind.kept
@@ -143,6 +144,8 @@ def test_lora(mode):
         if when != "before":
             tigon.apply(model, recompute=mode if when == "after" else None)
         models[when] = run(model, batch())
+        report = tigon.apply(model)
+        assert (f"{3 * LAYERS} LoRA layers keep no result" in str(report)) == (when != "never")
     for when in ("before", "after"):
         assert_same(models[when][0], models["never"][0])
         assert models[when][1] < models["never"][1]
@@ -189,7 +192,7 @@ def test_undo_copies_and_pickles(mode):
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same(run(other, inputs)[0], wanted)
         assert place_of(other.model.layers[0]) is not place_of(model.model.layers[0]) or mode in KINDS
-        assert "q_proj" in str(other._tigon_state.report).partition("again")[2]
+        assert "q_proj" in str(other._tigon_state.report).partition("recompute")[2]
     assert tigon.apply(model, recompute="norms").recompute.kinds == KINDS["norms"]
     assert all(place_of(module) is None for module in model.modules()), "no layer is checkpointed any more"
     tigon.undo(model)

@@ -126,6 +126,8 @@ class Arrivals:
         report, slots = state.report, {entry.slot for entry in plan.entries} | {"lora"}
         report.entries[:] = [entry for entry in report.entries if entry.slot not in slots] + plan.entries
         layers = report.count("lora")
+        if report.recompute is not None:
+            report.recompute.adapters = layers
         log.info("[apply] the model's adapters have changed: %d layers call tigon.lora_linear", layers)
 
 
@@ -224,6 +226,7 @@ class _Plan:
         taken = {id(module): function for function, module, _, name in self.binds if name == "forward"}
         for linear, spec in self.recompute.plan(self.model, self.heads_of_owners(), taken):
             self.binds.append((linear_forward, linear, spec, "forward"))
+        self.recompute.adapters = sum(function is lora_forward for function in taken.values())
         self.places = list(self.recompute.places(self.model))
 
     def add(self, *found):

@@ -143,7 +143,7 @@ class Kind:
         """The fraction of the bytes that are not kept."""
         count = len(self.chosen)
         saved = count * (self.kept - self.left) + (self.layers - count) * self.dropped
-        return saved / (self.layers * self.kept)
+        return saved / max(self.layers * self.kept, 1)
 
     def choose(self) -> None:
         """As few layers as are enough, evenly spread."""
@@ -202,7 +202,8 @@ def run_layer(place: Place, function, *args, **options):
     if kind is None or torch.compiler.is_compiling():
         return function(*args)
     managed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if kind.dropped is None and not managed and torch._C._current_graph_task_id() == -1:
+    usual = place.at > 0 or kind.layers < 3  # the first one's input may need no gradient
+    if kind.dropped is None and usual and not managed and torch._C._current_graph_task_id() == -1:
         return _measured(place, function, args)
     return checkpoint(function, *args, **options) if place.at in kind.chosen else function(*args)
 
@@ -227,12 +228,13 @@ def _measured(place: Place, function, args):
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
         results = function(*args)
-    given = getattr(function, "keywords", {}).values()
-    shared = [*place.module.parameters(), *place.module.buffers(), *args[1:]]
-    shared += [t for value in given for t in (value if isinstance(value, tuple) else (value,))]
-    for t in filter(torch.is_tensor, shared):
+    given = [*args, *getattr(function, "keywords", {}).values()]
+    given = [t for value in given for t in (value if isinstance(value, tuple) else (value,))]
+    tensors = [t for t in given if torch.is_tensor(t)]  # after the layer's input, masks and positions
+    for t in (*tensors[1:], *place.module.parameters(), *place.module.buffers()):
         sizes.pop(t.untyped_storage()._cdata, None)
-    kind.kept, kind.left = sum(sizes.values()), args[0].untyped_storage().nbytes()
+    kind.kept = sum(sizes.values())
+    kind.left = tensors[0].untyped_storage().nbytes() if tensors else 0
     return results
 
 
@@ -244,6 +246,7 @@ class Recompute:
         self.kinds = KINDS["elementwise"] if given not in KINDS else KINDS[given]
         self.fraction = None if given in KINDS else float(given)
         self.layers: dict[str, tuple[str, list]] = {}  # path -> class, (name, spec) of Linears
+        self.adapters = 0  # LoRA layers, which keep neither
         self.left: dict[str, list[str]] = {}  # why Linears or layers are left -> their paths
         self.kinds_of_layers: dict[tuple, Kind] = {}  # (class, shapes of the parameters) -> kind
 
@@ -303,7 +306,10 @@ class Recompute:
             groups[kind, used] = groups.get((kind, used), 0) + 1
         for (kind, used), count in groups.items():
             done = f"{used} keep no result of {OF[self.kinds]}" if used else "nothing yet"
-            yield f"{count} x {kind}: {done}"
+            if used or not self.adapters:
+                yield f"{count} x {kind}: {done}"
+        if self.adapters:
+            yield f"{self.adapters} LoRA layers keep no result of {OF[KINDS['elementwise']]}"
         for (of, *_), kind in self.kinds_of_layers.items():
             done = "chosen in the first training step"
             if kind.dropped is not None:

@@ -187,7 +187,7 @@ class Report:
 
     def _lines(self) -> list[tuple[str, str]]:
         """What options of the whole model have done."""
-        options = (("graphs", self.graphs), ("again", self.recompute))
+        options = (("graphs", self.graphs), ("recompute", self.recompute))
         return [(slot, line) for slot, option in options if option is not None for line in option.lines()]
 
     def _rows(self):
