@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from tigon.error import check, refuse
 from tigon.integrations.transformers.forward import PLAIN, autocast_dtype, blocked, bound, plain, stock
@@ -109,7 +110,7 @@ class LinearSpec:
     used: bool = False
 
 
-def linear_forward(module: nn.Linear, spec: LinearSpec, input):
+def linear_forward(module: nn.Linear | Conv1D, spec: LinearSpec, input):
     weight = module.weight
     if torch.compiler.is_compiling() or not weight.requires_grad:
         return stock(module, input)
@@ -256,7 +257,8 @@ class Recompute:
         for path, module in modules.items():
             if isinstance(module, GradientCheckpointingLayer) and _is_checkpointed(module):
                 self.left.setdefault("checkpointed: it keeps its input only", []).append(path)
-            if not is_linear(module) or id(module) in heads:
+            linear = is_linear(module) or type(module).forward is Conv1D.forward
+            if not linear or id(module) in heads:
                 continue
             there = bound(module)
             function = taken.get(id(module), there and there.function)
