@@ -29,7 +29,13 @@ def test_fp8_linear(sizes, scales, device):
     linear.weight = frozen(torch.randn(sizes, device=device).to(E4M3))
     made = torch.rand(linear.weight_scale_inv.shape, device=device) / 50
     linear.weight_scale_inv = frozen(made.to(linear.weight_scale_inv.dtype))
-    want = fp8._dequantize_fp8_weight(linear.weight, linear.weight_scale_inv, block, torch.float32)
+    wide = linear.weight_scale_inv.float()
+    if block is not None:
+        wide = wide.repeat_interleave(128, 0)[: sizes[0]].repeat_interleave(128, 1)[:, : sizes[1]]
+    want = linear.weight.float() * wide
+    if hasattr(fp8, "_dequantize_fp8_weight"):  # the library's own, which older versions do not have
+        of_library = fp8._dequantize_fp8_weight(linear.weight, linear.weight_scale_inv, block, torch.float32)
+        assert torch.equal(want, of_library)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert torch.equal(tigon.dequantize(linear, dtype=dtype), want.to(dtype))
     linear.weight = frozen(want)  # as if it was loaded with dequantize=True
