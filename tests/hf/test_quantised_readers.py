@@ -287,3 +287,15 @@ def test_torchao_weights_without_a_dequantisation_are_not_read():
     linear._parameters["weight"] = linear.weight.detach().as_subclass(kind)
     with pytest.raises(tigon.Error, match="that tigon reads, got Linear"):
         tigon.dequantize(linear)
+
+
+def test_adapters_of_packed_experts_are_refused():
+    """gpt-oss's experts in MXFP4: PEFT would size its adapters by the bytes, and add them to these."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    module = pytest.importorskip("transformers.integrations.mxfp4", reason="needs Mxfp4GptOssExperts")
+    sizes = SimpleNamespace(num_local_experts=4, intermediate_size=48, hidden_size=64)
+    model = nn.ModuleDict({"experts": module.Mxfp4GptOssExperts(sizes), "norm": nn.RMSNorm(64)})
+    config = peft.LoraConfig(target_modules=[], target_parameters=["experts.gate_up_proj"])
+    model = peft.inject_adapter_in_model(config, model)
+    with pytest.raises(tigon.Error, match="got gate_up_proj of torch.uint8.*dequantize=True"):
+        tigon.apply(model)

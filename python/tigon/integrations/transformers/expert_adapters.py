@@ -62,7 +62,7 @@ def _run_of(base: nn.Module, planned: dict[int, Callable]) -> Callable | None:
 def _refuse_codes(wrapper) -> None:
     """PEFT adds what the adapter computes to the codes of a quantised parameter, and clamps the sum."""
     dtype, name = wrapper.get_param().dtype, wrapper.parameter_name
-    if getattr(dtype, "itemsize", 0) < 2:  # Triton's tensors of gpt-oss have a dtype of their own
+    if dtype.itemsize < 2:
         refuse(
             "apply",
             "target_parameters must name parameters that are not quantised, got {} of {}: PEFT would add the "
