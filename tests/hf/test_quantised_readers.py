@@ -295,6 +295,8 @@ def test_adapters_of_packed_experts_are_refused():
     module = pytest.importorskip("transformers.integrations.mxfp4", reason="needs Mxfp4GptOssExperts")
     sizes = SimpleNamespace(num_local_experts=4, intermediate_size=48, hidden_size=64)
     model = nn.ModuleDict({"experts": module.Mxfp4GptOssExperts(sizes), "norm": nn.RMSNorm(64)})
+    codes = model["experts"].gate_up_proj
+    model["experts"].gate_up_proj = frozen(codes.flatten(2))  # of four dimensions until transformers 5.17
     config = peft.LoraConfig(target_modules=[], target_parameters=["experts.gate_up_proj"])
     model = peft.inject_adapter_in_model(config, model)
     with pytest.raises(tigon.Error, match="got gate_up_proj of torch.uint8.*dequantize=True"):
