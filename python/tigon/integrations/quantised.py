@@ -30,7 +30,7 @@ class Codes(NamedTuple):
     divisor: torch.Tensor | None = None
 
 
-Made = Codes | Callable[[], torch.Tensor] | None
+Made = Codes | Callable[[Callable], torch.Tensor] | None  # a function is given tigon.dequantize
 
 
 def read(linear: nn.Module) -> Made:
@@ -162,9 +162,7 @@ def _gptq(linear):
     return functools.partial(_of_gptq, linear)
 
 
-def _of_gptq(linear):
-    from tigon.ops.dequantize import dequantize
-
+def _of_gptq(linear, dequantize):
     bits, inputs, outputs = linear.bits, linear.in_features, linear.scales.shape[1]
     scales, zeros = linear.scales.T.contiguous(), _unpacked(linear.qzeros, bits)[:, :outputs].T.short()
     words = linear.qweight.T.contiguous()
@@ -191,9 +189,7 @@ def _awq(linear):
     return functools.partial(_of_awq, linear) if linear.bits == 4 and _is_packed(linear) else None
 
 
-def _of_awq(linear):
-    from tigon.ops.dequantize import dequantize
-
+def _of_awq(linear, dequantize):
     scales = linear.scales.unflatten(1, (-1, 4, 2)).mT.flatten(1)  # in the order of the codes
     options = {"block": (linear.group_size, 1), "zeros": _unpacked(linear.qzeros, 4).short() - 8}
     made = dequantize(linear.qweight, scales, "int4", dtype=scales.dtype, **options)
@@ -210,7 +206,7 @@ def _is_packed(linear):
 
 
 def _hqq(linear):
-    return linear.dequantize if linear.ready and has_backend_forward(type(linear)) else None
+    return (lambda _: linear.dequantize()) if linear.ready and has_backend_forward(type(linear)) else None
 
 
 def _bitsandbytes(linear):
@@ -221,12 +217,13 @@ def _bitsandbytes(linear):
     eight = weight.dtype == torch.int8 and not (state is None or weight.SCB is state.SCB is None)
     if not (four or eight):
         return None
-    return functools.partial(dequantize_bnb_weight, weight, state)
+    return lambda _: dequantize_bnb_weight(weight, state)
 
 
 def _by_itself(linear):
-    kind = type(linear.weight)
-    return linear.weight.dequantize if kind.dequantize is not torch.Tensor.dequantize else None
+    weight = linear.weight
+    own = type(weight).dequantize is not torch.Tensor.dequantize
+    return (lambda _: weight.dequantize()) if own else None
 
 
 # Of transformers.
