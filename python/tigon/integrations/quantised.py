@@ -170,8 +170,8 @@ def _of_gptq(linear, dequantize):
         options = {"block": (1, linear.group_size), "columns": inputs, "zeros": zeros - 8}
         return dequantize(words, scales, "int4", dtype=scales.dtype, **options)
     of = linear.g_idx.to(scales.device, torch.int64)
-    codes = _unpacked(words, bits)[:, :inputs].short()
-    return scales[:, of] * (codes - zeros[:, of])
+    codes = _unpacked(words, bits)[:, :inputs].short().sub_(zeros[:, of])
+    return scales[:, of].mul_(codes)
 
 
 _ordered = WeakTensorKeyDictionary()
