@@ -19,7 +19,15 @@ import torch
 from torch import nn
 
 from tigon.error import refuse
-from tigon.integrations.quantised import has_library_forward, is_quantised, peft_reads, read
+from tigon.integrations.quantised import (
+    device_of,
+    has_backend_forward,
+    has_library_forward,
+    is_quantised,
+    peft_reads,
+    read,
+    why_not,
+)
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
     CALL,
@@ -56,6 +64,7 @@ from tigon.ops.philox import draw_seed
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector")
 _LAYERS = ("Linear", "Linear4bit", "Linear8bitLt", "TorchaoLoraLinear")
+_LAYERS += ("GPTQLoraLinear", "AwqLoraLinear", "HqqLoraLinear")
 
 
 def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
@@ -66,13 +75,14 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
         return f"lora.{name} is not an adapter of a plain or quantised Linear"
     base = module.base_layer
     if not (is_linear(base) or is_quantised(base)):
-        return f"the base is {type(base).__name__}, not nn.Linear"
-    if is_quantised(base) and not peft_reads(base) and read(base) is None:
+        return why_not(base)
+    later = type(base).__module__.startswith("bitsandbytes.")  # quantised when it is moved to the device
+    if is_quantised(base) and not later and read(base) is None:
         return f"the base, {type(base).__name__}, holds no codes that Tigon reads"
     if foreign(base) and not has_library_forward(base):
         return "the base's forward is bound to the instance (tensor parallel, kernels or another patch)"
     parts = [part for name in _PARTS for part in getattr(module, name).values()]
-    base_as_written = type(base).forward is written(type(base)) and calls_forward(base)
+    base_as_written = _is_written(type(base)) and calls_forward(base)
     if not (base_as_written and all(map(is_as_written, (module, *parts)))):
         return "a part of the adapter has another forward than the one it was written with"
     variants = {type(v).__name__ for v in getattr(module, "lora_variant", {}).values()}
@@ -86,6 +96,11 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
             type(base).__name__,
         )
     return blocked(module) or (LoraSpec(), "tigon.lora_linear")
+
+
+def _is_written(kind: type) -> bool:
+    """Whether instances have the forward that the class, or the backend of HQQ's, was written with."""
+    return kind.forward is written(kind) or has_backend_forward(kind)
 
 
 class State(NamedTuple):
@@ -394,7 +409,7 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
         return None
     if has_hooks(base) or not calls_forward(base):
         return None
-    if type(base).forward is not (LINEAR if linear else written(type(base))):
+    if not (linear or _is_written(type(base))):
         return None
     coded = is_quantised(base)
     if foreign(base) and not (coded and has_library_forward(base)):
@@ -420,10 +435,10 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
             weight = weight if quantised else weight.to(dtype)
     elif coded and not torch.compiler.is_compiling() and (made := read(base)) is not None:
         held = [t for t in base._parameters.values() if t is not None]
-        if any(t.device != device or hasattr(t, "ds_id") for t in held):
+        if any(t.device != device or hasattr(t, "ds_id") for t in held) or device_of(base, device) != device:
             return None
         sources = held
-        if autocast is None:
+        if autocast is None and isinstance(base, nn.Linear):
             dtype = getattr(base, "compute_dtype", None) or dtype  # of a 4-bit base
         weight = _dequantised(made, dtype)
     else:
