@@ -3,11 +3,12 @@
     python bench/fp8_accuracy.py                                 every case, one GPU with float8 matmuls
     python bench/fp8_accuracy.py --parts 300m --ways bf16,rowwise --device cpu --steps 3 --layers 2
 
-A Llama of 300 M parameters for 1,000 steps of 4 x 512 tokens, and LLaMA 3.2 1B for 200, from random weights,
-on Python's own standard library with a byte-level BPE of 8,192 tokens. Weights are bfloat16; tigon.optim.AdamW
-keeps their low halves too (rounding="split"). A seed gives the weights and the order of rows. Every Linear of
-a layer is in float8, also those which `tigon.apply` would leave since nothing is gained. The trained weights
-are evaluated in bfloat16, without float8, on files that were held out. The band is that of bfloat16's seeds.
+A Llama of 300 M parameters for 1,000 steps of 4 x 512 tokens, and LLaMA 3.2 1B for 200, from random
+weights, on Python's own standard library with a byte-level BPE of 8,192 tokens. Weights are bfloat16;
+tigon.optim.AdamW keeps their low halves (rounding="split"). A seed gives the weights and the order of rows.
+Every Linear of a layer is in float8, also those which `tigon.apply` would leave since nothing is gained.
+The trained weights are evaluated in bfloat16, without float8, on files that were held out. The band is that
+of bfloat16's seeds.
 """
 
 from __future__ import annotations

@@ -115,14 +115,19 @@ class Arrivals:
 
     def look(self, root: nn.Module) -> None:
         """Replace the layers of new adapters."""
+        before = self.known
         if not self.changed(root):
             return
         state, plan = root.__dict__[STATE], _Plan(root)
         plan.all_norms = state.report.recompute is not None
-        plan.lora()
-        if state.fp8 is not None:
-            plan.fp8(state.fp8)
-        plan.replace()
+        try:
+            plan.lora()
+            if state.fp8 is not None:
+                plan.fp8(state.fp8)
+            plan.replace()
+        except BaseException:
+            self.known = before  # what is refused in this call is refused in the next
+            raise
         report, slots = state.report, {entry.slot for entry in plan.entries} | {"lora"}
         report.entries[:] = [entry for entry in report.entries if entry.slot not in slots] + plan.entries
         layers = report.count("lora")
