@@ -304,20 +304,20 @@ def rows_of(x):
 # --- autograd -----------------------------------------------------------------------------------
 
 
-def _forward(x, weight, bias, xq, xs, wq, ws, made, dw):
+def _forward(x, weight, bias, xq, xs, wq, ws, made, dw, form=None):
     return _fwd(xq, xs, wq, ws, _DTYPES.index(x.dtype), bias).view(*x.shape[:-1], wq.shape[0])
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, bias, xq, xs, wq, ws, ctx.made, ctx.dw = inputs
+    x, weight, bias, xq, xs, wq, ws, ctx.made, ctx.dw, ctx.form = inputs
     ctx.shape, ctx.dtypes = x.shape, (weight.dtype, None if bias is None else bias.dtype)
     need_x, need_w = ctx.needs_input_grad[:2]
     if not need_w:
-        x = xq = xs = None
+        x = xq = xs = ctx.form = None
     elif ctx.dw == "bf16":
-        xq = xs = None
+        x, xq, xs = None if ctx.form else x, None, None
     else:
-        x = None
+        x, xq = None, None if ctx.form else xq
     if ctx.made is not None:
         wq = ws = None
     elif not need_x:
@@ -336,7 +336,11 @@ def _backward(ctx, dy):
         dyq, dys = _fp8_bytes.take(dy, ws)
     if need_x:
         wt = transpose(wq) if made is None else made.transposed()
-    if need_w and xq is not None:
+    if ctx.form is not None:
+        x = ctx.form().view(-1, ctx.shape[-1])
+        if ctx.dw != "bf16":
+            x, xt = None, _quantize_transposed(x, xs)
+    elif need_w and xq is not None:
         xt = transpose(xq) if made is None else _latest_transposed(xq)
     if x is not None and dy.dtype != x.dtype:
         x = x.to(dy.dtype)
@@ -348,7 +352,7 @@ def _backward(ctx, dy):
         _count_backward(weight)
     if need_bias:
         dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.dtypes[1])
-    return dx, dweight if need_w else None, dbias, *[None] * 6
+    return dx, dweight if need_w else None, dbias, *[None] * 7
 
 
 class _Function(torch.autograd.Function):
@@ -375,11 +379,12 @@ def apply(x, weight, bias, dw: str, reuse: bool, frozen: bool = False, gathered:
         xq, xs = quantize_rows(x.detach())
         wq, ws = quantize_rows(weight.detach())
         function = _Function.apply if _op._is_compiling() else _transformed
-        return function(x, weight, bias, xq, xs, wq, ws, None, dw)
+        return function(x, weight, bias, xq, xs, wq, ws, None, dw, None)
     made = Quantized.make(weight, lambda: weight) if gathered else quantized_weight(weight, reuse, frozen)
     xq, xs = rows_of(x)
     run = _Function.apply if _op._is_grad_enabled() else _forward
-    y = run(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw)
+    form = getattr(x.grad_fn, "fp8_form", None)
+    y = run(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw, form)
     made.drop()
     return y
 

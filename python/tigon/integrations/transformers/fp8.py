@@ -38,6 +38,7 @@ class Fp8Spec:
     adapted: bool = False  # the model has adapters: frozen weights are quantised once
     owners: tuple[nn.Module, ...] = ()  # the modules that contain the Linear
     packs: bool = False  # only the bytes of its weight are kept
+    keeps_bytes = True  # of x, and not x
 
     def gathers(self, weight: torch.Tensor) -> bool:
         """Whether the weight exists for this pass only: of FSDP2."""

@@ -70,15 +70,22 @@ class Ledger:
 
     def project(self, down: nn.Module, inner: torch.Tensor) -> torch.Tensor:
         """``down(inner)``, which does not keep inner while bytes are left to save."""
-        form = None
-        if not torch.compiler.is_compiling() and self.owed > 0 and _keeps_product(down):
+        there, form = bound(down), None
+        of_bytes = getattr(there and there.spec, "keeps_bytes", False) and down.weight.requires_grad
+        if not torch.compiler.is_compiling() and self.owed > 0 and (of_bytes or _keeps_product(down)):
             weight = down.base_layer.weight if is_lora(down) else down.weight if is_linear(down) else None
             form = forms_again(inner, weight, PRODUCTS)
         if form is None:
             return down(inner)
         self.owed -= inner.nbytes
-        with forgetting(inner, form):
+        if not of_bytes:
+            with forgetting(inner, form):
+                return down(inner)
+        inner.grad_fn.fp8_form = form
+        try:
             return down(inner)
+        finally:
+            del inner.grad_fn.fp8_form
 
 
 def _keeps_product(down: nn.Module) -> bool:
