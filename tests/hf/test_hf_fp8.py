@@ -11,6 +11,7 @@ import torch
 import transformers
 from tiny import batch, make
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import tigon
 from tigon.integrations.transformers import apply, fp8, undo
@@ -208,6 +209,31 @@ def test_evaluation_is_not_quantised():
             ours.eval()(input_ids=ids).logits, stock.eval()(input_ids=ids).logits
         ) or torch.allclose(ours(input_ids=ids).logits, stock(input_ids=ids).logits, atol=1e-5)
         assert not torch.allclose(ours.train()(input_ids=ids).logits, stock(input_ids=ids).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+def test_mlps_pay_for_the_head(recipe, monkeypatch):
+    """A product that is formed again gives the same gradients; neither it nor its bytes are kept."""
+    net, made, down = model(dtype=torch.bfloat16), [], TINY["intermediate_size"]
+    tigon.apply(net, fp8=recipe)
+    rows_of = fp8_linear.rows_of
+
+    def noted(x):
+        found = rows_of(x)
+        made.extend(StorageWeakRef(t.untyped_storage()) for t in (x, found[0]) if x.shape[-1] == down)
+        return found
+
+    monkeypatch.setattr(fp8_linear, "rows_of", noted)
+    kept, grads = [], []
+    for owed in (0, 1 << 30):
+        net._tigon_state.ledger.taken = owed
+        made.clear()
+        net.zero_grad()
+        loss = net(**batch(tokens=17)).loss
+        kept.append(sum(not storage.expired() for storage in made))
+        loss.backward()
+        grads.append({name: p.grad.clone() for name, p in net.named_parameters()})
+    assert kept[0] >= len(made) // 2 > 0 == kept[1] and equal(*grads)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -305,7 +305,8 @@ def rows_of(x):
 
 
 def _forward(x, weight, bias, xq, xs, wq, ws, made, dw, form=None):
-    return _fwd(xq, xs, wq, ws, _DTYPES.index(x.dtype), bias).view(*x.shape[:-1], wq.shape[0])
+    y = _fwd(xq, xs, wq, ws, _DTYPES.index(x.dtype), bias)
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], wq.shape[0]])  # no view, so that y is held once
 
 
 def _setup_context(ctx, inputs, output):

@@ -3,7 +3,8 @@
 A step needs most memory while the head runs, since all layers keep their tensors for the backward. The head
 records in the ledger how much it takes without the gradients that it returns (a chunk's logits, a float32
 sum). In the next forward pass just enough MLPs to offset this do not keep `act(gate) * up` for the projection
-after it. They keep gate and up anyway, and the backward computes it again from them, bitwise equal.
+after it. They keep gate and up anyway, and the backward computes it again from them, bitwise equal. A Linear
+of float8 keeps the scales of its bytes.
 Two runs of six models on an H200, without it and with it, differ by 0.7 to 3.2 GB a step (1 to 6 %).
 
 With `tigon.apply(recompute=...)` no Linear keeps what comes straight from a norm or a gated unit.
