@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,50 @@ def test_people(words):
         assert any(word in name for name in names)
     published = e2e.cases(e2e.parse(["--suite", "people"]))
     assert [case["seq"] for case in published[::3]] == [case["seq"] for case in e2e.PEOPLE]
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_cards(words, monkeypatch, enough):
+    """A case is tried under one limit after the other; what it leaves behind does not stay."""
+    cases = e2e.cases(e2e.parse(["--suite", "card", *words]))
+    assert len({e2e.key(case) for case in cases}) == len({str(case) for case in cases})
+    names = [e2e.setting(case) for case in e2e.cases(e2e.parse(["--suite", "card"]))]
+    assert "llama3-8b, checkpointing, limit 37 GB, moments in 8 bits, step in the backward" in names
+    limits, kept, make_step = [], [], e2e.make_step
+
+    def failing(model, case):
+        kept.extend(weakref.ref(parameter) for parameter in model.parameters())
+        step, last = make_step(model, case), limits[-1] if limits else 0
+
+        def update():
+            if last < (48 if enough else 100):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+            step()
+
+        return update
+
+    def limit(device, gb):
+        limits.append(gb)
+        assert not any(reference() is not None for reference in kept)
+
+    monkeypatch.setattr(e2e, "make_step", failing)
+    monkeypatch.setattr(e2e, "limit_memory", limit)
+    case = next(case for case in cases if case["memory"] == e2e.CARDS and not case["lora"])
+    if enough:
+        record = case | e2e.run_case(case)
+        assert record["memory_gb"] == "48" and limits == [24, 40, 48] and "limit 48 GB" in e2e.setting(record)
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory: 80 GB are too little"):
+            e2e.run_case(case)
+        assert limits == [24, 40, 48, 80]
+
+
+def test_adapters(words):
+    """PEFT's adapters alone learn, and Tigon's losses are PEFT's."""
+    pytest.importorskip("peft")
+    options = ["--models", "qwen3-4b", "--lora", "4", "--checkpointing", "--providers", "stock,tigon"]
+    stock, tigon = (e2e.run_case(case) for case in e2e.cases(e2e.parse([*words, *options])))
+    assert tigon["losses"] == pytest.approx(stock["losses"], rel=1e-5)
 
 
 def test_packed_rows(words):
