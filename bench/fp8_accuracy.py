@@ -14,7 +14,6 @@ of bfloat16's seeds.
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import sys
 
@@ -85,17 +84,22 @@ def apply(case: dict, model) -> None:
         raise RuntimeError(f"{report.count('fp8')} Linears are in float8, not {7 * case['layers']}")
 
 
-@functools.cache
-def tokens():
+TOKENS = e2e.ROOT / "out/fp8_accuracy_tokens.pt"  # a second run starts at once
+
+
+def tokens() -> list:
     """Those of training in rows, and those of held-out files."""
     import torch
     import train_data
 
-    texts = train_data.read(train_data.standard_library())
-    kept, held = [t for i, t in enumerate(texts) if i % 20], texts[::20]
-    tokenizer = train_data.train_tokenizer(kept[::4], VOCABULARY)
-    ids = [torch.tensor([i for e in tokenizer.encode_batch(t) for i in e.ids]) for t in (kept, held)]
-    return [x[: len(x) // 512 * 512].view(-1, 512) for x in ids]
+    if not TOKENS.exists():
+        texts = train_data.read(train_data.standard_library())
+        kept, held = [t for i, t in enumerate(texts) if i % 20], texts[::20]
+        tokenizer = train_data.train_tokenizer(kept[::4], VOCABULARY)
+        ids = [torch.tensor([i for e in tokenizer.encode_batch(t) for i in e.ids]) for t in (kept, held)]
+        TOKENS.parent.mkdir(exist_ok=True)
+        torch.save([x[: len(x) // 512 * 512].view(-1, 512) for x in ids], TOKENS)
+    return torch.load(TOKENS)
 
 
 def curve(case: dict) -> dict:
