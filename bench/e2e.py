@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import gc
 import importlib
 import json
@@ -598,8 +599,11 @@ def run_model(case: dict, model) -> dict:
     update = make_step(model, case)
     vocabulary = model.config.get_text_config().vocab_size
 
+    kept: list[float] = []  # GB that the layers keep for the backward
+
     def step(data: dict) -> float:
-        loss = loss_of(model, case, data)
+        with layers_keep(model, kept) if cuda and len(kept) < WARMUP else contextlib.nullcontext():
+            loss = loss_of(model, case, data)
         loss.backward()
         update()
         return loss.item()  # waits for the forward pass
@@ -611,10 +615,29 @@ def run_model(case: dict, model) -> dict:
         **figures,
         "parameters": sum(p.numel() for p in model.parameters()),
         "report": report.splitlines(),
+        "layers_keep_gb": kept,
         **({"product_tflops": mfu.product_tflops()} if cuda else {}),
         **({"experts": experts} if experts else {}),
         **versions(case),
     }
+
+
+@contextlib.contextmanager
+def layers_keep(model, kept: list):
+    """Append the GB that are allocated between the first layer's call and the end of the last one's."""
+    import torch
+
+    before: list[int] = []
+    layers = decoder_layers(model)
+    hooks = (
+        layers[0].register_forward_pre_hook(lambda *_: before.append(torch.cuda.memory_allocated())),
+        layers[-1].register_forward_hook(
+            lambda *_: kept.append((torch.cuda.memory_allocated() - before[0]) / 1e9)
+        ),
+    )
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def timed(case: dict, draw, step, warmup: int) -> dict:

@@ -315,8 +315,8 @@ def test_notebook(notebook, tmp_path, few_threads, monkeypatch):
 
 def test_notebook_of_a_gpu(tmp_path, few_threads, monkeypatch, capsys):
     """The cells of the notebook for a GPU, with a tiny model in float32: both losses agree."""
-    pytest.importorskip("trl")
-    pytest.importorskip("peft")
+    for needed in ("trl", "peft", "datasets"):
+        pytest.importorskip(needed)
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
