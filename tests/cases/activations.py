@@ -69,14 +69,3 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         x.view(-1, shape[-1])[1, 3] = float(p["fill"])
     grad = draw.randn(*shape, layout=p["grad_layout"])
     return Inputs(args=(x,), grads=(0,), grad_outputs=(grad,))
-
-
-def tigon_fn_of(name: str):
-    """Tigon's own."""
-
-    def tigon_fn(x):
-        import tigon
-
-        return getattr(tigon, name)(x)
-
-    return tigon_fn

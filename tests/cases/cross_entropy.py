@@ -13,6 +13,7 @@ from .case import (
     bench_case,
     itemsize,
     nothing,
+    ours,
     params,
     test_case,
     upcast,
@@ -21,6 +22,7 @@ from .case import (
 from .losses import eager_loss, oracle_loss
 
 NAME = "cross_entropy"
+tigon_fn = ours(NAME)
 LOSS = True
 
 DEFAULTS = {
@@ -250,13 +252,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=p["grads"],
         grad_outputs=(grad,),
     )
-
-
-def tigon_fn(logits, target, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.cross_entropy(logits, target, **options)
 
 
 def eager_fn(logits, target, **options):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, params, test_case
+from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, ours, params, test_case
 
 NAME = "dyt"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
     "shape": (4, 64),
@@ -73,13 +74,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=tuple(i for i in p["grads"] if args[i] is not None),
         grad_outputs=(draw.randn(*p["shape"], layout=p["grad_layout"]),),
     )
-
-
-def tigon_fn(x, alpha, weight, bias):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.dyt(x, alpha, weight, bias)
 
 
 def eager_fn(x, alpha, weight, bias):

@@ -7,9 +7,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case
+from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, ours, params, test_case
 
 NAME = "embedding"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
     "tokens": (3, 17),
@@ -75,13 +76,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     grad = draw.randn(*p["tokens"], p["table"][1], layout=p["grad_layout"])
     ids = ids if p["wide"] else ids.int()
     return Inputs(args=(ids, weight), kwargs=dict(p["options"]), grads=(1,), grad_outputs=(grad,))
-
-
-def tigon_fn(ids, weight, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.embedding(ids, weight, **options)
 
 
 def eager_fn(ids, weight, *, padding_idx=None, scale=1.0):

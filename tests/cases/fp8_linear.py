@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case
+from .case import Case, Inputs, Maker, bench_case, itemsize, ours, params, test_case
 
 NAME = "fp8_linear"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
     "lead": (13,),
@@ -75,13 +76,6 @@ def make(case: Case, device, dtype, seed: int) -> Inputs:
     if p["bias"]:
         args.append(maker.randn(p["N"], dtype=of))
     return Inputs(tuple(args), {"dw": p["dw"]}, p["grads"], (rows(p["N"], p["grad_layout"]),))
-
-
-def tigon_fn(x, weight, bias=None, *, dw):
-    """The function."""
-    import tigon
-
-    return tigon.fp8_linear(x, weight, bias, dw=dw)
 
 
 def oracle_fn(x, weight, bias=None, *, dw):

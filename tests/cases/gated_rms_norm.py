@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, memory_bound, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, memory_bound, ours, params, test_case, upcast
 
 NAME = "gated_rms_norm"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
     "shape": (4, 64),
@@ -87,13 +88,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
 def _groups(x, size):
     size = size or x.shape[-1]
     return x.unflatten(-1, (x.shape[-1] // size, size))
-
-
-def tigon_fn(x, gate, weight, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.gated_rms_norm(x, gate, weight, **options)
 
 
 def eager_fn(x, gate, weight, *, eps, norm_before_gate, group_size, activation, rounding):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, norm_cases, params, test_case
+from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, norm_cases, ours, params, test_case
 
 NAME = "layer_norm"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
     "shape": (4, 64),
@@ -85,13 +86,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=tuple(i for i in p["grads"] if args[i] is not None),
         grad_outputs=(grad,),
     )
-
-
-def tigon_fn(x, weight, bias, *, eps):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.layer_norm(x, weight, bias, eps)
 
 
 def eager_fn(x, weight, bias, *, eps):

@@ -6,9 +6,10 @@ import math
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, ours, params, test_case, upcast
 
 NAME = "modulated_rms_norm"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
     "shape": (2, 5, 64),
@@ -127,13 +128,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=tuple(i for i in p["grads"] if args[i] is not None),
         grad_outputs=(draw.randn(*p["shape"], layout=p["grad_layout"]),),
     )
-
-
-def tigon_fn(x, weight, scale, shift, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.modulated_rms_norm(x, weight, scale, shift, **options)
 
 
 def _modulated(h, scale, shift):

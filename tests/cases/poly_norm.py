@@ -12,12 +12,14 @@ from .case import (
     memory_bound,
     norm_bench_cases,
     norm_cases,
+    ours,
     params,
     test_case,
     turn_cases,
 )
 
 NAME = "poly_norm"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
     "shape": (4, 64),
@@ -73,13 +75,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=p["grads"],
         grad_outputs=(draw.randn(*p["shape"], layout=p["grad_layout"]),),
     )
-
-
-def tigon_fn(x, weight, bias, eps):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.poly_norm(x, weight, bias, eps)
 
 
 def eager_fn(x, weight, bias, eps):

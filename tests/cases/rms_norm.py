@@ -14,12 +14,14 @@ from .case import (
     memory_bound,
     norm_bench_cases,
     norm_cases,
+    ours,
     params,
     test_case,
     upcast,
 )
 
 NAME = "rms_norm"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
     "shape": (4, 64),
@@ -96,13 +98,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=tuple(i for i in p["grads"] if i == 0 or p["weight"]),
         grad_outputs=(grad,),
     )
-
-
-def tigon_fn(x, weight, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.rms_norm(x, weight, **options)
 
 
 def eager_fn(x, weight, *, eps, offset, rounding):

@@ -13,12 +13,14 @@ from .case import (
     itemsize,
     lay_out,
     nothing,
+    ours,
     params,
     test_case,
     upcast,
 )
 
 NAME = "rope"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
     "B": 2,
@@ -331,13 +333,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     if ids is not None:
         options["position_ids"] = ids
     return Inputs(args=(q, k, cos, sin), kwargs=options, grads=p["grads"], grad_outputs=tuple(grads))
-
-
-def tigon_fn(q, k, cos, sin, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.rope(q, k, cos, sin, **options)
 
 
 def _rotate_half(x):
