@@ -16,9 +16,9 @@ from .case import (
     ours,
     params,
     test_case,
-    upcast,
     upstream,
 )
+from .heads import altered
 from .losses import eager_loss, oracle_loss
 
 NAME = "cross_entropy"
@@ -101,6 +101,9 @@ VOCABULARIES = {
     262208: "Gemma 3 with images",
 }
 
+WEIGHTED = {"class_weight": True, "masked": 0.2, "label_smoothing": 0.1}
+EVERYTHING = {"N": 23, "V": 517, "softcap": 6.0, "z_loss": 1e-3, **WEIGHTED}
+
 CASES = [
     test_case("9x50"),
     test_case("odd_7x33", small=True, N=7, V=33, masked=0.3),
@@ -161,41 +164,11 @@ CASES = [
     test_case("z_loss_none", small=True, z_loss=1e-2, reduction="none", masked=0.2),
     test_case("weights", class_weight=True, masked=0.2),
     test_case("weights_none", class_weight=True, masked=0.2, reduction="none"),
-    test_case("weights_smoothing", class_weight=True, masked=0.2, label_smoothing=0.1),
-    test_case(
-        "weights_smoothing_softcap_sum",
-        small=True,
-        class_weight=True,
-        masked=0.2,
-        reduction="sum",
-        label_smoothing=0.1,
-        softcap=4.0,
-    ),
+    test_case("weights_smoothing", **WEIGHTED),
+    test_case("weights_smoothing_softcap_sum", small=True, reduction="sum", softcap=4.0, **WEIGHTED),
     test_case("weights_all_masked", class_weight=True, masked=1.0),
-    test_case(
-        "everything",
-        N=23,
-        V=517,
-        class_weight=True,
-        masked=0.2,
-        label_smoothing=0.1,
-        softcap=6.0,
-        z_loss=1e-3,
-        denominator="tensor",
-        layout="rows",
-    ),
-    test_case(
-        "everything_none",
-        N=23,
-        V=517,
-        class_weight=True,
-        masked=0.2,
-        label_smoothing=0.1,
-        softcap=6.0,
-        z_loss=1e-3,
-        reduction="none",
-        layout="columns",
-    ),
+    test_case("everything", denominator="tensor", layout="rows", **EVERYTHING),
+    test_case("everything_none", reduction="none", layout="columns", **EVERYTHING),
     test_case("confident", N=23, V=517, scale=40.0),
     test_case("flat", N=23, V=517, scale=1e-3),
     test_case("nan_row", fill="nan", reduction="none"),
@@ -254,14 +227,14 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     )
 
 
-def eager_fn(logits, target, **options):
+def eager_fn(logits, target, *, softcap=None, **options):
     """Upcast, then torch's own, as Hugging Face does."""
-    return eager_loss(upcast(logits), target, **options)
+    return eager_loss(altered(logits, softcap), target, **options)
 
 
-def oracle_fn(logits, target, **options):
+def oracle_fn(logits, target, *, softcap=None, **options):
     """The formula, for fp64."""
-    return oracle_loss(logits, target, **options)
+    return oracle_loss(altered(logits, softcap), target, **options)
 
 
 def _bytes(case: Case, dtype: torch.dtype) -> int:
@@ -300,14 +273,8 @@ def _aten(case, inputs):
         return None
 
     def fn(logits, target, *, weight, ignore_index, label_smoothing, reduction, **_):
-        return F.cross_entropy(
-            logits,
-            target,
-            weight=weight,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
+        options = {"label_smoothing": label_smoothing, "reduction": reduction}
+        return F.cross_entropy(logits, target, weight, ignore_index=ignore_index, **options)
 
     return fn
 
@@ -336,14 +303,9 @@ def _quack(inplace):
             return None
 
         def fn(x, target, *, weight, ignore_index, reduction, **_):
-            return cross_entropy(
-                x.view_as(x) if inplace else x,
-                target,
-                weight=weight,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                inplace_backward=inplace,
-            )
+            logits = x.view_as(x) if inplace else x
+            options = {"ignore_index": ignore_index, "reduction": reduction, "inplace_backward": inplace}
+            return cross_entropy(logits, target, weight=weight, **options)
 
         return fn
 

@@ -7,13 +7,11 @@ import math
 import torch
 
 from .case import Case, Inputs, Maker, bench_case, params, test_case
+from .heads import costs
 from .linear_cross_entropy import bare_products
 from .linear_log_prob import SIZES, trl_log_prob
-from .linear_log_prob import bytes_bwd as bytes_bwd
-from .linear_log_prob import bytes_fwd as bytes_fwd
 from .linear_log_prob import eager_fn as log_prob
 from .linear_log_prob import flops_bwd as flops_bwd
-from .linear_log_prob import flops_fwd as flops_fwd
 
 NAME = "linear_loss"
 LOSS = True
@@ -97,25 +95,9 @@ def tigon_fn(hidden, weight, target, advantage, **options):
     return tigon.linear_loss(hidden, weight, target, fn, advantage, **options)
 
 
-def eager_fn(
-    hidden, weight, target, advantage, *, entropy, reduction, bias, softcap, temperature, logit_dtype, **_
-):
+def eager_fn(hidden, weight, target, advantage, *, entropy, reduction, **options):
     """The same from logits in the model's dtype; also the oracle, on fp64 copies."""
-    statistics = log_prob(
-        hidden,
-        weight,
-        target,
-        bias=bias,
-        lora_a=None,
-        lora_b=None,
-        softcap=softcap,
-        logit_scale=1.0,
-        temperature=temperature,
-        entropy=entropy,
-        shift=False,
-        ignore_index=-100,
-        logit_dtype=logit_dtype,
-    )
+    statistics = log_prob(hidden, weight, target, entropy=entropy, **options)
     counts = target != -100
     rows = torch.where(counts, _objective(statistics if entropy else (statistics,), advantage), 0.0)
     if reduction == "none":
@@ -124,6 +106,7 @@ def eager_fn(
 
 
 oracle_fn = eager_fn
+bytes_fwd, bytes_bwd, flops_fwd, _ = costs(DEFAULTS)
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
