@@ -6,14 +6,8 @@ import torch
 
 from .case import Case, Inputs, Maker, bench_case, memory_bound, params, test_case
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "scale": 2.0,
-    "mean": 0.0,
-    "fill": None,
-}
+DEFAULTS = {"shape": (4, 64), "layout": "contiguous", "grad_layout": "contiguous", "scale": 2.0, "mean": 0.0}
+DEFAULTS |= {"fill": None}
 
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)  # x to y; x and dy to dx
 PEERS = {}

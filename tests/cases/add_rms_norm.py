@@ -11,18 +11,9 @@ from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, norm_case
 NAME = "add_rms_norm"
 tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "weight": True,
-    "eps": 1e-6,
-    "offset": 0.0,
-    "rounding": "llama",
-    "layout": "contiguous",
-    "residual_layout": "contiguous",
-    "grad_layout": "contiguous",
-    "fill": None,
-    "grads": (0, 1, 2),
-}
+DEFAULTS = {"shape": (4, 64), "weight": True, "eps": 1e-6, "offset": 0.0, "rounding": "llama"}
+DEFAULTS |= {"layout": "contiguous", "residual_layout": "contiguous", "grad_layout": "contiguous"}
+DEFAULTS |= {"fill": None, "grads": (0, 1, 2)}
 
 CASES = [
     *norm_cases(),

@@ -13,14 +13,11 @@ tigon_fn = ours(NAME)
 
 DEFAULTS = {
     "shape": (4, 2, 5, 64),  # of all values
-    "eps": 1e-6,
     "wide": False,  # query and norm_weight in float32
     "spread": 1.0,  # of the scores
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "fill": None,
-    "grads": (0, 1, 2),
 }
+DEFAULTS |= {"eps": 1e-6, "layout": "contiguous", "grad_layout": "contiguous", "fill": None}
+DEFAULTS |= {"grads": (0, 1, 2)}
 
 CASES = [
     test_case("4x2x5x64"),

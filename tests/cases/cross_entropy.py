@@ -26,22 +26,13 @@ tigon_fn = ours(NAME)
 LOSS = True
 
 DEFAULTS = {
-    "N": 9,
-    "V": 50,
-    "layout": "contiguous",
     "masked": 0.0,  # fraction of labels that are ignored; 1.0: all
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "softcap": None,
-    "z_loss": 0.0,
-    "class_weight": False,
-    "reduction": "mean",
     "denominator": None,  # a number, or "tensor" or "int_tensor" for a 0-dim tensor
-    "scale": 2.0,
     "fill": None,  # "nan", "-inf": one logit of a row that counts
-    "grads": (0,),
-    "upstream": None,
 }
+DEFAULTS |= {"N": 9, "V": 50, "layout": "contiguous", "ignore_index": -100, "label_smoothing": 0.0}
+DEFAULTS |= {"softcap": None, "z_loss": 0.0, "class_weight": False, "reduction": "mean", "scale": 2.0}
+DEFAULTS |= {"grads": (0,), "upstream": None}
 
 # Columns of the heads of the most used model families: as their configurations have them, and with some
 # tokens added.

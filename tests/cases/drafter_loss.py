@@ -15,20 +15,14 @@ LOSS = True
 
 DEFAULTS = {
     "lead": (2, 9),  # leading shape of the hidden states
-    "H": 32,
-    "Ht": 48,
-    "V": 51,
-    "Vt": 131,
     "steps": 1,  # 0: hidden states without a dimension of steps
     "map": "random",  # of draft ids: also None (the same classes), "holes"
     "masked": None,  # share of positions that do not count
     "known": False,  # their number is said
-    "token_weight": False,
     "scale": 2.0,  # spread of the logits
-    "grads": (0, 1),
-    "upstream": None,
-    "options": {},
 }
+DEFAULTS |= {"H": 32, "Ht": 48, "V": 51, "Vt": 131, "token_weight": False, "grads": (0, 1), "upstream": None}
+DEFAULTS |= {"options": {}}
 LOSSES = ("ce", "kl", "hard", "tv", "lk")
 COUNT = {"outside": "count", "mask_outside": False}
 OF_BENCH = {"lead": (8192,), "H": 4096, "Ht": 4096, "V": 32000, "Vt": 128256}

@@ -9,18 +9,9 @@ from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, ours, pa
 NAME = "dyt"
 tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "weight": True,
-    "bias": True,
-    "alpha": 0.5,
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "weight_layout": "contiguous",
-    "scale": 1.0,
-    "fill": None,
-    "grads": (0, 1, 2, 3),
-}
+DEFAULTS = {"shape": (4, 64), "weight": True, "bias": True, "alpha": 0.5, "layout": "contiguous"}
+DEFAULTS |= {"grad_layout": "contiguous", "weight_layout": "contiguous", "scale": 1.0, "fill": None}
+DEFAULTS |= {"grads": (0, 1, 2, 3)}
 
 CASES = [
     test_case("4x64"),

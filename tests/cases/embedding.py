@@ -13,14 +13,10 @@ NAME = "embedding"
 tigon_fn = ours(NAME)
 
 DEFAULTS = {
-    "tokens": (3, 17),
-    "table": (37, 64),
-    "draw": "uniform",  # zipf: as words come; same: one id; half: one id at every other position
-    "wide": True,
-    "options": {},
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
+    "draw": "uniform"  # zipf: as words come; same: one id; half: one id at every other position
 }
+DEFAULTS |= {"tokens": (3, 17), "table": (37, 64), "wide": True, "options": {}, "layout": "contiguous"}
+DEFAULTS |= {"grad_layout": "contiguous"}
 
 CASES = [
     test_case("3x17", small=True),

@@ -10,19 +10,12 @@ NAME = "fp8_linear"
 tigon_fn = ours(NAME)
 
 DEFAULTS = {
-    "lead": (13,),
-    "K": 32,
-    "N": 48,
-    "bias": False,
-    "dw": "fp8",
     "wide": False,  # weight and bias are float32
     "spread": 0,  # rows of x and of dy differ by up to this many powers of two
     "layout": "contiguous",  # of x
-    "grad_layout": "contiguous",
-    "weight_layout": "contiguous",
-    "fill": None,
-    "grads": (0, 1),
 }
+DEFAULTS |= {"lead": (13,), "K": 32, "N": 48, "bias": False, "dw": "fp8", "grad_layout": "contiguous"}
+DEFAULTS |= {"weight_layout": "contiguous", "fill": None, "grads": (0, 1)}
 SIZES = ((8192, 4096, 6144), (8192, 4096, 4096), (8192, 4096, 28672), (8192, 14336, 4096))
 
 # None is small: the slopes of what is rounded are not finite differences.

@@ -10,20 +10,9 @@ from .case import Case, Inputs, Maker, bench_case, memory_bound, ours, params, t
 NAME = "gated_rms_norm"
 tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "weight": True,
-    "eps": 1e-6,
-    "norm_before_gate": True,
-    "group_size": None,
-    "activation": "silu",
-    "rounding": "llama",
-    "layout": "contiguous",
-    "gate_layout": "contiguous",
-    "grad_layout": "contiguous",
-    "fill": None,
-    "grads": (0, 1, 2),
-}
+DEFAULTS = {"shape": (4, 64), "weight": True, "eps": 1e-6, "norm_before_gate": True, "group_size": None}
+DEFAULTS |= {"activation": "silu", "rounding": "llama", "layout": "contiguous", "gate_layout": "contiguous"}
+DEFAULTS |= {"grad_layout": "contiguous", "fill": None, "grads": (0, 1, 2)}
 
 GATE_FIRST = {"norm_before_gate": False}
 

@@ -30,33 +30,16 @@ LOSS = True
 
 DEFAULTS = {
     "lead": (13,),  # leading shape of hidden and target
-    "H": 32,
-    "V": 67,
-    "bias": False,
     "layout": "contiguous",  # of hidden
-    "weight_layout": "contiguous",
-    "masked": 0.0,
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "temperature": 1.0,
     "lora": 0,  # rank
     "known": False,  # the number of rows that count is said
-    "z_loss": 0.0,
-    "class_weight": False,
-    "reduction": "mean",
-    "denominator": None,
-    "shift": False,
-    "chunk_rows": None,
-    "fill": None,
     "scale": 2.0,  # spread of the logits
-    "grads": (0, 1),
-    "grad_bias": True,
-    "keep_mb": 0.0,
-    "max_peak_mb": None,
-    "upstream": None,
 }
+DEFAULTS |= {"H": 32, "V": 67, "bias": False, "weight_layout": "contiguous", "masked": 0.0}
+DEFAULTS |= {"ignore_index": -100, "label_smoothing": 0.0, "softcap": None, "logit_scale": 1.0}
+DEFAULTS |= {"temperature": 1.0, "z_loss": 0.0, "class_weight": False, "reduction": "mean"}
+DEFAULTS |= {"denominator": None, "shift": False, "chunk_rows": None, "fill": None, "grads": (0, 1)}
+DEFAULTS |= {"grad_bias": True, "keep_mb": 0.0, "max_peak_mb": None, "upstream": None}
 
 EVERYTHING = {"lead": (2, 23), "H": 48, "V": 517, "bias": True, "class_weight": True, "masked": 0.2}
 EVERYTHING |= {"label_smoothing": 0.1, "softcap": 6.0, "logit_scale": 0.7, "z_loss": 1e-3, "chunk_rows": 10}

@@ -18,29 +18,21 @@ NAME = "linear_divergence"
 LOSS = True
 
 DEFAULTS = {
-    "op": "linear_kl_div",
     "lead": (13,),  # leading shape of the hidden states
-    "H": 32,
-    "Ht": 48,
-    "V": 67,
     "Vt": None,  # as V
     "teacher": "head",  # or "logits"
     "teacher_dtype": None,  # as hidden
     "near": None,  # spread of the teacher's logits about the student's
     "bias": False,  # of both
     "layout": "contiguous",  # of both hidden states, or the teacher's logits
-    "weight_layout": "contiguous",
     "masked": None,  # None: no labels
     "known": False,  # the number of rows that count is said
-    "token_weight": False,
-    "denominator": None,
     "lora": 0,  # rank
     "scale": 2.0,  # spread of the logits
-    "fill": None,
-    "grads": (0, 1),
-    "upstream": None,
-    "options": {},
 }
+DEFAULTS |= {"op": "linear_kl_div", "H": 32, "Ht": 48, "V": 67, "weight_layout": "contiguous"}
+DEFAULTS |= {"token_weight": False, "denominator": None, "fill": None, "grads": (0, 1), "upstream": None}
+DEFAULTS |= {"options": {}}
 FORMS = {
     "kl": ("linear_kl_div", {}),
     "reverse": ("linear_kl_div", {"reverse": True}),

@@ -16,27 +16,15 @@ LOSS = True  # gradients may be made in the forward
 
 DEFAULTS = {
     "lead": (13,),  # leading shape of hidden and target
-    "H": 32,
-    "V": 67,
-    "bias": False,
     "layout": "contiguous",  # of hidden
-    "weight_layout": "contiguous",
     "labels": 0,  # of a row; 0: one, and no dimension of its own
-    "masked": 0.0,
     "known": False,  # the number of rows that count is said
-    "softcap": None,
-    "logit_scale": 1.0,
-    "temperature": 1.0,
-    "entropy": False,
     "lora": 0,  # rank
-    "shift": False,
-    "ignore_index": -100,
-    "chunk_rows": None,
-    "keep_mb": None,
-    "logit_dtype": None,
     "scale": 2.0,  # spread of the logits
-    "grads": (0, 1),
 }
+DEFAULTS |= {"H": 32, "V": 67, "bias": False, "weight_layout": "contiguous", "masked": 0.0, "softcap": None}
+DEFAULTS |= {"logit_scale": 1.0, "temperature": 1.0, "entropy": False, "shift": False, "ignore_index": -100}
+DEFAULTS |= {"chunk_rows": None, "keep_mb": None, "logit_dtype": None, "grads": (0, 1)}
 SIZES = (
     (8192, 4096, 128256, {}),
     (4096, 2048, 151936, {}),

@@ -16,22 +16,9 @@ from .linear_log_prob import flops_bwd as flops_bwd
 NAME = "linear_loss"
 LOSS = True
 
-DEFAULTS = {
-    "lead": (13,),
-    "H": 32,
-    "V": 67,
-    "bias": False,
-    "masked": 0.0,
-    "known": False,
-    "softcap": None,
-    "temperature": 1.0,
-    "entropy": False,
-    "reduction": "mean",
-    "chunk_rows": None,
-    "logit_dtype": None,
-    "scale": 2.0,
-    "grads": (0, 1),
-}
+DEFAULTS = {"lead": (13,), "H": 32, "V": 67, "bias": False, "masked": 0.0, "known": False, "softcap": None}
+DEFAULTS |= {"temperature": 1.0, "entropy": False, "reduction": "mean", "chunk_rows": None}
+DEFAULTS |= {"logit_dtype": None, "scale": 2.0, "grads": (0, 1)}
 
 CASES = [
     test_case("13x32x67"),

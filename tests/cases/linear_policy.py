@@ -16,27 +16,12 @@ NAME = "linear_policy"
 LOSS = True
 
 DEFAULTS = {
-    "answers": 3,
-    "T": 7,
-    "H": 32,
-    "V": 67,
-    "bias": False,
-    "lora": 0,  # rank
-    "masked": 0.3,
-    "empty": (),
-    "old": 0.2,
-    "ref": None,
-    "importance": None,
-    "per_token": False,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "temperature": 1.0,
-    "shift": False,
-    "chunk_rows": None,
-    "scale": 2.0,
-    "grads": (0, 1),
-    "options": {},
+    "lora": 0  # rank
 }
+DEFAULTS |= {"answers": 3, "T": 7, "H": 32, "V": 67, "bias": False, "masked": 0.3, "empty": (), "old": 0.2}
+DEFAULTS |= {"ref": None, "importance": None, "per_token": False, "softcap": None, "logit_scale": 1.0}
+DEFAULTS |= {"temperature": 1.0, "shift": False, "chunk_rows": None, "scale": 2.0, "grads": (0, 1)}
+DEFAULTS |= {"options": {}}
 KL = {"kl": 0.1, "entropy": 0.05}
 SEVERAL = {"level": "sequence", "kl_corrected": True, **KL}
 BY_ANSWER = {"level": "sequence", "normalise": "sequence"}

@@ -17,27 +17,14 @@ NAME = "linear_preference"
 LOSS = True
 
 DEFAULTS = {
-    "kind": "sigmoid",
-    "answers": 4,
-    "T": 7,
-    "H": 32,
-    "V": 67,
-    "bias": False,
     "lora": 0,  # rank
     "layout": "contiguous",  # of hidden
-    "masked": 0.3,
-    "empty": (),
     "ref": None,  # "sums", "head"
-    "nll_target": False,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "temperature": 1.0,
-    "shift": False,
-    "chunk_rows": None,
     "scale": 2.0,  # spread of the logits
-    "grads": (0, 1),
-    "options": {},
 }
+DEFAULTS |= {"kind": "sigmoid", "answers": 4, "T": 7, "H": 32, "V": 67, "bias": False, "masked": 0.3}
+DEFAULTS |= {"empty": (), "nll_target": False, "softcap": None, "logit_scale": 1.0, "temperature": 1.0}
+DEFAULTS |= {"shift": False, "chunk_rows": None, "grads": (0, 1), "options": {}}
 KINDS = (*preference.KINDS, *preference.SINGLE)
 
 

@@ -14,28 +14,16 @@ NAME = "multi_token_loss"
 LOSS = True
 
 DEFAULTS = {
-    "lead": (2, 11),
-    "H": 32,
-    "V": 67,
     "heads": "www",  # of each: w a weight, r a residual block and a weight, t a block and head 0's weight
-    "coefficients": None,
-    "shifts": None,
     "packed": (),  # lengths of the sequences of a row
-    "masked": 0.0,
-    "known": False,
     "lora": False,  # on every second head
-    "reduction": "mean",
-    "denominator": None,
-    "softcap": None,
-    "label_smoothing": 0.0,
-    "z_loss": 0.0,
-    "token_weight": False,
-    "chunk_rows": None,
-    "scale": 2.0,
     "trunk": True,  # hidden has a gradient
     "weights": True,  # heads have gradients
-    "upstream": 1.0,
 }
+DEFAULTS |= {"lead": (2, 11), "H": 32, "V": 67, "coefficients": None, "shifts": None, "masked": 0.0}
+DEFAULTS |= {"known": False, "reduction": "mean", "denominator": None, "softcap": None}
+DEFAULTS |= {"label_smoothing": 0.0, "z_loss": 0.0, "token_weight": False, "chunk_rows": None, "scale": 2.0}
+DEFAULTS |= {"upstream": 1.0}
 
 OF_BENCH = {"lead": (1, 8192), "H": 4096, "V": 128256}
 

@@ -21,17 +21,8 @@ from .case import (
 NAME = "poly_norm"
 tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "scale": 1.0,
-    "mean": 0.0,
-    "eps": 1e-6,
-    "parameters": None,
-    "fill": None,
-    "grads": (0, 1, 2),
-}
+DEFAULTS = {"shape": (4, 64), "layout": "contiguous", "grad_layout": "contiguous", "scale": 1.0, "mean": 0.0}
+DEFAULTS |= {"eps": 1e-6, "parameters": None, "fill": None, "grads": (0, 1, 2)}
 
 CASES = [
     *norm_cases(),

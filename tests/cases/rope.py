@@ -23,27 +23,19 @@ NAME = "rope"
 tigon_fn = ours(NAME)
 
 DEFAULTS = {
-    "B": 2,
-    "T": 5,
-    "Hq": 4,
-    "Hk": 2,
-    "D": 16,
     "R": None,  # rotary columns; None: all of D
     "unsqueeze_dim": 1,  # 1: [B, H, T, D], 2: [B, T, H, D]
     "batched": False,  # cos and sin of [B, T, R] rather than [1, T, R]
     "layout": "heads",  # what Hugging Face passes: a transposed view of [B, T, H, D]
-    "grad_layout": "heads",
-    "table_layout": "contiguous",
     "tables": "angles",  # "random": left and right half of cos and sin differ
-    "fill": None,
-    "grads": (0, 1),
     "packed": False,  # [T, H, D] (unsqueeze_dim 1) or [H, T, D] (0), cos and sin [T, R]
-    "table_dtype": None,
     "positions": None,  # dtype of position ids into a table of 2 T + 3 rows
     "narrow": False,  # cos and sin of R/2 columns
     "complex": False,  # freqs_cis
     "options": {},  # of tigon.rope
 }
+DEFAULTS |= {"B": 2, "T": 5, "Hq": 4, "Hk": 2, "D": 16, "grad_layout": "heads", "table_layout": "contiguous"}
+DEFAULTS |= {"fill": None, "grads": (0, 1), "table_dtype": None}
 
 # What several cases have in common.
 DENSE = {"layout": "contiguous", "grad_layout": "contiguous"}

@@ -23,14 +23,8 @@ from .case import (
 NAME = "softmax"
 tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "scale": 2.0,
-    "mean": 0.0,
-    "fill": None,
-}
+DEFAULTS = {"shape": (4, 64), "layout": "contiguous", "grad_layout": "contiguous", "scale": 2.0, "mean": 0.0}
+DEFAULTS |= {"fill": None}
 
 ROWS = [
     test_case("4x64", small=True),
