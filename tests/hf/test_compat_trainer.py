@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import VOCABULARY, batch, close, make
+from tiny import VOCABULARY, batch, close, make, trainer_options, word_tokenizer
 
 import tigon
 
@@ -24,24 +24,8 @@ def rows(count=24, tokens=11):
 
 
 def arguments(folder, **changes):
-    return TrainingArguments(
-        **{
-            "output_dir": str(folder),
-            "per_device_train_batch_size": 2,
-            "max_steps": 3,
-            "logging_steps": 1,
-            "gradient_accumulation_steps": 2,
-            "learning_rate": 1e-2,
-            "report_to": [],
-            "seed": 1,
-            "use_cpu": True,
-            "eval_strategy": "steps",
-            "eval_steps": 3,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            **changes,
-        }
-    )
+    options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    return TrainingArguments(**trainer_options(folder, **options | changes))
 
 
 def logged(trainer):
@@ -95,6 +79,12 @@ def test_callback(tmp_path, stock):
     assert callback.report.head_calls.fused == 6 and callback.report.count("mlp") == 0
     with pytest.raises(tigon.Error, match="norms"):
         tigon.TigonTrainerCallback(norms=False)
+
+
+def test_a_model_that_was_patched_before(tmp_path, stock):
+    model = make()
+    tigon.apply(model)
+    assert run(tmp_path, model=model)[1] == pytest.approx(stock, rel=1e-4)
 
 
 def test_callback_with_model_init(tmp_path):
@@ -285,15 +275,8 @@ def test_transformers_outside_the_tested_range(version, told, monkeypatch):
 
 @pytest.fixture
 def tokenizer():
-    tokenizers = pytest.importorskip("tokenizers")
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
-    word_level = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
-    word_level.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=word_level, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w0"
-    )
+    pytest.importorskip("tokenizers")
+    return word_tokenizer()
 
 
 def words(seed, count):
@@ -308,21 +291,8 @@ def trl_losses(kind, folder, tokenizer, callbacks=None, **changes):
     prompts = [words(i, 4) for i in range(8)]
     answers = [words(100 + i, 5) for i in range(8)]
     others = [words(200 + i, 5) for i in range(8)]
-    options = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "report_to": [],
-        "seed": 1,
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        **changes,
-    }
+    options = {"max_steps": 2, "learning_rate": 1e-3, "bf16": False, "gradient_checkpointing": False}
+    options = trainer_options(folder, **options | changes)
     columns = {
         "SFT": {"prompt": prompts, "completion": answers},
         "DPO": {"prompt": prompts, "chosen": answers, "rejected": others},
@@ -478,9 +448,7 @@ def test_trl_after_apply(tmp_path, tokenizer):
         SFTTrainer(
             model=model,
             processing_class=tokenizer,
-            args=SFTConfig(
-                str(tmp_path), max_steps=1, report_to=[], use_cpu=True, bf16=False, save_strategy="no"
-            ),
+            args=SFTConfig(**trainer_options(tmp_path, max_steps=1, bf16=False)),
             train_dataset=datasets.Dataset.from_dict({"text": [words(i, 9) for i in range(8)]}),
         ).train()
         assert head.calls == 1

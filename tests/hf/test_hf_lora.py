@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from tiny import batch, close, make, same, step
+from tiny import batch, close, make, same, step, trainer_options, word_tokenizer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -479,26 +479,14 @@ def test_trl_sft(tmp_path, device, calls):
     rows = [{"input_ids": batch("cpu", rows=1, seed=i)["input_ids"][0].tolist()} for i in range(8)]
 
     def train(patched):
-        args = trl.SFTConfig(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            report_to=[],
-            lr_scheduler_type="constant",
-            learning_rate=1e-2,
-            logging_steps=1,
-            bf16=False,
-            seed=3,
-            use_cpu=device == "cpu",
-            gradient_checkpointing=True,
-            disable_tqdm=True,
-            dataset_kwargs={"skip_prepare_dataset": True},
-        )
+        options = {"seed": 3, "use_cpu": device == "cpu", "lr_scheduler_type": "constant", "bf16": False}
+        options |= {"gradient_checkpointing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        args = trl.SFTConfig(**trainer_options(tmp_path, **options))
         trainer = trl.SFTTrainer(
             make(device=device),
             args,
             train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=_tokenizer(),
+            processing_class=word_tokenizer(),
             peft_config=config(lora_dropout=0.0, init_lora_weights=True),
         )
         if patched:
@@ -511,11 +499,3 @@ def test_trl_sft(tmp_path, device, calls):
     torch.testing.assert_close(torch.tensor(train(True)), torch.tensor(wanted), rtol=1e-4, atol=1e-4)
     assert calls
     assert wanted[-1] != wanted[0]
-
-
-def _tokenizer():
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {f"w{i}": i for i in range(97)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w2")

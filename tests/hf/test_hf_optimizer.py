@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
-from tiny import VOCABULARY, make
+from tiny import VOCABULARY, make, trainer_options
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import tigon
@@ -29,20 +29,8 @@ def train(tmp_path, callbacks=(), **options):
     torch.manual_seed(0)
     model = make()
     ids = [torch.randint(0, VOCABULARY, (12,), generator=torch.Generator().manual_seed(i)) for i in range(16)]
-    args = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=5,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        report_to=[],
-        logging_steps=1,
-        save_strategy="no",
-        use_cpu=True,
-        weight_decay=0.1,
-        max_grad_norm=0.1,
-        disable_tqdm=True,
-        **options.pop("args", {}),
-    )
+    own = {"max_steps": 5, "seed": 42, "weight_decay": 0.1, "max_grad_norm": 0.1}
+    args = TrainingArguments(**trainer_options(tmp_path, **own | options.pop("args", {})))
     watch = Watch()
     data = [{"input_ids": x, "labels": x} for x in ids]
     trainer = Trainer(model, args, train_dataset=data, callbacks=[*callbacks, watch], **options)

@@ -68,6 +68,24 @@ def batch(device="cpu", rows=2, tokens=11, seed=1, masked=0.25):
     return {"input_ids": ids.to(device), "labels": labels.to(device)}
 
 
+def trainer_options(folder, **changes) -> dict:
+    """Arguments of transformers' Trainer, and of those made from it, for a few steps on the CPU."""
+    options = {"output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 3, "report_to": []}
+    options |= {"learning_rate": 1e-2, "seed": 1, "use_cpu": True, "save_strategy": "no"}
+    return options | {"logging_steps": 1, "disable_tqdm": True} | changes
+
+
+def word_tokenizer():
+    """A tokenizer of the words w0 to w96, split at spaces."""
+    import tokenizers
+
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    level = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    level.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=level, **special)
+
+
 def step(model, inputs) -> tuple[torch.Tensor, dict]:
     """Loss and every gradient of one step."""
     model.zero_grad(set_to_none=True)
