@@ -36,61 +36,22 @@ DEFAULTS |= {"grads": (0,), "upstream": None}
 
 # Columns of the heads of the most used model families: as their configurations have them, and with some
 # tokens added.
-VOCABULARIES = {
-    30522: "BERT",
-    32000: "Llama 2, Mistral, Mixtral, TinyLlama",
-    32001: "Llama 2 and a padding token",
-    32064: "Phi-3",
-    32128: "T5",
-    32768: "Mistral 7B v0.3",
-    49152: "StarCoder2, SmolLM2",
-    50257: "GPT-2, GPT-Neo",
-    50265: "BART, RoBERTa",
-    50272: "OPT",
-    50280: "Mamba",
-    50304: "OLMo, Pythia, StableLM",
-    50368: "ModernBERT, MPT",
-    51200: "Phi-2",
-    51865: "Whisper",
-    55296: "Baichuan, Chinese Llama",
-    64000: "Yi",
-    65024: "Falcon",
-    65536: "Jamba, LFM2, Chameleon, RWKV",
-    73448: "MiniCPM3",
-    92544: "InternLM2",
-    100278: "OLMo 2 as tokenized",
-    100352: "Phi-4, OLMo 2, Granite 4",
-    102400: "DeepSeek V2, EXAONE 4",
-    103424: "ERNIE 4.5",
-    119547: "multilingual BERT",
-    120832: "Hunyuan 3",
-    125696: "Baichuan 2",
-    128000: "Falcon-H1, Bamba",
-    128256: "Llama 3",
-    128257: "Llama 3 and a padding token",
-    128259: "Llama 3 and three tokens",
-    129280: "DeepSeek V3",
-    131072: "Mistral NeMo, Nemotron-H, Apertus",
-    150528: "GLM 3",
-    151552: "GLM 4",
-    151665: "Qwen 2.5 as tokenized",
-    151936: "Qwen 2, Qwen 3",
-    152064: "Qwen 2 7B",
-    154880: "GLM 5",
-    155136: "Seed-OSS",
-    157184: "Ling 2",
-    163840: "Kimi K2",
-    200064: "Phi-4 mini, MiniMax M2",
-    201088: "gpt-oss",
-    202048: "Llama 4",
-    248320: "Qwen 3.5",
-    250112: "mT5",
-    250880: "BLOOM",
-    256000: "Gemma, Gemma 2, Command R",
-    257152: "PaliGemma",
-    262144: "Gemma 3",
-    262208: "Gemma 3 with images",
-}
+VOCABULARIES = {30522: "BERT", 32000: "Llama 2, Mistral, Mixtral, TinyLlama"}
+VOCABULARIES |= {32001: "Llama 2 and a padding token", 32064: "Phi-3", 32128: "T5", 32768: "Mistral 7B v0.3"}
+VOCABULARIES |= {49152: "StarCoder2, SmolLM2", 50257: "GPT-2, GPT-Neo", 50265: "BART, RoBERTa", 50272: "OPT"}
+VOCABULARIES |= {50280: "Mamba", 50304: "OLMo, Pythia, StableLM", 50368: "ModernBERT, MPT", 51200: "Phi-2"}
+VOCABULARIES |= {51865: "Whisper", 55296: "Baichuan, Chinese Llama", 64000: "Yi", 65024: "Falcon"}
+VOCABULARIES |= {65536: "Jamba, LFM2, Chameleon, RWKV", 73448: "MiniCPM3", 92544: "InternLM2"}
+VOCABULARIES |= {100278: "OLMo 2 as tokenized", 100352: "Phi-4, OLMo 2, Granite 4"}
+VOCABULARIES |= {102400: "DeepSeek V2, EXAONE 4", 103424: "ERNIE 4.5", 119547: "multilingual BERT"}
+VOCABULARIES |= {120832: "Hunyuan 3", 125696: "Baichuan 2", 128000: "Falcon-H1, Bamba", 128256: "Llama 3"}
+VOCABULARIES |= {128257: "Llama 3 and a padding token", 128259: "Llama 3 and three tokens"}
+VOCABULARIES |= {129280: "DeepSeek V3", 131072: "Mistral NeMo, Nemotron-H, Apertus", 150528: "GLM 3"}
+VOCABULARIES |= {151552: "GLM 4", 151665: "Qwen 2.5 as tokenized", 151936: "Qwen 2, Qwen 3"}
+VOCABULARIES |= {152064: "Qwen 2 7B", 154880: "GLM 5", 155136: "Seed-OSS", 157184: "Ling 2"}
+VOCABULARIES |= {163840: "Kimi K2", 200064: "Phi-4 mini, MiniMax M2", 201088: "gpt-oss", 202048: "Llama 4"}
+VOCABULARIES |= {248320: "Qwen 3.5", 250112: "mT5", 250880: "BLOOM", 256000: "Gemma, Gemma 2, Command R"}
+VOCABULARIES |= {257152: "PaliGemma", 262144: "Gemma 3", 262208: "Gemma 3 with images"}
 
 WEIGHTED = {"class_weight": True, "masked": 0.2, "label_smoothing": 0.1}
 EVERYTHING = {"N": 23, "V": 517, "softcap": 6.0, "z_loss": 1e-3, **WEIGHTED}

@@ -10,15 +10,8 @@ from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, ours, para
 NAME = "qk_norm_rope"
 tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    **rope.DEFAULTS,
-    "weights": True,
-    "weight_dtype": None,
-    "eps": 1e-6,
-    "offset": 0.0,
-    "rounding": "llama",
-    "grads": (0, 1, 2, 3),
-}
+DEFAULTS = {**rope.DEFAULTS, "weights": True, "weight_dtype": None, "eps": 1e-6, "offset": 0.0}
+DEFAULTS |= {"rounding": "llama", "grads": (0, 1, 2, 3)}
 
 QWEN3 = {"Hq": 32, "Hk": 8, "D": 128}
 GEMMA3 = {"Hq": 8, "Hk": 4, "D": 256, "rounding": "gemma", "offset": 1.0}

@@ -416,13 +416,8 @@ def fsdp1(original, own):
         fused(report, 2)
 
 
-ZERO = {
-    "2": (2, "before"),
-    "3": (3, "before"),
-    "3-apply_after": (3, "after"),
-    "3-checkpointing": (3, "before", "llama", True),
-    "3-tied": (3, "before", "llama_bias_tied"),
-}
+ZERO = {"2": (2, "before"), "3": (3, "before"), "3-apply_after": (3, "after")}
+ZERO |= {"3-checkpointing": (3, "before", "llama", True), "3-tied": (3, "before", "llama_bias_tied")}
 
 
 @case(needs="deepspeed", **ZERO)

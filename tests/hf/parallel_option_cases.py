@@ -255,18 +255,10 @@ def parallel_refusals():
     refused(lambda: call(temperature="x" if first else 1.0))
     process = f"got temperature={1.0 if first else 2.0} here and another in process {int(first)}"
     refused(lambda: call(temperature=1.0 if first else 2.0), "options must be the same", process)
-    differ = {
-        "label_smoothing": (0.1, 0.2),
-        "softcap": (30.0, None),
-        "logit_scale": (1.0, 2.0),
-        "z_loss": (0.0, 1e-4),
-        "ignore_index": (-100, 0),
-        "outputs": (("loss", "predicted"), None),
-        "shift": (0, 1),
-        "chunk_rows": (5, 6),
-        "logit_dtype": (torch.float32, None),
-        "partial_hidden_grad": (True, False),
-    }
+    differ = {"label_smoothing": (0.1, 0.2), "softcap": (30.0, None), "logit_scale": (1.0, 2.0)}
+    differ |= {"z_loss": (0.0, 1e-4), "ignore_index": (-100, 0), "outputs": (("loss", "predicted"), None)}
+    differ |= {"shift": (0, 1), "chunk_rows": (5, 6), "logit_dtype": (torch.float32, None)}
+    differ |= {"partial_hidden_grad": (True, False)}
     narrow = {"hidden": p["hidden"].bfloat16(), "weight": weight.bfloat16()}
     for name, values in differ.items():
         of = narrow if name == "logit_dtype" else {"hidden": p["hidden"], "weight": weight}

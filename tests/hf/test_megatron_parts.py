@@ -222,18 +222,10 @@ def test_rope_refuses():
 
 
 def settings(**changes):
-    values = {
-        "normalization": "RMSNorm",
-        "layernorm_zero_centered_gamma": False,
-        "sequence_parallel": False,
-        "params_dtype": torch.float32,
-        "activation_func": F.silu,
-        "gated_linear_unit": True,
-        "activation_func_fp8_input_store": False,
-        "bias_activation_fusion": True,
-        "use_te_activation_func": False,
-        "mtp_num_layers": None,
-    }
+    values = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "sequence_parallel": False}
+    values |= {"params_dtype": torch.float32, "activation_func": F.silu, "gated_linear_unit": True}
+    values |= {"activation_func_fp8_input_store": False, "bias_activation_fusion": True}
+    values |= {"use_te_activation_func": False, "mtp_num_layers": None}
     return types.SimpleNamespace(**{**values, **changes})
 
 

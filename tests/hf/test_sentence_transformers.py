@@ -68,20 +68,11 @@ def guided(name, **options):
     """A GIST loss without models, which is given embeddings."""
     loss = getattr(losses, name).__new__(getattr(losses, name))
     torch.nn.Module.__init__(loss)
-    defaults = {
-        "guide": None,
-        "temperature": 0.05,
-        "margin_strategy": "absolute",
-        "margin": 0.0,
-        "contrast_anchors": True,
-        "contrast_positives": True,
-        "gather_across_devices": False,
-        "must_retokenize": False,
-        "mini_batch_size": 5,
-        "show_progress_bar": False,
-        "similarity_fct": torch.nn.CosineSimilarity(dim=-1),
-        "cross_entropy_loss": torch.nn.CrossEntropyLoss(),
-    }
+    defaults = {"guide": None, "temperature": 0.05, "margin_strategy": "absolute", "margin": 0.0}
+    defaults |= {"contrast_anchors": True, "contrast_positives": True, "gather_across_devices": False}
+    defaults |= {"must_retokenize": False, "mini_batch_size": 5, "show_progress_bar": False}
+    defaults |= {"similarity_fct": torch.nn.CosineSimilarity(dim=-1)}
+    defaults |= {"cross_entropy_loss": torch.nn.CrossEntropyLoss()}
     for key, value in (defaults | options).items():
         setattr(loss, key, value)
     return loss

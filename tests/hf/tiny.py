@@ -10,19 +10,9 @@ import transformers
 from tigon.integrations.transformers import apply
 
 VOCABULARY = 97
-SHARED = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attn_implementation": "eager",
-}
+SHARED = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHARED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SHARED |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager"}
 HEAD_DIM = {"head_dim": 8}
 FAMILIES = {
     "llama": ("Llama", {}),

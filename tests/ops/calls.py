@@ -74,15 +74,9 @@ def _with_gradient() -> list[torch.Tensor]:
     return found
 
 
-_HEAD = {
-    "bias": lambda: rows(VOCABULARY),
-    "lora": _lora,
-    "position_ids": lambda: _positions(ROWS),
-    "class_weight": lambda: torch.rand(VOCABULARY),
-    "token_weight": lambda: torch.rand(ROWS),
-    "softcap": lambda: 5.0,
-    "shift": lambda: 1,
-}
+_HEAD = {"bias": lambda: rows(VOCABULARY), "lora": _lora, "position_ids": lambda: _positions(ROWS)}
+_HEAD |= {"class_weight": lambda: torch.rand(VOCABULARY), "token_weight": lambda: torch.rand(ROWS)}
+_HEAD |= {"softcap": lambda: 5.0, "shift": lambda: 1}
 _TEACHER = _HEAD | {"labels": labels, "hard": lambda: 0.5}
 _ANSWERS = {"bias": _HEAD["bias"], "lora": _lora, "shift": lambda: 1}
 _EXPERTS = {

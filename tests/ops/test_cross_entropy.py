@@ -292,13 +292,8 @@ def test_reference_agrees(device):
     logits, target = _inputs(9, 33, device=device)
     weight = torch.rand(33, device=device)
     for reduction in ("mean", "sum", "none"):
-        options = {
-            "weight": weight,
-            "label_smoothing": 0.1,
-            "softcap": 9.0,
-            "z_loss": 0.01,
-            "reduction": reduction,
-        }
+        options = {"weight": weight, "label_smoothing": 0.1, "softcap": 9.0, "z_loss": 0.01}
+        options |= {"reduction": reduction}
         a, b = (
             _all(tigon.cross_entropy, logits, target, **options),
             _all(reference, logits, target, **options),

@@ -72,13 +72,8 @@ def dpo(log_prob, mask, ref, loss_type, *, beta, label_smoothing=0.0, tau=0.05):
     first = torch.zeros(len(mask), 1, dtype=torch.long)
     ids = torch.ones(len(mask), mask.shape[1] + 1, dtype=torch.long)
     ref_chosen, ref_rejected = ref.chunk(2)
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": ids,
-        "completion_mask": torch.cat((first, mask.long()), 1),
-        "ref_chosen_logps": ref_chosen,
-        "ref_rejected_logps": ref_rejected,
-    }
+    inputs = {"input_ids": ids, "attention_mask": ids, "completion_mask": torch.cat((first, mask.long()), 1)}
+    inputs |= {"ref_chosen_logps": ref_chosen, "ref_rejected_logps": ref_rejected}
     return trainer._compute_loss(model, inputs, False), trainer._metrics["train"]
 
 
@@ -101,14 +96,8 @@ def kto(log_prob, mask, ref, desirable, loss_type, *, beta, weights, kl):
     )
     first = torch.zeros(len(mask), 1, dtype=torch.long)
     ids = torch.ones(len(mask), mask.shape[1] + 1, dtype=torch.long)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": ids,
-        "completion_mask": torch.cat((first, mask.long()), 1),
-        "label": desirable,
-        "ref_logps": ref,
-        "ref_KL_logps": kl[1],
-    }
+    batch = {"input_ids": ids, "attention_mask": ids, "completion_mask": torch.cat((first, mask.long()), 1)}
+    batch |= {"label": desirable, "ref_logps": ref, "ref_KL_logps": kl[1]}
     return trainer._compute_loss(model, batch, False), trainer._metrics["train"]
 
 
@@ -165,14 +154,9 @@ def grpo(
         _get_per_token_logps_and_entropies=lambda *_, **__: (log_prob, entropies, None),
     )
     ids = torch.ones_like(mask, dtype=torch.long)
-    inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": ids[:, :1],
-        "completion_ids": ids,
-        "completion_mask": mask.long(),
-        "advantages": advantage,
-        "num_items_in_batch": torch.tensor(items or 1),
-    }
+    inputs = {"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids}
+    inputs |= {"completion_mask": mask.long(), "advantages": advantage}
+    inputs |= {"num_items_in_batch": torch.tensor(items or 1)}
     optional = {
         "old_per_token_logps": old,
         "ref_per_token_logps": ref,
