@@ -157,16 +157,7 @@ def test_options_of_apply(words):
 )
 def test_optimizers_agree(words, optimizer, clip):
     """Stock with fused AdamW beside Tigon with its own: one trajectory, and settings that the table names."""
-    options = [
-        "--models",
-        "llama3-8b",
-        "--providers",
-        "stock,tigon",
-        "--optimizer",
-        optimizer,
-        "--clip",
-        clip,
-    ]
+    options = f"--models llama3-8b --providers stock,tigon --optimizer {optimizer} --clip {clip}".split()
     stock, tigon = (case | e2e.run_case(case) for case in e2e.cases(e2e.parse([*words, *options])))
     assert tigon["losses"] == pytest.approx(stock["losses"], rel=1e-5)
     assert ("clipped at 1" in e2e.setting(tigon)) == (clip == "1")

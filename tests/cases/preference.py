@@ -23,23 +23,11 @@ MARGIN = {"sigmoid": 0.3, "simpo": 0.5, "hinge": 0.2}
 NO_REF = ("cpo", "simpo", "orpo")
 AVERAGED = ("ipo", "simpo", "orpo")
 NLL = ("cpo", "orpo")
-KINDS = (
-    "sigmoid",
-    "cdpo",
-    "cpo",
-    "simpo",
-    "hinge",
-    "ipo",
-    "robust",
-    "exo_pair",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "orpo",
-)
+PAIRED = """
+sigmoid cdpo cpo simpo hinge ipo robust exo_pair nca_pair bco_pair sppo_hard apo_zero apo_down discopop
+orpo
+"""
+KINDS = tuple(PAIRED.split())
 SINGLE = ("kto", "apo_zero_unpaired")
 
 
