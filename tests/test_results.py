@@ -209,29 +209,10 @@ def test_records_of_every_program(tmp_path):
         ],
     }
     failed = {key: value for key, value in (common | given).items() if key != "ms"}
-    files["whole"] = [
-        common
-        | {
-            "model": "llama3-8b",
-            "batch": 1,
-            "provider": who,
-            "changes": {},
-            "seq": 64,
-            "layers": 1,
-            "masked": 0,
-            "checkpointing": True,
-            "compile": "",
-            "steps": 2,
-            "dtype": "float32",
-            "autocast": True,
-            "device": "cuda",
-            "peak_gb": 1.0,
-            "tokens_per_s": 1.0,
-            "tokens_per_s_std": 0.0,
-            "losses": [1.0],
-        }
-        for who in ("stock", "tigon")
-    ]
+    whole = {"model": "llama3-8b", "batch": 1, "changes": {}, "seq": 64, "layers": 1, "masked": 0, "steps": 2}
+    whole |= {"checkpointing": True, "compile": "", "dtype": "float32", "autocast": True, "device": "cuda"}
+    whole |= {"peak_gb": 1.0, "tokens_per_s": 1.0, "tokens_per_s_std": 0.0, "losses": [1.0]}
+    files["whole"] = [common | whole | {"provider": who} for who in ("stock", "tigon")]
     files["parallel"].append(failed | {"provider": "broken", "error": "no such group"})
     for name, records in files.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
