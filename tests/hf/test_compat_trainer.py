@@ -129,12 +129,9 @@ def test_callback_warns_when_the_head_was_not_used(tmp_path, caplog):
 
     callback = tigon.TigonTrainerCallback()
     with caplog.at_level(logging.WARNING, "tigon"):
-        trainer = OwnLoss(
-            model=make(),
-            args=arguments(tmp_path, eval_strategy="no"),
-            train_dataset=rows(),
-            callbacks=[callback],
-        )
+        options = {"model": make(), "args": arguments(tmp_path, eval_strategy="no"), "train_dataset": rows()}
+        options |= {"callbacks": [callback]}
+        trainer = OwnLoss(**options)
         trainer.train()
     (said,) = [r.getMessage() for r in caplog.records if r.name == "tigon" and r.levelno >= logging.WARNING]
     assert "computes all logits in training" in said and "label" in said
@@ -206,13 +203,9 @@ def test_compute_metrics(tmp_path):
 def test_workers_and_checkpoints(tmp_path, stock):
     """Dataloader workers are forked after the patch; a checkpoint loads into a stock model."""
     folder = tmp_path / "out"
-    trainer, got = run(
-        folder,
-        callbacks=[tigon.TigonTrainerCallback()],
-        dataloader_num_workers=2,
-        save_strategy="steps",
-        save_steps=3,
-    )
+    options = {"callbacks": [tigon.TigonTrainerCallback()], "dataloader_num_workers": 2}
+    options |= {"save_strategy": "steps", "save_steps": 3}
+    trainer, got = run(folder, **options)
     assert got == pytest.approx(stock, rel=1e-4)
     loaded = LlamaForCausalLM.from_pretrained(folder / "checkpoint-3", attn_implementation="eager")
     assert not hasattr(loaded, "_tigon_state")

@@ -105,14 +105,8 @@ def test_lora_plus_groups_are_pefts(options):
     defaults = {"target_modules": ["embed", "up", "down"], "r": 2}
     model = peft.get_peft_model(Mixed(), peft.LoraConfig(**defaults | options))
     model.base_model.model.scale.requires_grad_(True)
-    theirs = create_loraplus_optimizer(
-        model,
-        torch.optim.AdamW,
-        lr=1e-3,
-        loraplus_lr_ratio=16,
-        loraplus_weight_decay=0.1,
-        loraplus_lr_embedding=1e-5,
-    )
+    more = {"lr": 1e-3, "loraplus_lr_ratio": 16, "loraplus_weight_decay": 0.1, "loraplus_lr_embedding": 1e-5}
+    theirs = create_loraplus_optimizer(model, torch.optim.AdamW, **more)
     ours = lora_plus_groups(model, lr=1e-3, ratio=16, embedding_lr=1e-5, weight_decay=0.1)
     wanted = [group for group in theirs.param_groups if group["params"]]
     assert len(ours) == len(wanted)

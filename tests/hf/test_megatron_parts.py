@@ -233,12 +233,9 @@ def settings(**changes):
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(name, zero_centered, dtype):
-    config = settings(
-        normalization=name,
-        layernorm_zero_centered_gamma=zero_centered,
-        sequence_parallel=True,
-        params_dtype=dtype,
-    )
+    options = {"normalization": name, "layernorm_zero_centered_gamma": zero_centered}
+    options |= {"sequence_parallel": True, "params_dtype": dtype}
+    config = settings(**options)
     norm = tm.Norm(config=config, hidden_size=24, eps=1e-5)
     assert type(norm) is getattr(tm, name)
     assert norm.returns_residual is False

@@ -198,16 +198,10 @@ def tiny(folder, words):
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=16
     )
     torch.manual_seed(len(words))
-    config = BertConfig(
-        vocab_size=len(vocab),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    options = {"vocab_size": len(vocab), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    options |= {"intermediate_size": 32, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0}
+    options |= {"attention_probs_dropout_prob": 0.0}
+    config = BertConfig(**options)
     BertModel(config).save_pretrained(folder)
     fast.save_pretrained(folder)
     return st.SentenceTransformer(str(folder), device="cpu")
