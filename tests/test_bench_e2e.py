@@ -62,23 +62,10 @@ def test_mixtures_of_experts(words, tmp_path):
     assert "gpt-oss-20b, 1 layers, eager, float32" in e2e.setting(case)
 
 
-SMALL_PEOPLE = {
-    "qwen3-vl-2b": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        }
-    },
-    "qwen3.5-9b": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "head_dim": 16,
-    },
-}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+LINEAR |= {"linear_value_head_dim": 8, "head_dim": 16}
+SMALL_PEOPLE = {"qwen3-vl-2b": {"rope_parameters": ROPE}, "qwen3.5-9b": LINEAR}
 
 
 def test_people(words):

@@ -92,17 +92,11 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         if p["lora"] and i % 2:
             loras |= {f"{name}{i}": t for name, t in adapter(draw, 4, size, vocab).items()}
     ids = torch.cat([torch.arange(n) for n in p["packed"]]).to(device) if p["packed"] else None
-    kwargs = {
-        "heads": heads,
-        "position_ids": ids,
-        "shifts": p["shifts"] or tuple(range(1, len(heads) + 1)),
-        "coefficients": p["coefficients"] or (1.0,) * len(heads),
-        "token_weight": None,
-        "valid_rows": None,
-        **{name: p[name] for name in ("reduction", "denominator", "softcap", "label_smoothing", "z_loss")},
-        "chunk_rows": p["chunk_rows"],
-        **loras,
-    }
+    shared = ("reduction", "denominator", "softcap", "label_smoothing", "z_loss", "chunk_rows")
+    kwargs = {"heads": heads, "position_ids": ids, "token_weight": None, "valid_rows": None, **loras}
+    kwargs |= {name: p[name] for name in shared}
+    kwargs["shifts"] = p["shifts"] or tuple(range(1, len(heads) + 1))
+    kwargs["coefficients"] = p["coefficients"] or (1.0,) * len(heads)
     if p["token_weight"]:
         kwargs["token_weight"] = draw.randn(*lead, dtype=torch.promote_types(dtype, torch.float32)).abs()
     if p["known"]:

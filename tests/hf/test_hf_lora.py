@@ -20,32 +20,20 @@ from tigon.integrations.transformers import lora as slot
 peft = pytest.importorskip("peft")
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-OPTIONS = {
-    "plain": {},
-    "rank1": {"r": 1},
-    "rank64": {"r": 64},
-    "rslora": {"use_rslora": True},
-    "dora": {"use_dora": True},
-    "bias_all": {"bias": "all"},
-    "bias_lora": {"bias": "lora_only"},
-    "some": {"target_modules": ["q_proj", "v_proj"]},
-    "lora_bias": {"lora_bias": True},
-    "pattern": {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"up_proj": 7}},
-    "saved": {"modules_to_save": ["lm_head"]},
-    "rank256": {"r": 256, "lora_alpha": 8},
-    "regex": {"target_modules": r".*\.(q|down)_proj"},
-    "exclude": {"exclude_modules": ["k_proj", "down_proj"]},
-    "one_layer": {"layers_to_transform": [1]},
-    "replicated": {"layer_replication": [[0, 2], [1, 2]]},
-    "tokens": {"trainable_token_indices": {"embed_tokens": [3, 5]}},
-    "tying": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
-    "gaussian": {"init_lora_weights": "gaussian"},
-    "olora": {"init_lora_weights": "olora"},
-    "pissa": {"init_lora_weights": "pissa"},
-    "pissa_niter": {"init_lora_weights": "pissa_niter_4"},
-    "orthogonal": {"init_lora_weights": "orthogonal"},
-    "ephemeral": {"runtime_config": peft.LoraRuntimeConfig(ephemeral_gpu_offload=True)},
-}
+OPTIONS = {"plain": {}, "rank1": {"r": 1}, "rank64": {"r": 64}, "rslora": {"use_rslora": True}}
+OPTIONS |= {"dora": {"use_dora": True}, "bias_all": {"bias": "all"}, "bias_lora": {"bias": "lora_only"}}
+OPTIONS |= {"some": {"target_modules": ["q_proj", "v_proj"]}, "lora_bias": {"lora_bias": True}}
+OPTIONS |= {"pattern": {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"up_proj": 7}}}
+OPTIONS |= {"saved": {"modules_to_save": ["lm_head"]}, "rank256": {"r": 256, "lora_alpha": 8}}
+OPTIONS |= {"regex": {"target_modules": r".*\.(q|down)_proj"}}
+OPTIONS |= {"exclude": {"exclude_modules": ["k_proj", "down_proj"]}}
+OPTIONS |= {"one_layer": {"layers_to_transform": [1]}, "replicated": {"layer_replication": [[0, 2], [1, 2]]}}
+OPTIONS |= {"tokens": {"trainable_token_indices": {"embed_tokens": [3, 5]}}}
+OPTIONS |= {"tying": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}}
+OPTIONS |= {"gaussian": {"init_lora_weights": "gaussian"}, "olora": {"init_lora_weights": "olora"}}
+OPTIONS |= {"pissa": {"init_lora_weights": "pissa"}, "pissa_niter": {"init_lora_weights": "pissa_niter_4"}}
+OPTIONS |= {"orthogonal": {"init_lora_weights": "orthogonal"}}
+OPTIONS |= {"ephemeral": {"runtime_config": peft.LoraRuntimeConfig(ephemeral_gpu_offload=True)}}
 # These change what an adapter computes.
 VARIANTS = {
     "alora": {"alora_invocation_tokens": [4]},

@@ -124,12 +124,8 @@ def test_far_logits(device):
 def test_linear_sample(dtype, device, monkeypatch):
     """The head's options; log-probabilities are those of linear_log_prob; chunks change no draw."""
     hidden, weight = torch.randn(5, 13, 32).to(device, dtype), torch.randn(203, 32).to(device, dtype)
-    head = {
-        "bias": torch.randn(203).to(device),
-        "softcap": 4.0,
-        "logit_scale": 0.6,
-        "lora": (torch.randn(3, 32).to(device, dtype), torch.randn(203, 3).to(device, dtype), 0.3),
-    }
+    head = {"bias": torch.randn(203).to(device), "softcap": 4.0, "logit_scale": 0.6}
+    head |= {"lora": (torch.randn(3, 32).to(device, dtype), torch.randn(203, 3).to(device, dtype), 0.3)}
     for options in (head, head | {"logit_dtype": torch.float32}, {}):
         drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
         ids, log_prob = tigon.linear_sample(hidden, weight, **options, **drawn, log_prob=True)
