@@ -11,7 +11,20 @@ import small_steps
 from files import Run
 from store import ROOT
 
-GIVEN = ("seq", "layers", "steps", "compile", "padding", "masked", "packed", "optimizer", "clip", "attention")
+GIVEN = (
+    "seq",
+    "layers",
+    "steps",
+    "compile",
+    "padding",
+    "masked",
+    "packed",
+    "optimizer",
+    "clip",
+    "attention",
+    "memory",
+    "lora",
+)
 FLAGS = ("checkpointing", "autocast", "contrastive")
 NAMED_CASES = 8  # a command names its cases up to this many
 

@@ -46,6 +46,7 @@ GROUPS = {
 
 MARKS = {  # the first of these fields in a record says what wrote it
     "under": "small_steps",
+    "accuracy": "fp8_accuracy",
     "layout": "parallel_e2e",
     "gpus": "parallel",
     "copy_ms": "optimizer",

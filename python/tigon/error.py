@@ -37,7 +37,7 @@ def renamed(error: Error, op: str, words: Mapping[str, str] | None = None) -> Er
     Args:
         words: the function's name of what an operator calls ``"argument"``, or ``"operator.argument"``.
     """
-    operator, _, text = str(error)[1:].partition("] ")
+    operator, _, text = error.args[0][1:].partition("] ")  # str() is not traced by PyTorch 2.11
     if operator.rpartition(".")[2] == op:  # "parallel.cross_entropy" is tigon.parallel's
         op = operator
         if not words:

@@ -22,7 +22,7 @@ from torch import nn
 import tigon
 from tigon.graphs import backend
 from tigon.integrations.transformers import apply, undo
-from tigon.integrations.transformers.graph_arguments import bucket
+from tigon.integrations.transformers.graph_arguments import Eagerly, Traits, bucket, sort_out
 from tigon.integrations.transformers.graphs import GRAPHS
 
 
@@ -48,15 +48,24 @@ def test_weights_in_float8_follow_the_optimizer(monkeypatch):
     fp8_follows_the_optimizer(fp8_pair(monkeypatch), [inputs(0)] * 8)
 
 
-@pytest.mark.parametrize("masks", ["none", "right", "left", "packed"])
+def flattened(tokens: int, rows: int = 7) -> dict:
+    """What else TRL's collator says of packed rows; attention with a dense mask does not read it."""
+    bounds = torch.tensor([*range(0, tokens, rows), tokens], dtype=torch.int32)
+    longest = dict.fromkeys(("max_length_q", "max_length_k"), rows)
+    index = torch.arange(tokens, dtype=torch.int32).div(rows, rounding_mode="floor").expand(2, -1)
+    return longest | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "seq_idx": index}
+
+
+@pytest.mark.parametrize("masks", ["none", "right", "left", "packed", "flattened"])
 def test_shorter_rows_are_padded_to_a_bucket(masks):
     """Losses and gradients of unpadded rows, within rounding; one graph serves all lengths of a bucket."""
     model, twin = pair(attn_implementation="sdpa", use_cache=False)
 
     def given(seed, tokens):
         made = inputs(seed, tokens)
-        if masks == "packed":
+        if masks in ("packed", "flattened"):
             made["position_ids"] = torch.arange(tokens).remainder(7).expand(2, -1).contiguous()
+            made |= flattened(tokens) if masks == "flattened" else {}
         elif masks != "none":
             mask = torch.ones(2, tokens, dtype=torch.long)
             cut = (1, slice(-4, None)) if masks == "right" else (1, slice(0, 4))
@@ -71,7 +80,7 @@ def test_shorter_rows_are_padded_to_a_bucket(masks):
             torch.testing.assert_close(got[1][name], gradient, rtol=2e-4, atol=2e-5, msg=name)
     assert held(twin).captures == 1 and held(twin).replays == 5
     graph = next(iter(held(twin)._graphs.values()))
-    kept = {"none": set(), "right": set(), "left": {"attention_mask"}, "packed": {"position_ids"}}[masks]
+    kept = {"none": [], "right": [], "left": ["attention_mask"]}.get(masks, ["position_ids"])
     assert {*graph.inputs} == {"input_ids", "labels", *kept}
     logits = twin(**given(0, 36)).logits
     assert logits.shape == (2, 36, 97)
@@ -79,6 +88,15 @@ def test_shorter_rows_are_padded_to_a_bucket(masks):
     torch.testing.assert_close(
         (logits + 0)[there], (model(**given(0, 36)).logits + 0)[there], rtol=1e-4, atol=1e-4
     )
+
+
+def test_rows_that_a_kernel_reads_are_no_graph():
+    """A flash kernel reads where rows begin, also parts of convolutions: another size in each batch."""
+    _, twin = pair(attn_implementation="sdpa", use_cache=False)
+    twin.config._attn_implementation = "flash_attention_2"
+    given = inputs(0, 32) | {"position_ids": torch.arange(32).remainder(7).expand(2, -1)} | flattened(32)
+    with pytest.raises(Eagerly, match="where packed rows begin"):
+        sort_out(given, Traits.of(twin, ("use_cache",)), (), torch.device("cpu"))
 
 
 def test_another_label_that_is_ignored():
@@ -228,6 +246,15 @@ def test_checkpointing(reentrant, caplog):
         equal(step(twin, inputs(seed)), step(model, inputs(seed)))
     assert held(twin).replays == (0 if reentrant else 3)
     assert ("checkpoints are reentrant" in caplog.text) == reentrant
+
+
+@pytest.mark.parametrize("mode", ["elementwise", 0.5])
+def test_recompute(mode):
+    model, twin = pair(num_hidden_layers=4)
+    report = apply(twin, recompute=mode)
+    for seed in range(5):
+        equal(step(twin, inputs(seed)), step(model, inputs(seed)))
+    assert held(twin).replays == 3 and "down_proj keep no result" in str(report)
 
 
 @pytest.mark.parametrize("where", ["adapters", "attention"])

@@ -280,6 +280,22 @@ def test_an_attention_mask_of_padding():
     assert held(both.models[1]).replays == 4
 
 
+@pytest.mark.parametrize("rows", ["packed", "padded on the left"])
+def test_masks_that_say_something(rows):
+    """They are built in the graph, whatever their values: nothing waits for the device."""
+    model, twin = gpu_pair()
+    for seed in range(6):
+        given = on_gpu(seed)
+        if rows == "packed":
+            given["position_ids"] = torch.arange(32, device="cuda").remainder(5 + seed).expand(2, -1)
+        else:
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+            given["attention_mask"][:, : 3 + seed] = 0
+            given["labels"] = given["labels"].masked_fill(given["attention_mask"] == 0, -100)
+        equal(step(twin, given), step(model, given))
+    assert held(twin).replays == 4, [*held(twin).lines()]
+
+
 @pytest.mark.parametrize("kind", [int, float, torch.tensor])
 def test_numbers_of_items(kind):
     """On the host or on the device, and another one in each call."""
@@ -334,6 +350,15 @@ def test_a_decoder_below_a_loss_of_the_program():
 def test_checkpointing(adapters):
     both = Both(**adapters)
     both.do(lambda m: m.gradient_checkpointing_enable({"use_reentrant": False}))
+    for seed in range(6):
+        both.train(seed)
+    assert held(both.models[1]).replays == 4
+
+
+@pytest.mark.parametrize("mode", ["elementwise", 0.5])
+def test_recompute(mode):
+    both = Both()
+    apply(both.models[1], recompute=mode)
     for seed in range(6):
         both.train(seed)
     assert held(both.models[1]).replays == 4
@@ -420,6 +445,21 @@ def test_memory_of_several_lengths_is_that_of_the_longest():
     longest = reserved([1024])
     assert reserved([128, 256, 512, 768]) <= 1.1 * longest + (32 << 20)
     assert held(twin).captures == 5
+
+
+def test_a_model_may_go_while_its_graph_runs():
+    """Its memory is unmapped when the device is done with it."""
+    _, twin = gpu_pair()
+    given = on_gpu(0)
+    for _ in range(4):
+        wanted = step(twin, given)
+    torch.cuda._sleep(1 << 29)
+    got = step(twin, given)
+    assert held(twin).replays == 3
+    del twin
+    gc.collect()
+    torch.cuda.empty_cache()
+    equal(got, wanted)
 
 
 def test_memory_is_that_of_eager_steps():

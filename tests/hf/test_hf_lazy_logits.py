@@ -409,9 +409,9 @@ def test_reentrant_checkpoint_around_a_model_with_labels(device):
 
 def test_functions_of_tigon_say_what_to_give(pair):
     _, _, _, lazy, _ = pair
-    labels = torch.zeros(lazy.shape[:-1], dtype=torch.int64)
+    labels = torch.zeros(lazy.shape[:-1], dtype=torch.int64, device=lazy.device)
     functions = (tigon.sample, tigon.softmax, lambda x: tigon.cross_entropy(x, labels))
-    functions += (lambda x: tigon.kl_div(x, torch.zeros(x.shape)),)
+    functions += (lambda x: tigon.kl_div(x, torch.zeros(x.shape, device=x.device)),)
     for function in functions:
         with pytest.raises(tigon.Error, match=r"got LazyLogits: give logits.materialise\(\)$"):
             function(lazy)

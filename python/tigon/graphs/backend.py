@@ -52,8 +52,9 @@ class CudaBackend:
         for stream in {current, self._last or current}:
             self.stream.wait_stream(stream)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            ones = torch.ones(16, 16, device=self.device)
-            torch.mm(ones, ones)  # cuBLAS makes its handle of this stream, and takes its workspace
+            with torch.enable_grad():  # cuBLAS makes its handles of this stream, and takes their workspaces
+                ones = torch.ones(16, 16, device=self.device, requires_grad=True)
+                torch.autograd.grad(torch.mm(ones, ones).sum(), ones)  # another thread has another handle
             before = torch.cuda.memory_allocated(index)
             with _in_one_piece(index) if begin else contextlib.nullcontext():
                 if begin:
@@ -155,6 +156,8 @@ class CudaBackend:
     def __del__(self):
         if self._kept and not sys.is_finalizing():
             self._kept = False
+            if not self.capturing():
+                self.settle()  # before it unmaps memory the allocator waits for the stream of captures only
             self._release()
 
 
@@ -275,8 +278,12 @@ class Loan:
         return held
 
     def __del__(self):
-        if self.out and not sys.is_finalizing() and self.call_in():
+        if not self.out or sys.is_finalizing():
+            return
+        if self.call_in():
             _lost.append(self.keeper)  # somebody reads it still, nobody knows how long
+        elif (device := self.tensors[0].device).type == "cuda" and not CudaBackend.capturing():
+            torch.cuda.synchronize(device)  # what was moved is read before the memory goes
 
 
 _lost: list = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +24,8 @@ class Eagerly(Exception):
 
 # Arguments of one value for each token.
 _PER_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+# Of packed rows, for kernels that read no mask. Their sizes are others in each batch.
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 def bucket(length: int, lengths: Sequence[int] = ()) -> int:
@@ -96,6 +100,7 @@ class Traits:
     takes_cache: bool
     padding: int  # token of the padding
     longest: int | None  # rows that it has positions for
+    reads_packing: bool  # its attention, or another part, reads more of packed rows than their positions
 
     @classmethod
     def of(cls, module: nn.Module, names: Sequence[str]) -> Traits:
@@ -108,7 +113,8 @@ class Traits:
         parts = [part for part in (config, getattr(config, "text_config", None)) if part is not None]
         limits = [getattr(part, name, None) for part in parts for name in _POSITIONS]
         longest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
-        return cls(_causal(module, config), cached, "use_cache" in names, padding, longest)
+        packing = _reads_packing(module, config)
+        return cls(_causal(module, config), cached, "use_cache" in names, padding, longest, packing)
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names in configurations
@@ -135,6 +141,11 @@ def sort_out(given: dict, traits: Traits, lengths: Sequence[int], device: torch.
             options[name] = value
         else:
             raise Eagerly(f"{name} is a {type(value).__name__}")
+    if "position_ids" in tensors and not traits.reads_packing:
+        for name in _PACKING:
+            tensors.pop(name, None), options.pop(name, None)
+    elif any(name in tensors for name in _PACKING):
+        raise Eagerly("its kernels read where packed rows begin, which has another size in each batch")
     if traits.takes_cache:
         options["use_cache"] = False  # no code reads a cache of keys when it computes a loss
     ids = tensors.get("input_ids")
@@ -160,6 +171,21 @@ def _causal(module, config) -> bool:
         if getattr(part, "is_causal", True) is False or getattr(part, "use_bidirectional_attention", False):
             return False
     return all(getattr(m, "is_causal", True) is not False for m in module.modules())
+
+
+def _reads_packing(module: nn.Module, config) -> bool:
+    """Whether a kernel of attention does, or the source of one of the parts names it."""
+    if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
+        return True
+    for name in {type(part).__module__ for part in module.modules()}:
+        if not name.startswith(("torch.", "tigon.", "peft.")):
+            try:
+                source = inspect.getsource(sys.modules[name])
+            except (KeyError, OSError, TypeError):
+                return True
+            if "cu_seq_lens" in source or "seq_idx" in source:
+                return True
+    return False
 
 
 def _fits(tensors: dict, options: dict, shape) -> bool:

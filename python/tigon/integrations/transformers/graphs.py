@@ -570,14 +570,16 @@ def _here(original, answer):
 def _as_captured(module, sort: Given, device: torch.device):
     """Decisions that transformers and PyTorch take otherwise, or cannot take, while a stream is captured."""
     with contextlib.ExitStack() as stack:
-        if not {"position_ids", "attention_mask"} & {*sort.tensors}:
-            # Attention does without a plain causal mask. While capturing, older transformers build it, and
-            # all build one for rows that might be packed.
-            for name, plain in (("find_packed_sequence_indices", None), ("is_tracing", False)):
-                original = getattr(masking_utils, name, None)
-                if original is not None:
-                    setattr(masking_utils, name, _here(original, plain))
-                    stack.callback(setattr, masking_utils, name, original)
+        # Attention does without a plain causal mask. While capturing, older transformers build it, and all
+        # build one for rows that might be packed. Where there is another mask, the warm-up builds it as the
+        # capture does, without a look at its values, for which the host would wait.
+        masked = bool({"position_ids", "attention_mask"} & {*sort.tensors})
+        answers = {"is_tracing": masked} | ({} if masked else {"find_packed_sequence_indices": None})
+        for name, answer in answers.items():
+            original = getattr(masking_utils, name, None)
+            if original is not None:
+                setattr(masking_utils, name, _here(original, answer))
+                stack.callback(setattr, masking_utils, name, original)
         for part in module.modules():
             checkpoint = vars(part).get("_gradient_checkpointing_func")
             if checkpoint is not None and getattr(part, "gradient_checkpointing", False):

@@ -56,7 +56,7 @@ def make_rotary(stock, structure: Structure):
                 given[role_of.get(name)] = value
             q, k, cos, sin = given.get("q"), given.get("k"), given.get("cos"), given.get("sin")
             dim = given.get("unsqueeze_dim", options["at"])
-            whole = len(given) == len(args) + len(kwargs) and required <= given.keys()
+            whole = len(given) == len(args) + len(kwargs) and all(role in given for role in required)
             if not whole or None in given or not _usual(options["ndim"], q, k, cos, sin, dim):
                 return original(*args, **kwargs)
             dims = {} if "unsqueeze_dim" in fixed else {"unsqueeze_dim": dim or 1}

@@ -46,7 +46,7 @@ def returned(weight: torch.Tensor, gradient: torch.Tensor | None) -> None:
 
 def lookup(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
     """``F.embedding`` of a leaf, with this backward."""
-    _uses_of_a_sum()  # not first in a backward pass
+    _uses_of_a_sum(weight.device.type)  # not first in a backward pass
     _known.setdefault(weight, None)
     return _Lookup.apply(weight, ids, -1 if padding_idx is None else padding_idx)
 
@@ -65,7 +65,7 @@ def _sum_of(weight: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
     t = known.gradient()
     if t is None or t.dtype != dy.dtype or not t.is_contiguous() or known.stream != _stream(t):
         return None
-    alone = _uses_of_a_sum()
+    alone = _uses_of_a_sum(weight.device.type)
     return t if alone is not None and _uses(t) == alone else None
 
 
@@ -75,8 +75,8 @@ def _uses(t: torch.Tensor) -> tuple[int, int] | None:
 
 
 @functools.cache
-def _uses_of_a_sum() -> tuple[int, int] | None:
-    """The references to a gradient that only its sum holds, in this PyTorch."""
+def _uses_of_a_sum(device: str) -> tuple[int, int] | None:
+    """The references to a gradient that only its sum holds, in this PyTorch, on devices of a type."""
     seen, made = [], []
 
     class Head(torch.autograd.Function):
@@ -102,7 +102,7 @@ def _uses_of_a_sum() -> tuple[int, int] | None:
             return
 
     with torch.enable_grad():
-        w = torch.ones(1, requires_grad=True)
+        w = torch.ones(1, device=device, requires_grad=True)
         Head.apply(Table.apply(w), w).sum().backward()
     return seen[0]
 

@@ -1,0 +1,191 @@
+"""Does a model with FP8 linears learn what it learns in bfloat16? Curves on real text, several seeds.
+
+    python bench/fp8_accuracy.py                                 every case, one GPU with float8 matmuls
+    python bench/fp8_accuracy.py --parts 300m --ways bf16,rowwise --device cpu --steps 3 --layers 2
+
+A Llama of 300 M parameters for 1,000 steps of 4 x 512 tokens, and LLaMA 3.2 1B for 200, from random
+weights, on Python's own standard library with a byte-level BPE of 8,192 tokens. Weights are bfloat16;
+tigon.optim.AdamW keeps their low halves (rounding="split"). A seed gives the weights and the order of rows.
+Every Linear of a layer is in float8, also those which `tigon.apply` would leave since nothing is gained.
+The trained weights are evaluated in bfloat16, without float8, on files that were held out. The band is that
+of bfloat16's seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+import e2e
+import processes
+import store
+from tables import markdown
+
+sys.path.append(str(e2e.ROOT / "examples"))  # the text
+
+VOCABULARY = 8192
+MODELS = {  # changes of a configuration of bench/e2e.py, its layers, steps, seeds of bfloat16 and of float8
+    "300m": (
+        "llama3-8b",
+        24,
+        1000,
+        (0, 1, 2),
+        (0, 1),
+        {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "head_dim": 64},
+    ),
+    "1b": ("llama3.2-1b", 16, 200, (0, 1), (0,), {}),
+}
+WAYS = ("bf16", "rowwise", "rowwise_dw_bf16")
+HELD_OUT = 24  # batches
+key = store.key_of("fp8_accuracy")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = processes.command_line(__doc__, "out/fp8_accuracy.jsonl", 400.0)
+    add = parser.add_argument
+    add("--parts", default=",".join(MODELS))
+    add("--ways", default=",".join(WAYS))
+    add("--seeds", help="comma-separated (those of each part)")
+    add("--steps", type=int, help="of a curve (1000, 200)")
+    add("--layers", type=int, help="fewer than the models have")
+    add("--device", default="cuda")
+    args = parser.parse_args(arguments)
+    processes.split(args, parts=MODELS, ways=WAYS)
+    return args
+
+
+def cases(args: argparse.Namespace) -> list[dict]:
+    found = []
+    for part in args.parts:
+        name, layers, steps, plain, others, changes = MODELS[part]
+        for way in args.ways:
+            seeds = plain if way == "bf16" else others if way == "rowwise" else others[:1]
+            if args.seeds:
+                seeds = [int(seed) for seed in args.seeds.split(",")]
+            shared = {"changes": {"vocab_size": VOCABULARY} | changes, "dtype": "bfloat16"}
+            shared |= {"layers": min(layers, args.layers or layers), "batch": 4, "seq": 512}
+            shared |= {"device": args.device, "steps": args.steps or steps, "checkpointing": False}
+            found += [{"accuracy": part, "model": name, "way": way, "seed": seed, **shared} for seed in seeds]
+    return found
+
+
+# --- one case, in its own process -------------------------------------------------------------
+
+
+def apply(case: dict, model) -> None:
+    """Tigon, with every Linear of a layer in float8."""
+    import tigon
+    from tigon.integrations.transformers import fp8
+
+    fp8.gains = lambda rows, columns: True
+    report = tigon.apply(model, fp8=None if case["way"] == "bf16" else case["way"])
+    if case["way"] != "bf16" and report.count("fp8") != 7 * case["layers"]:
+        raise RuntimeError(f"{report.count('fp8')} Linears are in float8, not {7 * case['layers']}")
+
+
+TOKENS = e2e.ROOT / "out/fp8_accuracy_tokens.pt"  # a second run starts at once
+
+
+def tokens() -> list:
+    """Those of training in rows, and those of held-out files."""
+    import torch
+    import train_data
+
+    if not TOKENS.exists():
+        texts = train_data.read(train_data.standard_library())
+        kept, held = [t for i, t in enumerate(texts) if i % 20], texts[::20]
+        tokenizer = train_data.train_tokenizer(kept[::4], VOCABULARY)
+        ids = [torch.tensor([i for e in tokenizer.encode_batch(t) for i in e.ids]) for t in (kept, held)]
+        TOKENS.parent.mkdir(exist_ok=True)
+        torch.save([x[: len(x) // 512 * 512].view(-1, 512) for x in ids], TOKENS)
+    return torch.load(TOKENS)
+
+
+def curve(case: dict) -> dict:
+    import torch
+
+    import tigon
+
+    rows, held = tokens()
+    torch.manual_seed(case["seed"])
+    model = e2e.build(case).train()
+    apply(case, model)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(case["seed"]))
+    optimizer = tigon.optim.AdamW(
+        model.parameters(), lr=6e-4, betas=(0.9, 0.95), rounding="split", max_grad_norm=1.0
+    )
+    steps, warm, losses = case["steps"], max(1, case["steps"] // 20), []
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda n: min(1.0, (n + 1) / warm) * (0.1 + 0.45 * (1 + math.cos(math.pi * n / steps)))
+    )
+    for step in range(steps):
+        at = torch.arange(4 * step, 4 * step + 4) % len(rows)
+        ids = rows[order[at]].to(case["device"])
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.detach())
+    losses = torch.stack(losses).tolist()
+    tigon.undo(model)
+    tigon.apply(model)
+    with torch.no_grad():
+        batches = held[: 4 * HELD_OUT].to(case["device"]).split(4)
+        found = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in batches]
+    last = losses[-max(1, steps // 20) :]
+    made = {"losses": losses, "last": sum(last) / len(last), "held_out": torch.stack(found).mean().item()}
+    return {**made, "parameters": sum(p.numel() for p in model.parameters())}
+
+
+def run_case(case: dict) -> dict:
+    return {**curve(case), **e2e.versions(case)}
+
+
+def prepare(case: dict) -> None:
+    import tigon  # noqa: F401
+
+    e2e.build({**case, "device": "meta"})
+    tokens()
+
+
+# --- all cases --------------------------------------------------------------------------------
+
+
+def table(records: list[dict]) -> str:
+    done = [r for r in records if "error" not in r]
+    lines = []
+    for part in MODELS:
+        rows = [r for r in done if r["accuracy"] == part]
+        plain = [r["held_out"] for r in rows if r["way"] == "bf16"]
+        for r in sorted(rows, key=lambda r: (WAYS.index(r["way"]), r["seed"])):
+            inside = (
+                "-" if r["way"] == "bf16" or not plain else "yes" if r["held_out"] <= max(plain) else "no"
+            )
+            what = f"{r['parameters'] / 1e6:.0f} M, {r['steps']} steps of {r['batch']} x {r['seq']}"
+            cells = (r["way"], r["seed"], f"{r['last']:.4f}", f"{r['held_out']:.4f}", inside)
+            lines.append([what, *map(str, cells)])
+    head = [
+        "model",
+        "linears",
+        "seed",
+        "loss, last 5 %",
+        "held-out loss in bf16",
+        "no worse than bf16's seeds",
+    ]
+    return markdown(head, lines)
+
+
+def _line(r: dict) -> str:
+    return f"{r['accuracy']} {r['way']} {r['seed']}: " + (r.get("error") or f"held out {r['held_out']:.4f}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return processes.main_of_cases(
+        __file__, arguments, parse, cases, key, prepare, run_case, table, None, _line
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
