@@ -63,23 +63,10 @@ def test_mixtures_of_experts(words, tmp_path):
     assert "gpt-oss-20b, 1 layers, eager, float32" in e2e.setting(case)
 
 
-SMALL_PEOPLE = {
-    "qwen3-vl-2b": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        }
-    },
-    "qwen3.5-9b": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "head_dim": 16,
-    },
-}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+LINEAR |= {"linear_value_head_dim": 8, "head_dim": 16}
+SMALL_PEOPLE = {"qwen3-vl-2b": {"rope_parameters": ROPE}, "qwen3.5-9b": LINEAR}
 
 
 def test_people(words):
@@ -202,16 +189,7 @@ def test_options_of_apply(words):
 )
 def test_optimizers_agree(words, optimizer, clip):
     """Stock with fused AdamW beside Tigon with its own: one trajectory, and settings that the table names."""
-    options = [
-        "--models",
-        "llama3-8b",
-        "--providers",
-        "stock,tigon",
-        "--optimizer",
-        optimizer,
-        "--clip",
-        clip,
-    ]
+    options = f"--models llama3-8b --providers stock,tigon --optimizer {optimizer} --clip {clip}".split()
     stock, tigon = (case | e2e.run_case(case) for case in e2e.cases(e2e.parse([*words, *options])))
     assert tigon["losses"] == pytest.approx(stock["losses"], rel=1e-5)
     assert ("clipped at 1" in e2e.setting(tigon)) == (clip == "1")
