@@ -163,6 +163,7 @@ COMMANDS: dict[str, Callable[[Run], list]] = {
     "medusa": _medusa_command,
     "trl_trainers": _trl_command,
     "small_steps": _small_steps_command,
+    "fp8_accuracy": lambda run: ["python", "bench/fp8_accuracy.py", "--batch", values(run.records, "batch")],
     "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
 }
 

@@ -46,6 +46,7 @@ GROUPS = {
 
 MARKS = {  # the first of these fields in a record says what wrote it
     "under": "small_steps",
+    "recipe": "fp8_accuracy",
     "layout": "parallel_e2e",
     "gpus": "parallel",
     "copy_ms": "optimizer",
@@ -105,6 +106,8 @@ class Run:
             return "older"
         if self.kind in ("adapters", "host", "convergence", "optimizer", "parallel", "parallel_e2e"):
             return self.kind.removesuffix("_e2e")
+        if self.kind == "fp8_accuracy":
+            return "convergence"
         if self.cpu:
             return "cpu"
         if self.kind == "trl_trainers":

@@ -34,6 +34,7 @@ KEYS = {
         *("threads", "provider"),
     ),
     "optimizer": ("parameters", "kind"),
+    "fp8_accuracy": ("model", "changes", "recipe", "seed", "steps", "batch", "seq", "device"),
 }
 
 
