@@ -268,9 +268,9 @@ def table(records: list[dict]) -> str:
     parts = []
     for runs in settings(records).values():
         plain, first = [r for r in runs if r["recipe"] == "bf16"], runs[0]
-        size = f"{first['parameters'] / 1e6:.0f} M parameters, {first['steps']} steps of"
+        size = f"{first['parameters'] / 1e6:.0f} M parameters, {first['steps']} steps of {first['batch']}"
         parts += [
-            f"{size} {first['batch']} x {first['seq']} tokens, {first['gpu']}. Losses: means of {WINDOW} steps.",
+            f"{size} x {first['seq']} tokens, {first['gpu']}. Losses: means of {WINDOW} steps.",
             markdown(HEAD, [line(r, plain) for r in runs]),
             "The least signal to noise of a middle layer, in decibels, by the run that trained its weights:",
             markdown(
