@@ -6,6 +6,7 @@
     python bench/adapters.py --parts linear --dora     DoRA's beside LoRA's
     python bench/adapters.py --parts experts           adapters of a layer of experts of Qwen3-30B-A3B
     python bench/adapters.py --parts model --nf4       QLoRA: weights in bitsandbytes' NF4, quantised twice
+    python bench/adapters.py --parts dequantize,fp8    weights of 8 and 4 bits; a base of fp8
     python bench/adapters.py --device cpu --parts linear --dtype float32 --threads 2
 
 One linear: gradients of x, A and B, adapters in the base's dtype; `base` is the product pair of the frozen
@@ -16,6 +17,8 @@ and `tigon_fp8_base_only` have their base in float8 (docs/fp8.md); `unsloth` is
 that with the functions of Unsloth's `kernels/fast_lora.py` in attention and MLP, where they can be imported.
 Experts: gradients of x, the routing weights and float32 adapters; `frozen` is the layer without adapters,
 with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`: PEFT adds the adapters to the weights.
+Dequantize: `copy` moves as many bytes as the codes, scales and the weight have. Fp8: one linear map with
+PEFT's adapters and `tigon.apply`, around transformers' FP8Linear; `bf16` is the same around nn.Linear.
 Memory is the peak of a step above what was allocated before, without gradients of earlier steps.
 Each record is a line of JSON in --out. Memory is the peak of torch's allocator, weights included.
 """
@@ -53,8 +56,16 @@ STEPS = (  # rows, tokens of each, checkpointing
 CPU_LINEARS = ((512, 4096, 4096, 16), (512, 4096, 14336, 16), (2048, 1024, 2048, 16), (2048, 1024, 2048, 64))
 FP8 = {"tigon_fp8": {"fp8": "rowwise"}, "tigon_fp8_base_only": {"fp8": "rowwise", "fp8_base_only": True}}
 MODELS = ("frozen", "tigon", *FP8, "tigon_no_lora", "unsloth", "peft")
+BASES = {  # codes and scales of a weight: dtypes, rows and columns of a block (0: all)
+    "fp8 blocks": ("e4m3", torch.float32, 128, 128),
+    "fp8 rows": ("e4m3", torch.float32, 1, 0),
+    "int8 rows": ("int8", torch.float32, 1, 0),
+    "int4 groups": ("int4", torch.bfloat16, 1, 128),
+    "mxfp4": ("e2m1", torch.uint8, 1, 32),
+    "nvfp4": ("e2m1", torch.float8_e4m3fn, 1, 16),
+}
 CASE = store.KEYS["adapters"][:-1]
-FLOORS = ("base", "frozen")
+FLOORS = ("base", "frozen", "copy", "bf16")
 
 
 def linear_calls(m, k, n, r, args) -> dict:
@@ -121,6 +132,67 @@ def bench_linears(args) -> Iterator[dict]:
             yield case | {"provider": name, "ms": least, "wall_ms": wall[name]}
         if not on_cpu:
             torch.cuda.empty_cache()
+
+
+def bench_dequantize(args) -> Iterator[dict]:
+    import tigon
+
+    for n, k in ((14336, 4096), (4096, 4096)):
+        for name, (kind, of, rows, cols) in BASES.items():
+            width = k if kind in ("e4m3", "int8") else k // 2
+            codes = torch.randint(0, 256, (n, width), device=args.device, dtype=torch.uint8)
+            codes = codes.view(torch.float8_e4m3fn) if kind == "e4m3" else codes
+            grid = n // rows, k // (cols or k)
+            scales = torch.randint(110, 130, grid, device=args.device, dtype=torch.uint8)
+            scales = scales if of == torch.uint8 else scales.to(of)
+            half = (codes.nbytes + scales.nbytes + 2 * n * k) // 2
+            half = torch.empty(half, dtype=torch.uint8, device=args.device)
+            to = torch.empty_like(half)
+            calls = {
+                "copy": lambda _, to=to, half=half: to.copy_(half),
+                "tigon": lambda _, c=codes, s=scales, kind=kind: tigon.dequantize(c, s, kind),
+            }
+            case = {"part": "dequantize", "columns": k, "outputs": n, "base": name, "dtype": "bfloat16"}
+            for provider, call in calls.items():
+                yield case | {"provider": provider, "ms": timing.cuda_ms(call), "bytes": 2 * half.nbytes}
+
+
+def bench_fp8(args) -> Iterator[dict]:
+    import peft
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    import tigon
+
+    for m, k, n, r in LINEARS[:3]:
+        like = {"device": args.device, "dtype": torch.bfloat16}
+        x, dy = torch.randn(m, k, **like).requires_grad_(), torch.randn(m, n, **like)
+        coded = FP8Linear(k, n, (128, 128)).to(args.device).requires_grad_(False)
+        scales = torch.rand(coded.weight_scale_inv.shape, device=args.device) / 50
+        coded.weight_scale_inv.data.copy_(scales)
+        coded.weight.data = torch.randn(n, k, **like).to(torch.float8_e4m3fn)
+        plain = torch.nn.Linear(k, n, bias=False, **like).requires_grad_(False)
+        plain.weight.data = tigon.dequantize(coded)
+        results = []
+        for provider, base in (("bf16", plain), ("tigon", coded)):
+            config = peft.LoraConfig(r=r, target_modules=["0"])
+            model = peft.get_peft_model(torch.nn.Sequential(base), config).base_model.model
+            if not tigon.apply(model).count("lora"):
+                raise RuntimeError(f"tigon.apply left {type(base).__name__}")
+            torch.manual_seed(0)
+            for weight in (model[0].lora_A["default"].weight, model[0].lora_B["default"].weight):
+                torch.nn.init.normal_(weight, std=0.02)
+
+            def step(_, model=model, x=x, dy=dy):
+                model(x).backward(dy)
+                for leaf in (x, *model.parameters()):
+                    leaf.grad = None
+
+            results.append(model(x))
+            case = {"part": "fp8", "rows": m, "columns": k, "outputs": n, "rank": r, "base": "fp8 blocks"}
+            wall = wall_ms(step, torch.device(args.device))
+            yield case | {"provider": provider, "ms": timing.cuda_ms(step), "wall_ms": wall}
+        if not torch.equal(*results):
+            raise RuntimeError("LoRA on the fp8 base differs from LoRA on its dequantised weight")
 
 
 def make_experts(args, provider):
@@ -350,9 +422,10 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
     if args.threads:
         torch.set_num_threads(args.threads)
     common = {"bench": "lora"} | store.facts(args.device, "peft")
-    runs = {"linear": bench_linears, "experts": bench_experts, "model": bench_models}
+    runs = {"linear": bench_linears, "dequantize": bench_dequantize, "fp8": bench_fp8}
+    runs |= {"experts": bench_experts, "model": bench_models}
     for part, records in runs.items():
-        if part in args.parts:
+        if part in args.parts.split(","):
             yield from (common | record for record in records(args))
 
 
@@ -370,8 +443,11 @@ def name_of(r: dict) -> str:
         words = [f"model, {r['rows']} x {r['tokens']}", "checkpointing" if r["checkpointing"] else ""]
     elif r["part"] == "experts":
         words = [f"experts, {r['tokens']} tokens, rank {r['rank']}", r["dtype"]]
+    elif r["part"] == "dequantize":
+        words = [f"dequantize, {r['outputs']} x {r['columns']}, {r['base']}"]
     else:
         words = [f"{r['rows']} x {r['columns']} -> {r['outputs']}, rank {r['rank']}", r.get("dtype", "")]
+        words.append(r.get("base", ""))
     return ", ".join(filter(None, [*words, "DoRA" if r.get("dora") else "", "NF4" if r.get("nf4") else ""]))
 
 

@@ -11,7 +11,20 @@ import small_steps
 from files import Run
 from store import ROOT
 
-GIVEN = ("seq", "layers", "steps", "compile", "padding", "masked", "packed", "optimizer", "clip", "attention")
+GIVEN = (
+    "seq",
+    "layers",
+    "steps",
+    "compile",
+    "padding",
+    "masked",
+    "packed",
+    "optimizer",
+    "clip",
+    "attention",
+    "memory",
+    "lora",
+)
 FLAGS = ("checkpointing", "autocast", "contrastive")
 NAMED_CASES = 8  # a command names its cases up to this many
 
@@ -163,7 +176,7 @@ COMMANDS: dict[str, Callable[[Run], list]] = {
     "medusa": _medusa_command,
     "trl_trainers": _trl_command,
     "small_steps": _small_steps_command,
-    "fp8_accuracy": lambda run: ["python", "bench/fp8_accuracy.py", "--batch", values(run.records, "batch")],
+    "fp8_accuracy": lambda run: ["python", "bench/fp8_accuracy.py", "--device", _device(run)],
     "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
 }
 

@@ -4,6 +4,7 @@
     python bench/e2e.py --suite paper --budget 25         five models over batch sizes, at most 25 minutes
     python bench/e2e.py --suite moe --seq 2048            mixtures of experts, 4 layers of each
     python bench/e2e.py --suite people --budget 9         as people train: autocast, long and packed rows, ...
+    python bench/e2e.py --suite card --steps 3            what fits cards of 24, 40, 48 and 80 GB
     python bench/e2e.py --models llama3-8b --layers 8     a quarter of the layers, for a smaller card
     python bench/e2e.py --optimizer tigon --clip 1        the whole step: tigon.optim.AdamW beside fused AdamW
     python bench/e2e.py --apply norm=False                options of tigon.apply, recorded with the numbers
@@ -15,13 +16,16 @@ transformers' grouped_mm, one optimizer step per measured step. Every case runs 
 same data; its record (or its error) is appended to --out when it ends, so a run that is cut off has lost one
 case, and the same command goes on where it ended. While a case runs, the processes of the next ones import
 their libraries and wait, without touching the card. Throughput is the mean over the steps with its standard
-deviation, padding counted; peak memory is that of torch's allocator, model and optimizer included.
+deviation, padding counted; peak memory is that of torch's allocator, model and optimizer included. With
+--memory a case tries each limit of that allocator until one is enough: others are named in its record.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import gc
 import importlib
 import json
 import statistics
@@ -181,7 +185,30 @@ MODELS = {
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
+    "llama3.2-3b": LLAMA
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "vocab_size": 128256,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
 }
+for _name, _hidden, _intermediate, _layers, _heads, _tied in (
+    ("qwen3-1.7b", 2048, 6144, 28, 16, True),
+    ("qwen3-4b", 2560, 9728, 36, 32, True),
+    ("qwen3-8b", 4096, 12288, 36, 32, False),
+):
+    MODELS[_name] = MODELS["qwen3-0.6b"] | {
+        "hidden_size": _hidden,
+        "intermediate_size": _intermediate,
+        "num_hidden_layers": _layers,
+        "num_attention_heads": _heads,
+        "tie_word_embeddings": _tied,
+    }
 MOE = ("qwen3-30b-a3b", "gpt-oss-20b")
 SINKS = ("gpt-oss-20b",)
 DENSE = tuple(MODELS)[:6]
@@ -194,15 +221,39 @@ PEOPLE = (  # as people train; each fits a card of 80 GB
     {"model": "qwen3-0.6b", "batch": 128, "seq": 256, "contrastive": True},
     {"model": "qwen3.5-9b", "layers": 8, "batch": 4, "seq": 2048},
 )
-SUITES = {  # models, batches, layers (None: as published); people: what is None is each case's own
+FULL = {"optimizer": "int8"}
+CARDS = "24,40,48,80"
+ON_CARDS = (
+    *("llama3.2-1b", "llama3.2-3b", "llama3-8b"),
+    *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"),
+)
+CARD = (  # in the order of their worth: 8B under limits and beside other recipes, then what fits which card
+    *(
+        {"model": "llama3-8b", "seq": seq, **FULL, "memory": memory}
+        for memory in ("37", "")
+        for seq in (2048, 4096)
+    ),
+    *(
+        {"provider": "stock", "model": "llama3-8b", "seq": seq, "optimizer": optimizer}
+        for optimizer in ("int8", "torch")
+        for seq in (2048, 4096)
+    ),
+    *(
+        {"model": model, "seq": 2048, "memory": CARDS, **way}
+        for way in (FULL, {"lora": 16}, {"provider": "stock"})
+        for model in ON_CARDS
+    ),
+)
+SUITES = {  # models, batches, layers (None: as published); people, card: what is None is each case's own
     "paper": (DENSE[:5], (4, 8, 16, 32), None),
     "six": (DENSE, (16,), None),
     "moe": (MOE, (16,), 4),
     "people": (tuple(dict.fromkeys(case["model"] for case in PEOPLE)), (None,), None),
+    "card": (ON_CARDS, (1,), None),
 }
 PROVIDERS = ("stock", "tigon", "liger")
 WARMUP = 3
-OPTIMIZERS = ("torch", "tigon", "backward")
+OPTIMIZERS = ("torch", "tigon", "backward", "int8")
 SETTING = (
     "seq",
     "layers",
@@ -217,6 +268,8 @@ SETTING = (
     "dtype",
     "autocast",
     "contrastive",
+    "memory",
+    "lora",
     "device",
     "attention",
 )
@@ -259,21 +312,26 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--optimizer",
         default="torch",
         choices=OPTIMIZERS,
-        help="under Tigon: torch's fused AdamW, tigon.optim.AdamW, or its step in the backward",
+        help="under Tigon: torch's fused AdamW, tigon.optim.AdamW, its step in the backward, or that with "
+        "moments in 8 bits; int8 for others: bitsandbytes' PagedAdamW8bit, in the backward too",
     )
     add("--clip", type=float, default=0.0, metavar="NORM", help="clip the gradients' norm (0: do not)")
+    add(
+        "--memory", default="", metavar="GB,...", help="limits of torch's allocator: the first that is enough"
+    )
+    add("--lora", type=int, default=0, metavar="RANK", help="PEFT's adapters on all linear layers")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
     args = parser.parse_args(arguments)
     models, batches, layers = SUITES[args.suite]
     args.layers = args.layers or layers
-    args.seq = args.seq or (None if args.suite == "people" else 512)
+    args.seq = args.seq or (None if args.suite in ("people", "card") else 512)
     args.models = args.models or ",".join(models)
     args.batches = [int(b) for b in args.batches.split(",")] if args.batches else list(batches)
     processes.split(args, models=MODELS, providers=PROVIDERS)
     if not 0 <= args.padding <= 0.5:
         raise SystemExit(f"--padding must be from 0 to 0.5, got {args.padding}")
-    if args.clip and args.optimizer == "backward":
+    if args.clip and args.optimizer in ("backward", "int8"):
         raise SystemExit("--clip: a step in the backward does not know the norm of all gradients")
     return args
 
@@ -287,11 +345,19 @@ def cases(args: argparse.Namespace) -> list[dict]:
         sizes = {"layers": args.layers, "seq": args.seq, "batch": args.batches[0]}
         given = {name: value for name, value in sizes.items() if value}
         rows = [case | given for case in PEOPLE if case["model"] in args.models]
+    if args.suite == "card":
+        given = {"seq": args.seq, "memory": args.memory, "layers": args.layers}
+        given = {name: value for name, value in given.items() if value} | {"batch": args.batches[0]}
+        rows = [
+            {"provider": "tigon", "checkpointing": True, **case, **given}
+            for case in CARD
+            if case["model"] in args.models and case.get("provider", "tigon") in args.providers
+        ]
     return [
         {"provider": provider, **mappings, **shared, **row}
         | {"attention": args.attention or attention_of(row["model"], args.device)}
         for row in rows
-        for provider in args.providers
+        for provider in ((None,) if "provider" in row else args.providers)
     ]
 
 
@@ -356,6 +422,11 @@ def build(case: dict):
         )
     if case["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if case.get("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=case["lora"], lora_alpha=2 * case["lora"], target_modules="all-linear")
+        model = get_peft_model(model, config)
     return model.train()
 
 
@@ -441,48 +512,132 @@ def make_step(model, case: dict):
     import torch
 
     own = case["provider"] == "tigon" and case["optimizer"] != "torch"
-    clip = case["clip"]
+    clip, kind = case["clip"], case["optimizer"]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     if own:
         import tigon
 
-        optimizer = tigon.optim.AdamW(model.parameters(), lr=1e-5, max_grad_norm=clip or None)
-        if case["optimizer"] == "backward":
+        moments = "int8" if kind == "int8" else None
+        optimizer = tigon.optim.AdamW(parameters, lr=1e-5, max_grad_norm=clip or None, moment_dtype=moments)
+        if kind in ("backward", "int8"):
             tigon.optim.step_in_backward(optimizer)
+    elif kind == "int8":
+        return paged_step(parameters)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
 
     def step() -> None:
         if clip and not own:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            torch.nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
 
 
+def paged_step(parameters: list):
+    """bitsandbytes' paged AdamW of 8 bits, a parameter's step when its gradient is there; nothing remains."""
+    from bitsandbytes.optim import PagedAdamW8bit
+
+    optimizers = {p: PagedAdamW8bit([p], lr=1e-5) for p in parameters}
+
+    def update(parameter) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(update)
+    return lambda: None
+
+
 def run_case(case: dict) -> dict:
-    cuda = case["device"].startswith("cuda")
+    """The figures of a case, under the first limit of its memory that is enough."""
+    import torch
+
+    limits = [float(limit) for limit in case["memory"].split(",") if limit]
+    for limit in limits:
+        limit_memory(case["device"], limit)
+        try:
+            return run_within(case) | {"memory_gb": f"{limit:g}"}
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+        gc.collect()
+    if limits:
+        raise torch.OutOfMemoryError(f"out of memory: {limits[-1]:g} GB are too little")
+    return run_within(case)
+
+
+def limit_memory(device: str, gb: float) -> None:
+    """Let torch's allocator have so much of a card, which nothing uses yet."""
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        if left := torch.cuda.memory_allocated():
+            raise RuntimeError(f"{left} bytes of a run that was out of memory remain")
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(gb * 1e9 / total, 1.0))
+
+
+def run_within(case: dict) -> dict:
     model = build(case)
+    try:
+        return run_model(case, model)
+    finally:  # a hook holds what holds its parameter, where the collector does not look
+        for parameter in model.parameters():
+            (parameter._post_accumulate_grad_hooks or {}).clear()
+
+
+def run_model(case: dict, model) -> dict:
+    import torch
+
+    cuda = case["device"].startswith("cuda")
     report = patch(model, case["provider"], **case["apply"])
     experts = experts_of(model)
     model = compiled(model, case["compile"])
     update = make_step(model, case)
     vocabulary = model.config.get_text_config().vocab_size
 
+    kept: list[float] = []  # GB that the layers keep for the backward
+
     def step(data: dict) -> float:
-        loss = loss_of(model, case, data)
+        with layers_keep(model, kept) if cuda and len(kept) < WARMUP else contextlib.nullcontext():
+            loss = loss_of(model, case, data)
         loss.backward()
         update()
         return loss.item()  # waits for the forward pass
 
+    figures = timed(case, lambda generator: inputs(case, vocabulary, generator), step, WARMUP)
+    if case["memory"] and cuda:  # what follows is not the case's
+        torch.cuda.set_per_process_memory_fraction(1.0)
     return {
-        **timed(case, lambda generator: inputs(case, vocabulary, generator), step, WARMUP),
+        **figures,
         "parameters": sum(p.numel() for p in model.parameters()),
         "report": report.splitlines(),
+        "layers_keep_gb": kept,
         **({"product_tflops": mfu.product_tflops()} if cuda else {}),
         **({"experts": experts} if experts else {}),
         **versions(case),
     }
+
+
+@contextlib.contextmanager
+def layers_keep(model, kept: list):
+    """Append the GB that are allocated between the first layer's call and the end of the last one's."""
+    import torch
+
+    before: list[int] = []
+    layers = decoder_layers(model)
+    hooks = (
+        layers[0].register_forward_pre_hook(lambda *_: before.append(torch.cuda.memory_allocated())),
+        layers[-1].register_forward_hook(
+            lambda *_: kept.append((torch.cuda.memory_allocated() - before[0]) / 1e9)
+        ),
+    )
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def timed(case: dict, draw, step, warmup: int) -> dict:
@@ -509,8 +664,17 @@ def timed(case: dict, draw, step, warmup: int) -> dict:
         "tokens_per_s_std": statistics.stdev(rates) if len(rates) > 1 else 0.0,
         "step_ms": [1e3 * t for t in seconds[warmup:]],
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0,
+        **(memory_of_card() if cuda else {}),
         "losses": losses,
     }
+
+
+def memory_of_card() -> dict:
+    """GB that torch reserves, and that the card has in use: context, libraries and paged states as well."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return {"reserved_gb": torch.cuda.max_memory_reserved() / 1e9, "card_gb": (total - free) / 1e9}
 
 
 def versions(case: dict, *others: str) -> dict:
@@ -547,6 +711,8 @@ def read(path: Path) -> list[dict]:
             ("packed", 0),
             ("autocast", False),
             ("contrastive", False),
+            ("memory", ""),
+            ("lora", 0),
         ):
             record.setdefault(name, value)
         record["compile"] = {True: "model", False: ""}.get(record["compile"], record["compile"])
@@ -586,11 +752,14 @@ def setting(record: dict) -> str:
         record["checkpointing"] and "checkpointing",
         record["packed"] and f"packed, {record['packed']} tokens a sequence",
         record["contrastive"] and "bi-encoder",
+        record["lora"] and f"LoRA of rank {record['lora']}",
+        record["memory"] and f"limit {record.get('memory_gb', record['memory'])} GB",
         record["autocast"] and "autocast",
         record["compile"] and f"compiled {record['compile']}",
         record["attention"] != "sdpa" and record["attention"],
         record["optimizer"] == "tigon" and "Tigon's AdamW",
         record["optimizer"] == "backward" and "Tigon's step in the backward",
+        record["optimizer"] == "int8" and "moments in 8 bits, step in the backward",
         record["clip"] and f"clipped at {record['clip']:g}",
         record["dtype"] == "float32" and "float32",
         *(f"{name}={value}" for name, value in record["changes"].items()),

@@ -46,7 +46,7 @@ GROUPS = {
 
 MARKS = {  # the first of these fields in a record says what wrote it
     "under": "small_steps",
-    "recipe": "fp8_accuracy",
+    "accuracy": "fp8_accuracy",
     "layout": "parallel_e2e",
     "gpus": "parallel",
     "copy_ms": "optimizer",

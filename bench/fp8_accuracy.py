@@ -1,31 +1,26 @@
-"""Does a model trained in float8 learn what it learns in bf16? Loss curves, held-out text, signal to noise.
+"""Does a model with FP8 linears learn what it learns in bfloat16? Curves on real text, several seeds.
 
-    python bench/fp8_accuracy.py                                    every case, one after the other, one GPU
-    python bench/fp8_accuracy.py --cases 300m:rowwise:0 --batch 8   one run; cases may run side by side
-    python bench/fp8_accuracy.py --table out/fp8_accuracy.jsonl     the table of an earlier run
+    python bench/fp8_accuracy.py                                 every case, one GPU with float8 matmuls
+    python bench/fp8_accuracy.py --parts 300m --ways bf16,rowwise --device cpu --steps 3 --layers 2
 
-A case is a model, a recipe and the seed of the weights. Every Linear of the layers is in float8, also those
-that `apply` leaves because they gain nothing. Weights are bfloat16, with float32 ones in Tigon's AdamW;
-the text is Python's standard library in tokens of a BPE trained on it, in the same order for all runs.
-The distance of two curves is the root mean square of their relative differences, of means over WINDOW steps.
-The band is the largest distance of two runs in bf16; a run in float8 is inside if its median distance from
-those is, and if its held-out loss is at most the largest of theirs and their spread. Held-out text, every
-EVERY-th row, is read by the trained weights in bf16.
-Signal to noise, in decibels: a middle layer of the trained model, its input and upstream gradient on held-out
-text, output and all gradients against the layer in float32. Shown is the least and which it is.
+A Llama of 300 M parameters for 1,000 steps of 4 x 512 tokens, and LLaMA 3.2 1B for 200, from random
+weights, on Python's own standard library with a byte-level BPE of 8,192 tokens. Weights are bfloat16;
+tigon.optim.AdamW keeps their low halves (rounding="split"). A seed gives the weights and the order of rows.
+Every Linear of a layer is in float8, also those which `tigon.apply` would leave since nothing is gained.
+The trained weights are evaluated in bfloat16, without float8, on files that were held out. The distance of
+two curves is the root mean square of their relative differences, of means over WINDOW steps; that of a run in
+float8 is the median to those of bfloat16, whose band is the largest distance between two of them.
+Signal to noise is that of a middle layer with the trained weights: output and all gradients, of the input and
+the upstream gradient that held-out text gives it, against the layer in float32. Shown is the least.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import statistics
 import sys
-import time
-from collections.abc import Iterator
-from unittest import mock
 
 import convergence
 import e2e
@@ -33,108 +28,129 @@ import processes
 import store
 from tables import markdown
 
-sys.path.append(str(store.ROOT / "examples"))  # train_data
+sys.path.append(str(e2e.ROOT / "examples"))  # the text
 
 VOCABULARY = 8192
-_300M = {
-    "hidden_size": 1536,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": True,
+MODELS = {  # changes of a configuration of bench/e2e.py, its layers, steps, seeds of bfloat16 and of float8
+    "300m": (
+        "llama3-8b",
+        12,
+        1000,
+        (0, 1, 2),
+        (0, 1),
+        {"hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12, "num_key_value_heads": 4},
+    ),
+    "1b": ("llama3.2-1b", 16, 200, (0, 1), (0,), {}),
 }
-MODELS = {  # the configuration it changes, the changes, steps, learning rate, seeds of bf16, recipes
-    "300m": ("llama3-8b", _300M, 1000, 6e-4, (0, 1, 2), ("rowwise", "rowwise_dw_bf16")),
-    "1b": ("llama3.2-1b", {}, 200, 3e-4, (0, 1), ("rowwise",)),
-}
-CASES = {
-    f"{model}:{recipe}:{seed}": (model, recipe, seed)
-    for model, (*_, seeds, recipes) in MODELS.items()
-    for recipe, seed in [*(("bf16", seed) for seed in seeds), *((recipe, 0) for recipe in recipes)]
-}
+WAYS = ("bf16", "rowwise", "rowwise_dw_bf16")
 LAYERS = {  # ways to compute the layer whose signal to noise is taken
     "bf16": {},
     "rowwise": {"fp8": "rowwise"},
     "rowwise_dw_bf16": {"fp8": "rowwise_dw_bf16"},
     "rowwise, q and k in bf16": {"fp8": "rowwise", "fp8_except": ["q_proj", "k_proj"]},
 }
-WINDOW, EVERY = 25, 40
-SETTING = ("model", "changes", "steps", "batch", "seq", "gpu")
+HELD_OUT = 24  # batches
+WINDOW = 25
 key = store.key_of("fp8_accuracy")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__, "out/fp8_accuracy.jsonl")
+    parser = processes.command_line(__doc__, "out/fp8_accuracy.jsonl", 400.0)
     add = parser.add_argument
-    add("--cases", default=",".join(CASES))
-    add("--steps", type=int, default=0, help="of every run; 0: 1,000 of 300m and 200 of 1b")
-    add("--batch", type=int, default=8)
-    add("--seq", type=int, default=512)
-    add("--set", default="", metavar="K=V,...", help="other changes of every configuration")
-    add("--held", type=int, default=128, help="rows of held-out text")
-    add("--data", nargs="+", metavar="FILE", help="other text")
+    add("--parts", default=",".join(MODELS))
+    add("--ways", default=",".join(WAYS))
+    add("--seeds", help="comma-separated (those of each part)")
+    add("--steps", type=int, help="of a curve (1000, 200)")
+    add("--layers", type=int, help="fewer than the models have")
     add("--device", default="cuda")
     args = parser.parse_args(arguments)
-    processes.split(args, cases=CASES)
+    processes.split(args, parts=MODELS, ways=WAYS)
     return args
 
 
-def text(args: argparse.Namespace):
-    """Rows to train on and rows that are held out, [rows, seq] each."""
-    import numpy as np
+def cases(args: argparse.Namespace) -> list[dict]:
+    found = []
+    for part in args.parts:
+        name, layers, steps, plain, others, changes = MODELS[part]
+        for way in args.ways:
+            seeds = plain if way == "bf16" else others if way == "rowwise" else others[:1]
+            if args.seeds:
+                seeds = [int(seed) for seed in args.seeds.split(",")]
+            shared = {"changes": {"vocab_size": VOCABULARY} | changes, "dtype": "bfloat16"}
+            shared |= {"layers": min(layers, args.layers or layers), "batch": 4, "seq": 512}
+            shared |= {"device": args.device, "steps": args.steps or steps, "checkpointing": False}
+            found += [{"accuracy": part, "model": name, "way": way, "seed": seed, **shared} for seed in seeds]
+    return found
+
+
+# --- one case, in its own process -------------------------------------------------------------
+
+
+def apply(case: dict, model) -> None:
+    """Tigon, with every Linear of a layer in float8."""
+    import tigon
+    from tigon.integrations.transformers import fp8
+
+    fp8.gains = lambda rows, columns: True
+    report = tigon.apply(model, fp8=None if case["way"] == "bf16" else case["way"])
+    if case["way"] != "bf16" and report.count("fp8") != 7 * case["layers"]:
+        raise RuntimeError(f"{report.count('fp8')} Linears are in float8, not {7 * case['layers']}")
+
+
+TOKENS = e2e.ROOT / "out/fp8_accuracy_tokens.pt"  # a second run starts at once
+
+
+def tokens() -> list:
+    """Those of training in rows, and those of held-out files."""
     import torch
     import train_data
 
-    found = train_data.prepare(args.data, args.out.parent / "text", VOCABULARY)
-    tokens = torch.from_numpy(np.load(found["tokens_file"])).long()
-    rows = tokens[: len(tokens) // args.seq * args.seq].view(-1, args.seq)
-    held = torch.arange(len(rows)) % EVERY == 0
-    return rows[~held], rows[held][: args.held]
+    if not TOKENS.exists():
+        texts = train_data.read(train_data.standard_library())
+        kept, held = [t for i, t in enumerate(texts) if i % 20], texts[::20]
+        tokenizer = train_data.train_tokenizer(kept[::4], VOCABULARY)
+        ids = [torch.tensor([i for e in tokenizer.encode_batch(t) for i in e.ids]) for t in (kept, held)]
+        TOKENS.parent.mkdir(exist_ok=True)
+        torch.save([x[: len(x) // 512 * 512].view(-1, 512) for x in ids], TOKENS)
+    return torch.load(TOKENS)
 
 
-def rate(step: int, steps: int, most: float) -> float:
-    """Rises for a tenth of the steps, then falls to a tenth as half a cosine."""
-    warm = max(1, steps // 10)
-    if step < warm:
-        return most * (step + 1) / warm
-    return most * (0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, steps - warm)))
-
-
-def train(model, rows, case: dict, most: float) -> list[float]:
-    """The loss of every step. All runs read the same rows in the same order."""
+def curve(case: dict) -> dict:
     import torch
 
     import tigon
 
+    rows, held = tokens()
+    model = e2e.build(case)
+    apply(case, model)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(case["seed"]))
     optimizer = tigon.optim.AdamW(
-        model.parameters(), lr=most, betas=(0.9, 0.95), weight_decay=0.1, rounding="master", max_grad_norm=1.0
+        model.parameters(), lr=6e-4, betas=(0.9, 0.95), rounding="split", max_grad_norm=1.0
     )
-    count = case["steps"] * case["batch"]
-    generator = torch.Generator().manual_seed(1)
-    epochs = [torch.randperm(len(rows), generator=generator) for _ in range(-(-count // len(rows)))]
-    batches = rows[torch.cat(epochs)[:count]].view(case["steps"], case["batch"], -1).to(case["device"])
-    losses = torch.empty(case["steps"], device=case["device"])
-    for step, ids in enumerate(batches):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, case["steps"], most)
-        loss = model(input_ids=ids, labels=ids).loss
+    steps, warm, losses = case["steps"], max(1, case["steps"] // 20), []
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda n: min(1.0, (n + 1) / warm) * (0.1 + 0.45 * (1 + math.cos(math.pi * n / steps)))
+    )
+    for step in range(steps):
+        at = torch.arange(4 * step, 4 * step + 4) % len(rows)
+        ids = rows[order[at]].to(case["device"])
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses[step] = loss.detach()
-    return [float(f"{loss:.6g}") for loss in losses.tolist()]
-
-
-def held_out(model, rows) -> float:
-    """The mean loss of these rows in the model's own dtype."""
-    import torch
-
-    model.eval()
+        schedule.step()
+        losses.append(loss.detach())
+    losses = torch.stack(losses).tolist()
+    tigon.undo(model)
+    tigon.apply(model)
     with torch.no_grad():
-        losses = [model(input_ids=ids, labels=ids).loss.item() for ids in rows.split(8)]
-    return statistics.mean(losses)
+        batches = held[: 4 * HELD_OUT].to(case["device"]).split(4)
+        found = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in batches]
+    last = losses[-max(1, steps // 20) :]
+    made = {"losses": losses, "last": sum(last) / len(last), "held_out": torch.stack(found).mean().item()}
+    tigon.undo(model)
+    made["noise"] = noise(model, held[:4].to(case["device"]))
+    return {**made, "parameters": sum(p.numel() for p in model.parameters())}
 
 
 def noise(model, ids) -> dict[str, dict[str, float]]:
@@ -187,36 +203,18 @@ def noise(model, ids) -> dict[str, dict[str, float]]:
     return ratios
 
 
-def run_case(name: str, rows, held, args: argparse.Namespace) -> dict:
-    import tigon
-    from tigon.integrations.transformers import fp8
-
-    model_name, recipe, seed = CASES[name]
-    known, changes, steps, most, *_ = MODELS[model_name]
-    changes = changes | e2e.pairs(args.set, json.loads)
-    run = {"model": known, "changes": changes, "layers": None, "recipe": recipe, "seed": seed}
-    run |= {"steps": args.steps or steps, "batch": args.batch, "seq": args.seq, "device": args.device}
-    case = run | {"dtype": "bfloat16", "checkpointing": False}
-    start = time.perf_counter()
-    model = e2e.build(case)
-    with mock.patch.object(fp8, "gains", lambda rows, columns: True):
-        report = tigon.apply(model, **({} if recipe == "bf16" else {"fp8": recipe}))
-        losses = train(model, rows, case, most)
-        tigon.undo(model)
-        ratios = noise(model, held[:4])
-    return {
-        **case,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "linears": report.count("fp8") if recipe != "bf16" else 0,
-        "held_out": held_out(model, held),
-        "noise": ratios,
-        "seconds": round(time.perf_counter() - start, 1),
-        **store.facts(args.device, "transformers"),
-        "losses": losses,
-    }
+def run_case(case: dict) -> dict:
+    return {**curve(case), **e2e.versions(case)}
 
 
-# --- what the records say ---------------------------------------------------------------------
+def prepare(case: dict) -> None:
+    import tigon  # noqa: F401
+
+    e2e.build({**case, "device": "meta"})
+    tokens()
+
+
+# --- all cases --------------------------------------------------------------------------------
 
 
 def smooth(losses: list[float]) -> list[float]:
@@ -224,72 +222,60 @@ def smooth(losses: list[float]) -> list[float]:
     return [statistics.mean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
 
 
-def settings(records: list[dict]) -> dict[str, list[dict]]:
-    """Records by what their runs agree in, bf16 first."""
-    found: dict[str, list[dict]] = {}
-    for record in sorted(records, key=lambda r: (r["recipe"] != "bf16", r["recipe"], r["seed"])):
-        found.setdefault(store.fields(*SETTING)(record), []).append(record)
-    return found
-
-
-def verdict(record: dict, plain: list[dict]) -> dict:
-    """Distance and held-out loss of a run in float8, and what those of the runs in bf16 allow."""
-    curves = [smooth(r["losses"]) for r in plain]
-    found = convergence.bands(curves, [smooth(record["losses"])])
-    held = [r["held_out"] for r in plain]
-    found["held_out_limit"] = max(held) + (max(held) - min(held))
-    inside = found["distance"] <= found["band"] and record["held_out"] <= found["held_out_limit"]
-    return found | {"inside": inside}
-
-
 def least(ratios: dict[str, float]) -> str:
     name = min(ratios, key=ratios.get)
     return f"{ratios[name]:.1f} ({name.removesuffix('.weight').rpartition('.')[2]})"
 
 
-HEAD = ("recipe", "seed", "first", "1/4", "1/2", "3/4", "last", "held out")
+def compared(record: dict, plain: list[dict]) -> list[str]:
+    """How far a run in float8 is from those in bfloat16, and whether it is inside their band."""
+    if record["way"] == "bf16" or len(plain) < 2:
+        return ["", "", ""]
+    found = convergence.bands([smooth(r["losses"]) for r in plain], [smooth(record["losses"])])
+    held = [r["held_out"] for r in plain]
+    inside = found["distance"] <= found["band"] and record["held_out"] <= max(held)
+    return [f"{found['distance']:.1e}", f"{found['band']:.1e}", "yes" if inside else "**no**"]
+
+
+HEAD = ("linears", "seed", "first", "1/4", "1/2", "3/4", "last", "held out, in bf16")
 HEAD += ("distance", "band", "inside", "least signal to noise")
 
 
-def line(record: dict, plain: list[dict]) -> list[str]:
-    curve = smooth(record["losses"])
-    cells = [record["recipe"], str(record["seed"])]
-    cells += [f"{curve[round(i * (len(curve) - 1) / 4)]:.3f}" for i in range(5)]
-    cells.append(f"{record['held_out']:.4f}")
-    if record["recipe"] == "bf16" or len(plain) < 2:
-        cells += ["", "", ""]
-    else:
-        found = verdict(record, plain)
-        cells += [f"{found['distance']:.1e}", f"{found['band']:.1e}", "yes" if found["inside"] else "**no**"]
-    return [*cells, least(record["noise"][record["recipe"]])]
-
-
 def table(records: list[dict]) -> str:
-    parts = []
-    for runs in settings(records).values():
-        plain, first = [r for r in runs if r["recipe"] == "bf16"], runs[0]
+    parts, done = [], [r for r in records if "error" not in r]
+    for part in MODELS:
+        runs = [r for r in done if r["accuracy"] == part]
+        if not runs:
+            continue
+        runs.sort(key=lambda r: (WAYS.index(r["way"]), r["seed"]))
+        plain, rows, first = [r for r in runs if r["way"] == "bf16"], [], runs[0]
+        for r in runs:
+            curve = smooth(r["losses"])
+            cells = [r["way"], str(r["seed"])]
+            cells += [f"{curve[round(i * (len(curve) - 1) / 4)]:.3f}" for i in range(5)]
+            cells += [f"{r['held_out']:.4f}", *compared(r, plain), least(r["noise"][r["way"]])]
+            rows.append(cells)
         size = f"{first['parameters'] / 1e6:.0f} M parameters, {first['steps']} steps of {first['batch']}"
         parts += [
-            f"{size} x {first['seq']} tokens, {first['gpu']}. Losses: means of {WINDOW} steps.",
-            markdown(HEAD, [line(r, plain) for r in runs]),
+            f"{size} x {first['seq']} tokens, {first['gpu']}. Losses are means of {WINDOW} steps.",
+            markdown(HEAD, rows),
             "The least signal to noise of a middle layer, in decibels, by the run that trained its weights:",
             markdown(
-                ("the layer in", *(f"{r['recipe']}, seed {r['seed']}" for r in runs)),
+                ("the layer in", *(f"{r['way']}, seed {r['seed']}" for r in runs)),
                 [[way, *(least(r["noise"][way]) for r in runs)] for way in LAYERS],
             ),
         ]
     return "\n\n".join(parts)
 
 
-def measured(args: argparse.Namespace) -> Iterator[dict]:
-    rows, held = text(args)
-    held = held.to(args.device)
-    for name in args.cases:
-        yield run_case(name, rows, held, args)
+def _line(r: dict) -> str:
+    return f"{r['accuracy']} {r['way']} {r['seed']}: " + (r.get("error") or f"held out {r['held_out']:.4f}")
 
 
-def main(words: list[str] | None = None) -> int:
-    return processes.main(words, parse, measured, lambda path: store.read(path, key), table)
+def main(arguments: list[str] | None = None) -> int:
+    return processes.main_of_cases(
+        __file__, arguments, parse, cases, key, prepare, run_case, table, None, _line
+    )
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def _line(what: str, page: str, row: Row, milliseconds, gib, peers: tuple[str, .
     ours, peer = row["tigon"], min((r for r in others if "error" not in r), key=milliseconds)
     if "op" in ours:
         ours, peer = fastest_peer(row)
+        what += ", in place" * ours["provider"].endswith("_inplace")
     times = [milliseconds(r) for r in (ours, peer)]
     name = NAMES.get(peer["provider"], peer["provider"])
     cells = [f"{t:,.0f} ms" if t >= 100 else f"{t:.2f} ms" for t in times]

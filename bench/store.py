@@ -31,10 +31,10 @@ KEYS = {
     "small_steps": ("under", "model", "layers", "rank", "batch", "seq", "changes", "dtype", "device", "way"),
     "adapters": (
         *("part", "rows", "tokens", "columns", "outputs", "rank", "dtype", "checkpointing", "dora", "nf4"),
-        *("threads", "provider"),
+        *("threads", "base", "provider"),
     ),
     "optimizer": ("parameters", "kind"),
-    "fp8_accuracy": ("model", "changes", "recipe", "seed", "steps", "batch", "seq", "device"),
+    "fp8_accuracy": ("accuracy", "way", "seed", "layers", "steps", "device"),
 }
 
 

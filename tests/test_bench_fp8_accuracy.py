@@ -7,25 +7,24 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 import fp8_accuracy as bench
-import store
+import torch
 
-TINY = (
-    "hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,num_hidden_layers=2,"
-    "vocab_size=8192"
-)
+from tigon.integrations.transformers import fp8
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def test_runs_and_their_table(tmp_path):
-    out = tmp_path / "out.jsonl"
-    words = f"--device cpu --set {TINY} --steps 26 --batch 2 --seq 16 --held 4 --out {out} --cases"
-    cases = "300m:bf16:0,300m:bf16:1,300m:rowwise:0"
-    assert bench.main([*words.split(), cases, "--data", str(store.ROOT / "docs/fp8.md")]) == 0
-    plain, other, fp8 = store.read(out, bench.key)
-    assert plain["linears"] == 0 and fp8["linears"] == 14 and len(fp8["losses"]) == 26
-    assert plain["losses"][0] == pytest.approx(fp8["losses"][0], rel=1e-2)
-    assert len({str(r["losses"]) for r in (plain, other, fp8)}) == 3
-    noise = fp8["noise"]
-    assert set(noise["rowwise"]) == {"output", "x"} | {n for n in noise["bf16"] if n.endswith("weight")}
-    assert min(noise["rowwise"].values()) < min(noise["bf16"].values())
-    found = bench.verdict(fp8 | {"losses": [9.0] * 26}, [plain, other])
-    assert not found["inside"] and bench.table(store.read(out)).count("\n| rowwise | 0 |") == 1
+def test_runs_and_their_table(monkeypatch):
+    monkeypatch.setattr(fp8, "gains", fp8.gains)  # which the program replaces
+    text = torch.randint(97, (16, 16), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(bench, "tokens", lambda: (text, text[:4]))
+    monkeypatch.setattr(bench, "MODELS", {"300m": ("llama3-8b", 2, 26, (0, 1), (0,), TINY)})
+    found = bench.cases(bench.parse(["--device", "cpu", "--ways", "bf16,rowwise"]))
+    plain, other, quick = records = [case | bench.run_case(case) for case in found]
+    assert len({str(r["losses"]) for r in records}) == 3 and len(quick["losses"]) == 26
+    first = [r["losses"][0] for r in records]
+    assert first[0] == pytest.approx(first[2], rel=1e-2) and first[0] != first[1]
+    assert min(quick["noise"]["rowwise"].values()) < 30 < min(quick["noise"]["bf16"].values())
+    assert {"output", "x", "self_attn.q_proj.weight", "mlp.down_proj.weight"} < set(quick["noise"]["rowwise"])
+    assert bench.compared({**quick, "losses": [9.0] * 26}, [plain, other])[2] == "**no**"
+    assert bench.table(records).count("| rowwise | 0 |") == 1

@@ -25,6 +25,7 @@ import distillation
 import dpo
 import grpo
 import lora
+import one_card
 import same_bits
 import sft_data
 import sft_trainer
@@ -121,6 +122,16 @@ def test_lora(options):
     got = result(options, "lora")
     assert got["merged"] == pytest.approx(got["adapted"], rel=1e-4)
     assert got["losses"][-1] < got["losses"][0]
+
+
+def test_one_card(options):
+    """Patched it learns what it learns unpatched; the trained model is written."""
+    assert one_card.main([*options, "--memory-gb", "1", "--save"]) == 0
+    ours = result(options, "one_card")
+    assert ours["losses"][-1] < ours["losses"][0]
+    assert (Path(options[options.index("--out") + 1]) / "one_card/model/model.safetensors").exists()
+    assert one_card.main([*options, "--stock"]) == 0
+    assert ours["losses"] == pytest.approx(result(options, "one_card")["losses"], rel=2e-2)
 
 
 def test_continue_training(options):

@@ -283,6 +283,8 @@ class Op:
             bytes are wanted, ``tigon::<name>_fp8`` runs, which returns them and their scales too.
     """
 
+    of_node: dict[type, Op] = {}  # by the type of their results' grad_fn
+
     def __init__(
         self,
         name: str,
@@ -341,6 +343,7 @@ class Op:
         self.function = type(f"Tigon_{name}", (torch.autograd.Function,), members)
         self.apply = direct_apply(self.function)
         self.node = self.function._backward_cls  # type of its results' grad_fn
+        self.of_node[self.node] = self
 
     def __call__(self, *args):
         if type(args[0]) not in _PLAIN and takes_dtensors(self.layout, args):

@@ -183,6 +183,26 @@ def fsdp2_checkpointing(head, reentrant):
 
 
 @case(
+    ddp=("ddp", "elementwise"),
+    ddp_layers=("ddp", 0.5),
+    root=("root", "elementwise"),
+    own=("own", "elementwise"),
+    tail=("tail", 0.5),
+    after=("root", 0.5, True),
+)
+def fsdp2_recompute(head, mode, after=False):
+    """Weights of norms and Linears are freed between the forward and the backward."""
+    model = make(num_hidden_layers=3)
+    losses, want = wanted(model)
+    report = None if after else apply(model, recompute=mode)
+    ddp = head == "ddp"
+    sharded = DistributedDataParallel(model) if ddp else shard(model, head, True, group=head == "own")
+    report = apply(model, recompute=mode) if after else report
+    two_steps(sharded, losses, want)
+    assert "q_proj, k_proj, v_proj, gate_proj, up_proj, down_proj keep no result" in str(report)
+
+
+@case(
     ddp=(None, "llama"),
     fsdp2=("root", "llama"),
     fsdp2_tail=("tail", "llama"),

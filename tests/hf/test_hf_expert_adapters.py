@@ -210,3 +210,52 @@ def test_a_model_trains_saves_loads_and_merges(tmp_path):
     apply(loaded)
     close(loaded(input_ids=ids).logits, wanted, ulps=1024)
     close(loaded.merge_and_unload()(input_ids=ids).logits, wanted, ulps=1024)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fp8": "rowwise"}, {"fp8": "rowwise", "fp8_base_only": True}], ids=str
+)
+@pytest.mark.parametrize("entrance", ["apply", "class", "alive"])
+def test_late_adapters(entrance, options, facade, peft_forwards):
+    """PEFT after the patch, of the model, its class, or the class while it is alive: as PEFT before it."""
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    ids = torch.randint(3, 40, (2, 7), generator=torch.Generator().manual_seed(1))
+    liger = importlib.import_module("liger_kernel.transformers")
+
+    def new(seen=lambda model: None):
+        model = make("mixtral", dtype=torch.bfloat16, experts_implementation="grouped_mm")
+        seen(model)
+        torch.manual_seed(2)
+        config = {"r": 3, "target_modules": ["q_proj"], "init_lora_weights": False}
+        return peft.get_peft_model(model, peft.LoraConfig(target_parameters=names, **config))
+
+    def another(model):
+        torch.manual_seed(3)
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))
+        model.set_adapter("other")
+
+    def late(model):
+        if entrance == "alive":
+            liger.apply_liger_kernel_to_mixtral()
+        if entrance == "apply" or options:
+            apply(model, **options)
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    def gradients(model):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return found | {"loss": loss.detach()}
+
+    wanted = new()
+    apply(wanted, **options)
+    if entrance == "class":
+        liger.apply_liger_kernel_to_mixtral()
+    model = new(late)
+    for change in (lambda m: None, another, lambda m: m.set_adapter("default")):
+        change(model), change(wanted)
+        got = gradients(model)
+        assert all(value.equal(got.pop(name)) for name, value in gradients(wanted).items()) and not got
+    assert not peft_forwards and model.base_model.model._tigon_state.report.count("lora") == 4 + 2

@@ -248,6 +248,15 @@ def test_checkpointing(reentrant, caplog):
     assert ("checkpoints are reentrant" in caplog.text) == reentrant
 
 
+@pytest.mark.parametrize("mode", ["elementwise", 0.5])
+def test_recompute(mode):
+    model, twin = pair(num_hidden_layers=4)
+    report = apply(twin, recompute=mode)
+    for seed in range(5):
+        equal(step(twin, inputs(seed)), step(model, inputs(seed)))
+    assert held(twin).replays == 3 and "down_proj keep no result" in str(report)
+
+
 @pytest.mark.parametrize("where", ["adapters", "attention"])
 def test_checkpoints_with_dropout(where, caplog):
     """The seeds of adapters are drawn once for a layer and its repetition; other dropout runs eagerly."""

@@ -355,6 +355,15 @@ def test_checkpointing(adapters):
     assert held(both.models[1]).replays == 4
 
 
+@pytest.mark.parametrize("mode", ["elementwise", 0.5])
+def test_recompute(mode):
+    both = Both()
+    apply(both.models[1], recompute=mode)
+    for seed in range(6):
+        both.train(seed)
+    assert held(both.models[1]).replays == 4
+
+
 def test_not_enough_memory():
     """A capture that runs out of memory leaves an eager model, random numbers, and what was captured."""
     model, twin = gpu_pair(vocab_size=VOCABULARY)

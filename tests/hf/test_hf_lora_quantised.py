@@ -81,7 +81,7 @@ KINDS = {"nf4": nf4, "int8": int8, "torchao": torchao, "fp8": fp8, "compressed":
 READ = ("nf4", "int8", "torchao")  # by PEFT too
 
 
-def adapted_model(quantise, device, dtype=torch.float32, **options):
+def adapted_model(quantise, device, dtype=torch.float32, before=lambda model: None, **options):
     """A model of quantised bases with adapters, and the same of plain bases with the dequantised weights."""
     model = make("llama_bias_tied", device=device, dtype=dtype)
     plain = copy.deepcopy(model)
@@ -92,6 +92,7 @@ def adapted_model(quantise, device, dtype=torch.float32, **options):
         model.set_submodule(path, quantised)
         module.weight.data.copy_(tigon.dequantize(quantised, dtype=module.weight.dtype))
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = quantise is nf4, quantise is int8
+    before(model)
     config = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
     found = []
     for one in (model, plain):
@@ -177,18 +178,28 @@ def test_nothing_dequantised_is_kept(kind, device):
     loss.backward()
 
 
-def test_what_peft_does_with_codes_is_refused(device):
-    """DoRA's lengths would be those of codes; an adapter of a parameter would be added to codes."""
-    model, _ = adapted_model(compressed, device, use_dora=True)
-    with pytest.raises(tigon.Error, match="DoRA must be around a base that PEFT dequantises, got Linear"):
-        apply(model)
+@pytest.mark.parametrize("late", [False, True])
+def test_what_peft_does_with_codes_is_refused(late, device):
+    """DoRA's lengths would be those of codes; an adapter of a parameter would be added to codes.
+
+    So where adapters come after `apply` too, by every forward.
+    """
+    before = apply if late else lambda model: None
+
+    def refused(model, message):
+        for _ in range(2):
+            with pytest.raises(tigon.Error, match=message):
+                model(**batch(device)) if late else apply(model)
+
+    model, _ = adapted_model(compressed, device, before=before, use_dora=True)
+    refused(model, "DoRA must be around a base that PEFT dequantises, got Linear")
     model = make(device=device)
     layer = model.model.layers[0].mlp.down_proj
     layer.weight = nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     layer.weight_scale_inv = nn.Parameter(torch.ones(1, 1, device=device), requires_grad=False)
+    before(model)
     model = peft.get_peft_model(model, peft.LoraConfig(target_parameters=["down_proj.weight"]))
-    with pytest.raises(tigon.Error, match="target_parameters must name parameters that are not quantised"):
-        apply(model)
+    refused(model, "target_parameters must name parameters that are not quantised")
 
 
 def test_a_4_bit_base_computes_in_its_own_dtype(device, made):

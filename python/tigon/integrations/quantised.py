@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _LINEAR = nn.Linear.forward
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -29,7 +30,7 @@ class Codes(NamedTuple):
     divisor: torch.Tensor | None = None
 
 
-Made = Codes | Callable[[], torch.Tensor] | None
+Made = Codes | Callable[[Callable], torch.Tensor] | None  # a function is given tigon.dequantize
 
 
 def read(linear: nn.Module) -> Made:
@@ -47,7 +48,7 @@ def is_quantised(linear: nn.Module) -> bool:
 
 def peft_reads(linear: nn.Module) -> bool:
     """Whether PEFT dequantises the weight itself, where it needs more than the product."""
-    return _reader(linear) in (_bitsandbytes, _by_itself)
+    return _reader(linear) in (_bitsandbytes, _by_itself, _hqq)
 
 
 def has_library_forward(linear: nn.Module) -> bool:
@@ -57,11 +58,35 @@ def has_library_forward(linear: nn.Module) -> bool:
     return of.startswith("compressed_tensors.") and _reader(linear) is _compressed_tensors
 
 
+def has_backend_forward(kind: type) -> bool:
+    """Whether the class's forward is one of HQQ's, which `set_backend` chooses by name."""
+    return kind.forward.__qualname__.startswith("HQQLinear.forward_") and _is_hqq(kind)
+
+
+def why_not(linear: nn.Module) -> str:
+    """Words for a base that no reader knows: its class, and for gptqmodel's what to load instead."""
+    name = type(linear).__name__
+    if type(linear).__module__.startswith("gptqmodel."):
+        return f"the base is {name}, whose weight Tigon does not read (load it with backend='auto_trainable')"
+    return f"the base is {name}, not nn.Linear"
+
+
+def device_of(linear: nn.Module, default: torch.device) -> torch.device:
+    """Of codes that are no parameter, or `default`; group indices of GPTQ may be elsewhere."""
+    return getattr(getattr(linear, "qweight", None), "device", default)
+
+
+def _is_hqq(kind: type) -> bool:
+    return kind.__name__ == "HQQLinear" and kind.__module__.startswith("hqq.")
+
+
 def _reader(linear: nn.Module) -> Callable[[nn.Module], Made] | None:
     """A subclass with another forward may compute something else."""
-    if not isinstance(linear, nn.Linear):
-        return None
     kind = type(linear)
+    if not isinstance(linear, nn.Linear):
+        if kind.__module__.startswith("gptqmodel."):
+            return _OF_GPTQMODEL.get(kind.__name__)
+        return _hqq if _is_hqq(kind) else None
     if kind.forward is _LINEAR:
         if "quantization_scheme" in vars(linear):
             return _compressed_tensors
@@ -121,8 +146,67 @@ def _zeros(zeros, scales):
     """Zero points of 4 bits are packed along the first dimension and stored plus 8."""
     if zeros.dtype != torch.int32:
         return zeros
-    shifts = torch.arange(0, 32, 4, device=zeros.device, dtype=torch.int32)[:, None]
-    return (zeros[:, None] >> shifts & 15).flatten(0, 1)[: len(scales)] - 8
+    return _unpacked(zeros.T, 4).T[: len(scales)].char() - 8
+
+
+def _unpacked(words, bits):
+    """Codes of bits in int32, the low ones first, as uint8: [n, m] -> [n, m * 32 / bits]."""
+    shifts = torch.arange(0, 8, bits, device=words.device, dtype=torch.uint8)
+    return (words.contiguous().view(torch.uint8)[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
+
+
+def _gptq(linear):
+    """Words along the inputs; `g_idx` has the group of each, in any order. Zero points are of format v2."""
+    if linear.bits not in (2, 4, 8) or linear.planar or not _is_packed(linear) or linear.g_idx is None:
+        return None
+    return functools.partial(_of_gptq, linear)
+
+
+def _of_gptq(linear, dequantize):
+    bits, inputs, outputs = linear.bits, linear.in_features, linear.scales.shape[1]
+    scales, zeros = linear.scales.T.contiguous(), _unpacked(linear.qzeros, bits)[:, :outputs].T.short()
+    words = linear.qweight.T.contiguous()
+    if bits == 4 and _in_order(linear.g_idx, linear.group_size):
+        options = {"block": (1, linear.group_size), "columns": inputs, "zeros": zeros - 8}
+        return dequantize(words, scales, "int4", dtype=scales.dtype, **options)
+    of = linear.g_idx.to(scales.device, torch.int64)
+    codes = _unpacked(words, bits)[:, :inputs].short().sub_(zeros[:, of])
+    return scales[:, of].mul_(codes)
+
+
+_ordered = WeakTensorKeyDictionary()
+
+
+def _in_order(of, size) -> bool:
+    """Whether inputs have their groups one after the other; looked at once for each tensor, which waits."""
+    if _ordered.get(of, (None,))[0] != (of._version, size):
+        _ordered[of] = (of._version, size), torch.equal(of.cpu().long(), torch.arange(len(of)) // size)
+    return _ordered[of][1]
+
+
+def _awq(linear):
+    """Words along the outputs, of which a word has the even ones first."""
+    return functools.partial(_of_awq, linear) if linear.bits == 4 and _is_packed(linear) else None
+
+
+def _of_awq(linear, dequantize):
+    scales = linear.scales.unflatten(1, (-1, 4, 2)).mT.flatten(1)  # in the order of the codes
+    options = {"block": (linear.group_size, 1), "zeros": _unpacked(linear.qzeros, 4).short() - 8}
+    made = dequantize(linear.qweight, scales, "int4", dtype=scales.dtype, **options)
+    return made.unflatten(1, (-1, 2, 4)).permute(1, 3, 2, 0).flatten(0, 2)
+
+
+def _is_packed(linear):
+    """Whether words, zero points and scales are here, and nothing else changes what the layer computes."""
+    words = [getattr(linear, name, None) for name in ("qweight", "qzeros")]
+    plain = all(type(t) in _PLAIN for t in (*words, linear.scales))
+    if not plain or any(t.dtype != torch.int32 for t in words) or linear.adapter is not None:
+        return False
+    return not (getattr(linear, "online_full_had", False) or getattr(linear, "online_partial_had", False))
+
+
+def _hqq(linear):
+    return (lambda _: linear.dequantize()) if linear.ready and has_backend_forward(type(linear)) else None
 
 
 def _bitsandbytes(linear):
@@ -133,12 +217,17 @@ def _bitsandbytes(linear):
     eight = weight.dtype == torch.int8 and not (state is None or weight.SCB is state.SCB is None)
     if not (four or eight):
         return None
-    return functools.partial(dequantize_bnb_weight, weight, state)
+    return lambda _: dequantize_bnb_weight(weight, state)
 
 
 def _by_itself(linear):
-    return linear.weight.dequantize
+    weight = linear.weight
+    own = type(weight).dequantize is not torch.Tensor.dequantize
+    return (lambda _: weight.dequantize()) if own else None
 
 
 # Of transformers.
 _READERS = {"FP8Linear": _blocks, "FbgemmFp8Linear": _rows, "CompressedTensorsFP8Linear": _rows}
+# Of gptqmodel, of those that it trains.
+_OF_GPTQMODEL = {"TorchLinear": _gptq, "TritonV2Linear": _gptq}
+_OF_GPTQMODEL |= dict.fromkeys(("AwqTorchLinear", "AwqGEMMLinear", "AwqGEMMTritonLinear"), _awq)

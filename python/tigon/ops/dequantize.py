@@ -44,8 +44,8 @@ def dequantize(
 
     Args:
         source: codes ``[..., N, K]`` of 8 bits, or of 4 bits ``[..., N, K / 2]`` in bytes (or 32-bit words)
-            with the low bits first. Or a quantised Linear of transformers, compressed-tensors, bitsandbytes
-            or torchao, or PEFT's layer around one: all but `dtype` is then read from it.
+            with the low bits first. Or a quantised Linear of transformers, compressed-tensors, bitsandbytes,
+            torchao, gptqmodel or hqq, or PEFT's layer around one: all but `dtype` is then read from it.
         scales: ``[..., n, k]``, one for each block; ``[N]``: one for each row; one element: one for all.
             float32, bfloat16, float16, float8 e4m3 or e8m0 (uint8: the bytes of e8m0).
         kind: what a code is: ``"e4m3"``, ``"int8"``, ``"int4"`` (stored plus 8) or ``"e2m1"``. ``None``: by
@@ -136,10 +136,10 @@ def _block_of(block, scales, rows, columns) -> tuple[int, int]:
     return max(1, rows // n), max(1, columns // k)
 
 
-def weight_of(made: Codes | Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def weight_of(made: Codes | Callable[[Callable], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The weight of what was read of a module."""
     if not isinstance(made, Codes):
-        return made().detach().to(dtype)
+        return made(dequantize).detach().to(dtype)
     codes, scales, kind, *_ = made
     options = {name: getattr(made, name) for name in ("block", "columns", "zeros", "divisor")}
     return dequantize(codes, scales, kind, dtype=dtype, **options)

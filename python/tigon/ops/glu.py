@@ -129,17 +129,6 @@ def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_AL
     return _op(gate, up, *options)
 
 
-def can_repeat(result: torch.Tensor) -> bool:
-    """Whether `result` comes straight from one of these ops, unchanged, with what its backward needs."""
-    return isinstance(result.grad_fn, _op.node) and result._version == 0
-
-
-def repeat(node) -> torch.Tensor:
-    """The result of the op behind `node`, a ``grad_fn``, once more."""
-    gate, up = node.saved_tensors
-    return _op(gate, up, *node.options)
-
-
 def swiglu(
     gate: torch.Tensor,
     up: torch.Tensor | None = None,

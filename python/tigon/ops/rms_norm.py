@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from tigon._dtensor import Layout
@@ -65,16 +63,6 @@ def column_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     columns = a.new_ones(a.shape[-1], dtype=torch.float32)
     rows = a.new_ones(a.numel() // a.shape[-1], dtype=torch.float32)
     return _op.bwd(a, b, columns, rows, 0.0, ROUNDINGS["gemma"], False, True)[1]
-
-
-def repeater(result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """What makes `result` once more if it comes straight from here, unchanged, with a copy of the weight."""
-    node = result.grad_fn
-    if type(node) is not _op.node or result._version != 0:
-        return None
-    weight = node.saved_tensors[1]  # may be freed by then, as FSDP does
-    weight = None if weight is None else weight.detach().clone()
-    return lambda: _op.infer(node.saved_tensors[0], weight, *node.options)
 
 
 def rms_norm(

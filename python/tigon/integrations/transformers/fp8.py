@@ -14,6 +14,7 @@ from tigon._dtensor import is_dtensor
 from tigon.error import Error
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, bound, plain, stock
 from tigon.integrations.transformers.head_operands import LORA_PARTS, is_linear
+from tigon.integrations.transformers.recompute import LinearSpec
 from tigon.ops import fp8_linear
 from tigon.ops.fp8_linear import MULTIPLE
 from tigon.ops.fp8_weight import Fp8Weight
@@ -184,7 +185,7 @@ def _place(
 def _kind(module: nn.Linear) -> str | None:
     """Why a Linear is left because of what it is."""
     known = bound(module)
-    if known is not None and not isinstance(known.spec, Fp8Spec):
+    if known is not None and not isinstance(known.spec, Fp8Spec | LinearSpec):
         return "replaced by another slot"
     sharded = is_dtensor(module.weight)  # FSDP2 gathers it for the forward
     whole = plain(module.weight) or type(module.weight) is Fp8Weight

@@ -19,7 +19,15 @@ import torch
 from torch import nn
 
 from tigon.error import refuse
-from tigon.integrations.quantised import has_library_forward, is_quantised, peft_reads, read
+from tigon.integrations.quantised import (
+    device_of,
+    has_backend_forward,
+    has_library_forward,
+    is_quantised,
+    peft_reads,
+    read,
+    why_not,
+)
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
     CALL,
@@ -46,7 +54,8 @@ from tigon.integrations.transformers.head_operands import (
     is_linear,
     row_lengths,
 )
-from tigon.ops import fp8_linear, glu, rms_norm
+from tigon.ops import fp8_linear
+from tigon.ops.again import NORMS, PRODUCTS, again
 from tigon.ops.dequantize import weight_of
 from tigon.ops.fp8_weight import Fp8Weight
 from tigon.ops.lora_linear import Adapter, Base, apply, prepare, reference
@@ -55,6 +64,7 @@ from tigon.ops.philox import draw_seed
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector")
 _LAYERS = ("Linear", "Linear4bit", "Linear8bitLt", "TorchaoLoraLinear")
+_LAYERS += ("GPTQLoraLinear", "AwqLoraLinear", "HqqLoraLinear")
 
 
 def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
@@ -65,13 +75,14 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
         return f"lora.{name} is not an adapter of a plain or quantised Linear"
     base = module.base_layer
     if not (is_linear(base) or is_quantised(base)):
-        return f"the base is {type(base).__name__}, not nn.Linear"
-    if is_quantised(base) and not peft_reads(base) and read(base) is None:
+        return why_not(base)
+    later = type(base).__module__.startswith("bitsandbytes.")  # quantised when it is moved to the device
+    if is_quantised(base) and not later and read(base) is None:
         return f"the base, {type(base).__name__}, holds no codes that Tigon reads"
     if foreign(base) and not has_library_forward(base):
         return "the base's forward is bound to the instance (tensor parallel, kernels or another patch)"
     parts = [part for name in _PARTS for part in getattr(module, name).values()]
-    base_as_written = type(base).forward is written(type(base)) and calls_forward(base)
+    base_as_written = _is_written(type(base)) and calls_forward(base)
     if not (base_as_written and all(map(is_as_written, (module, *parts)))):
         return "a part of the adapter has another forward than the one it was written with"
     variants = {type(v).__name__ for v in getattr(module, "lora_variant", {}).values()}
@@ -85,6 +96,11 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
             type(base).__name__,
         )
     return blocked(module) or (LoraSpec(), "tigon.lora_linear")
+
+
+def _is_written(kind: type) -> bool:
+    """Whether instances have the forward that the class, or the backend of HQQ's, was written with."""
+    return kind.forward is written(kind) or has_backend_forward(kind)
 
 
 class State(NamedTuple):
@@ -142,7 +158,7 @@ class Siblings:
         # The others' kept states may be out of date: each layer checks when it is called.
         if not (self.specs and self.specs[0] is spec and _same([s.state for s in self.specs], self.states)):
             self._gather(spec, x, state)
-        y, *ys = _adapted(x, state.dtype, self.prepared)
+        y, *ys = _adapted(x, state.dtype, self.prepared, all_norms=spec.all_norms)
         self.x, self.version = weakref.ref(x), x._version
         for sibling, other, z in zip(self.specs[1:], self.states[1:], ys, strict=True):
             self.results[sibling.name] = other, other.versions(), other.finish(z)
@@ -184,11 +200,12 @@ class LoraSpec:
     name: str = ""
     siblings: Siblings | None = None
     fp8: Fp8Spec | None = None  # the base's matmuls are of float8 in training
+    all_norms: bool = False  # no result of a norm is kept, not only large ones
     seen: list | None = None
     state: State | None = None
 
     def __reduce__(self):
-        return LoraSpec, (self.name, self.siblings, self.fp8)
+        return LoraSpec, (self.name, self.siblings, self.fp8, self.all_norms)
 
 
 def find_siblings(parent: nn.Module, names: list[str]) -> Siblings | None:
@@ -232,21 +249,21 @@ def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
     if state is None:
         return stock(module, x, *args, **kwargs)
     if state.magnitude is not None and not _scales_weight(x, state):
-        y = _dora(x, state)
+        y = _dora(x, state, spec.all_norms)
     elif spec.siblings is not None and state.shareable and _sharing(x):
         return spec.siblings.call(spec, x, state)
     elif state.base.quantised is not None and not _is_eager():
         y = _composed(x, state)
     else:
         seed = draw_seed(x) if state.drops else None
-        y = state.finish(*_adapted(x, state.dtype, state.call, seed))
+        y = state.finish(*_adapted(x, state.dtype, state.call, seed, spec.all_norms))
     # A 4-bit base computes in a dtype of its own.
     return y if y.dtype == x.dtype or torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
 
 
-def _adapted(x, dtype, call, seed=None):
+def _adapted(x, dtype, call, seed=None, all_norms=False):
     if x.dtype == dtype:
-        return apply(x, *call, seed, _recompute(x))
+        return apply(x, *call, seed, _recompute(x, all_norms))
     return apply(x.to(dtype), *call, seed)
 
 
@@ -264,18 +281,17 @@ def _composed(x, state: State) -> torch.Tensor:
 _LARGE = 1 << 25
 
 
-def _recompute(x) -> Callable[[], torch.Tensor] | None:
+def _recompute(x, all_norms: bool) -> Callable[[], torch.Tensor] | None:
     """A function that computes x again in the backward, so that it is not kept: a gated unit or a large norm.
 
+    With `all_norms`, a small one too.
     Both keep their inputs anyway. Under checkpoints and hooks, which manage saved tensors, x is kept.
     """
     if not _sharing(x) or torch._C._current_graph_task_id() != -1:
         return None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
-    if glu.can_repeat(x):
-        return functools.partial(glu.repeat, x.grad_fn)
-    return rms_norm.repeater(x) if x.nbytes >= _LARGE else None
+    return again(x, (PRODUCTS, NORMS) if all_norms or x.nbytes >= _LARGE else (PRODUCTS,))
 
 
 def _sharing(x) -> bool:
@@ -393,7 +409,7 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
         return None
     if has_hooks(base) or not calls_forward(base):
         return None
-    if type(base).forward is not (LINEAR if linear else written(type(base))):
+    if not (linear or _is_written(type(base))):
         return None
     coded = is_quantised(base)
     if foreign(base) and not (coded and has_library_forward(base)):
@@ -419,10 +435,10 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
             weight = weight if quantised else weight.to(dtype)
     elif coded and not torch.compiler.is_compiling() and (made := read(base)) is not None:
         held = [t for t in base._parameters.values() if t is not None]
-        if any(t.device != device or hasattr(t, "ds_id") for t in held):
+        if any(t.device != device or hasattr(t, "ds_id") for t in held) or device_of(base, device) != device:
             return None
         sources = held
-        if autocast is None:
+        if autocast is None and isinstance(base, nn.Linear):
             dtype = getattr(base, "compute_dtype", None) or dtype  # of a 4-bit base
         weight = _dequantised(made, dtype)
     else:
@@ -493,13 +509,13 @@ def _scales_weight(x, state: State) -> bool:
     return _is_eager() and state.scales_weight and 16 * x.numel() >= x.shape[-1] ** 2
 
 
-def _dora(x, state: State) -> torch.Tensor:
+def _dora(x, state: State, all_norms: bool = False) -> torch.Tensor:
     """DoRA scales the rows of ``W + scale * B A`` to the lengths `magnitude`; this scales the result."""
     dtype, (weight, bias, *_), (adapter,), magnitude, *_ = state
     made = [weight if isinstance(weight, torch.Tensor) else weight()]
     lengths = row_lengths(made[0], *adapter[1:4])
     base = Base(weight if made[0] is weight else lambda: made.pop() if made else weight())
-    (y,) = _adapted(x, dtype, prepare([base], [adapter]))
+    (y,) = _adapted(x, dtype, prepare([base], [adapter]), all_norms=all_norms)
     y = (y * (magnitude / lengths)).to(dtype)
     return y if bias is None else y + bias
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -49,7 +50,14 @@ from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
 from tigon.integrations.transformers.qk_norm import plan_qk_norm
 from tigon.integrations.transformers.qkv_split import plan_slices
-from tigon.integrations.transformers.recompute import Ledger
+from tigon.integrations.transformers.recompute import (
+    Ledger,
+    Recompute,
+    check_recompute,
+    give_back,
+    linear_forward,
+    take,
+)
 from tigon.integrations.transformers.report import Entry, Report
 from tigon.integrations.transformers.rewriting import Rewritten, rewritten_forward
 from tigon.integrations.transformers.rope import plan_rotary, rewrite, rotary_callers, rotary_forward
@@ -76,6 +84,7 @@ class State:
 
     def __deepcopy__(self, memo):
         report = replace(self.report, entries=[*self.report.entries], notes=[*self.report.notes], graphs=None)
+        report.recompute = copy.deepcopy(report.recompute, memo)
         return State(report, dict(self.losses), self.ledger, dict(self.experts), self.fp8)
 
 
@@ -106,16 +115,24 @@ class Arrivals:
 
     def look(self, root: nn.Module) -> None:
         """Replace the layers of new adapters."""
+        before = self.known
         if not self.changed(root):
             return
         state, plan = root.__dict__[STATE], _Plan(root)
-        plan.lora()
-        if state.fp8 is not None:
-            plan.fp8(state.fp8)
-        plan.replace()
+        plan.all_norms = state.report.recompute is not None
+        try:
+            plan.lora()
+            if state.fp8 is not None:
+                plan.fp8(state.fp8)
+            plan.replace()
+        except BaseException:
+            self.known = before  # what is refused in this call is refused in the next
+            raise
         report, slots = state.report, {entry.slot for entry in plan.entries} | {"lora"}
         report.entries[:] = [entry for entry in report.entries if entry.slot not in slots] + plan.entries
         layers = report.count("lora")
+        if report.recompute is not None:
+            report.recompute.adapters = layers
         log.info("[apply] the model's adapters have changed: %d layers call tigon.lora_linear", layers)
 
 
@@ -132,6 +149,9 @@ class _Plan:
         self.losses: list[str] = []  # paths of models whose loss function is transformers' causal one
         self.heads: list = []  # (model, Linears of its head)
         self.trl: str | None = None  # why Tigon does not replace TRL's heads
+        self.recompute: Recompute | None = None
+        self.places: list = []  # layers among which some are checkpointed
+        self.all_norms = False  # LoRA layers keep no result of a norm
 
     def modules(self, slot, *rows):
         """Check all modules with each row's plan, and bind its function to those that the plan accepts.
@@ -182,6 +202,8 @@ class _Plan:
             known = getattr(bound(module), "spec", None)
             if isinstance(spec, LoraSpec) and isinstance(known, LoraSpec):
                 spec.fp8 = known.fp8
+            if isinstance(spec, LoraSpec):
+                spec.all_norms = self.all_norms
         for parent in self.model.modules():
             names = {name: specs[id(c)] for name, c in parent.named_children() if id(c) in specs}
             siblings = find_siblings(parent, [*names])
@@ -203,6 +225,14 @@ class _Plan:
             if taken and verdict[0].packs:
                 self.packed.append(module)
             self.add("fp8", path, type(module).__name__, verdict)
+
+    def recomputed(self, given):
+        self.recompute = Recompute(given)
+        taken = {id(module): function for function, module, _, name in self.binds if name == "forward"}
+        for linear, spec in self.recompute.plan(self.model, self.heads_of_owners(), taken):
+            self.binds.append((linear_forward, linear, spec, "forward"))
+        self.recompute.adapters = sum(function is lora_forward for function in taken.values())
+        self.places = list(self.recompute.places(self.model))
 
     def add(self, *found):
         self.entries.append(Entry.of(*found))
@@ -262,7 +292,7 @@ class _Plan:
         for function, module, spec, name in self.binds:
             there = bound(module, name)
             same = there is not None and (there.function, there.spec) == (function, spec)
-            if same and there.replaces_own():
+            if same and there.replaces_own() and function is not linear_forward:
                 continue
             if isinstance(spec, MlpSpec):
                 spec = replace(spec, ledger=ledger)
@@ -277,6 +307,10 @@ class _Plan:
                 bind(rotary_forward, module, Rewritten(rewrite, type(module), names, name=name), name)
             elif isinstance(held.spec, Rewritten):
                 held.spec.add(rewrite, names)
+        for module in self.model.modules() if self.recompute else ():
+            give_back(module)
+        for place in self.places:
+            take(place)
         for owner, linears in self.heads:
             known = [forward.spec[0] for forward in (model_forward(owner),) if forward and forward.spec]
             known += [forward.spec for forward in map(bound, linears) if forward is not None]
@@ -336,6 +370,7 @@ def apply(
     lazy_logits: bool = False,
     max_peak_mb: float | None = None,
     graphs: bool | Sequence[int] = False,
+    recompute: str | float | None = None,
     fp8: str | None = None,
     fp8_except: Sequence[str] = (),
     first_last_bf16: bool = False,
@@ -359,6 +394,10 @@ def apply(
             :func:`tigon.linear_cross_entropy`. It holds until `undo`.
         graphs: replay training calls as CUDA graphs (docs/graphs.md). Numbers are the lengths to which rows
             are padded. It stays on until `undo`.
+        recompute: what is not kept for the backward but computed again in it, bitwise equal
+            (docs/checkpointing.md): "norms", their results; "elementwise", those of gated units too; or the
+            fraction, up to 1, of the layers' kept bytes that shall go: as "elementwise", and as many whole
+            layers as that takes. It stays on until `undo`.
         fp8: compute the matmuls of Linears in layers in float8: "rowwise", or "rowwise_dw_bf16", which
             leaves those of the weights' gradients unchanged (docs/fp8.md). It stays on until `undo`.
         fp8_except: names of Linears, or of modules that contain them, to leave unchanged.
@@ -381,6 +420,7 @@ def apply(
     lengths = _lengths(graphs)
     root = unwrapped(model)
     check_recipe(fp8, root)
+    check_recompute(recompute)
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
     plan = _Plan(root)
@@ -406,6 +446,9 @@ def apply(
     )
     asked = {slot: value is None or bool(value) for slot, value in given.items()}
     asked["qk_norm"] &= asked["norm"] and asked["rope"]
+    if recompute is None and report.recompute is not None:
+        recompute = report.recompute.given
+    plan.all_norms = recompute is not None
     for slot, look in _SLOTS.items():
         if asked[slot]:
             look(plan)
@@ -416,6 +459,8 @@ def apply(
         names = [fp8_except] if isinstance(fp8_except, str) else fp8_except
         options = Options(fp8, tuple(names), first_last_bf16, fp8_base_only)
         plan.fp8(options)
+    if recompute is not None:
+        plan.recomputed(recompute)
     _check(plan, report, strict)
     asked["fp8"], given["fp8"] = fp8 is not None, None
     kept = [entry for entry in report.entries if not (asked[entry.slot] or given[entry.slot])]
@@ -427,6 +472,7 @@ def apply(
     if state is None:
         state = root.__dict__[STATE] = State(report)
     state.fp8 = state.fp8 if fp8 is None else options
+    report.recompute = plan.recompute
     plan.commit(state, lazy_logits, max_peak_mb)
     if asked["lora"]:
         _watch(root)
@@ -526,6 +572,7 @@ def undo(model: nn.Module) -> None:
     for module in root.modules():
         unbind(module)
         unpack(module)
+        give_back(module)
     root.__dict__.pop(ARRIVALS, None)
     forget_weights(root.parameters())
     state = root.__dict__.pop(STATE, None)

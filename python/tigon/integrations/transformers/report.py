@@ -124,6 +124,7 @@ class Report:
     graphs: object = field(
         default=None, compare=False
     )  # of apply(graphs=True): what was captured and why not
+    recompute: object = field(default=None, compare=False)  # of apply(recompute=...)
 
     @property
     def replaced(self) -> list[Entry]:
@@ -159,7 +160,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"  {slot:<7} {what} {verdict}" for slot, what, verdict in self._rows()]
         notes = [f"  note    {note}" for note in self._remarks()]
-        notes += [f"  graphs  {line}" for line in self._graph_lines()]
+        notes += [f"  {slot:<7} {line}" for slot, line in self._lines()]
         return "\n".join([f"tigon.apply({self.model})", *lines, *notes])
 
     __repr__ = __str__
@@ -173,7 +174,7 @@ class Report:
             for row in (
                 *self._rows(),
                 *(("note", note, "") for note in self._remarks()),
-                *(("graphs", line, "") for line in self._graph_lines()),
+                *((slot, line, "") for slot, line in self._lines()),
             )
         )
         return f"<table><caption>tigon.apply({html.escape(self.model)})</caption>{rows}</table>"
@@ -184,8 +185,10 @@ class Report:
         lost = calls.computed and not (calls.fused or calls.traced)
         return [*self.notes, *([f"the loss head computes all logits: {calls.reason}"] if lost else [])]
 
-    def _graph_lines(self) -> list[str]:
-        return [] if self.graphs is None else list(self.graphs.lines())
+    def _lines(self) -> list[tuple[str, str]]:
+        """What options of the whole model have done."""
+        options = (("graphs", self.graphs), ("recompute", self.recompute))
+        return [(slot, line) for slot, option in options if option is not None for line in option.lines()]
 
     def _rows(self):
         """(slot, class or function, its replacement or reason); equal places share a row."""
