@@ -1,4 +1,4 @@
-"""The pages of docs/results, the table of README and their pictures, from the files of bench/results.
+"""Pages of docs/results, tables of README and docs/one-card.md, pictures, from the files of bench/results.
 
     python bench/results.py                                  docs/results/*.md and docs/img/*.png
     python bench/results.py out/mine.jsonl                   the tables of these files, printed
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import age
+import cards
 import convergence
 import e2e
 import floor
@@ -400,8 +401,15 @@ def write(everything: list[Run], pictures: bool) -> None:
                 path.unlink()
         for name, draw in drawn.items():
             draw(IMAGES / name)
-    readme.PAGE.write_text(readme.page(readme.PAGE.read_text()))
-    print(f"README's table and {len(texts)} pages in {PAGES.relative_to(ROOT)}")
+    for path, text in with_tables().items():
+        path.write_text(text)
+    print(f"README's table, {cards.PAGE.name} and {len(texts)} pages in {PAGES.relative_to(ROOT)}")
+
+
+def with_tables() -> dict[Path, str]:
+    """Pages by hand with measured tables in them, those written anew."""
+    tables = {readme.PAGE: readme.table, cards.PAGE: cards.tables}
+    return {path: readme.page(path.read_text(), table()) for path, table in tables.items()}
 
 
 def outdated(everything: list[Run]) -> list[str]:
@@ -409,8 +417,7 @@ def outdated(everything: list[Run]) -> list[str]:
     texts = pages(everything)
     committed = {path.name: path.read_text() for path in PAGES.glob("*.md")}
     found = sorted(n for n in texts.keys() | committed.keys() if texts.get(n) != committed.get(n))
-    text = readme.PAGE.read_text()
-    return found + [readme.PAGE.name] * (text != readme.page(text))
+    return found + [path.name for path, text in with_tables().items() if text != path.read_text()]
 
 
 def main(arguments: list[str] | None = None) -> int:
