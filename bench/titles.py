@@ -82,6 +82,7 @@ FILES = {  # of these files a page shows the first ones first
     "train_bf16": "A training run in bfloat16",
     "host": "Small calls",
     "convergence": "Ten families, 100 steps",
+    "fp8_accuracy": "Training in FP8",
 }
 SUITES = {  # what the cases of an op have in common in these files
     "loss_head_odd": "odd sizes and vocabularies",
