@@ -131,7 +131,7 @@ def draw(path: Path) -> None:
 PICTURES: dict[str, Callable[[Path], None]] = {"six_models.png": draw}
 
 
-def page(text: str) -> str:
-    """README with the table between the marks written anew."""
+def page(text: str, measured: str) -> str:
+    """A page whose text between the marks is this."""
     begin, rest = text.split(MARKS[0])
-    return f"{begin}{MARKS[0]}{table()}\n{MARKS[1]}{rest.split(MARKS[1], 1)[1]}"
+    return f"{begin}{MARKS[0]}{measured}\n{MARKS[1]}{rest.split(MARKS[1], 1)[1]}"

@@ -1,4 +1,4 @@
-"""The pages of docs/results, the table of README and their pictures, from the files of bench/results.
+"""Pages of docs/results, tables of README and docs/one-card.md, pictures, from the files of bench/results.
 
     python bench/results.py                                  docs/results/*.md and docs/img/*.png
     python bench/results.py out/mine.jsonl                   the tables of these files, printed
@@ -22,9 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import age
+import cards
 import convergence
 import e2e
 import floor
+import fp8_accuracy
 import plot
 import processes
 import readme
@@ -205,11 +207,16 @@ def host_section(run: Run, _: list[Run]) -> Section:
     return section
 
 
+def fp8_accuracy_section(run: Run, _: list[Run]) -> Section:
+    return Section(run, titles.heading(run), fp8_accuracy.table(run.records))
+
+
 SECTIONS = {
     "e2e": e2e_section,
     "floor": floor_section,
     "train": train_section,
     "convergence": convergence_section,
+    "fp8_accuracy": fp8_accuracy_section,
     "host": host_section,
     "adapters": adapters_section,
     "optimizer": optimizer_section,
@@ -394,8 +401,15 @@ def write(everything: list[Run], pictures: bool) -> None:
                 path.unlink()
         for name, draw in drawn.items():
             draw(IMAGES / name)
-    readme.PAGE.write_text(readme.page(readme.PAGE.read_text()))
-    print(f"README's table and {len(texts)} pages in {PAGES.relative_to(ROOT)}")
+    for path, text in with_tables().items():
+        path.write_text(text)
+    print(f"README's table, {cards.PAGE.name} and {len(texts)} pages in {PAGES.relative_to(ROOT)}")
+
+
+def with_tables() -> dict[Path, str]:
+    """Pages by hand with measured tables in them, those written anew."""
+    tables = {readme.PAGE: readme.table, cards.PAGE: cards.tables}
+    return {path: readme.page(path.read_text(), table()) for path, table in tables.items()}
 
 
 def outdated(everything: list[Run]) -> list[str]:
@@ -403,8 +417,7 @@ def outdated(everything: list[Run]) -> list[str]:
     texts = pages(everything)
     committed = {path.name: path.read_text() for path in PAGES.glob("*.md")}
     found = sorted(n for n in texts.keys() | committed.keys() if texts.get(n) != committed.get(n))
-    text = readme.PAGE.read_text()
-    return found + [readme.PAGE.name] * (text != readme.page(text))
+    return found + [path.name for path, text in with_tables().items() if text != path.read_text()]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -92,13 +92,8 @@ def run_ranks(script: Path, words: list, folder: Path, size: int = 2, *, check: 
     logs = [str(folder / f"rank{rank}.log") for rank in range(size)]
     # The store is ours, as it is torchrun's: no process looks for a free port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
-    environment = {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    environment = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     forks = _forks()
     forks.stdin.write(json.dumps([[str(script), *map(str, words)], logs, environment, SECONDS]) + "\n")
     forks.stdin.flush()

@@ -37,24 +37,16 @@ def quick(monkeypatch):
     return run
 
 
+def words(options, path):
+    """A command line of bench/run.py on the CPU that writes to a file."""
+    return [*f"--device cpu --cases smoke --dtypes fp32 {options}".split(), "--out", str(path)]
+
+
 @pytest.mark.slow
 def test_every_op_every_field(quick, tmp_path, capsys):
     """All ops on the CPU: complete records, a table, and pictures of them."""
     path = tmp_path / "results" / "r.jsonl"
-    quick.main(
-        [
-            "--device",
-            "cpu",
-            "--cases",
-            "smoke",
-            "--providers",
-            "eager,tigon",
-            "--dtypes",
-            "fp32",
-            "--out",
-            str(path),
-        ]
-    )
+    quick.main(words("--providers eager,tigon", path))
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert not [record for record in records if "error" in record]
     shown = capsys.readouterr().out
@@ -120,37 +112,24 @@ def test_limit_of_odd_sizes(quick, monkeypatch, tmp_path):
 def test_budget(quick, tmp_path, capsys):
     """No case starts late; what is measured is not measured again; a new provider joins the others."""
     path = tmp_path / "r.jsonl"
-    words = [
-        "--device",
-        "cpu",
-        "--cases",
-        "smoke",
-        "--dtypes",
-        "fp32",
-        "--ops",
-        "silu,glu",
-        "--no-host",
-        "--out",
-        str(path),
-        "--budget",
-    ]
+    start = words("--ops silu,glu --no-host", path)
 
     def providers():
         records = [json.loads(line) for line in path.read_text().splitlines()]
         assert all(set(r) == FIELDS and r["host_us"] is None for r in records)
         return [(r["op"], r["provider"]) for r in records if r["pass"] == "step"]
 
-    quick.main([*words, "1e-9"])
+    quick.main([*start, "--budget", "1e-9"])
     assert "2 cases not started" in capsys.readouterr().out and not path.exists()
-    quick.main([*words, "9", "--providers", "tigon"])
+    quick.main([*start, "--budget", "9", "--providers", "tigon"])
     assert providers() == [("silu", "tigon"), ("glu", "tigon")]
     assert "silu: milliseconds" in capsys.readouterr().out
-    quick.main([*words, "9", "--providers", "tigon"])
+    quick.main([*start, "--budget", "9", "--providers", "tigon"])
     assert providers() == [("silu", "tigon"), ("glu", "tigon")]
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))  # glu without its last pass
-    quick.main([*words, "9", "--providers", "tigon"])
+    quick.main([*start, "--budget", "9", "--providers", "tigon"])
     assert providers() == [("silu", "tigon"), ("glu", "tigon")]
-    quick.main([*words, "9"])
+    quick.main([*start, "--budget", "9"])
     assert providers()[2:] == [(op, name) for op in ("silu", "glu") for name in ("eager", "tigon")]
 
 
@@ -188,23 +167,7 @@ def test_failures_are_recorded(quick, tmp_path, monkeypatch):
     }
     monkeypatch.setattr(modules()["glu"], "PEERS", peers)
     path = tmp_path / "r.jsonl"
-    names = ",".join(("eager", *peers))
-    quick.main(
-        [
-            "--device",
-            "cpu",
-            "--cases",
-            "smoke",
-            "--providers",
-            names,
-            "--dtypes",
-            "fp32",
-            "--ops",
-            "glu",
-            "--out",
-            str(path),
-        ]
-    )
+    quick.main(words(f"--providers {','.join(('eager', *peers))} --ops glu", path))
     records = [json.loads(line) for line in path.read_text().splitlines()]
     errors = {r["provider"]: r["error"] for r in records if "error" in r}
     assert errors.keys() == peers.keys()
@@ -224,23 +187,7 @@ def test_a_lost_device_ends_the_run(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(modules()["glu"], "PEERS", {"lost": lost})
     path = tmp_path / "r.jsonl"
     with pytest.raises(torch.AcceleratorError):
-        quick.main(
-            [
-                "--device",
-                "cpu",
-                "--cases",
-                "smoke",
-                "--providers",
-                "lost,eager",
-                "--dtypes",
-                "fp32",
-                "--no-host",
-                "--ops",
-                "glu",
-                "--out",
-                str(path),
-            ]
-        )
+        quick.main(words("--providers lost,eager --no-host --ops glu", path))
     assert [json.loads(line)["provider"] for line in path.read_text().splitlines()] == ["lost"]
 
 

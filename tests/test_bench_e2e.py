@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -62,23 +63,10 @@ def test_mixtures_of_experts(words, tmp_path):
     assert "gpt-oss-20b, 1 layers, eager, float32" in e2e.setting(case)
 
 
-SMALL_PEOPLE = {
-    "qwen3-vl-2b": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        }
-    },
-    "qwen3.5-9b": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "head_dim": 16,
-    },
-}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+LINEAR |= {"linear_value_head_dim": 8, "head_dim": 16}
+SMALL_PEOPLE = {"qwen3-vl-2b": {"rope_parameters": ROPE}, "qwen3.5-9b": LINEAR}
 
 
 def test_people(words):
@@ -102,6 +90,50 @@ def test_people(words):
         assert any(word in name for name in names)
     published = e2e.cases(e2e.parse(["--suite", "people"]))
     assert [case["seq"] for case in published[::3]] == [case["seq"] for case in e2e.PEOPLE]
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_cards(words, monkeypatch, enough):
+    """A case is tried under one limit after the other; what it leaves behind does not stay."""
+    cases = e2e.cases(e2e.parse(["--suite", "card", *words]))
+    assert len({e2e.key(case) for case in cases}) == len({str(case) for case in cases})
+    names = [e2e.setting(case) for case in e2e.cases(e2e.parse(["--suite", "card"]))]
+    assert "llama3-8b, checkpointing, limit 37 GB, moments in 8 bits, step in the backward" in names
+    limits, kept, make_step = [], [], e2e.make_step
+
+    def failing(model, case):
+        kept.extend(weakref.ref(parameter) for parameter in model.parameters())
+        step, last = make_step(model, case), limits[-1] if limits else 0
+
+        def update():
+            if last < (48 if enough else 100):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+            step()
+
+        return update
+
+    def limit(device, gb):
+        limits.append(gb)
+        assert not any(reference() is not None for reference in kept)
+
+    monkeypatch.setattr(e2e, "make_step", failing)
+    monkeypatch.setattr(e2e, "limit_memory", limit)
+    case = next(case for case in cases if case["memory"] == e2e.CARDS and not case["lora"])
+    if enough:
+        record = case | e2e.run_case(case)
+        assert record["memory_gb"] == "48" and limits == [24, 40, 48] and "limit 48 GB" in e2e.setting(record)
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory: 80 GB are too little"):
+            e2e.run_case(case)
+        assert limits == [24, 40, 48, 80]
+
+
+def test_adapters(words):
+    """PEFT's adapters alone learn, and Tigon's losses are PEFT's."""
+    pytest.importorskip("peft")
+    options = ["--models", "qwen3-4b", "--lora", "4", "--checkpointing", "--providers", "stock,tigon"]
+    stock, tigon = (e2e.run_case(case) for case in e2e.cases(e2e.parse([*words, *options])))
+    assert tigon["losses"] == pytest.approx(stock["losses"], rel=1e-5)
 
 
 def test_packed_rows(words):
@@ -157,16 +189,7 @@ def test_options_of_apply(words):
 )
 def test_optimizers_agree(words, optimizer, clip):
     """Stock with fused AdamW beside Tigon with its own: one trajectory, and settings that the table names."""
-    options = [
-        "--models",
-        "llama3-8b",
-        "--providers",
-        "stock,tigon",
-        "--optimizer",
-        optimizer,
-        "--clip",
-        clip,
-    ]
+    options = f"--models llama3-8b --providers stock,tigon --optimizer {optimizer} --clip {clip}".split()
     stock, tigon = (case | e2e.run_case(case) for case in e2e.cases(e2e.parse([*words, *options])))
     assert tigon["losses"] == pytest.approx(stock["losses"], rel=1e-5)
     assert ("clipped at 1" in e2e.setting(tigon)) == (clip == "1")

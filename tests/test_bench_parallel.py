@@ -21,22 +21,8 @@ def test_models_on_two_processes(tmp_path):
     """Every layout that is installed: the losses of stock and Tigon are one, each case is a record."""
     pytest.importorskip("transformers")
     layouts = ["fsdp2", "megatron_sp", "megatron_ddp"] if find_spec("megatron") else ["fsdp2"]
-    words = [
-        "--layouts",
-        ",".join(layouts),
-        "--providers",
-        "stock,tigon",
-        "--layers",
-        1,
-        "--seq",
-        32,
-        "--steps",
-        1,
-        "--set",
-        SMALL,
-        "--out",
-        tmp_path / "out.jsonl",
-    ]
+    words = ["--layouts", ",".join(layouts), "--providers", "stock,tigon", "--layers", 1, "--seq", 32]
+    words += ["--steps", 1, "--set", SMALL, "--out", tmp_path / "out.jsonl"]
     said, _ = run_ranks(BENCH / "parallel_e2e.py", words, tmp_path)
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(r["layout"], r["provider"]) for r in records] == [

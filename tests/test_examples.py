@@ -63,24 +63,8 @@ def options(tmp_path, few_threads):
         for i in range(60)
     ]
     (tmp_path / "text.py").write_text("\n\n".join(functions))
-    words = [
-        "--data",
-        tmp_path / "text.py",
-        "--out",
-        tmp_path / "out",
-        "--device",
-        "cpu",
-        "--steps",
-        4,
-        "--batch",
-        2,
-        "--seq",
-        96,
-        "--model-config",
-        TINY,
-        "--lr",
-        1e-2,
-    ]
+    words = ["--data", tmp_path / "text.py", "--out", tmp_path / "out", "--device", "cpu", "--steps", 4]
+    words += ["--batch", 2, "--seq", 96, "--model-config", TINY, "--lr", 1e-2]
     return [str(word) for word in words]
 
 

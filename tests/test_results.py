@@ -162,73 +162,19 @@ def test_both_in_place():
 def test_records_of_every_program(tmp_path):
     """Files of the programs that measure no single op, and ops of post-training, are on the pages named."""
     common = {name: RECORD[name] for name in ("gpu", "torch", "commit")}
-    step = {
-        "parameters": "small",
-        "kind": "bf16",
-        "elements": 10,
-        "tensors": 2,
-        "copy_ms": 1.0,
-        "tigon_ms": 2.0,
-        "of_copy": 0.5,
-        "tigon_host_us": 7.0,
-        "fused_ms": 1.0,
-        "fused_host_us": 9.0,
-        "foreach_error": "out of memory. Tried",
-    }
-    head = {
-        "op": "parallel_head",
-        "case": "8x4x2",
-        "provider": "tigon",
-        "gpus": 2,
-        "pass": "step",
-        "ms": 2.0,
-        "limit_ms": 1.0,
-        "alone_ms": 1.5,
-        "peak_mb": 3.0,
-    }
+    step = {"parameters": "small", "kind": "bf16", "elements": 10, "tensors": 2, "copy_ms": 1.0}
+    step |= {"tigon_ms": 2.0, "of_copy": 0.5, "tigon_host_us": 7.0, "fused_ms": 1.0, "fused_host_us": 9.0}
+    step |= {"foreach_error": "out of memory. Tried"}
+    head = {"op": "parallel_head", "case": "8x4x2", "provider": "tigon", "gpus": 2, "pass": "step", "ms": 2.0}
+    head |= {"limit_ms": 1.0, "alone_ms": 1.5, "peak_mb": 3.0}
     given = head | {"op": "parallel_cross_entropy", "alone_ms": None}
-    medusa = {
-        "model": "llama3-8b",
-        "layers": 2,
-        "changes": {},
-        "dtype": "bfloat16",
-        "stage": 1,
-        "heads": 3,
-        "batch": 1,
-        "seq": 64,
-        "device": "cuda",
-        "steps": 5,
-        "peak_gb": 1.0,
-    }
-    model = {
-        "layout": "fsdp2",
-        "model": "llama3-8b",
-        "layers": 4,
-        "changes": {"vocab_size": 64},
-        "batch": 2,
-        "seq": 4096,
-        "steps": 10,
-        "gpus": 2,
-        "ms": 1.0,
-        "peak_gb": 2.0,
-        "losses": [1.0],
-    }
-    trainer = {
-        "trainer": "dpo",
-        "model": "llama3.2-1b",
-        "layers": 4,
-        "changes": {},
-        "batch": 8,
-        "seq": 1024,
-        "prompt": 128,
-        "checkpointing": 0,
-        "dtype": "bfloat16",
-        "device": "cuda",
-        "steps": 2,
-        "peak_gb": 2.0,
-        "losses": [0.7],
-        "gradient_norms": [1.0],
-    }
+    medusa = {"model": "llama3-8b", "layers": 2, "changes": {}, "dtype": "bfloat16", "stage": 1, "heads": 3}
+    medusa |= {"batch": 1, "seq": 64, "device": "cuda", "steps": 5, "peak_gb": 1.0}
+    model = {"layout": "fsdp2", "model": "llama3-8b", "layers": 4, "changes": {"vocab_size": 64}, "batch": 2}
+    model |= {"seq": 4096, "steps": 10, "gpus": 2, "ms": 1.0, "peak_gb": 2.0, "losses": [1.0]}
+    trainer = {"trainer": "dpo", "model": "llama3.2-1b", "layers": 4, "changes": {}, "batch": 8, "seq": 1024}
+    trainer |= {"prompt": 128, "checkpointing": 0, "dtype": "bfloat16", "device": "cuda", "steps": 2}
+    trainer |= {"peak_gb": 2.0, "losses": [0.7], "gradient_norms": [1.0]}
     small = {"model": "qwen3-0.6b", "layers": None, "rank": 0, "batch": 2, "seq": 512, "under": "loop"}
     small |= {"changes": {}, "dtype": "bfloat16", "reserved_gb": 2.0, "passes_ms": [9.0], "by_hand_ms": [8.0]}
     op = RECORD | {"case": "c", "pass": "step", "provider": "tigon", "ms": 1.0, "of_limit": 0.5}
@@ -263,29 +209,10 @@ def test_records_of_every_program(tmp_path):
         ],
     }
     failed = {key: value for key, value in (common | given).items() if key != "ms"}
-    files["whole"] = [
-        common
-        | {
-            "model": "llama3-8b",
-            "batch": 1,
-            "provider": who,
-            "changes": {},
-            "seq": 64,
-            "layers": 1,
-            "masked": 0,
-            "checkpointing": True,
-            "compile": "",
-            "steps": 2,
-            "dtype": "float32",
-            "autocast": True,
-            "device": "cuda",
-            "peak_gb": 1.0,
-            "tokens_per_s": 1.0,
-            "tokens_per_s_std": 0.0,
-            "losses": [1.0],
-        }
-        for who in ("stock", "tigon")
-    ]
+    whole = {"model": "llama3-8b", "batch": 1, "changes": {}, "seq": 64, "layers": 1, "masked": 0, "steps": 2}
+    whole |= {"checkpointing": True, "compile": "", "dtype": "float32", "autocast": True, "device": "cuda"}
+    whole |= {"peak_gb": 1.0, "tokens_per_s": 1.0, "tokens_per_s_std": 0.0, "losses": [1.0]}
+    files["whole"] = [common | whole | {"provider": who} for who in ("stock", "tigon")]
     files["parallel"].append(failed | {"provider": "broken", "error": "no such group"})
     for name, records in files.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))

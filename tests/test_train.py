@@ -30,28 +30,9 @@ def text(tmp_path):
 @pytest.mark.slow
 def test_main_job(tmp_path, text):
     """Three steps of stock and Tigon: equal curves, a table, files, a checkpoint stock loads."""
-    command = [
-        sys.executable,
-        EXAMPLES / "train.py",
-        "--steps",
-        3,
-        "--batch",
-        2,
-        "--seq",
-        32,
-        "--device",
-        "cpu",
-        "--threads",
-        1,
-        "--model-config",
-        TINY,
-        "--out",
-        tmp_path / "out",
-        "--providers",
-        "stock,tigon,liger",
-        "--data",
-        *text,
-    ]
+    options = "--steps 3 --batch 2 --seq 32 --device cpu --threads 1 --providers stock,tigon,liger"
+    command = [sys.executable, EXAMPLES / "train.py", *options.split(), "--model-config", TINY]
+    command += ["--out", tmp_path / "out", "--data", *text]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "liger: left out" in done.stdout

@@ -6,14 +6,8 @@ import torch
 
 from .case import Case, Inputs, Maker, bench_case, memory_bound, params, test_case
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "scale": 2.0,
-    "mean": 0.0,
-    "fill": None,
-}
+DEFAULTS = {"shape": (4, 64), "layout": "contiguous", "grad_layout": "contiguous", "scale": 2.0, "mean": 0.0}
+DEFAULTS |= {"fill": None}
 
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)  # x to y; x and dy to dx
 PEERS = {}
@@ -69,14 +63,3 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         x.view(-1, shape[-1])[1, 3] = float(p["fill"])
     grad = draw.randn(*shape, layout=p["grad_layout"])
     return Inputs(args=(x,), grads=(0,), grad_outputs=(grad,))
-
-
-def tigon_fn_of(name: str):
-    """Tigon's own."""
-
-    def tigon_fn(x):
-        import tigon
-
-        return getattr(tigon, name)(x)
-
-    return tigon_fn

@@ -6,22 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from . import rms_norm
-from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, norm_cases, params, test_case
+from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, norm_cases, ours, params, test_case
 
 NAME = "add_rms_norm"
+tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "weight": True,
-    "eps": 1e-6,
-    "offset": 0.0,
-    "rounding": "llama",
-    "layout": "contiguous",
-    "residual_layout": "contiguous",
-    "grad_layout": "contiguous",
-    "fill": None,
-    "grads": (0, 1, 2),
-}
+DEFAULTS = {"shape": (4, 64), "weight": True, "eps": 1e-6, "offset": 0.0, "rounding": "llama"}
+DEFAULTS |= {"layout": "contiguous", "residual_layout": "contiguous", "grad_layout": "contiguous"}
+DEFAULTS |= {"fill": None, "grads": (0, 1, 2)}
 
 CASES = [
     *norm_cases(),
@@ -61,13 +53,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=tuple(i for i in p["grads"] if args[i] is not None),
         grad_outputs=tuple(draw.randn(*p["shape"], layout=p["grad_layout"]) for _ in range(2)),
     )
-
-
-def tigon_fn(x, residual, weight, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.add_rms_norm(x, residual, weight, **options)
 
 
 def eager_fn(x, residual, weight, **options):

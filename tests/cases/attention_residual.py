@@ -6,20 +6,18 @@ import math
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, ours, params, test_case, upcast
 
 NAME = "attention_residual"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
     "shape": (4, 2, 5, 64),  # of all values
-    "eps": 1e-6,
     "wide": False,  # query and norm_weight in float32
     "spread": 1.0,  # of the scores
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "fill": None,
-    "grads": (0, 1, 2),
 }
+DEFAULTS |= {"eps": 1e-6, "layout": "contiguous", "grad_layout": "contiguous", "fill": None}
+DEFAULTS |= {"grads": (0, 1, 2)}
 
 CASES = [
     test_case("4x2x5x64"),
@@ -78,13 +76,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=p["grads"],
         grad_outputs=(draw.randn(*shape[1:], layout=p["grad_layout"]),),
     )
-
-
-def tigon_fn(values, query, norm_weight, *, eps):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.attention_residual(values, query, norm_weight, eps)
 
 
 def eager_fn(values, query, norm_weight, *, eps):

@@ -254,6 +254,17 @@ def memory_bound(forward: int, backward: int) -> tuple[Callable, ...]:
     return moves(forward), moves(backward), nothing, nothing
 
 
+def ours(name: str) -> Callable:
+    """The case module's `tigon_fn`: Tigon's function of that name, imported when it is called."""
+
+    def tigon_fn(*args, **options):
+        import tigon
+
+        return getattr(tigon, name)(*args, **options)
+
+    return tigon_fn
+
+
 def liger(module: str, function: str) -> Factory:
     """The peer `liger_kernel.ops.<module>.<function>`, an autograd function of the case's own arguments."""
 

@@ -11,24 +11,14 @@ NAME = "contrastive"
 LOSS = True
 
 DEFAULTS = {
-    "queries": 37,
-    "documents": 53,
-    "H": 40,
     "positives": None,  # of a query; None: document i
     "masked": 0.0,  # share of labels that are none
-    "symmetric": False,
-    "normalize": True,
-    "temperature": 0.1,
     "learned": False,  # temperature
-    "weight": False,
     "ids": 0,  # how many there are; 0: none
-    "sizes": None,
-    "reduction": "mean",
-    "chunk_rows": None,
-    "layout": "contiguous",
-    "fill": None,
-    "grads": (0, 1),
 }
+DEFAULTS |= {"queries": 37, "documents": 53, "H": 40, "symmetric": False, "normalize": True}
+DEFAULTS |= {"temperature": 0.1, "weight": False, "sizes": None, "reduction": "mean", "chunk_rows": None}
+DEFAULTS |= {"layout": "contiguous", "fill": None, "grads": (0, 1)}
 
 
 def _both(name, **options):

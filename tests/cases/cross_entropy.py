@@ -13,91 +13,48 @@ from .case import (
     bench_case,
     itemsize,
     nothing,
+    ours,
     params,
     test_case,
-    upcast,
     upstream,
 )
+from .heads import altered
 from .losses import eager_loss, oracle_loss
 
 NAME = "cross_entropy"
+tigon_fn = ours(NAME)
 LOSS = True
 
 DEFAULTS = {
-    "N": 9,
-    "V": 50,
-    "layout": "contiguous",
     "masked": 0.0,  # fraction of labels that are ignored; 1.0: all
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "softcap": None,
-    "z_loss": 0.0,
-    "class_weight": False,
-    "reduction": "mean",
     "denominator": None,  # a number, or "tensor" or "int_tensor" for a 0-dim tensor
-    "scale": 2.0,
     "fill": None,  # "nan", "-inf": one logit of a row that counts
-    "grads": (0,),
-    "upstream": None,
 }
+DEFAULTS |= {"N": 9, "V": 50, "layout": "contiguous", "ignore_index": -100, "label_smoothing": 0.0}
+DEFAULTS |= {"softcap": None, "z_loss": 0.0, "class_weight": False, "reduction": "mean", "scale": 2.0}
+DEFAULTS |= {"grads": (0,), "upstream": None}
 
 # Columns of the heads of the most used model families: as their configurations have them, and with some
 # tokens added.
-VOCABULARIES = {
-    30522: "BERT",
-    32000: "Llama 2, Mistral, Mixtral, TinyLlama",
-    32001: "Llama 2 and a padding token",
-    32064: "Phi-3",
-    32128: "T5",
-    32768: "Mistral 7B v0.3",
-    49152: "StarCoder2, SmolLM2",
-    50257: "GPT-2, GPT-Neo",
-    50265: "BART, RoBERTa",
-    50272: "OPT",
-    50280: "Mamba",
-    50304: "OLMo, Pythia, StableLM",
-    50368: "ModernBERT, MPT",
-    51200: "Phi-2",
-    51865: "Whisper",
-    55296: "Baichuan, Chinese Llama",
-    64000: "Yi",
-    65024: "Falcon",
-    65536: "Jamba, LFM2, Chameleon, RWKV",
-    73448: "MiniCPM3",
-    92544: "InternLM2",
-    100278: "OLMo 2 as tokenized",
-    100352: "Phi-4, OLMo 2, Granite 4",
-    102400: "DeepSeek V2, EXAONE 4",
-    103424: "ERNIE 4.5",
-    119547: "multilingual BERT",
-    120832: "Hunyuan 3",
-    125696: "Baichuan 2",
-    128000: "Falcon-H1, Bamba",
-    128256: "Llama 3",
-    128257: "Llama 3 and a padding token",
-    128259: "Llama 3 and three tokens",
-    129280: "DeepSeek V3",
-    131072: "Mistral NeMo, Nemotron-H, Apertus",
-    150528: "GLM 3",
-    151552: "GLM 4",
-    151665: "Qwen 2.5 as tokenized",
-    151936: "Qwen 2, Qwen 3",
-    152064: "Qwen 2 7B",
-    154880: "GLM 5",
-    155136: "Seed-OSS",
-    157184: "Ling 2",
-    163840: "Kimi K2",
-    200064: "Phi-4 mini, MiniMax M2",
-    201088: "gpt-oss",
-    202048: "Llama 4",
-    248320: "Qwen 3.5",
-    250112: "mT5",
-    250880: "BLOOM",
-    256000: "Gemma, Gemma 2, Command R",
-    257152: "PaliGemma",
-    262144: "Gemma 3",
-    262208: "Gemma 3 with images",
-}
+VOCABULARIES = {30522: "BERT", 32000: "Llama 2, Mistral, Mixtral, TinyLlama"}
+VOCABULARIES |= {32001: "Llama 2 and a padding token", 32064: "Phi-3", 32128: "T5", 32768: "Mistral 7B v0.3"}
+VOCABULARIES |= {49152: "StarCoder2, SmolLM2", 50257: "GPT-2, GPT-Neo", 50265: "BART, RoBERTa", 50272: "OPT"}
+VOCABULARIES |= {50280: "Mamba", 50304: "OLMo, Pythia, StableLM", 50368: "ModernBERT, MPT", 51200: "Phi-2"}
+VOCABULARIES |= {51865: "Whisper", 55296: "Baichuan, Chinese Llama", 64000: "Yi", 65024: "Falcon"}
+VOCABULARIES |= {65536: "Jamba, LFM2, Chameleon, RWKV", 73448: "MiniCPM3", 92544: "InternLM2"}
+VOCABULARIES |= {100278: "OLMo 2 as tokenized", 100352: "Phi-4, OLMo 2, Granite 4"}
+VOCABULARIES |= {102400: "DeepSeek V2, EXAONE 4", 103424: "ERNIE 4.5", 119547: "multilingual BERT"}
+VOCABULARIES |= {120832: "Hunyuan 3", 125696: "Baichuan 2", 128000: "Falcon-H1, Bamba", 128256: "Llama 3"}
+VOCABULARIES |= {128257: "Llama 3 and a padding token", 128259: "Llama 3 and three tokens"}
+VOCABULARIES |= {129280: "DeepSeek V3", 131072: "Mistral NeMo, Nemotron-H, Apertus", 150528: "GLM 3"}
+VOCABULARIES |= {151552: "GLM 4", 151665: "Qwen 2.5 as tokenized", 151936: "Qwen 2, Qwen 3"}
+VOCABULARIES |= {152064: "Qwen 2 7B", 154880: "GLM 5", 155136: "Seed-OSS", 157184: "Ling 2"}
+VOCABULARIES |= {163840: "Kimi K2", 200064: "Phi-4 mini, MiniMax M2", 201088: "gpt-oss", 202048: "Llama 4"}
+VOCABULARIES |= {248320: "Qwen 3.5", 250112: "mT5", 250880: "BLOOM", 256000: "Gemma, Gemma 2, Command R"}
+VOCABULARIES |= {257152: "PaliGemma", 262144: "Gemma 3", 262208: "Gemma 3 with images"}
+
+WEIGHTED = {"class_weight": True, "masked": 0.2, "label_smoothing": 0.1}
+EVERYTHING = {"N": 23, "V": 517, "softcap": 6.0, "z_loss": 1e-3, **WEIGHTED}
 
 CASES = [
     test_case("9x50"),
@@ -159,41 +116,11 @@ CASES = [
     test_case("z_loss_none", small=True, z_loss=1e-2, reduction="none", masked=0.2),
     test_case("weights", class_weight=True, masked=0.2),
     test_case("weights_none", class_weight=True, masked=0.2, reduction="none"),
-    test_case("weights_smoothing", class_weight=True, masked=0.2, label_smoothing=0.1),
-    test_case(
-        "weights_smoothing_softcap_sum",
-        small=True,
-        class_weight=True,
-        masked=0.2,
-        reduction="sum",
-        label_smoothing=0.1,
-        softcap=4.0,
-    ),
+    test_case("weights_smoothing", **WEIGHTED),
+    test_case("weights_smoothing_softcap_sum", small=True, reduction="sum", softcap=4.0, **WEIGHTED),
     test_case("weights_all_masked", class_weight=True, masked=1.0),
-    test_case(
-        "everything",
-        N=23,
-        V=517,
-        class_weight=True,
-        masked=0.2,
-        label_smoothing=0.1,
-        softcap=6.0,
-        z_loss=1e-3,
-        denominator="tensor",
-        layout="rows",
-    ),
-    test_case(
-        "everything_none",
-        N=23,
-        V=517,
-        class_weight=True,
-        masked=0.2,
-        label_smoothing=0.1,
-        softcap=6.0,
-        z_loss=1e-3,
-        reduction="none",
-        layout="columns",
-    ),
+    test_case("everything", denominator="tensor", layout="rows", **EVERYTHING),
+    test_case("everything_none", reduction="none", layout="columns", **EVERYTHING),
     test_case("confident", N=23, V=517, scale=40.0),
     test_case("flat", N=23, V=517, scale=1e-3),
     test_case("nan_row", fill="nan", reduction="none"),
@@ -252,21 +179,14 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     )
 
 
-def tigon_fn(logits, target, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.cross_entropy(logits, target, **options)
-
-
-def eager_fn(logits, target, **options):
+def eager_fn(logits, target, *, softcap=None, **options):
     """Upcast, then torch's own, as Hugging Face does."""
-    return eager_loss(upcast(logits), target, **options)
+    return eager_loss(altered(logits, softcap), target, **options)
 
 
-def oracle_fn(logits, target, **options):
+def oracle_fn(logits, target, *, softcap=None, **options):
     """The formula, for fp64."""
-    return oracle_loss(logits, target, **options)
+    return oracle_loss(altered(logits, softcap), target, **options)
 
 
 def _bytes(case: Case, dtype: torch.dtype) -> int:
@@ -305,14 +225,8 @@ def _aten(case, inputs):
         return None
 
     def fn(logits, target, *, weight, ignore_index, label_smoothing, reduction, **_):
-        return F.cross_entropy(
-            logits,
-            target,
-            weight=weight,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
+        options = {"label_smoothing": label_smoothing, "reduction": reduction}
+        return F.cross_entropy(logits, target, weight, ignore_index=ignore_index, **options)
 
     return fn
 
@@ -341,14 +255,9 @@ def _quack(inplace):
             return None
 
         def fn(x, target, *, weight, ignore_index, reduction, **_):
-            return cross_entropy(
-                x.view_as(x) if inplace else x,
-                target,
-                weight=weight,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                inplace_backward=inplace,
-            )
+            logits = x.view_as(x) if inplace else x
+            options = {"ignore_index": ignore_index, "reduction": reduction, "inplace_backward": inplace}
+            return cross_entropy(logits, target, weight=weight, **options)
 
         return fn
 

@@ -13,16 +13,11 @@ NAME = "divergence"
 LOSS = True
 
 DEFAULTS = {
-    "op": "kl_div",
-    "options": {},
-    "shape": (6, 64),
-    "layout": "contiguous",
     "teacher_layout": None,  # as student
-    "scale": 2.0,
     "labels": None,  # the fraction that is masked
-    "fill": None,
-    "fill_teacher": None,
 }
+DEFAULTS |= {"op": "kl_div", "options": {}, "shape": (6, 64), "layout": "contiguous", "scale": 2.0}
+DEFAULTS |= {"fill": None, "fill_teacher": None}
 
 FORMS = {
     "kl": {"op": "kl_div"},

@@ -8,28 +8,24 @@ import torch
 import torch.nn.functional as F
 
 from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast, upstream
+from .heads import gradient_products
 
 NAME = "drafter_loss"
 LOSS = True
 
 DEFAULTS = {
     "lead": (2, 9),  # leading shape of the hidden states
-    "H": 32,
-    "Ht": 48,
-    "V": 51,
-    "Vt": 131,
     "steps": 1,  # 0: hidden states without a dimension of steps
     "map": "random",  # of draft ids: also None (the same classes), "holes"
     "masked": None,  # share of positions that do not count
     "known": False,  # their number is said
-    "token_weight": False,
     "scale": 2.0,  # spread of the logits
-    "grads": (0, 1),
-    "upstream": None,
-    "options": {},
 }
+DEFAULTS |= {"H": 32, "Ht": 48, "V": 51, "Vt": 131, "token_weight": False, "grads": (0, 1), "upstream": None}
+DEFAULTS |= {"options": {}}
 LOSSES = ("ce", "kl", "hard", "tv", "lk")
 COUNT = {"outside": "count", "mask_outside": False}
+OF_BENCH = {"lead": (8192,), "H": 4096, "Ht": 4096, "V": 32000, "Vt": 128256}
 SPECULATORS = {"outside": "renormalize", "mask_outside": False}
 
 
@@ -69,29 +65,11 @@ CASES += [
     test_case("weight_only", grads=(1,), steps=2, options={"reduction": "none"}),
     test_case("no_grad", grads=(), grad=False, steps=2, options={"outputs": ("loss", "acceptance")}),
     *(
-        bench_case(
-            f"{loss}_8192x4096x32000+128256_{steps}",
-            lead=(8192,),
-            H=4096,
-            Ht=4096,
-            V=32000,
-            Vt=128256,
-            steps=steps,
-            options={"loss": loss},
-        )
+        bench_case(f"{loss}_8192x4096x32000+128256_{n}", steps=n, options={"loss": loss}, **OF_BENCH)
         for loss in ("kl", "lk")
-        for steps in (1, 4)
+        for n in (1, 4)
     ),
-    bench_case(
-        "kl_8192x4096x32000_truncated_4",
-        lead=(8192,),
-        H=4096,
-        Ht=4096,
-        V=32000,
-        Vt=128256,
-        steps=4,
-        options=SPECULATORS,
-    ),
+    bench_case("kl_8192x4096x32000_truncated_4", steps=4, options=SPECULATORS, **OF_BENCH),
     bench_case("kl_512x256x2048+8192", "bench_cpu", lead=(512,), H=256, Ht=256, V=2048, Vt=8192, steps=2),
     bench_case("kl_256x128x512+1024", "smoke", lead=(256,), H=128, Ht=128, V=512, Vt=1024, steps=2),
 ]
@@ -116,12 +94,8 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     mask = None if p["masked"] is None else draw.labels(2, *lead, masked=p["masked"]) != -100
     wide = torch.promote_types(dtype, torch.float32)
     weights = draw.randn(*lead, dtype=wide).abs() if p["token_weight"] else None
-    shape = hidden.shape[:-1]
-    grad = (
-        draw.randn(*shape, dtype=wide)
-        if options.get("reduction") == "none"
-        else upstream(case, dtype, device)
-    )
+    none = options.get("reduction") == "none"
+    grad = draw.randn(*hidden.shape[:-1], dtype=wide) if none else upstream(case, dtype, device)
     packed = torch.cat([torch.arange(5), torch.arange(13)]).to(device) if case.name == "packed" else None
     return Inputs(
         args=(hidden, weight, teacher, teacher_weight, ids),
@@ -153,9 +127,8 @@ def _rows(log_q, log_p, log_accepted, label, loss, eta):
     if loss == "hard":
         return -log_q.gather(-1, label.expand(log_q.shape[:-1]).unsqueeze(-1)).squeeze(-1), overlap
     blend = (-eta * overlap.detach()).exp()
-    return {"ce": cross, "kl": kl, "tv": 1 - overlap, "lk": blend * kl + (1 - blend) * (1 - overlap)}[
-        loss
-    ], overlap
+    rows = {"ce": cross, "kl": kl, "tv": 1 - overlap, "lk": blend * kl + (1 - blend) * (1 - overlap)}
+    return rows[loss], overlap
 
 
 def eager_fn(
@@ -258,8 +231,7 @@ def gemms(inputs: Inputs, step: bool) -> list:
     products = [lambda: teacher @ teacher_weight.t(), lambda: hidden @ weight.t()]
     if step:
         grad = torch.softmax(hidden @ weight.t(), dim=-1) / len(hidden)
-        operand_products = (lambda: grad @ weight, lambda: grad.t() @ hidden)
-        products += [operand_products[i] for i in inputs.grads]
+        products += gradient_products(grad, hidden, weight, inputs.grads)
     return products
 
 

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, params, test_case
+from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, ours, params, test_case
 
 NAME = "dyt"
+tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "weight": True,
-    "bias": True,
-    "alpha": 0.5,
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "weight_layout": "contiguous",
-    "scale": 1.0,
-    "fill": None,
-    "grads": (0, 1, 2, 3),
-}
+DEFAULTS = {"shape": (4, 64), "weight": True, "bias": True, "alpha": 0.5, "layout": "contiguous"}
+DEFAULTS |= {"grad_layout": "contiguous", "weight_layout": "contiguous", "scale": 1.0, "fill": None}
+DEFAULTS |= {"grads": (0, 1, 2, 3)}
 
 CASES = [
     test_case("4x64"),
@@ -73,13 +65,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=tuple(i for i in p["grads"] if args[i] is not None),
         grad_outputs=(draw.randn(*p["shape"], layout=p["grad_layout"]),),
     )
-
-
-def tigon_fn(x, alpha, weight, bias):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.dyt(x, alpha, weight, bias)
 
 
 def eager_fn(x, alpha, weight, bias):

@@ -7,19 +7,16 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case
+from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, ours, params, test_case
 
 NAME = "embedding"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
-    "tokens": (3, 17),
-    "table": (37, 64),
-    "draw": "uniform",  # zipf: as words come; same: one id; half: one id at every other position
-    "wide": True,
-    "options": {},
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
+    "draw": "uniform"  # zipf: as words come; same: one id; half: one id at every other position
 }
+DEFAULTS |= {"tokens": (3, 17), "table": (37, 64), "wide": True, "options": {}, "layout": "contiguous"}
+DEFAULTS |= {"grad_layout": "contiguous"}
 
 CASES = [
     test_case("3x17", small=True),
@@ -75,13 +72,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     grad = draw.randn(*p["tokens"], p["table"][1], layout=p["grad_layout"])
     ids = ids if p["wide"] else ids.int()
     return Inputs(args=(ids, weight), kwargs=dict(p["options"]), grads=(1,), grad_outputs=(grad,))
-
-
-def tigon_fn(ids, weight, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.embedding(ids, weight, **options)
 
 
 def eager_fn(ids, weight, *, padding_idx=None, scale=1.0):

@@ -10,30 +10,21 @@ from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, 
 NAME = "experts"
 
 DEFAULTS = {
-    "tokens": 12,
-    "hidden": 32,
-    "inner": 24,
-    "experts": 4,
-    "choices": 2,
-    "activation": "silu",
-    "gated": True,
-    "interleaved": False,
-    "transposed": False,
-    "bias": False,
     "limit": 1.5,  # of the clamped units: inputs on both sides
     "weights": "float32",  # dtype of the routing weights, "storage", or None
     "routing": "balanced",  # "one": all tokens to one expert; "twice"; "rest": some ids not here; "zipf"
     "layout": "contiguous",  # of x
-    "grad_layout": "contiguous",
     "leading": (),  # tokens in more dimensions
     "sorted": False,  # grouped_mlp
-    "grads": (0, 1, 2),
     "rank": 0,  # of adapters of the frozen matrices
     "adapted": ("gate_up_a", "gate_up_b", "down_a", "down_b"),  # an adapter has both of its parts
-    "trained": ("gate_up_a", "gate_up_b", "down_a", "down_b"),
     "shared": (),  # parts that all experts have in common
     "wide_adapters": True,  # float32
 }
+DEFAULTS |= {"tokens": 12, "hidden": 32, "inner": 24, "experts": 4, "choices": 2, "activation": "silu"}
+DEFAULTS |= {"gated": True, "interleaved": False, "transposed": False, "bias": False}
+DEFAULTS |= {"grad_layout": "contiguous", "grads": (0, 1, 2)}
+DEFAULTS |= {"trained": ("gate_up_a", "gate_up_b", "down_a", "down_b")}
 
 OAI = {"activation": "swiglu_oai", "interleaved": True, "transposed": True, "bias": True}
 

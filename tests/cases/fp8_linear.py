@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case
+from .case import Case, Inputs, Maker, bench_case, itemsize, ours, params, test_case
 
 NAME = "fp8_linear"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
-    "lead": (13,),
-    "K": 32,
-    "N": 48,
-    "bias": False,
-    "dw": "fp8",
     "wide": False,  # weight and bias are float32
     "spread": 0,  # rows of x and of dy differ by up to this many powers of two
     "layout": "contiguous",  # of x
-    "grad_layout": "contiguous",
-    "weight_layout": "contiguous",
-    "fill": None,
-    "grads": (0, 1),
 }
+DEFAULTS |= {"lead": (13,), "K": 32, "N": 48, "bias": False, "dw": "fp8", "grad_layout": "contiguous"}
+DEFAULTS |= {"weight_layout": "contiguous", "fill": None, "grads": (0, 1)}
 SIZES = ((8192, 4096, 6144), (8192, 4096, 4096), (8192, 4096, 28672), (8192, 14336, 4096))
 
 # None is small: the slopes of what is rounded are not finite differences.
@@ -75,13 +69,6 @@ def make(case: Case, device, dtype, seed: int) -> Inputs:
     if p["bias"]:
         args.append(maker.randn(p["N"], dtype=of))
     return Inputs(tuple(args), {"dw": p["dw"]}, p["grads"], (rows(p["N"], p["grad_layout"]),))
-
-
-def tigon_fn(x, weight, bias=None, *, dw):
-    """The function."""
-    import tigon
-
-    return tigon.fp8_linear(x, weight, bias, dw=dw)
 
 
 def oracle_fn(x, weight, bias=None, *, dw):

@@ -5,24 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, memory_bound, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, memory_bound, ours, params, test_case, upcast
 
 NAME = "gated_rms_norm"
+tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "weight": True,
-    "eps": 1e-6,
-    "norm_before_gate": True,
-    "group_size": None,
-    "activation": "silu",
-    "rounding": "llama",
-    "layout": "contiguous",
-    "gate_layout": "contiguous",
-    "grad_layout": "contiguous",
-    "fill": None,
-    "grads": (0, 1, 2),
-}
+DEFAULTS = {"shape": (4, 64), "weight": True, "eps": 1e-6, "norm_before_gate": True, "group_size": None}
+DEFAULTS |= {"activation": "silu", "rounding": "llama", "layout": "contiguous", "gate_layout": "contiguous"}
+DEFAULTS |= {"grad_layout": "contiguous", "fill": None, "grads": (0, 1, 2)}
 
 GATE_FIRST = {"norm_before_gate": False}
 
@@ -87,13 +77,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
 def _groups(x, size):
     size = size or x.shape[-1]
     return x.unflatten(-1, (x.shape[-1] // size, size))
-
-
-def tigon_fn(x, gate, weight, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.gated_rms_norm(x, gate, weight, **options)
 
 
 def eager_fn(x, gate, weight, *, eps, norm_before_gate, group_size, activation, rounding):

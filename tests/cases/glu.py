@@ -12,18 +12,13 @@ from .case import PAPER_LENGTHS, Case, Inputs, Maker, bench_case, liger, memory_
 NAME = "glu"
 
 DEFAULTS = {
-    "kind": "swiglu",
-    "options": {},
     "shape": (4, 64),  # of the result
     "layout": "contiguous",  # of gate; "halves": gate and up are the halves of one tensor
     "packed": False,  # one tensor holds both and is passed as it is; swiglu_oai always
     "up_layout": None,  # as gate
-    "grad_layout": "contiguous",
-    "scale": 2.0,
-    "fill": None,
-    "fill_up": None,
-    "grads": (0, 1),
 }
+DEFAULTS |= {"kind": "swiglu", "options": {}, "grad_layout": "contiguous", "scale": 2.0, "fill": None}
+DEFAULTS |= {"fill_up": None, "grads": (0, 1)}
 
 
 def _of_every_kind(kind: str, *, finite: bool = True, **options) -> list[Case]:

@@ -11,18 +11,9 @@ from .case import Case, Inputs, Maker, bench_case, memory_bound, params, test_ca
 
 NAME = "group_norm"
 
-DEFAULTS = {
-    "shape": (2, 8, 5, 6),
-    "groups": 4,
-    "weight": True,
-    "bias": True,
-    "eps": 1e-5,
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "mean": 0.5,
-    "fill": None,
-    "grads": (0, 1, 2),
-}
+DEFAULTS = {"shape": (2, 8, 5, 6), "groups": 4, "weight": True, "bias": True, "eps": 1e-5}
+DEFAULTS |= {"layout": "contiguous", "grad_layout": "contiguous", "mean": 0.5, "fill": None}
+DEFAULTS |= {"grads": (0, 1, 2)}
 
 CASES = [
     test_case("2x8x5x6", small=True),

@@ -11,24 +11,12 @@ from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, te
 NAME = "hyper_connection"
 
 DEFAULTS = {
-    "op": "pre",
     "shape": (7, 4, 32),  # tokens, streams, columns
-    "parts": 3,
     "parameters": "float32",  # dtype of weight, base and scale; None: that of x
-    "iterations": 20,
-    "pre_eps": 1e-6,
-    "post_eps": 0.0,
-    "collapse": True,
-    "outs": None,
-    "res": True,
-    "f": True,
-    "transposed": False,
-    "coefficients": "float32",
-    "layout": "contiguous",
-    "scale": 1.0,
-    "fill": None,
-    "grads": (0, 1, 2, 3),
 }
+DEFAULTS |= {"op": "pre", "parts": 3, "iterations": 20, "pre_eps": 1e-6, "post_eps": 0.0, "collapse": True}
+DEFAULTS |= {"outs": None, "res": True, "f": True, "transposed": False, "coefficients": "float32"}
+DEFAULTS |= {"layout": "contiguous", "scale": 1.0, "fill": None, "grads": (0, 1, 2, 3)}
 
 
 def _post(name, **options):

@@ -5,23 +5,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, norm_cases, params, test_case
+from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, norm_cases, ours, params, test_case
 
 NAME = "layer_norm"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
-    "shape": (4, 64),
-    "weight": True,
-    "bias": True,
-    "eps": 1e-5,
-    "layout": "contiguous",
-    "weight_layout": "contiguous",
-    "grad_layout": "contiguous",
-    "fill": None,  # "nan": one row holds a NaN; "inf": an infinity; "constant": one row of equal numbers
-    "scale": 1.0,
-    "mean": 0.5,
-    "grads": (0, 1, 2),
+    "fill": None  # "nan": one row holds a NaN; "inf": an infinity; "constant": one row of equal numbers
 }
+DEFAULTS |= {"shape": (4, 64), "weight": True, "bias": True, "eps": 1e-5, "layout": "contiguous"}
+DEFAULTS |= {"weight_layout": "contiguous", "grad_layout": "contiguous", "scale": 1.0, "mean": 0.5}
+DEFAULTS |= {"grads": (0, 1, 2)}
 
 CASES = [
     *norm_cases(),
@@ -85,13 +79,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=tuple(i for i in p["grads"] if args[i] is not None),
         grad_outputs=(grad,),
     )
-
-
-def tigon_fn(x, weight, bias, *, eps):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.layer_norm(x, weight, bias, eps)
 
 
 def eager_fn(x, weight, bias, *, eps):

@@ -10,18 +10,8 @@ import torch
 
 from .case import Case, Inputs
 
-ALTERED = (
-    "bias",
-    "softcap",
-    "lora_a",
-    "nll_target",
-    "nll",
-    "denominator",
-    "importance",
-    "delta",
-    "teacher_bias",
-    "token_weight",
-)
+LACKING = "bias softcap lora_a nll_target nll denominator importance delta teacher_bias token_weight"
+ALTERED = tuple(LACKING.split())
 
 
 def _plain(kwargs: dict) -> bool:

@@ -9,20 +9,20 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import (
-    SCALED,
-    Case,
-    Inputs,
-    Maker,
-    bench_case,
-    itemsize,
-    lay_out,
-    params,
-    test_case,
-    upcast,
-    upstream,
-)
+from .case import SCALED, Case, Inputs, Maker, bench_case, lay_out, params, test_case, upstream
 from .cross_entropy import make_denominator
+from .heads import (
+    LLAMA,
+    adapter,
+    altered,
+    as_tigon,
+    costs,
+    gradient_products,
+    liger_head,
+    linear,
+    loss_gradient,
+    trained,
+)
 from .losses import eager_loss, oracle_loss
 
 NAME = "linear_cross_entropy"
@@ -30,33 +30,20 @@ LOSS = True
 
 DEFAULTS = {
     "lead": (13,),  # leading shape of hidden and target
-    "H": 32,
-    "V": 67,
-    "bias": False,
     "layout": "contiguous",  # of hidden
-    "weight_layout": "contiguous",
-    "masked": 0.0,
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "temperature": 1.0,
     "lora": 0,  # rank
     "known": False,  # the number of rows that count is said
-    "z_loss": 0.0,
-    "class_weight": False,
-    "reduction": "mean",
-    "denominator": None,
-    "shift": False,
-    "chunk_rows": None,
-    "fill": None,
     "scale": 2.0,  # spread of the logits
-    "grads": (0, 1),
-    "grad_bias": True,
-    "keep_mb": 0.0,
-    "max_peak_mb": None,
-    "upstream": None,
 }
+DEFAULTS |= {"H": 32, "V": 67, "bias": False, "weight_layout": "contiguous", "masked": 0.0}
+DEFAULTS |= {"ignore_index": -100, "label_smoothing": 0.0, "softcap": None, "logit_scale": 1.0}
+DEFAULTS |= {"temperature": 1.0, "z_loss": 0.0, "class_weight": False, "reduction": "mean"}
+DEFAULTS |= {"denominator": None, "shift": False, "chunk_rows": None, "fill": None, "grads": (0, 1)}
+DEFAULTS |= {"grad_bias": True, "keep_mb": 0.0, "max_peak_mb": None, "upstream": None}
+
+EVERYTHING = {"lead": (2, 23), "H": 48, "V": 517, "bias": True, "class_weight": True, "masked": 0.2}
+EVERYTHING |= {"label_smoothing": 0.1, "softcap": 6.0, "logit_scale": 0.7, "z_loss": 1e-3, "chunk_rows": 10}
+OPTIONS = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "reduction")
 
 CASES = [
     test_case("13x32x67"),
@@ -118,40 +105,8 @@ CASES = [
     test_case("shift_none", lead=(3, 8), shift=True, reduction="none", masked=0.2),
     test_case("shift_denominator", lead=(1, 9), shift=True, denominator=5),
     test_case("shift_one_token", lead=(3, 1), shift=True, reduction="sum"),
-    test_case(
-        "everything",
-        lead=(2, 23),
-        H=48,
-        V=517,
-        bias=True,
-        class_weight=True,
-        masked=0.2,
-        label_smoothing=0.1,
-        softcap=6.0,
-        logit_scale=0.7,
-        z_loss=1e-3,
-        shift=True,
-        denominator="tensor",
-        layout="rows",
-        chunk_rows=10,
-    ),
-    test_case(
-        "everything_none",
-        small=True,
-        lead=(2, 23),
-        H=48,
-        V=517,
-        bias=True,
-        class_weight=True,
-        masked=0.2,
-        label_smoothing=0.1,
-        softcap=6.0,
-        logit_scale=0.7,
-        z_loss=1e-3,
-        reduction="none",
-        layout="columns",
-        chunk_rows=10,
-    ),
+    test_case("everything", **EVERYTHING, shift=True, denominator="tensor", layout="rows"),
+    test_case("everything_none", small=True, **EVERYTHING, reduction="none", layout="columns"),
     test_case("temperature", temperature=0.6, masked=0.2),
     test_case("softcap_temperature", small=True, temperature=0.6, softcap=3.0, logit_scale=0.5, masked=0.2),
     # Not a small case: those are captured in a graph and replayed on labels of another count.
@@ -193,9 +148,7 @@ CASES = [
         }.items()
     ),
     *(
-        bench_case(
-            f"8192x4096x128256_{name}{mb}", "peak", lead=(8192,), H=4096, V=128256, max_peak_mb=mb, **options
-        )
+        bench_case(f"8192x4096x128256_{name}{mb}", "peak", lead=(8192,), **LLAMA, max_peak_mb=mb, **options)
         for name, mb, options in (
             *(("peak", mb, {}) for mb in (1300, 1500, 2000)),
             ("frozen_peak", 250, {"grads": (0,)}),
@@ -253,22 +206,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     class_weight = draw.randn(vocab, dtype=wide).abs() + 0.1 if p["class_weight"] else None
     none = p["reduction"] == "none" and p["denominator"] is None
     grad = draw.randn(*lead, dtype=wide) if none else upstream(case, dtype, device)
-    rank, known = p["lora"], target[..., 1:] if p["shift"] else target
-    lora = {"lora_a": None, "lora_b": None}
-    if rank:
-        lora = {
-            "lora_a": draw.randn(rank, hidden_size, scale=hidden_size**-0.5),
-            "lora_b": draw.randn(vocab, rank),
-        }
-    names = (
-        "ignore_index",
-        "label_smoothing",
-        "softcap",
-        "logit_scale",
-        "temperature",
-        "z_loss",
-        "reduction",
-    )
+    known = target[..., 1:] if p["shift"] else target
     return Inputs(
         args=(hidden, weight, target),
         kwargs={
@@ -276,53 +214,35 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
             "class_weight": class_weight,
             "denominator": make_denominator(p["denominator"], device),
             "valid_rows": int((known != ignore).sum()) if p["known"] else None,
-            **lora,
-            **{name: p[name] for name in (*names, "shift", "chunk_rows", "keep_mb", "max_peak_mb")},
+            **adapter(draw, p["lora"], hidden_size, vocab),
+            **{name: p[name] for name in (*OPTIONS, "shift", "chunk_rows", "keep_mb", "max_peak_mb")},
         },
         grads=p["grads"],
         grad_outputs=(grad,),
-        grad_kwargs=(("bias",) if p["bias"] and p["grad_bias"] else ())
-        + (("lora_a", "lora_b") if rank else ()),
+        grad_kwargs=trained(p, p["grad_bias"]),
     )
 
 
-LORA_SCALE = 0.5
-
-
-def tigon_fn(hidden, weight, target, *, lora_a, lora_b, **options):
+def tigon_fn(hidden, weight, target, **options):
     """Tigon's own."""
     import tigon
 
-    if lora_a is not None:
-        options["lora"] = (lora_a, lora_b, LORA_SCALE)
-    return tigon.linear_cross_entropy(hidden, weight, target, **options)
+    return tigon.linear_cross_entropy(hidden, weight, target, **as_tigon(options))
 
 
 def _from_logits(loss, hidden, weight, target, options):
     """The logits of every row that takes part, then a loss of logits."""
-    options = dict(options)
-    bias, class_weight = options.pop("bias"), options.pop("class_weight")
-    options.pop("chunk_rows")
-    options.pop("valid_rows")
-    options.pop("keep_mb")
-    options.pop("max_peak_mb")
-    lora_a, lora_b = options.pop("lora_a"), options.pop("lora_b")
-    scale, softcap, temperature = (options.pop(name) for name in ("logit_scale", "softcap", "temperature"))
-    shift = options.pop("shift")
-    if shift:
+    form = {name: options[name] for name in ("softcap", "logit_scale", "temperature")}
+    operands = {name: options[name] for name in ("bias", "lora_a", "lora_b")}
+    own = {name: options[name] for name in (*OPTIONS, "denominator") if name not in form}
+    if options["shift"]:
         hidden, target = hidden[:, :-1], target[:, 1:]
-    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-    if lora_a is not None:
-        low = F.linear(hidden.reshape(-1, hidden.shape[-1]), lora_a)
-        logits = logits + LORA_SCALE * F.linear(low, lora_b)
-    z = upcast(logits) * scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    value = loss(z / temperature, target.reshape(-1), weight=class_weight, **options)
+    logits = linear(hidden.reshape(-1, hidden.shape[-1]), weight, **operands)
+    value = loss(altered(logits, **form), target.reshape(-1), weight=options["class_weight"], **own)
     if value.dim() == 0:
         return value
     value = value.view(target.shape)
-    return F.pad(value, (0, 1)) if shift else value  # the last position has no label: 0
+    return F.pad(value, (0, 1)) if options["shift"] else value  # the last position has no label: 0
 
 
 def eager_fn(hidden, weight, target, **options):
@@ -335,30 +255,7 @@ def oracle_fn(hidden, weight, target, **options):
     return _from_logits(oracle_loss, hidden, weight, target, options)
 
 
-def _sizes(case: Case) -> tuple[int, int, int]:
-    p = params(case, DEFAULTS)
-    return math.prod(p["lead"]), p["H"], p["V"]
-
-
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read hidden and weight."""
-    rows, hidden, vocab = _sizes(case)
-    return (rows * hidden + vocab * hidden) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read both again, write both gradients."""
-    return 2 * bytes_fwd(case, dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """One product."""
-    return 2 * math.prod(_sizes(case))
-
-
-def flops_bwd(case: Case) -> int:
-    """Two products; recomputing the logits is a choice, not counted."""
-    return 2 * flops_fwd(case)
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(DEFAULTS)
 
 
 def even_neighbour(inputs: Inputs) -> tuple[Inputs, float] | None:
@@ -380,13 +277,8 @@ def bare_products(hidden, weight, target, inputs: Inputs, step: bool, again: boo
         hidden, target = hidden[counts], target[counts]
     products = [lambda: hidden @ weight.t()]
     if step:
-        # The gradient a loss really has: its values, mostly tiny, decide what power they draw.
-        grad = torch.softmax(hidden @ weight.t(), dim=-1)
-        grad[torch.arange(len(grad), device=grad.device), target.view(-1).clamp(min=0)] -= 1
-        grad /= len(grad)
         products *= 1 + again
-        operand_products = (lambda: grad @ weight, lambda: grad.t() @ hidden)
-        products += [operand_products[i] for i in inputs.grads]
+        products += gradient_products(loss_gradient(hidden, weight, target), hidden, weight, inputs.grads)
     return products
 
 
@@ -410,42 +302,19 @@ def _aten(case, inputs):
         return None
 
     def fn(hidden, weight, target, *, ignore_index, label_smoothing, reduction, **_):
-        return fused(
-            hidden,
-            weight,
-            target,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
+        options = {"label_smoothing": label_smoothing, "reduction": reduction}
+        return fused(hidden, weight, target, ignore_index=ignore_index, **options)
 
     return fn
 
 
 def _liger(accumulate):
     def factory(case, inputs):
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+        import liger_kernel.ops.fused_linear_cross_entropy  # noqa: F401
 
         if not _plain(inputs.kwargs):
             return None
-
-        def fn(hidden, weight, target, **options):
-            return LigerFusedLinearCrossEntropyFunction.apply(
-                hidden,
-                weight,
-                target,
-                options["bias"],
-                options["class_weight"],
-                options["ignore_index"],
-                options["z_loss"],
-                options["label_smoothing"],
-                options["reduction"],
-                options["softcap"],
-                False,
-                accumulate,
-            )[0]
-
-        return fn
+        return lambda *tensors, **options: liger_head(*tensors, options, accumulate)
 
     return factory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -11,34 +12,27 @@ from . import liger_losses
 from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast, upstream
 from .cross_entropy import make_denominator
 from .divergence import _kl
+from .heads import LORA_SCALE, adapter, altered, as_tigon, gradient_products, shifted, trained
 
 NAME = "linear_divergence"
 LOSS = True
 
 DEFAULTS = {
-    "op": "linear_kl_div",
     "lead": (13,),  # leading shape of the hidden states
-    "H": 32,
-    "Ht": 48,
-    "V": 67,
     "Vt": None,  # as V
     "teacher": "head",  # or "logits"
     "teacher_dtype": None,  # as hidden
     "near": None,  # spread of the teacher's logits about the student's
     "bias": False,  # of both
     "layout": "contiguous",  # of both hidden states, or the teacher's logits
-    "weight_layout": "contiguous",
     "masked": None,  # None: no labels
     "known": False,  # the number of rows that count is said
-    "token_weight": False,
-    "denominator": None,
     "lora": 0,  # rank
     "scale": 2.0,  # spread of the logits
-    "fill": None,
-    "grads": (0, 1),
-    "upstream": None,
-    "options": {},
 }
+DEFAULTS |= {"op": "linear_kl_div", "H": 32, "Ht": 48, "V": 67, "weight_layout": "contiguous"}
+DEFAULTS |= {"token_weight": False, "denominator": None, "fill": None, "grads": (0, 1), "upstream": None}
+DEFAULTS |= {"options": {}}
 FORMS = {
     "kl": ("linear_kl_div", {}),
     "reverse": ("linear_kl_div", {"reverse": True}),
@@ -48,17 +42,11 @@ FORMS = {
     "jsd_1": ("linear_jsd", {"beta": 1.0}),
     "tvd": ("linear_tvd", {}),
 }
-EVERYTHING = {
-    "softcap": 6.0,
-    "logit_scale": 0.7,
-    "teacher_softcap": 9.0,
-    "teacher_logit_scale": 1.3,
-    "temperature": 1.5,
-    "hard": 0.4,
-    "soft": 0.8,
-    "chunk_rows": 10,
-    "outputs": ("loss", "soft", "hard", "entropy"),
-}
+OPTIONS = {"softcap": 6.0, "logit_scale": 0.7, "teacher_softcap": 9.0, "teacher_logit_scale": 1.3}
+OPTIONS |= {"temperature": 1.5, "hard": 0.4, "soft": 0.8, "chunk_rows": 10}
+OPTIONS["outputs"] = ("loss", "soft", "hard", "entropy")
+EVERYTHING = {"lead": (2, 23), "V": 517, "bias": True, "masked": 0.2, "token_weight": True, "layout": "rows"}
+EVERYTHING["options"] = OPTIONS
 
 
 def _case(form: str, name: str, *, small=False, grad=True, options=None, **others) -> Case:
@@ -74,17 +62,7 @@ def _of_every_form(form: str) -> list[Case]:
         _case(form, "near", lead=(9,), V=1031, near=0.03),
         _case(form, "near_chunks", lead=(37,), V=1031, near=0.03, options={"chunk_rows": 16}),
         _case(form, "none", lead=(2, 9), masked=0.3, options={"reduction": "none", "chunk_rows": 5}),
-        _case(
-            form,
-            "everything",
-            lead=(2, 23),
-            V=517,
-            bias=True,
-            masked=0.2,
-            token_weight=True,
-            layout="rows",
-            options=EVERYTHING,
-        ),
+        _case(form, "everything", **EVERYTHING),
         _case(form, "logits", teacher="logits", lead=(2, 9), masked=0.4, layout="rows"),
         _case(form, "far", scale=15.0, lead=(9,)),
         _case(form, "long", lead=(2,), H=8, Ht=8, V=9001, masked=0.0, options={"hard": 1.0}),
@@ -182,9 +160,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     weights = draw.randn(*lead, dtype=wide).abs() if p["token_weight"] else None
     none = options.get("reduction") == "none"
     grad = draw.randn(*lead, dtype=wide) if none else upstream(case, dtype, device)
-    lora = {"lora_a": None, "lora_b": None}
-    if p["lora"]:
-        lora = {"lora_a": draw.randn(p["lora"], h, scale=h**-0.5), "lora_b": draw.randn(v, p["lora"])}
     counted = labels[..., 1:] if options.get("shift") else labels
     return Inputs(
         args=(hidden, weight, teacher, teacher_weight, labels),
@@ -195,27 +170,22 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
             "token_weight": weights,
             "denominator": make_denominator(p["denominator"], device),
             "valid_rows": int((counted != -100).sum()) if p["known"] else None,
-            **lora,
+            **adapter(draw, p["lora"], h, v),
             **options,
         },
         grads=p["grads"],
         grad_outputs=(grad, *(torch.zeros(()) for _ in options.get("outputs", ("loss",))[1:])),
-        grad_kwargs=(("bias",) if p["bias"] else ()) + (("lora_a", "lora_b") if p["lora"] else ()),
+        grad_kwargs=trained(p),
     )
 
 
-LORA_SCALE = 0.5
-
-
-def tigon_fn(hidden, weight, teacher, teacher_weight, labels, *, op, teacher_bias, lora_a, lora_b, **options):
+def tigon_fn(hidden, weight, teacher, teacher_weight, labels, *, op, teacher_bias, **options):
     """Tigon's own."""
     import tigon
 
-    if lora_a is not None:
-        options["lora"] = (lora_a, lora_b, LORA_SCALE)
     if teacher_weight is not None:
         teacher = (teacher, teacher_weight, *(() if teacher_bias is None else (teacher_bias,)))
-    return getattr(tigon, op)(hidden, weight, teacher, labels, **options)
+    return getattr(tigon, op)(hidden, weight, teacher, labels, **as_tigon(options))
 
 
 class _Product(torch.autograd.Function):
@@ -237,9 +207,8 @@ class _Product(torch.autograd.Function):
         return (dy @ upcast(weight)).to(x.dtype), dweight.to(weight.dtype)
 
 
-def _z(logits, bias, scale, cap):
-    z = (logits if bias is None else logits + upcast(bias)[: logits.shape[-1]]) * scale
-    return z if cap is None else cap * torch.tanh(z / cap)
+def _with_bias(logits, bias):
+    return logits if bias is None else logits + upcast(bias)[: logits.shape[-1]]
 
 
 def _rows(lq, lp, op, reverse, beta):
@@ -295,15 +264,15 @@ def _loss(
     if labels is None:
         labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     elif shift:
-        labels = F.pad(labels[..., 1:], (0, 1), value=-100)
+        labels = shifted(labels)
     logits = _Product.apply(hidden, weight)
     if lora_a is not None:
         logits = logits + LORA_SCALE * _Product.apply(_Product.apply(hidden, lora_a).to(hidden.dtype), lora_b)
     with torch.no_grad():
         other = upcast(teacher) if teacher_weight is None else _Product.apply(teacher, teacher_weight)
         classes = min(weight.shape[0], other.shape[-1])
-        t = _z(other[..., :classes], teacher_bias, teacher_logit_scale, teacher_softcap)
-    s = _z(logits[..., :classes], bias, logit_scale, softcap)
+        t = altered(_with_bias(other[..., :classes], teacher_bias), teacher_softcap, teacher_logit_scale)
+    s = altered(_with_bias(logits[..., :classes], bias), softcap, logit_scale)
     lq, lp = F.log_softmax(s / temperature, -1), F.log_softmax(t / temperature, -1)
     counts = labels != -100
     soft_rows = torch.where(counts, row_terms(lq, lp, op, reverse, beta), 0.0)
@@ -318,23 +287,12 @@ def _loss(
     else:
         loss = rows.sum() / {"sum": 1, "batchmean": counts.sum(), "mean": counts.sum() * classes}[reduction]
     entropy = torch.where(counts, -(lq.exp() * lq).sum(-1), 0.0)
-    values = {
-        "loss": loss,
-        "soft": soft_rows.detach(),
-        "hard": hard_rows.detach(),
-        "entropy": entropy.detach(),
-    }
-    return tuple(values[name] for name in outputs) if outputs != ("loss",) else loss
+    values = {"soft": soft_rows, "hard": hard_rows, "entropy": entropy}
+    return (loss, *(values[name].detach() for name in outputs[1:])) if outputs != ("loss",) else loss
 
 
-def eager_fn(*args, **options):
-    """Logits of both heads in fp32, log_softmax, torch's kl_div and cross_entropy."""
-    return _loss(_rows, *args, **options)
-
-
-def oracle_fn(*args, **options):
-    """The formula, for fp64."""
-    return _loss(_defined, *args, **options)
+eager_fn = functools.partial(_loss, _rows)  # log_softmax, torch's kl_div and cross_entropy
+oracle_fn = functools.partial(_loss, _defined)  # the formula, for fp64
 
 
 def _sizes(case: Case):
@@ -384,8 +342,7 @@ def gemms(inputs: Inputs, step: bool) -> list:
         grad /= len(grad)
         if inputs.kwargs.get("reduction") == "none":
             products *= 2
-        operand_products = (lambda: grad @ weight, lambda: grad.t() @ hidden)
-        products += [operand_products[i] for i in inputs.grads]
+        products += gradient_products(grad, hidden, weight, inputs.grads)
     return products
 
 

@@ -7,35 +7,24 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
-from .linear_cross_entropy import LORA_SCALE, bare_products
+from .case import Case, Inputs, Maker, bench_case, lay_out, params, test_case, upcast
+from .heads import LLAMA, adapter, altered, as_tigon, costs, linear, trained
+from .linear_cross_entropy import bare_products
 
 NAME = "linear_log_prob"
 LOSS = True  # gradients may be made in the forward
 
 DEFAULTS = {
     "lead": (13,),  # leading shape of hidden and target
-    "H": 32,
-    "V": 67,
-    "bias": False,
     "layout": "contiguous",  # of hidden
-    "weight_layout": "contiguous",
     "labels": 0,  # of a row; 0: one, and no dimension of its own
-    "masked": 0.0,
     "known": False,  # the number of rows that count is said
-    "softcap": None,
-    "logit_scale": 1.0,
-    "temperature": 1.0,
-    "entropy": False,
     "lora": 0,  # rank
-    "shift": False,
-    "ignore_index": -100,
-    "chunk_rows": None,
-    "keep_mb": None,
-    "logit_dtype": None,
     "scale": 2.0,  # spread of the logits
-    "grads": (0, 1),
 }
+DEFAULTS |= {"H": 32, "V": 67, "bias": False, "weight_layout": "contiguous", "masked": 0.0, "softcap": None}
+DEFAULTS |= {"logit_scale": 1.0, "temperature": 1.0, "entropy": False, "shift": False, "ignore_index": -100}
+DEFAULTS |= {"chunk_rows": None, "keep_mb": None, "logit_dtype": None, "grads": (0, 1)}
 SIZES = (
     (8192, 4096, 128256, {}),
     (4096, 2048, 151936, {}),
@@ -51,6 +40,10 @@ WAYS = {  # what is kept, and what needs a gradient
     "_frozen_again": {"grads": (0,), "keep_mb": 0},
     "_fp32": {"logit_dtype": torch.float32},
 }
+
+AGAIN = {"lead": (37,), "masked": 0.2, "chunk_rows": 8}
+CAPPED = {"softcap": 3.0, "temperature": 0.7}
+FORM = ("softcap", "logit_scale", "temperature")
 
 CASES = [
     test_case("13x32x67"),
@@ -81,34 +74,16 @@ CASES = [
     test_case("known_frozen", lead=(37,), masked=0.6, known=True, grads=(0,), layout="rows"),
     test_case("known_again", lead=(37,), masked=0.6, known=True, chunk_rows=4, keep_mb=0),
     test_case("fp32_logits", small=True, masked=0.2, logit_dtype=torch.float32),
-    test_case(
-        "fp32_logits_again",
-        lead=(37,),
-        masked=0.2,
-        logit_dtype=torch.float32,
-        keep_mb=0,
-        entropy=True,
-        chunk_rows=8,
-        bias=True,
-    ),
+    test_case("fp32_logits_again", keep_mb=0, **AGAIN, logit_dtype=torch.float32, entropy=True, bias=True),
     test_case("wide_vocab", lead=(6,), H=16, V=32001),
     test_case("labels", small=True, labels=5, masked=0.3),
     test_case("labels_one", labels=1, masked=0.3, grads=(0,)),
-    test_case(
-        "labels_rank3",
-        lead=(2, 9),
-        labels=7,
-        masked=0.2,
-        entropy=True,
-        softcap=3.0,
-        temperature=0.7,
-        layout="rows",
-    ),
+    test_case("labels_rank3", lead=(2, 9), labels=7, masked=0.2, entropy=True, layout="rows", **CAPPED),
     test_case("labels_shift", lead=(3, 8), labels=3, shift=True, masked=0.3),
     test_case("labels_chunks", lead=(37,), labels=4, masked=0.6, chunk_rows=8, bias=True, lora=4),
     test_case("labels_known", lead=(37,), labels=2, masked=0.7, known=True, chunk_rows=4, entropy=True),
     test_case("labels_all", lead=(5,), V=9, labels=30, logit_scale=0.5),
-    test_case("labels_wide", lead=(37,), labels=6, masked=0.2, logit_dtype=torch.float32, chunk_rows=8),
+    test_case("labels_wide", labels=6, logit_dtype=torch.float32, **AGAIN),
     test_case("labels_masked", labels=3, masked=1.0, bias=True, entropy=True),
     test_case(
         "labels_ignore_a_class", lead=(37,), labels=2, masked=0.7, ignore_index=3, entropy=True, bias=True
@@ -121,7 +96,7 @@ CASES = [
         for name, way in WAYS.items()
     ),
     *(
-        bench_case(f"8192x4096x128256_{name}", lead=(8192,), H=4096, V=128256, **options)
+        bench_case(f"8192x4096x128256_{name}", lead=(8192,), **LLAMA, **options)
         for name, options in {
             "masked80": {"masked": 0.8, "known": True},
             "entropy": {"entropy": True},
@@ -142,7 +117,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     """Draw the inputs of a case; the logits have the spread `scale`, the upstream gradients differ."""
     p = params(case, DEFAULTS)
     draw = Maker(case, device, dtype, seed)
-    lead, size, vocab, rank = p["lead"], p["H"], p["V"], p["lora"]
+    lead, size, vocab = p["lead"], p["H"], p["V"]
     hidden = draw.randn(*lead, size, layout=p["layout"])
     weight = lay_out(draw.randn(vocab, size, scale=p["scale"] / math.sqrt(size)), p["weight_layout"])
     bias = draw.randn(vocab) if p["bias"] else None
@@ -150,20 +125,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     target = draw.labels(vocab, *each, masked=p["masked"], ignore_index=p["ignore_index"])
     wide = torch.promote_types(dtype, torch.float32)
     grads = (draw.randn(*each, dtype=wide), *(draw.randn(*lead, dtype=wide) for _ in range(p["entropy"])))
-    names = (
-        "softcap",
-        "logit_scale",
-        "temperature",
-        "entropy",
-        "shift",
-        "ignore_index",
-        "chunk_rows",
-        "keep_mb",
-        "logit_dtype",
-    )
-    lora = {"lora_a": None, "lora_b": None}
-    if rank:
-        lora = {"lora_a": draw.randn(rank, size, scale=size**-0.5), "lora_b": draw.randn(vocab, rank)}
+    names = (*FORM, "entropy", "shift", "ignore_index", "chunk_rows", "keep_mb", "logit_dtype")
     counted = target != p["ignore_index"]
     counted = counted.any(-1) if p["labels"] else counted
     counted = counted[..., 1:] if p["shift"] else counted
@@ -172,54 +134,33 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         kwargs={
             "bias": bias,
             "valid_rows": int(counted.sum()) if p["known"] else None,
-            **lora,
+            **adapter(draw, p["lora"], size, vocab),
             **{name: p[name] for name in names},
         },
         grads=p["grads"],
         grad_outputs=grads,
-        grad_kwargs=(("bias",) if p["bias"] else ()) + (("lora_a", "lora_b") if rank else ()),
+        grad_kwargs=trained(p),
     )
 
 
-def tigon_fn(hidden, weight, target, *, lora_a, lora_b, **options):
+def tigon_fn(hidden, weight, target, **options):
     """Tigon's own."""
     import tigon
 
-    if lora_a is not None:
-        options["lora"] = (lora_a, lora_b, LORA_SCALE)
-    return tigon.linear_log_prob(hidden, weight, target, **options)
+    return tigon.linear_log_prob(hidden, weight, target, **as_tigon(options))
 
 
-def eager_fn(
-    hidden,
-    weight,
-    target,
-    *,
-    bias,
-    lora_a,
-    lora_b,
-    softcap,
-    logit_scale,
-    temperature,
-    entropy,
-    shift,
-    ignore_index,
-    logit_dtype,
-    **_,
-):
+def eager_fn(hidden, weight, target, *, bias, entropy, lora_a=None, lora_b=None, logit_dtype=None, **options):
     """Logits in the model's dtype, upcast, log_softmax and gather; also the oracle, on fp64 copies."""
-    several = target.dim() == hidden.dim()
-    if shift:
+    several, ignore_index = target.dim() == hidden.dim(), options.get("ignore_index", -100)
+    if options.get("shift"):
         rows = target if several else target.unsqueeze(-1)
         target = F.pad(rows[..., 1:, :], (0, 0, 0, 1), value=ignore_index).view(target.shape)
-    widen = (lambda t: t if t is None else upcast(t)) if logit_dtype is not None else (lambda t: t)
-    logits = F.linear(widen(hidden), widen(weight), widen(bias))
-    if lora_a is not None:
-        logits = logits + LORA_SCALE * F.linear(F.linear(hidden, lora_a), lora_b)
-    z = upcast(logits) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    log_p = torch.log_softmax(z / temperature, -1)
+    operands = hidden, weight, bias, lora_a, lora_b
+    if logit_dtype is not None:
+        operands = (None if t is None else upcast(t) for t in operands)
+    z = altered(linear(*operands), **{name: options[name] for name in FORM if name in options})
+    log_p = torch.log_softmax(z, -1)
     labels = target if several else target.unsqueeze(-1)
     counts = labels != ignore_index
     picked = log_p.gather(-1, torch.where(counts, labels, 0))
@@ -232,25 +173,7 @@ def eager_fn(
 oracle_fn = eager_fn
 
 
-def _sizes(case: Case) -> tuple[int, int, int]:
-    p = params(case, DEFAULTS)
-    return math.prod(p["lead"]), p["H"], p["V"]
-
-
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read hidden and weight."""
-    rows, hidden, vocab = _sizes(case)
-    return (rows + vocab) * hidden * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read both again, write both gradients."""
-    return 2 * bytes_fwd(case, dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """One product."""
-    return 2 * math.prod(_sizes(case))
+bytes_fwd, bytes_bwd, flops_fwd, _ = costs(DEFAULTS)
 
 
 def flops_bwd(case: Case) -> int:
@@ -295,17 +218,9 @@ def trl_log_prob(
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE, _ChunkedLogProbFunction
 
     outputs = ("entropy",) if entropy else ()
-    log_prob, entropies, *_ = _ChunkedLogProbFunction.apply(
-        hidden.flatten(0, -2),
-        weight,
-        bias,
-        target.flatten(),
-        temperature,
-        _CHUNKED_LOGPROB_CHUNK_SIZE,
-        softcap,
-        logit_scale,
-        outputs,
-    )
+    form = temperature, _CHUNKED_LOGPROB_CHUNK_SIZE, softcap, logit_scale, outputs
+    found = _ChunkedLogProbFunction.apply(hidden.flatten(0, -2), weight, bias, target.flatten(), *form)
+    log_prob, entropies, *_ = found
     log_prob = log_prob.view(target.shape)
     return (log_prob, entropies.view(target.shape)) if entropy else log_prob
 

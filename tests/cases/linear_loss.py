@@ -7,33 +7,18 @@ import math
 import torch
 
 from .case import Case, Inputs, Maker, bench_case, params, test_case
+from .heads import costs
 from .linear_cross_entropy import bare_products
 from .linear_log_prob import SIZES, trl_log_prob
-from .linear_log_prob import bytes_bwd as bytes_bwd
-from .linear_log_prob import bytes_fwd as bytes_fwd
 from .linear_log_prob import eager_fn as log_prob
 from .linear_log_prob import flops_bwd as flops_bwd
-from .linear_log_prob import flops_fwd as flops_fwd
 
 NAME = "linear_loss"
 LOSS = True
 
-DEFAULTS = {
-    "lead": (13,),
-    "H": 32,
-    "V": 67,
-    "bias": False,
-    "masked": 0.0,
-    "known": False,
-    "softcap": None,
-    "temperature": 1.0,
-    "entropy": False,
-    "reduction": "mean",
-    "chunk_rows": None,
-    "logit_dtype": None,
-    "scale": 2.0,
-    "grads": (0, 1),
-}
+DEFAULTS = {"lead": (13,), "H": 32, "V": 67, "bias": False, "masked": 0.0, "known": False, "softcap": None}
+DEFAULTS |= {"temperature": 1.0, "entropy": False, "reduction": "mean", "chunk_rows": None}
+DEFAULTS |= {"logit_dtype": None, "scale": 2.0, "grads": (0, 1)}
 
 CASES = [
     test_case("13x32x67"),
@@ -97,25 +82,9 @@ def tigon_fn(hidden, weight, target, advantage, **options):
     return tigon.linear_loss(hidden, weight, target, fn, advantage, **options)
 
 
-def eager_fn(
-    hidden, weight, target, advantage, *, entropy, reduction, bias, softcap, temperature, logit_dtype, **_
-):
+def eager_fn(hidden, weight, target, advantage, *, entropy, reduction, **options):
     """The same from logits in the model's dtype; also the oracle, on fp64 copies."""
-    statistics = log_prob(
-        hidden,
-        weight,
-        target,
-        bias=bias,
-        lora_a=None,
-        lora_b=None,
-        softcap=softcap,
-        logit_scale=1.0,
-        temperature=temperature,
-        entropy=entropy,
-        shift=False,
-        ignore_index=-100,
-        logit_dtype=logit_dtype,
-    )
+    statistics = log_prob(hidden, weight, target, entropy=entropy, **options)
     counts = target != -100
     rows = torch.where(counts, _objective(statistics if entropy else (statistics,), advantage), 0.0)
     if reduction == "none":
@@ -124,6 +93,7 @@ def eager_fn(
 
 
 oracle_fn = eager_fn
+bytes_fwd, bytes_bwd, flops_fwd, _ = costs(DEFAULTS)
 
 
 def gemms(inputs: Inputs, step: bool) -> list:

@@ -8,35 +8,25 @@ import torch
 
 from . import liger_losses, linear_preference, policy
 from .case import Case, Inputs, Maker, bench_case, params, test_case
+from .heads import adapter, as_tigon, shifted, trained
 from .linear_log_prob import trl_log_prob
-from .linear_preference import log_probs, shifted
+from .linear_preference import log_probs
 
 NAME = "linear_policy"
 LOSS = True
 
 DEFAULTS = {
-    "answers": 3,
-    "T": 7,
-    "H": 32,
-    "V": 67,
-    "bias": False,
-    "lora": 0,  # rank
-    "masked": 0.3,
-    "empty": (),
-    "old": 0.2,
-    "ref": None,
-    "importance": None,
-    "per_token": False,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "temperature": 1.0,
-    "shift": False,
-    "chunk_rows": None,
-    "scale": 2.0,
-    "grads": (0, 1),
-    "options": {},
+    "lora": 0  # rank
 }
+DEFAULTS |= {"answers": 3, "T": 7, "H": 32, "V": 67, "bias": False, "masked": 0.3, "empty": (), "old": 0.2}
+DEFAULTS |= {"ref": None, "importance": None, "per_token": False, "softcap": None, "logit_scale": 1.0}
+DEFAULTS |= {"temperature": 1.0, "shift": False, "chunk_rows": None, "scale": 2.0, "grads": (0, 1)}
+DEFAULTS |= {"options": {}}
 KL = {"kl": 0.1, "entropy": 0.05}
+SEVERAL = {"level": "sequence", "kl_corrected": True, **KL}
+BY_ANSWER = {"level": "sequence", "normalise": "sequence"}
+SMALL = {"answers": 2, "T": 5, "H": 9, "V": 17}
+OF_BENCH = {"answers": 8, "T": 1024, "H": 4096, "V": 128256, "masked": 0.0, "scale": 0.2}
 
 
 def _of_every_kind(kind: str) -> list[Case]:
@@ -51,38 +41,16 @@ def _of_every_kind(kind: str) -> list[Case]:
         case("on_policy", answers=few, old=None),
         case("chunks", answers=few, T=11, chunk_rows=8),
         case("everything", ref=0.3, importance="token", options=KL, answers=few, T=9, chunk_rows=20),
-        case(
-            "sequence",
-            answers=few,
-            T=9,
-            chunk_rows=20,
-            options={"level": "sequence", "normalise": "sequence"},
-        ),
-        case(
-            "sequence_of_several_chunks",
-            answers=few,
-            T=20,
-            chunk_rows=7,
-            ref=0.3,
-            options={"level": "sequence", "kl_corrected": True, **KL},
-        ),
+        case("sequence", answers=few, T=9, chunk_rows=20, options=BY_ANSWER),
+        case("sequence_of_several_chunks", answers=few, T=20, chunk_rows=7, ref=0.3, options=SEVERAL),
     ]
 
 
 CASES = [case for kind in policy.CASES_OF for case in _of_every_kind(kind)]
 CASES += [
     # On the policy the ratio is a constant to finite differences.
-    test_case("small", small=True, answers=2, T=5, H=9, V=17, options={"entropy": 0.1}),
-    test_case(
-        "small_sequence",
-        small=True,
-        answers=2,
-        T=5,
-        H=9,
-        V=17,
-        ref=0.3,
-        options={"level": "sequence", "kl": 0.1},
-    ),
+    test_case("small", small=True, **SMALL, options={"entropy": 0.1}),
+    test_case("small_sequence", small=True, **SMALL, ref=0.3, options={"level": "sequence", "kl": 0.1}),
     test_case("entropy", options={"entropy": 0.3}),
     test_case("entropy_frozen", grads=(0,), options={"entropy": 0.3}),
     test_case("entropy_mean", options={"entropy": 0.3, "entropy_denominator": 5.0}),
@@ -99,34 +67,14 @@ CASES += [
     test_case("softcap", softcap=5.0, temperature=0.7, logit_scale=1.3, options={"entropy": 0.1}),
     test_case("shift", shift=True),
     test_case("unmasked", masked=0.0, answers=5, T=11, chunk_rows=16),
-    test_case("all_masked", masked=1.0, options={"level": "sequence", "normalise": "sequence"}),
+    test_case("all_masked", masked=1.0, options=BY_ANSWER),
     test_case("no_answers", answers=0),
     test_case("no_tokens", T=0),
     test_case("many", answers=20, T=120, H=33, V=51),
-    bench_case("8x1024x4096x128256", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2),
-    bench_case(
-        "8x1024_sequence",
-        answers=8,
-        T=1024,
-        H=4096,
-        V=128256,
-        masked=0.0,
-        scale=0.2,
-        options={"level": "sequence", "normalise": "sequence"},
-    ),
-    bench_case(
-        "8x1024_entropy",
-        answers=8,
-        T=1024,
-        H=4096,
-        V=128256,
-        masked=0.0,
-        scale=0.2,
-        options={"entropy": 0.01},
-    ),
-    bench_case(
-        "8x1024_kl", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2, ref=0.3, options={"kl": 0.04}
-    ),
+    bench_case("8x1024x4096x128256", **OF_BENCH),
+    bench_case("8x1024_sequence", **OF_BENCH, options=BY_ANSWER),
+    bench_case("8x1024_entropy", **OF_BENCH, options={"entropy": 0.01}),
+    bench_case("8x1024_kl", **OF_BENCH, ref=0.3, options={"kl": 0.04}),
     bench_case("4x128x256x4096", "bench_cpu", answers=4, T=128, H=256, V=4096, masked=0.0),
     bench_case("4x16x32x512", "smoke", answers=4, T=16, H=32, V=512, masked=0.0),
 ]
@@ -142,13 +90,9 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     target = draw.labels(vocab, answers, tokens, masked=p["masked"])
     kwargs = {"chunk_rows": p["chunk_rows"], "shift": p["shift"], **p["options"]}
     kwargs |= {"softcap": p["softcap"], "temperature": p["temperature"], "logit_scale": p["logit_scale"]}
-    grad_kwargs = ()
     if p["bias"]:
-        kwargs["bias"], grad_kwargs = draw.randn(vocab), ("bias",)
-    if p["lora"]:
-        kwargs["lora_a"] = draw.randn(p["lora"], size, scale=1 / math.sqrt(size))
-        kwargs["lora_b"] = draw.randn(vocab, p["lora"])
-        grad_kwargs = (*grad_kwargs, "lora_a", "lora_b")
+        kwargs["bias"] = draw.randn(vocab)
+    kwargs |= adapter(draw, p["lora"], size, vocab) if p["lora"] else {}
     # Near the log-probabilities that the head will find.
     labels = shifted(target) if p["shift"] else target
     form = {name: kwargs[name] for name in ("softcap", "temperature", "logit_scale")}
@@ -161,59 +105,31 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         sizes = (answers, tokens) if p["importance"] == "token" else (answers,)
         kwargs["importance"] = draw.randn(*sizes, scale=0.3, dtype=torch.float32).exp()
     advantage = draw.randn(*((answers, tokens) if p["per_token"] else (answers,)), dtype=torch.float32)
-    return Inputs(
-        args=(hidden, weight, target, advantage), kwargs=kwargs, grads=p["grads"], grad_kwargs=grad_kwargs
-    )
+    args = (hidden, weight, target, advantage)
+    return Inputs(args=args, kwargs=kwargs, grads=p["grads"], grad_kwargs=trained(p))
 
 
-def tigon_fn(hidden, weight, target, advantage, *, lora_a=None, lora_b=None, **options):
+def tigon_fn(hidden, weight, target, advantage, **options):
     """Tigon's own."""
     import tigon
 
-    if lora_a is not None:
-        options["lora"] = (lora_a, lora_b, 0.5)
-    result = tigon.linear_policy(hidden, weight, target, advantage, **options)
+    result = tigon.linear_policy(hidden, weight, target, advantage, **as_tigon(options))
     return tuple(t for t in result if t is not None)
 
 
-def eager_fn(
-    hidden,
-    weight,
-    target,
-    advantage,
-    *,
-    shift=False,
-    chunk_rows=None,
-    bias=None,
-    softcap=None,
-    temperature=1.0,
-    logit_scale=1.0,
-    lora_a=None,
-    lora_b=None,
-    **options,
-):
-    """The logits, then the trainers' formulas."""
+def eager_fn(hidden, weight, target, advantage, *, shift, chunk_rows, **options):
+    """The logits, then the trainers' formulas; also the oracle, on fp64 copies."""
     del chunk_rows
+    names = ("bias", "lora_a", "lora_b", "softcap", "temperature", "logit_scale")
+    head = {name: options.pop(name) for name in names if name in options}
     target = shifted(target) if shift else target
-    log_prob, entropies = log_probs(
-        hidden,
-        weight,
-        target,
-        bias=bias,
-        softcap=softcap,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        lora_a=lora_a,
-        lora_b=lora_b,
-    )
+    log_prob, entropies = log_probs(hidden, weight, target, **head)
     mask = target != -100
     loss, *rest = policy.eager_fn(log_prob, advantage, mask=mask, entropies=entropies, **options)
     return loss, *(t.masked_fill(~mask, 0.0).detach() for t in (log_prob, entropies)), *rest
 
 
-def oracle_fn(hidden, weight, target, advantage, **options):
-    """The same for fp64."""
-    return eager_fn(hidden, weight, target, advantage, **options)
+oracle_fn = eager_fn
 
 
 def bytes_fwd(case: Case, dtype: torch.dtype) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -9,33 +10,21 @@ import torch.nn.functional as F
 
 from . import liger_losses, preference
 from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
+from .heads import adapter, altered, as_tigon, gradient_products, linear, loss_gradient, shifted, trained
 from .linear_log_prob import trl_log_prob
 
 NAME = "linear_preference"
 LOSS = True
 
 DEFAULTS = {
-    "kind": "sigmoid",
-    "answers": 4,
-    "T": 7,
-    "H": 32,
-    "V": 67,
-    "bias": False,
     "lora": 0,  # rank
     "layout": "contiguous",  # of hidden
-    "masked": 0.3,
-    "empty": (),
     "ref": None,  # "sums", "head"
-    "nll_target": False,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "temperature": 1.0,
-    "shift": False,
-    "chunk_rows": None,
     "scale": 2.0,  # spread of the logits
-    "grads": (0, 1),
-    "options": {},
 }
+DEFAULTS |= {"kind": "sigmoid", "answers": 4, "T": 7, "H": 32, "V": 67, "bias": False, "masked": 0.3}
+DEFAULTS |= {"empty": (), "nll_target": False, "softcap": None, "logit_scale": 1.0, "temperature": 1.0}
+DEFAULTS |= {"shift": False, "chunk_rows": None, "grads": (0, 1), "options": {}}
 KINDS = (*preference.KINDS, *preference.SINGLE)
 
 
@@ -113,128 +102,65 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     target[list(p["empty"])] = -100
     kwargs = {"kind": kind, "chunk_rows": p["chunk_rows"], "shift": p["shift"], **p["options"]}
     kwargs |= {"softcap": p["softcap"], "temperature": p["temperature"], "logit_scale": p["logit_scale"]}
-    grads, grad_kwargs = p["grads"], ()
     if p["bias"]:
-        kwargs["bias"], grad_kwargs = draw.randn(vocab), ("bias",)
+        kwargs["bias"] = draw.randn(vocab)
     if p["ref"] == "sums":
         counts = (target[:, 1:] if p["shift"] else target) != -100
         kwargs["ref"] = draw.randn(answers, dtype=torch.float32) - counts.sum(-1) * math.log(vocab)
     elif p["ref"] == "head":
         kwargs["ref_hidden"] = draw.randn(answers, tokens, size + 8)
         kwargs["ref_weight"] = draw.randn(vocab, size + 8, scale=p["scale"] / math.sqrt(size))
-    if p["lora"]:
-        kwargs["lora_a"] = draw.randn(p["lora"], size, scale=1 / math.sqrt(size))
-        kwargs["lora_b"] = draw.randn(vocab, p["lora"])
-        grad_kwargs = (*grad_kwargs, "lora_a", "lora_b")
+    kwargs |= adapter(draw, p["lora"], size, vocab) if p["lora"] else {}
     if p["nll_target"]:
         more = draw.labels(vocab, answers // 2, tokens, masked=0.3)
         kwargs["nll_target"] = torch.where(target[: answers // 2] != -100, target[: answers // 2], more)
     if kind in preference.SINGLE:
         kwargs["desirable"] = draw.integers(0, 2, answers) == 1
-    return Inputs(args=(hidden, weight, target), kwargs=kwargs, grads=grads, grad_kwargs=grad_kwargs)
+    return Inputs(args=(hidden, weight, target), kwargs=kwargs, grads=p["grads"], grad_kwargs=trained(p))
 
 
-def tigon_fn(
-    hidden,
-    weight,
-    target,
-    *,
-    kind,
-    desirable=None,
-    ref_hidden=None,
-    ref_weight=None,
-    lora_a=None,
-    lora_b=None,
-    **options,
-):
+def tigon_fn(hidden, weight, target, *, kind, desirable=None, ref_hidden=None, ref_weight=None, **options):
     """Tigon's own."""
     import tigon
 
+    options = as_tigon(options)
     if ref_hidden is not None:
         options["ref"] = (ref_hidden, ref_weight)
-    if lora_a is not None:
-        options["lora"] = (lora_a, lora_b, 0.5)
     if desirable is None:
         return tigon.linear_preference(hidden, weight, target, kind=kind, **options)
     return tigon.linear_kto(hidden, weight, target, desirable, kind=kind, **options)
 
 
-def log_probs(
-    hidden,
-    weight,
-    target,
-    *,
-    bias=None,
-    softcap=None,
-    temperature=1.0,
-    logit_scale=1.0,
-    lora_a=None,
-    lora_b=None,
-):
-    """Of the labels, and the entropies, from the logits."""
-    logits = F.linear(hidden, weight)
-    if lora_a is not None:
-        logits = logits + 0.5 * F.linear(F.linear(hidden, lora_a), lora_b)
-    z = upcast(logits)
-    z = (z if bias is None else z + bias) * logit_scale
-    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-    log_p = F.log_softmax(z, dim=-1)
+def log_probs(hidden, weight, target, *, bias=None, lora_a=None, lora_b=None, **form):
+    """Of the labels, and the entropies, from the logits; the bias is added in float32."""
+    z = upcast(linear(hidden, weight, None, lora_a, lora_b))
+    log_p = F.log_softmax(altered(z if bias is None else z + bias, **form), dim=-1)
     picked = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return picked, -(log_p.exp() * log_p).sum(-1)
 
 
-def shifted(target):
-    """The label of position t + 1 at t."""
-    return F.pad(target[..., 1:], (0, 1), value=-100)
-
-
-def _with(
-    losses,
-    hidden,
-    weight,
-    target,
-    *,
-    ref=None,
-    ref_hidden=None,
-    ref_weight=None,
-    nll_target=None,
-    shift=False,
-    chunk_rows=None,
-    bias=None,
-    softcap=None,
-    temperature=1.0,
-    logit_scale=1.0,
-    lora_a=None,
-    lora_b=None,
-    of=log_probs,
-    **options,
-):
-    del chunk_rows
-    if shift:
+def _with(losses, hidden, weight, target, *, of=log_probs, ref=None, nll_target=None, **options):
+    options.pop("chunk_rows")
+    names = ("bias", "lora_a", "lora_b", "softcap", "temperature", "logit_scale")
+    head = {name: options.pop(name) for name in names if name in options}
+    ref_hidden, ref_weight = options.pop("ref_hidden", None), options.pop("ref_weight", None)
+    if options.pop("shift"):
         target, nll_target = shifted(target), None if nll_target is None else shifted(nll_target)
-    form = {"softcap": softcap, "temperature": temperature, "logit_scale": logit_scale}
     labels = target
     if nll_target is not None:
         pairs = len(target) // 2
         labels = torch.cat((torch.where(nll_target != -100, nll_target, target[:pairs]), target[pairs:]))
         options["nll_mask"] = nll_target != -100
-    lora = {} if lora_a is None else {"lora_a": lora_a, "lora_b": lora_b}
-    log_prob, _ = of(hidden, weight, labels, bias=bias, **lora, **form)
+    log_prob, _ = of(hidden, weight, labels, **head)
     mask = target != -100
     if ref_hidden is not None:
-        theirs, _ = of(ref_hidden, ref_weight, labels, **form)
+        theirs, _ = of(ref_hidden, ref_weight, labels, **{name: head[name] for name in names[3:]})
         ref = theirs.masked_fill(~mask, 0.0).sum(-1)
     return losses(log_prob, mask=mask, ref=ref, **options)
 
 
-def eager_fn(hidden, weight, target, **options):
-    """The logits, then the trainers' formulas."""
-    return _with(preference.eager_fn, hidden, weight, target, **options)
-
-
-def oracle_fn(hidden, weight, target, **options):
-    """The same for fp64."""
-    return _with(preference.oracle_fn, hidden, weight, target, **options)
+eager_fn = functools.partial(_with, preference.eager_fn)  # the logits, then the trainers' formulas
+oracle_fn = functools.partial(_with, preference.oracle_fn)
 
 
 def _sizes(case: Case) -> tuple[int, int, int, float]:
@@ -275,12 +201,7 @@ def gemms(inputs: Inputs, step: bool) -> list:
         ref_head = inputs.kwargs["ref_hidden"].flatten(0, -2), inputs.kwargs["ref_weight"].t()
         products.append(lambda: ref_head[0] @ ref_head[1])
     if step:
-        # The gradient a loss really has: its values, mostly tiny, decide what power they draw.
-        grad = torch.softmax(hidden @ weight.t(), dim=-1)
-        grad[torch.arange(len(grad), device=grad.device), target.reshape(-1).clamp(min=0)] -= 1
-        grad /= len(grad)
-        operand_products = (lambda: grad @ weight, lambda: grad.t() @ hidden)
-        products += [operand_products[i] for i in inputs.grads]
+        products += gradient_products(loss_gradient(hidden, weight, target), hidden, weight, inputs.grads)
     return products
 
 

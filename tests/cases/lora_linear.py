@@ -10,19 +10,13 @@ from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case
 NAME = "lora_linear"
 
 DEFAULTS = {
-    "lead": (13,),
-    "K": 32,
     "N": (24,),  # of each map
-    "r": 8,
     "wide": True,  # adapters are float32
-    "bias": False,
-    "scale": 2.0,
-    "dropout": 0.0,
     "layout": "contiguous",  # of x
-    "grad_layout": "contiguous",
-    "weight_layout": "contiguous",
     "grads": None,  # places among the arguments, None: x, adapters and biases
 }
+DEFAULTS |= {"lead": (13,), "K": 32, "r": 8, "bias": False, "scale": 2.0, "dropout": 0.0}
+DEFAULTS |= {"grad_layout": "contiguous", "weight_layout": "contiguous"}
 SIZES = (
     (8192, 4096, 14336, 16),
     (8192, 4096, 4096, 16),

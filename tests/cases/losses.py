@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+# The options of a call that has none.
+PLAIN = {"weight": None, "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0}
+PLAIN |= {"reduction": "mean", "denominator": None}
+
 
 def _reduce(rows, divisor, reduction, denominator):
     """Rows to the value asked for; `divisor` is what a mean divides by."""
@@ -17,35 +21,13 @@ def _reduce(rows, divisor, reduction, denominator):
     return rows.sum() if reduction == "sum" else rows.sum() / divisor
 
 
-def eager_loss(
-    logits,
-    target,
-    *,
-    weight=None,
-    ignore_index=-100,
-    label_smoothing=0.0,
-    softcap=None,
-    logit_scale=1.0,
-    z_loss=0.0,
-    reduction="mean",
-    denominator=None,
-):
+def eager_loss(logits, target, *, weight, ignore_index, label_smoothing, z_loss, reduction, denominator):
     """Loss of upcast logits by torch's own cross-entropy, as Hugging Face has it."""
-    if logit_scale != 1.0:
-        logits = logits * logit_scale
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
     if weight is not None:
         weight = weight.to(logits.dtype)
     plain = z_loss == 0.0 and denominator is None
-    rows = F.cross_entropy(
-        logits,
-        target,
-        weight=weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=reduction if plain else "none",
-    )
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    rows = F.cross_entropy(logits, target, weight, reduction=reduction if plain else "none", **options)
     if plain:
         return rows
     valid = target != ignore_index
@@ -55,27 +37,12 @@ def eager_loss(
     return _reduce(rows, divisor, reduction, denominator)
 
 
-def oracle_loss(
-    logits,
-    target,
-    *,
-    weight=None,
-    ignore_index=-100,
-    label_smoothing=0.0,
-    softcap=None,
-    logit_scale=1.0,
-    z_loss=0.0,
-    reduction="mean",
-    denominator=None,
-):
+def oracle_loss(x, target, *, weight, ignore_index, label_smoothing, z_loss, reduction, denominator):
     """The formula row by row, for fp64.
 
     loss_i = (1-s) w_y (lse - x_y) + s/V sum_c w_c (lse - x_c) + z lse^2, zero where the label is
     ignored; a mean divides by the sum of w_y over the labels that count, as torch does.
     """
-    x = logits * logit_scale
-    if softcap is not None:
-        x = softcap * torch.tanh(x / softcap)
     valid = target != ignore_index
     y = torch.where(valid, target, 0)
     w = x.new_ones(x.shape[-1]) if weight is None else weight

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from .activations import *  # noqa: F403
-from .activations import tigon_fn_of
+from .case import ours
 
 NAME = "mish"
-tigon_fn = tigon_fn_of(NAME)
+tigon_fn = ours(NAME)
 eager_fn = F.mish  # PyTorch's own
 
 

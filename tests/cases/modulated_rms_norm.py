@@ -6,25 +6,18 @@ import math
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, ours, params, test_case, upcast
 
 NAME = "modulated_rms_norm"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
-    "shape": (2, 5, 64),
     "modulation": (2,),  # leading sizes of scale and shift
-    "weight": True,
-    "shift": True,
     "wide": False,  # weight, scale and shift in float32
-    "eps": 1e-6,
-    "offset": 0.0,
-    "rounding": "llama",
-    "layout": "contiguous",
-    "modulation_layout": "contiguous",
-    "grad_layout": "contiguous",
-    "fill": None,
-    "grads": (0, 1, 2, 3),
 }
+DEFAULTS |= {"shape": (2, 5, 64), "weight": True, "shift": True, "eps": 1e-6, "offset": 0.0}
+DEFAULTS |= {"rounding": "llama", "layout": "contiguous", "modulation_layout": "contiguous"}
+DEFAULTS |= {"grad_layout": "contiguous", "fill": None, "grads": (0, 1, 2, 3)}
 
 CASES = [
     test_case("per_sample"),
@@ -127,13 +120,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=tuple(i for i in p["grads"] if args[i] is not None),
         grad_outputs=(draw.randn(*p["shape"], layout=p["grad_layout"]),),
     )
-
-
-def tigon_fn(x, weight, scale, shift, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.modulated_rms_norm(x, weight, scale, shift, **options)
 
 
 def _modulated(h, scale, shift):

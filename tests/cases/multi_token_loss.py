@@ -7,40 +7,25 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case
+from .heads import LORA_SCALE, adapter, altered, liger_head, linear, loss_gradient
 
 NAME = "multi_token_loss"
 LOSS = True
-LORA_SCALE = 0.5
 
 DEFAULTS = {
-    "lead": (2, 11),
-    "H": 32,
-    "V": 67,
     "heads": "www",  # of each: w a weight, r a residual block and a weight, t a block and head 0's weight
-    "coefficients": None,
-    "shifts": None,
     "packed": (),  # lengths of the sequences of a row
-    "masked": 0.0,
-    "known": False,
     "lora": False,  # on every second head
-    "reduction": "mean",
-    "denominator": None,
-    "softcap": None,
-    "label_smoothing": 0.0,
-    "z_loss": 0.0,
-    "token_weight": False,
-    "chunk_rows": None,
-    "scale": 2.0,
     "trunk": True,  # hidden has a gradient
     "weights": True,  # heads have gradients
-    "upstream": 1.0,
 }
+DEFAULTS |= {"lead": (2, 11), "H": 32, "V": 67, "coefficients": None, "shifts": None, "masked": 0.0}
+DEFAULTS |= {"known": False, "reduction": "mean", "denominator": None, "softcap": None}
+DEFAULTS |= {"label_smoothing": 0.0, "z_loss": 0.0, "token_weight": False, "chunk_rows": None, "scale": 2.0}
+DEFAULTS |= {"upstream": 1.0}
 
-
-def _sizes(name, tokens, h, v, **more):
-    return [bench_case(f"{tokens}x{h}x{v}_{name}", lead=(1, tokens), H=h, V=v, **more)]
-
+OF_BENCH = {"lead": (1, 8192), "H": 4096, "V": 128256}
 
 CASES = [
     test_case("three", small=True, shifts=(0, 1, 2)),
@@ -66,13 +51,13 @@ CASES = [
     test_case("known", lead=(1, 37), heads="wr", known=True, masked=0.5, chunk_rows=8),
     test_case("all_masked", heads="wr", masked=1.0),
     test_case("empty", lead=(0, 4), heads="wr", reduction="sum"),
-    *_sizes("3", 8192, 4096, 128256),
-    *_sizes("5", 8192, 4096, 128256, heads="wwwww"),
-    *_sizes("3_blocks", 8192, 4096, 128256, heads="wrr"),
-    *_sizes("5_blocks", 8192, 4096, 128256, heads="wrrrr"),
-    *_sizes("3_stage1", 8192, 4096, 128256, trunk=False),
-    *_sizes("5_stage1", 8192, 4096, 128256, heads="wwwww", trunk=False),
-    *_sizes("3_blocks_stage1", 8192, 4096, 128256, heads="rrr", trunk=False),
+    bench_case("8192x4096x128256_3", **OF_BENCH),
+    bench_case("8192x4096x128256_5", heads="wwwww", **OF_BENCH),
+    bench_case("8192x4096x128256_3_blocks", heads="wrr", **OF_BENCH),
+    bench_case("8192x4096x128256_5_blocks", heads="wrrrr", **OF_BENCH),
+    bench_case("8192x4096x128256_3_stage1", trunk=False, **OF_BENCH),
+    bench_case("8192x4096x128256_5_stage1", heads="wwwww", trunk=False, **OF_BENCH),
+    bench_case("8192x4096x128256_3_blocks_stage1", heads="rrr", trunk=False, **OF_BENCH),
     bench_case("1024x512x32000_3", "bench_cpu", lead=(1, 1024), H=512, V=32000),
     bench_case("256x128x1024_3", "smoke", lead=(1, 256), H=128, V=1024),
 ]
@@ -105,20 +90,13 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         if kind in "wr":
             tensors.append(draw.randn(vocab, size, scale=p["scale"] / math.sqrt(size)))
         if p["lora"] and i % 2:
-            loras[f"lora_a{i}"] = draw.randn(4, size, scale=size**-0.5)
-            loras[f"lora_b{i}"] = draw.randn(vocab, 4)
+            loras |= {f"{name}{i}": t for name, t in adapter(draw, 4, size, vocab).items()}
     ids = torch.cat([torch.arange(n) for n in p["packed"]]).to(device) if p["packed"] else None
-    kwargs = {
-        "heads": heads,
-        "position_ids": ids,
-        "shifts": p["shifts"] or tuple(range(1, len(heads) + 1)),
-        "coefficients": p["coefficients"] or (1.0,) * len(heads),
-        "token_weight": None,
-        "valid_rows": None,
-        **{name: p[name] for name in ("reduction", "denominator", "softcap", "label_smoothing", "z_loss")},
-        "chunk_rows": p["chunk_rows"],
-        **loras,
-    }
+    shared = ("reduction", "denominator", "softcap", "label_smoothing", "z_loss", "chunk_rows")
+    kwargs = {"heads": heads, "position_ids": ids, "token_weight": None, "valid_rows": None, **loras}
+    kwargs |= {name: p[name] for name in shared}
+    kwargs["shifts"] = p["shifts"] or tuple(range(1, len(heads) + 1))
+    kwargs["coefficients"] = p["coefficients"] or (1.0,) * len(heads)
     if p["token_weight"]:
         kwargs["token_weight"] = draw.randn(*lead, dtype=torch.promote_types(dtype, torch.float32)).abs()
     if p["known"]:
@@ -160,12 +138,8 @@ def tigon_fn(hidden, labels, *tensors, heads, **options):
     """Tigon's own."""
     import tigon
 
-    loras = [
-        (options.pop(f"lora_a{i}"), options.pop(f"lora_b{i}"), LORA_SCALE)
-        if f"lora_a{i}" in options
-        else None
-        for i in range(len(heads))
-    ]
+    loras = [options.pop(f"lora_a{i}", None) for i in range(len(heads))]
+    loras = [a if a is None else (a, options.pop(f"lora_b{i}"), LORA_SCALE) for i, a in enumerate(loras)]
     made = [weight if block is None else (Block(block), weight) for block, weight in _taken(heads, tensors)]
     return tigon.multi_token_loss(hidden, made, labels, lora=loras, **options).loss
 
@@ -201,12 +175,7 @@ def eager_fn(
         if coefficients[i] == 0:
             continue
         h = hidden if block is None else hidden + F.silu(F.linear(hidden, block))
-        logits = F.linear(h, weight)
-        if f"lora_a{i}" in others:
-            low = F.linear(h, others[f"lora_a{i}"])
-            logits = logits + LORA_SCALE * F.linear(low, others[f"lora_b{i}"])
-        z = upcast(logits)
-        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        z = altered(linear(h, weight, None, others.get(f"lora_a{i}"), others.get(f"lora_b{i}")), softcap)
         target = shifted(labels, shifts[i], position_ids)
         counts = target != -100
         rows = F.cross_entropy(
@@ -258,9 +227,7 @@ def gemms(inputs: Inputs, step: bool) -> list:
     taken = list(_taken(inputs.kwargs["heads"], tensors))
     trunk, trained = 0 in inputs.grads, len(inputs.grads) > (0 in inputs.grads)
     if step:  # one stands for all heads: its values decide what power the products draw
-        gradient = torch.softmax(x @ taken[0][1].t(), dim=-1)
-        gradient[torch.arange(len(x), device=x.device), labels.reshape(-1).clamp(min=0)] -= 1
-        gradient /= len(gradient)
+        gradient = loss_gradient(x, taken[0][1], labels)
     for block, weight in taken:
         found.append(lambda weight=weight: x @ weight.t())
         if step and (trunk or (block is not None and trained)):
@@ -272,7 +239,7 @@ def gemms(inputs: Inputs, step: bool) -> list:
 
 def _liger(accumulate):
     def factory(case, inputs):
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+        import liger_kernel.ops.fused_linear_cross_entropy  # noqa: F401
 
         kwargs = inputs.kwargs
         frozen = 0 not in inputs.grads and "w" in kwargs["heads"]  # it has no gradient of a weight then
@@ -285,20 +252,7 @@ def _liger(accumulate):
             for i, (block, weight) in enumerate(_taken(heads, tensors)):
                 h = hidden if block is None else Block(block)(hidden)
                 target = shifted(labels, shifts[i], position_ids).flatten()
-                loss = LigerFusedLinearCrossEntropyFunction.apply(
-                    h.flatten(0, -2),
-                    weight,
-                    target,
-                    None,
-                    None,
-                    -100,
-                    options["z_loss"],
-                    options["label_smoothing"],
-                    options["reduction"],
-                    options["softcap"],
-                    False,
-                    accumulate,
-                )[0]
+                loss = liger_head(h.flatten(0, -2), weight, target, options, accumulate)
                 total = total + coefficients[i] * loss
             return total
 

@@ -12,18 +12,12 @@ NAME = "policy"
 LOSS = True
 
 DEFAULTS = {
-    "shape": (4, 37),
-    "layout": "contiguous",
-    "masked": 0.3,
-    "empty": (),
     "old": 0.2,  # spread of old - log_prob; None: not given
-    "ref": None,
     "importance": None,  # "token", "answer"
-    "entropies": False,
     "per_token": False,  # advantages
-    "fill": None,
-    "options": {},
 }
+DEFAULTS |= {"shape": (4, 37), "layout": "contiguous", "masked": 0.3, "empty": (), "ref": None}
+DEFAULTS |= {"entropies": False, "fill": None, "options": {}}
 EVERYTHING = {"ref": 0.3, "importance": "token", "entropies": True}
 KL = {"kl": 0.1, "entropy": 0.05}
 

@@ -12,24 +12,17 @@ from .case import (
     memory_bound,
     norm_bench_cases,
     norm_cases,
+    ours,
     params,
     test_case,
     turn_cases,
 )
 
 NAME = "poly_norm"
+tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "scale": 1.0,
-    "mean": 0.0,
-    "eps": 1e-6,
-    "parameters": None,
-    "fill": None,
-    "grads": (0, 1, 2),
-}
+DEFAULTS = {"shape": (4, 64), "layout": "contiguous", "grad_layout": "contiguous", "scale": 1.0, "mean": 0.0}
+DEFAULTS |= {"eps": 1e-6, "parameters": None, "fill": None, "grads": (0, 1, 2)}
 
 CASES = [
     *norm_cases(),
@@ -73,13 +66,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=p["grads"],
         grad_outputs=(draw.randn(*p["shape"], layout=p["grad_layout"]),),
     )
-
-
-def tigon_fn(x, weight, bias, eps):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.poly_norm(x, weight, bias, eps)
 
 
 def eager_fn(x, weight, bias, eps):

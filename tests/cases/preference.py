@@ -13,39 +13,21 @@ NAME = "preference"
 LOSS = True
 
 DEFAULTS = {
-    "kind": "sigmoid",
     "shape": (6, 9),  # answers, tokens
-    "layout": "contiguous",
-    "masked": 0.3,
     "empty": (),  # answers without tokens
-    "ref": True,
-    "nll_mask": False,
-    "scale": 1.0,
-    "fill": None,
-    "options": {},
 }
+DEFAULTS |= {"kind": "sigmoid", "layout": "contiguous", "masked": 0.3, "ref": True, "nll_mask": False}
+DEFAULTS |= {"scale": 1.0, "fill": None, "options": {}}
 SMOOTH = {"cdpo": 0.1, "cpo": 0.2, "simpo": 0.1, "robust": 0.2, "exo_pair": 0.1}
 MARGIN = {"sigmoid": 0.3, "simpo": 0.5, "hinge": 0.2}
 NO_REF = ("cpo", "simpo", "orpo")
 AVERAGED = ("ipo", "simpo", "orpo")
 NLL = ("cpo", "orpo")
-KINDS = (
-    "sigmoid",
-    "cdpo",
-    "cpo",
-    "simpo",
-    "hinge",
-    "ipo",
-    "robust",
-    "exo_pair",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "orpo",
-)
+PAIRED = """
+sigmoid cdpo cpo simpo hinge ipo robust exo_pair nca_pair bco_pair sppo_hard apo_zero apo_down discopop
+orpo
+"""
+KINDS = tuple(PAIRED.split())
 SINGLE = ("kto", "apo_zero_unpaired")
 
 

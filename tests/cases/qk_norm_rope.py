@@ -5,19 +5,13 @@ from __future__ import annotations
 import torch
 
 from . import rms_norm, rope
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case
+from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, ours, params, test_case
 
 NAME = "qk_norm_rope"
+tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    **rope.DEFAULTS,
-    "weights": True,
-    "weight_dtype": None,
-    "eps": 1e-6,
-    "offset": 0.0,
-    "rounding": "llama",
-    "grads": (0, 1, 2, 3),
-}
+DEFAULTS = {**rope.DEFAULTS, "weights": True, "weight_dtype": None, "eps": 1e-6, "offset": 0.0}
+DEFAULTS |= {"rounding": "llama", "grads": (0, 1, 2, 3)}
 
 QWEN3 = {"Hq": 32, "Hk": 8, "D": 128}
 GEMMA3 = {"Hq": 8, "Hk": 4, "D": 256, "rounding": "gemma", "offset": 1.0}
@@ -106,13 +100,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
 
 def _like(x, dtype):
     return x if x.dtype == dtype else x.to(dtype)
-
-
-def tigon_fn(q, k, q_weight, k_weight, cos, sin, eps, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, **options)
 
 
 def _composed(norm_fn, rope_fn, q, k, q_weight, k_weight, cos, sin, eps, offset, rounding, **options):

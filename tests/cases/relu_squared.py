@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from .activations import *  # noqa: F403
-from .activations import tigon_fn_of
-from .case import liger
+from .case import liger, ours
 
 NAME = "relu_squared"
 PEERS = {"liger": liger("relu_squared", "LigerReLUSquaredFunction")}
-tigon_fn = tigon_fn_of(NAME)
+tigon_fn = ours(NAME)
 
 
 def eager_fn(x):

@@ -14,26 +14,21 @@ from .case import (
     memory_bound,
     norm_bench_cases,
     norm_cases,
+    ours,
     params,
     test_case,
     upcast,
 )
 
 NAME = "rms_norm"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
-    "shape": (4, 64),
-    "weight": True,
-    "eps": 1e-6,
-    "offset": 0.0,
-    "rounding": "llama",
-    "layout": "contiguous",
-    "weight_layout": "contiguous",
-    "grad_layout": "contiguous",
-    "fill": None,  # "nan": one row holds a NaN; "inf": an infinity; "zero": one row of zeros
-    "scale": 1.0,
-    "grads": (0, 1),
+    "fill": None  # "nan": one row holds a NaN; "inf": an infinity; "zero": one row of zeros
 }
+DEFAULTS |= {"shape": (4, 64), "weight": True, "eps": 1e-6, "offset": 0.0, "rounding": "llama"}
+DEFAULTS |= {"layout": "contiguous", "weight_layout": "contiguous", "grad_layout": "contiguous", "scale": 1.0}
+DEFAULTS |= {"grads": (0, 1)}
 
 CASES = [
     *norm_cases(),
@@ -96,13 +91,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grads=tuple(i for i in p["grads"] if i == 0 or p["weight"]),
         grad_outputs=(grad,),
     )
-
-
-def tigon_fn(x, weight, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.rms_norm(x, weight, **options)
 
 
 def eager_fn(x, weight, *, eps, offset, rounding):

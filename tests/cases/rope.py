@@ -13,39 +13,50 @@ from .case import (
     itemsize,
     lay_out,
     nothing,
+    ours,
     params,
     test_case,
     upcast,
 )
 
 NAME = "rope"
+tigon_fn = ours(NAME)
 
 DEFAULTS = {
-    "B": 2,
-    "T": 5,
-    "Hq": 4,
-    "Hk": 2,
-    "D": 16,
     "R": None,  # rotary columns; None: all of D
     "unsqueeze_dim": 1,  # 1: [B, H, T, D], 2: [B, T, H, D]
     "batched": False,  # cos and sin of [B, T, R] rather than [1, T, R]
     "layout": "heads",  # what Hugging Face passes: a transposed view of [B, T, H, D]
-    "grad_layout": "heads",
-    "table_layout": "contiguous",
     "tables": "angles",  # "random": left and right half of cos and sin differ
-    "fill": None,
-    "grads": (0, 1),
     "packed": False,  # [T, H, D] (unsqueeze_dim 1) or [H, T, D] (0), cos and sin [T, R]
-    "table_dtype": None,
     "positions": None,  # dtype of position ids into a table of 2 T + 3 rows
     "narrow": False,  # cos and sin of R/2 columns
     "complex": False,  # freqs_cis
     "options": {},  # of tigon.rope
 }
+DEFAULTS |= {"B": 2, "T": 5, "Hq": 4, "Hk": 2, "D": 16, "grad_layout": "heads", "table_layout": "contiguous"}
+DEFAULTS |= {"fill": None, "grads": (0, 1), "table_dtype": None}
+
+# What several cases have in common.
+DENSE = {"layout": "contiguous", "grad_layout": "contiguous"}
+ROWS = {"layout": "rows", "grad_layout": "rows"}
+MISALIGNED = {"layout": "offset1", "grad_layout": "offset1"}
+LLAMA = {"T": 4096, "Hq": 32, "Hk": 8, "D": 128}
+PAIRS = {"interleaved": True}
+DEINTERLEAVE = {"interleaved": True, "deinterleave": True}
+LLAMA4 = {"interleaved": True, "keep_dtype": True}
+VISION = {"packed": True, "table_dtype": torch.float32, "options": {"keep_dtype": True, "unsqueeze_dim": -2}}
+MIXED = {"mrope_interleaved": True}
+
+
+def _mrope(name: str, section: tuple[int, ...], options: dict | None = None, **more) -> Case:
+    options = {"mrope_section": section, **(options or {})}
+    return test_case(name, tables="random", options=options, **more)
+
 
 CASES = [
     test_case("small"),
-    test_case("contiguous", layout="contiguous", grad_layout="contiguous"),
+    test_case("contiguous", **DENSE),
     test_case("batched_tables", batched=True),
     test_case("heads_32_8", T=33, Hq=32, Hk=8, D=64),
     test_case("one_token", T=1),
@@ -61,13 +72,13 @@ CASES = [
     test_case("empty_time", T=0),
     test_case("partial_half", D=32, R=16),
     test_case("partial_odd", small=True, D=33, R=10, T=7),
-    test_case("partial_strided", D=80, R=32, T=7, layout="rows", grad_layout="rows"),
-    test_case("unsqueeze_2", unsqueeze_dim=2, layout="contiguous", grad_layout="contiguous"),
+    test_case("partial_strided", D=80, R=32, T=7, **ROWS),
+    test_case("unsqueeze_2", unsqueeze_dim=2, **DENSE),
     test_case("unsqueeze_2_partial_batched", unsqueeze_dim=2, D=24, R=12, batched=True),
-    test_case("rows", layout="rows", grad_layout="rows"),
+    test_case("rows", **ROWS),
     test_case("columns", layout="columns", grad_layout="columns"),
     test_case("transposed", layout="transposed", grad_layout="transposed"),
-    test_case("misaligned", D=64, layout="offset1", grad_layout="offset1"),
+    test_case("misaligned", D=64, **MISALIGNED),
     test_case("misaligned_tables", D=64, table_layout="offset1"),
     test_case("strided_tables", D=64, table_layout="columns", batched=True),
     test_case("expanded_tables", D=64, table_layout="expanded", batched=True),
@@ -82,188 +93,60 @@ CASES = [
     test_case(
         "one_tensor_partial", Hk=None, grads=(0,), D=128, R=64, T=9, unsqueeze_dim=2, layout="contiguous"
     ),
-    test_case("packed", packed=True, T=37, D=64, layout="contiguous", grad_layout="contiguous"),
+    test_case("packed", packed=True, T=37, D=64, **DENSE),
     test_case("packed_heads_first", packed=True, unsqueeze_dim=0, layout="contiguous", grad_layout="rows"),
-    test_case(
-        "vision",
-        packed=True,
-        T=37,
-        Hq=4,
-        Hk=4,
-        D=80,
-        table_dtype=torch.float32,
-        options={"keep_dtype": True, "unsqueeze_dim": -2},
-        layout="rows",
-        grad_layout="contiguous",
-    ),
+    test_case("vision", T=37, Hk=4, D=80, layout="rows", grad_layout="contiguous", **VISION),
     test_case("keep_dtype", D=64, T=9, table_dtype=torch.float32, options={"keep_dtype": True}),
     test_case("wide_head", D=512, T=3, tables="random"),
     test_case("head_dim_96_partial", D=96, R=48, T=5, tables="random"),
     test_case("positions", D=64, T=9, positions=torch.int64, batched=True, tables="random"),
     test_case("positions_one_row", T=9, positions=torch.int32, tables="random"),
-    test_case("pairs", D=64, T=9, tables="random", options={"interleaved": True}),
-    test_case("pairs_small", small=True, D=12, R=10, T=3, tables="random", options={"interleaved": True}),
-    test_case(
-        "pairs_partial_batched",
-        D=128,
-        R=64,
-        T=5,
-        batched=True,
-        tables="random",
-        options={"interleaved": True},
-    ),
-    test_case("pairs_narrow", D=128, R=64, narrow=True, T=5, tables="random", options={"interleaved": True}),
-    test_case(
-        "pairs_narrow_odd", D=70, R=42, narrow=True, T=5, tables="random", options={"interleaved": True}
-    ),
-    test_case(
-        "pairs_misaligned", D=64, layout="offset1", grad_layout="offset1", options={"interleaved": True}
-    ),
-    test_case(
-        "pairs_tail",
-        D=96,
-        R=32,
-        T=5,
-        narrow=True,
-        tables="random",
-        options={"interleaved": True, "tail": True, "keep_dtype": True},
-    ),
+    test_case("pairs", D=64, T=9, tables="random", options=PAIRS),
+    test_case("pairs_small", small=True, D=12, R=10, T=3, tables="random", options=PAIRS),
+    test_case("pairs_partial_batched", D=128, R=64, T=5, batched=True, tables="random", options=PAIRS),
+    test_case("pairs_narrow", D=128, R=64, narrow=True, T=5, tables="random", options=PAIRS),
+    test_case("pairs_narrow_odd", D=70, R=42, narrow=True, T=5, tables="random", options=PAIRS),
+    test_case("pairs_misaligned", D=64, **MISALIGNED, options=PAIRS),
+    test_case("pairs_tail", D=96, R=32, T=5, narrow=True, tables="random", options={**LLAMA4, "tail": True}),
     test_case("halves_narrow", D=64, T=9, narrow=True, tables="random"),
     test_case("halves_narrow_wide_head", D=320, R=320, T=3, narrow=True, tables="random"),
-    test_case("pairs_wide_head", D=320, R=320, T=3, tables="random", options={"interleaved": True}),
+    test_case("pairs_wide_head", D=320, R=320, T=3, tables="random", options=PAIRS),
     test_case("halves_tail", small=True, D=20, R=12, T=3, tables="random", options={"tail": True}),
-    test_case(
-        "deinterleave",
-        D=64,
-        T=9,
-        narrow=True,
-        tables="random",
-        options={"interleaved": True, "deinterleave": True},
-    ),
-    test_case(
-        "deinterleave_full",
-        small=True,
-        D=26,
-        R=20,
-        T=3,
-        tables="random",
-        options={"interleaved": True, "deinterleave": True},
-    ),
-    test_case(
-        "deinterleave_slice",
-        D=64,
-        T=5,
-        Hk=1,
-        layout="rows",
-        grad_layout="rows",
-        batched=True,
-        options={"interleaved": True, "deinterleave": True},
-    ),
-    test_case("mrope", D=64, T=9, batched=True, tables="random", options={"mrope_section": (8, 12, 12)}),
-    test_case("mrope_packs", D=64, T=5, tables="random", options={"mrope_section": (16, 8, 8)}),
-    test_case("mrope_small", small=True, D=12, T=3, tables="random", options={"mrope_section": (2, 3, 1)}),
-    test_case("mrope_128", D=128, T=5, narrow=True, tables="random", options={"mrope_section": (16, 24, 24)}),
-    test_case(
-        "mrope_mixed",
-        D=128,
-        T=9,
-        batched=True,
-        tables="random",
-        options={"mrope_section": (24, 20, 20), "mrope_interleaved": True},
-    ),
-    test_case(
+    test_case("deinterleave", D=64, T=9, narrow=True, tables="random", options=DEINTERLEAVE),
+    test_case("deinterleave_full", small=True, D=26, R=20, T=3, tables="random", options=DEINTERLEAVE),
+    test_case("deinterleave_slice", D=64, T=5, Hk=1, **ROWS, batched=True, options=DEINTERLEAVE),
+    _mrope("mrope", (8, 12, 12), D=64, T=9, batched=True),
+    _mrope("mrope_packs", (16, 8, 8), D=64, T=5),
+    _mrope("mrope_small", (2, 3, 1), small=True, D=12, T=3),
+    _mrope("mrope_128", (16, 24, 24), D=128, T=5, narrow=True),
+    _mrope("mrope_mixed", (24, 20, 20), MIXED, D=128, T=9, batched=True),
+    _mrope(
         "mrope_mixed_partial_positions",
+        (6, 5, 5),
+        MIXED,
         D=64,
         R=32,
         T=9,
         positions=torch.int64,
         batched=True,
-        tables="random",
-        options={"mrope_section": (6, 5, 5), "mrope_interleaved": True},
     ),
-    test_case(
-        "mrope_pairs",
-        D=64,
-        T=9,
-        R=48,
-        tables="random",
-        narrow=True,
-        options={"mrope_section": (8, 8, 8), "interleaved": True},
-    ),
-    test_case(
-        "mrope_pairs_full",
-        D=64,
-        T=9,
-        tables="random",
-        options={"mrope_section": (7, 12, 13), "interleaved": True},
-    ),
-    test_case(
-        "mrope_deinterleave",
-        D=64,
-        T=5,
-        tables="random",
-        options={"mrope_section": (8, 12, 12), "interleaved": True, "deinterleave": True},
-    ),
-    test_case(
-        "complex",
-        D=64,
-        T=9,
-        complex=True,
-        batched=True,
-        unsqueeze_dim=2,
-        layout="contiguous",
-        grad_layout="contiguous",
-        options={"interleaved": True, "keep_dtype": True},
-    ),
-    test_case("complex_odd", D=6, T=9, complex=True, options={"interleaved": True}),
-    bench_case("B8_T4096_32+8x128", B=8, T=4096, Hq=32, Hk=8, D=128),
-    bench_case("B8_T4096_32+8x128_pairs", B=8, T=4096, Hq=32, Hk=8, D=128, options={"interleaved": True}),
+    _mrope("mrope_pairs", (8, 8, 8), PAIRS, D=64, T=9, R=48, narrow=True),
+    _mrope("mrope_pairs_full", (7, 12, 13), PAIRS, D=64, T=9),
+    _mrope("mrope_deinterleave", (8, 12, 12), DEINTERLEAVE, D=64, T=5),
+    test_case("complex", D=64, T=9, complex=True, batched=True, unsqueeze_dim=2, **DENSE, options=LLAMA4),
+    test_case("complex_odd", D=6, T=9, complex=True, options=PAIRS),
+    bench_case("B8_T4096_32+8x128", B=8, **LLAMA),
+    bench_case("B8_T4096_32+8x128_pairs", B=8, **LLAMA, options=PAIRS),
     bench_case(
-        "B8_T4096_32+8x128_mrope",
-        B=8,
-        T=4096,
-        Hq=32,
-        Hk=8,
-        D=128,
-        batched=True,
-        options={"mrope_section": (16, 24, 24)},
+        "B8_T4096_32+8x128_mrope", B=8, **LLAMA, batched=True, options={"mrope_section": (16, 24, 24)}
     ),
     bench_case(
-        "B8_T4096_32+8x128_complex",
-        B=8,
-        T=4096,
-        Hq=32,
-        Hk=8,
-        D=128,
-        complex=True,
-        unsqueeze_dim=2,
-        layout="contiguous",
-        grad_layout="contiguous",
-        options={"interleaved": True, "keep_dtype": True},
+        "B8_T4096_32+8x128_complex", B=8, **LLAMA, complex=True, unsqueeze_dim=2, **DENSE, options=LLAMA4
     ),
-    bench_case(
-        "packed_T32768_32+8x128",
-        packed=True,
-        B=1,
-        T=32768,
-        Hq=32,
-        Hk=8,
-        D=128,
-        layout="contiguous",
-        grad_layout="contiguous",
-    ),
-    bench_case(
-        "B4_T4096_32+32x64_mla",
-        B=4,
-        T=4096,
-        Hq=32,
-        Hk=32,
-        D=64,
-        narrow=True,
-        options={"interleaved": True, "deinterleave": True},
-    ),
+    bench_case("packed_T32768_32+8x128", packed=True, B=1, T=32768, Hq=32, Hk=8, D=128, **DENSE),
+    bench_case("B4_T4096_32+32x64_mla", B=4, T=4096, Hq=32, Hk=32, D=64, narrow=True, options=DEINTERLEAVE),
     bench_case("B8_T4096_16+8x256", B=8, T=4096, Hq=16, Hk=8, D=256),
-    bench_case("B4_T4096_32+8x128", B=4, T=4096, Hq=32, Hk=8, D=128),
+    bench_case("B4_T4096_32+8x128", B=4, **LLAMA),
     bench_case("B1_T16384_64+8x128", B=1, T=16384, Hq=64, Hk=8, D=128),
     *(
         bench_case(f"paper_B4_T2048_H{h}", "paper", B=4, T=2048, Hq=h // 128, Hk=h // 128, D=128)
@@ -331,13 +214,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     if ids is not None:
         options["position_ids"] = ids
     return Inputs(args=(q, k, cos, sin), kwargs=options, grads=p["grads"], grad_outputs=tuple(grads))
-
-
-def tigon_fn(q, k, cos, sin, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.rope(q, k, cos, sin, **options)
 
 
 def _rotate_half(x):

@@ -15,23 +15,13 @@ NAME = "route"
 
 DEFAULTS = {
     "shape": (7, 16),  # tokens, experts
-    "top_k": 2,
-    "score": "softmax",
-    "normalize": True,
-    "bias": False,
-    "groups": (1, 1),
-    "group_score": "max",
-    "scale": 1.0,
     "wide": True,  # weights in float32, else in the dtype of logits
-    "wide_ids": True,
-    "losses": False,
     "token_weights": None,  # "mask", "numbers", "none"
     "forced": None,  # a dtype: some tokens' experts are given
-    "spread": 2.0,
-    "fill": None,
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
 }
+DEFAULTS |= {"top_k": 2, "score": "softmax", "normalize": True, "bias": False, "groups": (1, 1)}
+DEFAULTS |= {"group_score": "max", "scale": 1.0, "wide_ids": True, "losses": False, "spread": 2.0}
+DEFAULTS |= {"fill": None, "layout": "contiguous", "grad_layout": "contiguous"}
 
 _V3 = {"score": "sigmoid", "bias": True, "group_score": "sum_of_two", "scale": 2.5}
 _V2 = {"normalize": False, "scale": 16.0}

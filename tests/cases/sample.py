@@ -12,14 +12,9 @@ NAME = "sample"
 PASSES = ("fwd",)  # a draw has no gradient
 
 DEFAULTS = {
-    "shape": (7, 130),
-    "options": {},
-    "by_row": False,  # options and seeds as tensors
-    "scale": 3.0,
-    "fill": None,
-    "layout": "contiguous",
-    "seed": 5,
+    "by_row": False  # options and seeds as tensors
 }
+DEFAULTS |= {"shape": (7, 130), "options": {}, "scale": 3.0, "fill": None, "layout": "contiguous", "seed": 5}
 ALL = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01}
 KINDS = {"plain": {}, "top_k": {"top_k": 50}, "top_p": {"top_p": 0.95}, "all": ALL}
 

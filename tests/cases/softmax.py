@@ -7,18 +7,24 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, norm_bench_cases, params, test_case
+from .case import (
+    Case,
+    Inputs,
+    Maker,
+    bench_case,
+    liger,
+    memory_bound,
+    norm_bench_cases,
+    ours,
+    params,
+    test_case,
+)
 
 NAME = "softmax"
+tigon_fn = ours(NAME)
 
-DEFAULTS = {
-    "shape": (4, 64),
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "scale": 2.0,
-    "mean": 0.0,
-    "fill": None,
-}
+DEFAULTS = {"shape": (4, 64), "layout": "contiguous", "grad_layout": "contiguous", "scale": 2.0, "mean": 0.0}
+DEFAULTS |= {"fill": None}
 
 ROWS = [
     test_case("4x64", small=True),
@@ -79,13 +85,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     elif p["fill"] is not None:
         x[1, 3] = float(p["fill"])
     return Inputs(args=(x,), grads=(0,), grad_outputs=(draw.randn(*shape, layout=p["grad_layout"]),))
-
-
-def tigon_fn(x):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.softmax(x)
 
 
 def eager_fn(x):

@@ -7,9 +7,10 @@ import dataclasses
 import torch
 
 from . import softmax
-from .case import Case, Inputs, bench_case, liger, memory_bound, test_case, turn_cases
+from .case import Case, Inputs, bench_case, liger, memory_bound, ours, test_case, turn_cases
 
 NAME = "sparsemax"
+tigon_fn = ours(NAME)
 DEFAULTS = softmax.DEFAULTS
 
 CASES = [
@@ -61,13 +62,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         x.mul_(0.01).sub_(9.0)
         x[..., :fill].add_(9.0)
     return inputs
-
-
-def tigon_fn(x):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.sparsemax(x)
 
 
 def eager_fn(x):

@@ -436,13 +436,8 @@ def fsdp1(original, own):
         fused(report, 2)
 
 
-ZERO = {
-    "2": (2, "before"),
-    "3": (3, "before"),
-    "3-apply_after": (3, "after"),
-    "3-checkpointing": (3, "before", "llama", True),
-    "3-tied": (3, "before", "llama_bias_tied"),
-}
+ZERO = {"2": (2, "before"), "3": (3, "before"), "3-apply_after": (3, "after")}
+ZERO |= {"3-checkpointing": (3, "before", "llama", True), "3-tied": (3, "before", "llama_bias_tied")}
 
 
 @case(needs="deepspeed", **ZERO)
@@ -524,13 +519,9 @@ def shift_labels_without_labels():
     report = apply(model)
     shifted = F.pad(inputs["labels"], (0, 1), value=-100)[..., 1:].contiguous()
     output = model(inputs["input_ids"], shift_labels=shifted)
-    got = model.loss_function(
-        logits=output.logits,
-        labels=None,
-        shift_labels=shifted,
-        vocab_size=VOCABULARY,
-        num_items_in_batch=(shifted != -100).sum(),
-    )
+    options = {"logits": output.logits, "labels": None, "shift_labels": shifted, "vocab_size": VOCABULARY}
+    options |= {"num_items_in_batch": (shifted != -100).sum()}
+    got = model.loss_function(**options)
     got.backward()
     close(got.detach(), loss)
     check_gradients(model, want)

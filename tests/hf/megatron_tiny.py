@@ -93,26 +93,13 @@ def fitting(function, values):
 def config(**changes):
     from megatron.core.transformer import TransformerConfig
 
-    values = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 48,
-        "tensor_model_parallel_size": dist.get_world_size(),
-        "use_cpu_initialization": True,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "bias_activation_fusion": True,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-    }
+    values = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
+    values |= {"tensor_model_parallel_size": dist.get_world_size(), "use_cpu_initialization": True}
+    values |= {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu}
+    values |= {"add_bias_linear": False, "bias_activation_fusion": True, "hidden_dropout": 0.0}
+    values |= {"attention_dropout": 0.0, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
+    values |= {"gradient_accumulation_fusion": False, "masked_softmax_fusion": False}
+    values |= {"bias_dropout_fusion": False}
     return TransformerConfig(**fitting(TransformerConfig, {**values, **changes}))
 
 
@@ -124,12 +111,8 @@ def gpt(spec=None, tied=False, mtp=None, model=None, **changes):
     torch.manual_seed(0)
     conf = config(**({"mtp_num_layers": mtp} if mtp else {}), **changes)
     if spec is None:
-        names = {
-            "num_experts": "num_moe_experts",
-            "normalization": "normalization",
-            "qk_layernorm": "qk_layernorm",
-            "qk_l2_norm": "qk_l2_norm",
-        }
+        names = {"num_experts": "num_moe_experts", "normalization": "normalization"}
+        names |= {"qk_layernorm": "qk_layernorm", "qk_l2_norm": "qk_l2_norm"}
         spec = get_gpt_layer_local_spec(**{name: getattr(conf, of) for name, of in names.items()})
     else:
         spec = spec(conf)

@@ -55,18 +55,9 @@ class Drafter(nn.Module):
     def forward(self, ids, states, count):
         first = self.trunk(ids)
         hidden = [first, self.step(first)]
-        return tigon.drafter_loss(
-            hidden,
-            self.head.weight,
-            (states, self.teacher),
-            self.ids,
-            mask=ids % 3 > 0,
-            loss="lk",
-            shifts=(0, 1),
-            mask_outside=False,
-            outside="renormalize",
-            denominator=count,
-        )
+        options = {"mask": ids % 3 > 0, "loss": "lk", "shifts": (0, 1), "mask_outside": False}
+        options |= {"outside": "renormalize", "denominator": count}
+        return tigon.drafter_loss(hidden, self.head.weight, (states, self.teacher), self.ids, **options)
 
 
 @case(ddp=("ddp",), fsdp=("fsdp",))

@@ -22,6 +22,7 @@ from tigon import parallel
 
 S, B, H, V = 12, 3, 32, 251  # 36 rows; 126 and 125 classes
 RANK, LORA_SCALE = 5, 0.7
+LOSS, LOG_PROB = parallel.linear_cross_entropy, parallel.linear_log_prob
 LAYOUTS = {  # classes of the two processes: (first, columns, padding)
     "uneven": ((0, 126, 0), (126, 125, 0)),
     "padded": ((0, 128, 0), (128, 123, 5)),
@@ -41,8 +42,8 @@ OPTIONS = {
         "class_weight": True,
         "softcap": 6.0,
         "logit_scale": 1.3,
-        "temperature": 0.7,
         "z_loss": 0.02,
+        "temperature": 0.7,
         "bias": True,
         "token_weight": True,
         "reduction": "none",
@@ -303,17 +304,9 @@ def parallel_wide_logits():
     """Logits of 16-bit operands in float32: the loss of the exact products."""
     p = problem(torch.bfloat16, 3)
     exact, _ = plain(p, torch.float64, lambda p: [formula(p, {"reduction": "none"})])
+    more = {"chunk_rows": 10, "logit_dtype": torch.float32}
     for sp, keep_mb in itertools.product((False, True), (0.0, 1.0)):
-        (got,), gradients = sharded(
-            p,
-            {"reduction": "none"},
-            "padded",
-            sp,
-            parallel.linear_cross_entropy,
-            chunk_rows=10,
-            keep_mb=keep_mb,
-            logit_dtype=torch.float32,
-        )
+        (got,), gradients = sharded(p, {"reduction": "none"}, "padded", sp, LOSS, keep_mb=keep_mb, **more)
         assert (got - exact[0]).abs().max() < 1e-5
         assert all(g is None or torch.isfinite(g).all() for g in gradients)
 
@@ -334,17 +327,9 @@ def parallel_partial_hidden_gradient():
                 dist.all_reduce(hidden.grad)
             gradients.append((hidden.grad, weight.grad))
         assert all(map(torch.equal, *gradients))
-    refused(
-        lambda: parallel.linear_cross_entropy(
-            share(p["hidden"]),
-            mine(p["weight"], "uneven"),
-            p["target"],
-            group(),
-            sequence_parallel=True,
-            partial_hidden_grad=True,
-        ),
-        "partial_hidden_grad must be False",
-    )
+    both = {"sequence_parallel": True, "partial_hidden_grad": True}
+    call = share(p["hidden"]), mine(p["weight"], "uneven"), p["target"], group()
+    refused(lambda: parallel.linear_cross_entropy(*call, **both), "partial_hidden_grad must be False")
 
 
 @case
@@ -374,26 +359,16 @@ def parallel_dtypes():
 @case
 def parallel_log_prob():
     options = {"softcap": 7.0, "logit_scale": 1.2, "temperature": 0.8, "bias": True}
+
+    def both(p):
+        return formula(p, options, entropy=True)
+
+    def alone(p):
+        return formula(p, {}, entropy=True)[:1]
+
     for dtype, sp, chunk in itertools.product((torch.float32, torch.bfloat16), (False, True), (None, 10)):
-        compare(
-            drawn(dtype, 4),
-            options,
-            "padded",
-            sp,
-            parallel.linear_log_prob,
-            lambda p: formula(p, options, entropy=True),
-            entropy=True,
-            chunk_rows=chunk,
-        )
-        compare(
-            drawn(dtype, 5),
-            {},
-            "uneven",
-            sp,
-            parallel.linear_log_prob,
-            lambda p: formula(p, {}, entropy=True)[:1],
-            chunk_rows=chunk,
-        )
+        compare(drawn(dtype, 4), options, "padded", sp, LOG_PROB, both, entropy=True, chunk_rows=chunk)
+        compare(drawn(dtype, 5), {}, "uneven", sp, LOG_PROB, alone, chunk_rows=chunk)
 
 
 @case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -50,29 +51,16 @@ def parallel_labels(name):
     options = OPTIONS[name]
     for dtype, sp, chunk in itertools.product((torch.float32, torch.bfloat16), (False, True), (None, 10)):
         more = {"chunk_rows": chunk, "entropy": True}
-        compare(
-            drawn(dtype, 40),
-            options,
-            "uneven",
-            sp,
-            parallel.linear_log_prob,
-            lambda p: whole(p, options),
-            **more,
-        )
+        unsharded = functools.partial(whole, options=options)
+        compare(drawn(dtype, 40), options, "uneven", sp, parallel.linear_log_prob, unsharded, **more)
 
 
 @case(**{name: (name,) for name in LAYOUTS})
 def parallel_labels_layout(layout):
     for name, sp in itertools.product(OPTIONS, (False, True)):
         options = OPTIONS[name]
-        compare(
-            drawn(torch.float32, 41),
-            options,
-            layout,
-            sp,
-            parallel.linear_log_prob,
-            lambda p, options=options: whole(p, options)[:1],
-        )
+        draw, call = drawn(torch.float32, 41), parallel.linear_log_prob
+        compare(draw, options, layout, sp, call, lambda p, options=options: whole(p, options)[:1])
 
 
 @case

@@ -59,17 +59,10 @@ def parallel_lora_layout(layout):
 @case
 def parallel_lora_log_prob():
     options = {"softcap": 7.0, "temperature": 0.8, "lora": True}
+    more = {"entropy": True, "chunk_rows": 10}
     for dtype, sp in itertools.product((torch.float32, torch.bfloat16, torch.float16), (False, True)):
-        compare(
-            drawn(dtype, 22),
-            options,
-            "padded",
-            sp,
-            parallel.linear_log_prob,
-            lambda p: formula(p, options, entropy=True),
-            entropy=True,
-            chunk_rows=10,
-        )
+        draw, unsharded = drawn(dtype, 22), functools.partial(formula, options=options, entropy=True)
+        compare(draw, options, "padded", sp, parallel.linear_log_prob, unsharded, **more)
 
 
 @case
@@ -77,19 +70,13 @@ def parallel_lora_wide_logits():
     """Logits in float32, beside one process's."""
     p = problem(torch.bfloat16, 29)
     options = {"reduction": "none", "logit_dtype": torch.float32}
+    own = options | {"lora": True}
     want = tigon.linear_cross_entropy(
         p["hidden"], p["weight"], p["target"], lora=(p["lora_a"], p["lora_b"], LORA_SCALE), **options
     )
     for sp, keep_mb in itertools.product((False, True), (0.0, 1.0)):
-        (got,), gradients = sharded(
-            p,
-            options | {"lora": True},
-            "padded",
-            sp,
-            parallel.linear_cross_entropy,
-            chunk_rows=10,
-            keep_mb=keep_mb,
-        )
+        more = {"chunk_rows": 10, "keep_mb": keep_mb}
+        (got,), gradients = sharded(p, own, "padded", sp, parallel.linear_cross_entropy, **more)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert all(g is None or torch.isfinite(g).all() for g in gradients)
 
@@ -255,18 +242,10 @@ def parallel_refusals():
     refused(lambda: call(temperature="x" if first else 1.0))
     process = f"got temperature={1.0 if first else 2.0} here and another in process {int(first)}"
     refused(lambda: call(temperature=1.0 if first else 2.0), "options must be the same", process)
-    differ = {
-        "label_smoothing": (0.1, 0.2),
-        "softcap": (30.0, None),
-        "logit_scale": (1.0, 2.0),
-        "z_loss": (0.0, 1e-4),
-        "ignore_index": (-100, 0),
-        "outputs": (("loss", "predicted"), None),
-        "shift": (0, 1),
-        "chunk_rows": (5, 6),
-        "logit_dtype": (torch.float32, None),
-        "partial_hidden_grad": (True, False),
-    }
+    differ = {"label_smoothing": (0.1, 0.2), "softcap": (30.0, None), "logit_scale": (1.0, 2.0)}
+    differ |= {"z_loss": (0.0, 1e-4), "ignore_index": (-100, 0), "outputs": (("loss", "predicted"), None)}
+    differ |= {"shift": (0, 1), "chunk_rows": (5, 6), "logit_dtype": (torch.float32, None)}
+    differ |= {"partial_hidden_grad": (True, False)}
     narrow = {"hidden": p["hidden"].bfloat16(), "weight": weight.bfloat16()}
     for name, values in differ.items():
         of = narrow if name == "logit_dtype" else {"hidden": p["hidden"], "weight": weight}

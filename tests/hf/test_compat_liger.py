@@ -231,15 +231,8 @@ def test_cross_entropies(head, reduction):
     def reduced(x):
         return {"mean": x.sum() / counts, "sum": x.sum(), "none": x}[reduction]
 
-    options = {
-        "lse_square_scale": 0.01,
-        "label_smoothing": 0.1,
-        "reduction": reduction,
-        "softcap": 3.0,
-        "return_z_loss": True,
-        "return_token_accuracy": True,
-        "return_predicted_tokens": True,
-    }
+    options = {"lse_square_scale": 0.01, "label_smoothing": 0.1, "reduction": reduction, "softcap": 3.0}
+    options |= {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
     if head:
         got = LM.LigerFusedLinearCrossEntropyLoss(**options)(weight, hidden, target)
     else:

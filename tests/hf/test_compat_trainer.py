@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import VOCABULARY, batch, close, make
+from tiny import VOCABULARY, batch, close, make, trainer_options, word_tokenizer
 
 import tigon
 
@@ -24,24 +24,8 @@ def rows(count=24, tokens=11):
 
 
 def arguments(folder, **changes):
-    return TrainingArguments(
-        **{
-            "output_dir": str(folder),
-            "per_device_train_batch_size": 2,
-            "max_steps": 3,
-            "logging_steps": 1,
-            "gradient_accumulation_steps": 2,
-            "learning_rate": 1e-2,
-            "report_to": [],
-            "seed": 1,
-            "use_cpu": True,
-            "eval_strategy": "steps",
-            "eval_steps": 3,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            **changes,
-        }
-    )
+    options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    return TrainingArguments(**trainer_options(folder, **options | changes))
 
 
 def logged(trainer):
@@ -97,6 +81,12 @@ def test_callback(tmp_path, stock):
         tigon.TigonTrainerCallback(norms=False)
 
 
+def test_a_model_that_was_patched_before(tmp_path, stock):
+    model = make()
+    tigon.apply(model)
+    assert run(tmp_path, model=model)[1] == pytest.approx(stock, rel=1e-4)
+
+
 def test_callback_with_model_init(tmp_path):
     """Every model that is made gets it, and each only once."""
     options = {"trainer_options": {"model_init": lambda: make()}}
@@ -139,12 +129,9 @@ def test_callback_warns_when_the_head_was_not_used(tmp_path, caplog):
 
     callback = tigon.TigonTrainerCallback()
     with caplog.at_level(logging.WARNING, "tigon"):
-        trainer = OwnLoss(
-            model=make(),
-            args=arguments(tmp_path, eval_strategy="no"),
-            train_dataset=rows(),
-            callbacks=[callback],
-        )
+        options = {"model": make(), "args": arguments(tmp_path, eval_strategy="no"), "train_dataset": rows()}
+        options |= {"callbacks": [callback]}
+        trainer = OwnLoss(**options)
         trainer.train()
     (said,) = [r.getMessage() for r in caplog.records if r.name == "tigon" and r.levelno >= logging.WARNING]
     assert "computes all logits in training" in said and "label" in said
@@ -216,13 +203,9 @@ def test_compute_metrics(tmp_path):
 def test_workers_and_checkpoints(tmp_path, stock):
     """Dataloader workers are forked after the patch; a checkpoint loads into a stock model."""
     folder = tmp_path / "out"
-    trainer, got = run(
-        folder,
-        callbacks=[tigon.TigonTrainerCallback()],
-        dataloader_num_workers=2,
-        save_strategy="steps",
-        save_steps=3,
-    )
+    options = {"callbacks": [tigon.TigonTrainerCallback()], "dataloader_num_workers": 2}
+    options |= {"save_strategy": "steps", "save_steps": 3}
+    trainer, got = run(folder, **options)
     assert got == pytest.approx(stock, rel=1e-4)
     loaded = LlamaForCausalLM.from_pretrained(folder / "checkpoint-3", attn_implementation="eager")
     assert not hasattr(loaded, "_tigon_state")
@@ -285,15 +268,8 @@ def test_transformers_outside_the_tested_range(version, told, monkeypatch):
 
 @pytest.fixture
 def tokenizer():
-    tokenizers = pytest.importorskip("tokenizers")
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
-    word_level = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
-    word_level.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=word_level, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w0"
-    )
+    pytest.importorskip("tokenizers")
+    return word_tokenizer()
 
 
 def words(seed, count):
@@ -308,21 +284,8 @@ def trl_losses(kind, folder, tokenizer, callbacks=None, **changes):
     prompts = [words(i, 4) for i in range(8)]
     answers = [words(100 + i, 5) for i in range(8)]
     others = [words(200 + i, 5) for i in range(8)]
-    options = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "report_to": [],
-        "seed": 1,
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        **changes,
-    }
+    options = {"max_steps": 2, "learning_rate": 1e-3, "bf16": False, "gradient_checkpointing": False}
+    options = trainer_options(folder, **options | changes)
     columns = {
         "SFT": {"prompt": prompts, "completion": answers},
         "DPO": {"prompt": prompts, "chosen": answers, "rejected": others},
@@ -478,9 +441,7 @@ def test_trl_after_apply(tmp_path, tokenizer):
         SFTTrainer(
             model=model,
             processing_class=tokenizer,
-            args=SFTConfig(
-                str(tmp_path), max_steps=1, report_to=[], use_cpu=True, bf16=False, save_strategy="no"
-            ),
+            args=SFTConfig(**trainer_options(tmp_path, max_steps=1, bf16=False)),
             train_dataset=datasets.Dataset.from_dict({"text": [words(i, 9) for i in range(8)]}),
         ).train()
         assert head.calls == 1

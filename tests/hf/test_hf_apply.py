@@ -442,19 +442,8 @@ def test_the_package_exports_apply_and_undo():
 def test_what_is_no_model_or_no_boolean_is_refused():
     """Nothing is modified."""
     model = make()
-    for option in (
-        "norm",
-        "mlp",
-        "rope",
-        "loss",
-        "experts",
-        "router",
-        "qkv",
-        "qk_norm",
-        "hyper",
-        "lora",
-        "strict",
-    ):
+    slots = "norm mlp rope loss experts router qkv qk_norm hyper lora"
+    for option in (*slots.split(), "strict"):
         with pytest.raises(tigon.Error, match=rf"^\[apply\] {option} must be True or False, got int"):
             apply(model, **{option: 2})
     assert not any(bound(module) for module in model.modules())

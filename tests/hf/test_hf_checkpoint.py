@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 import transformers
-from tiny import batch, make, step
+from tiny import batch, make, step, trainer_options
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -203,28 +203,11 @@ def test_trainer(tmp_path):
     found = []
     for save in (None, (), ("attention", "matmuls")):
         model = model_of("mixtral")
-        kwargs = (
-            {}
-            if save is None
-            else {
-                "gradient_checkpointing": True,
-                "gradient_checkpointing_kwargs": {
-                    "use_reentrant": False,
-                    "context_fn": tigon.checkpoint_policy(save),
-                },
-            }
-        )
-        args = transformers.TrainingArguments(
-            str(tmp_path),
-            max_steps=2,
-            per_device_train_batch_size=2,
-            report_to=[],
-            use_cpu=True,
-            save_steps=2,
-            logging_steps=1,
-            disable_tqdm=True,
-            **kwargs,
-        )
+        options = {"max_steps": 2, "learning_rate": 5e-5, "save_strategy": "steps", "save_steps": 2}
+        if save is not None:
+            policy = {"use_reentrant": False, "context_fn": tigon.checkpoint_policy(save)}
+            options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": policy}
+        args = transformers.TrainingArguments(**trainer_options(tmp_path, **options))
         trainer = transformers.Trainer(model, args, train_dataset=rows)
         trainer.train()
         found.append({name: p.detach().clone() for name, p in model.named_parameters()})

@@ -273,42 +273,7 @@ def test_lora_on_the_head_in_all_its_states(device):
         assert count == fused[name], name
 
 
-# --- Trainer, FSDP ---------------------------------------------------------------------------
-
-
-def test_trainer_logs_the_same_losses(tmp_path):
-    pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
-
-    def run(patch):
-        model = make()
-        if patch:
-            apply(model)
-        rows = batch(rows=24, seed=3)
-        data = [{name: tensor[i] for name, tensor in rows.items()} for i in range(24)]
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=2,
-            max_steps=3,
-            logging_steps=1,
-            gradient_accumulation_steps=3,
-            learning_rate=1e-2,
-            report_to=[],
-            seed=1,
-            use_cpu=True,
-            eval_strategy="steps",
-            eval_steps=3,
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:4])
-        trainer.train()
-        names = ("loss", "grad_norm", "eval_loss")
-        return [entry[n] for entry in trainer.state.log_history for n in names if n in entry]
-
-    wanted, got = run(False), run(True)
-    assert len(got) == len(wanted) == 7
-    assert got == pytest.approx(wanted, rel=1e-4)
+# --- FSDP ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -218,31 +218,12 @@ def test_a_row_that_changes_is_noticed(device):
         logits.argmax(-1)
 
 
-SEQUENCES = {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "max_position_embeddings": 64,
-}
+SEQUENCES = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
+SEQUENCES |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0}
+SEQUENCES |= {"attention_dropout": 0.0, "activation_dropout": 0.0, "max_position_embeddings": 64}
 LED = {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, "attention_window": 4}
-BARTS = {
-    "Bart": {},
-    "MBart": {},
-    "Blenderbot": {},
-    "BlenderbotSmall": {},
-    "Pegasus": {},
-    "BigBirdPegasus": {"attention_type": "original_full"},
-    "PLBart": {},
-    "Mvp": {},
-    "LED": LED,
-}
+BARTS = {"Bart": {}, "MBart": {}, "Blenderbot": {}, "BlenderbotSmall": {}, "Pegasus": {}}
+BARTS |= {"BigBirdPegasus": {"attention_type": "original_full"}, "PLBart": {}, "Mvp": {}, "LED": LED}
 BARTS_CAUSAL = {"Marian": "MarianMTModel"}
 
 

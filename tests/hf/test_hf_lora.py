@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from tiny import batch, close, make, same, step
+from tiny import batch, close, make, same, step, trainer_options, word_tokenizer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,32 +20,20 @@ from tigon.integrations.transformers import lora as slot
 peft = pytest.importorskip("peft")
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-OPTIONS = {
-    "plain": {},
-    "rank1": {"r": 1},
-    "rank64": {"r": 64},
-    "rslora": {"use_rslora": True},
-    "dora": {"use_dora": True},
-    "bias_all": {"bias": "all"},
-    "bias_lora": {"bias": "lora_only"},
-    "some": {"target_modules": ["q_proj", "v_proj"]},
-    "lora_bias": {"lora_bias": True},
-    "pattern": {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"up_proj": 7}},
-    "saved": {"modules_to_save": ["lm_head"]},
-    "rank256": {"r": 256, "lora_alpha": 8},
-    "regex": {"target_modules": r".*\.(q|down)_proj"},
-    "exclude": {"exclude_modules": ["k_proj", "down_proj"]},
-    "one_layer": {"layers_to_transform": [1]},
-    "replicated": {"layer_replication": [[0, 2], [1, 2]]},
-    "tokens": {"trainable_token_indices": {"embed_tokens": [3, 5]}},
-    "tying": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
-    "gaussian": {"init_lora_weights": "gaussian"},
-    "olora": {"init_lora_weights": "olora"},
-    "pissa": {"init_lora_weights": "pissa"},
-    "pissa_niter": {"init_lora_weights": "pissa_niter_4"},
-    "orthogonal": {"init_lora_weights": "orthogonal"},
-    "ephemeral": {"runtime_config": peft.LoraRuntimeConfig(ephemeral_gpu_offload=True)},
-}
+OPTIONS = {"plain": {}, "rank1": {"r": 1}, "rank64": {"r": 64}, "rslora": {"use_rslora": True}}
+OPTIONS |= {"dora": {"use_dora": True}, "bias_all": {"bias": "all"}, "bias_lora": {"bias": "lora_only"}}
+OPTIONS |= {"some": {"target_modules": ["q_proj", "v_proj"]}, "lora_bias": {"lora_bias": True}}
+OPTIONS |= {"pattern": {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"up_proj": 7}}}
+OPTIONS |= {"saved": {"modules_to_save": ["lm_head"]}, "rank256": {"r": 256, "lora_alpha": 8}}
+OPTIONS |= {"regex": {"target_modules": r".*\.(q|down)_proj"}}
+OPTIONS |= {"exclude": {"exclude_modules": ["k_proj", "down_proj"]}}
+OPTIONS |= {"one_layer": {"layers_to_transform": [1]}, "replicated": {"layer_replication": [[0, 2], [1, 2]]}}
+OPTIONS |= {"tokens": {"trainable_token_indices": {"embed_tokens": [3, 5]}}}
+OPTIONS |= {"tying": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}}
+OPTIONS |= {"gaussian": {"init_lora_weights": "gaussian"}, "olora": {"init_lora_weights": "olora"}}
+OPTIONS |= {"pissa": {"init_lora_weights": "pissa"}, "pissa_niter": {"init_lora_weights": "pissa_niter_4"}}
+OPTIONS |= {"orthogonal": {"init_lora_weights": "orthogonal"}}
+OPTIONS |= {"ephemeral": {"runtime_config": peft.LoraRuntimeConfig(ephemeral_gpu_offload=True)}}
 # These change what an adapter computes.
 VARIANTS = {
     "alora": {"alora_invocation_tokens": [4]},
@@ -479,26 +467,14 @@ def test_trl_sft(tmp_path, device, calls):
     rows = [{"input_ids": batch("cpu", rows=1, seed=i)["input_ids"][0].tolist()} for i in range(8)]
 
     def train(patched):
-        args = trl.SFTConfig(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            report_to=[],
-            lr_scheduler_type="constant",
-            learning_rate=1e-2,
-            logging_steps=1,
-            bf16=False,
-            seed=3,
-            use_cpu=device == "cpu",
-            gradient_checkpointing=True,
-            disable_tqdm=True,
-            dataset_kwargs={"skip_prepare_dataset": True},
-        )
+        options = {"seed": 3, "use_cpu": device == "cpu", "lr_scheduler_type": "constant", "bf16": False}
+        options |= {"gradient_checkpointing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        args = trl.SFTConfig(**trainer_options(tmp_path, **options))
         trainer = trl.SFTTrainer(
             make(device=device),
             args,
             train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=_tokenizer(),
+            processing_class=word_tokenizer(),
             peft_config=config(lora_dropout=0.0, init_lora_weights=True),
         )
         if patched:
@@ -511,11 +487,3 @@ def test_trl_sft(tmp_path, device, calls):
     torch.testing.assert_close(torch.tensor(train(True)), torch.tensor(wanted), rtol=1e-4, atol=1e-4)
     assert calls
     assert wanted[-1] != wanted[0]
-
-
-def _tokenizer():
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {f"w{i}": i for i in range(97)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w2")

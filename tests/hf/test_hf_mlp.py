@@ -20,19 +20,9 @@ from tigon.integrations.transformers import apply
 from tigon.integrations.transformers.mlp import known_activation, plan_mlp
 from tigon.integrations.transformers.patterns.mlp import EXPERT_GATES
 
-NAMES = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "relu": "relu",
-    "relu2": "relu_squared",
-}
+NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu"}
+NAMES |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+NAMES |= {"gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "relu": "relu", "relu2": "relu_squared"}
 
 
 @pytest.mark.parametrize("name", sorted(set(ACT2FN) - {"xielu"}))

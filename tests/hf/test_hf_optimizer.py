@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
-from tiny import VOCABULARY, make
+from tiny import VOCABULARY, make, trainer_options
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import tigon
@@ -29,20 +29,8 @@ def train(tmp_path, callbacks=(), **options):
     torch.manual_seed(0)
     model = make()
     ids = [torch.randint(0, VOCABULARY, (12,), generator=torch.Generator().manual_seed(i)) for i in range(16)]
-    args = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=5,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        report_to=[],
-        logging_steps=1,
-        save_strategy="no",
-        use_cpu=True,
-        weight_decay=0.1,
-        max_grad_norm=0.1,
-        disable_tqdm=True,
-        **options.pop("args", {}),
-    )
+    own = {"max_steps": 5, "seed": 42, "weight_decay": 0.1, "max_grad_norm": 0.1}
+    args = TrainingArguments(**trainer_options(tmp_path, **own | options.pop("args", {})))
     watch = Watch()
     data = [{"input_ids": x, "labels": x} for x in ids]
     trainer = Trainer(model, args, train_dataset=data, callbacks=[*callbacks, watch], **options)
@@ -117,14 +105,8 @@ def test_lora_plus_groups_are_pefts(options):
     defaults = {"target_modules": ["embed", "up", "down"], "r": 2}
     model = peft.get_peft_model(Mixed(), peft.LoraConfig(**defaults | options))
     model.base_model.model.scale.requires_grad_(True)
-    theirs = create_loraplus_optimizer(
-        model,
-        torch.optim.AdamW,
-        lr=1e-3,
-        loraplus_lr_ratio=16,
-        loraplus_weight_decay=0.1,
-        loraplus_lr_embedding=1e-5,
-    )
+    more = {"lr": 1e-3, "loraplus_lr_ratio": 16, "loraplus_weight_decay": 0.1, "loraplus_lr_embedding": 1e-5}
+    theirs = create_loraplus_optimizer(model, torch.optim.AdamW, **more)
     ours = lora_plus_groups(model, lr=1e-3, ratio=16, embedding_lr=1e-5, weight_decay=0.1)
     wanted = [group for group in theirs.param_groups if group["params"]]
     assert len(ours) == len(wanted)

@@ -31,15 +31,8 @@ from tigon.integrations.transformers.canonical import canonical
 
 peft = pytest.importorskip("peft")
 
-SMALL = {
-    **SHARED,
-    "num_hidden_layers": 1,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "head_dim": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+SMALL = {**SHARED, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 TARGETS = ["q_proj", "v_proj", "down_proj", "lm_head"]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 MODELS = {

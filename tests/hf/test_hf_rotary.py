@@ -193,20 +193,9 @@ def test_near_misses_stay_stock(function):
 
 # Model class, form of its rotary function, what its configuration needs besides.
 EAGER = {"experts_implementation": "eager", "num_experts_per_tok": 2}
-MLA = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-    **EAGER,
-}
+MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8}
+MLA |= {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+MLA |= {"first_k_dense_replace": 1, "moe_intermediate_size": 16, **EAGER}
 GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64, "n_inner": 48}
 MODELS = {
     "Cohere": ("interleaved, fp32", {}),

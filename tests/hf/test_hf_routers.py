@@ -263,16 +263,9 @@ def test_op_has_the_weights_of_the_class():
     """The options in the docstring of tigon.route are those of the models named there."""
     router = router_of("deepseek_v3")
     logits, weights, ids = router(*inputs_of("deepseek_v3", torch.float32))
-    found, chosen = tigon.route(
-        logits,
-        K,
-        score="sigmoid",
-        correction_bias=router[0].e_score_correction_bias,
-        num_groups=4,
-        top_groups=2,
-        group_score="sum_of_two",
-        scale=2.5,
-    )
+    options = {"score": "sigmoid", "correction_bias": router[0].e_score_correction_bias, "num_groups": 4}
+    options |= {"top_groups": 2, "group_score": "sum_of_two", "scale": 2.5}
+    found, chosen = tigon.route(logits, K, **options)
     order, wanted = chosen.argsort(-1), ids.argsort(-1)
     assert torch.equal(chosen.gather(-1, order), ids.gather(-1, wanted))
     close(found.gather(-1, order), weights.gather(-1, wanted))

@@ -15,42 +15,21 @@ import tigon
 
 L, E, K = 3, 8, 2
 COMMON = {**SHARED, "num_hidden_layers": L}
+QWEN3 = {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": 24, "head_dim": 8}
+QWEN3 |= {"norm_topk_prob": True, "mlp_only_layers": [1]}
+DEEPSEEK = {"n_routed_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": 24, "n_group": 2}
+DEEPSEEK |= {"topk_group": 1, "num_key_value_heads": 4, "first_k_dense_replace": 1, "kv_lora_rank": 16}
+DEEPSEEK |= {"q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DEEPSEEK |= {"n_shared_experts": 1}
 MODELS = {
     "mixtral": ("Mixtral", {"num_local_experts": E}),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {
-            "num_experts": E,
-            "num_experts_per_tok": K,
-            "moe_intermediate_size": 24,
-            "head_dim": 8,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
-        },
-    ),
+    "qwen3_moe": ("Qwen3Moe", QWEN3),
     "olmoe": ("Olmoe", {"num_experts": E, "num_experts_per_tok": K}),
     "gpt_oss": (
         "GptOss",
         {"num_local_experts": E, "num_experts_per_tok": K, "head_dim": 8, "layer_types": None},
     ),
-    "deepseek_v3": (
-        "DeepseekV3",
-        {
-            "n_routed_experts": E,
-            "num_experts_per_tok": K,
-            "moe_intermediate_size": 24,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "n_shared_experts": 1,
-        },
-    ),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
 }
 
 

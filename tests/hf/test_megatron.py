@@ -43,13 +43,8 @@ def no_metrics_of_the_last_model():
 LAYERNORM = {"normalization": "LayerNorm", "add_bias_linear": True}
 GELU = {"activation_func": F.gelu}
 MUP = {"use_mup": True, "mup_base_hidden_size": 8}
-MOE = {
-    "num_moe_experts": 2,
-    "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "allgather",
-    "moe_ffn_hidden_size": 24,
-}
+MOE = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
+MOE |= {"moe_token_dispatcher_type": "allgather", "moe_ffn_hidden_size": 24}
 
 
 @pytest.mark.parametrize(

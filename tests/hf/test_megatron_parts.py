@@ -222,18 +222,10 @@ def test_rope_refuses():
 
 
 def settings(**changes):
-    values = {
-        "normalization": "RMSNorm",
-        "layernorm_zero_centered_gamma": False,
-        "sequence_parallel": False,
-        "params_dtype": torch.float32,
-        "activation_func": F.silu,
-        "gated_linear_unit": True,
-        "activation_func_fp8_input_store": False,
-        "bias_activation_fusion": True,
-        "use_te_activation_func": False,
-        "mtp_num_layers": None,
-    }
+    values = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "sequence_parallel": False}
+    values |= {"params_dtype": torch.float32, "activation_func": F.silu, "gated_linear_unit": True}
+    values |= {"activation_func_fp8_input_store": False, "bias_activation_fusion": True}
+    values |= {"use_te_activation_func": False, "mtp_num_layers": None}
     return types.SimpleNamespace(**{**values, **changes})
 
 
@@ -241,12 +233,9 @@ def settings(**changes):
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(name, zero_centered, dtype):
-    config = settings(
-        normalization=name,
-        layernorm_zero_centered_gamma=zero_centered,
-        sequence_parallel=True,
-        params_dtype=dtype,
-    )
+    options = {"normalization": name, "layernorm_zero_centered_gamma": zero_centered}
+    options |= {"sequence_parallel": True, "params_dtype": dtype}
+    config = settings(**options)
     norm = tm.Norm(config=config, hidden_size=24, eps=1e-5)
     assert type(norm) is getattr(tm, name)
     assert norm.returns_residual is False

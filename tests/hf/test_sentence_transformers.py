@@ -68,20 +68,11 @@ def guided(name, **options):
     """A GIST loss without models, which is given embeddings."""
     loss = getattr(losses, name).__new__(getattr(losses, name))
     torch.nn.Module.__init__(loss)
-    defaults = {
-        "guide": None,
-        "temperature": 0.05,
-        "margin_strategy": "absolute",
-        "margin": 0.0,
-        "contrast_anchors": True,
-        "contrast_positives": True,
-        "gather_across_devices": False,
-        "must_retokenize": False,
-        "mini_batch_size": 5,
-        "show_progress_bar": False,
-        "similarity_fct": torch.nn.CosineSimilarity(dim=-1),
-        "cross_entropy_loss": torch.nn.CrossEntropyLoss(),
-    }
+    defaults = {"guide": None, "temperature": 0.05, "margin_strategy": "absolute", "margin": 0.0}
+    defaults |= {"contrast_anchors": True, "contrast_positives": True, "gather_across_devices": False}
+    defaults |= {"must_retokenize": False, "mini_batch_size": 5, "show_progress_bar": False}
+    defaults |= {"similarity_fct": torch.nn.CosineSimilarity(dim=-1)}
+    defaults |= {"cross_entropy_loss": torch.nn.CrossEntropyLoss()}
     for key, value in (defaults | options).items():
         setattr(loss, key, value)
     return loss
@@ -207,16 +198,10 @@ def tiny(folder, words):
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=16
     )
     torch.manual_seed(len(words))
-    config = BertConfig(
-        vocab_size=len(vocab),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    options = {"vocab_size": len(vocab), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    options |= {"intermediate_size": 32, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0}
+    options |= {"attention_probs_dropout_prob": 0.0}
+    config = BertConfig(**options)
     BertModel(config).save_pretrained(folder)
     fast.save_pretrained(folder)
     return st.SentenceTransformer(str(folder), device="cpu")

@@ -72,14 +72,8 @@ def test_results_are_those_of_trl(options, bias, dtype, installed):
 def test_rows_that_will_be_summed(reduce):
     """The route of CUDA: gradients with the losses, computed again where rows have their own upstream."""
     student, teacher = _heads(torch.float32)
-    options = {
-        "beta": 0.3,
-        "temperature": 1.5,
-        "softcap": None,
-        "logit_scale": 1.0,
-        "teacher_softcap": None,
-        "teacher_logit_scale": 1.0,
-    }
+    options = {"beta": 0.3, "temperature": 1.5, "softcap": None, "logit_scale": 1.0, "teacher_softcap": None}
+    options |= {"teacher_logit_scale": 1.0}
 
     class Summed:
         @staticmethod

@@ -30,13 +30,8 @@ ACCELERATOR = types.SimpleNamespace(
 def _made(kind, **attributes):
     """A trainer without its constructor: what the methods look at."""
     trainer = kind.__new__(kind)
-    shared = {
-        "accelerator": ACCELERATOR,
-        "is_encoder_decoder": False,
-        "padding_value": 0,
-        "pad_token_id": 0,
-        "aux_loss_enabled": False,
-    }
+    shared = {"accelerator": ACCELERATOR, "is_encoder_decoder": False, "padding_value": 0, "pad_token_id": 0}
+    shared |= {"aux_loss_enabled": False}
     for name, value in (shared | attributes).items():
         setattr(trainer, name, value)
     return trainer
@@ -63,14 +58,8 @@ def test_distillation(name, items, heads):
         "labels": inputs["labels"],
         "attention_mask": torch.ones_like(inputs["input_ids"]),
     }
-    options = {
-        "teacher_model": teacher,
-        "beta": 0.3,
-        "temperature": 1.5,
-        "use_uld_loss": False,
-        "_get_model_forward_kwargs": lambda inputs: {},
-        "use_liger_gkd_loss": False,
-    }
+    options = {"teacher_model": teacher, "beta": 0.3, "temperature": 1.5, "use_uld_loss": False}
+    options |= {"_get_model_forward_kwargs": lambda inputs: {}, "use_liger_gkd_loss": False}
     if name == "GKD":
         del options["use_uld_loss"]
     fused = heads.trainer(name)

@@ -10,19 +10,9 @@ import transformers
 from tigon.integrations.transformers import apply
 
 VOCABULARY = 97
-SHARED = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attn_implementation": "eager",
-}
+SHARED = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHARED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SHARED |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager"}
 HEAD_DIM = {"head_dim": 8}
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -66,6 +56,24 @@ def batch(device="cpu", rows=2, tokens=11, seed=1, masked=0.25):
     ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=generator, device="cpu")
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator, device="cpu") < masked, -100)
     return {"input_ids": ids.to(device), "labels": labels.to(device)}
+
+
+def trainer_options(folder, **changes) -> dict:
+    """Arguments of transformers' Trainer, and of those made from it, for a few steps on the CPU."""
+    options = {"output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 3, "report_to": []}
+    options |= {"learning_rate": 1e-2, "seed": 1, "use_cpu": True, "save_strategy": "no"}
+    return options | {"logging_steps": 1, "disable_tqdm": True} | changes
+
+
+def word_tokenizer():
+    """A tokenizer of the words w0 to w96, split at spaces."""
+    import tokenizers
+
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    level = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    level.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=level, **special)
 
 
 def step(model, inputs) -> tuple[torch.Tensor, dict]:

@@ -114,13 +114,10 @@ def accelerated(model):
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", ACCELERATE_USE_CPU="true")
     try:
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            reshard_after_forward=True,
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
-        )
+        options = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
+        options |= {"reshard_after_forward": True, "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+        options |= {"cpu_ram_efficient_loading": False}
+        plugin = FullyShardedDataParallelPlugin(**options)
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         accelerator.state.fsdp_plugin = plugin
         plugin.set_auto_wrap_policy(model)

@@ -74,15 +74,9 @@ def _with_gradient() -> list[torch.Tensor]:
     return found
 
 
-_HEAD = {
-    "bias": lambda: rows(VOCABULARY),
-    "lora": _lora,
-    "position_ids": lambda: _positions(ROWS),
-    "class_weight": lambda: torch.rand(VOCABULARY),
-    "token_weight": lambda: torch.rand(ROWS),
-    "softcap": lambda: 5.0,
-    "shift": lambda: 1,
-}
+_HEAD = {"bias": lambda: rows(VOCABULARY), "lora": _lora, "position_ids": lambda: _positions(ROWS)}
+_HEAD |= {"class_weight": lambda: torch.rand(VOCABULARY), "token_weight": lambda: torch.rand(ROWS)}
+_HEAD |= {"softcap": lambda: 5.0, "shift": lambda: 1}
 _TEACHER = _HEAD | {"labels": labels, "hard": lambda: 0.5}
 _ANSWERS = {"bias": _HEAD["bias"], "lora": _lora, "shift": lambda: 1}
 _EXPERTS = {
@@ -199,101 +193,49 @@ def _plain() -> Iterator[Call]:
     yield of("dequantize", source=lambda: rows(4, 8).char(), scales=lambda: rows(4, 1))
     yield of("checkpoint_policy", save=("attention", "aten::convolution"))
     yield of("count_labels", target=labels, position_ids=lambda: _positions(ROWS), shift=1)
-    yield of(
-        "lora_linears",
-        x=rows,
-        dropout=0.5,
-        seed=lambda: torch.tensor([3]),
-        linears=lambda: [(rows(40, COLUMNS), rows(4, COLUMNS), rows(40, 4), 2.0, rows(40))],
-    )
-    yield of(
-        "linear_loss",
-        **head,
-        target=labels,
-        fn=lambda: lambda lp, *w: lp * sum(w),
-        tensors=lambda: (rows(ROWS),),
-        bias=_HEAD["bias"],
-        position_ids=_HEAD["position_ids"],
-        shift=1,
-    )
-    yield of(
-        "multi_token_loss",
-        hidden=rows,
-        labels=labels,
-        heads=lambda: [rows(VOCABULARY, COLUMNS)] * 2,
-        lora=lambda: (_lora(), None),
-        token_weight=lambda: torch.rand(ROWS),
-        coefficients=(1.0, 0.5),
-        position_ids=lambda: _positions(ROWS),
-        shifts=(1, 2),
-    )
+    linears = {"linears": lambda: [(rows(40, COLUMNS), rows(4, COLUMNS), rows(40, 4), 2.0, rows(40))]}
+    yield of("lora_linears", x=rows, dropout=0.5, seed=lambda: torch.tensor([3]), **linears)
+    own = {"fn": lambda: lambda lp, *w: lp * sum(w), "tensors": lambda: (rows(ROWS),), "shift": 1}
+    own |= {name: _HEAD[name] for name in ("bias", "position_ids")}
+    yield of("linear_loss", **head, target=labels, **own)
+    several = {"heads": lambda: [rows(VOCABULARY, COLUMNS)] * 2, "lora": lambda: (_lora(), None)}
+    several |= {name: _HEAD[name] for name in ("token_weight", "position_ids")}
+    several |= {"coefficients": (1.0, 0.5), "shifts": (1, 2)}
+    yield of("multi_token_loss", hidden=rows, labels=labels, **several)
     for op in ("linear_cross_entropy_memory", "linear_log_prob_memory", "linear_divergence_memory"):
         yield of(op, rows=40, hidden_size=16, vocab=50, device="cpu")
     drawn = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "log_prob": True}
     yield of("sample", logits=lambda: 3 * rows(ROWS, VOCABULARY), seed=3, **drawn)
     yield of("linear_sample", **head, seed=3, **drawn, **{n: _HEAD[n] for n in ("bias", "lora", "softcap")})
-    yield of(
-        "linear_sample",
-        "by row",
-        **head,
-        seed=lambda: torch.arange(ROWS),
-        temperature=lambda: torch.rand(ROWS),
-        top_k=lambda: labels(classes=9),
-        top_p=lambda: torch.rand(ROWS),
-        min_p=lambda: torch.rand(ROWS),
-    )
+    drawn = {name: lambda: torch.rand(ROWS) for name in ("temperature", "top_p", "min_p")}
+    drawn |= {"seed": lambda: torch.arange(ROWS), "top_k": lambda: labels(classes=9)}
+    yield of("linear_sample", "by row", **head, **drawn)
     yield of("linear_preference_memory", answers=4, tokens=10, hidden_size=16, vocab=50, device="cpu")
     yield of("linear_log_prob", "of several", **head, target=lambda: labels(ROWS, 3))
-    yield of(
-        "linear_log_prob", "that matches", **head, target=labels, match="vllm", bias=lambda: rows(VOCABULARY)
-    )
+    yield of("linear_log_prob", "that matches", **head, target=labels, match="vllm", bias=_HEAD["bias"])
+
+    def teacher():
+        return rows(), rows(VOCABULARY, COLUMNS)
+
     for op in ("linear_kl_div", "linear_jsd", "linear_tvd"):
-        yield of(
-            op,
-            "of a head",
-            **head,
-            labels=labels,
-            teacher=lambda: (rows(), rows(VOCABULARY, COLUMNS), rows(VOCABULARY)),
-        )
+        yield of(op, "of a head", **head, labels=labels, teacher=lambda: (*teacher(), rows(VOCABULARY)))
         yield of(op, "of a list", **head, teacher=_top_k, labels=labels, hard=0.5)
 
     def reference():
         return rows(8, 6, COLUMNS), rows(VOCABULARY, COLUMNS)
 
-    answers = {
-        "hidden": lambda: rows(8, 6, COLUMNS),
-        "weight": head["weight"],
-        "target": lambda: labels(8, 6),
-    }
+    answers = {"hidden": lambda: rows(8, 6, COLUMNS), "target": lambda: labels(8, 6)}
+    answers["weight"] = head["weight"]
     yield of("linear_preference", "of a head", **answers, ref=reference)
     yield of("linear_kto", "of a head", **answers, ref=reference, desirable=lambda: torch.rand(8) < 0.5)
-    yield of(
-        "drafter_loss",
-        "of steps",
-        weight=head["weight"],
-        hidden=lambda: [rows(), rows()],
-        shifts=(0, 1),
-        teacher=lambda: (rows(), rows(VOCABULARY, COLUMNS)),
-        mask_outside=False,
-        outside="renormalize",
-        draft_ids=_draft_ids,
-    )
-    yield of(
-        "attention_residual",
-        "of a list",
-        values=lambda: [rows(), rows()],
-        query=lambda: rows(COLUMNS),
-        norm_weight=lambda: rows(COLUMNS),
-    )
+    steps = {"hidden": lambda: [rows(), rows()], "weight": head["weight"], "teacher": teacher}
+    steps |= {"shifts": (0, 1), "draft_ids": _draft_ids, "mask_outside": False, "outside": "renormalize"}
+    yield of("drafter_loss", "of steps", **steps)
+    row = {"query": lambda: rows(COLUMNS), "norm_weight": lambda: rows(COLUMNS)}
+    yield of("attention_residual", "of a list", values=lambda: [rows(), rows()], **row)
     yield of("contrastive_loss", "of one", q=rows, d=rows, labels=lambda: labels(ROWS, classes=ROWS))
-    yield of(
-        "rope",
-        "in sections",
-        q=lambda: rows(2, 4, 6, 16),
-        cos=lambda: rows(3, 2, 6, 16),
-        sin=lambda: rows(3, 2, 6, 16),
-        mrope_section=(2, 3, 3),
-    )
+    turns = {"cos": lambda: rows(3, 2, 6, 16), "sin": lambda: rows(3, 2, 6, 16), "mrope_section": (2, 3, 3)}
+    yield of("rope", "in sections", q=lambda: rows(2, 4, 6, 16), **turns)
 
 
 def calls() -> list[Call]:

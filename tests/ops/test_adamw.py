@@ -13,15 +13,8 @@ from cases.adamw import LISTS
 from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, reference_
 from tigon.ops.grad_norm import clip_grad_norm_
 
-GROUP = {
-    "lr": 1e-2,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-2,
-    "decoupled_weight_decay": True,
-    "maximize": False,
-    "amsgrad": False,
-}
+GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "decoupled_weight_decay": True}
+GROUP |= {"maximize": False, "amsgrad": False}
 HALF = (torch.bfloat16, torch.float16)
 
 

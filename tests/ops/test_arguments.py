@@ -214,15 +214,8 @@ def test_a_tensor_that_fn_reaches_on_its_own():
         assert loss().isfinite()
 
 
-NO_NUMBERS = {
-    "nan": NAN,
-    "complex": 1j,
-    "text": "x",
-    "complex tensor": torch.tensor(1j),
-    "list": [1.0],
-    "two": torch.ones(2),
-    "sparse": torch.ones(1).to_sparse(),
-}
+NO_NUMBERS = {"nan": NAN, "complex": 1j, "text": "x", "complex tensor": torch.tensor(1j), "list": [1.0]}
+NO_NUMBERS |= {"two": torch.ones(2), "sparse": torch.ones(1).to_sparse()}
 
 
 def _number_options():

@@ -36,15 +36,8 @@ class Count(TorchDispatchMode):
 
 def weights(dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
-    shapes = {
-        "norm": (SIZE,),
-        "qkv": (3 * SIZE, SIZE),
-        "gate": (SIZE, SIZE),
-        "up": (SIZE, SIZE),
-        "router": (EXPERTS, SIZE),
-        "gate_up": (EXPERTS, 2 * SIZE, SIZE),
-        "down": (EXPERTS, SIZE, SIZE),
-    }
+    shapes = {"norm": (SIZE,), "qkv": (3 * SIZE, SIZE), "gate": (SIZE, SIZE), "up": (SIZE, SIZE)}
+    shapes |= {"router": (EXPERTS, SIZE), "gate_up": (EXPERTS, 2 * SIZE, SIZE), "down": (EXPERTS, SIZE, SIZE)}
     return {name: torch.randn(shape).div_(4).to(dtype).requires_grad_() for name, shape in shapes.items()}
 
 

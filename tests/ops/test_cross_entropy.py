@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from checks import check_close, same_bits
 
 import tigon
-from cases.losses import eager_loss, oracle_loss
+from cases.cross_entropy import eager_fn, oracle_fn
+from cases.losses import PLAIN
 from tigon.ops.cross_entropy import reference
 
 OP = torch.ops.tigon.cross_entropy.default
@@ -33,9 +34,9 @@ def _three(logits, target, upstream, options):
     """Tigon's, plain PyTorch's and the exact loss and gradient."""
     wide = {k: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for k, t in options.items()}
     got = _all(tigon.cross_entropy, logits, target, upstream, **options)
-    eager = _all(lambda x, *a, **k: eager_loss(x.float(), *a, **k), logits, target, upstream, **options)
+    eager = _all(eager_fn, logits, target, upstream, **PLAIN | options)
     double = None if upstream is None else upstream.double()
-    return got, eager, _all(oracle_loss, logits.detach().double(), target, double, **wide)
+    return got, eager, _all(oracle_fn, logits.detach().double(), target, double, **PLAIN | wide)
 
 
 def _hold(logits, target, upstream=None, floor=0.0, redraw=None, **options):
@@ -175,7 +176,7 @@ def test_nan_and_infinity(v, options, device):
     logits[3], logits[4, -1], logits[5, : v - 1] = -inf, NAN, -inf
     target[5] = v - 1
     got = _all(tigon.cross_entropy, logits, target, reduction="none", **options)
-    want = _all(eager_loss, logits, target, reduction="none", **options)
+    want = _all(eager_fn, logits, target, **PLAIN | options | {"reduction": "none"})
     torch.testing.assert_close(got[0], want[0], equal_nan=True)
     if options.get("label_smoothing"):  # the loss is infinite; torch's gradient is that of finite classes
         assert not got[0][[2, 5]].isfinite().any()
@@ -291,13 +292,8 @@ def test_reference_agrees(device):
     logits, target = _inputs(9, 33, device=device)
     weight = torch.rand(33, device=device)
     for reduction in ("mean", "sum", "none"):
-        options = {
-            "weight": weight,
-            "label_smoothing": 0.1,
-            "softcap": 9.0,
-            "z_loss": 0.01,
-            "reduction": reduction,
-        }
+        options = {"weight": weight, "label_smoothing": 0.1, "softcap": 9.0, "z_loss": 0.01}
+        options |= {"reduction": reduction}
         a, b = (
             _all(tigon.cross_entropy, logits, target, **options),
             _all(reference, logits, target, **options),

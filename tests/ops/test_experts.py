@@ -31,12 +31,8 @@ def layer(dtype=torch.float32, device="cpu", bias=True, lora=True):
         found["gate_up_bias"] = drawn(E, 2 * I, seed=5, dtype=dtype, device=device)
         found["down_bias"] = drawn(E, H, seed=6, dtype=dtype, device=device)
     if lora:
-        shapes = {
-            "gate_up_a": (E, R, H),
-            "gate_up_b": (E, 2 * I, R),
-            "down_a": (E, R, I),
-            "down_b": (E, H, R),
-        }
+        shapes = {"gate_up_a": (E, R, H), "gate_up_b": (E, 2 * I, R), "down_a": (E, R, I)}
+        shapes |= {"down_b": (E, H, R)}
         for seed, (name, shape) in enumerate(shapes.items(), 10):
             found[name] = drawn(*shape, seed=seed, device=device) * shape[-1] ** -0.5
     return {name: t.detach().requires_grad_() for name, t in found.items()}

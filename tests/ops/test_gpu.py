@@ -411,16 +411,9 @@ def test_the_same_step_has_the_same_bits_whatever_the_delays(monkeypatch):
     from tigon.integrations.transformers import head
     from tigon.ops.loss_head import labels as counts
 
-    model = make(
-        "llama",
-        device="cuda",
-        hidden_size=256,
-        vocab_size=5003,
-        head_dim=32,
-        intermediate_size=512,
-        max_position_embeddings=512,
-        num_attention_heads=8,
-    )
+    options = {"device": "cuda", "hidden_size": 256, "vocab_size": 5003, "head_dim": 32}
+    options |= {"intermediate_size": 512, "max_position_embeddings": 512, "num_attention_heads": 8}
+    model = make("llama", **options)
     tigon.apply(model)
     ids = torch.randint(3, 5003, (4, 300), device="cuda")
     labels = ids.masked_fill(torch.rand(ids.shape, device="cuda") < 0.6, -100)

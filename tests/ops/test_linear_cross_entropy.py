@@ -206,15 +206,9 @@ def test_module(device):
         device
     )
     hidden, weight, target = _inputs(device=device)
-    want = tigon.linear_cross_entropy(
-        hidden,
-        weight,
-        target,
-        softcap=5.0,
-        label_smoothing=0.1,
-        class_weight=torch.ones(40, device=device),
-        denominator=4,
-    )
+    options = {"softcap": 5.0, "label_smoothing": 0.1, "class_weight": torch.ones(40, device=device)}
+    options |= {"denominator": 4}
+    want = tigon.linear_cross_entropy(hidden, weight, target, **options)
     assert same_bits(head(hidden, weight, target, denominator=4), want) and "softcap=5.0" in repr(head)
 
 

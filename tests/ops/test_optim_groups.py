@@ -16,23 +16,9 @@ import tigon
 from tigon.optim import AdamW, Muon, lora_plus_groups, muon_groups, step_in_backward
 
 # Notes that programs and schedulers leave in groups.
-NOTES = {
-    "name": "head",
-    "initial_lr": 0.1,
-    "max_momentum": 0.95,
-    "base_momentum": 0.8,
-    "max_lr": 1.0,
-    "min_lr": 0.0,
-    "lr_scale": 0.5,
-    "lr_mult": 2.0,
-    "wd_mult": 0.0,
-    "is_expert_parallel": False,
-    "is_decoupled_lr": False,
-    "layer": 3,
-    "tag": None,
-    "swa_lr": 0.1,
-    7: "a key that is no name",
-}
+NOTES = {"name": "head", "initial_lr": 0.1, "max_momentum": 0.95, "base_momentum": 0.8, "max_lr": 1.0}
+NOTES |= {"min_lr": 0.0, "lr_scale": 0.5, "lr_mult": 2.0, "wd_mult": 0.0, "is_expert_parallel": False}
+NOTES |= {"is_decoupled_lr": False, "layer": 3, "tag": None, "swa_lr": 0.1, 7: "a key that is no name"}
 
 
 def matrix(rows=4, columns=6, device="cpu") -> nn.Parameter:
@@ -116,13 +102,8 @@ ADAMW_WAYS = [
     muons_adamw_loaded,
 ]
 MUON_WAYS = [muon, muon_later, muon_loaded]
-WHOLE = {
-    "rounding": "split",
-    "moment_dtype": torch.float32,
-    "moment_rounding": "nearest",
-    "max_grad_norm": 1.0,
-    "seed": 3,
-}
+WHOLE = {"rounding": "split", "moment_dtype": torch.float32, "moment_rounding": "nearest"}
+WHOLE |= {"max_grad_norm": 1.0, "seed": 3}
 
 
 def arguments(cls) -> set[str]:
@@ -177,24 +158,11 @@ def test_values_of_a_group(way):
     """What the constructor refuses is refused in a group."""
     bad = {"lr": -1.0, "eps": -1.0, "weight_decay": None}
     if way in MUON_WAYS:
-        bad |= {
-            "momentum": 1.0,
-            "nesterov": 1,
-            "ns_steps": 0,
-            "adjust_lr_fn": "rms",
-            "ns_coefficients": (1, 2),
-        }
+        bad |= {"momentum": 1.0, "nesterov": 1, "ns_steps": 0, "adjust_lr_fn": "rms"}
+        bad |= {"ns_coefficients": (1, 2)}
     else:
-        bad |= {
-            "betas": (0.9, 1.0),
-            "amsgrad": None,
-            "maximize": "no",
-            "capturable": 0,
-            "differentiable": True,
-            "decoupled_weight_decay": 1,
-            "fused": 1,
-            "foreach": 0,
-        }
+        bad |= {"betas": (0.9, 1.0), "amsgrad": None, "maximize": "no", "capturable": 0}
+        bad |= {"differentiable": True, "decoupled_weight_decay": 1, "fused": 1, "foreach": 0}
         bad |= {"moment_dtype": "int4"} if way in ADAMW_WAYS[:4] else {}
     for name, value in bad.items():
         with pytest.raises(tigon.Error, match=rf"{name} must"):

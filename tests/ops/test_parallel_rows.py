@@ -39,14 +39,9 @@ def problem(columns, dtype, device):
     target[2], target[5] = -100, vocab - 1
     logits = 3 * torch.randn(ROWS, vocab, generator=g)
     logits[7, target[7]] = 30.0  # a confident row
-    p = {
-        "logits": logits.to(dtype),
-        "bias": torch.randn(vocab, generator=g),
-        "target": target,
-        "class_weight": torch.rand(vocab, generator=g) + 0.5,
-        "upstream": torch.randn(ROWS, generator=g),
-        "entropy_grad": torch.randn(ROWS, generator=g),
-    }
+    p = {"logits": logits.to(dtype), "bias": torch.randn(vocab, generator=g), "target": target}
+    p |= {"class_weight": torch.rand(vocab, generator=g) + 0.5, "upstream": torch.randn(ROWS, generator=g)}
+    p |= {"entropy_grad": torch.randn(ROWS, generator=g)}
     return {name: t.to(device) for name, t in p.items()}
 
 

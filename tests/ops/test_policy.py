@@ -34,26 +34,14 @@ def batch():
 
 
 # TRL's name -> ours: kind, normalise, denominator by items and maximal length.
-TYPES = {
-    "grpo": ("clip", "sequence", None),
-    "bnpo": ("clip", "token", None),
-    "dr_grpo": ("clip", "token", B * 32.0),
-    "dapo": ("clip", "token", 77.0),
-    "luspo": ("clip", "length", None),
-    "cispo": ("cispo", "token", 77.0),
-    "sapo": ("sapo", "sequence", None),
-    "vespo": ("vespo", "token", 77.0),
-}
-OPTIONS = {
-    "plain": {},
-    "on_policy": {"old": None},
-    "kl": {"kl": 0.1},
-    "corrected": {"kl": 0.1, "kl_corrected": True},
-    "importance": {"importance": True},
-    "entropy": {"entropy": 0.05},
-    "delta": {"delta": 1.25},
-    "all": {"kl": 0.1, "kl_corrected": True, "importance": True, "entropy": 0.05, "delta": 1.4},
-}
+TYPES = {"grpo": ("clip", "sequence", None), "bnpo": ("clip", "token", None)}
+TYPES |= {"dr_grpo": ("clip", "token", B * 32.0), "dapo": ("clip", "token", 77.0)}
+TYPES |= {"luspo": ("clip", "length", None), "cispo": ("cispo", "token", 77.0)}
+TYPES |= {"sapo": ("sapo", "sequence", None), "vespo": ("vespo", "token", 77.0)}
+OPTIONS = {"plain": {}, "on_policy": {"old": None}, "kl": {"kl": 0.1}}
+OPTIONS |= {"corrected": {"kl": 0.1, "kl_corrected": True}, "importance": {"importance": True}}
+OPTIONS |= {"entropy": {"entropy": 0.05}, "delta": {"delta": 1.25}}
+OPTIONS |= {"all": {"kl": 0.1, "kl_corrected": True, "importance": True, "entropy": 0.05, "delta": 1.4}}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -10,19 +10,11 @@ import torch
 import tigon
 from tigon.ops import sample
 
-OPTIONS = {
-    "plain": {},
-    "greedy": {"temperature": 0.0},
-    "cold": {"temperature": 0.3},
-    "hot": {"temperature": 4.0},
-    "top_k": {"top_k": 5},
-    "one": {"top_k": 1},
-    "more than there are": {"top_k": 10**9},
-    "top_p": {"top_p": 0.6, "temperature": 1.3},
-    "tiny top_p": {"top_p": 1e-9},
-    "min_p": {"min_p": 0.1},
-    "all": {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 0.9},
-}
+OPTIONS = {"plain": {}, "greedy": {"temperature": 0.0}, "cold": {"temperature": 0.3}}
+OPTIONS |= {"hot": {"temperature": 4.0}, "top_k": {"top_k": 5}, "one": {"top_k": 1}}
+OPTIONS |= {"more than there are": {"top_k": 10**9}, "top_p": {"top_p": 0.6, "temperature": 1.3}}
+OPTIONS |= {"tiny top_p": {"top_p": 1e-9}, "min_p": {"min_p": 0.1}}
+OPTIONS |= {"all": {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 0.9}}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = (1, 2, 5, 67, 1000, 32003)
 
@@ -95,13 +87,8 @@ def test_rows_by_themselves(device):
     """Options by row are those of a call of that row; with seeds by row, wherever it stands."""
     n, v = 37, 301
     logits = (2 * torch.randn(n, v)).to(device)
-    by_row = {
-        "temperature": torch.rand(n) * 2,
-        "top_k": torch.randint(0, 40, (n,)),
-        "top_p": torch.rand(n) * 1.2,
-        "min_p": torch.rand(n) * 0.2,
-        "seed": torch.arange(n) * 7919,
-    }
+    by_row = {"temperature": torch.rand(n) * 2, "top_k": torch.randint(0, 40, (n,))}
+    by_row |= {"top_p": torch.rand(n) * 1.2, "min_p": torch.rand(n) * 0.2, "seed": torch.arange(n) * 7919}
     by_row["temperature"][::5] = 0.0
     by_row = {name: value.to(device) for name, value in by_row.items()}
     ids, log_prob = tigon.sample(logits, **by_row, log_prob=True)
@@ -137,12 +124,8 @@ def test_far_logits(device):
 def test_linear_sample(dtype, device, monkeypatch):
     """The head's options; log-probabilities are those of linear_log_prob; chunks change no draw."""
     hidden, weight = torch.randn(5, 13, 32).to(device, dtype), torch.randn(203, 32).to(device, dtype)
-    head = {
-        "bias": torch.randn(203).to(device),
-        "softcap": 4.0,
-        "logit_scale": 0.6,
-        "lora": (torch.randn(3, 32).to(device, dtype), torch.randn(203, 3).to(device, dtype), 0.3),
-    }
+    head = {"bias": torch.randn(203).to(device), "softcap": 4.0, "logit_scale": 0.6}
+    head |= {"lora": (torch.randn(3, 32).to(device, dtype), torch.randn(203, 3).to(device, dtype), 0.3)}
     for options in (head, head | {"logit_dtype": torch.float32}, {}):
         drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
         ids, log_prob = tigon.linear_sample(hidden, weight, **options, **drawn, log_prob=True)

@@ -15,15 +15,8 @@ def _same(x, *_, **__):
 
 
 def _accelerator():
-    return SimpleNamespace(
-        device=torch.device("cpu"),
-        num_processes=1,
-        sync_gradients=True,
-        gather=_same,
-        gather_for_metrics=_same,
-        reduce=_same,
-        unwrap_model=_same,
-    )
+    same = dict.fromkeys(("gather", "gather_for_metrics", "reduce", "unwrap_model"), _same)
+    return SimpleNamespace(device=torch.device("cpu"), num_processes=1, sync_gradients=True, **same)
 
 
 class _Outputs(SimpleNamespace):
@@ -50,65 +43,33 @@ def _trainer(module, name, **members):
     return trainer
 
 
+def _answers(mask):
+    """Ids whose first token is the prompt's; labels are shifted already."""
+    ids = torch.ones(len(mask), mask.shape[1] + 1, dtype=torch.long)
+    completion = torch.cat((torch.zeros(len(mask), 1, dtype=torch.long), mask.long()), 1)
+    return {"input_ids": ids, "attention_mask": ids, "completion_mask": completion}
+
+
 def dpo(log_prob, mask, ref, loss_type, *, beta, label_smoothing=0.0, tau=0.05):
     """DPOTrainer's loss of one type; `log_prob` are those of labels that are shifted already."""
     model = _Model(log_prob)
-    trainer = _trainer(
-        "dpo_trainer",
-        "DPOTrainer",
-        model=model,
-        beta=beta,
-        loss_types=[loss_type],
-        loss_weights=[1.0],
-        label_smoothing=label_smoothing,
-        precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
-        ld_alpha=None,
-        use_weighting=False,
-        args=SimpleNamespace(discopop_tau=tau),
-        _total_train_tokens=0,
-        _tp_size=1,
-    )
-    first = torch.zeros(len(mask), 1, dtype=torch.long)
-    ids = torch.ones(len(mask), mask.shape[1] + 1, dtype=torch.long)
-    ref_chosen, ref_rejected = ref.chunk(2)
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": ids,
-        "completion_mask": torch.cat((first, mask.long()), 1),
-        "ref_chosen_logps": ref_chosen,
-        "ref_rejected_logps": ref_rejected,
-    }
+    members = {"model": model, "beta": beta, "loss_types": [loss_type], "loss_weights": [1.0]}
+    members |= {"label_smoothing": label_smoothing, "args": SimpleNamespace(discopop_tau=tau)}
+    members |= {"precompute_ref_logps": True, "f_divergence_type": "reverse_kl", "ld_alpha": None}
+    members |= {"use_weighting": False, "_total_train_tokens": 0, "_tp_size": 1}
+    trainer = _trainer("dpo_trainer", "DPOTrainer", **members)
+    inputs = _answers(mask) | dict(zip(("ref_chosen_logps", "ref_rejected_logps"), ref.chunk(2), strict=True))
     return trainer._compute_loss(model, inputs, False), trainer._metrics["train"]
 
 
 def kto(log_prob, mask, ref, desirable, loss_type, *, beta, weights, kl):
     """KTOTrainer's loss; `kl`: log-probabilities of the mismatched answers, of policy and reference."""
     model = _Model(log_prob)
-    trainer = _trainer(
-        "kto_trainer",
-        "KTOTrainer",
-        model=model,
-        beta=beta,
-        loss_type=loss_type,
-        precompute_ref_logps=True,
-        desirable_weight=weights[0],
-        undesirable_weight=weights[1],
-        calculate_KL=loss_type == "kto",
-        _total_train_tokens=0,
-        _tp_size=1,
-        _compute_kl_logps=lambda *_: kl[0],
-    )
-    first = torch.zeros(len(mask), 1, dtype=torch.long)
-    ids = torch.ones(len(mask), mask.shape[1] + 1, dtype=torch.long)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": ids,
-        "completion_mask": torch.cat((first, mask.long()), 1),
-        "label": desirable,
-        "ref_logps": ref,
-        "ref_KL_logps": kl[1],
-    }
+    members = {"model": model, "beta": beta, "loss_type": loss_type, "precompute_ref_logps": True}
+    members |= {"desirable_weight": weights[0], "undesirable_weight": weights[1], "_tp_size": 1}
+    members |= {"calculate_KL": loss_type == "kto", "_compute_kl_logps": lambda *_: kl[0]}
+    trainer = _trainer("kto_trainer", "KTOTrainer", **members, _total_train_tokens=0)
+    batch = _answers(mask) | {"label": desirable, "ref_logps": ref, "ref_KL_logps": kl[1]}
     return trainer._compute_loss(model, batch, False), trainer._metrics["train"]
 
 
@@ -132,47 +93,22 @@ def grpo(
     length=None,
 ):
     """GRPOTrainer's loss of one type."""
-    args = SimpleNamespace(
-        delta=delta,
-        use_bias_correction_kl=kl_corrected,
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
-        vespo_k_pos=2.0,
-        vespo_lambda_pos=3.0,
-        vespo_k_neg=3.0,
-        vespo_lambda_neg=2.0,
-        steps_per_generation=1,
-    )
-    trainer = _trainer(
-        "grpo_trainer",
-        "GRPOTrainer",
-        model=SimpleNamespace(training=True),
-        args=args,
-        beta=kl,
-        loss_type=loss_type,
-        epsilon_low=clip[0],
-        epsilon_high=clip[1],
-        importance_sampling_level=level,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        use_vllm=importance is not None,
-        vllm_importance_sampling_correction=True,
-        current_gradient_accumulation_steps=1,
-        max_completion_length=length,
-        entropy_coef=entropy,
-        _entropy_bonus_enabled=entropy != 0.0,
-        use_adaptive_entropy=False,
-        _get_per_token_logps_and_entropies=lambda *_, **__: (log_prob, entropies, None),
-    )
+    sapo = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "steps_per_generation": 1}
+    vespo = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+    args = SimpleNamespace(delta=delta, use_bias_correction_kl=kl_corrected, **sapo, **vespo)
+    members = {"model": SimpleNamespace(training=True), "args": args, "beta": kl, "loss_type": loss_type}
+    members |= {"epsilon_low": clip[0], "epsilon_high": clip[1], "importance_sampling_level": level}
+    members |= {"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
+    members |= {"use_vllm": importance is not None, "vllm_importance_sampling_correction": True}
+    members |= {"current_gradient_accumulation_steps": 1, "max_completion_length": length}
+    members |= {"entropy_coef": entropy, "_entropy_bonus_enabled": entropy != 0.0}
+    members |= {"use_adaptive_entropy": False}
+    members["_get_per_token_logps_and_entropies"] = lambda *_, **__: (log_prob, entropies, None)
+    trainer = _trainer("grpo_trainer", "GRPOTrainer", **members)
     ids = torch.ones_like(mask, dtype=torch.long)
-    inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": ids[:, :1],
-        "completion_ids": ids,
-        "completion_mask": mask.long(),
-        "advantages": advantage,
-        "num_items_in_batch": torch.tensor(items or 1),
-    }
+    inputs = {"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids}
+    inputs |= {"completion_mask": mask.long(), "advantages": advantage}
+    inputs |= {"num_items_in_batch": torch.tensor(items or 1)}
     optional = {
         "old_per_token_logps": old,
         "ref_per_token_logps": ref,

@@ -3,7 +3,7 @@
 
 Each program is a file of this folder. It gets a virtual environment of its own under build/programs, on top of .venv's
 packages, and its own packages from PyPI. Each of its cases runs twice in processes of their own, with the same seeds: losses and
-gradient norms must agree within rounding, and Tigon's native operators must have been called. Results go to record.json,
+gradient norms must agree within rounding, and Tigon's native operators must have been called. Results go to record.jsonl,
 and from there to docs/programs.md.
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build/programs"
-RECORD = HERE / "record.json"
+RECORD = HERE / "record.jsonl"
 PROGRAMS = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in ("run", "program"))
 NOT_RUN = (  # what no file of this folder runs, and why
     ("verl", "PPO, GRPO", "Ray, a server of rollouts (vLLM, SGLang) and GPUs. The actor's steps are run above"),
@@ -272,11 +272,11 @@ def main() -> int:
         if not names:
             parser.error(f"--only must name some of {', '.join(PROGRAMS)}")
     results = [entry for name in names for entry in run_program(name, args.cases)]
-    record = {(e["program"], e["case"]): e for e in json.loads(RECORD.read_text())} if RECORD.exists() else {}
-    record |= {(e["program"], e["case"]): e for e in results}
+    before = map(json.loads, RECORD.read_text().splitlines()) if RECORD.exists() else ()
+    record = {(e["program"], e["case"]): e for e in (*before, *results)}
     order = [(m.PROGRAM, c.name) for m in map(importlib.import_module, PROGRAMS) for c in m.CASES]
     entries = [record[key] for key in order if key in record]
-    RECORD.write_text(json.dumps(entries, indent=1) + "\n")
+    RECORD.write_text("".join(json.dumps(e) + "\n" for e in entries))
     (ROOT / "docs/programs.md").write_text(table(entries))
     failed = [e for e in results if e["error"]]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed")

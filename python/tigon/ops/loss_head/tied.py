@@ -2,8 +2,8 @@
 
 Autograd sums the gradients of both uses, and each has the size of the weight. The head's backward runs first
 and notes the gradient that it returns. The embedding's backward adds its rows to that, while nothing but the
-sum of autograd holds it: in the same backward pass, on the same stream, without hooks of the weight. In every
-other case it returns a gradient of its own.
+sum of autograd holds it: in the same backward pass, on the same stream, without hooks of the gradient (those
+after its accumulation see the sum). In every other case it returns a gradient of its own.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _sum_of(weight: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
     known = _known.get(weight)
     if known is None or torch.is_grad_enabled() or weight._backward_hooks:
         return None
-    if weight._post_accumulate_grad_hooks or known.task != torch._C._current_graph_task_id():
+    if known.task != torch._C._current_graph_task_id():
         return None
     t = known.gradient()
     if t is None or t.dtype != dy.dtype or not t.is_contiguous() or known.stream != _stream(t):
