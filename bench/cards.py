@@ -72,11 +72,12 @@ def tables() -> str:
         ]
         for model, title in MODELS.items()
     ]
-    blocks = (
-        "## Llama 3 8B, every parameter",
-        markdown(["", *head], recipes),
-        "## What fits which card",
-        f"The smallest of {e2e.CARDS.replace(',', ', ')} GB under which a step of 1 x 2048 tokens runs.",
-        markdown(["", *WAYS], cards),
-    )
+    cards = [row for row in cards if {*row[1:]} != {"-"}]  # those that were measured
+    blocks = ["## Llama 3 8B, every parameter", markdown(["", *head], recipes)]
+    if cards:
+        blocks += [
+            "## What fits which card",
+            f"The smallest of {e2e.CARDS.replace(',', ', ')} GB under which a step of 1 x 2048 tokens runs.",
+            markdown(["", *WAYS], cards),
+        ]
     return "\n\n".join(blocks)

@@ -176,6 +176,7 @@ COMMANDS: dict[str, Callable[[Run], list]] = {
     "medusa": _medusa_command,
     "trl_trainers": _trl_command,
     "small_steps": _small_steps_command,
+    "fp8_accuracy": lambda run: ["python", "bench/fp8_accuracy.py", "--device", _device(run)],
     "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
 }
 

@@ -412,7 +412,7 @@ def build(case: dict):
             "tie_word_embeddings": True,
         }
     config = AutoConfig.for_model(**config, use_cache=False, pad_token_id=None)
-    torch.manual_seed(0)
+    torch.manual_seed(case.get("seed", 0))
     with torch.device(case["device"]):
         model = kind.from_config(
             config,

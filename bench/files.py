@@ -106,6 +106,8 @@ class Run:
             return "older"
         if self.kind in ("adapters", "host", "convergence", "optimizer", "parallel", "parallel_e2e"):
             return self.kind.removesuffix("_e2e")
+        if self.kind == "fp8_accuracy":
+            return "convergence"
         if self.cpu:
             return "cpu"
         if self.kind == "trl_trainers":

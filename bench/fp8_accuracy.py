@@ -7,16 +7,22 @@ A Llama of 300 M parameters for 1,000 steps of 4 x 512 tokens, and LLaMA 3.2 1B 
 weights, on Python's own standard library with a byte-level BPE of 8,192 tokens. Weights are bfloat16;
 tigon.optim.AdamW keeps their low halves (rounding="split"). A seed gives the weights and the order of rows.
 Every Linear of a layer is in float8, also those which `tigon.apply` would leave since nothing is gained.
-The trained weights are evaluated in bfloat16, without float8, on files that were held out. The band is that
-of bfloat16's seeds.
+The trained weights are evaluated in bfloat16, without float8, on files that were held out. The distance of
+two curves is the root mean square of their relative differences, of means over WINDOW steps; that of a run in
+float8 is the median to those of bfloat16, whose band is the largest distance between two of them.
+Signal to noise is that of a middle layer with the trained weights: output and all gradients, of the input and
+the upstream gradient that held-out text gives it, against the layer in float32. Shown is the least.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
+import statistics
 import sys
 
+import convergence
 import e2e
 import processes
 import store
@@ -28,16 +34,23 @@ VOCABULARY = 8192
 MODELS = {  # changes of a configuration of bench/e2e.py, its layers, steps, seeds of bfloat16 and of float8
     "300m": (
         "llama3-8b",
-        24,
+        12,
         1000,
         (0, 1, 2),
         (0, 1),
-        {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "head_dim": 64},
+        {"hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12, "num_key_value_heads": 4},
     ),
     "1b": ("llama3.2-1b", 16, 200, (0, 1), (0,), {}),
 }
 WAYS = ("bf16", "rowwise", "rowwise_dw_bf16")
+LAYERS = {  # ways to compute the layer whose signal to noise is taken
+    "bf16": {},
+    "rowwise": {"fp8": "rowwise"},
+    "rowwise_dw_bf16": {"fp8": "rowwise_dw_bf16"},
+    "rowwise, q and k in bf16": {"fp8": "rowwise", "fp8_except": ["q_proj", "k_proj"]},
+}
 HELD_OUT = 24  # batches
+WINDOW = 25
 key = store.key_of("fp8_accuracy")
 
 
@@ -108,8 +121,7 @@ def curve(case: dict) -> dict:
     import tigon
 
     rows, held = tokens()
-    torch.manual_seed(case["seed"])
-    model = e2e.build(case).train()
+    model = e2e.build(case)
     apply(case, model)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(case["seed"]))
     optimizer = tigon.optim.AdamW(
@@ -136,7 +148,59 @@ def curve(case: dict) -> dict:
         found = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in batches]
     last = losses[-max(1, steps // 20) :]
     made = {"losses": losses, "last": sum(last) / len(last), "held_out": torch.stack(found).mean().item()}
+    tigon.undo(model)
+    made["noise"] = noise(model, held[:4].to(case["device"]))
     return {**made, "parameters": sum(p.numel() for p in model.parameters())}
+
+
+def noise(model, ids) -> dict[str, dict[str, float]]:
+    """Signal to noise of a middle layer's output and gradients, by the way it is computed."""
+    import torch
+
+    import tigon
+
+    layers = model.model.layers
+    layer, seen = layers[len(layers) // 2], {}
+    hooks = (
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.update(args=args, kwargs=kwargs), with_kwargs=True
+        ),
+        layer.register_full_backward_hook(lambda _, __, upstream: seen.update(upstream=upstream[0])),
+    )
+    model.train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad()
+    for hook in hooks:
+        hook.remove()
+
+    def run(layer, dtype) -> dict:
+        def cast(given):
+            if isinstance(given, tuple):
+                return tuple(map(cast, given))
+            return given.detach().to(dtype) if torch.is_tensor(given) and given.is_floating_point() else given
+
+        x = cast(seen["args"][0] if seen["args"] else seen["kwargs"]["hidden_states"]).requires_grad_()
+        kwargs = {name: cast(value) for name, value in seen["kwargs"].items() if name != "hidden_states"}
+        y = layer(x, **kwargs)
+        y = y[0] if isinstance(y, tuple) else y
+        named = {"x": x, **dict(layer.named_parameters())}
+        found = torch.autograd.grad(y, list(named.values()), cast(seen["upstream"]))
+        return {"output": y.detach(), **dict(zip(named, found, strict=True))}
+
+    exact = run(copy.deepcopy(layer).float(), torch.float32)
+    ratios = {}
+    for way, options in LAYERS.items():
+        holder = torch.nn.Module()
+        holder.layers = torch.nn.ModuleList([copy.deepcopy(layer)])
+        tigon.apply(holder.train(), **options)
+        got = run(holder.layers[0], layer.mlp.up_proj.weight.dtype)
+        ratios[way] = {
+            name: round(
+                10 * math.log10(want.double().square().sum() / (got[name].double() - want).square().sum()), 2
+            )
+            for name, want in exact.items()
+        }
+    return ratios
 
 
 def run_case(case: dict) -> dict:
@@ -153,28 +217,55 @@ def prepare(case: dict) -> None:
 # --- all cases --------------------------------------------------------------------------------
 
 
+def smooth(losses: list[float]) -> list[float]:
+    """Means over WINDOW steps each."""
+    return [statistics.mean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
+
+
+def least(ratios: dict[str, float]) -> str:
+    name = min(ratios, key=ratios.get)
+    return f"{ratios[name]:.1f} ({name.removesuffix('.weight').rpartition('.')[2]})"
+
+
+def compared(record: dict, plain: list[dict]) -> list[str]:
+    """How far a run in float8 is from those in bfloat16, and whether it is inside their band."""
+    if record["way"] == "bf16" or len(plain) < 2:
+        return ["", "", ""]
+    found = convergence.bands([smooth(r["losses"]) for r in plain], [smooth(record["losses"])])
+    held = [r["held_out"] for r in plain]
+    inside = found["distance"] <= found["band"] and record["held_out"] <= max(held)
+    return [f"{found['distance']:.1e}", f"{found['band']:.1e}", "yes" if inside else "**no**"]
+
+
+HEAD = ("linears", "seed", "first", "1/4", "1/2", "3/4", "last", "held out, in bf16")
+HEAD += ("distance", "band", "inside", "least signal to noise")
+
+
 def table(records: list[dict]) -> str:
-    done = [r for r in records if "error" not in r]
-    lines = []
+    parts, done = [], [r for r in records if "error" not in r]
     for part in MODELS:
-        rows = [r for r in done if r["accuracy"] == part]
-        plain = [r["held_out"] for r in rows if r["way"] == "bf16"]
-        for r in sorted(rows, key=lambda r: (WAYS.index(r["way"]), r["seed"])):
-            inside = (
-                "-" if r["way"] == "bf16" or not plain else "yes" if r["held_out"] <= max(plain) else "no"
-            )
-            what = f"{r['parameters'] / 1e6:.0f} M, {r['steps']} steps of {r['batch']} x {r['seq']}"
-            cells = (r["way"], r["seed"], f"{r['last']:.4f}", f"{r['held_out']:.4f}", inside)
-            lines.append([what, *map(str, cells)])
-    head = [
-        "model",
-        "linears",
-        "seed",
-        "loss, last 5 %",
-        "held-out loss in bf16",
-        "no worse than bf16's seeds",
-    ]
-    return markdown(head, lines)
+        runs = [r for r in done if r["accuracy"] == part]
+        if not runs:
+            continue
+        runs.sort(key=lambda r: (WAYS.index(r["way"]), r["seed"]))
+        plain, rows, first = [r for r in runs if r["way"] == "bf16"], [], runs[0]
+        for r in runs:
+            curve = smooth(r["losses"])
+            cells = [r["way"], str(r["seed"])]
+            cells += [f"{curve[round(i * (len(curve) - 1) / 4)]:.3f}" for i in range(5)]
+            cells += [f"{r['held_out']:.4f}", *compared(r, plain), least(r["noise"][r["way"]])]
+            rows.append(cells)
+        size = f"{first['parameters'] / 1e6:.0f} M parameters, {first['steps']} steps of {first['batch']}"
+        parts += [
+            f"{size} x {first['seq']} tokens, {first['gpu']}. Losses are means of {WINDOW} steps.",
+            markdown(HEAD, rows),
+            "The least signal to noise of a middle layer, in decibels, by the run that trained its weights:",
+            markdown(
+                ("the layer in", *(f"{r['way']}, seed {r['seed']}" for r in runs)),
+                [[way, *(least(r["noise"][way]) for r in runs)] for way in LAYERS],
+            ),
+        ]
+    return "\n\n".join(parts)
 
 
 def _line(r: dict) -> str:

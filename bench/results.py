@@ -26,6 +26,7 @@ import cards
 import convergence
 import e2e
 import floor
+import fp8_accuracy
 import plot
 import processes
 import readme
@@ -206,11 +207,16 @@ def host_section(run: Run, _: list[Run]) -> Section:
     return section
 
 
+def fp8_accuracy_section(run: Run, _: list[Run]) -> Section:
+    return Section(run, titles.heading(run), fp8_accuracy.table(run.records))
+
+
 SECTIONS = {
     "e2e": e2e_section,
     "floor": floor_section,
     "train": train_section,
     "convergence": convergence_section,
+    "fp8_accuracy": fp8_accuracy_section,
     "host": host_section,
     "adapters": adapters_section,
     "optimizer": optimizer_section,

@@ -64,6 +64,8 @@ FILES = {  # of these files a page shows the first ones first
     "e2e_moe": "Mixtures of experts",
     "e2e_fp8": "Linears in FP8",
     "e2e_card": "Models on cards of less memory",
+    "e2e_recompute": "What is computed again in the backward",
+    "lowbit": "Weights of few bits",
     "e2e_paper": "Five models over batch sizes",
     "e2e_optimizer": "Tigon's optimizer and clipping, PyTorch's in the others",
     "e2e_compile": "Under torch.compile",
@@ -80,6 +82,7 @@ FILES = {  # of these files a page shows the first ones first
     "train_bf16": "A training run in bfloat16",
     "host": "Small calls",
     "convergence": "Ten families, 100 steps",
+    "fp8_accuracy": "Training in FP8",
 }
 SUITES = {  # what the cases of an op have in common in these files
     "loss_head_odd": "odd sizes and vocabularies",
