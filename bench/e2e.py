@@ -562,6 +562,7 @@ def run_case(case: dict) -> dict:
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
+        gc.unfreeze()
         gc.collect()
     if limits:
         raise torch.OutOfMemoryError(f"out of memory: {limits[-1]:g} GB are too little")
@@ -649,6 +650,9 @@ def timed(case: dict, draw, step, warmup: int) -> dict:
     seconds, losses = [], []
     for number in range(warmup + case["steps"]):
         data = {name: part.to(case["device"]) for name, part in draw(generator).items()}
+        if number == warmup:  # what lives now is not looked through in a measured step
+            gc.collect()
+            gc.freeze()
         if cuda:
             if number == warmup:
                 torch.cuda.reset_peak_memory_stats()
