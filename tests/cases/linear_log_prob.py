@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .case import Case, Inputs, Maker, bench_case, lay_out, params, test_case, upcast
-from .heads import LLAMA, adapter, altered, as_tigon, costs, linear, trained
+from .heads import LLAMA, LORA_SCALE, adapter, altered, as_tigon, costs, linear, trained
 from .linear_cross_entropy import bare_products
 
 NAME = "linear_log_prob"
@@ -156,10 +156,13 @@ def eager_fn(hidden, weight, target, *, bias, entropy, lora_a=None, lora_b=None,
     if options.get("shift"):
         rows = target if several else target.unsqueeze(-1)
         target = F.pad(rows[..., 1:, :], (0, 0, 0, 1), value=ignore_index).view(target.shape)
-    operands = hidden, weight, bias, lora_a, lora_b
+    operands = hidden, weight, bias
     if logit_dtype is not None:
         operands = (None if t is None else upcast(t) for t in operands)
-    z = altered(linear(*operands), **{name: options[name] for name in FORM if name in options})
+    logits = linear(*operands)
+    if lora_a is not None:  # an adapter's matmuls are of the model's dtype whatever the logits are
+        logits = logits + LORA_SCALE * F.linear(F.linear(hidden, lora_a), lora_b)
+    z = altered(logits, **{name: options[name] for name in FORM if name in options})
     log_p = torch.log_softmax(z, -1)
     labels = target if several else target.unsqueeze(-1)
     counts = labels != ignore_index
