@@ -601,9 +601,11 @@ def run_model(case: dict, model) -> dict:
     vocabulary = model.config.get_text_config().vocab_size
 
     kept: list[float] = []  # GB that the layers keep for the backward
+    # A compiler and graphs take hooks for a part of the model: they would begin anew after the warm-up.
+    hooked = cuda and not case["compile"] and not case["apply"].get("graphs")
 
     def step(data: dict) -> float:
-        with layers_keep(model, kept) if cuda and len(kept) < WARMUP else contextlib.nullcontext():
+        with layers_keep(model, kept) if hooked and len(kept) < WARMUP else contextlib.nullcontext():
             loss = loss_of(model, case, data)
         loss.backward()
         update()
