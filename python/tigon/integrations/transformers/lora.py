@@ -287,9 +287,7 @@ def _recompute(x, all_norms: bool) -> Callable[[], torch.Tensor] | None:
     With `all_norms`, a small one too.
     Both keep their inputs anyway. Under checkpoints and hooks, which manage saved tensors, x is kept.
     """
-    if not _sharing(x) or torch._C._current_graph_task_id() != -1:
-        return None
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if not _sharing(x):
         return None
     return again(x, (PRODUCTS, NORMS) if all_norms or x.nbytes >= _LARGE else (PRODUCTS,))
 

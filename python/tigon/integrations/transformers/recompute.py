@@ -98,11 +98,9 @@ def _keeps_product(down: nn.Module) -> bool:
 def forms_again(
     x: torch.Tensor, weight, kinds: Iterable[str] = (NORMS, PRODUCTS)
 ) -> Callable[[], torch.Tensor] | None:
-    """What makes x again, if it comes straight from an op of these kinds and hooks may take its place."""
+    """What makes x again, if a Linear with this weight may keep that instead."""
     if not torch.is_grad_enabled() or type(x) not in PLAIN or torch._C._are_functorch_transforms_active():
         return None
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) or torch._C._current_graph_task_id() != -1:
-        return None  # offloading, checkpointing: they manage saved tensors
     if not plain(weight) or hasattr(weight, "ds_id"):  # ZeRO-3 replaces the data of saved tensors
         return None
     return again(x, kinds)
