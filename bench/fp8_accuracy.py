@@ -21,6 +21,7 @@ import copy
 import math
 import statistics
 import sys
+from pathlib import Path
 
 import convergence
 import e2e
@@ -97,33 +98,29 @@ def apply(case: dict, model) -> None:
         raise RuntimeError(f"{report.count('fp8')} Linears are in float8, not {7 * case['layers']}")
 
 
-TOKENS = e2e.ROOT / "out/fp8_accuracy_tokens.pt"  # a second run starts at once
-
-
-def tokens() -> list:
-    """Those of training in rows, and those of held-out files."""
+def tokens() -> tuple:
+    """The file of those to train on, and rows of those that are held out: every 20th file of the text."""
+    import numpy as np
     import torch
     import train_data
 
-    if not TOKENS.exists():
-        texts = train_data.read(train_data.standard_library())
-        kept, held = [t for i, t in enumerate(texts) if i % 20], texts[::20]
-        tokenizer = train_data.train_tokenizer(kept[::4], VOCABULARY)
-        ids = [torch.tensor([i for e in tokenizer.encode_batch(t) for i in e.ids]) for t in (kept, held)]
-        TOKENS.parent.mkdir(exist_ok=True)
-        torch.save([x[: len(x) // 512 * 512].view(-1, 512) for x in ids], TOKENS)
-    return torch.load(TOKENS)
+    files = [str(file) for file in train_data.standard_library()]
+    cache, held = e2e.ROOT / "out/cache", files[::20]
+    kept = train_data.prepare([file for i, file in enumerate(files) if i % 20], cache, VOCABULARY)
+    held = train_data.prepare(held, cache, VOCABULARY, Path(kept["tokenizer_file"]))
+    rows = torch.from_numpy(np.load(held["tokens_file"])).long()
+    return kept["tokens_file"], rows[: len(rows) // 512 * 512].view(-1, 512)
 
 
 def curve(case: dict) -> dict:
     import torch
+    import train_data
 
     import tigon
 
-    rows, held = tokens()
+    file, held = tokens()
     model = e2e.build(case)
     apply(case, model)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(case["seed"]))
     optimizer = tigon.optim.AdamW(
         model.parameters(), lr=6e-4, betas=(0.9, 0.95), rounding="split", max_grad_norm=1.0
     )
@@ -131,9 +128,8 @@ def curve(case: dict) -> dict:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda n: min(1.0, (n + 1) / warm) * (0.1 + 0.45 * (1 + math.cos(math.pi * n / steps)))
     )
-    for step in range(steps):
-        at = torch.arange(4 * step, 4 * step + 4) % len(rows)
-        ids = rows[order[at]].to(case["device"])
+    for rows in train_data.batches(file, case["batch"], case["seq"], steps, case["seed"]):
+        ids = torch.from_numpy(rows).to(case["device"])
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()

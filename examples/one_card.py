@@ -58,7 +58,7 @@ def main(words: list[str] | None = None) -> int:
     # Layers keep their inputs alone, and run again in the backward.
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if not args.stock:
-        print(tigon.apply(model))  # the logits never exist as a whole
+        print(tigon.apply(model))  # the loss head keeps no logits for the backward
     # Moments of one byte; a gradient is used and freed before the next one is there.
     optimizer = tigon.optim.AdamW(model.parameters(), lr=args.lr, moment_dtype="int8", rounding="stochastic")
     tigon.optim.step_in_backward(optimizer)
