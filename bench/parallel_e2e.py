@@ -6,15 +6,15 @@
 intermediate_size=128,num_attention_heads=4,num_key_value_heads=2,vocab_size=512        small, for CPUs
 
 `fsdp2`: a Hugging Face model in float32, sharded as in examples/fsdp2.py over all processes, each with a
-batch of its own, products in bfloat16 on GPUs. `megatron`, `megatron_sp`: a model of Megatron-Core with the
-sizes of that one, tensor parallel over all processes, without and with sequence parallelism, as
-examples/megatron_gpt.py builds it (with sequence parallelism Tigon's norms are in stock's run too, since
-Megatron's local ones refuse it). `megatron_ddp`: the same model whole on every process, a step by Megatron's
-own get_forward_backward_func with its DDP: each row of the process's batch is a microbatch, gradients are
-reduced during the last one's backward. Random weights, the same for every provider, one AdamW step per
-measured step. Throughput is that of all processes together, from the median step of the slowest; peak memory
-is the largest of a GPU, model and optimizer included. Writes a JSON line for each case; a case that --out
-holds is not run again.
+batch of its own, matmuls in bfloat16 on GPUs. `fsdp2_fp8`: the same with fp8="rowwise". `megatron`,
+`megatron_sp`: a model of Megatron-Core with the sizes of that one, tensor parallel over all processes,
+without and with sequence parallelism, as examples/megatron_gpt.py builds it (with sequence parallelism
+Tigon's norms are in stock's run too, since Megatron's local ones refuse it). `megatron_ddp`: the same model
+whole on every process, a step by Megatron's own get_forward_backward_func with its DDP: each row of the
+process's batch is a microbatch, gradients are reduced during the last one's backward. Random weights, the
+same for every provider, one AdamW step per measured step. Throughput is that of all processes together,
+from the median step of the slowest; peak memory is the largest of a GPU, model and optimizer included.
+Writes a JSON line for each case; a case that --out holds is not run again.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from tables import by_field, by_provider, distance, ratio
 
 LAYOUTS = {  # providers of each
     "fsdp2": ("stock", "tigon", "liger"),
+    "fsdp2_fp8": ("tigon",),
     "megatron": ("stock", "tigon"),
     "megatron_sp": ("stock", "tigon"),
     "megatron_ddp": ("stock", "tigon"),
@@ -92,7 +93,8 @@ def make_fsdp2(case: dict, device: str):
     ranks, rank = case["gpus"], torch.distributed.get_rank()
     mesh = init_device_mesh(device, (ranks, 1), mesh_dim_names=("data", "tensor"))
     model = e2e.build(case | {"device": device, "dtype": "float32", "checkpointing": False})
-    report = e2e.patch(model, case["provider"])
+    fp8 = {"fp8": "rowwise"} if case["layout"] == "fsdp2_fp8" else {}
+    report = e2e.patch(model, case["provider"], **fp8)
     options = fsdp2.shard(model, mesh, case["provider"] == "tigon")
     whole = fully_shard(model, **options)
     adam = torch.optim.AdamW(whole.parameters(), lr=1e-5, fused=device == "cuda")
@@ -213,6 +215,7 @@ def make_megatron_ddp(case: dict, device: str):
 
 MAKE = {
     "fsdp2": make_fsdp2,
+    "fsdp2_fp8": make_fsdp2,
     "megatron": make_megatron,
     "megatron_sp": make_megatron,
     "megatron_ddp": make_megatron_ddp,
@@ -243,7 +246,7 @@ def measure(case: dict, device: str) -> dict:
 
     start = time.perf_counter()
     try:
-        if case["layout"] == "fsdp2":
+        if case["layout"].startswith("fsdp2"):
             result = run_case(case, device)
         else:
             import megatron_gpt

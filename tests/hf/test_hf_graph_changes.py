@@ -18,6 +18,7 @@ from graph_cases import captured, equal, held, inputs, pair
 from graph_recorder import Recorder, recording
 from tiny import make, step
 from torch import nn
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -339,7 +340,8 @@ SWITCHES = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "saved tensors": torch.autograd.graph.save_on_cpu,
     "dispatch mode": lambda: _Dispatch(),
-    "function mode": lambda: torch.device("cpu"),
+    "function mode": lambda: BaseTorchFunctionMode(),
+    "default device": lambda: torch.device("cpu"),
 }
 
 
@@ -354,6 +356,15 @@ def test_a_switch_outside_of_the_model(switch):
             step(twin, inputs(1))
 
     assert not replayed(graphs, backwards(graphs), call)
+
+
+def test_under_a_default_device():
+    """A program that sets one has it around every step."""
+    _, twin = pair()
+    with torch.device("cpu"):
+        graphs = captured(twin)
+        assert replayed(graphs, backwards(graphs), lambda: step(twin, inputs(1)))
+    assert not replayed(graphs, backwards(graphs), lambda: step(twin, inputs(1)))
 
 
 LORA = {

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from tigon._deterministic import is_deterministic
 from tigon._dtensor import is_dtensor
@@ -295,6 +297,7 @@ def settings(device: str) -> tuple:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.is_anomaly_enabled(),
+        *[str(mode.device) for mode in _function_modes() if type(mode) is DeviceContext],
         *[_read(switch) for switch in _SWITCHES],
     )
 
@@ -331,6 +334,11 @@ def intercepted() -> str | None:
     """What looks at each operation of this thread, and would see those of a capture only."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "hooks on saved tensors (offloading) would run once only"
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if torch._C._len_torch_dispatch_stack() or not all(type(m) is DeviceContext for m in _function_modes()):
         return "a mode of PyTorch looks at each operation"
     return None
+
+
+def _function_modes() -> list:
+    """The modes of this thread, of which one of `DeviceContext` only says where new tensors go."""
+    return _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
