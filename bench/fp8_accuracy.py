@@ -1,6 +1,7 @@
-"""Does a model with FP8 linears learn what it learns in bfloat16? Curves on real text, several seeds.
+"""Does a model with fewer bits learn what it learns with more? Curves on real text, several seeds.
 
-    python bench/fp8_accuracy.py                                 every case, one GPU with float8 matmuls
+    python bench/fp8_accuracy.py                                 linears in float8, one GPU with such matmuls
+    python bench/fp8_accuracy.py --parts moments --batch 2       AdamW's moments in 8 and 16 bits
     python bench/fp8_accuracy.py --parts 300m --ways bf16,rowwise --device cpu --steps 3 --layers 2
 
 A Llama of 300 M parameters for 1,000 steps of 4 x 512 tokens, and LLaMA 3.2 1B for 200, from random
@@ -10,6 +11,7 @@ Every Linear of a layer is in float8, also those which `tigon.apply` would leave
 The trained weights are evaluated in bfloat16, without float8, on files that were held out. The distance of
 two curves is the root mean square of their relative differences, of means over WINDOW steps; that of a run in
 float8 is the median to those of bfloat16, whose band is the largest distance between two of them.
+Moments: 2,000 steps with betas (0.9, 0.999), beside moments in float32.
 Signal to noise is that of a middle layer with the trained weights: output and all gradients, of the input and
 the upstream gradient that held-out text gives it, against the layer in float32. Shown is the least.
 """
@@ -21,6 +23,7 @@ import copy
 import math
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import convergence
@@ -32,18 +35,22 @@ from tables import markdown
 sys.path.append(str(e2e.ROOT / "examples"))  # the text
 
 VOCABULARY = 8192
-MODELS = {  # changes of a configuration of bench/e2e.py, its layers, steps, seeds of bfloat16 and of float8
-    "300m": (
-        "llama3-8b",
-        12,
-        1000,
-        (0, 1, 2),
-        (0, 1),
-        {"hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12, "num_key_value_heads": 4},
-    ),
-    "1b": ("llama3.2-1b", 16, 200, (0, 1), (0,), {}),
+SMALL = {"hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12, "num_key_value_heads": 4}
+FP8 = ("bf16", "rowwise", "rowwise_dw_bf16")
+MOMENTS = {  # ways to keep moments: options of tigon.optim.AdamW, dtypes as text
+    "moments_float32": {"moment_dtype": "float32"},
+    "moments_int8": {"moment_dtype": "int8"},
+    "moments_bf16": {"moment_dtype": "bfloat16"},
+    "moments_bf16_nearest": {"moment_dtype": "bfloat16", "moment_rounding": "nearest"},
 }
-WAYS = ("bf16", "rowwise", "rowwise_dw_bf16")
+# A configuration of bench/e2e.py, its layers, steps, ways, seeds of the first of them, which gives the band,
+# and of the second, changes of the configuration.
+MODELS = {
+    "300m": ("llama3-8b", 12, 1000, FP8, (0, 1, 2), (0, 1), SMALL),
+    "1b": ("llama3.2-1b", 16, 200, FP8, (0, 1), (0,), {}),
+    "moments": ("llama3-8b", 12, 2000, tuple(MOMENTS), (0, 1, 2), (0, 1), SMALL),
+}
+WAYS = (*FP8, *MOMENTS)
 LAYERS = {  # ways to compute the layer whose signal to noise is taken
     "bf16": {},
     "rowwise": {"fp8": "rowwise"},
@@ -58,10 +65,11 @@ key = store.key_of("fp8_accuracy")
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = processes.command_line(__doc__, "out/fp8_accuracy.jsonl", 400.0)
     add = parser.add_argument
-    add("--parts", default=",".join(MODELS))
+    add("--parts", default="300m,1b", help=f"of {', '.join(MODELS)}")
     add("--ways", default=",".join(WAYS))
     add("--seeds", help="comma-separated (those of each part)")
-    add("--steps", type=int, help="of a curve (1000, 200)")
+    add("--steps", type=int, help="of a curve (1000, 200; 2000 of moments)")
+    add("--batch", type=int, default=4, help="rows of 512 tokens in a step")
     add("--layers", type=int, help="fewer than the models have")
     add("--device", default="cuda")
     args = parser.parse_args(arguments)
@@ -72,13 +80,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def cases(args: argparse.Namespace) -> list[dict]:
     found = []
     for part in args.parts:
-        name, layers, steps, plain, others, changes = MODELS[part]
-        for way in args.ways:
-            seeds = plain if way == "bf16" else others if way == "rowwise" else others[:1]
+        name, layers, steps, ways, plain, others, changes = MODELS[part]
+        for way in (way for way in ways if way in args.ways):
+            seeds = plain if way == ways[0] else others if way == ways[1] else others[:1]
             if args.seeds:
                 seeds = [int(seed) for seed in args.seeds.split(",")]
             shared = {"changes": {"vocab_size": VOCABULARY} | changes, "dtype": "bfloat16"}
-            shared |= {"layers": min(layers, args.layers or layers), "batch": 4, "seq": 512}
+            shared |= {"layers": min(layers, args.layers or layers), "batch": args.batch, "seq": 512}
             shared |= {"device": args.device, "steps": args.steps or steps, "checkpointing": False}
             found += [{"accuracy": part, "model": name, "way": way, "seed": seed, **shared} for seed in seeds]
     return found
@@ -88,13 +96,14 @@ def cases(args: argparse.Namespace) -> list[dict]:
 
 
 def apply(case: dict, model) -> None:
-    """Tigon, with every Linear of a layer in float8."""
+    """Tigon, with every Linear of a layer in float8 where the way says so."""
     import tigon
     from tigon.integrations.transformers import fp8
 
     fp8.gains = lambda rows, columns: True
-    report = tigon.apply(model, fp8=None if case["way"] == "bf16" else case["way"])
-    if case["way"] != "bf16" and report.count("fp8") != 7 * case["layers"]:
+    in_fp8 = case["way"] in FP8[1:]
+    report = tigon.apply(model, fp8=case["way"] if in_fp8 else None)
+    if in_fp8 and report.count("fp8") != 7 * case["layers"]:
         raise RuntimeError(f"{report.count('fp8')} Linears are in float8, not {7 * case['layers']}")
 
 
@@ -112,19 +121,25 @@ def tokens() -> tuple:
     return kept["tokens_file"], rows[: len(rows) // 512 * 512].view(-1, 512)
 
 
-def curve(case: dict) -> dict:
+def optimizer_of(case: dict, model):
     import torch
-    import train_data
 
     import tigon
 
-    file, held = tokens()
-    model = e2e.build(case)
-    apply(case, model)
-    optimizer = tigon.optim.AdamW(
-        model.parameters(), lr=6e-4, betas=(0.9, 0.95), rounding="split", max_grad_norm=1.0
-    )
-    steps, warm, losses = case["steps"], max(1, case["steps"] // 20), []
+    options = {"betas": (0.9, 0.95)}
+    if case["way"] in MOMENTS:
+        options = {"betas": (0.9, 0.999)} | MOMENTS[case["way"]]
+        dtype = options["moment_dtype"]
+        options["moment_dtype"] = dtype if dtype == "int8" else getattr(torch, dtype)
+    return tigon.optim.AdamW(model.parameters(), lr=6e-4, rounding="split", max_grad_norm=1.0, **options)
+
+
+def train(case: dict, model, file: str) -> Iterator:
+    """The loss of each step, on the device."""
+    import torch
+    import train_data
+
+    optimizer, steps, warm = optimizer_of(case, model), case["steps"], max(1, case["steps"] // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda n: min(1.0, (n + 1) / warm) * (0.1 + 0.45 * (1 + math.cos(math.pi * n / steps)))
     )
@@ -135,17 +150,28 @@ def curve(case: dict) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        losses.append(loss.detach())
-    losses = torch.stack(losses).tolist()
+        yield loss.detach()
+
+
+def curve(case: dict) -> dict:
+    import torch
+
+    import tigon
+
+    file, held = tokens()
+    model = e2e.build(case)
+    apply(case, model)
+    losses = torch.stack(list(train(case, model, file))).tolist()
     tigon.undo(model)
     tigon.apply(model)
     with torch.no_grad():
         batches = held[: 4 * HELD_OUT].to(case["device"]).split(4)
         found = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in batches]
-    last = losses[-max(1, steps // 20) :]
+    last = losses[-max(1, case["steps"] // 20) :]
     made = {"losses": losses, "last": sum(last) / len(last), "held_out": torch.stack(found).mean().item()}
     tigon.undo(model)
-    made["noise"] = noise(model, held[:4].to(case["device"]))
+    if case["way"] in FP8:
+        made["noise"] = noise(model, held[:4].to(case["device"]))
     return {**made, "parameters": sum(p.numel() for p in model.parameters())}
 
 
@@ -224,8 +250,8 @@ def least(ratios: dict[str, float]) -> str:
 
 
 def compared(record: dict, plain: list[dict]) -> list[str]:
-    """How far a run in float8 is from those in bfloat16, and whether it is inside their band."""
-    if record["way"] == "bf16" or len(plain) < 2:
+    """How far a run of fewer bits is from those of more, and whether it is inside their band."""
+    if record in plain or len(plain) < 2:
         return ["", "", ""]
     found = convergence.bands([smooth(r["losses"]) for r in plain], [smooth(record["losses"])])
     held = [r["held_out"] for r in plain]
@@ -233,8 +259,8 @@ def compared(record: dict, plain: list[dict]) -> list[str]:
     return [f"{found['distance']:.1e}", f"{found['band']:.1e}", "yes" if inside else "**no**"]
 
 
-HEAD = ("linears", "seed", "first", "1/4", "1/2", "3/4", "last", "held out, in bf16")
-HEAD += ("distance", "band", "inside", "least signal to noise")
+HEAD = ("way", "seed", "first", "1/4", "1/2", "3/4", "last", "held out, in bf16")
+HEAD += ("distance", "band", "inside")  # and the least signal to noise, of linears in float8
 
 
 def table(records: list[dict]) -> str:
@@ -244,17 +270,21 @@ def table(records: list[dict]) -> str:
         if not runs:
             continue
         runs.sort(key=lambda r: (WAYS.index(r["way"]), r["seed"]))
-        plain, rows, first = [r for r in runs if r["way"] == "bf16"], [], runs[0]
+        plain, rows, first = [r for r in runs if r["way"] in (WAYS[0], "moments_float32")], [], runs[0]
         for r in runs:
             curve = smooth(r["losses"])
             cells = [r["way"], str(r["seed"])]
             cells += [f"{curve[round(i * (len(curve) - 1) / 4)]:.3f}" for i in range(5)]
-            cells += [f"{r['held_out']:.4f}", *compared(r, plain), least(r["noise"][r["way"]])]
-            rows.append(cells)
+            cells += [f"{r['held_out']:.4f}", *compared(r, plain)]
+            rows.append(cells + [least(noise[r["way"]]) for noise in (r.get("noise"),) if noise])
         size = f"{first['parameters'] / 1e6:.0f} M parameters, {first['steps']} steps of {first['batch']}"
         parts += [
             f"{size} x {first['seq']} tokens, {first['gpu']}. Losses are means of {WINDOW} steps.",
-            markdown(HEAD, rows),
+            markdown((*HEAD, "least signal to noise")[: len(rows[0])], rows),
+        ]
+        if "noise" not in first:
+            continue
+        parts += [
             "The least signal to noise of a middle layer, in decibels, by the run that trained its weights:",
             markdown(
                 ("the layer in", *(f"{r['way']}, seed {r['seed']}" for r in runs)),

@@ -21,7 +21,7 @@ from pathlib import Path
 import store
 from store import Key
 
-AHEAD = 2  # processes that get ready beside that of a case
+AHEAD = min(4, max(2, (os.cpu_count() or 2) // 4))  # processes that get ready beside that of a case
 
 
 class Worker:

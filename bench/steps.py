@@ -11,12 +11,14 @@ import titles
 import trl_trainers
 from tables import Section, by_provider, by_tokens, markdown, mib, ms
 
-TORCH = ("fused", "foreach")  # PyTorch's AdamW, in records of bench/optimizer.py
+# Other AdamW, in records of bench/optimizer.py: PyTorch's two, and those of moments of 8 bits.
+ADAMW = ("fused", "foreach", "bitsandbytes", "torchao")
 
 
 def optimizer_section(run, _: list) -> Section:
-    """A row for each set of parameters and kind; AdamW of PyTorch where it has the kind."""
+    """A row for each set of parameters and kind; AdamW of others where they have the kind."""
     section, rows = Section(run, titles.heading(run), ""), []
+    others = [name for name in ADAMW if any(r.keys() & {f"{name}_ms", f"{name}_error"} for r in run.records)]
     agreement, muon = {}, []
     for r in run.records:
         if r["kind"] == "muon":
@@ -25,17 +27,17 @@ def optimizer_section(run, _: list) -> Section:
             muon.append([r["parameters"], ms(r["tigon_ms"]), ms(r["torch_ms"]), speed, *errors])
             continue
         if r["kind"] == "agreement":
-            agreement = {name: r[name] for name in ("bf16", "fp32") if name in r}
+            agreement = {name: r[name] for name in ("bf16", "fp32", "int8_beside_cpu") if name in r}
             continue
-        peers = {name: r[f"{name}_ms"] for name in TORCH if f"{name}_ms" in r}
+        peers = {name: r[f"{name}_ms"] for name in others if f"{name}_ms" in r}
         speed = section.compare(f"{r['parameters']} {r['kind']}", r["tigon_ms"], peers)
         section.of_limit.append(r["of_copy"])
         cells = [r["parameters"], r["kind"], f"{r['elements']:,} in {r['tensors']}", ms(r["copy_ms"])]
         cells += [ms(r["tigon_ms"]), f"{100 * r['of_copy']:.0f} %"]
-        for name in TORCH:
+        for name in others:
             error = r.get(f"{name}_error", "-").split(". ")[0]
             cells.append(ms(peers[name]) if name in peers else error)
-        host = [r.get(f"{name}_host_us") for name in ("tigon", *TORCH)]
+        host = [r.get(f"{name}_host_us") for name in ("tigon", *others)]
         rows.append([*cells, speed, *("-" if us is None else f"{us:.0f}" for us in host)])
     head = (
         "parameters",
@@ -44,15 +46,15 @@ def optimizer_section(run, _: list) -> Section:
         "copy",
         "tigon",
         "of the copy",
-        *TORCH,
+        *others,
         "speed",
         "host us tigon",
-        *(f"host us {name}" for name in TORCH),
+        *(f"host us {name}" for name in others),
     )
     section.text = (
         "Milliseconds of one step, and the share that a device copy of the same bytes would take, which is "
         "not a\nbound: above 100 % the step moved its bytes faster than the copy. `fused`, `foreach`: "
-        "`torch.optim.AdamW`. `speed`:\nof Tigon to the faster of the two.\n\n" + markdown(head, rows)
+        "`torch.optim.AdamW`. `speed`:\nof Tigon to the fastest of the others.\n\n" + markdown(head, rows)
     )
     if muon:
         head = ("Muon's step", "tigon", "torch", "speed", "error of tigon", "error of torch")

@@ -34,7 +34,7 @@ KEYS = {
         *("threads", "base", "provider"),
     ),
     "optimizer": ("parameters", "kind"),
-    "fp8_accuracy": ("accuracy", "way", "seed", "layers", "steps", "device"),
+    "fp8_accuracy": ("accuracy", "way", "seed", "layers", "steps", "batch", "device"),
 }
 
 

@@ -83,6 +83,7 @@ FILES = {  # of these files a page shows the first ones first
     "host": "Small calls",
     "convergence": "Ten families, 100 steps",
     "fp8_accuracy": "Training in FP8",
+    "moments": "Training with moments of fewer bits",
 }
 SUITES = {  # what the cases of an op have in common in these files
     "loss_head_odd": "odd sizes and vocabularies",

@@ -15,13 +15,23 @@ from tigon.integrations.transformers import fp8
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def test_runs_and_their_table(monkeypatch, tmp_path):
+MODELS = {
+    "300m": ("llama3-8b", 2, 26, bench.FP8, (0, 1), (0,), TINY),
+    "moments": ("llama3-8b", 2, 26, tuple(bench.MOMENTS), (0, 1), (0,), TINY),
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch, tmp_path):
     monkeypatch.setattr(fp8, "gains", fp8.gains)  # which the program replaces
     text = torch.randint(97, (16, 512), generator=torch.Generator().manual_seed(0))
     np.save(tmp_path / "tokens.npy", text.flatten().int().numpy())
     monkeypatch.setattr(bench, "tokens", lambda: (tmp_path / "tokens.npy", text[:4]))
-    monkeypatch.setattr(bench, "MODELS", {"300m": ("llama3-8b", 2, 26, (0, 1), (0,), TINY)})
-    found = bench.cases(bench.parse(["--device", "cpu", "--ways", "bf16,rowwise"]))
+    monkeypatch.setattr(bench, "MODELS", MODELS)
+
+
+def test_runs_and_their_table():
+    found = bench.cases(bench.parse(["--device", "cpu", "--parts", "300m", "--ways", "bf16,rowwise"]))
     plain, other, quick = records = [case | bench.run_case(case) for case in found]
     assert len({str(r["losses"]) for r in records}) == 3 and len(quick["losses"]) == 26
     first = [r["losses"][0] for r in records]
@@ -30,3 +40,18 @@ def test_runs_and_their_table(monkeypatch, tmp_path):
     assert {"output", "x", "self_attn.q_proj.weight", "mlp.down_proj.weight"} < set(quick["noise"]["rowwise"])
     assert bench.compared({**quick, "losses": [9.0] * 26}, [plain, other])[2] == "**no**"
     assert bench.table(records).count("| rowwise | 0 |") == 1
+
+
+def test_moments():
+    """Each way to keep moments is a run of its own beside those of float32, without a layer's noise."""
+    found = bench.cases(
+        bench.parse(["--device", "cpu", "--parts", "moments", "--steps", "3", "--batch", "1"])
+    )
+    assert [(case["way"], case["seed"]) for case in found[1:]] == [
+        ("moments_float32", 1),
+        *((way, 0) for way in list(bench.MOMENTS)[1:]),
+    ]
+    runs = [case | bench.run_case(case) for case in found[1:]]
+    assert all("noise" not in run and len(run["losses"]) == 3 for run in runs)
+    assert len({str(run["losses"]) for run in runs}) == 4
+    assert "moments_int8 | 0" in bench.table(runs) and "signal" not in bench.table(runs)

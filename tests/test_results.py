@@ -15,7 +15,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 import age
+import cards
 import commands
+import e2e
 import figures as paper
 import readme
 import results
@@ -240,3 +242,16 @@ def test_records_of_every_program(tmp_path):
     assert f"{row} - | 1.50x | - | 0.0e+00 |" in post
     assert "bench/trl_trainers.py --trainers dpo --providers trl,tigon --model llama3.2-1b --layers 4" in post
     assert post.index("## Log-probabilities from") < post.index("## Policy losses from")
+
+
+def test_cards(tmp_path, monkeypatch):
+    """A row for each model that was measured, with the smallest card; a card that none is, in words."""
+    cases = e2e.cases(e2e.parse(["--suite", "card", "--models", "qwen3-0.6b", "--providers", "tigon,stock"]))
+    figures = {"peak_gb": 3.21, "card_gb": 4.0, "step_ms": [100.0, 50.0, 200.0], "memory_gb": "24"}
+    full, stock, _ = cases
+    records = [full | figures, stock | {"error": "80 GB are too little", "out_of_memory": True}]
+    monkeypatch.setattr(cards, "FILE", tmp_path / "cards.jsonl")
+    assert cards.tables() == "Not measured yet."
+    cards.FILE.write_text("\n".join(map(json.dumps, records)))
+    row = "| Qwen3 0.6B | **24 GB**: 3.2 GB, 20,480 tokens/s | - | none of these |"
+    assert row in cards.tables() and "| Qwen3 1.7B" not in cards.tables()
