@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 import weakref
@@ -526,3 +527,23 @@ def test_grad_scaler(clip, fused, device):
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q)
         assert a.state[p]["step"].item() == 4
+
+
+def test_a_model_that_steps_in_the_backward_is_freed(device):
+    """With its optimizer, which nobody else need hold; a pickled model leaves the optimizer behind."""
+    linear = nn.Linear(8, 8, device=device)
+    tigon.optim.step_in_backward(AdamW(linear.parameters(), lr=1e-2))
+    before = linear.weight.detach().clone()
+    linear(torch.randn(2, 8, device=device)).sum().backward()
+    assert linear.weight.grad is None and not torch.equal(linear.weight, before)
+    assert b"AdamW" not in pickle.dumps(linear.weight.__reduce_ex__(2)[1:])
+    alive = weakref.ref(linear.weight)
+    del linear
+    gc.collect()
+    assert alive() is None
+
+
+def test_undone_steps_leave_nothing(device):
+    p = nn.Parameter(torch.ones(4, device=device))
+    tigon.optim.step_in_backward(AdamW([p])).undo()
+    assert not vars(p)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 
 import torch
 
@@ -28,10 +29,12 @@ class StepInBackward:
 
     def cover(self, number: int) -> None:
         """Update the parameters of one of the optimizer's groups in the backward too."""
+        this = weakref.ref(self)
         for p in self.optimizer.param_groups[number]["params"]:
             self._group_of[p] = number
             if p.requires_grad:
-                self._handles.append(p.register_post_accumulate_grad_hook(self._update))
+                p._tigon_step_in_backward = _Kept(self)
+                self._handles.append(p.register_post_accumulate_grad_hook(lambda p: this()._update(p)))
 
     def _update(self, p: torch.Tensor) -> None:
         if self._accumulating or p.grad is None:
@@ -60,7 +63,23 @@ class StepInBackward:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for p in self._group_of:
+            vars(p).pop("_tigon_step_in_backward", None)
         self.optimizer.updates_in_backward = None
+
+
+class _Kept:
+    """Keeps a handle and its optimizer alive as an attribute of their parameters.
+
+    Python's garbage collector sees attributes of a tensor, so that a model which is let go is freed; it does
+    not see hooks. A pickled parameter leaves it behind.
+    """
+
+    def __init__(self, handle: StepInBackward) -> None:
+        self._handle = handle
+
+    def __reduce__(self):
+        return object, ()
 
 
 class Accumulation(contextlib.ContextDecorator):
