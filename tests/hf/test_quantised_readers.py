@@ -237,6 +237,9 @@ def test_adapters_around_gptqmodel(method, bits, order, dtype, device):
     wrapper = of_peft.GPTQLoraLinear if method == "gptq" else of_peft.AwqLoraLinear
     layers = [wrapper(linear, "default", config, r=4), peft.tuners.lora.Linear(plain, "default", config, r=4)]
     layers[1].load_state_dict({k: v for k, v in layers[0].state_dict().items() if "lora_" in k}, strict=False)
+    for name, p in layers[0].named_parameters():
+        if "lora_" in name:
+            p.data = p.data.to(dtype)  # PEFT takes that of the scales
     results = []
     x = torch.randn(5, 64, device=device, dtype=dtype)
     for layer in layers:
