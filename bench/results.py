@@ -26,6 +26,7 @@ import cards
 import convergence
 import e2e
 import floor
+import fp8
 import fp8_accuracy
 import plot
 import processes
@@ -403,12 +404,13 @@ def write(everything: list[Run], pictures: bool) -> None:
             draw(IMAGES / name)
     for path, text in with_tables().items():
         path.write_text(text)
-    print(f"README's table, {cards.PAGE.name} and {len(texts)} pages in {PAGES.relative_to(ROOT)}")
+    names = ", ".join(path.name for path in with_tables())
+    print(f"tables of {names} and {len(texts)} pages in {PAGES.relative_to(ROOT)}")
 
 
 def with_tables() -> dict[Path, str]:
     """Pages by hand with measured tables in them, those written anew."""
-    tables = {readme.PAGE: readme.table, cards.PAGE: cards.tables}
+    tables = {readme.PAGE: readme.table, cards.PAGE: cards.tables, fp8.PAGE: fp8.table}
     return {path: readme.page(path.read_text(), table()) for path, table in tables.items()}
 
 

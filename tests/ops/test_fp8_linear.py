@@ -104,15 +104,29 @@ def test_a_row_alone_has_the_same_bits(dtype, device):
             assert torch.equal(z, y[first : first + count]) and torch.equal(dz, dx[first : first + count])
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (15, 48), (17, 64), (130, 33), (257, 144)])
-def test_transposed(shape, device):
-    """The same bytes, zeros behind them; with factors, those of columns divided by scales of their own."""
-    x = hard(max(shape[0], 5), shape[1], torch.float32, device)[: shape[0]]
+@pytest.mark.parametrize(
+    "shape", [(1, 16), (15, 48), (17, 64), (130, 33), (257, 144), (2600, 48), (9000, 16)]
+)
+@pytest.mark.parametrize("spread", [3, 9, 24])
+def test_transposed(shape, spread, device):
+    """The same bytes, zeros behind them; with factors, those of columns divided by scales of their own.
+
+    Kernels multiply pairs of f16 where the factors of rows and columns are near each other.
+    """
+    f = torch.exp2(torch.randint(-9, 9, shape[:1]).float()).to(device)
+    if spread < 24:
+        x = rows(*shape, torch.float32, device, spread)
+        x[1::7], x[3::50, 2:3] = 0, torch.nan
+        # Two columns whose largest elements are in rows with small factors.
+        x[:, 0] = x[:, -2] = 0
+        x[5::64, 0] = x[6::64, -2] = x[7::64, -2] = 1
+        f[5::64], f[6::64], f[7::64] = 2.0**-44, 1, 2.0**-15
+    else:
+        x = hard(max(shape[0], 5), shape[1], torch.float32, device)[: shape[0]]
     q, s = quantize_rows(x)
     qt, none = transpose(q, None, None, None)
     assert none.numel() == 0 and qt.shape == (shape[1], math.ceil(shape[0] / 16) * 16)
     assert torch.equal(bits(qt[:, : shape[0]]), bits(q.T)) and not bits(qt[:, shape[0] :]).any()
-    f = torch.exp2(torch.randint(-9, 9, shape[:1]).float()).to(device)
     d = torch.exp2(torch.randint(-9, 9, shape[1:]).float()).to(device)
     qt, c = transpose(q, f, s, d)
     expected, scales = quantized(q.float() * (f * s)[:, None], 0)

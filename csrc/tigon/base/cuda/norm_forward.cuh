@@ -45,8 +45,7 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
       center, mean, rstd);
   if (!row.live) return;
   if (Tile::thread() == 0) row.save_statistics(mean, rstd);
-  Vec<Y, N> results[kBytes ? kConfig.vecs_per_thread : 1];
-  uint32_t largest = 0;
+  Vec<Y, N> results[kBytes ? kConfig.vecs_per_thread : 1] = {};
 #pragma unroll
   for (int i = 0; i < kConfig.vecs_per_thread; ++i) {
     // CTAs of several rows run without this branch.
@@ -55,20 +54,17 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
     row.finish_params(w[i]);
     if constexpr (kConfig.vecs_per_thread > (F::kSubtractMean ? 4 : 2)) row.hide_inputs(in[i]);
     const Vec<Y, N> y = row.write(Tile::column(i), in[i], w[i], center[i], rstd);
-    if constexpr (kBytes) {
-      results[i] = y;
-#pragma unroll
-      for (int j = 0; j < N; ++j) raise_e4m3(largest, y[j]);
-    }
+    if constexpr (kBytes) results[i] = y;
   }
   if constexpr (kBytes) {
     __shared__ uint32_t largest_slots[32];
-    const float inverse = finish_e4m3(p.bytes, row.row, largest, largest_slots);
+    bool infinite;
+    const float inverse = finish_e4m3(p.bytes, row.row, largest_e4m3(results, infinite), largest_slots);
     uint8_t* q = p.bytes.q + row.row * p.bytes.stride;
 #pragma unroll
     for (int i = 0; i < kConfig.vecs_per_thread; ++i)
       if (row.view.has(Tile::column(i)))
-        store_e4m3(q + Tile::column(i), hide_from_compiler(results[i], p.opaque_zero), inverse);
+        store_e4m3(q + Tile::column(i), hide_from_compiler(results[i], p.opaque_zero), inverse, infinite);
   }
 }
 

@@ -77,23 +77,30 @@ __global__ __launch_bounds__(kRowThreads, 2) void rows_kernel(const __grid_const
         const Vec<float, N> f = load_predicated<float, N>(has_factors, p.bytes[o].factors + c);
         float v[N];
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          v[n] = has_factors ? y[o][n] * f.v[n] : y[o][n];
-          raise_e4m3(largest[o], v[n]);
-        }
+        for (int n = 0; n < N; ++n) v[n] = has_factors ? y[o][n] * f.v[n] : y[o][n];
         // Powers of two keep the digits of a bfloat16, and its exponents are those of fp32.
         y[o].set(v);
+        raise_with_infinity(largest[o], y[o]);
         held(o, c) = y[o];
       }
     }
   }
+  bool infinite[F::kOut];
   float inverse[F::kOut];
 #pragma unroll
-  for (int o = 0; o < F::kOut; ++o) inverse[o] = finish_e4m3(p.bytes[o], r, largest[o], slots[o]);
+  for (int o = 0; o < F::kOut; ++o) {
+    infinite[o] = is_infinite(largest[o]);
+    if (infinite[o]) {
+      largest[o] = 0;
+      for (int c = int(threadIdx.x) * N; c < p.cols; c += step)
+        for (int n = 0; n < N; ++n) raise_e4m3(largest[o], held(o, c)[n]);
+    }
+    inverse[o] = finish_e4m3(p.bytes[o], r, largest[o], slots[o]);
+  }
 #pragma unroll
   for (int o = 0; o < F::kOut; ++o)
     for (int c = int(threadIdx.x) * N; c < p.cols; c += step)
-      store_e4m3(p.bytes[o].q + r * p.bytes[o].stride + c, held(o, c), inverse[o]);
+      store_e4m3(p.bytes[o].q + r * p.bytes[o].stride + c, held(o, c), inverse[o], infinite[o]);
 }
 
 }  // namespace pointwise_detail

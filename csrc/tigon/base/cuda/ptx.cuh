@@ -61,6 +61,21 @@ __device__ __forceinline__ void cvt_rn_f16x2_e4m3x2(uint32_t bytes, float& low, 
       : "h"(uint16_t(bytes)));
 #endif
 }
+// Does the same as a pair of f16, and back as the conversion of fp32 does.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t bytes) {
+  uint32_t both = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(uint16_t(bytes)));
+#endif
+  return both;
+}
+__device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x2_f16x2(uint32_t pair) {
+  uint16_t both = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(both) : "r"(pair));
+#endif
+  return both;
+}
 // Hides a value's origin from the compiler, which keeps it in a register instead of computing it again.
 __device__ __forceinline__ void keep_in_register(uint32_t& x) { asm("" : "+r"(x)); }
 __device__ __forceinline__ void keep_in_register(float& x) { asm("" : "+f"(x)); }

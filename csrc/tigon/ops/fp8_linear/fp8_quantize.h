@@ -18,7 +18,8 @@
 // Determinism bitwise, on all devices: maxima do not depend on an order; a row's bytes and scale follow from
 //             the row only
 // Traffic     fp8_quantize: x read, a byte an element written; fp8_quantize_transposed too. fp8_transpose: a
-//             byte read and one written; with factors one more read
+//             byte read and one written; with factors and more than 8192 rows, before sm_90 1024, one
+//             more read
 // Refused     sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 

@@ -43,6 +43,14 @@ inline void cvt_rn_f16x2_e4m3x2(uint32_t bytes, float& low, float& high) {
   };
   low = value(bytes & 0xffu), high = value(bytes >> 8 & 0xffu);
 }
+inline uint32_t cvt_rn_f16x2_e4m3x2(uint32_t bytes) {
+  float low, high;
+  cvt_rn_f16x2_e4m3x2(bytes, low, high);
+  return uint32_t(narrow_f16(high)) << 16 | narrow_f16(low);
+}
+inline uint32_t cvt_rn_satfinite_e4m3x2_f16x2(uint32_t pair) {
+  return cvt_rn_satfinite_e4m3x2_f32(widen_f16(uint16_t(pair >> 16)), widen_f16(uint16_t(pair)));
+}
 inline void keep_in_register(uint32_t&) {}
 inline void keep_in_register(float&) {}
 
