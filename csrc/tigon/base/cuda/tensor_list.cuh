@@ -1,7 +1,7 @@
 // Takes lists of tensors to one launch: a table of entries that the kernel reads, and the entry of a CTA. The
 // table travels as kernel parameters, never by cudaMemcpyAsync: nothing waits, nothing must stay alive on the
-// host, and a captured graph keeps its own copy. A table that fits is a parameter of the kernel itself. A
-// longer one is written to scratch by small kernels, one for each block of it.
+// host, and a captured graph keeps its own copy. A short table is a parameter of the kernel itself. A longer
+// one is written to scratch by small kernels, one for each block of it.
 #pragma once
 
 #include <algorithm>
@@ -21,6 +21,8 @@ template <size_t Bytes>
 struct alignas(16) TableBlock {
   unsigned char bytes[Bytes];
 };
+// The kernels that read a table take this block, which holds it if their pointer to the table is null.
+using SmallTable = TableBlock<kSmallTable>;
 
 template <size_t Bytes>
 __global__ void write_table_kernel(uint4* to, int vectors, const __grid_constant__ TableBlock<Bytes> block) {
@@ -32,7 +34,8 @@ __global__ void write_table_kernel(uint4* to, int vectors, const __grid_constant
 class TableWriter {
  public:
   TableWriter(const char* op, Context& ctx, size_t bytes) : op_(op), ctx_(ctx), limit_(block_bytes()) {
-    if (bytes > limit_) begin_ = next_ = static_cast<unsigned char*>(ctx.scratch((bytes + 15) / 16 * 16));
+    if (bytes > kSmallTable)
+      begin_ = next_ = static_cast<unsigned char*>(ctx.scratch((bytes + 15) / 16 * 16));
   }
   // Records have a multiple of 8 bytes; one may be split over two blocks.
   template <class T>
@@ -46,24 +49,18 @@ class TableWriter {
       if (used_ == limit_ && begin_ != nullptr) flush();
     }
   }
-  // run(table, block) launches a kernel that takes them. The table is null if the block holds it.
+  // run(table, block) launches a kernel that takes them.
   template <class Run>
   void finish(const Run& run) {
-    if (begin_ != nullptr) {
-      flush();
-      return run(static_cast<const unsigned char*>(begin_), TableBlock<kSmallTable>());
-    }
-    if (used_ > kSmallTable) return run(static_cast<const unsigned char*>(nullptr), block_);
-    TableBlock<kSmallTable> small;
-    std::memcpy(small.bytes, block_.bytes, used_);
-    run(static_cast<const unsigned char*>(nullptr), small);
+    if (begin_ != nullptr) flush();
+    run(static_cast<const unsigned char*>(begin_), small());
   }
 
  private:
   const char* op_;
   Context& ctx_;
   size_t limit_, used_ = 0;
-  // These are null if the table stays in the block.
+  // These are null if the table is short.
   unsigned char *begin_ = nullptr, *next_ = nullptr;
   TableBlock<kLargeTable> block_;
 
@@ -74,6 +71,11 @@ class TableWriter {
     }();
     return large ? kLargeTable : kSmallTable;
   }
+  SmallTable small() const {
+    SmallTable block;
+    std::memcpy(block.bytes, block_.bytes, std::min(used_, kSmallTable));
+    return block;
+  }
   void flush() {
     if (used_ == 0) return;
     const int vectors = int((used_ + 15) / 16);
@@ -81,9 +83,7 @@ class TableWriter {
     if (limit_ == kLargeTable) {
       launch(op_, ctx_, write_table_kernel<kLargeTable>, {.threads = 512}, to, vectors, block_);
     } else {
-      TableBlock<kSmallTable> small;
-      std::memcpy(small.bytes, block_.bytes, used_);
-      launch(op_, ctx_, write_table_kernel<kSmallTable>, {.threads = 256}, to, vectors, small);
+      launch(op_, ctx_, write_table_kernel<kSmallTable>, {.threads = 256}, to, vectors, small());
     }
     next_ += used_, used_ = 0;
   }

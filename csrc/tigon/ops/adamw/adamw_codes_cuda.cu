@@ -154,10 +154,10 @@ __device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c,
   }
 }
 
-template <AdamwRounding R, size_t Bytes>
+template <AdamwRounding R>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     adamw_codes_kernel(const unsigned char* table, const TableConstants* computed, int constants, int count,
-                       int chunks, const Scalars s, const __grid_constant__ TableBlock<Bytes> block) {
+                       int chunks, const Scalars s, const __grid_constant__ SmallTable block) {
   using B = __nv_bfloat16;
   if (s.found_inf != nullptr && *s.found_inf != 0.0f) return;
   if (table == nullptr) table = block.bytes;
@@ -221,8 +221,8 @@ void run(Context& ctx, const Adamw& a, const TableConstants* computed) {
   static OccupancyCache occupancy;
   launch_list(
       ctx, a, computed, true, kCodedChunk, [&](const AdamwTensor& t) { return entry_of(t, a); },
-      [&](const unsigned char* table, int64_t chunks, int constants, int count, const auto& block) {
-        const auto kernel = adamw_codes_kernel<R, sizeof(block)>;
+      [&](const unsigned char* table, int64_t chunks, int constants, int count, const SmallTable& block) {
+        const auto kernel = adamw_codes_kernel<R>;
         const int64_t resident = std::max(1, occupancy.max_active(kOp, kernel, 1, kThreads));
         launch(kOp, ctx, kernel, {.blocks = std::min(chunks, resident), .threads = kThreads}, table, computed,
                constants, count, int(chunks), scalars_of(a), block);

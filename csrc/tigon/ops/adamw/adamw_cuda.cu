@@ -132,10 +132,10 @@ __device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c,
 // --- kernels ----------------------------------------------------------------------------------
 
 // Reads the table: the entries, and the constants unless they were computed on the device.
-template <AdamwRounding R, size_t Bytes>
+template <AdamwRounding R>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     adamw_kernel(const unsigned char* table, const TableConstants* computed, int constants, int count,
-                 const Scalars s, const __grid_constant__ TableBlock<Bytes> block) {
+                 const Scalars s, const __grid_constant__ SmallTable block) {
   using B = __nv_bfloat16;
   if (s.found_inf != nullptr && *s.found_inf != 0.0f) return;
   if (table == nullptr) table = block.bytes;
@@ -166,9 +166,8 @@ struct Progress {
 };
 static_assert(sizeof(AdamwGroup) % 8 == 0 && sizeof(Progress) % 8 == 0);
 
-template <size_t Bytes>
 __global__ void prepare_kernel(const unsigned char* table, int groups, int count, const float* found_inf,
-                               TableConstants* constants, const __grid_constant__ TableBlock<Bytes> block) {
+                               TableConstants* constants, const __grid_constant__ SmallTable block) {
   if (table == nullptr) table = block.bytes;
   const int i = int(blockIdx.x * blockDim.x + threadIdx.x);
   if (i >= count || (found_inf != nullptr && *found_inf != 0.0f)) return;
@@ -199,8 +198,8 @@ TableConstants* prepare(Context& ctx, const Adamw& a) {
   for (const AdamwTensor& t : a.tensors)
     table.append(
         Progress{.step = t.step.as<float>(), .steps = uint32_t(t.steps), .group = uint32_t(t.group)});
-  table.finish([&](const unsigned char* at, const auto& block) {
-    launch(kOp, ctx, prepare_kernel<sizeof(block)>,
+  table.finish([&](const unsigned char* at, const SmallTable& block) {
+    launch(kOp, ctx, prepare_kernel,
            {.blocks = ceil_div(int64_t(n), kPrepareThreads), .threads = kPrepareThreads}, at, int(groups),
            int(n), a.found_inf.as<float>(), constants, block);
   });
@@ -260,9 +259,9 @@ template <AdamwRounding R>
 void run(Context& ctx, const Adamw& a, const TableConstants* computed) {
   launch_list(
       ctx, a, computed, false, kChunk, [&](const AdamwTensor& t) { return entry_of(t, a); },
-      [&](const unsigned char* table, int64_t chunks, int constants, int count, const auto& block) {
-        launch(kOp, ctx, adamw_kernel<R, sizeof(block)>, {.blocks = chunks, .threads = kThreads}, table,
-               computed, constants, count, scalars_of(a), block);
+      [&](const unsigned char* table, int64_t chunks, int constants, int count, const SmallTable& block) {
+        launch(kOp, ctx, adamw_kernel<R>, {.blocks = chunks, .threads = kThreads}, table, computed, constants,
+               count, scalars_of(a), block);
       });
 }
 

@@ -269,7 +269,7 @@ void launch_list(Context& ctx, const Adamw& a, const TableConstants* computed, b
     table.append(e);
   }
   if (chunks == 0) return;
-  table.finish([&](const unsigned char* at, const auto& block) {
+  table.finish([&](const unsigned char* at, const SmallTable& block) {
     run(at, chunks, int(constants), int(listed.size()), block);
   });
 }

@@ -45,10 +45,9 @@ __device__ __forceinline__ double squares(const T* p, int n) {
   return total;
 }
 
-template <size_t Bytes>
 __global__ void __launch_bounds__(kThreads, 6)
     squares_kernel(const unsigned char* table, int count, double* partials,
-                   const __grid_constant__ TableBlock<Bytes> block) {
+                   const __grid_constant__ SmallTable block) {
   const auto* entries = reinterpret_cast<const VectorEntry*>(table != nullptr ? table : block.bytes);
   const Vector g = vector_chunk(entries, count, kNormChunk);
   const int n = int(g.size);
@@ -105,10 +104,9 @@ __device__ __forceinline__ void scale_chunk(T* p, int n, float factor) {
   }
 }
 
-template <size_t Bytes>
 __global__ void __launch_bounds__(kThreads, 6)
     scale_kernel(const unsigned char* table, int count, const float* by,
-                 const __grid_constant__ TableBlock<Bytes> block) {
+                 const __grid_constant__ SmallTable block) {
   const float factor = *by;
   if (factor == 1.0f) return;
   const auto* entries = reinterpret_cast<const VectorEntry*>(table != nullptr ? table : block.bytes);
@@ -128,9 +126,8 @@ void grad_norm(Context& ctx, const GradNorm& a) {
   TableWriter table(kOp, ctx, n * sizeof(VectorEntry));
   const int64_t chunks = append_vectors(kOp, "grads", table, a.grads, kNormChunk);
   auto* partials = ctx.scratch_of<double>(chunks);
-  table.finish([&](const unsigned char* at, const auto& block) {
-    launch(kOp, ctx, squares_kernel<sizeof(block)>, {.blocks = chunks, .threads = kThreads}, at, int(n),
-           partials, block);
+  table.finish([&](const unsigned char* at, const SmallTable& block) {
+    launch(kOp, ctx, squares_kernel, {.blocks = chunks, .threads = kThreads}, at, int(n), partials, block);
   });
   launch(kOp, ctx, finish_kernel, {.threads = kFinishThreads, .pdl = true}, partials, int(chunks),
          a.grad_scale.as<float>(), a.max_norm, a.total.as<double>(), a.norm.as<float>(),
@@ -141,8 +138,8 @@ void scale(Context& ctx, const Scale& a) {
   const size_t n = a.tensors.size();
   TableWriter table(kScale, ctx, n * sizeof(VectorEntry));
   const int64_t chunks = append_vectors(kScale, "tensors", table, a.tensors, kScaleChunk);
-  table.finish([&](const unsigned char* at, const auto& block) {
-    launch(kScale, ctx, scale_kernel<sizeof(block)>, {.blocks = chunks, .threads = kThreads}, at, int(n),
+  table.finish([&](const unsigned char* at, const SmallTable& block) {
+    launch(kScale, ctx, scale_kernel, {.blocks = chunks, .threads = kThreads}, at, int(n),
            a.factor.as<float>(), block);
   });
 }

@@ -39,9 +39,9 @@ __device__ __forceinline__ double walk(const Entry& e, bool updates, float facto
   return double(squares);
 }
 
-template <class F, size_t Bytes>
-__global__ void __launch_bounds__(kThreads) muon_kernel(const unsigned char* table, const Pass pass, F f,
-                                                        const __grid_constant__ TableBlock<Bytes> block) {
+template <class F>
+__global__ void __launch_bounds__(kThreads)
+    muon_kernel(const unsigned char* table, const Pass pass, F f, const __grid_constant__ SmallTable block) {
   constexpr int N = 8;
   const Part part(pass, blockIdx.x);
   const Entry e = reinterpret_cast<const Entry*>(table != nullptr ? table : block.bytes)[part.tensor];
@@ -67,9 +67,8 @@ void run(Context& ctx, const Args& a) {
   TIGON_CHECK(kOp, pass.parts() <= INT32_MAX, "tensors must have fewer than 2^45 elements in all");
   TableWriter table(kOp, ctx, size_t(pass.tensors) * sizeof(Entry));
   for (int64_t i = 0; i < pass.tensors; ++i) table.append(entry_at(a, i));
-  table.finish([&](const unsigned char* at, const auto& block) {
-    launch(kOp, ctx, muon_kernel<F, sizeof(block)>, {.blocks = pass.parts(), .threads = kThreads}, at, pass,
-           F(a), block);
+  table.finish([&](const unsigned char* at, const SmallTable& block) {
+    launch(kOp, ctx, muon_kernel<F>, {.blocks = pass.parts(), .threads = kThreads}, at, pass, F(a), block);
   });
 }
 
