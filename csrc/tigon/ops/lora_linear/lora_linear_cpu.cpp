@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "tigon/base/column_sum.h"
 #include "tigon/base/dispatch.h"
 #include "tigon/base/elementwise.h"
+#include "tigon/base/gemm_cpu.h"
 #include "tigon/base/simd/lanes.h"
 #include "tigon/ops/lora_linear/lora_linear.h"
 
@@ -65,35 +67,33 @@ void lora_bias(Context& ctx, const Vector& bias, const Matrix& y) {
 }
 
 void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products) {
+  const int64_t rank = a.b.cols;
+  const float* magnitudes = in_f32(ctx, a.magnitude);
+  float* wide = ctx.scratch_of<float>(a.weight.rows * rank);
   dispatch_float("dora_factors", "weight", a.weight.dtype, [&](auto weight) {
     using W = typename decltype(weight)::type;
-    dispatch_float("dora_factors", "b", a.b.dtype, [&](auto adapter) {
-      using B = typename decltype(adapter)::type;
-      dispatch_float("dora_factors", "magnitude", a.magnitude.dtype, [&](auto magnitude) {
-        using M = typename decltype(magnitude)::type;
-        parallel(ctx, a.weight.rows, [&](int64_t r) {
-          constexpr int kLanes = 16;
-          float lanes[kLanes] = {};
-          const W* w = a.weight.row<W>(r);
-          const int64_t cols = a.weight.cols, whole = cols / kLanes * kLanes;
-          for (int64_t c = 0; c < whole; c += kLanes)
-            for (int i = 0; i < kLanes; ++i) lanes[i] += to_float(w[c + i]) * to_float(w[c + i]);
-          double square = 0.0;
-          for (int64_t c = whole; c < cols; ++c) square += double(to_float(w[c])) * to_float(w[c]);
-          for (float lane : lanes) square += lane;
-          const B* b = a.b.row<B>(r);
-          const float* cross = products.cross.row<float>(r);
-          for (int64_t i = 0; i < a.b.cols; ++i) {
-            const float* gram = products.gram.row<float>(i);
-            double own = 0.0;
-            for (int64_t k = 0; k < a.b.cols; ++k) own += double(gram[k]) * to_float(b[k]);
-            square += a.scale * to_float(b[i]) * (2.0 * cross[i] + a.scale * own);
-          }
-          const DoraFactor f = dora_factor(to_float(a.magnitude.as<M>()[r]), square);
-          a.factors.as<float>()[r] = f.factor, a.inverses.as<float>()[r] = f.inverse;
-          if (a.y.data != nullptr) scale_row(f.factor, w, a.y.row<W>(r), cols);
-        });
-      });
+    parallel(ctx, a.weight.rows, [&](int64_t r) {
+      constexpr int kLanes = 16;
+      float lanes[kLanes] = {};
+      const W* w = a.weight.row<W>(r);
+      const int64_t cols = a.weight.cols, whole = cols / kLanes * kLanes;
+      for (int64_t c = 0; c < whole; c += kLanes)
+        for (int i = 0; i < kLanes; ++i) lanes[i] += to_float(w[c + i]) * to_float(w[c + i]);
+      double square = 0.0;
+      for (int64_t c = whole; c < cols; ++c) square += double(to_float(w[c])) * to_float(w[c]);
+      for (float lane : lanes) square += lane;
+      float* b = wide + r * rank;
+      widen(element_at(a.b, r, 0), a.b.dtype, b, rank);
+      const float* cross = products.cross.row<float>(r);
+      for (int64_t i = 0; i < rank; ++i) {
+        const float* gram = products.gram.row<float>(i);
+        double own = 0.0;
+        for (int64_t k = 0; k < rank; ++k) own += double(gram[k]) * b[k];
+        square += a.scale * b[i] * (2.0 * cross[i] + a.scale * own);
+      }
+      const DoraFactor f = dora_factor(magnitudes[r], square);
+      a.factors.as<float>()[r] = f.factor, a.inverses.as<float>()[r] = f.inverse;
+      if (a.y.data != nullptr) scale_row(f.factor, w, a.y.row<W>(r), cols);
     });
   });
 }
