@@ -14,20 +14,8 @@ ROUNDINGS = ("nearest", "stochastic", "split", "master")
 
 
 # In the order of the operator's arguments.
-_LISTS = (
-    "params",
-    "grads",
-    "exp_avgs",
-    "exp_avg_sqs",
-    "max_exp_avg_sqs",
-    "extras",
-    "absmaxes",
-    "steps",
-    "first",
-    "group_sizes",
-    "hyperparameters",
-    "lrs",
-)
+_TENSORS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "extras", "absmaxes", "steps")
+_LISTS = (*_TENSORS, "first", "group_sizes", "hyperparameters", "lrs")
 
 
 class TensorList:

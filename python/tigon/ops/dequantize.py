@@ -100,16 +100,9 @@ def dequantize(
     if scales.dim() > 2:
         whole = rows % block[0] == 0 and [*scales.shape[:-2]] == lead
         check(_OP, whole, "scales of a stack {} must be of whole blocks, got {}", codes.shape, scales.shape)
-    weight = _dequantize(
-        codes.flatten(0, -2),
-        scales.flatten(0, -2),
-        None if zeros is None else zeros.flatten(0, -2),
-        None if divisor is None else divisor.detach(),
-        KINDS.index(kind),
-        columns,
-        *block,
-        _DTYPES.index(dtype),
-    )
+    divisor = None if divisor is None else divisor.detach()
+    matrices = (None if t is None else t.flatten(0, -2) for t in (codes, scales, zeros))
+    weight = _dequantize(*matrices, divisor, KINDS.index(kind), columns, *block, _DTYPES.index(dtype))
     return weight.unflatten(0, (*lead, rows)) if lead else weight
 
 

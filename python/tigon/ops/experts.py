@@ -25,15 +25,8 @@ from tigon.ops.loss_head.products import form_gradients, form_logits
 _OP = "experts"
 ALPHA, LIMIT = 1.702, 7.0
 # Activation of the gate -> kind of the native gated unit.
-KINDS = {
-    "silu": 0,
-    "gelu": 1,
-    "gelu_tanh": 2,
-    "relu": 3,
-    "swiglu_oai": 4,
-    "relu_squared": 5,
-    "swiglu_clamped": 6,
-}
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai", "relu_squared", "swiglu_clamped")
+KINDS = {activation: kind for kind, activation in enumerate(_ACTIVATIONS)}
 _CLAMPED = ("swiglu_oai", "swiglu_clamped")
 _HALVES, _INTERLEAVED, _SINGLE = range(3)
 
@@ -105,12 +98,12 @@ def reference(
     return y.to(x.dtype)
 
 
-def _reference_of_rows(rows, offsets, gate_up, down, row_weights=None, **options):
+def _reference_of_rows(rows, offsets, row_weights=None, **options):
     """:func:`reference` of sorted rows."""
     positions = torch.arange(rows.shape[0], device=rows.device)
     ids = torch.searchsorted(offsets.long(), positions, right=True)
     weights = None if row_weights is None else row_weights[:, None]
-    return reference(rows, gate_up, down, ids[:, None], weights, **options)
+    return reference(rows, ids=ids[:, None], weights=weights, **options)
 
 
 # The pieces are called only inside the operators of the layer, which tracers treat as opaque.
@@ -126,14 +119,10 @@ def own_fits(rows, other) -> bool:
     """Whether the native matmuls take these: on CUDA 16-bit rows of whole 16-byte vectors, on sm_90."""
     if rows.is_cpu:
         return True
-    return (
-        rows.dtype != torch.float32
-        and own_products(rows.device)
-        and all(
-            t.data_ptr() % 16 == 0 and t.is_contiguous() and all(n % 8 == 0 for n in t.shape[1:])
-            for t in (rows, other)
-        )
-    )
+    if rows.dtype == torch.float32 or not own_products(rows.device):
+        return False
+    aligned = (t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (rows, other))
+    return all(aligned) and all(n % 8 == 0 for t in (rows, other) for n in t.shape[1:])
 
 
 def grouped_fits(offsets, rows) -> bool:
@@ -370,9 +359,8 @@ def _layer_backward(*arguments, in_place=False):
     del g
     lora = _NO_LORA
     if a.need_dx or a.need_dgate_up_a:
-        gate_up_dt, lora = _lowered(
-            dz, _turned(a.gate_up_b), _turned(a.gate_up_a), (a.gate_up_scale, 1), *layout
-        )
+        pair = _turned(a.gate_up_b), _turned(a.gate_up_a)
+        gate_up_dt, lora = _lowered(dz, *pair, (a.gate_up_scale, 1), *layout)
     if a.need_dgate_up or a.need_dgate_up_a:
         rows = x.contiguous() if is_sorted else _gather(x, a.place)
         if a.need_dgate_up:
@@ -406,12 +394,9 @@ def _by_row(weights, slots):
     return (weights if slots is None else weights[slots]).float()[:, None]
 
 
+_RESULTS = ("y", "gate_up_rows", "order", "place", "offsets", "gate_up_t", "down_t")
 for _name in ("experts", "experts_fwd"):
-    _results = (
-        "(Tensor y, Tensor gate_up_rows, Tensor order, Tensor place, Tensor offsets, "
-        "Tensor gate_up_t, Tensor down_t)"
-    )
-    define(_name, f"{_INPUTS} -> {_results}", _forward)
+    define(_name, f"{_INPUTS} -> ({', '.join('Tensor ' + name for name in _RESULTS)})", _forward)
 define("experts_infer", f"{_INPUTS} -> Tensor", lambda *inputs: _forward(*inputs, keep=False)[0])
 define("experts_bwd", _TAKEN.format(""), _layer_backward)
 define("experts_bwd_in_place", _TAKEN.format("(a!)"), functools.partial(_layer_backward, in_place=True))
@@ -421,51 +406,28 @@ def _fake(x, gate_up, down, ids, weights, gate_up_bias, down_bias, *rest):
     gate_up_a, _, down_a, _, is_sorted, _, _, transposed, *_ = rest
     ints = {"dtype": torch.int32}
     slots = x.shape[0] if is_sorted else ids.shape[0] * ids.shape[1]
-    sorts = 0 if is_sorted else slots
-    return (
-        x.new_empty(x.shape),
-        x.new_empty(slots, gate_up.shape[2 if transposed else 1]),
-        x.new_empty(sorts, **ints),
-        x.new_empty(sorts, **ints),
-        x.new_empty(gate_up.shape[0] + 1, **ints),
-        *(
-            x.new_empty(0, 0) if a is None else x.new_empty(slots, _columns(a.shape[1]))
-            for a in (gate_up_a, down_a)
-        ),
-    )
+    order, place = (x.new_empty(0 if is_sorted else slots, **ints) for _ in range(2))
+    offsets = x.new_empty(gate_up.shape[0] + 1, **ints)
+    z = x.new_empty(slots, gate_up.shape[2 if transposed else 1])
+    lows = ((0, 0) if a is None else (slots, _columns(a.shape[1])) for a in (gate_up_a, down_a))
+    return x.new_empty(x.shape), z, order, place, offsets, *map(x.new_empty, lows)
 
 
 def _fake_bwd(*arguments):
-    a = _Backward(*arguments)
-    return tuple(
-        a.x.new_empty(0)
-        if not getattr(a, f"need_d{name}")
-        else (torch.empty_like if name in _LORA else lambda t: t.new_empty(t.shape))(getattr(a, name))
-        for name in _TRAINED
-    )
+    a, found = _Backward(*arguments), []
+    for name in _TRAINED:
+        t = getattr(a, name) if getattr(a, f"need_d{name}") else a.x.new_empty(0)
+        found.append(torch.empty_like(t) if name in _LORA else t.new_empty(t.shape))
+    return tuple(found)
 
 
 _op = paired(_OP, _fake, results=1, fake_bwd=_fake_bwd, in_place=True)
 
 
-def _check(
-    op,
-    x,
-    gate_up,
-    down,
-    *,
-    activation,
-    gated,
-    interleaved,
-    transposed,
-    gate_up_bias,
-    down_bias,
-    gate_up_lora,
-    down_lora,
-    alpha,
-    limit,
-) -> None:
+def _check(op, x, parameters, form) -> None:
     """The operands that both functions share."""
+    gate_up, down, gate_up_bias, down_bias, gate_up_lora, down_lora = parameters
+    activation, gated, interleaved, transposed, alpha, limit = form
     arguments.check_choice(op, "activation", activation, KINDS)
     arguments.check_booleans(op, gated=gated, interleaved=interleaved, transposed=transposed)
     check(op, gated or activation not in _CLAMPED, "gated must be True for {}, got {}", activation, gated)
@@ -497,13 +459,15 @@ def _check(
     _check_adapter(op, "down_lora", down_lora, (experts, inner, hidden), x)
 
 
+_KINDS_OF_ADAPTERS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def _check_adapter(op, name, lora, sizes, x) -> None:
     """(a, b, scale) of matrices of these sizes: experts, in, out."""
     if lora is None:
         return
-    check(
-        op, isinstance(lora, (tuple, list)) and len(lora) == 3, name + " must be (a, b, scale), got {}", lora
-    )
+    triple = isinstance(lora, (tuple, list)) and len(lora) == 3
+    check(op, triple, name + " must be (a, b, scale), got {}", lora)
     experts, columns, rows = sizes
     arguments.check_numbers(op, **{name + "[2]": lora[2]})
     check(op, not isinstance(lora[2], torch.Tensor), name + "[2] must be a number, got a tensor")
@@ -514,9 +478,7 @@ def _check_adapter(op, name, lora, sizes, x) -> None:
     rank = lora[0].shape[-2]
     for i, (t, shape) in enumerate(zip(lora[:2], ((rank, columns), (rows, rank)), strict=True)):
         arguments.check_like(op, f"{name}[{i}]", t, (experts, *shape)[3 - t.dim() :], x.device)
-        kinds = (
-            (torch.float64,) if x.dtype == torch.float64 else (torch.float32, torch.bfloat16, torch.float16)
-        )
+        kinds = (torch.float64,) if x.dtype == torch.float64 else _KINDS_OF_ADAPTERS
         check(op, t.dtype in kinds, name + "[{}] must be one of {}, got {}", i, kinds, t.dtype)
 
 
@@ -543,47 +505,37 @@ _WORDS = {
 }
 
 
-def _run(
-    x,
-    gate_up,
-    down,
-    ids,
-    weights,
-    is_sorted,
-    *,
-    activation,
-    gated,
-    interleaved,
-    transposed,
-    gate_up_bias,
-    down_bias,
-    gate_up_lora,
-    down_lora,
-    alpha,
-    limit,
-):
-    columns = _SINGLE if not gated else _INTERLEAVED if interleaved else _HALVES
-    *gate_up_ab, gate_up_scale = _adapter(gate_up_lora, gate_up.shape[0])
-    *down_ab, down_scale = _adapter(down_lora, gate_up.shape[0])
-    return _op(
-        x,
-        gate_up,
-        down,
-        ids,
-        weights,
-        gate_up_bias,
-        down_bias,
-        *gate_up_ab,
-        *down_ab,
-        is_sorted,
-        KINDS[activation],
-        columns,
-        transposed,
-        alpha,
-        limit,
-        gate_up_scale,
-        down_scale,
+class _Parameters(NamedTuple):
+    """The parameters of a layer, by the names of the public functions."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    gate_up_lora: tuple | None
+    down_lora: tuple | None
+
+
+class _Form(NamedTuple):
+    """The gated unit and the layout, by the names of the public functions."""
+
+    activation: str
+    gated: bool
+    interleaved: bool
+    transposed: bool
+    alpha: float
+    limit: float
+
+
+def _run(x, ids, weights, is_sorted, parameters, form):
+    gate_up, down, gate_up_bias, down_bias, *loras = parameters
+    columns = _SINGLE if not form.gated else _INTERLEAVED if form.interleaved else _HALVES
+    unit = Unit(KINDS[form.activation], columns, form.transposed, form.alpha, form.limit)
+    (*gate_up_ab, gate_up_scale), (*down_ab, down_scale) = (
+        _adapter(lora, gate_up.shape[0]) for lora in loras
     )
+    rest = (*gate_up_ab, *down_ab, is_sorted, *unit, gate_up_scale, down_scale)
+    return _op(x, gate_up, down, ids, weights, gate_up_bias, down_bias, *rest)
 
 
 @arguments.called(_WORDS)
@@ -649,19 +601,9 @@ def experts(
     Source: Shazeer et al. 2017, arXiv:1701.06538; gradients without the experts' outputs: Guo et al. 2025,
     arXiv:2512.14080.
     """
-    options = {
-        "activation": activation,
-        "gated": gated,
-        "interleaved": interleaved,
-        "alpha": alpha,
-        "transposed": transposed,
-        "gate_up_bias": gate_up_bias,
-        "down_bias": down_bias,
-        "gate_up_lora": gate_up_lora,
-        "down_lora": down_lora,
-        "limit": limit,
-    }
-    _check(_OP, x, gate_up, down, **options)
+    parameters = _Parameters(gate_up, down, gate_up_bias, down_bias, gate_up_lora, down_lora)
+    form = _Form(activation, gated, interleaved, transposed, alpha, limit)
+    _check(_OP, x, parameters, form)
     arguments.check_indices(_OP, "ids", ids)
     fits = ids.dim() == x.dim() and ids.shape[:-1] == x.shape[:-1] and x.dim() >= 2
     check(_OP, fits, "ids must be {}, got {}", (*x.shape[:-1], "K"), tuple(ids.shape))
@@ -670,17 +612,10 @@ def experts(
     if not has_kernel(_OP, x=x, weights=weights):
         negative = ids[ids < 0][:1].tolist() if arguments.readable(ids) else []
         check(_OP, not negative, "ids must be >= 0, got {}", *negative)
-        return reference(x, gate_up, down, ids, weights, **options)
-    y = _run(
-        x.reshape(-1, x.shape[-1]),
-        gate_up,
-        down,
-        ids.reshape(-1, ids.shape[-1]),
-        None if weights is None else weights.reshape(-1),
-        False,
-        **options,
-    )
-    return y.reshape(x.shape)
+        return reference(x, ids=ids, weights=weights, **parameters._asdict(), **form._asdict())
+    rows, row_ids = (t.reshape(-1, t.shape[-1]) for t in (x, ids))
+    row_weights = None if weights is None else weights.reshape(-1)
+    return _run(rows, row_ids, row_weights, False, parameters, form).reshape(x.shape)
 
 
 @arguments.called(_WORDS | {"x": "rows", "experts_combine.weights": "row_weights"})
@@ -719,19 +654,9 @@ def grouped_mlp(
             which on CUDA are undefined behaviour.
     """
     op = "grouped_mlp"
-    options = {
-        "activation": activation,
-        "gated": gated,
-        "interleaved": interleaved,
-        "transposed": transposed,
-        "gate_up_bias": gate_up_bias,
-        "down_bias": down_bias,
-        "gate_up_lora": gate_up_lora,
-        "down_lora": down_lora,
-        "alpha": alpha,
-        "limit": limit,
-    }
-    _check(op, rows, gate_up, down, **options)
+    parameters = _Parameters(gate_up, down, gate_up_bias, down_bias, gate_up_lora, down_lora)
+    form = _Form(activation, gated, interleaved, transposed, alpha, limit)
+    _check(op, rows, parameters, form)
     check(op, rows.dim() == 2, "rows must have two dimensions, got {}", rows.dim())
     arguments.check_indices(op, "offsets", offsets)
     arguments.check_like(op, "offsets", offsets, gate_up.shape[:1], rows.device)
@@ -741,5 +666,5 @@ def grouped_mlp(
         if any(b < a for a, b in zip([0, *ends], [*ends, count], strict=True)):
             refuse(op, "offsets must not decrease and lie in [0, {}], got {}", count, ends)
     if not has_kernel(op, rows=rows, row_weights=row_weights):
-        return _reference_of_rows(rows, offsets, gate_up, down, row_weights, **options)
-    return _run(rows, gate_up, down, offsets, row_weights, True, **options)
+        return _reference_of_rows(rows, offsets, row_weights, **parameters._asdict(), **form._asdict())
+    return _run(rows, offsets, row_weights, True, parameters, form)

@@ -98,6 +98,10 @@ def _fake_transpose(q, row_factors, row_scales, column_divisors):
     return q.new_empty(columns, _columns(rows)), scales
 
 
+def _fake_quantize_transposed(x, scales):
+    return _fake_transpose(_fake_quantize(x, None)[0], None, None, None)[0]
+
+
 def _fake_linear(xq, xs, wq, ws, dtype, bias):
     return xq.new_empty(xq.shape[0], wq.shape[0], dtype=_DTYPES[dtype])
 
@@ -114,10 +118,7 @@ def _fake_bwd(dy, xt, xs, x, wt, ws, dyq, dys, need_dx, need_dweight, dweight_dt
 
 _quantize = _op.raw("fp8_quantize", _fake_quantize, "fp8_quantize")
 _transpose = _op.raw("fp8_transpose", _fake_transpose, "fp8_transpose")
-_quantize_transposed = _op.raw(
-    "fp8_quantize_transposed",
-    lambda x, scales: _fake_transpose(_fake_quantize(x, None)[0], None, None, None)[0],
-)
+_quantize_transposed = _op.raw("fp8_quantize_transposed", _fake_quantize_transposed)
 _fwd = _op.raw("fp8_linear_fwd", _fake_linear)
 _bwd = _op.raw("fp8_linear_bwd", _fake_bwd)
 
@@ -424,24 +425,13 @@ def fp8_linear(
         fits = t.dtype in (x.dtype, torch.float32)
         check(_OP, fits, name + " must be {} or float32, got {}", x.dtype, t.dtype)
     check(_OP, x.dim() >= 1, "x must be [..., K], got {}", tuple(x.shape))
-    check(
-        _OP,
-        weight.dim() == 2 and weight.shape[1] == x.shape[-1],
-        "weight must be [N, {}], got {}",
-        x.shape[-1],
-        tuple(weight.shape),
-    )
+    fits = weight.dim() == 2 and weight.shape[1] == x.shape[-1]
+    check(_OP, fits, "weight must be [N, {}], got {}", x.shape[-1], weight.shape)
     for name, size in (("columns", weight.shape[1]), ("rows", weight.shape[0])):
         fits = size > 0 and size % MULTIPLE == 0
         check(_OP, fits, "weight must have " + name + " by the multiple of {}, got {}", MULTIPLE, size)
     if bias is not None:
-        check(
-            _OP,
-            tuple(bias.shape) == (weight.shape[0],),
-            "bias must be [{}], got {}",
-            weight.shape[0],
-            tuple(bias.shape),
-        )
+        check(_OP, bias.shape == weight.shape[:1], "bias must be {}, got {}", weight.shape[:1], bias.shape)
     check_choice(_OP, "dw", dw, ("fp8", "bf16"))
     if not _op.has_kernel(_OP, x=x, weight=weight, bias=bias):
         return reference(x, weight, bias, dw)

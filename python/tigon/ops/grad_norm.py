@@ -41,9 +41,8 @@ def process_groups(t: torch.Tensor) -> tuple:
         if placement.is_shard():
             groups.append(mesh.get_group(i))
         elif not placement.is_replicate():
-            refuse(
-                "grad_norm", "gradients must be sharded or replicated, got a DTensor that is {}", placement
-            )
+            words = "gradients must be sharded or replicated, got a DTensor that is {}"
+            refuse("grad_norm", words, placement)
     return tuple(groups)
 
 
@@ -151,11 +150,8 @@ def clip_grad_norm_(
     if isinstance(norm_type, str):
         with contextlib.suppress(ValueError):  # refused in the next line
             norm_type = float(norm_type)
-    alike(
-        "clip_grad_norm_",
-        parameters,
-        lambda: check_numbers("clip_grad_norm_", max_norm=max_norm, norm_type=norm_type),
-    )
+    numbers = {"max_norm": max_norm, "norm_type": norm_type}
+    alike("clip_grad_norm_", parameters, lambda: check_numbers("clip_grad_norm_", **numbers))
     check("clip_grad_norm_", max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
     if float(norm_type) != 2.0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -163,12 +159,8 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     norm, factor = global_norm(grads, max_norm)
     if error_if_nonfinite:
-        check(
-            "clip_grad_norm_",
-            bool(norm.isfinite()),
-            "the norm of all gradients must be finite, got {}",
-            float(norm),
-        )
+        words = "the norm of all gradients must be finite, got {}"
+        check("clip_grad_norm_", bool(norm.isfinite()), words, float(norm))
     _scale_all(grads, factor)
     return norm
 

@@ -150,19 +150,13 @@ def qk_norm_rope(
         y = _op.quick(q, k, q_weight, k_weight, cos, sin, None, *form)
         if y is not None:
             return y[0] if k is None else y
-    options = {
-        "interleaved": interleaved,
-        "rotary_dim": rotary_dim,
-        "tail": tail,
-        "mrope_section": mrope_section,
-        "mrope_interleaved": mrope_interleaved,
-        "keep_dtype": keep_dtype,
-    }
+    sections = mrope_section, mrope_interleaved
+    options = tables.Options(interleaved, False, rotary_dim, tail, *sections, keep_dtype)
     _rms_norm.check_rounding(op, offset, rounding)
     check_eps(op, eps)
     head_dim = tables.check_heads(op, q, k, unsqueeze_dim)
     check(op, q.shape[-1] >= 1, "q must have at least one column, got 0")
-    form = tables.Form.of(op, head_dim, cos, sin, q, **options)
+    form = tables.Form.of(op, head_dim, cos, options)
     tables.check_tables(op, q, cos, sin, position_ids, form)
     _check_weights(q, k, q_weight, k_weight)
     fits = q.shape[-1] <= MAX_HEAD_DIM
@@ -179,7 +173,7 @@ def qk_norm_rope(
             rounding=rounding,
             unsqueeze_dim=unsqueeze_dim,
             position_ids=position_ids,
-            **options,
+            **options._asdict(),
         )
     cos, sin = tables.kernel_tables(op, q, cos, sin)
     if q_weight is not None and q_weight.dtype not in (q.dtype, torch.float32):

@@ -24,7 +24,8 @@ def _reference(q, k, cos, sin, positions, form):
 
 def reference(q, k, cos, sin=None, *, unsqueeze_dim=1, position_ids=None, inplace=False, **options):
     """The same formula in plain PyTorch operations (any float dtype, any device), never in place."""
-    form = tables.Form.of("rope", tables.head_dim_of("rope", q, unsqueeze_dim), cos, sin, q, **options)
+    head_dim = tables.head_dim_of("rope", q, unsqueeze_dim)
+    form = tables.Form.of("rope", head_dim, cos, tables.Options(**options))
     return _reference(q, k, cos, sin, position_ids, form)
 
 
@@ -103,9 +104,8 @@ def _check_in_place(q, k, form, dtype):
         if x is None:
             continue
         dense = x.shape[-1] <= 1 or x.stride(-1) == 1
-        check(
-            "rope", dense, "{} must have dense rows to be rotated in place, got strides {}", name, x.stride()
-        )
+        words = "{} must have dense rows to be rotated in place, got strides {}"
+        check("rope", dense, words, name, x.stride())
         check_written("rope", name, x)
         if x.requires_grad and torch.is_grad_enabled():
             check("rope", not x.is_leaf, "{} must not be a leaf that requires a gradient, got one", name)
@@ -204,20 +204,9 @@ def rope(
     if y is not None:
         return y[0] if k is None else y
     head_dim = tables.check_heads("rope", q, k, unsqueeze_dim)
-    form = tables.Form.of(
-        "rope",
-        head_dim,
-        cos,
-        sin,
-        q,
-        interleaved=interleaved,
-        deinterleave=deinterleave,
-        rotary_dim=rotary_dim,
-        tail=tail,
-        mrope_section=mrope_section,
-        mrope_interleaved=mrope_interleaved,
-        keep_dtype=keep_dtype,
-    )
+    sections = mrope_section, mrope_interleaved
+    options = tables.Options(interleaved, deinterleave, rotary_dim, tail, *sections, keep_dtype)
+    form = tables.Form.of("rope", head_dim, cos, options)
     tables.check_tables("rope", q, cos, sin, position_ids, form)
     if inplace is not False:
         check_booleans("rope", inplace=inplace)

@@ -12,6 +12,18 @@ from tigon.error import check
 from tigon.ops import arguments
 
 
+class Options(NamedTuple):
+    """How the public functions pair and choose columns."""
+
+    interleaved: bool = False
+    deinterleave: bool = False
+    rotary_dim: int | None = None
+    tail: bool = False
+    mrope_section: Sequence[int] | None = None
+    mrope_interleaved: bool = False
+    keep_dtype: bool = False
+
+
 class Form(NamedTuple):
     """The trailing arguments of the operators, in their order (``csrc/tigon/ops/rope/rope_fields.h``)."""
 
@@ -26,36 +38,15 @@ class Form(NamedTuple):
     mixed: bool = False
 
     @classmethod
-    def of(
-        cls,
-        op,
-        head_dim,
-        cos,
-        sin,
-        q,
-        *,
-        interleaved=False,
-        deinterleave=False,
-        rotary_dim=None,
-        tail=False,
-        mrope_section=None,
-        mrope_interleaved=False,
-        keep_dtype=False,
-    ):
+    def of(cls, op, head_dim, cos, options: Options):
         """From the options of the public functions."""
+        interleaved, deinterleave, rotary_dim, tail, mrope_section, mrope_interleaved, keep_dtype = options
         check(op, isinstance(cos, torch.Tensor), "cos must be a tensor, got {}", arguments.kind_of(cos))
         arguments.check_layout(op, "cos", cos)
-        arguments.check_booleans(
-            op,
-            interleaved=interleaved,
-            deinterleave=deinterleave,
-            tail=tail,
-            mrope_interleaved=mrope_interleaved,
-            keep_dtype=keep_dtype,
-        )
-        check(
-            op, interleaved or not deinterleave, "interleaved must be True with deinterleave=True, got False"
-        )
+        flags = ("interleaved", "deinterleave", "tail", "mrope_interleaved", "keep_dtype")
+        arguments.check_booleans(op, **{name: getattr(options, name) for name in flags})
+        paired = interleaved or not deinterleave
+        check(op, paired, "interleaved must be True with deinterleave=True, got False")
         complex_table = cos.is_complex()
         check(op, interleaved or not complex_table, "interleaved must be True with complex cos, got False")
         columns = cos.shape[-1] if cos.dim() else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,10 +55,8 @@ def reference(
     sigmoids = score == "sigmoid"
     p = torch.sigmoid(z) if sigmoids else torch.softmax(z, -1)
     two = num_groups > 1 and group_score == "sum_of_two"
-    ids = _choice(
-        p if two or correction_bias is not None else z, correction_bias, num_groups, top_groups, two
-    )
-    ids = ids[..., :top_k]
+    compared = p if two or correction_bias is not None else z
+    ids = _choice(compared, correction_bias, num_groups, top_groups, two)[..., :top_k]
     if forced is not None:
         kept = _keeps_own(forced)
         ids = torch.where(kept[..., None], ids, forced)
@@ -140,22 +139,22 @@ def _backward(ctx, dweights, dids, daux, dz, *_):
 _op = Op(OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=4)
 
 
-def _check(
-    logits,
-    top_k,
-    score,
-    normalize,
-    correction_bias,
-    num_groups,
-    top_groups,
-    group_score,
-    scale,
-    dtype,
-    ids_dtype,
-    losses,
-    token_weights,
-    forced,
-):
+class _Options(NamedTuple):
+    """The options of :func:`route` that are no tensors."""
+
+    score: str
+    normalize: bool
+    num_groups: int
+    top_groups: int
+    group_score: str
+    scale: float
+    dtype: torch.dtype | None
+    ids_dtype: torch.dtype
+    losses: bool
+
+
+def _check(logits, top_k, options, correction_bias, token_weights, forced):
+    score, normalize, num_groups, top_groups, group_score, scale, dtype, ids_dtype, losses = options
     check_float(OP, "logits", logits)
     check(OP, logits.dim() >= 1, "logits must have at least one dimension, got {}", logits.dim())
     experts = logits.shape[-1]
@@ -177,14 +176,8 @@ def _check(
     check(OP, 1 <= top_k <= there, text, there, top_groups, size, top_k)
     fits = group_score == "max" or num_groups == 1 or size >= 2
     check(OP, fits, "group_score must be 'max' for groups of one expert, got {!r}", group_score)
-    floats = (None, torch.float32, logits.dtype)
-    check(
-        OP,
-        any(dtype is d for d in floats),
-        "dtype must be None, torch.float32 or {}, got {}",
-        logits.dtype,
-        dtype,
-    )
+    known = any(dtype is d for d in (None, torch.float32, logits.dtype))
+    check(OP, known, "dtype must be None, torch.float32 or {}, got {}", logits.dtype, dtype)
     integers = ids_dtype is torch.int64 or ids_dtype is torch.int32
     check(OP, integers, "ids_dtype must be torch.int64 or torch.int32, got {}", ids_dtype)
     if correction_bias is not None:
@@ -286,23 +279,9 @@ def route(
     Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, eq. 5; DeepSeek-V2 and V3, arXiv:2405.04434,
     arXiv:2412.19437, eq. 12 to 18; Ma et al. 2025 (routing replay), arXiv:2510.11370.
     """
-    _check(
-        logits,
-        top_k,
-        score,
-        normalize,
-        correction_bias,
-        num_groups,
-        top_groups,
-        group_score,
-        scale,
-        dtype,
-        ids_dtype,
-        losses,
-        token_weights,
-        ids,
-    )
-    forced = ids
+    numbers = score, normalize, num_groups, top_groups, group_score, scale
+    options, forced = _Options(*numbers, dtype, ids_dtype, losses), ids
+    _check(logits, top_k, options, correction_bias, token_weights, forced)
     if forced is not None and forced.is_cpu and logits.dtype == torch.float64:  # the operator checks others
         wide = forced.to(torch.int64)
         bad = ((wide < 0) | (wide >= logits.shape[-1])).any(-1) & (wide[..., 0] >= 0)
@@ -332,10 +311,10 @@ def route(
     v = None if token_weights is None else token_weights.detach().reshape(-1).float()
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     forced = None if forced is None else forced.reshape(-1, top_k)
-    options = SCORES.index(score), normalize, num_groups, top_groups, GROUP_SCORES.index(group_score)
+    codes = SCORES.index(score), normalize, num_groups, top_groups, GROUP_SCORES.index(group_score)
     dtypes = DTYPES.index(dtype or logits.dtype), DTYPES.index(ids_dtype)
-    options = *options, float(scale), *dtypes, *(losses,) * 3
-    weights, ids, aux, z = _op(rows, bias, v, top_k, forced, *options)
+    codes = *codes, float(scale), *dtypes, *(losses,) * 3
+    weights, ids, aux, z = _op(rows, bias, v, top_k, forced, *codes)
     if logits.dim() != 2:
         weights, ids = weights.reshape(*lead, top_k), ids.reshape(*lead, top_k)
     return (weights, ids, aux.view(()), z.view(())) if losses else (weights, ids)

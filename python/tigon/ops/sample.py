@@ -127,23 +127,12 @@ class _Choice:
             value = self.given.get(name)
             return default if value is None or isinstance(value, torch.Tensor) else value
 
-        return _sample(
-            logits,
-            bias,
-            of_rows("temperature", torch.float32),
-            of_rows("top_k", torch.int64),
-            of_rows("top_p", torch.float32),
-            of_rows("min_p", torch.float32),
-            self.seed if self.seed.numel() == 1 else self.seed[rows],
-            scale,
-            0.0 if softcap is None else softcap,
-            number("temperature", 1.0),
-            number("top_k", 0),
-            number("top_p", 1.0),
-            number("min_p", 0.0),
-            first_row,
-            self.log_prob,
-        )
+        defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        by_row = [of_rows(name, torch.int64 if name == "top_k" else torch.float32) for name in defaults]
+        numbers = [number(name, default) for name, default in defaults.items()]
+        seed = self.seed if self.seed.numel() == 1 else self.seed[rows]
+        head = scale, 0.0 if softcap is None else softcap
+        return _sample(logits, bias, *by_row, seed, *head, *numbers, first_row, self.log_prob)
 
     def results(self, ids, log_prob):
         return (ids.view(self.lead), log_prob.view(self.lead)) if self.log_prob else ids.view(self.lead)
