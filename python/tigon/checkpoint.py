@@ -131,10 +131,8 @@ def checkpoint_policy(save: str | Sequence[str] = ("attention", "matmuls")) -> C
 
 
 def _refuse(given) -> None:
-    groups = ", ".join(GROUPS)
-    refuse(
-        _OP, "save must be names of groups ({}) or of operators (namespace::name), got {!r}", groups, given
-    )
+    words = "save must be names of groups ({}) or of operators (namespace::name), got {!r}"
+    refuse(_OP, words, ", ".join(GROUPS), given)
 
 
 def _is_operator(name: str) -> bool:

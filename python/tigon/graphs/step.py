@@ -32,21 +32,13 @@ class GraphStep:
 
     def __init__(self, fn: Callable, example: tuple | dict, watch: Sequence = ()):
         check("graph_step", callable(fn), "fn must be callable, got {}", type(fn).__name__)
-        check(
-            "graph_step",
-            isinstance(example, tuple | dict),
-            "example must be a tuple of arguments or a dictionary of keywords, got {}",
-            type(example).__name__,
-        )
+        words = "example must be a tuple of arguments or a dictionary of keywords, got {}"
+        check("graph_step", isinstance(example, tuple | dict), words, type(example).__name__)
         self.fn = fn
         self._layout = _layout(*_arguments(example))
         devices = {t.device for t in _tensors(_arguments(example))}
-        check(
-            "graph_step",
-            len(devices) <= 1,
-            "example must be on one device, got {}",
-            sorted(map(str, devices)),
-        )
+        names = sorted(map(str, devices))
+        check("graph_step", len(devices) <= 1, "example must be on one device, got {}", names)
         self.said = Said(getattr(fn, "__qualname__", type(fn).__name__))
         self.device = next(iter(devices), torch.device("cpu"))
         self.replays = 0
@@ -78,7 +70,7 @@ class GraphStep:
         waits = self._calls <= 2 * WARMUP and any(p.grad is not None for p in self._found.trained())
         if self._calls <= WARMUP or (
             self._graph is None and waits
-        ):  # waits a few calls for one that starts without gradients
+        ):  # for a call that starts without gradients
             return self._eager(args, kwargs)
         try:
             if self._graph is None:
@@ -103,9 +95,7 @@ class GraphStep:
         for watch in self._found.watches:
             if (reason := watch.refused() or watch.unfit()) is not None:
                 return reason
-        if (reason := intercepted()) is not None:
-            return reason
-        return None
+        return intercepted()
 
     def _changed(self) -> str | None:
         for watch in self._found.watches:
@@ -113,7 +103,7 @@ class GraphStep:
                 return reason
         if self._settings != settings(self.device.type):
             return "a switch of PyTorch or Tigon has changed"
-        if not _same_values(self._numbers, self._found.numbers()):
+        if self._numbers != self._found.numbers():
             return "an optimizer's option or state has changed"
         if self._in_place is not None and [_place(p.grad) for p in self._params] != self._in_place:
             return "gradients have other memory"
@@ -237,10 +227,6 @@ class _Reached:
             for state in optimizer.state.values():
                 found += map(_place, state.values())
         return found
-
-
-def _same_values(some: list, others: list) -> bool:
-    return some == others
 
 
 def _place(value):

@@ -76,16 +76,10 @@ class Watch:
             self._enter(what, value, seen, 1)
         self._methods = self._of_classes()
         bases = dict.fromkeys(base for c in self._classes for base in c.__mro__)
-        self._class_dicts = [
-            (base.__name__, vars(base), dict(vars(base)))
-            for base in bases
-            if base.__module__.partition(".")[0] not in _NO_PROGRAMS
-        ]
-        self._names = [
-            (names, name, names.get(name))
-            for forward, _ in self._methods
-            for names, name in _named_by(forward)
-        ]
+        programs = (base for base in bases if base.__module__.partition(".")[0] not in _NO_PROGRAMS)
+        self._class_dicts = [(base.__name__, vars(base), dict(vars(base))) for base in programs]
+        read = (place for forward, _ in self._methods for place in _named_by(forward))
+        self._names = [(names, name, names.get(name)) for names, name in read]
         for _, name, value in self._names:
             if isinstance(value, dict | list | set):
                 self._enter(name, value, seen, 1)

@@ -95,12 +95,8 @@ def mapping() -> dict:
     """The kernel mapping, also for ``KernelConfig(kernel_mapping=...)`` and ``use_kernel_mapping``."""
     from kernels import Mode
 
-    modes = (
-        Mode.TRAINING | Mode.TORCH_COMPILE,
-        Mode.INFERENCE | Mode.TORCH_COMPILE,
-        Mode.TRAINING,
-        Mode.INFERENCE,
-    )
+    plain = (Mode.TRAINING, Mode.INFERENCE)
+    modes = (*(mode | Mode.TORCH_COMPILE for mode in plain), *plain)
     return {tag: {device: dict.fromkeys(modes, Repository(tag)) for device in DEVICES} for tag in LAYERS}
 
 

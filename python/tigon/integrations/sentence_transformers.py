@@ -20,7 +20,7 @@ import logging
 import torch
 
 import tigon
-from tigon.error import check, refuse
+from tigon.error import refuse
 from tigon.ops.loss_head.contrastive import guides, limits, normalized, statistics
 from tigon.ops.loss_head.operands import autocast
 
@@ -138,11 +138,8 @@ def _guided_loss(loss, embeddings, guided):
     )
     guided = [{"guide": (rows, torch.cat(columns)), "limit": limit} for rows, columns in theirs]
     size = embeddings[0].shape[1]
-    return _joint(
-        [(*block, options) for block, options in zip(own, guided, strict=True)],
-        _scale(own[0][0], 1.0 / (loss.temperature * size)),
-        batch.labels,
-    )
+    blocks = [(*block, options) for block, options in zip(own, guided, strict=True)]
+    return _joint(blocks, _scale(own[0][0], 1.0 / (loss.temperature * size)), batch.labels)
 
 
 def _backward_where(wanted, loss):
@@ -233,16 +230,9 @@ def install() -> None:
     methods = _methods()
     for kind, name, wanted, _, present in methods:
         names = [] if present is None else list(inspect.signature(present).parameters)
-        words = "{}.{} must take {} (6.2), got {}"
-        check(
-            "sentence_transformers",
-            names == wanted.split(),
-            words,
-            kind.__name__,
-            name,
-            wanted.split(),
-            names,
-        )
+        if names != wanted.split():
+            words = "{}.{} must take {} (6.2), got {}"
+            refuse("sentence_transformers", words, kind.__name__, name, wanted.split(), names)
     for kind, name, _, ours, present in methods:
         if present is not ours:
             ours.original = present

@@ -167,20 +167,9 @@ class DivergenceHead(_Head):
         """(divergence, entropy of the student) of rows; only the student gets a gradient."""
         heads = self.gathered(weight, bias, teacher_weight, teacher_bias)
         if heads is None:
-            return self.original.apply(
-                hidden,
-                weight,
-                bias,
-                teacher_hidden,
-                teacher_weight,
-                teacher_bias,
-                beta,
-                temperature,
-                logit_scale,
-                softcap,
-                teacher_logit_scale,
-                teacher_softcap,
-            )
+            heads = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias)
+            scales = (logit_scale, softcap, teacher_logit_scale, teacher_softcap)
+            return self.original.apply(*heads, beta, temperature, *scales)
         weight, bias, teacher_weight, teacher_bias = heads
         hidden, teacher_hidden = autocast(hidden), autocast(teacher_hidden)
         teacher = (teacher_hidden, teacher_weight, *(() if teacher_bias is None else (teacher_bias,)))

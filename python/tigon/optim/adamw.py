@@ -141,11 +141,8 @@ class AdamW(torch.optim.Optimizer):
         for p in params:
             if p.dtype not in (*_FLOATS, torch.float64):
                 self.param_groups.pop()
-                refuse(
-                    _OP,
-                    "params must be real floats, got {} (not float32, bfloat16, float16 or float64)",
-                    p.dtype,
-                )
+                words = "params must be real floats, got {} (not float32, bfloat16, float16 or float64)"
+                refuse(_OP, words, p.dtype)
         if self.updates_in_backward is not None:
             self.updates_in_backward.cover(len(self.param_groups) - 1)
 
@@ -158,22 +155,11 @@ class AdamW(torch.optim.Optimizer):
         check(_OP, plain or moments != "int8", "amsgrad must be False where moment_dtype is 'int8', got True")
 
     def __getstate__(self):
-        own = (
-            "rounding",
-            "moment_rounding",
-            "moment_dtype",
-            "seed",
-            "max_grad_norm",
-            "grad_norm",
-            "_places",
-            "_step_supports_amp_scaling",
-        )
+        own = ("rounding", "moment_rounding", "moment_dtype", "seed", "max_grad_norm", "grad_norm", "_places")
+        own += ("_step_supports_amp_scaling",)
+        kept = super().__getstate__() | {name: getattr(self, name) for name in own}
         # A copy has no gradients waiting for a factor, and no hooks.
-        return (
-            super().__getstate__()
-            | {name: getattr(self, name) for name in own}
-            | {"_factor": None, "updates_in_backward": None}
-        )
+        return kept | {"_factor": None, "updates_in_backward": None}
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -248,14 +234,12 @@ class AdamW(torch.optim.Optimizer):
         same = [k and version == g._version for k, (_, version), g in zip(known, marks, grads, strict=True)]
         if not any(same if modified else known):
             return None
-        check(
-            _OP,
-            all(same),
-            "gradients must stay as they are between clip_grad_norm_ and step, which "
-            "scales them: {} of {} were modified or are new (zero_grad() forgets the clipping)",
-            len(same) - sum(same),
-            len(same),
-        )
+        if not all(same):
+            words = (
+                "gradients must stay as they are between clip_grad_norm_ and step, which "
+                "scales them: {} of {} were modified or are new (zero_grad() forgets the clipping)"
+            )
+            refuse(_OP, words, same.count(False), len(same))
         return self._factor
 
     def has_all_gradients_of(self, parameters) -> bool:
@@ -436,9 +420,8 @@ class AdamW(torch.optim.Optimizer):
             if name != "step" and value.shape != p.shape:
                 refuse(_OP, name + " must have the sizes of its param, {}, got {}", p.shape, value.shape)
         if p.dtype in _HALF and self.rounding != "nearest":
-            refuse(
-                _OP, "rounding must be nearest on {}, which has no kernel, got {!r}", p.device, self.rounding
-            )
+            words = "rounding must be nearest on {}, which has no kernel, got {!r}"
+            refuse(_OP, words, p.device, self.rounding)
 
     def _update_plainly(self, group, p, state, clip, scale) -> None:
         parts = [local(state[n]) if n in state else None for n in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
@@ -472,9 +455,8 @@ class AdamW(torch.optim.Optimizer):
     def _state_of(self, group: dict, p, grad, found_inf) -> dict:
         """The state of a parameter, made or completed if it is not."""
         if grad.layout != torch.strided:
-            refuse(
-                _OP, "gradients must be dense, got {} (torch.optim.SparseAdam takes sparse ones)", grad.layout
-            )
+            words = "gradients must be dense, got {} (torch.optim.SparseAdam takes sparse ones)"
+            refuse(_OP, words, grad.layout)
         state = self.state[p]
         if codes.AVG not in state and "exp_avg_sq" not in state:
             if self._is_coded(group, p):
@@ -535,10 +517,8 @@ class AdamW(torch.optim.Optimizer):
         check(_OP, not sharded, "params must not be DTensors for a state of bitsandbytes")
         saved = super().state_dict()
         states = {number: codes.bitsandbytes_state(state) for number, state in saved["state"].items()}
-        names, unused = (
-            ("lr", "betas", "eps", "weight_decay", "params"),
-            dict.fromkeys(("t_alpha", "t_beta3")),
-        )
+        names = ("lr", "betas", "eps", "weight_decay", "params")
+        unused = dict.fromkeys(("t_alpha", "t_beta3"))
         groups = [{n: g[n] for n in names} | unused | {"alpha": 0.0} for g in saved["param_groups"]]
         return {"state": states, "param_groups": groups}
 
@@ -613,12 +593,9 @@ def _check_moments(given: object) -> None:
 
 def check_placed(op: str, p: torch.Tensor, grad: torch.Tensor) -> None:
     """The gradient of a DTensor must be placed as it is."""
-    check(
-        op,
-        is_dtensor(grad) and grad.placements == p.placements,
-        "the gradient of a DTensor must be one with the same placements, got {}",
-        getattr(grad, "placements", type(grad).__name__),
-    )
+    if not (is_dtensor(grad) and grad.placements == p.placements):
+        words = "the gradient of a DTensor must be one with the same placements, got {}"
+        refuse(op, words, getattr(grad, "placements", type(grad).__name__))
 
 
 def evaluated(closure):

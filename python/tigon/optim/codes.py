@@ -165,10 +165,8 @@ class SharedBlocks:
         shared = [_shared_blocks_of(p) if c else () for p, c in zip(owners, coded, strict=True)]
         if not any(shared):
             return
-        new, numbers = (
-            TensorList(hyperparameters=made.hyperparameters, lrs=made.lrs),
-            iter(range(len(owners))),
-        )
+        new = TensorList(hyperparameters=made.hyperparameters, lrs=made.lrs)
+        numbers = iter(range(len(owners)))
         extras, absmaxes = iter(made.extras), iter(made.absmaxes)
         for size in made.group_sizes:
             before = len(new.params)
@@ -299,9 +297,8 @@ def known(op: str, saved: dict) -> dict:
     moments = [saved.get(name) for name in ("exp_avg", "exp_avg_sq")]
     if not all(hasattr(local(x), "dequantize") and hasattr(local(x), "scale") for x in moments):
         return saved
-    check(
-        op, not any(map(is_dtensor, moments)), "a state of torchao must be that of one process, got DTensors"
-    )
+    alone = not any(map(is_dtensor, moments))
+    check(op, alone, "a state of torchao must be that of one process, got DTensors")
     if all(hasattr(x, "qmap") and x.codes.numel() == BLOCK * x.scale.numel() for x in moments):
         return step | _converted(*((x.codes, x.scale, x.qmap) for x in moments))
     return step | {n: x.dequantize() for n, x in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)}
@@ -336,13 +333,8 @@ def check_saved(op: str, p: torch.Tensor, saved: dict) -> None:
     for name in (AVG, ROOT):
         value = saved[name]
         check(op, value.dtype == torch.uint8, name + " must be uint8, got {}", value.dtype)
-        check(
-            op,
-            value.shape == p.shape,
-            name + " must have the sizes of its param, {}, got {}",
-            p.shape,
-            value.shape,
-        )
+        words = name + " must have the sizes of its param, {}, got {}"
+        check(op, value.shape == p.shape, words, p.shape, value.shape)
     for name in MAXIMA:
         size, blocks = saved[name].numel(), -(-p.numel() // BLOCK)
         check(op, size == blocks, name + " must have an element for each of {} blocks, got {}", blocks, size)
@@ -415,13 +407,7 @@ def bitsandbytes_state(state: dict) -> dict:
         return saved | {_WRAPPED: {"state1": state["exp_avg"].float(), "state2": state["exp_avg_sq"].float()}}
     sq, sq_absmax = encode(decode(state[ROOT].reshape(-1), state[ROOT_MAX], True), True)
     device = sq.device
-    values = (
-        state[AVG],
-        sq.view_as(state[ROOT]),
-        code_map(False, device).clone(),
-        code_map(True, device).clone(),
-        state[AVG_MAX],
-        sq_absmax,
-    )
+    maps = (code_map(signed, device).clone() for signed in (False, True))
+    values = (state[AVG], sq.view_as(state[ROOT]), *maps, state[AVG_MAX], sq_absmax)
     names = ("state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2")
     return saved | {_WRAPPED: dict(zip(names, values, strict=True))}

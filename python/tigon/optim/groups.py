@@ -100,9 +100,8 @@ def check_adamw(op: str, group: dict[str, Any]) -> None:
         value = group[name]
         known = value is None or isinstance(value, bool)
         check(op, known, name + " must be True, False or None, got {}", kind_of(value))
-    check(
-        op, not group["differentiable"], "differentiable must be False: no derivatives run through an update"
-    )
+    words = "differentiable must be False: no derivatives run through an update"
+    check(op, not group["differentiable"], words)
 
 
 def lora_plus_groups(
@@ -139,12 +138,9 @@ def lora_plus_groups(
     names = ("rest", "embeddings", "fast", "fast_kept")
     found: dict[str, list[nn.Parameter]] = {name: [] for name in names}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    check(
-        op,
-        any(_LORA_B.search(name) or "lora_embedding_B" in name for name, _ in trained),
-        "model must have a lora_B that trains, got {} parameters that train and none of this name",
-        len(trained),
-    )
+    some = any(_LORA_B.search(name) or "lora_embedding_B" in name for name, _ in trained)
+    words = "model must have a lora_B that trains, got {} parameters that train and none of this name"
+    check(op, some, words, len(trained))
     for name, p in trained:
         owner = modules.get(name.rsplit(".", 2)[0]) if name.count(".") > 1 else None
         if len(getattr(owner, "lora_embedding_A", ())):

@@ -115,12 +115,8 @@ def step_in_backward(optimizer: AdamW) -> StepInBackward:
             GradScaler is used, for the same reason, or parameters of several processes are not DTensors (DDP
             reduces gradients after this hook).
     """
-    check(
-        _OP,
-        isinstance(optimizer, AdamW),
-        "optimizer must be a tigon.optim.AdamW, got {}",
-        type(optimizer).__name__,
-    )
+    ours = isinstance(optimizer, AdamW)
+    check(_OP, ours, "optimizer must be a tigon.optim.AdamW, got {}", type(optimizer).__name__)
     again = optimizer.updates_in_backward is not None
     check(_OP, not again, "optimizer must not step in the backward already: undo() first")
     _refuse_what_needs_all(optimizer)

@@ -187,12 +187,10 @@ def muon_groups(model: nn.Module, **adamw) -> list[dict[str, Any]]:
         tigon.Error: an option is not one of these.
     """
     for name in adamw:
-        check(
-            "muon_groups",
-            name not in ADAMW_WHOLE,
-            "options must be those of AdamW's groups, got {!r}, which is one of tigon.optim.AdamW as a whole",
-            name,
+        words = (
+            "options must be those of AdamW's groups, got {!r}, which is one of tigon.optim.AdamW as a whole"
         )
+        check("muon_groups", name not in ADAMW_WHOLE, words, name)
         check_choice("muon_groups", "every option", name, ADAMW)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     apart = (nn.Embedding, nn.EmbeddingBag, Embedding, nn.modules.conv._ConvNd)

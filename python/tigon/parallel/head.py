@@ -149,10 +149,8 @@ def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedO
     labels, every = _moved(target.to(device, torch.int64, non_blocking=True), head, many), None
     if many:
         counts = labels != formula.ignore_index
-        every, formula = (
-            torch.where(counts, labels, IGNORED).flatten(0, -2),
-            formula._replace(ignore_index=IGNORED),
-        )
+        every = torch.where(counts, labels, IGNORED).flatten(0, -2)
+        formula = formula._replace(ignore_index=IGNORED)
         wrong = (counts & ((labels < 0) | (labels >= shards.vocab))).any(-1)
         # No shard has the class `vocab`; the one after it does not exist.
         labels = torch.where(wrong, shards.vocab + 1, torch.where(counts.any(-1), shards.vocab, IGNORED))

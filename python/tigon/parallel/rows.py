@@ -107,9 +107,8 @@ class Rows(NamedTuple):
     def log_probs(self, labels, target, scores, top, log_prob) -> torch.Tensor:
         """Of each of several labels ``[rows, K]``, from that of the label with the best score."""
         f = self.formula
-        return _log_probs(labels, target, scores, top, IGNORED, log_prob, f.softcap, f.temperature).view(
-            labels.shape
-        )
+        found = _log_probs(labels, target, scores, top, IGNORED, log_prob, f.softcap, f.temperature)
+        return found.view(labels.shape)
 
     def combined(self, whole, target, token_weight) -> tuple[torch.Tensor, torch.Tensor]:
         """NUMBERS ``[6, rows]`` (entropy only if it has statistics) and the predicted classes.

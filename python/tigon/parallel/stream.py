@@ -172,10 +172,7 @@ class ForwardPass(ShardPass):
         self.predicted = torch.empty_like(call.target)
         self.several = None
         if call.labels is not None:
-            self.several = (
-                self.numbers.new_empty(call.labels.shape),
-                self.numbers.new_empty(call.target.shape),
-            )
+            self.several = tuple(self.numbers.new_empty(t.shape) for t in (call.labels, call.target))
         forms = call.scale is not None and call.needs != 0
         keeps = call.keep and call.scale is None and call.needs != 0
         self.kept = self.space(call.target.numel()) if keeps else None
@@ -276,16 +273,11 @@ class BackwardPass(ShardPass):
         to = self.chunk_dlogits if self.kept is None else self.kept[chunk.at]
         factor = self.select(self.upstream, part)
         if self.kept is None:
-            self.differentiate(
-                self.logits(own, self.chunk_logits[part.at]),
-                to[part.at],
-                self.select(self.call.target, part),
-                self.select(self.log_share, part),
-                None if self.late else factor,
-                self.select(self.entropy_upstream, part),
-                self.select(self.entropy, part),
-                self.labelled(part),
-            )
+            logits = self.logits(own, self.chunk_logits[part.at])
+            target, log_share = (self.select(t, part) for t in (self.call.target, self.log_share))
+            entropy = (self.select(t, part) for t in (self.entropy_upstream, self.entropy))
+            scale = None if self.late else factor
+            self.differentiate(logits, to[part.at], target, log_share, scale, *entropy, self.labelled(part))
         self.add_hidden(part, own, to[part.at], factor if self.late else None)
         if part.last:
             count = self.shares * (chunk.end - chunk.begin)
@@ -363,8 +355,6 @@ def _row_gradients(ctx, dloss, dentropy):
         )
     if NUMBERS[call.result] == "log_prob":
         upstream = -upstream  # the row pass computes the loss, -log_prob
-    entropy, dentropy = (
-        (entropy if call.entropy else None),
-        None if dentropy is None else dentropy.contiguous(),
-    )
+    entropy = entropy if call.entropy else None
+    dentropy = None if dentropy is None else dentropy.contiguous()
     return BackwardPass(call, operands, log_share, entropy, kept, (top, label), upstream, dentropy).run()

@@ -84,13 +84,9 @@ class _PairLoss(Loss):
             mean = -tokens.sum() / (labels != self.ignore_index).sum()
             loss = loss + nll * mean
         logits = _logit_sums(hidden, weight, bias) / (half * target.shape[1] * weight.shape[0])
-        shared = (
-            *result.log_prob.split(half),
-            *(part.sum() for part in logits.split(half)),
-            mean.detach(),
-            *result.rewards.split(half),
-        )
-        return loss, shared
+        log_probs, rewards = result.log_prob.split(half), result.rewards.split(half)
+        sums = (part.sum() for part in logits.split(half))
+        return loss, (*log_probs, *sums, mean.detach(), *rewards)
 
 
 @dataclass(eq=False, repr=False)
@@ -242,12 +238,9 @@ class LigerFusedLinearKTOLoss(Loss):
         rewards = result.rewards
         if many:
             rewards = rewards + self.beta * kl.reshape(-1)
-        sums = tuple(
-            torch.where(wanted, values, 0.0).sum()
-            for values in (result.log_prob, _logit_sums(hidden, lin_weight, bias), rewards)
-            for wanted in (desirable, ~desirable)
-        )
-        return result.loss, sums
+        every = (result.log_prob, _logit_sums(hidden, lin_weight, bias), rewards)
+        halves = ((values, wanted) for values in every for wanted in (desirable, ~desirable))
+        return result.loss, tuple(torch.where(wanted, values, 0.0).sum() for values, wanted in halves)
 
 
 def share_of_tokens(attention_mask: Tensor, num_items_in_batch: float | Tensor | None = None) -> Tensor:

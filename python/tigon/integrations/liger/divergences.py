@@ -112,12 +112,8 @@ class LigerFusedCETVDLoss(Loss):
 
     def forward(self, student_logits, teacher_logits, target):
         shape, other = student_logits.shape, teacher_logits.shape
-        check(
-            shape == other,
-            "student_logits and teacher_logits must have the same shape, got {} and {}",
-            shape,
-            other,
-        )
+        words = "student_logits and teacher_logits must have the same shape, got {} and {}"
+        check(shape == other, words, shape, other)
         check(len(shape) == 2, "student_logits must be 2D (BT, V), got {}", shape)
         fits = target.shape == shape[:1]
         check(fits, "target must have shape {}, got {}", shape[:1], target.shape)

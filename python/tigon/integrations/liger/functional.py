@@ -403,8 +403,5 @@ def loss_settings() -> dict:
         current,
     )
     defaults = inspect.signature(ours).parameters
-    return {
-        name: value
-        for name, value in noted.items()
-        if value is not defaults[name].default and name not in ("input", "weight", "target")
-    }
+    options = ((n, value) for n, value in noted.items() if n not in ("input", "weight", "target"))
+    return {name: value for name, value in options if value is not defaults[name].default}

@@ -49,11 +49,8 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         return_entropy=False,
         selected_token_ids=None,
     ):
-        check(
-            selected_token_ids is None,
-            "selected_token_ids must be None in {}, got a tensor",
-            "LigerFusedLinearScaledCrossEntropyFunction",
-        )
+        name = "LigerFusedLinearScaledCrossEntropyFunction"
+        check(selected_token_ids is None, "selected_token_ids must be None in {}, got a tensor", name)
         weight, options = whole(weight), {"temperature": temperature, "ignore_index": ignore_index}
         if not return_entropy:
             return -tigon.linear_log_prob(_input, weight, target, **options)

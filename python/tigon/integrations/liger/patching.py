@@ -296,11 +296,8 @@ _SETTINGS = "_tigon_liger_settings"  # on the model: options that its program ad
 
 def _forward(model, head, *args, **kwargs):
     labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels")) or len(args) > 1
-    check(
-        labels or not kwargs.get("skip_logits"),
-        "labels or shift_labels must be given where skip_logits is True, got {}",
-        sorted(kwargs),
-    )
+    words = "labels or shift_labels must be given where skip_logits is True, got {}"
+    check(labels or not kwargs.get("skip_logits"), words, sorted(kwargs))
     if labels and kwargs.get("skip_logits", model.training):
         kwargs = {**model.__dict__[_SETTINGS], **kwargs}
     output = forward_of_model(model, head, *args, **kwargs)

@@ -129,16 +129,9 @@ def _loss(layer, spec, hidden, weight, request):
         else:
             weight = _AddToMainGrad.apply(weight)
     if sharded:
-        return parallel.linear_cross_entropy(
-            hidden,
-            weight,
-            request.target,
-            tensor_group(layer.tp_group),
-            bias=bias,
-            vocab=weight.shape[0] * group_size(layer.tp_group),
-            sequence_parallel=bool(layer.sequence_parallel),
-            **options,
-        )
+        group, vocab = tensor_group(layer.tp_group), weight.shape[0] * group_size(layer.tp_group)
+        options = options | {"vocab": vocab, "sequence_parallel": bool(layer.sequence_parallel)}
+        return parallel.linear_cross_entropy(hidden, weight, request.target, group, bias=bias, **options)
     return linear_cross_entropy(hidden, weight, request.target, bias=bias, **options)
 
 

@@ -109,13 +109,8 @@ class Norm:
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **unused):
         known = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
         name = config.normalization
-        check(
-            "megatron.Norm",
-            name in known,
-            "config.normalization must be one of {}, got {!r}",
-            (*known,),
-            name,
-        )
+        words = "config.normalization must be one of {}, got {!r}"
+        check("megatron.Norm", name in known, words, (*known,), name)
         return known[name](config, hidden_size, eps)
 
 

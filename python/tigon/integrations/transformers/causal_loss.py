@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from tigon.error import check
+from tigon.error import refuse
 from tigon.integrations.transformers.lazy_logits import LazyLogits
 from tigon.ops.cross_entropy import cross_entropy
 
@@ -35,14 +35,8 @@ def loss_options(given: dict) -> dict:
     model are not looked at.
     """
     for name, why in REFUSED.items():
-        check(
-            "causal_lm_loss",
-            not given.get(name),
-            "{} must not be given ({}), got {!r}",
-            name,
-            why,
-            given.get(name),
-        )
+        if value := given.get(name):
+            refuse("causal_lm_loss", "{} must not be given ({}), got {!r}", name, why, value)
     named = ((ours, given.get(name)) for name, ours in OPTIONS.items())
     return {ours: value for ours, value in named if torch.is_tensor(value) or value}
 

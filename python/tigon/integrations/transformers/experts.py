@@ -154,21 +154,14 @@ def _adapters_fit(hidden, adapters) -> bool:
 
 def _parameters_fit(hidden, first, *rest) -> bool:
     """Whether the op takes these: one dtype of parameters, which autocast does not want otherwise."""
-    return (
-        first.dtype in _DTYPES
-        and all(p.dtype == first.dtype and p.device == hidden.device for p in (first, *rest))
-        and autocast_dtype(hidden.device.type) in (None, first.dtype)
-    )
+    fits = first.dtype in _DTYPES and autocast_dtype(hidden.device.type) in (None, first.dtype)
+    return fits and all(p.dtype == first.dtype and p.device == hidden.device for p in (first, *rest))
 
 
 def _fit(hidden, ids, weights, *parameters) -> bool:
     """Whether the op takes these tensors."""
-    return (
-        _parameters_fit(hidden, *parameters)
-        and weights.dtype in _DTYPES
-        and hidden.ndim == ids.ndim == 2
-        and weights.shape == ids.shape
-    )
+    chosen = weights.dtype in _DTYPES and hidden.ndim == ids.ndim == 2 and weights.shape == ids.shape
+    return chosen and _parameters_fit(hidden, *parameters)
 
 
 def gate_forward(module: nn.Module, spec: ExpertsSpec, gate_up):

@@ -300,12 +300,8 @@ def _alike(some, other) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     own = module.__dict__
-    return bool(
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    )
+    forward = own["_forward_hooks"] or own["_forward_pre_hooks"]
+    return bool(forward or own["_backward_hooks"] or own["_backward_pre_hooks"])
 
 
 def calls_forward(module: nn.Module) -> bool:

@@ -39,12 +39,8 @@ class ReplayedLogits(LazyLogits):
     def _call_head(self, request):
         owner, generation = self._of
         since = owner.generation - generation
-        check(
-            "graphs",
-            since == 0,
-            "logits of a graphed call must be read before the next forward of the model, got {} since",
-            since,
-        )
+        words = "logits of a graphed call must be read before the next forward of the model, got {} since"
+        check("graphs", since == 0, words, since)
         return super()._call_head(request)
 
 

@@ -109,12 +109,10 @@ class _Call:
         self.done = False
 
     def backward(self, upstream: torch.Tensor):
-        check(
-            "graphs",
-            not self.done,
-            "a loss must be differentiated once, got a second backward "
-            "(retain_graph=True needs graphs=False)",
+        words = (
+            "a loss must be differentiated once, got a second backward (retain_graph=True needs graphs=False)"
         )
+        check("graphs", not self.done, words)
         self.done = True
         return self.owner.backward(self, upstream)
 
@@ -317,9 +315,8 @@ class ModelGraphs:
         graph = call.graph
         same = graph.backward is not None and call.generation == self.generation
         same = same and self._watch.moved() is None and call.versions == self.versions()
-        check(
-            "graphs", same, "a loss must be differentiated before the model's parameters change, got it later"
-        )
+        words = "a loss must be differentiated before the model's parameters change, got it later"
+        check("graphs", same, words)
         if upstream.shape != graph.upstream.shape:  # of hidden states, which end before the padding
             graph.upstream.zero_()
         graph.upstream[tuple(map(slice, upstream.shape))].copy_(upstream)

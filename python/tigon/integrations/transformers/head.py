@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from tigon._dtensor import sharded_loss
-from tigon.error import check
+from tigon.error import check, refuse
 from tigon.integrations.transformers.causal_loss import COUNTS, causal_lm_loss, loss_options
 from tigon.integrations.transformers.forward import (
     ARRIVALS,
@@ -222,11 +222,8 @@ def _linear_loss(module, spec, hidden, request):
     off = nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
     options = {"bias": bias, "max_peak_mb": spec.max_peak_mb, **request.options}
     scaling = options.pop("token_scaling", False)
-    check(
-        "apply",
-        not (scaling and sharded),
-        "use_token_scaling must not be given where the head is sharded over a vocabulary, got True",
-    )
+    words = "use_token_scaling must not be given where the head is sharded over a vocabulary, got True"
+    check("apply", not (scaling and sharded), words)
     eager = not torch.compiler.is_compiling()
     others = Trained.calls if eager else 0
     with off:  # the casts are done; autocast must not add its own
@@ -359,14 +356,11 @@ def before_forward(module: nn.Module, spec: HeadSpec, given: dict, counts: dict)
     if skip is None and counts and labels and module.training:
         skip = True  # as Liger
     check("apply", labels or not skip, "labels must be given with skip_logits=True, got {}", sorted(given))
-    named = loss_options(given) and module.loss_function is not causal_lm_loss
-    check(
-        "apply",
-        not named,
-        "options of the loss must be given to a model with transformers' causal-LM loss, got {} for {}",
-        sorted(given),
-        type(module).__name__,
-    )
+    if loss_options(given) and module.loss_function is not causal_lm_loss:
+        words = (
+            "options of the loss must be given to a model with transformers' causal-LM loss, got {} for {}"
+        )
+        refuse("apply", words, sorted(given), type(module).__name__)
     head = output_head(module)
     spec.once = gathered_once(head)
     patched = _patched(head, spec)

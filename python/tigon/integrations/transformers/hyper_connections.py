@@ -108,23 +108,16 @@ def _equals(module: nn.Module, spec: HyperSpec) -> bool:
     known = {name: value for name, value in known.items() if name}
     probed = twin(module, known, drawn, input_norm=twin(module.input_norm, {"eps": PROBE_EPS}, {}))
     x = torch.randn(2, 5, n, _COLUMNS, generator=generator)
-    return same_results(
-        (type(module).forward, probed, x),
-        (hyper_forward, probed, spec, x),
-        functools.partial(torch.allclose, rtol=1e-4, atol=1e-5),
-    )
+    close = functools.partial(torch.allclose, rtol=1e-4, atol=1e-5)
+    return same_results((type(module).forward, probed, x), (hyper_forward, probed, spec, x), close)
 
 
 # After attention or MLP: the forward of a decoder layer is compiled with expressions of its own replaced.
 
 
 def _fits(x, f, post, dtype) -> bool:
-    return (
-        plain(x, f, post)
-        and x.dtype == f.dtype == dtype != torch.float64
-        and x.shape[:-2] == f.shape[:-1]
-        and x.shape[-2] <= MAX_STREAMS
-    )
+    sized = plain(x, f, post) and x.shape[:-2] == f.shape[:-1] and x.shape[-2] <= MAX_STREAMS
+    return sized and x.dtype == f.dtype == dtype != torch.float64
 
 
 def mixed(x, f, post, comb, dtype):

@@ -70,21 +70,8 @@ class LazyLogits:
     computes. So an in-place change is visible wherever it is visible without Tigon.
     """
 
-    _kept = (
-        "_head",
-        "_hidden",
-        "_columns",
-        "dtype",
-        "_calls",
-        "_autocast",
-        "_limit",
-        "_detached",
-        "_sources",
-        "_seen",
-        "_rows",
-        "_adapter",
-        "_differentiated",
-    )
+    _kept = ("_head", "_hidden", "_columns", "dtype", "_calls", "_autocast", "_rows")
+    _kept += ("_limit", "_detached", "_sources", "_seen", "_adapter", "_differentiated")
 
     def __init__(self, head, hidden, columns, dtype, calls, autocast=None, rows=False):
         self._head = head
@@ -226,14 +213,9 @@ class LazyLogits:
 
     def _is_row(self, other) -> bool:
         known = isinstance(other, torch.Tensor) and plain(other) and other.is_floating_point()
-        return (
-            known
-            and self._rows
-            and 1 <= other.ndim <= self.ndim
-            and other.numel() == other.shape[-1] == self._columns
-            and other.device == self.device
-            and all(name in ("to", "add") for name, *_ in self._owner._chain)
-        )
+        fits = known and self._rows and other.device == self.device and 1 <= other.ndim <= self.ndim
+        fits = fits and other.numel() == other.shape[-1] == self._columns
+        return fits and all(name in ("to", "add") for name, *_ in self._owner._chain)
 
     def _scale_in_place(self, name, other):
         whole = self._owed and not self._sliced and not self._detached and torch.is_grad_enabled()

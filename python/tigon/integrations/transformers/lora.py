@@ -90,11 +90,10 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
     if others:
         return f"{', '.join(sorted(others))} changes what the adapter computes"
     if variants and is_quantised(base) and not peft_reads(base):
-        refuse(
-            "apply",
-            "DoRA must be around a base that PEFT dequantises, got {}: PEFT takes the codes for the weight",
-            type(base).__name__,
+        words = (
+            "DoRA must be around a base that PEFT dequantises, got {}: PEFT takes the codes for the weight"
         )
+        refuse("apply", words, type(base).__name__)
     return blocked(module) or (LoraSpec(), "tigon.lora_linear")
 
 
@@ -335,15 +334,9 @@ def _look(module, spec: LoraSpec, x) -> list | None:
     if (weight is None and not is_quantised(base)) or module._disable_adapters or module.merged_adapters:
         return None
     device = x.device
-    seen = [
-        weight is not None and _takes_fp8(module, spec.fp8, weight),
-        spec.fp8 and weight is not None and spec.fp8.gathers(weight),
-        type(x),
-        x.dtype,
-        device,
-        x.shape[-1],
-        autocast_dtype(device.type),
-    ]
+    seen = [type(x), x.dtype, device, x.shape[-1], autocast_dtype(device.type)]
+    if spec.fp8 is not None and weight is not None:
+        seen += _takes_fp8(module, spec.fp8, weight), spec.fp8.gathers(weight)
     seen += getattr(weight, "shape", None), getattr(weight, "requires_grad", None), *_look_at_part(base)
     if type(weight) not in PLAIN:
         seen += _look_at_quantised(base, weight)
@@ -472,22 +465,12 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
     sources += *(l.a for l in adapters), *(l.b for l in adapters), magnitude
     drops, plain = any(adapter.dropout for adapter in adapters), isinstance(weight, torch.Tensor)
     # float16 cannot represent the substitute for a magnitude of 0.
-    scales = (
-        magnitude is not None and torch.float16 not in (dtype, kind) and not (plain and weight.requires_grad)
-    )
+    scales = magnitude is not None and torch.float16 not in (dtype, kind)
+    scales = scales and not (plain and weight.requires_grad)
     shareable = plain and not drops and (magnitude is None or scales)
     sources = [t for t in sources if t is not None]
-    state = State(
-        dtype,
-        Base(weight, bias, quantised, gathered),
-        adapters,
-        magnitude,
-        sources,
-        (),
-        drops,
-        scales,
-        shareable,
-    )
+    base = Base(weight, bias, quantised, gathered)
+    state = State(dtype, base, adapters, magnitude, sources, (), drops, scales, shareable)
     return state._replace(call=_prepare(state))
 
 

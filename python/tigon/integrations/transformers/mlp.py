@@ -251,13 +251,9 @@ def _multiplies(forward, activations: frozenset) -> bool:
     def activated(node):
         return isinstance(node, ast.Call) and getattr(node.func, "attr", None) in activations
 
-    held = {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and any(map(activated, ast.walk(node.value)))
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    assigned = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    targets = (t for node in assigned if any(map(activated, ast.walk(node.value))) for t in node.targets)
+    held = {target.id for target in targets if isinstance(target, ast.Name)}
     operations = (node for node in ast.walk(tree) if isinstance(node, ast.BinOp))
     products = (node for node in operations if isinstance(node.op, ast.Mult))
     factors = (side for node in products for side in (node.left, node.right))

@@ -246,6 +246,9 @@ def _measured(place: Place, function, args):
     return results
 
 
+_ONLY_FORMS = 'recompute must be "norms" or "elementwise" for a model {}, got {!r}'
+
+
 class Recompute:
     """What `apply(recompute=...)` changes in a model."""
 
@@ -288,17 +291,11 @@ class Recompute:
         modules = [m for m in model.modules() if self.fraction is not None and hasattr(m, _ATTRIBUTES[0])]
         for module in modules:
             if _is_checkpointed(module):
-                refuse(
-                    "apply",
-                    'recompute must be "norms" or "elementwise" for a model whose layers are checkpointed '
-                    "(gradient_checkpointing_disable() first), got {!r}",
-                    self.given,
-                )
+                words = "whose layers are checkpointed (gradient_checkpointing_disable() first)"
+                refuse("apply", _ONLY_FORMS, words, self.given)
         layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer)]
-        words = (
-            'recompute must be "norms" or "elementwise" for a model without layers of transformers, got {!r}'
-        )
-        check("apply", bool(layers) or self.fraction is None, words, self.given)
+        if self.fraction is not None and not layers:
+            refuse("apply", _ONLY_FORMS, "without layers of transformers", self.given)
         for module in modules:
             kind = None
             if module in layers:

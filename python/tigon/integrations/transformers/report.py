@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -121,9 +122,7 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     head_calls: HeadCalls = field(default_factory=HeadCalls, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)  # what to know before the first step
-    graphs: object = field(
-        default=None, compare=False
-    )  # of apply(graphs=True): what was captured and why not
+    graphs: object = field(default=None, compare=False)  # of apply(graphs=True): captures, and why not more
     recompute: object = field(default=None, compare=False)  # of apply(recompute=...)
 
     @property
@@ -158,26 +157,22 @@ class Report:
             )
 
     def __str__(self) -> str:
-        lines = [f"  {slot:<7} {what} {verdict}" for slot, what, verdict in self._rows()]
-        notes = [f"  note    {note}" for note in self._remarks()]
-        notes += [f"  {slot:<7} {line}" for slot, line in self._lines()]
-        return "\n".join([f"tigon.apply({self.model})", *lines, *notes])
+        lines = (f"  {slot:<7} {what} {verdict}".rstrip() for slot, what, verdict in self._table())
+        return "\n".join([f"tigon.apply({self.model})", *lines])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """The same as a table, for notebooks."""
-        rows = "".join(
-            "<tr>"
-            + "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in row)
-            + "</tr>"
-            for row in (
-                *self._rows(),
-                *(("note", note, "") for note in self._remarks()),
-                *((slot, line, "") for slot, line in self._lines()),
-            )
-        )
+        cell = '<td style="text-align:left">{}</td>'.format
+        rows = ("".join(cell(html.escape(text)) for text in row) for row in self._table())
+        rows = "".join(f"<tr>{row}</tr>" for row in rows)
         return f"<table><caption>tigon.apply({html.escape(self.model)})</caption>{rows}</table>"
+
+    def _table(self) -> Iterator[tuple[str, str, str]]:
+        yield from self._rows()
+        yield from (("note", note, "") for note in self._remarks())
+        yield from ((slot, line, "") for slot, line in self._lines())
 
     def _remarks(self) -> list[str]:
         """Notes for the first step, and how the head has been used since."""

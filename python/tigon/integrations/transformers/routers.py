@@ -86,13 +86,8 @@ def router_forward(module: nn.Module, spec: RouterSpec, hidden, *given):
     part = routed(module)
     if not (plain(*tensors) and _fits(module, spec, hidden, weight)):
         if part is not None:
-            refuse(
-                part.context.op,
-                "router must run tigon.route, got {} of {} and a weight of {}",
-                kind_of(hidden),
-                hidden.dtype,
-                weight.dtype,
-            )
+            words = "router must run tigon.route, got {} of {} and a weight of {}"
+            refuse(part.context.op, words, kind_of(hidden), hidden.dtype, weight.dtype)
         return stock(module, hidden, *given)
     x = hidden if spec.hidden is None else hidden.reshape(-1, getattr(module, spec.hidden))
     if spec.product == "float32":
@@ -123,12 +118,9 @@ def router_forward(module: nn.Module, spec: RouterSpec, hidden, *given):
 
 def _fits(module, spec, hidden, weight) -> bool:
     """Whether the op takes these tensors and the class computes in their dtypes."""
-    return (
-        hidden.dtype in _DTYPES
-        and weight.dtype in _DTYPES
-        and (spec.hidden is not None or hidden.ndim == 2)
-        and (spec.autocast or autocast_dtype(hidden.device.type) is None)
-    )
+    known = hidden.dtype in _DTYPES and weight.dtype in _DTYPES
+    same = spec.autocast or autocast_dtype(hidden.device.type) is None
+    return known and same and (spec.hidden is not None or hidden.ndim == 2)
 
 
 def _groups(module, spec) -> tuple[int, int]:

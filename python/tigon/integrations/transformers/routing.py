@@ -156,9 +156,8 @@ class replay_routing(_Context):
             check(self.op, routed.dim() in (3, 4), words, tuple(routed.shape))
             routed = [routed] if routed.dim() == 3 else list(routed)
         some = isinstance(routed, Sequence) and not isinstance(routed, (str, bytes)) and len(routed) > 0
-        check(
-            self.op, some, "routed must be a tensor, an array or a list of sequences, got {}", kind_of(routed)
-        )
+        words = "routed must be a tensor, an array or a list of sequences, got {}"
+        check(self.op, some, words, kind_of(routed))
         return [self._sequence(one, layers) for one in routed]
 
     def _sequence(self, one, layers: int) -> torch.Tensor:
@@ -175,14 +174,8 @@ class replay_routing(_Context):
         integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
         check(self.op, integers, "routed must hold integers, got {}", ids.dtype)
         fits = ids.dim() == 3 and tuple(ids.shape[1:]) == (layers, self._top_k)
-        check(
-            self.op,
-            fits,
-            "routed must be [length, {} (layers), {} (K)] for each sequence, got {}",
-            layers,
-            self._top_k,
-            tuple(ids.shape),
-        )
+        words = "routed must be [length, {} (layers), {} (K)] for each sequence, got {}"
+        check(self.op, fits, words, layers, self._top_k, ids.shape)
         return ids.to(torch.int32)
 
     def given(self, part: Routed, logits: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -197,22 +190,11 @@ class replay_routing(_Context):
 
     def _rows(self, length: int) -> torch.Tensor:
         """``[layers, batch * length, K]``, -1 for tokens without given experts."""
-        whole = torch.full(
-            (len(self._sequences), length, self._layers, self._top_k),
-            -1,
-            dtype=torch.int32,
-            device=self._sequences[0].device,
-        )
+        sizes = (len(self._sequences), length, self._layers, self._top_k)
+        whole = torch.full(sizes, -1, dtype=torch.int32, device=self._sequences[0].device)
         for row, ids, start in zip(whole, self._sequences, self._offsets, strict=True):
-            fits = start + len(ids) <= length
-            check(
-                self.op,
-                fits,
-                "routed and offset must fit sequences of {} tokens, got {} from {}",
-                length,
-                len(ids),
-                start,
-            )
+            words = "routed and offset must fit sequences of {} tokens, got {} from {}"
+            check(self.op, start + len(ids) <= length, words, length, len(ids), start)
             row[start : start + len(ids)] = ids
         return whole.flatten(0, 1).transpose(0, 1).contiguous()
 
