@@ -119,25 +119,6 @@ def test_tvd(reduction):
     close(functional, wanted)
 
 
-def test_cross_entropy_with_tvd():
-    student, teacher = drawn(5, 9), drawn(5, 9, seed=1)
-
-    def formula(s):
-        distance = (s.softmax(-1) - teacher.softmax(-1)).abs().sum(-1) / 2
-        return F.cross_entropy(s, LABELS, reduction="none"), torch.where(LABELS != -100, distance, 0.0)
-
-    module = get("LigerFusedCETVDLoss")()
-    assert_same(
-        with_gradients(lambda s: module(s, teacher, LABELS), student), with_gradients(formula, student)
-    )
-    with pytest.raises(ValueError, match="same shape"):
-        module(student, teacher[:, :-1], LABELS)
-    with pytest.raises(ValueError, match="must be 2D"):
-        module(student[None], teacher[None], LABELS)
-    with pytest.raises(ValueError, match="target must have shape"):
-        module(student, teacher, LABELS[:-1])
-
-
 @pytest.mark.parametrize("trailing", [(5,), (3, 2)])
 def test_group_norm(trailing):
     """Of any rank (four dimensions fail in Liger), with every gradient."""
@@ -220,19 +201,6 @@ def test_gated_products():
     assert_same(with_gradients(lambda a, b: apply(a, b, 0.5, 3.0), x, up), wanted)
 
 
-@pytest.mark.parametrize("shards", [None, 1, 3, 50])
-@pytest.mark.parametrize("name", ["LigerTiledSwiGLUMLP", "LigerTiledGEGLUMLP"])
-def test_tiled_mlp(name, shards):
-    """Shards of tokens, parameters' gradients included, are the whole."""
-    plain = get(name.replace("Tiled", ""))(config(hidden_act="silu"))
-    tiled = get(name)(config(hidden_act="silu"), shards)
-    tiled.load_state_dict(plain.state_dict())
-    x = drawn(2, 37, 32)
-    wanted = with_gradients(plain, x) + [p.grad for p in plain.parameters()]
-    got = with_gradients(tiled, x) + [p.grad for p in tiled.parameters()]
-    assert_same(got, wanted, ulps=512)
-
-
 def test_experts():
     """The same as Mixtral's own, every gradient."""
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -256,16 +224,6 @@ def test_experts():
     assert torch.equal(mine(*batches)[0], mine(x, chosen, weights))
     with pytest.raises(tigon.Error, match="hidden_act"):
         LM.LigerExperts(config("mixtral", hidden_act="gelu"))
-
-
-def test_norms_of_the_last_models():
-    glimmer = get("LigerRMSNormForMuseGlimmer")
-    assert glimmer(with_scale=False).weight is None
-    assert glimmer(dim=8).weight.tolist() == [1.0] * 8
-    with pytest.raises(tigon.Error, match="dim"):
-        glimmer()
-    centred = get("LigerRMSNormForMuseGlimmerTextCentered")(8)
-    assert centred.weight.tolist() == [0.0] * 8 and centred.offset == 1.0
 
 
 def test_redirection_runs_inside_the_wrapper():

@@ -104,25 +104,6 @@ class LigerTVDLoss(Loss):
         return liger_tvd(p, q, shift_labels, self.reduction, self.ignore_index)
 
 
-@dataclass(eq=False, repr=False)
-class LigerFusedCETVDLoss(Loss):
-    """(cross-entropy, total variation distance) of logits, one of each a row, by Tigon's two."""
-
-    ignore_index: int = -100
-
-    def forward(self, student_logits, teacher_logits, target):
-        shape, other = student_logits.shape, teacher_logits.shape
-        words = "student_logits and teacher_logits must have the same shape, got {} and {}"
-        check(shape == other, words, shape, other)
-        check(len(shape) == 2, "student_logits must be 2D (BT, V), got {}", shape)
-        fits = target.shape == shape[:1]
-        check(fits, "target must have shape {}, got {}", shape[:1], target.shape)
-        options = {"ignore_index": self.ignore_index, "reduction": "none"}
-        loss = tigon.cross_entropy(student_logits, target, **options)
-        teacher = teacher_logits.to(student_logits.dtype).detach()
-        return loss, tigon.tvd(student_logits, teacher, target, **options)
-
-
 class LigerKLDIVLoss(nn.KLDivLoss):
     """``torch.nn.KLDivLoss`` with an ``eps`` before its arguments."""
 
@@ -166,56 +147,6 @@ def liger_fused_linear_jsd(
     return _or_zero(loss, shift_labels, ignore_index)
 
 
-def liger_fused_linear_kl_div(
-    student_input: Tensor,
-    student_weight: Tensor,
-    target: Tensor,
-    shift_labels: Tensor | None = None,
-    reduction: str = "batchmean",
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    eps: float = 1e-10,
-    accum_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """``sum q (log max(q, eps) - log softmax(z))`` against probabilities q, by :func:`tigon.linear_kl_div`.
-
-    A row of q need not add up to 1: its sum is the row's weight.
-    """
-    if reduction not in ("batchmean", "mean", "sum"):
-        raise ValueError(
-            f"reduction must be one of ('batchmean', 'mean', 'sum'), got {reduction!r}. "
-            "reduction='none' is not supported by the fused kernel; "
-            "use LigerKLDIVLoss for element-wise losses."
-        )
-    assert temperature != 0, "temperature cannot be 0."
-    _check_labels(shift_labels, student_input.shape[0])
-    with torch.no_grad():
-        q = target.float()
-        mass = q.sum(-1)
-        teacher = q.log()
-        # Tigon compares with q / mass, and gives 0 log 0 = 0 whatever eps is.
-        constant = torch.where(mass > 0, mass * mass.log(), 0.0)
-    loss = tigon.linear_kl_div(
-        student_input,
-        student_weight,
-        teacher,
-        shift_labels,
-        temperature=temperature,
-        teacher_logit_scale=temperature,
-        token_weight=mass,
-        reduction=reduction,
-        ignore_index=ignore_index,
-    )
-    if shift_labels is not None:
-        kept = shift_labels != ignore_index
-        constant, count = torch.where(kept, constant, 0.0), kept.sum()
-    else:
-        count = constant.numel()
-    columns = target.shape[-1]
-    loss = loss + constant.sum() / {"sum": 1, "batchmean": count, "mean": count * columns}[reduction]
-    return _or_zero(loss, shift_labels, ignore_index)
-
-
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearJSD(Loss):
     """:func:`liger_fused_linear_jsd` with its options fixed."""
@@ -231,21 +162,3 @@ class LigerFusedLinearJSD(Loss):
     def forward(self, student_input, student_weight, teacher_input, teacher_weight, shift_labels=None):
         operands = (student_input, student_weight, teacher_input, teacher_weight, shift_labels)
         return liger_fused_linear_jsd(*operands, **self.options())
-
-
-@dataclass(eq=False, repr=False)
-class LigerFusedLinearKLDivLoss(Loss):
-    """:func:`liger_fused_linear_kl_div` with its options fixed."""
-
-    reduction: str = "batchmean"
-    ignore_index: int = -100
-    temperature: float = 1.0
-    eps: float = 1e-10
-    accum_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        assert self.temperature != 0, "temperature cannot be 0."
-
-    def forward(self, student_input, student_weight, target, shift_labels=None):
-        operands = (student_input, student_weight, target, shift_labels)
-        return liger_fused_linear_kl_div(*operands, **self.options())

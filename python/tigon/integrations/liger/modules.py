@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import tigon
 from tigon.integrations.liger import functional as F
@@ -90,10 +89,6 @@ class LigerRMSNormForGemma2(LigerRMSNorm):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
-class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
-    """Muse Glimmer's text model."""
-
-
 class LigerRMSNormForGemma4(LigerRMSNorm):
     """Gemma 4: the plain weight, or none (``with_scale=False``)."""
 
@@ -102,23 +97,6 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
     ):
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale
-
-
-class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """Muse Glimmer."""
-
-    def __init__(
-        self,
-        dim=None,
-        eps=1e-6,
-        offset=0,
-        casting_mode="gemma",
-        init_fn="ones",
-        in_place=False,
-        with_scale=True,
-    ):
-        check(dim is not None or not with_scale, "dim must be given with a scale, got None")
-        super().__init__(dim or 0, eps, offset, casting_mode, init_fn, in_place, with_scale)
 
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):
@@ -271,10 +249,6 @@ class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
     """One expert of Qwen3-MoE."""
 
 
-class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
-    """The gated MLP of Muse Glimmer."""
-
-
 class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
     """The gated MLP of Falcon-H1: one factor before the activation, one behind the MLP."""
 
@@ -306,34 +280,6 @@ class LigerGEGLUMLP(GatedMLP):
     def __init__(self, config):
         super().__init__(config)
         self.config = config
-
-
-def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
-    """``fn(mlp_module, x)``, the tokens in shards that the backward computes again: one shard's memory.
-
-    Without ``num_shards`` there are as many as hidden_size goes into the tokens.
-    """
-    tokens, hidden = x.shape[-2:]
-    shards = num_shards or -(-tokens // hidden)
-    parts = (checkpoint(fn, mlp_module, part, use_reentrant=False) for part in x.chunk(max(1, shards), -2))
-    return torch.cat([*parts], -2)
-
-
-class _Tiled(nn.Module):
-    def __init__(self, config, num_shards=None):
-        super().__init__(config)
-        self.num_shards = num_shards
-
-    def forward(self, x):
-        return apply_tiled_mlp(GatedMLP.forward, self, x, self.num_shards)
-
-
-class LigerTiledSwiGLUMLP(_Tiled, LigerSwiGLUMLP):
-    """The gated MLP of Llama, tokens in shards."""
-
-
-class LigerTiledGEGLUMLP(_Tiled, LigerGEGLUMLP):
-    """The gated MLP of Gemma, tokens in shards."""
 
 
 class LigerExperts(nn.Module):

@@ -44,7 +44,6 @@ PATHS: dict[str, dict[str, str]] = {
     "chunked_loss.kto_loss": {"chunked_loss": "LigerFusedLinearKTOLoss"},
     "chunked_loss.orpo_loss": {"chunked_loss": "LigerFusedLinearORPOLoss"},
     "chunked_loss.simpo_loss": {"chunked_loss": "LigerFusedLinearSimPOLoss"},
-    "env_report": {"utils": "print_env_report"},
     "megatron": {
         "megatron": "apply_liger_kernel_to_megatron LigerMegatronCrossEntropy LigerMegatronRMSNorm "
         "LigerMegatronSwiGLU"
@@ -70,15 +69,11 @@ PATHS: dict[str, dict[str, str]] = {
         "modules": "LigerBlockSparseTop2MLP LigerCrossEntropyLoss LigerDyT LigerExperts LigerFalconH1MLP "
         "LigerFalconH1SwiGLUMLP LigerFusedAddRMSNorm LigerFusedLinearCrossEntropyLoss LigerGEGLUMLP "
         "LigerLayerNorm LigerMLP LigerModulatedRMSNorm LigerPhi3SwiGLUMLP LigerPolyNorm "
-        "LigerQwen3MoeSwiGLUMLP LigerRMSNorm LigerRMSNormForMuseGlimmer "
-        "LigerRMSNormForMuseGlimmerTextCentered LigerReLUSquared LigerSoftmax LigerSparsemax LigerSwiGLUMLP "
-        "LigerSwiGLUMLPForMuseGlimmer LigerTiledGEGLUMLP LigerTiledSwiGLUMLP",
-        "divergences": "LigerFusedCETVDLoss LigerFusedLinearJSD LigerFusedLinearKLDivLoss LigerJSD "
-        "LigerKLDIVLoss LigerTVDLoss",
+        "LigerQwen3MoeSwiGLUMLP LigerRMSNorm LigerReLUSquared LigerSoftmax LigerSparsemax LigerSwiGLUMLP",
+        "divergences": "LigerFusedLinearJSD LigerJSD LigerKLDIVLoss LigerTVDLoss",
         "functional": f"liger_rotary_pos_emb {_LLAMA4}",
         "hyper_connections": "LigerMHC",
         "megatron": "LigerVocabParallelCrossEntropy",
-        "utils": "is_transformers_available",
     },
     "transformers.auto_model": {
         "patching": "AutoLigerKernelForCausalLM MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel"
@@ -93,18 +88,16 @@ PATHS: dict[str, dict[str, str]] = {
         "liger_fused_add_rms_norm liger_fused_linear_cross_entropy liger_geglu liger_group_norm "
         "liger_layer_norm liger_modulated_rms_norm liger_poly_norm liger_qwen2vl_mrope liger_relu_squared "
         "liger_rms_norm liger_rope liger_softmax liger_sparsemax liger_swiglu",
-        "divergences": "liger_fused_linear_jsd liger_fused_linear_kl_div liger_jsd liger_kl_div liger_tvd",
+        "divergences": "liger_fused_linear_jsd liger_jsd liger_kl_div liger_tvd",
         "hyper_connections": f"{_MHC} liger_mhc_apply liger_mhc_forward",
         "megatron": "liger_fused_linear_scaled_cross_entropy_tp",
     },
     "transformers.fused_add_rms_norm": {"modules": "LigerFusedAddRMSNorm"},
-    "transformers.fused_ce_tvd": {"divergences": "LigerFusedCETVDLoss"},
     "transformers.fused_linear_cross_entropy": {
         "functional": "CrossEntropyOutput",
         "modules": "LigerFusedLinearCrossEntropyLoss",
     },
     "transformers.fused_linear_jsd": {"divergences": "LigerFusedLinearJSD"},
-    "transformers.fused_linear_kl_div": {"divergences": "LigerFusedLinearKLDivLoss"},
     "transformers.geglu": {"modules": "LigerGEGLUMLP"},
     "transformers.group_norm": {"modules": "LigerGroupNorm"},
     "transformers.jsd": {"divergences": "LigerJSD"},
@@ -120,27 +113,22 @@ PATHS: dict[str, dict[str, str]] = {
     "transformers.poly_norm": {"modules": "LigerPolyNorm"},
     "transformers.qwen2vl_mrope": {"functional": "liger_multimodal_rotary_pos_emb"},
     "transformers.relu_squared": {"modules": "LigerReLUSquared"},
-    "transformers.rms_norm": {
-        "modules": "LigerRMSNorm LigerRMSNormForGemma2 LigerRMSNormForGemma4 LigerRMSNormForMuseGlimmer "
-        "LigerRMSNormForMuseGlimmerTextCentered"
-    },
+    "transformers.rms_norm": {"modules": "LigerRMSNorm LigerRMSNormForGemma2 LigerRMSNormForGemma4"},
     "transformers.rope": {"functional": "liger_rotary_pos_emb"},
     "transformers.softmax": {"modules": "LigerSoftmax"},
     "transformers.sparsemax": {"modules": "LigerSparsemax"},
     "transformers.swiglu": {
         "modules": "LigerBlockSparseTop2MLP LigerExperts LigerFalconH1SwiGLUMLP LigerPhi3SwiGLUMLP "
-        "LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer"
+        "LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP"
     },
-    "transformers.tiled_mlp": {"modules": "LigerTiledGEGLUMLP LigerTiledSwiGLUMLP apply_tiled_mlp"},
     "transformers.trainer": {},
     "transformers.trainer.orpo_trainer": {"outputs": "_FSDPForwardRedirection"},
     "transformers.trainer_integration": {"patching": "_apply_liger_kernel"},
     "transformers.tvd": {"divergences": "LigerTVDLoss"},
     "transformers.vocab_parallel_cross_entropy": {"megatron": "LigerVocabParallelCrossEntropy"},
-    "triton": {"utils": "apply_liger_triton_cache_manager"},
     "utils": {
-        "utils": "PEFT_AVAILABLE get_total_gpu_memory infer_comm_backend infer_device is_npu_available "
-        "is_peft_available transformers_version_dispatch"
+        "utils": "PEFT_AVAILABLE infer_comm_backend infer_device is_npu_available "
+        "transformers_version_dispatch"
     },
 }
 
@@ -152,7 +140,11 @@ _INSTEAD = {
     r"neighborhood": "torch.nn.attention.flex_attention with a mask of neighbours",
     r"multi_?token_?attention": "PyTorch, for Tigon has no op for it",
     r"LigerRMSNormFor": "LigerRMSNorm with offset, casting_mode and init_fn, or tigon.nn.RMSNorm",
-    r"LigerHunyuanV1SwiGLUMLP": "LigerSwiGLUMLP",
+    r"SwiGLUMLPFor|LigerHunyuanV1SwiGLUMLP": "LigerSwiGLUMLP",
+    r"tiled": "torch.utils.checkpoint around the MLP, for some of the tokens at a time",
+    r"linear_?kl_?div": "tigon.linear_kl_div, with the logarithms of the probabilities as the teacher",
+    r"ce_?tvd": "tigon.cross_entropy and tigon.tvd",
+    r"env_report": "tigon.env()",
     r"LigerGEGLUMLPFor": "LigerGEGLUMLP, of a configuration with the layer's intermediate_size",
     r"rotary_pos_emb": "liger_rotary_pos_emb, or tigon.rope",
     r"cosine": "torch.nn.functional.cosine_similarity of logits",
@@ -167,7 +159,7 @@ _INSTEAD = {
     r"moe|routing": "tigon.experts, or tigon.grouped_mlp of rows that expert parallelism has sorted",
     r"int8int2|matmul": "torch.matmul",
     r"^ops\b|Function$": "the op's function in liger_kernel.transformers.functional, or tigon's own",
-    r"^(utils|triton)\b|transformers\.monkey_patch": "torch's own: it is a helper of Liger's kernels",
+    r"^(utils|triton)\b|transformers\.(monkey_patch|is_)": "torch's own: it is a helper of Liger's kernels",
 }
 
 

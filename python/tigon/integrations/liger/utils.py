@@ -11,17 +11,7 @@ from collections.abc import Callable
 import torch
 from packaging.version import Version
 
-import tigon
-
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
-
-
-def is_peft_available() -> bool:
-    return PEFT_AVAILABLE
-
-
-def is_transformers_available() -> bool:
-    return importlib.util.find_spec("transformers") is not None
 
 
 def is_npu_available() -> bool:
@@ -46,11 +36,6 @@ def infer_device() -> str:
 def infer_comm_backend() -> str:
     """torch.distributed's backend for :func:`infer_device`."""
     return {"cuda": "nccl", "npu": "hccl", "xpu": "ccl"}.get(infer_device(), "gloo")
-
-
-def get_total_gpu_memory() -> int:
-    """GiB of the first GPU."""
-    return round(torch.cuda.get_device_properties(0).total_memory / 2**30)
 
 
 def compare_version(package: str, compare: Callable[[Version, Version], bool], target: str) -> bool:
@@ -110,12 +95,3 @@ class _TritonTypes(dict):
 
 
 torch_to_triton_dtype = _TritonTypes()
-
-
-def apply_liger_triton_cache_manager() -> None:
-    """Nothing to do: Tigon compiles nothing at run time."""
-
-
-def print_env_report() -> None:
-    """Versions, devices and what Tigon was built with."""
-    print(tigon.env())
