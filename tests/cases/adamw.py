@@ -40,6 +40,7 @@ LISTS = [
     Parameters("chunks", ((5, 16384), (16385,), (16383,))),
     Parameters("misaligned", ((3, 5), (257, 129), (64, 64)), layout="offset1"),
     Parameters("permuted", ((3, 5, 7), (33, 65), (16, 4, 3, 3)), layout="transposed"),
+    Parameters("some", tuple((1 + 37 * i % 200,) for i in range(100))),
     Parameters("many", tuple((1 + 37 * i % 200,) for i in range(600))),
 ]
 
