@@ -11,7 +11,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 KINDS = ("e4m3", "int8", "int4", "e2m1")
-SIZES = ((8, 64), (37, 100), (130, 257), (1, 1))
+SIZES = ((8, 64), (67, 96), (37, 100), (130, 257), (1, 1))
 
 
 def values_of(codes, kind, columns):
@@ -53,7 +53,7 @@ def make(kind, rows, columns, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_the_format_defines_it(kind, dtype, device):
     for rows, columns in SIZES:
-        for block in ((1, 32), (128, 128), (1, 16), (3, 5), (1, 1 << 40)):
+        for block in ((1, 32), (128, 128), (1, 16), (3, 48), (3, 5), (1, 1 << 40)):
             for of in (F32, BF16, F16, E4M3, E8M0, torch.uint8):
                 codes = make(kind, rows, columns, device)
                 shape = blocks_of(rows, block[0]), blocks_of(columns, block[1])

@@ -112,7 +112,7 @@ _gate_bwd, _gate_bwd_in_place = native("experts_gate_bwd"), native("experts_gate
 _combine, _sum = native("experts_combine"), native("experts_sum")
 _zero_rest, _copy = native("experts_zero_rest"), native("experts_copy")
 _product, _weight_gradient = native("experts_product"), native("experts_weight_gradient")
-_gated_product = native("experts_gated_product")
+_gated_product, _gradient = native("experts_gated_product"), native("experts_adapter_gradient")
 
 
 def own_fits(rows, other) -> bool:
@@ -216,8 +216,8 @@ def _packed(matrices, scale, dtype, dim):
     """``scale * matrices`` in `dtype`, with zeros in dimension `dim`, the rank, up to a multiple of 8."""
     shape = list(matrices.shape)
     rank, shape[dim] = shape[dim], _columns(shape[dim])
-    if scale == 1 and matrices.dtype == dtype and matrices.is_contiguous() and shape[dim] == rank:
-        return matrices
+    if scale == 1 and matrices.is_contiguous() and shape[dim] == rank:
+        return matrices.to(dtype)
     out = (matrices.new_empty if shape[dim] == rank else matrices.new_zeros)(shape, dtype=dtype)
     _copy(matrices, out.narrow(dim, 0, rank), scale)
     return out
@@ -237,15 +237,15 @@ def _lowered(rows, first, second, scales, offsets, transposed, order=None, place
     return t, (t, _packed(second, scales[1], rows.dtype, 1 if transposed else 2))
 
 
-def _adapter_gradient(t, rows, offsets, like, is_b):
-    """``t_e^T rows_e`` of every expert: the gradient of `like`, a or b, in its order of memory."""
-    gradient = weight_gradient(t, rows, offsets)
-    gradient = gradient[:, : like.shape[2 if is_b else 1]]
-    gradient = gradient.mT if is_b else gradient
-    if gradient.dtype == like.dtype and gradient.stride() == like.stride() == gradient.contiguous().stride():
-        return gradient
+def _adapter_gradient(t, rows, offsets, like, is_b, scale=1.0, order=None, place=None):
+    """``scale t_e^T rows_e`` of every expert: the gradient of `like`, a or b, in its order of memory."""
     out = torch.empty_like(like)
-    _copy(gradient, out, 1.0)
+    matrices = out.mT if is_b else out
+    if own_fits(rows, t):
+        _gradient(t, rows, offsets, order, place, scale, matrices)
+    else:
+        rows = rows.contiguous() if order is None else _gather(rows, place)
+        _copy(weight_gradient(t, rows, offsets)[:, : matrices.shape[1]], matrices, scale)
     return out
 
 
@@ -328,14 +328,20 @@ def _layer_backward(*arguments, in_place=False):
     # Without gradients of z or weights the kernel needs no dact; it then reads z in its place and drops dz.
     dact = z[:, : a.down.shape[1 if transposed else 2]]
     if need_dz or a.need_dweights or a.need_ddown_a:
-        down_dt, lora = _lowered(g, _turned(a.down_b), _turned(a.down_a), (a.down_scale, 1), *layout)
+        # The kernel of few columns reads the rows of dy in any order, and those are fewer than g's.
+        is_narrow = a.down_b is not None and a.down_b.shape[2] <= 32 and g.dtype == torch.bfloat16
+        is_narrow = is_narrow and own_fits(a.dy, a.down)
+        rows, *by = (a.dy.contiguous(), slots, places) if is_narrow else (g, None, None)
+        down_dt, lora = _lowered(rows, _turned(a.down_b), _turned(a.down_a), (a.down_scale, 1), *layout, *by)
+        del rows
         if need_dz or a.need_dweights:
             dact = product(g, a.down, *layout, lora)
         del lora
     if a.need_ddown_b:
-        factors = a.down_scale if a.weights is None else a.down_scale * _by_row(a.weights, slots)
-        t = (a.down_t * factors).to(x.dtype)
-        found["down_b"] = _adapter_gradient(t, g, offsets, a.down_b, True)
+        t = a.down_t
+        if a.weights is not None:
+            t = (t * (a.weights if is_sorted else a.weights[slots])[:, None]).to(x.dtype)
+        found["down_b"] = _adapter_gradient(t, g, offsets, a.down_b, True, a.down_scale)
     if not (a.need_ddown or a.need_ddown_bias or a.down_bias is not None):
         g = None
     unit = a.kind, a.columns, a.alpha, a.limit
@@ -361,16 +367,16 @@ def _layer_backward(*arguments, in_place=False):
     if a.need_dx or a.need_dgate_up_a:
         pair = _turned(a.gate_up_b), _turned(a.gate_up_a)
         gate_up_dt, lora = _lowered(dz, *pair, (a.gate_up_scale, 1), *layout)
-    if a.need_dgate_up or a.need_dgate_up_a:
+    if a.need_dgate_up:
         rows = x.contiguous() if is_sorted else _gather(x, a.place)
-        if a.need_dgate_up:
-            pair = (rows, dz) if transposed else (dz, rows)
-            found["gate_up"] = weight_gradient(*pair, offsets)
-        if a.need_dgate_up_a:
-            found["gate_up_a"] = _adapter_gradient(gate_up_dt, rows, offsets, a.gate_up_a, False)
-        del rows
+        pair = (rows, dz) if transposed else (dz, rows)
+        found["gate_up"] = weight_gradient(*pair, offsets)
+        del rows, pair
+    if a.need_dgate_up_a:
+        given = x, offsets, a.gate_up_a, False, 1.0, slots, places
+        found["gate_up_a"] = _adapter_gradient(gate_up_dt, *given)
     if a.need_dgate_up_b:
-        found["gate_up_b"] = _adapter_gradient(a.gate_up_t * a.gate_up_scale, dz, offsets, a.gate_up_b, True)
+        found["gate_up_b"] = _adapter_gradient(a.gate_up_t, dz, offsets, a.gate_up_b, True, a.gate_up_scale)
     if a.need_dgate_up_bias:
         found["gate_up_bias"] = _sum(dz, None, None, offsets)
     if a.need_dx:
@@ -387,11 +393,6 @@ def _layer_backward(*arguments, in_place=False):
 
 def _turned(matrices):
     return None if matrices is None else matrices.mT
-
-
-def _by_row(weights, slots):
-    """Routing weights as a column, in the order of the sorted rows."""
-    return (weights if slots is None else weights[slots]).float()[:, None]
 
 
 _RESULTS = ("y", "gate_up_rows", "order", "place", "offsets", "gate_up_t", "down_t")

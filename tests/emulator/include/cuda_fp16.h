@@ -28,6 +28,9 @@ inline __half2 emulated(__half2 a, __half2 b, float (*fn)(float, float)) {
 }
 inline __half2 __hmax2(__half2 a, __half2 b) { return emulated(a, b, fmaxf); }
 inline __half2 __hmin2(__half2 a, __half2 b) { return emulated(a, b, fminf); }
+inline __half2 __hadd2_rn(__half2 a, __half2 b) {
+  return emulated(a, b, [](float x, float y) { return x + y; });
+}
 inline __half2 __hmul2_rn(__half2 a, __half2 b) {
   return emulated(a, b, [](float x, float y) { return x * y; });
 }

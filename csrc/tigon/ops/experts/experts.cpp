@@ -92,11 +92,37 @@ void weight_gradient(Context& ctx, const ExpertsWeightGradient& call) {
                      .reduce_rows = true});
 }
 
+void adapter_gradient(Context& ctx, const ExpertsAdapterGradient& call) {
+  const ExpertsAdapterGradient a = checked("experts", ctx, call);
+  const int64_t experts = a.offsets.size - 1, columns = a.rows.cols;
+  require_float("experts", "out", a.out.dtype);
+  TIGON_CHECK(
+      "experts",
+      a.out.dims == 3 && a.out.sizes[0] == experts && a.out.sizes[1] <= a.t.cols && a.out.sizes[2] == columns,
+      "out must be [", experts, ", at most ", a.t.cols, ", ", columns, "]");
+  if (experts * a.out.sizes[1] * columns == 0) return;
+  bool done = false;
+  on_device("experts", ctx, [] {}, TIGON_ON_CUDA(done = cuda::experts_narrow_gradient(ctx, a)));
+  if (done) return;
+  const Matrix c = scratch(ctx, {.dtype = a.t.dtype, .rows = experts * a.t.cols, .cols = columns});
+  grouped_gemm(ctx, {.offsets = a.offsets.as<int32_t>(),
+                     .groups = experts,
+                     .a = a.t,
+                     .b = a.order ? gathered(ctx, a.rows, a.place) : a.rows,
+                     .c = c,
+                     .reduce_rows = true});
+  Strided gradient = a.out;
+  gradient.data = c.data, gradient.dtype = c.dtype;
+  gradient.strides[0] = a.t.cols * columns, gradient.strides[1] = columns, gradient.strides[2] = 1;
+  experts_copy(ctx, {.x = gradient, .out = a.out, .scale = a.scale});
+}
+
 TIGON_OPERATOR(experts_copy, ExpertsCopy, "experts_copy", none)
 TIGON_OPERATOR(zero_rest, ExpertsZeroRest, "experts_zero_rest", none)
 TIGON_OPERATOR(product, ExpertsProduct, "experts_product", none)
 TIGON_OPERATOR(gated_product, ExpertsGatedProduct, "experts_gated_product", none)
 TIGON_OPERATOR(weight_gradient, ExpertsWeightGradient, "experts_weight_gradient", none)
+TIGON_OPERATOR(adapter_gradient, ExpertsAdapterGradient, "experts_adapter_gradient", none)
 
 }  // namespace
 

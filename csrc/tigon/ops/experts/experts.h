@@ -320,6 +320,29 @@ struct ExpertsWeightGradient {
   }
 };
 
+// Computes scale t_e^T rows_e of the rows of every expert e into an adapter's gradient, in any memory order
+// and dtype; zeros if it has no rows. With `order`, which comes with `place`, these are rows of a shorter
+// matrix, several for each. The columns of t past the rank are not used.
+struct ExpertsAdapterGradient {
+  Matrix t;
+  Matrix rows;
+  Vector offsets;
+  Vector order, place;
+  float scale = 1.0f;
+  Strided out;  // [experts, rank, columns of rows]
+
+  void fields(Fields& f) {
+    f.rows("t", t, 0);
+    f.input("rows", rows, order ? rows.rows : t.rows, rows.cols, t.dtype);
+    f.input("offsets", offsets, offsets.size, DType::i32);
+    f.optional("order", order, t.rows, DType::i32);
+    f.optional("place", place, t.rows, DType::i32);
+    ExpertsFields::choices(f, t.rows, rows.rows);
+    f.option("scale", scale);
+    f.strided("out", out, 3, 0, Role::input, true);
+  }
+};
+
 // out = scale * x, both in any memory order and dtype: adapters come with the expert as their fastest index.
 struct ExpertsCopy {
   Strided x, out;
@@ -336,6 +359,8 @@ namespace cuda {
 // Multiplies by matrices of few rows, [r, in], whose result is then no wider than the tile of a GEMM. False:
 // not these.
 bool experts_narrow_product(Context& ctx, const ExpertsProduct& a);
+// Does the same for gradients of few ranks.
+bool experts_narrow_gradient(Context& ctx, const ExpertsAdapterGradient& a);
 }  // namespace cuda
 
 TIGON_API_ENTRY(experts_copy, ExpertsCopy)

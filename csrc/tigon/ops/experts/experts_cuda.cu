@@ -12,6 +12,7 @@
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/experts/experts.h"
+#include "tigon/ops/experts/experts_rows.cuh"
 
 namespace tigon::cuda {
 namespace {
@@ -22,38 +23,6 @@ constexpr const char* kOp = "experts";
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 Values values_of(const Vector& v) { return {v.data, v.dtype}; }
-
-// Holds where the experts' rows begin, in `experts` + 1 numbers.
-struct Offsets {
-  const int32_t* first;
-  int experts;
-  __device__ __forceinline__ int here() const { return first[experts]; }
-  __device__ __forceinline__ int expert_of(int row) const {
-    int low = 0, high = experts;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (first[middle] <= row ? low : high) = middle;
-    }
-    return low;
-  }
-};
-Offsets offsets_of(const Vector& v) { return {v.as<int32_t>(), int(v.size - 1)}; }
-
-// Describes a matrix to a kernel.
-template <class T>
-struct Rows {
-  T* data;
-  int64_t stride;
-  __device__ __forceinline__ T* operator[](int64_t r) const { return data + r * stride; }
-};
-template <class T>
-Rows<T> rows_of(const Matrix& m) {
-  return {m.row<T>(0), m.stride};
-}
-
-bool vectorized(const Matrix& m) {
-  return m.data == nullptr || is_vectorizable(m.data, m.stride, m.cols, size_of(m.dtype));
-}
 
 // Calls fn<T, N>(): N makes a 16-byte vector of T if all matrices allow it, else N is 1.
 template <class Fn>
@@ -182,107 +151,6 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(Rows<const T> x, const
   const Vec<T, N> v = load_stream<T, N>(x[token] + vec * N);
   for (int j = 0; j < choices; ++j)
     if (const int row = place[token * choices + j]; row >= 0) store<T, N>(rows[row] + vec * N, v);
-}
-
-// ---------------------------------------------------------------- products with few columns
-
-// A warp multiplies so many adjacent rows, once for each expert that has some of them.
-constexpr int kNarrowRows = 32, kNarrowThreads = 128, kMostNarrow = 64;
-
-struct Narrow {
-  Rows<const __nv_bfloat16> rows;
-  const int32_t* order;  // null: rows as they are
-  int choices;
-  const __nv_bfloat16* stack;  // [experts, columns, depth]
-  Offsets offsets;
-  __nv_bfloat16* c;  // [rows, columns]
-  int columns, depth;
-};
-
-// The order of the columns of a step of 32 does not matter, as long as it is that of the stack: lane 4 t + q
-// takes columns 8 q to 8 q + 7 of rows t, t + 8, t + 16 and t + 24 by one load each.
-template <int kTiles>
-__global__ __launch_bounds__(kNarrowThreads) void narrow_kernel(const __grid_constant__ Narrow p) {
-  constexpr int kGroups = kNarrowRows / 8, kSteps = kTiles <= 2 ? 4 : 2;
-  const int lane = int(threadIdx.x) % 32, t = lane / 4, q = lane % 4;
-  const int first = (int(blockIdx.x) * (kNarrowThreads / 32) + int(threadIdx.x) / 32) * kNarrowRows,
-            end = min(first + kNarrowRows, p.offsets.here());
-  if (first >= end) return;
-  const uint4* from[kGroups];
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    const int row = min(first + t + 8 * i, end - 1);
-    from[i] = reinterpret_cast<const uint4*>(p.rows[p.order == nullptr ? row : p.order[row] / p.choices]) + q;
-  }
-  const int vecs = p.depth / 8;
-  for (int e = p.offsets.expert_of(first); e < p.offsets.experts && p.offsets.first[e] < end; ++e) {
-    const int begin = max(first, p.offsets.first[e]), stop = min(end, p.offsets.first[e + 1]);
-    if (begin >= stop) continue;
-    const uint4* matrix = reinterpret_cast<const uint4*>(p.stack) + int64_t(e) * p.columns * vecs + q;
-    float sums[kGroups / 2][kTiles][4] = {};
-    for (int at = 0; at < vecs; at += 4 * kSteps) {
-      uint4 x[kSteps][kGroups], w[kSteps][kTiles];
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int i = at + 4 * s;
-        const bool inside = i + q < vecs;
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) x[s][g] = inside ? from[g][i] : uint4{};
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-          w[s][n] = inside && 8 * n < p.columns ? matrix[(8 * n + t) * vecs + i] : uint4{};
-      }
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-        for (int g = 0; g < kGroups; g += 2)
-#pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-            const uint4 &a = x[s][g], &b = x[s][g + 1], &m = w[s][n];
-            mma_m16n8k16(sums[g / 2][n], {a.x, b.x, a.y, b.y}, {m.x, m.y});
-            mma_m16n8k16(sums[g / 2][n], {a.z, b.z, a.w, b.w}, {m.z, m.w});
-          }
-    }
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g)
-      if (const int row = first + t + 8 * g; row >= begin && row < stop)
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-          if (8 * n < p.columns) {
-            Vec<__nv_bfloat16, 2> pair;
-            pair.set({sums[g / 2][n][g % 2 * 2], sums[g / 2][n][g % 2 * 2 + 1]});
-            store<__nv_bfloat16, 2>(p.c + int64_t(row) * p.columns + 8 * n + 2 * q, pair);
-          }
-  }
-}
-
-// ---------------------------------------------------------------- copies
-
-// A CTA copies a square through shared memory, read along the fastest index of x and written along that of
-// out, which is the last one here. The middle one is that of x if they differ (`turns`).
-constexpr int kSide = 32, kCopyThreads = 256;
-
-struct Copy {
-  int64_t in[3], out[3];  // strides
-  int rows, cols, tiles_m, tiles_n;
-  bool turns;
-  float scale;
-};
-
-template <class In, class Out>
-__global__ __launch_bounds__(kCopyThreads) void copy_kernel(const In* x, Out* out, const Copy p) {
-  __shared__ float square[kSide][kSide + 1];
-  const int col = int(blockIdx.x) % p.tiles_n * kSide, rest = int(blockIdx.x) / p.tiles_n,
-            row = rest % p.tiles_m * kSide, lane = int(threadIdx.x) % kSide, first = int(threadIdx.x) / kSide;
-  x += rest / p.tiles_m * p.in[0] + row * p.in[1] + col * p.in[2];
-  out += rest / p.tiles_m * p.out[0] + row * p.out[1] + col * p.out[2];
-  for (int i = first; i < kSide; i += kCopyThreads / kSide)
-    if (const int r = p.turns ? lane : i, c = p.turns ? i : lane; row + r < p.rows && col + c < p.cols)
-      square[r][c] = widen(x[r * p.in[1] + c * p.in[2]]);
-  __syncthreads();
-  for (int i = first; i < kSide; i += kCopyThreads / kSide)
-    if (row + i < p.rows && col + lane < p.cols)
-      out[i * p.out[1] + lane * p.out[2]] = narrow<Out>(p.scale * square[i][lane]);
 }
 
 // ---------------------------------------------------------------- gate
@@ -601,63 +469,6 @@ void experts_route(Context& ctx, const ExpertsRoute& a) {
   launch(kOp, ctx, count_kernel, {.blocks = blocks, .threads = kRouteThreads, .shared = bins}, p);
   launch(kOp, ctx, place_kernel, {.blocks = blocks, .threads = kRouteThreads, .shared = bins * kRouteWarps},
          p);
-}
-
-void experts_copy(Context& ctx, const ExpertsCopy& a) {
-  // The indices, the last one the fastest of out and the one before it that of x, or any other.
-  int order[3] = {0, 1, 2};
-  auto fastest = [&](const Strided& t, int count) {
-    return int(std::min_element(order, order + count,
-                                [&](int i, int j) {
-                                  auto step = [&](int d) {
-                                    return t.sizes[d] > 1 ? t.strides[d] : INT64_MAX;
-                                  };
-                                  return step(i) < step(j);
-                                }) -
-               order);
-  };
-  const int of_x = order[fastest(a.x, 3)];
-  std::swap(order[fastest(a.out, 3)], order[2]);
-  std::swap(order[fastest(a.x, 2)], order[1]);
-  Copy p{.rows = int(a.x.sizes[order[1]]), .cols = int(a.x.sizes[order[2]])};
-  for (int i = 0; i < 3; ++i) p.in[i] = a.x.strides[order[i]], p.out[i] = a.out.strides[order[i]];
-  p.tiles_m = int(ceil_div(p.rows, kSide)), p.tiles_n = int(ceil_div(p.cols, kSide));
-  p.turns = of_x == order[1], p.scale = a.scale;
-  dispatch_float(kOp, "x", a.x.dtype, [&](auto in) {
-    dispatch_float(kOp, "out", a.out.dtype, [&](auto to) {
-      using In = typename DeviceType<typename decltype(in)::type>::type;
-      using Out = typename DeviceType<typename decltype(to)::type>::type;
-      launch(kOp, ctx, copy_kernel<In, Out>,
-             {.blocks = a.x.sizes[order[0]] * p.tiles_m * p.tiles_n, .threads = kCopyThreads},
-             static_cast<const In*>(a.x.data), static_cast<Out*>(a.out.data), p);
-    });
-  });
-}
-
-bool experts_narrow_product(Context& ctx, const ExpertsProduct& a) {
-  using T = __nv_bfloat16;
-  const int64_t depth = a.rows.cols, columns = a.c.cols;
-  if (a.rows.dtype != DType::bf16 || a.transposed || a.t.data != nullptr || columns > kMostNarrow ||
-      columns % 8 != 0 || !vectorized(a.rows) || !vectorized(a.stack) || a.stack.stride != depth)
-    return false;
-  if (a.c.rows == 0) return true;
-  auto run = [&]<int kTiles>() {
-    launch(kOp, ctx, narrow_kernel<kTiles>,
-           {.blocks = ceil_div(a.c.rows, kNarrowRows * kNarrowThreads / 32), .threads = kNarrowThreads},
-           Narrow{.rows = rows_of<const T>(a.rows),
-                  .order = a.order.as<int32_t>(),
-                  .choices = int(a.c.rows / a.rows.rows),
-                  .stack = a.stack.row<const T>(0),
-                  .offsets = offsets_of(a.offsets),
-                  .c = a.c.row<T>(0),
-                  .columns = int(columns),
-                  .depth = int(depth)});
-  };
-  columns <= 8    ? run.template operator()<1>()
-  : columns <= 16 ? run.template operator()<2>()
-  : columns <= 32 ? run.template operator()<4>()
-                  : run.template operator()<8>();
-  return true;
 }
 
 void experts_gather(Context& ctx, const ExpertsGather& a) {
