@@ -154,8 +154,8 @@ TEST_CASE("a code is the nearest value, the lower of two, in every neighbourhood
     return uint32_t(code);
   };
   const auto check = [&](float y) {
-    REQUIRE(oracle::avg_code(maps, y) == nearest(maps.avg, y));
-    if (y > 0) REQUIRE(oracle::root_code(maps, y, y) == std::max(nearest(maps.root, y), 1u));
+    REQUIRE(oracle::avg_code(maps.cells, y) == nearest(maps.avg, y));
+    if (y > 0) REQUIRE(oracle::root_code(maps.cells, y, y) == std::max(nearest(maps.root, y), 1u));
   };
   for (const float* values : {maps.avg, maps.root})
     for (int code = 0; code < 255; ++code) {
@@ -167,10 +167,22 @@ TEST_CASE("a code is the nearest value, the lower of two, in every neighbourhood
     }
   for (uint32_t bits = 0; bits <= 0x3f800000u; bits += 4099)
     check(std::bit_cast<float>(bits)), check(-std::bit_cast<float>(bits));
-  CHECK(oracle::avg_code(maps, NAN) == 127u);
-  CHECK(oracle::avg_code(maps, -NAN) == 127u);
-  CHECK(oracle::root_code(maps, 0.0f, 0.0f) == 0u);
-  CHECK(oracle::root_code(maps, 1e-30f, 0.0f) == 1u);
+  // Four codes of exp_avg in a word, from distances and signs.
+  for (uint32_t a = 0; a <= 128; ++a)
+    for (uint32_t negative = 0; negative < 16; ++negative) {
+      uint32_t distances = 0, signs = 0, expected = 0;
+      for (uint32_t k = 0; k < 4; ++k) {
+        const uint32_t distance = (a + 43 * k) % 129;
+        const bool below = (negative >> k & 1) != 0;
+        distances |= distance << 8 * k, signs |= below ? 0xffu << 8 * k : 0u;
+        expected |= (below ? 127 - std::min(distance, 127u) : 127 + distance) << 8 * k;
+      }
+      CHECK(oracle::avg_codes(distances, signs) == expected);
+    }
+  CHECK(oracle::avg_code(maps.cells, NAN) == 127u);
+  CHECK(oracle::avg_code(maps.cells, -NAN) == 127u);
+  CHECK(oracle::root_code(maps.cells, 0.0f, 0.0f) == 0u);
+  CHECK(oracle::root_code(maps.cells, 1e-30f, 0.0f) == 1u);
 }
 
 TEST_CASE("any order and any split of a list gives the same bits") {

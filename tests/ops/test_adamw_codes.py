@@ -243,6 +243,26 @@ def test_blocks_that_are_not_finite_or_zero(device):
     assert made.params[0].isfinite().all() and all(t.isfinite().all() for t in made.absmaxes)
 
 
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_of_every_size(dtype, rounding, device):
+    """Gradients from 1e-38 to 1e38, some zero, a factor between blocks: the moments that float32 has."""
+    scale = torch.logspace(-38, 38, 153).repeat_interleave(256)
+    made, wide = (
+        make_list([torch.ones(scale.numel(), dtype=dtype, device=device)], rounding, w) for w in (False, True)
+    )
+    zero = torch.arange(scale.numel()) % 521 == 0
+    g = (torch.randn(scale.numel(), generator=torch.Generator().manual_seed(2)) * scale).masked_fill(
+        zero, 0.0
+    )
+    for lists in (made, wide):
+        lists.grads[0].copy_(g)
+        for moment in (lists.exp_avgs[0], lists.exp_avg_sqs[0]):
+            moment[: 256 * 60].fill_(0 if lists is wide else 127 if moment is lists.exp_avgs[0] else 0)
+        step(lists, rounding=rounding, seed=5)
+    check_codes(made, wide)
+
+
 def test_order_and_split_at_blocks(device):
     """Lists in another order, and tensors cut at blocks: the same bits."""
     whole = make_list([torch.ones(5000, dtype=torch.bfloat16, device=device)])

@@ -29,6 +29,18 @@ __device__ __forceinline__ float rcp_approx_ftz(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __forceinline__ float rsqrt_approx_ftz(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Returns bytes of a (0 to 3) and b (4 to 7), one for each digit of `bytes`. A digit with 8 added takes the
+// byte's sign bit for each of its bits.
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t bytes) {
+  uint32_t c;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(bytes));
+  return c;
+}
 // Returns the larger one, or NaN if one is NaN. It also takes pairs of 16-bit numbers.
 __device__ __forceinline__ float max_NaN(float a, float b) {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));

@@ -12,40 +12,45 @@ namespace tigon::adamw_detail {
 
 inline constexpr int kCodedBlock = 256;  // elements that share an absmax
 
-// A cell covers the floats of one exponent that agree in their upper mantissa bits. It is so small that at
-// most one threshold lies in it. Its entry has the lower 24 bits of the threshold, and below them the code at
-// the beginning of the cell. What is above the threshold has the next code.
-template <int LowestExponent, int MantissaBits>
+// A cell covers the floats that agree in the upper half of z, which is a float's bits, or twice them. At most
+// one threshold lies in it. Its entry plus z has the code in byte 2: what is above the threshold carries into
+// that byte.
+template <int LowestExponent, bool Doubled>
 struct CodeCells {
-  static constexpr int kShift = 23 - MantissaBits;
-  static constexpr uint32_t kFirst = uint32_t(127 + LowestExponent) << MantissaBits;
-  static constexpr int kCount = (-LowestExponent << MantissaBits) + 4;  // the last four begin with 1
+  static constexpr int kDoubled = Doubled, kMantissaBits = 7 + kDoubled;
+  static constexpr uint32_t kFirst = uint32_t(127 + LowestExponent) << kMantissaBits;
+  static constexpr int kCount = (-LowestExponent << kMantissaBits) + 4;  // the last four begin with 1
   static constexpr float kLowest = 1.0f / float(1 << -LowestExponent);
+  static constexpr uint32_t kLowestZ = kFirst << 16;
   uint32_t of[kCount];
 
-  // thresholds[j] is the largest float that still takes code j. Codes are stored with `add` added.
-  constexpr void fill(const uint32_t* thresholds, int count, uint32_t add) {
+  // thresholds[j] is the largest z that still takes code j.
+  constexpr void fill(const uint32_t* thresholds, int count) {
     int j = 0;
     for (int k = 0; k < kCount; ++k) {
-      const uint32_t cell = kFirst + uint32_t(k), begin = cell << kShift;
+      const uint32_t begin = (kFirst + uint32_t(k)) << 16, end = begin + 0xffffu;
       while (j < count && thresholds[j] < begin) ++j;
-      const bool inside = j < count && thresholds[j] >> kShift == cell;
-      if (inside && j + 1 < count && thresholds[j + 1] >> kShift == cell) throw "two thresholds in a cell";
-      of[k] = (inside ? thresholds[j] << 8 : 0xffffff00u) | (uint32_t(j) + add);
+      const bool inside = j < count && thresholds[j] <= end;
+      if (inside && j + 1 < count && thresholds[j + 1] <= end) throw "two thresholds in a cell";
+      of[k] = (uint32_t(j) << 16) + 0xffffu - (inside ? thresholds[j] : end);
     }
   }
 };
 
-using AvgCells = CodeCells<-22, 6>;
-using RootCells = CodeCells<-21, 7>;
+// The z of a value of exp_avg is twice the bits of its magnitude, and 1 more if it is negative: thresholds
+// between two floats, and those that are a float and so a tie, hold for both signs.
+using AvgCells = CodeCells<-22, true>;
+using RootCells = CodeCells<-21, false>;
 
-struct alignas(16) CodeMaps {
-  float avg[256];      // of exp_avg
-  float root[256];     // of the root of exp_avg_sq
-  AvgCells of_avg[2];  // [sign]: codes of values >= 0, and 255 minus those of values <= 0
-  RootCells of_roots;  // from code 1 on
+struct CodeMaps {
+  struct Cells {
+    AvgCells of_avg;     // the distance from code 127
+    RootCells of_roots;  // from code 1 on
+  };
+  float avg[256];   // of exp_avg
+  float root[256];  // of the root of exp_avg_sq
+  Cells cells;
 };
-static_assert(sizeof(CodeMaps) % 16 == 0);
 
 // Computes a * b + c as the linspace of PyTorch does: a double holds the product exactly.
 constexpr float mapped_fma(float a, float b, float c) { return float(double(a) * double(b) + double(c)); }
@@ -69,29 +74,25 @@ constexpr int positive_values(bool is_signed, float (&to)[256]) {
 constexpr CodeMaps code_maps() {
   CodeMaps maps{};
   uint32_t thresholds[256] = {};
-  // Computes the thresholds between the neighbours of a list that begins with 0. Each is half of a sum,
-  // rounded so that a tie takes the lower code.
-  const auto between = [&](const float* values, int count, bool negative) {
+  // Computes the thresholds between the neighbours of a list that begins with 0, as z: each is half of a sum.
+  const auto between = [&](const float* values, int count, int doubled) {
     for (int j = 0; j < count; ++j) {
       const double middle = ((j > 0 ? double(values[j - 1]) : 0.0) + double(values[j])) / 2.0;
       const float near = float(middle);
-      uint32_t bits = std::bit_cast<uint32_t>(near);
-      if (negative ? double(near) >= middle : double(near) > middle) bits -= 1;
-      thresholds[j] = bits;
+      const uint32_t z = 2 * std::bit_cast<uint32_t>(near) + (near < middle) - (near > middle);
+      thresholds[j] = z >> (1 - doubled);
     }
   };
   float values[256] = {};
   int count = positive_values(true, values);
   for (int j = 0; j < count; ++j) maps.avg[128 + j] = values[j];
   for (int j = 0; j + 1 < count; ++j) maps.avg[126 - j] = -values[j];
-  between(values, count, false);
-  maps.of_avg[0].fill(thresholds, count, 127);
-  between(values, count, true);
-  maps.of_avg[1].fill(thresholds, count - 1, 128);
+  between(values, count, AvgCells::kDoubled);
+  maps.cells.of_avg.fill(thresholds, count);
   count = positive_values(false, values);
   for (int j = 0; j < count; ++j) maps.root[1 + j] = values[j];
-  between(values, count, false);
-  maps.of_roots.fill(thresholds, count, 0);
+  between(values, count, RootCells::kDoubled);
+  maps.cells.of_roots.fill(thresholds, count);
   return maps;
 }
 

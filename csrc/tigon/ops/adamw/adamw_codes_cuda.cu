@@ -1,7 +1,7 @@
 // In the CUDA backend of AdamW with 8-bit codes a warp updates one block of 256 elements at a time, eight per
 // lane. Moments stay in registers from the read of their old codes to the write of the new ones; a reduction
-// of the warp finds their absmax. Codes are looked up in shared memory, so CTAs are persistent and copy the
-// tables once.
+// of the warp finds their absmax. Codes are looked up in shared memory, so CTAs are persistent, and each of
+// their warps takes chunks of its own.
 #include <algorithm>
 
 #include "tigon/ops/adamw/adamw_codes.h"
@@ -10,10 +10,11 @@
 namespace tigon::cuda::adamw_unit {
 namespace {
 
-constexpr int kThreads = 256, kMinBlocks = 4, kWarps = kThreads / 32;
+// A CTA fills an SM, so that there is one table of the codes' values in it.
+constexpr int kThreads = 768;
 constexpr int kPerLane = kCodedBlock / 32;
-// A CTA looks an entry up once for a chunk of so many elements.
-constexpr int64_t kCodedChunk = 65536;
+// A warp looks an entry up once for a chunk of so many elements.
+constexpr int64_t kCodedChunk = 8192;
 static_assert(kCodedChunk % kCodedBlock == 0);
 
 __device__ constexpr CodeMaps kCodeMaps = code_maps();
@@ -70,6 +71,29 @@ struct Codes {
   __device__ __forceinline__ void add(int k, uint32_t code) { w[k / 4] |= code << (8 * (k % 4)); }
 };
 
+// Holds what a warp knows of its chunk.
+struct alignas(16) Chunk {
+  Entry e;
+  Constants c;
+};
+
+// Each lane has its own copy of the values, in its own bank: no two wait for each other.
+struct Shared {
+  float values[256][2][32];  // of a code of exp_avg, and of a code of the root of exp_avg_sq
+  CodeMaps::Cells cells;
+
+  // What each warp knows of its chunk lies behind.
+  __device__ __forceinline__ Chunk& chunk(int warp) { return reinterpret_cast<Chunk*>(this + 1)[warp]; }
+  // Returns the values of the k-th code of a word.
+  __device__ __forceinline__ const float* of(uint32_t word, int k) const {
+    // Byte 1 is the code and byte 0 the place of the lane: together the offset.
+    const uint32_t offset = prmt(word, 4 * (threadIdx.x % 32), 0x5504u | uint32_t(k) << 4);
+    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(values) + offset);
+  }
+  __device__ __forceinline__ float avg(uint32_t word, int k) const { return of(word, k)[0]; }
+  __device__ __forceinline__ float root(uint32_t word, int k) const { return of(word, k)[32]; }
+};
+
 // Updates a block. A lane has N = 8 adjacent elements of a whole block, or with N = 1 every 32nd of `count`.
 template <int N, class P, class G, AdamwRounding R>
 struct Block {
@@ -81,7 +105,7 @@ struct Block {
   }
   __device__ __forceinline__ static bool has(int unit, int count) { return N == 8 || place(unit) < count; }
 
-  __device__ __forceinline__ static void update(const Entry& e, const Constants& c, const CodeMaps& maps,
+  __device__ __forceinline__ static void update(const Entry& e, const Constants& c, const Shared& shared,
                                                 float factor, const Scalars& s, int64_t begin, int count) {
     const int64_t block = begin / kCodedBlock;
     const float avg_absmax = *global<float>(e.avg_absmax + block),
@@ -99,8 +123,8 @@ struct Block {
       param.get(e, p);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        m[u][k] = mul(maps.avg[avg.get(k)], avg_absmax);
-        const float x = mul(maps.root[root.get(k)], root_absmax);
+        m[u][k] = mul(shared.avg(avg.w[k / 4], k % 4), avg_absmax);
+        const float x = mul(shared.root(root.w[k / 4], k % 4), root_absmax);
         float v = mul(x, x);
         adamw_update(mul(param.grad.get(k, e.grad_type), factor), c, p[k], m[u][k], v,
                      static_cast<float*>(nullptr));
@@ -108,12 +132,7 @@ struct Block {
         most_avg = max(most_avg, code_bits(m[u][k]) & 0x7fffffffu);
         most_root = max(most_root, code_bits(r[u][k]) & 0x7fffffffu);
       }
-      if (param.rounds(e, AdamwRounding::stochastic)) {
-        const RandomBits<N> random(true, e.first + i, c.step, s.keys);
-        store_stochastic<P, N>(e.param, e.param_type, i, p, random, kParamFactor);
-      } else {
-        param.store(e, i, p);
-      }
+      store_param(e, c, s, param, i, p);
     }
     most_avg = __reduce_max_sync(0xffffffffu, most_avg);
     most_root = __reduce_max_sync(0xffffffffu, most_root);
@@ -124,62 +143,232 @@ struct Block {
       Codes<N> avg{}, root{};
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        avg.add(k, avg_code(maps, mul(m[u][k], over_avg)));
-        root.add(k, root_code(maps, r[u][k], mul(r[u][k], over_root)));
+        avg.add(k, avg_code(shared.cells, mul(m[u][k], over_avg)));
+        root.add(k, root_code(shared.cells, r[u][k], mul(r[u][k], over_root)));
       }
       avg.store(e.avg + begin + place(u)), root.store(e.root + begin + place(u));
     }
-    if (threadIdx.x % 32 == 0) {
-      const_cast<float*>(global<float>(e.avg_absmax))[block] = kept_absmax(most_avg);
-      const_cast<float*>(global<float>(e.root_absmax))[block] = kept_absmax(most_root);
+    if (threadIdx.x % 32 == 0) store_absmax(e, block, most_avg, most_root);
+  }
+
+  __device__ __forceinline__ static void store_param(const Entry& e, const Constants& c, const Scalars& s,
+                                                     const ParamUnit<N, P, G, R>& param, int64_t i,
+                                                     const float (&p)[N]) {
+    if (param.rounds(e, AdamwRounding::stochastic)) {
+      const RandomBits<N> random(true, e.first + i, c.step, s.keys);
+      store_stochastic<P, N>(e.param, e.param_type, i, p, random, kParamFactor);
+    } else {
+      param.store(e, i, p);
     }
+  }
+  __device__ __forceinline__ static void store_absmax(const Entry& e, int64_t block, uint32_t avg,
+                                                      uint32_t root) {
+    const_cast<float*>(global<float>(e.avg_absmax))[block] = kept_absmax(avg);
+    const_cast<float*>(global<float>(e.root_absmax))[block] = kept_absmax(root);
   }
 };
 
-// Updates elements [begin, begin + count) of a tensor. Warps take blocks in turn, and read what is no whole
-// block element by element.
+// Updates any block. It is a function of its own, so that its registers are not those of the loop over usual
+// blocks.
 template <int N, class P, class G, AdamwRounding R>
-__device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c, const CodeMaps& maps,
+[[gnu::noinline]] __device__ void update_any(const Entry& e, const Constants& c, const Shared& shared,
                                              float factor, const Scalars& s, int64_t begin, int count) {
-  const int warp = int(threadIdx.x / 32), whole = N == 8 ? count / kCodedBlock : 0;
+  Block<N, P, G, R>::update(e, c, shared, factor, s, begin, count);
+}
+
+// --- usual blocks -----------------------------------------------------------------------------
+
+// Stands for a value in the range below, with its root, which is computed if it is read. Roots and quotients
+// of such values need no special cases, so no branch keeps the elements of a lane from being interleaved.
+// Newton's steps from the approximations of the hardware round both correctly.
+struct Usual {
+  float v, root;
+  TIGON_FN Usual(float x) : v(x) {
+    const float over = rsqrt_approx_ftz(x), near = mul(over, x);
+    root = fma(fma(-near, near, x), mul(over, 0.5f), near);
+  }
+  TIGON_FN operator float() const { return v; }
+};
+TIGON_FN Usual sqrt(Usual x) { return x.root; }
+TIGON_FN Usual operator/(Usual a, Usual b) {
+  float over = rcp_approx_ftz(b);
+  over = fma(over, fma(-b.v, over, 1.0f), over);
+  const float near = mul(a, over);
+  return fma(over, fma(-b.v, near, a), near);
+}
+// The formula asks whether an old value is infinite. The new one would be NaN and so not usual.
+TIGON_FN bool gt(Usual, Usual) { return false; }
+
+constexpr float kLeastAvg = 0x1p-76f, kMostAvg = 0x1p40f, kLeastSq = 0x1p-100f, kMostSq = 0x1p40f;
+// Returns true if the formula needs no other steps than a usual block takes, and no divisor is out of range.
+TIGON_FN bool is_usual(const Constants& c) {
+  return c.l2 == 0.0f && c.weight1 <= 0.5f && c.weight2 <= 0.5f && c.scale >= 1.0f && c.scale <= 0x1p27f &&
+         c.eps >= 0.0f && c.eps <= 0x1p27f;
+}
+
+// Updates whole blocks whose values are usual.
+template <class P, class G, AdamwRounding R>
+struct UsualBlock {
+  // Where the lane's elements of the block are: `first` is that of the first one.
+  Entry at;
+  ParamUnit<8, P, G, R> param;
+  Codes<8> avg, root;
+  float avg_absmax, root_absmax;
+  float m[8], r[8], most_avg;
+  uint32_t most_sq;
+
+  __device__ __forceinline__ UsualBlock(const Entry& e, int64_t begin) : at(e) {
+    move(begin + 8 * int(threadIdx.x % 32), begin / kCodedBlock);
+  }
+  __device__ __forceinline__ void move(int64_t elements, int64_t blocks) {
+    constexpr int kExtra = R == AdamwRounding::split ? 2 : 4;
+    at.param = static_cast<char*>(at.param) + elements * int(sizeof(P));
+    at.grad = static_cast<const char*>(at.grad) + elements * int(sizeof(G));
+    if (at.extra != nullptr) at.extra = static_cast<char*>(at.extra) + elements * kExtra;
+    at.avg += elements, at.root += elements, at.first += elements;
+    at.avg_absmax += blocks, at.root_absmax += blocks;
+  }
+  // Loads the block that is so many blocks further.
+  __device__ __forceinline__ void load(int blocks) {
+    const int i = blocks * kCodedBlock;
+    param.load(at, i), avg.load(at.avg + i), root.load(at.root + i);
+    avg_absmax = *global<float>(at.avg_absmax + blocks);
+    root_absmax = *global<float>(at.root_absmax + blocks);
+  }
+
+  // Updates moments and parameters from what was loaded. Returns false, and has written nothing, if the block
+  // is not usual.
+  __device__ __forceinline__ bool update(const Constants& c, const Shared& shared, float factor,
+                                         const Scalars& s) {
+    float p[8], least_avg = kMostAvg;
+    uint32_t sq[8], least_sq = 0xffffffffu;
+    most_avg = 0.0f, most_sq = 0;
+    param.get(at, p);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      Usual p_k = p[k], m_k = mul(shared.avg(avg.w[k / 4], k % 4), avg_absmax);
+      const float x = mul(shared.root(root.w[k / 4], k % 4), root_absmax);
+      Usual v = mul(x, x);
+      adamw_update(Usual(mul(param.grad.get(k, at.grad_type), factor)), c, p_k, m_k, v,
+                   static_cast<Usual*>(nullptr));
+      p[k] = p_k, m[k] = m_k, r[k] = v.root;
+      least_avg = fminf(least_avg, fabsf(m_k)), most_avg = max_NaN(most_avg, fabsf(m_k));
+      sq[k] = code_bits(v);
+    }
+#pragma unroll
+    for (int k = 0; k < 8; k += 2) {
+      least_sq = min(min(sq[k], sq[k + 1]), least_sq);
+      most_sq = max(max(sq[k], sq[k + 1]), most_sq);
+    }
+    const bool usual = least_avg >= kLeastAvg && most_avg <= kMostAvg && least_sq >= code_bits(kLeastSq) &&
+                       most_sq <= code_bits(kMostSq);
+    if (!__all_sync(0xffffffffu, usual)) return false;
+    Block<8, P, G, R>::store_param(at, c, s, param, 0, p);
+    return true;
+  }
+  __device__ __forceinline__ void store_codes(const Shared& shared) const {
+    const float avg_max = code_value(__reduce_max_sync(0xffffffffu, code_bits(most_avg)));
+    // A root grows with its square.
+    const float root_max = Usual(code_value(__reduce_max_sync(0xffffffffu, most_sq))).root;
+    const float over_avg = Usual(1.0f) / Usual(avg_max), over_root = Usual(1.0f) / Usual(root_max);
+    Codes<8> new_avg, new_root;
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      uint32_t distance[4], code[4], signs[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint32_t bits = code_bits(mul(m[4 * w + k], over_avg));
+        distance[k] = code_word(shared.cells.of_avg, max(bits << 1 | bits >> 31, AvgCells::kLowestZ));
+        const float y = fmaxf(mul(r[4 * w + k], over_root), RootCells::kLowest);
+        code[k] = code_word(shared.cells.of_roots, code_bits(y));
+        signs[k] = code_bits(m[4 * w + k]);
+      }
+      new_avg.w[w] = avg_codes(bytes<2>(distance), bytes<11>(signs)), new_root.w[w] = bytes<2>(code);
+    }
+    new_avg.store(at.avg), new_root.store(at.root);
+    if (threadIdx.x % 32 == 0)
+      Block<8, P, G, R>::store_absmax(at, 0, code_bits(avg_max), code_bits(root_max));
+  }
+
+  // Joins a byte of each word. Byte 8 + k is the sign of byte k.
+  template <uint32_t Byte>
+  __device__ __forceinline__ static uint32_t bytes(const uint32_t (&x)[4]) {
+    constexpr uint32_t kBytes = (Byte | (Byte + 4) << 4) * 0x101u;
+    return prmt(prmt(x[0], x[1], kBytes), prmt(x[2], x[3], kBytes), 0x5410u);
+  }
+};
+
+// Updates elements [begin, begin + count) of a tensor.
+template <int N, class P, class G, AdamwRounding R>
+__device__ __forceinline__ void update_chunk(const Entry& e, const Constants& c, const Shared& shared,
+                                             float factor, const Scalars& s, int64_t begin, int count) {
+  const int whole = N == 8 ? count / kCodedBlock * kCodedBlock : 0;
+  if constexpr (N == 8) {
+    if (std::is_same_v<P, Any> || !is_usual(c)) {
 #pragma unroll 1
-  for (int b = warp; b < whole; b += kWarps) {
-    Block<N, P, G, R>::update(e, c, maps, factor, s, begin + b * kCodedBlock, kCodedBlock);
+      for (int at = 0; at < whole; at += kCodedBlock)
+        update_any<8, P, G, R>(e, c, shared, factor, s, begin + at, kCodedBlock);
+    } else {
+      Constants known = c;
+      __builtin_assume(known.l2 == 0.0f);
+      __builtin_assume(known.weight1 <= 0.5f);
+      __builtin_assume(known.weight2 <= 0.5f);
+#pragma unroll 1
+      for (int at = 0; at < whole; at += kCodedBlock) {
+        UsualBlock<P, G, R> x(e, begin + at);
+        x.load(0);
+#pragma unroll 1
+        while (x.update(known, shared, factor, s)) {
+          at += kCodedBlock;
+          // The next block is on its way while the codes of this one are found.
+          if (at < whole) x.load(1);
+          x.store_codes(shared);
+          if (at >= whole) break;
+          x.move(kCodedBlock, 1);
+        }
+        if (at < whole) update_any<8, P, G, R>(e, c, shared, factor, s, begin + at, kCodedBlock);
+      }
+    }
   }
 #pragma unroll 1
-  for (int b = warp; b * kCodedBlock < count; b += kWarps) {
-    if (b < whole) continue;
-    const int n = min(kCodedBlock, count - b * kCodedBlock);
-    Block<1, Any, Any, R>::update(e, c, maps, factor, s, begin + b * kCodedBlock, n);
-  }
+  for (int at = whole; at < count; at += kCodedBlock)
+    update_any<1, Any, Any, R>(e, c, shared, factor, s, begin + at, min(kCodedBlock, count - at));
 }
 
 template <AdamwRounding R>
-__global__ void __launch_bounds__(kThreads, kMinBlocks)
+__global__ void __launch_bounds__(kThreads, 1)
     adamw_codes_kernel(const unsigned char* table, const TableConstants* computed, int constants, int count,
-                       int chunks, const Scalars s, const __grid_constant__ SmallTable block) {
+                       int chunks, const __grid_constant__ Scalars s,
+                       const __grid_constant__ SmallTable block) {
   using B = __nv_bfloat16;
   if (s.found_inf != nullptr && *s.found_inf != 0.0f) return;
   if (table == nullptr) table = block.bytes;
-  __shared__ CodeMaps maps;
-  __shared__ Entry e;
-  __shared__ Constants c;
-  constexpr int kVectors = int(sizeof(CodeMaps) / 16);
-  for (int i = int(threadIdx.x); i < kVectors; i += kThreads)
-    reinterpret_cast<uint4*>(&maps)[i] = reinterpret_cast<const uint4*>(&kCodeMaps)[i];
+  extern __shared__ uint4 dynamic[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+  const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32), warps = int(blockDim.x / 32);
 #pragma unroll 1
-  for (int chunk = int(blockIdx.x); chunk < chunks; chunk += int(gridDim.x)) {
-    __syncthreads();
-    fetch_entry(table, computed, constants, count, chunk, e, c);
-    __syncthreads();
+  for (int code = warp; code < 256; code += warps)
+    shared.values[code][0][lane] = kCodeMaps.avg[code], shared.values[code][1][lane] = kCodeMaps.root[code];
+  constexpr int kWords = int(sizeof(shared.cells) / 4);
+#pragma unroll 1
+  for (int i = int(threadIdx.x); i < kWords; i += 32 * warps)
+    reinterpret_cast<uint32_t*>(&shared.cells)[i] = reinterpret_cast<const uint32_t*>(&kCodeMaps.cells)[i];
+  __syncthreads();
+  auto& [e, c] = shared.chunk(warp);
+#pragma unroll 1
+  for (int64_t chunk = blockIdx.x + int64_t(gridDim.x) * warp; chunk < chunks;
+       chunk += int64_t(gridDim.x) * warps) {
+    __syncwarp();
+    fetch_entry(table, computed, constants, count, int(chunk), e, c);
+    __syncwarp();
     const float factor = factor_of(c.sign, s.clip, s.grad_scale);
     const int64_t begin = int64_t(chunk - e.first_chunk) * kCodedChunk;
     const int n = int(min(kCodedChunk, e.size - begin));
     switch (e.path) {
-      case Path::bf16: update_chunk<8, B, B, R>(e, c, maps, factor, s, begin, n); break;
-      case Path::f32: update_chunk<8, float, float, R>(e, c, maps, factor, s, begin, n); break;
-      case Path::aligned: update_chunk<8, Any, Any, R>(e, c, maps, factor, s, begin, n); break;
-      case Path::unaligned: update_chunk<1, Any, Any, R>(e, c, maps, factor, s, begin, n); break;
+      case Path::bf16: update_chunk<8, B, B, R>(e, c, shared, factor, s, begin, n); break;
+      case Path::f32: update_chunk<8, float, float, R>(e, c, shared, factor, s, begin, n); break;
+      case Path::aligned: update_chunk<8, Any, Any, R>(e, c, shared, factor, s, begin, n); break;
+      case Path::unaligned: update_chunk<1, Any, Any, R>(e, c, shared, factor, s, begin, n); break;
     }
   }
 }
@@ -223,9 +412,14 @@ void run(Context& ctx, const Adamw& a, const TableConstants* computed) {
       ctx, a, computed, true, kCodedChunk, [&](const AdamwTensor& t) { return entry_of(t, a); },
       [&](const unsigned char* table, int64_t chunks, int constants, int count, const SmallTable& block) {
         const auto kernel = adamw_codes_kernel<R>;
-        const int64_t resident = std::max(1, occupancy.max_active(kOp, kernel, 1, kThreads));
-        launch(kOp, ctx, kernel, {.blocks = std::min(chunks, resident), .threads = kThreads}, table, computed,
-               constants, count, int(chunks), scalars_of(a), block);
+        // A GPU with less shared memory takes fewer warps.
+        const int room = (device_facts().shared_per_block - int(sizeof(Shared))) / int(sizeof(Chunk));
+        const int warps = std::min(kThreads / 32, room);
+        const size_t shared = sizeof(Shared) + size_t(warps) * sizeof(Chunk);
+        const int64_t resident = std::max(1, occupancy.max_active(kOp, kernel, 1, 32 * warps, shared));
+        launch(kOp, ctx, kernel,
+               {.blocks = std::min(chunks, resident), .threads = 32 * warps, .shared = shared}, table,
+               computed, constants, count, int(chunks), scalars_of(a), block);
       });
 }
 

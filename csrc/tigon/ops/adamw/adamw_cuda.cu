@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   // The entry is in shared memory, so that the addresses and constants take no registers between their uses.
   __shared__ Entry e;
   __shared__ Constants c;
-  fetch_entry(table, computed, constants, count, chunk, e, c);
+  if (threadIdx.x < 32) fetch_entry(table, computed, constants, count, chunk, e, c);
   __syncthreads();
   const float factor = factor_of(c.sign, s.clip, s.grad_scale);
   const int64_t begin = int64_t(chunk - e.first_chunk) * kChunk;

@@ -206,21 +206,21 @@ struct ParamUnit {
 
 // --- lists ------------------------------------------------------------------------------------
 
-// Reads the entry of a chunk and its constants, with the first warp.
+// Reads the entry of a chunk and its constants, with a warp.
 template <class Entry>
 __device__ __forceinline__ void fetch_entry(const unsigned char* table, const TableConstants* computed,
                                             int constants, int count, int chunk, Entry& e, Constants& c) {
-  if (threadIdx.x >= 32) return;
+  const int lane = int(threadIdx.x % 32);
   const auto* listed = reinterpret_cast<const TableConstants*>(table);
   const auto* entries = reinterpret_cast<const Entry*>(listed + constants);
   const int of = find_entry(entries, count, chunk);
   constexpr int kWords = sizeof(Entry) / 4, kConstants = sizeof(Constants) / 4;
   static_assert(kWords <= 32 && kConstants <= 32);
   const auto* words = reinterpret_cast<const uint32_t*>(entries + of);
-  if (threadIdx.x < kWords) reinterpret_cast<uint32_t*>(&e)[threadIdx.x] = words[threadIdx.x];
+  if (lane < kWords) reinterpret_cast<uint32_t*>(&e)[lane] = words[lane];
   const auto* all =
       reinterpret_cast<const uint32_t*>((computed != nullptr ? computed : listed) + entries[of].constants);
-  if (threadIdx.x < kConstants) reinterpret_cast<uint32_t*>(&c)[threadIdx.x] = all[threadIdx.x];
+  if (lane < kConstants) reinterpret_cast<uint32_t*>(&c)[lane] = all[lane];
 }
 
 inline Scalars scalars_of(const Adamw& a) {

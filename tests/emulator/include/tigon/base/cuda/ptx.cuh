@@ -12,6 +12,16 @@ inline float ex2_approx_ftz(float x) { return exp2f(x); }
 // With the mean error that the instruction has below 1.
 inline float lg2_approx_ftz(float x) { return x < 1.0f ? float(log2(double(x)) + 5.4e-8) : log2f(x); }
 inline float rcp_approx_ftz(float x) { return 1.0f / x; }
+inline float rsqrt_approx_ftz(float x) { return float(1.0 / sqrt(double(x))); }
+inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t bytes) {
+  const uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t digit = bytes >> 4 * i & 15, byte = uint32_t(both >> (digit & 7) * 8) & 0xff;
+    result |= (digit < 8 ? byte : (byte >> 7) * 0xff) << 8 * i;
+  }
+  return result;
+}
 inline float max_NaN(float a, float b) { return a != a || b != b ? CUDART_NAN_F : fmaxf(a, b); }
 template <float (*Widen)(uint16_t), uint16_t (*Narrow)(float)>
 uint32_t max_NaN_pair(uint32_t a, uint32_t b) {
