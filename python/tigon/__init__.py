@@ -39,9 +39,11 @@ from tigon.ops.loss_head.linear_loss import linear_loss
 from tigon.ops.loss_head.linear_preference import linear_kto, linear_policy, linear_preference
 from tigon.ops.loss_head.multi_token import multi_token_loss
 from tigon.ops.loss_head.plan import (
+    drafter_loss_memory,
     linear_cross_entropy_memory,
     linear_divergence_memory,
     linear_log_prob_memory,
+    linear_loss_memory,
     linear_preference_memory,
 )
 from tigon.ops.mish import mish
@@ -76,6 +78,7 @@ __all__ = [
     "dequantize",
     "deterministic",
     "drafter_loss",
+    "drafter_loss_memory",
     "dyt",
     "embedding",
     "env",
@@ -101,6 +104,7 @@ __all__ = [
     "linear_log_prob",
     "linear_log_prob_memory",
     "linear_loss",
+    "linear_loss_memory",
     "linear_policy",
     "linear_preference",
     "linear_preference_memory",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast, upstream
+from .case import Case, Inputs, Maker, bench_case, params, test_case, upcast, upstream
+from .heads import costs
 
 NAME = "contrastive"
 LOSS = True
@@ -134,41 +135,15 @@ def _plain(q, d, labels, *, temperature, symmetric, normalize, weight, q_ids, d_
     return rows.sum() / counts.any(1).sum() if reduction == "mean" else rows.sum()
 
 
-def eager_fn(*args, **options):
-    """Similarities in the embeddings' dtype, upcast, torch's cross-entropy where it can be."""
-    return _plain(*args, **options)
+eager_fn = oracle_fn = _plain  # similarities in the embeddings' dtype, upcast; the oracle on fp64 copies
 
 
-def oracle_fn(*args, **options):
-    """The formula, for fp64."""
-    return _plain(*args, **options)
-
-
-def _sizes(case: Case) -> tuple[int, int, int]:
+def _similarities(case: Case) -> list[tuple[int, int, int]]:
     p = params(case, DEFAULTS)
-    return p["queries"], p["documents"], p["H"]
+    return [(p["queries"], p["H"], p["documents"])]
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read both."""
-    n, m, h = _sizes(case)
-    return (n + m) * h * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read both again, write both gradients."""
-    return 2 * bytes_fwd(case, dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """One product."""
-    n, m, h = _sizes(case)
-    return 2 * n * m * h
-
-
-def flops_bwd(case: Case) -> int:
-    """Two products; the similarities once more are a choice, not counted."""
-    return 2 * flops_fwd(case)
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(_similarities)
 
 
 def gemms(inputs: Inputs, step: bool) -> list:

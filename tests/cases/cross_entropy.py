@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -119,6 +121,7 @@ CASES = [
     test_case("weights_smoothing", **WEIGHTED),
     test_case("weights_smoothing_softcap_sum", small=True, reduction="sum", softcap=4.0, **WEIGHTED),
     test_case("weights_all_masked", class_weight=True, masked=1.0),
+    test_case("everything_masked", masked=1.0, **{k: v for k, v in EVERYTHING.items() if k != "masked"}),
     test_case("everything", denominator="tensor", layout="rows", **EVERYTHING),
     test_case("everything_none", reduction="none", layout="columns", **EVERYTHING),
     test_case("confident", N=23, V=517, scale=40.0),
@@ -179,35 +182,26 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     )
 
 
-def eager_fn(logits, target, *, softcap=None, **options):
-    """Upcast, then torch's own, as Hugging Face does."""
-    return eager_loss(altered(logits, softcap), target, **options)
+def _with(loss, logits, target, *, softcap=None, **options):
+    """Upcast, as Hugging Face does, then the loss."""
+    return loss(altered(logits, softcap), target, **options)
 
 
-def oracle_fn(logits, target, *, softcap=None, **options):
-    """The formula, for fp64."""
-    return oracle_loss(altered(logits, softcap), target, **options)
-
-
-def _bytes(case: Case, dtype: torch.dtype) -> int:
-    return case.params["N"] * case.params["V"] * itemsize(dtype)
+eager_fn = functools.partial(_with, eager_loss)  # torch's own
+oracle_fn = functools.partial(_with, oracle_loss)  # the formula, for fp64
 
 
 def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
     """Read the logits."""
-    return _bytes(case, dtype)
+    return case.params["N"] * case.params["V"] * itemsize(dtype)
 
 
 def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
     """Read the logits, write their gradient."""
-    return 2 * _bytes(case, dtype)
+    return 2 * bytes_fwd(case, dtype)
 
 
-def bytes_step(case: Case, dtype: torch.dtype) -> int:
-    """Loss and gradient in one pass: one read and one write."""
-    return 2 * _bytes(case, dtype)
-
-
+bytes_step = bytes_bwd  # loss and gradient in one pass: one read and one write
 flops_fwd = flops_bwd = nothing
 
 

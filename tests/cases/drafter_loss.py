@@ -7,8 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast, upstream
-from .heads import gradient_products
+from .case import Case, Inputs, Maker, bench_case, params, test_case, upcast, upstream
+from .heads import costs, gradient_products
 
 NAME = "drafter_loss"
 LOSS = True
@@ -189,35 +189,16 @@ def eager_fn(
 oracle_fn = eager_fn
 
 
-def _sizes(case: Case):
+def _products(case: Case) -> list[tuple[int, int, int]]:
+    """The draft's head for every step, the teacher's once."""
     p = params(case, DEFAULTS)
     truncated = p["map"] is not None and not p["options"].get("mask_outside", True)
     truncated = truncated and p["options"].get("outside") == "renormalize"
-    return math.prod(p["lead"]), max(p["steps"], 1), p["H"], p["Ht"], p["V"], p["V"] if truncated else p["Vt"]
+    rows, v = math.prod(p["lead"]), p["V"]
+    return [(rows * max(p["steps"], 1), p["H"], v), (rows, p["Ht"], v if truncated else p["Vt"])]
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read hidden states and weights of both."""
-    rows, steps, h, ht, v, vt = _sizes(case)
-    return ((rows * steps + v) * h + (rows + vt) * ht) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read the draft's again, write both gradients."""
-    rows, steps, h, _, v, _ = _sizes(case)
-    return 2 * (rows * steps + v) * h * itemsize(dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """A product of the teacher's, one of each step's."""
-    rows, steps, h, ht, v, vt = _sizes(case)
-    return 2 * rows * (vt * ht + steps * v * h)
-
-
-def flops_bwd(case: Case) -> int:
-    """Two products of each step's."""
-    rows, steps, h, _, v, _ = _sizes(case)
-    return 4 * rows * steps * v * h
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(_products)
 
 
 def gemms(inputs: Inputs, step: bool) -> list:

@@ -48,28 +48,34 @@ def shifted(target):
     return F.pad(target[..., 1:], (0, 1), value=-100)
 
 
-def costs(defaults: dict):
-    """`bytes_fwd, bytes_bwd, flops_fwd, flops_bwd` of a head: operands read, and read again for gradients.
+def product_of(defaults: dict):
+    """The one product of a head, for :func:`costs`: rows, hidden size and classes of a case."""
 
-    Forward is one product, backward two: recomputing the logits is a choice, not counted.
+    def products(case: Case) -> list[tuple[int, int, int]]:
+        p = params(case, defaults)
+        return [(math.prod(p["lead"]), p["H"], p["V"])]
+
+    return products
+
+
+def costs(products):
+    """`bytes_fwd, bytes_bwd, flops_fwd, flops_bwd` of the products of a forward, of which the first gets
+    gradients: operands read, and read again for both gradients.
+
+    Recomputing the logits is a choice, not counted.
     """
 
-    def sizes(case: Case) -> tuple[int, int, int]:
-        p = params(case, defaults)
-        return math.prod(p["lead"]), p["H"], p["V"]
+    def bytes_of(found, dtype: torch.dtype) -> int:
+        return sum((rows + vocab) * size for rows, size, vocab in found) * itemsize(dtype)
 
-    def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-        rows, hidden, vocab = sizes(case)
-        return (rows + vocab) * hidden * itemsize(dtype)
-
-    def flops_fwd(case: Case) -> int:
-        return 2 * math.prod(sizes(case))
+    def flops_of(found) -> int:
+        return sum(2 * math.prod(sizes) for sizes in found)
 
     return (
-        bytes_fwd,
-        lambda case, dtype: 2 * bytes_fwd(case, dtype),
-        flops_fwd,
-        lambda case: 2 * flops_fwd(case),
+        lambda case, dtype: bytes_of(products(case), dtype),
+        lambda case, dtype: 2 * bytes_of(products(case)[:1], dtype),
+        lambda case: flops_of(products(case)),
+        lambda case: 2 * flops_of(products(case)[:1]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 
@@ -21,6 +22,7 @@ from .heads import (
     liger_head,
     linear,
     loss_gradient,
+    product_of,
     trained,
 )
 from .losses import eager_loss, oracle_loss
@@ -230,8 +232,8 @@ def tigon_fn(hidden, weight, target, **options):
     return tigon.linear_cross_entropy(hidden, weight, target, **as_tigon(options))
 
 
-def _from_logits(loss, hidden, weight, target, options):
-    """The logits of every row that takes part, then a loss of logits."""
+def _from_logits(loss, hidden, weight, target, **options):
+    """Logits in the model's dtype of every row that takes part, upcast, then a loss of logits."""
     form = {name: options[name] for name in ("softcap", "logit_scale", "temperature")}
     operands = {name: options[name] for name in ("bias", "lora_a", "lora_b")}
     own = {name: options[name] for name in (*OPTIONS, "denominator") if name not in form}
@@ -245,17 +247,9 @@ def _from_logits(loss, hidden, weight, target, options):
     return F.pad(value, (0, 1)) if options["shift"] else value  # the last position has no label: 0
 
 
-def eager_fn(hidden, weight, target, **options):
-    """Logits in the model's dtype, upcast, torch's cross-entropy: Hugging Face's loss."""
-    return _from_logits(eager_loss, hidden, weight, target, options)
-
-
-def oracle_fn(hidden, weight, target, **options):
-    """The formula, for fp64."""
-    return _from_logits(oracle_loss, hidden, weight, target, options)
-
-
-bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(DEFAULTS)
+eager_fn = functools.partial(_from_logits, eager_loss)  # torch's cross-entropy: Hugging Face's loss
+oracle_fn = functools.partial(_from_logits, oracle_loss)  # the formula, for fp64
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(product_of(DEFAULTS))
 
 
 def even_neighbour(inputs: Inputs) -> tuple[Inputs, float] | None:

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from . import liger_losses
-from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast, upstream
+from .case import Case, Inputs, Maker, bench_case, lay_out, params, test_case, upcast, upstream
 from .cross_entropy import make_denominator
-from .divergence import _kl
-from .heads import LORA_SCALE, adapter, altered, as_tigon, gradient_products, shifted, trained
+from .divergence import exact_terms, row_terms
+from .heads import LORA_SCALE, adapter, altered, as_tigon, costs, gradient_products, shifted, trained
 
 NAME = "linear_divergence"
 LOSS = True
@@ -211,26 +211,8 @@ def _with_bias(logits, bias):
     return logits if bias is None else logits + upcast(bias)[: logits.shape[-1]]
 
 
-def _rows(lq, lp, op, reverse, beta):
-    if op == "linear_tvd":
-        return (lq.exp() - lp.exp()).abs().sum(-1) / 2
-    if op == "linear_kl_div" or beta in (0, 1):
-        return _kl(lq, lp) if reverse or beta == 1 else _kl(lp, lq)
-    lm = torch.logsumexp(torch.stack((lq + math.log1p(-beta), lp + math.log(beta))), dim=0)
-    return beta * _kl(lp, lm) + (1 - beta) * _kl(lq, lm)
-
-
-def _defined(lq, lp, op, reverse, beta):
-    """The sums of the contract, for fp64."""
-    if op != "linear_jsd" or beta in (0, 1):
-        return _rows(lq, lp, op, reverse, beta)
-    q, p = lq.exp(), lp.exp()
-    lm = torch.log(beta * p + (1 - beta) * q)
-    return (beta * p * (lp - lm) + (1 - beta) * q * (lq - lm)).sum(-1)
-
-
 def _loss(
-    row_terms,
+    terms,
     hidden,
     weight,
     teacher,
@@ -275,7 +257,7 @@ def _loss(
     s = altered(_with_bias(logits[..., :classes], bias), softcap, logit_scale)
     lq, lp = F.log_softmax(s / temperature, -1), F.log_softmax(t / temperature, -1)
     counts = labels != -100
-    soft_rows = torch.where(counts, row_terms(lq, lp, op, reverse, beta), 0.0)
+    soft_rows = torch.where(counts, terms(lq, lp, op.removeprefix("linear_"), reverse, beta), 0.0)
     flat = F.cross_entropy(s.reshape(-1, classes), labels.reshape(-1), ignore_index=-100, reduction="none")
     hard_rows = flat.view(labels.shape)
     rows = soft * soft_rows + (hard * hard_rows if hard else 0.0)
@@ -291,38 +273,18 @@ def _loss(
     return (loss, *(values[name].detach() for name in outputs[1:])) if outputs != ("loss",) else loss
 
 
-eager_fn = functools.partial(_loss, _rows)  # log_softmax, torch's kl_div and cross_entropy
-oracle_fn = functools.partial(_loss, _defined)  # the formula, for fp64
+eager_fn = functools.partial(_loss, row_terms)  # log_softmax, torch's kl_div and cross_entropy
+oracle_fn = functools.partial(_loss, exact_terms)  # the formula, for fp64
 
 
-def _sizes(case: Case):
+def _products(case: Case) -> list[tuple[int, int, int]]:
+    """The student's head, and the teacher's if it is one."""
     p = params(case, DEFAULTS)
-    rows = math.prod(p["lead"])
-    return rows, p["H"], p["Ht"] if p["teacher"] == "head" else 0, p["V"]
+    rows, v = math.prod(p["lead"]), p["V"]
+    return [(rows, p["H"], v), (rows, p["Ht"] if p["teacher"] == "head" else 0, v)]
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read hidden states and weights of both."""
-    rows, h, ht, v = _sizes(case)
-    return (rows + v) * (h + ht) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read the student's again, write both gradients."""
-    rows, h, _, v = _sizes(case)
-    return 2 * (rows + v) * h * itemsize(dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """A product of each side."""
-    rows, h, ht, v = _sizes(case)
-    return 2 * rows * v * (h + ht)
-
-
-def flops_bwd(case: Case) -> int:
-    """Two products of the student's."""
-    rows, h, _, v = _sizes(case)
-    return 4 * rows * v * h
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(_products)
 
 
 def gemms(inputs: Inputs, step: bool) -> list:

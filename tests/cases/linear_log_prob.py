@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .case import Case, Inputs, Maker, bench_case, lay_out, params, test_case, upcast
-from .heads import LLAMA, LORA_SCALE, adapter, altered, as_tigon, costs, linear, trained
+from .heads import LLAMA, LORA_SCALE, adapter, altered, as_tigon, costs, linear, product_of, trained
 from .linear_cross_entropy import bare_products
 
 NAME = "linear_log_prob"
@@ -176,7 +176,7 @@ def eager_fn(hidden, weight, target, *, bias, entropy, lora_a=None, lora_b=None,
 oracle_fn = eager_fn
 
 
-bytes_fwd, bytes_bwd, flops_fwd, _ = costs(DEFAULTS)
+bytes_fwd, bytes_bwd, flops_fwd, _ = costs(product_of(DEFAULTS))
 
 
 def flops_bwd(case: Case) -> int:

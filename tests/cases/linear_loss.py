@@ -7,7 +7,7 @@ import math
 import torch
 
 from .case import Case, Inputs, Maker, bench_case, params, test_case
-from .heads import costs
+from .heads import costs, product_of
 from .linear_cross_entropy import bare_products
 from .linear_log_prob import SIZES, trl_log_prob
 from .linear_log_prob import eager_fn as log_prob
@@ -93,7 +93,7 @@ def eager_fn(hidden, weight, target, advantage, *, entropy, reduction, **options
 
 
 oracle_fn = eager_fn
-bytes_fwd, bytes_bwd, flops_fwd, _ = costs(DEFAULTS)
+bytes_fwd, bytes_bwd, flops_fwd, _ = costs(product_of(DEFAULTS))
 
 
 def gemms(inputs: Inputs, step: bool) -> list:

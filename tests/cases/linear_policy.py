@@ -7,7 +7,7 @@ import math
 import torch
 
 from . import liger_losses, linear_preference, policy
-from .case import Case, Inputs, Maker, bench_case, params, test_case
+from .case import Case, Inputs, Maker, bench_case, nothing, params, test_case
 from .heads import adapter, as_tigon, shifted, trained
 from .linear_log_prob import trl_log_prob
 from .linear_preference import log_probs
@@ -142,14 +142,7 @@ def flops_fwd(case: Case) -> int:
     return linear_preference.flops_fwd(_as_preference(case))
 
 
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """The gradients are there already."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """None."""
-    return 0
+bytes_bwd = flops_bwd = nothing
 
 
 def gemms(inputs: Inputs, step: bool) -> list:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from . import liger_losses, preference
-from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, nothing, params, test_case, upcast
 from .heads import adapter, altered, as_tigon, gradient_products, linear, loss_gradient, shifted, trained
 from .linear_log_prob import trl_log_prob
 
@@ -174,11 +174,6 @@ def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
     return 2 * (rows + vocab) * size * itemsize(dtype)
 
 
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """The gradients are there already."""
-    return 0
-
-
 def flops_fwd(case: Case) -> int:
     """The products of a step, of rows that count."""
     rows, size, vocab, counted = _sizes(case)
@@ -186,9 +181,7 @@ def flops_fwd(case: Case) -> int:
     return int(2 * rows * size * vocab * counted * (heads + len(case.params.get("grads", (0, 1)))))
 
 
-def flops_bwd(case: Case) -> int:
-    """None."""
-    return 0
+bytes_bwd = flops_bwd = nothing
 
 
 def gemms(inputs: Inputs, step: bool) -> list:

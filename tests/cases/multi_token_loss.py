@@ -7,8 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case
-from .heads import LORA_SCALE, adapter, altered, liger_head, linear, loss_gradient
+from .case import Case, Inputs, Maker, bench_case, params, test_case
+from .heads import LORA_SCALE, adapter, altered, costs, liger_head, linear, loss_gradient
 
 NAME = "multi_token_loss"
 LOSS = True
@@ -191,26 +191,12 @@ def eager_fn(
 oracle_fn = eager_fn
 
 
-def _products(case: Case) -> tuple[int, int, int, int]:
+def _products(case: Case) -> list[tuple[int, int, int]]:
     p = params(case, DEFAULTS)
-    return math.prod(p["lead"]), p["H"], p["V"], len(p["heads"])
+    return [(math.prod(p["lead"]), p["H"], p["V"] * len(p["heads"]))]
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read hidden and the weights."""
-    rows, hidden, vocab, heads = _products(case)
-    return (rows + heads * vocab) * hidden * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read them again, write their gradients."""
-    return 2 * bytes_fwd(case, dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """One product of each head."""
-    rows, hidden, vocab, heads = _products(case)
-    return 2 * rows * hidden * vocab * heads
+bytes_fwd, bytes_bwd, flops_fwd, _ = costs(_products)
 
 
 def flops_bwd(case: Case) -> int:

@@ -145,7 +145,7 @@ def eager_fn(
     normalise="token",
     denominator=None,
 ):
-    """As TRL's GRPO trainer has it, where it has it."""
+    """As TRL's GRPO trainer has it, where it has it; also the oracle, on fp64 copies."""
     log_prob = upcast(log_prob)
     mask = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask
     advantage, importance = (
@@ -214,9 +214,7 @@ def eager_fn(
     return total, *results, clipped.expand_as(mask).masked_fill(~mask, 0.0).to(total.dtype)
 
 
-def oracle_fn(log_prob, advantage, **options):
-    """The same for fp64."""
-    return eager_fn(log_prob, advantage, **options)
+oracle_fn = eager_fn
 
 
 def bytes_fwd(case: Case, dtype: torch.dtype) -> int:

@@ -98,7 +98,7 @@ def dtensor_lora():
             }
             hidden, weight, *low = got.values()
             loss = tigon.linear_cross_entropy(
-                hidden, weight, p["target"], lora=(*low, 0.5), max_workspace_mb=64
+                hidden, weight, p["target"], lora=(*low, 0.5), max_workspace_mb=64, max_peak_mb=64
             )
             near(loss, want)
             loss.backward()

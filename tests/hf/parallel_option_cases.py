@@ -177,6 +177,15 @@ def parallel_workspace_cap():
 
 
 @case
+def parallel_peak_cap():
+    """Values under a bound of the peak that only small chunks keep."""
+    least = 32.1 if device_type() == "cuda" else 0.1
+    for (layout, sp), name in itertools.product((("uneven", False), ("padded", True)), ("plain", "none")):
+        for dtype in (torch.float32, torch.bfloat16):
+            check(OPTIONS[name], dtype, seed=30, layout=layout, sp=sp, max_peak_mb=least)
+
+
+@case
 def parallel_parts():
     """Chunks of parts on every device, however few their rows."""
     for sp, keep_mb in itertools.product((False, True), (None, 0.0)):
@@ -290,6 +299,8 @@ def parallel_refusals():
     refused(lambda: call(max_workspace_mb=0.02), "max_workspace_mb must be at least", "for one row of every")
     refused(lambda: call(max_workspace_mb=8 + rank()), "options must be the same")
     refused(lambda: call(max_workspace_mb="x"), "max_workspace_mb")
+    refused(lambda: call(max_peak_mb=1e-3), "max_peak_mb must be at least", "for one row of every share")
+    refused(lambda: call(max_peak_mb=8 + rank()), "options must be the same", "max_peak_mb=")
     if device_type() == "cpu":  # elsewhere nobody waits for the count
         refused(lambda: call(valid_rows=3), "valid_rows must be the number of labels that count, 32, got 3")
     refused(lambda: call(class_weight=torch.ones(126)), "[251]")

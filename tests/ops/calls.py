@@ -202,8 +202,10 @@ def _plain() -> Iterator[Call]:
     several |= {name: _HEAD[name] for name in ("token_weight", "position_ids")}
     several |= {"coefficients": (1.0, 0.5), "shifts": (1, 2)}
     yield of("multi_token_loss", hidden=rows, labels=labels, **several)
-    for op in ("linear_cross_entropy_memory", "linear_log_prob_memory", "linear_divergence_memory"):
-        yield of(op, rows=40, hidden_size=16, vocab=50, device="cpu")
+    sizes = {"rows": 40, "hidden_size": 16, "vocab": 50, "device": "cpu"}
+    for op in ("cross_entropy", "log_prob", "divergence", "loss"):
+        yield of(f"linear_{op}_memory", **sizes)
+    yield of("drafter_loss_memory", **sizes, teacher_hidden_size=24, teacher_vocab=60, steps=2)
     drawn = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "log_prob": True}
     yield of("sample", logits=lambda: 3 * rows(ROWS, VOCABULARY), seed=3, **drawn)
     yield of("linear_sample", **head, seed=3, **drawn, **{n: _HEAD[n] for n in ("bias", "lora", "softcap")})

@@ -7,12 +7,14 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from calls import calls, converted
 from heads import compare, head_inputs, peak_on_the_cpu, run
 
 import tigon
 
 LOSS = tigon.linear_cross_entropy
+ROWS = {"reduction": "none"}
 
 
 def test_a_cap_makes_chunks_small(device):
@@ -61,9 +63,47 @@ def _teacher(hidden, weight):
     return hidden.detach().flip(0), weight.detach().flip(0)
 
 
-def _divergence(hidden, weight, target, **options):
+def _divergence(hidden, weight, target, logits=False, **options):
     teacher = _teacher(hidden, weight)
+    teacher = _logits(hidden, weight) if logits else teacher
     return tigon.linear_jsd(hidden, weight, teacher, target, beta=0.3, hard=0.5, **options)
+
+
+@functools.lru_cache(1)
+def _logits(hidden, weight):
+    return torch.matmul(*(t.detach() for t in (hidden, weight.T)))
+
+
+def _drafter(hidden, weight, target, steps=1, **options):
+    """Against a teacher of more classes, at the positions of every step."""
+    states = hidden.view(-1, steps, hidden.shape[-1]) if steps > 1 else hidden
+    ids = torch.arange(len(weight), device=weight.device)
+    return tigon.drafter_loss(states, weight, _larger_teacher(hidden, weight, steps), ids, **options)
+
+
+@functools.lru_cache(1)
+def _larger_teacher(hidden, weight, steps):
+    states, head = _teacher(hidden, weight)
+    return states[::steps].clone(), torch.cat((head, 0.5 * head[: len(head) // 3]))
+
+
+def _drafter_memory(n, h, v, *others, steps=1, **options):
+    sizes = {"teacher_hidden_size": h, "teacher_vocab": v + v // 3, "steps": steps}
+    return tigon.drafter_loss_memory(n // steps, h, v, *others, **sizes, **options)
+
+
+def _of_rows(hidden, weight, target, **options):
+    return tigon.linear_loss(hidden, weight, target, torch.neg, **options)
+
+
+def _of_groups(hidden, weight, target, **options):
+    lead, group = (4, target.shape[0] // 4), "sequence"
+    loss = functools.partial(torch.sum, dim=-1)
+    return tigon.linear_loss(hidden.view(*lead, -1), weight, target.view(lead), loss, group=group, **options)
+
+
+def _heads(hidden, weight, target, **options):
+    return tigon.multi_token_loss(hidden[None], [weight, weight], target[None], **options).loss
 
 
 _ZEROS = torch.zeros(4)
@@ -99,7 +139,21 @@ PEAKS = {
         ),
         {},
     ),
+    "drafter": (_drafter, _drafter_memory, {}),
+    "drafter of steps": (
+        functools.partial(_drafter, steps=4, loss="lk"),
+        functools.partial(_drafter_memory, steps=4),
+        {},
+    ),
+    "drafter of rows": (_drafter, _drafter_memory, {"reduction": "none"}),
+    "function": (_of_rows, tigon.linear_loss_memory, {}),
+    "function of groups": (_of_groups, None, {}),  # chunks of whole groups: nobody predicts these
+    "tied heads": (_heads, None, {}),
 }
+
+
+def _sizes(memory, rows, h, v):
+    return (4, rows // 4, h, v) if "linear_preference" in str(memory) else (rows, h, v)
 
 
 @pytest.mark.parametrize(
@@ -112,17 +166,17 @@ def test_a_peak_is_kept(name, dtype, device):
     loss, memory, options = PEAKS[name]
     rows, h, v = (400, 32, 3003) if device == "cpu" else (3200, 256, 33001)
     hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, device=device, masked=0.0)
-    sizes = (4, rows // 4, h, v) if "linear_preference" in str(memory) else (rows, h, v)
-    predict = functools.partial(memory, *sizes, dtype, device=device, **options)
+    predict = functools.partial(memory or tigon.linear_cross_entropy_memory, *_sizes(memory, rows, h, v))
+    predict = functools.partial(predict, dtype, device=device, **options)
     with pytest.raises(tigon.Error, match=r"max_peak_mb must be at least \d+ for this call") as refused:
         loss(hidden, weight, target, max_peak_mb=0.1, **options)
     least = int(re.search(r"at least (\d+)", str(refused.value))[1])
     most = predict().peak / 2**20
-    for cap in (least, (least + most) / 2, most + 1):
-        predicted = predict(max_peak_mb=cap)
-        assert predicted.peak <= cap * 2**20
+    for cap in (least, (least + most) / 2, 0.98 * most, most + 1):
         capped = functools.partial(loss, max_peak_mb=cap, **options)
-        compare(capped, functools.partial(loss, **options), (hidden, weight, target), {})
+        # Differences of softmaxes cancel, and products of a few rows add in an order of their own.
+        noise = 1e-5 if "drafter" in name and dtype == torch.float32 else 0.0
+        compare(capped, functools.partial(loss, **options), (hidden, weight, target), {}, noise)
 
         def step(capped=capped):
             hidden.grad = weight.grad = None
@@ -130,14 +184,20 @@ def test_a_peak_is_kept(name, dtype, device):
 
         peak = _peak(step, (hidden, weight), device)
         assert peak <= cap * 2**20
+        if memory is None:
+            continue
+        predicted = predict(max_peak_mb=cap).peak
+        assert predicted <= cap * 2**20
         if device == "cuda":  # cuBLASLt's 32 MiB are there where one of its kernels asks for them
-            assert peak >= 0.95 * predicted.peak - 2**25
+            assert peak >= 0.95 * predicted - 2**25
+        else:  # float32 has room for oneDNN's product, divergences for pieces of their operands in float32
+            assert peak >= (0.85 if dtype == torch.bfloat16 and name != "divergence" else 0.4) * predicted
 
 
 def test_a_peak_keeps_labels_that_count(device):
     """Ignored rows, class weights, confident rows; a weight or hidden states without a gradient."""
     rows, h, v = (300, 32, 5003) if device == "cpu" else (3000, 256, 33001)
-    cap = 2 if device == "cpu" else 90
+    cap = 1.1 if device == "cpu" else 90
     dtype = torch.bfloat16
     for train in ((True, True), (True, False), (False, True)):
         hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, device=device, scale=20.0)
@@ -148,11 +208,14 @@ def test_a_peak_keeps_labels_that_count(device):
         valid = int((target != -100).sum())
         more = {"class_weight": torch.rand(v, device=device), "label_smoothing": 0.1}
         for options in ({}, {"valid_rows": valid}, {"valid_rows": valid, **more}):
-            args = (hidden, weight, target)
-            compare(functools.partial(LOSS, max_peak_mb=cap), LOSS, args, options)
+            args, capped = (hidden, weight, target), functools.partial(LOSS, max_peak_mb=cap)
+            compare(capped, LOSS, args, options)
+            leaves = [t for t in (hidden, weight) if t.requires_grad]
+            step = functools.partial(run, capped, args, options)
+            assert _peak(step, leaves, device) <= cap * 2**20
 
 
-@pytest.mark.parametrize("name", ["labels", "log-probabilities", "pairs", "divergence"])
+@pytest.mark.parametrize("name", ["labels", "log-probabilities", "pairs", "divergence", "drafter of steps"])
 def test_a_peak_is_traced(name, device):
     """torch.compile takes the plan of numbers, also where sizes are symbols."""
     torch._dynamo.reset()
@@ -161,6 +224,38 @@ def test_a_peak_is_traced(name, device):
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
     for got, want in zip(run(compiled, args, {}), run(loss, args, {}), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, ROWS, {"valid_rows": 250}, {"weight": torch.float32}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shard_keeps_a_peak(options, dtype, one_process, device):
+    """As its only process: gradients in float32 where there are several chunks, in weight's dtype."""
+    hidden, weight, target = head_inputs(400, 32, 3003, dtype=dtype, device=device, masked=0.0)
+    options = dict(options)
+    target[options.get("valid_rows", 400) :] = -100
+    weight = weight.detach().to(options.pop("weight", dtype)).requires_grad_()
+    plain = functools.partial(LOSS, reduction=options.get("reduction", "mean"))
+    shard = functools.partial(tigon.parallel.linear_cross_entropy, group=one_process, vocab=3003, **options)
+    with pytest.raises(tigon.Error, match=r"max_peak_mb must be at least \d+ for one row of") as refused:
+        shard(hidden, weight, target, max_peak_mb=0.1)
+    least = int(re.search(r"at least (\d+)", str(refused.value))[1])
+
+    def step(**cap):
+        hidden.grad = weight.grad = None
+        shard(hidden, weight, target, **cap).sum().backward()
+
+    free = _peak(step, (hidden, weight), device) / 2**20
+    # On a GPU the workspace of matmuls counts, which these few rows do not take.
+    for cap in (least, *(max(least, cap) for cap in ((least + free) / 2, 0.98 * free, free + 1))):
+        compare(functools.partial(shard, max_peak_mb=cap), plain, (hidden, weight, target), {}, 1e-5)
+        assert _peak(functools.partial(step, max_peak_mb=cap), (hidden, weight), device) <= cap * 2**20
 
 
 HEADS = [c for c in calls() if c.name.startswith(("linear_", "drafter", "contrastive", "multi_token"))]
@@ -180,7 +275,6 @@ def test_no_peak_is_ignored(head):
         torch.func.vjp(lambda hidden: head(hidden=hidden, max_peak_mb=1e6), head.draw()["hidden"])
 
 
-ROWS = {"reduction": "none"}
 MEMORY = [
     {},
     {"max_workspace_mb": None},
@@ -236,6 +330,37 @@ def test_predicted_memory_on_the_cpu(options, dtype):
 
 
 @pytest.mark.parametrize(
+    "name, options",
+    [
+        *(("divergence", o) for o in ({}, {"valid_rows": 1500}, ROWS, {"logits": True})),
+        *(("pairs", {"chunk_rows": rows}) for rows in (None, 1200, 300)),
+        *(("drafter", o) for o in ({}, {"chunk_rows": 500}, ROWS)),
+        ("drafter of steps", {"chunk_rows": 333}),
+        *(("function", o) for o in ({}, {"valid_rows": 1500}, {"chunk_rows": 300})),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_predicted_memory_of_others_on_the_cpu(name, options, dtype):
+    rows, h, v = 4000, 64, 3000
+    loss, memory, _ = PEAKS[name]
+    hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, masked=0.0)
+    target[options.get("valid_rows", rows) :] = -100
+    predict = memory
+    if "logits" in options:
+        predict = lambda *sizes, logits, **o: tigon.linear_divergence_memory(*sizes, **o)  # noqa: E731
+    predicted = predict(*_sizes(memory, rows, h, v), dtype, device="cpu", **options)
+
+    def step():
+        hidden.grad = weight.grad = None
+        loss(hidden, weight, target, **options).sum().backward()
+
+    peak = peak_on_the_cpu(step, (hidden, weight))
+    least = 0.85 if dtype == torch.bfloat16 and name != "divergence" else 0.4
+    assert least * predicted.peak <= peak <= 1.1 * predicted.peak
+
+
+@pytest.mark.parametrize(
     "sizes, options, message",
     [
         ((10, 10, 0), {}, "vocab must be >= 1, got 0"),
@@ -263,6 +388,8 @@ def test_memory_of_sizes_that_no_head_has(sizes, options, message):
         (tigon.linear_log_prob_memory, (8192, 4096, 128256)),
         (tigon.linear_preference_memory, (4, 2048, 4096, 128256)),
         (tigon.linear_divergence_memory, (8192, 4096, 128256)),
+        (_drafter_memory, (8192, 4096, 128256)),
+        (tigon.linear_loss_memory, (8192, 4096, 128256)),
     ],
 )
 def test_memory_on_any_name_of_a_device(memory, sizes):

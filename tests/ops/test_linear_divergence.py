@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from heads import compare, head_inputs, peak_on_the_cpu, run
+from heads import compare, head_inputs, run
 
 import tigon
+from cases.divergence import row_terms
 
 FORMS = {
     "kl": (tigon.linear_kl_div, {}),
@@ -197,30 +198,6 @@ def test_beta_is_refused():
             tigon.linear_jsd(*args, beta=beta)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"valid_rows": 1500}, {"reduction": "none"}, {"logits": True}], ids=str
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_predicted_memory_on_the_cpu(options, dtype):
-    options = dict(options)
-    rows, h, ht, v = 4000, 64, 48, 3000
-    hidden, weight, teacher, labels = heads(rows, h, ht, v, dtype=dtype, masked=0.0)
-    given = options.pop("logits", False)
-    teacher = torch.randn(rows, v).to(dtype) if given else teacher
-    if "valid_rows" in options:
-        labels[options["valid_rows"] :] = -100
-    predicted = tigon.linear_divergence_memory(
-        rows, h, v, dtype, teacher_hidden_size=None if given else ht, device="cpu", **options
-    )
-
-    def step():
-        hidden.grad = weight.grad = None
-        tigon.linear_jsd(hidden, weight, teacher, labels, **options).sum().backward()
-
-    peak = peak_on_the_cpu(step, (hidden, weight))
-    assert 0.45 * predicted.peak <= peak <= 1.1 * predicted.peak
-
-
 def _of_candidates(name, options):
     """The same from logits in plain PyTorch: K candidates and the rest of the mass."""
 
@@ -235,25 +212,11 @@ def _of_candidates(name, options):
             t = torch.where(inside, t, -1e4)
             both.append(torch.cat((t, torch.log(-torch.expm1(t.logsumexp(-1, keepdim=True)))), -1))
         s, t = both
-        if name == "tvd":
-            rows = (t.exp() - s.exp()).abs().sum(-1) / 2
-        else:
-            beta = options.get("beta", 1.0 if options.get("reverse") else 0.0)
-            if beta in (0.0, 1.0):
-                a, b = (t, s) if beta == 0.0 else (s, t)
-                rows = (a.exp() * (a - b)).sum(-1)
-            else:
-                m = torch.log(beta * t.exp() + (1 - beta) * s.exp())
-                m = torch.where(inside_all(inside), m, 0.0)
-                rows = (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)
+        rows = row_terms(s, t, name, options.get("reverse", False), options.get("beta", 0.0))
         nll = -torch.log_softmax(z, -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return torch.where(counts, rows + hard * nll, 0.0).sum() / counts.sum()
 
     return call
-
-
-def inside_all(inside):
-    return torch.cat((inside, torch.ones_like(inside[..., :1])), -1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import same_bits
-from heads import peak_on_the_cpu
 from torch.utils.checkpoint import checkpoint
 
 import tigon
@@ -218,26 +217,6 @@ def test_modules(batch, device):
     assert "kind='ipo'" in repr(pairs)
     with pytest.raises(TypeError):
         tigon.nn.LinearPolicyLoss(normalize="sequence")
-
-
-@pytest.mark.parametrize("chunk_rows", [None, 300, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_predicted_memory_on_the_cpu(chunk_rows, dtype):
-    answers, tokens, size, vocab = 24, 60, 64, 3000
-    hidden = torch.randn(answers, tokens, size).to(dtype).requires_grad_()
-    weight = (0.1 * torch.randn(vocab, size)).to(dtype).requires_grad_()
-    target = torch.randint(0, vocab, (answers, tokens))
-    predicted = tigon.linear_preference_memory(
-        answers, tokens, size, vocab, dtype, device="cpu", chunk_rows=chunk_rows
-    )
-
-    def step():
-        hidden.grad = weight.grad = None
-        tigon.linear_preference(hidden, weight, target, chunk_rows=chunk_rows).loss.backward()
-
-    peak = peak_on_the_cpu(step, (hidden, weight))
-    least = 0.85 if dtype == torch.bfloat16 else 0.4
-    assert least * predicted.peak <= peak <= 1.1 * predicted.peak
 
 
 def test_workspace_is_bounded(batch):

@@ -119,7 +119,8 @@ def _describe(
     values = {name: values_of(given[name], hidden.device) for name in ("class_weight", "token_weight")}
     values["lora"] = None if lora is None else (*values_of(lora_a, hidden.device), float(lora_scale))
     options = {"op": op} | formula._asdict() | given | values
-    options |= {name: getattr(head, name) for name in ("shift", "chunk_rows", "max_workspace_mb")}
+    caps = ("shift", "chunk_rows", "max_workspace_mb", "max_peak_mb")
+    options |= {name: getattr(head, name) for name in caps}
     options |= {"logit_dtype": wide, "valid_rows": known, "denominator": number_of(call.denominator)}
     options |= {"main_grad": main_grad is not None, "bias": head.bias is not None}
     options["labels"] = target.shape[-1] if many else 0
@@ -168,7 +169,10 @@ def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedO
         "statistics": 4 * rows.per_row() * (1 + shards.size),  # bytes of a row: this process's, those of all
         "listed": listed.index is not None,  # the rows worked on are copies
         "wide": wide,
+        "train_hidden": needs & operands.HIDDEN != 0,
         "train_weight": needs & operands.WEIGHT != 0,
+        "train_bias": needs & operands.BIAS != 0,
+        "weight_dtype": parameters[0].dtype,
         "main_grad": main_grad is not None,
         "lora_rank": 0 if head.lora is None else parameters[2].shape[0],
     }
@@ -219,6 +223,7 @@ def linear_cross_entropy(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
+    max_peak_mb: float | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
     vocab: int | None = None,
@@ -258,6 +263,8 @@ def linear_cross_entropy(
             the processes (all-reduce in float32, with ``partial_hidden_grad`` too).
         max_workspace_mb: upper bound of each process's memory, in MiB, without inputs, results and gradients,
             the same in all processes. Chunks shrink to fit the widest shard.
+        max_peak_mb: upper bound of all that each process allocates, in MiB, gradients and results included,
+            the same in all processes. Chunks shrink to fit the widest shard, and `keep_mb` is not used.
         ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, token_weight, reduction,
             denominator, shift, outputs, logit_dtype: as in :func:`tigon.linear_cross_entropy`; smoothing,
             means and outputs are over all classes and all rows.
@@ -274,9 +281,8 @@ def linear_cross_entropy(
     if isinstance(outputs, Sequence) and not isinstance(outputs, str):
         outputs = tuple(outputs)
     labels = ignore_index, shift, None, valid_rows
-    head = HeadOptions(
-        bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, max_workspace_mb, logit_dtype
-    )
+    caps = chunk_rows, max_workspace_mb, logit_dtype, max_peak_mb
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, *caps)
     places = vocab, first_class, sequence_parallel, partial_hidden_grad
     loss_options = class_weight, label_smoothing, z_loss, token_weight, reduction, denominator, outputs
     call = ShardedOptions(*places, keep_mb, False, *loss_options)
@@ -307,6 +313,7 @@ def linear_log_prob(
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
+    max_peak_mb: float | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
     vocab: int | None = None,
@@ -328,9 +335,8 @@ def linear_log_prob(
         processes. They are 0 on ignored labels and rows, with zero gradients.
     """
     labels = ignore_index, shift, None, valid_rows
-    head = HeadOptions(
-        bias, softcap, logit_scale, temperature, lora, *labels, chunk_rows, logit_dtype=logit_dtype
-    )
+    caps = chunk_rows, None, logit_dtype, max_peak_mb
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, *caps)
     call = ShardedOptions(vocab, first_class, sequence_parallel, partial_hidden_grad, keep_mb, entropy)
     loss, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, head, call, "log_prob")
     log_prob = loss.view(target.shape)

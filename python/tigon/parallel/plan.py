@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from tigon.error import check
 from tigon.ops.loss_head.driver import Chunk, Part
 from tigon.ops.loss_head.labels import check_count, known_rows, shifted
 from tigon.ops.loss_head.linear_loss import list_rows
@@ -55,7 +56,7 @@ def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **si
         hidden: the computed rows of a share.
         widest: columns of the widest shard.
         sizes: `statistics` of a row in bytes; `listed`: the rows are copies; `wide`: their logits are float32
-            too; and others of :func:`plan`.
+            too; `weight_dtype`: of weight; and others of :func:`plan`.
     """
     itemsize, widest, cap = hidden.dtype.itemsize, max(widest, 1), head.max_workspace_mb
     rows, asked = shares * hidden.shape[0], head.chunk_rows or 0
@@ -63,7 +64,8 @@ def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **si
         # A chunk more reads and writes the weight's gradient once more, and its exchanges are less hidden.
         chunks = -(-rows * padded(widest) * itemsize // _MOST_LOGITS)
         asked = max(-(-rows // chunks // _ALIGNED) * _ALIGNED, _LEAST_PART)
-    statistics, listed, wide = (sizes.pop(name) for name in ("statistics", "listed", "wide"))
+    names = ("statistics", "listed", "wide", "weight_dtype")
+    statistics, listed, wide, weight_dtype = (sizes.pop(name) for name in names)
     # With shares: a gathered chunk, the next one, and gradients being reduced. Logits of both precisions.
     sizes |= {"copies": 3 * (shares > 1), "row": statistics + 4 * padded(widest) * wide}
     sizes |= {"fixed": 2 * rows * hidden.shape[-1] * itemsize * listed, "chunk_rows": asked}
@@ -72,11 +74,41 @@ def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **si
     if cap is not None and rows > 0:
         check_fits(op, found, shares, "one row of every share", cap)
     chunk = max(min(found.chunk_rows, rows), 1)
+    if head.max_peak_mb is not None and rows > 0:
+        chunk = _within(op, head.max_peak_mb, found, chunk, hidden, rows, shares, widest, weight_dtype, sizes)
+        keep_mb = None
     if entropy:  # a gradient of the entropies is not a multiple of the kept one
         return chunk, False
     if keep_mb is None:
         return chunk, chunk >= rows
     return chunk, rows * padded(widest) * itemsize <= keep_mb * _MIB
+
+
+def _within(op, max_peak_mb, found, chunk, hidden, rows, shares, widest, weight_dtype, sizes) -> int:
+    """Rows of a chunk with which each process takes at most ``max_peak_mb``; at most `chunk`."""
+    size, itemsize, rank = hidden.shape[-1], hidden.dtype.itemsize, sizes["lora_rank"]
+    weights = widest * size * (sizes["train_weight"] and not sizes["main_grad"])
+    others = hidden.numel() * itemsize * sizes["train_hidden"]
+    others += 4 * (widest * sizes["train_bias"] + rank * (size + widest))
+    others += widest * size * itemsize * (weight_dtype != hidden.dtype)
+    narrow = weight_dtype == hidden.dtype == torch.bfloat16  # of one chunk, as ShardPass forms it
+    cast = weights * weight_dtype.itemsize * (weight_dtype != torch.float32)
+
+    def peak(of_chunk):
+        workspace = found.fixed + of_chunk * found.row
+        if narrow and of_chunk >= rows:
+            return others + weights * itemsize + workspace
+        return others + 4 * weights + max(workspace, cast)
+
+    most = max_peak_mb * _MIB
+    if peak(chunk) <= most:
+        return chunk
+    least = -(-peak(min(shares, rows)) // _MIB)
+    words = "max_peak_mb must be at least {} for one row of every share, got {}"
+    check(op, least <= max_peak_mb, words, least, max_peak_mb)
+    fits = int(most - others - 4 * weights - found.fixed) // found.row
+    fits = fits // _ALIGNED * _ALIGNED if fits >= 2 * _ALIGNED else fits
+    return max(min(fits, chunk, rows - 1), 1)
 
 
 def count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_rows: int | None) -> int:

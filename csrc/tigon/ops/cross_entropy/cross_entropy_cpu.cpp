@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "tigon/base/dispatch.h"
+#include "tigon/base/elementwise.h"
 #include "tigon/base/require.h"
 #include "tigon/base/simd/lanes.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
@@ -11,35 +12,19 @@
 namespace tigon::cpu {
 namespace {
 
-// Holds what the rows of one call share.
+// Holds a call, and what its rows share.
 struct CrossEntropyCall {
-  int64_t cols, stride;
-  int64_t classes;  // columns of the whole row
-  const void* bias;
-  bool bias_is_f32;
+  const CrossEntropyRows& a;
+  int64_t cols, classes;  // columns here, and of the whole row
+  // The row has more columns in other shards.
+  bool shard;
   const float* class_weight;  // begins at the first column
-  // Sum of the columns' class_weight, or cols.
-  double weight_sum;
-  double all_weights;  // the same for all classes
-  float logit_scale, softcap, top,
-      // z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain * slope.
-      gain;
-  float label_smoothing, z_loss;
-  // Ignored rows are read too: lse, entropy or predicted is wanted.
-  bool statistics;
-  bool plain;  // z is the logit
-  // The row has more columns in other shards; `whole`: its lse and log_prob are known.
-  bool shard, whole;
-  bool entropy, predicted;
-  DType gradient;  // dtype of dlogits
-};
-struct CrossEntropyRowInputs {
-  bool counts;  // the row is not ignored
-  // The label has this column; in a shard it may be a column of another one.
-  int64_t label;
-  float scale, entropy_scale;
-  // Belong to a shard; 0 without one.
-  float log_share, all_lse, all_log_prob, all_entropy;
+  // Sum of the columns' class_weight, or cols; the same for all classes.
+  double weight_sum, all_weights;
+  // z = top * tanh(inner * x / softcap), or inner * x; dz/dx = gain * slope.
+  float inner, top, gain;
+  bool plain;    // z is the logit
+  bool entropy;  // is wanted, or its gradient is
 };
 struct CrossEntropyRowResults {
   float loss, lse, target_logit, log_prob, entropy;
@@ -47,10 +32,8 @@ struct CrossEntropyRowResults {
   float row_max, log_sum, smoothing;
 };
 struct CrossEntropyTable {
-  // Holds functions by the dtype of logits. dlogits is nullptr if not wanted.
-  ByDtype<void (*)(const CrossEntropyCall& c, const void* logits, void* dlogits,
-                   const CrossEntropyRowInputs& in, CrossEntropyRowResults* out)>
-      row;
+  // Holds functions by the dtype of logits, for row r.
+  ByDtype<void (*)(const CrossEntropyCall& c, int64_t r, CrossEntropyRowResults& out)> row;
   void (*rescale)(void* grad, DType dtype, float factor, int64_t n);
 };
 
@@ -68,10 +51,6 @@ constexpr int64_t kElementsPerTask = 32768;
 
 #include "tigon/ops/cross_entropy/cross_entropy_labels.inc"
 #include "tigon/ops/cross_entropy/cross_entropy_shards.inc"
-
-char* row_at(const Matrix& m, int64_t r) {
-  return static_cast<char*>(m.data) + r * m.stride * int64_t(size_of(m.dtype));
-}
 
 // Sums f(i) over i < n in double, in an order that depends on n only.
 template <class F>
@@ -103,55 +82,29 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   const bool shard = a.classes > 0;
   const float* class_weight = a.class_weight.as<float>();
   if (class_weight != nullptr && shard) class_weight += a.first_class;
-  double weight_sum =
+  const double weight_sum =
       class_weight ? ordered_sum(cols, [&](int64_t i) { return class_weight[i]; }) : double(cols);
-  float gain = a.logit_scale / a.temperature, inner = a.softcap > 0.0f ? a.logit_scale : gain;
-  CrossEntropyCall call = {
-      .cols = cols,
-      .stride = a.logits.stride,
-      .classes = shard ? a.classes : cols,
-      .bias = a.bias.data,
-      .bias_is_f32 = a.bias.dtype == DType::f32,
-      .class_weight = class_weight,
-      .weight_sum = weight_sum,
-      .all_weights = !shard         ? weight_sum
-                     : a.weight_sum ? double(*a.weight_sum.as<float>())
-                                    : double(a.classes),
-      .logit_scale = inner,
-      .softcap = a.softcap,
-      .top = a.softcap / a.temperature,
-      .gain = gain,
-      .label_smoothing = a.label_smoothing,
-      .z_loss = a.z_loss,
-      .statistics = a.lse || a.entropy || a.predicted,
-      .plain = !a.bias && inner == 1.0f && a.softcap == 0.0f,
-      .shard = shard,
-      .whole = bool(a.all_lse),
-      .entropy = a.entropy || a.entropy_scale,
-      .predicted = bool(a.predicted),
-      .gradient = a.dlogits.dtype,
-  };
+  const float gain = a.logit_scale / a.temperature, inner = a.softcap > 0.0f ? a.logit_scale : gain;
+  const CrossEntropyCall call = {.a = a,
+                                 .cols = cols,
+                                 .classes = shard ? a.classes : cols,
+                                 .shard = shard,
+                                 .class_weight = class_weight,
+                                 .weight_sum = weight_sum,
+                                 .all_weights = !shard         ? weight_sum
+                                                : a.weight_sum ? double(*a.weight_sum.as<float>())
+                                                               : double(a.classes),
+                                 .inner = inner,
+                                 .top = a.softcap / a.temperature,
+                                 .gain = gain,
+                                 .plain = !a.bias && inner == 1.0f && a.softcap == 0.0f,
+                                 .entropy = a.entropy || a.entropy_scale};
   auto run = TIGON_SELECT(cross_entropy_table).row[a.logits.dtype];
   int64_t group = std::max<int64_t>(1, kElementsPerTask / cols);
   parallel(ctx, (rows + group - 1) / group, [&](int64_t task) {
     for (int64_t r = task * group, end = std::min(rows, r + group); r < end; ++r) {
       CrossEntropyRowResults out = {};
-      int64_t y = target[r];
-      CrossEntropyRowInputs in = {
-          .counts = y != a.ignore_index,
-          .label = y - a.first_class,
-          .scale = a.scale ? a.scale.as<float>()[a.scale.size == 1 ? 0 : r] : 1.0f,
-          .entropy_scale = a.entropy_scale ? a.entropy_scale.as<float>()[r] : 0.0f,
-          .log_share = a.log_share ? a.log_share.as<float>()[r] : 0.0f,
-          .all_lse = a.all_lse ? a.all_lse.as<float>()[r] : 0.0f,
-          .all_log_prob = a.all_lse ? a.all_log_prob.as<float>()[r] : 0.0f,
-          .all_entropy = a.all_entropy ? a.all_entropy.as<float>()[r] : 0.0f,
-      };
-      const bool bad = shard && in.counts && (y < 0 || y >= a.classes);
-      // Class 0 stands in for the label.
-      if (bad) in.label = -a.first_class, in.scale = NAN;
-      run(call, row_at(a.logits, r), a.dlogits.data ? row_at(a.dlogits, r) : nullptr, in, &out);
-      if (bad) out.loss = out.target_logit = out.log_prob = NAN;
+      run(call, r, out);
       put(a.loss, r, out.loss), put(a.lse, r, out.lse), put(a.target_logit, r, out.target_logit);
       put(a.log_prob, r, out.log_prob), put(a.entropy, r, out.entropy), put(a.row_max, r, out.row_max);
       put(a.log_sum, r, out.log_sum), put(a.smoothing, r, out.smoothing);
@@ -192,7 +145,7 @@ void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
   int64_t group = std::max<int64_t>(1, kElementsPerTask / a.grad.cols);
   parallel(ctx, (a.grad.rows + group - 1) / group, [&](int64_t task) {
     for (int64_t r = task * group, end = std::min(a.grad.rows, r + group); r < end; ++r)
-      run(row_at(a.grad, r), a.grad.dtype, factor, a.grad.cols);
+      run(element_at(a.grad, r, 0), a.grad.dtype, factor, a.grad.cols);
   });
 }
 

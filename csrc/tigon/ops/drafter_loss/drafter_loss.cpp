@@ -1,5 +1,7 @@
 #include "tigon/ops/drafter_loss/drafter_loss.h"
 
+#include <algorithm>
+
 #include "tigon/base/require.h"
 #include "tigon/ops/loss_head/engine.h"
 #include "tigon/ops/loss_head/fields.h"
@@ -96,6 +98,30 @@ class DrafterPass final : public RowPass {
 
 }  // namespace
 
+LinearHeadPlan drafter_loss_memory(const LinearHeadSizes& sizes, const DrafterSizes& d) {
+  if (DType(sizes.dtype) == DType::f64) return linear_head_memory(sizes);
+  LinearHeadSizes s = sizes;
+  s.chunk_rows = std::max<int64_t>(linear_head_memory(s).chunk_rows / d.steps, 1) * d.steps;
+  // The teacher's rows of a part, as DrafterPass divides a chunk.
+  const int64_t part = std::min(linear_head_chunk_rows({.cuda = s.cuda,
+                                                        .dtype = s.dtype,
+                                                        .worked = s.worked / d.steps,
+                                                        .hidden = d.teacher_hidden,
+                                                        .vocab = d.teacher_vocab,
+                                                        .lean = 0}),
+                                s.chunk_rows / d.steps);
+  if (!s.train_hidden && !s.train_weight) s.chunk_rows = part * d.steps;
+  LinearHeadPlan plan = linear_head_memory(s);
+  const int64_t size = int64_t(size_of(DType(s.dtype))), listed = s.worked < s.rows;
+  const int64_t own = linear_head_logit_stride(s.vocab), whole = linear_head_logit_stride(d.teacher_vocab);
+  int64_t more = part * ((whole + d.mapped * own + listed * d.teacher_hidden) * size + 20);
+  // What PyTorch's product of the teacher takes on the CPU, above that of the draft's.
+  if (!s.cuda && size == 4) more += 4 * std::max<int64_t>(part * whole - s.chunk_rows * own, 0);
+  more += 64 * (s.rows / d.steps);
+  plan.workspace += more, plan.peak += more;
+  return plan;
+}
+
 void drafter_loss(Context& ctx, const DrafterLoss& a) {
   LinearHead draft = a.head, teacher = {.op = kOp, .hidden = a.teacher_hidden, .weight = a.teacher_weight};
   draft.op = kOp, draft.wide_logits = false;
@@ -167,3 +193,12 @@ TIGON_OPERATOR(rows_backward, RowsBackward, "drafter_loss_rows", backward)
 }  // namespace
 
 }  // namespace tigon
+
+// For Python, through ctypes.
+extern "C" TIGON_API void tigon_drafter_loss_memory(const tigon::LinearHeadSizes* sizes, int64_t steps,
+                                                    int64_t teacher_hidden, int64_t teacher_vocab,
+                                                    int64_t mapped, tigon::LinearHeadPlan* plan) {
+  *plan = tigon::linear_head_within(*sizes, [&](const tigon::LinearHeadSizes& s) {
+    return tigon::drafter_loss_memory(s, {steps, teacher_hidden, teacher_vocab, mapped});
+  });
+}

@@ -65,6 +65,13 @@ struct DrafterLoss {
 };
 TIGON_API void drafter_loss(Context& ctx, const DrafterLoss& a);
 
+// What a teacher adds to the memory of a call; `sizes` are the draft's, whose rows are those of all steps.
+struct DrafterSizes {
+  int64_t steps = 1, teacher_hidden = 0, teacher_vocab = 0;
+  int64_t mapped = 0;  // draft_id is given
+};
+TIGON_API LinearHeadPlan drafter_loss_memory(const LinearHeadSizes& sizes, const DrafterSizes& teacher);
+
 // What the losses need of a few rows of the teacher, in one pass over its logits.
 struct DrafterTeacher {
   Matrix logits;    // [rows, V_t]

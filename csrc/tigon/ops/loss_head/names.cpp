@@ -21,7 +21,7 @@ constexpr Member<LinearHeadSizes> kSizes[] = {
     TIGON_SIZE(wide),         TIGON_SIZE(chunk_rows),   TIGON_SIZE(cap),          TIGON_SIZE(per_row),
     TIGON_SIZE(keep_rows),    TIGON_SIZE(unit),         TIGON_SIZE(copies),       TIGON_SIZE(row),
     TIGON_SIZE(fixed),        TIGON_SIZE(peak),         TIGON_SIZE(classes),      TIGON_SIZE(by_classes),
-    TIGON_SIZE(kept_rows),    TIGON_SIZE(lean)};
+    TIGON_SIZE(kept_rows),    TIGON_SIZE(lean),         TIGON_SIZE(sums)};
 #define TIGON_PLAN(name) {#name, &LinearHeadPlan::name}
 constexpr Member<LinearHeadPlan> kPlan[] = {
     TIGON_PLAN(chunk_rows), TIGON_PLAN(whole_rows), TIGON_PLAN(kept),  TIGON_PLAN(unit),

@@ -57,7 +57,7 @@ struct Bytes {
   // The weight in hidden's dtype.
   int64_t weight() const { return weight_dtype == dtype ? 0 : s.vocab * s.hidden * size; }
   // True if weight's gradient has the dtype of its product, of so many rows.
-  bool rounds(int64_t rows) const { return rows >= s.worked && weight_dtype == dtype && !f16; }
+  bool rounds(int64_t rows) const { return rows >= s.worked && weight_dtype == dtype && !f16 && !s.sums; }
 };
 
 // The gradients as they are formed, in their parameters' dtypes, and the copies that the last step makes.

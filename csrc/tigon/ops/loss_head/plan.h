@@ -30,6 +30,7 @@ struct LinearHeadSizes {
   int64_t classes = 0;         // the loss can form weight's gradient by classes
   int64_t by_classes = 0, kept_rows = 0;  // as in LinearHead
   int64_t lean = 1;                       // chunks are smaller where no gradient of weight is wanted
+  int64_t sums = 0;                       // weight's gradient is f32, of one chunk too
 };
 
 // True where dlogits of this dtype may carry a factor like 1/count: in f16 small quotients would leave its

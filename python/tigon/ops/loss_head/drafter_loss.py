@@ -132,6 +132,7 @@ def drafter_loss(
     denominator: float | torch.Tensor | None = None,
     valid_rows: int | None = None,
     chunk_rows: int | None = None,
+    max_peak_mb: float | None = None,
     outputs: tuple[str, ...] = ("loss",),
 ) -> torch.Tensor | NamedTuple:
     """Loss of a draft model's head against its teacher's, for one or several steps, without the full logits.
@@ -177,6 +178,8 @@ def drafter_loss(
         valid_rows: how many positions `mask` has, if the caller knows. On CUDA the other positions then cost
             nothing.
         chunk_rows: how many draft rows have logits at a time; ``None`` chooses a number.
+        max_peak_mb: as in :func:`tigon.linear_cross_entropy`, but only by smaller chunks: the weight's
+            gradient is summed in float32.
         outputs: ``("loss",)``, or ``("loss", "acceptance")`` for a named tuple. The acceptance, float32
             ``[S]`` and detached, is the mean overlap over each step's rows that count: the probability that a
             drafted token is accepted. It is NaN if no row counts.
@@ -254,15 +257,18 @@ def drafter_loss(
         arguments.check_like(_OP, "token_weight", token_weight, lead, device)
     check_shift(_OP, any(shifts), position_ids, base)
     arguments.check_integers(_OP, or_none=True, valid_rows=valid_rows)
-    head = HeadOptions(valid_rows=None if valid_rows is None else valid_rows * number, chunk_rows=chunk_rows)
+    valid_rows = None if valid_rows is None else valid_rows * number
+    head = HeadOptions(valid_rows=valid_rows, chunk_rows=chunk_rows, max_peak_mb=max_peak_mb)
     operands.check_head(_OP, stacked, weight, target, head)
     _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0], device)
     weight, d = operands.plain_weight(_OP, weight), Drafter(loss, eta, outside, mask_outside, draft_ids)
     held = None
+    copied = 0 if stacked is hidden else stacked.numel() * stacked.element_size()
     if not mask_outside and draft_ids is not None:
         held = (draft_ids >= 0) & (draft_ids < len(teacher_weight))
     if outside == "renormalize" and held is not None:  # no other class is needed
         teacher_weight = teacher_weight[draft_ids.clamp(0, teacher_weight.shape[0] - 1)]
+        copied += teacher_weight.numel() * teacher_weight.element_size()
         draft_ids = torch.where(held, torch.arange(len(draft_ids), device=device), -1)
         d = d._replace(draft_ids=draft_ids)
     factor = reaches = None
@@ -286,7 +292,8 @@ def drafter_loss(
     parts |= {"teacher": states, "teacher_weight": teacher_weight}
     if has_kernel(_OP, hidden=stacked, beside=parts):
         losses, overlap, counted = _run(
-            stacked, weight, (states, teacher_weight), base, target, head, factor, d, reduction, denominator
+            *(stacked, weight, (states, teacher_weight), base, target, head, factor, d),
+            *(reduction, denominator, copied),
         )
     else:
         operands.check_plain(_OP, 1, target, head)
@@ -306,8 +313,9 @@ def drafter_loss(
     return result_type(outputs, "DrafterLoss")(losses, acceptance)
 
 
-def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduction, denominator):
-    """Run the kernels: the loss, and overlaps and counted rows ``[..., S]``."""
+def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduction, denominator, copied):
+    """Run the kernels: the loss, and overlaps and counted rows ``[..., S]``; `copied`: bytes of operands."""
+    copied += sum(t.numel() * hidden.element_size() for t in teacher if t.dtype != hidden.dtype)
     states, teacher_weight, _ = operands.whole_vectors(*(t.to(hidden.dtype) for t in teacher))
     draft_id = None if d.draft_ids is None else _inverse(d.draft_ids, teacher_weight.shape[0])
     divisors = _cross_entropy.split_denominator(denominator, hidden.device)
@@ -316,6 +324,9 @@ def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduct
     tensors, kind = (states, teacher_weight, base.reshape(-1), draft_id), (_KINDS[d.loss], float(d.eta))
     more = _loss.more(*tensors, *kind, *_OUTSIDE[d.outside], masks, *divisors, code)
     call, parameters = operands.prepare(_OP, hidden, weight, target, head, token_weight=factor, more=more)
+    sizes = target.numel() // max(base.numel(), 1), *reversed(teacher_weight.shape), draft_id is not None
+    way = {"function": "tigon_drafter_loss_memory", "groups": sizes, "per_row": code == 0, "classes": False}
+    call = operands.within_peak(_OP, call, head, weight, more=copied, **way)
     losses, numbers = _loss.run(call, parameters, scalar=code != 0)
     overlap, counted = numbers.view(2, *target.shape)
     return losses if code else losses.view(target.shape), overlap, counted

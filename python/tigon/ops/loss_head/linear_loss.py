@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,12 +23,12 @@ from tigon.ops.arguments import (
 )
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head import operands
-from tigon.ops.loss_head.autograd import finish, finishable
+from tigon.ops.loss_head.autograd import RESULTS, dtypes_of, finished
 from tigon.ops.loss_head.driver import Chunk, Gradients, Part, RowPass
 from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
-from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.operands import NEEDS, HeadCall
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, padded, plan_of
+from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, check_unbounded, padded, plan_of
 
 _OP = "linear_loss"
 KINDS = ("sequence", "pair")
@@ -65,15 +66,15 @@ class Groups:
         whole = Chunk.whole(begin, end, groups=slice(first, self.number))
         return [*found, whole] if self.number else []
 
-    def fit(self, hidden, weight, chunk_rows) -> bool:
-        """Whether the longest group fits a chunk."""
-        longest = max(self.sizes, default=0)
-        if chunk_rows is not None:
-            return longest <= chunk_rows
-        dweight = torch.is_grad_enabled() and weight.requires_grad
-        limit = _default_chunk(hidden, weight, sum(self.sizes), dweight)
-        row = padded(weight.shape[0]) * hidden.element_size()
-        return longest <= max(limit, MOST_GROUP_LOGITS // row)
+    def limit(self, hidden, weight, chunk_rows) -> int:
+        """Rows of a chunk, which the longest group may make longer; 0 if it fits none."""
+        longest, limit = max(self.sizes, default=0), chunk_rows
+        if chunk_rows is None:
+            dweight = torch.is_grad_enabled() and weight.requires_grad
+            limit = _default_chunk(hidden, weight, sum(self.sizes), dweight)
+            row = padded(weight.shape[0]) * hidden.element_size()
+            chunk_rows = MOST_GROUP_LOGITS // row
+        return max(limit, longest) if longest <= max(limit, chunk_rows) else 0
 
     def order(self, device):
         """The rows in the order of groups; None if they already have that order."""
@@ -281,25 +282,18 @@ class _Function(torch.autograd.Function):
         rows = _UserPass(fn, call, tensors)
         loss = rows.run()
         ctx.shape, ctx.needs = hidden.shape, rows.needs
-        ctx.dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
-        dhidden, *others, _, _ = rows.formed.formed()
-        kept = [hidden.new_empty(0) if dhidden is None else dhidden]
-        kept += [hidden.new_empty(0, dtype=torch.float32) if g is None else g for g in others]
+        ctx.dtypes = dtypes_of(hidden, weight, bias)[:3]
+        kept = (hidden.new_empty(0) if g is None else g for g in rows.formed.formed())
         ctx.save_for_backward(rows.scale.float(), *kept, *rows.dtensors)
         return loss
 
     @staticmethod
     @once(_OP)
     def backward(ctx, dloss):
-        scale, dhidden, dweight, dbias, *dtensors = ctx.saved_tensors
-        none = dbias.new_empty(0)
-        gradients = finish(dloss, scale, dhidden, dweight, dbias, none, none, *map(finishable, ctx.dtypes))
-        asked = (operands.HIDDEN, operands.WEIGHT, operands.BIAS)
-        dhidden, dweight, dbias = (
-            g.to(dtype) if ctx.needs & bit else None
-            for g, dtype, bit in zip(gradients, (dhidden.dtype, *ctx.dtypes), asked, strict=False)
-        )
-        factor = dloss * scale
+        saved = ctx.saved_tensors
+        formed, dtensors, factor = saved[: RESULTS - 1], saved[RESULTS - 1 :], dloss * saved[0]
+        gradients = zip(finished(dloss, formed, *ctx.dtypes[1:]), ctx.dtypes, NEEDS.values(), strict=False)
+        dhidden, dweight, dbias = (g.to(dtype) if ctx.needs & bit else None for g, dtype, bit in gradients)
         dtensors = (None if g is None else torch.where(g == 0, g, g * factor).to(g.dtype) for g in dtensors)
         return None, None, None if dhidden is None else dhidden.view(ctx.shape), dweight, dbias, *dtensors
 
@@ -307,7 +301,8 @@ class _Function(torch.autograd.Function):
 def _composed(hidden, weight, target, loss: UserLoss, tensors, reduction, log_prob, head: HeadOptions):
     """Log-probabilities of all rows, then fn: for unreduced losses, whose upstream gradients come later."""
     target = shifted(target, head.ignore_index, head.shift, head.position_ids)
-    statistics = log_prob(hidden, weight, target, entropy=loss.entropy, **head.of_log_prob())
+    options = head.of_log_prob() | {"entropy": loss.entropy, "max_peak_mb": head.max_peak_mb}
+    statistics = log_prob(hidden, weight, target, **options)
     statistics = [s.reshape(-1) for s in (statistics if loss.entropy else (statistics,))]
     groups = loss.groups
     if groups is None:
@@ -347,6 +342,7 @@ def linear_loss(
     position_ids: torch.Tensor | None = None,
     valid_rows: int | None = None,
     chunk_rows: int | None = None,
+    max_peak_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """A custom loss of per-token log-probabilities in three matmuls, without storing the full logits.
@@ -360,6 +356,9 @@ def linear_loss(
             position_ids, valid_rows, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`.
         fn: called with float32 vectors of one chunk. They may include rows with an ignored label; their
             losses are dropped. Pass tensors that need a gradient through `tensors`.
+        max_peak_mb: as in :func:`tigon.linear_cross_entropy`, without what fn itself allocates for the rows
+            of a chunk. The weight's gradient is summed in float32. If that has no room, the loss uses
+            :func:`tigon.linear_log_prob`, at its cost and bound.
         *tensors: per-token tensors ``[..., ...]`` (the leading shape of target), passed to fn row by row;
             differentiable.
         entropy: pass the entropies to fn as its second argument.
@@ -386,9 +385,8 @@ def linear_loss(
         tigon.Error: shapes, dtypes or options do not fit, or fn does not return one loss per row or group.
     """
     labels = ignore_index, shift, position_ids, valid_rows
-    head = HeadOptions(
-        bias, softcap, logit_scale, temperature, None, *labels, chunk_rows, logit_dtype=logit_dtype
-    )
+    caps = {"chunk_rows": chunk_rows, "logit_dtype": logit_dtype, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, None, *labels, **caps)
     target = labels_of(target, ignore_index)
     operands.check_head(_OP, hidden, weight, target, head)
     check_booleans(_OP, entropy=entropy)
@@ -414,18 +412,31 @@ def linear_loss(
         operands.check_plain(_OP, weight.shape[0], target, head)
     wrt = tuple(grad and t.requires_grad for t in tensors)
     loss = UserLoss(fn, entropy, denominator, wrt, grad, groups)
-    apart = groups is not None and not groups.fit(hidden, weight, head.chunk_rows)
+    chunk = (chunk_rows or 0) if groups is None else groups.limit(hidden, weight, chunk_rows)
+    apart = groups is not None and chunk == 0
+    log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
+    own = weight if kernel else operands.plain_weight(_OP, weight)
+    composed = functools.partial(_composed, hidden, own, target, loss, tensors, reduction, log_prob, head)
     if not kernel or apart or is_traced(hidden) or (reduction == "none" and denominator is None):
-        log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
-        weight = weight if kernel else operands.plain_weight(_OP, weight)
-        return _composed(hidden, weight, target, loss, tensors, reduction, log_prob, head)
+        return composed()
     transformed = torch._C._are_functorch_transforms_active()
+    if transformed:
+        check_unbounded(_OP, max_peak_mb, "under the transforms of torch.func")
     check(
         _OP, not transformed, 'the transforms of torch.func must take reduction="none", got {!r}', reduction
     )
     if forward_ad._current_level >= 0:
         refuse_tangents(_OP, (hidden, weight, head.bias, *tensors))
     call, _ = operands.prepare(_OP, hidden, operands.plain_weight(_OP, weight), target, head)
+    call = call._replace(memory=call.memory._replace(chunk_rows=chunk))
+    if max_peak_mb is not None:
+        if call.formula.wide_logits:
+            check_unbounded(_OP, max_peak_mb, "with logit_dtype=torch.float32")
+        kept = sum(t.numel() * t.element_size() for t, needed in zip(tensors, wrt, strict=True) if needed)
+        found = operands.plan_within(_OP, call, head, weight, more=kept, classes=False, sums=True)
+        if found.least or (groups is not None and found.capped and found.chunk_rows < max(groups.sizes)):
+            return composed()
+        call = call.divided(found)
     device, number = _cross_entropy.split_denominator(denominator, hidden.device)
     if device is not None:
         place = device.device

@@ -33,6 +33,7 @@ from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_loss import graph_leaves
 from tigon.ops.loss_head.operands import check_lora
+from tigon.ops.loss_head.plan import check_cap, check_unbounded, plan
 
 _OP = "multi_token_loss"
 _REDUCTIONS = ("mean", "sum")
@@ -251,6 +252,31 @@ def _finished(dloss, gradient, dtype):
     return finished(dloss, formed, dtype, torch.float32)[1]
 
 
+def _within_peak(hidden, heads, max_peak_mb):
+    """The heads, each with the peak that the gradients of those before it leave; an error names the least."""
+    rows, kept, least, bounded = hidden[..., 0].numel(), {}, 0, []
+    uses = Counter(id(t) for head in heads if head.coefficient for t in (hidden, *head.tensors()))
+    for head in heads:
+        trained = head.coefficient != 0 and torch.is_grad_enabled()
+        tensors = {id(t): t for t in (hidden, *head.tensors()) if trained and t.requires_grad}
+        sizes = {"train_hidden": any(id(t) in tensors for t in (hidden, *head.parameters()))}
+        sizes |= {"train_weight": id(head.weight) in tensors, "train_bias": id(head.bias) in tensors}
+        vocab, size = head.weight.shape
+        sizes |= {"weight_dtype": head.weight.dtype, "classes": True, "peak": 0}
+        found = plan(hidden.device.type, hidden.dtype, rows, size, vocab, **sizes)
+        before = sum(kept.values())
+        options = head.options | {"max_peak_mb": max_peak_mb - before / 2**20}
+        bounded.append(head._replace(options=options))
+        for key, t in tensors.items():  # the sum of several heads' gradients is wide
+            kept[key] = t.numel() * max(t.element_size(), 4 if uses[key] > 1 else 0)
+        summed = sum(kept[key] for key in tensors if uses[key] > 1)
+        least = max(least, before + found.least, before + found.results + summed)
+    least = -(-least // 2**20)
+    words = "max_peak_mb must be at least {} for this call, got {}"
+    check(_OP, least <= max_peak_mb, words, least, max_peak_mb)
+    return bounded
+
+
 def _in_turn(hidden, heads, labels):
     tensors = {id(t): t for head in heads if head.coefficient for t in head.tensors()}
     return _InTurn.apply(heads, labels, hidden, *tensors.values())
@@ -296,6 +322,7 @@ def multi_token_loss(
     position_ids: torch.Tensor | None = None,
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
+    max_peak_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> MultiTokenLoss:
     """``sum_i coefficient_i * cross_entropy(heads_i(hidden)[t], labels[t + shift_i])``, without full logits.
@@ -322,6 +349,10 @@ def multi_token_loss(
         lora: for each head ``None`` or ``(A [r, H_i], B [V, r], scale)``.
         token_weight, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, chunk_rows,
             max_workspace_mb, logit_dtype: as in :func:`tigon.linear_cross_entropy`, the same for all heads.
+        max_peak_mb: upper bound, in MiB, of what the call and its backward allocate, without what the layers
+            of the heads allocate. Each head gets what the gradients of the heads before it have left, and
+            keeps to it as :func:`tigon.linear_cross_entropy` does. Refused if autograd differentiates the
+            whole (see below).
         reduction: ``"mean"`` (for each head over its rows that count) or ``"sum"``.
         denominator: a number or tensor of one element for all heads, or a sequence with one for each head:
             the loss is ``sum / denominator`` instead of ``reduction``.
@@ -387,4 +418,10 @@ def multi_token_loss(
     if forward_ad._current_level >= 0 and hidden.dtype != torch.float64:
         refuse_tangents(_OP, (hidden, *(t for head in made for t in (head.weight, head.bias))))
     run = _composed if _composes(hidden, made) else _in_turn
+    check_cap(_OP, max_peak_mb=max_peak_mb)
+    if max_peak_mb is not None:
+        trained = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, *made[0].tensors()))
+        if run is _composed and (trained or torch._C._are_functorch_transforms_active()):
+            check_unbounded(_OP, max_peak_mb, "where autograd differentiates all heads together")
+        made = _within_peak(hidden, made, max_peak_mb)
     return MultiTokenLoss(*run(hidden, made, labels))

@@ -16,6 +16,7 @@ from tigon.ops import arguments
 from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import (
+    HeadPlan,
     check_cap,
     check_peak,
     check_unbounded,
@@ -101,6 +102,13 @@ class HeadCall(NamedTuple):
         """The call, with other gradients needed and rows kept."""
         operands, formula, memory, more = self
         return HeadCall(operands, formula, Memory(memory[0], memory[1], needs, keep_rows), more)
+
+    def divided(self, found: HeadPlan) -> HeadCall:
+        """The call as a plan within a peak divides it."""
+        if not found.capped:
+            return self
+        needs = self.memory.needs | BY_CLASSES * found.by_classes
+        return self._replace(memory=Memory(found.chunk_rows, self.memory.valid_rows, needs, found.kept_rows))
 
     def without_tensors(self, more: tuple = ()) -> HeadCall:
         """The parts of it that a context may hold; `more`: numbers that its backward takes."""
@@ -316,35 +324,39 @@ def prepare(
     return HeadCall(operands, formula, Memory(chunk_rows, valid, needs), more), parameters
 
 
-def within_peak(
+def plan_within(
     op, call: HeadCall, head: HeadOptions, weight, main_grad=None, *, more=0, **sizes
-) -> HeadCall:
+) -> HeadPlan:
+    """The plan of a call that takes at most ``max_peak_mb``; see :func:`within_peak`."""
+    if torch._C._are_functorch_transforms_active():  # the backward forms other gradients than are planned
+        check_unbounded(op, head.max_peak_mb, "under the transforms of torch.func")
+    hidden, own, lora_a = (getattr(call.operands, name) for name in ("hidden", "weight", "lora_a"))
+    needs, memory, worked = call.memory.needs, call.memory, call.rows()
+    if memory.valid_rows < 0 and arguments.readable(call.operands.target):  # the call counts them too
+        counts = call.operands.target != call.formula.ignore_index
+        worked = int((counts if counts.dim() == 1 else counts.any(-1)).sum())
+    sizes = {"classes": True, "weight_dtype": weight.dtype, "main_grad": main_grad is not None} | sizes
+    sizes |= {"train_hidden": needs & HIDDEN != 0, "train_weight": needs & WEIGHT != 0}
+    sizes |= {"train_bias": needs & BIAS != 0, "unit": needs & UNIT != 0, "wide": call.formula.wide_logits}
+    sizes |= {"lora_rank": lora_a.shape[0] if needs & (LORA_A | LORA_B) else 0, "worked": worked}
+    sizes |= {"chunk_rows": memory.chunk_rows, "keep_rows": memory.keep_rows}
+    sizes["peak"] = peak_bytes(head.max_peak_mb, more)
+    return plan_of(hidden, own.shape[0], hidden.numel() // hidden.shape[-1], **sizes)
+
+
+def within_peak(op, call: HeadCall, head: HeadOptions, *weights, more=0, **sizes) -> HeadCall:
     """The call, divided so that it and its backward take at most ``max_peak_mb``.
 
     Args:
-        weight: as the caller gave it.
+        weights: weight as the caller gave it, and its main_grad if it has one.
         more: bytes that the plan does not know.
         sizes: others of :func:`plan_of`.
     """
     if head.max_peak_mb is None:
         return call
-    if torch._C._are_functorch_transforms_active():  # the backward forms other gradients than are planned
-        check_unbounded(op, head.max_peak_mb, "under the transforms of torch.func")
-    hidden, own, lora_a = (getattr(call.operands, name) for name in ("hidden", "weight", "lora_a"))
-    needs, memory = call.memory.needs, call.memory
-    sizes = {"classes": True, "weight_dtype": weight.dtype, "main_grad": main_grad is not None} | sizes
-    sizes |= {"train_hidden": needs & HIDDEN != 0, "train_weight": needs & WEIGHT != 0}
-    sizes |= {"train_bias": needs & BIAS != 0, "unit": needs & UNIT != 0, "wide": call.formula.wide_logits}
-    sizes |= {"lora_rank": lora_a.shape[0] if needs & (LORA_A | LORA_B) else 0, "worked": call.rows()}
-    sizes |= {"chunk_rows": memory.chunk_rows, "keep_rows": memory.keep_rows}
-    sizes["peak"] = peak_bytes(head.max_peak_mb, more)
-    rows = hidden.numel() // hidden.shape[-1]
-    found = plan_of(hidden, own.shape[0], rows, **sizes)
+    found = plan_within(op, call, head, *weights, more=more, **sizes)
     check_peak(op, found, more, head.max_peak_mb)
-    if not found.capped:
-        return call
-    needs |= BY_CLASSES * found.by_classes
-    return call._replace(memory=Memory(found.chunk_rows, memory.valid_rows, needs, found.kept_rows))
+    return call.divided(found)
 
 
 class _ToMainGrad(torch.autograd.Function):

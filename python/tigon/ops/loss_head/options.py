@@ -153,4 +153,5 @@ class MultiTokenDict(TypedDict, total=False):
     position_ids: torch.Tensor | None
     chunk_rows: int | None
     max_workspace_mb: float | None
+    max_peak_mb: float | None
     logit_dtype: torch.dtype | None

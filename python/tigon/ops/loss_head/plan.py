@@ -15,7 +15,7 @@ import torch
 from typing_extensions import TypedDict, Unpack
 
 from tigon._load import library
-from tigon.error import check
+from tigon.error import Error, check
 from tigon.ops import arguments
 from tigon.ops.arguments import check_booleans, check_choice, check_dtype, check_integers, check_numbers
 from tigon.ops.cross_entropy import REDUCTIONS
@@ -209,6 +209,7 @@ def _memory(
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
     classes: bool = True,
+    sums: bool = False,
     more: int = 0,
     function: str = "tigon_linear_head_memory",
     groups: tuple = (),
@@ -232,6 +233,7 @@ def _memory(
     sizes = trained | {"main_grad": main_grad, "lora_rank": lora_rank, "chunk_rows": chunk_rows or 0}
     sizes |= {"worked": rows if valid_rows is None else valid_rows, "per_row": reduction == "none"}
     sizes |= {"keep_rows": rows_within(keep_mb, vocab, dtype.itemsize), "unit": bool(keep_mb != 0)}
+    sizes["sums"] = sums
     sizes["wide"] = logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
     if max_peak_mb is not None:
         if dtype == torch.float64:
@@ -372,5 +374,74 @@ def linear_divergence_memory(
     if teacher_hidden_size is not None:
         check_integers("linear_divergence_memory", least=1, teacher_hidden_size=teacher_hidden_size)
     native = {"function": "tigon_linear_divergence_memory", "groups": (teacher_hidden_size or 0,)}
-    native["classes"] = False
-    return _memory(rows, hidden_size, vocab, dtype, reduction=known[reduction], **options, **native)
+    native |= {"classes": False, "keep_mb": 0, "reduction": known[reduction]}
+    return _memory(rows, hidden_size, vocab, dtype, **options, **native)
+
+
+@arguments.called()
+@arguments.unpacked(_memory)
+def drafter_loss_memory(
+    rows: int,
+    hidden_size: int,
+    vocab: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    teacher_hidden_size: int,
+    teacher_vocab: int,
+    steps: int = 1,
+    draft_ids: bool = True,
+    reduction: str = "mean",
+    **options: Unpack[MemoryOptions],
+) -> HeadMemory:
+    """Bytes that :func:`tigon.drafter_loss` and its backward take, without their inputs.
+
+    The result is that of :func:`tigon.linear_cross_entropy_memory` for the draft's head, plus the teacher's
+    logits for some rows, and those of the draft's classes among them. Copies of the operands are not counted:
+    of hidden states that are a list or shifted, and of a teacher that is converted or truncated.
+
+    Args:
+        rows: positions of the teacher; the draft has ``rows * steps``.
+        hidden_size, vocab: of the draft.
+        steps: of the draft for each position.
+        draft_ids: the draft has fewer classes than the teacher.
+        valid_rows: of ``rows``.
+        Others: as :func:`tigon.linear_cross_entropy_memory`.
+
+    Raises:
+        tigon.Error: a size or an option that the function would not take.
+    """
+    sizes = {"steps": steps, "teacher_hidden_size": teacher_hidden_size, "teacher_vocab": teacher_vocab}
+    check_integers(_OP, least=1, **sizes)
+    check_integers(_OP, least=0, rows=rows)
+    check_booleans(_OP, draft_ids=draft_ids)
+    if options["valid_rows"] is not None:
+        check_integers(_OP, valid_rows=options["valid_rows"])
+        options["valid_rows"] *= steps
+    native = {"function": "tigon_drafter_loss_memory", "groups": (*sizes.values(), draft_ids)}
+    native |= {"classes": False, "keep_mb": 0, "reduction": reduction}
+    return _memory(rows * steps, hidden_size, vocab, dtype, **options, **native)
+
+
+@arguments.called()
+@arguments.unpacked(_memory)
+def linear_loss_memory(
+    rows: int,
+    hidden_size: int,
+    vocab: int,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Unpack[MemoryOptions],
+) -> HeadMemory:
+    """Bytes that :func:`tigon.linear_loss` and its backward take, without their inputs and without what the
+    function allocates for the rows of a chunk.
+
+    The result is that of :func:`tigon.linear_cross_entropy_memory` with a gradient of the weight in float32,
+    or where ``max_peak_mb`` has no room for that, of :func:`tigon.linear_log_prob_memory`. Losses of rows
+    take the latter.
+
+    Raises:
+        tigon.Error: a size or an option that the function would not take.
+    """
+    try:
+        return _memory(rows, hidden_size, vocab, dtype, **options, classes=False, sums=True)
+    except Error:  # of a bound, or of both
+        return linear_log_prob_memory(rows, hidden_size, vocab, dtype, **options)
