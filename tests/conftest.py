@@ -1,7 +1,5 @@
 """Fixtures of all tests: where to find things, which devices there are, seeds, poison."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import ctypes

@@ -9,8 +9,6 @@ Three kinds of rounds, each named by its kind, function and seed, which ``--agai
 * ``wrong``: the same with arguments that are none: tigon.Error in the function's words, nothing modified.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import inspect

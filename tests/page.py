@@ -3,8 +3,6 @@
 It imports nothing of the tests: ``python page.py PAGE`` is such an interpreter.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ One process has imported what all need and forks for each rank: an import takes 
 All of them end with the process that runs the tests, also where that one is killed.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

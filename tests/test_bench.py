@@ -1,7 +1,5 @@
 """bench/run.py and bench/plot.py on the smallest cases."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

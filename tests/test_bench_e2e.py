@@ -1,7 +1,5 @@
 """bench/e2e.py on tiny configurations: records, errors, budget, table."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import weakref

@@ -1,7 +1,5 @@
 """bench/fp8_accuracy.py on a tiny configuration: runs are comparable, and the table says which are inside."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

@@ -1,7 +1,5 @@
 """bench/medusa.py on a tiny configuration: providers agree, errors are records, the table has every case."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """bench/parallel_e2e.py, small, in two processes over gloo; what bench/parallel.py takes for exposed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Losses of linear heads of other packages, as bench/run.py calls them: values and gradients as Tigon's."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

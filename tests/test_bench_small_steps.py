@@ -1,7 +1,5 @@
 """bench/small_steps.py on a tiny configuration: the ways of a step agree, and the table has them."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

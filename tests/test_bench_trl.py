@@ -1,7 +1,5 @@
 """bench/trl_trainers.py on a tiny configuration: every trainer steps, and Tigon's gradients are TRL's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

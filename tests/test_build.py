@@ -1,7 +1,5 @@
 """The decisions of the build: CUDA or not, which PyTorch, what is said where there is none."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

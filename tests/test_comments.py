@@ -1,7 +1,5 @@
 """The lint of comments finds what it is for, and lets sentences pass."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """bench/convergence.py, short: two families learn what stock learns, and what does not is told apart."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ its own, with the package and nothing of the tests. A block whose first line is 
 `# Part of ...` is only compiled; its reason is that of a skipped test.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

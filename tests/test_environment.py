@@ -1,7 +1,5 @@
 """tigon.env and the doctor: what they say is true, and a broken op does not pass."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """The examples that fine-tune, small: each runs to its end and learns; packing keeps samples apart."""
 
-from __future__ import annotations
-
 import collections
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What is published: one version, the workflows, the conda recipe, the release script."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

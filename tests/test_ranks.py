@@ -1,7 +1,5 @@
 """ranks.py: processes that end with the one that started them."""
 
-from __future__ import annotations
-
 import os
 import signal
 

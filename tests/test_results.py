@@ -1,7 +1,5 @@
 """docs/results, docs/paper.md and the table of README are what their programs write from the data."""
 
-from __future__ import annotations
-
 import graphlib
 import importlib
 import json

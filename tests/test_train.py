@@ -1,7 +1,5 @@
 """examples/train.py, small: both providers, the table, the picture, the checkpoint, the data."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

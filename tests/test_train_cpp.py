@@ -1,7 +1,5 @@
 """examples/cpp/train_llama.cpp: its curve is stock's, its checkpoint loads, wrong arguments are named."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The layout holds, and its checker sees what it is for."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The cases of every op: one list per op feeds its tests and its benchmarks."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import types

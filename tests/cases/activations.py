@@ -1,7 +1,5 @@
 """What the case modules of activations share: parameters, cases, inputs, traffic."""
 
-from __future__ import annotations
-
 import torch
 
 from .case import Case, Inputs, Maker, bench_case, memory_bound, params, test_case

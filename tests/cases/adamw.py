@@ -1,7 +1,5 @@
 """Parameter lists of adamw: for the tests of ``tests/ops/test_adamw.py`` and for ``bench/optimizer.py``."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

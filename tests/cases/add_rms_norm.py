@@ -1,7 +1,5 @@
 """Cases of add_rms_norm: h = x + residual, y = rms_norm(h)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,12 +1,10 @@
 """Cases of attention_residual: softmax over n of query . rms_norm(v_n), and the sum of values by it."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, ours, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, liger, nothing, ours, params, test_case, upcast
 
 NAME = "attention_residual"
 tigon_fn = ours(NAME)
@@ -111,13 +109,4 @@ def bytes_bwd(case, dtype):
 flops_fwd = flops_bwd = nothing
 
 
-def _liger(case, inputs):
-    from liger_kernel.ops.attn_res import LigerAttnResFunction
-
-    def fn(values, query, norm_weight, *, eps):
-        return LigerAttnResFunction.apply(values, query, norm_weight, eps)
-
-    return fn
-
-
-PEERS = {"liger": _liger}
+PEERS = {"liger": liger("attn_res", "LigerAttnResFunction", lambda fn, *args, eps: fn(*args, eps))}

@@ -19,9 +19,8 @@ Tags: `test` correctness, `grad` its gradients too, `small` tests that repeat or
 the paper's figures 2 and 3, `large` needs much memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 import importlib
 import math
 import zlib
@@ -265,10 +264,21 @@ def ours(name: str) -> Callable:
     return tigon_fn
 
 
-def liger(module: str, function: str) -> Factory:
-    """The peer `liger_kernel.ops.<module>.<function>`, an autograd function of the case's own arguments."""
+def liger(module: str, function: str, call: Callable | None = None, whole: bool = False) -> Factory:
+    """The peer `liger_kernel.ops.<module>.<function>`, an autograd function.
 
-    def factory(case: Case, inputs: Inputs) -> Callable:
-        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply
+    It takes the case's own arguments, or `call(function, *arguments)` gives them; `whole`: it takes no None.
+    """
+
+    def factory(case: Case, inputs: Inputs) -> Callable | None:
+        apply = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply
+        if whole and any(x is None for x in inputs.args):
+            return None
+        return apply if call is None else functools.partial(call, apply)
 
     return factory
+
+
+def stock(eager_fn: Callable) -> Factory:
+    """The peer that is the plain formulation itself: one call of PyTorch's."""
+    return lambda case, inputs: eager_fn

@@ -1,7 +1,5 @@
 """Cases of contrastive_loss: embeddings of queries and documents -> loss, without their similarities."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

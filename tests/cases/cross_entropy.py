@@ -1,7 +1,5 @@
 """Cases of cross_entropy: the loss of given logits."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Cases of kl_div, jsd and tvd: divergences of a student's and a teacher's rows."""
 
-from __future__ import annotations
-
 import functools
 import math
 

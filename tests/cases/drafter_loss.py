@@ -1,7 +1,5 @@
 """Cases of drafter_loss: a draft model's head against its teacher's, in one or several steps."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Cases of dyt: tanh(alpha * x) * weight + bias."""
 
-from __future__ import annotations
-
 import torch
 
 from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, ours, params, test_case

@@ -1,13 +1,11 @@
 """Cases of embedding: rows by token id."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, ours, params, test_case
+from .case import Case, Inputs, Maker, bench_case, itemsize, liger, nothing, ours, params, stock, test_case
 
 NAME = "embedding"
 tigon_fn = ours(NAME)
@@ -110,14 +108,7 @@ def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
 flops_fwd = flops_bwd = nothing
 
 
-def _aten(case, inputs):
-    return eager_fn
-
-
-def _liger(case, inputs):
-    from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
-
-    return lambda ids, weight: LigerEmbeddingFunction.apply(weight, ids)
-
-
-PEERS = {"aten": _aten, "liger": _liger}
+PEERS = {
+    "aten": stock(eager_fn),
+    "liger": liger("experimental.embedding", "LigerEmbeddingFunction", lambda fn, ids, w: fn(w, ids)),
+}

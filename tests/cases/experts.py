@@ -1,7 +1,5 @@
 """Cases of the experts of a mixture: tigon.experts, and tigon.grouped_mlp of sorted rows."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Cases of fp8_linear: a linear map whose products are of float8."""
 
-from __future__ import annotations
-
 import torch
 
 from .case import Case, Inputs, Maker, bench_case, itemsize, ours, params, test_case

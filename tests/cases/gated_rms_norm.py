@@ -1,7 +1,5 @@
 """Cases of gated_rms_norm: rms_norm(x) * act(gate), or rms_norm(x * act(gate))."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Cases of the gated linear units: swiglu, geglu, reglu, swiglu_oai."""
 
-from __future__ import annotations
-
 import math
 
 import torch

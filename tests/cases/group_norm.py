@@ -1,13 +1,11 @@
 """Cases of group_norm: [N, C, ...], groups of channels normalised by themselves."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, memory_bound, params, test_case
+from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, params, stock, test_case
 
 NAME = "group_norm"
 
@@ -93,20 +91,11 @@ def oracle_fn(x, weight, bias, *, groups, eps):
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
 
 
-def _aten(case, inputs):
-    return eager_fn
+def _as_liger(fn, x, weight, bias, *, groups, eps):
+    return fn(x, weight, bias, x.shape[1], groups, eps)
 
 
-def _liger(case, inputs):
-    from liger_kernel.ops.group_norm import LigerGroupNormFunction
-
-    if inputs.args[1] is None or inputs.args[2] is None:
-        return None
-
-    def fn(x, weight, bias, *, groups, eps):
-        return LigerGroupNormFunction.apply(x, weight, bias, x.shape[1], groups, eps)
-
-    return fn
-
-
-PEERS = {"aten": _aten, "liger": _liger}
+PEERS = {
+    "aten": stock(eager_fn),
+    "liger": liger("group_norm", "LigerGroupNormFunction", _as_liger, whole=True),
+}

@@ -1,7 +1,5 @@
 """What the case modules of loss heads share: adapters, logits, traffic, operations, bare products, peers."""
 
-from __future__ import annotations
-
 import math
 
 import torch

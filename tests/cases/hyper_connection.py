@@ -1,7 +1,5 @@
 """Cases of hyper_connection: coefficients and the input of a layer (pre), the streams after it (post)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

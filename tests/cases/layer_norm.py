@@ -1,11 +1,21 @@
 """Cases of layer_norm: y = (x - mean) / sqrt(var + eps) * weight + bias."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, norm_cases, ours, params, test_case
+from .case import (
+    Case,
+    Inputs,
+    Maker,
+    liger,
+    memory_bound,
+    norm_bench_cases,
+    norm_cases,
+    ours,
+    params,
+    stock,
+    test_case,
+)
 
 NAME = "layer_norm"
 tigon_fn = ours(NAME)
@@ -98,22 +108,6 @@ def oracle_fn(x, weight, bias, *, eps):
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
 
 
-def _aten(case, inputs):
-    return eager_fn
-
-
-def _liger(case, inputs):
-    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-
-    if inputs.args[1] is None or inputs.args[2] is None:
-        return None
-
-    def fn(x, weight, bias, *, eps):
-        return LigerLayerNormFunction.apply(x, weight, bias, eps)
-
-    return fn
-
-
 def _quack(case, inputs):
     from quack import layernorm
 
@@ -126,4 +120,8 @@ def _quack(case, inputs):
     return fn
 
 
-PEERS = {"aten": _aten, "liger": _liger, "quack": _quack}
+PEERS = {
+    "aten": stock(eager_fn),
+    "liger": liger("layer_norm", "LigerLayerNormFunction", lambda f, *args, eps: f(*args, eps), whole=True),
+    "quack": _quack,
+}

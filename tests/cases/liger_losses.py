@@ -4,8 +4,6 @@
 loss alone: what else the classes return are metrics of their own.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .case import Case, Inputs

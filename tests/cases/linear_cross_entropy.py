@@ -1,7 +1,5 @@
 """Cases of linear_cross_entropy: hidden states x head weight x labels -> loss, without logits."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

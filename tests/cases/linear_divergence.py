@@ -1,7 +1,5 @@
 """Cases of linear_kl_div, linear_jsd and linear_tvd: a student's head against a teacher's, without logits."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Cases of linear_log_prob: log-probabilities and entropies of labels under a linear head, without logits."""
 
-from __future__ import annotations
-
 import math
 
 import torch

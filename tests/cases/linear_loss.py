@@ -1,7 +1,5 @@
 """Cases of linear_loss: the objective of policy gradients on a linear head, without logits."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Cases of linear_policy: policy-gradient losses under a linear head, without logits."""
 
-from __future__ import annotations
-
 import math
 
 import torch

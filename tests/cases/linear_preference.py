@@ -1,7 +1,5 @@
 """Cases of linear_preference and linear_kto: losses of preferences under a linear head, without logits."""
 
-from __future__ import annotations
-
 import functools
 import math
 

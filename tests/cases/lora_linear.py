@@ -1,7 +1,5 @@
 """Cases of lora_linear and lora_linears: linear maps of one x with low-rank adapters."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """What the two loss modules share: the plain formulation and the fp64 one, from logits on."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

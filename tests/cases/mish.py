@@ -1,7 +1,5 @@
 """Cases of mish: x * tanh(log(1 + e^x))."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,12 +1,10 @@
 """Cases of modulated_rms_norm: rms_norm(x) * (1 + scale) + shift."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, ours, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, liger, nothing, ours, params, test_case, upcast
 
 NAME = "modulated_rms_norm"
 tigon_fn = ours(NAME)
@@ -170,13 +168,8 @@ def bytes_bwd(case, dtype):
 flops_fwd = flops_bwd = nothing
 
 
-def _liger(case, inputs):
-    from liger_kernel.ops.modulated_rms_norm import LigerModulatedRMSNormFunction
-
-    def fn(x, weight, scale, shift, *, eps, offset, rounding):
-        return LigerModulatedRMSNormFunction.apply(x, weight, scale, shift, eps, offset, rounding, False)
-
-    return fn
+def _as_liger(fn, *tensors, eps, offset, rounding):
+    return fn(*tensors, eps, offset, rounding, False)
 
 
-PEERS = {"liger": _liger}
+PEERS = {"liger": liger("modulated_rms_norm", "LigerModulatedRMSNormFunction", _as_liger)}

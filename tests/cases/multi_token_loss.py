@@ -1,7 +1,5 @@
 """Cases of multi_token_loss: several heads over one trunk, weights alone or behind Medusa's blocks."""
 
-from __future__ import annotations
-
 import math
 
 import torch

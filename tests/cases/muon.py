@@ -1,7 +1,5 @@
 """Lists of Muon's matrices, for the tests of ``tests/ops/test_muon.py``."""
 
-from __future__ import annotations
-
 import torch
 
 NAME = "muon"

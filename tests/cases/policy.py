@@ -1,7 +1,5 @@
 """Cases of policy_loss: policy-gradient losses of sampled tokens."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Cases of poly_norm: w0 n(x^3) + w1 n(x^2) + w2 n(x) + b."""
 
-from __future__ import annotations
-
 import torch
 
 from .case import (

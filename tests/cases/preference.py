@@ -1,7 +1,5 @@
 """Cases of preference_loss and kto_loss: losses of pairs of answers, and of single ones."""
 
-from __future__ import annotations
-
 import math
 
 import torch

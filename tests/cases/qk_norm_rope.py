@@ -1,7 +1,5 @@
 """Cases of qk_norm_rope: RMSNorm of every head of q and k, then rotary embedding."""
 
-from __future__ import annotations
-
 import torch
 
 from . import rms_norm, rope

@@ -1,7 +1,5 @@
 """Cases of relu_squared: relu(x)^2."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

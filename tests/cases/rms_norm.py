@@ -1,7 +1,5 @@
 """Cases of rms_norm: y = x / sqrt(mean(x^2) + eps) * (offset + weight)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 
@@ -126,15 +124,6 @@ def _aten(case, inputs):
     return fn
 
 
-def _liger(case, inputs):
-    apply = liger("rms_norm", "LigerRMSNormFunction")(case, inputs)
-
-    def fn(x, weight, *, eps, offset, rounding):
-        return apply(x, weight, eps, offset, rounding, False, None)
-
-    return fn
-
-
 def _quack(case, inputs):
     from quack import rmsnorm
 
@@ -147,4 +136,8 @@ def _quack(case, inputs):
     return fn
 
 
-PEERS = {"aten": _aten, "liger": _liger, "quack": _quack}
+def _as_liger(fn, x, weight, *, eps, offset, rounding):
+    return fn(x, weight, eps, offset, rounding, False, None)
+
+
+PEERS = {"aten": _aten, "liger": liger("rms_norm", "LigerRMSNormFunction", _as_liger), "quack": _quack}

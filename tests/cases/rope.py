@@ -1,7 +1,5 @@
 """Cases of rope: rotary position embedding of q and k together, in the forms of Hugging Face's models."""
 
-from __future__ import annotations
-
 import torch
 
 from .case import (

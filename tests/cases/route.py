@@ -1,7 +1,5 @@
 """Cases of the router of a mixture of experts."""
 
-from __future__ import annotations
-
 import functools
 import math
 

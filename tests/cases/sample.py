@@ -1,7 +1,5 @@
 """Cases of sample: draws of one seed, the same in every form; log-probabilities of what is drawn."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Cases of silu: x * sigmoid(x). Liger has no SiLU without a product."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Cases of softmax over the last dimension."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -17,6 +15,7 @@ from .case import (
     norm_bench_cases,
     ours,
     params,
+    stock,
     test_case,
 )
 
@@ -104,14 +103,10 @@ def oracle_fn(x):
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
 
 
-def _aten(case, inputs):
-    return eager_fn
-
-
 def _quack(case, inputs):
     from quack import softmax
 
     return softmax
 
 
-PEERS = {"aten": _aten, "liger": liger("softmax", "LigerSoftmaxFunction"), "quack": _quack}
+PEERS = {"aten": stock(eager_fn), "liger": liger("softmax", "LigerSoftmaxFunction"), "quack": _quack}

@@ -1,7 +1,5 @@
 """Cases of sparsemax over the last dimension."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch
@@ -98,9 +96,4 @@ def oracle_fn(x):
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
 
 
-def _liger(case, inputs):
-    apply = liger("sparsemax", "LigerSparsemaxFunction")(case, inputs)
-    return lambda x: apply(x, -1)
-
-
-PEERS = {"liger": _liger}
+PEERS = {"liger": liger("sparsemax", "LigerSparsemaxFunction", lambda fn, x: fn(x, -1))}

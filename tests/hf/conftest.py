@@ -1,7 +1,5 @@
 """Fixtures of the Hugging Face tests."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 

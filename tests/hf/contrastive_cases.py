@@ -1,7 +1,5 @@
 """Contrastive losses of two processes' batches as one."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -3,8 +3,6 @@
 python distributed_cases.py FOLDER [case ...], with the variables of torchrun; without cases: all of them.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys

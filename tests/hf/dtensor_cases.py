@@ -3,8 +3,6 @@
 The oracle is the same call with whole plain tensors.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Cases of float8 in two processes: weights that are gathered, reduced and stepped are quantised anew."""
 
-from __future__ import annotations
-
 import copy
 from unittest import mock
 

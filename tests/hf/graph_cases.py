@@ -1,7 +1,5 @@
 """Models with and without graphs, side by side."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Cases of two processes: graphs under what reduces, shards and moves. On the CPU by the recorder."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 

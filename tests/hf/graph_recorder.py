@@ -4,8 +4,6 @@ Memory that graphs of one pool share is poisoned where a replay on a GPU might w
 gradient reads NaN.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import torch
@@ -21,7 +19,7 @@ class Graph:
 class Recorder:
     """`tigon.graphs.CudaBackend` of tests."""
 
-    made: list[Recorder] = []
+    made: list["Recorder"] = []
     fail: BaseException | None = None
     inside = False
     times = None  # what the clock shows, an iterator

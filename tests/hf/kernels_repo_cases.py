@@ -1,7 +1,5 @@
 """Run by test_kernels_repo.py in a process of its own: a model with the layers of the repository named."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Cases of two processes: the slot `lora` under what shards, gathers and reduces."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Megatron's tensor parallelism over two processes: what the processes of distributed_cases.py run of it."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Tiny Megatron models on the CPU, and their losses and gradients with and without Tigon."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import runpy

@@ -1,7 +1,5 @@
 """Cases of two processes: several heads over one trunk."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard

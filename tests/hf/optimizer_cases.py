@@ -1,7 +1,5 @@
 """Cases of two processes for tigon.optim: DTensors, FSDP2, checkpoints over processes."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

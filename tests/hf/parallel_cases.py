@@ -4,8 +4,6 @@ The oracle is the unsharded formula in float64. The plain formulation is PyTorch
 its head in the same shards, whose gradients of the hidden states it adds as autograd does.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """Cases of tigon.parallel: several labels a row, and divergences from a teacher's K most likely classes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

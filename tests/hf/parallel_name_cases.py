@@ -1,7 +1,5 @@
 """Cases of two processes for the sharded losses that other libraries' names stand for."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from parallel_cases import group, problem

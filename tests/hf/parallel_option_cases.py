@@ -1,7 +1,5 @@
 """Cases of tigon.parallel: LoRA, main_grad, a cap on the workspace, the order of exchanges, refusals."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from unittest import mock

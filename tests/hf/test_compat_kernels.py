@@ -1,7 +1,5 @@
 """transformers' use_kernels with Tigon behind the tags."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

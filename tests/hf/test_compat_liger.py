@@ -1,7 +1,5 @@
 """The liger_kernel interface: found when asked for, shaped as callers know it, right in numbers."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import inspect

@@ -1,7 +1,5 @@
 """``liger_kernel.chunked_loss`` by Tigon against plain formulas."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Liger's patch of a whole class: models made or loaded after it, models that exist already."""
 
-from __future__ import annotations
-
 import torch
 import transformers
 from tiny import batch, config, make, same, step

@@ -5,8 +5,6 @@ liger_coverage.json has, for each type and for models made of others, the module
 forward with the loss (``head``). It was counted with Liger's own code, whose patching needs no GPU.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

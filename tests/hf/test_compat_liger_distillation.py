@@ -1,7 +1,5 @@
 """The liger_kernel interface's divergences from hidden states against their formulas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

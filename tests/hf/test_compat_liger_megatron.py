@@ -1,7 +1,5 @@
 """apply_liger_kernel_to_megatron in Megatron-Core's own models, and the classes behind it, on the CPU."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

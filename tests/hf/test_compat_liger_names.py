@@ -1,7 +1,5 @@
 """The names of liger_kernel that packages of the registry import: each is there, and does what it shall."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 

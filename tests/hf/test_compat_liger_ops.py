@@ -1,7 +1,5 @@
 """Norms, divergences, rotary functions and MLPs of the liger_kernel interface against their formulas."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 

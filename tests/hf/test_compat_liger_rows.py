@@ -1,7 +1,5 @@
 """Modulated RMSNorm, attention residuals, sparsemax and PolyNorm of the liger_kernel interface."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_compat_liger_ops import assert_same, drawn, get, with_gradients

@@ -1,7 +1,5 @@
 """Trainer, its callback, and TRL: switched on in one line, the same losses as stock."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import multiprocessing

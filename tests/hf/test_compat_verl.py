@@ -1,7 +1,5 @@
 """verl's fused heads by Tigon, on stand-ins with verl 0.9's interfaces."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -1,7 +1,5 @@
 """`tigon.graph_step`: a whole function as one graph; on the CPU by the recorder."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

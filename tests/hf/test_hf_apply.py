@@ -1,7 +1,5 @@
 """apply and undo: exactness, repetition, refusals, and models on a bad day."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

@@ -1,15 +1,12 @@
 """Checkpointed models that keep what a policy names: the gradients of the plain model, bit for bit."""
 
-from __future__ import annotations
-
 import gc
-from collections import Counter
 
 import pytest
 import torch
 import transformers
+from test_checkpoint import Count
 from tiny import batch, make, step, trainer_options
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tigon
@@ -41,16 +38,6 @@ MODELS = {
     "mixtral": ("mixtral", {}),
     "mixtral grouped": ("mixtral", {"experts_implementation": "grouped_mm"}),
 }
-
-
-class Count(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.ran = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ran[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def model_of(name, patched=True, **changes):

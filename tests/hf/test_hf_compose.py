@@ -1,7 +1,5 @@
 """tigon.transformers: modules of a configuration equal the models' own, and load their weights."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Two processes over gloo, and over NCCL where two GPUs are there: the cases are in distributed_cases.py."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

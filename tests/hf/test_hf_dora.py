@@ -1,7 +1,5 @@
 """DoRA in the slot `lora`, beyond the options that it shares with LoRA."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 

@@ -1,7 +1,5 @@
 """What people do with a model keeps working after apply."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

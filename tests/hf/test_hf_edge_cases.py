@@ -1,7 +1,5 @@
 """Models that are not as apply would like them: each keeps working, or the report says what was left."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """PEFT's adapters of expert stacks on tigon.experts: each layout beside PEFT's own forward, and fp64."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 

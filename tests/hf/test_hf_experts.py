@@ -1,7 +1,5 @@
 """Layers of experts of transformers on tigon.experts: each form against the loop of its class in fp64."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

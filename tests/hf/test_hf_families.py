@@ -1,7 +1,5 @@
 """Every family: what is replaced, and loss and all gradients against stock and fp64."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The forward of a patched model called by itself, kept, wrapped and bound by others."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

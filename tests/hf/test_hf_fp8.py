@@ -1,7 +1,5 @@
 """`apply(fp8=)`: Linears of layers compute in float8, the others are named with a reason."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -1,7 +1,5 @@
 """LoRA on a base in float8: frozen weights are quantised once, and may be kept as bytes alone."""
 
-from __future__ import annotations
-
 import copy
 import io
 

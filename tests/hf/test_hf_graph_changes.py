@@ -1,7 +1,5 @@
 """What drops a graph: each thing that a captured decision has read. See test_hf_graphs.py."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """Graphs of the decoder below a head, for callers that compute the loss themselves."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import types

@@ -4,8 +4,6 @@ On the CPU a recorder stands in for CUDA graphs (graph_recorder.py): it runs cap
 poisons the memory that graphs share. Which graphs are replayed is what most tests look at.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

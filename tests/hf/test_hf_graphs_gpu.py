@@ -1,7 +1,5 @@
 """Graphs on a GPU: the same bits as eager calls of the same padded batch, whatever happens in between."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """The loss head: every way Hugging Face and users call the loss."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 

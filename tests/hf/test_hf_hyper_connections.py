@@ -1,7 +1,5 @@
 """Hyper-connections of transformers' models: recognised by their numbers, as exact as stock, restored."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from types import SimpleNamespace

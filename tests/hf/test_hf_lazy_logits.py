@@ -1,7 +1,5 @@
 """The contract of the lazy logits."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

@@ -1,7 +1,5 @@
 """Lazy logits: what shares memory with them, changes in place, rows that are added."""
 
-from __future__ import annotations
-
 import copy
 import operator
 

@@ -1,7 +1,5 @@
 """What the head takes, MLPs give back: products that are not kept, and the very same gradients."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """The slot `lora`: PEFT's layers in all their states compute and learn what PEFT computes."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

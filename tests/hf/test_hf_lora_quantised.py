@@ -1,7 +1,5 @@
 """The slot `lora` around quantised bases: dequantised once a direction, one weight at a time, and exact."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib.util

@@ -1,7 +1,5 @@
 """The state that a LoRA layer keeps from call to call, while all that it was made of is the same."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

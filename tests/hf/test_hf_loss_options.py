@@ -1,7 +1,5 @@
 """Options of the loss among a forward's keywords: used by every path, or refused in words."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

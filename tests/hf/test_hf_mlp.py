@@ -1,7 +1,5 @@
 """Which MLPs are recognised, by their activation and their form, and that the fused ones are as good."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Tiny models of transformers' own configurations: the families Liger patches, and rows of docs/models.md."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

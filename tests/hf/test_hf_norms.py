@@ -1,7 +1,5 @@
 """Every form of norm in the table, on its reference: recognised, and as near as stock to fp64."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """tigon.optim.AdamW in transformers' Trainer: by the callback, by the trainer's argument, clipping."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch

@@ -4,8 +4,6 @@ Each called submodule of small models gets another forward (of the instance, of 
 sort, another class or other parameters, before `apply` and after it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """apply(recompute=): results of norms and gated units are formed again, with the very same bits."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

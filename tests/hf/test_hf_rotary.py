@@ -1,7 +1,5 @@
 """Rotary functions: every form of the table against stock and fp64, odd calls, near misses, models."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 

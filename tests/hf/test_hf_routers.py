@@ -1,7 +1,5 @@
 """Routers of transformers on tigon.route: each form against its class in fp64, what is left, whole models."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
@@ -15,6 +13,7 @@ from tiny import assert_as_good, batch, close, double, make
 from tiny import step as model_step
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from variants import variant
 
 import tigon
 from tigon import apply, undo
@@ -280,29 +279,11 @@ class Router(nn.Module):
         self.hidden, self.k, self.groups, self.best, self.experts = H, K, 4, 2, E
 
 
-class OtherEpsilon(Router):
+class Plain(Router):
     def forward(self, x):
         x = x.reshape(-1, self.hidden)
         logits = F.linear(x, self.weight)
         weights, ids = torch.topk(F.softmax(logits.float(), dim=-1), self.k, dim=-1)
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 0.1)
-        return logits, weights, ids
-
-
-class Smallest(Router):
-    def forward(self, x):
-        x = x.reshape(-1, self.hidden)
-        logits = F.linear(x, self.weight)
-        weights, ids = torch.topk(F.softmax(logits.float(), dim=-1), self.k, dim=-1, largest=False)
-        weights /= weights.sum(dim=-1, keepdim=True)
-        return logits, weights, ids
-
-
-class OverTokens(Router):
-    def forward(self, x):
-        x = x.reshape(-1, self.hidden)
-        logits = F.linear(x, self.weight)
-        weights, ids = torch.topk(F.softmax(logits.float(), dim=0), self.k, dim=-1)
         weights /= weights.sum(dim=-1, keepdim=True)
         return logits, weights, ids
 
@@ -346,11 +327,21 @@ class SameForm(Router):
         return scores, best.values / best.values.sum(-1, True), best.indices
 
 
-@pytest.mark.parametrize("cls", [OtherEpsilon, Smallest, OverTokens, BiasedWeights, WorstGroups])
-def test_forms_that_differ(cls):
-    model = nn.Sequential(cls(), SameForm())
+SUM = "weights.sum(dim=-1, keepdim=True)"
+OTHERS = {
+    "another epsilon": variant(Plain, (f"weights /= {SUM}", f"weights = weights / ({SUM} + 0.1)")),
+    "smallest": variant(Plain, ("self.k, dim=-1)", "self.k, dim=-1, largest=False)")),
+    "over tokens": variant(Plain, ("dim=-1), self.k", "dim=0), self.k")),
+    "biased weights": BiasedWeights,
+    "worst groups": WorstGroups,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_forms_that_differ(name):
+    model = nn.Sequential(OTHERS[name](), SameForm(), variant(Plain)())
     report = apply(model)
-    assert [entry.path for entry in report.entries] == ["1"], str(report)
+    assert [entry.path for entry in report.entries] == ["1", "2"], str(report)
 
 
 def test_other_words():

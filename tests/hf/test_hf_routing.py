@@ -1,7 +1,5 @@
 """Routing replay of patched models: own records, foreign ids, engines' forms, checkpointing, refusals."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import io

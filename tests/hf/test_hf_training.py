@@ -1,7 +1,5 @@
 """Thirty steps of a tiny Llama, stock against patched."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

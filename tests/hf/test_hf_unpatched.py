@@ -1,7 +1,5 @@
 """What `apply` leaves alone: a model of the same class, file and configuration that was never patched."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The repository for Hugging Face's package ``kernels``: made from a wheel, loaded without Tigon."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """tigon.megatron in Megatron-Core's own models, on the CPU; test_megatron_parts.py needs no Megatron."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,7 +1,5 @@
 """tigon.megatron where megatron-core is not installed."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

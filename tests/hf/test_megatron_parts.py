@@ -1,7 +1,5 @@
 """tigon.megatron without Megatron: its functions, norms, and `apply` on classes of Megatron's names."""
 
-from __future__ import annotations
-
 import copy
 import types
 

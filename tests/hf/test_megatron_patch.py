@@ -1,7 +1,5 @@
 """compat/megatron/tigon.patch, applied to the Megatron-Core that it is for, runs there."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import shutil

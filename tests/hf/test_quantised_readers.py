@@ -1,7 +1,5 @@
 """tigon.dequantize of modules: bit for bit what the libraries make of their own weights."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

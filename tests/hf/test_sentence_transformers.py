@@ -1,7 +1,5 @@
 """Losses of sentence-transformers after install(): stock's values and gradients."""
 
-from __future__ import annotations
-
 import functools
 import logging
 

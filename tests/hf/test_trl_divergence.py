@@ -1,7 +1,5 @@
 """TRL's divergence of two heads by Tigon: TRL's own function is the oracle."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,7 +1,5 @@
 """examples/trl_heads.py: TRL's own trainers are the oracle."""
 
-from __future__ import annotations
-
 import importlib.util
 import types
 from pathlib import Path

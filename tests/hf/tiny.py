@@ -1,7 +1,5 @@
 """Tiny random models of the families under test, and what to compare of them."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

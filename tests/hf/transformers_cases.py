@@ -1,7 +1,5 @@
 """Cases of two processes: transformers' own parallelism, of data, tensors and experts."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

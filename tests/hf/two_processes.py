@@ -1,7 +1,5 @@
 """What the cases of two processes share: their register, the oracle, and the loop that runs them."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

@@ -7,8 +7,6 @@ Run from the root of the repository, after tools/liger_suite.sh has unpacked the
 module's dtype, patched in it, and stock in float64; prints the relative distances of the losses by step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -6,8 +6,6 @@ nothing), ``dropped`` (uses a name that the interface leaves out, which it says 
 a listed one that passes, ends the run with an error.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import importlib.abc

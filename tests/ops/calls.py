@@ -1,8 +1,6 @@
 """Good calls of every public function, with each tensor and option that it takes: sweeps of wrong calls begin
 from these."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -172,10 +170,6 @@ def _with(draw, options, more):
 
 def _bound(function, draw):
     return lambda: dict(inspect.signature(function).bind(*draw()).arguments)
-
-
-def _memory() -> dict:
-    return {"rows": 40, "hidden_size": 16, "vocab": 50}
 
 
 def _plain() -> Iterator[Call]:

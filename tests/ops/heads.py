@@ -1,7 +1,5 @@
 """Tools of the tests of functions on a linear head: inputs, gradients, the comparison with fp64."""
 
-from __future__ import annotations
-
 import torch
 from checks import check_close
 from torch.profiler import ProfilerActivity, profile

@@ -4,8 +4,6 @@ One process has imported torch and Tigon and forks for each run: the library cho
 its first call, and the framework starts its threads at theirs.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """adamw_, grad_norm and scale_ on lists: bits, random bits, refusals. The optimizer itself: test_optim.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

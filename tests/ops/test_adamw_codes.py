@@ -1,29 +1,19 @@
 """Moments of 8-bit codes: map, codes, update, refusals. In the optimizer: test_optim_codes.py."""
 
-from __future__ import annotations
-
 import functools
 import math
 
 import pytest
 import torch
 from checks import same_bits
+from test_adamw import GROUP, HALF
+from test_adamw import make_list as random_list
 
 import tigon
 from cases.adamw import LISTS, Parameters
 from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_
 from tigon.optim import codes
 
-GROUP = {
-    "lr": 1e-2,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-2,
-    "decoupled_weight_decay": True,
-    "maximize": False,
-    "amsgrad": False,
-}
-HALF = (torch.bfloat16, torch.float16)
 ODD = Parameters("blocks", ((3, 5), (17,), (1,), (57, 129), (0,), (), (64, 64), (4097,), (5, 256), (255,)))
 SHIFTED = Parameters("misaligned", ((3, 5), (57, 129), (9, 256)), layout="offset1")
 
@@ -66,28 +56,18 @@ def value_of(code: torch.Tensor, absmax: torch.Tensor, of_roots: bool) -> torch.
 
 def make_list(params, rounding="nearest", wide=False, steps=3, grads=None, **options) -> TensorList:
     """A list of one group with codes of random moments; with `wide`, of the float32 that they stand for."""
-    made, first, draw = TensorList(params=list(params)), 0, torch.Generator().manual_seed(1)
-    for p in made.params:
-        g = torch.empty_like(p, dtype=grads, requires_grad=False)
-        made.grads.append(g.copy_(torch.randn(p.shape, generator=draw) * 0.1))
+    made, draw = random_list(params, rounding, **options), torch.Generator().manual_seed(2)
+    for i, p in enumerate(made.params):
+        if grads is not None:  # of digits that p's dtype has not
+            made.grads[i] = made.grads[i].to(grads) * 1.003
+        made.steps[i].fill_(steps)
         for name, of_roots in (("exp_avgs", False), ("exp_avg_sqs", True)):
             x = torch.randn(p.numel(), generator=draw) * 0.1 * torch.randn(p.numel(), generator=draw).exp()
             code, absmax = nearest(x.abs() if of_roots else x, of_roots)
-            if wide:
-                values = value_of(code, absmax, of_roots)
-            else:
-                values = code
-                made.absmaxes.append(absmax.to(p.device))
+            values = value_of(code, absmax, of_roots) if wide else code
+            made.absmaxes += [] if wide else [absmax.to(p.device)]
             moment = torch.empty_like(p, dtype=values.dtype, requires_grad=False)
-            getattr(made, name).append(moment.copy_(values.view(p.shape)))
-        if p.dtype in HALF and rounding == "split":
-            made.extras.append(torch.zeros_like(p, dtype=torch.int16, requires_grad=False))
-        if p.dtype in HALF and rounding == "master":
-            made.extras.append(p.detach().float())
-        made.steps.append(torch.tensor(float(steps)))
-        made.first.append(first)
-        first += (p.numel() + 7) // 8 * 8
-    made.add_group(GROUP | options, len(made.params), made.params[0].device)
+            getattr(made, name)[i] = moment.copy_(values.view(p.shape))
     return made
 
 

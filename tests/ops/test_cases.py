@@ -1,7 +1,5 @@
 """Every case of every op, on every device and dtype, by the rule in checks.py."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math

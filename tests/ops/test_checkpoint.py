@@ -1,7 +1,5 @@
 """What a checkpoint keeps: the same bits, saved operators once, the others twice."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """The rule in checks.py catches what it is for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checks import check_case

@@ -1,16 +1,15 @@
 """tigon.contrastive_loss: what the cases of tests/cases/contrastive.py leave out."""
 
-from __future__ import annotations
-
 import functools
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import tigon
+from conftest import allocations
 
 
 def pair(n=37, m=53, size=24, device="cpu", dtype=torch.float32, seed=0):
@@ -202,14 +201,7 @@ def test_no_matrix_of_similarities(symmetric):
         tigon.contrastive_loss(q, d, symmetric=symmetric, chunk_rows=100, margin=0.1).backward()
 
     call()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        call()
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    assert peak < n * n  # a quarter of the matrix
+    assert max(itertools.accumulate(allocations(call))) < n * n  # a quarter of the matrix
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -357,22 +349,13 @@ def call(**changes):
         ({"d": torch.zeros(0, 24)}, r"d must be \[m, 24\] with m > 0"),
         ({"d": torch.zeros(53, 24, dtype=torch.float16)}, "d must be torch.float32, got torch.float16"),
         ({"d": torch.zeros(4, 24)}, "at least q's 37 rows without labels, got 4"),
-        ({"labels": torch.zeros(5, dtype=torch.int64)}, r"labels must be \[37\]"),
-        ({"labels": torch.zeros(37)}, "labels"),
-        ({"temperature": 0.0}, "temperature must be > 0"),
-        ({"symmetric": 1}, "symmetric must be True or False"),
-        ({"reduction": "avg"}, "reduction must be one of"),
-        ({"weight": torch.ones(4)}, r"weight must be \[37\]"),
         ({"ids": torch.zeros(4)}, "ids must be a pair of tensors"),
         ({"ids": (torch.zeros(4), torch.zeros(4))}, "q_ids must be an int64 or int32 tensor"),
         ({"ids": (torch.arange(4), torch.arange(4))}, "ids must be of 37 queries and 53 documents"),
         ({"sizes": 8}, "sizes must be a tuple of numbers"),
         ({"guide": (torch.zeros(37, 2), torch.zeros(53, 3))}, "guide must be of 37 queries"),
-        ({"margin": "wide"}, "margin must be"),
         ({"sizes": [25]}, r"sizes must be in \[1, 24\], got 25"),
         ({"sizes": [8], "size_weights": [1, 2]}, "size_weights must have one number for each of 1 sizes"),
-        ({"chunk_rows": 0}, "chunk_rows must be >= 1"),
-        ({"group": "all"}, "group must be a ProcessGroup"),
     ],
 )
 def test_bad_calls(changes, message):

@@ -1,7 +1,5 @@
 """The loss of given logits beyond the cases: options together, sharp rows, gradients in place, refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,6 @@ import tigon
 from cases.cross_entropy import eager_fn, oracle_fn
 from cases.losses import PLAIN
 
-OP = torch.ops.tigon.cross_entropy.default
 NAN = float("nan")
 
 
@@ -210,28 +207,13 @@ def test_label_out_of_range(label, device):
 
 LOSS = tigon.cross_entropy
 BAD = {
-    "logits dtype": (lambda x, y: LOSS(x.long(), y), r"logits must be a float tensor, got torch.int64"),
     "logits rank": (lambda x, y: LOSS(x[0, 0], y[0]), r"logits must have at least one dimension, got 0"),
     "no columns": (lambda x, y: LOSS(x[:, :0], y), r"logits must have at least one column, got \[4, 0\]"),
-    "probabilities": (lambda x, y: LOSS(x, x), r"target must be an integer tensor, got torch.float32"),
     "boolean target": (lambda x, y: LOSS(x, y > 0), r"target must be an integer tensor, got torch.bool"),
-    "target size": (lambda x, y: LOSS(x, y[:3]), r"target must be \[4\], got \[3\]"),
-    "target rank": (lambda x, y: LOSS(x, y[None]), r"target must be \[4\], got \[1, 4\]"),
-    "weight size": (lambda x, y: LOSS(x, y, weight=x[0, :7]), r"weight must be \[8\], got \[7\]"),
-    "weight dtype": (
-        lambda x, y: LOSS(x, y, weight=y.new_ones(8)),
-        r"weight must be a float tensor, got torch.int64",
-    ),
     "weight gradient": (
         lambda x, y: LOSS(x, y, weight=x[0].clone().requires_grad_()),
         r"weight must not require grad",
     ),
-    "reduction": (lambda x, y: LOSS(x, y, reduction="avg"), r"reduction must be one of .*got 'avg'"),
-    "smoothing": (lambda x, y: LOSS(x, y, label_smoothing=1.5), r"label_smoothing must be .*got 1.5"),
-    "smoothing sign": (lambda x, y: LOSS(x, y, label_smoothing=-0.1), r"label_smoothing must be in \[0, 1\]"),
-    "smoothing nan": (lambda x, y: LOSS(x, y, label_smoothing=NAN), r"label_smoothing must be a number"),
-    "softcap": (lambda x, y: LOSS(x, y, softcap=-1.0), r"softcap must be > 0 and finite .*got -1.0"),
-    "softcap zero": (lambda x, y: LOSS(x, y, softcap=0.0), r"softcap must be > 0 and finite .*got 0.0"),
     "denominator": (lambda x, y: LOSS(x, y, denominator=x[0]), r"denominator must have one element, got 8"),
     "leaf in place": (
         lambda x, y: LOSS(x.requires_grad_(), y, inplace=True),

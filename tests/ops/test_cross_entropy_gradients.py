@@ -1,7 +1,5 @@
 """Gradients of the loss of given logits: in place, called twice, odd upstreams, hooks."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The switch of tigon.deterministic: calls, blocks, decorators, threads. Its promises: test_same_bits.py."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """KL, JSD and TVD beyond the cases: refusals, limits, masks, in place, one backward, bits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -20,18 +18,12 @@ def _pair(*shape, device="cpu", dtype=torch.float32, scale=2.0):
 
 
 BAD = """
-kl_div(s, t[:, :5]) -> [kl_div] teacher must be [4, 8], got [4, 5]
 tvd(s, t.half()) -> [tvd] teacher must be torch.float32, got torch.float16
 jsd(s, t.requires_grad_()) -> [jsd] teacher must not require grad
-jsd(t.long(), t) -> student must be a float tensor, got torch.int64
 jsd(s[:, :0], t[:, :0]) -> student must have at least one column
 tvd(t[0, 0], t[0, 0]) -> student must have at least one dimension
 jsd(s, t, beta=1.5) -> beta must be in [0, 1], got 1.5
-kl_div(s, t, temperature=0.0) -> temperature must be > 0 and finite, got 0.0
 kl_div(s, t, temperature=2.0, log_probs=True) -> must be 1 with log_probs, got 2
-kl_div(s, t, reduction='avg') -> reduction must be one of ...got 'avg'
-jsd(s, t, torch.zeros(3).long()) -> labels must be [4], got [3]
-jsd(s, t, torch.zeros(4)) -> labels must be an integer tensor
 tvd(s, t, inplace=True) -> student must not be a leaf
 """
 

@@ -1,7 +1,5 @@
 """drafter_loss: what the case list does not say."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -220,25 +218,14 @@ HIDDEN, WEIGHT, TEACHER, IDS = inputs()
             r"teacher must be \[\.\.\., T, H_t\] and \[V_t, H_t\]",
         ),
         ({"draft_ids": None}, "weight must have the teacher's 96 classes where draft_ids is None, got 40"),
-        ({"draft_ids": IDS[:7]}, r"draft_ids must be \[40\], got \[7\]"),
         ({"draft_ids": IDS + VT}, "draft_ids must be below the teacher's 96 classes"),
         ({"draft_ids": IDS * 0}, "draft_ids must be different classes"),
         ({"draft_ids": IDS * 0 - 1}, "draft_ids must hold at least one of the teacher's classes, got none"),
-        ({"draft_ids": IDS.float()}, "draft_ids must be an int64 or int32 tensor"),
         ({"hidden": []}, "hidden must be a tensor, or a tensor for each step"),
         ({"hidden": [HIDDEN[0], HIDDEN[0].double()]}, "hidden must be"),
-        ({"loss": "jsd"}, "loss must be one of"),
-        ({"outside": "keep"}, "outside must be one of"),
-        ({"eta": -1.0}, "eta must be >= 0"),
-        ({"mask": torch.ones(B, T)}, "mask must be a bool tensor"),
-        ({"mask": torch.ones(T, dtype=torch.bool)}, r"mask must be \[2, 9\]"),
         ({"shifts": [0, 1]}, "shifts must be one for each of 1 steps, got 2"),
         ({"shifts": [-1]}, "shifts must be >= 0"),
         ({"step_weights": [1.0, 2.0]}, "step_weights must be one for each of 1 steps"),
-        ({"token_weight": torch.ones(3)}, r"token_weight must be \[2, 9\]"),
-        ({"reduction": "batchmean"}, "reduction must be one of"),
-        ({"outputs": ("acceptance",)}, "outputs must be 'loss' and then"),
-        ({"chunk_rows": 0}, "chunk_rows must be >= 1"),
         ({"valid_rows": 3}, "valid_rows must be the number of labels"),
     ],
 )

@@ -1,7 +1,5 @@
 """Bytes of float8 that an op writes with its result: those of the cast, found as long as they are right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_fp8_linear import bits, count_casts, hard

@@ -1,7 +1,5 @@
 """fp8_linear: its casts, what is kept and reused, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math
@@ -350,14 +348,7 @@ def test_kept_bytes_are_not_copied(device):
 REFUSED = {
     "weight must have columns by the multiple of 16, got 24": lambda x, w: (x[:, :24], w[:, :24]),
     "weight must have rows by the multiple of 16, got 40": lambda x, w: (x, w[:40]),
-    r"weight must be \[N, 64\], got \[48, 32\]": lambda x, w: (x, w[:, :32]),
     "weight must be torch.bfloat16 or float32, got torch.float16": lambda x, w: (x, w.half()),
-    r"bias must be \[48\], got \[47\]": lambda x, w: (x, w, x.new_zeros(47)),
-    "weight must be a float tensor, got torch.int64": lambda x, w: (x, w.long()),
-    "x must be float32, bfloat16, float16 or float64, got torch.float8_e4m3fn": lambda x, w: (
-        x.to(torch.float8_e4m3fn),
-        w.to(torch.float8_e4m3fn),
-    ),
 }
 
 

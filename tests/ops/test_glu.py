@@ -1,7 +1,5 @@
 """The gated linear units beyond the cases: refusals, binding, layouts, determinism over threads and ISAs."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -24,16 +22,10 @@ def _gradients(gate, up, dy=None, fn=None):
 
 PLAIN = (0, 1.0, 1.0, 1.702, 7.0)  # swiglu, as the operators take it
 BAD = """
-swiglu(g, u[:, :5]) -> [swiglu] up must be [4, 8], got [4, 5]
-swiglu(g, u[None]) -> up must be [4, 8], got [1, 4, 8]
 swiglu(g, u.view(8, 4)) -> up must be [4, 8], got [8, 4]
 swiglu(g, u.half()) -> up must be torch.float32, got torch.float16
-swiglu(g.long(), u) -> gate must be a float tensor, got torch.int64
 swiglu(g[:, :5]) -> gate must have an even number of columns, got 5
 reglu(g[0, 0]) -> [reglu] gate must have at least one dimension
-geglu(g, u, approximate='no') -> [geglu] approximate must be one of ['tanh', 'none'], got 'no'
-swiglu_oai(g, limit=-1.0) -> [swiglu_oai] limit must be > 0, got -1.0
-swiglu(g, u, limit=0.0) -> [swiglu] limit must be > 0 and finite, got 0
 swiglu(g, u, gate_multiplier=2.0, limit=1.0) -> [swiglu] limit must be None with multipliers
 swiglu_oai(g[:, 1:]) -> gate_up must have an even number ... got 7
 _raw('glu_fwd', g[0, 0], u[0, 0], *PLAIN) -> [swiglu] gate must have at least one dimension, got 0
@@ -44,10 +36,7 @@ _raw('glu_bwd', g[:2], g, u, *PLAIN, True, True) -> [swiglu_bwd] dy must be [4, 
 
 
 def _raw(op, *args):
-    try:
-        getattr(torch.ops.tigon, op)(*args)
-    except RuntimeError as exc:
-        raise tigon.Error(str(exc)) from exc
+    getattr(torch.ops.tigon, op)(*args)
 
 
 @pytest.mark.parametrize("call, message", refusals(BAD))

@@ -1,7 +1,5 @@
 """What only a GPU can show: no wait for the device, capture in a graph, more than 2^31 elements."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import random

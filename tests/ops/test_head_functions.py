@@ -1,16 +1,27 @@
-"""What all functions on a linear head share: labels, main_grad, results."""
-
-from __future__ import annotations
+"""What all functions on a linear head share: labels, counts, graphs, autocast, main_grad, modules."""
 
 import copy
+import functools
+import inspect
 import pickle
 
 import pytest
 import torch
-from checks import same_bits
+from calls import calls
+from checks import check_needs, same_bits
 from heads import head_inputs, run
+from torch.utils.checkpoint import checkpoint
 
 import tigon
+from cases.case import Inputs
+from cases.heads import as_tigon
+from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS
+
+
+def spread(y):
+    """A number for each element, whatever it is."""
+    return torch.linspace(-1.0, 1.5, y.numel(), device=y.device).view(y.shape)
+
 
 FUNCTIONS = {
     "linear_cross_entropy": tigon.linear_cross_entropy,
@@ -23,11 +34,11 @@ FUNCTIONS = {
         h, w, (h @ w.to(h.dtype).T).detach() + 1, y, hard=0.5, **o
     ),
     "multi_token": lambda h, w, y, **o: tigon.multi_token_loss(h, [w, w], y, **o).loss,
-    "linear_policy": lambda h, w, y, **o: tigon.linear_policy(h, w, y, h[..., 0], **o).loss,
+    "linear_policy": lambda h, w, y, **o: tigon.linear_policy(h, w, y, spread(y), **o).loss,
     "linear_preference": lambda h, w, y, **o: tigon.linear_preference(
-        h, w, y, nll=1.0, nll_target=y[:1], **o
+        h, w, y, nll=1.0, nll_target=y[: len(y) // 2], **o
     )[0],
-    "linear_kto": lambda h, w, y, **o: tigon.linear_kto(h, w, y, y[:, 0] >= 0, **o)[0],
+    "linear_kto": lambda h, w, y, **o: tigon.linear_kto(h, w, y, spread(y)[:, 0] > 0, **o)[0],
 }
 
 
@@ -65,7 +76,7 @@ def test_gradients_of_wider_parameters(name, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "several"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_main_grad_of_every_function(name, dtype, device):
     """weight's gradient is added there and nowhere else."""
     hidden, weight, target = head_inputs((2, 6), 8, 16, dtype=dtype, device=device)
@@ -90,3 +101,167 @@ def test_copies_of_results(copier):
         other = copier(result)
         assert type(other) is type(result) and other._fields == result._fields
         assert all(same_bits(a, b) for a, b in zip(other, result, strict=True))
+
+
+def _adapted(h, w, y, **o):
+    pair = (torch.linspace(-1, 1, 3 * n, device=h.device).to(h) for n in (h.shape[-1], w.shape[0]))
+    lora = (*(x.view(shape) for x, shape in zip(pair, ((3, -1), (-1, 3)), strict=True)), 0.5)
+    options = {"lora": lora, "temperature": 0.7, "token_weight": spread(y) + 1.0, "outputs": OUTPUTS} | o
+    return tigon.linear_cross_entropy(h, w, y, **options).loss
+
+
+def _candidates(h, w, y, **o):
+    log_prob, indices = torch.log_softmax((h.detach() @ w.detach().to(h).T).float(), -1).topk(5)
+    return tigon.linear_jsd(h, w, (indices, log_prob), y, hard=0.2, temperature=1.3, **o)
+
+
+BY_SEQUENCE = {"level": "sequence", "normalise": "sequence", "entropy": 0.1}
+# Calls in other forms, of which the promises below hold too.
+FORMS = FUNCTIONS | {
+    "with an adapter": _adapted,
+    "candidates": _candidates,
+    "linear_tvd": lambda h, w, y, **o: tigon.linear_tvd(h, w, (spread(h).to(h), spread(w).to(w)), y, **o),
+    "of tensors": lambda h, w, y, **o: tigon.linear_loss(h, w, y, torch.mul, spread(y), **o),
+    "sequences": lambda h, w, y, **o: (
+        tigon.linear_policy(h, w, y, spread(y)[:, 0], old=spread(y) - 3.0, **BY_SEQUENCE, **o).loss
+    ),
+    "entropy": lambda h, w, y, **o: sum(tigon.linear_log_prob(h, w, y, entropy=True, **o)),
+    "wide": lambda h, w, y, **o: tigon.linear_cross_entropy(h, w, y, logit_dtype=torch.float32, **o),
+    "again": functools.partial(tigon.linear_log_prob, keep_mb=0),
+    "in part": functools.partial(tigon.linear_log_prob, keep_mb=4e-4, chunk_rows=4),
+    "simpo": lambda h, w, y, **o: tigon.linear_preference(h, w, y, kind="simpo", **o).loss,
+}
+# And by chunks of less rows than the calls have.
+FORMS |= {
+    f"{name} by chunks": functools.partial(FORMS[name], chunk_rows=4)
+    for name in ("linear_cross_entropy", "linear_log_prob", "linear_preference", "linear_kto", "sequences")
+}
+OF_PYTHON = ("linear_loss", "reduced", "of tensors")  # which no graph holds
+PER_ROW = ("linear_log_prob", "kept", "in part")
+every_form = pytest.mark.parametrize("name", FORMS)
+
+
+def drawn(dtype=torch.float32, device="cpu", lead=(2, 6)):
+    return head_inputs(lead, 8, 16, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "multi_token"])
+def test_autocast(name, device):
+    """As with operands in autocast's dtype; the gradient of a float32 weight is rounded to that alone."""
+    hidden, weight, target = drawn(device=device)
+    with torch.autocast(device, torch.bfloat16):
+        got = run(FORMS[name], (hidden, weight, target), {})
+    narrow = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    want = run(FORMS[name], (*narrow, target), {})
+    assert got[1].dtype == got[2].dtype == torch.float32
+    assert same_bits(got[0], want[0]) and same_bits(got[1], want[1].float())
+    torch.testing.assert_close(got[2], want[2].float(), rtol=2**-8, atol=1e-6)
+
+
+@every_form
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(name, reentrant, device):
+    """A checkpoint hands every saved tensor out once."""
+    args = drawn(device=device)
+
+    def call(*args):
+        return checkpoint(FORMS[name], *args, use_reentrant=reentrant).sum()
+
+    got, want = [], []
+    for found, fn in ((got, call), (want, lambda *args: FORMS[name](*args).sum())):
+        leaves = [x.detach().requires_grad_() for x in args[:2]]
+        loss = fn(*leaves, args[2])
+        loss.backward()
+        found += [loss.detach(), *(x.grad for x in leaves)]
+    assert all(map(same_bits, got, want))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in OF_PYTHON])
+def test_compiled(name, device):
+    """One graph for any number of rows, with the bits of eager calls."""
+    torch._dynamo.reset()
+    compiled = torch.compile(FORMS[name], fullgraph=True, backend="aot_eager", dynamic=True)
+    for lead, frozen in (((2, 6), False), ((4, 9), False), ((4, 9), True))[: 2 + (name in PER_ROW)]:
+        hidden, weight, target = drawn(torch.bfloat16, device, lead)
+        args = (hidden, weight.detach() if frozen else weight, target)
+        assert all(map(same_bits, run(compiled, args, {}), run(FORMS[name], args, {})))
+
+
+@every_form
+def test_without_gradients(name, device):
+    args = drawn(device=device)
+    with torch.no_grad():
+        loss = FORMS[name](*args)
+    assert loss.grad_fn is None
+    torch.testing.assert_close(loss, FORMS[name](*args).detach(), rtol=0, atol=0 if device == "cpu" else 1e-5)
+
+
+@every_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kept_graph(name, dtype, device):
+    """Its gradients are handed out again and again, and scaled; a graph that is not kept runs once."""
+    hidden, weight, target = drawn(dtype, device)
+    loss = FORMS[name](hidden, weight, target).sum()
+    leaves, factor = (hidden, weight), torch.tensor(4.0, device=device)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    copies = [g.clone() for g in first]
+    four = torch.autograd.grad(loss, leaves, factor, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves)
+    assert all(map(same_bits, first, copies)) and all(map(same_bits, first, again))
+    assert all(same_bits(g, 4 * one) for g, one in zip(four, first, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "multi_token"])
+def test_gradients_on_demand(name, device):
+    """Of hidden states, weight, bias and both matrices of an adapter: every set of them."""
+    hidden, weight, target = drawn(device=device)
+    options, names = {"bias": torch.randn(16, device=device)}, ("bias",)
+    if name not in OF_PYTHON:
+        options |= {"lora_a": torch.randn(3, 8, device=device), "lora_b": torch.randn(16, 3, device=device)}
+        names = tuple(options)
+    inputs = Inputs((hidden, weight, target), options, grads=(0, 1), grad_kwargs=names)
+    check_needs(lambda *args, **options: FORMS[name](*args, **as_tigon(options)), inputs)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in ("multi_token", "candidates")])
+def test_counts_of_labels(name, dtype, shift, device):
+    """The count says which rows are computed; a wrong one is an error where it is looked at, else NaN."""
+    options = {"shift": 1} if shift and name != "several" else {}
+    device = "cpu" if dtype == torch.float64 else device  # the route of the reference
+    args = drawn(dtype, device)
+    count = int((args[2][:, len(options) :] != -100).sum())
+    got, want = run(FORMS[name], args, options | {"valid_rows": count}), run(FORMS[name], args, options)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    for wrong in (count - 1, count + 1, 0):
+        if device == "cpu":
+            words = rf"valid_rows must be the number of labels .*{count}, got {wrong}"
+            with pytest.raises(tigon.Error, match=words):
+                FORMS[name](*args, **options, valid_rows=wrong)
+        else:
+            assert FORMS[name](*args, **options, valid_rows=wrong).isnan().all()
+
+
+MODULES = {name: name.title().replace("_", "") + "Loss" for name in ("linear_cross_entropy", "linear_policy")}
+MODULES |= {"linear_kl_div": "LinearKLDivLoss", "linear_jsd": "LinearJSDLoss", "linear_tvd": "LinearTVDLoss"}
+MODULES |= {"linear_preference": "LinearPreferenceLoss", "linear_kto": "LinearKTOLoss"}
+
+
+@pytest.mark.parametrize("call", [c for c in calls() if c.name.removesuffix(" with all") in MODULES], ids=str)
+def test_modules(call):
+    """What a module is made with goes to its function; the rest comes with each call."""
+    module, given = getattr(tigon.nn, MODULES[call.function.__name__]), call.draw() | {"denominator": 7.0}
+    of_calls = set(inspect.signature(module.forward).parameters) & set(given)
+    own = {name: value for name, value in given.items() if name not in of_calls} | {"temperature": 0.8}
+    made = module(**own)
+    got = made(**{name: given[name] for name in of_calls})
+    want = call.function(**given | own)
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
+        assert same_bits(a, b)
+    assert "temperature=0.8" in repr(made)
+    with pytest.raises(TypeError):
+        module(warmth=0.5)

@@ -1,7 +1,5 @@
 """The memory of the fused loss head: what is predicted is what is allocated."""
 
-from __future__ import annotations
-
 import functools
 import re
 

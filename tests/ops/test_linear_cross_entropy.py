@@ -1,13 +1,12 @@
 """The fused loss head beyond the cases: chunks, combinations, refusals, memory, determinism."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checks import same_bits
+from heads import head_inputs, run
 from native import bits_under
 
 import tigon
@@ -16,169 +15,37 @@ from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.linear_cross_entropy import reference
 from tigon.ops.loss_head.plan import plan
 
-OP = torch.ops.tigon.linear_cross_entropy.default
-
-
-def _inputs(rows=12, h=16, v=40, *, dtype=torch.float32, device="cpu", masked=0.25):
-    hidden = torch.randn(rows, h, device=device).to(dtype).requires_grad_()
-    weight = torch.randn(v, h, device=device).div(h**0.5).to(dtype).requires_grad_()
-    target = torch.randint(0, v, (rows,), device=device)
-    target[torch.rand(rows, device=device) < masked] = -100
-    return hidden, weight, target
-
-
-def _all(fn, hidden, weight, target, upstream=None, **options):
-    loss = fn(hidden, weight, target, **options)
-    leaves = [t for t in (hidden, weight, options.get("bias")) if t is not None and t.requires_grad]
-    grads = torch.autograd.grad(loss, leaves, torch.ones_like(loss) if upstream is None else upstream)
-    return loss.detach(), *grads
-
-
-def test_upstream_gradient_scales(device):
-    hidden, weight, target = _inputs(device=device)
-    one = _all(tigon.linear_cross_entropy, hidden, weight, target)
-    four = _all(tigon.linear_cross_entropy, hidden, weight, target, torch.tensor(0.25, device=device))
-    assert same_bits(one[1] / 4, four[1]) and same_bits(one[2] / 4, four[2])
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_rows_masked(dtype, device):
-    hidden, weight, target = _inputs(dtype=dtype, device=device)
+    hidden, weight, target = head_inputs(dtype=dtype, device=device)
     target.fill_(-100)
     for options, want in (({}, float("nan")), ({"reduction": "sum"}, 0.0), ({"denominator": 3.0}, 0.0)):
-        loss, dh, dw = _all(tigon.linear_cross_entropy, hidden, weight, target, **options)
+        loss, dh, dw = run(tigon.linear_cross_entropy, (hidden, weight, target), options)
         assert torch.equal(loss.isnan(), torch.tensor(want != want, device=device)) and (
             want != want or loss == want
         )
         assert torch.count_nonzero(dh) == 0 and torch.count_nonzero(dw) == 0
 
 
-def test_shift_pairs_each_position_with_the_next_label(device):
-    hidden = torch.randn(3, 9, 16, device=device, requires_grad=True)
-    weight = torch.randn(40, 16, device=device, requires_grad=True)
-    target = torch.randint(0, 40, (3, 9), device=device)
-    got = tigon.linear_cross_entropy(hidden, weight, target, shift=True)
-    torch.testing.assert_close(
-        got, F.cross_entropy((hidden[:, :-1] @ weight.t()).flatten(0, 1), target[:, 1:].flatten())
-    )
-    assert tigon.linear_cross_entropy(hidden, weight, target, shift=True, reduction="none").shape == (3, 9)
-
-
 def test_float16_gradients_survive_a_large_count(device):
     # 1/count in fp16 logit gradients would underflow: scale is folded in after the products.
-    hidden, weight, target = _inputs(64, 16, 40, dtype=torch.float16, device=device, masked=0.0)
-    got = _all(tigon.linear_cross_entropy, hidden, weight, target, denominator=2.0**14)
+    hidden, weight, target = head_inputs(64, 16, 40, dtype=torch.float16, device=device, masked=0.0)
+    got = run(tigon.linear_cross_entropy, (hidden, weight, target), {"denominator": 2.0**14})
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    exact = _all(reference, *wide, target, denominator=2.0**14)
+    exact = run(reference, (*wide, target), {"denominator": 2.0**14})
     error = (got[2].double() - exact[2]).abs().max() / exact[2].abs().max()
     assert error < 2e-3
-
-
-BAD = {
-    "hidden size": (
-        {"hidden": (12, 15)},
-        r"weight must be \[V, 15\] to fit hidden \[12, 15\], got \[40, 16\]",
-    ),
-    "weight rank": ({"weight": (40, 16, 1)}, r"weight must be \[V, H\], got \[40, 16, 1\]"),
-    "target size": ({"target": torch.zeros(11, dtype=torch.long)}, r"target must be \[12\], got \[11\]"),
-    "target dtype": (
-        {"target": torch.zeros(12)},
-        r"target must be an int64 or int32 tensor, got torch.float32",
-    ),
-    "bias size": ({"bias": torch.zeros(39)}, r"bias must be \[40\], got \[39\]"),
-    "bias dtype": (
-        {"bias": torch.zeros(40, dtype=torch.long)},
-        r"bias must be a float tensor, got torch.int64",
-    ),
-    "class weight": ({"class_weight": torch.zeros(39)}, r"class_weight must be \[40\], got \[39\]"),
-    "chunk of zero": ({"chunk_rows": 0}, r"chunk_rows must be >= 1 \(or None\), got 0"),
-    "smoothing": ({"label_smoothing": 1.5}, r"label_smoothing must be in \[0, 1\], got 1.5"),
-    "softcap": ({"softcap": -1.0}, r"softcap must be > 0 and finite \(or None\), got -1.0"),
-    "reduction": ({"reduction": "batchmean"}, r"reduction must be one of .*, got 'batchmean'"),
-    "denominator": ({"denominator": torch.ones(2)}, r"denominator must have one element, got 2"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_refusals(name, device):
-    changed, message = BAD[name]
-    hidden, weight, target = _inputs(device=device)
-    arguments = {"hidden": hidden, "weight": weight, "target": target}
-    for key, value in changed.items():
-        if isinstance(value, tuple):
-            value = torch.randn(value)
-        arguments[key] = value.to(device) if torch.is_tensor(value) else value
-    with pytest.raises(tigon.Error, match=r"\[linear_cross_entropy\] " + message):
-        tigon.linear_cross_entropy(**arguments)
-
-
-def test_integer_weight_is_refused(device):
-    hidden, weight, target = _inputs(device=device)
-    with pytest.raises(tigon.Error, match="weight must be a float tensor, got torch.int32"):
-        tigon.linear_cross_entropy(hidden, weight.detach().int(), target)
-
-
-@pytest.mark.parametrize("label", [40, -1, 2**40])
-def test_label_out_of_range_cpu(label):
-    hidden, weight, target = _inputs()
-    target[5] = label
-    with pytest.raises(tigon.Error, match=str(label)):
-        tigon.linear_cross_entropy(hidden, weight, target)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("label", [40, -1, 2**40])
 def test_label_out_of_range_cuda_is_a_nan_row(label):
-    hidden, weight, target = _inputs(device="cuda")
+    hidden, weight, target = head_inputs(device="cuda")
     target[5] = label
     loss = tigon.linear_cross_entropy(hidden, weight, target, reduction="none")
     nan = torch.isnan(loss)
     assert nan[5] and nan.sum() == 1
-
-
-def test_autocast(device):
-    hidden, weight, target = _inputs(24, 32, 60, device=device)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        got = _all(tigon.linear_cross_entropy, hidden, weight, target)
-    want = _all(
-        tigon.linear_cross_entropy,
-        hidden.detach().bfloat16().requires_grad_(),
-        weight.detach().bfloat16().requires_grad_(),
-        target,
-    )
-    assert got[0].dtype == torch.float32 and got[1].dtype == torch.float32 and got[2].dtype == torch.float32
-    assert same_bits(got[0], want[0]) and same_bits(got[1], want[1].float())
-    # The gradient of a float32 weight is rounded to that alone.
-    torch.testing.assert_close(got[2], want[2].float(), rtol=2**-8, atol=1e-6)
-
-
-def test_checkpointed(device):
-    from torch.utils.checkpoint import checkpoint
-
-    hidden, weight, target = _inputs(device=device)
-    want = _all(tigon.linear_cross_entropy, hidden, weight, target)
-    for reentrant in (False, True):
-        loss = checkpoint(tigon.linear_cross_entropy, hidden, weight, target, use_reentrant=reentrant)
-        hidden.grad = weight.grad = None
-        loss.backward()
-        assert (
-            same_bits(loss.detach(), want[0])
-            and same_bits(hidden.grad, want[1])
-            and same_bits(weight.grad, want[2])
-        )
-
-
-def test_compiled_with_dynamic_rows(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(tigon.linear_cross_entropy, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows in (5, 9, 14):
-        hidden, weight, target = _inputs(rows, device=device)
-        for a, b in zip(
-            _all(compiled, hidden, weight, target),
-            _all(tigon.linear_cross_entropy, hidden, weight, target),
-            strict=True,
-        ):
-            assert same_bits(a, b)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -188,28 +55,9 @@ def test_compiled_with_a_cap(dynamic, device):
     compiled = torch.compile(tigon.linear_cross_entropy, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     least = 0.0 if device == "cpu" else 32.0  # cuBLAS' workspace
     for rows, cap in ((7, least + 1.0), (7, least + 2.0), (9, least + 2.0)):
-        hidden, weight, target = _inputs(rows, device=device)
+        hidden, weight, target = head_inputs(rows, device=device)
         wanted = tigon.linear_cross_entropy(hidden, weight, target, max_workspace_mb=cap)
         assert same_bits(compiled(hidden, weight, target, max_workspace_mb=cap), wanted)
-
-
-def test_no_grad_keeps_nothing(device):
-    hidden, weight, target = _inputs(device=device)
-    with torch.no_grad():
-        loss = tigon.linear_cross_entropy(hidden, weight, target)
-    assert loss.grad_fn is None
-    assert same_bits(loss, tigon.linear_cross_entropy(hidden, weight, target).detach())
-
-
-def test_module(device):
-    head = tigon.nn.LinearCrossEntropyLoss(softcap=5.0, label_smoothing=0.1, class_weight=torch.ones(40)).to(
-        device
-    )
-    hidden, weight, target = _inputs(device=device)
-    options = {"softcap": 5.0, "label_smoothing": 0.1, "class_weight": torch.ones(40, device=device)}
-    options |= {"denominator": 4}
-    want = tigon.linear_cross_entropy(hidden, weight, target, **options)
-    assert same_bits(head(hidden, weight, target, denominator=4), want) and "softcap=5.0" in repr(head)
 
 
 def test_same_bits_for_any_thread_count_of_the_row_pass():
@@ -227,7 +75,7 @@ emit(loss)
 @pytest.mark.gpu
 def test_logits_past_two_to_the_31_elements_cost_no_memory():
     rows, h, v = 20480, 64, 128256
-    hidden, weight, target = _inputs(rows, h, v, dtype=torch.bfloat16, device="cuda")
+    hidden, weight, target = head_inputs(rows, h, v, dtype=torch.bfloat16, device="cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     loss = tigon.linear_cross_entropy(hidden, weight, target)
@@ -242,9 +90,10 @@ def test_logits_past_two_to_the_31_elements_cost_no_memory():
 @pytest.mark.gpu
 def test_one_chunk_past_two_to_the_31_elements():
     rows, h, v = 17000, 32, 128256
-    hidden, weight, target = _inputs(rows, h, v, dtype=torch.bfloat16, device="cuda")
-    whole = _all(tigon.linear_cross_entropy, hidden, weight, target, reduction="none", chunk_rows=rows)
-    parts = _all(tigon.linear_cross_entropy, hidden, weight, target, reduction="none", chunk_rows=4096)
+    args = head_inputs(rows, h, v, dtype=torch.bfloat16, device="cuda")
+    whole, parts = (
+        run(tigon.linear_cross_entropy, args, {"reduction": "none", "chunk_rows": n}) for n in (rows, 4096)
+    )
     # Products of another size may sum in another order, so that a logit is now and then rounded otherwise.
     torch.testing.assert_close(whole[0], parts[0], rtol=4 * torch.finfo(torch.float32).eps, atol=0)
     torch.testing.assert_close(whole[1], parts[1], rtol=2**-6, atol=2**-8 * parts[1].abs().max().item())
@@ -253,25 +102,12 @@ def test_one_chunk_past_two_to_the_31_elements():
 
 @pytest.mark.gpu
 def test_gradient_of_a_wider_weight_is_rounded_to_its_own_dtype():
-    hidden, weight, target = _inputs(dtype=torch.bfloat16, device="cuda")
+    hidden, weight, target = head_inputs(dtype=torch.bfloat16, device="cuda")
     wide = weight.detach().float().requires_grad_()
-    _, _, dwide = _all(tigon.linear_cross_entropy, hidden, wide, target)
-    _, _, dweight = _all(tigon.linear_cross_entropy, hidden, weight, target)
+    _, _, dwide = run(tigon.linear_cross_entropy, (hidden, wide, target), {})
+    _, _, dweight = run(tigon.linear_cross_entropy, (hidden, weight, target), {})
     assert dwide.dtype == torch.float32 and not same_bits(dwide, dwide.bfloat16().float())
     torch.testing.assert_close(dwide, dweight.float(), rtol=2**-8, atol=1e-6)
-
-
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_gradients_of_a_kept_graph_are_left_alone(chunk, device):
-    hidden, weight, target = _inputs(dtype=torch.bfloat16, device=device)
-    loss = tigon.linear_cross_entropy(hidden, weight, target, chunk_rows=chunk)
-    half = torch.tensor(0.5, device=device)
-    first = torch.autograd.grad(loss, (hidden, weight), half, retain_graph=True)
-    copies = [g.clone() for g in first]
-    again = torch.autograd.grad(loss, (hidden, weight), half)  # hands out what was kept
-    assert all(same_bits(a, b) and same_bits(a, c) for a, b, c in zip(first, copies, again, strict=True))
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(loss, (hidden, weight))
 
 
 def test_default_chunk():

@@ -1,7 +1,5 @@
 """linear_kl_div, linear_jsd, linear_tvd: what the case list does not say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from heads import compare, head_inputs, run
@@ -137,31 +135,13 @@ def test_autocast_and_dtypes(device):
     assert torch.equal(loss, narrow)
 
 
-def test_modules(device):
-    hidden, weight, teacher, labels = heads(device=device)
-    for form, kind in (
-        ("reverse", tigon.nn.LinearKLDivLoss),
-        ("jsd", tigon.nn.LinearJSDLoss),
-        ("tvd", tigon.nn.LinearTVDLoss),
-    ):
-        fn, options = FORMS[form]
-        module = kind(**options, temperature=1.5, hard=0.5)
-        assert "temperature=1.5" in repr(module)
-        assert torch.equal(
-            module(hidden, weight, teacher, labels, denominator=3),
-            fn(hidden, weight, teacher, labels, denominator=3, temperature=1.5, hard=0.5, **options),
-        )
-    with pytest.raises(TypeError):
-        tigon.nn.LinearTVDLoss(beta=0.5)
-
-
 def _bad(**changes):
     hidden, weight, teacher, labels = heads()
     call = {"hidden": hidden, "weight": weight, "teacher": teacher, "labels": labels} | changes
     return [call.pop(name) for name in ("hidden", "weight", "teacher", "labels")], call
 
 
-X, W, T, Y = heads()
+_, _, T, _ = heads()
 BAD = {
     "teacher": ({"teacher": (T[0],)}, "teacher must be logits, or .*, got 1"),
     "teacher's kind": ({"teacher": 3}, "teacher must be logits, or .*got int"),
@@ -172,15 +152,6 @@ BAD = {
     "labels": ({"teacher": (T[0], T[1][:9]), "labels": torch.full((12,), 20)}, "labels must be in .0, 9. or"),
     "no labels": ({"labels": None, "hard": 0.5}, "labels must be given for the hard loss, got None"),
     "no labels to shift": ({"labels": None, "shift": True}, "labels must be given with shift=True, got None"),
-    "temperature": ({"temperature": 0.0}, "temperature must be"),
-    "hard": ({"hard": -1.0}, "hard must be >= 0, got -1.0"),
-    "softcap": ({"teacher_softcap": -2.0}, "teacher_softcap must be"),
-    "reduction": ({"reduction": "average"}, "reduction must be one of"),
-    "outputs": ({"outputs": ("soft",)}, "outputs must be 'loss' and then some of"),
-    "token_weight": ({"token_weight": torch.ones(3)}, r"token_weight must be \[12\], got \[3\]"),
-    "lora": ({"lora": (1, 2)}, "lora must be .A, B, scale., got 2"),
-    "valid_rows": ({"valid_rows": 40}, "valid_rows must be in"),
-    "chunk_rows": ({"chunk_rows": 0}, "chunk_rows must be >= 1"),
 }
 
 
@@ -326,18 +297,6 @@ def test_candidates_as_in_trl(device):
         theirs = server._jsd_divergence(s, t, beta).sum(-1)
         ours = tigon.linear_jsd(hidden, weight, (indices, log_prob), beta=beta, reduction="none")
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_candidates_compiled(device):
-    hidden, weight, labels = head_inputs(9, h=16, v=60, device=device)
-    log_prob, indices = torch.log_softmax(torch.randn(9, 60, device=device), -1).topk(5)
-
-    def loss(hidden, weight):
-        return tigon.linear_jsd(hidden, weight, (indices, log_prob), labels, hard=0.2, temperature=1.3)
-
-    traced = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for a, b in zip(run(loss, (hidden, weight), {}), run(traced, (hidden, weight), {}), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_refusals_of_candidates(device):

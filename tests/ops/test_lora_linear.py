@@ -1,7 +1,5 @@
 """tigon.lora_linear beyond the cases: zeros, masks, frozen parts, bad calls, the module."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -207,18 +205,9 @@ def test_bad_calls_of_dora(change, message, device):
 
 BAD = {
     "x": ({"x": torch.zeros(3, 31)}, r"weight must be \[N, 31\]"),
-    "x dtype": ({"x": torch.zeros(3, 32, dtype=torch.int64)}, "x must be a float tensor"),
     "weight dtype": ({"weight": torch.zeros(24, 32, dtype=torch.bfloat16)}, "weight must be torch.float32"),
-    "ranks": ({"b": torch.zeros(24, 5)}, r"b must be \[24, 4\], got \[24, 5\]"),
-    "a": ({"a": torch.zeros(4, 33)}, r"a must be \[r, 32\]"),
     "adapters": ({"b": torch.zeros(24, 4, dtype=torch.bfloat16)}, "b must be torch.float32"),
-    "bias": ({"bias": torch.zeros(23)}, r"bias must be \[24\], got \[23\]"),
-    "bias dims": ({"bias": torch.zeros(24, 1)}, "bias must have 1 dimension"),
     "dropout": ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-    "negative": ({"dropout": -0.1}, r"dropout must be in \[0, 1\)"),
-    "scale": ({"scale": "2"}, "scale must be a number"),
-    "seed": ({"dropout": 0.1, "seed": 0.5}, "seed must be an int"),
-    "wide seed": ({"dropout": 0.1, "seed": 2**63}, "seed must have at most 64 bits"),
     "rank 0": ({"a": torch.zeros(0, 32), "b": torch.zeros(24, 0)}, "a must have at least one row"),
 }
 

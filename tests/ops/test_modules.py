@@ -1,7 +1,5 @@
 """What tigon.nn shares with PyTorch's modules: deferred initialisation, copies, state dicts."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,7 +1,5 @@
 """tigon.optim.Muon beside PyTorch's: trajectories, orthogonality, batches, experts, state, groups."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The runs of native.py are under the instruction sets and thread counts they name, and see a difference."""
 
-from __future__ import annotations
-
 import pytest
 from native import bits_under
 

@@ -1,7 +1,5 @@
 """tigon.optim.AdamW beside PyTorch's: trajectories, state, scalers, graphs, the step in the backward."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
@@ -13,7 +11,7 @@ from checks import same_bits
 from torch import nn
 
 import tigon
-from cases.adamw import LISTS
+from cases.adamw import LISTS, Parameters
 from tigon.optim import AdamW, step_in_backward
 
 FLAGS = [
@@ -30,6 +28,7 @@ FLAGS = [
     {"betas": (0.9, 0.2)},
 ]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LONG = Parameters("long", ((33, 130), (4096,)))  # which have codes
 
 
 def draw_gradients(lists, seed: int, scale: float = 1.0) -> None:
@@ -189,6 +188,11 @@ def test_moments_against_float64(dtype, options, device):
         {"moment_dtype": torch.float32},
         {"moment_dtype": (torch.bfloat16, torch.float32)},
         {"amsgrad": True},
+        {"moment_dtype": "int8"},
+        {"moment_dtype": "int8", "rounding": "stochastic", "seed": 3},
+        {"moment_dtype": "int8", "rounding": "split"},
+        {"moment_dtype": "int8", "rounding": "master"},
+        {"moment_dtype": "int8", "max_grad_norm": 1.0},
     ],
     ids=str,
 )
@@ -196,7 +200,7 @@ def test_saved_in_mid_run(options, device):
     """A run that is saved and goes on in another optimizer keeps its bits; run twice, they are the same."""
 
     def run(interrupted: bool):
-        params = LISTS[0].make(torch.bfloat16, device)
+        params = [*LISTS[0].make(torch.bfloat16, device), *LONG.make(torch.bfloat16, device)]
         optimizer = AdamW(params, **options)
         for i in range(6):
             if interrupted and i == 3:
@@ -204,11 +208,11 @@ def test_saved_in_mid_run(options, device):
                 torch.save(optimizer.state_dict(), file)
                 file.seek(0)
                 optimizer = AdamW(params, lr=1.0, **options)
-                optimizer.load_state_dict(torch.load(file))
+                optimizer.load_state_dict(torch.load(file, weights_only=True))
                 assert optimizer.param_groups[0]["lr"] == 1e-3
             draw_gradients((params,), i)
             optimizer.step()
-        return params
+        return [*params, *(t for p in params for t in optimizer.state[p].values())]
 
     plain = run(False)
     for other in (run(False), run(True)):

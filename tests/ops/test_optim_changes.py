@@ -1,7 +1,5 @@
 """tigon.optim.AdamW whose tensors change between steps: each time the bits of an optimizer made anew."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

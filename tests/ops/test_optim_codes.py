@@ -1,14 +1,12 @@
 """tigon.optim.AdamW with moment_dtype="int8": state, other libraries' states, groups, bounds, convergence."""
 
-from __future__ import annotations
-
 import copy
-import io
 import itertools
 
 import pytest
 import torch
 from checks import same_bits
+from test_optim import draw_gradients
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,15 +17,6 @@ from tigon.optim import AdamW, codes, step_in_backward
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MIXED = Parameters("mixed", ((33, 130), (4095,), (4096,), (17,), (0,), (70, 64)))
 CODED = [True, False, True, False, False, True]
-
-
-def draw_gradients(lists, seed: int, scale: float = 1.0) -> None:
-    """The same gradients for each list of parameters, in its dtype."""
-    draw = torch.Generator().manual_seed(seed)
-    for row in zip(*lists, strict=True):
-        g = torch.randn(row[0].shape, generator=draw) * scale
-        for p in row:
-            p.grad = torch.empty_like(p).copy_(g)
 
 
 def states(optimizer) -> list[torch.Tensor]:
@@ -71,39 +60,6 @@ def test_beside_float32(dtype, device):
             code, absmax = codes.encode(codes.root(exact), True)
             assert torch.equal(code.view_as(p), a.state[p]["exp_avg_sq_root_codes"])
             assert same_bits(absmax, a.state[p]["exp_avg_sq_root_absmax"])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"rounding": "stochastic", "seed": 3},
-        {"rounding": "split"},
-        {"rounding": "master"},
-        {"max_grad_norm": 1.0},
-    ],
-    ids=str,
-)
-def test_saved_in_mid_run(options, device):
-    """A run that is saved and goes on in another optimizer keeps its bits; run twice, they are the same."""
-
-    def run(interrupted: bool):
-        params = MIXED.make(torch.bfloat16, device)
-        optimizer = AdamW(params, moment_dtype="int8", **options)
-        for i in range(6):
-            if interrupted and i == 3:
-                file = io.BytesIO()
-                torch.save(optimizer.state_dict(), file)
-                file.seek(0)
-                optimizer = AdamW(params, moment_dtype="int8", **options)
-                optimizer.load_state_dict(torch.load(file, weights_only=True))
-            draw_gradients((params,), i)
-            optimizer.step()
-        return [*params, *states(optimizer)]
-
-    plain = run(False)
-    for other in (run(False), run(True)):
-        assert all(same_bits(p, q) for p, q in zip(plain, other, strict=True))
 
 
 def test_step_in_the_backward_copies_and_scalers(device):

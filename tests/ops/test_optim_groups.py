@@ -1,8 +1,6 @@
 """Options of groups: each is used or refused by name, by every way that a group comes, before anything is
 modified."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

@@ -1,7 +1,5 @@
 """The rows of tigon.parallel, all shards in one process: losses and gradients on every device."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

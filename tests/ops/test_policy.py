@@ -1,7 +1,5 @@
 """Policy losses: TRL's own trainer, refusals, invariants."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import trl_losses
@@ -184,25 +182,14 @@ def test_k3_keeps_its_digits(device):
 
 
 REFUSED = """
-policy_loss(x[0], a) -> log_prob must be [B, T], got [5]
-policy_loss(x, a[:2]) -> advantage must be [3, 5] or [3], got [2]
 policy_loss(x, x.t()) -> advantage must be [3, 5] or [3], got [5, 3]
-policy_loss(x, 1.0) -> advantage must be a float tensor, got float
 policy_loss(x, a, old=a) -> old must be [3, 5], got [3]
-policy_loss(x, a, ref=x[:2]) -> ref must be [3, 5], got [2, 5]
 policy_loss(x, a, kl=0.1) -> ref must be given with kl, got None
 policy_loss(x, a, entropy=0.1) -> entropies must be given with entropy, got None
-policy_loss(x, a, kind='grpo') -> kind must be one of ..., got 'grpo'
-policy_loss(x, a, level='group') -> level must be one of ..., got 'group'
-policy_loss(x, a, normalise='dapo') -> normalise must be one of ..., got 'dapo'
-policy_loss(x, a, kl_estimator='k4') -> kl_estimator must be one of ..., got 'k4'
 policy_loss(x, a, clip=0.2) -> clip must be 2 numbers, got 0.2
 policy_loss(x, a, clip=(-0.1, 0.2)) -> clip must be two numbers >= 0, got
-policy_loss(x, a, delta=0) -> delta must be > 0 and finite (or None), got 0
 policy_loss(x, a, kind='sapo', delta=1.5) -> delta must be None with kind 'sapo', got 1.5
 policy_loss(x, a, kind='sapo', tau=(1.0, 0.0)) -> tau must be two numbers > 0, got
-policy_loss(x, a, importance=x[:, :2]) -> importance must be [3, 5] or [3], got [3, 2]
-policy_loss(x, a, x) -> mask must be a bool or integer tensor, got torch.float
 policy_loss(x, a, denominator=x) -> denominator must have one element, got 15
 """
 

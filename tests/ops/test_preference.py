@@ -1,7 +1,5 @@
 """Preference losses: TRL's own trainers, refusals, invariants."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -218,11 +216,7 @@ def test_scores_are_differences(batch):
 REFUSED = """
 preference_loss(x[:3]) -> log_prob must have an even number of rows ..., got 3
 preference_loss(x[None]) -> log_prob must be [answers] or [answers, T], got
-preference_loss(x.long()) -> log_prob must be a float tensor, got torch.int64
-preference_loss(x, kind='dpo') -> kind must be one of ..., got 'dpo'
 preference_loss(x, beta=0.0) -> beta must be > 0 and finite, got 0.0
-preference_loss(x, beta=-1) -> beta must be > 0 and finite, got -1
-preference_loss(x, kind='discopop', tau=0) -> tau must be > 0 and finite, got 0
 preference_loss(x, label_smoothing=0.1) -> label_smoothing must be 0 with kind 'sigmoid', got 0.1
 preference_loss(x, kind='robust', label_smoothing=0.5)
     -> label_smoothing must be in [0, 0.5) with kind 'robust', got 0.5
@@ -231,20 +225,12 @@ preference_loss(x, kind='cdpo', label_smoothing=0.6)
     -> label_smoothing must be in [0, 0.5] with kind 'cdpo', got 0.6
 preference_loss(x, kind='ipo', gamma=0.1) -> gamma must be 0 with kind 'ipo', got 0.1
 preference_loss(x, ref=x) -> ref must be [4], got [4, 5]
-preference_loss(x, ref=x[:2, 0]) -> ref must be [4], got [2]
 preference_loss(x, kind='simpo', ref=x[:, 0]) -> ref must be None with kind 'simpo'
 preference_loss(x, x > -1, nll_mask=x > -1) -> nll_mask must be [2, 5], got [4, 5]
-preference_loss(x, x) -> mask must be a bool or integer tensor, got torch.float32
-preference_loss(x, x[:, :3] > -1) -> mask must be [4, 5], got [4, 3]
-preference_loss(x, average=1) -> average must be True, False or None, got int
-preference_loss(x, nll=-1.0) -> nll must be >= 0
 preference_loss(x, denominator=x) -> denominator must have one element, got 20
-kto_loss(x, x[:, 0]) -> desirable must be a bool tensor, got torch.float32
-kto_loss(x, x[:2, 0] > 0) -> desirable must be [4], got [2]
 kto_loss(x, x[:, 0] > 0, kl=x[0]) -> kl must be one float, got
 kto_loss(x, x[:, 0] > 0, kind='apo_zero_unpaired', kl=0.1) -> kl must be 0 with kind
 kto_loss(x, x[:, 0] > 0, weights=1.0) -> weights must be ..., got 1.0
-kto_loss(x, x[:, 0] > 0, kind='bco') -> kind must be one of ..., got 'bco'
 kto_loss(x, x[:, 0] > 0, beta=0) -> beta must be > 0 and finite, got 0
 """
 

@@ -1,7 +1,5 @@
 """Calls that go to their operator at once: they return, and refuse, what they do behind all checks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from calls import call

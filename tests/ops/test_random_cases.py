@@ -4,8 +4,6 @@ The cases of tests/cases are the edges somebody thought of; here each op's `make
 inputs and single columns among them. A failing draw is its seed: run the test of that name again.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """The reference route (float64, what has no kernel) keeps the contract of the kernels' route."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,32 +30,6 @@ def test_operands_of_a_head_in_other_dtypes(name):
     got = HEADS[name](hidden, narrow, LABELS, bias=bias)
     torch.testing.assert_close(got, want, rtol=1e-14, atol=0)
     assert [g.dtype for g in torch.autograd.grad(got.sum(), (narrow, bias))] == [torch.float32] * 2
-
-
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_labels_and_counts_of_a_head(name, dtype):
-    hidden, weight = _head(dtype=dtype)
-    for label in (11, -1, -(2**63)):
-        with pytest.raises(
-            tigon.Error, match=rf"target must be in \[0, 11\) or -100 \(ignored\), got {label}"
-        ):
-            HEADS[name](hidden, weight, torch.tensor([0, 1, 2, label]))
-    want = HEADS[name](hidden, weight, LABELS)
-    assert torch.equal(HEADS[name](hidden, weight, LABELS, valid_rows=3), want)
-    for count in (0, 2, 4):
-        with pytest.raises(tigon.Error, match=r"valid_rows must be the number of labels .*3, got "):
-            HEADS[name](hidden, weight, LABELS, valid_rows=count)
-
-
-def test_counts_of_shifted_labels():
-    hidden, weight = (t.detach() for t in _head())
-    for fn in (tigon.linear_cross_entropy, tigon.linear_log_prob):
-        fn(hidden, weight, LABELS, shift=True, valid_rows=2)
-        with pytest.raises(
-            tigon.Error, match=r"valid_rows must be the number of labels that count, 2, got 3"
-        ):
-            fn(hidden, weight, LABELS, shift=True, valid_rows=3)
 
 
 def test_denominators_of_any_shape():

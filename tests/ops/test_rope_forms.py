@@ -1,7 +1,5 @@
 """Forms of the rotary embedding beyond the cases: in place, positions, M-RoPE, complex, packed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checks import same_bits

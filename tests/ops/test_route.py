@@ -1,7 +1,5 @@
 """The router of a mixture of experts: refused calls, the routers and losses of transformers, ties, dtypes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checks import refusals, refused, same_bits
@@ -13,31 +11,18 @@ X = torch.randn(5, 12)
 BIAS = torch.randn(12)
 
 CALLS = """
-route([1.0], 2) -> logits must be a float tensor, got list
-route(x.long(), 2) -> logits must be a float tensor, got torch.int64
 route(x[0, 0], 2) -> logits must have at least one dimension, got 0
 route(x.new_zeros(2, 1025), 2) -> logits must have 1 to 1024 columns, got 1025
 route(x[:, :0], 1) -> logits must have 1 to 1024 columns, got 0
 route(x, 13) -> top_k must be in [1, 12] (1 groups of 12 experts), got 13
-route(x, 0) -> top_k must be in [1, 12]
-route(x, 2.0) -> top_k must be an int, got float
-route(x, 2, score='relu') -> score must be one of ..., got 'relu'
-route(x, 2, group_score='mean') -> group_score must be one of ..., got 'mean'
 route(x, 2, num_groups=5) -> num_groups must divide 12, got 5
-route(x, 2, num_groups=0) -> num_groups must divide 12, got 0
 route(x, 2, num_groups=3, top_groups=4) -> top_groups must be in [1, 3], got 4
 route(x, 5, num_groups=3, top_groups=1) -> top_k must be in [1, 4] (1 groups of 4 experts), got 5
 route(x, 2, num_groups=12, top_groups=3, group_score='sum_of_two')
     -> group_score must be 'max' for groups of one expert, got 'sum_of_two'
-route(x, 2, scale=float('nan')) -> scale must be a number, got NaN
-route(x, 2, scale=None) -> scale must be a number, got NoneType
 route(x, 2, dtype=torch.int64) -> dtype must be None, torch.float32 or
 route(x, 2, ids_dtype=torch.int16) -> ids_dtype must be torch.int64 or torch.int32, got torch.int16
-route(x, 2, correction_bias=BIAS[1:]) -> correction_bias must be [12], got [11]
-route(x, 2, correction_bias=1.0) -> correction_bias must be a float tensor, got float
 route(x, 2, correction_bias=BIAS.to('meta')) -> correction_bias must be on cpu, got meta
-route(x, 2, losses=True, token_weights=torch.ones(4)) -> token_weights must be [5], got [4]
-route(x, 2, losses=True, token_weights=1) -> token_weights must be a tensor of real numbers, got int
 route(x, 2, token_weights=torch.ones(5)) -> token_weights must be None without losses
 """
 
@@ -181,11 +166,8 @@ def test_compiled_with_dynamic_rows_and_scale():
 
 
 FORCED_CALLS = """
-route(x, 2, ids=1) -> ids must be a tensor of integers, got int
-route(x, 2, ids=x[:, :2]) -> ids must be a tensor of integers, got torch.
 route(x, 2, ids=ids > 0) -> ids must be a tensor of integers, got torch.bool
 route(x, 3, ids=ids) -> ids must be [5, 3], got [5, 2]
-route(x, 2, ids=ids[1:]) -> ids must be [5, 2], got [4, 2]
 route(x, 2, ids=ids.to('meta')) -> ids must be on cpu, got meta
 route(x, 2, ids=ids + 11) -> ids must be in [0, 12), or begin with a negative one, got
 route(x, 2, ids=torch.stack([ids[:, 0], -ids[:, 1]], 1)) -> ids must be in [0, 12)

@@ -1,7 +1,5 @@
 """The promise of docs/same-bits.md: a row's results have the same bits whatever stands beside it."""
 
-from __future__ import annotations
-
 import random
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """Draws from logits and from hidden states: the tokens of the plain formula, their distribution, edges."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -195,12 +193,6 @@ def test_compiles(device):
 def test_wrong_options():
     logits = torch.zeros(3, 4)
     for options, words in (
-        ({"temperature": -1.0}, "temperature must be >= 0 and finite, got -1.0"),
-        ({"top_k": 0}, "top_k must be >= 1, got 0"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\] \(or None\), got 0.0"),
-        ({"min_p": 1.5}, r"min_p must be in \[0, 1\] \(or None\), got 1.5"),
-        ({"top_p": torch.ones(4)}, r"top_p must be \[3\], got \[4\]"),
-        ({"top_k": torch.ones(3)}, "top_k must be one of .*, got torch.float32"),
         ({"seed": torch.zeros(2, dtype=torch.int64)}, "seed must be an int, one int64, or int64"),
     ):
         with pytest.raises(tigon.Error, match=words):

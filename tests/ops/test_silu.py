@@ -1,7 +1,5 @@
 """silu beyond the cases: its module, and that it is the activation of swiglu."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checks import same_bits

@@ -1,7 +1,5 @@
 """Teachers and labels that cannot be what they are given for; what no kernel is there to see is NaN."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A weight that is a head and an embedding's table: the embedding's gradient is added to the head's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The transforms of torch.func and higher derivatives: right, or refused in words that name the op."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -3,8 +3,6 @@
 tests/fuzz.py draws more of them.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import types
@@ -360,13 +358,14 @@ PLAIN_LABELS = (tigon.kl_div, tigon.jsd, tigon.tvd, tigon.count_labels)
 
 
 @every_call
-def test_labels_that_cannot_be(call):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_labels_that_cannot_be(call, dtype):
     """Wherever a function takes labels: one that is no class is refused, whatever else it is asked for."""
-    good = call.draw()
+    good = {key: calls.converted(value, dtype) for key, value in call.draw().items()}
     for name in ("labels", "target"):
         value = good.get(name)
         classes = isinstance(value, torch.Tensor) and call.function not in PLAIN_LABELS
-        for wrong_label in (10**6, -5) if classes else ():
+        for wrong_label in (10**6, -1, -(2**63)) if classes else ():
             labels = value.clone()
             labels.view(-1)[-1] = wrong_label
             labels = labels.roll(5, -1)  # no shift reaches it

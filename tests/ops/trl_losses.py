@@ -1,8 +1,6 @@
 """The losses of TRL's own trainers on log-probabilities,
 as oracles: methods on trainers that hold nothing else."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 

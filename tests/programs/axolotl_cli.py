@@ -1,7 +1,5 @@
 """Axolotl's command line, with its plugin for Liger."""
 
-from __future__ import annotations
-
 import json
 
 from program import case, pairs, saved_model, state_losses, trainer_options

@@ -1,7 +1,5 @@
 """accelerate with FSDP2, on two processes."""
 
-from __future__ import annotations
-
 import torch
 from program import case, loop, model, on_gpu
 

@@ -1,7 +1,5 @@
 """transformers' Trainer with models made of a vision and a text model, by Liger's switch."""
 
-from __future__ import annotations
-
 from program import case, logged, token_rows, tokenizer, trainer_options
 
 PROGRAM, DISTRIBUTION = "Trainer with images (transformers)", "transformers"

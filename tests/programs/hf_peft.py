@@ -1,7 +1,5 @@
 """PEFT's adapters."""
 
-from __future__ import annotations
-
 import torch
 from program import case, loop, model, saved_model
 

@@ -1,7 +1,5 @@
 """The PEFT that LLaMA-Factory asks for: its tuners call the model's forward, not the model."""
 
-from __future__ import annotations
-
 import hf_peft
 
 PROGRAM, DISTRIBUTION = "PEFT of LLaMA-Factory", "peft"

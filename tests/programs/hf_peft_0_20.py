@@ -1,7 +1,5 @@
 """The PEFT that Axolotl and ms-swift ask for, the last whose tuners call the model's forward."""
 
-from __future__ import annotations
-
 import hf_peft_0_18
 
 PROGRAM, DISTRIBUTION = "PEFT of Axolotl, ms-swift", "peft"

@@ -1,7 +1,5 @@
 """transformers' Trainer."""
 
-from __future__ import annotations
-
 from program import case, logged, model, token_rows, trainer_options
 
 PROGRAM, DISTRIBUTION = "Trainer (transformers)", "transformers"

@@ -1,7 +1,5 @@
 """TRL's trainers."""
 
-from __future__ import annotations
-
 from program import case, logged, pairs, saved_model, tokenizer, trainer_options
 
 PROGRAM, DISTRIBUTION = "TRL", "trl"

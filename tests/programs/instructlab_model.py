@@ -1,7 +1,5 @@
 """InstructLab's models: Liger's for the layers, and a loss of logits of its own."""
 
-from __future__ import annotations
-
 import torch
 from program import batches, case, saved_model, tokenizer
 

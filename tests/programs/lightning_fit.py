@@ -1,7 +1,5 @@
 """Lightning's Trainer."""
 
-from __future__ import annotations
-
 import torch
 from program import STEPS, case, model, on_gpu, token_rows
 

@@ -1,7 +1,5 @@
 """LLaMA-Factory's command line."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Megatron-Core's GPTModel."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """The newest Megatron-Core. Its wheels name Python 3.12; what runs here of it is Python of 3.11 and newer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

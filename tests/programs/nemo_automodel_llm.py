@@ -1,7 +1,5 @@
 """NeMo AutoModel's patch of a loaded model: its Auto classes run it by themselves, and need CUDA for the rest."""
 
-from __future__ import annotations
-
 from program import case, loop, model
 
 PROGRAM, DISTRIBUTION = "NeMo AutoModel", "nemo-automodel"

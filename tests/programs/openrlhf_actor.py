@@ -1,7 +1,5 @@
 """OpenRLHF's Actor: log-probabilities of a policy and their gradients. Its trainers need Ray, vLLM and GPUs."""
 
-from __future__ import annotations
-
 import torch
 from program import batches, case, saved_model, stand_in
 

@@ -1,7 +1,5 @@
 """oumi's `train`: its own trainer builds the model, then patches its class; the others pass Trainer's flag on."""
 
-from __future__ import annotations
-
 import json
 
 from program import STEPS, case, on_gpu, pairs, saved_model, state_losses

@@ -1,7 +1,5 @@
 """What the programs of this folder share: their register of cases, a tiny model, and text to train it on."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.machinery

@@ -7,8 +7,6 @@ gradient norms must agree within rounding, and Tigon's native operators must hav
 and from there to docs/programs.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import hashlib

@@ -1,7 +1,5 @@
 """ms-swift's command line."""
 
-from __future__ import annotations
-
 import json
 import sys
 

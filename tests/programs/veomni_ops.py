@@ -1,7 +1,5 @@
 """VeOmni's wrappers of kernels: those of its sequence parallelism, and those that its models take."""
 
-from __future__ import annotations
-
 import types
 
 import torch

@@ -1,7 +1,5 @@
 """verl's SFT trainer, and its engine as verl's actor uses it. PPO itself needs Ray, a server of rollouts and GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO, on two processes."""
 
-from __future__ import annotations
-
 import torch
 from program import batches, case, model, on_gpu
 
