@@ -26,7 +26,7 @@ help:
 	@echo 'make results write docs/results and the table of README from the files of bench/results'
 	@echo 'make figures write docs/paper.md, the figures of the paper on Liger, from bench/results'
 	@echo 'make docs    the site, in build/site                         make docs-serve  the same, shown and rebuilt on changes'
-	@echo 'make notebooks  examples/notebooks as .ipynb files, in build/notebooks'
+	@echo 'make notebooks  run examples/notebooks, and save them with their outputs as .ipynb files'
 	@echo 'make lint    ruff, clang-format, layout, documentation       make format   rewrite files in the agreed format'
 	@echo 'make clean   remove build products; .venv stays'
 
@@ -109,10 +109,10 @@ docs: build/docs-venv/.stamp
 docs-serve: build/docs-venv/.stamp
 	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs serve
 
-notebooks: build/docs-venv/.stamp
-	mkdir -p build/notebooks
-	for f in examples/notebooks/*.py examples/notebooks/gpu/*.py; do \
-	  build/docs-venv/bin/jupytext --quiet --to ipynb --output build/notebooks/$$(basename $$f .py).ipynb $$f; done
+# The one for a GPU is run by its name: ARGS=examples/notebooks/gpu/qlora_grpo.py
+notebooks:
+	@tools/bootstrap.sh dev
+	for f in $(or $(ARGS),examples/notebooks/*.py); do .venv/bin/python tools/run_notebook.py $$f || exit 1; done
 
 build/docs-venv/.stamp: requirements-docs.txt
 	@tools/bootstrap.sh docs

@@ -25,6 +25,7 @@ GROUPS = {
         "drafter_loss",
         "preference",
         "policy",
+        "sample",
     ),
     "losses": ("cross_entropy", "divergence", "contrastive"),
     "norms": (

@@ -33,6 +33,7 @@ OPS = {
     "drafter_loss": "Drafters",
     "preference": "Preference losses of log-probabilities",
     "policy": "Policy losses of log-probabilities",
+    "sample": "Tokens drawn from logits",
     "cross_entropy": "Cross-entropy of logits",
     "divergence": "KL, JSD and total variation of logits",
     "contrastive": "Contrastive loss",

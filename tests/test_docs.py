@@ -77,6 +77,8 @@ def test_nothing_is_hidden():
     assert [
         name_of(page) for page, text in READ.items() if "<!-- python" in text or "<!-- not run" in text
     ] == []
+    other = re.compile(r"^```(?!python)\w*\n(?:from|import) \w", re.MULTILINE)  # code that is not run
+    assert [name_of(page) for page, text in READ.items() if other.search(text)] == []
 
 
 def test_cpp_compiles_as_printed(tmp_path):

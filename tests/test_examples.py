@@ -24,6 +24,7 @@ import dpo
 import grpo
 import lora
 import one_card
+import run_notebook
 import same_bits
 import sft_data
 import sft_trainer
@@ -296,38 +297,61 @@ def test_notebook(notebook, tmp_path, few_threads, monkeypatch):
 
 
 def test_notebook_of_a_gpu(tmp_path, few_threads, monkeypatch, capsys):
-    """The cells of the notebook for a GPU, with a tiny model in float32: both losses agree."""
-    for needed in ("trl", "peft", "datasets"):
+    """The cells of the notebook for a GPU, with a tiny model in float32: both losses and rewards agree."""
+    for needed in ("trl", "peft", "datasets", "matplotlib"):
         pytest.importorskip(needed)
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
     from tigon.compat import trl
 
-    words = {"<pad>": 0, "</s>": 1, "<unk>": 2, "+": 3, "=": 4} | {str(n): 5 + n for n in range(20)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(tmp_path / "tiny")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 25, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes, **ids)).save_pretrained(tmp_path / "tiny")
-    text = (EXAMPLES / "notebooks/gpu/qlora_grpo.py").read_text()
-    for pattern, line in (
-        ("MODEL, NF4", f"{str(tmp_path / 'tiny')!r}, False"),
-        ("STEPS, BATCH, ANSWERS", "2, 4, 2"),
-    ):
-        text = re.sub(f"(?m)^{pattern} = .*", f"{pattern} = {line}", text)
-    (tmp_path / "shorter.py").write_text(text)
+    monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    text = (EXAMPLES / "notebooks/gpu/qlora_grpo.py").read_text()
+    for pattern, value in (
+        ("NF4", "False"),
+        ("SIZES", "dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=700)"),
+        ("HEADS", "dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)"),
+        ("TOKENIZER", "600"),
+        ("FIRST, STEPS, GRPO_STEPS", "10, 3, 2"),
+        ("ROWS, ANSWERS, TOKENS", "2, 2, 8"),
+        ("files", "[Path(ast.__file__), Path(tempfile.__file__)]"),
+    ):
+        text, count = re.subn(f"(?m)^{pattern} = .*$", f"{pattern} = {value}", text)
+        assert count == 1, pattern
+    (tmp_path / "shorter.py").write_text(text)
     try:
-        got = runpy.run_path(str(tmp_path / "shorter.py"))
+        found = runpy.run_path(str(tmp_path / "shorter.py"))["found"]
     finally:
         trl.uninstall()
-    found = got["found"]
-    assert found["SFT"]["losses"] == pytest.approx(found["SFT with Tigon"]["losses"], rel=1e-4)
-    assert len(found["GRPO with Tigon"]["losses"]) == 2 and "GRPO with Tigon" in capsys.readouterr().out
+    for kind in ("SFT", "GRPO"):
+        for curve in ("loss", "reward"):
+            ours, stock = found[f"{kind} with Tigon"][curve], found[kind][curve]
+            assert ours == pytest.approx(stock, rel=1e-3, abs=1e-5)
+    assert len(found["GRPO"]["reward"]) == 2 and "GRPO with Tigon" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("notebook", sorted(EXAMPLES.glob("notebooks/**/*.py")), ids=lambda path: path.stem)
+def test_notebook_is_saved_as_it_is(notebook):
+    """The .ipynb has the cells of the .py, all run: else run `make notebooks`."""
+    saved = notebook.with_suffix(".ipynb")
+    if not saved.exists():
+        pytest.skip("not run on a GPU yet")
+    cells = json.loads(saved.read_text())["cells"]
+    wanted = [cell["source"] for cell in run_notebook.cells_of(notebook.read_text())]
+    assert [cell["source"] for cell in cells] == wanted
+    assert all(cell["execution_count"] for cell in cells if cell["cell_type"] == "code")
+
+
+def test_cells_are_run_and_shown(tmp_path, monkeypatch):
+    """Text and the value of a last line, in the order of the cells."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # with figures of other tests
+    (tmp_path / "n.py").write_text(
+        '# ---\n# %% [markdown]\n# # A\n#\n# b\n\n# %%\nx = 2\nprint("p")\n\n# %%\nx + 1\n'
+    )
+    cells = run_notebook.run(tmp_path / "n.py")["cells"]
+    assert cells[0]["source"] == ["# A\n", "\n", "b"] and [c["execution_count"] for c in cells[1:]] == [1, 2]
+    assert cells[1]["outputs"] == [{"output_type": "stream", "name": "stdout", "text": ["p\n"]}]
+    assert cells[2]["outputs"][0]["data"] == {"text/plain": ["3"]}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

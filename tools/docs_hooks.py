@@ -6,18 +6,20 @@ contracts of the C++ headers are rendered into the C++ reference. Sphinx' roles 
 
 from __future__ import annotations
 
+import html
+import json
 import posixpath
 import re
 import sys
 from pathlib import Path
 
 import griffe
-import jupytext
 from mkdocs.structure.files import File
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cpp_reference
 from check_docs import LINK, ROOT
+from run_notebook import cells_of
 
 DOCS = ROOT / "docs"
 MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -62,12 +64,33 @@ def is_notebook(path: Path) -> bool:
     return path.suffix == ".py" and NOTEBOOKS in path.parents
 
 
+def shown(output: dict) -> str:
+    """An output of a cell, as HTML."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f'<img src="data:image/png;base64,{data["image/png"]}" alt="Figure of this cell">'
+    if "text/html" in data:
+        return "".join(data["text/html"])
+    text = "".join(output.get("text") or data["text/plain"]).strip("\n")
+    return f"<pre><code>{html.escape(text)}</code></pre>".replace(
+        "\n", "&#10;"
+    )  # one line: no Markdown in it
+
+
 def notebook_page(path: Path) -> str:
-    """A notebook: text as it is, code in blocks."""
-    cells = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent").cells
-    return "\n\n".join(
-        c.source if c.cell_type == "markdown" else f"```python\n{c.source.strip()}\n```" for c in cells
-    )
+    """A notebook: text as it is, code in blocks with their outputs, if it is saved with them."""
+    saved = path.with_suffix(".ipynb")
+    if saved.exists():
+        cells = json.loads(saved.read_text(encoding="utf-8"))["cells"]
+    else:
+        cells = cells_of(path.read_text(encoding="utf-8"))
+    parts = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        outputs = "\n".join(map(shown, cell.get("outputs", [])))
+        parts += [f'<div class="output">{outputs}</div>'] if outputs else []
+    return "\n\n".join(parts)
 
 
 def source_page(path: Path) -> str:

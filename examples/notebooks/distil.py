@@ -34,8 +34,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tigon
 
-STEPS, BATCH, LENGTH = 150, 8, 128
 torch.manual_seed(0)
+STEPS, BATCH, LENGTH = 150, 8, 128
 
 # %% [markdown]
 # ## Text and models

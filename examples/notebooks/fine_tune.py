@@ -35,9 +35,9 @@ from transformers import (
 
 import tigon
 
+torch.manual_seed(0)
 MODEL = None  # or "meta-llama/Llama-3.2-1B"
 STEPS, BATCH = 200, 32
-torch.manual_seed(0)
 
 # %% [markdown]
 # ## The model

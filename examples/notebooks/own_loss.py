@@ -31,8 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tigon
 
-STEPS, BATCH, LENGTH = 120, 8, 128
 torch.manual_seed(0)
+STEPS, BATCH, LENGTH = 120, 8, 128
 
 # %% [markdown]
 # ## A model and text
