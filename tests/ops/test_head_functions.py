@@ -251,7 +251,9 @@ MODULES |= {"linear_kl_div": "LinearKLDivLoss", "linear_jsd": "LinearJSDLoss", "
 MODULES |= {"linear_preference": "LinearPreferenceLoss", "linear_kto": "LinearKTOLoss"}
 
 
-@pytest.mark.parametrize("call", [c for c in calls() if c.name.removesuffix(" with all") in MODULES], ids=str)
+@pytest.mark.parametrize(
+    "call", [c for c in calls() if c.name.removesuffix(" with all") in MODULES], ids=lambda call: call.name
+)
 def test_modules(call):
     """What a module is made with goes to its function; the rest comes with each call."""
     module, given = getattr(tigon.nn, MODULES[call.function.__name__]), call.draw() | {"denominator": 7.0}
