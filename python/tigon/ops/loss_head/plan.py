@@ -188,6 +188,14 @@ def _device_type(device: str | torch.device) -> str:
     return kind
 
 
+def _check_count(rows: int, valid_rows: int | None) -> None:
+    """Check the number of rows that count."""
+    if valid_rows is not None:
+        check_integers(_OP, least=0, valid_rows=valid_rows)
+        words = "valid_rows must be in [0, {}] (or None), got {}"
+        check(_OP, valid_rows <= rows, words, rows, valid_rows)
+
+
 def _memory(
     rows: int,
     hidden_size: int,
@@ -218,11 +226,9 @@ def _memory(
     trained = {"train_hidden": train_hidden, "train_weight": train_weight, "train_bias": train_bias}
     check_integers(_OP, least=0, rows=rows, lora_rank=lora_rank)
     check_integers(_OP, least=1, hidden_size=hidden_size, vocab=vocab)
-    for name, size, least in (("valid_rows", valid_rows, 0), ("chunk_rows", chunk_rows, 1)):
-        if size is not None:
-            check_integers(_OP, least=least, **{name: size})
-    fits = valid_rows is None or valid_rows <= rows
-    check(_OP, fits, "valid_rows must be in [0, {}] (or None), got {}", rows, valid_rows)
+    if chunk_rows is not None:
+        check_integers(_OP, least=1, chunk_rows=chunk_rows)
+    _check_count(rows, valid_rows)
     check_dtype(_OP, "dtype", dtype, (*_CODES,))
     check_dtype(_OP, "weight_dtype", weight_dtype, (*_CODES, None))
     check_dtype(_OP, "logit_dtype", logit_dtype, (None, torch.float32, dtype))
@@ -414,8 +420,8 @@ def drafter_loss_memory(
     check_integers(_OP, least=1, **sizes)
     check_integers(_OP, least=0, rows=rows)
     check_booleans(_OP, draft_ids=draft_ids)
+    _check_count(rows, options["valid_rows"])
     if options["valid_rows"] is not None:
-        check_integers(_OP, valid_rows=options["valid_rows"])
         options["valid_rows"] *= steps
     native = {"function": "tigon_drafter_loss_memory", "groups": (*sizes.values(), draft_ids)}
     native |= {"classes": False, "keep_mb": 0, "reduction": reduction}
