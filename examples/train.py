@@ -115,8 +115,8 @@ def of_bfloat16(plan: dict, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return (
         "float32 is the default on a CPU: its curves agree to 1e-5. This processor has "
         f'{" and ".join(found)},\nwhich bfloat16 uses: make train ARGS="--dtype bfloat16". '
-        "In bench/results/cpu Tigon took\n2.65 times stock's tokens a second in bfloat16, "
-        "and 2.18 times in float32."
+        "In bench/results/cpu Tigon took\n1.83 times stock's tokens a second in bfloat16, "
+        "and 1.45 times in float32."
     )
 
 
