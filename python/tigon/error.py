@@ -43,5 +43,7 @@ def renamed(error: Error, op: str, words: Mapping[str, str] | None = None) -> Er
         if not words:
             return error
     if words:
-        text = re.sub(r"\w+", lambda m: words.get(f"{operator}.{m[0]}", words.get(m[0], m[0])), text)
+        # Quoted is what was given.
+        name = r"(?<!\w)'[^']*'|\w+"
+        text = re.sub(name, lambda m: words.get(f"{operator}.{m[0]}", words.get(m[0], m[0])), text)
     return Error(f"[{op}] {text}")

@@ -373,6 +373,7 @@ grouped_mlp(X, GATE_UP, DOWN, torch.arange(E).flip(0)) -> offsets must not decre
 grouped_mlp(X, GATE_UP, DOWN, ENDS + 1) -> offsets must not decrease and lie in
 grouped_mlp(X, GATE_UP, DOWN, ENDS - 100) -> offsets must not decrease and lie in
 grouped_mlp(X, GATE_UP, DOWN, ENDS, WEIGHTS) -> row_weights must be [23]
+grouped_mlp(X, GATE_UP, DOWN, ENDS, activation="x") -> got 'x'
 """
 
 
