@@ -270,7 +270,7 @@ def table(records: list[dict]) -> str:
         if not runs:
             continue
         runs.sort(key=lambda r: (WAYS.index(r["way"]), r["seed"]))
-        plain, rows, first = [r for r in runs if r["way"] in (WAYS[0], "moments_float32")], [], runs[0]
+        plain, rows, first = [r for r in runs if r["way"] == MODELS[part][3][0]], [], runs[0]
         for r in runs:
             curve = smooth(r["losses"])
             cells = [r["way"], str(r["seed"])]

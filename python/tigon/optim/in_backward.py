@@ -29,12 +29,16 @@ class StepInBackward:
 
     def cover(self, number: int) -> None:
         """Update the parameters of one of the optimizer's groups in the backward too."""
-        this = weakref.ref(self)
+        this, kept = weakref.ref(self), _Kept(self)
+
+        def update(p: torch.Tensor) -> None:
+            this()._update(p)
+
         for p in self.optimizer.param_groups[number]["params"]:
             self._group_of[p] = number
             if p.requires_grad:
-                p._tigon_step_in_backward = _Kept(self)
-                self._handles.append(p.register_post_accumulate_grad_hook(lambda p: this()._update(p)))
+                p._tigon_step_in_backward = kept
+                self._handles.append(p.register_post_accumulate_grad_hook(update))
 
     def _update(self, p: torch.Tensor) -> None:
         if self._accumulating or p.grad is None:
