@@ -1,5 +1,6 @@
 """PEFT's adapters of expert stacks on tigon.experts: each layout beside PEFT's own forward, and fp64."""
 
+import contextlib
 import copy
 import importlib
 
@@ -173,14 +174,18 @@ def test_checkpointed(reentrant):
         assert value.equal(wanted[name]), name
 
 
+@pytest.mark.parametrize("default_device", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_compiled(family):
+def test_compiled(family, default_device):
+    """A default device is a mode, under which PyTorch compiles fewer methods of a tensor."""
     model, inputs = adapted(family), inputs_of(family, torch.float32)
     apply(model)
     wanted = step(model, inputs)
     torch._dynamo.reset()
     compiled = torch.compile(model["experts"], fullgraph=True, backend="aot_eager")
-    for name, value in step(model, inputs, lambda _, *args: compiled(*args)).items():
+    with torch.device("cpu") if default_device else contextlib.nullcontext():
+        found = step(model, inputs, lambda _, *args: compiled(*args))
+    for name, value in found.items():
         close(value, wanted[name], ulps=1024)
 
 

@@ -190,10 +190,10 @@ def _awq(linear):
 
 
 def _of_awq(linear, dequantize):
-    scales = linear.scales.unflatten(1, (-1, 4, 2)).mT.flatten(1)  # in the order of the codes
+    scales = torch.unflatten(linear.scales, 1, (-1, 4, 2)).mT.flatten(1)  # in the order of the codes
     options = {"block": (linear.group_size, 1), "zeros": _unpacked(linear.qzeros, 4).short() - 8}
     made = dequantize(linear.qweight, scales, "int4", dtype=scales.dtype, **options)
-    return made.unflatten(1, (-1, 2, 4)).permute(1, 3, 2, 0).flatten(0, 2)
+    return torch.unflatten(made, 1, (-1, 2, 4)).permute(1, 3, 2, 0).flatten(0, 2)
 
 
 def _is_packed(linear):

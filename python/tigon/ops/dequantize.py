@@ -103,7 +103,7 @@ def dequantize(
     divisor = None if divisor is None else divisor.detach()
     matrices = (None if t is None else t.flatten(0, -2) for t in (codes, scales, zeros))
     weight = _dequantize(*matrices, divisor, KINDS.index(kind), columns, *block, _DTYPES.index(dtype))
-    return weight.unflatten(0, (*lead, rows)) if lead else weight
+    return torch.unflatten(weight, 0, (*lead, rows)) if lead else weight
 
 
 def _check_tensors(source, scales, zeros, divisor) -> None:

@@ -34,7 +34,7 @@ def reference(
     if not norm_before_gate:
         wide = wide * act
     size = group_size or x.shape[-1]
-    groups = wide.unflatten(-1, (x.shape[-1] // size, size))
+    groups = torch.unflatten(wide, -1, (x.shape[-1] // size, size))
     h = (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
     if rounding == "llama":
         h = h.to(x.dtype)

@@ -48,7 +48,7 @@ def reference_pre(
     post = post_scale * torch.sigmoid(logits[1]) + post_eps if len(sizes) > 1 else None
     res = None
     if len(sizes) > 2:
-        res = torch.softmax(logits[2].unflatten(-1, (n, n)), -1) + sinkhorn_eps
+        res = torch.softmax(torch.unflatten(logits[2], -1, (n, n)), -1) + sinkhorn_eps
         res = res / (res.sum(-2, keepdim=True) + sinkhorn_eps)
         for _ in range(iterations - 1):
             res = res / (res.sum(-1, keepdim=True) + sinkhorn_eps)
@@ -182,7 +182,7 @@ def hyper_connection_pre(
         return reference_pre(x, weight, base, scale, **options)
     parameters = _floats(PRE, weight=weight, base=base, scale=scale)
     y, pre, post, res = _op(x.flatten(-2), *parameters, n, *options.values())
-    res = res.unflatten(-1, (n, n)) if parts > 2 else None
+    res = torch.unflatten(res, -1, (n, n)) if parts > 2 else None
     return y if collapse else None, pre, post if parts > 1 else None, res
 
 
@@ -244,4 +244,4 @@ def hyper_connection_post(
     post, res = _floats(op, post=post, res=res)
     mix = None if res is None else res.flatten(-2)
     y = _mix(x.flatten(-2), f, mix, post, n, outs, transposed)
-    return y.unflatten(-1, (outs, x.shape[-1]))
+    return torch.unflatten(y, -1, (outs, x.shape[-1]))

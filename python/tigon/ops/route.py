@@ -83,7 +83,7 @@ def _choice(c, bias, num_groups, top_groups, two):
     order = c.sort(dim=-1, descending=True, stable=True).indices
     if num_groups == 1:
         return order
-    best = c.unflatten(-1, (num_groups, -1)).sort(-1, descending=True).values
+    best = torch.unflatten(c, -1, (num_groups, -1)).sort(-1, descending=True).values
     best = best[..., :2].sum(-1) if two else best[..., 0]
     chosen = best.sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]
     closed = torch.ones_like(best, dtype=torch.uint8).scatter(-1, chosen, 0)

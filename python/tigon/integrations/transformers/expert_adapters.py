@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from tigon.error import refuse
@@ -113,8 +114,8 @@ def _adapters(wrappers, base, run) -> dict[str, tuple] | str:
             if hasattr(first, "ds_id") or not first.numel():
                 return "the parameters are sharded"
             # PEFT stores rows of A by expert, and columns of B with the expert as the fastest index.
-            a = first.unflatten(0, (wrapper.num_experts, -1))
-            b = second.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)
+            a = torch.unflatten(first, 0, (wrapper.num_experts, -1))
+            b = torch.unflatten(second, 1, (-1, wrapper.num_experts)).permute(2, 0, 1)
             # A belongs to the last dimension if PEFT has swapped them, else to the one after the experts.
             if bool(getattr(wrapper, "_did_swap_in_out_features", False)) == transposed:
                 a, b = b.mT, a.mT

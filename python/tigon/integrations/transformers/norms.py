@@ -91,7 +91,7 @@ def _rms(module, spec, x):
         weight = x.new_full((columns,), columns**-0.5, dtype=torch.promote_types(x.dtype, torch.float32))
         eps = eps / columns
     if size is not None:  # a weight for every group: behind the norm, in float32
-        groups = x.float().unflatten(-1, (-1, size))
+        groups = torch.unflatten(x.float(), -1, (-1, size))
         h = rms_norm(groups, None, eps, rounding="none").flatten(-2)
         return (h * (spec.offset + weight.float())).to(x.dtype)
     return rms_norm(_wide(x, spec), weight, eps, offset=spec.offset, rounding=rounding)
