@@ -31,6 +31,8 @@ import json
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import mfu
@@ -253,7 +255,6 @@ SUITES = {  # models, batches, layers (None: as published); people, card: what i
 }
 PROVIDERS = ("stock", "tigon", "liger")
 WARMUP = 3
-WORKSPACES = 2**28  # bytes at most that cuBLAS keeps of torch's allocator
 OPTIMIZERS = ("torch", "tigon", "backward", "int8")
 SETTING = (
     "seq",
@@ -556,44 +557,30 @@ def run_case(case: dict) -> dict:
     import torch
 
     limits = [float(limit) for limit in case["memory"].split(",") if limit]
+    if not limits:
+        return run_model(case, build(case))
     for limit in limits:
-        limit_memory(case["device"], limit)
-        try:
-            return run_within(case) | {"memory_gb": f"{limit:g}"}
-        except RuntimeError as error:
-            if "out of memory" not in str(error):
-                raise
-        gc.unfreeze()
-        gc.collect()
-    if limits:
-        raise torch.OutOfMemoryError(f"out of memory: {limits[-1]:g} GB are too little")
-    return run_within(case)
+        # PyTorch keeps a model whose backward was out of memory: the next process has none.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            try:
+                return process.submit(run_within, case, limit).result()
+            except RuntimeError as error:
+                if "out of memory" not in str(error):
+                    raise
+    raise torch.OutOfMemoryError(f"out of memory: {limits[-1]:g} GB are too little")
 
 
-def limit_memory(device: str, gb: float) -> None:
-    """Let torch's allocator have so much of a card, which nothing uses yet."""
+def run_within(case: dict, gb: float) -> dict:
+    """The figures of a case with so much of a card for torch's allocator."""
     import torch
 
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
-        if (left := torch.cuda.memory_allocated()) > WORKSPACES:
-            raise RuntimeError(f"{left} bytes of a run that was out of memory remain")
-        total = torch.cuda.get_device_properties(device).total_memory
+    if case["device"].startswith("cuda"):
+        total = torch.cuda.get_device_properties(case["device"]).total_memory
         torch.cuda.set_per_process_memory_fraction(min(gb * 1e9 / total, 1.0))
-
-
-def run_within(case: dict) -> dict:
-    model = build(case)
-    try:
-        return run_model(case, model)
-    finally:  # a hook holds what holds its parameter, where the collector does not look
-        for parameter in model.parameters():
-            (parameter._post_accumulate_grad_hooks or {}).clear()
+    return run_model(case, build(case)) | {"memory_gb": f"{gb:g}"}
 
 
 def run_model(case: dict, model) -> dict:
-    import torch
-
     cuda = case["device"].startswith("cuda")
     report = patch(model, case["provider"], **case["apply"])
     experts = experts_of(model)
@@ -613,8 +600,6 @@ def run_model(case: dict, model) -> dict:
         return loss.item()  # waits for the forward pass
 
     figures = timed(case, lambda generator: inputs(case, vocabulary, generator), step, WARMUP)
-    if case["memory"] and cuda:  # what follows is not the case's
-        torch.cuda.set_per_process_memory_fraction(1.0)
     return {
         **figures,
         "parameters": sum(p.numel() for p in model.parameters()),
