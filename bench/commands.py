@@ -163,6 +163,10 @@ def _small_steps_command(run: Run) -> list[str]:
     return words + (["--cases", ",".join(names)] if names else [])
 
 
+def _fp8_command(run: Run) -> list[str]:
+    return ["python", "bench/fp8.py", "--device", _device(run), "--fp8", values(run.records, "fp8")]
+
+
 def _accuracy_command(run: Run) -> list[str]:
     words = ["python", "bench/fp8_accuracy.py", "--device", _device(run)]
     return [*words, "--parts", values(run.records, "accuracy"), "--batch", values(run.records, "batch")]
@@ -181,6 +185,7 @@ COMMANDS: dict[str, Callable[[Run], list]] = {
     "medusa": _medusa_command,
     "trl_trainers": _trl_command,
     "small_steps": _small_steps_command,
+    "fp8": _fp8_command,
     "fp8_accuracy": _accuracy_command,
     "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
 }

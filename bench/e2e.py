@@ -8,6 +8,7 @@
     python bench/e2e.py --models llama3-8b --layers 8     a quarter of the layers, for a smaller card
     python bench/e2e.py --optimizer tigon --clip 1        the whole step: tigon.optim.AdamW beside fused AdamW
     python bench/e2e.py --apply norm=False                options of tigon.apply, recorded with the numbers
+    python bench/e2e.py --providers torchao --compile layers --optimizer tigon --apply "fp8='rowwise'"
     python bench/e2e.py --table out/e2e.jsonl             the table of an earlier run
 
 Random weights from the published configurations, bfloat16, fused AdamW (``--optimizer``: Tigon's own under
@@ -18,6 +19,8 @@ case, and the same command goes on where it ended. While a case runs, the proces
 their libraries and wait, without touching the card. Throughput is the mean over the steps with its standard
 deviation, padding counted; peak memory is that of torch's allocator, model and optimizer included. With
 --memory a case tries each limit of that allocator until one is enough: others are named in its record.
+`torchao` is measured if it is named: the Linears of layers by torchao's recipe of that name, or as they are,
+with Tigon's loss head and optimizer, so that the layers alone differ from `tigon`.
 """
 
 from __future__ import annotations
@@ -254,6 +257,8 @@ SUITES = {  # models, batches, layers (None: as published); people, card: what i
     "card": (ON_CARDS, (1,), None),
 }
 PROVIDERS = ("stock", "tigon", "liger")
+ASKED = ("torchao",)  # providers that are measured only if named
+PARTS = ("norm", "mlp", "rope", "experts", "router", "qkv", "hyper", "lora")  # but the loss head
 WARMUP = 3
 OPTIMIZERS = ("torch", "tigon", "backward", "int8")
 SETTING = (
@@ -330,7 +335,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.seq = args.seq or (None if args.suite in ("people", "card") else 512)
     args.models = args.models or ",".join(models)
     args.batches = [int(b) for b in args.batches.split(",")] if args.batches else list(batches)
-    processes.split(args, models=MODELS, providers=PROVIDERS)
+    processes.split(args, models=MODELS, providers=PROVIDERS + ASKED)
     if not 0 <= args.padding <= 0.5:
         raise SystemExit(f"--padding must be from 0 to 0.5, got {args.padding}")
     if args.clip and args.optimizer in ("backward", "int8"):
@@ -464,7 +469,20 @@ def patch(model, provider: str, **options) -> str:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=hasattr(model, "lm_head"))
+    if provider == "torchao":
+        return with_torchao(model, **options)
     return ""
+
+
+def with_torchao(model, fp8: str | None = None) -> str:
+    """torchao's Linears of a recipe in the layers, all of them stock else; Tigon's loss head."""
+    import tigon
+
+    if fp8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(decoder_layers(model), config=Float8LinearConfig.from_recipe_name(fp8))
+    return str(tigon.apply(model, **dict.fromkeys(PARTS, False)))
 
 
 def experts_of(model) -> str | None:
@@ -513,7 +531,7 @@ def make_step(model, case: dict):
     """The optimizer's step, clipping included; it frees the gradients."""
     import torch
 
-    own = case["provider"] == "tigon" and case["optimizer"] != "torch"
+    own = case["provider"] in ("tigon", *ASKED) and case["optimizer"] != "torch"
     clip, kind = case["clip"], case["optimizer"]
     parameters = [p for p in model.parameters() if p.requires_grad]
     if own:
@@ -607,7 +625,7 @@ def run_model(case: dict, model) -> dict:
         "layers_keep_gb": kept,
         **({"product_tflops": mfu.product_tflops()} if cuda else {}),
         **({"experts": experts} if experts else {}),
-        **versions(case),
+        **versions(case, *(name for name in ASKED if name == case["provider"])),
     }
 
 
@@ -677,8 +695,9 @@ def versions(case: dict, *others: str) -> dict:
 def prepare(case: dict) -> None:
     """Import what takes long."""
     build({**case, "device": "meta"})
+    modules = {"tigon": "tigon", "liger": "liger_kernel.transformers", "torchao": "torchao.float8"}
     if case["provider"] != "stock":
-        importlib.import_module({"tigon": "tigon", "liger": "liger_kernel.transformers"}[case["provider"]])
+        importlib.import_module(modules[case["provider"]])
 
 
 # --- all cases --------------------------------------------------------------------------------
@@ -712,7 +731,7 @@ def read(path: Path) -> list[dict]:
 
 
 def table(records: list[dict]) -> str:
-    providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
+    providers = [name for name in PROVIDERS + ASKED if any(r["provider"] == name for r in records)]
     ordered = sorted(records, key=lambda r: (list(MODELS).index(r["model"]), r["batch"]))
     rows = by_provider(ordered, lambda r: (setting(r), f"{r['batch']} x {r['seq']}"))
     fields = {"tokens/s": rate, "GB": lambda r: f"{r['peak_gb']:.1f}"}

@@ -48,6 +48,7 @@ GROUPS = {
 MARKS = {  # the first of these fields in a record says what wrote it
     "under": "small_steps",
     "accuracy": "fp8_accuracy",
+    "fp8": "fp8",
     "layout": "parallel_e2e",
     "gpus": "parallel",
     "copy_ms": "optimizer",

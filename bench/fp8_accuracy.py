@@ -36,27 +36,27 @@ sys.path.append(str(e2e.ROOT / "examples"))  # the text
 
 VOCABULARY = 8192
 SMALL = {"hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12, "num_key_value_heads": 4}
-FP8 = ("bf16", "rowwise", "rowwise_dw_bf16")
+FP8 = {  # ways of Linears: options of tigon.apply
+    "bf16": {},
+    "rowwise": {"fp8": "rowwise"},
+    "rowwise_dw_bf16": {"fp8": "rowwise_dw_bf16"},
+    "rowwise_qk_bf16": {"fp8": "rowwise", "fp8_except": ["q_proj", "k_proj"]},
+}
+NAMES = {"rowwise_qk_bf16": "rowwise, q and k in bf16"}  # of ways, in records of noise and in tables
 MOMENTS = {  # ways to keep moments: options of tigon.optim.AdamW, dtypes as text
     "moments_float32": {"moment_dtype": "float32"},
     "moments_int8": {"moment_dtype": "int8"},
     "moments_bf16": {"moment_dtype": "bfloat16"},
     "moments_bf16_nearest": {"moment_dtype": "bfloat16", "moment_rounding": "nearest"},
 }
-# A configuration of bench/e2e.py, its layers, steps, ways, seeds of the first of them, which gives the band,
-# and of the second, changes of the configuration.
+# A configuration of bench/e2e.py, its layers, steps, ways with the number of their seeds, of which the first
+# gives the band, changes of the configuration.
 MODELS = {
-    "300m": ("llama3-8b", 12, 1000, FP8, (0, 1, 2), (0, 1), SMALL),
-    "1b": ("llama3.2-1b", 16, 200, FP8, (0, 1), (0,), {}),
-    "moments": ("llama3-8b", 12, 2000, tuple(MOMENTS), (0, 1, 2), (0, 1), SMALL),
+    "300m": ("llama3-8b", 12, 1000, dict(zip(FP8, (3, 2, 1), strict=False)), SMALL),
+    "1b": ("llama3.2-1b", 16, 200, dict(zip(FP8, (4, 3, 1, 2), strict=True)), {}),
+    "moments": ("llama3-8b", 12, 2000, dict(zip(MOMENTS, (3, 2, 1, 1), strict=True)), SMALL),
 }
 WAYS = (*FP8, *MOMENTS)
-LAYERS = {  # ways to compute the layer whose signal to noise is taken
-    "bf16": {},
-    "rowwise": {"fp8": "rowwise"},
-    "rowwise_dw_bf16": {"fp8": "rowwise_dw_bf16"},
-    "rowwise, q and k in bf16": {"fp8": "rowwise", "fp8_except": ["q_proj", "k_proj"]},
-}
 HELD_OUT = 24  # batches
 WINDOW = 25
 key = store.key_of("fp8_accuracy")
@@ -80,11 +80,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def cases(args: argparse.Namespace) -> list[dict]:
     found = []
     for part in args.parts:
-        name, layers, steps, ways, plain, others, changes = MODELS[part]
-        for way in (way for way in ways if way in args.ways):
-            seeds = plain if way == ways[0] else others if way == ways[1] else others[:1]
-            if args.seeds:
-                seeds = [int(seed) for seed in args.seeds.split(",")]
+        name, layers, steps, ways, changes = MODELS[part]
+        for way, count in ways.items():
+            if way not in args.ways:
+                continue
+            seeds = [int(seed) for seed in args.seeds.split(",")] if args.seeds else range(count)
             shared = {"changes": {"vocab_size": VOCABULARY} | changes, "dtype": "bfloat16"}
             shared |= {"layers": min(layers, args.layers or layers), "batch": args.batch, "seq": 512}
             shared |= {"device": args.device, "steps": args.steps or steps, "checkpointing": False}
@@ -101,10 +101,11 @@ def apply(case: dict, model) -> None:
     from tigon.integrations.transformers import fp8
 
     fp8.gains = lambda rows, columns: True
-    in_fp8 = case["way"] in FP8[1:]
-    report = tigon.apply(model, fp8=case["way"] if in_fp8 else None)
-    if in_fp8 and report.count("fp8") != 7 * case["layers"]:
-        raise RuntimeError(f"{report.count('fp8')} Linears are in float8, not {7 * case['layers']}")
+    options = FP8.get(case["way"], {})
+    report = tigon.apply(model, **options)
+    wanted = (7 - len(options.get("fp8_except", ()))) * case["layers"] if options else 0
+    if (found := report.count("fp8")) != wanted:
+        raise RuntimeError(f"{found} Linears are in float8, not {wanted}")
 
 
 def tokens() -> tuple:
@@ -211,12 +212,12 @@ def noise(model, ids) -> dict[str, dict[str, float]]:
 
     exact = run(copy.deepcopy(layer).float(), torch.float32)
     ratios = {}
-    for way, options in LAYERS.items():
+    for way, options in FP8.items():
         holder = torch.nn.Module()
         holder.layers = torch.nn.ModuleList([copy.deepcopy(layer)])
         tigon.apply(holder.train(), **options)
         got = run(holder.layers[0], layer.mlp.up_proj.weight.dtype)
-        ratios[way] = {
+        ratios[name_of(way)] = {
             name: round(
                 10 * math.log10(want.double().square().sum() / (got[name].double() - want).square().sum()), 2
             )
@@ -237,6 +238,10 @@ def prepare(case: dict) -> None:
 
 
 # --- all cases --------------------------------------------------------------------------------
+
+
+def name_of(way: str) -> str:
+    return NAMES.get(way, way)
 
 
 def smooth(losses: list[float]) -> list[float]:
@@ -270,13 +275,14 @@ def table(records: list[dict]) -> str:
         if not runs:
             continue
         runs.sort(key=lambda r: (WAYS.index(r["way"]), r["seed"]))
-        plain, rows, first = [r for r in runs if r["way"] == MODELS[part][3][0]], [], runs[0]
+        widest, rows, first = next(iter(MODELS[part][3])), [], runs[0]
+        plain = [r for r in runs if r["way"] == widest]
         for r in runs:
             curve = smooth(r["losses"])
-            cells = [r["way"], str(r["seed"])]
+            cells = [name_of(r["way"]), str(r["seed"])]
             cells += [f"{curve[round(i * (len(curve) - 1) / 4)]:.3f}" for i in range(5)]
             cells += [f"{r['held_out']:.4f}", *compared(r, plain)]
-            rows.append(cells + [least(noise[r["way"]]) for noise in (r.get("noise"),) if noise])
+            rows.append(cells + [least(noise[name_of(r["way"])]) for noise in (r.get("noise"),) if noise])
         size = f"{first['parameters'] / 1e6:.0f} M parameters, {first['steps']} steps of {first['batch']}"
         parts += [
             f"{size} x {first['seq']} tokens, {first['gpu']}. Losses are means of {WINDOW} steps.",
@@ -287,8 +293,8 @@ def table(records: list[dict]) -> str:
         parts += [
             "The least signal to noise of a middle layer, in decibels, by the run that trained its weights:",
             markdown(
-                ("the layer in", *(f"{r['way']}, seed {r['seed']}" for r in runs)),
-                [[way, *(least(r["noise"][way]) for r in runs)] for way in LAYERS],
+                ("the layer in", *(f"{name_of(r['way'])}, seed {r['seed']}" for r in runs)),
+                [[way, *(least(r["noise"][way]) for r in runs)] for way in map(name_of, FP8)],
             ),
         ]
     return "\n\n".join(parts)

@@ -6,7 +6,7 @@
     python bench/results.py --check                          whether pages and table are those of the files
 
 Every file below bench/results is recognised by its records: those of bench/run.py, host.py, e2e.py, floor.py,
-convergence.py, adapters.py, optimizer.py, parallel.py, parallel_e2e.py, medusa.py, trl_trainers.py or
+convergence.py, adapters.py, optimizer.py, fp8.py, parallel.py, parallel_e2e.py, medusa.py, trl_trainers.py or
 examples/train.py. A page holds a group of ops, with one table for each op and file, since runs are not
 compared with each other.
 Files in a folder named `older` share a page without pictures. Pages and pictures that belong to no file are
@@ -208,6 +208,10 @@ def host_section(run: Run, _: list[Run]) -> Section:
     return section
 
 
+def fp8_section(run: Run, _: list[Run]) -> Section:
+    return Section(run, titles.heading(run), fp8.parts(run.records))
+
+
 def fp8_accuracy_section(run: Run, _: list[Run]) -> Section:
     return Section(run, titles.heading(run), fp8_accuracy.table(run.records))
 
@@ -217,6 +221,7 @@ SECTIONS = {
     "floor": floor_section,
     "train": train_section,
     "convergence": convergence_section,
+    "fp8": fp8_section,
     "fp8_accuracy": fp8_accuracy_section,
     "host": host_section,
     "adapters": adapters_section,

@@ -34,6 +34,7 @@ KEYS = {
         *("threads", "base", "provider"),
     ),
     "optimizer": ("parameters", "kind"),
+    "fp8": ("fp8", "way", "microbatches", "model", "layers", "batch", "seq", "changes", "device"),
     "fp8_accuracy": ("accuracy", "way", "seed", "layers", "steps", "batch", "device"),
 }
 

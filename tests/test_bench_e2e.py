@@ -46,6 +46,20 @@ def test_models_build_and_agree(words, monkeypatch):
         assert any("loss" in line and "->" in line for line in tigon["report"]) and tigon["commit"]
 
 
+@pytest.mark.parametrize("recipe", ["", "fp8='tensorwise'"])
+def test_torchao(words, recipe):
+    """Stock layers, or torchao's Linears in them, with Tigon's loss head and optimizer."""
+    if recipe:
+        pytest.importorskip("torchao.float8", reason="needs torchao")
+    assert not any(case["provider"] == "torchao" for case in e2e.cases(e2e.parse(words)))
+    options = "--models llama3-8b --providers stock,torchao --optimizer tigon --apply"
+    stock, peer = e2e.cases(e2e.parse([*words, *options.split(), recipe]))
+    stock, peer = e2e.run_case(stock | {"apply": {}}), peer | e2e.run_case(peer)
+    assert peer["losses"] == pytest.approx(stock["losses"], rel=5e-2 if recipe else 1e-5)
+    assert [line.split()[0] for line in peer["report"] if "->" in line] == ["loss"]
+    assert "torchao" in e2e.table([peer])
+
+
 def test_mixtures_of_experts(words, tmp_path):
     """The suite's layers, attention that has sinks, and records whose table and command name them."""
     args = e2e.parse(["--suite", "moe", "--seq", "2048"])

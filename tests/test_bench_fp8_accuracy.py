@@ -14,8 +14,8 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "n
 
 
 MODELS = {
-    "300m": ("llama3-8b", 2, 26, bench.FP8, (0, 1), (0,), TINY),
-    "moments": ("llama3-8b", 2, 26, tuple(bench.MOMENTS), (0, 1), (0,), TINY),
+    "300m": ("llama3-8b", 2, 26, dict(zip(bench.FP8, (2, 1, 1, 1), strict=True)), TINY),
+    "moments": ("llama3-8b", 2, 26, dict(zip(bench.MOMENTS, (2, 1, 1, 1), strict=True)), TINY),
 }
 
 
@@ -29,15 +29,22 @@ def tiny(monkeypatch, tmp_path):
 
 
 def test_runs_and_their_table():
-    found = bench.cases(bench.parse(["--device", "cpu", "--parts", "300m", "--ways", "bf16,rowwise"]))
-    plain, other, quick = records = [case | bench.run_case(case) for case in found]
-    assert len({str(r["losses"]) for r in records}) == 3 and len(quick["losses"]) == 26
+    found = bench.cases(
+        bench.parse(["--device", "cpu", "--parts", "300m", "--ways", "bf16,rowwise,rowwise_qk_bf16"])
+    )
+    plain, other, quick, attention = records = [case | bench.run_case(case) for case in found]
+    assert len({str(r["losses"]) for r in records}) == 4 and len(quick["losses"]) == 26
     first = [r["losses"][0] for r in records]
     assert first[0] == pytest.approx(first[2], rel=1e-2) and first[0] != first[1]
     assert min(quick["noise"]["rowwise"].values()) < 30 < min(quick["noise"]["bf16"].values())
     assert {"output", "x", "self_attn.q_proj.weight", "mlp.down_proj.weight"} < set(quick["noise"]["rowwise"])
     assert bench.compared({**quick, "losses": [9.0] * 26}, [plain, other])[2] == "**no**"
-    assert bench.table(records).count("| rowwise | 0 |") == 1
+    assert attention["way"] == "rowwise_qk_bf16" and attention["noise"].keys() == quick["noise"].keys()
+    rows = [line for line in bench.table(records).splitlines() if line.startswith("| rowwise")]
+    assert [row.split(" | ")[:2] for row in rows[:2]] == [
+        ["| rowwise", "0"],
+        ["| rowwise, q and k in bf16", "0"],
+    ]
 
 
 def test_moments():
