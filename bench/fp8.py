@@ -31,7 +31,8 @@ from readme import DATA
 from store import ROOT
 from tables import markdown, ms
 
-PAGE, FILE, STEPS = ROOT / "docs/fp8.md", DATA / "fp8.jsonl", DATA / "e2e_fp8.jsonl"
+PAGE, FILE = ROOT / "docs/fp8.md", DATA / "fp8.jsonl"
+STEPS, PEERS = DATA / "e2e_fp8.jsonl", DATA / "e2e_fp8_peers.jsonl"
 TITLES = {"llama3-8b": "LLaMA 3 8B", "llama3.2-1b": "LLaMA 3.2 1B"}
 PARTS = ("layer", "microbatches")
 ROUNDS = 5
@@ -293,16 +294,22 @@ def _row(record: dict, bf16: dict | None) -> list[str]:
 
 
 def table() -> str:
-    """Each model in bfloat16, and then in float8; below it one layer and microbatches, where measured."""
-    records = [r for r in e2e.read(STEPS) if "error" not in r]
-    rows = []
+    """Each model in bfloat16 and in float8; torchao's recipes; one layer and microbatches."""
+    with_peers = steps(e2e.read(PEERS))
+    if with_peers:
+        with_peers = "With torchao's recipes, in one run:\n\n" + with_peers
+    return "\n\n".join(filter(None, (steps(e2e.read(STEPS)), with_peers, parts(store.read(FILE, key)))))
+
+
+def steps(records: list[dict]) -> str:
+    """Whole steps: of each model first bfloat16, then float8, then those of others."""
+    records, rows = [r for r in records if "error" not in r], []
     for case in {(r["model"], r["lora"], r["layers"], r["batch"], r["seq"]): None for r in records}:
         of = [r for r in records if (r["model"], r["lora"], r["layers"], r["batch"], r["seq"]) == case]
         bf16 = next((r for r in of if not r["apply"] and r["provider"] == "tigon"), None)
         of.sort(key=lambda r: (r["provider"] != "tigon", bool(r["apply"]), str(r["apply"])))
         rows += [_row(r, bf16) for r in of]
-    steps = markdown(("model", "Linears", "ms", "peak", "times as fast"), rows)
-    return "\n\n".join(filter(None, (steps, parts(store.read(FILE, key)))))
+    return markdown(("model", "Linears", "ms", "peak", "times as fast"), rows) if rows else ""
 
 
 def parts(records: list[dict]) -> str:

@@ -64,6 +64,7 @@ FILES = {  # of these files a page shows the first ones first
     "e2e_people": "Models as people train them",
     "e2e_moe": "Mixtures of experts",
     "e2e_fp8": "Linears in FP8",
+    "e2e_fp8_peers": "Linears in FP8, with torchao's recipes",
     "fp8": "One layer and microbatches in FP8",
     "e2e_card": "Models on cards of less memory",
     "e2e_recompute": "What is computed again in the backward",
