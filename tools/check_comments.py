@@ -25,6 +25,8 @@ WORDS = {
     r"\bthe very\b": "the",
     r"\bsame bits\b": "bitwise equal",
     r"\b[Mm]atrix products?\b": "GEMM, matmul",
+    r"\bNone where\b": "None if",
+    r"\bby turns\b": "alternating, in turn",
 }
 # How a fragment opens where a sentence should stand.
 FRAGMENTS = {

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""The layout, checked: who may include whom, which files an op has, what contracts say, how long files are,
-and what torch.compile would not trace.
+"""The layout, checked: who may include or import whom, which files an op has, what contracts say, how long
+files are, and what torch.compile would not trace.
 
-Includes point down the layers: python -> torch -> op -> backend -> math -> base.
+Includes point down the layers: python -> torch -> op -> backend -> math -> base. So do imports of the Python
+package: integrations -> optim -> nn, parallel -> ops -> the rest.
 Run by `make lint` and tests/test_tree.py.
 """
 
@@ -37,6 +38,22 @@ KERNELS = ("{op}_math.inc", "{op}_cpu.cpp", "{op}_cuda.cu")
 ELSEWHERE = ("python/tigon/ops/**/{op}.py", "tests/cases/{op}.py")  # ops of one family share a package
 # Ops without a gradient, on lists of tensors or on codes: tests of their own have their cases.
 WITHOUT_CASES = {"dequantize", "grad_norm"}
+# The floors of the Python package above its lowest, which holds all other modules. Imports point down.
+FLOORS = (
+    (),
+    ("ops",),
+    ("nn", "parallel"),
+    ("optim",),
+    ("integrations",),
+    ("", "__main__", "compat", "doctor", "megatron", "transformers"),
+)
+# Functions of sharded tensors, which load what needs a process group when they get one.
+UPWARD = {
+    ("tigon._dtensor", "tigon.parallel.dtensor"),
+    ("tigon.ops.grad_norm", "tigon.parallel.shards"),
+    ("tigon.ops.loss_head.contrastive", "tigon.parallel.shards"),
+    ("tigon.ops.loss_head.contrastive", "tigon.parallel.gather"),
+}
 SOURCE = {".h", ".cuh", ".inc", ".cpp", ".cu"}
 CODE = SOURCE | {".py", ".sh", ".cmake"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|headeronly)/|^Python\.h$|^pybind11/")
@@ -165,6 +182,30 @@ def check_import_circles(root: Path, paths: list[Path]) -> list[str]:
     ]
 
 
+def floor_of(module: str) -> int:
+    """The floor of the package on which a module stands."""
+    part = module.partition(".")[2].partition(".")[0]
+    return next((floor for floor, parts in enumerate(FLOORS) if part in parts), 0)
+
+
+def check_floors(root: Path, path: Path) -> list[str]:
+    """Imports of a higher floor of the Python package, also inside functions."""
+    name = ".".join(path.with_suffix("").parts[1:]).removesuffix(".__init__")
+    taken = set()
+    for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            taken.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "tigon":
+            taken.update(f"tigon.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            taken.add(node.module)
+    return [
+        f"{path}: it may not import {other}, which stands on a higher floor"
+        for other in sorted(taken)
+        if other.startswith("tigon.") and floor_of(other) > floor_of(name) and (name, other) not in UPWARD
+    ]
+
+
 def tracked(root: Path) -> list[Path]:
     """Files git knows or would add; every file where there is no git."""
     listing = subprocess.run(
@@ -192,7 +233,7 @@ def check_tree(root: Path) -> list[str]:
         if path.parts[0] == "csrc" and path.suffix in SOURCE:
             errors += check_includes(root, path)
         if path.parts[:2] == ("python", "tigon") and path.suffix == ".py":
-            errors += check_named_tuples(root, path)
+            errors += check_named_tuples(root, path) + check_floors(root, path)
     package = [p for p in tracked(root) if p.parts[:2] == ("python", "tigon") and p.suffix == ".py"]
     errors += check_import_circles(root, package)
     ops = sorted(folder.name for folder in (root / "csrc/tigon/ops").iterdir() if any(folder.glob("*")))

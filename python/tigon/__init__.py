@@ -140,7 +140,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """What needs another library, imported when first used: the ops need none of them."""
+    """Import what needs another library when it is first used: the ops need none of them."""
     if name in ("compat", "doctor", "integrations", "megatron", "parallel", "transformers"):
         return importlib.import_module(f"tigon.{name}")
     if name in ("apply", "undo"):

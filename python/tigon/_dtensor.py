@@ -11,12 +11,13 @@ import torch
 from tigon.error import refuse
 
 F = TypeVar("F", bound=Callable[..., Any])
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# The types of tensors without a subclass. While code is traced, the type of a buffer is nn.Buffer.
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def is_dtensor(t: object) -> bool:
     """Whether t is sharded or replicated over a device mesh."""
-    if type(t) in _PLAIN or not isinstance(t, torch.Tensor):
+    if type(t) in PLAIN or not isinstance(t, torch.Tensor):
         return False
     from torch.distributed.tensor import DTensor  # loaded when it is needed, since that takes time
 
@@ -113,13 +114,13 @@ def rows_stay_local(x: torch.Tensor, *vectors: torch.Tensor | None) -> bool:
 
 
 def of_vocabulary(op: str, at: int, name: str) -> Callable[[F], F]:
-    """Of a public loss: :mod:`tigon.parallel.dtensor` runs if argument ``at``, ``name``, is a DTensor."""
+    """Decorate a public loss: :mod:`tigon.parallel.dtensor` runs if argument ``at``, `name`, is a DTensor."""
 
     def wrap(function: F) -> F:
         @functools.wraps(function)
         def call(*args, **options):
             t = args[at] if len(args) > at else options.get(name)
-            if type(t) not in _PLAIN and is_dtensor(t):
+            if type(t) not in PLAIN and is_dtensor(t):
                 return sharded_loss(op, function, args, options)
             return function(*args, **options)
 

@@ -28,7 +28,7 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def _place(x: torch.Tensor) -> tuple:
-    """Where its rows lie, in which version and on which stream."""
+    """The place, version and stream of a tensor's rows."""
     layout = (x.numel(), x.shape[-1]) if x.is_contiguous() else (x.shape, x.stride())
     return x.data_ptr(), x._version, stream_of(x), *layout
 
@@ -58,7 +58,7 @@ def get(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Ten
 
 
 def take(x: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The same of a gradient, which is read once; ``None`` twice if there are none."""
+    """The bytes and scales of a gradient, which are read once; ``None`` twice if there are none."""
     found = get(x, factors)
     _with.pop(id(_whole(x)), None)
     return found or (None, None)

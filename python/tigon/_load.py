@@ -12,7 +12,7 @@ from tigon.error import Error
 
 
 def library_path() -> Path:
-    """Where the native library is: next to this file, or where TIGON_LIBRARY says."""
+    """The path of the native library: TIGON_LIBRARY, or next to this file."""
     override = os.environ.get("TIGON_LIBRARY")
     if override:
         return Path(override)

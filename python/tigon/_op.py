@@ -27,7 +27,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tigon import _fp8_bytes
-from tigon._dtensor import Layout, call_local, is_dtensor, takes_dtensors
+from tigon._dtensor import PLAIN, Layout, call_local, is_dtensor, takes_dtensors
 from tigon._load import native
 from tigon.error import Error, refuse
 
@@ -38,7 +38,6 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_grad_enabled = torch.is_grad_enabled
 _includes_key = torch._C._dispatch_tls_is_dispatch_key_included
 _VMAP_MODE = torch._C._parse_dispatch_key("VmapMode")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
@@ -76,7 +75,7 @@ def is_batched() -> bool:
 def may_overwrite_saved(saved: tuple) -> bool:
     """Whether a backward pass may write over the tensors saved for it: it runs once, untraced."""
     # PyTorch 2.11 traces a backward without saying so: its tensors are then no plain ones.
-    return not (_is_compiling() or graph_is_kept()) and all(t is None or type(t) in _PLAIN for t in saved)
+    return not (_is_compiling() or graph_is_kept()) and all(t is None or type(t) in PLAIN for t in saved)
 
 
 def _references(tensors: tuple) -> int:
@@ -84,7 +83,7 @@ def _references(tensors: tuple) -> int:
 
 
 def _references_of_one_holder() -> int:
-    """What `_references` finds if C++ holds a tensor once and Python only by the tuple."""
+    """The result of `_references` if C++ holds a tensor once and Python only by the tuple."""
     holder, saved = torch.empty(0, device="cpu"), (torch.empty(0, device="cpu"),)
     holder.grad = saved[0]
     return _references(saved)
@@ -133,7 +132,7 @@ def refuse_tangents(op: str, args: tuple) -> None:
 
 
 def once(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of an eager backward: refuse to run if a second derivative would be recorded."""
+    """Decorate an eager backward: it refuses to run if a second derivative would be recorded."""
 
     def wrap(backward):
         @functools.wraps(backward)
@@ -346,7 +345,7 @@ class Op:
         self.of_node[self.node] = self
 
     def __call__(self, *args):
-        if type(args[0]) not in _PLAIN and takes_dtensors(self.layout, args):
+        if type(args[0]) not in PLAIN and takes_dtensors(self.layout, args):
             return call_local(self.name, self, self.layout, self.names, args)
         if _is_compiling():
             return self.visible(self.registered(*args))
@@ -361,7 +360,7 @@ class Op:
     def quick(self, *args):
         """The results for plain tensors of one dtype that has kernels, if the operator takes the call.
 
-        Where the native operator refuses all that is wrong with such a call, functions try this first, for
+        If the native operator refuses all that is wrong with such a call, functions try this first, for
         the host's time. None: the call goes on to the checks in Python, which say why in the function's
         own words.
         """
@@ -369,7 +368,7 @@ class Op:
         for t in args[: self.tensors]:
             if t is None:
                 continue
-            if type(t) not in _PLAIN or t.dtype is not dtype or not (t.is_cuda or t.is_cpu):
+            if type(t) not in PLAIN or t.dtype is not dtype or not (t.is_cuda or t.is_cpu):
                 return None
             differentiable = differentiable or t.requires_grad
         if dtype not in _KERNEL_DTYPES or _is_compiling() or _is_transformed():
@@ -387,7 +386,7 @@ def formed(name: str, fake: Callable[..., Any], results: int, places: tuple[int,
         results: how many outputs callers see, the loss first; the others are not differentiable.
         places: of the inputs whose gradients the outputs after them are, empty for one that is None.
     """
-    # A product that refuses to be differentiated.
+    # A multiplication that refuses to be differentiated.
     times = transformable(
         name, f"{name}_product", operator.mul, lambda *_: None, lambda *_: refuse_second(name)
     )
@@ -491,7 +490,7 @@ def paired(
 
 
 def _picker(places: list[int]) -> Callable[[tuple], tuple]:
-    """What takes the values at these places."""
+    """A function that takes the values at these places."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return (lambda values: (values[places[0]],)) if places else lambda values: ()
@@ -502,7 +501,7 @@ def _is_tensor(argument) -> bool:
 
 
 def _first(results: int | None) -> Callable[[Any], Any]:
-    """What picks so many of an operator's outputs, a lone one out of its tuple."""
+    """A function that takes the first outputs of an operator; a single one is taken out of its tuple."""
     if results is None:
         return lambda output: output
     if results == 1:
@@ -536,7 +535,7 @@ def _explained(op: str, overload, args: tuple, exc: RuntimeError) -> RuntimeErro
 
 def check_stored(op: str, name: str, x: torch.Tensor) -> None:
     """x must have its storage, which FSDP frees between uses: PyTorch's operations crash without one."""
-    if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested or x.is_meta:
+    if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or x.is_meta:
         return
     if _is_compiling() or _is_transformed():
         return  # what has no numbers, or none of its own, has none to miss
@@ -549,7 +548,7 @@ def check_stored(op: str, name: str, x: torch.Tensor) -> None:
 
 
 def foreign(name: str, a: torch.Tensor) -> str | None:
-    """What keeps a tensor from the kernels, if anything."""
+    """The reason why kernels cannot take a tensor, or None."""
     if is_dtensor(a):
         return f"a DTensor (use {name}.to_local() or {name}.full_tensor())"
     if a.is_nested:

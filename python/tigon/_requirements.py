@@ -1,4 +1,4 @@
-"""What must be installed before anything else is imported; if it is not, one line says what to do."""
+"""Checks that PyTorch is installed before anything else is imported; if not, one line says what to do."""
 
 import importlib.util
 import sys

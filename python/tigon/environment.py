@@ -1,4 +1,4 @@
-"""What runs here: versions, devices and what the native library was built with."""
+"""Describes the environment: versions, devices and the build of the native library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from tigon._deterministic import is_deterministic
 from tigon._load import library_path
 
-# Packages whose version matters to somebody who reads a report; those that are missing are left out.
+# Packages whose versions matter to readers of a report; missing ones are left out.
 PACKAGES = ("transformers", "tokenizers", "accelerate", "peft", "trl", "kernels", "liger-kernel", "triton")
 OLDEST_GPU = 80
 # Import and test with these; outside the range everything still runs, and a warning says that nobody looked.
@@ -39,7 +39,7 @@ class Environment:
     devices: tuple[str, ...] = ()
     packages: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)  # TIGON_* that are set
-    products: tuple[str, ...] = ()  # kernels of deterministic products on CUDA that have been found
+    products: tuple[str, ...] = ()  # kernels of deterministic matmuls on CUDA that have been found
     graphs: tuple[str, ...] = ()  # CUDA graphs of this process, and why calls run eagerly
     notes: tuple[str, ...] = ()  # what does not fit together
 
@@ -91,7 +91,7 @@ def env() -> Environment:
 
 
 def library_text(function: str) -> str:
-    """What a ``const char*`` function of the native library returns."""
+    """The result of a ``const char*`` function of the native library."""
     return _library_function(function, ctypes.c_char_p)().decode()
 
 
@@ -155,7 +155,7 @@ def _notes(packages, cuda_build, devices):
 
 
 def transformers_note(version: str) -> str | None:
-    """What to say about a transformers version outside the tested range, or ``None``."""
+    """The note on a transformers version outside the tested range, or ``None``."""
     low, high = TESTED_TRANSFORMERS
     parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if low <= parts <= high:

@@ -32,7 +32,7 @@ def refuse(op: str, message: str, *values: object) -> NoReturn:
 
 
 def renamed(error: Error, op: str, words: Mapping[str, str] | None = None) -> Error:
-    """The error of an operator as that of the function which called it.
+    """The error of an operator, in the names of the function that called it.
 
     Args:
         words: the function's name of what an operator calls ``"argument"``, or ``"operator.argument"``.

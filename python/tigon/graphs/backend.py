@@ -1,4 +1,4 @@
-"""What captures and replays, and the memory that graphs share."""
+"""Captures and replays graphs, and holds the memory that they share."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class CudaBackend:
             torch.cuda.set_sync_debug_mode(mode)
 
     def capture(self, fn: Callable[[], Sequence[torch.Tensor | None]], weak: bool = False):
-        """``(graph, tensors)``: what `fn` returned, which ``graph.replay()`` computes anew.
+        """``(graph, tensors)``: the tensors that `fn` returned; ``graph.replay()`` computes them again.
 
         Args:
             weak: the tensors do not own their memory. It is the pool's: another graph may write there.
@@ -214,7 +214,7 @@ class _Memory:
 
 
 def _borrowed(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The same memory as tensors that do not own it."""
+    """Tensors on the same memory that do not own it."""
     found, made = [], {}
     for t in tensors:
         if t is None:
@@ -256,7 +256,7 @@ class Loan:
         self.alone = [] if _storage_holders is None else [*map(_storage_holders, self.storages)]
 
     def lend(self) -> list[torch.Tensor]:
-        if _storage_holders is None:  # nobody could tell who holds them
+        if _storage_holders is None:  # PyTorch cannot tell who holds them
             return [t.clone() for t in self.tensors]
         self.out = True
         return [t.detach() for t in self.tensors]
@@ -281,7 +281,7 @@ class Loan:
         if not self.out or sys.is_finalizing():
             return
         if self.call_in():
-            _lost.append(self.keeper)  # somebody reads it still, nobody knows how long
+            _lost.append(self.keeper)  # the program still reads it, for an unknown time
         elif (device := self.tensors[0].device).type == "cuda" and not CudaBackend.capturing():
             torch.cuda.synchronize(device)  # what was moved is read before the memory goes
 

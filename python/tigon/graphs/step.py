@@ -293,7 +293,7 @@ _SLOT = object()  # where a tensor was
 
 
 def _with_tensors(tree, tensors):
-    """The same tree with the next of `tensors` in the place of each tensor."""
+    """The tree with each tensor replaced by the next of `tensors`."""
     if isinstance(tree, torch.Tensor) or tree is _SLOT:
         return next(tensors)
     if isinstance(tree, dict):

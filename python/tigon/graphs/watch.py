@@ -1,4 +1,4 @@
-"""What a captured graph was made of: noted once, compared before each replay."""
+"""The state that a captured graph depends on: it is noted once and compared before each replay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _harmless(hook) -> bool:
 
 
 class Watch:
-    """What Python reads of a module and everything inside it: noted once, compared before each replay.
+    """The state that Python reads in a module and its children: noted once, compared before each replay.
 
     Modules and parameters by identity; of parameters and buffers where and what they are; attributes, in
     containers and configurations too; the forwards of instances and classes, and the functions that those
@@ -126,7 +126,7 @@ class Watch:
         return [(c.forward, c.__call__) for c in self._classes]
 
     def moved(self) -> str | None:
-        """What of the memory that a graph reads has changed: a replay would read freed memory.
+        """The reason why a replay would read freed memory, or None.
 
         The watch keeps the tensors themselves.
         """
@@ -135,7 +135,7 @@ class Watch:
         return None
 
     def changed(self) -> str | None:
-        """What else has changed that the captured Python has read."""
+        """The change in what the captured Python has read, or None."""
         if not _same(self._flat(self._children), self._tree):
             return "modules were added, removed or replaced"
         if not _same(self._flat(self.holders), self._tensors[0]):
@@ -169,7 +169,7 @@ class Watch:
         return None
 
     def refused(self) -> str | None:
-        """What of the modules cannot be captured."""
+        """The reason why the modules cannot be captured, or None."""
         if any(self._hooks):
             for path, hooks in zip(self._hooked, self._hooks, strict=True):
                 if not all(map(_harmless, hooks.values())):
@@ -180,11 +180,11 @@ class Watch:
         return None
 
     def held(self, name: str) -> list:
-        """What modules hold by this name."""
+        """The values that modules hold by this name."""
         return [attributes[name] for attributes in self._dicts if name in attributes]
 
     def unfit(self) -> str | None:
-        """What of the parameters cannot be captured; looked at once."""
+        """The reason why the parameters cannot be captured, or None; looked at once."""
         for p in self.parameters:
             if is_dtensor(p) or getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
                 return "its parameters are sharded (FSDP): each layer gathers them in its turn"
@@ -325,7 +325,7 @@ def _read(switch):
 
 
 def intercepted() -> str | None:
-    """What looks at each operation of this thread, and would see those of a capture only."""
+    """The reason why code that looks at each operation would see only those of a capture, or None."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "hooks on saved tensors (offloading) would run once only"
     if torch._C._len_torch_dispatch_stack() or not all(type(m) is DeviceContext for m in _function_modes()):

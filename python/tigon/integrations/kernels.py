@@ -36,7 +36,7 @@ class TaggedRMSNorm(nn.Module):
 
 
 class TaggedGatedRMSNorm(nn.Module):
-    """The same with a gate."""
+    """The forward that ``kernels`` binds to a tagged norm with a gate."""
 
     can_torch_compile = True
     has_backward = True
@@ -47,7 +47,7 @@ class TaggedGatedRMSNorm(nn.Module):
 
 
 class TaggedGatedMLP(nn.Module):
-    """The same for an MLP: ``down(act(gate(x)) * up(x))``."""
+    """The forward that ``kernels`` binds to a tagged MLP: ``down(act(gate(x)) * up(x))``."""
 
     can_torch_compile = True
     has_backward = True

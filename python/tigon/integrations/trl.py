@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import tigon
+from tigon._dtensor import PLAIN
 from tigon._op import graph_is_kept, once
 from tigon.error import Error, check
 from tigon.integrations.transformers.forward import BELOW
@@ -69,8 +70,7 @@ def _gathered(*weights):
     When the forward ends, ZeRO-3 frees a gathered parameter by giving it other data. A view keeps the
     gathered values while the backward needs them.
     """
-    kinds = (torch.Tensor, torch.nn.Parameter)
-    if not all(w is None or type(w) in kinds for w in weights):
+    if not all(w is None or type(w) in PLAIN for w in weights):
         return None
     if any(hasattr(w, "ds_id") and w.numel() != w.ds_numel for w in weights):
         return None

@@ -19,6 +19,7 @@ import sys
 import torch
 
 import tigon
+from tigon._dtensor import PLAIN
 from tigon.error import check
 
 KERNEL = "verl.utils.kernel.linear_cross_entropy"
@@ -36,7 +37,7 @@ class LogProbHead:
     def __call__(self, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None):
         """(log-probabilities, entropies), float32, one for each label in order."""
         sharded = dist_process_group is not None and dist_process_group.size() > 1
-        plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
+        plain = type(weight) in PLAIN
         if not plain or reduction.lower() != "none":
             return self.original(hidden, weight, labels, temperature, reduction, dist_process_group)
         operands = (hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1))
@@ -54,7 +55,7 @@ class LogProbHead:
 def _ppo_forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
     """``FusedLinearForPPO.forward``: log-probabilities in float32, the entropy in its caller's dtype."""
     ids = input_ids.to(torch.int64)
-    plain = type(vocab_weights) in (torch.Tensor, torch.nn.Parameter)
+    plain = type(vocab_weights) in PLAIN
     if not plain or isinstance(temperature, torch.Tensor):
         return _ppo_forward.original(self, hidden_states, vocab_weights, input_ids, temperature)
     log_prob, entropy = tigon.linear_log_prob(

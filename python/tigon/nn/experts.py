@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typing_extensions import TypedDict, Unpack
 
-from tigon.ops.arguments import check_choice, checked_init
+from tigon.ops.arguments import check_choice, checked_init, unpacked
 from tigon.ops.experts import ALPHA, KINDS, LIMIT, experts
 from tigon.ops.route import route
 
@@ -95,6 +96,18 @@ class Experts(nn.Module):
         return sizes + ("" if self.gated else ", gated=False")
 
 
+class RouteDict(TypedDict, total=False):
+    """Options of :func:`tigon.route` that a router fixes."""
+
+    score: str
+    normalize: bool
+    num_groups: int
+    top_groups: int
+    group_score: str
+    scale: float
+    ids_dtype: torch.dtype
+
+
 class Router(nn.Module):
     """A projection to E logits, and :func:`tigon.route`, under the parameter names of transformers.
 
@@ -107,11 +120,13 @@ class Router(nn.Module):
             that balances the experts without a loss.
         wide: compute the projection in float32, as DeepSeek models do.
         device, dtype: of the parameters.
-        options: of :func:`tigon.route`: score, normalize, num_groups, top_groups, group_score, scale.
+        options: of :func:`tigon.route`: score, normalize, num_groups, top_groups, group_score, scale,
+            ids_dtype.
 
     Shape: ``hidden_states [..., H] -> weights [..., K], ids [..., K]``, with `losses` also ``aux`` and ``z``.
     """
 
+    @unpacked(route)
     @checked_init
     def __init__(
         self,
@@ -124,7 +139,7 @@ class Router(nn.Module):
         wide: bool = False,
         device=None,
         dtype=None,
-        **options,
+        **options: Unpack[RouteDict],
     ) -> None:
         super().__init__()
         where = {"device": device, "dtype": dtype}

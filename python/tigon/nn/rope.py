@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from typing_extensions import TypedDict, Unpack
 
 from tigon.error import check
-from tigon.ops.arguments import check_integers, check_positive, checked_init
+from tigon.ops.arguments import check_integers, check_positive, checked_init, unpacked
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.rope import rope
 
@@ -65,6 +66,15 @@ class RotaryEmbedding(nn.Module):
         return f"{self.head_dim}, base={self.base}, rotary_dim={self.rotary_dim}, {options}"
 
 
+class RotaryDict(TypedDict, total=False):
+    """Options of :class:`RotaryEmbedding`."""
+
+    rotary_dim: int | None
+    interleaved: bool
+    tail: bool
+    unsqueeze_dim: int
+
+
 class QKNormRotaryEmbedding(RotaryEmbedding):
     """:func:`tigon.qk_norm_rope`: RMSNorm of every head of q and k, then the rotation, in one pass.
 
@@ -75,6 +85,7 @@ class QKNormRotaryEmbedding(RotaryEmbedding):
     ``q_weight`` and ``k_weight`` ``[D]`` start at one minus ``offset``, so that they change nothing.
     """
 
+    @unpacked(RotaryEmbedding.__init__)
     @checked_init
     def __init__(
         self,
@@ -86,7 +97,7 @@ class QKNormRotaryEmbedding(RotaryEmbedding):
         rounding: str = "llama",
         device=None,
         dtype=None,
-        **options,
+        **options: Unpack[RotaryDict],
     ) -> None:
         super().__init__(head_dim, base, **options)
         self.eps, self.offset, self.rounding = eps, offset, rounding

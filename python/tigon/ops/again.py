@@ -14,21 +14,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tigon import _fp8_bytes, _op
 
-NORMS, PRODUCTS = "norms", "products"
+NORMS, GATED_UNITS = "norms", "products"  # the values stand in pickles of models
 # Their backward keeps all tensors that the forward takes, in this order.
 _KINDS = {
     "rms_norm": NORMS,
     "layer_norm": NORMS,
     "gated_rms_norm": NORMS,
-    "glu": PRODUCTS,
-    "relu_squared": PRODUCTS,
+    "glu": GATED_UNITS,
+    "relu_squared": GATED_UNITS,
 }
 
 
 class Again:
     """Forms the result of a node again, and holds it until all readers of a backward pass have it."""
 
-    watched: list | None = None  # where the results are noted that are not kept, while a layer is measured
+    watched: list | None = None  # records the results that are not kept, while a layer is measured
 
     def __init__(self, op: _op.Op, saved: tuple):
         self.op, self.readers, self.left, self.value, self.held_for = op, 0, 0, None, None
@@ -49,8 +49,8 @@ class Again:
         return value
 
 
-def again(x: torch.Tensor, kinds: Iterable[str] = (NORMS, PRODUCTS)) -> Callable[[], torch.Tensor] | None:
-    """What forms x again, for one reader, if it comes straight from an op of these kinds, unchanged."""
+def again(x: torch.Tensor, kinds: Iterable[str] = (NORMS, GATED_UNITS)) -> Callable[[], torch.Tensor] | None:
+    """A function that computes x again for one reader, if x is an unchanged result of these kinds of ops."""
     node = x.grad_fn
     op = _op.Op.of_node.get(type(node))
     if op is None or _KINDS.get(op.name) not in kinds or x._version != 0:

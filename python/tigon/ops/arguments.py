@@ -1,4 +1,4 @@
-"""What public functions ask of their arguments, in the words that all of them use."""
+"""Checks of the arguments of public functions, with the same words for all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_FLOAT = torch.finfo(torch.float32).max
 
 
 def kind_of(value: object) -> object:
-    """What an argument is: the dtype of a tensor, the type of anything else."""
+    """The kind of an argument for an error: the dtype of a tensor, the type of anything else."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     advice = ": give logits.materialise()" if hasattr(type(value), "materialise") else ""
@@ -224,7 +224,7 @@ def is_narrow(x: torch.Tensor) -> bool:
 
 
 def _converts(method: str, value: object) -> bool:
-    """Whether it is another library's number: a class has the method too, and so has an array."""
+    """Whether a value is another library's number. A class has the method too, and so has an array."""
     if not hasattr(type(value), method) or hasattr(type(value), "__setitem__"):
         return False
     try:
@@ -235,7 +235,7 @@ def _converts(method: str, value: object) -> bool:
 
 
 def _given(value: object) -> object:
-    """What was given instead of a number."""
+    """The kind of a value that was given instead of a number."""
     return "one of more than 64 bits" if isinstance(value, int) else kind_of(value)
 
 
@@ -291,7 +291,7 @@ def readable(t: torch.Tensor) -> bool:
 
 
 def is_traced(t: torch.Tensor) -> bool:
-    """Whether a tensor has no numbers but a compiler's, or those of a planner that asks for shapes."""
+    """Whether a tensor has no numbers, because a compiler or a planner traces shapes."""
     return torch.compiler.is_compiling() or isinstance(t, torch._subclasses.FakeTensor)
 
 

@@ -1,4 +1,4 @@
-"""What the norms take: rows of columns, and vectors by column (weight and bias)."""
+"""Checks of the arguments of norms: rows, and vectors by column (weight and bias)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_eps(op: str, eps: float) -> None:
 
 
 def normalized_size(op: str, size: int | Sequence[int]) -> int:
-    """How many columns a norm is made for; torch's modules take it as a sequence of one too."""
+    """The number of columns of a norm; torch's modules take it as a sequence of one too."""
     if isinstance(size, Sequence) and len(size) == 1:
         (size,) = size
     if not isinstance(size, int) or isinstance(size, bool):
@@ -29,7 +29,7 @@ def normalized_size(op: str, size: int | Sequence[int]) -> int:
 
 
 def check_types(op: str, x: torch.Tensor, eps: float = 0.0, **vectors: torch.Tensor | None) -> None:
-    """What the core does not see: x and the vectors that are given must be float, eps a number."""
+    """Check what the core does not see: x and the given vectors must be float, eps a number."""
     check_float(op, "x", x)
     if not isinstance(eps, float):
         check_numbers(op, eps=eps)
@@ -41,7 +41,7 @@ def check_types(op: str, x: torch.Tensor, eps: float = 0.0, **vectors: torch.Ten
 def check_sizes(
     op: str, x: torch.Tensor, eps: float = 0.0, *, dim: int = -1, **vectors: torch.Tensor | None
 ) -> None:
-    """What the core refuses, for calls that only the reference gets: sizes, eps."""
+    """Check what the core refuses, for calls that only the reference gets: sizes and eps."""
     if x.dim() == 0:
         refuse(op, "x must have at least one dimension, got 0")
     check_eps(op, eps)
@@ -55,7 +55,7 @@ def check_sizes(
 def columns_for(
     op: str, names: tuple[str, ...], x: torch.Tensor, *vectors: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """All in x's dtype or all in float32: as they are if that holds, else converted to float32."""
+    """The vectors in one dtype, x's or float32: unchanged if they have one, else converted to float32."""
     dtype = x.dtype
     for v in vectors:
         if v is not None and v.dtype != dtype:

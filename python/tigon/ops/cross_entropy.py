@@ -167,7 +167,7 @@ def cross_entropy(
         inplace: permission to write the gradient of a scalar loss over the logits instead of into fresh
             memory of their size. The logits are then gone; autograd raises if another operation saved them.
             They must not be a leaf that requires grad. Without effect when no gradient is needed, with
-            ``reduction="none"`` and under ``torch.compile``, where the compiler plans memory.
+            ``reduction="none"`` and under ``torch.compile``, because the compiler plans memory.
 
     Returns:
         float32 scalar, or ``[...]`` for ``"none"``. Differentiable in logits; accumulation in float32;
@@ -175,7 +175,7 @@ def cross_entropy(
         gradients are zero.
 
         A scalar loss forms its gradient in the forward pass (one read and one write of the logits in all) and
-        keeps nothing but that gradient, which its backward hands out; a backward with ``retain_graph`` hands
+        keeps only that gradient, which its backward returns; a backward with ``retain_graph`` returns
         out a copy. ``"none"`` keeps the logits and computes the gradient in backward.
 
     Raises:

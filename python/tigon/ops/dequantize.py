@@ -9,8 +9,8 @@ from torch import nn
 
 from tigon import _op
 from tigon.error import check
-from tigon.integrations.quantised import Codes, read
 from tigon.ops.arguments import called, check_choice, check_dense, check_dtype, check_integers, kind_of
+from tigon.ops.quantised import Codes, read
 
 _OP = "dequantize"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -181,7 +181,7 @@ def product(rows, stack, offsets, transposed, lora=_NO_LORA, order=None, place=N
     """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``.
 
     Args:
-        lora: other rows and another stack of the same layout, whose product is added.
+        lora: other rows and another stack of the same layout, whose matmul is added.
         order, place: the rows of the experts are those of `rows` in this order, if given.
     """
     if own_fits(rows, stack):
@@ -228,7 +228,7 @@ def _lowered(rows, first, second, scales, offsets, transposed, order=None, place
 
     Args:
         first, second: ``[E, r, in]`` and ``[E, out, r]``, or None. In the backward b comes first.
-        transposed: of the product that they are added to.
+        transposed: as in the :func:`product` to which they are added.
     """
     if first is None:
         return rows.new_empty(0, 0), _NO_LORA

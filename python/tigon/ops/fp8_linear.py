@@ -1,4 +1,4 @@
-"""A linear map whose products are of float8. Contract: ``csrc/tigon/ops/fp8_linear/fp8_linear.h``."""
+"""A linear map with float8 matmuls. Contract: ``csrc/tigon/ops/fp8_linear/fp8_linear.h``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scales_of(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 def quantized(x: torch.Tensor, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the bytes of float64 or float32 numbers stand for before their scales, and those."""
+    """Rows of float64 or float32 over their scales, rounded to float8, in their own dtype; and the scales."""
     scales = scales_of(x, dim)
     finite = torch.where(x.isfinite(), x / scales, torch.nan)  # PyTorch's conversion clamps infinity
     return finite.float().to(_BYTES).to(x.dtype), scales
@@ -139,7 +139,7 @@ def transpose(q: torch.Tensor) -> torch.Tensor:
 class Quantized:
     """A weight in float8: what y is made with, and transposed what dx is.
 
-    One with `of`, a function that gives the weight, has bytes while a product reads them only. In the
+    One with `of`, a function that gives the weight, has bytes only while a matmul reads them. In the
     backward they are made of the weight again, transposed, in one pass: as many bytes are moved, and no
     memory is held while other layers run.
     """
@@ -157,7 +157,7 @@ class Quantized:
         return made
 
     def drop(self) -> None:
-        """Called when a product has read the bytes."""
+        """Called when a matmul has read the bytes."""
         if self.of is not None:
             self.bytes = None
 
@@ -214,7 +214,7 @@ class _Kept:
 
 
 _kept: dict[int, _Kept] = {}
-_steps = 0  # of optimizers: some write where no version tells of it
+_steps = 0  # of optimizers: some write without a change of version
 _hook = None
 
 
@@ -228,13 +228,13 @@ def _count_step(*_) -> None:
 
 
 def forget_weights(weights: Iterable[torch.Tensor]) -> None:
-    """Drop the bytes of these weights: the next call makes them anew."""
+    """Drop the bytes of these weights: the next call makes them again."""
     for weight in weights:
         _kept.pop(id(weight), None)
 
 
 def quantized_weight(weight: torch.Tensor, reuse: bool, frozen: bool = False) -> Quantized:
-    """A weight's bytes, those of the last call if it is known to be the same.
+    """A weight's bytes: the last call's if the weight is known to be unchanged.
 
     Known is a weight by its version, its memory, the number of optimizer steps, and by its gradient. A frozen
     one has none that would tell of a merge into its ``.data``: with `frozen` the caller tells of it, by
@@ -267,7 +267,7 @@ def _count_backward(weight: torch.Tensor) -> None:
 
 
 class _Latest:
-    """What was made of the last tensor: q, k, v and gate, up read one x."""
+    """The bytes made of the last tensor: q, k, v and gate, up read one x."""
 
     def __init__(self, make):
         self.make, self.held = make, None
@@ -290,7 +290,7 @@ _latest_transposed = _Latest(transpose)
 
 
 def rows_of(x):
-    """Its bytes. A leaf may be a buffer that is filled anew, by a replayed graph or by ``.data``."""
+    """The bytes of x. A leaf may be a buffer that is filled again, by a replayed graph or by ``.data``."""
     _fp8_bytes.on = True
     if x.grad_fn is None:
         return quantize_rows(x.detach())
@@ -395,7 +395,7 @@ def apply(x, weight, bias, dw: str, reuse: bool, frozen: bool = False, gathered:
 def fp8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dw: str = "fp8"
 ) -> torch.Tensor:
-    """``F.linear(x, weight, bias)`` with products of float8: a scale, a power of two, for each row.
+    """``F.linear(x, weight, bias)`` with float8 matmuls: each row has a scale, a power of two.
 
     x and the weight are quantised once, by rows; the backward multiplies the upstream gradient with the same
     bytes, transposed. Parameters and results keep their dtypes. A weight's bytes are kept where several calls
@@ -406,14 +406,14 @@ def fp8_linear(
         x: ``[..., K]`` float32, bfloat16 or float16. float64 runs the eager reference.
         weight: ``[N, K]`` in x's dtype or float32. K and N are multiples of 16.
         bias: ``[N]`` in x's dtype or float32.
-        dw: the product of the weight's gradient, ``"fp8"``, or ``"bf16"``: in x's dtype, of an unquantised x,
+        dw: the matmul of the weight's gradient, ``"fp8"``, or ``"bf16"``: in x's dtype, of an unquantised x,
             which is kept.
 
     Returns:
         ``[..., N]`` in x's dtype. Rows with infinity or NaN are NaN.
 
     Raises:
-        tigon.Error: shapes, dtypes or devices do not fit; the GPU has no products of float8.
+        tigon.Error: shapes, dtypes or devices do not fit; the GPU has no float8 matmuls.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433; docs/fp8.md.
     """

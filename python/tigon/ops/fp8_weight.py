@@ -12,7 +12,7 @@ _SET = torch.Tensor.data.__set__
 
 
 class _Held:
-    """What a weight and its aliases share: the bytes, or a dense tensor once something has written to it."""
+    """The storage of a weight and its aliases: the bytes, or a dense tensor after a write."""
 
     __slots__ = ("dense", "quantized")
 
@@ -45,7 +45,7 @@ class Fp8Weight(torch.Tensor):
         return made
 
     def dequantize(self) -> torch.Tensor:
-        """What it stands for; not a copy if it is dense."""
+        """The numbers of the weight; no copy if it is dense."""
         made = self.held.quantized
         if made is None:
             return self.held.dense.to(self.dtype)
@@ -58,7 +58,7 @@ class Fp8Weight(torch.Tensor):
         return self.held.dense
 
     def pack(self) -> Quantized:
-        """The bytes, made anew if it is dense, which it then is no longer."""
+        """The bytes; a dense weight is quantised again and keeps only the bytes."""
         if self.held.quantized is None:
             made = Quantized.make(self.held.dense, keeps_transposed=False)
             self.held.quantized, self.held.dense = made, None

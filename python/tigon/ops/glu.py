@@ -202,7 +202,7 @@ def swiglu_oai(gate_up: torch.Tensor, *, alpha: float = _ALPHA, limit: float = _
     """Clamped SwiGLU of gpt-oss, ``(up + 1) * gate * sigmoid(alpha * gate)``.
 
     Args:
-        gate_up: ``[..., 2F]``, columns of gate and up by turns (``gate_up[..., ::2]`` is gate); layouts and
+        gate_up: ``[..., 2F]``, columns of gate and up alternate (``gate_up[..., ::2]`` is gate); layouts and
             dtypes as :func:`swiglu`.
         alpha: slope of the sigmoid.
         limit: gate is clamped to at most limit, up to ``[-limit, limit]``; no gradient beyond.

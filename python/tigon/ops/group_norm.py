@@ -33,7 +33,7 @@ _op = paired("group_norm", _fake, results=1)
 
 
 def check_groups(op, name, groups, channels) -> None:
-    """The number of groups must divide that of the channels."""
+    """Check that the number of groups divides the number of channels."""
     check_integers(op, **{name: groups})
     divides = groups > 0 and channels > 0 and channels % groups == 0
     check(op, divides, "{} must divide {}, got {}", name, channels, groups)

@@ -131,7 +131,7 @@ def hyper_connection_pre(
         x: ``[..., n, C]``, n streams (1 to 8), float32, bfloat16 or float16. float64 runs the eager
             reference.
         weight: ``[M, n * C]``, M = n (only pre), 2n (pre and post) or 2n + n^2 (pre, post, then res row by
-            row); any float dtype: products are taken in float32.
+            row); any float dtype: matmuls are in float32.
         base: ``[M]``, any float dtype.
         scale: one number for each part that there is: ``[1]``, ``[2]`` or ``[3]``, any float dtype.
         norm_eps, pre_eps, post_scale, post_eps, sinkhorn_eps: see above; norm_eps and sinkhorn_eps >= 0.

@@ -1,4 +1,4 @@
-"""What may be overwritten: memory that holds every element once, and nothing else that is read.
+"""Tells what may be overwritten: memory that holds every element once, and nothing else that is read.
 
 Traced calls pass: they compute the results apart and copy them.
 """

@@ -72,7 +72,7 @@ def _columns(rank: int) -> int:
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # not a tuple: vmap would look for tensors in it
-class Layout:
+class CallLayout:
     """The meaning of a call's tensors, in this order: weights, biases, A of each adapter, B of each."""
 
     count: int  # of weights
@@ -225,7 +225,7 @@ _bwd_transformed = _op.transformable(
 
 def _setup_operator(ctx, inputs, output):
     x, tensors, *options, seed, _, _, _ = inputs
-    layout = Layout(len(tensors) - len(options[0]) - len(options[1]), tuple(options))
+    layout = CallLayout(len(tensors) - len(options[0]) - len(options[1]), tuple(options))
     need_x, *needs = ctx.needs_input_grad  # flat here, unlike in the backward
     constant = _constant(layout, need_x, needs[: len(tensors)], output[:-1])
     ctx.mark_non_differentiable(*constant, output[-1])
@@ -319,7 +319,7 @@ class _Function(torch.autograd.Function):
 _apply = _op.direct_apply(_Function)
 
 
-def prepare(bases: Sequence[Base], adapters: Sequence[Adapter], magnitudes=()) -> tuple[Layout, tuple]:
+def prepare(bases: Sequence[Base], adapters: Sequence[Adapter], magnitudes=()) -> tuple[CallLayout, tuple]:
     """Make the layout and tensors for many calls; with magnitudes for DoRA, in eager mode."""
     biased = [i for i, base in enumerate(bases) if base.bias is not None]
     linears, a, b, scales, dropouts = map(list, zip(*adapters, strict=True)) if adapters else ([],) * 5
@@ -329,7 +329,7 @@ def prepare(bases: Sequence[Base], adapters: Sequence[Adapter], magnitudes=()) -
     if quantised:
         makers, weights = (), [None] * len(bases)
     options = linears + biased, scales, dropouts
-    layout = Layout(len(bases), options, makers if any(makers) else (), len(magnitudes) > 0, quantised)
+    layout = CallLayout(len(bases), options, makers if any(makers) else (), len(magnitudes) > 0, quantised)
     layout.gathered = any(base.gathered for base in bases)
     return layout, (*weights, *(bases[i].bias for i in biased), *a, *b, *magnitudes)
 
@@ -339,7 +339,7 @@ def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None):
     return apply(x, *prepare(bases, adapters), seed)
 
 
-def apply(x, layout: Layout, tensors: tuple, seed=None, recompute=None) -> tuple[torch.Tensor, ...]:
+def apply(x, layout: CallLayout, tensors: tuple, seed=None, recompute=None) -> tuple[torch.Tensor, ...]:
     """The maps' results. Arguments have been checked, and `prepare` has put them in order.
 
     Args:
@@ -459,7 +459,7 @@ def _checked(x, linears, dropout, place=None) -> tuple[torch.Tensor, list[Base],
         weight, a, b, scale, bias = (*linear, *(1.0, None)[len(linear) - 3 :])
         dtype = adapters[0].a.dtype if adapters else None
         try:
-            base = _checked_base(x, weight, a, b, scale, bias, dtype, casts)
+            base = _checked_base(x, weight, a, b, scale, bias, dtype=dtype, casts=casts)
         except Error as error:
             refused = error if place is None else Error(str(error).replace("] ", f"] {place.format(i)}", 1))
         else:
@@ -472,8 +472,8 @@ def _checked(x, linears, dropout, place=None) -> tuple[torch.Tensor, list[Base],
     return x, bases, adapters
 
 
-def _checked_base(x, weight, a, b, scale, bias, dtype, casts) -> Base:
-    """The map of a checked adapter, whose dtype is that of the others."""
+def _checked_base(x, weight, a, b, scale, bias, *, dtype, casts) -> Base:
+    """The map of a checked adapter, in the dtype of the others."""
     named = {"weight": weight, "a": a, "b": b} | ({} if bias is None else {"bias": bias})
     for name, t in named.items():
         check_float(_OP, name, t)

@@ -11,6 +11,7 @@ import math
 import torch
 
 from tigon import _op
+from tigon._dtensor import PLAIN
 from tigon.error import refuse
 
 NONE = 0  # the reduction that is none, in the schemas
@@ -22,7 +23,7 @@ class RowLoss:
     """The operators ``tigon::<name>``, ``<name>_in_place`` and ``<name>_bwd`` as one differentiable loss.
 
     Their inputs are three tensors (the first one ``[..., V]``, differentiable), maybe others, the reduction,
-    and options, which the backward is told.
+    and options, which the backward gets.
 
     Args:
         name: of the operators, and in messages.
@@ -110,7 +111,7 @@ class RowLoss:
 def scaled(formed: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
     """The gradient formed in the forward times the upstream one: in its own memory, or in a copy of it if
     another backward may follow; for a compiler and for batches an operation that repeats."""
-    if type(formed) not in _op._PLAIN or _op._is_compiling() or _op.is_batched():  # see may_overwrite_saved
+    if type(formed) not in PLAIN or _op._is_compiling() or _op.is_batched():  # see may_overwrite_saved
         return _product(formed, dloss)
     if _op.graph_is_kept():
         formed = formed.clone()

@@ -29,7 +29,7 @@ class Start:
     Args:
         like: [..., rows, columns].
         eps: least norm.
-        dtype: of the products; ``None``: float64 for float64, float16 on CUDA, else float32.
+        dtype: of the matmuls; ``None``: float64 for float64, float16 on CUDA, else float32.
     """
 
     def __init__(self, like: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
@@ -38,7 +38,7 @@ class Start:
         self.eps, self.scale = eps, x_scale(like)
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
-        """Of matrices of these norms, which are written over."""
+        """The factors of matrices of these norms, which are overwritten."""
         return self.scale / norms.clamp_(min=self.eps)
 
     def of(self, x: torch.Tensor) -> torch.Tensor:

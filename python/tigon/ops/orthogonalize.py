@@ -24,7 +24,7 @@ def _symmetric(a, b, c=None, *, trans=False, alpha=1.0, beta=0.0, gamma=0.0) -> 
 
 
 def _rounds(steps: int, n: int, k: int) -> list[int]:
-    """After how many iterations X is formed anew. Each multiplies errors of small eigenvalues of R by twelve,
+    """After how many iterations X is formed. Each multiplies errors of small eigenvalues of R by twelve,
     which 16 bits bear three times. To form X of a square matrix costs no more than it saves."""
     most = 3 if n >= 256 and 2 * k >= 3 * n else 1
     return [min(most, steps - i) for i in range(0, steps, most)]
@@ -35,7 +35,7 @@ def newton_schulz_(x: torch.Tensor, coefficients: tuple[float, float, float], st
     """Matrices with singular vectors of `x`'s and singular values near 1.
 
     X <- a X + b (X X^T) X + c (X X^T)^2 X, begun with x over its norm. With R = X X^T of the shorter side and
-    P = a I + b R + c R^2 an iteration is X <- P X and R <- P R P^T: products of n x n matrices that commute,
+    P = a I + b R + c R^2 an iteration is X <- P X and R <- P R P^T: GEMMs of n x n matrices that commute,
     so that half of each is computed. X itself is formed after some iterations, from the product Q of their P.
     All factors stay in their order: what one step rounds must not grow as what it was given does.
 
@@ -73,5 +73,5 @@ def orthogonalize_(
     eps: float,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The same of any matrices: see :class:`Start`."""
+    """Orthogonalise any matrices: see :class:`Start`."""
     return newton_schulz_(Start(x, eps, dtype).of(x), coefficients, steps)

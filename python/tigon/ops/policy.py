@@ -104,7 +104,7 @@ def constants(op, shape, device, advantage, old, ref, importance, kl, denominato
     return tuple(None if t is None else t.detach() for t in (advantage, old, ref, importance))
 
 
-# Plain PyTorch.
+# The same formulas in plain PyTorch.
 
 
 def _k(estimator, q):
@@ -187,7 +187,7 @@ def reference(log_prob, mask, constants, entropy, denominator, entropy_denominat
     return PolicyResult(total, None if estimate is None else estimate.detach(), clipped)
 
 
-# The operator.
+# The operator, and what runs it or the reference.
 
 
 def _fake(log_prob, advantage, target, old, ref, importance, entropy, *_):
@@ -315,12 +315,14 @@ def policy_loss(
     check(op, log_prob.dim() == 2, "log_prob must be [B, T], got {}", log_prob.shape)
     shape, device = log_prob.shape, log_prob.device
     check_mask(op, "mask", mask, shape, device)
-    f = formula(op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise)
-    tensors = constants(
-        op, shape, device, advantage, old, ref, importance, kl, denominator, entropy_denominator
-    )
+    surrogate = {"kind": kind, "level": level, "clip": clip, "delta": delta, "tau": tau, "gamma": gamma}
+    terms = {"kl": kl, "kl_estimator": kl_estimator, "kl_corrected": kl_corrected, "entropy": entropy}
+    f = formula(op, **surrogate, **terms, normalise=normalise)
+    given = {"advantage": advantage, "old": old, "ref": ref, "importance": importance, "kl": kl}
+    divisors = {"denominator": denominator, "entropy_denominator": entropy_denominator}
+    tensors = constants(op, shape, device, **given, **divisors)
     if entropies is not None:
         arguments.check_float(op, "entropies", entropies)
         arguments.check_like(op, "entropies", entropies, shape, device)
     check(op, entropy == 0 or entropies is not None, "entropies must be given with entropy, got None")
-    return run(log_prob, mask, tensors, entropies, denominator, entropy_denominator, f)
+    return run(log_prob, mask, tensors, entropies, **divisors, f=f)

@@ -175,7 +175,7 @@ def check_mask(op, name, mask, shape, device):
     arguments.check_like(op, name, mask, shape, device)
 
 
-# Plain PyTorch.
+# The same formulas in plain PyTorch.
 
 
 def log1mexp(x):
@@ -248,7 +248,7 @@ def _mean(losses, denominator):
     return divide(losses.sum(), max(losses.shape[0], 1) if denominator is None else denominator)
 
 
-# The operator.
+# The operator, and what runs it or the reference.
 
 
 def empty_results(like, answers, pairs):
@@ -359,7 +359,8 @@ def preference_loss(
     check_mask(op, "nll_mask", nll_mask, (answers // 2, *log_prob.shape[1:]), device)
     if nll_mask is not None:
         nll_mask = nll_mask.reshape(answers // 2, math.prod(log_prob.shape[1:]))
-    return run(op, log_prob, mask, nll_mask, constant(ref, log_prob), None, None, denominator, formula)
+    rest = {"desirable": None, "kl": None, "denominator": denominator, "formula": formula}
+    return run(op, log_prob, mask, nll_mask=nll_mask, ref=constant(ref, log_prob), **rest)
 
 
 @arguments.called({"target": "mask"})
@@ -407,7 +408,8 @@ def kto_loss(
     check_desirable(op, desirable, log_prob.shape[0], log_prob.device)
     check_ref(op, ref, log_prob.shape[0], log_prob.device)
     ref, kl = constant(ref, log_prob), kl_tensor(kl, log_prob)
-    return run(op, log_prob, mask, None, ref, desirable, kl, denominator, formula)
+    rest = {"desirable": desirable, "kl": kl, "denominator": denominator, "formula": formula}
+    return run(op, log_prob, mask, nll_mask=None, ref=ref, **rest)
 
 
 def constant(t, like):

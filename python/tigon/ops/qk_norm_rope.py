@@ -151,7 +151,7 @@ def qk_norm_rope(
         if y is not None:
             return y[0] if k is None else y
     sections = mrope_section, mrope_interleaved
-    options = tables.Options(interleaved, False, rotary_dim, tail, *sections, keep_dtype)
+    options = tables.RopeOptions(interleaved, False, rotary_dim, tail, *sections, keep_dtype)
     _rms_norm.check_rounding(op, offset, rounding)
     check_eps(op, eps)
     head_dim = tables.check_heads(op, q, k, unsqueeze_dim)

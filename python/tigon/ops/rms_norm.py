@@ -26,20 +26,20 @@ def reference(x, weight=None, eps=1e-6, *, offset=0.0, rounding="llama"):
 
 
 def check_options(op, x, weight, eps, offset, rounding):
-    """What every RMS norm asks of its arguments in addition to the core."""
+    """Check what the core of every RMS norm does not see."""
     check_rounding(op, offset, rounding)
     check_types(op, x, eps, weight=weight)
 
 
 def check_rounding(op, offset, rounding):
-    """What every RMS norm asks of its weight's use."""
+    """Check how an RMS norm uses its weight."""
     check_choice(op, "rounding", rounding, ROUNDINGS)
     if type(offset) is not float or offset != offset:
         check_numbers(op, offset=offset)
 
 
 def are_usual(eps, offset, rounding) -> bool:
-    """Whether numbers and rounding of a norm need no look by the functions above."""
+    """Whether numbers and rounding of a norm need none of the checks above."""
     usual = type(eps) is type(offset) is float and offset == offset
     return usual and type(rounding) is str and rounding in ROUNDINGS
 

@@ -25,7 +25,7 @@ def _reference(q, k, cos, sin, positions, form):
 def reference(q, k, cos, sin=None, *, unsqueeze_dim=1, position_ids=None, inplace=False, **options):
     """The same formula in plain PyTorch operations (any float dtype, any device), never in place."""
     head_dim = tables.head_dim_of("rope", q, unsqueeze_dim)
-    form = tables.Form.of("rope", head_dim, cos, tables.Options(**options))
+    form = tables.Form.of("rope", head_dim, cos, tables.RopeOptions(**options))
     return _reference(q, k, cos, sin, position_ids, form)
 
 
@@ -205,7 +205,7 @@ def rope(
         return y[0] if k is None else y
     head_dim = tables.check_heads("rope", q, k, unsqueeze_dim)
     sections = mrope_section, mrope_interleaved
-    options = tables.Options(interleaved, deinterleave, rotary_dim, tail, *sections, keep_dtype)
+    options = tables.RopeOptions(interleaved, deinterleave, rotary_dim, tail, *sections, keep_dtype)
     form = tables.Form.of("rope", head_dim, cos, options)
     tables.check_tables("rope", q, cos, sin, position_ids, form)
     if inplace is not False:

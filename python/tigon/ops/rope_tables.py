@@ -1,4 +1,4 @@
-"""What rope and qk_norm_rope share: options, checks, tables and the rotation in plain PyTorch."""
+"""The common part of rope and qk_norm_rope: options, checks, tables and the rotation in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tigon.error import check
 from tigon.ops import arguments
 
 
-class Options(NamedTuple):
+class RopeOptions(NamedTuple):
     """How the public functions pair and choose columns."""
 
     interleaved: bool = False
@@ -38,7 +38,7 @@ class Form(NamedTuple):
     mixed: bool = False
 
     @classmethod
-    def of(cls, op, head_dim, cos, options: Options):
+    def of(cls, op, head_dim, cos, options: RopeOptions):
         """From the options of the public functions."""
         interleaved, deinterleave, rotary_dim, tail, mrope_section, mrope_interleaved, keep_dtype = options
         check(op, isinstance(cos, torch.Tensor), "cos must be a tensor, got {}", arguments.kind_of(cos))
@@ -154,10 +154,10 @@ def check_tables(op, q, cos, sin, positions, form) -> None:
     check(op, fits, "cos must have {}, at most {}, got {}", what, most, columns)
     axes = (3,) if form.has_sections() else ()
     if positions is None:
-        _check_rows(op, "cos", cos.shape, axes, batch, tokens, (columns,), ", R")
+        _check_rows(op, "cos", cos.shape, axes, batch, tokens, rest=(columns,), text=", R")
         return
     check(op, cos.dim() == 2, "cos must be [P, R] beside position_ids, got {}", tuple(cos.shape))
-    _check_rows(op, "position_ids", positions.shape, axes, batch, tokens, (), "")
+    _check_rows(op, "position_ids", positions.shape, axes, batch, tokens)
 
 
 def takes_reference(op, q, k, cos, sin, positions, *weights, fits: bool = True) -> bool:
@@ -180,7 +180,7 @@ def check_constant(op, *needed) -> None:
     check(op, not any(needed), "cos and sin must not need a gradient inside vmap, got one that does")
 
 
-def _check_rows(op, name, shape, axes, batch, tokens, rest, text) -> None:
+def _check_rows(op, name, shape, axes, batch, tokens, *, rest=(), text="") -> None:
     """[*axes, batch or 1, tokens, *rest] or without a batch."""
     lead = shape[: len(shape) - len(rest)]
     short = (*axes, tokens)

@@ -78,7 +78,7 @@ def _keeps_own(forced):
 
 @torch.no_grad()
 def _choice(c, bias, num_groups, top_groups, two):
-    """All experts, best first; those of other groups last."""
+    """The order of all experts, best first; experts of groups that are not chosen come last."""
     c = c if bias is None else c + bias
     order = c.sort(dim=-1, descending=True, stable=True).indices
     if num_groups == 1:

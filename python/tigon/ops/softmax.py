@@ -22,7 +22,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[..., C]`` in x's dtype, contiguous. Differentiable (the result is kept for the backward);
         arithmetic in float32, rounded once; bitwise deterministic. Entries of ``-inf`` give 0; a row of
-        nothing else is NaN. In 16 bits the backward starts from the rounded result, as that of
+        no other row is NaN. In 16 bits the backward starts from the rounded result, as that of
         :func:`torch.softmax` in that dtype: of sharp rows it may keep no digit (float16, logits of size 100:
         off by 1.7e-4 at 1.1e-4), where a softmax in float32 that is rounded afterwards keeps them all.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tigon._dtensor import PLAIN
 from tigon._op import has_kernel
 from tigon.error import Error, check, refuse
 from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, check_list, reference_
@@ -19,7 +20,6 @@ from tigon.optim.groups import check_adamw, check_keys
 _OP = "AdamW"
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALF, torch.float32)
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 # The state that a rounding keeps in addition to a 16-bit parameter.
 _EXTRAS = {"split": ("param_low", torch.int16), "master": ("master_param", torch.float32)}
 
@@ -75,7 +75,7 @@ class AdamW(torch.optim.Optimizer):
 
     # GradScaler passes grad_scale and found_inf and does not wait; not with fused=False.
     _step_supports_amp_scaling = True
-    # Whether the tensors of the last step were one list of plain tensors with a kernel. A hint: see _update.
+    # True if the tensors of the last step were one list of plain tensors with a kernel. A hint: see _update.
     _alike = False
     # The steps of a list's parameters in one tensor, and the place of each.
     _steps: tuple[torch.Tensor | None, list[int]] = None, []
@@ -134,7 +134,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in PyTorch; parameters that cannot be updated are an error."""
+        """Add a group as PyTorch's optimizers do; parameters that cannot be updated are an error."""
         self._check_group(param_group)
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"] = list(dict.fromkeys(self.param_groups[-1]["params"]))
@@ -216,7 +216,7 @@ class AdamW(torch.optim.Optimizer):
         return torch.zeros(()) if factor is None else self.grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in PyTorch."""
+        """Clear the gradients as PyTorch's optimizers do, and the factor of a clipping."""
         self._factor = None
         super().zero_grad(set_to_none)
 
@@ -300,7 +300,7 @@ class AdamW(torch.optim.Optimizer):
             for group, p, state in others:
                 self._update_plainly(group, p, state, clip, scale)
         kinds = {type(t) for _, params, grads in groups for t in itertools.chain(params, grads)}
-        self._alike = len(lists) == 1 and not others and kinds <= _PLAIN
+        self._alike = len(lists) == 1 and not others and kinds.issubset(PLAIN)
         if self._alike:
             self._join_steps(groups)
 
@@ -401,7 +401,7 @@ class AdamW(torch.optim.Optimizer):
         return lists, others, shared
 
     def _find_places(self) -> None:
-        """Where each parameter's stream of random bits begins: at the elements of those before it."""
+        """Find where each parameter's stream of random bits begins: after the elements before it."""
         self._places.clear()
         place = 0
         for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
@@ -415,7 +415,7 @@ class AdamW(torch.optim.Optimizer):
             self._places.clear()
 
     def _check_plain(self, p, state) -> None:
-        """What :meth:`_update_plainly` would stumble on."""
+        """Check the state on which :meth:`_update_plainly` would fail."""
         for name, value in state.items():
             if name != "step" and value.shape != p.shape:
                 refuse(_OP, name + " must have the sizes of its param, {}, got {}", p.shape, value.shape)
@@ -478,7 +478,7 @@ class AdamW(torch.optim.Optimizer):
 
     @staticmethod
     def _counts_on_device(group: dict, device: torch.device, found_inf) -> bool:
-        """Where a GPU decides whether a step is done, or a graph replays it, the GPU counts."""
+        """Whether the GPU counts steps: it decides whether a step is done, or a graph replays steps."""
         return device.type == "cuda" and (group["capturable"] or found_inf is not None)
 
     def _is_coded(self, group: dict, p) -> bool:
@@ -487,7 +487,7 @@ class AdamW(torch.optim.Optimizer):
         return wanted and p.dtype in _FLOATS and (p.is_cuda or p.is_cpu) and codes.takes(p)
 
     def _moment_dtypes(self, group: dict, p) -> tuple[torch.dtype, torch.dtype]:
-        """Of moments that are no codes."""
+        """The dtypes of both moments of a parameter without codes."""
         given = group.get("moment_dtype", self.moment_dtype)
         if p.dtype not in _FLOATS:
             return p.dtype, p.dtype
@@ -495,7 +495,7 @@ class AdamW(torch.optim.Optimizer):
         return tuple(torch.float32 if dtype == "int8" else dtype or p.dtype for dtype in pair)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in PyTorch. Where moments of DTensors are codes, each process calls it."""
+        """Do as PyTorch's optimizers do. If moments of DTensors are codes, each process must call it."""
         saved, params = super().state_dict(), itertools.count()
         for group in self.param_groups:
             for number, p in zip(params, group["params"], strict=False):
@@ -508,7 +508,7 @@ class AdamW(torch.optim.Optimizer):
     def bitsandbytes_state_dict(self) -> dict[str, Any]:
         """The state as ``bitsandbytes.optim.AdamW8bit`` of the same groups loads it.
 
-        Codes of exp_avg are the same; those of exp_avg_sq are made anew, of itself and not of its root.
+        Codes of exp_avg are the same; those of exp_avg_sq are made again, of itself and not of its root.
 
         Raises:
             tigon.Error: moments that are DTensors', which bitsandbytes has none of.
@@ -523,7 +523,7 @@ class AdamW(torch.optim.Optimizer):
         return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state_dict) -> None:
-        """As in PyTorch; moments keep their dtype here, and what a rounding keeps in addition is restored.
+        """Load as PyTorch's optimizers do. Moments keep their dtype; what a rounding keeps is restored too.
 
         Also a state of ``bitsandbytes.optim.AdamW8bit`` or of torchao's ``AdamW8bit`` and its kin.
         """
@@ -628,7 +628,7 @@ def _laid_out(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def _begin_of(p: torch.Tensor) -> int:
-    """Where the local part of a DTensor begins among its elements; parts by another dimension than the first
+    """The place of a DTensor's local part among its elements; parts by another dimension than the first
     take the place of their first element, which is their own as well."""
     if not is_dtensor(p):
         return 0

@@ -61,7 +61,7 @@ def make(state: dict, p: torch.Tensor, begin: int) -> None:
 
 
 def listed(states: list[dict]) -> tuple[list, list, list]:
-    """Moments or codes of each, and absmax of those with codes. Raises KeyError where there is neither."""
+    """The moments or codes of each parameter, and absmax of the codes. Raises KeyError if it has neither."""
     avgs = [state[AVG if AVG in state else "exp_avg"] for state in states]
     sqs = [state[ROOT if ROOT in state else "exp_avg_sq"] for state in states]
     return avgs, sqs, [state[name] for state in states if AVG in state for name in MAXIMA]
@@ -121,7 +121,7 @@ def _in_blocks(x: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _cut_blocks(shape: torch.Size, parts: tuple[int, ...]) -> tuple[int, ...]:
-    """The blocks that a cut goes through where the rows are cut in so many parts, and each of these again."""
+    """The blocks that are cut if rows are cut in so many parts, and each of these again."""
     ranges, row = [(0, shape[0])], shape[1:].numel()
     for n in parts:
         steps = [(a, b, -(-(b - a) // n)) for a, b in ranges]
@@ -178,14 +178,15 @@ class SharedBlocks:
                 first = made.first[i] if made.first else None
                 if shared[i]:
                     groups = process_groups(owners[i])
-                    self._split(new, streams, maxima, made.steps[i], first, begins[i], shared[i], groups)
+                    whole = {"step": made.steps[i], "first": first, "begin": begins[i]}
+                    self._split(new, streams, maxima, **whole, shared=shared[i], groups=groups)
                 else:
                     _append(new, streams, maxima, made.steps[i], first)
             new.group_sizes.append(len(new.params) - before)
         vars(made).update(vars(new))
         self._decode(made)
 
-    def _split(self, new: TensorList, streams, maxima, step, first, begin: int, shared, groups) -> None:
+    def _split(self, new: TensorList, streams, maxima, *, step, first, begin: int, shared, groups) -> None:
         """Appends a tensor in parts: what is in shared blocks, and what is between them."""
         slots = {block: self._counts.get(groups, 0) + k for k, block in enumerate(shared)}
         self._counts[groups] = self._counts.get(groups, 0) + len(shared)
@@ -226,7 +227,7 @@ class SharedBlocks:
         return [row[: edge.codes[k].numel()] for row, edge in zip(blocks, self._edges, strict=True)]
 
     def join(self, found_inf: torch.Tensor | None) -> None:
-        """Writes the codes of the edges after the update, where one was done. Each process calls it."""
+        """Write the codes of the edges if an update was done. Each process calls it."""
         if not self._counts:
             return
         edges = self._edges
@@ -272,7 +273,7 @@ def finite_or_nan(absmax: torch.Tensor) -> torch.Tensor:
 
 
 def whole_absmax(p: torch.Tensor, absmax: torch.Tensor, begin: int) -> torch.Tensor:
-    """That of all blocks of a DTensor, in every process that has a part of it."""
+    """The absmax of all blocks of a DTensor, in every process that has a part of it."""
     first, end = blocks_of(p, begin)
     bits = absmax.new_zeros(-(-p.numel() // BLOCK), dtype=torch.int32)
     bits[first:end] = finite_or_nan(absmax).view(torch.int32)
@@ -325,7 +326,7 @@ def known_group(group: dict) -> dict:
 
 
 def check_saved(op: str, p: torch.Tensor, saved: dict) -> None:
-    """Codes must be those of the parameter."""
+    """Check that codes belong to the parameter."""
     if AVG not in saved:
         return
     whole = all(name in saved for name in NAMES)
@@ -341,7 +342,7 @@ def check_saved(op: str, p: torch.Tensor, saved: dict) -> None:
 
 
 def own_absmax(p: torch.Tensor, whole: torch.Tensor, begin: int) -> torch.Tensor:
-    """What of that of the whole parameter this process needs."""
+    """The absmax of this process' blocks, of that of the whole parameter."""
     first, end = blocks_of(p, begin)
     return whole.view(-1)[first:end].to(p.device, torch.float32, copy=True)
 

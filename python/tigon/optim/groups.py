@@ -15,7 +15,7 @@ from torch import nn
 from tigon.error import check, refuse
 from tigon.ops.arguments import check_booleans, check_numbers, check_positive, kind_of
 
-# Of AdamW's groups.
+# These are options of AdamW's groups.
 ADAMW = (
     "lr",
     "betas",
@@ -29,7 +29,7 @@ ADAMW = (
     "fused",
     "decoupled_weight_decay",
 )
-# Of tigon.optim.AdamW as a whole.
+# These are options of tigon.optim.AdamW as a whole.
 ADAMW_WHOLE = ("rounding", "moment_dtype", "moment_rounding", "max_grad_norm", "seed")
 _OTHER_NAMES = {
     "learning_rate": "lr",

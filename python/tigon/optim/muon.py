@@ -87,7 +87,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in PyTorch; parameters that cannot be updated are an error."""
+        """Add a group as PyTorch's optimizers do; parameters that cannot be updated are an error."""
         check_booleans(_OP, use_muon=param_group.get("use_muon", True))
         if not param_group.get("use_muon", True):
             # The AdamW checks the group first, so that a group with an error is not added.
@@ -118,7 +118,7 @@ class Muon(torch.optim.Optimizer):
         return super().__getstate__() | {"_adamw": self._adamw}
 
     def load_state_dict(self, state_dict) -> None:
-        """As in PyTorch; unknown options are an error."""
+        """Load as PyTorch's optimizers do; unknown options are an error."""
         handle = self.register_load_state_dict_pre_hook(_check_loaded)
         try:
             super().load_state_dict(state_dict)
@@ -239,7 +239,7 @@ def _check_loaded(_, loaded: dict) -> None:
 
 
 def _check_state(p: torch.Tensor, momentum: torch.Tensor | None) -> None:
-    """A gradient and a momentum that exist must be those of their parameter."""
+    """Check that a gradient and a momentum fit their parameter."""
     for name, t in (("gradients", p.grad), ("momentum_buffer", momentum)):
         if t is None:
             continue

@@ -16,7 +16,7 @@ constexpr const char* kOp = "grouped_gemm";
 template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources = 1>
 using Product = matmul::Matmul<T, kMajorA, kMajorB, matmul::StoreEpilogue<T, kGroups>, kGroups, kSources>;
 
-// Returns g's products with `rows` rows: the second one follows the first along K.
+// Returns g's matmuls with `rows` rows: the second one follows the first along K.
 template <int kSources>
 std::array<Gemm, kSources> sources_of(const GroupedGemm& g, int64_t rows, int64_t cols) {
   std::array<Gemm, kSources> sources;

@@ -283,7 +283,7 @@ __device__ __forceinline__ void st_async(T* local, unsigned rank, const T& value
 // --- matrices in registers -----------------------------------------------------------------------
 
 // Computes d += a b with a [16, 16] (row, column) and b [16, 8] of bf16 pairs. In lane 4 t + q, a holds rows
-// t and t + 8 by turns, at columns 2 q and then 2 q + 8; b holds column t at rows 2 q and 2 q + 8; d holds
+// t and t + 8 in turn, at columns 2 q and then 2 q + 8; b holds column t at rows 2 q and 2 q + 8; d holds
 // rows t (2 values) and t + 8 at column 2 q.
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint4& a, uint2 b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -1,7 +1,7 @@
 // Adds a residual and applies RMSNorm in one pass (the pre-norm block of Llama; RMSNorm: Zhang & Sennrich
 // 2019, eq. 4).
 // Formula     h = x + residual,  y = rms_norm(h)  (tigon/ops/rms_norm/rms_norm.h)
-// Gradients   dx = dresidual = dh + gradient of rms_norm with respect to h;  dweight as there
+// Gradients   dx = dresidual = dh + gradient of rms_norm with respect to h;  dweight as in rms_norm
 // Shapes      x, residual, h, y, dy, dh, dx [rows, cols], any row stride; weight, dweight [cols]; rstd [rows]
 // Dtypes      x, residual, h f32 | bf16 | f16, one for all; weight of that dtype or f32; y and dy by
 //             rms_norm_result; rstd f32

@@ -1,5 +1,5 @@
 // The CUDA backend moves the bytes of the codes and of the weight once. A thread has 8 columns of a row,
-// which have one scale; elements_kernel takes one element a thread where rows or blocks do not allow that.
+// which have one scale; elements_kernel takes one element a thread if rows or blocks do not allow that.
 #include "tigon/base/cuda/divider.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"

@@ -235,7 +235,7 @@ void coefficient_gradients(Context& ctx, const HyperConnectionGradients& a);
 void set_zero(Context& ctx, const Matrix& dense);
 }  // namespace cpu
 namespace cuda {
-// Computes the GEMMs with the weight, by kernels for the usual shape: product and rstd, and those of dx and
+// Computes the GEMMs with the weight, by kernels for the usual shape: matmul and rstd, and those of dx and
 // dweight that are wanted. Returns false, with nothing written, if the kernels do not take the shape.
 bool products(Context& ctx, const HyperConnectionFwd& a);
 bool product_gradients(Context& ctx, const HyperConnectionGradients& g);

@@ -162,7 +162,7 @@ void lora_copy(Context& ctx, std::span<const LoraCopy> list);
 void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products);
 void lora_dropout(Context& ctx, const LoraDropout& a);
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
-// Computes the sum of products of one c and one trans_b as one GEMM. Returns false if there is no kernel for
+// Computes the sum of matmuls of one c and one trans_b as one GEMM. Returns false if there is no kernel for
 // it, or if it is slower.
 bool lora_products(Context& ctx, std::span<const Product> products);
 }  // namespace cuda

@@ -121,7 +121,7 @@ void check_forced(const Matrix& forced, int64_t experts) {
     }
 }
 
-// Computes r anew if the chosen logits are too far below the others (route_math.inc). chosen(i) is the id of
+// Computes r again if the chosen logits are too far below the others (route_math.inc). chosen(i) is the id of
 // the i-th.
 template <class Fn>
 void rescore(RouteRow& row, const RouteOptions& options, int64_t k, const Fn& chosen) {

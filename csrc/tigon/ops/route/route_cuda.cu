@@ -111,7 +111,7 @@ struct Row {
           j * 32 + lane < experts ? route_score(z[j], e[j], sum, options.sigmoids, options.normalize) : 0.0f;
     scores = options.sigmoids ? sum_row(r) : sum;
   }
-  // Computes r anew if the chosen logits are too far below the others (route_math.inc). chosen(j) is true if
+  // Computes r again if the chosen logits are too far below the others (route_math.inc). chosen(j) is true if
   // j is one of them.
   template <class Fn>
   __device__ __forceinline__ void rescore(const Options& options, const Fn& chosen) {

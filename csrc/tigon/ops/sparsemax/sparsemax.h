@@ -1,7 +1,7 @@
 // Computes sparsemax over the last dimension (Martins & Astudillo 2016, "From Softmax to Sparsemax", eq. 1,
 // proposition 1 and eq. 14). tau is found without sorting (Michelot 1986; Newton's method on sum(max(z - tau,
 // 0)) = 1): it starts from tau = -1, which is below that of the result, and computes S = {z > tau} and tau =
-// (sum of z over S - 1) / |S| by turns, until S does not shrink. Steps are few: each one halves the excess of
+// (sum of z over S - 1) / |S| in turn, until S does not shrink. Steps are few: each one halves the excess of
 // the sum or |S|.
 // Formula     y = max(z - tau, 0),  z = x - max(x);  tau such that sum(y) = 1
 // Gradients   dx = dy - mean of dy over S in S, 0 elsewhere,  S = {y > 0}

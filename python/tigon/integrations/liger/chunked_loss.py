@@ -3,7 +3,7 @@
 They come from heads whose logits never exist: :func:`tigon.linear_preference`, :func:`tigon.linear_kto`,
 :func:`tigon.linear_policy` and :func:`tigon.linear_jsd`. Arguments, tuples, normalisation and errors are
 those of ``liger_kernel`` 0.8.5. ``compiled`` and ``chunk_size`` choose nothing. A ``kl`` for each answer is
-taken as such. ``"luspo"`` leaves out masked tokens, as TRL does. Where the teacher has more classes than the
+taken as it is. ``"luspo"`` leaves out masked tokens, as TRL does. If the teacher has more classes than the
 student, those that both have are compared (Liger pads the student's logits with zeros).
 """
 
@@ -394,7 +394,7 @@ class LigerFusedLinearGRPOLoss(Loss):
         return {"gamma": numbers} if kind == "vespo" else {}
 
     def _denominator(self, mask: Tensor, num_items_in_batch: float | Tensor | None) -> dict:
-        """What the sum of the tokens' losses is divided by."""
+        """The divisor of the sum of the tokens' losses."""
         answers = mask.shape[0]
         if self.loss_type in ("grpo", "sapo"):
             return {"normalise": "sequence"}

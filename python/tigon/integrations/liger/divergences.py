@@ -18,7 +18,7 @@ _REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
 def _or_zero(loss, labels, ignore_index):
-    """Without a row that counts: nothing, where Tigon's mean is that of no numbers."""
+    """The loss, or 0 if no row counts, for which Tigon's mean is NaN."""
     return loss if labels is None else torch.where((labels != ignore_index).any(), loss, 0.0)
 
 
@@ -66,7 +66,7 @@ def liger_tvd(
     reduction: str = "mean",
     ignore_index: int = -100,
 ) -> Tensor:
-    """``|input - target| / 2`` of probabilities; where they are equal the gradient is 0.
+    """``|input - target| / 2`` of probabilities; the gradient is 0 if they are equal.
 
     :func:`tigon.tvd` takes logits and is the one to use in new code: with probabilities given there is
     nothing left to fuse but a difference, so this is plain PyTorch.

@@ -22,7 +22,7 @@ from tigon.integrations.liger.paths import check, public
 
 @dataclass
 class CrossEntropyOutput:
-    """What the cross-entropies return when asked for more than the loss."""
+    """The result of the cross-entropies if more than the loss is requested."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -49,7 +49,7 @@ def _accuracy(correct, counts, reduction):
 
 
 def _class_weight(weight, target, ignore_index, z_scale, reduction):
-    """Class weights for a mean whose z-loss is over the number of rows, not over their weights, as there.
+    """Class weights for Liger's mean, whose z-loss is over the number of rows and not over their weights.
 
     Scaled so that the weights of the rows that count add up to their number, which then divides both parts.
     """
@@ -102,7 +102,7 @@ def liger_cross_entropy(
 
 
 def whole(weight):
-    """The weight of a head as one tensor; FSDP's shards look like those of a vocabulary: both are refused."""
+    """The weight of a head as one tensor; shards are refused: FSDP's look like those of a vocabulary."""
     if not is_dtensor(weight):
         return weight
     fits = all(p.is_replicate() for p in weight.placements)
@@ -320,7 +320,7 @@ liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
 def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     """Llama 4: neighbours as complex numbers, q and k ``[B, T, H, D]``, one turn a token and pair.
 
-    ``freqs_cis`` is complex ``[B, T, D/2]`` (or ``[T, D/2]``), or its real and imaginary parts by turns.
+    ``freqs_cis`` is complex ``[B, T, D/2]`` (or ``[T, D/2]``), or its real and imaginary parts alternate.
     """
     if not freqs_cis.is_complex():
         freqs_cis = torch.view_as_complex(
@@ -331,7 +331,7 @@ def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) 
 
 
 def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in Llama 4's vision tower, whose turns have an axis of heads, ``[T, 1, D/2]``."""
+    """Rotary embedding of Llama 4's vision tower; its frequencies have an axis of heads, ``[T, 1, D/2]``."""
     return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci.reshape(query.shape[1], -1))
 
 
@@ -348,7 +348,7 @@ def LigerForCausalLMLoss(
     return_predicted_tokens: bool = False,
     **kwargs,
 ) -> Tensor | CrossEntropyOutput:
-    """The causal loss from hidden states, divided by ``num_items_in_batch`` where that is given.
+    """The causal loss from hidden states, divided by ``num_items_in_batch`` if that is given.
 
     Keywords that the loss head does not know are dropped.
     """
@@ -393,7 +393,7 @@ def loss_settings() -> dict:
     """
     ours, current, noted = liger_fused_linear_cross_entropy, _current_loss(), _Recorder()
     if current is ours or current.__module__ == "liger_kernel.transformers.functional":
-        return {}  # Tigon's, or Liger's where it is installed: nobody wrapped it
+        return {}  # Tigon's, or Liger's if it is installed: nobody wrapped it
     with contextlib.suppress(AttributeError, TypeError):  # it reads the operands
         current(noted, None, None)
     check(

@@ -1,7 +1,7 @@
 """``liger_kernel``'s losses of a sharded vocabulary and its names for Megatron, among them
 ``apply_liger_kernel_to_megatron``: functions and norm slots of Megatron-Core, replaced for the process.
 
-It replaces the globals that Liger's replaces, by what its classes are here. There is no way back, as there.
+It replaces the globals that Liger's patch replaces by classes of Tigon. As in Liger, nothing undoes it.
 :func:`tigon.megatron.apply` does more (rotary embedding, the loss head), only to the model that it is given.
 """
 
@@ -66,7 +66,7 @@ class LigerVocabParallelCrossEntropy(Loss):
 
 @dataclass(eq=False, repr=False)
 class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
-    """The same in Megatron's sense of smoothing."""
+    """The loss with Megatron's definition of smoothing."""
 
     label_smoothing_formula: str = "megatron"
     label_smoothing_mode: str = "partition"
@@ -111,7 +111,7 @@ class LigerMegatronRMSNorm(RMSNorm):
 
 
 def unsupported(bias, fp8_input_store, cpu_offload_input) -> str | None:
-    """What Liger's SwiGLU leaves to Megatron's function, or None."""
+    """The reason why Liger's SwiGLU leaves a call to Megatron's function, or None."""
     if bias is not None:
         return "it adds a bias"
     if fp8_input_store:
@@ -122,7 +122,7 @@ def unsupported(bias, fp8_input_store, cpu_offload_input) -> str | None:
 class LigerMegatronSwiGLU(nn.Module):
     """Megatron's ``bias_swiglu_impl`` as a module: ``silu(gate) * up`` of ``[..., 2 F]``.
 
-    With ``fallback_impl`` a bias, FP8 and offloaded inputs go there, as there. Without, a bias is added here
+    With ``fallback_impl`` it gets biases, FP8 and offloaded inputs, as in Liger. Else a bias is added here
     and the others go to Megatron's own function. ``in_place`` is accepted and has no effect.
     """
 
@@ -214,7 +214,7 @@ def _find(path: str, name: str, switch: str) -> tuple[ModuleType, str]:
 
 
 def _rebind(name: str, original, ours) -> None:
-    """The same for modules that hold the original by an import of their own; another function is left."""
+    """Replace the original in modules that have imported it; another function is left."""
     reached = name != _FUSED
     for path, bound in _CALLERS.get(name, ()):
         try:
@@ -234,7 +234,7 @@ def _loss(**options):
 
 
 def _group(tp_group):
-    """The group itself; for ``None``, which older versions pass, Megatron's own, where it has one."""
+    """The given group; for ``None``, which older versions pass, Megatron's own group if it has one."""
     state = sys.modules.get("megatron.core.parallel_state")
     known = tp_group is None and getattr(state, "model_parallel_is_initialized", bool)()
     return state.get_tensor_model_parallel_group() if known else tp_group

@@ -139,7 +139,7 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
 
 
 class LigerGroupNorm(nn.Module):
-    """GroupNorm; without ``bias`` the bias is zero and stays a parameter, as there."""
+    """GroupNorm; without ``bias`` the bias is zero and stays a parameter, as in Liger."""
 
     def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
         super().__init__()
@@ -158,7 +158,7 @@ class LigerGroupNorm(nn.Module):
 
 
 class LigerLayerNorm(nn.Module):
-    """LayerNorm; without ``bias`` the bias is zero and stays a parameter, as there."""
+    """LayerNorm; without ``bias`` the bias is zero and stays a parameter, as in Liger."""
 
     def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None, backend=None):
         super().__init__()
@@ -273,7 +273,7 @@ class LigerPhi3SwiGLUMLP(FusedGatedMLP):
 
 
 class LigerGEGLUMLP(GatedMLP):
-    """The gated MLP of Gemma: tanh-GELU whatever the configuration says, as there."""
+    """The gated MLP of Gemma: tanh-GELU whatever the configuration says, as in Liger."""
 
     activation_in = staticmethod(lambda config: "gelu_pytorch_tanh")
 
@@ -329,7 +329,7 @@ class _CrossEntropy(Loss):
 
 @dataclass(eq=False, repr=False)
 class LigerCrossEntropyLoss(_CrossEntropy):
-    """Cross-entropy of logits; the class weight is an attribute, not a buffer, as there."""
+    """Cross-entropy of logits; the class weight is an attribute, not a buffer, as in Liger."""
 
     weight: Tensor | None = None
     ignore_index: int = -100

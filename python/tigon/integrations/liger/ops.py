@@ -16,7 +16,7 @@ from tigon.integrations.liger.paths import check
 from tigon.ops.columns import columns_for
 from tigon.ops.rms_norm import ROUNDINGS, _op, check_options, result_dtype
 
-IMPL_REGISTRY: dict = {}  # kernels for other hardware, which nobody has here; Axolotl looks through it
+IMPL_REGISTRY: dict = {}  # kernels for other hardware: none here; Axolotl looks through it
 
 
 class LigerRMSNormFunction:
@@ -62,7 +62,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
 def fused_selective_log_softmax(
     logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
 ) -> Tensor:
-    """``[B, L]`` log-probabilities of the last L of ``input_ids``, 0 where the mask is; no gradient.
+    """``[B, L]`` log-probabilities of the last L of ``input_ids``, 0 at zeros of the mask; no gradient.
 
     By :func:`tigon.cross_entropy` of logits ``[B, L + 1, V]``. Logits over a temperature exist in float32,
     for they are not rounded to their dtype.
@@ -78,7 +78,7 @@ def fused_selective_log_softmax(
 
 
 def fused_linear_cross_entropy_forward(*args, **kwargs):
-    """Axolotl keeps the compiler from it where a model is compiled; nothing calls it here."""
+    """Not called by Tigon. Axolotl excludes it from compilation if a model is compiled."""
     raise Error(
         "[compat.liger] liger_fused_linear_cross_entropy must be called, got a call of one of its halves"
     )
@@ -133,7 +133,7 @@ def rope_backward(dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_d
 
 
 def _table(table, unsqueeze_dim):
-    """Without the axis of heads, which has one entry; with that of the batch."""
+    """Remove the axis of heads, which has one entry, and add an axis of batches."""
     if table.dim() == 4:
         table = table.squeeze(unsqueeze_dim if table.shape[unsqueeze_dim] == 1 else 1)
     return table.unsqueeze(0) if table.dim() == 2 else table

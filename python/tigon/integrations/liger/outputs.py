@@ -40,7 +40,7 @@ def _restore(parent: type, values: dict) -> ModelOutput:
 
 
 class _FSDPForwardRedirection:
-    """Calls a function of a wrapped module from inside the wrapper's forward, where its weights are whole."""
+    """Calls a function of a wrapped module inside the wrapper's forward, when its weights are whole."""
 
     def __call__(self, wrapper_module, method, *args, **kwargs):
         inner = wrapper_module._fsdp_wrapped_module

@@ -177,7 +177,7 @@ def resolve(path: str, name: str) -> object:
     """The object behind a name of a module.
 
     Raises:
-        AttributeError: the interface has none; the text says what to use, where Liger has one.
+        AttributeError: the interface has none; if Liger has one, the text says what to use.
     """
     for file, names in PATHS[path].items():
         if name in names.split():
@@ -187,7 +187,7 @@ def resolve(path: str, name: str) -> object:
 
 
 def dropped(path: str) -> str | None:
-    """What is said of a path of Liger's that the interface leaves out; None if Liger has none like it."""
+    """The advice for a path of Liger's that the interface leaves out; None if Liger has no such path."""
     for looks, instead in _INSTEAD.items():
         if re.search(looks, path, re.IGNORECASE):
             return f"[compat.liger] {PACKAGE}.{path} is not part of Tigon's interface: use {instead}"
@@ -195,5 +195,5 @@ def dropped(path: str) -> str | None:
 
 
 def public(path: str, name: str, default: object) -> object:
-    """What stands at a public path now: callers exchange attributes there, and expect it to count."""
+    """The present object at a public path: programs replace attributes there, and expect an effect."""
     return getattr(sys.modules.get(f"{PACKAGE}.{path}"), name, default)

@@ -39,7 +39,7 @@ def infer_comm_backend() -> str:
 
 
 def compare_version(package: str, compare: Callable[[Version, Version], bool], target: str) -> bool:
-    """``compare(installed version, target)``; False where the package is missing."""
+    """``compare(installed version, target)``; False if the package is missing."""
     try:
         module = importlib.import_module(package)
     except ImportError:

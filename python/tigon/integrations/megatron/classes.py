@@ -18,6 +18,7 @@ def core(path: str, asked: str) -> ModuleType:
 
 
 def class_name(cls: type) -> str:
+    """The name of a class with its module, as it is imported."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -56,7 +56,7 @@ def fused_apply_rotary_pos_emb(
 
     Returns:
         ``[s, b, h, d]`` in t's dtype. Tables and arithmetic are float32, and the result is rounded once
-        (Megatron's unfused form rounds tables and products to t's dtype).
+        (Megatron's unfused form rounds tables and multiplications to t's dtype).
 
     Raises:
         tigon.Error: shapes do not fit.

@@ -7,7 +7,7 @@ __all__ = ["Entry", "HeadCalls", "LazyLogits", "Report", "apply", "undo"]
 
 
 def __getattr__(name: str):
-    """What needs transformers, imported when first used: lazy logits and the report serve Megatron too."""
+    """Import what needs transformers when it is first used: Megatron uses the other names without it."""
     if name not in ("apply", "undo"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tigon.integrations.transformers import patch

@@ -88,7 +88,7 @@ class Canonical:
 
 
 def canonical(function, cls: type | None = None) -> Canonical:
-    """Canonical expression of a function, or of a method of `cls`, its helper methods taken from there."""
+    """The canonical expression of a function, or of a method of `cls`, with helper methods of `cls`."""
     found, reads = _evaluated(function, cls)
     if all(_now(place, name) is value for place, name, value in reads):
         return found
@@ -126,7 +126,7 @@ def _evaluated(function, cls) -> tuple[Canonical, list]:
 
 
 def source_tree(function) -> ast.AST:
-    """The syntax of a function's source; `NoSource` where there is none."""
+    """The syntax tree of a function's source; raises `NoSource` if it has no source."""
     try:
         module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", "")
         if name == "<lambda>" or module.startswith(f"{__package__}.patterns."):  # one file has many
@@ -140,13 +140,14 @@ def source_tree(function) -> ast.AST:
 
 @functools.lru_cache(maxsize=8)
 def _functions(text: str) -> dict[int, ast.FunctionDef | ast.Lambda]:
-    """The functions of a file by their line, where one has it to itself."""
+    """The functions of a file by their first line, without lines that several functions share."""
     found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.Lambda)]
     lines = Counter(node.lineno for node in found)
     return {node.lineno: node for node in found if lines[node.lineno] == 1}
 
 
 def function_node(function) -> ast.FunctionDef | ast.Lambda:
+    """The syntax node of a function; raises `NoSource` or `Unrecognised` if there is none."""
     if not isinstance(function, types.FunctionType):
         raise NoSource("no Python source")
     tree = source_tree(function)
@@ -158,7 +159,7 @@ def function_node(function) -> ast.FunctionDef | ast.Lambda:
 
 
 def _parameters(node: ast.FunctionDef | ast.Lambda) -> tuple[list[str], list[str]]:
-    """Names and defaults."""
+    """The names of a function's parameters, and their defaults."""
     arguments = node.args
     if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs:
         raise Unrecognised("a signature with *, ** or /")
@@ -267,7 +268,7 @@ class _Evaluator:
             return ("object", self.read(self.globals, name))
         if name in ("isinstance", "float"):
             return ("object", getattr(builtins, name))
-        if name in code.co_varnames:  # this path, where it is not assigned, fails
+        if name in code.co_varnames:  # a path on which it is not assigned fails
             return ("unbound",)
         raise Unrecognised(f"name `{name}`")
 
@@ -361,7 +362,7 @@ class _Evaluator:
         return self.read(base, attr)
 
     def read(self, place, name):
-        """What a name means now, to be compared when the expression is asked for again."""
+        """The present value of a name. It is compared when the expression is asked for again."""
         self.reads.append((place, name, _now(place, name)))
         return self.reads[-1][2]
 
@@ -465,7 +466,7 @@ def _build(name, arguments):
 
 
 def _is_sequence(value) -> bool:
-    """Sizes, whose sum is no sum: the order of its operands matters."""
+    """Whether a value is a sequence of sizes: `+` joins these, so the order of its operands matters."""
     match value:
         case (("tuple" | "shape" | "leading"), *_):
             return True

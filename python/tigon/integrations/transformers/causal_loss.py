@@ -1,4 +1,4 @@
-"""transformers' causal-LM loss, from the hidden states where logits are owed, and its options."""
+"""transformers' causal-LM loss and its options. It takes the hidden states if logits are lazy."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ REFUSED = {
 
 
 def loss_options(given: dict) -> dict:
-    """The options of the loss among a forward's keywords, in our words; what cannot be done is refused.
+    """The options of the loss among a forward's keywords, under Tigon's names; unsupported ones are refused.
 
     Keywords that choose no other loss (``accum_dtype``, ``chunk_mem_const``) and those of other parts of a
-    model are not looked at.
+    model are ignored.
     """
     for name, why in REFUSED.items():
         if value := given.get(name):
@@ -46,7 +46,7 @@ def causal_lm_loss(
 ):
     """transformers' ForCausalLMLoss that computes lazy logits' loss from the hidden states.
 
-    Beside its own arguments it takes `OPTIONS`.
+    In addition to transformers' arguments it takes `OPTIONS`.
     """
     options = loss_options(kwargs)
     if isinstance(logits, LazyLogits) and logits.shape[-1] == vocab_size:
@@ -73,12 +73,12 @@ def causal_lm_loss(
 
 
 def next_labels(labels, ignore_index):
-    """Each position's label: the token behind it, none at the end."""
+    """The label of each position: the next token; the last position has none."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def loss_of_logits(logits, target, denominator, ignore_index, token_scaling=False, **options):
-    """The loss of logits ``[N, V]`` that exist, with our options."""
+    """The loss of computed logits ``[N, V]``, with Tigon's options."""
     target = target.reshape(-1).to(logits.device)
     options["ignore_index"] = ignore_index
     if not token_scaling:

@@ -36,12 +36,13 @@ from tigon.integrations.transformers.head_operands import is_linear
 
 
 class AdapterSpec(NamedTuple):
-    """The forward that the class of the experts had."""
+    """Holds the forward that the class of the experts had before."""
 
     forward: Callable
 
 
 def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is PEFT's wrapper around the stacked parameters of another one."""
     return type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft.")
 
 
@@ -124,6 +125,7 @@ def _adapters(wrappers, base, run) -> dict[str, tuple] | str:
 
 
 def wrapper_forward(module: nn.Module, spec: AdapterSpec, *args, **kwargs):
+    """Run the experts inside PEFT's wrappers with their adapters, or the wrapper as PEFT does."""
     wrappers, base = _unwrapped(module)
     run, y = _run_of(base, {}), None
     if run is not None and not kwargs and type(base).forward is spec.forward:

@@ -1,4 +1,4 @@
-"""Experts of MoE models -> tigon.experts, or the gate between their products -> tigon.swiglu and relatives.
+"""Experts of MoE models -> tigon.experts, or the gate between their matmuls -> tigon.swiglu and relatives.
 
 transformers runs experts through a registry (`experts_implementation`: grouped_mm, batched_mm, and what
 others register). `tigon` is one of them: it runs a whole layer whose gate is recognised, under expert
@@ -38,7 +38,7 @@ from tigon.ops.relu_squared import relu_squared
 
 EAGER = "experts_implementation='eager' computes the gate inline; set_experts_implementation('grouped_mm')"
 GATE = "_apply_gate"
-LAYER = "_tigon_experts"  # where an instance carries what runs it under this implementation:
+LAYER = "_tigon_experts"  # attribute of an instance with its forward under `tigon`
 IMPLEMENTATION = "tigon"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,20 +51,20 @@ class ExpertsSpec:
     alpha: str | None = None
     limit: str | None = None
     clamp_after: bool = False
-    halves: bool = False  # gpt-oss' gate, its columns not by turns
-    part: Part | None = None  # the activation, where it is an attribute
+    halves: bool = False  # gpt-oss' gate, its columns not alternating
+    part: Part | None = None  # the activation, if it is an attribute
     before: str = ""  # what ran a whole layer before
     gate_up: str = ""  # of experts that multiply all of them in one batch (Llama 4)
     down: str = ""
     size: str = ""
 
     def intact(self, module: nn.Module) -> bool:
-        """Whether the activation is what it was when the spec was made, without hooks."""
+        """Whether the activation has no hooks and is the one for which the spec was made."""
         return self.part is None or self.part.is_in(module)
 
 
 def _fields(module: nn.Module, found: Match) -> tuple[dict, str | None]:
-    """Those of the spec that a row of the table says, and why its activation has no fused product."""
+    """The fields of the spec that a row of the table gives, and the reason if its activation is not fused."""
     fields, reason = {**found.structure.options, **found.roles}, None
     if "act" in fields:
         name = fields.pop("act")
@@ -93,7 +93,7 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, registered_forward)
 
 @follows
 def stock_layer(module: nn.Module, before: str, *args):
-    """A layer as another implementation runs it."""
+    """Run a layer with another implementation."""
     if before == "eager":
         loop = next((_loops[kind] for kind in type(module).__mro__ if kind in _loops), None)
         return (loop or _note_loop(type(module)))(module, *args)
@@ -109,13 +109,13 @@ def _note_loop(kind: type):
 
 @follows
 def layer_forward(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights):
-    """Forward of a recognised layer; tensors without a kernel run the implementation used before."""
+    """Run a recognised layer; tensors without a kernel run the implementation used before."""
     y = run_layer(module, spec, hidden, ids, weights, {})
     return stock_layer(module, spec.before, hidden, ids, weights) if y is None else y
 
 
 def run_layer(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights, adapters: dict[str, tuple]):
-    """A layer with adapters (a, b, scale) of its parameters by tigon.experts; None: not of these tensors."""
+    """Run a layer with adapters (a, b, scale) of its parameters; None if tigon.experts cannot."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
     first, down, biases = getattr(module, name), module.down_proj, (None, None)
     if module.has_bias:
@@ -153,7 +153,7 @@ def _adapters_fit(hidden, adapters) -> bool:
 
 
 def _parameters_fit(hidden, first, *rest) -> bool:
-    """Whether the op takes these: one dtype of parameters, which autocast does not want otherwise."""
+    """Whether the op takes these parameters: all have one dtype, and autocast asks for no other."""
     fits = first.dtype in _DTYPES and autocast_dtype(hidden.device.type) in (None, first.dtype)
     return fits and all(p.dtype == first.dtype and p.device == hidden.device for p in (first, *rest))
 
@@ -165,6 +165,7 @@ def _fit(hidden, ids, weights, *parameters) -> bool:
 
 
 def gate_forward(module: nn.Module, spec: ExpertsSpec, gate_up):
+    """Compute the gate between the matmuls of experts."""
     if not (plain(gate_up) and spec.intact(module)):
         return getattr(type(module), GATE)(module, gate_up)
     limit = None if spec.limit is None else getattr(module, spec.limit)
@@ -179,6 +180,7 @@ def gate_forward(module: nn.Module, spec: ExpertsSpec, gate_up):
 
 
 def batched_forward(module: nn.Module, spec: ExpertsSpec, hidden):
+    """Run Llama 4's experts with the gate between their matmuls fused."""
     gate_up_weight, down_weight = getattr(module, spec.gate_up), getattr(module, spec.down)
     if not (plain(hidden, gate_up_weight, down_weight) and spec.intact(module)):
         return stock(module, hidden)
@@ -188,7 +190,7 @@ def batched_forward(module: nn.Module, spec: ExpertsSpec, hidden):
 
 
 def run_batched(module: nn.Module, spec: ExpertsSpec, hidden, adapters: dict[str, tuple]):
-    """Experts of Llama 4 with adapters by tigon.grouped_mlp; None: not of these tensors."""
+    """Run Llama 4's experts and adapters; None if tigon.grouped_mlp does not take these tensors."""
     first, down = getattr(module, spec.gate_up), getattr(module, spec.down)
     fits = plain(hidden, first, down) and _parameters_fit(hidden, first, down)
     if not (fits and _adapters_fit(hidden, adapters) and spec.activation in KINDS and spec.intact(module)):
@@ -200,6 +202,7 @@ def run_batched(module: nn.Module, spec: ExpertsSpec, hidden, adapters: dict[str
 
 
 def squared_forward(module: nn.Module, spec: None, x):
+    """Compute relu(x)^2 of an activation module."""
     return relu_squared(x) if plain(x) else stock(module, x)
 
 
@@ -230,7 +233,7 @@ def uses_registry(module: nn.Module) -> bool:
 
 
 def implementation(module: nn.Module) -> str:
-    """What runs the experts of this configuration."""
+    """The name of the implementation that runs the experts of this configuration."""
     return getattr(module.config, "_experts_implementation", None) or "grouped_mm"
 
 
@@ -266,7 +269,7 @@ _switched: dict[int, str] = {}  # id of a configuration -> what ran the experts 
 
 
 def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
-    """Have the registry ask for `tigon` where a layer of `model` runs by it; `previous` by path."""
+    """Make the registry choose `tigon` for the layers of `model` that it runs; fills `previous` by path."""
     modules = [(path, m) for path, m in model.named_modules() if uses_registry(m)]
     for path, module in modules:
         before = getattr(module.config, "_experts_implementation_internal", None)
@@ -282,7 +285,7 @@ def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
 
 
 def switch_back(model: nn.Module, previous: dict[str, str | None]) -> None:
-    """Undo `switch`, unless somebody has chosen another implementation since."""
+    """Undo `switch`, unless the program has chosen another implementation since."""
     for path, before in previous.items():
         config = model.get_submodule(path).config
         if config._experts_implementation_internal == IMPLEMENTATION:
@@ -291,7 +294,7 @@ def switch_back(model: nn.Module, previous: dict[str, str | None]) -> None:
 
 
 def _activates(module) -> bool:
-    """Whether it has an activation and stacked weights, and no convolution, which a mixer would have."""
+    """Whether a module has an activation and stacked weights, and no convolution, as mixers have."""
     kinds = [type(child).__module__ for child in module.children()]
     return any("activation" in kind for kind in kinds) and not any("conv" in kind for kind in kinds)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tigon._dtensor import PLAIN
+
 
 class Forward:
     """`function(module, spec, *args, **kwargs)`; its method `call` is stored as `module.forward` or another.
@@ -34,7 +36,7 @@ class Forward:
         return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
     def replaces_own(self) -> bool:
-        """Whether the class has the method, and the methods of its own that this calls, that it had."""
+        """Whether the class still has the replaced method and the methods that it calls."""
         kind = type(self.module)
         if kind is not self.kind:
             known = self.kind or kind
@@ -47,14 +49,14 @@ class Forward:
         return getattr(kind, self.name, None) is self.method and (not self.helpers or self._helped())
 
     def _helped(self) -> bool:
-        """Whether the methods that the replaced one calls are those of the class."""
+        """Whether the class still has the methods that the replaced one calls."""
         if torch.compiler.is_compiling():
             return True
         own = self.module.__dict__
         return all(name not in own and getattr(self.kind, name) is f for name, f in self.helpers)
 
     def __getstate__(self):
-        """Copies look at their class anew."""
+        """Drop what was found in the class, so that copies look at their own class."""
         seen = ("kind", "method", "helpers")
         return {name: value for name, value in vars(self).items() if name not in seen}
 
@@ -63,14 +65,14 @@ class Forward:
 
 
 class Following(Forward):
-    """One whose function looks at the module's class itself."""
+    """A forward whose function looks at the module's class itself."""
 
     def call(self, *args, **kwargs):
         return self.function(self.module, self.spec, *args, **kwargs)
 
 
 def _helpers(kind: type, method) -> tuple:
-    """Names and functions of the methods of a class that one of them names."""
+    """The methods of a class that one of its methods names, by name."""
     names = getattr(getattr(inspect.unwrap(method), "__code__", None), "co_names", ()) if method else ()
     found = ((name, getattr(kind, name, None)) for name in names if name not in vars(nn.Module))
     return tuple((name, f) for name, f in found if isinstance(f, types.FunctionType))
@@ -89,7 +91,7 @@ def _same_methods(kind: type, known: type) -> bool:
 
 
 class ModelForward(Following):
-    """The same of a whole model. Others inspect its forward, wrap it, keep it and bind it anew.
+    """The forward of a whole model. Other libraries inspect it, wrap it, keep it and bind it again.
 
     So this object itself stands in `module.forward`, with the signature of what it replaces, and is kept in
     the module besides: whatever wraps it, there is one.
@@ -124,7 +126,7 @@ def bind(function, module: nn.Module, spec, name: str = "forward", above: bool =
     """Make `function` a method of this instance; its class stays as it is.
 
     `above`: a forward that transformers' tensor parallelism gave the instance becomes `stock`. `of`: the
-    method of the class that it stands for, where that has another name.
+    method of the class that it replaces, if that has another name.
     """
     if above and foreign(module):
         module.__dict__[BELOW] = module.__dict__[_place(module, name)]
@@ -135,6 +137,7 @@ def bind(function, module: nn.Module, spec, name: str = "forward", above: bool =
 
 
 def bound(module: nn.Module, name: str = "forward") -> Forward | None:
+    """The `Forward` that is bound to a method of an instance, or None."""
     return _ours(module.__dict__.get(_place(module, name)))
 
 
@@ -148,19 +151,19 @@ def _ours(method) -> Forward | None:
 
 
 def bind_model(function, module: nn.Module, spec) -> None:
-    """As `bind` above, of a whole model; `model_forward` finds it."""
+    """Bind a function to a whole model as `bind` does to a part; `model_forward` finds it."""
     bind(function, module, spec, above=True)
     made = ModelForward(function, module, spec)
     module.__dict__[_place(module, "forward")] = module.__dict__[MODEL] = made
 
 
 def model_forward(module: nn.Module) -> ModelForward | None:
-    """What `bind_model` bound, also where others have wrapped it since."""
+    """The forward that `bind_model` bound, even if others have wrapped it since."""
     return module.__dict__.get(MODEL)
 
 
 def unbind(module: nn.Module) -> None:
-    """Give the instance the methods back that it had."""
+    """Restore the methods that the instance had."""
     below = module.__dict__.pop(BELOW, None)
     if MODEL in vars(module):
         vars(module)[MODEL].function = _released  # others may hold it
@@ -178,18 +181,18 @@ def _released(module, spec, *args, **kwargs):
     return stock(module, *args, **kwargs)
 
 
-STATE = "_tigon_state"  # where a patched model keeps what undo needs
+STATE = "_tigon_state"  # attribute of a patched model with the state that undo needs
 ARRIVALS = "_tigon_arrivals"  # and what sees adapters that come later
-MODEL = "_tigon_forward"  # where a model keeps its `ModelForward`
-BELOW = "_tigon_below"  # where a module keeps the forward that was the instance's own
+MODEL = "_tigon_forward"  # attribute of a model with its `ModelForward`
+BELOW = "_tigon_below"  # attribute of a module with the forward that was the instance's own
 
-# Where accelerate keeps the forward of a module that it moves tensors for (device_map, offloading).
+# accelerate keeps the forward of a module here if it moves tensors for it (device_map, offloading).
 HOOKED = "_old_forward"
 
 CALL = "_call_impl"  # of every module: what its call does
 _CALLED, _IMPL = nn.Module.__call__, nn.Module._call_impl
 
-# The forward that ms-swift gives the parts of an adapter, and where it keeps the one before.
+# The forward that ms-swift gives the parts of an adapter, and the attribute for the one before.
 _MOVES_INPUT, INNER = ["swift.tuners.peft", "keep_device_forward"], "forward_origin"
 
 
@@ -198,13 +201,9 @@ def _place(module: nn.Module, name: str) -> str:
 
 
 def stock(module: nn.Module, *args, **kwargs):
-    """The forward of the class, or the one that transformers' tensor parallelism gave the instance."""
+    """Call the forward of the class, or the one that transformers' tensor parallelism gave the instance."""
     below = module.__dict__.get(BELOW)
     return type(module).forward(module, *args, **kwargs) if below is None else below(*args, **kwargs)
-
-
-# Tracing, the type of a buffer made by nn.Buffer is that.
-PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def plain(*tensors) -> bool:
@@ -213,7 +212,7 @@ def plain(*tensors) -> bool:
 
 
 def read(module: nn.Module, *names) -> list:
-    """Attributes of these names; of what is no name, itself. Parameters are where torch looks last."""
+    """The attributes of these names; other values are returned. torch looks for parameters last."""
     own, found = module._parameters, []
     for name in names:
         if isinstance(name, str):
@@ -224,13 +223,13 @@ def read(module: nn.Module, *names) -> list:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """What autocast computes in on a kind of device; None where it is off, or has no kernel of Tigon's."""
+    """The dtype of autocast on a kind of device; None if it is off or Tigon has no kernel for that dtype."""
     on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
 
 
 LINEAR = nn.Linear.forward
-_written: dict[type, object] = {}  # class -> its forward; None where it is not that of its source
+_written: dict[type, object] = {}  # class -> its forward; None if its source has another one
 
 
 def intact(part: nn.Module, forward) -> bool:
@@ -242,7 +241,7 @@ def intact(part: nn.Module, forward) -> bool:
 
 
 def written(kind: type):
-    """The forward that a class was written with; None where it has another one when it is first seen."""
+    """The forward that a class was written with; None if it has another one when it is first seen."""
     if kind not in _written:
         owner = next(base for base in kind.__mro__ if "forward" in vars(base))
         forward, name = kind.forward, f"{owner.__qualname__}.forward"
@@ -280,7 +279,7 @@ class Part:
         return cls(name, type(part), type(part).forward, numbers)
 
     def is_in(self, module: nn.Module) -> bool:
-        """Whether it is what it was, and nobody watches its calls."""
+        """Whether the part is unchanged and has no hooks."""
         part = getattr(module, self.name)
         if not isinstance(part, nn.Module):
             return part is self.kind
@@ -292,13 +291,14 @@ class Part:
 
 
 def _alike(some, other) -> bool:
-    """Whether an attribute is what it was; numbers are other objects after pickling."""
+    """Whether an attribute has kept its value; numbers are other objects after pickling."""
     if some is other or type(some) is not type(other):
         return some is other
     return isinstance(other, int | float | str) and some == other
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward or backward hooks."""
     own = module.__dict__
     forward = own["_forward_hooks"] or own["_forward_pre_hooks"]
     return bool(forward or own["_backward_hooks"] or own["_backward_pre_hooks"])

@@ -24,7 +24,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Options(NamedTuple):
-    """What `apply` was asked for."""
+    """The options of `apply` for float8."""
 
     recipe: str
     names: tuple[str, ...] = ()
@@ -34,6 +34,8 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class Fp8Spec:
+    """How a Linear computes in float8."""
+
     dw: str
     adapted: bool = False  # the model has adapters: frozen weights are quantised once
     owners: tuple[nn.Module, ...] = ()  # the modules that contain the Linear
@@ -41,7 +43,7 @@ class Fp8Spec:
     keeps_bytes = True  # of x, and not x
 
     def gathers(self, weight: torch.Tensor) -> bool:
-        """Whether the weight exists for this pass only: of FSDP2."""
+        """Whether the weight exists for this pass only, as FSDP2 gathers it."""
         if hasattr(weight, "ds_id"):
             raise Error(
                 "[apply] fp8 must run under FSDP2, DDP or ZeRO-2, got a weight that ZeRO-3 has sharded"
@@ -51,7 +53,7 @@ class Fp8Spec:
 
 
 def pack(linear: nn.Linear) -> None:
-    """Keep only the bytes of a frozen weight. State dicts have what they stand for."""
+    """Keep only the bytes of a frozen weight. State dicts contain the weight that they stand for."""
     if type(linear.weight) is Fp8Weight:
         linear.weight.pack()
     else:
@@ -60,6 +62,7 @@ def pack(linear: nn.Linear) -> None:
 
 
 def unpack(linear: nn.Module) -> None:
+    """Make the weight of a Linear dense again if only its bytes were kept."""
     if type(linear._parameters.get("weight")) is Fp8Weight:
         linear.weight = nn.Parameter(linear.weight.dequantize(), requires_grad=False)
         for key in [key for key, hook in linear._state_dict_hooks.items() if hook is _densify]:
@@ -67,7 +70,7 @@ def unpack(linear: nn.Module) -> None:
 
 
 def _densify(linear, state, prefix, metadata) -> None:
-    """On the CPU: who saves only adapters asks for the whole model too."""
+    """Put the weight into a state dict on the CPU: programs that save only adapters ask for it too."""
     weight = state.get(prefix + "weight")
     if type(weight) is Fp8Weight and not isinstance(weight, nn.Parameter):
         state[prefix + "weight"] = weight.dequantize().cpu()
@@ -152,7 +155,7 @@ def plan_fp8(
 def _place(
     path: str, parents: dict[str, nn.Module], heads: set[int], first_last_bf16: bool, base: bool
 ) -> str | None:
-    """Why a Linear is left because of where it is."""
+    """The reason if a Linear is left because of its place in the model."""
     if id(parents[path]) in heads:
         return "output head"
     above = path.split(".")
@@ -184,7 +187,7 @@ def _place(
 
 
 def _kind(module: nn.Linear) -> str | None:
-    """Why a Linear is left because of what it is."""
+    """The reason if a Linear is left because of its class or its weight."""
     known = bound(module)
     if known is not None and not isinstance(known.spec, Fp8Spec | LinearSpec):
         return "replaced by another slot"

@@ -15,7 +15,7 @@ from tigon.graphs.watch import settings
 
 
 class Eagerly(Exception):
-    """This call runs without a graph: for a reason to be said, or for one that goes without saying."""
+    """Raised if a call must run without a graph, with the reason if the report should say one."""
 
     def __init__(self, reason: str | None = None):
         super().__init__(reason)
@@ -24,7 +24,7 @@ class Eagerly(Exception):
 
 # Arguments of one value for each token.
 _PER_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
-# Of packed rows, for kernels that read no mask. Their sizes are others in each batch.
+# Arguments of packed rows, for kernels that read no mask. Their sizes differ in each batch.
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -45,16 +45,16 @@ class Given:
 
     tensors: dict[str, torch.Tensor]
     options: dict[str, object]
-    length: int = 0  # tokens of a row, 0 where nothing is padded
+    length: int = 0  # tokens of a row, 0 if nothing is padded
     padded: int = 0
 
     @property
     def ignored(self) -> int:
-        """The label of what does not count."""
+        """The label of rows that do not count."""
         return self.options.get("ignore_index", -100)
 
     def size(self, value: torch.Tensor) -> tuple[int, ...]:
-        """Of a tensor when it is padded."""
+        """The sizes of a tensor after padding."""
         padded = self.length and value.ndim == 2
         return (*value.shape[:-1], self.padded) if padded else tuple(value.shape)
 
@@ -70,13 +70,13 @@ class Given:
         return result
 
     def key(self, device: str) -> tuple:
-        """What is the same in all calls of one graph."""
+        """The key of a graph: all calls of one graph have it in common."""
         tensors = tuple((name, self.size(t), t.dtype) for name, t in sorted(self.tensors.items()))
         options = tuple((name, type(value), value) for name, value in sorted(self.options.items()))
         return tensors, options, bool(self.length), settings(device)
 
     def copy_to(self, inputs: dict[str, torch.Tensor], padding: int) -> None:
-        """Into a graph's inputs, padded on the right; `padding` is a token."""
+        """Copy the tensors into a graph's inputs, padded on the right with the token `padding`."""
         for name, value in self.tensors.items():
             static = inputs[name]
             if static.shape == value.shape:
@@ -93,10 +93,10 @@ class Given:
 
 @dataclass(frozen=True)
 class Traits:
-    """What padding and masks depend on in a model."""
+    """The properties of a model on which padding and masks depend."""
 
-    causal: bool  # tokens that follow on the right change nothing of those before them
-    cached: bool  # its calls use a cache of keys where none is asked for
+    causal: bool  # tokens on the right do not change earlier ones
+    cached: bool  # its calls use a cache of keys by default
     takes_cache: bool
     padding: int  # token of the padding
     longest: int | None  # rows that it has positions for
@@ -121,7 +121,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names 
 
 
 def sort_out(given: dict, traits: Traits, lengths: Sequence[int], device: torch.device) -> Given:
-    """Tensors and plain values of a call; raises `Eagerly` where it has others."""
+    """Sort the tensors and plain values of a call; raises `Eagerly` if it has other arguments."""
     tensors, options = {}, {}
     cached = traits.cached
     if "use_cache" in given and (cached := given.pop("use_cache")):
@@ -174,7 +174,7 @@ def _causal(module, config) -> bool:
 
 
 def _reads_packing(module: nn.Module, config) -> bool:
-    """Whether a kernel of attention does, or the source of one of the parts names it."""
+    """Whether an attention kernel reads packing, or the source of a part of the model names it."""
     if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
         return True
     for name in {type(part).__module__ for part in module.modules()}:

@@ -12,7 +12,7 @@ from tigon.integrations.transformers.lazy_logits import LazyLogits
 
 
 class Unfit(Exception):
-    """Something that cannot be captured."""
+    """Raised if something cannot be captured."""
 
 
 class Refusing(torch.autograd.Function):
@@ -31,7 +31,7 @@ class Refusing(torch.autograd.Function):
 
 
 class ReplayedLogits(LazyLogits):
-    """Owed logits of a replayed forward: readable until the next one, by values."""
+    """Lazy logits of a replayed forward. Their values can be read until the next one."""
 
     _kept = (*LazyLogits._kept, "_of")
     _of: tuple  # whose forward, and which
@@ -50,11 +50,11 @@ class Parts:
 
     kind: type
     values: list[tuple[str, bool]]  # name, and whether there is a gradient
-    logits: tuple[str, dict] | None = None  # name and attributes of owed logits, without hidden states
+    logits: tuple[str, dict] | None = None  # name and attributes of lazy logits, without hidden states
     tensors: list[torch.Tensor] = field(default_factory=list)  # of the fields, then the hidden states
 
     def put_together(self, found: dict) -> ModelOutput:
-        """The output of these values; what its class does not name is set behind the others."""
+        """Make the output of these values; values that its class does not name are set last."""
         names = {part.name for part in fields(self.kind)}
         output = self.kind(**{name: value for name, value in found.items() if name in names})
         for name in [name for name in found if name not in names]:
@@ -66,7 +66,7 @@ class Parts:
 
 
 def taken_apart(output, result: str) -> tuple[Parts, list[torch.Tensor]]:
-    """What an output is made of, and its tensors: the result first, which is what is differentiated."""
+    """The parts of an output, and its tensors; the first is the result, which is differentiated."""
     if not isinstance(output, ModelOutput):
         raise Unfit(f"the model returns a {type(output).__name__} (return_dict=True)")
     first = output.get(result)
@@ -97,7 +97,7 @@ _OF_LOGITS = ("_head", "_columns", "dtype", "_calls", "_autocast", "_rows", "_li
 
 
 def replayed_logits(parts: Parts, of: tuple, length: int | None, parameter) -> LazyLogits:
-    """Owed logits over the hidden states of a forward, the first `length` of each row."""
+    """Lazy logits of a forward's hidden states, of the first `length` positions of each row."""
     made, hidden = parts.logits[1], parts.tensors[-1].data[..., :length, :]  # replays change no version
     hidden = Refusing.apply(hidden, parameter)
     names = ("_columns", "dtype", "_calls", "_autocast", "_rows")

@@ -1,7 +1,7 @@
 """`apply(model, graphs=True)`: forward and backward of a training call as two CUDA graphs.
 
-Of the whole model with its loss where the call is its own; where somebody else computes the loss from hidden
-states or logits (TRL's trainers, a loss of the program) of the decoder below the head.
+They hold the whole model with its loss if the model computes it. If other code computes a loss from hidden
+states or logits (TRL's trainers, a loss of the program), they hold the decoder below the head.
 
 The forward of a patched model replays the first one and returns a loss; the backward of that loss copies its
 upstream gradient, replays the second one and hands out the gradients, which autograd accumulates as ever. So
@@ -22,6 +22,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -50,13 +51,13 @@ from tigon.integrations.transformers.lazy_logits import LazyLogits
 from tigon.integrations.transformers.routers import ROUTED
 from tigon.ops.philox import Draws
 
-GRAPHS = "_tigon_graphs"  # where a model keeps its `ModelGraphs`
+GRAPHS = "_tigon_graphs"  # attribute of a model with its `ModelGraphs`
 LIMIT = 16  # graphs kept of one model
 OWN_LOSS = "the program computes a loss of output.logits"
 MEASURED = 4  # replays whose time is compared with that of eager calls
 UNUSED = 256  # replays of others after which a graph makes room
 
-# Of a model's instance: what its forward does not read, or what others put around it.
+# Attributes of a model's instance that its forward does not read, or that others put around it.
 _AROUND = (
     "forward",
     "_original_forward",
@@ -72,7 +73,7 @@ _AROUND = (
 
 
 def use_graphs(root: nn.Module, name: str, lengths: Sequence[int]) -> ModelGraphs:
-    """Let the patched forward of a whole model replay graphs, and that of its decoder for other callers."""
+    """Make the patched forward of a model replay graphs, and its decoder's forward for other callers."""
     vars(root)[GRAPHS] = graphs = ModelGraphs(name, lengths)
     decoder = getattr(root, "base_model", root)
     if isinstance(decoder, PreTrainedModel) and decoder is not root and model_forward(decoder) is None:
@@ -83,7 +84,7 @@ def use_graphs(root: nn.Module, name: str, lengths: Sequence[int]) -> ModelGraph
 
 
 def drop_graphs(root: nn.Module) -> None:
-    """Take them out of a model."""
+    """Remove the graphs of a model."""
     for module in root.modules():
         graphs = vars(module).pop(GRAPHS, None)
         if graphs is not None:
@@ -91,7 +92,7 @@ def drop_graphs(root: nn.Module) -> None:
 
 
 def forward_of_decoder(module: nn.Module, names: tuple[str, ...], *args, **kwargs):
-    """A decoder's forward, replayed where no graph of the whole model holds it."""
+    """Run a decoder's forward: a replay, unless a graph of the whole model contains it."""
     graphs = vars(module).get(GRAPHS)
     idle = graphs is not None and not graphs.running and not torch.compiler.is_compiling()
     if not idle or (graphs.outer.running and not graphs.outer.bypassed):
@@ -101,7 +102,7 @@ def forward_of_decoder(module: nn.Module, names: tuple[str, ...], *args, **kwarg
 
 
 class _Call:
-    """A forward that was replayed, until its backward is."""
+    """A replayed forward whose backward has not been replayed."""
 
     def __init__(self, owner: ModelGraphs, graph: _Graph, generation: int):
         self.owner, self.graph, self.generation = owner, graph, generation
@@ -150,8 +151,18 @@ class _Graph:
     replayed: int = 0  # when, the last time
 
 
+class _Request(NamedTuple):
+    """A call of a forward that no graph holds yet."""
+
+    module: nn.Module
+    calls: object  # counts of the model's head
+    key: tuple  # of the graph
+    sort: Given  # its arguments
+    plain: Callable  # the forward without graphs
+
+
 class ModelGraphs:
-    """The graphs of one model, and why its calls run eagerly where they do."""
+    """The graphs of one model, and the reasons why calls run eagerly."""
 
     def __init__(self, name: str, lengths: Sequence[int] = (), outer: ModelGraphs | None = None):
         self.name, self.lengths, self.outer = name, tuple(sorted(lengths)), outer
@@ -186,7 +197,7 @@ class ModelGraphs:
     # --- a call --------------------------------------------------------------------------
 
     def call(self, module: nn.Module, calls, names, plain: Callable, args: tuple, kwargs: dict):
-        """The model's forward: replayed where it can be, else what `plain` does.
+        """Run the model's forward: a replay if one is possible, otherwise `plain`.
 
         Args:
             calls: counts of the model's head.
@@ -212,48 +223,21 @@ class ModelGraphs:
             self.running = False
 
     def _replay(self, module, calls, names, given: dict, plain):
-        first = next(module.parameters(), None)
-        kind = None if first is None else backends.get(first.device.type)
-        if not (module.training and torch.is_grad_enabled() and kind is not None) or kind.capturing():
-            raise Eagerly
-        if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
-            raise Eagerly
+        """Replay the graph of a call, captured first if it is due; raises `Eagerly` if there is none."""
         given = {name: value for name, value in given.items() if value is not None}
-        if self.outer is None and not any("labels" in name for name in given):
-            self.bypassed = True
-            raise Eagerly
-        device = first.device
-        if self._stop is not None:
-            if self._graphs:
-                self.reset()
-            self.bypassed = self._stop is OWN_LOSS
-            raise Eagerly(self._stop)
-        if (reason := intercepted()) is not None:
-            raise Eagerly(reason)
-        pending = self._pending()
-        if pending is not None and not pending.done:
-            raise Eagerly("an earlier loss of the model waits for its backward")
-        if self._watch is None:
-            self._look(module, names)
-        elif (reason := self._watch.moved()) is not None:
-            self._renew(module, names, reason)
-        if (reason := self._watch.refused()) is not None:
-            raise Eagerly(reason)
-        if any(part.open for part in self._watch.held(ROUTED)):
-            raise Eagerly("its routers record or replay")
+        self._admit(module, names, given)
         eagerly = functools.partial(plain, **given)
-        sort = sort_out(given, self._traits, self.lengths, device)
-        key = sort.key(device.type)
+        sort = sort_out(given, self._traits, self.lengths, self._device)
+        key = sort.key(self._device.type)
         if key in self._refused:
             raise Eagerly(self._refused[key])
         graph = self._graphs.get(key)
-        self._kind, self._device = kind, device
         if graph is None:
             if (reason := self._watch.changed()) is not None:
                 self._renew(module, names, reason)
             if self._unfit is not None:
                 raise Eagerly(self._unfit)
-            graph = self._capture_if_due(module, calls, kind, key, sort, plain, eagerly)
+            graph = self._capture_if_due(_Request(module, calls, key, sort, plain), eagerly)
         self._judge(key)
         if self._held():
             raise Eagerly("gradients of an earlier step are still held by the program (clone what you keep)")
@@ -273,9 +257,40 @@ class ModelGraphs:
             calls.fused += 1
         return self._output(graph, sort)
 
+    def _admit(self, module, names, given: dict) -> None:
+        """Raise `Eagerly` if no graph may hold this call; drop graphs whose memory has moved."""
+        first = next(module.parameters(), None)
+        kind = None if first is None else backends.get(first.device.type)
+        if not (module.training and torch.is_grad_enabled() and kind is not None) or kind.capturing():
+            raise Eagerly
+        if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+            raise Eagerly
+        if self.outer is None and not any("labels" in name for name in given):
+            self.bypassed = True
+            raise Eagerly
+        if self._stop is not None:
+            if self._graphs:
+                self.reset()
+            self.bypassed = self._stop is OWN_LOSS
+            raise Eagerly(self._stop)
+        if (reason := intercepted()) is not None:
+            raise Eagerly(reason)
+        pending = self._pending()
+        if pending is not None and not pending.done:
+            raise Eagerly("an earlier loss of the model waits for its backward")
+        if self._watch is None:
+            self._look(module, names)
+        elif (reason := self._watch.moved()) is not None:
+            self._renew(module, names, reason)
+        if (reason := self._watch.refused()) is not None:
+            raise Eagerly(reason)
+        if any(part.open for part in self._watch.held(ROUTED)):
+            raise Eagerly("its routers record or replay")
+        self._kind, self._device = kind, first.device
+
     @contextlib.contextmanager
     def _clock(self, key: tuple | None, what: str):
-        """Note how long the forward inside takes, while it is not known whether graphs are faster."""
+        """Measure the forward inside, until it is known whether graphs are faster."""
         began = None if key is None else self._kind.mark(self._device)
         yield
         if began is not None:
@@ -283,9 +298,9 @@ class ModelGraphs:
             pairs.append((began, self._kind.mark(self._device)))
 
     def _judge(self, key) -> None:
-        """Leave a shape to eager calls whose forward takes the device no longer.
+        """Leave a shape to eager calls if their forward takes the device no longer.
 
-        That of a graph computes all rows of the loss head, and padding: where the host is not the limit, this
+        A graph's forward computes all rows of the loss head, and padding. If the host is not the limit, this
         may cost more than what a graph saves.
         """
         pairs = self._times.get(key)
@@ -302,7 +317,7 @@ class ModelGraphs:
             raise Eagerly(self._refused[key])
 
     def _check(self, module, names) -> None:
-        """Drop the graphs where what the captured Python has read has changed."""
+        """Drop the graphs if a value that the captured Python read has changed."""
         if (reason := self._watch.changed()) is not None:
             self._renew(module, names, reason)
             raise Eagerly
@@ -324,7 +339,7 @@ class ModelGraphs:
         return graph.loan.lend()
 
     def versions(self) -> list[int]:
-        """Of the parameters, which a backward reads."""
+        """The versions of the parameters that a backward reads."""
         return [p._version for p in self._watch.parameters]
 
     def _held(self) -> int:
@@ -332,13 +347,14 @@ class ModelGraphs:
 
     # --- capture -------------------------------------------------------------------------
 
-    def _capture_if_due(self, module, calls, kind, key, sort, plain, eagerly) -> _Graph:
-        """The graph of a key; else the call runs eagerly.
+    def _capture_if_due(self, request: _Request, eagerly: Callable) -> _Graph:
+        """The graph of a request; else the call runs eagerly.
 
         The first one is of a key that has been seen before. Later ones are made at once: an eager call needs
         as much memory again as the pool of graphs.
         """
         self._eager += 1
+        key = request.key
         seen = self._seen[key] = self._seen.pop(key, 0) + 1
         if len(self._seen) > 64 * LIMIT:
             self._times.pop(old := next(iter(self._seen)), None)
@@ -348,7 +364,7 @@ class ModelGraphs:
             self._timed = key
             raise Eagerly
         try:
-            return self._capture(module, calls, kind, key, sort, plain, eagerly if new else None)
+            return self._capture(request, eagerly if new else None)
         except Eagerly:
             raise
         except Exception as error:
@@ -364,8 +380,10 @@ class ModelGraphs:
             self._close()
             raise Eagerly(reason) from error
 
-    def _capture(self, module, calls, kind, key, sort, plain, eagerly) -> _Graph:
+    def _capture(self, request: _Request, eagerly: Callable | None) -> _Graph:
+        """Capture forward and backward of a request, after one eager call if `eagerly` is given."""
         began = time.perf_counter()
+        module, calls, key, sort, plain = request
         device = self._watch.parameters[0].device
         if len(self._graphs) >= LIMIT:
             oldest = next(iter(self._graphs))
@@ -374,7 +392,7 @@ class ModelGraphs:
             self._drop(oldest)
         if self._held():
             raise Eagerly("gradients of an earlier step are still held by the program (clone what you keep)")
-        backend = self._backend = self._backend or kind(device)
+        backend = self._backend = self._backend or self._kind(device)
         inputs = {
             name: torch.empty(sort.size(value), dtype=value.dtype, device=device)
             for name, value in sort.tensors.items()
@@ -434,7 +452,7 @@ class ModelGraphs:
 
     @contextlib.contextmanager
     def _unwritten(self):
-        """Buffers that a forward writes are as before it, and known to be written."""
+        """Restore the buffers that a forward writes, and remember which ones it writes."""
         buffers = self._watch.buffers
         kept = [(b, b._version, b.detach().clone()) for b in buffers]
         yield
@@ -461,7 +479,7 @@ class ModelGraphs:
     # --- the end of graphs ---------------------------------------------------------------
 
     def _renew(self, module, names, reason: str) -> None:
-        """Something that the graphs were made of has changed."""
+        """Drop the graphs and look at the model again: something that they were made of has changed."""
         if self._graphs:
             self.changes[reason] = self.changes.get(reason, 0) + 1
             self._again = self._again + 1 if self.replays - self._renewed < LASTING else 1
@@ -481,7 +499,7 @@ class ModelGraphs:
         self._unfit = self._watch.unfit() or _unfit(module)
 
     def reset(self) -> None:
-        """Drop all graphs; what they were made of is looked at anew."""
+        """Drop all graphs. The next call looks again at what they depend on."""
         self._settle()
         for key in [*self._graphs]:
             self._drop(key)
@@ -500,7 +518,7 @@ class ModelGraphs:
             self._backend.settle()
 
     def _close(self) -> None:
-        """Without graphs there is no pool."""
+        """Free the pool if no graph is left."""
         if self._backend is not None and not self._graphs:
             self._backend.close()
             self._backend, self.bytes = None, 0
@@ -508,7 +526,7 @@ class ModelGraphs:
     # --- what people read ----------------------------------------------------------------
 
     def lines(self):
-        """What the report and `tigon.env` say."""
+        """The lines for the report and `tigon.env`."""
         lengths = ", ".join("x".join(map(str, _ids(graph))) for graph in self._graphs.values()) or "none yet"
         yield (
             f"{self.name}: {len(self._graphs)} captured ({lengths}), {self.bytes / 2**20:.0f} MiB, "
@@ -539,7 +557,7 @@ def _watch(module: nn.Module) -> Watch:
 
 @contextlib.contextmanager
 def _uncounted(calls):
-    """The counts of a head are of calls, however often its Python runs."""
+    """Restore a head's counts: they count calls, however often the Python of the head runs."""
     names = () if calls is None else ("lazy", "fused", "materialised", "computed", "reason")
     kept = {name: getattr(calls, name) for name in names}
     try:
@@ -553,7 +571,7 @@ def _uncounted(calls):
 
 
 def _here(original, answer):
-    """A function that gives this answer in this thread."""
+    """A function that returns this answer in this thread, and calls the former function in others."""
     thread = threading.get_ident()
 
     @functools.wraps(original)
@@ -568,7 +586,7 @@ def _as_captured(module, sort: Given, device: torch.device):
     """Decisions that transformers and PyTorch take otherwise, or cannot take, while a stream is captured."""
     with contextlib.ExitStack() as stack:
         # Attention does without a plain causal mask. While capturing, older transformers build it, and all
-        # build one for rows that might be packed. Where there is another mask, the warm-up builds it as the
+        # build one for rows that might be packed. If there is another mask, the warm-up builds it as the
         # capture does, without a look at its values, for which the host would wait.
         masked = bool({"position_ids", "attention_mask"} & {*sort.tensors})
         answers = {"is_tracing": masked} | ({} if masked else {"find_packed_sequence_indices": None})
@@ -602,7 +620,7 @@ def _repeated(device: torch.device, checkpoint: Callable, function: Callable, *a
 
 
 def _drawn(device: torch.device) -> bytes | int | None:
-    """How far the generator is, None in a capture, which a warm-up went before."""
+    """The position of the generator; None in a capture, before which a warm-up ran."""
     if device.type != "cuda":
         return torch.get_rng_state().numpy().tobytes()
     capturing = torch.cuda.is_current_stream_capturing()
@@ -610,7 +628,7 @@ def _drawn(device: torch.device) -> bytes | int | None:
 
 
 def _unfit(module) -> str | None:
-    """What of a model of transformers cannot be captured."""
+    """The reason why a model of transformers cannot be captured, or None."""
     parts = list(module.modules())
     checkpointed = [part for part in parts if getattr(part, "gradient_checkpointing", False)]
     functions = [getattr(part, "_gradient_checkpointing_func", None) for part in checkpointed]
@@ -629,7 +647,7 @@ def _drops(part) -> bool:
 
 
 def _check_leaves(loss: torch.Tensor, trained: list) -> None:
-    """All parameters that take part must be the model's: the gradients of others would be lost."""
+    """Refuse parameters that are not the model's: their gradients would be lost."""
     known, seen, stack = set(map(id, trained)), set(), [loss.grad_fn]
     while stack:
         node = stack.pop()

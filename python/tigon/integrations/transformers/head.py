@@ -108,7 +108,7 @@ class HeadSpec:
 
 @follows
 def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
-    """Forward of a patched head: lazy logits in training; with a request, its answer."""
+    """Run a patched head: lazy logits in training, or the answer to a request."""
     if isinstance(request, LossRequest | LogitsRequest):
         return spec.answer(module, hidden, request)
     use = next(reversed(spec.forwards.values()), None)
@@ -178,7 +178,7 @@ def _in_reentrant_checkpoint() -> bool:
 
 
 def _foreign(hook) -> bool:
-    """Whether a hook belongs to code that expects one call with logits."""
+    """Whether a hook belongs to code that expects logits in each call."""
     hook = getattr(hook, "func", hook)  # functools.partial
     return not (getattr(hook, "__module__", None) or "").startswith(INFRASTRUCTURE)
 
@@ -420,7 +420,7 @@ def bind_head(linears: list[nn.Module], spec: HeadSpec) -> None:
 
 
 def _behind(head: nn.Module) -> list[nn.Module]:
-    """The modules of an output head: itself, or those in PEFT's wrapper."""
+    """The modules of an output head: the head, or the modules in PEFT's wrapper."""
     if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
         return [*head.modules_to_save.values(), head.original_module]
     return [getattr(head, "token_adapter", head)]

@@ -1,4 +1,4 @@
-"""What a head multiplies with: weight, bias and an adapter, where that is all it does."""
+"""The operands of a head that only multiplies: weight, bias and an adapter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tigon.integrations.transformers.forward import LINEAR, intact, plain, writt
 LORA_PARTS = ("base_layer", "lora_A", "lora_B", "active_adapters", "scaling")
 
 
-class Operands(NamedTuple):
+class HeadOperands(NamedTuple):
     """`hidden @ weight.T + bias`, and `scale * hidden @ A.T @ B.T` of a LoRA (A, B, scale)."""
 
     weight: torch.Tensor
@@ -21,7 +21,7 @@ class Operands(NamedTuple):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether its class computes what nn.Linear does."""
+    """Whether the class of a module computes what nn.Linear does."""
     return isinstance(module, nn.Linear) and type(module).forward is LINEAR
 
 
@@ -38,15 +38,15 @@ def is_tokens(module: nn.Module) -> bool:
     return is_linear(module.base_layer) and module.base_layer.bias is None
 
 
-def head_operands(module: nn.Module) -> Operands | None:
-    """The operands of this call, or None where the head does more than multiply."""
+def head_operands(module: nn.Module) -> HeadOperands | None:
+    """The operands of this call, or None if the head does more than multiply."""
     if is_tokens(module):
         return _tokens(module)
     if not is_lora(module):
-        return Operands(module.weight, module.bias) if is_linear(module) else None
+        return HeadOperands(module.weight, module.bias) if is_linear(module) else None
     if not intact(module.base_layer, LINEAR):
         return None
-    base = Operands(module.base_layer.weight, module.base_layer.bias)
+    base = HeadOperands(module.base_layer.weight, module.base_layer.bias)
     if module.disable_adapters:
         return None if module.merged else base  # PEFT unmerges on the way
     adapters = [name for name in module.active_adapters if name in module.lora_A]
@@ -63,7 +63,7 @@ def head_operands(module: nn.Module) -> Operands | None:
 
 
 def adapter_state(module: nn.Module) -> tuple:
-    """What of a PEFT layer says which adapters it computes with now; nothing of other modules."""
+    """The state by which a PEFT layer chooses its adapters; empty for other modules."""
     if not (is_lora(module) or is_tokens(module)):
         return ()
     scaling = tuple(getattr(module, "scaling", {}).items())
@@ -76,12 +76,12 @@ def _tokens(module):
         return None
     active = [] if module.merged or module.disable_adapters else module.active_adapters
     if not active:  # the base is called
-        return Operands(module.base_layer.weight) if intact(module.base_layer, LINEAR) else None
-    return Operands(module.get_merged_weights(active)) if len(active) < 2 else None
+        return HeadOperands(module.base_layer.weight) if intact(module.base_layer, LINEAR) else None
+    return HeadOperands(module.get_merged_weights(active)) if len(active) < 2 else None
 
 
 def _adapter(module, name):
-    """(A, B, scale) where the adapter is two products."""
+    """(A, B, scale) if the adapter is two matmuls."""
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     if not (is_linear(a) and is_linear(b)) or a.bias is not None or b.bias is not None:
         return None
@@ -91,7 +91,7 @@ def _adapter(module, name):
 
 
 def dropout_of(part: nn.Module) -> float | None:
-    """The probability by which an adapter's dropout drops now; None where it is another part, or watched."""
+    """The present probability of an adapter's dropout; None if it is another module or has hooks."""
     kind = type(part)
     if kind not in (nn.Dropout, nn.Identity) or not intact(part, written(kind)):
         return None
@@ -99,7 +99,7 @@ def dropout_of(part: nn.Module) -> float | None:
 
 
 def dora_magnitude(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The lengths that DoRA gives to rows, where that is what the adapter does."""
+    """The lengths that DoRA gives to rows; None if the adapter is no DoRA."""
     if type(module.lora_variant[name]).__name__ != "DoraLinearVariant":
         return None
     part = module.lora_magnitude_vector[name]
@@ -111,18 +111,18 @@ def _dora(base, lora, magnitude):
     a, b, scale = lora
     weight = base.weight
     factor = (magnitude / row_lengths(weight, a, b, scale)).unsqueeze(-1)
-    return Operands((factor * weight).to(weight.dtype), base.bias, (a, factor * b, scale))
+    return HeadOperands((factor * weight).to(weight.dtype), base.bias, (a, factor * b, scale))
 
 
 def blocks(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Some rows at a time: what PyTorch computes on the CPU in another dtype, it copies first."""
+    """Slices of some rows each: PyTorch on the CPU copies tensors that it computes in another dtype."""
     return weight.split(64) if weight.is_cpu and not torch.compiler.is_compiling() else (weight,)
 
 
 def row_lengths(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """Lengths of the rows of ``weight + scale * b @ a``, float32. The sum is not formed.
 
-    Constants to autograd, as DoRA has them.
+    Autograd treats them as constants, as in DoRA.
     """
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
         a, b = a.float(), b.float()

@@ -32,7 +32,7 @@ _COLUMNS, _ITERATIONS, _MAGNITUDE = 6, 3, 1.7  # of a probe
 
 @dataclass(frozen=True)
 class HyperSpec:
-    """A form: the attributes that play its roles, and which results it returns."""
+    """A recognised form: the attributes that play its roles, and the results that it returns."""
 
     name: str
     results: str  # of y, post, res, in this order
@@ -56,6 +56,7 @@ FORMS = (
 
 
 def hyper_forward(module: nn.Module, spec: HyperSpec, x: torch.Tensor):
+    """Run a recognised form of hyper-connections."""
     parameters = [getattr(module, name) for name in spec.parameters()]
     if not plain(x, *parameters) or x.dtype == torch.float64 or not _norm_is_intact(module):
         return stock(module, x)
@@ -75,6 +76,7 @@ def _norm_is_intact(module: nn.Module) -> bool:
 
 
 def plan_hyper(module: nn.Module) -> tuple | str | None:
+    """Plan a module that computes coefficients of streams: (spec, op), why it is left, or None."""
     spec = next((form for form in FORMS if _has_roles(module, form)), None)
     if spec is None:
         return None
@@ -121,14 +123,14 @@ def _fits(x, f, post, dtype) -> bool:
 
 
 def mixed(x, f, post, comb, dtype):
-    """DeepSeek-V4, GLM-5: streams mixed by comb, transposed."""
+    """Mix streams by the transposed comb, as DeepSeek-V4 and GLM-5 do."""
     if _fits(x, f, post, dtype) and plain(comb):
         return hyper_connection_post(x, f, post, comb, transposed=True)
     return post.to(dtype).unsqueeze(-1) * f.unsqueeze(-2) + torch.matmul(comb.to(dtype).transpose(-1, -2), x)
 
 
 def kept(x, f, post, dtype):
-    """Hunyuan V4: streams as they are."""
+    """Keep streams as they are, as Hunyuan V4 does."""
     if _fits(x, f, post, dtype):
         return hyper_connection_post(x, f, post)
     return (post.float().unsqueeze(-1) * f.float().unsqueeze(-2) + x.float()).to(dtype)
@@ -139,12 +141,13 @@ _STREAMS = {"_tigon_mixed": mixed, "_tigon_kept": kept}  # each replaces the exp
 
 @functools.cache
 def _expression(function) -> tuple[ast.expr, tuple[str, ...]]:
-    """What a function returns at its end, and its parameters."""
+    """The expression that a function returns at its end, and its parameters."""
     node = function_node(function)
     return node.body[-1].value, tuple(parameter.arg for parameter in node.args.args)
 
 
 def plan_streams(module: nn.Module) -> tuple[Rewritten, str] | str | None:
+    """Plan a decoder layer whose forward mixes streams: (rewritten forward, op), why it is left, or None."""
     found = rewrite(type(module).forward)
     if found is None:
         return None
@@ -154,7 +157,7 @@ def plan_streams(module: nn.Module) -> tuple[Rewritten, str] | str | None:
 
 @functools.cache
 def rewrite(forward) -> tuple[int, types.FunctionType] | None:
-    """How many places were replaced, and the new forward; None where there are none."""
+    """The number of replaced places, and the new forward; None if no place was replaced."""
     inner = inspect.unwrap(forward)
     names = getattr(getattr(inner, "__code__", None), "co_names", ())
     if "unsqueeze" not in names:

@@ -33,7 +33,7 @@ from tigon.integrations.transformers.sharding import in_a_group, present
 
 
 class LossRequest:
-    """A loss passes it to the head, whose forward then returns the loss instead of logits."""
+    """Passed to the head by a loss: the head's forward then returns the loss instead of logits."""
 
     def __init__(self, target, dtype=None, columns=None, added=None, **options):
         self.target = target
@@ -88,11 +88,11 @@ class LazyLogits:
         self._detached = not torch.is_grad_enabled()
         self._real = None
         self._part = None  # (length of the chain, these rows multiplied by themselves)
-        self._predicted = None  # (that, first argmax of every row), where a loss was asked for it
-        self._sliced = False  # where rows or columns of the owner were left out
+        self._predicted = None  # (that, first argmax of every row), if a loss was asked for it
+        self._sliced = False  # whether rows or columns of the owner were left out
         self._sources = ()  # what is multiplied and added, and versions, to notice changes in between
         self._seen = ()  # parameters and their versions, to notice an optimizer step
-        self._differentiated = None  # called where a loss of them is computed behind the model's forward
+        self._differentiated = None  # called when a loss of them is computed after the model's forward
         self._adapter = ()  # what PEFT's layer multiplied with
         if not torch.compiler.is_compiling():
             self._sources = _versions(hidden)
@@ -135,7 +135,7 @@ class LazyLogits:
         return self._owner._real is None
 
     def _with(self, *links, view=None, sliced=False, **changes):
-        """The same after more links of the chain, or a view by a method, with changed attributes."""
+        """Lazy logits with more links of the chain, or a view by a method, and changed attributes."""
         twin = object.__new__(type(self))
         for name in self._kept:  # not by __dict__, which torch.compile of PyTorch 2.11 cannot trace
             setattr(twin, name, changes[name] if name in changes else getattr(self, name))
@@ -151,7 +151,7 @@ class LazyLogits:
 
     @_while_owed
     def to(self, *args, **kwargs):
-        """As Tensor.to; a change of dtype, or the device it is on, stays lazy."""
+        """Do what Tensor.to does; a change of dtype, or a move to the same device, stays lazy."""
         dtype = kwargs.get("dtype", args[0] if args else None)
         if len(args) + len(kwargs) == 1 and is_float(dtype):
             return self if dtype == self.dtype else self._with(("to", dtype), dtype=dtype)
@@ -202,7 +202,7 @@ class LazyLogits:
     __truediv__ = div
 
     def add(self, other, **kwargs):
-        """As Tensor.add; a row that is added to all rows stays lazy: it is added to the head's bias."""
+        """Do what Tensor.add does; a row added to all rows stays lazy: it is added to the head's bias."""
         if not kwargs and self._owed and self._is_row(other):
             sources = self._sources if torch.compiler.is_compiling() else (*self._sources, *_versions(other))
             dtype = torch.promote_types(self.dtype, other.dtype)
@@ -280,7 +280,7 @@ class LazyLogits:
         return self._real
 
     def _value(self) -> torch.Tensor:
-        """The logits for a result that shares no memory with them; if it has some rows, only these."""
+        """The logits for a result that shares no memory with them: all rows, or only those of this part."""
         if not self._sliced or not self._owed:
             return self.materialise()
         done = len(self._owner._chain)
@@ -296,7 +296,7 @@ class LazyLogits:
         return value
 
     def _graph(self):
-        """A grad mode in which the logits carry the graph of the forward, wherever they are read."""
+        """The grad mode in which the logits get the graph of the forward, wherever they are read."""
         return nullcontext() if torch.is_grad_enabled() else _graph_anywhere()
 
     def _product(self) -> torch.Tensor:
@@ -322,7 +322,7 @@ class LazyLogits:
         return value.contiguous()
 
     def _call_head(self, request):
-        """The answer of the patched head. If its weight is not in memory, a call lets hooks gather it.
+        """Ask the patched head. If its weight is not in memory, a call lets hooks gather it.
 
         If it is in memory, no hook may run: FSDP2 would gather the head's group again, and free the weights
         of the other modules in it before their backward.
@@ -428,7 +428,7 @@ class LazyLogits:
         return result.loss
 
     def argmax(self, dim=None, keepdim=False):
-        """As Tensor.argmax; over the vocabulary it is known if a loss was asked for it."""
+        """Do what Tensor.argmax does; over the vocabulary the result is known if a loss was asked for it."""
         known = self._predicted is not None and self._owed and self._predicted[0] == len(self._owner._chain)
         if known and dim in (-1, self.ndim - 1) and not keepdim:
             return self._predicted[1]

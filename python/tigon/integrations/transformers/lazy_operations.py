@@ -20,21 +20,24 @@ FRESH = frozenset(_NAMES.split())
 
 
 def is_float(dtype) -> bool:
+    """Whether a dtype is a float dtype."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def is_scalar(value) -> bool:
+    """Whether a value is a real number, or a float tensor without dimensions and gradient."""
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and value.is_floating_point() and not value.requires_grad
     return isinstance(value, int | float | np.number) and not isinstance(value, bool | np.complexfloating)
 
 
 def as_it_is(scalar):
-    """A number that does not change in place later."""
+    """Copy a number that could change in place later."""
     return scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
 
 
 def replay(value, link):
+    """Apply an operation of a chain to a tensor."""
     name, *operands = link
     return _REPLAYED[name](value, *operands)
 
@@ -76,7 +79,7 @@ def fold(links) -> tuple[float, float | None, torch.Tensor | None] | None:
 
 
 def split_index(keys, ndim):
-    """Index split at the vocabulary axis: (row part, last part); (None, None) where it mixes."""
+    """Split an index at the vocabulary axis: (row part, last part); (None, None) if a part covers both."""
     used = sum(_axes(key) for key in keys)
     dots = [i for i, key in enumerate(keys) if key is Ellipsis]
     if len(dots) > 1 or used > ndim or any(_axes(key) < 0 for key in keys):
@@ -95,7 +98,7 @@ def split_index(keys, ndim):
 
 
 def _axes(key) -> int:
-    """Axes that one part of an index takes; -1 where this file does not know."""
+    """The number of axes that one part of an index takes; -1 if it is unknown."""
     if key is None or key is Ellipsis:
         return 0
     if isinstance(key, bool):
@@ -106,7 +109,7 @@ def _axes(key) -> int:
 
 
 def prefix(last, columns) -> int | None:
-    """n of a slice [:n] of the vocabulary, or None."""
+    """n if the slice of the vocabulary is [:n], or None."""
     if not isinstance(last, slice) or last.step not in (None, 1) or last.start not in (None, 0):
         return None
     stop = columns if last.stop is None else last.stop

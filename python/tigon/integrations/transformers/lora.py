@@ -18,23 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from tigon._dtensor import PLAIN
 from tigon.error import refuse
-from tigon.integrations.quantised import (
-    device_of,
-    has_backend_forward,
-    has_library_forward,
-    is_quantised,
-    peft_reads,
-    read,
-    why_not,
-)
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
     CALL,
     HOOKED,
     INNER,
     LINEAR,
-    PLAIN,
     autocast_dtype,
     blocked,
     bound,
@@ -55,11 +46,20 @@ from tigon.integrations.transformers.head_operands import (
     row_lengths,
 )
 from tigon.ops import fp8_linear
-from tigon.ops.again import NORMS, PRODUCTS, again
+from tigon.ops.again import GATED_UNITS, NORMS, again
 from tigon.ops.dequantize import weight_of
 from tigon.ops.fp8_weight import Fp8Weight
 from tigon.ops.lora_linear import Adapter, Base, apply, prepare, reference
 from tigon.ops.philox import draw_seed
+from tigon.ops.quantised import (
+    device_of,
+    has_backend_forward,
+    has_library_forward,
+    is_quantised,
+    peft_reads,
+    read,
+    why_not,
+)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector")
@@ -68,6 +68,7 @@ _LAYERS += ("GPTQLoraLinear", "AwqLoraLinear", "HqqLoraLinear")
 
 
 def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
+    """Plan one of PEFT's LoRA layers: (spec, op), why it is left, or None."""
     if not type(module).__module__.startswith("peft.") or not all(hasattr(module, p) for p in LORA_PARTS):
         return None
     name = type(module).__name__
@@ -102,7 +103,7 @@ def _is_written(kind: type) -> bool:
     return kind.forward is written(kind) or has_backend_forward(kind)
 
 
-class State(NamedTuple):
+class LoraState(NamedTuple):
     """The operands of a call."""
 
     dtype: torch.dtype
@@ -122,7 +123,7 @@ class State(NamedTuple):
     def versions(self) -> list[int]:
         return [t._version for t in self.sources]
 
-    def equals(self, other: State) -> bool:
+    def equals(self, other: LoraState) -> bool:
         return other is self or (
             self.dtype == other.dtype
             and _same(self.sources, other.sources)
@@ -148,7 +149,7 @@ class Siblings:
     def __reduce__(self):
         return Siblings, (self.parent, self.names)
 
-    def call(self, spec: LoraSpec, x: torch.Tensor, state: State) -> torch.Tensor:
+    def call(self, spec: LoraSpec, x: torch.Tensor, state: LoraState) -> torch.Tensor:
         if self.x is not None and self.x() is x and self.version == x._version:
             computed = self.results.pop(spec.name, None)
             if computed is not None and computed[1] == state.versions() and state.equals(computed[0]):
@@ -183,8 +184,8 @@ class Siblings:
         self.prepared = _prepare(*self.states)
 
 
-def _prepare(*states: State) -> tuple:
-    """The layout and tensors of one call for all states."""
+def _prepare(*states: LoraState) -> tuple:
+    """The layout and tensors of one call that computes all states."""
     bases, adapters = [one.base for one in states], [one.adapters for one in states]
     adapters = [a._replace(base=i) for i, group in enumerate(adapters) for a in group]
     if states[0].magnitude is None:
@@ -201,7 +202,7 @@ class LoraSpec:
     fp8: Fp8Spec | None = None  # the base's matmuls are of float8 in training
     all_norms: bool = False  # no result of a norm is kept, not only large ones
     seen: list | None = None
-    state: State | None = None
+    state: LoraState | None = None
 
     def __reduce__(self):
         return LoraSpec, (self.name, self.siblings, self.fp8, self.all_norms)
@@ -217,7 +218,7 @@ def find_siblings(parent: nn.Module, names: list[str]) -> Siblings | None:
 
 @functools.cache
 def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
-    """Those of the attributes that are called with one variable, with no assignment to it in between."""
+    """The attributes that are called with one variable, with no assignment to it between the calls."""
     try:
         tree = source_tree(forward)
     except NoSource:
@@ -244,6 +245,7 @@ def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
 
 
 def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
+    """Run a LoRA layer in one call, or as PEFT does if the call has no kernel."""
     state = None if args or kwargs else _state(module, spec, x)
     if state is None:
         return stock(module, x, *args, **kwargs)
@@ -266,8 +268,8 @@ def _adapted(x, dtype, call, seed=None, all_norms=False):
     return apply(x.to(dtype), *call, seed)
 
 
-def _composed(x, state: State) -> torch.Tensor:
-    """What compilers and transforms trace of a base in float8: its matmul, and those of the adapters."""
+def _composed(x, state: LoraState) -> torch.Tensor:
+    """Compute a float8 base for compilers and transforms, which trace all matmuls of the layer."""
 
     def linear(rows, weight, bias):
         return fp8_linear.apply(rows, weight, bias, "fp8", reuse=False)
@@ -288,11 +290,11 @@ def _recompute(x, all_norms: bool) -> Callable[[], torch.Tensor] | None:
     """
     if not _sharing(x):
         return None
-    return again(x, (PRODUCTS, NORMS) if all_norms or x.nbytes >= _LARGE else (PRODUCTS,))
+    return again(x, (GATED_UNITS, NORMS) if all_norms or x.nbytes >= _LARGE else (GATED_UNITS,))
 
 
 def _sharing(x) -> bool:
-    """Whether results may be kept for siblings, which is so in eager training."""
+    """Whether results may be kept for siblings: only in eager training."""
     return torch.is_grad_enabled() and _is_eager() and not x.is_inference()
 
 
@@ -300,8 +302,8 @@ def _is_eager() -> bool:
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
-def _state(module, spec: LoraSpec, x) -> State | None:
-    """The operands of this call; None: PEFT computes it."""
+def _state(module, spec: LoraSpec, x) -> LoraState | None:
+    """The operands of this call; None if PEFT computes it."""
     if not _is_eager():
         return _find_state(module, x, spec.fp8)
     seen = _look(module, spec, x)
@@ -322,7 +324,7 @@ def _same(some, others) -> bool:
 
 
 def _look(module, spec: LoraSpec, x) -> list | None:
-    """The inputs of `_find_state`, whose result is the same for an equal list; None if it reads more.
+    """The values that `_find_state` reads: equal lists have equal results. None if it reads others too.
 
     The state holds the tensors, so that no other tensor gets their identity.
     """
@@ -355,7 +357,7 @@ def _look(module, spec: LoraSpec, x) -> list | None:
 
 
 def _look_at_part(part: nn.Module) -> list:
-    """The attributes that identify a part and say whether it is a plain matmul, and its parameters."""
+    """The parameters of a part, and the attributes that decide whether it is a plain matmul."""
     own, kind = part.__dict__, type(part)
     seen = [part, kind, kind.forward, own.get("forward"), own.get(HOOKED), own.get(INNER)]
     seen += own.get(CALL), has_hooks(part)
@@ -389,7 +391,7 @@ def _takes_fp8(module, fp8: Fp8Spec | None, weight) -> bool:
     return fp8 is not None and (module.training or torch.is_grad_enabled()) and not weight.requires_grad
 
 
-def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
+def _find_state(module, x, fp8: Fp8Spec | None = None) -> LoraState | None:
     """Find the state; children and parameters are read from the modules' dictionaries, not by attribute.
 
     `_look` must list everything that this function reads.
@@ -470,27 +472,27 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> State | None:
     shareable = plain and not drops and (magnitude is None or scales)
     sources = [t for t in sources if t is not None]
     base = Base(weight, bias, quantised, gathered)
-    state = State(dtype, base, adapters, magnitude, sources, (), drops, scales, shareable)
+    state = LoraState(dtype, base, adapters, magnitude, sources, (), drops, scales, shareable)
     return state._replace(call=_prepare(state))
 
 
 def _own(module, name):
-    """A parameter, looked up faster than by attribute."""
+    """A parameter from the module's dictionary, which is faster than its attribute."""
     own = module._parameters
     return own[name] if name in own else getattr(module, name)
 
 
 def _usable(weight, device) -> bool:
-    """Whether it is a whole tensor here; ZeRO-3 gathers its weights in hooks of the parts."""
+    """Whether this process has the whole tensor; ZeRO-3 gathers weights in hooks of the parts."""
     return type(weight) in PLAIN and weight.device == device and not hasattr(weight, "ds_id")
 
 
-def _scales_weight(x, state: State) -> bool:
+def _scales_weight(x, state: LoraState) -> bool:
     """Whether DoRA scales rows of the weight; if x has few rows, it scales the result."""
     return _is_eager() and state.scales_weight and 16 * x.numel() >= x.shape[-1] ** 2
 
 
-def _dora(x, state: State, all_norms: bool = False) -> torch.Tensor:
+def _dora(x, state: LoraState, all_norms: bool = False) -> torch.Tensor:
     """DoRA scales the rows of ``W + scale * B A`` to the lengths `magnitude`; this scales the result."""
     dtype, (weight, bias, *_), (adapter,), magnitude, *_ = state
     made = [weight if isinstance(weight, torch.Tensor) else weight()]

@@ -58,7 +58,7 @@ FUSED = {
 
 
 def product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0, limit=None, after=False):
-    """act(gate_multiplier * gate) * up * down_multiplier; without `up`, gate holds both as halves.
+    """Compute act(gate_multiplier * gate) * up * down_multiplier; without `up`, gate holds both as halves.
 
     With a limit the gate is clamped above, before or after act, and up on both sides.
     """
@@ -82,7 +82,7 @@ def product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0, limi
 
 
 def fused_activation(module: nn.Module, name: str) -> tuple[str | None, str | None]:
-    """The activation that a module has there, or why it cannot be fused."""
+    """The activation that a module has under this name, or why it cannot be fused."""
     activation = getattr(module, name)
     if isinstance(activation, nn.Module) and has_hooks(activation):
         return None, f"hooks on {name} would not run"
@@ -126,7 +126,7 @@ class MlpSpec:
     """Names of the child modules and numbers of one MLP, and its activation."""
 
     activation: str
-    down: str | None = None  # the projection behind the product, where it is in this module
+    down: str | None = None  # the projection of act(gate) * up, if it is in this module
     gate: str | None = None
     up: str | None = None
     gate_up: str | None = None
@@ -137,15 +137,15 @@ class MlpSpec:
     limit: str | None = None  # gate clamped above, up on both sides
     clamp_after: bool = False  # the activated gate is clamped, not the gate
     before: tuple[str, ...] = ()  # modules or methods that x goes through
-    middle: str | None = None  # dropout or norm of the product
+    middle: str | None = None  # dropout or norm of act(gate) * up
     dropout: str | None = None  # attribute with the probability for the result
-    part: Part | None = None  # the activation, where it is an attribute
-    cast: bool = False  # the product takes the dtype of down's weight (T5 keeps that one in fp32)
+    part: Part | None = None  # the activation, if it is an attribute
+    cast: bool = False  # act(gate) * up takes the dtype of down's weight (T5 keeps that one in fp32)
     ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)  # the model's
 
 
 def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
-    """Forward of a recognised MLP; one with weights by layer (Moshi) runs its original forward."""
+    """Run a recognised MLP; one with weights by layer (Moshi) runs its original forward."""
     if layer is not None:
         return stock(module, x, layer)
     if spec.part is not None and not spec.part.is_in(module):
@@ -181,6 +181,7 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
 
 
 def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
+    """Plan an MLP: (spec, op), why it is left, or None for a module of another kind."""
     if next(module.children(), None) is None:
         return None
     found = recognise(module, MLPS)

@@ -210,7 +210,7 @@ class GatedMLP(nn.Module):
 
 
 class FusedGatedMLP(nn.Module):
-    """The same with gate and up as halves of one ``gate_up_proj``: Phi-3, GLM-4."""
+    """:class:`GatedMLP` with gate and up as halves of one ``gate_up_proj``: Phi-3, GLM-4."""
 
     def __init__(self, config) -> None:
         super().__init__()

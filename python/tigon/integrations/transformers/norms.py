@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tigon._dtensor import rows_stay_local
+from tigon._dtensor import PLAIN, rows_stay_local
 from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical
-from tigon.integrations.transformers.forward import PLAIN, blocked, plain, read, stock
+from tigon.integrations.transformers.forward import blocked, plain, read, stock
 from tigon.integrations.transformers.patterns.norms import (
     DECLARED,
     FACTORS,
@@ -33,7 +33,7 @@ class NormSpec:
     op: str = "rms_norm"
     weight: str | None = None
     bias: str | None = None
-    eps: str | float = 0.0  # the attribute (see `eps_of`), or the number where the source says one
+    eps: str | float = 0.0  # the attribute (see `eps_of`), or the number if the source has one
     rounding: str = "llama"
     offset: float = 0.0
     shift: str | float = 0.0  # added to the weight in its own dtype; an attribute says whether one is
@@ -54,6 +54,7 @@ class NormSpec:
 
 
 def norm_forward(module: nn.Module, spec: NormSpec, *args):
+    """Run a recognised norm; tensors that the op does not take run the original forward."""
     if spec.simple and not spec.decided and len(args) == 1 and type(args[0]) in PLAIN:
         weight, eps = read(module, spec.weight, spec.eps)
         if (weight is None or type(weight) in PLAIN) and eps is not None:
@@ -65,7 +66,7 @@ def norm_forward(module: nn.Module, spec: NormSpec, *args):
 
 
 def eps_of(module: nn.Module, spec: NormSpec, x: torch.Tensor) -> float:
-    """The module's eps; where it leaves that to torch, the one of the dtype that rms_norm computes in."""
+    """The module's eps; if torch chooses it, that of the dtype in which rms_norm computes."""
     (eps,) = read(module, spec.eps)
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
 
@@ -147,11 +148,12 @@ GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 def _wide(x, spec):
-    """The torch function's input under autocast, which does not change norms on the CPU."""
+    """The input as the torch function gets it under autocast, which does not change norms on the CPU."""
     return x.float() if spec.autocast and x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 
 def plan_norm(module: nn.Module) -> tuple | str | None:
+    """Plan a norm: (spec, op), why it is left, or None for a module of another kind."""
     if next(module.children(), None) is not None:
         return None
     found = recognise(module)
@@ -199,7 +201,7 @@ def _unfit(module: nn.Module, structure: Structure, roles: dict) -> str | None:
 
 
 def _called_norm(module: nn.Module) -> bool:
-    """Whether a name of its class says norm; those of batches, and of weights, are other things."""
+    """Whether the name of a class says norm; norms of batches and of weights are other operations."""
     if isinstance(module, nn.modules.batchnorm._NormBase):
         return False
     names = [base.__name__.lower() for base in type(module).__mro__]

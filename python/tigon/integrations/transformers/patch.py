@@ -1,9 +1,8 @@
-"""`apply` and `undo`: plan what can be replaced, replace it, and restore it."""
+"""`apply` and `undo`: replace what `plan` found, and restore it."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import logging
 import operator
@@ -16,22 +15,18 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tigon.error import Error, check
-from tigon.integrations import trl
 from tigon.integrations.transformers.causal_loss import causal_lm_loss
-from tigon.integrations.transformers.expert_adapters import is_wrapper, plan_wrapper, wrapper_forward
-from tigon.integrations.transformers.experts import GATE, LAYER, plan_experts, switch, switch_back
+from tigon.integrations.transformers.experts import GATE, LAYER, switch, switch_back
 from tigon.integrations.transformers.forward import (
     ARRIVALS,
     STATE,
     bind,
     bind_model,
-    blocked,
     bound,
     model_forward,
-    plain,
     unbind,
 )
-from tigon.integrations.transformers.fp8 import Options, check_recipe, fp8_forward, pack, plan_fp8, unpack
+from tigon.integrations.transformers.fp8 import Options, check_recipe, pack, unpack
 from tigon.integrations.transformers.graphs import GRAPHS, drop_graphs, use_graphs
 from tigon.integrations.transformers.head import (
     WATCHED,
@@ -39,37 +34,21 @@ from tigon.integrations.transformers.head import (
     attach,
     bind_head,
     calls_head,
-    output_head,
-    plan_head,
     tie,
     watched_forward,
 )
-from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper, plan_streams
-from tigon.integrations.transformers.lora import LoraSpec, find_siblings, lora_forward, plan_lora
-from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
-from tigon.integrations.transformers.norms import norm_forward, plan_norm
-from tigon.integrations.transformers.qk_norm import plan_qk_norm
-from tigon.integrations.transformers.qkv_split import plan_slices
-from tigon.integrations.transformers.recompute import (
-    Ledger,
-    Recompute,
-    check_recompute,
-    give_back,
-    linear_forward,
-    take,
-)
-from tigon.integrations.transformers.report import Entry, Report
-from tigon.integrations.transformers.rewriting import Rewritten, rewritten_forward
-from tigon.integrations.transformers.rope import plan_rotary, rewrite, rotary_callers, rotary_forward
-from tigon.integrations.transformers.routers import plan_router, router_forward
+from tigon.integrations.transformers.mlp import MlpSpec
+from tigon.integrations.transformers.plan import NEEDS_NORM_AND_ROPE, NO_QK_NORM, SLOTS, Plan, unwrapped
+from tigon.integrations.transformers.recompute import Ledger, check_recompute, give_back, linear_forward, take
+from tigon.integrations.transformers.report import Report
+from tigon.integrations.transformers.rewriting import Rewritten
+from tigon.integrations.transformers.rope import rewrite, rotary_forward
 from tigon.ops.arguments import check_booleans
 from tigon.ops.fp8_linear import forget_weights
 from tigon.ops.loss_head.plan import check_cap
 
 log = logging.getLogger("tigon")
 ABSENT = "absent"  # the model had no loss function of its own
-NO_QK_NORM = "no attention normalises each head of q and k right before a rotary call"
-NEEDS_NORM_AND_ROPE = "qk_norm needs the slots norm and rope"
 
 
 @dataclass(eq=False)
@@ -118,13 +97,13 @@ class Arrivals:
         before = self.known
         if not self.changed(root):
             return
-        state, plan = root.__dict__[STATE], _Plan(root)
+        state, plan = root.__dict__[STATE], Plan(root)
         plan.all_norms = state.report.recompute is not None
         try:
             plan.lora()
             if state.fp8 is not None:
                 plan.fp8(state.fp8)
-            plan.replace()
+            _replace(plan)
         except BaseException:
             self.known = before  # what is refused in this call is refused in the next
             raise
@@ -136,222 +115,52 @@ class Arrivals:
         log.info("[apply] the model's adapters have changed: %d layers call tigon.lora_linear", layers)
 
 
-class _Plan:
-    """Everything that apply would do; nothing is modified before `commit`."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.entries: list[Entry] = []
-        self.binds: list = []
-        self.freed: list = []  # modules that were replaced before and are left now
-        self.packed: list = []  # Linears of which only the float8 bytes are kept
-        self.turns: list = []  # (module, its method, names of the rotary functions to be fused in it)
-        self.losses: list[str] = []  # paths of models whose loss function is transformers' causal one
-        self.heads: list = []  # (model, Linears of its head)
-        self.trl: str | None = None  # why Tigon does not replace TRL's heads
-        self.recompute: Recompute | None = None
-        self.places: list = []  # layers among which some are checkpointed
-        self.all_norms = False  # LoRA layers keep no result of a norm
-
-    def modules(self, slot, *rows):
-        """Check all modules with each row's plan, and bind its function to those that the plan accepts.
-
-        A plan returns (spec of the function, its name), the reason why a module is left, or None for a module
-        of another kind.
-        """
-        for plan, function in rows:
-            taken = {id(module) for _, module, _, name in self.binds if name == "forward"}
-            for path, module in self.model.named_modules():
-                verdict = None if id(module) in taken else plan(module)
-                if isinstance(verdict, tuple):
-                    self.binds.append((function, module, verdict[0], "forward"))
-                elif _is_left(module, function, verdict):
-                    self.freed.append(module)
-                if verdict is not None:
-                    self.add(slot, path, type(module).__name__, verdict)
-
-    def experts(self):
-        for path, module in self.model.named_modules():
-            verdict = plan_experts(module)
-            if isinstance(verdict, tuple):
-                function, target, name, spec, _ = verdict
-                self.binds.append((function, target, spec, name))
-            if verdict is not None:
-                self.add("experts", path, type(module).__name__, verdict)
-
-    def heads_of_owners(self) -> set[int]:
-        """Identities of the output heads of all models inside."""
-        owners = (m for m in self.model.modules() if isinstance(m, PreTrainedModel))
-        return {id(owner.get_output_embeddings()) for owner in owners}
-
-    def lora(self):
-        """Plan LoRA layers, except output heads, whose loss includes their adapter."""
-        heads, first = self.heads_of_owners(), len(self.binds)
-        planned = {id(module): function for function, module, _, _ in self.binds}
-        wrappers = [module for module in self.model.modules() if is_wrapper(module)]
-        inner = {id(module.base_layer) for module in wrappers}
-        outer = {id(module) for module in wrappers if id(module) not in inner}
-        heads |= {id(module) for module in wrappers}
-        self.modules(
-            "lora",
-            (lambda m: None if id(m) in heads else plan_lora(m), lora_forward),
-            (lambda m: plan_wrapper(m, planned) if id(m) in outer else None, wrapper_forward),
-        )
-        specs = {id(module): spec for f, module, spec, _ in self.binds[first:] if f is lora_forward}
-        for _, module, spec, _ in self.binds[first:]:
-            known = getattr(bound(module), "spec", None)
-            if isinstance(spec, LoraSpec) and isinstance(known, LoraSpec):
-                spec.fp8 = known.fp8
-            if isinstance(spec, LoraSpec):
-                spec.all_norms = self.all_norms
-        for parent in self.model.modules():
-            names = {name: specs[id(c)] for name, c in parent.named_children() if id(c) in specs}
-            siblings = find_siblings(parent, [*names])
-            for name in siblings.names if siblings else ():
-                names[name].name, names[name].siblings = name, siblings
-
-    def fp8(self, options: Options):
-        heads = self.heads_of_owners()
-        bases = {id(m.base_layer): spec for _, m, spec, _ in self.binds if isinstance(spec, LoraSpec)}
-        for path, module, verdict in plan_fp8(self.model, heads, {*bases}, options):
-            there, spec = bound(module), bases.get(id(module))
-            taken = isinstance(verdict, tuple)
-            if spec is not None:
-                spec.fp8 = verdict[0] if taken else None
-            elif taken:
-                self.binds.append((fp8_forward, module, verdict[0], "forward"))
-            if there is not None and there.function is fp8_forward and not (taken and spec is None):
-                self.freed.append(module)
-            if taken and verdict[0].packs:
-                self.packed.append(module)
-            self.add("fp8", path, type(module).__name__, verdict)
-
-    def recomputed(self, given):
-        self.recompute = Recompute(given)
-        taken = {id(module): function for function, module, _, name in self.binds if name == "forward"}
-        for linear, spec in self.recompute.plan(self.model, self.heads_of_owners(), taken):
-            self.binds.append((linear_forward, linear, spec, "forward"))
-        self.recompute.adapters = sum(function is lora_forward for function in taken.values())
-        self.places = list(self.recompute.places(self.model))
-
-    def add(self, *found):
-        self.entries.append(Entry.of(*found))
-
-    def rope(self):
-        verdicts, turned, left = {}, set(), []
-        callers = {kind: rotary_callers(kind) for kind in {type(m) for m in self.model.modules()}}
-        for path, module in self.model.named_modules():
-            for method, functions in callers[type(module)].items():
-                verdicts |= {key: plan_rotary(key, f) for key, f in functions.items() if key not in verdicts}
-                keys = [key for key in functions if isinstance(verdicts[key], tuple)]
-                if not keys:
-                    continue
-                names = tuple(name for _, name in keys)
-                reason = blocked(module) if method == "forward" else None
-                if reason is None and rewrite(inspect.getattr_static(type(module), method), names) is None:
-                    reason = f"its {method} is not a function with source, which names {', '.join(names)}"
-                if reason is not None:
-                    left.append((path, type(module).__name__, reason))
-                    continue
-                self.turns.append((module, method, names))
-                turned.update(keys)
-        for key, verdict in sorted(verdicts.items()):
-            if key in turned or isinstance(verdict, str):
-                self.add("rope", ".".join(key), key[1], verdict)
-        for where in left:
-            self.add("rope", *where)
-
-    def loss(self):
-        self.trl = trl.take(_has_loss)
-        paths = {id(module): path for path, module in self.model.named_modules()}
-        verdicts = {}
-        for path, owner in self.model.named_modules():
-            head = output_head(owner)
-            if head is None:
-                continue
-            if owner.loss_function in (ForCausalLMLoss, causal_lm_loss):
-                self.losses.append(path)
-            if id(head) not in verdicts and id(head) in paths:
-                linears = verdicts[id(head)] = plan_head(head)
-                left = isinstance(linears, str)
-                verdict = linears if left else ("tigon.linear_cross_entropy, lazy logits",)
-                if trl.fuses(owner):
-                    verdict = self.trl or ("tigon.linear_log_prob in TRL's head",)
-                self.add("loss", paths[id(head)], type(head).__name__, verdict)
-            linears = verdicts.get(id(head))
-            if isinstance(linears, list):
-                self.heads.append((owner, linears))
-
-    def replace(self, ledger: Ledger | None = None):
-        """Bind the planned functions to modules that do not have them yet."""
-        for module in self.freed:
-            unbind(module)
-        forget_weights(self.model.parameters())
-        for linear in self.packed:
-            pack(linear)
-        for function, module, spec, name in self.binds:
-            there = bound(module, name)
-            same = there is not None and (there.function, there.spec) == (function, spec)
-            if same and there.replaces_own() and function is not linear_forward:
-                continue
-            if isinstance(spec, MlpSpec):
-                spec = replace(spec, ledger=ledger)
-            bind(function, module, spec, name, of=GATE if name == LAYER else None)
-
-    def commit(self, state: State, lazy_logits: bool, max_peak_mb: float | None):
-        self.replace(state.ledger)
-        switch(self.model, state.experts)
-        for module, name, names in self.turns:
-            held = bound(module, name)
-            if held is None:
-                bind(rotary_forward, module, Rewritten(rewrite, type(module), names, name=name), name)
-            elif isinstance(held.spec, Rewritten):
-                held.spec.add(rewrite, names)
-        for module in self.model.modules() if self.recompute else ():
-            give_back(module)
-        for place in self.places:
-            take(place)
-        for owner, linears in self.heads:
-            known = [forward.spec[0] for forward in (model_forward(owner),) if forward and forward.spec]
-            known += [forward.spec for forward in map(bound, linears) if forward is not None]
-            spec = known[0] if known else HeadSpec(state.report.head_calls, state.ledger)
-            spec.compiled |= owner.loss_function in (ForCausalLMLoss, causal_lm_loss)
-            spec.always |= lazy_logits
-            spec.max_peak_mb = spec.max_peak_mb if max_peak_mb is None else max_peak_mb
-            bind_head(linears, spec)
-            attach(owner, spec)
-            tie(owner, linears)
-        if state.report.count("loss"):
-            for path in self.losses:
-                owner = self.model.get_submodule(path)
-                state.losses.setdefault(path, owner.__dict__.get("_loss_function", ABSENT))
-                owner.__dict__["_loss_function"] = causal_lm_loss
+def _replace(plan: Plan, ledger: Ledger | None = None):
+    """Bind the planned functions to modules that do not have them yet."""
+    for module in plan.freed:
+        unbind(module)
+    forget_weights(plan.model.parameters())
+    for linear in plan.packed:
+        pack(linear)
+    for function, module, spec, name in plan.binds:
+        there = bound(module, name)
+        same = there is not None and (there.function, there.spec) == (function, spec)
+        if same and there.replaces_own() and function is not linear_forward:
+            continue
+        if isinstance(spec, MlpSpec):
+            spec = replace(spec, ledger=ledger)
+        bind(function, module, spec, name, of=GATE if name == LAYER else None)
 
 
-def _is_left(module: nn.Module, function, verdict: str | None) -> bool:
-    """Whether a module that `function` replaced is left now; unknown if it is sharded or freed."""
-    there = bound(module)
-    if there is None or there.function is not function:
-        return False
-    whole = all(plain(p) and p.numel() for p in module.parameters())
-    return not there.replaces_own() or (isinstance(verdict, str) and whole)
-
-
-# In this order: later plans skip a module that an earlier one has taken.
-_SLOTS = {
-    "norm": lambda plan: plan.modules("norm", (plan_norm, norm_forward)),
-    "mlp": lambda plan: plan.modules("mlp", (plan_mlp, mlp_forward)),
-    "experts": _Plan.experts,
-    "router": lambda plan: plan.modules("router", (plan_router, router_forward)),
-    "qkv": lambda plan: plan.modules("qkv", (plan_slices, rewritten_forward)),
-    "qk_norm": lambda plan: plan.modules("qk_norm", (plan_qk_norm, rewritten_forward)),
-    "hyper": lambda plan: plan.modules(
-        "hyper", (plan_hyper, hyper_forward), (plan_streams, rewritten_forward)
-    ),
-    "lora": _Plan.lora,
-    "rope": _Plan.rope,
-    "loss": _Plan.loss,
-}
+def _commit(plan: Plan, state: State, lazy_logits: bool, max_peak_mb: float | None):
+    """Make the planned changes."""
+    _replace(plan, state.ledger)
+    switch(plan.model, state.experts)
+    for module, name, names in plan.turns:
+        held = bound(module, name)
+        if held is None:
+            bind(rotary_forward, module, Rewritten(rewrite, type(module), names, name=name), name)
+        elif isinstance(held.spec, Rewritten):
+            held.spec.add(rewrite, names)
+    for module in plan.model.modules() if plan.recompute else ():
+        give_back(module)
+    for place in plan.places:
+        take(place)
+    for owner, linears in plan.heads:
+        known = [forward.spec[0] for forward in (model_forward(owner),) if forward and forward.spec]
+        known += [forward.spec for forward in map(bound, linears) if forward is not None]
+        spec = known[0] if known else HeadSpec(state.report.head_calls, state.ledger)
+        spec.compiled |= owner.loss_function in (ForCausalLMLoss, causal_lm_loss)
+        spec.always |= lazy_logits
+        spec.max_peak_mb = spec.max_peak_mb if max_peak_mb is None else max_peak_mb
+        bind_head(linears, spec)
+        attach(owner, spec)
+        tie(owner, linears)
+    if state.report.count("loss"):
+        for path in plan.losses:
+            owner = plan.model.get_submodule(path)
+            state.losses.setdefault(path, owner.__dict__.get("_loss_function", ABSENT))
+            owner.__dict__["_loss_function"] = causal_lm_loss
 
 
 def apply(
@@ -423,7 +232,7 @@ def apply(
     check_recompute(recompute)
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
-    plan = _Plan(root)
+    plan = Plan(root)
     given = {
         "norm": norm,
         "mlp": mlp,
@@ -449,7 +258,7 @@ def apply(
     if recompute is None and report.recompute is not None:
         recompute = report.recompute.given
     plan.all_norms = recompute is not None
-    for slot, look in _SLOTS.items():
+    for slot, look in SLOTS.items():
         if asked[slot]:
             look(plan)
         if given[slot] and not any(entry.slot == slot for entry in plan.entries):
@@ -473,18 +282,12 @@ def apply(
         state = root.__dict__[STATE] = State(report)
     state.fp8 = state.fp8 if fp8 is None else options
     report.recompute = plan.recompute
-    plan.commit(state, lazy_logits, max_peak_mb)
+    _commit(plan, state, lazy_logits, max_peak_mb)
     if asked["lora"]:
         _watch(root)
     _use_graphs(root, report, lengths)
     _tell_wrappers(model, root)
     return report
-
-
-def _has_loss(model) -> bool:
-    """Whether Tigon computes the loss of a model, which may be wrapped."""
-    state = getattr(unwrapped(model), "__dict__", {}).get(STATE)
-    return state is not None and state.report.count("loss") > 0
 
 
 def _watch(root: nn.Module) -> None:
@@ -531,7 +334,7 @@ def _notes(root: nn.Module, report: Report) -> list[str]:
 
 
 def _what(model) -> str:
-    """The object that was passed instead of a model, and where the model may be."""
+    """The kind of an object that was passed instead of a model, and the place where its model may be."""
     if isinstance(model, str):
         return f"the name {model!r} (load it first: AutoModelForCausalLM.from_pretrained({model!r}))"
     if isinstance(model, type):
@@ -549,7 +352,7 @@ def _tell_wrappers(model: nn.Module, root: nn.Module) -> None:
             wrapper.__dict__["forward"] = root.forward
 
 
-def _check(plan: _Plan, report: Report, strict: bool) -> None:
+def _check(plan: Plan, report: Report, strict: bool) -> None:
     left = [entry for entry in plan.entries if not entry.replaced]
     reasons = "; ".join(sorted({f"{entry.kind}: {entry.reason}" for entry in left}))
     if not report.replaced and len(left) == len(plan.entries):
@@ -587,17 +390,3 @@ def undo(model: nn.Module) -> None:
             del owner.__dict__["_loss_function"]
         else:
             owner.__dict__["_loss_function"] = previous
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers of PEFT, torch.compile, DDP and FSDP1."""
-    while True:
-        if isinstance(model, PreTrainedModel) or not isinstance(model, nn.Module):
-            return model
-        if callable(getattr(model, "get_base_model", None)):
-            inner = model.get_base_model()
-        else:
-            inner = model._modules.get("_orig_mod") or model._modules.get("module")
-        if inner is None or inner is model:
-            return model
-        model = inner

@@ -28,9 +28,9 @@ CALL = "_tigon_norm_rope"
 
 
 def norm_rope(norms, swapped, rotary, *args, **dims):
-    """``rotary`` of the normalised heads and its tables, fused where norms and tensors allow it.
+    """Compute ``rotary`` of the normalised heads, fused if norms and tensors allow it.
 
-    A norm is None where the forward skips it, rotary where it rotates nothing. Heads and tokens are swapped
+    A norm is None if the forward skips it; rotary is None if nothing is rotated. Heads and tokens are swapped
     between norm and rotary call where ``swapped`` says so.
     """
     heads, tables = args[: len(norms)], args[len(norms) :]
@@ -58,7 +58,7 @@ def _turned(x, swap):
 
 
 def _fits(form: dict, x, options: dict) -> bool:
-    """Whether the op rotates so, and to the dtype of norm and rotary function apart."""
+    """Whether the op does this rotation and returns the dtype that norm and rotary function return."""
     weight = options["q_weight"]
     same = weight is None or weight.dtype == x.dtype or options["rounding"] == "gemma"
     return not form.get("deinterleave") and (same or not form.get("keep_dtype"))
@@ -89,6 +89,7 @@ def _options(norms, heads, swapped) -> dict | None:
 
 
 def plan_qk_norm(module: nn.Module) -> tuple[Rewritten, str] | str | None:
+    """Plan an attention with norms of q and k: (rewritten forward, op), why it is left, or None."""
     found = rewrite(type(module).forward)
     if found is None:
         return None
@@ -125,7 +126,7 @@ def rewrite(forward) -> tuple[tuple, types.FunctionType] | None:
 
 
 def _bodies(node: ast.AST) -> list[list[ast.stmt]]:
-    """All lists of statements, inner ones first."""
+    """The lists of statements of a function, inner ones first."""
     lists = [getattr(child, field, None) for child in ast.walk(node) for field in ("body", "orelse")]
     return [body for body in reversed(lists) if isinstance(body, list)]
 
@@ -176,13 +177,13 @@ def _rotation(statement: ast.stmt, rotary: set[str]) -> list[str] | None:
 
 
 class _Head:
-    """Where one tensor is normalised and turned before its rotary call."""
+    """The statements that normalise and transpose one tensor before its rotary call."""
 
     def __init__(self, norm: str, attribute: str, swapped: bool, gone: list):
         self.norm, self.attribute, self.swapped, self.gone = norm, attribute, swapped, gone
 
     def remove(self) -> None:
-        """Leave what is normalised, not yet normalised or turned."""
+        """Replace the normalised tensor by its input, neither normalised nor transposed."""
         for body, statement, rest in self.gone:
             if isinstance(rest, ast.Name) and rest.id == statement.targets[0].id:
                 body[body.index(statement)] = ast.copy_location(ast.Pass(), statement)
@@ -191,7 +192,7 @@ class _Head:
 
 
 def _normed(before: list[ast.stmt], index: int, name: str) -> _Head | None:
-    """The norm that a tensor comes from before a statement, with nothing but turns in between."""
+    """The norm that makes a tensor before a statement, with only transposes between them."""
     swapped, gone = False, []
     for statement in reversed(before[:index]):
         if not _uses(statement, name):
@@ -225,7 +226,7 @@ def _normed(before: list[ast.stmt], index: int, name: str) -> _Head | None:
 
 
 def _stripped(value: ast.expr) -> tuple[ast.expr, int]:
-    """An expression without `.transpose(1, 2)` behind it, and how often that was there."""
+    """An expression without the `.transpose(1, 2)` at its end, and how many there were."""
     match value:
         case ast.Call(
             func=ast.Attribute(value=inner, attr="transpose"),

@@ -32,6 +32,7 @@ BOUND = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.Add, ast.Mult, as
 
 
 def plan_slices(module: nn.Module) -> tuple[Rewritten, str] | str | None:
+    """Plan a forward that slices q, k and v: (rewritten forward, op), why it is left, or None."""
     found = rewrite(type(module).forward)
     if found is None or not isinstance(getattr(module, found[0], None), nn.Module):
         return None
@@ -40,7 +41,7 @@ def plan_slices(module: nn.Module) -> tuple[Rewritten, str] | str | None:
 
 @functools.cache
 def rewrite(forward) -> tuple[str, types.FunctionType] | None:
-    """The attribute whose result is cut up, and the forward that splits it; None where there is none."""
+    """The attribute whose result is cut up, and the forward that splits it; None if there is none."""
     return rewrite_innermost(forward, _split)
 
 
@@ -73,7 +74,7 @@ def _partition(body: list[ast.stmt]) -> tuple[list[str], str, list[str]] | None:
             return (names, whole, [*sizes, f"{whole}.shape[-1] - ({lower})"]) if sizes else None
         plain = all(isinstance(part, BOUND) for part in ast.walk(ast.parse(upper, mode="eval").body))
         if not plain or not upper.startswith(f"{lower} + " if lower else ""):
-            return None  # its size is plain to see where it is a sum of the last end and more
+            return None  # its size is known if it is a sum of the last end and more
         sizes.append(upper.removeprefix(f"{lower} + "))
         end = upper
     return None

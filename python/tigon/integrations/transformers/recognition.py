@@ -1,7 +1,7 @@
-"""What a function of a model is: the row of a table whose canonical expression it has.
+"""Recognises a function of a model: it is the row of a table that has the same canonical expression.
 
-A function without source (compiled modules, remote code without files) is told by its numbers: a copy on the
-CPU with random parameters must equal a row bit for bit, in fp32 and bf16.
+A function without source (compiled modules, remote code without files) is recognised by its numbers: a copy
+on the CPU with random parameters must be bitwise equal to a row, in fp32 and bf16.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Structure:
 
     @functools.cached_property
     def expression(self) -> Canonical:
-        """That of the function, which is a method where its first parameter is self."""
+        """The canonical expression of the function, which is a method if its first parameter is self."""
         method = self.reference.__code__.co_varnames[0] == "self"
         return canonical(self.reference, object if method else None)
 
 
 def form(name: str, reference: Callable, **options) -> Structure:
-    """A row of a table."""
+    """Make a row of a table."""
     return Structure(name, reference, options)
 
 
@@ -59,7 +59,7 @@ def match(found: Canonical, table: tuple[Structure, ...]) -> Match | None:
 
 
 def recognise(module, table: tuple[Structure, ...], method: str = "forward") -> Match | str | None:
-    """The row of `table` that a method of a module's class is; why it has no expression, or None."""
+    """The row of `table` that equals a method of a module's class; or why it has no expression; or None."""
     try:
         return match(canonical(getattr(type(module), method), type(module)), table)
     except Unrecognised as error:
@@ -68,9 +68,9 @@ def recognise(module, table: tuple[Structure, ...], method: str = "forward") -> 
 
 # --- by numbers ----------------------------------------------------------------------------------
 
-PROBE_EPS = 0.37  # large, so that a norm that ignores its eps attribute is told apart
+PROBE_EPS = 0.37  # large, so that a norm that ignores its eps attribute is recognised
 
-# Dtypes of x and weight; a weight wider than x tells where the result is rounded.
+# The dtypes of x and weight. A weight wider than x shows at which step the result is rounded.
 PROBE_DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -80,7 +80,7 @@ PROBE_DTYPES = (
 
 @contextlib.contextmanager
 def on_cpu():
-    """Tensors made inside live on the CPU whatever the default device is: while a model is loaded, meta."""
+    """Make tensors on the CPU inside. While a model is loaded, the default device is meta."""
     with torch.device("cpu"):
         yield
 
@@ -112,7 +112,7 @@ def twin(module: nn.Module, attributes: dict, parameters: dict, **modules: nn.Mo
 @torch.no_grad()
 @on_cpu()
 def equals(module: nn.Module, found: Match) -> bool:
-    """Whether a norm's forward is that of a structure in numbers, its attributes in these roles."""
+    """Whether a norm's forward computes the numbers of a structure, with its attributes in these roles."""
     roles, reference = found.roles, found.structure.reference
     parameters = {role: name for role, name in roles.items() if module._parameters.get(name) is not None}
     size = next((module._parameters[name].shape[0] for name in parameters.values()), 24)

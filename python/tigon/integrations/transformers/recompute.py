@@ -23,14 +23,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from tigon._dtensor import PLAIN
 from tigon.error import check, refuse
-from tigon.integrations.transformers.forward import PLAIN, autocast_dtype, blocked, bound, plain, stock
+from tigon.integrations.transformers.forward import autocast_dtype, blocked, bound, plain, stock
 from tigon.integrations.transformers.head_operands import is_linear, is_lora
-from tigon.ops.again import NORMS, PRODUCTS, Again, again, forgetting
+from tigon.ops.again import GATED_UNITS, NORMS, Again, again, forgetting
 from tigon.ops.loss_head.plan import linear_cross_entropy_memory
 
-KINDS = {"norms": (NORMS,), "elementwise": (NORMS, PRODUCTS)}
-OF = {(NORMS,): "a norm", (NORMS, PRODUCTS): "a norm or gated unit"}
+KINDS = {"norms": (NORMS,), "elementwise": (NORMS, GATED_UNITS)}
+OF = {(NORMS,): "a norm", (NORMS, GATED_UNITS): "a norm or gated unit"}
 
 
 class Ledger:
@@ -73,9 +74,9 @@ class Ledger:
         """``down(inner)``, which does not keep inner while bytes are left to save."""
         there, form = bound(down), None
         of_bytes = getattr(there and there.spec, "keeps_bytes", False) and down.weight.requires_grad
-        if not torch.compiler.is_compiling() and self.owed > 0 and (of_bytes or _keeps_product(down)):
+        if not torch.compiler.is_compiling() and self.owed > 0 and (of_bytes or _keeps_unit(down)):
             weight = down.base_layer.weight if is_lora(down) else down.weight if is_linear(down) else None
-            form = forms_again(inner, weight, PRODUCTS)
+            form = forms_again(inner, weight, GATED_UNITS)
         if form is None:
             return down(inner)
         self.owed -= inner.nbytes
@@ -89,16 +90,16 @@ class Ledger:
             del inner.grad_fn.fp8_form
 
 
-def _keeps_product(down: nn.Module) -> bool:
-    """Whether a product is kept for down: not by the slot `lora`, nor with `recompute`."""
+def _keeps_unit(down: nn.Module) -> bool:
+    """Whether down keeps its input, act(gate) * up: neither the slot `lora` nor `recompute` does."""
     there = bound(down)
-    return there is None or (there.function is linear_forward and PRODUCTS not in there.spec.kinds)
+    return there is None or (there.function is linear_forward and GATED_UNITS not in there.spec.kinds)
 
 
 def forms_again(
-    x: torch.Tensor, weight, kinds: Iterable[str] = (NORMS, PRODUCTS)
+    x: torch.Tensor, weight, kinds: Iterable[str] = (NORMS, GATED_UNITS)
 ) -> Callable[[], torch.Tensor] | None:
-    """What makes x again, if a Linear with this weight may keep that instead."""
+    """A function that computes x again, if a Linear with this weight may keep that instead."""
     if not torch.is_grad_enabled() or type(x) not in PLAIN or torch._C._are_functorch_transforms_active():
         return None
     if not plain(weight) or hasattr(weight, "ds_id"):  # ZeRO-3 replaces the data of saved tensors
@@ -111,13 +112,14 @@ def forms_again(
 
 @dataclass
 class LinearSpec:
-    """What a Linear does not keep, and whether it was given such a tensor."""
+    """The kinds of inputs that a Linear does not keep, and whether it has had such an input."""
 
     kinds: tuple[str, ...]
     used: bool = False
 
 
 def linear_forward(module: nn.Linear | Conv1D, spec: LinearSpec, input):
+    """Run a Linear that keeps less than its input if that can be computed again."""
     weight = module.weight
     if torch.compiler.is_compiling() or not weight.requires_grad:
         return stock(module, input)
@@ -135,7 +137,7 @@ def linear_forward(module: nn.Linear | Conv1D, spec: LinearSpec, input):
 
 @dataclass
 class Kind:
-    """Layers of one class and size. A fraction of the bytes that they keep has to go.
+    """Layers of one class and size, and the fraction of their kept bytes that must be saved.
 
     The first training step measures what one of them keeps, and what Linears of the next do not keep.
     """
@@ -154,7 +156,7 @@ class Kind:
         return saved / max(self.layers * self.kept, 1)
 
     def choose(self) -> None:
-        """As few layers as are enough, evenly spread."""
+        """Choose as few layers as are enough, evenly spread."""
         saved = self.kept - self.left - self.dropped
         missing = self.layers * (self.fraction * self.kept - self.dropped)
         count = min(max(math.ceil(missing / saved), 0), self.layers) if saved > 0 else 0
@@ -178,18 +180,19 @@ _ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
 def place_of(module: nn.Module) -> Place | None:
+    """The `Place` of a module, or None."""
     function = vars(module).get(_ATTRIBUTES[1])
     ours = isinstance(function, functools.partial) and function.func is run_layer
     return function.args[0] if ours else None
 
 
 def _is_checkpointed(module: nn.Module) -> bool:
-    """Whether somebody else has it checkpointed."""
+    """Whether the program already checkpoints the module."""
     return getattr(module, _ATTRIBUTES[0], False) and place_of(module) is None
 
 
 def take(place: Place) -> None:
-    """Let transformers call `run_layer` where it would call a checkpoint."""
+    """Make transformers call `run_layer` instead of a checkpoint."""
     own = vars(place.module)
     place.before = {name: own[name] for name in _ATTRIBUTES if name in own}
     values = True, functools.partial(run_layer, place, use_reentrant=False)
@@ -197,6 +200,7 @@ def take(place: Place) -> None:
 
 
 def give_back(module: nn.Module) -> None:
+    """Restore the checkpointing function that transformers gave a module."""
     place = place_of(module)
     if place is not None:
         for name in _ATTRIBUTES:
@@ -205,7 +209,7 @@ def give_back(module: nn.Module) -> None:
 
 
 def run_layer(place: Place, function, *args, **options):
-    """A layer, with or without a checkpoint."""
+    """Run a layer, with or without a checkpoint."""
     kind = place.kind
     if kind is None or torch.compiler.is_compiling():
         return function(*args)
@@ -262,7 +266,7 @@ class Recompute:
         self.kinds_of_layers: dict[tuple, Kind] = {}  # (class, shapes of the parameters) -> kind
 
     def plan(self, model: nn.Module, heads: set[int], taken: dict[int, object]) -> Iterator[tuple]:
-        """(Linear, spec) of all that keep less."""
+        """(Linear, spec) of all Linears that are to keep less."""
         modules = dict(model.named_modules())
         for path, module in modules.items():
             if isinstance(module, GradientCheckpointingLayer) and _is_checkpointed(module):
@@ -287,7 +291,7 @@ class Recompute:
             yield module, spec
 
     def places(self, model: nn.Module) -> Iterator[Place]:
-        """The layers among which some are checkpointed, and the models that shall know it."""
+        """The layers of which some are checkpointed, and the models that must know it."""
         modules = [m for m in model.modules() if self.fraction is not None and hasattr(m, _ATTRIBUTES[0])]
         for module in modules:
             if _is_checkpointed(module):
@@ -305,7 +309,7 @@ class Recompute:
             yield Place(module, kind, kind.layers - 1 if kind else 0)
 
     def lines(self) -> Iterator[str]:
-        """What the report says."""
+        """The lines for the report."""
         groups: dict[tuple, int] = {}
         for kind, linears in self.layers.values():
             used = ", ".join(name for name, spec in linears if spec.used)
@@ -326,6 +330,7 @@ class Recompute:
 
 
 def check_recompute(given) -> None:
+    """Check the argument `recompute` of `apply`."""
     number = isinstance(given, int | float) and not isinstance(given, bool)
     fits = given is None or (0 < given <= 1 if number else isinstance(given, str) and given in KINDS)
     words = 'recompute must be "norms", "elementwise" or a number above 0, up to 1, got {!r}'

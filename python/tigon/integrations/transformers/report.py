@@ -19,7 +19,7 @@ _traced: set[str] = set()  # reasons given while tracing
 
 @dataclass(frozen=True)
 class Entry:
-    """One place in the model, which was replaced or left for a reason."""
+    """One place in the model: its replacement, or the reason why it was left."""
 
     slot: (
         str  # "norm", "mlp", "experts", "router", "qkv", "qk_norm", "hyper", "lora", "rope", "loss" or "fp8"
@@ -163,7 +163,7 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
+        """The report as a table, for notebooks."""
         cell = '<td style="text-align:left">{}</td>'.format
         rows = ("".join(cell(html.escape(text)) for text in row) for row in self._table())
         rows = "".join(f"<tr>{row}</tr>" for row in rows)
@@ -175,13 +175,13 @@ class Report:
         yield from ((slot, line, "") for slot, line in self._lines())
 
     def _remarks(self) -> list[str]:
-        """Notes for the first step, and how the head has been used since."""
+        """The notes for the first step, and how the head has been used since."""
         calls = self.head_calls
         lost = calls.computed and not (calls.fused or calls.traced)
         return [*self.notes, *([f"the loss head computes all logits: {calls.reason}"] if lost else [])]
 
     def _lines(self) -> list[tuple[str, str]]:
-        """What options of the whole model have done."""
+        """The lines of options of the whole model."""
         options = (("graphs", self.graphs), ("recompute", self.recompute))
         return [(slot, line) for slot, option in options if option is not None for line in option.lines()]
 

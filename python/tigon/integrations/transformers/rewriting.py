@@ -19,9 +19,9 @@ _sources = weakref.WeakKeyDictionary()  # of the functions made here, what they 
 
 
 class Rewritten:
-    """A method of a class as ``rewrite(method, *options)`` makes it, by one step after another.
+    """A method of a class after a sequence of steps ``rewrite(method, *options)``.
 
-    `rewrite` returns what it found, and the new method; None where it found nothing. Copies and pickles take
+    `rewrite` returns what it found, and the new method; None if it found nothing. Copies and pickles take
     the steps again.
     """
 
@@ -31,13 +31,13 @@ class Rewritten:
         self.follow(cls)
 
     def add(self, rewrite, *options) -> None:
-        """Take one more step, or the same with other options, behind the others."""
+        """Append a step; it replaces an earlier one of the same function."""
         self.steps.pop(rewrite, None)
         self.steps[rewrite] = options
         self.follow(self.cls)
 
     def follow(self, cls: type) -> None:
-        """Belong to this class from now on."""
+        """Rewrite the method of this class from now on."""
         self.cls, self.stock = cls, getattr(cls, self.name)
         self.rewritten = self.stock
         for rewrite, options in self.steps.items():
@@ -57,7 +57,7 @@ def _again(cls: type, name: str, steps: dict) -> Rewritten:
 
 @follows
 def rewritten_forward(module: nn.Module, spec: Rewritten, *args, **kwargs):
-    """The class's method, rewritten.
+    """Call the class's method, rewritten.
 
     FSDP2 gives a module a class of its own, in whose forward transformers wraps the former one again: only
     the outermost wrapper checkpoints. Others give the class another forward.
@@ -74,8 +74,8 @@ def rewrite_innermost(forward, change, **names) -> tuple | None:
     """(what `change` found, the new forward): `change` modifies the source of the innermost function.
 
     Wrappers stand around the new function as around the old one, so that what they do is done: deprecated
-    keywords get their new names, layers are checkpointed. None where `change` finds nothing, or where it is
-    not plain to see how a wrapper holds its function. `names` are what the change refers to.
+    keywords get their new names, layers are checkpointed. None if `change` finds nothing, or if it is
+    unclear how a wrapper holds its function. `names` are the names that the change refers to.
     """
     inner, node, held = rewritten_source(inspect.unwrap(forward))
     found = None if node is None else change(node)
@@ -84,7 +84,7 @@ def rewrite_innermost(forward, change, **names) -> tuple | None:
 
 
 def wrapped_again(forward, made: types.FunctionType) -> types.FunctionType | None:
-    """`made` inside the wrappers of `forward`, decorators among them."""
+    """Put `made` inside the wrappers of `forward`, which include decorators."""
     if not hasattr(forward, "__wrapped__"):
         return made
     if not isinstance(forward, types.FunctionType):
@@ -135,7 +135,7 @@ def rewritten_source(function) -> tuple[types.FunctionType, ast.FunctionDef | No
 
 
 def _private(node: ast.AST) -> bool:
-    """A name that the compiler mangles inside its class."""
+    """Whether the compiler mangles a name inside its class."""
     name = getattr(node, "attr", getattr(node, "id", ""))
     return isinstance(name, str) and name.startswith("__") and not name.endswith("__")
 
@@ -160,7 +160,7 @@ def recompiled(forward, node: ast.FunctionDef, **names) -> types.FunctionType:
 
 
 def statement_at(text: str, where: ast.stmt | ast.expr) -> ast.stmt:
-    """One statement, as if it stood where another one does."""
+    """Parse one statement, with the line of another one."""
     (made,) = ast.parse(text).body
     for child in ast.walk(made):
         ast.copy_location(child, where)
@@ -168,7 +168,7 @@ def statement_at(text: str, where: ast.stmt | ast.expr) -> ast.stmt:
 
 
 def replace_expressions(node: ast.AST, change) -> int:
-    """Put the text that `change` gives for an expression in its place, inner ones first; in how many."""
+    """Replace expressions by the text that `change` gives, inner ones first; returns how many."""
 
     class Each(ast.NodeTransformer):
         places = 0
@@ -187,7 +187,7 @@ def replace_expressions(node: ast.AST, change) -> int:
 
 
 def same_form(form, node, holes: dict[str, str | None]) -> bool:
-    """Whether a piece of source is `form`, whatever stands in the place of `holes`, which take its text."""
+    """Whether a piece of source is `form`; `holes` match any text and receive it."""
     if isinstance(form, ast.Name) and form.id in holes:
         text = "" if node is None else ast.unparse(node)
         holes[form.id] = text if holes[form.id] is None else holes[form.id]
@@ -204,7 +204,7 @@ def same_form(form, node, holes: dict[str, str | None]) -> bool:
 
 
 def producer(before: list[ast.stmt], name: str) -> str | None:
-    """The attribute of self whose call `name` was last assigned from, where that is plain to see."""
+    """The attribute of self whose call `name` was last assigned from, if the statements show it."""
     for done in reversed(before):
         if any(
             isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store)
@@ -218,6 +218,7 @@ def producer(before: list[ast.stmt], name: str) -> str | None:
 
 
 def attribute_of_self(node: ast.expr) -> str | None:
+    """The name of the attribute if a node is `self.name`, or None."""
     match node:
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
             return name

@@ -2,7 +2,7 @@
 
 A rotary function is a global of the modelling module, called by name from the attention forwards. The global
 stays: other models call it. The forward of each attention of this model is compiled from its own source with
-`fused if rotary is stock else rotary` in the place of the name, so that a function which somebody else puts
+`fused if rotary is stock else rotary` in the place of the name, so that a function which other code puts
 there is called.
 """
 
@@ -77,13 +77,13 @@ def make_rotary(stock, structure: Structure):
 
 
 def _fit(dims, q, k, cos, sin) -> bool:
-    """Whether q and k are heads, and the tables such as stock takes."""
+    """Whether q and k are heads, and stock takes the tables."""
     whole = torch.is_tensor(q) and torch.is_tensor(k) and torch.is_tensor(cos)
     return whole and q.ndim in dims and cos.ndim == q.ndim - 1
 
 
 def _usual(dims, q, k, cos, sin, unsqueeze_dim) -> bool:
-    """Whether the tensors are such that `tigon.rope` computes what stock does."""
+    """Whether `tigon.rope` computes what stock does of these tensors."""
     tensors = [x for x in (q, k, cos, sin) if x is not None]
     if q is None or cos is None or type(unsqueeze_dim) is not int:
         return False
@@ -101,7 +101,7 @@ def _usual(dims, q, k, cos, sin, unsqueeze_dim) -> bool:
 
 
 def rotary_callers(cls: type) -> dict[str, dict[Key, object]]:
-    """Methods of a class that name globals which look like rotary functions, and these."""
+    """The methods of a class that name globals which look like rotary functions, with these globals."""
     bases = [base for base in cls.__mro__ if not base.__module__.startswith("torch.")]
     found = {}
     for name in dict.fromkeys(name for base in bases for name in vars(base)):
@@ -113,7 +113,7 @@ def rotary_callers(cls: type) -> dict[str, dict[Key, object]]:
 
 
 def rotary_names(method) -> dict[Key, object]:
-    """Globals that look like rotary functions and are named in a function."""
+    """The globals named in a function that look like rotary functions."""
     namespace = method.__globals__
     module_name = namespace.get("__name__", "")
     functions = {name: namespace[name] for name in method.__code__.co_names if name in namespace}
@@ -153,7 +153,7 @@ def plan_rotary(key: Key, function) -> str | tuple[str]:
 
 
 def rotary_form(key: Key) -> dict | None:
-    """What `tigon.rope` is told in the place of a rotary function; None of an unknown one."""
+    """The options of `tigon.rope` that replace a rotary function; None if the function is unknown."""
     found = _recognise(vars(sys.modules[key[0]])[key[1]])
     return None if isinstance(found, str) else found.structure.options["rope"]
 
@@ -170,12 +170,12 @@ def _recognise(function) -> Match | str:
 
 @follows
 def rotary_forward(module: nn.Module, spec: Rewritten, *args, **kwargs):
-    """A method of a class in which nothing but rotary functions is replaced."""
+    """Call a method of a class in which only rotary functions are replaced."""
     return rewritten_forward(module, spec, *args, **kwargs)
 
 
 def rewrite(method, names: tuple[str, ...]) -> tuple[tuple[str, ...], types.FunctionType] | None:
-    """These names, and a method that calls `tigon.rope` where they stand for functions that it knows."""
+    """These names, and a method that calls `tigon.rope` for those that are known functions."""
     inner = inspect.unwrap(method)
     if not (isinstance(method, types.FunctionType) and isinstance(inner, types.FunctionType)):
         return None
@@ -202,6 +202,6 @@ def _rewrite(method, functions: tuple) -> tuple[tuple[str, ...], types.FunctionT
 
 @functools.cache
 def _fused(function):
-    """What replaces a rotary function; None of an unknown one."""
+    """The replacement of a rotary function; None if the function is unknown."""
     found = _recognise(function)
     return None if isinstance(found, str) else make_rotary(function, found.structure)

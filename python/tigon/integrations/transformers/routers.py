@@ -1,4 +1,4 @@
-"""Routers of experts -> tigon.route, recognised by their source; the product before it stays PyTorch's.
+"""Routers of experts -> tigon.route, recognised by their source; the matmul before it stays PyTorch's.
 
 Outputs are those of the class: logits, weights and ids, in its dtypes, so that hooks, and the auxiliary loss
 that models compute from the logits, see what they know. Ids come best first, of equal experts the smaller.
@@ -19,13 +19,13 @@ from tigon.integrations.transformers.recognition import Match, recognise
 from tigon.ops.arguments import kind_of
 from tigon.ops.route import MAX_EXPERTS, route
 
-ROUTED = "_tigon_routed"  # where a router keeps its part of a context of ``routing.py``
+ROUTED = "_tigon_routed"  # attribute of a router with its part of a context of ``routing.py``
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How a router computes, and attribute names of the module; ``None``: it has none."""
+    """The formula of a router, and names of the module's attributes; ``None`` if it has none."""
 
     weight: str
     top_k: str
@@ -40,14 +40,14 @@ class RouterSpec:
     method: str | None = None
     score: str = "softmax"
     group_score: str = "max"
-    product: str = "storage"  # dtype of hidden in it: its own, that of the weight, or float32 for both
-    wide_logits: bool = False  # logits in float32 after the product
+    product: str = "storage"  # dtype of hidden in the matmul: its own, the weight's, or float32 for both
+    wide_logits: bool = False  # logits in float32 after the matmul
     out: str = "float32"  # dtype of the weights: float32, or that of logits or hidden
     autocast: bool = True  # whether under autocast the class computes the same
 
 
 class Routed:
-    """What one router does in the context: the rows that it replays, or where it records."""
+    """The part of one router in the context: the rows that it replays, or the place where it records."""
 
     def __init__(self, context, layer: int) -> None:
         self.context, self.layer, self.open, self.used = context, layer, True, False
@@ -78,7 +78,7 @@ def routed(module: nn.Module) -> Routed | None:
 
 
 def router_forward(module: nn.Module, spec: RouterSpec, hidden, *given):
-    """Forward of a recognised router; `given` is a correction bias that is an argument."""
+    """Run a recognised router; `given` is a correction bias that is an argument."""
     weight, bias, correction, scale, top_k = read(
         module, spec.weight, spec.bias, spec.correction or (*given, None)[0], spec.scale, spec.top_k
     )
@@ -130,6 +130,7 @@ def _groups(module, spec) -> tuple[int, int]:
 
 
 def plan_router(module: nn.Module) -> tuple | str | None:
+    """Plan a router: (spec, op), why it is left, or None for a module of another kind."""
     code = getattr(type(module).forward, "__code__", None)
     if code is None or "topk" not in code.co_names:
         return None
@@ -143,7 +144,7 @@ def plan_router(module: nn.Module) -> tuple | str | None:
 
 
 def _refused(module, spec) -> str | None:
-    """What the op does not take of this instance's numbers."""
+    """The reason why the op does not take the numbers of this instance, or None."""
     weight, top_k, method, number = read(module, spec.weight, spec.top_k, spec.method, spec.num_experts)
     experts = len(weight)
     if experts > MAX_EXPERTS:

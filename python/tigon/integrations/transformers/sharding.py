@@ -24,7 +24,7 @@ def present(head: nn.Module) -> bool:
 
 
 def vocabulary_sharded(head: nn.Module) -> bool:
-    """Whether processes of a tensor-parallel group hold rows of the weight, and nothing else shards it."""
+    """Whether processes of a tensor-parallel group hold rows of the weight, which nothing else shards."""
     weight, bias = head.weight, getattr(head, "bias", None)
     if plain(weight) or not is_dtensor(weight) or not tensor_parallel(head):
         return False

@@ -9,7 +9,7 @@ namespace tigon::cuda::matmul {
 // swizzled row.
 constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kCluster = 2;
 
-// Says what a launch computes: products of adjacent matrices, or one for each group of rows, which lie one
+// Says what a launch computes: matmuls of adjacent matrices, or one for each group of rows, which lie one
 // after the other.
 //   rows    a group's rows of A times its matrix of B
 //   depth   a group's rows of A, transposed, times its rows of B: the groups are along K

@@ -1,4 +1,4 @@
-"""MLPs, and what experts compute between their products."""
+"""MLPs, and the gates of experts, which stand between their matmuls."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ MLPS = (
 )
 
 
-# --- experts: gate and up as halves, or by turns -------------------------------------------------
+# --- experts: gate and up as halves, or alternating ----------------------------------------------
 
 
 def _oai(gate, up, limit, alpha):

@@ -3,8 +3,8 @@
 Parameters are roles: q or x, k, cos and sin (or one table of complex numbers), and the dimension that the
 tables get. Options: `rope` holds those of `tigon.rope`; `tables` says which columns of cos and sin are read:
 all of them; the `left` half, each for a pair; or all, each for a pair (`pair`). `at`: the dimension that the
-tables get, where no parameter says it; `ndim`: of q. `back`: turned by minus the angle. `keeps_k`: k comes
-back as None where there is none. `probe`: columns of tables that a function without source is tried with.
+tables get, if no parameter says it; `ndim`: of q. `back`: rotated by minus the angle. `keeps_k`: k comes
+back as None if there is none. `probe`: columns of tables that a function without source is tried with.
 """
 
 from __future__ import annotations

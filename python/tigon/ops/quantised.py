@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tigon._dtensor import PLAIN
+
 _LINEAR = nn.Linear.forward
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 class Codes(NamedTuple):
@@ -38,7 +39,7 @@ def read(linear: nn.Module) -> Made:
     reader = _reader(linear)
     made = None if reader is None else reader(linear)
     tensors = [t for t in made if isinstance(t, torch.Tensor)] if isinstance(made, Codes) else []
-    return made if all(type(t) in _PLAIN for t in tensors) else None  # others are sharded
+    return made if all(type(t) in PLAIN for t in tensors) else None  # others are sharded
 
 
 def is_quantised(linear: nn.Module) -> bool:
@@ -47,7 +48,7 @@ def is_quantised(linear: nn.Module) -> bool:
 
 
 def peft_reads(linear: nn.Module) -> bool:
-    """Whether PEFT dequantises the weight itself, where it needs more than the product."""
+    """Whether PEFT dequantises the weight itself when it needs more than the matmul."""
     return _reader(linear) in (_bitsandbytes, _by_itself, _hqq)
 
 
@@ -72,7 +73,7 @@ def why_not(linear: nn.Module) -> str:
 
 
 def device_of(linear: nn.Module, default: torch.device) -> torch.device:
-    """Of codes that are no parameter, or `default`; group indices of GPTQ may be elsewhere."""
+    """The device of codes that are no parameter, or `default`; group indices of GPTQ may be elsewhere."""
     return getattr(getattr(linear, "qweight", None), "device", default)
 
 
@@ -92,7 +93,7 @@ def _reader(linear: nn.Module) -> Callable[[nn.Module], Made] | None:
             return _compressed_tensors
         of = type(linear._parameters.get("weight"))
         # torchao's weights and Tigon's Fp8Weight
-        itself = of not in _PLAIN and of.__module__.startswith(("torchao.", "tigon."))
+        itself = of not in PLAIN and of.__module__.startswith(("torchao.", "tigon."))
         return _by_itself if itself else None
     if kind.__module__.startswith("bitsandbytes."):
         return _bitsandbytes
@@ -199,7 +200,7 @@ def _of_awq(linear, dequantize):
 def _is_packed(linear):
     """Whether words, zero points and scales are here, and nothing else changes what the layer computes."""
     words = [getattr(linear, name, None) for name in ("qweight", "qzeros")]
-    plain = all(type(t) in _PLAIN for t in (*words, linear.scales))
+    plain = all(type(t) in PLAIN for t in (*words, linear.scales))
     if not plain or any(t.dtype != torch.int32 for t in words) or linear.adapter is not None:
         return False
     return not (getattr(linear, "online_full_had", False) or getattr(linear, "online_partial_had", False))
@@ -226,8 +227,8 @@ def _by_itself(linear):
     return (lambda _: weight.dequantize()) if own else None
 
 
-# Of transformers.
+# transformers has these classes.
 _READERS = {"FP8Linear": _blocks, "FbgemmFp8Linear": _rows, "CompressedTensorsFP8Linear": _rows}
-# Of gptqmodel, of those that it trains.
+# gptqmodel trains these classes.
 _OF_GPTQMODEL = {"TorchLinear": _gptq, "TritonV2Linear": _gptq}
 _OF_GPTQMODEL |= dict.fromkeys(("AwqTorchLinear", "AwqGEMMLinear", "AwqGEMMTritonLinear"), _awq)
