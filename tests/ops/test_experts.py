@@ -229,6 +229,130 @@ def test_adapters_in_any_order_of_memory(rank, device):
     assert all(got[name].stride() == t.stride() for name, t in moved.items())
 
 
+# Tokens, H, I, experts, choices and rank of what the passes of the backward take: every rank, and odd sizes.
+PASSES = [(40, 144, 48, 5, 2, rank) for rank in range(1, 17)]
+PASSES += [
+    (300, 256, 96, 8, 3, 16),
+    (70, 2048, 768, 16, 4, 16),
+    (200, 1040, 16, 40, 2, 6),
+    (3, 16, 752, 33, 2, 9),
+]
+PASSES += [(1200, 1552, 80, 2, 1, 12)]
+
+
+def passed(tokens, hidden, inner, experts, choices, rank, device):
+    """Leaves and ids: an expert has no tokens, slots are not here, tokens choose an expert twice."""
+    wide, like = {"device": device}, {"dtype": torch.bfloat16, "device": device}
+    found = {
+        "x": drawn(tokens, hidden, seed=1, **like),
+        "gate_up": drawn(experts, 2 * inner, hidden, seed=2, **like) * hidden**-0.5,
+        "down": drawn(experts, hidden, inner, seed=3, **like) * inner**-0.5,
+        "weights": drawn(tokens, choices, seed=4, **like).sigmoid(),
+        "gate_up_a": drawn(experts, rank, hidden, seed=10, **wide) * hidden**-0.5,
+        "gate_up_b": drawn(experts, 2 * inner, rank, seed=11, **wide) * rank**-0.5,
+        "down_a": drawn(experts, rank, inner, seed=12, **wide) * inner**-0.5,
+        "down_b": drawn(experts, hidden, rank, seed=13, **wide) * rank**-0.5,
+    }
+    ids = drawn(tokens, choices, seed=7).mul(97).long().abs() % (experts + 1)
+    ids[ids == 1 % experts] = 0
+    ids[::3] = ids[::3, :1]
+    return {name: t.detach().requires_grad_() for name, t in found.items()}, ids.to(device)
+
+
+def adapted_step(leaves, ids, frozen=("gate_up", "down"), run=tigon.experts, dy=None, kept=False):
+    """y and the gradients of what is not frozen."""
+    leaves = {n: t.detach().requires_grad_(n not in frozen) for n, t in leaves.items()}
+    rest = dict(leaves)
+    y = adapted(run)(rest.pop("x"), rest.pop("gate_up"), rest.pop("down"), ids, rest.pop("weights"), **rest)
+    dy = drawn(*y.shape, seed=8, dtype=y.dtype, device=y.device) if dy is None else dy
+    wanted = {n: t for n, t in leaves.items() if t.requires_grad}
+    grads = torch.autograd.grad(y, list(wanted.values()), dy, retain_graph=kept)
+    return {"y": y.detach()} | dict(zip(wanted, grads, strict=True))
+
+
+def passes_of(monkeypatch):
+    """Counts the passes that run."""
+    calls = []
+    for name in ("_adapter_pass", "_gate_pass"):
+        run = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *a, n=name, f=run: (calls.append(n), f(*a))[1])
+    return calls
+
+
+def needs_passes():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs wgmma (sm_90)")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", PASSES, ids=str)
+def test_passes_over_rows_of_the_backward(monkeypatch, shape):
+    """As near to fp64 as the kernels that they replace, and the same bits from run to run."""
+    needs_passes()
+    leaves, ids = passed(*shape, "cuda")
+    exact = adapted_step({n: t.double() for n, t in leaves.items()}, ids)
+    calls = passes_of(monkeypatch)
+    got = adapted_step(leaves, ids)
+    assert calls == ["_adapter_pass", "_gate_pass"]
+    assert_same(adapted_step(leaves, ids), got)
+    monkeypatch.setattr(ops, "pass_fits", lambda *_: False)
+    general = adapted_step(leaves, ids)
+    assert len(calls) == 4
+    for name in got:
+        check_close(name, got[name], general[name], exact[name].double())
+    assert torch.equal(got["y"], general["y"])
+    for name in got.keys() - {"y", "x", "weights"}:
+        assert not got[name][1 % shape[3]].any(), name
+
+
+@pytest.mark.gpu
+def test_passes_depend_on_no_choice_of_gradients(monkeypatch):
+    """Nor on the layout of adapters, a graph that is kept, or a gradient of y of other strides."""
+    needs_passes()
+    leaves, ids = passed(70, 272, 96, 8, 3, 11, "cuda")
+    calls = passes_of(monkeypatch)
+    wanted = adapted_step(leaves, ids)
+    assert_same(adapted_step(leaves, ids, kept=True), wanted)
+    moved = {
+        n: t.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        for n, t in leaves.items()
+        if n[-2:] in ("_a", "_b")
+    }
+    assert_same(adapted_step(leaves | moved, ids), wanted)
+    dy = drawn(70, 272, seed=8, dtype=torch.bfloat16, device="cuda")
+    assert_same(adapted_step(leaves, ids, dy=dy.t().contiguous().t()), wanted)
+    assert len(calls) == 8
+    for only in leaves.keys() - {"gate_up", "down"}:
+        got = adapted_step(leaves, ids, frozen=leaves.keys() - {only})
+        if only != "down_a":  # act is then formed, and needs no dact
+            assert_same(got, {n: wanted[n] for n in got})
+        else:
+            check_close(only, got[only], wanted[only], wanted[only].double())
+
+
+@pytest.mark.gpu
+def test_passes_refuse_what_they_do_not_take(monkeypatch):
+    """Rows between vectors, other units, biases, ranks and sizes take the other kernels."""
+    needs_passes()
+    calls = passes_of(monkeypatch)
+    leaves, ids = passed(40, 144, 48, 5, 2, 8, "cuda")
+    dy = torch.empty(40 * 144 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(40, 144)
+    dy.copy_(drawn(40, 144, seed=8, dtype=torch.bfloat16, device="cuda"))
+    off = adapted_step(leaves, ids, dy=dy)
+    assert not calls
+    for name, value in adapted_step(leaves, ids).items():
+        check_close(name, value, off[name], off[name].double())
+    calls.clear()
+    adapted_step(*passed(40, 144, 48, 5, 2, 17, "cuda"))
+    adapted_step(*passed(40, 136, 48, 5, 2, 8, "cuda"))
+    assert not calls
+    adapted_step(*passed(40, 144, 40, 5, 2, 8, "cuda"))
+    adapted_step(*passed(40, 144, 784, 5, 2, 8, "cuda"))
+    adapted_step(leaves, ids, frozen=("gate_up",))
+    adapted_step(leaves, ids, run=lambda *a, **o: tigon.experts(*a, activation="gelu", **o))
+    assert calls == 4 * ["_adapter_pass"]
+
+
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_every_way_to_multiply(monkeypatch, transposed, odd):

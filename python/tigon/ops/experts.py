@@ -113,6 +113,7 @@ _combine, _sum = native("experts_combine"), native("experts_sum")
 _zero_rest, _copy = native("experts_zero_rest"), native("experts_copy")
 _product, _weight_gradient = native("experts_product"), native("experts_weight_gradient")
 _gated_product, _gradient = native("experts_gated_product"), native("experts_adapter_gradient")
+_adapter_pass, _gate_pass = native("experts_adapter_pass"), native("experts_gate_pass")
 
 
 def own_fits(rows, other) -> bool:
@@ -123,6 +124,13 @@ def own_fits(rows, other) -> bool:
         return False
     aligned = (t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (rows, other))
     return all(aligned) and all(n % 8 == 0 for t in (rows, other) for n in t.shape[1:])
+
+
+def pass_fits(rows, t, most=2048) -> bool:
+    """Whether one native pass over rows of the backward takes an adapter whose rows are t."""
+    columns = rows.shape[1]
+    fits = rows.is_cuda and rows.dtype == torch.bfloat16 and columns % 16 == 0 and columns <= most
+    return fits and 0 < t.shape[1] <= 16 and own_fits(rows, t)
 
 
 def grouped_fits(offsets, rows) -> bool:
@@ -223,6 +231,12 @@ def _packed(matrices, scale, dtype, dim):
     return out
 
 
+def _added(t, second, scale, transposed):
+    """What :func:`product` takes to add the product of t and an adapter's second matrices."""
+    second = second.mT if transposed else second
+    return t, _packed(second, scale, t.dtype, 1 if transposed else 2)
+
+
 def _lowered(rows, first, second, scales, offsets, transposed, order=None, place=None):
     """Rows times an adapter's first matrices, and what :func:`product` takes to add the second ones.
 
@@ -233,8 +247,7 @@ def _lowered(rows, first, second, scales, offsets, transposed, order=None, place
     if first is None:
         return rows.new_empty(0, 0), _NO_LORA
     t = product(rows, _packed(first, scales[0], rows.dtype, 1), offsets, False, _NO_LORA, order, place)
-    second = second.mT if transposed else second
-    return t, (t, _packed(second, scales[1], rows.dtype, 1 if transposed else 2))
+    return t, _added(t, second, scales[1], transposed)
 
 
 def _adapter_gradient(t, rows, offsets, like, is_b, scale=1.0, order=None, place=None):
@@ -321,23 +334,38 @@ def _layer_backward(*arguments, in_place=False):
         return tuple(torch.zeros_like(t) if need else x.new_empty(0) for t, need in needed)
     found = dict.fromkeys(_TRAINED)
     slots, places = (None, None) if is_sorted else (a.order, a.place)
-    g = a.dy.contiguous() if is_sorted else _gather(a.dy, a.place)
     layout = offsets, not transposed
     need_dz = a.need_dx or a.need_dgate_up or a.need_dgate_up_bias or a.need_dgate_up_a or a.need_dgate_up_b
     need_act = a.need_ddown or a.need_ddown_a
+    need_dact = need_dz or a.need_dweights
     # Without gradients of z or weights the kernel needs no dact; it then reads z in its place and drops dz.
     dact = z[:, : a.down.shape[1 if transposed else 2]]
-    if need_dz or a.need_dweights or a.need_ddown_a:
-        # The kernel of few columns reads the rows of dy in any order, and those are fewer than g's.
-        is_narrow = a.down_b is not None and a.down_b.shape[2] <= 32 and g.dtype == torch.bfloat16
-        is_narrow = is_narrow and own_fits(a.dy, a.down)
-        rows, *by = (a.dy.contiguous(), slots, places) if is_narrow else (g, None, None)
-        down_dt, lora = _lowered(rows, _turned(a.down_b), _turned(a.down_a), (a.down_scale, 1), *layout, *by)
-        del rows
-        if need_dz or a.need_dweights:
-            dact = product(g, a.down, *layout, lora)
-        del lora
-    if a.need_ddown_b:
+    dy = a.dy if a.down_b is None else a.dy.contiguous()
+    lora = _NO_LORA
+    # What is passed over does not depend on which gradients of adapters are needed, so that no bit does.
+    passes = pass_fits(dy, a.down_t) and own_fits(dy, a.down)
+    passes = passes and (need_dact or a.need_ddown_a or a.need_ddown_b)
+    if passes:
+        found["down_b"] = torch.empty_like(a.down_b)
+        given = offsets, slots, places, a.down_t, a.weights, a.down_scale, found["down_b"].mT, not is_sorted
+        first = _packed(a.down_b.mT, a.down_scale, x.dtype, 1)
+        down_dt, g = _adapter_pass(dy, first, *given)
+        g = dy if is_sorted else g
+        if need_dact:
+            lora = _added(down_dt, a.down_a.mT, 1, layout[1])
+    else:
+        g = dy.contiguous() if is_sorted else _gather(dy, a.place)
+        if need_dact or a.need_ddown_a:
+            # The kernel of few columns reads the rows of dy in any order, and those are fewer than g's.
+            is_narrow = a.down_b is not None and a.down_b.shape[2] <= 32 and g.dtype == torch.bfloat16
+            rows, *by = (dy, slots, places) if is_narrow and own_fits(dy, a.down) else (g, None, None)
+            pair = _turned(a.down_b), _turned(a.down_a)
+            down_dt, lora = _lowered(rows, *pair, (a.down_scale, 1), *layout, *by)
+            del rows, pair
+    if need_dact:
+        dact = product(g, a.down, *layout, lora)
+    del dy, lora
+    if a.need_ddown_b and not passes:
         t = a.down_t
         if a.weights is not None:
             t = (t * (a.weights if is_sorted else a.weights[slots])[:, None]).to(x.dtype)
@@ -346,7 +374,21 @@ def _layer_backward(*arguments, in_place=False):
         g = None
     unit = a.kind, a.columns, a.alpha, a.limit
     gate_inputs = (dact, z, a.gate_up_bias, a.weights, slots, offsets, g, a.down_bias, *unit)
-    if in_place and need_dz:
+    lora = _NO_LORA
+    has_bias = a.gate_up_bias is not None or a.down_bias is not None
+    gates = passes and not (has_bias or a.need_ddown) and (a.kind, a.columns) == (KINDS["silu"], _HALVES)
+    gates = gates and pass_fits(dact, a.gate_up_t, 768) and own_fits(z, down_dt)
+    gates = gates and a.gate_up_t.shape[1] == down_dt.shape[1]
+    if gates:
+        dz, act = z if in_place else z.clone(), None
+        found["gate_up_b"], found["down_a"] = torch.empty_like(a.gate_up_b), torch.empty_like(a.down_a)
+        first = _packed(a.gate_up_b.mT, a.gate_up_scale, x.dtype, 1)
+        given = offsets, slots, a.weights, a.gate_up_t, down_dt, a.gate_up_scale
+        results = found["gate_up_b"].mT, found["down_a"], a.need_dweights
+        gate_up_dt, dweights = _gate_pass(dact, dz, first, *given, *results)
+        if a.need_dx:
+            lora = _added(gate_up_dt, a.gate_up_a.mT, 1, layout[1])
+    elif in_place and need_dz:
         dz = z
         act, dweights = _gate_bwd_in_place(*gate_inputs, need_act, a.need_dweights)
     else:
@@ -357,14 +399,13 @@ def _layer_backward(*arguments, in_place=False):
     if a.need_ddown:
         pair = (act, g) if transposed else (g, act)
         found["down"] = weight_gradient(*pair, offsets)
-    if a.need_ddown_a:
+    if a.need_ddown_a and not gates:
         found["down_a"] = _adapter_gradient(down_dt, act, offsets, a.down_a, False)
     del act
     if a.need_ddown_bias:
         found["down_bias"] = _sum(g, a.weights, slots, offsets)
     del g
-    lora = _NO_LORA
-    if a.need_dx or a.need_dgate_up_a:
+    if (a.need_dx or a.need_dgate_up_a) and not gates:
         pair = _turned(a.gate_up_b), _turned(a.gate_up_a)
         gate_up_dt, lora = _lowered(dz, *pair, (a.gate_up_scale, 1), *layout)
     if a.need_dgate_up:
@@ -375,7 +416,7 @@ def _layer_backward(*arguments, in_place=False):
     if a.need_dgate_up_a:
         given = x, offsets, a.gate_up_a, False, 1.0, slots, places
         found["gate_up_a"] = _adapter_gradient(gate_up_dt, *given)
-    if a.need_dgate_up_b:
+    if a.need_dgate_up_b and not gates:
         found["gate_up_b"] = _adapter_gradient(a.gate_up_t, dz, offsets, a.gate_up_b, True, a.gate_up_scale)
     if a.need_dgate_up_bias:
         found["gate_up_bias"] = _sum(dz, None, None, offsets)

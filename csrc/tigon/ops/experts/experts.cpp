@@ -92,14 +92,17 @@ void weight_gradient(Context& ctx, const ExpertsWeightGradient& call) {
                      .reduce_rows = true});
 }
 
+void require_gradient(const Strided& out, int64_t experts, const Matrix& t, int64_t columns) {
+  require_float("experts", "out", out.dtype);
+  TIGON_CHECK("experts",
+              out.dims == 3 && out.sizes[0] == experts && out.sizes[1] <= t.cols && out.sizes[2] == columns,
+              "out must be [", experts, ", at most ", t.cols, ", ", columns, "]");
+}
+
 void adapter_gradient(Context& ctx, const ExpertsAdapterGradient& call) {
   const ExpertsAdapterGradient a = checked("experts", ctx, call);
   const int64_t experts = a.offsets.size - 1, columns = a.rows.cols;
-  require_float("experts", "out", a.out.dtype);
-  TIGON_CHECK(
-      "experts",
-      a.out.dims == 3 && a.out.sizes[0] == experts && a.out.sizes[1] <= a.t.cols && a.out.sizes[2] == columns,
-      "out must be [", experts, ", at most ", a.t.cols, ", ", columns, "]");
+  require_gradient(a.out, experts, a.t, columns);
   if (experts * a.out.sizes[1] * columns == 0) return;
   bool done = false;
   on_device("experts", ctx, [] {}, TIGON_ON_CUDA(done = cuda::experts_narrow_gradient(ctx, a)));
@@ -117,6 +120,20 @@ void adapter_gradient(Context& ctx, const ExpertsAdapterGradient& call) {
   experts_copy(ctx, {.x = gradient, .out = a.out, .scale = a.scale});
 }
 
+void adapter_pass(Context& ctx, const ExpertsAdapterPass& call) {
+  const ExpertsAdapterPass a = checked("experts", ctx, call);
+  require_gradient(a.out, a.experts, a.t, a.rows.cols);
+  on_device("experts", ctx, [] {}, TIGON_ON_CUDA(cuda::experts_adapter_pass(ctx, a)));
+}
+void gate_pass(Context& ctx, const ExpertsGatePass& call) {
+  const ExpertsGatePass a = checked("experts", ctx, call);
+  require_gradient(a.out, a.experts, a.t, a.gate_up.cols);
+  require_gradient(a.act_out, a.experts, a.t, a.dact.cols);
+  on_device("experts", ctx, [] {}, TIGON_ON_CUDA(cuda::experts_gate_pass(ctx, a)));
+}
+
+TIGON_OPERATOR(adapter_pass, ExpertsAdapterPass, "experts_adapter_pass", none)
+TIGON_OPERATOR(gate_pass, ExpertsGatePass, "experts_gate_pass", none)
 TIGON_OPERATOR(experts_copy, ExpertsCopy, "experts_copy", none)
 TIGON_OPERATOR(zero_rest, ExpertsZeroRest, "experts_zero_rest", none)
 TIGON_OPERATOR(product, ExpertsProduct, "experts_product", none)

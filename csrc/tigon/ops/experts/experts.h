@@ -22,6 +22,8 @@
 //             [E, columns], rows dense or apart
 // Dtypes      ids i64 | i32; order, place, offsets i32; the rest f32 | bf16 | f16, one for all but weights,
 //             which may have any of them, and dweights the same; arithmetic f32
+// Adapters    GEMMs add the products of x A^T and B as more columns of K. In the backward dy, and dgate_up
+//             with act, are read by one pass each (ExpertsPass) if it takes them, else by several kernels
 // Rounding    once, on store. combine adds in f32 and rounds the sum
 // Saved       gate_up, order, place, offsets by the caller, who runs the layer: nothing of S x H
 // Aliasing    combine without place may write into rows; dgate_up may be gate_up; otherwise none
@@ -355,7 +357,98 @@ struct ExpertsCopy {
   }
 };
 
+// Holds what the passes of the backward over rows of experts with adapters have in common. They run on CUDA
+// in bf16 and read an operand once for what takes several kernels otherwise: u, the rows' products with one
+// matrix of an adapter, [rank, columns], and the gradient of the other one (ExpertsAdapterGradient). An
+// element of u has one order of summation. Rows of an expert are added in their order, in parts that follow
+// from the offsets.
+struct ExpertsPass {
+  static constexpr int64_t kMostRanks = 16, kMostColumns = 2048, kMostUnits = 768;
+  static void fields(Fields& f, const Matrix& rows, int64_t most, Matrix& stack, int64_t& experts,
+                     int64_t columns, Vector& offsets, Vector& order) {
+    f.require(f.on_cuda() && rows.dtype == DType::bf16, "rows must be bfloat16 on CUDA, got ",
+              name_of(rows.dtype));
+    f.require(rows.cols % 16 == 0 && rows.cols <= most, "rows must have a multiple of 16 columns, at most ",
+              most, ", got ", rows.cols);
+    f.stacked("stack", stack, experts, rows.dtype);
+    f.require(stack.cols == columns, "stack must fit ", columns, " columns, got ", stack.cols);
+    ExpertsFields::offsets(f, offsets);
+    f.require(offsets.size == experts + 1, "offsets must be [", experts + 1, "], got [", offsets.size, "]");
+    f.optional("order", order, order.size, DType::i32);
+  }
+  static void ranks(Fields& f, Matrix& t, int64_t rows, const Matrix& stack, int64_t experts) {
+    f.input("t", t, rows, t.cols, DType::bf16);
+    f.require(t.cols >= 1 && t.cols <= kMostRanks && stack.rows == experts * t.cols,
+              "t must have as many columns as the stack has rows for each expert, at most ", kMostRanks,
+              ", got ", t.cols);
+  }
+};
+
+// Computes u and scale (w t)^T rows, of the routing weights w, where w t is rounded. With `order`, which
+// comes with `place`, these are rows of a shorter matrix; `copy` receives them in that order if `keep`.
+struct ExpertsAdapterPass {
+  Matrix rows;
+  Matrix stack;
+  int64_t experts = 0;
+  Vector offsets, order, place;
+  Matrix t;
+  Vector weights;  // 1 if empty, by slot
+  float scale = 1.0f;
+  Strided out;  // [experts, rank, columns of rows]
+  bool keep = false;
+  Matrix u, copy;
+
+  void fields(Fields& f) {
+    f.rows("rows", rows);
+    ExpertsPass::fields(f, rows, ExpertsPass::kMostColumns, stack, experts, rows.cols, offsets, order);
+    f.optional("place", place, order.size, DType::i32);
+    const int64_t count = order ? order.size : rows.rows;
+    ExpertsFields::choices(f, count, rows.rows);
+    ExpertsPass::ranks(f, t, count, stack, experts);
+    ExpertsFields::weights(f, weights, count);
+    f.option("scale", scale);
+    f.strided("out", out, 3, 0, Role::input, true);
+    f.option("keep", keep);
+    f.result("u", u, count, t.cols, rows.dtype);
+    f.result_if(keep, "copy", copy, count, rows.cols, rows.dtype);
+  }
+};
+
+// Computes ExpertsGateBwd of halves and silu, without biases, with dgate_up over gate_up; u of the rows of
+// dgate_up; scale t^T dgate_up; and act_t^T act of the weighted act, which is not written.
+struct ExpertsGatePass {
+  Matrix dact, gate_up, stack;
+  int64_t experts = 0;
+  Vector offsets, order, weights;
+  Matrix t, act_t;
+  float scale = 1.0f;
+  Strided out, act_out;  // [experts, rank, columns of gate_up], [experts, rank, columns of act]
+  bool need_dweights = false;
+  Matrix u;
+  Vector dweights;
+
+  void fields(Fields& f) {
+    f.rows("dact", dact);
+    Matrix like = dact;
+    like.cols *= 2;
+    f.updated("gate_up", gate_up, like, Role::input);
+    ExpertsPass::fields(f, dact, ExpertsPass::kMostUnits, stack, experts, like.cols, offsets, order);
+    ExpertsFields::weights(f, weights, dact.rows);
+    ExpertsPass::ranks(f, t, dact.rows, stack, experts);
+    f.input("act_t", act_t, t);
+    f.option("scale", scale);
+    f.strided("out", out, 3, 0, Role::input, true);
+    f.strided("act_out", act_out, 3, 0, Role::input, true);
+    f.option("need_dweights", need_dweights);
+    f.result("u", u, dact.rows, t.cols, dact.dtype);
+    f.result_if(need_dweights, "dweights", dweights, dact.rows, weights ? weights.dtype : dact.dtype);
+  }
+};
+
 namespace cuda {
+void experts_adapter_pass(Context& ctx, const ExpertsAdapterPass& a);
+void experts_gate_pass(Context& ctx, const ExpertsGatePass& a);
+
 // Multiplies by matrices of few rows, [r, in], whose result is then no wider than the tile of a GEMM. False:
 // not these.
 bool experts_narrow_product(Context& ctx, const ExpertsProduct& a);

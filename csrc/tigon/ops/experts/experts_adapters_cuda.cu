@@ -302,18 +302,29 @@ __global__ __launch_bounds__(kCopyThreads) void copy_kernel(const In* x, Out* ou
   const int from = rest / p.tiles_m * kSquares;
   x += from * p.in[0] + row * p.in[1] + col * p.in[2];
   out += from * p.out[0] + row * p.out[1] + col * p.out[2];
+  // All loads are under way before the first store.
+  constexpr int kStep = kCopyThreads / kSide, kLoads = kSide / kStep;
+  In loaded[kSquares][kLoads] = {};
 #pragma unroll
   for (int s = 0; s < kSquares; ++s)
 #pragma unroll
-    for (int i = first; i < kSide; i += kCopyThreads / kSide)
-      if (const int r = p.turns ? lane : i, c = p.turns ? i : lane;
+    for (int i = 0; i < kLoads; ++i)
+      if (const int other = first + kStep * i, r = p.turns ? lane : other, c = p.turns ? other : lane;
           from + s < p.squares && row + r < p.rows && col + c < p.cols)
-        square[s][r][c] = widen(x[s * p.in[0] + r * p.in[1] + c * p.in[2]]);
+        loaded[s][i] = x[s * p.in[0] + r * p.in[1] + c * p.in[2]];
+#pragma unroll
+  for (int s = 0; s < kSquares; ++s)
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+      if (const int other = first + kStep * i; p.turns)
+        square[s][lane][other] = widen(loaded[s][i]);
+      else
+        square[s][other][lane] = widen(loaded[s][i]);
   __syncthreads();
 #pragma unroll
   for (int s = 0; s < kSquares; ++s)
 #pragma unroll
-    for (int i = first; i < kSide; i += kCopyThreads / kSide)
+    for (int i = first; i < kSide; i += kStep)
       if (from + s < p.squares && row + i < p.rows && col + lane < p.cols)
         out[s * p.out[0] + i * p.out[1] + lane * p.out[2]] = narrow<Out>(p.scale * square[s][i][lane]);
 }
@@ -340,6 +351,11 @@ void experts_copy(Context& ctx, const ExpertsCopy& a) {
          .rows = int(a.x.sizes[order[1]]),
          .cols = int(a.x.sizes[order[2]])};
   for (int i = 0; i < 3; ++i) p.in[i] = a.x.strides[order[i]], p.out[i] = a.out.strides[order[i]];
+  // Two indices that count adjacent elements of both are one, whose pieces of a square's width are squares.
+  if (p.in[0] == p.in[2] * p.cols && p.out[0] == p.out[2] * p.cols && p.squares * p.cols % kSide == 0) {
+    p.squares = p.squares * p.cols / kSide, p.cols = kSide;
+    p.in[0] = kSide * p.in[2], p.out[0] = kSide * p.out[2];
+  }
   p.tiles_m = int(ceil_div(p.rows, kSide)), p.tiles_n = int(ceil_div(p.cols, kSide));
   p.turns = of_x == order[1], p.scale = a.scale;
   dispatch_float(kOp, "x", a.x.dtype, [&](auto in) {

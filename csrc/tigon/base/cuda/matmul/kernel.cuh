@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kBound, 1)
     float acc[kAccumulators];
     while (scheduler.next(p.scheduler, tile)) {
       Epilogue epilogue(p.epilogue, tile, warpgroup - 1);
-      Mainloop::mma(tile.k_blocks, smem.mainloop, smem.barriers, state, warpgroup - 1, acc);
+      Mainloop::mma(p.mainloop, tile.k_blocks, smem.mainloop, smem.barriers, state, warpgroup - 1, acc);
       epilogue.run(p.epilogue, smem.epilogue, warpgroup - 1, acc);
     }
     Epilogue::finish();

@@ -77,6 +77,9 @@ struct Matmul {
       p.mainloop.a[i] = map<kMajorA, Loop::kViewA>(op, g.a, g.m, g.k, g.lda, Loop::kBoxA, options.count);
       p.mainloop.b[i] = map<kMajorB, Loop::kViewB>(op, g.b, g.n, g.k, g.ldb, Loop::kBoxB, options.count);
     }
+    if constexpr (kSources == 2)
+      if (sources[1].k > 0)
+        p.mainloop.last_blocks = int(ceil_div((sources[1].k - 1) % kTileK + 1, int64_t(16)));
     const Gemm& g = sources[0];
     p.mainloop.halves = int(options.halves);
     p.mainloop.rows = static_cast<const uint4*>(g.a);

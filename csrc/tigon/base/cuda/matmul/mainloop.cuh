@@ -63,6 +63,8 @@ struct Mainloop {
     const int32_t* order;
     int choices, k_vecs;
     uint32_t row_vecs;
+    // Counts the blocks of 16 of the last step of K; used with two sources, of which the second is short.
+    int last_blocks = kTileK / 16;
   };
   struct Tensors {
     alignas(1024) uint8_t a[kStages][kBytesA];
@@ -145,7 +147,7 @@ struct Mainloop {
 
   // Runs on a consumer warpgroup, which takes rows from 64 * consumer on of the tile. The barriers are those
   // of its next stage.
-  __device__ static __forceinline__ void mma(int k_blocks, Tensors& smem, Barriers& barriers,
+  __device__ static __forceinline__ void mma(const Params& p, int k_blocks, Tensors& smem, Barriers& barriers,
                                              PipelineState& state, int consumer,
                                              float (&acc)[kAccumulators]) {
     // At step `stop` this consumer waits for the other one, and at step `go` it lets the other one go on. A
@@ -156,8 +158,10 @@ struct Mainloop {
     const uint64_t a = descriptor<kMajorA>(smem.a[0]) + (64 * kTileK * 2 * consumer >> 4),
                    b = descriptor<kMajorB>(smem.b[0]);
     PipelineState released = state;
-#pragma unroll 1
-    for (int k = 0; k < k_blocks; ++k, state.advance()) {
+    // The last step of two sources has as many blocks as there are columns: as an own loop its MMAs are not
+    // in a branch.
+    constexpr bool kShortLast = kSources == 2;
+    auto step = [&]<bool kLast>(int k) {
       if (k == stop) bar_sync(kTurnBarrier + consumer, kConsumers * kWarpgroup);
       mbarrier_wait_parity<false>(&barriers.full[state.stage], state.phase);
       // cp.async wrote A.
@@ -165,15 +169,27 @@ struct Mainloop {
       const uint64_t stage_a = a + uint32_t(state.stage * kBytesA >> 4),
                      stage_b = b + uint32_t(state.stage * kBytesB >> 4);
       wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kTileK / 16; ++i)
+      auto block = [&](int i) {
         wgmma_m64n256k16<T, kMajorA == Major::MN, kMajorB == Major::MN>(
             acc, stage_a + i * kStepK<kMajorA>, stage_b + i * kStepK<kMajorB>, k + i != 0);
+      };
+      if constexpr (kLast) {
+#pragma unroll 1
+        for (int i = 0; i < p.last_blocks; ++i) wgmma_fence(), block(i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kTileK / 16; ++i) block(i);
+      }
       wgmma_commit_group();
       if (k == go) bar_arrive(kTurnBarrier + 1 - consumer, kConsumers * kWarpgroup);
       wgmma_wait_group<1>();
       if (k > 0) release(barriers, released);
-    }
+      state.advance();
+    };
+    int k = 0;
+#pragma unroll 1
+    for (; k < k_blocks - int(kShortLast); ++k) step.template operator()<false>(k);
+    if constexpr (kShortLast) step.template operator()<true>(k);
     wgmma_wait(acc);
     release(barriers, released);
   }

@@ -65,6 +65,13 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* ma
       "r"(from), "r"(x), "r"(y.x), "r"(y.y), "r"(y.z)
       : "memory");
 }
+// Copies `bytes` (a multiple of 16) from shared to global memory, by one thread.
+__device__ __forceinline__ void cp_async_bulk_store(void* to, uint32_t from, int bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -56,6 +56,10 @@ void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, int x, Co
     });
   });
 }
+inline void cp_async_bulk_store(void* to, uint32_t from, int bytes) {
+  aligned(to, 16), aligned(emulator::at_shared(from), 16);
+  emulator::cta.thread->bulk.add([=] { memcpy(to, emulator::at_shared(from), size_t(bytes)); });
+}
 inline void cp_async_bulk_commit_group() { emulator::cta.thread->bulk.commit(); }
 template <int Pending>
 void cp_async_bulk_wait_group_read() {
