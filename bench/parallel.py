@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 bench/parallel.py
 
-`limit`: the three bare products of the whole head on one GPU, divided by the processes; for given logits a
-copy of 6 bytes an element. `alone`: the same call on this process's shard in a group of itself; the rest is
-communication, of which `exposed` is what the profiler sees beside no other kernel. Peers for given logits:
-PyTorch's `loss_parallel`, and Megatron-Core's where it is installed.
+`limit`: the three bare products of the whole head on one GPU, in turns with the calls and divided by the
+processes; for given logits a copy of 6 bytes an element. `alone`: the same call on this process's shard in a
+group of itself; the rest is communication, of which `exposed` is what the profiler sees beside no other
+kernel. Peers for given logits: PyTorch's `loss_parallel`, and Megatron-Core's where it is installed.
 Times are medians over calls, of the slowest process; peaks are beyond the inputs. Writes JSON lines.
 """
 
@@ -16,7 +16,7 @@ import contextlib
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -42,24 +42,30 @@ HEADS = {  # tokens x hidden x vocabulary, options
 }
 
 
-def time_ms(call) -> float:
-    """The median over calls, of the slowest process."""
-    for _ in range(WARMUP):
-        call()
-    times = []
-    for _ in range(CALLS // 5):
-        dist.barrier()
-        torch.cuda._sleep(int(timing.CLOCK * 0.01))
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
-        marks[0].record()
-        for mark in marks[1:]:
+def in_turns(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The median of each call, of the slowest process. Calls take turns: at the power limit clocks drift."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(WARMUP):
             call()
-            mark.record()
-        torch.cuda.synchronize()
-        times += [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
-    slowest = torch.tensor(statistics.median(times), device="cuda")
+    for _ in range(CALLS // 5):
+        for name, call in calls.items():
+            dist.barrier()
+            torch.cuda._sleep(int(timing.CLOCK * 0.01))
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
+            marks[0].record()
+            for mark in marks[1:]:
+                call()
+                mark.record()
+            torch.cuda.synchronize()
+            times[name] += [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    slowest = torch.tensor([statistics.median(t) for t in times.values()], device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
+    return dict(zip(times, slowest.tolist(), strict=True))
+
+
+def time_ms(call) -> float:
+    return in_turns({"": call})[""]
 
 
 def peak_mb(call) -> float:
@@ -105,27 +111,25 @@ def exposed_ms(call) -> float:
     return uncovered(found[True], found[False]) / 3e3
 
 
-def products(tokens: int, hidden: int, vocab: int) -> float:
-    """Milliseconds of the three products of a whole head on this GPU, V rounded up to 64."""
+def products(rows: int, hidden: int, vocab: int) -> Callable[[], None]:
+    """The three products of a whole head on this GPU, V rounded up to 64."""
     vocab = -(-vocab // 64) * 64
-    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.5
-    total, rows = 0.0, min(tokens, 8192)
     logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16)
-    for call in (
-        lambda: torch.mm(x[:rows], w.T, out=logits),
-        lambda: logits @ w,
-        lambda: logits.T @ x[:rows],
-    ):
-        total += time_ms(call) * tokens / rows
-    return total
+    dx, dw = torch.empty_like(x), torch.empty_like(w)
+
+    def call() -> None:
+        torch.mm(x, w.T, out=logits)
+        torch.mm(logits, w, out=dx)
+        torch.mm(logits.T, x, out=dw)
+
+    return call
 
 
 def head(name: str, alone) -> dict:
     tokens, hidden, vocab, options = HEADS[name]
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    limit = products(tokens, hidden, vocab) / ranks
-    torch.cuda.empty_cache()
     shares = [len(part) for part in torch.arange(vocab).chunk(ranks)]
     sequence_parallel = options.get("sequence_parallel", False)
     rows = tokens // ranks if sequence_parallel else tokens
@@ -140,12 +144,16 @@ def head(name: str, alone) -> dict:
         loss.backward()
         x.grad = w.grad = None
 
-    record = {"op": "parallel_head", "case": name, "limit_ms": limit, "ms": time_ms(lambda: step(**options))}
-    record["peak_mb"] = peak_mb(lambda: step(**options))
-    record["exposed_ms"] = exposed_ms(lambda: step(**options))
+    of_limit = min(tokens, 8192)
+    calls = {"limit_ms": products(of_limit, hidden, vocab), "ms": lambda: step(**options)}
     if not sequence_parallel:
-        record["alone_ms"] = time_ms(lambda: step(alone))
-    return record
+        calls["alone_ms"] = lambda: step(alone)
+    times = in_turns(calls)
+    times["limit_ms"] *= tokens / of_limit / ranks
+    del calls
+    torch.cuda.empty_cache()
+    record = {"op": "parallel_head", "case": name, **times, "peak_mb": peak_mb(lambda: step(**options))}
+    return record | {"exposed_ms": exposed_ms(lambda: step(**options))}
 
 
 @contextlib.contextmanager

@@ -224,11 +224,22 @@ def parallel_order_of_exchanges():
         mock.patch.object(stream.Work, "start_gather", gather),
         mock.patch.object(stream.Work, "start_all_reduce", told("reduce", stream.Work.start_all_reduce)),
     ):
-        loss_of(p, reduction="mean", chunk_rows=18)
-        parts, want = len(plan._PARTS) + 1, []
-        for chunk in (range(parts), range(parts, 2 * parts)):
+        parts = len(plan._PARTS) + 1
+        chunks = range(parts), range(parts, 2 * parts)
+        loss_of(p, reduction="mean", chunk_rows=18, label_smoothing=0.1)
+        want = []
+        for chunk in chunks:
             want += [f"logits gather {i}" for i in chunk]
             want += [*(f"wait {i} dhidden reduce" for i in chunk), "dweight"]
+        assert " ".join(said) == " ".join(want), said
+        said.clear()
+        loss_of(p, reduction="mean", chunk_rows=18)  # in one pass over the logits
+        want = []
+        for first, *others in chunks:
+            want += [f"logits gather {first}"]
+            want += [f"logits wait {i - 1} dhidden reduce gather {i}" for i in others[:-1]]
+            want += [f"logits gather {others[-1]}"]
+            want += [*(f"wait {i} dhidden reduce" for i in others[-2:]), "dweight"]
         assert " ".join(said) == " ".join(want), said
         said.clear()
         with torch.no_grad():

@@ -28,6 +28,11 @@ OPTIONS = {
     "capped_entropy": {"softcap": 6.0, "class_weight": True, "entropy": True},
     "all": {"label_smoothing": 0.2, "z_loss": 0.01, "class_weight": True, "bias": True, "entropy": True},
 }
+IN_ONE_PASS = {
+    "plain": {},
+    "scaled": {"logit_scale": 1.2, "temperature": 0.8, "class_weight": True},
+    "biased": {"bias": True},
+}
 
 
 def problem(columns, dtype, device):
@@ -70,8 +75,11 @@ def plain(p, options, dtype):
     return [t.detach() for t in numbers], gradient, z.detach().argmax(-1)
 
 
-def sharded(p, options, columns):
-    """Every shard's numbers, predicted classes and gradient, of logits that begin anywhere."""
+def sharded(p, options, columns, in_one_pass=False, argmax=True):
+    """Every shard's numbers, predicted classes and gradient, of logits that begin anywhere.
+
+    ``in_one_pass``: the gradient is formed with the statistics, in place; it is multiplied out in float64.
+    """
     vocab, device = sum(columns), p["logits"].device
     firsts = tuple(accumulate((0, *columns[:-1])))
     numbers_of = {k: v for k, v in options.items() if k in LabelFormula._fields}
@@ -82,16 +90,21 @@ def sharded(p, options, columns):
         bias = p["bias"][first : first + n] if options.get("bias") else None
         calls.append(
             make_rows(
-                shards, LabelFormula(**numbers_of), weight, device, entropy=True, predicted=True
+                shards, LabelFormula(**numbers_of), weight, device, entropy=argmax, predicted=argmax
             )._replace(bias=bias)
         )
         pieces.append(p["logits"][:, first : first + n])
-        parts.append(calls[-1].statistics(pieces[-1], p["target"]))
+        if in_one_pass:
+            pieces[-1] = pieces[-1].clone(memory_format=torch.preserve_format)
+        parts.append(calls[-1].statistics(pieces[-1], p["target"], None, pieces[-1] if in_one_pass else None))
     results = []
     for rows, logits in zip(calls, pieces, strict=True):
         numbers, predicted = rows.combined(torch.cat(parts), p["target"], None)
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        if logits.shape[1]:
+        if in_one_pass and logits.shape[1]:
+            factor = rows.share_out(logits, p["target"], numbers, p["upstream"])
+            dlogits = logits.double() * factor.double()[:, None]
+        elif logits.shape[1]:
             entropy_grad = (p["entropy_grad"], numbers[4]) if options.get("entropy") else (None, None)
             rows.gradient(
                 logits,
@@ -130,8 +143,35 @@ def test_shards_of_rows(device, columns, options, dtype):
     check_close("dlogits", torch.cat([g for *_, g in got], 1), eager_grads, exact_grads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", IN_ONE_PASS)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_statistics_and_gradient_in_one_pass(device, columns, options, dtype):
+    if columns in ("long", "longest") and device == "cpu" and dtype != torch.bfloat16:
+        pytest.skip("long rows on the CPU: one dtype")
+    columns, options = COLUMNS[columns], IN_ONE_PASS[options]
+    p = problem(columns, dtype, device)
+    p["logits"][9, : columns[0]] += 200.0  # another shard has no share of the row, not even of its label
+    p["target"][9] = sum(columns) - 1
+    eager, eager_grads, _ = plain(p, options, None)
+    exact, exact_grads, _ = plain(p, options, torch.float64)
+    for argmax in (False, True):
+        with poisoned():
+            got = sharded(p, options, columns, True, argmax)
+        for numbers, *_ in got:
+            check_close("loss", numbers[0], eager[0].float(), exact[0])
+        found = torch.cat([g for *_, g in got], 1)
+        check_close("dlogits", found.to(dtype), eager_grads, exact_grads)
+        # Row by row as exact as two passes: of a confident row, too.
+        sizes = exact_grads.norm(dim=1)
+        two = torch.cat([g for *_, g in sharded(p, options, columns, False, argmax)], 1)
+        one, two = ((g.double() - exact_grads).norm(dim=1) for g in (found, two))
+        assert (one <= 2 * two + torch.finfo(dtype).eps * sizes).all()
+
+
+@pytest.mark.parametrize("in_one_pass", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_shard_at_minus_infinity(device, options):
+def test_a_shard_at_minus_infinity(device, options, in_one_pass):
     """It has no share of the row; a label in it has an infinite loss and the gradient of p = 0."""
     columns, left = (40, 17), ("label_smoothing", "z_loss", "entropy", "softcap")
     options = {k: v for k, v in OPTIONS[options].items() if k not in left}
@@ -139,7 +179,7 @@ def test_a_shard_at_minus_infinity(device, options):
     p["logits"][:, :40] = -torch.inf
     p["target"][:] = torch.arange(ROWS) % 17 + 40
     p["target"][3] = 5
-    got = sharded(p, options, columns)
+    got = sharded(p, options, columns, in_one_pass)
     exact, exact_grads, _ = plain(p, options, torch.float64)
     for numbers, *_ in got:
         torch.testing.assert_close(numbers[0].double(), exact[0], rtol=1e-5, atol=1e-5)
@@ -153,8 +193,9 @@ def test_labels_of_no_class(device):
     p["target"][4], p["target"][6] = 57, -1
     broken = torch.zeros(ROWS, dtype=torch.bool, device=device)
     broken[4] = broken[6] = True
-    for options in OPTIONS.values():
-        for numbers, _, gradient in sharded(p, options, columns):
+    calls = [(options, False) for options in OPTIONS.values()]
+    for options, in_one_pass in (*calls, ({}, True)):
+        for numbers, _, gradient in sharded(p, options, columns, in_one_pass):
             assert torch.equal(numbers[0].isnan(), broken) and torch.equal(numbers[2].isnan(), broken)
             assert torch.equal(gradient.isnan().all(1), broken)
             assert torch.equal(gradient.isnan().any(1), broken)

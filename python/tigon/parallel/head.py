@@ -176,6 +176,12 @@ def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedO
         "main_grad": main_grad is not None,
         "lora_rank": 0 if head.lora is None else parameters[2].shape[0],
     }
+    # A main_grad needs the upstream gradient, so autograd sums the losses of the rows here.
+    formed = None if main_grad is not None else scale
+    one_pass = needs != 0 and rows.in_one_pass(hidden.dtype)
+    others = operands.WEIGHT | operands.LORA_A | operands.LORA_B
+    # The rows are copied, times a factor.
+    sizes["scaled"] = one_pass and formed is not None and needs & others != 0
     recomputes = entropy or many
     chunk, keep = choose(op, hidden, shares, shards.widest, head, options.keep_mb, recomputes, **sizes)
     target = listed.labels.view(shares, hidden.shape[0])
@@ -184,9 +190,8 @@ def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedO
     if token_weight is not None:
         token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
         token_weight = listed.take(token_weight).view(target.shape)
-    # A main_grad needs the upstream gradient, so autograd sums the losses of the rows here.
-    formed = None if main_grad is not None else scale
-    way = max(chunk // shares, 1), keep, wide, options.partial_hidden_grad
+    one_pass = one_pass and (formed is not None or keep)
+    way = max(chunk // shares, 1), keep, wide, one_pass, options.partial_hidden_grad
     of_row = NUMBERS.index(result), entropy, needs
     call = ShardedCall(rows, target, every, token_weight, formed, *of_row, *way, lora_scale, main_grad)
     loss, entropies, numbers, predicted = Function.apply(call, hidden, *parameters)

@@ -55,8 +55,9 @@ def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **si
     Args: the same in all processes.
         hidden: the computed rows of a share.
         widest: columns of the widest shard.
-        sizes: `statistics` of a row in bytes; `listed`: the rows are copies; `wide`: their logits are float32
-            too; `weight_dtype`: of weight; and others of :func:`plan`.
+        sizes: `statistics` of a row in bytes; `listed`: the rows are copies; `scaled`: those of a chunk are
+            copied once more; `wide`: their logits are float32 too; `weight_dtype`: of weight; and others of
+            :func:`plan`.
     """
     itemsize, widest, cap = hidden.dtype.itemsize, max(widest, 1), head.max_workspace_mb
     rows, asked = shares * hidden.shape[0], head.chunk_rows or 0
@@ -64,10 +65,10 @@ def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **si
         # A chunk more reads and writes the weight's gradient once more, and its exchanges are less hidden.
         chunks = -(-rows * padded(widest) * itemsize // _MOST_LOGITS)
         asked = max(-(-rows // chunks // _ALIGNED) * _ALIGNED, _LEAST_PART)
-    names = ("statistics", "listed", "wide", "weight_dtype")
-    statistics, listed, wide, weight_dtype = (sizes.pop(name) for name in names)
+    names = ("statistics", "listed", "scaled", "wide", "weight_dtype")
+    statistics, listed, scaled, wide, weight_dtype = (sizes.pop(name) for name in names)
     # With shares: a gathered chunk, the next one, and gradients being reduced. Logits of both precisions.
-    sizes |= {"copies": 3 * (shares > 1), "row": statistics + 4 * padded(widest) * wide}
+    sizes |= {"copies": 3 * (shares > 1) + scaled, "row": statistics + 4 * padded(widest) * wide}
     sizes |= {"fixed": 2 * rows * hidden.shape[-1] * itemsize * listed, "chunk_rows": asked}
     sizes["lean"] = 0  # fewer rows would be more exchanges
     found = plan_of(hidden, widest, rows, max_workspace_mb=cap, **sizes)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from tigon._deterministic import is_deterministic
 from tigon._op import raw
 from tigon.ops.loss_head.operands import LabelFormula
 from tigon.parallel.shards import Shards
@@ -30,6 +31,7 @@ _scale = raw("cross_entropy_scale", lambda target, *_: target.new_empty((), dtyp
 _total = raw("cross_entropy_total", lambda losses, _: losses.new_empty(()))
 _statistics = raw("cross_entropy_shard_statistics", _fake_statistics, "cross_entropy")
 _gradient = raw("cross_entropy_shard_gradient", lambda *_: None, "cross_entropy")
+_share_out = raw("cross_entropy_shard_share_out", lambda dlogits, target, *_: target.float(), "cross_entropy")
 _combine = raw("cross_entropy_combine", _fake_combine, "cross_entropy")
 _scores = raw("cross_entropy_shard_scores", lambda *_: None, "cross_entropy")
 _log_probs = raw("cross_entropy_shard_log_probs", lambda labels, *_: labels.float(), "cross_entropy")
@@ -82,10 +84,20 @@ class Rows(NamedTuple):
             _scores(logits, own, chosen, scores, top, IGNORED, self.bias, self.formula.logit_scale)
         return own, chosen
 
-    def statistics(self, logits: torch.Tensor, target: torch.Tensor, labels=None) -> torch.Tensor:
+    def in_one_pass(self, dtype: torch.dtype) -> bool:
+        """Whether dlogits of this dtype may be formed with the statistics, for :meth:`share_out`.
+
+        A deterministic call scales rows before their rounding, as the head of one GPU does.
+        """
+        f = self.formula
+        plain = not (f.label_smoothing or f.softcap or f.z_loss or self.labels)
+        return plain and dtype != torch.float16 and not is_deterministic()
+
+    def statistics(self, logits: torch.Tensor, target: torch.Tensor, labels=None, dlogits=None):
         """This shard's part ``[per_row, rows]``; a shard without classes has probability 0.
 
-        ``labels``: several for each row. Their scores follow the statistics, row by row.
+        ``labels``: several for each row. Their scores follow the statistics, row by row. ``dlogits`` is
+        written in the same pass, for :meth:`share_out`; it may be the logits.
         """
         parts = torch.empty(self.per_row(), target.shape[0], dtype=torch.float32, device=target.device)
         if self.shards.real == 0:
@@ -93,7 +105,9 @@ class Rows(NamedTuple):
         if labels is not None:
             _, chosen = self._scored(logits, target, labels, parts[-self.labels :].view(labels.shape))
             target = torch.where(chosen == IGNORED, target, chosen + self.shards.first)
-        predicted = _statistics(*self._shard(logits, target), parts[: len(parts) - self.labels], self.kinds)
+        shard = self if dlogits is None else self._replace(class_weight=None)  # a factor of share_out
+        to = parts[: len(parts) - self.labels], dlogits
+        predicted = _statistics(*shard._shard(logits, target), *to, self.kinds)
         if self.kinds & PREDICTED:
             parts[-1] = predicted + self.shards.first
         return parts
@@ -119,6 +133,15 @@ class Rows(NamedTuple):
         weights = self.class_weight, self.shard_weight, token_weight
         formula = f.ignore_index, f.label_smoothing, f.z_loss
         return _combine(whole, target, *weights, s.size, s.rank, self.kinds, self.classes(), *formula)
+
+    def share_out(self, dlogits, target, found, scale) -> torch.Tensor:
+        """Finish the dlogits of :meth:`statistics`; return each row's factor of them.
+
+        ``found``: NUMBERS of the rows.
+        """
+        f, numbers = self.formula, dict(zip(NUMBERS, found, strict=True))
+        whole = target, numbers["log_share"], numbers["log_prob"], scale, self.class_weight
+        return _share_out(dlogits, *whole, f.ignore_index, self.shards.first, f.logit_scale, f.temperature)
 
     def gradient(
         self, logits, dlogits, target, log_share, scale, entropy_scale=None, entropy=None, several=None

@@ -11,6 +11,16 @@ gather collects a chunk's hidden states, and a reduce-scatter returns its gradie
 A reduction takes multiprocessors, which a matmul needs and a row pass hardly misses. So it is started before
 a row pass.
 
+Where gradients of logits without smoothing, softcap and z-loss are formed in the forward, there is one row
+pass (``Rows.in_one_pass``), with the statistics: dlogits as if the shard's classes were all. What is left are
+the label's element of each row and a factor of the row, which the matmuls apply. Then the order of three
+parts is
+
+    logits 0, statistics 0, [gather 0 behind logits 1], dhidden 0,
+    [reduction 0 behind statistics 1], [gather 1 behind logits 2], statistics 2,
+    [gather 2 behind dhidden 1], [reduction 1 behind dhidden 2],
+    [reduction 2 behind dweight].
+
 The hidden states of a part are gathered one part ahead. Without gradients the statistics are gathered behind
 the logits of the next part, also of the next chunk.
 """
@@ -48,6 +58,7 @@ class ShardedCall(NamedTuple):
     chunk: int  # rows of a share
     keep: bool  # the gradients of the logits, for the backward
     wide: bool
+    one_pass: bool  # over the logits: the statistics with the gradient
     partial: bool  # hidden's gradient is this process's part
     lora_scale: float
     main_grad: torch.Tensor | None  # weight's gradient is added to it; only for losses of rows
@@ -181,10 +192,14 @@ class ForwardPass(ShardPass):
         self.formed = None
         if forms:
             self.form()
+        # Of the rows of kept dlogits, which one pass has formed.
+        formed_once = keeps and call.one_pass and self.vocab > 0
+        self.kept_factor = self.numbers.new_empty(call.target.shape) if formed_once else None
         self.owed = []  # parts whose statistics are being gathered
+        self.factors = []  # of the rows of a chunk's parts
 
     def losses(self, part, target, gathered) -> torch.Tensor:
-        """Store a part's losses, from the statistics of all shards; return ``log_share`` of its rows."""
+        """Store a part's losses, from the statistics of all shards; return NUMBERS of its rows."""
         whole = gathered()
         if self.several is not None:
             labels = self.select(self.call.labels, part)
@@ -198,7 +213,7 @@ class ForwardPass(ShardPass):
         self.numbers[:, :, part.begin : part.end] = found.view(len(NUMBERS), self.shares, -1)
         if classes.numel():
             self.predicted[:, part.begin : part.end] = classes.view(self.shares, -1)
-        return found[NUMBERS.index("log_share")]
+        return found
 
     def factor(self, part: Part) -> torch.Tensor | None:
         """Factors of the rows of a scalar loss's gradient; in float16 without scale, to stay in its range."""
@@ -212,8 +227,13 @@ class ForwardPass(ShardPass):
         target, formed = self.select(self.call.target, part), self.formed
         kept = None if self.kept is None else self.kept[chunk.at]
         whole = kept if self.chunk_logits is None else self.chunk_logits
+        to = self.chunk_dlogits if kept is None else kept
         logits = self.logits(hidden[part.at], whole[part.at])
-        statistics = self.shard.statistics(logits, target, self.select(self.call.labels, part))
+        if self.call.one_pass and not part.last:
+            self.share_out(hidden, to)
+        dlogits = to[part.at] if self.call.one_pass else None
+        labels = self.select(self.call.labels, part)
+        statistics = self.shard.statistics(logits, target, labels, dlogits)
         self.owed.append((part, target, self.work.start_gather(statistics)))
         if formed is None and kept is None:
             if len(self.owed) > 1:
@@ -221,23 +241,41 @@ class ForwardPass(ShardPass):
             return
         if not part.last:
             return
-        to = self.chunk_dlogits if kept is None else kept
+        if self.call.one_pass:
+            self.share_out(hidden, to)
         for owed, target, gathered in self.owed:
-            log_share = self.losses(owed, target, gathered)
+            log_share = self.losses(owed, target, gathered)[NUMBERS.index("log_share")]
             factor = None if formed is None else self.factor(owed)
             self.differentiate(whole[owed.at], to[owed.at], target, log_share, factor)
             if formed is not None:
                 self.add_hidden(owed, hidden[owed.at], to[owed.at])
         self.owed.clear()
         if formed is not None:
-            self.add_others(chunk, hidden, to[: hidden.shape[0]])
+            factor = torch.cat(self.factors) if self.factors else None
+            self.factors.clear()
+            self.add_others(chunk, hidden, to[: hidden.shape[0]], factor)
+
+    def share_out(self, hidden, dlogits) -> None:
+        """The rest of the gradient of the parts whose statistics are owed, and hidden's."""
+        for part, target, gathered in self.owed:
+            found, factor = self.losses(part, target, gathered), None
+            if self.vocab:
+                scale = None if self.formed is None else self.factor(part)
+                factor = self.shard.share_out(dlogits[part.at], target, found, scale)
+            if self.kept_factor is not None:
+                self.kept_factor[:, part.begin : part.end] = factor.view(self.shares, -1)
+            if self.formed is not None:
+                self.factors += [] if factor is None else [factor]
+                self.add_hidden(part, hidden[part.at], dlogits[part.at], factor)
+        self.owed.clear()
 
     def finish(self):
         for entry in self.owed:
             self.losses(*entry)
         self.work.wait()
         several = (t.flatten(0, 1) for t in self.several or ())
-        return self.numbers.flatten(1), self.predicted.flatten(), self.kept, self.formed, *several
+        kept = self.kept, None if self.kept_factor is None else self.kept_factor.flatten()
+        return self.numbers.flatten(1), self.predicted.flatten(), kept, self.formed, *several
 
 
 class BackwardPass(ShardPass):
@@ -326,7 +364,7 @@ class Function(torch.autograd.Function):
         log_share = numbers[NUMBERS.index("log_share")].clone()
         result, top = several or (numbers[call.result].clone(), None)
         label = None if top is None else numbers[NUMBERS.index("log_prob")].clone()
-        ctx.save_for_backward(hidden, *parameters, log_share, entropy, kept, top, label)
+        ctx.save_for_backward(hidden, *parameters, log_share, entropy, *kept, top, label)
         return result, entropy, numbers, predicted
 
     @staticmethod
@@ -347,7 +385,7 @@ class Function(torch.autograd.Function):
 
 def _row_gradients(ctx, dloss, dentropy):
     call = ctx.call
-    *operands, log_share, entropy, kept, top, label = ctx.saved_tensors
+    *operands, log_share, entropy, kept, kept_factor, top, label = ctx.saved_tensors
     upstream = dloss
     if upstream is None:
         upstream = torch.zeros_like(
@@ -355,6 +393,8 @@ def _row_gradients(ctx, dloss, dentropy):
         )
     if NUMBERS[call.result] == "log_prob":
         upstream = -upstream  # the row pass computes the loss, -log_prob
+    if kept_factor is not None:
+        upstream = upstream * kept_factor
     entropy = entropy if call.entropy else None
     dentropy = None if dentropy is None else dentropy.contiguous()
     return BackwardPass(call, operands, log_share, entropy, kept, (top, label), upstream, dentropy).run()

@@ -26,7 +26,7 @@ void check_shard(const CrossEntropyRows& a) {
   if (a.dlogits.data == nullptr) return;
   if (a.all_lse)
     require_f32("all_lse", a.all_lse, rows), require_f32("all_log_prob", a.all_log_prob, rows);
-  else
+  else if (a.log_share || !a.row_max)
     require_f32("log_share", a.log_share, rows);
   if (a.entropy_scale) require_f32("all_entropy", a.all_entropy, rows);
   if (a.class_weight && a.label_smoothing > 0.0f) require_f32("weight_sum", a.weight_sum, 1);
@@ -177,6 +177,20 @@ void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
   TIGON_RUN(kCombine, ctx, cross_entropy_combine, a);
 }
 
+void cross_entropy_share_out(Context& ctx, const CrossEntropyShareOut& a) {
+  const int64_t rows = a.target.size;
+  require_vector(kOp, "target", a.target, rows, DType::i64);
+  require_f32("log_share", a.log_share, rows), require_f32("log_prob", a.log_prob, rows);
+  require_scale(kOp, a.scale, rows);
+  require_optional(kOp, "class weight", a.class_weight, a.class_weight.size);
+  require_f32("factor", a.factor, rows);
+  TIGON_CHECK(kOp, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
+  if (rows == 0) return;
+  require_matrix(kOp, "dlogits", a.dlogits, rows, a.dlogits.cols, a.dlogits.dtype);
+  TIGON_CHECK(kOp, a.dlogits.dtype != DType::f16, "dlogits must be float32 or bfloat16, got float16");
+  TIGON_RUN(kOp, ctx, cross_entropy_share_out, a);
+}
+
 // These are PyTorch's operators.
 namespace {
 
@@ -261,14 +275,15 @@ void take_shard(Fields& f, CrossEntropyRows& a) {
   f.option("logit_scale", a.logit_scale), f.option("temperature", a.temperature);
 }
 
-// The rows of `parts` are written. The predicted classes are the result.
+// The rows of `parts` are written, and if given dlogits of the shard's columns by themselves. The predicted
+// classes are the result.
 struct ShardStatistics : CrossEntropyRows {
   Matrix parts;
   CrossEntropyKinds kinds;
 
   void fields(Fields& f) {
     take_shard(f, *this);
-    f.updated("parts", parts, Role::input);
+    f.updated("parts", parts, Role::input), f.updated("dlogits", dlogits);
     kinds.fields(f);
     f.result_if(kinds.predicted, "predicted", predicted, logits.rows, DType::i64);
   }
@@ -294,6 +309,18 @@ struct ShardGradient : CrossEntropyRows {
   }
 };
 void shard_gradient(Context& ctx, const ShardGradient& a) { cross_entropy_rows(ctx, a); }
+
+struct ShardShareOut : CrossEntropyShareOut {
+  void fields(Fields& f) {
+    f.updated("dlogits", dlogits, Role::rows);
+    f.input("target", target), f.input("log_share", log_share), f.input("log_prob", log_prob);
+    f.optional("scale", scale), f.optional("class_weight", class_weight);
+    f.option("ignore_index", ignore_index), f.option("first_class", first_class);
+    f.option("logit_scale", logit_scale), f.option("temperature", temperature);
+    f.result("factor", factor, target.size, DType::f32);
+  }
+};
+void shard_share_out(Context& ctx, const ShardShareOut& a) { cross_entropy_share_out(ctx, a); }
 
 // `numbers` has a row each for loss, z_term, log_prob, lse, entropy (written only if its parts are present)
 // and log_share.
@@ -392,6 +419,7 @@ TIGON_OPERATOR(label_results, LabelResults, "cross_entropy_shard_log_probs", non
 TIGON_OPERATOR(label_gradient, LabelGradient, "cross_entropy_shard_label_gradient", none)
 TIGON_OPERATOR(shard_statistics, ShardStatistics, "cross_entropy_shard_statistics", none)
 TIGON_OPERATOR(shard_gradient, ShardGradient, "cross_entropy_shard_gradient", none)
+TIGON_OPERATOR(shard_share_out, ShardShareOut, "cross_entropy_shard_share_out", none)
 TIGON_OPERATOR(shards_combine, ShardsCombine, "cross_entropy_combine", none)
 
 }  // namespace

@@ -27,7 +27,9 @@
 //             row's lse is lse - log_share and its entropy all_entropy (cross_entropy_combine), p = e^(z -
 //             lse + log_share), and dlogits are the columns of the whole row's gradient. If the row's lse and
 //             log_prob are given, log_share is a difference to this lse, and 1 - p of the label is that of
-//             this log_prob.
+//             this log_prob. Without any of these, in a call that has row_max, p = e^(z - lse) is that of
+//             these columns by themselves (0 if all are at -inf), and cross_entropy_share_out makes dlogits
+//             the whole row's: statistics and gradient in one pass.
 // Ignored     rows with target == ignore_index: loss, target_logit, log_prob 0, a row of zeros in dlogits
 //             whatever scale is (inf and NaN included); lse, entropy and predicted are those of the row
 // NaN, inf    a row with NaN or +inf, or nothing but -inf, has a NaN loss and a NaN gradient; classes at
@@ -87,7 +89,7 @@ struct CrossEntropyRows {
   int64_t first_class = 0;
   // 0 if the logits are all classes; the next three are then not used.
   int64_t classes = 0;
-  // f32 [rows]: lse of these columns - lse of all, <= 0; needed for dlogits without all_lse.
+  // f32 [rows]: lse of these columns - lse of all, <= 0; needed for dlogits without all_lse and row_max.
   Vector log_share;
   // f32 [rows]: lse and log_prob of all columns, which dlogits may have instead of log_share.
   Vector all_lse, all_log_prob;

@@ -377,7 +377,9 @@ __device__ __forceinline__ Gradient finish(const CrossEntropyParams<T>& p, int64
     g.tilt = -p.entropy_scale[row] * p.gain / s;
     g.lift = -g.tilt * (heat / s);
   }
-  if (p.log_share != nullptr || p.all_lse != nullptr) {  // p = e / s * part
+  // Columns of a shard by themselves, all at -inf, have no share either.
+  if (p.row_max != nullptr && a.m == -INFINITY && a.s == 0.0f) log_share = -INFINITY;
+  if (p.log_share != nullptr || p.all_lse != nullptr || log_share != 0.0f) {  // p = e / s * part
     const float part = expf(log_share);
     g.each *= part, g.z_loss_slope *= part;
     // This is s (1 - p) of the label.

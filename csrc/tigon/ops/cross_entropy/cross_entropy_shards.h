@@ -58,4 +58,26 @@ struct CrossEntropyCombine {
 };
 TIGON_API_ENTRY(cross_entropy_combine, CrossEntropyCombine)
 
+// Makes dlogits of a shard's columns by themselves, e^(z - lse_s), those of the whole row: they are
+// factor[r] times what they hold afterwards. Only the label's column changes.
+// Formula     a = max(e^log_share, 2^-60), factor = scale * w_y * a
+//             dlogits_y = logit_scale / temperature * expm1(log_prob) / a of the whole row's log_prob, where
+//             the label is one of these columns
+// Rounding    fp64 inside, factor once. Where the label is here, the factor also undoes the rounding of
+//             dlogits_y: this element's gradient is the largest of the row, and exact. A share below 2^-60
+//             stands for what is 0 next to the label's term
+// Ignored     factor 0, and dlogits stay zeros. A row with NaN in any shard has a NaN factor
+// Refused     float16, which has no room for 1 / a
+// It knows neither softcap, label smoothing and z-loss nor a gradient of entropies.
+struct CrossEntropyShareOut {
+  Matrix dlogits;              // f32 | bf16 [rows, columns]
+  Vector target;               // i64 [rows], of all classes
+  Vector log_share, log_prob;  // f32 [rows], from cross_entropy_combine
+  Vector scale, class_weight;  // f32 [1] | [rows], 1 if empty; f32 [classes], empty if absent
+  int64_t ignore_index = -100, first_class = 0;
+  float logit_scale = 1.0f, temperature = 1.0f;
+  Vector factor;  // out: f32 [rows]
+};
+TIGON_API_ENTRY(cross_entropy_share_out, CrossEntropyShareOut)
+
 }  // namespace tigon

@@ -171,6 +171,13 @@ struct LabelResults {
   CrossEntropyLabels p;
   __device__ void operator()(int64_t at) const { label_result(p, at / p.count, at % p.count); }
 };
+template <class T>
+struct ShareOut {
+  CrossEntropyShareOut p;
+  __device__ void operator()(int64_t row) const {
+    share_out_row<T>(p, row, [](float x) { return narrow<T>(x); }, [](T x) { return widen(x); });
+  }
+};
 struct CombineRows {
   CrossEntropyCombine p;
   __device__ void operator()(int64_t row) const { combine_row(p, row); }
@@ -228,6 +235,13 @@ void cross_entropy_label_gradient(Context& ctx, const CrossEntropyLabels& a) {
 
 void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
   for_each(ctx, a.labels.size, LabelResults{a});
+}
+
+void cross_entropy_share_out(Context& ctx, const CrossEntropyShareOut& a) {
+  dispatch_float(kOp, "dlogits", a.dlogits.dtype, [&](auto t) {
+    using T = typename DeviceType<typename decltype(t)::type>::type;
+    for_each(ctx, a.target.size, ShareOut<T>{a});
+  });
 }
 
 void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
