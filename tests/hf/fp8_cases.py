@@ -16,10 +16,10 @@ from tigon.ops.fp8_weight import Fp8Weight
 STEPS, LR = 3, 0.5
 
 
-def of_any_size(model, **options):
+def of_any_size(model, recipe="rowwise", **options):
     """The model with every Linear of its layers in float8."""
     with mock.patch.object(fp8, "gains", lambda rows, columns: True):
-        report = apply(model, fp8="rowwise", **options)
+        report = apply(model, fp8=recipe, **options)
     assert report.count("fp8") == 14
     return model
 

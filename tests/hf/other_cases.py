@@ -3,6 +3,7 @@
 import contrastive_cases  # noqa: F401
 import dtensor_cases  # noqa: F401
 import fp8_cases  # noqa: F401
+import fp8_gather_cases  # noqa: F401
 import lora_cases  # noqa: F401
 import megatron_cases  # noqa: F401
 import multi_token_cases  # noqa: F401

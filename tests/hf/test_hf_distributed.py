@@ -82,6 +82,14 @@ def test_two_processes(name, request):
 
 
 @pytest.mark.xdist_group("two processes")
+def test_three_processes(tmp_path):
+    """They cannot share the rows of most weights evenly."""
+    name = "fp8_gather_rows"
+    said = run_ranks(Path(distributed_cases.__file__), [tmp_path, name], tmp_path, size=3, check=False)
+    check(outcomes_of(tmp_path, said), name, 3)
+
+
+@pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(ON_GPUS)])
 def test_two_gpus(name, request):
     if torch.cuda.device_count() < RANKS:
@@ -89,6 +97,6 @@ def test_two_gpus(name, request):
     check(request.getfixturevalue("outcomes_on_gpus"), name)
 
 
-def check(said, name):
+def check(said, name, ranks=RANKS):
     assert name in said, f"not reached; the processes said:\n{said[0]}\n{said[1]}"
-    assert said[name] == [None] * RANKS, "\n".join(error or "right" for error in said[name])
+    assert said[name] == [None] * ranks, "\n".join(error or "right" for error in said[name])

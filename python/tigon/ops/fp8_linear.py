@@ -141,7 +141,8 @@ class Quantized:
 
     One with `of`, a function that gives the weight, has bytes only while a matmul reads them. In the
     backward they are made of the weight again, transposed, in one pass: as many bytes are moved, and no
-    memory is held while other layers run.
+    memory is held while other layers run. If `of` gives another `Quantized`, which holds the bytes at that
+    time, those are transposed.
     """
 
     __slots__ = ("_transposed", "bytes", "keeps_transposed", "of", "scales", "version")
@@ -166,6 +167,8 @@ class Quantized:
             return self._transposed
         if self.bytes is None:
             weight = self.of()
+            if type(weight) is Quantized:
+                return transpose(weight.bytes)
             if weight is None or weight._version != self.version:
                 raise RuntimeError(
                     f"[{_OP}] weight must be what it was in the forward when the backward runs, got one that "
@@ -370,19 +373,19 @@ class _Function(torch.autograd.Function):
 _transformed = _op.transformable(_OP, _OP, _forward, _setup_context, _backward)
 
 
-def apply(x, weight, bias, dw: str, reuse: bool, frozen: bool = False, gathered: bool = False):
+def apply(x, weight, bias, dw: str, reuse: bool, frozen: bool = False, made: Quantized | None = None):
     """The map. Arguments have been checked.
 
     Args:
         reuse, frozen: as in `quantized_weight`.
-        gathered: the weight exists only while it is gathered: each pass makes the bytes, and none are kept.
+        made: the bytes of a weight that exists only while it is gathered. They are of this pass.
     """
     if _op._is_compiling() or _op._is_transformed():
         xq, xs = quantize_rows(x.detach())
         wq, ws = quantize_rows(weight.detach())
         function = _Function.apply if _op._is_compiling() else _transformed
         return function(x, weight, bias, xq, xs, wq, ws, None, dw, None)
-    made = Quantized.make(weight, lambda: weight) if gathered else quantized_weight(weight, reuse, frozen)
+    made = made or quantized_weight(weight, reuse, frozen)
     xq, xs = rows_of(x)
     run = _Function.apply if _op._is_grad_enabled() else _forward
     form = getattr(x.grad_fn, "fp8_form", None)

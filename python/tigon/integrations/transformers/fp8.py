@@ -13,6 +13,7 @@ from torch import nn
 from tigon._dtensor import is_dtensor
 from tigon.error import Error
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, bound, plain, stock
+from tigon.integrations.transformers.fp8_gather import gathered, require_weight
 from tigon.integrations.transformers.head_operands import LORA_PARTS, is_linear
 from tigon.integrations.transformers.recompute import LinearSpec
 from tigon.ops import fp8_linear
@@ -80,25 +81,31 @@ def fp8_forward(module: nn.Module, spec: Fp8Spec, x):
     """Compute in float8 in training; evaluation, which reads weights once, runs as before."""
     weight, bias = module.weight, module.bias
     if not (module.training or torch.is_grad_enabled()):
-        return stock(module, x)
+        return _as_before(module, x)
     given = [x] if bias is None else [bias, x]
     if type(weight) is not Fp8Weight:
         given.append(weight)
     if not plain(*given) or x.device != weight.device or x.device.type not in ("cpu", "cuda"):
-        return stock(module, x)
+        return _as_before(module, x)
     dtype = autocast_dtype(x.device.type)
     if dtype is None and weight.dtype != x.dtype:
-        return stock(module, x)  # the original forward raises its own error
+        return _as_before(module, x)  # the original forward raises its own error
     dtype = dtype or x.dtype
     if dtype not in _DTYPES or weight.dtype not in _DTYPES or x.shape[-1] != weight.shape[1]:
-        return stock(module, x)
+        return _as_before(module, x)
     x = x.to(dtype)
     if weight.dtype not in (dtype, torch.float32):
+        require_weight(module)
         weight = weight.to(dtype)
     if bias is not None:
         bias = bias.to(dtype)
-    held = {"frozen": spec.adapted, "gathered": spec.gathers(weight)}
-    return fp8_linear.apply(x, weight, bias, spec.dw, reuse=True, **held)
+    made = gathered(module, weight, spec.owners) if spec.gathers(weight) else None
+    return fp8_linear.apply(x, weight, bias, spec.dw, reuse=True, frozen=spec.adapted, made=made)
+
+
+def _as_before(module: nn.Module, x):
+    require_weight(module)
+    return stock(module, x)
 
 
 def gains(rows: int, columns: int) -> bool:

@@ -27,6 +27,7 @@ from tigon.integrations.transformers.forward import (
     unbind,
 )
 from tigon.integrations.transformers.fp8 import Options, check_recipe, pack, unpack
+from tigon.integrations.transformers.fp8_gather import forget_gather
 from tigon.integrations.transformers.graphs import GRAPHS, drop_graphs, use_graphs
 from tigon.integrations.transformers.head import (
     WATCHED,
@@ -119,6 +120,7 @@ def _replace(plan: Plan, ledger: Ledger | None = None):
     """Bind the planned functions to modules that do not have them yet."""
     for module in plan.freed:
         unbind(module)
+        forget_gather(module)
     forget_weights(plan.model.parameters())
     for linear in plan.packed:
         pack(linear)
@@ -374,6 +376,7 @@ def undo(model: nn.Module) -> None:
     drop_graphs(root)
     for module in root.modules():
         unbind(module)
+        forget_gather(module)
         unpack(module)
         give_back(module)
     root.__dict__.pop(ARRIVALS, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -78,3 +80,11 @@ def _state(module):
 def _groups(state) -> list:
     groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch before 2.12 has one
     return [group for group in (state._fsdp_param_group,) if group] if groups is None else groups
+
+
+def groups_of(owners: Iterable[nn.Module]) -> Iterator:
+    """FSDP2's groups of parameters of these modules from the last on, then those of all inside of them."""
+    owners = [*owners]
+    for module in (*reversed(owners), *(module for owner in owners[:1] for module in owner.modules())):
+        state = _state(module)
+        yield from () if state is None else _groups(state)
