@@ -29,7 +29,7 @@ HEADINGS = (
 )
 SIBLINGS = ("{op}.h", "{op}_math.inc", "{op}_cpu.cpp", "{op}_cuda.cu")
 # Where the op has no TIGON_OP, which makes them of its list of fields: entries by hand, and without a
-# TIGON_OPERATOR an adaptor too.
+# TIGON_OPERATOR or TIGON_CALL an adaptor too.
 BY_HAND = ("{op}.cpp", "{op}_torch.cpp")
 # What ops share without being one: no adaptor, no Python, no cases. An op whose contract includes such a
 # header drives it, and has kernels only where it needs some of its own.
@@ -132,7 +132,8 @@ def check_op(root: Path, op: str) -> list[str]:
     entry = re.compile(rf"TIGON_(OP|DEFINE_ENTRY)\({op}[,_]")
     listed = not cpu.exists() or entry.search(cpu.read_text(encoding="utf-8")) is not None
     entries = root / f"csrc/tigon/ops/{op}/{op}.cpp"
-    declared = entries.exists() and "TIGON_OPERATOR(" in entries.read_text(encoding="utf-8")
+    text = entries.read_text(encoding="utf-8") if entries.exists() else ""
+    declared = "TIGON_OPERATOR(" in text or "TIGON_CALL(" in text
     siblings = SIBLINGS if listed else (*SIBLINGS, *BY_HAND[: 1 if declared else 2])
     files = [f"csrc/tigon/ops/{op}/{name}" for name in siblings if not (drives and name in KERNELS)]
     wanted = [name for name in files if "_torch" not in name] if op in ENGINES else [*files, *ELSEWHERE]

@@ -61,7 +61,7 @@ struct Operator {
 };
 std::vector<Operator>& operators();
 
-template <class Args, void (*entry)(Context&, const Args&)>
+template <class Args, void (*entry)(Context&, const Args&) = Args::run>
 struct AddOperator {
   AddOperator(const char* op, Direction direction) {
     using Any = ArgsOf<Args, entry>;
@@ -102,6 +102,9 @@ void run_op(const char* op, Context& ctx, const Args& args, const OnCpu& on_cpu,
 #define TIGON_OPERATOR(entry, Args, op, direction)                                       \
   [[gnu::init_priority(200)]] static const AddOperator<Args, entry> entry##_operator(op, \
                                                                                      Direction::direction);
+// Adds one for arguments that have their entry as a member, Args::run.
+#define TIGON_CALL(Args, op, direction) \
+  [[gnu::init_priority(200)]] static const AddOperator<Args> Args##_operator(op, Direction::direction);
 // Defines the entry tigon::<entry> with its checks, and its PyTorch operator.
 #define TIGON_DEFINE_ENTRY(entry, Args, op, name, direction)                                             \
   void entry(Context& ctx, const Args& a) { run_op(name, ctx, a, cpu::entry, TIGON_CUDA_ENTRY(entry)); } \

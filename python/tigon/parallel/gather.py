@@ -34,7 +34,8 @@ class Gather:
             return facts, None
 
         shards, _ = agree(op, group, x.device, describe)
-        self.group, self.size, self.rank = group, shards.size, shards.rank
+        self.group, self.size = group, shards.size
+        self.mine = slice(shards.rank * x.shape[0], (shards.rank + 1) * x.shape[0])
 
     @torch._disable_dynamo
     def rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,6 +54,16 @@ class Gather:
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         return gathered(x, self.size, self.group)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """This process's part of what all rows have."""
+        return x[self.mine]
+
+    def labels(self, labels: torch.Tensor, ignored: int) -> torch.Tensor:
+        """The labels of this process's rows; those of others are ignored."""
+        whole = labels.new_full((self.size * len(labels), *labels.shape[1:]), ignored)
+        whole[self.mine] = labels
+        return whole
 
 
 class _Rows(torch.autograd.Function):

@@ -12,14 +12,12 @@ import torch
 from tigon._deterministic import is_deterministic
 from tigon._op import raw
 from tigon.ops.loss_head.operands import LabelFormula
+from tigon.ops.loss_head.products import ENTROPY, PREDICTED, SMOOTHING
+from tigon.ops.loss_head.products import row_gradient as _gradient
+from tigon.ops.loss_head.products import row_statistics as _statistics
 from tigon.parallel.shards import Shards
 
-ENTROPY, SMOOTHING, PREDICTED = 1, 2, 4  # bits of `kinds`, as in cross_entropy_shards.h
 NUMBERS = ("loss", "z_loss", "log_prob", "lse", "entropy", "log_share")
-
-
-def _fake_statistics(logits, target, *options):
-    return target.new_empty(target.shape if options[-1] & PREDICTED else (0,), dtype=torch.int64)
 
 
 def _fake_combine(parts, target, *options):
@@ -29,8 +27,6 @@ def _fake_combine(parts, target, *options):
 
 _scale = raw("cross_entropy_scale", lambda target, *_: target.new_empty((), dtype=torch.float32))
 _total = raw("cross_entropy_total", lambda losses, _: losses.new_empty(()))
-_statistics = raw("cross_entropy_shard_statistics", _fake_statistics, "cross_entropy")
-_gradient = raw("cross_entropy_shard_gradient", lambda *_: None, "cross_entropy")
 _share_out = raw("cross_entropy_shard_share_out", lambda dlogits, target, *_: target.float(), "cross_entropy")
 _combine = raw("cross_entropy_combine", _fake_combine, "cross_entropy")
 _scores = raw("cross_entropy_shard_scores", lambda *_: None, "cross_entropy")

@@ -10,7 +10,7 @@
 namespace tigon::cuda {
 
 // Finds the rows that are not ignored (with Ignored: that are). All lanes of a warp call it together. Rows
-// has `rows`, which is also returned after the last row; `labels`, null if no row is ignored; and ignored(r).
+// has `rows`, which is also returned after the last row; `labels`, false if no row is ignored; and ignored(r).
 template <bool Ignored = false>
 struct MaskedRowScanner {
   // The first label that has not been examined.
@@ -18,7 +18,7 @@ struct MaskedRowScanner {
   template <class Rows>
   __device__ int next(const Rows& p, int skip) {
     const int rows = int(p.rows), lane = int(threadIdx.x) % 32;
-    if (p.labels == nullptr) {
+    if (!p.labels) {
       const int r = at < rows && skip < rows - at ? at + skip : rows;
       at = r + 1;
       return r;
@@ -83,7 +83,7 @@ struct ZeroMaskedRows {
   // Makes one step of a whole warp. Returns false if no ignored row is left.
   __device__ __forceinline__ bool step() {
     const int rows = int(p.rows), lane = int(threadIdx.x) % 32;
-    if (p.labels == nullptr || row >= rows) return false;
+    if (!p.labels || row >= rows) return false;
     if (at == 0) {
       row = scanner.next(p, row < 0 ? first : stride - 1);
       if (row >= rows) return false;

@@ -123,7 +123,7 @@ class GradientPass final : public ContrastivePass {
     Matrix dd = a_.dd;
     if (dd.stride != dd.cols) dd = linear_head_matrix(run.ctx, dd.rows, dd.cols, dd.cols, dd.dtype);
     linear_head_finish(run.ctx, {.in = sum, .dloss = one, .out = dd});
-    if (dd.data != a_.dd.data) linear_head_columns(run.ctx, {.from = dd, .to = a_.dd});
+    if (dd.data != a_.dd.data) linear_head_move(run.ctx, {.from = dd, .to = a_.dd});
   }
 
  private:

@@ -3,7 +3,7 @@
 // for eight pairs, one without; 8 bytes a row and panel and a column and block.
 // gradient: reads and writes the scores once, two exponentials a pair with columns, one without.
 #include "tigon/base/cuda/aligned_row.cuh"
-#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/each.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/reduce.cuh"
 #include "tigon/base/cuda/vec.cuh"
@@ -240,43 +240,42 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
   if (threadIdx.x % 32 == 0) a.slope_parts[tile.block * contrastive_panels(a.cols) + tile.panel] = slope;
 }
 
-// picked, one thread a label.
+// picked of a label.
 template <class T>
-__global__ void picked_kernel(const __grid_constant__ ContrastiveChunk a) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= a.rows * a.label_count) return;
-  const int64_t row = i / a.label_count, j = a.labels[row * a.label_stride + i % a.label_count];
-  const bool is_col = j >= 0 && j < a.cols;
-  a.picked[i] = is_col ? widen(static_cast<const T*>(a.scores)[row * a.stride + j]) * *a.scale : 0.0f;
-}
-
-// One thread a number, eight parts at a time.
-__global__ void merge_kernel(const __grid_constant__ ContrastiveMerge a) {
-  const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (c >= a.size) return;
-  const ContrastiveLse old(a.fresh ? -INFINITY : a.out[c]);
-  float top = old.high, sum = a.fresh ? 0.0f : exp(old.low);
-  for (int64_t p = 0; p < a.count; p += kBatch) {
-    float tops[kBatch], sums[kBatch], most = top;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const float* part = a.parts + 2 * (p + i) * a.size + c;
-      tops[i] = p + i < a.count ? part[0] : -INFINITY, sums[i] = p + i < a.count ? part[a.size] : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) most = fmaxf(most, tops[i]);
-    const float reference = contrastive_reference(most);
-    sum *= exp(top - reference);
-    top = most;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) sum += sums[i] * exp(tops[i] - reference);
+struct Picked {
+  ContrastiveChunk a;
+  __device__ void operator()(int64_t i) const {
+    const int64_t row = i / a.label_count, j = a.labels[row * a.label_stride + i % a.label_count];
+    const bool is_col = j >= 0 && j < a.cols;
+    a.picked[i] = is_col ? widen(static_cast<const T*>(a.scores)[row * a.stride + j]) * *a.scale : 0.0f;
   }
-  a.out[c] = double(contrastive_reference(top)) + double(log(sum));
-}
+};
 
-LaunchConfig threads_for(int64_t count) {
-  return {.blocks = (count + kThreads - 1) / kThreads, .threads = kThreads};
-}
+// Eight parts of a number at a time.
+struct Merge {
+  ContrastiveMerge a;
+  __device__ void operator()(int64_t c) const {
+    const ContrastiveLse old(a.fresh ? -INFINITY : a.out[c]);
+    float top = old.high, sum = a.fresh ? 0.0f : exp(old.low);
+    for (int64_t p = 0; p < a.count; p += kBatch) {
+      float tops[kBatch], sums[kBatch], most = top;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const float* part = a.parts + 2 * (p + i) * a.size + c;
+        tops[i] = p + i < a.count ? part[0] : -INFINITY, sums[i] = p + i < a.count ? part[a.size] : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) most = fmaxf(most, tops[i]);
+      const float reference = contrastive_reference(most);
+      sum *= exp(top - reference);
+      top = most;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) sum += sums[i] * exp(tops[i] - reference);
+    }
+    a.out[c] = double(contrastive_reference(top)) + double(log(sum));
+  }
+};
+
 LaunchConfig tiles_of(const ContrastiveChunk& a) {
   return {.blocks = contrastive_blocks(a.rows) * ctas_of_block(a.cols), .threads = kThreads};
 }
@@ -286,7 +285,7 @@ LaunchConfig tiles_of(const ContrastiveChunk& a) {
 void contrastive_statistics(Context& ctx, DType dtype, const ContrastiveChunk& a) {
   dispatch_float(kOp, "q", dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    if (a.picked != nullptr) launch(kOp, ctx, picked_kernel<T>, threads_for(a.rows * a.label_count), a);
+    if (a.picked != nullptr) for_each(kOp, ctx, a.rows * a.label_count, Picked<T>{a});
     const auto kernel = a.masked()               ? &statistics_kernel<T, true, true>
                         : a.col_parts != nullptr ? &statistics_kernel<T, true, false>
                                                  : &statistics_kernel<T, false, false>;
@@ -294,9 +293,7 @@ void contrastive_statistics(Context& ctx, DType dtype, const ContrastiveChunk& a
   });
 }
 
-void contrastive_merge(Context& ctx, const ContrastiveMerge& a) {
-  launch(kOp, ctx, merge_kernel, threads_for(a.size), a);
-}
+void contrastive_merge(Context& ctx, const ContrastiveMerge& a) { for_each(kOp, ctx, a.size, Merge{a}); }
 
 void contrastive_gradient(Context& ctx, DType dtype, const ContrastiveChunk& a) {
   dispatch_float(kOp, "q", dtype, [&](auto type) {

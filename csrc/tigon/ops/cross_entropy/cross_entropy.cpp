@@ -231,10 +231,9 @@ void loss(Context& ctx, const CrossEntropyLoss& call) {
     cross_entropy_scale(ctx, {.target = a.target,
                               .class_weight = a.class_weight,
                               .ignore_index = a.ignore_index,
-                              .mean = mean,
+                              .mean = mean && !call.host_denominator,
                               .denominator = call.denominator,
-                              .host_denominator = call.host_denominator.value_or(0.0),
-                              .has_host_denominator = call.host_denominator.has_value(),
+                              .host_denominator = call.host_denominator.value_or(1.0),
                               .scale = a.scale});
   }
   cross_entropy_rows(ctx, a);
@@ -266,7 +265,7 @@ TIGON_OPERATOR(gradient, CrossEntropyGradient, "cross_entropy", backward)
 TIGON_OPERATOR(rescale, Rescale, "cross_entropy_rescale", none)
 
 // tigon.parallel drives these three: statistics of a shard, the loss from the statistics of all shards, and
-// the gradient.
+// the gradient. Losses that are functions of Python take the first and the last of whole rows (classes 0).
 void take_shard(Fields& f, CrossEntropyRows& a) {
   take_rows(f, a);
   f.optional("bias", a.bias), f.optional("class_weight", a.class_weight);
@@ -304,8 +303,9 @@ struct ShardGradient : CrossEntropyRows {
   void fields(Fields& f) {
     take_shard(f, *this);
     f.updated("dlogits", dlogits, Role::input);
-    f.optional("scale", scale), f.optional("entropy_scale", entropy_scale), f.input("log_share", log_share);
-    f.optional("all_entropy", all_entropy), f.optional("weight_sum", weight_sum);
+    f.optional("scale", scale), f.optional("entropy_scale", entropy_scale);
+    f.optional("log_share", log_share), f.optional("all_entropy", all_entropy),
+        f.optional("weight_sum", weight_sum);
   }
 };
 void shard_gradient(Context& ctx, const ShardGradient& a) { cross_entropy_rows(ctx, a); }
@@ -360,7 +360,7 @@ struct Scale : CrossEntropyScale {
 };
 void scale(Context& ctx, const Scale& call) {
   CrossEntropyScale a = call;
-  a.host_denominator = call.number.value_or(0.0), a.has_host_denominator = call.number.has_value();
+  a.host_denominator = call.number.value_or(1.0), a.mean = a.mean && !call.number;
   cross_entropy_scale(ctx, a);
 }
 struct Total : CrossEntropyTotal {
@@ -408,15 +408,12 @@ struct ShardLabels : CrossEntropyLabels {
 using LabelScores = ShardLabels<LabelStep::scores>;
 using LabelResults = ShardLabels<LabelStep::results>;
 using LabelGradient = ShardLabels<LabelStep::gradient>;
-constexpr auto label_scores = LabelScores::run;
-constexpr auto label_results = LabelResults::run;
-constexpr auto label_gradient = LabelGradient::run;
 
 TIGON_OPERATOR(scale, Scale, "cross_entropy_scale", none)
 TIGON_OPERATOR(total, Total, "cross_entropy_total", none)
-TIGON_OPERATOR(label_scores, LabelScores, "cross_entropy_shard_scores", none)
-TIGON_OPERATOR(label_results, LabelResults, "cross_entropy_shard_log_probs", none)
-TIGON_OPERATOR(label_gradient, LabelGradient, "cross_entropy_shard_label_gradient", none)
+TIGON_CALL(LabelScores, "cross_entropy_shard_scores", none)
+TIGON_CALL(LabelResults, "cross_entropy_shard_log_probs", none)
+TIGON_CALL(LabelGradient, "cross_entropy_shard_label_gradient", none)
 TIGON_OPERATOR(shard_statistics, ShardStatistics, "cross_entropy_shard_statistics", none)
 TIGON_OPERATOR(shard_gradient, ShardGradient, "cross_entropy_shard_gradient", none)
 TIGON_OPERATOR(shard_share_out, ShardShareOut, "cross_entropy_shard_share_out", none)

@@ -108,7 +108,7 @@ struct CrossEntropyRows {
 // Computes the factor that turns the sum of losses into the requested reduction, and leaves it on the device.
 // If a denominator is given it is 1 / denominator. With `mean` it is 1 / sum of w_y over rows that count: inf
 // if there are none, so that the mean of nothing is NaN as in torch, while gradients of ignored rows stay
-// zeros. Otherwise it is 1.
+// zeros. Otherwise it is 1 / host_denominator.
 struct CrossEntropyScale {
   Vector target;        // i64 [rows], or u8 (a mask) without class_weight
   Vector class_weight;  // [V] f32; empty if absent
@@ -116,9 +116,7 @@ struct CrossEntropyScale {
   bool mean = false;
   // f32 | f64 | i64 | i32 [1], read on the device; empty if absent.
   Vector denominator;
-  // Used if has_host_denominator, or if > 0.
-  double host_denominator = 0.0;
-  bool has_host_denominator = false;
+  double host_denominator = 1.0;
   Vector scale;  // out: f32 [1]
 };
 

@@ -115,11 +115,9 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
 
 void cross_entropy_scale(Context&, const CrossEntropyScale& a) {
   const float* weight = a.class_weight.as<float>();
-  double divisor = 1.0;
+  double divisor = a.host_denominator;
   if (a.denominator) {
     divisor = value_of(a.denominator);
-  } else if (a.has_host_denominator || a.host_denominator > 0.0) {
-    divisor = a.host_denominator;
   } else if (a.mean) {
     divisor = ordered_sum(a.target.size, [&](int64_t r) {
       int64_t y = a.target.dtype == DType::u8 ? a.target.as<uint8_t>()[r] : a.target.as<int64_t>()[r];

@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "tigon/base/cuda/aligned_row.cuh"
-#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/each.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
@@ -135,18 +135,6 @@ __global__ __launch_bounds__(kRescaleThreads) void rescale_kernel(T* grad, int64
   }
 }
 
-// Calls fn(i) for each of n, one thread each.
-constexpr int kThreads = 128;
-template <class Fn>
-__global__ __launch_bounds__(kThreads) void each_kernel(const __grid_constant__ Fn fn, int64_t n) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < n) fn(i);
-}
-template <class Fn>
-void for_each(Context& ctx, int64_t n, const Fn& fn) {
-  launch(kOp, ctx, each_kernel<Fn>, {.blocks = ceil_div(n, kThreads), .threads = kThreads}, fn, n);
-}
-
 struct LabelTargets {
   CrossEntropyLabels p;
   __device__ void operator()(int64_t row) const { label_target(p, row); }
@@ -187,15 +175,14 @@ struct CombineRows {
 
 void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
   float* out = a.scale.as<float>();
-  if (!a.denominator && a.mean && !a.has_host_denominator && !(a.host_denominator > 0.0)) {
+  if (!a.denominator && a.mean) {
     Weights weights{a.target.data, a.target.dtype == DType::u8, a.class_weight.as<float>(),
                     a.class_weight.size, a.ignore_index};
     sum_into(ctx, weights, a.target.size, {.reciprocal = true, .factor = nullptr, .out = out});
     return;
   }
-  double number = a.has_host_denominator || a.host_denominator > 0.0 ? a.host_denominator : 1.0;
   launch(kOp, ctx, reciprocal_kernel, {.blocks = 1, .threads = 1}, a.denominator.data, a.denominator.dtype,
-         number, out);
+         a.host_denominator, out);
 }
 
 void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a) {
@@ -216,36 +203,36 @@ void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
 }
 
 void cross_entropy_label_targets(Context& ctx, const CrossEntropyLabels& a) {
-  for_each(ctx, a.target.size, LabelTargets{a});
+  for_each(kOp, ctx, a.target.size, LabelTargets{a});
 }
 
 void cross_entropy_label_scores(Context& ctx, const CrossEntropyLabels& a) {
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
-    for_each(ctx, a.chosen.size, LabelScores<T>{a});
+    for_each(kOp, ctx, a.chosen.size, LabelScores<T>{a});
   });
 }
 
 void cross_entropy_label_gradient(Context& ctx, const CrossEntropyLabels& a) {
   dispatch_float(kOp, "dlogits", a.dlogits.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
-    for_each(ctx, a.chosen.size * a.count, LabelGradients<T>{a});
+    for_each(kOp, ctx, a.chosen.size * a.count, LabelGradients<T>{a});
   });
 }
 
 void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
-  for_each(ctx, a.labels.size, LabelResults{a});
+  for_each(kOp, ctx, a.labels.size, LabelResults{a});
 }
 
 void cross_entropy_share_out(Context& ctx, const CrossEntropyShareOut& a) {
   dispatch_float(kOp, "dlogits", a.dlogits.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
-    for_each(ctx, a.target.size, ShareOut<T>{a});
+    for_each(kOp, ctx, a.target.size, ShareOut<T>{a});
   });
 }
 
 void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
-  for_each(ctx, a.target.size, CombineRows{a});
+  for_each(kOp, ctx, a.target.size, CombineRows{a});
 }
 
 }  // namespace tigon::cuda

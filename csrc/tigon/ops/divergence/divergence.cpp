@@ -127,8 +127,7 @@ void loss(Context& ctx, const DivergenceLoss& call) {
     cross_entropy_scale(ctx, {.target = a.labels,
                               .ignore_index = a.ignore_index,
                               .mean = bool(a.labels),
-                              .host_denominator = a.labels ? 0.0 : double(a.student.rows),
-                              .has_host_denominator = !a.labels,
+                              .host_denominator = double(a.student.rows),
                               .scale = a.scale});
   }
   divergence_rows(ctx, a);

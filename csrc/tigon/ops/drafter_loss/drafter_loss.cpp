@@ -22,7 +22,6 @@ void check_call(const DrafterLoss& a, const LinearHead& draft, const LinearHead&
   require_optional(kOp, "draft_id", a.draft_id, v_t, DType::i32);
   TIGON_CHECK(kOp, a.draft_id || v == v_t, "draft_id must be given for a weight of ", v,
               " rows and a teacher's of ", v_t, ", got none");
-  require_vector(kOp, "target", a.labels.target, draft_rows, DType::i64);
   require_vector(kOp, "teacher_target", a.teacher_target, rows, DType::i64);
   for (const Vector* v_out : {&a.loss, &a.overlap, &a.counted})
     require_vector(kOp, "results", *v_out, draft_rows, DType::f32);
@@ -184,11 +183,9 @@ struct DrafterLossCall {
 };
 using Forward = DrafterLossCall<false>;
 using RowsBackward = DrafterLossCall<true>;
-constexpr auto forward = Forward::run;
-constexpr auto rows_backward = RowsBackward::run;
 
-TIGON_OPERATOR(forward, Forward, "drafter_loss", forward)
-TIGON_OPERATOR(rows_backward, RowsBackward, "drafter_loss_rows", backward)
+TIGON_CALL(Forward, "drafter_loss", forward)
+TIGON_CALL(RowsBackward, "drafter_loss_rows", backward)
 
 }  // namespace
 

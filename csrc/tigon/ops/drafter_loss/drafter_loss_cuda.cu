@@ -50,15 +50,6 @@ struct alignas(16) Peak {
   }
 };
 
-template <class T>
-__device__ __forceinline__ T* begin_of(const Vector& v) {
-  return static_cast<T*>(v.data);
-}
-template <class T>
-__device__ __forceinline__ T* row_of(const Matrix& m, int64_t r) {
-  return static_cast<T*>(m.data) + r * m.stride;
-}
-
 // Elements [c, c + N) of an aligned row of `cols`, in global or shared memory; -inf after its end.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> vec_of(const T* row, int c, int cols) {
@@ -83,11 +74,11 @@ __global__ __launch_bounds__(kTeacherThreads,
   __shared__ ReduceStorage<Peak<T>> storage;
   const int64_t r = blockIdx.x;
   const int begin = int(threadIdx.x) * N, cols = int(a.logits.cols);
-  const int* map = begin_of<const int>(a.draft_id);
+  const int* map = a.draft_id.as<const int>();
   const bool map_is_aligned = reinterpret_cast<uintptr_t>(map) % 16 == 0;
-  const T* logits = row_of<const T>(a.logits, r);
+  const T* logits = a.logits.row<const T>(r);
   const int classes = map != nullptr ? int(a.columns.cols) : cols;
-  T* columns = kStaged ? reinterpret_cast<T*>(staged) : row_of<T>(a.columns, r);
+  T* columns = kStaged ? reinterpret_cast<T*>(staged) : a.columns.row<T>(r);
   Peak<T> all = Peak<T>::identity(), inside = all;
   float x[N];
   if (map != nullptr) {
@@ -116,7 +107,7 @@ __global__ __launch_bounds__(kTeacherThreads,
   }
   for (int c = begin; c < classes; c += kStep) {
     const Vec<T, N> v = vec_of<T, N>(map != nullptr ? columns : logits, c, classes);
-    if (kStaged) store(row_of<T>(a.columns, r) + c, v);
+    if (kStaged) store(a.columns.row<T>(r) + c, v);
     unpack(v, x);
     inside.add(x, c);
   }
@@ -124,13 +115,13 @@ __global__ __launch_bounds__(kTeacherThreads,
   inside = all_reduce_row<0, false>(inside, storage, 1);
   if (threadIdx.x != 0) return;
   const float log_sum = ::logf(inside.sum.s);
-  begin_of<float>(a.max)[r] = inside.sum.m;
-  begin_of<float>(a.log_sum)[r] = log_sum;
-  begin_of<int64_t>(a.label)[r] = a.mask_outside && map != nullptr ? map[min(all.at, cols - 1)]
-                                  : inside.at < classes            ? inside.at
-                                                                   : -1;
+  a.max.as<float>()[r] = inside.sum.m;
+  a.log_sum.as<float>()[r] = log_sum;
+  a.label.as<int64_t>()[r] = a.mask_outside && map != nullptr ? map[min(all.at, cols - 1)]
+                             : inside.at < classes            ? inside.at
+                                                              : -1;
   if (a.share.data != nullptr)
-    begin_of<float>(a.share)[r] = exp((inside.sum.m - all.sum.m) + (log_sum - ::logf(all.sum.s)));
+    a.share.as<float>()[r] = exp((inside.sum.m - all.sum.m) + (log_sum - ::logf(all.sum.s)));
 }
 
 // log2 of a probability, of a logit by its row's maximum and log of its sum; and the probability.
@@ -166,16 +157,16 @@ struct DraftRow {
   template <class Row>
   __device__ __forceinline__ void operator()(Row& row) const {
     const int64_t r = row.live ? row.index : 0, of = source<1>(r);
-    const int at = int(begin_of<const int64_t>(a.label)[of]);
-    const bool counts = begin_of<const int64_t>(a.target)[r] != a.ignore_index && !(a.mask_outside && at < 0);
+    const int at = int(a.label.as<const int64_t>()[of]);
+    const bool counts = a.target.as<const int64_t>()[r] != a.ignore_index && !(a.mask_outside && at < 0);
     const float label_logit = at < 0 ? -INFINITY : widen(rows.in[0][r * rows.in_stride[0] + at]);
     Peak<T> own = Peak<T>::identity();
     row.for_each_vec([&](const float (&x)[2][N], int) { own.template add<false>(x[0], 0); });
     const OnlineSoftmax<T> all = row.all_reduce(own).sum;
-    const float log_sum_s = ::logf(all.s), log_sum_t = begin_of<const float>(a.log_sum)[of];
-    const Softmax<T> draft(all.m, log_sum_s), teacher(begin_of<const float>(a.max)[of], log_sum_t);
+    const float log_sum_s = ::logf(all.s), log_sum_t = a.log_sum.as<const float>()[of];
+    const Softmax<T> draft(all.m, log_sum_s), teacher(a.max.as<const float>()[of], log_sum_t);
     const float own_logs = a.kind == DrafterKind::ce ? 0.0f : 1.0f;
-    const float share = a.share.data != nullptr ? begin_of<const float>(a.share)[of] : 1.0f;
+    const float share = a.share.data != nullptr ? a.share.as<const float>()[of] : 1.0f;
     const float part = a.overlap_outside ? share : 1.0f, b = a.soft_outside ? share : 1.0f;
     SumArray<3> sums = {};
     row.for_each_vec([&](const float (&x)[2][N], int) {
@@ -194,13 +185,12 @@ struct DraftRow {
     const float lambda = exp(-a.eta * sums.s[1]);
     if (row.leads()) {
       const float hard_loss = (all.m - label_logit) + log_sum_s;
-      begin_of<float>(a.loss)[r] =
+      a.loss.as<float>()[r] =
           counts ? drafter_row_loss(a.kind, sums.s, b, ::logf(b), lambda, hard_loss) : 0.0f;
-      begin_of<float>(a.overlap)[r] = counts ? sums.s[1] : 0.0f;
-      begin_of<float>(a.counted)[r] = counts ? 1.0f : 0.0f;
+      a.overlap.as<float>()[r] = counts ? sums.s[1] : 0.0f;
+      a.counted.as<float>()[r] = counts ? 1.0f : 0.0f;
     }
-    const float gain =
-        a.scale.data != nullptr ? begin_of<const float>(a.scale)[a.scale.size == 1 ? 0 : r] : 1.0f;
+    const float gain = a.scale.data != nullptr ? a.scale.as<const float>()[a.scale.size == 1 ? 0 : r] : 1.0f;
     const DrafterGains g = drafter_gains(a.kind, sums.s, b, lambda, gain);
     if (!counts) {
       row.write([](const float (&)[2][N], int, int) { return 0.0f; });

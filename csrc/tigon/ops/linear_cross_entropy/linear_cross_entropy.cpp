@@ -11,17 +11,14 @@ namespace {
 
 constexpr const char* kOp = "linear_cross_entropy";
 
+// What the engine does not check.
 void check(const LinearCrossEntropy& a) {
   int64_t rows = a.head.hidden.rows;
   linear_head_check(a.head);
-  require_vector(kOp, "target", a.labels.target, rows, DType::i64);
   require_optional(kOp, "class_weight", a.class_weight, a.head.weight.rows, DType::f32);
-  require_optional(kOp, "token_weight", a.token_weight, rows, DType::f32);
-  require_optional(kOp, "upstream", a.upstream, rows, DType::f32);
   require_optional(kOp, "entropy_upstream", a.entropy_upstream, rows, DType::f32);
   linear_head_check(kOp, a.formula);
   const LinearCrossEntropyResults& r = a.results;
-  require_optional(kOp, "loss", r.loss, rows, DType::f32);
   require_optional(kOp, "z_term", r.z_term, rows, DType::f32);
   require_optional(kOp, "log_prob", r.log_prob, rows, DType::f32);
   require_optional(kOp, "lse", r.lse, rows, DType::f32);
@@ -322,58 +319,6 @@ void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& 
   if (a.kept.unit.data) head.head.dhidden = {};  // the rest of the gradients
   RowsGradientPass pass(a, a.head.dhidden);
   loss_head_run(ctx, head, pass);
-}
-
-namespace {
-// The arguments of one chunk, with its logits in the caller's memory.
-LinearCrossEntropy checked_chunk(const LinearCrossEntropy& call, const Matrix& logits) {
-  LinearCrossEntropy a = call;
-  a.head.op = kOp;
-  check(a);
-  if (a.head.hidden.rows > 0)
-    require_matrix(kOp, "workspace", logits, a.head.hidden.rows, a.head.weight.rows,
-                   a.head.wide_logits ? DType::f32 : a.head.hidden.dtype);
-  return a;
-}
-}  // namespace
-
-void linear_cross_entropy_chunk_logits(Context& ctx, const LinearCrossEntropy& call, Matrix logits) {
-  LinearCrossEntropy a = checked_chunk(call, logits);
-  if (a.head.hidden.rows == 0) return;
-  TIGON_CHECK(kOp, !a.head.lora_a.data, "lora must not be given here");
-  LinearHeadRows all = {.count = a.head.hidden.rows, .labels = a.labels.target};
-  LinearHeadChunk c = linear_head_chunk(a.head, all, {}, 0, all.count);
-  c.logits = logits;
-  linear_head_logits(ctx, a.head, c);
-  const LossHead head = head_of(a);
-  LossHeadRun run = {.ctx = ctx,
-                     .a = head,
-                     .rows = all,
-                     .results = {.target = a.labels.target, .ignore_index = a.labels.ignore_index}};
-  const LinearCrossEntropyResults r = results_of(run, a);
-  cross_entropy_rows(ctx, row_pass(a, logits, all.labels, r, 0, all.count));
-  if (run.writes) linear_head_results(ctx, run.results);
-}
-
-void linear_cross_entropy_chunk_gradient(Context& ctx, const LinearCrossEntropy& call, Matrix logits,
-                                         bool first) {
-  LinearCrossEntropy a = checked_chunk(call, logits);
-  LinearHead& head = a.head;
-  require_vector(kOp, "upstream", a.upstream, head.hidden.rows, DType::f32);
-  LinearHeadRows all = {.count = head.hidden.rows, .labels = a.labels.target};
-  if (all.count == 0) return first ? linear_head_clear(ctx, head, all) : void();
-  head.wide_logits = false;  // they exist
-  bool apart = logits.dtype != head.hidden.dtype;
-  LinearHeadWorkspace workspace =
-      linear_head_workspace(ctx, head, all, {.chunk = all.count, .logits = apart});
-  LinearHeadChunk c = linear_head_chunk(head, all, workspace, 0, all.count);
-  if (!apart) c.logits = logits;
-  CrossEntropyRows pass = row_pass(a, logits, all.labels, {}, 0, all.count);
-  pass.dlogits = c.logits;
-  pass.scale = a.upstream;
-  pass.entropy_scale = a.entropy_upstream;
-  cross_entropy_rows(ctx, pass);
-  linear_head_gradients(ctx, head, c, {.first = first});
 }
 
 }  // namespace tigon

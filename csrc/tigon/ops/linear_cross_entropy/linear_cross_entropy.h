@@ -104,15 +104,4 @@ TIGON_API void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a);
 // neither unit nor dlogits may be given.
 TIGON_API void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& a);
 
-// One chunk in two halves, for a caller who decides on the upstream gradient in between. The arguments are
-// those of one chunk: hidden, target, results and upstream of its rows; a.upstream is required by the second
-// half.
-//   logits     the product, and log_prob, entropy, lse, predicted where wanted; valid_rows, reduction are not
-//   looked at
-//   gradient   logits become dlogits, then the products; `first`: dweight and its like are written, not added
-//   to
-TIGON_API void linear_cross_entropy_chunk_logits(Context& ctx, const LinearCrossEntropy& a, Matrix logits);
-TIGON_API void linear_cross_entropy_chunk_gradient(Context& ctx, const LinearCrossEntropy& a, Matrix logits,
-                                                   bool first);
-
 }  // namespace tigon

@@ -1,5 +1,4 @@
-// PyTorch's operators of cross-entropy, of log-probabilities, and of the chunks of losses that are functions
-// of Python.
+// PyTorch's operators of cross-entropy and of log-probabilities.
 #include <utility>
 
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
@@ -127,20 +126,15 @@ struct RowsBackward : Operands {
   }
 };
 
-// The log-probability of each label, and the entropy of each distribution; `chunk`: of one, whose logits stay
-// with the caller.
-template <bool chunk>
+// The log-probability of each label, and the entropy of each distribution.
 struct LogProb : Operands {
-  Matrix logits;
   Vector log_prob;
   bool entropy = false;
 
   void fields(Fields& f) {
-    if (chunk) f.padded_rows("logits", logits, true);
     operands(f), f.option("entropy", entropy);
     f.result_if(true, "log_prob", log_prob, call.labels.target);
     f.result_if(entropy, "entropy", call.results.entropy, call.head.hidden.rows);
-    if (chunk) return;
     const LinearHeadPlan p = plan(f);
     f.result_if(p.unit, "unit", call.kept.unit, call.head.hidden, Role::statistics);
     kept(f, p, Role::statistics);
@@ -148,41 +142,18 @@ struct LogProb : Operands {
   static void run(Context& ctx, const LogProb& given) {
     LinearCrossEntropy a = given.arguments();
     (a.several.labels ? a.several.log_prob : a.results.log_prob) = given.log_prob;
-    if (chunk) return linear_cross_entropy_chunk_logits(ctx, a, given.logits);
     a.reduction.kind = Reduction::none;
     a.results.loss = linear_head_vector(ctx, a.head.hidden.rows);
     linear_cross_entropy(ctx, a);
   }
 };
 
-// The gradients of a chunk, from those logits.
-struct ChunkGradient : Operands {
-  Matrix logits;
-  bool first = true;
-
-  void fields(Fields& f) {
-    LinearHead& h = call.head;
-    f.padded_rows("logits", logits, true);
-    f.updated("dhidden", h.dhidden), f.updated("dweight", h.dweight), f.updated("dbias", h.dbias);
-    f.input("upstream", call.upstream), f.optional("entropy_upstream", call.entropy_upstream);
-    operands(f), f.option("first", first);
-  }
-};
-
-constexpr auto forward = Forward::run;
 constexpr auto rows_backward = RowsBackward<false>::run;
 constexpr auto rows_backward_in_place = RowsBackward<true>::run;
-constexpr auto log_prob = LogProb<false>::run;
-constexpr auto chunk_logits = LogProb<true>::run;
-void chunk_gradient(Context& ctx, const ChunkGradient& given) {
-  linear_cross_entropy_chunk_gradient(ctx, given.arguments(), given.logits, given.first);
-}
-TIGON_OPERATOR(forward, Forward, kOp, forward)
+TIGON_CALL(Forward, kOp, forward)
 TIGON_OPERATOR(rows_backward, RowsBackward<false>, "linear_cross_entropy_rows_bwd", none)
 TIGON_OPERATOR(rows_backward_in_place, RowsBackward<true>, "linear_cross_entropy_rows_bwd_", none)
-TIGON_OPERATOR(log_prob, LogProb<false>, "linear_log_prob", forward)
-TIGON_OPERATOR(chunk_logits, LogProb<true>, "linear_loss_logits", none)
-TIGON_OPERATOR(chunk_gradient, ChunkGradient, "linear_loss_gradient", none)
+TIGON_CALL(LogProb, "linear_log_prob", forward)
 
 }  // namespace
 

@@ -54,7 +54,6 @@ Pair pair_of(const LinearDivergence& a) {
 
 void check_call(const LinearDivergence& a) {
   int64_t rows = a.head.hidden.rows;
-  require_vector(kOp, "target", a.labels.target, rows, DType::i64);
   require_optional(kOp, "soft", a.soft, rows);
   require_optional(kOp, "hard", a.hard, rows);
   require_optional(kOp, "entropy", a.entropy, rows);
@@ -242,11 +241,9 @@ struct LinearDivergenceCall {
 };
 using Forward = LinearDivergenceCall<false>;
 using RowsBackward = LinearDivergenceCall<true>;
-constexpr auto forward = Forward::run;
-constexpr auto rows_backward = RowsBackward::run;
 
-TIGON_OPERATOR(forward, Forward, "linear_divergence", forward)
-TIGON_OPERATOR(rows_backward, RowsBackward, "linear_divergence_rows", backward)
+TIGON_CALL(Forward, "linear_divergence", forward)
+TIGON_CALL(RowsBackward, "linear_divergence_rows", backward)
 
 }  // namespace
 

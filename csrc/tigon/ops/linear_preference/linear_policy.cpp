@@ -14,8 +14,10 @@ void linear_policy(Context& ctx, const LinearPolicy& a) {
                                              .tokens = a.loss.tokens,
                                              .coupled = a.loss.formula.coupled()}}},
                         .formula = a.formula,
-                        .entropy = bonus || a.entropy,
-                        .entropy_gradient = bonus && a.head.wants_gradients()};
+                        .entropy = bonus,
+                        .entropy_gradient = bonus && a.head.wants_gradients(),
+                        .log_probs = a.log_prob,
+                        .entropies = a.entropy};
   head.head.head.wide_logits = false;
   token_loss_check(head);
   int64_t rows = a.head.hidden.rows;
@@ -28,7 +30,7 @@ void linear_policy(Context& ctx, const LinearPolicy& a) {
   policy_begin(ctx, loss, a.totals);
   loss.slope_factor = -1.0f;
   loss.scaled = linear_head_scales_early(a.head.hidden.dtype);
-  TokenLossRows found = token_loss(ctx, head, [&](const TokenLossPart& part) {
+  token_loss(ctx, head, [&](const TokenLossPart& part) {
     loss.first = part.first, loss.count = part.count, loss.base = part.base;
     loss.list = part.places;
     loss.position = part.position;
@@ -36,13 +38,6 @@ void linear_policy(Context& ctx, const LinearPolicy& a) {
     loss.entropy = bonus ? part.entropy : Vector{}, loss.dentropy = part.dentropy;
     policy(ctx, loss);
   });
-  LinearHeadResults results = {.target = a.labels.target,
-                               .ignore_index = a.labels.ignore_index,
-                               .position = found.rows.position,
-                               .fault = found.rows.fault};
-  results.add({.from = found.log_prob, .to = a.log_prob});
-  if (a.entropy) results.add({.from = found.entropy, .to = a.entropy});
-  linear_head_results(ctx, results);
   policy_end(ctx, loss, a.totals);
 }
 

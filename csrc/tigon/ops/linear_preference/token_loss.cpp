@@ -18,13 +18,13 @@ class TokenPass final : public RowPass {
 
   void memory(LossHeadRun& run) override {
     const bool gradients = run.wants_gradients();
-    found_.rows = run.rows;
     auto values = [&](bool wanted) {
       return wanted ? linear_head_vector(run.ctx, run.rows.count) : Vector{};
     };
     unit_ = !run.twice() && !a_.entropy_gradient;
     run.factored = late_ = unit_ || (run.ctx.deterministic && !a_.entropy_gradient);
-    found_.log_prob = values(true), found_.entropy = values(a_.entropy);
+    log_prob_ = a_.log_probs ? run.result(a_.log_probs) : values(true);
+    entropy_ = a_.entropies ? run.result(a_.entropies, {}, false) : values(a_.entropy);
     ref_ = values(run.a.reference.hidden.data != nullptr);
     lse_ = values(run.by_classes);
     dlog_prob_ = values(gradients), dentropy_ = values(gradients && a_.entropy_gradient);
@@ -38,8 +38,8 @@ class TokenPass final : public RowPass {
 
   void rows(const LossHeadRun& run, const LinearHeadPart& p) override {
     CrossEntropyRows pass = row_pass(run, run.a.head, p);
-    pass.log_prob = places(found_.log_prob, p.begin, p.count);
-    pass.entropy = places(found_.entropy, p.begin, p.count);
+    pass.log_prob = places(log_prob_, p.begin, p.count);
+    pass.entropy = places(entropy_, p.begin, p.count);
     pass.lse = places(lse_, p.begin, p.count);
     if (unit_) pass.dlogits = p.to;
     cross_entropy_rows(run.ctx, pass);
@@ -47,7 +47,7 @@ class TokenPass final : public RowPass {
 
   // From logits, or from the gradients that rows() has made of them.
   Vector gradient(const LossHeadRun& run, const LinearHeadSpan& s, const LinearHeadPart& p) override {
-    if (!run.twice()) formula_(part_of(s));
+    if (!run.twice()) formula_(part_of(run, s));
     const Vector factor = places(dlog_prob_, s.begin, s.count);
     if (!unit_ && s.count > 0) {
       CrossEntropyRows pass = row_pass(run, run.a.head, p);
@@ -63,14 +63,12 @@ class TokenPass final : public RowPass {
     CrossEntropyRows pass = row_pass(run, run.a.head, {c.begin, c.count, c.logits, c.logits});
     pass.scale = places(dlog_prob_, c.begin, c.count);
     pass.entropy_scale = places(dentropy_, c.begin, c.count);
-    loss_head_gradient(run, c, pass, {lse_, found_.log_prob, found_.entropy, {}});
+    loss_head_gradient(run, c, pass, {lse_, log_prob_, entropy_, {}});
   }
 
   void turn(const LossHeadRun& run) override {
-    formula_(part_of({.count = run.rows.count, .groups = run.a.groups->count()}));
+    formula_(part_of(run, {.count = run.rows.count, .groups = run.a.groups->count()}));
   }
-
-  const TokenLossRows& found() const { return found_; }
 
  private:
   CrossEntropyRows row_pass(const LossHeadRun& run, const LinearHead& head, const LinearHeadPart& p) const {
@@ -83,24 +81,23 @@ class TokenPass final : public RowPass {
             .temperature = a_.formula.temperature};
   }
 
-  TokenLossPart part_of(const LinearHeadSpan& s) const {
+  TokenLossPart part_of(const LossHeadRun& run, const LinearHeadSpan& s) const {
     auto of = [&](const Vector& v) { return places(v, s.begin, s.count); };
     return {.first = s.group,
             .count = s.groups,
             .base = s.begin,
-            .places = found_.rows.count,
-            .position = found_.rows.position,
-            .log_prob = of(found_.log_prob),
+            .places = run.rows.count,
+            .position = run.rows.position,
+            .log_prob = of(log_prob_),
             .ref = of(ref_),
-            .entropy = of(found_.entropy),
+            .entropy = of(entropy_),
             .dlog_prob = of(dlog_prob_),
             .dentropy = of(dentropy_)};
   }
 
   const TokenLossHead& a_;
   const TokenLossFormula& formula_;
-  TokenLossRows found_;
-  Vector ref_, lse_, dlog_prob_, dentropy_;
+  Vector log_prob_, entropy_, ref_, lse_, dlog_prob_, dentropy_;
   bool unit_ = false;  // rows() makes gradients of -log_prob
   bool late_ = false;  // rows are scaled after the products
 };
@@ -125,10 +122,9 @@ void token_loss_check(const TokenLossHead& a) {
   require_dtype(head.op, "ref", ref.hidden.dtype, head.hidden.dtype);
 }
 
-TokenLossRows token_loss(Context& ctx, const TokenLossHead& a, const TokenLossFormula& formula) {
+void token_loss(Context& ctx, const TokenLossHead& a, const TokenLossFormula& formula) {
   TokenPass pass(a, formula);
   loss_head_run(ctx, a.head, pass);
-  return pass.found();
 }
 
 }  // namespace tigon

@@ -16,8 +16,9 @@ namespace tigon {
 struct TokenLossHead {
   LossHead head;  // operands, labels, groups and reference
   LogitFormula formula;
-  bool entropy = false;           // wanted
+  bool entropy = false;           // the formula takes it
   bool entropy_gradient = false;  // dentropy will be written
+  Vector log_probs, entropies;    // out: f32 [rows], 0 where the label is ignored; empty: not wanted
 };
 
 // What a formula sees: groups [first, first + count), the places from `base` on that log_prob has.
@@ -31,12 +32,7 @@ struct TokenLossPart {
 };
 using TokenLossFormula = std::function<void(const TokenLossPart&)>;
 
-// What was found, by place.
-struct TokenLossRows {
-  LinearHeadRows rows;
-  Vector log_prob, entropy;
-};
 void token_loss_check(const TokenLossHead& a);
-TokenLossRows token_loss(Context& ctx, const TokenLossHead& a, const TokenLossFormula& formula);
+void token_loss(Context& ctx, const TokenLossHead& a, const TokenLossFormula& formula);
 
 }  // namespace tigon

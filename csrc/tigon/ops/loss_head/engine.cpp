@@ -146,6 +146,28 @@ LinearHeadWorkspace make_workspace(const LossHeadRun& run) {
   return linear_head_workspace(run.ctx, a.head, run.rows, m);
 }
 
+void make_scale(Context& ctx, const LossHead& a) {
+  const LossReduction& r = a.reduction;
+  if (r.kind == Reduction::none) return;
+  cross_entropy_scale(ctx, {.target = a.mean_target ? a.mean_target : a.labels.target,
+                            .class_weight = a.class_weight,
+                            .ignore_index = a.labels.ignore_index,
+                            .mean = r.kind == Reduction::mean && !r.host_denominator,
+                            .denominator = r.denominator,
+                            .host_denominator = r.host_denominator.value_or(1.0),
+                            .scale = r.scale});
+}
+
+// Rows [first, first + count) of a chunk, whose logits may then be made by themselves.
+LinearHeadChunk slice(const LinearHeadChunk& c, int64_t first, int64_t count) {
+  LinearHeadChunk part = c;
+  part.begin += first, part.count = count;
+  part.index = linear_head_part(c.index, first, count);
+  for (Matrix* m : {&part.logits, &part.hidden, &part.dhidden, &part.scaled, &part.lora_u, &part.lora_t})
+    *m = rows_from(*m, first, count);
+  return part;
+}
+
 // The chunks of a call, with the memory of one.
 class Chunks {
  public:
@@ -198,7 +220,7 @@ class Chunks {
     const int64_t most = apart ? c.wide.rows : std::min(run_.part, c.count);
     if (!apart) linear_head_logits(ctx_, a_.head, c);
     for (int64_t first = 0; first < c.count; first += most) {
-      LinearHeadChunk part = linear_head_slice(c, first, std::min(most, c.count - first));
+      LinearHeadChunk part = slice(c, first, std::min(most, c.count - first));
       const Matrix to = part.logits;
       if (apart) part.logits = rows_from(c.wide, 0, part.count), linear_head_logits(ctx_, a_.head, part);
       pass_.rows(run_, {part.begin, part.count, part.logits, to});
@@ -263,10 +285,10 @@ void by_classes(const LossHeadRun& run, RowPass& pass, const Matrix& dweight, Ma
     if (kept > 0) {
       Matrix from = rows_from(run.a.kept.dlogits, 0, kept);
       from.data = static_cast<char*>(from.data) + first * int64_t(size_of(from.dtype)), from.cols = cols;
-      linear_head_columns(ctx, {.from = from, .to = rows_from(all.logits, 0, kept)});
+      linear_head_move(ctx, {.from = from, .to = rows_from(all.logits, 0, kept)});
     }
     if (kept < rows) {
-      LinearHeadChunk others = linear_head_slice(all, kept, rows - kept);
+      LinearHeadChunk others = slice(all, kept, rows - kept);
       linear_head_logits(ctx, head, others);
       pass.classes(run, {first, kept, others.count, others.logits});
     }
@@ -297,9 +319,19 @@ Vector LossHeadRun::result(const Vector& to, const Vector& factor, bool zeroed) 
 }
 
 Vector LossHeadRun::factor() const {
-  return linear_head_factor(
-      ctx, a.head, a.labels, rows,
-      {.token_weight = a.token_weight, .upstream = a.upstream, .scale = a.reduction.scale});
+  const Vector& upstream = a.upstream;
+  const bool early = !upstream && linear_head_scales_early(a.head.hidden.dtype);
+  const Vector scale = early ? a.reduction.scale : Vector{};
+  if (!a.token_weight && !(rows.listed && upstream)) return upstream ? upstream : scale;
+  const Vector out = linear_head_vector(ctx, rows.count);
+  linear_head_factors(ctx, {.target = a.labels.target,
+                            .ignore_index = a.labels.ignore_index,
+                            .index = rows.index,
+                            .token_weight = a.token_weight,
+                            .upstream = upstream,
+                            .scale = scale,
+                            .out = out});
+  return out;
 }
 
 void loss_head_run(Context& ctx, const LossHead& given, RowPass& pass) {
@@ -312,9 +344,7 @@ void loss_head_run(Context& ctx, const LossHead& given, RowPass& pass) {
     a.kept.dlogits = linear_head_matrix(ctx, kept, v, linear_head_logit_stride(v), a.head.hidden.dtype);
   plan(run, pass);
   pass.begin(run);
-  LinearHeadLabels labels = a.labels;
-  if (a.mean_target) labels.target = a.mean_target;
-  linear_head_scale(ctx, a.reduction, labels, a.class_weight);
+  make_scale(ctx, a);
   linear_head_clear(ctx, given.head, run.rows);
   run.results = {.target = a.labels.target,
                  .ignore_index = a.labels.ignore_index,
@@ -332,7 +362,9 @@ void loss_head_run(Context& ctx, const LossHead& given, RowPass& pass) {
   if (run.by_classes && run.rows.count > 0) by_classes(run, pass, dweight, logits);
   if (run.rows.listed || run.writes) linear_head_results(ctx, run.results);
   pass.finish(run);
-  linear_head_total(ctx, a.reduction, a.loss);
+  const LossReduction& r = a.reduction;
+  if (r.kind != Reduction::none)
+    cross_entropy_total(ctx, {.loss = a.loss, .scale = r.scale, .total = r.total});
 }
 
 }  // namespace tigon

@@ -50,9 +50,9 @@ struct LinearHeadFields {
   }
   // The total, or the losses of rows, and the scale of a total.
   static void losses(Fields& f, LossReduction& r, Vector& loss, const LinearHead& h) {
-    const bool one = r.kind != Reduction::none;
-    one ? f.number("loss", r.total) : f.result("loss", loss, h.hidden.rows, DType::f32);
-    f.number_if(one, "scale", r.scale);
+    const bool by_row = r.kind == Reduction::none;
+    f.rows_or_number("loss", by_row, loss, h.hidden.rows, r.total);
+    f.number_if(!by_row, "scale", r.scale);
   }
   static int64_t worked(const LinearHead& h, const LinearHeadLabels& labels) {
     return labels.valid_rows >= 0 ? labels.valid_rows : h.hidden.rows;

@@ -110,23 +110,6 @@ void linear_head_check(const char* op, const LossReduction& r) {
   require_vector(op, "scale", r.scale, 1, DType::f32);
 }
 
-void linear_head_scale(Context& ctx, const LossReduction& r, const LinearHeadLabels& labels,
-                       const Vector& class_weight) {
-  if (r.kind == Reduction::none) return;
-  cross_entropy_scale(ctx, {.target = labels.target,
-                            .class_weight = class_weight,
-                            .ignore_index = labels.ignore_index,
-                            .mean = r.kind == Reduction::mean,
-                            .denominator = r.denominator,
-                            .host_denominator = r.host_denominator.value_or(0.0),
-                            .has_host_denominator = r.host_denominator.has_value(),
-                            .scale = r.scale});
-}
-
-void linear_head_total(Context& ctx, const LossReduction& r, const Vector& loss) {
-  if (r.kind != Reduction::none) cross_entropy_total(ctx, {.loss = loss, .scale = r.scale, .total = r.total});
-}
-
 LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels) {
   int64_t all = a.hidden.rows;
   require_vector(a.op, "target", labels.target, all, DType::i64);
@@ -244,15 +227,6 @@ LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& row
           .lora_t = rows_from(w.lora_t, 0, count),
           .ones = w.ones,
           .column = w.column};
-}
-
-LinearHeadChunk linear_head_slice(const LinearHeadChunk& c, int64_t first, int64_t count) {
-  LinearHeadChunk part = c;
-  part.begin += first, part.count = count;
-  part.index = linear_head_part(c.index, first, count);
-  for (Matrix* m : {&part.logits, &part.hidden, &part.dhidden, &part.scaled, &part.lora_u, &part.lora_t})
-    *m = rows_from(*m, first, count);
-  return part;
 }
 
 namespace {
@@ -383,19 +357,9 @@ void linear_head_factors(Context& ctx, const LinearHeadFactors& a) {
   if (a.out.size > 0) TIGON_BACKEND(linear_head_factors(ctx, a));
 }
 
-Vector linear_head_factor(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels,
-                          const LinearHeadRows& rows, LinearHeadFactors of) {
-  if (of.upstream || !linear_head_scales_early(a.hidden.dtype)) of.scale = {};
-  if (!of.token_weight && !(rows.listed && of.upstream)) return of.upstream ? of.upstream : of.scale;
-  of.target = labels.target, of.ignore_index = labels.ignore_index, of.index = rows.index;
-  of.out = linear_head_vector(ctx, rows.count);
-  linear_head_factors(ctx, of);
-  return of.out;
-}
-
 void linear_head_results(Context& ctx, const LinearHeadResults& a) {
   for (int k = 0; k < a.count; ++k) {
-    const LinearHeadResult& r = a.result[size_t(k)];
+    const LinearHeadResult& r = a.result[k];
     TIGON_CHECK(kOp, r.to.dtype == DType::f32 || r.to.dtype == DType::i64,
                 "results must be float32 or int64, got ", name_of(r.to.dtype));
     require_vector(kOp, "result", r.to, a.target.size, r.from.dtype);
@@ -405,12 +369,7 @@ void linear_head_results(Context& ctx, const LinearHeadResults& a) {
 }
 
 void linear_head_move(Context& ctx, const LinearHeadMove& a) {
-  if ((a.factor ? a.factor.size : a.index.size) > 0) TIGON_BACKEND(linear_head_move(ctx, a));
-}
-
-void linear_head_columns(Context& ctx, const LinearHeadColumns& a) {
-  require_matrix(kOp, "result", a.to, a.from.rows, a.to.cols, a.from.dtype);
-  if (a.to.rows > 0 && a.to.cols > 0) TIGON_BACKEND(linear_head_columns(ctx, a));
+  if (a.rows() > 0 && a.to.cols > 0) TIGON_BACKEND(linear_head_move(ctx, a));
 }
 
 void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {

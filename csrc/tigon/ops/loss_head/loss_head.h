@@ -29,7 +29,6 @@
 //             under the driver's name, before anything is written
 #pragma once
 
-#include <array>
 #include <optional>
 #include <vector>
 
@@ -103,10 +102,6 @@ struct LossReduction {
   Vector total, scale;  // out: f32 [1], mean and sum
 };
 void linear_head_check(const char* op, const LossReduction& r);
-// Before the chunks, and after them.
-void linear_head_scale(Context& ctx, const LossReduction& r, const LinearHeadLabels& labels,
-                       const Vector& class_weight);
-void linear_head_total(Context& ctx, const LossReduction& r, const Vector& loss);
 
 // The rows that a call works on, in order: all of them, or the list of those that count where the host knows
 // their number (on the CPU always, on CUDA where valid_rows says it; the list is made on the device, nothing
@@ -179,8 +174,6 @@ struct LinearHeadChunk {
 TIGON_API LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& rows,
                                             const LinearHeadWorkspace& workspace, int64_t begin,
                                             int64_t count);
-// Rows [first, first + count) of a chunk, whose logits may then be made by themselves.
-TIGON_API LinearHeadChunk linear_head_slice(const LinearHeadChunk& chunk, int64_t first, int64_t count);
 // chunk.logits = the logits, in the dtype of that memory.
 TIGON_API void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk);
 
@@ -250,10 +243,6 @@ struct LinearHeadFactors {
   Vector out;                            // f32 [count]
 };
 TIGON_API void linear_head_factors(Context& ctx, const LinearHeadFactors& a);
-// The factor of each row's gradient that a row pass takes: upstream, or where gradients may carry it scale,
-// times token_weight; empty: 1. Of `of` the last three are looked at.
-Vector linear_head_factor(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels,
-                          const LinearHeadRows& rows, LinearHeadFactors of);
 
 // Results of all rows from those of the list: to = factor * gain * from, or factor * gain * from * from, of
 // rows that count; 0 of others (i64: -1), and NaN of all where the list has a fault (i64: -1). In place where
@@ -269,31 +258,27 @@ struct LinearHeadResults {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
   Vector position, fault;  // of the list; empty: the list is all rows
-  std::array<LinearHeadResult, 8> result;
+  LinearHeadResult result[8];
   int count = 0;
 
   void add(const LinearHeadResult& r) {
-    if (r.to) result[size_t(count++)] = r;
+    if (r.to) result[count++] = r;
   }
 };
 TIGON_API void linear_head_results(Context& ctx, const LinearHeadResults& a);
 
 // Rows of a matrix by a list: gather to[i] = from[index[i]], scatter to[index[i]] = from[i]; times factor[i]
-// where given.
+// where given. Columns that `to` has and `from` has not are 0 (products of 16-bit operands on CUDA want rows
+// of whole 16-byte vectors); without a factor only. Same dtype, no overlap but as said.
 struct LinearHeadMove {
   Matrix from, to;
   Vector index;   // empty: row i is row i, from may be to then
   Vector factor;  // f32; empty: 1
   bool scatter = false;
+
+  int64_t rows() const { return index ? index.size : factor ? factor.size : to.rows; }
 };
 TIGON_API void linear_head_move(Context& ctx, const LinearHeadMove& a);
-
-// Rows with columns appended or cut off: to[r][c] = from[r][c], 0 past from's columns. Products of 16-bit
-// operands on CUDA want rows of whole 16-byte vectors. Same dtype, no overlap.
-struct LinearHeadColumns {
-  Matrix from, to;
-};
-TIGON_API void linear_head_columns(Context& ctx, const LinearHeadColumns& a);
 
 #define TIGON_LINEAR_HEAD_BACKEND                                     \
   void linear_head_finish(Context& ctx, const LinearHeadFinish& a);   \
@@ -303,8 +288,7 @@ TIGON_API void linear_head_columns(Context& ctx, const LinearHeadColumns& a);
   void linear_head_compact(Context& ctx, const LinearHeadCompact& a); \
   void linear_head_factors(Context& ctx, const LinearHeadFactors& a); \
   void linear_head_results(Context& ctx, const LinearHeadResults& a); \
-  void linear_head_move(Context& ctx, const LinearHeadMove& a);       \
-  void linear_head_columns(Context& ctx, const LinearHeadColumns& a);
+  void linear_head_move(Context& ctx, const LinearHeadMove& a);
 namespace cpu {
 TIGON_LINEAR_HEAD_BACKEND
 }

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "tigon/base/dispatch.h"
-#include "tigon/ops/loss_head/loss_head.h"
+#include "tigon/ops/loss_head/engine.h"
 
 namespace tigon::cpu {
 namespace {
@@ -19,6 +19,11 @@ using FinishRun = void(const void* in, DType in_dtype, float factor, void* out, 
 namespace tigon::cpu {
 namespace {
 #include "tigon/ops/loss_head/loss_head_math.inc"
+
+template <class Fn>
+void for_each(int64_t n, const Fn& fn) {
+  for (int64_t i = 0; i < n; ++i) fn(i);
+}
 }  // namespace
 
 void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
@@ -64,30 +69,22 @@ void linear_head_compact(Context&, const LinearHeadCompact& a) {
   for (int64_t i = count; i < wanted; ++i) index[i] = 0;
 }
 
-void linear_head_shift(Context&, const LinearHeadShifted& a) {
-  const int64_t *target = a.target.as<int64_t>(), *position_ids = a.by.position_ids.as<int64_t>();
-  for (int64_t r = 0; r < a.out.size; ++r) {
-    int64_t from = linear_head_label_row(r, a.by.shift, a.by.length, position_ids);
-    a.out.as<int64_t>()[r] = from < 0 ? a.ignore_index : target[from];
-  }
-}
+void linear_head_shift(Context&, const LinearHeadShifted& a) { for_each(a.out.size, ShiftedLabel{a}); }
+void linear_head_factors(Context&, const LinearHeadFactors& a) { for_each(a.out.size, RowFactor{a}); }
+void linear_head_results(Context&, const LinearHeadResults& a) { for_each(a.target.size, RowResults{a}); }
 
-void linear_head_factors(Context&, const LinearHeadFactors& a) {
-  const int64_t* index = a.index.as<int64_t>();
+void loss_head_pairs(Context&, const LossHeadPairs& a) {
   const int64_t* target = a.target.as<int64_t>();
-  const float *token_weight = a.token_weight.as<float>(), *upstream = a.upstream.as<float>();
-  float scale = a.scale ? *a.scale.as<float>() : 1.0f;
-  for (int64_t i = 0; i < a.out.size; ++i) {
-    int64_t r = index ? index[i] : i;
-    a.out.as<float>()[i] =
-        linear_head_factor(target[r] != a.ignore_index, token_weight ? token_weight[r] : 1.0f,
-                           upstream ? upstream[r] : 1.0f, scale);
-  }
-}
-
-void linear_head_results(Context&, const LinearHeadResults& a) {
-  auto pointers = linear_head_pointers(a);
-  for (int64_t r = 0; r < a.target.size; ++r) linear_head_write_row(pointers, r);
+  int64_t *index = a.index.as<int64_t>(), *labels = a.labels.as<int64_t>(),
+          *position = a.position.as<int64_t>();
+  int64_t place = 0;
+  for (int64_t pair = 0; pair < a.pairs; ++pair)
+    for (int64_t answer = pair; answer < 2 * a.pairs; answer += a.pairs)
+      for (int64_t row = answer * a.tokens; row < (answer + 1) * a.tokens; ++row) {
+        bool taken = !a.compact || target[row] != a.ignore_index;
+        position[row] = taken ? place : -1;
+        if (taken) index[place] = row, labels[place++] = target[row];
+      }
 }
 
 static void move_scaled(Context& ctx, const LinearHeadMove& a) {
@@ -106,27 +103,15 @@ static void move_scaled(Context& ctx, const LinearHeadMove& a) {
 
 void linear_head_move(Context& ctx, const LinearHeadMove& a) {
   constexpr int64_t kRows = 64;
-  const int64_t* index = a.index.as<int64_t>();
   if (a.factor) return move_scaled(ctx, a);
-  int64_t size = int64_t(size_of(a.from.dtype)), n = a.index.size;
+  const int64_t n = a.rows(), *index = a.index.as<int64_t>();
+  const size_t size = size_of(a.from.dtype), kept = size * size_t(std::min(a.from.cols, a.to.cols));
   parallel(ctx, (n + kRows - 1) / kRows, [&](int64_t task) {
     for (int64_t i = task * kRows, end = std::min(n, i + kRows); i < end; ++i) {
-      int64_t from = a.scatter ? i : index[i], to = a.scatter ? index[i] : i;
-      std::memcpy(static_cast<char*>(a.to.data) + to * a.to.stride * size,
-                  static_cast<const char*>(a.from.data) + from * a.from.stride * size,
-                  size_t(a.from.cols * size));
-    }
-  });
-}
-
-void linear_head_columns(Context& ctx, const LinearHeadColumns& a) {
-  constexpr int64_t kRows = 64;
-  size_t size = size_of(a.from.dtype), kept = size * size_t(std::min(a.from.cols, a.to.cols));
-  parallel(ctx, (a.to.rows + kRows - 1) / kRows, [&](int64_t task) {
-    for (int64_t r = task * kRows, end = std::min(a.to.rows, r + kRows); r < end; ++r) {
-      char* to = static_cast<char*>(a.to.data) + size_t(r * a.to.stride) * size;
-      std::memcpy(to, static_cast<const char*>(a.from.data) + size_t(r * a.from.stride) * size, kept);
-      std::memset(to + kept, 0, size * size_t(a.to.cols) - kept);
+      const int64_t r = index ? index[i] : i, from = a.scatter ? i : r, to = a.scatter ? r : i;
+      char* out = static_cast<char*>(a.to.data) + size_t(to * a.to.stride) * size;
+      std::memcpy(out, static_cast<const char*>(a.from.data) + size_t(from * a.from.stride) * size, kept);
+      std::memset(out + kept, 0, size * size_t(a.to.cols) - kept);
     }
   });
 }

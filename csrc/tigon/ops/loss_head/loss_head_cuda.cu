@@ -2,11 +2,11 @@
 // finish: reads the gradient (f32 dweight: 4 bytes, 16-bit dhidden: 2) and writes the parameter's
 // dtype. compact: one CTA, 8 bytes read twice and 8 written per row; the list keeps the order of
 // the rows. move, results, factors: one read and one write.
-#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/each.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
-#include "tigon/ops/loss_head/loss_head.h"
+#include "tigon/ops/loss_head/engine.h"
 
 namespace tigon::cuda {
 namespace {
@@ -87,38 +87,28 @@ __global__ __launch_bounds__(kCompactThreads) void compact_kernel(const CompactP
     p.index[i] = 0, p.labels[i] = wrong;
 }
 
-__global__ void shift_kernel(const int64_t* target, const int64_t* position_ids, int64_t shift,
-                             int64_t length, int64_t ignore_index, int64_t* out, int64_t n) {
-  int64_t r = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (r >= n) return;
-  int64_t from = linear_head_label_row(r, shift, length, position_ids);
-  out[r] = from < 0 ? ignore_index : target[from];
-}
-
-__global__ void factors_kernel(const int64_t* target, int64_t ignore_index, const int64_t* index,
-                               const float* token_weight, const float* upstream, const float* scale,
-                               float* out, int64_t n) {
-  int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= n) return;
-  int64_t r = index != nullptr ? index[i] : i;
-  out[i] = linear_head_factor(target[r] != ignore_index, token_weight != nullptr ? token_weight[r] : 1.0f,
-                              upstream != nullptr ? upstream[r] : 1.0f, scale != nullptr ? *scale : 1.0f);
-}
-
-__global__ void results_kernel(const __grid_constant__ LinearHeadResultPointers p, int64_t rows) {
-  int64_t r = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (r < rows) linear_head_write_row(p, r);
-}
+// Pairs side by side, the rows of every answer in order.
+struct PairRow {
+  LossHeadPairs a;
+  __device__ void operator()(int64_t row) const {
+    const int64_t answer = row / a.tokens, pair = answer % a.pairs, side = answer / a.pairs;
+    const int64_t place = (2 * pair + side) * a.tokens + row % a.tokens;
+    a.position.as<int64_t>()[row] = place, a.index.as<int64_t>()[place] = row;
+    a.labels.as<int64_t>()[place] = a.target.as<int64_t>()[row];
+  }
+};
 
 // A CTA per row, in pieces of type T; strides and cols count pieces.
 template <class T>
-__global__ __launch_bounds__(kThreads) void move_kernel(const T* from, T* to, const int64_t* index,
-                                                        int64_t from_stride, int64_t to_stride, int64_t cols,
+__global__ __launch_bounds__(kThreads) void move_kernel(const T* __restrict__ from, T* __restrict__ to,
+                                                        const int64_t* index, int64_t from_stride,
+                                                        int64_t to_stride, int64_t from_cols, int64_t to_cols,
                                                         bool scatter) {
-  int64_t i = blockIdx.x, r = index[i];
+  int64_t i = blockIdx.x, r = index != nullptr ? index[i] : i;
   from += (scatter ? i : r) * from_stride;
   to += (scatter ? r : i) * to_stride;
-  for (int64_t c = threadIdx.x; c < cols; c += kThreads) to[c] = from[c];
+#pragma unroll 8
+  for (int64_t c = threadIdx.x; c < to_cols; c += kThreads) to[c] = c < from_cols ? from[c] : T{};
 }
 
 template <class T>
@@ -136,35 +126,16 @@ __global__ __launch_bounds__(kThreads) void move_scaled_kernel(const T* from, T*
 template <class T>
 void move_rows(Context& ctx, const LinearHeadMove& a) {
   int64_t pieces = int64_t(sizeof(T) / size_of(a.from.dtype));
-  launch(kOp, ctx, move_kernel<T>, {.blocks = a.index.size, .threads = kThreads},
+  launch(kOp, ctx, move_kernel<T>, {.blocks = a.rows(), .threads = kThreads},
          static_cast<const T*>(a.from.data), static_cast<T*>(a.to.data), a.index.as<int64_t>(),
-         a.from.stride / pieces, a.to.stride / pieces, a.from.cols / pieces, a.scatter);
-}
-
-// A CTA per row, element by element, for rows of any alignment. T is an integer of the element
-// size.
-template <class T>
-__global__ __launch_bounds__(kThreads) void columns_kernel(const T* __restrict__ from, T* __restrict__ to,
-                                                           int64_t from_stride, int64_t to_stride,
-                                                           int64_t from_cols, int64_t to_cols) {
-  from += blockIdx.x * from_stride;
-  to += blockIdx.x * to_stride;
-#pragma unroll 8
-  for (int64_t c = threadIdx.x; c < to_cols; c += kThreads) to[c] = c < from_cols ? from[c] : T(0);
+         a.from.stride / pieces, a.to.stride / pieces, a.from.cols / pieces, a.to.cols / pieces, a.scatter);
 }
 
 template <class T>
-void fit_columns(Context& ctx, const LinearHeadColumns& a) {
-  launch(kOp, ctx, columns_kernel<T>, {.blocks = a.to.rows, .threads = kThreads},
-         static_cast<const T*>(a.from.data), static_cast<T*>(a.to.data), a.from.stride, a.to.stride,
-         a.from.cols, a.to.cols);
-}
-
-template <class T>
-__global__ void ones_kernel(T* out, int64_t n) {
-  int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < n) out[i] = narrow<T>(1.0f);
-}
+struct One {
+  T* out;
+  __device__ void operator()(int64_t i) const { out[i] = narrow<T>(1.0f); }
+};
 
 }  // namespace
 
@@ -186,8 +157,7 @@ void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
 void linear_head_ones(Context& ctx, Vector out) {
   dispatch_float(kOp, "ones", out.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
-    launch(kOp, ctx, ones_kernel<T>, {.blocks = ceil_div(out.size, kThreads), .threads = kThreads},
-           out.as<T>(), out.size);
+    for_each(kOp, ctx, out.size, One<T>{out.as<T>()});
   });
 }
 
@@ -208,20 +178,16 @@ void linear_head_compact(Context& ctx, const LinearHeadCompact& a) {
 }
 
 void linear_head_shift(Context& ctx, const LinearHeadShifted& a) {
-  launch(kOp, ctx, shift_kernel, {.blocks = ceil_div(a.out.size, kThreads), .threads = kThreads},
-         a.target.as<int64_t>(), a.by.position_ids.as<int64_t>(), a.by.shift, a.by.length, a.ignore_index,
-         a.out.as<int64_t>(), a.out.size);
+  for_each(kOp, ctx, a.out.size, ShiftedLabel{a});
 }
-
 void linear_head_factors(Context& ctx, const LinearHeadFactors& a) {
-  launch(kOp, ctx, factors_kernel, {.blocks = ceil_div(a.out.size, kThreads), .threads = kThreads},
-         a.target.as<int64_t>(), a.ignore_index, a.index.as<int64_t>(), a.token_weight.as<float>(),
-         a.upstream.as<float>(), a.scale.as<float>(), a.out.as<float>(), a.out.size);
+  for_each(kOp, ctx, a.out.size, RowFactor{a});
 }
-
 void linear_head_results(Context& ctx, const LinearHeadResults& a) {
-  launch(kOp, ctx, results_kernel, {.blocks = ceil_div(a.target.size, kThreads), .threads = kThreads},
-         linear_head_pointers(a), a.target.size);
+  for_each(kOp, ctx, a.target.size, RowResults{a});
+}
+void loss_head_pairs(Context& ctx, const LossHeadPairs& a) {
+  for_each("linear_preference", ctx, a.target.size, PairRow{a});
 }
 
 void linear_head_move(Context& ctx, const LinearHeadMove& a) {
@@ -234,21 +200,13 @@ void linear_head_move(Context& ctx, const LinearHeadMove& a) {
     });
     return;
   }
-  int64_t size = int64_t(size_of(a.from.dtype));
+  size_t size = size_of(a.from.dtype);
   uintptr_t ends = reinterpret_cast<uintptr_t>(a.from.data) | reinterpret_cast<uintptr_t>(a.to.data);
-  bool wide = ends % 16 == 0 && a.from.stride * size % 16 == 0 && a.to.stride * size % 16 == 0 &&
-              a.from.cols * size % 16 == 0;
-  if (wide) return move_rows<uint4>(ctx, a);
+  if ((ends | size_t(a.from.stride | a.to.stride | a.from.cols | a.to.cols) * size) % 16 == 0)
+    return move_rows<uint4>(ctx, a);
+  if (size == 8) return move_rows<uint64_t>(ctx, a);
   if (size == 4) return move_rows<uint32_t>(ctx, a);
   move_rows<uint16_t>(ctx, a);
-}
-
-void linear_head_columns(Context& ctx, const LinearHeadColumns& a) {
-  switch (size_of(a.from.dtype)) {
-    case 2: return fit_columns<uint16_t>(ctx, a);
-    case 4: return fit_columns<uint32_t>(ctx, a);
-    default: return fit_columns<uint64_t>(ctx, a);
-  }
 }
 
 }  // namespace tigon::cuda

@@ -37,14 +37,12 @@ struct Product {
 };
 using Logits = Product<false>;
 using Gradients = Product<true>;
-constexpr auto logits = Logits::run;
-constexpr auto gradients = Gradients::run;
-TIGON_OPERATOR(logits, Logits, "linear_product_logits", none)
-TIGON_OPERATOR(gradients, Gradients, "linear_product_gradients", none)
+TIGON_CALL(Logits, "linear_product_logits", none)
+TIGON_CALL(Gradients, "linear_product_gradients", none)
 
 // Rows of x with `columns` columns: zeros appended, or the rest cut off.
 struct Columns {
-  LinearHeadColumns call;
+  LinearHeadMove call;
   int64_t columns = 0;
 
   void fields(Fields& f) {
@@ -54,7 +52,7 @@ struct Columns {
 };
 void columns(Context& ctx, const Columns& a) {
   TIGON_CHECK("linear_cross_entropy", a.columns >= 1, "columns must be >= 1, got ", a.columns);
-  linear_head_columns(ctx, a.call);
+  linear_head_move(ctx, a.call);
 }
 TIGON_OPERATOR(columns, Columns, "linear_cross_entropy_columns", forward)
 

@@ -70,14 +70,12 @@ namespace {
 // Computes 1 / divisor, or 1 / the count if no divisor is given.
 void make_scale(Context& ctx, const Policy& a, const PolicyTotals::Divisor& by, bool tokens,
                 const Vector& out) {
-  bool count = tokens && a.target && !by.given();
-  double number = by.number.value_or(double(tokens ? a.answers * a.tokens : a.answers));
+  const int64_t number = tokens ? a.answers * a.tokens : a.answers;
   cross_entropy_scale(ctx, {.target = a.target,
                             .ignore_index = a.ignore_index,
-                            .mean = count,
+                            .mean = tokens && a.target && !by.given(),
                             .denominator = by.device,
-                            .host_denominator = count ? 0.0 : number,
-                            .has_host_denominator = !count,
+                            .host_denominator = by.number.value_or(double(number)),
                             .scale = out});
 }
 }  // namespace

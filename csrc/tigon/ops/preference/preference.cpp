@@ -78,7 +78,6 @@ void preference_begin(Context& ctx, Preference& a, const PreferenceTotals& total
   };
   cross_entropy_scale(ctx, {.denominator = totals.denominator,
                             .host_denominator = totals.host_denominator.value_or(double(a.pairs)),
-                            .has_host_denominator = true,
                             .scale = totals.scale});
   a.scale = totals.scale;
   a.loss = vector(a.pairs);
@@ -90,8 +89,7 @@ void preference_begin(Context& ctx, Preference& a, const PreferenceTotals& total
   cross_entropy_scale(ctx, {.target = counted,
                             .ignore_index = a.ignore_index,
                             .mean = bool(counted),
-                            .host_denominator = counted ? 0.0 : double(a.pairs * a.tokens),
-                            .has_host_denominator = !counted,
+                            .host_denominator = double(a.pairs * a.tokens),
                             .scale = a.nll_scale});
 }
 

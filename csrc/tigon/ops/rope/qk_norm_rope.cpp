@@ -119,10 +119,8 @@ struct QkNormRopeBackwardFields : QkNormRopeFields {
   }
 };
 
-constexpr auto forward = QkNormRopeForwardFields::run;
-constexpr auto backward = QkNormRopeBackwardFields::run;
-TIGON_OPERATOR(forward, QkNormRopeForwardFields, kOp, forward)
-TIGON_OPERATOR(backward, QkNormRopeBackwardFields, kOp, backward)
+TIGON_CALL(QkNormRopeForwardFields, kOp, forward)
+TIGON_CALL(QkNormRopeBackwardFields, kOp, backward)
 
 }  // namespace
 

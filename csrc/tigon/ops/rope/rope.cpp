@@ -205,12 +205,9 @@ struct RopeBackwardFields : RopeFields {
   }
 };
 
-constexpr auto forward = RopeForwardFields::run;
-constexpr auto in_place = InPlace::run;
-constexpr auto backward = RopeBackwardFields::run;
-TIGON_OPERATOR(forward, RopeForwardFields, kOp, forward)
-TIGON_OPERATOR(in_place, InPlace, "rope_in_place", none)
-TIGON_OPERATOR(backward, RopeBackwardFields, kOp, backward)
+TIGON_CALL(RopeForwardFields, kOp, forward)
+TIGON_CALL(InPlace, "rope_in_place", none)
+TIGON_CALL(RopeBackwardFields, kOp, backward)
 
 }  // namespace
 

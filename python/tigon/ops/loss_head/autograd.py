@@ -90,6 +90,13 @@ def empty_loss(call: HeadCall, scalar):
     )
 
 
+def empty_numbers(call: HeadCall, bits):
+    """Those results of rows that the call asks for by a bit of its own."""
+    wanted = sum(bool(call.more.outputs & bit) for bit in bits)
+    shape = (wanted, call.operands.target.shape[0]) if wanted else (0,)
+    return call.operands.hidden.new_empty(shape, dtype=torch.float32)
+
+
 def empty_kept(call: HeadCall):
     """unit and kept of losses of rows."""
     hidden, weight, *_ = call.operands

@@ -143,7 +143,7 @@ class ContrastiveOptions(NamedTuple):
     chunk_rows: int | None
     labels: torch.Tensor | None = None  # positives [n, K]
     diagonal: bool = False  # document i of query i
-    whole: Any = None  # the queries of all processes
+    whole: Any = None  # a Gather: queries of all processes, documents of this one; or _Own
     ids: tuple[torch.Tensor, torch.Tensor] | None = None
     bound: dict[str, Any] | None = None  # of :func:`limits`
     limit: torch.Tensor | None = None
@@ -369,11 +369,13 @@ def contrastive_loss(
         if group is None:
             whole = _Own()
         else:
+            from tigon.parallel.gather import Gather
+
             told = {"positives": positives.shape[1], "labels": labels is not None, "temperature": temperature}
             told |= {"symmetric": symmetric, "normalize": normalize, "reduction": reduction, "margin": margin}
             told |= {"relative_margin": relative_margin, "ids": ids is not None, "guide": guide is not None}
             told |= {"sizes": sizes, "size_weights": size_weights and [float(w) for w in size_weights]}
-            whole = _Whole(q, group, (q, d, temperature), **told)
+            whole = Gather(OP, group, q, (q, d, temperature), told)
         bound = None if margin is None else {"margin": margin, "relative": relative_margin}
         limit = None
         if ids is not None:
@@ -428,7 +430,8 @@ def _loss(q, d, o: ContrastiveOptions):
     if o.bound is not None and o.guide is None:
         bounds["limit"] = whole.rows(limits(q, d, labels, length=columns, rounded=True, **o.bound))
     way = {"columns": o.symmetric, "chunk_rows": o.chunk_rows or 0}
-    row_lse, col_lse, picked = statistics(whole.rows(q), d, scale, whole.labels(labels), **bounds, **way)
+    positives = whole.labels(labels, IGNORED)
+    row_lse, col_lse, picked = statistics(whole.rows(q), d, scale, positives, **bounds, **way)
     own, picked = whole.own(whole.log_sum(row_lse)), whole.own(picked)
     if o.diagonal:
         if o.symmetric:
@@ -438,10 +441,10 @@ def _loss(q, d, o: ContrastiveOptions):
         counts, own = (labels >= 0) & (labels < d.shape[0]), own[:, None]
         if o.symmetric:
             own = (own + col_lse[labels.clamp(0, d.shape[0] - 1)]) / 2
-        positives, wrong = counts.sum(1), (~counts & (labels != IGNORED)).any(1)
-        losses = torch.where(counts, own - picked, 0.0).sum(1) / positives.clamp_min(1)
+        number, wrong = counts.sum(1), (~counts & (labels != IGNORED)).any(1)
+        losses = torch.where(counts, own - picked, 0.0).sum(1) / number.clamp_min(1)
         losses = torch.where(wrong, torch.nan, losses)  # not checked on the host
-        count = whole.sum((positives > 0).sum().to(wide))
+        count = whole.sum((number > 0).sum().to(wide))
     if o.weight is not None:
         losses = losses * o.weight.detach().to(wide)
     if o.reduction == "none":
@@ -451,27 +454,7 @@ def _loss(q, d, o: ContrastiveOptions):
 
 
 class _Own:
-    """The batch of one process."""
+    """The batch of one process, as :class:`tigon.parallel.gather.Gather` has those of a group."""
 
-    size, rows = 1, staticmethod(lambda x: x)
+    size, rows = 1, staticmethod(lambda x, *ignored: x)
     labels = log_sum = own = sum = rows
-
-
-class _Whole:
-    """The batches of a group's processes as one: queries of all processes, documents of this one."""
-
-    def __init__(self, q, group, trained, **options):
-        from tigon.parallel.gather import Gather
-
-        gather, count = Gather(OP, group, q, trained, options), q.shape[0]
-        self.rows, self.log_sum, self.sum = gather.rows, gather.log_sum, gather.sum
-        self.size, self.mine = gather.size, slice(gather.rank * count, (gather.rank + 1) * count)
-
-    def labels(self, labels):
-        """The labels of this process's queries; others have no positives among these documents."""
-        whole = labels.new_full((self.size * len(labels), labels.shape[1]), IGNORED)
-        whole[self.mine] = labels
-        return whole
-
-    def own(self, x):
-        return x[self.mine]

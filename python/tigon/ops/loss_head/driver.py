@@ -86,7 +86,7 @@ class Gradients:
     def __init__(self, rows: RowPass, needs: int, width: int, dtype=torch.float32, lora_a=None) -> None:
         hidden, f32, dense = rows.hidden, torch.float32, torch.contiguous_format
         # Columns of padding get zeros; the first chunk writes the others.
-        self.written = rows.vocab if rows.chunks else 0
+        self.written = rows.vocab if rows.chunks and rows.chunks[-1].end > 0 else 0
         rank = 0 if lora_a is None else lora_a.shape[0]
         self.dhidden = torch.empty_like(hidden, memory_format=dense) if needs & HIDDEN else None
         self.dweight = self._empty(hidden, needs & WEIGHT, width, hidden.shape[1], dtype=dtype)

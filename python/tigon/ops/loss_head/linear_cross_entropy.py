@@ -15,15 +15,14 @@ from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import called, check_float, check_shape
-from tigon.ops.loss_head import operands
-from tigon.ops.loss_head.autograd import OP as _OP
-from tigon.ops.loss_head.autograd import HeadLoss, empty_kept, empty_loss, keep, rows_gradients, saved
+from tigon.ops.loss_head import autograd, operands
 from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.operands import HeadCall
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import reference, result_type
 
+_OP = autograd.OP
 NUMBERS = {"z_loss": 1, "log_prob": 2, "lse": 4, "entropy": 8}  # bits of `outputs`
 _PREDICTED = 16
 _ONLY_LABEL = 32  # only whether the label is predicted is needed
@@ -31,23 +30,16 @@ OUTPUTS = ("loss", *NUMBERS, "predicted", "correct")
 
 
 def _fake(call: HeadCall):
-    outputs, scalar = call.more.outputs, call.more.reduction != 0
-    hidden, rows = call.operands.hidden, call.operands.target.shape[0]
-    wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
-    loss, scale, dhidden, *others = empty_loss(call, scalar)
-    unit, kept = (dhidden, hidden.new_empty(0)) if scalar else empty_kept(call)
-    return (
-        loss,
-        scale,
-        unit,
-        *others,
-        hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32),
-        hidden.new_empty((rows,) if outputs & _PREDICTED else (0,), dtype=torch.int64),
-        kept,
-    )
+    scalar, hidden, rows = call.more.reduction != 0, call.operands.hidden, call.operands.target.shape
+    loss, scale, dhidden, *others = autograd.empty_loss(call, scalar)
+    unit, kept = (dhidden, hidden.new_empty(0)) if scalar else autograd.empty_kept(call)
+    predicted = hidden.new_empty(rows if call.more.outputs & _PREDICTED else (0,), dtype=torch.int64)
+    return loss, scale, unit, *others, autograd.empty_numbers(call, NUMBERS.values()), predicted, kept
 
 
-_loss = HeadLoss(_OP, _fake, rows_gradients, lambda call, output: saved(call, output[2], output[-1]))
+_loss = autograd.HeadLoss(
+    _OP, _fake, autograd.rows_gradients, lambda call, output: autograd.saved(call, output[2], output[-1])
+)
 
 
 @of_vocabulary("linear_cross_entropy", 1, "weight")
@@ -190,7 +182,7 @@ def linear_cross_entropy(
         _OP, hidden, weight, target, head, *formula, main_grad=main_grad, more=more
     )
     if not scalar:
-        call = keep(call, keep_mb, main_grad)
+        call = autograd.keep(call, keep_mb, main_grad)
     call = operands.within_peak(_OP, call, head, weight, main_grad, per_row=not scalar)
     loss, numbers, predicted, _ = _loss.run(call, parameters, main_grad, scalar)
     loss = loss if scalar else loss.view(target.shape)

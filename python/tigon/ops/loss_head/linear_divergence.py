@@ -18,7 +18,7 @@ from tigon.ops import arguments
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import divergence as _divergence
 from tigon.ops.loss_head import operands, top_k
-from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
+from tigon.ops.loss_head.autograd import empty_loss, empty_numbers, teacher_head_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.operands import HeadCall
@@ -70,10 +70,7 @@ class Divergence(NamedTuple):
 
 
 def _fake(call: HeadCall):
-    hidden, rows = call.operands.hidden, call.operands.target.shape[0]
-    wanted = sum(bool(call.more.outputs & bit) for bit in NUMBERS.values())
-    numbers = hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32)
-    return *empty_loss(call, call.more.reduction != 0), numbers
+    return *empty_loss(call, call.more.reduction != 0), empty_numbers(call, NUMBERS.values())
 
 
 _loss = teacher_head_loss(_OP, _fake)

@@ -47,17 +47,11 @@ def _counting_rows(target, ignore_index):
     return (target != ignore_index).any(-1).long() - 1
 
 
-def statistics_fake(hidden, target, entropy):
-    """Shapes of the log-probabilities and entropies."""
-    return (
-        hidden.new_empty(target.shape, dtype=torch.float32),
-        hidden.new_empty(target.shape[:1] if entropy else (0,), dtype=torch.float32),
-    )
-
-
 def _fake(*arguments):
     call = HeadCall.of(arguments)
-    statistics = statistics_fake(call.operands.hidden, call.operands.target, *call.more)
+    (entropy,), hidden, target = call.more, call.operands.hidden, call.operands.target
+    shapes = target.shape, target.shape[:1] if entropy else (0,)
+    statistics = (hidden.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return *statistics, *autograd.empty_kept(call)
 
 

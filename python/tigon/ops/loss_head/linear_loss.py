@@ -11,16 +11,8 @@ from torch.autograd import forward_ad
 
 from tigon._op import has_kernel, once, raw, refuse_tangents
 from tigon.error import check
+from tigon.ops import arguments
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import (
-    called,
-    check_booleans,
-    check_choice,
-    check_layout,
-    is_narrow,
-    is_traced,
-    kind_of,
-)
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import RESULTS, dtypes_of, finished
@@ -29,6 +21,7 @@ from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, 
 from tigon.ops.loss_head.operands import NEEDS, HeadCall
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, check_unbounded, padded, plan_of
+from tigon.ops.loss_head.products import ENTROPY, form_gradients, form_logits, row_gradient, row_statistics
 
 _OP = "linear_loss"
 KINDS = ("sequence", "pair")
@@ -42,7 +35,7 @@ class Groups:
     """Answers ``[B, T]`` as groups in order: each answer by itself, or answer g with answer B/2 + g."""
 
     def __init__(self, op, kind, target, ignore_index, shift=False, position_ids=None):
-        check_choice(op, "group", kind, KINDS)
+        arguments.check_choice(op, "group", kind, KINDS)
         check(op, target.dim() == 2, "target must be [B, T] with group, got {}", target.shape)
         answers, self.tokens = target.shape
         self.sides = 2 if kind == "pair" else 1
@@ -100,12 +93,6 @@ def _fake_rows(target, ignore_index, count):
     return target.new_empty(count), target.new_empty(count), target.new_empty((), dtype=torch.float32)
 
 
-def _fake_logits(logits, hidden, weight, target, *others):
-    return _log_prob.statistics_fake(hidden, target, others[-1])
-
-
-_logits = raw("linear_loss_logits", _fake_logits)
-_gradient = raw("linear_loss_gradient", lambda *_: None)
 list_rows = raw("linear_loss_rows", _fake_rows)
 
 
@@ -221,18 +208,28 @@ class _UserPass(RowPass):
         seen = [groups.seen(t, slots, count) for t in statistics]
         return seen, [groups.part(t, first, last) for t in self.tensors], None
 
-    def _arguments(self, hidden, labels):
-        """The arguments of a native call on a chunk."""
-        _, weight, _, bias, *_ = self.operands
-        return (*operands.Operands(hidden, weight, labels, bias), *self.formula, *operands.Memory())
+    def _passed(self, logits, labels) -> tuple:
+        """The first arguments of both row passes, over all classes."""
+        f = self.formula
+        formula = f.ignore_index, f.label_smoothing, f.softcap, f.z_loss
+        return logits, labels, self.operands.bias, None, *formula, 0, 0, f.logit_scale, f.temperature
+
+    def _statistics(self, logits, hidden, labels) -> tuple[torch.Tensor, ...]:
+        """The log-probabilities of a chunk's rows, and the entropies if fn takes them."""
+        entropy = self.loss.entropy
+        parts = hidden.new_empty(3 + entropy, hidden.shape[0], dtype=torch.float32)
+        if hidden.shape[0]:
+            form_logits(logits, hidden, self.operands.weight)
+            row_statistics(*self._passed(logits, labels), parts, None, ENTROPY * entropy)
+        if not entropy:
+            return (parts[2],)
+        return parts[2], torch.where(labels == self.ignore_index, 0.0, parts[3])
 
     def rows(self, chunk: Chunk, part: Part, hidden) -> None:
         loss, labels, trains = self.loss, self.labels[chunk.at], self.needs != 0
-        logits, given = self.logits[: hidden.shape[0]], self._arguments(hidden, labels)
-        log_prob, entropy = _logits(logits, *given, loss.entropy)
-        wanted = trains or any(loss.wrt)
+        logits, wanted = self.logits[: hidden.shape[0]], trains or any(loss.wrt)
+        statistics = self._statistics(logits, hidden, labels)
         with torch.set_grad_enabled(loss.grad):
-            statistics = (log_prob, entropy) if loss.entropy else (log_prob,)
             for t in statistics:
                 t.requires_grad_(trains)
             seen, parts, counts = self._seen(chunk, statistics)
@@ -251,9 +248,9 @@ class _UserPass(RowPass):
         if trains:
             upstream = next(gradients, None)
             # of the loss -log_prob
-            upstream = torch.zeros_like(log_prob) if upstream is None else upstream.neg()
+            upstream = torch.zeros_like(statistics[0]) if upstream is None else upstream.neg()
             entropy_upstream = next(gradients, None) if loss.entropy else None
-            self._differentiate(chunk, logits, upstream, entropy_upstream, given)
+            self._differentiate(chunk, hidden, logits, upstream, entropy_upstream)
         for kept, t in zip(self.dtensors, tensors, strict=True):
             gradient = next(gradients, None) if t.requires_grad else None
             if gradient is not None and loss.groups is None:
@@ -261,17 +258,22 @@ class _UserPass(RowPass):
             elif gradient is not None:
                 loss.groups.part(kept, chunk.groups.start, chunk.groups.stop).copy_(gradient)
 
-    def _differentiate(self, chunk, logits, upstream, entropy_upstream, given) -> None:
+    def _differentiate(self, chunk, hidden, logits, upstream, entropy_upstream) -> None:
         """The chunk's share of the head's gradients."""
+        if hidden.shape[0] == 0:
+            return
         if self.early is not None:
             upstream = upstream * self.early
             entropy_upstream = None if entropy_upstream is None else entropy_upstream * self.early
         formed, dhidden = self.formed, None
         if formed.dhidden is not None:
             listed = self.index is not None
-            dhidden = torch.empty_like(given[0]) if listed else formed.dhidden[chunk.at]
-        first = chunk.begin == 0
-        _gradient(logits, dhidden, formed.dweight, formed.dbias, upstream, entropy_upstream, *given, first)
+            dhidden = torch.empty_like(hidden) if listed else formed.dhidden[chunk.at]
+        dlogits = logits if logits.dtype == hidden.dtype else self.space(hidden.shape[0])
+        rows = self._passed(logits, self.labels[chunk.at])
+        row_gradient(*rows, dlogits, upstream, entropy_upstream, None, None, None)
+        sums = {"dweight": formed.dweight, "dbias": formed.dbias, "first": chunk.begin == 0}
+        form_gradients(dlogits, hidden, self.operands.weight, dhidden=dhidden, **sums)
         if dhidden is not None and self.index is not None:
             formed.dhidden[self.index[chunk.at]] = dhidden
 
@@ -322,7 +324,7 @@ def _composed(hidden, weight, target, loss: UserLoss, tensors, reduction, log_pr
 
 
 @torch._disable_dynamo  # torch.compiler.disable, but the compiler is imported by the first call, not here
-@called()
+@arguments.called()
 def linear_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -389,15 +391,15 @@ def linear_loss(
     head = HeadOptions(bias, softcap, logit_scale, temperature, None, *labels, **caps)
     target = labels_of(target, ignore_index)
     operands.check_head(_OP, hidden, weight, target, head)
-    check_booleans(_OP, entropy=entropy)
-    check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
+    arguments.check_booleans(_OP, entropy=entropy)
+    check(_OP, callable(fn), "fn must be callable, got {}", arguments.kind_of(fn))
     _cross_entropy.check_denominator(_OP, denominator)
-    check_choice(_OP, "reduction", reduction, _cross_entropy.REDUCTIONS)
+    arguments.check_choice(_OP, "reduction", reduction, _cross_entropy.REDUCTIONS)
     groups = None if group is None else Groups(_OP, group, target, ignore_index, shift, position_ids)
     for t in tensors:
-        check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", kind_of(t))
-        check_layout(_OP, "tensors", t)
-        check(_OP, not is_narrow(t), "tensors must be of at least 16 bits, got {}", t.dtype)
+        check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", arguments.kind_of(t))
+        arguments.check_layout(_OP, "tensors", t)
+        check(_OP, not arguments.is_narrow(t), "tensors must be of at least 16 bits, got {}", t.dtype)
         fits = t.shape[: target.dim()] == target.shape or (groups is not None and t.shape == target.shape[:1])
         check(_OP, fits, "tensors must be {} or longer, got {}", target.shape, t.shape)
         check(_OP, t.device == hidden.device, "tensors must be on {}, got {}", hidden.device, t.device)
@@ -417,7 +419,7 @@ def linear_loss(
     log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
     own = weight if kernel else operands.plain_weight(_OP, weight)
     composed = functools.partial(_composed, hidden, own, target, loss, tensors, reduction, log_prob, head)
-    if not kernel or apart or is_traced(hidden) or (reduction == "none" and denominator is None):
+    if not kernel or apart or arguments.is_traced(hidden) or (reduction == "none" and denominator is None):
         return composed()
     transformed = torch._C._are_functorch_transforms_active()
     if transformed:

@@ -18,16 +18,7 @@ from tigon._dtensor import is_dtensor
 from tigon._op import has_kernel, once, refuse_tangents, transformable
 from tigon.error import check
 from tigon.ops import arguments
-from tigon.ops.arguments import (
-    called,
-    check_choice,
-    check_float,
-    check_indices,
-    check_number,
-    is_traced,
-    kind_of,
-    one_each,
-)
+from tigon.ops.arguments import kind_of, one_each
 from tigon.ops.loss_head.autograd import finished
 from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
@@ -285,7 +276,7 @@ def _in_turn(hidden, heads, labels):
 def _composes(hidden, heads) -> bool:
     """Whether autograd differentiates the whole: if gradients cannot be computed, or not exactly, before the
     upstream gradient is known."""
-    if is_traced(hidden) or torch._C._are_functorch_transforms_active() or hidden.is_meta:
+    if arguments.is_traced(hidden) or torch._C._are_functorch_transforms_active() or hidden.is_meta:
         return True
     active = [head for head in heads if head.coefficient]
     trained = hidden.requires_grad or any(head.tensors() for head in active)
@@ -300,7 +291,7 @@ def _composes(hidden, heads) -> bool:
     return owned or closed or torch.float16 in (hidden.dtype, dtype) or not has_kernel(_OP, hidden=hidden)
 
 
-@called({"target": "labels", "shift": "shifts", "linear_cross_entropy.weight": "heads' weight"})
+@arguments.called({"target": "labels", "shift": "shifts", "linear_cross_entropy.weight": "heads' weight"})
 def multi_token_loss(
     hidden: torch.Tensor,
     heads: Sequence[Any],
@@ -377,15 +368,15 @@ def multi_token_loss(
     Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), equations 1 and 2; Gloeckle et al. 2024, "Better &
     Faster Large Language Models via Multi-token Prediction" (arXiv:2404.19737).
     """
-    check_float(_OP, "hidden", hidden)
+    arguments.check_float(_OP, "hidden", hidden)
     check(_OP, hidden.dim() >= 2, "hidden must be [..., T, H], got {}", hidden.shape)
     listed = isinstance(heads, (Sequence, nn.ModuleList)) and not isinstance(heads, nn.Sequential)
     words = "heads must be a sequence of at least one head, got {}"
     check(_OP, listed and len(heads) > 0, words, 0 if listed else kind_of(heads))
     labels = labels_of(labels, ignore_index)
-    check_indices(_OP, "labels", labels)
+    arguments.check_indices(_OP, "labels", labels)
     arguments.check_shape(_OP, "labels", labels, hidden.shape[:-1])
-    check_choice(_OP, "reduction", reduction, _REDUCTIONS)
+    arguments.check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     k = len(heads)
     coefficients = one_each(_OP, "coefficients", coefficients, k, "heads", [1.0] * k)
     shifts = one_each(_OP, "shifts", shifts, k, "heads", range(1, k + 1))
@@ -403,10 +394,10 @@ def multi_token_loss(
     for i, head in enumerate(heads):
         number = isinstance(coefficients[i], (float, int)) and not isinstance(coefficients[i], bool)
         check(_OP, number, "coefficients[{}] must be a number, got {}", i, kind_of(coefficients[i]))
-        check_number(_OP, f"coefficients[{i}]", coefficients[i])
+        arguments.check_number(_OP, f"coefficients[{i}]", coefficients[i])
         check_shift(_OP, shifts[i], position_ids, labels)
         layers, weight, bias = _parts(i, head)
-        check_float(_OP, f"heads[{i}]'s weight", weight)
+        arguments.check_float(_OP, f"heads[{i}]'s weight", weight)
         check(_OP, weight.dim() == 2, "heads[{}]'s weight must be [V, H], got {}", i, weight.shape)
         for name, t in (("weight", weight), ("bias", bias)):
             words = name + " must be a plain dense tensor, got a DTensor (use {}.to_local())"

@@ -1,12 +1,24 @@
-"""The matmuls of a chunk of rows as separate calls, for code that runs between them."""
+"""The matmuls and row passes of a chunk as separate calls, for code that runs between them."""
 
 from __future__ import annotations
 
+import torch
+
 from tigon._op import raw
+
+ENTROPY, SMOOTHING, PREDICTED = 1, 2, 4  # bits of `kinds`, as in cross_entropy_shards.h
 
 _logits = raw("linear_product_logits", lambda *_: None, "linear_cross_entropy")
 _gradients = raw("linear_product_gradients", lambda *_: None, "linear_cross_entropy")
 _NO_LORA = (None, None, 1.0)
+
+
+def _fake_statistics(logits, target, *options):
+    return target.new_empty(target.shape if options[-1] & PREDICTED else (0,), dtype=torch.int64)
+
+
+row_statistics = raw("cross_entropy_shard_statistics", _fake_statistics, "cross_entropy")
+row_gradient = raw("cross_entropy_shard_gradient", lambda *_: None, "cross_entropy")
 
 
 def form_logits(logits, hidden, weight, lora=_NO_LORA) -> None:
