@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 from torch.profiler import ProfilerActivity, profile
 
 TESTS = Path(__file__).resolve().parent
@@ -27,11 +26,6 @@ if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
     M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, -1)
-
-# A change is judged by the same draws every time; elsewhere every run draws others.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

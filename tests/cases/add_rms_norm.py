@@ -59,12 +59,6 @@ def eager_fn(x, residual, weight, **options):
     return rms_norm.eager_fn(h, weight, **options), h
 
 
-def oracle_fn(x, residual, weight, **options):
-    """The formula, for fp64."""
-    h = x + residual
-    return rms_norm.oracle_fn(h, weight, **options), h
-
-
 # x and residual to h and y; h, dy and dh to dx, the weight's gradient is a row
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(4, 4)
 

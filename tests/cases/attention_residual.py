@@ -84,13 +84,6 @@ def eager_fn(values, query, norm_weight, *, eps):
     return (scores.softmax(0)[..., None] * upcast(values)).sum(0).to(values.dtype)
 
 
-def oracle_fn(values, query, norm_weight, *, eps):
-    """The formula, for fp64."""
-    h = values / torch.sqrt((values * values).mean(-1, keepdim=True) + eps)
-    alpha = torch.softmax((h * norm_weight * query).sum(-1), 0)
-    return (alpha[..., None] * values).sum(0)
-
-
 def _bytes(case, dtype, value_passes, row_passes):
     count, *row = case.params["shape"]
     return (value_passes * count + row_passes) * math.prod(row) * itemsize(dtype)

@@ -3,8 +3,8 @@
 A case module (`rms_norm.py` beside this file is the model) defines
 
 * `NAME`, `CASES`, `make(case, device, dtype, seed) -> Inputs`
-* `tigon_fn`, `eager_fn` (the plain same-precision PyTorch formulation) and `oracle_fn` (the same
-  mathematics, called with fp64 copies); all three take `*inputs.args, **inputs.kwargs`
+* `tigon_fn`, `eager_fn` (the plain same-precision PyTorch formulation) and, where the eager form in fp64
+  is not the oracle, `oracle_fn` (the same mathematics); all three take `*inputs.args, **inputs.kwargs`
 * `bytes_fwd`, `bytes_bwd` (least traffic) and `flops_fwd`, `flops_bwd` (0 where memory bound)
 * where it applies, `bytes_step` (least traffic of forward and backward together, if that is less
   than their sum), `gemms(inputs, step)` (the bare products that bound a compute-bound op),

@@ -184,9 +184,6 @@ def eager_fn(
     return (total, torch.stack(accepted).detach()) if len(outputs) > 1 else total
 
 
-oracle_fn = eager_fn
-
-
 def _products(case: Case) -> list[tuple[int, int, int]]:
     """The draft's head for every step, the teacher's once."""
     p = params(case, DEFAULTS)

@@ -72,9 +72,6 @@ def eager_fn(x, alpha, weight, bias):
     return y if bias is None else y + bias
 
 
-oracle_fn = eager_fn
-
-
 # x to y; x and dy to dx, the other gradients are rows
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
 

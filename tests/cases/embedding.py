@@ -78,17 +78,6 @@ def eager_fn(ids, weight, *, padding_idx=None, scale=1.0):
     return y if scale == 1.0 else y * scale
 
 
-def oracle_fn(ids, weight, *, padding_idx=None, scale=1.0):
-    """A product with a matrix of ones and zeros, for fp64."""
-    rows = weight.shape[0]
-    chosen = (ids.reshape(-1, 1) == torch.arange(rows, device=ids.device)).to(weight.dtype)
-    table = weight
-    if padding_idx is not None:
-        padding = torch.arange(rows, device=ids.device) == padding_idx % rows
-        table = torch.where(padding[:, None], weight.detach(), weight)
-    return scale * (chosen @ table).view(*ids.shape, weight.shape[1])
-
-
 def _sizes(case: Case, dtype: torch.dtype) -> tuple[int, int]:
     p = params(case, DEFAULTS)
     row = p["table"][1] * itemsize(dtype)

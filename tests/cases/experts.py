@@ -263,9 +263,6 @@ def eager_fn(
     return y + sum(t.reshape(-1)[:0].sum() for t in unused if t is not None).to(y.dtype)
 
 
-oracle_fn = eager_fn
-
-
 def _sizes(case: Case) -> tuple[int, int, int, int, int]:
     """slots, hidden, inner, columns of gate_up, elements of the weights."""
     p = params(case, DEFAULTS)

@@ -95,16 +95,6 @@ def eager_fn(x, gate, weight, *, eps, norm_before_gate, group_size, activation, 
     return x.to(dtype)
 
 
-def oracle_fn(x, gate, weight, *, eps, norm_before_gate, group_size, activation, rounding):
-    """The formula, for fp64."""
-    act = torch.sigmoid(gate) * (gate if activation == "silu" else 1)
-    v = x if norm_before_gate else x * act
-    groups = _groups(v, group_size)
-    h = (groups / torch.sqrt((groups * groups).mean(-1, keepdim=True) + eps)).flatten(-2)
-    y = h if weight is None else h * weight
-    return y * act if norm_before_gate else y
-
-
 # x and gate to y; x, gate and dy to dx and dgate
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(3, 5)
 

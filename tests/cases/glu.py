@@ -1,7 +1,5 @@
 """Cases of the gated linear units: swiglu, geglu, reglu, swiglu_oai."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -174,23 +172,6 @@ def eager_fn(gate, up=None, *, kind="swiglu", gate_multiplier=1.0, down_multipli
     if gate_multiplier == down_multiplier == 1.0:
         return F.silu(gate) * up
     return F.silu(gate * gate_multiplier) * up * down_multiplier
-
-
-def oracle_fn(
-    gate, up=None, *, kind="swiglu", approximate="tanh", gate_multiplier=1.0, down_multiplier=1.0, **options
-):
-    """The formulas, for fp64."""
-    gate, up = _apart(gate, up, kind)
-    if kind == "swiglu_oai" or "limit" in options:
-        return _clamped(gate, up, **options, kind=kind)
-    if kind == "reglu":
-        return F.relu(gate) * up  # whose gradient at NaN is the upstream one
-    if kind == "geglu" and approximate == "none":
-        return gate / 2 * torch.erfc(-gate / math.sqrt(2)) * up
-    if kind == "geglu":
-        return gate / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
-    gate = gate_multiplier * gate
-    return gate * torch.sigmoid(gate) * up * down_multiplier
 
 
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(3, 5)  # gate, up to y; gate, up, dy to dgate, dup

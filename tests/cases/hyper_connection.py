@@ -160,38 +160,6 @@ def _eager_pre(x, weight, base, scale, *, iterations, pre_eps, post_eps, collaps
     return tuple(results)
 
 
-def oracle_fn(*args, op, **options):
-    """The formula, for fp64."""
-    return _oracle_post(*args, **options) if op == "post" else _oracle_pre(*args, **options)
-
-
-def _oracle_post(x, f, post, res, *, transposed):
-    y = (
-        x
-        if res is None
-        else torch.einsum("...io,...ic->...oc" if transposed else "...oi,...ic->...oc", res, x)
-    )
-    return y if f is None else y + torch.einsum("...o,...c->...oc", post, f)
-
-
-def _oracle_pre(x, weight, base, scale, *, iterations, pre_eps, post_eps, collapse):
-    n, flat, eps = x.shape[-2], x.flatten(-2), 1e-6
-    m = torch.einsum("...k,mk->...m", flat, weight) / torch.sqrt((flat * flat).mean(-1, keepdim=True) + eps)
-    counts = torch.tensor((n, n, n * n)[: len(scale)], device=x.device)
-    logits = m * scale.repeat_interleave(counts) + base
-    pre = 1 / (1 + torch.exp(-logits[..., :n])) + pre_eps
-    results = [torch.einsum("...i,...ic->...c", pre, x)] if collapse else []
-    results.append(pre)
-    if len(scale) > 1:
-        results.append(2 / (1 + torch.exp(-logits[..., n : 2 * n])) + post_eps)
-    if len(scale) > 2:
-        res = torch.softmax(logits[..., 2 * n :].unflatten(-1, (n, n)), -1) + eps
-        for step in range(2 * iterations - 1):
-            res = res / (res.sum(-1 if step % 2 else -2, keepdim=True) + eps)
-        results.append(res)
-    return tuple(results)
-
-
 def _elements(case: Case) -> int:
     return math.prod(case.params["shape"])
 

@@ -63,6 +63,7 @@ CASES = [
     test_case("chunks_none", lead=(37,), chunk_rows=16, reduction="none", masked=0.2),
     test_case("larger", lead=(4, 65), H=128, V=1031, masked=0.2, chunk_rows=64),
     test_case("wide_vocab", lead=(6,), H=16, V=32001),
+    test_case("widest_vocab", lead=(5,), H=7, V=2**17 + 1),
     test_case("rows", lead=(2, 9), layout="rows"),
     test_case("columns", lead=(2, 9), layout="columns"),
     test_case("transposed", layout="transposed"),

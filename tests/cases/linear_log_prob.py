@@ -171,9 +171,6 @@ def eager_fn(hidden, weight, target, *, bias, entropy, lora_a=None, lora_b=None,
     return picked, torch.where(counts.any(-1), -(log_p.exp() * log_p).sum(-1), 0.0)
 
 
-oracle_fn = eager_fn
-
-
 bytes_fwd, bytes_bwd, flops_fwd, _ = costs(product_of(DEFAULTS))
 
 

@@ -5,6 +5,7 @@ import math
 import torch
 
 from .case import Case, Inputs, Maker, bench_case, params, test_case
+from .cross_entropy import make_denominator
 from .heads import costs, product_of
 from .linear_cross_entropy import bare_products
 from .linear_log_prob import SIZES, trl_log_prob
@@ -16,13 +17,16 @@ LOSS = True
 
 DEFAULTS = {"lead": (13,), "H": 32, "V": 67, "bias": False, "masked": 0.0, "known": False, "softcap": None}
 DEFAULTS |= {"temperature": 1.0, "entropy": False, "reduction": "mean", "chunk_rows": None}
-DEFAULTS |= {"logit_dtype": None, "scale": 2.0, "grads": (0, 1)}
+DEFAULTS |= {"logit_dtype": None, "scale": 2.0, "grads": (0, 1), "denominator": None}
 
 CASES = [
     test_case("13x32x67"),
     test_case("odd_7x33x51", lead=(7,), H=33, V=51, masked=0.3),
     test_case("sum", lead=(2, 9), masked=0.3, reduction="sum"),
     test_case("none", masked=0.3, reduction="none"),
+    test_case("denominator", masked=0.3, denominator=7.5),
+    test_case("denominator_tensor", masked=0.3, denominator="int_tensor", reduction="none"),
+    test_case("advantage", masked=0.2, grads=(0, 1, 3), chunk_rows=4),
     test_case("entropy", entropy=True, masked=0.2, bias=True),
     test_case("chunks", lead=(37,), masked=0.3, chunk_rows=8),
     test_case("known", lead=(37,), masked=0.6, known=True, chunk_rows=8),
@@ -47,12 +51,13 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     weight = draw.randn(vocab, size, scale=p["scale"] / math.sqrt(size))
     target = draw.labels(vocab, *lead, masked=p["masked"], ignore_index=-100)
     wide = torch.promote_types(dtype, torch.float32)
-    none = p["reduction"] == "none"
+    none = p["reduction"] == "none" and p["denominator"] is None
     names = ("softcap", "temperature", "entropy", "reduction", "chunk_rows", "logit_dtype")
     return Inputs(
         args=(hidden, weight, target, draw.randn(*lead, dtype=wide)),
         kwargs={
             "bias": draw.randn(vocab) if p["bias"] else None,
+            "denominator": make_denominator(p["denominator"], device),
             "valid_rows": int((target != -100).sum()) if p["known"] else None,
             **{name: p[name] for name in names},
         },
@@ -80,17 +85,18 @@ def tigon_fn(hidden, weight, target, advantage, **options):
     return tigon.linear_loss(hidden, weight, target, fn, advantage, **options)
 
 
-def eager_fn(hidden, weight, target, advantage, *, entropy, reduction, **options):
+def eager_fn(hidden, weight, target, advantage, *, entropy, reduction, denominator, **options):
     """The same from logits in the model's dtype; also the oracle, on fp64 copies."""
     statistics = log_prob(hidden, weight, target, entropy=entropy, **options)
     counts = target != -100
     rows = torch.where(counts, _objective(statistics if entropy else (statistics,), advantage), 0.0)
+    if denominator is not None:
+        return rows.sum() / denominator
     if reduction == "none":
         return rows
     return rows.sum() if reduction == "sum" else rows.sum() / counts.sum()
 
 
-oracle_fn = eager_fn
 bytes_fwd, bytes_bwd, flops_fwd, _ = costs(product_of(DEFAULTS))
 
 

@@ -127,9 +127,6 @@ def eager_fn(hidden, weight, target, advantage, *, shift, chunk_rows, **options)
     return loss, *(t.masked_fill(~mask, 0.0).detach() for t in (log_prob, entropies)), *rest
 
 
-oracle_fn = eager_fn
-
-
 def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
     """Compute bound: operands and gradients."""
     return linear_preference.bytes_fwd(_as_preference(case), dtype)

@@ -112,9 +112,6 @@ def eager_fn(x, *tensors, bias, scale, dropout, seed):
     return results[0] if len(results) == 1 else tuple(results)
 
 
-oracle_fn = eager_fn
-
-
 def _rows(p) -> int:
     return torch.Size(p["lead"]).numel()
 

@@ -142,12 +142,6 @@ def eager_fn(x, weight, scale, shift, *, eps, offset, rounding):
     return _modulated(h, scale, shift).to(x.dtype)
 
 
-def oracle_fn(x, weight, scale, shift, *, eps, offset, rounding):
-    """The formula, for fp64."""
-    h = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
-    return _modulated(h if weight is None else h * (offset + weight), scale, shift)
-
-
 def _bytes(case, dtype, rows, modulations):
     p = params(case, DEFAULTS)
     size = 4 if p["wide"] else itemsize(dtype)

@@ -186,9 +186,6 @@ def eager_fn(
     return total
 
 
-oracle_fn = eager_fn
-
-
 def _products(case: Case) -> list[tuple[int, int, int]]:
     p = params(case, DEFAULTS)
     return [(math.prod(p["lead"]), p["H"], p["V"] * len(p["heads"]))]

@@ -212,9 +212,6 @@ def eager_fn(
     return total, *results, clipped.expand_as(mask).masked_fill(~mask, 0.0).to(total.dtype)
 
 
-oracle_fn = eager_fn
-
-
 def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
     """Log-probabilities, old ones, mask; the gradient and what was clipped."""
     return (itemsize(dtype) + 4 + 8 + 4 + 4) * math.prod(case.params["shape"])

@@ -114,11 +114,6 @@ def eager_fn(*args, **options):
     return _composed(rms_norm.eager_fn, rope.eager_fn, *args, **options)
 
 
-def oracle_fn(*args, **options):
-    """The formulas one after the other, for fp64."""
-    return _composed(rms_norm.oracle_fn, rope.oracle_fn, *args, **options)
-
-
 def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
     """Read and write q and k; tables and weights are small."""
     p = params(case, DEFAULTS)

@@ -104,12 +104,6 @@ def eager_fn(x, weight, *, eps, offset, rounding):
     return h if weight is None else (offset + weight if offset else weight) * h
 
 
-def oracle_fn(x, weight, *, eps, offset, rounding):
-    """The formula, for fp64: rounding policies make no difference there."""
-    rms = torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
-    return x / rms if weight is None else x / rms * (weight + offset)
-
-
 # x to y; x and dy to dx, the weight's gradient is a row
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
 

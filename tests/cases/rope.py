@@ -303,58 +303,6 @@ def _eager_complex(q, k, freqs, unsqueeze_dim, keep_dtype):
     return one(q), one(k)
 
 
-def oracle_fn(
-    q,
-    k,
-    cos,
-    sin,
-    *,
-    unsqueeze_dim=1,
-    interleaved=False,
-    deinterleave=False,
-    rotary_dim=None,
-    tail=False,
-    position_ids=None,
-    mrope_section=None,
-    mrope_interleaved=False,
-    keep_dtype=False,
-):
-    """The rotation written out pair by pair, by columns, for fp64."""
-    if sin is None:
-        cos, sin, rotary_dim = cos.real.double(), cos.imag.double(), 2 * cos.shape[-1]
-    width = rotary_dim or cos.shape[-1]
-    half = width // 2
-    if position_ids is not None:
-        cos, sin = cos[position_ids.long()], sin[position_ids.long()]
-
-    def axis_of(i):
-        if not mrope_interleaved:
-            return sum(i >= sum(mrope_section[:n]) for n in (1, 2))
-        return i % 3 if i % 3 and i < 3 * mrope_section[i % 3] else 0
-
-    def columns(table, where):
-        found = table[..., list(where)]
-        if mrope_section:
-            found = table[[axis_of(i) for i in range(half)], ..., list(where)].movedim(0, -1)
-        return found.unsqueeze(unsqueeze_dim if found.dim() == q.dim() - 1 else unsqueeze_dim - 1)
-
-    halves, pairs = [range(half), range(half, width)], [range(0, width, 2), range(1, width, 2)]
-    source = pairs if interleaved else halves
-    target = pairs if interleaved and not deinterleave else halves
-    tables = target if width == cos.shape[-1] else [range(half)] * 2
-    c1, c2, s1, s2 = (columns(table, where) for table in (cos, sin) for where in tables)
-
-    def one(x):
-        start = x.shape[-1] - width if tail else 0
-        turned = x[..., start : start + width]
-        a, b = turned[..., list(source[0])], turned[..., list(source[1])]
-        order = torch.tensor([*target[0], *target[1]]).argsort()
-        y = torch.cat((a * c1 - b * s1, b * c2 + a * s2), dim=-1)[..., order]
-        return torch.cat((x[..., :start], y, x[..., start + width :]), dim=-1)
-
-    return one(q) if k is None else (one(q), one(k))
-
-
 def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
     """Read and write q and k; the tables are small."""
     p = params(case, DEFAULTS)

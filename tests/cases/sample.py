@@ -92,9 +92,6 @@ def eager_fn(logits, **options):
     return _with_numbers(sample.reference(logits, log_prob=True, **options))
 
 
-oracle_fn = eager_fn
-
-
 def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
     """The logits, once."""
     return math.prod(params(case, DEFAULTS)["shape"]) * itemsize(dtype)

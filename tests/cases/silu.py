@@ -1,6 +1,5 @@
 """Cases of silu: x * sigmoid(x). Liger has no SiLU without a product."""
 
-import torch
 import torch.nn.functional as F
 
 from .activations import *  # noqa: F403
@@ -9,8 +8,3 @@ from .case import ours
 NAME = "silu"
 tigon_fn = ours(NAME)
 eager_fn = F.silu  # PyTorch's own
-
-
-def oracle_fn(x):
-    """The formula, for fp64."""
-    return x * torch.sigmoid(x)

@@ -1,6 +1,6 @@
 // The ops of one tensor at the numbers where a formula may fail: exact values under every instruction set, in
 // vectors and tails.
-#include "pointwise.h"
+#include "table.h"
 #include "tigon/ops/mish/mish.h"
 #include "tigon/ops/relu_squared/relu_squared.h"
 #include "tigon/ops/silu/silu.h"

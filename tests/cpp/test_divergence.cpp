@@ -1,55 +1,30 @@
-// The divergences in the core: in place, refusals.
+// The divergences in the core: refusals.
 #include "table.h"
+#include "tigon/ops/divergence/distillation.h"
 #include "tigon/ops/divergence/divergence.h"
 
 namespace tigon::test {
 namespace {
 
-const DivergenceKind kKinds[] = {DivergenceKind::forward_kl, DivergenceKind::reverse_kl, DivergenceKind::jsd,
-                                 DivergenceKind::tvd};
-
 struct Run {
-  DivergenceRows a;
-  Table student, teacher, dstudent, labels, loss;
+  Table student = Table(DType::f32, 4, 8).normal(1, 2.0), teacher = Table(DType::f32, 4, 8).normal(2, 2.0),
+        dstudent{DType::f32, 4, 8}, labels = Table::column(DType::i64, 4),
+        loss = Table::column(DType::f32, 4);
 
-  Run(DivergenceKind kind, DType t, int64_t rows, int64_t cols)
-      : student(t, rows, cols, 3),
-        teacher(t, rows, cols, 1),
-        dstudent(t, rows, cols, 2),
-        labels(Table::column(DType::i64, rows)),
-        loss(Table::column(DType::f32, rows)) {
-    student.normal(1, 2.0), teacher.normal(2, 2.0);
-    labels.fill([](int64_t, int64_t r) { return r % 4 == 3 ? -100 : r; });
-    a.kind = kind, a.beta = 0.3f, a.temperature = 1.5f, a.factor = 0.25f;
-  }
   DivergenceRows rows() {
-    DivergenceRows call = a;
-    call.student = student.matrix(), call.teacher = teacher.matrix(), call.dstudent = dstudent.matrix();
-    call.labels = labels.vector(), call.loss = loss.vector();
-    return call;
+    return {.student = student.matrix(),
+            .teacher = teacher.matrix(),
+            .labels = labels.vector(),
+            .dstudent = dstudent.matrix(),
+            .loss = loss.vector(),
+            .kind = DivergenceKind::jsd,
+            .beta = 0.3f,
+            .temperature = 1.5f};
   }
 };
 
-TEST_CASE("in place") {
-  for (DivergenceKind kind : kKinds)
-    for (DType t : kFloats) {
-      INFO("kind " << int(kind) << " " << text(t));
-      auto ctx = make_cpu_context(2);
-      Run apart(kind, t, 5, 77), over(kind, t, 5, 77);
-      divergence_rows(*ctx, apart.rows());
-      DivergenceRows a = over.rows();
-      a.dstudent = a.student;
-      divergence_rows(*ctx, a);
-      CHECK(over.loss == apart.loss);
-      check_close(
-          "dstudent over student", over.student, [&](int64_t r, int64_t c) { return apart.dstudent(r, c); },
-          [](int64_t, int64_t) { return 0.0; });
-    }
-}
-
 TEST_CASE("refusals write nothing") {
-  Run run(DivergenceKind::jsd, DType::f32, 4, 8);
-  Run untouched = run;
+  Run run, untouched = run;
   auto ctx = make_cpu_context(1);
   auto refused = [&](auto change, const char* message) {
     DivergenceRows a = run.rows();
@@ -64,6 +39,54 @@ TEST_CASE("refusals write nothing") {
           "[divergence] temperature must be 1 with log-probabilities, got 1.5");
   refused([](DivergenceRows& a) { a.labels.dtype = DType::f32; },
           "[divergence] labels must be int64, got float32");
+  CHECK(run.loss == untouched.loss);
+  CHECK(run.dstudent == untouched.dstudent);
+}
+
+// The row pass of distillation heads.
+struct Distilled {
+  static constexpr int64_t kRows = 4, kCols = 8;
+  Table student{DType::f32, kRows, kCols}, teacher{DType::bf16, kRows, kCols},
+      dstudent{DType::bf16, kRows, kCols};
+  Table labels = Table::column(DType::i64, kRows), loss = Table::column(DType::f32, kRows);
+
+  Distilled() {
+    student.normal(1, 2.0), teacher.normal(2, 2.0);
+    labels.fill([](int64_t, int64_t r) { return r; });
+  }
+  DistillationRows rows() {
+    return {.student = student.matrix(),
+            .teacher = teacher.matrix(),
+            .labels = labels.vector(),
+            .dstudent = dstudent.matrix(),
+            .loss = loss.vector(),
+            .kind = DivergenceKind::jsd,
+            .beta = 0.3f,
+            .soft_weight = 0.7f,
+            .hard_weight = 0.4f};
+  }
+};
+
+TEST_CASE("refusals of distillation write nothing") {
+  Distilled run, untouched = run;
+  auto ctx = make_cpu_context(1);
+  auto refused = [&](auto change, const char* message) {
+    DistillationRows a = run.rows();
+    change(a);
+    CHECK_THROWS_WITH_AS(distillation_rows(*ctx, a), message, Error);
+  };
+  using A = DistillationRows;
+  refused([](A& a) { a.student.dtype = DType::bf16; },
+          "[distillation] student must be float32, got bfloat16");
+  refused([](A& a) { a.teacher.cols = 7; }, "[distillation] teacher must be [4, 8], got [4, 7]");
+  refused([](A& a) { a.labels = {}; }, "[distillation] labels must be given for a hard loss, got none");
+  refused([](A& a) { a.beta = 0.0f; }, "[distillation] beta must be in (0, 1), got 0");
+  refused([](A& a) { a.teacher_side.temperature = 0.0f; },
+          "[distillation] teacher's temperature must be > 0, got 0");
+  refused([](A& a) { a.student_side.softcap = -1.0f; },
+          "[distillation] student's softcap must be > 0 or none, got -1");
+  run.labels.set(0, 2, 8.0);
+  refused([](A&) {}, "[distillation] labels must be in [0, 8) or -100 (ignored), got 8 in row 2");
   CHECK(run.loss == untouched.loss);
   CHECK(run.dstudent == untouched.dstudent);
 }

@@ -1,7 +1,7 @@
 // The gated linear units in the core: in place, refusals.
 #include "tigon/ops/glu/glu.h"
 
-#include "pointwise.h"
+#include "table.h"
 
 namespace tigon::test {
 namespace {

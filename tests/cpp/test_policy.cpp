@@ -1,27 +1,9 @@
-// Policy losses in the core: divergences where they cancel, refusals.
+// Policy losses in the core: refusals.
 #include "table.h"
 #include "tigon/ops/policy/policy.h"
 
 namespace tigon::test {
-namespace oracle {
-#include "tigon/ops/policy/policy_rows.inc"
-
-#include "tigon/ops/policy/policy_math.inc"
-}  // namespace oracle
-
 namespace {
-
-TEST_CASE("divergences and their slopes") {
-  for (PolicyKl kind : {PolicyKl::k1, PolicyKl::k2, PolicyKl::k3})
-    for (double q : {-3.0, -0.49, -1e-3, 1e-3, 0.3, 0.51, 2.0}) {
-      INFO("estimator " << int(kind) << " at " << q);
-      double at = q, exact[] = {-q, q * q / 2, std::expm1(q) - q};
-      auto e = oracle::policy_kl(kind, q);
-      CHECK(e.value == doctest::Approx(exact[int(kind)]).epsilon(2e-7));
-      double by_q = slope(&at, [&] { return oracle::policy_kl(kind, at).value; });
-      CHECK(e.slope == doctest::Approx(-by_q).epsilon(1e-5));
-    }
-}
 
 TEST_CASE("refusals") {
   constexpr int64_t kAnswers = 3, kRows = 3 * 11;

@@ -45,6 +45,8 @@ from two_processes import (
     shard,
     two_steps,
     wanted,
+    with_tigon,
+    zero_engine,
 )
 
 import tigon
@@ -77,8 +79,7 @@ def ddp(options, after=False, **slots):
 @case
 def ddp_no_sync():
     model = make()
-    _, want = wanted(model, times=2)
-    apply(model)
+    _, _, want = with_tigon(model, times=2)
     model = DistributedDataParallel(model)
     with model.no_sync():
         model(**data()).loss.backward()
@@ -152,8 +153,7 @@ def fsdp2(head, layers, when):
 @case(norm=({"norm": False},), loss=({"loss": False},))
 def fsdp2_tail_without(slots):
     model = make()
-    losses, want = wanted(model)
-    apply(model, **slots)
+    _, losses, want = with_tigon(model, **slots)
     two_steps(shard(model, "tail"), losses, want)
 
 
@@ -161,8 +161,7 @@ def fsdp2_tail_without(slots):
 def fsdp2_tail_resharded():
     """The group's weights are gone after the head's first call: it computes logits, and says why."""
     model = make()
-    losses, want = wanted(model)
-    report = apply(model)
+    report, losses, want = with_tigon(model)
     two_steps(shard(model, "tail", group=True), losses, want)
     assert report.head_calls.lazy == 0 and "reshard_after_forward=True" in report.head_calls.reason
     model.lm_head.set_reshard_after_forward(False)
@@ -173,8 +172,7 @@ def fsdp2_tail_resharded():
 @case(root=("root", True), own=("own", False), tail=("tail", True), tail_nonreentrant=("tail", False))
 def fsdp2_checkpointing(head, reentrant):
     model = make()
-    losses, want = wanted(model)
-    report = apply(model)
+    report, losses, want = with_tigon(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     two_steps(shard(model, head, group=head == "own"), losses, want)
     fused(report, 2)
@@ -210,8 +208,7 @@ def fsdp2_recompute(head, mode, after=False):
 def checkpoint_policy(head, family, save=("attention", "matmuls")):
     """Layers that keep what a policy names, gathered once more for the rest."""
     model = make(family, attn_implementation="sdpa", use_cache=False)
-    losses, want = wanted(model)
-    report = apply(model)
+    report, losses, want = with_tigon(model)
     options = {"use_reentrant": False, "context_fn": tigon.checkpoint_policy(save)}
     model.gradient_checkpointing_enable(options)
     two_steps(DistributedDataParallel(model) if head is None else shard(model, head), losses, want)
@@ -222,8 +219,7 @@ def checkpoint_policy(head, family, save=("attention", "matmuls")):
 def fsdp2_qk_norm(unit, checkpointed):
     """Norms of q and k fused with the rotary embedding, the attention in a unit of its own or its layer's."""
     model = make("qwen3")
-    losses, want = wanted(model)
-    report = apply(model, qk_norm=True)
+    report, losses, want = with_tigon(model, qk_norm=True)
     assert report.count("qk_norm") == 2
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -251,8 +247,7 @@ SAVED = [torch.ops.aten.mm.default]
 def fsdp2_compile(checkpointed):
     """Layers checkpointed, compiled and sharded, in this order."""
     model = make(use_cache=False)
-    losses, want = wanted(model)
-    report = apply(model)
+    report, losses, want = with_tigon(model)
     for i, layer in enumerate(model.model.layers):
         if i in checkpointed:
             model.model.layers[i] = checkpoint_wrapper(layer, **checkpointed[i])
@@ -264,8 +259,7 @@ def fsdp2_compile(checkpointed):
 @case(root=("root",), own=("own",), tail=("tail",))
 def fsdp2_accumulation(head):
     model = make()
-    _, want = wanted(model, times=2)
-    report = apply(model)
+    report, _, want = with_tigon(model, times=2)
     shard(model, head, group=head == "own")
     for _ in range(2):
         model.zero_grad(set_to_none=True)
@@ -280,8 +274,7 @@ def fsdp2_accumulation(head):
 @case(root=("root",), embed=("embed",), tail=("tied tail",))
 def fsdp2_tied(head):
     model = make("llama_bias_tied")
-    losses, want = wanted(model)
-    report = apply(model)
+    report, losses, want = with_tigon(model)
     two_steps(shard(model, head), losses, want)
     fused(report, 2)
 
@@ -397,8 +390,7 @@ def fsdp2_lora():
 @case(needs="accelerate", untied=("llama",), tied=("llama_bias_tied",))
 def accelerate_fsdp2(family):
     model = make(family)
-    losses, want = wanted(model)
-    report = apply(model)
+    report, losses, want = with_tigon(model)
     two_steps(accelerated(model), losses, want)
     fused(report, 2)
 
@@ -410,8 +402,7 @@ def accelerate_fsdp2(family):
 def fsdp1(original, own):
     """A head in the root's unit is fused; one in a unit of its own computes logits, and says why."""
     model = make()
-    losses, want = wanted(model)
-    report = apply(model)
+    report, losses, want = with_tigon(model)
     units = [*model.model.layers, *([model.lm_head] if own else [])]
     policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in units)
     model = FullyShardedDataParallel(
@@ -440,23 +431,14 @@ ZERO |= {"3-checkpointing": (3, "before", "llama", True), "3-tied": (3, "before"
 
 @case(needs="deepspeed", **ZERO)
 def zero(stage, when, family="llama", checkpointing=False):
-    import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model = make(family)
     losses, want = wanted(model)
     report = apply(model) if when == "before" else None
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "steps_per_print": 10**6,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False},
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    engine = zero_engine(model, stage)
     report = apply(model) if when == "after" else report
     loss = engine(**data()).loss
     engine.backward(loss)

@@ -8,10 +8,9 @@ from graph_cases import held
 from graph_recorder import recording
 from tiny import close, make
 from torch.nn.parallel import DistributedDataParallel
-from two_processes import case, check_gradients, data, device_type, rank, shard, two_steps, wanted
+from two_processes import case, check_gradients, data, device_type, rank, shard, two_steps, with_tigon
 
 import tigon
-from tigon.integrations.transformers import apply
 
 OPTIONS = {
     "plain": ({},),
@@ -29,8 +28,7 @@ def graphs():
 def ddp_graphs(options):
     """Gradients are reduced behind the replayed backward."""
     model = make(device=device_type())
-    losses, want = wanted(model)
-    apply(model, graphs=True)
+    _, losses, want = with_tigon(model, graphs=True)
     wrapped = DistributedDataParallel(model, **options)
     with graphs():
         for _ in range(3):
@@ -42,8 +40,7 @@ def ddp_graphs(options):
 def ddp_graphs_accumulate():
     """no_sync adds up; the last backward reduces the sum."""
     model = make(device=device_type())
-    losses, want = wanted(model, times=3)
-    apply(model, graphs=True)
+    _, losses, want = with_tigon(model, times=3, graphs=True)
     wrapped = DistributedDataParallel(model)
     with graphs():
         for _ in range(3):
@@ -61,8 +58,7 @@ def ddp_graphs_accumulate():
 def ddp_graph_step():
     """A function of the program: the all-reduce is captured with it, or it says why not."""
     model = make(device=device_type())
-    losses, want = wanted(model)
-    apply(model)
+    _, losses, want = with_tigon(model)
     wrapped = DistributedDataParallel(model)
 
     def train(input_ids, labels):
@@ -84,8 +80,7 @@ def ddp_graph_step():
 def fsdp2_graphs():
     """Sharded parameters: eager, and it says so."""
     model = make(device=device_type())
-    losses, want = wanted(model)
-    apply(model, graphs=True)
+    _, losses, want = with_tigon(model, graphs=True)
     shard(model, "root")
     said = []
     handler = logging.Handler()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tiny import close, make, step
 from torch.nn.parallel import DistributedDataParallel
 from transformers_cases import load, saved
-from two_processes import FOLDER, accelerated, case, data, full, rank, two_steps, wanted
+from two_processes import FOLDER, accelerated, case, data, full, rank, two_steps, with_tigon, zero_engine
 
 from tigon.integrations.transformers import apply
 from tigon.integrations.transformers import lora as slot
@@ -47,8 +47,7 @@ OPTIONS = {"plain": ({},), "dora": ({"use_dora": True},), "bias": ({"bias": "all
 @case(needs="peft", **OPTIONS)
 def lora_ddp(options):
     model = adapt(make(), **options)
-    losses, want = wanted(model)
-    apply(model)
+    _, losses, want = with_tigon(model)
     wrapped = DistributedDataParallel(model)
     with native(2 * LAYERS):
         two_steps(wrapped, losses, want, ulps=512)
@@ -58,8 +57,7 @@ def lora_ddp(options):
 def lora_accelerate_fsdp2(options, checkpointing=False, reentrant=False):
     """Adapters, which are float32, in the groups of their layers."""
     model = adapt(make(), **options)
-    losses, want = wanted(model)
-    apply(model)
+    _, losses, want = with_tigon(model)
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -110,25 +108,14 @@ def lora_saved():
 )
 def lora_zero(stage, options, checkpointing=False):
     """ZeRO-3 gathers each part in hooks of its own: PEFT computes there."""
-    import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model = adapt(make(), **options)
-    losses, want = wanted(model)
-    apply(model)
+    _, losses, want = with_tigon(model)
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "steps_per_print": 10**6,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False},
-    }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.0)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    engine = zero_engine(model, stage)
     with native(LAYERS if stage == 2 else 0):
         loss = engine(**data()).loss
         engine.backward(loss)

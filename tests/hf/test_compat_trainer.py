@@ -146,35 +146,23 @@ def test_losses_without_labels_in_the_model(tmp_path, caplog):
     assert "label_smoothing_factor" in caplog.text and callback.report.head_calls.lazy == 0
 
 
-def test_the_advice_for_label_smoothing_helps(tmp_path, caplog):
-    """A compute_loss_func in the place of label_smoothing_factor: the same losses, fused."""
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_compute_loss_func_with_lazy_logits(smoothing, tmp_path, caplog):
+    """Also in the place of label_smoothing_factor, as the warning above advises: the same losses, fused."""
 
     def loss(output, labels, num_items_in_batch=None):
-        rows = output["logits"][:, :-1].reshape(-1, VOCABULARY)
-        options = {"label_smoothing": 0.1, "reduction": "sum"}
+        rows = output["logits"][:, :-1].float().reshape(-1, VOCABULARY)
+        options = {"label_smoothing": smoothing, "reduction": "sum"}
         loss = torch.nn.functional.cross_entropy(rows, labels[:, 1:].reshape(-1), **options)
         return loss / num_items_in_batch
 
-    _, wanted = run(tmp_path, label_smoothing_factor=0.1, eval_strategy="no")
+    options = {"trainer_options": {"compute_loss_func": loss}}
+    _, wanted = run(
+        tmp_path, eval_strategy="no", **({"label_smoothing_factor": smoothing} if smoothing else options)
+    )
     callback = tigon.TigonTrainerCallback(lazy_logits=True)
     with caplog.at_level(logging.WARNING, "tigon"):
-        _, got = run(
-            tmp_path, callbacks=[callback], trainer_options={"compute_loss_func": loss}, eval_strategy="no"
-        )
-    assert got == pytest.approx(wanted, rel=1e-4)
-    assert callback.report.head_calls.fused == 6 and not caplog.text
-
-
-def test_compute_loss_func_with_lazy_logits(tmp_path, caplog):
-    def loss(output, labels, num_items_in_batch=None):
-        rows = output["logits"][:, :-1].float().reshape(-1, VOCABULARY)
-        return torch.nn.functional.cross_entropy(rows, labels[:, 1:].reshape(-1))
-
-    options = {"trainer_options": {"compute_loss_func": loss}, "eval_strategy": "no"}
-    _, wanted = run(tmp_path, **options)
-    callback = tigon.TigonTrainerCallback(lazy_logits=True)
-    with caplog.at_level(logging.WARNING, "tigon"):
-        _, got = run(tmp_path, callbacks=[callback], **options)
+        _, got = run(tmp_path, callbacks=[callback], eval_strategy="no", **options)
     assert got == pytest.approx(wanted, rel=1e-4)
     assert callback.report.head_calls.fused == 6 and not caplog.text
 
@@ -308,22 +296,18 @@ def trl_losses(kind, folder, tokenizer, callbacks=None, **changes):
 
 
 @pytest.fixture
-def trl_head():
-    """TRL's fused head is Tigon's during the test."""
+def trl():
+    """Tigon's integration, uninstalled after the test."""
     pytest.importorskip("trl")
     from tigon.integrations import trl
 
-    trl.install()
-    yield
+    yield trl
     trl.uninstall()
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO"])
-def test_trl(kind, facade, tmp_path, tokenizer):
+def test_trl(kind, facade, tmp_path, tokenizer, trl):
     """use_liger_kernel and the fused head together: the losses of stock TRL."""
-    pytest.importorskip("trl")
-    from tigon.integrations import trl
-
     wanted = trl_losses(kind, tmp_path, tokenizer)[1]
     calls = []
 
@@ -336,12 +320,10 @@ def test_trl(kind, facade, tmp_path, tokenizer):
     (utils,) = (module for module, name, *_ in trl._present() if name == trl.NAME)
     head = getattr(utils, trl.NAME)
     setattr(utils, trl.NAME, Counted(head.original))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # TRL says that the switch is going to leave it
-            trainer, got = trl_losses(kind, tmp_path, tokenizer, use_liger_kernel=True)
-    finally:
-        trl.uninstall()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL says that the switch is going to leave it
+        trainer, got = trl_losses(kind, tmp_path, tokenizer, use_liger_kernel=True)
+    trl.uninstall()
     assert len(got) == 2 and got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
     report = trainer.model._tigon_state.report
     assert report.count("norm") == 5 and report.count("mlp") == 2 and report.count("rope") == 1
@@ -349,41 +331,34 @@ def test_trl(kind, facade, tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO"])
-def test_trl_in_one_line(kind, tmp_path, tokenizer, caplog):
+def test_trl_in_one_line(kind, tmp_path, tokenizer, caplog, trl):
     """The callback alone: the head of this model is Tigon's, warnings and report.check() agree."""
-    pytest.importorskip("trl")
-    from tigon.integrations import trl
-
     changes = {"cast_lm_head_to_fp32": True} if kind == "GRPO" else {}  # the head has a forward of TRL's
     wanted = trl_losses(kind, tmp_path, tokenizer, **changes)[1]
     callback = tigon.TigonTrainerCallback(strict=True)
-    try:
-        with caplog.at_level(logging.WARNING, "tigon"):
-            trainer, got = trl_losses(kind, tmp_path, tokenizer, callbacks=[callback], **changes)
-        (head,) = (function for _, name, _, function in trl._present() if name == trl.NAME)
-        assert got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
-        assert [r.getMessage() for r in caplog.records if r.name == "tigon"] == []
-        (entry,) = (entry for entry in callback.report.entries if entry.slot == "loss")
-        assert entry.by == "tigon.linear_log_prob in TRL's head"
-        callback.report.check()
-        calls = head.calls
-        assert calls >= 2
-        trl_losses(kind, tmp_path, tokenizer, **changes)
-        left = tigon.TigonTrainerCallback(loss=False)
-        trl_losses(kind, tmp_path, tokenizer, callbacks=[left], **changes)
-        assert head.calls == calls, "in models that Tigon is not in, or whose loss it leaves"
-        assert trainer.model._tigon_state.report is callback.report
-    finally:
-        trl.uninstall()
+    with caplog.at_level(logging.WARNING, "tigon"):
+        trainer, got = trl_losses(kind, tmp_path, tokenizer, callbacks=[callback], **changes)
+    (head,) = (function for _, name, _, function in trl._present() if name == trl.NAME)
+    assert got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
+    assert [r.getMessage() for r in caplog.records if r.name == "tigon"] == []
+    (entry,) = (entry for entry in callback.report.entries if entry.slot == "loss")
+    assert entry.by == "tigon.linear_log_prob in TRL's head"
+    callback.report.check()
+    calls = head.calls
+    assert calls >= 2
+    trl_losses(kind, tmp_path, tokenizer, **changes)
+    left = tigon.TigonTrainerCallback(loss=False)
+    trl_losses(kind, tmp_path, tokenizer, callbacks=[left], **changes)
+    assert head.calls == calls, "in models that Tigon is not in, or whose loss it leaves"
+    assert trainer.model._tigon_state.report is callback.report
 
 
 @pytest.mark.parametrize("switch", ["use_liger_kernel", "use_kernels"])
-def test_trl_by_its_switches(switch, tmp_path, tokenizer):
+def test_trl_by_its_switches(switch, tmp_path, tokenizer, trl):
     """One line before the trainer: TRL's old switch and the one that it recommends both end at Tigon."""
-    pytest.importorskip("trl")
     from transformers.utils import is_kernels_available
 
-    from tigon.integrations import liger, trl
+    from tigon.integrations import liger
 
     if switch == "use_kernels" and not is_kernels_available():
         pytest.skip("needs the package kernels in the version that this transformers takes")
@@ -392,74 +367,62 @@ def test_trl_by_its_switches(switch, tmp_path, tokenizer):
     if switch == "use_kernels":
         asked = {"model_init_kwargs": {"use_kernels": True}}
     tigon.compat.trl.install()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # TRL says that the old switch is going to leave it
-            trainer, got = trl_losses("SFT", tmp_path, tokenizer, **asked)
-        (head,) = (function for _, name, _, function in trl._present() if name == trl.NAME)
-        assert got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
-        assert head.calls >= 2
-        norm = trainer.model.model.norm(torch.randn(3, 32).to(trainer.model.device).requires_grad_())
-        assert "tigon" in str(norm.grad_fn).lower()
-    finally:
-        tigon.compat.trl.uninstall()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL says that the old switch is going to leave it
+        trainer, got = trl_losses("SFT", tmp_path, tokenizer, **asked)
+    (head,) = (function for _, name, _, function in trl._present() if name == trl.NAME)
+    assert got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
+    assert head.calls >= 2
+    norm = trainer.model.model.norm(torch.randn(3, 32).to(trainer.model.device).requires_grad_())
+    assert "tigon" in str(norm.grad_fn).lower()
+    tigon.compat.trl.uninstall()
     assert not liger.installed()
 
 
-def test_trl_leaves_an_installed_liger(monkeypatch, caplog):
+def test_trl_leaves_an_installed_liger(monkeypatch, caplog, trl):
     """Its layers are not hidden without being asked; the heads are Tigon's all the same."""
-    pytest.importorskip("trl")
-    from tigon.integrations import liger, trl
+    from tigon.integrations import liger
 
     monkeypatch.setattr(liger, "_on_disk", lambda: "/somewhere")
-    try:
-        with caplog.at_level(logging.WARNING, "tigon"):
-            trl.install()
-        assert "replace=True" in caplog.text and not liger.installed()
-        assert any(isinstance(function, trl.LogProbHead) for *_, function in trl._present())
-    finally:
-        trl.uninstall()
+    with caplog.at_level(logging.WARNING, "tigon"):
+        trl.install()
+    assert "replace=True" in caplog.text and not liger.installed()
+    assert any(isinstance(function, trl.LogProbHead) for *_, function in trl._present())
 
 
-def test_trl_after_apply(tmp_path, tokenizer):
+def test_trl_after_apply(tmp_path, tokenizer, trl):
     """A model that was patched before its trainer was made; the distillation trainer's call too."""
-    pytest.importorskip("trl")
     from trl import SFTConfig, SFTTrainer
     from trl.trainer import utils
-
-    from tigon.integrations import trl
 
     datasets = pytest.importorskip("datasets")
     model = make()
     report = tigon.apply(model)
     head = getattr(utils, trl.NAME)
-    try:
-        with pytest.raises(tigon.Error, match="not called in training"):
-            report.check()
-        SFTTrainer(
-            model=model,
-            processing_class=tokenizer,
-            args=SFTConfig(**trainer_options(tmp_path, max_steps=1, bf16=False)),
-            train_dataset=datasets.Dataset.from_dict({"text": [words(i, 9) for i in range(8)]}),
-        ).train()
-        assert head.calls == 1
+    with pytest.raises(tigon.Error, match="not called in training"):
         report.check()
+    SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        args=SFTConfig(**trainer_options(tmp_path, max_steps=1, bf16=False)),
+        train_dataset=datasets.Dataset.from_dict({"text": [words(i, 9) for i in range(8)]}),
+    ).train()
+    assert head.calls == 1
+    report.check()
 
-        class Trained:  # as DistillationTrainer calls a function that calls the head
-            def __init__(self, model):
-                self.model = model
+    class Trained:  # as DistillationTrainer calls a function that calls the head
+        def __init__(self, model):
+            self.model = model
 
-            def step(self):
-                def loss():
-                    return head.gathered(model.lm_head.weight) is not None
+        def step(self):
+            def loss():
+                return head.gathered(model.lm_head.weight) is not None
 
-                return loss()
+            return loss()
 
-        assert Trained(model).step() and not Trained(make(seed=1)).step()
-        tigon.undo(model)
-        assert not Trained(model).step()
-    finally:
-        trl.uninstall()
+    assert Trained(model).step() and not Trained(make(seed=1)).step()
+    tigon.undo(model)
+    assert not Trained(model).step()
 
 
 def test_check_knows_losses_that_call_tigon_themselves():
@@ -489,10 +452,11 @@ def test_check_knows_losses_that_call_tigon_themselves():
     "outputs",
     [("is_top1", "entropy", "mean_logits"), ("entropy",), ("mean_logits",), (), ("log_sum_sq_probs",)],
 )
-def test_trl_head(outputs, trl_head):
+def test_trl_head(outputs, trl):
     """Every output and every gradient of TRL's function, and its fallback."""
     from trl.trainer import utils
 
+    trl.install()
     head = getattr(utils, "_ChunkedLogProbFunction")  # noqa: B009
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(*shape, generator=generator) for shape in ((9, 16), (29, 16), (29,))]
@@ -512,11 +476,8 @@ def test_trl_head(outputs, trl_head):
             close(mine.float(), theirs.float(), ulps=256)
 
 
-def test_trl_of_another_shape_is_refused(monkeypatch):
-    pytest.importorskip("trl")
+def test_trl_of_another_shape_is_refused(monkeypatch, trl):
     from trl.trainer import utils
-
-    from tigon.integrations import trl
 
     model = make()
     utils.add_fused_lm_head(model)
@@ -532,7 +493,6 @@ def test_trl_of_another_shape_is_refused(monkeypatch):
         assert "must be one whose fused head takes" in entry.reason and not report.head_calls.said
         assert not isinstance(getattr(utils, trl.NAME), trl.LogProbHead)
     assert tigon.apply(model).count("loss") == 1
-    trl.uninstall()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 import transformers
 from graph_cases import TOKENS, captured, equal, fp8_follows_the_optimizer, fp8_pair, held, inputs, pair
 from graph_recorder import Recorder, recording
-from tiny import SHARED, make, step
+from tiny import SHARED, make, step, trainer_options
 from torch import nn
 
 import tigon
@@ -647,34 +647,15 @@ def test_undo_ends_it():
 
 def test_trainer(tmp_path):
     """The same losses with and without, through accumulation, clipping, evaluation and mixed precision."""
-    rows = [
-        {
-            "input_ids": inputs(seed, 32)["input_ids"][0],
-            "labels": inputs(seed, 32)["labels"][0],
-            "attention_mask": torch.ones(32, dtype=torch.long),
-        }
-        for seed in range(8)
-    ]
+    mask = {"attention_mask": torch.ones(32, dtype=torch.long)}
+    rows = [{name: t[0] for name, t in inputs(seed, 32).items()} | mask for seed in range(8)]
     losses = []
     for graphs in (False, True):
         model = make("qwen3", attn_implementation="sdpa")
         callback = tigon.TigonTrainerCallback(graphs=graphs)
-        args = transformers.TrainingArguments(
-            str(tmp_path),
-            max_steps=8,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            use_cpu=True,
-            report_to="none",
-            logging_steps=1,
-            bf16=True,
-            seed=1,
-            eval_strategy="steps",
-            eval_steps=3,
-            save_strategy="no",
-            max_grad_norm=0.5,
-            disable_tqdm=True,
-        )
+        options = {"max_steps": 8, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "bf16": True}
+        options |= {"eval_strategy": "steps", "eval_steps": 3}
+        args = transformers.TrainingArguments(**trainer_options(tmp_path, **options))
         trainer = transformers.Trainer(
             model=model, args=args, train_dataset=rows, eval_dataset=rows[:4], callbacks=[callback]
         )

@@ -110,9 +110,9 @@ _PATCHES = [apply, patching._apply_liger_kernel_to_instance]
 def test_counts_of_the_loss(family, patch, compiled):
     """TRL's keywords with use_liger_kernel, whoever patched the model; traced whole by torch.compile."""
     model, inputs = make(family, num_hidden_layers=1), batch()
-    inputs["labels"][:, :3] = -100
-    stock = model(**inputs)
-    best, shifted = stock.logits.argmax(-1), F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    best = model(**inputs).logits.argmax(-1)
+    inputs["labels"][:, :3], inputs["labels"][:, 4:7] = -100, best[:, 3:6]
+    stock, shifted = model(**inputs), F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
     kept = shifted != -100
     patch(model)
     outputs._make.cache_clear()
@@ -122,7 +122,9 @@ def test_counts_of_the_loss(family, patch, compiled):
     assert got.logits is None
     assert torch.equal(got.predicted_tokens, torch.where(kept, best, -1).view(-1))
     close(got.token_accuracy, (best == shifted)[kept].float().mean())
+    assert got.token_accuracy > 0.2
     close(got.loss, stock.loss)
+    got.loss.backward()
     again = call(**inputs)
     assert "token_accuracy" not in again and again.logits is not None
     assert model(**inputs, return_token_accuracy=True, skip_logits=False).logits is not None

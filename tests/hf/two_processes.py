@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tigon
+from tigon.integrations.transformers import apply
 
 CASES = {}
 FOLDER = []  # of this run
@@ -55,6 +56,12 @@ def wanted(model, times=1.0):
     model.zero_grad(set_to_none=True)
     total = {name: times * sum(grads[name] for _, grads in steps) / len(steps) for name in steps[0][1]}
     return [loss for loss, _ in steps], total
+
+
+def with_tigon(model, times=1.0, **slots):
+    """Patches a model. Its report, and what `wanted` says of it before."""
+    losses, want = wanted(model, times)
+    return apply(model, **slots), losses, want
 
 
 def full(tensor):
@@ -124,6 +131,21 @@ def accelerated(model):
     finally:
         for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "ACCELERATE_USE_CPU"):
             del os.environ[name]
+
+
+def zero_engine(model, stage):
+    """DeepSpeed's engine around a model, with an optimizer of what is trained."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**6,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False},
+    }
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 
 def fused(report, count):

@@ -64,11 +64,10 @@ def _scaled(value):
     return value
 
 
-def compare(fn, plain, args, options, noise=0.0, loss_noise=0.0):
+def compare(fn, plain, args, options, noise=0.0):
     """fn against the same formula in plain PyTorch, in fp64 and in its own precision (tests/ops/checks.py).
 
-    `noise` is a share of the largest value below which a difference is not looked at: sums that cancel;
-    `loss_noise` that of the first result where it is larger.
+    `noise` is a share of the largest value below which a difference is not looked at: sums that cancel.
     """
     got = run(fn, args, options)
     again = run(fn, args, options)
@@ -86,8 +85,7 @@ def compare(fn, plain, args, options, noise=0.0, loss_noise=0.0):
             assert torch.equal(a, c), f"result {i}"
             continue
         error = (a.double() - c).abs()
-        share = max(noise, loss_noise) if i == 0 else noise
-        if not error.numel() or error.max() <= share * c.abs().max():
+        if not error.numel() or error.max() <= noise * c.abs().max():
             continue
 
         def another_draw(seed, i=i):

@@ -84,17 +84,3 @@ def test_dtypes(given, device):
     assert same_bits(y.detach(), want)
     for leaf, grad in zip(leaves, torch.autograd.grad(y, leaves, torch.ones_like(y)), strict=True):
         assert grad.dtype == leaf.dtype and grad.shape == leaf.shape
-
-
-@pytest.mark.parametrize("columns", [64, 1000, 4096, 4097])
-def test_rows_do_not_depend_on_their_number(columns, device):
-    values, dy = torch.randn(4, 300, columns, device=device), torch.randn(300, columns, device=device)
-    query, weight = torch.randn(2, columns, device=device)
-
-    def both(rows):
-        v = values[:, :rows].clone().requires_grad_()
-        y = tigon.attention_residual(v, query / columns**0.5, weight)
-        return y.detach(), torch.autograd.grad(y, v, dy[:rows])[0].movedim(0, 1)
-
-    for part, whole in zip(both(7), both(300), strict=True):
-        assert same_bits(part, whole[:7])

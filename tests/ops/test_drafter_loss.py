@@ -136,26 +136,6 @@ def test_mass_outside(device):
     torch.testing.assert_close(got[..., 0], (p * (p.log() - q)).sum(-1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [{}, {"mask": None}])
-def test_compiled_and_checkpointed_calls_are_the_same(shape, device):
-    hidden, weight, teacher, ids = inputs(2, device=device)
-    mask = torch.rand(B, T).to(device) < 0.6 if not shape else None
-
-    def run(hidden, weight):
-        return tigon.drafter_loss(
-            hidden, weight, teacher, ids, loss="lk", mask=mask, shifts=(0, 1), outputs=OUTPUTS
-        )
-
-    want = run(hidden, weight)
-    want = (*want, *gradients(want.loss, hidden, weight))
-    got = torch.compile(run, fullgraph=True, backend="aot_eager")(hidden, weight)
-    for a, b in zip((*got, *gradients(got.loss, hidden, weight)), want, strict=True):
-        assert torch.equal(a, b)
-    loss = torch.utils.checkpoint.checkpoint(lambda *a: run(*a).loss, hidden, weight, use_reentrant=False)
-    for a, b in zip(gradients(loss, hidden, weight), want[2:], strict=True):
-        assert torch.equal(a, b)
-
-
 def test_dtypes_of_the_parts(device):
     """Gradients have the dtypes of what they are of; a teacher of another dtype is converted."""
     hidden, weight, teacher, ids = inputs(device=device)

@@ -78,16 +78,18 @@ def test_gradients_of_wider_parameters(name, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_main_grad_of_every_function(name, dtype, device):
-    """weight's gradient is added there and nowhere else."""
+    """weight's gradient is added there and nowhere else, and hidden's is what it is without."""
     hidden, weight, target = head_inputs((2, 6), 8, 16, dtype=dtype, device=device)
     call = FUNCTIONS[name]
     call(hidden, weight, target).sum().backward()
+    alone = hidden.grad.clone()
     owned = weight.detach().clone().requires_grad_()
     owned.tigon_main_grad, owned.main_grad = True, torch.zeros(16, 8, device=device)
     for _ in range(2):
         call(hidden, owned, target).sum().backward()
     assert owned.grad is None
     torch.testing.assert_close(owned.main_grad, 2 * weight.grad.float(), rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(hidden.grad, 3 * alone, rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
@@ -129,6 +131,9 @@ FORMS = FUNCTIONS | {
     "wide": lambda h, w, y, **o: tigon.linear_cross_entropy(h, w, y, logit_dtype=torch.float32, **o),
     "again": functools.partial(tigon.linear_log_prob, keep_mb=0),
     "in part": functools.partial(tigon.linear_log_prob, keep_mb=4e-4, chunk_rows=4),
+    "drafter": lambda h, w, y, **o: tigon.drafter_loss(
+        h, w, (spread(h).to(h), spread(w).to(w)), loss="lk", mask=y != -100, shifts=(1,), **o
+    ),
     "simpo": lambda h, w, y, **o: tigon.linear_preference(h, w, y, kind="simpo", **o).loss,
 }
 # And by chunks of less rows than the calls have.
@@ -136,6 +141,7 @@ FORMS |= {
     f"{name} by chunks": functools.partial(FORMS[name], chunk_rows=4)
     for name in ("linear_cross_entropy", "linear_log_prob", "linear_preference", "linear_kto", "sequences")
 }
+NO_BIAS = ("multi_token", "drafter")
 OF_PYTHON = ("linear_loss", "reduced", "of tensors")  # which no graph holds
 PER_ROW = ("linear_log_prob", "kept", "in part")
 every_form = pytest.mark.parametrize("name", FORMS)
@@ -213,7 +219,7 @@ def test_a_kept_graph(name, dtype, device):
         torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "multi_token"])
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in NO_BIAS])
 def test_gradients_on_demand(name, device):
     """Of hidden states, weight, bias and both matrices of an adapter: every set of them."""
     hidden, weight, target = drawn(device=device)
@@ -227,7 +233,7 @@ def test_gradients_on_demand(name, device):
 
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", [name for name in FORMS if name not in ("multi_token", "candidates")])
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in (*NO_BIAS, "candidates")])
 def test_counts_of_labels(name, dtype, shift, device):
     """The count says which rows are computed; a wrong one is an error where it is looked at, else NaN."""
     options = {"shift": 1} if shift and name != "several" else {}

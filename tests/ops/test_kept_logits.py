@@ -5,9 +5,7 @@ import functools
 import pytest
 import torch
 from checks import same_bits
-from heads import compare, head_inputs, leaves_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from heads import head_inputs, leaves_of
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
@@ -26,38 +24,6 @@ KEEPS = [None, 0, 5 * ROW, 1e6]
 def _keep(keep_mb):
     """Options; with 5 * ROW one chunk of four rows is kept, and the others are computed again."""
     return {"keep_mb": keep_mb, "chunk_rows": 4 if keep_mb == 5 * ROW else None}
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_random_combinations(data):
-    draw = data.draw
-    torch.manual_seed(draw(st.integers(0, 2**31), label="seed"))
-    rows, h, v = draw(st.integers(1, 40)), draw(st.integers(8, 33)), draw(st.integers(2, 130))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    tensors = head_inputs(rows, h, v, dtype=dtype, masked=draw(st.sampled_from([0.0, 0.3, 1.0])))
-    hidden, weight, target = (
-        t if i == 2 else t.detach().requires_grad_(draw(st.booleans())) for i, t in enumerate(tensors)
-    )
-    options = {
-        "temperature": draw(st.sampled_from([1.0, 0.6])),
-        "softcap": draw(st.sampled_from([None, 5.0])),
-        "chunk_rows": draw(st.sampled_from([None, 1, 7])),
-        "keep_mb": draw(st.sampled_from([None, 0, 1e-3, 4e-3, 1.0])),
-    }
-    if draw(st.booleans(), label="bias"):
-        options["bias"] = torch.randn(v).to(dtype).requires_grad_(draw(st.booleans()))
-    if draw(st.booleans(), label="lora"):
-        a, b = torch.randn(3, h).to(dtype), torch.randn(v, 3).mul(0.2).to(dtype)
-        options["lora"] = (a.requires_grad_(draw(st.booleans())), b.requires_grad_(draw(st.booleans())), 0.5)
-    fn, plain = draw(st.sampled_from([(FN, reference), (LOSS, LOSS_REFERENCE)]))
-    if fn is LOSS:
-        options["label_smoothing"] = draw(st.sampled_from([0.0, 0.1]))
-        if draw(st.booleans(), label="token_weight"):
-            options["token_weight"] = torch.rand(rows)
-    if not leaves_of([hidden, weight, options]):
-        hidden.requires_grad_()
-    compare(fn, plain, (hidden, weight, target), options, noise=16 * torch.finfo(dtype).eps)
 
 
 def _products(step, least):

@@ -52,41 +52,6 @@ def _grads(result, batch, **options):
     return torch.autograd.grad(result.loss, (batch["hidden"], batch["weight"]), **options)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_it_is_the_composition(batch, name, device):
-    """linear_log_prob, then the loss of the log-probabilities."""
-    x = _operands(batch)
-    log_prob, entropies = tigon.linear_log_prob(*x, entropy=True)
-    mask = x[2] != -100
-    desirable = torch.arange(2 * PAIRS, device=device) % 3 == 0
-    composed = {
-        "preference": lambda: tigon.preference_loss(log_prob, mask, ref=batch["ref"], nll=0.3),
-        "kto": lambda: tigon.kto_loss(log_prob, desirable, mask, ref=batch["ref"], kl=0.1),
-        "policy": lambda: tigon.policy_loss(
-            log_prob, batch["advantage"], mask, old=batch["old"], entropies=entropies, entropy=0.1
-        ),
-        "sequences": lambda: tigon.policy_loss(
-            log_prob, batch["advantage"], mask, old=batch["old"], level="sequence", normalise="sequence"
-        ),
-    }[name]()
-    got = _losses(batch)[name]()
-    torch.testing.assert_close(got.loss, composed.loss)
-    for a, b in zip(_grads(got, batch), _grads(composed, batch), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_transforms(batch, name):
-    """torch.func takes the composition."""
-
-    def loss(hidden, weight):
-        return _losses({**batch, "hidden": hidden, "weight": weight})[name]().loss
-
-    got = torch.func.grad(loss, argnums=(0, 1))(batch["hidden"].detach(), batch["weight"].detach())
-    for a, b in zip(got, _grads(_losses(batch)[name](), batch), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6)
-
-
 def test_reference_head_is_its_sums(batch, device):
     hidden, weight, target = _operands(batch)
     states = torch.randn(2 * PAIRS, TOKENS, 40, device=device)
@@ -120,13 +85,6 @@ def test_metrics_are_bounded(batch):
     result = tigon.linear_policy(*_operands(batch), batch["advantage"])
     assert (result.log_prob <= 0).all()
     assert (result.entropy >= 0).all() and (result.entropy <= torch.tensor(VOCAB).log() + 1e-5).all()
-
-
-def test_workspace_is_bounded(batch):
-    fn = _losses(batch)["preference"]
-    torch.testing.assert_close(fn(max_workspace_mb=64.0).loss, fn().loss)
-    with pytest.raises(tigon.Error, match="max_workspace_mb must be at least"):
-        fn(max_workspace_mb=0.0)
 
 
 REFUSED = [

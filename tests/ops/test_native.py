@@ -48,6 +48,31 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 """
 
 
+# Their matmuls are PyTorch's, and may have other bits: the pieces around them.
+EXPERTS = """
+import itertools, tigon
+torch.manual_seed(0)
+pieces = torch.ops.tigon
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    x, g = torch.randn(2, 110, 190).to(dtype)
+    order, place, offsets = pieces.experts_route(torch.randint(0, 7, (110, 3)), 5)
+    rows, g = pieces.experts_gather(x, place), pieces.experts_gather(g, place)
+    gate_up, weights = torch.randn(330, 84).to(dtype), torch.randn(330)
+    bias, down_bias = torch.randn(5, 84).to(dtype), torch.randn(5, 190).to(dtype)
+    emit(order, place, offsets, pieces.experts_combine(rows, place, offsets, weights, down_bias, 110))
+    emit(pieces.experts_sum(rows, weights, order, offsets))
+    here = int(offsets[-1])
+    for kind, columns in itertools.product(range(7), range(3)):
+        if columns == 2 and kind in (4, 6):
+            continue  # a clamped unit has a gate and an input
+        gate = kind, columns, 1.2, 1.5
+        act = pieces.experts_gate(gate_up, bias, offsets, *gate)
+        saved = gate_up, bias, weights, order, offsets, g, down_bias
+        dgate_up, weighted, dweights = pieces.experts_gate_bwd(act, *saved, *gate, True, True, True)
+        emit(act[:here], dgate_up[:here], weighted[:here], dweights)
+"""
+
+
 EVERY_OP = f"""
 import random, sys
 sys.path[:0] = {[str(TESTS), str(TESTS / "ops")]}
@@ -83,7 +108,7 @@ for case in test_muon.LISTS:
 """
 
 
-@pytest.mark.parametrize("script", [SCRIPT, LISTS], ids=["rows", "lists"])
+@pytest.mark.parametrize("script", [SCRIPT, LISTS, EXPERTS], ids=["rows", "lists", "experts"])
 def test_same_bits_on_every_instruction_set_and_thread_count(script):
     assert len(bits_under(script)) == 1
 

@@ -147,18 +147,6 @@ def test_add_in_place_compiled(device):
     assert all(map(same_bits, got, want)) and same_bits(residual, want[1])
 
 
-def test_add_with_one_upstream_gradient(device):
-    """A residual stream that ends, and a norm that nobody reads."""
-    leaves = [v.requires_grad_() for v in _draw("add_rms_norm", device)]
-    y, h = tigon.add_rms_norm(*leaves)
-    d = torch.randn_like(y)
-    dx, dresidual = torch.autograd.grad(h, leaves[:2], d, retain_graph=True)
-    assert same_bits(dx, d) and same_bits(dresidual, d)
-    norm = tigon.rms_norm(h.detach().requires_grad_(), leaves[2])
-    (alone,) = torch.autograd.grad(norm, leaves[2], d)
-    assert same_bits(torch.autograd.grad(y, leaves, d)[2], alone)
-
-
 def test_add_is_the_norm_of_the_sum(device):
     x, residual, weight = _draw("add_rms_norm", device, torch.bfloat16)
     y, h = tigon.add_rms_norm(x, residual, weight)
@@ -189,37 +177,6 @@ def test_modules(device):
     assert same_bits(poly(x), tigon.poly_norm(x, poly.weight, poly.bias, 1e-5)) and "1e-05" in repr(poly)
     assert poly.bias.tolist() == [1.0] and poly.weight.tolist() == torch.full((3,), 1 / 3).tolist()
     assert same_bits(tigon.nn.Sparsemax()(x), tigon.sparsemax(x))
-
-
-ROW_OPS = {
-    "rms_norm": lambda x, other, w: tigon.rms_norm(x, w),
-    "layer_norm": lambda x, other, w: tigon.layer_norm(x, w, w.flip(0)),
-    "add_rms_norm": lambda x, other, w: tigon.add_rms_norm(x, other, w)[0],
-    "gated_rms_norm": lambda x, other, w: tigon.gated_rms_norm(x, other, w),
-    "softmax": lambda x, other, w: tigon.softmax(x),
-    "sparsemax": lambda x, other, w: tigon.sparsemax(x),
-    "poly_norm": lambda x, other, w: tigon.poly_norm(x, w[:3], w[:1]),
-}
-
-
-@pytest.mark.parametrize("columns", [128, 1024, 2056, 4096, 4097, 8192])
-@pytest.mark.parametrize("op", ROW_OPS)
-def test_rows_do_not_depend_on_their_number(op, columns, device):
-    """Few rows may have other kernels than many: to the bit the same, and so are their gradients."""
-    many, fewer = (2200, (1, 2, 150, 500)) if device == "cuda" else (33, (1, 2))
-    for dtype in (torch.bfloat16, torch.float32):
-        x, other, dy = (torch.randn(many, columns).to(device, dtype) for _ in range(3))
-        weight = torch.randn(columns).to(device, dtype)
-
-        def both(rows, given=(x, other, dy), weight=weight):
-            x, other, dy = (value[:rows].clone() for value in given)
-            y = ROW_OPS[op](x.requires_grad_(), other, weight)
-            return y.detach(), torch.autograd.grad(y, x, dy)[0]
-
-        whole = both(many)
-        for rows in fewer:
-            for part, full in zip(both(rows), whole, strict=True):
-                assert same_bits(part, full[:rows]), (dtype, rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -29,77 +29,52 @@ def with_gradients(params):
     return params
 
 
-def adamw(extra) -> AdamW:
-    return AdamW([{"params": [matrix()], **extra}])
+def made(groups, cls):
+    return cls(groups)
 
 
-def adamw_later(extra) -> AdamW:
-    optimizer = AdamW([matrix()])
-    optimizer.add_param_group({"params": [matrix()], **extra})
+def added(groups, cls):
+    """The last group comes later."""
+    optimizer = cls(groups[:-1] or [matrix()])
+    optimizer.add_param_group(groups[-1])
     return optimizer
 
 
-def adamw_in_backward(extra) -> AdamW:
-    optimizer = AdamW([matrix()])
+def in_backward(groups, cls):
+    optimizer = cls([matrix()])
     step_in_backward(optimizer)
-    optimizer.add_param_group({"params": [matrix()], **extra})
+    optimizer.add_param_group(groups[-1])
     return optimizer
 
 
-def adamw_loaded(extra) -> AdamW:
-    optimizer, saved = AdamW([matrix()]), AdamW([matrix()]).state_dict()
-    saved["param_groups"][0].update(extra)
+def loaded(groups, cls):
+    """The last group's options come with a saved state."""
+    plain = [{"params": [matrix()], "use_muon": group.get("use_muon", True)} for group in groups]
+    plain = plain if cls is Muon else [matrix()]
+    optimizer, saved = cls(copy.copy(plain)), cls(copy.copy(plain)).state_dict()
+    saved["param_groups"][-1].update({k: v for k, v in groups[-1].items() if k not in ("params", "use_muon")})
     optimizer.load_state_dict(saved)
     return optimizer
 
 
-def muon(extra) -> Muon:
-    return Muon([{"params": [matrix()], **extra}])
+# How a group of AdamW comes, alone or as Muon's second one, and a group of Muon.
+ADAMW_WAYS = [("adamw", way) for way in (made, added, in_backward, loaded)]
+ADAMW_WAYS += [("muon's adamw", way) for way in (made, added, loaded)]
+MUON_WAYS = [("muon", way) for way in (made, added, loaded)]
 
 
-def muon_later(extra) -> Muon:
-    optimizer = Muon([matrix()])
-    optimizer.add_param_group({"params": [matrix()], **extra})
-    return optimizer
+def optimizer_of(kind, way, extra):
+    """An optimizer whose last group has these options and came this way."""
+    group = {"params": [matrix()], **extra}
+    if kind == "muon's adamw":
+        return way([{"params": [matrix()]}, {"use_muon": False, **group}], Muon)
+    return way([group], Muon if kind == "muon" else AdamW)
 
 
-def muon_loaded(extra) -> Muon:
-    optimizer, saved = Muon([matrix()]), Muon([matrix()]).state_dict()
-    saved["param_groups"][0].update(extra)
-    optimizer.load_state_dict(saved)
-    return optimizer
+def ways(of):
+    return pytest.mark.parametrize("kind, way", of, ids=[f"{kind}-{way.__name__}" for kind, way in of])
 
 
-def muons_adamw(extra) -> Muon:
-    return Muon([{"params": [matrix()]}, {"params": [matrix()], "use_muon": False, **extra}])
-
-
-def muons_adamw_later(extra) -> Muon:
-    optimizer = Muon([matrix()])
-    optimizer.add_param_group({"params": [matrix()], "use_muon": False, **extra})
-    return optimizer
-
-
-def muons_adamw_loaded(extra) -> Muon:
-    def make():
-        return Muon([{"params": [matrix()]}, {"params": [matrix()], "use_muon": False}])
-
-    optimizer, saved = make(), make().state_dict()
-    saved["param_groups"][1].update(extra)
-    optimizer.load_state_dict(saved)
-    return optimizer
-
-
-ADAMW_WAYS = [
-    adamw,
-    adamw_later,
-    adamw_in_backward,
-    adamw_loaded,
-    muons_adamw,
-    muons_adamw_later,
-    muons_adamw_loaded,
-]
-MUON_WAYS = [muon, muon_later, muon_loaded]
 WHOLE = {"rounding": "split", "moment_dtype": torch.float32, "moment_rounding": "nearest"}
 WHOLE |= {"max_grad_norm": 1.0, "seed": 3}
 
@@ -131,40 +106,39 @@ def misspelled(name: str) -> set[str]:
     )
 
 
-@pytest.mark.parametrize("way", ADAMW_WAYS + MUON_WAYS, ids=lambda f: f.__name__)
-def test_every_option_is_used_or_refused(way):
+@ways(ADAMW_WAYS + MUON_WAYS)
+def test_every_option_is_used_or_refused(kind, way):
     """Options of the optimizer as a whole, those of other optimizers, and misspelled ones are refused by
     name, by each way that a group comes; notes stay."""
-    is_muons, is_adamws = way in MUON_WAYS, way in ADAMW_WAYS[:4]
-    whole = WHOLE.keys() - ({"moment_dtype"} if is_adamws else set())
-    own = arguments(Muon if is_muons else AdamW) - whole
+    whole = WHOLE.keys() - ({"moment_dtype"} if kind == "adamw" else set())
+    own = arguments(Muon if kind == "muon" else AdamW) - whole
     # A state that was saved before has Muon's options in all groups.
-    taken = own | (arguments(Muon) if way is muons_adamw_loaded else set()) | {"use_muon"}
+    taken = own | (arguments(Muon) if (kind, way) == ("muon's adamw", loaded) else set()) | {"use_muon"}
     for name in sorted(whole | (of_pytorch() | {"learning_rate", "wd"}) - taken):
         with pytest.raises(tigon.Error, match=rf"a group must not have '{name}'"):
-            way({name: WHOLE.get(name, 0.5)})
+            optimizer_of(kind, way, {name: WHOLE.get(name, 0.5)})
     others = {"momentum", "nesterov", "dampening"}  # that somebody took this optimizer to have
     for option in sorted(own | others):
         for name in sorted(misspelled(option) - taken):
             with pytest.raises(tigon.Error, match=rf"a group must not have '{name}'"):
-                way({name: 0.5})
-    assert NOTES.items() <= way(NOTES).param_groups[-1].items()
+                optimizer_of(kind, way, {name: 0.5})
+    assert NOTES.items() <= optimizer_of(kind, way, NOTES).param_groups[-1].items()
 
 
-@pytest.mark.parametrize("way", ADAMW_WAYS + MUON_WAYS, ids=lambda f: f.__name__)
-def test_values_of_a_group(way):
+@ways(ADAMW_WAYS + MUON_WAYS)
+def test_values_of_a_group(kind, way):
     """What the constructor refuses is refused in a group."""
     bad = {"lr": -1.0, "eps": -1.0, "weight_decay": None}
-    if way in MUON_WAYS:
+    if kind == "muon":
         bad |= {"momentum": 1.0, "nesterov": 1, "ns_steps": 0, "adjust_lr_fn": "rms"}
         bad |= {"ns_coefficients": (1, 2)}
     else:
         bad |= {"betas": (0.9, 1.0), "amsgrad": None, "maximize": "no", "capturable": 0}
         bad |= {"differentiable": True, "decoupled_weight_decay": 1, "fused": 1, "foreach": 0}
-        bad |= {"moment_dtype": "int4"} if way in ADAMW_WAYS[:4] else {}
+        bad |= {"moment_dtype": "int4"} if kind == "adamw" else {}
     for name, value in bad.items():
         with pytest.raises(tigon.Error, match=rf"{name} must"):
-            way({name: value})
+            optimizer_of(kind, way, {name: value})
 
 
 @pytest.mark.parametrize(
@@ -180,8 +154,8 @@ def test_values_of_a_group(way):
         ("capturable", True),
     ],
 )
-@pytest.mark.parametrize("way", ADAMW_WAYS, ids=lambda f: f.__name__)
-def test_used_options_change_the_step(way, option, value):
+@ways(ADAMW_WAYS)
+def test_used_options_change_the_step(kind, way, option, value):
     """A group's option does what the constructor's does, by every way."""
     plain = {"betas": (0.9, 0.5), "lr": 0.05, "weight_decay": 0.25}
     theirs = torch.optim.AdamW([matrix()], **plain)
@@ -189,7 +163,7 @@ def test_used_options_change_the_step(way, option, value):
         wanted = torch.optim.Adam([matrix()], **plain)
     else:  # PyTorch takes capturable on a GPU
         wanted = torch.optim.AdamW([matrix()], **plain | ({} if option == "capturable" else {option: value}))
-    optimizer = way(plain | {option: value})
+    optimizer = optimizer_of(kind, way, plain | {option: value})
     p, q, r = (o.param_groups[-1]["params"][0] for o in (optimizer, theirs, wanted))
     for i in range(3):
         for x in (p, q, r):
@@ -247,18 +221,6 @@ def test_a_group_that_is_refused_is_in_no_optimizer():
 # --- nothing is modified where something is refused -----------------------------------------------
 
 
-def lose_momentum(optimizer, p):
-    optimizer.state[p]["momentum_buffer"] = torch.zeros(2, 2)
-
-
-def free_momentum(optimizer, p):
-    optimizer.state[p]["momentum_buffer"].untyped_storage().resize_(0)
-
-
-def free_gradient(optimizer, p):
-    p.grad.untyped_storage().resize_(0)
-
-
 def resize(optimizer, p):
     p.grad = None
     p.data = torch.ones(2, 2)
@@ -266,29 +228,24 @@ def resize(optimizer, p):
 
 
 def edit(**options):
-    def change(optimizer, p):
-        optimizer.param_groups[-1].update(options)
-
-    change.__name__ = "-".join(options)
-    return change
+    return lambda optimizer, p: optimizer.param_groups[-1].update(options)
 
 
-@pytest.mark.parametrize(
-    "bad, words",
-    [
-        (lose_momentum, "momentum_buffer must have the sizes"),
-        (free_momentum, "momentum_buffer was freed"),
-        (free_gradient, "gradients was freed"),
-        (resize, "momentum_buffer must have the sizes"),
-        (edit(momentum=1.5), r"momentum must be in \[0, 1\)"),
-        (edit(nesterov=None), "nesterov must be"),
-        (edit(lr=-1.0), "lr must be >= 0"),
-        (edit(ns_steps=0), "ns_steps must be in"),
-        (edit(eps=None), "eps must be"),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_muon_refuses_before_it_modifies(bad, words):
+BAD = {
+    "momentum_buffer must have the sizes": lambda o, p: o.state[p].update(momentum_buffer=torch.zeros(2, 2)),
+    "momentum_buffer was freed": lambda o, p: o.state[p]["momentum_buffer"].untyped_storage().resize_(0),
+    "gradients was freed": lambda o, p: p.grad.untyped_storage().resize_(0),
+    "must have the sizes": resize,
+    r"momentum must be in \[0, 1\)": edit(momentum=1.5),
+    "nesterov must be": edit(nesterov=None),
+    "lr must be >= 0": edit(lr=-1.0),
+    "ns_steps must be in": edit(ns_steps=0),
+    "eps must be": edit(eps=None),
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_muon_refuses_before_it_modifies(words):
     """A last group that became unfit: AdamW's part and the groups before it stay as they are."""
     params = [matrix(3, 3), matrix(4, 6), matrix(5, 7)]
     groups = [{"params": params[:1], "use_muon": False}, {"params": params[1:2]}, {"params": params[2:]}]
@@ -296,7 +253,7 @@ def test_muon_refuses_before_it_modifies(bad, words):
     with_gradients(params)
     optimizer.step()
     before = copy.deepcopy([(p.detach(), optimizer.state[p]) for p in params[:2]])
-    bad(optimizer, params[2])
+    BAD[words](optimizer, params[2])
     with pytest.raises(tigon.Error, match=words):
         optimizer.step()
     for p, (data, state) in zip(params, before, strict=False):

@@ -159,7 +159,9 @@ def _head(draw):
     found |= {"bias": draw.random() < 0.3, "chunk_rows": draw.choice((None, 1, 7))}
     found |= {"temperature": draw.choice((1.0, 0.6, 1.7)), "logit_scale": draw.choice((1.0, 0.3, 2.0))}
     found |= {"lora": draw.choice((0, 0, 3)), "known": draw.random() < 0.3}
-    return _loss(draw) | found | {"layout": draw.choice(("contiguous", "offset1", "rows", "columns"))}
+    found |= _loss(draw) | {"layout": draw.choice(("contiguous", "offset1", "rows", "columns"))}
+    kept = found["reduction"] == "none" and found["denominator"] is None
+    return found | {"keep_mb": draw.choice((0.0, 2e-3, 1.0)) if kept else 0.0}
 
 
 def _log_prob(draw):
@@ -171,7 +173,8 @@ def _log_prob(draw):
 def _row_loss(draw):
     found = {name: value for name, value in _head(draw).items() if name in linear_loss.DEFAULTS}
     # Of a row or two, the last bit of one exponential decides how exact plain PyTorch happens to be.
-    return found | {"entropy": draw.random() < 0.4, "lead": (draw.choice((5, 13)), draw.choice((1, 3)))}
+    found |= {"entropy": draw.random() < 0.4, "lead": (draw.choice((5, 13)), draw.choice((1, 3)))}
+    return found | {"grads": draw.choice(((0, 1), (0, 1, 3)))}
 
 
 def _divergence(draw):

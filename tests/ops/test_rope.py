@@ -95,14 +95,6 @@ def test_refusals(call, message, device):
     refused(call, message, _ids=_ids, _raw=_raw, a=inputs, **names)
 
 
-@pytest.mark.parametrize("used", [0, 1])
-def test_one_result_used(used, device):
-    q, k, cos, sin = _inputs(device=device)
-    full = _gradients(q, k, cos, sin)[2:]
-    grads = torch.autograd.grad(tigon.rope(q, k, cos, sin)[used].sum(), (q, k), allow_unused=True)
-    assert same_bits(grads[used], full[used]) and grads[1 - used] is None
-
-
 @pytest.mark.parametrize("which", ["cos", "sin"])
 def test_tables_that_require_a_gradient_run_the_reference(which, device):
     q, k, cos, sin = _inputs(device=device)
@@ -219,11 +211,3 @@ def test_mixed_dtypes_promote_as_pytorch_does(dtype, table, sin_table, device):
     assert all(
         torch.allclose(a.double(), b, rtol=eps, atol=1e-6) for a, b in zip(got[:2], exact, strict=True)
     )
-
-
-def test_compile_with_dynamic_shapes(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(tigon.rope, fullgraph=True, backend="aot_eager", dynamic=True)
-    for tokens in (3, 7, 12):
-        inputs = _inputs(T=tokens, device=device)
-        assert _all_same(_gradients(*inputs, fn=compiled), _gradients(*inputs))

@@ -45,6 +45,7 @@ def deterministic():
 def subsets(rows):
     """Some rows alone, few, many, in another order."""
     yield from ([0], [rows - 1], [3, 4], list(range(5, 12)), list(range(20, 36)), list(range(1, rows, 2)))
+    yield from (list(range(n)) for n in (150, 500) if n < rows)
     yield torch.randperm(rows, generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -68,14 +69,14 @@ def check(fn, rows, run=results):
             assert same_bits(got, of_all[at]), (i, at)
 
 
-def row_ops(columns, dtype, device):
-    """Name -> function of rows, and the number of its inputs."""
+def row_ops(columns, dtype, device, rows=ROWS):
+    """Name -> function of rows, and its inputs."""
 
     def drawn(*shape):
         return torch.randn(*shape).to(device, dtype)
 
     w, b, one = drawn(columns), drawn(columns), drawn(1)
-    teacher = drawn(1, columns)
+    teacher, labels = drawn(1, columns), torch.arange(rows, device=device) % 7
     ops = {
         "rms_norm": (lambda x: tigon.rms_norm(x, w), 1),
         "layer_norm": (lambda x: tigon.layer_norm(x, w, b), 1),
@@ -90,21 +91,28 @@ def row_ops(columns, dtype, device):
         "geglu": (tigon.geglu, 2),
         "softmax": (tigon.softmax, 1),
         "sparsemax": (tigon.sparsemax, 1),
+        "modulated_rms_norm": (lambda *given: tigon.modulated_rms_norm(given[0], w, *given[1:]), 3),
+        "attention_residual": (lambda *values: tigon.attention_residual(values, b / columns**0.5, w), 3),
     }
+    ops = {name: (fn, [drawn(rows, columns) for _ in range(n)]) for name, (fn, n) in ops.items()}
     for name, loss in {"kl_div": tigon.kl_div, "jsd": tigon.jsd, "tvd": tigon.tvd}.items():
-        ops[name] = (lambda x, loss=loss: loss(x, teacher.expand_as(x), reduction="none"), 1)
-    return {name: (fn, [drawn(ROWS, columns) for _ in range(n)]) for name, (fn, n) in ops.items()}
+
+        def of_rows(x, labels, loss=loss):
+            return loss(x, teacher.expand_as(x), labels, reduction="none", ignore_index=3)
+
+        ops[name] = of_rows, [drawn(rows, columns), labels]
+    return ops
 
 
 ROW_OPS = list(row_ops(8, torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [64, 1024, 4096])
+@pytest.mark.parametrize("columns", [64, 1024, 2056, 8192])
 @pytest.mark.parametrize("name", ROW_OPS)
 def test_rows(name, columns, dtype, device):
-    """Without the mode: rows of whole vectors."""
-    check(*row_ops(columns, dtype, device)[name])
+    """Without the mode: rows of whole vectors, on a GPU more than run at once."""
+    check(*row_ops(columns, dtype, device, 2200 if device == "cuda" else ROWS)[name])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,7 +14,7 @@ T = 12
 PACKED = (5, 1, 6)  # lengths of the sequences of a row
 UNPACKED = [name for name in FORMS if re.match("linear_(preference|kto|policy)|sequences|simpo", name)]
 # The labels of a row move with it, and heads of several tokens have shifts of their own.
-FUNCTIONS = [name for name in FORMS if name not in ("several", "multi_token", *UNPACKED)]
+FUNCTIONS = [name for name in FORMS if name not in ("several", "multi_token", "drafter", *UNPACKED)]
 SHIFTS = (0, False, True, 1, 2, 3, 5, 11, 12, 40)
 
 
