@@ -362,7 +362,7 @@ class Llama {
                                       .labels = {.target = labels_, .valid_rows = counted},
                                       .reduction = {.total = total_, .scale = scale_},
                                       .results = {.loss = loss_}});
-    if (!wide) tigon::linear_head_finish(ctx, {.in = dhead_, .dloss = one_, .out = gradient});
+    if (!wide) tigon::loss_head_finish(ctx, {.in = dhead_, .dloss = one_, .out = gradient});
   }
 
   // --- Backward ---

@@ -41,7 +41,7 @@ struct Problem {
 std::vector<Rows> spans(const Rows& groups, int64_t limit) {
   Problem p(DType::f32);
   std::vector<Rows> all;
-  for (const LinearHeadSpan& s : linear_head_plan(p.head(), groups, limit))
+  for (const LossHeadSpan& s : loss_head_plan(p.head(), groups, limit))
     all.push_back({s.begin, s.count, s.group, s.groups});
   return all;
 }
@@ -60,30 +60,30 @@ TEST_CASE("plan packs whole groups in order") {
 TEST_CASE("plan refuses what cannot be met") {
   Problem p(DType::f32);
   LinearHead head = p.head();
-  CHECK_THROWS_WITH_AS(linear_head_plan(head, {3, -1}, 8),
+  CHECK_THROWS_WITH_AS(loss_head_plan(head, {3, -1}, 8),
                        "[driver] groups must have >= 0 rows, got -1 in group 1", Error);
   head.weight.rows = 1 << 18;  // 1 MiB a row
-  CHECK(linear_head_plan(head, {1024}, 8).size() == 1);
-  CHECK_THROWS_WITH_AS(linear_head_plan(head, {8, 1025}, 8),
+  CHECK(loss_head_plan(head, {1024}, 8).size() == 1);
+  CHECK_THROWS_WITH_AS(loss_head_plan(head, {8, 1025}, 8),
                        "[driver] groups must have at most 1024 rows (logits of 1 GiB), got 1025 in group 1",
                        Error);
-  CHECK(linear_head_plan(head, {1, 1025}, 1025).size() == 2);  // a limit of the caller's own
+  CHECK(loss_head_plan(head, {1, 1025}, 1025).size() == 2);  // a limit of the caller's own
 }
 
 TEST_CASE("chunks by sizes alone") {
-  LinearHeadSizes s = {.cuda = 1, .worked = 8192, .hidden = 4096, .vocab = 128256, .train_weight = 1};
-  CHECK(linear_head_whole_rows(s) == 9420);
-  CHECK(linear_head_chunk_rows(s) == 8192);
+  LossHeadSizes s = {.cuda = 1, .worked = 8192, .hidden = 4096, .vocab = 128256, .train_weight = 1};
+  CHECK(loss_head_whole_rows(s) == 9420);
+  CHECK(loss_head_chunk_rows(s) == 8192);
   s.worked = 16384;
-  CHECK(linear_head_chunk_rows(s) == 4096);
+  CHECK(loss_head_chunk_rows(s) == 4096);
   s.train_weight = 0, s.lean = 0;
-  CHECK(linear_head_chunk_rows(s) == 2048);
+  CHECK(loss_head_chunk_rows(s) == 2048);
   s.lean = 1;
-  CHECK(linear_head_chunk_rows(s) == 1024);
+  CHECK(loss_head_chunk_rows(s) == 1024);
   s.cuda = 0, s.worked = 1280;
-  CHECK(linear_head_chunk_rows(s) == 1280);
+  CHECK(loss_head_chunk_rows(s) == 1280);
   s.worked = 1281;
-  CHECK(linear_head_chunk_rows(s) == 768);
+  CHECK(loss_head_chunk_rows(s) == 768);
 }
 
 TEST_CASE("labels in advance stay in their sequence") {
@@ -92,13 +92,12 @@ TEST_CASE("labels in advance stay in their sequence") {
   Table target(DType::i64, 1, kRows), position_ids(DType::i64, 1, kRows);
   target.fill([](int64_t, int64_t r) { return double(100 + r); });
   position_ids.fill([](int64_t, int64_t r) { return double(r < 5 ? r : r < 6 ? 0 : r - 6); });  // 5, 1 and 6
-  auto labels = [&](const LinearHeadShift& by) {
+  auto labels = [&](const LossHeadShift& by) {
     Vector out =
-        linear_head_labels(*ctx, "driver", {.target = target.vector(), .ignore_index = -7, .shift = by})
-            .target;
+        loss_head_labels(*ctx, "driver", {.target = target.vector(), .ignore_index = -7, .shift = by}).target;
     return Rows(out.as<int64_t>(), out.as<int64_t>() + out.size);
   };
-  CHECK(linear_head_labels(*ctx, "driver", {.target = target.vector()}).target.data == target.vector().data);
+  CHECK(loss_head_labels(*ctx, "driver", {.target = target.vector()}).target.data == target.vector().data);
   CHECK(labels({.shift = 1}) == Rows{101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, -7});
   CHECK(labels({.shift = 2, .length = 4}) == Rows{102, 103, -7, -7, 106, 107, -7, -7, 110, 111, -7, -7});
   for (int64_t past : {int64_t(4), int64_t(5), std::numeric_limits<int64_t>::max()})
@@ -122,11 +121,11 @@ TEST_CASE("results of the list reach all rows") {
   auto ctx = make_cpu_context(1);
   Problem p(DType::f32);
   LinearHead head = p.head();
-  LinearHeadRows rows = linear_head_rows(*ctx, head, {.target = p.target.vector(), .valid_rows = 10});
+  LossHeadRows rows = loss_head_rows(*ctx, head, {.target = p.target.vector(), .valid_rows = 10});
   REQUIRE(rows.listed);
   Table from = Table(DType::f32, 1, rows.count).normal(9), to(DType::f32, 1, p.rows),
         square(DType::f32, 1, p.rows);
-  LinearHeadResults results = {.target = p.target.vector(), .position = rows.position, .fault = rows.fault};
+  LossHeadResults results = {.target = p.target.vector(), .position = rows.position, .fault = rows.fault};
   results.add({.from = from.vector(), .to = to.vector()});
   results.add({.from = from.vector(), .to = {}});
   results.add({.from = from.vector(),
@@ -135,14 +134,14 @@ TEST_CASE("results of the list reach all rows") {
                .gain = 2.0f,
                .square = true});
   CHECK(results.count == 2);
-  linear_head_results(*ctx, results);
+  loss_head_results(*ctx, results);
   for (int64_t r = 0, i = 0; r < p.rows; ++r) {
     double x = p.counts(r) ? from(i++) : 0.0;
     CHECK(to(r) == x);
     CHECK(std::abs(square(r) - 2 * p.factor(r) * x * x) <= 1e-6 * std::abs(square(r)));
   }
   *rows.fault.as<float>() = NAN;
-  linear_head_results(*ctx, results);
+  loss_head_results(*ctx, results);
   for (int64_t r = 0; r < p.rows; ++r) CHECK(std::isnan(to(r)));
 }
 
@@ -152,7 +151,7 @@ TEST_CASE("the engine refuses under its driver's name") {
   auto refused = [&](auto change, const char* message) {
     LinearHead head = p.head();
     change(head);
-    CHECK_THROWS_WITH_AS(linear_head_check(head), doctest::Contains(message), Error);
+    CHECK_THROWS_WITH_AS(loss_head_check(head), doctest::Contains(message), Error);
   };
   refused([](LinearHead& a) { a.weight.cols = 9; }, "[driver] weight must be [21, 10], got [21, 9]");
   refused([](LinearHead& a) { a.bias.size = 20; }, "bias must be [21], got [20]");
@@ -161,15 +160,14 @@ TEST_CASE("the engine refuses under its driver's name") {
   refused([](LinearHead& a) { a.dhidden.rows = 3; }, "dhidden must be [13, 10], got [3, 10]");
   LinearHead head = p.head();
   head.dweight.dtype = DType::bf16;
-  linear_head_check(head);
-  linear_head_check_chunks(head, 1);
-  CHECK_THROWS_WITH_AS(linear_head_check_chunks(head, 2), doctest::Contains("dweight must be float32"),
-                       Error);
+  loss_head_check(head);
+  loss_head_check_chunks(head, 1);
+  CHECK_THROWS_WITH_AS(loss_head_check_chunks(head, 2), doctest::Contains("dweight must be float32"), Error);
   CHECK_THROWS_WITH_AS(
-      linear_head_rows(*ctx, head, {.target = p.target.vector(), .valid_rows = 9}),
+      loss_head_rows(*ctx, head, {.target = p.target.vector(), .valid_rows = 9}),
       doctest::Contains("valid_rows must be the number of labels that are not -100, 10, got 9"), Error);
   p.target.set(0, 3, 21);
-  CHECK_THROWS_WITH_AS(linear_head_rows(*ctx, head, {.target = p.target.vector()}),
+  CHECK_THROWS_WITH_AS(loss_head_rows(*ctx, head, {.target = p.target.vector()}),
                        doctest::Contains("target must be in [0, 21) or -100 (ignored), got 21 in row 3"),
                        Error);
 }

@@ -10,7 +10,8 @@
 namespace tigon::cuda {
 
 // Finds the rows that are not ignored (with Ignored: that are). All lanes of a warp call it together. Rows
-// has `rows`, which is also returned after the last row; `labels`, false if no row is ignored; and ignored(r).
+// has `rows`, which is also returned after the last row; `labels`, false if no row is ignored; and
+// ignored(r).
 template <bool Ignored = false>
 struct MaskedRowScanner {
   // The first label that has not been examined.

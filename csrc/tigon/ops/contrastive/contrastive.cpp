@@ -18,12 +18,12 @@ class ContrastivePass : public RowPass {
   void memory(LossHeadRun& run) override {
     const int64_t m = a_.d.rows;
     if (a_.guide_q.data)
-      guide_ = linear_head_matrix(run.ctx, run.limit, m, linear_head_logit_stride(m), DType::f32);
+      guide_ = loss_head_matrix(run.ctx, run.limit, m, loss_head_logit_stride(m), DType::f32);
   }
 
  protected:
   // The rows as the kernels read them.
-  ContrastiveChunk chunk(Context& ctx, const LinearHeadPart& p) const {
+  ContrastiveChunk chunk(Context& ctx, const LossHeadPart& p) const {
     if (guide_.data)
       multiply(ctx, {.a = rows_from(a_.guide_q, p.begin, p.count),
                      .b = a_.guide_d,
@@ -39,9 +39,9 @@ class ContrastivePass : public RowPass {
             .labels = a_.labels.data ? a_.labels.row<int64_t>(p.begin) : nullptr,
             .label_count = a_.labels.cols,
             .label_stride = a_.labels.stride,
-            .q_ids = linear_head_part(a_.q_ids, p.begin, p.count).as<int64_t>(),
+            .q_ids = loss_head_part(a_.q_ids, p.begin, p.count).as<int64_t>(),
             .d_ids = a_.d_ids.as<int64_t>(),
-            .limit = linear_head_part(a_.limit, p.begin, p.count).as<float>()};
+            .limit = loss_head_part(a_.limit, p.begin, p.count).as<float>()};
   }
 
  private:
@@ -62,7 +62,7 @@ class StatisticsPass final : public ContrastivePass {
     ContrastivePass::memory(run);
   }
 
-  void rows(const LossHeadRun& run, const LinearHeadPart& p) override {
+  void rows(const LossHeadRun& run, const LossHeadPart& p) override {
     ContrastiveChunk part = chunk(run.ctx, p);
     part.row_parts = row_parts_, part.col_parts = col_parts_;
     if (a_.picked) part.picked = a_.picked.as<float>() + p.begin * part.label_count;
@@ -98,13 +98,13 @@ class GradientPass final : public ContrastivePass {
     const int64_t n = a_.q.rows, panels = contrastive_panels(a_.d.rows), most = run.limit;
     tiles_ = contrastive_blocks(most) * panels;
     if (a_.dlog_scale)
-      slopes_ = linear_head_vector(run.ctx, n / most * tiles_ + contrastive_blocks(n % most) * panels);
+      slopes_ = loss_head_vector(run.ctx, n / most * tiles_ + contrastive_blocks(n % most) * panels);
     ContrastivePass::memory(run);
   }
 
-  void rows(const LossHeadRun& run, const LinearHeadPart& p) override {
+  void rows(const LossHeadRun& run, const LossHeadPart& p) override {
     ContrastiveChunk part = chunk(run.ctx, p);
-    auto from = [&](const Vector& v) { return linear_head_part(v, p.begin, p.count); };
+    auto from = [&](const Vector& v) { return loss_head_part(v, p.begin, p.count); };
     part.row_lse = from(a_.row_lse).as<double>(), part.drow = from(a_.drow).as<float>();
     part.col_lse = a_.col_lse.as<double>(), part.dcol = a_.dcol.as<float>();
     if (a_.dpicked) part.dpicked = a_.dpicked.as<float>() + p.begin * part.label_count;
@@ -118,12 +118,12 @@ class GradientPass final : public ContrastivePass {
     if (a_.dlog_scale) cross_entropy_total(run.ctx, {.loss = slopes_, .total = a_.dlog_scale});
     const Matrix& sum = run.a.head.dweight;
     if (sum.data == a_.dd.data) return;
-    const Vector one = linear_head_vector(run.ctx, 1);
-    TIGON_RUN(kOp, run.ctx, linear_head_ones, one);
+    const Vector one = loss_head_vector(run.ctx, 1);
+    TIGON_RUN(kOp, run.ctx, loss_head_ones, one);
     Matrix dd = a_.dd;
-    if (dd.stride != dd.cols) dd = linear_head_matrix(run.ctx, dd.rows, dd.cols, dd.cols, dd.dtype);
-    linear_head_finish(run.ctx, {.in = sum, .dloss = one, .out = dd});
-    if (dd.data != a_.dd.data) linear_head_move(run.ctx, {.from = dd, .to = a_.dd});
+    if (dd.stride != dd.cols) dd = loss_head_matrix(run.ctx, dd.rows, dd.cols, dd.cols, dd.dtype);
+    loss_head_finish(run.ctx, {.in = sum, .dloss = one, .out = dd});
+    if (dd.data != a_.dd.data) loss_head_move(run.ctx, {.from = dd, .to = a_.dd});
   }
 
  private:
@@ -150,9 +150,8 @@ void run(Context& ctx, const ContrastiveBwd& a) {
   LinearHead& head = call.head;
   head.dhidden = a.dq, head.dweight = a.dd;
   // A sum over chunks is f32 first.
-  if (a.dd.data && a.dd.dtype != DType::f32 &&
-      linear_head_limit(ctx, head, a.q.rows, a.chunk_rows) < a.q.rows)
-    head.dweight = linear_head_matrix(ctx, a.d.rows, a.d.cols, a.d.cols, DType::f32);
+  if (a.dd.data && a.dd.dtype != DType::f32 && loss_head_limit(ctx, head, a.q.rows, a.chunk_rows) < a.q.rows)
+    head.dweight = loss_head_matrix(ctx, a.d.rows, a.d.cols, a.d.cols, DType::f32);
   GradientPass pass(a);
   loss_head_run(ctx, call, pass);
 }

@@ -23,7 +23,7 @@
 // Aliasing    none
 // Determinism bitwise, run to run: chunks in order, sums in fixed trees over blocks that follow from shapes
 // Traffic     forward one product, backward three (those with a guide one more each). A chunk of
-//             similarities, at most what linear_head_chunk_rows says, is written and read once in forward; in
+//             similarities, at most what loss_head_chunk_rows says, is written and read once in forward; in
 //             backward written, read, written and read twice
 // Refused     sizes or dtypes that do not fit, d without rows, ids of one side, one guide: tigon::Error
 //             before anything is written
@@ -41,7 +41,7 @@ struct ContrastiveScores {
   Vector q_ids, d_ids;      // empty: no pair is left out by them
   Vector limit;             // empty: no pair is left out by it
   Matrix guide_q, guide_d;  // empty: t is q . d^T
-  int64_t chunk_rows = 0;   // 0: linear_head_chunk_rows
+  int64_t chunk_rows = 0;   // 0: loss_head_chunk_rows
 
   void inputs(Fields& f) {
     f.rows("q", q);

@@ -12,8 +12,8 @@ namespace {
 constexpr const char* kOp = "drafter_loss";
 
 void check_call(const DrafterLoss& a, const LinearHead& draft, const LinearHead& teacher) {
-  linear_head_check(draft);
-  linear_head_check(teacher);
+  loss_head_check(draft);
+  loss_head_check(teacher);
   int64_t rows = teacher.hidden.rows, draft_rows = draft.hidden.rows, v = draft.weight.rows,
           v_t = teacher.weight.rows;
   require_dtype(kOp, "teacher_hidden", teacher.hidden.dtype, draft.hidden.dtype);
@@ -33,13 +33,13 @@ void check_call(const DrafterLoss& a, const LinearHead& draft, const LinearHead&
 // The draft's rows of some rows of the teacher, whose logits are made for them.
 class DrafterPass final : public RowPass {
  public:
-  DrafterPass(const DrafterLoss& a, const LinearHead& teacher, const LinearHeadLabels& labels, int64_t steps)
+  DrafterPass(const DrafterLoss& a, const LinearHead& teacher, const LossHeadLabels& labels, int64_t steps)
       : a_(a), teacher_(teacher), labels_(labels), steps_(steps) {}
 
   int64_t part(Context& ctx, int64_t rows) override {
-    return linear_head_limit(ctx, teacher_, rows / steps_, 0, false) * steps_;
+    return loss_head_limit(ctx, teacher_, rows / steps_, 0, false) * steps_;
   }
-  void begin(LossHeadRun& run) override { teacher_rows_ = linear_head_rows(run.ctx, teacher_, labels_); }
+  void begin(LossHeadRun& run) override { teacher_rows_ = loss_head_rows(run.ctx, teacher_, labels_); }
 
   void memory(LossHeadRun& run) override {
     loss_ = run.result(a_.loss, a_.token_weight);
@@ -47,22 +47,22 @@ class DrafterPass final : public RowPass {
     if (run.a.head.wants_gradients()) factor_ = run.factor();
     if (run.spans.empty()) return;
     const int64_t v = a_.head.weight.rows, few = run.part / steps_;
-    auto vector = [&](DType dtype) { return linear_head_vector(run.ctx, few, dtype); };
-    workspace_ = linear_head_workspace(run.ctx, teacher_, teacher_rows_, {.chunk = few});
+    auto vector = [&](DType dtype) { return loss_head_vector(run.ctx, few, dtype); };
+    workspace_ = loss_head_workspace(run.ctx, teacher_, teacher_rows_, {.chunk = few});
     if (a_.draft_id)
-      pass_.columns = linear_head_matrix(run.ctx, few, v, linear_head_logit_stride(v), teacher_.hidden.dtype);
+      pass_.columns = loss_head_matrix(run.ctx, few, v, loss_head_logit_stride(v), teacher_.hidden.dtype);
     pass_.draft_id = a_.draft_id, pass_.mask_outside = a_.mask_outside;
     pass_.max = vector(DType::f32), pass_.log_sum = vector(DType::f32), pass_.label = vector(DType::i64);
     if (a_.draft_id && (a_.overlap_outside || a_.soft_outside)) pass_.share = vector(DType::f32);
   }
 
-  void rows(const LossHeadRun& run, const LinearHeadPart& p) override {
+  void rows(const LossHeadRun& run, const LossHeadPart& p) override {
     const int64_t count = p.count / steps_;
-    LinearHeadChunk c = linear_head_chunk(teacher_, teacher_rows_, workspace_, p.begin / steps_, count);
-    linear_head_logits(run.ctx, teacher_, c);
+    LossHeadChunk c = loss_head_chunk(teacher_, teacher_rows_, workspace_, p.begin / steps_, count);
+    loss_head_logits(run.ctx, teacher_, c);
     pass_.logits = c.logits;
     TIGON_RUN(kOp, run.ctx, drafter_teacher, pass_);
-    auto of = [&](const Vector& v) { return linear_head_part(v, p.begin, p.count); };
+    auto of = [&](const Vector& v) { return loss_head_part(v, p.begin, p.count); };
     const DrafterRows draft = {.draft = p.logits,
                                .teacher = rows_from(a_.draft_id ? pass_.columns : pass_.logits, 0, count),
                                .max = pass_.max,
@@ -87,32 +87,32 @@ class DrafterPass final : public RowPass {
  private:
   const DrafterLoss& a_;
   const LinearHead& teacher_;
-  const LinearHeadLabels& labels_;  // of the teacher's rows
+  const LossHeadLabels& labels_;  // of the teacher's rows
   const int64_t steps_;
-  LinearHeadRows teacher_rows_;
+  LossHeadRows teacher_rows_;
   Vector factor_, loss_, overlap_, counted_;  // of the rows worked on
-  LinearHeadWorkspace workspace_;
+  LossHeadWorkspace workspace_;
   DrafterTeacher pass_;
 };
 
 }  // namespace
 
-LinearHeadPlan drafter_loss_memory(const LinearHeadSizes& sizes, const DrafterSizes& d) {
-  if (DType(sizes.dtype) == DType::f64) return linear_head_memory(sizes);
-  LinearHeadSizes s = sizes;
-  s.chunk_rows = std::max<int64_t>(linear_head_memory(s).chunk_rows / d.steps, 1) * d.steps;
+LossHeadPlan drafter_loss_memory(const LossHeadSizes& sizes, const DrafterSizes& d) {
+  if (DType(sizes.dtype) == DType::f64) return loss_head_memory(sizes);
+  LossHeadSizes s = sizes;
+  s.chunk_rows = std::max<int64_t>(loss_head_memory(s).chunk_rows / d.steps, 1) * d.steps;
   // The teacher's rows of a part, as DrafterPass divides a chunk.
-  const int64_t part = std::min(linear_head_chunk_rows({.cuda = s.cuda,
-                                                        .dtype = s.dtype,
-                                                        .worked = s.worked / d.steps,
-                                                        .hidden = d.teacher_hidden,
-                                                        .vocab = d.teacher_vocab,
-                                                        .lean = 0}),
+  const int64_t part = std::min(loss_head_chunk_rows({.cuda = s.cuda,
+                                                      .dtype = s.dtype,
+                                                      .worked = s.worked / d.steps,
+                                                      .hidden = d.teacher_hidden,
+                                                      .vocab = d.teacher_vocab,
+                                                      .lean = 0}),
                                 s.chunk_rows / d.steps);
   if (!s.train_hidden && !s.train_weight) s.chunk_rows = part * d.steps;
-  LinearHeadPlan plan = linear_head_memory(s);
+  LossHeadPlan plan = loss_head_memory(s);
   const int64_t size = int64_t(size_of(DType(s.dtype))), listed = s.worked < s.rows;
-  const int64_t own = linear_head_logit_stride(s.vocab), whole = linear_head_logit_stride(d.teacher_vocab);
+  const int64_t own = loss_head_logit_stride(s.vocab), whole = loss_head_logit_stride(d.teacher_vocab);
   int64_t more = part * ((whole + d.mapped * own + listed * d.teacher_hidden) * size + 20);
   // What PyTorch's product of the teacher takes on the CPU, above that of the draft's.
   if (!s.cuda && size == 4) more += 4 * std::max<int64_t>(part * whole - s.chunk_rows * own, 0);
@@ -127,9 +127,9 @@ void drafter_loss(Context& ctx, const DrafterLoss& a) {
   check_call(a, draft, teacher);
   const int64_t steps = teacher.hidden.rows > 0 ? draft.hidden.rows / teacher.hidden.rows : 1;
   const int64_t valid = a.labels.valid_rows;
-  const LinearHeadLabels labels = {.target = a.teacher_target,
-                                   .ignore_index = a.labels.ignore_index,
-                                   .valid_rows = valid < 0 ? -1 : valid / steps};
+  const LossHeadLabels labels = {.target = a.teacher_target,
+                                 .ignore_index = a.labels.ignore_index,
+                                 .valid_rows = valid < 0 ? -1 : valid / steps};
   DrafterPass pass(a, teacher, labels, steps);
   loss_head_run(ctx,
                 {.head = draft,
@@ -150,7 +150,7 @@ namespace {
 template <bool rows_backward>
 struct DrafterLossCall {
   DrafterLoss call;
-  LinearHeadFields head;
+  LossHeadFields head;
 
   void fields(Fields& f) {
     DrafterLoss& a = call;
@@ -170,11 +170,11 @@ struct DrafterLossCall {
   }
   static void run(Context& ctx, const DrafterLossCall& given) {
     DrafterLoss a = given.call;
-    LinearHeadFields head = given.head;
+    LossHeadFields head = given.head;
     a.token_weight = head.token_weight;
     a.loss = head.losses(ctx, a.reduction, a.loss, a.head);
     for (Vector* v : {&a.overlap, &a.counted})
-      *v = rows_backward ? linear_head_vector(ctx, a.head.hidden.rows) : head.take(v == &a.overlap ? 1 : 2);
+      *v = rows_backward ? loss_head_vector(ctx, a.head.hidden.rows) : head.take(v == &a.overlap ? 1 : 2);
     drafter_loss(ctx, a);
   }
 
@@ -192,10 +192,10 @@ TIGON_CALL(RowsBackward, "drafter_loss_rows", backward)
 }  // namespace tigon
 
 // For Python, through ctypes.
-extern "C" TIGON_API void tigon_drafter_loss_memory(const tigon::LinearHeadSizes* sizes, int64_t steps,
+extern "C" TIGON_API void tigon_drafter_loss_memory(const tigon::LossHeadSizes* sizes, int64_t steps,
                                                     int64_t teacher_hidden, int64_t teacher_vocab,
-                                                    int64_t mapped, tigon::LinearHeadPlan* plan) {
-  *plan = tigon::linear_head_within(*sizes, [&](const tigon::LinearHeadSizes& s) {
+                                                    int64_t mapped, tigon::LossHeadPlan* plan) {
+  *plan = tigon::loss_head_within(*sizes, [&](const tigon::LossHeadSizes& s) {
     return tigon::drafter_loss_memory(s, {steps, teacher_hidden, teacher_vocab, mapped});
   });
 }

@@ -29,7 +29,7 @@
 // Dtypes      hidden, weight, teacher_hidden, teacher_weight f32 | bf16 | f16, the same; draft_id i32;
 //             targets i64; the rest f32
 // Rounding    logits of both sides to hidden's dtype, their gradient once, to it too; then as in loss_head.h
-// Saved       dhidden, dweight for linear_head_finish; nothing of the size of the logits
+// Saved       dhidden, dweight for loss_head_finish; nothing of the size of the logits
 // Scaling     as in linear_cross_entropy.h: f32 and bf16 gradients carry `scale`, f16 ones get it at the end
 // Masked rows target == ignore_index, the same for a row and its draft rows: results 0, gradient a row of
 //             zeros; free where their number is known (loss_head.h). So are rows without a label, except that
@@ -39,7 +39,7 @@
 // Determinism bitwise, run to run
 // Traffic     a teacher's row is read once and its draft's columns written; a draft row and those columns
 //             read, its gradient written
-// Refused     what linear_head_check refuses, a draft row count that is no multiple, draft_id missing where V
+// Refused     what loss_head_check refuses, a draft row count that is no multiple, draft_id missing where V
 //             is not V_t, eta < 0, upstream missing for gradients of per-row losses
 #pragma once
 
@@ -52,7 +52,7 @@ inline constexpr int kDrafterKinds = 5;
 
 struct DrafterLoss {
   LinearHead head;  // the draft's operands, and the gradients that are wanted
-  LinearHeadLabels labels;
+  LossHeadLabels labels;
   LossReduction reduction;
   Matrix teacher_hidden, teacher_weight;
   Vector teacher_target, draft_id;
@@ -70,7 +70,7 @@ struct DrafterSizes {
   int64_t steps = 1, teacher_hidden = 0, teacher_vocab = 0;
   int64_t mapped = 0;  // draft_id is given
 };
-TIGON_API LinearHeadPlan drafter_loss_memory(const LinearHeadSizes& sizes, const DrafterSizes& teacher);
+TIGON_API LossHeadPlan drafter_loss_memory(const LossHeadSizes& sizes, const DrafterSizes& teacher);
 
 // What the losses need of a few rows of the teacher, in one pass over its logits.
 struct DrafterTeacher {

@@ -14,10 +14,10 @@ constexpr const char* kOp = "linear_cross_entropy";
 // What the engine does not check.
 void check(const LinearCrossEntropy& a) {
   int64_t rows = a.head.hidden.rows;
-  linear_head_check(a.head);
+  loss_head_check(a.head);
   require_optional(kOp, "class_weight", a.class_weight, a.head.weight.rows, DType::f32);
   require_optional(kOp, "entropy_upstream", a.entropy_upstream, rows, DType::f32);
-  linear_head_check(kOp, a.formula);
+  loss_head_check(kOp, a.formula);
   const LinearCrossEntropyResults& r = a.results;
   require_optional(kOp, "z_term", r.z_term, rows, DType::f32);
   require_optional(kOp, "log_prob", r.log_prob, rows, DType::f32);
@@ -35,15 +35,15 @@ void check(const LinearCrossEntropy& a) {
               "kept logits must be rounded ones, without unit");
 }
 
-Vector row_factors(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows,
+Vector row_factors(Context& ctx, const LinearCrossEntropy& a, const LossHeadRows& rows,
                    const Vector& token_weight, const Vector& upstream) {
-  Vector out = linear_head_vector(ctx, rows.count);
-  linear_head_factors(ctx, {.target = a.labels.target,
-                            .ignore_index = a.labels.ignore_index,
-                            .index = rows.index,
-                            .token_weight = token_weight,
-                            .upstream = upstream,
-                            .out = out});
+  Vector out = loss_head_vector(ctx, rows.count);
+  loss_head_factors(ctx, {.target = a.labels.target,
+                          .ignore_index = a.labels.ignore_index,
+                          .index = rows.index,
+                          .token_weight = token_weight,
+                          .upstream = upstream,
+                          .out = out});
   return out;
 }
 
@@ -62,8 +62,8 @@ LinearCrossEntropy labelled(Context& ctx, const LinearCrossEntropy& call) {
                  !a.results.log_prob && !a.kept.unit.data && !a.kept.dlogits.data &&
                  a.label_smoothing == 0.0f && a.z_loss == 0.0f && a.labels.shift.shift == 0;
     TIGON_CHECK(kOp, plain, "several labels a row must have log-probabilities alone, and no shift");
-    a.labels.target = linear_head_vector(ctx, rows, DType::i64);
-    if (l.upstream) a.upstream = linear_head_vector(ctx, rows);
+    a.labels.target = loss_head_vector(ctx, rows, DType::i64);
+    if (l.upstream) a.upstream = loss_head_vector(ctx, rows);
     cross_entropy_label_targets(ctx, {.labels = l.labels,
                                       .count = l.count,
                                       .ignore_index = a.labels.ignore_index,
@@ -72,7 +72,7 @@ LinearCrossEntropy labelled(Context& ctx, const LinearCrossEntropy& call) {
                                       .target = a.labels.target,
                                       .factor = a.upstream});
   }
-  a.labels = linear_head_labels(ctx, kOp, a.labels);
+  a.labels = loss_head_labels(ctx, kOp, a.labels);
   return a;
 }
 
@@ -92,7 +92,7 @@ LossHead head_of(const LinearCrossEntropy& a) {
 // The row pass of `count` rows from `begin` on, with the results that `r` asks for.
 CrossEntropyRows row_pass(const LinearCrossEntropy& a, const Matrix& logits, const Vector& labels,
                           const LinearCrossEntropyResults& r, int64_t begin, int64_t count) {
-  auto part = [&](const Vector& of) { return linear_head_part(of, begin, count); };
+  auto part = [&](const Vector& of) { return loss_head_part(of, begin, count); };
   return {.logits = logits,
           .target = part(labels),
           .bias = a.head.bias,
@@ -121,7 +121,7 @@ LinearCrossEntropyResults results_of(LossHeadRun& run, const LinearCrossEntropy&
                                  .predicted = run.result(to.predicted, {}, false),
                                  .only_label = to.only_label};
   if (!to.z_term) return r;
-  if (!r.lse) r.lse = linear_head_vector(run.ctx, run.rows.count);
+  if (!r.lse) r.lse = loss_head_vector(run.ctx, run.rows.count);
   run.results.add(
       {.from = r.lse, .to = to.z_term, .factor = a.token_weight, .gain = a.z_loss, .square = true});
   run.writes = true;
@@ -141,13 +141,13 @@ class LabelPass : public RowPass {
     if (statistics(run)) run.spans.clear();
   }
 
-  void rows(const LossHeadRun& run, const LinearHeadPart& p) override {
+  void rows(const LossHeadRun& run, const LossHeadPart& p) override {
     const bool gradients = run.a.head.wants_gradients() || (p.begin < run.kept && !a_.kept.are_logits);
     CrossEntropyRows pass = row_pass(a_, p.logits, run.rows.labels, r_, p.begin, p.count);
     if (gradients) {
       pass.dlogits = p.to;
-      pass.scale = linear_head_part(factor_, p.begin, p.count);
-      pass.entropy_scale = linear_head_part(entropy_factor_, p.begin, p.count);
+      pass.scale = loss_head_part(factor_, p.begin, p.count);
+      pass.entropy_scale = loss_head_part(entropy_factor_, p.begin, p.count);
     }
     if (labels_.count == 0) return cross_entropy_rows(run.ctx, pass);
     const CrossEntropyLabels labels = labels_of(run, p);
@@ -158,8 +158,8 @@ class LabelPass : public RowPass {
 
   void classes(const LossHeadRun& run, const LossHeadClasses& c) override {
     CrossEntropyRows pass = row_pass(a_, c.logits, run.rows.labels, {}, c.begin, c.count);
-    pass.scale = linear_head_part(late_factor_ ? late_factor_ : factor_, c.begin, c.count);
-    pass.entropy_scale = linear_head_part(entropy_factor_, c.begin, c.count);
+    pass.scale = loss_head_part(late_factor_ ? late_factor_ : factor_, c.begin, c.count);
+    pass.entropy_scale = loss_head_part(entropy_factor_, c.begin, c.count);
     loss_head_gradient(run, c, pass, {r_.lse, r_.log_prob, r_.entropy, weight_sum_});
   }
 
@@ -185,16 +185,16 @@ class LabelPass : public RowPass {
   void whole(const LossHeadRun& run) {
     TIGON_CHECK(kOp, labels_.count == 0, "by_classes must be of one label a row");
     for (Vector* v : {&r_.lse, &r_.log_prob, &r_.entropy})
-      if (!*v && (v != &r_.entropy || entropy_factor_)) *v = linear_head_vector(run.ctx, run.rows.count);
+      if (!*v && (v != &r_.entropy || entropy_factor_)) *v = loss_head_vector(run.ctx, run.rows.count);
     if (!a_.class_weight || a_.label_smoothing == 0.0f) return;
-    weight_sum_ = linear_head_vector(run.ctx, 1);
+    weight_sum_ = loss_head_vector(run.ctx, 1);
     cross_entropy_total(run.ctx, {.loss = a_.class_weight, .total = weight_sum_});
   }
 
   void several(const LossHeadRun& run) {
-    const LinearHeadRows& rows = run.rows;
-    r_.log_prob = linear_head_vector(run.ctx, rows.count);
-    if (a_.entropy_upstream && !r_.entropy) r_.entropy = linear_head_vector(run.ctx, rows.count);
+    const LossHeadRows& rows = run.rows;
+    r_.log_prob = loss_head_vector(run.ctx, rows.count);
+    if (a_.entropy_upstream && !r_.entropy) r_.entropy = loss_head_vector(run.ctx, rows.count);
     labels_ = {.labels = a_.several.labels,
                .count = a_.several.count,
                .ignore_index = a_.labels.ignore_index,
@@ -202,8 +202,8 @@ class LabelPass : public RowPass {
                .upstream = a_.several.upstream,
                .target = a_.labels.target,
                .chosen = rows.labels,
-               .scores = linear_head_vector(run.ctx, rows.count * a_.several.count),
-               .top = linear_head_vector(run.ctx, rows.count),
+               .scores = loss_head_vector(run.ctx, rows.count * a_.several.count),
+               .top = loss_head_vector(run.ctx, rows.count),
                .bias = a_.head.bias,
                .logit_scale = a_.formula.logit_scale,
                .softcap = a_.formula.softcap,
@@ -215,13 +215,13 @@ class LabelPass : public RowPass {
   }
 
   // The labels of a part of the rows worked on.
-  CrossEntropyLabels labels_of(const LossHeadRun& run, const LinearHeadPart& p) const {
+  CrossEntropyLabels labels_of(const LossHeadRun& run, const LossHeadPart& p) const {
     CrossEntropyLabels l = labels_;
-    auto part = [&](const Vector& of) { return linear_head_part(of, p.begin, p.count); };
+    auto part = [&](const Vector& of) { return loss_head_part(of, p.begin, p.count); };
     l.begin = p.begin;
     l.index = run.rows.listed ? part(run.rows.index) : Vector{};
     l.chosen = part(l.chosen), l.top = part(l.top), l.log_prob = part(l.log_prob);
-    l.scores = linear_head_part(l.scores, p.begin * l.count, p.count * l.count);
+    l.scores = loss_head_part(l.scores, p.begin * l.count, p.count * l.count);
     l.entropy = part(r_.entropy), l.entropy_scale = part(entropy_factor_);
     l.logits = p.logits, l.dlogits = p.to;
     return l;
@@ -234,8 +234,8 @@ class LabelPass : public RowPass {
                       r_.entropy || r_.predicted || a_.label_smoothing > 0.0f;
     const int64_t count = run.rows.count;
     if (more || count == 0) return false;
-    const Matrix parts = linear_head_matrix(run.ctx, 3, count, count, DType::f32);
-    if (!linear_head_statistics(run.ctx, a_.head, run.rows, a_.formula, parts)) return false;
+    const Matrix parts = loss_head_matrix(run.ctx, 3, count, count, DType::f32);
+    if (!loss_head_statistics(run.ctx, a_.head, run.rows, a_.formula, parts)) return false;
     cross_entropy_combine(run.ctx, {.parts = parts,
                                     .target = run.rows.labels,
                                     .class_weight = a_.class_weight,
@@ -264,16 +264,16 @@ class RowsGradientPass final : public LabelPass {
     TIGON_CHECK(kOp, head.weight.data || !reads_weight,
                 "weight must be given where logits are computed again, got its shape");
     if (!a_.kept.unit.data || !dhidden_.data) return;
-    const LinearHeadRows all = {.count = dhidden_.rows};
+    const LossHeadRows all = {.count = dhidden_.rows};
     const Vector factor = row_factors(run.ctx, a_, all, a_.token_weight, a_.upstream);
-    linear_head_move(run.ctx, {.from = a_.kept.unit, .to = dhidden_, .factor = factor});
+    loss_head_move(run.ctx, {.from = a_.kept.unit, .to = dhidden_, .factor = factor});
   }
 
   void memory(LossHeadRun& run) override {
     if (!run.wants_gradients()) return;
     LabelPass::memory(run);
     // Written, and read by nobody
-    if (run.rows.listed) r_.loss = linear_head_vector(run.ctx, run.rows.count);
+    if (run.rows.listed) r_.loss = loss_head_vector(run.ctx, run.rows.count);
     // Which rows are kept depends on their number: those computed again are scaled where kept ones are, after
     // the products, and so are those whose logits were kept.
     late_ = (run.ctx.deterministic || a_.kept.are_logits) && !a_.entropy_upstream && !a_.several.labels;
@@ -285,8 +285,8 @@ class RowsGradientPass final : public LabelPass {
     if (late_) factor_ = {};
   }
 
-  Vector gradient(const LossHeadRun&, const LinearHeadSpan& s, const LinearHeadPart&) override {
-    return s.begin < formed_ || late_ ? linear_head_part(late_factor_, s.begin, s.count) : Vector{};
+  Vector gradient(const LossHeadRun&, const LossHeadSpan& s, const LossHeadPart&) override {
+    return s.begin < formed_ || late_ ? loss_head_part(late_factor_, s.begin, s.count) : Vector{};
   }
 
  private:

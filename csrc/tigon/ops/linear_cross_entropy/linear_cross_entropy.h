@@ -24,7 +24,7 @@
 // Saved       scalar losses: dhidden, dweight, dbias for finish(); nothing of the size of the logits. Per-row
 //             losses: where the caller has the memory, unit and kept
 // Scaling     f32 and bf16: dlogits carry `scale` (1/count, 1/denominator). f16: they do not, small quotients
-//             would leave its range; linear_head_finish multiplies by scale then.
+//             would leave its range; loss_head_finish multiplies by scale then.
 // Masked rows target == ignore_index. Every result of such a row is 0 (predicted: -1), its dhidden is a row
 //             of zeros. They cost nothing where their number is known: on the CPU always, on CUDA where
 //             `valid_rows` says it (the list of rows that count is made on the device: no synchronisation).
@@ -75,7 +75,7 @@ struct KeptLogits {
 
 struct LinearCrossEntropy {
   LinearHead head;  // operands, and the gradients that are wanted
-  LinearHeadLabels labels;
+  LossHeadLabels labels;
   LogitFormula formula;
   LossReduction reduction;
   Vector class_weight;  // [V] f32; empty: none

@@ -9,7 +9,7 @@ namespace {
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-struct Operands : LinearHeadFields {
+struct Operands : LossHeadFields {
   LinearCrossEntropy call;
   int64_t vocab = 0, labels = -1;  // first dimension of weight; of target, as Fields::flat has it
 
@@ -19,28 +19,28 @@ struct Operands : LinearHeadFields {
     f.flat("target", call.labels.target, Role::input, &labels);
     parameters(f, h, call.labels, call.formula);
   }
-  LinearHeadPlan plan(const Fields& f) const {
+  LossHeadPlan plan(const Fields& f) const {
     const LinearHead& h = call.head;
-    return linear_head_memory({.cuda = f.on_cuda(),
-                               .dtype = int64_t(h.hidden.dtype),
-                               .weight_dtype = int64_t(h.hidden.dtype),
-                               .rows = h.hidden.rows,
-                               .worked = worked(h, call.labels),
-                               .hidden = h.hidden.cols,
-                               .vocab = h.weight.rows,
-                               .lora_rank = (needs & (need_lora_a | need_lora_b)) != 0,
-                               .train_hidden = (needs & need_hidden) != 0,
-                               .train_weight = (needs & need_weight) != 0,
-                               .train_bias = (needs & need_bias) != 0,
-                               .main_grad = (needs & into_main_grad) != 0,
-                               .chunk_rows = call.labels.chunk_rows,
-                               .per_row = 1,
-                               .keep_rows = keep_rows,
-                               .unit = (needs & need_unit) != 0});
+    return loss_head_memory({.cuda = f.on_cuda(),
+                             .dtype = int64_t(h.hidden.dtype),
+                             .weight_dtype = int64_t(h.hidden.dtype),
+                             .rows = h.hidden.rows,
+                             .worked = worked(h, call.labels),
+                             .hidden = h.hidden.cols,
+                             .vocab = h.weight.rows,
+                             .lora_rank = (needs & (need_lora_a | need_lora_b)) != 0,
+                             .train_hidden = (needs & need_hidden) != 0,
+                             .train_weight = (needs & need_weight) != 0,
+                             .train_bias = (needs & need_bias) != 0,
+                             .main_grad = (needs & into_main_grad) != 0,
+                             .chunk_rows = call.labels.chunk_rows,
+                             .per_row = 1,
+                             .keep_rows = keep_rows,
+                             .unit = (needs & need_unit) != 0});
   }
-  void kept(Fields& f, const LinearHeadPlan& p, Role role) {
+  void kept(Fields& f, const LossHeadPlan& p, Role role) {
     const LinearHead& h = call.head;
-    f.result_if(p.kept > 0, "kept", call.kept.dlogits, p.kept, linear_head_logit_stride(h.weight.rows),
+    f.result_if(p.kept > 0, "kept", call.kept.dlogits, p.kept, loss_head_logit_stride(h.weight.rows),
                 h.hidden.dtype, role);
   }
   LinearCrossEntropy arguments() const {
@@ -66,8 +66,8 @@ struct Forward : Operands {
     losses(f, call.reduction, r.loss, call.head);
     // Per-row losses make the gradients in their backward; dhidden is that of an upstream gradient of 1.
     const bool one = call.reduction.kind != Reduction::none;
-    const LinearHeadPlan p = one ? LinearHeadPlan{} : plan(f);
-    LinearHeadFields formed = *this;
+    const LossHeadPlan p = one ? LossHeadPlan{} : plan(f);
+    LossHeadFields formed = *this;
     if (!one) formed.needs = p.unit ? int64_t(need_hidden) : 0;
     formed.gradients(f, call.head, call.labels);
     numbers(f, predicted - 1, call.head);
@@ -76,7 +76,7 @@ struct Forward : Operands {
   }
   static void run(Context& ctx, const Forward& given) {
     LinearCrossEntropy a = given.arguments();
-    LinearHeadFields from = given;
+    LossHeadFields from = given;
     LinearCrossEntropyResults& r = a.results;
     r.loss = losses(ctx, a.reduction, r.loss, a.head);
     r.z_term = from.take(z_term), r.log_prob = from.take(log_prob);
@@ -108,7 +108,7 @@ struct RowsBackward : Operands {
     if (h.weight.cols == 0)
       h.weight = {.dtype = h.hidden.dtype, .rows = vocab, .cols = h.hidden.cols, .stride = h.hidden.cols};
     const bool some = dlogits.data, all = some && dlogits.rows >= worked(h, call.labels);
-    LinearHeadFields formed = *this;
+    LossHeadFields formed = *this;
     if (main_grad.data) formed.needs &= ~need_weight;
     if (finish && unit.data) formed.needs &= ~need_hidden;
     if (some && !all) formed.needs &= ~may_round;  // several chunks
@@ -135,7 +135,7 @@ struct LogProb : Operands {
     operands(f), f.option("entropy", entropy);
     f.result_if(true, "log_prob", log_prob, call.labels.target);
     f.result_if(entropy, "entropy", call.results.entropy, call.head.hidden.rows);
-    const LinearHeadPlan p = plan(f);
+    const LossHeadPlan p = plan(f);
     f.result_if(p.unit, "unit", call.kept.unit, call.head.hidden, Role::statistics);
     kept(f, p, Role::statistics);
   }
@@ -143,7 +143,7 @@ struct LogProb : Operands {
     LinearCrossEntropy a = given.arguments();
     (a.several.labels ? a.several.log_prob : a.results.log_prob) = given.log_prob;
     a.reduction.kind = Reduction::none;
-    a.results.loss = linear_head_vector(ctx, a.head.hidden.rows);
+    a.results.loss = loss_head_vector(ctx, a.head.hidden.rows);
     linear_cross_entropy(ctx, a);
   }
 };

@@ -16,15 +16,15 @@ FiveGradients finish_all(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dwei
   DType hidden_dtype = dtype_of(kOp, "dhidden", dhidden);
   auto ctx = make_context(dhidden);
   Vector factor = scalar_of(kOp, "upstream gradient", dloss);
-  Vector late = linear_head_scales_early(hidden_dtype) ? Vector{} : scalar_of(kOp, "scale", scale);
+  Vector late = loss_head_scales_early(hidden_dtype) ? Vector{} : scalar_of(kOp, "scale", scale);
   auto finish = [&](Tensor& kept, DType dtype) {
     bool stays = in_place && (kept.numel() == 0 || (!late && dtype_of(kOp, "gradient", kept) == dtype));
     Tensor out = stays ? kept : make_like(kept, dtype);
     if (kept.numel() > 0)
-      linear_head_finish(*ctx, {.in = rows_of(kOp, "gradient", kept),
-                                .dloss = factor,
-                                .scale = late,
-                                .out = rows_of(kOp, "gradient", out)});
+      loss_head_finish(*ctx, {.in = rows_of(kOp, "gradient", kept),
+                              .dloss = factor,
+                              .scale = late,
+                              .out = rows_of(kOp, "gradient", out)});
     return out;
   };
   return {finish(dhidden, hidden_dtype), finish(dweight, dtype_of(kOp, "weight", weight_dtype)),

@@ -26,7 +26,7 @@ Pair pair_of(const LinearDivergence& a) {
   Pair p = {.whole = a.head, .given = a.teacher_logits.data != nullptr};
   p.whole.op = kOp, p.whole.wide_logits = false;  // they are f32 in any case
   int64_t rows = a.head.hidden.rows;
-  linear_head_check(p.whole);
+  loss_head_check(p.whole);
   TIGON_CHECK(kOp, p.given != (a.teacher_weight.data != nullptr),
               "teacher must be hidden states and a weight, or logits, got ", p.given ? "both" : "neither");
   int64_t teacher_vocab = p.given ? a.teacher_logits.cols : a.teacher_weight.rows;
@@ -38,7 +38,7 @@ Pair pair_of(const LinearDivergence& a) {
     p.teacher = {.op = kOp, .hidden = a.teacher_hidden, .weight = a.teacher_weight};
     require_matrix(kOp, "teacher_hidden", a.teacher_hidden, rows, a.teacher_hidden.cols,
                    a.teacher_hidden.dtype);
-    linear_head_check(p.teacher);
+    loss_head_check(p.teacher);
   }
   const Vector& bias = a.head.bias;
   if (bias) require_vector(kOp, "bias", bias, a.head.weight.rows, DType::f32);
@@ -58,7 +58,7 @@ void check_call(const LinearDivergence& a) {
   require_optional(kOp, "hard", a.hard, rows);
   require_optional(kOp, "entropy", a.entropy, rows);
   require_vector(kOp, "loss", a.loss, rows, DType::f32);
-  linear_head_check(kOp, a.formula);
+  loss_head_check(kOp, a.formula);
   TIGON_CHECK(kOp, a.teacher_formula.softcap >= 0.0f, "teacher_softcap must be > 0 or none, got ",
               a.teacher_formula.softcap);
   TIGON_CHECK(kOp, a.kind != DivergenceKind::jsd || (a.beta > 0.0f && a.beta < 1.0f),
@@ -79,17 +79,17 @@ class DivergencePass final : public RowPass {
     loss_ = run.result(a_.loss, a_.token_weight);
     soft_ = run.result(a_.soft), hard_ = run.result(a_.hard), entropy_ = run.result(a_.entropy);
     if (pair_.student.wants_gradients()) factor_ = run.factor();
-    const int64_t stride = linear_head_logit_stride(pair_.vocab);
+    const int64_t stride = loss_head_logit_stride(pair_.vocab);
     if (run.rows.count == 0 || (pair_.given && !run.rows.listed)) return;
     const DType dtype = pair_.given ? a_.teacher_logits.dtype : DType::f32;
-    teacher_ = linear_head_matrix(run.ctx, run.part, pair_.vocab, stride, dtype);
+    teacher_ = loss_head_matrix(run.ctx, run.part, pair_.vocab, stride, dtype);
     if (!pair_.given)
       workspace_ =
-          linear_head_workspace(run.ctx, pair_.teacher, run.rows, {.chunk = run.part, .logits = false});
+          loss_head_workspace(run.ctx, pair_.teacher, run.rows, {.chunk = run.part, .logits = false});
   }
 
-  void rows(const LossHeadRun& run, const LinearHeadPart& p) override {
-    auto of = [&](const Vector& v) { return linear_head_part(v, p.begin, p.count); };
+  void rows(const LossHeadRun& run, const LossHeadPart& p) override {
+    auto of = [&](const Vector& v) { return loss_head_part(v, p.begin, p.count); };
     distillation_rows(
         run.ctx, {.student = p.logits,
                   .teacher = teacher_logits(run, p),
@@ -118,20 +118,19 @@ class DivergencePass final : public RowPass {
             .temperature = a_.formula.temperature};
   }
 
-  Matrix teacher_logits(const LossHeadRun& run, const LinearHeadPart& p) const {
+  Matrix teacher_logits(const LossHeadRun& run, const LossHeadPart& p) const {
     if (!pair_.given) {
-      LinearHeadChunk c = linear_head_chunk(pair_.teacher, run.rows, workspace_, p.begin, p.count);
+      LossHeadChunk c = loss_head_chunk(pair_.teacher, run.rows, workspace_, p.begin, p.count);
       c.logits = rows_from(teacher_, 0, p.count);
-      linear_head_logits(run.ctx, pair_.teacher, c);
+      loss_head_logits(run.ctx, pair_.teacher, c);
       return c.logits;
     }
     Matrix logits = a_.teacher_logits;
     logits.cols = pair_.vocab;
     if (!run.rows.listed) return rows_from(logits, p.begin, p.count);
     const Matrix gathered = rows_from(teacher_, 0, p.count);
-    linear_head_move(
-        run.ctx,
-        {.from = logits, .to = gathered, .index = linear_head_part(run.rows.index, p.begin, p.count)});
+    loss_head_move(
+        run.ctx, {.from = logits, .to = gathered, .index = loss_head_part(run.rows.index, p.begin, p.count)});
     return gathered;
   }
 
@@ -140,7 +139,7 @@ class DivergencePass final : public RowPass {
     const LinearHead& whole = pair_.whole;
     const int64_t vocab = pair_.vocab, more = whole.weight.rows - vocab;
     auto zero = [&](const Matrix& m) {
-      if (more > 0 && m.data) TIGON_RUN(kOp, ctx, linear_head_zero, m);
+      if (more > 0 && m.data) TIGON_RUN(kOp, ctx, loss_head_zero, m);
     };
     if (whole.dweight.data) zero(rows_from(whole.dweight, vocab, more));
     if (whole.dlora_b.data) zero(rows_from(whole.dlora_b, vocab, more));
@@ -151,7 +150,7 @@ class DivergencePass final : public RowPass {
   const Pair& pair_;
   Vector factor_, loss_, soft_, hard_, entropy_;  // of the rows worked on
   Matrix teacher_;                                // memory for a part's logits
-  LinearHeadWorkspace workspace_;
+  LossHeadWorkspace workspace_;
 };
 
 }  // namespace
@@ -161,10 +160,10 @@ int64_t linear_divergence_logit_rows(int64_t vocab, int sides) {
   return std::max(kLeast, kBytes / (4 * sides * std::max<int64_t>(vocab, 1)) / 128 * 128);
 }
 
-LinearHeadPlan linear_divergence_memory(const LinearHeadSizes& s, int64_t teacher_hidden) {
-  LinearHeadPlan plan = linear_head_memory(s);
+LossHeadPlan linear_divergence_memory(const LossHeadSizes& s, int64_t teacher_hidden) {
+  LossHeadPlan plan = loss_head_memory(s);
   if (DType(s.dtype) == DType::f64) return plan;
-  int64_t size = int64_t(size_of(DType(s.dtype))), stride = linear_head_logit_stride(s.vocab);
+  int64_t size = int64_t(size_of(DType(s.dtype))), stride = loss_head_logit_stride(s.vocab);
   int64_t sides = teacher_hidden > 0 ? 2 : 1;
   int64_t few = std::min(linear_divergence_logit_rows(s.vocab, int(sides)), plan.chunk_rows);
   int64_t more = 4 * few * stride * sides;
@@ -180,7 +179,7 @@ LinearHeadPlan linear_divergence_memory(const LinearHeadSizes& s, int64_t teache
 
 void linear_divergence(Context& ctx, const LinearDivergence& call) {
   LinearDivergence a = call;
-  a.labels = linear_head_labels(ctx, kOp, call.labels);
+  a.labels = loss_head_labels(ctx, kOp, call.labels);
   const Pair pair = pair_of(a);
   check_call(a);
   DivergencePass pass(a, pair);
@@ -204,7 +203,7 @@ template <bool rows_backward>
 struct LinearDivergenceCall {
   enum Output : int64_t { soft = 1, hard = 2, entropy = 4, all = 7 };
   LinearDivergence call;
-  LinearHeadFields head;
+  LossHeadFields head;
   Matrix teacher;
   double beta = 0.5;
 
@@ -228,7 +227,7 @@ struct LinearDivergenceCall {
   }
   static void run(Context& ctx, const LinearDivergenceCall& given) {
     LinearDivergence a = given.call;
-    LinearHeadFields head = given.head;
+    LossHeadFields head = given.head;
     a.head.op = kOp;
     (a.teacher_weight.data ? a.teacher_hidden : a.teacher_logits) = given.teacher;
     a.token_weight = head.token_weight;
@@ -250,10 +249,9 @@ TIGON_CALL(RowsBackward, "linear_divergence_rows", backward)
 }  // namespace tigon
 
 // For Python, through ctypes.
-extern "C" TIGON_API void tigon_linear_divergence_memory(const tigon::LinearHeadSizes* sizes,
-                                                         int64_t teacher_hidden,
-                                                         tigon::LinearHeadPlan* plan) {
-  *plan = tigon::linear_head_within(*sizes, [&](const tigon::LinearHeadSizes& s) {
+extern "C" TIGON_API void tigon_linear_divergence_memory(const tigon::LossHeadSizes* sizes,
+                                                         int64_t teacher_hidden, tigon::LossHeadPlan* plan) {
+  *plan = tigon::loss_head_within(*sizes, [&](const tigon::LossHeadSizes& s) {
     return tigon::linear_divergence_memory(s, teacher_hidden);
   });
 }

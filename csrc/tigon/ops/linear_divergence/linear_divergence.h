@@ -20,7 +20,7 @@
 // Rounding    logits are f32: the products are not rounded to 16 bits; the logits' gradient once, to hidden's
 //             dtype; then as in loss_head.h. The rows of a chunk do not show beyond the order of f32
 //             additions
-// Saved       dhidden, dweight, dbias, dlora_a, dlora_b for linear_head_finish; nothing of the size of the
+// Saved       dhidden, dweight, dbias, dlora_a, dlora_b for loss_head_finish; nothing of the size of the
 //             logits
 // Scaling     as in linear_cross_entropy.h: f32 and bf16 gradients carry `scale`, f16 ones get it at the end
 // Masked rows target == ignore_index: results 0, gradient a row of zeros; free where their number is known
@@ -29,7 +29,7 @@
 // Determinism bitwise, run to run
 // Traffic     per row V (8 + 2 size) bytes of logits (teacher_logits: 4 + their size + 2 size), and the
 //             products' operands
-// Refused     what linear_head_check and distillation_rows refuse, a teacher with both or neither of its
+// Refused     what loss_head_check and distillation_rows refuse, a teacher with both or neither of its
 //             forms, upstream missing for gradients of per-row losses; on the CPU labels outside the common
 //             classes
 #pragma once
@@ -41,7 +41,7 @@ namespace tigon {
 
 struct LinearDivergence {
   LinearHead head;  // the student's operands, and the gradients that are wanted
-  LinearHeadLabels labels;
+  LossHeadLabels labels;
   LogitFormula formula, teacher_formula;  // of one temperature
   LossReduction reduction;
   Matrix teacher_hidden, teacher_weight;  // empty: teacher_logits is given
@@ -56,9 +56,9 @@ struct LinearDivergence {
   Vector soft, hard, entropy;  // empty: not wanted
 };
 TIGON_API void linear_divergence(Context& ctx, const LinearDivergence& a);
-// linear_head_memory of the student with what the logits of both sides take; teacher_hidden 0: its logits are
+// loss_head_memory of the student with what the logits of both sides take; teacher_hidden 0: its logits are
 // given.
-TIGON_API LinearHeadPlan linear_divergence_memory(const LinearHeadSizes& sizes, int64_t teacher_hidden);
+TIGON_API LossHeadPlan linear_divergence_memory(const LossHeadSizes& sizes, int64_t teacher_hidden);
 
 // Rows whose f32 logits, `sides` of them, exist at a time: as many as take 1 GiB, at least 512, in hundreds
 // of 128.

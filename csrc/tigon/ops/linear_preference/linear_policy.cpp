@@ -29,7 +29,7 @@ void linear_policy(Context& ctx, const LinearPolicy& a) {
   policy_check(loss);
   policy_begin(ctx, loss, a.totals);
   loss.slope_factor = -1.0f;
-  loss.scaled = linear_head_scales_early(a.head.hidden.dtype);
+  loss.scaled = loss_head_scales_early(a.head.hidden.dtype);
   token_loss(ctx, head, [&](const TokenLossPart& part) {
     loss.first = part.first, loss.count = part.count, loss.base = part.base;
     loss.list = part.places;
@@ -46,7 +46,7 @@ namespace {
 // PyTorch's operator.
 struct LinearPolicyCall {
   LinearPolicy call;
-  LinearHeadFields head;
+  LossHeadFields head;
   bool wants_entropy = false;
 
   void fields(Fields& f) {

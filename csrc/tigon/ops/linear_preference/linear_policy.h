@@ -16,7 +16,7 @@ namespace tigon {
 
 struct LinearPolicy {
   LinearHead head;
-  LinearHeadLabels labels;
+  LossHeadLabels labels;
   LogitFormula formula;
   Policy
       // Formula, answers, tokens, operands and results; its log_prob, entropy, places and gradients are made

@@ -8,15 +8,15 @@
 
 namespace tigon {
 
-LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t answers, int64_t tokens) {
-  LinearHeadSizes s = sizes;
+LossHeadPlan linear_preference_memory(const LossHeadSizes& sizes, int64_t answers, int64_t tokens) {
+  LossHeadSizes s = sizes;
   s.main_grad = 0;  // weight's gradient is formed as without, and added
   int64_t size = int64_t(size_of(DType(s.dtype))), together = std::max<int64_t>(answers * tokens, 1);
-  int64_t chunk = linear_head_memory(s).chunk_rows, copies = s.train_weight;  // of hidden, times the factors
+  int64_t chunk = loss_head_memory(s).chunk_rows, copies = s.train_weight;  // of hidden, times the factors
   if (answers > 0 && chunk < s.rows) {
     bool bound = s.chunk_rows > 0 || s.cap >= 0;
     LinearHead head = {.hidden = {.dtype = DType(s.dtype)}, .weight = {.rows = s.vocab}};
-    int64_t most = bound ? chunk : linear_head_group_limit(head, chunk);
+    int64_t most = bound ? chunk : loss_head_group_limit(head, chunk);
     bool fits = answers * tokens <= most;
     if (fits) chunk = std::max(chunk, answers * tokens) / together * together;
     // Pairs are gathered and their gradients scattered; forth and back the logits' gradients have the
@@ -24,7 +24,7 @@ LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t an
     copies = !fits ? 0 : answers == 2 ? 2 : copies;
   }
   s.chunk_rows = std::max<int64_t>(chunk, 1);
-  LinearHeadPlan plan = linear_head_memory(s);
+  LossHeadPlan plan = loss_head_memory(s);
   if (sizes.main_grad && s.train_weight)
     plan.results -= s.vocab * s.hidden * int64_t(size_of(DType(s.weight_dtype)));
   if (DType(s.dtype) == DType::f64) return plan;
@@ -53,7 +53,7 @@ void linear_preference(Context& ctx, const LinearPreference& a) {
   TIGON_CHECK(a.head.op, !a.ref.hidden.data || !loss.ref, "ref must be sums or a head, got both");
   preference_begin(ctx, loss, a.totals);
   loss.slope_factor = -1.0;
-  loss.scaled = linear_head_scales_early(a.head.hidden.dtype);
+  loss.scaled = loss_head_scales_early(a.head.hidden.dtype);
   token_loss(ctx, head, [&](const TokenLossPart& part) {
     loss.first = part.first, loss.count = part.count, loss.base = part.base;
     loss.position = part.position;
@@ -68,7 +68,7 @@ namespace {
 // PyTorch's operator.
 struct LinearPreferenceCall {
   LinearPreference call;
-  LinearHeadFields head;
+  LossHeadFields head;
   int64_t answers = 0;
 
   void fields(Fields& f) {
@@ -105,9 +105,9 @@ TIGON_OPERATOR(run, LinearPreferenceCall, "linear_preference", forward)
 }  // namespace tigon
 
 // For Python, through ctypes.
-extern "C" TIGON_API void tigon_linear_preference_memory(const tigon::LinearHeadSizes* sizes, int64_t answers,
-                                                         int64_t tokens, tigon::LinearHeadPlan* plan) {
-  *plan = tigon::linear_head_within(*sizes, [&](const tigon::LinearHeadSizes& s) {
+extern "C" TIGON_API void tigon_linear_preference_memory(const tigon::LossHeadSizes* sizes, int64_t answers,
+                                                         int64_t tokens, tigon::LossHeadPlan* plan) {
+  *plan = tigon::loss_head_within(*sizes, [&](const tigon::LossHeadSizes& s) {
     return tigon::linear_preference_memory(s, answers, tokens);
   });
 }

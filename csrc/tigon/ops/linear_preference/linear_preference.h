@@ -11,7 +11,7 @@
 // Dtypes      hidden, weight f32 | bf16 | f16, the same, those of ref too; losses and metrics f32
 // Rounding    as linear_cross_entropy: logits and dlogits of a chunk to hidden's dtype; c hidden and c
 //             dhidden once more
-// Scaling     f32 and bf16: gradients carry `scale`. f16: they do not; linear_head_finish multiplies by it
+// Scaling     f32 and bf16: gradients carry `scale`. f16: they do not; loss_head_finish multiplies by it
 // Saved       the gradients
 // Chunks      hold pairs whole (a kto answer whole); on the CPU, and where valid_rows says their number and
 //             one chunk takes all, rows that do not count cost nothing. A group whose logits exceed 1 GiB:
@@ -31,8 +31,8 @@ namespace tigon {
 
 struct LinearPreference {
   LinearHead head;
-  LinearHead ref;           // hidden, weight and bias of the reference; hidden empty: loss.ref, or none
-  LinearHeadLabels labels;  // of every row that counts in loss.target or loss.nll_target
+  LinearHead ref;         // hidden, weight and bias of the reference; hidden empty: loss.ref, or none
+  LossHeadLabels labels;  // of every row that counts in loss.target or loss.nll_target
   LogitFormula formula;
   Preference
       // Formula, pairs, tokens, operands and results; its log_prob, places, groups and gradients are made
@@ -40,10 +40,9 @@ struct LinearPreference {
       loss;
   PreferenceTotals totals;
 };
-// linear_head_memory with groups of `answers` answers of `tokens` tokens (2: pairs; 0: tokens by themselves)
+// loss_head_memory with groups of `answers` answers of `tokens` tokens (2: pairs; 0: tokens by themselves)
 // that share a chunk.
-TIGON_API LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t answers,
-                                                  int64_t tokens);
+TIGON_API LossHeadPlan linear_preference_memory(const LossHeadSizes& sizes, int64_t answers, int64_t tokens);
 TIGON_API void linear_preference(Context& ctx, const LinearPreference& a);
 
 }  // namespace tigon

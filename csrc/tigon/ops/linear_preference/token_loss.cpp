@@ -6,7 +6,7 @@
 namespace tigon {
 namespace {
 
-// Part of a vector by place; unlike linear_head_part of one element too.
+// Part of a vector by place; unlike loss_head_part of one element too.
 Vector places(const Vector& v, int64_t begin, int64_t count) {
   if (!v) return v;
   return {.data = v.as<float>() + begin, .dtype = v.dtype, .size = count};
@@ -18,9 +18,7 @@ class TokenPass final : public RowPass {
 
   void memory(LossHeadRun& run) override {
     const bool gradients = run.wants_gradients();
-    auto values = [&](bool wanted) {
-      return wanted ? linear_head_vector(run.ctx, run.rows.count) : Vector{};
-    };
+    auto values = [&](bool wanted) { return wanted ? loss_head_vector(run.ctx, run.rows.count) : Vector{}; };
     unit_ = !run.twice() && !a_.entropy_gradient;
     run.factored = late_ = unit_ || (run.ctx.deterministic && !a_.entropy_gradient);
     log_prob_ = a_.log_probs ? run.result(a_.log_probs) : values(true);
@@ -30,13 +28,13 @@ class TokenPass final : public RowPass {
     dlog_prob_ = values(gradients), dentropy_ = values(gradients && a_.entropy_gradient);
   }
 
-  void reference(const LossHeadRun& run, const LinearHeadPart& p) override {
+  void reference(const LossHeadRun& run, const LossHeadPart& p) override {
     CrossEntropyRows pass = row_pass(run, run.a.reference, p);
     pass.log_prob = places(ref_, p.begin, p.count);
     cross_entropy_rows(run.ctx, pass);
   }
 
-  void rows(const LossHeadRun& run, const LinearHeadPart& p) override {
+  void rows(const LossHeadRun& run, const LossHeadPart& p) override {
     CrossEntropyRows pass = row_pass(run, run.a.head, p);
     pass.log_prob = places(log_prob_, p.begin, p.count);
     pass.entropy = places(entropy_, p.begin, p.count);
@@ -46,7 +44,7 @@ class TokenPass final : public RowPass {
   }
 
   // From logits, or from the gradients that rows() has made of them.
-  Vector gradient(const LossHeadRun& run, const LinearHeadSpan& s, const LinearHeadPart& p) override {
+  Vector gradient(const LossHeadRun& run, const LossHeadSpan& s, const LossHeadPart& p) override {
     if (!run.twice()) formula_(part_of(run, s));
     const Vector factor = places(dlog_prob_, s.begin, s.count);
     if (!unit_ && s.count > 0) {
@@ -71,9 +69,9 @@ class TokenPass final : public RowPass {
   }
 
  private:
-  CrossEntropyRows row_pass(const LossHeadRun& run, const LinearHead& head, const LinearHeadPart& p) const {
+  CrossEntropyRows row_pass(const LossHeadRun& run, const LinearHead& head, const LossHeadPart& p) const {
     return {.logits = p.logits,
-            .target = linear_head_part(run.rows.labels, p.begin, p.count),
+            .target = loss_head_part(run.rows.labels, p.begin, p.count),
             .bias = head.bias,
             .ignore_index = run.a.labels.ignore_index,
             .logit_scale = a_.formula.logit_scale,
@@ -81,7 +79,7 @@ class TokenPass final : public RowPass {
             .temperature = a_.formula.temperature};
   }
 
-  TokenLossPart part_of(const LossHeadRun& run, const LinearHeadSpan& s) const {
+  TokenLossPart part_of(const LossHeadRun& run, const LossHeadSpan& s) const {
     auto of = [&](const Vector& v) { return places(v, s.begin, s.count); };
     return {.first = s.group,
             .count = s.groups,
@@ -108,14 +106,14 @@ void token_loss_check(const TokenLossHead& a) {
   const LinearHead &head = a.head.head, &ref = a.head.reference;
   const LossHeadGroups& g = *a.head.groups;
   const int64_t rows = head.hidden.rows, classes = head.weight.rows;
-  linear_head_check(head);
+  loss_head_check(head);
   TIGON_CHECK(head.op, g.answers >= 0 && g.tokens >= 0 && g.answers * g.tokens == rows, "hidden must have ",
               g.answers, " answers of ", g.tokens, " tokens, got ", rows, " rows");
   TIGON_CHECK(head.op, !g.pairs || g.answers % 2 == 0,
               "target must have an even number of rows (chosen, then rejected), got ", g.answers);
-  linear_head_check(head.op, a.formula);
+  loss_head_check(head.op, a.formula);
   if (ref.hidden.data == nullptr) return;
-  linear_head_check(ref);
+  loss_head_check(ref);
   TIGON_CHECK(head.op, ref.hidden.rows == rows, "ref must have ", rows, " rows, got ", ref.hidden.rows);
   TIGON_CHECK(head.op, ref.weight.rows == classes, "ref must have ", classes, " classes, got ",
               ref.weight.rows);

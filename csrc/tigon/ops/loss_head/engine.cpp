@@ -14,7 +14,7 @@ void check(const LossHead& a) {
   require_optional(op, "token_weight", a.token_weight, rows);
   require_optional(op, "upstream", a.upstream, rows);
   require_optional(op, "loss", a.loss, rows);
-  linear_head_check(op, a.reduction);
+  loss_head_check(op, a.reduction);
   TIGON_CHECK(op, a.labels.chunk_rows >= 0, "chunk_rows must be >= 1 (or None), got ", a.labels.chunk_rows);
   const bool takes_upstream = a.labelled && !a.groups && !a.unit && a.reduction.kind == Reduction::none;
   const bool plain = !a.head.lora_a.data && !a.head.wide_logits && !a.f32_logits && !a.head.add_dweight;
@@ -28,7 +28,7 @@ int64_t limit_of(Context& ctx, const LossHead& a, int64_t rows) {
   LinearHead all = a.head;
   if (a.classes > 0) all.weight.rows = a.classes;
   const int64_t limit =
-      linear_head_limit(ctx, all, rows, a.labels.chunk_rows, a.labelled && !a.kept.dlogits.data);
+      loss_head_limit(ctx, all, rows, a.labels.chunk_rows, a.labelled && !a.kept.dlogits.data);
   return std::max<int64_t>(limit / a.together, 1) * a.together;
 }
 
@@ -61,14 +61,14 @@ std::vector<int64_t> group_rows(Context& ctx, const LossHead& a) {
 }
 
 // The list in which the rows of a pair are adjacent.
-LinearHeadRows pair_rows(Context& ctx, const LossHead& a, const LinearHeadRows& rows) {
+LossHeadRows pair_rows(Context& ctx, const LossHead& a, const LossHeadRows& rows) {
   const bool compact = ctx.device() == Device::cpu;
   const int64_t count = compact ? rows.count : a.labels.target.size;
-  LinearHeadRows r = {.count = count,
-                      .listed = true,
-                      .labels = linear_head_vector(ctx, count, DType::i64),
-                      .index = linear_head_vector(ctx, count, DType::i64),
-                      .position = linear_head_vector(ctx, a.labels.target.size, DType::i64)};
+  LossHeadRows r = {.count = count,
+                    .listed = true,
+                    .labels = loss_head_vector(ctx, count, DType::i64),
+                    .index = loss_head_vector(ctx, count, DType::i64),
+                    .position = loss_head_vector(ctx, a.labels.target.size, DType::i64)};
   const LossHeadPairs list = {.target = a.labels.target,
                               .ignore_index = a.labels.ignore_index,
                               .pairs = a.groups->count(),
@@ -85,7 +85,7 @@ LinearHeadRows pair_rows(Context& ctx, const LossHead& a, const LinearHeadRows& 
 void plan_tokens(LossHeadRun& run) {
   const LossHeadGroups& g = *run.a.groups;
   plan_rows(run);
-  for (LinearHeadSpan& s : run.spans) {
+  for (LossHeadSpan& s : run.spans) {
     s.groups = g.count();
     if (run.rows.listed || g.pairs || run.rows.count <= run.limit) continue;
     s.group = s.begin / g.tokens;  // rows in order
@@ -97,21 +97,21 @@ void plan_tokens(LossHeadRun& run) {
 void plan_groups(LossHeadRun& run) {
   const LossHead& a = run.a;
   const LossHeadGroups& g = *a.groups;
-  LinearHeadLabels labels = a.labels;
+  LossHeadLabels labels = a.labels;
   // Where the list is made on the device, the host does not know how many rows of it a group has: it serves
   // where one chunk takes all.
   if (g.coupled && run.ctx.device() != Device::cpu && labels.valid_rows >= 0 &&
       limit_of(run.ctx, a, labels.valid_rows) < labels.valid_rows)
     labels.valid_rows = -1;
-  run.rows = linear_head_rows(run.ctx, a.head, labels);
+  run.rows = loss_head_rows(run.ctx, a.head, labels);
   run.limit = run.part = limit_of(run.ctx, a, run.rows.count);
   if (!g.coupled || run.rows.count <= run.limit) return plan_tokens(run);
   const std::vector<int64_t> sizes = group_rows(run.ctx, a);
-  const int64_t most = labels.chunk_rows > 0 ? run.limit : linear_head_group_limit(a.head, run.limit);
+  const int64_t most = labels.chunk_rows > 0 ? run.limit : loss_head_group_limit(a.head, run.limit);
   run.whole = *std::max_element(sizes.begin(), sizes.end()) <= most;
   if (!run.whole) return plan_tokens(run);
   if (g.pairs) run.rows = pair_rows(run.ctx, a, run.rows);
-  run.spans = linear_head_plan(a.head, sizes, run.limit);
+  run.spans = loss_head_plan(a.head, sizes, run.limit);
 }
 
 void plan(LossHeadRun& run, RowPass& pass) {
@@ -119,31 +119,30 @@ void plan(LossHeadRun& run, RowPass& pass) {
   if (a.groups) {
     plan_groups(run);
   } else {
-    run.rows = a.labelled ? linear_head_rows(run.ctx, a.head, a.labels)
-                          : LinearHeadRows{.count = a.head.hidden.rows};
+    run.rows =
+        a.labelled ? loss_head_rows(run.ctx, a.head, a.labels) : LossHeadRows{.count = a.head.hidden.rows};
     run.limit = limit_of(run.ctx, a, run.rows.count);
     run.part = pass.part(run.ctx, run.rows.count);
     if (!a.head.wants_gradients()) run.limit = std::min(run.limit, std::max<int64_t>(run.part, 1));
     run.part = std::min(run.part, run.limit);
     plan_rows(run);
   }
-  linear_head_check_chunks(a.head, int64_t(run.spans.size()));
+  loss_head_check_chunks(a.head, int64_t(run.spans.size()));
 }
 
-LinearHeadWorkspace make_workspace(const LossHeadRun& run) {
+LossHeadWorkspace make_workspace(const LossHeadRun& run) {
   const LossHead& a = run.a;
   const bool kept_are_read = a.kept.holds == LossHeadKept::Holds::logits && !a.kept.overwrite;
   const bool apart = a.f32_logits || (a.head.wide_logits && a.head.hidden.dtype != DType::f32);
-  LinearHeadMemory m = {
+  LossHeadMemory m = {
       .logits = (kept_are_read ? 0 : run.kept) < run.rows.count && (!apart || a.head.wants_gradients()),
       .logits_rows = a.groups ? 0 : run.limit,
       .f32_rows = a.f32_logits ? run.part : 0,
       .factored = run.factored};
-  for (const LinearHeadSpan& s : run.spans) m.chunk = std::max(m.chunk, s.count);
+  for (const LossHeadSpan& s : run.spans) m.chunk = std::max(m.chunk, s.count);
   if (run.by_classes)
-    m.logits_rows =
-        std::max({run.limit, m.chunk, linear_head_class_rows(run.rows.count, a.head.weight.rows)});
-  return linear_head_workspace(run.ctx, a.head, run.rows, m);
+    m.logits_rows = std::max({run.limit, m.chunk, loss_head_class_rows(run.rows.count, a.head.weight.rows)});
+  return loss_head_workspace(run.ctx, a.head, run.rows, m);
 }
 
 void make_scale(Context& ctx, const LossHead& a) {
@@ -159,10 +158,10 @@ void make_scale(Context& ctx, const LossHead& a) {
 }
 
 // Rows [first, first + count) of a chunk, whose logits may then be made by themselves.
-LinearHeadChunk slice(const LinearHeadChunk& c, int64_t first, int64_t count) {
-  LinearHeadChunk part = c;
+LossHeadChunk slice(const LossHeadChunk& c, int64_t first, int64_t count) {
+  LossHeadChunk part = c;
   part.begin += first, part.count = count;
-  part.index = linear_head_part(c.index, first, count);
+  part.index = loss_head_part(c.index, first, count);
   for (Matrix* m : {&part.logits, &part.hidden, &part.dhidden, &part.scaled, &part.lora_u, &part.lora_t})
     *m = rows_from(*m, first, count);
   return part;
@@ -178,7 +177,7 @@ class Chunks {
 
   void all() {
     if (a_.reference.hidden.data) reference();
-    for (const LinearHeadSpan& s : run_.spans) {
+    for (const LossHeadSpan& s : run_.spans) {
       if (s.count > 0) forth(s);
       if (!run_.twice()) products(s);
     }
@@ -188,24 +187,24 @@ class Chunks {
   }
 
  private:
-  static LinearHeadPart whole(const LinearHeadChunk& c) { return {c.begin, c.count, c.logits, c.logits}; }
+  static LossHeadPart whole(const LossHeadChunk& c) { return {c.begin, c.count, c.logits, c.logits}; }
 
   // With the memory of the logits.
   void reference() {
-    LinearHeadWorkspace own = linear_head_workspace(ctx_, a_.reference, run_.rows,
-                                                    {.chunk = workspace_.logits.rows, .logits = false});
+    LossHeadWorkspace own = loss_head_workspace(ctx_, a_.reference, run_.rows,
+                                                {.chunk = workspace_.logits.rows, .logits = false});
     own.logits = workspace_.logits;
-    for (const LinearHeadSpan& s : run_.spans) {
+    for (const LossHeadSpan& s : run_.spans) {
       if (s.count == 0) continue;
-      LinearHeadChunk c = linear_head_chunk(a_.reference, run_.rows, own, s.begin, s.count);
-      linear_head_logits(ctx_, a_.reference, c);
+      LossHeadChunk c = loss_head_chunk(a_.reference, run_.rows, own, s.begin, s.count);
+      loss_head_logits(ctx_, a_.reference, c);
       pass_.reference(run_, whole(c));
     }
   }
 
-  void forth(const LinearHeadSpan& s) {
+  void forth(const LossHeadSpan& s) {
     using Holds = LossHeadKept::Holds;
-    chunk_ = linear_head_chunk(a_.head, run_.rows, workspace_, s.begin, s.count);
+    chunk_ = loss_head_chunk(a_.head, run_.rows, workspace_, s.begin, s.count);
     if (s.begin >= run_.kept) return parts();
     const Matrix kept = rows_from(a_.kept.dlogits, s.begin, s.count);
     if (a_.kept.holds != Holds::logits || a_.kept.overwrite) chunk_.logits = kept, chunk_.padded = false;
@@ -215,14 +214,14 @@ class Chunks {
 
   // Logits of a part at a time where they have memory of their own, else of the chunk.
   void parts() {
-    LinearHeadChunk& c = chunk_;
+    LossHeadChunk& c = chunk_;
     const bool apart = c.wide.data;
     const int64_t most = apart ? c.wide.rows : std::min(run_.part, c.count);
-    if (!apart) linear_head_logits(ctx_, a_.head, c);
+    if (!apart) loss_head_logits(ctx_, a_.head, c);
     for (int64_t first = 0; first < c.count; first += most) {
-      LinearHeadChunk part = slice(c, first, std::min(most, c.count - first));
+      LossHeadChunk part = slice(c, first, std::min(most, c.count - first));
       const Matrix to = part.logits;
-      if (apart) part.logits = rows_from(c.wide, 0, part.count), linear_head_logits(ctx_, a_.head, part);
+      if (apart) part.logits = rows_from(c.wide, 0, part.count), loss_head_logits(ctx_, a_.head, part);
       pass_.rows(run_, {part.begin, part.count, part.logits, to});
     }
     c.gathered = true;
@@ -230,20 +229,20 @@ class Chunks {
     if (apart) c.has_u = a_.head.lora_a.data && !a_.f32_logits;
   }
 
-  void products(const LinearHeadSpan& s) {
-    const Vector factor = pass_.gradient(run_, s, s.count > 0 ? whole(chunk_) : LinearHeadPart{});
+  void products(const LossHeadSpan& s) {
+    const Vector factor = pass_.gradient(run_, s, s.count > 0 ? whole(chunk_) : LossHeadPart{});
     if (s.count == 0) return;
-    linear_head_gradients(ctx_, a_.head, chunk_, {.first = first_, .factor = factor});
+    loss_head_gradients(ctx_, a_.head, chunk_, {.first = first_, .factor = factor});
     first_ = false;
   }
 
   // From the last chunk, whose logits still exist, to the first.
   void back() {
     for (size_t i = run_.spans.size(); i-- > 0;) {
-      const LinearHeadSpan& s = run_.spans[i];
+      const LossHeadSpan& s = run_.spans[i];
       if (i + 1 < run_.spans.size()) {
-        chunk_ = linear_head_chunk(a_.head, run_.rows, workspace_, s.begin, s.count);
-        linear_head_logits(ctx_, a_.head, chunk_);
+        chunk_ = loss_head_chunk(a_.head, run_.rows, workspace_, s.begin, s.count);
+        loss_head_logits(ctx_, a_.head, chunk_);
       }
       products(s);
     }
@@ -253,8 +252,8 @@ class Chunks {
   const LossHead& a_;
   Context& ctx_;
   RowPass& pass_;
-  LinearHeadWorkspace workspace_;
-  LinearHeadChunk chunk_;
+  LossHeadWorkspace workspace_;
+  LossHeadChunk chunk_;
   bool first_ = true;  // no product has been summed yet
 };
 
@@ -264,13 +263,13 @@ void by_classes(const LossHeadRun& run, RowPass& pass, const Matrix& dweight, Ma
   LinearHead head = run.a.head;
   const int64_t rows = run.rows.count, kept = run.kept, v = dweight.rows, h = dweight.cols;
   if (!room.data) {
-    const int64_t most = std::max(run.limit, linear_head_class_rows(rows, v));
-    room = linear_head_matrix(ctx, most, v, linear_head_logit_stride(v), head.hidden.dtype);
+    const int64_t most = std::max(run.limit, loss_head_class_rows(rows, v));
+    room = loss_head_matrix(ctx, most, v, loss_head_logit_stride(v), head.hidden.dtype);
   }
   Matrix hidden = head.hidden;
   if (run.rows.listed) {
-    hidden = linear_head_matrix(ctx, rows, h, h, head.hidden.dtype);
-    linear_head_move(ctx, {.from = head.hidden, .to = hidden, .index = run.rows.index});
+    hidden = loss_head_matrix(ctx, rows, h, h, head.hidden.dtype);
+    loss_head_move(ctx, {.from = head.hidden, .to = hidden, .index = run.rows.index});
   }
   const int64_t most = room.rows * room.stride / rows / 64 * 64, slices = (v + most - 1) / most;
   const int64_t width = std::min(((v + slices - 1) / slices + 127) / 128 * 128, most);
@@ -279,20 +278,20 @@ void by_classes(const LossHeadRun& run, RowPass& pass, const Matrix& dweight, Ma
   for (int64_t first = 0; first < v; first += width) {
     const int64_t cols = std::min(width, v - first);
     head.weight = rows_from(weight, first, cols), head.dweight = rows_from(dweight, first, cols);
-    LinearHeadChunk all = {.count = rows,
-                           .logits = {room.data, head.hidden.dtype, rows, cols, width},
-                           .hidden = rows_from(hidden, 0, rows)};
+    LossHeadChunk all = {.count = rows,
+                         .logits = {room.data, head.hidden.dtype, rows, cols, width},
+                         .hidden = rows_from(hidden, 0, rows)};
     if (kept > 0) {
       Matrix from = rows_from(run.a.kept.dlogits, 0, kept);
       from.data = static_cast<char*>(from.data) + first * int64_t(size_of(from.dtype)), from.cols = cols;
-      linear_head_move(ctx, {.from = from, .to = rows_from(all.logits, 0, kept)});
+      loss_head_move(ctx, {.from = from, .to = rows_from(all.logits, 0, kept)});
     }
     if (kept < rows) {
-      LinearHeadChunk others = slice(all, kept, rows - kept);
-      linear_head_logits(ctx, head, others);
+      LossHeadChunk others = slice(all, kept, rows - kept);
+      loss_head_logits(ctx, head, others);
       pass.classes(run, {first, kept, others.count, others.logits});
     }
-    linear_head_gradients(ctx, head, all, {});
+    loss_head_gradients(ctx, head, all, {});
   }
 }
 
@@ -300,8 +299,8 @@ void by_classes(const LossHeadRun& run, RowPass& pass, const Matrix& dweight, Ma
 
 void loss_head_gradient(const LossHeadRun& run, const LossHeadClasses& c, CrossEntropyRows pass,
                         const LossHeadWhole& whole) {
-  auto part = [&](const Vector& of) { return linear_head_part(of, c.begin, c.count); };
-  pass.bias = linear_head_part(pass.bias, c.first, c.logits.cols);
+  auto part = [&](const Vector& of) { return loss_head_part(of, c.begin, c.count); };
+  pass.bias = loss_head_part(pass.bias, c.first, c.logits.cols);
   pass.dlogits = c.logits;
   pass.first_class = c.first, pass.classes = run.a.head.weight.rows;
   pass.all_lse = part(whole.lse), pass.all_log_prob = part(whole.log_prob);
@@ -312,7 +311,7 @@ void loss_head_gradient(const LossHeadRun& run, const LossHeadClasses& c, CrossE
 
 Vector LossHeadRun::result(const Vector& to, const Vector& factor, bool zeroed) {
   if (!to) return {};
-  const Vector from = rows.listed ? linear_head_vector(ctx, rows.count, to.dtype) : to;
+  const Vector from = rows.listed ? loss_head_vector(ctx, rows.count, to.dtype) : to;
   results.add({.from = from, .to = to, .factor = factor});
   writes = writes || factor || !zeroed;
   return from;
@@ -320,17 +319,17 @@ Vector LossHeadRun::result(const Vector& to, const Vector& factor, bool zeroed) 
 
 Vector LossHeadRun::factor() const {
   const Vector& upstream = a.upstream;
-  const bool early = !upstream && linear_head_scales_early(a.head.hidden.dtype);
+  const bool early = !upstream && loss_head_scales_early(a.head.hidden.dtype);
   const Vector scale = early ? a.reduction.scale : Vector{};
   if (!a.token_weight && !(rows.listed && upstream)) return upstream ? upstream : scale;
-  const Vector out = linear_head_vector(ctx, rows.count);
-  linear_head_factors(ctx, {.target = a.labels.target,
-                            .ignore_index = a.labels.ignore_index,
-                            .index = rows.index,
-                            .token_weight = a.token_weight,
-                            .upstream = upstream,
-                            .scale = scale,
-                            .out = out});
+  const Vector out = loss_head_vector(ctx, rows.count);
+  loss_head_factors(ctx, {.target = a.labels.target,
+                          .ignore_index = a.labels.ignore_index,
+                          .index = rows.index,
+                          .token_weight = a.token_weight,
+                          .upstream = upstream,
+                          .scale = scale,
+                          .out = out});
   return out;
 }
 
@@ -341,11 +340,11 @@ void loss_head_run(Context& ctx, const LossHead& given, RowPass& pass) {
   const Matrix dweight = run.by_classes ? std::exchange(a.head.dweight, {}) : Matrix{};
   const int64_t kept = std::min(a.head.kept_rows, a.head.hidden.rows), v = a.head.weight.rows;
   if (run.by_classes && kept > 0 && !a.groups)
-    a.kept.dlogits = linear_head_matrix(ctx, kept, v, linear_head_logit_stride(v), a.head.hidden.dtype);
+    a.kept.dlogits = loss_head_matrix(ctx, kept, v, loss_head_logit_stride(v), a.head.hidden.dtype);
   plan(run, pass);
   pass.begin(run);
   make_scale(ctx, a);
-  linear_head_clear(ctx, given.head, run.rows);
+  loss_head_clear(ctx, given.head, run.rows);
   run.results = {.target = a.labels.target,
                  .ignore_index = a.labels.ignore_index,
                  .position = run.rows.position,
@@ -360,7 +359,7 @@ void loss_head_run(Context& ctx, const LossHead& given, RowPass& pass) {
     logits = chunks.logits();
   }
   if (run.by_classes && run.rows.count > 0) by_classes(run, pass, dweight, logits);
-  if (run.rows.listed || run.writes) linear_head_results(ctx, run.results);
+  if (run.rows.listed || run.writes) loss_head_results(ctx, run.results);
   pass.finish(run);
   const LossReduction& r = a.reduction;
   if (r.kind != Reduction::none)

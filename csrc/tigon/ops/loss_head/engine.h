@@ -50,8 +50,8 @@ struct LossHeadGroups {
 
 struct LossHead {
   LinearHead head;
-  LinearHeadLabels labels;  // as linear_head_labels gives them
-  bool labelled = true;     // false: all rows count, of `labels` chunk_rows is looked at
+  LossHeadLabels labels;  // as loss_head_labels gives them
+  bool labelled = true;   // false: all rows count, of `labels` chunk_rows is looked at
   LossReduction reduction = {.kind = Reduction::none};
   Vector class_weight;      // of a mean's denominator
   Vector mean_target;       // labels whose number a mean divides by; empty: those of `labels`
@@ -72,15 +72,15 @@ struct LossHead {
 struct LossHeadRun {
   Context& ctx;
   const LossHead& a;
-  LinearHeadRows rows;
-  std::vector<LinearHeadSpan> spans;  // chunks; a loss that needs no logits clears them in memory()
-  int64_t limit = 0;                  // most rows of a chunk; of groups, where they fit
-  int64_t part = 0;                   // most rows at a time
-  int64_t kept = 0;                   // rows whose logits have memory of the caller's
-  bool whole = true;                  // no chunk cuts a group whose rows depend on each other
-  bool factored = false;              // gradient() will give factors; set by memory()
-  bool by_classes = false;            // dweight comes last, by classes; head.dweight is empty
-  LinearHeadResults results = {};
+  LossHeadRows rows;
+  std::vector<LossHeadSpan> spans;  // chunks; a loss that needs no logits clears them in memory()
+  int64_t limit = 0;                // most rows of a chunk; of groups, where they fit
+  int64_t part = 0;                 // most rows at a time
+  int64_t kept = 0;                 // rows whose logits have memory of the caller's
+  bool whole = true;                // no chunk cuts a group whose rows depend on each other
+  bool factored = false;            // gradient() will give factors; set by memory()
+  bool by_classes = false;          // dweight comes last, by classes; head.dweight is empty
+  LossHeadResults results = {};
   bool writes = false;  // results have to be written where the rows are not listed too
 
   // Rows go forth in all chunks and back in all: gradients depend on rows of other chunks, or are not wanted.
@@ -118,12 +118,12 @@ class RowPass {
   // Takes the loss's own memory.
   virtual void memory(LossHeadRun& run) = 0;
   // The reference's logits of a chunk.
-  virtual void reference(const LossHeadRun&, const LinearHeadPart&) {}
+  virtual void reference(const LossHeadRun&, const LossHeadPart&) {}
   // The logits of some rows; where gradients are wanted, theirs belong in part.to.
-  virtual void rows(const LossHeadRun& run, const LinearHeadPart& part) = 0;
+  virtual void rows(const LossHeadRun& run, const LossHeadPart& part) = 0;
   // After the rows of a chunk, before its products: what each row's gradients are multiplied by; empty: 1. A
   // pass that left no gradients in rows() makes them here. Of groups without a row `chunk` has none.
-  virtual Vector gradient(const LossHeadRun&, const LinearHeadSpan&, const LinearHeadPart&) { return {}; }
+  virtual Vector gradient(const LossHeadRun&, const LossHeadSpan&, const LossHeadPart&) { return {}; }
   // The gradients of some classes' logits, in their place; only with LossHeadRun::by_classes.
   virtual void classes(const LossHeadRun&, const LossHeadClasses&) {}
   // All rows have gone forth (LossHeadRun::twice), or there is none.
@@ -139,7 +139,7 @@ struct LossHeadPairs {
   Vector target;  // i64 [2 * pairs * tokens]
   int64_t ignore_index = -100, pairs = 0, tokens = 0;
   bool compact = false;
-  Vector index, labels, position;  // out, as in LinearHeadRows
+  Vector index, labels, position;  // out, as in LossHeadRows
 };
 namespace cpu {
 void loss_head_pairs(Context& ctx, const LossHeadPairs& a);

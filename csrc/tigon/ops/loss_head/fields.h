@@ -7,7 +7,7 @@
 
 namespace tigon {
 
-struct LinearHeadFields {
+struct LossHeadFields {
   // Bits of `needs`, as in python/tigon/ops/loss_head/operands.py.
   // may_round: weight's gradient may come in hidden's dtype where the call does not sum it.
   enum Need : int64_t {
@@ -24,15 +24,15 @@ struct LinearHeadFields {
   };
   Vector class_weight, token_weight;
   float label_smoothing = 0.0f, z_loss = 0.0f;
-  int64_t needs = 0, keep_rows = 0;  // keep_rows as in LinearHeadSizes
+  int64_t needs = 0, keep_rows = 0;  // keep_rows as in LossHeadSizes
   int64_t outputs = 0;               // a bit for each result of rows
   Matrix rows;                       // a row for each that is wanted, in the order of the bits
 
-  void operands(Fields& f, LinearHead& h, LinearHeadLabels& labels, LogitFormula& z) {
+  void operands(Fields& f, LinearHead& h, LossHeadLabels& labels, LogitFormula& z) {
     f.rows("hidden", h.hidden), f.input("weight", h.weight);
     f.input("target", labels.target), parameters(f, h, labels, z);
   }
-  void parameters(Fields& f, LinearHead& h, LinearHeadLabels& labels, LogitFormula& z) {
+  void parameters(Fields& f, LinearHead& h, LossHeadLabels& labels, LogitFormula& z) {
     f.optional("bias", h.bias);
     f.optional("class_weight", class_weight), f.optional("token_weight", token_weight);
     f.optional("lora_a", h.lora_a), f.optional("lora_b", h.lora_b);
@@ -54,20 +54,20 @@ struct LinearHeadFields {
     f.rows_or_number("loss", by_row, loss, h.hidden.rows, r.total);
     f.number_if(!by_row, "scale", r.scale);
   }
-  static int64_t worked(const LinearHead& h, const LinearHeadLabels& labels) {
+  static int64_t worked(const LinearHead& h, const LossHeadLabels& labels) {
     return labels.valid_rows >= 0 ? labels.valid_rows : h.hidden.rows;
   }
   // True if one chunk takes all rows of a call that forms dweight.
-  static bool whole(const Fields& f, const LinearHead& h, const LinearHeadLabels& labels) {
+  static bool whole(const Fields& f, const LinearHead& h, const LossHeadLabels& labels) {
     return worked(h, labels) <= (labels.chunk_rows > 0
                                      ? labels.chunk_rows
-                                     : linear_head_whole_rows({.cuda = f.on_cuda(),
-                                                               .dtype = int64_t(h.hidden.dtype),
-                                                               .hidden = h.hidden.cols,
-                                                               .vocab = h.weight.rows,
-                                                               .train_weight = 1}));
+                                     : loss_head_whole_rows({.cuda = f.on_cuda(),
+                                                             .dtype = int64_t(h.hidden.dtype),
+                                                             .hidden = h.hidden.cols,
+                                                             .vocab = h.weight.rows,
+                                                             .train_weight = 1}));
   }
-  void gradients(Fields& f, LinearHead& h, const LinearHeadLabels& labels) const {
+  void gradients(Fields& f, LinearHead& h, const LossHeadLabels& labels) const {
     gradients(f, h, whole(f, h, labels));
   }
   void gradients(Fields& f, LinearHead& h, bool whole) const {
@@ -75,7 +75,7 @@ struct LinearHeadFields {
     const bool rounded = needs & need_weight && needs & may_round && (whole || needs & by_classes);
     f.result_if(needs & need_hidden, "dhidden", h.dhidden, h.hidden);
     f.result_if(needs & need_weight, "dweight", h.dweight, v, cols,
-                linear_head_dweight(h.hidden.dtype, rounded));
+                loss_head_dweight(h.hidden.dtype, rounded));
     f.result_if(needs & need_bias, "dbias", h.dbias, v);
     f.result_if(needs & need_lora_a, "dlora_a", h.dlora_a, r, cols, DType::f32);
     f.result_if(needs & need_lora_b, "dlora_b", h.dlora_b, v, r, DType::f32);
@@ -94,7 +94,7 @@ struct LinearHeadFields {
   }
   // The losses of rows, which a total does not return.
   static Vector losses(Context& ctx, const LossReduction& r, const Vector& loss, const LinearHead& h) {
-    return r.kind == Reduction::none && loss ? loss : linear_head_vector(ctx, h.hidden.rows);
+    return r.kind == Reduction::none && loss ? loss : loss_head_vector(ctx, h.hidden.rows);
   }
 };
 

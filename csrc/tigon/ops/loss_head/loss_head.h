@@ -22,7 +22,7 @@
 // Determinism bitwise, run to run: chunks in order, one product at a time
 // Traffic     per chunk: hidden and weight once or twice each, logits written once and read twice; of more
 //             than one chunk dweight read and written in f32 per chunk after the first; listed rows: hidden
-//             and dhidden once more each; linear_head_statistics: no logits, 8 bytes for a row and 256 of V
+//             and dhidden once more each; loss_head_statistics: no logits, 8 bytes for a row and 256 of V
 // Refused     sizes, dtypes or devices that do not fit, H < 1, V < 1, lora with one matrix or gradients
 //             without lora; a dweight that is not f32 where chunks are summed; a group whose logits exceed 1
 //             GiB; on the CPU labels outside [0, V) and a valid_rows that is not the count: tigon::Error
@@ -40,7 +40,8 @@ namespace tigon {
 // How the losses of rows become one.
 enum class Reduction : int { none = 0, mean = 1, sum = 2 };
 
-// Operands, and the gradients that are wanted (empty: not).
+// Names the operands of the linear layer, and the gradients that are wanted (empty: not). What a call does with
+// it is named LossHead.
 struct LinearHead {
   const char* op = "linear_head";  // named in errors
   Matrix hidden, weight;
@@ -63,27 +64,27 @@ struct LinearHead {
     return dhidden.data || dweight.data || dbias || dlora_a.data || dlora_b.data;
   }
 };
-TIGON_API void linear_head_check(const LinearHead& a);
+TIGON_API void loss_head_check(const LinearHead& a);
 
 // Labels of positions in advance: the label of row r is that of row r + shift where both are in one sequence,
 // else ignore_index. Rows are sequences of `length` behind one another; where several are packed into one row
 // their position_ids restart, and a label counts where position_ids[r + shift] == position_ids[r] + shift.
-struct LinearHeadShift {
+struct LossHeadShift {
   int64_t shift = 0;         // 0: labels as they are
   int64_t length = 0;        // 0: all rows are one sequence
   Vector position_ids = {};  // i64 [rows]; empty: each sequence by itself
 };
 
 // Which rows count, and how many of them a chunk takes.
-struct LinearHeadLabels {
+struct LossHeadLabels {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
   int64_t valid_rows = -1;  // how many labels are not ignore_index; -1: not known
-  int64_t chunk_rows = 0;   // 0: linear_head_chunk_rows
-  LinearHeadShift shift;    // position t against the label of t + k
+  int64_t chunk_rows = 0;   // 0: loss_head_chunk_rows
+  LossHeadShift shift;      // position t against the label of t + k
 };
 // The labels of a driver's call: those given, or with a shift others in the context's memory.
-TIGON_API LinearHeadLabels linear_head_labels(Context& ctx, const char* op, const LinearHeadLabels& given);
+TIGON_API LossHeadLabels loss_head_labels(Context& ctx, const char* op, const LossHeadLabels& given);
 
 // z = softcap * tanh(logit_scale * logit / softcap) / temperature, or without a softcap logit_scale * logit /
 // temperature.
@@ -92,7 +93,7 @@ struct LogitFormula {
   float logit_scale = 1.0f;
   float temperature = 1.0f;
 };
-void linear_head_check(const char* op, const LogitFormula& f);
+void loss_head_check(const char* op, const LogitFormula& f);
 
 // How the losses of rows become one: their sum times scale = 1 / denominator.
 struct LossReduction {
@@ -101,13 +102,13 @@ struct LossReduction {
   std::optional<double> host_denominator;
   Vector total, scale;  // out: f32 [1], mean and sum
 };
-void linear_head_check(const char* op, const LossReduction& r);
+void loss_head_check(const char* op, const LossReduction& r);
 
 // The rows that a call works on, in order: all of them, or the list of those that count where the host knows
 // their number (on the CPU always, on CUDA where valid_rows says it; the list is made on the device, nothing
 // waits). Where the labels do not hold the promised number, `fault` is NaN and every label is made a wrong
 // one, so that nothing computed from the list can pass for a result; `index` is inside [0, rows) always.
-struct LinearHeadRows {
+struct LossHeadRows {
   int64_t count = 0;    // rows worked on
   bool listed = false;  // false: all rows; index, position and fault are empty then
   Vector labels;        // i64 [count]
@@ -115,50 +116,49 @@ struct LinearHeadRows {
   Vector position;      // i64 [rows], place of each row in the list, -1: ignored
   Vector fault;         // f32 [1], 0 or NaN
 };
-TIGON_API LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels);
+TIGON_API LossHeadRows loss_head_rows(Context& ctx, const LinearHead& a, const LossHeadLabels& labels);
 
-// Rows of a chunk of this call: `chunk_rows` where it is not 0, else linear_head_chunk_rows; at most `rows`.
-// `lean` as in LinearHeadSizes.
-TIGON_API int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows,
-                                    bool lean = true);
+// Rows of a chunk of this call: `chunk_rows` where it is not 0, else loss_head_chunk_rows; at most `rows`.
+// `lean` as in LossHeadSizes.
+TIGON_API int64_t loss_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows,
+                                  bool lean = true);
 // Refuses a dweight that cannot take the sum over so many chunks.
-TIGON_API void linear_head_check_chunks(const LinearHead& a, int64_t chunks);
+TIGON_API void loss_head_check_chunks(const LinearHead& a, int64_t chunks);
 
 // Chunks that hold groups whole, in order: as many groups as have no more than `limit` rows together. A
 // longer group raises the limit to its own length, while its logits have no more than 1 GiB. Every group is
 // in one chunk, an empty one too.
-struct LinearHeadSpan {
+struct LossHeadSpan {
   int64_t begin = 0, count = 0;   // rows of the list
   int64_t group = 0, groups = 0;  // groups [group, group + groups)
 };
-TIGON_API int64_t linear_head_group_limit(const LinearHead& a, int64_t limit);  // most rows of a group
-TIGON_API std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a,
-                                                       const std::vector<int64_t>& group_rows, int64_t limit);
+TIGON_API int64_t loss_head_group_limit(const LinearHead& a, int64_t limit);  // most rows of a group
+TIGON_API std::vector<LossHeadSpan> loss_head_plan(const LinearHead& a,
+                                                   const std::vector<int64_t>& group_rows, int64_t limit);
 
 // Memory of one chunk, used by all. Logits in f32 exist for a part of a chunk at a time (engine.h), which
 // keeps them to the size of a small chunk's; what the row pass leaves for the products lies in `logits`.
-struct LinearHeadWorkspace {
+struct LossHeadWorkspace {
   Matrix logits;           // [chunk, V], hidden's dtype
   Matrix wide;             // [part of a chunk, V] f32; empty: logits are in hidden's dtype
   Matrix hidden, dhidden;  // rows gathered or scaled; empty: the caller's own are used
   Matrix lora_u, lora_t;
   Vector ones, column;
 };
-struct LinearHeadMemory {
+struct LossHeadMemory {
   int64_t chunk = 0;        // most rows of a chunk
   bool logits = true;       // false: the driver sets each chunk's logits to memory of its own
   int64_t logits_rows = 0;  // most rows of a chunk without memory of its own; 0: chunk
   int64_t f32_rows = 0;     // of a part whose logits are f32 whatever hidden's dtype; 0: as wide_logits says
-  bool factored = false;    // linear_head_gradients will be given factors
+  bool factored = false;    // loss_head_gradients will be given factors
 };
-TIGON_API LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a,
-                                                    const LinearHeadRows& rows,
-                                                    const LinearHeadMemory& memory);
+TIGON_API LossHeadWorkspace loss_head_workspace(Context& ctx, const LinearHead& a, const LossHeadRows& rows,
+                                                const LossHeadMemory& memory);
 
 // Views of rows [begin, begin + count) of the list. A driver may put memory of its own in `logits`: before
-// linear_head_logits of hidden's dtype or f32, whose values are not rounded to 16 bits then; before
-// linear_head_gradients of hidden's dtype, such as logits' gradients of an earlier call, and not `padded`.
-struct LinearHeadChunk {
+// loss_head_logits of hidden's dtype or f32, whose values are not rounded to 16 bits then; before
+// loss_head_gradients of hidden's dtype, such as logits' gradients of an earlier call, and not `padded`.
+struct LossHeadChunk {
   int64_t begin = 0, count = 0;
   Matrix logits;           // [count, V], hidden's dtype: logits (unless wide), then their gradients
   bool padded = false;     // on the CPU: zeros follow each of its rows (Gemm::padded_a)
@@ -168,109 +168,108 @@ struct LinearHeadChunk {
   bool gathered = true;    // hidden holds the rows already
   Matrix scaled;           // memory for factor * hidden
   Matrix lora_u, lora_t;
-  bool has_u = false;   // lora_u holds u, which linear_head_logits makes; else linear_head_gradients makes it
+  bool has_u = false;   // lora_u holds u, which loss_head_logits makes; else loss_head_gradients makes it
   Vector ones, column;  // column: memory for the factor in hidden's dtype
 };
-TIGON_API LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& rows,
-                                            const LinearHeadWorkspace& workspace, int64_t begin,
-                                            int64_t count);
+TIGON_API LossHeadChunk loss_head_chunk(const LinearHead& a, const LossHeadRows& rows,
+                                        const LossHeadWorkspace& workspace, int64_t begin, int64_t count);
 // chunk.logits = the logits, in the dtype of that memory.
-TIGON_API void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk);
+TIGON_API void loss_head_logits(Context& ctx, const LinearHead& a, LossHeadChunk& chunk);
 
 // The logits of a part of a chunk, and where their gradients belong: the same memory unless logits are wide.
 // `to` is empty where the chunk has no logits.
-struct LinearHeadPart {
+struct LossHeadPart {
   int64_t begin = 0, count = 0;  // rows of the list
   Matrix logits, to;
 };
 // The products of dlogits, which are only read. `first`: what is summed over chunks is written, not added to;
-// nothing is zero-filled. With listed rows dhidden's other rows are the driver's (linear_head_clear).
-struct LinearHeadPass {
+// nothing is zero-filled. With listed rows dhidden's other rows are the driver's (loss_head_clear).
+struct LossHeadPass {
   bool first = true;
   Vector factor;  // f32 [count], of this chunk's rows; empty: 1
 };
-TIGON_API void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk,
-                                     const LinearHeadPass& pass);
+TIGON_API void loss_head_gradients(Context& ctx, const LinearHead& a, LossHeadChunk& chunk,
+                                   const LossHeadPass& pass);
 // Losses without gradients, where the device has the product for it (sm_90a, 16-bit rows of whole 16-byte
 // vectors, no bias, lora or softcap): for the rows worked on max z, log of the sum of e^(z - max z) and the
 // label's log-probability, f32 [3, count] as cross_entropy_combine takes them. Logits are not written, and
 // the bits of a row depend on nothing but the row; they may differ in the last from those with gradients,
 // so deterministic contexts do not take it. Returns false, with nothing done, elsewhere.
-bool linear_head_statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
-                            const LogitFormula& f, const Matrix& parts);
+bool loss_head_statistics(Context& ctx, const LinearHead& a, const LossHeadRows& rows, const LogitFormula& f,
+                          const Matrix& parts);
 // Zeros where no product will write: dhidden of listed rows, and every gradient where no row is left.
-TIGON_API void linear_head_clear(Context& ctx, const LinearHead& a, const LinearHeadRows& rows);
+TIGON_API void loss_head_clear(Context& ctx, const LinearHead& a, const LossHeadRows& rows);
 
 // Part of a vector by row; [1] stands for all rows.
-TIGON_API Vector linear_head_part(const Vector& v, int64_t begin, int64_t count);
+TIGON_API Vector loss_head_part(const Vector& v, int64_t begin, int64_t count);
 // New ones in the context's memory.
-TIGON_API Matrix linear_head_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype);
-TIGON_API Vector linear_head_vector(Context& ctx, int64_t n, DType dtype = DType::f32);
+TIGON_API Matrix loss_head_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype);
+TIGON_API Vector loss_head_vector(Context& ctx, int64_t n, DType dtype = DType::f32);
 
 // out = in * dloss * scale (scale only where dlogits did not carry it: empty otherwise), rounded once. out
 // may be in where scale is empty: then nothing is read or written for dloss 1.
-struct LinearHeadFinish {
+struct LossHeadFinish {
   Matrix in;
   Vector dloss;  // f32 [1], on the device
   Vector scale;  // f32 [1], on the device; empty: 1
   Matrix out;
 };
-TIGON_API void linear_head_finish(Context& ctx, const LinearHeadFinish& a);
+TIGON_API void loss_head_finish(Context& ctx, const LossHeadFinish& a);
 
-// What linear_head_labels calls; by.length divides the rows.
-struct LinearHeadShifted {
+// What loss_head_labels calls; by.length divides the rows.
+struct LossHeadShifted {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
-  LinearHeadShift by;
+  LossHeadShift by;
   Vector out;  // i64 [rows]
 };
 
-// The list of rows that count, from one pass over the labels: what linear_head_rows calls.
-struct LinearHeadCompact {
+// The list of rows that count, from one pass over the labels: what loss_head_rows calls.
+struct LossHeadCompact {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
-  Vector index, labels, position, fault;  // out, as in LinearHeadRows
+  Vector index, labels, position, fault;  // out, as in LossHeadRows
 };
-TIGON_API void linear_head_compact(Context& ctx, const LinearHeadCompact& a);
+TIGON_API void loss_head_compact(Context& ctx, const LossHeadCompact& a);
 
 // Factor of each row in the list: token_weight * upstream * scale, what is empty counting as 1; 0 where the
 // label is ignored.
-struct LinearHeadFactors {
+struct LossHeadFactors {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
   Vector index;                          // empty: row i is row i
   Vector token_weight, upstream, scale;  // f32 [rows], [rows], [1]
   Vector out;                            // f32 [count]
 };
-TIGON_API void linear_head_factors(Context& ctx, const LinearHeadFactors& a);
+TIGON_API void loss_head_factors(Context& ctx, const LossHeadFactors& a);
 
 // Results of all rows from those of the list: to = factor * gain * from, or factor * gain * from * from, of
 // rows that count; 0 of others (i64: -1), and NaN of all where the list has a fault (i64: -1). In place where
 // the list is all rows.
-struct LinearHeadResult {
+struct LossHeadResult {
   Vector from;    // f32 | i64 [count]; i64 is copied
   Vector to;      // [rows], from's dtype
   Vector factor;  // f32 [rows]; empty: 1
   float gain = 1.0f;
   bool square = false;
 };
-struct LinearHeadResults {
+struct LossHeadResults {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
   Vector position, fault;  // of the list; empty: the list is all rows
-  LinearHeadResult result[8];
+  LossHeadResult result[8];
   int count = 0;
 
-  void add(const LinearHeadResult& r) {
+  void add(const LossHeadResult& r) {
     if (r.to) result[count++] = r;
   }
 };
-TIGON_API void linear_head_results(Context& ctx, const LinearHeadResults& a);
+TIGON_API void loss_head_results(Context& ctx, const LossHeadResults& a);
 
 // Rows of a matrix by a list: gather to[i] = from[index[i]], scatter to[index[i]] = from[i]; times factor[i]
 // where given. Columns that `to` has and `from` has not are 0 (products of 16-bit operands on CUDA want rows
 // of whole 16-byte vectors); without a factor only. Same dtype, no overlap but as said.
-struct LinearHeadMove {
+struct LossHeadMove {
   Matrix from, to;
   Vector index;   // empty: row i is row i, from may be to then
   Vector factor;  // f32; empty: 1
@@ -278,24 +277,24 @@ struct LinearHeadMove {
 
   int64_t rows() const { return index ? index.size : factor ? factor.size : to.rows; }
 };
-TIGON_API void linear_head_move(Context& ctx, const LinearHeadMove& a);
+TIGON_API void loss_head_move(Context& ctx, const LossHeadMove& a);
 
-#define TIGON_LINEAR_HEAD_BACKEND                                     \
-  void linear_head_finish(Context& ctx, const LinearHeadFinish& a);   \
-  void linear_head_ones(Context& ctx, Vector out);                    \
-  void linear_head_zero(Context& ctx, const Matrix& out);             \
-  void linear_head_shift(Context& ctx, const LinearHeadShifted& a);   \
-  void linear_head_compact(Context& ctx, const LinearHeadCompact& a); \
-  void linear_head_factors(Context& ctx, const LinearHeadFactors& a); \
-  void linear_head_results(Context& ctx, const LinearHeadResults& a); \
-  void linear_head_move(Context& ctx, const LinearHeadMove& a);
+#define TIGON_LINEAR_HEAD_BACKEND                                 \
+  void loss_head_finish(Context& ctx, const LossHeadFinish& a);   \
+  void loss_head_ones(Context& ctx, Vector out);                  \
+  void loss_head_zero(Context& ctx, const Matrix& out);           \
+  void loss_head_shift(Context& ctx, const LossHeadShifted& a);   \
+  void loss_head_compact(Context& ctx, const LossHeadCompact& a); \
+  void loss_head_factors(Context& ctx, const LossHeadFactors& a); \
+  void loss_head_results(Context& ctx, const LossHeadResults& a); \
+  void loss_head_move(Context& ctx, const LossHeadMove& a);
 namespace cpu {
 TIGON_LINEAR_HEAD_BACKEND
 }
 namespace cuda {
 TIGON_LINEAR_HEAD_BACKEND
-bool linear_head_statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
-                            const LogitFormula& f, const Matrix& parts);
+bool loss_head_statistics(Context& ctx, const LinearHead& a, const LossHeadRows& rows, const LogitFormula& f,
+                          const Matrix& parts);
 }  // namespace cuda
 #undef TIGON_LINEAR_HEAD_BACKEND
 

@@ -26,7 +26,7 @@ void for_each(int64_t n, const Fn& fn) {
 }
 }  // namespace
 
-void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
+void loss_head_finish(Context& ctx, const LossHeadFinish& a) {
   constexpr int64_t kBlock = int64_t(1) << 15;
   float factor = *a.dloss.as<float>() * (a.scale ? *a.scale.as<float>() : 1.0f);
   FinishRun* run = TIGON_SELECT(finish_run);
@@ -39,20 +39,20 @@ void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
   });
 }
 
-void linear_head_ones(Context&, Vector out) {
+void loss_head_ones(Context&, Vector out) {
   dispatch_float("linear_head", "ones", out.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     std::fill_n(out.as<T>(), out.size, from_float<T>(1.0f));
   });
 }
 
-void linear_head_zero(Context&, const Matrix& out) {
+void loss_head_zero(Context&, const Matrix& out) {
   for (int64_t r = 0; r < out.rows; ++r)
     std::memset(static_cast<char*>(out.data) + r * out.stride * int64_t(size_of(out.dtype)), 0,
                 size_t(out.cols) * size_of(out.dtype));
 }
 
-void linear_head_compact(Context&, const LinearHeadCompact& a) {
+void loss_head_compact(Context&, const LossHeadCompact& a) {
   const int64_t* target = a.target.as<int64_t>();
   int64_t *index = a.index.as<int64_t>(), *labels = a.labels.as<int64_t>(),
           *position = a.position.as<int64_t>();
@@ -65,13 +65,13 @@ void linear_head_compact(Context&, const LinearHeadCompact& a) {
   }
   *a.fault.as<float>() = count == wanted ? 0.0f : NAN;
   if (count == wanted) return;
-  std::fill_n(labels, wanted, linear_head_wrong_label(a.ignore_index));
+  std::fill_n(labels, wanted, loss_head_wrong_label(a.ignore_index));
   for (int64_t i = count; i < wanted; ++i) index[i] = 0;
 }
 
-void linear_head_shift(Context&, const LinearHeadShifted& a) { for_each(a.out.size, ShiftedLabel{a}); }
-void linear_head_factors(Context&, const LinearHeadFactors& a) { for_each(a.out.size, RowFactor{a}); }
-void linear_head_results(Context&, const LinearHeadResults& a) { for_each(a.target.size, RowResults{a}); }
+void loss_head_shift(Context&, const LossHeadShifted& a) { for_each(a.out.size, ShiftedLabel{a}); }
+void loss_head_factors(Context&, const LossHeadFactors& a) { for_each(a.out.size, RowFactor{a}); }
+void loss_head_results(Context&, const LossHeadResults& a) { for_each(a.target.size, RowResults{a}); }
 
 void loss_head_pairs(Context&, const LossHeadPairs& a) {
   const int64_t* target = a.target.as<int64_t>();
@@ -87,7 +87,7 @@ void loss_head_pairs(Context&, const LossHeadPairs& a) {
       }
 }
 
-static void move_scaled(Context& ctx, const LinearHeadMove& a) {
+static void move_scaled(Context& ctx, const LossHeadMove& a) {
   const int64_t* index = a.index.as<int64_t>();
   dispatch_float("linear_head", "rows", a.from.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
@@ -101,7 +101,7 @@ static void move_scaled(Context& ctx, const LinearHeadMove& a) {
   });
 }
 
-void linear_head_move(Context& ctx, const LinearHeadMove& a) {
+void loss_head_move(Context& ctx, const LossHeadMove& a) {
   constexpr int64_t kRows = 64;
   if (a.factor) return move_scaled(ctx, a);
   const int64_t n = a.rows(), *index = a.index.as<int64_t>();

@@ -34,11 +34,11 @@ __global__ __launch_bounds__(kThreads) void finish_kernel(const In* in, const fl
     if (i + N <= n) {
       Vec<Out, N> r;
 #pragma unroll
-      for (int j = 0; j < N; ++j) r.set(j, linear_head_finished(vecs[u][j], factor));
+      for (int j = 0; j < N; ++j) r.set(j, loss_head_finished(vecs[u][j], factor));
       store(out + i, r);
     } else {
       for (int64_t t = i; t < n && t < i + N; ++t)
-        out[t] = narrow<Out>(linear_head_finished(widen(in[t]), factor));
+        out[t] = narrow<Out>(loss_head_finished(widen(in[t]), factor));
     }
   }
 }
@@ -72,7 +72,7 @@ __global__ __launch_bounds__(kCompactThreads) void compact_kernel(const CompactP
     total += counts[w];
   }
   bool right = total == p.wanted;
-  int64_t wrong = linear_head_wrong_label(p.ignore_index);
+  int64_t wrong = loss_head_wrong_label(p.ignore_index);
   if (threadIdx.x == 0) *p.fault = right ? 0.0f : NAN;
   for (int64_t group = first; group < end; group += 32) {
     int64_t r = group + lane;
@@ -124,7 +124,7 @@ __global__ __launch_bounds__(kThreads) void move_scaled_kernel(const T* from, T*
 }
 
 template <class T>
-void move_rows(Context& ctx, const LinearHeadMove& a) {
+void move_rows(Context& ctx, const LossHeadMove& a) {
   int64_t pieces = int64_t(sizeof(T) / size_of(a.from.dtype));
   launch(kOp, ctx, move_kernel<T>, {.blocks = a.rows(), .threads = kThreads},
          static_cast<const T*>(a.from.data), static_cast<T*>(a.to.data), a.index.as<int64_t>(),
@@ -139,7 +139,7 @@ struct One {
 
 }  // namespace
 
-void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
+void loss_head_finish(Context& ctx, const LossHeadFinish& a) {
   constexpr int kVecSize = 8;
   int64_t n = a.in.rows * a.in.cols;
   dispatch_float(kOp, "gradient", a.in.dtype, [&](auto ti) {
@@ -154,14 +154,14 @@ void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
   });
 }
 
-void linear_head_ones(Context& ctx, Vector out) {
+void loss_head_ones(Context& ctx, Vector out) {
   dispatch_float(kOp, "ones", out.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
     for_each(kOp, ctx, out.size, One<T>{out.as<T>()});
   });
 }
 
-void linear_head_zero(Context& ctx, const Matrix& out) {
+void loss_head_zero(Context& ctx, const Matrix& out) {
   size_t width = size_of(out.dtype) * size_t(out.cols), pitch = size_of(out.dtype) * size_t(out.stride),
          rows = size_t(out.rows);
   auto stream = static_cast<cudaStream_t>(ctx.stream());
@@ -170,27 +170,27 @@ void linear_head_zero(Context& ctx, const Matrix& out) {
                                   : cudaMemset2DAsync(out.data, pitch, 0, width, rows, stream));
 }
 
-void linear_head_compact(Context& ctx, const LinearHeadCompact& a) {
+void loss_head_compact(Context& ctx, const LossHeadCompact& a) {
   CompactParams p = {
       a.target.as<int64_t>(), a.index.as<int64_t>(), a.labels.as<int64_t>(), a.position.as<int64_t>(),
       a.fault.as<float>(),    a.target.size,         a.index.size,           a.ignore_index};
   launch(kOp, ctx, compact_kernel, {.blocks = 1, .threads = kCompactThreads}, p);
 }
 
-void linear_head_shift(Context& ctx, const LinearHeadShifted& a) {
+void loss_head_shift(Context& ctx, const LossHeadShifted& a) {
   for_each(kOp, ctx, a.out.size, ShiftedLabel{a});
 }
-void linear_head_factors(Context& ctx, const LinearHeadFactors& a) {
+void loss_head_factors(Context& ctx, const LossHeadFactors& a) {
   for_each(kOp, ctx, a.out.size, RowFactor{a});
 }
-void linear_head_results(Context& ctx, const LinearHeadResults& a) {
+void loss_head_results(Context& ctx, const LossHeadResults& a) {
   for_each(kOp, ctx, a.target.size, RowResults{a});
 }
 void loss_head_pairs(Context& ctx, const LossHeadPairs& a) {
   for_each("linear_preference", ctx, a.target.size, PairRow{a});
 }
 
-void linear_head_move(Context& ctx, const LinearHeadMove& a) {
+void loss_head_move(Context& ctx, const LossHeadMove& a) {
   if (a.factor) {
     dispatch_float(kOp, "rows", a.from.dtype, [&](auto t) {
       using T = typename DeviceType<typename decltype(t)::type>::type;

@@ -16,21 +16,20 @@ template <class T, class R>
 using Product = matmul::Matmul<T, matmul::Major::K, matmul::Major::K, matmul::StatisticsEpilogue<R>>;
 
 template <class T, class R>
-bool statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows, float scale,
+bool statistics(Context& ctx, const LinearHead& a, const LossHeadRows& rows, float scale,
                 const Matrix& parts) {
   if (!Product<T, R>::is_available(a.op)) return false;
   const int64_t v = a.weight.rows, h = a.hidden.cols, tiles = ceil_div(v, int64_t(matmul::kTileN));
   constexpr int64_t kRows = matmul::kTileM * matmul::kCluster;
   const int64_t most =
       std::min(rows.count, std::max(kMostBytes / (tiles * int64_t(sizeof(float2))) / kRows * kRows, kRows));
-  LinearHeadWorkspace workspace;
-  if (rows.listed) workspace.hidden = linear_head_matrix(ctx, most, h, h, a.hidden.dtype);
+  LossHeadWorkspace workspace;
+  if (rows.listed) workspace.hidden = loss_head_matrix(ctx, most, h, h, a.hidden.dtype);
   auto* tile_parts = ctx.scratch_of<float2>(most * tiles);
   auto* target_logit = ctx.scratch_of<float>(most);
   for (int64_t begin = 0; begin < rows.count; begin += most) {
-    const LinearHeadChunk c =
-        linear_head_chunk(a, rows, workspace, begin, std::min(most, rows.count - begin));
-    if (rows.listed) cuda::linear_head_move(ctx, {.from = a.hidden, .to = c.hidden, .index = c.index});
+    const LossHeadChunk c = loss_head_chunk(a, rows, workspace, begin, std::min(most, rows.count - begin));
+    if (rows.listed) cuda::loss_head_move(ctx, {.from = a.hidden, .to = c.hidden, .index = c.index});
     const matmul::StatisticsParams p = {.parts = tile_parts,
                                         .target = rows.labels.as<int64_t>() + begin,
                                         .target_logit = target_logit,
@@ -55,8 +54,8 @@ bool statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows, f
 
 }  // namespace
 
-bool linear_head_statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
-                            const LogitFormula& f, const Matrix& parts) {
+bool loss_head_statistics(Context& ctx, const LinearHead& a, const LossHeadRows& rows, const LogitFormula& f,
+                          const Matrix& parts) {
   const bool plain = !a.bias && !a.lora_a.data && f.softcap == 0.0f && f.logit_scale > 0.0f;
   const bool fits = matmul::is_tma_matrix(a.hidden.data, a.hidden.stride) &&
                     matmul::is_tma_matrix(a.weight.data, a.weight.stride) &&

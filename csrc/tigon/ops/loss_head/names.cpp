@@ -1,4 +1,4 @@
-// Names what Python fills and reads by name: the members of LinearHeadSizes and LinearHeadPlan, and the bits
+// Names what Python fills and reads by name: the members of LossHeadSizes and LossHeadPlan, and the bits
 // of `needs`.
 #include <string>
 
@@ -13,8 +13,8 @@ struct Member {
   int64_t T::* at;
 };
 
-#define TIGON_SIZE(name) {#name, &LinearHeadSizes::name}
-constexpr Member<LinearHeadSizes> kSizes[] = {
+#define TIGON_SIZE(name) {#name, &LossHeadSizes::name}
+constexpr Member<LossHeadSizes> kSizes[] = {
     TIGON_SIZE(cuda),         TIGON_SIZE(dtype),        TIGON_SIZE(weight_dtype), TIGON_SIZE(rows),
     TIGON_SIZE(worked),       TIGON_SIZE(hidden),       TIGON_SIZE(vocab),        TIGON_SIZE(lora_rank),
     TIGON_SIZE(train_hidden), TIGON_SIZE(train_weight), TIGON_SIZE(train_bias),   TIGON_SIZE(main_grad),
@@ -22,8 +22,8 @@ constexpr Member<LinearHeadSizes> kSizes[] = {
     TIGON_SIZE(keep_rows),    TIGON_SIZE(unit),         TIGON_SIZE(copies),       TIGON_SIZE(row),
     TIGON_SIZE(fixed),        TIGON_SIZE(peak),         TIGON_SIZE(classes),      TIGON_SIZE(by_classes),
     TIGON_SIZE(kept_rows),    TIGON_SIZE(lean),         TIGON_SIZE(sums)};
-#define TIGON_PLAN(name) {#name, &LinearHeadPlan::name}
-constexpr Member<LinearHeadPlan> kPlan[] = {
+#define TIGON_PLAN(name) {#name, &LossHeadPlan::name}
+constexpr Member<LossHeadPlan> kPlan[] = {
     TIGON_PLAN(chunk_rows), TIGON_PLAN(whole_rows), TIGON_PLAN(kept),  TIGON_PLAN(unit),
     TIGON_PLAN(fits),       TIGON_PLAN(row),        TIGON_PLAN(fixed), TIGON_PLAN(workspace),
     TIGON_PLAN(gradients),  TIGON_PLAN(results),    TIGON_PLAN(peak),  TIGON_PLAN(capped),
@@ -43,7 +43,7 @@ std::string text(const Member<T> (&members)[count]) {
   return all;
 }
 
-#define TIGON_NEED(name, bit) #name "=" + std::to_string(LinearHeadFields::bit) + " "
+#define TIGON_NEED(name, bit) #name "=" + std::to_string(LossHeadFields::bit) + " "
 std::string needs() {
   return std::string() + TIGON_NEED(hidden, need_hidden) + TIGON_NEED(weight, need_weight) +
          TIGON_NEED(bias, need_bias) + TIGON_NEED(lora_a, need_lora_a) + TIGON_NEED(lora_b, need_lora_b) +
@@ -56,15 +56,15 @@ std::string needs() {
 }  // namespace tigon
 
 extern "C" {
-TIGON_API const char* tigon_linear_head_sizes() {
+TIGON_API const char* tigon_loss_head_sizes() {
   static const std::string names = tigon::text(tigon::kSizes);
   return names.c_str();
 }
-TIGON_API const char* tigon_linear_head_plan() {
+TIGON_API const char* tigon_loss_head_plan() {
   static const std::string names = tigon::text(tigon::kPlan);
   return names.c_str();
 }
-TIGON_API const char* tigon_linear_head_needs() {
+TIGON_API const char* tigon_loss_head_needs() {
   static const std::string names = tigon::needs();
   return names.c_str();
 }

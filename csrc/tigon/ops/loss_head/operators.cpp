@@ -10,7 +10,7 @@ template <bool backward>
 struct Product {
   LinearHead head = {.op = "linear_cross_entropy"};
   Matrix logits;
-  LinearHeadPass pass;
+  LossHeadPass pass;
 
   void fields(Fields& f) {
     f.padded_rows(backward ? "dlogits" : "logits", logits, !backward);
@@ -25,14 +25,14 @@ struct Product {
     if (backward) f.updated("dlora_a", head.dlora_a), f.updated("dlora_b", head.dlora_b);
   }
   static void run(Context& ctx, const Product& p) {
-    linear_head_check(p.head);
-    linear_head_check_chunks(p.head, p.pass.first ? 1 : 2);
-    LinearHeadRows all = {.count = p.head.hidden.rows};
-    LinearHeadWorkspace workspace = linear_head_workspace(
+    loss_head_check(p.head);
+    loss_head_check_chunks(p.head, p.pass.first ? 1 : 2);
+    LossHeadRows all = {.count = p.head.hidden.rows};
+    LossHeadWorkspace workspace = loss_head_workspace(
         ctx, p.head, all, {.chunk = all.count, .logits = false, .factored = bool(p.pass.factor)});
-    LinearHeadChunk c = linear_head_chunk(p.head, all, workspace, 0, all.count);
+    LossHeadChunk c = loss_head_chunk(p.head, all, workspace, 0, all.count);
     c.logits = p.logits;
-    backward ? linear_head_gradients(ctx, p.head, c, p.pass) : linear_head_logits(ctx, p.head, c);
+    backward ? loss_head_gradients(ctx, p.head, c, p.pass) : loss_head_logits(ctx, p.head, c);
   }
 };
 using Logits = Product<false>;
@@ -42,7 +42,7 @@ TIGON_CALL(Gradients, "linear_product_gradients", none)
 
 // Rows of x with `columns` columns: zeros appended, or the rest cut off.
 struct Columns {
-  LinearHeadMove call;
+  LossHeadMove call;
   int64_t columns = 0;
 
   void fields(Fields& f) {
@@ -52,13 +52,13 @@ struct Columns {
 };
 void columns(Context& ctx, const Columns& a) {
   TIGON_CHECK("linear_cross_entropy", a.columns >= 1, "columns must be >= 1, got ", a.columns);
-  linear_head_move(ctx, a.call);
+  loss_head_move(ctx, a.call);
 }
 TIGON_OPERATOR(columns, Columns, "linear_cross_entropy_columns", forward)
 
 // Rows whose label counts, in order.
 struct List {
-  LinearHeadCompact call;
+  LossHeadCompact call;
   int64_t count = 0;
 
   void fields(Fields& f) {
@@ -69,9 +69,9 @@ struct List {
   }
 };
 void list(Context& ctx, const List& a) {
-  LinearHeadCompact call = a.call;
-  call.position = linear_head_vector(ctx, call.target.size, DType::i64);
-  linear_head_compact(ctx, call);
+  LossHeadCompact call = a.call;
+  call.position = loss_head_vector(ctx, call.target.size, DType::i64);
+  loss_head_compact(ctx, call);
 }
 TIGON_OPERATOR(list, List, "linear_loss_rows", none)
 

@@ -6,7 +6,7 @@ namespace tigon {
 namespace {
 
 // Rows of a chunk where there are several.
-int64_t most_rows(const LinearHeadSizes& s) {
+int64_t most_rows(const LossHeadSizes& s) {
   constexpr int64_t kLeast = 1024, kSmallLogits = int64_t(512) << 20;
   if (!s.cuda) return kLeast;
   int64_t row = std::max<int64_t>(s.vocab, 1) * int64_t(size_of(DType(s.dtype)));
@@ -18,17 +18,17 @@ int64_t ceil_to(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
 // Bytes of a call, by what they are of.
 struct Bytes {
-  const LinearHeadSizes& s;
+  const LossHeadSizes& s;
   DType dtype = DType(s.dtype), weight_dtype = DType(s.weight_dtype);
   bool f16 = dtype == DType::f16;
   int64_t size = int64_t(size_of(dtype)), weight_size = int64_t(size_of(weight_dtype));
-  int64_t logits = linear_head_logit_stride(s.vocab);
+  int64_t logits = loss_head_logit_stride(s.vocab);
 
   // Without weight's gradient the forward of losses of rows; `lean`: nothing is kept.
   int64_t chunk(bool dweight, bool lean) const {
-    LinearHeadSizes sizes = s;
+    LossHeadSizes sizes = s;
     sizes.train_weight = dweight && s.train_weight, sizes.lean = lean && s.lean;
-    return s.chunk_rows > 0 ? s.chunk_rows : linear_head_chunk_rows(sizes);
+    return s.chunk_rows > 0 ? s.chunk_rows : loss_head_chunk_rows(sizes);
   }
   int64_t worked_at_once(bool dweight, bool lean) const {
     return std::min(chunk(dweight, lean), std::max<int64_t>(s.worked, 1));
@@ -46,7 +46,7 @@ struct Bytes {
   int64_t fixed() const {
     const bool direct = dtype == DType::bf16 && (!s.train_weight || s.by_classes);  // no product is added
     int64_t product = s.cuda ? int64_t(32) << 20 : direct ? 0 : (f16 ? 8 : size) * s.vocab * s.hidden;
-    int64_t wide = ceil_to(linear_head_wide_rows(s.cuda, s.vocab), 128);
+    int64_t wide = ceil_to(loss_head_wide_rows(s.cuda, s.vocab), 128);
     return 64 * s.rows + product + (s.wide ? std::min(s.rows, wide) * 4 * logits : 0);
   }
   // By classes: the logits' gradients of kept rows, all rows gathered, statistics.
@@ -65,7 +65,7 @@ struct Gradients {
   int64_t dhidden, others, results, copied;
 
   Gradients(const Bytes& b, bool rounded) {
-    const LinearHeadSizes& s = b.s;
+    const LossHeadSizes& s = b.s;
     rounded = rounded || s.by_classes;
     int64_t head = s.main_grad ? 0 : s.vocab * s.hidden * s.train_weight, bias = s.vocab * s.train_bias;
     int64_t lora = s.lora_rank * (s.hidden + s.vocab), parameters = b.weight_size * (head + bias);
@@ -76,10 +76,10 @@ struct Gradients {
   }
 };
 
-bool trains_others(const LinearHeadSizes& s) { return s.train_weight || s.train_bias || s.lora_rank > 0; }
+bool trains_others(const LossHeadSizes& s) { return s.train_weight || s.train_bias || s.lora_rank > 0; }
 
-void plan_kept(const Bytes& b, LinearHeadPlan& p) {
-  const LinearHeadSizes& s = b.s;
+void plan_kept(const Bytes& b, LossHeadPlan& p) {
+  const LossHeadSizes& s = b.s;
   bool others = trains_others(s);
   if (others && (s.keep_rows < 0 ? s.worked <= p.whole_rows : s.worked <= s.keep_rows))
     p.kept = s.worked;
@@ -89,8 +89,8 @@ void plan_kept(const Bytes& b, LinearHeadPlan& p) {
 }
 
 // A scalar loss: the gradients exist when the loss does, or with main_grad in a backward like it.
-void plan_scalar(const Bytes& b, LinearHeadPlan& p) {
-  const LinearHeadSizes& s = b.s;
+void plan_scalar(const Bytes& b, LossHeadPlan& p) {
+  const LossHeadSizes& s = b.s;
   bool listed = s.worked < s.rows;
   p.workspace =
       p.chunk_rows * (b.logits_row() + b.copies_row(2 * listed)) + b.fixed() + b.weight() + b.classes();
@@ -101,8 +101,8 @@ void plan_scalar(const Bytes& b, LinearHeadPlan& p) {
 }
 
 // Losses of rows: what is kept, and the larger of forward and backward.
-void plan_rows(const Bytes& b, LinearHeadPlan& p) {
-  const LinearHeadSizes& s = b.s;
+void plan_rows(const Bytes& b, LossHeadPlan& p) {
+  const LossHeadSizes& s = b.s;
   bool listed = s.worked < s.rows, whole = s.worked == p.kept;
   int64_t forward = b.worked_at_once(false, p.kept == 0);
   int64_t backward = whole ? 0 : b.worked_at_once(true, p.kept == 0);
@@ -122,7 +122,7 @@ void plan_rows(const Bytes& b, LinearHeadPlan& p) {
 }
 
 // The reference: three tensors of the logits' size at a time, whatever the options.
-LinearHeadPlan plan_f64(const LinearHeadSizes& s) {
+LossHeadPlan plan_f64(const LossHeadSizes& s) {
   int64_t logits = 8 * s.rows * s.vocab, trained = s.vocab * (s.hidden * s.train_weight + s.train_bias);
   int64_t results =
       8 * (trained + s.rows * (s.hidden * s.train_hidden + 1) + s.lora_rank * (s.hidden + s.vocab));
@@ -134,36 +134,36 @@ LinearHeadPlan plan_f64(const LinearHeadSizes& s) {
 
 }  // namespace
 
-int64_t linear_head_whole_rows(const LinearHeadSizes& s) {
+int64_t loss_head_whole_rows(const LossHeadSizes& s) {
   bool sums_cost = s.cuda && s.train_weight && !s.main_grad && DType(s.dtype) != DType::f32;
   int64_t most = most_rows(s);
   return std::max(most + most / 4, sums_cost ? s.hidden * 23 / 10 : 0);
 }
 
-int64_t linear_head_chunk_rows(const LinearHeadSizes& s) {
-  if (s.worked <= linear_head_whole_rows(s)) return std::max<int64_t>(s.worked, 1);
+int64_t loss_head_chunk_rows(const LossHeadSizes& s) {
+  if (s.worked <= loss_head_whole_rows(s)) return std::max<int64_t>(s.worked, 1);
   int64_t most = most_rows(s), chunks = (s.worked + most - 1) / most;
   return ((s.worked + chunks - 1) / chunks + 127) / 128 * 128;
 }
 
-int64_t linear_head_wide_rows(bool cuda, int64_t vocab) {
+int64_t loss_head_wide_rows(bool cuda, int64_t vocab) {
   return most_rows({.cuda = cuda, .dtype = int64_t(DType::f32), .vocab = vocab, .lean = 0});
 }
 
-int64_t linear_head_class_rows(int64_t rows, int64_t vocab) {
-  return (64 * rows - 1) / linear_head_logit_stride(vocab) + 1;
+int64_t loss_head_class_rows(int64_t rows, int64_t vocab) {
+  return (64 * rows - 1) / loss_head_logit_stride(vocab) + 1;
 }
 
-LinearHeadPlan linear_head_memory(const LinearHeadSizes& sizes) {
+LossHeadPlan loss_head_memory(const LossHeadSizes& sizes) {
   if (DType(sizes.dtype) == DType::f64) return plan_f64(sizes);
-  LinearHeadSizes s = sizes;
+  LossHeadSizes s = sizes;
   const Bytes b{s};
-  LinearHeadSizes all = s;
+  LossHeadSizes all = s;
   all.lean = 0;
-  LinearHeadPlan p = {.chunk_rows = b.worked_at_once(true, true),
-                      .whole_rows = s.chunk_rows > 0 ? s.chunk_rows : linear_head_whole_rows(all),
-                      .row = b.logits_row() + b.copies_row(s.copies) + s.row,
-                      .fixed = b.fixed() + s.fixed};
+  LossHeadPlan p = {.chunk_rows = b.worked_at_once(true, true),
+                    .whole_rows = s.chunk_rows > 0 ? s.chunk_rows : loss_head_whole_rows(all),
+                    .row = b.logits_row() + b.copies_row(s.copies) + s.row,
+                    .fixed = b.fixed() + s.fixed};
   if (s.cap >= 0) {
     p.fits = std::max<int64_t>(s.cap - p.fixed, 0) / p.row;
     if (p.fits >= 256) p.fits = p.fits / 128 * 128;
@@ -175,26 +175,25 @@ LinearHeadPlan linear_head_memory(const LinearHeadSizes& sizes) {
   return p;
 }
 
-LinearHeadPlan linear_head_within(const LinearHeadSizes& sizes,
-                                  const std::function<LinearHeadPlan(const LinearHeadSizes&)>& plan,
-                                  bool keeps) {
-  LinearHeadPlan p = plan(sizes);
+LossHeadPlan loss_head_within(const LossHeadSizes& sizes,
+                              const std::function<LossHeadPlan(const LossHeadSizes&)>& plan, bool keeps) {
+  LossHeadPlan p = plan(sizes);
   if (sizes.peak < 0 || p.peak <= sizes.peak || DType(sizes.dtype) == DType::f64) return p;
-  LinearHeadSizes s = sizes;
+  LossHeadSizes s = sizes;
   const bool narrow = DType(s.dtype) == DType::bf16 && s.weight_dtype == s.dtype;
   s.by_classes = s.classes && s.train_weight && narrow && !s.main_grad && !s.wide && s.lora_rank == 0;
   if (s.per_row) s.keep_rows = 0;
   const int64_t worked = std::max<int64_t>(s.worked, 1), step = s.cuda ? 128 : 1;
   int64_t most = std::min(p.chunk_rows, worked), low = 1;
   if (s.by_classes) {
-    LinearHeadSizes frozen = sizes;
+    LossHeadSizes frozen = sizes;
     frozen.train_weight = 0;
-    low = linear_head_class_rows(worked, s.vocab);
-    most = std::max(std::min(most, linear_head_chunk_rows(frozen)), low);
+    low = loss_head_class_rows(worked, s.vocab);
+    most = std::max(std::min(most, loss_head_chunk_rows(frozen)), low);
   }
   auto at = [&](int64_t rows) {
     s.chunk_rows = rows;
-    LinearHeadPlan found = plan(s);
+    LossHeadPlan found = plan(s);
     found.chunk_rows = std::min(rows, found.chunk_rows), found.capped = 1;
     found.by_classes = s.by_classes, found.kept_rows = s.kept_rows;
     return found;
@@ -209,7 +208,7 @@ LinearHeadPlan linear_head_within(const LinearHeadSizes& sizes,
   }
   p = at(std::max(low >= 2 * step ? low / step * step : low, least));
   if (!s.by_classes || s.per_row || !keeps) return p;
-  const int64_t row = linear_head_logit_stride(s.vocab) * int64_t(size_of(DType(s.dtype)));
+  const int64_t row = loss_head_logit_stride(s.vocab) * int64_t(size_of(DType(s.dtype)));
   s.kept_rows = std::min((s.peak - p.peak) / row / step * step, worked);
   return at(p.chunk_rows);
 }
@@ -217,7 +216,7 @@ LinearHeadPlan linear_head_within(const LinearHeadSizes& sizes,
 }  // namespace tigon
 
 // For Python, through ctypes.
-extern "C" TIGON_API void tigon_linear_head_memory(const tigon::LinearHeadSizes* sizes,
-                                                   tigon::LinearHeadPlan* plan) {
-  *plan = tigon::linear_head_within(*sizes, tigon::linear_head_memory, true);
+extern "C" TIGON_API void tigon_loss_head_memory(const tigon::LossHeadSizes* sizes,
+                                                 tigon::LossHeadPlan* plan) {
+  *plan = tigon::loss_head_within(*sizes, tigon::loss_head_memory, true);
 }

@@ -11,7 +11,7 @@
 namespace tigon {
 
 // Numbers of one width, which Python fills field by field.
-struct LinearHeadSizes {
+struct LossHeadSizes {
   int64_t cuda = 0;
   int64_t dtype = int64_t(DType::bf16), weight_dtype = dtype;  // of hidden, of the caller's weight
   int64_t rows = 0, worked = 0;                                // worked: those whose logits are computed
@@ -35,15 +35,15 @@ struct LinearHeadSizes {
 
 // True where dlogits of this dtype may carry a factor like 1/count: in f16 small quotients would leave its
 // range.
-constexpr bool linear_head_scales_early(DType hidden) { return hidden != DType::f16; }
+constexpr bool loss_head_scales_early(DType hidden) { return hidden != DType::f16; }
 // The dtype that dweight may be formed in.
-constexpr DType linear_head_dweight(DType hidden, bool one_chunk) {
-  return one_chunk && linear_head_scales_early(hidden) ? hidden : DType::f32;
+constexpr DType loss_head_dweight(DType hidden, bool one_chunk) {
+  return one_chunk && loss_head_scales_early(hidden) ? hidden : DType::f32;
 }
 
 // Elements between rows of logits: whole 128-byte lines, so that an odd vocabulary costs the products
 // nothing.
-constexpr int64_t linear_head_logit_stride(int64_t vocab) { return (vocab + 63) / 64 * 64; }
+constexpr int64_t loss_head_logit_stride(int64_t vocab) { return (vocab + 63) / 64 * 64; }
 
 // Rows of a chunk, from what the call will allocate; chunk_rows and cap are not looked at.
 //   CPU   1024, and a quarter more rather than a second chunk.
@@ -52,15 +52,15 @@ constexpr int64_t linear_head_logit_stride(int64_t vocab) { return (vocab + 63) 
 //         every chunk more reads and writes it once more in f32, so logits may take what that gradient's cast
 //         will take anyway (H rows); and one chunk takes all rows where that needs no more than a tenth above
 //         the f32 sum and its cast (2.3 H rows in 16 bits): no sum, no cast.
-TIGON_API int64_t linear_head_chunk_rows(const LinearHeadSizes& sizes);
+TIGON_API int64_t loss_head_chunk_rows(const LossHeadSizes& sizes);
 // Most rows that one chunk takes whole.
-TIGON_API int64_t linear_head_whole_rows(const LinearHeadSizes& sizes);
+TIGON_API int64_t loss_head_whole_rows(const LossHeadSizes& sizes);
 // Rows whose logits take as much as those of 64 classes of `rows`.
-TIGON_API int64_t linear_head_class_rows(int64_t rows, int64_t vocab);
+TIGON_API int64_t loss_head_class_rows(int64_t rows, int64_t vocab);
 // Most rows of a part with wide logits.
-TIGON_API int64_t linear_head_wide_rows(bool cuda, int64_t vocab);
+TIGON_API int64_t loss_head_wide_rows(bool cuda, int64_t vocab);
 
-struct LinearHeadPlan {
+struct LossHeadPlan {
   int64_t chunk_rows = 0;
   int64_t whole_rows = 0;              // most rows that one chunk takes
   int64_t kept = 0, unit = 0;          // rows whose logits' gradients stay; whether hidden's does
@@ -73,13 +73,13 @@ struct LinearHeadPlan {
   int64_t by_classes = 0, kept_rows = 0;
   int64_t least = 0;  // the smallest peak, where it is above that of the sizes
 };
-TIGON_API LinearHeadPlan linear_head_memory(const LinearHeadSizes& sizes);
-// The plan within the peak of the sizes. `plan` gives that of a call whatever its peak: linear_head_memory,
+TIGON_API LossHeadPlan loss_head_memory(const LossHeadSizes& sizes);
+// The plan within the peak of the sizes. `plan` gives that of a call whatever its peak: loss_head_memory,
 // or with what a driver takes in addition. A call that would take more keeps nothing and takes smaller
 // chunks. Where a sum over chunks needs more memory than weight's gradient does, that is formed by classes;
 // with `keeps`, which losses of groups do not, as many rows are kept as fit.
-LinearHeadPlan linear_head_within(const LinearHeadSizes& sizes,
-                                  const std::function<LinearHeadPlan(const LinearHeadSizes&)>& plan,
-                                  bool keeps = false);
+LossHeadPlan loss_head_within(const LossHeadSizes& sizes,
+                              const std::function<LossHeadPlan(const LossHeadSizes&)>& plan,
+                              bool keeps = false);
 
 }  // namespace tigon

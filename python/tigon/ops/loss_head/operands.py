@@ -27,7 +27,7 @@ from tigon.ops.loss_head.plan import (
 )
 
 GRADIENTS = ("hidden", "weight", "bias", "lora_a", "lora_b")  # the tensors that can have one, in this order
-_BITS = native_names("tigon_linear_head_needs")
+_BITS = native_names("tigon_loss_head_needs")
 NEEDS = {name: _BITS[name] for name in GRADIENTS}
 HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B = NEEDS.values()
 MAY_ROUND, UNIT, MAIN_GRAD, LOGITS, BY_CLASSES = (

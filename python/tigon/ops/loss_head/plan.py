@@ -25,7 +25,7 @@ _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 _MIB = 1 << 20
 _MOST = 1 << 62
 AUTOMATIC = -1  # of `keep_rows`: all rows if one chunk holds all, else none
-MOST_GROUP_LOGITS = 1 << 30  # bytes of a group's logits: linear_head_group_limit of the C++ side
+MOST_GROUP_LOGITS = 1 << 30  # bytes of a group's logits: loss_head_group_limit of the C++ side
 
 
 def native_names(function: str) -> dict[str, int]:
@@ -36,8 +36,8 @@ def native_names(function: str) -> dict[str, int]:
     return {name: int(value) for name, _, value in words}
 
 
-_SIZES = native_names("tigon_linear_head_sizes")  # the default sizes
-HeadPlan = namedtuple("HeadPlan", native_names("tigon_linear_head_plan"))
+_SIZES = native_names("tigon_loss_head_sizes")  # the default sizes
+HeadPlan = namedtuple("HeadPlan", native_names("tigon_loss_head_plan"))
 
 
 class HeadMemory(NamedTuple):
@@ -99,7 +99,7 @@ def plan(
     *,
     weight_dtype=None,
     max_workspace_mb=None,
-    function="tigon_linear_head_memory",
+    function="tigon_loss_head_memory",
     groups=(),
     **sizes,
 ) -> HeadPlan:
@@ -219,7 +219,7 @@ def _memory(
     classes: bool = True,
     sums: bool = False,
     more: int = 0,
-    function: str = "tigon_linear_head_memory",
+    function: str = "tigon_loss_head_memory",
     groups: tuple = (),
 ) -> HeadMemory:
     """The memory of a head, from this function of the native side."""
