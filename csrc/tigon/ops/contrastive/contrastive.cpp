@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kOp = "contrastive";
 
-// Similarities of a chunk of queries, and those of the guide.
+// Handles the similarities of a chunk of queries, and those of the guide.
 class ContrastivePass : public RowPass {
  public:
   explicit ContrastivePass(const ContrastiveScores& a) : a_(a) {}
@@ -22,7 +22,7 @@ class ContrastivePass : public RowPass {
   }
 
  protected:
-  // The rows as the kernels read them.
+  // Returns the rows as the kernels read them.
   ContrastiveChunk chunk(Context& ctx, const LossHeadPart& p) const {
     if (guide_.data)
       multiply(ctx, {.a = rows_from(a_.guide_q, p.begin, p.count),
@@ -46,7 +46,7 @@ class ContrastivePass : public RowPass {
 
  private:
   const ContrastiveScores& a_;
-  Matrix guide_;  // memory for a chunk's
+  Matrix guide_;  // memory for a chunk of the guide's similarities
 };
 
 class StatisticsPass final : public ContrastivePass {
@@ -128,7 +128,7 @@ class GradientPass final : public ContrastivePass {
 
  private:
   const ContrastiveBwd& a_;
-  int64_t tiles_ = 0;  // of a chunk
+  int64_t tiles_ = 0;  // tiles of a chunk
   Vector slopes_;
 };
 

@@ -1,7 +1,7 @@
-// Statistics of a matrix of similarities that never exists, for contrastive losses: InfoNCE (van den Oord et
-// al. 2018, arXiv:1807.03748, eq. 4) and its symmetric form (Radford et al. 2021, arXiv:2103.00020, figure 3)
-// follow from them in O(n) steps.
-// Formula     z = scale * q . d^T;  a pair (i, j) is left out where j is not among labels_i and
+// Computes statistics of a matrix of similarities that never exists as a whole, for contrastive losses.
+// InfoNCE (van den Oord et al. 2018, arXiv:1807.03748, eq. 4) and its symmetric form (Radford et al. 2021,
+// arXiv:2103.00020, figure 3) follow from them in O(n) steps.
+// Formula     z = scale * q . d^T;  a pair (i, j) is left out if j is not among labels_i and
 //             q_ids_i == d_ids_j, or t_ij > limit_i:
 //             t = guide_q . guide_d^T (Solatorio 2024, "GISTEmbed", arXiv:2402.16829, eq. 3), without a guide
 //             q . d^T
@@ -10,11 +10,11 @@
 // Gradients   g_ij = scale (drow_i exp(z_ij - row_lse_i) + dcol_j exp(z_ij - col_lse_j)
 //                           + sum over k of dpicked_ik [labels_ik == j]), 0 of a pair left out;
 //             dq = g . d,  dd = g^T . q;  dlog_scale = sum over i, j of g_ij z_ij / scale
-// Shapes      q, dq [n, H]; d, dd [m, H]; guide_q [n, G]; guide_d [m, G]; labels [n, K], none where outside
+// Shapes      q, dq [n, H]; d, dd [m, H]; guide_q [n, G]; guide_d [m, G]; labels [n, K], none if outside
 //             [0, m); picked [n * K]; q_ids, limit, row_lse, drow [n]; d_ids, col_lse, dcol [m]; scale [1];
 //             rows at any stride
 // Dtypes      q, d, dq, dd f32 | bf16 | f16, the guides one of their own; labels, ids i64; row_lse, col_lse
-//             f64, so that a small loss is no difference of rounded numbers; the rest f32; products
+//             f64, so that a small loss is no difference of rounded numbers; the rest f32; GEMMs
 //             accumulate in f32
 // Rounding    q . d^T to q's dtype, a guide's t not at all; g once to q's dtype (for dlog_scale not), dq
 //             once; dd once, summed over chunks in f32. A row or column of which all pairs are left out has
@@ -22,7 +22,7 @@
 // Saved       all inputs, row_lse, col_lse
 // Aliasing    none
 // Determinism bitwise, run to run: chunks in order, sums in fixed trees over blocks that follow from shapes
-// Traffic     forward one product, backward three (those with a guide one more each). A chunk of
+// Traffic     forward one GEMM, backward three (those with a guide one more each). A chunk of
 //             similarities, at most what loss_head_chunk_rows says, is written and read once in forward; in
 //             backward written, read, written and read twice
 // Refused     sizes or dtypes that do not fit, d without rows, ids of one side, one guide: tigon::Error
@@ -33,15 +33,15 @@
 
 namespace tigon {
 
-// What both directions take.
+// Holds what forward and backward take.
 struct ContrastiveScores {
   Matrix q, d;
-  Vector scale;             // above 0
-  Matrix labels;            // empty: none
-  Vector q_ids, d_ids;      // empty: no pair is left out by them
-  Vector limit;             // empty: no pair is left out by it
-  Matrix guide_q, guide_d;  // empty: t is q . d^T
-  int64_t chunk_rows = 0;   // 0: loss_head_chunk_rows
+  Vector scale;             // must be above 0
+  Matrix labels;            // empty if there are none
+  Vector q_ids, d_ids;      // if empty, they leave no pair out
+  Vector limit;             // if empty, it leaves no pair out
+  Matrix guide_q, guide_d;  // if empty, t is q . d^T
+  int64_t chunk_rows = 0;   // 0 stands for loss_head_chunk_rows
 
   void inputs(Fields& f) {
     f.rows("q", q);
@@ -65,7 +65,7 @@ struct ContrastiveScores {
 };
 
 struct ContrastiveFwd : ContrastiveScores {
-  Vector row_lse, col_lse, picked;  // empty: not wanted
+  Vector row_lse, col_lse, picked;  // empty if not wanted
 
   void fields(Fields& f) {
     inputs(f);
@@ -76,11 +76,11 @@ struct ContrastiveFwd : ContrastiveScores {
 };
 
 struct ContrastiveBwd : ContrastiveScores {
-  Vector row_lse, drow;  // empty: drow is 0
-  Vector col_lse, dcol;  // empty: dcol is 0
-  Vector dpicked;        // empty: 0
-  Matrix dq, dd;         // no data: not wanted
-  Vector dlog_scale;     // f32 [1]; empty: not wanted
+  Vector row_lse, drow;  // drow is 0 if empty
+  Vector col_lse, dcol;  // dcol is 0 if empty
+  Vector dpicked;        // 0 if empty
+  Matrix dq, dd;         // without data if not wanted
+  Vector dlog_scale;     // f32 [1]; empty if not wanted
 
   void fields(Fields& f) {
     inputs(f);
@@ -97,7 +97,7 @@ struct ContrastiveBwd : ContrastiveScores {
 
 TIGON_API_OP(contrastive, Contrastive)
 
-// A chunk's rows, as the kernels read them: plain pointers, so that one form serves both backends.
+// Rows and columns are summed in blocks and panels.
 constexpr int kContrastiveBlock = 128, kContrastivePanel = 256;  // rows and columns that share a partial sum
 constexpr int64_t contrastive_blocks(int64_t rows) {
   return (rows + kContrastiveBlock - 1) / kContrastiveBlock;
@@ -105,28 +105,29 @@ constexpr int64_t contrastive_blocks(int64_t rows) {
 constexpr int64_t contrastive_panels(int64_t cols) {
   return (cols + kContrastivePanel - 1) / kContrastivePanel;
 }
+// Holds a chunk's rows as the kernels read them: plain pointers, so that one form serves both backends.
 struct ContrastiveChunk {
-  void*
-      // Q . d^T, then g: rows begin at 16-byte boundaries and have memory for whole panels of 64 columns
-      scores;
+  // Holds q . d^T, then g. Rows begin at 16-byte boundaries and have memory for whole panels of 64 columns.
+  void* scores;
   const float* guide;
-  int64_t rows, cols, stride;  // stride: of scores and guide
+  int64_t rows, cols, stride;  // stride is that of scores and guide
   const float* scale;
   const int64_t* labels;
   int64_t label_count, label_stride;
   const int64_t *q_ids, *d_ids;
   const float* limit;
-  // Statistics: the maximum and the sum of exp(z - maximum) over each panel [panels, 2, rows], each block
-  // [blocks, 2, cols]; null: not wanted.
+  // The statistics go here: the maximum and the sum of exp(z - maximum) over each panel [panels, 2, rows] and
+  // each block [blocks, 2, cols]. They are null if not wanted.
   float *row_parts, *col_parts, *picked;
-  // Gradient
+  // The gradient reads these.
   const double *row_lse, *col_lse;
   const float *drow, *dcol, *dpicked;
-  float* slope_parts;  // [blocks * panels], their sums of g_ij z_ij / scale; null: not wanted
+  // Gets the sums of g_ij z_ij / scale, [blocks * panels]; null if not wanted.
+  float* slope_parts;
 
   bool masked() const { return q_ids != nullptr || limit != nullptr; }
 };
-// out = log(exp(out) + what the parts say), or without out where it is fresh.
+// Computes out = log(exp(out) + what the parts say); if `fresh` is set, without the old value of out.
 struct ContrastiveMerge {
   const float* parts;  // [count, 2, size]
   int64_t count, size;

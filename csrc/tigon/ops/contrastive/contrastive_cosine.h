@@ -1,6 +1,6 @@
-// InfoNCE of cosines at a fixed temperature, the common case of a contrastive loss, in as few products as
-// there are: sm_90a only. z is bounded, so exponentials need no maxima: e^z leaves the first product's
-// epilogue and is what the gradients' products read.
+// Computes InfoNCE of cosines at a fixed temperature, the common case of a contrastive loss, in as few GEMMs
+// as possible, on sm_90a only. z is bounded, so exponentials need no maxima: the first GEMM's epilogue writes
+// e^z, and the gradients' GEMMs read it.
 // Formula     z_ij = scale * cos(q_i, d_j), document i is query i's;  loss = share * sum over i of w_i l_i,
 //             l_i = log(sum over j of exp(z_ij - z_ii)), symmetric: the mean of that and log(sum over j of
 //             exp(z_ji - z_ii))
@@ -10,15 +10,14 @@
 //             G_ij = e^z_ij (w_i / r_i + w_j / c_j) / 2 of both; G_ii less w_i.
 //             The backward: through x / |x|
 // Shapes      q, dq [n, H]; d, dd [m, H], m >= n > 0, H a multiple of 8; weight, factor [n]; loss, dloss [1]
-// Dtypes      q, d bf16; products into f32; G d^ bf16, G^T q^ too unless `wide`; weight and what else there
-//             is f32
+// Dtypes      q, d bf16; GEMMs into f32; G d^ bf16, G^T q^ too unless `wide`; weight and the rest f32
 // Rounding    q^ and d^ once, e^z and G once, q^ times its factor once, G d^ and G^T q^ once; sums of f32
 // Saved       q, d, G d^, G^T q^, factor
 // Aliasing    none
 // Determinism bitwise, run to run: sums in fixed trees over tiles that follow from shapes
-// Traffic     one side: 3 products, G written once and read twice; both: 4, the first writes 1/64 of a
+// Traffic     one side: 3 GEMMs, G written once and read twice; both: 4, the first writes 1/64 of a
 //             matrix, but for the last chunk, for which a pass over e^z stands in place of the second
-//             product. Rows are read and written once before the products, and once after
+//             GEMM. Rows are read and written once before the GEMMs, and once after
 // Refused     another device or dtype, scale above kContrastiveMostScale, sizes that do not fit, several
 //             chunks that are not `wide`: tigon::Error before anything is written
 #pragma once
@@ -27,9 +26,10 @@
 
 namespace tigon {
 
-// e^scale, times as many as there are rows, and its inverse are normal numbers of bf16.
+// Bounds scale, so that e^scale times the number of rows, and its inverse, are normal numbers of bf16.
 constexpr float kContrastiveMostScale = 60.0f;
 
+// Holds what forward and backward take.
 struct ContrastiveCosine {
   Matrix q, d;
   float scale = 1.0f, share = 1.0f;
@@ -50,12 +50,12 @@ struct ContrastiveCosine {
 };
 
 struct ContrastiveCosineFwd : ContrastiveCosine {
-  Vector weight;           // empty: 1
-  int64_t chunk_rows = 0;  // 0: as many as 1 GiB of G has
-  bool wide = true;        // gq in f32: several chunks are summed there
+  Vector weight;           // 1 if empty
+  int64_t chunk_rows = 0;  // if 0, as many as 1 GiB of G has
+  bool wide = true;        // gq is f32, so that several chunks can be summed
   Vector loss, factor;
-  Matrix gd;  // G d^; no data: not wanted
-  Vector gq;  // G^T q^ [m * H]; empty: not wanted
+  Matrix gd;  // G d^; without data if not wanted
+  Vector gq;  // G^T q^ [m * H]; empty if not wanted
 
   void fields(Fields& f) {
     inputs(f);
@@ -72,7 +72,7 @@ struct ContrastiveCosineFwd : ContrastiveCosine {
 struct ContrastiveCosineBwd : ContrastiveCosine {
   Vector factor, dloss, gq;
   Matrix gd;
-  Matrix dq, dd;  // no data: not wanted
+  Matrix dq, dd;  // without data if not wanted
 
   void fields(Fields& f) {
     inputs(f);

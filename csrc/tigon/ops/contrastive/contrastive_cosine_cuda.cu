@@ -1,5 +1,5 @@
-// CUDA backend of contrastive_cosine, by products of our own: all that is as large as the matrix happens in
-// their epilogues.
+// Implements contrastive_cosine in CUDA, with our own GEMMs: everything that is as large as the matrix
+// happens in their epilogues.
 #include "tigon/base/cuda/block_sum.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
@@ -18,17 +18,17 @@ using T = __nv_bfloat16;
 
 constexpr const char* kOp = "contrastive_cosine";
 constexpr int kThreads = 256, kWarps = kThreads / 32, kVec = 8,
-              kRows = 64;  // kRows: that share a sum by column
+              kRows = 64;  // rows that share a sum by column
 
-// What a product leaves: e^z and its sums, only the sums, or G of both directions.
+// Says what a GEMM leaves: e^z and its sums, only the sums, or G of both directions.
 enum class Leaves { exponentials, sums, gradient };
 
-// Of a chunk of queries, of which the first has document `first`.
+// Holds the parameters of a chunk of queries, the first of which has document `first`.
 struct EpilogueParams {
   matmul::StoreEpilogue<T>::Params store;
-  float *row_parts,
-      *col_parts;  // sums without pairs (i, i): [tiles of columns, rows]; [rows / 64, cols], null: not wanted
-  float* label;    // [rows]: z_ii in powers of two
+  // Get the sums without pairs (i, i): [tiles of columns, rows] and [rows / 64, cols], null if not wanted.
+  float *row_parts, *col_parts;
+  float* label;                                           // [rows]: z_ii in powers of two
   const float *row_factor, *col_factor, *label_gradient;  // [rows]; by column, zeros after the last; [rows]
   int rows, cols, first;
 };
@@ -37,7 +37,7 @@ template <Leaves kLeaves>
 struct Epilogue {
   using Params = EpilogueParams;
   using Store = matmul::StoreEpilogue<T>;
-  using Tensors = Store::Tensors;  // a warpgroup's part has its sums by column before what it stores
+  using Tensors = Store::Tensors;  // a warpgroup's part first holds its sums by column
 
   const Tile& tile;
   __device__ Epilogue(const Params&, const Tile& tile, int) : tile(tile) {}
@@ -46,13 +46,13 @@ struct Epilogue {
   __device__ __forceinline__ void run(const Params& p, Tensors& smem, int consumer,
                                       float (&acc)[matmul::kAccumulators]) const {
     constexpr int kLanes = matmul::kAccumulators;
-    if (tile.n >= p.cols) return;  // the second of a pair side by side
+    if (tile.n >= p.cols) return;  // this is the second tile of a pair side by side
     const int warp = int(threadIdx.x) / 32 % 4, lane = int(threadIdx.x) % 32, q = lane % 4;
     const int row = tile.m + consumer * kRows + warp * 16 + lane / 4;
     auto column = [&](int k) { return k / 4 * 8 + 2 * q + k % 2; };
     auto row_of = [&](int k) { return row + k / 2 % 2 * 8; };
     auto is_label = [&](int k) { return p.first + row_of(k) == tile.n + column(k) && row_of(k) < p.rows; };
-    const int near = p.first + tile.m - tile.n;  // the column of the tile's first row
+    const int near = p.first + tile.m - tile.n;  // column of the label of the tile's first row
     const bool has_labels = near > -kTileM && near < kTileN;
     if (tile.n + kTileN > p.cols || tile.m + kTileM > p.rows) {
 #pragma unroll
@@ -81,7 +81,7 @@ struct Epilogue {
           if (is_label(k)) acc[k] = p.label_gradient[row_of(k)];
       }
     } else {
-      float sum[2][4] = {};  // four chains of a row
+      float sum[2][4] = {};  // a row has four chains of additions
 #pragma unroll
       for (int k = 0; k < kLanes; ++k) sum[k / 2 % 2][k / 4 % 2 * 2 + k % 2] += acc[k];
 #pragma unroll
@@ -95,7 +95,8 @@ struct Epilogue {
     if constexpr (kLeaves != Leaves::sums) Store(p.store, tile, consumer).run(p.store, smem, consumer, acc);
   }
 
-  // Of 2 kCount sums a lane keeps half, of its own rows and of those of the lane kStep away.
+  // Reduces sums over two lanes: of 2 kCount sums a lane keeps half, of its own rows and of those of the lane
+  // kStep away.
   template <int kStep, int kCount>
   __device__ static __forceinline__ void halve(float (&sum)[kTileN / 4], int lane) {
     const bool upper = (lane & kStep) != 0;
@@ -105,7 +106,7 @@ struct Epilogue {
       sum[c] = kept + __shfl_xor_sync(0xffffffffu, sent, kStep);
     }
   }
-  // Lanes of one q have the same columns.
+  // Sums the scores by column. Lanes with the same q have the same columns.
   __device__ __forceinline__ void sum_columns(const Params& p, float (*slots)[kTileN], int consumer,
                                               const float (&acc)[matmul::kAccumulators]) const {
     const int warp = int(threadIdx.x) / 32 % 4, lane = int(threadIdx.x) % 32, thread = warp * 32 + lane;
@@ -114,7 +115,7 @@ struct Epilogue {
     for (int c = 0; c < kTileN / 4; ++c) sum[c] = acc[c / 2 * 4 + c % 2] + acc[c / 2 * 4 + c % 2 + 2];
     halve<16, kTileN / 8>(sum, lane), halve<8, kTileN / 16>(sum, lane), halve<4, kTileN / 32>(sum, lane);
     const int first = lane / 16 * (kTileN / 8) + lane / 8 % 2 * (kTileN / 16) + lane / 4 % 2 * (kTileN / 32);
-    // The tile before has been stored, and its sums read.
+    // The previous tile has been stored, and its sums have been read.
     if (thread == 0) matmul::cp_async_bulk_wait_group_read<0>();
     matmul::bar_sync(1 + consumer, matmul::kWarpgroup);
 #pragma unroll
@@ -135,7 +136,7 @@ struct Epilogue {
 template <Leaves kLeaves>
 using Product = matmul::Matmul<T, matmul::Major::K, matmul::Major::K, Epilogue<kLeaves>>;
 
-// The rows of q, then those of d; one warp takes one.
+// Holds the rows of q, then those of d; one warp takes one row.
 struct Rows {
   const T *q, *d;
   int64_t q_stride, d_stride, n, m, cols;
@@ -161,8 +162,8 @@ struct Rows {
 __device__ __forceinline__ int64_t row_of_warp() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
 constexpr int kHeld = 4,
               kStep = 32 * kVec;  // vectors of a lane in registers, and columns from one to the next
-// fn(column of the first, vector) of a row, by the lanes of a warp. What `load` gives stays in x, all of it
-// where `held`: then another call with `loaded` reads nothing.
+// Calls fn(column of the first element, vector) for a row, by the lanes of a warp. What `load` returns stays
+// in x, and all of it does if `held` is true: then another call with `loaded` reads nothing.
 __device__ __forceinline__ bool held(int64_t cols) { return cols <= kHeld * kStep; }
 template <class V, class Load, class Fn>
 __device__ __forceinline__ void each_vector(V (&x)[kHeld], bool loaded, int64_t cols, Load load, Fn fn) {
@@ -181,7 +182,7 @@ template <bool kAligned>
 __device__ __forceinline__ Vec<T, kVec> load_vector(const T* from) {
   return kAligned ? load<T, kVec>(from) : load_elements<T, kVec>(from, [](int) { return true; });
 }
-// 1 / |x| of a sum of squares.
+// Returns 1 / |x| from a sum of squares.
 __device__ __forceinline__ float inverse_length(float squares) { return 1.0f / sqrt(squares + 1e-24f); }
 
 __device__ __forceinline__ void store_scaled(T* to, const Vec<T, kVec>& x, float factor) {
@@ -193,7 +194,7 @@ __device__ __forceinline__ void store_scaled(T* to, const Vec<T, kVec>& x, float
   store_v4(to, scaled);
 }
 
-// Unit rows, and those of q times `length`, so that products are z in powers of two.
+// Writes unit rows, those of q times `length`, so that GEMMs give z in powers of two.
 template <bool kAligned>
 __global__ __launch_bounds__(kThreads) void unit_rows_kernel(const __grid_constant__ Rows rows, float length,
                                                              T* out) {
@@ -216,11 +217,11 @@ __global__ __launch_bounds__(kThreads) void unit_rows_kernel(const __grid_consta
        [&](int64_t c, const Vec<T, kVec>& x) { store_scaled(out + row * rows.cols + c, x, factor); });
 }
 
-// The gradient of x from that of x^.
+// Holds the parameters of the gradient of x from that of x^.
 struct BackwardParams {
   Rows rows;
   const T* gd;
-  const void* gq;  // float where it is `wide`
+  const void* gq;  // float if `wide`
   bool wide;
   const float *factor, *dloss;
   float scale, share;
@@ -273,7 +274,7 @@ __global__ __launch_bounds__(kThreads, 4) void backward_kernel(const __grid_cons
                            out + at);
 }
 
-// parts [count, size], summed for column i by the warps of a CTA, whose lanes have adjacent columns.
+// Sums parts [count, size] for column i, by the warps of a CTA, whose lanes have adjacent columns.
 __device__ __forceinline__ float sum_parts(const float* parts, int64_t size, int64_t count, int64_t i,
                                            float (&slots)[kWarps][32]) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
@@ -288,7 +289,7 @@ __device__ __forceinline__ float sum_parts(const float* parts, int64_t size, int
   __syncthreads();
   return sum;
 }
-// log(1 + others / e^z), z in powers of two.
+// Returns log(1 + others / e^z), z in powers of two.
 __device__ __forceinline__ float loss_of(float others, float z) {
   const float own = exp2_approx(z);
   return others > own ? logf(others + own) - z / kLog2e : log1pf(others / own);
@@ -299,12 +300,12 @@ struct SumsParams {
   const float* weight;
   int64_t tiles, blocks;  // parts of a row and of a column
   int64_t n, m, cols, first, rows;
-  float *label, *loss, *factor, *row_sum, *col_sum;  // of all queries and documents
-  T *g, *unit;                                       // null: no gradient
-  int64_t stride;                                    // of g
+  float *label, *loss, *factor, *row_sum, *col_sum;  // for all queries and documents
+  T *g, *unit;                                       // null without a gradient
+  int64_t stride;                                    // stride of g
 };
-// One direction: a chunk's losses, pairs (i, i) of G, and the factors of rows, times which q^ goes into the
-// product.
+// Computes for one direction: a chunk's losses, pairs (i, i) of G, and the factors of rows, by which q^ is
+// multiplied before the next GEMM.
 __global__ __launch_bounds__(kThreads) void rows_kernel(const __grid_constant__ SumsParams p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
@@ -329,7 +330,7 @@ __global__ __launch_bounds__(kThreads) void rows_kernel(const __grid_constant__ 
   }
   each(held(p.cols), [&](int64_t c, const Vec<T, kVec>& x) { store_scaled(unit + c, x, factor); });
 }
-// Both directions: sums of a chunk's rows, and those of columns over the chunks so far.
+// Computes for both directions: the sums of a chunk's rows, and those of columns over the chunks so far.
 __global__ __launch_bounds__(kThreads) void sums_kernel(const __grid_constant__ SumsParams p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
@@ -345,13 +346,14 @@ __global__ __launch_bounds__(kThreads) void sums_kernel(const __grid_constant__ 
   else
     p.col_sum[i] = p.first == 0 ? sum : p.col_sum[i] + sum;
 }
-// Then losses, the factors in place of the sums, and pairs (i, i) of G in place of their z.
+// Computes the losses after that, puts the factors in place of the sums, and pairs (i, i) of G in place of
+// their z.
 __global__ __launch_bounds__(kThreads) void both_kernel(const __grid_constant__ SumsParams p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.n) {
-    p.col_sum[i] = 0.0f;  // no query's
+    p.col_sum[i] = 0.0f;  // this column has no query
     return;
   }
   const float half = 0.5f * (p.weight != nullptr ? p.weight[i] : 1.0f), z = p.label[i], own = exp2_approx(z);
@@ -362,7 +364,7 @@ __global__ __launch_bounds__(kThreads) void both_kernel(const __grid_constant__ 
   p.row_sum[i] = row_factor, p.col_sum[i] = col_factor;
 }
 
-// G of both directions in place of e^z.
+// Puts G of both directions in place of e^z.
 constexpr int kGradientRows = 16;
 __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constant__ SumsParams p) {
   griddepcontrol_wait();
@@ -438,8 +440,8 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
   s.label = s.col_sum + columns, s.loss = s.label + n, s.row_sum = s.loss + n;
   s.factor = a.factor ? a.factor.as<float>() : s.row_sum + n;
   s.row_parts = s.row_sum + 2 * n, s.col_parts = a.symmetric ? s.row_parts + row_parts : nullptr;
-  // fn(the rows of q^, their G, whether they are the first) for each chunk in one order or the other, for
-  // which `s` is made ready.
+  // Calls fn(the rows of q^, their G, true for the first) for each chunk, from first to last or `back`, with
+  // `s` set for the chunk.
   const int64_t chunks = ceil_div(n, most);
   auto for_chunks = [&](bool back, auto fn) {
     for (int64_t i = 0; i < chunks; ++i) {

@@ -26,12 +26,12 @@ namespace tigon::cpu {
 namespace {
 #include "tigon/ops/contrastive/contrastive_math.inc"
 
-// A row's score of column j.
+// Returns a row's score of column j.
 template <class T>
 float z_of(const ContrastiveChunk& a, int64_t row, int64_t j) {
   return to_float(static_cast<const T*>(a.scores)[row * a.stride + j]) * *a.scale;
 }
-// fn(k, j) for the labels of a row that are columns.
+// Calls fn(k, j) for the labels of a row that are columns.
 template <class Fn>
 void for_labels(const ContrastiveChunk& a, int64_t row, const Fn& fn) {
   for (int64_t k = 0; k < a.label_count; ++k) {
@@ -39,7 +39,7 @@ void for_labels(const ContrastiveChunk& a, int64_t row, const Fn& fn) {
     if (j >= 0 && j < a.cols) fn(row * a.label_count + k, j);
   }
 }
-// Scores of pairs that are left out become -inf.
+// Sets the scores of pairs that are left out to -inf.
 template <class T>
 void mask_row(const ContrastiveChunk& a, int64_t row) {
   T* scores = static_cast<T*>(a.scores) + row * a.stride;
@@ -121,7 +121,7 @@ void contrastive_gradient(Context& ctx, DType dtype, const ContrastiveChunk& a) 
         if (!differences) return;
         const float z = label_z[size_t(k - r * a.label_count)];
         double g = drow * std::exp(z - row_lse);
-        bool again = false;  // the column is an earlier label's too
+        bool again = false;  // true if the column is an earlier label's too
         if (a.dcol) g += a.dcol[j] * std::exp(z - a.col_lse[j]);
         for_labels(a, r, [&](int64_t other, int64_t i) {
           if (i == j) g += a.dpicked[other], again = again || other < k;

@@ -1,7 +1,8 @@
-// CUDA backend of contrastive. A warp takes a panel of columns, eight adjacent ones a lane, of a block of
-// rows, eight at a time. statistics: reads the scores once, two exponentials a pair with columns, mostly nine
-// for eight pairs, one without; 8 bytes a row and panel and a column and block.
-// gradient: reads and writes the scores once, two exponentials a pair with columns, one without.
+// Implements contrastive in CUDA. A warp takes a panel of columns (a lane has eight adjacent ones) of a block
+// of rows, eight rows at a time.
+// statistics: reads the scores once; with columns two exponentials a pair, mostly nine for eight pairs, and
+// one without; 8 bytes a row and panel and a column and block.
+// gradient: reads and writes the scores once; two exponentials a pair with columns, one without.
 #include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/each.cuh"
 #include "tigon/base/cuda/math.cuh"
@@ -19,7 +20,7 @@ constexpr const char* kOp = "contrastive";
 constexpr int kThreads = 256, kWarps = kThreads / 32, kVec = 8, kBatch = 8;
 static_assert(kContrastivePanel == 32 * kVec && kContrastiveBlock % kBatch == 0);
 
-// exp of a number that is not above 0: of 16-bit scores by the approximate instruction.
+// Returns exp of a number that is not above 0; for 16-bit scores by the approximate instruction.
 template <class T>
 __device__ __forceinline__ float exp_neg(float t) {
   if constexpr (std::is_same_v<T, float>)
@@ -28,11 +29,11 @@ __device__ __forceinline__ float exp_neg(float t) {
     return exp2_neg(t * kLog2e);
 }
 
-// CTAs of a block of rows.
+// Returns the CTAs of a block of rows.
 __host__ __device__ constexpr int64_t ctas_of_block(int64_t cols) {
   return (cols + kWarps * kContrastivePanel - 1) / (kWarps * kContrastivePanel);
 }
-// Where a warp works.
+// Says where a warp works.
 struct Tile {
   int64_t block, panel, col, first, last;
   __device__ explicit Tile(const ContrastiveChunk& a) {
@@ -44,7 +45,7 @@ struct Tile {
   }
 };
 
-// Scores of a row in a lane's columns; -inf where there is none, or the pair is left out.
+// Computes the scores of a row in a lane's columns; -inf if there is none, or if the pair is left out.
 template <class T, bool kMasked>
 __device__ __forceinline__ void scores_of(const ContrastiveChunk& a, const Vec<T, kVec>& x, float scale,
                                           int64_t row, int64_t col, bool is_row, float (&z)[kVec]) {
@@ -59,7 +60,7 @@ __device__ __forceinline__ void scores_of(const ContrastiveChunk& a, const Vec<T
     for (int j = 0; j < kVec; ++j)
       if (col + j < a.cols && contrastive_resembles(a, row, col + j, a.guide != nullptr ? t[j] : x[j]))
         out |= 1u << j;
-    // As contrastive_left_out: labels count.
+    // Labels count, as in contrastive_left_out.
 #pragma unroll 1
     for (int64_t k = 0; out != 0 && k < a.label_count; ++k)
       if (const int64_t at = a.labels[row * a.label_stride + k] - col; at >= 0 && at < kVec)
@@ -78,8 +79,8 @@ __device__ __forceinline__ void add_exponentials(float& top, float& sum, float a
   top = larger;
 }
 
-// The usual batch of 16-bit scores: all of them count and are so near to each other that exponentials
-// relative to the largest serve rows and columns. False, with nothing done, where they are not.
+// Handles the usual batch of 16-bit scores: all of them count, and they are so near to each other that
+// exponentials relative to the largest serve rows and columns. Otherwise it does nothing and returns false.
 template <class T, bool kColumns>
 __device__ __forceinline__ bool add_near(const Vec<T, kVec> (&x)[kBatch], float scale, float (&sum)[kBatch],
                                          float& top, float (&col_top)[kVec], float (&col_sum)[kVec]) {
@@ -108,7 +109,8 @@ __device__ __forceinline__ bool add_near(const Vec<T, kVec> (&x)[kBatch], float 
   return true;
 }
 
-// kMasked: with columns or without.
+// Computes the statistics. If pairs may be left out (kMasked), it decides at run time whether columns are
+// wanted.
 template <class T, bool kColumns, bool kMasked>
 __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_constant__ ContrastiveChunk a) {
   const Tile tile(a);
@@ -168,18 +170,18 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
   }
 }
 
-// What a row or column adds to the gradient of one of its scores: weight * exp(z - lse).
+// Computes what a row or column adds to the gradient of one of its scores: weight * exp(z - lse).
 template <class T>
 struct Share {
   ContrastiveLse lse;
-  float low, weight;  // low: in powers of two
+  float low, weight;  // low is in powers of two
   __device__ Share(double lse, float weight)
       : lse(lse == -double(INFINITY) ? 0.0 : lse), low(this->lse.low * kLog2e), weight(weight) {}
   __device__ __forceinline__ float operator()(float z) const {
     if constexpr (std::is_same_v<T, float>)
       return contrastive_share(z, exp(z - lse.high - lse.low), weight);
     else
-      return weight * exp2_approx(fma(z - lse.high, kLog2e, -low));  // 1 where z is all that counts
+      return weight * exp2_approx(fma(z - lse.high, kLog2e, -low));  // 1 if z is all that counts
   }
 };
 
@@ -240,7 +242,7 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
   if (threadIdx.x % 32 == 0) a.slope_parts[tile.block * contrastive_panels(a.cols) + tile.panel] = slope;
 }
 
-// picked of a label.
+// Writes picked of a label.
 template <class T>
 struct Picked {
   ContrastiveChunk a;
@@ -251,7 +253,7 @@ struct Picked {
   }
 };
 
-// Eight parts of a number at a time.
+// Merges the parts of a number, eight at a time.
 struct Merge {
   ContrastiveMerge a;
   __device__ void operator()(int64_t c) const {

@@ -191,7 +191,7 @@ void cross_entropy_share_out(Context& ctx, const CrossEntropyShareOut& a) {
   TIGON_RUN(kOp, ctx, cross_entropy_share_out, a);
 }
 
-// These are PyTorch's operators.
+// The structs below are PyTorch's operators.
 namespace {
 
 void take_rows(Fields& f, CrossEntropyRows& a) {
@@ -274,8 +274,8 @@ void take_shard(Fields& f, CrossEntropyRows& a) {
   f.option("logit_scale", a.logit_scale), f.option("temperature", a.temperature);
 }
 
-// The rows of `parts` are written, and if given dlogits of the shard's columns by themselves. The predicted
-// classes are the result.
+// Writes the rows of `parts` and, if given, dlogits of the shard's columns by themselves. Returns the
+// predicted classes.
 struct ShardStatistics : CrossEntropyRows {
   Matrix parts;
   CrossEntropyKinds kinds;
@@ -322,8 +322,8 @@ struct ShardShareOut : CrossEntropyShareOut {
 };
 void shard_share_out(Context& ctx, const ShardShareOut& a) { cross_entropy_share_out(ctx, a); }
 
-// `numbers` has a row each for loss, z_term, log_prob, lse, entropy (written only if its parts are present)
-// and log_share.
+// Combines the statistics of all shards. `numbers` has a row each for loss, z_term, log_prob, lse, entropy
+// (written only if its parts are present) and log_share.
 struct ShardsCombine : CrossEntropyCombine {
   Matrix numbers;
 
@@ -348,7 +348,7 @@ void shards_combine(Context& ctx, const ShardsCombine& call) {
   cross_entropy_combine(ctx, a);
 }
 
-// The factor of a reduction, and the total.
+// Computes the factor of a reduction, and the total.
 struct Scale : CrossEntropyScale {
   std::optional<double> number;
 
@@ -371,8 +371,8 @@ struct Total : CrossEntropyTotal {
 };
 void total(Context& ctx, const Total& a) { cross_entropy_total(ctx, a); }
 
-// Several labels a row: the scores of a shard's, the log-probabilities from the scores of all shards, and the
-// gradient at a shard's.
+// Names the steps for several labels per row: the scores of a shard's labels, the log-probabilities from the
+// scores of all shards, and the gradient at a shard's labels.
 enum class LabelStep { scores, results, gradient };
 template <LabelStep step>
 struct ShardLabels : CrossEntropyLabels {

@@ -52,50 +52,52 @@
 
 namespace tigon {
 
+// Holds the arguments of the row pass.
 struct CrossEntropyRows {
   Matrix logits;
-  // i64 [rows]: one label per row.
+  // Holds one label per row, i64 [rows].
   Vector target;
-  // [V] f32 | logits' dtype; empty if absent. Is added to the logits in fp32.
+  // Is added to the logits in fp32: [V], f32 | logits' dtype; empty if absent.
   Vector bias;
-  // [V] f32; empty if absent.
+  // Holds a weight for each class, [V] f32; empty if absent.
   Vector class_weight;
-  // f32 [1] | [rows]: factor of the gradient (not of the loss), read on the device. 1 if empty.
+  // Holds factors of the gradient (not of the loss), f32 [1] | [rows], read on the device; 1 if empty.
   Vector scale;
-  // f32 [rows]: factor of the entropy's gradient, which is added to the loss's; empty if absent.
+  // Holds factors of the entropy's gradient, which is added to the loss's, f32 [rows]; empty if absent.
   Vector entropy_scale;
   // The results from here to log_sum are empty if not wanted.
   Matrix dlogits;
-  // f32 [rows]: 0 on ignored rows.
+  // Gets the losses, f32 [rows], 0 on ignored rows.
   Vector loss;
-  // f32 [rows]: log-sum-exp of z.
+  // Gets the log-sum-exp of z, f32 [rows].
   Vector lse;
-  // f32 [rows]: z at the target, 0 on ignored rows.
+  // Gets z at the target, f32 [rows], 0 on ignored rows.
   Vector target_logit;
-  // f32 [rows]: z at the target - lse, more exact than the difference of these two results; 0 on ignored
-  // rows.
+  // Gets z at the target - lse, f32 [rows], 0 on ignored rows. It is more exact than the difference of the
+  // two results above.
   Vector log_prob;
-  // f32 [rows]: lse - sum_c p_c z_c.
+  // Gets lse - sum_c p_c z_c, f32 [rows].
   Vector entropy;
-  // i64 [rows]: the first argmax.
+  // Gets the first argmax, i64 [rows].
   Vector predicted;
-  // predicted need only tell whether it is the label: if not, it is -1 or any other class.
+  // If true, predicted need only tell whether it is the label: if not, it is -1 or any other class.
   bool only_label = false;
   // A shard has the next three. They are 0 on ignored rows that no other result needs.
   Vector row_max;  // f32 [rows], max_c z_c
   Vector log_sum;  // f32 [rows], lse - row_max
-  // f32 [rows]: sum_c w_c (lse - z_c); needs label_smoothing.
+  // Gets sum_c w_c (lse - z_c), f32 [rows]; needs label_smoothing.
   Vector smoothing;
   int64_t first_class = 0;
-  // 0 if the logits are all classes; the next three are then not used.
+  // Is 0 if the logits are all classes; the next three are then not used.
   int64_t classes = 0;
-  // f32 [rows]: lse of these columns - lse of all, <= 0; needed for dlogits without all_lse and row_max.
+  // Holds lse of these columns - lse of all, f32 [rows], <= 0. dlogits need it without all_lse and row_max.
   Vector log_share;
-  // f32 [rows]: lse and log_prob of all columns, which dlogits may have instead of log_share.
+  // Hold lse and log_prob of all columns, f32 [rows], which dlogits may have instead of log_share.
   Vector all_lse, all_log_prob;
-  // f32 [rows]: entropy of all columns; needed for dlogits with entropy_scale.
+  // Holds the entropy of all columns, f32 [rows]. dlogits need it with entropy_scale.
   Vector all_entropy;
-  // f32 [1]: sum of class_weight [classes]; needed for dlogits if both it and label_smoothing are given.
+  // Holds the sum of class_weight [classes], f32 [1]. dlogits need it if both class_weight and
+  // label_smoothing are given.
   Vector weight_sum;
   int64_t ignore_index = -100;
   float logit_scale = 1.0f;
@@ -114,7 +116,7 @@ struct CrossEntropyScale {
   Vector class_weight;  // [V] f32; empty if absent
   int64_t ignore_index = -100;
   bool mean = false;
-  // f32 | f64 | i64 | i32 [1], read on the device; empty if absent.
+  // Is read on the device, f32 | f64 | i64 | i32 [1]; empty if absent.
   Vector denominator;
   double host_denominator = 1.0;
   Vector scale;  // out: f32 [1]

@@ -16,15 +16,15 @@ namespace {
 struct CrossEntropyCall {
   const CrossEntropyRows& a;
   int64_t cols, classes;  // columns here, and of the whole row
-  // The row has more columns in other shards.
+  // True if the row has more columns in other shards.
   bool shard;
   const float* class_weight;  // begins at the first column
-  // Sum of the columns' class_weight, or cols; the same for all classes.
+  // Hold the sum of the columns' class_weight, or cols, and the same for all classes.
   double weight_sum, all_weights;
-  // z = top * tanh(inner * x / softcap), or inner * x; dz/dx = gain * slope.
+  // Say how logits become z: z = top * tanh(inner * x / softcap), or inner * x; dz/dx = gain * slope.
   float inner, top, gain;
-  bool plain;    // z is the logit
-  bool entropy;  // is wanted, or its gradient is
+  bool plain;    // true if z is the logit
+  bool entropy;  // true if it or its gradient is wanted
 };
 struct CrossEntropyRowResults {
   float loss, lse, target_logit, log_prob, entropy;

@@ -5,7 +5,7 @@
 // Gradient    of -sum_k g_k log_prob_k in the logit of class c: dz_c (p_c sum_k g_k - sum_{y_k = c} g_k). The
 //             row pass writes it for every class that is no label, from scale = sum_k g_k. For a label it is
 //             written after the row pass:
-//             dz_c (B p_c - A (1 - p_c)), A the sum of g_k where y_k = c, B of the others,
+//             dz_c (B p_c - A (1 - p_c)), A the sum of g_k with y_k = c, B of the others,
 //             1 - p_c = -expm1(log_prob);
 //             with entropy_scale e also - e dz_c p_c (log_prob + entropy)
 // Shapes      labels, upstream, out [rows, count]; target, factor [rows]; of a part of the rows: logits,
@@ -28,6 +28,7 @@
 
 namespace tigon {
 
+// Holds the arguments of all four steps.
 struct CrossEntropyLabels {
   Vector labels;
   int64_t count = 0;
@@ -35,27 +36,27 @@ struct CrossEntropyLabels {
   Vector upstream;  // f32 [rows * count], g; empty if absent
 
   // The next two cover all rows.
-  // out: i64 [rows], a label that counts, or one that is refused, or ignore_index.
+  // Gets a label that counts, or one that is refused, or ignore_index, i64 [rows].
   Vector target;
-  // out: f32 [rows], sum of upstream over labels that count; empty if not wanted.
+  // Gets the sum of upstream over labels that count, f32 [rows]; empty if not wanted.
   Vector factor;
 
   // From here on, a call works on n rows: row i is index[i], or begin + i.
   int64_t begin = 0;
   Vector index;
-  // i64 [n]: the target of each row; out: the label of the row pass.
+  // Holds the target of each row, i64 [n], and gets the label of the row pass.
   Vector chosen;
-  // out: f32 [n * count], logit_scale * (logit + bias) of each label.
+  // Gets logit_scale * (logit + bias) of each label, f32 [n * count].
   Vector scores;
-  // out: f32 [n], that of the chosen label.
+  // Gets the score of the chosen label, f32 [n].
   Vector top;
   Matrix logits;
   Vector bias;  // [V]; empty if absent
   float logit_scale = 1.0f, softcap = 0.0f, temperature = 1.0f;
   Matrix dlogits;
-  // f32 [n]: log-probability of the chosen label.
+  // Holds the log-probability of the chosen label, f32 [n].
   Vector log_prob;
-  // f32 [n]; entropy_scale is empty if absent.
+  // Hold entropies and factors of their gradients, f32 [n]; entropy_scale is empty if absent.
   Vector entropy, entropy_scale;
 
   // The results cover all rows: `position` is the place of each row among the n (its number if empty; -1 if

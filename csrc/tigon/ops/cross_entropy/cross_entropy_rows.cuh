@@ -36,7 +36,8 @@ struct CrossEntropyParams {
   // `slice` is the number of columns of a CTA.
   int cols, slice;
   bool bias_is_f32;
-  // z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain * slope.
+  // Say how logits become z: z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain *
+  // slope.
   float logit_scale, softcap, top, gain;
   float label_smoothing, z_loss;
   // Holds the constants of a softcap, in units of ln 2.

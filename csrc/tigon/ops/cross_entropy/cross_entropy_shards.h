@@ -27,6 +27,7 @@
 
 namespace tigon {
 
+// Says which statistics a shard has in addition to the first three.
 struct CrossEntropyKinds {
   bool entropy = false, smoothing = false, predicted = false;
   // A shard's rows of parts are 0 row_max, 1 log_sum, 2 log_prob, and then these. `predicted` is stored as an
@@ -43,6 +44,7 @@ struct CrossEntropyKinds {
   }
 };
 
+// Holds the arguments of a call.
 struct CrossEntropyCombine {
   Matrix parts;
   CrossEntropyKinds kinds;
@@ -61,7 +63,7 @@ TIGON_API_ENTRY(cross_entropy_combine, CrossEntropyCombine)
 // Makes dlogits of a shard's columns by themselves, e^(z - lse_s), those of the whole row: they are
 // factor[r] times what they hold afterwards. Only the label's column changes.
 // Formula     a = max(e^log_share, 2^-60), factor = scale * w_y * a
-//             dlogits_y = logit_scale / temperature * expm1(log_prob) / a of the whole row's log_prob, where
+//             dlogits_y = logit_scale / temperature * expm1(log_prob) / a of the whole row's log_prob, if
 //             the label is one of these columns
 // Rounding    fp64 inside, factor once. Where the label is here, the factor also undoes the rounding of
 //             dlogits_y: this element's gradient is the largest of the row, and exact. A share below 2^-60

@@ -43,21 +43,22 @@ struct DistillationSide {
   float temperature = 1.0f;
 
   bool capped() const { return softcap > 0.0f; }
-  // z = top() * tanh(inner() * (logit + bias) / softcap), or inner() * (logit + bias); dz/dlogit = gain() *
-  // slope.
+  // These factors give z = top() * tanh(inner() * (logit + bias) / softcap), or inner() * (logit + bias), and
+  // dz/dlogit = gain() * slope.
   float gain() const { return logit_scale / temperature; }
   float inner() const { return capped() ? logit_scale : gain(); }
   float top() const { return softcap / temperature; }
 };
 
+// Holds the arguments of the row pass.
 struct DistillationRows {
   Matrix student;
   Matrix teacher;
   DistillationSide student_side, teacher_side;
   Vector labels;  // if empty, every row counts
-  // Factor of the gradient (not of the results), read on the device; 1 if empty.
+  // Holds factors of the gradient (not of the results), read on the device; 1 if empty.
   Vector scale;
-  // Empty if not wanted, but its dtype still says how precise the results are.
+  // Is empty if not wanted, but its dtype still says how precise the results are.
   Matrix dstudent;
   Vector loss;
   Vector soft, hard, entropy;  // empty if not wanted
@@ -66,7 +67,7 @@ struct DistillationRows {
   float beta = 0.5f;    // only jsd uses it
   float factor = 1.0f;  // factor of soft and its gradient
   float soft_weight = 1.0f, hard_weight = 0.0f;
-  // CPU backend only: student and teacher hold log q and log p.
+  // If true (CPU backend only), student and teacher hold log q and log p.
   bool log_probs = false;
 
   bool has_hard() const { return hard_weight != 0.0f || hard; }

@@ -82,7 +82,7 @@ void distillation_rows(Context& ctx, const DistillationRows& a) {
                     [&](const DistillationRows& aligned) { TIGON_RUN(op, ctx, distillation_rows, aligned); });
 }
 
-// These are PyTorch's operators.
+// The structs below are PyTorch's operators.
 namespace {
 
 struct DivergenceOperands {

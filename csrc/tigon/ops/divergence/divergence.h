@@ -41,12 +41,13 @@ namespace tigon {
 enum class DivergenceKind : int8_t { forward_kl, reverse_kl, jsd, tvd };
 inline constexpr int kDivergenceKinds = 4;
 
+// Holds the arguments of the row pass.
 struct DivergenceRows {
   Matrix student;
   Matrix teacher;
-  // i64 [rows]; if empty, every row counts.
+  // Holds labels, i64 [rows]. If empty, every row counts.
   Vector labels;
-  // f32 [1] | [rows]: factor of the gradient (not of the loss), read on the device; 1 if empty.
+  // Holds factors of the gradient (not of the loss), f32 [1] | [rows], read on the device; 1 if empty.
   Vector scale;
   Matrix dstudent;  // empty if not wanted
   Vector loss;      // f32 [rows]

@@ -104,7 +104,7 @@ struct KlConsumer {
   KlStorage<Shape::warps>& storage;
   // The CTA has columns [first, first + n).
   int chunks, stages, first, n;
-  // The rows in flight, in turn.
+  // Hold the rows in flight, in turn.
   int r0, r1, r2, r3;
   uint32_t own_stage, end_stage;
   // The first early_chunks chunks of a row are summed before the previous row's reduction is collected.

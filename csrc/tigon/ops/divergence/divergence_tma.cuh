@@ -23,8 +23,8 @@ struct PairShape : TmaPipelineShape<ConsumerWarps, VecsPerThread, 2> {
                                             (ConsumerWarps * 32) / 8 * 8;
 };
 
-// Sums over a row's classes: terms, g, and q as computed. The mean slope is relative to the latter sum, so
-// that equal slopes differ from their mean by rounding only.
+// Holds sums over a row's classes: terms, g, and q as computed. The mean slope is relative to the latter sum,
+// so that equal slopes differ from their mean by rounding only.
 struct alignas(16) ClassSums {
   float terms, g, q, unused;
   __device__ __forceinline__ ClassSums merged() const {

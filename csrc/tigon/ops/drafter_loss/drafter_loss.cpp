@@ -30,7 +30,7 @@ void check_call(const DrafterLoss& a, const LinearHead& draft, const LinearHead&
   TIGON_CHECK(kOp, a.eta >= 0.0f, "eta must be >= 0, got ", a.eta);
 }
 
-// The draft's rows of some rows of the teacher, whose logits are made for them.
+// Handles the draft's rows of some rows of the teacher, whose logits it makes.
 class DrafterPass final : public RowPass {
  public:
   DrafterPass(const DrafterLoss& a, const LinearHead& teacher, const LossHeadLabels& labels, int64_t steps)
@@ -87,7 +87,7 @@ class DrafterPass final : public RowPass {
  private:
   const DrafterLoss& a_;
   const LinearHead& teacher_;
-  const LossHeadLabels& labels_;  // of the teacher's rows
+  const LossHeadLabels& labels_;  // labels of the teacher's rows
   const int64_t steps_;
   LossHeadRows teacher_rows_;
   Vector factor_, loss_, overlap_, counted_;  // of the rows worked on
@@ -101,7 +101,7 @@ LossHeadPlan drafter_loss_memory(const LossHeadSizes& sizes, const DrafterSizes&
   if (DType(sizes.dtype) == DType::f64) return loss_head_memory(sizes);
   LossHeadSizes s = sizes;
   s.chunk_rows = std::max<int64_t>(loss_head_memory(s).chunk_rows / d.steps, 1) * d.steps;
-  // The teacher's rows of a part, as DrafterPass divides a chunk.
+  // Counts the teacher's rows of a part, as DrafterPass divides a chunk.
   const int64_t part = std::min(loss_head_chunk_rows({.cuda = s.cuda,
                                                       .dtype = s.dtype,
                                                       .worked = s.worked / d.steps,
@@ -114,7 +114,7 @@ LossHeadPlan drafter_loss_memory(const LossHeadSizes& sizes, const DrafterSizes&
   const int64_t size = int64_t(size_of(DType(s.dtype))), listed = s.worked < s.rows;
   const int64_t own = loss_head_logit_stride(s.vocab), whole = loss_head_logit_stride(d.teacher_vocab);
   int64_t more = part * ((whole + d.mapped * own + listed * d.teacher_hidden) * size + 20);
-  // What PyTorch's product of the teacher takes on the CPU, above that of the draft's.
+  // On the CPU this is what PyTorch's GEMM of the teacher takes above that of the draft.
   if (!s.cuda && size == 4) more += 4 * std::max<int64_t>(part * whole - s.chunk_rows * own, 0);
   more += 64 * (s.rows / d.steps);
   plan.workspace += more, plan.peak += more;
@@ -145,8 +145,8 @@ void drafter_loss(Context& ctx, const DrafterLoss& a) {
 
 namespace {
 
-// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with
-// each row's upstream gradient folded in.
+// Defines PyTorch's operators: the loss, and the gradients of per-row losses. The latter compute the logits
+// again and fold each row's upstream gradient in.
 template <bool rows_backward>
 struct DrafterLossCall {
   DrafterLoss call;
@@ -179,7 +179,7 @@ struct DrafterLossCall {
   }
 
  private:
-  LogitFormula head_formula;  // not looked at
+  LogitFormula head_formula;  // is not used
 };
 using Forward = DrafterLossCall<false>;
 using RowsBackward = DrafterLossCall<true>;
@@ -191,7 +191,7 @@ TIGON_CALL(RowsBackward, "drafter_loss_rows", backward)
 
 }  // namespace tigon
 
-// For Python, through ctypes.
+// Is called by Python, through ctypes.
 extern "C" TIGON_API void tigon_drafter_loss_memory(const tigon::LossHeadSizes* sizes, int64_t steps,
                                                     int64_t teacher_hidden, int64_t teacher_vocab,
                                                     int64_t mapped, tigon::LossHeadPlan* plan) {

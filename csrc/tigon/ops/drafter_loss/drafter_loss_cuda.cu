@@ -1,4 +1,4 @@
-// CUDA backend of drafter_loss.
+// Implements drafter_loss in CUDA.
 // Bytes per row (b = element size): teacher b V_t read, 4 V_t of the map out of L2, b V written; draft rows b
 // V read and written each, and b V read of the teacher's, by neighbours that find it in L2.
 #include "tigon/base/cuda/row_kernel.cuh"
@@ -13,7 +13,7 @@ namespace {
 constexpr const char* kOp = "drafter_loss";
 constexpr int kTeacherThreads = 512;
 
-// Statistics of the classes of the softmax, and the argmax.
+// Holds the statistics of the classes of the softmax, and the argmax.
 template <class T>
 struct alignas(16) Peak {
   OnlineSoftmax<T> sum;
@@ -29,7 +29,7 @@ struct alignas(16) Peak {
     for (int step = 1; step < Width; step <<= 1) first = min(first, __shfl_xor_sync(~0u, first, step));
     top = best, at = first;
   }
-  // Elements from column c on.
+  // Adds elements from column c on.
   template <bool kArgmax = true, int N>
   __device__ __forceinline__ void add(const float (&x)[N], int c) {
     float most = x[0], part = 0.0f;
@@ -50,7 +50,8 @@ struct alignas(16) Peak {
   }
 };
 
-// Elements [c, c + N) of an aligned row of `cols`, in global or shared memory; -inf after its end.
+// Returns elements [c, c + N) of an aligned row of `cols` columns, in global or shared memory. Beyond its end
+// they are -inf.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> vec_of(const T* row, int c, int cols) {
   Vec<T, N> v = load_stream<T, N>(row + c);
@@ -65,7 +66,7 @@ __device__ __forceinline__ void unpack(const Vec<T, N>& v, float (&x)[N]) {
   for (int j = 0; j < N; ++j) x[j] = v[j];
 }
 
-// A row a CTA. kStaged: the draft's columns are put together in shared memory.
+// Handles a row per CTA. With kStaged the draft's columns are put together in shared memory.
 template <class T, bool kStaged>
 __global__ __launch_bounds__(kTeacherThreads,
                              2) void teacher_kernel(const __grid_constant__ DrafterTeacher a) {
@@ -124,7 +125,7 @@ __global__ __launch_bounds__(kTeacherThreads,
     a.share.as<float>()[r] = exp((inside.sum.m - all.sum.m) + (log_sum - ::logf(all.sum.s)));
 }
 
-// log2 of a probability, of a logit by its row's maximum and log of its sum; and the probability.
+// Computes a probability and its log2, from a logit, its row's maximum and the log of its row's sum.
 template <class T>
 struct Softmax {
   float m, low, part;
@@ -148,7 +149,7 @@ struct DraftRow {
   DrafterRows a;
   unsigned steps;
 
-  // The row of an input that row r reads.
+  // Returns the row of an input that row r reads.
   template <int K>
   __device__ __forceinline__ int64_t source(int64_t r) const {
     return K == 0 ? r : int64_t(unsigned(r) / steps);
@@ -170,7 +171,7 @@ struct DraftRow {
     const float part = a.overlap_outside ? share : 1.0f, b = a.soft_outside ? share : 1.0f;
     SumArray<3> sums = {};
     row.for_each_vec([&](const float (&x)[2][N], int) {
-      // One chain of additions through all vectors makes the compiler compute them all first.
+      // With one chain of additions through all vectors, the compiler would compute them all first.
       float vec_terms[3] = {};
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -181,7 +182,7 @@ struct DraftRow {
       for (int k = 0; k < 3; ++k) sums.s[k] += vec_terms[k];
     });
     sums = row.all_reduce(sums);
-    sums.s[1] += 0.0f * log_sum_t;  // NaN where the teacher is
+    sums.s[1] += 0.0f * log_sum_t;  // NaN if the teacher's row is
     const float lambda = exp(-a.eta * sums.s[1]);
     if (row.leads()) {
       const float hard_loss = (all.m - label_logit) + log_sum_s;

@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-// What the engine does not check.
+// Checks what the engine does not check.
 void check(const LinearCrossEntropy& a) {
   int64_t rows = a.head.hidden.rows;
   loss_head_check(a.head);
@@ -47,7 +47,8 @@ Vector row_factors(Context& ctx, const LinearCrossEntropy& a, const LossHeadRows
   return out;
 }
 
-// The labels of the rows, one each: of several any that counts, and the sum of their upstream gradients.
+// Returns the call with one label for each row. If a row has several, it is any that counts, and upstream is
+// the sum of theirs.
 LinearCrossEntropy labelled(Context& ctx, const LinearCrossEntropy& call) {
   LinearCrossEntropy a = call;
   a.head.op = kOp;
@@ -76,7 +77,7 @@ LinearCrossEntropy labelled(Context& ctx, const LinearCrossEntropy& call) {
   return a;
 }
 
-// The call as the engine takes it.
+// Returns the call as the engine takes it.
 LossHead head_of(const LinearCrossEntropy& a) {
   using Holds = LossHeadKept::Holds;
   return {.head = a.head,
@@ -89,7 +90,7 @@ LossHead head_of(const LinearCrossEntropy& a) {
           .kept = {.dlogits = a.kept.dlogits, .holds = Holds::nothing, .overwrite = a.kept.overwrite}};
 }
 
-// The row pass of `count` rows from `begin` on, with the results that `r` asks for.
+// Returns the row pass of `count` rows from `begin` on, with the results that `r` asks for.
 CrossEntropyRows row_pass(const LinearCrossEntropy& a, const Matrix& logits, const Vector& labels,
                           const LinearCrossEntropyResults& r, int64_t begin, int64_t count) {
   auto part = [&](const Vector& of) { return loss_head_part(of, begin, count); };
@@ -111,7 +112,7 @@ CrossEntropyRows row_pass(const LinearCrossEntropy& a, const Matrix& logits, con
           .z_loss = a.z_loss};
 }
 
-// Where the row pass leaves its results.
+// Returns the memory where the row pass leaves its results.
 LinearCrossEntropyResults results_of(LossHeadRun& run, const LinearCrossEntropy& a) {
   const LinearCrossEntropyResults& to = a.results;
   LinearCrossEntropyResults r = {.loss = run.result(to.loss, a.token_weight),
@@ -128,7 +129,7 @@ LinearCrossEntropyResults results_of(LossHeadRun& run, const LinearCrossEntropy&
   return r;
 }
 
-// Losses and log-probabilities of labels, and the gradients of logits.
+// Computes losses and log-probabilities of labels, and the gradients of logits.
 class LabelPass : public RowPass {
  public:
   explicit LabelPass(const LinearCrossEntropy& a) : a_(a) {}
@@ -176,12 +177,12 @@ class LabelPass : public RowPass {
   }
 
   const LinearCrossEntropy& a_;
-  LinearCrossEntropyResults r_;  // of the rows worked on
+  LinearCrossEntropyResults r_;  // results of the rows worked on
   Vector factor_, entropy_factor_;
-  Vector late_factor_;  // not in the gradients of logits, but after their products
+  Vector late_factor_;  // applies after the GEMMs, not in the gradients of logits
 
  private:
-  // What gradients by classes need to know of the rows.
+  // Allocates what gradients by classes need to know of the rows.
   void whole(const LossHeadRun& run) {
     TIGON_CHECK(kOp, labels_.count == 0, "by_classes must be of one label a row");
     for (Vector* v : {&r_.lse, &r_.log_prob, &r_.entropy})
@@ -214,7 +215,7 @@ class LabelPass : public RowPass {
                .out = a_.several.log_prob};
   }
 
-  // The labels of a part of the rows worked on.
+  // Returns the labels of a part of the rows worked on.
   CrossEntropyLabels labels_of(const LossHeadRun& run, const LossHeadPart& p) const {
     CrossEntropyLabels l = labels_;
     auto part = [&](const Vector& of) { return loss_head_part(of, p.begin, p.count); };
@@ -227,8 +228,8 @@ class LabelPass : public RowPass {
     return l;
   }
 
-  // Losses, log-probabilities and lse of a call that wants nothing else of the logits, without them; false
-  // where that cannot be.
+  // Computes losses, log-probabilities and lse without logits if the call wants nothing else of them. Returns
+  // false if that is not possible.
   bool statistics(const LossHeadRun& run) const {
     const bool more = run.a.head.wants_gradients() || run.a.kept.dlogits.data || a_.several.labels ||
                       r_.entropy || r_.predicted || a_.label_smoothing > 0.0f;
@@ -248,11 +249,12 @@ class LabelPass : public RowPass {
     return true;
   }
 
-  CrossEntropyLabels labels_;  // count 0: one label a row
+  CrossEntropyLabels labels_;  // count is 0 if a row has one label
   Vector weight_sum_;
 };
 
-// The gradients of per-row losses. dhidden: where unit is given, without a product; the rest is the engine's.
+// Computes the gradients of per-row losses. If unit is given, dhidden comes from it without a GEMM; the
+// engine forms the rest.
 class RowsGradientPass final : public LabelPass {
  public:
   RowsGradientPass(const LinearCrossEntropy& a, const Matrix& dhidden) : LabelPass(a), dhidden_(dhidden) {}
@@ -272,14 +274,14 @@ class RowsGradientPass final : public LabelPass {
   void memory(LossHeadRun& run) override {
     if (!run.wants_gradients()) return;
     LabelPass::memory(run);
-    // Written, and read by nobody
+    // The row pass writes losses; nobody reads these.
     if (run.rows.listed) r_.loss = loss_head_vector(run.ctx, run.rows.count);
-    // Which rows are kept depends on their number: those computed again are scaled where kept ones are, after
-    // the products, and so are those whose logits were kept.
+    // Which rows are kept depends on their number. Rows that are computed again are therefore scaled at the
+    // same place as kept ones, after the GEMMs, and so are rows whose logits were kept.
     late_ = (run.ctx.deterministic || a_.kept.are_logits) && !a_.entropy_upstream && !a_.several.labels;
     formed_ = a_.kept.are_logits ? 0 : run.kept;
     run.factored = formed_ > 0 || late_;
-    if (run.factored && factor_.data == a_.upstream.data)  // 0 on ignored rows, whatever is upstream
+    if (run.factored && factor_.data == a_.upstream.data)  // 0 on ignored rows, for any upstream
       factor_ = row_factors(run.ctx, a_, run.rows, {}, a_.upstream);
     late_factor_ = factor_;
     if (late_) factor_ = {};
@@ -313,10 +315,11 @@ void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& 
   LinearCrossEntropy a = labelled(ctx, call);
   check(a);
   require_vector(kOp, "upstream", a.upstream, a.head.hidden.rows, DType::f32);
-  a.results = {}, a.several.log_prob = {}, a.reduction = {.kind = Reduction::none};  // only gradients
+  a.results = {}, a.several.log_prob = {},
+  a.reduction = {.kind = Reduction::none};  // only gradients are wanted
   LossHead head = head_of(a);
   head.kept.holds = a.kept.are_logits ? Holds::logits : Holds::gradients;
-  if (a.kept.unit.data) head.head.dhidden = {};  // the rest of the gradients
+  if (a.kept.unit.data) head.head.dhidden = {};  // the engine forms the other gradients
   RowsGradientPass pass(a, a.head.dhidden);
   loss_head_run(ctx, head, pass);
 }

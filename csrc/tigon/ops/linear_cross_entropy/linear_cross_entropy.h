@@ -1,5 +1,5 @@
-// Linear layer and softmax cross-entropy in one: hidden states x head weight x labels -> loss and gradients,
-// with the logits of no more than a chunk of rows alive at any time.
+// Computes a linear layer and softmax cross-entropy in one: hidden states x head weight x labels -> loss and
+// gradients. The logits of no more than a chunk of rows exist at any time.
 // Formula     logit = hidden . weight^T (+ lora_scale (hidden . lora_a^T) . lora_b^T) (+ bias), then row by
 //             row the loss of tigon/ops/cross_entropy/cross_entropy.h, times token_weight
 //             dhidden = dlogits . weight,  dweight = dlogits^T . hidden,  dbias = column sum of dlogits
@@ -13,24 +13,24 @@
 //             target, loss [rows]; bias, dbias, class_weight [V]; scale [1]; upstream, entropy_upstream,
 //             token_weight [rows]; lora_a, dlora_a [r, H]; lora_b, dlora_b [V, r]
 // Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; target, predicted i64; dhidden of
-//             hidden's dtype; dbias, dlora_a, dlora_b f32; dweight f32, or hidden's where one chunk takes all
-//             rows; losses, scale and the other results of rows f32; products accumulate in f32
+//             hidden's dtype; dbias, dlora_a, dlora_b f32; dweight f32, or hidden's if one chunk takes all
+//             rows; losses, scale and the other results of rows f32; GEMMs accumulate in f32
 // Rounding    logits and dlogits of a chunk are rounded to hidden's dtype (with lora the logits twice, u and
 //             t once), with wide_logits only dlogits; dweight is summed over chunks in f32 and rounded once,
-//             when finish() casts it; a single chunk's is rounded by its product, and again by finish() where
+//             when finish() casts it; a single chunk's is rounded by its GEMM, and again by finish() if
 //             the upstream gradient is not a power of two. The number of chunks does not show beyond the
-//             order of f32 additions and that. (In PyTorch on the CPU, bf16 products reach the f32 sum after
-//             one rounding per chunk: aten's product is bf16.)
+//             order of f32 additions and that. (In PyTorch on the CPU, bf16 GEMMs reach the f32 sum after
+//             one rounding per chunk, since aten's GEMM returns bf16.)
 // Saved       scalar losses: dhidden, dweight, dbias for finish(); nothing of the size of the logits. Per-row
-//             losses: where the caller has the memory, unit and kept
+//             losses: unit and kept if the caller has the memory
 // Scaling     f32 and bf16: dlogits carry `scale` (1/count, 1/denominator). f16: they do not, small quotients
 //             would leave its range; loss_head_finish multiplies by scale then.
 // Masked rows target == ignore_index. Every result of such a row is 0 (predicted: -1), its dhidden is a row
-//             of zeros. They cost nothing where their number is known: on the CPU always, on CUDA where
+//             of zeros. They cost nothing if their number is known: on the CPU always, on CUDA if
 //             `valid_rows` says it (the list of rows that count is made on the device: no synchronisation).
 //             Without it every row is computed. A promise that does not hold: on the CPU refused; on CUDA
-//             every loss of the call is NaN (so is their sum), unless valid_rows equals rows, where nothing
-//             was left out and all is right.
+//             every loss of the call is NaN (so is their sum), unless valid_rows equals rows: then
+//             nothing was left out and all is right.
 // Aliasing    none
 // Determinism bitwise, run to run
 // Traffic     per chunk: hidden and weight once or twice each, logits written, read, written, read twice; of
@@ -44,64 +44,66 @@
 
 namespace tigon {
 
-// Several labels a row (tigon/ops/cross_entropy/cross_entropy_labels.h), of per-row losses: target and
-// upstream are made from them. A row counts where one of its labels does.
+// Holds several labels for each row of per-row losses (tigon/ops/cross_entropy/cross_entropy_labels.h).
+// target and upstream are made from them. A row counts if one of its labels does.
 struct LinearCrossEntropyLabels {
-  Vector labels;  // i64 [rows * count]; empty: one label a row
+  Vector labels;  // i64 [rows * count]; empty if a row has one label
   int64_t count = 0;
   Vector upstream;  // f32 [rows * count]: minus the gradient of each log-probability
-  Vector log_prob;  // out: f32 [rows * count]; empty: not wanted
+  Vector log_prob;  // out: f32 [rows * count]; empty if not wanted
 };
 
-// Results of rows; empty: not wanted.
+// Holds the results of rows; they are empty if not wanted.
 struct LinearCrossEntropyResults {
-  Vector loss;              // f32 [rows], always
+  Vector loss;              // f32 [rows], always wanted
   Vector z_term;            // f32 [rows], token_weight * z_loss * lse^2
   Vector log_prob;          // f32 [rows], z_y - lse
   Vector lse, entropy;      // f32 [rows]
   Vector predicted;         // i64 [rows], first argmax
-  bool only_label = false;  // of predicted: as in cross_entropy.h
+  bool only_label = false;  // predicted need only tell whether it is the label
 };
 
-// Per-row losses, between forward and backward. dlogits of a row is its upstream gradient times what only the
-// row gives: the forward can form the second factor, without upstream and token_weight, and what follows.
+// Holds what per-row losses keep between forward and backward. dlogits of a row are its upstream gradient
+// times what only the row gives. The forward can form the second factor, without upstream and token_weight,
+// and what follows from it.
 struct KeptLogits {
-  Matrix unit;     // [rows, H] dhidden for an upstream gradient of 1; empty: not formed, or not there
-  Matrix dlogits;  // [any number, V] of the first rows worked on; empty: none
-  bool are_logits =
-      false;  // dlogits hold the logits, as gradients of entropies need them; without unit and wide_logits
-  bool overwrite = false;  // and their gradients are formed in the same memory
+  Matrix unit;     // [rows, H] dhidden for an upstream gradient of 1; empty if absent
+  Matrix dlogits;  // [any number, V] of the first rows worked on; empty if absent
+  // If true, dlogits hold the logits, as gradients of entropies need them; without unit and wide_logits.
+  bool are_logits = false;
+  bool overwrite = false;  // the gradients are formed in the memory of the kept logits
 };
 
+// Holds the arguments of a call.
 struct LinearCrossEntropy {
   LinearHead head;  // operands, and the gradients that are wanted
   LossHeadLabels labels;
   LogitFormula formula;
   LossReduction reduction;
-  Vector class_weight;  // [V] f32; empty: none
-  Vector
-      // [rows] f32, factor of a row's loss and gradient (not of a mean's denominator); empty: none
-      token_weight;
+  Vector class_weight;  // [V] f32; empty if absent
+  // Holds factors of each row's loss and gradient (not of a mean's denominator), f32 [rows]; empty if absent.
+  Vector token_weight;
   float label_smoothing = 0.0f;
   float z_loss = 0.0f;
-  Vector
-      // F32 [rows]: gradient of each row's loss, instead of scale (the backward of Reduction::none)
-      upstream;
-  Vector entropy_upstream;           // f32 [rows]: gradient of each row's entropy; empty: none
-  LinearCrossEntropyLabels several;  // log_prob, unit and dlogits must be empty with them
+  // Holds the gradient of each row's loss, f32 [rows], which is used instead of scale (the backward of
+  // Reduction::none).
+  Vector upstream;
+  Vector entropy_upstream;           // f32 [rows]: gradient of each row's entropy; empty if absent
+  LinearCrossEntropyLabels several;  // with them log_prob, unit and dlogits must be empty
   LinearCrossEntropyResults results;
   KeptLogits kept;
 };
+// Computes losses, and the gradients of a scalar loss or what per-row losses keep.
 TIGON_API void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a);
 
-// The gradients of per-row losses. With factor c = upstream * token_weight of each row:
-//   unit given   dhidden = diag(c) unit, no product; dhidden may be unit's own memory
-//   rows kept    dweight, dbias, dlora from kept dlogits and diag(c) hidden, without logits; they are only
-//   read other rows   logits are computed again, or read where they were kept, and c is folded into their
-//   gradients
-// A call that gave `kept` had the same target, valid_rows and options. With all dlogits kept, or with a unit
-// and nothing else wanted, the values of weight and bias are not read. An entropy_upstream needs logits:
-// neither unit nor dlogits may be given.
+// Computes the gradients of per-row losses. With the factor c = upstream * token_weight of each row:
+//   unit given   dhidden = diag(c) unit, without a GEMM; dhidden may be unit's own memory
+//   rows kept    dweight, dbias, dlora from kept dlogits and diag(c) hidden, without logits; dlogits are
+//                only read
+//   other rows   logits are computed again, or read if they were kept, and c is folded into their gradients
+// The call that gave `kept` had the same target, valid_rows and options. If all dlogits are kept, or if there
+// is a unit and nothing else is wanted, the values of weight and bias are not read. An entropy_upstream needs
+// logits, so neither unit nor dlogits may be given with it.
 TIGON_API void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& a);
 
 }  // namespace tigon

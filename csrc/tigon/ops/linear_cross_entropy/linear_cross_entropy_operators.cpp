@@ -1,4 +1,4 @@
-// PyTorch's operators of cross-entropy and of log-probabilities.
+// Defines PyTorch's operators of cross-entropy and of log-probabilities.
 #include <utility>
 
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
@@ -11,7 +11,7 @@ constexpr const char* kOp = "linear_cross_entropy";
 
 struct Operands : LossHeadFields {
   LinearCrossEntropy call;
-  int64_t vocab = 0, labels = -1;  // first dimension of weight; of target, as Fields::flat has it
+  int64_t vocab = 0, labels = -1;  // first dimensions of weight and of target (Fields::flat)
 
   void operands(Fields& f) {
     LinearHead& h = call.head;
@@ -64,7 +64,7 @@ struct Forward : Operands {
     LinearCrossEntropyResults& r = call.results;
     operands(f), reduction(f, call.reduction), f.option("outputs", outputs);
     losses(f, call.reduction, r.loss, call.head);
-    // Per-row losses make the gradients in their backward; dhidden is that of an upstream gradient of 1.
+    // Per-row losses make the gradients in their backward; dhidden belongs to an upstream gradient of 1.
     const bool one = call.reduction.kind != Reduction::none;
     const LossHeadPlan p = one ? LossHeadPlan{} : plan(f);
     LossHeadFields formed = *this;
@@ -87,9 +87,9 @@ struct Forward : Operands {
   }
 };
 
-// The gradients of per-row losses. weight is [V, 0] where its values are not needed. In place: dweight is
-// added to main_grad, and with `finish` unit becomes dhidden in its own memory and kept logits their
-// gradients; what is written so is not returned.
+// Computes the gradients of per-row losses. weight is [V, 0] if its values are not needed. With in_place
+// dweight is added to main_grad, and with `finish` unit becomes dhidden in its own memory and kept logits
+// become their gradients. What is written so is not returned.
 template <bool in_place>
 struct RowsBackward : Operands {
   Vector upstream;
@@ -111,7 +111,7 @@ struct RowsBackward : Operands {
     LossHeadFields formed = *this;
     if (main_grad.data) formed.needs &= ~need_weight;
     if (finish && unit.data) formed.needs &= ~need_hidden;
-    if (some && !all) formed.needs &= ~may_round;  // several chunks
+    if (some && !all) formed.needs &= ~may_round;  // there are several chunks
     formed.gradients(
         f, h, (all && call.labels.chunk_rows == 0 && !(needs & keep_logits)) || whole(f, h, call.labels));
   }
@@ -126,7 +126,7 @@ struct RowsBackward : Operands {
   }
 };
 
-// The log-probability of each label, and the entropy of each distribution.
+// Computes the log-probability of each label, and the entropy of each distribution.
 struct LogProb : Operands {
   Vector log_prob;
   bool entropy = false;

@@ -1,4 +1,4 @@
-// The last step of scalar losses, whose results may be its arguments.
+// Defines the last step of scalar losses, whose results may be its arguments.
 #include "tigon/ops/loss_head/loss_head.h"
 #include "tigon/torch/shim.h"
 
@@ -8,8 +8,9 @@ namespace {
 constexpr const char* kOp = "linear_cross_entropy";
 using FiveGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The gradients of a scalar loss times the upstream one, in the parameters' dtypes. `in_place`: where a
-// gradient has its parameter's dtype already, its memory is the result's; else it stays as it is.
+// Computes the gradients of a scalar loss times the upstream one, in the parameters' dtypes. With in_place a
+// gradient that has its parameter's dtype already shares its memory with the result; otherwise it stays as it
+// is.
 template <bool in_place>
 FiveGradients finish_all(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,
                          Tensor dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype) {

@@ -16,11 +16,11 @@ Vector first_of(Vector v, int64_t size) {
   return v;
 }
 
-// The two heads over their common classes.
+// Holds the two heads over their common classes.
 struct Pair {
   LinearHead whole, student, teacher;
   int64_t vocab = 0;
-  bool given = false;  // the teacher's logits
+  bool given = false;  // true if the teacher's logits are given
 };
 Pair pair_of(const LinearDivergence& a) {
   Pair p = {.whole = a.head, .given = a.teacher_logits.data != nullptr};
@@ -65,7 +65,7 @@ void check_call(const LinearDivergence& a) {
               "beta must be in (0, 1), got ", a.beta);
 }
 
-// The divergence of rows, of which the engine has made the logits, from the teacher's.
+// Computes the divergence of rows from the teacher's. The engine has made the logits of the rows.
 class DivergencePass final : public RowPass {
  public:
   DivergencePass(const LinearDivergence& a, const Pair& pair) : a_(a), pair_(pair) {}
@@ -134,7 +134,7 @@ class DivergencePass final : public RowPass {
     return gathered;
   }
 
-  // Classes that the teacher does not have.
+  // Clears the gradients of classes that the teacher does not have.
   void clear_padding(Context& ctx) const {
     const LinearHead& whole = pair_.whole;
     const int64_t vocab = pair_.vocab, more = whole.weight.rows - vocab;
@@ -149,7 +149,7 @@ class DivergencePass final : public RowPass {
   const LinearDivergence& a_;
   const Pair& pair_;
   Vector factor_, loss_, soft_, hard_, entropy_;  // of the rows worked on
-  Matrix teacher_;                                // memory for a part's logits
+  Matrix teacher_;                                // memory for the logits of a part
   LossHeadWorkspace workspace_;
 };
 
@@ -168,7 +168,7 @@ LossHeadPlan linear_divergence_memory(const LossHeadSizes& s, int64_t teacher_hi
   int64_t few = std::min(linear_divergence_logit_rows(s.vocab, int(sides)), plan.chunk_rows);
   int64_t more = 4 * few * stride * sides;
   if (s.worked < s.rows) more += few * size * (sides == 1 ? stride : teacher_hidden);
-  if (!s.cuda)  // pieces of the operands in f32, for products that are not rounded
+  if (!s.cuda)  // pieces of the operands in f32, for GEMMs that are not rounded
     more +=
         4 * (few + 8192) * std::max(s.hidden, teacher_hidden) + 4 * few * std::min<int64_t>(s.vocab, 8192);
   if (!s.train_hidden && !s.train_weight && !s.train_bias && s.lora_rank == 0)  // no gradient of the logits
@@ -197,8 +197,8 @@ void linear_divergence(Context& ctx, const LinearDivergence& call) {
 
 namespace {
 
-// PyTorch's operators: the loss, and the gradients of per-row losses, whose logits are computed again with
-// each row's upstream gradient folded in.
+// Defines PyTorch's operators: the loss, and the gradients of per-row losses. The latter compute the logits
+// again and fold each row's upstream gradient in.
 template <bool rows_backward>
 struct LinearDivergenceCall {
   enum Output : int64_t { soft = 1, hard = 2, entropy = 4, all = 7 };
@@ -248,7 +248,7 @@ TIGON_CALL(RowsBackward, "linear_divergence_rows", backward)
 
 }  // namespace tigon
 
-// For Python, through ctypes.
+// Is called by Python, through ctypes.
 extern "C" TIGON_API void tigon_linear_divergence_memory(const tigon::LossHeadSizes* sizes,
                                                          int64_t teacher_hidden, tigon::LossHeadPlan* plan) {
   *plan = tigon::loss_head_within(*sizes, [&](const tigon::LossHeadSizes& s) {

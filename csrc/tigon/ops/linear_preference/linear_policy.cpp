@@ -25,7 +25,7 @@ void linear_policy(Context& ctx, const LinearPolicy& a) {
   if (a.entropy) require_vector(a.head.op, "entropy", a.entropy, rows, DType::f32);
   Policy loss = a.loss;
   loss.target = a.labels.target, loss.ignore_index = a.labels.ignore_index;
-  loss.loss = a.log_prob;  // made below: what is checked is that it fits
+  loss.loss = a.log_prob;  // is made below; here only its size is checked
   policy_check(loss);
   policy_begin(ctx, loss, a.totals);
   loss.slope_factor = -1.0f;
@@ -43,7 +43,7 @@ void linear_policy(Context& ctx, const LinearPolicy& a) {
 
 namespace {
 
-// PyTorch's operator.
+// Defines PyTorch's operator.
 struct LinearPolicyCall {
   LinearPolicy call;
   LossHeadFields head;

@@ -10,17 +10,18 @@ namespace tigon {
 
 LossHeadPlan linear_preference_memory(const LossHeadSizes& sizes, int64_t answers, int64_t tokens) {
   LossHeadSizes s = sizes;
-  s.main_grad = 0;  // weight's gradient is formed as without, and added
+  s.main_grad = 0;  // weight's gradient is formed as without main_grad, then added
   int64_t size = int64_t(size_of(DType(s.dtype))), together = std::max<int64_t>(answers * tokens, 1);
-  int64_t chunk = loss_head_memory(s).chunk_rows, copies = s.train_weight;  // of hidden, times the factors
+  int64_t chunk = loss_head_memory(s).chunk_rows,
+          copies = s.train_weight;  // copies of hidden, times the factors
   if (answers > 0 && chunk < s.rows) {
     bool bound = s.chunk_rows > 0 || s.cap >= 0;
     LinearHead head = {.hidden = {.dtype = DType(s.dtype)}, .weight = {.rows = s.vocab}};
     int64_t most = bound ? chunk : loss_head_group_limit(head, chunk);
     bool fits = answers * tokens <= most;
     if (fits) chunk = std::max(chunk, answers * tokens) / together * together;
-    // Pairs are gathered and their gradients scattered; forth and back the logits' gradients have the
-    // factors.
+    // Pairs are gathered and their gradients scattered. If chunks go forward and back, the logits' gradients
+    // have the factors.
     copies = !fits ? 0 : answers == 2 ? 2 : copies;
   }
   s.chunk_rows = std::max<int64_t>(chunk, 1);
@@ -46,7 +47,7 @@ void linear_preference(Context& ctx, const LinearPreference& a) {
   head.head.head.wide_logits = false;
   token_loss_check(head);
   Preference loss = a.loss;
-  // The vectors of losses are made below: what is checked is that they fit.
+  // The vectors of losses are made below; here only their sizes are checked.
   loss.loss = {.data = a.totals.loss.data, .dtype = DType::f32, .size = loss.pairs};
   if (!lone) loss.nll = loss.loss;
   preference_check(loss);
@@ -65,7 +66,7 @@ void linear_preference(Context& ctx, const LinearPreference& a) {
 
 namespace {
 
-// PyTorch's operator.
+// Defines PyTorch's operator.
 struct LinearPreferenceCall {
   LinearPreference call;
   LossHeadFields head;
@@ -104,7 +105,7 @@ TIGON_OPERATOR(run, LinearPreferenceCall, "linear_preference", forward)
 
 }  // namespace tigon
 
-// For Python, through ctypes.
+// Is called by Python, through ctypes.
 extern "C" TIGON_API void tigon_linear_preference_memory(const tigon::LossHeadSizes* sizes, int64_t answers,
                                                          int64_t tokens, tigon::LossHeadPlan* plan) {
   *plan = tigon::loss_head_within(*sizes, [&](const tigon::LossHeadSizes& s) {

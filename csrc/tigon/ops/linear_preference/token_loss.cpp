@@ -6,7 +6,7 @@
 namespace tigon {
 namespace {
 
-// Part of a vector by place; unlike loss_head_part of one element too.
+// Returns a part of a vector by place. Unlike loss_head_part it also cuts a vector of size 1.
 Vector places(const Vector& v, int64_t begin, int64_t count) {
   if (!v) return v;
   return {.data = v.as<float>() + begin, .dtype = v.dtype, .size = count};
@@ -43,7 +43,7 @@ class TokenPass final : public RowPass {
     cross_entropy_rows(run.ctx, pass);
   }
 
-  // From logits, or from the gradients that rows() has made of them.
+  // Forms the gradients from logits, or leaves those that rows() has made of them, and returns the factors.
   Vector gradient(const LossHeadRun& run, const LossHeadSpan& s, const LossHeadPart& p) override {
     if (!run.twice()) formula_(part_of(run, s));
     const Vector factor = places(dlog_prob_, s.begin, s.count);
@@ -96,8 +96,8 @@ class TokenPass final : public RowPass {
   const TokenLossHead& a_;
   const TokenLossFormula& formula_;
   Vector log_prob_, entropy_, ref_, lse_, dlog_prob_, dentropy_;
-  bool unit_ = false;  // rows() makes gradients of -log_prob
-  bool late_ = false;  // rows are scaled after the products
+  bool unit_ = false;  // true if rows() makes gradients of -log_prob
+  bool late_ = false;  // true if rows are scaled after the GEMMs
 };
 
 }  // namespace

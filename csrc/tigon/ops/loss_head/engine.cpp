@@ -32,7 +32,7 @@ int64_t limit_of(Context& ctx, const LossHead& a, int64_t rows) {
   return std::max<int64_t>(limit / a.together, 1) * a.together;
 }
 
-// Spans of `limit` rows, those of kept rows first and apart.
+// Divides the rows into spans of `limit` rows. Those of kept rows come first and hold no others.
 void plan_rows(LossHeadRun& run) {
   const LossHead& a = run.a;
   const int64_t rows = run.rows.count / a.together * a.together;
@@ -48,7 +48,7 @@ void plan_rows(LossHeadRun& run) {
   }
 }
 
-// Rows of each group: those that count where labels are at hand.
+// Returns the number of rows of each group: only those that count if the host can read the labels.
 std::vector<int64_t> group_rows(Context& ctx, const LossHead& a) {
   const LossHeadGroups& g = *a.groups;
   std::vector<int64_t> found(size_t(g.count()), (g.pairs ? 2 : 1) * g.tokens);
@@ -60,7 +60,7 @@ std::vector<int64_t> group_rows(Context& ctx, const LossHead& a) {
   return found;
 }
 
-// The list in which the rows of a pair are adjacent.
+// Makes the list in which the rows of a pair are adjacent.
 LossHeadRows pair_rows(Context& ctx, const LossHead& a, const LossHeadRows& rows) {
   const bool compact = ctx.device() == Device::cpu;
   const int64_t count = compact ? rows.count : a.labels.target.size;
@@ -81,25 +81,26 @@ LossHeadRows pair_rows(Context& ctx, const LossHead& a, const LossHeadRows& rows
   return r;
 }
 
-// Chunks as without groups, with the groups that they belong to.
+// Divides the rows into chunks as without groups, and notes the groups that each chunk touches.
 void plan_tokens(LossHeadRun& run) {
   const LossHeadGroups& g = *run.a.groups;
   plan_rows(run);
   for (LossHeadSpan& s : run.spans) {
     s.groups = g.count();
     if (run.rows.listed || g.pairs || run.rows.count <= run.limit) continue;
-    s.group = s.begin / g.tokens;  // rows in order
+    s.group = s.begin / g.tokens;  // the rows are in order
     s.groups = (s.begin + s.count - 1) / g.tokens - s.group + 1;
   }
 }
 
-// The bits of a product depend on its rows: the same groups with and without gradients.
+// Divides the groups into chunks. The bits of a GEMM depend on its rows, so the chunks are the same with and
+// without gradients.
 void plan_groups(LossHeadRun& run) {
   const LossHead& a = run.a;
   const LossHeadGroups& g = *a.groups;
   LossHeadLabels labels = a.labels;
-  // Where the list is made on the device, the host does not know how many rows of it a group has: it serves
-  // where one chunk takes all.
+  // If the list is made on the device, the host does not know how many of its rows a group has. It can be
+  // used only if one chunk takes all.
   if (g.coupled && run.ctx.device() != Device::cpu && labels.valid_rows >= 0 &&
       limit_of(run.ctx, a, labels.valid_rows) < labels.valid_rows)
     labels.valid_rows = -1;
@@ -157,7 +158,7 @@ void make_scale(Context& ctx, const LossHead& a) {
                             .scale = r.scale});
 }
 
-// Rows [first, first + count) of a chunk, whose logits may then be made by themselves.
+// Returns rows [first, first + count) of a chunk, whose logits may then be made by themselves.
 LossHeadChunk slice(const LossHeadChunk& c, int64_t first, int64_t count) {
   LossHeadChunk part = c;
   part.begin += first, part.count = count;
@@ -167,7 +168,7 @@ LossHeadChunk slice(const LossHeadChunk& c, int64_t first, int64_t count) {
   return part;
 }
 
-// The chunks of a call, with the memory of one.
+// Runs over the chunks of a call, all in the memory of one.
 class Chunks {
  public:
   Chunks(const LossHeadRun& run, RowPass& pass)
@@ -189,7 +190,7 @@ class Chunks {
  private:
   static LossHeadPart whole(const LossHeadChunk& c) { return {c.begin, c.count, c.logits, c.logits}; }
 
-  // With the memory of the logits.
+  // Runs over the chunks of the reference, whose logits use the same memory.
   void reference() {
     LossHeadWorkspace own = loss_head_workspace(ctx_, a_.reference, run_.rows,
                                                 {.chunk = workspace_.logits.rows, .logits = false});
@@ -212,7 +213,8 @@ class Chunks {
     if (a_.kept.holds == Holds::nothing) parts();
   }
 
-  // Logits of a part at a time where they have memory of their own, else of the chunk.
+  // Makes the logits of a part at a time if they have memory of their own, otherwise those of the whole
+  // chunk, and calls rows() for each part.
   void parts() {
     LossHeadChunk& c = chunk_;
     const bool apart = c.wide.data;
@@ -225,7 +227,7 @@ class Chunks {
       pass_.rows(run_, {part.begin, part.count, part.logits, to});
     }
     c.gathered = true;
-    // With f32_logits u is made again, by a product of the whole chunk.
+    // With f32_logits u is made again, by a GEMM of the whole chunk.
     if (apart) c.has_u = a_.head.lora_a.data && !a_.f32_logits;
   }
 
@@ -236,7 +238,7 @@ class Chunks {
     first_ = false;
   }
 
-  // From the last chunk, whose logits still exist, to the first.
+  // Goes back from the last chunk, whose logits still exist, to the first.
   void back() {
     for (size_t i = run_.spans.size(); i-- > 0;) {
       const LossHeadSpan& s = run_.spans[i];
@@ -254,10 +256,11 @@ class Chunks {
   RowPass& pass_;
   LossHeadWorkspace workspace_;
   LossHeadChunk chunk_;
-  bool first_ = true;  // no product has been summed yet
+  bool first_ = true;  // no chunk has been summed yet
 };
 
-// The gradient of weight from the logits of some classes of all rows at a time, in the memory of `room`.
+// Forms the gradient of weight from the logits of some classes of all rows at a time, in the memory of
+// `room`.
 void by_classes(const LossHeadRun& run, RowPass& pass, const Matrix& dweight, Matrix room) {
   Context& ctx = run.ctx;
   LinearHead head = run.a.head;

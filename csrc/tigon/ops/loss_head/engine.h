@@ -1,29 +1,43 @@
-// The one loop over chunks that the losses of a linear head share. loss_head_run divides the rows, holds the
-// memory, makes the logits, forms the gradients and writes the results; a loss is a RowPass, which sees the
-// logits of some rows at a time.
-// What differs among the losses:
-//   loss          chunks                      logits                     second logits        products take
-//   labels        any rows that count; kept   hidden's dtype, or f32     none                 dlogits
-//                 rows come first             a part at a time
-//   their rows'   kept rows as long as their  made, kept, or none:       none                 dlogits, and a
-//   gradients     memory, then as above       dlogits were kept                               factor if kept
-//   divergence    as labels; no longer than   f32, a part at a time      the teacher's, of a  dlogits
-//                 a part without gradients                               part
-//   drafter       the same, of whole rows of  of a chunk                 the teacher's, of a  dlogits
-//                 the teacher                                            part
-//   token losses  whole groups if they fit,   of a chunk; if a group     a reference's, all   a factor that
-//                 pairs side by side          fits none, forth and back  chunks before        formulas find
-//   contrastive   any rows, all of them       of a chunk                 a guide's, a chunk   dlogits
-// Rows, chunks, kept rows, groups and the reference are the engine's: LossHead declares them. A second head
-// is the loss's own: it makes those logits in rows(), for the rows that it is given. That is enough for
-// divergences and drafters, whose parts are no longer than the memory of the teacher's logits.
-// Order   check, list of rows, plan, begin(), scale, clear, memory(), workspace, reference; of each chunk
-//         logits, rows(), gradient(), products; turn(); results, finish(), total. All refusals come before
-//         the first write, in begin() at the latest.
-// By classes (LinearHead::by_classes) dweight waits until the rows are done. Then the logits of some classes
-// of all rows are formed once more, in the memory of a chunk; the pass makes their gradients from the lse and
-// log-probability that it has of each row, and one product gives those rows of dweight. Kept rows have
-// their gradients already.
+// Declares the loop over chunks that all losses of a linear head share. loss_head_run divides the rows, holds
+// the memory, makes the logits, forms the gradients and writes the results. A loss is a RowPass: it reads the
+// logits of some rows at a time, and writes the losses of these rows and the gradients of their logits.
+// The words of this file:
+//   A row counts if its label is not ignore_index.
+//   A chunk is a set of rows whose logits lie in memory together; all chunks share this memory.
+//   A part is a piece of a chunk: the rows that a RowPass reads at once.
+//   Kept rows have memory of their own for their logits or the gradients of these, which outlives the chunk.
+//   A group is a set of rows that one loss needs together, such as the tokens of an answer.
+// The table below says how the losses differ. It has a line for each loss and answers four questions. Which
+// rows does a chunk hold? In which form do the logits exist, and how many at once? Which other logits does
+// the loss compare them with? What do the GEMMs of the gradients take: only dlogits as the loss wrote them,
+// or also a factor for each row (RowPass::gradient)?
+//   loss          rows of a chunk             logits                     other logits         GEMMs take
+//   labels        rows that count; kept       hidden's dtype, or f32     none                 dlogits
+//                 rows come first             for a part at a time
+//   backward of   kept rows come first, in    read if they were kept;    none                 dlogits; for
+//   per-row       one chunk if dlogits were   none if dlogits were                            kept dlogits
+//   losses        kept; then as labels        kept; else made again                           also a factor
+//   divergence    as labels; without          f32, a part at a time      the teacher's, a     dlogits
+//                 gradients at most a part                               part at a time
+//   drafter       as divergence; all draft    a chunk at a time          the teacher's, a     dlogits
+//                 rows of a teacher's row                                part at a time
+//                 share a chunk
+//   token losses  whole groups if each fits   a chunk at a time; made    a reference's, for   dlogits and a
+//                 a chunk, else any rows      twice if a group fits no   all chunks before    factor from
+//                                             chunk                      the first            the formula
+//   contrastive   any rows, all of them       a chunk at a time          a guide's, a chunk   dlogits
+//                                                                        at a time
+// The engine handles rows, chunks, kept rows, groups and the reference: the members of LossHead say what a
+// loss wants of them. A loss makes the logits of a second head by itself in rows(), for the rows that it is
+// given. This suffices for divergences and drafters, whose parts are no longer than the memory of the
+// teacher's logits.
+// Order   checks, list of rows, plan, begin(), scale, clear, memory(), workspace, reference; for each chunk
+//         logits, rows(), gradient(), GEMMs; turn(); results, finish(), total. All refusals come before the
+//         first write, in begin() at the latest.
+// If LinearHead::by_classes is set, dweight is formed after all rows. The logits of some classes of all rows
+// are then formed once more, in the memory of a chunk. RowPass::classes() turns them into their gradients,
+// from the lse and the log-probability that it has of each row, and one GEMM gives the rows of dweight that
+// belong to these classes. Kept rows have their gradients already.
 #pragma once
 
 #include "tigon/ops/cross_entropy/cross_entropy.h"
@@ -31,110 +45,123 @@
 
 namespace tigon {
 
-// Rows whose logits have memory of the caller's: the first `dlogits.rows` of those worked on.
+// Says which rows are kept: the first `dlogits.rows` of the rows worked on.
 struct LossHeadKept {
   enum class Holds : int8_t { nothing, logits, gradients };
-  Matrix dlogits;  // empty: none
+  Matrix dlogits;  // empty if no row is kept
   Holds holds = Holds::nothing;
   bool overwrite = false;  // kept logits become their gradients in place
 };
 
-// Rows of which some depend on each other: row = answer * tokens + token.
+// Describes rows of which some depend on each other: row = answer * tokens + token.
 struct LossHeadGroups {
   int64_t answers = 0, tokens = 0;
-  bool pairs = false;    // a group is answer g of the first half and answer g of the second; else an answer
-  bool coupled = false;  // rows of a group depend on each other
+  // If true, group g is the pair of answer g of the first half and answer g of the second half. Otherwise a
+  // group is an answer.
+  bool pairs = false;
+  bool coupled = false;  // true if rows of a group depend on each other
 
   int64_t count() const { return pairs ? answers / 2 : answers; }
 };
 
+// Holds the arguments of a call: the linear layer, its labels, and what the loss wants of the engine.
 struct LossHead {
   LinearHead head;
   LossHeadLabels labels;  // as loss_head_labels gives them
-  bool labelled = true;   // false: all rows count, of `labels` chunk_rows is looked at
+  // If false, all rows count, and only chunk_rows of `labels` is used.
+  bool labelled = true;
   LossReduction reduction = {.kind = Reduction::none};
-  Vector class_weight;      // of a mean's denominator
-  Vector mean_target;       // labels whose number a mean divides by; empty: those of `labels`
-  Vector loss;              // f32 [rows], whose total the reduction wants
-  Vector token_weight;      // factor of a row's gradient; empty: 1
-  Vector upstream;          // f32 [rows], factor of a row's gradient instead of scale
-  bool unit = false;        // the gradients are those of an upstream of 1
-  int64_t classes = 0;      // rows of the caller's weight, where `head` has some of them; 0: it has all
-  int64_t together = 1;     // rows of the list that share a chunk and a part
-  bool f32_logits = false;  // logits in f32 memory of a part, whatever hidden's dtype
+  Vector class_weight;  // enters the denominator of a mean
+  // Holds the labels whose number a mean divides by; if it is empty, they are those of `labels`.
+  Vector mean_target;
+  Vector loss;          // f32 [rows], which the reduction adds up
+  Vector token_weight;  // f32 [rows], factor of each row's gradient; 1 if empty
+  Vector upstream;      // f32 [rows], factor of each row's gradient, instead of scale
+  bool unit = false;    // true if the gradients belong to an upstream gradient of 1
+  // Counts the rows of the caller's weight if `head` has only some of them; 0 if it has all.
+  int64_t classes = 0;
+  int64_t together = 1;     // this many adjacent rows share a chunk and a part
+  bool f32_logits = false;  // logits are f32, a part at a time, for every dtype of hidden
   LossHeadKept kept;
   std::optional<LossHeadGroups> groups;
-  // A second head of the same labels, all of whose chunks come first; hidden empty: none.
+  // Holds a second head with the same labels. All its chunks come before the first one of `head`. If its
+  // hidden is empty, there is no second head.
   LinearHead reference;
 };
 
-// A call on its way: what the rows of a loss need to know.
+// Holds the state of a call while it runs: what a RowPass needs to know.
 struct LossHeadRun {
   Context& ctx;
   const LossHead& a;
   LossHeadRows rows;
-  std::vector<LossHeadSpan> spans;  // chunks; a loss that needs no logits clears them in memory()
-  int64_t limit = 0;                // most rows of a chunk; of groups, where they fit
-  int64_t part = 0;                 // most rows at a time
-  int64_t kept = 0;                 // rows whose logits have memory of the caller's
-  bool whole = true;                // no chunk cuts a group whose rows depend on each other
-  bool factored = false;            // gradient() will give factors; set by memory()
-  bool by_classes = false;          // dweight comes last, by classes; head.dweight is empty
+  std::vector<LossHeadSpan> spans;  // chunks; begin() or memory() clears them if no logits are needed
+  int64_t limit = 0;                // most rows of a chunk; a group may raise it
+  int64_t part = 0;                 // most rows of a part
+  int64_t kept = 0;                 // number of kept rows, which come first in the list
+  bool whole = true;                // true if no chunk cuts a group whose rows depend on each other
+  bool factored = false;            // memory() sets it if gradient() will return factors
+  bool by_classes = false;          // dweight is formed last, by classes; head.dweight is empty
   LossHeadResults results = {};
-  bool writes = false;  // results have to be written where the rows are not listed too
+  // True if results have to be written even if the rows are not listed.
+  bool writes = false;
 
-  // Rows go forth in all chunks and back in all: gradients depend on rows of other chunks, or are not wanted.
   bool wants_gradients() const { return a.head.wants_gradients() || by_classes; }
+  // True if all chunks go forward before any gradient is formed: gradients depend on rows of other chunks, or
+  // no chunk forms any. If they are wanted, the chunks then go back, from the last one to the first.
   bool twice() const { return a.groups && !(whole && a.head.wants_gradients()); }
-  // Where a pass leaves a result of the rows worked on, which reaches `to` at the end, times factor.
-  // `zeroed`: it leaves 0 for rows that do not count.
+  // Returns the memory where a pass leaves a result of the rows worked on. At the end it reaches `to`, times
+  // `factor`. `zeroed` says that the pass leaves 0 for rows that do not count.
   Vector result(const Vector& to, const Vector& factor = {}, bool zeroed = true);
-  // The factor of each row's gradient: upstream or scale, times token_weight.
+  // Returns the factor of each row's gradient: upstream or scale, times token_weight.
   Vector factor() const;
 };
 
-// Classes [first, first + logits.cols) of `count` rows of the list.
+// Holds the logits of classes [first, first + logits.cols), for rows [begin, begin + count) of the list.
 struct LossHeadClasses {
   int64_t first = 0, begin = 0, count = 0;
   Matrix logits;
 };
-// What is known of whole rows, for gradients of some of their classes: by place.
+// Holds what is known of whole rows, by place in the list. The gradients of some of their classes need it.
 struct LossHeadWhole {
   Vector lse, log_prob, entropy;
-  Vector weight_sum;  // f32 [1], of class_weight with label smoothing
+  Vector weight_sum;  // f32 [1], sum of class_weight, for label smoothing
 };
-// A row pass over all classes, as one over some: its logits become their gradients.
+// Runs a row pass that was made for all classes over some of them: it replaces their logits by their
+// gradients.
 void loss_head_gradient(const LossHeadRun& run, const LossHeadClasses& c, CrossEntropyRows pass,
                         const LossHeadWhole& whole);
 
-// What a loss makes of logits.
+// Defines a loss: what it makes of logits. The engine calls these hooks in the order above.
 class RowPass {
  public:
   virtual ~RowPass() = default;
-  // Most rows at a time, of so many that are worked on.
+  // Returns the most rows of a part if `rows` rows are worked on.
   virtual int64_t part(Context&, int64_t rows) { return rows; }
-  // The last checks, which need the plan.
+  // Makes the last checks, which need the plan.
   virtual void begin(LossHeadRun&) {}
   // Takes the loss's own memory.
   virtual void memory(LossHeadRun& run) = 0;
-  // The reference's logits of a chunk.
+  // Reads the reference's logits of a chunk.
   virtual void reference(const LossHeadRun&, const LossHeadPart&) {}
-  // The logits of some rows; where gradients are wanted, theirs belong in part.to.
+  // Reads the logits of some rows. If gradients are wanted, it writes the gradients of the logits to part.to.
   virtual void rows(const LossHeadRun& run, const LossHeadPart& part) = 0;
-  // After the rows of a chunk, before its products: what each row's gradients are multiplied by; empty: 1. A
-  // pass that left no gradients in rows() makes them here. Of groups without a row `chunk` has none.
+  // Is called after the rows of a chunk and before its GEMMs. Returns the factors by which the GEMMs multiply
+  // each row's gradients; empty stands for 1. A pass that left no gradients in rows() makes them here. If no
+  // row of the groups counts, the part is empty.
   virtual Vector gradient(const LossHeadRun&, const LossHeadSpan&, const LossHeadPart&) { return {}; }
-  // The gradients of some classes' logits, in their place; only with LossHeadRun::by_classes.
+  // Replaces the logits of some classes by their gradients. Is called only if LossHeadRun::by_classes is set.
   virtual void classes(const LossHeadRun&, const LossHeadClasses&) {}
-  // All rows have gone forth (LossHeadRun::twice), or there is none.
+  // Is called when all chunks have gone forward (LossHeadRun::twice), or if there is no chunk.
   virtual void turn(const LossHeadRun&) {}
+  // Is called at the end, after the results have been written and before the total is computed.
   virtual void finish(const LossHeadRun&) {}
 };
 
+// Runs a call: the loop over chunks with the hooks of `pass`.
 void loss_head_run(Context& ctx, const LossHead& a, RowPass& pass);
 
-// A list of rows with the answers of a pair side by side: chosen, then rejected. `compact`: only rows that
-// count (on the CPU).
+// Makes a list of rows in which the answers of a pair are side by side: chosen, then rejected. With `compact`
+// (on the CPU) it holds only rows that count.
 struct LossHeadPairs {
   Vector target;  // i64 [2 * pairs * tokens]
   int64_t ignore_index = -100, pairs = 0, tokens = 0;

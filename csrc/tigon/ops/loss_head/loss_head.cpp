@@ -13,8 +13,8 @@ constexpr const char* kOp = "linear_head";
 
 #define TIGON_BACKEND(call) on_device(kOp, ctx, [&] { cpu::call; }, TIGON_ON_CUDA(cuda::call))
 
-// How many rows count, where the host can know it; on the CPU labels are looked at before anything is
-// written.
+// Returns how many rows count if the host can know it, otherwise a negative number. On the CPU it checks the
+// labels before anything is written.
 int64_t known_count(Context& ctx, const LinearHead& a, const LossHeadLabels& labels) {
   if (ctx.device() != Device::cpu) return labels.valid_rows;
   const int64_t* target = labels.target.as<int64_t>();
@@ -42,7 +42,7 @@ void fill_zero(Context& ctx, const Matrix& m) {
   if (m.data && m.rows * m.cols > 0) TIGON_BACKEND(loss_head_zero(ctx, m));
 }
 
-// Zeros after each row of logits of our own, for the products on the CPU.
+// Writes zeros after each row of logits in our own memory, for the GEMMs on the CPU.
 void pad_rows(Context& ctx, const Matrix& logits) {
   if (ctx.device() != Device::cpu) return;
   Matrix room = logits;
@@ -231,7 +231,7 @@ LossHeadChunk loss_head_chunk(const LinearHead& a, const LossHeadRows& rows, con
 
 namespace {
 
-// Rows of the call's hidden, times factor.
+// Copies rows of the call's hidden to `to`, times factor.
 void take_rows(Context& ctx, const LinearHead& a, const LossHeadChunk& c, const Matrix& to,
                const Vector& factor) {
   loss_head_move(ctx, {.from = c.index ? a.hidden : rows_from(a.hidden, c.begin, c.count),
@@ -242,7 +242,7 @@ void take_rows(Context& ctx, const LinearHead& a, const LossHeadChunk& c, const 
 
 }  // namespace
 
-// The low-rank part comes first: written, not added, and rounded where it is small.
+// The low-rank part comes first: it is written, not added, and rounded while it is small.
 void loss_head_logits(Context& ctx, const LinearHead& a, LossHeadChunk& c) {
   bool lora = a.lora_a.data != nullptr;
   if (!c.gathered) take_rows(ctx, a, c, c.hidden, {});
@@ -260,8 +260,8 @@ void loss_head_logits(Context& ctx, const LinearHead& a, LossHeadChunk& c) {
                  .unrounded = true});
 }
 
-// dweight = dlogits^T . diag(factor) . hidden, dhidden = diag(factor) . dlogits . weight: dlogits stay as
-// they are.
+// Computes dweight = dlogits^T . diag(factor) . hidden and dhidden = diag(factor) . dlogits . weight, so that
+// dlogits stay as they are.
 void loss_head_gradients(Context& ctx, const LinearHead& a, LossHeadChunk& c, const LossHeadPass& pass) {
   const Matrix& dlogits = c.logits;
   const Vector& factor = pass.factor;

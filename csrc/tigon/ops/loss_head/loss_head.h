@@ -1,8 +1,9 @@
-// The last linear layer of a language model, chunk of rows by chunk of rows, for losses whose logits never
-// exist as a whole: what the ops linear_* share, and no loss. These are the steps of engine.h's loop over
-// chunks; a caller who has the logits of a chunk takes a step by itself (operators.cpp).
+// Computes the last linear layer of a language model and its gradients, one chunk of rows after another, for
+// losses whose logits never exist as a whole. The ops linear_* share it; it has no loss of its own. Its
+// functions are the steps of the loop over chunks in engine.h. A caller who has the logits of a chunk can
+// also call a single step (operators.cpp).
 // Formula     logits = hidden . weight^T (+ lora_scale (hidden . lora_a^T) . lora_b^T);  the row pass adds
-//             the bias with dlogits and, where given, a factor c for each row:
+//             the bias. With dlogits and, if given, a factor c for each row:
 //             dhidden = diag(c) (dlogits . weight),  dweight = dlogits^T . (diag(c) hidden),
 //             dbias = dlogits^T . c
 //             lora: u = lora_scale (hidden . lora_a^T), t = lora_scale (dlogits . lora_b):
@@ -11,20 +12,20 @@
 // Shapes      hidden, dhidden [rows, H]; weight, dweight [V, H], any row stride; bias, dbias [V]; lora_a,
 //             dlora_a [r, H]; lora_b, dlora_b [V, r]; target, position [rows]; index, labels, factor [count]
 // Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; bias f32 or hidden's; dhidden
-//             hidden's; dweight f32, or hidden's where one chunk takes all rows; dbias, dlora_a, dlora_b f32;
-//             products accumulate in f32
+//             hidden's; dweight f32, or hidden's if one chunk takes all rows; dbias, dlora_a, dlora_b f32;
+//             GEMMs accumulate in f32
 // Rounding    logits to hidden's dtype (with lora twice, u and t once), or with wide_logits not at all;
-//             dhidden once, and again where c is given, as are c hidden and c; dweight once by its product,
-//             summed over chunks in f32 (In PyTorch on the CPU, bf16 products reach the f32 sum after one
-//             rounding per chunk: aten's product is bf16.)
+//             dhidden once, and again if c is given, as are c hidden and c; dweight once by its GEMM,
+//             summed over chunks in f32. (In PyTorch on the CPU, bf16 GEMMs reach the f32 sum after one
+//             rounding per chunk, since aten's GEMM returns bf16.)
 // Saved       nothing
 // Aliasing    none between operands and results
-// Determinism bitwise, run to run: chunks in order, one product at a time
+// Determinism bitwise, run to run: chunks in order, one GEMM at a time
 // Traffic     per chunk: hidden and weight once or twice each, logits written once and read twice; of more
 //             than one chunk dweight read and written in f32 per chunk after the first; listed rows: hidden
 //             and dhidden once more each; loss_head_statistics: no logits, 8 bytes for a row and 256 of V
 // Refused     sizes, dtypes or devices that do not fit, H < 1, V < 1, lora with one matrix or gradients
-//             without lora; a dweight that is not f32 where chunks are summed; a group whose logits exceed 1
+//             without lora; a dweight that is not f32 if chunks are summed; a group whose logits exceed 1
 //             GiB; on the CPU labels outside [0, V) and a valid_rows that is not the count: tigon::Error
 //             under the driver's name, before anything is written
 #pragma once
@@ -37,24 +38,25 @@
 
 namespace tigon {
 
-// How the losses of rows become one.
+// Says how the losses of rows become one.
 enum class Reduction : int { none = 0, mean = 1, sum = 2 };
 
-// Names the operands of the linear layer, and the gradients that are wanted (empty: not). What a call does with
-// it is named LossHead.
+// Names the operands of the linear layer, and the gradients that are wanted (empty: not wanted). A call with
+// a loss is named LossHead (engine.h).
 struct LinearHead {
-  const char* op = "linear_head";  // named in errors
+  const char* op = "linear_head";  // is named in errors
   Matrix hidden, weight;
-  Vector bias;            // not added here: the row pass adds it in f32
-  Matrix lora_a, lora_b;  // empty: none
+  Vector bias;            // is not added here: the row pass adds it in f32
+  Matrix lora_a, lora_b;  // empty if absent
   float lora_scale = 1.0f;
-  bool wide_logits = false;  // logits in f32 from 16-bit operands: not even the product is rounded
+  // If true, logits are f32 although operands have 16 bits: not even the result of the GEMM is rounded.
+  bool wide_logits = false;
   Matrix dhidden;
   Matrix dweight;
-  bool add_dweight =
-      false;  // dweight is added to its memory's contents (a gradient kept in f32 by its owner)
-  // dweight is formed after all rows, of some classes at a time (engine.h): nothing of its size is summed.
-  // The logits are formed twice, but for those of `kept_rows`.
+  // If true, dweight is added to what its memory holds (a gradient that its owner keeps in f32).
+  bool add_dweight = false;
+  // If true, dweight is formed after all rows, for some classes at a time (engine.h), so that nothing of its
+  // size is summed. The logits are then formed twice, except those of `kept_rows` rows.
   bool by_classes = false;
   int64_t kept_rows = 0;
   Vector dbias;
@@ -64,159 +66,179 @@ struct LinearHead {
     return dhidden.data || dweight.data || dbias || dlora_a.data || dlora_b.data;
   }
 };
+// Makes the refusals that concern the operands.
 TIGON_API void loss_head_check(const LinearHead& a);
 
-// Labels of positions in advance: the label of row r is that of row r + shift where both are in one sequence,
-// else ignore_index. Rows are sequences of `length` behind one another; where several are packed into one row
-// their position_ids restart, and a label counts where position_ids[r + shift] == position_ids[r] + shift.
+// Replaces each label by a later one: row r gets the label of row r + shift if both rows are in one sequence,
+// and ignore_index otherwise. Rows are sequences of `length`, one after another. If several sequences are
+// packed into one, their position_ids restart, and a label counts only if position_ids[r + shift] ==
+// position_ids[r] + shift.
 struct LossHeadShift {
-  int64_t shift = 0;         // 0: labels as they are
-  int64_t length = 0;        // 0: all rows are one sequence
-  Vector position_ids = {};  // i64 [rows]; empty: each sequence by itself
+  int64_t shift = 0;         // 0 leaves the labels as they are
+  int64_t length = 0;        // 0 if all rows are one sequence
+  Vector position_ids = {};  // i64 [rows]; empty if nothing is packed
 };
 
-// Which rows count, and how many of them a chunk takes.
+// Says which rows count, and how many of them a chunk takes.
 struct LossHeadLabels {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
-  int64_t valid_rows = -1;  // how many labels are not ignore_index; -1: not known
-  int64_t chunk_rows = 0;   // 0: loss_head_chunk_rows
-  LossHeadShift shift;      // position t against the label of t + k
+  int64_t valid_rows = -1;  // number of labels that are not ignore_index; -1 if not known
+  int64_t chunk_rows = 0;   // 0 stands for loss_head_chunk_rows
+  LossHeadShift shift;      // position t gets the label of t + shift
 };
-// The labels of a driver's call: those given, or with a shift others in the context's memory.
+// Returns the labels of a driver's call: `given`, or with a shift new ones in the context's memory.
 TIGON_API LossHeadLabels loss_head_labels(Context& ctx, const char* op, const LossHeadLabels& given);
 
-// z = softcap * tanh(logit_scale * logit / softcap) / temperature, or without a softcap logit_scale * logit /
-// temperature.
+// Says how logits become z = softcap * tanh(logit_scale * logit / softcap) / temperature, or without a
+// softcap z = logit_scale * logit / temperature.
 struct LogitFormula {
-  float softcap = 0.0f;  // 0: none
+  float softcap = 0.0f;  // 0 if there is none
   float logit_scale = 1.0f;
   float temperature = 1.0f;
 };
+// Refuses numbers out of range.
 void loss_head_check(const char* op, const LogitFormula& f);
 
-// How the losses of rows become one: their sum times scale = 1 / denominator.
+// Says how the losses of rows become one: their sum times scale = 1 / denominator.
 struct LossReduction {
   Reduction kind = Reduction::mean;
-  Vector denominator;  // [1] on the device; empty: none
+  Vector denominator;  // [1] on the device; empty if absent
   std::optional<double> host_denominator;
-  Vector total, scale;  // out: f32 [1], mean and sum
+  Vector total, scale;  // out: f32 [1], for mean and sum
 };
+// Refuses results that do not fit the kind.
 void loss_head_check(const char* op, const LossReduction& r);
 
-// The rows that a call works on, in order: all of them, or the list of those that count where the host knows
-// their number (on the CPU always, on CUDA where valid_rows says it; the list is made on the device, nothing
-// waits). Where the labels do not hold the promised number, `fault` is NaN and every label is made a wrong
-// one, so that nothing computed from the list can pass for a result; `index` is inside [0, rows) always.
+// Lists the rows that a call works on, in order: all rows, or only those that count if the host knows their
+// number. On the CPU it always does; on CUDA it does if valid_rows says it. The list is made on the device,
+// and nothing waits for it. If the labels do not hold the promised number, `fault` is NaN and every label is
+// replaced by a wrong one, so that nothing computed from the list can pass for a result. `index` is always
+// inside [0, rows).
 struct LossHeadRows {
   int64_t count = 0;    // rows worked on
-  bool listed = false;  // false: all rows; index, position and fault are empty then
+  bool listed = false;  // if false, all rows; index, position and fault are empty
   Vector labels;        // i64 [count]
-  Vector index;         // i64 [count], row of each; 0 beyond the true count
-  Vector position;      // i64 [rows], place of each row in the list, -1: ignored
+  Vector index;         // i64 [count], row of each place; 0 beyond the true count
+  Vector position;      // i64 [rows], place of each row in the list; -1 if ignored
   Vector fault;         // f32 [1], 0 or NaN
 };
+// Checks the labels and makes the list of a call.
 TIGON_API LossHeadRows loss_head_rows(Context& ctx, const LinearHead& a, const LossHeadLabels& labels);
 
-// Rows of a chunk of this call: `chunk_rows` where it is not 0, else loss_head_chunk_rows; at most `rows`.
-// `lean` as in LossHeadSizes.
+// Returns the rows of a chunk of this call, at most `rows`: `chunk_rows` if it is not 0, else
+// loss_head_chunk_rows. `lean` has the meaning of LossHeadSizes::lean.
 TIGON_API int64_t loss_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows,
                                   bool lean = true);
 // Refuses a dweight that cannot take the sum over so many chunks.
 TIGON_API void loss_head_check_chunks(const LinearHead& a, int64_t chunks);
 
-// Chunks that hold groups whole, in order: as many groups as have no more than `limit` rows together. A
-// longer group raises the limit to its own length, while its logits have no more than 1 GiB. Every group is
-// in one chunk, an empty one too.
+// Holds a chunk of whole groups. A chunk takes as many groups, in order, as have no more than `limit` rows
+// together. A longer group raises the limit to its own length, as long as its logits take no more than 1 GiB.
+// Every group is in one chunk, an empty one too.
 struct LossHeadSpan {
   int64_t begin = 0, count = 0;   // rows of the list
   int64_t group = 0, groups = 0;  // groups [group, group + groups)
 };
-TIGON_API int64_t loss_head_group_limit(const LinearHead& a, int64_t limit);  // most rows of a group
+// Returns the most rows of a group.
+TIGON_API int64_t loss_head_group_limit(const LinearHead& a, int64_t limit);
+// Divides groups of `group_rows` rows each into chunks.
 TIGON_API std::vector<LossHeadSpan> loss_head_plan(const LinearHead& a,
                                                    const std::vector<int64_t>& group_rows, int64_t limit);
 
-// Memory of one chunk, used by all. Logits in f32 exist for a part of a chunk at a time (engine.h), which
-// keeps them to the size of a small chunk's; what the row pass leaves for the products lies in `logits`.
+// Holds the memory of one chunk, which all chunks use. Logits in f32 exist only for a part of a chunk at a
+// time (engine.h), so that they take no more than those of a small chunk. What the row pass leaves for the
+// GEMMs is in `logits`.
 struct LossHeadWorkspace {
   Matrix logits;           // [chunk, V], hidden's dtype
-  Matrix wide;             // [part of a chunk, V] f32; empty: logits are in hidden's dtype
-  Matrix hidden, dhidden;  // rows gathered or scaled; empty: the caller's own are used
+  Matrix wide;             // [part of a chunk, V] f32; empty if logits have hidden's dtype
+  Matrix hidden, dhidden;  // gathered or scaled rows; the caller's are used if empty
   Matrix lora_u, lora_t;
   Vector ones, column;
 };
+// Says what memory a workspace needs.
 struct LossHeadMemory {
   int64_t chunk = 0;        // most rows of a chunk
-  bool logits = true;       // false: the driver sets each chunk's logits to memory of its own
-  int64_t logits_rows = 0;  // most rows of a chunk without memory of its own; 0: chunk
-  int64_t f32_rows = 0;     // of a part whose logits are f32 whatever hidden's dtype; 0: as wide_logits says
-  bool factored = false;    // loss_head_gradients will be given factors
+  bool logits = true;       // false if the driver gives each chunk memory for its logits
+  int64_t logits_rows = 0;  // most rows of a chunk without such memory; 0 stands for chunk
+  // Counts the rows of a part whose logits are f32 for every dtype of hidden; if it is 0, wide_logits
+  // decides.
+  int64_t f32_rows = 0;
+  bool factored = false;  // true if loss_head_gradients will get factors
 };
+// Allocates the workspace of a call.
 TIGON_API LossHeadWorkspace loss_head_workspace(Context& ctx, const LinearHead& a, const LossHeadRows& rows,
                                                 const LossHeadMemory& memory);
 
-// Views of rows [begin, begin + count) of the list. A driver may put memory of its own in `logits`: before
-// loss_head_logits of hidden's dtype or f32, whose values are not rounded to 16 bits then; before
-// loss_head_gradients of hidden's dtype, such as logits' gradients of an earlier call, and not `padded`.
+// Holds views of rows [begin, begin + count) of the list. A driver may put memory of its own into `logits`.
+// Before loss_head_logits it has hidden's dtype, or f32, and f32 values are then not rounded to 16 bits.
+// Before loss_head_gradients it has hidden's dtype, such as the logits' gradients of an earlier call, and is
+// not `padded`.
 struct LossHeadChunk {
   int64_t begin = 0, count = 0;
-  Matrix logits;           // [count, V], hidden's dtype: logits (unless wide), then their gradients
-  bool padded = false;     // on the CPU: zeros follow each of its rows (Gemm::padded_a)
+  // Holds the logits (unless they are wide), then their gradients: [count, V] in hidden's dtype.
+  Matrix logits;
+  bool padded = false;     // CPU: true if zeros follow each of its rows (Gemm::padded_a)
   Matrix wide;             // [a part, V] f32
-  Vector index;            // empty: rows begin, begin + 1, ...
-  Matrix hidden, dhidden;  // operands of the products: gathered where the rows are listed
-  bool gathered = true;    // hidden holds the rows already
+  Vector index;            // if empty, the rows are begin, begin + 1, ...
+  Matrix hidden, dhidden;  // operands of the GEMMs: gathered if the rows are listed
+  bool gathered = true;    // true if hidden holds the rows already
   Matrix scaled;           // memory for factor * hidden
   Matrix lora_u, lora_t;
-  bool has_u = false;   // lora_u holds u, which loss_head_logits makes; else loss_head_gradients makes it
-  Vector ones, column;  // column: memory for the factor in hidden's dtype
+  // True if lora_u holds u, which loss_head_logits makes; otherwise loss_head_gradients makes it.
+  bool has_u = false;
+  Vector ones, column;  // column is memory for the factor in hidden's dtype
 };
+// Returns the views of a chunk.
 TIGON_API LossHeadChunk loss_head_chunk(const LinearHead& a, const LossHeadRows& rows,
                                         const LossHeadWorkspace& workspace, int64_t begin, int64_t count);
-// chunk.logits = the logits, in the dtype of that memory.
+// Computes the logits of a chunk into chunk.logits, in the dtype of that memory.
 TIGON_API void loss_head_logits(Context& ctx, const LinearHead& a, LossHeadChunk& chunk);
 
-// The logits of a part of a chunk, and where their gradients belong: the same memory unless logits are wide.
-// `to` is empty where the chunk has no logits.
+// Holds the logits of a part of a chunk, and the place of their gradients: the same memory unless the logits
+// are wide. `to` is empty if the chunk has no logits.
 struct LossHeadPart {
   int64_t begin = 0, count = 0;  // rows of the list
   Matrix logits, to;
 };
-// The products of dlogits, which are only read. `first`: what is summed over chunks is written, not added to;
-// nothing is zero-filled. With listed rows dhidden's other rows are the driver's (loss_head_clear).
+// Says how the GEMMs of the gradients run, which only read dlogits. With `first` what is summed over chunks
+// is written, not added to, so nothing is filled with zeros before. If rows are listed, the driver writes the
+// other rows of dhidden (loss_head_clear).
 struct LossHeadPass {
   bool first = true;
-  Vector factor;  // f32 [count], of this chunk's rows; empty: 1
+  Vector factor;  // f32 [count], for this chunk's rows; 1 if empty
 };
+// Computes what a chunk contributes to the gradients.
 TIGON_API void loss_head_gradients(Context& ctx, const LinearHead& a, LossHeadChunk& chunk,
                                    const LossHeadPass& pass);
-// Losses without gradients, where the device has the product for it (sm_90a, 16-bit rows of whole 16-byte
-// vectors, no bias, lora or softcap): for the rows worked on max z, log of the sum of e^(z - max z) and the
-// label's log-probability, f32 [3, count] as cross_entropy_combine takes them. Logits are not written, and
-// the bits of a row depend on nothing but the row; they may differ in the last from those with gradients,
-// so deterministic contexts do not take it. Returns false, with nothing done, elsewhere.
+// Computes the statistics of the logits for losses without gradients, if the device has the GEMM for it
+// (sm_90a, 16-bit rows of whole 16-byte vectors, no bias, lora or softcap). Otherwise it does nothing and
+// returns false. For each row worked on `parts` gets max z, the log of the sum of e^(z - max z), and the
+// label's log-probability: f32 [3, count], as cross_entropy_combine takes them. Logits are not written. The
+// bits of a row depend on the row only. They may differ in the last place from those of a call with
+// gradients, so deterministic contexts do not use it.
 bool loss_head_statistics(Context& ctx, const LinearHead& a, const LossHeadRows& rows, const LogitFormula& f,
                           const Matrix& parts);
-// Zeros where no product will write: dhidden of listed rows, and every gradient where no row is left.
+// Writes zeros where no GEMM will write: to dhidden of listed rows, and to every gradient if no row is left.
 TIGON_API void loss_head_clear(Context& ctx, const LinearHead& a, const LossHeadRows& rows);
 
-// Part of a vector by row; [1] stands for all rows.
+// Returns a part of a vector by row; a vector of size 1 stands for all rows and is returned as it is.
 TIGON_API Vector loss_head_part(const Vector& v, int64_t begin, int64_t count);
-// New ones in the context's memory.
+// Allocates new ones in the context's memory.
 TIGON_API Matrix loss_head_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype);
 TIGON_API Vector loss_head_vector(Context& ctx, int64_t n, DType dtype = DType::f32);
 
-// out = in * dloss * scale (scale only where dlogits did not carry it: empty otherwise), rounded once. out
-// may be in where scale is empty: then nothing is read or written for dloss 1.
+// Computes out = in * dloss * scale, rounded once. `scale` is given only if dlogits did not carry it. If it
+// is empty, `out` may be `in`; then nothing is read or written if dloss is 1.
 struct LossHeadFinish {
   Matrix in;
   Vector dloss;  // f32 [1], on the device
-  Vector scale;  // f32 [1], on the device; empty: 1
+  Vector scale;  // f32 [1], on the device; 1 if empty
   Matrix out;
 };
 TIGON_API void loss_head_finish(Context& ctx, const LossHeadFinish& a);
 
-// What loss_head_labels calls; by.length divides the rows.
+// Shifts labels for loss_head_labels; by.length divides the rows.
 struct LossHeadShifted {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
@@ -224,7 +246,7 @@ struct LossHeadShifted {
   Vector out;  // i64 [rows]
 };
 
-// The list of rows that count, from one pass over the labels: what loss_head_rows calls.
+// Makes the list of rows that count for loss_head_rows, in one pass over the labels.
 struct LossHeadCompact {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
@@ -232,31 +254,32 @@ struct LossHeadCompact {
 };
 TIGON_API void loss_head_compact(Context& ctx, const LossHeadCompact& a);
 
-// Factor of each row in the list: token_weight * upstream * scale, what is empty counting as 1; 0 where the
-// label is ignored.
+// Computes the factor of each row in the list: token_weight * upstream * scale, of which an empty one counts
+// as 1. The factor is 0 if the label is ignored.
 struct LossHeadFactors {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
-  Vector index;                          // empty: row i is row i
+  Vector index;                          // if empty, place i is row i
   Vector token_weight, upstream, scale;  // f32 [rows], [rows], [1]
   Vector out;                            // f32 [count]
 };
 TIGON_API void loss_head_factors(Context& ctx, const LossHeadFactors& a);
 
-// Results of all rows from those of the list: to = factor * gain * from, or factor * gain * from * from, of
-// rows that count; 0 of others (i64: -1), and NaN of all where the list has a fault (i64: -1). In place where
-// the list is all rows.
+// Describes one result of all rows, made from that of the list. Rows that count get to = factor * gain *
+// from, or factor * gain * from * from; other rows get 0 (i64: -1). If the list has a fault, all rows get NaN
+// (i64: -1). It works in place if the list is all rows.
 struct LossHeadResult {
   Vector from;    // f32 | i64 [count]; i64 is copied
   Vector to;      // [rows], from's dtype
-  Vector factor;  // f32 [rows]; empty: 1
+  Vector factor;  // f32 [rows]; 1 if empty
   float gain = 1.0f;
   bool square = false;
 };
+// Writes up to eight such results in one pass.
 struct LossHeadResults {
   Vector target;  // i64 [rows]
   int64_t ignore_index = -100;
-  Vector position, fault;  // of the list; empty: the list is all rows
+  Vector position, fault;  // as in LossHeadRows; empty if the list is all rows
   LossHeadResult result[8];
   int count = 0;
 
@@ -266,13 +289,14 @@ struct LossHeadResults {
 };
 TIGON_API void loss_head_results(Context& ctx, const LossHeadResults& a);
 
-// Rows of a matrix by a list: gather to[i] = from[index[i]], scatter to[index[i]] = from[i]; times factor[i]
-// where given. Columns that `to` has and `from` has not are 0 (products of 16-bit operands on CUDA want rows
-// of whole 16-byte vectors); without a factor only. Same dtype, no overlap but as said.
+// Moves rows of a matrix by a list: it gathers to[i] = from[index[i]], or scatters to[index[i]] = from[i],
+// times factor[i] if it is given. If `to` has more columns than `from`, they become 0, which only works
+// without a factor (16-bit GEMMs on CUDA want rows of whole 16-byte vectors). Both have one dtype and do not
+// overlap, except as said.
 struct LossHeadMove {
   Matrix from, to;
-  Vector index;   // empty: row i is row i, from may be to then
-  Vector factor;  // f32; empty: 1
+  Vector index;   // if empty, row i is row i, and `from` may be `to`
+  Vector factor;  // f32; 1 if empty
   bool scatter = false;
 
   int64_t rows() const { return index ? index.size : factor ? factor.size : to.rows; }

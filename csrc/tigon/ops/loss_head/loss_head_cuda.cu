@@ -1,7 +1,7 @@
-// CUDA side of the linear head: what the GEMM provider and the drivers' row kernels do not do.
-// finish: reads the gradient (f32 dweight: 4 bytes, 16-bit dhidden: 2) and writes the parameter's
-// dtype. compact: one CTA, 8 bytes read twice and 8 written per row; the list keeps the order of
-// the rows. move, results, factors: one read and one write.
+// Implements the CUDA side of the loss head: what neither the GEMM provider nor the losses' row kernels do.
+// finish: reads the gradient (f32 dweight: 4 bytes, 16-bit dhidden: 2) and writes the parameter's dtype.
+// compact: one CTA, 8 bytes read twice and 8 written per row; the list keeps the order of the rows. move,
+// results, factors: one read and one write.
 #include "tigon/base/cuda/each.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
@@ -16,7 +16,7 @@ namespace {
 constexpr const char* kOp = "linear_head";
 constexpr int kThreads = 256, kUnroll = 4;
 
-// Elements [block * kThreads * N * kUnroll, ...): every thread has kUnroll vectors in flight.
+// Handles elements from block * kThreads * N * kUnroll on: every thread has kUnroll vectors in flight.
 template <class In, class Out, int N>
 __global__ __launch_bounds__(kThreads) void finish_kernel(const In* in, const float* dloss,
                                                           const float* scale, Out* out, int64_t n) {
@@ -56,7 +56,7 @@ struct CompactParams {
 __global__ __launch_bounds__(kCompactThreads) void compact_kernel(const CompactParams p) {
   __shared__ int64_t counts[kCompactWarps];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Whole groups of 32 rows.
+  // A warp takes whole groups of 32 rows.
   int64_t run = (p.rows + kCompactThreads - 1) / kCompactThreads * 32;
   int64_t first = warp * run, end = min(p.rows, first + run);
   auto counts_at = [&](int64_t r) { return r < end && p.target[r] != p.ignore_index; };
@@ -87,7 +87,7 @@ __global__ __launch_bounds__(kCompactThreads) void compact_kernel(const CompactP
     p.index[i] = 0, p.labels[i] = wrong;
 }
 
-// Pairs side by side, the rows of every answer in order.
+// Lists pairs side by side, with the rows of every answer in order.
 struct PairRow {
   LossHeadPairs a;
   __device__ void operator()(int64_t row) const {
@@ -98,7 +98,7 @@ struct PairRow {
   }
 };
 
-// A CTA per row, in pieces of type T; strides and cols count pieces.
+// Moves a row per CTA, in pieces of type T; strides and cols count pieces.
 template <class T>
 __global__ __launch_bounds__(kThreads) void move_kernel(const T* __restrict__ from, T* __restrict__ to,
                                                         const int64_t* index, int64_t from_stride,

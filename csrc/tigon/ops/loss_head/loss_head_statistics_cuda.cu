@@ -1,5 +1,5 @@
-// Losses without gradients on sm_90a: the statistics of the logits in the epilogue of their product, no
-// logits.
+// Computes losses without gradients on sm_90a: the epilogue of the logits' GEMM forms their statistics, and
+// no logits are written.
 #include "tigon/base/cuda/matmul/epilogue_statistics.cuh"
 #include "tigon/base/cuda/matmul/launch.cuh"
 #include "tigon/base/dispatch.h"
@@ -8,10 +8,10 @@
 namespace tigon::cuda {
 namespace {
 
-// Of the tiles' statistics, which bounds the rows of a launch.
+// Limits the bytes of the tiles' statistics, which bounds the rows of a launch.
 constexpr int64_t kMostBytes = int64_t(16) << 20;
 
-// R: what logits are rounded to.
+// R is the type that logits are rounded to.
 template <class T, class R>
 using Product = matmul::Matmul<T, matmul::Major::K, matmul::Major::K, matmul::StatisticsEpilogue<R>>;
 

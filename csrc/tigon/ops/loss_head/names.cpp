@@ -29,7 +29,7 @@ constexpr Member<LossHeadPlan> kPlan[] = {
     TIGON_PLAN(gradients),  TIGON_PLAN(results),    TIGON_PLAN(peak),  TIGON_PLAN(capped),
     TIGON_PLAN(by_classes), TIGON_PLAN(kept_rows),  TIGON_PLAN(least)};
 
-// "name=default" of every member, in the order of memory.
+// Returns "name=default" of every member, in the order of memory.
 template <class T, size_t count>
 std::string text(const Member<T> (&members)[count]) {
   static_assert(sizeof(T) == count * sizeof(int64_t), "every member has a name");

@@ -1,11 +1,12 @@
-// PyTorch's operators of the steps of a head by themselves: for tigon.parallel, whose processes exchange
-// between products, and for losses that are functions of Python.
+// Defines PyTorch's operators of single steps of a head. tigon.parallel uses them, since its processes
+// exchange data between GEMMs, and so do losses that are functions of Python.
 #include "tigon/ops/loss_head/fields.h"
 
 namespace tigon {
 namespace {
 
-// Both products of a caller's chunk: its logits, or the gradients of its dlogits, which are only read.
+// Runs the GEMMs of a caller's chunk: either its logits, or the gradients of its dlogits, which are only
+// read.
 template <bool backward>
 struct Product {
   LinearHead head = {.op = "linear_cross_entropy"};
@@ -40,7 +41,7 @@ using Gradients = Product<true>;
 TIGON_CALL(Logits, "linear_product_logits", none)
 TIGON_CALL(Gradients, "linear_product_gradients", none)
 
-// Rows of x with `columns` columns: zeros appended, or the rest cut off.
+// Copies the rows of x to `columns` columns: zeros are appended, or the rest is cut off.
 struct Columns {
   LossHeadMove call;
   int64_t columns = 0;
@@ -56,7 +57,7 @@ void columns(Context& ctx, const Columns& a) {
 }
 TIGON_OPERATOR(columns, Columns, "linear_cross_entropy_columns", forward)
 
-// Rows whose label counts, in order.
+// Lists the rows whose label counts, in order.
 struct List {
   LossHeadCompact call;
   int64_t count = 0;

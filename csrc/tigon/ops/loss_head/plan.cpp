@@ -5,7 +5,7 @@
 namespace tigon {
 namespace {
 
-// Rows of a chunk where there are several.
+// Returns the rows of a chunk if there are several chunks.
 int64_t most_rows(const LossHeadSizes& s) {
   constexpr int64_t kLeast = 1024, kSmallLogits = int64_t(512) << 20;
   if (!s.cuda) return kLeast;
@@ -16,7 +16,7 @@ int64_t most_rows(const LossHeadSizes& s) {
 
 int64_t ceil_to(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
-// Bytes of a call, by what they are of.
+// Computes the bytes of a call, by purpose.
 struct Bytes {
   const LossHeadSizes& s;
   DType dtype = DType(s.dtype), weight_dtype = DType(s.weight_dtype);
@@ -24,7 +24,8 @@ struct Bytes {
   int64_t size = int64_t(size_of(dtype)), weight_size = int64_t(size_of(weight_dtype));
   int64_t logits = loss_head_logit_stride(s.vocab);
 
-  // Without weight's gradient the forward of losses of rows; `lean`: nothing is kept.
+  // Returns the rows of a chunk. Without `dweight` they are those of the forward of losses of rows; with
+  // `lean` nothing is kept.
   int64_t chunk(bool dweight, bool lean) const {
     LossHeadSizes sizes = s;
     sizes.train_weight = dweight && s.train_weight, sizes.lean = lean && s.lean;
@@ -33,34 +34,38 @@ struct Bytes {
   int64_t worked_at_once(bool dweight, bool lean) const {
     return std::min(chunk(dweight, lean), std::max<int64_t>(s.worked, 1));
   }
-  // A row's logits and what their product takes: PyTorch's on the CPU a copy, in f32 for f16.
+  // Counts a row's logits and what their GEMM takes: on the CPU PyTorch's takes a copy, in f32 for f16.
   int64_t logits_row() const {
     int64_t copy = s.cuda || dtype == DType::bf16 ? 0 : f16 ? 8 : 4;
     return (size + copy) * logits;
   }
-  // Copies of a row, its low-rank products.
+  // Counts the copies of a row, and u and t of lora.
   int64_t copies_row(int64_t copies) const {
     return size * (copies * s.hidden + 2 * ceil_to(s.lora_rank, 8));
   }
-  // Index, labels, place, loss and factors of every row; what the products take; the logits of a wide part.
+  // Counts index, labels, place, loss and factors of every row, the memory of the GEMMs, and the logits of a
+  // wide part.
   int64_t fixed() const {
-    const bool direct = dtype == DType::bf16 && (!s.train_weight || s.by_classes);  // no product is added
+    const bool direct =
+        dtype == DType::bf16 && (!s.train_weight || s.by_classes);  // no GEMM adds to its result
     int64_t product = s.cuda ? int64_t(32) << 20 : direct ? 0 : (f16 ? 8 : size) * s.vocab * s.hidden;
     int64_t wide = ceil_to(loss_head_wide_rows(s.cuda, s.vocab), 128);
     return 64 * s.rows + product + (s.wide ? std::min(s.rows, wide) * 4 * logits : 0);
   }
-  // By classes: the logits' gradients of kept rows, all rows gathered, statistics.
+  // Counts what a gradient by classes takes: the logits' gradients of kept rows, all rows gathered, and
+  // statistics.
   int64_t classes() const {
     if (!s.by_classes) return 0;
     return s.kept_rows * size * logits + (s.worked < s.rows) * s.worked * s.hidden * size + 8 * s.rows;
   }
-  // The weight in hidden's dtype.
+  // Counts the weight's copy in hidden's dtype.
   int64_t weight() const { return weight_dtype == dtype ? 0 : s.vocab * s.hidden * size; }
-  // True if weight's gradient has the dtype of its product, of so many rows.
+  // True if weight's gradient has the dtype of its GEMM over so many rows.
   bool rounds(int64_t rows) const { return rows >= s.worked && weight_dtype == dtype && !f16 && !s.sums; }
 };
 
-// The gradients as they are formed, in their parameters' dtypes, and the copies that the last step makes.
+// Counts the gradients as they are formed, in their parameters' dtypes, and the copies that the last step
+// makes.
 struct Gradients {
   int64_t dhidden, others, results, copied;
 
@@ -88,7 +93,7 @@ void plan_kept(const Bytes& b, LossHeadPlan& p) {
   p.unit = s.unit && s.train_hidden && (p.kept > 0 || !others);
 }
 
-// A scalar loss: the gradients exist when the loss does, or with main_grad in a backward like it.
+// Plans a scalar loss: the gradients exist when the loss does, or with main_grad in a backward like it.
 void plan_scalar(const Bytes& b, LossHeadPlan& p) {
   const LossHeadSizes& s = b.s;
   bool listed = s.worked < s.rows;
@@ -100,7 +105,7 @@ void plan_scalar(const Bytes& b, LossHeadPlan& p) {
   p.peak = g.dhidden + g.others + std::max(p.workspace, g.copied);
 }
 
-// Losses of rows: what is kept, and the larger of forward and backward.
+// Plans losses of rows: what is kept, and the larger of forward and backward.
 void plan_rows(const Bytes& b, LossHeadPlan& p) {
   const LossHeadSizes& s = b.s;
   bool listed = s.worked < s.rows, whole = s.worked == p.kept;
@@ -121,7 +126,7 @@ void plan_rows(const Bytes& b, LossHeadPlan& p) {
   p.peak = std::max(first, g.others + !p.unit * g.dhidden + std::max(second, g.copied)) + p.gradients;
 }
 
-// The reference: three tensors of the logits' size at a time, whatever the options.
+// Plans the reference in f64: three tensors of the logits' size at a time, with any options.
 LossHeadPlan plan_f64(const LossHeadSizes& s) {
   int64_t logits = 8 * s.rows * s.vocab, trained = s.vocab * (s.hidden * s.train_weight + s.train_bias);
   int64_t results =
@@ -202,7 +207,7 @@ LossHeadPlan loss_head_within(const LossHeadSizes& sizes,
   p = at(least);
   p.least = p.peak > s.peak ? p.peak : 0;
   if (p.least > 0) return p;
-  for (int64_t high = most + 1; high - low > 1;) {  // the most rows that fit
+  for (int64_t high = most + 1; high - low > 1;) {  // searches for the most rows that fit
     const int64_t middle = low + (high - low) / 2;
     (at(middle).peak <= s.peak ? low : high) = middle;
   }
@@ -215,7 +220,7 @@ LossHeadPlan loss_head_within(const LossHeadSizes& sizes,
 
 }  // namespace tigon
 
-// For Python, through ctypes.
+// Is called by Python, through ctypes.
 extern "C" TIGON_API void tigon_loss_head_memory(const tigon::LossHeadSizes* sizes,
                                                  tigon::LossHeadPlan* plan) {
   *plan = tigon::loss_head_within(*sizes, tigon::loss_head_memory, true);

@@ -45,6 +45,7 @@ enum class PolicyLevel : int8_t { token, sequence, sum };
 enum class PolicyKl : int8_t { k1, k2, k3 };
 enum class PolicyNormalise : int8_t { token, sequence, length };
 
+// Holds the options of the formula.
 struct PolicyFormula {
   PolicyKind kind = PolicyKind::clip;
   PolicyLevel level = PolicyLevel::token;
@@ -69,35 +70,38 @@ struct PolicyFormula {
   constexpr bool coupled() const { return level != PolicyLevel::token || kind == PolicyKind::vespo; }
 };
 
+// Holds the arguments of a call.
 struct Policy {
   PolicyFormula formula;
   int64_t answers = 0, tokens = 0;
   int64_t first = 0, count = 0;
-  // f32: log-probabilities of the places from `base` on. Rows without a place here are not touched.
+  // Holds the log-probabilities of the places from `base` on, f32. Rows without a place in it are not
+  // touched.
   Vector log_prob;
-  // f32, like log_prob; without it there is no entropy term.
+  // Holds entropies like log_prob, f32. Without it there is no entropy term.
   Vector entropy;
-  // i64 | u8 [rows]: a row with ignore_index does not count. If empty, every token counts.
+  // Holds labels or a mask, i64 | u8 [rows]: a row with ignore_index does not count. If empty, every token
+  // counts.
   Vector target;
   int64_t ignore_index = -100;
-  // i64 [rows]: place of each row that counts. If empty, a row's place is its number.
+  // Holds the place of each row that counts, i64 [rows]. If empty, a row's place is its number.
   Vector position;
   int64_t base = 0;
-  // There are this many places in all (-1: not given); the loss of a row beyond is NaN.
+  // Holds the number of all places (-1 if not given). The loss of a row beyond is NaN.
   int64_t list = -1;
   Vector advantage;             // f32 [rows] | [answers]
   Vector importance;            // f32 [rows] | [answers]; 1 if empty
   Vector old, ref;              // f32 [rows]; empty if absent
   Vector scale, entropy_scale;  // f32 [1]; scale is 1 if empty
-  // out: f32, like log_prob; empty if not wanted.
+  // Get the gradients, f32, like log_prob; empty if not wanted.
   Vector dlog_prob, dentropy;
   float slope_factor = 1.0f;  // factor of dlog_prob
-  // dlog_prob and dentropy include scale; otherwise they are as if it were 1.
+  // If true, dlog_prob and dentropy include scale; otherwise they are as if it were 1.
   bool scaled = true;
   Vector loss;  // out: f32 [rows]
-  // out: f32 [rows], the estimate without factor and correction; empty if not wanted.
+  // Gets the estimate without factor and correction, f32 [rows]; empty if not wanted.
   Vector kl;
-  // out: f32 [rows], -1 and 1 if the ratio is clipped below and above, else 0; empty if not wanted.
+  // Gets -1 and 1 if the ratio is clipped below and above, else 0, f32 [rows]; empty if not wanted.
   Vector clipped;
 };
 
@@ -109,7 +113,7 @@ TIGON_API void policy_check(const Policy& a);
 // entropy_scale and the vector of losses, and `end` sums it.
 struct PolicyTotals {
   struct Divisor {
-    // [1], f32 | f64 | i64 | i32; if empty, the number is used.
+    // Holds one number, f32 | f64 | i64 | i32 [1]; if it is empty, `number` is used.
     Vector device;
     std::optional<double> number;
     bool given() const { return device || number; }

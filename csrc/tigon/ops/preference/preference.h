@@ -69,6 +69,7 @@ enum class PreferenceKind : int8_t {
 };
 inline constexpr int kPreferenceKinds = 13;
 
+// Holds the options of the formula.
 struct PreferenceFormula {
   PreferenceKind kind = PreferenceKind::logistic;
   bool average = false;
@@ -87,43 +88,47 @@ struct PreferenceFormula {
   }
 };
 
+// Holds the arguments of a call.
 struct Preference {
   PreferenceFormula formula;
   int64_t pairs = 0, tokens = 0;
   int64_t first = 0, count = 0;
-  // f32: log-probabilities of the places from `base` on.
+  // Holds the log-probabilities of the places from `base` on, f32.
   Vector log_prob;
-  // i64 | u8 [rows]: a row with ignore_index does not count. If empty, every token counts.
+  // Holds labels or a mask, i64 | u8 [rows]: a row with ignore_index does not count. If empty, every token
+  // counts.
   Vector target;
-  // i64 | u8 [pairs * tokens]: tokens of the chosen answers that the nll term has; those of target if empty.
+  // Holds labels or a mask for the tokens of the chosen answers that the nll term has, i64 | u8 [pairs *
+  // tokens]. If empty, it has those of target.
   Vector nll_target;
   int64_t ignore_index = -100;
-  // i64 [rows]: place of each row that counts. If empty, a row's place is its number.
+  // Holds the place of each row that counts, i64 [rows]. If empty, a row's place is its number.
   Vector position;
   int64_t base = 0;
-  // f32 [answers]: sums of the reference's log-probabilities; 0 if empty.
+  // Holds sums of the reference's log-probabilities, f32 [answers]; 0 if empty.
   Vector ref;
-  // f32, like log_prob: the reference's own tokens, given instead of ref; empty if absent.
+  // Holds the log-probabilities of the reference's tokens instead of ref, f32, like log_prob; empty if
+  // absent.
   Vector ref_log_prob;
   Vector desirable;  // u8 [pairs], kto
   Vector kl;         // f32 [1], kto; 0 if empty
-  // f32 [1]: factor of every pair's loss and gradient; 1 if empty.
+  // Holds the factor of every pair's loss and gradient, f32 [1]; 1 if empty.
   Vector scale;
-  // f32 [1]: factor of the nll term; 1 if empty.
+  // Holds the factor of the nll term, f32 [1]; 1 if empty.
   Vector nll_scale;
-  // out: f32, like log_prob; empty if not wanted.
+  // Gets the gradient, f32, like log_prob; empty if not wanted.
   Vector dlog_prob;
   double slope_factor = 1.0;  // factor of dlog_prob
-  // dlog_prob includes scale; otherwise it is as if scale were 1 (nll_scale divided by it).
+  // If true, dlog_prob includes scale; otherwise it is as if scale were 1 (nll_scale divided by it).
   bool scaled = true;
   Vector loss;  // out: f32 [pairs]
-  // out: f32 [pairs], the nll term without its factor; empty if not wanted (the factor must then be 0).
+  // Gets the nll term without its factor, f32 [pairs]; empty if not wanted (the factor must then be 0).
   Vector nll;
-  // out: f32 [answers], l, or with average l / max(n, 1); empty if not wanted.
+  // Gets l, or with average l / max(n, 1), f32 [answers]; empty if not wanted.
   Vector sums;
-  // out: f32 [answers], beta * score; empty if not wanted.
+  // Gets beta * score, f32 [answers]; empty if not wanted.
   Vector rewards;
-  // out: f32 [pairs], reward of chosen - reward of rejected; empty if not wanted.
+  // Gets the reward of chosen - the reward of rejected, f32 [pairs]; empty if not wanted.
   Vector margin;
 };
 
@@ -134,7 +139,7 @@ TIGON_API void preference_check(const Preference& a);
 // Computes what losses are divided by, and the totals, around calls for all groups: `begin` makes scale,
 // nll_scale and the vectors of losses (nll for pairs), and `end` sums them.
 struct PreferenceTotals {
-  // [1] on the device, f32 | f64 | i64 | i32; if empty, the number is used.
+  // Holds one number on the device, f32 | f64 | i64 | i32 [1]; if it is empty, host_denominator is used.
   Vector denominator;
   std::optional<double> host_denominator;  // if not given, the number of pairs
   Vector scale;                            // out: f32 [1]
