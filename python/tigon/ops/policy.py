@@ -52,9 +52,9 @@ class PolicyResult(NamedTuple):
 
 
 def formula(
-    op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
+    op, *, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
 ) -> PolicyFormula:
-    """Check the options of a loss."""
+    """Check the options of a loss and return its numbers."""
     arguments.check_choice(op, "kind", kind, KINDS)
     arguments.check_choice(op, "level", level, LEVELS)
     arguments.check_choice(op, "normalise", normalise, NORMALISE)
@@ -136,8 +136,8 @@ def _clipped(f, ratio, advantage):
 
 
 def token_losses(log_prob, advantage, counts, old, ref, importance, f: PolicyFormula):
-    """The loss, the ratio, the estimate of the divergence (None without ref) and the clipping of each token
-    [B, T], computed with PyTorch operations; 0 if a token does not count."""
+    """Compute the loss, the ratio, the estimate of the divergence (None without ref) and the clipping of each
+    token [B, T] with PyTorch operations; 0 if a token does not count."""
     wide = torch.promote_types(log_prob.dtype, torch.float32)
     log_prob, advantage, old, ref, importance = (
         None if t is None else (t.unsqueeze(-1) if t.dim() == 1 else torch.where(counts, t, 0.0)).to(wide)

@@ -86,7 +86,7 @@ class _Function(torch.autograd.Function):
 
 
 def _gradient(rows: Rows, logits, target, log_share, scale):
-    """dlogits, zero in columns of padding."""
+    """Compute dlogits, zero in columns of padding."""
     real = rows.shards.real
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     dlogits[:, real:] = 0.0

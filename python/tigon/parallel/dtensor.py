@@ -26,7 +26,7 @@ class _Place(NamedTuple):
 
 
 def _place(op: str, name: str, t: torch.Tensor) -> _Place:
-    """The mesh dimension that shards the vocabulary. Other placements are an error: nothing is gathered."""
+    """Find the mesh dimension that shards the vocabulary; refuse other placements, as nothing is gathered."""
     wanted = Shard(t.dim() - 1 if name == "logits" else 0)
     dims = [i for i, p in enumerate(t.placements) if not p.is_replicate()]
     fits = all(type(t.placements[i]) is Shard and t.placements[i].dim % t.dim() == wanted.dim for i in dims)
@@ -47,7 +47,7 @@ def _check_placed(op: str, name: str, t: torch.Tensor, place: _Place, *allowed: 
 
 
 def _lora(op: str, lora: tuple, place: _Place) -> tuple:
-    """``(A, B, scale)`` of this process: A is replicated, or plain; B is placed as the weight."""
+    """Return ``(A, B, scale)`` of this process: A is replicated, or plain; B is placed as the weight."""
     if not (isinstance(lora, Sequence) and len(lora) == 3):
         return lora  # the function reports the error
     a, b, scale = lora

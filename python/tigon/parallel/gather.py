@@ -39,17 +39,17 @@ class Gather:
 
     @torch._disable_dynamo
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of all processes in their order; the backward sums the gradients of all."""
+        """Gather the rows of all processes in their order; the backward sums the gradients of all."""
         return _Rows.apply(x, self)
 
     @torch._disable_dynamo
     def log_sum(self, lse: torch.Tensor) -> torch.Tensor:
-        """``log sum exp`` over the processes, element by element."""
+        """Compute ``log sum exp`` over the processes, element by element."""
         return _LogSum.apply(lse, self)
 
     @torch._disable_dynamo
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the processes; each process's backward is that of its own summand."""
+        """Sum over the processes; each process's backward is that of its own summand."""
         return _Sum.apply(x, self)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:

@@ -49,17 +49,52 @@ class ShardedOptions(NamedTuple):
     more: tuple = ()  # what else the processes compare
 
 
+class GivenCall(NamedTuple):
+    """A call on a sharded head, as the caller gave it."""
+
+    op: str
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    target: torch.Tensor
+    group: torch.distributed.ProcessGroup
+    head: HeadOptions
+    options: ShardedOptions
+
+    def formula(self) -> LabelFormula:
+        """Return the numbers of the loss; LoRA's scale is not among them."""
+        head, options = self.head, self.options
+        return LabelFormula(
+            ignore_index=head.ignore_index,
+            label_smoothing=options.label_smoothing,
+            softcap=0.0 if head.softcap is None else head.softcap,
+            logit_scale=head.logit_scale,
+            temperature=head.temperature,
+            z_loss=options.z_loss,
+        )
+
+
+class _Checked(NamedTuple):
+    """What a process computes with, of checked arguments."""
+
+    hidden: torch.Tensor
+    parameters: tuple[torch.Tensor | None, ...]  # weight, bias, A and B
+    lora_scale: float
+    needs: int  # bits of operands.NEEDS
+    wide: bool  # logits are float32 although hidden is not
+    known: int  # how many labels count; -1: not known
+    main_grad: torch.Tensor | None
+
+
 def _moved(target, head: HeadOptions, many: bool):
-    """The labels after head's shift; `many`: several for each row."""
+    """Return the labels after head's shift; `many`: several for each row."""
     if not many:
         return shifted(target, head.ignore_index, head.shift)
     return shifted(target.movedim(-1, 0), head.ignore_index, head.shift).movedim(0, -1)
 
 
-def _describe(
-    op, hidden, weight, target, group, head: HeadOptions, call: ShardedOptions, formula: LabelFormula
-) -> tuple[Facts, tuple]:
+def _describe(given_call: GivenCall) -> tuple[Facts, _Checked]:
     """Check the arguments; return the facts that the processes compare, and the operands of the call."""
+    op, hidden, weight, target, group, head, call = given_call
     given, lora = call._asdict(), head.lora
     low = lora if isinstance(lora, Sequence) else ()
     tensors = {name: given[name] for name in ("class_weight", "token_weight", "denominator")}
@@ -118,7 +153,7 @@ def _describe(
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
     values = {name: values_of(given[name], hidden.device) for name in ("class_weight", "token_weight")}
     values["lora"] = None if lora is None else (*values_of(lora_a, hidden.device), float(lora_scale))
-    options = {"op": op} | formula._asdict() | given | values
+    options = {"op": op} | given_call.formula()._asdict() | given | values
     caps = ("shift", "chunk_rows", "max_workspace_mb", "max_peak_mb")
     options |= {name: getattr(head, name) for name in caps}
     options |= {"logit_dtype": wide, "valid_rows": known, "denominator": number_of(call.denominator)}
@@ -133,16 +168,27 @@ def _describe(
         options=named(**options, deterministic=is_deterministic()),
         **of_rows(target, hidden),
     )
-    return facts, (hidden, parameters, float(lora_scale), needs, wide, known, main_grad)
+    return facts, _Checked(
+        hidden=hidden,
+        parameters=parameters,
+        lora_scale=float(lora_scale),
+        needs=needs,
+        wide=wide,
+        known=known,
+        main_grad=main_grad,
+    )
 
 
-def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedOptions, result="loss"):
-    """The call: ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat."""
-    logits = 0.0 if head.softcap is None else head.softcap, head.logit_scale, head.temperature
-    formula = LabelFormula(head.ignore_index, options.label_smoothing, *logits, options.z_loss)
-    describe = functools.partial(_describe, op, hidden, weight, target, group, head, options, formula)
+def run(given_call: GivenCall, result: str = "loss") -> tuple:
+    """Run a call and return ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat.
+
+    Args:
+        result: the name in NUMBERS of what the first one is.
+    """
+    op, hidden, _, target, group, head, options = given_call
+    formula = given_call.formula()
     device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
-    shards, given = agree(op, group, device, describe)
+    shards, given = agree(op, group, device, functools.partial(_describe, given_call))
     hidden, parameters, lora_scale, needs, wide, known, main_grad = given
     class_weight = take_class_weight(op, shards, options.class_weight, device)
     token_weight, wanted, entropy = options.token_weight, {*(options.outputs or ())}, options.entropy
@@ -182,8 +228,9 @@ def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedO
     others = operands.WEIGHT | operands.LORA_A | operands.LORA_B
     # The rows are copied, times a factor.
     sizes["scaled"] = one_pass and formed is not None and needs & others != 0
-    recomputes = entropy or many
-    chunk, keep = choose(op, hidden, shares, shards.widest, head, options.keep_mb, recomputes, **sizes)
+    layout = {"shares": shares, "widest": shards.widest}
+    kept = {"keep_mb": options.keep_mb, "recomputes": entropy or many}
+    chunk, keep = choose(op, hidden, head, **layout, **kept, **sizes)
     target = listed.labels.view(shares, hidden.shape[0])
     if many:
         every = listed.take(every).view(*target.shape, -1)
@@ -191,9 +238,23 @@ def _run(op, hidden, weight, target, group, head: HeadOptions, options: ShardedO
         token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
         token_weight = listed.take(token_weight).view(target.shape)
     one_pass = one_pass and (formed is not None or keep)
-    way = max(chunk // shares, 1), keep, wide, one_pass, options.partial_hidden_grad
-    of_row = NUMBERS.index(result), entropy, needs
-    call = ShardedCall(rows, target, every, token_weight, formed, *of_row, *way, lora_scale, main_grad)
+    call = ShardedCall(
+        rows=rows,
+        target=target,
+        labels=every,
+        token_weight=token_weight,
+        scale=formed,
+        result=NUMBERS.index(result),
+        entropy=entropy,
+        needs=needs,
+        chunk=max(chunk // shares, 1),
+        keep=keep,
+        wide=wide,
+        one_pass=one_pass,
+        partial=options.partial_hidden_grad,
+        lora_scale=lora_scale,
+        main_grad=main_grad,
+    )
     loss, entropies, numbers, predicted = Function.apply(call, hidden, *parameters)
     if scale is not None and main_grad is not None:
         loss = (loss.double().sum() * scale.double()).float().reshape(())
@@ -285,13 +346,37 @@ def linear_cross_entropy(
     """
     if isinstance(outputs, Sequence) and not isinstance(outputs, str):
         outputs = tuple(outputs)
-    labels = ignore_index, shift, None, valid_rows
-    caps = chunk_rows, max_workspace_mb, logit_dtype, max_peak_mb
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, *caps)
-    places = vocab, first_class, sequence_parallel, partial_hidden_grad
-    loss_options = class_weight, label_smoothing, z_loss, token_weight, reduction, denominator, outputs
-    call = ShardedOptions(*places, keep_mb, False, *loss_options)
-    loss, _, numbers, predicted, target_labels = _run(LOSS, hidden, weight, target, group, head, call)
+    head = HeadOptions(
+        bias=bias,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        lora=lora,
+        ignore_index=ignore_index,
+        shift=shift,
+        valid_rows=valid_rows,
+        chunk_rows=chunk_rows,
+        max_workspace_mb=max_workspace_mb,
+        logit_dtype=logit_dtype,
+        max_peak_mb=max_peak_mb,
+    )
+    options = ShardedOptions(
+        vocab=vocab,
+        first_class=first_class,
+        sequence_parallel=sequence_parallel,
+        partial_hidden_grad=partial_hidden_grad,
+        keep_mb=keep_mb,
+        class_weight=class_weight,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        token_weight=token_weight,
+        reduction=reduction,
+        denominator=denominator,
+        outputs=outputs,
+    )
+    loss, _, numbers, predicted, target_labels = run(
+        GivenCall(LOSS, hidden, weight, target, group, head, options)
+    )
     loss = loss if loss.dim() == 0 else loss.view(target.shape)
     if outputs is None:
         return loss
@@ -339,11 +424,29 @@ def linear_log_prob(
         float32 of target's shape, and with ``entropy`` the entropies of the rows; bitwise equal in all
         processes. They are 0 on ignored labels and rows, with zero gradients.
     """
-    labels = ignore_index, shift, None, valid_rows
-    caps = chunk_rows, None, logit_dtype, max_peak_mb
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, *caps)
-    call = ShardedOptions(vocab, first_class, sequence_parallel, partial_hidden_grad, keep_mb, entropy)
-    loss, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, head, call, "log_prob")
+    head = HeadOptions(
+        bias=bias,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        lora=lora,
+        ignore_index=ignore_index,
+        shift=shift,
+        valid_rows=valid_rows,
+        chunk_rows=chunk_rows,
+        logit_dtype=logit_dtype,
+        max_peak_mb=max_peak_mb,
+    )
+    options = ShardedOptions(
+        vocab=vocab,
+        first_class=first_class,
+        sequence_parallel=sequence_parallel,
+        partial_hidden_grad=partial_hidden_grad,
+        keep_mb=keep_mb,
+        entropy=entropy,
+    )
+    given = GivenCall(LOG_PROB, hidden, weight, target, group, head, options)
+    loss, entropies, *_ = run(given, "log_prob")
     log_prob = loss.view(target.shape)
     rows = target.shape[:-1] if several(hidden, target) else target.shape
-    return (log_prob, entropies.view(rows)) if call.entropy else log_prob
+    return (log_prob, entropies.view(rows)) if entropy else log_prob

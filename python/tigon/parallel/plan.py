@@ -24,7 +24,7 @@ _MOST_LOGITS = 1280 * _MIB  # of a chunk whose weight is trained, on CUDA
 
 
 def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool) -> list[Chunk]:
-    """The chunks of ``rows`` of a share, of ``chunk`` rows each.
+    """Divide ``rows`` of a share into chunks of ``chunk`` rows.
 
     In a call that exchanges, a chunk has up to three parts: the exchange of one overlaps work on the next.
     The last part is smaller, since nothing but a matmul overlaps the reduction of its gradient.
@@ -49,12 +49,15 @@ def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool
     return chunks
 
 
-def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **sizes) -> tuple[int, bool]:
-    """Rows of a chunk, of all shares, and whether the gradients of all logits are kept for the backward.
+def choose(
+    op, hidden, head: HeadOptions, *, shares, widest, keep_mb, recomputes, **sizes
+) -> tuple[int, bool]:
+    """Choose the rows of a chunk, of all shares, and whether the backward gets the gradients of all logits.
 
     Args: the same in all processes.
         hidden: the computed rows of a share.
         widest: columns of the widest shard.
+        recomputes: the backward computes the logits again, so none are kept.
         sizes: `statistics` of a row in bytes; `listed`: the rows are copies; `scaled`: those of a chunk are
             copied once more; `wide`: their logits are float32 too; `weight_dtype`: of weight; and others of
             :func:`plan`.
@@ -76,17 +79,19 @@ def choose(op, hidden, shares, widest, head: HeadOptions, keep_mb, entropy, **si
         check_fits(op, found, shares, "one row of every share", cap)
     chunk = max(min(found.chunk_rows, rows), 1)
     if head.max_peak_mb is not None and rows > 0:
-        chunk = _within(op, head.max_peak_mb, found, chunk, hidden, rows, shares, widest, weight_dtype, sizes)
+        layout = {"rows": rows, "shares": shares, "widest": widest, "weight_dtype": weight_dtype}
+        bounds = {"max_peak_mb": head.max_peak_mb, "most_rows": chunk}
+        chunk = _within(op, found, hidden, **bounds, **layout, sizes=sizes)
         keep_mb = None
-    if entropy:  # a gradient of the entropies is not a multiple of the kept one
+    if recomputes:  # a gradient of the entropies is not a multiple of the kept one
         return chunk, False
     if keep_mb is None:
         return chunk, chunk >= rows
     return chunk, rows * padded(widest) * itemsize <= keep_mb * _MIB
 
 
-def _within(op, max_peak_mb, found, chunk, hidden, rows, shares, widest, weight_dtype, sizes) -> int:
-    """Rows of a chunk with which each process takes at most ``max_peak_mb``; at most `chunk`."""
+def _within(op, found, hidden, *, max_peak_mb, most_rows, rows, shares, widest, weight_dtype, sizes) -> int:
+    """Find the rows of a chunk, at most `most_rows`, such that no process takes more than ``max_peak_mb``."""
     size, itemsize, rank = hidden.shape[-1], hidden.dtype.itemsize, sizes["lora_rank"]
     weights = widest * size * (sizes["train_weight"] and not sizes["main_grad"])
     others = hidden.numel() * itemsize * sizes["train_hidden"]
@@ -102,18 +107,18 @@ def _within(op, max_peak_mb, found, chunk, hidden, rows, shares, widest, weight_
         return others + 4 * weights + max(workspace, cast)
 
     most = max_peak_mb * _MIB
-    if peak(chunk) <= most:
-        return chunk
+    if peak(most_rows) <= most:
+        return most_rows
     least = -(-peak(min(shares, rows)) // _MIB)
     words = "max_peak_mb must be at least {} for one row of every share, got {}"
     check(op, least <= max_peak_mb, words, least, max_peak_mb)
     fits = int(most - others - 4 * weights - found.fixed) // found.row
     fits = fits // _ALIGNED * _ALIGNED if fits >= 2 * _ALIGNED else fits
-    return max(min(fits, chunk, rows - 1), 1)
+    return max(min(fits, most_rows, rows - 1), 1)
 
 
 def count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_rows: int | None) -> int:
-    """How many labels count, -1 if it is not known; the same in all processes.
+    """Return how many labels count, -1 if it is not known; the same in all processes.
 
     The number of :func:`tigon.count_labels` is not used: only one process may have called it.
     """
@@ -134,11 +139,11 @@ class Counting(NamedTuple):
     fault: torch.Tensor | None = None  # 0, or NaN if the given number is wrong
 
     def take(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """The computed rows of a tensor of all rows."""
+        """Select the computed rows of a tensor of all rows."""
         return x if x is None or self.index is None else x.index_select(0, self.index)
 
     def give(self, values: torch.Tensor, ignored: int = 0) -> torch.Tensor:
-        """Values of all rows from those of the computed rows."""
+        """Make values of all rows from those of the computed rows."""
         if self.index is None or values.dim() == 0 or values.shape[0] != self.index.shape[0]:
             return values
         whole = values.new_full((self.rows, *values.shape[1:]), ignored).index_copy(0, self.index, values)
@@ -146,7 +151,7 @@ class Counting(NamedTuple):
 
 
 def counting(labels: torch.Tensor, ignore_index: int, known: int) -> Counting:
-    """The list of ``known`` rows; all rows if the number is not known or every row counts."""
+    """List the ``known`` rows that count; all rows if the number is not known or every row counts."""
     if not 0 <= known < labels.shape[0]:
         return Counting(labels, labels.shape[0])
     index, listed, fault = list_rows(labels, ignore_index, known)

@@ -90,7 +90,7 @@ class Rows(NamedTuple):
         return plain and dtype != torch.float16 and not is_deterministic()
 
     def statistics(self, logits: torch.Tensor, target: torch.Tensor, labels=None, dlogits=None):
-        """This shard's part ``[per_row, rows]``; a shard without classes has probability 0.
+        """Compute this shard's part ``[per_row, rows]``; a shard without classes has probability 0.
 
         ``labels``: several for each row. Their scores follow the statistics, row by row. ``dlogits`` is
         written in the same pass, for :meth:`share_out`; it may be the logits.
@@ -142,7 +142,7 @@ class Rows(NamedTuple):
     def gradient(
         self, logits, dlogits, target, log_share, scale, entropy_scale=None, entropy=None, several=None
     ) -> None:
-        """dlogits of this shard's columns; they may overwrite the logits."""
+        """Compute dlogits of this shard's columns; they may overwrite the logits."""
         weight_sum, labels, f = None, (), self.formula
         if several is not None:
             scores = torch.empty(several.labels.shape, device=target.device)
@@ -165,7 +165,7 @@ def make_rows(shards: Shards, formula: LabelFormula, class_weight, device, *, en
 
 
 def scale_of(rows: Rows, target, reduction: str, denominator) -> torch.Tensor | None:
-    """The factor of the sum of the losses, float32 ``[1]`` on the device; None: losses of rows."""
+    """Return the factor of the sum of the losses, float32 ``[1]`` on the device; None: losses of rows."""
     if denominator is None and reduction == "none":
         return None
     if isinstance(denominator, torch.Tensor):
@@ -177,5 +177,5 @@ def scale_of(rows: Rows, target, reduction: str, denominator) -> torch.Tensor | 
 
 
 def total(losses: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The sum of the losses in double, times scale."""
+    """Sum the losses in double, times scale."""
     return _total(losses, scale)

@@ -80,7 +80,7 @@ class Shards:
         return self.reals[self.rank]
 
     def weights(self, class_weight: torch.Tensor | None, device) -> torch.Tensor:
-        """Sum of each shard's class weights, float32 ``[size]``."""
+        """Sum each shard's class weights, float32 ``[size]``."""
         if class_weight is None:
             return _counts(self.reals, device)
         parts = [class_weight[a : a + n] for a, n in zip(self.firsts, self.reals, strict=True)]
@@ -205,7 +205,7 @@ def _check_same(op, words, given, other, same: bool) -> None:
 
 
 def _exchange(group, device, facts: Facts) -> list[tuple[Facts, list[int]]]:
-    """The facts of every process, and the codes of its options."""
+    """Exchange the facts of every process, and the codes of its options."""
     said, size = [facts.flat()], dist.get_world_size(group)
     if size > 1:
         mine = torch.tensor(said, dtype=torch.int64, device="cpu").to(device)
@@ -284,14 +284,14 @@ def _layout(op, said: list[Facts]) -> Layout:
 
 
 def gathered(part: torch.Tensor, size: int, group) -> torch.Tensor:
-    """The parts of `size` processes, concatenated in the first dimension; ready on return."""
+    """Return the parts of `size` processes, concatenated in the first dimension; ready on return."""
     whole = part.new_empty(size * part.shape[0], *part.shape[1:])
     _all_gather(whole, part.contiguous(), group=group)
     return whole
 
 
 def _sum_in_order(parts: torch.Tensor, to: torch.Tensor) -> None:
-    """The sum of all processes' parts in order; in a collective the order depends on an element's place."""
+    """Sum all processes' parts in order; in a collective the order depends on an element's place."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -327,7 +327,7 @@ class Work:
         return wait
 
     def start_all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum over the processes, in place; ready after :meth:`wait`."""
+        """Start a sum over the processes, in place; ready after :meth:`wait`."""
         if self.shards.size == 1:
             return
         if is_deterministic():

@@ -131,7 +131,7 @@ class ShardPass(RowPass):
         self.first = False
 
     def select(self, values: torch.Tensor | None, place: Chunk | Part) -> torch.Tensor | None:
-        """Values of the rows of a chunk or a part, of all shares."""
+        """Select values of the rows of a chunk or a part, of all shares."""
         if values is None:
             return None
         values = values.view(self.shares, -1, *values.shape[2:])
@@ -163,13 +163,13 @@ class ShardPass(RowPass):
                 del memory[chunk.begin]
 
     def logits(self, hidden, logits) -> torch.Tensor:
-        """The part's logits of this shard."""
+        """Compute the part's logits of this shard."""
         if self.vocab:
             form_logits(logits, hidden, self.weight, self.lora)
         return logits
 
     def differentiate(self, logits, to, target, log_share, scale, *entropy) -> None:
-        """dlogits of a part from its logits."""
+        """Compute dlogits of a part from its logits."""
         if self.vocab:
             self.shard.gradient(logits, to, target, log_share, scale, *entropy)
 

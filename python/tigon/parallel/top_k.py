@@ -13,7 +13,7 @@ from tigon.ops.loss_head import operands, top_k
 from tigon.ops.loss_head.linear_divergence import Divergence, prepared
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.parallel.cross_entropy import check_eager, number_of
-from tigon.parallel.head import LOG_PROB, ShardedOptions, _run
+from tigon.parallel.head import LOG_PROB, GivenCall, ShardedOptions, run
 from tigon.parallel.shards import tells_refusals, values_of
 
 OP = "parallel.linear_kl_div"
@@ -37,8 +37,8 @@ def _distilled(hidden, weight, labels, head: HeadOptions, d: Divergence, vocab, 
 
     def log_prob(target, *, entropy=False, **options):
         call = ShardedOptions(vocab, *places, None, entropy, more=more)
-        given = HeadOptions(**options)
-        found, entropies, *_ = _run(LOG_PROB, hidden, weight, target, group, given, call, "log_prob")
+        given = GivenCall(LOG_PROB, hidden, weight, target, group, HeadOptions(**options), call)
+        found, entropies, *_ = run(given, "log_prob")
         found = found.view(target.shape)
         return (found, entropies.view(labels.shape)) if entropy else found
 

@@ -54,7 +54,7 @@ def _plan(call: HeadCall, rows, **sizes):
 
 
 def _dweight_dtype(call: HeadCall, kept):
-    """The dtype in which the native side computes weight's gradient."""
+    """Return the dtype in which the native side computes weight's gradient."""
     hidden, needs, rows = call.operands.hidden, call.memory.needs, call.rows()
     if needs & BY_CLASSES:
         return hidden.dtype
@@ -68,7 +68,7 @@ def _dweight_dtype(call: HeadCall, kept):
 
 
 def empty_gradients(call: HeadCall, needs, kept=None):
-    """The gradients of NEEDS; those not needed have no elements."""
+    """Allocate the gradients of NEEDS; those not needed have no elements."""
     hidden, weight, lora_a = call.operands.hidden, call.operands.weight, call.operands.lora_a
     rank = 0 if lora_a is None else lora_a.shape[0]
     vocab, size = weight.shape[0], hidden.shape[-1]
@@ -81,7 +81,7 @@ def empty_gradients(call: HeadCall, needs, kept=None):
 
 
 def empty_loss(call: HeadCall, scalar):
-    """Loss, scale and gradients."""
+    """Allocate loss, scale and gradients."""
     hidden, f32 = call.operands.hidden, {"dtype": torch.float32}
     return (
         hidden.new_empty(() if scalar else (call.operands.target.shape[0],), **f32),
@@ -91,14 +91,14 @@ def empty_loss(call: HeadCall, scalar):
 
 
 def empty_numbers(call: HeadCall, bits):
-    """Those results of rows that the call asks for by a bit of its own."""
+    """Allocate the results of rows that the call asks for by a bit of its own."""
     wanted = sum(bool(call.more.outputs & bit) for bit in bits)
     shape = (wanted, call.operands.target.shape[0]) if wanted else (0,)
     return call.operands.hidden.new_empty(shape, dtype=torch.float32)
 
 
 def empty_kept(call: HeadCall):
-    """unit and kept of losses of rows."""
+    """Allocate unit and kept of losses of rows."""
     hidden, weight, *_ = call.operands
     needs, rows, most = call.memory.needs, call.rows(), call.memory.keep_rows
     if only_hidden(needs) or most == 0:
@@ -153,7 +153,7 @@ def keep(call: HeadCall, keep_mb, main_grad, entropy=False) -> HeadCall:
 
 
 def saved(call: HeadCall, unit, kept, recomputed=False) -> tuple:
-    """The tensors to save; `recomputed`: a gradient of entropies may need the logits again.
+    """Return the tensors to save; `recomputed`: a gradient of entropies may need the logits again.
 
     If all rows are kept, or only hidden needs a gradient, weight is not saved, so that a gathered copy of it
     can be freed.
@@ -199,7 +199,7 @@ def rows_gradients(tensors, upstream, call: HeadCall, entropy_upstream=None, *, 
 
 
 def wanted(needs_input_grad) -> int:
-    """`needs` from the flags of an operator's arguments."""
+    """Make `needs` of the flags of an operator's arguments."""
     return sum(bit for name, bit in NEEDS.items() if needs_input_grad[PLACES[name]])
 
 
@@ -213,12 +213,12 @@ def by_argument(gradients, needs, dtypes, number) -> tuple:
 
 
 def dtypes_of(hidden, weight, bias) -> tuple:
-    """The dtypes of the gradients of NEEDS."""
+    """Return the dtypes of the gradients of NEEDS."""
     return hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype, *(hidden.dtype,) * 2
 
 
 def _row_upstream(dloss, scale, shape):
-    """The upstream gradient of each row's loss."""
+    """Return the upstream gradient of each row's loss."""
     return (dloss * scale).expand(shape)
 
 
@@ -255,7 +255,7 @@ class HeadLoss:
         )
 
     def run(self, call: HeadCall, parameters, main_grad=None, scalar=True) -> tuple:
-        """Loss, and the results of rows.
+        """Run the operator and return the loss and the results of rows.
 
         Args:
             parameters: hidden, weight, bias, A, B as the caller gave them, which get the gradients.
@@ -312,7 +312,7 @@ class HeadLoss:
 
 
 def finished(dloss, tensors, *dtypes):
-    """The gradients of a scalar loss; in place if the backward runs once.
+    """Multiply the gradients of a scalar loss by its upstream gradient; in place if the backward runs once.
 
     Args:
         tensors: the reduction's factor, and gradients as the forward computed them.

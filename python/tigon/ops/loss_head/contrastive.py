@@ -40,7 +40,7 @@ def reference(q, d, scale, labels, q_ids=None, d_ids=None, limit=None, guide_q=N
 
 
 def _wanted(like, sizes, dtypes, wanted):
-    """Results of these sizes; those not wanted have no elements."""
+    """Allocate results of these sizes; those not wanted have no elements."""
     each = zip(sizes, dtypes, wanted, strict=True)
     return tuple(like.new_empty(size if want else (0,), dtype=dtype) for size, dtype, want in each)
 
@@ -164,7 +164,7 @@ def _has_cosine(q, temperature, sizes):
 
 
 def _cosine_loss(q, d, o: ContrastiveOptions):
-    """The loss of cosines, document i of query i."""
+    """Compute the loss of cosines; document i belongs to query i."""
     train, share = torch.is_grad_enabled(), 1.0 / len(q) if o.reduction == "mean" else 1.0
     wide = o.chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
     weight = None if o.weight is None else o.weight.detach().float()
@@ -411,7 +411,7 @@ def _check_pair(name, pair, q, n, m, check_kind):
 
 
 def _loss(q, d, o: ContrastiveOptions):
-    """The loss of embeddings of one size."""
+    """Compute the loss of embeddings of one size."""
     n, columns = q.shape[0], q.shape[1] if o.normalize else 1  # a normalized row's length, squared
     wide, labels, whole = torch.promote_types(q.dtype, torch.float32), o.labels, o.whole
     if o.normalize:

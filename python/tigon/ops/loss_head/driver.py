@@ -49,7 +49,7 @@ class RowPass:
         self.hidden, self.vocab, self.chunks = hidden, vocab, chunks
 
     def space(self, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Memory for the logits of so many rows, or for one value for each."""
+        """Return memory for the logits of so many rows, or for one value for each."""
         memory = self.hidden.new_empty(rows, padded(self.vocab), dtype=dtype or self.hidden.dtype)
         return memory[:, : self.vocab]
 
@@ -64,15 +64,15 @@ class RowPass:
         raise NotImplementedError
 
     def rows(self, chunk: Chunk, part: Part, hidden: torch.Tensor | None) -> None:
-        """Work on a part."""
+        """Process the rows of a part."""
         raise NotImplementedError
 
     def finish(self) -> Any:
-        """The results."""
+        """Return the results after the last chunk."""
         raise NotImplementedError
 
     def run(self) -> Any:
-        """The results of all chunks."""
+        """Process all chunks and return the results."""
         self.memory(max((chunk.at.stop - chunk.at.start for chunk in self.chunks), default=0))
         for chunk, part, hidden in self.states():
             self.rows(chunk, part, hidden)

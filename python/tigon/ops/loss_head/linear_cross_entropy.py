@@ -164,7 +164,8 @@ def linear_cross_entropy(
     operands.check_token_weight(_OP, token_weight, target)
     _cross_entropy.check_loss(_OP, label_smoothing, z_loss, reduction, denominator)
     check_keep(_OP, keep_mb)
-    formula = class_weight, token_weight, label_smoothing, z_loss
+    formula = {"class_weight": class_weight, "token_weight": token_weight}
+    formula |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
     hidden = operands.autocast(hidden)
     operands.wide_logits(_OP, logit_dtype, hidden)
     parts = operands.float_parts(head, target=target, class_weight=class_weight, token_weight=token_weight)
@@ -172,14 +173,14 @@ def linear_cross_entropy(
         operands.check_plain(_OP, weight.shape[0], target, head)
         weight, reduced = operands.plain_weight(_OP, weight), {"reduction": reduction, "outputs": outputs}
         return reference(
-            hidden, weight, target, *formula, denominator=denominator, **reduced, **head._asdict()
+            hidden, weight, target, **formula, denominator=denominator, **reduced, **head._asdict()
         )
     main_grad = operands.main_grad_of(_OP, weight)
     reduction = reduction if denominator is None else "sum"
     divisors, scalar = _cross_entropy.split_denominator(denominator, hidden.device), reduction != "none"
     more = _loss.more(*divisors, _cross_entropy.REDUCTIONS[reduction], _bits(outputs))
     call, parameters = operands.prepare(
-        _OP, hidden, weight, target, head, *formula, main_grad=main_grad, more=more
+        _OP, hidden, weight, target, head, **formula, main_grad=main_grad, more=more
     )
     if not scalar:
         call = autograd.keep(call, keep_mb, main_grad)

@@ -50,7 +50,7 @@ class Divergence(NamedTuple):
     outputs: tuple[str, ...] = ("loss",)
 
     def results(self, loss, results):
-        """The caller's results, from the loss and the named results of rows."""
+        """Make the caller's results of the loss and the named results of rows."""
         if self.outputs == ("loss",):
             return loss
         results["loss"] = loss
@@ -113,7 +113,7 @@ def reference(hidden, weight, teacher, labels, head: HeadOptions, d: Divergence)
 
 
 def _check_teacher(op, teacher, hidden, classes):
-    """Teacher's hidden states, weight and bias, or only its logits; detached."""
+    """Return the teacher's hidden states, weight and bias, or only its logits; detached."""
     lead = hidden.shape[:-1]
     if isinstance(teacher, torch.Tensor):
         arguments.check_float(op, "teacher", teacher)

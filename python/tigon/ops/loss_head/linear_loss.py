@@ -108,7 +108,7 @@ class UserLoss(NamedTuple):
 
 
 def _losses(fn, statistics, tensors, counts, groups=None):
-    """The losses of fn on rows, 0 if the label is ignored; or on `groups` groups."""
+    """Compute the losses of fn on rows, 0 if the label is ignored; or on `groups` groups."""
     values = fn(*statistics, *tensors)
     log_prob, *_ = statistics
     what, shape = ("row", log_prob.shape) if groups is None else ("group", (groups,))
@@ -119,7 +119,7 @@ def _losses(fn, statistics, tensors, counts, groups=None):
 
 
 def graph_leaves(result) -> Iterator[torch.Tensor]:
-    """The leaves that a tensor's gradient reaches."""
+    """Find the leaves that a tensor's gradient reaches."""
     seen, nodes = set(), [result.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -132,7 +132,7 @@ def graph_leaves(result) -> Iterator[torch.Tensor]:
 
 
 def _check_closed(values, leaves):
-    """A tensor that fn reaches on its own would silently get no gradient."""
+    """Refuse tensors that fn reaches on its own, which would silently get no gradient."""
     allowed = {id(leaf) for leaf in leaves}
     closed = all(id(leaf) in allowed for leaf in graph_leaves(values))
     words = "fn must take tensors that need a gradient as arguments of {}, got one from elsewhere"
@@ -215,7 +215,7 @@ class _UserPass(RowPass):
         return logits, labels, self.operands.bias, None, *formula, 0, 0, f.logit_scale, f.temperature
 
     def _statistics(self, logits, hidden, labels) -> tuple[torch.Tensor, ...]:
-        """The log-probabilities of a chunk's rows, and the entropies if fn takes them."""
+        """Compute the log-probabilities of a chunk's rows, and the entropies if fn takes them."""
         entropy = self.loss.entropy
         parts = hidden.new_empty(3 + entropy, hidden.shape[0], dtype=torch.float32)
         if hidden.shape[0]:
@@ -259,7 +259,7 @@ class _UserPass(RowPass):
                 loss.groups.part(kept, chunk.groups.start, chunk.groups.stop).copy_(gradient)
 
     def _differentiate(self, chunk, hidden, logits, upstream, entropy_upstream) -> None:
-        """The chunk's share of the head's gradients."""
+        """Compute the chunk's share of the head's gradients."""
         if hidden.shape[0] == 0:
             return
         if self.early is not None:

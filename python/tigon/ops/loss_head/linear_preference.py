@@ -26,7 +26,7 @@ from tigon.ops.preference import KTOResult, PreferenceResult
 
 
 def _checked(op, hidden, weight, target, head: HeadOptions):
-    """Labels [answers, T] of hidden states [answers, T, H] under a head."""
+    """Check the operands of hidden states [answers, T, H] and return the labels [answers, T]."""
     target = labels_of(target, head.ignore_index)
     operands.check_head(op, hidden, weight, target, head)
     check(op, target.dim() == 2, "target must be [answers, T], got {}", target.shape)
@@ -70,7 +70,7 @@ def _check_ref(op, ref, hidden, weight) -> None:
 
 
 def _ref_operands(ref, like):
-    """The reference's operands as constants in the dtype of `like`."""
+    """Convert the reference's operands to constants in the dtype of `like`."""
     states, weight, *bias = (None if t is None else t.detach() for t in ref)
     states, weight, _ = operands.whole_vectors(states.to(like.dtype), weight.to(like.dtype))
     bias = bias[0] if bias else None
@@ -371,8 +371,9 @@ def linear_policy(
     caps = chunk_rows, max_workspace_mb, None, max_peak_mb
     head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, *caps)
     target = _checked(op, hidden, weight, target, head)
-    surrogate = kind, level, clip, delta, tau, gamma
-    f = _policy.formula(op, *surrogate, kl, kl_estimator, kl_corrected, entropy, normalise)
+    surrogate = {"kind": kind, "level": level, "clip": clip, "delta": delta, "tau": tau, "gamma": gamma}
+    terms = {"kl": kl, "kl_estimator": kl_estimator, "kl_corrected": kl_corrected, "entropy": entropy}
+    f = _policy.formula(op, **surrogate, **terms, normalise=normalise)
     tensors = advantage, old, ref, importance
     constants = _policy.constants(
         op, target.shape, hidden.device, *tensors, kl, denominator, entropy_denominator

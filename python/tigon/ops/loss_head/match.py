@@ -66,7 +66,7 @@ def vllm_log_softmax(logits, temperature=1.0):
 def _label_log_prob(
     hidden, weight, labels, bias, softcap, logit_scale, temperature, ignore_index, chunk_rows, wide
 ):
-    """Log-probabilities of ``[rows, K]`` labels, 0 of ignored ones."""
+    """Compute the log-probabilities of ``[rows, K]`` labels, 0 of ignored ones."""
     counts = labels != ignore_index
     places = torch.where(counts, labels, 0)
     size = chunk_rows or max(4, _CHUNK_LOGITS // weight.shape[0] // 4 * 4)

@@ -59,7 +59,7 @@ class _TokenHead(NamedTuple):
 
 
 def _parts(i, head):
-    """Layers, weight and bias of a head in any of its forms."""
+    """Return layers, weight and bias of a head in any of its forms."""
     if isinstance(head, torch.Tensor):
         return (), head, None
     if isinstance(head, nn.Linear):
@@ -75,7 +75,7 @@ def _parts(i, head):
 
 
 def _apply_layers(i, head, x, leaves=None):
-    """The hidden states of a head; `leaves`, by parameter id, replace its parameters."""
+    """Compute the hidden states of a head; `leaves`, by parameter id, replace its parameters."""
     h = x
     for layer in head.layers:
         if leaves and isinstance(layer, nn.Module):
@@ -91,7 +91,7 @@ def _apply_layers(i, head, x, leaves=None):
 
 
 def _loss_of(h, labels, head):
-    """Loss and accuracy of one head."""
+    """Compute loss and accuracy of one head."""
     options = head.options
     out = linear_cross_entropy(h, head.weight, labels, bias=head.bias, outputs=("loss", "correct"), **options)
     targets = shifted(labels, options["ignore_index"], options["shift"], options["position_ids"])
@@ -99,7 +99,7 @@ def _loss_of(h, labels, head):
 
 
 def _sum(heads, losses):
-    """The sum of the losses times their coefficients; a head of coefficient 0 is left out, even if NaN."""
+    """Add the losses times their coefficients; a head of coefficient 0 is left out, even if NaN."""
     parts = [loss * head.coefficient for head, loss in zip(heads, losses, strict=True) if head.coefficient]
     return sum(parts[1:], parts[0]) if parts else losses[0].detach() * 0.0
 

@@ -229,7 +229,7 @@ def check_outputs(op, outputs, known, or_none="") -> tuple[str, ...]:
 
 
 def autocast(hidden):
-    """hidden in autocast's dtype."""
+    """Convert hidden to autocast's dtype."""
     if hidden.is_meta:
         return hidden
     device = hidden.device.type
@@ -271,16 +271,21 @@ def prepare(
     weight,
     target,
     head: HeadOptions,
+    *,
     class_weight=None,
     token_weight=None,
     label_smoothing=0.0,
     z_loss=0.0,
-    *,
     main_grad=None,
     more=(),
 ) -> tuple[HeadCall, tuple]:
-    """A native call on checked arguments, and the tensors that get its gradients: hidden, weight, bias, A and
-    B before their conversion. weight's gradient is added to `main_grad`, if given."""
+    """Make a native call of checked arguments; also return the tensors that get its gradients, which are
+    hidden, weight, bias, A and B before their conversion.
+
+    Args:
+        main_grad: the tensor to which weight's gradient is added, or None.
+        more: the operator's other arguments.
+    """
     bias, lora, ignore_index, position_ids = head.bias, head.lora, head.ignore_index, head.position_ids
     wide = wide_logits(op, head.logit_dtype, hidden)
     if main_grad is None:  # main_grad has the columns of weight
@@ -327,7 +332,7 @@ def prepare(
 def plan_within(
     op, call: HeadCall, head: HeadOptions, weight, main_grad=None, *, more=0, **sizes
 ) -> HeadPlan:
-    """The plan of a call that takes at most ``max_peak_mb``; see :func:`within_peak`."""
+    """Plan a call that takes at most ``max_peak_mb``; see :func:`within_peak`."""
     if torch._C._are_functorch_transforms_active():  # the backward forms other gradients than are planned
         check_unbounded(op, head.max_peak_mb, "under the transforms of torch.func")
     hidden, own, lora_a = (getattr(call.operands, name) for name in ("hidden", "weight", "lora_a"))

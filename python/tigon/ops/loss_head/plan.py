@@ -9,6 +9,7 @@ import ctypes
 import math
 import operator
 from collections import namedtuple
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,14 +30,15 @@ MOST_GROUP_LOGITS = 1 << 30  # bytes of a group's logits: loss_head_group_limit 
 
 
 def native_names(function: str) -> dict[str, int]:
-    """The names of the native side in its order, with their values."""
+    """Ask the native side for its names, in its order, with their values."""
     ask = getattr(library, function)
     ask.restype = ctypes.c_char_p
     words = (word.partition("=") for word in ask().decode().split())
     return {name: int(value) for name, _, value in words}
 
 
-_SIZES = native_names("tigon_loss_head_sizes")  # the default sizes
+_DEFAULTS = native_names("tigon_loss_head_sizes")
+Sizes = namedtuple("Sizes", _DEFAULTS, defaults=_DEFAULTS.values())  # LossHeadSizes of the C++ side
 HeadPlan = namedtuple("HeadPlan", native_names("tigon_loss_head_plan"))
 
 
@@ -79,9 +81,10 @@ class LossMemoryOptions(LogProbMemoryOptions, total=False):
     keep_mb: float | None
 
 
-def _native_plan(function: str, sizes: tuple, groups: tuple = ()) -> HeadPlan:
+def _native_plan(function: str, sizes: tuple[int, ...], groups: tuple = ()) -> HeadPlan:
+    """Call this function of the native side."""
     found = (ctypes.c_int64 * len(HeadPlan._fields))()
-    given = (ctypes.c_int64 * len(_SIZES))(*sizes)  # no more: a size of another name is none
+    given = (ctypes.c_int64 * len(Sizes._fields))(*sizes)
     getattr(library, function)(given, *map(ctypes.c_int64, groups), found)
     return HeadPlan(*found)
 
@@ -103,13 +106,20 @@ def plan(
     groups=(),
     **sizes,
 ) -> HeadPlan:
-    """The native side's plan for a call, only from sizes; symbolic sizes become numbers."""
+    """Ask the native side for the plan of a call, which follows only from sizes; symbolic sizes become
+    numbers.
+
+    Args:
+        function: of the native side.
+        groups: the numbers that this function takes after the sizes.
+        sizes: other fields of :class:`Sizes`.
+    """
     sizes |= {"cuda": device == "cuda", "dtype": _CODES[dtype], "weight_dtype": _CODES[weight_dtype or dtype]}
     sizes |= {"rows": rows, "hidden": hidden, "vocab": vocab}
     sizes.setdefault("worked", rows)
     if max_workspace_mb is not None:
         sizes["cap"] = min(max(int(max_workspace_mb * _MIB), 0), _MOST)
-    numbers = tuple(map(operator.index, (_SIZES | sizes).values()))
+    numbers = tuple(map(operator.index, Sizes(**sizes)))
     return _native_plan(function, numbers, tuple(map(operator.index, groups)))
 
 
@@ -119,12 +129,12 @@ def plan_of(hidden: torch.Tensor, vocab: int, rows: int, **sizes) -> HeadPlan:
 
 
 def padded(vocab: int) -> int:
-    """Elements between the rows of logits: whole 128-byte lines."""
+    """Return the number of elements between the rows of logits, whole 128-byte lines."""
     return (vocab + 63) // 64 * 64
 
 
 def rows_within(keep_mb, vocab, itemsize) -> int:
-    """``keep_mb`` as a number of rows, or AUTOMATIC."""
+    """Convert ``keep_mb`` to a number of rows, or to AUTOMATIC."""
     if keep_mb is None:
         return AUTOMATIC
     return int(min(keep_mb, 2.0**40) * _MIB) // (padded(vocab) * itemsize)
@@ -147,7 +157,7 @@ def check_fits(op, found: HeadPlan, rows: int, what: str, cap) -> None:
 
 
 def check_cap(op, **caps: float | None) -> None:
-    """Check numbers of MiB; None is none."""
+    """Check numbers of MiB; None sets no bound."""
     for name, cap in caps.items():
         if cap is not None:
             check_numbers(op, **{name: cap})
@@ -156,12 +166,12 @@ def check_cap(op, **caps: float | None) -> None:
 
 
 def peak_bytes(max_peak_mb: float, more: int = 0) -> int:
-    """The bytes of a peak, of which `more` are not the plan's."""
+    """Convert a peak to bytes, without the `more` bytes that the plan does not know."""
     return min(max(int(max_peak_mb * _MIB) - more, 0), _MOST)
 
 
 def check_peak(op, found: HeadPlan, more: int, max_peak_mb) -> None:
-    """Check that a call can do with its peak."""
+    """Check that the peak is large enough for the call."""
     least = -(-(found.least + more) // _MIB)
     check(op, found.least == 0, "max_peak_mb must be at least {} for this call, got {}", least, max_peak_mb)
 
@@ -196,64 +206,83 @@ def _check_count(rows: int, valid_rows: int | None) -> None:
         check(_OP, valid_rows <= rows, words, rows, valid_rows)
 
 
-def _memory(
-    rows: int,
-    hidden_size: int,
-    vocab: int,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    device: str | torch.device = "cuda",
-    weight_dtype: torch.dtype | None = None,
-    train_hidden: bool = True,
-    train_weight: bool = True,
-    train_bias: bool = False,
-    main_grad: bool = False,
-    lora_rank: int = 0,
-    valid_rows: int | None = None,
-    reduction: str = "mean",
-    chunk_rows: int | None = None,
-    max_workspace_mb: float | None = None,
-    max_peak_mb: float | None = None,
-    keep_mb: float | None = None,
-    logit_dtype: torch.dtype | None = None,
-    classes: bool = True,
-    sums: bool = False,
-    more: int = 0,
-    function: str = "tigon_loss_head_memory",
-    groups: tuple = (),
-) -> HeadMemory:
-    """The memory of a head, from this function of the native side."""
-    trained = {"train_hidden": train_hidden, "train_weight": train_weight, "train_bias": train_bias}
-    check_integers(_OP, least=0, rows=rows, lora_rank=lora_rank)
-    check_integers(_OP, least=1, hidden_size=hidden_size, vocab=vocab)
-    if chunk_rows is not None:
-        check_integers(_OP, least=1, chunk_rows=chunk_rows)
-    _check_count(rows, valid_rows)
-    check_dtype(_OP, "dtype", dtype, (*_CODES,))
-    check_dtype(_OP, "weight_dtype", weight_dtype, (*_CODES, None))
-    check_dtype(_OP, "logit_dtype", logit_dtype, (None, torch.float32, dtype))
-    check_choice(_OP, "reduction", reduction, REDUCTIONS)
-    check_booleans(_OP, **trained, main_grad=main_grad)
-    check_cap(_OP, max_workspace_mb=max_workspace_mb, max_peak_mb=max_peak_mb)
-    check_keep(_OP, keep_mb)
-    sizes = trained | {"main_grad": main_grad, "lora_rank": lora_rank, "chunk_rows": chunk_rows or 0}
-    sizes |= {"worked": rows if valid_rows is None else valid_rows, "per_row": reduction == "none"}
-    sizes |= {"keep_rows": rows_within(keep_mb, vocab, dtype.itemsize), "unit": bool(keep_mb != 0)}
-    sizes["sums"] = sums
-    sizes["wide"] = logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
-    if max_peak_mb is not None:
-        if dtype == torch.float64:
-            check_unbounded(_OP, max_peak_mb, "in float64")
-        sizes |= {"peak": peak_bytes(max_peak_mb, more), "classes": classes}
-    way = {"weight_dtype": weight_dtype, "max_workspace_mb": max_workspace_mb}
-    way |= {"function": function, "groups": groups}
-    found = plan(_device_type(device), dtype, rows, hidden_size, vocab, **way, **sizes)
-    check_peak(_OP, found, more, max_peak_mb)
-    return HeadMemory(*(getattr(found, name) for name in HeadMemory._fields))
+@dataclass(frozen=True)
+class _PlannedCall:
+    """A call whose memory is asked for, as the caller describes it."""
+
+    rows: int
+    hidden_size: int
+    vocab: int
+    dtype: torch.dtype = torch.bfloat16
+    _: KW_ONLY
+    device: str | torch.device = "cuda"
+    weight_dtype: torch.dtype | None = None
+    train_hidden: bool = True
+    train_weight: bool = True
+    train_bias: bool = False
+    main_grad: bool = False
+    lora_rank: int = 0
+    valid_rows: int | None = None
+    reduction: str = "mean"
+    chunk_rows: int | None = None
+    max_workspace_mb: float | None = None
+    max_peak_mb: float | None = None
+    keep_mb: float | None = None
+    logit_dtype: torch.dtype | None = None
+
+    def check(self) -> None:
+        """Refuse sizes and options that the function would not take."""
+        check_integers(_OP, least=0, rows=self.rows, lora_rank=self.lora_rank)
+        check_integers(_OP, least=1, hidden_size=self.hidden_size, vocab=self.vocab)
+        if self.chunk_rows is not None:
+            check_integers(_OP, least=1, chunk_rows=self.chunk_rows)
+        _check_count(self.rows, self.valid_rows)
+        check_dtype(_OP, "dtype", self.dtype, (*_CODES,))
+        check_dtype(_OP, "weight_dtype", self.weight_dtype, (*_CODES, None))
+        check_dtype(_OP, "logit_dtype", self.logit_dtype, (None, torch.float32, self.dtype))
+        check_choice(_OP, "reduction", self.reduction, REDUCTIONS)
+        check_booleans(_OP, **self._trained(), main_grad=self.main_grad)
+        check_cap(_OP, max_workspace_mb=self.max_workspace_mb, max_peak_mb=self.max_peak_mb)
+        check_keep(_OP, self.keep_mb)
+        if self.dtype == torch.float64:
+            check_unbounded(_OP, self.max_peak_mb, "in float64")
+
+    def sizes(self) -> dict[str, int]:
+        """Return the fields of :class:`Sizes` that the call gives."""
+        sizes = self._trained() | {"main_grad": self.main_grad, "lora_rank": self.lora_rank}
+        sizes["worked"] = self.rows if self.valid_rows is None else self.valid_rows
+        sizes["chunk_rows"] = self.chunk_rows or 0
+        sizes["per_row"] = self.reduction == "none"
+        sizes["keep_rows"] = rows_within(self.keep_mb, self.vocab, self.dtype.itemsize)
+        sizes["unit"] = self.keep_mb != 0
+        narrow = self.dtype in (torch.bfloat16, torch.float16)
+        sizes["wide"] = self.logit_dtype == torch.float32 and narrow
+        return sizes
+
+    def _trained(self) -> dict[str, bool]:
+        names = ("train_hidden", "train_weight", "train_bias")
+        return {name: getattr(self, name) for name in names}
+
+    def memory(self, *, more: int = 0, **native) -> HeadMemory:
+        """Check the call and ask for its memory.
+
+        Args:
+            more: bytes of the peak that the plan does not know.
+            native: others of :func:`plan`: ``function``, ``groups`` and fields of :class:`Sizes`.
+        """
+        self.check()
+        given = self.sizes() | native
+        if self.max_peak_mb is not None:
+            given["peak"] = peak_bytes(self.max_peak_mb, more)
+        way = {"weight_dtype": self.weight_dtype, "max_workspace_mb": self.max_workspace_mb}
+        shape = self.rows, self.hidden_size, self.vocab
+        found = plan(_device_type(self.device), self.dtype, *shape, **way, **given)
+        check_peak(_OP, found, more, self.max_peak_mb)
+        return HeadMemory(*(getattr(found, name) for name in HeadMemory._fields))
 
 
 @arguments.called()
-@arguments.unpacked(_memory)
+@arguments.unpacked(_PlannedCall)
 def linear_cross_entropy_memory(
     rows: int,
     hidden_size: int,
@@ -278,11 +307,11 @@ def linear_cross_entropy_memory(
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_cross_entropy` would not take.
     """
-    return _memory(rows, hidden_size, vocab, dtype, **options)
+    return _PlannedCall(rows, hidden_size, vocab, dtype, **options).memory(classes=True)
 
 
 @arguments.called()
-@arguments.unpacked(_memory)
+@arguments.unpacked(_PlannedCall)
 def linear_log_prob_memory(
     rows: int,
     hidden_size: int,
@@ -308,15 +337,15 @@ def linear_log_prob_memory(
     check_integers(_OP, least=1, labels=labels)
     keep_mb = 0 if labels > 1 else keep_mb
     more = 4 * rows * labels if labels > 1 and dtype != torch.float64 else 0  # scores; and the results
-    way = {"reduction": "none", "keep_mb": keep_mb, "classes": labels == 1, "more": 2 * more}
-    found = _memory(rows, hidden_size, vocab, dtype, **way, **options)
+    call = _PlannedCall(rows, hidden_size, vocab, dtype, reduction="none", keep_mb=keep_mb, **options)
+    found = call.memory(classes=labels == 1, more=2 * more)
     return found._replace(
         workspace=found.workspace + more, results=found.results + more, peak=found.peak + 2 * more
     )
 
 
 @arguments.called()
-@arguments.unpacked(_memory)
+@arguments.unpacked(_PlannedCall)
 def linear_preference_memory(
     answers: int,
     tokens: int,
@@ -345,12 +374,12 @@ def linear_preference_memory(
     check_integers(_OP, group=group)
     check_integers(_OP, least=0, answers=answers, tokens=tokens)
     check(_OP, group in (0, 1, 2), "group must be 0, 1 or 2, got {}", group)
-    native = {"function": "tigon_linear_preference_memory", "groups": (group, tokens)}
-    return _memory(answers * tokens, hidden_size, vocab, dtype, **options, **native)
+    call = _PlannedCall(answers * tokens, hidden_size, vocab, dtype, **options)
+    return call.memory(function="tigon_linear_preference_memory", groups=(group, tokens), classes=True)
 
 
 @arguments.called()
-@arguments.unpacked(_memory)
+@arguments.unpacked(_PlannedCall)
 def linear_divergence_memory(
     rows: int,
     hidden_size: int,
@@ -379,13 +408,12 @@ def linear_divergence_memory(
     check_choice("linear_divergence_memory", "reduction", reduction, known)
     if teacher_hidden_size is not None:
         check_integers("linear_divergence_memory", least=1, teacher_hidden_size=teacher_hidden_size)
-    native = {"function": "tigon_linear_divergence_memory", "groups": (teacher_hidden_size or 0,)}
-    native |= {"classes": False, "keep_mb": 0, "reduction": known[reduction]}
-    return _memory(rows, hidden_size, vocab, dtype, **options, **native)
+    call = _PlannedCall(rows, hidden_size, vocab, dtype, reduction=known[reduction], keep_mb=0, **options)
+    return call.memory(function="tigon_linear_divergence_memory", groups=(teacher_hidden_size or 0,))
 
 
 @arguments.called()
-@arguments.unpacked(_memory)
+@arguments.unpacked(_PlannedCall)
 def drafter_loss_memory(
     rows: int,
     hidden_size: int,
@@ -416,20 +444,20 @@ def drafter_loss_memory(
     Raises:
         tigon.Error: a size or an option that the function would not take.
     """
-    sizes = {"steps": steps, "teacher_hidden_size": teacher_hidden_size, "teacher_vocab": teacher_vocab}
-    check_integers(_OP, least=1, **sizes)
+    teacher = {"teacher_hidden_size": teacher_hidden_size, "teacher_vocab": teacher_vocab}
+    check_integers(_OP, least=1, steps=steps, **teacher)
     check_integers(_OP, least=0, rows=rows)
     check_booleans(_OP, draft_ids=draft_ids)
     _check_count(rows, options["valid_rows"])
     if options["valid_rows"] is not None:
         options["valid_rows"] *= steps
-    native = {"function": "tigon_drafter_loss_memory", "groups": (*sizes.values(), draft_ids)}
-    native |= {"classes": False, "keep_mb": 0, "reduction": reduction}
-    return _memory(rows * steps, hidden_size, vocab, dtype, **options, **native)
+    call = _PlannedCall(rows * steps, hidden_size, vocab, dtype, reduction=reduction, keep_mb=0, **options)
+    groups = (steps, teacher_hidden_size, teacher_vocab, draft_ids)
+    return call.memory(function="tigon_drafter_loss_memory", groups=groups)
 
 
 @arguments.called()
-@arguments.unpacked(_memory)
+@arguments.unpacked(_PlannedCall)
 def linear_loss_memory(
     rows: int,
     hidden_size: int,
@@ -448,6 +476,6 @@ def linear_loss_memory(
         tigon.Error: a size or an option that the function would not take.
     """
     try:
-        return _memory(rows, hidden_size, vocab, dtype, **options, classes=False, sums=True)
+        return _PlannedCall(rows, hidden_size, vocab, dtype, **options).memory(sums=True)
     except Error:  # of a bound, or of both
         return linear_log_prob_memory(rows, hidden_size, vocab, dtype, **options)
