@@ -176,12 +176,14 @@ __global__ __launch_bounds__(Shape::threads, Shape::min_blocks) void register_ke
   const int first = kCluster ? min(int(rank) * p.slice, p.cols) : 0;
   const int n = kCluster ? min(p.slice, p.cols - first) : p.cols;
   const int64_t step = gridDim.x / blocks;
-  auto student_of = [&](int64_t r) { return AlignedRow<const T>(p.student_row(r) + first, n); };
+  auto student_of = [&](int64_t r) {
+    return AlignedRow<const T>(p.student + r * p.student_stride + first, n);
+  };
   auto vecs_of = [&](int stage) { return smem_vecs + stage * kVecsPerThread * 2 * kThreads + tid; };
   auto fetch_row = [&](int64_t r, int stage) {
     const AlignedRow<const T> x = student_of(r);
     const T* from_s = x.base + int64_t(tid) * N;
-    const T* from_t = p.teacher_row(r) + first - x.lead + int64_t(tid) * N;
+    const T* from_t = p.teacher + r * p.teacher_stride + first - x.lead + int64_t(tid) * N;
     const uint32_t to = cast_smem_ptr_to_uint(vecs_of(stage));
     // Counts bytes from the thread's first vector on.
     const int left = (n - x.column(tid)) * int(sizeof(T));
@@ -228,13 +230,13 @@ __global__ __launch_bounds__(Shape::threads, Shape::min_blocks) void register_ke
     if (counts) fetch_row(row_at[kStages - 1], previous);
     cp_async_commit_group();
     if constexpr (!kCluster) counts = to_fetch(next);
-    T* out = p.gradient(r) + first;
+    T* out = p.dstudent + r * p.dstudent_stride + first;
     const int here = stage;
     stage = stage + 1 == kStages ? 0 : stage + 1;
     if (!kCluster && p.ignored(r)) {
-      if (p.wants_gradient())
+      if (p.dstudent != nullptr)
         for (int c = tid; c < n; c += kThreads) out[c] = narrow<T>(0.0f);
-      if (tid == 0) p.write(r, 0.0f);
+      if (tid == 0) p.loss[r] = 0.0f;
       continue;
     }
     const float scale = p.scale_of(r);
@@ -261,8 +263,8 @@ __global__ __launch_bounds__(Shape::threads, Shape::min_blocks) void register_ke
       loss = fast::divergence_loss<K>(all.terms, sum_of(all), p.beta);
       sum_g = all.g, center = center_of(all);
     }
-    if (tid == 0 && rank == 0) p.write(r, loss * p.factor);
-    if (!p.wants_gradient()) continue;
+    if (tid == 0 && rank == 0) p.loss[r] = loss * p.factor;
+    if (p.dstudent == nullptr) continue;
     if (p.log_probs) sum_g = fast::divergence_own_share<K>(), center = 0.0f;
     thread.store_gradient(out, row, part_s, part_t, gain, sum_g, center);
   }
@@ -309,14 +311,15 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
   const Scaling<T> scaling(p);
   int phase = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
-    T* out = p.gradient(r);
+    T* out = p.dstudent + r * p.dstudent_stride;
     if (p.ignored(r)) {
-      if (p.wants_gradient())
+      if (p.dstudent != nullptr)
         for (int c = tid; c < p.cols; c += kLoopThreads) out[c] = narrow<T>(0.0f);
-      if (tid == 0) p.write(r, 0.0f);
+      if (tid == 0) p.loss[r] = 0.0f;
       continue;
     }
-    const AlignedRow<const T> x(p.student_row(r), p.cols), y(p.teacher_row(r), p.cols);
+    const AlignedRow<const T> x(p.student + r * p.student_stride, p.cols),
+        y(p.teacher + r * p.teacher_stride, p.cols);
     RowPair row;
     float v[N], w[N];
     auto read = [&](int k) { read_vec(x, x, k, v), read_vec(y, x, k, w); };
@@ -349,8 +352,8 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
     }
     all_reduce_lanes(totals);
     totals = all_reduce_totals<false>(storage, phase++, kMessages, totals);
-    if (tid == 0) p.write(r, fast::divergence_loss<K>(totals.terms, totals.g, p.beta) * p.factor);
-    if (!p.wants_gradient()) continue;
+    if (tid == 0) p.loss[r] = fast::divergence_loss<K>(totals.terms, totals.g, p.beta) * p.factor;
+    if (p.dstudent == nullptr) continue;
     const float gain = p.factor * p.inv_temperature * p.scale_of(r) * fast::divergence_unit<K>(p.beta);
     const float sum_g = p.log_probs ? fast::divergence_own_share<K>() : totals.g;
     const AlignedRow<T> to = aligned_row_like(out, x);
@@ -427,7 +430,30 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
               a.student.cols);
   dispatch_float(kOp, "student", a.student.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    const DivergenceParams<T> p(a);
+    constexpr int64_t N = AlignedRow<T>::N;
+    const double slope = 1.4426950408889634 / double(a.temperature);
+    DivergenceParams<T> p = {.student = a.student.row<T>(0),
+                             .teacher = a.teacher.row<T>(0),
+                             .dstudent = a.dstudent.row<T>(0),
+                             .labels = a.labels.as<int64_t>(),
+                             .scale = a.scale.as<float>(),
+                             .loss = a.loss.as<float>(),
+                             .rows = a.student.rows,
+                             .student_stride = a.student.stride,
+                             .teacher_stride = a.teacher.stride,
+                             .dstudent_stride = a.dstudent.stride,
+                             .scale_step = a.scale.size == 1 ? 0 : 1,
+                             .ignore_index = a.ignore_index,
+                             .cols = int(a.student.cols),
+                             .slice = 0,
+                             .beta = a.beta,
+                             .slope = float(slope),
+                             .slope_low = float(slope - double(float(slope))),
+                             .factor = a.factor,
+                             .inv_temperature = 1.0f / a.temperature,
+                             .log_probs = a.log_probs,
+                             .aligned = false};
+    p.aligned = uintptr_t(a.student.data) % 16 == 0 && (p.rows == 1 || p.student_stride % N == 0);
     const bool same_offset = same_row_offsets<T>(a.student, a.teacher);
     with_kind(a.kind, [&]<DivergenceKind K>() { launch_rows<K>(ctx, p, same_offset); });
   });

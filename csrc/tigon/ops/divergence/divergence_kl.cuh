@@ -78,7 +78,7 @@ __device__ __forceinline__ void reduce_rows(const DivergenceParams<T>& p, KlStor
       if (rank == 0) {
         const float quotient = ::log2f(m.sum_t / m.sum_s);
         const float bits = fma(mean, p.slope, K == DivergenceKind::reverse_kl ? quotient : -quotient);
-        p.write(row, fast::divergence_loss<K>(bits, 0.0f, p.beta) * p.factor);
+        p.loss[row] = fast::divergence_loss<K>(bits, 0.0f, p.beta) * p.factor;
       }
     }
   }
@@ -104,7 +104,7 @@ struct KlConsumer {
   KlStorage<Shape::warps>& storage;
   // The CTA has columns [first, first + n).
   int chunks, stages, first, n;
-  // Hold the rows in flight, in turn.
+  // The rows in flight, in turn.
   int r0, r1, r2, r3;
   uint32_t own_stage, end_stage;
   // The first early_chunks chunks of a row are summed before the previous row's reduction is collected.
@@ -120,7 +120,7 @@ struct KlConsumer {
 
   __device__ __forceinline__ int vec(int chunk) const { return chunk * kConsumers + int(threadIdx.x); }
   __device__ __forceinline__ AlignedRow<const T> student_of(int64_t r) const {
-    return AlignedRow<const T>(p.student_row(r) + first, n);
+    return AlignedRow<const T>(p.student + r * p.student_stride + first, n);
   }
   __device__ __forceinline__ void advance(uint32_t& stage) const {
     stage += kStageBytes;
@@ -133,7 +133,7 @@ struct KlConsumer {
       if (r < int(p.rows)) {
         const AlignedRow<const T> x = student_of(r);
         end_s = reinterpret_cast<const char*>(x.base + x.lead + n);
-        end_t = reinterpret_cast<const char*>(p.teacher_row(r) + first + n);
+        end_t = reinterpret_cast<const char*>(p.teacher + int64_t(r) * p.teacher_stride + first + n);
         left = (n - x.column(int(threadIdx.x))) * int(sizeof(T));
       }
     }
@@ -224,9 +224,9 @@ struct KlConsumer {
     ++collected;
     r3 = __float_as_int(b.z);
     const AlignedRow<const T> x = student_of(r0);
-    const AlignedRow<T> to = aligned_row_like(p.gradient(r0) + first, x);
+    const AlignedRow<T> to = aligned_row_like(p.dstudent + int64_t(r0) * p.dstudent_stride + first, x);
     const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
-    const int stored_vecs = p.wants_gradient() ? x.vecs : 0;
+    const int stored_vecs = p.dstudent != nullptr ? x.vecs : 0;
     const float gain =
         p.factor * p.inv_temperature * b.y * (K == DivergenceKind::reverse_kl ? p.inv_temperature : 1.0f);
     Powers power_s(p.slope, a.x);

@@ -22,32 +22,27 @@ template <DivergenceKind K>
 constexpr bool kKl = K == DivergenceKind::forward_kl || K == DivergenceKind::reverse_kl;
 
 template <class T>
-struct DivergenceParams : DivergenceRows {
-  int64_t rows;
+struct DivergenceParams {
+  const T *student, *teacher;
+  // These three may be null; dstudent may be student.
+  T* dstudent;
+  const int64_t* labels;
+  const float* scale;
+  float* loss;
+  int64_t rows, student_stride, teacher_stride, dstudent_stride, scale_step, ignore_index;
   // `slice` counts the columns of a CTA of a cluster.
-  int cols, slice = 0;
+  int cols, slice;
   // slope + slope_low is log2(e) / temperature, and inv_temperature 1 / temperature.
-  float slope, slope_low, inv_temperature;
-  // Every row begins at a 16-byte boundary.
-  bool aligned;
+  float beta, slope, slope_low, factor, inv_temperature;
+  // `aligned` says that every row begins at a 16-byte boundary.
+  bool log_probs, aligned;
 
-  explicit DivergenceParams(const DivergenceRows& a)
-      : DivergenceRows(a), rows(a.student.rows), cols(int(a.student.cols)) {
-    const double exact = 1.4426950408889634 / double(a.temperature);
-    slope = float(exact), slope_low = float(exact - double(float(exact)));
-    inv_temperature = 1.0f / a.temperature;
-    aligned = uintptr_t(a.student.data) % 16 == 0 && (rows == 1 || a.student.stride % AlignedRow<T>::N == 0);
+  __device__ bool ignored(int64_t r) const { return labels != nullptr && labels[r] == ignore_index; }
+  __device__ T* gradient(int64_t r) const {
+    return dstudent != nullptr ? dstudent + r * dstudent_stride : nullptr;
   }
-  __device__ bool ignored(int64_t r) const { return labels && labels.as<int64_t>()[r] == ignore_index; }
-  __device__ const T* student_row(int64_t r) const { return student.row<const T>(r); }
-  __device__ const T* teacher_row(int64_t r) const { return teacher.row<const T>(r); }
-  __device__ T* gradient(int64_t r) const { return dstudent.data != nullptr ? dstudent.row<T>(r) : nullptr; }
-  __device__ bool wants_gradient() const { return dstudent.data != nullptr; }
-  __device__ void write(int64_t r, float of_row) const { loss.as<float>()[r] = of_row; }
-  __device__ void write_ignored(int64_t r) const { write(r, 0.0f); }
-  __device__ float scale_of(int64_t r) const {
-    return scale ? scale.as<float>()[scale.size == 1 ? 0 : r] : 1.0f;
-  }
+  __device__ void write_ignored(int64_t r) const { loss[r] = 0.0f; }
+  __device__ float scale_of(int64_t r) const { return scale != nullptr ? scale[r * scale_step] : 1.0f; }
 };
 
 // Holds the statistics that a warp publishes: its references and the sums of its exponentials.

@@ -23,8 +23,8 @@ struct PairShape : TmaPipelineShape<ConsumerWarps, VecsPerThread, 2> {
                                             (ConsumerWarps * 32) / 8 * 8;
 };
 
-// Holds sums over a row's classes: terms, g, and q as computed. The mean slope is relative to the latter sum,
-// so that equal slopes differ from their mean by rounding only.
+// Sums over a row's classes: terms, g, and q as computed. The mean slope is relative to the latter sum, so
+// that equal slopes differ from their mean by rounding only.
 struct alignas(16) ClassSums {
   float terms, g, q, unused;
   __device__ __forceinline__ ClassSums merged() const {
@@ -133,7 +133,7 @@ struct Reducer {
     if (lane == 0) {
       storage.slope[i] = make_float2(row.gain, p.log_probs ? fast::divergence_own_share<K>() : all.g / all.q);
       mbarrier_arrive(&storage.slope_barrier[i]);
-      if (rank == 0) p.write(row.row, fast::divergence_loss<K>(all.terms, all.g, p.beta) * p.factor);
+      if (rank == 0) p.loss[row.row] = fast::divergence_loss<K>(all.terms, all.g, p.beta) * p.factor;
     }
   }
   // Takes the rows in the consumers' order.
@@ -164,10 +164,10 @@ struct Slice {
     first = min(int(cluster_rank()) * p.slice, p.cols), n = min(p.slice, p.cols - first);
   }
   __device__ __forceinline__ AlignedRow<const T> student(int64_t r) const {
-    return AlignedRow<const T>(p.student_row(r) + first, n);
+    return AlignedRow<const T>(p.student + r * p.student_stride + first, n);
   }
   __device__ __forceinline__ AlignedRow<const T> teacher(int64_t r) const {
-    return AlignedRow<const T>(p.teacher_row(r) + first, n);
+    return AlignedRow<const T>(p.teacher + r * p.teacher_stride + first, n);
   }
 };
 
@@ -344,7 +344,7 @@ struct Consumer {
     const int buffer = slope_phase.buffer();
     mbarrier_wait_parity<false>(&storage.slope_barrier[buffer], slope_phase.phase());
     ++slope_phase.count;
-    if (!p.wants_gradient()) return;
+    if (p.dstudent == nullptr) return;
     const float gain = storage.slope[buffer].x, mean = storage.slope[buffer].y;
     const AlignedRow<const T> x = slice.student(r);
     const AlignedRow<T> to = aligned_row_like(p.gradient(r) + slice.first, x);
