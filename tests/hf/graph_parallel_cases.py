@@ -27,7 +27,7 @@ def graphs():
 @case(**OPTIONS)
 def ddp_graphs(options):
     """Gradients are reduced behind the replayed backward."""
-    model = make(device=device_type())
+    model = make(device=device_type(), attn_implementation="sdpa", use_cache=False)
     _, losses, want = with_tigon(model, graphs=True)
     wrapped = DistributedDataParallel(model, **options)
     with graphs():
@@ -39,7 +39,7 @@ def ddp_graphs(options):
 @case
 def ddp_graphs_accumulate():
     """no_sync adds up; the last backward reduces the sum."""
-    model = make(device=device_type())
+    model = make(device=device_type(), attn_implementation="sdpa", use_cache=False)
     _, losses, want = with_tigon(model, times=3, graphs=True)
     wrapped = DistributedDataParallel(model)
     with graphs():
@@ -57,7 +57,7 @@ def ddp_graphs_accumulate():
 @case
 def ddp_graph_step():
     """A function of the program: the all-reduce is captured with it, or it says why not."""
-    model = make(device=device_type())
+    model = make(device=device_type(), attn_implementation="sdpa", use_cache=False)
     _, losses, want = with_tigon(model)
     wrapped = DistributedDataParallel(model)
 
@@ -79,7 +79,7 @@ def ddp_graph_step():
 @case
 def fsdp2_graphs():
     """Sharded parameters: eager, and it says so."""
-    model = make(device=device_type())
+    model = make(device=device_type(), attn_implementation="sdpa", use_cache=False)
     _, losses, want = with_tigon(model, graphs=True)
     shard(model, "root")
     said = []
