@@ -166,7 +166,10 @@ def test_statistics_and_gradient_in_one_pass(device, columns, options, dtype):
         sizes = exact_grads.norm(dim=1)
         two = torch.cat([g for *_, g in sharded(p, options, columns, False, argmax)], 1)
         one, two = ((g.double() - exact_grads).norm(dim=1) for g in (found, two))
-        assert (one <= 2 * two + torch.finfo(dtype).eps * sizes).all()
+        # Stored elements, the factor and a shard's 1 / s are rounded by themselves here, where two passes
+        # round their product. In float32 that is no longer small beside two passes of little error.
+        roundings = 3 if dtype == torch.float32 else 1
+        assert (one <= 2 * two + roundings * torch.finfo(dtype).eps * sizes).all()
 
 
 @pytest.mark.parametrize("in_one_pass", [False, True])
