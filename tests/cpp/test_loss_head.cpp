@@ -41,7 +41,7 @@ struct Problem {
 std::vector<Rows> spans(const Rows& groups, int64_t limit) {
   Problem p(DType::f32);
   std::vector<Rows> all;
-  for (const LossHeadSpan& s : loss_head_plan(p.head(), groups, limit))
+  for (const LossHeadSpan& s : loss_head_spans(p.head(), groups, limit))
     all.push_back({s.begin, s.count, s.group, s.groups});
   return all;
 }
@@ -60,14 +60,14 @@ TEST_CASE("plan packs whole groups in order") {
 TEST_CASE("plan refuses what cannot be met") {
   Problem p(DType::f32);
   LinearHead head = p.head();
-  CHECK_THROWS_WITH_AS(loss_head_plan(head, {3, -1}, 8),
+  CHECK_THROWS_WITH_AS(loss_head_spans(head, {3, -1}, 8),
                        "[driver] groups must have >= 0 rows, got -1 in group 1", Error);
   head.weight.rows = 1 << 18;  // 1 MiB a row
-  CHECK(loss_head_plan(head, {1024}, 8).size() == 1);
-  CHECK_THROWS_WITH_AS(loss_head_plan(head, {8, 1025}, 8),
+  CHECK(loss_head_spans(head, {1024}, 8).size() == 1);
+  CHECK_THROWS_WITH_AS(loss_head_spans(head, {8, 1025}, 8),
                        "[driver] groups must have at most 1024 rows (logits of 1 GiB), got 1025 in group 1",
                        Error);
-  CHECK(loss_head_plan(head, {1, 1025}, 1025).size() == 2);  // a limit of the caller's own
+  CHECK(loss_head_spans(head, {1, 1025}, 1025).size() == 2);  // a limit of the caller's own
 }
 
 TEST_CASE("chunks by sizes alone") {

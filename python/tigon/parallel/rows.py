@@ -17,6 +17,8 @@ from tigon.ops.loss_head.products import row_gradient as _gradient
 from tigon.ops.loss_head.products import row_statistics as _statistics
 from tigon.parallel.shards import Shards
 
+# What is known of a row, in this order. log_share is the logarithm of the probability that this shard's
+# classes have together.
 NUMBERS = ("loss", "z_loss", "log_prob", "lse", "entropy", "log_share")
 
 
@@ -53,7 +55,7 @@ class Rows(NamedTuple):
     bias: torch.Tensor | None = None  # of the shard's classes
     class_weight: torch.Tensor | None = None  # float32, of all classes
     shard_weight: torch.Tensor | None = None  # float32 [shards], for smoothing
-    kinds: int = 0
+    kinds: int = 0  # bits: ENTROPY, SMOOTHING, PREDICTED
     labels: int = 0  # K, if a row has several; its target is then the class `vocab`, which no shard has
 
     def per_row(self) -> int:
@@ -115,7 +117,7 @@ class Rows(NamedTuple):
         return parts[:, : -self.labels].flatten(0, 1), scores, scores.amax(-1)
 
     def log_probs(self, labels, target, scores, top, log_prob) -> torch.Tensor:
-        """Of each of several labels ``[rows, K]``, from that of the label with the best score."""
+        """Compute log_prob of several labels ``[rows, K]``, from that of the one with the best score."""
         f = self.formula
         found = _log_probs(labels, target, scores, top, IGNORED, log_prob, f.softcap, f.temperature)
         return found.view(labels.shape)

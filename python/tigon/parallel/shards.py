@@ -23,7 +23,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, 
 
 
 class Facts(NamedTuple):
-    """A process's description of its call; all values but the last five must be equal in all processes."""
+    """A process's description of its call. All but refused, columns and first_class must be equal."""
 
     rows: int = 0
     size: int = 0  # of a hidden state

@@ -52,7 +52,7 @@ class ShardedCall(NamedTuple):
     labels: torch.Tensor | None  # int64 [shares, rows of a share, K], if a row has several
     token_weight: torch.Tensor | None  # float32, target's shape
     scale: torch.Tensor | None  # None: a loss for each row
-    result: int  # the one of NUMBERS that is the loss of a row
+    result: int  # index in NUMBERS of what is returned for a row
     entropy: bool  # the entropies get gradients
     needs: int
     chunk: int  # rows of a share
@@ -256,7 +256,7 @@ class ForwardPass(ShardPass):
             self.add_others(chunk, hidden, to[: hidden.shape[0]], factor)
 
     def share_out(self, hidden, dlogits) -> None:
-        """The rest of the gradient of the parts whose statistics are owed, and hidden's."""
+        """Finish dlogits of the parts whose statistics are owed, and form hidden's gradient of them."""
         for part, target, gathered in self.owed:
             found, factor = self.losses(part, target, gathered), None
             if self.vocab:

@@ -449,8 +449,8 @@ namespace cuda {
 void experts_adapter_pass(Context& ctx, const ExpertsAdapterPass& a);
 void experts_gate_pass(Context& ctx, const ExpertsGatePass& a);
 
-// Multiplies by matrices of few rows, [r, in], whose result is then no wider than the tile of a GEMM. False:
-// not these.
+// Multiplies by matrices of few rows, [r, in], whose result is then no wider than the tile of a GEMM. Returns
+// false, and does nothing, if it has no kernel for the call.
 bool experts_narrow_product(Context& ctx, const ExpertsProduct& a);
 // Does the same for gradients of few ranks.
 bool experts_narrow_gradient(Context& ctx, const ExpertsAdapterGradient& a);

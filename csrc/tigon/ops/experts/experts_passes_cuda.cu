@@ -19,27 +19,34 @@ constexpr const char* kOp = "experts";
 
 using T = __nv_bfloat16;
 
+// Each CTA has a part of the rows. There are as many parts as an H200 has SMs, on every GPU, since the order
+// of the sums follows from their number.
 constexpr int kPassWarps = 16, kPassThreads = 32 * kPassWarps, kPassRows = 16, kPassParts = 132,
               kPassRanks = ExpertsPass::kMostRanks;
 
+// Describes a pass to its kernel. With kGate it is ExpertsGatePass, otherwise ExpertsAdapterPass. `first` is
+// its stack, and `width` the rank of the adapter.
 struct Pass {
-  Rows<const T> rows;    // what is read: of the gate, the gradient of act
-  const int32_t* order;  // null: rows as they are
+  Rows<const T> rows;    // are read; the gate's are the gradient of act
+  const int32_t* order;  // if null, rows are taken as they are
   int choices;
-  // Receives the rows in order, if it has data. Of the gate: gate and up, which their gradient replaces.
+  // Receives the rows in order, if it has data. With kGate it holds gate and up, which their gradient
+  // replaces.
   Rows<T> copy;
   const T* first;      // [experts, width, columns]
   const T *t, *act_t;  // [rows, width]
   int width, cols;
   Values weights, dweights;
-  const int32_t* slots;  // of the weights; null: rows
+  const int32_t* slots;  // are the places of the rows' weights; null if these are in order
   Offsets offsets;
-  T* u;         // [rows, width]
-  float* sums;  // [parts + experts][kPassRanks][columns]
-  int count;    // rows, local or not
+  T* u;  // [rows, width]
+  // [parts + experts][kPassRanks][columns]. What part p adds up for expert e is at p + e. Parts and experts
+  // both ascend, so no two share a place.
+  float* sums;
+  int count;  // rows, local or not
 };
 
-// Tiles are counted as Offsets::expert_of_tile says.
+// Walks over the tiles [from, to) that have rows. They are counted as in Offsets::expert_of_tile.
 struct PassTile {
   const int32_t* first;
   int tile, last, expert, begin, end;  // the expert's rows
@@ -72,7 +79,7 @@ struct PassTile {
   }
 };
 
-// Returns the first tile of a CTA's: part * tiles / kPassParts.
+// Returns the first tile of a part, part * tiles / kPassParts, without a product that overflows.
 __device__ __forceinline__ int part_begin(int part, int tiles) {
   return part * (tiles / kPassParts) + part * (tiles % kPassParts) / kPassParts;
 }
@@ -91,7 +98,8 @@ struct PassShared {
   T t[2][2][kPassRanks][kPassRows];
   float weights[2][kPassRows];
   uint64_t full[2];
-  // The stages follow: 16 rows of `cols` elements and 16 bytes, of the gate also 16 of 2 cols and 16 bytes.
+  // The two stages follow. Each holds kPassRows rows of `cols` elements, and with kGate as many of 2 cols.
+  // Every row has 16 bytes of padding, so that fragments are read without bank conflicts.
 };
 constexpr int pass_stage_bytes(bool gate, int cols) {
   return kPassRows * (2 * cols + 16 + (gate ? 4 * cols + 16 : 0));
@@ -354,16 +362,17 @@ __global__ __launch_bounds__(kPassThreads, 1) void pass_kernel(const __grid_cons
 // A CTA has some columns of a few experts, a warp one of them.
 constexpr int kPassSumExperts = 8, kPassSumCols = 32, kPassSumThreads = 32 * kPassSumExperts;
 
-struct PassSum {  // the columns of a gradient
+// Describes a gradient, whose columns are [from, from + cols) of the sums.
+struct PassSum {
   Values out;
   int64_t strides[3];
   float scale;
-  int rank, from, cols, slices;  // columns [from, from + cols) of the sums
+  int rank, from, cols, slices;
 };
 struct PassSums {
   const float* sums;
   Offsets offsets;
-  int width;
+  int columns;  // of a row of sums
   PassSum of[2];
 };
 
@@ -384,16 +393,16 @@ __global__ __launch_bounds__(kPassSumThreads) void pass_sums_kernel(const __grid
     for (int part = rows > 0 ? part_of(tile) : 0; part <= last; ++part) {
       // A part may have less than a tile.
       if (part_begin(part, tiles) == part_begin(part + 1, tiles)) continue;
-      const float* from = p.sums + int64_t(part + expert) * kPassRanks * p.width + to.from + column + lane;
+      const float* from = p.sums + int64_t(part + expert) * kPassRanks * p.columns + to.from + column + lane;
 #pragma unroll
       for (int i = 0; i < kPassRanks; ++i)
-        if (i < to.rank) sum[i] += from[int64_t(i) * p.width];
+        if (i < to.rank) sum[i] += from[int64_t(i) * p.columns];
     }
   }
 #pragma unroll
   for (int i = 0; i < kPassRanks; ++i) sums[i][lane][warp] = sum[i];
   __syncthreads();
-  // The experts of an element are adjacent if they are so in memory, else the columns of a rank.
+  // Adjacent threads write adjacent memory: the experts of an element, or else the columns of a rank.
   const bool adjacent = to.strides[0] == 1;
   for (int i = thread; i < kPassRanks * kPassSumCols * kPassSumExperts; i += kPassSumThreads) {
     constexpr int kElements = kPassRanks * kPassSumCols;
@@ -416,11 +425,11 @@ PassSum sum_of(const Strided& out, int from, float scale) {
           .cols = cols,
           .slices = int(ceil_div(cols, kPassSumCols))};
 }
-void add_parts(Context& ctx, const Pass& pass, int width, const std::array<PassSum, 2>& of) {
+void add_parts(Context& ctx, const Pass& pass, int columns, const std::array<PassSum, 2>& of) {
   launch(kOp, ctx, pass_sums_kernel,
          {.blocks = ceil_div(pass.offsets.experts, kPassSumExperts) * (of[0].slices + of[1].slices),
           .threads = kPassSumThreads},
-         PassSums{.sums = pass.sums, .offsets = pass.offsets, .width = width, .of = {of[0], of[1]}});
+         PassSums{.sums = pass.sums, .offsets = pass.offsets, .columns = columns, .of = {of[0], of[1]}});
 }
 
 template <bool kGate, int kSteps>

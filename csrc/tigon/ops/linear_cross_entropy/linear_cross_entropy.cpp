@@ -161,7 +161,7 @@ class LabelPass : public RowPass {
     CrossEntropyRows pass = row_pass(a_, c.logits, run.rows.labels, {}, c.begin, c.count);
     pass.scale = loss_head_part(late_factor_ ? late_factor_ : factor_, c.begin, c.count);
     pass.entropy_scale = loss_head_part(entropy_factor_, c.begin, c.count);
-    loss_head_gradient(run, c, pass, {r_.lse, r_.log_prob, r_.entropy, weight_sum_});
+    loss_head_class_gradient(run, c, pass, {r_.lse, r_.log_prob, r_.entropy, weight_sum_});
   }
 
   void finish(const LossHeadRun& run) override {

@@ -20,8 +20,8 @@
 // Determinism bitwise, run to run
 // Traffic     three GEMMs (one without gradients; four less one chunk's first if a group fits no
 //             chunk), one more for ref; per chunk the logits are written, read and written, read twice
-// Refused     what linear_head, cross_entropy and preference refuse, an odd number of answers in pairs, a ref
-//             of other rows or classes: tigon::Error before anything is written
+// Refused     what loss_head_check, cross_entropy and preference refuse, an odd number of answers in pairs, a
+//             ref of other rows or classes: tigon::Error before anything is written
 #pragma once
 
 #include "tigon/ops/loss_head/loss_head.h"

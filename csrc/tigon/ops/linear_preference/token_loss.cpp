@@ -61,7 +61,7 @@ class TokenPass final : public RowPass {
     CrossEntropyRows pass = row_pass(run, run.a.head, {c.begin, c.count, c.logits, c.logits});
     pass.scale = places(dlog_prob_, c.begin, c.count);
     pass.entropy_scale = places(dentropy_, c.begin, c.count);
-    loss_head_gradient(run, c, pass, {lse_, log_prob_, entropy_, {}});
+    loss_head_class_gradient(run, c, pass, {lse_, log_prob_, entropy_, {}});
   }
 
   void turn(const LossHeadRun& run) override {

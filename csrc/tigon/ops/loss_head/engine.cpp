@@ -112,7 +112,7 @@ void plan_groups(LossHeadRun& run) {
   run.whole = *std::max_element(sizes.begin(), sizes.end()) <= most;
   if (!run.whole) return plan_tokens(run);
   if (g.pairs) run.rows = pair_rows(run.ctx, a, run.rows);
-  run.spans = loss_head_plan(a.head, sizes, run.limit);
+  run.spans = loss_head_spans(a.head, sizes, run.limit);
 }
 
 void plan(LossHeadRun& run, RowPass& pass) {
@@ -300,8 +300,8 @@ void by_classes(const LossHeadRun& run, RowPass& pass, const Matrix& dweight, Ma
 
 }  // namespace
 
-void loss_head_gradient(const LossHeadRun& run, const LossHeadClasses& c, CrossEntropyRows pass,
-                        const LossHeadWhole& whole) {
+void loss_head_class_gradient(const LossHeadRun& run, const LossHeadClasses& c, CrossEntropyRows pass,
+                              const LossHeadWhole& whole) {
   auto part = [&](const Vector& of) { return loss_head_part(of, c.begin, c.count); };
   pass.bias = loss_head_part(pass.bias, c.first, c.logits.cols);
   pass.dlogits = c.logits;

@@ -128,8 +128,8 @@ struct LossHeadWhole {
 };
 // Runs a row pass that was made for all classes over some of them: it replaces their logits by their
 // gradients.
-void loss_head_gradient(const LossHeadRun& run, const LossHeadClasses& c, CrossEntropyRows pass,
-                        const LossHeadWhole& whole);
+void loss_head_class_gradient(const LossHeadRun& run, const LossHeadClasses& c, CrossEntropyRows pass,
+                              const LossHeadWhole& whole);
 
 // Defines a loss: what it makes of logits. The engine calls these hooks in the order above.
 class RowPass {

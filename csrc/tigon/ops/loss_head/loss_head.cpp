@@ -158,8 +158,8 @@ int64_t loss_head_group_limit(const LinearHead& a, int64_t limit) {
                   kMostBytes / (loss_head_logit_stride(a.weight.rows) * int64_t(size_of(a.hidden.dtype))));
 }
 
-std::vector<LossHeadSpan> loss_head_plan(const LinearHead& a, const std::vector<int64_t>& group_rows,
-                                         int64_t limit) {
+std::vector<LossHeadSpan> loss_head_spans(const LinearHead& a, const std::vector<int64_t>& group_rows,
+                                          int64_t limit) {
   int64_t most = loss_head_group_limit(a, limit);
   for (size_t g = 0; g < group_rows.size(); ++g) {
     TIGON_CHECK(a.op, group_rows[g] >= 0, "groups must have >= 0 rows, got ", group_rows[g], " in group ", g);

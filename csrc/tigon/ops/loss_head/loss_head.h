@@ -38,7 +38,7 @@
 
 namespace tigon {
 
-// Says how the losses of rows become one.
+// Names the ways to make one loss of the losses of rows.
 enum class Reduction : int { none = 0, mean = 1, sum = 2 };
 
 // Names the operands of the linear layer, and the gradients that are wanted (empty: not wanted). A call with
@@ -142,9 +142,9 @@ struct LossHeadSpan {
 };
 // Returns the most rows of a group.
 TIGON_API int64_t loss_head_group_limit(const LinearHead& a, int64_t limit);
-// Divides groups of `group_rows` rows each into chunks.
-TIGON_API std::vector<LossHeadSpan> loss_head_plan(const LinearHead& a,
-                                                   const std::vector<int64_t>& group_rows, int64_t limit);
+// Divides groups into chunks; group g has group_rows[g] rows.
+TIGON_API std::vector<LossHeadSpan> loss_head_spans(const LinearHead& a,
+                                                    const std::vector<int64_t>& group_rows, int64_t limit);
 
 // Holds the memory of one chunk, which all chunks use. Logits in f32 exist only for a part of a chunk at a
 // time (engine.h), so that they take no more than those of a small chunk. What the row pass leaves for the
@@ -224,7 +224,7 @@ TIGON_API void loss_head_clear(Context& ctx, const LinearHead& a, const LossHead
 
 // Returns a part of a vector by row; a vector of size 1 stands for all rows and is returned as it is.
 TIGON_API Vector loss_head_part(const Vector& v, int64_t begin, int64_t count);
-// Allocates new ones in the context's memory.
+// Allocates a matrix or a vector in the context's memory.
 TIGON_API Matrix loss_head_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype);
 TIGON_API Vector loss_head_vector(Context& ctx, int64_t n, DType dtype = DType::f32);
 
@@ -303,7 +303,7 @@ struct LossHeadMove {
 };
 TIGON_API void loss_head_move(Context& ctx, const LossHeadMove& a);
 
-#define TIGON_LINEAR_HEAD_BACKEND                                 \
+#define TIGON_LOSS_HEAD_BACKEND                                   \
   void loss_head_finish(Context& ctx, const LossHeadFinish& a);   \
   void loss_head_ones(Context& ctx, Vector out);                  \
   void loss_head_zero(Context& ctx, const Matrix& out);           \
@@ -313,13 +313,13 @@ TIGON_API void loss_head_move(Context& ctx, const LossHeadMove& a);
   void loss_head_results(Context& ctx, const LossHeadResults& a); \
   void loss_head_move(Context& ctx, const LossHeadMove& a);
 namespace cpu {
-TIGON_LINEAR_HEAD_BACKEND
+TIGON_LOSS_HEAD_BACKEND
 }
 namespace cuda {
-TIGON_LINEAR_HEAD_BACKEND
+TIGON_LOSS_HEAD_BACKEND
 bool loss_head_statistics(Context& ctx, const LinearHead& a, const LossHeadRows& rows, const LogitFormula& f,
                           const Matrix& parts);
 }  // namespace cuda
-#undef TIGON_LINEAR_HEAD_BACKEND
+#undef TIGON_LOSS_HEAD_BACKEND
 
 }  // namespace tigon

@@ -23,7 +23,7 @@ from tigon.ops.fp8_linear import Quantized, quantize_rows
 
 _GATHER = "_tigon_gather"  # where a Linear keeps its `Gather`
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-_IN_A_PASS = ("FORWARD", "PRE_BACKWARD")  # a module that is unsharded by a call of its own has its weights
+_IN_A_PASS = ("FORWARD", "PRE_BACKWARD")  # in other states a program calls unshard(), which gets weights
 
 
 class Gather:
@@ -47,7 +47,7 @@ class Gather:
         return bool(self.outputs) and self.outputs[0].untyped_storage().size() > 0
 
     def make(self, weight: torch.Tensor) -> Quantized:
-        """The weight's bytes, which the backward reads again where its own all-gather has put them."""
+        """The weight's bytes. The backward reads those that its own all-gather brings, or else the weight."""
 
         def of():
             return self.quantized if self.has_bytes() else weight
@@ -73,7 +73,7 @@ class Gather:
 
     def uninstall(self) -> None:
         self.active = False
-        self.parameter.all_gather_outputs = self.weight_outputs  # where a gather that began was given up
+        self.parameter.all_gather_outputs = self.weight_outputs  # after a `begin` without its `end`
         local = self.parameter._sharded_local_tensor
         for name in (_BEFORE, _AFTER):
             if hasattr(local, name):
@@ -90,12 +90,12 @@ class Gather:
         )
 
     def begin(self, of_bytes: bool) -> None:
-        """Name the buffers to which FSDP2 copies what it gathers. It makes those of the bytes itself."""
+        """Name the buffers to which FSDP2 copies what it gathers. At first it allocates those of bytes."""
         self.parameter.all_gather_outputs = self.outputs if of_bytes else self.weight_outputs
-        self.parameter._unsharded_inner_tensors = []  # it would allocate their memory
+        self.parameter._unsharded_inner_tensors = []  # FSDP2 would allocate memory for them
 
     def end(self) -> None:
-        """The bytes have arrived. FSDP2 shall free them, but the scales stay for the backward."""
+        """Called when the bytes have arrived. Let FSDP2 free them; the scales stay for the backward."""
         parameter = self.parameter
         if not self.outputs:
             rows, scales = self.outputs = parameter.all_gather_outputs
@@ -105,7 +105,7 @@ class Gather:
 
     @torch._disable_dynamo
     def require_weight(self) -> None:
-        """Gather the weight itself where the bytes are. With a graph that reads it, it stays so."""
+        """Replace the bytes by the weight. If autograd records, later all-gathers bring the weight too."""
         if self.active and torch.is_grad_enabled():
             self.uninstall()
         if self.has_bytes():
@@ -138,7 +138,7 @@ def _after(all_gather_outputs, gather, param_dtype, *, out=None):
 def gathered(module: nn.Linear, weight: torch.Tensor, owners: Iterable[nn.Module]) -> Quantized | None:
     """The bytes, in a pass of FSDP2, of the module's weight or of a copy in another dtype.
 
-    None: this call makes them, and keeps them for its backward, as transforms and compilers have it.
+    None under compilers and transforms: the call then makes them itself and keeps them for its backward.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         require_weight(module)
@@ -170,8 +170,8 @@ def forget_gather(module: nn.Module) -> None:
 def _find(module: nn.Linear, owners: Iterable[nn.Module]) -> tuple | None:
     """FSDP2's group and parameter of the weight, if both have all that is needed.
 
-    Each process has to hold whole rows, all as many. What FSDP2 moves to the CPU or reshards to fewer
-    processes goes without these functions, and of one process it takes one tensor of each parameter.
+    Each process has to hold the same number of whole rows. Weights are gathered if FSDP2 moves them to the
+    CPU or reshards to fewer processes, or if there is one process: FSDP2 then takes one tensor a parameter.
     """
     try:
         for group in groups_of(owners):
@@ -190,7 +190,7 @@ def _find(module: nn.Linear, owners: Iterable[nn.Module]) -> tuple | None:
                 )
                 return (group, parameter) if fits else None
     except AttributeError:
-        pass  # another FSDP2
+        pass  # a version of FSDP2 with other attributes
     return None
 
 
