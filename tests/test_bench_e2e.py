@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -106,30 +106,21 @@ def test_people(words):
 
 @pytest.mark.parametrize("enough", [True, False])
 def test_cards(words, monkeypatch, enough):
-    """A case is tried under one limit after the other; what it leaves behind does not stay."""
+    """A case is tried under one limit after the other."""
     cases = e2e.cases(e2e.parse(["--suite", "card", *words]))
     assert len({e2e.key(case) for case in cases}) == len({str(case) for case in cases})
     names = [e2e.setting(case) for case in e2e.cases(e2e.parse(["--suite", "card"]))]
     assert "llama3-8b, checkpointing, limit 37 GB, moments in 8 bits, step in the backward" in names
-    limits, kept, make_step = [], [], e2e.make_step
+    limits = []
 
-    def failing(model, case):
-        kept.extend(weakref.ref(parameter) for parameter in model.parameters())
-        step, last = make_step(model, case), limits[-1] if limits else 0
-
-        def update():
-            if last < (48 if enough else 100):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
-            step()
-
-        return update
-
-    def limit(device, gb):
+    def within(case, gb):
         limits.append(gb)
-        assert not any(reference() is not None for reference in kept)
+        if gb < (48 if enough else 100):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+        return {"memory_gb": f"{gb:g}"}
 
-    monkeypatch.setattr(e2e, "make_step", failing)
-    monkeypatch.setattr(e2e, "limit_memory", limit)
+    monkeypatch.setattr(e2e, "run_within", within)
+    monkeypatch.setattr(e2e, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(count))
     case = next(case for case in cases if case["memory"] == e2e.CARDS and not case["lora"])
     if enough:
         record = case | e2e.run_case(case)
@@ -138,6 +129,12 @@ def test_cards(words, monkeypatch, enough):
         with pytest.raises(torch.OutOfMemoryError, match="out of memory: 80 GB are too little"):
             e2e.run_case(case)
         assert limits == [24, 40, 48, 80]
+
+
+def test_a_limit_has_a_process_of_its_own(words):
+    assert e2e.main([*words, "--models", "llama3.2-1b", "--providers", "tigon", "--memory", "8"]) == 0
+    (record,) = records(words)
+    assert record["memory_gb"] == "8" and len(record["losses"]) == e2e.WARMUP + record["steps"]
 
 
 def test_adapters(words):

@@ -5,12 +5,26 @@ import sys
 import pytest
 import torch
 import transformers
-from test_hf_rotary import MODELS
 from tiny import FAMILIES, SHARED, batch, make, step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon.integrations.transformers import apply, undo
+
+# Models of other rotary functions, and what their configurations need besides.
+EAGER = {"experts_implementation": "eager", "num_experts_per_tok": 2}
+MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8}
+MLA |= {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+MLA |= {"first_k_dense_replace": 1, "moe_intermediate_size": 16, **EAGER}
+MODELS = {
+    "Cohere": {},
+    "Glm": {"head_dim": 8, "partial_rotary_factor": 0.5},
+    "Ernie4_5": {"head_dim": 8},
+    "Helium": {"head_dim": 8},
+    "GptOss": {"head_dim": 8, "num_local_experts": 4, **EAGER},
+    "DeepseekV3": MLA,
+    "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64, "n_inner": 48},
+}
 
 
 def build(name):
@@ -19,7 +33,7 @@ def build(name):
         return make(name)
     torch.manual_seed(0)
     shared = {key: value for key, value in SHARED.items() if not (name == "GPTJ" and key.startswith("num_"))}
-    config = getattr(transformers, f"{name}Config")(**{**shared, **MODELS[name][1]})
+    config = getattr(transformers, f"{name}Config")(**{**shared, **MODELS[name]})
     model = getattr(transformers, f"{name}ForCausalLM")(config).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
