@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.integrations.transformers.forward import bound, has_hooks
 from tigon.integrations.transformers.sharding import groups_of
@@ -83,10 +84,12 @@ class Gather:
         """Whether this all-gather is for a pass that computes in float8, and nobody else reads the weight."""
         if not (self.active and module.training) or torch.is_inference_mode_enabled():
             return False
+        ours = bound(module)
         return (
             self.group._training_state.name in _IN_A_PASS
-            and bound(module) is not None
-            and not has_hooks(module)
+            and ours is not None
+            and ours.replaces_own()
+            and not (has_hooks(module) or _has_any_global_hook())
         )
 
     def begin(self, of_bytes: bool) -> None:
