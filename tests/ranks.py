@@ -22,7 +22,7 @@ IMPORTS = [
 ]
 
 _FORKS = """
-import contextlib, ctypes, importlib, json, os, runpy, signal, sys, traceback
+import contextlib, ctypes, faulthandler, importlib, json, os, runpy, signal, sys, traceback
 
 def end_with(parent):
     PR_SET_PDEATHSIG = 1
@@ -38,6 +38,7 @@ for name in sys.argv[2:]:
 def run(words, log):
     for descriptor, place in ((0, os.devnull), (1, log), (2, log)):
         os.dup2(os.open(place, os.O_RDWR | os.O_CREAT), descriptor)
+    faulthandler.enable()
     sys.argv, code = words, 0
     sys.path.insert(0, os.path.dirname(words[0]))
     try:
@@ -96,6 +97,9 @@ def run_ranks(script: Path, words: list, folder: Path, size: int = 2, *, check: 
     forks.stdin.write(json.dumps([[str(script), *map(str, words)], logs, environment, SECONDS]) + "\n")
     forks.stdin.flush()
     failed = forks.stdout.readline()
-    said = [Path(log).read_text() for log in logs]
+    # faulthandler's list of modules is longer than what it says of the crash.
+    said = [Path(log).read_text().partition("\nExtension modules: ")[0] for log in logs]
+    if failed != "0\n":
+        said[-1] += f"\nthe first that ended: status {failed}"
     assert not check or failed == "0\n", f"status {failed}" + "\n".join(text[-3000:] for text in said)
     return said
