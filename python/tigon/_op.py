@@ -209,6 +209,8 @@ def caller(op: str, overload, transformed: Callable[..., Any] | None = None) -> 
 def raw(name: str, fake: Callable[..., Any], op: str | None = None) -> Callable[..., Any]:
     """``tigon::name`` with its fake kernel registered. It has no derivative; asked for one, it refuses.
 
+    The result's ``named`` takes the arguments by the names of the schema; those left out are None.
+
     Args:
         op: its name in messages; ``None``: `name` without its last word.
     """
@@ -219,7 +221,19 @@ def raw(name: str, fake: Callable[..., Any], op: str | None = None) -> Callable[
     transformed = transformable(
         op, name, eager, lambda ctx, inputs, output: None, lambda ctx, *gradients: refuse_second(op)
     )
-    return caller(op, overload, transformed)
+    call = caller(op, overload, transformed)
+    names = [argument.name for argument in overload._schema.arguments]
+
+    call.named = lambda **values: call(*_in_order(names, values))  # type: ignore[attr-defined]
+    return call
+
+
+def _in_order(names: list[str], values: dict[str, Any]) -> list:
+    """The arguments of an operator in the order of its schema; those left out are None."""
+    args = [values.pop(name, None) for name in names]
+    if values:
+        raise TypeError(f"the operator has no arguments {', '.join(values)}")
+    return args
 
 
 def register_fake(op: str, name: str, fake: Callable[..., Any]) -> None:
@@ -356,6 +370,10 @@ class Op:
                 if isinstance(a, torch.Tensor) and a.requires_grad:
                     return self.apply(*args)
         return self.infer(*args)
+
+    def named(self, **values):
+        """The results, of arguments by the names of the schema; those left out are None."""
+        return self(*_in_order(self.names, values))
 
     def quick(self, *args):
         """The results for plain tensors of one dtype that has kernels, if the operator takes the call.

@@ -299,7 +299,7 @@ def flops_bwd(case: Case) -> int:
 
 def gemms(inputs: Inputs, step: bool) -> list:
     """The bare grouped products of a layer, on operands that lie ready."""
-    from tigon.ops import experts as ops
+    from tigon.ops import grouped_gemm as ops
 
     x, gate_up, down, ids, _ = inputs.args
     transposed, experts = inputs.kwargs["transposed"], gate_up.shape[0]

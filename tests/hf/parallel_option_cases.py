@@ -224,7 +224,7 @@ def parallel_order_of_exchanges():
         mock.patch.object(stream.Work, "start_gather", gather),
         mock.patch.object(stream.Work, "start_all_reduce", told("reduce", stream.Work.start_all_reduce)),
     ):
-        parts = len(plan._PARTS) + 1
+        parts = len(plan._FRACTIONS) + 1
         chunks = range(parts), range(parts, 2 * parts)
         loss_of(p, reduction="mean", chunk_rows=18, label_smoothing=0.1)
         want = []

@@ -6,7 +6,7 @@ from checks import bits, check_close, refusals, refused
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from tigon.ops import experts as ops
+from tigon.ops import grouped_gemm as ops
 
 T, H, I, E, K, R = 23, 32, 24, 6, 3, 5
 
@@ -413,7 +413,7 @@ def test_where_the_own_product_fits(monkeypatch):
 def test_gated_product_is_its_pieces(dtype, device, columns, gathered):
     """Sorted rows or gathered ones, kept or not."""
     leaves = {n: t.detach() for n, t in layer(dtype, device).items()}
-    order, place, offsets = ops._route(chosen(device), E)
+    order, place, offsets = torch.ops.tigon.experts_route(chosen(device), E)
     x, stack, bias = leaves["x"], leaves["gate_up"], leaves["gate_up_bias"]
     rows = ops._gather(x, place)
     z = ops.product(rows, stack, offsets, False)

@@ -357,7 +357,7 @@ def test_names_of_the_native_side():
     """Bits of `needs`, sizes and the plan are C++'s: what Python names is among them."""
     assert sorted(operands._BITS.values()) == [1 << i for i in range(len(operands._BITS))]
     assert (operands.HIDDEN, operands.WEIGHT, operands.MAY_ROUND) == (1, 2, 32)
-    sizes = head_plan.native_names("tigon_loss_head_sizes")
+    sizes = head_plan.native_names("tigon_loss_head_size_names")
     assert sizes["cap"] == -1 and sizes["copies"] == 2 and sizes["dtype"] == head_plan._CODES[torch.bfloat16]
     with pytest.raises(TypeError, match="no_size"):
         head_plan.plan("cpu", torch.float32, 4, 8, 16, no_size=1)

@@ -102,17 +102,12 @@ def sharded(p, options, columns, in_one_pass=False, argmax=True):
         numbers, predicted = rows.combined(torch.cat(parts), p["target"], None)
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         if in_one_pass and logits.shape[1]:
-            factor = rows.share_out(logits, p["target"], numbers, p["upstream"])
+            factor = rows.renormalize(logits, p["target"], numbers, p["upstream"])
             dlogits = logits.double() * factor.double()[:, None]
         elif logits.shape[1]:
             entropy_grad = (p["entropy_grad"], numbers[4]) if options.get("entropy") else (None, None)
             rows.gradient(
-                logits,
-                dlogits,
-                p["target"],
-                numbers[NUMBERS.index("log_share")],
-                p["upstream"],
-                *entropy_grad,
+                logits, dlogits, p["target"], numbers[NUMBERS.index("log_mass")], p["upstream"], *entropy_grad
             )
         results.append((numbers, predicted, dlogits))
     return results

@@ -9,18 +9,16 @@ from __future__ import annotations
 import functools
 import re
 from collections import namedtuple
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from tigon._deterministic import is_deterministic
 from tigon._load import native
 from tigon._op import define, has_kernel, paired
-from tigon.environment import own_products
 from tigon.error import check, refuse
-from tigon.ops import arguments
-from tigon.ops.loss_head.products import form_gradients, form_logits
+from tigon.ops import arguments, grouped_gemm
+from tigon.ops.grouped_gemm import Addend, Unit
 
 _OP = "experts"
 ALPHA, LIMIT = 1.702, 7.0
@@ -107,112 +105,19 @@ def _reference_of_rows(rows, offsets, row_weights=None, **options):
 
 
 # The pieces are called only inside the operators of the layer, which tracers treat as opaque.
-_route, _gather, _gate = native("experts_route"), native("experts_gather"), native("experts_gate")
+_route, _gather = native("experts_route"), native("experts_gather")
 _gate_bwd, _gate_bwd_in_place = native("experts_gate_bwd"), native("experts_gate_bwd_in_place")
 _combine, _sum = native("experts_combine"), native("experts_sum")
 _zero_rest, _copy = native("experts_zero_rest"), native("experts_copy")
-_product, _weight_gradient = native("experts_product"), native("experts_weight_gradient")
-_gated_product, _gradient = native("experts_gated_product"), native("experts_adapter_gradient")
-_adapter_pass, _gate_pass = native("experts_adapter_pass"), native("experts_gate_pass")
+_gradient, _adapter_pass = native("experts_adapter_gradient"), native("experts_adapter_pass")
+_native_gate_pass = native("experts_gate_pass")
 
 
-def own_fits(rows, other) -> bool:
-    """Whether the native matmuls take these: on CUDA 16-bit rows of whole 16-byte vectors, on sm_90."""
-    if rows.is_cpu:
-        return True
-    if rows.dtype == torch.float32 or not own_products(rows.device):
-        return False
-    aligned = (t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (rows, other))
-    return all(aligned) and all(n % 8 == 0 for t in (rows, other) for n in t.shape[1:])
-
-
-def pass_fits(rows, t, most=2048) -> bool:
+def _pass_fits(rows, t, most=2048) -> bool:
     """Whether one native pass over rows of the backward takes an adapter whose rows are t."""
     columns = rows.shape[1]
     fits = rows.is_cuda and rows.dtype == torch.bfloat16 and columns % 16 == 0 and columns <= most
-    return fits and 0 < t.shape[1] <= 16 and own_fits(rows, t)
-
-
-def grouped_fits(offsets, rows) -> bool:
-    """Whether ``grouped_mm`` has a kernel for these."""
-    return rows.dtype == torch.bfloat16 and offsets.numel() <= 1024
-
-
-def _whole(t):
-    """t with zeros up to whole 16-byte vectors in every dimension but the first, at an aligned address."""
-    zeros = [n for size in reversed(t.shape[1:]) for n in (0, -size % 8)]
-    t = F.pad(t, zeros) if any(zeros) else t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
-
-
-def grouped_product(rows, stack, offsets, transposed):
-    """:func:`product` in one launch."""
-    columns, stack = stack.shape[2 if transposed else 1], _whole(stack)
-    matrices = stack if transposed else stack.transpose(1, 2)
-    return F.grouped_mm(_whole(rows), matrices, offs=offsets[1:])[:, :columns].contiguous()
-
-
-def grouped_weight_gradient(a, b, offsets):
-    """:func:`weight_gradient` in one launch."""
-    out = F.grouped_mm(_whole(a).t(), _whole(b), offs=offsets[1:])
-    return out[:, : a.shape[1], : b.shape[1]].contiguous()
-
-
-def each_product(rows, stack, offsets, transposed):
-    """:func:`product` expert by expert; waits for the device."""
-    out = rows.new_empty(rows.shape[0], stack.shape[2 if transposed else 1])
-    ends, alike = offsets.tolist(), is_deterministic()  # PyTorch chooses a kernel by the number of rows
-    for matrix, begin, end in zip(stack, ends, ends[1:], strict=False):
-        part, to = rows[begin:end], out[begin:end]
-        if not alike:
-            torch.mm(part, matrix if transposed else matrix.t(), out=to)
-        elif transposed:
-            form_gradients(part, to, matrix, dhidden=to)
-        else:
-            form_logits(to, part, matrix)
-    return out
-
-
-def each_weight_gradient(a, b, offsets):
-    """:func:`weight_gradient` expert by expert; waits for the device."""
-    ends = offsets.tolist()
-    out = a.new_empty(len(ends) - 1, a.shape[1], b.shape[1])
-    for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
-        torch.mm(a[begin:end].t(), b[begin:end], out=out[e])
-    return out
-
-
-_NO_LORA = None, None
-
-
-def product(rows, stack, offsets, transposed, lora=_NO_LORA, order=None, place=None):
-    """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``.
-
-    Args:
-        lora: other rows and another stack of the same layout, whose matmul is added.
-        order, place: the rows of the experts are those of `rows` in this order, if given.
-    """
-    if own_fits(rows, stack):
-        return _product(rows, stack, offsets, transposed, order, place, *lora)
-    rows = rows.contiguous() if order is None else _gather(rows, place)
-    run = grouped_product if grouped_fits(offsets, rows) else each_product
-    y = run(rows, stack, offsets, transposed)
-    return y if lora[0] is None else y.add_(run(*lora, offsets, transposed))
-
-
-def gated_product(x, order, place, stack, bias, offsets, unit, keep, lora=_NO_LORA):
-    """Rows of x (in `order`, if given) times gate_up, empty unless kept; and the gated unit."""
-    if own_fits(x, stack):
-        return _gated_product(x, order, place, stack, bias, offsets, *unit, keep, *lora)
-    z = product(x, stack, offsets, unit.transposed, lora, order, place)
-    return z, _gate(z, bias, offsets, unit.kind, unit.columns, unit.alpha, unit.limit)
-
-
-def weight_gradient(a, b, offsets):
-    """``a_e^T b_e`` of the rows of every expert e; zeros if it has none."""
-    if own_fits(a, b):
-        return _weight_gradient(a, b, offsets)
-    return (grouped_weight_gradient if grouped_fits(offsets, a) else each_weight_gradient)(a, b, offsets)
+    return fits and 0 < t.shape[1] <= 16 and grouped_gemm.own_fits(rows, t)
 
 
 def _columns(rank: int) -> int:
@@ -220,85 +125,60 @@ def _columns(rank: int) -> int:
     return -(-rank // 8) * 8
 
 
-def _packed(matrices, scale, dtype, dim):
-    """``scale * matrices`` in `dtype`, with zeros in dimension `dim`, the rank, up to a multiple of 8."""
+def _packed(matrices, scale, dtype, *, rank_dim):
+    """``scale * matrices`` in `dtype`, with zeros in dimension `rank_dim` up to a multiple of 8."""
     shape = list(matrices.shape)
-    rank, shape[dim] = shape[dim], _columns(shape[dim])
-    if scale == 1 and matrices.is_contiguous() and shape[dim] == rank:
+    rank, shape[rank_dim] = shape[rank_dim], _columns(shape[rank_dim])
+    if scale == 1 and matrices.is_contiguous() and shape[rank_dim] == rank:
         return matrices.to(dtype)
-    out = (matrices.new_empty if shape[dim] == rank else matrices.new_zeros)(shape, dtype=dtype)
-    _copy(matrices, out.narrow(dim, 0, rank), scale)
+    out = (matrices.new_empty if shape[rank_dim] == rank else matrices.new_zeros)(shape, dtype=dtype)
+    _copy(matrices, out.narrow(rank_dim, 0, rank), scale)
     return out
 
 
-def _added(t, second, scale, transposed):
-    """What :func:`product` takes to add the product of t and an adapter's second matrices."""
-    second = second.mT if transposed else second
-    return t, _packed(second, scale, t.dtype, 1 if transposed else 2)
+class Adapter(NamedTuple):
+    """Low-rank matrices of every expert: rows are multiplied by the first ones, then by the second ones."""
+
+    first: torch.Tensor | None  # [E, r, in]; None: there is no adapter
+    second: torch.Tensor | None  # [E, out, r]
+    first_scale: float
+    second_scale: float
+
+    def transposed(self) -> Adapter:
+        """The adapter of the backward: b comes first."""
+        if self.first is None or self.second is None:
+            return self
+        return Adapter(self.second.mT, self.first.mT, self.second_scale, self.first_scale)
+
+    def packed_first(self, dtype):
+        return _packed(self.first, self.first_scale, dtype, rank_dim=1)
+
+    def lower(self, rows, offsets, order=None, place=None):
+        """t: rows times the first matrices."""
+        if self.first is None:
+            return rows.new_empty(0, 0)
+        return grouped_gemm.product(
+            rows, self.packed_first(rows.dtype), offsets, False, order=order, place=place
+        )
+
+    def addend(self, t, transposed) -> Addend:
+        """What :func:`grouped_gemm.product` takes to add t times the second matrices."""
+        if self.second is None:
+            return Addend()
+        second, rank_dim = (self.second.mT, 1) if transposed else (self.second, 2)
+        return Addend(t, _packed(second, self.second_scale, t.dtype, rank_dim=rank_dim))
 
 
-def _lowered(rows, first, second, scales, offsets, transposed, order=None, place=None):
-    """Rows times an adapter's first matrices, and what :func:`product` takes to add the second ones.
-
-    Args:
-        first, second: ``[E, r, in]`` and ``[E, out, r]``, or None. In the backward b comes first.
-        transposed: as in the :func:`product` to which they are added.
-    """
-    if first is None:
-        return rows.new_empty(0, 0), _NO_LORA
-    t = product(rows, _packed(first, scales[0], rows.dtype, 1), offsets, False, _NO_LORA, order, place)
-    return t, _added(t, second, scales[1], transposed)
-
-
-def _adapter_gradient(t, rows, offsets, like, is_b, scale=1.0, order=None, place=None):
+def _adapter_gradient(t, rows, offsets, *, like, is_b, scale=1.0, order=None, place=None):
     """``scale t_e^T rows_e`` of every expert: the gradient of `like`, a or b, in its order of memory."""
     out = torch.empty_like(like)
     matrices = out.mT if is_b else out
-    if own_fits(rows, t):
-        _gradient(t, rows, offsets, order, place, scale, matrices)
+    if grouped_gemm.own_fits(rows, t):
+        _gradient(t, rows, offsets, order=order, place=place, scale=scale, out=matrices)
     else:
         rows = rows.contiguous() if order is None else _gather(rows, place)
-        _copy(weight_gradient(t, rows, offsets)[:, : matrices.shape[1]], matrices, scale)
+        _copy(grouped_gemm.weight_gradient(t, rows, offsets)[:, : matrices.shape[1]], matrices, scale)
     return out
-
-
-class Unit(NamedTuple):
-    """The gated unit, and the layout of the matrices."""
-
-    kind: int
-    columns: int
-    transposed: bool
-    alpha: float
-    limit: float
-
-
-def _forward(x, gate_up, down, ids, weights, gate_up_bias, down_bias, *rest, keep=True):
-    """y, and the tensors of the backward: rows of gate_up (only with `keep`), order, place, offsets, and the
-    rows that were multiplied by a of the adapters."""
-    gate_up_a, gate_up_b, down_a, down_b, is_sorted, *unit, gate_up_scale, down_scale = rest
-    ints, unit = {"dtype": torch.int32, "device": x.device}, Unit(*unit)
-    order = place = torch.empty(0, **ints)
-    slots = x.shape[0] if is_sorted else ids.numel()
-    if slots == 0:
-        z = x.new_empty(0, gate_up.shape[2 if unit.transposed else 1])
-        offsets = torch.zeros(gate_up.shape[0] + 1, **ints)
-        lows = (x.new_empty(0, 0 if a is None else _columns(a.shape[1])) for a in (gate_up_a, down_a))
-        return torch.zeros_like(x), z, order, order.clone(), offsets, *lows
-    if is_sorted:
-        place, offsets = order.clone(), F.pad(ids.to(torch.int32), (1, 0))
-    else:
-        order, place, offsets = _route(ids.contiguous(), gate_up.shape[0])
-    slots = None if is_sorted else order
-    layout = offsets, unit.transposed
-    gate_up_t, lora = _lowered(x, gate_up_a, gate_up_b, (1, gate_up_scale), *layout, slots, place)
-    z, act = gated_product(x, slots, place, gate_up, gate_up_bias, offsets, unit, keep, lora)
-    down_t, lora = _lowered(act, down_a, down_b, (1, down_scale), *layout)
-    y = product(act, down, *layout, lora)
-    if is_sorted and weights is None and down_bias is None:
-        _zero_rest(y, offsets)
-    else:
-        y = _combine(y, None if is_sorted else place, offsets, weights, down_bias, x.shape[0])
-    return y, z, order, place, offsets, gate_up_t, down_t
 
 
 _PARAMETERS = "Tensor? weights, Tensor? gate_up_bias, Tensor? down_bias"
@@ -315,143 +195,269 @@ _NEEDS, _GRADIENTS = (", ".join(prefix + t for t in _TRAINED) for prefix in ("bo
 _TAKEN = (
     f"(Tensor dy, Tensor x, Tensor gate_up, Tensor down, {_PARAMETERS}, Tensor{{}} gate_up_rows, "
     f"Tensor order, Tensor place, Tensor offsets, {_ADAPTERS}, Tensor gate_up_t, Tensor down_t, {_OPTIONS}, "
-    f"{_NEEDS}) -> ({_GRADIENTS})"
+    f"{_NEEDS})"
 )
-_Backward = namedtuple("_Backward", re.findall(r"(\w+)[,)]", _TAKEN.partition(" -> ")[0]))
+
+
+def _arguments(name: str, signature: str) -> Any:
+    """A named tuple of the arguments of an operator."""
+    return namedtuple(name, re.findall(r"(\w+)[,)]", signature))
+
+
+class _Layer:
+    """What the arguments of the forward and of the backward tell together."""
+
+    @property
+    def unit(self) -> Unit:
+        return Unit(self.kind, self.columns, self.transposed, self.alpha, self.limit)
+
+    @property
+    def gate_up_adapter(self) -> Adapter:
+        return Adapter(self.gate_up_a, self.gate_up_b, 1.0, self.gate_up_scale)
+
+    @property
+    def down_adapter(self) -> Adapter:
+        return Adapter(self.down_a, self.down_b, 1.0, self.down_scale)
+
+
+class _Inputs(_Layer, _arguments("_Inputs", _INPUTS)):
+    """The arguments of a layer."""
+
+
+def _forward(*inputs, keep=True):
+    """y, and the tensors of the backward: rows of gate_up (only with `keep`), order, place, offsets, and the
+    rows that were multiplied by a of the adapters.
+
+    Args:
+        inputs: of `_Inputs`.
+    """
+    a = _Inputs(*inputs)
+    x, experts, transposed = a.x, a.gate_up.shape[0], a.transposed
+    ints = {"dtype": torch.int32, "device": x.device}
+    if (x.shape[0] if a.is_sorted else a.ids.numel()) == 0:
+        z = x.new_empty(0, a.gate_up.shape[2 if transposed else 1])
+        lows = (x.new_empty(0, 0 if t is None else _columns(t.shape[1])) for t in (a.gate_up_a, a.down_a))
+        order, place = torch.empty(0, **ints), torch.empty(0, **ints)
+        return torch.zeros_like(x), z, order, place, torch.zeros(experts + 1, **ints), *lows
+    if a.is_sorted:
+        order = place = None
+        offsets = F.pad(a.ids.to(torch.int32), (1, 0))
+    else:
+        order, place, offsets = _route(a.ids.contiguous(), experts)
+    gate_up_t = a.gate_up_adapter.lower(x, offsets, order, place)
+    addend = a.gate_up_adapter.addend(gate_up_t, transposed)
+    z, act = grouped_gemm.gated_product(
+        x, order, place, a.gate_up, a.gate_up_bias, offsets, unit=a.unit, keep=keep, addend=addend
+    )
+    down_t = a.down_adapter.lower(act, offsets)
+    addend = a.down_adapter.addend(down_t, transposed)
+    y = grouped_gemm.product(act, a.down, offsets, transposed, addend)
+    if a.is_sorted and a.weights is None and a.down_bias is None:
+        _zero_rest(y, offsets)
+    else:
+        y = _combine(y, place, offsets, a.weights, a.down_bias, x.shape[0])
+    if a.is_sorted:
+        order, place = torch.empty(0, **ints), torch.empty(0, **ints)
+    return y, z, order, place, offsets, gate_up_t, down_t
+
+
+class _Backward(_Layer, _arguments("_Backward", _TAKEN)):
+    """The arguments of the backward of a layer.
+
+    In its steps g are the rows of dy in the experts' order, dz is the gradient of gate_up_rows, and act the
+    unit's result.
+    """
+
+    @property
+    def need_dz(self) -> bool:
+        adapter = self.need_dgate_up_a or self.need_dgate_up_b
+        return self.need_dx or self.need_dgate_up or self.need_dgate_up_bias or adapter
+
+    @property
+    def need_dact(self) -> bool:
+        return self.need_dz or self.need_dweights
+
+    def needed(self) -> list[str]:
+        """The tensors that get a gradient."""
+        return [name for name in _TRAINED if getattr(self, f"need_d{name}")]
+
+    def results(self, found: dict) -> tuple:
+        """The gradients of `_TRAINED`, of 0 elements if one is not needed."""
+        needed = dict.fromkeys(_TRAINED) | {name: found[name] for name in self.needed()}
+        return tuple(self.x.new_empty(0) if t is None else t for t in needed.values())
 
 
 def _layer_backward(*arguments, in_place=False):
-    """Gradients of `_TRAINED`; 0 elements if one is not needed.
+    """Gradients of `_TRAINED`.
 
     Args:
         arguments: of `_Backward`.
         in_place: the gradient of gate_up_rows is written over them.
     """
-    a = _Backward(*arguments)
-    x, z, offsets, is_sorted, transposed = a.x, a.gate_up_rows, a.offsets, a.is_sorted, a.transposed
-    if z.shape[0] == 0:
-        needed = ((getattr(a, name), getattr(a, f"need_d{name}")) for name in _TRAINED)
-        return tuple(torch.zeros_like(t) if need else x.new_empty(0) for t, need in needed)
-    found = dict.fromkeys(_TRAINED)
-    slots, places = (None, None) if is_sorted else (a.order, a.place)
-    layout = offsets, not transposed
-    need_dz = a.need_dx or a.need_dgate_up or a.need_dgate_up_bias or a.need_dgate_up_a or a.need_dgate_up_b
-    need_act = a.need_ddown or a.need_ddown_a
-    need_dact = need_dz or a.need_dweights
-    # Without gradients of z or weights the kernel needs no dact; it then reads z in its place and drops dz.
-    dact = z[:, : a.down.shape[1 if transposed else 2]]
+    a, found = _Backward(*arguments), {}
+    if a.gate_up_rows.shape[0] == 0:
+        return a.results({name: torch.zeros_like(getattr(a, name)) for name in a.needed()})
+    if a.is_sorted:
+        a = a._replace(order=None, place=None)
     dy = a.dy if a.down_b is None else a.dy.contiguous()
-    lora = _NO_LORA
     # What is passed over does not depend on which gradients of adapters are needed, so that no bit does.
-    passes = pass_fits(dy, a.down_t) and own_fits(dy, a.down)
-    passes = passes and (need_dact or a.need_ddown_a or a.need_ddown_b)
-    if passes:
-        found["down_b"] = torch.empty_like(a.down_b)
-        given = offsets, slots, places, a.down_t, a.weights, a.down_scale, found["down_b"].mT, not is_sorted
-        first = _packed(a.down_b.mT, a.down_scale, x.dtype, 1)
-        down_dt, g = _adapter_pass(dy, first, *given)
-        g = dy if is_sorted else g
-        if need_dact:
-            lora = _added(down_dt, a.down_a.mT, 1, layout[1])
-    else:
-        g = dy.contiguous() if is_sorted else _gather(dy, a.place)
-        if need_dact or a.need_ddown_a:
-            # The kernel of few columns reads the rows of dy in any order, and those are fewer than g's.
-            is_narrow = a.down_b is not None and a.down_b.shape[2] <= 32 and g.dtype == torch.bfloat16
-            rows, *by = (dy, slots, places) if is_narrow and own_fits(dy, a.down) else (g, None, None)
-            pair = _turned(a.down_b), _turned(a.down_a)
-            down_dt, lora = _lowered(rows, *pair, (a.down_scale, 1), *layout, *by)
-            del rows, pair
-    if need_dact:
-        dact = product(g, a.down, *layout, lora)
-    del dy, lora
+    passes = _pass_fits(dy, a.down_t) and grouped_gemm.own_fits(dy, a.down)
+    passes = passes and (a.need_dact or a.need_ddown_a or a.need_ddown_b)
+    g, down_dt = _rows_pass(a, dy, found) if passes else _dy_rows(a, dy)
+    del dy
+    dact = _dact(a, g, down_dt)
     if a.need_ddown_b and not passes:
-        t = a.down_t
-        if a.weights is not None:
-            t = (t * (a.weights if is_sorted else a.weights[slots])[:, None]).to(x.dtype)
-        found["down_b"] = _adapter_gradient(t, g, offsets, a.down_b, True, a.down_scale)
+        found["down_b"] = _down_b_gradient(a, g)
     if not (a.need_ddown or a.need_ddown_bias or a.down_bias is not None):
         g = None
-    unit = a.kind, a.columns, a.alpha, a.limit
-    gate_inputs = (dact, z, a.gate_up_bias, a.weights, slots, offsets, g, a.down_bias, *unit)
-    lora = _NO_LORA
-    has_bias = a.gate_up_bias is not None or a.down_bias is not None
-    gates = passes and not (has_bias or a.need_ddown) and (a.kind, a.columns) == (KINDS["silu"], _HALVES)
-    gates = gates and pass_fits(dact, a.gate_up_t, 768) and own_fits(z, down_dt)
-    gates = gates and a.gate_up_t.shape[1] == down_dt.shape[1]
-    if gates:
-        dz, act = z if in_place else z.clone(), None
-        found["gate_up_b"], found["down_a"] = torch.empty_like(a.gate_up_b), torch.empty_like(a.down_a)
-        first = _packed(a.gate_up_b.mT, a.gate_up_scale, x.dtype, 1)
-        given = offsets, slots, a.weights, a.gate_up_t, down_dt, a.gate_up_scale
-        results = found["gate_up_b"].mT, found["down_a"], a.need_dweights
-        gate_up_dt, dweights = _gate_pass(dact, dz, first, *given, *results)
-        if a.need_dx:
-            lora = _added(gate_up_dt, a.gate_up_a.mT, 1, layout[1])
-    elif in_place and need_dz:
-        dz = z
-        act, dweights = _gate_bwd_in_place(*gate_inputs, need_act, a.need_dweights)
+    if passes and _gate_pass_fits(a, dact, down_dt):
+        dz, act, gate_up_dt = _gate_pass(a, dact, down_dt, found, in_place=in_place)
     else:
-        dz, act, dweights = _gate_bwd(*gate_inputs, need_dz, need_act, a.need_dweights)
-    found["weights"] = dweights
-    del gate_inputs
+        dz, act, gate_up_dt = _gate_backward(a, dact, g, found, in_place=in_place)
     del dact
     if a.need_ddown:
-        pair = (act, g) if transposed else (g, act)
-        found["down"] = weight_gradient(*pair, offsets)
-    if a.need_ddown_a and not gates:
-        found["down_a"] = _adapter_gradient(down_dt, act, offsets, a.down_a, False)
+        found["down"] = grouped_gemm.weight_gradient(*((act, g) if a.transposed else (g, act)), a.offsets)
+    if a.need_ddown_a and "down_a" not in found:
+        found["down_a"] = _adapter_gradient(down_dt, act, a.offsets, like=a.down_a, is_b=False)
     del act
     if a.need_ddown_bias:
-        found["down_bias"] = _sum(g, a.weights, slots, offsets)
+        found["down_bias"] = _sum(g, a.weights, a.order, a.offsets)
     del g
-    if (a.need_dx or a.need_dgate_up_a) and not gates:
-        pair = _turned(a.gate_up_b), _turned(a.gate_up_a)
-        gate_up_dt, lora = _lowered(dz, *pair, (a.gate_up_scale, 1), *layout)
+    if gate_up_dt is None and (a.need_dx or a.need_dgate_up_a):
+        gate_up_dt = a.gate_up_adapter.transposed().lower(dz, a.offsets)
+    _gate_up_gradients(a, dz, gate_up_dt, found)
+    if a.need_dx:
+        found["x"] = _dx(a, dz, gate_up_dt)
+    return a.results(found)
+
+
+def _rows_pass(a: _Backward, dy, found):
+    """g, these rows times b of down's adapter, and b's gradient, in one native pass over the rows."""
+    found["down_b"] = torch.empty_like(a.down_b)
+    rows = {"rows": dy, "offsets": a.offsets, "order": a.order, "place": a.place, "keep": not a.is_sorted}
+    adapter = {
+        "stack": a.down_adapter.transposed().packed_first(a.x.dtype),
+        "t": a.down_t,
+        "weights": a.weights,
+    }
+    down_dt, g = _adapter_pass(**rows, **adapter, scale=a.down_scale, out=found["down_b"].mT)
+    return dy if a.is_sorted else g, down_dt
+
+
+def _dy_rows(a: _Backward, dy):
+    """g, and these rows times b of down's adapter if that is needed."""
+    g = dy.contiguous() if a.is_sorted else _gather(dy, a.place)
+    if not (a.need_dact or a.need_ddown_a):
+        return g, None
+    # The kernel of few columns reads the rows of dy in any order, and those are fewer than g's.
+    is_narrow = a.down_b is not None and a.down_b.shape[2] <= 32 and g.dtype == torch.bfloat16
+    if is_narrow and grouped_gemm.own_fits(dy, a.down):
+        return g, a.down_adapter.transposed().lower(dy, a.offsets, a.order, a.place)
+    return g, a.down_adapter.transposed().lower(g, a.offsets)
+
+
+def _dact(a: _Backward, g, down_dt):
+    """The gradient of act, without the weights."""
+    if a.need_dact:
+        addend = a.down_adapter.transposed().addend(down_dt, not a.transposed)
+        return grouped_gemm.product(g, a.down, a.offsets, not a.transposed, addend)
+    # Without gradients of z or weights the kernel needs no dact; it then reads z in its place and drops dz.
+    return a.gate_up_rows[:, : a.down.shape[1 if a.transposed else 2]]
+
+
+def _down_b_gradient(a: _Backward, g):
+    t = a.down_t
+    if a.weights is not None:
+        t = (t * (a.weights if a.is_sorted else a.weights[a.order])[:, None]).to(a.x.dtype)
+    return _adapter_gradient(t, g, a.offsets, like=a.down_b, is_b=True, scale=a.down_scale)
+
+
+def _gate_pass_fits(a: _Backward, dact, down_dt) -> bool:
+    """Whether :func:`_gate_pass` takes the call: SwiGLU of frozen experts whose adapters have one rank."""
+    has_bias = a.gate_up_bias is not None or a.down_bias is not None
+    fits = not (has_bias or a.need_ddown) and (a.kind, a.columns) == (KINDS["silu"], _HALVES)
+    fits = fits and _pass_fits(dact, a.gate_up_t, 768) and grouped_gemm.own_fits(a.gate_up_rows, down_dt)
+    return fits and a.gate_up_t.shape[1] == down_dt.shape[1]
+
+
+def _gate_pass(a: _Backward, dact, down_dt, found, *, in_place):
+    """The gate's backward in one native pass: dz, no act, and dz times b of gate_up's adapter."""
+    dz = a.gate_up_rows if in_place else a.gate_up_rows.clone()
+    found["gate_up_b"], found["down_a"] = torch.empty_like(a.gate_up_b), torch.empty_like(a.down_a)
+    rows = {"dact": dact, "gate_up": dz, "offsets": a.offsets, "order": a.order, "weights": a.weights}
+    adapters = {
+        "stack": a.gate_up_adapter.transposed().packed_first(a.x.dtype),
+        "t": a.gate_up_t,
+        "act_t": down_dt,
+    }
+    results = {"out": found["gate_up_b"].mT, "act_out": found["down_a"], "need_dweights": a.need_dweights}
+    gate_up_dt, found["weights"] = _native_gate_pass(**rows, **adapters, scale=a.gate_up_scale, **results)
+    return dz, None, gate_up_dt
+
+
+def _gate_backward(a: _Backward, dact, g, found, *, in_place):
+    """dz, and act times the weights if a gradient of down needs it; dz is not multiplied by b yet."""
+    inputs = {"dact": dact, "gate_up": a.gate_up_rows, "bias": a.gate_up_bias, "weights": a.weights}
+    inputs |= {"order": a.order, "offsets": a.offsets, "g": g, "down_bias": a.down_bias}
+    inputs |= {"kind": a.kind, "columns": a.columns, "alpha": a.alpha, "limit": a.limit}
+    inputs |= {"need_act": a.need_ddown or a.need_ddown_a, "need_dweights": a.need_dweights}
+    if in_place and a.need_dz:
+        act, found["weights"] = _gate_bwd_in_place(**inputs)
+        return a.gate_up_rows, act, None
+    dz, act, found["weights"] = _gate_bwd(**inputs, need_dgate_up=a.need_dz)
+    return dz, act, None
+
+
+def _gate_up_gradients(a: _Backward, dz, gate_up_dt, found) -> None:
+    """The gradients of gate_up, its bias and its adapter."""
     if a.need_dgate_up:
-        rows = x.contiguous() if is_sorted else _gather(x, a.place)
-        pair = (rows, dz) if transposed else (dz, rows)
-        found["gate_up"] = weight_gradient(*pair, offsets)
+        rows = a.x.contiguous() if a.is_sorted else _gather(a.x, a.place)
+        pair = (rows, dz) if a.transposed else (dz, rows)
+        found["gate_up"] = grouped_gemm.weight_gradient(*pair, a.offsets)
         del rows, pair
     if a.need_dgate_up_a:
-        given = x, offsets, a.gate_up_a, False, 1.0, slots, places
-        found["gate_up_a"] = _adapter_gradient(gate_up_dt, *given)
-    if a.need_dgate_up_b and not gates:
-        found["gate_up_b"] = _adapter_gradient(a.gate_up_t, dz, offsets, a.gate_up_b, True, a.gate_up_scale)
+        order = {"order": a.order, "place": a.place}
+        found["gate_up_a"] = _adapter_gradient(
+            gate_up_dt, a.x, a.offsets, like=a.gate_up_a, is_b=False, **order
+        )
+    if a.need_dgate_up_b and "gate_up_b" not in found:
+        found["gate_up_b"] = _adapter_gradient(
+            a.gate_up_t, dz, a.offsets, like=a.gate_up_b, is_b=True, scale=a.gate_up_scale
+        )
     if a.need_dgate_up_bias:
-        found["gate_up_bias"] = _sum(dz, None, None, offsets)
-    if a.need_dx:
-        dx = product(dz, a.gate_up, *layout, lora)
-        if is_sorted:
-            _zero_rest(dx, offsets)
-        else:
-            dx = _combine(dx, places, offsets, None, None, x.shape[0])
-        found["x"] = dx
-    return tuple(
-        t if t is not None and getattr(a, f"need_d{name}") else x.new_empty(0) for name, t in found.items()
-    )
+        found["gate_up_bias"] = _sum(dz, None, None, a.offsets)
 
 
-def _turned(matrices):
-    return None if matrices is None else matrices.mT
+def _dx(a: _Backward, dz, gate_up_dt):
+    """The gradients of the rows of x, summed over the experts of a token."""
+    addend = a.gate_up_adapter.transposed().addend(gate_up_dt, not a.transposed)
+    dx = grouped_gemm.product(dz, a.gate_up, a.offsets, not a.transposed, addend)
+    if a.is_sorted:
+        _zero_rest(dx, a.offsets)
+        return dx
+    return _combine(dx, a.place, a.offsets, None, None, a.x.shape[0])
 
 
 _RESULTS = ("y", "gate_up_rows", "order", "place", "offsets", "gate_up_t", "down_t")
 for _name in ("experts", "experts_fwd"):
     define(_name, f"{_INPUTS} -> ({', '.join('Tensor ' + name for name in _RESULTS)})", _forward)
 define("experts_infer", f"{_INPUTS} -> Tensor", lambda *inputs: _forward(*inputs, keep=False)[0])
-define("experts_bwd", _TAKEN.format(""), _layer_backward)
-define("experts_bwd_in_place", _TAKEN.format("(a!)"), functools.partial(_layer_backward, in_place=True))
+define("experts_bwd", f"{_TAKEN.format('')} -> ({_GRADIENTS})", _layer_backward)
+define(
+    "experts_bwd_in_place",
+    f"{_TAKEN.format('(a!)')} -> ({_GRADIENTS})",
+    functools.partial(_layer_backward, in_place=True),
+)
 
 
-def _fake(x, gate_up, down, ids, weights, gate_up_bias, down_bias, *rest):
-    gate_up_a, _, down_a, _, is_sorted, _, _, transposed, *_ = rest
-    ints = {"dtype": torch.int32}
-    slots = x.shape[0] if is_sorted else ids.shape[0] * ids.shape[1]
-    order, place = (x.new_empty(0 if is_sorted else slots, **ints) for _ in range(2))
-    offsets = x.new_empty(gate_up.shape[0] + 1, **ints)
-    z = x.new_empty(slots, gate_up.shape[2 if transposed else 1])
-    lows = ((0, 0) if a is None else (slots, _columns(a.shape[1])) for a in (gate_up_a, down_a))
+def _fake(*inputs):
+    a = _Inputs(*inputs)
+    x, ints = a.x, {"dtype": torch.int32}
+    slots = x.shape[0] if a.is_sorted else a.ids.shape[0] * a.ids.shape[1]
+    order, place = (x.new_empty(0 if a.is_sorted else slots, **ints) for _ in range(2))
+    offsets = x.new_empty(a.gate_up.shape[0] + 1, **ints)
+    z = x.new_empty(slots, a.gate_up.shape[2 if a.transposed else 1])
+    lows = ((0, 0) if t is None else (slots, _columns(t.shape[1])) for t in (a.gate_up_a, a.down_a))
     return x.new_empty(x.shape), z, order, place, offsets, *map(x.new_empty, lows)
 
 
@@ -570,14 +576,30 @@ class _Form(NamedTuple):
 
 
 def _run(x, ids, weights, is_sorted, parameters, form):
-    gate_up, down, gate_up_bias, down_bias, *loras = parameters
-    columns = _SINGLE if not form.gated else _INTERLEAVED if form.interleaved else _HALVES
-    unit = Unit(KINDS[form.activation], columns, form.transposed, form.alpha, form.limit)
-    (*gate_up_ab, gate_up_scale), (*down_ab, down_scale) = (
-        _adapter(lora, gate_up.shape[0]) for lora in loras
+    gate_up_a, gate_up_b, gate_up_scale = _adapter(parameters.gate_up_lora, parameters.gate_up.shape[0])
+    down_a, down_b, down_scale = _adapter(parameters.down_lora, parameters.gate_up.shape[0])
+    inputs = _Inputs(
+        x=x,
+        gate_up=parameters.gate_up,
+        down=parameters.down,
+        ids=ids,
+        weights=weights,
+        gate_up_bias=parameters.gate_up_bias,
+        down_bias=parameters.down_bias,
+        gate_up_a=gate_up_a,
+        gate_up_b=gate_up_b,
+        down_a=down_a,
+        down_b=down_b,
+        is_sorted=is_sorted,
+        kind=KINDS[form.activation],
+        columns=_SINGLE if not form.gated else _INTERLEAVED if form.interleaved else _HALVES,
+        transposed=form.transposed,
+        alpha=form.alpha,
+        limit=form.limit,
+        gate_up_scale=gate_up_scale,
+        down_scale=down_scale,
     )
-    rest = (*gate_up_ab, *down_ab, is_sorted, *unit, gate_up_scale, down_scale)
-    return _op(x, gate_up, down, ids, weights, gate_up_bias, down_bias, *rest)
+    return _op(*inputs)
 
 
 @arguments.called(_WORDS)

@@ -71,12 +71,20 @@ def _columns(rank: int) -> int:
     return (rank + 7) // 8 * 8
 
 
+class CallOptions(NamedTuple):
+    """The lists of numbers that the operators take, in their order."""
+
+    linears: list[int]  # the linear of each adapter, then of each bias
+    scales: list[float]
+    dropouts: list[float]
+
+
 @dataclasses.dataclass(slots=True, eq=False)  # not a tuple: vmap would look for tensors in it
 class CallLayout:
     """The meaning of a call's tensors, in this order: weights, biases, A of each adapter, B of each."""
 
     count: int  # of weights
-    options: tuple  # the operator's: the linear of each adapter, then of each bias; scales; dropouts
+    options: CallOptions
     makers: Sequence[Callable | None] = ()  # functions that make a weight for the forward or the backward
     dora: bool = False  # an adapter and no bias for each weight; the magnitudes are the last tensors
     quantised: Sequence[Callable] = ()  # functions that give the weights in float8, of none or of all
@@ -84,7 +92,7 @@ class CallLayout:
 
     @property
     def adapters(self) -> int:
-        return len(self.options[1])
+        return len(self.options.scales)
 
     def dense(self, tensors):
         """The tensors, with the weights that the makers give."""
@@ -106,7 +114,8 @@ def _constant(layout, need_x, needs, ys) -> list:
         return []
     n, each = layout.count, layout.adapters
     # The map of each tensor: weights, biases, A and B.
-    of = (*range(n), *layout.options[0][each:], *layout.options[0][:each] * 2)
+    linears = layout.options.linears
+    of = (*range(n), *linears[each:], *linears[:each] * 2)
     trained = {i for i, need in zip(of, needs, strict=True) if need}
     return [y for i, y in enumerate(ys) if i not in trained]
 
@@ -165,7 +174,7 @@ def _gradients(ctx, dys, need_x, needs):
         return None, gradients
     if x is None:
         x = ctx.recompute()
-    linears, each = layout.options[0], layout.adapters
+    linears, each = layout.options.linears, layout.adapters
     first_b = len(tensors) - each
     first_a = first_b - each
     wanted = need_x, True in needs[first_a:first_b], True in needs[first_b:]
@@ -195,7 +204,7 @@ def _gradients(ctx, dys, need_x, needs):
 
 def _adapter_gradients(layout, adapters, needs, dys, da, db) -> list:
     """Gradients of all A and all B. da holds the rows of all A, padded with zeros to multiples of 8."""
-    linears, each = layout.options[0], layout.adapters
+    linears, each = layout.options.linears, layout.adapters
     das = [da] * each
     if each > 1 and True in needs[:each]:
         das = da.split([_columns(a.shape[0]) for a in adapters[:each]])
@@ -224,8 +233,9 @@ _bwd_transformed = _op.transformable(
 
 
 def _setup_operator(ctx, inputs, output):
-    x, tensors, *options, seed, _, _, _ = inputs
-    layout = CallLayout(len(tensors) - len(options[0]) - len(options[1]), tuple(options))
+    x, tensors, linears, scales, dropouts, seed, *_ = inputs
+    options = CallOptions(linears, scales, dropouts)
+    layout = CallLayout(len(tensors) - len(linears) - len(scales), options)
     need_x, *needs = ctx.needs_input_grad  # flat here, unlike in the backward
     constant = _constant(layout, need_x, needs[: len(tensors)], output[:-1])
     ctx.mark_non_differentiable(*constant, output[-1])
@@ -328,7 +338,7 @@ def prepare(bases: Sequence[Base], adapters: Sequence[Adapter], magnitudes=()) -
     quantised = [base.quantised for base in bases if base.quantised is not None]
     if quantised:
         makers, weights = (), [None] * len(bases)
-    options = linears + biased, scales, dropouts
+    options = CallOptions(linears + biased, scales, dropouts)
     layout = CallLayout(len(bases), options, makers if any(makers) else (), len(magnitudes) > 0, quantised)
     layout.gathered = any(base.gathered for base in bases)
     return layout, (*weights, *(bases[i].bias for i in biased), *a, *b, *magnitudes)
@@ -393,7 +403,7 @@ class _DoraFunction(torch.autograd.Function):
         n = layout.count
         dense, scaled, factors = layout.dense(tensors[:-n]), [], []
         for weight, a, b, magnitude, scale in zip(
-            dense[:n], dense[n : 2 * n], dense[2 * n :], tensors[-n:], layout.options[1], strict=True
+            dense[:n], dense[n : 2 * n], dense[2 * n :], tensors[-n:], layout.options.scales, strict=True
         ):
             scaled.append(weight if layout.makers else torch.empty_like(weight))
             factors.append(dora_factors(weight, a, b, magnitude, scale, scaled[-1]))

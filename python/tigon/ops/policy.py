@@ -40,7 +40,31 @@ class PolicyFormula(NamedTuple):
     estimator: int
     kl: float
     kl_corrected: bool
-    entropy: float
+    entropy_factor: float
+
+
+class PolicyConstants(NamedTuple):
+    """The tensors of a call that get no gradient."""
+
+    advantage: torch.Tensor
+    old: torch.Tensor | None
+    ref: torch.Tensor | None
+    importance: torch.Tensor | None
+
+
+class Divisors(NamedTuple):
+    """Both denominators as the native operators take them: a tensor on the device, or a number."""
+
+    denominator: torch.Tensor | None
+    entropy_denominator: torch.Tensor | None
+    host_denominator: float | None
+    host_entropy_denominator: float | None
+
+    @classmethod
+    def of(cls, denominator, entropy_denominator, device) -> Divisors:
+        tensor, number = split_denominator(denominator, device)
+        entropy_tensor, entropy_number = split_denominator(entropy_denominator, device)
+        return cls(tensor, entropy_tensor, number, entropy_number)
 
 
 class PolicyResult(NamedTuple):
@@ -80,9 +104,10 @@ def _numbers(op, name, values, count):
     return tuple(float(value) for value in values)
 
 
-def constants(op, shape, device, advantage, old, ref, importance, kl, denominator, entropy_denominator):
-    """Check advantages, old and reference log-probabilities and factors for log-probabilities [B, T]; they
-    get no gradient."""
+def constants(
+    op, shape, device, *, advantage, old, ref, importance, kl, denominator, entropy_denominator
+) -> PolicyConstants:
+    """Check advantages, old and reference log-probabilities and factors for log-probabilities [B, T]."""
     tensor = isinstance(advantage, torch.Tensor)
     check(op, tensor, "advantage must be a float tensor, got {}", arguments.kind_of(advantage))
     for name, t, either in (
@@ -101,7 +126,7 @@ def constants(op, shape, device, advantage, old, ref, importance, kl, denominato
     check(op, kl == 0 or ref is not None, "ref must be given with kl, got None")
     check_denominator(op, denominator)
     check_denominator(op, entropy_denominator, "entropy_denominator")
-    return tuple(None if t is None else t.detach() for t in (advantage, old, ref, importance))
+    return PolicyConstants(*(None if t is None else t.detach() for t in (advantage, old, ref, importance)))
 
 
 # The same formulas in plain PyTorch.
@@ -135,13 +160,13 @@ def _clipped(f, ratio, advantage):
     return above.float() * (f.kind == KINDS["cispo"])
 
 
-def token_losses(log_prob, advantage, counts, old, ref, importance, f: PolicyFormula):
+def token_losses(log_prob, counts, constants: PolicyConstants, f: PolicyFormula):
     """Compute the loss, the ratio, the estimate of the divergence (None without ref) and the clipping of each
     token [B, T] with PyTorch operations; 0 if a token does not count."""
     wide = torch.promote_types(log_prob.dtype, torch.float32)
     log_prob, advantage, old, ref, importance = (
         None if t is None else (t.unsqueeze(-1) if t.dim() == 1 else torch.where(counts, t, 0.0)).to(wide)
-        for t in (log_prob, advantage, old, ref, importance)
+        for t in (log_prob, *constants)
     )
     log_ratio = log_prob - (log_prob.detach() if old is None else old)
     log_weight = log_ratio.detach().clamp(-20, 20).sum(-1, keepdim=True)
@@ -167,23 +192,24 @@ def token_losses(log_prob, advantage, counts, old, ref, importance, f: PolicyFor
     return tuple(None if t is None else torch.where(counts, t, 0.0) for t in results)
 
 
-def reference(log_prob, mask, constants, entropy, denominator, entropy_denominator, f: PolicyFormula):
+def reference(
+    log_prob, mask, constants: PolicyConstants, entropy, denominator, entropy_denominator, f: PolicyFormula
+):
     """Compute the same formulas with PyTorch operations (any float dtype, any device)."""
     counts = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask != 0
-    advantage, *others = constants
-    loss, _, estimate, clipped = token_losses(log_prob, advantage, counts, *others, f)
+    loss, _, estimate, clipped = token_losses(log_prob, counts, constants, f)
     length = counts.sum(-1, keepdim=True).clamp(min=1)
     by_answer = f.normalise == NORMALISE["sequence"]
     own = {NORMALISE["token"]: counts.sum().clamp(min=1)}.get(f.normalise, max(counts.shape[0], 1))
     denominator = own if denominator is None else denominator
     total = divide((loss / length if by_answer else loss).sum(), denominator)
-    if entropy is not None and f.entropy != 0:
+    if entropy is not None and f.entropy_factor != 0:
         entropy = torch.where(counts, entropy, 0.0).to(loss.dtype)
         if entropy_denominator is None:
             bonus = divide((entropy / length if by_answer else entropy).sum(), denominator)
         else:
             bonus = divide(entropy.sum(), entropy_denominator)
-        total = total - f.entropy * bonus
+        total = total - f.entropy_factor * bonus
     return PolicyResult(total, None if estimate is None else estimate.detach(), clipped)
 
 
@@ -201,19 +227,35 @@ def _fake(log_prob, advantage, target, old, ref, importance, entropy, *_):
 _op = formed("policy", _fake, results=3, places=(0, 6))  # log_prob, entropy
 
 
-def run(log_prob, mask, constants, entropies, denominator, entropy_denominator, f):
+class _Rows(NamedTuple):
+    """The tensors that the operator takes first, in the order of its schema."""
+
+    log_prob: torch.Tensor
+    advantage: torch.Tensor | None
+    target: torch.Tensor | None
+    old: torch.Tensor | None
+    ref: torch.Tensor | None
+    importance: torch.Tensor | None
+    entropy: torch.Tensor | None
+
+
+def run(log_prob, mask, constants: PolicyConstants, entropies, denominator, entropy_denominator, f):
     """Run the kernel or the reference on checked arguments."""
     if not has_kernel("policy_loss", log_prob=log_prob):
         return reference(log_prob, mask, constants, entropies, denominator, entropy_denominator, f)
-    advantage, *others = constants
-    floats = (None if t is None else t.float() for t in (*others, entropies if f.entropy != 0 else None))
-    target = None if mask is None else native_mask(mask)
-    by, number = split_denominator(denominator, log_prob.device)
-    entropy_by, entropy_number = split_denominator(entropy_denominator, log_prob.device)
-    loss, estimate, clipped = _op(
-        log_prob.float(), advantage.float(), target, *floats, by, entropy_by, number, entropy_number, *f, 0
+    advantage, old, ref, importance = (None if t is None else t.float() for t in constants)
+    rows = _Rows(
+        log_prob=log_prob.float(),
+        advantage=advantage,
+        target=None if mask is None else native_mask(mask),
+        old=old,
+        ref=ref,
+        importance=importance,
+        entropy=entropies.float() if entropies is not None and f.entropy_factor != 0 else None,
     )
-    return PolicyResult(loss, None if constants[2] is None else estimate, clipped)
+    by = Divisors.of(denominator, entropy_denominator, log_prob.device)
+    loss, estimate, clipped = _op(*rows, *by, *f, 0)  # rows whose target is 0 do not count
+    return PolicyResult(loss, None if ref is None else estimate, clipped)
 
 
 @arguments.called({"target": "mask", "policy.entropy": "entropies"})

@@ -272,10 +272,10 @@ def run(op, log_prob, mask, nll_mask, ref, desirable, kl, denominator, formula):
     mask = mask.reshape(tokens.shape) if mask is not None else None
     if not has_kernel(op, tokens=tokens):
         return reference(tokens, mask, nll_mask, ref, desirable, kl, denominator, formula)
-    device, number = split_denominator(denominator, tokens.device)
-    target = None if mask is None else native_mask(mask)
-    nll_target = None if nll_mask is None else native_mask(nll_mask)
-    results = _op(tokens.float(), target, nll_target, ref, desirable, kl, device, number, *formula, 0)
+    divisor, host_divisor = split_denominator(denominator, tokens.device)
+    target, nll_target = (None if t is None else native_mask(t) for t in (mask, nll_mask))
+    rows = tokens.float(), target, nll_target, ref, desirable, kl
+    results = _op(*rows, divisor, host_divisor, *formula, 0)
     return PreferenceResult(*results) if desirable is None else KTOResult(*results[:3])
 
 

@@ -40,34 +40,36 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, op, head_dim, cos, options: RopeOptions):
         """From the options of the public functions."""
-        interleaved, deinterleave, rotary_dim, tail, mrope_section, mrope_interleaved, keep_dtype = options
         check(op, isinstance(cos, torch.Tensor), "cos must be a tensor, got {}", arguments.kind_of(cos))
         arguments.check_layout(op, "cos", cos)
         flags = ("interleaved", "deinterleave", "tail", "mrope_interleaved", "keep_dtype")
         arguments.check_booleans(op, **{name: getattr(options, name) for name in flags})
-        paired = interleaved or not deinterleave
+        paired = options.interleaved or not options.deinterleave
         check(op, paired, "interleaved must be True with deinterleave=True, got False")
         complex_table = cos.is_complex()
-        check(op, interleaved or not complex_table, "interleaved must be True with complex cos, got False")
+        fits = options.interleaved or not complex_table
+        check(op, fits, "interleaved must be True with complex cos, got False")
         columns = cos.shape[-1] if cos.dim() else 0
         shared = complex_table
+        rotary_dim, section = options.rotary_dim, options.mrope_section
         if rotary_dim is not None:
             arguments.check_integers(op, rotary_dim=rotary_dim)
             fits = rotary_dim == 2 * columns or (rotary_dim == columns and not complex_table)
             words = "rotary_dim must be the columns of cos or twice as many, {}, got {}"
             check(op, fits, words, columns, rotary_dim)
             shared = shared or rotary_dim != columns
-        sections = (0, 0, 0)
-        if mrope_section is not None:
+        time = height = width = 0
+        if section is not None:
             pairs = columns if shared else columns // 2
-            some = isinstance(mrope_section, Sequence) and len(mrope_section) == 3
-            whole = some and all(isinstance(n, int) and n >= 0 for n in mrope_section)
-            fits = whole and sum(mrope_section) == pairs > 0
+            some = isinstance(section, Sequence) and len(section) == 3
+            whole = some and all(isinstance(n, int) and n >= 0 for n in section)
+            fits = whole and sum(section) == pairs > 0
             wanted = "mrope_section must be three ints that add up to {}, got {}"
-            check(op, fits, wanted, pairs, mrope_section)
-            sections = tuple(mrope_section)
-        pairs = 2 if deinterleave else 1 if interleaved else 0
-        return cls(head_dim, pairs, shared, tail, keep_dtype, *sections, mrope_interleaved)
+            check(op, fits, wanted, pairs, section)
+            time, height, width = section
+        pairs = 2 if options.deinterleave else 1 if options.interleaved else 0
+        sections = {"time": time, "height": height, "width": width, "mixed": options.mrope_interleaved}
+        return cls(head_dim, pairs, shared, tail=options.tail, keep_dtype=options.keep_dtype, **sections)
 
     def has_sections(self) -> bool:
         """Whether this is M-RoPE."""

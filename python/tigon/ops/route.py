@@ -105,7 +105,7 @@ def _losses(z, q, ids, token_weights):
 
 
 def _fake(logits, bias, token_weights, top_k, forced, *options):
-    weights_dtype, ids_dtype, losses = options[6:9]
+    *_, weights_dtype, ids_dtype, losses, _, _ = options
     tokens, experts = logits.shape
     weights = logits.new_empty(tokens, top_k, dtype=DTYPES[weights_dtype])
     ids = logits.new_empty(tokens, top_k, dtype=DTYPES[ids_dtype])
@@ -122,8 +122,9 @@ _bwd = raw("route_bwd", _fake_bwd)
 
 def _setup_context(ctx, inputs, output):
     _, ids, aux, z, balance = output
-    ctx.options, ctx.losses = inputs[5:11], inputs[13]
-    ctx.save_for_backward(inputs[0], ids, inputs[2], balance if ctx.losses else None)
+    logits, _, token_weights, _, _, *options = inputs
+    *ctx.options, _, _, ctx.losses, _, _ = options  # without dtypes; need_aux is that of all losses
+    ctx.save_for_backward(logits, ids, token_weights, balance if ctx.losses else None)
     ctx.mark_non_differentiable(ids, balance, *(() if ctx.losses else (aux, z)))
     ctx.set_materialize_grads(False)
 
@@ -132,8 +133,8 @@ def _backward(ctx, dweights, dids, daux, dz, *_):
     if not ctx.losses:
         daux = dz = None
     if dweights is None and daux is None and dz is None:
-        return (None,) * 16
-    return _bwd(dweights, daux, dz, *ctx.saved_tensors, *ctx.options), *(None,) * 15
+        return (None,) * len(_op.names)
+    return _bwd(dweights, daux, dz, *ctx.saved_tensors, *ctx.options), *(None,) * (len(_op.names) - 1)
 
 
 _op = Op(OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=4)
@@ -279,8 +280,10 @@ def route(
     Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, eq. 5; DeepSeek-V2 and V3, arXiv:2405.04434,
     arXiv:2412.19437, eq. 12 to 18; Ma et al. 2025 (routing replay), arXiv:2510.11370.
     """
-    numbers = score, normalize, num_groups, top_groups, group_score, scale
-    options, forced = _Options(*numbers, dtype, ids_dtype, losses), ids
+    forced, options = (
+        ids,
+        _Options(score, normalize, num_groups, top_groups, group_score, scale, dtype, ids_dtype, losses),
+    )
     _check(logits, top_k, options, correction_bias, token_weights, forced)
     if forced is not None and forced.is_cpu and logits.dtype == torch.float64:  # the operator checks others
         wide = forced.to(torch.int64)
@@ -293,16 +296,8 @@ def route(
         return reference(
             logits,
             top_k,
-            score=score,
-            normalize=normalize,
+            **options._asdict(),
             correction_bias=correction_bias,
-            num_groups=num_groups,
-            top_groups=top_groups,
-            group_score=group_score,
-            scale=scale,
-            dtype=dtype,
-            ids_dtype=ids_dtype,
-            losses=losses,
             token_weights=token_weights,
             forced=None if forced is None else forced.to(torch.int64),
         )

@@ -67,13 +67,13 @@ class _Function(torch.autograd.Function):
         scale = find_scale()  # while the parts are gathered; None: one loss for each row
         whole = part.repeat(rows.shards.size, 1) if gathered is None else gathered()
         numbers, _ = rows.combined(whole, target, None)
-        losses, log_share = numbers[0], numbers[NUMBERS.index("log_share")]
+        losses, log_mass = numbers[0], numbers[NUMBERS.index("log_mass")]
         ctx.rows, ctx.scalar = rows, scale is not None
         if not ctx.scalar:
-            ctx.save_for_backward(logits, log_share, target)
+            ctx.save_for_backward(logits, log_mass, target)
             return losses
         if ctx.needs_input_grad[3]:
-            ctx.save_for_backward(_gradient(rows, logits, target, log_share, scale))
+            ctx.save_for_backward(_gradient(rows, logits, target, log_mass, scale))
         return total(losses, scale)
 
     @staticmethod
@@ -81,17 +81,17 @@ class _Function(torch.autograd.Function):
     def backward(ctx, dloss):
         if ctx.scalar:
             return None, None, None, scaled(*ctx.saved_tensors, dloss)
-        logits, log_share, target = ctx.saved_tensors
-        return None, None, None, _gradient(ctx.rows, logits, target, log_share, dloss.contiguous())
+        logits, log_mass, target = ctx.saved_tensors
+        return None, None, None, _gradient(ctx.rows, logits, target, log_mass, dloss.contiguous())
 
 
-def _gradient(rows: Rows, logits, target, log_share, scale):
+def _gradient(rows: Rows, logits, target, log_mass, scale):
     """Compute dlogits, zero in columns of padding."""
     real = rows.shards.real
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     dlogits[:, real:] = 0.0
     if real > 0 and dlogits.shape[0] > 0:
-        rows.gradient(logits[:, :real], dlogits[:, :real], target, log_share, scale)
+        rows.gradient(logits[:, :real], dlogits[:, :real], target, log_mass, scale)
     return dlogits
 
 

@@ -89,9 +89,9 @@ def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None
                 _check_placed(op, key, t, place, place.like.placements)
             given[key] = t.to_local(grad_placements=place.like.placements)
         elif key == "hidden" and place.dim is not None:
-            shares = place.placements(Shard(0))
-            if _check_placed(op, key, t, place, replicated, shares) == shares:
-                given[key], extra["sequence_parallel"] = t.to_local(grad_placements=shares), True
+            by_rows = place.placements(Shard(0))
+            if _check_placed(op, key, t, place, replicated, by_rows) == by_rows:
+                given[key], extra["sequence_parallel"] = t.to_local(grad_placements=by_rows), True
             else:
                 given[key] = t.to_local(grad_placements=place.placements(Partial()))
                 extra["partial_hidden_grad"] = True
@@ -106,11 +106,11 @@ def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None
     for key in [key for key in given if key not in known]:
         check(op, given.pop(key) is None, "{} is not supported with a sharded {}", key, name)
     mesh, columns = place.like.device_mesh, place.like.shape[-1 if name == "logits" else 0]
-    share = -(-columns // mesh.size(place.dim))  # as torch.chunk
+    most = -(-columns // mesh.size(place.dim))  # columns of a process, as torch.chunk gives them
     return sharded(
         **given,
         **extra,
         group=mesh.get_group(place.dim),
         vocab=columns if vocab is None else vocab,
-        first_class=min(share * mesh.get_local_rank(place.dim), columns),
+        first_class=min(most * mesh.get_local_rank(place.dim), columns),
     )

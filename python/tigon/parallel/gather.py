@@ -93,8 +93,8 @@ class _LogSum(torch.autograd.Function):
         lse, whole = ctx.saved_tensors
         dwhole = dwhole.clone()  # of the process's own queries
         dist.all_reduce(dwhole, group=ctx.gather.group)
-        share = torch.where(lse == -torch.inf, 0.0, (lse - whole).exp())
-        return share * dwhole, None
+        fraction = torch.where(lse == -torch.inf, 0.0, (lse - whole).exp())
+        return fraction * dwhole, None
 
 
 class _Sum(torch.autograd.Function):

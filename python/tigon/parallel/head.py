@@ -23,7 +23,7 @@ from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import result_type
 from tigon.parallel.cross_entropy import check_eager, check_layout, number_of, take_class_weight
 from tigon.parallel.plan import choose, count, counting
-from tigon.parallel.rows import IGNORED, NUMBERS, make_rows, scale_of
+from tigon.parallel.rows import IGNORED, NUMBERS, Rows, make_rows, scale_of
 from tigon.parallel.shards import Facts, agree, named, of_rows, or_unknown, values_of
 from tigon.parallel.stream import Function, ShardedCall
 
@@ -61,7 +61,7 @@ class GivenCall(NamedTuple):
     options: ShardedOptions
 
     def formula(self) -> LabelFormula:
-        """Return the numbers of the loss; LoRA's scale is not among them."""
+        """The numbers of the loss; LoRA's scale is not among them."""
         head, options = self.head, self.options
         return LabelFormula(
             ignore_index=head.ignore_index,
@@ -72,65 +72,88 @@ class GivenCall(NamedTuple):
             z_loss=options.z_loss,
         )
 
+    def several_labels(self) -> bool:
+        """Whether each row has several labels, in target's last dimension."""
+        return self.op == LOG_PROB and several(self.hidden, self.target)
+
+    def shifted(self, target: torch.Tensor) -> torch.Tensor:
+        """The labels after head's shift."""
+        ignore_index, shift = self.head.ignore_index, self.head.shift
+        if not self.several_labels():
+            return shifted(target, ignore_index, shift)
+        return shifted(target.movedim(-1, 0), ignore_index, shift).movedim(0, -1)
+
+
+class _Parameters(NamedTuple):
+    """The tensors that can get a gradient in addition to hidden."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
+
 
 class _Checked(NamedTuple):
     """What a process computes with, of checked arguments."""
 
     hidden: torch.Tensor
-    parameters: tuple[torch.Tensor | None, ...]  # weight, bias, A and B
+    target: torch.Tensor  # in an integer dtype that has ignore_index
+    parameters: _Parameters
     lora_scale: float
     needs: int  # bits of operands.NEEDS
     wide: bool  # logits are float32 although hidden is not
-    known: int  # how many labels count; -1: not known
+    valid_rows: int  # how many labels count; -1: not known
     main_grad: torch.Tensor | None
 
 
-def _moved(target, head: HeadOptions, many: bool):
-    """Return the labels after head's shift; `many`: several for each row."""
-    if not many:
-        return shifted(target, head.ignore_index, head.shift)
-    return shifted(target.movedim(-1, 0), head.ignore_index, head.shift).movedim(0, -1)
-
-
-def _describe(given_call: GivenCall) -> tuple[Facts, _Checked]:
-    """Check the arguments; return the facts that the processes compare, and the operands of the call."""
-    op, hidden, weight, target, group, head, call = given_call
-    given, lora = call._asdict(), head.lora
-    low = lora if isinstance(lora, Sequence) else ()
-    tensors = {name: given[name] for name in ("class_weight", "token_weight", "denominator")}
-    tensors |= {f"lora {name}": t for name, t in zip("AB", low, strict=False)}
-    check_eager(op, hidden=hidden, weight=weight, target=target, bias=head.bias, **tensors)
+def _check(call: GivenCall) -> torch.Tensor:
+    """Check the arguments, and return the labels in an integer dtype that has ignore_index."""
+    op, hidden, weight, head, options = call.op, call.hidden, call.weight, call.head, call.options
+    constants = {name: getattr(options, name) for name in ("class_weight", "token_weight", "denominator")}
+    low_rank = head.lora if isinstance(head.lora, Sequence) else ()
+    adapter = {f"lora {name}": t for name, t in zip("AB", low_rank, strict=False)}
+    check_eager(op, hidden=hidden, weight=weight, target=call.target, bias=head.bias, **constants, **adapter)
     booleans = ("entropy", "sequence_parallel", "partial_hidden_grad")
-    check_booleans(op, **{name: given[name] for name in booleans})
-    target = labels_of(target, head.ignore_index)
+    check_booleans(op, **{name: getattr(options, name) for name in booleans})
+    target = labels_of(call.target, head.ignore_index)
     check_indices(op, "target", target)
-    check_loss(op, call.label_smoothing, call.z_loss, call.reduction, call.denominator)
-    if call.class_weight is not None:
-        check_float(op, "class_weight", call.class_weight)
-    operands.check_token_weight(op, call.token_weight, target)
-    if call.outputs is not None:
-        operands.check_outputs(op, call.outputs, OUTPUTS)
+    check_loss(op, options.label_smoothing, options.z_loss, options.reduction, options.denominator)
+    if options.class_weight is not None:
+        check_float(op, "class_weight", options.class_weight)
+    operands.check_token_weight(op, options.token_weight, target)
+    if options.outputs is not None:
+        operands.check_outputs(op, options.outputs, OUTPUTS)
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
     check(op, hidden.dim() >= 1 and weight.dim() == 2, "weight must be [columns, H], got {}", weight.shape)
-    many = op == LOG_PROB and several(hidden, target)
-    check(op, not many or target.shape[-1] >= 1, "target must have K >= 1 labels a row, got {}", target.shape)
-    labels = target[..., 0] if many else target
-    if call.sequence_parallel:
+    labels = target
+    if call.several_labels():
+        check(op, target.shape[-1] >= 1, "target must have K >= 1 labels a row, got {}", target.shape)
+        labels = target[..., 0]
+    if options.sequence_parallel:
         words = "hidden must be [share, ..., H] with sequence_parallel, got {}"
         check(op, hidden.dim() >= 2, words, hidden.shape)
-        wanted = (torch.distributed.get_world_size(group) * hidden.shape[0], *hidden.shape[1:-1])
+        wanted = (torch.distributed.get_world_size(call.group) * hidden.shape[0], *hidden.shape[1:-1])
         fits = labels.shape == wanted
         check(op, fits, "target must be {} (of all processes), got {}", wanted, labels.shape)
         labels = labels[: hidden.shape[0]]
-    columns, own, classes = weight.shape[0], head._replace(lora=None), weight
-    if columns == 0:  # a process without classes
+    own, classes = head._replace(lora=None), weight
+    if weight.shape[0] == 0:  # a process without classes
         own, classes = own._replace(bias=None), weight.new_empty(1, weight.shape[1])
     operands.check_head(op, hidden, classes, labels, own)
-    operands.check_lora(op, lora, hidden, weight)
-    check_layout(op, call.vocab, call.first_class)
-    check_keep(op, call.keep_mb)
-    hidden = operands.autocast(hidden)
+    operands.check_lora(op, head.lora, hidden, weight)
+    check_layout(op, options.vocab, options.first_class)
+    check_keep(op, options.keep_mb)
+    both = options.sequence_parallel and options.partial_hidden_grad
+    check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
+    return target
+
+
+def _checked(call: GivenCall) -> _Checked:
+    """Check the arguments, and make the operands of the call."""
+    target = _check(call)
+    op, head, weight, lora = call.op, call.head, call.weight, call.head.lora
+    hidden = operands.autocast(call.hidden)
     words = "hidden must be float32, bfloat16 or float16, got {}"
     check(op, has_kernel(op, hidden=hidden), words, hidden.dtype)
     wide = operands.wide_logits(op, head.logit_dtype, hidden)
@@ -140,128 +163,166 @@ def _describe(given_call: GivenCall) -> tuple[Facts, _Checked]:
     else:
         hidden, weight, lora = operands.whole_vectors(hidden, weight, lora)
     lora_a, lora_b, lora_scale = lora or (None, None, 1.0)
-    parameters = (weight, head.bias, lora_a, lora_b)
-    counted = target, head.ignore_index, head.shift
-    if many:
-        counted = (_moved(target, head, many) != head.ignore_index).any(-1).long() - 1, -1, False
-    known = count(op, *counted, head.valid_rows)
+    parameters = _Parameters(weight, head.bias, lora_a, lora_b)
+    if call.several_labels():
+        counts = (call.shifted(target) != head.ignore_index).any(-1)
+        valid_rows = count(op, counts.long() - 1, -1, False, head.valid_rows)
+    else:
+        valid_rows = count(op, target, head.ignore_index, head.shift, head.valid_rows)
     needs = 0
     if torch.is_grad_enabled():
         wanted = zip(operands.NEEDS.values(), (hidden, *parameters), strict=True)
         needs = sum(bit for bit, t in wanted if t is not None and t.requires_grad)
-    both = call.sequence_parallel and call.partial_hidden_grad
-    check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
-    values = {name: values_of(given[name], hidden.device) for name in ("class_weight", "token_weight")}
-    values["lora"] = None if lora is None else (*values_of(lora_a, hidden.device), float(lora_scale))
-    options = {"op": op} | given_call.formula()._asdict() | given | values
+    return _Checked(hidden, target, parameters, float(lora_scale), needs, wide, valid_rows, main_grad)
+
+
+def _describe(call: GivenCall) -> tuple[Facts, _Checked]:
+    """Check the arguments; return the facts that the processes compare, and the operands of the call."""
+    checked, head = _checked(call), call.head
+    hidden, target, parameters = checked.hidden, checked.target, checked.parameters
+    options = {"op": call.op} | call.formula()._asdict() | call.options._asdict()
+    first_class, vocab = options.pop("first_class"), options.pop("vocab")
+    options |= {name: values_of(options[name], hidden.device) for name in ("class_weight", "token_weight")}
+    options["lora"] = None
+    if head.lora is not None:
+        options["lora"] = (*values_of(parameters.lora_a, hidden.device), checked.lora_scale)
     caps = ("shift", "chunk_rows", "max_workspace_mb", "max_peak_mb")
     options |= {name: getattr(head, name) for name in caps}
-    options |= {"logit_dtype": wide, "valid_rows": known, "denominator": number_of(call.denominator)}
-    options |= {"main_grad": main_grad is not None, "bias": head.bias is not None}
-    options["labels"] = target.shape[-1] if many else 0
+    options |= {"logit_dtype": checked.wide, "valid_rows": checked.valid_rows}
+    options |= {"denominator": number_of(call.options.denominator), "bias": head.bias is not None}
+    options |= {"main_grad": checked.main_grad is not None}
+    options["labels"] = target.shape[-1] if call.several_labels() else 0
     facts = Facts(
         size=hidden.shape[-1],
-        needs=needs,
-        columns=columns,
-        first_class=or_unknown(options.pop("first_class")),
-        vocab=or_unknown(options.pop("vocab")),
+        needs=checked.needs,
+        columns=parameters.weight.shape[0],
+        first_class=or_unknown(first_class),
+        vocab=or_unknown(vocab),
         options=named(**options, deterministic=is_deterministic()),
         **of_rows(target, hidden),
     )
-    return facts, _Checked(
-        hidden=hidden,
-        parameters=parameters,
-        lora_scale=float(lora_scale),
-        needs=needs,
-        wide=wide,
-        known=known,
-        main_grad=main_grad,
+    return facts, checked
+
+
+class _RowLabels(NamedTuple):
+    """The labels of a call's rows, of all processes."""
+
+    of_row: torch.Tensor  # int64 [rows]; `vocab` if a row has several of which one counts
+    ignore_index: int
+    several: torch.Tensor | None = None  # int64 [rows, K]
+
+
+def _row_labels(call: GivenCall, vocab: int, device) -> _RowLabels:
+    ignore_index = call.head.ignore_index
+    labels = call.shifted(call.target.to(device, torch.int64, non_blocking=True))
+    if not call.several_labels():
+        return _RowLabels(labels.reshape(-1), ignore_index)
+    counts = labels != ignore_index
+    wrong = (counts & ((labels < 0) | (labels >= vocab))).any(-1)
+    # No shard has the class `vocab`; the one after it does not exist.
+    of_row = torch.where(wrong, vocab + 1, torch.where(counts.any(-1), vocab, IGNORED))
+    return _RowLabels(of_row.reshape(-1), IGNORED, torch.where(counts, labels, IGNORED).flatten(0, -2))
+
+
+class HeadResults(NamedTuple):
+    """The results of a call; those of rows are flat."""
+
+    loss: torch.Tensor
+    entropies: torch.Tensor
+    numbers: dict[str, torch.Tensor]  # NUMBERS by name
+    predicted: torch.Tensor
+    labels: torch.Tensor
+
+
+def _choose(call: GivenCall, checked: _Checked, rows: Rows, hidden, sp_size: int, *, listed, scaled):
+    """:func:`choose` for the computed rows of a sequence shard."""
+    shards, weight, lora_a = rows.shards, checked.parameters.weight, checked.parameters.lora_a
+    return choose(
+        call.op,
+        hidden,
+        call.head,
+        sp_size=sp_size,
+        widest=shards.widest,
+        keep_mb=call.options.keep_mb,
+        recomputes=call.options.entropy or call.several_labels(),
+        statistics=4 * rows.per_row() * (1 + shards.size),  # this process's, and those of all
+        listed=listed,
+        scaled=scaled,
+        wide=checked.wide,
+        weight_dtype=weight.dtype,
+        train_hidden=checked.needs & operands.HIDDEN != 0,
+        train_weight=checked.needs & operands.WEIGHT != 0,
+        train_bias=checked.needs & operands.BIAS != 0,
+        main_grad=checked.main_grad is not None,
+        lora_rank=0 if lora_a is None else lora_a.shape[0],
     )
 
 
-def run(given_call: GivenCall, result: str = "loss") -> tuple:
-    """Run a call and return ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat.
+def run(call: GivenCall, result: str = "loss") -> HeadResults:
+    """Run a call.
 
     Args:
-        result: the name in NUMBERS of what the first one is.
+        result: the name in NUMBERS of what is returned as the loss of a row.
     """
-    op, hidden, _, target, group, head, options = given_call
-    formula = given_call.formula()
-    device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
-    shards, given = agree(op, group, device, functools.partial(_describe, given_call))
-    hidden, parameters, lora_scale, needs, wide, known, main_grad = given
+    op, options = call.op, call.options
+    device = call.hidden.device if isinstance(call.hidden, torch.Tensor) else torch.device("cpu")
+    shards, checked = agree(op, call.group, device, functools.partial(_describe, call))
+    needs, parameters, main_grad = checked.needs, checked.parameters, checked.main_grad
     class_weight = take_class_weight(op, shards, options.class_weight, device)
-    token_weight, wanted, entropy = options.token_weight, {*(options.outputs or ())}, options.entropy
-    many = op == LOG_PROB and several(hidden, target)
-    labels, every = _moved(target.to(device, torch.int64, non_blocking=True), head, many), None
-    if many:
-        counts = labels != formula.ignore_index
-        every = torch.where(counts, labels, IGNORED).flatten(0, -2)
-        formula = formula._replace(ignore_index=IGNORED)
-        wrong = (counts & ((labels < 0) | (labels >= shards.vocab))).any(-1)
-        # No shard has the class `vocab`; the one after it does not exist.
-        labels = torch.where(wrong, shards.vocab + 1, torch.where(counts.any(-1), shards.vocab, IGNORED))
-    labels = labels.reshape(-1)
-    kinds = {"entropy": entropy or "entropy" in wanted, "predicted": bool(wanted & {"predicted", "correct"})}
-    rows = make_rows(shards, formula, class_weight, device, **kinds)
-    rows = rows._replace(labels=0 if every is None else every.shape[-1])
-    scale = scale_of(rows, labels, options.reduction, options.denominator)
-    shares = shards.size if options.sequence_parallel else 1
-    hidden = hidden.reshape(labels.shape[0] // shares, hidden.shape[-1])
-    # The rows of a share are gathered without a copy.
-    listed = counting(labels, formula.ignore_index, known if shares == 1 else -1)
+    labels = _row_labels(call, shards.vocab, device)
+    formula = call.formula()._replace(ignore_index=labels.ignore_index)
+    outputs = {*(options.outputs or ())}
+    entropy, predicted = options.entropy or "entropy" in outputs, bool(outputs & {"predicted", "correct"})
+    rows = make_rows(shards, formula, class_weight, device, entropy=entropy, predicted=predicted)
+    rows = rows._replace(labels=0 if labels.several is None else labels.several.shape[-1])
+    scale = scale_of(rows, labels.of_row, options.reduction, options.denominator)
+    sp_size = shards.size if options.sequence_parallel else 1
+    # The rows of sequence shards are gathered without a copy.
+    listed = counting(labels.of_row, formula.ignore_index, checked.valid_rows if sp_size == 1 else -1)
+    hidden = checked.hidden.reshape(labels.of_row.shape[0] // sp_size, checked.hidden.shape[-1])
     hidden = listed.take(hidden)
-    sizes = {
-        "statistics": 4 * rows.per_row() * (1 + shards.size),  # bytes of a row: this process's, those of all
-        "listed": listed.index is not None,  # the rows worked on are copies
-        "wide": wide,
-        "train_hidden": needs & operands.HIDDEN != 0,
-        "train_weight": needs & operands.WEIGHT != 0,
-        "train_bias": needs & operands.BIAS != 0,
-        "weight_dtype": parameters[0].dtype,
-        "main_grad": main_grad is not None,
-        "lora_rank": 0 if head.lora is None else parameters[2].shape[0],
-    }
     # A main_grad needs the upstream gradient, so autograd sums the losses of the rows here.
     formed = None if main_grad is not None else scale
     one_pass = needs != 0 and rows.in_one_pass(hidden.dtype)
-    others = operands.WEIGHT | operands.LORA_A | operands.LORA_B
-    # The rows are copied, times a factor.
-    sizes["scaled"] = one_pass and formed is not None and needs & others != 0
-    layout = {"shares": shares, "widest": shards.widest}
-    kept = {"keep_mb": options.keep_mb, "recomputes": entropy or many}
-    chunk, keep = choose(op, hidden, head, **layout, **kept, **sizes)
-    target = listed.labels.view(shares, hidden.shape[0])
-    if many:
-        every = listed.take(every).view(*target.shape, -1)
+    of_parameters = operands.WEIGHT | operands.LORA_A | operands.LORA_B
+    scaled = one_pass and formed is not None and needs & of_parameters != 0
+    chunk, keep = _choose(
+        call, checked, rows, hidden, sp_size, listed=listed.index is not None, scaled=scaled
+    )
+    target = listed.labels.view(sp_size, hidden.shape[0])
+    several_of_row = listed.take(labels.several)
+    token_weight = options.token_weight
     if token_weight is not None:
-        token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
-        token_weight = listed.take(token_weight).view(target.shape)
-    one_pass = one_pass and (formed is not None or keep)
-    call = ShardedCall(
+        token_weight = listed.take(token_weight.detach().to(device, torch.float32).reshape(-1))
+    sharded_call = ShardedCall(
         rows=rows,
         target=target,
-        labels=every,
-        token_weight=token_weight,
+        labels=None if several_of_row is None else several_of_row.view(*target.shape, -1),
+        token_weight=None if token_weight is None else token_weight.view(target.shape),
         scale=formed,
         result=NUMBERS.index(result),
-        entropy=entropy,
+        entropy=options.entropy,
         needs=needs,
-        chunk=max(chunk // shares, 1),
+        chunk=max(chunk // sp_size, 1),
         keep=keep,
-        wide=wide,
-        one_pass=one_pass,
+        wide=checked.wide,
+        one_pass=one_pass and (formed is not None or keep),
         partial=options.partial_hidden_grad,
-        lora_scale=lora_scale,
+        lora_scale=checked.lora_scale,
         main_grad=main_grad,
     )
-    loss, entropies, numbers, predicted = Function.apply(call, hidden, *parameters)
+    loss, entropies, numbers, predicted = Function.apply(sharded_call, hidden, *parameters)
     if scale is not None and main_grad is not None:
         loss = (loss.double().sum() * scale.double()).float().reshape(())
     if loss.dim() == 0 and listed.fault is not None:
         loss = loss + listed.fault
-    row_values = {name: listed.give(n) for name, n in zip(NUMBERS, numbers, strict=True)}
-    return listed.give(loss), listed.give(entropies), row_values, listed.give(predicted, -1), labels
+    return HeadResults(
+        loss=listed.give(loss),
+        entropies=listed.give(entropies),
+        numbers={name: listed.give(n) for name, n in zip(NUMBERS, numbers, strict=True)},
+        predicted=listed.give(predicted, -1),
+        labels=labels.of_row,
+    )
 
 
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
@@ -319,7 +380,7 @@ def linear_cross_entropy(
         keep_mb: with ``"none"``, the memory for this process's gradients of logits between forward and
             backward. Either all rows are kept or none. ``None``: they are kept if one chunk holds all rows.
         partial_hidden_grad: return this process's part of hidden's gradient instead of the sum. Use it if the
-            backward of the hidden states sums over the processes, as that of a gather of shares does.
+            backward of the hidden states sums over the processes, as that of a gather of them does.
         valid_rows: how many labels (after ``shift``) are not ``ignore_index``. Ignored rows then cost only a
             copy of the other rows' hidden states; with ``sequence_parallel`` all rows are computed. Labels on
             the CPU are counted in the call. A wrong number makes the loss NaN on CUDA and raises an error on
@@ -374,15 +435,14 @@ def linear_cross_entropy(
         denominator=denominator,
         outputs=outputs,
     )
-    loss, _, numbers, predicted, target_labels = run(
-        GivenCall(LOSS, hidden, weight, target, group, head, options)
-    )
-    loss = loss if loss.dim() == 0 else loss.view(target.shape)
+    results = run(GivenCall(LOSS, hidden, weight, target, group, head, options))
+    loss = results.loss if results.loss.dim() == 0 else results.loss.view(target.shape)
     if outputs is None:
         return loss
-    found = numbers | {"loss": loss, "predicted": predicted}
-    found["correct"] = (predicted == target_labels) & (target_labels != ignore_index)
-    return result_type(outputs)(*(found[n] if n == "loss" else found[n].view(target.shape) for n in outputs))
+    predicted, labels = results.predicted, results.labels
+    named = results.numbers | {"predicted": predicted}
+    named["correct"] = (predicted == labels) & (labels != ignore_index)
+    return result_type(outputs)(*(loss if n == "loss" else named[n].view(target.shape) for n in outputs))
 
 
 @torch._disable_dynamo
@@ -445,8 +505,8 @@ def linear_log_prob(
         keep_mb=keep_mb,
         entropy=entropy,
     )
-    given = GivenCall(LOG_PROB, hidden, weight, target, group, head, options)
-    loss, entropies, *_ = run(given, "log_prob")
-    log_prob = loss.view(target.shape)
-    rows = target.shape[:-1] if several(hidden, target) else target.shape
-    return (log_prob, entropies.view(rows)) if entropy else log_prob
+    call = GivenCall(LOG_PROB, hidden, weight, target, group, head, options)
+    results = run(call, "log_prob")
+    log_prob = results.loss.view(target.shape)
+    rows = target.shape[:-1] if call.several_labels() else target.shape
+    return (log_prob, results.entropies.view(rows)) if entropy else log_prob

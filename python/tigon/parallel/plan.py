@@ -19,67 +19,81 @@ from tigon.ops.loss_head.plan import check_fits, padded, plan_of
 _MIB = 1 << 20
 _LEAST_PART = 1024  # rows that a matmul on CUDA needs for full speed
 _ALIGNED = 128
-_PARTS = (0.5, 0.5)  # a part's share of the rows that are left; the last part takes the rest
+_FRACTIONS = (0.5, 0.5)  # of the rows that are left; the last part takes the rest
 _MOST_LOGITS = 1280 * _MIB  # of a chunk whose weight is trained, on CUDA
 
 
-def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool) -> list[Chunk]:
-    """Divide ``rows`` of a share into chunks of ``chunk`` rows.
+def divide(rows: int, chunk: int, sp_size: int, *, exchanges: bool, on_cuda: bool) -> list[Chunk]:
+    """Divide ``rows`` of a sequence shard into chunks of ``chunk`` rows.
 
     In a call that exchanges, a chunk has up to three parts: the exchange of one overlaps work on the next.
     The last part is smaller, since nothing but a matmul overlaps the reduction of its gradient.
     """
-    least = -(-_LEAST_PART // shares) if on_cuda else 1
+    least = -(-_LEAST_PART // sp_size) if on_cuda else 1
     chunks = []
     for begin in range(0, rows, chunk):
         end = min(begin + chunk, rows)
         bounds = [begin]
-        for share in _PARTS if exchanges else ():
+        for fraction in _FRACTIONS if exchanges else ():
             left = end - bounds[-1]
             if left < 2 * least:
                 break
-            later = max(int(left * (1 - share)), least)
+            later = max(int(left * (1 - fraction)), least)
             bounds.append(end - (later - later % _ALIGNED if later > _ALIGNED else later))
         bounds.append(end)
         parts = tuple(
-            Part(a, b, slice(shares * (a - begin), shares * (b - begin)), b == end)
+            Part(a, b, slice(sp_size * (a - begin), sp_size * (b - begin)), b == end)
             for a, b in zip(bounds, bounds[1:], strict=False)
         )
-        chunks.append(Chunk(begin, end, slice(shares * begin, shares * end), parts, end == rows))
+        chunks.append(Chunk(begin, end, slice(sp_size * begin, sp_size * end), parts, end == rows))
     return chunks
 
 
 def choose(
-    op, hidden, head: HeadOptions, *, shares, widest, keep_mb, recomputes, **sizes
+    op,
+    hidden,
+    head: HeadOptions,
+    *,
+    sp_size,
+    widest,
+    keep_mb,
+    recomputes,
+    statistics,
+    listed,
+    scaled,
+    wide,
+    weight_dtype,
+    **sizes,
 ) -> tuple[int, bool]:
-    """Choose the rows of a chunk, of all shares, and whether the backward gets the gradients of all logits.
+    """Choose the rows of a chunk, of all processes, and whether the gradients of all logits are kept.
 
     Args: the same in all processes.
-        hidden: the computed rows of a share.
-        widest: columns of the widest shard.
+        hidden: the computed rows of a sequence shard.
+        sp_size: the number of sequence shards; 1 without sequence parallelism.
+        widest: columns of the widest shard of the vocabulary.
         recomputes: the backward computes the logits again, so none are kept.
-        sizes: `statistics` of a row in bytes; `listed`: the rows are copies; `scaled`: those of a chunk are
-            copied once more; `wide`: their logits are float32 too; `weight_dtype`: of weight; and others of
-            :func:`plan`.
+        statistics: bytes of a row.
+        listed, scaled: the rows are copies; those of a chunk are copied once more.
+        wide: their logits are float32 too.
+        sizes: others of :func:`plan`.
     """
     itemsize, widest, cap = hidden.dtype.itemsize, max(widest, 1), head.max_workspace_mb
-    rows, asked = shares * hidden.shape[0], head.chunk_rows or 0
+    rows, asked = sp_size * hidden.shape[0], head.chunk_rows or 0
     if hidden.is_cuda and sizes["train_weight"] and not asked and rows > 0:
         # A chunk more reads and writes the weight's gradient once more, and its exchanges are less hidden.
         chunks = -(-rows * padded(widest) * itemsize // _MOST_LOGITS)
         asked = max(-(-rows // chunks // _ALIGNED) * _ALIGNED, _LEAST_PART)
-    names = ("statistics", "listed", "scaled", "wide", "weight_dtype")
-    statistics, listed, scaled, wide, weight_dtype = (sizes.pop(name) for name in names)
-    # With shares: a gathered chunk, the next one, and gradients being reduced. Logits of both precisions.
-    sizes |= {"copies": 3 * (shares > 1) + scaled, "row": statistics + 4 * padded(widest) * wide}
+    # Sequence shards take a gathered chunk, the next one, and gradients being reduced. Logits of both
+    # precisions are counted.
+    sizes |= {"copies": 3 * (sp_size > 1) + scaled, "row": statistics + 4 * padded(widest) * wide}
     sizes |= {"fixed": 2 * rows * hidden.shape[-1] * itemsize * listed, "chunk_rows": asked}
     sizes["lean"] = 0  # fewer rows would be more exchanges
     found = plan_of(hidden, widest, rows, max_workspace_mb=cap, **sizes)
     if cap is not None and rows > 0:
-        check_fits(op, found, shares, "one row of every share", cap)
+        check_fits(op, found, sp_size, "one row of every share", cap)
     chunk = max(min(found.chunk_rows, rows), 1)
     if head.max_peak_mb is not None and rows > 0:
-        layout = {"rows": rows, "shares": shares, "widest": widest, "weight_dtype": weight_dtype}
+        layout = {"rows": rows, "sp_size": sp_size, "widest": widest, "weight_dtype": weight_dtype}
         bounds = {"max_peak_mb": head.max_peak_mb, "most_rows": chunk}
         chunk = _within(op, found, hidden, **bounds, **layout, sizes=sizes)
         keep_mb = None
@@ -90,7 +104,7 @@ def choose(
     return chunk, rows * padded(widest) * itemsize <= keep_mb * _MIB
 
 
-def _within(op, found, hidden, *, max_peak_mb, most_rows, rows, shares, widest, weight_dtype, sizes) -> int:
+def _within(op, found, hidden, *, max_peak_mb, most_rows, rows, sp_size, widest, weight_dtype, sizes) -> int:
     """Find the rows of a chunk, at most `most_rows`, such that no process takes more than ``max_peak_mb``."""
     size, itemsize, rank = hidden.shape[-1], hidden.dtype.itemsize, sizes["lora_rank"]
     weights = widest * size * (sizes["train_weight"] and not sizes["main_grad"])
@@ -109,7 +123,7 @@ def _within(op, found, hidden, *, max_peak_mb, most_rows, rows, shares, widest, 
     most = max_peak_mb * _MIB
     if peak(most_rows) <= most:
         return most_rows
-    least = -(-peak(min(shares, rows)) // _MIB)
+    least = -(-peak(min(sp_size, rows)) // _MIB)
     words = "max_peak_mb must be at least {} for one row of every share, got {}"
     check(op, least <= max_peak_mb, words, least, max_peak_mb)
     fits = int(most - others - 4 * weights - found.fixed) // found.row

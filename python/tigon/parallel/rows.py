@@ -17,19 +17,21 @@ from tigon.ops.loss_head.products import row_gradient as _gradient
 from tigon.ops.loss_head.products import row_statistics as _statistics
 from tigon.parallel.shards import Shards
 
-# What is known of a row, in this order. log_share is the logarithm of the probability that this shard's
+# What is known of a row, in this order. log_mass is the logarithm of the probability that this shard's
 # classes have together.
-NUMBERS = ("loss", "z_loss", "log_prob", "lse", "entropy", "log_share")
+NUMBERS = ("loss", "z_loss", "log_prob", "lse", "entropy", "log_mass")
 
 
-def _fake_combine(parts, target, *options):
+def _fake_combine(parts, target, class_weight, shard_weight, token_weight, shards, shard, kinds, *_):
     numbers = parts.new_empty(len(NUMBERS), *target.shape)
-    return numbers, target.new_empty(target.shape if options[5] & PREDICTED else (0,), dtype=torch.int64)
+    return numbers, target.new_empty(target.shape if kinds & PREDICTED else (0,), dtype=torch.int64)
 
 
 _scale = raw("cross_entropy_scale", lambda target, *_: target.new_empty((), dtype=torch.float32))
 _total = raw("cross_entropy_total", lambda losses, _: losses.new_empty(()))
-_share_out = raw("cross_entropy_shard_share_out", lambda dlogits, target, *_: target.float(), "cross_entropy")
+_renormalize = raw(
+    "cross_entropy_shard_renormalize", lambda dlogits, target, *_: target.float(), "cross_entropy"
+)
 _combine = raw("cross_entropy_combine", _fake_combine, "cross_entropy")
 _scores = raw("cross_entropy_shard_scores", lambda *_: None, "cross_entropy")
 _log_probs = raw("cross_entropy_shard_log_probs", lambda labels, *_: labels.float(), "cross_entropy")
@@ -64,11 +66,16 @@ class Rows(NamedTuple):
     def classes(self) -> int:
         return self.shards.vocab + (self.labels > 0)
 
-    def _shard(self, logits, target):
-        f, s = self.formula, self.shards
-        formula = f.ignore_index, f.label_smoothing, f.softcap, f.z_loss
-        rows = logits, target, self.bias, self.class_weight
-        return *rows, *formula, s.first, self.classes(), f.logit_scale, f.temperature
+    def _numbers(self, *names: str) -> dict:
+        """These numbers of the formula, by name."""
+        return {name: getattr(self.formula, name) for name in names}
+
+    def _shard(self, logits, target) -> dict:
+        """What both passes over the rows of a shard take."""
+        rows = {"logits": logits, "target": target, "bias": self.bias, "class_weight": self.class_weight}
+        rows |= {"first_class": self.shards.first, "classes": self.classes()}
+        rows |= self._numbers("ignore_index", "label_smoothing", "softcap", "z_loss")
+        return rows | self._numbers("logit_scale", "temperature")
 
     def _scored(self, logits, target, labels, scores):
         """Labels of this shard, the best one of each row (or IGNORED); scores are written."""
@@ -78,12 +85,13 @@ class Rows(NamedTuple):
         chosen = torch.where(here, own, IGNORED).amax(-1)
         scores.fill_(-torch.inf)
         if real:
-            top = scores.new_empty(chosen.shape)
-            _scores(logits, own, chosen, scores, top, IGNORED, self.bias, self.formula.logit_scale)
+            of_labels = {"labels": own, "chosen": chosen, "scores": scores, "ignore_index": IGNORED}
+            of_labels["top"] = scores.new_empty(chosen.shape)
+            _scores.named(logits=logits, bias=self.bias, **of_labels, **self._numbers("logit_scale"))
         return own, chosen
 
     def in_one_pass(self, dtype: torch.dtype) -> bool:
-        """Whether dlogits of this dtype may be formed with the statistics, for :meth:`share_out`.
+        """Whether dlogits of this dtype may be formed with the statistics, for :meth:`renormalize`.
 
         A deterministic call scales rows before their rounding, as the head of one GPU does.
         """
@@ -95,7 +103,7 @@ class Rows(NamedTuple):
         """Compute this shard's part ``[per_row, rows]``; a shard without classes has probability 0.
 
         ``labels``: several for each row. Their scores follow the statistics, row by row. ``dlogits`` is
-        written in the same pass, for :meth:`share_out`; it may be the logits.
+        written in the same pass, for :meth:`renormalize`; it may be the logits.
         """
         parts = torch.empty(self.per_row(), target.shape[0], dtype=torch.float32, device=target.device)
         if self.shards.real == 0:
@@ -103,9 +111,9 @@ class Rows(NamedTuple):
         if labels is not None:
             _, chosen = self._scored(logits, target, labels, parts[-self.labels :].view(labels.shape))
             target = torch.where(chosen == IGNORED, target, chosen + self.shards.first)
-        shard = self if dlogits is None else self._replace(class_weight=None)  # a factor of share_out
-        to = parts[: len(parts) - self.labels], dlogits
-        predicted = _statistics(*shard._shard(logits, target), *to, self.kinds)
+        shard = self if dlogits is None else self._replace(class_weight=None)  # a factor of renormalize
+        results = {"parts": parts[: len(parts) - self.labels], "dlogits": dlogits, "kinds": self.kinds}
+        predicted = _statistics.named(**shard._shard(logits, target), **results)
         if self.kinds & PREDICTED:
             parts[-1] = predicted + self.shards.first
         return parts
@@ -118,44 +126,51 @@ class Rows(NamedTuple):
 
     def log_probs(self, labels, target, scores, top, log_prob) -> torch.Tensor:
         """Compute log_prob of several labels ``[rows, K]``, from that of the one with the best score."""
-        f = self.formula
-        found = _log_probs(labels, target, scores, top, IGNORED, log_prob, f.softcap, f.temperature)
-        return found.view(labels.shape)
+        of_labels = {"labels": labels, "chosen": target, "scores": scores, "top": top, "log_prob": log_prob}
+        numbers = {"ignore_index": IGNORED} | self._numbers("softcap", "temperature")
+        return _log_probs.named(**of_labels, **numbers).view(labels.shape)
 
     def combined(self, whole, target, token_weight) -> tuple[torch.Tensor, torch.Tensor]:
         """NUMBERS ``[6, rows]`` (entropy only if it has statistics) and the predicted classes.
 
         ``whole``: the parts of all shards, in their order.
         """
-        f, s = self.formula, self.shards
-        weights = self.class_weight, self.shard_weight, token_weight
-        formula = f.ignore_index, f.label_smoothing, f.z_loss
-        return _combine(whole, target, *weights, s.size, s.rank, self.kinds, self.classes(), *formula)
+        weights = {"class_weight": self.class_weight, "shard_weight": self.shard_weight}
+        places = {"shards": self.shards.size, "shard": self.shards.rank, "classes": self.classes()}
+        numbers = self._numbers("ignore_index", "label_smoothing", "z_loss") | {"kinds": self.kinds}
+        rows = {"parts": whole, "target": target, "token_weight": token_weight}
+        return _combine.named(**rows, **weights, **places, **numbers)
 
-    def share_out(self, dlogits, target, found, scale) -> torch.Tensor:
+    def renormalize(self, dlogits, target, numbers, scale) -> torch.Tensor:
         """Finish the dlogits of :meth:`statistics`; return each row's factor of them.
 
-        ``found``: NUMBERS of the rows.
+        ``numbers``: NUMBERS of the rows.
         """
-        f, numbers = self.formula, dict(zip(NUMBERS, found, strict=True))
-        whole = target, numbers["log_share"], numbers["log_prob"], scale, self.class_weight
-        return _share_out(dlogits, *whole, f.ignore_index, self.shards.first, f.logit_scale, f.temperature)
+        known = dict(zip(NUMBERS, numbers, strict=True))
+        rows = {"target": target, "log_mass": known["log_mass"], "log_prob": known["log_prob"]}
+        rows |= {"scale": scale, "class_weight": self.class_weight, "first_class": self.shards.first}
+        formula = self._numbers("ignore_index", "logit_scale", "temperature")
+        return _renormalize.named(dlogits=dlogits, **rows, **formula)
 
     def gradient(
-        self, logits, dlogits, target, log_share, scale, entropy_scale=None, entropy=None, several=None
+        self, logits, dlogits, target, log_mass, scale, entropy_scale=None, entropy=None, several=None
     ) -> None:
         """Compute dlogits of this shard's columns; they may overwrite the logits."""
-        weight_sum, labels, f = None, (), self.formula
+        weight_sum, of_labels = None, {}
         if several is not None:
             scores = torch.empty(several.labels.shape, device=target.device)
-            labels = (*self._scored(logits, target, several.labels, scores), scores, several.top)
+            own, chosen = self._scored(logits, target, several.labels, scores)
+            of_labels = {"labels": own, "chosen": chosen, "scores": scores, "top": several.top}
         if self.class_weight is not None and self.formula.label_smoothing:
             weight_sum = self.class_weight.double().sum().float().reshape(1)
-        _gradient(*self._shard(logits, target), dlogits, scale, entropy_scale, log_share, entropy, weight_sum)
+        rows = {"dlogits": dlogits, "scale": scale, "entropy_scale": entropy_scale, "log_mass": log_mass}
+        rows |= {"all_entropy": entropy, "weight_sum": weight_sum}
+        _gradient.named(**self._shard(logits, target), **rows)
         if several is not None:
-            formula = IGNORED, several.log_prob, f.softcap, f.temperature
-            upstream = several.upstream, entropy_scale, entropy
-            _label_gradient(dlogits, *labels, *formula, *upstream, f.logit_scale)
+            rows = {"dlogits": dlogits, "entropy_scale": entropy_scale, "entropy": entropy}
+            rows |= {"upstream": several.upstream, "log_prob": several.log_prob, "ignore_index": IGNORED}
+            formula = self._numbers("softcap", "temperature", "logit_scale")
+            _label_gradient.named(**of_labels, **rows, **formula)
 
 
 def make_rows(shards: Shards, formula: LabelFormula, class_weight, device, *, entropy=False, predicted=False):

@@ -48,14 +48,14 @@ class ShardedCall(NamedTuple):
     """A call of a head on checked arguments."""
 
     rows: Rows
-    target: torch.Tensor  # int64 [shares, rows of a share]
-    labels: torch.Tensor | None  # int64 [shares, rows of a share, K], if a row has several
+    target: torch.Tensor  # int64 [sp_size, rows of a sequence shard]
+    labels: torch.Tensor | None  # int64 [sp_size, rows of a sequence shard, K], if a row has several
     token_weight: torch.Tensor | None  # float32, target's shape
     scale: torch.Tensor | None  # None: a loss for each row
     result: int  # index in NUMBERS of what is returned for a row
     entropy: bool  # the entropies get gradients
     needs: int
-    chunk: int  # rows of a share
+    chunk: int  # rows of a sequence shard
     keep: bool  # the gradients of the logits, for the backward
     wide: bool
     one_pass: bool  # over the logits: the statistics with the gradient
@@ -70,10 +70,12 @@ class ShardPass(RowPass):
     gathers = True  # whether hidden states are wanted
 
     def __init__(self, call: ShardedCall, hidden, weight, bias, lora_a, lora_b) -> None:
-        self.call, self.shards, self.shares = call, call.rows.shards, call.target.shape[0]
+        self.call, self.shards, self.sp_size = call, call.rows.shards, call.target.shape[0]
         self.work, real, dtype = Work(self.shards), self.shards.real, hidden.dtype
         exchanges = self.shards.size > 1
-        chunks = divide(hidden.shape[0], call.chunk, self.shares, exchanges=exchanges, on_cuda=hidden.is_cuda)
+        chunks = divide(
+            hidden.shape[0], call.chunk, self.sp_size, exchanges=exchanges, on_cuda=hidden.is_cuda
+        )
         super().__init__(hidden, real, chunks)
         self.weight, self.width = weight.detach().to(dtype)[:real], weight.shape[0]
         self.lora = (None, None, 1.0)
@@ -101,9 +103,9 @@ class ShardPass(RowPass):
             return
         if dhidden is not None:
             own = whole = dhidden[part.begin : part.end]
-            if self.shares > 1:
+            if self.sp_size > 1:
                 self.work.wait(but=1)  # of the parts before: their memory is free
-                whole = own.new_empty(self.shares * (part.end - part.begin), own.shape[1])
+                whole = own.new_empty(self.sp_size * (part.end - part.begin), own.shape[1])
         if self.vocab:
             like = whole if hidden is None else hidden  # only its shape is used then
             sums = {"factor": factor, "first": self.first_part, "lora": self.lora}
@@ -113,7 +115,7 @@ class ShardPass(RowPass):
         self.first_part = False
         if own is None or self.call.partial:
             return
-        if self.shares == 1:
+        if self.sp_size == 1:
             self.work.start_all_reduce(whole)
         else:
             self.work.start_reduce_scatter(whole, own)
@@ -131,17 +133,17 @@ class ShardPass(RowPass):
         self.first = False
 
     def select(self, values: torch.Tensor | None, place: Chunk | Part) -> torch.Tensor | None:
-        """Select values of the rows of a chunk or a part, of all shares."""
+        """Select values of the rows of a chunk or a part, of all sequence shards."""
         if values is None:
             return None
-        values = values.view(self.shares, -1, *values.shape[2:])
-        parts = getattr(place, "parts", (place,)) if self.shares > 1 else (place,)
+        values = values.view(self.sp_size, -1, *values.shape[2:])
+        parts = getattr(place, "parts", (place,)) if self.sp_size > 1 else (place,)
         slices = [values[:, p.begin : p.end].flatten(0, 1) for p in parts]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def states(self):
-        """The hidden states of all shares, gathered one part ahead, or None if they are not needed."""
-        if self.shares == 1:
+        """The hidden states of all processes, gathered one part ahead, or None if they are not needed."""
+        if self.sp_size == 1:
             yield from super().states()
             return
         parts = [(chunk, part) for chunk in self.chunks for part in chunk.parts]
@@ -152,7 +154,7 @@ class ShardPass(RowPass):
         for i, (chunk, part) in enumerate(parts):
             for ahead, later in parts[len(waits) : i + 2]:
                 if ahead.begin not in memory:
-                    rows = self.shares * (ahead.end - ahead.begin)
+                    rows = self.sp_size * (ahead.end - ahead.begin)
                     memory[ahead.begin] = self.hidden.new_empty(rows, self.hidden.shape[1])
                 to = memory[ahead.begin][later.at]
                 waits.append(self.work.start_gather(self.hidden[later.begin : later.end], to))
@@ -168,10 +170,22 @@ class ShardPass(RowPass):
             form_logits(logits, hidden, self.weight, self.lora)
         return logits
 
-    def differentiate(self, logits, to, target, log_share, scale, *entropy) -> None:
+    def differentiate(self, logits, to, target, log_mass, scale, **options) -> None:
         """Compute dlogits of a part from its logits."""
         if self.vocab:
-            self.shard.gradient(logits, to, target, log_share, scale, *entropy)
+            self.shard.gradient(logits, to, target, log_mass, scale, **options)
+
+
+class ForwardResults(NamedTuple):
+    """What a forward returns and keeps."""
+
+    numbers: torch.Tensor  # NUMBERS of all rows
+    predicted: torch.Tensor
+    kept: torch.Tensor | None  # gradients of logits, for the backward
+    kept_factor: torch.Tensor | None  # of their rows
+    gradients: Gradients | None  # of a scalar loss
+    log_probs: torch.Tensor | None  # of several labels a row
+    top: torch.Tensor | None  # the best score of a row's labels
 
 
 class ForwardPass(ShardPass):
@@ -181,9 +195,9 @@ class ForwardPass(ShardPass):
         call, hidden, wide = self.call, self.hidden, self.logit_dtype != self.hidden.dtype
         self.numbers = hidden.new_empty(len(NUMBERS), *call.target.shape, dtype=torch.float32)
         self.predicted = torch.empty_like(call.target)
-        self.several = None
-        if call.labels is not None:
-            self.several = tuple(self.numbers.new_empty(t.shape) for t in (call.labels, call.target))
+        several = call.labels is not None
+        self.log_probs = self.numbers.new_empty(call.labels.shape) if several else None
+        self.top = self.numbers.new_empty(call.target.shape) if several else None
         forms = call.scale is not None and call.needs != 0
         keeps = call.keep and call.scale is None and call.needs != 0
         self.kept = self.space(call.target.numel()) if keeps else None
@@ -201,19 +215,20 @@ class ForwardPass(ShardPass):
     def losses(self, part, target, gathered) -> torch.Tensor:
         """Store a part's losses, from the statistics of all shards; return NUMBERS of its rows."""
         whole = gathered()
-        if self.several is not None:
+        if self.log_probs is not None:
             labels = self.select(self.call.labels, part)
             whole, scores, top = self.shard.split(whole, labels)
-        found, classes = self.shard.combined(whole, target, self.select(self.call.token_weight, part))
-        if self.several is not None:
-            label = found[NUMBERS.index("log_prob")]
+        numbers, classes = self.shard.combined(whole, target, self.select(self.call.token_weight, part))
+        rows = slice(part.begin, part.end)
+        if self.log_probs is not None:
+            label = numbers[NUMBERS.index("log_prob")]
             log_probs = self.shard.log_probs(labels, target, scores, top, label)
-            for to, values in zip(self.several, (log_probs, top), strict=True):
-                to[:, part.begin : part.end] = values.view(self.shares, -1, *values.shape[1:])
-        self.numbers[:, :, part.begin : part.end] = found.view(len(NUMBERS), self.shares, -1)
+            self.log_probs[:, rows] = log_probs.view(self.sp_size, -1, log_probs.shape[-1])
+            self.top[:, rows] = top.view(self.sp_size, -1)
+        self.numbers[:, :, rows] = numbers.view(len(NUMBERS), self.sp_size, -1)
         if classes.numel():
-            self.predicted[:, part.begin : part.end] = classes.view(self.shares, -1)
-        return found
+            self.predicted[:, rows] = classes.view(self.sp_size, -1)
+        return numbers
 
     def factor(self, part: Part) -> torch.Tensor | None:
         """Factors of the rows of a scalar loss's gradient; in float16 without scale, to stay in its range."""
@@ -230,7 +245,7 @@ class ForwardPass(ShardPass):
         to = self.chunk_dlogits if kept is None else kept
         logits = self.logits(hidden[part.at], whole[part.at])
         if self.call.one_pass and not part.last:
-            self.share_out(hidden, to)
+            self.renormalize(hidden, to)
         dlogits = to[part.at] if self.call.one_pass else None
         labels = self.select(self.call.labels, part)
         statistics = self.shard.statistics(logits, target, labels, dlogits)
@@ -242,11 +257,11 @@ class ForwardPass(ShardPass):
         if not part.last:
             return
         if self.call.one_pass:
-            self.share_out(hidden, to)
+            self.renormalize(hidden, to)
         for owed, target, gathered in self.owed:
-            log_share = self.losses(owed, target, gathered)[NUMBERS.index("log_share")]
+            log_mass = self.losses(owed, target, gathered)[NUMBERS.index("log_mass")]
             factor = None if formed is None else self.factor(owed)
-            self.differentiate(whole[owed.at], to[owed.at], target, log_share, factor)
+            self.differentiate(whole[owed.at], to[owed.at], target, log_mass, factor)
             if formed is not None:
                 self.add_hidden(owed, hidden[owed.at], to[owed.at])
         self.owed.clear()
@@ -255,15 +270,15 @@ class ForwardPass(ShardPass):
             self.factors.clear()
             self.add_others(chunk, hidden, to[: hidden.shape[0]], factor)
 
-    def share_out(self, hidden, dlogits) -> None:
+    def renormalize(self, hidden, dlogits) -> None:
         """Finish dlogits of the parts whose statistics are owed, and form hidden's gradient of them."""
         for part, target, gathered in self.owed:
             found, factor = self.losses(part, target, gathered), None
             if self.vocab:
                 scale = None if self.formed is None else self.factor(part)
-                factor = self.shard.share_out(dlogits[part.at], target, found, scale)
+                factor = self.shard.renormalize(dlogits[part.at], target, found, scale)
             if self.kept_factor is not None:
-                self.kept_factor[:, part.begin : part.end] = factor.view(self.shares, -1)
+                self.kept_factor[:, part.begin : part.end] = factor.view(self.sp_size, -1)
             if self.formed is not None:
                 self.factors += [] if factor is None else [factor]
                 self.add_hidden(part, hidden[part.at], dlogits[part.at], factor)
@@ -273,26 +288,37 @@ class ForwardPass(ShardPass):
         for entry in self.owed:
             self.losses(*entry)
         self.work.wait()
-        several = (t.flatten(0, 1) for t in self.several or ())
-        kept = self.kept, None if self.kept_factor is None else self.kept_factor.flatten()
-        return self.numbers.flatten(1), self.predicted.flatten(), kept, self.formed, *several
+        log_probs, top = (None if t is None else t.flatten(0, 1) for t in (self.log_probs, self.top))
+        return ForwardResults(
+            numbers=self.numbers.flatten(1),
+            predicted=self.predicted.flatten(),
+            kept=self.kept,
+            kept_factor=None if self.kept_factor is None else self.kept_factor.flatten(),
+            gradients=self.formed,
+            log_probs=log_probs,
+            top=top,
+        )
 
 
 class BackwardPass(ShardPass):
     """The gradients of losses of rows, from the kept gradients or from logits that are computed again."""
 
-    def __init__(self, call, operands, log_share, entropy, kept, several, upstream, entropy_upstream) -> None:
+    def __init__(
+        self, call, operands, *, log_mass, entropy, kept, top, label, upstream, entropy_upstream
+    ) -> None:
         super().__init__(call, *operands)
         self.several = None
         if call.labels is not None:  # the row pass has the sum of a row's, and no label
             upstream = torch.where(call.labels.flatten(0, 1) == IGNORED, 0.0, upstream)
-            self.several = tuple(t.view(*call.target.shape, *t.shape[1:]) for t in (upstream, *several))
+            of_rows = {"upstream": upstream, "top": top, "log_prob": label}
+            shaped = {name: t.view(*call.target.shape, *t.shape[1:]) for name, t in of_rows.items()}
+            self.several = Several(call.labels, **shaped)
             upstream = upstream.sum(-1)
         if call.token_weight is not None:
             upstream = upstream * call.token_weight.flatten()
         ignored = call.target.flatten() == self.shard.formula.ignore_index
         self.upstream = torch.where(ignored, 0.0, upstream).contiguous()
-        self.log_share, self.entropy, self.entropy_upstream = log_share, entropy, entropy_upstream
+        self.log_mass, self.entropy, self.entropy_upstream = log_mass, entropy, entropy_upstream
         self.kept, self.gathers = kept, kept is None or call.needs & ~HIDDEN != 0
         # Whether factors of rows are applied after the matmuls.
         self.late = kept is not None or (
@@ -312,13 +338,16 @@ class BackwardPass(ShardPass):
         factor = self.select(self.upstream, part)
         if self.kept is None:
             logits = self.logits(own, self.chunk_logits[part.at])
-            target, log_share = (self.select(t, part) for t in (self.call.target, self.log_share))
-            entropy = (self.select(t, part) for t in (self.entropy_upstream, self.entropy))
-            scale = None if self.late else factor
-            self.differentiate(logits, to[part.at], target, log_share, scale, *entropy, self.labelled(part))
+            target, log_mass = (self.select(t, part) for t in (self.call.target, self.log_mass))
+            options = {"entropy_scale": self.entropy_upstream, "entropy": self.entropy}
+            options = {name: self.select(t, part) for name, t in options.items()}
+            options["several"] = self.labelled(part)
+            self.differentiate(
+                logits, to[part.at], target, log_mass, None if self.late else factor, **options
+            )
         self.add_hidden(part, own, to[part.at], factor if self.late else None)
         if part.last:
-            count = self.shares * (chunk.end - chunk.begin)
+            count = self.sp_size * (chunk.end - chunk.begin)
             factor = self.select(self.upstream, chunk) if self.late else None
             self.add_others(chunk, hidden, to[:count], factor)
 
@@ -326,7 +355,7 @@ class BackwardPass(ShardPass):
         """The labels of a part's rows, if they have several."""
         if self.several is None:
             return None
-        return Several(*(self.select(t, part) for t in (self.call.labels, *self.several)))
+        return Several(*(self.select(t, part) for t in self.several))
 
     def finish(self) -> tuple:
         self.work.wait()
@@ -346,26 +375,28 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: ShardedCall, hidden, *parameters):
-        numbers, predicted, kept, gradients, *several = ForwardPass(call, hidden.detach(), *parameters).run()
+        found = ForwardPass(call, hidden.detach(), *parameters).run()
+        numbers = found.numbers
         ctx.call = call
         ctx.dtypes = tuple(parameters[0].dtype if p is None else p.dtype for p in parameters)
         entropy = numbers[NUMBERS.index("entropy")].clone() if call.entropy else numbers.new_empty(0)
-        ctx.mark_non_differentiable(numbers, predicted)
+        ctx.mark_non_differentiable(numbers, found.predicted)
         if call.scale is not None:
             ctx.mark_non_differentiable(entropy)
-            if gradients is not None:
+            if found.gradients is not None:
                 none = hidden.new_empty(0)
-                formed = (none if g is None else g for g in gradients.formed())
+                formed = (none if g is None else g for g in found.gradients.formed())
                 ctx.save_for_backward(call.scale.reshape(()), *formed)
-            return total(numbers[0], call.scale), entropy, numbers, predicted
+            return total(numbers[0], call.scale), entropy, numbers, found.predicted
         ctx.set_materialize_grads(False)
         if not call.entropy:
             ctx.mark_non_differentiable(entropy)
-        log_share = numbers[NUMBERS.index("log_share")].clone()
-        result, top = several or (numbers[call.result].clone(), None)
-        label = None if top is None else numbers[NUMBERS.index("log_prob")].clone()
-        ctx.save_for_backward(hidden, *parameters, log_share, entropy, *kept, top, label)
-        return result, entropy, numbers, predicted
+        log_mass = numbers[NUMBERS.index("log_mass")].clone()
+        result = numbers[call.result].clone() if found.log_probs is None else found.log_probs
+        label = None if found.top is None else numbers[NUMBERS.index("log_prob")].clone()
+        kept = (found.kept, found.kept_factor)
+        ctx.save_for_backward(hidden, *parameters, log_mass, entropy, *kept, found.top, label)
+        return result, entropy, numbers, found.predicted
 
     @staticmethod
     @once(OP)
@@ -385,11 +416,11 @@ class Function(torch.autograd.Function):
 
 def _row_gradients(ctx, dloss, dentropy):
     call = ctx.call
-    *operands, log_share, entropy, kept, kept_factor, top, label = ctx.saved_tensors
+    *operands, log_mass, entropy, kept, kept_factor, top, label = ctx.saved_tensors
     upstream = dloss
     if upstream is None:
         upstream = torch.zeros_like(
-            log_share if call.labels is None else call.labels.flatten(0, 1), dtype=torch.float32
+            log_mass if call.labels is None else call.labels.flatten(0, 1), dtype=torch.float32
         )
     if NUMBERS[call.result] == "log_prob":
         upstream = -upstream  # the row pass computes the loss, -log_prob
@@ -397,4 +428,5 @@ def _row_gradients(ctx, dloss, dentropy):
         upstream = upstream * kept_factor
     entropy = entropy if call.entropy else None
     dentropy = None if dentropy is None else dentropy.contiguous()
-    return BackwardPass(call, operands, log_share, entropy, kept, (top, label), upstream, dentropy).run()
+    options = {"log_mass": log_mass, "entropy": entropy, "kept": kept, "top": top, "label": label}
+    return BackwardPass(call, operands, **options, upstream=upstream, entropy_upstream=dentropy).run()

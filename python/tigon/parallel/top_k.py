@@ -20,7 +20,9 @@ OP = "parallel.linear_kl_div"
 
 
 @tells_refusals
-def _distilled(hidden, weight, labels, head: HeadOptions, d: Divergence, vocab, places, *, group):
+def _distilled(
+    hidden, weight, labels, head: HeadOptions, d: Divergence, shard_options: ShardedOptions, *, group
+):
     """The results on any arguments; errors before the exchange of log-probabilities are told."""
     classes = d.teacher[0] if top_k.is_top_k(d.teacher) else None
     words = "teacher must be (indices, log_prob) of its most likely classes, got {}"
@@ -36,13 +38,13 @@ def _distilled(hidden, weight, labels, head: HeadOptions, d: Divergence, vocab, 
     more = (OP, *compared, *tensors)
 
     def log_prob(target, *, entropy=False, **options):
-        call = ShardedOptions(vocab, *places, None, entropy, more=more)
-        given = GivenCall(LOG_PROB, hidden, weight, target, group, HeadOptions(**options), call)
-        found, entropies, *_ = run(given, "log_prob")
-        found = found.view(target.shape)
-        return (found, entropies.view(labels.shape)) if entropy else found
+        sharded = shard_options._replace(entropy=entropy, more=more)
+        call = GivenCall(LOG_PROB, hidden, weight, target, group, HeadOptions(**options), sharded)
+        results = run(call, "log_prob")
+        values = results.loss.view(target.shape)
+        return (values, results.entropies.view(labels.shape)) if entropy else values
 
-    return d.results(*top_k.top_k_loss(OP, log_prob, dtype, vocab, labels, head, d))
+    return d.results(*top_k.top_k_loss(OP, log_prob, dtype, shard_options.vocab, labels, head, d))
 
 
 @torch._disable_dynamo
@@ -100,8 +102,15 @@ def linear_kl_div(
     head = HeadOptions(
         bias, softcap, logit_scale, temperature, lora, ignore_index, shift, chunk_rows=chunk_rows
     )
-    kind = "reverse_kl" if reverse else "forward_kl"
-    rows = token_weight, reduction, denominator, outputs
-    d = Divergence(teacher, kind, 0.5, soft, hard, None, 1.0, *rows)
-    places = first_class, sequence_parallel, partial_hidden_grad
-    return _distilled(hidden, weight, labels, head, d, vocab, places, group=group)
+    d = Divergence(
+        teacher,
+        kind="reverse_kl" if reverse else "forward_kl",
+        soft=soft,
+        hard=hard,
+        token_weight=token_weight,
+        reduction=reduction,
+        denominator=denominator,
+        outputs=outputs,
+    )
+    shard_options = ShardedOptions(vocab, first_class, sequence_parallel, partial_hidden_grad, keep_mb=None)
+    return _distilled(hidden, weight, labels, head, d, shard_options, group=group)

@@ -39,9 +39,9 @@ class ContrastivePass : public RowPass {
             .labels = a_.labels.data ? a_.labels.row<int64_t>(p.begin) : nullptr,
             .label_count = a_.labels.cols,
             .label_stride = a_.labels.stride,
-            .q_ids = loss_head_part(a_.q_ids, p.begin, p.count).as<int64_t>(),
+            .q_ids = loss_head_slice(a_.q_ids, p.begin, p.count).as<int64_t>(),
             .d_ids = a_.d_ids.as<int64_t>(),
-            .limit = loss_head_part(a_.limit, p.begin, p.count).as<float>()};
+            .limit = loss_head_slice(a_.limit, p.begin, p.count).as<float>()};
   }
 
  private:
@@ -104,7 +104,7 @@ class GradientPass final : public ContrastivePass {
 
   void rows(const LossHeadRun& run, const LossHeadPart& p) override {
     ContrastiveChunk part = chunk(run.ctx, p);
-    auto from = [&](const Vector& v) { return loss_head_part(v, p.begin, p.count); };
+    auto from = [&](const Vector& v) { return loss_head_slice(v, p.begin, p.count); };
     part.row_lse = from(a_.row_lse).as<double>(), part.drow = from(a_.drow).as<float>();
     part.col_lse = a_.col_lse.as<double>(), part.dcol = a_.dcol.as<float>();
     if (a_.dpicked) part.dpicked = a_.dpicked.as<float>() + p.begin * part.label_count;

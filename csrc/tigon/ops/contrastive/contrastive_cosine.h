@@ -1,9 +1,9 @@
 // Computes InfoNCE of cosines at a fixed temperature, the common case of a contrastive loss, in as few GEMMs
 // as possible, on sm_90a only. z is bounded, so exponentials need no maxima: the first GEMM's epilogue writes
 // e^z, and the gradients' GEMMs read it.
-// Formula     z_ij = scale * cos(q_i, d_j), document i is query i's;  loss = share * sum over i of w_i l_i,
-//             l_i = log(sum over j of exp(z_ij - z_ii)), symmetric: the mean of that and log(sum over j of
-//             exp(z_ji - z_ii))
+// Formula     z_ij = scale * cos(q_i, d_j), document i is query i's;  loss = reduction_scale * sum over i of
+//             w_i l_i, l_i = log(sum over j of exp(z_ij - z_ii)), symmetric: the mean of that and log(sum
+//             over j of exp(z_ji - z_ii))
 // Gradients   dq, dd of loss * dloss. The forward leaves G d^ and G^T q^, where with r_i, c_i the sums of row
 //             and column i: d^ unit rows, q^ those times scale / log 2, so that q^ . d^T is z in powers of
 //             two; G_ij = e^z_ij w_i / r_i of one side, but for the factor w_i / r_i of rows of G d^;
@@ -32,14 +32,14 @@ constexpr float kContrastiveMostScale = 60.0f;
 // Holds what forward and backward take.
 struct ContrastiveCosine {
   Matrix q, d;
-  float scale = 1.0f, share = 1.0f;
+  float scale = 1.0f, reduction_scale = 1.0f;
   bool symmetric = false;
 
   void inputs(Fields& f) {
     f.rows("q", q);
     f.input("d", d, d.rows, q.cols, q.dtype);
     f.option("scale", scale);
-    f.option("share", share);
+    f.option("reduction_scale", reduction_scale);
     f.option("symmetric", symmetric);
     f.require(q.dtype == DType::bf16, "q must be bfloat16, got ", name_of(q.dtype));
     f.require(d.rows >= q.rows, "d must have at least q's ", q.rows, " rows, got ", d.rows);

@@ -224,7 +224,7 @@ struct BackwardParams {
   const void* gq;  // float if `wide`
   bool wide;
   const float *factor, *dloss;
-  float scale, share;
+  float scale, reduction_scale;
   T *dq, *dd;
 };
 template <bool kAligned, class G>
@@ -266,7 +266,7 @@ __global__ __launch_bounds__(kThreads, 4) void backward_kernel(const __grid_cons
   T* out = row < rows.n ? p.dq : p.dd;
   if (row >= rows.n + rows.m || out == nullptr) return;
   const float of_row = row >= rows.n ? 1.0f / (p.scale * kLog2e) : p.factor != nullptr ? p.factor[row] : 1.0f;
-  const float factor = *p.dloss * p.share * p.scale * of_row;
+  const float factor = *p.dloss * p.reduction_scale * p.scale * of_row;
   if (row >= rows.n && p.wide)
     backward_row<kAligned>(rows[row], static_cast<const float*>(p.gq) + at, cols, factor, out + at);
   else
@@ -388,8 +388,8 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
 }
 
 constexpr int kTotalThreads = 1024;
-__global__ __launch_bounds__(kTotalThreads) void total_kernel(const float* loss, int64_t n, float share,
-                                                              float* total) {
+__global__ __launch_bounds__(kTotalThreads) void total_kernel(const float* loss, int64_t n,
+                                                              float reduction_scale, float* total) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   __shared__ double slots[kTotalThreads / 32];
@@ -397,7 +397,7 @@ __global__ __launch_bounds__(kTotalThreads) void total_kernel(const float* loss,
 #pragma unroll 8
   for (int64_t i = threadIdx.x; i < n; i += kTotalThreads) sum[0] += loss[i];
   sum_block<kTotalThreads>(sum, slots);
-  if (threadIdx.x == 0) *total = float(sum[0] * share);
+  if (threadIdx.x == 0) *total = float(sum[0] * reduction_scale);
 }
 
 int64_t rows_of_chunk(const ContrastiveCosineFwd& a, int64_t stride) {
@@ -475,7 +475,7 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
   };
   auto total = [&] {
     launch(kOp, ctx, total_kernel, {.threads = kTotalThreads, .pdl = true}, static_cast<const float*>(s.loss),
-           n, a.share, a.loss.as<float>());
+           n, a.reduction_scale, a.loss.as<float>());
   };
   for_chunks(false, [&](const Matrix& rows, const Matrix& to, bool first) {
     const bool last = s.first + s.rows == n;
@@ -512,7 +512,7 @@ void contrastive_cosine_bwd(Context& ctx, const ContrastiveCosineBwd& a) {
                             .factor = a.symmetric ? nullptr : a.factor.as<float>(),
                             .dloss = a.dloss.as<float>(),
                             .scale = a.scale,
-                            .share = a.share,
+                            .reduction_scale = a.reduction_scale,
                             .dq = static_cast<T*>(a.dq.data),
                             .dd = static_cast<T*>(a.dd.data)};
   launch(kOp, ctx, p.rows.aligned() ? backward_kernel<true> : backward_kernel<false>, p.rows.grid(), p);

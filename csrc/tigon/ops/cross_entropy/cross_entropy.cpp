@@ -26,8 +26,8 @@ void check_shard(const CrossEntropyRows& a) {
   if (a.dlogits.data == nullptr) return;
   if (a.all_lse)
     require_f32("all_lse", a.all_lse, rows), require_f32("all_log_prob", a.all_log_prob, rows);
-  else if (a.log_share || !a.row_max)
-    require_f32("log_share", a.log_share, rows);
+  else if (a.log_mass || !a.row_max)
+    require_f32("log_mass", a.log_mass, rows);
   if (a.entropy_scale) require_f32("all_entropy", a.all_entropy, rows);
   if (a.class_weight && a.label_smoothing > 0.0f) require_f32("weight_sum", a.weight_sum, 1);
 }
@@ -171,16 +171,16 @@ void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
   if (smooth && a.loss) require_vector(kCombine, "shard weight", a.shard_weight, a.shards, DType::f32);
   TIGON_CHECK(kCombine, !a.entropy || a.kinds.entropy, "parts must hold entropy for entropy");
   TIGON_CHECK(kCombine, !a.predicted || a.kinds.predicted, "parts must hold predicted for predicted");
-  for (const Vector* v : {&a.loss, &a.z_term, &a.log_prob, &a.lse, &a.entropy, &a.log_share})
+  for (const Vector* v : {&a.loss, &a.z_term, &a.log_prob, &a.lse, &a.entropy, &a.log_mass})
     require_optional(kCombine, "results", *v, rows);
   if (a.predicted) require_vector(kCombine, "predicted", a.predicted, rows, DType::i64);
   TIGON_RUN(kCombine, ctx, cross_entropy_combine, a);
 }
 
-void cross_entropy_share_out(Context& ctx, const CrossEntropyShareOut& a) {
+void cross_entropy_renormalize(Context& ctx, const CrossEntropyRenormalize& a) {
   const int64_t rows = a.target.size;
   require_vector(kOp, "target", a.target, rows, DType::i64);
-  require_f32("log_share", a.log_share, rows), require_f32("log_prob", a.log_prob, rows);
+  require_f32("log_mass", a.log_mass, rows), require_f32("log_prob", a.log_prob, rows);
   require_scale(kOp, a.scale, rows);
   require_optional(kOp, "class weight", a.class_weight, a.class_weight.size);
   require_f32("factor", a.factor, rows);
@@ -188,7 +188,7 @@ void cross_entropy_share_out(Context& ctx, const CrossEntropyShareOut& a) {
   if (rows == 0) return;
   require_matrix(kOp, "dlogits", a.dlogits, rows, a.dlogits.cols, a.dlogits.dtype);
   TIGON_CHECK(kOp, a.dlogits.dtype != DType::f16, "dlogits must be float32 or bfloat16, got float16");
-  TIGON_RUN(kOp, ctx, cross_entropy_share_out, a);
+  TIGON_RUN(kOp, ctx, cross_entropy_renormalize, a);
 }
 
 // The structs below are PyTorch's operators.
@@ -304,26 +304,26 @@ struct ShardGradient : CrossEntropyRows {
     take_shard(f, *this);
     f.updated("dlogits", dlogits, Role::input);
     f.optional("scale", scale), f.optional("entropy_scale", entropy_scale);
-    f.optional("log_share", log_share), f.optional("all_entropy", all_entropy),
+    f.optional("log_mass", log_mass), f.optional("all_entropy", all_entropy),
         f.optional("weight_sum", weight_sum);
   }
 };
 void shard_gradient(Context& ctx, const ShardGradient& a) { cross_entropy_rows(ctx, a); }
 
-struct ShardShareOut : CrossEntropyShareOut {
+struct ShardRenormalize : CrossEntropyRenormalize {
   void fields(Fields& f) {
     f.updated("dlogits", dlogits, Role::rows);
-    f.input("target", target), f.input("log_share", log_share), f.input("log_prob", log_prob);
+    f.input("target", target), f.input("log_mass", log_mass), f.input("log_prob", log_prob);
     f.optional("scale", scale), f.optional("class_weight", class_weight);
     f.option("ignore_index", ignore_index), f.option("first_class", first_class);
     f.option("logit_scale", logit_scale), f.option("temperature", temperature);
     f.result("factor", factor, target.size, DType::f32);
   }
 };
-void shard_share_out(Context& ctx, const ShardShareOut& a) { cross_entropy_share_out(ctx, a); }
+void shard_renormalize(Context& ctx, const ShardRenormalize& a) { cross_entropy_renormalize(ctx, a); }
 
 // Combines the statistics of all shards. `numbers` has a row each for loss, z_term, log_prob, lse, entropy
-// (written only if its parts are present) and log_share.
+// (written only if its parts are present) and log_mass.
 struct ShardsCombine : CrossEntropyCombine {
   Matrix numbers;
 
@@ -343,7 +343,7 @@ struct ShardsCombine : CrossEntropyCombine {
 void shards_combine(Context& ctx, const ShardsCombine& call) {
   CrossEntropyCombine a = call;
   auto row = [&](int64_t i) { return Vector{.data = call.numbers.row<float>(i), .size = a.target.size}; };
-  a.loss = row(0), a.z_term = row(1), a.log_prob = row(2), a.lse = row(3), a.log_share = row(5);
+  a.loss = row(0), a.z_term = row(1), a.log_prob = row(2), a.lse = row(3), a.log_mass = row(5);
   if (a.kinds.entropy) a.entropy = row(4);
   cross_entropy_combine(ctx, a);
 }
@@ -416,7 +416,7 @@ TIGON_CALL(LabelResults, "cross_entropy_shard_log_probs", none)
 TIGON_CALL(LabelGradient, "cross_entropy_shard_label_gradient", none)
 TIGON_OPERATOR(shard_statistics, ShardStatistics, "cross_entropy_shard_statistics", none)
 TIGON_OPERATOR(shard_gradient, ShardGradient, "cross_entropy_shard_gradient", none)
-TIGON_OPERATOR(shard_share_out, ShardShareOut, "cross_entropy_shard_share_out", none)
+TIGON_OPERATOR(shard_renormalize, ShardRenormalize, "cross_entropy_shard_renormalize", none)
 TIGON_OPERATOR(shards_combine, ShardsCombine, "cross_entropy_combine", none)
 
 }  // namespace

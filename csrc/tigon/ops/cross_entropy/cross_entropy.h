@@ -24,11 +24,11 @@
 //             rest of the row is in other shards. target, class_weight and eps / V are those of all classes;
 //             lse, entropy, predicted and the sums of the row are of these columns (predicted counts from the
 //             first). A label of another shard has target_logit and loss 0 and log_prob -inf. If the whole
-//             row's lse is lse - log_share and its entropy all_entropy (cross_entropy_combine), p = e^(z -
-//             lse + log_share), and dlogits are the columns of the whole row's gradient. If the row's lse and
-//             log_prob are given, log_share is a difference to this lse, and 1 - p of the label is that of
+//             row's lse is lse - log_mass and its entropy all_entropy (cross_entropy_combine), p = e^(z -
+//             lse + log_mass), and dlogits are the columns of the whole row's gradient. If the row's lse and
+//             log_prob are given, log_mass is a difference to this lse, and 1 - p of the label is that of
 //             this log_prob. Without any of these, in a call that has row_max, p = e^(z - lse) is that of
-//             these columns by themselves (0 if all are at -inf), and cross_entropy_share_out makes dlogits
+//             these columns by themselves (0 if all are at -inf), and cross_entropy_renormalize makes dlogits
 //             the whole row's: statistics and gradient in one pass.
 // Ignored     rows with target == ignore_index: loss, target_logit, log_prob 0, a row of zeros in dlogits
 //             whatever scale is (inf and NaN included); lse, entropy and predicted are those of the row
@@ -91,8 +91,8 @@ struct CrossEntropyRows {
   // Is 0 if the logits are all classes; the next three are then not used.
   int64_t classes = 0;
   // Holds lse of these columns - lse of all, f32 [rows], <= 0. dlogits need it without all_lse and row_max.
-  Vector log_share;
-  // Hold lse and log_prob of all columns, f32 [rows], which dlogits may have instead of log_share.
+  Vector log_mass;
+  // Hold lse and log_prob of all columns, f32 [rows], which dlogits may have instead of log_mass.
   Vector all_lse, all_log_prob;
   // Holds the entropy of all columns, f32 [rows]. dlogits need it with entropy_scale.
   Vector all_entropy;

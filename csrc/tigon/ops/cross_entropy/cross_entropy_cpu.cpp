@@ -175,11 +175,11 @@ void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
   });
 }
 
-void cross_entropy_share_out(Context& ctx, const CrossEntropyShareOut& a) {
+void cross_entropy_renormalize(Context& ctx, const CrossEntropyRenormalize& a) {
   dispatch_float(kOp, "dlogits", a.dlogits.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     parallel(ctx, a.target.size, [&](int64_t r) {
-      share_out_row<T>(a, r, [](float x) { return from_float<T>(x); }, [](T x) { return to_float(x); });
+      renormalize_row<T>(a, r, [](float x) { return from_float<T>(x); }, [](T x) { return to_float(x); });
     });
   });
 }

@@ -244,7 +244,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
         .row_max = a.row_max.as<float>(),
         .log_sum = a.log_sum.as<float>(),
         .smoothing = a.smoothing.as<float>(),
-        .log_share = a.classes > 0 ? a.log_share.as<float>() : nullptr,
+        .log_mass = a.classes > 0 ? a.log_mass.as<float>() : nullptr,
         .all_lse = a.all_lse.as<float>(),
         .all_log_prob = a.all_log_prob.as<float>(),
         .all_entropy = a.all_entropy.as<float>(),

@@ -59,7 +59,7 @@ __global__ __launch_bounds__(
   const int tid = int(threadIdx.x), threads = Threads ? Threads : int(blockDim.x);
   const unsigned blocks = kCluster ? cluster_size() : 1, rank = kCluster ? cluster_rank() : 0;
   // The gradient of a shard begins with the rows that the pass of its statistics has left in L2.
-  const int64_t at = first_row + blockIdx.x / blocks, r = p.log_share != nullptr ? p.rows - 1 - at : at;
+  const int64_t at = first_row + blockIdx.x / blocks, r = p.log_mass != nullptr ? p.rows - 1 - at : at;
   // The CTA has the columns [first, first + n) of the row.
   const int first = kCluster ? int(rank) * p.slice : 0, n = kCluster ? min(p.slice, p.cols - first) : p.cols;
   D* out = static_cast<D*>(p.dlogits) + r * p.dlogits_stride + first;

@@ -30,7 +30,7 @@ struct CrossEntropyParams {
   float *row_max, *log_sum, *smoothing;
   // In a shard the logits are columns [first_class, first_class + cols) of `classes`. These may be null;
   // class_weight begins at the first column.
-  const float *log_share, *all_lse, *all_log_prob, *all_entropy, *weight_sum;
+  const float *log_mass, *all_lse, *all_log_prob, *all_entropy, *weight_sum;
   int64_t first_class, classes;
   int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
   // `slice` is the number of columns of a CTA.
@@ -340,15 +340,15 @@ __device__ __forceinline__ Gradient finish(const CrossEntropyParams<T>& p, int64
                                : p.weight_sum != nullptr ? *p.weight_sum
                                                          : smoothing.weight);
   }
-  float log_share = p.log_share != nullptr ? p.log_share[row] : 0.0f;
+  float log_mass = p.log_mass != nullptr ? p.log_mass[row] : 0.0f;
   if ((kEntropy || (writes && p.entropy)) && label >= 0) heat = fma(own, fmaxf(y.below, -1e30f), heat);
   float log_s = 0.0f;
   if (writes || p.z_loss != 0.0f || kEntropy || p.all_lse != nullptr) {
     log_s = logf(s);
     const float lse = a.m + log_s;
-    if (p.all_lse != nullptr) log_share = lse - p.all_lse[row];
+    if (p.all_lse != nullptr) log_mass = lse - p.all_lse[row];
     if (p.z_loss != 0.0f) {
-      const float slope = 2.0f * p.z_loss * (lse - log_share);
+      const float slope = 2.0f * p.z_loss * (lse - log_mass);
       g.z_loss_slope = kSmoothing ? g.z_loss_slope + slope : slope;
     }
     if (writes) {
@@ -378,19 +378,19 @@ __device__ __forceinline__ Gradient finish(const CrossEntropyParams<T>& p, int64
     g.tilt = -p.entropy_scale[row] * p.gain / s;
     g.lift = -g.tilt * (heat / s);
   }
-  // Columns of a shard by themselves, all at -inf, have no share either.
-  if (p.row_max != nullptr && a.m == -INFINITY && a.s == 0.0f) log_share = -INFINITY;
-  if (p.log_share != nullptr || p.all_lse != nullptr || log_share != 0.0f) {  // p = e / s * part
-    const float part = expf(log_share);
+  // Columns of a shard by themselves, all at -inf, have no mass either.
+  if (p.row_max != nullptr && a.m == -INFINITY && a.s == 0.0f) log_mass = -INFINITY;
+  if (p.log_mass != nullptr || p.all_lse != nullptr || log_mass != 0.0f) {  // p = e / s * part
+    const float part = expf(log_mass);
     g.each *= part, g.z_loss_slope *= part;
     // This is s (1 - p) of the label.
-    g.others = p.all_lse != nullptr ? -s * expm1f(p.all_log_prob[row]) : a.s * part - s * expm1f(log_share);
+    g.others = p.all_lse != nullptr ? -s * expm1f(p.all_log_prob[row]) : a.s * part - s * expm1f(log_mass);
     if (kEntropy && p.entropy_scale != nullptr) {
       g.tilt *= part;
-      g.lift = g.tilt * (p.all_entropy[row] - log_s + log_share);
+      g.lift = g.tilt * (p.all_entropy[row] - log_s + log_mass);
     }
     // Every class of this shard is at -inf: p = 0.
-    if (log_share == -INFINITY) {
+    if (log_mass == -INFINITY) {
       g.m = g.z_loss_slope = g.own = g.tilt = g.lift = 0.0f, g.others = 1.0f;
       g.share = label == kOutOfRange ? NAN : scale, g.each = 0.0f * g.share;
     }

@@ -8,7 +8,7 @@
 //             lse = log sum_s e^(m_s + l_s),  a_s = m_s + l_s - lse
 //             log_prob = t_s + a_s of the label's shard,  entropy = sum_s e^a_s (h_s - a_s)
 //             loss = token_weight * ( - (1 - eps) w_y log_prob + eps/V sum_s (g_s - W_s a_s) + z_loss lse^2 )
-//             log_share = a_s of the local shard, which cross_entropy_rows needs for the gradient
+//             log_mass = a_s of the local shard, which cross_entropy_rows needs for the gradient
 // Shapes      parts [shards * kinds, rows] in the order of `kinds`; target, token_weight, results [rows];
 //             class_weight [classes]; shard_weight [shards]
 // Dtypes      target, predicted i64; the rest f32; computed in double
@@ -56,30 +56,30 @@ struct CrossEntropyCombine {
   int64_t classes = 0, ignore_index = -100;
   float label_smoothing = 0.0f, z_loss = 0.0f;
   // Results are empty if not wanted.
-  Vector loss, z_term, log_prob, lse, entropy, predicted, log_share;
+  Vector loss, z_term, log_prob, lse, entropy, predicted, log_mass;
 };
 TIGON_API_ENTRY(cross_entropy_combine, CrossEntropyCombine)
 
 // Makes dlogits of a shard's columns by themselves, e^(z - lse_s), those of the whole row: they are
 // factor[r] times what they hold afterwards. Only the label's column changes.
-// Formula     a = max(e^log_share, 2^-60), factor = scale * w_y * a
+// Formula     a = max(e^log_mass, 2^-60), factor = scale * w_y * a
 //             dlogits_y = logit_scale / temperature * expm1(log_prob) / a of the whole row's log_prob, if
 //             the label is one of these columns
 // Rounding    fp64 inside, factor once. Where the label is here, the factor also undoes the rounding of
-//             dlogits_y: this element's gradient is the largest of the row, and exact. A share below 2^-60
+//             dlogits_y: this element's gradient is the largest of the row, and exact. A mass below 2^-60
 //             stands for what is 0 next to the label's term
 // Ignored     factor 0, and dlogits stay zeros. A row with NaN in any shard has a NaN factor
 // Refused     float16, which has no room for 1 / a
 // It knows neither softcap, label smoothing and z-loss nor a gradient of entropies.
-struct CrossEntropyShareOut {
+struct CrossEntropyRenormalize {
   Matrix dlogits;              // f32 | bf16 [rows, columns]
   Vector target;               // i64 [rows], of all classes
-  Vector log_share, log_prob;  // f32 [rows], from cross_entropy_combine
+  Vector log_mass, log_prob;   // f32 [rows], from cross_entropy_combine
   Vector scale, class_weight;  // f32 [1] | [rows], 1 if empty; f32 [classes], empty if absent
   int64_t ignore_index = -100, first_class = 0;
   float logit_scale = 1.0f, temperature = 1.0f;
   Vector factor;  // out: f32 [rows]
 };
-TIGON_API_ENTRY(cross_entropy_share_out, CrossEntropyShareOut)
+TIGON_API_ENTRY(cross_entropy_renormalize, CrossEntropyRenormalize)
 
 }  // namespace tigon

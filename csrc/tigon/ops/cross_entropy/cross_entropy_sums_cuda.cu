@@ -160,10 +160,10 @@ struct LabelResults {
   __device__ void operator()(int64_t at) const { label_result(p, at / p.count, at % p.count); }
 };
 template <class T>
-struct ShareOut {
-  CrossEntropyShareOut p;
+struct Renormalize {
+  CrossEntropyRenormalize p;
   __device__ void operator()(int64_t row) const {
-    share_out_row<T>(p, row, [](float x) { return narrow<T>(x); }, [](T x) { return widen(x); });
+    renormalize_row<T>(p, row, [](float x) { return narrow<T>(x); }, [](T x) { return widen(x); });
   }
 };
 struct CombineRows {
@@ -224,10 +224,10 @@ void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
   for_each(kOp, ctx, a.labels.size, LabelResults{a});
 }
 
-void cross_entropy_share_out(Context& ctx, const CrossEntropyShareOut& a) {
+void cross_entropy_renormalize(Context& ctx, const CrossEntropyRenormalize& a) {
   dispatch_float(kOp, "dlogits", a.dlogits.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
-    for_each(kOp, ctx, a.target.size, ShareOut<T>{a});
+    for_each(kOp, ctx, a.target.size, Renormalize<T>{a});
   });
 }
 

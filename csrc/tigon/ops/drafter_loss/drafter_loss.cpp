@@ -62,7 +62,7 @@ class DrafterPass final : public RowPass {
     loss_head_logits(run.ctx, teacher_, c);
     pass_.logits = c.logits;
     TIGON_RUN(kOp, run.ctx, drafter_teacher, pass_);
-    auto of = [&](const Vector& v) { return loss_head_part(v, p.begin, p.count); };
+    auto of = [&](const Vector& v) { return loss_head_slice(v, p.begin, p.count); };
     const DrafterRows draft = {.draft = p.logits,
                                .teacher = rows_from(a_.draft_id ? pass_.columns : pass_.logits, 0, count),
                                .max = pass_.max,
@@ -97,10 +97,10 @@ class DrafterPass final : public RowPass {
 
 }  // namespace
 
-LossHeadPlan drafter_loss_memory(const LossHeadSizes& sizes, const DrafterSizes& d) {
-  if (DType(sizes.dtype) == DType::f64) return loss_head_memory(sizes);
+LossHeadPlan drafter_loss_plan(const LossHeadSizes& sizes, const DrafterSizes& d) {
+  if (DType(sizes.dtype) == DType::f64) return loss_head_plan(sizes);
   LossHeadSizes s = sizes;
-  s.chunk_rows = std::max<int64_t>(loss_head_memory(s).chunk_rows / d.steps, 1) * d.steps;
+  s.chunk_rows = std::max<int64_t>(loss_head_plan(s).chunk_rows / d.steps, 1) * d.steps;
   // Counts the teacher's rows of a part, as DrafterPass divides a chunk.
   const int64_t part = std::min(loss_head_chunk_rows({.cuda = s.cuda,
                                                       .dtype = s.dtype,
@@ -110,7 +110,7 @@ LossHeadPlan drafter_loss_memory(const LossHeadSizes& sizes, const DrafterSizes&
                                                       .lean = 0}),
                                 s.chunk_rows / d.steps);
   if (!s.train_hidden && !s.train_weight) s.chunk_rows = part * d.steps;
-  LossHeadPlan plan = loss_head_memory(s);
+  LossHeadPlan plan = loss_head_plan(s);
   const int64_t size = int64_t(size_of(DType(s.dtype))), listed = s.worked < s.rows;
   const int64_t own = loss_head_logit_stride(s.vocab), whole = loss_head_logit_stride(d.teacher_vocab);
   int64_t more = part * ((whole + d.mapped * own + listed * d.teacher_hidden) * size + 20);
@@ -192,10 +192,10 @@ TIGON_CALL(RowsBackward, "drafter_loss_rows", backward)
 }  // namespace tigon
 
 // Is called by Python, through ctypes.
-extern "C" TIGON_API void tigon_drafter_loss_memory(const tigon::LossHeadSizes* sizes, int64_t steps,
-                                                    int64_t teacher_hidden, int64_t teacher_vocab,
-                                                    int64_t mapped, tigon::LossHeadPlan* plan) {
-  *plan = tigon::loss_head_within(*sizes, [&](const tigon::LossHeadSizes& s) {
-    return tigon::drafter_loss_memory(s, {steps, teacher_hidden, teacher_vocab, mapped});
+extern "C" TIGON_API void tigon_drafter_loss_plan(const tigon::LossHeadSizes* sizes, int64_t steps,
+                                                  int64_t teacher_hidden, int64_t teacher_vocab,
+                                                  int64_t mapped, tigon::LossHeadPlan* plan) {
+  *plan = tigon::loss_head_plan_within(*sizes, [&](const tigon::LossHeadSizes& s) {
+    return tigon::drafter_loss_plan(s, {steps, teacher_hidden, teacher_vocab, mapped});
   });
 }

@@ -72,7 +72,7 @@ struct DrafterSizes {
   int64_t steps = 1, teacher_hidden = 0, teacher_vocab = 0;
   int64_t mapped = 0;  // 1 if draft_id is given
 };
-TIGON_API LossHeadPlan drafter_loss_memory(const LossHeadSizes& sizes, const DrafterSizes& teacher);
+TIGON_API LossHeadPlan drafter_loss_plan(const LossHeadSizes& sizes, const DrafterSizes& teacher);
 
 // Computes what the losses need of a few rows of the teacher, in one pass over its logits.
 struct DrafterTeacher {

@@ -93,7 +93,7 @@ LossHead head_of(const LinearCrossEntropy& a) {
 // Returns the row pass of `count` rows from `begin` on, with the results that `r` asks for.
 CrossEntropyRows row_pass(const LinearCrossEntropy& a, const Matrix& logits, const Vector& labels,
                           const LinearCrossEntropyResults& r, int64_t begin, int64_t count) {
-  auto part = [&](const Vector& of) { return loss_head_part(of, begin, count); };
+  auto part = [&](const Vector& of) { return loss_head_slice(of, begin, count); };
   return {.logits = logits,
           .target = part(labels),
           .bias = a.head.bias,
@@ -147,8 +147,8 @@ class LabelPass : public RowPass {
     CrossEntropyRows pass = row_pass(a_, p.logits, run.rows.labels, r_, p.begin, p.count);
     if (gradients) {
       pass.dlogits = p.to;
-      pass.scale = loss_head_part(factor_, p.begin, p.count);
-      pass.entropy_scale = loss_head_part(entropy_factor_, p.begin, p.count);
+      pass.scale = loss_head_slice(factor_, p.begin, p.count);
+      pass.entropy_scale = loss_head_slice(entropy_factor_, p.begin, p.count);
     }
     if (labels_.count == 0) return cross_entropy_rows(run.ctx, pass);
     const CrossEntropyLabels labels = labels_of(run, p);
@@ -159,8 +159,8 @@ class LabelPass : public RowPass {
 
   void classes(const LossHeadRun& run, const LossHeadClasses& c) override {
     CrossEntropyRows pass = row_pass(a_, c.logits, run.rows.labels, {}, c.begin, c.count);
-    pass.scale = loss_head_part(late_factor_ ? late_factor_ : factor_, c.begin, c.count);
-    pass.entropy_scale = loss_head_part(entropy_factor_, c.begin, c.count);
+    pass.scale = loss_head_slice(late_factor_ ? late_factor_ : factor_, c.begin, c.count);
+    pass.entropy_scale = loss_head_slice(entropy_factor_, c.begin, c.count);
     loss_head_class_gradient(run, c, pass, {r_.lse, r_.log_prob, r_.entropy, weight_sum_});
   }
 
@@ -218,11 +218,11 @@ class LabelPass : public RowPass {
   // Returns the labels of a part of the rows worked on.
   CrossEntropyLabels labels_of(const LossHeadRun& run, const LossHeadPart& p) const {
     CrossEntropyLabels l = labels_;
-    auto part = [&](const Vector& of) { return loss_head_part(of, p.begin, p.count); };
+    auto part = [&](const Vector& of) { return loss_head_slice(of, p.begin, p.count); };
     l.begin = p.begin;
     l.index = run.rows.listed ? part(run.rows.index) : Vector{};
     l.chosen = part(l.chosen), l.top = part(l.top), l.log_prob = part(l.log_prob);
-    l.scores = loss_head_part(l.scores, p.begin * l.count, p.count * l.count);
+    l.scores = loss_head_slice(l.scores, p.begin * l.count, p.count * l.count);
     l.entropy = part(r_.entropy), l.entropy_scale = part(entropy_factor_);
     l.logits = p.logits, l.dlogits = p.to;
     return l;
@@ -288,7 +288,7 @@ class RowsGradientPass final : public LabelPass {
   }
 
   Vector gradient(const LossHeadRun&, const LossHeadSpan& s, const LossHeadPart&) override {
-    return s.begin < formed_ || late_ ? loss_head_part(late_factor_, s.begin, s.count) : Vector{};
+    return s.begin < formed_ || late_ ? loss_head_slice(late_factor_, s.begin, s.count) : Vector{};
   }
 
  private:

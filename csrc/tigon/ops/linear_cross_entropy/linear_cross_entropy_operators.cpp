@@ -21,22 +21,22 @@ struct Operands : LossHeadFields {
   }
   LossHeadPlan plan(const Fields& f) const {
     const LinearHead& h = call.head;
-    return loss_head_memory({.cuda = f.on_cuda(),
-                             .dtype = int64_t(h.hidden.dtype),
-                             .weight_dtype = int64_t(h.hidden.dtype),
-                             .rows = h.hidden.rows,
-                             .worked = worked(h, call.labels),
-                             .hidden = h.hidden.cols,
-                             .vocab = h.weight.rows,
-                             .lora_rank = (needs & (need_lora_a | need_lora_b)) != 0,
-                             .train_hidden = (needs & need_hidden) != 0,
-                             .train_weight = (needs & need_weight) != 0,
-                             .train_bias = (needs & need_bias) != 0,
-                             .main_grad = (needs & into_main_grad) != 0,
-                             .chunk_rows = call.labels.chunk_rows,
-                             .per_row = 1,
-                             .keep_rows = keep_rows,
-                             .unit = (needs & need_unit) != 0});
+    return loss_head_plan({.cuda = f.on_cuda(),
+                           .dtype = int64_t(h.hidden.dtype),
+                           .weight_dtype = int64_t(h.hidden.dtype),
+                           .rows = h.hidden.rows,
+                           .worked = worked(h, call.labels),
+                           .hidden = h.hidden.cols,
+                           .vocab = h.weight.rows,
+                           .lora_rank = (needs & (need_lora_a | need_lora_b)) != 0,
+                           .train_hidden = (needs & need_hidden) != 0,
+                           .train_weight = (needs & need_weight) != 0,
+                           .train_bias = (needs & need_bias) != 0,
+                           .main_grad = (needs & into_main_grad) != 0,
+                           .chunk_rows = call.labels.chunk_rows,
+                           .per_row = 1,
+                           .keep_rows = keep_rows,
+                           .unit = (needs & need_unit) != 0});
   }
   void kept(Fields& f, const LossHeadPlan& p, Role role) {
     const LinearHead& h = call.head;

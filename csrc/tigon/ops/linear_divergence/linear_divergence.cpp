@@ -89,7 +89,7 @@ class DivergencePass final : public RowPass {
   }
 
   void rows(const LossHeadRun& run, const LossHeadPart& p) override {
-    auto of = [&](const Vector& v) { return loss_head_part(v, p.begin, p.count); };
+    auto of = [&](const Vector& v) { return loss_head_slice(v, p.begin, p.count); };
     distillation_rows(
         run.ctx, {.student = p.logits,
                   .teacher = teacher_logits(run, p),
@@ -130,7 +130,8 @@ class DivergencePass final : public RowPass {
     if (!run.rows.listed) return rows_from(logits, p.begin, p.count);
     const Matrix gathered = rows_from(teacher_, 0, p.count);
     loss_head_move(
-        run.ctx, {.from = logits, .to = gathered, .index = loss_head_part(run.rows.index, p.begin, p.count)});
+        run.ctx,
+        {.from = logits, .to = gathered, .index = loss_head_slice(run.rows.index, p.begin, p.count)});
     return gathered;
   }
 
@@ -160,8 +161,8 @@ int64_t linear_divergence_logit_rows(int64_t vocab, int sides) {
   return std::max(kLeast, kBytes / (4 * sides * std::max<int64_t>(vocab, 1)) / 128 * 128);
 }
 
-LossHeadPlan linear_divergence_memory(const LossHeadSizes& s, int64_t teacher_hidden) {
-  LossHeadPlan plan = loss_head_memory(s);
+LossHeadPlan linear_divergence_plan(const LossHeadSizes& s, int64_t teacher_hidden) {
+  LossHeadPlan plan = loss_head_plan(s);
   if (DType(s.dtype) == DType::f64) return plan;
   int64_t size = int64_t(size_of(DType(s.dtype))), stride = loss_head_logit_stride(s.vocab);
   int64_t sides = teacher_hidden > 0 ? 2 : 1;
@@ -249,9 +250,9 @@ TIGON_CALL(RowsBackward, "linear_divergence_rows", backward)
 }  // namespace tigon
 
 // Is called by Python, through ctypes.
-extern "C" TIGON_API void tigon_linear_divergence_memory(const tigon::LossHeadSizes* sizes,
-                                                         int64_t teacher_hidden, tigon::LossHeadPlan* plan) {
-  *plan = tigon::loss_head_within(*sizes, [&](const tigon::LossHeadSizes& s) {
-    return tigon::linear_divergence_memory(s, teacher_hidden);
+extern "C" TIGON_API void tigon_linear_divergence_plan(const tigon::LossHeadSizes* sizes,
+                                                       int64_t teacher_hidden, tigon::LossHeadPlan* plan) {
+  *plan = tigon::loss_head_plan_within(*sizes, [&](const tigon::LossHeadSizes& s) {
+    return tigon::linear_divergence_plan(s, teacher_hidden);
   });
 }

@@ -58,9 +58,9 @@ struct LinearDivergence {
   Vector soft, hard, entropy;  // empty if not wanted
 };
 TIGON_API void linear_divergence(Context& ctx, const LinearDivergence& a);
-// Returns loss_head_memory of the student with what the logits of both sides take. If teacher_hidden is 0,
+// Returns loss_head_plan of the student with what the logits of both sides take. If teacher_hidden is 0,
 // the teacher's logits are given.
-TIGON_API LossHeadPlan linear_divergence_memory(const LossHeadSizes& sizes, int64_t teacher_hidden);
+TIGON_API LossHeadPlan linear_divergence_plan(const LossHeadSizes& sizes, int64_t teacher_hidden);
 
 // Returns the rows whose f32 logits exist at a time, on each of `sides` sides: as many as take 1 GiB, at
 // least 512, in multiples of 128.

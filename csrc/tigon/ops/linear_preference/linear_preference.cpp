@@ -8,11 +8,11 @@
 
 namespace tigon {
 
-LossHeadPlan linear_preference_memory(const LossHeadSizes& sizes, int64_t answers, int64_t tokens) {
+LossHeadPlan linear_preference_plan(const LossHeadSizes& sizes, int64_t answers, int64_t tokens) {
   LossHeadSizes s = sizes;
   s.main_grad = 0;  // weight's gradient is formed as without main_grad, then added
   int64_t size = int64_t(size_of(DType(s.dtype))), together = std::max<int64_t>(answers * tokens, 1);
-  int64_t chunk = loss_head_memory(s).chunk_rows,
+  int64_t chunk = loss_head_plan(s).chunk_rows,
           copies = s.train_weight;  // copies of hidden, times the factors
   if (answers > 0 && chunk < s.rows) {
     bool bound = s.chunk_rows > 0 || s.cap >= 0;
@@ -25,7 +25,7 @@ LossHeadPlan linear_preference_memory(const LossHeadSizes& sizes, int64_t answer
     copies = !fits ? 0 : answers == 2 ? 2 : copies;
   }
   s.chunk_rows = std::max<int64_t>(chunk, 1);
-  LossHeadPlan plan = loss_head_memory(s);
+  LossHeadPlan plan = loss_head_plan(s);
   if (sizes.main_grad && s.train_weight)
     plan.results -= s.vocab * s.hidden * int64_t(size_of(DType(s.weight_dtype)));
   if (DType(s.dtype) == DType::f64) return plan;
@@ -106,9 +106,9 @@ TIGON_OPERATOR(run, LinearPreferenceCall, "linear_preference", forward)
 }  // namespace tigon
 
 // Is called by Python, through ctypes.
-extern "C" TIGON_API void tigon_linear_preference_memory(const tigon::LossHeadSizes* sizes, int64_t answers,
-                                                         int64_t tokens, tigon::LossHeadPlan* plan) {
-  *plan = tigon::loss_head_within(*sizes, [&](const tigon::LossHeadSizes& s) {
-    return tigon::linear_preference_memory(s, answers, tokens);
+extern "C" TIGON_API void tigon_linear_preference_plan(const tigon::LossHeadSizes* sizes, int64_t answers,
+                                                       int64_t tokens, tigon::LossHeadPlan* plan) {
+  *plan = tigon::loss_head_plan_within(*sizes, [&](const tigon::LossHeadSizes& s) {
+    return tigon::linear_preference_plan(s, answers, tokens);
   });
 }

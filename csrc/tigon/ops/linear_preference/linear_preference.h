@@ -41,9 +41,9 @@ struct LinearPreference {
   Preference loss;
   PreferenceTotals totals;
 };
-// Returns loss_head_memory for groups of `answers` answers of `tokens` tokens that share a chunk (2 answers:
+// Returns loss_head_plan for groups of `answers` answers of `tokens` tokens that share a chunk (2 answers:
 // pairs; 0: each token by itself).
-TIGON_API LossHeadPlan linear_preference_memory(const LossHeadSizes& sizes, int64_t answers, int64_t tokens);
+TIGON_API LossHeadPlan linear_preference_plan(const LossHeadSizes& sizes, int64_t answers, int64_t tokens);
 TIGON_API void linear_preference(Context& ctx, const LinearPreference& a);
 
 }  // namespace tigon

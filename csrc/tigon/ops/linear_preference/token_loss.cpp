@@ -6,7 +6,7 @@
 namespace tigon {
 namespace {
 
-// Returns a part of a vector by place. Unlike loss_head_part it also cuts a vector of size 1.
+// Returns a slice of a vector by place. Unlike loss_head_slice it also cuts a vector of size 1.
 Vector places(const Vector& v, int64_t begin, int64_t count) {
   if (!v) return v;
   return {.data = v.as<float>() + begin, .dtype = v.dtype, .size = count};
@@ -71,7 +71,7 @@ class TokenPass final : public RowPass {
  private:
   CrossEntropyRows row_pass(const LossHeadRun& run, const LinearHead& head, const LossHeadPart& p) const {
     return {.logits = p.logits,
-            .target = loss_head_part(run.rows.labels, p.begin, p.count),
+            .target = loss_head_slice(run.rows.labels, p.begin, p.count),
             .bias = head.bias,
             .ignore_index = run.a.labels.ignore_index,
             .logit_scale = a_.formula.logit_scale,

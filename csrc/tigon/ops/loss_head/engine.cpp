@@ -135,7 +135,7 @@ LossHeadWorkspace make_workspace(const LossHeadRun& run) {
   const LossHead& a = run.a;
   const bool kept_are_read = a.kept.holds == LossHeadKept::Holds::logits && !a.kept.overwrite;
   const bool apart = a.f32_logits || (a.head.wide_logits && a.head.hidden.dtype != DType::f32);
-  LossHeadMemory m = {
+  LossHeadWorkspaceSizes m = {
       .logits = (kept_are_read ? 0 : run.kept) < run.rows.count && (!apart || a.head.wants_gradients()),
       .logits_rows = a.groups ? 0 : run.limit,
       .f32_rows = a.f32_logits ? run.part : 0,
@@ -162,7 +162,7 @@ void make_scale(Context& ctx, const LossHead& a) {
 LossHeadChunk slice(const LossHeadChunk& c, int64_t first, int64_t count) {
   LossHeadChunk part = c;
   part.begin += first, part.count = count;
-  part.index = loss_head_part(c.index, first, count);
+  part.index = loss_head_slice(c.index, first, count);
   for (Matrix* m : {&part.logits, &part.hidden, &part.dhidden, &part.scaled, &part.lora_u, &part.lora_t})
     *m = rows_from(*m, first, count);
   return part;
@@ -302,8 +302,8 @@ void by_classes(const LossHeadRun& run, RowPass& pass, const Matrix& dweight, Ma
 
 void loss_head_class_gradient(const LossHeadRun& run, const LossHeadClasses& c, CrossEntropyRows pass,
                               const LossHeadWhole& whole) {
-  auto part = [&](const Vector& of) { return loss_head_part(of, c.begin, c.count); };
-  pass.bias = loss_head_part(pass.bias, c.first, c.logits.cols);
+  auto part = [&](const Vector& of) { return loss_head_slice(of, c.begin, c.count); };
+  pass.bias = loss_head_slice(pass.bias, c.first, c.logits.cols);
   pass.dlogits = c.logits;
   pass.first_class = c.first, pass.classes = run.a.head.weight.rows;
   pass.all_lse = part(whole.lse), pass.all_log_prob = part(whole.log_prob);

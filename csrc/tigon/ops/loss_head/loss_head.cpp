@@ -180,7 +180,7 @@ std::vector<LossHeadSpan> loss_head_spans(const LinearHead& a, const std::vector
 }
 
 LossHeadWorkspace loss_head_workspace(Context& ctx, const LinearHead& a, const LossHeadRows& rows,
-                                      const LossHeadMemory& m) {
+                                      const LossHeadWorkspaceSizes& m) {
   DType dtype = a.hidden.dtype;
   int64_t v = a.weight.rows, h = a.hidden.cols, r = a.lora_a.rows, lora_ld = (r + 7) / 8 * 8;
   LossHeadWorkspace w;
@@ -216,7 +216,7 @@ LossHeadChunk loss_head_chunk(const LinearHead& a, const LossHeadRows& rows, con
           .logits = rows_from(w.logits, 0, count),
           .padded = w.logits.data != nullptr,
           .wide = w.wide,
-          .index = rows.listed ? loss_head_part(rows.index, begin, count) : Vector{},
+          .index = rows.listed ? loss_head_slice(rows.index, begin, count) : Vector{},
           .hidden = rows.listed ? rows_from(w.hidden, 0, count) : rows_from(a.hidden, begin, count),
           .dhidden = !a.dhidden.data ? none
                      : rows.listed   ? rows_from(w.dhidden, 0, count)
@@ -326,7 +326,7 @@ void loss_head_clear(Context& ctx, const LinearHead& a, const LossHeadRows& rows
   fill_zero(ctx, a.dlora_b);
 }
 
-Vector loss_head_part(const Vector& v, int64_t begin, int64_t count) {
+Vector loss_head_slice(const Vector& v, int64_t begin, int64_t count) {
   if (!v || v.size == 1) return v;
   return {.data = static_cast<char*>(v.data) + begin * int64_t(size_of(v.dtype)),
           .dtype = v.dtype,

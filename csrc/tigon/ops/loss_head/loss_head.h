@@ -157,7 +157,7 @@ struct LossHeadWorkspace {
   Vector ones, column;
 };
 // Says what memory a workspace needs.
-struct LossHeadMemory {
+struct LossHeadWorkspaceSizes {
   int64_t chunk = 0;        // most rows of a chunk
   bool logits = true;       // false if the driver gives each chunk memory for its logits
   int64_t logits_rows = 0;  // most rows of a chunk without such memory; 0 stands for chunk
@@ -168,7 +168,7 @@ struct LossHeadMemory {
 };
 // Allocates the workspace of a call.
 TIGON_API LossHeadWorkspace loss_head_workspace(Context& ctx, const LinearHead& a, const LossHeadRows& rows,
-                                                const LossHeadMemory& memory);
+                                                const LossHeadWorkspaceSizes& memory);
 
 // Holds views of rows [begin, begin + count) of the list. A driver may put memory of its own into `logits`.
 // Before loss_head_logits it has hidden's dtype, or f32, and f32 values are then not rounded to 16 bits.
@@ -222,8 +222,8 @@ bool loss_head_statistics(Context& ctx, const LinearHead& a, const LossHeadRows&
 // Writes zeros where no GEMM will write: to dhidden of listed rows, and to every gradient if no row is left.
 TIGON_API void loss_head_clear(Context& ctx, const LinearHead& a, const LossHeadRows& rows);
 
-// Returns a part of a vector by row; a vector of size 1 stands for all rows and is returned as it is.
-TIGON_API Vector loss_head_part(const Vector& v, int64_t begin, int64_t count);
+// Returns a slice of a vector by row; a vector of size 1 stands for all rows and is returned as it is.
+TIGON_API Vector loss_head_slice(const Vector& v, int64_t begin, int64_t count);
 // Allocates a matrix or a vector in the context's memory.
 TIGON_API Matrix loss_head_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype);
 TIGON_API Vector loss_head_vector(Context& ctx, int64_t n, DType dtype = DType::f32);

@@ -56,11 +56,11 @@ std::string needs() {
 }  // namespace tigon
 
 extern "C" {
-TIGON_API const char* tigon_loss_head_sizes() {
+TIGON_API const char* tigon_loss_head_size_names() {
   static const std::string names = tigon::text(tigon::kSizes);
   return names.c_str();
 }
-TIGON_API const char* tigon_loss_head_plan() {
+TIGON_API const char* tigon_loss_head_plan_names() {
   static const std::string names = tigon::text(tigon::kPlan);
   return names.c_str();
 }

@@ -159,7 +159,7 @@ int64_t loss_head_class_rows(int64_t rows, int64_t vocab) {
   return (64 * rows - 1) / loss_head_logit_stride(vocab) + 1;
 }
 
-LossHeadPlan loss_head_memory(const LossHeadSizes& sizes) {
+LossHeadPlan loss_head_plan(const LossHeadSizes& sizes) {
   if (DType(sizes.dtype) == DType::f64) return plan_f64(sizes);
   LossHeadSizes s = sizes;
   const Bytes b{s};
@@ -180,8 +180,9 @@ LossHeadPlan loss_head_memory(const LossHeadSizes& sizes) {
   return p;
 }
 
-LossHeadPlan loss_head_within(const LossHeadSizes& sizes,
-                              const std::function<LossHeadPlan(const LossHeadSizes&)>& plan, bool keeps) {
+LossHeadPlan loss_head_plan_within(const LossHeadSizes& sizes,
+                                   const std::function<LossHeadPlan(const LossHeadSizes&)>& plan,
+                                   bool keeps) {
   LossHeadPlan p = plan(sizes);
   if (sizes.peak < 0 || p.peak <= sizes.peak || DType(sizes.dtype) == DType::f64) return p;
   LossHeadSizes s = sizes;
@@ -221,7 +222,6 @@ LossHeadPlan loss_head_within(const LossHeadSizes& sizes,
 }  // namespace tigon
 
 // Is called by Python, through ctypes.
-extern "C" TIGON_API void tigon_loss_head_memory(const tigon::LossHeadSizes* sizes,
-                                                 tigon::LossHeadPlan* plan) {
-  *plan = tigon::loss_head_within(*sizes, tigon::loss_head_memory, true);
+extern "C" TIGON_API void tigon_loss_head_plan(const tigon::LossHeadSizes* sizes, tigon::LossHeadPlan* plan) {
+  *plan = tigon::loss_head_plan_within(*sizes, tigon::loss_head_plan, true);
 }

@@ -84,14 +84,14 @@ struct LossHeadPlan {
   int64_t least = 0;
 };
 // Returns the plan of a call and its memory, without regard to sizes.peak.
-TIGON_API LossHeadPlan loss_head_memory(const LossHeadSizes& sizes);
+TIGON_API LossHeadPlan loss_head_plan(const LossHeadSizes& sizes);
 // Returns the plan that stays within the peak of the sizes. `plan` returns the plan of a call that ignores
-// the peak: loss_head_memory, or that with what a driver takes in addition. A call that would take more keeps
+// the peak: loss_head_plan, or that with what a driver takes in addition. A call that would take more keeps
 // nothing and takes smaller chunks. If a sum over chunks needs more memory than weight's gradient does, the
 // gradient is formed by classes. With `keeps`, which losses of groups do not set, as many rows are kept as
 // fit.
-LossHeadPlan loss_head_within(const LossHeadSizes& sizes,
-                              const std::function<LossHeadPlan(const LossHeadSizes&)>& plan,
-                              bool keeps = false);
+LossHeadPlan loss_head_plan_within(const LossHeadSizes& sizes,
+                                   const std::function<LossHeadPlan(const LossHeadSizes&)>& plan,
+                                   bool keeps = false);
 
 }  // namespace tigon

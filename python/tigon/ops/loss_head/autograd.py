@@ -335,6 +335,7 @@ class _Eager(torch.autograd.Function):
         ctx.loss, ctx.main_grad, ctx.scalar = loss, main_grad, scalar
         ctx.table = weight if tied.is_table(weight) else None
         ctx.needs, ctx.dtypes = call.memory.needs, dtypes_of(hidden, weight, bias)
+        ctx.target_shape = call.operands.target.shape
         if scalar and not late:
             ctx.save_for_backward(*output[1:RESULTS])
         else:
@@ -354,7 +355,7 @@ class _Eager(torch.autograd.Function):
         else:
             if ctx.scalar:
                 scale, *tensors = tensors
-                dloss = _row_upstream(dloss, scale, tensors[4].shape)
+                dloss = _row_upstream(dloss, scale, ctx.target_shape)
             gradients = loss.rows_gradients(tensors, dloss, ctx.call, eager=True, main_grad=ctx.main_grad)
         asked = [
             None if g is None or not needs & bit else g if g.dtype == dtype else g.to(dtype)

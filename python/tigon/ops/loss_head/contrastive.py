@@ -19,7 +19,8 @@ from tigon.parallel.shards import tells_refusals
 
 OP = "contrastive_loss"
 IGNORED = -100
-_INPUTS = 10  # inputs of the operator before the flags for its results
+# The tensors that the operator takes first; chunk_rows and the flags of its results follow.
+_TENSORS = ("q", "d", "scale", "labels", "q_ids", "d_ids", "limit", "guide_q", "guide_d")
 
 
 def reference(q, d, scale, labels, q_ids=None, d_ids=None, limit=None, guide_q=None, guide_d=None):
@@ -58,8 +59,8 @@ _bwd = raw("contrastive_bwd", _fake_bwd)
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.chunk_rows, ctx.wants = inputs[_INPUTS - 1], inputs[_INPUTS:]
-    ctx.save_for_backward(*inputs[: _INPUTS - 1], *output[:2])
+    ctx.chunk_rows, *ctx.wants = inputs[len(_TENSORS) :]
+    ctx.save_for_backward(*inputs[: len(_TENSORS)], *output[:2])
     ctx.set_materialize_grads(False)
 
 
@@ -72,23 +73,25 @@ def _backward(ctx, *upstream):
     dq = dd = dscale = None
     if given:
         *inputs, row_lse, col_lse = ctx.saved_tensors
-        q, scale = inputs[0], inputs[2]
-        unit = None
+        tensors = dict(zip(_TENSORS, inputs, strict=True))
+        q, unit = tensors["q"], None
         if q.dtype == torch.float16:  # a mean's or a scaled loss's gradients may leave its range
             most = [g.abs().amax() for g in given if g.numel()]
             unit = torch.stack(most).amax().clamp_min(1e-30) if most else torch.ones((), device=q.device)
             unit = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent)  # exact in float16
             upstream = [None if g is None else g / unit for g in upstream]
         drow, dcol, dpicked = upstream
-        rows = None if drow is None else row_lse, drow
-        columns = None if dcol is None else col_lse, dcol
-        needs = need_q, need_d, need_scale
-        dq, dd, dscale = _bwd(*inputs, ctx.chunk_rows, *rows, *columns, dpicked, *needs)
-        dscale = dscale / scale if need_scale else None  # it was of log(scale)
+        rows = {"row_lse": None if drow is None else row_lse, "drow": drow}
+        columns = {"col_lse": None if dcol is None else col_lse, "dcol": dcol}
+        needs = {"need_dq": need_q, "need_dd": need_d, "need_dlog_scale": need_scale}
+        dq, dd, dscale = _bwd.named(
+            **tensors, chunk_rows=ctx.chunk_rows, **rows, **columns, dpicked=dpicked, **needs
+        )
+        dscale = dscale / tensors["scale"] if need_scale else None  # it was of log(scale)
         if unit is not None:
             dq, dd, dscale = (None if g is None else g * unit.to(g.dtype) for g in (dq, dd, dscale))
     results = (dq if need_q else None, dd if need_d else None, dscale)
-    return *results, *(None,) * (_INPUTS + len(ctx.wants) - 3)
+    return *results, *(None,) * (len(_op.names) - len(results))
 
 
 _op = Op("contrastive", fake=_fake, setup_context=_setup_context, backward=_backward)
@@ -97,7 +100,7 @@ _MOST_SCALE = 60.0  # kContrastiveMostScale
 _ONE_CHUNK = 2**29  # pairs: up to here gradients are single matmuls, not summed
 
 
-def _fake_cosine(q, d, scale, share, symmetric, weight, chunk_rows, wide, *wanted):
+def _fake_cosine(q, d, scale, reduction_scale, symmetric, weight, chunk_rows, wide, *wanted):
     sizes = ((1,), (q.shape[0],), q.shape, (d.numel(),))
     dtypes = (torch.float32, torch.float32, q.dtype, torch.float32 if wide else q.dtype)
     return _wanted(q, sizes, dtypes, wanted)
@@ -111,7 +114,8 @@ _cosine_bwd = raw("contrastive_cosine_bwd", _fake_cosine_bwd)
 
 
 def _setup_cosine(ctx, inputs, output):
-    q, d, *ctx.options = inputs[:5]
+    q, d, scale, reduction_scale, symmetric, *_ = inputs
+    ctx.options = {"scale": scale, "reduction_scale": reduction_scale, "symmetric": symmetric}
     ctx.save_for_backward(q, d, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -122,11 +126,11 @@ def _backward_cosine(ctx, dloss, *_):
     if dloss is not None:
         q, d, factor, gd, gq = ctx.saved_tensors
         need_q, need_d = ctx.needs_input_grad[:2]
-        dq, dd = _cosine_bwd(
-            q, d, *ctx.options, factor, dloss, gd if need_q else None, gq if need_d else None, need_q, need_d
-        )
+        saved = {"factor": factor, "gd": gd if need_q else None, "gq": gq if need_d else None}
+        needs = {"need_dq": need_q, "need_dd": need_d}
+        dq, dd = _cosine_bwd.named(q=q, d=d, **ctx.options, **saved, dloss=dloss, **needs)
         dq, dd = dq if need_q else None, dd if need_d else None
-    return dq, dd, *(None,) * 10
+    return dq, dd, *(None,) * (len(_cosine.names) - 2)
 
 
 _cosine = Op("contrastive_cosine", fake=_fake_cosine, setup_context=_setup_cosine, backward=_backward_cosine)
@@ -163,13 +167,16 @@ def _has_cosine(q, temperature, sizes):
     )
 
 
-def _cosine_loss(q, d, o: ContrastiveOptions):
+def _cosine_loss(q, d, options: ContrastiveOptions):
     """Compute the loss of cosines; document i belongs to query i."""
-    train, share = torch.is_grad_enabled(), 1.0 / len(q) if o.reduction == "mean" else 1.0
-    wide = o.chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
-    weight = None if o.weight is None else o.weight.detach().float()
-    options = 1.0 / o.temperature, share, o.symmetric, weight, o.chunk_rows or 0, wide
-    loss, *_ = _cosine(q, d, *options, True, True, train and q.requires_grad, train and d.requires_grad)
+    train, weight = torch.is_grad_enabled(), options.weight
+    form = {"scale": 1.0 / options.temperature, "symmetric": options.symmetric}
+    form["reduction_scale"] = 1.0 / len(q) if options.reduction == "mean" else 1.0
+    form["weight"] = None if weight is None else weight.detach().float()
+    form["wide"] = options.chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
+    needs = {"need_gd": train and q.requires_grad, "need_gq": train and d.requires_grad}
+    needs |= {"need_loss": True, "need_factor": True}
+    loss, *_ = _cosine.named(q=q, d=d, **form, chunk_rows=options.chunk_rows or 0, **needs)
     return loss.view(())
 
 
@@ -191,9 +198,11 @@ def statistics(q, d, scale, labels=None, *, ids=None, limit=None, guide=None, co
             q, d, scale.to(wide), none if labels is None else labels, q_ids, d_ids, limit, guide_q, guide_d
         )
     else:
-        bounds = limit, guide_q, guide_d, chunk_rows
-        wanted = True, bool(columns), labels is not None
-        row_lse, col_lse, picked = _op(q, d, scale, labels, q_ids, d_ids, *bounds, *wanted)
+        bounds = {"q_ids": q_ids, "d_ids": d_ids, "limit": limit, "guide_q": guide_q, "guide_d": guide_d}
+        needs = {"need_row_lse": True, "need_col_lse": bool(columns), "need_picked": labels is not None}
+        row_lse, col_lse, picked = _op.named(
+            q=q, d=d, scale=scale, labels=labels, **bounds, chunk_rows=chunk_rows, **needs
+        )
     picked = None if labels is None else picked.view(labels.shape)
     return row_lse, col_lse if columns else None, picked
 
@@ -324,15 +333,7 @@ def contrastive_loss(
     q, d = autocast(q), autocast(d)
     check(OP, d.dtype == q.dtype, "d must be {}, got {}", q.dtype, d.dtype)
     n, m, size = q.shape[0], d.shape[0], q.shape[1]
-    if labels is None:
-        check(OP, m >= n, "d must have at least q's {} rows without labels, got {}", n, m)
-    else:
-        arguments.check_indices(OP, "labels", labels)
-        _check_beside(q, labels=labels)
-        fits = labels.dim() in (1, 2) and labels.shape[0] == n and labels.numel() >= n
-        check(OP, fits, "labels must be [{}] or [{}, K], got {}", n, n, labels.shape)
-        labels = labels.to(torch.int64).reshape(n, -1 if n else 1)
-        arguments.check_range(OP, "labels", labels, m, IGNORED)
+    labels = _checked_labels(labels, q, d)
     if weight is not None:
         arguments.check_float(OP, "weight", weight)
         _check_beside(q, weight=weight)
@@ -347,20 +348,8 @@ def contrastive_loss(
     if margin is not None:
         arguments.check_numbers(OP, margin=margin)
     arguments.check_integers(OP, least=1, or_none=True, chunk_rows=chunk_rows)
-    for name, given in (("sizes", sizes), ("size_weights", size_weights)):
-        fits = given is None or (isinstance(given, Sequence) and not isinstance(given, str))
-        check(OP, fits, name + " must be a tuple of numbers (or None), got {}", arguments.kind_of(given))
-    sizes = [size] if sizes is None else list(sizes)
-    check(OP, len(sizes) > 0, "sizes must not be empty")
-    for s in sizes:
-        arguments.check_integers(OP, sizes=s)
-        check(OP, 1 <= s <= size, "sizes must be in [1, {}], got {}", size, s)
-    if size_weights is not None:
-        words = "size_weights must have one number for each of {} sizes, got {}"
-        check(OP, len(size_weights) == len(sizes), words, len(sizes), len(size_weights))
-        for w in size_weights:
-            arguments.check_numbers(OP, size_weights=w)
-    o = ContrastiveOptions(temperature, symmetric, normalize, weight, reduction, chunk_rows)
+    sizes = _checked_sizes(sizes, size_weights, size)
+    options = ContrastiveOptions(temperature, symmetric, normalize, weight, reduction, chunk_rows)
     plain = normalize and reduction != "none" and all(x is None for x in (labels, ids, margin, guide, group))
     loss_of_size = _cosine_loss
     if not (plain and _has_cosine(q, temperature, sizes)):
@@ -383,12 +372,45 @@ def contrastive_loss(
         if guide is not None:  # its similarities decide which pairs count, for every size
             limit = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
             guide = whole.rows(guide[0]), guide[1]
-        o = o._replace(labels=positives, diagonal=labels is None, whole=whole)
-        o = o._replace(ids=ids, bound=bound, limit=limit, guide=guide)
-    losses = [loss_of_size(*((q, d) if s == size else (q[:, :s], d[:, :s])), o) for s in sizes]
+        options = options._replace(labels=positives, diagonal=labels is None, whole=whole)
+        options = options._replace(ids=ids, bound=bound, limit=limit, guide=guide)
+    losses = [loss_of_size(*((q, d) if s == size else (q[:, :s], d[:, :s])), options) for s in sizes]
     if size_weights is not None:
         losses = [loss * w for loss, w in zip(losses, size_weights, strict=True)]
     return sum(losses[1:], losses[0])
+
+
+def _checked_labels(labels, q, d):
+    """The positives int64 [n, K], or None: document i is that of query i."""
+    n, m = q.shape[0], d.shape[0]
+    if labels is None:
+        check(OP, m >= n, "d must have at least q's {} rows without labels, got {}", n, m)
+        return None
+    arguments.check_indices(OP, "labels", labels)
+    _check_beside(q, labels=labels)
+    fits = labels.dim() in (1, 2) and labels.shape[0] == n and labels.numel() >= n
+    check(OP, fits, "labels must be [{}] or [{}, K], got {}", n, n, labels.shape)
+    labels = labels.to(torch.int64).reshape(n, -1 if n else 1)
+    arguments.check_range(OP, "labels", labels, m, IGNORED)
+    return labels
+
+
+def _checked_sizes(sizes, size_weights, size) -> list[int]:
+    """The numbers of columns whose losses are summed."""
+    for name, given in (("sizes", sizes), ("size_weights", size_weights)):
+        fits = given is None or (isinstance(given, Sequence) and not isinstance(given, str))
+        check(OP, fits, name + " must be a tuple of numbers (or None), got {}", arguments.kind_of(given))
+    sizes = [size] if sizes is None else list(sizes)
+    check(OP, len(sizes) > 0, "sizes must not be empty")
+    for s in sizes:
+        arguments.check_integers(OP, sizes=s)
+        check(OP, 1 <= s <= size, "sizes must be in [1, {}], got {}", size, s)
+    if size_weights is not None:
+        words = "size_weights must have one number for each of {} sizes, got {}"
+        check(OP, len(size_weights) == len(sizes), words, len(sizes), len(size_weights))
+        for w in size_weights:
+            arguments.check_numbers(OP, size_weights=w)
+    return sizes
 
 
 def _check_beside(of, /, **tensors):
@@ -410,47 +432,47 @@ def _check_pair(name, pair, q, n, m, check_kind):
     check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, a, b)
 
 
-def _loss(q, d, o: ContrastiveOptions):
+def _loss(q, d, options: ContrastiveOptions):
     """Compute the loss of embeddings of one size."""
-    n, columns = q.shape[0], q.shape[1] if o.normalize else 1  # a normalized row's length, squared
-    wide, labels, whole = torch.promote_types(q.dtype, torch.float32), o.labels, o.whole
-    if o.normalize:
+    n, columns = q.shape[0], q.shape[1] if options.normalize else 1  # a normalized row's length, squared
+    wide, labels, whole = torch.promote_types(q.dtype, torch.float32), options.labels, options.whole
+    if options.normalize:
         q, d = normalized(q), normalized(d)
-    plain = not o.symmetric and labels.shape[1] == 1 and o.ids is None and o.bound is None
-    if plain and type(whole) is _Own and not isinstance(o.temperature, torch.Tensor) and n:
-        logits = {"logit_scale": 1.0 / columns, "temperature": float(o.temperature)}
-        logits |= {"token_weight": o.weight, "reduction": o.reduction, "chunk_rows": o.chunk_rows}
-        return linear_cross_entropy(q, d, labels[:, 0], **logits)
-    if isinstance(o.temperature, torch.Tensor):
-        scale = 1.0 / (o.temperature.to(q.device, wide).reshape(1) * columns)
+    plain = not options.symmetric and labels.shape[1] == 1 and options.ids is None and options.bound is None
+    if plain and type(whole) is _Own and not isinstance(options.temperature, torch.Tensor) and n:
+        logits = {"logit_scale": 1.0 / columns, "temperature": float(options.temperature)}
+        logits |= {"reduction": options.reduction, "chunk_rows": options.chunk_rows}
+        return linear_cross_entropy(q, d, labels[:, 0], token_weight=options.weight, **logits)
+    if isinstance(options.temperature, torch.Tensor):
+        scale = 1.0 / (options.temperature.to(q.device, wide).reshape(1) * columns)
     else:
-        scale = torch.full((1,), 1.0 / (o.temperature * columns), dtype=torch.float64, device=q.device)
+        scale = torch.full((1,), 1.0 / (options.temperature * columns), dtype=torch.float64, device=q.device)
         scale = scale.to(wide)
-    bounds = {"ids": o.ids, "limit": o.limit, "guide": o.guide}
-    if o.bound is not None and o.guide is None:
-        bounds["limit"] = whole.rows(limits(q, d, labels, length=columns, rounded=True, **o.bound))
-    way = {"columns": o.symmetric, "chunk_rows": o.chunk_rows or 0}
+    bounds = {"ids": options.ids, "limit": options.limit, "guide": options.guide}
+    if options.bound is not None and options.guide is None:
+        bounds["limit"] = whole.rows(limits(q, d, labels, length=columns, rounded=True, **options.bound))
+    way = {"columns": options.symmetric, "chunk_rows": options.chunk_rows or 0}
     positives = whole.labels(labels, IGNORED)
     row_lse, col_lse, picked = statistics(whole.rows(q), d, scale, positives, **bounds, **way)
     own, picked = whole.own(whole.log_sum(row_lse)), whole.own(picked)
-    if o.diagonal:
-        if o.symmetric:
+    if options.diagonal:
+        if options.symmetric:
             own = (own + (col_lse[:n] if n < d.shape[0] else col_lse)) / 2
         losses, count = own - picked.view(-1), n * whole.size
     else:
         counts, own = (labels >= 0) & (labels < d.shape[0]), own[:, None]
-        if o.symmetric:
+        if options.symmetric:
             own = (own + col_lse[labels.clamp(0, d.shape[0] - 1)]) / 2
         number, wrong = counts.sum(1), (~counts & (labels != IGNORED)).any(1)
         losses = torch.where(counts, own - picked, 0.0).sum(1) / number.clamp_min(1)
         losses = torch.where(wrong, torch.nan, losses)  # not checked on the host
         count = whole.sum((number > 0).sum().to(wide))
-    if o.weight is not None:
-        losses = losses * o.weight.detach().to(wide)
-    if o.reduction == "none":
+    if options.weight is not None:
+        losses = losses * options.weight.detach().to(wide)
+    if options.reduction == "none":
         return losses.to(wide)
     total = whole.sum(losses.sum())
-    return (total / count if o.reduction == "mean" else total).to(wide)
+    return (total / count if options.reduction == "mean" else total).to(wide)
 
 
 class _Own:

@@ -112,6 +112,72 @@ def _at(h, shift):
     return F.pad(h[..., : h.shape[-2] - shift, :], (0, 0, shift, 0)) if shift else h
 
 
+def _check_teacher(teacher):
+    """Check the teacher's hidden states and its weight; return them detached."""
+    two = isinstance(teacher, Sequence) and len(teacher) == 2
+    given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
+    check(_OP, two, "teacher must be (hidden, weight), got {}", given)
+    states, weight = teacher
+    arguments.check_float(_OP, "teacher_hidden", states)
+    arguments.check_float(_OP, "teacher_weight", weight)
+    fits = states.dim() >= 2 and weight.dim() == 2 and weight.shape[1:] == states.shape[-1:]
+    words = "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}"
+    check(_OP, fits, words, states.shape, weight.shape)
+    check(_OP, weight.numel() > 0, "teacher_weight must not be empty, got {}", weight.shape)
+    return states.detach(), weight.detach()
+
+
+def _steps_of(hidden, states) -> list[torch.Tensor]:
+    """Check the draft's hidden states, and return those of each step."""
+    lone, lead = isinstance(hidden, torch.Tensor), states.shape[:-1]
+    steps = [hidden] if lone else list(hidden) if isinstance(hidden, Sequence) else []
+    tensors = len(steps) > 0 and all(isinstance(h, torch.Tensor) for h in steps)
+    words = "hidden must be a tensor, or a tensor for each step, got {}"
+    check(_OP, tensors, words, arguments.kind_of(hidden))
+    for h in steps:
+        arguments.check_float(_OP, "hidden", h)
+    if lone and hidden.dim() == states.dim() + 1:
+        steps = [hidden.select(-2, i) for i in range(hidden.shape[-2])]
+    for h in steps:
+        fits = h.shape[:-1] == lead and h.shape == steps[0].shape and h.dtype == steps[0].dtype
+        check(_OP, fits, "hidden must be {} and then H, the same for every step, got {}", lead, h.shape)
+        same = h.device == steps[0].device
+        check(_OP, same, "hidden must be on {} at every step, got {}", steps[0].device, h.device)
+    return steps
+
+
+def _stacked(hidden, steps, shifts):
+    """The states at the teacher's positions, ``[..., T, H]`` or ``[..., T, S, H]``."""
+    lone = isinstance(hidden, torch.Tensor)
+    if lone and hidden.dim() == steps[0].dim():
+        return _at(hidden, shifts[0])
+    if lone and not any(shifts):
+        return hidden
+    return torch.stack([_at(h, k) for h, k in zip(steps, shifts, strict=True)], -2)
+
+
+def _step_factors(base, shifts, step_weights, token_weight, position_ids, *, dtype, own_mean):
+    """For each step the factors ``[..., T]`` of the losses, and which positions it reaches.
+
+    Args:
+        base: labels of the teacher's positions.
+        own_mean: a step's mean is that of the positions that it reaches.
+    """
+    lead, device = base.shape, base.device
+    position, counts = torch.arange(lead[-1], device=device), base.ne(_IGNORED)
+    if position_ids is not None:
+        position = torch.minimum(position, position_ids.reshape(position_ids.shape[-len(lead) :]))
+    position = position.expand(lead)
+    factors, reached = [], [position >= k for k in shifts]
+    for w, k, here in zip(step_weights, shifts, reached, strict=True):
+        f = torch.full(lead, float(w), dtype=torch.float64, device=device).to(dtype)
+        f = torch.where(here, f, 0.0)
+        if k and own_mean:
+            f = f * counts.sum() / (counts & here).sum().clamp(min=1)
+        factors.append(f if token_weight is None else f * token_weight.detach())
+    return factors, reached
+
+
 @arguments.called()
 def drafter_loss(
     hidden: torch.Tensor | Sequence[torch.Tensor],
@@ -197,33 +263,10 @@ def drafter_loss(
     Training-Time Test" (arXiv:2503.01840); Samarin et al. 2026, "LK Losses: Direct Acceptance Rate
     Optimization for Speculative Decoding" (arXiv:2602.23881).
     """
-    two = isinstance(teacher, Sequence) and len(teacher) == 2
-    given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
-    check(_OP, two, "teacher must be (hidden, weight), got {}", given)
-    states, teacher_weight = teacher
-    arguments.check_float(_OP, "teacher_hidden", states)
-    arguments.check_float(_OP, "teacher_weight", teacher_weight)
-    fits = states.dim() >= 2 and teacher_weight.dim() == 2 and teacher_weight.shape[1:] == states.shape[-1:]
-    words = "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}"
-    check(_OP, fits, words, states.shape, teacher_weight.shape)
-    check(_OP, teacher_weight.numel() > 0, "teacher_weight must not be empty, got {}", teacher_weight.shape)
-    states, teacher_weight, lead = states.detach(), teacher_weight.detach(), states.shape[:-1]
-    given = isinstance(hidden, torch.Tensor)
-    steps = [hidden] if given else list(hidden) if isinstance(hidden, Sequence) else []
-    tensors = len(steps) > 0 and all(isinstance(h, torch.Tensor) for h in steps)
-    words = "hidden must be a tensor, or a tensor for each step, got {}"
-    check(_OP, tensors, words, arguments.kind_of(hidden))
-    for h in steps:
-        arguments.check_float(_OP, "hidden", h)
+    states, teacher_weight = _check_teacher(teacher)
+    steps, lead = _steps_of(hidden, states), states.shape[:-1]
     arguments.check_float(_OP, "weight", weight)
-    one = given and hidden.dim() == states.dim()
-    if given and hidden.dim() == states.dim() + 1:
-        steps = [hidden.select(-2, i) for i in range(hidden.shape[-2])]
-    for h in steps:
-        fits = h.shape[:-1] == lead and h.shape == steps[0].shape and h.dtype == steps[0].dtype
-        check(_OP, fits, "hidden must be {} and then H, the same for every step, got {}", lead, h.shape)
-        same = h.device == steps[0].device
-        check(_OP, same, "hidden must be on {} at every step, got {}", steps[0].device, h.device)
+    one = isinstance(hidden, torch.Tensor) and hidden.dim() == states.dim()
     number = len(steps)
     shifts = arguments.one_each(_OP, "shifts", shifts, number, "steps", [0] * number)
     step_weights = arguments.one_each(_OP, "step_weights", step_weights, number, "steps", [1.0] * number)
@@ -237,12 +280,7 @@ def drafter_loss(
     arguments.check_booleans(_OP, mask_outside=mask_outside)
     _cross_entropy.check_denominator(_OP, denominator)
     outputs = operands.check_outputs(_OP, outputs, ("loss", "acceptance"))
-    if one:
-        stacked = _at(hidden, shifts[0])
-    elif given and not any(shifts):
-        stacked = hidden
-    else:
-        stacked = torch.stack([_at(h, k) for h, k in zip(steps, shifts, strict=True)], -2)
+    stacked = _stacked(hidden, steps, shifts)
     device = stacked.device
     if mask is not None:
         boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
@@ -273,27 +311,18 @@ def drafter_loss(
         d = d._replace(draft_ids=draft_ids)
     factor = reaches = None
     if any(shifts) or token_weight is not None or any(w != 1.0 for w in step_weights):
-        wide = torch.promote_types(stacked.dtype, torch.float32)
-        own = reduction == "mean" and denominator is None
-        position, counts = torch.arange(lead[-1], device=device), base.ne(_IGNORED)
-        if position_ids is not None:
-            position = torch.minimum(position, position_ids.reshape(position_ids.shape[-len(lead) :]))
-        position = position.expand(lead)
-        factors, reached = [], [position >= k for k in shifts]
-        for w, k, here in zip(step_weights, shifts, reached, strict=True):
-            f = torch.full(lead, float(w), dtype=torch.float64, device=device).to(wide)
-            f = torch.where(here, f, 0.0)
-            if k and own:  # the mean of each step
-                f = f * counts.sum() / (counts & here).sum().clamp(min=1)
-            factors.append(f if token_weight is None else f * token_weight.detach())
-        factor, reaches = (x[0] if one else torch.stack(x, -1) for x in (factors, reached))
+        options = {"dtype": torch.promote_types(stacked.dtype, torch.float32)}
+        options["own_mean"] = reduction == "mean" and denominator is None
+        of_steps = _step_factors(base, shifts, step_weights, token_weight, position_ids, **options)
+        factor, reaches = (x[0] if one else torch.stack(x, -1) for x in of_steps)
     stacked = operands.autocast(stacked)
     parts = {"weight": weight, "target": target, "token_weight": token_weight, "draft_ids": draft_ids}
     parts |= {"teacher": states, "teacher_weight": teacher_weight}
     if has_kernel(_OP, hidden=stacked, beside=parts):
+        reduce = {"reduction": reduction, "denominator": denominator}
+        teacher = (states, teacher_weight)
         losses, overlap, counted = _run(
-            *(stacked, weight, (states, teacher_weight), base, target, head, factor, d),
-            *(reduction, denominator, copied),
+            stacked, weight, teacher, base, target, head, factor, d, **reduce, copied=copied
         )
     else:
         operands.check_plain(_OP, 1, target, head)
@@ -313,19 +342,22 @@ def drafter_loss(
     return result_type(outputs, "DrafterLoss")(losses, acceptance)
 
 
-def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduction, denominator, copied):
+def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, *, reduction, denominator, copied):
     """Run the kernels: the loss, and overlaps and counted rows ``[..., S]``; `copied`: bytes of operands."""
     copied += sum(t.numel() * hidden.element_size() for t in teacher if t.dtype != hidden.dtype)
     states, teacher_weight, _ = operands.whole_vectors(*(t.to(hidden.dtype) for t in teacher))
     draft_id = None if d.draft_ids is None else _inverse(d.draft_ids, teacher_weight.shape[0])
-    divisors = _cross_entropy.split_denominator(denominator, hidden.device)
+    divisor, host_divisor = _cross_entropy.split_denominator(denominator, hidden.device)
     code = _cross_entropy.REDUCTIONS["sum" if denominator is not None else reduction]
-    masks = d.mask_outside and draft_id is not None
-    tensors, kind = (states, teacher_weight, base.reshape(-1), draft_id), (_KINDS[d.loss], float(d.eta))
-    more = _loss.more(*tensors, *kind, *_OUTSIDE[d.outside], masks, *divisors, code)
+    overlap_outside, soft_outside = _OUTSIDE[d.outside]
+    teacher = {"teacher_hidden": states, "teacher_weight": teacher_weight, "draft_id": draft_id}
+    teacher |= {"teacher_target": base.reshape(-1), "mask_outside": d.mask_outside and draft_id is not None}
+    terms = {"kind": _KINDS[d.loss], "eta": float(d.eta), "reduction": code}
+    terms |= {"overlap_outside": overlap_outside, "soft_outside": soft_outside}
+    more = _loss.more(**teacher, **terms, denominator=divisor, host_denominator=host_divisor)
     call, parameters = operands.prepare(_OP, hidden, weight, target, head, token_weight=factor, more=more)
     sizes = target.numel() // max(base.numel(), 1), *reversed(teacher_weight.shape), draft_id is not None
-    way = {"function": "tigon_drafter_loss_memory", "groups": sizes, "per_row": code == 0, "classes": False}
+    way = {"function": "tigon_drafter_loss_plan", "groups": sizes, "per_row": code == 0, "classes": False}
     call = operands.within_peak(_OP, call, head, weight, more=copied, **way)
     losses, numbers = _loss.run(call, parameters, scalar=code != 0)
     overlap, counted = numbers.view(2, *target.shape)

@@ -19,25 +19,25 @@ from tigon.ops.loss_head.plan import padded
 class Part(NamedTuple):
     """Rows of a chunk between two exchanges."""
 
-    begin: int  # rows [begin, end) of a share
+    begin: int  # rows [begin, end) of a sequence shard
     end: int
-    at: slice  # its rows of all shares among the chunk's
+    at: slice  # its rows of all sequence shards among the chunk's
     last: bool  # of the chunk
 
 
 class Chunk(NamedTuple):
-    """Rows whose logits exist at a time: those of its parts, one after another, of all shares."""
+    """Rows whose logits exist at a time: those of its parts, one after another, of all sequence shards."""
 
-    begin: int  # rows [begin, end) of a share
+    begin: int  # rows [begin, end) of a sequence shard
     end: int
-    at: slice  # its rows of all shares among those of the call
+    at: slice  # its rows of all sequence shards among those of the call
     parts: tuple[Part, ...]
     last: bool
     groups: slice = slice(0)  # whole groups of rows, where a loss has some
 
     @classmethod
     def whole(cls, begin: int, end: int, groups: slice = slice(0)) -> Chunk:
-        """A chunk of one part and one share."""
+        """A chunk of one part, without sequence shards."""
         part = Part(begin, end, slice(end - begin), True)
         return cls(begin, end, slice(begin, end), (part,), False, groups)
 

@@ -148,10 +148,11 @@ def linear_cross_entropy(
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
     target = labels_of(target, ignore_index)
-    labels = ignore_index, shift, position_ids, valid_rows
+    labels = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
+    labels["valid_rows"] = valid_rows
+    caps = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
     head = HeadOptions(
-        *(bias, softcap, logit_scale, temperature, lora, *labels),
-        *(chunk_rows, max_workspace_mb, logit_dtype, max_peak_mb),
+        bias, softcap, logit_scale, temperature, lora, **labels, **caps, logit_dtype=logit_dtype
     )
     operands.check_head(_OP, hidden, weight, target, head)
     if outputs is not None:
@@ -177,8 +178,9 @@ def linear_cross_entropy(
         )
     main_grad = operands.main_grad_of(_OP, weight)
     reduction = reduction if denominator is None else "sum"
-    divisors, scalar = _cross_entropy.split_denominator(denominator, hidden.device), reduction != "none"
-    more = _loss.more(*divisors, _cross_entropy.REDUCTIONS[reduction], _bits(outputs))
+    divisor, host_divisor = _cross_entropy.split_denominator(denominator, hidden.device)
+    scalar, code = reduction != "none", _cross_entropy.REDUCTIONS[reduction]
+    more = _loss.more(divisor, host_divisor, reduction=code, outputs=_bits(outputs))
     call, parameters = operands.prepare(
         _OP, hidden, weight, target, head, **formula, main_grad=main_grad, more=more
     )

@@ -112,8 +112,16 @@ def reference(hidden, weight, teacher, labels, head: HeadOptions, d: Divergence)
     return d.results(d.reduce(soft_rows, hard_rows, counts, classes), results)
 
 
-def _check_teacher(op, teacher, hidden, classes):
-    """Return the teacher's hidden states, weight and bias, or only its logits; detached."""
+class _Teacher(NamedTuple):
+    """The teacher's hidden states, weight and bias, or only its logits; detached."""
+
+    states: torch.Tensor
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+def _check_teacher(op, teacher, hidden, classes) -> _Teacher:
+    """Check the teacher of these hidden states, whose head has so many classes."""
     lead = hidden.shape[:-1]
     if isinstance(teacher, torch.Tensor):
         arguments.check_float(op, "teacher", teacher)
@@ -126,7 +134,7 @@ def _check_teacher(op, teacher, hidden, classes):
             "teacher must be logits of about weight's {} classes, or (hidden, weight), got {} columns alone"
         )
         check(op, given == classes or not far, words, classes, given)
-        return teacher.detach(), None, None
+        return _Teacher(teacher.detach())
     parts = isinstance(teacher, Sequence) and len(teacher) in (2, 3)
     given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
     check(op, parts, "teacher must be logits, or (hidden, weight) or (hidden, weight, bias), got {}", given)
@@ -140,7 +148,7 @@ def _check_teacher(op, teacher, hidden, classes):
     if bias is not None:
         arguments.check_float(op, "teacher_bias", bias)
         arguments.check_shape(op, "teacher_bias", bias, weight.shape[:1])
-    return states.detach(), weight.detach(), None if bias is None else bias.detach()
+    return _Teacher(states.detach(), weight.detach(), None if bias is None else bias.detach())
 
 
 def prepared(op, lead, device, labels, head: HeadOptions, d: Divergence):
@@ -184,16 +192,24 @@ def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
         hidden = operands.autocast(hidden)
         log_prob = functools.partial(linear_log_prob, hidden, weight)
         return d.results(*top_k.top_k_loss(op, log_prob, hidden.dtype, weight.shape[0], labels, head, d))
-    states, teacher_weight, teacher_bias = teacher = _check_teacher(op, d.teacher, hidden, weight.shape[0])
+    teacher = _check_teacher(op, d.teacher, hidden, weight.shape[0])
     hidden = operands.autocast(hidden)
-    states = states if teacher_weight is None else operands.autocast(states)
-    weight = operands.plain_weight(op, weight)
-    classes = min(weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0])
     parts = operands.float_parts(head, labels=labels, token_weight=d.token_weight)
-    parts |= zip(("teacher", "teacher_weight", "teacher_bias"), teacher, strict=True)
+    parts |= {"teacher": teacher.states, "teacher_weight": teacher.weight, "teacher_bias": teacher.bias}
+    if teacher.weight is not None:
+        teacher = teacher._replace(states=operands.autocast(teacher.states))
+    weight = operands.plain_weight(op, weight)
+    columns = teacher.states.shape[-1] if teacher.weight is None else teacher.weight.shape[0]
+    classes = min(weight.shape[0], columns)
     if not has_kernel(op, hidden=hidden, beside=parts):
         operands.check_plain(op, classes, labels, head)
-        return reference(hidden, weight, (states, teacher_weight, teacher_bias), labels, head, d)
+        return reference(hidden, weight, teacher, labels, head, d)
+    return _run_kernel(op, hidden, weight, teacher, labels, head, d, classes)
+
+
+def _run_kernel(op, hidden, weight, teacher: _Teacher, labels, head: HeadOptions, d: Divergence, classes):
+    """Run the kernel on checked arguments; `classes`: those that both sides have."""
+    states, teacher_weight, teacher_bias = teacher
     lead = labels.shape
     if states.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         states = states.float()
@@ -202,19 +218,21 @@ def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
         teacher_bias = None if teacher_bias is None else teacher_bias.float()
     if head.bias is not None:
         head = head._replace(bias=head.bias.float())
-    divisors = _cross_entropy.split_denominator(d.denominator, hidden.device)
+    divisor, host_divisor = _cross_entropy.split_denominator(d.denominator, hidden.device)
     reduction, soft, hard = "sum" if d.denominator is not None else d.reduction, d.soft, d.hard
     if reduction == "mean":
         soft, hard = soft / classes, hard / classes
     code = _cross_entropy.REDUCTIONS[_REDUCTIONS[reduction]]
     bits = sum(bit for name, bit in NUMBERS.items() if name in d.outputs)
-    teacher, weights = (states, teacher_weight, teacher_bias), (soft, hard)
-    side = d.teacher_softcap or 0.0, d.teacher_logit_scale
-    more = _loss.more(*teacher, _KINDS[d.kind], d.beta, *weights, *side, *divisors, code, bits)
+    sides = {"teacher": states, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
+    sides |= {"teacher_softcap": d.teacher_softcap or 0.0, "teacher_logit_scale": d.teacher_logit_scale}
+    terms = {"kind": _KINDS[d.kind], "beta": d.beta, "soft_weight": soft, "hard_weight": hard}
+    divisors = {"denominator": divisor, "host_denominator": host_divisor}
+    more = _loss.more(**sides, **terms, **divisors, reduction=code, outputs=bits)
     options = {"token_weight": d.token_weight, "more": more}
     call, parameters = operands.prepare(op, hidden, weight, labels, head, **options)
     size = states.shape[-1] if teacher_weight is not None else 0
-    way = {"function": "tigon_linear_divergence_memory", "groups": (size,), "per_row": code == 0}
+    way = {"function": "tigon_linear_divergence_plan", "groups": (size,), "per_row": code == 0}
     call = operands.within_peak(op, call, head, weight, classes=False, **way)
     loss, numbers = _loss.run(call, parameters, scalar=code != 0)
     names = [name for name in NUMBERS if name in d.outputs]
@@ -302,11 +320,13 @@ def linear_kl_div(
     """
     arguments.check_booleans("linear_kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
-    rows = ignore_index, shift, position_ids, valid_rows
-    caps = {"chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, **caps)
-    side = soft, hard, teacher_softcap, teacher_logit_scale
-    loss = Divergence(teacher, kind, 0.5, *side, token_weight, reduction, denominator, outputs)
+    rows = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
+    caps = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **rows, **caps)
+    terms = {"soft": soft, "hard": hard, "token_weight": token_weight, "outputs": outputs}
+    terms |= {"teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale}
+    terms |= {"reduction": reduction, "denominator": denominator}
+    loss = Divergence(teacher, kind, **terms)
     return _run("linear_kl_div", hidden, weight, labels, head, loss)
 
 
@@ -350,11 +370,13 @@ def linear_jsd(
     "On-Policy Distillation of Language Models" (arXiv:2306.13649).
     """
     kind = _divergence.jsd_kind("linear_jsd", beta)
-    rows = ignore_index, shift, position_ids, valid_rows
-    caps = {"chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, **caps)
-    side = soft, hard, teacher_softcap, teacher_logit_scale
-    loss = Divergence(teacher, kind, beta, *side, token_weight, reduction, denominator, outputs)
+    rows = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
+    caps = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **rows, **caps)
+    terms = {"soft": soft, "hard": hard, "token_weight": token_weight, "outputs": outputs}
+    terms |= {"teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale}
+    terms |= {"reduction": reduction, "denominator": denominator}
+    loss = Divergence(teacher, kind, beta, **terms)
     return _run("linear_jsd", hidden, weight, labels, head, loss)
 
 
@@ -390,9 +412,11 @@ def linear_tvd(
     The derivative of ``|T - S|`` is 0 if ``T = S``. Arguments, results and errors are those of
     :func:`tigon.linear_kl_div`.
     """
-    rows = ignore_index, shift, position_ids, valid_rows
-    caps = {"chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *rows, **caps)
-    side = soft, hard, teacher_softcap, teacher_logit_scale
-    loss = Divergence(teacher, "tvd", 0.5, *side, token_weight, reduction, denominator, outputs)
+    rows = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
+    caps = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **rows, **caps)
+    terms = {"soft": soft, "hard": hard, "token_weight": token_weight, "outputs": outputs}
+    terms |= {"teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale}
+    terms |= {"reduction": reduction, "denominator": denominator}
+    loss = Divergence(teacher, "tvd", **terms)
     return _run("linear_tvd", hidden, weight, labels, head, loss)

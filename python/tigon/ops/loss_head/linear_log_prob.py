@@ -59,6 +59,7 @@ def _setup_context(ctx, inputs, output):
     call = HeadCall.of(inputs)
     (entropy,), of = call.more, call.operands
     _, entropies, unit, kept = output
+    ctx.target_shape = of.target.shape
     ctx.call, ctx.arguments, ctx.main_grad = call.without_tensors(), len(inputs), None
     ctx.save_for_backward(*autograd.saved(call, unit, kept, entropy))
     ctx.dtypes = autograd.dtypes_of(of.hidden, of.weight, of.bias)
@@ -72,8 +73,7 @@ def _backward(ctx, dlog_prob, dentropy, *_):
         return (None,) * ctx.arguments
     tensors = ctx.saved_tensors  # read once: a checkpoint returns them only once
     if dlog_prob is None:
-        _, _, _, _, target, *_ = tensors
-        upstream = dentropy.new_zeros(target.shape)
+        upstream = dentropy.new_zeros(ctx.target_shape)
     else:
         upstream = -dlog_prob  # the loss is -log_prob
     needs = ctx.call.memory.needs & (operands.LOGITS | operands.BY_CLASSES)
@@ -167,11 +167,10 @@ def linear_log_prob(
         tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
         NaN.
     """
-    labels = ignore_index, shift, position_ids, valid_rows
-    head = HeadOptions(
-        *(bias, softcap, logit_scale, temperature, lora, *labels),
-        *(chunk_rows, None, logit_dtype, max_peak_mb),
-    )
+    labels = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
+    labels["valid_rows"] = valid_rows
+    caps = {"chunk_rows": chunk_rows, "logit_dtype": logit_dtype, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **labels, **caps)
     target = labels_of(target, ignore_index)
     many = several(hidden, target)
     if many:

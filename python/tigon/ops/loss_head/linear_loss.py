@@ -208,11 +208,12 @@ class _UserPass(RowPass):
         seen = [groups.seen(t, slots, count) for t in statistics]
         return seen, [groups.part(t, first, last) for t in self.tensors], None
 
-    def _passed(self, logits, labels) -> tuple:
-        """The first arguments of both row passes, over all classes."""
-        f = self.formula
-        formula = f.ignore_index, f.label_smoothing, f.softcap, f.z_loss
-        return logits, labels, self.operands.bias, None, *formula, 0, 0, f.logit_scale, f.temperature
+    def _passed(self, logits, labels) -> dict:
+        """What both row passes take, over all classes."""
+        names = ("ignore_index", "label_smoothing", "softcap", "z_loss", "logit_scale", "temperature")
+        formula = {name: getattr(self.formula, name) for name in names}
+        rows = {"logits": logits, "target": labels, "bias": self.operands.bias}
+        return {**rows, **formula, "first_class": 0, "classes": 0}
 
     def _statistics(self, logits, hidden, labels) -> tuple[torch.Tensor, ...]:
         """Compute the log-probabilities of a chunk's rows, and the entropies if fn takes them."""
@@ -220,7 +221,7 @@ class _UserPass(RowPass):
         parts = hidden.new_empty(3 + entropy, hidden.shape[0], dtype=torch.float32)
         if hidden.shape[0]:
             form_logits(logits, hidden, self.operands.weight)
-            row_statistics(*self._passed(logits, labels), parts, None, ENTROPY * entropy)
+            row_statistics.named(**self._passed(logits, labels), parts=parts, kinds=ENTROPY * entropy)
         if not entropy:
             return (parts[2],)
         return parts[2], torch.where(labels == self.ignore_index, 0.0, parts[3])
@@ -259,7 +260,7 @@ class _UserPass(RowPass):
                 loss.groups.part(kept, chunk.groups.start, chunk.groups.stop).copy_(gradient)
 
     def _differentiate(self, chunk, hidden, logits, upstream, entropy_upstream) -> None:
-        """Compute the chunk's share of the head's gradients."""
+        """Compute what the chunk adds to the head's gradients."""
         if hidden.shape[0] == 0:
             return
         if self.early is not None:
@@ -271,7 +272,7 @@ class _UserPass(RowPass):
             dhidden = torch.empty_like(hidden) if listed else formed.dhidden[chunk.at]
         dlogits = logits if logits.dtype == hidden.dtype else self.space(hidden.shape[0])
         rows = self._passed(logits, self.labels[chunk.at])
-        row_gradient(*rows, dlogits, upstream, entropy_upstream, None, None, None)
+        row_gradient.named(**rows, dlogits=dlogits, scale=upstream, entropy_scale=entropy_upstream)
         sums = {"dweight": formed.dweight, "dbias": formed.dbias, "first": chunk.begin == 0}
         form_gradients(dlogits, hidden, self.operands.weight, dhidden=dhidden, **sums)
         if dhidden is not None and self.index is not None:
@@ -321,6 +322,20 @@ def _composed(hidden, weight, target, loss: UserLoss, tensors, reduction, log_pr
     if reduction == "sum":
         return values.sum()
     return values.sum() / (counts.sum() if groups is None else groups.number)
+
+
+def _checked_tensors(tensors, target, groups, device) -> list[torch.Tensor]:
+    """The tensors of fn by row, or by answer for groups."""
+    for t in tensors:
+        check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", arguments.kind_of(t))
+        arguments.check_layout(_OP, "tensors", t)
+        check(_OP, not arguments.is_narrow(t), "tensors must be of at least 16 bits, got {}", t.dtype)
+        fits = t.shape[: target.dim()] == target.shape or (groups is not None and t.shape == target.shape[:1])
+        check(_OP, fits, "tensors must be {} or longer, got {}", target.shape, t.shape)
+        check(_OP, t.device == device, "tensors must be on {}, got {}", device, t.device)
+    if groups is not None:
+        return [t.contiguous() for t in tensors]
+    return [t.reshape(target.numel(), *t.shape[target.dim() :]) for t in tensors]
 
 
 @torch._disable_dynamo  # torch.compiler.disable, but the compiler is imported by the first call, not here
@@ -386,9 +401,9 @@ def linear_loss(
     Raises:
         tigon.Error: shapes, dtypes or options do not fit, or fn does not return one loss per row or group.
     """
-    labels = ignore_index, shift, position_ids, valid_rows
+    labels = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
     caps = {"chunk_rows": chunk_rows, "logit_dtype": logit_dtype, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, None, *labels, **caps)
+    head = HeadOptions(bias, softcap, logit_scale, temperature, **labels, valid_rows=valid_rows, **caps)
     target = labels_of(target, ignore_index)
     operands.check_head(_OP, hidden, weight, target, head)
     arguments.check_booleans(_OP, entropy=entropy)
@@ -396,17 +411,7 @@ def linear_loss(
     _cross_entropy.check_denominator(_OP, denominator)
     arguments.check_choice(_OP, "reduction", reduction, _cross_entropy.REDUCTIONS)
     groups = None if group is None else Groups(_OP, group, target, ignore_index, shift, position_ids)
-    for t in tensors:
-        check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", arguments.kind_of(t))
-        arguments.check_layout(_OP, "tensors", t)
-        check(_OP, not arguments.is_narrow(t), "tensors must be of at least 16 bits, got {}", t.dtype)
-        fits = t.shape[: target.dim()] == target.shape or (groups is not None and t.shape == target.shape[:1])
-        check(_OP, fits, "tensors must be {} or longer, got {}", target.shape, t.shape)
-        check(_OP, t.device == hidden.device, "tensors must be on {}, got {}", hidden.device, t.device)
-    if groups is None:
-        tensors = [t.reshape(target.numel(), *t.shape[target.dim() :]) for t in tensors]
-    else:
-        tensors = [t.contiguous() for t in tensors]
+    tensors = _checked_tensors(tensors, target, groups, hidden.device)
     hidden = operands.autocast(hidden)
     operands.wide_logits(_OP, head.logit_dtype, hidden)
     kernel, grad = has_kernel(_OP, hidden=hidden), torch.is_grad_enabled()

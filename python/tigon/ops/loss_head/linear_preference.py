@@ -83,12 +83,12 @@ def _ref_operands(ref, like):
 
 
 def _run(loss: HeadLoss, op, hidden, weight, labels, head: HeadOptions, more, group):
-    """`group`: answers that share a chunk."""
-    call, _ = operands.prepare(op, hidden, weight, labels, head, more=loss.more(labels.shape[0], *more))
-    way = {"function": "tigon_linear_preference_memory", "groups": (group, labels.shape[1])}
+    """Run the kernel; `more`: the operator's other arguments by name, `group`: answers that share a chunk."""
+    more = loss.more(answers=labels.shape[0], **more)
+    call, _ = operands.prepare(op, hidden, weight, labels, head, more=more)
+    way = {"function": "tigon_linear_preference_plan", "groups": (group, labels.shape[1])}
     call = operands.within_peak(op, call, head, weight, **way)
-    hidden, weight, _, bias, _, _, lora_a, lora_b = call.operands
-    return loss.run(call, (hidden, weight, bias, lora_a, lora_b))
+    return loss.run(call, tuple(getattr(call.operands, name) for name in operands.NEEDS))
 
 
 def _fake_preference(call: HeadCall):
@@ -151,10 +151,12 @@ def _prefer(
                 sums = torch.where(mask, sums, 0.0).sum(-1)
         nll_mask = None if nll_target is None else nll_target != ignore_index
         return _preference.run(op, log_prob, mask, nll_mask, sums, desirable, kl, denominator, formula)
+    more = formula._asdict() | {"ref": sums, "desirable": desirable, "kl": kl}
+    more["denominator"], more["host_denominator"] = split_denominator(denominator, hidden.device)
     reference = (None, None, None) if ref_head is None else _ref_operands(ref_head, hidden)
-    device, number = split_denominator(denominator, hidden.device)
-    flat = [None, None] if labels is None else [t.reshape(-1) for t in (target, nll_target)]
-    more = (*reference, *flat, sums, desirable, kl, device, number, *formula)
+    more |= zip(("ref_hidden", "ref_weight", "ref_bias"), reference, strict=True)
+    more["target"] = None if labels is None else target.reshape(-1)
+    more["nll_target"] = None if labels is None else nll_target.reshape(-1)
     group = 2 if desirable is None else 1
     labels = target if labels is None else labels
     results = _run(_preference_loss, op, hidden, weight, labels, head, more, group)
@@ -225,9 +227,9 @@ def linear_preference(
         tigon.Error: as the two functions named above, and a ref of other rows or classes.
     """
     op = "linear_preference"
-    labels = ignore_index, shift, None, valid_rows
-    caps = chunk_rows, max_workspace_mb, None, max_peak_mb
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, *caps)
+    labels = {"ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows}
+    caps = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **labels, **caps)
     target = _checked(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
@@ -285,9 +287,9 @@ def linear_kto(
         tigon.Error: as :func:`linear_preference`.
     """
     op = "linear_kto"
-    labels = ignore_index, shift, None, valid_rows
-    caps = chunk_rows, max_workspace_mb, None, max_peak_mb
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, *caps)
+    labels = {"ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows}
+    caps = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **labels, **caps)
     target = _checked(op, hidden, weight, target, head)
     formula = _preference.single_formula(op, kind, beta, average, kl, weights)
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)
@@ -367,17 +369,16 @@ def linear_policy(
         tigon.Error: as the two functions named above.
     """
     op = "linear_policy"
-    labels = ignore_index, shift, None, valid_rows
-    caps = chunk_rows, max_workspace_mb, None, max_peak_mb
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, *labels, *caps)
+    labels = {"ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows}
+    caps = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **labels, **caps)
     target = _checked(op, hidden, weight, target, head)
     surrogate = {"kind": kind, "level": level, "clip": clip, "delta": delta, "tau": tau, "gamma": gamma}
     terms = {"kl": kl, "kl_estimator": kl_estimator, "kl_corrected": kl_corrected, "entropy": entropy}
     f = _policy.formula(op, **surrogate, **terms, normalise=normalise)
-    tensors = advantage, old, ref, importance
-    constants = _policy.constants(
-        op, target.shape, hidden.device, *tensors, kl, denominator, entropy_denominator
-    )
+    given = {"advantage": advantage, "old": old, "ref": ref, "importance": importance, "kl": kl}
+    divisors = {"denominator": denominator, "entropy_denominator": entropy_denominator}
+    constants = _policy.constants(op, target.shape, hidden.device, **given, **divisors)
     hidden, weight = operands.autocast(hidden), operands.plain_weight(op, weight)
     if not _has_kernel(op, hidden, head) or torch._C._are_functorch_transforms_active():
         if hidden.dtype == torch.float64:
@@ -385,17 +386,14 @@ def linear_policy(
         labels = shifted(target, ignore_index, shift).long()
         log_prob, entropies = _log_probs(op, hidden, weight, labels, head, entropy=True)
         mask = labels != ignore_index
-        loss, estimate, clipped = _policy.run(
-            log_prob, mask, constants, entropies, denominator, entropy_denominator, f
-        )
+        loss, estimate, clipped = _policy.run(log_prob, mask, constants, entropies, **divisors, f=f)
         return LinearPolicyResult(loss, log_prob.detach(), entropies.detach(), estimate, clipped)
-    floats = [None if t is None else t.float() for t in constants]
-    by, number = split_denominator(denominator, hidden.device)
-    entropy_by, entropy_number = split_denominator(entropy_denominator, hidden.device)
-    more = (*floats, by, entropy_by, number, entropy_number, *f, True)
+    more = {name: None if t is None else t.float() for name, t in constants._asdict().items()}
+    more |= _policy.Divisors.of(**divisors, device=hidden.device)._asdict() | f._asdict()
+    more["wants_entropy"] = True
     group = int(level != "token" or kind == "vespo")
     loss, *tokens = _run(_policy_loss, op, hidden, weight, target, head, more, group)
     log_prob, entropies, estimate, clipped = tokens
-    estimate = None if constants[2] is None else estimate.view(target.shape)
+    estimate = None if constants.ref is None else estimate.view(target.shape)
     log_prob, entropies, clipped = (t.view(target.shape) for t in (log_prob, entropies, clipped))
     return LinearPolicyResult(loss, log_prob, entropies, estimate, clipped)

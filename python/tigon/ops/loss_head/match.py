@@ -99,8 +99,9 @@ def vllm_log_prob(hidden, weight, target, head: HeadOptions, wide):
         weight = weight.to(hidden.dtype)
         bias = None if head.bias is None else head.bias.to(hidden.dtype)
         call = torch.ops.tigon.vllm_log_prob if torch.compiler.is_compiling() else _label_log_prob
-        numbers = head.softcap, head.logit_scale, head.temperature, head.ignore_index
-        return call(rows, weight, labels, bias, *numbers, head.chunk_rows or 0, wide).view(target.shape)
+        names = ("softcap", "logit_scale", "temperature", "ignore_index")
+        numbers = {name: getattr(head, name) for name in names} | {"chunk_rows": head.chunk_rows or 0}
+        return call(rows, weight, labels, bias, **numbers, wide=wide).view(target.shape)
 
 
 class WithValue(torch.autograd.Function):

@@ -101,7 +101,9 @@ class HeadCall(NamedTuple):
     def with_memory(self, needs: int, keep_rows: int) -> HeadCall:
         """The call, with other gradients needed and rows kept."""
         operands, formula, memory, more = self
-        return HeadCall(operands, formula, Memory(memory[0], memory[1], needs, keep_rows), more)
+        return HeadCall(
+            operands, formula, Memory(memory.chunk_rows, memory.valid_rows, needs, keep_rows), more
+        )
 
     def divided(self, found: HeadPlan) -> HeadCall:
         """The call as a plan within a peak divides it."""
@@ -112,7 +114,7 @@ class HeadCall(NamedTuple):
 
     def without_tensors(self, more: tuple = ()) -> HeadCall:
         """The parts of it that a context may hold; `more`: numbers that its backward takes."""
-        return HeadCall(None, self[1], self[2], more)
+        return HeadCall(None, self.formula, self.memory, more)
 
     def rows(self) -> int:
         """The number of rows whose logits are computed."""

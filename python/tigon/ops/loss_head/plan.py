@@ -37,9 +37,9 @@ def native_names(function: str) -> dict[str, int]:
     return {name: int(value) for name, _, value in words}
 
 
-_DEFAULTS = native_names("tigon_loss_head_sizes")
+_DEFAULTS = native_names("tigon_loss_head_size_names")
 Sizes = namedtuple("Sizes", _DEFAULTS, defaults=_DEFAULTS.values())  # LossHeadSizes of the C++ side
-HeadPlan = namedtuple("HeadPlan", native_names("tigon_loss_head_plan"))
+HeadPlan = namedtuple("HeadPlan", native_names("tigon_loss_head_plan_names"))
 
 
 class HeadMemory(NamedTuple):
@@ -102,7 +102,7 @@ def plan(
     *,
     weight_dtype=None,
     max_workspace_mb=None,
-    function="tigon_loss_head_memory",
+    function="tigon_loss_head_plan",
     groups=(),
     **sizes,
 ) -> HeadPlan:
@@ -375,7 +375,7 @@ def linear_preference_memory(
     check_integers(_OP, least=0, answers=answers, tokens=tokens)
     check(_OP, group in (0, 1, 2), "group must be 0, 1 or 2, got {}", group)
     call = _PlannedCall(answers * tokens, hidden_size, vocab, dtype, **options)
-    return call.memory(function="tigon_linear_preference_memory", groups=(group, tokens), classes=True)
+    return call.memory(function="tigon_linear_preference_plan", groups=(group, tokens), classes=True)
 
 
 @arguments.called()
@@ -409,7 +409,7 @@ def linear_divergence_memory(
     if teacher_hidden_size is not None:
         check_integers("linear_divergence_memory", least=1, teacher_hidden_size=teacher_hidden_size)
     call = _PlannedCall(rows, hidden_size, vocab, dtype, reduction=known[reduction], keep_mb=0, **options)
-    return call.memory(function="tigon_linear_divergence_memory", groups=(teacher_hidden_size or 0,))
+    return call.memory(function="tigon_linear_divergence_plan", groups=(teacher_hidden_size or 0,))
 
 
 @arguments.called()
@@ -453,7 +453,7 @@ def drafter_loss_memory(
         options["valid_rows"] *= steps
     call = _PlannedCall(rows * steps, hidden_size, vocab, dtype, reduction=reduction, keep_mb=0, **options)
     groups = (steps, teacher_hidden_size, teacher_vocab, draft_ids)
-    return call.memory(function="tigon_drafter_loss_memory", groups=groups)
+    return call.memory(function="tigon_drafter_loss_plan", groups=groups)
 
 
 @arguments.called()

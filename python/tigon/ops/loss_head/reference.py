@@ -66,10 +66,10 @@ def _plain_outputs(loss, z, target, token_weight, outputs, options):
     counts = target != options["ignore_index"]
     log_p = torch.log_softmax(z, -1)
     lse = torch.logsumexp(z, -1)
-    share = options["z_loss"] * lse.square() * (1.0 if token_weight is None else token_weight)
+    z_term = options["z_loss"] * lse.square() * (1.0 if token_weight is None else token_weight)
     predicted = torch.where(counts, z.argmax(-1), -1)
     numbers = {
-        "z_loss": share,
+        "z_loss": z_term,
         "log_prob": log_p.gather(-1, torch.where(counts, target, 0).unsqueeze(-1)).squeeze(-1),
         "lse": lse,
         "entropy": -(log_p.exp() * log_p).nan_to_num(nan=0.0).sum(-1),

@@ -1,0 +1,130 @@
+"""Matmuls of the rows of each expert with its own matrix, and the kernels that are chosen for them.
+
+They are native on the CPU and on sm_90. Elsewhere PyTorch's ``grouped_mm`` runs, or one matmul per expert.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tigon._deterministic import is_deterministic
+from tigon._load import native
+from tigon.environment import own_products
+from tigon.ops.loss_head.products import form_gradients, form_logits
+
+# The native pieces are called only inside the operators of a layer, which tracers treat as opaque.
+_gather, _gate = native("experts_gather"), native("experts_gate")
+_product, _weight_gradient = native("experts_product"), native("experts_weight_gradient")
+_gated_product = native("experts_gated_product")
+
+
+def own_fits(rows, other) -> bool:
+    """Whether the native matmuls take these: on CUDA 16-bit rows of whole 16-byte vectors, on sm_90."""
+    if rows.is_cpu:
+        return True
+    if rows.dtype == torch.float32 or not own_products(rows.device):
+        return False
+    aligned = (t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (rows, other))
+    return all(aligned) and all(n % 8 == 0 for t in (rows, other) for n in t.shape[1:])
+
+
+def grouped_fits(offsets, rows) -> bool:
+    """Whether ``grouped_mm`` has a kernel for these."""
+    return rows.dtype == torch.bfloat16 and offsets.numel() <= 1024
+
+
+def _whole(t):
+    """t with zeros up to whole 16-byte vectors in every dimension but the first, at an aligned address."""
+    zeros = [n for size in reversed(t.shape[1:]) for n in (0, -size % 8)]
+    t = F.pad(t, zeros) if any(zeros) else t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def grouped_product(rows, stack, offsets, transposed):
+    """:func:`product` in one launch."""
+    columns, stack = stack.shape[2 if transposed else 1], _whole(stack)
+    matrices = stack if transposed else stack.transpose(1, 2)
+    return F.grouped_mm(_whole(rows), matrices, offs=offsets[1:])[:, :columns].contiguous()
+
+
+def grouped_weight_gradient(a, b, offsets):
+    """:func:`weight_gradient` in one launch."""
+    out = F.grouped_mm(_whole(a).t(), _whole(b), offs=offsets[1:])
+    return out[:, : a.shape[1], : b.shape[1]].contiguous()
+
+
+def each_product(rows, stack, offsets, transposed):
+    """:func:`product` expert by expert; waits for the device."""
+    out = rows.new_empty(rows.shape[0], stack.shape[2 if transposed else 1])
+    ends, alike = offsets.tolist(), is_deterministic()  # PyTorch chooses a kernel by the number of rows
+    for matrix, begin, end in zip(stack, ends, ends[1:], strict=False):
+        part, to = rows[begin:end], out[begin:end]
+        if not alike:
+            torch.mm(part, matrix if transposed else matrix.t(), out=to)
+        elif transposed:
+            form_gradients(part, to, matrix, dhidden=to)
+        else:
+            form_logits(to, part, matrix)
+    return out
+
+
+def each_weight_gradient(a, b, offsets):
+    """:func:`weight_gradient` expert by expert; waits for the device."""
+    ends = offsets.tolist()
+    out = a.new_empty(len(ends) - 1, a.shape[1], b.shape[1])
+    for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        torch.mm(a[begin:end].t(), b[begin:end], out=out[e])
+    return out
+
+
+class Addend(NamedTuple):
+    """Other rows and another stack of the same layout, whose matmul :func:`product` adds."""
+
+    t: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+
+
+_NO_ADDEND = Addend()
+
+
+def product(rows, stack, offsets, transposed, addend=_NO_ADDEND, order=None, place=None):
+    """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``.
+
+    Args:
+        order, place: the rows of the experts are those of `rows` in this order, if given.
+    """
+    if own_fits(rows, stack):
+        return _product(rows, stack, offsets, transposed, order=order, place=place, t=addend.t, b=addend.b)
+    rows = rows.contiguous() if order is None else _gather(rows, place)
+    run = grouped_product if grouped_fits(offsets, rows) else each_product
+    y = run(rows, stack, offsets, transposed)
+    return y if addend.t is None else y.add_(run(addend.t, addend.b, offsets, transposed))
+
+
+class Unit(NamedTuple):
+    """The gated unit, and the layout of the matrices."""
+
+    kind: int
+    columns: int
+    transposed: bool
+    alpha: float
+    limit: float
+
+
+def gated_product(x, order, place, stack, bias, offsets, unit, keep, addend=_NO_ADDEND):
+    """Rows of x (in `order`, if given) times gate_up, empty unless kept; and the gated unit."""
+    if own_fits(x, stack):
+        operands = {"stack": stack, "bias": bias, "offsets": offsets, "keep": keep}
+        return _gated_product(x, order, place, **operands, **unit._asdict(), t=addend.t, b=addend.b)
+    z = product(x, stack, offsets, unit.transposed, addend, order, place)
+    return z, _gate(z, bias, offsets, unit.kind, unit.columns, unit.alpha, unit.limit)
+
+
+def weight_gradient(a, b, offsets):
+    """``a_e^T b_e`` of the rows of every expert e; zeros if it has none."""
+    if own_fits(a, b):
+        return _weight_gradient(a, b, offsets)
+    return (grouped_weight_gradient if grouped_fits(offsets, a) else each_weight_gradient)(a, b, offsets)
