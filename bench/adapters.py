@@ -9,7 +9,7 @@
     python bench/adapters.py --parts dequantize,fp8    weights of 8 and 4 bits; a base of fp8
     python bench/adapters.py --device cpu --parts linear --dtype float32 --threads 2
 
-One linear: gradients of x, A and B, adapters in the base's dtype; `base` is the product pair of the frozen
+One linear: gradients of x, A and B, adapters in the base's dtype; `base` is the matmul pair of the frozen
 map.
 Model: Llama of 8B's width with random weights, loss and backward, no optimizer; `frozen` has no adapters and
 a gradient of its embeddings, with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`; `tigon_fp8`

@@ -623,7 +623,7 @@ def run_model(case: dict, model) -> dict:
         "parameters": sum(p.numel() for p in model.parameters()),
         "report": report.splitlines(),
         "layers_keep_gb": kept,
-        **({"product_tflops": mfu.product_tflops()} if cuda else {}),
+        **({"product_tflops": mfu.matmul_tflops()} if cuda else {}),
         **({"experts": experts} if experts else {}),
         **versions(case, *(name for name in ASKED if name == case["provider"])),
     }

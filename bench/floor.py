@@ -4,14 +4,14 @@
 
 Four parts, each the time of its work and nothing else:
 
-* products: forward, gradient of the input and of the weight of every linear layer and of the head, bare, on
+* matmuls: forward, gradient of the input and of the weight of every linear layer and of the head, bare, on
   operands that lie ready;
 * attention: scaled dot products, forward and backward, as the step calls them;
 * optimizer: the bytes of AdamW (parameters and both moments read and written, gradients read, once more with
   clipping) at the rate of a copy;
 * the rest: the least bytes that norms, residual additions, rotary embedding, gated units, the loss's row pass
   and the embedding read and write, at the rate of a large copy. Sums of gradients where paths meet, copies of
-  layouts and casts are not in it: products could take them along.
+  layouts and casts are not in it: matmuls could take them along.
 
 Beside them the step that e2e measured (``--table``: its records, those of Tigon) and the fraction of it that
 the floor is. The setting is that of e2e; its options are taken too.
@@ -32,11 +32,11 @@ import torch
 import torch.nn.functional as F
 from tables import markdown
 
-PARTS = ("products", "attention", "optimizer", "rest")
+PARTS = ("products", "attention", "optimizer", "rest")  # keys of records: products are matmuls
 
 
-def products_ms(model, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
-    """All products of linear layers: each shape's three, as often as the model has it."""
+def matmuls_ms(model, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
+    """All matmuls of linear layers: each shape's three, as often as the model has it."""
     shapes = Counter(
         (m.in_features, m.out_features) for m in model.modules() if isinstance(m, torch.nn.Linear)
     )
@@ -88,7 +88,7 @@ def sizes(config) -> dict[str, int]:
 
 
 def rest_bytes(config, tokens: int, itemsize: int) -> int:
-    """The least bytes that everything but products, attention and optimizer moves, forward and backward."""
+    """The least bytes that everything but matmuls, attention and optimizer moves, forward and backward."""
     hidden, layers, shape = config.hidden_size, config.num_hidden_layers, sizes(config)
     rotated = (shape["q"] + shape["kv"]) * shape["head"]
     layer_elements = (
@@ -110,7 +110,7 @@ def floor(case: dict) -> dict:
     updated = optimizer_bytes(model, case["clip"], dtype.itemsize)
     bytes_per_ms = 1e6 * timing.copy_gbps(device)
     parts = {
-        "products": products_ms(model, tokens, dtype, device),
+        "products": matmuls_ms(model, tokens, dtype, device),
         "attention": attention_ms(config, case, dtype, device),
         "optimizer": updated / bytes_per_ms,
         "rest": moved / bytes_per_ms,
@@ -126,7 +126,7 @@ def table(records: list[dict], steps: dict[tuple, float]) -> str:
         step = steps.get(e2e.key(r))
         cells += [f"{r['floor_ms']:.1f}", *([f"{step:.1f}", f"{r['floor_ms'] / step:.0%}"] if step else "--")]
         rows.append([r["model"], *cells])
-    return markdown(("model", *PARTS, "floor ms", "Tigon's step ms", "floor of step"), rows)
+    return markdown(("model", "matmuls", *PARTS[1:], "floor ms", "Tigon's step ms", "floor of step"), rows)
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict]:

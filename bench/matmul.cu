@@ -1,4 +1,4 @@
-// Our own matrix products: exact checks of every layout and of tails, then their rate beside cuBLASLt's in
+// Our own matmuls: exact checks of every layout and of tails, then their rate beside cuBLASLt's in
 // one process.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -DTIGON_WITH_CUDA=1 -Icsrc -o gate
 //       bench/matmul.cu csrc/tigon/base/{error,dynlib}.cpp

@@ -1,6 +1,6 @@
-"""Model FLOPs utilisation: a model's operations over what its card and a product on it are able to do.
+"""Model FLOPs utilisation: a model's operations over what its card and a matmul on it are able to do.
 
-The operations of a step are those of its passes: two for each token and weight of a product, and those of
+The operations of a step are those of its passes: two for each token and weight of a matmul, and those of
 causal attention. One pass is forward, one for the gradients of activations, one for those of weights. What
 checkpointing repeats is not counted, nor are linear attention's own operations and an adapter's.
 """
@@ -18,8 +18,8 @@ SLIDING = {"gemma3-4b": 6, "gpt-oss-20b": 2}  # layers of which one sees everyth
 LINEAR = {"qwen3.5-9b": 4}  # layers of which one has attention, the others linear attention
 
 
-def product_tflops() -> float:
-    """What a bf16 product of 8192 x 8192 x 8192 reaches on this card."""
+def matmul_tflops() -> float:
+    """What a bf16 matmul of 8192 x 8192 x 8192 reaches on this card."""
     import timing
     import torch
 
@@ -28,7 +28,7 @@ def product_tflops() -> float:
 
 
 def llama_weights(config: dict, layers: int) -> int:
-    """Weights of a Llama's products, the head among them."""
+    """Weights of a Llama's matmuls, the head among them."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     columns = config.get("head_dim") or hidden // heads
     attention = 2 * (heads + config["num_key_value_heads"]) * columns
@@ -40,7 +40,7 @@ def token_flops(
 ) -> float:
     """Operations of a step for each token.
 
-    `passes`: over the products, over attention. `head`: the share of rows that the head sees. `others`:
+    `passes`: over the matmuls, over attention. `head`: the share of rows that the head sees. `others`:
     operations beside those of the model.
     """
     model, seq = record["model"], record["seq"]

@@ -1,8 +1,8 @@
-"""The sharded losses of `tigon.parallel` on the GPUs of a host, beside the products of a shard.
+"""The sharded losses of `tigon.parallel` on the GPUs of a host, beside the matmuls of a shard.
 
     torchrun --standalone --nproc-per-node 2 bench/parallel.py
 
-`limit`: the three bare products of a shard, in turns with the calls; for given logits a copy of 6 bytes an
+`limit`: the three bare matmuls of a shard, in turns with the calls; for given logits a copy of 6 bytes an
 element. `alone`: the same call on this process's shard in a group of itself; the rest is communication, of
 which `exposed` is what the profiler sees beside no other kernel. Peers for given logits: PyTorch's
 `loss_parallel`, and Megatron-Core's where it is installed.
@@ -111,8 +111,8 @@ def exposed_ms(call) -> float:
     return uncovered(found[True], found[False]) / 3e3
 
 
-def products(rows: int, hidden: int, vocab: int) -> Callable[[], None]:
-    """The three products of a head on this GPU, V rounded up to 64."""
+def matmuls(rows: int, hidden: int, vocab: int) -> Callable[[], None]:
+    """The three matmuls of a head on this GPU, V rounded up to 64."""
     vocab = -(-vocab // 64) * 64
     x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.5
@@ -145,7 +145,7 @@ def head(name: str, alone) -> dict:
         x.grad = w.grad = None
 
     of_limit = min(tokens, 8192)
-    calls = {"limit_ms": products(of_limit, hidden, max(shares)), "ms": lambda: step(**options)}
+    calls = {"limit_ms": matmuls(of_limit, hidden, max(shares)), "ms": lambda: step(**options)}
     if not sequence_parallel:
         calls["alone_ms"] = lambda: step(alone)
     times = in_turns(calls)

@@ -139,7 +139,7 @@ def draw_sweep(op: str, key: tuple, records: list[dict], path: Path) -> None:
             axis.plot(xs, [mine[x] for x in xs], marker="o", ms=3, lw=1.2, label=provider, color=colour)
         if field == "ms":
             limit = dict(sorted({r["at"]: r["limit_ms"] for r in records}.items()))
-            axis.plot(limit.keys(), limit.values(), color="black", lw=0.8, ls=":", label="bare products")
+            axis.plot(limit.keys(), limit.values(), color="black", lw=0.8, ls=":", label="bare matmuls")
         axis.set(xscale="log", yscale="log", xlabel=AXES[place], ylabel=label)
     grid[0][0].legend(frameon=False, fontsize=7)
     figure.suptitle(f"{op} step, {fixed}, {dtype}, {records[0]['gpu']}", fontsize=10)

@@ -5,7 +5,7 @@
     python bench/run.py --cases paper,vocabulary --providers tigon,liger --budget 8
 
 All providers of a case run in one process on the same data, beside the limit of the same run: a
-large copy for memory-bound ops, the bare products for the loss head. The cases are those of
+large copy for memory-bound ops, the bare matmuls for the loss head. The cases are those of
 tests/cases tagged `bench` (GPU), `bench_cpu` or `smoke`. Prints tables and writes JSON lines.
 Every record is written at once. With --budget no case starts later, and cases that --out holds whole are
 left out, so the same command goes on where a run ended. docs/benchmarks.md explains the method.
@@ -135,14 +135,14 @@ class Bench:
         for name in self.passes(module):
             ms = moved[name] / self.copy / 1e6
             if hasattr(module, "gemms"):
-                ms = self.products_ms(module, inputs, name != "fwd")
+                ms = self.matmuls_ms(module, inputs, name != "fwd")
                 if even := getattr(module, "even_neighbour", lambda _: None)(inputs):
-                    ms = min(ms, even[1] * self.products_ms(module, even[0], name != "fwd"))
+                    ms = min(ms, even[1] * self.matmuls_ms(module, even[0], name != "fwd"))
             limits[name] = {"bytes": moved[name], "flops": flops[name], "limit_ms": ms}
         return limits
 
-    def products_ms(self, module, inputs, step: bool) -> float:
-        return sum(self.time_alone(product) for product in module.gemms(inputs, step))
+    def matmuls_ms(self, module, inputs, step: bool) -> float:
+        return sum(self.time_alone(matmul) for matmul in module.gemms(inputs, step))
 
     def time_alone(self, call) -> float:
         return timing.median_ms(lambda _: call(), self.device)
@@ -283,7 +283,7 @@ def show(records: list[dict]) -> None:
 def keep_freed_memory() -> None:
     """Start anew under a malloc that hands nothing back to the system, as a training process' steady state.
 
-    Elsewhere every large result is fresh pages, whose first touch costs as much as a product in a
+    Elsewhere every large result is fresh pages, whose first touch costs as much as a matmul in a
     virtual machine (128256x2048 bf16: 0.04 to 1.5 s), for the limit and every provider by chance.
     """
     if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ:

@@ -158,7 +158,7 @@ def adapters_section(run, _: list) -> Section:
     )
     section.text = (
         "Milliseconds of forward and backward. `frozen` is the base without adapters: its two\n"
-        "products, or the model with `tigon.apply` and gradients of activations. The largest ratio to it\n"
+        "matmuls, or the model with `tigon.apply` and gradients of activations. The largest ratio to it\n"
         "comes first. `speed`: of Tigon to the fastest of the others. Unsloth's functions run in a\n"
         "model whose other parts are Tigon's. A case of DoRA has DoRA in all but the frozen base.\n"
         "The floor of `dequantize` is a copy of as many bytes, and of fp8 bases LoRA on the bf16 base.\n\n"

@@ -46,7 +46,7 @@ TRAINERS = {
     "distillation_jsd": ("Distillation", "trl", {"beta": 0.5}),
     "gkd": ("GKD", "trl.experimental.gkd", {"lmbda": 0.0, "beta": 0.5}),
 }
-# Passes over a model's products and over its attention (bench/mfu.py): three of a policy, two of products
+# Passes over a model's matmuls and over its attention (bench/mfu.py): three of a policy, two of matmuls
 # frozen under LoRA, one of a reference or a teacher; KTO runs both forward over rows of its KL term too.
 PASSES = {"sft": (3, 3), "sft_lora": (2, 3), "dpo_lora": (3, 4), "kto": (6, 6), "grpo": (3, 3)}
 WARMUP = 2

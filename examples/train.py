@@ -50,7 +50,7 @@ ONE_BILLION = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
-INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}  # Linux's names of bf16 products
+INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}  # Linux's names of bf16 matmuls
 DEFAULTS = {
     "cpu": {"config": SMALL, "dtype": "float32", "batch": 8, "seq": 512, "steps": 20, "lr": 1e-3},
     "cuda": {"config": ONE_BILLION, "dtype": "bfloat16", "batch": 4, "seq": 2048, "steps": 30, "lr": 3e-4},

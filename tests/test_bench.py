@@ -91,7 +91,7 @@ def test_quantiles(quick):
 
 
 def test_limit_of_odd_sizes(quick, monkeypatch, tmp_path):
-    """The products of the sizes themselves, or those of the even neighbour by operations: the less."""
+    """The matmuls of the sizes themselves, or those of the even neighbour by operations: the less."""
     module = modules()["linear_cross_entropy"]
     (case,) = (case for case in module.CASES if case.name == "odd_7x33x51")
     inputs = module.make(case, "cpu", torch.float32)
@@ -101,7 +101,7 @@ def test_limit_of_odd_sizes(quick, monkeypatch, tmp_path):
     bench = quick.Bench(quick.parse(["--device", "cpu", "--out", str(tmp_path / "r.jsonl")]))
     for own, neighbour, least in ((3.0, 5.0, share * 5.0), (1.0, 5.0, 1.0)):
         times = {True: own, False: neighbour}
-        monkeypatch.setattr(bench, "products_ms", lambda _, given, step, times=times: times[given is inputs])
+        monkeypatch.setattr(bench, "matmuls_ms", lambda _, given, step, times=times: times[given is inputs])
         assert bench.limits(module, case, inputs, torch.float32)["step"]["limit_ms"] == least
     (round_case,) = (case for case in module.CASES if case.name == "256x128x1024")
     assert module.even_neighbour(module.make(round_case, "cpu", torch.float32)) is None

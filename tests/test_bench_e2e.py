@@ -157,7 +157,7 @@ def test_packed_rows(words):
 
 
 def test_model_flops(words):
-    """Products and causal attention counted by hand; experts that rest, and lookups, are left out."""
+    """Matmuls and causal attention counted by hand; experts that rest, and lookups, are left out."""
     case = e2e.cases(e2e.parse([*words, "--models", "llama3-8b", "--providers", "tigon"]))[0]
     config = e2e.MODELS["llama3-8b"] | case["changes"]
     record, flops = case | e2e.run_case(case), e2e.mfu.token_flops

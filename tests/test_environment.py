@@ -28,6 +28,7 @@ def test_env():
     for entry in dataclasses.fields(found):
         assert entry.name.replace("_", " ") in text
     assert found.packages.keys() <= set(environment.PACKAGES)
+    assert found.products == found.matmuls
 
 
 def test_env_names_a_lowered_capability(monkeypatch):
@@ -39,7 +40,7 @@ def test_env_names_a_lowered_capability(monkeypatch):
     for own in (True, False):
         monkeypatch.setattr(environment, "_library_function", lambda *_, own=own: lambda capability: own)
         (said,) = environment._devices()
-        assert said.startswith("cuda:0 H200, sm_90, 128 GiB") and ("products of our own" in said) == own
+        assert said.startswith("cuda:0 H200, sm_90, 128 GiB") and ("matmuls of our own" in said) == own
     monkeypatch.setenv("TIGON_CUDA_CAPABILITY", "80")
     assert list(environment._devices()) == ["cuda:0 H200, sm_90, kernels as on sm_80, 128 GiB"]
 

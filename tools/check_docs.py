@@ -52,7 +52,7 @@ PROSE = {
 }
 # Words of this project that readers of docs do not share, and theirs. In tables of a few words they hold too.
 PRIVATE = {
-    r"(?<!dot\s)\bproducts?\b": "matmul",
+    r'(?<!dot\s)(?<!id=")\bproducts?\b': "matmul",
     r"\bbeside\b": "with, next to, in addition to",
     r"\bless (?:a|an|the|its|those|one|that)\b": "minus",
     r"\beach way\b": "in the forward and in the backward",

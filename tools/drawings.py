@@ -89,7 +89,7 @@ def chunks() -> Drawing:
     d.text(
         380,
         305,
-        "Three matrix products in all. Stock holds the logits of all N rows, and their gradient.",
+        "Three matmuls in all. Stock holds the logits of all N rows, and their gradient.",
         13,
         "middle",
     )

@@ -4,7 +4,7 @@
     python tools/sanitize.py --tools memcheck --cases test
 
 Needs a GPU, PyTorch with CUDA and compute-sanitizer (CUDA toolkit). Ends with status 1 where a tool
-found something in a kernel of Tigon or a run broke off. Kernels of others are listed: a product of
+found something in a kernel of Tigon or a run broke off. Kernels of others are listed: a matmul of
 cuBLAS reads the columns that pad the logits' rows (initcheck) and lets what comes of them go.
 PyTorch's caching allocator is off, so that every tensor has memory of its own.
 """

@@ -1,5 +1,5 @@
 // A Llama on Tigon's C++ library: parameters, one training step's forward and backward, on the CPU or a GPU.
-// Attention is composed of matrix products and softmax over blocks of rows of one head; nothing has T x T
+// Attention is composed of matmuls and softmax over blocks of rows of one head; nothing has T x T
 // elements per head.
 #pragma once
 
@@ -75,7 +75,7 @@ class Memory {
   std::unique_ptr<tigon::Context> owner_;  // its scratch is the memory of the whole run
 };
 
-// --- Views and products. ---
+// --- Views and matmuls. ---
 
 // Part of a matrix.
 inline Matrix block(const Matrix& m, int64_t row, int64_t rows, int64_t col, int64_t cols) {
@@ -85,13 +85,13 @@ inline Matrix block(const Matrix& m, int64_t row, int64_t rows, int64_t col, int
 inline Matrix columns(const Matrix& m, int64_t col, int64_t cols) { return block(m, 0, m.rows, col, cols); }
 inline Vector flat(const Matrix& m) { return {m.data, m.dtype, m.rows * m.cols}; }
 
-struct Product {
+struct MatmulOptions {
   bool trans_a = false, trans_b = false;
   float alpha = 1.0f;
   bool add = false;  // to what c holds
 };
-inline void multiply(tigon::Context& ctx, const Matrix& a, const Matrix& b, const Matrix& c,
-                     const Product& p) {
+inline void matmul(tigon::Context& ctx, const Matrix& a, const Matrix& b, const Matrix& c,
+                   const MatmulOptions& p) {
   ctx.gemm({.m = c.rows,
             .n = c.cols,
             .k = p.trans_a ? a.rows : a.cols,
@@ -110,12 +110,12 @@ inline void multiply(tigon::Context& ctx, const Matrix& a, const Matrix& b, cons
 }
 // y = x W^T;  dx = dy W and dW = dy^T x
 inline void linear(tigon::Context& ctx, const Matrix& x, const Matrix& weight, const Matrix& y) {
-  multiply(ctx, x, weight, y, {.trans_b = true});
+  matmul(ctx, x, weight, y, {.trans_b = true});
 }
 inline void linear_backward(tigon::Context& ctx, const Matrix& dy, const Matrix& x, const Matrix& weight,
                             const Matrix& dx, const Matrix& dweight) {
-  multiply(ctx, dy, x, dweight, {.trans_a = true});
-  multiply(ctx, dy, weight, dx, {});
+  matmul(ctx, dy, x, dweight, {.trans_a = true});
+  matmul(ctx, dy, weight, dx, {});
 }
 
 // --- The model. ---
@@ -336,17 +336,17 @@ class Llama {
     size_t size = tigon::size_of(dtype_);
     memory_.copy(p.data, size * size_t(p.stride), m.data, size * size_t(m.stride), size * size_t(p.cols),
                  p.rows);
-    multiply(ctx, block(projected, at.row, at.rows, at.query, c_.head_dim),
-             block(projected, at.first, at.cols, at.key, c_.head_dim), p,
-             {.trans_b = true, .alpha = attention_scale(), .add = true});
+    matmul(ctx, block(projected, at.row, at.rows, at.query, c_.head_dim),
+           block(projected, at.first, at.cols, at.key, c_.head_dim), p,
+           {.trans_b = true, .alpha = attention_scale(), .add = true});
     tigon::softmax_fwd(ctx, {.x = p, .y = p});
     return p;
   }
   void attention(tigon::Context& ctx, Layer& l) {
     each_block([&](const AttentionBlock& at) {
       Matrix p = probabilities(ctx, l.projected, at);
-      multiply(ctx, p, block(l.projected, at.first, at.cols, at.key + kv_, c_.head_dim),
-               block(l.attended, at.row, at.rows, at.query, c_.head_dim), {});
+      matmul(ctx, p, block(l.projected, at.first, at.cols, at.key + kv_, c_.head_dim),
+             block(l.attended, at.row, at.rows, at.query, c_.head_dim), {});
     });
   }
 
@@ -408,12 +408,12 @@ class Llama {
       auto seen = [&](const Matrix& m, int64_t col) { return block(m, at.first, at.cols, col, d); };
       Matrix p = probabilities(ctx, l.projected, at), dp = block(dscores_, 0, at.rows, 0, at.cols),
              dout = rows(dattended_, at.query);
-      multiply(ctx, dout, seen(l.projected, value), dp, {.trans_b = true});
-      multiply(ctx, p, dout, seen(dprojected_, value), {.trans_a = true, .add = at.sum});
+      matmul(ctx, dout, seen(l.projected, value), dp, {.trans_b = true});
+      matmul(ctx, p, dout, seen(dprojected_, value), {.trans_a = true, .add = at.sum});
       tigon::softmax_bwd(ctx, {.dy = dp, .y = p, .dx = dp});
-      multiply(ctx, dp, seen(l.projected, at.key), rows(dprojected_, at.query), {.alpha = attention_scale()});
-      multiply(ctx, dp, rows(l.projected, at.query), seen(dprojected_, at.key),
-               {.trans_a = true, .alpha = attention_scale(), .add = at.sum});
+      matmul(ctx, dp, seen(l.projected, at.key), rows(dprojected_, at.query), {.alpha = attention_scale()});
+      matmul(ctx, dp, rows(l.projected, at.query), seen(dprojected_, at.key),
+             {.trans_a = true, .alpha = attention_scale(), .add = at.sum});
     });
   }
 

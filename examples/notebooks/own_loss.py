@@ -112,10 +112,10 @@ difference = ((ours - plain).norm() / plain.norm()).item()
 print(f"relative difference of all gradients: {difference:.1e}")
 
 # %% [markdown]
-# ## One product less
+# ## One matmul less
 #
 # A loss on `linear_log_prob` meets its gradient when the logits are gone, so the backward may compute them
-# again: four matrix products with the vocabulary. `tigon.linear_loss` takes the formula itself, and forms
+# again: four matmuls with the vocabulary. `tigon.linear_loss` takes the formula itself, and forms
 # the gradients while a chunk's logits are there: three. The formula must treat each token by itself.
 
 
@@ -145,7 +145,7 @@ def train(loss_of, name: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         if step % 5 == 4:
-            with torch.no_grad():  # one product, and still no logits
+            with torch.no_grad():  # one matmul, and still no logits
                 hidden = trained.model(held_out).last_hidden_state
                 log_prob = tigon.linear_log_prob(hidden, trained.lm_head.weight, held_out, shift=True)
                 means.append(log_prob.exp()[:, :-1].mean().item())

@@ -39,9 +39,14 @@ class Environment:
     devices: tuple[str, ...] = ()
     packages: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)  # TIGON_* that are set
-    products: tuple[str, ...] = ()  # kernels of deterministic matmuls on CUDA that have been found
+    matmuls: tuple[str, ...] = ()  # kernels of deterministic matmuls on CUDA that have been found
     graphs: tuple[str, ...] = ()  # CUDA graphs of this process, and why calls run eagerly
     notes: tuple[str, ...] = ()  # what does not fit together
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The earlier name of ``matmuls``."""
+        return self.matmuls
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<13} {value}" for name, value in self._rows())
@@ -82,7 +87,7 @@ def env() -> Environment:
         devices=devices,
         packages=packages,
         variables={key: value for key, value in sorted(os.environ.items()) if key.startswith("TIGON_")},
-        products=tuple(library_text("tigon_products").splitlines()),
+        matmuls=tuple(library_text("tigon_gemm_kernels").splitlines()),
         graphs=tuple(
             line for held in graphs.live if getattr(held, "outer", None) is None for line in held.lines()
         ),
@@ -95,21 +100,21 @@ def library_text(function: str) -> str:
     return _library_function(function, ctypes.c_char_p)().decode()
 
 
-def own_products(device: torch.device) -> bool:
-    """Whether our own GEMM kernels run there (on a CPU in tests/emulator)."""
-    return _own_products(device)
+def has_matmul_kernels(device: torch.device) -> bool:
+    """Whether our own matmul kernels run there (on a CPU in tests/emulator)."""
+    return _has_matmul_kernels(device)
 
 
 # What torch.compiler.assume_constant_result does, which imports the compiler.
-own_products._dynamo_marked_constant = True
+has_matmul_kernels._dynamo_marked_constant = True
 
 
 @functools.cache
-def _own_products(device):
+def _has_matmul_kernels(device):
     if device.type != "cuda":
         return device.type == "cpu" and library_text("tigon_cuda_build") == "emulated"
     major, minor = torch.cuda.get_device_capability(device)
-    return _library_function("tigon_own_products", ctypes.c_bool)(10 * major + minor)
+    return _library_function("tigon_has_matmul_kernels", ctypes.c_bool)(10 * major + minor)
 
 
 def _library_function(name, result):
@@ -134,9 +139,9 @@ def _devices():
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
         lowered = os.environ.get("TIGON_CUDA_CAPABILITY")
         sm = f"sm_{major}{minor}" + (f", kernels as on sm_{lowered}" if lowered else "")
-        own = _own_products.__wrapped__(torch.device("cuda", index))
-        products = ", losses without gradients, experts, LoRA and Muon by products of our own" if own else ""
-        yield f"cuda:{index} {torch.cuda.get_device_name(index)}, {sm}, {memory:.0f} GiB{products}"
+        own = _has_matmul_kernels.__wrapped__(torch.device("cuda", index))
+        matmuls = ", losses without gradients, experts, LoRA and Muon by matmuls of our own" if own else ""
+        yield f"cuda:{index} {torch.cuda.get_device_name(index)}, {sm}, {memory:.0f} GiB{matmuls}"
 
 
 def _notes(packages, cuda_build, devices):

@@ -7,7 +7,7 @@ A case module (`rms_norm.py` beside this file is the model) defines
   is not the oracle, `oracle_fn` (the same mathematics); all three take `*inputs.args, **inputs.kwargs`
 * `bytes_fwd`, `bytes_bwd` (least traffic) and `flops_fwd`, `flops_bwd` (0 where memory bound)
 * where it applies, `bytes_step` (least traffic of forward and backward together, if that is less
-  than their sum), `gemms(inputs, step)` (the bare products that bound a compute-bound op),
+  than their sum), `gemms(inputs, step)` (the bare matmuls that bound a compute-bound op),
   `even_neighbour(inputs)` (sizes that the library multiplies faster, and the share of them), and
   `LOSS = True` (the gradient may be made in the forward: no separate time of the backward), and
   `PASSES` (what is timed; by default the forward, the backward and both)

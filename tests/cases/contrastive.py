@@ -145,14 +145,14 @@ bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(_similarities)
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products: similarities, a step's gradients, and for both directions the similarities again."""
+    """The bare matmuls: similarities, a step's gradients, and for both directions the similarities again."""
     q, d = (F.normalize(x.detach(), dim=-1) for x in inputs.args[:2])
-    products = [lambda: q @ d.t()]
-    if step:  # of the loss's own numbers: a product of zeros takes less power, and less time
+    matmuls = [lambda: q @ d.t()]
+    if step:  # of the loss's own numbers: a matmul of zeros takes less power, and less time
         grad = torch.softmax(q @ d.t() / float(inputs.kwargs["temperature"]), dim=-1) / len(q)
-        products *= 1 + inputs.kwargs["symmetric"]
-        products += [lambda: grad @ d, lambda: grad.t() @ q]
-    return products
+        matmuls *= 1 + inputs.kwargs["symmetric"]
+        matmuls += [lambda: grad @ d, lambda: grad.t() @ q]
+    return matmuls
 
 
 def _two_calls(case, inputs):
@@ -170,7 +170,7 @@ def _two_calls(case, inputs):
 
 
 def _inf_cl(case, inputs):
-    """Inf-CL 1.2: the products in TF32 inside of its kernels, each direction by itself."""
+    """Inf-CL 1.2: the matmuls in TF32 inside of its kernels, each direction by itself."""
     from inf_cl import cal_flash_loss
 
     if not inputs.args[0].is_cuda or "bench" not in case.tags:

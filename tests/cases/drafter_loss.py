@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from .case import Case, Inputs, Maker, bench_case, params, test_case, upcast, upstream
-from .heads import costs, gradient_products
+from .heads import costs, gradient_matmuls
 
 NAME = "drafter_loss"
 LOSS = True
@@ -184,7 +184,7 @@ def eager_fn(
     return (total, torch.stack(accepted).detach()) if len(outputs) > 1 else total
 
 
-def _products(case: Case) -> list[tuple[int, int, int]]:
+def _matmuls(case: Case) -> list[tuple[int, int, int]]:
     """The draft's head for every step, the teacher's once."""
     p = params(case, DEFAULTS)
     truncated = p["map"] is not None and not p["options"].get("mask_outside", True)
@@ -193,22 +193,22 @@ def _products(case: Case) -> list[tuple[int, int, int]]:
     return [(rows * max(p["steps"], 1), p["H"], v), (rows, p["Ht"], v if truncated else p["Vt"])]
 
 
-bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(_products)
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(_matmuls)
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products on the same operands, results in their dtype."""
+    """The bare matmuls on the same operands, results in their dtype."""
     hidden, weight, teacher, teacher_weight, ids = inputs.args
     hidden, teacher = hidden.detach().reshape(-1, hidden.shape[-1]), teacher.reshape(-1, teacher.shape[-1])
     weight = weight.detach()
     truncated = not inputs.kwargs.get("mask_outside", True) and ids is not None
     if truncated and inputs.kwargs.get("outside") == "renormalize":
         teacher_weight = teacher_weight[: len(ids)]
-    products = [lambda: teacher @ teacher_weight.t(), lambda: hidden @ weight.t()]
+    matmuls = [lambda: teacher @ teacher_weight.t(), lambda: hidden @ weight.t()]
     if step:
         grad = torch.softmax(hidden @ weight.t(), dim=-1) / len(hidden)
-        products += gradient_products(grad, hidden, weight, inputs.grads)
-    return products
+        matmuls += gradient_matmuls(grad, hidden, weight, inputs.grads)
+    return matmuls
 
 
 PEERS = {}

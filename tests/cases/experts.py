@@ -272,7 +272,7 @@ def _sizes(case: Case) -> tuple[int, int, int, int, int]:
 
 
 def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Operands of the products once, and rows through gather, gate and combine."""
+    """Operands of the matmuls once, and rows through gather, gate and combine."""
     slots, hidden, inner, wide, weights = _sizes(case)
     tokens = params(case, DEFAULTS)["tokens"]
     rows = slots * (4 * hidden + 2 * wide + 2 * inner) + 2 * tokens * hidden
@@ -280,25 +280,25 @@ def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
 
 
 def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """The same of the four products and the pieces around them."""
+    """The same of the four matmuls and the pieces around them."""
     slots, hidden, inner, wide, weights = _sizes(case)
     rows = slots * (8 * hidden + 4 * wide + 5 * inner)
     return itemsize(dtype) * (rows + 2 * weights)
 
 
 def flops_fwd(case: Case) -> int:
-    """Two products."""
+    """Two matmuls."""
     slots, hidden, inner, wide, _ = _sizes(case)
     return 2 * slots * hidden * (wide + inner)
 
 
 def flops_bwd(case: Case) -> int:
-    """Four products."""
+    """Four matmuls."""
     return 2 * flops_fwd(case)
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare grouped products of a layer, on operands that lie ready."""
+    """The bare grouped matmuls of a layer, on operands that lie ready."""
     from tigon.ops import grouped_gemm as ops
 
     x, gate_up, down, ids, _ = inputs.args
@@ -306,17 +306,17 @@ def gemms(inputs: Inputs, step: bool) -> list:
     counts = torch.bincount(ids.reshape(-1)[ids.reshape(-1) < experts], minlength=experts)
     offsets = F.pad(counts.cumsum(0), (1, 0)).int()
     wide, inner = (w.shape[2 if transposed else 1] for w in (gate_up, down.transpose(1, 2)))
-    # Normal numbers: products of ones draw less power and run at a higher clock.
+    # Normal numbers: matmuls of ones draw less power and run at a higher clock.
     like = {"device": x.device, "dtype": x.dtype}
     rows, z, act = (torch.randn(ids.numel(), n, **like) for n in (x.shape[-1], wide, inner))
     found = [
-        lambda: ops.product(rows, gate_up, offsets, transposed),
-        lambda: ops.product(act, down, offsets, transposed),
+        lambda: ops.matmul(rows, gate_up, offsets, transposed),
+        lambda: ops.matmul(act, down, offsets, transposed),
     ]
     if step:
         found += [
-            lambda: ops.product(rows, down, offsets, not transposed),
-            lambda: ops.product(z, gate_up, offsets, not transposed),
+            lambda: ops.matmul(rows, down, offsets, not transposed),
+            lambda: ops.matmul(z, gate_up, offsets, not transposed),
             lambda: ops.weight_gradient(rows, act, offsets),
             lambda: ops.weight_gradient(z, rows, offsets),
         ]

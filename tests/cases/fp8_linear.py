@@ -1,4 +1,4 @@
-"""Cases of fp8_linear: a linear map whose products are of float8."""
+"""Cases of fp8_linear: a linear map whose matmuls are of float8."""
 
 import torch
 
@@ -115,13 +115,13 @@ def bytes_bwd(case: Case, dtype) -> int:
 
 
 def flops_fwd(case: Case) -> int:
-    """One product."""
+    """One matmul."""
     m, k, n = _sizes(case)
     return 2 * m * k * n
 
 
 def flops_bwd(case: Case) -> int:
-    """Two products."""
+    """Two matmuls."""
     return 2 * flops_fwd(case)
 
 

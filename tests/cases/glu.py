@@ -161,7 +161,7 @@ def _clamped(gate, up, alpha=1.702, limit=7.0, kind="swiglu_oai"):
 
 
 def eager_fn(gate, up=None, *, kind="swiglu", gate_multiplier=1.0, down_multiplier=1.0, **options):
-    """As the models of Hugging Face have it between their products."""
+    """As the models of Hugging Face have it between their matmuls."""
     gate, up = _apart(gate, up, kind)
     if kind == "swiglu_oai" or "limit" in options:
         return _clamped(gate, up, **options, kind=kind)

@@ -1,4 +1,4 @@
-"""What the case modules of loss heads share: adapters, logits, traffic, operations, bare products, peers."""
+"""What the case modules of loss heads share: adapters, logits, traffic, operations, bare matmuls, peers."""
 
 import math
 
@@ -46,18 +46,18 @@ def shifted(target):
     return F.pad(target[..., 1:], (0, 1), value=-100)
 
 
-def product_of(defaults: dict):
-    """The one product of a head, for :func:`costs`: rows, hidden size and classes of a case."""
+def matmul_of(defaults: dict):
+    """The one matmul of a head, for :func:`costs`: rows, hidden size and classes of a case."""
 
-    def products(case: Case) -> list[tuple[int, int, int]]:
+    def matmuls(case: Case) -> list[tuple[int, int, int]]:
         p = params(case, defaults)
         return [(math.prod(p["lead"]), p["H"], p["V"])]
 
-    return products
+    return matmuls
 
 
-def costs(products):
-    """`bytes_fwd, bytes_bwd, flops_fwd, flops_bwd` of the products of a forward, of which the first gets
+def costs(matmuls):
+    """`bytes_fwd, bytes_bwd, flops_fwd, flops_bwd` of the matmuls of a forward, of which the first gets
     gradients: operands read, and read again for both gradients.
 
     Recomputing the logits is a choice, not counted.
@@ -70,24 +70,24 @@ def costs(products):
         return sum(2 * math.prod(sizes) for sizes in found)
 
     return (
-        lambda case, dtype: bytes_of(products(case), dtype),
-        lambda case, dtype: 2 * bytes_of(products(case)[:1], dtype),
-        lambda case: flops_of(products(case)),
-        lambda case: 2 * flops_of(products(case)[:1]),
+        lambda case, dtype: bytes_of(matmuls(case), dtype),
+        lambda case, dtype: 2 * bytes_of(matmuls(case)[:1], dtype),
+        lambda case: flops_of(matmuls(case)),
+        lambda case: 2 * flops_of(matmuls(case)[:1]),
     )
 
 
 def loss_gradient(hidden, weight, target):
-    """The gradient a loss really has: its values, mostly tiny, decide what power the products draw."""
+    """The gradient a loss really has: its values, mostly tiny, decide what power the matmuls draw."""
     grad = torch.softmax(hidden @ weight.t(), dim=-1)
     grad[torch.arange(len(grad), device=grad.device), target.reshape(-1).clamp(min=0)] -= 1
     return grad.div_(len(grad))
 
 
-def gradient_products(grad, hidden, weight, grads: tuple[int, ...]) -> list:
-    """The products of the gradients that are wanted, of hidden (0) and weight (1)."""
-    products = (lambda: grad @ weight, lambda: grad.t() @ hidden)
-    return [products[i] for i in grads]
+def gradient_matmuls(grad, hidden, weight, grads: tuple[int, ...]) -> list:
+    """The matmuls of the gradients that are wanted, of hidden (0) and weight (1)."""
+    matmuls = (lambda: grad @ weight, lambda: grad.t() @ hidden)
+    return [matmuls[i] for i in grads]
 
 
 def liger_head(hidden, weight, target, options: dict, accumulate):

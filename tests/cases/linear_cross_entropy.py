@@ -16,11 +16,11 @@ from .heads import (
     altered,
     as_tigon,
     costs,
-    gradient_products,
+    gradient_matmuls,
     liger_head,
     linear,
     loss_gradient,
-    product_of,
+    matmul_of,
     trained,
 )
 from .losses import eager_loss, oracle_loss
@@ -248,7 +248,7 @@ def _from_logits(loss, hidden, weight, target, **options):
 
 eager_fn = functools.partial(_from_logits, eager_loss)  # torch's cross-entropy: Hugging Face's loss
 oracle_fn = functools.partial(_from_logits, oracle_loss)  # the formula, for fp64
-bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(product_of(DEFAULTS))
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(matmul_of(DEFAULTS))
 
 
 def even_neighbour(inputs: Inputs) -> tuple[Inputs, float] | None:
@@ -261,24 +261,24 @@ def even_neighbour(inputs: Inputs) -> tuple[Inputs, float] | None:
     return dataclasses.replace(inputs, args=wider), weight.numel() / wider[1].numel()
 
 
-def bare_products(hidden, weight, target, inputs: Inputs, step: bool, again: bool) -> list:
-    """The products on the same operands: logits, for a step those of the gradients, and logits `again`."""
+def bare_matmuls(hidden, weight, target, inputs: Inputs, step: bool, again: bool) -> list:
+    """The matmuls on the same operands: logits, for a step those of the gradients, and logits `again`."""
     hidden, weight, target = (value.detach() for value in (hidden, weight, target))
     hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     if inputs.kwargs["valid_rows"] is not None:
         counts = target != inputs.kwargs.get("ignore_index", -100)
         hidden, target = hidden[counts], target[counts]
-    products = [lambda: hidden @ weight.t()]
+    matmuls = [lambda: hidden @ weight.t()]
     if step:
-        products *= 1 + again
-        products += gradient_products(loss_gradient(hidden, weight, target), hidden, weight, inputs.grads)
-    return products
+        matmuls *= 1 + again
+        matmuls += gradient_matmuls(loss_gradient(hidden, weight, target), hidden, weight, inputs.grads)
+    return matmuls
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products; those of logits twice for per-row losses whose logits' gradients are not kept."""
+    """The bare matmuls; those of logits twice for per-row losses whose logits' gradients are not kept."""
     again = inputs.kwargs["reduction"] == "none" and not inputs.kwargs["keep_mb"]
-    return bare_products(*inputs.args, inputs, step, again)
+    return bare_matmuls(*inputs.args, inputs, step, again)
 
 
 def _plain(kwargs) -> bool:

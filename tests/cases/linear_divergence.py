@@ -10,7 +10,7 @@ from . import liger_losses
 from .case import Case, Inputs, Maker, bench_case, lay_out, params, test_case, upcast, upstream
 from .cross_entropy import make_denominator
 from .divergence import exact_terms, row_terms
-from .heads import LORA_SCALE, adapter, altered, as_tigon, costs, gradient_products, shifted, trained
+from .heads import LORA_SCALE, adapter, altered, as_tigon, costs, gradient_matmuls, shifted, trained
 
 NAME = "linear_divergence"
 LOSS = True
@@ -186,8 +186,8 @@ def tigon_fn(hidden, weight, teacher, teacher_weight, labels, *, op, teacher_bia
     return getattr(tigon, op)(hidden, weight, teacher, labels, **as_tigon(options))
 
 
-class _Product(torch.autograd.Function):
-    """x W^T in float32, its gradient rounded to the operands' dtype before the products: one rounding, as
+class _Matmul(torch.autograd.Function):
+    """x W^T in float32, its gradient rounded to the operands' dtype before the matmuls: one rounding, as
     in TRL's and Tigon's own.
     """
 
@@ -245,11 +245,11 @@ def _loss(
         labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     elif shift:
         labels = shifted(labels)
-    logits = _Product.apply(hidden, weight)
+    logits = _Matmul.apply(hidden, weight)
     if lora_a is not None:
-        logits = logits + LORA_SCALE * _Product.apply(_Product.apply(hidden, lora_a).to(hidden.dtype), lora_b)
+        logits = logits + LORA_SCALE * _Matmul.apply(_Matmul.apply(hidden, lora_a).to(hidden.dtype), lora_b)
     with torch.no_grad():
-        other = upcast(teacher) if teacher_weight is None else _Product.apply(teacher, teacher_weight)
+        other = upcast(teacher) if teacher_weight is None else _Matmul.apply(teacher, teacher_weight)
         classes = min(weight.shape[0], other.shape[-1])
         t = altered(_with_bias(other[..., :classes], teacher_bias), teacher_softcap, teacher_logit_scale)
     s = altered(_with_bias(logits[..., :classes], bias), softcap, logit_scale)
@@ -275,35 +275,35 @@ eager_fn = functools.partial(_loss, row_terms)  # log_softmax, torch's kl_div an
 oracle_fn = functools.partial(_loss, exact_terms)  # the formula, for fp64
 
 
-def _products(case: Case) -> list[tuple[int, int, int]]:
+def _matmuls(case: Case) -> list[tuple[int, int, int]]:
     """The student's head, and the teacher's if it is one."""
     p = params(case, DEFAULTS)
     rows, v = math.prod(p["lead"]), p["V"]
     return [(rows, p["H"], v), (rows, p["Ht"] if p["teacher"] == "head" else 0, v)]
 
 
-bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(_products)
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(_matmuls)
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products on the same operands, results in their dtype: both heads' logits, both gradients."""
+    """The bare matmuls on the same operands, results in their dtype: both heads' logits, both gradients."""
     hidden, weight, teacher, teacher_weight, labels = inputs.args
     hidden, teacher = hidden.detach().reshape(-1, hidden.shape[-1]), teacher.reshape(-1, teacher.shape[-1])
     if inputs.kwargs["valid_rows"] is not None:
         counts = labels.reshape(-1) != -100
         hidden, teacher = hidden[counts], teacher[counts]
     weight = weight.detach()
-    products = [lambda: hidden @ weight.t()]
+    matmuls = [lambda: hidden @ weight.t()]
     if teacher_weight is not None:
-        products.append(lambda: teacher @ teacher_weight.t())
+        matmuls.append(lambda: teacher @ teacher_weight.t())
     if step:
         given = teacher if teacher_weight is None else teacher @ teacher_weight.t()
         grad = torch.softmax(hidden @ weight.t(), dim=-1) - torch.softmax(given[:, : len(weight)], dim=-1)
         grad /= len(grad)
         if inputs.kwargs.get("reduction") == "none":
-            products *= 2
-        products += gradient_products(grad, hidden, weight, inputs.grads)
-    return products
+            matmuls *= 2
+        matmuls += gradient_matmuls(grad, hidden, weight, inputs.grads)
+    return matmuls
 
 
 def _trl(case, inputs):

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from .case import Case, Inputs, Maker, bench_case, lay_out, params, test_case, upcast
-from .heads import LLAMA, LORA_SCALE, adapter, altered, as_tigon, costs, linear, product_of, trained
-from .linear_cross_entropy import bare_products
+from .heads import LLAMA, LORA_SCALE, adapter, altered, as_tigon, costs, linear, matmul_of, trained
+from .linear_cross_entropy import bare_matmuls
 
 NAME = "linear_log_prob"
 LOSS = True  # gradients may be made in the forward
@@ -171,16 +171,16 @@ def eager_fn(hidden, weight, target, *, bias, entropy, lora_a=None, lora_b=None,
     return picked, torch.where(counts.any(-1), -(log_p.exp() * log_p).sum(-1), 0.0)
 
 
-bytes_fwd, bytes_bwd, flops_fwd, _ = costs(product_of(DEFAULTS))
+bytes_fwd, bytes_bwd, flops_fwd, _ = costs(matmul_of(DEFAULTS))
 
 
 def flops_bwd(case: Case) -> int:
-    """One product for each gradient; recomputing the logits is a choice, not counted."""
+    """One matmul for each gradient; recomputing the logits is a choice, not counted."""
     return len(params(case, DEFAULTS)["grads"]) * flops_fwd(case)
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products on the same operands: of logits, of gradients, and of logits computed again."""
+    """The bare matmuls on the same operands: of logits, of gradients, and of logits computed again."""
     import tigon
 
     hidden, weight, target = inputs.args
@@ -201,7 +201,7 @@ def gemms(inputs: Inputs, step: bool) -> list:
     ).gradients
     again = keep_mb == 0 if frozen else memory < worked * weight.shape[0] * hidden.element_size()
     one = target[..., 0] if target.dim() == hidden.dim() else target
-    return bare_products(hidden, weight, one, inputs, step, again)
+    return bare_matmuls(hidden, weight, one, inputs, step, again)
 
 
 def _plain(kwargs) -> bool:

@@ -6,8 +6,8 @@ import torch
 
 from .case import Case, Inputs, Maker, bench_case, params, test_case
 from .cross_entropy import make_denominator
-from .heads import costs, product_of
-from .linear_cross_entropy import bare_products
+from .heads import costs, matmul_of
+from .linear_cross_entropy import bare_matmuls
 from .linear_log_prob import SIZES, trl_log_prob
 from .linear_log_prob import eager_fn as log_prob
 from .linear_log_prob import flops_bwd as flops_bwd
@@ -97,13 +97,13 @@ def eager_fn(hidden, weight, target, advantage, *, entropy, reduction, denominat
     return rows.sum() if reduction == "sum" else rows.sum() / counts.sum()
 
 
-bytes_fwd, bytes_bwd, flops_fwd, _ = costs(product_of(DEFAULTS))
+bytes_fwd, bytes_bwd, flops_fwd, _ = costs(matmul_of(DEFAULTS))
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products on the same operands: of the logits, and for a step of the gradients."""
+    """The bare matmuls on the same operands: of the logits, and for a step of the gradients."""
     hidden, weight, target, _ = inputs.args
-    return bare_products(hidden, weight, target, inputs, step, inputs.kwargs["reduction"] == "none")
+    return bare_matmuls(hidden, weight, target, inputs, step, inputs.kwargs["reduction"] == "none")
 
 
 def _trl(case, inputs):

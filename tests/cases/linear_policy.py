@@ -133,7 +133,7 @@ def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
 
 
 def flops_fwd(case: Case) -> int:
-    """The products of a step, of rows that count."""
+    """The matmuls of a step, of rows that count."""
     return linear_preference.flops_fwd(_as_preference(case))
 
 
@@ -141,7 +141,7 @@ bytes_bwd = flops_bwd = nothing
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products."""
+    """The bare matmuls."""
     three = Inputs(args=inputs.args[:3], grads=inputs.grads)
     return linear_preference.gemms(three, step)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from . import liger_losses, preference
 from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, nothing, params, test_case, upcast
-from .heads import adapter, altered, as_tigon, gradient_products, linear, loss_gradient, shifted, trained
+from .heads import adapter, altered, as_tigon, gradient_matmuls, linear, loss_gradient, shifted, trained
 from .linear_log_prob import trl_log_prob
 
 NAME = "linear_preference"
@@ -173,7 +173,7 @@ def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
 
 
 def flops_fwd(case: Case) -> int:
-    """The products of a step, of rows that count."""
+    """The matmuls of a step, of rows that count."""
     rows, size, vocab, counted = _sizes(case)
     heads = 1 + (case.params.get("ref") == "head")
     return int(2 * rows * size * vocab * counted * (heads + len(case.params.get("grads", (0, 1)))))
@@ -183,17 +183,17 @@ bytes_bwd = flops_bwd = nothing
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products on the same operands: logits,
+    """The bare matmuls on the same operands: logits,
     and for a step those of the gradients that are wanted."""
     hidden, weight, target = (value.detach() for value in inputs.args)
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    products = [lambda: hidden @ weight.t()]
+    matmuls = [lambda: hidden @ weight.t()]
     if "ref_hidden" in inputs.kwargs:
         ref_head = inputs.kwargs["ref_hidden"].flatten(0, -2), inputs.kwargs["ref_weight"].t()
-        products.append(lambda: ref_head[0] @ ref_head[1])
+        matmuls.append(lambda: ref_head[0] @ ref_head[1])
     if step:
-        products += gradient_products(loss_gradient(hidden, weight, target), hidden, weight, inputs.grads)
-    return products
+        matmuls += gradient_matmuls(loss_gradient(hidden, weight, target), hidden, weight, inputs.grads)
+    return matmuls
 
 
 def _trl(case, inputs):

@@ -133,19 +133,19 @@ def bytes_bwd(case: Case, dtype) -> int:
 
 
 def flops_fwd(case: Case) -> int:
-    """The base products, and two of the rank for each map."""
+    """The base matmuls, and two of the rank for each map."""
     p = params(case, DEFAULTS)
     return sum(2 * _rows(p) * (p["K"] * n + p["r"] * (p["K"] + n)) for n in p["N"])
 
 
 def flops_bwd(case: Case) -> int:
-    """One base product for each map, four of the rank."""
+    """One base matmul for each map, four of the rank."""
     p = params(case, DEFAULTS)
     return sum(2 * _rows(p) * (p["K"] * n + 2 * p["r"] * (p["K"] + n)) for n in p["N"])
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The products of the frozen maps."""
+    """The matmuls of the frozen maps."""
     x, *tensors = inputs.args
     rows = x.reshape(-1, x.shape[-1])
     calls = []

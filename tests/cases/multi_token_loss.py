@@ -186,28 +186,28 @@ def eager_fn(
     return total
 
 
-def _products(case: Case) -> list[tuple[int, int, int]]:
+def _matmuls(case: Case) -> list[tuple[int, int, int]]:
     p = params(case, DEFAULTS)
     return [(math.prod(p["lead"]), p["H"], p["V"] * len(p["heads"]))]
 
 
-bytes_fwd, bytes_bwd, flops_fwd, _ = costs(_products)
+bytes_fwd, bytes_bwd, flops_fwd, _ = costs(_matmuls)
 
 
 def flops_bwd(case: Case) -> int:
-    """The gradients' products that are wanted; blocks with a frozen trunk need hidden's too."""
+    """The gradients' matmuls that are wanted; blocks with a frozen trunk need hidden's too."""
     p = params(case, DEFAULTS)
     wanted = sum(p["weights"] + (p["trunk"] or (kind in "rt" and p["weights"])) for kind in p["heads"])
     return flops_fwd(case) * wanted // len(p["heads"])
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products with the vocabulary, of every head: logits, and for a step those of the gradients."""
+    """The bare matmuls with the vocabulary, of every head: logits, and for a step those of the gradients."""
     hidden, labels, *tensors = (value.detach() for value in inputs.args)
     x, found = hidden.reshape(-1, hidden.shape[-1]), []
     taken = list(_taken(inputs.kwargs["heads"], tensors))
     trunk, trained = 0 in inputs.grads, len(inputs.grads) > (0 in inputs.grads)
-    if step:  # one stands for all heads: its values decide what power the products draw
+    if step:  # one stands for all heads: its values decide what power the matmuls draw
         gradient = loss_gradient(x, taken[0][1], labels)
     for block, weight in taken:
         found.append(lambda weight=weight: x @ weight.t())

@@ -1,4 +1,4 @@
-// The built-in matrix product against double, for every layout and dtype.
+// The built-in GEMM against double, for every layout and dtype.
 #include "table.h"
 #include "tigon/base/gemm_pieces.h"
 
@@ -9,11 +9,11 @@ struct Shape {
   int64_t m, n, k;
 };
 
-// How the product is run: as one, or in the pieces that CUDA runs (then rows begin at 16-byte boundaries).
+// How the GEMM is run: as one, or in the pieces that CUDA runs (then rows begin at 16-byte boundaries).
 enum class Run { whole, pieces };
 
-void check_product(Context& ctx, Shape s, DType ab, DType c_type, bool trans_a, bool trans_b, float alpha,
-                   float beta, Run run = Run::whole) {
+void check_gemm(Context& ctx, Shape s, DType ab, DType c_type, bool trans_a, bool trans_b, float alpha,
+                float beta, Run run = Run::whole) {
   auto gap = [&](int64_t cols, int64_t otherwise) {
     return run == Run::pieces ? (cols + 7) / 8 * 8 - cols : otherwise;
   };
@@ -77,8 +77,8 @@ TEST_CASE("every transpose, dtype and beta") {
           for (float beta : {0.0f, 1.0f})
             for (Shape s :
                  {Shape{1, 1, 1}, {3, 5, 7}, {66, 259, 33}, {5, 3, 300}})  // past one tile in every direction
-              check_product(*ctx, s, ab, c, trans_a, trans_b, 1.0f, beta);
-  check_product(*ctx, {4, 6, 8}, DType::f32, DType::f32, false, true, 0.5f, 1.0f);
+              check_gemm(*ctx, s, ab, c, trans_a, trans_b, 1.0f, beta);
+  check_gemm(*ctx, {4, 6, 8}, DType::f32, DType::f32, false, true, 0.5f, 1.0f);
 }
 
 TEST_CASE("in pieces of whole vectors") {
@@ -89,7 +89,7 @@ TEST_CASE("in pieces of whole vectors") {
         for (bool trans_b : {false, true})
           for (float beta : {0.0f, 1.0f})
             for (Shape s : {Shape{9, 17, 31}, {16, 33, 24}, {7, 8, 9}, {23, 5, 16}, {1, 1, 1}})
-              check_product(*ctx, s, ab, c, trans_a, trans_b, 0.5f, beta, Run::pieces);
+              check_gemm(*ctx, s, ab, c, trans_a, trans_b, 0.5f, beta, Run::pieces);
 }
 
 TEST_CASE("which dimensions are cut") {
@@ -121,7 +121,7 @@ TEST_CASE("which dimensions are cut") {
   CHECK(count(odd) == 1);
 }
 
-TEST_CASE("empty products") {
+TEST_CASE("empty GEMMs") {
   auto ctx = make_cpu_context(1);
   Table c(DType::f32, 2, 3);
   Table untouched = c;

@@ -1,4 +1,4 @@
-// The matrix products of base/cuda/matmul in the emulator: every layout, with tails and a second source,
+// The matmuls of base/cuda/matmul in the emulator: every layout, with tails and a second source,
 // exact; symmetric ones in batches; groups of rows.
 #include <algorithm>
 #include <cmath>
@@ -88,16 +88,15 @@ bool is_symmetric(int64_t n, int64_t k, bool add) {
   for (int64_t r = 0; r < c.rows; ++r)
     for (int64_t j = 0; j < r % n; ++j) c.at(r, j) = c.at(r / n * n + j, r % n);
   const Gemm g = {.m = n, .n = n, .k = k, .a = x.data, .lda = cols, .b = x.data, .ldb = cols};
-  using Product = matmul::Matmul<T, kMajor, kMajor, matmul::SymmetricEpilogue<T>>;
-  Product::run(
-      "matmul", *make_cuda_context(), {g},
-      {.d = matmul::make_tensor_map("matmul", d.data, matmul::kTensorMapType<T>, n, n, n, 64, kCount),
-       .c = add ? reinterpret_cast<const T*>(c.data) : nullptr,
-       .alpha = 2,
-       .beta = -1,
-       .gamma = 3,
-       .size = int(n)},
-      {.count = kCount, .lower = true});
+  using Matmul = matmul::Matmul<T, kMajor, kMajor, matmul::SymmetricEpilogue<T>>;
+  Matmul::run("matmul", *make_cuda_context(), {g},
+              {.d = matmul::make_tensor_map("matmul", d.data, matmul::kTensorMapType<T>, n, n, n, 64, kCount),
+               .c = add ? reinterpret_cast<const T*>(c.data) : nullptr,
+               .alpha = 2,
+               .beta = -1,
+               .gamma = 3,
+               .size = int(n)},
+              {.count = kCount, .lower = true});
   for (int64_t r = 0; r < d.rows; ++r)
     for (int64_t j = 0; j < n; ++j) {
       const int64_t b = r / n;
@@ -116,7 +115,7 @@ bool are_symmetric(int64_t n, int64_t k) {
   return is_symmetric<Major::K>(n, k, true) && is_symmetric<Major::MN>(n, k, false);
 }
 
-// Products of groups of so many rows, with rows of no group behind them. What nobody may read is NaN, what
+// Matmuls of groups of so many rows, with rows of no group behind them. What nobody may read is NaN, what
 // nobody may write stays so.
 template <Major kMajorB, Groups kGroups>
 bool groups_are_exact(std::initializer_list<int> sizes, int64_t n, int64_t k) {
@@ -193,7 +192,7 @@ bool statistics_are_inside(int64_t rows, int64_t cols) {
     }
   return true;
 }
-// The gated unit of such products, of rows as they are or gathered: its columns are exact where they are
+// The gated unit of such matmuls, of rows as they are or gathered: its columns are exact where they are
 // kept, and it is as near as its dtype to that of them.
 template <Major kMajorB, bool kGather>
 bool gates_are_right(std::initializer_list<int> sizes, int64_t inner, int64_t k, bool keeps) {
@@ -268,12 +267,12 @@ bool gates_are_right(std::initializer_list<int> sizes, int64_t inner, int64_t k)
 // less and more than a step. Empty groups, the first and the last too, groups of one row, of whole tiles and
 // of an odd number of them; one group of all rows; none.
 int main() {
-  const bool products = are_exact(256, 256, 64) && are_exact(328, 520, 200) && are_exact(8, 776, 392) &&
-                        are_exact(328, 520, 200, 8) && are_exact(264, 264, 128, 72);
+  const bool matmuls = are_exact(256, 256, 64) && are_exact(328, 520, 200) && are_exact(8, 776, 392) &&
+                       are_exact(328, 520, 200, 8) && are_exact(264, 264, 128, 72);
   const bool groups = groups_are_exact({0, 1, 300, 128, 0, 0, 257, 64, 0}, 520, 200) &&
                       groups_are_exact({413}, 264, 456) && groups_are_exact({0, 0}, 264, 72);
   const bool gates = gates_are_right({0, 1, 300, 128, 0, 72}, 264, 136) && gates_are_right({140}, 8, 456);
-  return products && groups && gates && statistics_are_inside(100, 520) && are_symmetric(8, 72) &&
+  return matmuls && groups && gates && statistics_are_inside(100, 520) && are_symmetric(8, 72) &&
                  are_symmetric(328, 200) && are_symmetric(776, 64)
              ? 0
              : 1;

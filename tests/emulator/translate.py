@@ -15,7 +15,7 @@ text = re.sub(
 text = re.sub(r"__shared__ (alignas\([^)]*\))", r"\1 __shared__", text)
 if source.name == "context_cpu.cpp" and source.parent.name == "torch":
     text = text.replace("return Device::cpu;", "return Device::cuda;")  # CPU tensors take the kernels
-if source.name == "grouped_gemm.cpp":  # of what the kernels do not take, PyTorch's product on a GPU
+if source.name == "grouped_gemm.cpp":  # of what the kernels do not take, PyTorch's matmul on a GPU
     text = text.replace(
         "{ TIGON_RUN(",
         """{
@@ -26,7 +26,7 @@ if source.name == "grouped_gemm.cpp":  # of what the kernels do not take, PyTorc
   TIGON_RUN(""",
     )
 if source.name == "fp8_linear.cpp":  # cuBLASLt's
-    text = text.replace("TIGON_RUN(kOp, ctx, fp8_product, p)", "cpu::fp8_product(ctx, p)")
+    text = text.replace("TIGON_RUN(kOp, ctx, fp8_gemm, p)", "cpu::fp8_gemm(ctx, p)")
 if source.name == "launch.cuh":
     text = text.replace("return reinterpret_cast<const void*>(kernel);", "return emulator::entry_of(kernel);")
 if not target.exists() or target.read_text() != text:

@@ -299,7 +299,7 @@ def parallel_kept(keep_mb):
 
 @case
 def parallel_wide_logits():
-    """Logits of 16-bit operands in float32: the loss of the exact products."""
+    """Logits of 16-bit operands in float32: the loss of the exact matmuls."""
     p = problem(torch.bfloat16, 3)
     exact, _ = plain(p, torch.float64, lambda p: [formula(p, {"reduction": "none"})])
     more = {"chunk_rows": 10, "logit_dtype": torch.float32}
@@ -512,7 +512,7 @@ def parallel_nothing_counts():
             p, {"reduction": reduction}, "uneven", reduction == "sum", parallel.linear_cross_entropy
         )
         assert torch.equal(loss.nan_to_num(7.0), torch.full_like(loss, want).nan_to_num(7.0))
-        if reduction != "none":  # NaN hidden states times 0 are NaN in the weight's product
+        if reduction != "none":  # NaN hidden states times 0 are NaN in the weight's matmul
             assert not gradients[0].any()
     hidden = torch.empty(0, H, requires_grad=True)
     weight = torch.randn(5, H, requires_grad=True)

@@ -31,7 +31,7 @@ from two_processes import case, device_type, rank, refused
 
 import tigon
 from tigon import parallel
-from tigon.ops.loss_head import products
+from tigon.ops.loss_head import matmuls
 from tigon.parallel import plan, stream
 
 
@@ -156,7 +156,7 @@ def parallel_workspace_cap():
             check(options, seed=26, layout=layout, sp=sp, max_workspace_mb=cap)
         counts = torch.tensor([len(chunks) for chunks in seen], dtype=torch.int32)
         everywhere(counts.float())
-        assert device_type() == "cuda" or counts.min() > 1, counts  # there the products' own memory is more
+        assert device_type() == "cuda" or counts.min() > 1, counts  # there the matmuls' own memory is more
     if device_type() == "cuda":
         rows, size, columns, cap = 4096, 512, 16000, 96
         hidden = torch.randn(rows, size, dtype=torch.bfloat16, requires_grad=True)
@@ -195,7 +195,7 @@ def parallel_parts():
 
 @case
 def parallel_order_of_exchanges():
-    """What is exchanged is started before a product, and waited for after it."""
+    """What is exchanged is started before a matmul, and waited for after it."""
     said = []
 
     def told(word, function):
@@ -215,11 +215,11 @@ def parallel_order_of_exchanges():
     p = problem(torch.float32, 28)
     with (
         mock.patch.multiple(plan, _LEAST_PART=1, _ALIGNED=1),
-        mock.patch.object(products, "_logits", told("logits", products._logits)),
+        mock.patch.object(matmuls, "_logits", told("logits", matmuls._logits)),
         mock.patch.object(
-            products,
+            matmuls,
             "_gradients",
-            told(lambda args: "dweight" if args[3] is None else "dhidden", products._gradients),
+            told(lambda args: "dweight" if args[3] is None else "dhidden", matmuls._gradients),
         ),
         mock.patch.object(stream.Work, "start_gather", gather),
         mock.patch.object(stream.Work, "start_all_reduce", told("reduce", stream.Work.start_all_reduce)),

@@ -76,7 +76,7 @@ def test_the_same_bits(name, patched, save):
 @pytest.mark.parametrize("save", POLICIES, ids=lambda save: "+".join(save) or "nothing")
 @pytest.mark.parametrize("name, layer", [("llama", DENSE), ("mixtral", SPARSE)])
 def test_what_runs_twice(name, layer, save):
-    """Of the operators of a layer those that are not saved; the last product's result nobody needs."""
+    """Of the operators of a layer those that are not saved; the last matmul's result nobody needs."""
     model, inputs = model_of(name), batch()
     with Count() as plain:
         step(model, inputs)

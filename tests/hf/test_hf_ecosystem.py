@@ -214,7 +214,7 @@ def test_lora(what, when, device):
     same(got, wanted, ulps=512)
     report = reports[0]
     if what == "bias_on_head":
-        assert report.head_calls.fused == 0  # more than two products: logits
+        assert report.head_calls.fused == 0  # more than two matmuls: logits
     else:
         assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
     undo(model)

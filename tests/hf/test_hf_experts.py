@@ -134,7 +134,7 @@ def test_chosen_by_name(family):
     assert report.count("experts") == 1
 
 
-def test_another_implementation_keeps_its_products():
+def test_another_implementation_keeps_its_matmuls():
     """The default and the loop of the class are replaced; what somebody asked for stays, its gate is ours."""
     model = experts_of("mixtral", "batched_mm")
     (entry,) = apply(model).replaced
@@ -179,7 +179,7 @@ def test_classes_outside_the_registry_stay(family):
         apply(nn.Sequential(getattr(module, CLASSES[family])(Config("grouped_mm"))))
 
 
-def test_layers_clamped_behind_the_activation_keep_their_products():
+def test_layers_clamped_behind_the_activation_keep_their_matmuls():
     modeling = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
     model = nn.Sequential(modeling.Step3p7Experts(Config("grouped_mm"), 1.5))
     (entry,) = apply(model).replaced
@@ -217,7 +217,7 @@ def test_what_the_op_does_not_take_goes_as_before(monkeypatch):
 
 
 def test_adapters_of_parameters():
-    """PEFT's target_parameters: the sum that its parametrisation forms is what the products read."""
+    """PEFT's target_parameters: the sum that its parametrisation forms is what the matmuls read."""
     from torch.nn.utils import parametrize
 
     class Added(nn.Module):

@@ -312,7 +312,7 @@ def test_trainer(bf16, tmp_path):
 
 
 def test_autocast():
-    """float32 parameters under autocast: products of float8, results in autocast's dtype."""
+    """float32 parameters under autocast: matmuls of float8, results in autocast's dtype."""
     stock, ours = model(), model()
     apply(ours, fp8="rowwise")
     apply(stock)

@@ -148,7 +148,7 @@ def test_as_with_the_dequantised_weights(kind, what, device, made):
 
 
 def test_as_peft_computes_nf4(device):
-    """bitsandbytes dequantises for its own product too: the same numbers."""
+    """bitsandbytes dequantises for its own matmul too: the same numbers."""
     model, _ = adapted_model(nf4, device)
     patched = copy.deepcopy(model)
     apply(patched)
@@ -201,7 +201,7 @@ def test_what_peft_does_with_codes_is_refused(late, device):
 
 
 def test_a_4_bit_base_computes_in_its_own_dtype(device, made):
-    """float32 activations outside of autocast: products in bfloat16, a result in float32."""
+    """float32 activations outside of autocast: matmuls in bfloat16, a result in float32."""
     model, _ = adapted_model(nf4, device)
     layer = model.base_model.model.model.layers[0].self_attn.o_proj
     layer.base_layer.compute_dtype = torch.bfloat16

@@ -36,7 +36,7 @@ def test_functions_and_torch_modules_are_known():
 
 
 def test_asking_leaves_no_trace():
-    """A dropout between two products is asked too: the random numbers that follow stay the same."""
+    """A dropout between two matmuls is asked too: the random numbers that follow stay the same."""
     torch.manual_seed(3)
     wanted = torch.rand(4)
     torch.manual_seed(3)

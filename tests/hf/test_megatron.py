@@ -119,13 +119,13 @@ def test_deterministic_mode(tied, monkeypatch):
 
 
 def test_batch_invariant_mode():
-    """Megatron's other switch replaces products: the output layer keeps its own, and the report says so."""
+    """Megatron's other switch replaces matmuls: the output layer keeps its own, and the report says so."""
     model = gpt()
     want = step(model)
     model.config.batch_invariant_mode = True  # its construction asks for FlashAttention
     report = tm.apply(model)
     same(step(model), want)
-    assert report.count("loss") == 0 and "batch_invariant_mode asks for Megatron's own product" in str(report)
+    assert report.count("loss") == 0 and "batch_invariant_mode asks for Megatron's own matmul" in str(report)
 
 
 @newer
@@ -196,7 +196,7 @@ def test_specs_refuse_kitchen(builder):
 
 
 class Grouped(torch.nn.Module):
-    """The grouped product that Transformer Engine has, in its constructor's and call's form."""
+    """The grouped matmul that Transformer Engine has, in its constructor's and call's form."""
 
     def __init__(self, experts, inputs, outputs, **unused):
         super().__init__()

@@ -59,7 +59,7 @@ def transformers_tensor_parallel(family):
     target = torch.arange(logits.shape[0]) * 2
     some = F.cross_entropy(logits, target)
     assert report.head_calls.fused == 3  # the model had its own loss
-    touched = logits.exp().log()  # stock's product, gathered
+    touched = logits.exp().log()  # stock's matmul, gathered
     assert report.head_calls.materialised == 1
     assert type(touched) is torch.Tensor
     close(some.detach(), F.cross_entropy(touched, target).detach(), ulps=64)

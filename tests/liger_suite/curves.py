@@ -48,7 +48,7 @@ def main(module: str, model: str, learning_rate: float = 1e-5) -> None:
                 model = made(*args, **kwargs).to(dtype)
                 if of is torch.float64:
                     if hasattr(model, "set_experts_implementation"):
-                        model.set_experts_implementation("eager")  # grouped products know no float64
+                        model.set_experts_implementation("eager")  # grouped matmuls know no float64
                     stack.enter_context(Wide())
                 return model
 

@@ -101,8 +101,8 @@ def compare(fn, plain, args, options, noise=0.0):
 def peak_on_the_cpu(step, leaves):
     """The most memory that a second step holds at a time.
 
-    What a product of the framework takes and frees inside itself (operands widened where a CPU has no bf16
-    arithmetic) is left out, as the prediction leaves it out; what a product leaves behind counts.
+    What a matmul of the framework takes and frees inside itself (operands widened where a CPU has no bf16
+    arithmetic) is left out, as the prediction leaves it out; what a matmul leaves behind counts.
     """
     step()
     for leaf in leaves:
@@ -111,11 +111,11 @@ def peak_on_the_cpu(step, leaves):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         step()
     events = prof.profiler.kineto_results.events()
-    products = [e for e in events if e.name() in ("aten::mm", "mkldnn::_linear_pointwise")]
-    assert products
+    matmuls = [e for e in events if e.name() in ("aten::mm", "mkldnn::_linear_pointwise")]
+    assert matmuls
     now = peak = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         before, now = now, now + event.nbytes()
-        if not any(p.start_ns() <= event.start_ns() <= p.end_ns() for p in products):
+        if not any(p.start_ns() <= event.start_ns() <= p.end_ns() for p in matmuls):
             peak = max(peak, before, now)
     return peak

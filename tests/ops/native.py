@@ -50,8 +50,8 @@ def _forks() -> subprocess.Popen:
 def bits_under(script: str, isas=("scalar", "avx2", "avx512"), threads=(1, 2, 3)) -> set[str]:
     """The distinct digests of everything the script passed to ``emit(*tensors)``; one element when all agree.
 
-    A set the machine lacks falls back to the next lower one, which then is simply compared twice. Matrix
-    products are the framework's and not bitwise over threads: scripts leave them out.
+    A set the machine lacks falls back to the next lower one, which then is simply compared twice. Matmuls
+    are the framework's and not bitwise over threads: scripts leave them out.
     """
     digests = set()
     configurations = [(isa, threads[-1]) for isa in isas] + [(isas[-1], n) for n in threads[:-1]]

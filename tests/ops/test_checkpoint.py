@@ -180,7 +180,7 @@ def test_experts_are_chosen_once(router, save):
 
 @pytest.mark.parametrize("op", ["rope", "add_rms_norm"])
 def test_a_saved_result_that_is_overwritten_is_an_error(op):
-    """Kept results of frozen products, overwritten without autograd's knowledge, are no operands."""
+    """Kept results of frozen matmuls, overwritten without autograd's knowledge, are no operands."""
 
     def function(x, w):
         with torch.no_grad():

@@ -250,7 +250,7 @@ def test_deterministic_rows_between_vectors(dtype, device):
     ],
 )
 def test_a_temperature_of_python_and_a_tensor(symmetric, temperature, chunk_rows, size, device):
-    """On a GPU of our own products one operator has the loss of the first, in bfloat16."""
+    """On a GPU of our own matmuls one operator has the loss of the first, in bfloat16."""
     q, d = (x.detach()[:, 3:] for x in pair(300, 512, size + 3, device, torch.bfloat16))
     if temperature < 0.05:
         d[: len(q)] -= 0.75 * q  # many pairs count: a loss of one has the luck of one rounding of z
@@ -302,7 +302,7 @@ def test_strided_rows_are_those_of_copies(device):
     q, d = pair(size=48, device=device)
     views = q.detach()[:, 3:43], d.detach()[:, 1:41]
     copies = [x.detach().clone().requires_grad_() for x in views]
-    with tigon.deterministic():  # otherwise a product's kernel goes by its operands' strides
+    with tigon.deterministic():  # otherwise a matmul's kernel goes by its operands' strides
         got = step(tigon.contrastive_loss, *(x.requires_grad_() for x in views), symmetric=True)
         want = step(tigon.contrastive_loss, *copies, symmetric=True)
     for a, b in zip(got, want, strict=True):

@@ -60,7 +60,7 @@ def test_no_logits_of_all_rows(loss, steps, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("chunk_rows", [None, 500])
-def test_one_product_of_the_teacher(steps, reduction, chunk_rows):
+def test_one_matmul_of_the_teacher(steps, reduction, chunk_rows):
     """Whatever the steps, and forward and backward together: each row of the teacher is multiplied once."""
     hidden, weight, teacher, ids = long_inputs(steps)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:

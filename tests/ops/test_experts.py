@@ -1,4 +1,4 @@
-"""tigon.experts beyond the cases: what changes no bit, what is never read, which products run, bad calls."""
+"""tigon.experts beyond the cases: what changes no bit, what is never read, which matmuls run, bad calls."""
 
 import pytest
 import torch
@@ -175,20 +175,20 @@ def test_saved_for_the_backward():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "products", "gradients"),
+    ("wanted", "matmuls", "gradients"),
     [(("x", "weights"), 2, 0), (("x",), 2, 0), (("weights",), 1, 0), (("gate_up",), 1, 1), (("down",), 0, 1)],
 )
-def test_products_of_the_backward(monkeypatch, wanted, products, gradients):
-    """What is frozen costs no product."""
+def test_matmuls_of_the_backward(monkeypatch, wanted, matmuls, gradients):
+    """What is frozen costs no matmul."""
     leaves, calls = layer(), []
-    for name in ("product", "weight_gradient"):
+    for name in ("matmul", "weight_gradient"):
         function = getattr(ops, name)
         monkeypatch.setattr(ops, name, lambda *a, n=name, f=function: (calls.append(n), f(*a))[1])
     leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in leaves.items()}
     y = tigon.experts(*(leaves[n] for n in ("x", "gate_up", "down")), chosen(), leaves["weights"])
     calls.clear()
     torch.autograd.grad(y.sum(), [leaves[n] for n in wanted])
-    assert [calls.count(n) for n in ("product", "weight_gradient")] == [products, gradients]
+    assert [calls.count(n) for n in ("matmul", "weight_gradient")] == [matmuls, gradients]
 
 
 def test_adapters_of_frozen_experts(monkeypatch, dtype, device):
@@ -353,7 +353,7 @@ def test_passes_refuse_what_they_do_not_take(monkeypatch):
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_every_way_to_multiply(monkeypatch, transposed, odd):
-    """grouped_mm and the loop that CUDA takes, on the CPU: as near to fp64 as the native product."""
+    """grouped_mm and the loop that CUDA takes, on the CPU: as near to fp64 as the native matmul."""
     leaves = layer(torch.bfloat16)
     if odd:  # no whole vectors: H 29, I 23
         cuts = {"x": leaves["x"][:, :29], "gate_up": leaves["gate_up"][:, 2:, :29]}
@@ -365,17 +365,17 @@ def test_every_way_to_multiply(monkeypatch, transposed, odd):
     if transposed:
         leaves |= {n: leaves[n].transpose(1, 2).contiguous() for n in ("gate_up", "down")}
     ids = chosen()
-    ids[:, 1] = E  # some rows are written by no product
+    ids[:, 1] = E  # some rows are written by no matmul
 
     def run(*args, **options):
         return tigon.experts(*args, transposed=transposed, **options)
 
     exact = step({n: t.double() for n, t in leaves.items()}, ids, run)
     native = step(leaves, ids, run)
-    for ways in (("grouped_product", "grouped_weight_gradient"), ("each_product", "each_weight_gradient")):
+    for ways in (("grouped_matmul", "grouped_weight_gradient"), ("each_matmul", "each_weight_gradient")):
         with monkeypatch.context() as patch:
             patch.setattr(ops, "own_fits", lambda *_: False)
-            for name, way in zip(("grouped_product", "grouped_weight_gradient"), ways, strict=True):
+            for name, way in zip(("grouped_matmul", "grouped_weight_gradient"), ways, strict=True):
                 patch.setattr(ops, name, getattr(ops, way))
             got = step(leaves, ids, run)
         for name, value in got.items():
@@ -396,32 +396,32 @@ def test_where_grouped_mm_has_a_kernel():
         assert torch.equal(whole[tuple(map(slice, t.shape))], t) and whole.sum() == t.sum()
 
 
-def test_where_the_own_product_fits(monkeypatch):
+def test_where_the_own_matmul_fits(monkeypatch):
     def fits(rows, stack, dtype=torch.bfloat16):
         return ops.own_fits(*(torch.empty(shape, dtype=dtype, device="meta") for shape in (rows, stack)))
 
-    monkeypatch.setattr(ops, "own_products", lambda _: True)
+    monkeypatch.setattr(ops, "has_matmul_kernels", lambda _: True)
     assert fits((5, 16), (4, 24, 16)) and fits((5, 16), (4, 24, 16), torch.float16)
     assert not fits((5, 16), (4, 24, 16), torch.float32)
     assert not fits((5, 12), (4, 24, 12)) and not fits((5, 16), (4, 20, 16))
-    monkeypatch.setattr(ops, "own_products", lambda _: False)
+    monkeypatch.setattr(ops, "has_matmul_kernels", lambda _: False)
     assert not fits((5, 16), (4, 24, 16))
 
 
 @pytest.mark.parametrize("columns", range(3), ids=["halves", "interleaved", "single"])
 @pytest.mark.parametrize("gathered", [False, True])
-def test_gated_product_is_its_pieces(dtype, device, columns, gathered):
+def test_gated_matmul_is_its_pieces(dtype, device, columns, gathered):
     """Sorted rows or gathered ones, kept or not."""
     leaves = {n: t.detach() for n, t in layer(dtype, device).items()}
     order, place, offsets = torch.ops.tigon.experts_route(chosen(device), E)
     x, stack, bias = leaves["x"], leaves["gate_up"], leaves["gate_up_bias"]
     rows = ops._gather(x, place)
-    z = ops.product(rows, stack, offsets, False)
+    z = ops.matmul(rows, stack, offsets, False)
     act = ops._gate(z, bias, offsets, 0, columns, 1.0, 1.0)
     for keep in (False, True):
         way = (x, order, place) if gathered else (rows, None, None)
         unit = ops.Unit(0, columns, False, 1.0, 1.0)
-        kept, got = ops.gated_product(*way, stack, bias, offsets, unit, keep)
+        kept, got = ops.gated_matmul(*way, stack, bias, offsets, unit, keep)
         torch.testing.assert_close(got, act)
         assert torch.equal(kept, z) or (not keep and kept.numel() == 0)
 

@@ -164,7 +164,7 @@ def count_casts(monkeypatch):
 
 
 def test_microbatches_share_a_weight(monkeypatch, device):
-    """From the second on: its bytes are dropped after the first product, until one more reads them."""
+    """From the second on: its bytes are dropped after the first matmul, until one more reads them."""
     seen = count_casts(monkeypatch)
     w, x = parameters(device=device)
     optimizer = torch.optim.SGD([w], lr=0.1)
@@ -279,7 +279,7 @@ def test_one_x_is_quantised_once(monkeypatch, device):
 
 @pytest.mark.parametrize("dw", ["fp8", "bf16"])
 def test_what_is_kept(dw, device):
-    """x in a byte an element; or x itself, where its product is not of bytes."""
+    """x in a byte an element; or x itself, where its matmul is not of bytes."""
     w, x = parameters(device=device)
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):

@@ -35,7 +35,7 @@ def test_nothing_waits_for_the_device(module, case):
         torch.cuda.set_sync_debug_mode("default")
 
 
-# Options of the loss head at sizes whose products are cut: an odd vocabulary, an odd or an even hidden size.
+# Options of the loss head at sizes whose matmuls are cut: an odd vocabulary, an odd or an even hidden size.
 _CUT = {
     "odd_hidden": {},
     "even_hidden": {"H": 1032},
@@ -51,8 +51,8 @@ _CUT = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("name", _CUT)
-def test_large_products_at_odd_sizes(name, dtype):
-    """The loss head's products in pieces (tigon/base/gemm_pieces.h), under every way to its gradients."""
+def test_large_matmuls_at_odd_sizes(name, dtype):
+    """The loss head's matmuls in pieces (tigon/base/gemm_pieces.h), under every way to its gradients."""
     options = {"lead": (520,), "H": 1031, "V": 4099, "masked": 0.2} | _CUT[name]
     check_case(linear_cross_entropy, test_case(f"cut_{name}", **options), "cuda", dtype)
 
@@ -64,8 +64,8 @@ def test_hyper_connection_of_long_rows(dtype):
 
 
 @pytest.mark.parametrize("h", [1031, 1032])
-def test_log_prob_of_large_products_at_odd_sizes(h):
-    """The same of linear_log_prob, and of linear_loss, which runs the products chunk by chunk."""
+def test_log_prob_of_large_matmuls_at_odd_sizes(h):
+    """The same of linear_log_prob, and of linear_loss, which runs the matmuls chunk by chunk."""
     hidden, weight, target = head_inputs(520, h, 4099, dtype=torch.bfloat16, device="cuda")
     options = {"entropy": True}
     compare(tigon.linear_log_prob, linear_log_prob.reference, (hidden, weight, target), options)
@@ -106,7 +106,7 @@ def test_capped_rows_and_entropies(name, v, dtype):
 def test_entropies_beside_a_gradient(softcap, v):
     """Results of the pass that forms the gradient, and of the one without a gradient."""
     hidden, weight, target = head_inputs(37, 16, v, dtype=torch.bfloat16, device="cuda", masked=0.2)
-    with torch.no_grad():  # logits that no product rounds
+    with torch.no_grad():  # logits that no matmul rounds
         hidden.copy_(torch.randint(-3, 4, hidden.shape))
         weight.copy_(torch.randint(-3, 4, weight.shape) / 8)
     options = {"softcap": softcap, "outputs": ("loss", "entropy", "correct", "lse"), "reduction": "none"}
@@ -133,7 +133,7 @@ def test_entropies_beside_a_gradient(softcap, v):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("rows, h, v", ((700, 64, 257), (129, 520, 5003), (5000, 128, 50257), (1, 8, 1)))
-def test_statistics_in_the_epilogue_of_the_product(rows, h, v, dtype):
+def test_statistics_in_the_epilogue_of_the_matmul(rows, h, v, dtype):
     """Losses without gradients: those of rounded logits, a row's bits the same in any batch."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs wgmma (sm_90)")
@@ -348,7 +348,7 @@ def test_more_than_2_31_elements(test, gigabytes):
 
 @pytest.mark.parametrize("size, vocabulary", [(768, 50257), (2048, 32001), (4096, 128256)])
 def test_a_row_has_the_same_bits_alone_and_beside_others(size, vocabulary):
-    """The products and the pass over the logits of `linear_log_prob`, whatever the number of rows."""
+    """The matmuls and the pass over the logits of `linear_log_prob`, whatever the number of rows."""
     hidden, weight, target = head_inputs(2049, size, vocabulary, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
         want = tigon.linear_log_prob(hidden, weight, target)
@@ -380,8 +380,8 @@ def test_a_refused_launch_is_no_error_of_the_next():
     assert (x == 27).all() and counter.item() == 4
 
 
-def test_products_of_many_row_counts_keep_no_memory():
-    """The plans of products are bounded: 5,000 steps that each list another number of rows."""
+def test_matmuls_of_many_row_counts_keep_no_memory():
+    """The plans of matmuls are bounded: 5,000 steps that each list another number of rows."""
     hidden, weight, target = head_inputs(5200, 64, 520, dtype=torch.bfloat16, device="cuda", masked=0.0)
     weight.requires_grad_(False)
 

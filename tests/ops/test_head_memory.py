@@ -172,7 +172,7 @@ def test_a_peak_is_kept(name, dtype, device):
     most = predict().peak / 2**20
     for cap in (least, (least + most) / 2, 0.98 * most, most + 1):
         capped = functools.partial(loss, max_peak_mb=cap, **options)
-        # Differences of softmaxes cancel, and products of a few rows add in an order of their own.
+        # Differences of softmaxes cancel, and matmuls of a few rows add in an order of their own.
         noise = 1e-5 if "drafter" in name and dtype == torch.float32 else 0.0
         compare(capped, functools.partial(loss, **options), (hidden, weight, target), {}, noise)
 
@@ -188,7 +188,7 @@ def test_a_peak_is_kept(name, dtype, device):
         assert predicted <= cap * 2**20
         if device == "cuda":  # cuBLASLt's 32 MiB are there where one of its kernels asks for them
             assert peak >= 0.95 * predicted - 2**25
-        else:  # float32 has room for oneDNN's product, divergences for pieces of their operands in float32
+        else:  # float32 has room for oneDNN's matmul, divergences for pieces of their operands in float32
             assert peak >= (0.85 if dtype == torch.bfloat16 and name != "divergence" else 0.4) * predicted
 
 
@@ -322,7 +322,7 @@ def _memory_case(rows, h, v, device, dtype, cap, options):
 def test_predicted_memory_on_the_cpu(options, dtype):
     step, leaves, predicted = _memory_case(2000, 16, 3000, "cpu", dtype, 4, options)
     peak = peak_on_the_cpu(step, leaves)
-    # float32: the prediction has room for oneDNN's product in a tensor of its own, which MKL does without.
+    # float32: the prediction has room for oneDNN's matmul in a tensor of its own, which MKL does without.
     least = 0.9 if dtype == torch.bfloat16 else 0.45
     assert least * predicted.peak <= peak <= 1.1 * predicted.peak
 

@@ -26,8 +26,8 @@ def _keep(keep_mb):
     return {"keep_mb": keep_mb, "chunk_rows": 4 if keep_mb == 5 * ROW else None}
 
 
-def _products(step, least):
-    """Matrix products of a step with at least so many multiplications."""
+def _matmuls(step, least):
+    """Matmuls of a step with at least so many multiplications."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
         step()
     work = 0.0
@@ -39,7 +39,7 @@ def _products(step, least):
 
 
 @pytest.mark.parametrize(
-    "fn, trained, keep_mb, products",
+    "fn, trained, keep_mb, matmuls",
     [
         (fn, *call)
         for fn in (FN, LOSS)
@@ -73,12 +73,12 @@ def _products(step, least):
         ]
     ],
 )
-def test_number_of_products(fn, trained, keep_mb, products):
+def test_number_of_matmuls(fn, trained, keep_mb, matmuls):
     """In units of rows * hidden size * vocabulary; the rank of the LoRA is too small to count."""
     rows, size, vocab = 40, 32, 64
     hidden, weight, target = (t.detach() for t in head_inputs(rows, size, vocab, masked=0.0))
     hidden.requires_grad_("x" in trained), weight.requires_grad_("w" in trained)
-    options = {"keep_mb": keep_mb, "chunk_rows": 10 if products == 3.75 else None}
+    options = {"keep_mb": keep_mb, "chunk_rows": 10 if matmuls == 3.75 else None}
     if "b" in trained:
         options["bias" if trained == "xb" else "lora"] = (
             torch.randn(vocab, requires_grad=True)
@@ -91,7 +91,7 @@ def test_number_of_products(fn, trained, keep_mb, products):
         if result.requires_grad:
             result.sum().backward()
 
-    assert _products(step, rows * size * vocab) == pytest.approx(products, abs=0.15)
+    assert _matmuls(step, rows * size * vocab) == pytest.approx(matmuls, abs=0.15)
 
 
 @pytest.mark.parametrize(

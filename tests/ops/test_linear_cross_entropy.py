@@ -17,7 +17,7 @@ from tigon.ops.loss_head.plan import plan
 
 
 def test_float16_gradients_survive_a_large_count(device):
-    # 1/count in fp16 logit gradients would underflow: scale is folded in after the products.
+    # 1/count in fp16 logit gradients would underflow: scale is folded in after the matmuls.
     hidden, weight, target = head_inputs(64, 16, 40, dtype=torch.float16, device=device, masked=0.0)
     got = run(tigon.linear_cross_entropy, (hidden, weight, target), {"denominator": 2.0**14})
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
@@ -49,7 +49,7 @@ def test_compiled_with_a_cap(dynamic, device):
 
 
 def test_same_bits_for_any_thread_count_of_the_row_pass():
-    # One row per product: aten's product of a single row does not depend on the thread count.
+    # One row per matmul: aten's matmul of a single row does not depend on the thread count.
     script = """
 import tigon
 torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_one_chunk_past_two_to_the_31_elements():
     whole, parts = (
         run(tigon.linear_cross_entropy, args, {"reduction": "none", "chunk_rows": n}) for n in (rows, 4096)
     )
-    # Products of another size may sum in another order, so that a logit is now and then rounded otherwise.
+    # Matmuls of another size may sum in another order, so that a logit is now and then rounded otherwise.
     torch.testing.assert_close(whole[0], parts[0], rtol=4 * torch.finfo(torch.float32).eps, atol=0)
     torch.testing.assert_close(whole[1], parts[1], rtol=2**-6, atol=2**-8 * parts[1].abs().max().item())
     assert torch.isfinite(whole[2]).all()
@@ -157,7 +157,7 @@ def test_correct_is_the_first_argmax_among_ties(classes, dtype, device):
 @pytest.mark.parametrize("width", [33, 48, 63])
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_values_beside_a_row_change_nothing(width, contiguous):
-    """Products of bf16 on AMX read past the rows of their first operand: into nothing, or the next row."""
+    """Matmuls of bf16 on AMX read past the rows of their first operand: into nothing, or the next row."""
     memory = torch.full((64, width if contiguous else width + 40), torch.nan, dtype=torch.bfloat16)
     hidden = memory[:, :width].copy_(torch.randn(64, width))
     if contiguous:
@@ -179,6 +179,6 @@ def test_columns_beside_dlogits_stay(dtype, device):
     hidden, weight = torch.randn(48, 64).to(whole), torch.randn(100, 64).to(whole)
     before, dhidden = whole.clone(), torch.empty_like(hidden)
     rest = (None, None, None, True, False, None, None, 1.0, None, None)
-    torch.ops.tigon.linear_product_gradients(dlogits, hidden, weight, dhidden, *rest)
+    torch.ops.tigon.loss_head_gradients(dlogits, hidden, weight, dhidden, *rest)
     assert torch.equal(whole, before)
     torch.testing.assert_close(dhidden, dlogits @ weight, rtol=2e-2, atol=0.2)

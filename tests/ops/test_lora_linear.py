@@ -31,8 +31,8 @@ def test_zeros_give_the_bits_of_the_base(dtype, device):
         assert torch.equal(y, base)
         got, wanted = (torch.autograd.grad(z, given["x"], dy)[0] for z in (y, base))
         assert torch.equal(got, wanted)
-        if device == "cpu" or dtype != torch.float32:  # there PyTorch takes another product than cuBLASLt's
-            # The CPU's product is rounded before a bias is added.
+        if device == "cpu" or dtype != torch.float32:  # there PyTorch takes another matmul than cuBLASLt's
+            # The CPU's matmul is rounded before a bias is added.
             assert of is not None or torch.equal(y, F.linear(given["x"], given["weight"]))
             assert torch.equal(got, dy @ given["weight"])
 
@@ -75,18 +75,18 @@ def test_checkpointed_dropout(device):
     assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
 
 
-def test_a_checkpoint_spares_the_last_products(device, monkeypatch):
+def test_a_checkpoint_spares_the_last_matmuls(device, monkeypatch):
     """Run again, the forward ends when x and t are there."""
     from tigon.ops import lora_linear as op
 
     given, ran = operands(device), []
-    products = op._products
+    matmuls = op._matmuls
 
     def counting(*args, only_t=False, **options):
         ran.append(only_t)
-        return products(*args, only_t=only_t, **options)
+        return matmuls(*args, only_t=only_t, **options)
 
-    monkeypatch.setattr(op, "_products", counting)
+    monkeypatch.setattr(op, "_matmuls", counting)
     y = checkpoint(lambda *args: tigon.lora_linear(*args), *given.values(), use_reentrant=False)
     y.sum().backward()
     assert ran == [True, False, True]

@@ -346,7 +346,7 @@ def test_orders_of_arguments_are_those_of_the_schemas():
         assert after[-len(fields) - 1 :][: len(fields)] == fields or after[-len(fields) :] == fields, name
     last = ["dlogits", "hidden", "weight", *("dhidden", "dweight", "dbias", "factor", "first", "add_dweight")]
     last += ["lora_a", "lora_b", "lora_scale", "dlora_a", "dlora_b"]
-    assert _schema("linear_product_gradients")[0] == last
+    assert _schema("loss_head_gradients")[0] == last
     shard = ["logits", "target", "bias", "class_weight", "ignore_index"]
     shard += ["label_smoothing", "softcap", "z_loss", "first_class", "classes", "logit_scale", "temperature"]
     for name in ("cross_entropy_shard_statistics", "cross_entropy_shard_gradient"):

@@ -1,4 +1,4 @@
-"""Several heads over one trunk: what the cases cannot say. Modules, products, memory, refusals."""
+"""Several heads over one trunk: what the cases cannot say. Modules, matmuls, memory, refusals."""
 
 import itertools
 
@@ -263,8 +263,8 @@ def test_autocast(device):
 @pytest.mark.parametrize(
     ("trunk", "weights", "wanted"), [(True, True, 9), (False, True, 6), (True, False, 6), (False, False, 3)]
 )
-def test_products(trunk, weights, wanted):
-    """A frozen trunk has no product of its gradient, frozen heads none of theirs."""
+def test_matmuls(trunk, weights, wanted):
+    """A frozen trunk has no matmul of its gradient, frozen heads none of theirs."""
     hidden, heads, labels = draw(heads=3, layers=0)
     hidden.requires_grad_(trunk)
     heads.requires_grad_(weights)

@@ -388,7 +388,7 @@ def test_bad_parameters(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("n, k", [(8, 16), (72, 200), (264, 72), (600, 1000), (1024, 256), (2304, 64)])
-def test_symmetric_product(n, k, trans):
+def test_symmetric_matmul(n, k, trans):
     """Of batches with every tail, against float64; what is above the diagonal is what is below."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs sm_90")

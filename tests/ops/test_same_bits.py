@@ -280,7 +280,7 @@ def log_probs(hidden, weight, target, **options):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-# On a CPU a large head has the products of a small one.
+# On a CPU a large head has the matmuls of a small one.
 @pytest.mark.parametrize("name", ["gpt2", *["gemma"] * ("cuda" in DEVICES), "odd_hidden", "small", "one"])
 def test_log_probs_of_all_calls(name, dtype, options, device, deterministic):
     """A row's log-probability does not depend on what else a call returns, or on which call it is."""
@@ -320,7 +320,7 @@ def test_heads_that_begin_anywhere(name, dtype, device, deterministic):
         (name, dtype, device)
         for i, name in enumerate(HEADS)
         for device in DEVICES
-        # On a CPU a large head has the products of a small one: one dtype says it.
+        # On a CPU a large head has the matmuls of a small one: one dtype says it.
         for dtype in (DTYPES if device == "cuda" or name in SMALL else [DTYPES[i % 3]])
     ],
 )
@@ -414,7 +414,7 @@ def test_losses_of_rows(dtype, device, deterministic):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads(threads, deterministic):
-    """On the CPU the mode's products do not depend on the number of threads."""
+    """On the CPU the mode's matmuls do not depend on the number of threads."""
     hidden, weight, target = head_of("odd_hidden", torch.float32, "cpu")
     before, found = torch.get_num_threads(), []
     try:

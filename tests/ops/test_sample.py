@@ -133,7 +133,7 @@ def test_linear_sample(dtype, device, monkeypatch):
         monkeypatch.setattr(sample, "_LOGITS_BYTES", 7 * 256 * 4)  # several chunks
         chunked = tigon.linear_sample(hidden, weight, **options, **drawn, log_prob=True)
         monkeypatch.undo()
-        assert (ids == chunked[0]).double().mean() > 0.95  # a product's rounding may depend on its rows
+        assert (ids == chunked[0]).double().mean() > 0.95  # a matmul's rounding may depend on its rows
         exact = tigon.linear_sample(hidden.double(), weight.double(), **options, **drawn)
         assert (ids == exact).double().mean() > (0.95 if dtype == torch.float32 else 0.8)
 

@@ -38,7 +38,7 @@ void pack(const T* m, int64_t step_i, int64_t step_k, int64_t count, int64_t dep
 }
 
 template <class T, class C>
-void tile_product(const Gemm& g, int64_t i0, int64_t rows, int64_t j0, int64_t cols) {
+void tile_gemm(const Gemm& g, int64_t i0, int64_t rows, int64_t j0, int64_t cols) {
   int64_t strip_rows = up(rows, kStripRows), stride = up(cols, kStripCols);
   int64_t most = std::min(kDepth, g.k);
   std::vector<float> acc(size_t(strip_rows * stride), 0.0f), a(size_t(strip_rows * most)),
@@ -73,7 +73,7 @@ void builtin_gemm(Context& ctx, const Gemm& g) {
       using C = typename decltype(c)::type;
       parallel(ctx, tiles_m * tiles_n, [&](int64_t tile) {
         int64_t i0 = tile / tiles_n * kRows, j0 = tile % tiles_n * kCols;
-        tile_product<T, C>(g, i0, std::min(kRows, g.m - i0), j0, std::min(kCols, g.n - j0));
+        tile_gemm<T, C>(g, i0, std::min(kRows, g.m - i0), j0, std::min(kCols, g.n - j0));
       });
     });
   });

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "tigon/base/elementwise.h"
-#include "tigon/base/product.h"
+#include "tigon/base/matrix_gemm.h"
 #include "tigon/base/require.h"
 
 namespace tigon {
@@ -19,14 +19,14 @@ void grouped_gemm(Context& ctx, const GroupedGemm& g) {
       for (int64_t r = 0; r < c.rows; ++r)
         std::memset(cpu::element_at(c, r, 0), 0, size_t(c.cols) * size_of(c.dtype));
     if (rows == 0) continue;
-    multiply(ctx, {.a = a, .b = b, .c = c, .trans_a = g.reduce_rows, .trans_b = g.trans_b});
+    gemm(ctx, {.a = a, .b = b, .c = c, .trans_a = g.reduce_rows, .trans_b = g.trans_b});
     if (g.a2.data == nullptr) continue;
     group_rows = g.b2.rows / g.groups;
-    multiply(ctx, {.a = rows_from(g.a2, first, rows),
-                   .b = rows_from(g.b2, i * group_rows, group_rows),
-                   .c = c,
-                   .trans_b = g.trans_b,
-                   .beta = 1.0f});
+    gemm(ctx, {.a = rows_from(g.a2, first, rows),
+               .b = rows_from(g.b2, i * group_rows, group_rows),
+               .c = c,
+               .trans_b = g.trans_b,
+               .beta = 1.0f});
   }
 }
 
@@ -43,7 +43,7 @@ bool has_grouped_gate(Context& ctx, [[maybe_unused]] const GroupedGemm& g,
 
 void grouped_gated_gemm(Context& ctx, const GroupedGemm& g, const GroupedGate& gate) {
   TIGON_CHECK("grouped_gemm", has_grouped_gate(ctx, g, gate),
-              "there must be a gated product for these, found none");
+              "there must be a gated GEMM for these, found none");
   on_device("grouped_gemm", ctx, [] {}, TIGON_ON_CUDA(cuda::grouped_gated_gemm(ctx, g, gate)));
 }
 

@@ -97,11 +97,11 @@ class TorchCpuContext final : public Context {
     const bool adds = is_half(g.ab_dtype) && aoti_torch_cpu_addmm_out != nullptr;
     if (g.ab_dtype == g.c_dtype && (plain || adds)) return mm(g, g.c, g.ldc);
     size_t first = blocks_.size();
-    void* product = scratch(size_of(g.ab_dtype) * size_t(g.m * g.n));
+    void* ab = scratch(size_of(g.ab_dtype) * size_t(g.m * g.n));
     Gemm alone = g;
     alone.alpha = 1.0f, alone.beta = 0.0f;
-    mm(alone, product, g.n);
-    add(product, g.ab_dtype, g);
+    mm(alone, ab, g.n);
+    add(ab, g.ab_dtype, g);
     blocks_.resize(first, like_);
   }
 
@@ -133,7 +133,7 @@ class TorchCpuContext final : public Context {
 
   // Rows of A without zeros after them are copied, a few at a time, to memory that has them.
   void mm(const Gemm& g, void* c, int64_t ldc) {
-    if (!reads_past_rows(g)) return product(g, c, ldc);
+    if (!reads_past_rows(g)) return call_mm(g, c, ldc);
     constexpr int64_t kElements = int64_t(1) << 18, kLeastRows = 64;
     const int64_t lda = (g.k + kAmxColumns - 1) / kAmxColumns * kAmxColumns,
                   most = std::min(g.m, std::max(kLeastRows, kElements / lda));
@@ -147,11 +147,11 @@ class TorchCpuContext final : public Context {
         std::copy_n(static_cast<const uint16_t*>(g.a) + (begin + r) * g.lda, g.k, rows + r * lda);
         std::fill_n(rows + r * lda + g.k, lda - g.k, uint16_t(0));
       });
-      product(piece, static_cast<char*>(c) + begin * ldc * int64_t(size_of(g.ab_dtype)), ldc);
+      call_mm(piece, static_cast<char*>(c) + begin * ldc * int64_t(size_of(g.ab_dtype)), ldc);
     }
     blocks_.resize(first, like_);
   }
-  void product(const Gemm& g, void* c, int64_t ldc) {
+  void call_mm(const Gemm& g, void* c, int64_t ldc) {
     if (g.beta == 0.0f) fault_in(c, size_of(g.ab_dtype) * size_t((g.m - 1) * ldc + g.n));
     const Tensor a = view(g.a, g.m, g.k, g.lda, g.trans_a, g.ab_dtype),
                  b = view(g.b, g.k, g.n, g.ldb, g.trans_b, g.ab_dtype),
@@ -182,8 +182,8 @@ class TorchCpuContext final : public Context {
     };
     check_torch(torch_call_dispatcher("mkldnn::_linear_pointwise", "", stack, TORCH_ABI_VERSION),
                 [] { return "mkldnn::_linear_pointwise failed"; });
-    Tensor product = torch::stable::detail::to<Tensor>(stack[0]);
-    add(product.data_ptr(), DType::f32, g);
+    Tensor ab = torch::stable::detail::to<Tensor>(stack[0]);
+    add(ab.data_ptr(), DType::f32, g);
   }
 
   // Computes the columns of the result in pieces, so that few rows of op(B) are in float32 at a time.
@@ -217,14 +217,14 @@ class TorchCpuContext final : public Context {
     blocks_.resize(first, like_);
   }
 
-  // Computes C = alpha product, or C += alpha product if beta is 1.
-  void add(const void* product, DType dtype, const Gemm& g) {
-    dispatch_float("gemm", "product", dtype, [&](auto p) {
+  // Computes C = alpha ab, or C += alpha ab if beta is 1.
+  void add(const void* ab, DType dtype, const Gemm& g) {
+    dispatch_float("gemm", "matmul", dtype, [&](auto p) {
       using P = typename decltype(p)::type;
       dispatch_float("gemm", "result", g.c_dtype, [&](auto c) {
         using C = typename decltype(c)::type;
         parallel(*this, g.m, [&](int64_t r) {
-          const P* from = static_cast<const P*>(product) + r * g.n;
+          const P* from = static_cast<const P*>(ab) + r * g.n;
           C* to = static_cast<C*>(g.c) + r * g.ldc;
           if (g.beta == 0.0f)
             for (int64_t i = 0; i < g.n; ++i) to[i] = from_float<C>(g.alpha * to_float(from[i]));

@@ -55,11 +55,11 @@ class TorchCudaContext final : public Context {
 }  // namespace
 
 std::unique_ptr<Context> make_cuda_context(const Tensor& t) { return std::make_unique<TorchCudaContext>(t); }
-std::string products() { return cuda::cublaslt_kernels(); }
-bool own_products(int capability) { return cuda::has_own_products(capability); }
+std::string gemm_kernels() { return cuda::cublaslt_kernels(); }
+bool has_matmul_kernels(int capability) { return cuda::has_matmul_kernels(capability); }
 #else
-std::string products() { return {}; }
-bool own_products(int) { return false; }
+std::string gemm_kernels() { return {}; }
+bool has_matmul_kernels(int) { return false; }
 std::unique_ptr<Context> make_cuda_context(const Tensor&) {
   detail::fail("context",
                {"this build of Tigon has no CUDA backend (rebuild with nvcc and -DTIGON_CUDA=ON)"});
@@ -69,10 +69,10 @@ std::unique_ptr<Context> make_cuda_context(const Tensor&) {
 }  // namespace tigon::torch_shim
 
 // Returns the lines of tigon.env() about GEMM, valid until the thread's next call.
-extern "C" TIGON_API const char* tigon_products() {
+extern "C" TIGON_API const char* tigon_gemm_kernels() {
   static thread_local std::string lines;
-  return (lines = tigon::torch_shim::products()).c_str();
+  return (lines = tigon::torch_shim::gemm_kernels()).c_str();
 }
-extern "C" TIGON_API bool tigon_own_products(int capability) {
-  return tigon::torch_shim::own_products(capability);
+extern "C" TIGON_API bool tigon_has_matmul_kernels(int capability) {
+  return tigon::torch_shim::has_matmul_kernels(capability);
 }

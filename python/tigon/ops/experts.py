@@ -157,12 +157,12 @@ class Adapter(NamedTuple):
         """t: rows times the first matrices."""
         if self.first is None:
             return rows.new_empty(0, 0)
-        return grouped_gemm.product(
+        return grouped_gemm.matmul(
             rows, self.packed_first(rows.dtype), offsets, False, order=order, place=place
         )
 
     def addend(self, t, transposed) -> Addend:
-        """What :func:`grouped_gemm.product` takes to add t times the second matrices."""
+        """What :func:`grouped_gemm.matmul` takes to add t times the second matrices."""
         if self.second is None:
             return Addend()
         second, rank_dim = (self.second.mT, 1) if transposed else (self.second, 2)
@@ -246,12 +246,12 @@ def _forward(*inputs, keep=True):
         order, place, offsets = _route(a.ids.contiguous(), experts)
     gate_up_t = a.gate_up_adapter.lower(x, offsets, order, place)
     addend = a.gate_up_adapter.addend(gate_up_t, transposed)
-    z, act = grouped_gemm.gated_product(
+    z, act = grouped_gemm.gated_matmul(
         x, order, place, a.gate_up, a.gate_up_bias, offsets, unit=a.unit, keep=keep, addend=addend
     )
     down_t = a.down_adapter.lower(act, offsets)
     addend = a.down_adapter.addend(down_t, transposed)
-    y = grouped_gemm.product(act, a.down, offsets, transposed, addend)
+    y = grouped_gemm.matmul(act, a.down, offsets, transposed, addend)
     if a.is_sorted and a.weights is None and a.down_bias is None:
         _zero_rest(y, offsets)
     else:
@@ -360,7 +360,7 @@ def _dact(a: _Backward, g, down_dt):
     """The gradient of act, without the weights."""
     if a.need_dact:
         addend = a.down_adapter.transposed().addend(down_dt, not a.transposed)
-        return grouped_gemm.product(g, a.down, a.offsets, not a.transposed, addend)
+        return grouped_gemm.matmul(g, a.down, a.offsets, not a.transposed, addend)
     # Without gradients of z or weights the kernel needs no dact; it then reads z in its place and drops dz.
     return a.gate_up_rows[:, : a.down.shape[1 if a.transposed else 2]]
 
@@ -431,7 +431,7 @@ def _gate_up_gradients(a: _Backward, dz, gate_up_dt, found) -> None:
 def _dx(a: _Backward, dz, gate_up_dt):
     """The gradients of the rows of x, summed over the experts of a token."""
     addend = a.gate_up_adapter.transposed().addend(gate_up_dt, not a.transposed)
-    dx = grouped_gemm.product(dz, a.gate_up, a.offsets, not a.transposed, addend)
+    dx = grouped_gemm.matmul(dz, a.gate_up, a.offsets, not a.transposed, addend)
     if a.is_sorted:
         _zero_rest(dx, a.offsets)
         return dx
@@ -546,9 +546,9 @@ def _check_weights(op, name, weights, shape, x) -> None:
 
 # The operators' names of arguments, if they differ from those of both functions.
 _WORDS = {
-    "experts_gated_product.stack": "gate_up",
-    "experts_gated_product.bias": "gate_up_bias",
-    "experts_product.stack": "down",
+    "experts_gated_matmul.stack": "gate_up",
+    "experts_gated_matmul.bias": "gate_up_bias",
+    "experts_matmul.stack": "down",
     "experts_combine.bias": "down_bias",
 }
 

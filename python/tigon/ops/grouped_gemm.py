@@ -12,20 +12,20 @@ import torch.nn.functional as F
 
 from tigon._deterministic import is_deterministic
 from tigon._load import native
-from tigon.environment import own_products
-from tigon.ops.loss_head.products import form_gradients, form_logits
+from tigon.environment import has_matmul_kernels
+from tigon.ops.loss_head.matmuls import form_gradients, form_logits
 
 # The native pieces are called only inside the operators of a layer, which tracers treat as opaque.
 _gather, _gate = native("experts_gather"), native("experts_gate")
-_product, _weight_gradient = native("experts_product"), native("experts_weight_gradient")
-_gated_product = native("experts_gated_product")
+_matmul, _weight_gradient = native("experts_matmul"), native("experts_weight_gradient")
+_gated_matmul = native("experts_gated_matmul")
 
 
 def own_fits(rows, other) -> bool:
     """Whether the native matmuls take these: on CUDA 16-bit rows of whole 16-byte vectors, on sm_90."""
     if rows.is_cpu:
         return True
-    if rows.dtype == torch.float32 or not own_products(rows.device):
+    if rows.dtype == torch.float32 or not has_matmul_kernels(rows.device):
         return False
     aligned = (t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (rows, other))
     return all(aligned) and all(n % 8 == 0 for t in (rows, other) for n in t.shape[1:])
@@ -43,8 +43,8 @@ def _whole(t):
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
-def grouped_product(rows, stack, offsets, transposed):
-    """:func:`product` in one launch."""
+def grouped_matmul(rows, stack, offsets, transposed):
+    """:func:`matmul` in one launch."""
     columns, stack = stack.shape[2 if transposed else 1], _whole(stack)
     matrices = stack if transposed else stack.transpose(1, 2)
     return F.grouped_mm(_whole(rows), matrices, offs=offsets[1:])[:, :columns].contiguous()
@@ -56,8 +56,8 @@ def grouped_weight_gradient(a, b, offsets):
     return out[:, : a.shape[1], : b.shape[1]].contiguous()
 
 
-def each_product(rows, stack, offsets, transposed):
-    """:func:`product` expert by expert; waits for the device."""
+def each_matmul(rows, stack, offsets, transposed):
+    """:func:`matmul` expert by expert; waits for the device."""
     out = rows.new_empty(rows.shape[0], stack.shape[2 if transposed else 1])
     ends, alike = offsets.tolist(), is_deterministic()  # PyTorch chooses a kernel by the number of rows
     for matrix, begin, end in zip(stack, ends, ends[1:], strict=False):
@@ -81,7 +81,7 @@ def each_weight_gradient(a, b, offsets):
 
 
 class Addend(NamedTuple):
-    """Other rows and another stack of the same layout, whose matmul :func:`product` adds."""
+    """Other rows and another stack of the same layout, whose matmul :func:`matmul` adds."""
 
     t: torch.Tensor | None = None
     b: torch.Tensor | None = None
@@ -90,16 +90,16 @@ class Addend(NamedTuple):
 _NO_ADDEND = Addend()
 
 
-def product(rows, stack, offsets, transposed, addend=_NO_ADDEND, order=None, place=None):
+def matmul(rows, stack, offsets, transposed, addend=_NO_ADDEND, order=None, place=None):
     """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``.
 
     Args:
         order, place: the rows of the experts are those of `rows` in this order, if given.
     """
     if own_fits(rows, stack):
-        return _product(rows, stack, offsets, transposed, order=order, place=place, t=addend.t, b=addend.b)
+        return _matmul(rows, stack, offsets, transposed, order=order, place=place, t=addend.t, b=addend.b)
     rows = rows.contiguous() if order is None else _gather(rows, place)
-    run = grouped_product if grouped_fits(offsets, rows) else each_product
+    run = grouped_matmul if grouped_fits(offsets, rows) else each_matmul
     y = run(rows, stack, offsets, transposed)
     return y if addend.t is None else y.add_(run(addend.t, addend.b, offsets, transposed))
 
@@ -114,12 +114,12 @@ class Unit(NamedTuple):
     limit: float
 
 
-def gated_product(x, order, place, stack, bias, offsets, unit, keep, addend=_NO_ADDEND):
+def gated_matmul(x, order, place, stack, bias, offsets, unit, keep, addend=_NO_ADDEND):
     """Rows of x (in `order`, if given) times gate_up, empty unless kept; and the gated unit."""
     if own_fits(x, stack):
         operands = {"stack": stack, "bias": bias, "offsets": offsets, "keep": keep}
-        return _gated_product(x, order, place, **operands, **unit._asdict(), t=addend.t, b=addend.b)
-    z = product(x, stack, offsets, unit.transposed, addend, order, place)
+        return _gated_matmul(x, order, place, **operands, **unit._asdict(), t=addend.t, b=addend.b)
+    z = matmul(x, stack, offsets, unit.transposed, addend, order, place)
     return z, _gate(z, bias, offsets, unit.kind, unit.columns, unit.alpha, unit.limit)
 
 

@@ -219,13 +219,13 @@ def _adapter_gradients(layout, adapters, needs, dys, da, db) -> list:
     return gradients
 
 
-def _backward_products(layout, need_x, need_a, need_b, x, seed, t, *tensors):
+def _backward_matmuls(layout, need_x, need_a, need_b, x, seed, t, *tensors):
     dys, tensors = tensors[: layout.count], tensors[layout.count :]
     return tuple(_eager_bwd(dys, x, tensors, t, *layout.options, seed, need_x, need_a, need_b, []))
 
 
 _bwd_transformed = _op.transformable(
-    _OP, f"{_OP}_bwd", _backward_products, lambda *_: None, lambda ctx, *_: _op.refuse_second(_OP)
+    _OP, f"{_OP}_bwd", _backward_matmuls, lambda *_: None, lambda ctx, *_: _op.refuse_second(_OP)
 )
 
 
@@ -256,7 +256,7 @@ torch.library.register_autograd(
 # --- as a function of single tensors: eager, and under the transforms of torch.func -----------
 
 
-def _products(x, tensors, options, seed, t=None, only_t=False, made=()):
+def _matmuls(x, tensors, options, seed, t=None, only_t=False, made=()):
     fp8 = [weight.scales for weight in made]
     if made and not only_t:
         fp8 += fp8_linear.rows_of(x)
@@ -265,7 +265,7 @@ def _products(x, tensors, options, seed, t=None, only_t=False, made=()):
 
 def _forward(layout, recompute, x, seed, *tensors):
     made = [quantised() for quantised in layout.quantised]
-    return _products(x, layout.operands(tensors, made), layout.options, seed, made=made)
+    return _matmuls(x, layout.operands(tensors, made), layout.options, seed, made=made)
 
 
 def _setup_function(ctx, inputs, output):
@@ -307,7 +307,7 @@ class _Function(torch.autograd.Function):
         made, needs = [quantised() for quantised in layout.quantised], ctx.needs_input_grad
         dense = layout.operands(tensors, made)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            *ys, t = _products(x, dense, layout.options, seed, made=made)
+            *ys, t = _matmuls(x, dense, layout.options, seed, made=made)
             _save(ctx, layout, x, seed, t, tensors, recompute, made=made)
             ctx.mark_non_differentiable(*_constant(layout, needs[2], needs[4:], ys))
             return tuple(ys)
@@ -317,9 +317,9 @@ class _Function(torch.autograd.Function):
                 ctx.kept = _Saved.apply(_ANCHOR, *kept)  # the result, which holds the node
 
         # A checkpoint recomputes a layer only until all saved tensors exist, so it skips the last GEMMs.
-        (t,) = _products(x, dense, layout.options, seed, only_t=True, made=made)
+        (t,) = _matmuls(x, dense, layout.options, seed, only_t=True, made=made)
         _save(ctx, layout, x, seed, t, tensors, save=save, made=made)
-        ys = _products(x, dense, layout.options, seed, t, made=made)[:-1]
+        ys = _matmuls(x, dense, layout.options, seed, t, made=made)[:-1]
         ctx.mark_non_differentiable(*_constant(layout, needs[2], needs[4:], ys))
         return ys
 
@@ -408,7 +408,7 @@ class _DoraFunction(torch.autograd.Function):
             scaled.append(weight if layout.makers else torch.empty_like(weight))
             factors.append(dora_factors(weight, a, b, magnitude, scale, scaled[-1]))
         b = [scale_rows(b, f) for b, (f, _) in zip(dense[2 * n :], factors, strict=True)]
-        *ys, t = _products(x, (*scaled, *dense[n : 2 * n], *b), layout.options, None)
+        *ys, t = _matmuls(x, (*scaled, *dense[n : 2 * n], *b), layout.options, None)
         ctx.layout, ctx.recompute = layout, recompute
         ctx.save_for_backward(x if recompute is None else None, t, *tensors, *b, *ys, *sum(factors, ()))
         ctx.set_materialize_grads(False)

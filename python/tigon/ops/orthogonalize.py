@@ -1,4 +1,4 @@
-"""Newton-Schulz iterations of batches of matrices, by ``csrc/tigon/base/symmetric_product.h``."""
+"""Newton-Schulz iterations of batches of matrices, by ``csrc/tigon/base/symmetric_gemm.h``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tigon._op import raw
 from tigon.ops.muon import Start, x_scale
 
 # (out, a, b, c, trans, alpha, beta, gamma) -> bool: alpha a b^T (trans: a^T b) + beta c + gamma I, symmetric.
-_native = raw("symmetric_product_", lambda *args: False, op="symmetric_product")
+_native = raw("symmetric_matmul_", lambda *args: False, op="symmetric_matmul")
 
 
 def _symmetric(a, b, c=None, *, trans=False, alpha=1.0, beta=0.0, gamma=0.0) -> torch.Tensor:

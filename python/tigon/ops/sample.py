@@ -10,9 +10,9 @@ from tigon._op import _is_transformed, has_kernel, raw
 from tigon.error import check
 from tigon.ops import arguments, philox
 from tigon.ops.loss_head import operands
+from tigon.ops.loss_head.matmuls import form_logits
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import padded
-from tigon.ops.loss_head.products import form_logits
 from tigon.ops.loss_head.reference import plain_logits
 
 _INTEGERS, _FLOATS = (torch.int64, torch.int32), (torch.float32, torch.bfloat16, torch.float16, torch.float64)

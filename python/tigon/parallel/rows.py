@@ -11,10 +11,10 @@ import torch
 
 from tigon._deterministic import is_deterministic
 from tigon._op import raw
+from tigon.ops.loss_head.matmuls import ENTROPY, PREDICTED, SMOOTHING
+from tigon.ops.loss_head.matmuls import row_gradient as _gradient
+from tigon.ops.loss_head.matmuls import row_statistics as _statistics
 from tigon.ops.loss_head.operands import LabelFormula
-from tigon.ops.loss_head.products import ENTROPY, PREDICTED, SMOOTHING
-from tigon.ops.loss_head.products import row_gradient as _gradient
-from tigon.ops.loss_head.products import row_statistics as _statistics
 from tigon.parallel.shards import Shards
 
 # What is known of a row, in this order. log_mass is the logarithm of the probability that this shard's

@@ -35,8 +35,8 @@ from tigon._deterministic import is_deterministic
 from tigon._op import once
 from tigon.ops.loss_head.autograd import finished
 from tigon.ops.loss_head.driver import Chunk, Gradients, Part, RowPass
+from tigon.ops.loss_head.matmuls import form_gradients, form_logits
 from tigon.ops.loss_head.operands import HIDDEN, NEEDS, WEIGHT
-from tigon.ops.loss_head.products import form_gradients, form_logits
 from tigon.parallel.plan import divide
 from tigon.parallel.rows import IGNORED, NUMBERS, Rows, Several, total
 from tigon.parallel.shards import Work

@@ -40,7 +40,7 @@ void lower_facts(DeviceFacts& f) {
 
 }  // namespace
 
-bool has_own_products(int capability) {
+bool has_matmul_kernels(int capability) {
 #ifdef TIGON_SM90A
   DeviceFacts f = {.capability = capability};
   lower_facts(f);

@@ -146,8 +146,8 @@ struct Plan {
 
 // Holds what the GEMMs of a device share. A step has some ten GEMMs, and a new number of rows changes most of
 // them.
-struct DeviceProducts {
-  DeviceProducts() { check(lt::api().create(&handle), "cublasLtCreate"); }
+struct DeviceGemms {
+  DeviceGemms() { check(lt::api().create(&handle), "cublasLtCreate"); }
 
   lt::Handle handle = nullptr;
   LruCache<decltype(std::declval<Problem>().key()), Plan> plans{256};
@@ -163,10 +163,10 @@ Described& described() {
   return all;
 }
 
-DeviceProducts& products_of(int device) {
+DeviceGemms& gemms_of(int device) {
   static std::mutex mutex;
   // These are never destroyed: cuBLASLt may be unloaded first when the program ends.
-  static auto& devices = *new std::map<int, DeviceProducts>;
+  static auto& devices = *new std::map<int, DeviceGemms>;
   std::lock_guard lock(mutex);
   return devices.try_emplace(device).first->second;
 }
@@ -237,7 +237,7 @@ Plan::Plan(const Problem& q, lt::Handle handle, const Plan* other) : Plan(q.g) {
       api.heuristic(handle, desc, a, b, c, c, pref, int(results.size()), results.data(), &found);
   api.preference_destroy(pref);
   TIGON_CHECK("gemm", status == 0 && found > 0, "cuBLASLt has no kernel for a ", g.m, " x ", g.n, " x ", g.k,
-              " product of ", name_of(g.ab_dtype), " into ", name_of(g.c_dtype), " (cublasStatus_t ", status,
+              " matmul of ", name_of(g.ab_dtype), " into ", name_of(g.c_dtype), " (cublasStatus_t ", status,
               ")");
   const lt::HeuristicResult& best = results[size_t(choose(g, results.data(), found))];
   algo = best.algo;
@@ -247,7 +247,7 @@ Plan::Plan(const Problem& q, lt::Handle handle, const Plan* other) : Plan(q.g) {
 // Returns the kernel for GEMMs with a weight and this many rows. It adds along K in one order whatever the
 // number of rows: all have the algorithm that the heuristic picks for many rows, and the tile that it picks
 // for the nearest number of rows from 1024 to 8192.
-std::shared_ptr<const Plan> weight_plan(DeviceProducts& products, const Problem& q) {
+std::shared_ptr<const Plan> weight_plan(DeviceGemms& gemms, const Problem& q) {
   constexpr int64_t kFewest = 1024, kMost = 8192, kRows = 128, kVector = 8;
   Problem of = q;
   of.choice = Choice::unsplit;
@@ -255,7 +255,7 @@ std::shared_ptr<const Plan> weight_plan(DeviceProducts& products, const Problem&
   of.g.ldc = (of.g.n + kVector - 1) / kVector * kVector;
   auto at = [&](int64_t rows) {
     of.g.m = rows;
-    return products.plans.get(of.key(), [&] { return std::make_shared<const Plan>(of, products.handle); });
+    return gemms.plans.get(of.key(), [&] { return std::make_shared<const Plan>(of, gemms.handle); });
   };
   std::shared_ptr<const Plan> many = at(kMost),
                               plan = at(std::clamp((q.g.m + kRows - 1) / kRows * kRows, kFewest, kMost));
@@ -263,7 +263,7 @@ std::shared_ptr<const Plan> weight_plan(DeviceProducts& products, const Problem&
   auto is = [&](int which) { return attribute(plan->algo, which); };
   TIGON_CHECK(
       "gemm", is(lt::kAlgoSplitK) <= 1 && is(lt::kAlgoReduction) == 0,
-      "deterministic products must have a kernel that does not split its sums, and cuBLASLt has none for ",
+      "deterministic matmuls must have a kernel that does not split its sums, and cuBLASLt has none for ",
       q.g.n, " x ", q.g.k, " in ", name_of(q.g.ab_dtype));
   std::ostringstream line;
   line << "[*, " << q.g.k << "] x [" << q.g.k << ", " << q.g.n << "]" << (q.g.trans_b ? "^T " : " ")
@@ -276,12 +276,12 @@ std::shared_ptr<const Plan> weight_plan(DeviceProducts& products, const Problem&
 }
 
 void run_piece(Context& ctx, const Gemm& g, Choice choice, int device, GemmWorkspace& workspace) {
-  DeviceProducts& products = products_of(device);
-  lt::Handle handle = products.handle;
+  DeviceGemms& gemms = gemms_of(device);
+  lt::Handle handle = gemms.handle;
   const Problem q(g, choice);
-  std::shared_ptr<const Plan> plan = products.plans.get(q.key(), [&] {
+  std::shared_ptr<const Plan> plan = gemms.plans.get(q.key(), [&] {
     std::shared_ptr<const Plan> algorithm;
-    if (choice == Choice::batch_invariant) algorithm = weight_plan(products, q);
+    if (choice == Choice::batch_invariant) algorithm = weight_plan(gemms, q);
     return std::make_shared<const Plan>(q, handle, algorithm.get());
   });
   workspace.kernel.reserve(ctx, plan->workspace);

@@ -30,6 +30,6 @@ void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& works
 // Lists the kernels that deterministic contexts have used, a line for each GEMM.
 std::string cublaslt_kernels();
 // True if this build has matmul/ kernels for devices of this capability: sm_90a only.
-bool has_own_products(int capability);
+bool has_matmul_kernels(int capability);
 
 }  // namespace tigon::cuda

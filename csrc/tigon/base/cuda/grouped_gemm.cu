@@ -14,7 +14,7 @@ using matmul::Major;
 constexpr const char* kOp = "grouped_gemm";
 
 template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources = 1>
-using Product = matmul::Matmul<T, kMajorA, kMajorB, matmul::StoreEpilogue<T, kGroups>, kGroups, kSources>;
+using Matmul = matmul::Matmul<T, kMajorA, kMajorB, matmul::StoreEpilogue<T, kGroups>, kGroups, kSources>;
 
 // Returns g's matmuls with `rows` rows: the second one follows the first along K.
 template <int kSources>
@@ -39,8 +39,8 @@ void run(Context& ctx, const GroupedGemm& g) {
       kOp, g.c.data, g.c.cols, depth ? g.a.cols : g.c.rows, g.c.stride, 64, g.groups);
   auto sources = sources_of<kSources>(g, depth ? g.a.cols : g.a.rows, g.c.cols);
   if (depth) sources[0].k = g.a.rows;
-  Product<T, kMajorA, kMajorB, kGroups, kSources>::run(kOp, ctx, sources, {d},
-                                                       {.count = g.groups, .offsets = g.offsets});
+  Matmul<T, kMajorA, kMajorB, kGroups, kSources>::run(kOp, ctx, sources, {d},
+                                                      {.count = g.groups, .offsets = g.offsets});
 }
 
 template <class T>
@@ -100,12 +100,10 @@ bool fits(const GroupedGemm& g) {
   return g.a.dtype != DType::f32;
 }
 
-bool has_grouped_gemm() {
-  return Product<__nv_bfloat16, Major::K, Major::K, Groups::rows>::is_available(kOp);
-}
+bool has_grouped_gemm() { return Matmul<__nv_bfloat16, Major::K, Major::K, Groups::rows>::is_available(kOp); }
 
 void grouped_gemm(Context& ctx, const GroupedGemm& g) {
-  TIGON_CHECK(kOp, has_grouped_gemm(), "there is a product of groups for sm_90a only");
+  TIGON_CHECK(kOp, has_grouped_gemm(), "there is a grouped GEMM for sm_90a only");
   TIGON_CHECK(kOp, fits(g), "rows must be of 16 bits and whole vectors of 16 bytes");
   check_rows(g.a);
   if (g.c.cols == 0 || (g.a.rows == 0 && !g.reduce_rows)) return;

@@ -1,7 +1,7 @@
 #include "tigon/ops/contrastive/contrastive.h"
 
+#include "tigon/base/matrix_gemm.h"
 #include "tigon/base/op.h"
-#include "tigon/base/product.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/ops/loss_head/engine.h"
 
@@ -25,11 +25,11 @@ class ContrastivePass : public RowPass {
   // Returns the rows as the kernels read them.
   ContrastiveChunk chunk(Context& ctx, const LossHeadPart& p) const {
     if (guide_.data)
-      multiply(ctx, {.a = rows_from(a_.guide_q, p.begin, p.count),
-                     .b = a_.guide_d,
-                     .c = rows_from(guide_, 0, p.count),
-                     .trans_b = true,
-                     .unrounded = true});
+      gemm(ctx, {.a = rows_from(a_.guide_q, p.begin, p.count),
+                 .b = a_.guide_d,
+                 .c = rows_from(guide_, 0, p.count),
+                 .trans_b = true,
+                 .unrounded = true});
     return {.scores = p.logits.data,
             .guide = static_cast<const float*>(guide_.data),
             .rows = p.count,

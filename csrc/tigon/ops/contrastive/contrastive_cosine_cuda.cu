@@ -7,7 +7,7 @@
 #include "tigon/base/cuda/matmul/launch.cuh"
 #include "tigon/base/cuda/reduce.cuh"
 #include "tigon/base/cuda/vec.cuh"
-#include "tigon/base/product.h"
+#include "tigon/base/matrix_gemm.h"
 #include "tigon/ops/contrastive/contrastive_cosine.h"
 
 namespace tigon::cuda {
@@ -134,7 +134,7 @@ struct Epilogue {
 };
 
 template <Leaves kLeaves>
-using Product = matmul::Matmul<T, matmul::Major::K, matmul::Major::K, Epilogue<kLeaves>>;
+using Matmul = matmul::Matmul<T, matmul::Major::K, matmul::Major::K, Epilogue<kLeaves>>;
 
 // Holds the rows of q, then those of d; one warp takes one row.
 struct Rows {
@@ -411,7 +411,7 @@ int64_t rows_of_chunk(const ContrastiveCosineFwd& a, int64_t stride) {
 }  // namespace
 
 void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
-  TIGON_CHECK(kOp, Product<Leaves::sums>::is_available(kOp), "q must be on a GPU of sm_90, got another");
+  TIGON_CHECK(kOp, Matmul<Leaves::sums>::is_available(kOp), "q must be on a GPU of sm_90, got another");
   const int64_t n = a.q.rows, m = a.d.rows, h = a.q.cols, stride = ceil_div(m, int64_t(64)) * 64;
   const int64_t most = rows_of_chunk(a, stride), columns = ceil_div(m, int64_t(kThreads)) * kThreads;
   static_assert(kThreads % kTileN == 0);
@@ -462,13 +462,13 @@ void contrastive_cosine_fwd(Context& ctx, const ContrastiveCosineFwd& a) {
                         .first = int(s.first)};
     if (kLeaves != Leaves::sums)
       p.store.d = matmul::make_tensor_map(kOp, to.data, matmul::kTensorMapType<T>, m, s.rows, stride, kRows);
-    Product<kLeaves>::run(
+    Matmul<kLeaves>::run(
         kOp, ctx, {Gemm{.m = s.rows, .n = m, .k = h, .a = rows.data, .lda = h, .b = unit_d.data, .ldb = h}},
         p);
   };
   auto gradients = [&](const Matrix& rows, const Matrix& of, bool first) {
-    if (a.gd.data) multiply(ctx, {.a = of, .b = unit_d, .c = rows_from(a.gd, s.first, s.rows)});
-    if (a.gq) multiply(ctx, {.a = of, .b = rows, .c = gq, .trans_a = true, .beta = first ? 0.0f : 1.0f});
+    if (a.gd.data) gemm(ctx, {.a = of, .b = unit_d, .c = rows_from(a.gd, s.first, s.rows)});
+    if (a.gq) gemm(ctx, {.a = of, .b = rows, .c = gq, .trans_a = true, .beta = first ? 0.0f : 1.0f});
   };
   auto run = [&](auto kernel, int64_t blocks) {
     launch(kOp, ctx, kernel, {.blocks = blocks, .threads = kThreads, .pdl = true}, s);

@@ -40,10 +40,10 @@ Matrix gathered(Context& ctx, const Matrix& x, const Vector& place) {
   return rows;
 }
 
-void product(Context& ctx, const ExpertsProduct& call) {
-  const ExpertsProduct a = checked("experts", ctx, call);
+void matmul(Context& ctx, const ExpertsMatmul& call) {
+  const ExpertsMatmul a = checked("experts", ctx, call);
   bool done = false;
-  on_device("experts", ctx, [] {}, TIGON_ON_CUDA(done = cuda::experts_narrow_product(ctx, a)));
+  on_device("experts", ctx, [] {}, TIGON_ON_CUDA(done = cuda::experts_narrow_matmul(ctx, a)));
   if (done) return;
   grouped_gemm(ctx, {.offsets = a.offsets.as<int32_t>(),
                      .groups = a.experts,
@@ -55,31 +55,31 @@ void product(Context& ctx, const ExpertsProduct& call) {
                      .trans_b = !a.transposed});
 }
 
-void gated_product(Context& ctx, const ExpertsGatedProduct& call) {
-  const ExpertsGatedProduct a = checked("experts", ctx, call);
-  GroupedGemm product = {.offsets = a.offsets.as<int32_t>(),
-                         .groups = a.experts,
-                         .a = a.x,
-                         .b = a.stack,
-                         .c = a.gate_up,
-                         .a2 = a.t,
-                         .b2 = a.b,
-                         .trans_b = !a.transposed};
-  if (!a.keep) product.c = {.dtype = a.x.dtype, .rows = a.act.rows, .cols = a.gate.width() * a.act.cols};
-  product.c.stride = product.c.cols;
+void gated_matmul(Context& ctx, const ExpertsGatedMatmul& call) {
+  const ExpertsGatedMatmul a = checked("experts", ctx, call);
+  GroupedGemm gemm = {.offsets = a.offsets.as<int32_t>(),
+                      .groups = a.experts,
+                      .a = a.x,
+                      .b = a.stack,
+                      .c = a.gate_up,
+                      .a2 = a.t,
+                      .b2 = a.b,
+                      .trans_b = !a.transposed};
+  if (!a.keep) gemm.c = {.dtype = a.x.dtype, .rows = a.act.rows, .cols = a.gate.width() * a.act.cols};
+  gemm.c.stride = gemm.c.cols;
   GroupedGate gate = {.unit = a.gate.unit, .act = a.act, .order = a.order};
   auto fuses = [&] {
-    return a.gate.columns == GateColumns::halves && !a.bias.data && has_grouped_gate(ctx, product, gate);
+    return a.gate.columns == GateColumns::halves && !a.bias.data && has_grouped_gate(ctx, gemm, gate);
   };
   if (a.order && !fuses()) {
-    product.a = gathered(ctx, a.x, a.place);
+    gemm.a = gathered(ctx, a.x, a.place);
     gate.order = {};
   }
-  if (fuses()) return grouped_gated_gemm(ctx, product, gate);
-  if (!a.keep) product.c = scratch(ctx, product.c);
-  grouped_gemm(ctx, product);
-  experts_gate_fwd(
-      ctx, {.gate_up = product.c, .bias = a.bias, .offsets = a.offsets, .act = a.act, .gate = a.gate});
+  if (fuses()) return grouped_gated_gemm(ctx, gemm, gate);
+  if (!a.keep) gemm.c = scratch(ctx, gemm.c);
+  grouped_gemm(ctx, gemm);
+  experts_gate_fwd(ctx,
+                   {.gate_up = gemm.c, .bias = a.bias, .offsets = a.offsets, .act = a.act, .gate = a.gate});
 }
 
 void weight_gradient(Context& ctx, const ExpertsWeightGradient& call) {
@@ -136,8 +136,8 @@ TIGON_OPERATOR(adapter_pass, ExpertsAdapterPass, "experts_adapter_pass", none)
 TIGON_OPERATOR(gate_pass, ExpertsGatePass, "experts_gate_pass", none)
 TIGON_OPERATOR(experts_copy, ExpertsCopy, "experts_copy", none)
 TIGON_OPERATOR(zero_rest, ExpertsZeroRest, "experts_zero_rest", none)
-TIGON_OPERATOR(product, ExpertsProduct, "experts_product", none)
-TIGON_OPERATOR(gated_product, ExpertsGatedProduct, "experts_gated_product", none)
+TIGON_OPERATOR(matmul, ExpertsMatmul, "experts_matmul", none)
+TIGON_OPERATOR(gated_matmul, ExpertsGatedMatmul, "experts_gated_matmul", none)
 TIGON_OPERATOR(weight_gradient, ExpertsWeightGradient, "experts_weight_gradient", none)
 TIGON_OPERATOR(adapter_gradient, ExpertsAdapterGradient, "experts_adapter_gradient", none)
 

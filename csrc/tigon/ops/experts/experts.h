@@ -22,7 +22,7 @@
 //             [E, columns], rows dense or apart
 // Dtypes      ids i64 | i32; order, place, offsets i32; the rest f32 | bf16 | f16, one for all but weights,
 //             which may have any of them, and dweights the same; arithmetic f32
-// Adapters    GEMMs add the products of x A^T and B as more columns of K. In the backward dy, and dgate_up
+// Adapters    GEMMs add the matmuls of x A^T and B as more columns of K. In the backward dy, and dgate_up
 //             with act, are read by one pass each (ExpertsPass) if it takes them, else by several kernels
 // Rounding    once, on store. combine adds in f32 and rounds the sum
 // Saved       gate_up, order, place, offsets by the caller, who runs the layer: nothing of S x H
@@ -232,9 +232,9 @@ struct ExpertsSum {
 };
 
 // Multiplies the rows of expert e by its matrix of the stack: [in, out] if `transposed`, else [out, in]. With
-// `order`, which comes with `place`, these are rows of a shorter matrix, several for each. The product of t
+// `order`, which comes with `place`, these are rows of a shorter matrix, several for each. The matmul of t
 // and the stack b, of the same layout, is added before the sum is rounded (on the CPU after it).
-struct ExpertsProduct {
+struct ExpertsMatmul {
   Matrix rows;
   Matrix stack;
   int64_t experts = 0;
@@ -274,7 +274,7 @@ struct ExpertsProduct {
 
 // Does the same for the rows of x in `order`, which comes with `place`, or for its rows as they are if that
 // is absent; then applies the gated unit.
-struct ExpertsGatedProduct {
+struct ExpertsGatedMatmul {
   Matrix x;
   Vector order, place;  // if empty, rows are taken as they are
   Matrix stack;
@@ -299,10 +299,10 @@ struct ExpertsGatedProduct {
     f.option("transposed", transposed);
     gate.options(f);
     f.option("keep", keep);
-    ExpertsProduct::require_fit(f, stack, experts, transposed, x.cols);
+    ExpertsMatmul::require_fit(f, stack, experts, transposed, x.cols);
     const int64_t rows = order ? order.size : x.rows,
-                  cols = ExpertsProduct::columns(stack, experts, transposed);
-    ExpertsProduct::fields_of_t(f, t, b, experts, transposed, rows, cols, x.dtype);
+                  cols = ExpertsMatmul::columns(stack, experts, transposed);
+    ExpertsMatmul::fields_of_t(f, t, b, experts, transposed, rows, cols, x.dtype);
     f.result_if(keep, "gate_up", gate_up, rows, cols, x.dtype);
     f.result("act", act, rows, cols / gate.width(), x.dtype);
   }
@@ -358,7 +358,7 @@ struct ExpertsCopy {
 };
 
 // Holds what the passes of the backward over rows of experts with adapters have in common. They run on CUDA
-// in bf16 and read an operand once for what takes several kernels otherwise: u, the rows' products with one
+// in bf16 and read an operand once for what takes several kernels otherwise: u, the rows' matmul with one
 // matrix of an adapter, [rank, columns], and the gradient of the other one (ExpertsAdapterGradient). An
 // element of u has one order of summation. Rows of an expert are added in their order, in parts that follow
 // from the offsets.
@@ -451,7 +451,7 @@ void experts_gate_pass(Context& ctx, const ExpertsGatePass& a);
 
 // Multiplies by matrices of few rows, [r, in], whose result is then no wider than the tile of a GEMM. Returns
 // false, and does nothing, if it has no kernel for the call.
-bool experts_narrow_product(Context& ctx, const ExpertsProduct& a);
+bool experts_narrow_matmul(Context& ctx, const ExpertsMatmul& a);
 // Does the same for gradients of few ranks.
 bool experts_narrow_gradient(Context& ctx, const ExpertsAdapterGradient& a);
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// The CUDA backend of what adapters of experts need around GEMMs: products with few columns, gradients of few
+// The CUDA backend of what adapters of experts need around GEMMs: matmuls with few columns, gradients of few
 // ranks, and copies of adapters between memory orders.
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/values.cuh"
@@ -19,7 +19,7 @@ void take_shared(void (*kernel)(Params...), int bytes) {
                                              cudaSharedmemCarveoutMaxShared));
 }
 
-// ---------------------------------------------------------------- products with few columns
+// ---------------------------------------------------------------- matmuls with few columns
 
 // A CTA multiplies up to so many adjacent rows of one expert, in steps of so many 16-byte vectors of each.
 constexpr int kNarrowRows = 128, kNarrowThreads = 128, kNarrowVecs = 8, kNarrowStages = 4, kMostNarrow = 64;
@@ -369,7 +369,7 @@ void experts_copy(Context& ctx, const ExpertsCopy& a) {
   });
 }
 
-bool experts_narrow_product(Context& ctx, const ExpertsProduct& a) {
+bool experts_narrow_matmul(Context& ctx, const ExpertsMatmul& a) {
   using T = __nv_bfloat16;
   const int64_t depth = a.rows.cols, columns = a.c.cols;
   if (a.rows.dtype != DType::bf16 || a.transposed || a.t.data != nullptr || columns > kMostNarrow ||

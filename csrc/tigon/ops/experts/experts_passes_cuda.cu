@@ -235,11 +235,11 @@ __global__ __launch_bounds__(kPassThreads, 1) void pass_kernel(const __grid_cons
       };
       return {at(0, 0), at(8, 0), at(0, 8), at(8, 8)};
     };
-    float products[2][4] = {};
+    float u[2][4] = {};
     auto multiply = [&](const uint4& m, int block) {
       const uint4 f = shared.fragments[warp][block][lane];
-      mma_m16n8k16(products[0], m, {f.x, f.y});
-      mma_m16n8k16(products[1], m, {f.z, f.w});
+      mma_m16n8k16(u[0], m, {f.x, f.y});
+      mma_m16n8k16(u[1], m, {f.z, f.w});
     };
     auto add = [&](const uint4& m, const uint4& a, float (&sum)[2][4]) {
       mma_m16n8k16(sum[0], a, {movmatrix_trans(m.x & low), movmatrix_trans(m.y & high)});
@@ -309,7 +309,7 @@ __global__ __launch_bounds__(kPassThreads, 1) void pass_kernel(const __grid_cons
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         *reinterpret_cast<float2*>(&shared.parts[warp][t + 8 * h][8 * n + 2 * q]) =
-            float2{products[n][2 * h], products[n][2 * h + 1]};
+            float2{u[n][2 * h], u[n][2 * h + 1]};
     __syncthreads();
     if (warp == 0) {
       if (p.copy.data != nullptr) {

@@ -1,7 +1,7 @@
 #include "tigon/ops/fp8_linear/fp8_linear.h"
 
+#include "tigon/base/matrix_gemm.h"
 #include "tigon/base/op.h"
-#include "tigon/base/product.h"
 
 namespace tigon {
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kOp = "fp8_linear";
 
-void product(Context& ctx, const Fp8Product& p) { TIGON_RUN(kOp, ctx, fp8_product, p); }
+void fp8_gemm(Context& ctx, const Fp8Gemm& p) { TIGON_RUN(kOp, ctx, fp8_gemm, p); }
 
 Matrix bytes(Context& ctx, int64_t rows, int64_t cols) {
   return {ctx.scratch(size_t(rows * cols) + 1), DType::e4m3, rows, cols, cols};
@@ -31,14 +31,14 @@ Vector ones_of(Context& ctx, int64_t size) {
 
 void fp8_linear_fwd(Context& ctx, const Fp8LinearFwd& args) {
   const Fp8LinearFwd a = checked(kOp, ctx, args);
-  product(ctx, {.a = a.xq,
-                .a_scales = a.xs,
-                .b = a.wq,
-                .b_scales = a.ws,
-                .bias = a.bias,
-                .c = a.y,
-                .fast_sums = true,
-                .add = a.add});
+  fp8_gemm(ctx, {.a = a.xq,
+                 .a_scales = a.xs,
+                 .b = a.wq,
+                 .b_scales = a.ws,
+                 .bias = a.bias,
+                 .c = a.y,
+                 .fast_sums = true,
+                 .add = a.add});
 }
 
 void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& args) {
@@ -52,7 +52,7 @@ void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& args) {
     fp8_quantize(ctx, {.x = a.dy, .column_factors = a.ws, .q = dyq, .scales = dys});
   }
   if (a.need_dx)
-    product(ctx, {.a = dyq, .a_scales = dys, .b = a.wt, .b_scales = ones, .c = a.dx, .add = a.add});
+    fp8_gemm(ctx, {.a = dyq, .a_scales = dys, .b = a.wt, .b_scales = ones, .c = a.dx, .add = a.add});
   if (quantized) {
     const Matrix dyt = bytes(ctx, a.dy.cols, fp8_columns(a.dy.rows));
     const Vector dyc = floats(ctx, a.dy.cols);
@@ -62,10 +62,10 @@ void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& args) {
                         .column_divisors = a.ws,
                         .qt = dyt,
                         .column_scales = dyc});
-    product(ctx, {.a = dyt, .a_scales = dyc, .b = a.xt, .b_scales = ones, .c = a.dweight});
+    fp8_gemm(ctx, {.a = dyt, .a_scales = dyc, .b = a.xt, .b_scales = ones, .c = a.dweight});
   }
   if (a.need_dweight && a.x.data)
-    multiply(ctx, {.a = a.dy, .b = a.x, .c = a.dweight, .trans_a = true, .unrounded = true});
+    gemm(ctx, {.a = a.dy, .b = a.x, .c = a.dweight, .trans_a = true, .unrounded = true});
 }
 
 TIGON_OPERATOR(fp8_linear_fwd, Fp8LinearFwd, "fp8_linear", forward)

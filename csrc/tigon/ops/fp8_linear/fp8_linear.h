@@ -101,7 +101,7 @@ TIGON_API void fp8_linear_fwd(Context& ctx, const Fp8LinearFwd& a);
 TIGON_API void fp8_linear_bwd(Context& ctx, const Fp8LinearBwd& a);
 
 // Computes c = a_scales b_scales (a b^T), with the scales by row of a and of b, or adds that.
-struct Fp8Product {
+struct Fp8Gemm {
   Matrix a;
   Vector a_scales;
   Matrix b;
@@ -112,11 +112,11 @@ struct Fp8Product {
   bool add = false;
 };
 namespace cpu {
-void fp8_product(Context& ctx, const Fp8Product& p);
+void fp8_gemm(Context& ctx, const Fp8Gemm& p);
 void fp8_ones(Context& ctx, const Vector& v);
 }  // namespace cpu
 namespace cuda {
-void fp8_product(Context& ctx, const Fp8Product& p);
+void fp8_gemm(Context& ctx, const Fp8Gemm& p);
 void fp8_ones(Context& ctx, const Vector& v);
 }  // namespace cuda
 

@@ -34,7 +34,7 @@ Matrix widened(Context& ctx, const Matrix& m, const Vector& scales) {
 
 void fp8_ones(Context&, const Vector& v) { std::fill_n(v.as<float>(), v.size, 1.0f); }
 
-void fp8_product(Context& ctx, const Fp8Product& p) {
+void fp8_gemm(Context& ctx, const Fp8Gemm& p) {
   if (p.c.rows == 0) return;
   const Matrix a = widened(ctx, p.a, p.a_scales), b = widened(ctx, p.b, p.b_scales);
   float* sums = ctx.scratch_of<float>(p.c.rows * p.c.cols);

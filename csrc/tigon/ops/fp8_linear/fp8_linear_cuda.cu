@@ -41,10 +41,10 @@ void fp8_ones(Context& ctx, const Vector& v) {
          v.as<float>(), v.size);
 }
 
-void fp8_product(Context& ctx, const Fp8Product& p) {
+void fp8_gemm(Context& ctx, const Fp8Gemm& p) {
   if (p.c.rows == 0) return;
   const int capability = device_facts().capability;
-  TIGON_CHECK(kOp, capability >= 89, "products of float8 must run on compute capability 8.9 or newer, got ",
+  TIGON_CHECK(kOp, capability >= 89, "matmuls of float8 must run on compute capability 8.9 or newer, got ",
               capability / 10, ".", capability % 10);
   ctx.gemm({.m = p.c.rows,
             .n = p.c.cols,

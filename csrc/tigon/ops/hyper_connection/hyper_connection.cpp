@@ -47,7 +47,7 @@ void run(Context& ctx, const HyperConnectionFwd& a) {
   const int64_t n = a.options.streams, tokens = a.x.rows, m = a.weight.rows;
   if (tokens == 0) return;
   bool done = false;
-  on_device(op, ctx, [] {}, TIGON_ON_CUDA(done = cuda::products(ctx, a)));
+  on_device(op, ctx, [] {}, TIGON_ON_CUDA(done = cuda::weight_gemm(ctx, a)));
   if (!done)
     for_chunks(op, ctx, a.x, a.rstd.as<float>(), a.options.norm_eps,
                [&](int64_t first, int64_t rows, const Matrix& wide) {
@@ -59,8 +59,8 @@ void run(Context& ctx, const HyperConnectionFwd& a) {
                            .b = a.weight.data,
                            .ldb = a.weight.stride,
                            .trans_b = true,
-                           .c = a.product.row<float>(first),
-                           .ldc = a.product.stride});
+                           .c = a.matmul.row<float>(first),
+                           .ldc = a.matmul.stride});
                });
   TIGON_RUN(op, ctx, coefficients, a);
   if (a.y.data != nullptr) mix_fwd(op, ctx, {.x = a.x, .mix = a.pre, .y = a.y, .streams = n, .outs = 1});
@@ -82,7 +82,7 @@ void run(Context& ctx, const HyperConnectionBwd& a) {
   }
   const HyperConnectionGradients g = {.call = &a,
                                       .dots = dots,
-                                      .dproduct = ctx.scratch_of<float>(tokens * m),
+                                      .dmatmul = ctx.scratch_of<float>(tokens * m),
                                       .pre = ctx.scratch_of<float>(tokens * n),
                                       .x_scale = ctx.scratch_of<float>(tokens)};
   TIGON_RUN(op, ctx, coefficient_gradients, g);
@@ -93,14 +93,14 @@ void run(Context& ctx, const HyperConnectionBwd& a) {
     return;
   }
   bool done = false;
-  on_device(op, ctx, [] {}, TIGON_ON_CUDA(done = cuda::product_gradients(ctx, g)));
+  on_device(op, ctx, [] {}, TIGON_ON_CUDA(done = cuda::weight_gemm_gradients(ctx, g)));
   if (done) return;
   if (a.dweight.data != nullptr)
     for_chunks(op, ctx, a.x, nullptr, 0.0f, [&](int64_t first, int64_t rows, const Matrix& wide) {
       ctx.gemm({.m = m,
                 .n = cols,
                 .k = rows,
-                .a = g.dproduct + first * m,
+                .a = g.dmatmul + first * m,
                 .lda = m,
                 .trans_a = true,
                 .b = wide.data,
@@ -117,7 +117,7 @@ void run(Context& ctx, const HyperConnectionBwd& a) {
     ctx.gemm({.m = rows,
               .n = cols,
               .k = m,
-              .a = g.dproduct + first * m,
+              .a = g.dmatmul + first * m,
               .lda = m,
               .b = a.weight.data,
               .ldb = a.weight.stride,

@@ -20,8 +20,8 @@
 // Rounding    y, dx, df once, on store; GEMMs with the weight are in fp32. On CUDA, with x of 16 bits, 4
 //             streams, all parts and aligned rows, on tensor cores of exact bf16 parts: the result of fp32
 //             GEMMs, dx to 2^-16 before rounding
-// Saved       x, weight, base, scale, and per token the M products before r, and r; the Sinkhorn iteration is
-//             repeated
+// Saved       x, weight, base, scale, and per token the M columns of x weight^T, and r; the Sinkhorn
+//             iteration is repeated
 // Aliasing    none
 // Determinism bitwise: fixed order over columns and tokens
 // Traffic     x, in chunks of 32 MiB as fp32: forward 2 reads + the fp32 chunk; backward 3 reads + 1 write +
@@ -95,8 +95,8 @@ struct HyperConnectionFwd {
   Matrix y;  // without data: not wanted
   // post and res have no data if the weight has no rows for them.
   Matrix pre, post, res;
-  Matrix product;  // [tokens, M], saved
-  Vector rstd;     // [tokens], saved
+  Matrix matmul;  // [tokens, M], saved
+  Vector rstd;    // [tokens], saved
   HyperConnection options;
 
   void fields(Fields& f) {
@@ -110,7 +110,7 @@ struct HyperConnectionFwd {
     part("pre", pre, true, n);
     part("post", post, parts > 1, n);
     part("res", res, parts > 2, n * n);
-    f.result("product", product, x.rows, weight.rows, DType::f32);
+    f.result("matmul", matmul, x.rows, weight.rows, DType::f32);
     f.result("rstd", rstd, x.rows, DType::f32);
   }
 };
@@ -120,7 +120,7 @@ struct HyperConnectionBwd {
   Matrix x;
   Matrix weight;
   Vector base, scale;
-  Matrix product;
+  Matrix matmul;
   Vector rstd;
   Matrix dx, dweight;    // without data: not wanted
   Vector dbase, dscale;  // empty if not wanted
@@ -133,7 +133,7 @@ struct HyperConnectionBwd {
     f.optional("dpost", dpost, x.rows, n, DType::f32);
     f.optional("dres", dres, x.rows, n * n, DType::f32);
     const int parts = hyper_connection_inputs(f, *this);
-    f.input("product", product, x.rows, weight.rows, DType::f32);
+    f.input("matmul", matmul, x.rows, weight.rows, DType::f32);
     f.input("rstd", rstd, x.rows, DType::f32);
     options.fields(f);
     f.gradient("dx", dx, x);
@@ -224,9 +224,9 @@ struct HyperConnectionGradients {
   const HyperConnectionBwd* call;
   // [tokens, n]: the gradient of pre through y; null for 0.
   const float* dots;
-  float* dproduct;  // [tokens, M]
-  float* pre;       // [tokens, n]
-  float* x_scale;   // [tokens]
+  float* dmatmul;  // [tokens, M]
+  float* pre;      // [tokens, n]
+  float* x_scale;  // [tokens]
 };
 namespace cpu {
 void widen(Context& ctx, const HyperConnectionWiden& a);
@@ -237,8 +237,8 @@ void set_zero(Context& ctx, const Matrix& dense);
 namespace cuda {
 // Computes the GEMMs with the weight, by kernels for the usual shape: matmul and rstd, and those of dx and
 // dweight that are wanted. Returns false, with nothing written, if the kernels do not take the shape.
-bool products(Context& ctx, const HyperConnectionFwd& a);
-bool product_gradients(Context& ctx, const HyperConnectionGradients& g);
+bool weight_gemm(Context& ctx, const HyperConnectionFwd& a);
+bool weight_gemm_gradients(Context& ctx, const HyperConnectionGradients& g);
 void widen(Context& ctx, const HyperConnectionWiden& a);
 void coefficients(Context& ctx, const HyperConnectionFwd& a);
 void coefficient_gradients(Context& ctx, const HyperConnectionGradients& a);

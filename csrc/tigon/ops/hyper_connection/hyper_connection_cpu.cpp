@@ -14,11 +14,11 @@ struct CoefficientTokens {
   int64_t first, count;
   int parts;
   HyperConnection options;
-  Matrix rstd, product;
+  Matrix rstd, matmul;
   const float *base, *scale;
   Matrix pre, post, res;
   Matrix dots = {}, pre_gradient = {}, post_gradient = {}, res_gradient = {};
-  Matrix dproduct = {}, x_scale = {};
+  Matrix dmatmul = {}, x_scale = {};
   float* divisors = nullptr;  // [steps * n, 16]
 };
 // Describes one token; mix is [outs, streams].
@@ -103,7 +103,7 @@ void coefficients(Context& ctx, const HyperConnectionFwd& a) {
                           .parts = parts_of(a.scale),
                           .options = a.options,
                           .rstd = column(a.rstd.as<float>(), tokens, 1),
-                          .product = a.product,
+                          .matmul = a.matmul,
                           .base = a.base.as<float>(),
                           .scale = a.scale.as<float>(),
                           .pre = a.pre,
@@ -129,7 +129,7 @@ void coefficient_gradients(Context& ctx, const HyperConnectionGradients& g) {
                        .parts = parts,
                        .options = a.options,
                        .rstd = column(a.rstd.as<float>(), tokens, 1),
-                       .product = a.product,
+                       .matmul = a.matmul,
                        .base = a.base.as<float>(),
                        .scale = a.scale.as<float>(),
                        .pre = column(g.pre, tokens, n),
@@ -139,7 +139,7 @@ void coefficient_gradients(Context& ctx, const HyperConnectionGradients& g) {
                        .pre_gradient = a.dpre,
                        .post_gradient = a.dpost,
                        .res_gradient = a.dres,
-                       .dproduct = column(g.dproduct, tokens, m),
+                       .dmatmul = column(g.dmatmul, tokens, m),
                        .x_scale = column(g.x_scale, tokens, 1),
                        .divisors = divisors + c * kept},
                       last, float(a.x.cols), sums + c * sums_cols);

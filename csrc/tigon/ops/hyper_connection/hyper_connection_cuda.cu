@@ -1,4 +1,4 @@
-// The CUDA backend of hyper-connections. The GEMMs with the weight are in hyper_connection_product_cuda.cu,
+// The CUDA backend of hyper-connections. The GEMMs with the weight are in hyper_connection_gemm_cuda.cu,
 // or are Context::gemm's. It has these kernels:
 // widen          has a CTA per token: it converts x to fp32 (unless it is) and computes the root mean square.
 // coefficients   has a thread per token: with 4 streams its values stay in registers through all Sinkhorn
@@ -68,10 +68,10 @@ struct Tokens {
   int parts, rows;
   float columns;
   const float *r, *b, *s;
-  Rows products;
+  Rows matmuls;
   Rows pres, posts, ress;
   // The next ones belong to the backward.
-  Rows dots, dpres, dposts, dress, dproducts;
+  Rows dots, dpres, dposts, dress, dmatmuls;
   float *x_scales, *divisors, *sums;  // divisors are null if in shared memory
 };
 
@@ -82,7 +82,7 @@ struct Token {
   float* divisors;
   int64_t divisor_step;
   TIGON_FN float rstd() const { return t.r[row]; }
-  TIGON_FN float product(int j) const { return t.products.take(row, j); }
+  TIGON_FN float matmul(int j) const { return t.matmuls.take(row, j); }
   TIGON_FN float base(int j) const { return __ldg(t.b + j); }
   TIGON_FN float scale(int g) const { return __ldg(t.s + g); }
   TIGON_FN void pre(int i, float v) const { t.pres.put(row, i, v); }
@@ -91,7 +91,7 @@ struct Token {
   TIGON_FN float dpre(int i) const { return t.dots.take(row, i) + t.dpres.take(row, i); }
   TIGON_FN float dpost(int i) const { return t.dposts.take(row, i); }
   TIGON_FN float dres(int i) const { return t.dress.take(row, i); }
-  TIGON_FN void dproduct(int j, float v) const { t.dproducts.put(row, j, v); }
+  TIGON_FN void dmatmul(int j, float v) const { t.dmatmuls.put(row, j, v); }
   TIGON_FN void dbase(int j, float v) const { t.sums[row * (t.rows + t.parts) + j] = v; }
   TIGON_FN void dscale(int g, float v) const { t.sums[row * (t.rows + t.parts) + t.rows + g] = v; }
   TIGON_FN void x_scale(float v) const { t.x_scales[row] = v; }
@@ -311,7 +311,7 @@ void coefficients(Context& ctx, const HyperConnectionFwd& a) {
                                    .r = a.rstd.as<float>(),
                                    .b = a.base.as<float>(),
                                    .s = a.scale.as<float>(),
-                                   .products = rows_of(a.product),
+                                   .matmuls = rows_of(a.matmul),
                                    .pres = rows_of(a.pre),
                                    .posts = rows_of(a.post),
                                    .ress = rows_of(a.res)});
@@ -334,13 +334,13 @@ void coefficient_gradients(Context& ctx, const HyperConnectionGradients& g) {
                              .r = a.rstd.as<float>(),
                              .b = a.base.as<float>(),
                              .s = a.scale.as<float>(),
-                             .products = rows_of(a.product),
+                             .matmuls = rows_of(a.matmul),
                              .pres = {g.pre, n},
                              .dots = {const_cast<float*>(g.dots), n},
                              .dpres = rows_of(a.dpre),
                              .dposts = rows_of(a.dpost),
                              .dress = rows_of(a.dres),
-                             .dproducts = {g.dproduct, m},
+                             .dmatmuls = {g.dmatmul, m},
                              .x_scales = g.x_scale,
                              .divisors = divisors,
                              .sums = sums},

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "tigon/base/matrix_gemm.h"
 #include "tigon/base/op.h"
-#include "tigon/base/product.h"
 #include "tigon/ops/fp8_linear/fp8_linear.h"
 
 namespace tigon {
@@ -33,19 +33,19 @@ void fill(Context& ctx, const Vector& bias, const Matrix& y) {
   on_device(kOp, ctx, [&] { cpu::lora_bias(ctx, bias, y); }, TIGON_ON_CUDA(cuda::lora_bias(ctx, bias, y)));
 }
 
-// Computes c += the sum of the products, or c = the sum: as one GEMM if the device has such a kernel,
+// Computes c += the sum of the matmuls, or c = the sum: as one GEMM if the device has such a kernel,
 // otherwise one after the other.
-void add_products(Context& ctx, std::vector<Product>& products, bool add) {
-  bool done = products.empty();
-  if (!add && !done) on_device(kOp, ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_products(ctx, products)));
+void add_gemms(Context& ctx, std::vector<MatrixGemm>& gemms, bool add) {
+  bool done = gemms.empty();
+  if (!add && !done) on_device(kOp, ctx, [] {}, TIGON_ON_CUDA(done = cuda::lora_gemms(ctx, gemms)));
   // PyTorch's bf16 GEMM on the CPU that adds to a result is slower the longer its K is, so the base's goes
   // first there.
-  if (ctx.device() == Device::cpu && !done && products[0].c.dtype == DType::bf16)
-    std::reverse(products.begin(), products.end());
-  for (Product& p : products) {
+  if (ctx.device() == Device::cpu && !done && gemms[0].c.dtype == DType::bf16)
+    std::reverse(gemms.begin(), gemms.end());
+  for (MatrixGemm& p : gemms) {
     if (done) break;
     p.beta = float(add), add = true;
-    multiply(ctx, p);
+    gemm(ctx, p);
   }
 }
 
@@ -177,36 +177,36 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
     for_each_run(
         ctx, a.x, a.adapters, a.seed, true, packed, [](const LoraAdapter&) { return false; },
         [&](size_t i, int64_t first, int64_t columns, const Matrix& x) {
-          multiply(ctx, {.a = x,
-                         .b = rows_from(packed.a, first, columns),
-                         .c = columns_of(a.t, first, columns),
-                         .trans_b = true,
-                         .alpha = a.adapters[i].scale});
+          gemm(ctx, {.a = x,
+                     .b = rows_from(packed.a, first, columns),
+                     .c = columns_of(a.t, first, columns),
+                     .trans_b = true,
+                     .alpha = a.adapters[i].scale});
         });
   // The base's GEMM comes last: what it adds to was written once, and is read with the result anyway.
   for (size_t g = 0; g < a.bases.size(); ++g) {
     const LoraBase& l = a.bases[g];
     if (l.y.data == nullptr) continue;
     if (l.bias) fill(ctx, l.bias, l.y);
-    std::vector<Product> products;
+    std::vector<MatrixGemm> gemms;
     auto add = [&](const Matrix& from, const Matrix& weight) {
-      products.push_back({.a = from, .b = weight, .c = l.y, .trans_b = true});
+      gemms.push_back({.a = from, .b = weight, .c = l.y, .trans_b = true});
     };
     for (size_t i = 0; i < a.adapters.size(); ++i) {
-      // The zeros after the rank are left out: their product with infinity is NaN.
+      // The zeros after the rank are left out: times infinity they are NaN.
       const int64_t rank = a.adapters[i].a.rows;
       if (a.adapters[i].base == int64_t(g))
         add(columns_of(a.t, packed.first[i], rank), columns_of(packed.b[i], 0, rank));
     }
     if (!l.scales) add(a.x, l.weight);
-    add_products(ctx, products, bool(l.bias));
+    add_gemms(ctx, gemms, bool(l.bias));
     if (l.scales)
       fp8_linear_fwd(ctx, {.xq = a.xq,
                            .xs = a.xs,
                            .wq = l.weight,
                            .ws = l.scales,
                            .y = l.y,
-                           .add = l.bias || !products.empty()});
+                           .add = l.bias || !gemms.empty()});
   }
 }
 
@@ -255,40 +255,40 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
     const Matrix& dy = a.bases[size_t(l.base)].y;
     if (need_dt) {
       const Matrix& b = packed.b[i];
-      multiply(ctx, {.a = dy, .b = b, .c = columns_of(dt, packed.first[i], b.cols), .alpha = l.scale});
+      gemm(ctx, {.a = dy, .b = b, .c = columns_of(dt, packed.first[i], b.cols), .alpha = l.scale});
     }
     if (l.db.data != nullptr)
-      multiply(ctx, {.a = dy, .b = columns_of(a.t, packed.first[i], l.a.rows), .c = l.db, .trans_a = true});
+      gemm(ctx, {.a = dy, .b = columns_of(a.t, packed.first[i], l.a.rows), .c = l.db, .trans_a = true});
   }
   if (a.da.data != nullptr)
     for_each_run(ctx, a.x, a.adapters, a.seed, true, packed, absent,
                  [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
-                   multiply(ctx, {.a = columns_of(dt, first, columns),
-                                  .b = x,
-                                  .c = rows_from(a.da, first, columns),
-                                  .trans_a = true});
+                   gemm(ctx, {.a = columns_of(dt, first, columns),
+                              .b = x,
+                              .c = rows_from(a.da, first, columns),
+                              .trans_a = true});
                  });
   if (a.dx.data == nullptr) return;
   bool add = false;
   Matrix undropped{};
-  std::vector<Product> products;
+  std::vector<MatrixGemm> gemms;
   for_each_run(
       ctx, a.x, a.adapters, a.seed, false, packed, absent,
       [&](size_t i, int64_t first, int64_t columns, const Matrix&) {
-        Product product{
+        MatrixGemm own{
             .a = columns_of(dt, first, columns), .b = rows_from(packed.a, first, columns), .c = a.dx};
         const double p = a.adapters[i].dropout;
-        if (p == 0.0) return products.push_back(product);
+        if (p == 0.0) return gemms.push_back(own);
         if (add && undropped.data == nullptr) undropped = scratch(ctx, a.x.dtype, a.x.rows, a.x.cols);
-        if (add) product.c = undropped;
-        multiply(ctx, product);
-        drop(ctx, {.from = product.c, .to = a.dx, .p = p, .stream = uint32_t(i), .seed = a.seed, .add = add});
+        if (add) own.c = undropped;
+        gemm(ctx, own);
+        drop(ctx, {.from = own.c, .to = a.dx, .p = p, .stream = uint32_t(i), .seed = a.seed, .add = add});
         add = true;
       });
   for (const LoraBase& l : a.bases)
-    if (l.y.data != nullptr && !l.scales) products.push_back({.a = l.y, .b = l.weight, .c = a.dx});
-  add_products(ctx, products, add);
-  add = add || !products.empty();
+    if (l.y.data != nullptr && !l.scales) gemms.push_back({.a = l.y, .b = l.weight, .c = a.dx});
+  add_gemms(ctx, gemms, add);
+  add = add || !gemms.empty();
   for (const LoraBase& l : a.bases) {
     if (l.y.data == nullptr || !l.scales) continue;
     Matrix wt = l.transposed;
@@ -318,13 +318,13 @@ void dora_factors(Context& ctx, const DoraFactors& call) {
       packed = scratch(ctx, a.weight.dtype, lora_columns(a.a.rows), cols);
       copy(ctx, std::vector<LoraCopy>{{a.a, packed}});
     }
-    const DoraProducts products = {.cross = scratch(ctx, DType::f32, rows, packed.rows),
-                                   .gram = scratch(ctx, DType::f32, packed.rows, packed.rows)};
-    multiply(ctx, {.a = a.weight, .b = packed, .c = products.cross, .trans_b = true});
-    multiply(ctx, {.a = packed, .b = packed, .c = products.gram, .trans_b = true, .unrounded = true});
+    const DoraGemms gemms = {.cross = scratch(ctx, DType::f32, rows, packed.rows),
+                             .gram = scratch(ctx, DType::f32, packed.rows, packed.rows)};
+    gemm(ctx, {.a = a.weight, .b = packed, .c = gemms.cross, .trans_b = true});
+    gemm(ctx, {.a = packed, .b = packed, .c = gemms.gram, .trans_b = true, .unrounded = true});
     on_device(
-        kOp, ctx, [&] { cpu::dora_factors(ctx, a, products); },
-        TIGON_ON_CUDA(cuda::dora_factors(ctx, a, products)));
+        kOp, ctx, [&] { cpu::dora_factors(ctx, a, gemms); },
+        TIGON_ON_CUDA(cuda::dora_factors(ctx, a, gemms)));
   };
   run_op("dora_factors", ctx, call, run, run);
 }

@@ -29,7 +29,7 @@
 
 namespace tigon {
 
-struct Product;  // see base/product.h
+struct MatrixGemm;  // see base/matrix_gemm.h
 
 // Returns the columns of t that an adapter of rank r has.
 constexpr int64_t lora_columns(int64_t r) { return (r + 7) / 8 * 8; }
@@ -130,8 +130,8 @@ struct ScaleRows {
 TIGON_API void dora_factors(Context& ctx, const DoraFactors& a);
 TIGON_API_ENTRY(scale_rows, ScaleRows)
 
-// Holds the operands of the products.
-struct DoraProducts {
+// Holds the results of the GEMMs.
+struct DoraGemms {
   Matrix cross;  // W A^T, f32
   Matrix gram;   // A A^T, f32
 };
@@ -152,19 +152,19 @@ struct LoraDropout {
 
 namespace cpu {
 void lora_copy(Context& ctx, std::span<const LoraCopy> list);
-void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products);
+void dora_factors(Context& ctx, const DoraFactors& a, const DoraGemms& gemms);
 void lora_dropout(Context& ctx, const LoraDropout& a);
 // Sets each row of y to bias.
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
 }  // namespace cpu
 namespace cuda {
 void lora_copy(Context& ctx, std::span<const LoraCopy> list);
-void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products);
+void dora_factors(Context& ctx, const DoraFactors& a, const DoraGemms& gemms);
 void lora_dropout(Context& ctx, const LoraDropout& a);
 void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
 // Computes the sum of matmuls of one c and one trans_b as one GEMM. Returns false if there is no kernel for
 // it, or if it is slower.
-bool lora_products(Context& ctx, std::span<const Product> products);
+bool lora_gemms(Context& ctx, std::span<const MatrixGemm> gemms);
 }  // namespace cuda
 
 }  // namespace tigon

@@ -66,7 +66,7 @@ void lora_bias(Context& ctx, const Vector& bias, const Matrix& y) {
   });
 }
 
-void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products) {
+void dora_factors(Context& ctx, const DoraFactors& a, const DoraGemms& gemms) {
   const int64_t rank = a.b.cols;
   const float* magnitudes = in_f32(ctx, a.magnitude);
   float* wide = ctx.scratch_of<float>(a.weight.rows * rank);
@@ -84,9 +84,9 @@ void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& produc
       for (float lane : lanes) square += lane;
       float* b = wide + r * rank;
       widen(element_at(a.b, r, 0), a.b.dtype, b, rank);
-      const float* cross = products.cross.row<float>(r);
+      const float* cross = gemms.cross.row<float>(r);
       for (int64_t i = 0; i < rank; ++i) {
-        const float* gram = products.gram.row<float>(i);
+        const float* gram = gemms.gram.row<float>(i);
         double own = 0.0;
         for (int64_t k = 0; k < rank; ++k) own += double(gram[k]) * b[k];
         square += a.scale * b[i] * (2.0 * cross[i] + a.scale * own);

@@ -112,7 +112,7 @@ __device__ __forceinline__ void scale_row(const T* x, T* y, int64_t cols, float 
 // Each row has a CTA.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads)
-    dora_kernel(const __grid_constant__ DoraFactors a, const __grid_constant__ DoraProducts products) {
+    dora_kernel(const __grid_constant__ DoraFactors a, const __grid_constant__ DoraGemms gemms) {
   __shared__ double slots[kThreads / 32];
   const int64_t row = blockIdx.x, rank = a.b.cols, cols = a.weight.cols;
   const T* w = static_cast<const T*>(a.weight.data) + row * a.weight.stride;
@@ -123,11 +123,11 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < N; ++k) sum += in[k] * in[k];
   }
   double square[1] = {sum};
-  const float* cross = static_cast<const float*>(products.cross.data) + row * products.cross.stride;
+  const float* cross = static_cast<const float*>(gemms.cross.data) + row * gemms.cross.stride;
   auto b = [&](int64_t i) { return value_of(a.b.data, a.b.dtype, row * a.b.stride + i); };
   const int lane = threadIdx.x % 32;
   for (int64_t i = threadIdx.x / 32; i < rank; i += kThreads / 32) {
-    const float* gram = static_cast<const float*>(products.gram.data) + i * products.gram.stride;
+    const float* gram = static_cast<const float*>(gemms.gram.data) + i * gemms.gram.stride;
     float own = lane == 0 ? 2.0f * cross[i] : 0.0f;
     for (int64_t k = lane; k < rank; k += 32) own += a.scale * gram[k] * b(k);
     square[0] += a.scale * b(i) * own;
@@ -215,10 +215,10 @@ void lora_bias(Context& ctx, const Vector& bias, const Matrix& y) {
   });
 }
 
-void dora_factors(Context& ctx, const DoraFactors& a, const DoraProducts& products) {
+void dora_factors(Context& ctx, const DoraFactors& a, const DoraGemms& gemms) {
   dispatch_rows("dora_factors", a.weight, a.y, [&](auto type, auto vector) {
     launch("dora_factors", ctx, dora_kernel<decltype(type), decltype(vector)::value>,
-           {.blocks = a.weight.rows, .threads = kThreads}, a, products);
+           {.blocks = a.weight.rows, .threads = kThreads}, a, gemms);
   });
 }
 

@@ -180,7 +180,7 @@ class Chunks {
     if (a_.reference.hidden.data) reference();
     for (const LossHeadSpan& s : run_.spans) {
       if (s.count > 0) forth(s);
-      if (!run_.twice()) products(s);
+      if (!run_.twice()) gradients(s);
     }
     if (!run_.twice()) return;
     pass_.turn(run_);
@@ -231,7 +231,7 @@ class Chunks {
     if (apart) c.has_u = a_.head.lora_a.data && !a_.f32_logits;
   }
 
-  void products(const LossHeadSpan& s) {
+  void gradients(const LossHeadSpan& s) {
     const Vector factor = pass_.gradient(run_, s, s.count > 0 ? whole(chunk_) : LossHeadPart{});
     if (s.count == 0) return;
     loss_head_gradients(ctx_, a_.head, chunk_, {.first = first_, .factor = factor});
@@ -246,7 +246,7 @@ class Chunks {
         chunk_ = loss_head_chunk(a_.head, run_.rows, workspace_, s.begin, s.count);
         loss_head_logits(ctx_, a_.head, chunk_);
       }
-      products(s);
+      gradients(s);
     }
   }
 

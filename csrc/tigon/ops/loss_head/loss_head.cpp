@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "tigon/base/product.h"
+#include "tigon/base/matrix_gemm.h"
 #include "tigon/base/require.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 
@@ -248,16 +248,16 @@ void loss_head_logits(Context& ctx, const LinearHead& a, LossHeadChunk& c) {
   if (!c.gathered) take_rows(ctx, a, c, c.hidden, {});
   c.gathered = true;
   if (lora) {
-    multiply(ctx, {.a = c.hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
-    multiply(ctx, {.a = c.lora_u, .b = a.lora_b, .c = c.logits, .trans_b = true, .unrounded = true});
+    gemm(ctx, {.a = c.hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
+    gemm(ctx, {.a = c.lora_u, .b = a.lora_b, .c = c.logits, .trans_b = true, .unrounded = true});
     c.has_u = true;
   }
-  multiply(ctx, {.a = c.hidden,
-                 .b = a.weight,
-                 .c = c.logits,
-                 .trans_b = true,
-                 .beta = lora ? 1.0f : 0.0f,
-                 .unrounded = true});
+  gemm(ctx, {.a = c.hidden,
+             .b = a.weight,
+             .c = c.logits,
+             .trans_b = true,
+             .beta = lora ? 1.0f : 0.0f,
+             .unrounded = true});
 }
 
 // Computes dweight = dlogits^T . diag(factor) . hidden and dhidden = diag(factor) . dlogits . weight, so that
@@ -274,34 +274,31 @@ void loss_head_gradients(Context& ctx, const LinearHead& a, LossHeadChunk& c, co
     c.gathered = c.gathered && !(factor && hidden.data == c.hidden.data);
   }
   if (low)
-    multiply(ctx, {.a = dlogits, .b = a.lora_b, .c = c.lora_t, .alpha = a.lora_scale, .padded_a = c.padded});
-  if (low && a.dhidden.data) multiply(ctx, {.a = c.lora_t, .b = a.lora_a, .c = c.dhidden});
+    gemm(ctx, {.a = dlogits, .b = a.lora_b, .c = c.lora_t, .alpha = a.lora_scale, .padded_a = c.padded});
+  if (low && a.dhidden.data) gemm(ctx, {.a = c.lora_t, .b = a.lora_a, .c = c.dhidden});
   if (a.dhidden.data)
-    multiply(ctx,
-             {.a = dlogits, .b = a.weight, .c = c.dhidden, .beta = low ? 1.0f : 0.0f, .padded_a = c.padded});
+    gemm(ctx, {.a = dlogits, .b = a.weight, .c = c.dhidden, .beta = low ? 1.0f : 0.0f, .padded_a = c.padded});
   if (a.dweight.data)
-    multiply(
-        ctx,
-        {.a = dlogits, .b = hidden, .c = a.dweight, .trans_a = true, .beta = a.add_dweight ? 1.0f : beta});
+    gemm(ctx,
+         {.a = dlogits, .b = hidden, .c = a.dweight, .trans_a = true, .beta = a.add_dweight ? 1.0f : beta});
   if (a.dbias) {
     if (factor)
       loss_head_move(
           ctx, {.from = as_column(c.ones, c.count), .to = as_column(c.column, c.count), .factor = factor});
-    multiply(ctx, {.a = as_row(factor ? c.column : c.ones, c.count),
-                   .b = dlogits,
-                   .c = as_row(a.dbias, a.dbias.size),
-                   .beta = beta,
-                   .reduce_rows = true});
+    gemm(ctx, {.a = as_row(factor ? c.column : c.ones, c.count),
+               .b = dlogits,
+               .c = as_row(a.dbias, a.dbias.size),
+               .beta = beta,
+               .reduce_rows = true});
   }
   if (a.dlora_b.data) {
     if (!c.has_u)
-      multiply(ctx, {.a = hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
+      gemm(ctx, {.a = hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
     else if (factor)
       loss_head_move(ctx, {.from = c.lora_u, .to = c.lora_u, .factor = factor});
-    multiply(ctx, {.a = dlogits, .b = c.lora_u, .c = a.dlora_b, .trans_a = true, .beta = beta});
+    gemm(ctx, {.a = dlogits, .b = c.lora_u, .c = a.dlora_b, .trans_a = true, .beta = beta});
   }
-  if (a.dlora_a.data)
-    multiply(ctx, {.a = c.lora_t, .b = hidden, .c = a.dlora_a, .trans_a = true, .beta = beta});
+  if (a.dlora_a.data) gemm(ctx, {.a = c.lora_t, .b = hidden, .c = a.dlora_a, .trans_a = true, .beta = beta});
   if (a.dhidden.data && (c.index || factor)) {
     Matrix to = c.index ? a.dhidden : c.dhidden;
     loss_head_move(

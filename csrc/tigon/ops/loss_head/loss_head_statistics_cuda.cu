@@ -13,12 +13,12 @@ constexpr int64_t kMostBytes = int64_t(16) << 20;
 
 // R is the type that logits are rounded to.
 template <class T, class R>
-using Product = matmul::Matmul<T, matmul::Major::K, matmul::Major::K, matmul::StatisticsEpilogue<R>>;
+using Matmul = matmul::Matmul<T, matmul::Major::K, matmul::Major::K, matmul::StatisticsEpilogue<R>>;
 
 template <class T, class R>
 bool statistics(Context& ctx, const LinearHead& a, const LossHeadRows& rows, float scale,
                 const Matrix& parts) {
-  if (!Product<T, R>::is_available(a.op)) return false;
+  if (!Matmul<T, R>::is_available(a.op)) return false;
   const int64_t v = a.weight.rows, h = a.hidden.cols, tiles = ceil_div(v, int64_t(matmul::kTileN));
   constexpr int64_t kRows = matmul::kTileM * matmul::kCluster;
   const int64_t most =
@@ -36,15 +36,15 @@ bool statistics(Context& ctx, const LinearHead& a, const LossHeadRows& rows, flo
                                         .rows = int(c.count),
                                         .cols = int(v),
                                         .scale = scale};
-    Product<T, R>::run(a.op, ctx,
-                       {Gemm{.m = c.count,
-                             .n = v,
-                             .k = h,
-                             .a = c.hidden.data,
-                             .lda = c.hidden.stride,
-                             .b = a.weight.data,
-                             .ldb = a.weight.stride}},
-                       p);
+    Matmul<T, R>::run(a.op, ctx,
+                      {Gemm{.m = c.count,
+                            .n = v,
+                            .k = h,
+                            .a = c.hidden.data,
+                            .lda = c.hidden.stride,
+                            .b = a.weight.data,
+                            .ldb = a.weight.stride}},
+                      p);
     launch(a.op, ctx, matmul::combine_statistics_kernel,
            {.blocks = ceil_div(c.count, int64_t(32)), .threads = matmul::kCombineWarps * 32}, p,
            parts.row<float>(0) + begin, parts.row<float>(1) + begin, parts.row<float>(2) + begin);

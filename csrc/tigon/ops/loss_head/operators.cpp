@@ -8,7 +8,7 @@ namespace {
 // Runs the GEMMs of a caller's chunk: either its logits, or the gradients of its dlogits, which are only
 // read.
 template <bool backward>
-struct Product {
+struct ChunkGemms {
   LinearHead head = {.op = "linear_cross_entropy"};
   Matrix logits;
   LossHeadPass pass;
@@ -25,7 +25,7 @@ struct Product {
         f.option("lora_scale", head.lora_scale);
     if (backward) f.updated("dlora_a", head.dlora_a), f.updated("dlora_b", head.dlora_b);
   }
-  static void run(Context& ctx, const Product& p) {
+  static void run(Context& ctx, const ChunkGemms& p) {
     loss_head_check(p.head);
     loss_head_check_chunks(p.head, p.pass.first ? 1 : 2);
     LossHeadRows all = {.count = p.head.hidden.rows};
@@ -36,10 +36,10 @@ struct Product {
     backward ? loss_head_gradients(ctx, p.head, c, p.pass) : loss_head_logits(ctx, p.head, c);
   }
 };
-using Logits = Product<false>;
-using Gradients = Product<true>;
-TIGON_CALL(Logits, "linear_product_logits", none)
-TIGON_CALL(Gradients, "linear_product_gradients", none)
+using Logits = ChunkGemms<false>;
+using Gradients = ChunkGemms<true>;
+TIGON_CALL(Logits, "loss_head_logits", none)
+TIGON_CALL(Gradients, "loss_head_gradients", none)
 
 // Copies the rows of x to `columns` columns: zeros are appended, or the rest is cut off.
 struct Columns {

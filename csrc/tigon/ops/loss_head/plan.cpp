@@ -48,9 +48,9 @@ struct Bytes {
   int64_t fixed() const {
     const bool direct =
         dtype == DType::bf16 && (!s.train_weight || s.by_classes);  // no GEMM adds to its result
-    int64_t product = s.cuda ? int64_t(32) << 20 : direct ? 0 : (f16 ? 8 : size) * s.vocab * s.hidden;
+    int64_t gemms = s.cuda ? int64_t(32) << 20 : direct ? 0 : (f16 ? 8 : size) * s.vocab * s.hidden;
     int64_t wide = ceil_to(loss_head_wide_rows(s.cuda, s.vocab), 128);
-    return 64 * s.rows + product + (s.wide ? std::min(s.rows, wide) * 4 * logits : 0);
+    return 64 * s.rows + gemms + (s.wide ? std::min(s.rows, wide) * 4 * logits : 0);
   }
   // Counts what a gradient by classes takes: the logits' gradients of kept rows, all rows gathered, and
   // statistics.

@@ -129,10 +129,10 @@ def plan_mlp(module: nn.Module):
     """(function, its name) for an MLP that takes an activation, why it is left, or None: no MLP."""
     if is_one_of(module, GROUPED_MLP):
         if getattr(module, "_with_fused_impl", False):
-            return "Transformer Engine runs products and activation in one (use_transformer_engine_op_fuser)"
+            return "Transformer Engine runs matmuls and activation in one (use_transformer_engine_op_fuser)"
     elif not derives_from(module, MLP):
         grouped = type(module).__module__ + "." == GROUPED_EXPERTS and hasattr(module, "activation_func")
-        return "experts in grouped products call their activation themselves" if grouped else None
+        return "experts in grouped matmuls call their activation themselves" if grouped else None
     elif not is_one_of(module, MLP, SHARED_EXPERTS):
         return "a class of its own, whose forward need not be MLP's"
     if module.config.use_te_activation_func:

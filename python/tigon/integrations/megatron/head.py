@@ -207,7 +207,7 @@ def plan_head(model: nn.Module) -> str | tuple:
     if getattr(layer, "gtp_remat_size", 1) > 1:
         return "the weight is gathered for every call (gtp_remat)"
     if getattr(model.config, "batch_invariant_mode", False):
-        return "batch_invariant_mode asks for Megatron's own product"
+        return "batch_invariant_mode asks for Megatron's own matmul"
     if "compute_language_model_loss" in vars(model):
         return "its compute_language_model_loss is bound to the instance by another patch"
     return blocked(layer) or (language_model_loss, "tigon.linear_cross_entropy")

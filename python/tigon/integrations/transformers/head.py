@@ -147,13 +147,13 @@ def _why_computed(module, spec, use, hidden) -> str | None:
             return "the hidden states are sharded, or torch.compile traces the tensor-parallel head"
     elif not plain(hidden, module.weight):
         return (
-            f"{type(hidden).__name__} times {type(module.weight).__name__} is not a product of plain tensors"
+            f"{type(hidden).__name__} times {type(module.weight).__name__} is not a matmul of plain tensors"
         )
     if spec.once is not None:
         return spec.once
     if not is_linear(module) and head_operands(module) is None:
         return (
-            "the adapter of the head does more than two products (lora_dropout=0, or leave the head out), or "
+            "the adapter of the head does more than two matmuls (lora_dropout=0, or leave the head out), or "
             "hooks or another forward watch a part of it"
         )
     if torch.compiler.is_compiling():

@@ -276,7 +276,7 @@ class LazyLogits:
     def materialise(self) -> torch.Tensor:
         """The logits as a tensor; computed once and kept. A view shares the memory of all of them."""
         if self._real is None:
-            self._real = self._product() if self._base is None else self._shown()
+            self._real = self._matmul() if self._base is None else self._shown()
         return self._real
 
     def _value(self) -> torch.Tensor:
@@ -285,7 +285,7 @@ class LazyLogits:
             return self.materialise()
         done = len(self._owner._chain)
         if self._part is None or self._part[0] != done:
-            self._part = (done, self._product())
+            self._part = (done, self._matmul())
         return self._part[1]
 
     def _shown(self) -> torch.Tensor:
@@ -299,11 +299,11 @@ class LazyLogits:
         """The grad mode in which the logits get the graph of the forward, wherever they are read."""
         return nullcontext() if torch.is_grad_enabled() else _graph_anywhere()
 
-    def _product(self) -> torch.Tensor:
+    def _matmul(self) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self._check_fresh()
             if not self._calls.materialised:
-                self._calls.say(f"{reader()} reads output.logits, one product of the head a step")
+                self._calls.say(f"{reader()} reads output.logits, one matmul of the head a step")
             self._calls.materialised += 1
         with torch.no_grad() if self._detached else self._graph():
             value = self._compute()

@@ -186,7 +186,7 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
         return None
     found = recognise(module, MLPS)
     if not isinstance(found, Match):
-        why = found or "not act(gate) * up between two products"
+        why = found or "not act(gate) * up between two matmuls"
         return f"unrecognised forward: {why}" if _looks_gated(module) else None
     roles, options = dict(found.roles), dict(found.structure.options)
     if "up" in roles and getattr(module, roles["up"]) is None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tigon._op import Op, has_kernel, is_batched, raw
-from tigon.environment import own_products
+from tigon.environment import has_matmul_kernels
 from tigon.error import check
 from tigon.ops import arguments
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
@@ -163,7 +163,7 @@ def _has_cosine(q, temperature, sizes):
         and all(size % 8 == 0 for size in sizes)
         and q.shape[0] > 0
         and (torch.compiler.is_compiling() or not is_batched())
-        and own_products(q.device)
+        and has_matmul_kernels(q.device)
     )
 
 

@@ -18,10 +18,10 @@ from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import RESULTS, dtypes_of, finished
 from tigon.ops.loss_head.driver import Chunk, Gradients, Part, RowPass
 from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
+from tigon.ops.loss_head.matmuls import ENTROPY, form_gradients, form_logits, row_gradient, row_statistics
 from tigon.ops.loss_head.operands import NEEDS, HeadCall
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, check_unbounded, padded, plan_of
-from tigon.ops.loss_head.products import ENTROPY, form_gradients, form_logits, row_gradient, row_statistics
 
 _OP = "linear_loss"
 KINDS = ("sequence", "pair")

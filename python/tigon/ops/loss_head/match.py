@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from tigon._deterministic import is_deterministic
 from tigon._op import define
 from tigon.error import check
+from tigon.ops.loss_head.matmuls import form_logits
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_unbounded, padded
-from tigon.ops.loss_head.products import form_logits
 
 _CHUNK_LOGITS = 1 << 27
 _GREEDY = 1e-5  # a temperature below it does not change the logits

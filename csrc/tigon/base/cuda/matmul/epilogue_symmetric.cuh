@@ -1,4 +1,4 @@
-// This epilogue serves GEMMs with a symmetric result: alpha product + beta C + gamma I. Tiles above the
+// This epilogue serves GEMMs with a symmetric result: alpha op(A) op(B) + beta C + gamma I. Tiles above the
 // diagonal are not computed; what is below it is stored a second time, mirrored.
 #pragma once
 

@@ -39,7 +39,7 @@ __device__ __forceinline__ auto outer_coordinates(const Tile& tile, int row) {
 }
 
 // CTAs of a cluster that compute tiles below each other share columns of B: each loads half of them and
-// multicasts it. `kSources` pairs of A and B follow each other along K: the sum of their products has one
+// multicasts it. `kSources` pairs of A and B follow each other along K: the sum of their matmuls has one
 // accumulator and one store. With `kGather`, groups' rows of the first A are gathered as they are loaded.
 template <class T, Major kMajorA, Major kMajorB, Groups kGroups, int kSources, bool kGather>
 struct Mainloop {

@@ -6,7 +6,7 @@
 namespace tigon {
 
 // C = alpha op(A) op(B) + beta C. The flags are those of Gemm.
-struct Product {
+struct MatrixGemm {
   Matrix a, b, c;
   bool trans_a = false, trans_b = false;
   float alpha = 1.0f, beta = 0.0f;
@@ -14,7 +14,7 @@ struct Product {
   bool padded_a = false;
   bool reduce_rows = false;
 };
-inline Gemm gemm_of(const Product& p) {
+inline Gemm gemm_of(const MatrixGemm& p) {
   return {.m = p.c.rows,
           .n = p.c.cols,
           .k = p.trans_a ? p.a.rows : p.a.cols,
@@ -34,6 +34,6 @@ inline Gemm gemm_of(const Product& p) {
           .padded_a = p.padded_a,
           .reduce_rows = p.reduce_rows};
 }
-inline void multiply(Context& ctx, const Product& p) { ctx.gemm(gemm_of(p)); }
+inline void gemm(Context& ctx, const MatrixGemm& p) { ctx.gemm(gemm_of(p)); }
 
 }  // namespace tigon

@@ -8,7 +8,7 @@ namespace tigon {
 
 // d = alpha a b^T + beta c + gamma I for `count` adjacent fp16 matrices, summed in fp32 and rounded once.
 // Half of the tiles are computed, and each is stored twice.
-struct SymmetricProduct {
+struct SymmetricGemm {
   int64_t count = 1, n = 0, k = 0;
   // Computes a^T b of [k, n] matrices; otherwise a b^T of [n, k] matrices.
   bool trans = false;
@@ -20,7 +20,7 @@ struct SymmetricProduct {
 
 namespace cuda {
 // Returns false if nothing was done: the device is not sm_90, or rows do not begin at multiples of 16 bytes.
-TIGON_API bool symmetric_product(Context& ctx, const SymmetricProduct& p);
+TIGON_API bool symmetric_gemm(Context& ctx, const SymmetricGemm& p);
 }  // namespace cuda
 
 }  // namespace tigon

@@ -8,8 +8,8 @@ from tigon._op import raw
 
 ENTROPY, SMOOTHING, PREDICTED = 1, 2, 4  # bits of `kinds`, as in cross_entropy_shards.h
 
-_logits = raw("linear_product_logits", lambda *_: None, "linear_cross_entropy")
-_gradients = raw("linear_product_gradients", lambda *_: None, "linear_cross_entropy")
+_logits = raw("loss_head_logits", lambda *_: None, "linear_cross_entropy")
+_gradients = raw("loss_head_gradients", lambda *_: None, "linear_cross_entropy")
 _NO_LORA = (None, None, 1.0)
 
 

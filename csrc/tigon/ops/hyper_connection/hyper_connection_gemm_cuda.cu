@@ -2,15 +2,15 @@
 // weight) and x of 16 bits, on tensor cores. fp32 factors are sums of three bf16 parts (8 bits each, exact),
 // x of fp16 of two; products of parts below 2^-24 of the whole are left out. Sums leave the tensor cores,
 // which truncate, after at most 32 terms each and are added in fp32. The kernels are:
-// split_weight      writes the weight's parts, as product_kernel's lanes take them.
-// product           has a CTA per 256 tokens and range of columns, a warp per 32 tokens. x, read once for the
-//                   products and the sum of squares, and the weight come through rings in shared memory.
-//                   Columns of a step are permuted so that a lane's are one vector.
-// pack_dproduct     writes dproduct's parts, as product_gradient_kernel's lanes take them, and the tokens'
-//                   other coefficients.
-// product_gradient  has a CTA per 128 columns and range of tokens, a warp per 32 columns. The weight and the
-//                   sums of dweight stay in registers; x and dy come through a ring in shared memory. dx
-//                   takes two parts of each factor: 2^-16, below its rounding.
+// split_weight          writes the weight's parts, as weight_gemm_kernel's lanes take them.
+// weight_gemm           has a CTA per 256 tokens and range of columns, a warp per 32 tokens. x, read once for
+//                       the GEMM and the sum of squares, and the weight come through rings in shared memory.
+//                       Columns of a step are permuted so that a lane's are one vector.
+// pack_dmatmul          writes dmatmul's parts, as weight_gemm_gradient_kernel's lanes take them, and the
+//                       tokens' other coefficients.
+// weight_gemm_gradient  has a CTA per 128 columns and range of tokens, a warp per 32 columns. The weight and
+//                       the sums of dweight stay in registers; x and dy come through a ring in shared
+//                       memory. dx takes two parts of each factor: 2^-16, below its rounding.
 // The ranges follow from the sizes only. Sums over ranges are in a fixed order.
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
@@ -69,14 +69,14 @@ __device__ __forceinline__ uint32_t word(const Octet<X>& v, int i) {
   return reinterpret_cast<const uint32_t*>(&v)[i];
 }
 
-// ---------------------------------------------------------------- product
+// ---------------------------------------------------------------- GEMM
 
 constexpr int kWarps = kThreads / 32, kWarpTokens = 32, kTokens = kWarps * kWarpTokens;
 constexpr int kStageColumns = 64, kStages = 3;
 // x comes in slots of half a stage's columns.
 constexpr int kSlotColumns = kStageColumns / 2, kSlots = 4;
 // There are two CTAs on each of 132 SMs.
-constexpr int64_t kProductCtas = 264, kMostSplits = 32;
+constexpr int64_t kWeightGemmCtas = 264, kMostSplits = 32;
 
 // Holds 16 columns of the weight's parts as left factors of 16 rows: rows 0 to 15 of each part; rows 16 to 23
 // of the second and the third part; rows 16 to 23 of the first part, and zeros. Columns of lane 4 t + q are 8
@@ -89,7 +89,7 @@ struct WeightStage {
   WeightStep steps[kStageColumns / 16];
 };
 // A thread reads only vectors of x that it copied itself.
-struct ProductShared {
+struct WeightGemmShared {
   WeightStage weight[kStages];
   uint4 x[kSlots][kWarpTokens / 8][kThreads];
 };
@@ -116,24 +116,23 @@ __global__ __launch_bounds__(kThreads) void split_weight_kernel(const float* wei
 }
 
 template <class X>
-struct Product {
+struct WeightGemm {
   const X* x;
   int64_t x_stride;
   const WeightStage* weight;
   int64_t tokens;
   // split_cols is a multiple of a stage's columns.
   int cols, split_cols, splits;
-  // [splits, kRows products and the sum of squares, tokens].
+  // [splits, kRows columns of the matmul and the sum of squares, tokens].
   float* partials;
 };
 
 template <class X>
-__global__ __launch_bounds__(kThreads, kInputParts<X> == 1
-                                           ? 2
-                                           : 1) void product_kernel(const __grid_constant__ Product<X> p) {
+__global__ __launch_bounds__(kThreads, kInputParts<X> == 1 ? 2 : 1) void weight_gemm_kernel(
+    const __grid_constant__ WeightGemm<X> p) {
   constexpr int kGroups = kWarpTokens / 8, kCopies = sizeof(WeightStage) / 16;
   extern __shared__ __align__(16) unsigned char memory[];
-  ProductShared& shared = *reinterpret_cast<ProductShared*>(memory);
+  WeightGemmShared& shared = *reinterpret_cast<WeightGemmShared*>(memory);
   const int tid = int(threadIdx.x), lane = tid % 32, t = lane / 4, q = lane % 4;
   const int split_index = int(blockIdx.x) % p.splits;
   const int64_t first = int64_t(int(blockIdx.x) / p.splits) * kTokens + tid / 32 * kWarpTokens;
@@ -225,11 +224,11 @@ __global__ __launch_bounds__(kThreads, kInputParts<X> == 1
   }
 }
 
-// Sums over the ranges of columns: products and, from the squares, rstd.
-__global__ __launch_bounds__(kThreads) void sum_products_kernel(const float* partials, int splits,
-                                                                int64_t tokens, float* product,
-                                                                int64_t stride, float* rstd, float cols,
-                                                                float eps) {
+// Sums over the ranges of columns: the matmul and, from the squares, rstd.
+__global__ __launch_bounds__(kThreads) void sum_weight_gemm_kernel(const float* partials, int splits,
+                                                                   int64_t tokens, float* matmul,
+                                                                   int64_t stride, float* rstd, float cols,
+                                                                   float eps) {
   const int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (at >= tokens * (kRows + 1)) return;
   const int64_t j = at / tokens, token = at - j * tokens;
@@ -237,7 +236,7 @@ __global__ __launch_bounds__(kThreads) void sum_products_kernel(const float* par
 #pragma unroll 8
   for (int s = 0; s < splits; ++s) sum += partials[s * tokens * (kRows + 1) + at];
   if (j < kRows)
-    product[token * stride + j] = sum;
+    matmul[token * stride + j] = sum;
   else
     rstd[token] = 1.0f / sqrtf(sum / cols + eps);
 }
@@ -250,24 +249,24 @@ constexpr int64_t kGradientCtas = 1056;
 
 // Holds the coefficients of 16 tokens.
 struct TokenBlock {
-  // Holds dproduct as the left factor of dx, in rows of 16 and of 8.
+  // Holds dmatmul as the left factor of dx, in rows of 16 and of 8.
   uint2 left[kDxParts][3][32];
-  // Holds dproduct as the right factor of dweight.
+  // Holds dmatmul as the right factor of dweight.
   uint2 right[kTiles][kParts][32];
   struct Token {
     float pre[kStreams], x_scale, unused[3];
   } tokens[kBlockTokens];
 };
 
-__global__ __launch_bounds__(kThreads) void pack_dproduct_kernel(const float* dproduct, const float* pre,
-                                                                 const float* x_scale, int64_t tokens,
-                                                                 TokenBlock* out) {
+__global__ __launch_bounds__(kThreads) void pack_dmatmul_kernel(const float* dmatmul, const float* pre,
+                                                                const float* x_scale, int64_t tokens,
+                                                                TokenBlock* out) {
   const int64_t block = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
   const int64_t first = block * kBlockTokens;
   if (first >= tokens) return;
   const int lane = int(threadIdx.x) % 32, t = lane / 4, q = lane % 4;
   auto value = [&](int token, int row) {
-    return first + token < tokens ? dproduct[(first + token) * kRows + row] : 0.0f;
+    return first + token < tokens ? dmatmul[(first + token) * kRows + row] : 0.0f;
   };
   TokenBlock& to = out[block];
   auto put_left = [&](int i, int token, int row, int other_token, int other_row) {
@@ -300,7 +299,7 @@ __global__ __launch_bounds__(kThreads) void pack_dproduct_kernel(const float* dp
 }
 
 template <class X>
-struct ProductGradient {
+struct WeightGemmGradient {
   const X *x, *dy;  // dy may be null
   X* dx;
   int64_t x_stride, dy_stride, dx_stride;
@@ -351,8 +350,8 @@ __device__ __forceinline__ void add_weight_gradient(const Octet<X> (&x)[2], cons
 }
 
 template <class X, bool kDx, bool kDweight>
-__global__ __launch_bounds__(kGradientThreads,
-                             4) void product_gradient_kernel(const __grid_constant__ ProductGradient<X> p) {
+__global__ __launch_bounds__(kGradientThreads, 4) void weight_gemm_gradient_kernel(
+    const __grid_constant__ WeightGemmGradient<X> p) {
   constexpr int kCopies = sizeof(TokenBlock) / 16;
   __shared__ __align__(16) GradientStage shared[kStages];
   const int tid = int(threadIdx.x), lane = tid % 32, t = lane / 4, q = lane % 4;
@@ -486,12 +485,13 @@ void by_half(const Matrix& x, const Fn& fn) {
 
 }  // namespace
 
-bool products(Context& ctx, const HyperConnectionFwd& a) {
+bool weight_gemm(Context& ctx, const HyperConnectionFwd& a) {
   if (!is_usual(a.options, a.x, a.weight)) return false;
   const int64_t tokens = a.x.rows, cols = a.x.cols;
   const int64_t token_tiles = ceil_div(tokens, kTokens), stages = ceil_div(cols, kStageColumns);
   const int64_t most = std::min(stages, kMostSplits);
-  const int64_t wanted = ctx.deterministic ? most : std::clamp<int64_t>(kProductCtas / token_tiles, 1, most);
+  const int64_t wanted =
+      ctx.deterministic ? most : std::clamp<int64_t>(kWeightGemmCtas / token_tiles, 1, most);
   const int64_t split_stages = ceil_div(stages, wanted);
   const int64_t splits = ceil_div(stages, split_stages);
   WeightStage* weight = ctx.scratch_of<WeightStage>(stages);
@@ -503,29 +503,29 @@ bool products(Context& ctx, const HyperConnectionFwd& a) {
   by_half(a.x, [&]<class X>() {
     static OncePerDevice prepared;
     prepared.run(kOp, [&] {
-      TIGON_CUDA_CHECK(kOp,
-                       cudaFuncSetAttribute(product_kernel<X>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            int(sizeof(ProductShared))));
+      TIGON_CUDA_CHECK(
+          kOp, cudaFuncSetAttribute(weight_gemm_kernel<X>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    int(sizeof(WeightGemmShared))));
     });
-    launch(kOp, ctx, product_kernel<X>,
-           {.blocks = token_tiles * splits, .threads = kThreads, .shared = sizeof(ProductShared)},
-           Product<X>{.x = a.x.row<X>(0),
-                      .x_stride = a.x.stride,
-                      .weight = weight,
-                      .tokens = tokens,
-                      .cols = int(cols),
-                      .split_cols = int(split_stages * kStageColumns),
-                      .splits = int(splits),
-                      .partials = partials});
+    launch(kOp, ctx, weight_gemm_kernel<X>,
+           {.blocks = token_tiles * splits, .threads = kThreads, .shared = sizeof(WeightGemmShared)},
+           WeightGemm<X>{.x = a.x.row<X>(0),
+                         .x_stride = a.x.stride,
+                         .weight = weight,
+                         .tokens = tokens,
+                         .cols = int(cols),
+                         .split_cols = int(split_stages * kStageColumns),
+                         .splits = int(splits),
+                         .partials = partials});
   });
-  launch(kOp, ctx, sum_products_kernel,
+  launch(kOp, ctx, sum_weight_gemm_kernel,
          {.blocks = ceil_div(tokens * (kRows + 1), kThreads), .threads = kThreads}, partials, int(splits),
-         tokens, a.product.row<float>(0), a.product.stride, a.rstd.as<float>(), float(cols),
+         tokens, a.matmul.row<float>(0), a.matmul.stride, a.rstd.as<float>(), float(cols),
          a.options.norm_eps);
   return true;
 }
 
-bool product_gradients(Context& ctx, const HyperConnectionGradients& g) {
+bool weight_gemm_gradients(Context& ctx, const HyperConnectionGradients& g) {
   const HyperConnectionBwd& a = *g.call;
   const int64_t tokens = a.x.rows, cols = a.x.cols, columns = cols / a.options.streams;
   const bool dx = a.dx.data != nullptr, dweight = a.dweight.data != nullptr;
@@ -537,30 +537,30 @@ bool product_gradients(Context& ctx, const HyperConnectionGradients& g) {
   const int64_t ranges = ceil_div(blocks, range);
   TokenBlock* packed = ctx.scratch_of<TokenBlock>(blocks);
   float* partials = dweight ? ctx.scratch_of<float>(ranges * kRows * cols) : nullptr;
-  launch(kOp, ctx, pack_dproduct_kernel, {.blocks = ceil_div(blocks, kThreads / 32), .threads = kThreads},
-         static_cast<const float*>(g.dproduct), static_cast<const float*>(g.pre),
+  launch(kOp, ctx, pack_dmatmul_kernel, {.blocks = ceil_div(blocks, kThreads / 32), .threads = kThreads},
+         static_cast<const float*>(g.dmatmul), static_cast<const float*>(g.pre),
          static_cast<const float*>(g.x_scale), tokens, packed);
   by_half(a.x, [&]<class X>() {
     launch(kOp, ctx,
-           !dweight ? product_gradient_kernel<X, true, false>
-           : dx     ? product_gradient_kernel<X, true, true>
-                    : product_gradient_kernel<X, false, true>,
+           !dweight ? weight_gemm_gradient_kernel<X, true, false>
+           : dx     ? weight_gemm_gradient_kernel<X, true, true>
+                    : weight_gemm_gradient_kernel<X, false, true>,
            {.blocks = tiles * ranges, .threads = kGradientThreads},
-           ProductGradient<X>{.x = a.x.row<X>(0),
-                              .dy = a.dy.row<X>(0),
-                              .dx = a.dx.row<X>(0),
-                              .x_stride = a.x.stride,
-                              .dy_stride = a.dy.stride,
-                              .dx_stride = a.dx.stride,
-                              .weight = a.weight.row<float>(0),
-                              .weight_stride = a.weight.stride,
-                              .blocks = packed,
-                              .dweight = partials,
-                              .tokens = tokens,
-                              .cols = cols,
-                              .columns = columns,
-                              .range = int(range),
-                              .tiles = int(tiles)});
+           WeightGemmGradient<X>{.x = a.x.row<X>(0),
+                                 .dy = a.dy.row<X>(0),
+                                 .dx = a.dx.row<X>(0),
+                                 .x_stride = a.x.stride,
+                                 .dy_stride = a.dy.stride,
+                                 .dx_stride = a.dx.stride,
+                                 .weight = a.weight.row<float>(0),
+                                 .weight_stride = a.weight.stride,
+                                 .blocks = packed,
+                                 .dweight = partials,
+                                 .tokens = tokens,
+                                 .cols = cols,
+                                 .columns = columns,
+                                 .range = int(range),
+                                 .tiles = int(tiles)});
   });
   if (dweight)
     sum_partials(kOp, ctx, partials, ranges,
