@@ -165,7 +165,7 @@ def fuzz_wrong(name: str, seed: int) -> None:
         if not wrong_calls.is_taken(call, key, value):
             arguments[key] = value
     modifies = arguments.get("inplace") is True or call.function is tigon.clip_grad_norm_
-    problem = wrong_calls.outcome(call.function, arguments, name)
+    problem = wrong_calls.outcome(call.function, arguments)
     assert not problem, problem
     if not modifies:
         for (at, t), before in zip(calls.tensors_of([*good.values()]), kept, strict=True):

@@ -1,33 +1,25 @@
-"""bench/run.py and bench/plot.py on the smallest cases."""
+"""bench/run.py and bench/plot.py on the smallest cases, and what the programs of bench refuse."""
 
 import dataclasses
-import importlib.util
+import importlib
 import json
-from pathlib import Path
 
+import plot
 import pytest
+import run
 import torch
 
 from cases import modules
 
-BENCH = Path(__file__).resolve().parents[1] / "bench"
 FIELDS = {
     *("op", "case", "pass", "provider", "dtype", "ms", "bytes", "gbps", "tflops"),
     *("limit_ms", "of_limit", "peak_mb", "host_us", "gpu", "torch", "commit", "q20", "q80", "upstream"),
 }
 
 
-def _load(name):
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def quick(monkeypatch):
     """bench/run.py with a budget of milliseconds."""
-    run = _load("run")
     monkeypatch.setattr(run.timing, "BUDGET", 0.002)
     monkeypatch.setattr(run.timing, "FEWEST", 3)
     monkeypatch.setattr(run.timing, "copy_gbps", lambda device: 10.0)
@@ -60,7 +52,7 @@ def test_every_op_every_field(quick, tmp_path, capsys):
         assert record["ms"] > 0 and record["bytes"] > 0 and record["commit"] == "abc1234"
         assert record["of_limit"] == pytest.approx(record["limit_ms"] / record["ms"])
         assert record["q20"] <= record["ms"] <= record["q80"] and record["upstream"] in (1.0, "normal")
-    _load("plot").main([str(path), "--out", str(tmp_path / "img")])
+    plot.main([str(path), "--out", str(tmp_path / "img")])
     assert {p.name for p in (tmp_path / "img").iterdir()} == {f"results_r_{n}.png" for n in modules()}
 
 
@@ -133,7 +125,6 @@ def test_budget(quick, tmp_path, capsys):
 
 def test_sweeps_are_drawn(tmp_path):
     """Time and memory over tokens where four sizes differ in them alone; cases with options stay out."""
-    plot = _load("plot")
     cases = [f"{rows}x64x1000" for rows in (8, 16, 32, 64)] + ["64x64x2000", "128x64x1000_masked50"]
     record = {"op": "linear_cross_entropy", "dtype": "bf16", "pass": "step", "gpu": "none", "torch": "2"}
     numbers = {"ms": 1.0, "limit_ms": 0.5, "peak_mb": 3.0, "of_limit": 0.5}
@@ -203,10 +194,18 @@ def test_destructive_peers_harm_nobody(quick):
         assert torch.equal(value, kept)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--ops", "no_op"], ["--dtypes", "fp8"], ["--passes", "x"], ["--budget", "1"]]
-)
-def test_wrong_arguments_are_named(quick, arguments):
+WRONG = {
+    "run": ("--ops no_op", "--dtypes fp8", "--passes x", "--budget 1"),
+    "e2e": ("--models llama5", "--padding 0.7", "--optimizer backward --clip 1"),
+    "convergence": ("--families llama5", "--runs 1"),
+    "trl_trainers": ("--trainers ppo", "--batch 3"),
+}
+
+
+@pytest.mark.parametrize("program, words", [(name, words) for name in WRONG for words in WRONG[name]])
+def test_wrong_arguments_are_named(program, words):
     """One line says what is wrong."""
-    with pytest.raises(SystemExit, match=arguments[0]):
-        quick.main(["--device", "cpu", *arguments])
+    pytest.importorskip("trl" if program == "trl_trainers" else "transformers")
+    *_, option, value = words.split()
+    with pytest.raises(SystemExit, match=f"{option}|{value}"):
+        importlib.import_module(program).main(["--device", "cpu", *words.split()])

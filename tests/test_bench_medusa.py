@@ -1,16 +1,12 @@
 """bench/medusa.py on a tiny configuration: providers agree, errors are records, the table has every case."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
-SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "medusa.py"
-spec = importlib.util.spec_from_file_location("bench_medusa", SCRIPT)  # beside examples/medusa.py
-bench = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
+import medusa as bench  # before examples/medusa.py on pytest's path
 
 TINY = (
     "hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,vocab_size=97,head_dim=8"

@@ -57,10 +57,3 @@ def test_a_run(words, capsys):
     assert liger["provider"] == "liger" and ("error" in liger or "step_ms" in liger)
     assert tigon["tokens_per_s"] > 0 and "| 4 x 16 |" in capsys.readouterr().out
     assert bench.main(["--table", words[-1]]) == 0
-
-
-def test_wrong_names():
-    with pytest.raises(SystemExit, match="ppo"):
-        bench.parse(["--trainers", "ppo"])
-    with pytest.raises(SystemExit, match="--batch"):
-        bench.parse(["--batch", "3"])

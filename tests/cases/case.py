@@ -66,6 +66,11 @@ def test_case(name: str, *, grad: bool = True, small: bool = False, **params) ->
 test_case.__test__ = False  # a maker of cases, not a test for pytest to collect
 
 
+def layout_cases(*layouts: str, **params) -> list[Case]:
+    """A case in several layouts, each of which names it."""
+    return [test_case(layout, layout=layout, grad_layout=layout, **params) for layout in layouts]
+
+
 def bench_case(name: str, *tags: str, **params) -> Case:
     """A benchmark case, by default for the GPU."""
     return Case(name, params, frozenset(tags or ("bench",)))

@@ -2,7 +2,7 @@
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, ours, params, test_case
+from .case import Case, Inputs, Maker, bench_case, layout_cases, liger, memory_bound, ours, params, test_case
 
 NAME = "dyt"
 tigon_fn = ours(NAME)
@@ -24,8 +24,7 @@ CASES = [
     test_case("17x2056", shape=(17, 2056)),
     test_case("5x4097", shape=(5, 4097)),
     test_case("wide", shape=(2, 40001)),
-    test_case("rows", shape=(9, 130), layout="rows", grad_layout="rows"),
-    test_case("columns", shape=(9, 130), layout="columns", grad_layout="columns"),
+    *layout_cases("rows", "columns", shape=(9, 130)),
     test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
     test_case("misaligned_weight", shape=(7, 256), weight_layout="offset1"),
     test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),

@@ -18,9 +18,9 @@ def adapter(draw: Maker, rank: int, size: int, vocab: int) -> dict[str, torch.Te
     return {"lora_a": draw.randn(rank, size, scale=1 / math.sqrt(size)), "lora_b": draw.randn(vocab, rank)}
 
 
-def trained(p: dict, bias: bool = True) -> tuple[str, ...]:
+def trained(p: dict) -> tuple[str, ...]:
     """The names of a head's other operands that get gradients."""
-    return (("bias",) if p["bias"] and bias else ()) + (("lora_a", "lora_b") if p["lora"] else ())
+    return (("bias",) if p["bias"] else ()) + (("lora_a", "lora_b") if p["lora"] else ())
 
 
 def as_tigon(options: dict) -> dict:

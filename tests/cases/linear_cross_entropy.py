@@ -39,7 +39,7 @@ DEFAULTS |= {"H": 32, "V": 67, "bias": False, "weight_layout": "contiguous", "ma
 DEFAULTS |= {"ignore_index": -100, "label_smoothing": 0.0, "softcap": None, "logit_scale": 1.0}
 DEFAULTS |= {"temperature": 1.0, "z_loss": 0.0, "class_weight": False, "reduction": "mean"}
 DEFAULTS |= {"denominator": None, "shift": False, "chunk_rows": None, "fill": None, "grads": (0, 1)}
-DEFAULTS |= {"grad_bias": True, "keep_mb": 0.0, "max_peak_mb": None, "upstream": None}
+DEFAULTS |= {"keep_mb": 0.0, "max_peak_mb": None, "upstream": None}
 
 EVERYTHING = {"lead": (2, 23), "H": 48, "V": 517, "bias": True, "class_weight": True, "masked": 0.2}
 EVERYTHING |= {"label_smoothing": 0.1, "softcap": 6.0, "logit_scale": 0.7, "z_loss": 1e-3, "chunk_rows": 10}
@@ -86,10 +86,8 @@ CASES = [
     test_case("bias_chunks", lead=(37,), bias=True, masked=0.2, chunk_rows=8),
     test_case("hidden_only", grads=(0,)),
     test_case("weight_only", grads=(1,)),
-    test_case("bias_only", bias=True, grads=()),
     test_case("hidden_and_bias", bias=True, grads=(0,)),
     test_case("weight_and_bias", bias=True, grads=(1,)),
-    test_case("frozen_bias", bias=True, grad_bias=False),
     test_case("no_grad", grads=(), grad=False),
     test_case("weight_only_none", grads=(1,), reduction="none", masked=0.2),
     test_case("hidden_only_none", grads=(0,), reduction="none", masked=0.2, chunk_rows=4),
@@ -220,7 +218,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         },
         grads=p["grads"],
         grad_outputs=(grad,),
-        grad_kwargs=trained(p, p["grad_bias"]),
+        grad_kwargs=trained(p),
     )
 
 

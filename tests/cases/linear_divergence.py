@@ -94,8 +94,6 @@ CASES += [
     _case("jsd", "misaligned", H=64, layout="offset1", weight_layout="offset1"),
     _case("kl", "hidden_only", grads=(0,), masked=0.2),
     _case("kl", "weight_only", grads=(1,), masked=0.2),
-    _case("kl", "bias_only", grads=(), bias=True),
-    _case("kl", "weight_only_none", grads=(1,), options={"reduction": "none"}),
     _case("jsd", "no_grad", grads=(), grad=False, options={"outputs": ("loss", "entropy")}),
     _case("jsd", "known", lead=(37,), masked=0.6, known=True, bias=True, options={"chunk_rows": 4}),
     _case("jsd", "known_none", lead=(37,), masked=0.6, known=True, options={"reduction": "none"}),

@@ -8,6 +8,7 @@ from .case import (
     Inputs,
     Maker,
     bench_case,
+    layout_cases,
     liger,
     memory_bound,
     norm_bench_cases,
@@ -38,9 +39,7 @@ CASES = [
     test_case("tall", shape=(1031, 64)),
     test_case("257x384", shape=(257, 384)),
     test_case("33x4096", shape=(33, 4096)),
-    test_case("rows", shape=(9, 130), layout="rows", grad_layout="rows"),
-    test_case("columns", shape=(9, 130), layout="columns", grad_layout="columns"),
-    test_case("transposed", shape=(9, 130), layout="transposed", grad_layout="transposed"),
+    *layout_cases("rows", "columns", "transposed", shape=(9, 130)),
     # More rows than a persistent kernel has blocks: it goes on from row to row.
     test_case("tall_odd", shape=(4001, 33)),
     test_case("tall_misaligned", shape=(5001, 40), layout="offset1", grad_layout="offset1"),

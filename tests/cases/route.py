@@ -7,7 +7,7 @@ import torch
 import torch._functorch.config
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, layout_cases, nothing, params, test_case, upcast
 
 NAME = "route"
 
@@ -78,8 +78,7 @@ CASES = [
     test_case("tiny_sigmoid", shape=(9, 64), top_k=4, fill="tiny", score="sigmoid", losses=True),
     test_case("sharp", shape=(9, 64), top_k=8, spread=60.0),
     test_case("flat", shape=(9, 64), top_k=8, spread=1e-3, normalize=False),
-    test_case("rows", shape=(9, 30), top_k=4, layout="rows", grad_layout="rows"),
-    test_case("columns", shape=(9, 30), top_k=4, layout="columns", grad_layout="columns"),
+    *layout_cases("rows", "columns", shape=(9, 30), top_k=4),
     test_case("misaligned", shape=(9, 64), top_k=4, layout="offset1", grad_layout="offset1"),
     test_case("grad_expanded", shape=(9, 64), top_k=4, grad_layout="expanded"),
     test_case("forced", small=True, shape=(41, 24), top_k=4, forced="int64"),

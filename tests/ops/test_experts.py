@@ -463,13 +463,11 @@ A, B = torch.zeros(E, R, I), torch.zeros(E, H, R)
 BAD = """
 experts(X, GATE_UP, DOWN, IDS - 1, WEIGHTS) -> ids must be >= 0, got -1
 experts(X[:, 1:], GATE_UP, DOWN, IDS, WEIGHTS) -> x must be [..., 32]
-experts(X, GATE_UP.half(), DOWN, IDS, WEIGHTS) -> gate_up must be torch.float32, got torch.float16
 experts(X, GATE_UP[:, 1:], DOWN, IDS, WEIGHTS) -> even number of columns
 experts(X, GATE_UP, DOWN, IDS, WEIGHTS, transposed=True) -> x must be
 experts(X, GATE_UP, DOWN, IDS, WEIGHTS, activation='swiglu_oai', gated=False) -> gated must be
 experts(X, GATE_UP, DOWN, IDS, WEIGHTS, activation='swiglu_clamped', gated=False)
     -> gated must be True for swiglu_clamped
-experts(X, GATE_UP, DOWN, IDS, WEIGHTS, down_bias=X) -> down_bias must be [6, 32]
 experts(X, GATE_UP[:0], DOWN[:0], IDS, WEIGHTS) -> at least one expert
 experts(X, GATE_UP, DOWN, IDS, WEIGHTS, down_lora=(A, B)) -> down_lora must be (a, b, scale), got
 experts(X, GATE_UP, DOWN, IDS, WEIGHTS, down_lora=(A, B, '2')) -> down_lora[2] must be a number
@@ -483,8 +481,6 @@ grouped_mlp(X, GATE_UP, DOWN, ENDS, down_lora=(A[0], B[0, 1:], 1)) -> down_lora[
 grouped_mlp(X, GATE_UP, DOWN, torch.arange(E).flip(0)) -> offsets must not decrease
 grouped_mlp(X, GATE_UP, DOWN, ENDS + 1) -> offsets must not decrease and lie in
 grouped_mlp(X, GATE_UP, DOWN, ENDS - 100) -> offsets must not decrease and lie in
-grouped_mlp(X, GATE_UP, DOWN, ENDS, WEIGHTS) -> row_weights must be [23]
-grouped_mlp(X, GATE_UP, DOWN, ENDS, activation="x") -> got 'x'
 """
 
 

@@ -22,8 +22,6 @@ def _gradients(gate, up, dy=None, fn=None):
 
 PLAIN = (0, 1.0, 1.0, 1.702, 7.0)  # swiglu, as the operators take it
 BAD = """
-swiglu(g, u.view(8, 4)) -> up must be [4, 8], got [8, 4]
-swiglu(g, u.half()) -> up must be torch.float32, got torch.float16
 swiglu(g[:, :5]) -> gate must have an even number of columns, got 5
 reglu(g[0, 0]) -> [reglu] gate must have at least one dimension
 swiglu(g, u, gate_multiplier=2.0, limit=1.0) -> [swiglu] limit must be None with multipliers

@@ -135,13 +135,14 @@ FORMS = FUNCTIONS | {
         h, w, (spread(h).to(h), spread(w).to(w)), loss="lk", mask=y != -100, shifts=(1,), **o
     ),
     "simpo": lambda h, w, y, **o: tigon.linear_preference(h, w, y, kind="simpo", **o).loss,
+    "contrastive": lambda h, w, y: tigon.contrastive_loss(h.flatten(0, 1), w, y.flatten(), symmetric=True),
 }
 # And by chunks of less rows than the calls have.
 FORMS |= {
     f"{name} by chunks": functools.partial(FORMS[name], chunk_rows=4)
     for name in ("linear_cross_entropy", "linear_log_prob", "linear_preference", "linear_kto", "sequences")
 }
-NO_BIAS = ("multi_token", "drafter")
+NO_BIAS = ("multi_token", "drafter", "contrastive")
 OF_PYTHON = ("linear_loss", "reduced", "of tensors")  # which no graph holds
 PER_ROW = ("linear_log_prob", "kept", "in part")
 every_form = pytest.mark.parametrize("name", FORMS)

@@ -16,11 +16,9 @@ CALLS = """
 hyper_connection_pre(x[0, 0], w, b, s) -> x must be [..., n, C] with C >= 1, got
 hyper_connection_pre(x[..., :0], w, b, s) -> x must be [..., n, C] with C >= 1, got
 hyper_connection_pre(torch.randn(3, 9, 8), w, b, s) -> x must have 1 to 8 streams, got 9
-hyper_connection_pre(x, w.to('meta'), b, s) -> weight must be on cpu, got meta
-hyper_connection_post(x, f.half(), post, res) -> f must be torch.float32, got torch.float16
-hyper_connection_post(x, f, None, res) -> f and post must be given together
+hyper_connection_post(x, f, None, res) -> f and post must be given together, got f alone
+hyper_connection_post(x, None, post, res) -> f and post must be given together, got post alone
 hyper_connection_post(x, f, post, res[:, 1:], transposed=True) -> res must be [..., 4, outs] with
-hyper_connection_post(x, f, post, res[0, 0]) -> res must be [..., outs, 4] with outs
 """
 
 
@@ -31,7 +29,7 @@ def test_refused(call, message, dtype):
         zip(("x", "w", "b", "s", "f", "post", "res"), (X, WEIGHT, BASE, SCALE, F, POST, RES), strict=True)
     )
     names = {name: t.to(dtype) for name, t in names.items()}
-    refused(call, message.replace("torch.float32", str(dtype)), **names)
+    refused(call, message, **names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -123,16 +123,11 @@ def test_padding_takes_no_part(shorter, device):
         assert torch.equal(a, b)
 
 
-def test_autocast_and_dtypes(device):
-    """The teacher has a dtype of its own; under autocast both sides have autocast's."""
+def test_a_teacher_has_its_own_dtype(device):
     hidden, weight, teacher, _ = heads(device=device)
     half = tuple(t.bfloat16() for t in teacher)
     wide = tigon.linear_kl_div(hidden, weight, tuple(t.float() for t in half))
     torch.testing.assert_close(tigon.linear_kl_div(hidden, weight, half), wide)
-    with torch.autocast(device, torch.bfloat16):
-        loss = tigon.linear_kl_div(hidden, weight, teacher)
-    narrow = tigon.linear_kl_div(hidden.bfloat16(), weight.bfloat16(), half)
-    assert torch.equal(loss, narrow)
 
 
 def _bad(**changes):
@@ -147,7 +142,6 @@ BAD = {
     "teacher's kind": ({"teacher": 3}, "teacher must be logits, or .*got int"),
     "rows": ({"teacher": (T[0][:5], T[1])}, r"teacher_hidden must be \[12\] and then H, got \[5, 24\]"),
     "size": ({"teacher": (T[0], T[1][:, :5])}, r"teacher_weight must be \[V, 24\], got \[40, 5\]"),
-    "logits": ({"teacher": T[0][:7]}, r"teacher must be logits \[12\] and then V, got \[7, 24\]"),
     "bias": ({"teacher": (*T, T[0][0])}, r"teacher_bias must be \[40\], got \[24\]"),
     "labels": ({"teacher": (T[0], T[1][:9]), "labels": torch.full((12,), 20)}, "labels must be in .0, 9. or"),
     "no labels": ({"labels": None, "hard": 0.5}, "labels must be given for the hard loss, got None"),

@@ -94,23 +94,13 @@ REFUSED = [
     ),
     (lambda h, w, y: tigon.linear_preference(h[0], w, y[0]), r"target must be \[answers, T\], got \[11\]"),
     (
-        lambda h, w, y: tigon.linear_preference(h, w, y, label_smoothing=0.2),
-        "label_smoothing must be 0 with kind",
-    ),
-    (lambda h, w, y: tigon.linear_preference(h, w, y, ref=h[:, 0]), r"ref must be \[8\], got \[8, 24\]"),
-    (
         lambda h, w, y: tigon.linear_preference(h, w, y, ref=(h,)),
         r"ref must be .* \(hidden, weight\[, bias\]\)",
     ),
     (lambda h, w, y: tigon.linear_preference(h, w, y, ref=(h[:2], w)), "ref must have rows"),
     (lambda h, w, y: tigon.linear_preference(h, w, y, ref=(h, w[:5])), "ref must have a weight"),
     (lambda h, w, y: tigon.linear_preference(h, w, y, ref=(h, w, w[0])), "ref must have a bias"),
-    (
-        lambda h, w, y: tigon.linear_preference(h, w, y, nll_target=y),
-        r"nll_target must be \[4, 11\], got \[8, 11\]",
-    ),
     (lambda h, w, y: tigon.linear_policy(h, w, y, h[:, 0, 0], kl=0.1), "ref must be given with kl"),
-    (lambda h, w, y: tigon.linear_policy(h, w, y, h[:, 0, 0], old=h[:, 0]), "old must be"),
 ]
 
 

@@ -371,7 +371,6 @@ BAD = {
     "float shift": ([W], {"shifts": [1.0]}, "shifts must be an int, got float"),
     "coefficient": ([W], {"coefficients": ["1"]}, r"coefficients\[0\] must be a number, got str"),
     "tensor": ([W], {"coefficients": [torch.ones(())]}, r"coefficients\[0\] must be a number, got "),
-    "reduction": ([W], {"reduction": "none"}, r"reduction must be one of \['mean', 'sum'\], got 'none'"),
     "weight's size": (
         [W[:, :-1]],
         {},
@@ -385,11 +384,6 @@ BAD = {
     "no tensor": ([(lambda x: None, W)], {}, r"heads\[0\] must return a tensor, got NoneType"),
     "weight's shape": ([W[0]], {}, r"heads\[0\]'s weight must be \[V, H\], got \[16\]"),
     "weight's dtype": ([W.long()], {}, r"heads\[0\]'s weight must be a float tensor"),
-    "position_ids": (
-        [W],
-        {"position_ids": torch.zeros(3).long()},
-        r"position_ids must be \[2, 12\] or \[12\]",
-    ),
 }
 
 

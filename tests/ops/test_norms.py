@@ -39,7 +39,6 @@ BAD = """
 rms_norm(x[0, 0], w) -> x must have at least one dimension, got 0
 rms_norm(x[:, :0], w[:0]) -> x must have at least one column, got 0
 layer_norm(x[:, :0]) -> x must have at least one column, got 0
-add_rms_norm(x, x.half(), w) -> residual must be torch.float32, got
 add_rms_norm(x, x.t().contiguous().t(), w, inplace=True)
     -> residual must have dense rows to be written in place
 add_rms_norm(x, w.expand(4, 8), inplace=True)
@@ -51,8 +50,8 @@ gated_rms_norm(x, x, w, group_size=3) -> group_size must divide 8, got 3
 gated_rms_norm(x, x, w, rounding='none') -> rounding must be 'llama'
 group_norm(x, 3, w) -> groups must divide 8, got 3
 group_norm(w, 4) -> x must have at least two dimensions, got 1
-poly_norm(x, w, w[:1]) -> weight must be [3], got [8]
 poly_norm(x[:, :0], w[:3], w[:1]) -> x must have at least one column, got 0
+dyt(x[:, :0], w[:1]) -> x must have at least one column, got 0
 dyt(x, w) -> alpha must have one element, got 8
 """
 

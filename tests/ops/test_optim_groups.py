@@ -244,66 +244,53 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("words", BAD)
-def test_muon_refuses_before_it_modifies(words):
-    """A last group that became unfit: AdamW's part and the groups before it stay as they are."""
-    params = [matrix(3, 3), matrix(4, 6), matrix(5, 7)]
-    groups = [{"params": params[:1], "use_muon": False}, {"params": params[1:2]}, {"params": params[2:]}]
-    optimizer = Muon(groups)
-    with_gradients(params)
+def of_muon(*sizes, last=True):
+    """Muon of a matrix in each of its groups, and AdamW's group after or before them."""
+    groups = [{"params": [matrix(n, n + 2)]} for n in sizes]
+    groups.insert(len(groups) if last else 0, {"params": [matrix(3, 3)], "use_muon": False})
+    return Muon(groups)
+
+
+def of_adamw(*kinds):
+    return AdamW([nn.Parameter(torch.ones(4, 6, **kind)) for kind in kinds])
+
+
+OF_THE_LAST = {
+    "Muon before AdamW": lambda: of_muon(4),
+    "float64": lambda: of_adamw({}, {"dtype": torch.float64}),
+    "after float64": lambda: of_adamw({"dtype": torch.float64}, {}),
+}
+OF_A_GPU = {
+    "after cuda": lambda: of_adamw({"device": "cuda"}, {"device": "cpu"}),
+    "cuda": lambda: of_adamw({"device": "cpu"}, {"device": "cuda"}),
+}
+UNFIT = [pytest.param(lambda: of_muon(4, 5, last=False), BAD[words], words, id=words) for words in BAD]
+UNFIT += [
+    pytest.param(
+        make,
+        lambda o, p: o.state[p].update(exp_avg=torch.zeros(2, dtype=p.dtype, device=p.device)),
+        "exp_avg.* must have the sizes of its",
+        id=name,
+        marks=[pytest.mark.gpu] * (name in OF_A_GPU),
+    )
+    for name, make in (OF_THE_LAST | OF_A_GPU).items()
+]
+
+
+@pytest.mark.parametrize("make, spoil, words", UNFIT)
+def test_refused_before_anything_is_modified(make, spoil, words):
+    """A last parameter that became unfit: those before it, of other kinds and devices, stay as they are."""
+    optimizer = make()
+    *params, last = (p for group in optimizer.param_groups for p in group["params"])
+    with_gradients([*params, last])
     optimizer.step()
-    before = copy.deepcopy([(p.detach(), optimizer.state[p]) for p in params[:2]])
-    BAD[words](optimizer, params[2])
+    before = copy.deepcopy([(p.detach(), optimizer.state[p]) for p in params])
+    spoil(optimizer, last)
     with pytest.raises(tigon.Error, match=words):
         optimizer.step()
-    for p, (data, state) in zip(params, before, strict=False):
+    for p, (data, state) in zip(params, before, strict=True):
         assert same_bits(p.detach(), data)
         assert all(same_bits(optimizer.state[p][name], value) for name, value in state.items())
-
-
-def test_muon_refuses_a_bad_part_of_adamw():
-    """AdamW's group refuses last, and Muon's groups stay."""
-    params = [matrix(4, 6), matrix(3, 3)]
-    optimizer = Muon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}])
-    with_gradients(params)
-    optimizer.step()
-    before = params[0].detach().clone()
-    optimizer.state[params[1]]["exp_avg"] = torch.zeros(2)
-    with pytest.raises(tigon.Error, match="exp_avg 0 must have the sizes"):
-        optimizer.step()
-    assert same_bits(params[0].detach(), before)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_adamw_of_kinds_refuses_before_it_modifies(which):
-    """A list and plain float64 parameters: the one that does not fit leaves the other as it is."""
-    params = [matrix(), nn.Parameter(torch.ones(4, 6, dtype=torch.float64))]
-    optimizer = AdamW(params)
-    with_gradients(params)
-    optimizer.step()
-    other = params[1 - which]
-    before = other.detach().clone(), copy.deepcopy(optimizer.state[other])
-    optimizer.state[params[which]]["exp_avg"] = torch.zeros(2, dtype=params[which].dtype)
-    with pytest.raises(tigon.Error, match="exp_avg.* must have the sizes of its param"):
-        optimizer.step()
-    assert same_bits(other.detach(), before[0])
-    assert all(same_bits(value, before[1][name]) for name, value in optimizer.state[other].items())
-
-
-@pytest.mark.gpu
-def test_adamw_of_devices_refuses_before_it_modifies():
-    """A list on the CPU and one on a GPU, in both orders."""
-    for devices in (("cpu", "cuda"), ("cuda", "cpu")):
-        params = [matrix(device=device) for device in devices]
-        optimizer = AdamW(params)
-        with_gradients(params)
-        optimizer.step()
-        before = params[0].detach().clone(), copy.deepcopy(optimizer.state[params[0]])
-        optimizer.state[params[1]]["exp_avg"] = torch.zeros(2, device=devices[1])
-        with pytest.raises(tigon.Error, match="exp_avg 0 must have the sizes of its param"):
-            optimizer.step()
-        assert same_bits(params[0].detach(), before[0])
-        assert all(same_bits(value, before[1][name]) for name, value in optimizer.state[params[0]].items())
 
 
 def test_a_bad_state_is_not_loaded():

@@ -1,25 +1,19 @@
-"""What every public function refuses by one rule: kinds, dtypes, numbers and sizes of its arguments.
+"""What every public function refuses by one rule: dtypes, numbers and sizes of its arguments.
 
-Each error names function and argument, and says what was given. What a single op refuses besides, a relation
-of its arguments, its own tests have.
+Each error names function and argument, and says what was given. test_wrong_calls.py has values of other
+kinds; what a single op refuses besides, a relation of its arguments, its own tests have.
 """
 
 import inspect
 import re
 
 import calls
-import numpy as np
 import pytest
 import torch
 
 import tigon
 
-HUGE, WIDE, INF, NAN = 2**70, 2**63, float("inf"), float("nan")
-VALUES = [None, True, 1.5, NAN, HUGE, WIDE, "none of", [1.0], {}, 1j, object(), np.ones(3)]
-VALUES += [torch.ones(2), torch.tensor(1j), torch.ones(1).to_sparse()]
-# What is said of them, by what an argument is declared to be.
-WORDS = {"torch.Tensor": "must be .*(tensor|None).*", "float": "must be a number.*", "int": "must be an int"}
-WORDS |= {"bool": "must be True(, | or )False.*", "str": "must be (one of|'vllm') .*"}
+INF = float("inf")
 
 # Numbers that nothing takes by such a name, and what is said of them.
 BOUNDS = [
@@ -37,7 +31,6 @@ BOUNDS = [
 
 CALLS = [call for call in calls.calls() if " " not in call.name or call.name.endswith("with all")]
 CALLS = [call for call in CALLS if call.function is not tigon.clip_grad_norm_]  # it modifies gradients
-UNUSED = {("lora_linear", "seed")}  # without dropout
 TAKEN = {("sample", 0.0), ("linear_sample", 0.0)}  # as a temperature: the likeliest class
 NUMBER = re.compile("(int|float)( |$)")
 every_call = pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
@@ -53,35 +46,6 @@ def refused(call, good, name, value, words):
     with pytest.raises(tigon.Error, match=rf"(?s)^\[{call.function.__name__}\] {words}") as caught:
         calls.call(call.function, good | {name: value})
     return str(caught.value)
-
-
-def of_no_kind(value, kinds):
-    """The words that refuse a value of no declared kind; none for what is of one."""
-    numbers = kinds & {"int", "float"}
-    if type(value) is int and numbers:
-        return "must .* 64 bits" if value == HUGE or "int" in kinds else ""
-    if value is NAN and "float" in kinds:
-        return "must .*, got [Nn]a[Nn]"
-    if torch.is_tensor(value) and "torch.Tensor" in kinds:
-        return "must .*, got" if numbers else ""
-    of = {type(None): {"None"}, bool: {"bool", "float"}, float: {"float"}}
-    if of.get(type(value), set()) & kinds:
-        return ""
-    name = str(value.dtype) if torch.is_tensor(value) else type(value).__name__.removesuffix("Type")
-    got = re.escape(repr(value) if "str" in kinds else name)
-    return f"({'|'.join(WORDS[kind] for kind in kinds - {'None'})}), got {got}"
-
-
-@every_call
-@both_routes
-def test_kinds(call, dtype):
-    good, options = drawn(call, dtype), inspect.signature(call.function).parameters
-    for name in call.parameters():
-        kinds = set(str(options[name].annotation).split(" | "))
-        if kinds <= {"None", *WORDS} and (call.name, name) not in UNUSED:
-            for value in VALUES:
-                if words := of_no_kind(value, kinds):
-                    refused(call, good, name, value, f"{name} {words}")
 
 
 @every_call
@@ -110,18 +74,37 @@ def test_least_memory(call):
 # Tensors of any real dtype, and of one element.
 REAL = ("token_weights", "scales", "denominator", "source")
 NUMBERS = ("denominator", "temperature", "kl", "seed", "alpha")
+# Floats that have the dtype of those before them.
+OF_ONE_DTYPE = (
+    "residual gate up f k k_weight d gate_up gate_up_bias down down_bias b kl_div.teacher jsd.teacher "
+)
+OF_ONE_DTYPE += "tvd.teacher fp8_linear.weight fp8_linear.bias lora_linear.weight lora_linear.bias"
 
 
 @every_call
 @both_routes
 def test_dtypes(call, dtype):
-    """Floats where there are none, and none where there are floats, float8 among them."""
+    """Floats where there are none, and none where there are floats, float8 and other floats among them."""
     good = drawn(call, dtype)
-    for name, value in good.items():
+    for at, (name, value) in enumerate(good.items()):
         if isinstance(value, torch.Tensor) and name not in (*REAL, *NUMBERS[:3]):
-            floats = value.is_floating_point()
-            for other in (torch.int64, torch.float8_e4m3fn) if floats else (torch.float32,):
+            floats, others = value.is_floating_point(), (torch.int64, torch.float8_e4m3fn)
+            if at and {name, f"{call.function.__name__}.{name}"} & {*OF_ONE_DTYPE.split()}:
+                others += (torch.float16,)
+            bools = value.dtype == torch.bool or call.function is tigon.count_labels
+            for other in others if floats else (torch.float32, torch.bool)[: 2 - bools]:
                 refused(call, good, name, value.to(other), f"{name} must be .*, got {other}")
+
+
+@every_call
+@both_routes
+def test_devices(call, dtype):
+    """One tensor elsewhere, or all others."""
+    good = drawn(call, dtype)
+    tensors = [name for name, value in good.items() if isinstance(value, torch.Tensor)]
+    for name in tensors if len(tensors) > 1 else ():
+        words = rf"({name} must be on cpu, got meta|.+ must be on meta, got cpu)"
+        refused(call, good, name, good[name].to("meta"), words)
 
 
 # Sizes that the other arguments follow.
@@ -134,6 +117,8 @@ def sizes(x):
     yield "rows", x[1:]
     yield "dimensions", x[None]
     yield "a scalar", x.reshape(-1)[0]
+    if x.dim() > 2:
+        yield "inner rows", x[..., 1:, :]
 
 
 FREE = {
@@ -141,6 +126,7 @@ FREE = {
     "rows": "weight source scales position_ids",
     "dimensions": "scale shift position_ids",
     "a scalar": "scales",
+    "inner rows": "",
 }
 
 
@@ -155,7 +141,7 @@ def test_sizes(call, dtype):
         for what, other in sizes(value):
             if name not in FREE[what].split() and f"{call.function.__name__}.{name}" not in LEAD:
                 said = refused(call, good, name, other, ".+ must .*, got .+")
-                got = [list(other.shape), other.dim(), *other.shape[-1:], *other.shape[:1]]
+                got = [list(other.shape), other.dim(), *other.shape[-2:], *other.shape[:1]]
                 assert f"] {name} must" not in said or said.endswith(tuple(f"got {x}" for x in got)), said
 
 

@@ -36,10 +36,6 @@ def _all_same(got, want):
 
 BAD = """
 rope(q[0, 0], k, c, s) -> q must have 3 or 4 dimensions, got 2
-rope(q, k[0], c, s) -> k must have 4 dimensions, got 3
-rope(q, k.half(), c, s) -> k must be torch.float32, got torch.float16
-rope(q, k[:, :, :4], c, s) -> k must be [2, H, 5, 16], got
-rope(q, k[..., :8], c, s) -> k must be [2, H, 5, 16], got
 rope(q, k, c[:, :4], s[:, :4]) -> cos must be [1 or 2, 5, R] or [5, R], got [1, 4, 16]
 rope(q, k, c.expand(3, -1, -1), s.expand(3, -1, -1)) -> cos must be [1 or 2, 5, R] or [5, R], got [3, 5, 16]
 rope(q, k, c[None], s[None]) -> cos must be [1 or 2, 5, R] or [5, R], got [1, 1, 5, 16]
@@ -53,9 +49,10 @@ rope(q, k, torch.complex(c, s)[..., :8]) -> interleaved must be True with comple
 rope(q, k, c, s, deinterleave=True) -> interleaved must be True with deinterleave=True
 rope(q, k, c, s, rotary_dim=8) -> rotary_dim must be the columns of cos or twice as many, 16, got 8
 rope(q, k, c, s, rotary_dim=32) -> cos must have columns, at most 8, got 16
+rope(q, k, c, s, mrope_section=4) -> mrope_section must be three ints that add up to 8, got 4
+rope(q, k, c, s, mrope_section=(2.0, 3.0, 3.0)) -> mrope_section must be three ints that add up to 8
 rope(q, k, c, s, mrope_section=(3, 3, 3)) -> mrope_section must be three ints that add up to 8, got [3, 3, 3]
 rope(q, k, c, s, mrope_section=(2, 3, 3)) -> cos must be [3, 1 or 2, 5, R] or [3, 5, R], got [1, 5, 16]
-rope(q, k, c[0], s[0], position_ids=_ids(q, 4)) -> position_ids must be [1 or 2, 5] or [5], got [4]
 rope(q, k, c, s, position_ids=_ids(q, 5)) -> cos must be [P, R] beside position_ids, got [1, 5, 16]
 rope(q.half(), k.half(), c, s, inplace=True) -> inplace must keep torch.float16, got a result of torch.float32
 rope(q, k, c, s, interleaved=True, deinterleave=True, inplace=True)

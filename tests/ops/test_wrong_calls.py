@@ -35,6 +35,7 @@ def values() -> dict[str, Any]:
         "inf": -float("inf"),
         "1e300": 1e300,
         "1e-300": 1e-300,
+        "2**63": 2**63,
         "2**70": -(2**70),
         "10**400": 10**400,
         "text": "x",
@@ -136,11 +137,49 @@ def wrong(call: calls.Call) -> Iterator[tuple[str, str, dict[str, Any]]]:
                     yield name, f"{what} at {place}", good | {name: whole}
 
 
-def outcome(function: Callable, arguments: dict[str, Any], name: str) -> str:
-    """What is wrong with how a call ends: nothing where it returns, or raises an error in its words."""
+# What is said of `values` of no kind that an argument is declared to have, by that kind.
+OF_NO_KIND = ("None", "True", "1.5", "nan", "2**63", "2**70", "text", "[]", "{}", "object", "1j", "array")
+OF_NO_KIND += ("two", "complex", "sparse")
+WORDS = {"torch.Tensor": "must be .*(tensor|None).*", "float": "must be a number.*", "int": "must be an int"}
+WORDS |= {"bool": "must be True(, | or )False.*", "str": "must be (one of|'vllm') .*"}
+UNUSED = {("lora_linear", "seed"), ("linear_loss", "tensors")}  # without dropout; any number of them
+
+
+def of_no_kind(value: Any, kinds: set[str]) -> str:
+    """The words that refuse a value of no declared kind; none for what is of one."""
+    numbers = kinds & {"int", "float"}
+    if type(value) is int and numbers:
+        return "must .* 64 bits" if value == -(2**70) or "int" in kinds else ""
+    if type(value) is float and value != value and "float" in kinds:
+        return "must .*, got [Nn]a[Nn]"
+    if torch.is_tensor(value) and "torch.Tensor" in kinds:
+        return "must .*, got" if numbers else ""
+    of = {type(None): {"None"}, bool: {"bool", "float"}, float: {"float"}}
+    if of.get(type(value), set()) & kinds:
+        return ""
+    name = str(value.dtype) if torch.is_tensor(value) else type(value).__name__.removesuffix("Type")
+    got = re.escape(repr(value) if "str" in kinds else name)
+    return f"({'|'.join(WORDS[kind] for kind in kinds - {'None'})}), got {got}"
+
+
+def said_of(call: calls.Call, name: str, what: str, value: Any) -> str:
+    """What is said of one of `values`, where that is known: other forms of a function may not look at it."""
+    kinds = set(str(inspect.signature(call.function).parameters[name].annotation).split(" | "))
+    known = what in OF_NO_KIND and kinds <= {"None", *WORDS} and (call.name, name) not in UNUSED
+    if not known or " " in call.name.removesuffix(" with all"):
+        return ""
+    words = of_no_kind(value, kinds)
+    return words and f"{name} {words}"
+
+
+def outcome(function: Callable, arguments: dict[str, Any], expected: str = "") -> str:
+    """What is wrong with how a call ends: nothing where it is in the expected words, or in its own."""
     try:
         calls.call(function, arguments)
     except tigon.Error as error:
+        if expected:
+            said = re.match(rf"(?s)\[{function.__name__}\] {expected}", str(error))
+            return "" if said else f"does not say {expected}: {error}"
         said = re.match(r"\[(?:parallel\.)?(\w+)\] ", str(error))
         if said is None or said[1] != function.__name__:
             return f"names another function: {error}"
@@ -149,21 +188,22 @@ def outcome(function: Callable, arguments: dict[str, Any], name: str) -> str:
         return "" if words & set(inspect.signature(function).parameters) else f"names no argument: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return ""
+    return expected and f"does not say {expected}"
 
 
 @every_call
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.filterwarnings("ignore")
 def test_wrong_values(call, dtype):
-    """An error that names the function and an argument of it; nothing is modified."""
+    """An error that names the function and the argument, and the kind that was given; nothing is modified."""
     if call.function is tigon.clip_grad_norm_:
         pytest.skip("it modifies gradients: the next test calls it")
     good, found = {key: calls.converted(value, dtype) for key, value in call.draw().items()}, []
     tensors = list(calls.tensors_of(list(good.values())))
     kept = [t.clone() for _, t in tensors]
     for name, what, arguments in wrong(call._replace(draw=lambda: good)):
-        if problem := outcome(call.function, arguments, name):
+        said = said_of(call, name, what, arguments[name])
+        if problem := outcome(call.function, arguments, said):
             found.append(f"{name} = {what}: {problem}"[:200])
         if arguments.get("inplace") is True:
             for (_, t), before in zip(tensors, kept, strict=True):
@@ -191,7 +231,7 @@ def test_wrong_values_of_sharded_losses(name, group):
     call, found = calls.Call(name, function, lambda: good | {"group": group}), []
     call()
     for argument, what, arguments in wrong(call):
-        if problem := outcome(function, arguments, argument):
+        if problem := outcome(function, arguments):
             found.append(f"{argument} = {what}: {problem}"[:200])
     for argument, value in good.items():
         for place, t in places(value):
@@ -207,7 +247,7 @@ def test_wrong_values_of_a_clipping():
             p = torch.ones(3, requires_grad=True)
             p.grad = torch.ones(3)
             arguments = {"parameters": [p], "max_norm": 1.0} | {name: value}
-            assert not outcome(tigon.clip_grad_norm_, arguments, name), (name, what)
+            assert not outcome(tigon.clip_grad_norm_, arguments), (name, what)
 
 
 def freed(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
