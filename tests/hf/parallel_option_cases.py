@@ -9,9 +9,7 @@ from parallel_cases import (
     LAYOUTS,
     LORA_SCALE,
     OPTIONS,
-    RANK,
     H,
-    S,
     V,
     backward,
     check,
@@ -253,96 +251,85 @@ def parallel_refusals():
     """What one process gets wrong is an error in both, at once."""
     p = problem(torch.float32, 12)
     weight, first = mine(p["weight"], "uneven"), rank() == 0
-    call = functools.partial(parallel.linear_cross_entropy, p["hidden"], weight, p["target"], group())
-    refused(
-        lambda: call(label_smoothing=2.0 if first else 0.0), *(["label_smoothing"] if first else ["refused"])
-    )
-    refused(lambda: call(temperature="x" if first else 1.0))
-    process = f"got temperature={1.0 if first else 2.0} here and another in process {int(first)}"
-    refused(lambda: call(temperature=1.0 if first else 2.0), "options must be the same", process)
+    on_host, same, low = device_type() == "cpu", "options must be the same", mine(p["lora_b"], "uneven")
+
+    usual = {"hidden": p["hidden"], "weight": weight, "target": p["target"], "group": group()}
+
+    def call(**options):
+        return parallel.linear_cross_entropy(**usual | options)
+
+    def alike(**options):
+        return options, options
+
+    def apart(name, one, other):
+        return {name: one}, {name: other}
+
     differ = {"label_smoothing": (0.1, 0.2), "softcap": (30.0, None), "logit_scale": (1.0, 2.0)}
     differ |= {"z_loss": (0.0, 1e-4), "ignore_index": (-100, 0), "outputs": (("loss", "predicted"), None)}
-    differ |= {"shift": (0, 1), "chunk_rows": (5, 6), "logit_dtype": (torch.float32, None)}
-    differ |= {"partial_hidden_grad": (True, False)}
-    narrow = {"hidden": p["hidden"].bfloat16(), "weight": weight.bfloat16()}
-    for name, values in differ.items():
-        of = narrow if name == "logit_dtype" else {"hidden": p["hidden"], "weight": weight}
-        both = functools.partial(parallel.linear_cross_entropy, **of, target=p["target"], group=group())
-        refused(
-            lambda both=both, name=name, values=values: both(**{name: values[rank()]}),
-            "options must be the same",
-            f"{name}=",
-        )
-    if device_type() == "cpu":  # elsewhere nobody reads values on the host
-        scale = torch.ones(V) if first else torch.full((V,), 2.0)
-        refused(lambda: call(class_weight=scale), "options must be the same", "class_weight=")
-        refused(lambda: call(token_weight=torch.full(p["target"].shape, 1.0 + rank())), "token_weight=")
-        moved = p["lora_a"] + rank()
-        refused(lambda: call(lora=(moved, mine(p["lora_b"], "uneven"), 1.0)), "lora=")
-    refused(
-        lambda: (
-            parallel.linear_log_prob(p["hidden"], weight, p["target"], group())
-            if first
-            else call(reduction="none")
+    differ |= {"shift": (0, 1), "chunk_rows": (5, 6), "partial_hidden_grad": (True, False)}
+    differ |= {"max_peak_mb": (8, 9)}
+    narrow, process = {"hidden": p["hidden"].bfloat16(), "weight": weight.bfloat16()}, int(first)
+    part = {"hidden": p["hidden"][:-1], "target": p["target"][:-1]}
+    tall = torch.tensor(3.0)
+    rows = [  # options of either process, and words of both errors
+        (*apart("label_smoothing", 2.0, 0.0), "label_smoothing" if first else "refused"),
+        (*apart("temperature", "x", 1.0),),
+        (*apart("temperature", 1.0, 2.0), same, f"got temperature={2.0 - first} here", f"process {process}"),
+        *((*apart(name, *values), same, f"{name}=") for name, values in differ.items()),
+        (narrow | {"logit_dtype": torch.float32}, narrow | {"logit_dtype": None}, same, "logit_dtype="),
+        (*apart("reduction", "sum", "none"), same),
+        (*apart("denominator", tall, None), same),
+        (*apart("denominator", torch.ones(2), 3.0),),
+        (*apart("vocab", V, V - 1), "vocab must be the same"),
+        (*alike(vocab=V + 1), "shards must hold all 252 classes"),
+        (*alike(first_class=0), "every class once"),
+        (*apart("first_class", 0, None), "first_class"),
+        (*alike(lora=(1, 2, 3)), "lora A"),
+        (*alike(lora=(p["lora_a"], p["lora_b"], 1.0)), "lora must be (A [r, 32], B [12"),
+        (*apart("lora", (p["lora_a"], low, 1.0), (p["lora_a"][:-1], low[:, :-1], 1.0)), same),
+        (*apart("lora", (p["lora_a"], low, 1.0), None), same),
+        (*alike(max_workspace_mb=0.02), "max_workspace_mb must be at least", "for one row of every"),
+        (*apart("max_workspace_mb", 8, 9), same),
+        (*alike(max_workspace_mb="x"), "max_workspace_mb"),
+        (*alike(max_peak_mb=1e-3), "max_peak_mb must be at least", "for one row of every share"),
+        (*alike(class_weight=torch.ones(126)), "[251]"),
+        (*apart("class_weight", torch.ones(V), torch.ones(126)), same),
+        ({}, part, "number of rows must be the same"),
+        (*apart("hidden", p["hidden"], p["hidden"].bfloat16()), "dtype must be the same"),
+        (*alike(sequence_parallel=True), "target must be [24, 3]"),
+        (
+            *apart("hidden", p["hidden"].clone().requires_grad_(), p["hidden"]),
+            "require grad must be the same",
         ),
-        "must be the same",
-    )
-    refused(lambda: call(reduction="sum" if first else "none"), "options must be the same")
-    refused(lambda: call(denominator=torch.tensor(3.0) if first else None), "options must be the same")
-    three = torch.tensor(3.0) if first else 3.0
-    if device_type() == "cpu":
-        assert call(denominator=three).isfinite()
+        (*alike(group=None), "group must be a ProcessGroup"),
+        (*alike(hidden=p["hidden"].double(), weight=weight.double()), "float32, bfloat16 or float16"),
+    ]
+    if on_host:  # elsewhere nobody reads values, or waits for a count, on the host
+        shape, ones = p["target"].shape, torch.ones(V)
+        rows += [
+            (*apart("class_weight", ones, 2 * ones), same, "class_weight="),
+            (*apart("token_weight", torch.ones(shape), torch.full(shape, 2.0)), "token_weight="),
+            (*apart("lora", (p["lora_a"], low, 1.0), (p["lora_a"] + 1, low, 1.0)), "lora="),
+            (*alike(valid_rows=3), "valid_rows must be the number of labels that count, 32, got 3"),
+            (*apart("target", p["target"], p["target"] + (p["target"] == 3)), "target must be the same"),
+        ]
+        assert call(denominator=tall if first else 3.0).isfinite()
     else:  # where the host does not know it, a number and a tensor are not alike
-        refused(lambda: call(denominator=three), "options must be the same")
-    refused(lambda: call(denominator=torch.ones(2) if first else 3.0))
-    refused(lambda: call(vocab=V if first else V - 1), "vocab must be the same")
-    refused(lambda: call(vocab=V + 1), "shards must hold all 252 classes")
-    refused(lambda: call(first_class=0), "every class once")
-    refused(lambda: call(first_class=0 if first else None), "first_class")
-    refused(lambda: call(lora=(1, 2, 3)), "lora A")
-    a, b = p["lora_a"], mine(p["lora_b"], "uneven")
-    refused(lambda: call(lora=(a, p["lora_b"], 1.0)), "lora must be (A [r, 32], B [12")
-    ranks = slice(0, RANK if first else RANK - 1)
-    refused(lambda: call(lora=(a[ranks], b[:, ranks], 1.0)), "options must be the same")
-    refused(lambda: call(lora=(a, b, 1.0) if first else None), "options must be the same")
-    refused(lambda: call(max_workspace_mb=0.02), "max_workspace_mb must be at least", "for one row of every")
-    refused(lambda: call(max_workspace_mb=8 + rank()), "options must be the same")
-    refused(lambda: call(max_workspace_mb="x"), "max_workspace_mb")
-    refused(lambda: call(max_peak_mb=1e-3), "max_peak_mb must be at least", "for one row of every share")
-    refused(lambda: call(max_peak_mb=8 + rank()), "options must be the same", "max_peak_mb=")
-    if device_type() == "cpu":  # elsewhere nobody waits for the count
-        refused(lambda: call(valid_rows=3), "valid_rows must be the number of labels that count, 32, got 3")
-    refused(lambda: call(class_weight=torch.ones(126)), "[251]")
-    refused(lambda: call(class_weight=torch.ones(V if first else 126)), "options must be the same")
-    rows = slice(0, S if first else S - 1)
-    part = functools.partial(parallel.linear_cross_entropy, group=group())
-    refused(lambda: part(p["hidden"][rows], weight, p["target"][rows]), "number of rows must be the same")
-    dtype = torch.float32 if first else torch.bfloat16
-    refused(lambda: part(p["hidden"].to(dtype), weight, p["target"]), "dtype must be the same")
-    if device_type() == "cpu":  # elsewhere nobody reads the labels on the host
-        other = p["target"] + rank() * (p["target"] == 3)
-        refused(lambda: part(p["hidden"], weight, other), "target must be the same")
-    refused(lambda: part(p["hidden"], weight, p["target"], sequence_parallel=True), "target must be [24, 3]")
-    hidden = p["hidden"].clone().requires_grad_(first)
-    refused(lambda: part(hidden, weight, p["target"]), "require grad must be the same")
-    refused(
-        lambda: parallel.linear_cross_entropy(p["hidden"], weight, p["target"], None),
-        "group must be a ProcessGroup",
-    )
-    refused(lambda: part(p["hidden"].double(), weight.double(), p["target"]), "float32, bfloat16 or float16")
-    weight = weight.requires_grad_()
-    weight.tigon_main_grad = True
-    refused(lambda: part(p["hidden"], weight, p["target"]), "main_grad must be float32", "got none")
+        rows.append((*apart("denominator", tall, 3.0), same))
+    for one, other, *words in rows:
+        refused(functools.partial(call, **(one if first else other)), *words)
+    other = functools.partial(parallel.linear_log_prob, p["hidden"], weight, p["target"], group())
+    refused(other if first else functools.partial(call, reduction="none"), "must be the same")
+    weight.requires_grad_().tigon_main_grad = True
+    refused(call, "main_grad must be float32", "got none")
     weight.main_grad = torch.zeros(H, len(weight)).T
-    refused(lambda: part(p["hidden"], weight, p["target"]), "main_grad must be contiguous")
+    refused(call, "main_grad must be contiguous")
     weight.main_grad, weight.tigon_main_grad = torch.zeros_like(weight), first
-    refused(lambda: part(p["hidden"], weight, p["target"]), "options must be the same")
+    refused(call, same)
     assert not weight.main_grad.any()
     logits = p["hidden"] @ mine(p["weight"], "uneven").T
-    refused(
-        lambda: parallel.cross_entropy(logits, p["target"][rows], group()),
-        *([] if first else ["target must be"]),
-    )
+    labels = p["target"] if first else p["target"][:-1]
+    refused(lambda: parallel.cross_entropy(logits, labels, group()), *([] if first else ["target must be"]))
 
 
 @case

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from test_compat_liger_ops import get
-from tiny import VOCABULARY, batch, close, config, make, same, step
+from test_compat_liger_ops import drawn, get
+from tiny import VOCABULARY, batch, close, config, make, report_of, same, step
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -205,10 +205,6 @@ def test_signature(name):
 # --- arithmetic ------------------------------------------------------------------------------
 
 
-def drawn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def labels(rows, vocabulary, seed=0):
     target = torch.randint(0, vocabulary, (rows,), generator=torch.Generator().manual_seed(seed))
     return target.masked_fill(torch.arange(rows) % 4 == 1, -100)
@@ -327,43 +323,6 @@ def test_causal_loss_calls_the_public_function(facade, monkeypatch):
         functional, "liger_fused_linear_cross_entropy", lambda *args, **options: torch.tensor(3.0)
     )
     assert LigerForCausalLMLoss(hidden, weight, target, 16) == 3.0
-
-
-@pytest.mark.parametrize("rotary_dim", [None, 8, 4])
-@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
-def test_rope(rotary_dim, unsqueeze_dim):
-    """Full and partial rotation, four- and three-dimensional tables, slot five as unsqueeze_dim."""
-    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
-
-    shape = (2, 3, 5, 8) if unsqueeze_dim == 1 else (2, 5, 3, 8)
-    q, k = drawn(*shape), drawn(*shape, seed=1)
-    angle = drawn(2, 5, (rotary_dim or 8) // 2, seed=2)
-    full = torch.cat((angle, angle), -1)
-    wanted = apply_rotary_pos_emb(q, k, full.cos(), full.sin(), unsqueeze_dim)
-    kept = q.clone()
-    cos, sin = (full.cos(), full.sin()) if rotary_dim is None else (angle.cos(), angle.sin())
-    calls = [
-        LF.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim),
-        LF.liger_rotary_pos_emb(q, k, full.cos(), full.sin(), unsqueeze_dim),
-        LF.liger_rotary_pos_emb(
-            q,
-            k,
-            full.cos().unsqueeze(unsqueeze_dim),
-            full.sin().unsqueeze(unsqueeze_dim),
-            unsqueeze_dim=unsqueeze_dim,
-        ),
-    ]
-    for got in calls:
-        close(got[0], wanted[0])
-        close(got[1], wanted[1])
-    assert torch.equal(q, kept), "in place"
-    with pytest.raises(tigon.Error, match="rotary_dim"):
-        LF.liger_rope(q, k, cos, sin, rotary_dim=10)
-    unread = [torch.cat((t, torch.full_like(t, torch.nan)), -1) for t in (angle.cos(), angle.sin())]
-    for options in ({}, {"rotary_dim": rotary_dim}):
-        got = LF.liger_rope(q, k, *unread, unsqueeze_dim=unsqueeze_dim, **options)
-        close(got[0], wanted[0])
-        close(got[1], wanted[1])
 
 
 def test_norm_classes_equal_the_models_own():
@@ -507,7 +466,7 @@ def test_unknown_model_type_gets_what_fits(caplog):
     model = make()
     model.config.model_type = "of_my_own"
     patching._apply_liger_kernel_to_instance(model)
-    assert model._tigon_state.report.count("loss") == 1
+    assert report_of(model).count("loss") == 1
     empty = torch.nn.Sequential(torch.nn.Linear(2, 2))
     empty.config = types.SimpleNamespace(model_type="nothing_here")
     for nothing in (empty, "no module"):
@@ -527,7 +486,7 @@ def test_auto_classes(name, how, tmp_path):
         make().save_pretrained(tmp_path)
         model = cls.from_pretrained(tmp_path, dtype=torch.bfloat16, **off)
         assert model.dtype == torch.bfloat16
-    report = model._tigon_state.report
+    report = report_of(model)
     assert report.count("loss") == 1 and report.count("mlp") == 0
     assert type(model) is transformers.LlamaForCausalLM
 

@@ -2,7 +2,7 @@
 
 import torch
 import transformers
-from tiny import batch, config, make, same, step
+from tiny import batch, config, make, report_of, same, step
 from transformers import AutoModelForCausalLM
 
 import tigon
@@ -27,7 +27,7 @@ def test_class_level_patch(facade, tmp_path):
     built = transformers.LlamaForCausalLM(config())
     other = make("qwen2")
     for model in (loaded, built):
-        report = model._tigon_state.report
+        report = report_of(model)
         assert (report.count("norm"), report.count("mlp"), report.count("rope")) == (5, 2, 0)
         assert isinstance(model(**inputs).logits, LazyLogits)
         assert not hasattr(model.model, "_tigon_state"), "applied to the inner model too"
@@ -48,21 +48,21 @@ def test_class_level_patch_reaches_models_that_exist(facade):
     before = tigon.apply(mine, norm=False)
     inputs, wanted = batch(), step(stock, batch())
     _apply_liger_kernel("llama")
-    assert model._tigon_state.report.count("norm") == inner._tigon_state.report.count("norm") == 5
+    assert report_of(model).count("norm") == report_of(inner).count("norm") == 5
     assert "_tigon_state" not in vars(model.model) and "_tigon_state" not in vars(other)
-    assert mine._tigon_state.report is before and before.count("norm") == 0
+    assert report_of(mine) is before and before.count("norm") == 0
     same(step(model, inputs), wanted)
-    model._tigon_state.report.check()
-    report = model._tigon_state.report
+    report_of(model).check()
+    report = report_of(model)
     _apply_liger_kernel("llama")
-    assert model._tigon_state.report is report
+    assert report_of(model) is report
 
 
 def test_class_level_patch_on_the_meta_device(facade):
     patching.apply_liger_kernel_to_llama()
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config())
-    assert model._tigon_state.report.count("norm") == 5
+    assert report_of(model).count("norm") == 5
     model = model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tiny import report_of
 from tiny_config import tiny_config
 
 from tigon.integrations.liger import patching
@@ -43,7 +44,7 @@ def made(name):
 
 def by_kind(model) -> Counter:
     """What the report of a patched model counts, in the words of the file."""
-    entries = model._tigon_state.report.replaced
+    entries = report_of(model).replaced
     return Counter({"rope": "rope", "loss": "head"}.get(entry.slot, entry.kind) for entry in entries)
 
 

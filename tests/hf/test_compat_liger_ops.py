@@ -1,4 +1,4 @@
-"""Norms, divergences, rotary functions and MLPs of the liger_kernel interface against their formulas."""
+"""What the liger_kernel interface computes in its own way or refuses; else see test_compat_liger_calls.py."""
 
 import functools
 import pickle
@@ -53,28 +53,6 @@ def masked(terms, reduction):
     )
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_jsd(beta):
-    """op-semantics 1.6: beta KL(P || M) + (1 - beta) KL(Q || M), 0 is KL(P || Q), 1 is KL(Q || P)."""
-    teacher = log_probs(1)
-
-    def formula(lq):
-        q, p = lq.exp(), teacher.exp()
-        if beta in (0.0, 1.0):
-            terms = p * (teacher - lq) if beta == 0.0 else q * (lq - teacher)
-        else:
-            lm = (beta * p + (1 - beta) * q).log()
-            terms = beta * p * (teacher - lm) + (1 - beta) * q * (lq - lm)
-        return masked(terms, "batchmean")
-
-    wanted = with_gradients(formula, log_probs(0))
-    module = get("LigerJSD")(beta=beta)
-    assert_same(with_gradients(lambda lq: module(lq, teacher, LABELS), log_probs(0)), wanted)
-    function = get("liger_jsd")
-    assert_same(with_gradients(lambda lq: function(lq, teacher, LABELS, beta, -100), log_probs(0)), wanted)
-    assert module(log_probs(0).bfloat16(), teacher.bfloat16()).dtype == torch.bfloat16
-
-
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("log_target", [False, True])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
@@ -115,88 +93,6 @@ def test_tvd(reduction):
     assert gradient[0, 0] == 0
     functional = get("liger_tvd")(student, teacher, LABELS, reduction=reduction)
     close(functional, wanted)
-
-
-@pytest.mark.parametrize("trailing", [(5,), (3, 2)])
-def test_group_norm(trailing):
-    """Of any rank (four dimensions fail in Liger), with every gradient."""
-    x = drawn(2, 6, *trailing)
-    module = get("LigerGroupNorm")(6, 3, eps=1e-5)
-    assert torch.equal(module.bias, torch.zeros(6)) and module.weight.requires_grad
-    apply = get("liger_group_norm")
-    inputs = (x, drawn(6, seed=1), drawn(6, seed=2))
-    wanted = with_gradients(lambda x, w, b: F.group_norm(x, 3, w, b, 1e-5), *inputs)
-    assert_same(with_gradients(lambda x, w, b: apply(x, w, b, 6, 3, 1e-5), *inputs), wanted)
-    close(module(x), F.group_norm(x, 3))
-    with pytest.raises(tigon.Error, match="num_channels"):
-        apply(x, *inputs[1:], 5, 3, 1e-5)
-    with pytest.raises(tigon.Error, match="num_groups"):
-        get("LigerGroupNorm")(6, 4)
-
-
-def test_dyt():
-    inputs = (drawn(4, 8), torch.tensor([0.7]), drawn(8, seed=1), drawn(8, seed=2))
-    wanted = with_gradients(lambda x, a, g, b: g * torch.tanh(a * x) + b, *inputs)
-    assert_same(with_gradients(get("liger_dyt"), *inputs), wanted)
-    module = get("LigerDyT")(8, beta=False)
-    close(module(inputs[0]), torch.tanh(0.5 * inputs[0]))
-
-
-@pytest.mark.parametrize("mode, offset", [("llama", 0.0), ("gemma", 1.0), ("none", 0.0)])
-def test_fused_add_rms_norm(mode, offset):
-    """(norm of the sum, the sum), the residual's gradient too."""
-    inputs = (drawn(4, 8), drawn(4, 8, seed=1), drawn(8, seed=2))
-
-    def formula(x, r, w):
-        s = x + r
-        return s * torch.rsqrt(s.square().mean(-1, keepdim=True) + 1e-6) * (w + offset), s
-
-    wanted = with_gradients(formula, *inputs)
-    function = get("liger_fused_add_rms_norm")
-    assert_same(with_gradients(lambda x, r, w: function(x, r, w, 1e-6, offset, mode), *inputs), wanted)
-    module = get("LigerFusedAddRMSNorm")(8, offset=offset, casting_mode=mode)
-    with torch.no_grad():
-        module.weight.copy_(inputs[2])
-    close(module(*inputs[:2])[0], wanted[0])
-
-
-@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
-def test_multimodal_rotary(unsqueeze_dim):
-    """Pairs of time, height and width from their own tables, in that order."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    shape = (2, 3, 5, 8) if unsqueeze_dim == 1 else (2, 5, 3, 8)
-    q, k = drawn(*shape), drawn(*shape, seed=1)
-    angle = drawn(3, 2, 5, 4, seed=2)
-    angle = torch.cat((angle, angle), -1)
-    mixed = torch.cat([t[i % 3] for i, t in enumerate(angle.split([2, 1, 1] * 2, -1))], -1)
-    wanted = apply_rotary_pos_emb(q, k, mixed.cos(), mixed.sin(), unsqueeze_dim=unsqueeze_dim)
-    for name in ("liger_multimodal_rotary_pos_emb", "liger_qwen2vl_mrope"):
-        assert_same(get(name)(q, k, angle.cos(), angle.sin(), [2, 1, 1], unsqueeze_dim), wanted)
-
-
-def test_llama4_rotary():
-    """Complex numbers, the same as real and imaginary parts, and the vision tower's table."""
-    from transformers.models.llama4 import modeling_llama4 as stock
-
-    q, k = drawn(2, 5, 3, 8).bfloat16(), drawn(2, 5, 3, 8, seed=1).bfloat16()
-    angle = drawn(2, 5, 4, seed=2)
-    freqs = torch.polar(torch.ones_like(angle), angle)
-    wanted = stock.apply_rotary_emb(q, k, freqs)
-    text, vision = get("liger_llama4_text_rotary_pos_emb"), get("liger_llama4_vision_rotary_pos_emb")
-    calls = [text(q, k, freqs), text(q, k, torch.view_as_real(freqs).flatten(-2))]
-    for got in calls:
-        assert [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)] == [True, True]
-    table = freqs[0].unsqueeze(1)
-    wanted = stock.vision_apply_rotary_emb(q, k, table)
-    assert [torch.equal(a, b) for a, b in zip(vision(q, k, table), wanted, strict=True)] == [True, True]
-
-
-def test_gated_products():
-    x, up = drawn(4, 8), drawn(4, 8, seed=1)
-    wanted = with_gradients(lambda a, b: 3 * F.silu(0.5 * a) * b, x, up)
-    apply = get("LigerSiLUMulFunction").apply
-    assert_same(with_gradients(lambda a, b: apply(a, b, 0.5, 3.0), x, up), wanted)
 
 
 def test_experts():
@@ -271,14 +167,6 @@ def test_redirection_leaves_the_module_as_it_was(own):
     assert vars(inner) == before and not seen
 
 
-def test_jsd_of_no_rows():
-    """Nothing, and no gradient, where every label is ignored."""
-    student = log_probs(0).requires_grad_()
-    loss = get("LigerJSD")()(student, log_probs(1), torch.full((5,), -100))
-    loss.backward()
-    assert loss == 0 and not student.grad.any()
-
-
 def test_output_classes():
     """transformers' own with two fields more, which exist only when they were asked for."""
     from transformers.models.gemma3.modeling_gemma3 import Gemma3CausalLMOutputWithPast
@@ -316,3 +204,62 @@ def test_a_shard_of_fsdp_is_no_shard_of_a_vocabulary(tmp_path):
             close(loss(copy), loss(weight))
     finally:
         dist.destroy_process_group()
+
+
+def test_divergences_of_no_rows():
+    """Nothing, and no gradient, where every label is ignored; the loss of logits has their dtype."""
+    none, student = torch.full((5,), -100), log_probs(0)
+    heads = drawn(5, 8), drawn(9, 8), drawn(5, 6), drawn(9, 6), none
+    for name, *inputs in (
+        ("LigerJSD", student, log_probs(1), none),
+        ("LigerFusedLinearJSD", *heads),
+        ("LigerFusedLinearJSDLoss", *heads),
+    ):
+        leaves = [x.requires_grad_() for x in (inputs[:1] if name == "LigerJSD" else inputs[:2])]
+        loss = get(name)()(*inputs)
+        assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, leaves)), name
+    assert get("LigerJSD")()(student.bfloat16(), log_probs(1).bfloat16()).dtype == torch.bfloat16
+
+
+def test_errors_are_those_of_liger():
+    for kind in ("LigerFusedLinearJSD", "LigerFusedLinearJSDLoss"):
+        with pytest.raises(AssertionError, match=r"emperature cannot be 0\."):
+            get(kind)(temperature=0)
+    with pytest.raises(AssertionError, match="the shape of shift_labels must be"):
+        get("liger_fused_linear_jsd")(drawn(7, 8), drawn(9, 8), drawn(7, 6), drawn(9, 6), LABELS)
+    group_norm = get("liger_group_norm")
+    with pytest.raises(tigon.Error, match="num_channels"):
+        group_norm(drawn(2, 6, 3), drawn(6), drawn(6), 5, 3, 1e-5)
+    with pytest.raises(tigon.Error, match="num_groups"):
+        get("LigerGroupNorm")(6, 4)
+    with pytest.raises(tigon.Error, match="rotary_dim"):
+        get("liger_rope")(*(drawn(2, 3, 5, 8),) * 2, *(drawn(2, 5, 8),) * 2, rotary_dim=10)
+
+
+def test_first_values_of_parameters():
+    """The bias of a norm without one is zero and stays a parameter."""
+    norm, dyt, poly_norm = get("LigerGroupNorm")(6, 3), get("LigerDyT")(8), get("LigerPolyNorm")()
+    assert torch.equal(norm.bias, torch.zeros(6)) and torch.equal(norm.weight, torch.ones(6))
+    assert dyt.alpha.tolist() == [0.5] and not dyt.beta.any()
+    assert poly_norm.bias.shape == () and poly_norm.bias == 1
+    assert torch.equal(poly_norm.weight, torch.full((3,), 1 / 3))
+
+
+def test_a_subclass_of_the_base_brings_its_passes():
+    """Axolotl's distillation does; the base itself has no formula."""
+    Base = get("LigerFusedLinearDistillationBase")
+
+    class Double(Base):
+        @classmethod
+        def forward(cls, ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return 2 * grad_output
+
+    x = torch.ones(3, requires_grad=True)
+    Double.apply(x).sum().backward()
+    assert x.grad.tolist() == [2.0] * 3
+    with pytest.raises(tigon.Error, match=r"must bring its own forward, .* use tigon\.linear_loss"):
+        Base.apply(x)

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import VOCABULARY, batch, close, make, trainer_options, word_tokenizer
+from tiny import VOCABULARY, batch, close, make, report_of, trainer_options, word_tokenizer
 
 import tigon
 
@@ -55,7 +55,7 @@ def test_use_liger_kernel(facade, tmp_path, stock):
         tmp_path, use_liger_kernel=True, liger_kernel_config={"rope": True, "swiglu": False, "what": 1}
     )
     assert got == pytest.approx(stock, rel=1e-4) and len(got) == 7
-    report = trainer.model._tigon_state.report
+    report = report_of(trainer.model)
     assert report.count("loss") == 1 and report.count("mlp") == 0 and report.head_calls.fused == 7
     report.check()
 
@@ -73,7 +73,7 @@ def test_callback(tmp_path, stock):
     callback = tigon.TigonTrainerCallback(mlp=False)
     trainer, got = run(tmp_path, callbacks=[callback])
     assert got == pytest.approx(stock, rel=1e-4)
-    assert callback.report is trainer.model._tigon_state.report
+    assert callback.report is report_of(trainer.model)
     assert callback.report.head_calls.fused == 6 and callback.report.count("mlp") == 0
     with pytest.raises(tigon.Error, match="norms"):
         tigon.TigonTrainerCallback(norms=False)
@@ -93,7 +93,7 @@ def test_callback_with_model_init(tmp_path):
     trainer, got = run(tmp_path, callbacks=[callback], **options)
     assert got == pytest.approx(wanted, rel=1e-4)
     assert callback.report.head_calls.fused == 6
-    assert callback.report is trainer.model._tigon_state.report
+    assert callback.report is report_of(trainer.model)
 
 
 def test_callback_under_compile_and_peft(tmp_path):
@@ -325,7 +325,7 @@ def test_trl(kind, facade, tmp_path, tokenizer, trl):
         trainer, got = trl_losses(kind, tmp_path, tokenizer, use_liger_kernel=True)
     trl.uninstall()
     assert len(got) == 2 and got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
-    report = trainer.model._tigon_state.report
+    report = report_of(trainer.model)
     assert report.count("norm") == 5 and report.count("mlp") == 2 and report.count("rope") == 1
     assert calls and getattr(utils, trl.NAME) is head.original
 
@@ -350,7 +350,7 @@ def test_trl_in_one_line(kind, tmp_path, tokenizer, caplog, trl):
     left = tigon.TigonTrainerCallback(loss=False)
     trl_losses(kind, tmp_path, tokenizer, callbacks=[left], **changes)
     assert head.calls == calls, "in models that Tigon is not in, or whose loss it leaves"
-    assert trainer.model._tigon_state.report is callback.report
+    assert report_of(trainer.model) is callback.report
 
 
 @pytest.mark.parametrize("switch", ["use_liger_kernel", "use_kernels"])

@@ -5,33 +5,12 @@ import gc
 import pytest
 import torch
 import transformers
-from test_checkpoint import Count
-from tiny import batch, make, step, trainer_options
-from torch.utils.checkpoint import checkpoint
+from tiny import batch, make, same_bits, step, trainer_options
 
 import tigon
 from tigon.checkpoint import GROUPS
 
 LAYERS = 2
-ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-# What one layer runs, and in which group it is.
-DENSE = {"tigon::rms_norm_fwd": 2, "aten::mm": 7, "tigon::rope_fwd": 1, ATTENTION: 1, "tigon::glu_fwd": 1}
-SPARSE = {
-    "tigon::rms_norm_fwd": 2,
-    "aten::mm": 5,
-    ATTENTION: 1,
-    "tigon::route_fwd": 1,
-    "tigon::experts_fwd": 1,
-}
-GROUP = {
-    "tigon::rms_norm_fwd": "norms",
-    "aten::mm": "matmuls",
-    "tigon::rope_fwd": "rope",
-    ATTENTION: "attention",
-    "tigon::glu_fwd": "activations",
-    "tigon::route_fwd": "routing",
-    "tigon::experts_fwd": "experts",
-}
 POLICIES = [(), ("attention",), ("attention", "matmuls"), ("norms", "activations"), tuple(GROUPS)]
 MODELS = {
     "llama": ("llama", {}),
@@ -56,13 +35,6 @@ def switch(model, save):
     )
 
 
-def same(some, others):
-    (loss, gradients), (other, found) = some, others
-    assert gradients.keys() == found.keys()
-    assert torch.equal(loss, other)
-    assert [name for name in gradients if not torch.equal(gradients[name], found[name])] == []
-
-
 @pytest.mark.parametrize("save", POLICIES, ids=lambda save: "+".join(save) or "nothing")
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "stock"])
 @pytest.mark.parametrize("name", MODELS)
@@ -70,39 +42,7 @@ def test_the_same_bits(name, patched, save):
     model, inputs = model_of(name, patched), batch()
     expected = step(model, inputs)
     switch(model, save)
-    same(expected, step(model, inputs))
-
-
-@pytest.mark.parametrize("save", POLICIES, ids=lambda save: "+".join(save) or "nothing")
-@pytest.mark.parametrize("name, layer", [("llama", DENSE), ("mixtral", SPARSE)])
-def test_what_runs_twice(name, layer, save):
-    """Of the operators of a layer those that are not saved; the last matmul's result nobody needs."""
-    model, inputs = model_of(name), batch()
-    with Count() as plain:
-        step(model, inputs)
-    switch(model, save)
-    with Count() as count:
-        step(model, inputs)
-    twice = {op: (count.ran[op] - plain.ran[op]) // LAYERS for op in layer}
-    for op, runs in layer.items():
-        expected = 0 if GROUP[op] in save or GROUP[op] == "routing" else runs
-        unneeded = op == "aten::mm" and name == "llama" and expected > 0
-        assert twice[op] == expected - unneeded, op
-
-
-@pytest.mark.parametrize("save", [("attention", "matmuls"), tuple(GROUPS)])
-def test_by_hand(save):
-    model, inputs = model_of("llama"), batch()
-    expected = step(model, inputs)
-    for layer in model.model.layers:
-        forward = layer.forward
-
-        def checkpointed(*args, forward=forward, **kwargs):
-            context = tigon.checkpoint_policy(save)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=context, **kwargs)
-
-        layer.forward = checkpointed
-    same(expected, step(model, inputs))
+    same_bits(expected, step(model, inputs))
 
 
 @pytest.mark.parametrize("save", [(), ("attention", "matmuls"), tuple(GROUPS)])
@@ -123,7 +63,7 @@ def test_lora(save):
             switch(model, policy)
         torch.manual_seed(3)
         found.append(step(model, batch()))
-    same(*found)
+    same_bits(*found)
 
 
 def kept_bytes(save, layers):
@@ -157,15 +97,6 @@ def test_kept_bytes(save):
     if "matmuls" in save:
         each += 2 * (hidden + 2 * keys) + 2 * hidden + 2 * 2 * inner + 2 * hidden
     assert kept_bytes(save, 3) - kept_bytes(save, 2) == tokens * each + random
-
-
-def test_dropout_of_attention():
-    model = model_of("llama", attention_dropout=0.3)
-    torch.manual_seed(3)
-    expected = step(model, batch())
-    switch(model, ("attention", "matmuls"))
-    torch.manual_seed(3)
-    same(expected, step(model, batch()))
 
 
 def test_step_in_the_backward():

@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 from test_hf_experts import CLASSES, Config
-from tiny import assert_as_good, close, make
+from tiny import assert_as_good, close, make, report_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -261,4 +261,4 @@ def test_late_adapters(entrance, options, facade, peft_forwards):
         change(model), change(wanted)
         got = gradients(model)
         assert all(value.equal(got.pop(name)) for name, value in gradients(wanted).items()) and not got
-    assert not peft_forwards and model.base_model.model._tigon_state.report.count("lora") == 4 + 2
+    assert not peft_forwards and report_of(model.base_model.model).count("lora") == 4 + 2

@@ -1,13 +1,12 @@
 """`apply(fp8=)`: Linears of layers compute in float8, the others are named with a reason."""
 
-import copy
-import io
 import math
 
 import pytest
 import torch
 import transformers
 from tiny import batch, make
+from tiny import step as step_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -29,13 +28,8 @@ def model(family="llama", **changes):
 
 def step(model, masked=0.25):
     """Loss and gradients."""
-    model.zero_grad()
-    loss = model(**batch(tokens=17, masked=masked)).loss
-    loss.backward()
-    return {
-        "loss": loss.detach(),
-        **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
-    }
+    loss, gradients = step_of(model, batch(tokens=17, masked=masked))
+    return {"loss": loss} | gradients
 
 
 def equal(one, other):
@@ -166,36 +160,13 @@ def test_old_gpus_are_refused(monkeypatch):
         fp8.check_recipe("rowwise", holder)
 
 
-def test_undo():
-    ours, stock = model(), model()
-    state = {name: t.clone() for name, t in ours.state_dict().items()}
-    apply(ours, fp8="rowwise")
-    step(ours)
-    assert fp8_linear._kept
-    assert (
-        all(torch.equal(t, state[name]) for name, t in ours.state_dict().items())
-        and state.keys() == ours.state_dict().keys()
-    )
-    undo(ours)
-    assert not any(id(p) in fp8_linear._kept for p in ours.parameters())
-    assert equal(step(ours), step(stock))
-
-
-def test_copies():
-    """A deep copy and an unpickled model compute the same, each by its own weights."""
+def test_undo_frees_the_bytes():
     ours = model()
     apply(ours, fp8="rowwise")
-    expected = step(ours)
-    buffer = io.BytesIO()
-    torch.save(ours, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(ours), torch.load(buffer, weights_only=False)):
-        assert equal(step(other), expected)
-        with torch.no_grad():
-            for p in other.parameters():
-                p.mul_(1.5)
-        assert not equal(step(other), expected)
-    assert equal(step(ours), expected)
+    step(ours)
+    assert any(id(p) in fp8_linear._kept for p in ours.parameters())
+    undo(ours)
+    assert not any(id(p) in fp8_linear._kept for p in ours.parameters())
 
 
 def test_evaluation_is_not_quantised():
@@ -232,16 +203,6 @@ def test_mlps_pay_for_the_head(recipe, monkeypatch):
         loss.backward()
         grads.append({name: p.grad.clone() for name, p in net.named_parameters()})
     assert kept[0] >= len(made) // 2 > 0 == kept[1] and equal(*grads)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant):
-    ours = model()
-    apply(ours, fp8="rowwise")
-    expected = step(ours)
-    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    ours.enable_input_require_grads()
-    assert equal(step(ours), expected)
 
 
 def test_accumulation(monkeypatch):
@@ -322,17 +283,6 @@ def test_autocast():
         expected, got = step(stock), step(ours)
     assert seen == [torch.bfloat16] and got["model.layers.0.mlp.up_proj.weight"].dtype == torch.float32
     assert min(ratio(expected[name], got[name]) for name in expected if name != "loss") > 13
-
-
-def test_compiled():
-    ours = model()
-    apply(ours, fp8="rowwise")
-    expected = step(ours)
-    torch._dynamo.reset()
-    compiled = step(torch.compile(ours, backend="aot_eager", fullgraph=True))
-    for name, value in expected.items():
-        got = compiled[name if name == "loss" else f"_orig_mod.{name}"]
-        torch.testing.assert_close(got, value, rtol=1e-4, atol=1e-6)
 
 
 def test_trainer_callback_and_auto_model(tmp_path):

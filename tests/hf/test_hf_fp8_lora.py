@@ -105,17 +105,6 @@ def test_a_model(options):
     assert min(ratio(stock[name], got[name]) for name in got if name != "loss") > 13
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("options", [FP8, ONLY])
-def test_checkpointing(reentrant, options):
-    wrapped = adapted()
-    apply(wrapped, **options)
-    expected = step(wrapped)
-    wrapped.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    wrapped.enable_input_require_grads()
-    close(step(wrapped), expected)
-
-
 @pytest.mark.parametrize("options", [FP8, ONLY])
 def test_quantised_once(options, monkeypatch):
     """Steps read the bytes of the first; a frozen Linear without an adapter too."""

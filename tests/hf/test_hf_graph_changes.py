@@ -12,9 +12,9 @@ import peft
 import pytest
 import torch
 import transformers
-from graph_cases import captured, equal, held, inputs, pair
+from graph_cases import captured, held, inputs, pair
 from graph_recorder import Recorder, recording
-from tiny import make, step
+from tiny import make, same_bits, step
 from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -136,7 +136,7 @@ def test_a_change_drops_the_graph(change):
         for m in (model, twin):
             torch.manual_seed(seed)
             results.append(step(m, inputs(seed)))
-        equal(*results)
+        same_bits(*results)
 
     for seed in range(4):
         assert not replayed(graphs, before, lambda s=seed: call(s))
@@ -157,7 +157,7 @@ def test_hooks_run_in_each_call(hook, caplog):
     handles = [HOOKS[hook](m) for m in ((twin,) if hook == "everywhere" else (model, twin))]
     replays = graphs.replays
     try:
-        equal(step(twin, inputs(3)), step(model, inputs(3)))
+        same_bits(step(twin, inputs(3)), step(model, inputs(3)))
         step(twin, inputs(3))
     finally:
         for handle in handles:
@@ -165,7 +165,7 @@ def test_hooks_run_in_each_call(hook, caplog):
     assert graphs.replays == replays
     assert caplog.text.count("runs eagerly: hooks on") == 1
     for seed in range(2):
-        equal(step(twin, inputs(seed)), step(model, inputs(seed)))
+        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
     assert graphs.replays > replays
 
 
@@ -175,11 +175,11 @@ def test_hooks_on_gradients_run():
     handles = [m.model.norm.weight.register_hook(lambda g: g * 3) for m in (model, twin)]
     replays = held(twin).replays
     for _ in range(2):
-        equal(step(twin, inputs(3)), step(model, inputs(3)))
+        same_bits(step(twin, inputs(3)), step(model, inputs(3)))
     assert held(twin).replays == replays + 2
     held(twin).reset()  # captured with the hooks there
     for _ in range(3):
-        equal(step(twin, inputs(3)), step(model, inputs(3)))
+        same_bits(step(twin, inputs(3)), step(model, inputs(3)))
     assert held(twin).replays > replays + 2
     del handles
 
@@ -196,7 +196,7 @@ def test_an_old_loss_may_live_on():
             loss.backward()
             kept.append(loss)
             results.append((loss.detach(), {n: p.grad.clone() for n, p in m.named_parameters()}))
-        equal(*results)
+        same_bits(*results)
     assert held(twin).replays == 4
 
 
@@ -338,7 +338,7 @@ def test_a_change_of_adapters_drops_the_graph(change):
         for m in (model, twin):
             torch.manual_seed(seed)
             results.append(step(m, inputs(seed)))
-        equal(results[1], results[0])
+        same_bits(results[1], results[0])
 
     for seed in range(4):
         assert not replayed(graphs, before, lambda s=seed: call(s))
@@ -351,7 +351,7 @@ def test_what_changes_in_each_step_runs_eagerly(caplog):
         for m in (model, twin):
             _attention(m).scaling += 0.01 * (seed % 3 == 0)
         if seed % 10 == 0:
-            equal(step(twin, inputs(seed)), step(model, inputs(seed)))
+            same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
         else:
             step(twin, inputs(seed))
     assert held(twin).captures <= 10

@@ -9,8 +9,8 @@ import random
 import peft
 import pytest
 import torch
-from graph_cases import equal, fp8_follows_the_optimizer, fp8_pair, held, inputs, pair
-from tiny import VOCABULARY, make, step
+from graph_cases import fp8_follows_the_optimizer, fp8_pair, held, inputs, pair
+from tiny import VOCABULARY, make, same_bits, step
 
 import tigon
 from tigon.graphs.backend import CudaBackend
@@ -84,7 +84,7 @@ class Both:
             optimizer.step()
             optimizer.zero_grad()
         if held(self.models[1]).replays - replays in (0, accumulate):
-            equal(*results)
+            same_bits(*results)
         else:  # some of each
             for p, q in zip(*(m.parameters() for m in self.models), strict=True):
                 p.data.copy_(q.data)
@@ -290,7 +290,7 @@ def test_masks_that_say_something(rows):
             given["attention_mask"] = torch.ones_like(given["input_ids"])
             given["attention_mask"][:, : 3 + seed] = 0
             given["labels"] = given["labels"].masked_fill(given["attention_mask"] == 0, -100)
-        equal(step(twin, given), step(model, given))
+        same_bits(step(twin, given), step(model, given))
     assert held(twin).replays == 4, [*held(twin).lines()]
 
 
@@ -384,12 +384,12 @@ def test_not_enough_memory():
             torch.cuda.set_per_process_memory_fraction(1.0)
 
     graphs._capture = limited
-    equal(step(twin, given), wanted)
+    same_bits(step(twin, given), wanted)
     del graphs._capture
     assert any("not enough memory" in line for line in graphs.lines())
     torch.rand(4, device="cuda")
     replays = graphs.replays
-    equal(step(twin, on_gpu(3)), step(model, on_gpu(3)))
+    same_bits(step(twin, on_gpu(3)), step(model, on_gpu(3)))
     assert graphs.replays == replays + 1
 
 
@@ -399,7 +399,7 @@ def test_what_waits_for_the_device(caplog):
     forward = norm.forward
     norm.forward = lambda x: forward(x) * (1.0 if x.sum().item() < 1e30 else 2.0)
     for seed in range(4):
-        equal(step(twin, on_gpu(seed)), step(model, on_gpu(seed)))
+        same_bits(step(twin, on_gpu(seed)), step(model, on_gpu(seed)))
     assert f"something in it waits for the device ({__name__}, line" in caplog.text
     torch.rand(4, device="cuda")
 
@@ -425,7 +425,7 @@ def test_streams():
         with torch.cuda.stream(other):
             got = step(twin, on_gpu(seed))
         torch.cuda.current_stream().wait_stream(other)
-        equal(got, step(model, on_gpu(seed)))
+        same_bits(got, step(model, on_gpu(seed)))
     assert held(twin).replays == 10
 
 
@@ -457,7 +457,7 @@ def test_a_model_may_go_while_its_graph_runs():
     del twin
     gc.collect()
     torch.cuda.empty_cache()
-    equal(got, wanted)
+    same_bits(got, wanted)
 
 
 def test_memory_is_that_of_eager_steps():

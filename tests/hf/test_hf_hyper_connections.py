@@ -1,19 +1,21 @@
 """Hyper-connections of transformers' models: recognised by their numbers, as exact as stock, restored."""
 
+import contextlib
 import copy
 import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+from test_hf_changed_modules import CHANGES, changed, differs
 from tiny import assert_as_good
 from torch import nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
 from transformers.models.glm5_next import modeling_glm5_next as glm
 from transformers.models.hy_v4 import modeling_hy_v4 as hunyuan
 
+import tigon
 from tigon.integrations.transformers import apply, undo
-from tigon.integrations.transformers.forward import bound
 
 table = importlib.import_module("models_table")
 CLASSES = {
@@ -88,40 +90,29 @@ def test_as_exact_as_stock(name, dtype):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_undone_and_applied_again(name):
-    stock = make(name)
-    wanted = run(stock, torch.float32)
-    apply(stock)
-    assert bound(stock["hc"]) is not None
-    apply(stock)
-    assert apply(stock).count("hyper") == 1
-    undo(stock)
-    assert all(torch.equal(a, b) for a, b in zip(run(stock, torch.float32), wanted, strict=True))
+def test_the_norm_inside_hyper_connections(name):
+    """No slot calls it: whatever is done to it is done once."""
+    model = make(name)
 
+    def found():
+        result, *others = run(model, torch.float32)
+        return result, dict(enumerate(others))
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", CLASSES)
-def test_hooks_on_the_norm_see_its_calls(name, when):
-    stock, patched = make(name), make(name)
-    seen = []
-
-    def watch(model):
-        model["hc"].input_norm.register_forward_hook(lambda m, a, y: (seen.append(y.shape), 1.5 * y)[1])
-
-    watch(stock)
-    wanted = run(stock, torch.float32)
-    calls, seen[:] = list(seen), []
-    if when == "before":
-        watch(patched)
-        patched["norm"] = nn.LayerNorm(24)  # something to replace
-    apply(patched)
-    if when == "after":
-        watch(patched)
-    got = run(patched, torch.float32)
-    assert len(calls) == 1 and seen == calls
-    for a, b in zip(got, wanted, strict=False):
-        if a is not None:
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    plain = found()
+    for change in CHANGES:
+        for first in (True, False):
+            with changed(model, "hc.input_norm", change):
+                wanted = found()
+            if not first:
+                apply(model)
+                assert differs(found(), plain) is None
+            with changed(model, "hc.input_norm", change):
+                with contextlib.suppress(tigon.Error):  # nothing is left to be replaced
+                    apply(model)
+                assert differs(found(), wanted) is None, (change, first)
+            apply(model)
+            assert differs(found(), plain) is None
+            undo(model)
 
 
 def test_left():

@@ -277,20 +277,6 @@ def test_what_is_left_has_a_reason(device):
     assert reasons == {"lora.Embedding is not an adapter of a plain or quantised Linear"}
 
 
-@pytest.mark.parametrize("what", ["plain", "lora_bias", "dora"])
-def test_compile_fullgraph(what, device):
-    torch._dynamo.reset()
-    stock = adapted_model(device, **OPTIONS[what], layers=1)
-    model = copy.deepcopy(stock)
-    inputs = batch(device)
-    wanted = step(stock, inputs)
-    apply(model)
-    got = step(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
-    close(got[0], wanted[0])
-    for name, gradient in wanted[1].items():
-        close(got[1]["_orig_mod." + name], gradient, ulps=512)
-
-
 @pytest.mark.parametrize("what", ["plain", "dora"])
 def test_torch_func(what, device):
     model = adapted_model(device, **OPTIONS[what])

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from tiny import SHARED, batch, make, step
+from tiny import SHARED, batch, make, report_of, same_bits, step
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,12 +72,6 @@ def run(model, inputs, times=2):
     return (loss.detach(), gradients), kept, backward.calls
 
 
-def assert_same(got, wanted):
-    assert torch.equal(got[0], wanted[0]) and got[1].keys() == wanted[1].keys()
-    for name, gradient in wanted[1].items():
-        assert torch.equal(got[1][name], gradient), name
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits_and_fewer_bytes(family, dtype):
@@ -88,7 +82,7 @@ def test_the_same_bits_and_fewer_bytes(family, dtype):
         tigon.apply(one, recompute=mode)
         one._tigon_state.ledger.note = lambda *_: None  # else MLPs save what the head takes
         found[mode] = run(one, inputs)
-        assert_same(found[mode][0], found[None][0])
+        same_bits(found[mode][0], found[None][0])
     kept = {mode: bytes_ for mode, (_, bytes_, _) in found.items()}
     assert kept[1.0] < kept[0.5] <= kept["elementwise"] <= kept["norms"] <= kept[None]
     assert (kept["elementwise"] < kept["norms"]) == (
@@ -148,7 +142,7 @@ def test_lora(mode):
         report = tigon.apply(model)
         assert (f"{3 * LAYERS} LoRA layers keep no result" in str(report)) == (when != "never")
     for when in ("before", "after"):
-        assert_same(models[when][0], models["never"][0])
+        same_bits(models[when][0], models["never"][0])
         assert models[when][1] < models["never"][1]
 
 
@@ -159,12 +153,12 @@ def test_float8_keeps_its_bytes(recipe, monkeypatch):
     plain, other = copy.deepcopy(model), copy.deepcopy(model)
     tigon.apply(plain, fp8=recipe)
     report = tigon.apply(other, fp8=recipe, recompute="elementwise")
-    assert_same(run(other, inputs)[0], run(plain, inputs)[0])
+    same_bits(run(other, inputs)[0], run(plain, inputs)[0])
     assert f"{7 * LAYERS} left: computed in float8" in str(report)
     later = copy.deepcopy(model)
     tigon.apply(later, recompute="elementwise")
     assert tigon.apply(later, fp8=recipe).count("fp8") == 7 * LAYERS
-    assert_same(run(later, inputs)[0], run(plain, inputs)[0])
+    same_bits(run(later, inputs)[0], run(plain, inputs)[0])
 
 
 @pytest.mark.parametrize("context", [AUTOCAST, tigon.deterministic])
@@ -176,7 +170,7 @@ def test_contexts(context):
         tigon.apply(one, recompute=mode)
         with context():
             found.append(run(one, inputs, times=1))
-    assert_same(found[1][0], found[0][0])
+    same_bits(found[1][0], found[0][0])
     assert found[1][1] < found[0][1]
 
 
@@ -191,14 +185,14 @@ def test_undo_copies_and_pickles(mode):
     run(model, inputs)
     assert tigon.apply(model) is report and report.recompute.given == mode, "it stays on"
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_same(run(other, inputs)[0], wanted)
+        same_bits(run(other, inputs)[0], wanted)
         assert place_of(other.model.layers[0]) is not place_of(model.model.layers[0]) or mode in KINDS
-        assert "q_proj" in str(other._tigon_state.report).partition("recompute")[2]
+        assert "q_proj" in str(report_of(other)).partition("recompute")[2]
     assert tigon.apply(model, recompute="norms").recompute.kinds == KINDS["norms"]
     assert all(place_of(module) is None for module in model.modules()), "no layer is checkpointed any more"
     tigon.undo(model)
     assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
-    assert_same(step(model, inputs), stock)
+    same_bits(step(model, inputs), stock)
 
 
 @pytest.mark.parametrize("given", ["none", "all", 0, -0.5, 1.5, float("nan"), True, ("norms",)])
@@ -217,16 +211,16 @@ def test_checkpoints_and_hooks_of_others():
     tigon.apply(model, recompute="elementwise")
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        assert_same(run(model, inputs)[0], wanted)
+        same_bits(run(model, inputs)[0], wanted)
         assert f"{LAYERS} left: checkpointed" in str(tigon.apply(model))
         with pytest.raises(tigon.Error, match="whose layers are checkpointed"):
             tigon.apply(model, recompute=0.5)
     model.gradient_checkpointing_disable()
     with torch.autograd.graph.save_on_cpu():
-        assert_same(run(model, inputs)[0], wanted)
+        same_bits(run(model, inputs)[0], wanted)
     tigon.apply(model, recompute=0.5)
     with torch.autograd.graph.save_on_cpu():
-        assert_same(run(model, inputs)[0], wanted)
+        same_bits(run(model, inputs)[0], wanted)
     layer = tigon.apply(torch.nn.Sequential(model.model.norm, torch.nn.Linear(32, 8)))
     with pytest.raises(tigon.Error, match="a model without layers of transformers"):
         tigon.apply(torch.nn.Sequential(model.model.norm, torch.nn.Linear(32, 8)), recompute=0.5)
@@ -291,7 +285,7 @@ def test_hooks_of_modules_run():
     layer.self_attn.q_proj.register_full_backward_hook(lambda *_: seen.append("backward"))
     wanted = step(model, inputs)
     tigon.apply(model, recompute="elementwise")
-    assert_same(run(model, inputs, times=1)[0], wanted)
+    same_bits(run(model, inputs, times=1)[0], wanted)
     assert seen == 2 * ["forward", "backward"]
 
 
@@ -304,7 +298,7 @@ def test_a_compiled_model_keeps_what_the_compiler_chooses(mode):
     tigon.apply(model, recompute=mode)
     got = step(torch.compile(model, backend="aot_eager"), inputs)
     assert torch.equal(got[0], wanted[0])
-    assert "nothing yet" in str(model._tigon_state.report)
+    assert "nothing yet" in str(report_of(model))
 
 
 def test_trainer_callback():

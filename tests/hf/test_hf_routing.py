@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import SHARED, VOCABULARY, batch
+from tiny import SHARED, VOCABULARY, batch, same_bits, step, unequal
 
 import tigon
 
@@ -46,18 +46,6 @@ def model_of(name="qwen3_moe", **changes):
     return model
 
 
-def step(model, inputs):
-    model.zero_grad(set_to_none=True)
-    out = model(**inputs)
-    loss = out.loss
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
-def equal(a, b):
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
 def recorded(model, inputs):
     with tigon.record_routing(model) as record, torch.no_grad():
         model(**inputs)
@@ -80,8 +68,8 @@ def test_own_record(name):
     assert routed.shape == (2, 11, L, K) and routed.dtype == torch.uint8
     for given in (routed, routed.to(torch.int16).numpy(), [*routed.to(torch.int64)]):
         with tigon.replay_routing(model, given):
-            assert equal(step(model, inputs), want)
-    assert equal(step(model, inputs), want)  # and nothing stays
+            same_bits(step(model, inputs), want)
+    same_bits(step(model, inputs), want)  # and nothing stays
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -125,9 +113,8 @@ def test_checkpointing(reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with tigon.replay_routing(model, routed):
         got = step(model, inputs)
-        assert equal(step(model, inputs), got)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+        same_bits(step(model, inputs), got)
+    torch.testing.assert_close(got, want)
     with tigon.replay_routing(model, routed):
         loss = model(**inputs).loss
     with pytest.raises(tigon.Error, match="the context must stay open until the backward"):
@@ -137,7 +124,7 @@ def test_checkpointing(reentrant):
         loss = model(**inputs).loss
     loss.backward()  # nothing is computed again: the saved ids are there
     own = step(model, inputs)
-    assert not equal(own, want) and equal(step(model, inputs), own)
+    assert unequal(own, want) and not unequal(step(model, inputs), own)
 
 
 def test_engines_forms():
@@ -152,10 +139,10 @@ def test_engines_forms():
     packed = torch.cat([*routed])
     for given in (vllm, sglang, packed, packed.numpy(), routed[:, :-1]):
         with tigon.replay_routing(model, given):
-            assert equal(step(model, inputs), want)
+            same_bits(step(model, inputs), want)
     moe = routed[:, :, [0, 2]]
     with tigon.replay_routing(model, moe, layers="moe"):
-        assert equal(step(model, inputs), want)
+        same_bits(step(model, inputs), want)
     # Sequences of 7 and 9 tokens, padded on the right, on the left.
     losses = []
     for left in (False, True):
@@ -176,8 +163,7 @@ def test_engines_forms():
                     {"input_ids": ids, "labels": labels, "attention_mask": mask, "position_ids": positions},
                 )
             )
-    for a, b in zip(*losses, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
 
 
 def test_copies_and_undo():
@@ -185,12 +171,12 @@ def test_copies_and_undo():
     model, inputs, routed = model_of(), batch(), drawn(2, 11)
     own = step(model, inputs)
     with tigon.replay_routing(model, routed):
-        assert not equal(step(model, inputs), own)
-        assert equal(step(copy.deepcopy(model), inputs), own)
+        assert unequal(step(model, inputs), own)
+        same_bits(step(copy.deepcopy(model), inputs), own)
         data = io.BytesIO()
         torch.save(model, data)
         data.seek(0)
-        assert equal(step(torch.load(data, weights_only=False), inputs), own)
+        same_bits(step(torch.load(data, weights_only=False), inputs), own)
     tigon.undo(model)
     with pytest.raises(tigon.Error, match=r"model must have routers that tigon.apply"):
         tigon.record_routing(model)
@@ -200,7 +186,7 @@ def test_weights_of_a_lost_router():
     """A router that chose is trained by its weights alone: so is one whose experts another engine chose."""
     model, inputs = model_of(), batch()
     with tigon.replay_routing(model, torch.full((2, 11, L, K), -1)):
-        assert equal(step(model, inputs), step(model, inputs))
+        same_bits(step(model, inputs), step(model, inputs))
 
 
 REFUSED = """
@@ -232,7 +218,7 @@ def test_refused(line):
         with eval(f"tigon.replay_routing(model, {call})", {"tigon": tigon, "model": model, "good": good}):
             step(model, inputs)
     assert message in str(caught.value)
-    assert equal(step(model, inputs), own)
+    same_bits(step(model, inputs), own)
 
 
 def test_refused_models():

@@ -50,15 +50,6 @@ def test_step_of_a_model_to_the_bit(device):
     assert nodes(patched(**inputs).loss).count("SplitWithSizesBackward0") == 0
 
 
-def test_compiled(device):
-    model = make("phi3", device=device)
-    inputs = batch(device)
-    wanted = model(**inputs).loss
-    apply(model, **ONLY)
-    got = torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs).loss
-    torch.testing.assert_close(got, wanted)
-
-
 class Cut(nn.Module):
     """Base of modules that differ in their forward."""
 

@@ -74,10 +74,10 @@ def word_tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=level, **special)
 
 
-def step(model, inputs) -> tuple[torch.Tensor, dict]:
+def step(model, inputs, loss_of=lambda model, inputs: model(**inputs).loss) -> tuple[torch.Tensor, dict]:
     """Loss and every gradient of one step."""
     model.zero_grad(set_to_none=True)
-    loss = model(**inputs).loss
+    loss = loss_of(model, inputs)
     loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), grads
@@ -118,6 +118,25 @@ def same(got, wanted, ulps=256.0):
     assert got[1].keys() == wanted[1].keys()
     for name, gradient in wanted[1].items():
         close(got[1][name], gradient, ulps=ulps)
+
+
+def unequal(got, wanted) -> list[str]:
+    """What two steps do not have in common to the bit, by name."""
+    (loss, gradients), (other, others) = got, wanted
+    shared = gradients.keys() & others.keys()
+    names = gradients.keys() ^ others.keys() | {n for n in shared if not torch.equal(gradients[n], others[n])}
+    return ["loss"] * (not torch.equal(loss, other)) + sorted(names)
+
+
+def same_bits(got, wanted):
+    """Two steps: one loss, the same gradients, to the bit."""
+    found = unequal(got, wanted)
+    assert not found, found
+
+
+def report_of(model):
+    """The report of a patched model, whoever called `apply`."""
+    return model._tigon_state.report
 
 
 def apply_as_stock(model, inputs, ulps=256.0, **slots):
