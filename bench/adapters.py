@@ -402,12 +402,10 @@ def profile(step, title: str, path: Path) -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = processes.command_line(__doc__, "out/lora.jsonl")
+    parser = processes.command_line(__doc__, "out/lora.jsonl", layers=8, steps=8)
     add = parser.add_argument
     add("--parts", default="linear,model")
     add("--providers", default="", help="of the model")
-    add("--layers", type=int, default=8)
-    add("--steps", type=int, default=8)
     add("--compile", action="store_true")
     add("--dora", action="store_true")
     add("--nf4", action="store_true", help="of the model")

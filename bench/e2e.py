@@ -283,7 +283,7 @@ SETTING = (
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__, "out/e2e.jsonl", 600.0)
+    parser = processes.command_line(__doc__, "out/e2e.jsonl", 600.0, "set dtype device", steps=10)
     add = parser.add_argument
     add("--suite", choices=tuple(SUITES), default="six")
     add("--models", help=f"of {', '.join(MODELS)} (the suite's)")
@@ -292,9 +292,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seq", type=int, help="512, or the suite's")
     add("--layers", type=int, help="fewer layers than published (the suite's)")
     add("--attention", choices=("sdpa", "flex_attention", "eager"), help="transformers' (see above)")
-    add("--set", default="", metavar="K=V,...", help="other changes of every configuration")
     add("--apply", default="", metavar="K=V,...", help="options of tigon.apply, as Python writes them")
-    add("--steps", type=int, default=10, help=f"measured steps, after {WARMUP} to warm up")
     add("--masked", type=float, default=0.0, help="fraction of labels that do not count")
     add("--padding", type=float, default=0.0, help="mean fraction of a row that is padding, under a mask")
     add(
@@ -327,8 +325,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--memory", default="", metavar="GB,...", help="limits of torch's allocator: the first that is enough"
     )
     add("--lora", type=int, default=0, metavar="RANK", help="PEFT's adapters on all linear layers")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    add("--device", default="cuda")
     args = parser.parse_args(arguments)
     models, batches, layers = SUITES[args.suite]
     args.layers = args.layers or layers

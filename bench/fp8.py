@@ -41,14 +41,10 @@ key = store.key_of("fp8")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = processes.command_line(__doc__, "out/fp8.jsonl")
+    parser = processes.command_line(__doc__, "out/fp8.jsonl", options="set device", batch=16, seq=512)
     add = parser.add_argument
     add("--fp8", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    add("--batch", type=int, default=16)
-    add("--seq", type=int, default=512)
     add("--layers", type=int, default=8, help="of microbatches")
-    add("--set", default="", metavar="K=V,...", help="changes of the configuration")
-    add("--device", default="cuda")
     args = parser.parse_args(arguments)
     processes.split(args, fp8=PARTS)
     return args
@@ -147,6 +143,7 @@ def matmuls_fp8(linears: list[tuple], library: bool):
     """
     import torch
 
+    from tigon._dtensor import KERNEL_DTYPES
     from tigon.ops import fp8_linear as op
 
     of_y, of_gradients = [], []
@@ -159,7 +156,7 @@ def matmuls_fp8(linears: list[tuple], library: bool):
     gradients = [given for pair in reversed(of_gradients) for given in pair]
     ones = torch.ones(max(max(a.shape[1], b.shape[0]) for a, _, b in gradients), device=x.device)
     upstream = {a.shape: torch.empty(a.shape, dtype=x.dtype, device=x.device) for a, *_ in gradients}
-    code = op._DTYPES.index(x.dtype)
+    code = KERNEL_DTYPES.index(x.dtype)
 
     def ours(_):
         for given in of_y:

@@ -63,15 +63,13 @@ key = store.key_of("fp8_accuracy")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__, "out/fp8_accuracy.jsonl", 400.0)
+    parser = processes.command_line(__doc__, "out/fp8_accuracy.jsonl", 400.0, "layers device")
     add = parser.add_argument
     add("--parts", default="300m,1b", help=f"of {', '.join(MODELS)}")
     add("--ways", default=",".join(WAYS))
     add("--seeds", help="comma-separated (those of each part)")
     add("--steps", type=int, help="of a curve (1000, 200; 2000 of moments)")
     add("--batch", type=int, default=4, help="rows of 512 tokens in a step")
-    add("--layers", type=int, help="fewer than the models have")
-    add("--device", default="cuda")
     args = parser.parse_args(arguments)
     processes.split(args, parts=MODELS, ways=WAYS)
     return args

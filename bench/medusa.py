@@ -35,19 +35,15 @@ key = store.key_of("medusa")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__, "out/medusa.jsonl", 600.0)
+    parser = processes.command_line(
+        __doc__, "out/medusa.jsonl", 600.0, "layers set dtype device", batch=1, steps=5
+    )
     add = parser.add_argument
     add("--model", default="llama3-8b", choices=tuple(e2e.MODELS))
-    add("--layers", type=int, help="fewer layers than published")
-    add("--set", default="", metavar="K=V,...", help="other changes of the configuration")
     add("--heads", default="3,5")
     add("--stages", default="1,2")
     add("--lengths", default="1024,2048,4096,8192,16384,32768", help="tokens of a row")
-    add("--batch", type=int, default=1, help="rows")
     add("--providers", default=",".join(PROVIDERS))
-    add("--steps", type=int, default=5, help=f"measured steps, after {WARMUP} to warm up")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    add("--device", default="cuda")
     args = parser.parse_args(arguments)
     processes.split(args, providers=PROVIDERS)
     return args

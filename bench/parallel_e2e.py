@@ -58,16 +58,14 @@ key = store.key_of("parallel_e2e")
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__, "out/parallel_e2e.jsonl")
+    parser = processes.command_line(
+        __doc__, "out/parallel_e2e.jsonl", options="set", layers=4, seq=4096, steps=10
+    )
     add = parser.add_argument
     add("--layouts", default=",".join(LAYOUTS), help="comma-separated")
     add("--providers", default=",".join(e2e.PROVIDERS))
     add("--model", choices=tuple(e2e.MODELS), default="llama3-8b")
-    add("--layers", type=int, default=4)
-    add("--set", default="", metavar="K=V,...", help="changes of the model's configuration")
     add("--batch", type=int, default=2, help="rows of a process (fsdp2, megatron_ddp), or of all")
-    add("--seq", type=int, default=4096)
-    add("--steps", type=int, default=10, help=f"measured steps, after {e2e.WARMUP} to warm up")
     return parser.parse_args(words)
 
 

@@ -78,14 +78,32 @@ class Worker:
         self.folder.cleanup()
 
 
-def command_line(doc: str, out: str | None = None, timeout: float = 0.0) -> argparse.ArgumentParser:
+# Options of several programs.
+OPTIONS = {
+    "layers": {"type": int, "help": "fewer layers than published"},
+    "set": {"default": "", "metavar": "K=V,...", "help": "other changes of every configuration"},
+    "batch": {"type": int, "help": "rows of a step"},
+    "seq": {"type": int, "help": "tokens of a row"},
+    "steps": {"type": int, "help": "measured steps, after those to warm up"},
+    "dtype": {"default": "bfloat16", "choices": ("bfloat16", "float32")},
+    "device": {"default": "cuda"},
+}
+
+
+def command_line(
+    doc: str, out: str | None = None, timeout: float = 0.0, options: str = "", **defaults: int
+) -> argparse.ArgumentParser:
     """The parser of a program, which prints its docstring as it stands.
 
     `out`: the file of a program that `main` runs, "" if it is named after the device. `timeout`: seconds of
-    a case with a process of its own.
+    a case with a process of its own. `options`: names of `OPTIONS`; `defaults`: others with
+    their defaults.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    for name in (*options.split(), *defaults):
+        add(f"--{name}", **OPTIONS[name])
+    parser.set_defaults(**defaults)
     if out is not None:
         add("--out", type=Path, default=Path(out) if out else None, help="JSON lines")
         add("--table", type=Path, metavar="JSONL", help="only print the table of this file")

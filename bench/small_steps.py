@@ -54,15 +54,12 @@ key = store.key_of("small_steps")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__, "out/small_steps.jsonl", 120.0)
+    parser = processes.command_line(__doc__, "out/small_steps.jsonl", 120.0, "set dtype device")
     add = parser.add_argument
     add("--under", default=",".join(WAYS))
     add("--cases", default=",".join(CASES))
     add("--ways", default=",".join(WAYS["loop"]))
-    add("--set", default="", metavar="K=V,...", help="other changes of every configuration")
     add("--steps", type=int, default=10, help="measured steps, in Trainer twice as many, in TRL half of it")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    add("--device", default="cuda")
     args = parser.parse_args(arguments)
     processes.split(args, under=WAYS, cases=CASES, ways=WAYS["loop"])
     return args

@@ -56,20 +56,15 @@ key = store.key_of("trl_trainers")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = processes.command_line(__doc__, "out/trl_trainers.jsonl", 300.0)
+    parser = processes.command_line(
+        __doc__, "out/trl_trainers.jsonl", 300.0, "set dtype device", layers=4, batch=8, seq=1024, steps=8
+    )
     add = parser.add_argument
     add("--trainers", default=",".join(TRAINERS))
     add("--providers", default=",".join(PROVIDERS))
     add("--model", default="llama3.2-1b", choices=tuple(e2e.MODELS))
-    add("--layers", type=int, default=4)
-    add("--set", default="", metavar="K=V,...", help="other changes of the configuration")
-    add("--batch", type=int, default=8, help="rows of a step")
-    add("--seq", type=int, default=1024, help="tokens of a row")
     add("--prompt", type=int, default=128, help="of these the prompt's")
-    add("--steps", type=int, default=8, help=f"measured steps, after {WARMUP} to warm up")
     add("--checkpointing", type=int, default=1, choices=(0, 1), help="gradient checkpointing (TRL's default)")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    add("--device", default="cuda")
     args = parser.parse_args(arguments)
     processes.split(args, trainers=TRAINERS, providers=PROVIDERS)
     if args.batch % 2 or not 2 <= args.prompt <= args.seq - 2:

@@ -47,13 +47,8 @@ FLOORS = (
     ("integrations",),
     ("", "__main__", "compat", "doctor", "megatron", "transformers"),
 )
-# Functions of sharded tensors, which load what needs a process group when they get one.
-UPWARD = {
-    ("tigon._dtensor", "tigon.parallel.dtensor"),
-    ("tigon.ops.grad_norm", "tigon.parallel.shards"),
-    ("tigon.ops.loss_head.contrastive", "tigon.parallel.shards"),
-    ("tigon.ops.loss_head.contrastive", "tigon.parallel.gather"),
-}
+# A loss of a sharded tensor, which loads its process group's part when it gets one.
+UPWARD = {("tigon._dtensor", "tigon.parallel.dtensor")}
 SOURCE = {".h", ".cuh", ".inc", ".cpp", ".cu"}
 CODE = SOURCE | {".py", ".sh", ".cmake"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|headeronly)/|^Python\.h$|^pybind11/")

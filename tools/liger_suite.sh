@@ -31,7 +31,7 @@ fi
 
 export PYTHONPATH=$suite:$root/tests/liger_suite:$root/compat/liger_kernel:$root/python${PYTHONPATH:+:$PYTHONPATH}
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false CUBLAS_WORKSPACE_CONFIG=:4096:8
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} LIGER_SUITE=$suite
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 device=$("$python" -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')
 [[ $device == cuda ]] || export MAX_ELEMENTS=${MAX_ELEMENTS:-4194304}
 cd "$suite"

@@ -13,6 +13,8 @@ from tigon.error import refuse
 F = TypeVar("F", bound=Callable[..., Any])
 # The types of tensors without a subclass. While code is traced, the type of a buffer is nn.Buffer.
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+# The dtypes that kernels take, in the order of tigon::DType.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_dtensor(t: object) -> bool:
@@ -107,7 +109,7 @@ def rows_stay_local(x: torch.Tensor, *vectors: torch.Tensor | None) -> bool:
     """Whether a norm of DTensors stays local: rows of a kernel's dtype are sharded, vectors replicated."""
     if not (is_dtensor(x) and all(v is None or is_dtensor(v) for v in vectors)):
         return False
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if x.dtype not in KERNEL_DTYPES:
         return False
     names = ["x", *("vector" for _ in vectors)]
     return fault(Layout(1, len(vectors)), names, (x, *vectors)) is None

@@ -27,7 +27,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tigon import _fp8_bytes
-from tigon._dtensor import PLAIN, Layout, call_local, is_dtensor, takes_dtensors
+from tigon._dtensor import KERNEL_DTYPES, PLAIN, Layout, call_local, is_dtensor, takes_dtensors
 from tigon._load import native
 from tigon.error import Error, refuse
 
@@ -42,6 +42,11 @@ _VMAP_MODE = torch._C._parse_dispatch_key("VmapMode")
 _keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
+
+
+def is_traced_or_transformed() -> bool:
+    """Whether a compiler traces the call, or a transform of ``torch.func`` makes it."""
+    return _is_compiling() or _is_transformed()
 
 
 def cached_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -389,7 +394,7 @@ class Op:
             if type(t) not in PLAIN or t.dtype is not dtype or not (t.is_cuda or t.is_cpu):
                 return None
             differentiable = differentiable or t.requires_grad
-        if dtype not in _KERNEL_DTYPES or _is_compiling() or _is_transformed():
+        if dtype not in KERNEL_DTYPES or _is_compiling() or _is_transformed():
             return None
         try:
             return self.apply(*args) if differentiable and _is_grad_enabled() else self.infer(*args)
@@ -555,7 +560,7 @@ def check_stored(op: str, name: str, x: torch.Tensor) -> None:
     """x must have its storage, which FSDP frees between uses: PyTorch's operations crash without one."""
     if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or x.is_meta:
         return
-    if _is_compiling() or _is_transformed():
+    if is_traced_or_transformed():
         return  # what has no numbers, or none of its own, has none to miss
     if x.untyped_storage().nbytes() == 0 and x.numel() > 0:
         refuse(
@@ -576,7 +581,6 @@ def foreign(name: str, a: torch.Tensor) -> str | None:
     return None
 
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _fallbacks_reported: set[tuple[str, str]] = set()
 
 
@@ -596,10 +600,10 @@ def has_kernel(
         beside: what else the reference computes with: all is on ``meta``, or nothing.
     """
     for t in (*tensors, *named.values()):
-        if t is None or (t.dtype in _KERNEL_DTYPES and (t.is_cuda or t.is_cpu or t.is_meta)):
+        if t is None or (t.dtype in KERNEL_DTYPES and (t.is_cuda or t.is_cpu or t.is_meta)):
             continue
         _check_fallback(op, t, [*(("tensors", t) for t in tensors), *named.items(), *beside.items()])
-        reason = str(t.dtype) if t.dtype not in _KERNEL_DTYPES else f"device {t.device.type}"
+        reason = str(t.dtype) if t.dtype not in KERNEL_DTYPES else f"device {t.device.type}"
         return _report_fallback(op, reason)
     return True
 
@@ -608,7 +612,7 @@ def _check_fallback(op: str, unknown: torch.Tensor, tensors: list[tuple[str, tor
     """PyTorch's operations can take these tensors, of which no kernel has `unknown`."""
     given = [(name, t) for name, t in tensors if t is not None]
     name = next(name for name, t in given if t is unknown)
-    if unknown.dtype not in _KERNEL_DTYPES:
+    if unknown.dtype not in KERNEL_DTYPES:
         if is_dtensor(unknown):  # PyTorch's operations might gather it
             refuse(op, "{}: DTensors must be float32, bfloat16 or float16, got {}", name, unknown.dtype)
         if unknown.dtype != torch.float64:

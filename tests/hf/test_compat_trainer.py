@@ -317,7 +317,7 @@ def test_trl(kind, facade, tmp_path, tokenizer, trl):
             return super().apply(*args)
 
     trl.install()
-    (utils,) = (module for module, name, *_ in trl._present() if name == trl.NAME)
+    (utils,) = (r.owner for r in trl._replacements() if r.name == trl.NAME)
     head = getattr(utils, trl.NAME)
     setattr(utils, trl.NAME, Counted(head.original))
     with warnings.catch_warnings():
@@ -338,7 +338,7 @@ def test_trl_in_one_line(kind, tmp_path, tokenizer, caplog, trl):
     callback = tigon.TigonTrainerCallback(strict=True)
     with caplog.at_level(logging.WARNING, "tigon"):
         trainer, got = trl_losses(kind, tmp_path, tokenizer, callbacks=[callback], **changes)
-    (head,) = (function for _, name, _, function in trl._present() if name == trl.NAME)
+    (head,) = (r.ours for r in trl._replacements() if r.name == trl.NAME)
     assert got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
     assert [r.getMessage() for r in caplog.records if r.name == "tigon"] == []
     (entry,) = (entry for entry in callback.report.entries if entry.slot == "loss")
@@ -370,7 +370,7 @@ def test_trl_by_its_switches(switch, tmp_path, tokenizer, trl):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL says that the old switch is going to leave it
         trainer, got = trl_losses("SFT", tmp_path, tokenizer, **asked)
-    (head,) = (function for _, name, _, function in trl._present() if name == trl.NAME)
+    (head,) = (r.ours for r in trl._replacements() if r.name == trl.NAME)
     assert got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
     assert head.calls >= 2
     norm = trainer.model.model.norm(torch.randn(3, 32).to(trainer.model.device).requires_grad_())
@@ -387,7 +387,7 @@ def test_trl_leaves_an_installed_liger(monkeypatch, caplog, trl):
     with caplog.at_level(logging.WARNING, "tigon"):
         trl.install()
     assert "replace=True" in caplog.text and not liger.installed()
-    assert any(isinstance(function, trl.LogProbHead) for *_, function in trl._present())
+    assert any(r.is_installed() for r in trl._replacements() if r.name == trl.NAME)
 
 
 def test_trl_after_apply(tmp_path, tokenizer, trl):

@@ -9,6 +9,7 @@ from tiny import close
 from torch import nn
 
 from tigon.integrations.transformers import lora as slot
+from tigon.integrations.transformers.fp8 import Fp8Spec
 
 peft = pytest.importorskip("peft")
 
@@ -121,6 +122,65 @@ def test_the_state_is_found_anew_when_one_of_its_facts_changes(options):
         assert facts_of(slot._state(layer, spec, other)) == facts_of(slot._find_state(layer, other))
     with torch.autocast("cpu", torch.bfloat16):
         assert slot._state(layer, spec, x).dtype == torch.bfloat16
+
+
+def reads(function, *args):
+    """What a function reads of modules and tensors: (id, name) of attributes, of parameters and children."""
+    found, dicts = set(), ("_parameters", "_modules")
+    of_module, of_tensor = nn.Module.__getattribute__, torch.Tensor.__getattribute__
+
+    class Own(dict):
+        def __init__(self, own, owner):
+            super().__init__(own)
+            self.owner = owner
+
+        def note(self, name):
+            found.add((self.owner, name))
+
+        def get(self, name, default=None):
+            self.note(name)
+            return super().get(name, default)
+
+        def __getitem__(self, name):
+            self.note(name)
+            value = super().__getitem__(name)
+            return Own(value, self.owner) if name in dicts else value
+
+        def __contains__(self, name):
+            self.note(name)
+            return super().__contains__(name)
+
+        def values(self):
+            return [self[name] for name in self]
+
+    def module_attribute(self, name):
+        value = of_module(self, name)
+        if name in ("__dict__", *dicts):
+            return Own(value, id(self))
+        found.add((id(self), name))
+        return value
+
+    def tensor_attribute(self, name):
+        found.add((id(self), name))
+        return of_tensor(self, name)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(nn.Module, "__getattribute__", module_attribute, raising=False)
+        patched.setattr(torch.Tensor, "__getattribute__", tensor_attribute, raising=False)
+        function(*args)
+    return found
+
+
+@pytest.mark.parametrize("fp8", [None, Fp8Spec("fp8")], ids=["plain", "fp8"])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_dropout": 0.1}, {"lora_bias": True}])
+def test_what_the_state_is_found_by(options, fp8):
+    """`_look` reads each attribute that `_find_state` reads, so that no change of one is missed."""
+    layer, x = adapted_layer("cpu", **options), torch.randn(3, 32)
+    names = {id(module): name for name, module in layer.named_modules()}
+    names |= {id(t): name for name, t in layer.named_parameters()} | {id(x): "x"}
+    looked = reads(slot._look, layer, slot.LoraSpec(fp8=fp8), x)
+    missed = reads(slot._find_state, layer, x, fp8) - looked
+    assert sorted((names[of], name) for of, name in missed if of in names) == []
 
 
 def test_a_base_that_is_trained_after_the_first_step():

@@ -25,7 +25,6 @@ import tigon.compat.liger
 from tigon._op import Op
 from tigon.integrations.liger import construction, paths
 
-SUITE = Path(os.environ["LIGER_SUITE"])
 EXPECTED = json.loads((Path(__file__).parent / "expected.json").read_text())
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ("passed", "idle", "expected", "failed", "dropped", "skipped", "xfailed")

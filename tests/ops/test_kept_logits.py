@@ -10,13 +10,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 import tigon
-from tigon.ops.loss_head.linear_cross_entropy import reference as loss_reference
 from tigon.ops.loss_head.linear_log_prob import reference
 
 FN = tigon.linear_log_prob
 LOSS = functools.partial(tigon.linear_cross_entropy, reduction="none")
 BOTH = lambda *args, **options: sum(FN(*args, entropy=True, **options))  # noqa: E731
-LOSS_REFERENCE = functools.partial(loss_reference, reduction="none")
 ROW = 64 * 4 / 2**20  # MiB of the logits of a row in float32, up to 64 classes
 KEEPS = [None, 0, 5 * ROW, 1e6]
 

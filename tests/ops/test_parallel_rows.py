@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from checks import check_close, same_bits
 
 from conftest import poisoned
+from tigon.ops.agreement import Shards
 from tigon.parallel.rows import NUMBERS, LabelFormula, make_rows
-from tigon.parallel.shards import Shards
 
 ROWS = 13
 COLUMNS = {  # of every shard

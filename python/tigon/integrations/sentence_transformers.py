@@ -13,7 +13,6 @@ Similarities other than cosine and dot product, and hardness weighting, use the 
 from __future__ import annotations
 
 import importlib
-import inspect
 import itertools
 import logging
 
@@ -21,6 +20,8 @@ import torch
 
 import tigon
 from tigon.error import refuse
+from tigon.integrations import replacing
+from tigon.integrations.replacing import Replacement, parameters_of
 from tigon.ops.loss_head.contrastive import guides, limits, normalized, statistics
 from tigon.ops.loss_head.operands import autocast
 
@@ -211,14 +212,17 @@ METHODS = {
 }
 
 
-def _methods() -> list[tuple]:
-    """(class, name, parameters, replacement, present value) of each method."""
+def _replacements() -> list[Replacement]:
     try:
         losses = importlib.import_module(LOSSES)
     except ImportError as error:
         refuse("sentence_transformers", "sentence-transformers must be version 6.2, got {}", error)
-    rows = ((getattr(losses, name), *row) for name, row in METHODS.items())
-    return [(*row, getattr(row[0], row[1], None)) for row in rows]
+    found = []
+    for name, (method, wanted, ours) in METHODS.items():
+        loss, words = getattr(losses, name), f"{name}.{method} must take {{}} (6.2), got {{}}"
+        present = parameters_of(getattr(loss, method, None))
+        found.append(Replacement(loss, method, ours, present, wanted.split(), words))
+    return found
 
 
 def install() -> None:
@@ -227,20 +231,9 @@ def install() -> None:
     Raises:
         tigon.Error: this sentence-transformers computes them differently from 6.2. Nothing is modified.
     """
-    methods = _methods()
-    for kind, name, wanted, _, present in methods:
-        names = [] if present is None else list(inspect.signature(present).parameters)
-        if names != wanted.split():
-            words = "{}.{} must take {} (6.2), got {}"
-            refuse("sentence_transformers", words, kind.__name__, name, wanted.split(), names)
-    for kind, name, _, ours, present in methods:
-        if present is not ours:
-            ours.original = present
-            setattr(kind, name, ours)
+    replacing.install("sentence_transformers", _replacements())
 
 
 def uninstall() -> None:
     """Restore the losses' own methods."""
-    for kind, name, _, ours, present in _methods():
-        if present is ours:
-            setattr(kind, name, ours.original)
+    replacing.uninstall(_replacements())

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -23,7 +22,9 @@ from torch import nn
 import tigon
 from tigon._dtensor import PLAIN
 from tigon._op import graph_is_kept, once
-from tigon.error import Error, check
+from tigon.error import Error, refuse
+from tigon.integrations import replacing
+from tigon.integrations.replacing import Replacement, parameters_of
 from tigon.integrations.transformers.forward import BELOW
 from tigon.ops.loss_head.operands import Trained, autocast
 
@@ -259,7 +260,12 @@ def install() -> None:
     Raises:
         tigon.Error: this TRL has no such function, or calls it in another way. Nothing is modified.
     """
-    _stand_in([*_present()], None)
+    found = [*_replacements()]
+    if NAME not in {r.name for r in found}:
+        refuse("compat.trl", _words(), PARAMETERS, None)
+    replacing.install("compat.trl", found)
+    for r in found:
+        r.ours.patched = None
     from tigon.integrations import kernels, liger
 
     try:
@@ -274,35 +280,19 @@ def install() -> None:
 
 def take(patched: Callable[[object], bool]) -> str | None:
     """Do the same for ``patched`` models, if TRL is imported; return why not, if TRL has another version."""
-    found = [*_present(loaded=True)]
+    found = [*_replacements(patched, loaded=True)]
     try:
-        _stand_in(found if any(name == NAME for _, name, *_ in found) else [], patched)
+        replacing.install("compat.trl", found if NAME in {r.name for r in found} else [])
     except Error as error:
         return str(error)
     return None
-
-
-def _stand_in(found, patched) -> None:
-    for name, (kind, parameters) in HEADS.items():
-        own = [f.original if isinstance(f, kind) else f for _, n, _, f in found if n == name]
-        for function in own or ([None] if name == NAME and patched is None else []):
-            names = list(inspect.signature(function.forward).parameters)[1:] if function is not None else None
-            words = "trl must be one whose fused head takes {} (1.15, 1.16), got trl {} with {}"
-            check("compat.trl", names == parameters, words, parameters, _version(), names)
-    for module, name, kind, present in found:
-        if not isinstance(present, kind):
-            setattr(module, name, kind(present, patched))
-        elif patched is None:
-            present.patched = None
 
 
 def uninstall() -> None:
     """Restore TRL's own functions, and remove the interface of Liger if :func:`install` brought it."""
     while _OURS:
         _OURS.pop().uninstall()
-    for module, name, kind, present in _present():
-        if isinstance(present, kind):
-            setattr(module, name, present.original)
+    replacing.uninstall(_replacements())
 
 
 def fuses(model: nn.Module) -> bool:
@@ -316,17 +306,20 @@ def fuses(model: nn.Module) -> bool:
     return False
 
 
-def _present(loaded: bool = False):
-    """(module, name, kind of replacement, function) for the places of this release, or those imported."""
-    for name, (kind, _) in HEADS.items():
+def _replacements(patched=None, loaded: bool = False) -> Iterator[Replacement]:
+    """Those of the places of this release, or of the imported ones."""
+    for name, (kind, parameters) in HEADS.items():
         for place in PLACES[name]:
             with contextlib.suppress(ModuleNotFoundError):
                 module = sys.modules.get(place) if loaded else importlib.import_module(place)
-                if getattr(module, name, None) is not None:
-                    yield module, name, kind, getattr(module, name)
+                present = getattr(module, name, None)
+                if present is not None:
+                    ours = present if isinstance(present, kind) else kind(present, patched)
+                    names = parameters_of(ours.original.forward)[1:]
+                    yield Replacement(module, name, ours, names, parameters, _words())
 
 
-def _version() -> str:
+def _words() -> str:
     import trl
 
-    return trl.__version__
+    return f"trl must be one whose fused head takes {{}} (1.15, 1.16), got trl {trl.__version__} with {{}}"

@@ -13,14 +13,14 @@ it earlier get the new one too.)
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 
 import torch
 
 import tigon
 from tigon._dtensor import PLAIN
-from tigon.error import check
+from tigon.integrations import replacing
+from tigon.integrations.replacing import Replacement, parameters_of
 
 KERNEL = "verl.utils.kernel.linear_cross_entropy"
 TORCH = "verl.utils.experimental.torch_functional"
@@ -64,38 +64,29 @@ def _ppo_forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0)
     return log_prob, entropy.to(hidden_states.dtype)
 
 
+def _replacements() -> list[Replacement]:
+    """One for every module of verl that has the function under its name, one for the module."""
+    kernel, fused = (importlib.import_module(name) for name in (KERNEL, TORCH))
+    present, ppo = kernel.linear_cross_entropy, fused.FusedLinearForPPO
+    head = present if isinstance(present, LogProbHead) else LogProbHead(present)
+    names = parameters_of(kernel.LinearCrossEntropy.forward)[1:]
+    words = "verl's {} must take {{}} (0.9), got {{}}"
+    row = ("linear_cross_entropy", head, names, PARAMETERS, words.format("LinearCrossEntropy"))
+    holders = [module for name, module in list(sys.modules.items()) if name.startswith("verl.")]
+    found = [Replacement(module, *row) for module in holders if vars(module).get(row[0]) is present]
+    row = ("forward", _ppo_forward, parameters_of(ppo.forward), FORWARD, words.format("FusedLinearForPPO"))
+    return [*found, Replacement(ppo, *row)]
+
+
 def install() -> None:
     """Make verl's fused heads use Tigon in this process.
 
     Raises:
         tigon.Error: this verl has no such functions, or calls them in another way. Nothing is modified.
     """
-    kernel, fused = (importlib.import_module(name) for name in (KERNEL, TORCH))
-    present, ppo = kernel.linear_cross_entropy, fused.FusedLinearForPPO
-    if isinstance(present, LogProbHead):
-        return
-    names = list(inspect.signature(kernel.LinearCrossEntropy.forward).parameters)[1:]
-    _check_parameters("LinearCrossEntropy", names, PARAMETERS)
-    _check_parameters("FusedLinearForPPO", list(inspect.signature(ppo.forward).parameters), FORWARD)
-    _replace(present, LogProbHead(present))
-    _ppo_forward.original, ppo.forward = ppo.forward, _ppo_forward
+    replacing.install("compat.verl", _replacements())
 
 
 def uninstall() -> None:
     """Restore verl's own functions."""
-    kernel, fused = (importlib.import_module(name) for name in (KERNEL, TORCH))
-    present = kernel.linear_cross_entropy
-    if isinstance(present, LogProbHead):
-        _replace(present, present.original)
-        fused.FusedLinearForPPO.forward = _ppo_forward.original
-
-
-def _check_parameters(what: str, names: list[str], wanted: list[str]) -> None:
-    check("compat.verl", names == wanted, "verl's {} must take {} (0.9), got {}", what, wanted, names)
-
-
-def _replace(old, new) -> None:
-    """Replace a function in every module of verl that has it under its name."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("verl.") and vars(module).get("linear_cross_entropy") is old:
-            module.linear_cross_entropy = new
+    replacing.uninstall(_replacements())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tigon._dtensor import Layout
-from tigon._op import Op, has_kernel, once, raw
+from tigon._op import Op, has_kernel, is_traced_or_transformed, once, raw
 from tigon.error import refuse
 from tigon.ops import rms_norm as norm
 from tigon.ops.arguments import check_booleans, check_float, of_one_shape
@@ -87,7 +87,7 @@ class _InPlace(torch.autograd.Function):
 
 
 def _add_in_place(x, residual, *options):
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_traced_or_transformed():
         y, h = _op(x, residual, *options)
         return y, residual.copy_(h)
     inputs = (x, residual, *options)

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from tigon import _op
+from tigon._dtensor import KERNEL_DTYPES
 from tigon.error import check
 from tigon.ops.arguments import called, check_choice, check_dense, check_dtype, check_integers, kind_of
 from tigon.ops.quantised import Codes, read
 
 _OP = "dequantize"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("e4m3", "int8", "int4", "e2m1")
 _NIBBLES = ("int4", "e2m1")
 _WORDS = (torch.int8, torch.int32)
@@ -22,7 +22,7 @@ _BY_DTYPE = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 
 
 def _fake(codes, scales, zeros, divisor, kind, columns, block_rows, block_cols, dtype):
-    return codes.new_empty(codes.shape[0], columns, dtype=_DTYPES[dtype])
+    return codes.new_empty(codes.shape[0], columns, dtype=KERNEL_DTYPES[dtype])
 
 
 _dequantize = _op.raw(_OP, _fake, _OP)
@@ -63,7 +63,7 @@ def dequantize(
     Raises:
         tigon.Error: sizes, dtypes or devices that do not fit; a module that no reader knows.
     """
-    check_dtype(_OP, "dtype", dtype, _DTYPES)
+    check_dtype(_OP, "dtype", dtype, KERNEL_DTYPES)
     if isinstance(source, nn.Module):
         linear = getattr(source, "base_layer", source)
         made, name = read(linear), type(linear).__name__
@@ -102,7 +102,7 @@ def dequantize(
         check(_OP, whole, "scales of a stack {} must be of whole blocks, got {}", codes.shape, scales.shape)
     divisor = None if divisor is None else divisor.detach()
     matrices = (None if t is None else t.flatten(0, -2) for t in (codes, scales, zeros))
-    weight = _dequantize(*matrices, divisor, KINDS.index(kind), columns, *block, _DTYPES.index(dtype))
+    weight = _dequantize(*matrices, divisor, KINDS.index(kind), columns, *block, KERNEL_DTYPES.index(dtype))
     return torch.unflatten(weight, 0, (*lead, rows)) if lead else weight
 
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tigon import _fp8_bytes, _op
+from tigon._dtensor import KERNEL_DTYPES
 from tigon.error import check
 from tigon.ops.arguments import called, check_choice, check_dense, check_float
 
 _OP = "fp8_linear"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BYTES = torch.float8_e4m3fn
 _LARGEST, _LEAST_EXPONENT = 448.0, -60
 MULTIPLE = 16  # of which both sizes of a weight are
@@ -103,13 +103,13 @@ def _fake_quantize_transposed(x, scales):
 
 
 def _fake_linear(xq, xs, wq, ws, dtype, bias):
-    return xq.new_empty(xq.shape[0], wq.shape[0], dtype=_DTYPES[dtype])
+    return xq.new_empty(xq.shape[0], wq.shape[0], dtype=KERNEL_DTYPES[dtype])
 
 
 def _fake_bwd(dy, xt, xs, x, wt, ws, dyq, dys, need_dx, need_dweight, dweight_dtype):
     rows, columns = dy.shape[:-1].numel(), dy.shape[-1]
     inner = x.shape[-1] if x is not None else xt.shape[0] if need_dweight else wt.shape[0]
-    dtype = _DTYPES[dweight_dtype]
+    dtype = KERNEL_DTYPES[dweight_dtype]
     return (
         dy.new_empty(rows, inner) if need_dx else dy.new_empty(0),
         dy.new_empty(columns, inner, dtype=dtype) if need_dweight else dy.new_empty(0, dtype=dtype),
@@ -309,7 +309,7 @@ def rows_of(x):
 
 
 def _forward(x, weight, bias, xq, xs, wq, ws, made, dw, form=None):
-    y = _fwd(xq, xs, wq, ws, _DTYPES.index(x.dtype), bias)
+    y = _fwd(xq, xs, wq, ws, KERNEL_DTYPES.index(x.dtype), bias)
     return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], wq.shape[0]])  # no view, so that y is held once
 
 
@@ -351,7 +351,8 @@ def _backward(ctx, dy):
         x = x.to(dy.dtype)
     dx = dweight = dbias = None
     if need_x or need_w:
-        dx, dweight = _bwd(dy, xt, xs, x, wt, ws, dyq, dys, need_x, need_w, _DTYPES.index(ctx.dtypes[0]))
+        code = KERNEL_DTYPES.index(ctx.dtypes[0])
+        dx, dweight = _bwd(dy, xt, xs, x, wt, ws, dyq, dys, need_x, need_w, code)
         dx = dx.view(ctx.shape) if need_x else None
     if made is not None and need_w and (weight := ctx.fp8_weight()) is not None:
         _count_backward(weight)
@@ -380,7 +381,7 @@ def apply(x, weight, bias, dw: str, reuse: bool, frozen: bool = False, made: Qua
         reuse, frozen: as in `quantized_weight`.
         made: the bytes of a weight that exists only while it is gathered. They are of this pass.
     """
-    if _op._is_compiling() or _op._is_transformed():
+    if _op.is_traced_or_transformed():
         xq, xs = quantize_rows(x.detach())
         wq, ws = quantize_rows(weight.detach())
         function = _Function.apply if _op._is_compiling() else _transformed

@@ -13,6 +13,7 @@ import torch
 from tigon._dtensor import is_dtensor
 from tigon._op import has_kernel, raw
 from tigon.error import Error, check, refuse
+from tigon.ops.agreement import agree_on
 from tigon.ops.arguments import check_booleans, check_numbers, kind_of
 
 
@@ -55,7 +56,6 @@ def alike(op: str, parameters: list[torch.Tensor], call: Callable[[], object] = 
     groups = {group: None for p in placed.values() for group in process_groups(p)}
     if not groups:
         return call()
-    from tigon.parallel.shards import agree_on
 
     def describe():
         return {"gradients": [i for i, p in enumerate(parameters) if p.grad is not None]}, call()

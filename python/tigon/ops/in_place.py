@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from tigon._op import is_traced_or_transformed
 from tigon.error import refuse
 
 
 def check_written(op: str, name: str, x: torch.Tensor) -> None:
     """x, which is to be overwritten, must hold every element once."""
-    if not _is_traced() and not _nested(_dimensions(x, x)):
+    if not is_traced_or_transformed() and not _nested(_dimensions(x, x)):
         refuse(op, name + " must hold every element once to be written in place, got strides {}", x.stride())
 
 
@@ -21,17 +22,13 @@ def check_apart(op, name, x: torch.Tensor, other_name, other: torch.Tensor, *, o
 
     Layouts of different strides whose elements lie between each other's are taken for overlapping.
     """
-    if _is_traced() or x.untyped_storage()._cdata != other.untyped_storage()._cdata:
+    if is_traced_or_transformed() or x.untyped_storage()._cdata != other.untyped_storage()._cdata:
         return
     distance = other.storage_offset() - x.storage_offset()
     dimensions = _dimensions(x, other)
     same = or_same and distance == 0 and x.shape == other.shape and dimensions is not None
     if not same and _meet(distance, x, other, dimensions):
         refuse(op, name + " must share no memory with {} to be written in place, got some", other_name)
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _dimensions(x, other):

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tigon._dtensor import PLAIN
 
 _LINEAR = nn.Linear.forward
+SCHEME = "quantization_scheme"  # the attribute by which compressed-tensors makes a plain Linear quantised
 
 
 class Codes(NamedTuple):
@@ -89,7 +90,7 @@ def _reader(linear: nn.Module) -> Callable[[nn.Module], Made] | None:
             return _OF_GPTQMODEL.get(kind.__name__)
         return _hqq if _is_hqq(kind) else None
     if kind.forward is _LINEAR:
-        if "quantization_scheme" in vars(linear):
+        if SCHEME in vars(linear):
             return _compressed_tensors
         of = type(linear._parameters.get("weight"))
         # torchao's weights and Tigon's Fp8Weight

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from tigon._op import Op, once, raw
+from tigon._dtensor import KERNEL_DTYPES
+from tigon._op import Op, is_traced_or_transformed, once, raw
 from tigon.error import Error, check, renamed
 from tigon.ops import rope_tables as tables
 from tigon.ops.arguments import check_booleans
 from tigon.ops.in_place import check_apart, check_written
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # tigon::DType
+_CODES = {dtype: code for code, dtype in enumerate(KERNEL_DTYPES)}
 
 
 def _reference(q, k, cos, sin, positions, form):
@@ -114,7 +115,7 @@ def _check_in_place(q, k, form, dtype):
 
 
 def _rotate_in_place(q, k, cos, sin, positions, form):
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_traced_or_transformed():
         return _overwrite(q, k, _call(q, k, cos, sin, positions, form))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k)):
         for x in (q, k):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tigon._dtensor import PLAIN
+from tigon._dtensor import KERNEL_DTYPES, PLAIN
 from tigon._op import has_kernel
 from tigon.error import Error, check, refuse
 from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, check_list, reference_
@@ -19,7 +19,6 @@ from tigon.optim.groups import check_adamw, check_keys
 
 _OP = "AdamW"
 _HALF = (torch.bfloat16, torch.float16)
-_FLOATS = (*_HALF, torch.float32)
 # The state that a rounding keeps in addition to a 16-bit parameter.
 _EXTRAS = {"split": ("param_low", torch.int16), "master": ("master_param", torch.float32)}
 
@@ -139,7 +138,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"] = list(dict.fromkeys(self.param_groups[-1]["params"]))
         for p in params:
-            if p.dtype not in (*_FLOATS, torch.float64):
+            if p.dtype not in (*KERNEL_DTYPES, torch.float64):
                 self.param_groups.pop()
                 words = "params must be real floats, got {} (not float32, bfloat16, float16 or float64)"
                 refuse(_OP, words, p.dtype)
@@ -379,7 +378,7 @@ class AdamW(torch.optim.Optimizer):
             found: dict[torch.device, tuple[list, list]] = {}
             for p, grad in zip(params, grads, strict=True):
                 state = self._state_of(group, p, grad, found_inf)
-                if (p.dtype not in _FLOATS or not (p.is_cuda or p.is_cpu)) and not has_kernel(_OP, p=p):
+                if (p.dtype not in KERNEL_DTYPES or not (p.is_cuda or p.is_cpu)) and not has_kernel(_OP, p=p):
                     self._check_plain(p, state)
                     others.append((group, p, state))
                     continue
@@ -484,12 +483,12 @@ class AdamW(torch.optim.Optimizer):
     def _is_coded(self, group: dict, p) -> bool:
         """Whether the moments of a parameter are 8-bit codes."""
         wanted = group.get("moment_dtype", self.moment_dtype) == "int8"
-        return wanted and p.dtype in _FLOATS and (p.is_cuda or p.is_cpu) and codes.takes(p)
+        return wanted and p.dtype in KERNEL_DTYPES and (p.is_cuda or p.is_cpu) and codes.takes(p)
 
     def _moment_dtypes(self, group: dict, p) -> tuple[torch.dtype, torch.dtype]:
         """The dtypes of both moments of a parameter without codes."""
         given = group.get("moment_dtype", self.moment_dtype)
-        if p.dtype not in _FLOATS:
+        if p.dtype not in KERNEL_DTYPES:
             return p.dtype, p.dtype
         pair = given if isinstance(given, tuple) else (given, given)
         return tuple(torch.float32 if dtype == "int8" else dtype or p.dtype for dtype in pair)

@@ -9,12 +9,13 @@ from torch.autograd import forward_ad
 
 from tigon._op import foreign, has_kernel, once, refuse_tangents
 from tigon.error import check
+from tigon.ops.agreement import Facts, Shards, agree, named, number_of, of_rows, or_unknown, values_of
 from tigon.ops.arguments import called, check_float, check_integers, check_stored
 from tigon.ops.cross_entropy import check_logits, check_loss, check_target
 from tigon.ops.loss_gradient import scaled
 from tigon.ops.loss_head.operands import LabelFormula
+from tigon.parallel.collectives import Work
 from tigon.parallel.rows import NUMBERS, Rows, make_rows, scale_of, total
-from tigon.parallel.shards import Facts, Shards, Work, agree, named, of_rows, or_unknown, values_of
 
 OP = "parallel.cross_entropy"
 
@@ -39,14 +40,6 @@ def check_eager(op, **tensors) -> None:
         first = next(iter(given.values()))
         check(op, t.is_meta == first.is_meta, "{} must be on {}, got {}", name, first.device, t.device)
         check_stored(op, name, t)
-
-
-def number_of(denominator) -> object:
-    """The value of a denominator that processes compare: its number, if the host knows it."""
-    if not isinstance(denominator, torch.Tensor):
-        return denominator
-    known = denominator.is_cpu and denominator.numel() == 1 and not denominator.is_complex()
-    return float(denominator) if known else "on a device"
 
 
 def take_class_weight(op, shards: Shards, class_weight, device):

@@ -11,6 +11,7 @@ import torch
 from tigon._deterministic import is_deterministic
 from tigon._op import has_kernel
 from tigon.error import check
+from tigon.ops.agreement import Facts, agree, named, number_of, of_rows, or_unknown, values_of
 from tigon.ops.arguments import called, check_booleans, check_float, check_indices
 from tigon.ops.cross_entropy import check_loss
 from tigon.ops.loss_head import operands
@@ -21,10 +22,9 @@ from tigon.ops.loss_head.operands import LabelFormula
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import result_type
-from tigon.parallel.cross_entropy import check_eager, check_layout, number_of, take_class_weight
+from tigon.parallel.cross_entropy import check_eager, check_layout, take_class_weight
 from tigon.parallel.plan import choose, count, counting
 from tigon.parallel.rows import IGNORED, NUMBERS, Rows, make_rows, scale_of
-from tigon.parallel.shards import Facts, agree, named, of_rows, or_unknown, values_of
 from tigon.parallel.stream import Function, ShardedCall
 
 LOSS, LOG_PROB = "parallel.linear_cross_entropy", "parallel.linear_log_prob"

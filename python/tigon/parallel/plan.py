@@ -14,13 +14,12 @@ from tigon.ops.loss_head.driver import Chunk, Part
 from tigon.ops.loss_head.labels import check_count, known_rows, shifted
 from tigon.ops.loss_head.linear_loss import list_rows
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import check_fits, padded, plan_of
+from tigon.ops.loss_head.plan import MIB, check_fits, padded, plan_of
 
-_MIB = 1 << 20
 _LEAST_PART = 1024  # rows that a matmul on CUDA needs for full speed
 _ALIGNED = 128
 _FRACTIONS = (0.5, 0.5)  # of the rows that are left; the last part takes the rest
-_MOST_LOGITS = 1280 * _MIB  # of a chunk whose weight is trained, on CUDA
+_MOST_LOGITS = 1280 * MIB  # of a chunk whose weight is trained, on CUDA
 
 
 def divide(rows: int, chunk: int, sp_size: int, *, exchanges: bool, on_cuda: bool) -> list[Chunk]:
@@ -101,7 +100,7 @@ def choose(
         return chunk, False
     if keep_mb is None:
         return chunk, chunk >= rows
-    return chunk, rows * padded(widest) * itemsize <= keep_mb * _MIB
+    return chunk, rows * padded(widest) * itemsize <= keep_mb * MIB
 
 
 def _within(op, found, hidden, *, max_peak_mb, most_rows, rows, sp_size, widest, weight_dtype, sizes) -> int:
@@ -120,10 +119,10 @@ def _within(op, found, hidden, *, max_peak_mb, most_rows, rows, sp_size, widest,
             return others + weights * itemsize + workspace
         return others + 4 * weights + max(workspace, cast)
 
-    most = max_peak_mb * _MIB
+    most = max_peak_mb * MIB
     if peak(most_rows) <= most:
         return most_rows
-    least = -(-peak(min(sp_size, rows)) // _MIB)
+    least = -(-peak(min(sp_size, rows)) // MIB)
     words = "max_peak_mb must be at least {} for one row of every share, got {}"
     check(op, least <= max_peak_mb, words, least, max_peak_mb)
     fits = int(most - others - 4 * weights - found.fixed) // found.row

@@ -11,11 +11,11 @@ import torch
 
 from tigon._deterministic import is_deterministic
 from tigon._op import raw
+from tigon.ops.agreement import Shards
 from tigon.ops.loss_head.matmuls import ENTROPY, PREDICTED, SMOOTHING
 from tigon.ops.loss_head.matmuls import row_gradient as _gradient
 from tigon.ops.loss_head.matmuls import row_statistics as _statistics
 from tigon.ops.loss_head.operands import LabelFormula
-from tigon.parallel.shards import Shards
 
 # What is known of a row, in this order. log_mass is the logarithm of the probability that this shard's
 # classes have together.

@@ -37,9 +37,9 @@ from tigon.ops.loss_head.autograd import finished
 from tigon.ops.loss_head.driver import Chunk, Gradients, Part, RowPass
 from tigon.ops.loss_head.matmuls import form_gradients, form_logits
 from tigon.ops.loss_head.operands import HIDDEN, NEEDS, WEIGHT
+from tigon.parallel.collectives import Work
 from tigon.parallel.plan import divide
 from tigon.parallel.rows import IGNORED, NUMBERS, Rows, Several, total
-from tigon.parallel.shards import Work
 
 OP = "parallel.linear_cross_entropy"
 

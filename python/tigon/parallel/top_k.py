@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 
 from tigon.error import check
+from tigon.ops.agreement import number_of, tells_refusals, values_of
 from tigon.ops.arguments import called, check_booleans, check_float, kind_of
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.loss_head import operands, top_k
 from tigon.ops.loss_head.linear_divergence import Divergence, prepared
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.parallel.cross_entropy import check_eager, number_of
+from tigon.parallel.cross_entropy import check_eager
 from tigon.parallel.head import LOG_PROB, GivenCall, ShardedOptions, run
-from tigon.parallel.shards import tells_refusals, values_of
 
 OP = "parallel.linear_kl_div"
 

@@ -5,6 +5,8 @@
 
 namespace tigon::cuda {
 
+constexpr unsigned kAllLanes = 0xffffffffu;
+
 struct Sum {
   static constexpr float identity = 0.0f;
   __device__ static float combine(float a, float b) { return a + b; }
@@ -23,7 +25,16 @@ struct Min {
 template <class Op, int Width, int First = 1>
 __device__ __forceinline__ float reduce_lanes(float x) {
 #pragma unroll
-  for (int step = First; step < Width; step <<= 1) x = Op::combine(x, __shfl_xor_sync(0xffffffffu, x, step));
+  for (int step = First; step < Width; step <<= 1) x = Op::combine(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+// Returns the sum over this lane and the lanes before it.
+__device__ __forceinline__ int prefix_sum_of_lanes(int x, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, x, step);
+    if (lane >= step) x += other;
+  }
   return x;
 }
 // Maps the bits of floats to integers of the same order, with NaN above all, and back.
@@ -33,8 +44,8 @@ template <class Op, int Width>
 __device__ __forceinline__ float extreme_of_lanes(float x) {
   if constexpr (Width < 32) return reduce_lanes<Op, Width>(x);
   const int key = in_order(__float_as_int(x));
-  return __int_as_float(in_order(std::is_same_v<Op, Max> ? __reduce_max_sync(0xffffffffu, key)
-                                                         : __reduce_min_sync(0xffffffffu, key)));
+  return __int_as_float(in_order(std::is_same_v<Op, Max> ? __reduce_max_sync(kAllLanes, key)
+                                                         : __reduce_min_sync(kAllLanes, key)));
 }
 // All-reduces K values (a power of two) over the warp, each by the tree of reduce_lanes(). A lane returns the
 // one value reduced_value<K>(lane).
@@ -46,7 +57,7 @@ __device__ __forceinline__ float reduce_values(float (&x)[K]) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const float sent = upper ? x[i] : x[i + n], kept = upper ? x[i + n] : x[i];
-      x[i] = Op::combine(kept, __shfl_xor_sync(0xffffffffu, sent, step));
+      x[i] = Op::combine(kept, __shfl_xor_sync(kAllLanes, sent, step));
     }
   }
   return reduce_lanes<Op, 32, K>(x[0]);

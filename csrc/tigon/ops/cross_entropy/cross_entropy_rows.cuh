@@ -183,12 +183,6 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
   return max_of_word<T>(t);
 }
 
-// Returns e^(z - m) of a logit.
-template <class Z>
-__device__ __forceinline__ float exp_of(const Z& z, float x, float m) {
-  return exp_of_distance<Z>(z.template z_minus<kAny>(x, m));
-}
-
 // Returns a vector with -inf in one element.
 template <class T>
 __device__ __forceinline__ uint4 mask_element(const uint4& q, int element) {

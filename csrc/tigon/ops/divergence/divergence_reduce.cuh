@@ -17,7 +17,6 @@ namespace {
 
 constexpr const char* kOp = "divergence";
 constexpr int kMaxCluster = 16, kLoopThreads = 1024;
-constexpr unsigned kAllLanes = 0xffffffffu;
 template <DivergenceKind K>
 constexpr bool kKl = K == DivergenceKind::forward_kl || K == DivergenceKind::reverse_kl;
 

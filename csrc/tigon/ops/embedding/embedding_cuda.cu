@@ -14,6 +14,7 @@
 
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/reduce.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/embedding/embedding.h"
@@ -22,8 +23,6 @@ namespace tigon::cuda {
 namespace {
 
 #include "tigon/ops/embedding/embedding_math.inc"
-
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Ids {
   const void* data;
@@ -194,12 +193,7 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
       used[d] = all > 0;
     }
     // Makes an inclusive prefix sum over ids.
-    int sum = all;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, sum, step);
-      if (lane >= step) sum += other;
-    }
+    int sum = prefix_sum_of_lanes(all, lane);
     if (lane == 31) warp_sum[warp] = sum;
     __syncthreads();
     const int of_warp = warp_sum[lane];

@@ -20,7 +20,6 @@ namespace {
 #include "tigon/ops/experts/experts_math.inc"
 
 constexpr const char* kOp = "experts";
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 Values values_of(const Vector& v) { return {v.data, v.dtype}; }
 
@@ -95,12 +94,7 @@ __global__ __launch_bounds__(kRouteThreads) void place_kernel(const Route p) {
       }
     }
     // Makes an exclusive prefix sum over experts.
-    int sum = all;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, sum, step);
-      if (lane >= step) sum += other;
-    }
+    const int sum = prefix_sum_of_lanes(all, lane);
     if (lane == 31) warp_sum[warp] = sum;
     __syncthreads();
     int earlier = through;

@@ -143,13 +143,21 @@ struct HyperConnectionBwd {
   }
 };
 
+// Lists what the forward and the backward of a mix take.
 template <class Mix>
-void require_mix(const Fields& fields, const Mix& a) {
+void mix_operands(Fields& fields, Mix& a) {
+  fields.rows("x", a.x, 0);
   require_columns(fields, a.x, a.streams);
   require_streams(fields, "outs", a.outs);
   fields.require(a.mix.data != nullptr || a.outs == a.streams, "outs must be ", a.streams,
                  " without a mix, got ", a.outs);
   fields.require((a.f.data == nullptr) == (a.post.data == nullptr), "f and post must be given together");
+  fields.optional("f", a.f, a.x.rows, a.columns(), a.x.dtype);
+  fields.optional("mix", a.mix, a.x.rows, a.outs * a.streams, DType::f32);
+  fields.optional("post", a.post, a.x.rows, a.outs, DType::f32);
+  fields.option("streams", a.streams);
+  fields.option("outs", a.outs);
+  fields.option("transposed", a.transposed);
 }
 
 struct HyperConnectionMixFwd {
@@ -162,14 +170,7 @@ struct HyperConnectionMixFwd {
   // Returns the columns of a stream.
   int64_t columns() const { return streams > 0 ? x.cols / streams : 0; }
   void fields(Fields& fields) {
-    fields.rows("x", x, 0);
-    require_mix(fields, *this);
-    fields.optional("f", f, x.rows, columns(), x.dtype);
-    fields.optional("mix", mix, x.rows, outs * streams, DType::f32);
-    fields.optional("post", post, x.rows, outs, DType::f32);
-    fields.option("streams", streams);
-    fields.option("outs", outs);
-    fields.option("transposed", transposed);
+    mix_operands(fields, *this);
     fields.result("y", y, x, x.rows, outs * columns());
   }
 };
@@ -190,14 +191,7 @@ struct HyperConnectionMixBwd {
   int64_t columns() const { return streams > 0 ? x.cols / streams : 0; }
   void fields(Fields& fields) {
     fields.input("dy", dy, x.rows, outs * columns(), x.dtype);
-    fields.rows("x", x, 0);
-    require_mix(fields, *this);
-    fields.optional("f", f, x.rows, columns(), x.dtype);
-    fields.optional("mix", mix, x.rows, outs * streams, DType::f32);
-    fields.optional("post", post, x.rows, outs, DType::f32);
-    fields.option("streams", streams);
-    fields.option("outs", outs);
-    fields.option("transposed", transposed);
+    mix_operands(fields, *this);
     fields.gradient("dx", dx, x);
     fields.gradient("df", df, f);
     fields.gradient("dmix", dmix, mix);

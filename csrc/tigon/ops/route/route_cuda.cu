@@ -20,7 +20,6 @@ TIGON_FN uint32_t bits_of(float x) { return __float_as_uint(x); }
 #include "tigon/ops/route/route_choice.inc"
 
 constexpr const char* kOp = "route";
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kThreads = 256, kWarps = kThreads / 32, kMostParts = 256, kFinishThreads = 1024;
 
 // N is the number of places of a lane in a row. Experts past 512 are rare: the loops over them stay loops, in

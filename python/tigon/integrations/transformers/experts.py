@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from tigon._dtensor import KERNEL_DTYPES
 from tigon.integrations.transformers.forward import (
     Part,
     autocast_dtype,
@@ -40,7 +41,6 @@ EAGER = "experts_implementation='eager' computes the gate inline; set_experts_im
 GATE = "_apply_gate"
 LAYER = "_tigon_experts"  # attribute of an instance with its forward under `tigon`
 IMPLEMENTATION = "tigon"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -149,18 +149,18 @@ def run_layer(module: nn.Module, spec: ExpertsSpec, hidden, ids, weights, adapte
 def _adapters_fit(hidden, adapters) -> bool:
     """Whether the op takes the tensors of these adapters."""
     tensors = [t for adapter in adapters.values() for t in adapter[:2]]
-    return plain(*tensors) and all(t.dtype in _DTYPES and t.device == hidden.device for t in tensors)
+    return plain(*tensors) and all(t.dtype in KERNEL_DTYPES and t.device == hidden.device for t in tensors)
 
 
 def _parameters_fit(hidden, first, *rest) -> bool:
     """Whether the op takes these parameters: all have one dtype, and autocast asks for no other."""
-    fits = first.dtype in _DTYPES and autocast_dtype(hidden.device.type) in (None, first.dtype)
+    fits = first.dtype in KERNEL_DTYPES and autocast_dtype(hidden.device.type) in (None, first.dtype)
     return fits and all(p.dtype == first.dtype and p.device == hidden.device for p in (first, *rest))
 
 
 def _fit(hidden, ids, weights, *parameters) -> bool:
     """Whether the op takes these tensors."""
-    chosen = weights.dtype in _DTYPES and hidden.ndim == ids.ndim == 2 and weights.shape == ids.shape
+    chosen = weights.dtype in KERNEL_DTYPES and hidden.ndim == ids.ndim == 2 and weights.shape == ids.shape
     return chosen and _parameters_fit(hidden, *parameters)
 
 

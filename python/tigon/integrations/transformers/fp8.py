@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tigon._dtensor import is_dtensor
+from tigon._dtensor import KERNEL_DTYPES, is_dtensor
 from tigon.error import Error
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, bound, plain, stock
 from tigon.integrations.transformers.fp8_gather import gathered, require_weight
@@ -21,7 +21,6 @@ from tigon.ops.fp8_linear import MULTIPLE
 from tigon.ops.fp8_weight import Fp8Weight
 
 RECIPES = {"rowwise": "fp8", "rowwise_dw_bf16": "bf16"}  # name -> the matmul of a weight's gradient
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Options(NamedTuple):
@@ -91,7 +90,7 @@ def fp8_forward(module: nn.Module, spec: Fp8Spec, x):
     if dtype is None and weight.dtype != x.dtype:
         return _as_before(module, x)  # the original forward raises its own error
     dtype = dtype or x.dtype
-    if dtype not in _DTYPES or weight.dtype not in _DTYPES or x.shape[-1] != weight.shape[1]:
+    if dtype not in KERNEL_DTYPES or weight.dtype not in KERNEL_DTYPES or x.shape[-1] != weight.shape[1]:
         return _as_before(module, x)
     x = x.to(dtype)
     if weight.dtype not in (dtype, torch.float32):
@@ -200,7 +199,7 @@ def _kind(module: nn.Linear) -> str | None:
         return "replaced by another slot"
     sharded = is_dtensor(module.weight)  # FSDP2 gathers it for the forward
     whole = plain(module.weight) or type(module.weight) is Fp8Weight
-    if not is_linear(module) or not (whole or sharded) or module.weight.dtype not in _DTYPES:
+    if not is_linear(module) or not (whole or sharded) or module.weight.dtype not in KERNEL_DTYPES:
         return "no plain weight"
     rows, columns = module.weight.shape
     if rows % MULTIPLE or columns % MULTIPLE:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from tigon._op import is_traced_or_transformed
 from tigon.integrations.transformers.forward import bound, has_hooks
 from tigon.integrations.transformers.sharding import groups_of
 from tigon.ops.fp8_linear import Quantized, quantize_rows
@@ -143,7 +144,7 @@ def gathered(module: nn.Linear, weight: torch.Tensor, owners: Iterable[nn.Module
 
     None under compilers and transforms: the call then makes them itself and keeps them for its backward.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_traced_or_transformed():
         require_weight(module)
         return None
     if weight is not module._parameters["weight"]:

@@ -49,10 +49,12 @@ from tigon.integrations.transformers.graph_arguments import Eagerly, Given, Trai
 from tigon.integrations.transformers.graph_outputs import Parts, Refusing, Unfit, replayed_logits, taken_apart
 from tigon.integrations.transformers.lazy_logits import LazyLogits
 from tigon.integrations.transformers.routers import ROUTED
+from tigon.ops.loss_head.plan import MIB
 from tigon.ops.philox import Draws
 
 GRAPHS = "_tigon_graphs"  # attribute of a model with its `ModelGraphs`
 LIMIT = 16  # graphs kept of one model
+HELD = "gradients of an earlier step are still held by the program (clone what you keep)"
 OWN_LOSS = "the program computes a loss of output.logits"
 MEASURED = 4  # replays whose time is compared with that of eager calls
 UNUSED = 256  # replays of others after which a graph makes room
@@ -161,6 +163,50 @@ class _Request(NamedTuple):
     plain: Callable  # the forward without graphs
 
 
+class _Step:
+    """The forward and the backward of a request, captured with stand-ins of the parameters."""
+
+    parameters: StandIns
+
+    def __init__(self, request: _Request, watch: Watch, result: str, padding):
+        self.sort, self.plain, self.watch, self.result = request.sort, request.plain, watch, result
+        self.device = watch.parameters[0].device
+        inputs = {
+            name: torch.empty(self.sort.size(value), dtype=value.dtype, device=self.device)
+            for name, value in self.sort.tensors.items()
+        }
+        self.graph = _Graph(request.key, inputs)
+        self.sort.copy_to(inputs, padding)
+        if not watch.trained:
+            raise Unfit("no parameter has a gradient")
+
+    def forward(self) -> list[torch.Tensor]:
+        with self.parameters:
+            self.output = self.plain(**self.graph.inputs, **self.sort.options)
+        self.parts, tensors = taken_apart(self.output, self.result)
+        return tensors
+
+    def backward(self) -> list[torch.Tensor]:
+        graph, loss = self.graph, self.output[self.result]
+        del self.output
+        off = torch.autocast(self.device.type, enabled=False)  # as where programs call loss.backward()
+        with off, self.parameters as stand_ins:  # checkpoints run layers again
+            found = torch.autograd.grad(loss, stand_ins.parameters, graph.upstream, allow_unused=True)
+        graph.used = [p for p, g in zip(self.watch.trained, found, strict=True) if g is not None]
+        return [g for g in found if g is not None]
+
+    def both(self) -> None:
+        self.forward()
+        loss = self.output[self.result]
+        _check_leaves(loss, self.parameters.parameters)
+        self.graph.upstream = torch.ones_like(loss)
+        del loss
+        if any(g.layout != torch.strided for g in self.backward()):
+            raise Unfit("a gradient is sparse")
+        # The one that replays read is made outside of the pool.
+        self.graph.upstream = torch.empty_like(self.graph.upstream, device="meta")
+
+
 class ModelGraphs:
     """The graphs of one model, and the reasons why calls run eagerly."""
 
@@ -240,7 +286,7 @@ class ModelGraphs:
             graph = self._capture_if_due(_Request(module, calls, key, sort, plain), eagerly)
         self._judge(key)
         if self._held():
-            raise Eagerly("gradients of an earlier step are still held by the program (clone what you keep)")
+            raise Eagerly(HELD)
         sort.copy_to(graph.inputs, self._traits.padding)
         if self._writes:
             self._check(module, names)
@@ -383,72 +429,45 @@ class ModelGraphs:
     def _capture(self, request: _Request, eagerly: Callable | None) -> _Graph:
         """Capture forward and backward of a request, after one eager call if `eagerly` is given."""
         began = time.perf_counter()
-        module, calls, key, sort, plain = request
+        module, calls, key, sort, _ = request
         device = self._watch.parameters[0].device
-        if len(self._graphs) >= LIMIT:
-            oldest = next(iter(self._graphs))
-            if self.generation - self._graphs[oldest].replayed < UNUSED:
-                raise Eagerly(f"it comes in more than {LIMIT} shapes (graphs=[lengths] pads to fewer)")
-            self._drop(oldest)
-        if self._held():
-            raise Eagerly("gradients of an earlier step are still held by the program (clone what you keep)")
+        self._make_room()
         backend = self._backend = self._backend or self._kind(device)
-        inputs = {
-            name: torch.empty(sort.size(value), dtype=value.dtype, device=device)
-            for name, value in sort.tensors.items()
-        }
-        graph = _Graph(key, inputs)
-        sort.copy_to(graph.inputs, self._traits.padding)
-        trained, cell = self._watch.trained, {}
-        if not trained:
-            raise Unfit("no parameter has a gradient")
-
-        def forward():
-            with cell["parameters"]:
-                cell["output"] = output = plain(**inputs, **sort.options)
-            cell["parts"], tensors = taken_apart(output, self._result)
-            return tensors
-
-        def backward():
-            loss = cell.pop("output")[self._result]
-            off = torch.autocast(device.type, enabled=False)  # as where programs call loss.backward()
-            with off, cell["parameters"] as stand_ins:  # checkpoints run layers again
-                found = torch.autograd.grad(loss, stand_ins.parameters, graph.upstream, allow_unused=True)
-            cell["used"] = [p for p, g in zip(trained, found, strict=True) if g is not None]
-            return [g for g in found if g is not None]
-
-        def both():
-            forward()
-            _check_leaves(cell["output"][self._result], cell["parameters"].parameters)
-            graph.upstream = torch.ones_like(cell["output"][self._result])
-            if any(g.layout != torch.strided for g in backward()):
-                raise Unfit("a gradient is sparse")
-            graph.upstream = torch.empty_like(graph.upstream, device="meta")  # it is made outside of the pool
-
+        step = _Step(request, self._watch, self._result, self._traits.padding)
+        graph = step.graph
         self.generation += 1  # values of an earlier forward are lost from here
         with undisturbed(device), _uncounted(calls), _as_captured(module, sort, device):
-            cell["parameters"] = StandIns(self._watch)
+            step.parameters = StandIns(self._watch)
             with self._unwritten(), backend.in_pool():
                 if eagerly is not None:
-                    with cell["parameters"], self._clock(key, "eager"):
+                    with step.parameters, self._clock(key, "eager"):
                         eagerly()
-                backend.warm(both)
+                backend.warm(step.both)
             graph.upstream = torch.ones_like(graph.upstream, device=device)
             if backend.left and self._graphs:  # it lies where other graphs write
                 backend.shared = False
                 for other in [*self._graphs]:
                     self._drop(other)
-            cell["parameters"] = StandIns(self._watch)
-            graph.forward, results = backend.capture(forward)
-            graph.result, graph.parts = results[0], cell["parts"].of(results[1:])
-            graph.backward, gradients = backend.capture(backward, weak=True)
-        graph.used = cell["used"]
+            step.parameters = StandIns(self._watch)
+            graph.forward, results = backend.capture(step.forward)
+            graph.result, graph.parts = results[0], step.parts.of(results[1:])
+            graph.backward, gradients = backend.capture(step.backward, weak=True)
         graph.loan = Loan(gradients, graph.used, graph.backward)
         self._graphs[key] = graph
         self.captures += 1
         self.seconds += time.perf_counter() - began
         self.bytes = backend.size()
         return graph
+
+    def _make_room(self) -> None:
+        """Drop the oldest graph if there are many; raise `Eagerly` if none can be made."""
+        if len(self._graphs) >= LIMIT:
+            oldest = next(iter(self._graphs))
+            if self.generation - self._graphs[oldest].replayed < UNUSED:
+                raise Eagerly(f"it comes in more than {LIMIT} shapes (graphs=[lengths] pads to fewer)")
+            self._drop(oldest)
+        if self._held():
+            raise Eagerly(HELD)
 
     @contextlib.contextmanager
     def _unwritten(self):
@@ -529,7 +548,7 @@ class ModelGraphs:
         """The lines for the report and `tigon.env`."""
         lengths = ", ".join("x".join(map(str, _ids(graph))) for graph in self._graphs.values()) or "none yet"
         yield (
-            f"{self.name}: {len(self._graphs)} captured ({lengths}), {self.bytes / 2**20:.0f} MiB, "
+            f"{self.name}: {len(self._graphs)} captured ({lengths}), {self.bytes / MIB:.0f} MiB, "
             f"{self.seconds:.1f} s, {self.replays} replays"
         )
         for reason, count in self.changes.items():

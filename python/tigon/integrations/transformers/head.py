@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from tigon._dtensor import sharded_loss
+from tigon._op import is_traced_or_transformed
 from tigon.error import check, refuse
 from tigon.integrations.transformers.causal_loss import COUNTS, causal_lm_loss, loss_options
 from tigon.integrations.transformers.forward import (
@@ -259,9 +260,9 @@ def table_forward(module: nn.Embedding, spec, ids):
     """Forward of an embedding whose table is a head's weight too."""
     weight = module.weight
     trained = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and plain(ids, weight)
-    if not trained or hasattr(weight, "ds_id") or torch.compiler.is_compiling() or not weight.numel():
+    if not trained or hasattr(weight, "ds_id") or is_traced_or_transformed():
         return stock(module, ids)
-    if torch._C._are_functorch_transforms_active() or weight.dtype == torch.float64:
+    if not weight.numel() or weight.dtype == torch.float64:
         return stock(module, ids)
     return lookup(ids, weight, module.padding_idx)
 

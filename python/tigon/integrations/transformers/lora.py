@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tigon._dtensor import PLAIN
+from tigon._dtensor import KERNEL_DTYPES, PLAIN
+from tigon._op import is_traced_or_transformed
 from tigon.error import refuse
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
@@ -52,6 +53,7 @@ from tigon.ops.fp8_weight import Fp8Weight
 from tigon.ops.lora_linear import Adapter, Base, apply, prepare, reference
 from tigon.ops.philox import draw_seed
 from tigon.ops.quantised import (
+    SCHEME,
     device_of,
     has_backend_forward,
     has_library_forward,
@@ -61,7 +63,6 @@ from tigon.ops.quantised import (
     why_not,
 )
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector")
 _LAYERS = ("Linear", "Linear4bit", "Linear8bitLt", "TorchaoLoraLinear")
 _LAYERS += ("GPTQLoraLinear", "AwqLoraLinear", "HqqLoraLinear")
@@ -253,7 +254,7 @@ def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
         y = _dora(x, state, spec.all_norms)
     elif spec.siblings is not None and state.shareable and _sharing(x):
         return spec.siblings.call(spec, x, state)
-    elif state.base.quantised is not None and not _is_eager():
+    elif state.base.quantised is not None and is_traced_or_transformed():
         y = _composed(x, state)
     else:
         seed = draw_seed(x) if state.drops else None
@@ -295,16 +296,12 @@ def _recompute(x, all_norms: bool) -> Callable[[], torch.Tensor] | None:
 
 def _sharing(x) -> bool:
     """Whether results may be kept for siblings: only in eager training."""
-    return torch.is_grad_enabled() and _is_eager() and not x.is_inference()
-
-
-def _is_eager() -> bool:
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    return torch.is_grad_enabled() and not is_traced_or_transformed() and not x.is_inference()
 
 
 def _state(module, spec: LoraSpec, x) -> LoraState | None:
     """The operands of this call; None if PEFT computes it."""
-    if not _is_eager():
+    if is_traced_or_transformed():
         return _find_state(module, x, spec.fp8)
     seen = _look(module, spec, x)
     if seen is None or seen != spec.seen:
@@ -336,7 +333,7 @@ def _look(module, spec: LoraSpec, x) -> list | None:
     if (weight is None and not is_quantised(base)) or module._disable_adapters or module.merged_adapters:
         return None
     device = x.device
-    seen = [type(x), x.dtype, device, x.shape[-1], autocast_dtype(device.type)]
+    seen = [type(x), x.dtype, device, x.shape[-1], autocast_dtype(device.type), SCHEME in base.__dict__]
     if spec.fp8 is not None and weight is not None:
         seen += _takes_fp8(module, spec.fp8, weight), spec.fp8.gathers(weight)
     seen += getattr(weight, "shape", None), getattr(weight, "requires_grad", None), *_look_at_part(base)
@@ -394,31 +391,51 @@ def _takes_fp8(module, fp8: Fp8Spec | None, weight) -> bool:
 def _find_state(module, x, fp8: Fp8Spec | None = None) -> LoraState | None:
     """Find the state; children and parameters are read from the modules' dictionaries, not by attribute.
 
-    `_look` must list everything that this function reads.
+    `_look` lists everything that this function reads; test_hf_lora_state.py compares what the two read.
     """
-    base = module._modules["base_layer"]
-    linear = is_linear(base)
     if module._disable_adapters or module.merged_adapters:
         return None
-    if has_hooks(base) or not calls_forward(base):
+    found = _find_base(module, x, fp8)
+    parts = None if found is None else _find_adapters(module, x.device)
+    if parts is None:
         return None
-    if not (linear or _is_written(type(base))):
+    (dtype, base, sources), (adapters, biases, magnitude) = found, parts
+    weight, bias = base[:2]
+    for b, adapter in zip(biases, adapters, strict=True):
+        if b is not None:
+            bias = b * adapter.scale if bias is None else bias + b * adapter.scale
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    sources = [*sources, *biases, *(l.a for l in adapters), *(l.b for l in adapters), magnitude]
+    drops, plain = any(adapter.dropout for adapter in adapters), isinstance(weight, torch.Tensor)
+    # float16 cannot represent the substitute for a magnitude of 0.
+    scales = magnitude is not None and torch.float16 not in (dtype, adapters[0].a.dtype)
+    scales = scales and not (plain and weight.requires_grad)
+    shareable = plain and not drops and (magnitude is None or scales)
+    sources = [t for t in sources if t is not None]
+    base = base._replace(bias=bias)
+    state = LoraState(dtype, base, adapters, magnitude, sources, (), drops, scales, shareable)
+    return state._replace(call=_prepare(state))
+
+
+def _find_base(module, x, fp8: Fp8Spec | None) -> tuple[torch.dtype, Base, list] | None:
+    """The dtype of the call, the base, and the tensors that it is made of."""
+    base, device = module._modules["base_layer"], x.device
+    linear, coded = is_linear(base), is_quantised(base)
+    if has_hooks(base) or not calls_forward(base) or not (linear or _is_written(type(base))):
         return None
-    coded = is_quantised(base)
     if foreign(base) and not (coded and has_library_forward(base)):
         return None
-    device, dtype = x.device, x.dtype
     autocast = autocast_dtype(device.type)
-    if autocast is not None:
-        dtype = autocast
+    dtype = x.dtype if autocast is None else autocast
     weight, bias = base._parameters.get("weight") if coded else _own(base, "weight"), _own(base, "bias")
     quantised, gathered = None, False
-    plain = type(weight) in PLAIN and not coded
-    taken = linear and (plain or type(weight) is Fp8Weight)
+    plain = linear and type(weight) in PLAIN and not coded
+    taken = plain or (linear and type(weight) is Fp8Weight)
     if taken and not module.lora_variant and _takes_fp8(module, fp8, weight):
         gathered = fp8.gathers(weight)
         quantised = functools.partial(fp8_linear.quantized_weight, weight, not gathered, frozen=True)
-    if taken and (plain or quantised):
+    if plain or quantised:
         if weight.device != device or hasattr(weight, "ds_id") or x.shape[-1] != weight.shape[1]:
             return None
         sources = [weight, bias]
@@ -427,23 +444,28 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> LoraState | None:
                 return None  # PEFT's forward raises its own error
             weight = weight if quantised else weight.to(dtype)
     elif coded and not torch.compiler.is_compiling() and (made := read(base)) is not None:
-        held = [t for t in base._parameters.values() if t is not None]
-        if any(t.device != device or hasattr(t, "ds_id") for t in held) or device_of(base, device) != device:
+        sources = [t for t in base._parameters.values() if t is not None]
+        if any(t.device != device or hasattr(t, "ds_id") for t in sources):
             return None
-        sources = held
+        if device_of(base, device) != device:
+            return None
         if autocast is None and isinstance(base, nn.Linear):
             dtype = getattr(base, "compute_dtype", None) or dtype  # of a 4-bit base
         weight = _dequantised(made, dtype)
     else:
         return None
-    if dtype not in _DTYPES or type(x) not in PLAIN:
-        return None
-    adapters, magnitude, kind = [], None, None
+    fits = dtype in KERNEL_DTYPES and type(x) in PLAIN
+    return (dtype, Base(weight, bias, quantised, gathered), sources) if fits else None
+
+
+def _find_adapters(module, device) -> tuple[list[Adapter], list, torch.Tensor | None] | None:
+    """The active adapters, B's bias in each, and DoRA's magnitude."""
+    adapters, biases, magnitude, kind = [], [], None, None
     for name, down, up, dropout in _active(module):
         scale = module.scaling[name]
         if not (is_linear(down) and is_linear(up) and intact(down, LINEAR) and intact(up, LINEAR)):
             return None
-        a, b, bias_b = _own(down, "weight"), _own(up, "weight"), _own(up, "bias")
+        a, b, bias = _own(down, "weight"), _own(up, "weight"), _own(up, "bias")
         if _own(down, "bias") is not None:
             return None
         kind = kind or a.dtype
@@ -454,26 +476,13 @@ def _find_state(module, x, fp8: Fp8Spec | None = None) -> LoraState | None:
             return None
         if name in module.lora_variant:
             magnitude = dora_magnitude(module, name)
-            if magnitude is None or not _usable(magnitude, device) or p > 0 or bias_b is not None:
+            if magnitude is None or not _usable(magnitude, device) or p > 0 or bias is not None:
                 return None  # dropout applies to the base matmul too
-        if bias_b is not None:
-            bias = bias_b * scale if bias is None else bias + bias_b * scale
-        sources.append(bias_b)
+        biases.append(bias)
         adapters.append(Adapter(0, a, b, float(scale), float(p)))
-    if not adapters or kind not in _DTYPES or (magnitude is not None and len(adapters) > 1):
+    if kind not in KERNEL_DTYPES or (magnitude is not None and len(adapters) > 1):
         return None  # several adapters with DoRA add up differently
-    if bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
-    sources += *(l.a for l in adapters), *(l.b for l in adapters), magnitude
-    drops, plain = any(adapter.dropout for adapter in adapters), isinstance(weight, torch.Tensor)
-    # float16 cannot represent the substitute for a magnitude of 0.
-    scales = magnitude is not None and torch.float16 not in (dtype, kind)
-    scales = scales and not (plain and weight.requires_grad)
-    shareable = plain and not drops and (magnitude is None or scales)
-    sources = [t for t in sources if t is not None]
-    base = Base(weight, bias, quantised, gathered)
-    state = LoraState(dtype, base, adapters, magnitude, sources, (), drops, scales, shareable)
-    return state._replace(call=_prepare(state))
+    return adapters, biases, magnitude
 
 
 def _own(module, name):
@@ -489,7 +498,7 @@ def _usable(weight, device) -> bool:
 
 def _scales_weight(x, state: LoraState) -> bool:
     """Whether DoRA scales rows of the weight; if x has few rows, it scales the result."""
-    return _is_eager() and state.scales_weight and 16 * x.numel() >= x.shape[-1] ** 2
+    return not is_traced_or_transformed() and state.scales_weight and 16 * x.numel() >= x.shape[-1] ** 2
 
 
 def _dora(x, state: LoraState, all_norms: bool = False) -> torch.Tensor:

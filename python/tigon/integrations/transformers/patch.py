@@ -225,6 +225,8 @@ def apply(
 
     Tigon recognises parts by the structure of their source, not by names; see docs/huggingface.md.
     """
+    options = locals()
+    given = {slot: options[slot] for slot in SLOTS}
     if not isinstance(model, nn.Module):
         raise Error(f"[apply] model must be a torch.nn.Module, got {_what(model)}")
     check_cap("apply", max_peak_mb=max_peak_mb)
@@ -232,33 +234,37 @@ def apply(
     root = unwrapped(model)
     check_recipe(fp8, root)
     check_recompute(recompute)
+    switches = {slot: value for slot, value in given.items() if value is not None}
+    switches |= {"lazy_logits": lazy_logits, "first_last_bf16": first_last_bf16}
+    check_booleans("apply", **switches, fp8_base_only=fp8_base_only, strict=strict)
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
-    plan = Plan(root)
-    given = {
-        "norm": norm,
-        "mlp": mlp,
-        "experts": experts,
-        "router": router,
-        "qkv": qkv,
-        "qk_norm": qk_norm,
-        "hyper": hyper,
-        "lora": lora,
-        "rope": rope,
-        "loss": loss,
-    }
-    check_booleans(
-        "apply",
-        **{slot: value for slot, value in given.items() if value is not None},
-        lazy_logits=lazy_logits,
-        first_last_bf16=first_last_bf16,
-        fp8_base_only=fp8_base_only,
-        strict=strict,
-    )
-    asked = {slot: value is None or bool(value) for slot, value in given.items()}
-    asked["qk_norm"] &= asked["norm"] and asked["rope"]
     if recompute is None and report.recompute is not None:
         recompute = report.recompute.given
+    float8 = None
+    if fp8 is not None:
+        names = [fp8_except] if isinstance(fp8_except, str) else fp8_except
+        float8 = Options(fp8, tuple(names), first_last_bf16, fp8_base_only)
+    asked = {slot: value is None or bool(value) for slot, value in given.items()}
+    asked["qk_norm"] &= asked["norm"] and asked["rope"]
+    plan = _plan(root, given, asked, float8, recompute)
+    _check(plan, report, strict)
+    anew = {slot for slot in SLOTS if asked[slot] or given[slot]}
+    _tell(report, plan, anew if float8 is None else anew | {"fp8"})
+    if state is None:
+        state = root.__dict__[STATE] = State(report)
+    state.fp8 = float8 or state.fp8
+    _commit(plan, state, lazy_logits, max_peak_mb)
+    if asked["lora"]:
+        _watch(root)
+    _use_graphs(root, report, lengths)
+    _tell_wrappers(model, root)
+    return report
+
+
+def _plan(root: nn.Module, given: dict, asked: dict[str, bool], float8: Options | None, recompute) -> Plan:
+    """Plan the slots that are asked for; `given`: what the caller said of each slot."""
+    plan = Plan(root)
     plan.all_norms = recompute is not None
     for slot, look in SLOTS.items():
         if asked[slot]:
@@ -266,30 +272,21 @@ def apply(
         if given[slot] and not any(entry.slot == slot for entry in plan.entries):
             why = NO_QK_NORM if slot == "qk_norm" else "nothing of this kind was found"
             plan.add(slot, "", type(root).__name__, why if asked[slot] else NEEDS_NORM_AND_ROPE)
-    if fp8 is not None:
-        names = [fp8_except] if isinstance(fp8_except, str) else fp8_except
-        options = Options(fp8, tuple(names), first_last_bf16, fp8_base_only)
-        plan.fp8(options)
+    if float8 is not None:
+        plan.fp8(float8)
     if recompute is not None:
         plan.recomputed(recompute)
-    _check(plan, report, strict)
-    asked["fp8"], given["fp8"] = fp8 is not None, None
-    kept = [entry for entry in report.entries if not (asked[entry.slot] or given[entry.slot])]
+    return plan
+
+
+def _tell(report: Report, plan: Plan, slots: set[str]) -> None:
+    """Write into the report what was planned for these slots."""
     for entry in plan.entries:
         if entry.slot == "loss" and not entry.replaced and entry.reason != plan.trl:
             report.head_calls.say(f"{entry.path} stays stock: {entry.reason}")
-    report.entries[:] = kept + plan.entries
-    report.notes[:] = _notes(root, report)
-    if state is None:
-        state = root.__dict__[STATE] = State(report)
-    state.fp8 = state.fp8 if fp8 is None else options
+    report.entries[:] = [entry for entry in report.entries if entry.slot not in slots] + plan.entries
+    report.notes[:] = _notes(plan.model, report)
     report.recompute = plan.recompute
-    _commit(plan, state, lazy_logits, max_peak_mb)
-    if asked["lora"]:
-        _watch(root)
-    _use_graphs(root, report, lengths)
-    _tell_wrappers(model, root)
-    return report
 
 
 def _watch(root: nn.Module) -> None:

@@ -28,7 +28,7 @@ from tigon.error import check, refuse
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, bound, plain, stock
 from tigon.integrations.transformers.head_operands import is_linear, is_lora
 from tigon.ops.again import GATED_UNITS, NORMS, Again, again, forgetting
-from tigon.ops.loss_head.plan import linear_cross_entropy_memory
+from tigon.ops.loss_head.plan import MIB, linear_cross_entropy_memory
 
 KINDS = {"norms": (NORMS,), "elementwise": (NORMS, GATED_UNITS)}
 OF = {(NORMS,): "a norm", (NORMS, GATED_UNITS): "a norm or gated unit"}
@@ -67,7 +67,7 @@ class Ledger:
             train_hidden=hidden.requires_grad,
             main_grad=trained and bool(getattr(weight, "tigon_main_grad", False)),
         )
-        peak = needs.peak if max_peak_mb is None else min(needs.peak, int(max_peak_mb * 2**20))
+        peak = needs.peak if max_peak_mb is None else min(needs.peak, int(max_peak_mb * MIB))
         self.taken = max(peak - needs.results, 0)
 
     def project(self, down: nn.Module, inner: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ def make_rotary(stock, structure: Structure):
 
     def with_op(original, op):
         def rotary(*args, **kwargs):
-            if plain_form and op is rope and len(args) == 4 and not kwargs and _fit(options["ndim"], *args):
+            if plain_form and op is rope and len(args) == 4 and not kwargs and _fit(options["ndim"], args):
                 y = quick(*args)
                 if y is not None:
                     return y
@@ -76,8 +76,9 @@ def make_rotary(stock, structure: Structure):
     return rotary
 
 
-def _fit(dims, q, k, cos, sin) -> bool:
+def _fit(dims, args: tuple) -> bool:
     """Whether q and k are heads, and stock takes the tables."""
+    q, k, cos, _ = args
     whole = torch.is_tensor(q) and torch.is_tensor(k) and torch.is_tensor(cos)
     return whole and q.ndim in dims and cos.ndim == q.ndim - 1
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tigon._dtensor import KERNEL_DTYPES
 from tigon.error import check, refuse
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, plain, read, stock
 from tigon.integrations.transformers.patterns.routers import ROUTERS
@@ -20,7 +21,6 @@ from tigon.ops.arguments import kind_of
 from tigon.ops.route import MAX_EXPERTS, route
 
 ROUTED = "_tigon_routed"  # attribute of a router with its part of a context of ``routing.py``
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def router_forward(module: nn.Module, spec: RouterSpec, hidden, *given):
     )
     tensors = [t for t in (hidden, weight, bias, correction) if t is not None]
     part = routed(module)
-    if not (plain(*tensors) and _fits(module, spec, hidden, weight)):
+    if not (plain(*tensors) and _fits(spec, hidden, weight)):
         if part is not None:
             words = "router must run tigon.route, got {} of {} and a weight of {}"
             refuse(part.context.op, words, kind_of(hidden), hidden.dtype, weight.dtype)
@@ -109,16 +109,16 @@ def router_forward(module: nn.Module, spec: RouterSpec, hidden, *given):
         scale=scale,
         group_score=spec.group_score,
         dtype=None if spec.out == "logits" else torch.float32,
-        ids=None if part is None else part.context.given(part, logits, top_k),
+        ids=None if part is None else part.context.given(part, logits),
     )
     if part is not None:
         part.context.chosen(part, ids)
     return logits, weights.to(hidden.dtype) if spec.out == "hidden" else weights, ids
 
 
-def _fits(module, spec, hidden, weight) -> bool:
+def _fits(spec, hidden, weight) -> bool:
     """Whether the op takes these tensors and the class computes in their dtypes."""
-    known = hidden.dtype in _DTYPES and weight.dtype in _DTYPES
+    known = hidden.dtype in KERNEL_DTYPES and weight.dtype in KERNEL_DTYPES
     same = spec.autocast or autocast_dtype(hidden.device.type) is None
     return known and same and (spec.hidden is not None or hidden.ndim == 2)
 

@@ -87,7 +87,7 @@ class record_routing(_Context):
             whole[:, layer] = ids.to(whole.device, dtype)
         return whole.view(batch, tokens // batch, self._layers, top_k)
 
-    def given(self, part: Routed, logits: torch.Tensor, top_k: int) -> None:
+    def given(self, part: Routed, logits: torch.Tensor) -> None:
         """Return nothing: the router chooses."""
 
     def chosen(self, part: Routed, ids: torch.Tensor) -> None:
@@ -178,7 +178,7 @@ class replay_routing(_Context):
         check(self.op, fits, words, layers, self._top_k, ids.shape)
         return ids.to(torch.int32)
 
-    def given(self, part: Routed, logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    def given(self, part: Routed, logits: torch.Tensor) -> torch.Tensor:
         """The ids of one router, int32 ``[tokens, K]`` on the device of the logits."""
         tokens, batch = logits.shape[0], len(self._sequences)
         if self._whole is None or self._whole.shape[1] != tokens or self._whole.device != logits.device:

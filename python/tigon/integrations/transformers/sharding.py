@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tigon._dtensor import is_dtensor
+from tigon._op import is_traced_or_transformed
 from tigon.error import check
 from tigon.integrations.transformers.forward import plain, tensor_parallel
 
@@ -20,7 +20,7 @@ def present(head: nn.Module) -> bool:
     weights = [head.weight, *head.parameters()]
     if not plain(*weights) or head.weight.ndim != 2:  # FSDP1 leaves a part of one dimension
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_traced_or_transformed():
         return True  # such tensors have no storage to check
     return all(weight.untyped_storage().size() > 0 for weight in weights)
 

@@ -12,10 +12,11 @@ from tigon._op import Op, has_kernel, is_batched, raw
 from tigon.environment import has_matmul_kernels
 from tigon.error import check
 from tigon.ops import arguments
+from tigon.ops.agreement import tells_refusals
+from tigon.ops.loss_head.gather import Gather
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.operands import autocast
 from tigon.ops.rms_norm import rms_norm
-from tigon.parallel.shards import tells_refusals
 
 OP = "contrastive_loss"
 IGNORED = -100
@@ -147,7 +148,7 @@ class ContrastiveOptions(NamedTuple):
     chunk_rows: int | None
     labels: torch.Tensor | None = None  # positives [n, K]
     diagonal: bool = False  # document i of query i
-    whole: Any = None  # a Gather: queries of all processes, documents of this one; or _Own
+    whole: Gather | _Own | None = None  # queries of all processes, documents of this one
     ids: tuple[torch.Tensor, torch.Tensor] | None = None
     bound: dict[str, Any] | None = None  # of :func:`limits`
     limit: torch.Tensor | None = None
@@ -358,8 +359,6 @@ def contrastive_loss(
         if group is None:
             whole = _Own()
         else:
-            from tigon.parallel.gather import Gather
-
             told = {"positives": positives.shape[1], "labels": labels is not None, "temperature": temperature}
             told |= {"symmetric": symmetric, "normalize": normalize, "reduction": reduction, "margin": margin}
             told |= {"relative_margin": relative_margin, "ids": ids is not None, "guide": guide is not None}
@@ -476,7 +475,7 @@ def _loss(q, d, options: ContrastiveOptions):
 
 
 class _Own:
-    """The batch of one process, as :class:`tigon.parallel.gather.Gather` has those of a group."""
+    """The batch of one process, as :class:`tigon.ops.loss_head.gather.Gather` has those of a group."""
 
     size, rows = 1, staticmethod(lambda x, *ignored: x)
     labels = log_sum = own = sum = rows

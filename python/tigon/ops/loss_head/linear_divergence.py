@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from tigon._dtensor import KERNEL_DTYPES
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import arguments
@@ -211,7 +212,7 @@ def _run_kernel(op, hidden, weight, teacher: _Teacher, labels, head: HeadOptions
     """Run the kernel on checked arguments; `classes`: those that both sides have."""
     states, teacher_weight, teacher_bias = teacher
     lead = labels.shape
-    if states.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if states.dtype not in KERNEL_DTYPES:
         states = states.float()
     if teacher_weight is not None:
         states, teacher_weight, _ = operands.whole_vectors(states, teacher_weight.to(states.dtype))

@@ -24,7 +24,7 @@ from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_loss import graph_leaves
 from tigon.ops.loss_head.operands import check_lora
-from tigon.ops.loss_head.plan import check_cap, check_unbounded, plan
+from tigon.ops.loss_head.plan import MIB, check_cap, check_unbounded, plan
 
 _OP = "multi_token_loss"
 _REDUCTIONS = ("mean", "sum")
@@ -256,13 +256,13 @@ def _within_peak(hidden, heads, max_peak_mb):
         sizes |= {"weight_dtype": head.weight.dtype, "classes": True, "peak": 0}
         found = plan(hidden.device.type, hidden.dtype, rows, size, vocab, **sizes)
         before = sum(kept.values())
-        options = head.options | {"max_peak_mb": max_peak_mb - before / 2**20}
+        options = head.options | {"max_peak_mb": max_peak_mb - before / MIB}
         bounded.append(head._replace(options=options))
         for key, t in tensors.items():  # the sum of several heads' gradients is wide
             kept[key] = t.numel() * max(t.element_size(), 4 if uses[key] > 1 else 0)
         summed = sum(kept[key] for key in tensors if uses[key] > 1)
         least = max(least, before + found.least, before + found.results + summed)
-    least = -(-least // 2**20)
+    least = -(-least // MIB)
     words = "max_peak_mb must be at least {} for this call, got {}"
     check(_OP, least <= max_peak_mb, words, least, max_peak_mb)
     return bounded

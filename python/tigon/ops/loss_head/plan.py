@@ -23,7 +23,7 @@ from tigon.ops.cross_entropy import REDUCTIONS
 
 _OP = "linear_cross_entropy_memory"
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # DType
-_MIB = 1 << 20
+MIB = 1 << 20
 _MOST = 1 << 62
 AUTOMATIC = -1  # of `keep_rows`: all rows if one chunk holds all, else none
 MOST_GROUP_LOGITS = 1 << 30  # bytes of a group's logits: loss_head_group_limit of the C++ side
@@ -118,7 +118,7 @@ def plan(
     sizes |= {"rows": rows, "hidden": hidden, "vocab": vocab}
     sizes.setdefault("worked", rows)
     if max_workspace_mb is not None:
-        sizes["cap"] = min(max(int(max_workspace_mb * _MIB), 0), _MOST)
+        sizes["cap"] = min(max(int(max_workspace_mb * MIB), 0), _MOST)
     numbers = tuple(map(operator.index, Sizes(**sizes)))
     return _native_plan(function, numbers, tuple(map(operator.index, groups)))
 
@@ -137,7 +137,7 @@ def rows_within(keep_mb, vocab, itemsize) -> int:
     """Convert ``keep_mb`` to a number of rows, or to AUTOMATIC."""
     if keep_mb is None:
         return AUTOMATIC
-    return int(min(keep_mb, 2.0**40) * _MIB) // (padded(vocab) * itemsize)
+    return int(min(keep_mb, 2.0**40) * MIB) // (padded(vocab) * itemsize)
 
 
 def chunk_that_fits(op, hidden, weight, head, **sizes) -> int:
@@ -151,7 +151,7 @@ def chunk_that_fits(op, hidden, weight, head, **sizes) -> int:
 
 def check_fits(op, found: HeadPlan, rows: int, what: str, cap) -> None:
     """Check that a chunk of so many rows is within the limit."""
-    least = -(-(found.fixed + rows * found.row) // _MIB)
+    least = -(-(found.fixed + rows * found.row) // MIB)
     words = "max_workspace_mb must be at least {} for " + what + ", got {}"
     check(op, found.fits >= rows, words, least, cap)
 
@@ -167,12 +167,12 @@ def check_cap(op, **caps: float | None) -> None:
 
 def peak_bytes(max_peak_mb: float, more: int = 0) -> int:
     """Convert a peak to bytes, without the `more` bytes that the plan does not know."""
-    return min(max(int(max_peak_mb * _MIB) - more, 0), _MOST)
+    return min(max(int(max_peak_mb * MIB) - more, 0), _MOST)
 
 
 def check_peak(op, found: HeadPlan, more: int, max_peak_mb) -> None:
     """Check that the peak is large enough for the call."""
-    least = -(-(found.least + more) // _MIB)
+    least = -(-(found.least + more) // MIB)
     check(op, found.least == 0, "max_peak_mb must be at least {} for this call, got {}", least, max_peak_mb)
 
 

@@ -1,4 +1,4 @@
-"""Which process holds which classes, and the check that all processes of a group make the same call."""
+"""The check that all processes of a group make the same call, and what it finds: who holds which classes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from tigon._deterministic import is_deterministic
 from tigon._op import cached_tensor
 from tigon.error import check
 from tigon.ops.arguments import F, kind_of
 
 # PyTorch renames them.
-_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
 
 class Facts(NamedTuple):
@@ -106,6 +105,14 @@ def target_code(target: torch.Tensor, device) -> int:
 def of_rows(target: torch.Tensor, x: torch.Tensor) -> dict[str, int]:
     """The facts of labels and of the tensor that they are compared with."""
     return {"rows": target.numel(), "dtype": code(x.dtype), "target": target_code(target, x.device)}
+
+
+def number_of(denominator) -> object:
+    """The value of a denominator that processes compare: its number, if the host knows it."""
+    if not isinstance(denominator, torch.Tensor):
+        return denominator
+    known = denominator.is_cpu and denominator.numel() == 1 and not denominator.is_complex()
+    return float(denominator) if known else "on a device"
 
 
 def or_unknown(number: int | None) -> int:
@@ -286,70 +293,5 @@ def _layout(op, said: list[Facts]) -> Layout:
 def gathered(part: torch.Tensor, size: int, group) -> torch.Tensor:
     """Return the parts of `size` processes, concatenated in the first dimension; ready on return."""
     whole = part.new_empty(size * part.shape[0], *part.shape[1:])
-    _all_gather(whole, part.contiguous(), group=group)
+    all_gather(whole, part.contiguous(), group=group)
     return whole
-
-
-def _sum_in_order(parts: torch.Tensor, to: torch.Tensor) -> None:
-    """Sum all processes' parts in order; in a collective the order depends on an element's place."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part
-    to.copy_(total)
-
-
-class Work:
-    """Running collectives, each with the tensors that it reads and writes."""
-
-    def __init__(self, shards: Shards) -> None:
-        self.shards, self.pending = shards, []
-
-    def _start(self, work, *tensors) -> None:
-        self.pending.append((work, tensors))
-
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """:func:`gathered` of the group."""
-        return part if self.shards.size == 1 else gathered(part, self.shards.size, self.shards.group)
-
-    def start_gather(self, part: torch.Tensor, whole: torch.Tensor | None = None):
-        """A function that waits for :meth:`gather`'s result, in ``whole`` if that is given."""
-        if self.shards.size == 1:
-            return lambda: part
-        if whole is None:
-            whole = part.new_empty(self.shards.size * part.shape[0], *part.shape[1:])
-        part = part.contiguous()
-        work = _all_gather(whole, part, group=self.shards.group, async_op=True)
-
-        def wait():
-            work.wait()
-            return whole if part is not None else None  # `part` lives as long as it is read
-
-        return wait
-
-    def start_all_reduce(self, tensor: torch.Tensor) -> None:
-        """Start a sum over the processes, in place; ready after :meth:`wait`."""
-        if self.shards.size == 1:
-            return
-        if is_deterministic():
-            _sum_in_order(self.gather(tensor[None]), tensor)
-        else:
-            self._start(dist.all_reduce(tensor, group=self.shards.group, async_op=True), tensor)
-
-    def start_reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """``part`` = this process's rows of the sum of ``whole``; ready after :meth:`wait`."""
-        if self.shards.size == 1:
-            part.copy_(whole)
-            return
-        if is_deterministic():
-            theirs = torch.empty_like(whole)
-            dist.all_to_all_single(theirs, whole, group=self.shards.group)
-            _sum_in_order(theirs.view(self.shards.size, *part.shape), part)
-            return
-        work = _reduce_scatter(part, whole, group=self.shards.group, async_op=True)
-        self._start(work, whole, part)
-
-    def wait(self, but: int = 0) -> None:
-        """Make later work on this stream wait for every result but the last `but` ones."""
-        while len(self.pending) > but:
-            work, _ = self.pending.pop(0)
-            work.wait()

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tigon._deterministic import is_deterministic
-from tigon.parallel.cross_entropy import number_of
-from tigon.parallel.shards import Facts, _reduce_scatter, agree, code, gathered, named, trains
+from tigon.ops.agreement import Facts, agree, code, gathered, named, number_of, reduce_scatter, trains
 
 
 class Gather:
@@ -76,7 +75,7 @@ class _Rows(torch.autograd.Function):
     def backward(ctx, dwhole):
         gather = ctx.gather
         part = dwhole.new_empty(dwhole.shape[0] // gather.size, *dwhole.shape[1:])
-        _reduce_scatter(part, dwhole.contiguous(), group=gather.group)
+        reduce_scatter(part, dwhole.contiguous(), group=gather.group)
         return part, None
 
 
