@@ -300,6 +300,8 @@ def test_refusals_of_candidates(device):
         ((indices[:5], log_prob), {}, "teacher indices must be"),
         ((indices, log_prob[:, :2]), {}, "teacher log_prob must be"),
         ((indices, log_prob), {"teacher_softcap": 3.0}, "teacher_softcap and teacher_logit_scale"),
+        ((indices, log_prob), {"valid_rows": 3}, "valid_rows must be the number of labels that count, "),
+        ((indices, log_prob), {"valid_rows": -1}, "valid_rows must be in "),
     ):
         with pytest.raises(tigon.Error, match=message):
             tigon.linear_kl_div(hidden, weight, teacher, labels, **options)

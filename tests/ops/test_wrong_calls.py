@@ -296,6 +296,35 @@ def _wide(value):
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
+def without(value: Any, size: int, dtype: torch.dtype) -> Any:
+    """A nested tuple or list in a dtype, with no element in every dimension of that size."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(without(one, size, dtype) for one in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    for dim, n in enumerate(value.shape):
+        value = value.narrow(dim, 0, 0 if n == size else n)
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+@every_call
+def test_float64_without_elements(call):
+    """The references refuse the empty tensors that the kernels refuse, in the same words."""
+    if call.function is tigon.dequantize:
+        pytest.skip("takes no float64")
+    good = call.draw()
+    for size in {n for _, t in calls.tensors_of(list(good.values())) for n in t.shape}:
+        said = []
+        for dtype in (torch.float32, torch.float64):
+            arguments = {name: without(value, size, dtype) for name, value in good.items()}
+            try:
+                calls.call(call.function, arguments)
+                said.append("returned")
+            except tigon.Error as error:
+                said.append(str(error))
+        assert said[0] == said[1], size
+
+
 @every_call
 def test_numbers_that_require_grad(call):
     """Refused by name, or learnt."""

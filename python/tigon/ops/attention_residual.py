@@ -72,7 +72,7 @@ def attention_residual(
     count = values.shape[0]
     check(_OP, 1 <= count <= _MOST_VALUES, "values must be 1 to {}, got {}", _MOST_VALUES, count)
     if not has_kernel(_OP, values=values, query=query, norm_weight=norm_weight):
-        check_sizes(_OP, values, eps, query=query, norm_weight=norm_weight)
+        check_sizes(_OP, values, eps, name="values", query=query, norm_weight=norm_weight)
         return reference(values, query, norm_weight, eps)
     query, norm_weight = columns_for(_OP, ("query", "norm_weight"), values, query, norm_weight)
     return _op(values, query, norm_weight, eps)

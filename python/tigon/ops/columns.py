@@ -39,17 +39,25 @@ def check_types(op: str, x: torch.Tensor, eps: float = 0.0, **vectors: torch.Ten
 
 
 def check_sizes(
-    op: str, x: torch.Tensor, eps: float = 0.0, *, dim: int = -1, **vectors: torch.Tensor | None
+    op: str,
+    x: torch.Tensor,
+    eps: float = 0.0,
+    *,
+    name: str = "x",
+    dim: int = -1,
+    **vectors: torch.Tensor | None,
 ) -> None:
     """Check what the core refuses, for calls that only the reference gets: sizes and eps."""
     if x.dim() == 0:
-        refuse(op, "x must have at least one dimension, got 0")
+        refuse(op, name + " must have at least one dimension, got 0")
+    if dim == -1 and x.shape[-1] == 0:
+        refuse(op, name + " must have at least one column, got 0")
     check_eps(op, eps)
-    for name, v in vectors.items():
+    for key, v in vectors.items():
         if v is not None and v.device != x.device:
-            refuse(op, name + " must be on {}, got {}", x.device, v.device)
+            refuse(op, key + " must be on {}, got {}", x.device, v.device)
         if v is not None and v.shape != x.shape[dim : dim + 1 or None]:
-            refuse(op, name + " must be {}, got {}", x.shape[dim : dim + 1 or None], v.shape)
+            refuse(op, key + " must be {}, got {}", x.shape[dim : dim + 1 or None], v.shape)
 
 
 def columns_for(

@@ -677,7 +677,7 @@ def experts(
         negative = ids[ids < 0][:1].tolist() if arguments.readable(ids) else []
         check(_OP, not negative, "ids must be >= 0, got {}", *negative)
         return reference(x, ids=ids, weights=weights, **parameters._asdict(), **form._asdict())
-    rows, row_ids = (t.reshape(-1, t.shape[-1]) for t in (x, ids))
+    rows, row_ids = (t.flatten(end_dim=-2) for t in (x, ids))
     row_weights = None if weights is None else weights.reshape(-1)
     return _run(rows, row_ids, row_weights, False, parameters, form).reshape(x.shape)
 

@@ -495,6 +495,8 @@ def _checked_base(x, weight, a, b, scale, bias, *, dtype, casts) -> Base:
             check(_OP, t.dtype == x.dtype, name + " must be {}, got {}", x.dtype, t.dtype)
     check_numbers(_OP, scale=scale)
     sizes, rank = (weight.shape[0], x.shape[-1]), a.shape[0]
+    for name, t in (("weight", weight), ("a", a)):
+        check(_OP, t.shape[0] >= 1, name + " must have at least one row, got 0")
     check(_OP, weight.shape[1] == sizes[1], "weight must be [N, {}], got {}", sizes[1], tuple(weight.shape))
     check(_OP, a.shape[1] == sizes[1], "a must be [r, {}], got {}", sizes[1], tuple(a.shape))
     check(_OP, tuple(b.shape) == (sizes[0], rank), "b must be {}, got {}", (sizes[0], rank), tuple(b.shape))

@@ -321,7 +321,7 @@ def contrastive_loss(
     arguments.check_float(OP, "q", q)
     arguments.check_float(OP, "d", d)
     _check_beside(q, q=q, d=d)
-    check(OP, q.dim() == 2, "q must be [n, H], got {}", q.shape)
+    check(OP, q.dim() == 2 and q.shape[1] > 0, "q must be [n, H] with H > 0, got {}", q.shape)
     fits = d.dim() == 2 and d.shape[1] == q.shape[1] and d.shape[0] > 0
     check(OP, fits, "d must be [m, {}] with m > 0, got {}", q.shape[1], d.shape)
     arguments.check_booleans(OP, symmetric=symmetric, normalize=normalize, relative_margin=relative_margin)
@@ -427,7 +427,7 @@ def _check_pair(name, pair, q, n, m, check_kind):
         check_kind(OP, f"{part}_{name}", x)
         _check_beside(q, **{f"{part}_{name}": x})
     a, b = (x.shape for x in pair)
-    fits = a[:1] == (n,) and b[:1] == (m,) and a[1:] == b[1:]
+    fits = a[:1] == (n,) and b[:1] == (m,) and a[1:] == b[1:] and 0 not in a[1:]
     check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, a, b)
 
 

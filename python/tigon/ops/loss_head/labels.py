@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from tigon.error import check, refuse
-from tigon.ops.arguments import called, check_booleans, check_indices, check_integers, kind_of
+from tigon.ops.arguments import called, check_booleans, check_indices, check_integers, kind_of, readable
 
 # target -> {(ignore_index, shift[, position_ids, their version]): (version of target, event, pinned count)}
 _counts: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -169,6 +169,15 @@ def check_count(op, target, ignore_index, valid_rows) -> int:
     told = valid_rows in (-1, count)
     check(op, told, "valid_rows must be the number of labels that count, {}, got {}", count, valid_rows)
     return count
+
+
+def check_valid_rows(op, target, ignore_index, valid_rows) -> None:
+    """Check the caller's number of labels that count, if it is given, as the native calls do."""
+    if valid_rows is None:
+        return
+    known_rows(op, target, ignore_index, False, valid_rows, target.device)
+    if readable(target):
+        check_count(op, target, ignore_index, valid_rows)
 
 
 def known_rows(op, target, ignore_index, shift, valid_rows, device, position_ids=None):

@@ -95,7 +95,8 @@ def vllm_log_prob(hidden, weight, target, head: HeadOptions, wide):
     """The log-probabilities of labels in place, ``[...]`` or ``[..., K]``; 0 of ignored ones."""
     with torch.no_grad():
         rows = hidden.reshape(-1, hidden.shape[-1])
-        labels = target.to(hidden.device).long().reshape(rows.shape[0], -1)
+        columns = target.shape[-1] if target.dim() == hidden.dim() else 1
+        labels = target.to(hidden.device).long().reshape(rows.shape[0], columns)
         weight = weight.to(hidden.dtype)
         bias = None if head.bias is None else head.bias.to(hidden.dtype)
         call = torch.ops.tigon.vllm_log_prob if torch.compiler.is_compiling() else _label_log_prob

@@ -13,7 +13,7 @@ from tigon._load import native
 from tigon._op import Op
 from tigon.error import check, refuse
 from tigon.ops import arguments
-from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
+from tigon.ops.loss_head.labels import check_shift, check_valid_rows, known_rows, shifted
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import (
     HeadPlan,
@@ -210,7 +210,7 @@ def check_lora(op, lora, hidden, weight):
     fits = fits and b.shape == (weight.shape[0], a.shape[0])
     given = f"{list(a.shape)}, {list(b.shape)}"
     wanted = (hidden.shape[-1], weight.shape[0])
-    check(op, fits, "lora must be (A [r, {}], B [{}, r], scale), got {}", *wanted, given)
+    check(op, fits and a.shape[0] > 0, "lora must be (A [r, {}], B [{}, r], scale), got {}", *wanted, given)
 
 
 def check_token_weight(op, token_weight, target) -> None:
@@ -386,9 +386,7 @@ def check_plain(op, classes, target, head: HeadOptions) -> None:
     ignore_index = head.ignore_index
     target = shifted(target, ignore_index, head.shift, head.position_ids)
     arguments.check_range(op, "target", target, classes, ignore_index)
-    valid = known_rows(op, target, ignore_index, False, head.valid_rows, target.device)
-    if valid >= 0 and arguments.readable(target):
-        check_count(op, target, ignore_index, valid)
+    check_valid_rows(op, target, ignore_index, head.valid_rows)
 
 
 def plain_weight(op, weight):

@@ -11,7 +11,7 @@ import torch
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices, check_range, check_shape, readable
 from tigon.ops.divergence import divergence
-from tigon.ops.loss_head.labels import shifted
+from tigon.ops.loss_head.labels import check_valid_rows, shifted
 
 _LEAST_TAIL = 1e-7  # of the mass outside the candidates: the precision of 1 - their sum in float32
 _NEVER = -1e4  # log-probability of a class that is not a candidate
@@ -72,6 +72,7 @@ def top_k_loss(op, linear_log_prob, dtype, vocab, labels, head, d):
     indices, teacher_log_prob = (t.detach() for t in d.teacher)
     labels = shifted(labels, ignore_index, head.shift, head.position_ids)
     counts = labels != ignore_index
+    check_valid_rows(op, labels, ignore_index, head.valid_rows)
     wide = torch.promote_types(dtype, torch.float32)
     options = head._replace(valid_rows=None, logit_dtype=None if dtype == wide else wide).of_log_prob()
     candidate = ~(teacher_log_prob <= _NEVER) & counts.unsqueeze(-1)
